@@ -313,6 +313,16 @@ def test_a_child_can_open_no_file_and_ends_with_its_owner(checkpoint: Checkpoint
         time.sleep(0.01)
 
 
+def test_modules_of_the_working_folder_are_not_imported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be a checkpoint's."""
+    for name in ("json", "types", "transformers", "zinfer", "torch"):
+        (folder / f"{name}.py").write_text(f"open({str(folder / 'mark')!r}, 'w').close()\n")
+    monkeypatch.chdir(folder)
+    with TokenizerProcess(spec_of(folder)) as process:
+        assert process.encode(["abc"]) == [[69, 70, 71]]
+    assert not (folder / "mark").exists()
+
+
 def test_a_process_that_was_killed_is_started_again(checkpoint: Checkpoints) -> None:
     """The child goes on meanwhile; who needs another one has it loaded anew."""
     with TokenizerProcess(spec_of(checkpoint("llama"))) as process:

@@ -34,8 +34,11 @@ REQUEST_BYTES = 1 << 30  # memory of a request
 LOAD_WALL_S = 600.0  # time in which the tokenizer must be loaded on a busy machine
 PATIENCE_S = 60.0  # time in which the process must begin, or be ended by the kernel
 # The process gets these variables of the environment, and no secret.
-_PASSED = ("HOME", "LD_LIBRARY_PATH", "PATH", "TMPDIR", "TZ", "XDG_STATE_HOME")
+_PASSED = ("HOME", "LD_LIBRARY_PATH", "PATH", "PYTHONPATH", "TMPDIR", "TZ", "XDG_STATE_HOME")
 _SET = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+# This package comes last where modules are looked for, and the working folder, which may be a checkpoint's, not at all.
+_MAIN = f"import sys; sys.path.append({str(Path(__file__).parents[2])!r}); "
+_MAIN += f"from {tokenizer_server.__name__} import main; main()"
 
 Prompt = str | list[dict[str, str]]  # a text, or the messages of a chat
 
@@ -268,11 +271,10 @@ class TokenizerProcess:
         self._loading, self._fault = True, None
         self._control, theirs = socket.socketpair()
         env = {name: os.environ[name] for name in _PASSED if name in os.environ} | _SET
-        env["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", tokenizer_server.__name__], stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env, start_new_session=True,
+                [sys.executable, "-P", "-c", _MAIN], stdin=theirs.fileno(), stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL, env=env, start_new_session=True,
             )  # fmt: skip
         forget = at_end(self._process.kill)
         self._end = weakref.finalize(self, _end, self._process, self._control, forget)
@@ -287,10 +289,9 @@ class TokenizerProcess:
         if not line.endswith(b"\n"):
             self._end()
             lease.sweep()  # what it owned
-            return ModelError(
-                f"{self._wanted['directory']}: its tokenizer takes more than {LOAD_S:.0f} s of CPU time or "
-                f"{LOAD_BYTES >> 30} GiB to load, or crashes the library"
-            )
+            limits = f"{LOAD_S:.0f} s of CPU time or {LOAD_BYTES >> 30} GiB"
+            name = self._wanted["directory"] or self._name
+            return ModelError(f"{name}: its tokenizer takes more than {limits} to load, or crashes the library")
         found = json.loads(line)
         if "why" in found:
             return ModelError(found["why"])

@@ -299,7 +299,3 @@ def main() -> None:
                     serve(connection, checkpoint, wanted["request_bytes"])
                 finally:
                     os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

@@ -6,8 +6,9 @@ and an out-of-memory error comes in prefill or not at all. Every layer can be na
 batch goes through the model a few rows at a time.
 
 A layer that attends within a sliding window (or a chunk) has memory for that window, and reads no more. A layer with a
-state of fixed size (recurrent, convolutional) keeps `transformers`' own tensors. A model that has layers of yet another
-kind (an index beside the keys) gets the cache that `transformers` makes, which goes through the model whole.
+state of fixed size (recurrent, convolutional) keeps `transformers`' own tensors. A layer of sparse attention has the
+keys of its indexer besides. A model that has layers of yet another kind (blocks of compressed keys) gets the cache that
+`transformers` makes, which goes through the model whole.
 """
 
 from collections.abc import Callable, Sequence
@@ -502,6 +503,7 @@ class QuantizedLayer(FixedLayer):
 STORAGE = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 STATES = ("conv_states", "recurrent_states")  # attributes of transformers' layers with states of fixed size, by number
 _DUMMY = getattr(cache_utils, "DummyLayer", ())  # a layer that keeps nothing
+_INDEXED = getattr(cache_utils, "DynamicIndexedLayer", None)  # a layer with the keys of an indexer
 
 
 class _StateRows:
@@ -601,6 +603,82 @@ def _of_rows(layer: Any, batch_size: int, attention: FixedLayer | None) -> Any:
     return made
 
 
+class IndexedLayer(DynamicLayer):  # type: ignore[misc]
+    """Keys and values of a layer of sparse attention, in `attention`, and the keys by which its indexer chooses.
+
+    An indexer's keys, ``[B, capacity, D]``, are read whole at every step: they stay on the device for all rows, also
+    for those that have their keys and values in host memory.
+    """
+
+    is_sliding = False
+
+    def __init__(self, batch_size: int, capacity: int, attention: FixedLayer) -> None:
+        self.attention = attention
+        self.batch_size, self.capacity = batch_size, capacity
+        self.rows, self.length = slice(0, batch_size), 0
+        self._index = self._positions = torch.empty(0)
+
+    @property
+    def keys(self) -> Tensor:
+        """Keys of the rows shown, ``[b, kv_heads, length, D]``."""
+        return self.attention.keys
+
+    @property
+    def values(self) -> Tensor:
+        """Values of the rows shown."""
+        return self.attention.values
+
+    @property
+    def is_initialized(self) -> bool:
+        """True once keys and values are stored."""
+        return bool(self.attention.is_initialized)
+
+    def window(self, rows: slice, length: int) -> None:
+        """Continue at position `length` of `rows` only."""
+        self.rows, self.length = rows, length
+        self.attention.window(rows, length)
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Keep `rows` only (indices ``[b]``, rising), as rows 0, 1, ..; `window` must follow."""
+        self.batch_size = len(rows)
+        if self._index.numel():
+            self._index = self._index[rows.to(self._index.device)]
+        if self._positions.numel():
+            self._positions = self._positions[:, rows.to(self._positions.device)]
+        self.attention.keep_rows(rows)
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return self.attention.update(key_states, value_states, *args, **kwargs)
+
+    def update_indexer(self, states: Tensor) -> Tensor:
+        """Store keys of the indexer, ``[b, n, D]``, behind the first `length`; return all of these rows."""
+        end = self.length + states.shape[1]
+        if end > self.capacity:
+            raise CacheFullError(f"the KV cache holds {self.capacity} tokens a sequence; token {end} was decoded")
+        if not self._index.numel():
+            self._index = states.new_empty((self.batch_size, self.capacity, states.shape[2]))
+        self._index[self.rows, self.length : end] = states
+        return self._index[self.rows, :end]
+
+    @property
+    def indexer_position_ids(self) -> Tensor | None:
+        """Position ids of the first `length` tokens, ``[axes, b, length]``; None if the model keeps none here."""
+        return self._positions[:, self.rows, : self.length] if self.length and self._positions.numel() else None
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, positions: Tensor) -> None:
+        axes, _, end = positions.shape
+        if not self._positions.numel():
+            self._positions = positions.new_zeros((axes, self.batch_size, self.capacity))
+        self._positions[:, self.rows, :end] = positions
+
+    def get_seq_length(self) -> int:
+        return self.attention.get_seq_length()
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        return self.attention.get_mask_sizes(query_length)
+
+
 class RowCache(Cache):  # type: ignore[misc]
     """A cache that can be narrowed to some of the rows, layer by layer."""
 
@@ -681,10 +759,10 @@ def make_cache(
     the keys and values of the first `here` sequences only, if given. `widen` is that of `QuantizedLayer`.
 
     It is a `RowCache`, except for a model whose layers keep something that is neither keys and values nor a state of
-    fixed size: then it is `transformers`' own.
+    fixed size nor the keys of an indexer: then it is `transformers`' own.
     """
     default = DynamicCache(config=config)
-    if other_layers(default) or len(default.layers) != config.get_text_config(decoder=True).num_hidden_layers:
+    if any(kind is not _INDEXED for kind in other_layers(default)) or len(default.layers) != config.get_text_config(decoder=True).num_hidden_layers:
         return default
     rows = batch_size if here is None else here
     windows = {index: _window(layer) for index, layer in enumerate(default.layers) if isinstance(layer, DynamicLayer)}
@@ -701,7 +779,9 @@ def make_cache(
         if isinstance(layer, _DUMMY):
             return layer
         attention = keys_and_values(index) if index in windows else None
-        return _of_rows(layer, batch_size, attention) if _has_states(layer) else attention
+        if _has_states(layer):
+            return _of_rows(layer, batch_size, attention)
+        return IndexedLayer(batch_size, capacity, attention) if attention and type(layer) is _INDEXED else attention
 
     return RowCache(layers=[made(index, layer) for index, layer in enumerate(default.layers)])
 
@@ -711,11 +791,11 @@ def _window(layer: DynamicLayer) -> int | None:
     return int(layer.sliding_window) if isinstance(layer, DynamicSlidingWindowLayer) else None
 
 
-def other_layers(cache: Cache) -> set[str]:
-    """Return the kinds of layers in `transformers`' `cache` that `make_cache` leaves to it."""
+def other_layers(cache: Cache) -> set[type]:
+    """Return the kinds of layers in `transformers`' `cache` that hold neither keys and values alone nor states."""
     plain = (DynamicLayer, DynamicSlidingWindowLayer)
     layers = [layer for layer in cache.layers if not isinstance(layer, _DUMMY) and not _has_states(layer)]
-    return {type(layer).__name__ for layer in layers if type(layer) not in plain}
+    return {type(layer) for layer in layers if type(layer) not in plain}
 
 
 def shares_keys(config: PreTrainedConfig) -> bool:

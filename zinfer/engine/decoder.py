@@ -19,7 +19,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, MicroBatch, Work, check_sources, check_works
-from zinfer.engine.cache import CacheFullError, FixedLayer, Gaps, RowCache, Source, make_cache
+from zinfer.engine.cache import CacheFullError, FixedLayer, Gaps, RowCache, Source, make_cache, other_layers
 from zinfer.engine.kv_snapshot import KVSnapshot, Past
 from zinfer.engine.positions import PADS, TOKENS, Probe, probe
 from zinfer.engine.transfer import landed, landed_together
@@ -252,6 +252,11 @@ class Decoder(Engine):
         cache = None if self._own_cache else make_cache(self.model.config, 1, 1)
         return cache.layers if isinstance(cache, RowCache) else []
 
+    @cached_property
+    def _chooses(self) -> bool:
+        """True if layers choose among positions by more than keys and values: by an indexer, or by blocks of them."""
+        return bool(other_layers(DynamicCache(config=self.model.config)))
+
     @property
     def _counts(self) -> bool:
         """True if the model numbers positions by itself."""
@@ -281,12 +286,16 @@ class Decoder(Engine):
         kind = self.model.config.get_text_config(decoder=True).model_type
         if not self._probe.padding or kind in COUNTS_PADDING:
             return f"{self.plan.model.name} knows no padding"
+        if self._chooses:  # where scores are equal, what `topk` chooses depends on their number
+            return f"{self.plan.model.name} chooses among positions, and knows no padding"
         return None
 
     def cannot_chunk(self) -> str | None:
         layers, name = self._kinds_of_layers, self.plan.model.name
         if not layers or not RowCache(layers=layers).only_keys:
             return f"layers of {name} take a prompt as a whole: they hold more than keys and values"
+        if self._chooses:
+            return f"{name} chooses among the positions of a prompt as a whole, and then of one token at a time"
         if not self._probe.chunks:
             return f"{name} takes a prompt as a whole, and then one token at a time"
         if self._windows and not self._masks_window:

@@ -57,7 +57,7 @@ _UNLIKE = {
 }
 # Text models whose code lets padding before a row change its text, found by `make conformance`: states of fixed size,
 # blocks of tokens or windows that count padding, too. Their rows have to be of one length in a batch.
-COUNTS_PADDING = frozenset({"deepseek_v4", "minimax", "mistral_large4_text", "recurrent_gemma", "unlimited_ocr_text"})
+COUNTS_PADDING = frozenset({"minimax", "recurrent_gemma"})
 # Model types under names of their own -> the type that transformers knows them by. Kimi K2's model card says so.
 _SAME = {"kimi_k2": "deepseek_v3"}
 _RESULTS = ("loss", "logits", "hidden_states", "attentions")

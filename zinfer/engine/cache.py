@@ -762,7 +762,10 @@ def make_cache(
     fixed size nor the keys of an indexer: then it is `transformers`' own.
     """
     default = DynamicCache(config=config)
-    if any(kind is not _INDEXED for kind in other_layers(default)) or len(default.layers) != config.get_text_config(decoder=True).num_hidden_layers:
+    if (
+        any(kind is not _INDEXED for kind in other_layers(default))
+        or len(default.layers) != config.get_text_config(decoder=True).num_hidden_layers
+    ):
         return default
     rows = batch_size if here is None else here
     windows = {index: _window(layer) for index, layer in enumerate(default.layers) if isinstance(layer, DynamicLayer)}

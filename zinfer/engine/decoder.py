@@ -252,6 +252,10 @@ class Decoder(Engine):
         cache = None if self._own_cache else make_cache(self.model.config, 1, 1)
         return cache.layers if isinstance(cache, RowCache) else []
 
+    @property
+    def _counts_padding(self) -> bool:
+        return self.model.config.get_text_config(decoder=True).model_type in COUNTS_PADDING
+
     @cached_property
     def _chooses(self) -> bool:
         """True if layers choose among positions by more than keys and values: by an indexer, or by blocks of them."""
@@ -283,8 +287,7 @@ class Decoder(Engine):
         return probe(self.model, first, device, self._cache_name, make, self.plan.model.vocab_size)
 
     def cannot_pad(self) -> str | None:
-        kind = self.model.config.get_text_config(decoder=True).model_type
-        if not self._probe.padding or kind in COUNTS_PADDING:
+        if not self._probe.padding or self._counts_padding:
             return f"{self.plan.model.name} knows no padding"
         if self._chooses:  # where scores are equal, what `topk` chooses depends on their number
             return f"{self.plan.model.name} chooses among positions, and knows no padding"
@@ -296,16 +299,15 @@ class Decoder(Engine):
             return f"layers of {name} take a prompt as a whole: they hold more than keys and values"
         if self._chooses:
             return f"{name} chooses among the positions of a prompt as a whole, and then of one token at a time"
-        if not self._probe.chunks:
+        if not self._probe.chunks or self._counts_padding:
             return f"{name} takes a prompt as a whole, and then one token at a time"
         if self._windows and not self._masks_window:
             return f"{name} takes a prompt as a whole: its masks know nothing of the window that its cache keeps"
         return None
 
     def cannot_draft(self) -> str | None:
-        layers, name = self._kinds_of_layers, self.plan.model.name
-        if not layers or not RowCache(layers=layers).only_keys:
-            return f"layers of {name} hold a state that cannot forget single tokens: drafts are not for them"
+        if not RowCache(layers=self._kinds_of_layers).only_keys:
+            return f"layers of {self.plan.model.name} hold a state that cannot forget single tokens"
         return self.cannot_chunk()
 
     def one_length(self) -> str | None:

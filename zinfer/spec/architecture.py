@@ -55,9 +55,10 @@ _UNLIKE = {
     "kosmos-2.5": "it numbers positions by its padding token, and not from the first token on",
     "paligemma": "each token of its prompts attends to all others, also to later ones",
 }
-# Text models whose code lets padding before a row change its text, found by `make conformance`: states of fixed size,
-# blocks of tokens or windows that count padding, too. Their rows have to be of one length in a batch.
-COUNTS_PADDING = frozenset({"minimax", "recurrent_gemma"})
+# Text models whose code lets padding before a row change its text, found by `make conformance`: decays that are stored
+# (minimax), a window that counts padding (recurrent_gemma), a prompt without a mask whose tokens see later ones (doge).
+# Rows of a micro-batch have to be of one length, and their prompts are computed whole.
+COUNTS_PADDING = frozenset({"doge", "minimax", "recurrent_gemma"})
 # Model types under names of their own -> the type that transformers knows them by. Kimi K2's model card says so.
 _SAME = {"kimi_k2": "deepseek_v3"}
 _RESULTS = ("loss", "logits", "hidden_states", "attentions")

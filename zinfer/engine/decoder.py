@@ -374,6 +374,8 @@ class Decoder(Engine):
         layers = self._kinds_of_layers
         if not layers or any(type(layer) is not FixedLayer for layer in layers):
             return f"the layers of {self.plan.model.name} hold another state than keys and values"
+        if len(layers) != self.plan.model.num_layers:
+            return f"the layers of {self.plan.model.name} hold keys and values of several passes of a token"
         if windows := self._windows:
             return f"layers of {self.plan.model.name} hold the last {min(windows)} positions only (sliding window)"
         if self._rope_switch is not None:

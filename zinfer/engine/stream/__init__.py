@@ -270,8 +270,8 @@ class Stream(Decoder):
         here, storage = rows - hosted, self.options.kv_cache_dtype
         cache = None if self._own_cache else make_cache(self.model.config, rows, capacity, storage, here, self._widen)
         batch = StreamBatch(mask, capacity, cache, self._state_of(cache))
-        if not isinstance(cache, RowCache) and hosted:
-            raise EngineError(f"{hosted} of {rows} rows need host memory: {self._cannot_have('kv_offload')}")
+        if hosted and (why_not := self._cannot_have("kv_offload")) is not None:
+            raise EngineError(f"{hosted} of {rows} rows need host memory: {why_not}")
         self._graphs.seat(batch)
         if hosted and isinstance(cache, RowCache) and cache.attention:
             self._to_host_memory(batch, cache, slice(here, rows), placement, load)

@@ -22,14 +22,18 @@ CACHE_SIZE = 64 << 20  # bytes of kept keys and values
 
 
 def side_by_side(engine: Engine, known: Reference) -> Tensor:
-    """Return the errors of the logits, ``[B, OUTPUT_LEN]``, of all rows in one left-padded micro-batch, or in one for
-    each length where the engine cannot pad."""
+    """Return the errors of the logits, ``[B, OUTPUT_LEN]``, of all rows in one left-padded micro-batch, or of each in one
+    of its own where the engine cannot pad."""
     every = list(range(len(known.prompts)))
-    lengths = {len(known.prompts[row]) for row in every}
-    sets = [every] if engine.cannot_pad() is None else [
-        [row for row in every if len(known.prompts[row]) == length] for length in sorted(lengths)
-    ]  # fmt: skip
+    sets = [every] if engine.cannot_pad() is None else [[row] for row in every]
     errors = torch.full((len(every), OUTPUT_LEN), torch.inf)
+    for together in [sets] if engine.one_trip else [[one] for one in sets]:
+        _run(engine, known, together, errors)
+    return errors
+
+
+def _run(engine: Engine, known: Reference, sets: Sequence[Sequence[int]], errors: Tensor) -> None:
+    """Run a micro-batch of each of `sets` of rows; enter their `errors`."""
     engine.clear()
     works = []
     for rows in sets:
@@ -43,9 +47,8 @@ def side_by_side(engine: Engine, known: Reference) -> Tensor:
             for place, row in enumerate(rows):
                 errors[row, step] = known.error(row, step, logits[place, -1])
         tokens = known.tokens.to(engine.device)
-        works = [Work(work.batch, tokens[rows, step, None]) for rows, work in zip(sets, works, strict=True)]
+        works = [Work(work.batch, tokens[list(rows), step, None]) for rows, work in zip(sets, works, strict=True)]
     engine.clear()
-    return errors
 
 
 def come_and_go(engine: Engine, known: Reference, drafts: bool = False, kept: bool = False) -> Tensor | None:

@@ -199,8 +199,6 @@ ADJUSTMENTS: dict[str, Adjustment] = {
     ),
     "molmo2_adapter": Adjustment("the default names layers of a deep tower", {"vision_feature_layer": [1, 0]}),
     "gemma4_assistant": Adjustment("the default is refused by itself", {"hidden_size_per_layer_input": 0}),
-    "hrm_text": Adjustment(
-        "each of its layers runs several times, and roundings grow", {"num_hidden_layers": 2}
-    ),
+    "hrm_text": Adjustment("each of its layers runs several times, and roundings grow", {"num_hidden_layers": 2}),
     "blt": Adjustment("hash tables of half a million rows", {"encoder_hash_byte_group_vocab": 64}),
 }

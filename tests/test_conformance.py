@@ -16,6 +16,7 @@ from tests.conformance.run import Row, run_all
 from tests.conformance.small import Subject, cut, family, persistent_buffers, save, small_model
 from zinfer.engine import EngineError
 from zinfer.engine.base import Work
+from zinfer.engine.decoder import DecoderBatch
 from zinfer.engine.stream import Stream
 from zinfer.generation.scheduler import ContinuousScheduler
 
@@ -158,21 +159,30 @@ def _with_a_fault(watch: Any, init: Any, engine: Any, running: ContinuousSchedul
     init(watch, engine, running, known)
 
 
+PADS, AS_IT_IS = (Stream, "cannot_pad", lambda _engine: None), (DecoderBatch, "alone", lambda *_: None)
+
+
 @pytest.mark.parametrize(
-    ("kind", "way"),
-    [("deepseek_v32", "cpu"), ("deepseek_v32", "requests"), ("doge", "cpu"), ("recurrent_gemma", "cpu")],
+    ("kind", "way", "fault"),
+    [
+        ("deepseek_v32", "cpu", AS_IT_IS),
+        ("deepseek_v32", "requests", AS_IT_IS),
+        ("deepseek_v32", "drafts", AS_IT_IS),
+        ("doge", "cpu", PADS),
+        ("recurrent_gemma", "cpu", PADS),
+    ],
 )
 def test_padding_that_changes_the_text_is_seen(
-    kind: str, way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, way: str, fault: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compare, "WAYS", {way: compare.WAYS[way]})
-    for pads, verdict in ((False, "right"), (True, "differs")):
-        if pads:
-            monkeypatch.setattr(Stream, "cannot_pad", lambda _engine: None)
+    for wrong, verdict in ((False, "right"), (True, "differs")):
+        if wrong:
+            monkeypatch.setattr(*fault)
         told: dict[str, Outcome] = {}
         compare.compare(Subject(kind), tmp_path / verdict, told.__setitem__)
         assert told[way].verdict == verdict, told
-        assert (told["padding"].why == "") == pads
+        assert (told["padding"].why == "") == (wrong or kind == "deepseek_v32")
 
 
 def test_prompts_are_left_out_for_what_transformers_alone_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,8 +22,8 @@ CACHE_SIZE = 64 << 20  # bytes of kept keys and values
 
 
 def side_by_side(engine: Engine, known: Reference) -> Tensor:
-    """Return the errors of the logits, ``[B, OUTPUT_LEN]``, of all rows in one left-padded micro-batch, or of each in one
-    of its own where the engine cannot pad."""
+    """Return the errors of the logits, ``[B, OUTPUT_LEN]``, of all rows in one left-padded micro-batch, or of each
+    in one of its own where the engine cannot pad."""
     every = list(range(len(known.prompts)))
     sets = [every] if engine.cannot_pad() is None else [[row] for row in every]
     errors = torch.full((len(every), OUTPUT_LEN), torch.inf)

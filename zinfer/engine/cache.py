@@ -23,6 +23,7 @@ from transformers import PreTrainedConfig, cache_utils
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from zinfer.engine import EngineError
+from zinfer.engine.choice import Alone, choosing
 
 
 class CacheFullError(IndexError):
@@ -606,17 +607,19 @@ def _of_rows(layer: Any, batch_size: int, attention: FixedLayer | None) -> Any:
 class IndexedLayer(DynamicLayer):  # type: ignore[misc]
     """Keys and values of a layer of sparse attention, in `attention`, and the keys by which its indexer chooses.
 
-    An indexer's keys, ``[B, capacity, D]``, are read whole at every step: they stay on the device for all rows, also
-    for those that have their keys and values in host memory.
+    An indexer's keys, ``[B, 1, capacity, D]``, are read whole at every step: they stay on the device for all rows, also
+    for those that have their keys and values in host memory. Rows choose as each would alone: `alone` tells what `rows`
+    would have of a pass of so many tokens, or None if that is what they have.
     """
 
     is_sliding = False
+    alone: Callable[[slice, int], Sequence[Alone] | None]
 
     def __init__(self, batch_size: int, capacity: int, attention: FixedLayer) -> None:
         self.attention = attention
         self.batch_size, self.capacity = batch_size, capacity
         self.rows, self.length = slice(0, batch_size), 0
-        self._index = self._positions = torch.empty(0)
+        self._index = self._positions = torch.empty(0)  # positions: ids, [B, axes, capacity, 1]
 
     @property
     def keys(self) -> Tensor:
@@ -641,11 +644,27 @@ class IndexedLayer(DynamicLayer):  # type: ignore[misc]
     def keep_rows(self, rows: Tensor) -> None:
         """Keep `rows` only (indices ``[b]``, rising), as rows 0, 1, ..; `window` must follow."""
         self.batch_size = len(rows)
-        if self._index.numel():
-            self._index = self._index[rows.to(self._index.device)]
-        if self._positions.numel():
-            self._positions = self._positions[:, rows.to(self._positions.device)]
+        self._index, self._positions = (
+            memory[rows.to(memory.device)] if memory.numel() else memory for memory in (self._index, self._positions)
+        )
         self.attention.keep_rows(rows)
+
+    def gather(self, sources: Sequence[Source], length: int) -> None:
+        """Fill the memory of the indexer with rows of other layers, of which the longest has `length` positions."""
+        self._index = self._gathered([source.cache._index for source in sources], sources, length)
+        self._positions = self._gathered([source.cache._positions for source in sources], sources, length)
+
+    def _gathered(self, memories: Sequence[Tensor], sources: Sequence[Source], length: int) -> Tensor:
+        if not all(memory.numel() for memory in memories):
+            return memories[0].new_empty(0)
+        _, heads, _, width = memories[0].shape
+        found = memories[0].new_zeros((self.batch_size, heads, self.capacity, width))
+        row = 0
+        for memory, (_, rows, gaps, known) in zip(memories, sources, strict=True):
+            kept = taken(memory, rows, slice(0, known), gaps)[:, :, max(0, known - length) :]
+            found[row : row + len(rows), :, length - kept.shape[2] : length] = kept
+            row += len(rows)
+        return found
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         return self.attention.update(key_states, value_states, *args, **kwargs)
@@ -656,21 +675,24 @@ class IndexedLayer(DynamicLayer):  # type: ignore[misc]
         if end > self.capacity:
             raise CacheFullError(f"the KV cache holds {self.capacity} tokens a sequence; token {end} was decoded")
         if not self._index.numel():
-            self._index = states.new_empty((self.batch_size, self.capacity, states.shape[2]))
-        self._index[self.rows, self.length : end] = states
-        return self._index[self.rows, :end]
+            self._index = states.new_empty((self.batch_size, 1, self.capacity, states.shape[2]))
+        self._index[self.rows, 0, self.length : end] = states
+        keys, alone = self._index[self.rows, 0, :end], self.alone(self.rows, states.shape[1])
+        return keys if alone is None else choosing(keys, alone, end)
 
     @property
     def indexer_position_ids(self) -> Tensor | None:
         """Position ids of the first `length` tokens, ``[axes, b, length]``; None if the model keeps none here."""
-        return self._positions[:, self.rows, : self.length] if self.length and self._positions.numel() else None
+        if not self.length or not self._positions.numel():
+            return None
+        return self._positions[self.rows, :, : self.length, 0].transpose(0, 1)
 
     @indexer_position_ids.setter
     def indexer_position_ids(self, positions: Tensor) -> None:
         axes, _, end = positions.shape
         if not self._positions.numel():
-            self._positions = positions.new_zeros((axes, self.batch_size, self.capacity))
-        self._positions[:, self.rows, :end] = positions
+            self._positions = positions.new_zeros((self.batch_size, axes, self.capacity, 1))
+        self._positions[self.rows, :, :end, 0] = positions.transpose(0, 1)
 
     def get_seq_length(self) -> int:
         return self.attention.get_seq_length()
@@ -713,6 +735,8 @@ class RowCache(Cache):  # type: ignore[misc]
         attention = getattr(layer, "attention", layer)
         if isinstance(attention, FixedLayer):
             attention.gather([one._replace(cache=getattr(one.cache, "attention", one.cache)) for one in found], length)
+        if isinstance(layer, IndexedLayer):
+            layer.gather(found, length)
         if isinstance(layer, _StateRows):
             self.layers[index] = layer.gathered([(one.cache, one.rows) for one in found], length)
 
@@ -762,10 +786,8 @@ def make_cache(
     fixed size nor the keys of an indexer: then it is `transformers`' own.
     """
     default = DynamicCache(config=config)
-    if (
-        any(kind is not _INDEXED for kind in other_layers(default))
-        or len(default.layers) != config.get_text_config(decoder=True).num_hidden_layers
-    ):
+    layers = config.get_text_config(decoder=True).num_hidden_layers
+    if len(default.layers) != layers or any(kind is not _INDEXED for kind in other_layers(default)):
         return default
     rows = batch_size if here is None else here
     windows = {index: _window(layer) for index, layer in enumerate(default.layers) if isinstance(layer, DynamicLayer)}

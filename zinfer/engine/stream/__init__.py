@@ -159,7 +159,8 @@ class Stream(Decoder):
             state.entries[name].put(tensor)
         self._resident_bytes = sum(tensor.nbytes for tensor in resident.values())
         self._ready(self._layers[0])
-        self._stacks = self._stacks and self._probe.padding and self._probe.moves
+        alike = all(type(layer) is FixedLayer for layer in self._kinds_of_layers)
+        self._stacks = self._stacks and alike and self._probe.padding and self._probe.moves
 
     def _attach(self, source: LayerSource, ring: PrefetchRing) -> None:
         """Have the layers, and the experts that come on demand, take their weights from `ring`, and begin."""
@@ -389,7 +390,8 @@ class Stream(Decoder):
         if pool is None or (pool.spread != on_cpu and pool.unused == pool.size):
             self._close_kv()  # memory made for the other device that attends is of no use
             self._kv_pool = pool = HostPool(self.device.type == "cuda", on_cpu, self.progress)
-        hosted = self.plan.model.kv_bytes(placement.host_rows(load.batch_size), load.total_len)
+        model, rows = self.plan.model, placement.host_rows(load.batch_size)
+        hosted = model.kv_bytes(rows, load.total_len) - model.index_bytes(rows, load.total_len)
         pool.reserve(int(hosted * placement.kv_ratio) + 2 * ALIGNMENT * len(self._layers))
         return pool
 

@@ -14,15 +14,15 @@ from tests.conformance.sizes import FIRST_TOKEN, VOCAB_SIZE
 LENGTHS, OUTPUT_LEN = (70, 3, 21, 18), 12
 SEEDS = 8  # sets of prompts that are tried
 ROUNDING = 2.0**-20  # relative noise of weights: that of eight roundings
-SENSITIVE = 1e-2  # logits of a usable prompt change less with it, as a share of their spread
+SENSITIVE = 3e-2  # logits of a usable prompt change less with it, as a share of their spread
 TOLERANCE = 1e-3  # largest difference of logits, as such a share, unless that noise gives more
 
 
 class Reference(NamedTuple):
     """Prompts, and for each the tokens that follow, ``[B, OUTPUT_LEN]``, and their logits, ``[B, OUTPUT_LEN, V]``.
 
-    Logits may differ from these by `tolerance` of their spread. `skipped` counts the sets of prompts before this one
-    whose logits change with roundings.
+    Logits may differ from these by `tolerance` of their spread. `skipped` counts the sets of prompts before this one,
+    whose logits change with roundings, or whose rows all get the same tokens.
     """
 
     prompts: list[list[int]]
@@ -73,19 +73,24 @@ def prompts(seed: int) -> list[list[int]]:
 
 
 def reference(model_class: type[PreTrainedModel], directory: Path) -> Reference:
-    """Return the first prompts, each alone, whose logits do not depend on the roundings of weights.
+    """Return the first prompts, each alone, whose logits hardly depend on the roundings of weights.
 
     So a prompt is left out only for what transformers does with it alone, and never for what zinfer does. Raises
     CannotCompare if transformers gives no usable reference.
     """
     model, other = (_loaded(model_class, directory) for _ in range(2))
     _round_otherwise(other)
+    why: CannotCompare = CannotCompare("transformers gives every prompt other logits with weights rounded otherwise")
     for seed in range(SEEDS):
-        tokens, logits = _alone(model, prompts(seed))
+        try:
+            tokens, logits = _alone(model, prompts(seed))
+        except Monotonous as error:
+            why = error
+            continue
         noise = difference(_alone(other, prompts(seed), tokens)[1], logits)
         if noise < SENSITIVE:
             return Reference(prompts(seed), tokens, logits, max(TOLERANCE, noise), seed)
-    raise CannotCompare(f"with each of {SEEDS} prompts, roundings of its weights change the logits of transformers")
+    raise why
 
 
 def _loaded(model_class: type[PreTrainedModel], directory: Path) -> PreTrainedModel:

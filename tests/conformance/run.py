@@ -27,7 +27,7 @@ class Row(NamedTuple):
     seconds: float
     family: str = ""
     padded: bool = True  # rows of several lengths share a micro-batch
-    skipped: int = 0  # prompts left out, since roundings change their logits in transformers
+    skipped: int = 0  # prompts left out for what transformers does with each alone
     tolerance: float = 0.0  # largest difference of logits allowed, as a share of their spread
 
     @property

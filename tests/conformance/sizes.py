@@ -113,7 +113,6 @@ ADJUSTMENTS: dict[str, Adjustment] = {
             },
         },
     ),
-    "dots1": Adjustment("the default has no shared experts", {"n_shared_experts": 1}),
     "gemma3n_text": Adjustment(
         "layers that share a KV cache need one of their kind before them",
         {
@@ -136,6 +135,7 @@ ADJUSTMENTS: dict[str, Adjustment] = {
                 "layer_types": _repeat("sliding_attention", "full_attention"),
                 "sliding_window": WINDOW,
                 **({} if kind in ("mellum", "ministral") else {"use_sliding_window": True}),
+                **({"n_shared_experts": 1} if kind == "dots1" else {}),  # the default has none
             },
         )
         for kind in ("dots1", "mellum", "ministral", "qwen2", "qwen2_moe", "qwen3", "smollm3")
@@ -153,6 +153,13 @@ ADJUSTMENTS: dict[str, Adjustment] = {
         {
             "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": WINDOW},
             "layer_types": _repeat("heavily_compressed_attention", "compressed_sparse_attention", "sliding_attention"),
+        },
+    ),
+    "mistral_large4_text": Adjustment(
+        "the default has an indexer, and keys and values, in each layer, others share them",
+        {
+            "indexer_types": lambda depth: ["full"] * 4 + ["shared", "full"] * (depth // 2 - 2),
+            "kv_source_layers": lambda depth: [0, 1, 2, 3] + [2] * (depth - 4),
         },
     ),
     "minimax": Adjustment("blocks of linear attention are no longer than windows", {"block_size": WINDOW}),

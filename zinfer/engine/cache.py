@@ -825,7 +825,8 @@ def other_layers(cache: Cache) -> set[type]:
 
 def shares_keys(config: PreTrainedConfig) -> bool:
     """Tell whether layers attend to keys and values of earlier layers."""
-    return any(isinstance(layer, _DUMMY) for layer in DynamicCache(config=config).layers)
+    modes = getattr(config.get_text_config(decoder=True), "kv_sharing_modes", None) or ()
+    return "store" in modes or any(isinstance(layer, _DUMMY) for layer in DynamicCache(config=config).layers)
 
 
 def _has_states(layer: Any) -> bool:

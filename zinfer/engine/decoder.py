@@ -23,11 +23,11 @@ from zinfer.engine.base import Engine, MicroBatch, Work, check_sources, check_wo
 from zinfer.engine.cache import CacheFullError, FixedLayer, Gaps, IndexedLayer, RowCache, Source, make_cache
 from zinfer.engine.choice import Alone
 from zinfer.engine.kv_snapshot import KVSnapshot, Past
-from zinfer.engine.positions import PADS, TOKENS, Probe, probe
+from zinfer.engine.positions import PADS, TOKENS, Probe, asks_length, probe, scale_by_positions
 from zinfer.engine.transfer import landed, landed_together
 from zinfer.plan.plan import Plan
 from zinfer.spec import lease
-from zinfer.spec.architecture import COUNTS_PADDING
+from zinfer.spec.architecture import COUNTS_PADDING, decoder_layers
 from zinfer.spec.lease import OwnFolder
 from zinfer.spec.progress import Progress, silent
 
@@ -215,6 +215,10 @@ class Decoder(Engine):
         self._own_cache = self._in_modules or not takes_default()
         self._rope_switch = rope_switch(self.model)
         self._masks_window = masks_window(self.model)
+        _, layers = decoder_layers(self.model)
+        scale_by_positions(layers)
+        self._counts_padding = "position_ids" in accepted and asks_length(layers)
+        self._counts_padding |= self.model.config.get_text_config(decoder=True).model_type in COUNTS_PADDING
 
     def _call(self, batch: DecoderBatch, **inputs: object) -> Tensor:
         """Run one forward pass and return its logits ``[B, n, V]``."""
@@ -288,10 +292,6 @@ class Decoder(Engine):
         states."""
         cache = None if self._own_cache else make_cache(self.model.config, 1, 1)
         return cache.layers if isinstance(cache, RowCache) else []
-
-    @property
-    def _counts_padding(self) -> bool:
-        return self.model.config.get_text_config(decoder=True).model_type in COUNTS_PADDING
 
     @property
     def _counts(self) -> bool:

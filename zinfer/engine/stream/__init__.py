@@ -119,6 +119,7 @@ class Stream(Decoder):
         self.model, self._layers = state.model, state.layers
         self._inspect()
         self._ragged = Ragged(self.model, self._accepted)
+        self._ragged.able = self._ragged.able and not self._counts_padding
         heads_apart = plan.model.num_heads == plan.model.num_kv_heads  # each has keys and values of its own
         self._stacks = heads_apart and "attention_mask" in self._accepted and not self._own_cache
         recorded = self.options.cuda_graphs == "auto" and self._group is None
@@ -160,7 +161,7 @@ class Stream(Decoder):
         self._resident_bytes = sum(tensor.nbytes for tensor in resident.values())
         self._ready(self._layers[0])
         alike = all(type(layer) is FixedLayer for layer in self._kinds_of_layers)
-        self._stacks = self._stacks and alike and self._probe.padding and self._probe.moves
+        self._stacks = self._stacks and alike and self._probe.moves and self.cannot_pad() is None
 
     def _attach(self, source: LayerSource, ring: PrefetchRing) -> None:
         """Have the layers, and the experts that come on demand, take their weights from `ring`, and begin."""

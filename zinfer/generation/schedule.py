@@ -739,7 +739,7 @@ class Schedule:
             return works
         self._resume(moves, works)
         usage = self._usage()
-        for _ in range(NEW_GROUPS):
+        for _ in range(NEW_GROUPS if self.able.pads else MOST_GROUPS):  # rows of one length are few
             alone = not (decoding or works)
             work = self._admit(moves, budget, bool(works), alone, usage)
             if work is None:
@@ -818,7 +818,15 @@ class Schedule:
     def _alive(self, later: int) -> float:
         return float((1 - self.ending) ** later) if self.ending else 1.0
 
+    def _held(self, rows: int, width: int, end: int) -> list[float]:
+        """Return the positions, at the `_times` from now, of a group that keeps its room until its last row ends, in
+        `end` passes."""
+        return [rows * self._capacity(width, end) * float(later < end) for later in _TIMES]
+
     def _usage(self) -> list[float]:
+        if self.able.regroups is False:
+            ends = [(group.reserved, group.most_left) for group in self.groups]
+            return [float(sum(size for size, end in ends if later < end)) for later in _TIMES]
         usage = self._need(self.running)
         usage[0] = max(usage[0], float(self._reserved))
         return usage
@@ -856,6 +864,10 @@ class Schedule:
             if taken and (len(taken) + 1) * self._capacity(longest, 1) > self.limits.group:
                 break
             need = self._need([row])
+            if self.able.regroups is False:
+                before = self._held(len(taken), width, end)
+                after = self._held(len(taken) + 1, longest, max(end, row.left))
+                need = [more - less for more, less in zip(after, before, strict=True)]
             room = all(now + more <= self.limits.positions for now, more in zip(usage, need, strict=True))
             if not room and not (empty and not taken):
                 break

@@ -884,7 +884,7 @@ def abilities(engine: Engine, hosted: bool = False) -> Abilities:
     """Return what the scheduler may ask of `engine`; `hosted`: rows have their KV cache in host memory."""
     moves = engine.cannot_regroup() is None
     return Abilities(
-        one_trip=engine.one_trip and moves,
+        one_trip=engine.one_trip,
         chunks=engine.cannot_chunk() is None,
         regroups="rarely" if moves and hosted else moves,
         snapshots=engine.cannot_snapshot() is None,

@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip install $(OPTIONS)
 # Where the environment keeps Python from writing what it compiled, each of the demo's workers would compile it again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test quick lint conformance judges campaign catalogue readme codec accuracy routing drafts plots report
+.PHONY: setup demo test quick lint conformance judges mutants campaign catalogue readme codec accuracy routing drafts plots report
 
 setup: .venv/installed .venv/installed-dev
 
@@ -49,6 +49,10 @@ conformance: setup
 judges: setup
 	$(PIP) --no-build-isolation -e '.[judges]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow tests/test_judges.py
+
+# Plant a dozen faults into copies of zinfer, and see that the tests of each catch it; four minutes.
+mutants: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow tests/test_mutants.py
 
 # Kill, starve and feed damaged inputs to every command, some 3,700 times; hours on two cores, minutes on 16.
 campaign: setup

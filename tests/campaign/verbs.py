@@ -167,6 +167,13 @@ VERBS = {
                           "accuracy.jsonl"), _accuracy, grows=("accuracy.jsonl",), keeps=(DAMAGED,)),
         Verb("plan", ("plan", *ON_MODEL, "--batch-size", "1,2"), _stdout),
         Verb("best", ("best", "results.jsonl"), _stdout),
+        Verb("ranks", ("run", *ON_MODEL, "--gpus", "2", "--offload", "cpu", "-p", "Hello", "-p", "abc", "--output-len",
+                       "24", "--ignore-eos", "--json"), _texts),
+        Verb("cluster", (*SWEEP, "--cluster", "local"), _sweep, again=("--resume",), grows=("r.jsonl",),
+             keeps=(DAMAGED,), executed=True),
+        Verb("ray", ("batch", "requests.jsonl", "-o", "out.jsonl", *ON_MODEL, "--offload", "none", "--batch-size", "4",
+                     "--ray", "local"), _batch, grows=("out.jsonl",), keeps=(DAMAGED,), executed=True,
+             victims="ray::MapWorker"),
         Verb("compare", ("compare", "before.jsonl", "results.jsonl"), _stdout),
     )
 }  # fmt: skip

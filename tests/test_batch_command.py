@@ -97,8 +97,8 @@ PROMPT = line("a", prompt="x", max_tokens=2)
 @pytest.mark.parametrize(
     ("content", "words", "code", "message"),
     [
-        (PROMPT, [], 2, "Missing option '-o'"),
-        (PROMPT, ["-o", "out.jsonl"], 2, "Missing option '-m'"),
+        (PROMPT, [], 2, "--output"),
+        (PROMPT, ["-o", "out.jsonl"], 2, "--model"),
         (PROMPT, ["-o", "out.jsonl", "-m", "bloom-177b"], 2, "did you mean"),
         (PROMPT, ["-o", "out.jsonl", "-m", "bloom-tiny"], 2, "--load-format dummy"),
         (PROMPT, ["-o", "out.jsonl", "-m", "bloom-tiny", "--engine", "warp"], 2, "no engine 'warp'"),

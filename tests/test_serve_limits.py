@@ -131,6 +131,16 @@ def test_the_key_is_asked_for(server: Server) -> None:
     assert (status, answer["data"][0]["id"]) == (200, NAME)
 
 
+def test_only_the_whole_key_is_taken(server: Server) -> None:
+    """Not its beginning, which may be empty, its end, or more than it."""
+    parts = ["secret"[:end] for end in range(6)] + ["ecret", "secretx", "secret secret", "SECRET", "secret\t,"]
+    for key in parts:
+        status, answer, _ = server.ask("/v1/models", None, {"authorization": f"Bearer {key}"})
+        assert (status, answer["error"]["code"]) == (401, "invalid_api_key"), repr(key)
+    assert server.ask("/v1/models", None, {"authorization": "Bearer"})[0] == 401
+    assert server.ask("/v1/models", None, KEY)[0] == 200
+
+
 def test_a_body_must_be_declared_as_json(server: Server) -> None:
     """A page in a browser could send any other to a server of this machine."""
     status, answer, _ = server.ask(TEXTS, ALL, KEY | {"content-type": "text/plain"})

@@ -371,9 +371,9 @@ def test_each_task_goes_through_json_and_comes_back_as_it_was(name: str) -> None
         ([1], "no task ''"),
         ({"task": "fly", "request": {}}, "no task 'fly'"),
         ({"task": "measure"}, "task measure: "),
-        ({"task": "measure", "request": {"case": {}, "repeats": 1, "tolerance": 0}}, "task measure: case.model: Field"),
+        ({"task": "measure", "request": {"case": {}, "repeats": 1, "tolerance": 0}}, "task measure: case.model: "),
         ({"task": "batch_step", "request": {"rows": [{"key": "x"}]}}, "task batch_step: rows.0.key"),
-        ({"task": "about", "request": {"loud": True}}, "task about: loud: Extra inputs are not permitted"),
+        ({"task": "about", "request": {"loud": True}}, "task about: loud: "),
     ],
 )
 def test_what_is_no_request_is_a_failure_of_one_line(sent: Any, error: str) -> None:

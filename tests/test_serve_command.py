@@ -153,8 +153,11 @@ class Served:
 
 
 @contextmanager
-def process(folder: Path, *words: str) -> Iterator[Served]:
-    command = [sys.executable, "-m", "zinfer.cli", "serve", "--port", "0", *words]
+def process(folder: Path, *words: str, until: str = "serving", files: int | None = None) -> Iterator[Served]:
+    """A server that has said a word, `until`, and may have so many open files."""
+    command = [sys.executable, "-m", "zinfer", "serve", "--port", "0", *words]
+    if files is not None:
+        command = ["/bin/sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", *command]
     lines: list[str] = []
     running = subprocess.Popen(
         command, cwd=folder, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment()
@@ -165,7 +168,7 @@ def process(folder: Path, *words: str) -> Iterator[Served]:
     reader.start()
     served = Served(running, lines)
     try:
-        wait(lambda: served.said("serving") == 1 or running.poll() is not None)
+        wait(lambda: served.said(until) == 1 or running.poll() is not None)
         yield served
     finally:
         running.kill()

@@ -19,7 +19,7 @@ from tests import PATIENCE_S
 from tests.inline import MACHINE, SPEC
 from tests.inline_batch import CASE, prompt_ids, text
 from tests.serving import NAME, ServedRows, Server, serving
-from zinfer.job.serve import app, dispatcher
+from zinfer.job.serve import app, connections, dispatcher
 from zinfer.plan.plan import make_plan
 from zinfer.worker.process import WorkerDied
 from zinfer.worker.session import Session
@@ -352,7 +352,7 @@ def test_a_prompt_that_kills_the_worker_ends_alone() -> None:
 
 def test_a_reader_that_stops_is_left_and_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its buffers fill, then nothing more is sent; others are answered; after a time its row is dropped."""
-    monkeypatch.setattr(app, "STALLED_S", 0.5)
+    monkeypatch.setattr(connections, "STALLED_S", 0.5)
     worker = ServedRows(steps=1)
     with serving(PLAN, lambda: worker, buffer=4096) as server:
         stuck = socket.socket()
@@ -419,7 +419,7 @@ def check_load(count: int, **more: Any) -> None:
         assert server.ask(TEXTS, {"prompt": "a3/9"})[1]["choices"][0]["text"] == text("a3/9")
         loop = server.server._loop
         assert loop is not None
-        server.wait(lambda: len(asyncio.all_tasks(loop)) <= 2 + len(server.server._uvicorn.server_state.connections))
+        server.wait(lambda: len(asyncio.all_tasks(loop)) <= 2 + len(server.server._listener.server_state.connections))
 
 
 def test_many_requests_at_once_are_answered_or_refused() -> None:
@@ -428,7 +428,8 @@ def test_many_requests_at_once_are_answered_or_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("waiting", [100_000, 64])
-def test_thousands_of_connections_at_once(waiting: int) -> None:
+def test_thousands_of_connections_at_once(waiting: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "HEAD_S", PATIENCE_S)  # the clients of this process connect, then send
     soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:

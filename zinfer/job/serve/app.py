@@ -28,7 +28,6 @@ from zinfer.spec.documents import DocumentError, parse_json
 from zinfer.worker.tasks import EchoedPrompt, TokenScore
 
 BODY_S = 60.0  # seconds in which the body of a request must have come
-STALLED_S = 60.0  # seconds in which a client must have read part of a stream
 QUIET_S = 15.0  # seconds without text after which a stream gets a comment, so that nobody takes it for dead
 RETRY_S = 5  # seconds after which a request that met a full queue, or a loading model, may come again
 GONE = 499  # status of a request whose client went away, which nobody reads
@@ -250,10 +249,7 @@ class Events(Response):
                 if isinstance(part, Response):
                     await part(scope, receive, send)
                     return
-                async with asyncio.timeout(STALLED_S):
-                    await send(part)
-        except TimeoutError:
-            scope.get("state", {}).get("abort", lambda: None)()
+                await send(part)
         finally:
             gone.cancel()
             self._desk.close(self._exchange)
@@ -315,10 +311,6 @@ class Gate:
             await self._app(scope, receive, send)
             return
         status = 0
-        # The server's own object: the one way to end a connection whose client reads nothing.
-        transport = getattr(getattr(send, "__self__", None), "transport", None)
-        if transport is not None:
-            scope.setdefault("state", {})["abort"] = transport.abort
 
         async def watched(message: Message) -> None:
             nonlocal status

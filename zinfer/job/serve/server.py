@@ -1,7 +1,6 @@
 """Server process: the socket, the event loop, and the end in order."""
 
 import asyncio
-import resource
 import signal
 import socket
 import time
@@ -9,10 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
-import uvicorn
-
 from zinfer.job.openai import ServerLimits
 from zinfer.job.serve.app import Desk, make_app
+from zinfer.job.serve.connections import Listener, config
 from zinfer.job.serve.dispatcher import Dispatcher
 from zinfer.job.serve.metrics import Metrics
 from zinfer.plan.plan import Plan
@@ -22,6 +20,8 @@ from zinfer.worker.process import Client
 
 BACKLOG = 4096  # connections that wait to be taken in
 LAST_S = 5  # seconds in which clients must have read the answers that were ready at the end
+GRACE_S = 5  # seconds after those, and after the drain, in which the process ends whatever the event loop is at
+SECOND_S = 2.0  # the same after a second signal
 
 
 class Settings(NamedTuple):
@@ -53,14 +53,6 @@ def listen(host: str, port: int) -> socket.socket:
     return bound
 
 
-class _Uvicorn(uvicorn.Server):
-    """Server of uvicorn without its handling of signals, which would close the socket at once."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
 class HttpServer:
     """A server of one model; `run` serves until it is told to end."""
 
@@ -89,11 +81,7 @@ class HttpServer:
         app = make_app(
             self.desk, settings.model, limits, self.metrics, key=settings.key, most_bytes=settings.most_bytes
         )
-        config = uvicorn.Config(
-            app, log_level="error", access_log=False, lifespan="off", server_header=False, ws="none",
-            timeout_keep_alive=75, timeout_graceful_shutdown=LAST_S, backlog=BACKLOG,
-        )  # fmt: skip
-        self._uvicorn = _Uvicorn(config)
+        self._listener = Listener(config(app, LAST_S), say)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
         self.signal: int | None = None  # signal that ended it
@@ -105,7 +93,7 @@ class HttpServer:
 
     def run(self) -> str | None:
         """Serve until a signal, `drain`, or the worker ends it for good; return the worker's fault, if it was that."""
-        with _signals(self._arrived):
+        with ending.within(self._settings.drain_s + LAST_S + GRACE_S, SECOND_S), _signals(self._arrived):
             asyncio.run(self._run())
         return self.dispatcher.fault
 
@@ -116,10 +104,9 @@ class HttpServer:
 
     async def _run(self) -> None:
         self._loop = asyncio.get_running_loop()
-        _raise_limit()
         self.dispatcher.start()
         try:
-            await self._uvicorn.serve([self._socket])
+            await self._listener.serve([self._socket])
         finally:
             await asyncio.to_thread(self.dispatcher.stop)
 
@@ -138,7 +125,7 @@ class HttpServer:
 
     def _drain(self) -> None:
         if self._draining is not None:
-            self._uvicorn.should_exit = self._uvicorn.force_exit = True
+            self._listener.should_exit = self._listener.force_exit = True
             return
         self.dispatcher.drain()
         self._draining = asyncio.ensure_future(self._drained())
@@ -148,20 +135,13 @@ class HttpServer:
         if self.dispatcher.unfinished:
             self._say(f"ending: {self.dispatcher.unfinished} rows have {self._settings.drain_s:g} s")
         until = time.monotonic() + self._settings.drain_s
-        while self.dispatcher.unfinished and time.monotonic() < until and not self._uvicorn.should_exit:
+        while self.dispatcher.unfinished and time.monotonic() < until and not self._listener.should_exit:
             await asyncio.sleep(0.05)
         await asyncio.to_thread(self.dispatcher.stop)
 
     def _end(self) -> None:
         """Close the socket and the connections, once all answers and failures are sent; the dispatcher has ended."""
-        self._uvicorn.should_exit = True
-
-
-def _raise_limit() -> None:
-    """Permit as many open connections as this user may have."""
-    with suppress(ValueError, OSError):
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        self._listener.should_exit = True
 
 
 @contextmanager

@@ -54,7 +54,8 @@ class Server:
         text = response.read()
         found = {name.lower(): value for name, value in response.getheaders()}
         connection.close()
-        return response.status, json.loads(text) if "json" in found.get("content-type", "") else text.decode(), found
+        parsed = text and "json" in found.get("content-type", "")
+        return response.status, json.loads(text) if parsed else text.decode(), found
 
     def wait(self, fact: Callable[[], bool], seconds: float = 60.0) -> None:
         until = time.monotonic() + seconds
@@ -81,15 +82,17 @@ def serving(
     ready: bool = True,
     buffer: int | None = None,
     say: Callable[[str], None] = lambda _text: None,
+    log: Callable[[str], None] | None = None,
     **settings: Any,
 ) -> Iterator[Server]:
     """Serve a plan's model until the end of the context; wait until it is `ready`. The kernel holds `buffer`
-    bytes of an answer; `say` gets the server's lines."""
+    bytes of an answer; `say` gets the server's lines, `log` those
+    about requests."""
     made = Settings(NAME, drain_s=20.0)._replace(**settings)
     with listen("127.0.0.1", 0) as bound:
         if buffer is not None:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)
-        server = Server(HttpServer(plan, make_worker, load, made, bound, say=say))
+        server = Server(HttpServer(plan, make_worker, load, made, bound, say=say, log=log))
         server.start()
         try:
             if ready:

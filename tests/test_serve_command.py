@@ -78,7 +78,12 @@ def test_a_server_serves_until_a_signal(folder: Path, checkpoint: Checkpoints) -
     assert mentions(result.stderr, "listening at", f"http://127.0.0.1:{port}")
     assert mentions(result.stderr, "serving", str(checkpoint("llama")), "/v1")
     assert mentions(result.stderr, "has ended")
-    assert health == [(200, {"status": "ok", "prefix_reuse": "on"})]
+    ((status, told),) = health
+    assert (status, told["status"], told["completions"], told["prefix_reuse"]) == (200, "ok", "on", "on")
+    assert told["chat"].startswith("off: the model has no chat template")
+    assert mentions(result.stderr, "POST /v1/completions", "401", "s")
+    assert mentions(result.stderr, "POST /v1/completions", "200", "9+9 tokens")
+    assert str(BODY["prompt"]) not in result.stderr
     assert found[0][0] == 401
     status, answer = found[1]
     assert status == 200, answer

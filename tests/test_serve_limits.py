@@ -228,7 +228,10 @@ def test_an_engine_that_reuses_no_prefixes_says_so() -> None:
 
     told: list[str] = []
     with serving(PLAN, Whole, cache_size=5000, say=told.append) as server:
-        assert server.ask("/health")[:2] == (200, {"status": "ok", "prefix_reuse": "off: it has states"})
+        assert server.ask("/health")[:2] == (
+            200, {"status": "ok", "worker": "idle", "completions": "on", "chat": "off: no prompt",
+                  "prefix_reuse": "off: it has states"},
+        )  # fmt: skip
         status, answer, _ = server.ask(TEXTS, ALL)
         assert (status, answer["usage"]["prompt_tokens_details"]) == (200, {"cached_tokens": 0})
     assert told == ["every prompt is computed whole: it has states"]
@@ -320,7 +323,8 @@ def test_a_row_that_kills_the_worker_ends_alone(dies: bool, monkeypatch: pytest.
         for thread in threads:
             thread.join()
         assert found["a5/30"][0] == 500
-        assert "the worker failed" in found["a5/30"][1]["error"]["message"]
+        why = "it ended" if dies else "GPU memory ran out"
+        assert found["a5/30"][1]["error"]["message"] == f"the worker failed: {why}"
         for one in prompts[:-1]:
             assert (found[one][0], found[one][1]["choices"][0]["text"]) == (200, text(one))
         assert (server.metric("zinfer_worker_restarts_total") > 0) == dies
@@ -346,6 +350,7 @@ def test_a_prompt_that_kills_the_worker_ends_alone() -> None:
         server.wait(lambda: len(workers[0].alive) == 1)
         status, answer, _ = server.ask(TEXTS, {"prompt": "a4/4"})
         assert (status, answer["error"]["code"]) == (500, "crashed")
+        server.wait(lambda: server.dispatcher.state == "ready")
         assert server.ask(TEXTS, {"prompt": "a3/9"})[1]["choices"][0]["text"] == text("a3/9")
         assert json.loads(read_all(running).partition(b"\r\n\r\n")[2])["choices"][0]["text"] == text("a3/200", 200)
 

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -23,6 +24,7 @@ from zinfer.record.measurement import Effective, Measurement, Span
 from zinfer.record.requests import RequestPoint
 from zinfer.spec.case import Case, Option, Workload
 from zinfer.spec.requests import RequestLoad
+from zinfer.worker import process
 from zinfer.worker.failure import TaskFailure
 from zinfer.worker.inline import InlineWorker
 from zinfer.worker.process import TaskFailed, Worker, WorkerDied
@@ -224,6 +226,40 @@ def test_a_worker_that_dies_is_reported_with_its_cause(fail: str, told: str, sta
         load_and_measure()
     worker.close()
     assert death.value.status == "crashed"
+
+
+@pytest.mark.parametrize(("at_its_end", "status"), [(0, "crashed"), (1, "oom_host")])
+def test_a_worker_is_not_blamed_for_memory_that_others_lacked(
+    at_its_end: int, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel's killer struck before the worker's last answer, and perhaps at its end, too."""
+    counts = [0]
+    monkeypatch.setattr(process, "_oom_kills", lambda: counts[0])
+    worker = Worker(TARGET, timeout_s=PATIENCE_S)
+    counts[0] = 3
+    assert worker.load(make_plan(case(), SPEC, MACHINE)) is None
+    os.kill(worker._process.pid, signal.SIGKILL)
+    worker._process.wait()
+    counts[0] += at_its_end
+    with pytest.raises(WorkerDied) as death:
+        worker.measure(case(), repeats=1, tolerance=0.02)
+    assert death.value.status == status
+    worker.close()
+
+
+def test_kills_for_want_of_memory_count_in_the_own_group_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = Path("/proc/self/cgroup")
+    if not groups.is_file():
+        pytest.skip("this system has no control groups")
+    _, kinds, path = groups.read_text().splitlines()[0].split(":", 2)
+    monkeypatch.setattr(process, "_OOM_FILES", {kinds: ((str(tmp_path), "memory.events"),)})
+    assert process._oom_kills() == 0
+    (tmp_path / "memory.events").write_text("low 1\noom 5\noom_kill 4\n")
+    own = tmp_path / path.strip("/")
+    own.mkdir(parents=True, exist_ok=True)
+    assert process._oom_kills() == 4  # a container may see no other group
+    (own / "memory.events").write_text("low 1\noom 3\noom_kill 2\n")
+    assert process._oom_kills() == 2
 
 
 def test_a_hang_ends_at_the_timeout() -> None:

@@ -15,6 +15,7 @@ from zinfer.generation.sampling import Sampling
 from zinfer.job.batch.run import FATAL, MANY
 from zinfer.job.openai import Asked, Prompt, Refused, answer_limit
 from zinfer.plan.plan import Plan
+from zinfer.record.measurement import Status
 from zinfer.spec.case import Workload
 from zinfer.worker.process import Client, WorkerDied, WorkerError
 from zinfer.worker.tasks import (
@@ -35,6 +36,13 @@ PROMPTS_AT_ONCE = 32  # prompts of one request to the worker for token ids
 TOKENIZE_S = 0.2  # seconds after which prompts that are still texts wait for the next turn
 RELOADS, RELOAD_S = 3, 2.0  # attempts to load a worker again, and seconds after the first that failed
 PATIENCE_S = 1.0  # seconds that the end of a pass is waited for when the server stops at once
+
+TRIED: list[Any] = ["hi", [{"role": "user", "content": "hi"}]]  # prompts that tell whether texts and chats are served
+# What a client is told of a worker that failed; the terminal alone gets its last words.
+FAILED: dict[Status, str] = {
+    "crashed": "it ended", "timeout": "it did not answer in time", "oom_gpu": "GPU memory ran out",
+    "oom_host": "host memory ran out",
+}  # fmt: skip
 
 State = Literal["loading", "ready", "draining", "ended"]
 
@@ -152,6 +160,8 @@ class Dispatcher:
         self._make_worker, self._load, self._meter, self._post = make_worker, load, meter, post
         self._at_most, self._output_len, self._cache_size = at_most, output_len, cache_size
         self.cannot_reuse: str | None = None if cache_size else "KV caches have no memory of the host"
+        self.cannot_complete: str | None = None  # reason why no text can be continued
+        self.cannot_chat: str | None = None
         self._say, self._loading, self._on_ready, self._on_end = say, loading, ready, ended
         self._changed = threading.Condition()  # guards the next six
         self._inbox: list[Row] = []
@@ -251,7 +261,7 @@ class Dispatcher:
             with self._changed:
                 self.state = "ended"
                 rows = list(self._unfinished.values())
-            failure = Failure(503, "server_shutting_down", self.fault or "the server has shut down")
+            failure = Failure(503, "server_shutting_down", "the server has shut down")
             self._tell([(row, RowNews(failure=failure)) for row in rows])
             self._close()
             self._on_end()
@@ -259,7 +269,7 @@ class Dispatcher:
     def _turn(self) -> bool:
         """Wait for rows, take them in, and have the worker run for a turn. Return False at the end."""
         with self._changed:
-            while not (self._inbox or self._sent or self._waiting or self._stopping):
+            while not (self._inbox or self._sent or self._waiting or self._stopping) and self._worker is not None:
                 self._dropped.clear()
                 self._changed.wait()
             if self._stopping:
@@ -411,7 +421,7 @@ class Dispatcher:
             row.tries += 1
         lost = {row.key: row for row in (*guilty, *rows) if row in guilty or row.told}
         self._waiting = _without(sorted([*rows, *self._waiting], key=lambda row: row.key), lost.values())
-        failure = Failure(500, failed.status, f"the worker failed: {failed}")
+        failure = Failure(500, failed.status, f"the worker failed: {FAILED.get(failed.status, failed.status)}")
         self._tell([(row, RowNews(failure=failure)) for row in lost.values()])
         again = len(rows) - sum(row.key in lost for row in rows)
         self._say(f"the worker failed ({failed.status}: {failed}); {len(lost)} rows ended, {again} are tried again")
@@ -442,6 +452,7 @@ class Dispatcher:
                 refused = worker.load(self.plan)
                 if refused is None:
                     self._begin()
+                    self._try_prompts()
                     with self._changed:
                         if self.state == "loading":
                             self.state = "ready"
@@ -463,6 +474,11 @@ class Dispatcher:
             self.cannot_reuse = started.cannot_reuse
             self._say(f"every prompt is computed whole: {self.cannot_reuse}")
         self.fault = None
+
+    def _try_prompts(self) -> None:
+        """Find out whether texts and chats can become token ids: some models have no chat template, or a broken one."""
+        found = [one if isinstance(one, str) else None for one in self._ask(Tokenize(prompts=TRIED)).prompts]
+        self.cannot_complete, self.cannot_chat = found
 
     def _ask(self, request: Request[Answer]) -> Answer:
         assert self._worker is not None

@@ -1,8 +1,10 @@
 """Server process: the socket, the event loop, and the end in order."""
 
 import asyncio
+import queue
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,6 +21,7 @@ from zinfer.spec.case import Workload
 from zinfer.worker.process import Client
 
 BACKLOG = 4096  # connections that wait to be taken in
+LINES = 1000  # about requests, which wait to be written
 LAST_S = 5  # seconds in which clients must have read the answers that were ready at the end
 GRACE_S = 5  # seconds after those, and after the drain, in which the process ends whatever the event loop is at
 SECOND_S = 2.0  # the same after a second signal
@@ -27,7 +30,7 @@ SECOND_S = 2.0  # the same after a second signal
 class Settings(NamedTuple):
     """Settings of a server: the model's name, its key, and its limits. `output_len` is the limit of an answer to a
     request that names none; `drain_s` are the seconds that running requests have at the end; KV caches of earlier
-    requests may take `cache_size` bytes of host memory."""
+    requests may take `cache_size` bytes of host memory. Web pages of `origins` may use it."""
 
     model: str
     key: str | None = None
@@ -37,6 +40,7 @@ class Settings(NamedTuple):
     output_len: int = 256
     drain_s: float = 30.0
     cache_size: int = 0
+    origins: tuple[str, ...] = ()
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -53,6 +57,31 @@ def listen(host: str, port: int) -> socket.socket:
     return bound
 
 
+class Log:
+    """Lines about requests, which a thread writes: the event loop waits for no terminal. Where lines come faster than
+    they are written, some are left out."""
+
+    def __init__(self, write: Callable[[str], None]) -> None:
+        self._write = write
+        self._lines: queue.Queue[str] = queue.Queue(LINES)
+        self._left_out = 0
+        threading.Thread(target=self._run, name="log", daemon=True).start()
+
+    def add(self, line: str) -> None:
+        """Have a line written."""
+        try:
+            self._lines.put_nowait(line)
+        except queue.Full:
+            self._left_out += 1
+
+    def _run(self) -> None:
+        while True:
+            line = self._lines.get()
+            left_out, self._left_out = self._left_out, 0
+            with suppress(OSError, ValueError):  # nobody reads
+                self._write(line if not left_out else f"({left_out:,} requests left out)\n{line}")
+
+
 class HttpServer:
     """A server of one model; `run` serves until it is told to end."""
 
@@ -67,6 +96,7 @@ class HttpServer:
         say: Callable[[str], None] = lambda _text: None,
         loading: Callable[[], None] = lambda: None,
         ready: Callable[[], None] = lambda: None,
+        log: Callable[[str], None] | None = None,
     ) -> None:
         self._settings, self._socket, self._say = settings, bound, say
         self.metrics, self.desk = Metrics(), Desk()
@@ -79,8 +109,9 @@ class HttpServer:
         self.metrics.watch(self.dispatcher)
         limits = ServerLimits(plan.model.vocab_size, settings.most_waiting)
         app = make_app(
-            self.desk, settings.model, limits, self.metrics, key=settings.key, most_bytes=settings.most_bytes
-        )
+            self.desk, settings.model, limits, self.metrics, key=settings.key, most_bytes=settings.most_bytes,
+            origins=settings.origins, log=(lambda _line: None) if log is None else Log(log).add,
+        )  # fmt: skip
         self._listener = Listener(config(app, LAST_S), say)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None

@@ -173,6 +173,14 @@ def test_a_chat_is_rendered_and_streamed(client: openai.OpenAI, reference: Refer
     events = list(client.chat.completions.create(stream=True, **kind))
     assert events[0].choices[0].delta.role == "assistant"
     assert "".join(event.choices[0].delta.content or "" for event in events) == expected
+    turns: Any = [*messages, said.model_dump(), {"role": "user", "content": "go on"}]  # with all its empty fields
+    ids = reference.tokenizer(f"[user]hi[assistant]{expected}[user]go on[assistant]", add_special_tokens=False)
+    again = client.chat.completions.create(**kind | {"messages": turns, "max_completion_tokens": 3})
+    assert again.choices[0].message.content == reference.text(reference.greedy(ids.input_ids, 3))
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    called: Any = [*messages, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    with pytest.raises(openai.BadRequestError, match="template shows no tool calls"):
+        client.chat.completions.create(**kind | {"messages": called})
     bad: Any = [{"role": "bad", "content": ""}]
     with pytest.raises(openai.BadRequestError, match="no such role"):
         client.chat.completions.create(model=NAME, messages=bad)

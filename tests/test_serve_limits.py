@@ -85,7 +85,7 @@ def parts(server: Server, body: dict[str, Any]) -> socket.socket:
         (TEXTS, ALL | {"logprobs": True}, 400, "logprobs", "whole number"),
         (TEXTS, ALL | {"echo": 1}, 400, "echo", "true or false"),
         (TEXTS, ALL | {"stream": "yes"}, 400, "stream", "true or false"),
-        (TEXTS, ALL | {"stream_options": {}}, 400, "stream_options", "with stream only"),
+        (TEXTS, ALL | {"stream_options": {"include_usage": True}}, 400, "stream_options", "with stream only"),
         (TEXTS, ALL | {"ignore_eos": 1}, 400, "ignore_eos", "true or false"),
         (TEXTS, ALL | {"stream": True, "stream_options": 1}, 400, "stream_options", "an object"),
         (TEXTS, ALL | {"stream": True, "stream_options": {"x": 1}}, 400, "stream_options", "stream_options.x"),

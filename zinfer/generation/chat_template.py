@@ -25,7 +25,11 @@ class ChatTemplate:
         self._process: subprocess.Popen[bytes] | None = None
         self._why_not: str | None = None
 
-    def render(self, messages: list[dict[str, str]]) -> str:
+    def shows(self, field: str) -> bool:
+        """Tell whether the template does anything with a field of messages, by its name."""
+        return field in self._first["template"]
+
+    def render(self, messages: list[dict[str, Any]]) -> str:
         """Return the text of a conversation, up to where its answer begins.
 
         Raises ModelError where the template refuses it, or takes more time or memory than any conversation needs; then
@@ -62,7 +66,7 @@ class ChatTemplate:
         pipe.write(json.dumps(message).encode() + b"\n")
         pipe.flush()
 
-    def _ask(self, messages: list[dict[str, str]]) -> bytes | None:
+    def _ask(self, messages: list[dict[str, Any]]) -> bytes | None:
         """Return the line that answers for `messages`; None if the process ends or takes too long."""
         try:
             pipe = self._running().stdout

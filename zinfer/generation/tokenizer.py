@@ -63,16 +63,18 @@ class Tokenizer:
             self._template = chat_template(self.hf)
         return self._template
 
-    def encode_chat(self, messages: list[dict[str, str]]) -> list[int]:
+    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
         """Return the ids of a chat up to where its answer begins, by the model's chat template.
 
         Raises ModelError where the model has none, or it refuses the messages.
         """
         if self.template is None:
             raise ModelError("the model has no chat template: use /v1/completions")
+        if any("tool_calls" in message for message in messages) and not self.template.shows("tool_calls"):
+            raise ModelError("the model's chat template shows no tool calls: leave such messages out")
         return self._ids(self.template.render(messages), add_special_tokens=False)
 
-    def try_encode(self, prompt: str | list[dict[str, str]]) -> list[int] | str:
+    def try_encode(self, prompt: str | list[dict[str, Any]]) -> list[int] | str:
         """Return the ids of a text or of a chat's messages, or one line with the reason why there are none."""
         try:
             found = self.encode(prompt) if isinstance(prompt, str) else self.encode_chat(prompt)

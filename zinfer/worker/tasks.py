@@ -164,7 +164,7 @@ class Tokenized(Message):
 class Tokenize(Request[Tokenized]):
     """Turn prompts, texts or a chat's messages, into token ids; `model` where nothing is loaded yet."""
 
-    prompts: list[Text | list[dict[str, Text]]]
+    prompts: list[Text | list[dict[str, Any]]]
     model: ModelSpec | None = None
 
 

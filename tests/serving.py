@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tests.inline_batch import InlineRows
+from tests.inline_batch import HeldRow, InlineRows, held_rows
 from zinfer.job.serve.server import HttpServer, Settings, listen
 from zinfer.plan.plan import Plan
 from zinfer.spec.case import Workload
 from zinfer.worker.process import Client
 from zinfer.worker.session import Session
-from zinfer.worker.tasks import BatchRow, BatchStart, BatchStarted, BatchStep, BatchStepped, RowStep
+from zinfer.worker.tasks import BatchStart, BatchStarted, BatchStep, BatchStepped, RowStep
 
 NAME = "tiny"
 LOAD = Workload(batch_size=8, input_len=60, output_len=40)
@@ -122,13 +122,13 @@ class ServedRows(InlineRows):
         self.alive, self.queue = (
             [row for row in rows if row.key not in request.drop] for rows in (self.alive, self.queue)
         )
-        keys = [row.key for row in (*self.alive, *self.queue, *request.rows)]
+        keys = [row.key for row in (*self.alive, *self.queue, *held_rows(request))]
         assert keys == sorted(keys), "rows come in the order of arrival"
-        before = {row.key: row for row in (*self.alive, *self.queue, *request.rows)}
+        before = {row.key: row for row in (*self.alive, *self.queue, *held_rows(request))}
         answer = super()._step(session, request)
         return answer.model_copy(update={"rows": [self._with_piece(before[row.key], row) for row in answer.rows]})
 
-    def _with_piece(self, row: BatchRow, step: RowStep) -> RowStep:
+    def _with_piece(self, row: HeldRow, step: RowStep) -> RowStep:
         if not row.stream:
             return step
         text = " ".join(map(str, [*row.output_ids, *step.tokens]))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.inline_batch import held_rows
 from tests.test_parity import MACHINE
 from zinfer.engine.base import Engine, Work
 from zinfer.engine.stream import Stream
@@ -190,7 +191,7 @@ def test_ids_travel_and_no_prompt_is_tokenised_twice(
     requests = [request(str(size), {"prompt": "ab" * size} | body) for size in range(1, 6)]
     _, worker = answers(checkpoint("llama"), tmp_path / "out.jsonl", requests, at_most=2)
     assert sorted(tokenised) == ["ab" * size for size in range(1, 6)]
-    rows = [row for request in worker.steps for row in request.rows]
+    rows = [row for step in worker.steps for row in held_rows(step)]
     assert len(worker.starts) == 4
     assert len(rows) > 8
     assert any(row.output_ids for row in rows)
@@ -227,7 +228,7 @@ def test_a_row_that_is_not_a_number_fails_alone(checkpoint: Callable[..., Path])
     wanted, _ = rows_of(requests, [[5], [6], [7]], None, 20, {})
     assert worker.load(plan_for(worker, directory, wanted)) is None
     worker.ask(BatchStart(load=Workload(batch_size=3, input_len=1, output_len=2)))
-    found = worker.ask(BatchStep(rows=[jobs.batch_row(one) for one in wanted]))
+    found = worker.ask(BatchStep(requests=[jobs.batch_request(one) for one in wanted]))
     again = worker.ask(BatchStep())
     worker.close()
     assert [one.error for one in found.rows] == [None, "the model's output is not a number", None]

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from tests import PATIENCE_S
 from tests.inline import MACHINE, SPEC
-from tests.inline_batch import CASE, prompt_ids, text
+from tests.inline_batch import CASE, held_rows, prompt_ids, text
 from tests.serving import NAME, ServedRows, Server, serving
 from zinfer.job.serve import app, connections, dispatcher
 from zinfer.plan.plan import make_plan
@@ -294,7 +294,7 @@ class Poisoned(ServedRows):
     """A worker that fails with every batch in which one row is."""
 
     def _step(self, session: Session, request: BatchStep) -> BatchStepped:
-        poisoned = any(row.prompt_ids[0] == POISON for row in (*request.rows, *self.alive, *self.queue))
+        poisoned = any(row.prompt_ids[0] == POISON for row in (*held_rows(request), *self.alive, *self.queue))
         self.edge = 0 if poisoned else 1 << 20
         return super()._step(session, request)
 

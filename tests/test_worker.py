@@ -33,6 +33,7 @@ from zinfer.worker.session import Session, not_as_asked
 from zinfer.worker.tasks import (
     TASKS,
     About,
+    BatchRequest,
     BatchRow,
     BatchStart,
     BatchStarted,
@@ -314,7 +315,7 @@ def test_nothing_of_a_failed_attempt_stays_in_memory() -> None:
         assert held[0]() is None
         worker.ask(BatchStart(load=Workload(batch_size=1, input_len=1, output_len=1)))
         with pytest.raises(TaskFailed, match="out of memory") as failed:
-            worker.ask(BatchStep(rows=[BatchRow(key=0, prompt_ids=[1], left=1)]))
+            worker.ask(BatchStep(requests=[BatchRequest(key=0, prompts=[[1]], rows=[BatchRow(key=0, left=1)])]))
         assert failed.value.status == "oom_gpu"
         assert [one() for one in held] == [None, None]
     finally:
@@ -334,6 +335,7 @@ SAMPLING = Sampling(temperature=0.5, seed="s")
 PLAN = make_plan(case(), SPEC, MACHINE)
 POINT = Measurement(case=case(), status="oom_gpu", machine="m", error="no")
 LOAD = RequestLoad(source="fixed:2,1", requests=1, request_rate="inf")
+ASKED = BatchRequest(key=1, prompts=[[1]], rows=[BatchRow(key=1, left=2, sampling=SAMPLING)], stop=("x",))
 MESSAGES: dict[str, tuple[Request[Any], Message]] = {
     "load": (Load(target=TARGET, plan=PLAN), Loaded(refused=POINT)),
     "about": (About(), Facts(machine="m", versions={"torch": "2"}, load_s=1.5)),
@@ -361,7 +363,7 @@ MESSAGES: dict[str, tuple[Request[Any], Message]] = {
         BatchStarted(positions=64),
     ),
     "batch_step": (
-        BatchStep(rows=[BatchRow(key=1, prompt_ids=[1], left=2, sampling=SAMPLING, stop=("x",))], ending=0.25),
+        BatchStep(requests=[ASKED], ending=0.25),
         BatchStepped(passes=1, seconds=0.5, rows=[RowStep(key=1, tokens=[], finish_reason="stop", text="a")]),
     ),
     "chat_open": (ChatOpen(output_len=3, cache_size=1, system="Be brief."), ChatOpened(notes=("a",))),
@@ -419,7 +421,7 @@ def test_each_task_goes_through_json_and_comes_back_as_it_was(name: str) -> None
         ({"task": "fly", "request": {}}, "no task 'fly'"),
         ({"task": "measure"}, "task measure: "),
         ({"task": "measure", "request": {"case": {}, "repeats": 1, "tolerance": 0}}, "task measure: case.model: Field"),
-        ({"task": "batch_step", "request": {"rows": [{"key": "x"}]}}, "task batch_step: rows.0.key"),
+        ({"task": "batch_step", "request": {"requests": [{"key": "x"}]}}, "task batch_step: requests.0.key"),
         ({"task": "about", "request": {"loud": True}}, "task about: loud: Extra inputs are not permitted"),
     ],
 )
@@ -449,7 +451,7 @@ def test_the_table_needs_no_torch() -> None:
     script = (
         "import sys\nsys.modules['torch'] = sys.modules['transformers'] = None\n"
         "from zinfer.worker import inline, process, tasks\n"
-        "from zinfer.worker.tasks import BatchRow, BatchStep\n"
-        "BatchStep(rows=[BatchRow(key=0, prompt_ids=[1], left=1)])\n"
+        "from zinfer.worker.tasks import BatchRequest, BatchRow, BatchStep\n"
+        "BatchStep(requests=[BatchRequest(key=0, prompts=[[1]], rows=[BatchRow(key=0, left=1)])])\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=PATIENCE_S)

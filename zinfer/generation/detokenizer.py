@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from zinfer.generation.scheduler import Sequence
     from zinfer.generation.tokenizer import Tokenizer
 
-SETTLED = 64  # tokens after which the text before them is not decoded again
+SETTLED = 16  # tokens after which the text before them is not decoded again
 
 
 class Dialogue:
@@ -91,19 +91,41 @@ class Detokenizer:
         return decode(self._tokenizer, self._ids[self._start :])[len(before) :]
 
 
+class RunningText:
+    """Text of a sequence's tokens, which grow: decoded from its last tokens on, however long it is."""
+
+    def __init__(self) -> None:
+        self._settled, self._text, self._head = 0, "", ""  # first tokens, their text, and that of the last of them
+        self._known: tuple[int, str] = 0, ""  # all tokens at the last time, and their text
+
+    def of(self, tokenizer: "Tokenizer", ids: list[int], before: list[int]) -> str:
+        """Return the text of `ids`, which continues that of `before`."""
+        if self._known[0] == len(ids):
+            return self._known[1]
+        first = max(0, self._settled - CONTEXT)
+        both = tokenizer.decode(ids[first:])
+        if self._settled and self._text.endswith(self._head) and both.startswith(self._head):
+            text = self._text + both[len(self._head) :]
+        else:
+            text = tokenizer.decode(ids, before)
+        if len(ids) >= self._settled + SETTLED and not text.endswith(UNFINISHED):
+            self._settled, self._text = len(ids), text
+            self._head = tokenizer.decode(ids[max(0, len(ids) - CONTEXT) :])
+        self._known = len(ids), text
+        return text
+
+
 class TextPieces:
     """Text of sequences, in the pieces that their tokens complete: joined, a sequence's pieces are its whole text.
 
     Each piece is cut from the text of all tokens so far, unlike a `Detokenizer`'s: where a tokenizer cleans up spaces,
     the pieces then still make the text that the sequence ends with. Only characters that a tokenizer takes back for
-    good, as Llama 2's does where invalid bytes follow them, stay in the pieces. A long text is decoded from its last
-    tokens on.
+    good, as Llama 2's does where invalid bytes follow them, stay in the pieces.
     """
 
     def __init__(self, tokenizer: "Tokenizer") -> None:
         self._tokenizer = tokenizer
         self._shown: dict[int, str] = {}  # by key
-        self._settled: dict[int, tuple[int, str]] = {}  # by key: a number of first tokens, and their text
 
     def add(self, sequence: "Sequence") -> str:
         """Return the text of a sequence that was not returned before: all of it once it has ended, else without the
@@ -114,7 +136,7 @@ class TextPieces:
             text = whole = sequence.text
             self.forget([sequence.key])
         else:
-            whole = self._text(sequence)
+            whole = sequence.running.of(self._tokenizer, sequence.output_ids, sequence.before)
             text = _before_a_stop(whole.rstrip(UNFINISHED).rstrip(), sequence.stop)
         if not text.startswith(before):
             if before.startswith(text) or (whole.endswith(UNFINISHED) and not sequence.ended):
@@ -128,20 +150,6 @@ class TextPieces:
         """Forget sequences whose text is wanted no more."""
         for key in keys:
             self._shown.pop(key, None)
-            self._settled.pop(key, None)
-
-    def _text(self, sequence: "Sequence") -> str:
-        ids = sequence.output_ids
-        count, settled = self._settled.get(sequence.key, (0, ""))
-        first = max(0, count - CONTEXT)
-        head, both = self._tokenizer.decode(ids[first:count]), self._tokenizer.decode(ids[first:])
-        if count and settled.endswith(head) and both.startswith(head):
-            text = settled + both[len(head) :]
-        else:
-            text = self._tokenizer.decode(ids, sequence.before)
-        if len(ids) >= count + SETTLED and not text.endswith(UNFINISHED):
-            self._settled[sequence.key] = len(ids), text
-        return text
 
 
 def _before_a_stop(text: str, stops: tuple[str, ...]) -> str:

@@ -21,6 +21,7 @@ from zinfer.engine.base import Engine, MicroBatch, Work
 from zinfer.engine.kv_snapshot import RowsPast
 from zinfer.engine.transfer import landed
 from zinfer.generation import passes
+from zinfer.generation.detokenizer import RunningText
 from zinfer.generation.draft_model import drafter_of
 from zinfer.generation.drafts import MOST, Drafter, DraftRow, Drafts
 from zinfer.generation.prefix_cache import PrefixCache
@@ -43,7 +44,7 @@ from zinfer.generation.schedule import (
     load_of_pass,
     positions_of,
 )
-from zinfer.generation.tokenizer import NO_TOKENS, Tokenizer
+from zinfer.generation.tokenizer import NO_TOKENS, UNFINISHED, Tokenizer
 from zinfer.plan.cost import draft_kv_bytes
 from zinfer.record.measurement import Span
 from zinfer.spec.case import Workload
@@ -170,6 +171,7 @@ class Sequence:
     ignore_eos: bool = False
     output_ids: list[int] = field(default_factory=list)
     key: int = 0
+    request: int = 0
     chat: bool = False
     finish_reason: Literal["stop", "length"] | None = None
     error: str | None = None
@@ -179,6 +181,8 @@ class Sequence:
     cached: int = 0
     scores: list[Score] = field(default_factory=list)
     prompt_scores: list[Score] = field(default_factory=list)
+    running: RunningText = field(default_factory=RunningText, repr=False)
+    searched: int = 0  # characters of its text in which there is none of its stops
 
     @property
     def scores_prompt(self) -> bool:
@@ -307,13 +311,13 @@ def add_token(tokenizer: Tokenizer, sequence: Sequence, token: int, finite: bool
 
 
 def _before_stop(tokenizer: Tokenizer, sequence: Sequence) -> str | None:
-    """Return the text before the first of the sequence's stops; None if it contains none."""
+    """Return the text before the first of the sequence's stops; None if it contains none. Looks for stops in new text
+    alone, whatever their lengths."""
     if not sequence.stop:
         return None
-    recent = 8 + max(len(stop.encode(errors="replace")) for stop in sequence.stop)  # a token is a byte at least
-    ids = sequence.output_ids
-    tail = tokenizer.decode(ids[-recent:], ids[:-recent] or sequence.before)
-    if not any(stop in tail for stop in sequence.stop):
+    text = sequence.running.of(tokenizer, sequence.output_ids, sequence.before)
+    seen, sequence.searched = sequence.searched, max(0, len(text.rstrip(UNFINISHED)) - LOOSE)
+    if all(text.find(stop, max(0, seen - len(stop))) < 0 for stop in sequence.stop):
         return None
     text = tokenizer.decode(sequence.output_ids, sequence.before)
     places = [place for stop in sequence.stop if (place := text.find(stop)) >= 0]
@@ -861,6 +865,7 @@ def _scores(sequences: Several[Sequence | None], logits: Tensor, tokens: Tensor)
     }
 
 
+LOOSE = 8  # last characters of a text, which the next token may change
 SLACK = 0.5  # room for forgotten positions, as a share of the tokens to come, where drafts are verified
 LEAST_KEPT = 16  # tokens of a prefix that is worth keeping and reusing
 SPARE = 0.02  # share of the host's memory that kept KV caches leave free

@@ -20,6 +20,7 @@ from zinfer.spec.case import Workload
 from zinfer.worker.process import Client, WorkerDied, WorkerError
 from zinfer.worker.tasks import (
     Answer,
+    BatchRequest,
     BatchRow,
     BatchStart,
     BatchStep,
@@ -90,6 +91,8 @@ class Row:
     asked: Asked
     seed: str
     key: int = -1
+    request: int = -1  # number of its request, and of its prompt among those of the request
+    place: int = 0
     prompt_ids: list[int] = field(default_factory=list)
     limit: int = 0
     output_ids: list[int] = field(default_factory=list)
@@ -106,15 +109,32 @@ class Row:
         """Tokens that the worker may still add: one at least, which does not count if none was asked for."""
         return max(1, self.limit) - len(self.output_ids)
 
-    def for_worker(self) -> BatchRow:
-        """Return the facts of a row that the worker needs."""
+    def for_worker(self, prompt: int) -> BatchRow:
+        """Return the facts that the worker needs of the row alone; `prompt` is the number of its prompt there."""
         asked = self.asked
         sampling = Sampling(temperature=asked.temperature, top_p=asked.top_p, seed=self.seed)
-        return BatchRow(
-            key=self.key, prompt_ids=self.prompt_ids, output_ids=self.output_ids, left=self.left, sampling=sampling,
-            stop=asked.stop, stream=asked.stream, logprobs=asked.logprobs, echo=asked.echo and self.echoed is None,
-            ignore_eos=asked.ignore_eos, chat=asked.chat,
-        )  # fmt: skip
+        return BatchRow(key=self.key, prompt=prompt, output_ids=self.output_ids, left=self.left, sampling=sampling)
+
+
+def for_worker(rows: Iterable[Row]) -> list[BatchRequest]:
+    """Return the facts that the worker needs of rows, by request: what those of one have in common comes once."""
+    found = []
+    for (key, echo), own in _grouped(rows, lambda row: (row.request, row.asked.echo and row.echoed is None)).items():
+        asked, prompts = own[0].asked, _grouped(own, lambda row: row.place)
+        found.append(BatchRequest(
+            key=key, prompts=[same[0].prompt_ids for same in prompts.values()],
+            rows=[row.for_worker(number) for number, same in enumerate(prompts.values()) for row in same],
+            stop=asked.stop, ignore_eos=asked.ignore_eos, chat=asked.chat, stream=asked.stream,
+            logprobs=asked.logprobs, echo=echo,
+        ))  # fmt: skip
+    return found
+
+
+def _grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
+    found: dict[Any, list[Row]] = {}
+    for row in rows:
+        found.setdefault(key(row), []).append(row)
+    return found
 
 
 class Meter(Protocol):
@@ -210,8 +230,10 @@ class Dispatcher:
                 raise Unavailable("the server is shutting down", retry=False)
             if len(self._unbegun) + len(rows) > self.most_waiting:
                 raise QueueFull
-            for row in rows:
+            request = self._next_key
+            for number, row in enumerate(rows):
                 row.key, row.came = self._next_key, time.monotonic()
+                row.request, row.place = request, number // row.asked.n
                 self._next_key += 1
                 self._unfinished[row.key] = row
                 self._unbegun.add(row.key)
@@ -286,9 +308,10 @@ class Dispatcher:
             if new or drop or self._sent:
                 self._sent |= {row.key: row for row in new}
                 streams = any(row.asked.stream for row in self._sent.values())
-                rows = [row.for_worker() for row in new]
                 ending = self._stopped / (self._tokens + self._stopped + 1)
-                step = BatchStep(rows=rows, drop=drop, ending=ending, answer_s=0.0 if streams else TURN_S)
+                step = BatchStep(
+                    requests=for_worker(new), drop=drop, ending=ending, answer_s=0.0 if streams else TURN_S
+                )
                 self._take(self._ask(step))
         except WorkerError as failed:
             self._after(failed)

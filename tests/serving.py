@@ -122,8 +122,8 @@ class ServedRows(InlineRows):
         self.alive, self.queue = (
             [row for row in rows if row.key not in request.drop] for rows in (self.alive, self.queue)
         )
-        keys = [row.key for row in (*self.alive, *self.queue, *held_rows(request))]
-        assert keys == sorted(keys), "rows come in the order of arrival"
+        keys = [(row.request, row.key) for row in held_rows(request)]
+        assert keys == sorted(keys), "rows of a request come in their order"
         before = {row.key: row for row in (*self.alive, *self.queue, *held_rows(request))}
         answer = super()._step(session, request)
         return answer.model_copy(update={"rows": [self._with_piece(before[row.key], row) for row in answer.rows]})

@@ -201,6 +201,40 @@ def test_a_full_queue_refuses_and_loses_nothing() -> None:
         assert server.dispatcher.unfinished == 0
 
 
+def test_a_request_of_many_rows_leaves_room_in_the_queue_and_comes_to_the_worker_once() -> None:
+    """It may fill the queue alone, and counts as a quarter of it beside others."""
+    gate, steps = threading.Event(), list[BatchStep]()
+
+    class Noting(ServedRows):
+        def _step(self, session: Session, request: BatchStep) -> BatchStepped:
+            gate.wait(PATIENCE_S)
+            steps.append(request)
+            return super()._step(session, request)
+
+    worker = Noting()
+    with serving(PLAN, lambda: worker, rows=2, most_waiting=8) as server:
+        stops = ["x" * 1000] * 16
+        many = {"prompt": ["a2000/9", "a3/9"], "n": 4, "stop": stops, "max_tokens": 3}
+        found: list[Any] = []
+        waiting = [threading.Thread(target=lambda: found.append(server.ask(TEXTS, many))) for _ in range(2)]
+        for number, thread in enumerate(waiting):
+            thread.start()
+            server.wait(lambda: server.dispatcher.waiting == 8 * (number + 1))  # noqa: B023
+        others = [threading.Thread(target=lambda: found.append(server.ask(TEXTS, ALL))) for _ in range(4)]
+        for thread in others:
+            thread.start()
+        server.wait(lambda: server.dispatcher.waiting == 20)
+        assert server.ask(TEXTS, ALL)[0] == 429
+        gate.set()
+        for thread in (*waiting, *others):
+            thread.join()
+        assert [one[0] for one in found] == [200] * 6
+    assert sum(len(asked.rows) for one in steps for asked in one.requests) == 20
+    sent = "".join(one.model_dump_json() for one in steps)
+    assert sent.count("x" * 1000) == 2 * 16
+    assert len(sent) < 2 * 16_000 + 2 * 2000 * 3 + 20 * 400
+
+
 def test_a_server_that_loads_says_so_and_one_that_cannot_ends() -> None:
     gate = threading.Event()
 

@@ -1,17 +1,20 @@
 """Dispatcher: the thread that drives the server's worker, from the arrival of a request's rows to their last token.
 
-Rows are given to the worker's queue as they come; the worker begins them in this order, at every pass. The thread alone
+Rows are given to the worker's queue as they come; the worker begins them, at every pass, in the order that
+`zinfer.generation.schedule.in_turn` gives: requests share the memory, however many rows each has. The thread alone
 talks to the worker and sleeps while there is no row. A worker that dies is started again: rows of which no text was
 handed out go on with the tokens that they have, fewer of them at a time, so that a row that is to blame ends alone.
 """
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
 from zinfer.generation.sampling import Sampling
+from zinfer.generation.schedule import in_turn
 from zinfer.job.batch.run import FATAL, MANY
 from zinfer.job.openai import Asked, Prompt, Refused, answer_limit
 from zinfer.plan.plan import Plan
@@ -35,6 +38,7 @@ from zinfer.worker.tasks import (
 TURN_S = 0.05  # seconds between two answers of the worker, or one pass, while no text is streamed
 PROMPTS_AT_ONCE = 32  # prompts of one request to the worker for token ids
 TOKENIZE_S = 0.2  # seconds after which prompts that are still texts wait for the next turn
+SHARES = 4  # a request fills one in so many of the places in the queue at most, however many of its rows wait
 RELOADS, RELOAD_S = 3, 2.0  # attempts to load a worker again, and seconds after the first that failed
 PATIENCE_S = 1.0  # seconds that the end of a pass is waited for when the server stops at once
 
@@ -221,14 +225,16 @@ class Dispatcher:
         return len(self._unbegun)
 
     def submit(self, rows: Sequence[Row]) -> None:
-        """Let rows wait for their turn. Raises Unavailable while the worker loads and when the server ends, QueueFull
-        when too many rows wait."""
+        """Let the rows of a request wait for their turn. Raises Unavailable while the worker loads and when the server
+        ends, QueueFull when too many rows wait, of which one request's count for a quarter of the queue at most."""
         with self._changed:
             if self.state == "loading":
                 raise Unavailable("the model is being loaded", retry=True)
             if self.state != "ready":
                 raise Unavailable("the server is shutting down", retry=False)
-            if len(self._unbegun) + len(rows) > self.most_waiting:
+            share = max(1, self.most_waiting // SHARES)
+            waiting = Counter(self._unfinished[key].request for key in self._unbegun)
+            if sum(min(count, share) for count in (*waiting.values(), len(rows))) > self.most_waiting:
                 raise QueueFull
             request = self._next_key
             for number, row in enumerate(rows):
@@ -357,12 +363,13 @@ class Dispatcher:
         return None
 
     def _next(self) -> list[Row]:
-        """Take the rows that go to the worker now: all that can, unless it failed with as many."""
-        able = 0
-        most = len(self._waiting) if self._window is None else max(self._window - len(self._sent), 0)
-        while able < min(most, len(self._waiting)) and self._waiting[able].prompt_ids:
-            able += 1
-        new, self._waiting = self._waiting[:able], self._waiting[able:]
+        """Take the rows that go to the worker now, which shares the memory out among requests: all whose prompts are
+        token ids, unless it failed with as many."""
+        new = [row for row in self._waiting if row.prompt_ids]
+        if self._window is not None:
+            held = Counter(row.request for row in self._sent.values())
+            new = in_turn(new, held)[: max(self._window - len(self._sent), 0)]
+        self._waiting = _without(self._waiting, new)
         return new
 
     def _take(self, answer: BatchStepped) -> None:

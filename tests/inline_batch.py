@@ -11,6 +11,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -28,7 +29,6 @@ from zinfer.worker.inline import InlineWorker
 from zinfer.worker.process import WorkerDied
 from zinfer.worker.session import Session
 from zinfer.worker.tasks import (
-    BatchRow,
     BatchStart,
     BatchStarted,
     BatchStep,
@@ -86,10 +86,32 @@ class InlineTokenizer:
     def encode_alone(self, prompt: Any) -> list[int] | Refusal:
         if isinstance(prompt, str) and "/" in prompt:
             return prompt_ids(prompt)
+        if prompt == "hi":  # with which a server tries it
+            return [0]
         return Refusal("invalid_prompt", "no prompt")
 
     def close(self) -> None:
         self.closed += 1
+
+
+@dataclass(frozen=True)
+class HeldRow:
+    """A row in the worker."""
+
+    key: int
+    request: int
+    prompt_ids: list[int]
+    output_ids: list[int]
+    left: int
+    stream: bool
+
+
+def held_rows(step: BatchStep) -> list[HeldRow]:
+    """The rows that a step brings."""
+    return [
+        HeldRow(row.key, asked.key, asked.prompts[row.prompt], row.output_ids, row.left, asked.stream)
+        for asked in step.requests for row in asked.rows
+    ]  # fmt: skip
 
 
 class InlineRows(InlineWorker):
@@ -108,8 +130,8 @@ class InlineRows(InlineWorker):
         self.edge, self.status, self.dies, self.pause_s = edge, status, dies, pause_s
         self.refused, self.steps = refused, steps
         self.loads, self.closed = 0, 0
-        self.alive: list[BatchRow] = []  # rows that run
-        self.queue: list[BatchRow] = []
+        self.alive: list[HeldRow] = []  # rows that run
+        self.queue: list[HeldRow] = []
         self.sizes: list[int] = []  # rows in the worker at each step
         self.before: Callable[[str], None] = lambda _task: None
 
@@ -133,8 +155,9 @@ class InlineRows(InlineWorker):
         return BatchStarted(positions=1 << 20)
 
     def _step(self, _session: Session, request: BatchStep) -> BatchStepped:
-        assert not {row.key for row in request.rows} & {row.key for row in (*self.alive, *self.queue)}
-        self.queue += request.rows
+        new = held_rows(request)
+        assert not {row.key for row in new} & {row.key for row in (*self.alive, *self.queue)}
+        self.queue += new
         self.sizes.append(len(self.alive) + len(self.queue))
         if self.sizes[-1] > self.edge:
             if self.dies:
@@ -163,7 +186,7 @@ class InlineRows(InlineWorker):
                 reason = "length" if left == 0 else "stop"
                 answer = answer.model_copy(update={"finish_reason": reason, "text": " ".join(map(str, output_ids))})
             else:
-                alive.append(row.model_copy(update={"output_ids": output_ids, "left": left}))
+                alive.append(replace(row, output_ids=output_ids, left=left))
             answers[row.key] = answer
         self.alive = alive
 
@@ -172,12 +195,12 @@ class InlineRows(InlineWorker):
         self.closed += 1
 
 
-def prompt_of(row: BatchRow) -> str:
+def prompt_of(row: HeldRow) -> str:
     """The prompt whose ids a row has."""
     return PROMPTS[row.prompt_ids[0]]
 
 
-def natural(row: BatchRow) -> int:
+def natural(row: HeldRow) -> int:
     """The tokens that a row's prompt is continued by."""
     return int(prompt_of(row).split("/")[1])
 

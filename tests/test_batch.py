@@ -59,7 +59,9 @@ def test_a_chat_is_understood() -> None:
     found = one(line({"messages": messages, "max_tokens": 5, "max_completion_tokens": 7}, chat=True))
     assert isinstance(found, BatchRequest)
     assert (found.chat, found.output_len) == (True, 7)
-    assert found.prompt == [{"role": "system", "content": "one two"}, {"role": "user", "content": "x"}]
+    assert found.prompt == [
+        {"role": "system", "content": "one two"}, {"role": "user", "content": "x", "name": "me"}
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -104,8 +106,8 @@ def test_a_chat_is_understood() -> None:
         (line({"messages": []}, chat=True), "invalid_type", "messages"),
         (line({"messages": ["hi"]}, chat=True), "invalid_value", "a role"),
         (line({"messages": [{"role": "user"}]}, chat=True), "unsupported_parameter", "content must be text"),
-        (line({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, chat=True),
-         "unsupported_parameter", "tool_call_id in a message"),
+        (line({"messages": [{"role": "tool", "content": "x", "tool_call_id": 1}]}, chat=True),
+         "invalid_type", "tool_call_id of a message must be a text"),
         (line({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, chat=True),
          "unsupported_parameter", "content must be text"),
     ],

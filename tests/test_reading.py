@@ -9,7 +9,7 @@ import pytest
 
 from tests import PATIENCE_S
 from zinfer.generation.tokenizer_process import QUICK_CHARACTERS, Refusal
-from zinfer.job.serve.reading import FAILED, Ids, Reader
+from zinfer.job.serve.reading import UNREAD, Ids, Reader
 
 LONG = "x" * (QUICK_CHARACTERS + 1)
 
@@ -132,4 +132,4 @@ def test_a_fault_of_the_process_is_told_and_ends_no_thread(room: Room) -> None:
     room.reader.add([(LONG, 2)], "a")
     room.let("long", 2)
     room.wait(lambda: len(room.found) == 2)
-    assert room.found == [(1, Refusal(FAILED, "RuntimeError: no process can be had")), (2, [len(LONG)])]
+    assert room.found == [(1, Refusal(UNREAD, "RuntimeError: no process can be had")), (2, [len(LONG)])]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.inline_batch import held_rows
 from tests.test_parity import MACHINE
 from zinfer.engine.base import Engine, Work
 from zinfer.engine.stream import Stream
@@ -180,7 +181,7 @@ def test_rows_go_on_with_their_tokens_however_often_the_worker_fails(
     body = {"max_tokens": 12, "temperature": 0}
     requests = [request(str(size), {"prompt": "ab" * size} | body) for size in range(1, 6)]
     _, worker = answers(checkpoint("llama"), tmp_path / "out.jsonl", requests, at_most=2)
-    rows = [row for request in worker.steps for row in request.rows]
+    rows = [row for step in worker.steps for row in held_rows(step)]
     assert len(worker.starts) == 4
     assert len(rows) > 8
     assert any(row.output_ids for row in rows)
@@ -203,7 +204,7 @@ def test_a_row_that_is_not_a_number_fails_alone(checkpoint: Callable[..., Path])
     wanted, _ = rows_of(requests, [[5], [6], [7]], None, 20, {})
     assert worker.load(plan_for(worker, directory, wanted)) is None
     worker.ask(BatchStart(load=Workload(batch_size=3, input_len=1, output_len=2)))
-    found = worker.ask(BatchStep(rows=[jobs.batch_row(one) for one in wanted]))
+    found = worker.ask(BatchStep(requests=[jobs.batch_request(one) for one in wanted]))
     again = worker.ask(BatchStep())
     worker.close()
     assert [one.error for one in found.rows] == [None, "the model's output is not a number", None]

@@ -1,5 +1,7 @@
 """`zinfer serve`: answer requests over HTTP, in the format of OpenAI's API."""
 
+import re
+from functools import partial
 from importlib import util
 from typing import Any
 
@@ -11,7 +13,15 @@ from zinfer.spec.errors import ENVIRONMENT
 
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 KEY = "ZINFER_API_KEY"  # environment variable
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@]+")
 LOOPBACK = ("127.", "localhost", "::1")
+
+
+def _origins(_context: click.Context, _param: click.Parameter, given: tuple[str, ...]) -> tuple[str, ...]:
+    for origin in given:
+        if origin != "*" and not ORIGIN.fullmatch(origin):
+            raise click.BadParameter(f"{origin!r} is not an origin: write it as http://host or https://host:port")
+    return given
 
 
 @click.command("serve", cls=options.LoadCommand)
@@ -64,6 +74,16 @@ LOOPBACK = ("127.", "localhost", "::1")
     show_default=True,
     help="Seconds that running requests have at SIGTERM or ctrl-C. A second signal ends them at once.",
 )
+@click.option(
+    "--allow-origin",
+    "origins",
+    multiple=True,
+    metavar="ORIGIN",
+    callback=_origins,
+    help="Origin of web pages that may use the server (CORS), such as http://localhost:3000; * is every one. "
+    "Repeat it for several.",
+)
+@click.option("--quiet", is_flag=True, help="Print no line about each request.")
 @options.job_options
 @click.pass_obj
 def command(
@@ -81,6 +101,8 @@ def command(
     max_body: int,
     kv_cache_size: int,
     drain_s: float,
+    origins: tuple[str, ...],
+    quiet: bool,
     **how: Any,
 ) -> None:
     """Serve a model: /v1/completions, /v1/chat/completions, /v1/models, /health and /metrics.
@@ -118,7 +140,7 @@ def command(
         raise Failure(str(plan.why_not), ENVIRONMENT)
     target = next(iter(loads.values()))
     ends = tokenizer.facts.differing_ends  # a tokenizer that cannot be loaded ends it here
-    limits = how["batch_size"], max_queue, max_body, output_len, drain_s, kv_cache_size
+    limits = how["batch_size"], max_queue, max_body, output_len, drain_s, kv_cache_size, origins
     settings = Settings(plan.case.model, api_key, *limits)
     try:
         bound = listen(host, port)
@@ -143,7 +165,7 @@ def command(
 
         server = HttpServer(
             plan, make_worker, load, settings, bound, tokenizer, say=watch.say, loading=lambda: watch.loading(plan),
-            ready=ready,
+            ready=ready, log=None if quiet else partial(click.echo, err=True),
         )  # fmt: skip
         watch.say(f"listening at {address}")
         fault = server.run()

@@ -4,13 +4,11 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from zinfer.generation.radix_tree import common
-from zinfer.generation.tokenizer import CONTEXT, UNFINISHED, decode
+from zinfer.generation.tokenizer import UNFINISHED, decode
 
 if TYPE_CHECKING:
     from zinfer.generation.scheduler import Sequence
     from zinfer.generation.tokenizer import Tokenizer
-
-SETTLED = 64  # tokens after which the text before them is not decoded again
 
 
 class Detokenizer:
@@ -41,14 +39,12 @@ class TextPieces:
 
     Each piece is cut from the text of all tokens so far, unlike a `Detokenizer`'s: where a tokenizer cleans up spaces,
     the pieces then still make the text that the sequence ends with. Only characters that a tokenizer takes back for
-    good, as Llama 2's does where invalid bytes follow them, stay in the pieces. A long text is decoded from its last
-    tokens on.
+    good, as Llama 2's does where invalid bytes follow them, stay in the pieces.
     """
 
     def __init__(self, tokenizer: "Tokenizer") -> None:
         self._tokenizer = tokenizer
         self._shown: dict[int, str] = {}  # by key
-        self._settled: dict[int, tuple[int, str]] = {}  # by key: a number of first tokens, and their text
 
     def add(self, sequence: "Sequence") -> str:
         """Return the text of a sequence that was not returned before: all of it once it has ended, else without the
@@ -59,7 +55,7 @@ class TextPieces:
             text = whole = sequence.text
             self.forget([sequence.key])
         else:
-            whole = self._text(sequence)
+            whole = sequence.running.of(self._tokenizer, sequence.output_ids, sequence.before)
             text = _before_a_stop(whole.rstrip(UNFINISHED).rstrip(), sequence.stop)
         if not text.startswith(before):
             if before.startswith(text) or (whole.endswith(UNFINISHED) and not sequence.ended):
@@ -73,20 +69,6 @@ class TextPieces:
         """Forget sequences whose text is wanted no more."""
         for key in keys:
             self._shown.pop(key, None)
-            self._settled.pop(key, None)
-
-    def _text(self, sequence: "Sequence") -> str:
-        ids = sequence.output_ids
-        count, settled = self._settled.get(sequence.key, (0, ""))
-        first = max(0, count - CONTEXT)
-        head, both = self._tokenizer.decode(ids[first:count]), self._tokenizer.decode(ids[first:])
-        if count and settled.endswith(head) and both.startswith(head):
-            text = settled + both[len(head) :]
-        else:
-            text = self._tokenizer.decode(ids, sequence.before)
-        if len(ids) >= count + SETTLED and not text.endswith(UNFINISHED):
-            self._settled[sequence.key] = len(ids), text
-        return text
 
 
 def _before_a_stop(text: str, stops: tuple[str, ...]) -> str:

@@ -40,7 +40,7 @@ _SET = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "
 _MAIN = f"import sys; sys.path.append({str(Path(__file__).parents[2])!r}); "
 _MAIN += f"from {tokenizer_server.__name__} import main; main()"
 
-Prompt = str | list[dict[str, str]]  # a text, or the messages of a chat
+Prompt = str | list[dict[str, Any]]  # a text, or the messages of a chat
 
 
 class Refusal(NamedTuple):
@@ -136,7 +136,7 @@ class TokenizerProcess:
         """Return the ids of a text that follows the tokens `before`; None unless both decode to both texts."""
         return self._ask({"do": "continue", "before": before, "added": added}, PROMPT_S).get("answer")
 
-    def render(self, messages: list[dict[str, str]]) -> str:
+    def render(self, messages: list[dict[str, Any]]) -> str:
         """Return the text of a conversation by the chat template. Raises ModelError where that refuses it."""
         if (why_not := self._too_large(messages) or self.cannot_chat) is not None:
             raise ModelError(why_not.message if isinstance(why_not, Refusal) else why_not)
@@ -333,10 +333,11 @@ def what_to_load(spec: ModelSpec, template: ChatTemplate) -> dict[str, Any]:
 
 
 def characters(prompt: Prompt) -> int:
-    """Return the number of characters of a prompt, those of roles among them."""
+    """Return the number of characters of a prompt, those of roles and tool calls among them."""
     if isinstance(prompt, str):
         return len(prompt)
-    return sum(len(text) for message in prompt for text in message.values())
+    values = (value for message in prompt for value in message.values())
+    return sum(len(value if isinstance(value, str) else json.dumps(value)) for value in values)
 
 
 def parts(prompts: Sequence[Prompt]) -> list[list[Prompt]]:

@@ -99,8 +99,13 @@ class Checkpoint(NamedTuple):
             )
         return ids
 
-    def _rendered(self, messages: list[dict[str, str]]) -> str:
-        said = [{key: _unicode(value) for key, value in message.items()} for message in messages]
+    def _rendered(self, messages: list[dict[str, Any]]) -> str:
+        if "tool_calls" not in (self.template or "") and any("tool_calls" in message for message in messages):
+            raise ModelError("the model's chat template shows no tool calls: leave such messages out")
+        said = [
+            {key: _unicode(value) if isinstance(value, str) else value for key, value in message.items()}
+            for message in messages
+        ]
         try:
             text = self.hf.apply_chat_template(
                 said, tokenize=False, add_generation_prompt=True, chat_template=self.template

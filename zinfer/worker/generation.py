@@ -102,17 +102,17 @@ def batch_step(session: Session, request: BatchStep) -> BatchStepped:
     answer_s = ANSWER_S if request.answer_s is None else request.answer_s
     sequences = [
         Sequence(
-            row.prompt_ids, row.left, row.sampling, row.stop, row.ignore_eos, list(row.output_ids), row.key,
-            chat=row.chat, logprobs=row.logprobs, echo=row.echo,
+            asked.prompts[row.prompt], row.left, row.sampling, asked.stop, asked.ignore_eos, list(row.output_ids),
+            row.key, request=asked.key, chat=asked.chat, logprobs=asked.logprobs, echo=asked.echo,
         )
-        for row in request.rows
+        for asked in request.requests for row in asked.rows
     ]  # fmt: skip
     before, began = replace(schedule.tally), time.monotonic()
     touched: dict[Sequence, None] = {}
     try:
         _drop(session, running, request.drop)
         session.sent |= {sequence: len(sequence.output_ids) for sequence in sequences}
-        session.streams |= {row.key for row in request.rows if row.stream}
+        session.streams |= {row.key for asked in request.requests if asked.stream for row in asked.rows}
         running.add(sequences)
         while running.running:
             changed = running.step()

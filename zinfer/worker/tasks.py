@@ -155,14 +155,23 @@ class GenerateStep(Request[Generated]):
 
 
 class BatchRow(Message):
-    """A row of a batch: the fields of a `zinfer.generation.scheduler.Sequence`; `stream` asks for its text in pieces,
-    `echo` for the text of its prompt, and with `logprobs` for the scores of its tokens."""
+    """A row of a request: the number of its prompt, its output so far, and what may follow."""
 
     key: int
-    prompt_ids: list[int]
+    prompt: int = 0
     output_ids: list[int] = Field(default_factory=list)
     left: int
     sampling: Sampling = GREEDY
+
+
+class BatchRequest(Message):
+    """Rows of one request, `key`, and what they have in common, the token ids of their prompts too: it comes once. The
+    fields are those of a `zinfer.generation.scheduler.Sequence`; `stream` asks for the text of rows in pieces, `echo`
+    for the text of their prompts, and with `logprobs` for the scores of its tokens."""
+
+    key: int
+    prompts: list[list[int]]
+    rows: list[BatchRow]
     stop: tuple[Text, ...] = ()
     ignore_eos: bool = False
     chat: bool = False
@@ -243,11 +252,11 @@ class BatchStepped(Message):
 
 
 class BatchStep(Request[BatchStepped]):
-    """Forget the rows whose keys are `drop`, add `rows` to the batch, and run passes until a row ends or `answer_s`
-    seconds have gone by, a second by default; 0 is one pass. `ending` is the chance that a row ends at a token before
-    its limit."""
+    """Forget the rows whose keys are `drop`, add those of `requests` to the batch, and run passes until a row ends or
+    `answer_s` seconds have gone by, a second by default; 0 is one pass. `ending` is the chance that a row ends at a
+    token before its limit."""
 
-    rows: list[BatchRow] = Field(default_factory=list)
+    requests: list[BatchRequest] = Field(default_factory=list)
     drop: list[int] = Field(default_factory=list)
     ending: float = 0.0
     answer_s: float | None = None

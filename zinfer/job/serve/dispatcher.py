@@ -1,6 +1,7 @@
 """Dispatcher: the thread that drives the server's worker, from the arrival of a request's rows to their last token.
 
-Rows are given to the worker's queue as they come; the worker begins them in this order, at every pass. The thread alone
+Rows are given to the worker's queue as they come; the worker begins them, at every pass, in the order that
+`zinfer.generation.schedule.in_turn` gives: requests share the memory, however many rows each has. The thread alone
 talks to the worker and sleeps while there is no row. Prompts that are texts are read beside it
 (`zinfer.job.serve.reading`): their rows come when they have token ids. A worker that dies is started again: rows of
 which no text was handed out go on with the tokens that they have, fewer of them at a time, so that a row that is to
@@ -9,21 +10,26 @@ blame ends alone.
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from zinfer.generation.sampling import Sampling
+from zinfer.generation.schedule import in_turn
 from zinfer.generation.tokenizer_process import Refusal
 from zinfer.job.batch.run import FATAL, MANY
 from zinfer.job.openai import Asked, Prompt, Refused, answer_limit
-from zinfer.job.serve.reading import FAILED, Ids, Reader, Tokenizes
+from zinfer.job.serve.reading import UNREAD, Ids, Reader, Tokenizes
 from zinfer.plan.plan import Plan
+from zinfer.record.measurement import Status
 from zinfer.spec.case import Workload
+from zinfer.spec.model import ModelError
 from zinfer.worker.process import Client, WorkerDied, WorkerError
 from zinfer.worker.tasks import (
     Answer,
+    BatchRequest,
     BatchRow,
     BatchStart,
     BatchStep,
@@ -35,8 +41,16 @@ from zinfer.worker.tasks import (
 )
 
 TURN_S = 0.05  # seconds between two answers of the worker, or one pass, while no text is streamed
+SHARES = 4  # a request fills one in so many of the places in the queue at most, however many of its rows wait
 RELOADS, RELOAD_S = 3, 2.0  # attempts to load a worker again, and seconds after the first that failed
 PATIENCE_S = 1.0  # seconds that the end of a pass is waited for when the server stops at once
+
+TRIED: list[Any] = ["hi", [{"role": "user", "content": "hi"}]]  # prompts that tell whether texts and chats are served
+# What a client is told of a worker that failed; the terminal alone gets its last words.
+FAILED: dict[Status, str] = {
+    "crashed": "it ended", "timeout": "it did not answer in time", "oom_gpu": "GPU memory ran out",
+    "oom_host": "host memory ran out",
+}  # fmt: skip
 
 State = Literal["loading", "ready", "draining", "ended"]
 
@@ -85,6 +99,8 @@ class Row:
     seed: str
     client: str = ""  # who sent it; prompts of clients are read in turn
     key: int = -1
+    request: int = -1  # number of its request, and of its prompt among those of the request
+    place: int = 0
     prompt_ids: list[int] = field(default_factory=list)
     limit: int = 0
     output_ids: list[int] = field(default_factory=list)
@@ -101,15 +117,32 @@ class Row:
         """Tokens that the worker may still add: one at least, which does not count if none was asked for."""
         return max(1, self.limit) - len(self.output_ids)
 
-    def for_worker(self) -> BatchRow:
-        """Return the facts of a row that the worker needs."""
+    def for_worker(self, prompt: int) -> BatchRow:
+        """Return the facts that the worker needs of the row alone; `prompt` is the number of its prompt there."""
         asked = self.asked
         sampling = Sampling(temperature=asked.temperature, top_p=asked.top_p, seed=self.seed)
-        return BatchRow(
-            key=self.key, prompt_ids=self.prompt_ids, output_ids=self.output_ids, left=self.left, sampling=sampling,
-            stop=asked.stop, stream=asked.stream, logprobs=asked.logprobs, echo=asked.echo and self.echoed is None,
-            ignore_eos=asked.ignore_eos, chat=asked.chat,
-        )  # fmt: skip
+        return BatchRow(key=self.key, prompt=prompt, output_ids=self.output_ids, left=self.left, sampling=sampling)
+
+
+def for_worker(rows: Iterable[Row]) -> list[BatchRequest]:
+    """Return the facts that the worker needs of rows, by request: what those of one have in common comes once."""
+    found = []
+    for (key, echo), own in _grouped(rows, lambda row: (row.request, row.asked.echo and row.echoed is None)).items():
+        asked, prompts = own[0].asked, _grouped(own, lambda row: row.place)
+        found.append(BatchRequest(
+            key=key, prompts=[same[0].prompt_ids for same in prompts.values()],
+            rows=[row.for_worker(number) for number, same in enumerate(prompts.values()) for row in same],
+            stop=asked.stop, ignore_eos=asked.ignore_eos, chat=asked.chat, stream=asked.stream,
+            logprobs=asked.logprobs, echo=echo,
+        ))  # fmt: skip
+    return found
+
+
+def _grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
+    found: dict[Any, list[Row]] = {}
+    for row in rows:
+        found.setdefault(key(row), []).append(row)
+    return found
 
 
 class Meter(Protocol):
@@ -156,6 +189,8 @@ class Dispatcher:
         self._make_worker, self._load, self._meter, self._post = make_worker, load, meter, post
         self._at_most, self._output_len, self._cache_size = at_most, output_len, cache_size
         self.cannot_reuse: str | None = None if cache_size else "KV caches have no memory of the host"
+        self.cannot_complete: str | None = None  # reason why no text can be continued
+        self.cannot_chat: str | None = None
         self._say, self._loading, self._on_ready, self._on_end = say, loading, ready, ended
         self._changed = threading.Condition()  # guards the next six
         self._inbox: list[tuple[Row, Ids]] = []  # rows whose prompts were read
@@ -195,17 +230,21 @@ class Dispatcher:
         return len(self._unbegun)
 
     def submit(self, rows: Sequence[Row]) -> None:
-        """Let rows wait for their turn. Raises Unavailable while the worker loads and when the server ends, QueueFull
-        when too many rows wait."""
+        """Let the rows of a request wait for their turn. Raises Unavailable while the worker loads and when the server
+        ends, QueueFull when too many rows wait, of which one request's count for a quarter of the queue at most."""
         with self._changed:
             if self.state == "loading":
                 raise Unavailable("the model is being loaded", retry=True)
             if self.state != "ready":
                 raise Unavailable("the server is shutting down", retry=False)
-            if len(self._unbegun) + len(rows) > self.most_waiting:
+            share = max(1, self.most_waiting // SHARES)
+            waiting = Counter(self._unfinished[key].request for key in self._unbegun)
+            if sum(min(count, share) for count in (*waiting.values(), len(rows))) > self.most_waiting:
                 raise QueueFull
-            for row in rows:
+            request = self._next_key
+            for number, row in enumerate(rows):
                 row.key, row.came = self._next_key, time.monotonic()
+                row.request, row.place = request, number // row.asked.n
                 self._next_key += 1
                 self._unfinished[row.key] = row
                 self._unbegun.add(row.key)
@@ -268,7 +307,7 @@ class Dispatcher:
             with self._changed:
                 self.state = "ended"
                 rows = list(self._unfinished.values())
-            failure = Failure(503, "server_shutting_down", self.fault or "the server has shut down")
+            failure = Failure(503, "server_shutting_down", "the server has shut down")
             self._tell([(row, RowNews(failure=failure)) for row in rows])
             self._reader.close()
             self._close()
@@ -277,7 +316,7 @@ class Dispatcher:
     def _turn(self) -> bool:
         """Wait for rows, take them in, and have the worker run for a turn. Return False at the end."""
         with self._changed:
-            while not (self._inbox or self._sent or self._waiting or self._stopping):
+            while not (self._inbox or self._sent or self._waiting or self._stopping) and self._worker is not None:
                 self._dropped.clear()
                 self._changed.wait()
             if self._stopping:
@@ -294,9 +333,10 @@ class Dispatcher:
             if new or drop or self._sent:
                 self._sent |= {row.key: row for row in new}
                 streams = any(row.asked.stream for row in self._sent.values())
-                rows = [row.for_worker() for row in new]
                 ending = self._stopped / (self._tokens + self._stopped + 1)
-                step = BatchStep(rows=rows, drop=drop, ending=ending, answer_s=0.0 if streams else TURN_S)
+                step = BatchStep(
+                    requests=for_worker(new), drop=drop, ending=ending, answer_s=0.0 if streams else TURN_S
+                )
                 self._take(self._ask(step))
         except WorkerError as failed:
             self._after(failed)
@@ -316,7 +356,7 @@ class Dispatcher:
         """Give a row its token ids and its limit; return the reason if it cannot be served."""
         asked, subject = row.asked, "messages" if row.asked.chat else "prompt"
         if isinstance(ids, Refusal):
-            return Failure(500 if ids.code == FAILED else 400, ids.code, ids.message, subject)
+            return Failure(500 if ids.code == UNREAD else 400, ids.code, ids.message, subject)
         if asked.echo and asked.logprobs is not None and self._cannot_score is not None:
             return Failure(400, "unsupported_parameter", f"echo with logprobs: {self._cannot_score}", "echo")
         try:
@@ -332,9 +372,13 @@ class Dispatcher:
         return None
 
     def _next(self) -> list[Row]:
-        """Take the rows that go to the worker now: all, unless it failed with as many."""
-        most = len(self._waiting) if self._window is None else max(self._window - len(self._sent), 0)
-        new, self._waiting = self._waiting[:most], self._waiting[most:]
+        """Take the rows that go to the worker now, which shares the memory out among requests: all, unless it failed
+        with as many."""
+        new = self._waiting
+        if self._window is not None:
+            held = Counter(row.request for row in self._sent.values())
+            new = in_turn(new, held)[: max(self._window - len(self._sent), 0)]
+        self._waiting = _without(self._waiting, new)
         return new
 
     def _take(self, answer: BatchStepped) -> None:
@@ -410,7 +454,7 @@ class Dispatcher:
             row.tries += 1
         lost = {row.key: row for row in rows if row in guilty or row.told}
         self._waiting = _without(sorted([*rows, *self._waiting], key=lambda row: row.key), lost.values())
-        failure = Failure(500, failed.status, f"the worker failed: {failed}")
+        failure = Failure(500, failed.status, f"the worker failed: {FAILED.get(failed.status, failed.status)}")
         self._tell([(row, RowNews(failure=failure)) for row in lost.values()])
         again = len(rows) - sum(row.key in lost for row in rows)
         self._say(f"the worker failed ({failed.status}: {failed}); {len(lost)} rows ended, {again} are tried again")
@@ -439,6 +483,7 @@ class Dispatcher:
                 refused = worker.load(self.plan)
                 if refused is None:
                     self._begin()
+                    self._try_prompts()
                     with self._changed:
                         if self.state == "loading":
                             self.state = "ready"
@@ -461,6 +506,17 @@ class Dispatcher:
             self.cannot_reuse = started.cannot_reuse
             self._say(f"every prompt is computed whole: {self.cannot_reuse}")
         self.fault = None
+
+    def _try_prompts(self) -> None:
+        """Find out whether texts and chats can become token ids: some models have no chat template, or a broken one."""
+        self.cannot_complete, self.cannot_chat = map(self._why_not, TRIED)
+
+    def _why_not(self, prompt: Prompt) -> str | None:
+        try:
+            found = self._tokenizer.encode_alone(prompt)
+        except ModelError as error:
+            return str(error)
+        return found.message if isinstance(found, Refusal) else None
 
     def _ask(self, request: Request[Answer]) -> Answer:
         assert self._worker is not None

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from zinfer.generation.tokenizer_process import QUICK_CHARACTERS, Refusal, characters, parts
 from zinfer.spec.errors import one_line
 
-FAILED = "tokenizer_failed"  # code of prompts that nobody could read
+UNREAD = "tokenizer_failed"  # code of prompts that nobody could read
 SLOW = 1_000_000  # characters that a prompt counts as that took longer than a short one may
 MOST_CLIENTS = 4096  # clients whose turns are remembered
 
@@ -119,7 +119,7 @@ class Reader:
                 try:
                     read(part._replace(asked=asked))
                 except Exception as error:  # of the process, not of a prompt: nobody may wait for ever
-                    self._tell(asked, [Refusal(FAILED, one_line(error))] * len(asked))
+                    self._tell(asked, [Refusal(UNREAD, one_line(error))] * len(asked))
 
     def _read_short(self, part: _Part) -> None:
         ids = self._tokenizer.encode_quickly([prompt for prompt, _ in part.asked])

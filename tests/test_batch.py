@@ -195,16 +195,19 @@ def test_rows_get_the_tokens_that_they_may_have() -> None:
         ({}, {"max_tokens": 10}, {}, {"max_tokens": 11}, {"max_tokens": 5}, {}, {"max_tokens": 4})
     )]  # fmt: skip
     requests = [found for found in read_requests(b"\n".join(lines)) if isinstance(found, BatchRequest)]
-    made = {requests[6].id: [1, 2, 3, 4, 5]}
+    made = {requests[6].id: [1, 2, 3]}
     prompts = [n if isinstance(n, str) else [7] * n for n in (10, 90, 95, 90, "no template", 100, 3)]
-    rows, faults = rows_of(requests, prompts, 100, 20, made)
+    rows, faults = rows_of(requests, prompts, 100, 8, 20, made)
     assert [(row.length, row.limit) for row in rows] == [(10, 20), (90, 10), (95, 5), (3, 4)]
     assert [(fault.custom_id, fault.code) for fault in faults] == [
         ("3", "context_length_exceeded"), ("4", "invalid_prompt"), ("5", "context_length_exceeded")
     ]  # fmt: skip
     assert "100 positions" in faults[0].message
     assert (rows[3].output_ids, rows[3].saved, rows[3].need) == ([1, 2, 3], 3, (6, 1))
-    assert rows_of(requests[:1], [range(10**6)], None, 20, {})[0][0].limit == 20
+    assert rows_of(requests[:1], [range(10**6)], None, 8, 20, {})[0][0].limit == 20
+    for wrong in ([1, 2, 3, 4], [1, 8], [-1]):  # as many tokens as its limit, or none of the model's
+        begun = rows_of(requests, prompts, 100, 8, 20, {requests[6].id: wrong})[0][3]
+        assert (begun.output_ids, begun.saved, begun.need) == ([], 0, (3, 4))
     kept, refused = split(rows, [True, False, True, True], "the machine")
     assert [row.key for row in kept] == [0, 2, 3]
     assert "memory" in refused[0].message

@@ -257,7 +257,7 @@ def test_a_worker_that_dies_is_started_again(tmp_path: Path) -> None:
         return Worker(TARGET, timeout_s=PATIENCE_S)
 
     worker, prompts = make_worker(), [[7] * (key + 1) for key in range(8)]
-    rows, _ = rows_of(requests, prompts, None, 4, {})
+    rows, _ = rows_of(requests, prompts, None, 1 << 20, 4, {})
     told: list[str] = []
     path = tmp_path / "out.jsonl"
     with Ledger.open(path, SETTINGS, 7) as ledger:

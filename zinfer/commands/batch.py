@@ -136,8 +136,8 @@ def command(
         "layers": layers, "output_len": output_len, "shard": shard and str(shard),
     }  # fmt: skip
     with Ledger.open(output, identity, int(time.time()), force) as ledger, Watch() as watch:
-        for number, reason in ledger.damaged:
-            watch.say(f"left out {output}:{number}: {reason}")
+        for damage in ledger.damaged:
+            watch.say(f"left out {damage}")
         ledger.add(refusal(line) for line in lines if isinstance(line, Fault) and line.id not in ledger.done)
         waiting = [line for line in lines if not isinstance(line, Fault) and line.id not in ledger.done]
         standing = None
@@ -215,7 +215,7 @@ def _run(
     worker = make_worker()
     try:
         prompts = _tokenize(waiting, worker, spec, watch)
-        rows, faults = rows_of(waiting, prompts, spec.max_position, output_len, ledger.made)
+        rows, faults = rows_of(waiting, prompts, spec.max_position, spec.vocab_size, output_len, ledger.made)
         ledger.add(map(refusal, faults))
         if not rows:
             worker.close()

@@ -151,7 +151,10 @@ def _scratch(folder: str | None) -> Iterator[str | None]:
     if folder is None:
         yield None
         return
-    Path(folder).mkdir(parents=True, exist_ok=True)
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise click.UsageError(f"--kv-cache-dir {folder} is not a folder") from None
     with lease.folder(Path(folder), "reuse", ("*.safetensors", "*.part")) as found:
         yield found.name
 

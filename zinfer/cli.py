@@ -14,7 +14,7 @@ import click
 from zinfer.commands import limits
 from zinfer.spec import torchrun
 from zinfer.spec.ending import interruption
-from zinfer.spec.errors import ENVIRONMENT, EXIT_CODES, INTERNAL, USAGE, ZinferError, did_you_mean
+from zinfer.spec.errors import ENVIRONMENT, EXIT_CODES, INTERNAL, USAGE, ZinferError, did_you_mean, lacks_memory
 from zinfer.spec.printable import discard, guarded, refuse_surrogates
 
 # groups of verbs in the order of work: verb -> its line in the help; its code is zinfer.commands.<verb>:command
@@ -208,8 +208,10 @@ def _main() -> None:
         if isinstance(error, ZinferError):
             click.echo(f"Error: {error}", file=cast(IO[Any], _Short(sys.stderr)))
             sys.exit(error.exit_code)
-        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # as torch says it
-            click.echo("Error: host memory ran out", err=True)
+        if lacks_memory(error):
+            from zinfer.spec.host import no_memory
+
+            click.echo(f"Error: {no_memory()}", err=True)
             sys.exit(ENVIRONMENT)
         text = " ".join(str(error).split())[:600]
         click.echo(f"Internal error ({type(error).__name__}): {text}; run with --debug for details", err=True)

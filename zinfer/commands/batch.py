@@ -228,7 +228,7 @@ def _run(
         ledger.add(map(refusal, faults))
     except WorkerError as error:
         worker.close()
-        raise Failure(f"{error.status}: {error}", ENVIRONMENT) from None
+        raise Failure(error.line, error.exit_code) from None
     except BaseException:
         worker.kill()
         worker.close()
@@ -282,7 +282,7 @@ def _ended_in_order(watch: "Watch") -> "Iterator[None]":
     try:
         yield
     except JobFailed as failed:
-        raise Failure(str(failed), ENVIRONMENT) from None
+        raise Failure(str(failed), failed.exit_code) from None
     except Interrupted as interrupt:
         watch.say("interrupted; answers so far are kept, the same command goes on")
         raise SystemExit(128 + interrupt.signal) from None

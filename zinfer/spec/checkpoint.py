@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from zinfer.spec import configuration
 from zinfer.spec.documents import DocumentError, once, open_regular, read_object
-from zinfer.spec.errors import ZinferError
+from zinfer.spec.errors import ZinferError, not_here
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MODELOPT = "hf_quant_config.json"
@@ -131,7 +131,7 @@ def read_weight_map(path: Path) -> dict[str, str]:
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
     except DocumentError as error:
-        raise CheckpointError(str(error)) from None
+        raise error.restated(CheckpointError) from None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path} has no weight_map")
     for name, file in weight_map.items():
@@ -155,7 +155,7 @@ def _config(path: Path, why: str) -> dict[str, Any]:
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing" + (f": {why}" if why else "")) from None
     except DocumentError as error:
-        raise CheckpointError(str(error)) from None
+        raise error.restated(CheckpointError) from None
 
 
 def _inside(directory: Path, name: str) -> Path:
@@ -179,9 +179,9 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
     except FileNotFoundError:
         raise CheckpointError(f"{file} is missing: the checkpoint is not complete") from None
     except DocumentError as error:
-        raise CheckpointError(str(error)) from None
+        raise error.restated(CheckpointError) from None
     except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from None
+        raise not_here(CheckpointError(f"{file} cannot be read: {error.strerror or error}")) from None
     try:
         header = json.loads(text, object_pairs_hook=once)
     except (ValueError, RecursionError) as error:

@@ -132,7 +132,7 @@ def from_directory(path: Path) -> ModelSpec:
         bare = bare_config(path)
         checkpoint = None if bare is not None else Checkpoint.open(path)
     except CheckpointError as error:
-        raise ModelError(str(error)) from None
+        raise error.restated(ModelError) from None
     if checkpoint is None:
         assert bare is not None
         return from_config(str(path), bare, dtype=_supported(str(path), dtype_of(bare)))
@@ -141,7 +141,7 @@ def from_directory(path: Path) -> ModelSpec:
     try:
         stored = quantization.plain(checkpoint.tensors, config, dtype_of(config))
     except CheckpointError as error:
-        raise ModelError(str(error)) from None
+        raise error.restated(ModelError) from None
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from None
     tensors = {

@@ -16,6 +16,7 @@ from zinfer.job.batch.run import FATAL, MANY
 from zinfer.job.openai import Asked, Prompt, Refused, answer_limit
 from zinfer.plan.plan import Plan
 from zinfer.spec.case import Workload
+from zinfer.spec.errors import ENVIRONMENT
 from zinfer.worker.process import Client, WorkerDied, WorkerError
 from zinfer.worker.tasks import (
     Answer,
@@ -149,6 +150,7 @@ class Dispatcher:
         self.plan, self.most_waiting = plan, most_waiting
         self.state: State = "loading"
         self.fault: str | None = None  # reason why it has ended by itself
+        self.exit_code = ENVIRONMENT  # of a command that ends for it
         self._make_worker, self._load, self._meter, self._post = make_worker, load, meter, post
         self._at_most, self._output_len, self._cache_size = at_most, output_len, cache_size
         self.cannot_reuse: str | None = None if cache_size else "KV caches have no memory of the host"
@@ -439,17 +441,15 @@ class Dispatcher:
                 worker = self._worker = self._make_worker()
                 if first:
                     worker.ask(Tokenize(prompts=[], model=self.plan.model))  # before the weights, which take minutes
-                refused = worker.load(self.plan)
-                if refused is None:
-                    self._begin()
-                    with self._changed:
-                        if self.state == "loading":
-                            self.state = "ready"
-                    self._on_ready()
-                    return
-                self.fault = f"loading failed ({refused.status}): {refused.error}"
+                worker.start(self.plan)
+                self._begin()
+                with self._changed:
+                    if self.state == "loading":
+                        self.state = "ready"
+                self._on_ready()
+                return
             except WorkerError as error:
-                self.fault = f"loading failed ({error.status}): {error}"
+                self.fault, self.exit_code = error.line, error.exit_code
             self._close(kill=True)
             if not self._stopping:
                 self._say(self.fault)

@@ -205,9 +205,9 @@ def test_a_server_that_loads_says_so_and_one_that_cannot_ends() -> None:
     gate = threading.Event()
 
     class Slow(ServedRows):
-        def load(self, plan: Any) -> Any:
+        def start(self, plan: Any) -> None:
             gate.wait(60)
-            return super().load(plan)
+            super().start(plan)
 
     with serving(PLAN, lambda: Slow(refused="oom_gpu"), ready=False) as server:
         server.wait(lambda: server.dispatcher._worker is not None)

@@ -158,6 +158,16 @@ def _twice(dice: random.Random, header: dict[str, Any], data: bytes) -> tuple[An
     return [*header.items(), (one, header[other])], data
 
 
+def _renamed(dice: random.Random, header: dict[str, Any], data: bytes) -> tuple[Any, bytes]:
+    """Give a tensor the name of a layer, or of an expert, whose number has no end."""
+    one = dice.choice(_own(header))
+    number = dice.choice("123456789") * dice.choice([10, 25, 5000, 100_000])
+    name = dice.choice(
+        ["model.layers.{}.mlp.up_proj.weight", "h.{}.ln_1.bias", "model.layers.0.mlp.experts.{}.w1.weight"]
+    )
+    return {name.format(number) if key == one else key: entry for key, entry in header.items()}, data
+
+
 def _field(name: str, values: tuple[Any, ...]) -> Callable[..., tuple[Any, bytes]]:
     def damaged(dice: random.Random, header: dict[str, Any], data: bytes) -> tuple[Any, bytes]:
         one = dice.choice(_own(header))
@@ -172,6 +182,7 @@ HEADER_DAMAGE: dict[str, Callable[[random.Random, dict[str, Any], bytes], tuple[
     "overlap": _exchanged,
     "hole": _hole,
     "name twice": _twice,
+    "name": _renamed,
     "dtype": _field("dtype", ("F128", "", "U8", "F64", None, 3, ["F32"], "F32 ")),
     "shape": _field("shape", ([-1], [1] * 100, "8", None, [2**62, 4], [0.5], [True], [[2]], {})),
     "data_offsets": _field("data_offsets", ([0], [8, 0], [-8, 8], None, "0,8", [0, 2**70], [0.0, 8.0], [])),

@@ -225,7 +225,7 @@ def run_inline(
             request for request in requests if isinstance(request, BatchRequest) and request.id not in ledger.done
         ]
         prompts = [prompt_ids(request.prompt) for request in waiting]
-        rows, faults = rows_of(waiting, prompts, plan.model.max_position, 40, ledger.made)
+        rows, faults = rows_of(waiting, prompts, plan.model.max_position, 256, 40, ledger.made)
         ledger.add(map(refusal, faults))
         standing = BatchJob(plan, rows, ledger, "fake", worker, **more).run()
         ledger.finish()

@@ -33,3 +33,10 @@ def test_a_device_is_written_to_and_not_replaced(tmp_path: Path) -> None:
     assert os.read(reader, 10) == b"text"
     os.close(reader)
     assert (tmp_path / "pipe").is_fifo()
+
+
+def test_a_pipe_that_nobody_reads_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="a pipe that nobody reads"):
+        atomic.write(tmp_path / "pipe", "text")
+    assert (tmp_path / "pipe").is_fifo()

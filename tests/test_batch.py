@@ -2,6 +2,7 @@
 lines alone."""
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -131,6 +132,55 @@ def test_the_good_lines_around_a_bad_one_are_kept() -> None:
     assert mentions(repeated.message, "line 6", "line 1", "'a'")
 
 
+@pytest.mark.parametrize(
+    "value",
+    [b"9" * 25, b"-" + b"9" * 5000, b"[" * 2000 + b"]" * 2000, b'{"a":' * 200 + b"1" + b"}" * 200, b"NaN", b"1e999",
+     b"Infinity", b'"\xff"', b'{"a":1,"a":2}', b'"torn', b"[1,", b"nonsense", b'"\\q"', b'"\t"'],
+)  # fmt: skip
+def test_a_line_that_cannot_be_parsed_keeps_its_custom_id(value: bytes) -> None:
+    """An answer without it belongs to nobody: the caller finds neither the answer nor the fault."""
+    begun = b'{"custom_id": "a \\u00e9\\"}", "method": "POST", "url": "/v1/completions", "body": '
+    found = one(begun + b'{"prompt": "x", "custom_id": "inner", "seed": ' + value + b"}}")
+    assert isinstance(found, Fault)
+    assert (found.custom_id, found.code) == ('a é"}', "invalid_json_line")
+    assert json.loads(encode(refusal(found)))["custom_id"] == 'a é"}'
+
+
+@pytest.mark.parametrize(
+    ("content", "custom_id"),
+    [
+        (b'{"body": {"a": [{"custom_id": "inner"}, 1e999]}, "custom_id": "last"}', "last"),
+        (b'{"custom_id": "a", "x": 1e999, "custom_id": "b"}', None),
+        (b'{"custom_id": "a", "x": 1e999, "custom_id": "a"}', None),
+        (b'{"custom_id": 7, "x": 1e999}', None),
+        (b'{"custom_id": "", "x": 1e999}', None),
+        (b'{"custom_id": ["a"], "x": 1e999}', None),
+        (b'{"x": "custom_id", "y": "a", "z": 1e999}', None),
+        (b'{"x": 1e999 "custom_id": "a"}', None),  # not the beginning of an object: nothing after it is believed
+        (b'["custom_id", "a", 1e999]', None),
+        (b'{"custom_id', None),
+        (b'{"custom_id": "a', None),
+        (b'{"x": ["torn, "custom_id": "a"}', None),
+        (b'{"custom\\u005fid": "a", "x": 1e999}', "a"),
+        (b'{"x": ' + b"[1]," * (4 << 20) + b'"custom_id": "a"}', None),  # in no time
+        (b'{"custom_id": "a", "x": ' + b"[" * (17 << 20), "a"),
+    ],
+)
+def test_a_custom_id_is_only_taken_from_where_it_stands(content: bytes, custom_id: str | None) -> None:
+    began = time.process_time()
+    found = one(content)
+    assert isinstance(found, Fault)
+    assert found.custom_id == custom_id
+    assert time.process_time() - began < 30
+
+
+def test_a_line_that_cannot_be_parsed_has_its_custom_id_for_itself() -> None:
+    found = read_requests(b'{"custom_id": "a", "x": 1e999}\n' + line({"prompt": "x"}))
+    assert [(type(one), one.custom_id) for one in found] == [(Fault, "a"), (Fault, "a")]
+    assert isinstance(found[1], Fault)
+    assert found[1].code == "duplicate_custom_id"
+
+
 def test_ids_depend_on_the_lines_alone() -> None:
     lines = [line({"prompt": "x"}, custom_id=name) for name in "ab"]
     ids = [found.id for found in read_requests(b"\n".join([*lines, lines[0], b"broken", b"broken"]))]
@@ -198,17 +248,20 @@ def test_rows_get_the_tokens_that_they_may_have() -> None:
         ({}, {"max_tokens": 10}, {}, {"max_tokens": 11}, {"max_tokens": 5}, {}, {"max_tokens": 4})
     )]  # fmt: skip
     requests = [found for found in read_requests(b"\n".join(lines)) if isinstance(found, BatchRequest)]
-    made = {requests[6].id: [1, 2, 3, 4, 5]}
+    made = {requests[6].id: [1, 2, 3]}
     no_template = Refusal("invalid_prompt", "no template")
     prompts = [n if isinstance(n, Refusal) else [7] * n for n in (10, 90, 95, 90, no_template, 100, 3)]
-    rows, faults = rows_of(requests, prompts, 100, 20, made)
+    rows, faults = rows_of(requests, prompts, 100, 8, 20, made)
     assert [(row.length, row.limit) for row in rows] == [(10, 20), (90, 10), (95, 5), (3, 4)]
     assert [(fault.custom_id, fault.code) for fault in faults] == [
         ("3", "context_length_exceeded"), ("4", "invalid_prompt"), ("5", "context_length_exceeded")
     ]  # fmt: skip
     assert "100 positions" in faults[0].message
     assert (rows[3].output_ids, rows[3].saved, rows[3].need) == ([1, 2, 3], 3, (6, 1))
-    assert rows_of(requests[:1], [range(10**6)], None, 20, {})[0][0].limit == 20
+    assert rows_of(requests[:1], [range(10**6)], None, 8, 20, {})[0][0].limit == 20
+    for wrong in ([1, 2, 3, 4], [1, 8], [-1]):  # as many tokens as its limit, or none of the model's
+        begun = rows_of(requests, prompts, 100, 8, 20, {requests[6].id: wrong})[0][3]
+        assert (begun.output_ids, begun.saved, begun.need) == ([], 0, (3, 4))
     kept, refused = split(rows, [True, False, True, True], "the machine")
     assert [row.key for row in kept] == [0, 2, 3]
     assert "memory" in refused[0].message

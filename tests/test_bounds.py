@@ -60,6 +60,9 @@ PLAN = ["plan", "-m", "bloom-tiny", "--machine", "h200"]
         (["best", "r.jsonl", "--gpu-hour-usd", "inf"], "write a number up to"),
         (["best", "r.jsonl", "--power-usd-kwh", "1e300"], "write a number up to"),
         (["best", "r.jsonl", "--utilisation", "nan"], "write a number up to"),
+        (["best", "r.jsonl", "--utilisation", "5e-324"], "write 0, or a number from 1e-09 on"),
+        (["best", "r.jsonl", "--gpu-hour-usd", "1e-300"], "write 0, or a number from 1e-09 on"),
+        ([*PLAN, "--utilisation", "1e-320"], "write 0, or a number from 1e-09 on"),
         (["best", "r.jsonl", "--spare", "9" * 25], "up to 1,000,000,000"),
         (["best", "r.jsonl", "--sla", "ttft:p99:<=:" + "9" * 400 + "s"], "is not a duration"),
         (["best", "r.jsonl", "--sla", "output_tok_s:mean:>=:" + "9" * 400], "is not a rate"),
@@ -100,7 +103,7 @@ def test_every_option_of_every_verb_is_bounded() -> None:
         for parameter in command.params:
             assert parameter.type.bounded, (verb, parameter.name)  # type: ignore[attr-defined]
             if isinstance(parameter.type, click.types.FloatParamType | click.types.IntParamType):
-                for wrong in ("nan", "inf", "1e300", "9" * 60):
+                for wrong in ("nan", "inf", "1e300", "5e-324", "9" * 60):
                     with pytest.raises(click.BadParameter):
                         parameter.type(wrong, parameter, context)
         before = [parameter.type for parameter in command.params]

@@ -219,6 +219,19 @@ def test_a_pipe_is_a_conversation_and_finds_an_earlier_one(
     assert result.stderr.count("tokens reloaded, ") == 3
 
 
+def test_pipes_in_place_of_kept_conversations_are_not_waited_for(
+    tmp_path: Path, engine: Engine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    earlier, _ = talk(Inline.around(engine), capsys, turns=TURNS[:2], folder=str(tmp_path / "kv"))
+    for path in (tmp_path / "kv").iterdir():
+        path.unlink()
+        os.mkfifo(path)
+    found, said = talk(Inline.around(engine), capsys, turns=TURNS[:2], folder=str(tmp_path / "kv"))
+    assert [told["output_ids"] for told in found] == [told["output_ids"] for told in earlier]
+    assert "is not a regular file" in "".join(said)
+    assert "cannot be written: it is a pipe that nobody reads" in "".join(said)
+
+
 def test_a_terminal(folder: Path, checkpoint: Checkpoints) -> None:  # noqa: F811
     master, slave = pty.openpty()
     words = ["run", "-m", str(checkpoint("llama")), "--offload", "none", "--chat", "--output-len", "1900"]

@@ -115,6 +115,23 @@ def test_a_command_without_memory_says_so(
     assert capsys.readouterr().err == "Error: host memory ran out\n"
 
 
+@pytest.mark.torch
+@pytest.mark.parametrize("kib", [150_000, 600_000, 1_600_000, 2_800_000])
+@pytest.mark.parametrize("words", [["plan", "--input-len", "8", "--output-len", "8"], ["run", "-p", "x"]])
+def test_a_limit_of_addresses_is_told_as_want_of_memory(
+    kib: int, words: list[str], folder: Path, checkpoint: Callable[..., Path]
+) -> None:
+    """Whatever runs out first: Python, the dynamic linker, or torch."""
+    run = ["sh", "-c", f'ulimit -v {kib}; exec "$@"', "sh", sys.executable, "-m", "zinfer.cli", *words]
+    done = subprocess.run(
+        [*run, "-m", str(checkpoint("llama"))], cwd=folder, env=environment(XDG_CACHE_HOME=str(folder)), text=True,
+        capture_output=True, timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 5 or (words[0], done.returncode) == ("plan", 4), done.stderr
+    assert "host memory" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("words", [["sweep"], pytest.param(["run", "-p", "x"], marks=pytest.mark.slow)])
 def test_a_model_that_cannot_be_found_is_one_line(folder: Path, words: list[str]) -> None:
     """In a process of its own, since huggingface_hub reads the environment when it is imported."""

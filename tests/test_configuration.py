@@ -1,6 +1,7 @@
 """Configurations that anybody may have written: bounds, types and fields that name code."""
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ LLAMA: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 96, "hidden_size": 48, "num_hidden_layers": 6, "num_attention_heads": 4,
     "intermediate_size": 80, "max_position_embeddings": 64, "head_dim": None,
 }  # fmt: skip
+
+PLAN = ["plan", "--machine", "h100-80gb", "--input-len", "8", "--output-len", "8", "--model"]
 
 
 @pytest.mark.parametrize(
@@ -82,6 +85,32 @@ def test_plan_refuses_a_bare_config_of_too_many_layers(layers: int, tmp_path: Pa
         assert isinstance(result.exception, ZinferError)
         assert f"config.json: num_hidden_layers is {layers}" in str(result.exception)
     assert time.monotonic() - began < 5
+
+
+@pytest.mark.torch
+def test_labels_of_a_classifier_are_left_out(tmp_path: Path) -> None:
+    """A text for each of them takes half a minute for 10^7, and gigabytes."""
+    labels = {"num_labels": 10**9, "id2label": {"0": "a"}, "label2id": {"a": 0}}
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | labels | {"vision_config": labels}))
+    began = time.monotonic()
+    result = CliRunner().invoke(cli, [*PLAN, str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    assert time.monotonic() - began < 60
+    assert without_code(LLAMA | labels | {"vision_config": labels}, "") == LLAMA | {"vision_config": {}}
+
+
+@pytest.mark.torch
+def test_pipes_among_the_shapes_that_were_measured_are_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    planned = CliRunner().invoke(cli, [*PLAN, str(tmp_path)]).stdout
+    (shape,) = (tmp_path / "zinfer").glob("shape-*")
+    shape.unlink()
+    os.mkfifo(shape)
+    again = CliRunner().invoke(cli, [*PLAN, str(tmp_path)])
+    assert (again.exit_code, again.stdout) == (0, planned)
 
 
 def test_a_config_of_the_hub_has_the_same_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

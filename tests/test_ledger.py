@@ -116,14 +116,55 @@ def test_unfinished_rows_keep_their_tokens(output: Path) -> None:
     assert sorted(path.name for path in output.parent.iterdir()) == ["out.jsonl", "out.jsonl.job"]
 
 
+def test_a_changed_byte_of_a_job_file_changes_no_token(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.fsync", lambda _descriptor: None)
+    with Ledger.open(output, SETTINGS, 7) as ledger:
+        ledger.save([(IDS[2], 0, [5, 6])])
+        ledger.save([(IDS[2], 2, [17])])
+        ledger.save([(IDS[2], 3, [8, 9])])
+    job = job_path(output)
+    whole = job.read_bytes()
+    header, first, second, third = whole.splitlines(keepends=True)
+    start = len(header) + len(first)
+    for at in range(start, start + len(second) - 1):
+        job.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with Ledger.open(output, SETTINGS, 7) as ledger:
+            assert ledger.made == {IDS[2]: [5, 6]}, whole[at:]
+            assert [(damage.path, damage.line) for damage in ledger.damaged] == [(job, 3)]
+    with Ledger.open(output, SETTINGS, 7) as ledger:  # it goes on from there, and the lines after it count no more
+        ledger.save([(IDS[2], 2, [17, 8])])
+    with Ledger.open(output, SETTINGS, 7) as ledger:
+        assert ledger.made == {IDS[2]: [5, 6, 17, 8]}
+    assert third in job.read_bytes()
+
+
 def test_a_job_file_of_an_earlier_version_is_read(tmp_path: Path) -> None:
-    """Byte for byte what such a version writes; it knows nothing of token ids of prompts."""
-    job_path(tmp_path / "out.jsonl").write_bytes(
+    """Byte for byte what such a version writes: its answers stay, its tokens have no checksum and are made again."""
+    output = tmp_path / "out.jsonl"
+    output.write_bytes(b"".join(encode(record) + b"\n" for record in RECORDS))
+    job_path(output).write_bytes(
         b'{"prompts":"abc","model":"llama","zinfer_batch":1,"created":7}\n'
         b'{"id":"batch_req_1","at":0,"tokens":[5,6]}\n{"id":"batch_req_1","at":2,"tokens":[7]}\n'
     )
-    with Ledger.open(tmp_path / "out.jsonl", SETTINGS, 99) as ledger:
-        assert (ledger.created, ledger.made) == (7, {"batch_req_1": [5, 6, 7]})
+    with Ledger.open(output, SETTINGS, 99) as ledger:
+        assert (ledger.created, ledger.made, list(ledger.done)) == (7, {}, IDS)
+        assert [damage.line for damage in ledger.damaged] == [2, 3]
+        assert "the row begins again" in str(ledger.damaged[0])
+        ledger.save([("batch_req_1", 0, [5, 6, 7])])
+    with Ledger.open(output, SETTINGS, 99) as ledger:
+        assert ledger.made == {"batch_req_1": [5, 6, 7]}
+    with pytest.raises(JobChanged, match="model: llama -> opt"):
+        Ledger.open(output, SETTINGS | {"model": "opt"}, 99)
+
+
+def test_a_job_file_whose_first_line_is_damaged_says_what_to_do(output: Path) -> None:
+    job = job_path(output)
+    job.write_bytes(job.read_bytes().replace(b"llama", b"llamb"))
+    with pytest.raises(StoreError, match=r"first line is damaged.* use --force"):
+        Ledger.open(output, SETTINGS, 7)
+    with Ledger.open(output, SETTINGS, 7, force=True) as ledger:
+        assert list(ledger.done) == IDS[:2]
+    Ledger.open(output, SETTINGS, 7).close()
 
 
 def test_tokens_of_another_model_are_of_no_use(output: Path) -> None:

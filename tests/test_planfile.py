@@ -127,6 +127,11 @@ def _other_json(file: PlanFile) -> None:
     file.path.with_suffix(".json").write_text(json.dumps({"size": 3}))
 
 
+def _piped_json(file: PlanFile) -> None:
+    _no_json(file)
+    os.mkfifo(file.path.with_suffix(".json"))
+
+
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
@@ -135,6 +140,7 @@ def _other_json(file: PlanFile) -> None:
         (_no_json, "its build was interrupted"),
         (_bad_json, "does not describe a plan"),
         (_other_json, "does not describe a plan"),
+        (_piped_json, "does not describe a plan"),
     ],
 )
 def test_a_spoilt_plan_is_refused(folder: Path, key: PlanKey, spoil: Callable[[PlanFile], None], words: str) -> None:

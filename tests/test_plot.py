@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import combinations
@@ -226,6 +227,20 @@ def test_the_timeline_of_several_gpus_shows_each_with_its_gathers() -> None:
     assert mentions(second, "GPU 1 busy", "gather")
     assert re.search(r"The link works during \d+\.\d% of the gathers", hidden)
     assert any(re.match(r"the link 1 waits 4\d", label) for label in labels(part))
+
+
+def test_a_timeline_of_many_spans_draws_what_can_be_seen() -> None:
+    """20,000 spans of a step; drawn one by one they took minutes and an SVG file of megabytes."""
+    rows = [[lane, layer, at + start, at + start + 0.06]
+            for nth in range(10_000) for layer, at in [(nth // 100, nth * 0.1)]
+            for lane, start in (("copy", 0.0), ("compute", 0.02))]  # fmt: skip
+    many = tuple(Span.model_validate(row) for row in rows)
+    began = time.process_time()
+    figure = drawn([point(case(8), timeline=many)])["timeline"]
+    content = chart.render(figure, "svg")
+    assert time.process_time() - began < 60
+    assert len(content) < 200_000
+    assert any("The link waits 400.0 ms (40.0%)" in text for text in labels(figure.axes[0]))
 
 
 def test_only_traced_steps_over_a_link_make_a_timeline() -> None:

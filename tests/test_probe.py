@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from tests import PATIENCE_S
-from zinfer.cli import Failure
+from zinfer.cli import Failure, cli
 from zinfer.commands.out import write
 from zinfer.commands.probe import command, table
 from zinfer.engine import direct
@@ -330,11 +330,46 @@ def test_figures_of_another_host_are_left_to_it(
     write(path, known.model_copy(update=changes).model_dump_json())
     before = path.read_text()
     cores = facts["host"]["cores"]
-    expected = known.name if same else f"{known.name}-{cores}-cores-{host.host_bytes() >> 30}-gib"
+    size = f"{host.host_bytes() >> 30}-gib" if host.host_bytes() >= local.ROUND else f"{host.host_bytes() >> 20}-mib"
+    expected = known.name if same else f"{known.name}-{cores}-cores-{size}"
     assert local.name() == expected
     assert CliRunner().invoke(command, ["--quick"]).exit_code == 0
     assert load(local.RESULTS / expected).name == local.this_machine().name == expected
     assert (path.read_text() == before) is not same
+
+
+def test_machines_of_little_memory_keep_their_figures_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them had 0 GiB; a few MiB more or less, as after another boot, make no other machine."""
+    monkeypatch.chdir(tmp_path)
+    names = []
+    for size in (64 << 30, 900 << 20, 300 << 20, 905 << 20, 299 << 20, 1100 << 20, 1900 << 20, 64 << 30):
+        monkeypatch.setattr(local, "host_bytes", lambda size=size: size)
+        names.append(local.name())
+        path = local.RESULTS / names[-1] / "machine.json"
+        if not path.exists():
+            facts = {"host": host.host_facts()}
+            write(path, Machine(name=names[-1], source="measured", host_bytes=size, details=facts).model_dump_json())
+    own, cores = host.slug(), len(os.sched_getaffinity(0))
+    small = [f"{own}-{cores}-cores-{size}-mib" for size in (900, 300, 900, 300, 1100, 1900)]
+    assert names == [own, *small, own]
+
+
+@pytest.mark.parametrize("recorded", [1 << 50, None])
+def test_no_more_memory_is_planned_than_the_limit_in_force(
+    recorded: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control group's limit has fallen since the probe, or the record came from elsewhere."""
+    monkeypatch.chdir(tmp_path)
+    path = local.RESULTS / host.slug() / "machine.json"
+    write(path, Machine(name=host.slug(), source="measured", host_bytes=recorded).model_dump_json())
+    for limit in (3 << 30, 1 << 30):
+        monkeypatch.setattr(host, "memory_limit", lambda limit=limit: limit)
+        assert local.this_machine().host_bytes == limit
+    plan = ["plan", "-m", "opt-13b", "--offload", "cpu", "--input-len", "8", "--output-len", "8"]
+    done = CliRunner().invoke(cli, plan)
+    assert done.exit_code == 4
+    assert "of host memory" in done.output
+    assert "has 1.1 GB" in done.output
 
 
 @pytest.mark.torch

@@ -80,7 +80,7 @@ def answers(
     """The completions by custom_id, and the worker that gave them."""
     worker = Watched(directory)
     prompts = worker.prompts([one.prompt for one in requests])
-    rows, faults = rows_of(requests, prompts, worker.spec.max_position, 20, {})
+    rows, faults = rows_of(requests, prompts, worker.spec.max_position, worker.spec.vocab_size, 20, {})
     assert not faults
     with Ledger.open(output, {}, 7) as ledger:
         BatchJob(plan_for(worker, directory, rows), rows, ledger, "m", lambda: worker, **settings).run()
@@ -201,7 +201,7 @@ def test_a_row_that_is_not_a_number_fails_alone(checkpoint: Callable[..., Path])
     directory = checkpoint("llama")
     worker = Watched(directory, Broken)
     requests = [request(name, {"prompt": name, "max_tokens": 2, "temperature": 1}) for name in "abc"]
-    wanted, _ = rows_of(requests, [[5], [6], [7]], None, 20, {})
+    wanted, _ = rows_of(requests, [[5], [6], [7]], None, 128, 20, {})
     assert worker.load(plan_for(worker, directory, wanted)) is None
     worker.ask(BatchStart(load=Workload(batch_size=3, input_len=1, output_len=2)))
     found = worker.ask(BatchStep(requests=[jobs.batch_request(one) for one in wanted]))

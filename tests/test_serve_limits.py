@@ -248,9 +248,9 @@ def test_a_server_that_loads_says_so_and_one_that_cannot_ends() -> None:
     gate = threading.Event()
 
     class Slow(ServedRows):
-        def load(self, plan: Any) -> Any:
+        def start(self, plan: Any) -> None:
             gate.wait(60)
-            return super().load(plan)
+            super().start(plan)
 
     with serving(PLAN, lambda: Slow(refused="oom_gpu"), ready=False) as server:
         server.wait(lambda: server.dispatcher._worker is not None)
@@ -260,7 +260,7 @@ def test_a_server_that_loads_says_so_and_one_that_cannot_ends() -> None:
         assert server.ask("/health")[:2] == (503, {"status": "loading"})
         gate.set()
         server.wait(lambda: server.fault is not None)
-    assert server.fault == "loading failed (oom_gpu): no"
+    assert server.fault == "oom_gpu: loading failed: no"
 
 
 def test_an_engine_that_reuses_no_prefixes_says_so() -> None:

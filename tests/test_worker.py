@@ -17,12 +17,17 @@ import torch
 from tests import PATIENCE_S
 from tests.fakes import TARGET, FakeEngine
 from tests.inline import MACHINE, SPEC
+from zinfer.engine import EngineError
 from zinfer.generation.sampling import Sampling
 from zinfer.plan.plan import make_plan
 from zinfer.record.accuracy import Position
 from zinfer.record.measurement import Effective, Measurement, Span
 from zinfer.record.requests import RequestPoint
 from zinfer.spec.case import Case, Option, Workload
+from zinfer.spec.checkpoint import CheckpointError
+from zinfer.spec.documents import DocumentError, UnreadableError
+from zinfer.spec.errors import not_here
+from zinfer.spec.model import ModelError
 from zinfer.spec.requests import RequestLoad
 from zinfer.worker import process
 from zinfer.worker.failure import TaskFailure
@@ -257,6 +262,43 @@ def test_kills_for_want_of_memory_count_in_the_own_group_alone(tmp_path: Path, m
     assert process._oom_kills() == 4  # a container may see no other group
     (own / "memory.events").write_text("low 1\noom 3\noom_kill 2\n")
     assert process._oom_kills() == 2
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "exit_code", "line"),
+    [
+        (CheckpointError("a lacks b"), "io_error", 2, "a lacks b"),
+        (not_here(CheckpointError("a cannot be read")), "io_error", 5, "io_error: a cannot be read"),
+        (DocumentError("a is damaged"), "io_error", 2, "a is damaged"),
+        (UnreadableError("a cannot be read"), "io_error", 5, "io_error: a cannot be read"),
+        (ModelError("no tokenizer"), "unsupported", 2, "no tokenizer"),
+        (EngineError("cannot chunk"), "unsupported", 5, "unsupported: cannot chunk"),
+        (OSError(5, "Input/output error", "a"), "io_error", 5, "io_error: OSError: [Errno 5] Input/output error: 'a'"),
+        (KeyError("x"), "crashed", 1, "crashed: KeyError: 'x'"),
+        (MemoryError("2 GB of host memory are needed"), "oom_host", 5,
+         "oom_host: MemoryError: 2 GB of host memory are needed"),
+        (MemoryError(), "oom_host", 5, "oom_host: host memory ran out (MemoryError)"),
+        (ImportError("libx.so: failed to map segment from shared object"), "oom_host", 5,
+         "oom_host: host memory ran out (ImportError: libx.so: failed to map segment from shared object)"),
+        (OSError(12, "Cannot allocate memory"), "oom_host", 5,
+         "oom_host: host memory ran out (OSError: [Errno 12] Cannot allocate memory)"),
+    ],
+)  # fmt: skip
+def test_a_failure_ends_a_command_with_the_code_of_its_kind(
+    error: Exception, status: str, exit_code: int, line: str
+) -> None:
+    """The files' fault is 2, this machine's is 5, and ours is 1: while it loads, and later."""
+
+    def fail(*_: object) -> Any:
+        raise error
+
+    plan = make_plan(case(), SPEC, MACHINE)
+    worker = InlineWorker(fail, instead={About: fail})
+    for ask in (lambda: worker.ask(About()), lambda: worker.start(plan)):
+        with pytest.raises(TaskFailed) as failed:
+            ask()
+        assert (failed.value.status, failed.value.exit_code) == (status, exit_code)
+        assert failed.value.line.replace("loading failed: ", "") == line
 
 
 def test_a_hang_ends_at_the_timeout() -> None:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 
 
 def _interrupted(number: int, _frame: object) -> None:
@@ -9,8 +10,23 @@ def _interrupted(number: int, _frame: object) -> None:
     os._exit(128 + number)
 
 
+def _open_standard_streams() -> None:
+    """Open the null device in place of stdin, stdout or stderr that the caller has closed.
+
+    Else the next file that is opened gets their number, and what is meant for stderr would be written into it.
+    """
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # open takes the lowest free number
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, mode, encoding="utf-8", closefd=False))  # noqa: SIM115
+
+
 def main() -> None:
     """Run the command line. A signal ends it with one line, also while it is being imported."""
+    _open_standard_streams()
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _interrupted)
@@ -26,7 +42,6 @@ def main() -> None:
 
 def _follow() -> bool:
     """Be a rank beside rank 0, which runs the command, if torchrun has started this process; return whether it has."""
-    import sys
     import time
 
     from zinfer.spec import torchrun

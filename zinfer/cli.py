@@ -4,7 +4,8 @@ import os
 import signal
 import sys
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from typing import IO, Any, NoReturn, cast
 
@@ -13,8 +14,8 @@ import click
 from zinfer.commands import limits
 from zinfer.spec import torchrun
 from zinfer.spec.ending import interruption
-from zinfer.spec.errors import ENVIRONMENT, EXIT_CODES, INTERNAL, USAGE, ZinferError, did_you_mean
-from zinfer.spec.printable import guarded, refuse_surrogates
+from zinfer.spec.errors import ENVIRONMENT, EXIT_CODES, INTERNAL, USAGE, ZinferError, did_you_mean, lacks_memory
+from zinfer.spec.printable import discard, guarded, refuse_surrogates
 
 # groups of verbs in the order of work: verb -> its line in the help; its code is zinfer.commands.<verb>:command
 GROUPS = {
@@ -76,13 +77,31 @@ class Failure(click.ClickException):
         self.exit_code = code  # type: ignore[misc]
 
 
+class _NoReader(Exception):
+    """Error of a command whose stdout nobody reads any more, as after `| head`."""
+
+
+@contextmanager
+def _no_reader() -> Iterator[None]:
+    """Turn a broken pipe into a _NoReader: click would end the command with exit code 1."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise _NoReader from None
+
+
 class _Verbs(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(VERBS)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         refuse_surrogates(args)
-        return super().parse_args(ctx, args)
+        with _no_reader():
+            return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with _no_reader():
+            return super().invoke(ctx)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in VERBS:
@@ -170,13 +189,13 @@ def _main() -> None:
     except click.ClickException as error:
         error.show(cast(IO[Any], _Short(sys.stderr)))
         sys.exit(error.exit_code)
-    except BrokenPipeError:  # the reader of stdout ended, as `| head` does
-        _close_stdout()
+    except (_NoReader, BrokenPipeError):
+        discard(sys.stdout)
         sys.exit(0)
     except OSError as error:
         if debug:
             raise
-        _close_stdout()
+        discard(sys.stdout)
         place = error.filename if error.filename is not None else "the output"
         click.echo(f"Error: {place!s:.200}: {error.strerror or error}", err=True)
         sys.exit(ENVIRONMENT)
@@ -189,8 +208,10 @@ def _main() -> None:
         if isinstance(error, ZinferError):
             click.echo(f"Error: {error}", file=cast(IO[Any], _Short(sys.stderr)))
             sys.exit(error.exit_code)
-        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # as torch says it
-            click.echo("Error: host memory ran out", err=True)
+        if lacks_memory(error):
+            from zinfer.spec.host import no_memory
+
+            click.echo(f"Error: {no_memory()}", err=True)
             sys.exit(ENVIRONMENT)
         text = " ".join(str(error).split())[:600]
         click.echo(f"Internal error ({type(error).__name__}): {text}; run with --debug for details", err=True)
@@ -200,12 +221,6 @@ def _main() -> None:
 def _interrupted(number: int) -> NoReturn:
     click.echo("interrupted", err=True)
     sys.exit(128 + number)
-
-
-def _close_stdout() -> None:
-    """Throw away what stdout could not take, which Python would complain about at its end."""
-    with suppress(OSError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

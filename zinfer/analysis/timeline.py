@@ -5,7 +5,9 @@ functions over the spans of one traced step; times are ms from its beginning. Ea
 of its own: but for `by_rank`, functions take the spans of one.
 """
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from statistics import median
 from typing import NamedTuple
 
@@ -114,7 +116,8 @@ def focus(spans: Spans, layers: float = 3.5) -> Interval:
     gaps = idle(spans)
     wanted = [at for start, stop in gaps for at in ((start + stop - width) / 2, start, stop - width)]
     starts = [min(max(0.0, at), end - width) for at in wanted] or [0.0]
-    best = max(starts, key=lambda at: round(_overlap(gaps, [(at, at + width)]), 3))  # first of equals: middle
+    before = _length_before(gaps)
+    best = max(starts, key=lambda at: round(before(at + width) - before(at), 3))  # first of equals: middle
     return best, best + width
 
 
@@ -122,15 +125,20 @@ def _total(intervals: Iterable[Interval]) -> float:
     return sum(stop - start for start, stop in intervals)
 
 
+def _length_before(intervals: Sequence[Interval]) -> Callable[[float], float]:
+    """Return a function that gives the time in ms within `intervals`, disjoint and in order, before a moment."""
+    starts = [start for start, _ in intervals]
+    sums = [0.0, *accumulate(stop - start for start, stop in intervals)]
+
+    def length(at: float) -> float:
+        nth = bisect_left(starts, at)
+        return sums[nth] - (max(0.0, intervals[nth - 1][1] - at) if nth else 0.0)
+
+    return length
+
+
 def _overlap(first: Iterable[Interval], second: Sequence[Interval]) -> float:
     """Return the total time in ms in which an interval of `first` and one of `second` overlap; each sequence is
     disjoint and in order."""
-    total, begin = 0.0, 0
-    for start, stop in first:
-        while begin < len(second) and second[begin][1] <= start:
-            begin += 1
-        for other in second[begin:]:
-            if other[0] >= stop:
-                break
-            total += max(0.0, min(stop, other[1]) - max(start, other[0]))
-    return total
+    before = _length_before(second)
+    return sum(before(stop) - before(start) for start, stop in first)

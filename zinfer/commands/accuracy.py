@@ -128,7 +128,7 @@ def _measure(debug: bool, how: dict[str, Any]) -> "tuple[AccuracyRecord, int | N
         except Stopped as stopped:
             found, signal = stopped.found, stopped.signal
         except WorkerError as error:
-            raise Failure(f"the reference: {error.status}: {error}", ENVIRONMENT) from None
+            raise Failure(f"the reference: {error.line}", error.exit_code) from None
         except Interrupted as interrupt:
             raise SystemExit(128 + interrupt.signal) from None
     devices = host.gpus()

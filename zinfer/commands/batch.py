@@ -134,8 +134,8 @@ def command(
         "chat_template": how["chat_template"] and digest((tokenizer.template.text or "").encode()),
     }  # fmt: skip
     with Ledger.open(output, identity, int(time.time()), force) as ledger, Watch() as watch:
-        for number, reason in ledger.damaged:
-            watch.say(f"left out {output}:{number}: {reason}")
+        for damage in ledger.damaged:
+            watch.say(f"left out {damage}")
         ledger.add(refusal(line) for line in lines if isinstance(line, Fault) and line.id not in ledger.done)
         waiting = [line for line in lines if not isinstance(line, Fault) and line.id not in ledger.done]
         standing = None
@@ -217,7 +217,7 @@ def _run(
     worker = make_worker()
     try:
         prompts = _tokenize(waiting, tokenizer, watch)
-        rows, faults = rows_of(waiting, prompts, spec.max_position, output_len, ledger.made)
+        rows, faults = rows_of(waiting, prompts, spec.max_position, spec.vocab_size, output_len, ledger.made)
         ledger.add(map(refusal, faults))
         if not rows:
             worker.close()
@@ -230,7 +230,7 @@ def _run(
         ledger.add(map(refusal, faults))
     except WorkerError as error:
         worker.close()
-        raise Failure(f"{error.status}: {error}", ENVIRONMENT) from None
+        raise Failure(error.line, error.exit_code) from None
     except BaseException:
         worker.kill()
         worker.close()
@@ -285,7 +285,7 @@ def _ended_in_order(watch: "Watch") -> "Iterator[None]":
     try:
         yield
     except JobFailed as failed:
-        raise Failure(str(failed), ENVIRONMENT) from None
+        raise Failure(str(failed), failed.exit_code) from None
     except Interrupted as interrupt:
         watch.say("interrupted; answers so far are kept, the same command goes on")
         raise SystemExit(128 + interrupt.signal) from None

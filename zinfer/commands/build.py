@@ -62,7 +62,7 @@ def command(
     zinfer build --model opt-30b --load-format dummy --max-batch-size 32 --max-seq-len 544
     """
     from zinfer.engine import kind
-    from zinfer.spec.host import host_bytes
+    from zinfer.spec.host import allowed_bytes
     from zinfer.spec.source import find
     from zinfer.spec.units import duration, gb
 
@@ -96,7 +96,7 @@ def command(
         watch.say(f"{weights} of weights ({source.load_format}); up to {peak} of host memory")
         before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
-            stopped, free = lambda: bool(signals), host_bytes()
+            stopped, free = lambda: bool(signals), allowed_bytes()
             file = build(found, key, source.spec, path, watch.progress, stopped, free, bool(allow_nan))
         except Cancelled:
             watch.say("interrupted; nothing is left behind")

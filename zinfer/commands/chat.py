@@ -16,7 +16,6 @@ from zinfer.cli import Failure
 from zinfer.commands.options import Size, chat_template
 from zinfer.job.signals import kept
 from zinfer.spec import ending
-from zinfer.spec.errors import ENVIRONMENT, INTERNAL
 from zinfer.spec.printable import show_generated, shows_unicode, text_lines
 
 if TYPE_CHECKING:
@@ -152,8 +151,7 @@ def talk(
         try:
             answer = worker.ask(request)
         except TaskFailed as failed:
-            code = INTERNAL if failed.status == "crashed" else ENVIRONMENT
-            raise Failure(f"{failed.status}: {failed}", code) from None
+            raise Failure(failed.line, failed.exit_code) from None
         for note in getattr(answer, "notes", ()):
             say(note)
         return answer

@@ -83,7 +83,7 @@ def machine_rows() -> list[Finding]:
     import shutil
     from pathlib import Path
 
-    from zinfer.spec.host import available_bytes, gpus, host_bytes, memory_limit
+    from zinfer.spec.host import address_limit, allowed_bytes, available_bytes, gpus, memory_limit
     from zinfer.spec.units import gib
 
     devices: list[dict[str, Any]] = gpus()
@@ -93,10 +93,12 @@ def machine_rows() -> list[Finding]:
     elif Path("/dev/nvidiactl").exists():
         gpu, advice = "none for torch", "a driver is installed: install torch with CUDA, and check CUDA_VISIBLE_DEVICES"
     lock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    why = "the control group's limit" if memory_limit() == host_bytes() else "all of it"
+    usable = allowed_bytes()
+    limits = {address_limit(): "the limit of `ulimit -v`", memory_limit(): "the control group's limit"}
+    why = limits.get(usable, "all of it")
     return [
         Finding("machine", "GPU", gpu, advice),
-        Finding("machine", "host memory", f"{gib(host_bytes())}, {why}; {gib(available_bytes())} of it free"),
+        Finding("machine", "host memory", f"{gib(usable)}, {why}; {gib(available_bytes())} of it free"),
         # NVIDIA's driver pins pages itself and ignores the limit (os-mlock.c of open-gpu-kernel-modules). It applies to
         # io_uring and to mlock, with which DeepSpeed locks the buffers of offload nvme.
         Finding("machine", "memlock limit", ("none" if lock == resource.RLIM_INFINITY else gib(lock, 3)) + LOCKS),

@@ -1,7 +1,8 @@
 """Limits of typed values: every option and argument of every verb is bounded here, in one place.
 
 `bound` is given each verb before it parses its command line. An option whose type names a range keeps it; what is left
-open is closed: whole numbers have at most 10 digits, real numbers are finite, texts have an end.
+open is closed: whole numbers have at most 10 digits, real numbers are finite and no smaller than their quotients allow,
+texts have an end.
 """
 
 import math
@@ -14,6 +15,7 @@ import click
 WHOLE = 10**9  # largest count: tokens, rows, layers, repeats
 SEED = 2**63  # largest seed: 64 bits
 REAL = 1e12  # largest real number: seconds, prices
+LEAST = 1e-9  # smallest one but 0: a quotient of two numbers is finite
 TEXT = 1 << 20  # longest text, in characters: a prompt
 NAME = 4096  # longest name or path: Linux's limit of a path
 ITEMS = 1000  # most values of a comma list, and most uses of a repeatable option
@@ -63,4 +65,6 @@ def _fault(value: Any, largest: int) -> str:
         return f"write a whole number up to {largest:,}"
     if isinstance(value, float) and not (math.isfinite(value) and abs(value) <= REAL):
         return f"write a number up to {REAL:,.0f}"
+    if isinstance(value, float) and 0 < abs(value) < LEAST:
+        return f"write 0, or a number from {LEAST} on"
     return ""

@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 from rich import box
 from rich.cells import cell_len
@@ -38,6 +38,10 @@ class PlainConsole(Console):
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for text, style, control in super().render(renderable, options):
             yield Segment(text if control else printable(text), style, control)
+
+    def on_broken_pipe(self) -> NoReturn:
+        """Let the command end as it does where its own text finds no reader; rich would end it with 1."""
+        raise BrokenPipeError
 
 
 def console() -> Console:

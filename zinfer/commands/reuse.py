@@ -151,7 +151,10 @@ def _scratch(folder: str | None) -> Iterator[str | None]:
     if folder is None:
         yield None
         return
-    Path(folder).mkdir(parents=True, exist_ok=True)
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise click.UsageError(f"--kv-cache-dir {folder} is not a folder") from None
     with lease.folder(Path(folder), "reuse", ("*.safetensors", "*.part")) as found:
         yield found.name
 
@@ -175,8 +178,10 @@ def _run(job: "LoadJob", watch: "Watch", debug: bool, how: dict[str, Any]) -> "R
             worker = Worker(
                 job.target, timeout_s=how["timeout_s"], notice=watch.progress, loaded=watch.loaded, debug=bool(debug)
             )
-            refused = worker.load(usable[-1])
-            failed = "" if refused is None else f"loading failed ({refused.status}): {refused.error}"
+            try:
+                worker.start(usable[-1])
+            except TaskFailed as refused:
+                failed = refused.line
         for plan in plans:
             point = Point(context=plan.case.workload.input_len, new_tokens=how["new_tokens"])
             why_not = _why_not(plan) or failed

@@ -15,7 +15,7 @@ from zinfer.commands import options
 from zinfer.commands.chat import ANSWER, CONTEXT, Stop, chat_options, talk, turns
 from zinfer.commands.limits import TEXT
 from zinfer.spec import documents, torchrun
-from zinfer.spec.errors import ENVIRONMENT, INTERNAL
+from zinfer.spec.errors import ENVIRONMENT
 from zinfer.spec.printable import show_generated, shows_unicode, text_lines
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def command(
     from zinfer.plan.plan import make_plan
     from zinfer.spec.model import check_positions
     from zinfer.spec.units import counted, duration
-    from zinfer.worker.process import TaskFailed, Worker, WorkerDied
+    from zinfer.worker.process import Worker, WorkerError
     from zinfer.worker.tasks import ChatOpen, Generate, GenerateStep
 
     settings = _ranks(settings)
@@ -150,9 +150,7 @@ def command(
         watch.loading(plan)
         worker = Worker(target, timeout_s=timeout_s, notice=watch.progress, loaded=watch.loaded, debug=bool(debug))
         try:
-            refused = worker.load(plan)
-            if refused is not None:
-                raise Failure(f"loading failed ({refused.status}): {refused.error}", ENVIRONMENT)
+            worker.start(plan)
             if dialogue is not None:
                 watch.quiet()
                 opening = ChatOpen(
@@ -179,11 +177,8 @@ def command(
                 watch.say("interrupted; the text so far is kept")
                 raise SystemExit(INTERRUPTED)
             answers.end()
-        except TaskFailed as failed:
-            code = INTERNAL if failed.status == "crashed" else ENVIRONMENT
-            raise Failure(f"{failed.status}: {failed}", code) from None
-        except WorkerDied as death:
-            raise Failure(f"{death.status}: {death}", ENVIRONMENT) from None
+        except WorkerError as failed:
+            raise Failure(failed.line, failed.exit_code) from None
         except KeyboardInterrupt:
             worker.kill()
             raise

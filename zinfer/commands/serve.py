@@ -173,4 +173,4 @@ def command(
             watch.say("the server has ended")
             raise SystemExit(128 + server.signal)
         if fault is not None:
-            raise Failure(fault, ENVIRONMENT)
+            raise Failure(fault, server.dispatcher.exit_code)

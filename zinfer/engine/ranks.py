@@ -39,7 +39,7 @@ from zinfer.engine.pinned import ALIGNMENT, PAGE, PinnedArena, TensorPlace, shar
 from zinfer.plan.plan import Plan
 from zinfer.spec import lease, torchrun
 from zinfer.spec.ending import MEMORY_CODES, NO_GPU_MEMORY, NO_HOST_MEMORY, PARENT
-from zinfer.spec.errors import one_line
+from zinfer.spec.errors import lacks_memory, one_line
 from zinfer.spec.units import counted
 
 GATHER_S = 600.0  # for all ranks to take part in a gather, or to start
@@ -418,7 +418,7 @@ def _visible(rank: int) -> dict[str, str]:
 def _exit_code(error: BaseException) -> int:
     if isinstance(error, torch.OutOfMemoryError):
         return NO_GPU_MEMORY
-    return NO_HOST_MEMORY if isinstance(error, MemoryError) or "can't allocate memory" in str(error) else 1
+    return NO_HOST_MEMORY if lacks_memory(error) else 1
 
 
 def portable(error: BaseException) -> BaseException:

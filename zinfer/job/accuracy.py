@@ -170,9 +170,7 @@ class AccuracyStudy:
 
     def _load(self, worker: Client, plan: Plan) -> None:
         self.loading(plan)
-        refused = worker.load(plan)
-        if refused is not None:
-            raise WorkerError(refused.status, f"loading failed: {refused.error}")
+        worker.start(plan)
 
     def _noise(self, worker: Client, batch: Recorded) -> list[Deviation]:
         """Compare the reference with itself, with half the rows of `batch` at a time."""

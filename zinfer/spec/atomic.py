@@ -1,5 +1,6 @@
 """Atomic writes: a file is replaced as a whole, or stays as it was if writing fails or is interrupted."""
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -16,10 +17,10 @@ def writing(path: Path, private: bool = False) -> Iterator[BinaryIO]:
 
     Makes the folder. With `private` only the user may read the file. A path that is no regular file (a pipe, a
     terminal) is written to directly; a link keeps pointing at its file, which is replaced. What a kill leaves of the
-    new content is removed at the next start (`zinfer.spec.lease`). Raises OSError.
+    new content is removed at the next start (`zinfer.spec.lease`). Raises OSError, also for a pipe that nobody reads.
     """
     if path.exists() and not path.is_file():
-        with path.open("wb") as stream:
+        with _open_device(path) as stream:
             yield stream
         return
     if path.is_symlink():
@@ -41,6 +42,17 @@ def writing(path: Path, private: bool = False) -> Iterator[BinaryIO]:
             part.unlink(missing_ok=True)
         lease.release(part)
     sync_folder(path.parent)
+
+
+def _open_device(path: Path) -> BinaryIO:
+    """Open what is no regular file for writing, without waiting for a reader. Raises OSError."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    except OSError as error:
+        reason = "it is a pipe that nobody reads" if error.errno == errno.ENXIO else error.strerror
+        raise OSError(error.errno, reason, str(path)) from None
+    os.set_blocking(descriptor, True)
+    return open(descriptor, "wb")
 
 
 def write(path: Path, content: str | bytes) -> None:

@@ -10,6 +10,7 @@ Source of the format: the safetensors README, "Format".
 import hashlib
 import json
 import os
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,13 +20,14 @@ from typing import Any, NamedTuple
 
 from zinfer.spec import configuration
 from zinfer.spec.documents import DocumentError, once, open_regular, read_object
-from zinfer.spec.errors import ZinferError
+from zinfer.spec.errors import ZinferError, not_here
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MODELOPT = "hf_quant_config.json"
 QUANTIZATION = ("quantization_config", "compression_config")  # fields of a configuration
 MAX_HEADER = 100 << 20  # the limit of the reference implementation
 _PICKLED = ("*.bin", "*.pt", "*.pth")
+MAX_NAME = 1000  # characters of a tensor's name
 MAX_RANK = 32  # dimensions of a tensor
 MAX_SIZE = 1 << 62  # values of a tensor, bytes of a file
 BITS = {  # type in safetensors -> bits of a value
@@ -33,6 +35,7 @@ BITS = {  # type in safetensors -> bits of a value
     "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64,
     "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
 }  # fmt: skip
+_LONG_NUMBER = re.compile(r"\d{10}")  # names count layers and experts
 SAMPLE = 4096  # bytes hashed at either end of a tensor: tell retrained weights of one layout apart
 
 
@@ -128,7 +131,7 @@ def read_weight_map(path: Path) -> dict[str, str]:
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
     except DocumentError as error:
-        raise CheckpointError(str(error)) from None
+        raise error.restated(CheckpointError) from None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path} has no weight_map")
     for name, file in weight_map.items():
@@ -152,7 +155,7 @@ def _config(path: Path, why: str) -> dict[str, Any]:
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing" + (f": {why}" if why else "")) from None
     except DocumentError as error:
-        raise CheckpointError(str(error)) from None
+        raise error.restated(CheckpointError) from None
 
 
 def _inside(directory: Path, name: str) -> Path:
@@ -176,9 +179,9 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
     except FileNotFoundError:
         raise CheckpointError(f"{file} is missing: the checkpoint is not complete") from None
     except DocumentError as error:
-        raise CheckpointError(str(error)) from None
+        raise error.restated(CheckpointError) from None
     except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror or error}") from None
+        raise not_here(CheckpointError(f"{file} cannot be read: {error.strerror or error}")) from None
     try:
         header = json.loads(text, object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
@@ -211,7 +214,9 @@ def _entry(file: Path, name: str, entry: Any, base: int) -> TensorInfo:
     except (KeyError, TypeError, ValueError, AttributeError):
         raise CheckpointError(f"{file}: the header's entry for {name[:200]} is damaged") from None
     fault = ""
-    if len(entry) != 3 or type(shape) is not list or rank > MAX_RANK:
+    if len(name) > MAX_NAME or _LONG_NUMBER.search(name):
+        fault = f"a name has at most {MAX_NAME:,} characters, and numbers of at most 9 digits"
+    elif len(entry) != 3 or type(shape) is not list or rank > MAX_RANK:
         fault = f"it has more than dtype, shape and data_offsets, or more than {MAX_RANK} dimensions"
     elif not bits:
         fault = f"safetensors has no type {str(dtype)[:40]!r}"

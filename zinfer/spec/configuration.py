@@ -52,6 +52,9 @@ _CODE = frozenset(
      "use_pretrained_backbone", "use_timm_backbone", "backbone_kwargs"}
 )  # fmt: skip
 
+# Labels of a classifier, which no language model has: transformers would make a text for each of num_labels.
+_LABELS = frozenset({"num_labels", "id2label", "label2id"})
+
 
 class CheckpointWarning(UserWarning):
     """A part of a checkpoint that zinfer leaves out; the message names the file, the part and the reason."""
@@ -96,7 +99,7 @@ def check(config: Mapping[str, Any], name: object) -> None:
 
 def without_code(value: Any, name: object) -> Any:
     """Return a copy of a configuration, or of a part of one, without the fields that choose an implementation or name
-    code: transformers would fetch a repository that one names, and import it.
+    code, and without a classifier's labels: transformers would fetch a repository that one names, and import it.
 
     Raises DocumentError, with `name`, for an implementation that is none of transformers' own.
     """
@@ -110,7 +113,9 @@ def without_code(value: Any, name: object) -> Any:
             prefix = f"{name}: " if name else ""
             raise DocumentError(f"{prefix}{key} {unknown[0][:80]!r} names code that zinfer does not run; remove it")
     return {
-        key: without_code(part, name) for key, part in value.items() if key not in _CHOOSES and not _names_code(key)
+        key: without_code(part, name)
+        for key, part in value.items()
+        if key not in _CHOOSES and key not in _LABELS and not _names_code(key)
     }
 
 

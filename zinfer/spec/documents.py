@@ -48,12 +48,6 @@ FILES = Bounds()
 class DocumentError(ZinferError):
     """A file that cannot be read, parsed, or believed; the message names the file, the field and the fault."""
 
-    def restated(self, kind: type[ZinferError], more: str = "") -> ZinferError:
-        """Return this error as one of `kind`, with `more` words at its end and the same exit code."""
-        error = kind(f"{self}{more}")
-        error.exit_code = self.exit_code
-        return error
-
 
 class UnreadableError(DocumentError):
     """A file that this user, or this machine, cannot read."""

@@ -19,10 +19,22 @@ EXIT_CODES = {
 }
 
 
+# Texts of errors about host memory: of torch, of the system, of C++, and of the dynamic linker.
+_NO_MEMORY = (
+    "can't allocate memory", "cannot allocate memory", "not enough memory", "bad_alloc", "failed to map segment",
+)  # fmt: skip
+
+
 class ZinferError(ValueError):
     """Base of errors whose message says the fault and the remedy. `exit_code` ends the command."""
 
     exit_code = USAGE
+
+    def restated(self, kind: type["E"], more: str = "") -> "E":
+        """Return this error as one of `kind`, with `more` words at its end and the same exit code."""
+        error = kind(f"{self}{more}")
+        error.exit_code = self.exit_code
+        return error
 
 
 E = TypeVar("E", bound=ZinferError)
@@ -32,6 +44,11 @@ def not_here(error: E) -> E:
     """Return `error` as one of this machine (a missing package, no network), whose exit code is `ENVIRONMENT`."""
     error.exit_code = ENVIRONMENT
     return error
+
+
+def lacks_memory(error: BaseException | str) -> bool:
+    """Tell whether an error, or its text, means that host memory ran out."""
+    return isinstance(error, MemoryError) or any(text in str(error).lower() for text in _NO_MEMORY)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zinfer.spec.units import parse_bytes
+from zinfer.spec.units import gb, parse_bytes
 
 MANY_CPUS = 8  # CPUs of which attention leaves one to everything else that runs
 GROWN = 0.9  # share of a control group's limit: a host with less memory than that adds memory as it is used
@@ -182,11 +182,19 @@ def _in_use(group: Path) -> int:
 
 
 def available_bytes(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the host memory that a process can still get, in bytes: page cache and swap count, memory that others hold
-    does not.
+    """Return the host memory that this process can still get, in bytes: page cache and swap count, memory that others
+    hold does not.
 
     If a control group's limit exceeds all memory there is, the limit alone counts: some hosts add memory as it is used.
     """
+    if (limit := address_limit()) is not None:
+        mapped = int((proc / "self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        return max(0, min(limit - mapped, _free_bytes(proc, root)))
+    return _free_bytes(proc, root)
+
+
+def _free_bytes(proc: Path, root: Path) -> int:
+    """Return the bytes that are free on this host and in the control groups of this process."""
     fields = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
     texts = fields["MemTotal"], fields.get("MemAvailable", fields["MemTotal"]), fields.get("SwapFree", "0")
     total, *free = (int(text.split()[0]) * 1024 for text in texts)
@@ -204,6 +212,29 @@ def host_bytes() -> int:
     if limit is None or total < limit <= total / GROWN:
         return total
     return limit
+
+
+def address_limit() -> int | None:
+    """Return the limit on what this process may map (``ulimit -v``), in bytes; None if there is none."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def allowed_bytes() -> int:
+    """Return the memory that this process may use, in bytes: `host_bytes`, or less where ``ulimit -v`` says so."""
+    limit = address_limit()
+    return host_bytes() if limit is None else min(limit, host_bytes())
+
+
+def no_memory(cause: str = "") -> str:
+    """Return the line of an error for want of host memory: with its `cause`, and the limit of ``ulimit -v``."""
+    told = ": ".join(filter(None, ("host memory ran out", address_words())))
+    return told + (f" ({cause})" if cause else "")
+
+
+def address_words() -> str:
+    """Return the limit of ``ulimit -v`` in words; empty if there is none."""
+    return "" if (limit := address_limit()) is None else f"`ulimit -v` allows {gb(limit)}"
 
 
 class NumaNode(NamedTuple):

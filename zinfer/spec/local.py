@@ -9,29 +9,40 @@ from typing import Any
 
 from zinfer.spec import machine
 from zinfer.spec.ending import PARENT
-from zinfer.spec.host import gpus, host_bytes, host_facts, slug
+from zinfer.spec.host import allowed_bytes, gpus, host_bytes, host_facts, slug
 from zinfer.spec.machine import Machine, MachineError
 
 RESULTS = Path("sweeps/results")
 PROBE = (sys.executable, "-m", "zinfer", "probe")
 LITTLE = "64MiB"  # host memory of a second try of the probe
 ALIKE = 0.1  # largest relative difference in memory of hosts that are taken for the same one
+ROUND = 10 << 30  # bytes of memory from which on whole GiB tell hosts apart that are not alike
 
 
 def name() -> str:
     """Return the name of this machine: its slug, ``nvidia-h200``; with cores and memory,
     ``nvidia-h200-16-cores-126-gib``, if another host's figures are stored under the slug."""
-    own = slug()
+    own, cores, memory = slug(), host_facts()["cores"], host_bytes()
+
+    def is_this(name: str) -> bool:
+        """Tell whether the figures stored under `name` may be this host's."""
+        try:
+            known = machine.load(RESULTS / name)
+        except MachineError:
+            return False
+        recorded = known.details.get("host")
+        return not isinstance(recorded, dict) or (
+            recorded.get("cores") == cores and abs((known.host_bytes or 0) / memory - 1) <= ALIKE
+        )
+
     try:
-        known = machine.load(RESULTS / own)
+        machine.load(RESULTS / own)
     except MachineError:
         return own
-    recorded, cores, memory = known.details.get("host"), host_facts()["cores"], host_bytes()
-    if not isinstance(recorded, dict) or (
-        recorded.get("cores") == cores and abs((known.host_bytes or 0) / memory - 1) <= ALIKE
-    ):
-        return own
-    return f"{own}-{cores}-cores-{memory >> 30}-gib"
+    stem = f"{own}-{cores}-cores-"
+    size = f"{memory >> 30}-gib" if memory >= ROUND else f"{memory >> 20}-mib"
+    known = [own, *sorted(path.name for path in RESULTS.glob(f"{stem}*"))]
+    return next(filter(is_this, known), stem + size)
 
 
 def results_folder() -> Path:
@@ -40,8 +51,8 @@ def results_folder() -> Path:
 
 
 def this_machine() -> Machine:
-    """Return the description that `zinfer probe` wrote of this machine. If there is none, the probe runs now, in its
-    own process.
+    """Return the description that `zinfer probe` wrote of this machine, with no more host memory than this process may
+    use now. If there is none, the probe runs now, in its own process.
 
     (A probe in this process would leave a CUDA context behind, whose GPU memory a measurement would lack.) A probe that
     is killed, as the kernel does where memory is short, runs again with less of it; if that is killed, too, the machine
@@ -54,7 +65,8 @@ def this_machine() -> Machine:
         if _probe(path, "--quick", "--memory", LITTLE) == -signal.SIGKILL:
             _say("the probe was killed again: going on without this machine's rates, so nothing is predicted")
             return unmeasured()
-    return machine.load(path)
+    found, now = machine.load(path), allowed_bytes()
+    return found.model_copy(update={"host_bytes": now if found.host_bytes is None else min(now, found.host_bytes)})
 
 
 def _probe(path: Path, *words: str) -> int:
@@ -87,6 +99,6 @@ def unmeasured() -> Machine:
         size = devices[0].get("memory_bytes")
         fields = {"gpu_count": len(devices), "gpu_name": devices[0].get("name"), "gpu_bytes": size}
     return Machine(
-        name=name(), source="datasheet", host_bytes=host_bytes(), note="not measured: the probe was killed",
+        name=name(), source="datasheet", host_bytes=allowed_bytes(), note="not measured: the probe was killed",
         details={"host": host_facts()}, **fields,
     )  # fmt: skip

@@ -8,13 +8,14 @@ output, and callers need not think of it: `guarded` (all that is printed), `zinf
 `zinfer.report.plot.style.render` (figures). CSV, JSON and Parquet files hold data and keep every character.
 """
 
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from html import escape
 from io import TextIOWrapper
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 from zinfer.spec.errors import ZinferError
 
@@ -89,6 +90,35 @@ class Guard:
         return getattr(self.unguarded, name)
 
 
+class Droppable:
+    """Text stream that drops what `stream` cannot write, as stderr on a full disk: nobody could be told of it."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            self._stream.write(text)
+        except OSError:
+            discard(self._stream)
+        return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            discard(self._stream)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def discard(stream: TextIO) -> None:
+    """Send what `stream` holds, and all that follows, to the null device: Python would complain at its end."""
+    with suppress(OSError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
 def unguarded(stream: TextIO) -> TextIO:
     """Return the stream below a `Guard`: for tables, whose own colours are control characters."""
     return getattr(stream, "unguarded", stream)
@@ -115,7 +145,7 @@ def guarded() -> Iterator[None]:
     streams = sys.stdout, sys.stderr
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
-    guards = tuple(Guard(stream) if stream is not None else None for stream in streams)
+    guards: tuple[Any, Any] = Guard(sys.stdout), Guard(cast("TextIO", Droppable(sys.stderr)))
     sys.stdout, sys.stderr = guards
     try:
         yield

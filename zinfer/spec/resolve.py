@@ -21,6 +21,7 @@ from typing import Any, cast, get_args
 
 from zinfer.spec import atomic, formula, hub, quantization
 from zinfer.spec.checkpoint import Checkpoint, CheckpointError, bare_config
+from zinfer.spec.documents import read_bytes
 from zinfer.spec.errors import did_you_mean
 from zinfer.spec.model import LAYER_INDEX, Dtype, LayerSpec, ModelError, ModelSpec, Shape, Weights, text_config
 
@@ -131,7 +132,7 @@ def from_directory(path: Path) -> ModelSpec:
         bare = bare_config(path)
         checkpoint = None if bare is not None else Checkpoint.open(path)
     except CheckpointError as error:
-        raise ModelError(str(error)) from None
+        raise error.restated(ModelError) from None
     if checkpoint is None:
         assert bare is not None
         return from_config(str(path), bare, dtype=_supported(str(path), dtype_of(bare)))
@@ -140,7 +141,7 @@ def from_directory(path: Path) -> ModelSpec:
     try:
         stored = quantization.plain(checkpoint.tensors, config, dtype_of(config))
     except CheckpointError as error:
-        raise ModelError(str(error)) from None
+        raise error.restated(ModelError) from None
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from None
     tensors = {
@@ -251,7 +252,7 @@ def shape_of(name: str, config: Mapping[str, Any], counted: Mapping[str, tuple[i
         return formula.shape(name, config, counted)
     file = _measured_file(config)
     with suppress(OSError, ValueError):
-        return Shape.model_validate_json(file.read_bytes())
+        return Shape.model_validate_json(read_bytes(file))
     from zinfer.spec.architecture import measure
 
     shape = measure(name, config)

@@ -3,25 +3,46 @@
 import os
 
 from zinfer.record.measurement import Status
-from zinfer.spec.errors import one_line
+from zinfer.spec.errors import ENVIRONMENT, INTERNAL, ZinferError, lacks_memory, one_line
+from zinfer.spec.host import no_memory
 from zinfer.spec.value import Frozen
 
 
 class TaskFailure(Frozen):
-    """The answer of a task that failed: its status, one line that says why, and where it ended."""
+    """The answer of a task that failed: its status, one line that says why, and where it ended; and the exit code of a
+    command that cannot go on without it."""
 
     status: Status
     error: str
     stage: str = ""
+    exit_code: int = ENVIRONMENT
+
+    @property
+    def recorded(self) -> dict[str, str]:
+        """Fields of a record."""
+        return self.model_dump(exclude={"exit_code"})
 
 
 def failure_of(error: BaseException, stage: str) -> TaskFailure:
-    """Return the failure that a record keeps of an exception; with --debug, stderr gets its traceback."""
+    """Return the failure of an exception; with --debug, stderr gets its traceback."""
     if os.environ.get("ZINFER_DEBUG") == "1":
         import traceback
 
         traceback.print_exception(error)
-    return TaskFailure(status=status_of(error), error=one_line(error), stage=stage)
+    status, text = status_of(error), one_line(error)
+    if status == "oom_host" and not ("memory" in text and isinstance(error, MemoryError)):
+        text = no_memory(text)
+    return TaskFailure(status=status, error=text, stage=stage, exit_code=_exit_code(error, status))
+
+
+def _exit_code(error: BaseException, status: Status) -> int:
+    """Return the exit code of a command that ends with `error`: that of a fault of files or of usage, or of this
+    machine."""
+    from zinfer.engine import EngineError
+
+    if isinstance(error, ZinferError) and not isinstance(error, EngineError):  # the same engine may run elsewhere
+        return error.exit_code
+    return INTERNAL if status == "crashed" else ENVIRONMENT
 
 
 def status_of(error: BaseException) -> Status:
@@ -37,7 +58,7 @@ def status_of(error: BaseException) -> Status:
     names = {base.__name__ for base in type(error).__mro__}
     if "OutOfMemoryError" in names or ("cuda" in text and "out of memory" in text) or "alloc_failed" in text:
         return "oom_gpu"
-    if isinstance(error, MemoryError) or "can't allocate memory" in text or "not enough memory" in text:
+    if lacks_memory(error):
         return "oom_host"
     if isinstance(error, NotFiniteError):
         return "nan_output"

@@ -29,10 +29,12 @@ from zinfer.record.requests import RequestPoint
 from zinfer.spec import lease, torchrun
 from zinfer.spec.case import Case
 from zinfer.spec.ending import NO_GPU_MEMORY, NO_HOST_MEMORY, PARENT, at_end
+from zinfer.spec.errors import ENVIRONMENT, USAGE, lacks_memory
+from zinfer.spec.host import address_words, no_memory
 from zinfer.spec.model import Weights
 from zinfer.spec.progress import Progress, silent
 from zinfer.worker.failure import TaskFailure
-from zinfer.worker.tasks import NAMES, TASKS, Answer, Load, Measure, MeasureRequests, Request
+from zinfer.worker.tasks import NAMES, TASKS, Answer, Load, Loaded, Measure, MeasureRequests, Request
 
 OnLoaded = Callable[[int, float], None]  # bytes of weights, and the seconds they took
 # OpenMP's threads spin while they wait for each other; on cores that somebody else uses too, a step then takes 50 times
@@ -55,11 +57,18 @@ def now() -> str:
 
 
 class WorkerError(RuntimeError):
-    """A request without an answer: its status, and the reason in one line."""
+    """A request without an answer: its status, the reason in one line, and the exit code of a command that cannot go on
+    without it."""
 
-    def __init__(self, status: Status, message: str) -> None:
+    def __init__(self, status: Status, message: str, exit_code: int = ENVIRONMENT) -> None:
         super().__init__(message)
         self.status: Status = status
+        self.exit_code = exit_code
+
+    @property
+    def line(self) -> str:
+        """The reason as a command prints it: with the status, unless the fault is one of files or of usage."""
+        return str(self) if self.exit_code == USAGE else f"{self.status}: {self}"
 
 
 class TaskFailed(WorkerError):
@@ -85,16 +94,25 @@ class Client(ABC):
         answer = self._exchange({"task": name, "request": request.model_dump(mode="json")})
         if "failure" in answer:
             failure = TaskFailure.model_validate(answer["failure"])
-            raise TaskFailed(failure.status, failure.error)
+            raise TaskFailed(failure.status, failure.error, failure.exit_code)
         found: Answer = TASKS[name].answer.model_validate(answer["answer"])  # type: ignore[assignment]
         return found
 
     def load(self, plan: Plan) -> Measurement | None:
         """Load `plan`'s engine; return None if it is ready, else a Measurement with the reason why it is not."""
+        return self._load(plan).refused
+
+    def start(self, plan: Plan) -> None:
+        """Load `plan`'s engine. Raises TaskFailed if it is not ready then, WorkerDied."""
+        answer = self._load(plan)
+        if (refused := answer.refused) is not None:
+            raise TaskFailed(refused.status, f"loading failed: {refused.error}", answer.exit_code)
+
+    def _load(self, plan: Plan) -> Loaded:
         answer = self.ask(Load(target=self._target, plan=plan))
         if answer.refused is None:
             self._loaded(answer.load_bytes, answer.load_s)
-        return answer.refused
+        return answer
 
     def measure(self, case: Case, repeats: int, tolerance: float) -> Measurement:
         """Measure one case of the loaded engine; a failure is a Measurement with its status."""
@@ -188,7 +206,10 @@ class Worker(Client):
         tail = self._tail()
         if code in _MEMORY:
             return WorkerDied(_MEMORY[code], tail or "memory ran out")
-        return WorkerDied("crashed", f"the worker ended: {how}" + (f"; last line on stderr: {tail}" if tail else ""))
+        if lacks_memory(tail):
+            return WorkerDied("oom_host", no_memory(f"{how}; {tail}"))
+        told = [how, f"last line on stderr: {tail}" if tail else "", address_words()]
+        return WorkerDied("crashed", f"the worker ended: {'; '.join(filter(None, told))}")
 
     def _tail(self) -> str:
         """Return the last line that the worker wrote to stderr, where errors end up."""

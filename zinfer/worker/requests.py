@@ -106,7 +106,7 @@ def measure_requests(session: Session, request: MeasureRequests) -> RequestsMeas
         ]
         run_load(session.engine, requests, request.load, samples, beat=session.beat)
     except BaseException as error:  # not kept beyond this block: its traceback holds what the failed pass held
-        failed = failure_of(error, samples.stage).model_dump()
+        failed = failure_of(error, samples.stage).recorded
     facts = session.facts.model_dump(exclude_unset=True)
     fields = facts | samples.fields(request.rows) | conditions(session, request.case, "ok") | failed
     return RequestsMeasured(point=RequestPoint(case=request.case, requests=request.load, sla=request.sla, **fields))

@@ -162,7 +162,8 @@ def load_with(session: Session, plan: Plan, find: "Callable[[], Callable[[Plan, 
         session.engine = make(plan, session.beat)
         facts = {"load_s": round(max(1e-3, time.monotonic() - started), 3), "load_bytes": session.engine.loaded_bytes}
     except BaseException as error:
-        return Loaded(refused=session.point(plan.case, **failure_of(error, "load").model_dump()))
+        failure = failure_of(error, "load")
+        return Loaded(refused=session.point(plan.case, **failure.recorded), exit_code=failure.exit_code)
     session.facts = session.facts.model_copy(update=facts)
     return Loaded(**facts)
 
@@ -198,7 +199,7 @@ def measure(session: Session, request: Measure) -> Measured:
     try:
         run(engine, case.workload, vocab_size, samples, repeats=request.repeats, enough=enough, beat=session.beat)
     except BaseException as error:  # not kept beyond this block: its traceback holds what the failed pass held
-        failed = failure_of(error, samples.stage).model_dump()
+        failed = failure_of(error, samples.stage).recorded
     fields: dict[str, Any] = {
         "ttft_ms": samples.ttft_ms,
         "step_ms": samples.step_ms,

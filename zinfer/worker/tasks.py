@@ -15,6 +15,7 @@ from zinfer.record.accuracy import Position
 from zinfer.record.measurement import Measurement
 from zinfer.record.requests import RequestPoint
 from zinfer.spec.case import Case, Workload
+from zinfer.spec.errors import ENVIRONMENT
 from zinfer.spec.requests import RequestLoad
 from zinfer.spec.value import Frozen
 
@@ -43,11 +44,13 @@ Text = Annotated[str, BeforeValidator(_unicode)]  # bytes of a command line that
 
 
 class Loaded(Message):
-    """Seconds and bytes of a load, or the point with the reason why the engine is not ready."""
+    """Seconds and bytes of a load, or the point with the reason why the engine is not ready, and the exit code of a
+    command that cannot go on without it."""
 
     load_s: float = 0.0
     load_bytes: int = 0
     refused: Measurement | None = None
+    exit_code: int = ENVIRONMENT
 
 
 class Load(Request[Loaded]):

@@ -6,7 +6,6 @@ is written last, so a plan without it is not finished.
 """
 
 import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from zinfer.engine.tensorrt.attention import CacheKind
 from zinfer.engine.tensorrt.library import Name
 from zinfer.spec import atomic
 from zinfer.spec.case import LoadFormat
+from zinfer.spec.documents import read_object
 from zinfer.spec.model import Dtype
 from zinfer.spec.units import gb
 from zinfer.spec.value import Frozen
@@ -100,7 +100,7 @@ def read(path: Path) -> PlanFile:
     if not path.is_file():
         raise EngineError(f"no plan file {path}")
     try:
-        return PlanFile.model_validate({**json.loads(beside.read_text()), "path": path})
+        return PlanFile.model_validate({**read_object(beside), "path": path})
     except FileNotFoundError:
         raise EngineError(f"{path} has no {beside.name} beside it: its build was interrupted; build it again") from None
     except (ValidationError, ValueError, OSError, TypeError):

@@ -45,14 +45,16 @@ def rows_of(
     requests: Sequence[BatchRequest],
     prompts: Sequence[Sequence[int] | Refusal],
     positions: int | None,
+    vocab_size: int,
     output_len: int,
     output_ids: Mapping[str, list[int]],
 ) -> tuple[list[RequestRow], list[Fault]]:
     """Return the requests as rows, and those that cannot be served.
 
-    `prompts` are the prompts' token ids, or the reasons why there are none; `positions` those of the model;
-    `output_len` is the limit of a request that names none, as far as there are positions for it; `output_ids` are the
-    tokens made so far, by id.
+    `prompts` are the prompts' token ids, or the reasons why there are none; `positions` and
+    `vocab_size` those of the model; `output_len` is the limit of a request that names none, as far as there are
+    positions for it; `output_ids` are the tokens made so far, by id. A row begins again if it cannot have made them:
+    as many as its limit, or one that the model does not have.
     """
     rows: list[RequestRow] = []
     faults: list[Fault] = []
@@ -66,7 +68,9 @@ def rows_of(
         except Refused as refused:
             faults.append(_fault(request, refused.code, str(refused)))
             continue
-        known = output_ids.get(request.id, [])[: limit - 1]
+        known = output_ids.get(request.id, [])
+        if len(known) >= limit or not all(0 <= token < vocab_size for token in known):
+            known = []
         rows.append(RequestRow(len(rows), request, prompt, limit, list(known), saved=len(known)))
     return rows, faults
 

@@ -4,6 +4,7 @@
 ``out.jsonl.job`` holds the settings that the job was started with, so that another job does not write into the same
 file. While the job runs it also gets the tokens of unfinished rows, every minute or so, since a row of thousands of
 tokens may take hours. When the job is done its first line remains: the same command again then has nothing to do.
+Its lines are sealed (`zinfer.record.jsonl.seal`): a changed token would be continued as if the model had chosen it.
 """
 
 import json
@@ -13,11 +14,11 @@ from pathlib import Path
 from typing import Any, Self
 
 from zinfer.job.batch.openai import Done, decode, encode
-from zinfer.record.jsonl import Closing, Garbled, Lines, StoreError, read_lines
+from zinfer.record.jsonl import Closing, Damage, Garbled, Lines, StoreError, read_lines, seal, unseal
 from zinfer.spec.atomic import sync_folder
 from zinfer.spec.errors import ZinferError
 
-FORMAT = 1  # version of the .job file
+JOB, ROW = "batch", "batch_row"  # kinds of lines in a .job file: the settings, and tokens of an unfinished row
 
 
 class JobChanged(ZinferError):
@@ -35,13 +36,13 @@ class Ledger(Closing):
     """Files of one job, open for this process alone. Make one with `Ledger.open`.
 
     `done` holds the answers in the output by id, `made` the tokens of unfinished rows by id, `created` the time of the
-    job's first start, in seconds since 1970.
+    job's first start, in seconds since 1970; `damaged` are the lines of both files that were left out.
     """
 
     def __init__(self, output: Lines) -> None:
         self.done: dict[str, Done] = {}
         self.made: dict[str, list[int]] = {}
-        self.damaged: tuple[tuple[int, str], ...] = ()
+        self.damaged: tuple[Damage, ...] = ()
         self.created = 0
         self._output = output
         self._job: Lines | None = None
@@ -66,7 +67,10 @@ class Ledger(Closing):
         path = job_path(self._output.path)
         before, made = read_job(path)
         if before is None and not force and path.exists() and path.stat().st_size:
-            raise StoreError(f"{path} is no job file of `zinfer batch`: name another file with --output")
+            raise StoreError(
+                f"{path} is no job file of `zinfer batch`, or its first line is damaged: name another file with "
+                "--output, or use --force to add the answers that are missing"
+            )
         self.done = {done.id: done for done in _answers(self._output.path)}
         changes = _changes(before, settings)
         if changes and (self.done or made) and not force:
@@ -79,15 +83,15 @@ class Ledger(Closing):
             raise JobChanged(
                 f"{self._output.path} belongs to another job; --force adds the answers that are missing.\n{lines}"
             )
-        self.damaged = self._output.mend(decode, "batch output")
+        self.damaged = tuple(Damage(self._output.path, *fault) for fault in self._output.mend(decode, "batch output"))
         started = (before or {}).get("created")
         self.created = started if isinstance(started, int) and not changes else created
-        self._header = header_of(settings, self.created)
+        self._header = header_line(settings, self.created)
         self.made = made if changes.keys() <= {"prompts"} else {}  # another model cannot continue these tokens
         if changes:
             self._begin(path)
         self._job = Lines.open(path)
-        self._job.mend(_progress, "job file", aside=False)
+        self.damaged += tuple(Damage(path, *fault) for fault in self._job.mend(_read, "job file", aside=False))
         if changes and self.made:
             self.save((identity, 0, tokens) for identity, tokens in self.made.items())
 
@@ -96,7 +100,7 @@ class Ledger(Closing):
         draft = path.with_name(path.name + ".new")
         with Lines.open(draft) as lines:
             lines.cut()
-            lines.append(encode(self._header))
+            lines.append(self._header)
             try:
                 os.replace(draft, path)
             except OSError as error:
@@ -113,7 +117,7 @@ class Ledger(Closing):
     def save(self, rows: Iterable[tuple[str, int, list[int]]]) -> None:
         """Append tokens of unfinished rows: the id, the number of tokens saved before, and the tokens since."""
         assert self._job is not None
-        lines = [encode({"id": identity, "at": at, "tokens": tokens}) for identity, at, tokens in rows if tokens]
+        lines = [seal(ROW, {"id": identity, "at": at, "tokens": tokens}) for identity, at, tokens in rows if tokens]
         if lines:
             self._job.append(*lines)
 
@@ -141,45 +145,62 @@ def _answers(path: Path) -> list[Done]:
     return found
 
 
-def _progress(line: bytes) -> dict[str, Any]:
-    """Parse a line of a .job file: the first one, or one about a row. Raises Garbled."""
+def _read(line: bytes) -> tuple[str, dict[str, Any]]:
+    """Return kind and fields of a line of a .job file. Raises Garbled for a damaged line, ValueError for tokens that an
+    earlier version wrote: they have no checksum, so that the row begins again."""
     try:
-        fields: dict[str, Any] = json.loads(line)
-        about_a_row = (type(fields.get(key)) for key in ("id", "at", "tokens"))
-        if "zinfer_batch" in fields or (
-            tuple(about_a_row) == (str, int, list)
-            and all(type(token) is int and 0 <= token < 1 << 31 for token in fields["tokens"])
-        ):
-            return fields
-    except (ValueError, TypeError, AttributeError, RecursionError):
-        pass
+        kind, fields = unseal(line)
+    except Garbled:
+        fields = _unsealed(line)
+        if fields.pop("zinfer_batch", None) == 1:
+            return JOB, fields
+        if fields.keys() == {"id", "at", "tokens"}:
+            raise ValueError("tokens without a checksum, of an earlier version: the row begins again") from None
+        raise
+    if kind == JOB or (kind == ROW and _is_row(**fields)):
+        return kind, fields
     raise Garbled("not a line of a job file")
 
 
+def _unsealed(line: bytes) -> dict[str, Any]:
+    """Return the fields of a line that never had a checksum; none if it is not such a line."""
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return fields if isinstance(fields, dict) and "checksum" not in fields else {}
+
+
+def _is_row(id: Any = None, at: Any = None, tokens: Any = None, **more: Any) -> bool:
+    whole = all(type(number) is int and number >= 0 for number in (at, *tokens)) if type(tokens) is list else False
+    return whole and isinstance(id, str) and not more
+
+
 def read_job(path: Path) -> tuple[dict[str, Any] | None, dict[str, list[int]]]:
-    """Return the first line of a .job file (None if there is none), and the tokens of unfinished rows by id."""
+    """Return the settings in a .job file (None if there are none), and the tokens of unfinished rows by id."""
     made: dict[str, list[int]] = {}
     header: dict[str, Any] | None = None
     for line in read_lines(path) if path.exists() else ():
         try:
-            fields = _progress(line)
-        except Garbled:
+            kind, fields = _read(line)
+        except ValueError:
             continue
-        if "zinfer_batch" in fields:
+        if kind == JOB:
             header = fields
-        elif len(made.setdefault(fields["id"], [])) == fields["at"]:
-            made[fields["id"]] += fields["tokens"]
+        elif kind == ROW and len(known := made.setdefault(fields["id"], [])) >= fields["at"]:
+            known[fields["at"] :] = fields["tokens"]  # of two lines about one place the later one counts
     return header, made if header is not None else {}
 
 
-def header_of(settings: Mapping[str, Any], created: int) -> dict[str, Any]:
+def header_line(settings: Mapping[str, Any], created: int) -> bytes:
     """Return the first line of a .job file, for a job that was first started at `created`."""
-    return {**settings, "zinfer_batch": FORMAT, "created": created}
+    return seal(JOB, {**settings, "created": created})
 
 
 def _changes(before: dict[str, Any] | None, settings: Mapping[str, Any]) -> dict[str, str]:
     """Return the differences between a .job file's first line and the current settings: a line of text by key."""
-    after = {**settings, "zinfer_batch": FORMAT}
     known = before or {}
-    keys = sorted((after.keys() | known.keys()) - {"created"})
-    return {key: f"{key}: {known.get(key)} -> {after.get(key)}" for key in keys if known.get(key) != after.get(key)}
+    keys = sorted((settings.keys() | known.keys()) - {"created"})
+    return {
+        key: f"{key}: {known.get(key)} -> {settings.get(key)}" for key in keys if known.get(key) != settings.get(key)
+    }

@@ -11,8 +11,11 @@ and an `error`; one that the machine failed on with an `error` and no response. 
 """
 
 import json
+import re
 from collections import Counter
+from contextlib import suppress
 from hashlib import sha256
+from itertools import islice
 from typing import Any, NamedTuple
 
 from zinfer.job.openai import (
@@ -28,6 +31,8 @@ from zinfer.record.jsonl import Garbled
 from zinfer.spec.documents import DocumentError, parse_json
 
 LINE = 16 << 20  # most bytes of a request
+TOKENS = 1 << 20  # of JSON within which a line that cannot be parsed may say its custom_id
+_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*+"|[\[\]{}:,]|[^\s"\[\]{}:,]++|"')  # the last: a text without an end
 
 
 class BatchRequest(NamedTuple):
@@ -81,7 +86,12 @@ def read_requests(content: bytes) -> list[BatchRequest | Fault]:
         seen[line] += 1
         custom_id: str | None = None
         try:
-            fields = _object(line, number)
+            try:
+                fields = _object(line, number)
+            except Refused:
+                if (custom_id := _find_custom_id(line)) is not None:
+                    first.setdefault(custom_id, number)
+                raise
             custom_id = _custom_id(fields, number)
             if custom_id in first:
                 raise Refused(
@@ -105,6 +115,37 @@ def _object(line: bytes, number: int) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise Refused("invalid_json_line", f"line {number} is not a JSON object")
     return fields
+
+
+def _find_custom_id(line: bytes) -> str | None:
+    """Return the custom_id of a line that cannot be parsed, as far as its outermost object can be followed.
+
+    Depth, digits and what stands in inner objects do not matter. None without a custom_id that is a text, or with two.
+    """
+    found: list[str] = []
+    depth, wanted, key = 0, b"{", b""  # wanted: what may come next in the outermost object
+    for match in islice(_TOKEN.finditer(line, 0, LINE), TOKENS):
+        token = match[0]
+        kind = token[:1]
+        if token == b'"':
+            break
+        if depth > 1 or (depth == 1 and wanted == b"v" and kind in b"[{"):
+            depth += (kind in b"[{") - (kind in b"]}")
+            wanted = b","
+        elif depth == 0 and wanted == b"{" == token:
+            depth, wanted = 1, b"k"
+        elif depth == 1 and wanted == b"k" and kind == b'"':
+            key, wanted = token, b":"
+        elif depth == 1 and wanted == token in (b":", b","):
+            wanted = b"v" if token == b":" else b"k"
+        elif depth == 1 and wanted == b"v" and kind not in b":,]}":
+            with suppress(ValueError):
+                if json.loads(key) == "custom_id" and isinstance(value := json.loads(token), str) and value:
+                    found.append(value)
+            wanted = b","
+        else:
+            break
+    return found[0] if len(found) == 1 else None
 
 
 def _custom_id(fields: dict[str, Any], number: int) -> str:

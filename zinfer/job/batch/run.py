@@ -17,6 +17,7 @@ from zinfer.job.batch.ledger import Ledger
 from zinfer.job.signals import Interrupted, Signals
 from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Status
+from zinfer.spec.errors import ENVIRONMENT
 from zinfer.worker.process import Client, WorkerDied, WorkerError
 from zinfer.worker.tasks import Answer, BatchRequest, BatchRow, BatchStart, BatchStep, BatchStepped, Request
 
@@ -27,7 +28,11 @@ FATAL: frozenset[Status] = frozenset({"crashed", "timeout"})  # the worker is of
 
 
 class JobFailed(RuntimeError):
-    """Error of a job that cannot go on; the answers so far are on disk."""
+    """Error of a job that cannot go on; the answers so far are on disk. `exit_code` ends the command."""
+
+    def __init__(self, message: str, exit_code: int = ENVIRONMENT) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 @dataclass
@@ -278,11 +283,9 @@ class _Runner:
         worker = self._worker = worker or job.make_worker()
         try:
             with self._signals.raised():
-                refused = worker.load(job.plan)
-        except WorkerDied as death:
-            raise JobFailed(f"loading failed ({death.status}): {death}") from None
-        if refused is not None:
-            raise JobFailed(f"loading failed ({refused.status}): {refused.error}")
+                worker.start(job.plan)
+        except WorkerError as failed:
+            raise JobFailed(failed.line, failed.exit_code) from None
         self._loaded = True
         return worker
 

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
-from zinfer.job.batch.ledger import header_of, job_path, read_job
-from zinfer.job.batch.openai import BatchRequest, Done, Fault, decode, encode
+from zinfer.job.batch.ledger import header_line, job_path, read_job
+from zinfer.job.batch.openai import BatchRequest, Done, Fault, decode
 from zinfer.record.jsonl import Garbled, StoreError, read_lines
 from zinfer.spec import atomic
 from zinfer.spec.errors import INTEGRITY, ZinferError
@@ -69,7 +69,7 @@ def merge(output: Path, prompts: str, requests: Sequence[BatchRequest | Fault], 
     else and `force` is not set; StoreError if a file cannot be read. `output` is whole or as it was.
     """
     shards = _shards(output)
-    settings = _settings(shards, output, prompts)
+    header = _settings(shards, output, prompts)
     answers: list[bytes] = [b""] * len(requests)
     done: list[Done] = [Done("", False, 0)] * len(requests)
     damaged: list[str] = []
@@ -95,7 +95,7 @@ def merge(output: Path, prompts: str, requests: Sequence[BatchRequest | Fault], 
             f"{missing:,} of {len(requests):,} answers are missing: run these shards again, which go on where they "
             f"ended: {again[:600]}"
         )
-    _write(output, b"".join(line + b"\n" for line in answers), settings, force)
+    _write(output, b"".join(line + b"\n" for line in answers), header, force)
     return Merged(done, damaged)
 
 
@@ -118,8 +118,9 @@ def _shards(output: Path) -> list[Shard]:
     return shards
 
 
-def _settings(shards: Sequence[Shard], output: Path, prompts: str) -> dict[str, Any]:
-    """Return the .job fields that all shards have in common, and their first start. Raises ShardError."""
+def _settings(shards: Sequence[Shard], output: Path, prompts: str) -> bytes:
+    """Return the first line of the whole job's .job file: what all shards have in common, and their first start. Raises
+    ShardError."""
     common: dict[str, Any] | None = None
     for shard in shards:
         path = job_path(shard.path(output))
@@ -139,10 +140,10 @@ def _settings(shards: Sequence[Shard], output: Path, prompts: str) -> dict[str, 
         if isinstance(header.get("created"), int):
             common["created"] = min(common.get("created", header["created"]), header["created"])
     assert common is not None
-    return header_of(common | {"shard": None}, common.get("created", 0))
+    return header_line(common | {"shard": None}, common.get("created", 0))
 
 
-def _write(output: Path, content: bytes, settings: dict[str, Any], force: bool) -> None:
+def _write(output: Path, content: bytes, header: bytes, force: bool) -> None:
     """Replace `output` and its .job file, unless it has other answers. Raises ShardError and StoreError."""
     before = output.exists() and output.stat().st_size
     if before and not force and (before != len(content) or output.read_bytes() != content):
@@ -150,6 +151,6 @@ def _write(output: Path, content: bytes, settings: dict[str, Any], force: bool) 
     try:
         if not before or force:
             atomic.write(output, content)
-        atomic.write(job_path(output), encode(settings) + b"\n")
+        atomic.write(job_path(output), header + b"\n")
     except OSError as error:
         raise StoreError(f"cannot write {output}: {error.strerror}") from error

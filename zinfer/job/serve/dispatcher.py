@@ -25,6 +25,7 @@ from zinfer.job.serve.reading import UNREAD, Ids, Reader, Tokenizes
 from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Status
 from zinfer.spec.case import Workload
+from zinfer.spec.errors import ENVIRONMENT
 from zinfer.spec.model import ModelError
 from zinfer.worker.process import Client, WorkerDied, WorkerError
 from zinfer.worker.tasks import (
@@ -186,6 +187,7 @@ class Dispatcher:
         self.plan, self.most_waiting = plan, most_waiting
         self.state: State = "loading"
         self.fault: str | None = None  # reason why it has ended by itself
+        self.exit_code = ENVIRONMENT  # of a command that ends for it
         self._make_worker, self._load, self._meter, self._post = make_worker, load, meter, post
         self._at_most, self._output_len, self._cache_size = at_most, output_len, cache_size
         self.cannot_reuse: str | None = None if cache_size else "KV caches have no memory of the host"
@@ -480,18 +482,16 @@ class Dispatcher:
             self._loading()
             try:
                 worker = self._worker = self._make_worker()
-                refused = worker.load(self.plan)
-                if refused is None:
-                    self._begin()
-                    self._try_prompts()
-                    with self._changed:
-                        if self.state == "loading":
-                            self.state = "ready"
-                    self._on_ready()
-                    return
-                self.fault = f"loading failed ({refused.status}): {refused.error}"
+                worker.start(self.plan)
+                self._begin()
+                self._try_prompts()
+                with self._changed:
+                    if self.state == "loading":
+                        self.state = "ready"
+                self._on_ready()
+                return
             except WorkerError as error:
-                self.fault = f"loading failed ({error.status}): {error}"
+                self.fault, self.exit_code = error.line, error.exit_code
             self._close(kill=True)
             if not self._stopping:
                 self._say(self.fault)

@@ -53,6 +53,7 @@ _LANE, _WIDE_LANE = 0.2, 0.34  # inches, as are the next three: above the first 
 _FIRST, _FURTHER, _WITHIN = 0.95, 1.4, 0.3
 _LINE = 15  # points, a line of words above a block
 _INDENT = -48  # points from the axes to the figure's notes
+_COLUMNS = 300  # things next to each other that can be told apart in an inch
 _BAR = 0.74  # height of a bar, as a share of its lane
 
 
@@ -204,26 +205,45 @@ def _bars(axes: Axes, spans: Spans, limits: Interval, named: bool = False, inche
             told = _LOOKS[lane][2] if carries is None else _CARRIES[carries][1]
             for odd in (False, True):
                 label = told if named and not odd else None
-                pairs = [(span.start_ms, span.end_ms) for span in alike if _odd(span) is odd]
+                pairs = _joined([(span.start_ms, span.end_ms) for span in alike if _odd(span) is odd], limits)
                 _boxes(axes, pairs, row, label, color=_tone(lane, odd, carries), linewidth=0 if inches else 0.3)
         for span in own if inches else ():
             _name(axes, span, row, limits, inches)
     for row, (lane, spans_of, _) in enumerate(lanes):
         if lane == "copy":
+            inside = ((max(start, limits[0]), min(stop, limits[1])) for start, stop in idle(spans_of))
+            gaps = [(start, stop) for start, stop in inside if stop - start >= _column(limits)]
             _boxes(
-                axes, idle(spans_of), row, "the link waits" if named else None,
+                axes, gaps, row, "the link waits" if named else None,
                 facecolor=lighter(_VERMILION, 0.8), edgecolor=_VERMILION, hatch="//////", linewidth=0,
             )  # fmt: skip
 
 
+def _column(limits: Interval) -> float:
+    """Return the ms of the narrowest thing that can be seen in an axis from `limits`."""
+    return (limits[1] - limits[0]) / (DRAWN * _COLUMNS)
+
+
+def _joined(pairs: Sequence[Interval], limits: Interval) -> list[Interval]:
+    """Return intervals in order, those joined between which no gap can be seen: a trace may have a million."""
+    column = _column(limits)
+    joined: list[Interval] = []
+    for start, end in sorted(pairs):
+        if joined and start - joined[-1][1] < column:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        else:
+            joined.append((start, end))
+    return joined
+
+
 def _boxes(axes: Axes, pairs: Sequence[Interval], row: int, label: str | None, **look: Any) -> None:
-    """Draw each pair of a start and an end as a box in a row: one path for all, since a step has hundreds of spans."""
+    """Draw each pair of a start and an end as a box in a row: one path for all, since a step has thousands of spans."""
     low, high = row - _BAR / 2, row + _BAR / 2
     corners = [corner for start, end in pairs for corner in ((start, low), (start, high), (end, high), (end, low))]
     vertices = [corner for nth in range(0, len(corners), 4) for corner in (*corners[nth : nth + 4], corners[nth])]
     codes = [Path.MOVETO, *[Path.LINETO] * 3, Path.CLOSEPOLY] * len(pairs)
     path = Path(vertices, codes) if pairs else Path([(0.0, row)])  # an empty path draws nothing, but has its legend
-    axes.add_patch(PathPatch(path, label=label, snap=False, **look))
+    axes.add_artist(PathPatch(path, label=label, snap=False, **look))  # add_patch would look at every corner
 
 
 def _odd(span: Span) -> bool:

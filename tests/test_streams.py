@@ -1,0 +1,77 @@
+"""Standard streams as callers leave them: closed, full, or without a reader. Nothing else may suffer from it."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import PATIENCE_S, environment
+from tests.command import probed
+from tests.test_cli import TINY
+from zinfer.record.store import read
+
+WORDS = {
+    0: ["models"],
+    2: ["frobnicate"],
+    4: ["best"],
+}
+
+
+def shell(folder: Path, command: str, words: list[str]) -> subprocess.CompletedProcess[str]:
+    """Run `command` in a shell, in which "$@" is zinfer with `words`."""
+    run = ["sh", "-c", command, "sh", sys.executable, "-m", "zinfer.cli", *words]
+    return subprocess.run(
+        run, cwd=folder, env=environment(), capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+
+
+@pytest.mark.parametrize("code", WORDS)
+@pytest.mark.parametrize(
+    "streams", ["<&-", ">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-", "2>/dev/full", ">&- 2>/dev/full"]
+)
+def test_a_stream_that_is_closed_or_full_changes_no_exit_code(tmp_path: Path, streams: str, code: int) -> None:
+    done = shell(tmp_path, f'exec "$@" {streams}', WORDS[code])
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "Internal" not in done.stderr
+
+
+@pytest.mark.parametrize("words", [["--help"], ["models"], ["models", "--json"]])
+def test_text_for_a_full_device_is_an_error(tmp_path: Path, words: list[str]) -> None:
+    done = shell(tmp_path, 'exec "$@" >/dev/full', words)
+    assert done.returncode == 5
+    assert done.stderr == "Error: the output: No space left on device\n"
+    assert shell(tmp_path, 'exec "$@" >/dev/full 2>&1', words).returncode == 5
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--help"],
+        ["models"],
+        ["models", "--json"],
+        ["plan", "-m", "bloom-tiny", "--machine", "h200"],
+        pytest.param(["run", "-m", "bloom-tiny", "--load-format", "dummy", "-p", "x"], marks=pytest.mark.torch),
+    ],
+)
+@pytest.mark.parametrize("both", ["", "2>&1"])
+def test_a_reader_that_has_gone_ends_a_command_in_peace(tmp_path: Path, words: list[str], both: str) -> None:
+    """As `zinfer models | head -1` does; the shell writes the exit code to a third stream."""
+    probed(tmp_path)
+    done = shell(tmp_path, f'{{ "$@" {both} 3>&-; echo $? >&3; }} 3>&2 | true', words)
+    assert done.stderr.splitlines()[-1] == "0", done.stderr
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("streams", ["<&- >&- 2>&-", "2>/dev/full"])
+def test_records_are_whole_whatever_the_streams(tmp_path: Path, streams: str) -> None:
+    """With stderr closed its number would be that of the next file that is opened: the records."""
+    probed(tmp_path)
+    done = shell(
+        tmp_path, f'exec "$@" {streams}', ["sweep", *TINY, "--offload", "none", "--batch-size", "1,2", "-o", "r.jsonl"]
+    )
+    assert done.returncode == 0, done.stderr
+    found = read(tmp_path / "r.jsonl")
+    assert [point.status for point in found.points] == ["ok"] * 2
+    assert not found.damaged

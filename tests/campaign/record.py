@@ -36,6 +36,7 @@ TITLES = {
     "kill-ray": "`zinfer batch --ray`, an actor of it too, killed, then started again",
     "serve-kill": "`zinfer serve` or its worker killed under a load",
     "serve-crowd": "`zinfer serve` among slow, idle, silent and lost clients",
+    "weights": "Weights of a checkpoint changed under records, caches, packed layers or a server",
     "serve-greedy": "`zinfer serve` beside a client of costly requests",
 }
 COLUMNS = ("disturbance", "#cases", "#struck", "#held", "#failed")

@@ -19,12 +19,12 @@ from typing import Any
 
 import click
 
-from tests.campaign import damage, disks, kills, plants, record, serve, subject, verbs
+from tests.campaign import damage, disks, kills, plants, record, serve, subject, verbs, weights
 from tests.campaign.lab import Lab, Result, Verb
 from tests.campaign.shim import Shim
 
 Case = Callable[[Lab, int, bool], Result]
-CLASSES: dict[str, Case] = {**kills.CLASSES, **disks.CLASSES, **damage.CLASSES, **serve.CLASSES}
+CLASSES: dict[str, Case] = {**kills.CLASSES, **disks.CLASSES, **damage.CLASSES, **serve.CLASSES, **weights.CLASSES}
 MANY = 3  # damaged inputs for each kill: they are quick
 FEW = {"kill-ranks": 3, "kill-cluster": 5, "kill-ray": 15, "serve-crowd": 3}  # kills for each case of a slow class
 OVERTIME_S = 120.0  # for the cases under way when the time is up; those that then still run are not counted
@@ -143,7 +143,7 @@ def prove(seed: int, jobs: int) -> int:
 
 def _furnish(lab: Lab, names: Sequence[str]) -> None:
     damage.furnish(lab, names)
-    if {*names} & serve.CLASSES.keys():
+    if {*names} & {*serve.CLASSES, *weights.CLASSES}:
         serve.furnish(lab)
 
 
@@ -162,7 +162,7 @@ def _verbs(name: str) -> list[Verb]:
     """Return the commands whose undisturbed runs the cases of a class compare with."""
     if name in kills.CLASSES or name in disks.CLASSES:
         return disks.verbs_of(name)
-    return [verbs.VERBS[verb] for verb in damage.USES.get(name, ())]
+    return [verbs.VERBS[verb] for verb in {**damage.USES, **dict.fromkeys(weights.CLASSES, weights.USES)}.get(name, ())]
 
 
 def _undisturbed(lab: Lab, wanted: Sequence[Verb], jobs: int) -> None:

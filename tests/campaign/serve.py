@@ -4,6 +4,7 @@ A good client's answer is the text of the prompt, an error that says so, or a st
 text. While nobody is killed, each good client is answered, whatever the others do, and the server ends when it is told.
 """
 
+import json
 import os
 import random
 import re
@@ -18,7 +19,7 @@ from tests.campaign import judge
 from tests.campaign.clients import ANSWER_S, GREEDY, NUISANCES, WITHOUT_REQUEST, Crowd, Greedy, Load, ask, status_of
 from tests.campaign.lab import GRACE_S, PATIENCE_S, Lab, Result, Room
 from tests.campaign.subject import Ended, Subject
-from tests.campaign.verbs import ON_MODEL, VERBS
+from tests.campaign.verbs import ON_MODEL
 
 PROMPTS = ("a", "Hello", "abcdefghij", "The rain", "0123456789 0123456789", "zz top", "?", "{}[]()")
 TOKENS = 12
@@ -31,9 +32,9 @@ MOST_BYTES = 3 << 30  # of memory that server and worker take at most
 WAYS = ("KILL", "TERM", "INT", "TERM twice", "worker", "worker", "worker twice")
 
 
-def started(room: Room, result: Result, **settings: object) -> tuple[Subject, int]:
+def started(room: Room, result: Result, words: tuple[str, ...] = WORDS, **settings: object) -> tuple[Subject, int]:
     """Start a server and wait until it serves; return it and its port, 0 if it does not come."""
-    server = room.start(WORDS, **settings)
+    server = room.start(words, **settings)
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline and not server.wait(0.02):
         if found := re.search(r"^serving .* at http://127\.0\.0\.1:(\d+)/", server.said, re.MULTILINE):
@@ -53,7 +54,7 @@ def ended(room: Room, server: Subject, sent: list[int], killed: bool, result: Re
     return found
 
 
-def _told_to_end(room: Room, server: Subject, result: Result) -> None:
+def told_to_end(room: Room, server: Subject, result: Result) -> None:
     began = time.monotonic()
     server.signal(signal.SIGTERM)
     ended(room, server, [signal.SIGTERM], False, result)
@@ -121,7 +122,7 @@ def _killed(lab: Lab, number: int, room: Room, dice: random.Random, result: Resu
         # A stream that has sent text ends with an error; a request whose worker ends again and again may be the cause.
         allowed = {200, 503, 500} if way.endswith("twice") else {200, 503}
         result.faults += judge.replies(load.stop(), lab.notes["served"], allowed)
-        _told_to_end(room, server, result)
+        told_to_end(room, server, result)
     else:
         ended(room, server, sent, False, result)
         result.faults += judge.replies(load.stop(), lab.notes["served"], {0, 200, 503})
@@ -153,7 +154,7 @@ def _crowded(lab: Lab, number: int, room: Room, dice: random.Random, result: Res
         if left:
             result.faults.append(f"{left} connections without a request are open after {CLOSED_S:.0f} s: {kinds}")
         _is_well(port, result, f"among {kinds}")
-        _told_to_end(room, server, result)
+        told_to_end(room, server, result)
     finally:
         crowd.close()
 
@@ -181,35 +182,32 @@ def _starved(lab: Lab, number: int, room: Room, dice: random.Random, result: Res
     result.struck += threads
     room.tale.append(f"  statuses {sorted({*greedy.statuses})}")
     _answers(lab, port, dice, result, f"after {kind}")
-    _told_to_end(room, server, result)
+    told_to_end(room, server, result)
+
+
+def texts(room: Room, model: tuple[str, ...]) -> dict[str, str]:
+    """Return the text of `zinfer run` after each prompt. Raises RuntimeError if there is none."""
+    asked = [word for prompt in PROMPTS for word in ("-p", prompt)]
+    done = room.run(("run", *model, "--offload", "none", *asked, "--output-len", str(TOKENS), "--json"))
+    try:
+        return {prompt: told["output_text"] for prompt, told in zip(PROMPTS, json.loads(done.stdout), strict=True)}
+    except (ValueError, TypeError, KeyError):
+        raise RuntimeError(f"no texts to compare with: {done.output[-2000:]}") from None
 
 
 def furnish(lab: Lab) -> None:
     """Note the texts of `zinfer run` after the prompts. Raises RuntimeError if a server without a disturbance gives
     others."""
-    prompts = [word for prompt in PROMPTS for word in ("-p", prompt)]
     with Room(lab, "served") as room:
-        words = ("run", *ON_MODEL, "--offload", "none", *prompts, "--output-len", str(TOKENS), "--json")
-        found = VERBS["run"].outcome(room, done := room.run(words))
-        texts = re.findall(r'"output_text": (".*")', done.stdout)
-        if len(found) != len(PROMPTS) or len(texts) != len(PROMPTS):
-            raise RuntimeError(f"no texts to compare with: {done.output[-2000:]}")
-        lab.notes["served"] = dict(zip(PROMPTS, map(json_text, texts), strict=True))
+        lab.notes["served"] = texts(room, ON_MODEL)
         result = Result("served", 0)
         server, port = started(room, result)
         for prompt in PROMPTS if port else ():
             for stream in (False, True):
                 result.faults += judge.replies([ask(port, prompt, stream, max_tokens=TOKENS)], lab.notes["served"])
-        _told_to_end(room, server, result)
+        told_to_end(room, server, result)
     if result.faults:
         raise RuntimeError(f"undisturbed server: {result.faults}")
-
-
-def json_text(text: str) -> str:
-    """Return the text of a JSON string."""
-    import json
-
-    return str(json.loads(text))
 
 
 Inside = Callable[[Lab, int, Room, random.Random, Result], None]

@@ -133,7 +133,12 @@ def command(
 
         def make_worker() -> Worker:
             return Worker(
-                target, timeout_s=how["timeout_s"], notice=watch.progress, loaded=watch.loaded, debug=bool(debug)
+                target,
+                timeout_s=how["timeout_s"],
+                notice=watch.progress,
+                loaded=watch.loaded,
+                debug=bool(debug),
+                revision=source.revision,
             )
 
         def ready() -> None:

@@ -68,8 +68,8 @@ class WorkerDied(WorkerError):
 class Client(ABC):
     """Client of a worker: a process (`Worker`), or this one (`zinfer.worker.inline.InlineWorker`)."""
 
-    def __init__(self, target: str, notice: Progress, loaded: OnLoaded) -> None:
-        self._target, self._notice, self._loaded = target, notice, loaded
+    def __init__(self, target: str, notice: Progress, loaded: OnLoaded, revision: str) -> None:
+        self._target, self._notice, self._loaded, self._revision = target, notice, loaded, revision
 
     def ask(self, request: Request[Answer]) -> Answer:
         """Return the answer to a request of `zinfer.worker.tasks`.
@@ -86,7 +86,7 @@ class Client(ABC):
 
     def load(self, plan: Plan) -> Measurement | None:
         """Load `plan`'s engine; return None if it is ready, else a Measurement with the reason why it is not."""
-        answer = self.ask(Load(target=self._target, plan=plan))
+        answer = self.ask(Load(target=self._target, plan=plan, revision=self._revision))
         if answer.refused is None:
             self._loaded(answer.load_bytes, answer.load_s)
         return answer.refused
@@ -115,7 +115,8 @@ class Client(ABC):
 class Worker(Client):
     """Worker in a process of its own: starts it, sends it requests, watches the time.
 
-    `target` is the engine as ``module:Class``. Raises WorkerDied when the process crashes (`crashed`), cannot go on
+    `target` is the engine as ``module:Class``, `revision` the fingerprint of the weights that it may load, if they may
+    not be others. Raises WorkerDied when the process crashes (`crashed`), cannot go on
     without memory (`oom_gpu`, `oom_host`) or overruns `timeout_s` in a request (`timeout`; it is killed then).
     """
 
@@ -127,8 +128,9 @@ class Worker(Client):
         notice: Progress = silent,
         loaded: OnLoaded = lambda _size, _seconds: None,
         debug: bool = False,
+        revision: str = "",
     ) -> None:
-        super().__init__(target, notice, loaded)
+        super().__init__(target, notice, loaded, revision)
         self._timeout = timeout_s
         self._log: IO[bytes] | None = None if debug else tempfile.TemporaryFile()  # noqa: SIM115
         self._oom_kills, self._killed = _oom_kills(), False

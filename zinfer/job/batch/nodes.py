@@ -97,7 +97,7 @@ class RowActor:
         self._ready, self._over = threading.Event(), threading.Event()
 
         def make_worker() -> Client:
-            return job.make_worker(job.target, timeout_s=job.timeout_s)
+            return job.make_worker(job.target, timeout_s=job.timeout_s, revision=job.revision)
 
         self._dispatcher = Dispatcher(
             plan, make_worker, load, _Unmetered(), self._post, at_most=job.batch_size, most_waiting=2 * MOST_CALLS,

@@ -149,6 +149,8 @@ def _after(room: Room, verb: Verb, usual: Normal, recorded: dict[str, bytes], ea
 def _case(verb: Verb) -> Callable[[Lab, int, bool], Result]:
     def case(lab: Lab, number: int, keep: bool = False) -> Result:
         began = time.monotonic()
+        if verb.missing:
+            return Result(f"kill-{verb.name}", number, skipped=f"{verb.needs} is not installed")
         result = disturbed(lab, verb, number, keep)
         result.seconds = time.monotonic() - began
         return result

@@ -167,7 +167,7 @@ def _verbs(name: str) -> list[Verb]:
 
 def _undisturbed(lab: Lab, wanted: Sequence[Verb], jobs: int) -> None:
     """Run commands without disturbance, `jobs` at a time, and note their runs. Raises RuntimeError if one fails."""
-    wanted = [*{verb.words: verb for verb in wanted}.values()]
+    wanted = [*{verb.words: verb for verb in wanted if not verb.missing}.values()]
     readers = []
     for job in range(jobs):
         reader, writer = os.pipe()

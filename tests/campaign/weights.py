@@ -23,7 +23,7 @@ from tests.campaign.kills import normal
 from tests.campaign.lab import PATIENCE_S, Lab, Result, Room, Verb
 from tests.campaign.serve import PROMPTS, TOKENS, WORDS, ended, started
 from tests.campaign.verbs import VERBS
-from tests.damage import read_header, write_header
+from tests.damage import read_header
 from zinfer.record.store import read
 
 
@@ -36,14 +36,15 @@ def change(folder: Path, dice: random.Random) -> str:
     anew, dated = dice.random() < 0.5, dice.random() < 0.5
     for path in sorted({paths[name] for name in names}):
         header, data = read_header(path)
-        content, times = bytearray(data), path.stat()
+        content, times = bytearray(path.read_bytes()), path.stat()
+        head = len(content) - len(data)
         for name in names:
             if paths[name] == path:
                 start, end = header[name]["data_offsets"]
                 shuffled = np.random.default_rng(dice.getrandbits(32)).permutation(_values(path, name))
-                content[start:end] = shuffled.tobytes()
+                content[head + start : head + end] = shuffled.tobytes()
         written = path.with_name("anew") if anew else path
-        write_header(written, header, bytes(content))
+        written.write_bytes(content)
         written.rename(path)
         if dated:
             os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))

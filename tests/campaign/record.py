@@ -146,8 +146,8 @@ def markdown(campaign: Campaign) -> str:
     if blind:
         told += (
             f" {blind:,} damaged inputs count as held though they gave another result: another value of a"
-            " configuration, a recipe or a record with a valid checksum is as good as the first. Changed bytes of"
-            " weights, which only a checksum could tell, were not tried."
+            " configuration, a recipe or a record with a valid checksum is as good as the first. Single changed"
+            " bytes of weights, which only a checksum of all could tell, were not tried."
         )
     if campaign.left:
         told += f" The campaign was ended before {campaign.left:,} of {campaign.planned:,} planned cases had ended."

@@ -152,6 +152,7 @@ def _huge_head(made: socket.socket, _dice: random.Random) -> None:
 
 
 WITHOUT_REQUEST = ("idle", "half a head", "garbage")  # which the server has to close by itself
+WITH_WORK = ("unread", "gone")  # which ask for many tokens
 NUISANCES: dict[str, Callable[[socket.socket, random.Random], None]] = {
     "idle": _idle, "half a head": _half_head, "half a body": _half_body, "kept alive": _kept_alive,
     "unread": _unread, "gone": _gone, "garbage": _garbage, "a huge head": _huge_head,

@@ -16,7 +16,18 @@ from contextlib import suppress
 from pathlib import Path
 
 from tests.campaign import judge
-from tests.campaign.clients import ANSWER_S, GREEDY, NUISANCES, WITHOUT_REQUEST, Crowd, Greedy, Load, ask, status_of
+from tests.campaign.clients import (
+    ANSWER_S,
+    GREEDY,
+    NUISANCES,
+    WITH_WORK,
+    WITHOUT_REQUEST,
+    Crowd,
+    Greedy,
+    Load,
+    ask,
+    status_of,
+)
 from tests.campaign.lab import GRACE_S, PATIENCE_S, Lab, Result, Room
 from tests.campaign.subject import Ended, Subject
 from tests.campaign.verbs import ON_MODEL
@@ -26,6 +37,7 @@ TOKENS = 12
 WORDS = ("serve", *ON_MODEL, "--offload", "none", "--port", "0", "--batch-size", "4", "--drain", "3")
 DRAIN_S = 3 + 20  # until a server that is told to end has ended
 FILES = 128  # of the server, among a crowd
+BUSY = 8  # connections of a kind that has the server compute: more of them are a load, which takes its time
 CLOSED_S = 60.0  # after which the server must have closed connections that send no request
 MOST_SAID = 1 << 20  # characters on stderr
 MOST_BYTES = 3 << 30  # of memory that server and worker take at most
@@ -145,7 +157,9 @@ def _crowded(lab: Lab, number: int, room: Room, dice: random.Random, result: Res
     try:
         began = time.monotonic()
         for _ in range(count):
-            crowd.add(port, dice.choice(kinds), dice)
+            kind = dice.choice(kinds)
+            if [*crowd.held.values()].count(kind) < (BUSY if kind in WITH_WORK else count):
+                crowd.add(port, kind, dice)
         result.struck += len(crowd.held)
         for _ in range(3):
             _answers(lab, port, dice, result, f"among {count} connections ({', '.join(kinds)})")

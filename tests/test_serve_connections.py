@@ -21,6 +21,7 @@ from zinfer.plan.plan import make_plan
 assert folder  # a fixture
 PLAN = make_plan(CASE, SPEC, MACHINE)
 HEAD = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n"
+BODY = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 1000\r\n\r\n"
 
 
 @pytest.fixture
@@ -147,6 +148,33 @@ def test_a_new_connection_takes_the_place_of_the_one_that_waits_longest(monkeypa
             assert open_at(server) == 6
             busy.close()
             assert server.ask("/v1/completions", {"prompt": "a3/9"})[1]["choices"][0]["text"] == text("a3/9")
+
+
+def test_a_new_connection_takes_the_place_of_one_whose_body_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "most_connections", lambda: 6)
+    worker = ServedRows()
+    with serving(PLAN, lambda: worker) as server, connected(server, 20) as slow:
+        for one in slow:
+            one.sendall(BODY + b'{"prompt": ')
+        assert server.ask("/v1/completions", {"prompt": "a3/9"})[1]["choices"][0]["text"] == text("a3/9")
+        assert all(map(ended, slow[:14]))
+        assert open_at(server) <= 6
+
+
+def test_a_body_that_does_not_come_does_not_hold_up_the_end(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its connection is closed with the last ones, and no traceback is written about it."""
+    monkeypatch.setattr("zinfer.job.serve.server.LAST_S", 0.3)
+    worker = ServedRows()
+    with serving(PLAN, lambda: worker) as server, connected(server, 1) as (slow,):
+        slow.sendall(BODY + b'{"prompt": ')
+        server.wait(lambda: open_at(server) == 1)
+        assert server.ask("/health")[0] == 200
+        server.server.drain()
+        assert ended(slow)
+        server.wait(lambda: open_at(server) == 0)
+    assert "Traceback" not in "".join(capfd.readouterr())
 
 
 @pytest.mark.slow

@@ -2,11 +2,13 @@
 
 import gc
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from tests.fakes import TARGET, FakeEngine
 from tests.inline import MACHINE, SPEC
 from zinfer.engine import EngineError
 from zinfer.generation.sampling import Sampling
-from zinfer.plan.plan import make_plan
+from zinfer.plan.plan import Plan, make_plan
 from zinfer.record.accuracy import Position
 from zinfer.record.measurement import Effective, Measurement, Span
 from zinfer.record.requests import RequestPoint
@@ -28,7 +30,9 @@ from zinfer.spec.checkpoint import CheckpointError
 from zinfer.spec.documents import DocumentError, UnreadableError
 from zinfer.spec.errors import not_here
 from zinfer.spec.model import ModelError
+from zinfer.spec.progress import Progress
 from zinfer.spec.requests import RequestLoad
+from zinfer.spec.source import find
 from zinfer.worker import process
 from zinfer.worker.failure import TaskFailure
 from zinfer.worker.inline import InlineWorker
@@ -319,6 +323,37 @@ def test_loading_failures_are_points_of_their_own() -> None:
     worker.close()
     assert refused is not None
     assert (refused.status, refused.stage) == ("oom_gpu", "load")
+
+
+@pytest.mark.parametrize("when", ["before", "meanwhile", "never"])
+def test_no_other_weights_are_loaded_than_those_of_the_start(
+    when: str, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """A worker that takes the place of one that died would go on with its rows on other weights."""
+    folder = shutil.copytree(checkpoint("llama"), tmp_path / "model")
+    source = find(str(folder), None, None, "safetensors")
+
+    def change() -> None:
+        shard = min(folder.glob("*.safetensors"))
+        shard.write_bytes(shard.read_bytes()[:-4] + b"abc?")
+
+    def make(plan: Plan, progress: Progress) -> FakeEngine:
+        if when == "meanwhile":
+            change()
+        return FakeEngine(plan, progress)
+
+    if when == "before":
+        change()
+    asked = case().model_copy(update={"load_format": "safetensors"})
+    worker = InlineWorker(make, revision=source.revision)
+    refused = worker.load(make_plan(asked, source.spec, MACHINE))
+    worker.close()
+    if when == "never":
+        assert refused is None
+    else:
+        assert refused is not None
+        assert (refused.status, refused.stage) == ("io_error", "load")
+        assert refused.error == f"{folder} does not hold the weights of the start any more: start anew"
 
 
 def test_a_worker_does_not_outlive_its_parent(tmp_path: Path) -> None:

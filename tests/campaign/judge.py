@@ -10,6 +10,7 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.campaign.clients import Reply
 from tests.campaign.subject import ROOT, Ended
 from zinfer.spec.errors import EXIT_CODES, INTERNAL
 
@@ -106,6 +107,21 @@ def equal(found: Any, wanted: Any, what: str) -> list[str]:
         first = keys[0]
         return [f"{what} differ in {len(keys)}: {first}: {_short(found.get(first))} is not {_short(wanted.get(first))}"]
     return [f"{what} differ: {_short(found)} is not {_short(wanted)}"]
+
+
+def replies(found: Iterable[Reply], wanted: Mapping[str, str], allowed: Collection[int] | None = None) -> list[str]:
+    """Judge what clients of a server got: the whole text that is `wanted` after each prompt. With `allowed`, the server
+    was disturbed: an answer may have one of these statuses, or be cut after a part of the right text (status 200)."""
+    faults = Counter[str]()
+    for one in found:
+        right = wanted.get(one.prompt, "")
+        if one.text != right if one.whole else not right.startswith(one.text):
+            faults[f"another text after {one.prompt!r}: {_short(one.text)} is not {_short(right)}"] += 1
+        elif one.whole:
+            continue
+        elif allowed is None or one.status not in allowed or one.waited_in_vain:
+            faults[f"status {one.status}: {one.fault[:200]}"] += 1
+    return [f"{fault} ({count} times)" if count > 1 else fault for fault, count in faults.items()]
 
 
 def whole(found: bytes | None, allowed: Iterable[bytes | None], name: str) -> list[str]:

@@ -49,7 +49,7 @@ def disturbed(lab: Lab, verb: Verb, number: int, keep: bool = False) -> Result:
                 break
         words = verb.next if any((room.work / name).exists() for name in verb.grows) else verb.words
         ended = room.run(words, stdin=verb.stdin, seconds=PATIENCE_S * (5 if room.ordinary else 1))
-        result.faults += judge.words(ended)
+        result.faults += judge.words(ended) + judge.processes(room.reap(GRACE_S))
         if ended.code != usual.code:
             result.faults.append(f"the next start ends with {ended.code}: {ended.last_line[:300]}")
         else:
@@ -149,6 +149,8 @@ def _after(room: Room, verb: Verb, usual: Normal, recorded: dict[str, bytes], ea
 def _case(verb: Verb) -> Callable[[Lab, int, bool], Result]:
     def case(lab: Lab, number: int, keep: bool = False) -> Result:
         began = time.monotonic()
+        if verb.missing:
+            return Result(f"kill-{verb.name}", number, skipped=f"{verb.needs} is not installed")
         result = disturbed(lab, verb, number, keep)
         result.seconds = time.monotonic() - began
         return result

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -201,6 +202,12 @@ class Verb:
     executed: bool = False  # executed always, for what it starts cannot be forked
     victims: str = ""  # part of the command lines of those below it that may be killed
     codes: tuple[int, ...] = (0,)
+    needs: str = ""  # package without which there is nothing to try
+
+    @property
+    def missing(self) -> bool:
+        """True if the package that it needs is not installed."""
+        return bool(self.needs) and find_spec(self.needs) is None
 
     @property
     def next(self) -> tuple[str, ...]:

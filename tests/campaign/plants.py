@@ -4,16 +4,18 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from zinfer import cli
 from zinfer.job.batch import openai
+from zinfer.job.serve import app
 from zinfer.record import jsonl, store
 from zinfer.spec import atomic, ending
-from zinfer.worker import server
+from zinfer.worker import server, session
 
 
 class Plant(NamedTuple):
@@ -98,6 +100,28 @@ def _append_without_sync() -> None:
     vars(jsonl)["os"] = SimpleNamespace(**{**vars(os), "fsync": lambda _file: None})
 
 
+def _text_of_another() -> None:
+    deliver, held = app.Desk.deliver, [""]
+
+    def delivered(self: app.Desk, news: Iterable[tuple[Any, Any]]) -> None:
+        given = []
+        for row, one in news:
+            given.append((row, one._replace(text=held[0])))
+            held[0] = one.text
+        deliver(self, given)
+
+    app.Desk.deliver = delivered  # type: ignore[method-assign]
+
+
+def _idle_for_ever() -> None:
+    connections: Any = import_module("zinfer.job.serve.connections")
+    connections.Connection._limit = lambda *_: None
+
+
+def _any_weights() -> None:
+    everywhere(session._check_weights, lambda _request: None)
+
+
 PLANTS = (
     Plant("A measured point is not written.", "kill-sweep", 2, _lost_point, ("None is not 1",)),
     Plant("An answer differs from start to start.", "kill-batch", 2, _changed_answer, ("results differ",)),
@@ -108,4 +132,8 @@ PLANTS = (
     Plant("The checksum of a record is not compared.", "record", 2, _checksum_skipped, ("compare", "report", "resume")),
     Plant("A line is acknowledged before it is on disk.", "sync", 2, _append_without_sync,
           ("sweep: ", "batch: ", "not synced before something else was written")),
+    Plant("A client of a server gets the text of another one.", "serve-kill", 2, _text_of_another, ("another text",)),
+    Plant("Connections that send nothing stay open.", "serve-crowd", 10, _idle_for_ever,
+          ("connections without a request are open",)),
+    Plant("A worker loads whatever weights there are.", "weights", 5, _any_weights, ("serve, ",)),
 )  # fmt: skip

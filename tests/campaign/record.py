@@ -31,6 +31,13 @@ TITLES = {
     "kv": "Damaged kept KV caches",
     "packed": "Damaged packed layers",
     "escape": "Escape sequences in names and text",
+    "kill-ranks": "`zinfer run --gpus 2`, a rank of it too, killed, then started again",
+    "kill-cluster": "`zinfer sweep --cluster local`, a job of it too, killed, then started again",
+    "kill-ray": "`zinfer batch --ray`, an actor of it too, killed, then started again",
+    "serve-kill": "`zinfer serve` or its worker killed under a load",
+    "serve-crowd": "`zinfer serve` among slow, idle, silent and lost clients",
+    "weights": "Weights of a checkpoint changed under records, caches, packed layers or a server",
+    "serve-greedy": "`zinfer serve` beside a client of costly requests",
 }
 COLUMNS = ("disturbance", "#cases", "#struck", "#held", "#failed")
 
@@ -139,8 +146,8 @@ def markdown(campaign: Campaign) -> str:
     if blind:
         told += (
             f" {blind:,} damaged inputs count as held though they gave another result: another value of a"
-            " configuration, a recipe or a record with a valid checksum is as good as the first. Changed bytes of"
-            " weights, which only a checksum could tell, were not tried."
+            " configuration, a recipe or a record with a valid checksum is as good as the first. Single changed"
+            " bytes of weights, which only a checksum of all could tell, were not tried."
         )
     if campaign.left:
         told += f" The campaign was ended before {campaign.left:,} of {campaign.planned:,} planned cases had ended."

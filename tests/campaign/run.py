@@ -19,13 +19,14 @@ from typing import Any
 
 import click
 
-from tests.campaign import damage, disks, kills, plants, record, subject, verbs
+from tests.campaign import damage, disks, kills, plants, record, serve, subject, verbs, weights
 from tests.campaign.lab import Lab, Result, Verb
 from tests.campaign.shim import Shim
 
 Case = Callable[[Lab, int, bool], Result]
-CLASSES: dict[str, Case] = {**kills.CLASSES, **disks.CLASSES, **damage.CLASSES}
+CLASSES: dict[str, Case] = {**kills.CLASSES, **disks.CLASSES, **damage.CLASSES, **serve.CLASSES, **weights.CLASSES}
 MANY = 3  # damaged inputs for each kill: they are quick
+FEW = {"kill-ranks": 3, "kill-cluster": 5, "kill-ray": 15, "serve-crowd": 3}  # kills for each case of a slow class
 OVERTIME_S = 120.0  # for the cases under way when the time is up; those that then still run are not counted
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # <sys/prctl.h>
 
@@ -86,7 +87,7 @@ def campaign(
     try:
         lab = prepare(root, seed, ordinary)
         _undisturbed(lab, [*dict.fromkeys(verb for name in names for verb in _verbs(name))], jobs)
-        damage.furnish(lab, names)
+        _furnish(lab, names)
         click.echo(f"prepared in {time.monotonic() - began:.0f} s; {'with' if lab.shim else 'without'} shim", err=True)
         cases = _cases(names, numbers, tell)
         results: list[Result] = []
@@ -121,7 +122,7 @@ def prove(seed: int, jobs: int) -> int:
         lab = prepare(root, seed, 0.0)
         names = [*dict.fromkeys(plant.seen_by for plant in plants.PLANTS)]
         _undisturbed(lab, [*dict.fromkeys(verb for name in names for verb in _verbs(name))], jobs)
-        damage.furnish(lab, names)
+        _furnish(lab, names)
         for plant in plants.PLANTS:
             lab.plant = plant.plant
             with _Stop(None) as stop:
@@ -140,22 +141,33 @@ def prove(seed: int, jobs: int) -> int:
         shutil.rmtree(root, ignore_errors=True)
 
 
+def _furnish(lab: Lab, names: Sequence[str]) -> None:
+    damage.furnish(lab, names)
+    if {*names} & {*serve.CLASSES, *weights.CLASSES}:
+        serve.furnish(lab)
+
+
 def _cases(names: Sequence[str], numbers: Iterable[int], tell: bool = False) -> list[tuple[str, int]]:
-    """Return the cases of classes by name and number; with `tell` no class has more than the others."""
-    share = {name: MANY if name in damage.CLASSES and not tell else 1 for name in names}
-    return [(name, share[name] * number + part) for number in numbers for name in names for part in range(share[name])]
+    """Return the cases of classes by name and number; with `tell` no class has more or fewer than the others."""
+    found = []
+    for number in numbers:
+        for name in names:
+            many, few = (1, 1) if tell else (MANY if name in damage.CLASSES else 1, FEW.get(name, 1))
+            if number % few == 0:
+                found += [(name, many * number // few + part) for part in range(many)]
+    return found
 
 
 def _verbs(name: str) -> list[Verb]:
     """Return the commands whose undisturbed runs the cases of a class compare with."""
     if name in kills.CLASSES or name in disks.CLASSES:
         return disks.verbs_of(name)
-    return [verbs.VERBS[verb] for verb in damage.USES.get(name, ())]
+    return [verbs.VERBS[verb] for verb in {**damage.USES, **dict.fromkeys(weights.CLASSES, weights.USES)}.get(name, ())]
 
 
 def _undisturbed(lab: Lab, wanted: Sequence[Verb], jobs: int) -> None:
     """Run commands without disturbance, `jobs` at a time, and note their runs. Raises RuntimeError if one fails."""
-    wanted = [*{verb.words: verb for verb in wanted}.values()]
+    wanted = [*{verb.words: verb for verb in wanted if not verb.missing}.values()]
     readers = []
     for job in range(jobs):
         reader, writer = os.pipe()

@@ -41,7 +41,8 @@ PRELOADED = (
     "zinfer.worker.teacher_forcing", "zinfer.engine.stream.packed", "zinfer.commands.watch", "zinfer.commands.out",
     "zinfer.job.accuracy", "zinfer.job.batch.run", "zinfer.analysis.best", "rich.table", "accelerate",
     "zinfer.generation.chat", "zinfer.generation.scheduler", "zinfer.job.serve.server", "zinfer.job.batch.packing",
-    "uvicorn.protocols.http.h11_impl", "uvicorn.loops.asyncio", "zinfer.__main__",
+    "uvicorn.protocols.http.auto", "uvicorn.protocols.websockets.auto", "uvicorn.loops.auto", "uvicorn.loops.asyncio",
+    "uvicorn.lifespan.off", "zinfer.__main__",
 )  # fmt: skip
 DRAWING = ("matplotlib.backends.backend_agg", "matplotlib.backends.backend_svg", "zinfer.report.plot.figures",
            "zinfer.report.page", "zinfer.report.measured", "zinfer.report.predicted")  # fmt: skip

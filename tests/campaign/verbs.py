@@ -170,10 +170,11 @@ VERBS = {
         Verb("ranks", ("run", *ON_MODEL, "--gpus", "2", "--offload", "cpu", "-p", "Hello", "-p", "abc", "--output-len",
                        "24", "--ignore-eos", "--json"), _texts),
         Verb("cluster", (*SWEEP, "--cluster", "local"), _sweep, again=("--resume",), grows=("r.jsonl",),
-             keeps=(DAMAGED,), executed=True),
+             keeps=(DAMAGED,), executed=True, needs="submitit"),
         Verb("ray", ("batch", "requests.jsonl", "-o", "out.jsonl", *ON_MODEL, "--offload", "none", "--batch-size", "4",
-                     "--ray", "local"), _batch, grows=("out.jsonl",), keeps=(DAMAGED,), executed=True,
-             victims="ray::MapWorker"),
+                     "--ray", "local"), _batch, grows=("out.jsonl",), executed=True, victims="ray::MapWorker",
+             needs="ray",
+             keeps=(DAMAGED, "*.lease")),  # Ray kills the actors at the end, whose leases the next start removes
         Verb("compare", ("compare", "before.jsonl", "results.jsonl"), _stdout),
     )
 }  # fmt: skip

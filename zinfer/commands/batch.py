@@ -212,7 +212,10 @@ def _run(
 
     def make_worker() -> Worker:
         timeout_s = how["timeout_s"]
-        return Worker(target, timeout_s=timeout_s, notice=watch.progress, loaded=watch.loaded, debug=bool(debug))
+        return Worker(
+            target, timeout_s=timeout_s, notice=watch.progress, loaded=watch.loaded, debug=bool(debug),
+            revision=source.revision,
+        )  # fmt: skip
 
     worker = make_worker()
     try:

@@ -108,7 +108,8 @@ def command(
     """Serve a model: /v1/completions, /v1/chat/completions, /v1/models, /health and /metrics.
 
     Requests run together: each begins at the next pass, as soon as there is memory for it, and ends on its own. Where
-    memory is short, requests share it, however many answers each asks for. The client of OpenAI works with it, streaming included.
+    memory is short, requests share it, however many answers each asks for. The client of OpenAI works with it,
+    streaming included.
 
     \b
     zinfer serve --model ./my-checkpoint
@@ -153,7 +154,12 @@ def command(
 
         def make_worker() -> Worker:
             return Worker(
-                target, timeout_s=how["timeout_s"], notice=watch.progress, loaded=watch.loaded, debug=bool(debug)
+                target,
+                timeout_s=how["timeout_s"],
+                notice=watch.progress,
+                loaded=watch.loaded,
+                debug=bool(debug),
+                revision=source.revision,
             )
 
         if ends is not None:

@@ -410,6 +410,7 @@ class _Runner:
                     timeout_s=self._sweep.timeout_s,
                     notice=self._events.progress,
                     loaded=self._events.loaded,
+                    revision=self._job.revision,
                 )
                 with self._signals.raised():
                     refused: Measurement | None = self._worker.load(self._job.plan)

@@ -33,9 +33,10 @@ class InlineWorker(Client):
         notice: Progress = silent,
         loaded: OnLoaded = lambda _size, _seconds: None,
         debug: bool = False,
+        revision: str = "",
         instead: Mapping[type[Request[Any]], Callable[[Session, Any], Message]] | None = None,
     ) -> None:
-        super().__init__(engine if isinstance(engine, str) else "", notice, loaded)
+        super().__init__(engine if isinstance(engine, str) else "", notice, loaded, revision)
         functions: dict[str, Function] = {}
         if not isinstance(engine, str):
             functions["load"] = _loader(engine)
@@ -65,6 +66,6 @@ class InlineWorker(Client):
 
 def _loader(make: MakeEngine) -> Function:
     def load(session: Session, request: Load) -> Loaded:
-        return load_with(session, request.plan, lambda: make)
+        return load_with(session, request, lambda: make)
 
     return load

@@ -82,8 +82,8 @@ class WorkerDied(WorkerError):
 class Client(ABC):
     """Client of a worker: a process (`Worker`), or this one (`zinfer.worker.inline.InlineWorker`)."""
 
-    def __init__(self, target: str, notice: Progress, loaded: OnLoaded) -> None:
-        self._target, self._notice, self._loaded = target, notice, loaded
+    def __init__(self, target: str, notice: Progress, loaded: OnLoaded, revision: str) -> None:
+        self._target, self._notice, self._loaded, self._revision = target, notice, loaded, revision
 
     def ask(self, request: Request[Answer]) -> Answer:
         """Return the answer to a request of `zinfer.worker.tasks`.
@@ -109,7 +109,7 @@ class Client(ABC):
             raise TaskFailed(refused.status, f"loading failed: {refused.error}", answer.exit_code)
 
     def _load(self, plan: Plan) -> Loaded:
-        answer = self.ask(Load(target=self._target, plan=plan))
+        answer = self.ask(Load(target=self._target, plan=plan, revision=self._revision))
         if answer.refused is None:
             self._loaded(answer.load_bytes, answer.load_s)
         return answer
@@ -138,7 +138,8 @@ class Client(ABC):
 class Worker(Client):
     """Worker in a process of its own: starts it, sends it requests, watches the time.
 
-    `target` is the engine as ``module:Class``. Raises WorkerDied when the process crashes (`crashed`), cannot go on
+    `target` is the engine as ``module:Class``, `revision` the fingerprint of the weights that it may load, if they may
+    not be others. Raises WorkerDied when the process crashes (`crashed`), cannot go on
     without memory (`oom_gpu`, `oom_host`) or overruns `timeout_s` in a request (`timeout`; it is killed then).
     """
 
@@ -150,8 +151,9 @@ class Worker(Client):
         notice: Progress = silent,
         loaded: OnLoaded = lambda _size, _seconds: None,
         debug: bool = False,
+        revision: str = "",
     ) -> None:
-        super().__init__(target, notice, loaded)
+        super().__init__(target, notice, loaded, revision)
         self._timeout = timeout_s
         self._log: IO[bytes] | None = None if debug else tempfile.TemporaryFile()  # noqa: SIM115
         self._oom_kills, self._killed = _oom_kills(), False

@@ -52,7 +52,7 @@ class Server:
 
 def load(session: Session, request: Load) -> Loaded:
     """Import the engine class at the request's target, and load it."""
-    return load_with(session, request.plan, lambda: imported(request.target).start)
+    return load_with(session, request, lambda: imported(request.target).start)
 
 
 def imported(target: str) -> "type[Engine]":

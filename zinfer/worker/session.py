@@ -129,7 +129,7 @@ class _MalformedError(Exception):
 
 def load(session: Session, request: Load) -> Loaded:
     """Import the engine class at the request's target, and load it."""
-    return load_with(session, request.plan, lambda: _import(request.target))
+    return load_with(session, request, lambda: _import(request.target))
 
 
 def _import(target: str) -> "Callable[[Plan, Progress], Engine]":
@@ -138,8 +138,10 @@ def _import(target: str) -> "Callable[[Plan, Progress], Engine]":
     return base.load(target).start
 
 
-def load_with(session: Session, plan: Plan, find: "Callable[[], Callable[[Plan, Progress], Engine]]") -> Loaded:
-    """Load the engine that the function returned by `find` makes of `plan`; an exception becomes a refused point."""
+def load_with(session: Session, request: Load, find: "Callable[[], Callable[[Plan, Progress], Engine]]") -> Loaded:
+    """Load the engine that the function returned by `find` makes of the request's plan; an exception, and weights that
+    have changed, before or meanwhile, become a refused point."""
+    plan = request.plan
     session.facts = facts_of(plan)
     try:
         session.beat("starting", 0.0)
@@ -159,13 +161,25 @@ def load_with(session: Session, plan: Plan, find: "Callable[[], Callable[[Plan, 
         }
         session.facts = session.facts.model_copy(update=facts)
         started = time.monotonic()
+        _check_weights(request)
         session.engine = make(plan, session.beat)
+        _check_weights(request)
         facts = {"load_s": round(max(1e-3, time.monotonic() - started), 3), "load_bytes": session.engine.loaded_bytes}
     except BaseException as error:
         failure = failure_of(error, "load")
         return Loaded(refused=session.point(plan.case, **failure.recorded), exit_code=failure.exit_code)
     session.facts = session.facts.model_copy(update=facts)
     return Loaded(**facts)
+
+
+def _check_weights(request: Load) -> None:
+    """Raise CheckpointError if the weights on disk are not those of the request's revision."""
+    from zinfer.spec.checkpoint import CheckpointError
+    from zinfer.spec.source import revision_of
+
+    spec = request.plan.model
+    if request.revision and revision_of(spec, request.plan.case.load_format) != request.revision:
+        raise CheckpointError(f"{spec.directory} does not hold the weights of the start any more: start anew")
 
 
 def facts_of(plan: Plan) -> Facts:

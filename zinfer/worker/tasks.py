@@ -54,10 +54,11 @@ class Loaded(Message):
 
 
 class Load(Request[Loaded]):
-    """Load the engine at `target`, ``module:Class``, for a plan."""
+    """Load the engine at `target`, ``module:Class``, for a plan, and no other weights than those of `revision`."""
 
     target: str
     plan: Plan
+    revision: str = ""  # fingerprint; any weights without one
 
 
 class Facts(Message):

@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import re
+import signal
 import socket
 import threading
 import time
@@ -106,7 +107,7 @@ class RowActor:
         self._ready, self._over = threading.Event(), threading.Event()
 
         def make_worker() -> Client:
-            return job.make_worker(job.target, timeout_s=job.timeout_s)
+            return job.make_worker(job.target, timeout_s=job.timeout_s, revision=job.revision)
 
         self._dispatcher = Dispatcher(
             plan, make_worker, load, _Unmetered(), self._post, tokenizer, at_most=job.batch_size,
@@ -179,6 +180,21 @@ def request_of(line: bytes) -> BatchRequest:
 
 
 @contextmanager
+def _own_sigterm() -> Iterator[None]:
+    """Keep the handler of SIGTERM: Ray puts its own in place, which exits with code 15 and says nothing."""
+    before, told = signal.getsignal(signal.SIGTERM), False
+    try:
+        yield
+    except SystemExit:
+        told = True
+    finally:
+        with suppress(ValueError):  # not in the main thread
+            signal.signal(signal.SIGTERM, before)
+    if told:
+        signal.raise_signal(signal.SIGTERM)
+
+
+@contextmanager
 def connected(address: str, debug: bool = False) -> Iterator[Any]:
     """Connect to the Ray cluster at `address` (``auto``, ``host:port``, or ``local`` for one of this machine alone) and
     yield the module. Raises NodesError."""
@@ -190,7 +206,8 @@ def connected(address: str, debug: bool = False) -> Iterator[Any]:
     try:
         if found := re.fullmatch(r"\[?([^/]+?)\]?:([0-9]{1,5})", address):  # Ray itself would try for minutes
             socket.create_connection((found[1], int(found[2])), CONNECT_S).close()
-        ray.init(address=address, log_to_driver=debug, logging_level="INFO" if debug else "ERROR")
+        with _own_sigterm():
+            ray.init(address=address, log_to_driver=debug, logging_level="INFO" if debug else "ERROR")
     except (RuntimeError, ValueError, OverflowError, OSError) as error:
         raise NodesError(f"no Ray cluster at {address}: {one_line(error)[:300]}") from None
     if not debug:

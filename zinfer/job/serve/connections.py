@@ -49,7 +49,7 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._head_came()
+        self._end_wait()
         self.resume_writing()
         self._unset_keepalive_if_required()
         self._listener.lost(self)
@@ -57,7 +57,9 @@ class Connection(H11Protocol):
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         if self.answers:
-            self._head_came()
+            self._end_wait()
+            if not self.cycle.more_body:
+                self._listener.idle.pop(self, None)
         elif not self._begun:
             self._begun = True
             self._limit(HEAD_S)
@@ -98,8 +100,7 @@ class Connection(H11Protocol):
             self._wait.cancel()
         self._wait = self.loop.call_later(seconds, self.transport.abort)
 
-    def _head_came(self) -> None:
-        self._listener.idle.pop(self, None)
+    def _end_wait(self) -> None:
         if self._wait is not None:
             self._wait.cancel()
             self._wait = None
@@ -108,13 +109,14 @@ class Connection(H11Protocol):
 class Listener(uvicorn.Server):
     """Server of uvicorn that takes in as many connections as there are files for, one after the other.
 
-    Where there is no room for one that comes, that which has waited longest without a request is closed; while all
-    have a request under way, others wait in the kernel's queue. Signals are left to the caller.
+    Where there is no room for one that comes, that which has waited longest for the whole of a request is closed; while
+    all have one under way, others wait in the kernel's queue. Signals are left to the caller.
     """
 
-    def __init__(self, config: uvicorn.Config, say: Callable[[str], None]) -> None:
+    def __init__(self, config: uvicorn.Config, last_s: float, say: Callable[[str], None]) -> None:
         super().__init__(config)
-        self.idle: dict[Connection, None] = {}  # without a request, those that wait longest first
+        self._last_s = last_s
+        self.idle: dict[Connection, None] = {}  # without a whole request, those that wait longest first
         self.most = most_connections()
         self._say, self._said_at = say, -60.0
         self._room = asyncio.Event()
@@ -130,10 +132,20 @@ class Listener(uvicorn.Server):
             self._accepting = asyncio.ensure_future(self._accept(bound))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End: clients have `last_s` seconds to read their answers. Then, or where one has not sent its body, the
+        connection is aborted, so that its task ends by itself."""
         if self._accepting is not None:
             self._accepting.cancel()
             await asyncio.gather(self._accepting, return_exceptions=True)
-        await super().shutdown(sockets)
+        late = asyncio.get_running_loop().call_later(self._last_s, self._abort)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            late.cancel()
+
+    def _abort(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
 
     def lost(self, connection: Connection) -> None:
         """Note that a connection has ended."""
@@ -185,9 +197,6 @@ def most_connections() -> int:
     return MOST if soft == resource.RLIM_INFINITY else max(SPARE_FILES // 4, min(MOST, soft - SPARE_FILES))
 
 
-def config(app: Any, last_s: int) -> uvicorn.Config:
-    """Return the settings of uvicorn; clients have `last_s` seconds at the end to read their answers."""
-    return uvicorn.Config(
-        app, log_level="error", access_log=False, lifespan="off", server_header=False, ws="none",
-        timeout_graceful_shutdown=last_s,
-    )  # fmt: skip
+def config(app: Any) -> uvicorn.Config:
+    """Return the settings of uvicorn."""
+    return uvicorn.Config(app, log_level="error", access_log=False, lifespan="off", server_header=False, ws="none")

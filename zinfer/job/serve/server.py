@@ -114,7 +114,7 @@ class HttpServer:
             self.desk, settings.model, limits, self.metrics, key=settings.key, most_bytes=settings.most_bytes,
             origins=settings.origins, log=(lambda _line: None) if log is None else Log(log).add,
         )  # fmt: skip
-        self._listener = Listener(config(app, LAST_S), say)
+        self._listener = Listener(config(app), LAST_S, say)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
         self.signal: int | None = None  # signal that ended it

@@ -35,6 +35,13 @@ BITS = {  # type in safetensors -> bits of a value
     "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64,
     "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
 }  # fmt: skip
+# Masks and tables of positions: older checkpoints hold them, the model computes them.
+TABLE = re.compile(
+    r"(?:^|\.)(?:(?:attention|attn)\.(?:masked_)?bias|inv_freq|cos_cached|sin_cached|causal_mask|position_ids|rope\.freqs"
+    r"|embed_positions\.weights|_float_tensor)$"
+)
+# Heads of reward and value models, which make no text.
+HEAD = re.compile(r"(?:v_head|value_head|reward_head|score|classifier|qa_outputs)\.")
 _LONG_NUMBER = re.compile(r"\d{10}")  # names count layers and experts
 SAMPLE = 4096  # bytes hashed at either end of a tensor: tell retrained weights of one layout apart
 
@@ -122,6 +129,11 @@ def bare_config(path: Path) -> Mapping[str, Any] | None:
     if not os.path.lexists(path / "config.json") or any(next(path.glob(pattern), None) for pattern in weights):
         return None
     return _config(path / "config.json", "")
+
+
+def is_left_out(name: str) -> bool:
+    """Tell whether a stored tensor of this name is no weight that makes text."""
+    return TABLE.search(name) is not None or HEAD.match(name) is not None
 
 
 def read_weight_map(path: Path) -> dict[str, str]:

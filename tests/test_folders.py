@@ -1,0 +1,168 @@
+"""Folders of checkpoints as people have them: surplus tensors, several sources of weights, and other kinds of files."""
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tests.checkpoints import save_config
+from tests.command import zinfer
+from tests.running import error, prefill
+from tests.test_parity import COMPARED, load, prompts
+from zinfer.engine.base import Engine
+from zinfer.engine.state import ModelState
+from zinfer.spec import resolve
+from zinfer.spec.case import Offload
+from zinfer.spec.checkpoint import CheckpointError
+from zinfer.spec.progress import NOTE
+
+GPT: dict[str, dict[str, object]] = {
+    "gpt2": {},
+    "gptj": {"rotary_dim": 8, "tie_word_embeddings": False},
+    "gpt_neo": {"num_hidden_layers": 4, "attention_types": [[["global", "local"], 2]], "window_size": 4},
+}
+MASK = torch.ones(1, 1, 32, 32).tril().bool()
+HEAD = {"v_head.summary.weight": torch.ones(1, 64), "v_head.summary.bias": torch.ones(1)}
+SCORE = {"score.weight": torch.ones(2, 64)}
+
+
+@pytest.fixture(scope="module")
+def gpts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that makes the checkpoint of one of `GPT`, once."""
+    made: dict[str, Path] = {}
+
+    def get(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = save_config(tmp_path_factory.mktemp(kind), kind, **{"num_hidden_layers": 3, **GPT[kind]})
+        return made[kind]
+
+    return get
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for shard in folder.glob("*.safetensors") for name, tensor in load_file(shard).items()}
+
+
+def with_tensors(source: Path, folder: Path, extra: Mapping[str, Tensor], renamed: str = "") -> Path:
+    """Copy the checkpoint `source`, with `extra` tensors; names lose the prefix `renamed`. Return the copy."""
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+    tensors = {name.removeprefix(renamed): tensor.contiguous() for name, tensor in stored(source).items()}
+    save_file({**tensors, **extra}, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def masks(names: str, layers: int) -> dict[str, Tensor]:
+    """Return the masks that old checkpoints hold, in each layer."""
+    every = dict[str, Tensor]()
+    for layer in range(layers):
+        every[f"{names.format(layer)}.bias"] = MASK.clone()
+        every[f"{names.format(layer)}.masked_bias"] = torch.tensor(-1e9)
+    return every
+
+
+def logits(loaded: Engine) -> Tensor:
+    """Return the logits of one prompt, and close the engine."""
+    try:
+        return prefill(loaded, *prompts((9,)))
+    finally:
+        loaded.close()
+
+
+def theirs(folder: Path) -> Tensor:
+    """Return the logits of the same prompt, of the model that transformers loads."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        found: Tensor = model(prompts((9,))[0]).logits[:, -1]
+    return found
+
+
+def said(folder: Path) -> list[str]:
+    """Return the lines that loading prints."""
+    lines = list[str]()
+    state = ModelState(resolve.from_directory(folder), "safetensors")
+    for _ in state.load(torch.device("cpu"), lambda stage, _: lines.append(stage)):
+        pass
+    return [line.removeprefix(NOTE) for line in lines if line.startswith(NOTE)]
+
+
+SURPLUS = {
+    "gptj": ("gptj", "", masks("transformer.h.{}.attn", 3), ""),
+    "gpt_neo": ("gpt_neo", "", masks("transformer.h.{}.attn.attention", 4), ""),
+    "gpt2": ("gpt2", "", masks("transformer.h.{}.attn", 3), ""),
+    "gpt2 without prefix": ("gpt2", "transformer.", masks("h.{}.attn", 3), ""),
+    "value head": ("gpt2", "", HEAD, "v_head.summary.bias, v_head.summary.weight"),
+    "value head, without prefix": ("gpt2", "transformer.", HEAD, "v_head.summary.bias, v_head.summary.weight"),
+    "score": ("gptj", "", SCORE, "score.weight"),
+    "another head": ("gpt2", "", {"critic.out.weight": torch.ones(1, 64)}, "critic.out.weight"),
+}
+
+
+@pytest.mark.parametrize("kind", SURPLUS)
+def test_surplus_tensors_that_make_no_text_load(kind: str, gpts: Callable[[str], Path], tmp_path: Path) -> None:
+    architecture, renamed, extra, named = SURPLUS[kind]
+    source = gpts(architecture)
+    folder = with_tensors(source, tmp_path / "copy", extra, renamed)
+    lines = said(folder)
+    assert [f"left out {named} of {folder}: no part of a {architecture} model"] * bool(named) == lines
+    assert error(logits(load("stream", folder, "cpu", tmp_path)), theirs(folder)) < 1e-5
+    assert resolve.from_directory(folder).parameters == resolve.from_directory(source).parameters
+
+
+@pytest.mark.parametrize("compared", COMPARED)
+def test_every_engine_leaves_a_value_head_out(
+    compared: tuple[str, Offload], gpts: Callable[[str], Path], tmp_path: Path
+) -> None:
+    extra = HEAD | masks("transformer.h.{}.attn", 3)
+    folder = with_tensors(gpts("gptj"), tmp_path / "copy", extra)
+    (tmp_path / "nvme").mkdir()
+    assert error(logits(load(compared[0], folder, compared[1], tmp_path / "nvme")), theirs(folder)) < 1e-5
+
+
+CHANGING = {
+    "bias of a linear module": {"transformer.h.1.attn.q_proj.bias": torch.ones(64)},
+    "scale of a layer": {"transformer.h.1.ln_2.weight": torch.ones(64)},
+    "bias of an attention module": {"transformer.h.1.attn.bias": torch.ones(64)},
+    "mask of another form": {"transformer.h.1.attn.masked_bias": torch.ones(64)},
+    "norm of the embeddings": {"transformer.ln_emb.weight": torch.ones(64)},
+    "layer that the model lacks": {"transformer.h.3.ln_1.weight": torch.ones(64)},
+    "tensor of the model itself": {"logit_scale": torch.ones(1)},
+    "adapter": {"transformer.h.1.attn.q_proj.lora_A.weight": torch.ones(4, 64)},
+    "adapter outside": {"base_model.model.transformer.h.1.attn.q_proj.lora_B.weight": torch.ones(64, 4)},
+}
+
+
+@pytest.mark.parametrize("kind", CHANGING)
+@pytest.mark.parametrize("bare", [False, True])
+def test_surplus_tensors_that_would_change_the_text_are_refused(
+    kind: str, bare: bool, gpts: Callable[[str], Path], tmp_path: Path
+) -> None:
+    extra = {name.removeprefix("transformer." * bare): tensor for name, tensor in CHANGING[kind].items()}
+    folder = with_tensors(gpts("gptj"), tmp_path / "copy", extra, "transformer." * bare)
+    with pytest.raises(CheckpointError, match="merge it" if "adapter" in kind else "do not belong together"):
+        ModelState(resolve.from_directory(folder), "safetensors")
+
+
+def test_run_prints_what_is_left_out_once_and_ends_with_2_for_a_faulty_checkpoint(
+    gpts: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source, words = gpts("gpt2"), ("--offload", "cpu", "--output-len", "3", "--prompt", "ab")
+    done = zinfer(tmp_path, "run", "--model", str(with_tensors(source, tmp_path / "head", HEAD)), *words)
+    assert (done.returncode, done.stderr.count("left out v_head")) == (0, 1), done.stderr
+    faulty = {
+        "surplus": with_tensors(source, tmp_path / "surplus", {"transformer.h.0.attn.scale.weight": torch.ones(1)}),
+        "missing": with_tensors(source, tmp_path / "missing", {}),
+        "tokenizer": with_tensors(source, tmp_path / "tokenizer", {}),
+    }
+    weights = stored(faulty["missing"])
+    del weights["transformer.wpe.weight"]
+    save_file(weights, faulty["missing"] / "model.safetensors")
+    (faulty["tokenizer"] / "tokenizer.json").write_text("{")
+    for name, folder in faulty.items():
+        done = zinfer(tmp_path, "run", "--model", str(folder), *words)
+        assert done.returncode == 2, (name, done.stderr)
+        assert len(done.stderr.strip().splitlines()[-1]) < 400

@@ -1,5 +1,6 @@
 """Folders of checkpoints as people have them: surplus tensors, several sources of weights, and other kinds of files."""
 
+import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ from zinfer.engine.base import Engine
 from zinfer.engine.state import ModelState
 from zinfer.spec import resolve
 from zinfer.spec.case import Offload
-from zinfer.spec.checkpoint import CheckpointError
+from zinfer.spec.checkpoint import INDEX, SINGLE, Checkpoint, CheckpointError
 from zinfer.spec.progress import NOTE
 
 GPT: dict[str, dict[str, object]] = {
@@ -166,3 +167,41 @@ def test_run_prints_what_is_left_out_once_and_ends_with_2_for_a_faulty_checkpoin
         done = zinfer(tmp_path, "run", "--model", str(folder), *words)
         assert done.returncode == 2, (name, done.stderr)
         assert len(done.stderr.strip().splitlines()[-1]) < 400
+
+
+def test_of_several_sources_the_one_of_transformers_is_read(gpts: Callable[[str], Path], tmp_path: Path) -> None:
+    source = gpts("gpt2")
+    folder = Path(shutil.copytree(source, tmp_path / "two"))
+    assert (folder / INDEX).exists()
+    assert not said(folder)
+    changed = {name: tensor * 1.1 for name, tensor in stored(source).items()}
+    save_file(changed, folder / SINGLE, {"format": "pt"})
+    line = f"{folder} holds two sources of weights that differ: {{}} is read, as transformers does, and {{}} is not"
+    assert said(folder) == [line.format(SINGLE, INDEX)]
+    whole = theirs(folder)
+    assert error(logits(load("stream", folder, "cpu", tmp_path)), whole) < 1e-5
+    assert error(theirs(source), whole) > 1e-2
+    save_file(stored(source), folder / SINGLE, {"format": "pt"})  # a copy of the same weights
+    assert not said(folder)
+    save_file(changed, folder / "own.safetensors", {"format": "pt"})
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"transformers_weights": "own.safetensors"}))
+    assert said(folder) == [line.format("own.safetensors", SINGLE), line.format("own.safetensors", INDEX)]
+    assert error(theirs(folder), whole) == 0
+    assert error(logits(load("stream", folder, "cpu", tmp_path)), whole) < 1e-5
+
+
+def test_an_index_is_read_where_the_whole_file_is_no_file(gpts: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(gpts("gpt2"), tmp_path / "two"))
+    (folder / SINGLE).symlink_to("gone")
+    assert error(logits(load("stream", folder, "cpu", tmp_path)), theirs(folder)) < 1e-5
+    assert len(said(folder)) == 1
+
+
+@pytest.mark.parametrize("named", ["../own.safetensors", "gone.safetensors", "weights.bin", "", 3, ["own.safetensors"]])
+def test_named_weights_are_a_file_of_the_folder(named: object, gpts: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(gpts("gpt2"), tmp_path / "named"))
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"transformers_weights": named}))
+    with pytest.raises(CheckpointError):
+        Checkpoint.open(folder)

@@ -204,11 +204,8 @@ class ModelState:
             source = self._checkpoint.read(mapped, layers, stored)
             if self._coded:
                 source = self._rounded(source, device, stored)
-        if self._checkpoint is not None and (names := self._checkpoint.left_out):
-            note(
-                progress,
-                f"left out {_some(names)} of {self.spec.directory}: no part of a {self.spec.architecture} model",
-            )
+        for line in self._checkpoint.notes() if self._checkpoint is not None else ():
+            note(progress, line)
         with closing(source) as tensors:
             for name, tensor in tensors:
                 if name not in missing:
@@ -499,6 +496,13 @@ class _Stored:
         missing -= set(self._initial)
         if missing:
             raise CheckpointError(f"{self._directory} lacks {_some(missing)}")
+
+    def notes(self) -> Iterator[str]:
+        """Yield lines for the user: what is left out of the folder, and which sources of weights are not read."""
+        if self.left_out:
+            architecture = self._state.spec.architecture
+            yield f"left out {_some(self.left_out)} of {self._directory}: no part of a {architecture} model"
+        yield from self._checkpoint.disagreements()
 
     def read(self, mapped: bool, layers: bool, stored: bool = False) -> Generator[tuple[str, Loaded]]:
         """Yield (name, tensor) of the entries, on the CPU, in the types of the entries; entries outside the layers

@@ -1,32 +1,51 @@
-# `make demo` and `make test` need Python 3.11+ and make; all else is installed into .venv.
+# `make demo` and `make test` need Python 3.11+ and make; all else is installed into .venv, in the versions, and with the
+# hashes, of requirements/ (`make lock` writes them).
 PYTHON ?= python3
 BIN := .venv/bin
-BUILDERS := 'pip>=25' 'setuptools>=77' wheel
+# The build of torch: cuda, or cpu without NVIDIA's libraries; an environment keeps the one that it was made with.
+TORCH ?= $(or $(shell cat .venv/torch 2>/dev/null),cuda)
 # Python compiles what it imports, once: that is a tenth of what pip would compile.
-OPTIONS := --disable-pip-version-check --no-compile -c constraints.txt
+OPTIONS := --disable-pip-version-check --no-compile
 PIP := $(BIN)/python -m pip install $(OPTIONS)
+LOCKED := --no-build-isolation --no-deps --require-hashes -r
+PROJECT := --no-build-isolation --no-deps -e .
 
 # Where the environment keeps Python from writing what it compiled, each of the demo's workers would compile it again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test quick lint conformance judges campaign catalogue readme codec accuracy routing drafts plots report
+.PHONY: setup demo test quick lint lock conformance judges mutants campaign catalogue readme codec accuracy routing drafts plots report
 
 setup: .venv/installed .venv/installed-dev
 
+# The lock without what is part of torch's CUDA build alone (and, where nobody tests it, without triton).
+CUDA_ONLY := torch|cuda-|nvidia-
+ifeq ($(TORCH),cpu)
+locked = awk '/^[a-z]/ { skip = /^($(CUDA_ONLY)$(2))/ && !/^nvidia-ml-py/ } !skip' requirements/$(1).txt >.venv/$(1).txt
+torch = $(PIP) --no-deps --index-url https://download.pytorch.org/whl/cpu "$$(sed -n 's/^\(torch==[^ ]*\) .*/\1/p' requirements/run.txt)"
+else
+locked = cp requirements/$(1).txt .venv/$(1).txt
+torch =
+endif
+
 # DeepSpeed is built without isolation: its set-up imports torch, and an isolated build would fetch another one.
 # A recent pip resolves in half the time; the pip of $(PYTHON) installs it sooner than `ensurepip` installs its own one.
-.venv/installed: setup.cfg pyproject.toml constraints.txt
+.venv/installed: setup.cfg pyproject.toml requirements/build.txt requirements/run.txt
 	$(PYTHON) -c 'import sys; sys.exit("zinfer needs Python 3.11 or newer: run `make PYTHON=python3.12 ..`") if sys.version_info < (3, 11) else 0'
-	@echo "installing into .venv: torch, transformers and DeepSpeed are 1 to 4 GB, which pip fetches once"
+	@echo "installing into .venv, with torch for $(TORCH) (README.md says how much that is); pip fetches it once"
 	$(PYTHON) -m venv --without-pip .venv
-	$(PYTHON) -m pip --python $(BIN)/python install $(OPTIONS) --quiet $(BUILDERS) || \
-	  { $(BIN)/python -m ensurepip && $(PIP) --quiet --upgrade $(BUILDERS); }
-	DS_BUILD_OPS=0 $(PIP) --no-build-isolation -e '.[engines]'
+	echo $(TORCH) >.venv/torch
+	$(PYTHON) -m pip --python $(BIN)/python install $(OPTIONS) --quiet --require-hashes -r requirements/build.txt || \
+	  { $(BIN)/python -m ensurepip && $(PIP) --quiet --require-hashes -r requirements/build.txt; }
+	$(torch)
+	$(call locked,run,|triton)
+	DS_BUILD_OPS=0 $(PIP) $(LOCKED) .venv/run.txt
+	$(PIP) $(PROJECT)
 	@touch $@
 
 # TensorRT-RTX builds plans without a GPU, so that the tests of `zinfer build` run anywhere.
-.venv/installed-dev: .venv/installed
-	$(PIP) --no-build-isolation -e '.[tensorrt-rtx,dev]'
+.venv/installed-dev: .venv/installed requirements/dev.txt
+	$(call locked,dev)
+	$(PIP) $(LOCKED) .venv/dev.txt
 	@touch $@
 
 demo: .venv/installed
@@ -47,8 +66,13 @@ conformance: setup
 
 # Let tools of others judge: lm-evaluation-harness and MLPerf LoadGen, as clients of zinfer.
 judges: setup
-	$(PIP) --no-build-isolation -e '.[judges]'
+	$(call locked,judges)
+	$(PIP) $(LOCKED) .venv/judges.txt
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow tests/test_judges.py
+
+# Plant a dozen faults into copies of zinfer, and see that the tests of each catch it; four minutes.
+mutants: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow tests/test_mutants.py
 
 # Kill, starve and feed damaged inputs to every command, some 3,700 times; hours on two cores, minutes on 16.
 campaign: setup
@@ -67,6 +91,16 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# Write requirements/ anew after a change of setup.cfg; versions stay, unless UPGRADE=--upgrade.
+UV := .scratch/uv/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --custom-compile-command 'make lock'
+lock:
+	$(PYTHON) -m venv .scratch/uv
+	.scratch/uv/bin/python -m pip install --disable-pip-version-check --quiet 'uv>=0.9'
+	$(UV) $(UPGRADE) setup.cfg --extra engines --extra tensorrt-rtx --extra dev -o requirements/dev.txt
+	$(UV) -c requirements/dev.txt setup.cfg --extra engines -o requirements/run.txt
+	$(UV) $(UPGRADE) -c requirements/dev.txt setup.cfg --extra engines --extra judges --extra ray --extra torchao --extra export -o requirements/judges.txt
+	printf 'pip>=25\nsetuptools>=77\nwheel\n' | $(UV) $(UPGRADE) -c requirements/dev.txt - -o requirements/build.txt
 
 # Measure the codec on trained weights: of a small model that is trained first (better on a GPU), and of two downloads.
 codec: .venv/installed .scratch/trained/model.safetensors .scratch/published/resemblyzer.safetensors

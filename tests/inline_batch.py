@@ -10,11 +10,13 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 from tests.inline import MACHINE, SPEC, kill_after
+from zinfer.generation.tokenizer_process import Refusal
 from zinfer.job.batch import run as jobs
 from zinfer.job.batch.intake import rows_of
 from zinfer.job.batch.ledger import Ledger, job_path
@@ -27,7 +29,6 @@ from zinfer.worker.inline import InlineWorker
 from zinfer.worker.process import WorkerDied
 from zinfer.worker.session import Session
 from zinfer.worker.tasks import (
-    BatchRow,
     BatchStart,
     BatchStarted,
     BatchStep,
@@ -35,8 +36,6 @@ from zinfer.worker.tasks import (
     Load,
     Loaded,
     RowStep,
-    Tokenize,
-    Tokenized,
 )
 
 CASE = Case(model="fake", engine="stream", offload="cpu", workload=Workload(batch_size=1, input_len=64, output_len=64))
@@ -75,6 +74,46 @@ def prompt_ids(prompt: str) -> list[int]:
     return [first] + [0] * (int(prompt.split("/")[0][1:]) - 1)
 
 
+class InlineTokenizer:
+    """A tokenizer of such prompts, in this process."""
+
+    most: int | None = None
+    closed = 0
+
+    def encode_quickly(self, prompts: Sequence[Any]) -> list[list[int] | Refusal] | None:
+        return [self.encode_alone(prompt) for prompt in prompts]
+
+    def encode_alone(self, prompt: Any) -> list[int] | Refusal:
+        if isinstance(prompt, str) and "/" in prompt:
+            return prompt_ids(prompt)
+        if prompt == "hi":  # with which a server tries it
+            return [0]
+        return Refusal("invalid_prompt", "no prompt")
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@dataclass(frozen=True)
+class HeldRow:
+    """A row in the worker."""
+
+    key: int
+    request: int
+    prompt_ids: list[int]
+    output_ids: list[int]
+    left: int
+    stream: bool
+
+
+def held_rows(step: BatchStep) -> list[HeldRow]:
+    """The rows that a step brings."""
+    return [
+        HeldRow(row.key, asked.key, asked.prompts[row.prompt], row.output_ids, row.left, asked.stream)
+        for asked in step.requests for row in asked.rows
+    ]  # fmt: skip
+
+
 class InlineRows(InlineWorker):
     """A worker without an engine. With more rows than `edge` in it, it fails with `status`, by death if it `dies`."""
 
@@ -87,14 +126,12 @@ class InlineRows(InlineWorker):
         refused: Status | None = None,
         steps: int = 4,
     ) -> None:
-        super().__init__(
-            instead={Load: self._load_point, BatchStart: self._start, BatchStep: self._step, Tokenize: self._tokenize}
-        )
+        super().__init__(instead={Load: self._load_point, BatchStart: self._start, BatchStep: self._step})
         self.edge, self.status, self.dies, self.pause_s = edge, status, dies, pause_s
         self.refused, self.steps = refused, steps
         self.loads, self.closed = 0, 0
-        self.alive: list[BatchRow] = []  # rows that run
-        self.queue: list[BatchRow] = []
+        self.alive: list[HeldRow] = []  # rows that run
+        self.queue: list[HeldRow] = []
         self.sizes: list[int] = []  # rows in the worker at each step
         self.before: Callable[[str], None] = lambda _task: None
 
@@ -113,17 +150,14 @@ class InlineRows(InlineWorker):
             self.before(message["task"])
         return super()._exchange(message)
 
-    def _tokenize(self, _session: Session, request: Tokenize) -> Tokenized:
-        texts = (prompt if isinstance(prompt, str) else "" for prompt in request.prompts)
-        return Tokenized(prompts=[prompt_ids(text) if "/" in text else "no prompt" for text in texts])
-
     def _start(self, _session: Session, request: BatchStart) -> BatchStarted:
         self.alive, self.queue, self.most = [], [], request.rows or 1 << 20
         return BatchStarted(positions=1 << 20)
 
     def _step(self, _session: Session, request: BatchStep) -> BatchStepped:
-        assert not {row.key for row in request.rows} & {row.key for row in (*self.alive, *self.queue)}
-        self.queue += request.rows
+        new = held_rows(request)
+        assert not {row.key for row in new} & {row.key for row in (*self.alive, *self.queue)}
+        self.queue += new
         self.sizes.append(len(self.alive) + len(self.queue))
         if self.sizes[-1] > self.edge:
             if self.dies:
@@ -152,7 +186,7 @@ class InlineRows(InlineWorker):
                 reason = "length" if left == 0 else "stop"
                 answer = answer.model_copy(update={"finish_reason": reason, "text": " ".join(map(str, output_ids))})
             else:
-                alive.append(row.model_copy(update={"output_ids": output_ids, "left": left}))
+                alive.append(replace(row, output_ids=output_ids, left=left))
             answers[row.key] = answer
         self.alive = alive
 
@@ -161,12 +195,12 @@ class InlineRows(InlineWorker):
         self.closed += 1
 
 
-def prompt_of(row: BatchRow) -> str:
+def prompt_of(row: HeldRow) -> str:
     """The prompt whose ids a row has."""
     return PROMPTS[row.prompt_ids[0]]
 
 
-def natural(row: BatchRow) -> int:
+def natural(row: HeldRow) -> int:
     """The tokens that a row's prompt is continued by."""
     return int(prompt_of(row).split("/")[1])
 

@@ -9,13 +9,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tests.inline_batch import InlineRows
+from tests.inline_batch import HeldRow, InlineRows, InlineTokenizer, held_rows
+from zinfer.generation.tokenizer_process import TokenizerProcess
+from zinfer.job.serve.reading import Tokenizes
 from zinfer.job.serve.server import HttpServer, Settings, listen
 from zinfer.plan.plan import Plan
 from zinfer.spec.case import Workload
 from zinfer.worker.process import Client
 from zinfer.worker.session import Session
-from zinfer.worker.tasks import BatchRow, BatchStart, BatchStarted, BatchStep, BatchStepped, RowStep
+from zinfer.worker.tasks import BatchStart, BatchStarted, BatchStep, BatchStepped, RowStep
 
 NAME = "tiny"
 LOAD = Workload(batch_size=8, input_len=60, output_len=40)
@@ -54,7 +56,8 @@ class Server:
         text = response.read()
         found = {name.lower(): value for name, value in response.getheaders()}
         connection.close()
-        return response.status, json.loads(text) if "json" in found.get("content-type", "") else text.decode(), found
+        parsed = text and "json" in found.get("content-type", "")
+        return response.status, json.loads(text) if parsed else text.decode(), found
 
     def wait(self, fact: Callable[[], bool], seconds: float = 60.0) -> None:
         until = time.monotonic() + seconds
@@ -81,15 +84,20 @@ def serving(
     ready: bool = True,
     buffer: int | None = None,
     say: Callable[[str], None] = lambda _text: None,
+    log: Callable[[str], None] | None = None,
+    tokenizer: Tokenizes | None = None,
     **settings: Any,
 ) -> Iterator[Server]:
     """Serve a plan's model until the end of the context; wait until it is `ready`. The kernel holds `buffer`
-    bytes of an answer; `say` gets the server's lines."""
+    bytes of an answer; `say` gets the server's lines, `log` those about requests. The `tokenizer` is the model's, or
+    that of an `InlineRows`."""
+    if tokenizer is None:
+        tokenizer = InlineTokenizer() if plan.model.directory is None else TokenizerProcess(plan.model)
     made = Settings(NAME, drain_s=20.0)._replace(**settings)
     with listen("127.0.0.1", 0) as bound:
         if buffer is not None:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)
-        server = Server(HttpServer(plan, make_worker, load, made, bound, say=say))
+        server = Server(HttpServer(plan, make_worker, load, made, bound, tokenizer, say=say, log=log))
         server.start()
         try:
             if ready:
@@ -119,13 +127,13 @@ class ServedRows(InlineRows):
         self.alive, self.queue = (
             [row for row in rows if row.key not in request.drop] for rows in (self.alive, self.queue)
         )
-        keys = [row.key for row in (*self.alive, *self.queue, *request.rows)]
-        assert keys == sorted(keys), "rows come in the order of arrival"
-        before = {row.key: row for row in (*self.alive, *self.queue, *request.rows)}
+        keys = [(row.request, row.key) for row in held_rows(request)]
+        assert keys == sorted(keys), "rows of a request come in their order"
+        before = {row.key: row for row in (*self.alive, *self.queue, *held_rows(request))}
         answer = super()._step(session, request)
         return answer.model_copy(update={"rows": [self._with_piece(before[row.key], row) for row in answer.rows]})
 
-    def _with_piece(self, row: BatchRow, step: RowStep) -> RowStep:
+    def _with_piece(self, row: HeldRow, step: RowStep) -> RowStep:
         if not row.stream:
             return step
         text = " ".join(map(str, [*row.output_ids, *step.tokens]))

@@ -5,8 +5,10 @@ import io
 import json
 import math
 import os
+import shutil
 import signal
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +27,19 @@ from zinfer.cli import cli
 from zinfer.commands.accuracy import table
 from zinfer.engine import base
 from zinfer.engine.cache import QuantizedLayer
+from zinfer.generation.tokenizer_process import TokenizerProcess
 from zinfer.job import accuracy as study
-from zinfer.job.accuracy import AccuracyStudy, Found
+from zinfer.job.accuracy import AccuracyStudy, Found, windows
 from zinfer.plan.plan import Plan, make_plan
 from zinfer.record import accuracy
 from zinfer.record import study as studies
-from zinfer.record.accuracy import AccuracyRecord, Deviation, Position
+from zinfer.record.accuracy import AccuracyError, AccuracyRecord, Deviation, Position
 from zinfer.spec.case import Case, Option, Workload
 from zinfer.spec.resolve import from_directory
 from zinfer.worker import teacher_forcing
 from zinfer.worker.inline import InlineWorker
 from zinfer.worker.process import Client, WorkerDied
-from zinfer.worker.tasks import Answer, Load, LogitsCompare, Request, TextWindowed, TextWindows
+from zinfer.worker.tasks import Answer, Load, LogitsCompare, Request
 
 assert folder  # a fixture
 Checkpoints = Callable[..., Path]
@@ -50,10 +53,11 @@ def inline() -> InlineWorker:
     return InlineWorker(TARGET)
 
 
-def windows(directory: Path) -> TextWindowed:
+@cache
+def pieces(directory: Path) -> list[list[int]]:
     """Pieces of the text, as the comparison takes them."""
-    request = TextWindows(model=plan(directory).model, text=TEXT, count=SAMPLES, length=INPUT + OUTPUT)
-    return InlineWorker().ask(request)
+    with TokenizerProcess(plan(directory).model) as tokenizer:
+        return windows(tokenizer, TEXT, SAMPLES, INPUT + OUTPUT)[0]
 
 
 @pytest.fixture(autouse=True)
@@ -119,9 +123,7 @@ def test_the_error_grows_with_the_rounding(architecture: str, checkpoint: Checkp
 def test_a_row_that_runs_freely_leaves_the_reference_where_it_is_said_to(checkpoint: Checkpoints) -> None:
     directory = checkpoint("llama")
     fp8 = by_setting(comparison(directory, "fp8").run())["fp8", "own"]
-    cut = windows(directory)
-    assert cut.pieces is not None
-    rows = [row for piece in cut.pieces for row in (piece[:INPUT], piece[:INPUT])]
+    rows = [row for piece in pieces(directory) for row in (piece[:INPUT], piece[:INPUT])]
     freely = []
     for asked in (plan(directory), plan(directory, kv_cache_dtype="fp8")):
         loaded = base.load(TARGET)(asked)
@@ -136,7 +138,7 @@ def test_a_row_that_runs_freely_leaves_the_reference_where_it_is_said_to(checkpo
         freely.append(made[::2])
     expected = []
     for ours, theirs in zip(*freely, strict=True):
-        over = next((i + 1 for i, token in enumerate(ours) if token in cut.ends), OUTPUT)
+        over = next((i + 1 for i, token in enumerate(ours) if token == 2), OUTPUT)
         expected.append(next((i for i in range(over) if ours[i] != theirs[i]), None))
     assert list(fp8.first_differences) == expected
     assert any(tokens is not None for tokens in expected)
@@ -146,7 +148,7 @@ def test_the_perplexity_is_that_of_transformers(checkpoint: Checkpoints) -> None
     directory = checkpoint("llama")
     text = by_setting(comparison(directory, "bf16").run())["bf16", "text"]
     whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    token_ids = torch.tensor(windows(directory).pieces)
+    token_ids = torch.tensor(pieces(directory))
     with torch.inference_mode():
         logits = whole(token_ids).logits[:, INPUT - 1 : -1]
     nats = torch.nn.functional.cross_entropy(logits.flatten(0, 1), token_ids[:, INPUT:].flatten())
@@ -224,12 +226,11 @@ def test_nan_output_is_a_failure(checkpoint: Checkpoints, monkeypatch: Patch) ->
 def test_a_rows_own_text_is_over_at_its_end_token(checkpoint: Checkpoints, tmp_path: Path) -> None:
     worker = inline()
     worker.load(plan(checkpoint("llama")))
-    pieces = windows(checkpoint("llama")).pieces
-    assert pieces is not None
-    rows = [study.AccuracyRow(pieces[0][:INPUT], None), study.AccuracyRow(pieces[0][:INPUT], pieces[0][INPUT:])]
+    piece, *_ = pieces(checkpoint("llama"))
+    rows = [study.AccuracyRow(piece[:INPUT], None), study.AccuracyRow(piece[:INPUT], piece[INPUT:])]
     free = study.record(worker, rows, OUTPUT, str(tmp_path / "logits"), frozenset())
     assert free.lengths == [OUTPUT, OUTPUT]
-    assert free.tokens[1] == pieces[0][INPUT:]
+    assert free.tokens[1] == piece[INPUT:]
     own = free.tokens[0]
     ended = study.record(worker, rows, OUTPUT, str(tmp_path / "logits"), frozenset({own[2], free.tokens[1][0]}))
     assert ended.lengths == [own.index(own[2]) + 1, OUTPUT]
@@ -251,30 +252,26 @@ def test_the_comparison_of_one_position() -> None:
 
 
 def test_pieces_of_a_text_are_spread_and_begin_with_the_tokenizers_prefix(
-    checkpoint: Checkpoints, monkeypatch: Patch
+    checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
-    spec = plan(checkpoint("llama")).model
-
-    def cut(text: str, count: int) -> TextWindowed:
-        return InlineWorker().ask(TextWindows(model=spec, text=text, count=count, length=3))
-
-    found = cut("abcdefghijk", 3)
-    assert found.pieces is not None
-    letters = [[chr(token + 28) for token in piece] for piece in found.pieces]
-    assert letters == [list("abc"), list("efg"), list("ijk")]
-    assert (found.tokens, found.ends) == (11, [2])
-    assert cut("abcdefgh", 3).pieces is None
-
-    class Begins:
-        bos_token_id = 1
-        pad_token_id = 0
-
-        def __call__(self, text: str, add_special_tokens: bool = True, **_: Any) -> Any:
-            ids = [1] * add_special_tokens + [ord(letter) for letter in text]
-            return type("Encoded", (), {"input_ids": ids})
-
-    monkeypatch.setattr("zinfer.generation.tokenizer.load_tokenizer", lambda _spec: Begins())
-    assert cut("abcd", 2).pieces == [[1, 97, 98], [1, 99, 100]]
+    with TokenizerProcess(plan(checkpoint("llama")).model) as tokenizer:
+        found, tokens = windows(tokenizer, "abcdefghijk", 3, 3)
+        letters = [[chr(token + 28) for token in piece] for piece in found]
+        assert letters == [list("abc"), list("efg"), list("ijk")]
+        assert tokens == 11
+        assert [end.token for end in tokenizer.facts.ends] == [2]
+        with pytest.raises(AccuracyError, match="8 tokens, too few for 3 samples of 3"):
+            windows(tokenizer, "abcdefgh", 3, 3)
+    folder = Path(shutil.copytree(checkpoint("llama"), tmp_path / "begins"))
+    content = json.loads((folder / "tokenizer.json").read_text())
+    begin = {"SpecialToken": {"id": "<s>", "type_id": 0}}
+    content["post_processor"] = {
+        "type": "TemplateProcessing", "single": [begin, {"Sequence": {"id": "A", "type_id": 0}}], "pair": [],
+        "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
+    }  # fmt: skip
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    with TokenizerProcess(plan(folder).model) as tokenizer:
+        assert windows(tokenizer, "abcd", 2, 3)[0] == [[1, 69, 70], [1, 71, 72]]
 
 
 def test_cells_say_what_was_counted() -> None:

@@ -1,7 +1,6 @@
 """Properties of a model that are read from the model itself: parameters, experts, and the size of its cache."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +12,6 @@ from transformers import DynamicCache
 
 from tests import mentions
 from zinfer.cli import cli
-from zinfer.commands.run import _longest
 from zinfer.job.recipe import make_sweep
 from zinfer.job.sweep import prepare
 from zinfer.plan.cost import Placement, step
@@ -248,12 +246,6 @@ def test_run_counts_the_prompts_first(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["-m", "bloom-tiny", "--load-format", "dummy", "--prompt", "x" * 2040, "--output-len", "16"]
     result = CliRunner().invoke(cli, ["run", *words])
     assert mentions(str(result.exception), "2040 tokens", "--output-len 16", "2048 positions", "bloom-tiny")
-
-
-def test_run_counts_them_with_the_tokenizer_of_the_checkpoint(checkpoint: Callable[..., Path]) -> None:
-    folder = str(checkpoint("opt"))
-    assert _longest(folder, ["abc", "defgh"]) == 5
-    assert _longest(None, ["abc", "d\u00e9"]) == 3
 
 
 def test_layers_of_different_sizes_take_the_room_they_need() -> None:

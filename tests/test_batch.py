@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import mentions
+from zinfer.generation.tokenizer_process import Refusal
 from zinfer.job.batch.intake import rows_of, split
 from zinfer.job.batch.openai import BatchRequest, Done, Fault, answer, decode, encode, failure, read_requests, refusal
 from zinfer.job.openai import chat_logprobs, text_logprobs
@@ -59,7 +60,9 @@ def test_a_chat_is_understood() -> None:
     found = one(line({"messages": messages, "max_tokens": 5, "max_completion_tokens": 7}, chat=True))
     assert isinstance(found, BatchRequest)
     assert (found.chat, found.output_len) == (True, 7)
-    assert found.prompt == [{"role": "system", "content": "one two"}, {"role": "user", "content": "x"}]
+    assert found.prompt == [
+        {"role": "system", "content": "one two"}, {"role": "user", "content": "x", "name": "me"}
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -104,8 +107,8 @@ def test_a_chat_is_understood() -> None:
         (line({"messages": []}, chat=True), "invalid_type", "messages"),
         (line({"messages": ["hi"]}, chat=True), "invalid_value", "a role"),
         (line({"messages": [{"role": "user"}]}, chat=True), "unsupported_parameter", "content must be text"),
-        (line({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, chat=True),
-         "unsupported_parameter", "tool_call_id in a message"),
+        (line({"messages": [{"role": "tool", "content": "x", "tool_call_id": 1}]}, chat=True),
+         "invalid_type", "tool_call_id of a message must be a text"),
         (line({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, chat=True),
          "unsupported_parameter", "content must be text"),
     ],
@@ -246,7 +249,8 @@ def test_rows_get_the_tokens_that_they_may_have() -> None:
     )]  # fmt: skip
     requests = [found for found in read_requests(b"\n".join(lines)) if isinstance(found, BatchRequest)]
     made = {requests[6].id: [1, 2, 3]}
-    prompts = [n if isinstance(n, str) else [7] * n for n in (10, 90, 95, 90, "no template", 100, 3)]
+    no_template = Refusal("invalid_prompt", "no template")
+    prompts = [n if isinstance(n, Refusal) else [7] * n for n in (10, 90, 95, 90, no_template, 100, 3)]
     rows, faults = rows_of(requests, prompts, 100, 8, 20, made)
     assert [(row.length, row.limit) for row in rows] == [(10, 20), (90, 10), (95, 5), (3, 4)]
     assert [(fault.custom_id, fault.code) for fault in faults] == [

@@ -64,6 +64,15 @@ def test_a_file_of_prompts_is_answered_once(folder: Path, checkpoint: Callable[.
     assert again.returncode == 3
     assert mentions(again.stderr, "7 answers", "5 errors", "out.jsonl")
     assert "tok/s" not in again.stderr
+    (folder / "other.jinja").write_text("{{ messages[0].content }}")
+    formatted = zinfer(folder, *words, "--chat-template", "other.jinja")
+    assert formatted.returncode == 6
+    assert "chat_template: None -> " in formatted.stderr
+    absent = zinfer(folder, *words, "--chat-template", "absent")
+    assert (absent.returncode, absent.stderr) == (
+        2,
+        "Error: --chat-template absent: no such file or chat template; the model's are default\n",
+    )
     lossy = zinfer(folder, *words, "--offload", "cpu", "--kv-cache-dtype", "int8")
     assert lossy.returncode == 6
     assert "kv_cache_dtype: None -> int8" in lossy.stderr
@@ -88,8 +97,8 @@ PROMPT = line("a", prompt="x", max_tokens=2)
 @pytest.mark.parametrize(
     ("content", "words", "code", "message"),
     [
-        (PROMPT, [], 2, "Missing option '-o'"),
-        (PROMPT, ["-o", "out.jsonl"], 2, "Missing option '-m'"),
+        (PROMPT, [], 2, "--output"),
+        (PROMPT, ["-o", "out.jsonl"], 2, "--model"),
         (PROMPT, ["-o", "out.jsonl", "-m", "bloom-177b"], 2, "did you mean"),
         (PROMPT, ["-o", "out.jsonl", "-m", "bloom-tiny"], 2, "--load-format dummy"),
         (PROMPT, ["-o", "out.jsonl", "-m", "bloom-tiny", "--engine", "warp"], 2, "no engine 'warp'"),

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from tests.checkpoints import VOCAB_SIZE
+from tests.conformance.small import Subject, save, small_model
 from tests.grid import covering
 from tests.running import decode, prefill
 from tests.test_parity import OUTPUT_LEN, greedy, load, prompts
@@ -223,18 +224,17 @@ def test_a_model_without_a_cache_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("option", [{"kv_cache_dtype": "int8"}, {"kv_offload": "cpu"}])
 def test_other_states_than_keys_and_values_are_kept_or_refused(option: dict[str, Any], tmp_path: Path) -> None:
-    """The index of a sparse attention has no 8-bit form and no place in host memory."""
-    settings: dict[str, Any] = {"num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16}
-    settings |= {"qk_rope_head_dim": 8, "v_head_dim": 12, "head_dim": 8, "n_routed_experts": 4, "n_group": 1}
-    settings |= {"topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "index_topk": 8}
-    settings |= {"index_head_dim": 16, "index_n_heads": 2, "initializer_range": 0.3}
-    directory = _saved(tmp_path / "glm", "glm_moe_dsa", settings)
-    with pytest.raises(EngineError, match=r"\(DynamicIndexedLayer\).* " + next(iter(option))):
+    """Blocks of keys have no 8-bit form and no place in host memory."""
+    directory = tmp_path / "blocks"
+    save(small_model(Subject("minimax_m3_vl_text")), directory)
+    with pytest.raises(EngineError, match=r"\(MiniMaxM3VLSparseCacheLayer\).* " + next(iter(option))):
         load("stream", directory, "cpu", tmp_path, **option)
     engine = load("stream", directory, "cpu", tmp_path)
-    greedy(engine, LENGTHS)
+    greedy(engine, (9, 9))
     assert engine.effective().settings["kv_host_rows"] == 0
     assert "another state" in str(engine.cannot_snapshot())
+    with pytest.raises(EngineError, match="keeps its cache whole, and knows no padding"):
+        prefill(engine, *prompts(LENGTHS), reserve=4)
     engine.close()
 
 

@@ -6,18 +6,20 @@ import os
 import pty
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests import PATIENCE_S, mentions
 from tests.command import zinfer
@@ -27,7 +29,11 @@ from tests.test_parity import load
 from zinfer.cli import Failure, cli
 from zinfer.commands import chat as terminal
 from zinfer.engine.base import Engine
-from zinfer.generation.detokenizer import Dialogue
+from zinfer.generation.dialogue import Dialogue
+from zinfer.generation.tokenizer_process import TokenizerProcess
+from zinfer.spec.model import ModelError, ModelSpec
+from zinfer.spec.resolve import from_directory
+from zinfer.spec.tokenizer_files import ChatTemplate, chat_template
 from zinfer.worker.inline import InlineWorker
 from zinfer.worker.tasks import Answer, ChatOpen, ChatStep, Request
 
@@ -61,12 +67,33 @@ def opening(**fields: Any) -> ChatOpen:
     return ChatOpen(**{"output_len": 10, "ignore_eos": True, "cache_size": 1 << 30, "folder_size": 1 << 30} | fields)
 
 
+@cache
+def tokenizer_of(spec: str, template: str | None) -> TokenizerProcess:
+    """A tokenizer for all tests of this file."""
+    return TokenizerProcess(ModelSpec.model_validate_json(spec), ChatTemplate(template))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def closed() -> Iterator[None]:
+    yield
+    tokenizer_of.cache_clear()
+
+
+def dialogue_for(worker: Inline, template: str | None = None, system: str | None = None) -> Dialogue:
+    return Dialogue(tokenizer_of(worker.session.plan.model.model_dump_json(), template), system)
+
+
 def talk(
-    worker: Inline, capsys: pytest.CaptureFixture[str], turns: list[str] | None = None, **fields: Any
+    worker: Inline,
+    capsys: pytest.CaptureFixture[str],
+    turns: list[str] | None = None,
+    dialogue: Dialogue | None = None,
+    **fields: Any,
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the answers to `TURNS` as JSON, and the other output."""
     said: list[str] = []
-    terminal.talk(worker, turns or TURNS, opening(**fields), said.append, as_json=True)
+    dialogue = dialogue or dialogue_for(worker)
+    terminal.talk(worker, dialogue, turns or TURNS, opening(**fields), said.append, as_json=True)
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()], said
 
 
@@ -76,19 +103,18 @@ def test_answers_are_those_of_transformers(
 ) -> None:
     worker = Inline.around(engine)
     directory = checkpoint("llama")
-    tokenizer = worker.session.tokenizer().hf
-    tokenizer.chat_template = template
-    found, said = talk(worker, capsys, system="Sys")
+    found, said = talk(worker, capsys, dialogue=dialogue_for(worker, template, "Sys"))
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
-    dialogue = Dialogue(tokenizer, "Sys")
+    tokenizer, dialogue = AutoTokenizer.from_pretrained(directory), dialogue_for(worker, template, "Sys")
     for turn, told in zip(TURNS, found, strict=True):
         ids = torch.tensor([dialogue.ask(turn)])
         ones = torch.ones_like(ids)
         output = model.generate(ids, attention_mask=ones, max_new_tokens=10, do_sample=False, pad_token_id=0)
         expected = output[0, ids.shape[1] :].tolist()
         assert told["output_ids"] == expected
-        assert told["output_text"] == dialogue.answered(expected)
+        assert told["output_text"] == tokenizer.decode(expected, skip_special_tokens=True)
+        dialogue.answered(expected, told["output_text"])
         assert told["reloaded_tokens"] + told["computed_tokens"] == ids.shape[1]
         assert told["finish_reason"] == "length"
     assert found[0]["reloaded_tokens"] == 0
@@ -102,13 +128,27 @@ def test_answers_are_those_of_transformers(
     assert ("no chat template" in said[0]) == (template is None)
 
 
+def test_one_of_several_templates_must_be_chosen(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model"))
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates" / "rag.jinja").write_text("{{ messages[0].content }}")
+    spec = from_directory(model)
+    with (
+        TokenizerProcess(spec) as tokenizer,
+        pytest.raises(ModelError, match=r"are rag, none the default: .*--chat-te"),
+    ):
+        Dialogue(tokenizer)
+    with TokenizerProcess(spec, chat_template(model, "rag")) as tokenizer:
+        assert Dialogue(tokenizer).ask("ab") == [69, 70]
+
+
 def test_an_answer_ends_at_the_end_token(
     engine: Engine, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     free, _ = talk(Inline.around(engine), capsys)
     end = free[0]["output_ids"][4]
     length = free[0]["output_ids"].index(end)
-    monkeypatch.setattr("zinfer.generation.tokenizer.eos_token_ids", lambda *_: frozenset({end}))
+    monkeypatch.setattr("zinfer.spec.tokenizer_files.end_tokens", lambda *_: {end: "a test"})
     ended, _ = talk(Inline.around(engine), capsys, turns=TURNS[:2], ignore_eos=False)
     assert ended[0]["output_ids"] == free[0]["output_ids"][:length]
     assert ended[0]["finish_reason"] == "stop"
@@ -232,6 +272,7 @@ def test_a_terminal(folder: Path, checkpoint: Checkpoints) -> None:  # noqa: F81
     [
         (["--system", "x"], "--system"),
         (["--kv-cache-dir", "kv"], "--kv-cache-dir"),
+        (["--chat-template", "rag"], "--chat-template is for a conversation"),
         (["--kv-cache-size", "1GiB"], "--kv-cache-size is for a conversation"),
         (["--chat", "--batch-size", "2"], "--batch-size"),
         (["--top-p", "0.9"], "--top-p has no effect on greedy text: add --temperature"),

@@ -363,6 +363,7 @@ def test_an_interrupt_ends_the_jobs_and_resume_goes_on(folder: Path) -> None:
     _, stderr = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130, stderr
     assert "`--resume` goes on" in stderr
+    assert "Traceback" not in stderr
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         try:

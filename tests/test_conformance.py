@@ -1,21 +1,24 @@
 """Conformance record, and, if asked for, its agreement with the installed transformers."""
 
 import os
-from contextlib import nullcontext
-from functools import partial
+from collections.abc import Sequence
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.conformance import compare, record
-from tests.conformance.compare import WAYS, Outcome
+from tests.conformance import compare, record, reference, rows
+from tests.conformance.compare import NOTES, WAYS, Outcome
+from tests.conformance.reference import Reference
 from tests.conformance.run import Row, run_all
-from tests.conformance.small import Subject, cut, family, persistent_buffers, small_model
+from tests.conformance.small import Subject, cut, family, persistent_buffers, save, small_model
 from zinfer.engine import EngineError
-from zinfer.generation import scheduler
-from zinfer.spec.architecture import COUNTS_PADDING
+from zinfer.engine.base import Work
+from zinfer.engine.decoder import DecoderBatch
+from zinfer.engine.stream import Stream
+from zinfer.generation.scheduler import ContinuousScheduler
 
 NEEDED = 125  # types that must be right
 
@@ -51,29 +54,24 @@ def test_persistent_buffers_are_random_and_unlike_from_layer_to_layer() -> None:
 
 def test_the_outcome_of_each_way_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: dict[str, Outcome] = {}
-    expected: list[torch.Tensor] = []
-    reference = compare.reference
 
-    def observed(*args: Any) -> Any:
-        found = reference(*args)
-        expected.append(found[2])
-        return found
-
-    monkeypatch.setattr(compare, "reference", observed)
-
-    def run(way: compare.Way, directory: Path, *_: object) -> torch.Tensor:
+    def run(way: compare.Way, directory: Path, known: Reference, _scratch: Path) -> tuple[torch.Tensor | None, str]:
+        errors = torch.full((4, 12), known.tolerance / 2)
         if way.offload == "none":
-            return expected[0]
+            return errors, ""
         if way.packed:
             raise EngineError(f"{directory} cannot\nbe had")
         if way.prefill_tokens:
             raise ZeroDivisionError("at all")
-        return expected[0].roll(1)
+        if way.kept:
+            return None, ""
+        errors[2, 3] = 2 * known.tolerance if way.drafts else torch.inf if way.rows else torch.nan
+        return errors, "it knows no padding"
 
     monkeypatch.setattr(compare, "run", run)
     compare.compare(Subject("llama"), tmp_path, told.__setitem__)
     assert told.pop("family").why == "Dense"
-    assert told.pop("reference").verdict == "right"
+    assert [told.pop(name).why for name in NOTES] == ["0", "1.0e-03", "it knows no padding"]
     assert {name: outcome.verdict for name, outcome in told.items()} == {
         "none": "right",
         "cpu": "differs",
@@ -88,8 +86,12 @@ def test_the_outcome_of_each_way_is_reported(tmp_path: Path, monkeypatch: pytest
         "mixed": "differs",
         "drafts": "differs",
         "mixed-d": "differs",
+        "reused": "does not apply",
+        "accelerate": "differs",
+        "deepspeed": "differs",
     }
     assert told["packed"].why == "llama cannot be had"
+    assert told["cpu"].why == "47 of 48 logits equal, all of the first 3 steps; rows [2] by nan"
     assert told["rows"].why.startswith("ZeroDivisionError: at all [tests/test_conformance.py:")
     assert Row(Subject("llama"), told, 1.0).verdict == "crash"
 
@@ -98,47 +100,111 @@ def test_a_process_that_dies_costs_its_row_only(monkeypatch: pytest.MonkeyPatch)
     def die(subject: Subject, _scratch: Path, tell: compare.Tell) -> None:
         if subject.type == "gpt2":
             os._exit(8)
-        tell("reference", Outcome("right"))
+        tell("skipped", Outcome("right", "2"))
+        tell("tolerance", Outcome("right", "1.0e-03"))
         tell("none", Outcome("right"))
         if subject.type == "bloom":
             os._exit(9)
+        tell("skipped", Outcome("right", "1"))
+        tell("tolerance", Outcome("right", "3.0e-03"))
         for name in WAYS:
+            tell("padding", Outcome("right", "it has none" if name == "cpu" else ""))
             tell(name, Outcome("right"))
 
     monkeypatch.setattr("tests.conformance.run.compare", die)
-    rows = run_all([Subject("bloom"), Subject("llama"), Subject("gpt2")], 1, lambda row: None)
-    assert [row.verdict for row in rows] == ["crash", "right", "cannot be compared"]
-    assert rows[0].outcomes["cpu"] == Outcome("crash", "the process ended with 9")
+    found = run_all([Subject("bloom"), Subject("llama"), Subject("gpt2")], 1, lambda row: None)
+    assert [row.verdict for row in found] == ["crash", "right", "cannot be compared"]
+    assert found[0].outcomes["cpu"] == Outcome("crash", "the process ended with 9")
+    assert [(row.padded, row.skipped, row.tolerance) for row in found] == [
+        (True, 2, 1e-3),
+        (False, 3, 3e-3),
+        (True, 0, 0.0),
+    ]
 
 
-@pytest.mark.parametrize("way", ["requests", "drafts"])
-def test_a_wrong_token_of_a_row_that_ends_early_is_told(
+@pytest.mark.parametrize("way", ["requests", "drafts", "reused", "accelerate"])
+def test_a_wrong_logit_of_a_row_that_ends_early_is_told(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The row itself is gone when the others end; `mixed` and `drafts` are compared by the same function."""
-    chosen = scheduler.add_token
-
-    def add_token(tokenizer: Any, sequence: scheduler.Sequence, token: int, finite: bool) -> None:
-        wrong = sequence.key == 4 and len(sequence.output_ids) == 2
-        chosen(tokenizer, sequence, token + wrong, finite)
-
+    """The row itself is gone when the others end; `mixed` and `deepspeed` are compared by the same function."""
     monkeypatch.setattr(compare, "WAYS", {way: compare.WAYS[way]})
-    outcomes: list[str] = []
-    for patch in (nullcontext, partial(monkeypatch.setattr, scheduler, "add_token", add_token)):
-        patch()
-        told: dict[str, Outcome] = {}
-        compare.compare(Subject("llama"), tmp_path / str(len(outcomes)), told.__setitem__)
-        outcomes.append(told[way].verdict)
-    assert outcomes == ["right", "differs"]
+    outcomes: list[Outcome] = []
+    for wrong in (False, True):
+        with monkeypatch.context() as patch:
+            if wrong:
+                patch.setattr(rows._Watch, "__init__", partialmethod(_with_a_fault, rows._Watch.__init__))
+            told: dict[str, Outcome] = {}
+            compare.compare(Subject("llama"), tmp_path / str(wrong), told.__setitem__)
+            outcomes.append(told[way])
+    assert [outcome.verdict for outcome in outcomes] == ["right", "differs"], outcomes
+    assert "rows [5] by" in outcomes[1].why
+    assert outcomes[1].why.startswith("95 of 96 logits equal, all of the first 2 steps")
 
 
-def test_padding_that_changes_the_text_has_to_be_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compare, "WAYS", {"cpu": compare.WAYS["cpu"]})
-    for known, verdict in ((COUNTS_PADDING, "right"), (frozenset[str](), "differs")):
-        monkeypatch.setattr("zinfer.engine.decoder.COUNTS_PADDING", known)
+def _with_a_fault(watch: Any, init: Any, engine: Any, running: ContinuousScheduler, known: Reference) -> None:
+    """Make the engine give one logit of row 5's third token slightly otherwise."""
+    forward = engine.forward
+
+    def wrong(works: Sequence[Work]) -> list[torch.Tensor]:
+        found = [logits.clone() for logits in forward(works)]
+        batches = {id(running._batches[id(group)]): group for group in running.schedule.groups}
+        for work, logits in zip(works, found, strict=True):
+            group = batches[id(work.batch)]
+            for place, row in enumerate(group.rows):
+                if row is not None and row.key == 5 and len(running.sequences[5].output_ids) == 2:
+                    logits[place, 0, 17] += 0.01 * logits.std()
+        return found
+
+    engine.forward = wrong
+    init(watch, engine, running, known)
+
+
+PADS, AS_IT_IS = (Stream, "cannot_pad", lambda _engine: None), (DecoderBatch, "alone", lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "way", "fault"),
+    [
+        ("deepseek_v32", "cpu", AS_IT_IS),
+        ("deepseek_v32", "requests", AS_IT_IS),
+        ("deepseek_v32", "drafts", AS_IT_IS),
+        ("doge", "cpu", PADS),
+        ("recurrent_gemma", "cpu", PADS),
+    ],
+)
+def test_padding_that_changes_the_text_is_seen(
+    kind: str, way: str, fault: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compare, "WAYS", {way: compare.WAYS[way]})
+    for wrong, verdict in ((False, "right"), (True, "differs")):
+        if wrong:
+            monkeypatch.setattr(*fault)
         told: dict[str, Outcome] = {}
-        compare.compare(Subject("recurrent_gemma"), tmp_path / verdict, told.__setitem__)
-        assert told["cpu"].verdict == verdict, told
+        compare.compare(Subject(kind), tmp_path / verdict, told.__setitem__)
+        assert told[way].verdict == verdict, told
+        assert (told["padding"].why == "") == (wrong or kind == "deepseek_v32")
+
+
+def test_prompts_are_left_out_for_what_transformers_alone_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model(Subject("mixtral"))
+    save(model, tmp_path)
+    known = reference.reference(type(model), tmp_path)
+    assert (known.skipped, known.tolerance) == (0, reference.TOLERANCE)
+    assert [len(row) for row in known.prompts] == list(reference.LENGTHS)
+    alone, calls = reference._alone, list[int]()
+
+    def sensitive(*args: Any) -> Any:
+        calls.append(len(args))
+        tokens, logits = alone(*args)
+        return tokens, logits + (len(calls) == 2) * torch.randn(logits.shape)
+
+    monkeypatch.setattr(reference, "_alone", sensitive)
+    second = reference.reference(type(model), tmp_path)
+    assert second.skipped == 1
+    assert second.prompts == reference.prompts(1)
+    monkeypatch.setattr(reference, "ROUNDING", 0.5)
+    with pytest.raises(reference.CannotCompare, match="other logits with weights rounded otherwise"):
+        reference.reference(type(model), tmp_path)
 
 
 @pytest.mark.slow  # every type of the installed transformers, in all ways

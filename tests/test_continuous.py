@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -366,7 +367,7 @@ def test_stops_and_dropped_sequences_free_their_rows(
     engine = load("stream", directory, "cpu", tmp_path)
     tokenizer = Tokenizer(engine.plan.model)
     running = ContinuousScheduler(engine, tokenizer, LOAD, arrivals=True)
-    prompts = [tokenizer.encode(text) for text in ("Once upon a time", "ab", "etaoin", "x")]
+    prompts = [tokenizer.hf(text).input_ids for text in ("Once upon a time", "ab", "etaoin", "x")]
     free = [scheduler.Sequence(ids, 16, ignore_eos=True, key=key) for key, ids in enumerate(prompts)]
     run(running, [free])
     text = free[0].text
@@ -383,6 +384,47 @@ def test_stops_and_dropped_sequences_free_their_rows(
     assert stop.finish_reason == "stop"
     assert other.output_ids == free[2].output_ids
     assert not gone.ended
+    running.end()
+    engine.close()
+
+
+# Shares
+
+
+@pytest.mark.parametrize("size", [0, 1 << 22])
+@pytest.mark.parametrize("way", ["cpu", "kv by the cpu", "kv over the link", "accelerate", "int8 by the cpu"])
+def test_rows_that_are_given_up_go_on_as_if_they_had_not_been(
+    way: str, size: int, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """One request has all rows; others come, one after the other, and begin at once. What the first one's rows have
+    computed is kept where it can be, else computed again."""
+    small(monkeypatch)
+    monkeypatch.setattr(scheduler, "LEAST_KEPT", 2)
+    name, offload, options = (WAYS | MORE)[way]
+    engine = load(name, checkpoint("llama"), offload, tmp_path, **options)
+    running = ContinuousScheduler(engine, Words(), LOAD, 4, arrivals=True, cache_size=size)  # type: ignore[arg-type]
+    rows = [replace(one, left=12 + one.key) for one in sequences(9, 7, longest=20)]
+    others = [replace(one, left=3, key=20 + one.key, request=1 + one.key) for one in sequences(3, 8, longest=20)]
+    limits = [one.left for one in (*rows, *others)]
+    running.add(rows)
+    while len(running.schedule.running) < 4 or any(group.length < 3 for group in running.schedule.groups):
+        running.step()
+    for other in others:
+        running.add([other])
+        for _ in range(6):
+            running.step()
+        assert other.output_ids
+    while running.running:
+        running.step()
+    tally = running.schedule.tally
+    assert tally.yielded >= (1 if way == "accelerate" else 3)
+    assert (tally.again == 0) == (size > 0 and running.cannot_reuse is None)
+    running.release()
+    assert engine.batches == []
+    if way == "int8 by the cpu":
+        assert [len(one.output_ids) for one in (*rows, *others)] == limits
+    else:
+        check(engine, [*rows, *others], limits)
     running.end()
     engine.close()
 

@@ -15,7 +15,10 @@ from tests.checkpoints import save_checkpoint
 from tests.damage import damage_json, damage_safetensors, damage_text
 from tests.test_architecture import CONFIGS
 from zinfer.engine.state import ModelState
+from zinfer.generation import tokenizer_server
 from zinfer.generation.tokenizer import Tokenizer
+from zinfer.generation.tokenizer_process import what_to_load
+from zinfer.spec import tokenizer_files
 from zinfer.spec.configuration import CheckpointWarning
 from zinfer.spec.errors import ZinferError
 from zinfer.spec.resolve import resolve
@@ -42,11 +45,13 @@ def attempt(run: Callable[[], object], what: str) -> str:
 
 
 def load_text(folder: Path) -> None:
-    tokenizer = Tokenizer(resolve(str(folder)))
-    tokenizer.try_encode("Once")
-    tokenizer.try_encode([{"role": "user", "content": "Once"}])
-    if tokenizer.template is not None:
-        tokenizer.template.close()
+    """Load the tokenizer as its process does, in this one, and read two prompts; then as a worker does."""
+    spec, template = resolve(str(folder)), tokenizer_files.chat_template(folder)
+    found, _ = tokenizer_server.load(what_to_load(spec, template))
+    prompts = ["Once", [{"role": "user", "content": "Once"}]]
+    answers = found.answer({"do": "encode", "prompts": prompts, "special": True, "most": None})
+    assert all(answer.keys() <= {"ids", "why"} for answer in answers)
+    Tokenizer(spec)
 
 
 def load_weights(folder: Path) -> None:

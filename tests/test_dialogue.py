@@ -1,7 +1,7 @@
 """Conversations as tokens: each turn continues the tokens of the one before if the text allows it."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +9,15 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from zinfer.generation.detokenizer import Detokenizer, Dialogue
+from tests.inline import SPEC
+from zinfer.generation.detokenizer import Detokenizer
+from zinfer.generation.dialogue import Dialogue
 from zinfer.generation.radix_tree import common
 from zinfer.generation.tokenizer import byte_tokenizer, decode
+from zinfer.generation.tokenizer_process import TokenizerProcess
 from zinfer.spec.model import ModelError
+
+Make = Callable[..., Dialogue]
 
 EXTENDING = (
     "{% for m in messages %}<s>{{ m.role }}: {{ m.content }}</s>{% endfor %}"
@@ -22,11 +27,36 @@ TRIMMING = EXTENDING.replace("{{ m.content }}", "{{ m.content | trim }}")
 FORGETFUL = EXTENDING.replace("{{ m.content }}", "{{ m.content if m.role == 'user' else '' }}")
 
 
-def characters(checkpoint: Callable[..., Path], template: str | None = None) -> Any:
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Make]:
+    """Return a function that begins a conversation with a tokenizer of `transformers`."""
+    started: list[TokenizerProcess] = []
+
+    def begin(hf: Any, template: str | None = None, system: str | None = None) -> Dialogue:
+        hf.chat_template = template
+        folder = tmp_path / str(len(started))
+        hf.save_pretrained(folder)
+        (folder / "config.json").write_text('{"model_type": "llama"}')
+        spec = SPEC.model_copy(update={"directory": str(folder), "vocab_size": 400, "max_position": None})
+        started.append(TokenizerProcess(spec))
+        return Dialogue(started[-1], system)
+
+    yield begin
+    for process in started:
+        process.close()
+
+
+@pytest.fixture
+def characters(checkpoint: Callable[..., Path]) -> Any:
     """Return a tokenizer with one token per character, and special tokens."""
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint("llama"))
-    tokenizer.chat_template = template
-    return tokenizer
+    return AutoTokenizer.from_pretrained(checkpoint("llama"))
+
+
+def answered(talk: Dialogue, hf: Any, answer: list[int]) -> str:
+    """Give an answer; return its text."""
+    said = decode(hf, answer)
+    talk.answered(answer, said)
+    return said
 
 
 def sentencepiece() -> Any:
@@ -41,71 +71,63 @@ def sentencepiece() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>")
 
 
-def test_a_template_that_extends_has_every_token_used_again(checkpoint: Callable[..., Path]) -> None:
-    tokenizer = characters(checkpoint, EXTENDING)
-    talk = Dialogue(tokenizer, "Be brief.")
+def test_a_template_that_extends_has_every_token_used_again(characters: Any, start: Make) -> None:
+    talk = start(characters, EXTENDING, "Be brief.")
     first = talk.ask("Hi")
-    assert decode(tokenizer, first, special=True) == "<s>system: Be brief.</s><s>user: Hi</s><s>assistant: "
+    assert decode(characters, first, special=True) == "<s>system: Be brief.</s><s>user: Hi</s><s>assistant: "
     answer = [40, 41, 120, 42]  # 120 is no character of the text, and another tokeniser would cut it in six
-    said = talk.answered(answer)
+    said = answered(talk, characters, answer)
     second = talk.ask("And?")
     assert second[: len(first) + 4] == first + answer
-    assert decode(tokenizer, second[len(first) + 4 :], special=True) == "</s><s>user: And?</s><s>assistant: "
+    assert decode(characters, second[len(first) + 4 :], special=True) == "</s><s>user: And?</s><s>assistant: "
     messages = [
         {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"},
         {"role": "assistant", "content": said}, {"role": "user", "content": "And?"},
     ]  # fmt: skip
-    theirs = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    assert decode(tokenizer, second, special=True) == theirs
+    theirs = characters.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert decode(characters, second, special=True) == theirs
+    assert talk.ask("And?") == second, "a turn without an answer is not part of the conversation"
 
 
 @pytest.mark.parametrize("template", [TRIMMING, FORGETFUL])
-def test_a_template_that_does_not_extend_leaves_the_common_prefix(
-    template: str, checkpoint: Callable[..., Path]
-) -> None:
-    tokenizer = characters(checkpoint, template)
-    talk = Dialogue(tokenizer)
+def test_a_template_that_does_not_extend_leaves_the_common_prefix(template: str, characters: Any, start: Make) -> None:
+    talk = start(characters, template)
     first = talk.ask("Hi")
-    said = talk.answered([4, 40, 41, 4])  # with blanks around it
+    said = answered(talk, characters, [4, 40, 41, 4])  # with blanks around it
     assert said[0] == said[-1] == " "
     second = talk.ask("And?")
     shown = said.strip() if template == TRIMMING else ""
     whole = f"<s>user: Hi</s><s>assistant: {shown}</s><s>user: And?</s><s>assistant: "
-    assert second == tokenizer(whole, add_special_tokens=False).input_ids
+    assert second == characters(whole, add_special_tokens=False).input_ids
     assert common(first, second) == len(first)
 
 
-def test_a_turn_without_an_answer_is_not_part_of_the_conversation(checkpoint: Callable[..., Path]) -> None:
-    talk = Dialogue(characters(checkpoint, EXTENDING))
-    assert talk.ask("Hi") == talk.ask("Hi")
-
-
-def test_a_template_that_says_no_is_one_line(checkpoint: Callable[..., Path]) -> None:
-    talk = Dialogue(characters(checkpoint, "{{ raise_exception('no system\nturns') }}"), "Be brief.")
+def test_a_template_that_says_no_is_one_line(characters: Any, start: Make) -> None:
+    talk = start(characters, "{{ raise_exception('no system\nturns') }}", "Be brief.")
     with pytest.raises(ModelError, match=r"chat template .*no system turns"):
         talk.ask("Hi")
     with pytest.raises(ModelError, match="no tokens"):
-        Dialogue(byte_tokenizer()).ask("")
+        start(byte_tokenizer()).ask("")
 
 
-def test_without_a_template_turns_follow_each_other() -> None:
+def test_without_a_template_turns_follow_each_other(start: Make) -> None:
     tokenizer = byte_tokenizer()
-    talk = Dialogue(tokenizer, "S.")
+    talk = start(tokenizer, system="S.")
     first = talk.ask("Hé ")
     half = tokenizer("é").input_ids[:1]  # an answer that ends within a character
-    talk.answered(half)
+    answered(talk, tokenizer, half)
     second = talk.ask("llo")
     assert second == first + half + tokenizer("llo").input_ids
     assert decode(tokenizer, first) == "S.Hé "
 
 
-def test_a_tokenizer_that_adds_a_blank_is_noticed() -> None:
+def test_a_tokenizer_that_adds_a_blank_is_noticed(start: Make) -> None:
     tokenizer = sentencepiece()
-    talk = Dialogue(tokenizer)
+    talk = start(tokenizer)
     first = talk.ask("Hi")
     assert decode(tokenizer, first) == "Hi"
     answer = tokenizer("you").input_ids[1:]
-    talk.answered(answer)
+    answered(talk, tokenizer, answer)
     second = talk.ask("!")
     assert decode(tokenizer, second) == "Hiyou!"
     assert second == tokenizer("Hiyou!").input_ids

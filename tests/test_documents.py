@@ -1,5 +1,6 @@
 """Files that others wrote: what cannot be read, parsed or believed is refused in one line that names file and field."""
 
+import json
 import os
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from zinfer.spec.documents import (
+    Bounds,
     DocumentError,
     parse_json,
     parse_toml,
@@ -42,6 +44,37 @@ def test_damaged_json_is_refused_by_name(content: bytes) -> None:
 def test_a_document_is_read_with_its_mark_and_its_infinity(tmp_path: Path) -> None:
     (tmp_path / "c.json").write_bytes(b'\xef\xbb\xbf{"limit": [0.0, Infinity], "n": -9223372036854775808}')
     assert read_object(tmp_path / "c.json", infinite=True) == {"limit": [0.0, float("inf")], "n": -(2**63)}
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"[" + b",".join([b"[]"] * 100) + b"]", "100 texts, lists and objects"),
+        (b"[" + b",".join([b'"a"'] * 101) + b"]", "100 texts, lists and objects"),
+        (b"{" + b",".join(b'"%d":1' % key for key in range(101)) + b"}", "100 texts, lists and objects"),
+        (b"[" + b",".join([b"1"] * 1001) + b"]", "1,000 values"),
+        (b'"' * 300, "100 texts"),
+        (b"[" * 300, "100 texts"),
+    ],
+)
+def test_a_document_of_too_many_values_is_not_parsed(content: bytes, said: str) -> None:
+    with pytest.raises(DocumentError, match=rf"the body is too large: .*{said}"):
+        parse_json(content, "the body", bounds=Bounds(1000, 100))
+
+
+def test_values_and_levels_are_counted_outside_of_texts() -> None:
+    """Texts full of commas, brackets, quotes and backslashes count once each."""
+    texts = [", " * 2000, "[{" * 2000, '"' * 2000, "\\" * 1999, '\\"[,' * 500, '\\\\"' * 3, ""]
+    content = json.dumps({"a": texts, "b": [1] * 900}).encode()
+    assert parse_json(content, "the body", bounds=Bounds(1000, 12)) == {"a": texts, "b": [1] * 900}
+    with pytest.raises(DocumentError, match="11 texts"):
+        parse_json(content, "the body", bounds=Bounds(1000, 11))
+    deep = b'["]", ' * 64 + b"1" + b"]" * 64
+    assert parse_json(deep, "the body")[0] == "]"
+    with pytest.raises(DocumentError, match="nested more than 64"):
+        parse_json(b"[" + deep + b"]", "the body")
+    with pytest.raises(DocumentError, match="nested more than 64"):
+        parse_json(b"[" * 300 + b"}", "the body")
 
 
 @pytest.mark.parametrize("content", [b"a = ", b"a = " + b"[" * 100_000, b"\xff", b"a = 1\na = 2"])

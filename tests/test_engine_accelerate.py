@@ -9,8 +9,11 @@ import pytest
 import torch
 from accelerate.hooks import attach_align_device_hook_on_blocks
 from click.testing import CliRunner
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Zamba2ForCausalLM
 
+from tests.conformance.reference import reference
+from tests.conformance.rows import side_by_side
+from tests.conformance.small import Subject, save, small_model
 from tests.running import decode, prefill
 from tests.test_parity import MACHINE, greedy, load, prompts
 from zinfer.cli import cli
@@ -48,6 +51,22 @@ def test_files_lie_under_the_path_until_close(checkpoint: Callable[..., Path], t
 def test_nvme_wants_a_folder(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     with pytest.raises(EngineError, match="--nvme-path"):
         load("accelerate", checkpoint("llama"), "nvme", tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("offload", ["cpu", "nvme"])
+@pytest.mark.parametrize("gpu_weights", ["0%", "50%"])
+def test_weights_that_layers_share_stay_on_the_device(offload: Offload, gpu_weights: str, tmp_path: Path) -> None:
+    directory = tmp_path / "zamba2"
+    save(small_model(Subject("zamba2")), directory)
+    known = reference(Zamba2ForCausalLM, directory)
+    loaded = load("accelerate", directory, offload, tmp_path, gpu_weights=gpu_weights)
+    assert float(side_by_side(loaded, known).max()) < known.tolerance
+    spec, effective = loaded.plan.model, loaded.effective()
+    away = spec.streamed_bytes - sum(loaded.plan.model.layer_parameters[:3]) * 4 * (gpu_weights == "50%")
+    assert {effective.host_weight_bytes, effective.nvme_weight_bytes} == {0, away}
+    assert effective.gpu_weight_bytes == spec.weight_bytes - away
+    assert effective.streamed_bytes_per_step == away
+    loaded.close()
 
 
 def kept(loaded: Accelerate, gpu_weights: str) -> Accelerate:

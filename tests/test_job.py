@@ -14,7 +14,7 @@ import pytest
 from tests import PATIENCE_S, mentions
 from tests.fakes import TARGET
 from tests.inline import MACHINE, SPEC
-from tests.inline_batch import CASE, SETTINGS, InlineRows, line, prompt_of, run_inline, text
+from tests.inline_batch import CASE, SETTINGS, InlineRows, held_rows, line, prompt_of, run_inline, text
 from zinfer.job.batch import run as jobs
 from zinfer.job.batch.intake import rows_of
 from zinfer.job.batch.ledger import JobChanged, Ledger, job_path
@@ -118,7 +118,7 @@ def test_rows_that_fail_again_and_again_get_an_error(tmp_path: Path) -> None:
 
     class Poisoned(InlineRows):
         def _step(self, session: Session, request: BatchStep) -> BatchStepped:
-            rows = map(prompt_of, (*self.alive, *self.queue, *request.rows))
+            rows = map(prompt_of, (*self.alive, *self.queue, *held_rows(request)))
             self.edge = 0 if poison in rows else 99
             return super()._step(session, request)
 

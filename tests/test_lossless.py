@@ -303,7 +303,7 @@ def test_a_model_trained_here_is_weights_to_measure(tmp_path: Path, monkeypatch:
     assert codec.read(found, found.bytes)[1] == f"llama; {source}; 7 matrices, stored as bf16"
     spec = from_directory(path)
     assert (spec.head_dim, spec.dtype, spec.max_position) == (64, "bfloat16", trained.LENGTH)
-    tokenizer = load_tokenizer(spec)
+    tokenizer = load_tokenizer(path)
     assert tokenizer((path / "held-out.txt").read_text()).input_ids == list("héllo".encode())
     assert (path / "held-out-prose.txt").read_text() == "prose"
 

@@ -1,6 +1,8 @@
 """Measurement loop, with an engine whose steps take a known time."""
 
 from collections.abc import Sequence
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,9 +12,11 @@ from tests.inline import MACHINE, SPEC
 from tests.running import StepEngine
 from zinfer.engine.base import MicroBatch, Work
 from zinfer.engine.kv_snapshot import Past
+from zinfer.generation.scheduler import DecodeLoop
 from zinfer.plan.plan import make_plan
 from zinfer.record.measurement import Effective, Measurement, Span
 from zinfer.spec.case import Case, Workload
+from zinfer.worker import measure as clock
 from zinfer.worker.measure import WARM_UP_STEPS, Samples, measure, prompts
 
 WORKLOAD = Workload(batch_size=3, input_len=5, output_len=4)
@@ -101,6 +105,54 @@ def test_the_clock_stands_still_between_a_step_and_the_next() -> None:
     run(engine, samples, repeats=1, beat=beat)
     assert samples.ttft_ms == pytest.approx([20])
     assert samples.step_ms[0] == pytest.approx((5.5, 5.6, 5.7))
+
+
+class Lagging(Metronome):
+    """A device that works behind the CPU: the clock moves where somebody waits for it, in `synchronize`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked_s = 0.0  # seconds of work that nobody has waited for
+
+    def _logits(self, name: str, seconds: float, rows: int) -> torch.Tensor:
+        before = self.seconds
+        logits = super()._logits(name, seconds, rows)
+        self.asked_s, self.seconds = self.asked_s + self.seconds - before, before
+        return logits
+
+    def retire(self, batch: MicroBatch, rows: Sequence[int] | None = None) -> None:
+        super().retire(batch, rows)
+        self.asked_s += 0.001  # of copies that go on when a batch has ended
+
+    def synchronize(self, device: torch.device) -> None:
+        assert device == self.device
+        self.seconds, self.asked_s = self.seconds + self.asked_s, 0.0
+
+
+def test_work_counts_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TTFT is the time until the first token is there, not until it was asked for; so is each step's."""
+    engine, samples = Lagging(), Samples()
+    monkeypatch.setattr(clock, "synchronize", engine.synchronize)
+    run(engine, samples, repeats=2)
+    assert samples.ttft_ms == pytest.approx([20, 20])
+    assert samples.step_ms[0] == pytest.approx((5.5, 5.6, 5.7))
+    assert samples.step_ms[1] == pytest.approx((5.9, 6.0, 6.1))
+    loop = DecodeLoop(engine, lambda logits: logits.argmax(-1))
+    engine._logits("decode", STEP_S, 3)  # of somebody before
+    prompt = prompts(WORKLOAD, 64)
+    monkeypatch.setattr(engine, "admit", partial(StepEngine.admit, engine))
+    assert clock.first_token_ms(loop, prompt, clock=engine.clock) == pytest.approx(20)
+    loop.end()
+
+
+def test_a_gpu_is_waited_for_on_the_stream_that_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[torch.device] = []
+    stream = SimpleNamespace(synchronize=lambda: waits.append(torch.device("cuda", 1)))
+    monkeypatch.setattr(torch.cuda, "current_stream", {torch.device("cuda", 1): stream}.__getitem__)
+    clock.synchronize(torch.device("cpu"))
+    assert waits == []
+    clock.synchronize(torch.device("cuda", 1))
+    assert waits == [torch.device("cuda", 1)]
 
 
 @pytest.mark.parametrize("nan_at", [4, 5, 7])

@@ -17,7 +17,7 @@ from zinfer.cli import VERBS, cli
 from zinfer.job.batch.shard import Shard
 from zinfer.spec.engine import ENGINES
 
-WRITTEN = (*PAGES, "CONTRIBUTING.md", "CHANGELOG.md")
+WRITTEN = (*PAGES, "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
 TEXTS = {
     page: (ROOT / page).read_text() for page in (*WRITTEN, "plots/README.md", "sweeps/README.md", "engines/README.md")
 }

@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.inline_batch import held_rows
 from tests.test_parity import MACHINE
 from zinfer.engine.base import Engine, Work
 from zinfer.engine.stream import Stream
 from zinfer.generation.schedule import PassTimes
 from zinfer.generation.scheduler import ContinuousScheduler
-from zinfer.generation.tokenizer import Tokenizer
 from zinfer.job.batch import run as jobs
 from zinfer.job.batch.intake import RequestRow, needs, rows_of
 from zinfer.job.batch.ledger import Ledger
@@ -28,7 +28,7 @@ from zinfer.spec.case import Case, Workload
 from zinfer.spec.resolve import from_directory
 from zinfer.worker import generation as worker_side
 from zinfer.worker.inline import InlineWorker
-from zinfer.worker.tasks import Answer, BatchStart, BatchStep, Request, Tokenize
+from zinfer.worker.tasks import Answer, BatchStart, BatchStep, Request
 
 TEMPLATE = "{% for m in messages %}{% if m.role == 'bad' %}{{ raise_exception('no such role') }}{% endif %}"
 TEMPLATE += "[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
@@ -54,6 +54,10 @@ class Watched(InlineWorker):
         self.requests.append(request)
         return super().ask(request)
 
+    def prompts(self, texts: list[str]) -> list[list[int]]:
+        """The token ids of texts."""
+        return [AutoTokenizer.from_pretrained(str(self.spec.directory))(text).input_ids for text in texts]
+
     @property
     def steps(self) -> list[BatchStep]:
         return [request for request in self.requests if isinstance(request, BatchStep)]
@@ -61,9 +65,6 @@ class Watched(InlineWorker):
     @property
     def starts(self) -> list[BatchStart]:
         return [request for request in self.requests if isinstance(request, BatchStart)]
-
-    def tokenize(self, prompts: list[Any]) -> list[list[int] | str]:
-        return self.ask(Tokenize(model=self.spec, prompts=prompts)).prompts
 
 
 def plan_for(worker: Watched, directory: Path, rows: list[RequestRow]) -> Plan:
@@ -78,7 +79,7 @@ def answers(
 ) -> tuple[dict[str, Any], Watched]:
     """The completions by custom_id, and the worker that gave them."""
     worker = Watched(directory)
-    prompts = worker.tokenize([one.prompt for one in requests])
+    prompts = worker.prompts([one.prompt for one in requests])
     rows, faults = rows_of(requests, prompts, worker.spec.max_position, worker.spec.vocab_size, 20, {})
     assert not faults
     with Ledger.open(output, {}, 7) as ledger:
@@ -162,18 +163,9 @@ def test_a_row_ends_before_its_stop(checkpoint: Callable[..., Path], tmp_path: P
     assert found["all"]["choices"][0]["text"] == ""
 
 
-def test_ids_travel_and_no_prompt_is_tokenised_twice(
+def test_rows_go_on_with_their_tokens_however_often_the_worker_fails(
     checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However often the worker fails."""
-    tokenised: list[str] = []
-    encode = Tokenizer.try_encode
-
-    def counted(self: Tokenizer, prompt: Any) -> Any:
-        tokenised.append(prompt)
-        return encode(self, prompt)
-
-    monkeypatch.setattr(Tokenizer, "try_encode", counted)
     monkeypatch.setattr(worker_side, "ANSWER_S", 0.0)
     step = ContinuousScheduler.step
     fails = [5, 11, 30]
@@ -189,27 +181,12 @@ def test_ids_travel_and_no_prompt_is_tokenised_twice(
     body = {"max_tokens": 12, "temperature": 0}
     requests = [request(str(size), {"prompt": "ab" * size} | body) for size in range(1, 6)]
     _, worker = answers(checkpoint("llama"), tmp_path / "out.jsonl", requests, at_most=2)
-    assert sorted(tokenised) == ["ab" * size for size in range(1, 6)]
-    rows = [row for request in worker.steps for row in request.rows]
+    rows = [row for step in worker.steps for row in held_rows(step)]
     assert len(worker.starts) == 4
     assert len(rows) > 8
     assert any(row.output_ids for row in rows)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint("llama"))
     assert all(row.prompt_ids == tokenizer("ab" * (row.key + 1)).input_ids for row in rows)
-
-
-def test_a_chat_needs_the_models_template(checkpoint: Callable[..., Path]) -> None:
-    worker = Watched(checkpoint("llama"))
-    talk = [{"role": "user", "content": "hi"}]
-    refused, plain, empty = worker.tokenize([talk, "hi", ""])
-    assert "chat template" in str(refused)
-    assert len(plain) == 2
-    assert "no tokens" in str(empty)
-    worker.session.tokenizer(worker.spec).hf.chat_template = TEMPLATE
-    chat, bad, text = worker.tokenize([talk, [{"role": "bad", "content": ""}], "[user]hi[assistant]"])
-    assert str(bad).endswith("no such role")
-    assert chat == text
-    worker.close()
 
 
 def test_a_row_that_is_not_a_number_fails_alone(checkpoint: Callable[..., Path]) -> None:
@@ -227,7 +204,7 @@ def test_a_row_that_is_not_a_number_fails_alone(checkpoint: Callable[..., Path])
     wanted, _ = rows_of(requests, [[5], [6], [7]], None, 128, 20, {})
     assert worker.load(plan_for(worker, directory, wanted)) is None
     worker.ask(BatchStart(load=Workload(batch_size=3, input_len=1, output_len=2)))
-    found = worker.ask(BatchStep(rows=[jobs.batch_row(one) for one in wanted]))
+    found = worker.ask(BatchStep(requests=[jobs.batch_request(one) for one in wanted]))
     again = worker.ask(BatchStep())
     worker.close()
     assert [one.error for one in found.rows] == [None, "the model's output is not a number", None]

@@ -1,10 +1,11 @@
 """Continuous batching, simulated: rows of mixed lengths on a clock that has the plan's seconds."""
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable
 from math import log
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -26,6 +27,7 @@ from zinfer.generation.schedule import (
     Schedule,
     Tally,
     arrival_order,
+    in_turn,
     like_order,
     load_of,
     load_of_pass,
@@ -93,12 +95,19 @@ class Engine:
                     assert list(places) == source.alive
                     assert rows == len(source.rows)
                 assert group.length == max(source.real(place) for source, places in sources for place in places)
-                self.live[group] = len(group.rows), group.length, group.capacity
+                moved = sum(len(places) for _, places in sources)  # rows of the group may be given up by now
+                self.live[group] = moved, group.length, group.capacity
             elif kind == "split":
                 ((source, places),) = sources
                 rows, length, capacity = self.live[source]
                 self.live[source] = rows - len(places), length, capacity
                 self.live[group] = len(places), group.length, group.capacity
+            elif kind == "yield":
+                ((source, places),) = sources
+                rows, length, capacity = self.live.pop(source)
+                assert len(set(places)) == len(places) == len(group.rows) <= rows
+                if len(places) < rows:
+                    self.live[source] = rows - len(places), length, capacity
             elif kind == "suspend":
                 assert self.able.snapshots
                 self.kept[group] = self.live.pop(group)
@@ -339,6 +348,149 @@ def test_kept_positions_are_not_computed_again() -> None:
     assert tally.prompts < 0.25 * whole
     assert tally.again == 0
     assert tally.padding < 0.1
+
+
+class Served:
+    """Requests that come while others run: `tokens` that each has got, by request, and `rows` that each has now."""
+
+    def __init__(self, limits: Limits, able: Abilities | None = None, clock: Callable[[], PassTimes] = times) -> None:
+        self.able, self.truth = able or Abilities(), clock()
+        self.schedule, self.engine = Schedule(clock(), limits, self.able, arrival_order), Engine(self.able)
+        self.left: dict[int, int] = {}
+        self.request_of: dict[int, int] = {}
+        self.tokens: Counter[int] = Counter()
+        self.seconds = 0.0
+
+    def add(self, request: int, count: int, known: int, left: int) -> None:
+        first = len(self.left)
+        rows = [Row(first + number, known, left, request) for number in range(count)]
+        self.left |= {row.key: left for row in rows}
+        self.request_of |= {row.key: request for row in rows}
+        self.schedule.add(rows)
+
+    def step(self) -> None:
+        works, seconds = self.engine.run(self.schedule, self.truth)
+        ended = []
+        for group, count in works:
+            if group.length + count >= group.width:
+                for row in filter(None, group.rows):
+                    self.tokens[row.request] += 1
+                    self.left[row.key] -= 1
+                    ended += [row.key] * (self.left[row.key] == 0)
+        self.schedule.done(works, seconds, ended)
+        self.seconds += seconds
+
+    def until(self, fact: Callable[[], bool], most: int) -> int:
+        """Run passes until something is so; return their number."""
+        for count in range(most + 1):
+            if fact():
+                return count
+            self.step()
+        raise AssertionError(f"not within {most} passes: {self.tokens}, {self.rows}")
+
+    @property
+    def rows(self) -> Counter[int]:
+        return Counter(row.request for row in self.schedule.running)
+
+    def finish(self) -> None:
+        self.until(lambda: not any(self.left.values()), 100_000)
+        self.step()
+        assert not self.engine.live
+        assert not self.engine.kept
+
+
+WAYS = [
+    pytest.param(Limits(1_000_000, 64), Abilities(), id="rows"),
+    pytest.param(Limits(12_000), Abilities(), id="positions"),
+    pytest.param(Limits(12_000), Abilities(regroups="rarely", snapshots=False), id="in host memory"),
+    pytest.param(Limits(1_000_000, 64), Abilities(one_trip=False), id="a trip each"),
+    pytest.param(Limits(1_000_000, 64), Abilities(snapshots=False, chunks=False), id="no chunks"),
+]
+
+
+@pytest.mark.parametrize(("limits", "able"), WAYS)
+def test_a_request_of_many_rows_does_not_hold_up_one_of_one_token(limits: Limits, able: Abilities) -> None:
+    """Nor does it later, when those that came meanwhile run; and all get their tokens."""
+    served = Served(limits, able)
+    served.add(0, 256, 20, 90)
+    served.until(lambda: served.rows[0] >= 16 and served.schedule.tally.passes > 8, 200)
+    for request in range(1, 6):
+        served.add(request, 1, 30, 1)
+        assert served.until(lambda: served.tokens[request] == 1, 12) > 0, request  # noqa: B023
+    assert served.rows[0] >= 15
+    served.add(9, 3, 100, 50)
+    served.until(lambda: served.tokens[9] == 150, 100)
+    assert 0 < served.schedule.tally.yielded < 40
+    served.finish()
+    assert served.tokens == Counter({0: 256 * 90, 9: 150} | dict.fromkeys(range(1, 6), 1))
+
+
+def test_requests_of_many_rows_share_them() -> None:
+    """Rows go from one request to the next until each has a part; one with a quarter gives none up."""
+    served = Served(Limits(1_000_000, 64))
+    for request, parts in ((0, 1), (1, 2), (2, 3), (3, 4)):
+        served.add(request, 256, 20, 600)
+        served.until(lambda: min(served.rows[one] for one in range(parts)) >= 64 // parts - 1, 200)  # noqa: B023
+        assert sum(served.rows.values()) == 64
+    served.add(4, 256, 20, 600)
+    before = served.schedule.tally.yielded
+    for _ in range(50):
+        served.step()
+    assert served.schedule.tally.yielded == before
+    assert served.rows == Counter(dict.fromkeys(range(4), 16))
+    served.until(lambda: served.rows[4] > 0, 1000)  # as soon as one has ended
+
+
+def test_long_prompts_of_one_request_do_not_hold_up_short_ones_of_another() -> None:
+    served = Served(Limits(1 << 40, 256))
+    served.add(0, 4, 2_000_000, 10)
+    for _ in range(5):
+        served.step()
+    assert served.rows[0] >= 1
+    assert served.tokens[0] == 0
+    served.add(1, 1, 40, 2)
+    served.until(lambda: served.tokens[1] == 2, 4)
+    served.add(2, 1, 400_000, 1)
+    alone = Served(Limits(1 << 40, 256))
+    alone.add(2, 1, 400_000, 1)
+    needed = alone.until(lambda: alone.tokens[2] == 1, 1000)
+    served.until(lambda: served.tokens[2] == 1, 3 * needed + 4)  # half of each pass
+    served.finish()
+
+
+def test_a_large_request_alone_is_as_fast_as_many_small_ones() -> None:
+    """No row is kept free for others that might come, and none is given up."""
+    dice = random.Random(8)
+    needs = list(zip(lengths(1000, 100, 900, 0.8, dice), lengths(1000, 60, 300, 0.8, dice), strict=True))
+    one, each = ([Row(key, *need, request * key) for key, need in enumerate(needs)] for request in (0, 1))
+    (whole, _), (apart, _) = (simulate(rows, Limits(60_000, 256), order=arrival_order) for rows in (one, each))
+    assert (whole.seconds, whole.passes) == (apart.seconds, apart.passes)
+    assert whole.yielded == apart.yielded == whole.again == 0
+
+
+def test_rows_begin_in_turn() -> None:
+    rows = [Row(key, 5, 5, request) for key, request in enumerate([0, 0, 0, 1, 1, 2])]
+    assert [row.key for row in in_turn(rows[::-1], {})] == [0, 3, 5, 1, 4, 2]
+    assert [row.key for row in in_turn(rows, {0: 2})] == [3, 5, 4, 0, 1, 2]
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 12), st.integers(1, 900), st.integers(1, 60),
+                          st.integers(0, 20)), min_size=1, max_size=12),
+       st.integers(2_000, 20_000), st.integers(1, 20),
+       st.sampled_from([one.values[1] for one in WAYS]))  # fmt: skip
+@settings(max_examples=25, deadline=None)
+def test_every_row_gets_its_tokens_whoever_comes(
+    arrivals: list[tuple[int, int, int, int, int]], positions: int, most: int, able: Any
+) -> None:
+    served = Served(Limits(positions, most), able)
+    expected: Counter[int] = Counter()
+    for request, count, known, left, passes in arrivals:
+        served.add(request, count, known, left)
+        expected[request] += count * left
+        for _ in range(passes):
+            served.step()
+    served.finish()
+    assert served.tokens == expected
 
 
 @given(st.lists(st.tuples(st.integers(1, 900), st.integers(1, 200)), min_size=1, max_size=60),

@@ -3,6 +3,7 @@
 import json
 import shutil
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,16 +14,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests import PATIENCE_S
 from tests.serving import NAME, Server, serving
 from tests.test_parity import MACHINE
 from tests.test_rows import TEMPLATE
 from zinfer.engine.stream import Stream
-from zinfer.generation import scheduler
+from zinfer.generation import scheduler, tokenizer_process
 from zinfer.generation.schedule import PassTimes
+from zinfer.generation.tokenizer_process import TokenizerProcess
 from zinfer.job.batch.packing import RowDemand, best_plan
 from zinfer.plan.plan import Plan
 from zinfer.spec.case import Case, Workload
 from zinfer.spec.resolve import from_directory
+from zinfer.spec.tokenizer_files import ChatTemplate
 from zinfer.worker.generation import batch_step
 from zinfer.worker.inline import InlineWorker
 from zinfer.worker.process import WorkerDied
@@ -173,9 +177,77 @@ def test_a_chat_is_rendered_and_streamed(client: openai.OpenAI, reference: Refer
     events = list(client.chat.completions.create(stream=True, **kind))
     assert events[0].choices[0].delta.role == "assistant"
     assert "".join(event.choices[0].delta.content or "" for event in events) == expected
+    turns: Any = [*messages, said.model_dump(), {"role": "user", "content": "go on"}]  # with all its empty fields
+    ids = reference.tokenizer(f"[user]hi[assistant]{expected}[user]go on[assistant]", add_special_tokens=False)
+    again = client.chat.completions.create(**kind | {"messages": turns, "max_completion_tokens": 3})
+    assert again.choices[0].message.content == reference.text(reference.greedy(ids.input_ids, 3))
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    called: Any = [*messages, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    with pytest.raises(openai.BadRequestError, match="template shows no tool calls"):
+        client.chat.completions.create(**kind | {"messages": called})
     bad: Any = [{"role": "bad", "content": ""}]
     with pytest.raises(openai.BadRequestError, match="no such role"):
         client.chat.completions.create(model=NAME, messages=bad)
+
+
+LOOPS = "{% if messages[1:] %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{% endif %}"
+
+
+def test_conversations_that_fail_harm_no_other(
+    directory: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A template that loops for some of them: a stream goes on meanwhile, and so do other conversations and prompts."""
+    monkeypatch.setattr(tokenizer_process, "PROMPT_S", 1.0)
+    monkeypatch.setattr(tokenizer_process, "QUICK_S", 0.2)
+    plan = plan_of(directory)
+    tokenizer = TokenizerProcess(plan.model, ChatTemplate(LOOPS + TEMPLATE))
+    with serving(plan, lambda: InlineWorker(Stream), tokenizer=tokenizer) as server:
+
+        def ask(content: str, *more: str) -> tuple[int, Any]:
+            messages = [{"role": "user", "content": text} for text in (content, *more)]
+            return server.ask("/v1/chat/completions", {"messages": messages, "max_tokens": 3, "temperature": 0})[:2]
+
+        stream = {"prompt": PROMPTS[0], "max_tokens": 1000, "stream": True, "ignore_eos": True}
+        bad: list[tuple[int, Any]] = []
+        threads = [threading.Thread(target=lambda: bad.append(ask("a", "b"))) for _ in range(3)]
+        threads.append(threading.Thread(target=server.ask, args=("/v1/completions", stream)))
+        for thread in threads:
+            thread.start()
+        rendered = reference.tokenizer("[user]hi[assistant]", add_special_tokens=False).input_ids
+        expected = reference.text(reference.greedy(rendered, 3))
+        for _ in range(5):
+            status, answer = ask("hi")
+            assert (status, answer["choices"][0]["message"]["content"]) == (200, expected)
+        for thread in threads:
+            thread.join(PATIENCE_S)
+        assert [status for status, _ in bad] == [400] * 3
+        for _, answer in bad:
+            assert (answer["error"]["code"], answer["error"]["param"]) == ("invalid_prompt", "messages")
+            assert "more than 1 s of CPU time" in answer["error"]["message"]
+        assert ask("hi")[0] == 200
+        assert server.ask("/health")[0] == 200
+        many = [{"role": "user", "content": "x" * 5000}] * 3
+        status, answer, _ = server.ask("/v1/chat/completions", {"messages": many})
+        assert (status, answer["error"]["code"]) == (400, "context_length_exceeded")
+        status, answer, _ = server.ask("/v1/chat/completions", {"messages": [{"role": "u", "content": ""}] * 10_001})
+        assert (status, answer["error"]["code"]) == (400, "invalid_value")
+
+
+def test_answers_to_one_prompt_have_it_read_once(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = plan_of(directory)
+    tokenizer, read = TokenizerProcess(plan.model), list[str]()
+    quickly = tokenizer.encode_quickly
+
+    def watched(prompts: Any) -> Any:
+        read.extend(prompts)
+        return quickly(prompts)
+
+    monkeypatch.setattr(tokenizer, "encode_quickly", watched)
+    with serving(plan, lambda: InlineWorker(Stream), tokenizer=tokenizer) as server:
+        _, answer, _ = server.ask("/v1/completions", {"prompt": ["ab", "cd"], "n": 5, "max_tokens": 1})
+        assert len(answer["choices"]) == 10
+        assert answer["usage"]["prompt_tokens"] == 4
+    assert read == ["ab", "cd"]
 
 
 @pytest.mark.usefixtures("small")
@@ -247,7 +319,9 @@ def test_a_conversation_reuses_its_earlier_turns(
     client: openai.OpenAI, reference: Reference, server: Server, worker: InlineWorker
 ) -> None:
     """Each turn computes its own tokens; a stream says so, too. Scores of a whole prompt need all of it."""
-    assert server.ask("/health")[:2] == (200, {"status": "ok", "prefix_reuse": "on"})
+    assert server.ask("/health")[:2] == (
+        200, {"status": "ok", "worker": "idle", "completions": "on", "chat": "on", "prefix_reuse": "on"}
+    )  # fmt: skip
     kind: dict[str, Any] = {"model": NAME, "max_tokens": 9, "temperature": 0}
     before, whole, cached = server.metric("zinfer_prompt_tokens_cached_total"), 0, 0
     messages: list[Any] = [{"role": "system", "content": "a long system prompt"}]
@@ -351,7 +425,7 @@ def test_a_worker_that_dies_is_replaced_and_its_rows_go_on(
             assert next(stream).choices[0].text
             whole = client.completions.create(prompt=PROMPTS, max_tokens=20, **kind)
             assert [choice.text for choice in whole.choices] == expected
-            with pytest.raises(openai.APIError, match="SIGKILL"):
+            with pytest.raises(openai.APIError, match="the worker failed: it ended"):
                 list(stream)
         assert len(workers) == 2
         assert other.metric("zinfer_worker_restarts_total") == 1

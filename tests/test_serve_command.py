@@ -78,7 +78,12 @@ def test_a_server_serves_until_a_signal(folder: Path, checkpoint: Checkpoints) -
     assert mentions(result.stderr, "listening at", f"http://127.0.0.1:{port}")
     assert mentions(result.stderr, "serving", str(checkpoint("llama")), "/v1")
     assert mentions(result.stderr, "has ended")
-    assert health == [(200, {"status": "ok", "prefix_reuse": "on"})]
+    ((status, told),) = health
+    assert (status, told["status"], told["completions"], told["prefix_reuse"]) == (200, "ok", "on", "on")
+    assert told["chat"].startswith("off: the model has no chat template")
+    assert mentions(result.stderr, "POST /v1/completions", "401", "s")
+    assert mentions(result.stderr, "POST /v1/completions", "200", "9+9 tokens")
+    assert str(BODY["prompt"]) not in result.stderr
     assert found[0][0] == 401
     status, answer = found[1]
     assert status == 200, answer
@@ -153,8 +158,11 @@ class Served:
 
 
 @contextmanager
-def process(folder: Path, *words: str) -> Iterator[Served]:
-    command = [sys.executable, "-m", "zinfer.cli", "serve", "--port", "0", *words]
+def process(folder: Path, *words: str, until: str = "serving", files: int | None = None) -> Iterator[Served]:
+    """A server that has said a word, `until`, and may have so many open files."""
+    command = [sys.executable, "-m", "zinfer", "serve", "--port", "0", *words]
+    if files is not None:
+        command = ["/bin/sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", *command]
     lines: list[str] = []
     running = subprocess.Popen(
         command, cwd=folder, stdin=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=environment()
@@ -165,7 +173,7 @@ def process(folder: Path, *words: str) -> Iterator[Served]:
     reader.start()
     served = Served(running, lines)
     try:
-        wait(lambda: served.said("serving") == 1 or running.poll() is not None)
+        wait(lambda: served.said(until) == 1 or running.poll() is not None)
         yield served
     finally:
         running.kill()

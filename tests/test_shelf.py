@@ -73,6 +73,19 @@ def test_each_turn_finds_the_one_before_and_an_edited_one_their_beginning(engine
     assert own.held == 0
 
 
+@pytest.mark.parametrize("piece", [1, 7, 1 << 30])
+def test_the_last_token_is_always_computed(engine: Engine, told: list[str], piece: int) -> None:
+    """Its logits are those of the next token, so `matched` and `find` leave it out, however much is kept."""
+    own = shelf(engine, told, piece=piece)
+    run(engine, TOKENS[:20], own)
+    for count in (1, 2, 7, 8, 19, 20):
+        assert own.matched(TOKENS[:count]) == sum(part.length for part in own.find(TOKENS[:count])) == count - 1
+    for asked, known in (([], 0), (TOKENS[:21], 20), ([*TOKENS[:19], 5], 19), ([5], 0)):
+        assert own.matched(asked) == sum(part.length for part in own.find(asked)) == known
+    assert told == []
+    own.close()
+
+
 def test_the_least_recently_used_goes_first_and_its_end_before_its_beginning(engine: Engine, told: list[str]) -> None:
     own = shelf(engine, told, positions=40)
     other, third = TOKENS[::-1], [7, *TOKENS[5:]]

@@ -16,7 +16,7 @@ from tests import mentions
 from zinfer.cli import cli
 from zinfer.commands.run import Answers
 from zinfer.generation.detokenizer import TextPieces
-from zinfer.generation.scheduler import Sequence
+from zinfer.generation.scheduler import Sequence, add_token
 from zinfer.worker import generation as worker_side
 from zinfer.worker.inline import InlineWorker
 from zinfer.worker.tasks import CompletionStep, Generated, GenerateStep
@@ -168,7 +168,7 @@ def test_pieces_of_a_long_text_are_its_text_up_to_a_stop(stops: tuple[str, ...])
             sequence.finish_reason, sequence.text = "stop", whole[: min(ends)] if ends else whole
         before, tokenizer.decoded = tokenizer.decoded, 0
         found += pieces.add(sequence)
-        assert tokenizer.decoded <= 2 * (64 + 16) + 16
+        assert tokenizer.decoded <= 2 * (16 + 16) + 16
         tokenizer.decoded += before
         if sequence.ended:
             break
@@ -176,4 +176,49 @@ def test_pieces_of_a_long_text_are_its_text_up_to_a_stop(stops: tuple[str, ...])
     assert found == sequence.text
     assert bool(stops) == (len(sequence.output_ids) < 400)
     assert not pieces._shown
-    assert not pieces._settled
+
+
+class Cleaned:
+    """Words that clean spaces up as they are joined; counts the tokens that it decodes."""
+
+    ends: frozenset[int] = frozenset()
+
+    def __init__(self, words: list[str]) -> None:
+        self.words, self.decoded = words, 0
+
+    def decode(self, ids: list[int], before: Any = ()) -> str:
+        self.decoded += len(ids)
+        text = "".join(self.words[number] for number in ids)
+        return text.replace(" .", ".").replace(" ,", ",").replace(" n't", "n't")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_sequence_ends_with_the_token_that_completes_a_stop(seed: int) -> None:
+    """Stops across tokens, in the middle of them, and of which a part came before and did not go on."""
+    dice = random.Random(seed)
+    tokenizer = Cleaned([dice.choice(["ab", "a", "b", "aab", " ", " .", ".", " n't", "é"]) for _ in range(300)])
+    whole = tokenizer.decode(list(range(300)))
+    stops = [whole[place : place + dice.randint(1, 9)] for place in dice.sample(range(100, 280), 2)]
+    stops.append("aaaab" * 30)
+    sequence = Sequence([], 300, stop=tuple(stops), ignore_eos=True)
+    for number in range(300):
+        add_token(tokenizer, sequence, number, True)  # type: ignore[arg-type]
+        text = tokenizer.decode(list(range(number + 1)))
+        places = [place for stop in stops if (place := text.find(stop)) >= 0]
+        assert sequence.ended == bool(places), number
+        if places:
+            assert (sequence.finish_reason, sequence.text) == ("stop", text[: min(places)])
+            return
+    pytest.fail("no stop was in the text")
+
+
+def test_looking_for_a_stop_takes_as_long_whatever_its_length() -> None:
+    tokenizer = Cleaned(["ab"] * 600)
+    counts = {}
+    for length in (1, 1000):
+        sequence = Sequence([], 600, stop=("x" * length,) * 16, ignore_eos=True)
+        before = tokenizer.decoded
+        for number in range(599):
+            add_token(tokenizer, sequence, number, True)  # type: ignore[arg-type]
+        counts[length] = tokenizer.decoded - before
+    assert counts[1] == counts[1000] < 599 * 40

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -28,6 +29,7 @@ from zinfer.spec.documents import DocumentError, UnreadableError
 from zinfer.spec.errors import not_here
 from zinfer.spec.model import ModelError
 from zinfer.spec.requests import RequestLoad
+from zinfer.worker import process
 from zinfer.worker.failure import TaskFailure
 from zinfer.worker.inline import InlineWorker
 from zinfer.worker.process import TaskFailed, Worker, WorkerDied
@@ -36,6 +38,7 @@ from zinfer.worker.session import Session, not_as_asked
 from zinfer.worker.tasks import (
     TASKS,
     About,
+    BatchRequest,
     BatchRow,
     BatchStart,
     BatchStarted,
@@ -71,10 +74,6 @@ from zinfer.worker.tasks import (
     RequestRow,
     RequestsMeasured,
     RowStep,
-    TextWindowed,
-    TextWindows,
-    Tokenize,
-    Tokenized,
 )  # fmt: skip
 
 
@@ -231,6 +230,40 @@ def test_a_worker_that_dies_is_reported_with_its_cause(fail: str, told: str, sta
     assert death.value.status == "crashed"
 
 
+@pytest.mark.parametrize(("at_its_end", "status"), [(0, "crashed"), (1, "oom_host")])
+def test_a_worker_is_not_blamed_for_memory_that_others_lacked(
+    at_its_end: int, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel's killer struck before the worker's last answer, and perhaps at its end, too."""
+    counts = [0]
+    monkeypatch.setattr(process, "_oom_kills", lambda: counts[0])
+    worker = Worker(TARGET, timeout_s=PATIENCE_S)
+    counts[0] = 3
+    assert worker.load(make_plan(case(), SPEC, MACHINE)) is None
+    os.kill(worker._process.pid, signal.SIGKILL)
+    worker._process.wait()
+    counts[0] += at_its_end
+    with pytest.raises(WorkerDied) as death:
+        worker.measure(case(), repeats=1, tolerance=0.02)
+    assert death.value.status == status
+    worker.close()
+
+
+def test_kills_for_want_of_memory_count_in_the_own_group_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups = Path("/proc/self/cgroup")
+    if not groups.is_file():
+        pytest.skip("this system has no control groups")
+    _, kinds, path = groups.read_text().splitlines()[0].split(":", 2)
+    monkeypatch.setattr(process, "_OOM_FILES", {kinds: ((str(tmp_path), "memory.events"),)})
+    assert process._oom_kills() == 0
+    (tmp_path / "memory.events").write_text("low 1\noom 5\noom_kill 4\n")
+    own = tmp_path / path.strip("/")
+    own.mkdir(parents=True, exist_ok=True)
+    assert process._oom_kills() == 4  # a container may see no other group
+    (own / "memory.events").write_text("low 1\noom 3\noom_kill 2\n")
+    assert process._oom_kills() == 2
+
+
 @pytest.mark.parametrize(
     ("error", "status", "exit_code", "line"),
     [
@@ -320,7 +353,7 @@ def test_nothing_of_a_failed_attempt_stays_in_memory() -> None:
         assert held[0]() is None
         worker.ask(BatchStart(load=Workload(batch_size=1, input_len=1, output_len=1)))
         with pytest.raises(TaskFailed, match="out of memory") as failed:
-            worker.ask(BatchStep(rows=[BatchRow(key=0, prompt_ids=[1], left=1)]))
+            worker.ask(BatchStep(requests=[BatchRequest(key=0, prompts=[[1]], rows=[BatchRow(key=0, left=1)])]))
         assert failed.value.status == "oom_gpu"
         assert [one() for one in held] == [None, None]
     finally:
@@ -340,6 +373,7 @@ SAMPLING = Sampling(temperature=0.5, seed="s")
 PLAN = make_plan(case(), SPEC, MACHINE)
 POINT = Measurement(case=case(), status="oom_gpu", machine="m", error="no")
 LOAD = RequestLoad(source="fixed:2,1", requests=1, request_rate="inf")
+ASKED = BatchRequest(key=1, prompts=[[1]], rows=[BatchRow(key=1, left=2, sampling=SAMPLING)], stop=("x",))
 MESSAGES: dict[str, tuple[Request[Any], Message]] = {
     "load": (Load(target=TARGET, plan=PLAN), Loaded(refused=POINT)),
     "about": (About(), Facts(machine="m", versions={"torch": "2"}, load_s=1.5)),
@@ -349,7 +383,7 @@ MESSAGES: dict[str, tuple[Request[Any], Message]] = {
         RequestsMeasured(point=RequestPoint(case=case(), requests=LOAD, status="timeout", machine="test")),
     ),
     "generate": (
-        Generate(prompts=["é"], batch_size=1, sampling=SAMPLING),
+        Generate(prompts=[[1, 2]], batch_size=1, sampling=SAMPLING),
         Generated(
             steps=[CompletionStep(number=0, tokens=[1], text="a", finish_reason="stop", output_text="a")],
             seconds=1.0, running=0,
@@ -358,21 +392,17 @@ MESSAGES: dict[str, tuple[Request[Any], Message]] = {
     "generate_step": (
         GenerateStep(), Generated(steps=[CompletionStep(number=0, tokens=[1], text="é")], seconds=1.0, running=1),
     ),
-    "tokenize": (
-        Tokenize(prompts=["a", [{"role": "user", "content": "b"}]], model=SPEC),
-        Tokenized(prompts=[[1, 2], "no chat template"]),
-    ),
     "batch_start": (
         BatchStart(load=Workload(batch_size=1, input_len=1, output_len=2), rows=3),
         BatchStarted(positions=64),
     ),
     "batch_step": (
-        BatchStep(rows=[BatchRow(key=1, prompt_ids=[1], left=2, sampling=SAMPLING, stop=("x",))], ending=0.25),
+        BatchStep(requests=[ASKED], ending=0.25),
         BatchStepped(passes=1, seconds=0.5, rows=[RowStep(key=1, tokens=[], finish_reason="stop", text="a")]),
     ),
-    "chat_open": (ChatOpen(output_len=3, cache_size=1, system="Be brief."), ChatOpened(notes=("a",))),
+    "chat_open": (ChatOpen(output_len=3, cache_size=1), ChatOpened(notes=("a",))),
     "chat_ask": (
-        ChatAsk(turn="Hi"), ChatAsked(text="a", finish_reason=None, seconds=0.1, reloaded=1, computed=2),
+        ChatAsk(prompt_ids=[1, 2]), ChatAsked(text="a", finish_reason=None, seconds=0.1, reloaded=1, computed=2),
     ),
     "chat_step": (ChatStep(), ChatToken(text="", finish_reason="length", seconds=0.1)),
     "chat_end": (ChatEnd(), ChatEnded(output_ids=[1], output_text="a")),
@@ -381,9 +411,6 @@ MESSAGES: dict[str, tuple[Request[Any], Message]] = {
         PrefixReused(
             recompute_ms=[1.0], memory_ms=[0.5], kept_bytes=7, same_token=True, max_difference=float("inf")
         ),
-    ),
-    "text_windows": (
-        TextWindows(model=SPEC, text="abc", count=1, length=2), TextWindowed(pieces=None, tokens=3, ends=[2]),
     ),
     "logits_record": (
         LogitsRecord(prompts=[[1]], tokens=[None], steps=1, file="f"),
@@ -425,7 +452,7 @@ def test_each_task_goes_through_json_and_comes_back_as_it_was(name: str) -> None
         ({"task": "fly", "request": {}}, "no task 'fly'"),
         ({"task": "measure"}, "task measure: "),
         ({"task": "measure", "request": {"case": {}, "repeats": 1, "tolerance": 0}}, "task measure: case.model: Field"),
-        ({"task": "batch_step", "request": {"rows": [{"key": "x"}]}}, "task batch_step: rows.0.key"),
+        ({"task": "batch_step", "request": {"requests": [{"key": "x"}]}}, "task batch_step: requests.0.key"),
         ({"task": "about", "request": {"loud": True}}, "task about: loud: Extra inputs are not permitted"),
     ],
 )
@@ -455,7 +482,7 @@ def test_the_table_needs_no_torch() -> None:
     script = (
         "import sys\nsys.modules['torch'] = sys.modules['transformers'] = None\n"
         "from zinfer.worker import inline, process, tasks\n"
-        "from zinfer.worker.tasks import BatchRow, BatchStep\n"
-        "BatchStep(rows=[BatchRow(key=0, prompt_ids=[1], left=1)])\n"
+        "from zinfer.worker.tasks import BatchRequest, BatchRow, BatchStep\n"
+        "BatchStep(requests=[BatchRequest(key=0, prompts=[[1]], rows=[BatchRow(key=0, left=1)])])\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=PATIENCE_S)

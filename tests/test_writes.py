@@ -44,6 +44,7 @@ ALLOWED = {
     "engine.ranks:Group.undivided": "a line on stderr",
     "engine.ranks:Leader._end": "a line on stderr",
     "job.cluster:Cluster.submit": "numbers of jobs, appended: a torn line names none",
+    "job.cluster:_errors_to": "errors of processes that submitit starts, beside the logs of the jobs",
     "job.cluster:ClusterSweep.clear": "removes the folder of a sweep's jobs, whose points are recorded",
     "engine.stream.packed:write": "removes the old index first; the data go through an atomic write",
     "engine.quantization.checkpoint:write": "removes an earlier copy of its own; the data go through atomic writes",

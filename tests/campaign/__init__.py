@@ -4,11 +4,13 @@ user would lose.
 `python -m tests.campaign --seed 1 --count 20` runs 20 cases of each class, prints a table, and with ``-o FILE`` appends
 a record. Modules, each of which imports only from those above it:
 
-    shim        faults of a disk: full, failing, read-only, vanishing, or a kill at the n-th operation (shim.c)
+    shim        faults of a disk: full, failing, read-only, vanishing, or a kill at the n-th operation; and an audit of
+                the order of writes and syncs (shim.c)
     subject     zinfer in a process of its own, forked from one that has imported everything already
     judge       the verdicts: exit code, words on the terminal, points, answers, files and processes left behind
     lab         models, records and undisturbed runs that the cases compare with
     verbs       the commands under test, and what is compared of each
     kills, disks, damage    the classes of cases
+    plants      faults that are planted into zinfer to prove that the judges see them
     record      the record of a campaign, and the table of docs/reliability.md
 """

@@ -20,10 +20,11 @@ from tests.campaign import shim as shims
 @click.option("--minutes", type=float, help="Begin no case after so many minutes.")
 @click.option("--ordinary", default=0.0, show_default=True, help="Share of kills with executed processes.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="File that the record is appended to.")
+@click.option("--plants", is_flag=True, help="Plant faults into zinfer, and tell whether each is seen.")
 @click.option("--list", "listing", is_flag=True, help="List the classes.")
 def main(
     seed: int, wanted: str | None, count: int, first: int, number: int | None, jobs: int, minutes: float | None,
-    ordinary: float, output: Path | None, listing: bool,
+    ordinary: float, output: Path | None, plants: bool, listing: bool,
 ) -> None:  # fmt: skip
     """Disturb zinfer in every way, count what held, and print a table; exit with 1 if something failed."""
     from tests.campaign import run
@@ -33,7 +34,10 @@ def main(
         return
     chosen = run.chosen(wanted)
     numbers = [number] if number is not None else range(first, first + count)
-    status = run.campaign(seed, chosen, numbers, jobs, minutes, ordinary, output, tell=number is not None)
+    if plants:
+        status = run.prove(seed, jobs)
+    else:
+        status = run.campaign(seed, chosen, numbers, jobs, minutes, ordinary, output, tell=number is not None)
     sys.stdout.flush()
     os._exit(status)  # libraries that were imported only to fork from have nothing to tidy up
 

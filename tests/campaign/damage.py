@@ -20,7 +20,7 @@ from tests.campaign import judge
 from tests.campaign.kills import normal
 from tests.campaign.lab import Lab, Result, Room
 from tests.campaign.subject import Ended
-from tests.campaign.verbs import ON_MODEL, VERBS, answers, requests
+from tests.campaign.verbs import ON_MODEL, VERBS, answers, points, requests
 from tests.damage import damage_field, damage_json, damage_safetensors, damage_text, read_header, write_header
 from zinfer.record.jsonl import seal, unseal
 
@@ -103,12 +103,23 @@ def _checkpoint(lab: Lab, number: int, room: Room, dice: random.Random, result: 
     result.faults = [f"{what}: {fault}" for fault in result.faults]
 
 
-def _spoil_record(room: Room, dice: random.Random) -> tuple[str, bool]:
-    """Damage the file of results: bytes, lines, or values with a checksum that is right again."""
+STALE = "a value changed under its checksum"
+
+
+def _spoil_record(room: Room, dice: random.Random, stale: bool) -> tuple[str, bool]:
+    """Damage the file of results: bytes, lines, values with a checksum that is right again, or, if `stale`, is not."""
     path = room.work / "results.jsonl"
     lines = path.read_bytes().splitlines()
     kind = dice.choice(("sealed", "sealed", "sealed", "bytes", "line twice", "line lost", "order", "foreign", "other"))
     at = dice.randrange(len(lines))
+    if stale:  # as believable as before
+        at = dice.choice([number for number, line in enumerate(lines) if b'"ttft_ms":[' in line])
+        digits = re.search(rb'"ttft_ms":\[(\d)', lines[at])
+        assert digits is not None
+        other = bytes([dice.choice([one for one in b"123456789" if one != digits[1][0]])])
+        lines[at] = lines[at][: digits.start(1)] + other + lines[at][digits.end(1) :]
+        path.write_bytes(b"\n".join(lines) + b"\n")
+        return f"line {at + 1}: {STALE}", False
     if kind == "sealed":
         name, fields = unseal(lines[at])
         try:
@@ -138,31 +149,43 @@ def _spoil_record(room: Room, dice: random.Random) -> tuple[str, bool]:
 
 def _record(lab: Lab, number: int, room: Room, dice: random.Random, result: Result) -> None:
     name = ("best", "plot", "report", "export", "compare", "resume")[number % 6]
-    what, blind = _spoil_record(room, dice)
+    what, blind = _spoil_record(room, dice, number // 6 % 3 == 0)  # for each command
     room.tale.append(f"  {what}")
     result.struck += 1
-    if name == "compare":
-        shutil.copy(lab.bench / "results.jsonl", room.work / "before.jsonl")
-        ended = room.run(("compare", "before.jsonl", "results.jsonl"), seconds=LIMIT_S)
-        _judged(result, ended, False, True)
-    elif name == "resume":
-        verb = VERBS["sweep"]
-        before = (room.work / "results.jsonl").read_bytes()
-        words = [word if word != "r.jsonl" else "results.jsonl" for word in verb.words]
-        ended = room.run([*words, "--resume"], seconds=LIMIT_S)
-        result.faults += judge.words(ended) + (judge.refusal(ended) if ended.code not in (0, 3) else [])
-        after = (room.work / "results.jsonl").read_bytes()
-        aside = room.work / "results.jsonl.damaged"
-        known = {*after.splitlines(), *(aside.read_bytes().splitlines() if aside.is_file() else ())}
-        lost = [line for line in before.splitlines() if line.strip() and line not in known]
-        if lost:
-            result.faults.append(f"{len(lost)} lines are gone, and not in results.jsonl.damaged")
+    if name == "resume":
+        _resumed(lab, room, what, result)
     else:
         verb = VERBS[name]
         ended = room.run(verb.words, seconds=LIMIT_S)
-        warned = "left out" in ended.stderr or name == "report"  # which lists damaged lines on its page
-        _judged(result, ended, verb.outcome(room, ended) == normal(lab, verb).outcome, blind or warned)
+        said = ended.stderr + "".join(path.read_text() for path in room.work.glob("reports/*.html"))
+        stale = STALE in what
+        warned = "left out" in said.lower() and (not stale or what.partition(":")[0] in _lines(said))
+        same = verb.outcome(room, ended) == normal(lab, verb).outcome and not stale
+        _judged(result, ended, same, blind or warned)
     result.faults = [f"{name}, {what}: {fault}" for fault in result.faults]
+
+
+def _lines(said: str) -> set[str]:
+    """Return the damaged lines of the results that were named, on the terminal or a page, as ``line 3``."""
+    return {f"line {number}" for number in re.findall(r"results\.jsonl(?::|, line )(\d+)\b", said)}
+
+
+def _resumed(lab: Lab, room: Room, what: str, result: Result) -> None:
+    """Resume a sweep with damaged results: no line is lost, and what is not believed is measured again."""
+    verb, path = VERBS["sweep"], room.work / "results.jsonl"
+    before = path.read_bytes().splitlines()
+    words = [word if word != "r.jsonl" else path.name for word in verb.words]
+    ended = room.run([*words, "--resume"], seconds=LIMIT_S)
+    result.faults += judge.words(ended) + (judge.refusal(ended) if ended.code not in (0, 3) else [])
+    after, aside = path.read_bytes().splitlines(), path.with_name(f"{path.name}.damaged")
+    kept_aside = aside.read_bytes().splitlines() if aside.is_file() else []
+    known = {*after, *kept_aside}
+    if lost := [line for line in before if line.strip() and line not in known]:
+        result.faults.append(f"{len(lost)} lines are gone, and not in {aside.name}")
+    if STALE in what:
+        if before[int(re.findall(r"\d+", what)[0]) - 1] not in kept_aside:
+            result.faults.append(f"the line counts, and is not in {aside.name}")
+        result.faults += judge.equal(dict(points(path)), normal(lab, verb).outcome, "points after the resume")
 
 
 def _request(lab: Lab, number: int, room: Room, dice: random.Random, result: Result) -> None:
@@ -480,6 +503,6 @@ INSIDE: dict[str, Inside] = {
     "checkpoint": _checkpoint, "record": _record, "request": _request, "recipe": _recipe, "machine": _machine,
     "option": _option, "kv": _kept, "packed": _packed, "escape": _escape,
 }  # fmt: skip
-USES = {"checkpoint": ("run",), "record": ("best", "plot", "report", "export"), "request": ("batch",),
-        "machine": ("plan", "run"), "kv": ("chat",)}  # fmt: skip
+USES = {"checkpoint": ("run",), "record": ("best", "plot", "report", "export", "compare", "sweep"),
+        "request": ("batch",), "machine": ("plan", "run"), "kv": ("chat",)}  # fmt: skip
 CLASSES = {name: _case(name, inside) for name, inside in INSIDE.items()}

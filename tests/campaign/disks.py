@@ -1,4 +1,5 @@
-"""Machines that fail: a full, failing, read-only or vanishing disk, a full stdout, little memory, a second writer.
+"""Machines that fail: a full, failing, read-only or vanishing disk, a full stdout, little memory, a second writer; and
+a power cut, for which the order of writes and syncs is checked.
 
 Each case disturbs one command, judges how it ends, then lets it start again without the disturbance.
 """
@@ -23,6 +24,7 @@ EATERS = ("run", "sweep", "batch", "pack", "plot", "reuse")
 ON_VERBS = {
     "disk-full": WRITERS, "size-limit": WRITERS, "dev-full": PRINTERS, "read-only": WRITERS, "vanish": WRITERS,
     "io-error": (*WRITERS, *READERS), "memory": EATERS, "two-jobs": ("sweep", "batch", "pack", "reuse"),
+    "sync": WRITERS,
 }  # fmt: skip
 FEW = 8  # operations in folders other than the user's own
 Disturb = Callable[[Lab, Room, Verb, Normal, random.Random, Result], Ended]
@@ -123,6 +125,25 @@ def _failing(lab: Lab, room: Room, verb: Verb, usual: Normal, dice: random.Rando
     return ended
 
 
+def _audited(lab: Lab, room: Room, verb: Verb, _usual: Normal, dice: random.Random, result: Result) -> Ended:
+    """Check that what a power cut must not take is synced; sometimes also where a log has to be mended first."""
+    disk = _shim(lab)
+    words, ended = verb.words, None
+    for attempt in range(1 + (dice.random() < 0.5 and bool(verb.grows))):
+        if attempt:
+            log = room.work / verb.grows[0]
+            log.write_bytes(log.read_bytes()[: -dice.randrange(1, 400)])
+            words = verb.next
+            room.tale.append(f"  {log.name} is cut to {log.stat().st_size} bytes")
+        disk.arm(shim.COUNT, [room.work], audit=True)
+        ended = room.run(words, stdin=verb.stdin, armed=True)
+        result.faults += [disk.unsynced] if disk.unsynced else []
+        result.struck += disk.operations > 0
+        disk.disarm()
+    assert ended is not None
+    return ended
+
+
 def _starved(_lab: Lab, room: Room, verb: Verb, _usual: Normal, dice: random.Random, result: Result) -> Ended:
     more = int(2 ** dice.uniform(18, 27))
 
@@ -162,7 +183,7 @@ def _second(_lab: Lab, room: Room, verb: Verb, usual: Normal, dice: random.Rando
 
 DISTURB: dict[str, Disturb] = {
     "disk-full": _full, "size-limit": _limited, "dev-full": _stdout_full, "read-only": _read_only,
-    "vanish": _vanishing, "io-error": _failing, "memory": _starved, "two-jobs": _second,
+    "vanish": _vanishing, "io-error": _failing, "memory": _starved, "two-jobs": _second, "sync": _audited,
 }  # fmt: skip
 
 

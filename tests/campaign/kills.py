@@ -33,7 +33,7 @@ def disturbed(lab: Lab, verb: Verb, number: int, keep: bool = False) -> Result:
     dice, usual = lab.dice(result.name, number), normal(lab, verb)
     cold = verb.name == "probe" and number % 5 == 0
     with Room(lab, result.name, keep, cold) as room:
-        room.ordinary = dice.random() < lab.ordinary_share
+        room.ordinary = dice.random() < lab.ordinary_share or verb.executed
         earlier = {}
         if verb.replaces and dice.random() < 0.5:
             for name in usual.contents:
@@ -80,7 +80,7 @@ def _killed(
         lab.shim.arm(mode, [room.root], at=int(share * usual.operations))
     subject = room.start(words, stdin=verb.stdin, terminal=terminal, armed=at_write)
     sent: list[int] = []
-    moment = share * usual.seconds * (10 if room.ordinary else 1)
+    moment = share * usual.seconds * (10 if room.ordinary and not verb.executed else 1)
     room.tale.append(
         f"  {way} at {share:.0%}" + ("" if at_write else f", after {moment:.2f} s") + " on a pty" * terminal
     )
@@ -89,11 +89,11 @@ def _killed(
         pass
     elif way == "worker":
         ended_before = subject.wait(moment)
-        while not ended_before and not subject.children():  # it has none yet, or will have none
+        while not ended_before and not (below := subject.victims(verb.victims)):  # it has none yet, or will have none
             ended_before = subject.wait(0.02)
-        for child in subject.children()[:1]:
+        if not ended_before:
             with suppress(ProcessLookupError):
-                os.kill(child, signal.SIGKILL)
+                os.kill(below[int(share * 1e6) % len(below)], signal.SIGKILL)
                 killed = True
     else:
         number = signal.Signals[f"SIG{way.split()[0]}"]

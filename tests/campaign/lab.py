@@ -49,7 +49,7 @@ class Lab:
         self.bench = root / "bench"
         self.normals: dict[tuple[str, ...], Normal] = {}  # undisturbed runs by their words
         self.notes: dict[str, Any] = {}
-        self.plant = ""  # Python code of a fault, run in each zinfer, with which a test proves that judges see it
+        self.plant: Callable[[], None] = lambda: None  # makes a fault in each zinfer, for a test of the judges
 
     def dice(self, name: str, number: int) -> random.Random:
         """Return the dice of a case: the same for the same seed, class and number."""
@@ -91,6 +91,7 @@ class Room:
         kept = {key: os.environ[key] for key in ("PATH", "LD_LIBRARY_PATH", "LANG") if key in os.environ}
         fixed = {"COLUMNS": "80", "TERM": "xterm", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "MPLBACKEND": "Agg"}
         fixed |= {"CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "0"}
+        fixed |= {"RAY_TMPDIR": str(self.lab.root), "RAY_OVERRIDE_RESOURCES": '{"CPU": 1}'}  # sockets have short names
         return kept | fixed | {"HOME": str(self.root / "home"), "TMPDIR": str(self.root / "tmp")}
 
     def start(self, words: Sequence[str], **settings: Any) -> Subject:
@@ -107,7 +108,7 @@ class Room:
                 shim.enter()
             if enter is not None:
                 enter()
-            exec(self.lab.plant)
+            self.lab.plant()
 
         ordinary = settings.pop("ordinary", self.ordinary and not armed)
         work = settings.pop("folder", self.work)
@@ -197,6 +198,8 @@ class Verb:
     replaces: bool = False  # each file of `at_once` takes the place of an earlier one, whatever that holds
     good: Callable[[bytes], bool] | None = None  # tells a whole file of `at_once` where no two runs give equal ones
     chain: int = 1  # most disturbances before the last start
+    executed: bool = False  # executed always, for what it starts cannot be forked
+    victims: str = ""  # part of the command lines of those below it that may be killed
     codes: tuple[int, ...] = (0,)
 
     @property
@@ -243,18 +246,20 @@ def undisturbed(lab: Lab, verb: Verb) -> Normal:
     from tests.campaign import shim as faults
 
     found: list[Normal] = []
+    armed = lab.shim is not None and not verb.executed
     for attempt in range(2):
         with Room(lab, f"normal-{verb.name}") as room:
-            if lab.shim is not None:
+            room.ordinary = verb.executed
+            if lab.shim is not None and armed:
                 kinds = faults.CHANGES if attempt else faults.READS | faults.OPENS
                 lab.shim.arm(faults.COUNT, [room.root], kinds=kinds)
-            ended = room.run(verb.words, stdin=verb.stdin, armed=lab.shim is not None)
+            ended = room.run(verb.words, PATIENCE_S * (5 if verb.executed else 1), stdin=verb.stdin, armed=armed)
             problems = judge.words(ended) + judge.processes(room.reap())
             if ended.code not in verb.codes or problems:
                 raise RuntimeError(f"undisturbed `{verb.name}`: {ended.code} {problems} {ended.output[-2000:]}")
-            outcome, operations = verb.outcome(room, ended), lab.shim.operations if lab.shim is not None else 0
+            outcome, operations = verb.outcome(room, ended), lab.shim.operations if armed and lab.shim else 0
             reads = found[0].operations if found else 0
-            written = lab.shim.written if lab.shim is not None else 0
+            written = lab.shim.written if armed and lab.shim else 0
             files, texts = frozenset(room.files()), contents(room, verb)
             found.append(Normal(outcome, files, texts, ended.code or 0, ended.seconds, operations, reads, written))
     if problems := judge.equal(found[1].outcome, found[0].outcome, f"undisturbed runs of `{verb.name}`"):

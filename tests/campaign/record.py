@@ -19,6 +19,7 @@ TITLES = {
     "read-only": "Folders become read-only",
     "vanish": "The folder vanishes",
     "io-error": "Reads and writes fail (EIO)",
+    "sync": "Order of writes and syncs, for a power cut",
     "memory": "Host memory runs out",
     "two-jobs": "Two jobs on one file",
     "checkpoint": "Damaged checkpoints",

@@ -19,7 +19,7 @@ from typing import Any
 
 import click
 
-from tests.campaign import damage, disks, kills, record, subject, verbs
+from tests.campaign import damage, disks, kills, plants, record, subject, verbs
 from tests.campaign.lab import Lab, Result, Verb
 from tests.campaign.shim import Shim
 
@@ -88,11 +88,7 @@ def campaign(
         _undisturbed(lab, [*dict.fromkeys(verb for name in names for verb in _verbs(name))], jobs)
         damage.furnish(lab, names)
         click.echo(f"prepared in {time.monotonic() - began:.0f} s; {'with' if lab.shim else 'without'} shim", err=True)
-        lab.plant = os.environ.get("ZINFER_CAMPAIGN_PLANT", "")
-        share = {name: MANY if name in damage.CLASSES and not tell else 1 for name in names}
-        cases = [
-            (name, share[name] * number + part) for number in numbers for name in names for part in range(share[name])
-        ]
+        cases = _cases(names, numbers, tell)
         results: list[Result] = []
         with _Stop(minutes) as stop:
             for result in _spread(lab, cases, jobs, stop, tell):
@@ -115,6 +111,39 @@ def campaign(
             shutil.rmtree(root, ignore_errors=True)
         else:
             click.echo(f"kept: {root}", err=True)
+
+
+def prove(seed: int, jobs: int) -> int:
+    """Plant faults, one after the other, and print whether the judges see each; return 1 if they miss one."""
+    root = Path(os.environ.get("ZINFER_CAMPAIGN_ROOT") or tempfile.mkdtemp(prefix="zinfer-campaign-"))
+    missed = 0
+    try:
+        lab = prepare(root, seed, 0.0)
+        names = [*dict.fromkeys(plant.seen_by for plant in plants.PLANTS)]
+        _undisturbed(lab, [*dict.fromkeys(verb for name in names for verb in _verbs(name))], jobs)
+        damage.furnish(lab, names)
+        for plant in plants.PLANTS:
+            lab.plant = plant.plant
+            with _Stop(None) as stop:
+                results = [*_spread(lab, _cases([plant.seen_by], range(plant.cases)), jobs, stop, False)]
+            faults = [fault for result in results for fault in result.faults]
+            blind = [word for word in plant.words if not any(word in fault for fault in faults)]
+            click.echo(
+                f"{'MISSED' if blind else 'seen'}: {plant.fault} {sum(not one.held for one in results)} of "
+                f"{len(results)} cases of {plant.seen_by} fail" + "".join(f", none says {word!r}" for word in blind)
+            )
+            click.echo("\n".join(f"  {fault[:200]}" for fault in faults[:3]))
+            missed += bool(blind)
+        return int(missed > 0)
+    finally:
+        _end_all(())
+        shutil.rmtree(root, ignore_errors=True)
+
+
+def _cases(names: Sequence[str], numbers: Iterable[int], tell: bool = False) -> list[tuple[str, int]]:
+    """Return the cases of classes by name and number; with `tell` no class has more than the others."""
+    share = {name: MANY if name in damage.CLASSES and not tell else 1 for name in names}
+    return [(name, share[name] * number + part) for number in numbers for name in names for part in range(share[name])]
 
 
 def _verbs(name: str) -> list[Verb]:

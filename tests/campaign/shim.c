@@ -3,6 +3,10 @@
    A page that the processes share (struct control) says which fault, and counts. Each call that reads or writes a file
    below one of the folders is an operation, and has a number; the fault strikes at operation `at` (and, if `lasting`, at
    all later ones). With `budget` >= 0 the disk has room for that many bytes more. Python fills the page in; see shim.py.
+
+   With `audit` the order of writes and syncs is checked as well. What a file was given must be synced before more is
+   appended to it, before its process writes anything elsewhere (which may say that it is done), and before the file is
+   closed, renamed, or left at the end; the folder of a new name must be synced by the end.
 */
 #define _GNU_SOURCE
 #define _LARGEFILE64_SOURCE
@@ -10,6 +14,7 @@
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
+#include <pthread.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -17,6 +22,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <sys/types.h>
 #include <sys/uio.h>
 #include <unistd.h>
@@ -30,6 +36,9 @@ struct control {
     volatile long operations, hits, written;
     volatile int process; /* the only process that is struck; 0: all */
     char folders[2][2048];
+    volatile int audit;
+    volatile long unsynced; /* faults in the order of writes and syncs; `first` is the first one */
+    char first[1024];
 };
 
 static struct control *page;
@@ -123,6 +132,140 @@ static int strike(int kind, long bytes) {
     }
 }
 
+/* What this process has written and not synced: files, and folders with new names. */
+struct entry {
+    dev_t device;
+    ino_t number;
+    long thread; /* that wrote */
+    int appends, folder;
+    char path[512];
+};
+static struct entry entries[64];
+static int held;
+static volatile int busy;
+
+static int lock_entries(void) {
+    if (page == NULL || !page->audit) return 0;
+    while (__sync_lock_test_and_set(&busy, 1)) {
+    }
+    return 1;
+}
+static void unlock_entries(void) { __sync_lock_release(&busy); }
+static void forked(void) { held = busy = 0; } /* those entries are the parent's */
+__attribute__((constructor)) static void watch_forks(void) { pthread_atfork(NULL, NULL, forked); }
+
+static void blame(const struct entry *one, const char *fault) {
+    if (!__sync_fetch_and_add(&page->unsynced, 1)) snprintf(page->first, sizeof page->first, "%s %s", one->path, fault);
+}
+static struct entry *entry_of(const struct stat *status) {
+    for (int i = 0; i < held; i++)
+        if (entries[i].device == status->st_dev && entries[i].number == status->st_ino) return &entries[i];
+    return NULL;
+}
+static void drop(struct entry *one) {
+    if (one != NULL) *one = entries[--held];
+}
+static void note(const struct stat *status, const char *path, int appends) {
+    if (entry_of(status) != NULL || held == sizeof entries / sizeof *entries) return;
+    struct entry *one = &entries[held++];
+    one->device = status->st_dev, one->number = status->st_ino, one->thread = syscall(SYS_gettid);
+    one->appends = appends, one->folder = S_ISDIR(status->st_mode);
+    snprintf(one->path, sizeof one->path, "%s", path);
+}
+
+static int path_of(int file, char whole[PATH_MAX]) {
+    char link[64];
+    snprintf(link, sizeof link, "/proc/self/fd/%d", file);
+    ssize_t length = readlink(link, whole, PATH_MAX - 1);
+    whole[length < 0 ? 0 : length] = 0;
+    return length >= 0 && below(whole);
+}
+static void named(const char *path) { /* there is a new name: `path`, absolute */
+    char folder[PATH_MAX];
+    struct stat status;
+    snprintf(folder, sizeof folder, "%s", path);
+    char *last = strrchr(folder, '/');
+    if (last == NULL || last == folder) return;
+    *last = 0;
+    if (below(folder) && !stat(folder, &status)) note(&status, folder, 0);
+}
+
+static void wrote(int file, int appending) {
+    char path[PATH_MAX];
+    struct stat status;
+    int error = errno;
+    if (lock_entries()) {
+        if (!path_of(file, path)) {
+            for (int i = 0; i < held; i++)
+                if (entries[i].appends && entries[i].thread == syscall(SYS_gettid))
+                    blame(&entries[i], "was not synced before something else was written");
+        } else if (!fstat(file, &status) && S_ISREG(status.st_mode)) {
+            int appends = !!(fcntl(file, F_GETFL) & O_APPEND);
+            struct entry *one = entry_of(&status);
+            if (one != NULL && appends && appending) blame(one, "was not synced before the next lines");
+            note(&status, path, appends);
+        }
+        unlock_entries();
+    }
+    errno = error;
+}
+static void synced(int file) {
+    struct stat status;
+    if (!lock_entries()) return;
+    if (!fstat(file, &status)) drop(entry_of(&status));
+    unlock_entries();
+}
+static void opened(int file, int made) {
+    char path[PATH_MAX];
+    if (file < 0 || !made || !lock_entries()) return;
+    if (path_of(file, path) && fcntl(file, F_GETFL) & O_APPEND) named(path);
+    unlock_entries();
+}
+static void closing(int file) {
+    struct stat status;
+    if (!lock_entries()) return;
+    struct entry *one = held && !fstat(file, &status) ? entry_of(&status) : NULL;
+    if (one != NULL && one->appends) {
+        blame(one, "was not synced before it was closed");
+        drop(one);
+    }
+    unlock_entries();
+}
+static void renamed(int folder, const char *path) { /* a file has got the name `path` */
+    struct stat status;
+    char whole[PATH_MAX] = "";
+    if (!lock_entries()) return;
+    int file = openat(folder, path, O_PATH | O_CLOEXEC);
+    if (file >= 0 && path_of(file, whole) && !fstat(file, &status)) {
+        struct entry *one = entry_of(&status);
+        if (one != NULL && !one->folder) {
+            blame(one, "was not synced before it was renamed");
+            drop(one);
+        }
+        if (S_ISREG(status.st_mode)) named(whole);
+    }
+    if (file >= 0) syscall(SYS_close, file);
+    unlock_entries();
+}
+static void leaving(void) {
+    struct stat status;
+    if (!lock_entries()) return;
+    for (int i = 0; i < held; i++)
+        if (!stat(entries[i].path, &status) && status.st_ino == entries[i].number)
+            blame(&entries[i], entries[i].folder ? "got a new name, and was not synced" : "was not synced before the end");
+    held = 0;
+    unlock_entries();
+}
+void _exit(int code) {
+    leaving();
+    REAL(_exit)(code);
+    __builtin_unreachable();
+}
+int close(int file) {
+    closing(file);
+    return REAL(close)(file);
+}
+
 #define PATH_FAULT(folder, path, kind, bytes, failed)                                                                  \
     if (concerns_path(folder, path)) {                                                                                 \
         int fault = strike(kind, bytes);                                                                               \
@@ -154,7 +297,10 @@ static mode_t mode_of(int flags, va_list more) { return flags & (O_CREAT | O_TMP
         mode_t mode = mode_of(flags, more);                                                                            \
         va_end(more);                                                                                                  \
         PATH_FAULT(AT_FDCWD, path, opens(AT_FDCWD, path, flags), 0, -1)                                                \
-        return REAL(name)(path, flags, mode);                                                                          \
+        int made = flags & O_CREAT && page != NULL && page->audit && faccessat(AT_FDCWD, path, F_OK, 0);               \
+        int file = REAL(name)(path, flags, mode);                                                                      \
+        opened(file, made);                                                                                            \
+        return file;                                                                                                   \
     }
 OPEN(open)
 OPEN(open64)
@@ -165,7 +311,10 @@ OPEN(open64)
         mode_t mode = mode_of(flags, more);                                                                            \
         va_end(more);                                                                                                  \
         PATH_FAULT(folder, path, opens(folder, path, flags), 0, -1)                                                    \
-        return REAL(name)(folder, path, flags, mode);                                                                  \
+        int made = flags & O_CREAT && page != NULL && page->audit && faccessat(folder, path, F_OK, 0);                 \
+        int file = REAL(name)(folder, path, flags, mode);                                                              \
+        opened(file, made);                                                                                            \
+        return file;                                                                                                   \
     }
 OPENAT(openat)
 OPENAT(openat64)
@@ -196,7 +345,9 @@ FOPEN(fopen64)
                 if (REAL(name) shorter >= 0) raise(SIGKILL);                                                           \
             }                                                                                                          \
         }                                                                                                              \
-        return REAL(name) arguments;                                                                                   \
+        ssize_t done = REAL(name) arguments;                                                                           \
+        if (done >= 0) wrote(file, 1);                                                                                 \
+        return done;                                                                                                   \
     }
 WRITE(write, (int file, const void *data, size_t count), (file, data, count), (file, data, count))
 WRITE(pwrite, (int file, const void *data, size_t count, off_t at), (file, data, count, at), (file, data, count, at))
@@ -207,7 +358,9 @@ ssize_t writev(int file, const struct iovec *parts, int number) {
     long bytes = 0;
     for (int i = 0; i < number; i++) bytes += parts[i].iov_len;
     FILE_FAULT(file, WRITES, bytes, -1)
-    return REAL(writev)(file, parts, number);
+    ssize_t done = REAL(writev)(file, parts, number);
+    if (done >= 0) wrote(file, 1);
+    return done;
 }
 
 #define READ(name, parameters, arguments)                                                                              \
@@ -222,19 +375,27 @@ READ(readv, (int file, const struct iovec *parts, int number), (file, parts, num
 
 int fsync(int file) {
     FILE_FAULT(file, SYNCS, 0, -1)
-    return REAL(fsync)(file);
+    int failed = REAL(fsync)(file);
+    if (!failed) synced(file);
+    return failed;
 }
 int fdatasync(int file) {
     FILE_FAULT(file, SYNCS, 0, -1)
-    return REAL(fdatasync)(file);
+    int failed = REAL(fdatasync)(file);
+    if (!failed) synced(file);
+    return failed;
 }
 int ftruncate(int file, off_t size) {
     FILE_FAULT(file, WRITES, 0, -1)
-    return REAL(ftruncate)(file, size);
+    int failed = REAL(ftruncate)(file, size);
+    if (!failed) wrote(file, 0);
+    return failed;
 }
 int ftruncate64(int file, off64_t size) {
     FILE_FAULT(file, WRITES, 0, -1)
-    return REAL(ftruncate64)(file, size);
+    int failed = REAL(ftruncate64)(file, size);
+    if (!failed) wrote(file, 0);
+    return failed;
 }
 int posix_fallocate(int file, off_t from, off_t size) {
     if (concerns_file(file)) {
@@ -269,8 +430,15 @@ int mkdirat(int folder, const char *path, mode_t mode) {
         if (page != NULL && page->mode != FULL) PATH_FAULT(folder, path, NAMES, 0, -1)                                 \
         return REAL(name) arguments;                                                                                   \
     }
-LEAVE(rename, (const char *from, const char *to), (from, to), AT_FDCWD, to)
-LEAVE(renameat, (int one, const char *from, int other, const char *to), (one, from, other, to), other, to)
+#define RENAME(name, parameters, arguments, folder)                                                                    \
+    int name parameters {                                                                                              \
+        if (page != NULL && page->mode != FULL) PATH_FAULT(folder, to, NAMES, 0, -1)                                   \
+        int failed = REAL(name) arguments;                                                                             \
+        if (!failed) renamed(folder, to);                                                                              \
+        return failed;                                                                                                 \
+    }
+RENAME(rename, (const char *from, const char *to), (from, to), AT_FDCWD)
+RENAME(renameat, (int one, const char *from, int other, const char *to), (one, from, other, to), other)
 LEAVE(unlink, (const char *path), (path), AT_FDCWD, path)
 LEAVE(unlinkat, (int folder, const char *path, int flags), (folder, path, flags), folder, path)
 LEAVE(rmdir, (const char *path), (path), AT_FDCWD, path)

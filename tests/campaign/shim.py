@@ -1,4 +1,6 @@
-"""Faults of a disk by a library that is loaded before the C library: build it, load it, say what strikes when."""
+"""Faults of a disk, and an audit of syncs, by a library that is loaded before the C library.
+
+This module builds it, loads it, and says what strikes when."""
 
 import ctypes
 import errno
@@ -24,6 +26,9 @@ class _Control(ctypes.Structure):
         *((name, ctypes.c_long) for name in ("at", "budget", "operations", "hits", "written")),
         ("process", ctypes.c_int),
         ("folders", (ctypes.c_char * 2048) * 2),
+        ("audit", ctypes.c_int),
+        ("unsynced", ctypes.c_long),
+        ("first", ctypes.c_char * 1024),
     )
 
 
@@ -68,10 +73,14 @@ class Shim:
         budget: int = 0,
         error: int = errno.EIO,
         lasting: bool = False,
+        audit: bool = False,
     ) -> None:
-        """Say which fault strikes below `folders` (at most two), in children that call `enter`; counts begin at 0."""
+        """Say which fault strikes below `folders` (at most two), in children that call `enter`; counts begin at 0.
+
+        With `audit` the order of their writes and syncs is checked, too.
+        """
         control = self._control
-        control.mode = NONE
+        control.mode, control.audit, control.unsynced, control.first = NONE, audit, 0, b""
         control.kinds, control.at, control.budget, control.error, control.lasting = kinds, at, budget, error, lasting
         control.operations = control.hits = control.written = control.process = 0
         for slot in range(2):
@@ -79,11 +88,18 @@ class Shim:
         control.mode = mode
 
     def disarm(self) -> None:
-        self._control.mode = NONE
+        self._control.mode, self._control.audit = NONE, False
 
     def enter(self) -> None:
         """Let the faults strike this process, a forked child, and its children."""
         self._loaded.zf_use(ctypes.addressof(self._control))
+
+    @property
+    def unsynced(self) -> str:
+        """First fault in the order of writes and syncs since `arm`, and how many more there are; empty if none."""
+        more = int(self._control.unsynced) - 1
+        first = os.fsdecode(self._control.first)
+        return "" if more < 0 else f"{first} (and {more} more)" if more else first
 
     @property
     def hits(self) -> int:

@@ -40,11 +40,13 @@ PRELOADED = (
     "zinfer.worker.generation", "zinfer.worker.measure", "zinfer.worker.probe", "zinfer.worker.prefix_reuse",
     "zinfer.worker.teacher_forcing", "zinfer.engine.stream.packed", "zinfer.commands.watch", "zinfer.commands.out",
     "zinfer.job.accuracy", "zinfer.job.batch.run", "zinfer.analysis.best", "rich.table", "accelerate",
-    "zinfer.generation.chat", "zinfer.generation.scheduler", "zinfer.__main__",
+    "zinfer.generation.chat", "zinfer.generation.scheduler", "zinfer.job.serve.server", "zinfer.job.batch.packing",
+    "uvicorn.protocols.http.h11_impl", "uvicorn.loops.asyncio", "zinfer.__main__",
 )  # fmt: skip
 DRAWING = ("matplotlib.backends.backend_agg", "matplotlib.backends.backend_svg", "zinfer.report.plot.figures",
            "zinfer.report.page", "zinfer.report.measured", "zinfer.report.predicted")  # fmt: skip
 STACKS = "stacks-"  # beginning of the names of files in `papers`, one for each process
+EXECUTED = ("zinfer.engine.rank",)  # modules that no fork replaces: they take descriptors, and join a process group
 FRAMES = 8  # innermost frames of a thread that are told of a process which hangs
 
 
@@ -107,6 +109,7 @@ class Subject:
         ordinary: bool = False,
         enter: Callable[[], None] = lambda: None,
     ) -> None:
+        environment = {**environment, "PYTHONPATH": python_path(), "PYTHONUSERBASE": site.getuserbase()}
         self._papers, self._began = papers, time.monotonic()
         self._screen = bytearray()
         self._master = -1
@@ -181,9 +184,20 @@ class Subject:
                 os.kill(self.pid, number)
         return True
 
-    def children(self) -> list[int]:
-        """Return the processes that it has started and that run."""
-        return children_of(self.pid)
+    def victims(self, name: str = "") -> list[int]:
+        """Return the processes below it that compute, or, with a `name`, whose command line holds that."""
+        found = []
+        for process in descendants(self.pid):
+            with suppress(OSError):
+                words = Path(f"/proc/{process}/cmdline").read_bytes()
+                if name.encode() in words if name else os.path.basename(words.split(b"\0")[0]) != b"sh":
+                    found.append(process)
+        return found
+
+    @property
+    def said(self) -> str:
+        """Text on stderr so far, of one without a terminal."""
+        return (self._papers / "stderr").read_text(errors="replace")
 
     def end(self, seconds: float) -> Ended:
         """Wait for its end, at most so long, and return it. One that takes longer is killed with all it started."""
@@ -324,8 +338,7 @@ def _execute(
             os.chdir(folder)
             _take(ends)
             enter()
-            given = {**environment, "PYTHONPATH": python_path(), "PYTHONUSERBASE": site.getuserbase()}
-            os.execve(sys.executable, [sys.executable, "-m", "zinfer", *words], given)
+            os.execve(sys.executable, [sys.executable, "-m", "zinfer", *words], dict(environment))
         finally:
             os._exit(98)
     return pid
@@ -454,7 +467,8 @@ class _ForkingPopen(subprocess.Popen[Any]):
 
     def _execute_child(self, args: Any, *rest: Any) -> None:
         command = [os.fspath(part) for part in args] if isinstance(args, list | tuple) else []
-        if command[:2] != [sys.executable, "-m"] or command[2].split(".")[0] != "zinfer":
+        ours = command[:2] == [sys.executable, "-m"] and command[2].split(".")[0] == "zinfer"
+        if not ours or command[2] in EXECUTED:
             super()._execute_child(args, *rest)  # type: ignore[misc]
             return
         names = _PARAMETERS[: len(rest)]

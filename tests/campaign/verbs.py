@@ -167,6 +167,14 @@ VERBS = {
                           "accuracy.jsonl"), _accuracy, grows=("accuracy.jsonl",), keeps=(DAMAGED,)),
         Verb("plan", ("plan", *ON_MODEL, "--batch-size", "1,2"), _stdout),
         Verb("best", ("best", "results.jsonl"), _stdout),
+        Verb("ranks", ("run", *ON_MODEL, "--gpus", "2", "--offload", "cpu", "-p", "Hello", "-p", "abc", "--output-len",
+                       "24", "--ignore-eos", "--json"), _texts),
+        Verb("cluster", (*SWEEP, "--cluster", "local"), _sweep, again=("--resume",), grows=("r.jsonl",),
+             keeps=(DAMAGED,), executed=True),
+        Verb("ray", ("batch", "requests.jsonl", "-o", "out.jsonl", *ON_MODEL, "--offload", "none", "--batch-size", "4",
+                     "--ray", "local"), _batch, grows=("out.jsonl",), keeps=(DAMAGED,), executed=True,
+             victims="ray::MapWorker"),
+        Verb("compare", ("compare", "before.jsonl", "results.jsonl"), _stdout),
     )
 }  # fmt: skip
 
@@ -195,7 +203,8 @@ def furnish(lab: Lab) -> None:
         ended = room.run([word if word != "r.jsonl" else "results.jsonl" for word in SWEEP])
         if ended.code != 0:
             raise RuntimeError(f"no results to work with: {ended.output}")
-        shutil.copy(room.work / "results.jsonl", bench)
+        for name in ("results.jsonl", "before.jsonl"):
+            shutil.copy(room.work / "results.jsonl", bench / name)
         room.run(VERBS["probe"].words)  # which compiles what attends on the CPU, once for all
         if (cache := room.root / "home" / ".cache").is_dir():
             shutil.copytree(cache, lab.root / "cache")

@@ -32,6 +32,8 @@ def to_json(rows: Iterable["Row"], ways: dict[str, str]) -> dict[str, Any]:
             "family": row.family,
             "verdict": row.verdict,
             "padded": row.padded,
+            "skipped": row.skipped,
+            "tolerance": row.tolerance,
             "ways": {way: outcome.verdict for way, outcome in row.outcomes.items()},
             "why": {way: outcome.why for way, outcome in row.outcomes.items() if outcome.why},
         }
@@ -80,7 +82,7 @@ def table(record: dict[str, Any]) -> str:
             continue
         right["Inside multimodal models" if name.endswith(WRAPPER) else entry["family"]].append(_shown(name))
         if not entry.get("padded", True):
-            partly["padding: the prompts of a batch must be of one length"].append(_shown(name))
+            partly["padding: rows of one length share a micro-batch, other rows run beside them"].append(_shown(name))
         refused = [way for way, verdict in entry["ways"].items() if verdict == "refused"]
         if refused:
             ways = "; ".join(record["ways"][way] for way in refused)

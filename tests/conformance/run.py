@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import torch
 
-from tests.conformance.compare import WAYS, Outcome, Verdict, compare
+from tests.conformance.compare import NOTES, WAYS, Outcome, Verdict, compare
 from tests.conformance.small import Subject
 
-LIMIT_S = 150.0  # time limit of one type
+LIMIT_S = 900.0  # time limit of one type
 
 
 class Row(NamedTuple):
@@ -26,7 +26,9 @@ class Row(NamedTuple):
     outcomes: dict[str, Outcome]
     seconds: float
     family: str = ""
-    padded: bool = True  # prompts were of several lengths
+    padded: bool = True  # rows of several lengths share a micro-batch
+    skipped: int = 0  # prompts left out for what transformers does with each alone
+    tolerance: float = 0.0  # largest difference of logits allowed, as a share of their spread
 
     @property
     def verdict(self) -> Verdict:
@@ -70,7 +72,7 @@ class _Child:
         self.index, self.subject, self.scratch = index, subject, scratch
         self.end, theirs = context.Pipe(duplex=False)
         self.outcomes: dict[str, Outcome] = {}
-        self.family, self.compared, self.padded, self.open = "", False, True, True
+        self.family, self.notes, self.open = "", dict[str, list[str]](), True
         self.begun = time.monotonic()
         self.process = context.Process(target=_work, args=(subject, scratch, theirs))
         self.process.start()
@@ -81,8 +83,8 @@ class _Child:
             name, outcome = self.end.recv()
             if name == "family":
                 self.family = outcome[1]
-            elif name == "reference":
-                self.compared, self.padded = True, not outcome[1]
+            elif name in NOTES:
+                self.notes.setdefault(name, []).append(outcome[1])
             else:
                 self.outcomes[name] = Outcome(*outcome)
         except EOFError:
@@ -101,7 +103,7 @@ class _Child:
     def _fill(self, why: str) -> None:
         """Record a crash for the way that was due and for those after it, which were not tried; or for transformers, if
         there is no reference yet."""
-        if not self.compared:
+        if not self.notes:
             self.outcomes.setdefault("all", Outcome("cannot be compared", f"transformers: {why}"))
         if "all" not in self.outcomes:
             for name in WAYS:
@@ -109,7 +111,9 @@ class _Child:
 
     def row(self) -> Row:
         self.end.close()
-        return Row(self.subject, self.outcomes, time.monotonic() - self.begun, self.family, self.padded)
+        seconds, notes = time.monotonic() - self.begun, {name: self.notes.get(name, []) for name in NOTES}
+        skipped, tolerance = sum(map(int, notes["skipped"])), max(map(float, notes["tolerance"]), default=0.0)
+        return Row(self.subject, self.outcomes, seconds, self.family, not any(notes["padding"]), skipped, tolerance)
 
 
 def _work(subject: Subject, scratch: Path, end: Connection) -> None:

@@ -37,6 +37,8 @@ SIZES: tuple[tuple[str, int | str], ...] = (
     (r"index_topk_blocks", 2),
     (r"index_block_size", 4),
     (r"index_kpool", 2),
+    (r"floor_scale|log_scaling_n_floor", WINDOW),  # positions from which on queries are scaled
+    (r"num_buckets|relative_max_distance", WINDOW),
     (r"max_position_embeddings|n_positions|n_ctx|max_seq_len|.*max_position.*|model_max_length|context_length", 128),
     (r"max_(source|target)_positions|rel_extent|max_sequence_length|seq_length", 128),
     (r"hidden_size_per_layer_input|vocab_size_per_layer_input", 16),
@@ -76,6 +78,7 @@ def _repeat(*kinds: object) -> Callable[[int], list[object]]:
 
 MAMBA_HEADS = "heads x head dim = expand x hidden size"
 ONE_KIND = "the default has one kind of layers, released checkpoints have two"
+WINDOWS = "the default has one kind of layers, the code has two"
 SHARED = "shared weights need several hybrid layers to be shared by"
 ADJUSTMENTS: dict[str, Adjustment] = {
     "bamba": Adjustment(MAMBA_HEADS, {"mamba_n_heads": 8, "attn_layer_indices": [2, 5]}),
@@ -101,14 +104,15 @@ ADJUSTMENTS: dict[str, Adjustment] = {
         {"layers_block_type": _repeat("linear_attention", "linear_attention", "hybrid")},
     ),
     "cohere_compass_text": Adjustment(
-        "the default has no rotary parameters for its kinds of layers",
+        WINDOWS + "; the default has no rotary parameters for them",
         {
+            "layer_types": _repeat("sliding_attention", "full_attention"),
+            "sliding_window": WINDOW,
             "rope_parameters": {
                 kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("full_attention", "sliding_attention")
-            }
+            },
         },
     ),
-    "dots1": Adjustment("the default has no shared experts", {"n_shared_experts": 1}),
     "gemma3n_text": Adjustment(
         "layers that share a KV cache need one of their kind before them",
         {
@@ -124,7 +128,41 @@ ADJUSTMENTS: dict[str, Adjustment] = {
     ),
     "lfm2": Adjustment(ONE_KIND, {"layer_types": _repeat("conv", "conv", "full_attention")}),
     "laguna": Adjustment(ONE_KIND, {"layer_types": _repeat("sliding_attention", "full_attention")}),
-    "qwen2": Adjustment(ONE_KIND, {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 3}),
+    **{
+        kind: Adjustment(
+            WINDOWS,
+            {
+                "layer_types": _repeat("sliding_attention", "full_attention"),
+                "sliding_window": WINDOW,
+                **({} if kind in ("mellum", "ministral") else {"use_sliding_window": True}),
+                **({"n_shared_experts": 1} if kind == "dots1" else {}),  # the default has none
+            },
+        )
+        for kind in ("dots1", "mellum", "ministral", "qwen2", "qwen2_moe", "qwen3", "smollm3")
+    },
+    "zaya": Adjustment(WINDOWS, {"layer_types": _repeat("hybrid", "hybrid_sliding"), "sliding_window": WINDOW}),
+    "glm_moe_dsa": Adjustment(
+        "the default has an indexer in each layer, others share one", {"indexer_types": _repeat("full", "shared")}
+    ),
+    "minimax_m3_vl_text": Adjustment(
+        "the default has no sparse layers, released checkpoints do",
+        {"layer_types": _repeat("full_attention", "minimax_m3_sparse"), "index_n_heads": 2},
+    ),
+    "deepseek_v4": Adjustment(
+        "rates of compression are a dictionary; the default lacks a kind of layers",
+        {
+            "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": WINDOW},
+            "layer_types": _repeat("heavily_compressed_attention", "compressed_sparse_attention", "sliding_attention"),
+        },
+    ),
+    "mistral_large4_text": Adjustment(
+        "the default has an indexer, and keys and values, in each layer, others share them",
+        {
+            "indexer_types": lambda depth: ["full"] * 4 + ["shared", "full"] * (depth // 2 - 2),
+            "kv_source_layers": lambda depth: [0, 1, 2, 3] + [2] * (depth - 4),
+        },
+    ),
+    "minimax": Adjustment("blocks of linear attention are no longer than windows", {"block_size": WINDOW}),
     "gemma4_text": Adjustment(
         "the default has no experts, released checkpoints do",
         {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 32},
@@ -168,5 +206,6 @@ ADJUSTMENTS: dict[str, Adjustment] = {
     ),
     "molmo2_adapter": Adjustment("the default names layers of a deep tower", {"vision_feature_layer": [1, 0]}),
     "gemma4_assistant": Adjustment("the default is refused by itself", {"hidden_size_per_layer_input": 0}),
+    "hrm_text": Adjustment("each of its layers runs several times, and roundings grow", {"num_hidden_layers": 2}),
     "blt": Adjustment("hash tables of half a million rows", {"encoder_hash_byte_group_vocab": 64}),
 }

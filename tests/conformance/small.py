@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from tests.conformance.sizes import ADJUSTMENTS, DEPTH, FIRST_TOKEN, SETTINGS, SIDE_DEPTH, SIZES, UNSET
+from tests.conformance.sizes import ADJUSTMENTS, DEPTH, FIRST_TOKEN, SETTINGS, SIDE_DEPTH, SIZES, UNSET, WINDOW
 
 MAX_DEPTH = 16
 RECURRENT = ("linear", "conv", "mamba", "recurrent", "hybrid")  # words in the names of kinds of layers
@@ -123,6 +123,13 @@ def _small(config_class: type[PreTrainedConfig], depth: int) -> PreTrainedConfig
         half = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
         third = -(-half // 3)
         settings["rope_parameters"] = rope | {"mrope_section": [third, third, half - 2 * third]}
+    rope = settings.get("rope_parameters") or _value(default, "rope_parameters") or {}
+    if (
+        "rope_parameters" not in adjusted
+        and rope.get("original_max_position_embeddings")
+        and (rope.get("rope_type") != "longrope")
+    ):  # queries are scaled from this position on
+        settings["rope_parameters"] = dict(rope) | {"original_max_position_embeddings": WINDOW}
     overrides = default.to_dict().get("per_layer_config")
     if overrides and "layer_types" in settings:
         settings["per_layer_config"] = _per_layer(default, overrides, settings)

@@ -15,11 +15,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from zinfer.commands.watch import Watch
+    from zinfer.generation.tokenizer_process import Refusal, TokenizerProcess
     from zinfer.job.batch.openai import BatchRequest
     from zinfer.job.batch.run import Standing
     from zinfer.job.batch.shard import Shard
-    from zinfer.spec.model import ModelSpec
-    from zinfer.worker.process import Client
 
 
 class ShardOf(click.ParamType[Any]):
@@ -36,7 +35,7 @@ class ShardOf(click.ParamType[Any]):
             self.fail(str(error), param, ctx)
 
 
-AT_ONCE = 500  # prompts of one request to the worker: progress shows in between
+AT_ONCE = 500  # prompts that are read before progress shows
 
 
 @click.command("batch", cls=options.LoadCommand)
@@ -108,7 +107,6 @@ def command(
     from zinfer.record.jsonl import MAX_BYTES
     from zinfer.spec.documents import read_bytes
     from zinfer.spec.engine import plan_options
-    from zinfer.spec.tokenizer_files import require
 
     if merge:
         _merge(prompts, output, force)
@@ -126,14 +124,14 @@ def command(
         raise click.UsageError(f"{prompts} holds no request")
     lines = lines if shard is None else [*shard.of(lines)]
     source = options.weights_of(model, dtype, layers, load_format, how["weights"], loads)
-    if source.spec.directory is not None:
-        require(Path(source.spec.directory))
+    tokenizer = options.tokenizer_of(source.spec, how["chat_template"])
     load = next(iter(loads))
     cache = plan_options(load.engine, load.options)
     identity = {
         "prompts": digest(content), "model": model, "model_revision": source.revision, "dtype": source.spec.dtype,
         "kv_cache_dtype": cache.kv_cache_dtype if cache.kv_in_8_bits else None,
         "layers": layers, "output_len": output_len, "shard": shard and str(shard),
+        "chat_template": how["chat_template"] and digest((tokenizer.template.text or "").encode()),
     }  # fmt: skip
     with Ledger.open(output, identity, int(time.time()), force) as ledger, Watch() as watch:
         for damage in ledger.damaged:
@@ -142,9 +140,12 @@ def command(
         waiting = [line for line in lines if not isinstance(line, Fault) and line.id not in ledger.done]
         standing = None
         if waiting and ray is not None:
+            how["template"] = tokenizer.template if how["chat_template"] else None
+            _ = tokenizer.facts  # one that cannot be loaded ends the command here, not on the nodes
+            tokenizer.close()
             _run_on_nodes(ray, waiting, loads, model, source, layers, ledger, watch, output_len, debug, how)
         elif waiting:
-            standing = _run(waiting, loads, source, ledger, watch, output_len, debug, how)
+            standing = _run(waiting, tokenizer, loads, source, ledger, watch, output_len, debug, how)
         ledger.finish()
         errors = sum(not ledger.done[line.id].ok for line in lines)
         watch.say(_summary(len(lines) - errors, errors, output, standing))
@@ -188,6 +189,7 @@ def _merge(prompts: Path, output: Path, force: bool) -> NoReturn:
 
 def _run(
     waiting: "list[BatchRequest]",
+    tokenizer: "TokenizerProcess",
     loads: dict[Any, str],
     source: Any,
     ledger: Any,
@@ -214,7 +216,7 @@ def _run(
 
     worker = make_worker()
     try:
-        prompts = _tokenize(waiting, worker, spec, watch)
+        prompts = _tokenize(waiting, tokenizer, watch)
         rows, faults = rows_of(waiting, prompts, spec.max_position, spec.vocab_size, output_len, ledger.made)
         ledger.add(map(refusal, faults))
         if not rows:
@@ -268,6 +270,7 @@ def _run_on_nodes(
         target=next(iter(loads.values())), machine=partial(options.this_machine, how["nvme_path"]),
         make_worker=partial(Worker, debug=bool(debug)), nvme_path=how["nvme_path"], batch_size=how["batch_size"],
         output_len=output_len, timeout_s=how["timeout_s"], folder=Path.cwd(), created=ledger.created,
+        template=how["template"],
     )  # fmt: skip
     with _ended_in_order(watch):
         answer_on_nodes(job, waiting, ledger, address, bool(debug), watch.progress, watch.say)
@@ -289,20 +292,23 @@ def _ended_in_order(watch: "Watch") -> "Iterator[None]":
 
 
 def _tokenize(
-    waiting: "list[BatchRequest]", worker: "Client", spec: "ModelSpec", watch: "Watch"
-) -> "list[Sequence[int] | str]":
-    """Return the token ids of each prompt, or the reason why it has none. Raises WorkerError."""
+    waiting: "list[BatchRequest]", tokenizer: "TokenizerProcess", watch: "Watch"
+) -> "list[Sequence[int] | Refusal]":
+    """Return the token ids of each prompt, or the reason why it has none. Raises ModelError if the tokenizer cannot be
+    loaded."""
     from array import array
 
-    from zinfer.worker.tasks import Tokenize
+    from zinfer.generation.tokenizer_process import Refusal
 
-    prompts: list[Sequence[int] | str] = []
+    if ends := tokenizer.facts.differing_ends:
+        watch.say(ends)
+    prompts: list[Sequence[int] | Refusal] = []
     for start in range(0, len(waiting), AT_ONCE):
         watch.progress("reading prompts", start / len(waiting))
-        part = [request.prompt for request in waiting[start : start + AT_ONCE]]
-        answer = worker.ask(Tokenize(model=spec, prompts=part))
+        found = tokenizer.encode([request.prompt for request in waiting[start : start + AT_ONCE]])
         # Four bytes an id: a job may have millions of them.
-        prompts += [ids if isinstance(ids, str) else array("i", ids) for ids in answer.prompts]
+        prompts += [ids if isinstance(ids, Refusal) else array("i", ids) for ids in found]
+    tokenizer.close()
     return prompts
 
 

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from zinfer.cli import Failure
-from zinfer.commands.options import Size
+from zinfer.commands.options import Size, chat_template
 from zinfer.job.signals import kept
 from zinfer.spec import ending
 from zinfer.spec.printable import show_generated, shows_unicode, text_lines
 
 if TYPE_CHECKING:
+    from zinfer.generation.dialogue import Dialogue
     from zinfer.worker.process import Client
     from zinfer.worker.tasks import Answer, ChatOpen, Request
 
@@ -41,6 +42,7 @@ def chat_options(function: Command) -> Command:
             "--kv-cache-size", type=Size(), default="8GiB", show_default=True,
             help="Most host memory for KV caches of conversations, as 8GiB.",
         ),
+        chat_template,
         click.option("--system", help="System message, before the first turn."),
         click.option("--chat", is_flag=True, help="Conversation: each prompt, else each line of stdin, is a turn."),
     ):  # fmt: skip
@@ -130,11 +132,17 @@ class Stop:
 
 
 def talk(
-    worker: "Client", prompts: Iterable[str], opening: "ChatOpen", say: Callable[[str], None], as_json: bool
+    worker: "Client",
+    dialogue: "Dialogue",
+    prompts: Iterable[str],
+    opening: "ChatOpen",
+    say: Callable[[str], None],
+    as_json: bool,
 ) -> None:
     """Hold a conversation of the turns `prompts` with a loaded `worker`; `say` gets lines for the user.
 
-    Raises Failure if a turn fails, KeyboardInterrupt at the second ctrl-C in an answer.
+    Raises ModelError for a turn that has no tokens, Failure if one fails, KeyboardInterrupt at the second ctrl-C in an
+    answer.
     """
     from zinfer.worker.process import TaskFailed
     from zinfer.worker.tasks import ChatAsk, ChatEnd, ChatStep, ChatToken
@@ -148,10 +156,12 @@ def talk(
             say(note)
         return answer
 
+    if not dialogue.template:
+        say("the model has no chat template: turns and answers follow each other as they are")
     ask(opening)
     for number, prompt in enumerate(prompts, start=1):
         with Stop() as stop:
-            first = ask(ChatAsk(turn=prompt))
+            first = ask(ChatAsk(prompt_ids=dialogue.ask(prompt)))
             step: ChatToken = first
             _show(step.text, as_json)
             seconds, steps = 0.0, 0
@@ -160,6 +170,7 @@ def talk(
                 seconds, steps = seconds + step.seconds, steps + 1
                 _show(step.text, as_json)
         answer = ask(ChatEnd())
+        dialogue.answered(answer.output_ids, answer.output_text)
         turn = {
             "turn": number, "prompt": prompt, "output_ids": answer.output_ids, "output_text": answer.output_text,
             "finish_reason": step.finish_reason or "interrupted", "reloaded_tokens": first.reloaded,

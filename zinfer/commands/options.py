@@ -10,9 +10,11 @@ import click
 from zinfer.spec.engine import ENGINES, OptionError, StreamOptions, values, written
 
 if TYPE_CHECKING:
+    from zinfer.generation.tokenizer_process import TokenizerProcess
     from zinfer.job.recipe import Sweep, SweepLoad
     from zinfer.spec.case import LoadFormat
     from zinfer.spec.machine import Machine
+    from zinfer.spec.model import ModelSpec
     from zinfer.spec.source import Source
 
 Command = TypeVar("Command", bound=Callable[..., Any])
@@ -256,11 +258,32 @@ def load_options(function: Command) -> Command:
     return function
 
 
+chat_template = click.option(
+    "--chat-template", metavar="FILE|NAME",
+    help="Chat template: a file, or one of the model's by its name.  [default: the model's own]",
+)  # fmt: skip
+
+
+def tokenizer_of(spec: "ModelSpec", wanted: str | None) -> "TokenizerProcess":
+    """Return the tokenizer of a model, with the chat template of `--chat-template`, while it loads; it ends with the
+    command. Raises ModelError for files that cannot be read or believed."""
+    from zinfer.generation.tokenizer_process import TokenizerProcess
+    from zinfer.spec.tokenizer_files import chat_template, require
+
+    directory = None if spec.directory is None else Path(spec.directory)
+    if directory is not None:
+        require(directory)
+    tokenizer = TokenizerProcess(spec, chat_template(directory, wanted))
+    click.get_current_context().call_on_close(tokenizer.close)
+    return tokenizer
+
+
 def job_options(function: Command) -> Command:
     """Add the options of a command that answers requests: engine, place of the weights, rows at a time, and the limits
     of an answer and of a pass."""
     for option in (
         timeout(36000, "a load or a pass"),
+        chat_template,
         load_options,
         weights,
         click.option(

@@ -19,6 +19,7 @@ from zinfer.spec.errors import ENVIRONMENT
 from zinfer.spec.printable import show_generated, shows_unicode, text_lines
 
 if TYPE_CHECKING:
+    from zinfer.generation.tokenizer_process import TokenizerProcess
     from zinfer.worker.tasks import Generated
 
 
@@ -86,6 +87,7 @@ def command(
     as_json: bool,
     chat: bool,
     system: str | None,
+    chat_template: str | None,
     kv_cache_size: int,
     kv_cache_dir: str | None,
     kv_cache_dir_size: int,
@@ -105,13 +107,13 @@ def command(
     zinfer run --model ./my-checkpoint --chat --kv-cache-dir ./kv
     """
     from zinfer.commands.watch import Watch
+    from zinfer.generation.dialogue import Dialogue
     from zinfer.generation.sampling import Sampling
     from zinfer.plan.plan import make_plan
     from zinfer.spec.model import check_positions
-    from zinfer.spec.tokenizer_files import require
     from zinfer.spec.units import counted, duration
     from zinfer.worker.process import Worker, WorkerError
-    from zinfer.worker.tasks import ChatOpen, Generate, GenerateStep, Tokenize
+    from zinfer.worker.tasks import ChatOpen, Generate, GenerateStep
 
     settings = _ranks(settings)
     _check_together(chat, batch_size, temperature)
@@ -122,14 +124,14 @@ def command(
         "run", model, engine, offload, layers, gpu_weights, settings, nvme_path, allow_nan, weights
     )
     source = options.weights_of(model, dtype, layers, load_format, weights, loads)
-    if source.spec.directory is not None:
-        require(Path(source.spec.directory))
-    longest = _longest(source.spec.directory, texts)
+    tokenizer = options.tokenizer_of(source.spec, chat_template)
+    ends = tokenizer.facts.differing_ends
+    dialogue = Dialogue(tokenizer, system) if chat else None
+    prompt_ids = [] if chat else _encoded(tokenizer, texts)
+    longest = max(map(len, prompt_ids), default=1)
     check_positions(source.spec, longest, 1 if chat else output_len, f"a prompt of {longest} tokens")
     machine = options.this_machine(nvme_path)
-    length = max(1, max(map(len, texts), default=0) // 3)
-    if chat:
-        length = min(CONTEXT, max(1, (source.spec.max_position or CONTEXT) - output_len))
+    length = min(CONTEXT, max(1, (source.spec.max_position or CONTEXT) - output_len)) if chat else longest
 
     plans = {
         load: make_plan(
@@ -143,21 +145,22 @@ def command(
     target = loads[load]
     size = batch_size or max(1, min(len(texts), plan.max_batch_size))
     with Watch() as watch:
+        if ends is not None:
+            watch.say(ends)
         watch.loading(plan)
         worker = Worker(target, timeout_s=timeout_s, notice=watch.progress, loaded=watch.loaded, debug=bool(debug))
         try:
-            worker.ask(Tokenize(prompts=[], model=plan.model))  # before the weights: their load may take minutes
             worker.start(plan)
-            if chat:
+            if dialogue is not None:
                 watch.quiet()
                 opening = ChatOpen(
-                    sampling=sampling, output_len=output_len, ignore_eos=ignore_eos, system=system,
-                    cache_size=kv_cache_size, folder=kv_cache_dir, folder_size=kv_cache_dir_size,
+                    sampling=sampling, output_len=output_len, ignore_eos=ignore_eos, cache_size=kv_cache_size,
+                    folder=kv_cache_dir, folder_size=kv_cache_dir_size,
                 )  # fmt: skip
-                talk(worker, turns(texts), opening, watch.say, as_json)
+                talk(worker, dialogue, turns(texts), opening, watch.say, as_json)
                 return
             request = Generate(
-                prompts=texts, batch_size=size, output_len=output_len, sampling=sampling, ignore_eos=ignore_eos
+                prompts=prompt_ids, batch_size=size, output_len=output_len, sampling=sampling, ignore_eos=ignore_eos
             )
             if sys.stdout.isatty() and not as_json:
                 watch.quiet()
@@ -248,18 +251,18 @@ def _ranks(settings: dict[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
     return settings | {"gpus": asked}
 
 
-def _longest(directory: str | None, texts: list[str]) -> int:
-    """Return the tokens of the longest prompt, one at least: counted by the checkpoint's tokenizer if it is in one
-    file; bytes with random weights, where each is a token."""
-    if directory is None:
-        return max((len(text.encode()) for text in texts), default=1) or 1
-    file = Path(directory) / "tokenizer.json"
-    if not file.is_file() or not texts:
-        return 1  # the worker counts, once it has loaded the tokenizer
-    from zinfer.generation.tokenizer import count_tokens
+def _encoded(tokenizer: "TokenizerProcess", texts: list[str]) -> list[list[int]]:
+    """Return the token ids of each prompt. Raises ModelError for one that has none, or that no position is left for."""
+    from zinfer.generation.tokenizer_process import Refusal
+    from zinfer.spec.model import ModelError
 
-    counts: list[int] = count_tokens(file, texts) or []
-    return max([1, *counts])
+    found = []
+    for text, ids in zip(texts, tokenizer.encode(texts), strict=True):
+        if isinstance(ids, Refusal):
+            raise ModelError(f"prompt {text[:40]!r}: {ids.message}")
+        found.append(ids)
+    tokenizer.close()
+    return found
 
 
 def _check_together(chat: bool, batch_size: int | None, temperature: float) -> None:
@@ -269,7 +272,7 @@ def _check_together(chat: bool, batch_size: int | None, temperature: float) -> N
         source = click.get_current_context().get_parameter_source
         return [f"--{name.replace('_', '-')}" for name in names if source(name) is ParameterSource.COMMANDLINE]
 
-    if not chat and (given := typed("system", "kv_cache_dir", "kv_cache_size", "kv_cache_dir_size")):
+    if not chat and (given := typed("system", "chat_template", "kv_cache_dir", "kv_cache_size", "kv_cache_dir_size")):
         raise click.UsageError(f"{given[0]} is for a conversation: add --chat")
     if chat and batch_size is not None:
         raise click.UsageError("a conversation is one row: leave out --batch-size")

@@ -1,7 +1,8 @@
 """`zinfer serve`: answer requests over HTTP, in the format of OpenAI's API."""
 
+import re
+from functools import partial
 from importlib import util
-from pathlib import Path
 from typing import Any
 
 import click
@@ -12,7 +13,15 @@ from zinfer.spec.errors import ENVIRONMENT
 
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 KEY = "ZINFER_API_KEY"  # environment variable
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@]+")
 LOOPBACK = ("127.", "localhost", "::1")
+
+
+def _origins(_context: click.Context, _param: click.Parameter, given: tuple[str, ...]) -> tuple[str, ...]:
+    for origin in given:
+        if origin != "*" and not ORIGIN.fullmatch(origin):
+            raise click.BadParameter(f"{origin!r} is not an origin: write it as http://host or https://host:port")
+    return given
 
 
 @click.command("serve", cls=options.LoadCommand)
@@ -65,6 +74,16 @@ LOOPBACK = ("127.", "localhost", "::1")
     show_default=True,
     help="Seconds that running requests have at SIGTERM or ctrl-C. A second signal ends them at once.",
 )
+@click.option(
+    "--allow-origin",
+    "origins",
+    multiple=True,
+    metavar="ORIGIN",
+    callback=_origins,
+    help="Origin of web pages that may use the server (CORS), such as http://localhost:3000; * is every one. "
+    "Repeat it for several.",
+)
+@click.option("--quiet", is_flag=True, help="Print no line about each request.")
 @options.job_options
 @click.pass_obj
 def command(
@@ -82,6 +101,8 @@ def command(
     max_body: int,
     kv_cache_size: int,
     drain_s: float,
+    origins: tuple[str, ...],
+    quiet: bool,
     **how: Any,
 ) -> None:
     """Serve a model: /v1/completions, /v1/chat/completions, /v1/models, /health and /metrics.
@@ -103,7 +124,6 @@ def command(
     from zinfer.commands.watch import Watch
     from zinfer.job.batch.packing import typical_plan
     from zinfer.job.serve.server import HttpServer, Settings, listen
-    from zinfer.spec.tokenizer_files import require
     from zinfer.worker.process import Worker
 
     if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):
@@ -112,15 +132,15 @@ def command(
     choice = {key: how[key] for key in names}
     loads = options.one_load("serve", model, layers=layers, **choice)
     source = options.weights_of(model, dtype, layers, load_format, how["weights"], loads)
-    if source.spec.directory is not None:
-        require(Path(source.spec.directory))
+    tokenizer = options.tokenizer_of(source.spec, how["chat_template"])
     machine = options.this_machine(how["nvme_path"])
     cases = [load.case(source.load_format, source.spec.dtype, 1, 1) for load in loads]
     plan, load = typical_plan(cases, source.spec, machine, how["nvme_path"], how["batch_size"], max_queue)
     if load is None:
         raise Failure(str(plan.why_not), ENVIRONMENT)
     target = next(iter(loads.values()))
-    limits = how["batch_size"], max_queue, max_body, output_len, drain_s, kv_cache_size
+    ends = tokenizer.facts.differing_ends  # a tokenizer that cannot be loaded ends it here
+    limits = how["batch_size"], max_queue, max_body, output_len, drain_s, kv_cache_size, origins
     settings = Settings(plan.case.model, api_key, *limits)
     try:
         bound = listen(host, port)
@@ -136,13 +156,17 @@ def command(
                 target, timeout_s=how["timeout_s"], notice=watch.progress, loaded=watch.loaded, debug=bool(debug)
             )
 
+        if ends is not None:
+            watch.say(ends)
+
         def ready() -> None:
             watch.quiet()
             watch.say(f"serving {settings.model} at {address}/v1")
 
         server = HttpServer(
-            plan, make_worker, load, settings, bound, say=watch.say, loading=lambda: watch.loading(plan), ready=ready
-        )
+            plan, make_worker, load, settings, bound, tokenizer, say=watch.say, loading=lambda: watch.loading(plan),
+            ready=ready, log=None if quiet else partial(click.echo, err=True),
+        )  # fmt: skip
         watch.say(f"listening at {address}")
         fault = server.run()
         if server.signal is not None:

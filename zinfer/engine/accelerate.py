@@ -3,9 +3,9 @@
 A fetch is a blocking copy, one weight at a time, on the stream that computes, and ends with freeing the device's cached
 memory (`set_module_tensor_to_device`). Nothing overlaps: a step takes copies, allocations and compute together.
 Page-locked memory, which a user can add, is worth a factor of six on PCIe; Accelerate pins nothing by itself.
-Weights outside the decoder layers stay on the device, as a user's device map would have it, and with `--gpu-weights`
-the first layers, as in the map that `device_map="auto"` makes for a limit of memory (`max_memory`): each weight lies in
-one place, on the device or off it.
+Weights outside the decoder layers, and those that several layers share, stay on the device, as a user's device map
+would have it, and with `--gpu-weights` the first layers, as in the map that `device_map="auto"` makes for a limit of
+memory (`max_memory`): each weight lies in one place, on the device or off it.
 
 With `--weights int8` or `int4` the linear modules of the layers have torchao's weight-only formats: tensors that hold
 codes and scales, which Accelerate moves as they are and torchao multiplies with.
@@ -98,7 +98,13 @@ class Accelerate(Decoder):
         if streamed:
             if self._folder is not None:
                 save_offload_index(index, self._folder.name)
-            self._offloaded = _Weights(host, self._folder.name if self._folder else None)
+            inside = f"{state.stack}."
+            shared = {
+                name: module.get_parameter(leaf)
+                for entry in state.entries.values() if entry.layer is None and entry.is_parameter
+                for name, (module, leaf) in zip(entry.names, entry.places, strict=True) if name.startswith(inside)
+            }  # fmt: skip
+            self._offloaded = _Weights(host, self._folder.name if self._folder else None, shared)
             self._attach({f"{state.stack}.{number}": number in away for number in range(len(state.layers))})
         for name in quantised.keys() & streamed.keys():
             for module, _ in state.entries[name].places:
@@ -156,11 +162,15 @@ class Accelerate(Decoder):
 
     def effective(self) -> Effective:
         parameters = dict(self.model.named_parameters())
+        kept = {id(parameter): parameter for parameter in parameters.values() if not parameter.is_meta}
+        if self._offloaded is not None:  # hooks take the weights that layers share away, too
+            kept |= {id(parameter): parameter for parameter in self._offloaded.shared.values()}
+            parameters = {name: one for name, one in parameters.items() if name not in self._offloaded.shared}
         away = {name: _bytes(parameter) for name, parameter in parameters.items() if parameter.is_meta}
         on_disk = {name for name in away if self._offloaded is not None and name in self._offloaded.index}
         pinned = self._arena is not None and self._arena.pinned
         return Effective(
-            gpu_weight_bytes=sum(_bytes(parameter) for parameter in parameters.values() if not parameter.is_meta),
+            gpu_weight_bytes=sum(_bytes(parameter) for parameter in kept.values()),
             host_weight_bytes=sum(size for name, size in away.items() if name not in on_disk),
             nvme_weight_bytes=sum(away[name] for name in on_disk),
             streamed_bytes_per_step=self._streamed_per_step,
@@ -185,14 +195,18 @@ class Accelerate(Decoder):
 
 
 class _Weights(OffloadedWeightsLoader):  # type: ignore[misc]
-    """Accelerate's map from names to offloaded weights, in memory or in files, with a count of the bytes read from
-    it."""
+    """Accelerate's map from names to offloaded weights, in memory or in files, with a count of the bytes read from it.
 
-    def __init__(self, host: dict[str, Tensor], folder: str | None) -> None:
+    Weights that layers share are in `shared`, by all their names, and stay on the device.
+    """
+
+    def __init__(self, host: dict[str, Tensor], folder: str | None, shared: Mapping[str, Tensor]) -> None:
         super().__init__(state_dict=host, save_folder=folder)
-        self.bytes_read = 0
+        self.bytes_read, self.shared = 0, shared
 
     def __getitem__(self, key: str) -> Tensor:
+        if key in self.shared:
+            return self.shared[key]
         tensor: Tensor = super().__getitem__(key)
         self.bytes_read += _bytes(tensor)
         return tensor

@@ -53,9 +53,13 @@ class Work(NamedTuple):
 class Engine(ABC):
     """A model ready to run. Constructed means loaded; every error of loading is raised by the constructor."""
 
-    one_trip: ClassVar[bool] = False  # True if several works share one trip of the weights, instead of one each
     draft: "Engine | None" = None  # engine of the model that drafts for this one
     several: ClassVar[str] = ""  # ``module:Class`` of the engine that does the same on several GPUs, if there is one
+
+    @property
+    def one_trip(self) -> bool:
+        """True if several works share one trip of the weights, instead of one each."""
+        return False
 
     @property
     def joins(self) -> bool:

@@ -6,8 +6,9 @@ and an out-of-memory error comes in prefill or not at all. Every layer can be na
 batch goes through the model a few rows at a time.
 
 A layer that attends within a sliding window (or a chunk) has memory for that window, and reads no more. A layer with a
-state of fixed size (recurrent, convolutional) keeps `transformers`' own tensors. A model that has layers of yet another
-kind (an index beside the keys) gets the cache that `transformers` makes, which goes through the model whole.
+state of fixed size (recurrent, convolutional) keeps `transformers`' own tensors. A layer of sparse attention has the
+keys of its indexer besides. A model that has layers of yet another kind (blocks of compressed keys) gets the cache that
+`transformers` makes, which goes through the model whole.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from transformers import PreTrainedConfig, cache_utils
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from zinfer.engine import EngineError
+from zinfer.engine.choice import Alone, choosing
 
 
 class CacheFullError(IndexError):
@@ -502,6 +504,7 @@ class QuantizedLayer(FixedLayer):
 STORAGE = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 STATES = ("conv_states", "recurrent_states")  # attributes of transformers' layers with states of fixed size, by number
 _DUMMY = getattr(cache_utils, "DummyLayer", ())  # a layer that keeps nothing
+_INDEXED = getattr(cache_utils, "DynamicIndexedLayer", None)  # a layer with the keys of an indexer
 
 
 class _StateRows:
@@ -601,6 +604,103 @@ def _of_rows(layer: Any, batch_size: int, attention: FixedLayer | None) -> Any:
     return made
 
 
+class IndexedLayer(DynamicLayer):  # type: ignore[misc]
+    """Keys and values of a layer of sparse attention, in `attention`, and the keys by which its indexer chooses.
+
+    An indexer's keys, ``[B, 1, capacity, D]``, are read whole at every step: they stay on the device for all rows, also
+    for those that have their keys and values in host memory. Rows choose as each would alone: `alone` tells what `rows`
+    would have of a pass of so many tokens, or None if that is what they have.
+    """
+
+    is_sliding = False
+    alone: Callable[[slice, int], Sequence[Alone] | None]
+
+    def __init__(self, batch_size: int, capacity: int, attention: FixedLayer) -> None:
+        self.attention = attention
+        self.batch_size, self.capacity = batch_size, capacity
+        self.rows, self.length = slice(0, batch_size), 0
+        self._index = self._positions = torch.empty(0)  # positions: ids, [B, axes, capacity, 1]
+
+    @property
+    def keys(self) -> Tensor:
+        """Keys of the rows shown, ``[b, kv_heads, length, D]``."""
+        return self.attention.keys
+
+    @property
+    def values(self) -> Tensor:
+        """Values of the rows shown."""
+        return self.attention.values
+
+    @property
+    def is_initialized(self) -> bool:
+        """True once keys and values are stored."""
+        return bool(self.attention.is_initialized)
+
+    def window(self, rows: slice, length: int) -> None:
+        """Continue at position `length` of `rows` only."""
+        self.rows, self.length = rows, length
+        self.attention.window(rows, length)
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Keep `rows` only (indices ``[b]``, rising), as rows 0, 1, ..; `window` must follow."""
+        self.batch_size = len(rows)
+        self._index, self._positions = (
+            memory[rows.to(memory.device)] if memory.numel() else memory for memory in (self._index, self._positions)
+        )
+        self.attention.keep_rows(rows)
+
+    def gather(self, sources: Sequence[Source], length: int) -> None:
+        """Fill the memory of the indexer with rows of other layers, of which the longest has `length` positions."""
+        self._index = self._gathered([source.cache._index for source in sources], sources, length)
+        self._positions = self._gathered([source.cache._positions for source in sources], sources, length)
+
+    def _gathered(self, memories: Sequence[Tensor], sources: Sequence[Source], length: int) -> Tensor:
+        if not all(memory.numel() for memory in memories):
+            return memories[0].new_empty(0)
+        _, heads, _, width = memories[0].shape
+        found = memories[0].new_zeros((self.batch_size, heads, self.capacity, width))
+        row = 0
+        for memory, (_, rows, gaps, known) in zip(memories, sources, strict=True):
+            kept = taken(memory, rows, slice(0, known), gaps)[:, :, max(0, known - length) :]
+            found[row : row + len(rows), :, length - kept.shape[2] : length] = kept
+            row += len(rows)
+        return found
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return self.attention.update(key_states, value_states, *args, **kwargs)
+
+    def update_indexer(self, states: Tensor) -> Tensor:
+        """Store keys of the indexer, ``[b, n, D]``, behind the first `length`; return all of these rows."""
+        end = self.length + states.shape[1]
+        if end > self.capacity:
+            raise CacheFullError(f"the KV cache holds {self.capacity} tokens a sequence; token {end} was decoded")
+        if not self._index.numel():
+            self._index = states.new_empty((self.batch_size, 1, self.capacity, states.shape[2]))
+        self._index[self.rows, 0, self.length : end] = states
+        keys, alone = self._index[self.rows, 0, :end], self.alone(self.rows, states.shape[1])
+        return keys if alone is None else choosing(keys, alone, end)
+
+    @property
+    def indexer_position_ids(self) -> Tensor | None:
+        """Position ids of the first `length` tokens, ``[axes, b, length]``; None if the model keeps none here."""
+        if not self.length or not self._positions.numel():
+            return None
+        return self._positions[self.rows, :, : self.length, 0].transpose(0, 1)
+
+    @indexer_position_ids.setter
+    def indexer_position_ids(self, positions: Tensor) -> None:
+        axes, _, end = positions.shape
+        if not self._positions.numel():
+            self._positions = positions.new_zeros((self.batch_size, axes, self.capacity, 1))
+        self._positions[self.rows, :, :end, 0] = positions.transpose(0, 1)
+
+    def get_seq_length(self) -> int:
+        return self.attention.get_seq_length()
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
+        return self.attention.get_mask_sizes(query_length)
+
+
 class RowCache(Cache):  # type: ignore[misc]
     """A cache that can be narrowed to some of the rows, layer by layer."""
 
@@ -635,6 +735,8 @@ class RowCache(Cache):  # type: ignore[misc]
         attention = getattr(layer, "attention", layer)
         if isinstance(attention, FixedLayer):
             attention.gather([one._replace(cache=getattr(one.cache, "attention", one.cache)) for one in found], length)
+        if isinstance(layer, IndexedLayer):
+            layer.gather(found, length)
         if isinstance(layer, _StateRows):
             self.layers[index] = layer.gathered([(one.cache, one.rows) for one in found], length)
 
@@ -681,10 +783,11 @@ def make_cache(
     the keys and values of the first `here` sequences only, if given. `widen` is that of `QuantizedLayer`.
 
     It is a `RowCache`, except for a model whose layers keep something that is neither keys and values nor a state of
-    fixed size: then it is `transformers`' own.
+    fixed size nor the keys of an indexer: then it is `transformers`' own.
     """
     default = DynamicCache(config=config)
-    if other_layers(default) or len(default.layers) != config.get_text_config(decoder=True).num_hidden_layers:
+    layers = config.get_text_config(decoder=True).num_hidden_layers
+    if len(default.layers) != layers or any(kind is not _INDEXED for kind in other_layers(default)):
         return default
     rows = batch_size if here is None else here
     windows = {index: _window(layer) for index, layer in enumerate(default.layers) if isinstance(layer, DynamicLayer)}
@@ -701,7 +804,9 @@ def make_cache(
         if isinstance(layer, _DUMMY):
             return layer
         attention = keys_and_values(index) if index in windows else None
-        return _of_rows(layer, batch_size, attention) if _has_states(layer) else attention
+        if _has_states(layer):
+            return _of_rows(layer, batch_size, attention)
+        return IndexedLayer(batch_size, capacity, attention) if attention and type(layer) is _INDEXED else attention
 
     return RowCache(layers=[made(index, layer) for index, layer in enumerate(default.layers)])
 
@@ -711,16 +816,17 @@ def _window(layer: DynamicLayer) -> int | None:
     return int(layer.sliding_window) if isinstance(layer, DynamicSlidingWindowLayer) else None
 
 
-def other_layers(cache: Cache) -> set[str]:
-    """Return the kinds of layers in `transformers`' `cache` that `make_cache` leaves to it."""
+def other_layers(cache: Cache) -> set[type]:
+    """Return the kinds of layers in `transformers`' `cache` that hold neither keys and values alone nor states."""
     plain = (DynamicLayer, DynamicSlidingWindowLayer)
     layers = [layer for layer in cache.layers if not isinstance(layer, _DUMMY) and not _has_states(layer)]
-    return {type(layer).__name__ for layer in layers if type(layer) not in plain}
+    return {type(layer) for layer in layers if type(layer) not in plain}
 
 
 def shares_keys(config: PreTrainedConfig) -> bool:
     """Tell whether layers attend to keys and values of earlier layers."""
-    return any(isinstance(layer, _DUMMY) for layer in DynamicCache(config=config).layers)
+    modes = getattr(config.get_text_config(decoder=True), "kv_sharing_modes", None) or ()
+    return "store" in modes or any(isinstance(layer, _DUMMY) for layer in DynamicCache(config=config).layers)
 
 
 def _has_states(layer: Any) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +20,14 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, MicroBatch, Work, check_sources, check_works
-from zinfer.engine.cache import CacheFullError, FixedLayer, Gaps, RowCache, Source, make_cache
+from zinfer.engine.cache import CacheFullError, FixedLayer, Gaps, IndexedLayer, RowCache, Source, make_cache
+from zinfer.engine.choice import Alone
 from zinfer.engine.kv_snapshot import KVSnapshot, Past
-from zinfer.engine.positions import PADS, TOKENS, Probe, probe
+from zinfer.engine.positions import PADS, TOKENS, Probe, asks_length, probe, scale_by_positions
 from zinfer.engine.transfer import landed, landed_together
 from zinfer.plan.plan import Plan
 from zinfer.spec import lease
-from zinfer.spec.architecture import COUNTS_PADDING
+from zinfer.spec.architecture import COUNTS_PADDING, decoder_layers
 from zinfer.spec.lease import OwnFolder
 from zinfer.spec.progress import Progress, silent
 
@@ -47,6 +49,11 @@ class DecoderBatch(MicroBatch):
         self.mask: Tensor | None = None
         self._before: Tensor | None = None  # [B, 1]: real positions among the first `length`
         self.torn = False  # True after a pass that failed: some layers may hold its positions
+        self._rows_alone: dict[tuple[int, int, int], list[Alone]] = {}  # of the next pass: first row, last, tokens
+        own = ref(self)
+        for layer in cache.layers if isinstance(cache, RowCache) else ():
+            if isinstance(layer, IndexedLayer):
+                layer.alone = lambda rows, count: own().alone(rows, count)  # type: ignore[union-attr]
         if not bool(mask.all()):
             self._need_mask(mask.device, mask.dtype)[:, : self.prompt_len] = mask
 
@@ -70,6 +77,7 @@ class DecoderBatch(MicroBatch):
         if self._before is not None and self.mask is not None:
             self._before = self._before + self.mask[:, self.length : self.length + count].sum(-1, keepdim=True)
         self.length += count
+        self._rows_alone = {}
 
     def rollback(self, lengths: Tensor) -> None:
         """Keep the first `lengths`, ``[B]``, positions of each row; rows shorter than the longest are padded."""
@@ -79,7 +87,7 @@ class DecoderBatch(MicroBatch):
             mask[:, :length] *= torch.arange(length, device=lengths.device) < lengths[:, None]
         if self.mask is not None:  # forgotten positions behind the prompt are free for real tokens again
             self.mask[:, max(length, self.prompt_len) :] = 1
-        self.length, self._before = length, None
+        self.length, self._before, self._rows_alone = length, None, {}
 
     def keep_rows(self, rows: Tensor) -> None:
         """Keep `rows` only, indices ``[b]``."""
@@ -91,12 +99,41 @@ class DecoderBatch(MicroBatch):
         """Note that the cache keeps `rows` only, indices ``[b]``."""
         self.batch_size = len(rows)
         self.mask, self._before = None if self.mask is None else self.mask[rows], None
+        self._rows_alone = {}
 
     def real(self, rows: Tensor) -> Tensor:
         """Return which of the computed positions of `rows` are neither padding nor forgotten: bool ``[b, length]``."""
         if self.mask is None:
             return torch.ones((len(rows), self.length), dtype=torch.bool, device=rows.device)
         return self.mask[rows, : self.length].bool()
+
+    def alone(self, rows: slice, count: int) -> list[Alone] | None:
+        """Return what `rows` would have alone of the next pass, of `count` tokens; None if it is what they have."""
+        as_alone = count >= self.prompt_len if not self.length else count == 1 and self.length >= self.prompt_len
+        if self.mask is None and as_alone:
+            return None
+        key = rows.start, rows.stop, count
+        if key not in self._rows_alone:
+            self._rows_alone[key] = self._divided(rows, count)
+        return self._rows_alone[key]
+
+    def _divided(self, rows: slice, count: int) -> list[Alone]:
+        end = self.length + count
+        size, number = max(end, self.prompt_len), rows.stop - rows.start
+        mask = torch.ones((number, size)) if self.mask is None else self.mask[rows, :size].cpu()
+        real = mask.bool()
+        known, before, prompt = (real[:, :last].sum(-1).tolist() for last in (end, self.length, self.prompt_len))
+        found = dict[tuple[int, int, int], Alone]()
+        for row, counts in enumerate(zip(known, before, prompt, strict=True)):
+            pad, own = end - counts[0], real[row, :end]
+            if bool(own[pad:].all()):
+                found.setdefault(counts, Alone([], slice(pad, end), *counts[1:])).rows.append(row)
+            else:
+                places = own.nonzero()[:, 0]
+                found[row, -1, -1] = Alone(
+                    [row], places if self.mask is None else places.to(self.mask.device), *counts[1:]
+                )
+        return list(found.values())
 
     def others(self, rows: Tensor) -> Tensor:
         """Return the indices of all rows but `rows`, ``[b]``."""
@@ -178,6 +215,10 @@ class Decoder(Engine):
         self._own_cache = self._in_modules or not takes_default()
         self._rope_switch = rope_switch(self.model)
         self._masks_window = masks_window(self.model)
+        _, layers = decoder_layers(self.model)
+        scale_by_positions(layers)
+        self._counts_padding = "position_ids" in accepted and asks_length(layers)
+        self._counts_padding |= self.model.config.get_text_config(decoder=True).model_type in COUNTS_PADDING
 
     def _call(self, batch: DecoderBatch, **inputs: object) -> Tensor:
         """Run one forward pass and return its logits ``[B, n, V]``."""
@@ -278,25 +319,25 @@ class Decoder(Engine):
         return probe(self.model, first, device, self._cache_name, make, self.plan.model.vocab_size)
 
     def cannot_pad(self) -> str | None:
-        kind = self.model.config.get_text_config(decoder=True).model_type
-        if not self._probe.padding or kind in COUNTS_PADDING:
+        if not self._probe.padding or self._counts_padding:
             return f"{self.plan.model.name} knows no padding"
+        if not self._kinds_of_layers:  # states and blocks of tokens that count padding, too
+            return f"{self.plan.model.name} keeps its cache whole, and knows no padding"
         return None
 
     def cannot_chunk(self) -> str | None:
         layers, name = self._kinds_of_layers, self.plan.model.name
         if not layers or not RowCache(layers=layers).only_keys:
             return f"layers of {name} take a prompt as a whole: they hold more than keys and values"
-        if not self._probe.chunks:
+        if not self._probe.chunks or self._counts_padding:
             return f"{name} takes a prompt as a whole, and then one token at a time"
         if self._windows and not self._masks_window:
             return f"{name} takes a prompt as a whole: its masks know nothing of the window that its cache keeps"
         return None
 
     def cannot_draft(self) -> str | None:
-        layers, name = self._kinds_of_layers, self.plan.model.name
-        if not layers or not RowCache(layers=layers).only_keys:
-            return f"layers of {name} hold a state that cannot forget single tokens: drafts are not for them"
+        if not RowCache(layers=self._kinds_of_layers).only_keys:
+            return f"layers of {self.plan.model.name} hold a state that cannot forget single tokens"
         return self.cannot_chunk()
 
     def one_length(self) -> str | None:
@@ -363,6 +404,8 @@ class Decoder(Engine):
         layers = self._kinds_of_layers
         if not layers or any(type(layer) is not FixedLayer for layer in layers):
             return f"the layers of {self.plan.model.name} hold another state than keys and values"
+        if len(layers) != self.plan.model.num_layers:
+            return f"the layers of {self.plan.model.name} hold keys and values of several passes of a token"
         if windows := self._windows:
             return f"layers of {self.plan.model.name} hold the last {min(windows)} positions only (sliding window)"
         if self._rope_switch is not None:

@@ -4,10 +4,14 @@ Some count the tokens that the attention mask shows (BLOOM), others places in th
 may change its text (BART adds the place to each token), or rows must stay where they are, since their keys carry the
 place (RoFormer); and forgotten positions in between count, which makes tokens more distant than they are (MPT). What
 enters the first layer tells all this, and needs the embeddings alone.
+
+Layers that are told positions may count places in the cache all the same, by asking it for its length. Those of Llama 4
+scale queries by them: here they do so by the positions.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -99,6 +103,47 @@ def probe(
             gaps=not all(_alike(step, apart, name) for name in step),
             moves=all(_alike(step, later, name) for name in step if name in later),
         )
+
+
+class _Scaled:
+    """Attention whose queries are scaled by the positions that its `layer` is told."""
+
+    def __init__(self, layer: nn.Module, attention: Any) -> None:
+        self._attention, self._positions = attention, torch.empty(0)
+        attention.attn_temperature_tuning = False
+        attention.q_proj.register_forward_hook(self._scale)
+        forward = layer.forward
+
+        @wraps(forward)
+        def told(*args: Any, **named: Any) -> Any:  # behind the hooks, in which another pass may take its turn
+            self._positions = named["position_ids"]
+            return forward(*args, **named)
+
+        layer.forward = told
+
+    def _scale(self, _module: nn.Module, _args: tuple[Any, ...], queries: Tensor) -> Tensor:
+        steps = torch.floor((self._positions.float() + 1.0) / self._attention.floor_scale)
+        scale: Tensor = torch.log1p(steps) * self._attention.attn_scale + 1.0
+        return (queries * scale[..., None]).to(queries.dtype)
+
+
+def scale_by_positions(layers: Iterable[nn.Module]) -> None:
+    """Have attention that scales queries by their places in the cache, padding counted, scale them by positions."""
+    for layer in layers:
+        for module in layer.modules():
+            plain = not getattr(module, "use_rope", True) and not hasattr(module, "qk_norm")
+            if plain and getattr(module, "attn_temperature_tuning", False):
+                _Scaled(layer, module)
+
+
+def asks_length(layers: Iterable[nn.Module]) -> bool:
+    """Tell whether modules of layers ask the cache for its length: by the names in their code."""
+    modules = {type(module): module for layer in layers for module in layer.modules()}
+    asking = [
+        module for kind, module in modules.items()
+        if "get_seq_length" in getattr(getattr(inspect.unwrap(kind.forward), "__code__", None), "co_names", ())
+    ]  # fmt: skip
+    return any(not hasattr(module, "attn_temperature_tuning") for module in asking)
 
 
 def _numbers(given: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -239,6 +239,10 @@ class Team(Engine, Generic[E]):
         return self._member.engine
 
     @property
+    def one_trip(self) -> bool:
+        return self._engine.one_trip
+
+    @property
     def joins(self) -> bool:
         return self._engine.joins
 

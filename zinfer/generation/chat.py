@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from zinfer.engine.base import Engine
-from zinfer.generation.detokenizer import Detokenizer, Dialogue
+from zinfer.generation.detokenizer import Detokenizer
 from zinfer.generation.prefix_cache import PrefixCache
 from zinfer.generation.sampling import NotFiniteError, Sampling, nth_seed
 from zinfer.generation.scheduler import Scheduler, Sequence
-from zinfer.generation.tokenizer import Tokenizer
+from zinfer.generation.tokenizer import Tokenizer, decode
 from zinfer.plan.plan import Plan
 from zinfer.spec.model import ModelError
 from zinfer.spec.source import revision_of
@@ -52,7 +52,6 @@ class Chat:
         sampling: Sampling,
         output_len: int,
         ignore_eos: bool = False,
-        system: str | None = None,
         cache_size: int,
         folder: str | None = None,
         folder_size: int = 0,
@@ -60,12 +59,9 @@ class Chat:
         self._engine, self._tokenizer = engine, tokenizer
         self._sampling, self._output_len, self._ignore_eos = sampling, output_len, ignore_eos
         self._scheduler = Scheduler(engine, tokenizer)
-        self._dialogue = Dialogue(tokenizer.hf, system)
         self._cache: PrefixCache | None = None
         self._turns = 0
         self._notes: list[str] = []
-        if not self._dialogue.template:
-            self._notes.append("the model has no chat template: turns and answers follow each other as they are")
         if (why_not := engine.cannot_snapshot()) is not None:
             self._notes.append(f"each turn computes the whole conversation: {why_not}")
         else:
@@ -73,15 +69,15 @@ class Chat:
             pin, say = engine.device.type == "cuda", self._notes.append
             self._cache = PrefixCache(cache_identity(engine.plan), cache_size, where, folder_size, say, pin)
 
-    def ask(self, turn: str) -> tuple[Piece, int, int]:
-        """Compute a user's turn and the first token of its answer; returns its piece, and how many tokens were reloaded
-        and computed.
+    def ask(self, ids: list[int]) -> tuple[Piece, int, int]:
+        """Compute the first token of the answer to a conversation, whose last turn is new; return its piece, and how
+        many tokens were reloaded and computed.
 
         Raises ModelError where the model's positions leave no room for an answer, NotFiniteError where the logits are
         not numbers.
         """
         spec = self._engine.plan.model
-        ids, left = self._tokenizer.known(self._dialogue.ask(turn)), self._output_len
+        left = self._output_len
         if spec.max_position is not None:
             left = min(left, spec.max_position - len(ids))
         if left < 1:
@@ -103,7 +99,7 @@ class Chat:
     def end(self) -> tuple[list[int], str]:
         """End the answer, as far as it is, and keep its KV cache; return its ids and its text."""
         answer, loop = self._answer, self._scheduler.loop
-        text = self._dialogue.answered(answer.output_ids)
+        text = decode(self._tokenizer.hf, answer.output_ids)
         if self._cache is not None:
             self._cache.keep(answer.prompt_ids + answer.output_ids[: loop.steps], self._engine, loop.batch)
         self._scheduler.end()

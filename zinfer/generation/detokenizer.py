@@ -1,71 +1,14 @@
-"""Tokens of a conversation, and text from generated tokens.
-
-Each turn continues the tokens of the turn before, so that their keys and values can be reused. If the text of all
-messages were tokenised anew, it might not begin with the tokens that the model saw and chose: templates trim answers,
-and a tokenizer may split the same text in another way. So only the added text is tokenised if its tokens decode to
-exactly that text; otherwise the whole text is, and the common beginning of both token sequences can be reused.
-"""
+"""Text from generated tokens."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from zinfer.generation.radix_tree import common
-from zinfer.generation.tokenizer import CONTEXT, UNFINISHED, chat_template, decode
-from zinfer.spec.model import ModelError
+from zinfer.generation.tokenizer import UNFINISHED, decode
 
 if TYPE_CHECKING:
     from zinfer.generation.scheduler import Sequence
     from zinfer.generation.tokenizer import Tokenizer
-
-SETTLED = 64  # tokens after which the text before them is not decoded again
-
-
-class Dialogue:
-    """Turns of a user and their answers, formatted by the tokenizer's chat template, or joined if it has none."""
-
-    def __init__(self, tokenizer: Any, system: str | None = None) -> None:
-        self._tokenizer, self._template = tokenizer, chat_template(tokenizer)
-        self._messages = [{"role": "system", "content": system}] if system else []
-        self._asked: list[dict[str, str]] = []
-        self._text, self._ids = "", list[int]()  # the conversation up to the last answer
-        self.template = self._template is not None
-
-    def ask(self, turn: str) -> list[int]:
-        """Return the tokens of the conversation and of `turn`, up to the beginning of its answer.
-
-        The turn becomes part of the conversation with `answered`. Raises ModelError for a conversation that the
-        template refuses, and for one without tokens.
-        """
-        self._asked = [*self._messages, {"role": "user", "content": turn}]
-        whole = self._render(self._asked)
-        ids = self._continued(whole) or self._tokenizer(whole, add_special_tokens=not self.template).input_ids
-        if not ids:
-            raise ModelError("the conversation has no tokens: it needs at least one")
-        self._open = whole, list(ids)
-        return list(ids)
-
-    def answered(self, answer: list[int]) -> str:
-        """Add `answer`, tokens without the end token, to the conversation after the last turn; return its text."""
-        text, ids = self._open
-        said = decode(self._tokenizer, answer)
-        self._messages = [*self._asked, {"role": "assistant", "content": said}]
-        self._text, self._ids = text + said, ids + answer
-        return said
-
-    def _render(self, messages: list[dict[str, str]]) -> str:
-        if self._template is None:
-            return "".join(message["content"] for message in messages)
-        return self._template.render(messages)
-
-    def _continued(self, whole: str) -> list[int] | None:
-        """Return the tokens so far followed by those of the text that `whole` adds; None if they do not decode to
-        `whole`."""
-        if not self._ids or not whole.startswith(self._text):
-            return None
-        added, tail = whole[len(self._text) :], self._ids[-CONTEXT:]
-        new: list[int] = self._tokenizer(added, add_special_tokens=False).input_ids
-        before, after = (decode(self._tokenizer, ids, special=True) for ids in (tail, tail + new))
-        return self._ids + new if new and after == before + added else None
 
 
 class Detokenizer:
@@ -96,14 +39,12 @@ class TextPieces:
 
     Each piece is cut from the text of all tokens so far, unlike a `Detokenizer`'s: where a tokenizer cleans up spaces,
     the pieces then still make the text that the sequence ends with. Only characters that a tokenizer takes back for
-    good, as Llama 2's does where invalid bytes follow them, stay in the pieces. A long text is decoded from its last
-    tokens on.
+    good, as Llama 2's does where invalid bytes follow them, stay in the pieces.
     """
 
     def __init__(self, tokenizer: "Tokenizer") -> None:
         self._tokenizer = tokenizer
         self._shown: dict[int, str] = {}  # by key
-        self._settled: dict[int, tuple[int, str]] = {}  # by key: a number of first tokens, and their text
 
     def add(self, sequence: "Sequence") -> str:
         """Return the text of a sequence that was not returned before: all of it once it has ended, else without the
@@ -114,7 +55,7 @@ class TextPieces:
             text = whole = sequence.text
             self.forget([sequence.key])
         else:
-            whole = self._text(sequence)
+            whole = sequence.running.of(self._tokenizer, sequence.output_ids, sequence.before)
             text = _before_a_stop(whole.rstrip(UNFINISHED).rstrip(), sequence.stop)
         if not text.startswith(before):
             if before.startswith(text) or (whole.endswith(UNFINISHED) and not sequence.ended):
@@ -128,20 +69,6 @@ class TextPieces:
         """Forget sequences whose text is wanted no more."""
         for key in keys:
             self._shown.pop(key, None)
-            self._settled.pop(key, None)
-
-    def _text(self, sequence: "Sequence") -> str:
-        ids = sequence.output_ids
-        count, settled = self._settled.get(sequence.key, (0, ""))
-        first = max(0, count - CONTEXT)
-        head, both = self._tokenizer.decode(ids[first:count]), self._tokenizer.decode(ids[first:])
-        if count and settled.endswith(head) and both.startswith(head):
-            text = settled + both[len(head) :]
-        else:
-            text = self._tokenizer.decode(ids, sequence.before)
-        if len(ids) >= count + SETTLED and not text.endswith(UNFINISHED):
-            self._settled[sequence.key] = len(ids), text
-        return text
 
 
 def _before_a_stop(text: str, stops: tuple[str, ...]) -> str:

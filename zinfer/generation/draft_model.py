@@ -19,7 +19,7 @@ from zinfer.engine.base import Engine, MicroBatch, Work
 from zinfer.engine.transfer import landed
 from zinfer.generation.drafts import Drafter, DraftRow, NgramDrafter
 from zinfer.generation.sampling import choose
-from zinfer.generation.tokenizer import Tokenizer
+from zinfer.generation.tokenizer_process import TokenizerProcess
 from zinfer.spec.model import ModelError, ModelSpec
 
 BACKLOG = 64  # tokens of a row that are computed beside others; a row that lacks more is computed anew
@@ -206,18 +206,15 @@ def check_same_tokens(spec: ModelSpec) -> None:
     among them."""
     if spec.draft is None:
         return
-    large, small = Tokenizer(spec).hf, Tokenizer(spec.draft).hf
-    ours, theirs = large.get_vocab(), small.get_vocab()
+    with TokenizerProcess(spec) as large, TokenizerProcess(spec.draft) as small:
+        (ours, special), (theirs, others) = large.vocabulary(), small.vocabulary()
     differing = [token for token, number in ours.items() if theirs.get(token) != number]
     differing += [token for token in theirs if token not in ours]
-    special = [
-        {number: str(token) for number, token in one.added_tokens_decoder.items() if token.special}
-        for one in (large, small)
-    ]
     why = ""
     if differing:
         why = f"{len(differing):,} of {len(ours):,} tokens differ, such as {min(differing)!r}"
-    elif special[0] != special[1]:
-        why = f"the special tokens differ: {sorted({*special[0].values()} ^ {*special[1].values()})}"
+    elif special != others:
+        either = {*special} ^ {*others}
+        why = f"the special tokens differ: {sorted(token for token, number in ours.items() if number in either)}"
     if why:
         raise ModelError(f"{spec.draft.name} cannot draft for {spec.name}: they have other tokenizers ({why[:200]})")

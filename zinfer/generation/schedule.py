@@ -9,16 +9,22 @@ padding of a row shorter than the longest, is read at every step all the same; s
 length, and are merged and compacted where that is worth more than it costs. Room for tokens still to come is taken in
 steps. Nothing that is computed is computed again, unless the engine can neither keep nor move it.
 
+Rows of requests that arrive share the memory by request, not by arrival: the next row to begin is one of the request
+that has fewest. Where there is no room for it, a request with more than a quarter of the rows gives some up, which go
+on later with the tokens that they have.
+
 Nothing here runs a model: `Schedule.plan` returns the `Move`s and the works of a pass, which
 `zinfer.generation.scheduler.ContinuousScheduler` carries out; tests carry them out on a clock.
 """
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import ceil
+from operator import attrgetter, itemgetter
 from types import MappingProxyType
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 from zinfer.plan import cost
 from zinfer.plan.cost import Efficiency, Placement
@@ -53,6 +59,8 @@ RECENT = 5  # passes whose median corrects the seconds: single slow ones say not
 LAUNCH_S = 0.8e-3  # seconds in which the CPU launches a layer once, at first
 PASS_S = 4e-3  # seconds in which it does what a forward pass needs besides its layers
 JOINED_S = 0.12e-3  # seconds in which it launches the attention of one group, where groups share a forward pass
+SHARE_KEPT = 4  # a request keeps one in so many of the rows while others wait
+PATIENT = 4  # passes after which prompts of a request without a row make a pass twice as long, or have their own
 MERGES = 4  # merges in one pass at most: each copies the rows of two groups
 COPIES = 12  # positions read by a decode step in the time in which one is moved: memory is taken for it, and filled
 MOVE_S = 1e-3  # seconds for a layer in which memory is taken and copies are launched
@@ -65,11 +73,13 @@ HIGHER = 9, 8  # that step
 
 @dataclass(eq=False)
 class Row:
-    """A sequence: its known tokens (prompt and output so far), and the most tokens that it may still get."""
+    """A sequence: its known tokens (prompt and output so far), the most tokens that it may still get, and the request
+    that it belongs to."""
 
     key: int
     length: int
     left: int
+    request: int = 0
 
     @property
     def stored(self) -> int:
@@ -149,14 +159,14 @@ class Group:
         return max((row.left for row in self.rows if row is not None), default=0)
 
 
-MoveKind = Literal["admit", "regroup", "split", "retire", "suspend", "resume", "recompute"]
+MoveKind = Literal["admit", "regroup", "split", "retire", "suspend", "resume", "recompute", "yield"]
 
 
 class Move(NamedTuple):
     """A change of micro-batches before a pass. `admit`, `resume`, `regroup` and `split` make `group`, the latter two of
     rows at places of other groups, `sources`: of all that have not ended, or, `split`, of some. The first `length`
     positions of an admitted group are not computed, but taken from what is kept. `suspend` moves a group's KV cache to
-    host memory, `retire` and `recompute` free it."""
+    host memory, `retire` and `recompute` free it, `yield` that of the rows of `group`, which wait again, in another."""
 
     kind: MoveKind
     group: Group
@@ -214,6 +224,7 @@ class Tally:
     prompt_padding: int = 0
     merged: int = 0
     suspended: int = 0
+    yielded: int = 0  # rows that other requests took the place of
     retries: int = 0  # passes, or moves before them, that memory fell short for
     drafted: int = 0
     accepted: int = 0
@@ -410,6 +421,29 @@ def arrival_order(row: Row) -> tuple[int, int, int]:
     return row.key, 0, 0
 
 
+class Shared(Protocol):
+    """Row of a request; keys grow with arrivals."""
+
+    @property
+    def key(self) -> int: ...
+    @property
+    def request(self) -> int: ...
+
+
+R = TypeVar("R", bound=Shared)
+
+
+def in_turn(rows: Iterable[R], held: Mapping[int, int]) -> list[R]:
+    """Return waiting rows in the order in which they may begin: the next one is of the request that has fewest rows by
+    then, those that it has, `held`, and those before it; of several such requests it is the row that came first."""
+    ordered = sorted(rows, key=attrgetter("key"))
+    ranks, counts = list[int](), Counter(held)
+    for row in ordered:
+        ranks.append(counts[row.request])
+        counts[row.request] += 1
+    return [row for _, row in sorted(zip(ranks, ordered, strict=True), key=itemgetter(0))]
+
+
 @dataclass
 class Schedule:
     """The rows that wait and run, and the plan of each pass.
@@ -435,6 +469,7 @@ class Schedule:
     suspended: list[Group] = field(default_factory=list)
     tally: Tally = field(default_factory=Tally)
     _sorted: bool = True
+    _shared: Counter[int] = field(default_factory=Counter)  # rows of each request when the queue was sorted
     _tokens: int = 0
     _early: int = 0  # rows that ended before their limit
     _debt: float = 0.0  # cost of free places so far: in seconds, or in passes where prompts have a trip of their own
@@ -464,25 +499,31 @@ class Schedule:
     def busy(self) -> bool:
         return bool(self.groups or self.waiting or self.suspended)
 
+    @property
+    def shares(self) -> bool:
+        """True if rows are shared out by request."""
+        return self.order is arrival_order
+
     # A pass
 
     def plan(self) -> PassPlan:
         """Return the moves and works of the next pass; no works if nothing is left to do."""
-        if not self._sorted:
-            self.waiting.sort(key=self.order)
-            self._sorted = True
+        self._sort()
         moves: list[Move] = []
         self._retire(moves)
         if self.able.regroups:
             self._compact(moves)
             self._merge(moves)
         self._grow(moves)
+        if self.able.one_trip:
+            self._make_way(moves)
         works = [GroupWork(group, 1) for group in self.groups if group.running]
         if self.able.one_trip:
             works += self._prompts(moves, works)
             return PassPlan(moves, works)
         unfinished = [group for group in self.groups if not group.running]
         if unfinished or self._time_for_prompts(works):
+            self._make_way(moves)
             prompts = self._prompts(moves, [])
             if prompts:
                 return PassPlan(moves, prompts[:1])
@@ -522,6 +563,9 @@ class Schedule:
                     self._early += row.key in over and row.left > 0
                     if row.key in over or row.left <= 0:
                         group.rows[place] = None
+        if self.shares:  # prompts that do not fit into a pass take turns
+            served = [group for group, _ in works if not group.running]
+            self.groups = [one for one in self.groups if all(one is not group for group in served)] + served
         tally.passes += 1
         tally.seconds += seconds
         self.times.saw(load, seconds)
@@ -561,6 +605,81 @@ class Schedule:
             self.suspended = [one for one in self.suspended if one is not group]
         self.add(rows)
         return rows
+
+    # Shares
+
+    def _sort(self) -> None:
+        """Sort the queue."""
+        if self.shares:
+            held = Counter(row.request for row in self.running)
+            if not self._sorted or held != self._shared:
+                self.waiting, self._shared = in_turn(self.waiting, held), held
+        elif not self._sorted:
+            self.waiting.sort(key=self.order)
+        self._sorted = True
+
+    @property
+    def _newcomer(self) -> bool:
+        """True if the next row is of a request that has none, while others have."""
+        if not (self.shares and self.waiting):
+            return False
+        running = self.running
+        return bool(running) and all(row.request != self.waiting[0].request for row in running)
+
+    def _make_way(self, moves: list[Move]) -> None:
+        """Take rows from requests that have more than a quarter of all, and more than requests whose rows wait and have
+        no room; for as many of these as a pass has prompt tokens for. What they have computed is kept if it can be."""
+        running = self.running
+        held = Counter(row.request for row in running)
+        if not (self.shares and self.able.regroups) or len({*held, *(row.request for row in self.waiting)}) < 2:
+            return
+        least = max(1, len(running) // SHARE_KEPT)
+        places = {id(row): group for group in self.groups for row in group.rows}
+        queue = sorted(running, key=lambda row: (places[id(row)].running, -row.key))  # whose loss costs least first
+        back = [row for group in self.suspended for row in group.rows if row is not None]  # they come first
+        needs, reserved, new = self._need(running), self._reserved, self._need(back)
+        free, tokens = self.limits.rows - len(running) - len(back), max(LEAST_TOKENS, self.times.room(PassLoad()))
+        given: list[Row] = []
+        for row in self.waiting[:FRONT]:
+            new = [one + more for one, more in zip(new, self._need([row]), strict=True)]
+            while free < 1 or any(
+                max(now, float(reserved * (not later))) + more > self.limits.positions
+                for now, more, later in zip(needs, new, _TIMES, strict=True)
+            ):
+                victim = max(queue, key=lambda one: held[one.request], default=row)  # the first of the richest
+                if held[victim.request] <= max(least, held[row.request] + 1):
+                    break
+                queue.remove(victim)
+                given.append(victim)
+                held[victim.request] -= 1
+                free, reserved = free + 1, reserved - places[id(victim)].capacity
+                needs = [now - less for now, less in zip(needs, self._need([victim]), strict=True)]
+            else:
+                held[row.request] += 1
+                free, tokens = free - 1, tokens - (row.length - self.reusable(row))
+                if tokens > 0:
+                    continue
+            break
+        if given:
+            self._give_up(moves, given)
+
+    def _give_up(self, moves: list[Move], rows: Sequence[Row]) -> None:
+        """Take rows out of their groups, and let them wait again."""
+        gone = {id(row) for row in rows}
+        for group in list(self.groups):
+            taken = tuple(place for place in group.alive if id(group.rows[place]) in gone)
+            if not taken:
+                continue
+            if len(taken) == len(group.alive):
+                taken = tuple(range(len(group.rows)))
+                self.groups.remove(group)
+            real = [group.real(place) for place in taken]
+            made = Group([group.rows[place] for place in taken], real, max(real), group.capacity, max(real))
+            moves.append(Move("yield", made, ((group, taken),)))
+            group.remove(taken)
+        self.tally.yielded += len(rows)
+        self.add(rows)
+        self._sort()
 
     # Moves
 
@@ -669,8 +788,7 @@ class Schedule:
         if not (self.able.snapshots and victim.running):
             moves.append(Move("recompute", victim))
             self.lost([victim])
-            self.waiting.sort(key=self.order)
-            self._sorted = True
+            self._sort()
             return
         if len(victim.alive) < len(victim.rows) or victim.gaps:
             victim = self._regroup(moves, [victim])
@@ -703,7 +821,7 @@ class Schedule:
         if not self.able.regroups:  # a group runs to its end
             return False
         free = min(len(self.waiting), self._free_rows())
-        self._debt += free / running
+        self._debt += max(free / running, 1 / PATIENT if self._newcomer else 0.0)
         if self._debt < 1:
             return False
         self._debt = 0.0
@@ -730,8 +848,16 @@ class Schedule:
         elif not self.able.regroups:  # the group runs to its end: all rows that fit
             budget = 1 << 62
         works, began = list[GroupWork](), budget
-        for group in [one for one in self.groups if not one.running]:
-            count = min(group.width - group.length, max(1, budget // len(group.rows)))
+        unfinished = [one for one in self.groups if not one.running]
+        share = self._share_of(budget, unfinished)
+        if self._newcomer and share < budget:  # with prompts of others under way
+            self._resume(moves, works)
+            work = self._admit(moves, share, False, False, self._usage())
+            if work is not None:
+                works.append(work)
+                budget -= work.tokens * len(work.group.rows)
+        for group in unfinished:
+            count = min(group.width - group.length, max(1, min(budget, share) // len(group.rows)))
             if budget >= min(LEAST_TOKENS, len(group.rows) * (group.width - group.length)) or not (decoding or works):
                 works.append(GroupWork(group, count))
                 budget -= count * len(group.rows)
@@ -739,7 +865,7 @@ class Schedule:
             return works
         self._resume(moves, works)
         usage = self._usage()
-        for _ in range(NEW_GROUPS):
+        for _ in range(NEW_GROUPS if self.able.pads else MOST_GROUPS):  # rows of one length are few
             alone = not (decoding or works)
             work = self._admit(moves, budget, bool(works), alone, usage)
             if work is None:
@@ -751,6 +877,15 @@ class Schedule:
         if self.able.one_trip:
             self._debt = max(0.0, self._debt - self.times.prompt_seconds(began - budget - hidden))
         return works
+
+    def _share_of(self, budget: int, unfinished: Sequence[Group]) -> int:
+        """Return the prompt tokens of a pass that each unfinished group, and a request without a row, may have; all of
+        them if they are of one request."""
+        requests = {row.request for group in unfinished for row in group.rows if row is not None}
+        count = len(unfinished) + self._newcomer
+        if not self.shares or len(requests) + self._newcomer < 2:
+            return budget
+        return min(budget, max(LEAST_TOKENS, budget // count))
 
     def _flow(self) -> int:
         """Return the prompt tokens of a pass with which all places stay taken: those of as many rows as end in a pass
@@ -773,7 +908,7 @@ class Schedule:
         if not running or not self.waiting:
             return 0
         seconds = self.times.seconds(load)
-        free = max(0, min(len(self.waiting), self._free_rows()))
+        free = max(0, min(len(self.waiting), self._free_rows()), running / PATIENT if self._newcomer else 0)
         most = max(seconds, self.times.prompt_seconds(LEAST_TOKENS + 1))
         self._debt = min(most, self._debt + seconds * free / running)
         return self.times.tokens_in(self._debt)
@@ -818,7 +953,15 @@ class Schedule:
     def _alive(self, later: int) -> float:
         return float((1 - self.ending) ** later) if self.ending else 1.0
 
+    def _held(self, rows: int, width: int, end: int) -> list[float]:
+        """Return the positions, at the `_times` from now, of a group that keeps its room until its last row ends, in
+        `end` passes."""
+        return [rows * self._capacity(width, end) * float(later < end) for later in _TIMES]
+
     def _usage(self) -> list[float]:
+        if self.able.regroups is False:
+            ends = [(group.reserved, group.most_left) for group in self.groups]
+            return [float(sum(size for size, end in ends if later < end)) for later in _TIMES]
         usage = self._need(self.running)
         usage[0] = max(usage[0], float(self._reserved))
         return usage
@@ -856,6 +999,10 @@ class Schedule:
             if taken and (len(taken) + 1) * self._capacity(longest, 1) > self.limits.group:
                 break
             need = self._need([row])
+            if self.able.regroups is False:
+                before = self._held(len(taken), width, end)
+                after = self._held(len(taken) + 1, longest, max(end, row.left))
+                need = [more - less for more, less in zip(after, before, strict=True)]
             room = all(now + more <= self.limits.positions for now, more in zip(usage, need, strict=True))
             if not room and not (empty and not taken):
                 break

@@ -24,6 +24,7 @@ from zinfer.generation import passes
 from zinfer.generation.draft_model import drafter_of
 from zinfer.generation.drafts import MOST, Drafter, DraftRow, Drafts
 from zinfer.generation.prefix_cache import PrefixCache
+from zinfer.generation.running_text import RunningText
 from zinfer.generation.sampling import GREEDY, NotFiniteError, Sampling, Score, choose, nth_seed, scores
 from zinfer.generation.schedule import (
     EXPANDED_SHARE,
@@ -43,12 +44,12 @@ from zinfer.generation.schedule import (
     load_of_pass,
     positions_of,
 )
-from zinfer.generation.tokenizer import NO_TOKENS, Tokenizer
+from zinfer.generation.tokenizer import UNFINISHED, Tokenizer
 from zinfer.plan.cost import draft_kv_bytes
 from zinfer.record.measurement import Span
 from zinfer.spec.case import Workload
 from zinfer.spec.host import host_bytes
-from zinfer.spec.model import ModelError, ModelSpec, check_positions
+from zinfer.spec.model import ModelSpec, check_positions
 
 if TYPE_CHECKING:
     from zinfer.engine.kv_snapshot import KVSnapshot
@@ -170,6 +171,7 @@ class Sequence:
     ignore_eos: bool = False
     output_ids: list[int] = field(default_factory=list)
     key: int = 0
+    request: int = 0
     chat: bool = False
     finish_reason: Literal["stop", "length"] | None = None
     error: str | None = None
@@ -179,6 +181,8 @@ class Sequence:
     cached: int = 0
     scores: list[Score] = field(default_factory=list)
     prompt_scores: list[Score] = field(default_factory=list)
+    running: RunningText = field(default_factory=RunningText, repr=False)
+    searched: int = 0  # characters of its text in which there is none of its stops
 
     @property
     def scores_prompt(self) -> bool:
@@ -307,13 +311,13 @@ def add_token(tokenizer: Tokenizer, sequence: Sequence, token: int, finite: bool
 
 
 def _before_stop(tokenizer: Tokenizer, sequence: Sequence) -> str | None:
-    """Return the text before the first of the sequence's stops; None if it contains none."""
+    """Return the text before the first of the sequence's stops; None if it contains none. Looks for stops in new text
+    alone, whatever their lengths."""
     if not sequence.stop:
         return None
-    recent = 8 + max(len(stop.encode(errors="replace")) for stop in sequence.stop)  # a token is a byte at least
-    ids = sequence.output_ids
-    tail = tokenizer.decode(ids[-recent:], ids[:-recent] or sequence.before)
-    if not any(stop in tail for stop in sequence.stop):
+    text = sequence.running.of(tokenizer, sequence.output_ids, sequence.before)
+    seen, sequence.searched = sequence.searched, max(0, len(text.rstrip(UNFINISHED)) - LOOSE)
+    if all(text.find(stop, max(0, seen - len(stop))) < 0 for stop in sequence.stop):
         return None
     text = tokenizer.decode(sequence.output_ids, sequence.before)
     places = [place for stop in sequence.stop if (place := text.find(stop)) >= 0]
@@ -324,7 +328,8 @@ class ContinuousScheduler:
     """Scheduler of sequences that come at any time, on an engine of its own: continuous batching.
 
     `load` is the largest load to reckon with, all rows together (`zinfer.generation.schedule.load_of`); at most `rows`
-    run at a time. With `arrivals` rows begin in the order in which they came, otherwise like rows together.
+    run at a time. With `arrivals` requests share the rows, in the order in which they came; otherwise like rows begin
+    together.
 
     Keys and values of complete prompts and of rows that end are kept in up to `cache_size` bytes of host memory, in
     `prefixes`; a later row reuses its longest prefix that is there. `cannot_reuse` is the reason why the engine does
@@ -398,7 +403,8 @@ class ContinuousScheduler:
         new = list(sequences)
         self.sequences |= {sequence.key: sequence for sequence in new}
         known = (len(sequence.prompt_ids) + len(sequence.output_ids) for sequence in new)
-        self.schedule.add(Row(sequence.key, count, sequence.left) for sequence, count in zip(new, known, strict=True))
+        rows = zip(new, known, strict=True)
+        self.schedule.add(Row(sequence.key, count, sequence.left, sequence.request) for sequence, count in rows)
 
     def drop(self, keys: Iterable[int]) -> None:
         """Forget sequences, however far they are."""
@@ -566,10 +572,10 @@ class ContinuousScheduler:
 
     def _move(self, move: Move) -> None:
         group, engine = move.group, self.engine
-        if move.kind in ("suspend", "recompute"):
+        if move.kind in ("suspend", "recompute", "yield"):
             self._rest_drafts(group)
         on_host = move.kind == "suspend" or engine.device.type != "cuda"
-        if self.prefixes is not None and on_host and move.kind not in ("retire", "recompute"):
+        if self.prefixes is not None and on_host and move.kind not in ("retire", "recompute", "yield"):
             self.prefixes.give_way(engine.plan.model.kv_bytes(len(group.rows), group.capacity))  # rows go first
         if move.kind == "admit":
             mask = torch.tensor([[0] * (group.width - count) + [1] * count for count in self._lengths(group)])
@@ -582,6 +588,13 @@ class ContinuousScheduler:
         elif move.kind == "split":
             ((source, places),) = move.sources
             self._hold(group, engine.regroup([(self._batches[id(source)], places)], group.capacity))
+        elif move.kind == "yield":
+            ((source, places),) = move.sources
+            self._keep_some(group, source, places)
+            if len(places) == self._batches[id(source)].batch_size:
+                self._drop(source)
+            else:
+                engine.retire(self._batches[id(source)], places)
         elif move.kind == "suspend":
             self._kept[id(group)] = engine.snapshot(self._batches[id(group)], 0, group.length)
             engine.retire(self._batches.pop(id(group)))
@@ -652,6 +665,19 @@ class ContinuousScheduler:
                     known = (sequence.prompt_ids + sequence.output_ids)[: row.length]
                     self._to_keep.append((known, self._batches[id(group)], place))
 
+    def _keep_some(self, group: Group, source: Group, places: Several[int]) -> None:
+        """Keep what rows of `source` have computed, which go on later as those of `group`."""
+        for number, place in enumerate(places):
+            row, computed = group.rows[number], group.real(number)
+            if row is None:
+                continue
+            sequence = self.sequences[row.key]
+            if self.prefixes is None or source.gaps or computed < LEAST_KEPT or sequence.scores_prompt:
+                self.schedule.tally.again += computed
+                continue
+            known = (sequence.prompt_ids + sequence.output_ids)[:computed]
+            self.prefixes.keep(known, self.engine, self._batches[id(source)], place)
+
     def _keep(self) -> None:
         """Keep the keys and values of rows that were noted."""
         noted, self._to_keep = self._to_keep, []
@@ -677,7 +703,7 @@ class ContinuousScheduler:
                 self._drop(source)
             self._drop(move.group)
         made = [move.group for move in moves if move.kind not in ("retire", "recompute")]
-        made += [source for move in moves if move.kind == "split" for source, _ in move.sources]
+        made += [source for move in moves if move.kind in ("split", "yield") for source, _ in move.sources]
         live = {id(group) for group in (*self.schedule.groups, *self.schedule.suspended)}
         self._lose([group for group in {id(group): group for group in made}.values() if id(group) in live])
 
@@ -861,6 +887,7 @@ def _scores(sequences: Several[Sequence | None], logits: Tensor, tokens: Tensor)
     }
 
 
+LOOSE = 8  # last characters of a text, which the next token may change
 SLACK = 0.5  # room for forgotten positions, as a share of the tokens to come, where drafts are verified
 LEAST_KEPT = 16  # tokens of a prefix that is worth keeping and reusing
 SPARE = 0.02  # share of the host's memory that kept KV caches leave free
@@ -884,7 +911,7 @@ def abilities(engine: Engine, hosted: bool = False) -> Abilities:
     """Return what the scheduler may ask of `engine`; `hosted`: rows have their KV cache in host memory."""
     moves = engine.cannot_regroup() is None
     return Abilities(
-        one_trip=engine.one_trip and moves,
+        one_trip=engine.one_trip,
         chunks=engine.cannot_chunk() is None,
         regroups="rarely" if moves and hosted else moves,
         snapshots=engine.cannot_snapshot() is None,
@@ -896,7 +923,7 @@ def continue_prompts(
     engine: Engine,
     spec: ModelSpec,
     tokenizer: Tokenizer,
-    prompts: Several[str],
+    prompts: Several[list[int]],
     *,
     output_len: int = 32,
     sampling: Sampling = GREEDY,
@@ -906,14 +933,12 @@ def continue_prompts(
     """Begin to continue every prompt, `batch_size` at a time, each with a seed of its own made of `sampling`'s; return
     the scheduler, for `advance`, and the sequences.
 
-    Raises ModelError for a prompt without tokens, or one that leaves no room for `output_len` in the model's positions.
+    Raises ModelError for a prompt that leaves no room for `output_len` in the model's positions.
     """
     sequences = []
     for number, prompt in enumerate(prompts):
         own = sampling.model_copy(update={"seed": nth_seed(sampling.seed, number)})
-        sequences.append(Sequence(tokenizer.encode(prompt), output_len, own, ignore_eos=ignore_eos, key=number))
-        if not sequences[-1].prompt_ids:
-            raise ModelError(f"prompt {prompt!r} {NO_TOKENS}")
+        sequences.append(Sequence(prompt, output_len, own, ignore_eos=ignore_eos, key=number))
     longest = max(len(sequence.prompt_ids) for sequence in sequences)
     check_positions(spec, longest, output_len, f"a prompt of {longest} tokens")
     load = load_of(engine.plan, [(len(one.prompt_ids), one.left) for one in sequences], batch_size)

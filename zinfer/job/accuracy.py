@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from zinfer.generation.tokenizer_process import TokenizerProcess
 from zinfer.job.signals import Interrupted
 from zinfer.plan.plan import Plan
 from zinfer.record.accuracy import AccuracyError, Along, Deviation, Failed, Position
@@ -25,7 +26,7 @@ from zinfer.spec.checkpoint import Checkpoint
 from zinfer.spec.model import ModelSpec
 from zinfer.spec.units import gb
 from zinfer.worker.process import Client, WorkerError
-from zinfer.worker.tasks import LogitsCompare, LogitsFile, LogitsRecord, TextWindows
+from zinfer.worker.tasks import LogitsCompare, LogitsFile, LogitsRecord
 
 
 class AccuracyRow(NamedTuple):
@@ -121,8 +122,8 @@ class AccuracyStudy:
                     f"the reference's logits take {gb(needed)}, which {folder} has no room for: take fewer --samples, "
                     "or set TMPDIR to a folder with more"
                 )
+            pieces, tokens, ends = self._cut()
             with self._worker() as worker:
-                pieces, tokens, ends = self._cut(worker)
                 self._load(worker, self.reference)
                 wanted = [
                     row for one in pieces for row in (AccuracyRow(one[:cut], None), AccuracyRow(one[:cut], one[cut:]))
@@ -160,16 +161,12 @@ class AccuracyStudy:
         finally:
             worker.close()
 
-    def _cut(self, worker: Client) -> tuple[list[list[int]], int, frozenset[int]]:
-        """Return the samples, the number of tokens in the text, and the tokens that end a row's own text."""
-        spec, length = self.reference.model, self.reference.case.workload.total_len
-        answer = worker.ask(TextWindows(model=spec, text=self.text, count=self.samples, length=length))
-        if answer.pieces is None:
-            raise AccuracyError(
-                f"the text has {answer.tokens:,} tokens, too few for {self.samples} samples of {length}: "
-                "give a longer --prompt-file, or fewer --samples"
-            )
-        return answer.pieces, answer.tokens, frozenset(answer.ends)
+    def _cut(self) -> tuple[list[list[int]], int, frozenset[int]]:
+        """Return the samples, the number of tokens in the text, and the tokens that end a row's own text. Raises
+        AccuracyError if the text is too short, ModelError for a tokenizer that cannot be used."""
+        with TokenizerProcess(self.reference.model) as tokenizer:
+            pieces, tokens = windows(tokenizer, self.text, self.samples, self.reference.case.workload.total_len)
+            return pieces, tokens, frozenset(end.token for end in tokenizer.facts.ends)
 
     def _load(self, worker: Client, plan: Plan) -> None:
         self.loading(plan)
@@ -181,6 +178,26 @@ class AccuracyStudy:
         if half == len(batch.rows):
             return []
         return _deviations(self.reference.case.with_batch(half), [batch], [compare_logits(worker, batch, half)])
+
+
+def windows(tokenizer: TokenizerProcess, text: str, count: int, length: int) -> tuple[list[list[int]], int]:
+    """Return `count` pieces of `length` tokens of a text, spread evenly, and the number of the text's tokens.
+
+    No two overlap. Each begins with the token that the tokenizer begins a text with, if there is one. Raises
+    AccuracyError if the text is too short.
+    """
+    bos, first = tokenizer.facts.bos, tokenizer.encode_alone("")
+    begin = [bos] if bos is not None and first[:1] == [bos] else []
+    token_ids = tokenizer.encode_document(text)
+    size = length - len(begin)
+    if count * size > len(token_ids):
+        raise AccuracyError(
+            f"the text has {len(token_ids):,} tokens, too few for {count} samples of {length}: give a longer "
+            "--prompt-file, or fewer --samples"
+        )
+    last = len(token_ids) - size
+    starts = [index * last // max(1, count - 1) for index in range(count)]
+    return [begin + token_ids[start : start + size] for start in starts], len(token_ids)
 
 
 def _deviations(case: Case, batches: Sequence[Recorded], found: Sequence[list[list[Position]]]) -> list[Deviation]:

@@ -14,8 +14,8 @@ import signal
 import subprocess
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -218,7 +218,8 @@ class Cluster:
         from submitit.core.utils import FailedJobError, FailedSubmissionError
 
         try:
-            jobs: list[Any] = self._executor.map_array(MeasureLoad(), tasks)
+            with _errors_to(self.folder / "controllers.log") if self.kind == "local" else nullcontext():
+                jobs: list[Any] = self._executor.map_array(MeasureLoad(), tasks)
         except (FailedJobError, FailedSubmissionError, OSError, subprocess.SubprocessError) as error:
             raise _not_here(f"no job could be submitted: {one_line(error)}") from None
         if self.kind == "slurm":
@@ -274,6 +275,21 @@ class Cluster:
     @property
     def _submitted(self) -> Path:
         return self.folder / "submitted"
+
+
+@contextmanager
+def _errors_to(path: Path) -> Iterator[None]:
+    """Give processes that are started in the block the file `path` as stderr: submitit's controller of a local job
+    shows a traceback when it is cancelled."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    ours, log = os.dup(2), os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    try:
+        os.dup2(log, 2)
+        yield
+    finally:
+        os.dup2(ours, 2)
+        os.close(ours)
+        os.close(log)
 
 
 def _not_here(message: str) -> ClusterError:

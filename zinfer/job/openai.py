@@ -1,45 +1,61 @@
 """Completion requests and answers of OpenAI's API, ``/v1/completions`` and ``/v1/chat/completions``: the one place that
 checks a request's body, for batch files and for the server, and that says how an answer looks.
 
-A body is refused unless every parameter is known: either it is carried out, or it has no effect on the answer, or its
-value is the one that has none. Source: OpenAI's API reference.
+A body is refused unless every parameter is carried out, or has a value without an effect on the answer; so are its
+messages and their parts. Sources: OpenAI's API reference, and the parameters that vLLM's server adds to it.
 """
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from zinfer.spec.case import MOST
+from zinfer.spec.documents import Bounds, DocumentError, parse_json
 from zinfer.spec.errors import ZinferError
 
 if TYPE_CHECKING:
     from zinfer.worker.tasks import EchoedPrompt, TokenScore
 
-STOPS, STOP = 100, 10_000  # most texts that end an answer, and most characters of one
+STOPS, STOP = 16, 1000  # most texts that end an answer, and most characters of one
+MESSAGES = 10_000  # most messages of a chat
 TOP = 20  # most alternatives whose log-probabilities are told
 LEAST_LOGPROB = -9999.0  # in place of minus infinity, which JSON does not have
 PART = "bytes:\\x"  # beginning of the text of a token that is part of a character (`Tokenizer.text_of`)
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
-Prompt = str | list[int] | list[dict[str, str]]  # a text, token ids, or the messages of a chat
+Prompt = str | list[int] | list[dict[str, Any]]  # a text, token ids, or the messages of a chat
 
-# Parameters that do not affect the answer.
-_IGNORED = frozenset(
-    {"model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-     "parallel_tool_calls", "stream_options"}
-)  # fmt: skip
-_USED = frozenset({"max_tokens", "max_completion_tokens", "temperature", "top_p", "stop", "seed"})
+_USED = frozenset({"max_tokens", "max_completion_tokens", "temperature", "top_p", "stop", "seed", "model"})
 # Parameters that the server carries out, and a batch file does not.
-_SERVED = frozenset({"n", "stream", "logprobs", "ignore_eos"})
+_SERVED = frozenset({"n", "stream", "logprobs", "ignore_eos", "stream_options"})
 _SERVED_OF = {True: _SERVED | {"top_logprobs"}, False: _SERVED | {"echo"}}  # by whether it is a chat
-# Parameters that are accepted with these values only, which have no effect; null has none in any parameter.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (1,), "best_of": (1,), "stream": (False,), "echo": (False,), "logprobs": (False,), "top_logprobs": (0,),
-    "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},), "suffix": ("",), "tools": ([],),
-    "functions": ([],), "tool_choice": ("none", "auto"), "response_format": ({"type": "text"},),
-    "modalities": (["text"],), "ignore_eos": (False,), "repetition_penalty": (1,), "top_k": (-1, 0), "min_p": (0,),
-    "min_tokens": (0,), "skip_special_tokens": (True,),
+
+_ARGUMENTS = Bounds(values=10_000, composed=10_000)  # of a tool call
+_ANY = ("any value",)
+# Values without an effect on the answer, which clients send though they ask for nothing, by place and name. Null, and
+# an empty text, list or object, has none either, unless its name is followed by nothing here.
+_NEUTRAL: dict[str, dict[str, tuple[Any, ...]]] = {
+    "the body": {
+        **dict.fromkeys(("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+                         "prompt_cache_retention", "prompt_cache_options", "parallel_tool_calls"), _ANY),
+        "n": (1,), "best_of": (1,), "stream": (False,), "stream_options": _ANY, "echo": (False,), "logprobs": (False,),
+        "top_logprobs": (0,), "presence_penalty": (0,), "frequency_penalty": (0,), "tool_choice": ("none", "auto"),
+        "function_call": ("none", "auto"), "response_format": ({"type": "text"},), "modalities": (["text"],),
+        "verbosity": ("medium",), "web_search_options": (),
+        # of vLLM
+        "ignore_eos": (False,), "repetition_penalty": (1,), "length_penalty": (1,), "top_k": (-1, 0), "min_p": (0,),
+        "min_tokens": (0,), "use_beam_search": (False,), "early_stopping": (False,), "skip_special_tokens": (True,),
+        "spaces_between_special_tokens": (True,), "include_stop_str_in_output": (False,), "priority": (0,),
+        "return_tokens_as_token_ids": (False,), "return_token_ids": (False,), "return_prompt_text": (False,),
+        "watermarking": (False,),
+    },
+    COMPLETIONS: {"add_special_tokens": (True,)},
+    CHAT: {"add_special_tokens": (False,), "add_generation_prompt": (True,), "continue_final_message": (False,),
+           "include_reasoning": (True,)},
+    "stream_options": {"include_obfuscation": _ANY, "include_usage": (False,), "continuous_usage_stats": (False,)},
+    "a message": {"annotations": _ANY, "cache_control": _ANY, "prefix": (False,)},
+    "a part of a message": {"annotations": _ANY, "cache_control": _ANY, "prompt_cache_breakpoint": _ANY},
 }  # fmt: skip
 
 
@@ -81,9 +97,9 @@ class Asked(NamedTuple):
 
 def read_body(body: dict[str, Any], chat: bool, served: ServerLimits | None = None) -> Asked:
     """Return the request in a body, of a batch file unless `served`. Raises Refused, which names the parameter."""
-    given = {key: value for key, value in body.items() if value is not None}
     subject = "messages" if chat else "prompt"
-    _refuse_unsupported(given, {subject} | (_SERVED_OF[chat] if served else frozenset()))
+    carried_out = {subject} | _USED | (_SERVED_OF[chat] if served else frozenset())
+    given = _effective(body, carried_out, "the body", CHAT if chat else COMPLETIONS)
     if subject not in given:
         raise Refused("missing_required_parameter", f"the body has no {subject}", subject)
     length = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
@@ -113,21 +129,20 @@ def _for_server(asked: Asked, given: dict[str, Any], served: ServerLimits) -> As
     if model is not None and not isinstance(model, str):
         raise Refused("invalid_type", "model must be a text", "model")
     stream = _flag(given, "stream")
-    options = given.get("stream_options")
-    if options is not None and (not isinstance(options, dict) or not stream):
-        why = "must be an object" if stream else "goes with stream only"
-        raise Refused("invalid_value", f"stream_options {why}", "stream_options")
-    more = (options or {}).keys() - {"include_usage", "include_obfuscation", "continuous_usage_stats"}
-    if more:
-        raise Refused("unsupported_parameter", f"stream_options.{min(more)} is not supported", "stream_options")
+    options = given.get("stream_options") or {}
+    if not isinstance(options, dict):
+        raise Refused("invalid_value", "stream_options must be an object", "stream_options")
+    options = _effective(options, ("include_usage", "continuous_usage_stats"), "stream_options")
+    if any(options.values()) and not stream:
+        raise Refused("invalid_value", "stream_options goes with stream only", "stream_options")
     return asked._replace(
         model=model,
         n=n,
         echo=_flag(given, "echo"),
         logprobs=_logprobs(given, asked.chat),
         stream=stream,
-        usage=_flag(options or {}, "include_usage", "stream_options.include_usage"),
-        usages=_flag(options or {}, "continuous_usage_stats", "stream_options.continuous_usage_stats"),
+        usage=_flag(options, "include_usage", "stream_options.include_usage"),
+        usages=_flag(options, "continuous_usage_stats", "stream_options.continuous_usage_stats"),
         ignore_eos=_flag(given, "ignore_eos"),
     )
 
@@ -159,17 +174,30 @@ def answer_limit(asked: int | None, length: int, positions: int | None, output_l
 # Parameters
 
 
-def _refuse_unsupported(body: dict[str, Any], carried_out: set[str] | frozenset[str]) -> None:
-    for key, value in body.items():
-        if key in _IGNORED or key in _USED or key in carried_out:
+def _effective(fields: Mapping[str, Any], carried_out: Collection[str], *places: str) -> dict[str, Any]:
+    """Return the fields that are to be carried out. Raises Refused for any other whose value may have an effect."""
+    found = {key: value for key, value in fields.items() if key in carried_out and value is not None}
+    neutral = {key: values for place in places for key, values in _NEUTRAL[place].items()}
+    for key, value in fields.items():
+        if key in found or _is_neutral(value, neutral.get(key)):
             continue
-        harmless = any(
-            value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
-            for neutral in _NEUTRAL.get(key, ())
-        )
-        if not harmless:
-            shown = f"={json.dumps(value)[:40]}" if isinstance(value, str | int | float) else ""
-            raise Refused("unsupported_parameter", f"{key[:60]}{shown} is not supported", key[:60])
+        shown = f"={json.dumps(value[:40] if isinstance(value, str) else value)[:40]}"
+        name = key[:60] + (shown if isinstance(value, str | int | float) else "")
+        if places[0] == "the body":
+            raise Refused("unsupported_parameter", f"{name} is not supported", key[:60])
+        if places[0] == "stream_options":
+            raise Refused("unsupported_parameter", f"stream_options.{name} is not supported", places[0])
+        raise Refused("unsupported_parameter", f"{name} in {places[0]} is not supported", "messages")
+    return found
+
+
+def _is_neutral(value: Any, known: tuple[Any, ...] | None) -> bool:
+    """Tell whether a value has no effect; `known` are those of its name."""
+    if value is None or known is _ANY:
+        return True
+    if value in ("", [], {}):
+        return known != ()
+    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in known or ())
 
 
 def _flag(body: dict[str, Any], key: str, name: str | None = None) -> bool:
@@ -241,27 +269,60 @@ def _stop(stop: Any) -> tuple[str, ...]:
     return tuple(_unicode(text, "stop") for text in texts)
 
 
-def _messages(messages: Any) -> list[dict[str, str]]:
+def _messages(messages: Any) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not messages:
         raise Refused("invalid_type", "messages must be a non-empty list", "messages")
+    if len(messages) > MESSAGES:
+        raise Refused(
+            "invalid_value", f"messages: {len(messages):,} of them, and at most {MESSAGES:,} are taken", "messages"
+        )
     return [_message(message) for message in messages]
 
 
-def _message(message: Any) -> dict[str, str]:
+def _message(message: Any) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise Refused("invalid_value", "a message must be an object with a role", "messages")
-    given = {key: value for key, value in message.items() if value is not None}
-    more = given.keys() - {"role", "content", "name", "refusal"}
-    if more:
-        raise Refused("unsupported_parameter", f"{min(more)[:60]} in a message is not supported", "messages")
-    content = given.get("content")
+    given = _effective(message, ("role", "content", "name", "tool_calls", "tool_call_id"), "a message")
+    calls = [_tool_call(call) for call in _list(given.get("tool_calls", []))]
+    content = given.get("content", "" if calls else None)
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     text = ""
     for part in parts:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise Refused("unsupported_parameter", "a message's content must be text", "messages")
+        _effective(part, ("type", "text"), "a part of a message")
         text += part["text"]
-    return {"role": _unicode(given["role"], "messages"), "content": _unicode(text, "messages")}
+    found: dict[str, Any] = {"role": _unicode(given["role"], "messages"), "content": _unicode(text, "messages")}
+    for key in ("name", "tool_call_id"):
+        if key in given:
+            if not isinstance(given[key], str):
+                raise Refused("invalid_type", f"{key} of a message must be a text", "messages")
+            found[key] = _unicode(given[key], "messages")
+    return found | ({"tool_calls": calls} if calls else {})
+
+
+def _list(value: Any) -> list[Any]:
+    if not isinstance(value, list):
+        raise Refused("invalid_type", "tool_calls of a message must be a list", "messages")
+    return value
+
+
+def _tool_call(call: Any) -> dict[str, Any]:
+    """Return a call of an earlier answer as chat templates take it: its arguments as an object."""
+    function = call.get("function") if isinstance(call, dict) and call.get("type", "function") == "function" else None
+    name, arguments = (function.get(key) for key in ("name", "arguments")) if isinstance(function, dict) else (0, 0)
+    identity = call.get("id", "") if isinstance(call, dict) else 0
+    if not (isinstance(identity, str) and isinstance(name, str) and isinstance(arguments, str)):
+        raise Refused("invalid_value", "a tool call needs a function with a name and arguments, both texts", "messages")
+    try:
+        values = parse_json(_unicode(arguments, "messages").encode(), "arguments", bounds=_ARGUMENTS)
+        _unicode(json.dumps(values, ensure_ascii=False), "messages")
+    except DocumentError as error:
+        raise Refused("invalid_value", f"a tool call's {str(error)[:200]}", "messages") from None
+    if not isinstance(values, dict):
+        raise Refused("invalid_value", "a tool call's arguments must be a JSON object", "messages")
+    named = {"name": _unicode(name, "messages"), "arguments": values}
+    return {"id": _unicode(identity, "messages"), "type": "function", "function": named}
 
 
 # Answers

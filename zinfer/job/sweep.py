@@ -10,6 +10,7 @@ from itertools import count, takewhile
 from time import monotonic
 from typing import Any, NamedTuple, TypeVar
 
+from zinfer.generation.tokenizer_process import Refusal, TokenizerProcess
 from zinfer.job.forecast import Ahead, Forecast, Key, Outlook
 from zinfer.job.recipe import Sweep, SweepLoad, automatic, engine_recipe
 from zinfer.job.requests import RequestSet
@@ -20,10 +21,10 @@ from zinfer.record.requests import RequestKey, RequestPoint
 from zinfer.record.store import Header, Store
 from zinfer.spec.case import Case
 from zinfer.spec.machine import Machine
-from zinfer.spec.model import check_positions
+from zinfer.spec.model import ModelError, ModelSpec, check_positions
 from zinfer.spec.source import Source, find
 from zinfer.worker.process import TaskFailed, Worker, WorkerDied, now, versions
-from zinfer.worker.tasks import MeasureRequests, RequestRow, Tokenize
+from zinfer.worker.tasks import MeasureRequests, RequestRow
 
 # Statuses of recorded points that --resume does not measure again; points with others get another try.
 FINAL: frozenset[Status] = frozenset(
@@ -376,7 +377,9 @@ class _Runner:
 
         point = self._measure(
             lambda worker: worker.measure_requests(
-                MeasureRequests(case=key.case, load=own.load, rows=_rows(worker, own), sla=self._sweep.sla)
+                MeasureRequests(
+                    case=key.case, load=own.load, rows=_rows(self._job.plan.model, own), sla=self._sweep.sla
+                )
             ),
             lambda fields: RequestPoint(**asked, **fields),
             refused,
@@ -460,16 +463,22 @@ def _advance(batches: Batches, answer: Answer | None) -> Try | None:
         return None
 
 
-def _rows(worker: Any, own: RequestSet) -> list[RequestRow]:
-    """Return the requests of a load for the worker, whose tokenizer turns texts into ids. Raises TaskFailed for a text
-    that it has no ids for."""
+def _rows(spec: ModelSpec, own: RequestSet) -> list[RequestRow]:
+    """Return the requests of a load for the worker, with the token ids of their texts. Raises TaskFailed for a text
+    that has none."""
     texts = [one.prompt for one in own.requests if one.prompt is not None]
-    ids = iter(worker.ask(Tokenize(prompts=texts)).prompts if texts else ())
+    ids: Iterator[list[int] | Refusal] = iter(())
+    if texts:
+        try:
+            with TokenizerProcess(spec) as tokenizer:
+                ids = iter(tokenizer.encode(texts))
+        except ModelError as error:
+            raise TaskFailed("unsupported", str(error)) from None
     rows = []
     for one in own.requests:
         found = None if one.prompt is None else next(ids)
-        if isinstance(found, str):
-            raise TaskFailed("unsupported", f"a request has no tokens: {found}")
+        if isinstance(found, Refusal):
+            raise TaskFailed("unsupported", f"a request has no tokens: {found.message}")
         length = one.input_len if found is None else len(found)
         rows.append(RequestRow(input_len=length, output_len=one.output_len, prompt_ids=found, sampling=one.sampling))
     return rows

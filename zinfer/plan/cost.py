@@ -286,11 +286,12 @@ def step(
         factors = factors.model_copy(update={"layer_s": 0.0})
     tokens = batch_size * (1 + drafts)
     kv = round(model.kv_bytes(batch_size, context) * setup.kv_ratio)
+    hosted = hosted_bytes(setup, model, batch_size, context)
     active = model.parameters_read(tokens) * model.dtype_bytes
     flops = model.decode_flops(tokens, context)
     own = setup.rows(batch_size)
     parts = 0 if setup.kv_on_cpu else ceil(setup.host_rows(own) / setup.prefill_rows(own, max(1, context)))
-    return _pass(setup, model, machine, factors, kv, active, flops, ready=ready, tokens=tokens, parts=parts)
+    return _pass(setup, model, machine, factors, kv, hosted, active, flops, ready=ready, tokens=tokens, parts=parts)
 
 
 def prefill(
@@ -308,9 +309,9 @@ def prefill(
     own = setup.rows(batch_size)
     passes = 1 if setup.blocks else ceil(own / setup.prefill_rows(own, input_len))
     flops = model.prefill_flops(batch_size, input_len) // passes
-    written = round(model.kv_bytes(batch_size, input_len) * setup.kv_ratio * setup.kv_host_share) // passes
+    written = hosted_bytes(setup, model, batch_size, input_len) // passes
     passed = _passed_bytes(model, batch_size, input_len) // passes
-    one = _pass(setup, model, machine, factors, 0, model.weight_bytes, flops, written, passed, ready // passes)
+    one = _pass(setup, model, machine, factors, 0, 0, model.weight_bytes, flops, written, passed, ready // passes)
     if one.seconds is None:
         return one
     scaled = {bound: seconds * passes for bound, seconds in one.limits.items()}
@@ -323,6 +324,7 @@ def _pass(
     machine: Machine,
     factors: Efficiency,
     kv: int,
+    hosted: int,
     read: float,
     flops: int,
     written: int = 0,
@@ -332,12 +334,12 @@ def _pass(
     parts: int = 0,
 ) -> Times:
     """Time a pass of `tokens` tokens (None: a long one) that reads `read` bytes of weights and `kv` bytes of cache,
-    computes `flops`, reads and writes `passed` bytes of GPU memory in between, and sends `written` bytes of keys and
-    values to the host while weights come, `ready` of which are there already; of those from disk, the host's ring holds
-    more in proportion. The cache on the host comes in `parts` copies a layer."""
+    `hosted` of them in host memory, computes `flops`, reads and writes `passed` bytes of GPU memory in between, and
+    sends `written` bytes of keys and values to the host while weights come, `ready` of which are there already; of
+    those from disk, the host's ring holds more in proportion. The cache on the host comes in `parts` copies a layer.
+    """
     factors = factors.of(model)
     link = machine.h2d_bandwidth if setup.pinned else machine.pageable_bandwidth
-    hosted = round(kv * setup.kv_host_share)
     if factors.perfect and setup.wire_ratio < 1:
         least = setup.wire_ratio
         if model.stored_ratio == 1:
@@ -542,12 +544,11 @@ def tiers(
     carries the device's bytes as well; they are listed apart all the same."""
     factors = factors or Efficiency()
     stored, others = model.streamed_bytes, model.other_bytes
-    kv = round(model.kv_bytes(batch_size, input_len + output_len) * setup.kv_ratio)
     offloaded = stored if setup.tier != "gpu" else 0
     resident = stored if setup.tier == "gpu" else min(setup.resident_bytes, stored)
     comes = offloaded > resident or (offloaded and setup.ring_depth)  # slot and ring are there even if all layers stay
     slots = round(setup.slots * model.layer_bytes) if comes else 0
-    hosted = round(kv * setup.kv_host_share)
+    hosted = hosted_bytes(setup, model, batch_size, input_len + output_len)
     rows = setup.rows(batch_size)
     own = round(model.kv_bytes(rows, input_len + output_len) * setup.kv_ratio)
     if hosted and not setup.kv_on_cpu:
@@ -562,7 +563,9 @@ def tiers(
         slots, beside = slots + beside, beside // setup.gpus
     gpu = Bytes(
         weights=round(resident * setup.kept_ratio) // setup.gpus + beside,
-        kv_cache=own - round(own * setup.kv_host_share) + draft_kv_bytes(model, batch_size, input_len + output_len),
+        kv_cache=own
+        - hosted_bytes(setup, model, rows, input_len + output_len)
+        + draft_kv_bytes(model, batch_size, input_len + output_len),
         buffers=slots,
         activations=working + extra,
         overhead=CONTEXT_BYTES if machine.gpu_count else 0,
@@ -577,6 +580,12 @@ def tiers(
     )
     at_rest = setup.kept_ratio if setup.disk_ring_bytes else 1.0
     return gpu, host, Bytes(weights=round(away * at_rest) if setup.tier == "nvme" else 0)
+
+
+def hosted_bytes(setup: Placement, model: ModelSpec, batch_size: int, length: int) -> int:
+    """Return the bytes of the KV cache that are in host memory: the keys of indexers stay on the device."""
+    moved = model.kv_bytes(batch_size, length) - model.index_bytes(batch_size, length)
+    return round(round(moved * setup.kv_ratio) * setup.kv_host_share)
 
 
 def draft_kv_bytes(model: ModelSpec, batch_size: int, length: int) -> int:

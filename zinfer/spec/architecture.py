@@ -55,9 +55,10 @@ _UNLIKE = {
     "kosmos-2.5": "it numbers positions by its padding token, and not from the first token on",
     "paligemma": "each token of its prompts attends to all others, also to later ones",
 }
-# Text models whose code lets padding before a row change its text, found by `make conformance`: states of fixed size,
-# blocks of tokens or windows that count padding, too. Their rows have to be of one length in a batch.
-COUNTS_PADDING = frozenset({"deepseek_v4", "minimax", "mistral_large4_text", "recurrent_gemma", "unlimited_ocr_text"})
+# Text models whose code lets padding before a row change its text, though their cache does not show it: tokens of a
+# prompt see later ones where no mask hides padding (doge). `make conformance` finds them. Rows of a micro-batch have to
+# be of one length, and prompts are computed whole.
+COUNTS_PADDING = frozenset({"doge"})
 # Model types under names of their own -> the type that transformers knows them by. Kimi K2's model card says so.
 _SAME = {"kimi_k2": "deepseek_v3"}
 _RESULTS = ("loss", "logits", "hidden_states", "attentions")
@@ -159,6 +160,7 @@ def _shape(model: PreTrainedModel, stack: str, layers: nn.ModuleList, watched: "
             parameters=sum(own.values()),
             expert_parameters=sum(size for weight, size in own.items() if weight in inside),
             kv_width=seen.kv_width,
+            index_width=seen.index_width,
             window=seen.window if seen.kv_width else _window(layer),
             state=seen.state,
             attention=seen.products // 2 if seen.kv_width or not seen.state else 0,
@@ -515,6 +517,12 @@ class _Seen:
         """Values cached a token, keys and values together."""
         whole = self.window is None
         return self._grown + sum(width for width, size in self._widths if size is None or not whole)
+
+    @property
+    def index_width(self) -> int:
+        """Values cached a token by an indexer, for a choice of positions."""
+        found = [tensor for _, name, tensor in self.tensors if name == "indexer_keys"]
+        return sum(tensor.numel() // (_ROWS * self.tokens) for tensor in found)
 
     @property
     def state(self) -> int:

@@ -6,13 +6,15 @@ Python handler waits for the end of a call into C, so a thread sees to it that n
 """
 
 import atexit
+import math
 import os
+import select
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from zinfer.spec import lease
@@ -28,6 +30,7 @@ KEEPER = 'trap "" INT TERM HUP; read -r _; kill -KILL 0'
 SHOW_CURSOR = b"\r\x1b[2K\x1b[?25h"  # and an empty line, in place of a progress display
 
 _callbacks: list[Callable[[], object]] = []
+_limits: list[Callable[[], float]] = []  # of contexts that handle signals: seconds to the end after the next signal
 _ending = False
 _handed_back = -RECENT_S
 
@@ -70,6 +73,20 @@ def handed_back() -> None:
     _handed_back = time.monotonic()
 
 
+@contextmanager
+def within(*seconds: float) -> Iterator[None]:
+    """End this process so many seconds after each signal, whatever it is at, while a context handles signals itself.
+
+    The first of `seconds` holds for the first signal, and the last one for all others.
+    """
+    waits = list(seconds)
+    _limits.append(lambda: waits.pop(0) if len(waits) > 1 else waits[0])
+    try:
+        yield
+    finally:
+        _limits.pop()
+
+
 def interruption(error: BaseException | None) -> int | None:
     """Return the signal that `error`, or an exception that led to it, stands for; None if there is none in its chain.
 
@@ -93,16 +110,24 @@ def _arrived(number: int, _frame: FrameType | None) -> None:
 
 
 def _watch(reader: int) -> None:
-    """Wait for signals; end the process where the main thread does not come to do so."""
+    """Wait for signals; end the process where the main thread does not come to do so in time."""
+    number, deadline, own = 0, math.inf, False  # `own`: the handler of this module has to end the process
     while True:
-        for number in os.read(reader, 64):
-            taken = time.monotonic() - _handed_back < RECENT_S  # this thread may learn of a signal late
-            if number in SIGNALS and signal.getsignal(number) is _arrived and not taken:
-                time.sleep(PATIENCE_S)
+        left = max(0.0, deadline - time.monotonic())
+        if not select.select([reader], [], [], None if deadline == math.inf else left)[0]:
+            deadline = math.inf
+            if own or _limits:
                 if not _ending:
                     threading.Thread(target=_end, args=(number,), daemon=True).start()
                 time.sleep(PATIENCE_S)
                 os._exit(128 + number)
+        else:
+            for number in filter(SIGNALS.__contains__, os.read(reader, 64)):
+                allowed = _limits[-1]() if _limits else math.inf
+                if signal.getsignal(number) is _arrived:  # a context may have had it: this thread may be late
+                    own = time.monotonic() - _handed_back >= RECENT_S
+                    allowed = PATIENCE_S if own else math.inf
+                deadline = min(deadline, time.monotonic() + allowed)
 
 
 def _end(number: int) -> None:

@@ -71,7 +71,8 @@ class LayerSpec(Frozen):
 
     parameters: int
     expert_parameters: int = 0  # parameters of routed experts among them; a token passes through a few experts
-    kv_width: int = 0  # values cached a token, keys and values together
+    kv_width: int = 0  # values cached a token, keys and values together, and the keys of an indexer
+    index_width: int = 0  # those of an indexer, which stay on the device
     window: int | None = None  # sliding window: most tokens cached
     state: int = 0  # values cached a sequence, independent of its length
     attention: int = 0  # query heads, times the mean width of a key and a value; 0 without attention
@@ -321,6 +322,11 @@ class ModelSpec(Shape):
         """Return the largest number of bytes that a layer caches; see `kv_layer_bytes`."""
         kinds = _kinds(_Same(self.layers))
         values = max(layer.tokens(length) * layer.kv_width + layer.state for layer, _ in kinds)
+        return batch_size * values * self.dtype_bytes
+
+    def index_bytes(self, batch_size: int, length: int) -> int:
+        """Return the part of `kv_bytes` that stays on the device wherever keys and values are: keys of indexers."""
+        values = sum(times * layer.tokens(length) * layer.index_width for layer, times in _kinds(_Same(self.layers)))
         return batch_size * values * self.dtype_bytes
 
     def kv_bytes(self, batch_size: int, length: int) -> int:

@@ -3,7 +3,7 @@
 `transformers` passes all fields of `tokenizer_config.json` to a class that the file names, and looks for more files in
 the folder. So it gets a folder of its own: links to the vocabularies, which are regular files of bounded size, and a
 configuration without the fields that name code or files. Nothing else of the checkpoint is in it: no pickled
-vocabulary, no adapter, no processor, no module.
+vocabulary, no adapter, no processor, no module, and no chat template, which zinfer chooses itself.
 """
 
 import json
@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
 
@@ -22,10 +22,15 @@ from zinfer.spec.configuration import DIGITS, MAX_TOKEN, CheckpointWarning, with
 from zinfer.spec.documents import DocumentError, decode, open_regular, read_bytes, read_object, validate
 from zinfer.spec.model import ModelError
 
-CONFIG, TEMPLATE, GENERATION = "tokenizer_config.json", "chat_template.jinja", "generation_config.json"
+CONFIG, GENERATION = "tokenizer_config.json", "generation_config.json"
+TEMPLATE, TEMPLATES = "chat_template.jinja", "additional_chat_templates"  # a file, and a folder of named ones
+# Files whose `chat_template` counts where there is none of these: the tokenizer's own, then those of a processor.
+TEMPLATE_HOLDERS = (CONFIG, "chat_template.json", "processor_config.json")
+DEFAULT = "default"  # name of the chat template that is used unless another is asked for
 MAX_VOCABULARY = 1 << 30  # bytes of a vocabulary; the largest in use have 40 MB
 MAX_CONFIG = 16 << 20
 MAX_TEMPLATE = 1 << 20
+MAX_TEMPLATES = 64
 _SUFFIXES = (".json", ".txt", ".model", ".tiktoken", ".bpe", ".vocab", ".spm", ".codes", ".tokenizer")
 # Files with these endings and none of a tokenizer: other configurations, lists of weights, texts about the model.
 _OTHERS = ("config.json", "processor.json", "index.json", "template.json", "modules.json", "readme.txt", "license.txt")
@@ -44,13 +49,18 @@ class _NamedTemplate(BaseModel):
     template: StrictStr
 
 
-class _TokenizerConfig(BaseModel):
-    """Fields that zinfer relies on; a tokenizer class has more."""
+class _TemplateHolder(BaseModel):
+    """A file that may hold chat templates: one, or several by name."""
 
     model_config = ConfigDict(extra="allow")
 
-    tokenizer_class: StrictStr | None = None
     chat_template: StrictStr | list[_NamedTemplate] | dict[str, StrictStr] | None = None
+
+
+class _TokenizerConfig(_TemplateHolder):
+    """Fields that zinfer relies on; a tokenizer class has more."""
+
+    tokenizer_class: StrictStr | None = None
     added_tokens_decoder: dict[str, dict[str, Any]] = Field(default_factory=dict)
     model_max_length: float | None = None
 
@@ -61,29 +71,107 @@ class _GenerationConfig(BaseModel):
     eos_token_id: TokenId | list[TokenId] | None = None
 
 
+class ChatTemplate(NamedTuple):
+    """Text of a chat template; where there is none, the reason, and the `names` of those that could be chosen."""
+
+    text: str | None = None
+    why_not: str = ""
+    names: tuple[str, ...] = ()
+
+
 def require(directory: Path) -> None:
     """Raise ModelError, in one line, if `directory` holds no tokenizer, or if a file of it cannot be read or believed.
     Needs neither torch nor transformers."""
     with _explained(directory):
         _read(directory, lambda _: True)
-    end_tokens(directory)
+        _templates(directory)
+    _generation_ends(directory)
 
 
-def end_tokens(directory: Path) -> list[int] | None:
-    """Return the tokens that end a text, as `generation_config.json` has them; None if it does not say. Raises
-    ModelError for a file that cannot be read or believed."""
-    path = directory / GENERATION
-    if not os.path.lexists(path):
-        return None
+def end_tokens(directory: Path | None, config: Mapping[str, Any], own: int | None, vocab_size: int) -> dict[int, str]:
+    """Return the tokens of a vocabulary that end a text, each with the files that name it.
+
+    They are the union of those of `generation_config.json`, of the model's `config`, and the tokenizer's `own`: of chat
+    models these often differ, and the model may write any of them. Raises ModelError for a file that cannot be read or
+    believed.
+    """
+    found: dict[int, str] = {}
+    given = config.get("eos_token_id")
+    for name, ends in (
+        (GENERATION, _generation_ends(directory)), ("config.json", given if isinstance(given, list) else [given]),
+        ("the tokenizer", [own]),
+    ):  # fmt: skip
+        for token in dict.fromkeys(ends):
+            if isinstance(token, int) and 0 <= token < vocab_size:
+                found[token] = f"{found[token]}, {name}" if token in found else name
+    return found
+
+
+def _generation_ends(directory: Path | None) -> list[Any]:
+    if directory is None or not os.path.lexists(directory / GENERATION):
+        return []
     with _explained(directory):
-        settings = read_object(path, MAX_CONFIG, infinite=True, digits=DIGITS)
-        found = validate(_GenerationConfig, settings, path).eos_token_id
-    return [found] if isinstance(found, int) else found
+        settings = read_object(directory / GENERATION, MAX_CONFIG, infinite=True, digits=DIGITS)
+        found = validate(_GenerationConfig, settings, directory / GENERATION).eos_token_id
+    return found if isinstance(found, list) else [found]
+
+
+def chat_template(directory: Path | None, wanted: str | None = None) -> ChatTemplate:
+    """Return the chat template `wanted`, a name among the checkpoint's or a file; by default the checkpoint's own.
+
+    Raises ModelError if there is no such template, or a file cannot be read or believed.
+    """
+    found = {}
+    if directory is not None:
+        with _explained(directory):
+            found = _templates(directory)
+    names = tuple(sorted(found))
+    if wanted is None:
+        if DEFAULT in found:
+            return ChatTemplate(found[DEFAULT], names=names)
+        if names:
+            why = f"the model's chat templates are {', '.join(names)[:200]}, none the default: choose one"
+            return ChatTemplate(None, f"{why} with --chat-template", names)
+        return ChatTemplate(None, "the model has no chat template: use /v1/completions, or --chat-template FILE")
+    if wanted in found:
+        return ChatTemplate(found[wanted], names=names)
+    try:
+        return ChatTemplate(decode(read_bytes(Path(wanted), MAX_TEMPLATE), wanted), names=names)
+    except FileNotFoundError:
+        known = f"the model's are {', '.join(names)[:200]}" if names else "the model has none"
+        raise ModelError(f"--chat-template {wanted[:200]}: no such file or chat template; {known}") from None
+    except DocumentError as error:
+        raise error.restated(ModelError) from None
+
+
+def _templates(directory: Path) -> dict[str, str]:
+    """Return the chat templates by name, of the first source that has any, in the order of `transformers`."""
+    found: dict[str, str] = {}
+    if os.path.lexists(directory / TEMPLATE):
+        found[DEFAULT] = decode(read_bytes(directory / TEMPLATE, MAX_TEMPLATE), directory / TEMPLATE)
+    if (directory / TEMPLATES).is_dir():
+        paths = sorted((directory / TEMPLATES).glob("*.jinja"))
+        if len(paths) > MAX_TEMPLATES:
+            raise DocumentError(f"{directory / TEMPLATES} has {len(paths):,} chat templates: at most {MAX_TEMPLATES}")
+        found |= {path.name.removesuffix(".jinja"): decode(read_bytes(path, MAX_TEMPLATE), path) for path in paths}
+    for name in TEMPLATE_HOLDERS:
+        path = directory / name
+        if any(found.values()) or not os.path.lexists(path):
+            continue
+        given = validate(
+            _TemplateHolder, read_object(path, MAX_CONFIG, infinite=True, digits=DIGITS), path
+        ).chat_template
+        if isinstance(given, list):
+            given = {one.name: one.template for one in given}
+        found = {DEFAULT: given} if isinstance(given, str) else given or {}
+        if any(len(text) > MAX_TEMPLATE for text in found.values()):
+            raise DocumentError(f"{path}: a chat template has more than {MAX_TEMPLATE:,} characters")
+    return {name: text for name, text in found.items() if text}
 
 
 def files(directory: Path) -> list[Path]:
-    """Return the files in `directory` that describe its tokenizer, and `generation_config.json`, by name."""
-    named = {CONFIG, TEMPLATE, GENERATION, *_JSON_MAPS}
+    """Return the files in `directory` that describe its tokenizer, its chat template and its end tokens, by name."""
+    named = {TEMPLATE, *TEMPLATE_HOLDERS, GENERATION, *_JSON_MAPS}
     return [
         path
         for path in sorted(directory.iterdir())
@@ -100,7 +188,7 @@ def cleaned(directory: Path, is_tokenizer: Callable[[str], bool]) -> Iterator[Pa
     with lease.folder(Path(tempfile.gettempdir()), "tokenizer", ("*", "*@")) as owned:
         folder = owned.path
         for name, content in documents.items():
-            (folder / name).write_text(content if isinstance(content, str) else json.dumps(content), encoding="utf-8")
+            (folder / name).write_text(json.dumps(content), encoding="utf-8")
         for path in vocabularies:
             (folder / path.name).symlink_to(path.resolve())
         yield folder
@@ -126,8 +214,6 @@ def _read(directory: Path, is_tokenizer: Callable[[str], bool]) -> tuple[dict[st
             settings = read_object(path, MAX_CONFIG, infinite=True, digits=DIGITS)
             validate(_TokenizerConfig, settings, path)
             documents[name] = _without_code(settings, path, is_tokenizer)
-        elif name == TEMPLATE:
-            documents[name] = decode(read_bytes(path, MAX_TEMPLATE), path)
         elif name in _JSON_MAPS:
             documents[name] = read_object(path, MAX_CONFIG)
         elif _is_vocabulary(name):
@@ -150,10 +236,12 @@ def _is_vocabulary(name: str) -> bool:
 
 
 def _without_code(settings: Mapping[str, Any], path: Path, is_tokenizer: Callable[[str], bool]) -> dict[str, Any]:
-    """Return the tokenizer's settings without the fields that name code or files, with a warning of the former."""
+    """Return the tokenizer's settings without its chat templates and the fields that name code or files, with a warning
+    of code."""
     if left_out := sorted(key for key in settings.keys() & _CODE if settings[key]):
         _warn(f"{path}: {', '.join(left_out)} left out: code of a checkpoint is never run")
-    kept = {key: _without_files(value) for key, value in settings.items() if not (key in _CODE or _names_file(key))}
+    left = _CODE | {"chat_template"}
+    kept = {key: _without_files(value) for key, value in settings.items() if not (key in left or _names_file(key))}
     return _class_checked(kept, path, is_tokenizer)
 
 

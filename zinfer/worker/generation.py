@@ -29,8 +29,6 @@ from zinfer.worker.tasks import (
     Generated,
     GenerateStep,
     RowStep,
-    Tokenize,
-    Tokenized,
     TokenScore,
 )
 
@@ -78,12 +76,6 @@ def generate_step(session: Session, _request: GenerateStep) -> Generated:
     )  # fmt: skip
 
 
-def tokenize(session: Session, request: Tokenize) -> Tokenized:
-    """Turn prompts into token ids."""
-    tokenizer = session.tokenizer(request.model)
-    return Tokenized(prompts=[tokenizer.try_encode(prompt) for prompt in request.prompts])
-
-
 def batch_start(session: Session, request: BatchStart) -> BatchStarted:
     """Begin a batch, in place of one that runs."""
     if session.scheduler is not None:
@@ -110,17 +102,17 @@ def batch_step(session: Session, request: BatchStep) -> BatchStepped:
     answer_s = ANSWER_S if request.answer_s is None else request.answer_s
     sequences = [
         Sequence(
-            row.prompt_ids, row.left, row.sampling, row.stop, row.ignore_eos, list(row.output_ids), row.key,
-            chat=row.chat, logprobs=row.logprobs, echo=row.echo,
+            asked.prompts[row.prompt], row.left, row.sampling, asked.stop, asked.ignore_eos, list(row.output_ids),
+            row.key, request=asked.key, chat=asked.chat, logprobs=asked.logprobs, echo=asked.echo,
         )
-        for row in request.rows
+        for asked in request.requests for row in asked.rows
     ]  # fmt: skip
     before, began = replace(schedule.tally), time.monotonic()
     touched: dict[Sequence, None] = {}
     try:
         _drop(session, running, request.drop)
         session.sent |= {sequence: len(sequence.output_ids) for sequence in sequences}
-        session.streams |= {row.key for row in request.rows if row.stream}
+        session.streams |= {row.key for asked in request.requests if asked.stream for row in asked.rows}
         running.add(sequences)
         while running.running:
             changed = running.step()
@@ -200,7 +192,7 @@ def chat_open(session: Session, request: ChatOpen) -> ChatOpened:
         session.chat.close()
     session.chat = Chat(
         session.engine, session.tokenizer(), sampling=request.sampling, output_len=request.output_len,
-        ignore_eos=request.ignore_eos, system=request.system, cache_size=request.cache_size, folder=request.folder,
+        ignore_eos=request.ignore_eos, cache_size=request.cache_size, folder=request.folder,
         folder_size=request.folder_size,
     )  # fmt: skip
     return ChatOpened(notes=session.chat.take_notes())
@@ -209,7 +201,7 @@ def chat_open(session: Session, request: ChatOpen) -> ChatOpened:
 def chat_ask(session: Session, request: ChatAsk) -> ChatAsked:
     """Compute a user's turn and the first token of its answer."""
     began, chat = time.monotonic(), _chat(session)
-    piece, reloaded, computed = chat.ask(request.turn)
+    piece, reloaded, computed = chat.ask(request.prompt_ids)
     seconds = time.monotonic() - began
     return ChatAsked(
         text=piece.text, finish_reason=piece.finish_reason, seconds=seconds, reloaded=reloaded, computed=computed,

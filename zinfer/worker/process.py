@@ -41,6 +41,11 @@ OnLoaded = Callable[[int, float], None]  # bytes of weights, and the seconds the
 # as long. Sleeping costs next to nothing.
 _CALM = {"OMP_WAIT_POLICY": "PASSIVE"}
 _MEMORY: dict[int, Status] = {NO_GPU_MEMORY: "oom_gpu", NO_HOST_MEMORY: "oom_host"}  # by exit code
+# Files that count kills, by the controllers of a hierarchy of control groups: those of version 2 have none.
+_OOM_FILES = {
+    "memory": (("/sys/fs/cgroup/memory", "memory.oom_control"),),
+    "": (("/sys/fs/cgroup", "memory.events"), ("/sys/fs/cgroup/unified", "memory.events")),
+}
 KILL_S = 10.0  # for the kernel to end a killed worker
 # Batches of many sizes in one process leave gaps that a larger one cannot use, unless blocks may grow.
 _GROWING = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
@@ -188,6 +193,7 @@ class Worker(Client):
             if "progress" in answer:
                 self._notice(answer["progress"], answer["share"])
             else:
+                self._oom_kills = _oom_kills()  # earlier ones struck others
                 return answer
 
     def _obituary(self) -> WorkerDied:
@@ -249,12 +255,16 @@ class Worker(Client):
 
 
 def _oom_kills() -> int:
-    """Count how often the kernel's out-of-memory killer has struck in this container; 0 if that is not known."""
-    for path in (Path("/sys/fs/cgroup/memory.events"), Path("/proc/vmstat")):
-        with suppress(OSError, ValueError):
-            fields = dict(line.split() for line in path.read_text().splitlines() if len(line.split()) == 2)
-            if "oom_kill" in fields:
-                return int(fields["oom_kill"])
+    """Count how often the kernel's out-of-memory killer has struck in this process's own control group, and those
+    within it; 0 if that is not known. The rest of the host does not count."""
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, kinds, path = line.split(":", 2)
+            for root, file in _OOM_FILES.get(kinds, ()):
+                for group in (path, ""):  # a container may see its own group as the root
+                    with suppress(OSError, ValueError):
+                        found = dict(one.split() for one in Path(f"{root}{group}/{file}").read_text().splitlines())
+                        return int(found["oom_kill"])
     return 0
 
 

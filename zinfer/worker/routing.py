@@ -18,7 +18,7 @@ from zinfer.engine.state import ModelState
 from zinfer.engine.stream.expert_images import routed_experts
 from zinfer.engine.stream.experts import ExpertCache, Policy
 from zinfer.engine.stream.routers import Routers
-from zinfer.generation.tokenizer import load_tokenizer
+from zinfer.generation.tokenizer_process import TokenizerProcess
 from zinfer.plan.cost import whole_tokens
 from zinfer.record.routing import POLICIES, Hits, RoutingRecord, Touched
 from zinfer.spec import host, local
@@ -129,7 +129,8 @@ def measure(
     """Measure `count` pieces of `length` tokens, evenly spread over `text`: its name and its content. Raises
     RoutingError."""
     started = datetime.now(UTC).isoformat(timespec="seconds")
-    token_ids = list(load_tokenizer(spec)(text[1], add_special_tokens=False, verbose=False).input_ids)
+    with TokenizerProcess(spec) as tokenizer:
+        token_ids = tokenizer.encode_document(text[1])
     if len(token_ids) < count * length:
         raise RoutingError(f"{text[0]} has {len(token_ids)} tokens, and {count} x {length} are asked for: take fewer")
     last = len(token_ids) - length

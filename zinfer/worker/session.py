@@ -64,11 +64,11 @@ class Session:
         """Plan of the loaded engine."""
         return self.engine.plan
 
-    def tokenizer(self, spec: ModelSpec | None = None) -> "Tokenizer":
-        """Return the tokenizer of `spec`, by default of the loaded model; it is loaded once."""
+    def tokenizer(self) -> "Tokenizer":
+        """Return the tokenizer of the loaded model; it is loaded once."""
         from zinfer.generation.tokenizer import Tokenizer
 
-        spec = spec or self.plan.model
+        spec = self.plan.model
         if self._tokenizer is None or self._tokenizer[0] != spec:
             self._tokenizer, self._token_texts = (spec, Tokenizer(spec)), {}
         return self._tokenizer[1]

@@ -16,7 +16,6 @@ from zinfer.record.measurement import Measurement
 from zinfer.record.requests import RequestPoint
 from zinfer.spec.case import Case, Workload
 from zinfer.spec.errors import ENVIRONMENT
-from zinfer.spec.model import ModelSpec
 from zinfer.spec.requests import RequestLoad
 from zinfer.spec.value import Frozen
 
@@ -145,9 +144,9 @@ class Generated(Message):
 
 
 class Generate(Request[Generated]):
-    """Begin to continue prompts by up to `output_len` tokens, at most `batch_size` at a time."""
+    """Begin to continue the token ids of prompts by up to `output_len` tokens, at most `batch_size` at a time."""
 
-    prompts: list[Text]
+    prompts: list[list[int]]
     batch_size: int
     output_len: int = 32
     sampling: Sampling = GREEDY
@@ -158,28 +157,24 @@ class GenerateStep(Request[Generated]):
     """Go on with the prompts: a pass, or several short ones."""
 
 
-class Tokenized(Message):
-    """Ids of each prompt, or the reason why it has none."""
-
-    prompts: list[list[int] | str]
-
-
-class Tokenize(Request[Tokenized]):
-    """Turn prompts, texts or a chat's messages, into token ids; `model` where nothing is loaded yet."""
-
-    prompts: list[Text | list[dict[str, Text]]]
-    model: ModelSpec | None = None
-
-
 class BatchRow(Message):
-    """A row of a batch: the fields of a `zinfer.generation.scheduler.Sequence`; `stream` asks for its text in pieces,
-    `echo` for the text of its prompt, and with `logprobs` for the scores of its tokens."""
+    """A row of a request: the number of its prompt, its output so far, and what may follow."""
 
     key: int
-    prompt_ids: list[int]
+    prompt: int = 0
     output_ids: list[int] = Field(default_factory=list)
     left: int
     sampling: Sampling = GREEDY
+
+
+class BatchRequest(Message):
+    """Rows of one request, `key`, and what they have in common, the token ids of their prompts too: it comes once. The
+    fields are those of a `zinfer.generation.scheduler.Sequence`; `stream` asks for the text of rows in pieces, `echo`
+    for the text of their prompts, and with `logprobs` for the scores of its tokens."""
+
+    key: int
+    prompts: list[list[int]]
+    rows: list[BatchRow]
     stop: tuple[Text, ...] = ()
     ignore_eos: bool = False
     chat: bool = False
@@ -260,11 +255,11 @@ class BatchStepped(Message):
 
 
 class BatchStep(Request[BatchStepped]):
-    """Forget the rows whose keys are `drop`, add `rows` to the batch, and run passes until a row ends or `answer_s`
-    seconds have gone by, a second by default; 0 is one pass. `ending` is the chance that a row ends at a token before
-    its limit."""
+    """Forget the rows whose keys are `drop`, add those of `requests` to the batch, and run passes until a row ends or
+    `answer_s` seconds have gone by, a second by default; 0 is one pass. `ending` is the chance that a row ends at a
+    token before its limit."""
 
-    rows: list[BatchRow] = Field(default_factory=list)
+    requests: list[BatchRequest] = Field(default_factory=list)
     drop: list[int] = Field(default_factory=list)
     ending: float = 0.0
     answer_s: float | None = None
@@ -286,7 +281,6 @@ class ChatOpen(Request[ChatOpened]):
     sampling: Sampling = GREEDY
     output_len: int
     ignore_eos: bool = False
-    system: Text | None = None
     cache_size: int
     folder: str | None = None
     folder_size: int = 0
@@ -310,9 +304,9 @@ class ChatAsked(ChatToken):
 
 
 class ChatAsk(Request[ChatAsked]):
-    """Compute a user's turn and the first token of its answer."""
+    """Compute the first token of the answer to a conversation, whose last turn is new."""
 
-    turn: Text
+    prompt_ids: list[int]
 
 
 class ChatStep(Request[ChatToken]):
@@ -353,23 +347,6 @@ class PrefixReuse(Request[PrefixReused]):
     new_tokens: int
     repeats: int
     folder: str | None = None
-
-
-class TextWindowed(Message):
-    """Pieces of a text, None if it is too short; the number of tokens in all of it; and the tokens that end a text."""
-
-    pieces: list[list[int]] | None
-    tokens: int
-    ends: list[int]
-
-
-class TextWindows(Request[TextWindowed]):
-    """Cut `count` pieces of `length` tokens out of a text."""
-
-    model: ModelSpec
-    text: Text
-    count: int
-    length: int
 
 
 class LogitsFile(Message):
@@ -435,7 +412,6 @@ TASKS: Mapping[str, Task] = {
     "measure_requests": Task(MeasureRequests, RequestsMeasured, "zinfer.worker.requests:measure_requests"),
     "generate": Task(Generate, Generated, "zinfer.worker.generation:generate"),
     "generate_step": Task(GenerateStep, Generated, "zinfer.worker.generation:generate_step"),
-    "tokenize": Task(Tokenize, Tokenized, "zinfer.worker.generation:tokenize"),
     "batch_start": Task(BatchStart, BatchStarted, "zinfer.worker.generation:batch_start"),
     "batch_step": Task(BatchStep, BatchStepped, "zinfer.worker.generation:batch_step"),
     "chat_open": Task(ChatOpen, ChatOpened, "zinfer.worker.generation:chat_open"),
@@ -443,7 +419,6 @@ TASKS: Mapping[str, Task] = {
     "chat_step": Task(ChatStep, ChatToken, "zinfer.worker.generation:chat_step"),
     "chat_end": Task(ChatEnd, ChatEnded, "zinfer.worker.generation:chat_end"),
     "prefix_reuse": Task(PrefixReuse, PrefixReused, "zinfer.worker.prefix_reuse:prefix_reuse"),
-    "text_windows": Task(TextWindows, TextWindowed, "zinfer.worker.teacher_forcing:text_windows"),
     "logits_record": Task(LogitsRecord, LogitsRecorded, "zinfer.worker.teacher_forcing:logits_record"),
     "logits_compare": Task(LogitsCompare, LogitsCompared, "zinfer.worker.teacher_forcing:logits_compare"),
 }

@@ -18,34 +18,9 @@ from zinfer.generation.scheduler import DecodeLoop
 from zinfer.record.accuracy import Position
 from zinfer.spec.progress import Progress
 from zinfer.worker.session import Session
-from zinfer.worker.tasks import (
-    LogitsCompare,
-    LogitsCompared,
-    LogitsFile,
-    LogitsRecord,
-    LogitsRecorded,
-    TextWindowed,
-    TextWindows,
-)
+from zinfer.worker.tasks import LogitsCompare, LogitsCompared, LogitsFile, LogitsRecord, LogitsRecorded
 
 VALUES = 1 << 22  # logits that are compared at once: in 64 bits, and several times over
-
-
-def text_windows(session: Session, request: TextWindows) -> TextWindowed:
-    """Cut `count` pieces of `length` tokens out of a text, spread evenly, none overlapping; None if it is too short.
-    Each begins with the token that the tokenizer begins a text with, if there is one."""
-    session.beat("reading the text", 0.0)
-    tokenizer = session.tokenizer(request.model)
-    hf, count = tokenizer.hf, request.count
-    begin = [hf.bos_token_id] if hf("").input_ids[:1] == [hf.bos_token_id] else []
-    token_ids = list(hf(request.text, add_special_tokens=False, verbose=False).input_ids)
-    size = request.length - len(begin)
-    last = len(token_ids) - size
-    pieces = None
-    if count * size <= len(token_ids):
-        starts = [index * last // max(1, count - 1) for index in range(count)]
-        pieces = [begin + token_ids[start : start + size] for start in starts]
-    return TextWindowed(pieces=pieces, tokens=len(token_ids), ends=sorted(tokenizer.ends))
 
 
 class Forced:

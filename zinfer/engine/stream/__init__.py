@@ -8,12 +8,13 @@ layers and across steps: while the head turns the last layer's output into a tok
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from functools import cached_property
 from math import ceil
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache
 
 from zinfer.engine import EngineError
 from zinfer.engine.base import MicroBatch, Work, is_step
@@ -93,7 +94,6 @@ class Stream(Decoder):
     """Engine `stream`: all weights on the device (offload `none`), or the decoder layers streamed to it from host
     memory (`cpu`), or from files (`nvme`), of which host memory keeps as many as it holds."""
 
-    one_trip: ClassVar[bool] = True
     several: ClassVar[str] = "zinfer.engine.stream.team:StreamTeam"
     options: StreamOptions
     _source: LayerSource | None = None  # of the layers that are not on the device
@@ -119,6 +119,7 @@ class Stream(Decoder):
         self.model, self._layers = state.model, state.layers
         self._inspect()
         self._ragged = Ragged(self.model, self._accepted)
+        self._ragged.able = self._ragged.able and not self._counts_padding
         heads_apart = plan.model.num_heads == plan.model.num_kv_heads  # each has keys and values of its own
         self._stacks = heads_apart and "attention_mask" in self._accepted and not self._own_cache
         recorded = self.options.cuda_graphs == "auto" and self._group is None
@@ -159,7 +160,8 @@ class Stream(Decoder):
             state.entries[name].put(tensor)
         self._resident_bytes = sum(tensor.nbytes for tensor in resident.values())
         self._ready(self._layers[0])
-        self._stacks = self._stacks and self._probe.padding and self._probe.moves
+        alike = all(type(layer) is FixedLayer for layer in self._kinds_of_layers)
+        self._stacks = self._stacks and alike and self._probe.moves and self.cannot_pad() is None
 
     def _attach(self, source: LayerSource, ring: PrefetchRing) -> None:
         """Have the layers, and the experts that come on demand, take their weights from `ring`, and begin."""
@@ -237,9 +239,14 @@ class Stream(Decoder):
         found = None if self._source is None else self._source.loaded_bytes
         return super().loaded_bytes if found is None else found
 
+    @cached_property
+    def one_trip(self) -> bool:
+        # Where a token goes through layers repeatedly, or modules hold the state of a batch, each work has a trip.
+        return not self._in_modules and len(DynamicCache(config=self.model.config).layers) == len(self._layers)
+
     @property
     def joins(self) -> bool:
-        return self._ragged.able or self._stacks_on_device
+        return bool(self._kinds_of_layers) and (self._ragged.able or self._stacks_on_device)
 
     def cannot_snapshot(self) -> str | None:
         able = {"kv_offload": ("none",), "kv_cache_dtype": ("auto", "bf16")}
@@ -265,8 +272,8 @@ class Stream(Decoder):
         here, storage = rows - hosted, self.options.kv_cache_dtype
         cache = None if self._own_cache else make_cache(self.model.config, rows, capacity, storage, here, self._widen)
         batch = StreamBatch(mask, capacity, cache, self._state_of(cache))
-        if not isinstance(cache, RowCache) and hosted:
-            raise EngineError(f"{hosted} of {rows} rows need host memory: {self._cannot_have('kv_offload')}")
+        if hosted and (why_not := self._cannot_have("kv_offload")) is not None:
+            raise EngineError(f"{hosted} of {rows} rows need host memory: {why_not}")
         self._graphs.seat(batch)
         if hosted and isinstance(cache, RowCache) and cache.attention:
             self._to_host_memory(batch, cache, slice(here, rows), placement, load)
@@ -384,7 +391,8 @@ class Stream(Decoder):
         if pool is None or (pool.spread != on_cpu and pool.unused == pool.size):
             self._close_kv()  # memory made for the other device that attends is of no use
             self._kv_pool = pool = HostPool(self.device.type == "cuda", on_cpu, self.progress)
-        hosted = self.plan.model.kv_bytes(placement.host_rows(load.batch_size), load.total_len)
+        model, rows = self.plan.model, placement.host_rows(load.batch_size)
+        hosted = model.kv_bytes(rows, load.total_len) - model.index_bytes(rows, load.total_len)
         pool.reserve(int(hosted * placement.kv_ratio) + 2 * ALIGNMENT * len(self._layers))
         return pool
 
@@ -425,7 +433,7 @@ class Stream(Decoder):
         if self._own_cache:
             kept = "a state of its own kind"
         elif not isinstance(trial := make_cache(config, 1, 1), RowCache):
-            others = ", ".join(sorted(other_layers(trial)))
+            others = ", ".join(sorted(kind.__name__ for kind in other_layers(trial)))
             kept = f"more than keys and values ({others})" if others else "fewer keys and values than there are layers"
         elif not trial.attention:
             kept = "a state of fixed size, and no keys and values"
@@ -553,11 +561,8 @@ class Stream(Decoder):
         if ring is None:
             return [self._together_or_alone(parts) for parts in passes]
         parts = [part for some in passes for part in some]
-        caches = {id(part.batch): part.batch.cache for part in parts}.values()
-        together = all(isinstance(cache, RowCache) and len(cache.layers) == len(self._layers) for cache in caches)
         hosted = any(part.batch.host is not None for part in parts)  # type: ignore[attr-defined]
-        # Where a token goes through layers repeatedly, each part has a trip.
-        if not (together or hosted) or (len(passes) == 1 and not hosted):
+        if not (self.one_trip or hosted) or (len(passes) == 1 and not hosted):
             return [self._eager(some)() for some in passes]
         fetches = [fetch for part in parts if (fetch := _fetch(part)) is not None]
         self._begin_trip(parts)
@@ -565,8 +570,8 @@ class Stream(Decoder):
         def enter(number: int, layer: int) -> None:
             self._ragged.switch(self._is_ragged(passes[number]))
             for batch, rows, *_ in passes[number]:
-                assert isinstance(batch.cache, RowCache)
-                batch.cache.window(rows, batch.length, layer)
+                if isinstance(batch.cache, RowCache):
+                    batch.cache.window(rows, batch.length, layer)
 
         def one(some: Sequence[Part]) -> Callable[[], Tensor]:
             return lambda: self._together_or_alone(some)

@@ -430,7 +430,7 @@ class LinkCache(HostCache):
             held, count = place[slots.held(length)], part.stop - part.start
             halves = (held[:, :keys], held[:, keys:])
             states = [
-                half.reshape(len(held), count, -1)[:, [row - part.start for row in own]]
+                half.unflatten(1, (count, half.shape[1] // count))[:, [row - part.start for row in own]]
                 .view(dtype)
                 .view(len(held), len(own), *form)
                 .permute(1, 2, 0, 3)
@@ -460,7 +460,8 @@ class LinkCache(HostCache):
                     continue
                 count = part.stop - part.start
                 halves = (place[:, :keys], place[:, keys:])
-                held = torch.cat([half.reshape(slots.room, count, -1)[:, own].flatten(1) for half in halves], 1)
+                each = [half.unflatten(1, (count, half.shape[1] // count))[:, own].flatten(1) for half in halves]
+                held = torch.cat(each, 1)
                 begin = begins.get(layer, 0)
                 target = self._memory.take(layer, begin + held.nbytes)[begin:].view(slots.room, -1)
                 target.copy_(held)
@@ -511,8 +512,8 @@ class LinkCache(HostCache):
         wide = seen.view(packed.dtype)
         split = count * heads * width
         return (
-            wide[:, :split].view(-1, count, heads, width).permute(1, 2, 0, 3),
-            wide[:, split:].view(-1, *values.shape[:2], values.shape[3]).permute(1, 2, 0, 3),
+            wide[:, :split].view(len(wide), count, heads, width).permute(1, 2, 0, 3),
+            wide[:, split:].view(len(wide), *values.shape[:2], values.shape[3]).permute(1, 2, 0, 3),
         )
 
     def hand_back(self) -> None:

@@ -67,7 +67,6 @@ class StreamMember(Member[Stream]):
 class StreamTeam(Team[Stream]):
     """Engine `stream` on several GPUs."""
 
-    one_trip: ClassVar[bool] = True
     one_copy: ClassVar[bool] = True
     member = StreamMember
 

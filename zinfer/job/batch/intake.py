@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from zinfer.generation.schedule import like_order
+from zinfer.generation.tokenizer_process import Refusal
 from zinfer.job.batch.openai import BatchRequest, Fault
 from zinfer.job.batch.packing import RowDemand
 from zinfer.job.openai import Refused, answer_limit
@@ -42,7 +43,7 @@ def needs(rows: Iterable[RequestRow]) -> list[RowDemand]:
 
 def rows_of(
     requests: Sequence[BatchRequest],
-    prompts: Sequence[Sequence[int] | str],
+    prompts: Sequence[Sequence[int] | Refusal],
     positions: int | None,
     vocab_size: int,
     output_len: int,
@@ -50,7 +51,7 @@ def rows_of(
 ) -> tuple[list[RequestRow], list[Fault]]:
     """Return the requests as rows, and those that cannot be served.
 
-    `prompts` are the prompts' token ids, or a line with the reason why there are none; `positions` and
+    `prompts` are the prompts' token ids, or the reasons why there are none; `positions` and
     `vocab_size` those of the model; `output_len` is the limit of a request that names none, as far as there are
     positions for it; `output_ids` are the tokens made so far, by id. A row begins again if it cannot have made them:
     as many as its limit, or one that the model does not have.
@@ -58,8 +59,8 @@ def rows_of(
     rows: list[RequestRow] = []
     faults: list[Fault] = []
     for request, prompt in zip(requests, prompts, strict=True):
-        if isinstance(prompt, str):
-            faults.append(_fault(request, "invalid_prompt", prompt))
+        if isinstance(prompt, Refusal):
+            faults.append(_fault(request, *prompt))
             continue
         length = len(prompt)
         try:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zinfer.generation.tokenizer_process import TokenizerProcess
 from zinfer.job.batch.ledger import Ledger
 from zinfer.job.batch.openai import BatchRequest, Fault, answer, encode, failure, refusal
 from zinfer.job.batch.packing import typical_plan
@@ -31,8 +32,9 @@ from zinfer.plan.plan import Plan
 from zinfer.spec.case import Case, LoadFormat, Workload
 from zinfer.spec.errors import ENVIRONMENT, ZinferError, one_line
 from zinfer.spec.machine import Machine
-from zinfer.spec.model import Dtype, Weights
+from zinfer.spec.model import Dtype, ModelError, Weights
 from zinfer.spec.source import find
+from zinfer.spec.tokenizer_files import ChatTemplate
 from zinfer.spec.units import counted
 from zinfer.worker.process import Client
 from zinfer.worker.tasks import BatchStepped
@@ -51,7 +53,8 @@ class NodesError(ZinferError):
 
 @dataclass(frozen=True)
 class NodeJob:
-    """Settings of a job as its actors need them. Paths are relative to `folder`, which nodes should share."""
+    """Settings of a job as its actors need them. Paths are relative to `folder`, which nodes should share. Without a
+    `template` messages are formatted by the model's own."""
 
     model: str
     dtype: Dtype
@@ -69,6 +72,7 @@ class NodeJob:
     timeout_s: float
     folder: Path
     created: int
+    template: ChatTemplate | None = None
 
     def load(self) -> tuple[Plan, Workload]:
         """Return the plan of the model on this node, and its largest load. Raises NodesError where it does not fit,
@@ -92,6 +96,11 @@ class RowActor:
     def __init__(self, job: NodeJob) -> None:
         """Load the weights. Raises NodesError."""
         plan, load = job.load()
+        tokenizer = TokenizerProcess(plan.model, job.template)
+        try:
+            _ = tokenizer.facts  # before the weights, which take minutes
+        except ModelError as error:
+            raise NodesError(str(error)) from None
         self._job, self._model = job, plan.case.model
         self._answers: dict[Row, Future[RowNews]] = {}
         self._ready, self._over = threading.Event(), threading.Event()
@@ -100,8 +109,8 @@ class RowActor:
             return job.make_worker(job.target, timeout_s=job.timeout_s)
 
         self._dispatcher = Dispatcher(
-            plan, make_worker, load, _Unmetered(), self._post, at_most=job.batch_size, most_waiting=2 * MOST_CALLS,
-            output_len=job.output_len, say=print, ready=self._ready.set, ended=self._end,
+            plan, make_worker, load, _Unmetered(), self._post, tokenizer, at_most=job.batch_size,
+            most_waiting=2 * MOST_CALLS, output_len=job.output_len, say=print, ready=self._ready.set, ended=self._end,
         )  # fmt: skip
         self._dispatcher.start()
         while not self._ready.wait(0.05):

@@ -19,7 +19,7 @@ from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Status
 from zinfer.spec.errors import ENVIRONMENT
 from zinfer.worker.process import Client, WorkerDied, WorkerError
-from zinfer.worker.tasks import Answer, BatchRow, BatchStart, BatchStep, BatchStepped, Request
+from zinfer.worker.tasks import Answer, BatchRequest, BatchRow, BatchStart, BatchStep, BatchStepped, Request
 
 AHEAD = 256  # rows that wait in the worker, so that it finds like ones to begin together
 MANY = 16  # rows of a failed batch above which a quarter of them is tried next, not half
@@ -143,7 +143,7 @@ class _Runner:
         if not self._started:
             self._start()
         new = self._next()
-        answer = self._ask(BatchStep(rows=[batch_row(row) for row in new], ending=self.standing.ending))
+        answer = self._ask(BatchStep(requests=[batch_request(row) for row in new], ending=self.standing.ending))
         self._take(answer)
 
     def _start(self) -> None:
@@ -297,11 +297,10 @@ class _Runner:
             worker.close()
 
 
-def batch_row(row: RequestRow) -> BatchRow:
+def batch_request(row: RequestRow) -> BatchRequest:
     """Return the facts of a row that the worker needs."""
     request = row.request
     sampling = Sampling(temperature=request.temperature, top_p=request.top_p, seed=request.seed)
-    return BatchRow(
-        key=row.key, prompt_ids=list(row.prompt_ids), output_ids=row.output_ids, left=row.need.left, sampling=sampling,
-        stop=request.stop, chat=request.chat,
-    )  # fmt: skip
+    own = BatchRow(key=row.key, output_ids=row.output_ids, left=row.need.left, sampling=sampling)
+    prompts = [list(row.prompt_ids)]
+    return BatchRequest(key=row.key, prompts=prompts, rows=[own], stop=request.stop, chat=request.chat)

@@ -10,13 +10,16 @@ import hmac
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 from zinfer.generation.sampling import nth_seed
@@ -24,17 +27,20 @@ from zinfer.job import openai
 from zinfer.job.openai import Asked, Refused, ServerLimits
 from zinfer.job.serve.dispatcher import Dispatcher, Failure, QueueFull, Row, RowNews, Unavailable
 from zinfer.job.serve.metrics import Metrics
-from zinfer.spec.documents import DocumentError, parse_json
+from zinfer.spec.documents import Bounds, DocumentError, parse_json
 from zinfer.worker.tasks import EchoedPrompt, TokenScore
 
 BODY_S = 60.0  # seconds in which the body of a request must have come
-STALLED_S = 60.0  # seconds in which a client must have read part of a stream
 QUIET_S = 15.0  # seconds without text after which a stream gets a comment, so that nobody takes it for dead
 RETRY_S = 5  # seconds after which a request that met a full queue, or a loading model, may come again
 GONE = 499  # status of a request whose client went away, which nobody reads
 HELD = 64  # largest bodies whose bytes all requests under way may hold together
-LARGE = 1 << 16  # bytes of a body that is parsed outside the event loop
+LARGE = (1 << 16, 1 << 20)  # bytes from which on bodies are parsed in a thread, one at a time; each size has its own
+# Values of a body, parsed in 2 s at most, of which other threads wait for a tenth.
+BODY = Bounds(values=1 << 21, composed=1 << 17)
 PATHS = frozenset({openai.COMPLETIONS, openai.CHAT, "/v1/models", "/health", "/metrics"})
+
+EXCHANGE = "zinfer.exchange"  # of a request, in its scope
 
 Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
@@ -103,14 +109,16 @@ class Choice:
 class Exchange:
     """One request and its answer."""
 
-    def __init__(self, asked: Asked, model: str, size: int) -> None:
+    def __init__(self, asked: Asked, model: str, size: int, client: str = "") -> None:
         self.model, self.size = model, size  # bytes of its body
         self.asked = asked._replace(prompts=())  # the rows have them, as long as they need them
         prefix = "chatcmpl" if asked.chat else "cmpl"
         self.id, self.created = f"{prefix}-{secrets.token_hex(12)}", int(time.time())
         seed = asked.seed or secrets.token_hex(8)
         self.rows = [
-            Row(prompt, self.asked, nth_seed(seed, number)) for prompt in asked.prompts for number in range(asked.n)
+            Row(prompt, self.asked, nth_seed(seed, number), client)
+            for prompt in asked.prompts
+            for number in range(asked.n)
         ]
         self.choices = {row: Choice() for row in self.rows}
         self.changed = asyncio.Event()
@@ -197,7 +205,13 @@ class Desk:
     def __init__(self) -> None:
         self.exchanges: dict[Row, Exchange] = {}
         self.held = 0  # bytes of the bodies of all requests under way
+        self.parsers = [(size, ThreadPoolExecutor(1, "parser")) for size in LARGE]
         self.dispatcher: Dispatcher
+
+    async def aside(self, size: int, read: Callable[[], Asked]) -> Asked:
+        """Return what reading a body of `size` bytes gives; large ones are read in a thread."""
+        threads = [thread for least, thread in self.parsers if size >= least]
+        return await asyncio.get_running_loop().run_in_executor(threads[-1], read) if threads else read()
 
     def deliver(self, news: Iterable[tuple[Row, RowNews]]) -> None:
         """Take news of rows; in the event loop."""
@@ -250,10 +264,7 @@ class Events(Response):
                 if isinstance(part, Response):
                     await part(scope, receive, send)
                     return
-                async with asyncio.timeout(STALLED_S):
-                    await send(part)
-        except TimeoutError:
-            scope.get("state", {}).get("abort", lambda: None)()
+                await send(part)
         finally:
             gone.cancel()
             self._desk.close(self._exchange)
@@ -304,21 +315,17 @@ async def _changed(exchange: Exchange, gone: "asyncio.Future[None]", patience_s:
 
 
 class Gate:
-    """Outermost layer: the key, and the count of requests."""
+    """Outermost layer: the key, the count of requests, and a line about each."""
 
-    def __init__(self, app: Any, key: str | None, metrics: Metrics) -> None:
-        self._app, self._metrics = app, metrics
+    def __init__(self, app: Any, key: str | None, metrics: Metrics, log: Callable[[str], None]) -> None:
+        self._app, self._metrics, self._log = app, metrics, log
         self._key = None if key is None else key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        status = 0
-        # The server's own object: the one way to end a connection whose client reads nothing.
-        transport = getattr(getattr(send, "__self__", None), "transport", None)
-        if transport is not None:
-            scope.setdefault("state", {})["abort"] = transport.abort
+        status, began = 0, time.monotonic()
 
         async def watched(message: Message) -> None:
             nonlocal status
@@ -326,6 +333,7 @@ class Gate:
                 status = message["status"]
             await send(message)
 
+        scope["path"] = scope["path"].rstrip("/") or "/"
         path = scope["path"] if scope["path"] in PATHS else "other"
         try:
             if scope["path"] != "/health" and not self._authorized(scope):
@@ -335,6 +343,7 @@ class Gate:
                 await self._app(scope, receive, watched)
         finally:
             self._metrics.request(path, status)
+            self._log(_line(scope, status, time.monotonic() - began))
 
     def _authorized(self, scope: Scope) -> bool:
         if self._key is None:
@@ -344,11 +353,29 @@ class Gate:
         return hmac.compare_digest(key.strip(), self._key) and kind.lower() == b"bearer"
 
 
+def _line(scope: Scope, status: int, seconds: float) -> str:
+    """Return a line about a request that has ended, without anything of its content."""
+    line = f"{scope['method']} {scope['raw_path'].decode('latin-1')[:100]} {status or 'gone'}"
+    if (exchange := scope.get(EXCHANGE)) is not None:
+        prompts, answers = exchange.tokens
+        line += f" {prompts}+{answers} tokens"
+    return f"{line} {seconds:.2f} s"
+
+
 def make_app(
-    desk: Desk, model: str, limits: ServerLimits, metrics: Metrics, *, key: str | None, most_bytes: int
-) -> Gate:
-    """Return the ASGI application: `model` is the name of the one that is served, `most_bytes` the largest body."""
-    app = FastAPI(openapi_url=None)
+    desk: Desk,
+    model: str,
+    limits: ServerLimits,
+    metrics: Metrics,
+    *,
+    key: str | None,
+    most_bytes: int,
+    origins: Sequence[str] = (),
+    log: Callable[[str], None] = lambda _line: None,
+) -> Any:
+    """Return the ASGI application: `model` is the name of the one that is served, `most_bytes` the largest body. Pages
+    of the `origins` may use it; `log` gets a line about each request."""
+    app = FastAPI(openapi_url=None, redirect_slashes=False)
     began = int(time.time())
     about = {"id": model, "object": "model", "created": began, "owned_by": "zinfer"}
 
@@ -367,7 +394,9 @@ def make_app(
                     405: f"{request.method[:20]} is not for {request.url.path[:60]}"}  # fmt: skip
         codes = {404: "not_found", 405: "method_not_allowed"}
         message = messages.get(error.status_code, str(error.detail))
-        return HttpError(error.status_code, codes.get(error.status_code), message).response()
+        found = HttpError(error.status_code, codes.get(error.status_code), message).response()
+        found.headers.update(error.headers or {})
+        return found
 
     @app.post(openai.COMPLETIONS)
     async def completions(request: Request) -> Response:
@@ -377,7 +406,7 @@ def make_app(
     async def chat_completions(request: Request) -> Response:
         return await answered(request, chat=True)
 
-    @app.get("/v1/models")
+    @app.api_route("/v1/models", methods=["GET", "HEAD"])
     async def models() -> Response:
         return _json({"object": "list", "data": [about]})
 
@@ -387,12 +416,14 @@ def make_app(
             raise _no_model(name, model)
         return _json(about)
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
-        state, why_not = desk.dispatcher.state, desk.dispatcher.cannot_reuse
-        if state != "ready":
-            return _json({"status": state}, 503)
-        return _json({"status": "ok", "prefix_reuse": "on" if why_not is None else f"off: {why_not}"})
+        one = desk.dispatcher
+        if one.state != "ready":
+            return _json({"status": one.state}, 503)
+        reasons = {"completions": one.cannot_complete, "chat": one.cannot_chat, "prefix_reuse": one.cannot_reuse}
+        told = {name: "on" if why_not is None else f"off: {why_not}" for name, why_not in reasons.items()}
+        return _json({"status": "ok", "worker": "running" if one.unfinished else "idle"} | told)
 
     @app.get("/metrics")
     async def prometheus() -> Response:
@@ -401,12 +432,11 @@ def make_app(
     async def answered(request: Request, chat: bool) -> Response:
         body = await _body(request, most_bytes, desk)
         try:
-            asked = (
-                await asyncio.to_thread(_read, body, chat, limits) if len(body) > LARGE else _read(body, chat, limits)
-            )
+            asked = await desk.aside(len(body), partial(_read, body, chat, limits))
             if asked.model is not None and asked.model != model:
                 raise _no_model(asked.model, model)
-            exchange = Exchange(asked, model, len(body))
+            client = request.client.host if request.client else ""
+            exchange = request.scope[EXCHANGE] = Exchange(asked, model, len(body), client)
             desk.open(exchange)
         except BaseException as error:
             desk.held -= len(body)
@@ -431,7 +461,13 @@ def make_app(
             raise HttpError(failure.status, failure.code, failure.message, failure.param)
         return _json(exchange.body())
 
-    return Gate(app, key, metrics)
+    gate = Gate(app, key, metrics, log)
+    if not origins:
+        return gate
+    return CORSMiddleware(
+        gate, allow_origins=origins, allow_methods=["GET", "HEAD", "POST"], allow_headers=["*"],
+        expose_headers=["Retry-After"],
+    )  # fmt: skip
 
 
 def _no_model(name: str, model: str) -> HttpError:
@@ -444,7 +480,7 @@ def _full() -> HttpError:
 
 def _read(body: bytes, chat: bool, limits: ServerLimits) -> Asked:
     try:
-        fields = parse_json(body, "the body")
+        fields = parse_json(body, "the body", bounds=BODY)
         if not isinstance(fields, dict):
             raise Refused("invalid_json", "the body is not a JSON object")
         return openai.read_body(fields, chat, limits)

@@ -1,25 +1,36 @@
 """Dispatcher: the thread that drives the server's worker, from the arrival of a request's rows to their last token.
 
-Rows are given to the worker's queue as they come; the worker begins them in this order, at every pass. The thread alone
-talks to the worker and sleeps while there is no row. A worker that dies is started again: rows of which no text was
-handed out go on with the tokens that they have, fewer of them at a time, so that a row that is to blame ends alone.
+Rows are given to the worker's queue as they come; the worker begins them, at every pass, in the order that
+`zinfer.generation.schedule.in_turn` gives: requests share the memory, however many rows each has. The thread alone
+talks to the worker and sleeps while there is no row. Prompts that are texts are read beside it
+(`zinfer.job.serve.reading`): their rows come when they have token ids. A worker that dies is started again: rows of
+which no text was handed out go on with the tokens that they have, fewer of them at a time, so that a row that is to
+blame ends alone.
 """
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Literal, NamedTuple, Protocol
 
 from zinfer.generation.sampling import Sampling
+from zinfer.generation.schedule import in_turn
+from zinfer.generation.tokenizer_process import Refusal
 from zinfer.job.batch.run import FATAL, MANY
 from zinfer.job.openai import Asked, Prompt, Refused, answer_limit
+from zinfer.job.serve.reading import UNREAD, Ids, Reader, Tokenizes
 from zinfer.plan.plan import Plan
+from zinfer.record.measurement import Status
 from zinfer.spec.case import Workload
 from zinfer.spec.errors import ENVIRONMENT
+from zinfer.spec.model import ModelError
 from zinfer.worker.process import Client, WorkerDied, WorkerError
 from zinfer.worker.tasks import (
     Answer,
+    BatchRequest,
     BatchRow,
     BatchStart,
     BatchStep,
@@ -27,15 +38,20 @@ from zinfer.worker.tasks import (
     EchoedPrompt,
     Request,
     RowStep,
-    Tokenize,
     TokenScore,
 )
 
 TURN_S = 0.05  # seconds between two answers of the worker, or one pass, while no text is streamed
-PROMPTS_AT_ONCE = 32  # prompts of one request to the worker for token ids
-TOKENIZE_S = 0.2  # seconds after which prompts that are still texts wait for the next turn
+SHARES = 4  # a request fills one in so many of the places in the queue at most, however many of its rows wait
 RELOADS, RELOAD_S = 3, 2.0  # attempts to load a worker again, and seconds after the first that failed
 PATIENCE_S = 1.0  # seconds that the end of a pass is waited for when the server stops at once
+
+TRIED: list[Any] = ["hi", [{"role": "user", "content": "hi"}]]  # prompts that tell whether texts and chats are served
+# What a client is told of a worker that failed; the terminal alone gets its last words.
+FAILED: dict[Status, str] = {
+    "crashed": "it ended", "timeout": "it did not answer in time", "oom_gpu": "GPU memory ran out",
+    "oom_host": "host memory ran out",
+}  # fmt: skip
 
 State = Literal["loading", "ready", "draining", "ended"]
 
@@ -82,7 +98,10 @@ class Row:
     prompt: Prompt
     asked: Asked
     seed: str
+    client: str = ""  # who sent it; prompts of clients are read in turn
     key: int = -1
+    request: int = -1  # number of its request, and of its prompt among those of the request
+    place: int = 0
     prompt_ids: list[int] = field(default_factory=list)
     limit: int = 0
     output_ids: list[int] = field(default_factory=list)
@@ -99,15 +118,32 @@ class Row:
         """Tokens that the worker may still add: one at least, which does not count if none was asked for."""
         return max(1, self.limit) - len(self.output_ids)
 
-    def for_worker(self) -> BatchRow:
-        """Return the facts of a row that the worker needs."""
+    def for_worker(self, prompt: int) -> BatchRow:
+        """Return the facts that the worker needs of the row alone; `prompt` is the number of its prompt there."""
         asked = self.asked
         sampling = Sampling(temperature=asked.temperature, top_p=asked.top_p, seed=self.seed)
-        return BatchRow(
-            key=self.key, prompt_ids=self.prompt_ids, output_ids=self.output_ids, left=self.left, sampling=sampling,
-            stop=asked.stop, stream=asked.stream, logprobs=asked.logprobs, echo=asked.echo and self.echoed is None,
-            ignore_eos=asked.ignore_eos, chat=asked.chat,
-        )  # fmt: skip
+        return BatchRow(key=self.key, prompt=prompt, output_ids=self.output_ids, left=self.left, sampling=sampling)
+
+
+def for_worker(rows: Iterable[Row]) -> list[BatchRequest]:
+    """Return the facts that the worker needs of rows, by request: what those of one have in common comes once."""
+    found = []
+    for (key, echo), own in _grouped(rows, lambda row: (row.request, row.asked.echo and row.echoed is None)).items():
+        asked, prompts = own[0].asked, _grouped(own, lambda row: row.place)
+        found.append(BatchRequest(
+            key=key, prompts=[same[0].prompt_ids for same in prompts.values()],
+            rows=[row.for_worker(number) for number, same in enumerate(prompts.values()) for row in same],
+            stop=asked.stop, ignore_eos=asked.ignore_eos, chat=asked.chat, stream=asked.stream,
+            logprobs=asked.logprobs, echo=echo,
+        ))  # fmt: skip
+    return found
+
+
+def _grouped(rows: Iterable[Row], key: Callable[[Row], Any]) -> dict[Any, list[Row]]:
+    found: dict[Any, list[Row]] = {}
+    for row in rows:
+        found.setdefault(key(row), []).append(row)
+    return found
 
 
 class Meter(Protocol):
@@ -127,7 +163,7 @@ class Dispatcher:
 
     `load` is the largest load to reckon with; at most `at_most` rows run at a time, and `most_waiting` wait for their
     first token. KV caches of earlier rows may take `cache_size` bytes of host memory, and are reused. `post` receives
-    the news of rows, from the thread.
+    the news of rows, from the thread. `tokenizer`, which is closed at the end, reads prompts.
     """
 
     def __init__(
@@ -137,6 +173,7 @@ class Dispatcher:
         load: Workload,
         meter: Meter,
         post: Post,
+        tokenizer: Tokenizes,
         *,
         at_most: int | None = None,
         most_waiting: int = 1024,
@@ -154,9 +191,11 @@ class Dispatcher:
         self._make_worker, self._load, self._meter, self._post = make_worker, load, meter, post
         self._at_most, self._output_len, self._cache_size = at_most, output_len, cache_size
         self.cannot_reuse: str | None = None if cache_size else "KV caches have no memory of the host"
+        self.cannot_complete: str | None = None  # reason why no text can be continued
+        self.cannot_chat: str | None = None
         self._say, self._loading, self._on_ready, self._on_end = say, loading, ready, ended
         self._changed = threading.Condition()  # guards the next six
-        self._inbox: list[Row] = []
+        self._inbox: list[tuple[Row, Ids]] = []  # rows whose prompts were read
         self._dropped: set[int] = set()
         self._unfinished: dict[int, Row] = {}  # by key
         self._unbegun: set[int] = set()  # keys of those of them without a token
@@ -168,8 +207,8 @@ class Dispatcher:
         self._since = 0  # rows that ended since the window was set
         self._tokens = self._stopped = 0  # tokens made; rows that ended before they had all tokens they might
         self._worker: Client | None = None
-        self._reading: list[Row] = []  # rows whose prompts the worker turns into token ids now
-        self._one_by_one = False  # True after it died while it did so
+        self._tokenizer = tokenizer
+        self._reader = Reader(tokenizer, self._read, self._wanted)
         self._positions = 0
         self.kept_bytes = 0  # host memory of kept KV caches
         self._cannot_score: str | None = None
@@ -193,21 +232,38 @@ class Dispatcher:
         return len(self._unbegun)
 
     def submit(self, rows: Sequence[Row]) -> None:
-        """Let rows wait for their turn. Raises Unavailable while the worker loads and when the server ends, QueueFull
-        when too many rows wait."""
+        """Let the rows of a request wait for their turn. Raises Unavailable while the worker loads and when the server
+        ends, QueueFull when too many rows wait, of which one request's count for a quarter of the queue at most."""
         with self._changed:
             if self.state == "loading":
                 raise Unavailable("the model is being loaded", retry=True)
             if self.state != "ready":
                 raise Unavailable("the server is shutting down", retry=False)
-            if len(self._unbegun) + len(rows) > self.most_waiting:
+            share = max(1, self.most_waiting // SHARES)
+            waiting = Counter(self._unfinished[key].request for key in self._unbegun)
+            if sum(min(count, share) for count in (*waiting.values(), len(rows))) > self.most_waiting:
                 raise QueueFull
-            for row in rows:
+            request = self._next_key
+            for number, row in enumerate(rows):
                 row.key, row.came = self._next_key, time.monotonic()
+                row.request, row.place = request, number // row.asked.n
                 self._next_key += 1
                 self._unfinished[row.key] = row
                 self._unbegun.add(row.key)
-            self._inbox += rows
+            self._inbox += [(row, row.prompt) for row in rows if _is_ids(row.prompt)]  # type: ignore[misc]
+            self._changed.notify()
+        texts = [row for row in rows if not _is_ids(row.prompt)]
+        prompts = [list(own) for _, own in groupby(texts, lambda row: id(row.prompt))]  # each is read once
+        self._reader.add([(own[0].prompt, own) for own in prompts], rows[0].client)
+
+    def _wanted(self, rows: Sequence[Row]) -> bool:
+        """Tell whether somebody waits for any of `rows`, which have one prompt."""
+        return any(row.key in self._unfinished for row in rows)
+
+    def _read(self, found: list[tuple[Sequence[Row], Ids]]) -> None:
+        """Take the token ids of prompts; called by the reader's threads."""
+        with self._changed:
+            self._inbox += [(row, ids) for rows, ids in found for row in rows]
             self._changed.notify()
 
     def drop(self, rows: Iterable[Row]) -> None:
@@ -253,64 +309,56 @@ class Dispatcher:
             with self._changed:
                 self.state = "ended"
                 rows = list(self._unfinished.values())
-            failure = Failure(503, "server_shutting_down", self.fault or "the server has shut down")
+            failure = Failure(503, "server_shutting_down", "the server has shut down")
             self._tell([(row, RowNews(failure=failure)) for row in rows])
+            self._reader.close()
             self._close()
             self._on_end()
 
     def _turn(self) -> bool:
         """Wait for rows, take them in, and have the worker run for a turn. Return False at the end."""
         with self._changed:
-            while not (self._inbox or self._sent or self._waiting or self._stopping):
+            while not (self._inbox or self._sent or self._waiting or self._stopping) and self._worker is not None:
                 self._dropped.clear()
                 self._changed.wait()
             if self._stopping:
                 return False
-            self._waiting += self._inbox
+            read = [(row, ids) for row, ids in self._inbox if row.key in self._unfinished]
             dropped, self._inbox, self._dropped = self._dropped, [], set()
         self._waiting = [row for row in self._waiting if row.key not in dropped]
         drop = [key for key in dropped if self._sent.pop(key, None) is not None]
         try:
             if self._worker is None:
                 self._restart()
-            self._tokenize()
+            self._take_in(read)
             new = self._next()
             if new or drop or self._sent:
                 self._sent |= {row.key: row for row in new}
                 streams = any(row.asked.stream for row in self._sent.values())
-                rows = [row.for_worker() for row in new]
                 ending = self._stopped / (self._tokens + self._stopped + 1)
-                step = BatchStep(rows=rows, drop=drop, ending=ending, answer_s=0.0 if streams else TURN_S)
+                step = BatchStep(
+                    requests=for_worker(new), drop=drop, ending=ending, answer_s=0.0 if streams else TURN_S
+                )
                 self._take(self._ask(step))
         except WorkerError as failed:
             self._after(failed)
         return True
 
-    def _tokenize(self) -> None:
-        """Turn the prompts that are texts into token ids, the first ones first; rows that cannot be served fail."""
-        began = time.monotonic()
-        new = [row for row in self._waiting if not row.prompt_ids]
-        while new and time.monotonic() - began < TOKENIZE_S:
-            size = 1 if self._one_by_one else PROMPTS_AT_ONCE
-            part, new = new[:size], new[size:]
-            self._reading = [row for row in part if not _is_ids(row.prompt)]
-            texts: list[Any] = [row.prompt for row in self._reading]
-            found = iter(self._ask(Tokenize(prompts=texts)).prompts if texts else ())
-            self._reading = []
-            refused = []
-            for row in part:
-                ids: Any = row.prompt if _is_ids(row.prompt) else next(found)
-                if (failure := self._accept(row, ids)) is not None:
-                    refused.append((row, RowNews(failure=failure)))
-            if refused:
-                self._waiting = _without(self._waiting, [row for row, _ in refused])
-                self._tell(refused)
+    def _take_in(self, read: list[tuple[Row, Ids]]) -> None:
+        """Let rows whose prompts were read wait for the worker; those that cannot be served fail."""
+        refused = []
+        for row, ids in read:
+            if (failure := self._accept(row, ids)) is None:
+                self._waiting.append(row)
+            else:
+                refused.append((row, RowNews(failure=failure)))
+        self._tell(refused)
 
-    def _accept(self, row: Row, ids: list[int] | str) -> Failure | None:
+    def _accept(self, row: Row, ids: Ids) -> Failure | None:
         """Give a row its token ids and its limit; return the reason if it cannot be served."""
         asked, subject = row.asked, "messages" if row.asked.chat else "prompt"
-        if isinstance(ids, str):
-            return Failure(400, "invalid_prompt", ids, subject)
+        if isinstance(ids, Refusal):
+            return Failure(500 if ids.code == UNREAD else 400, ids.code, ids.message, subject)
         if asked.echo and asked.logprobs is not None and self._cannot_score is not None:
             return Failure(400, "unsupported_parameter", f"echo with logprobs: {self._cannot_score}", "echo")
         try:
@@ -326,12 +374,13 @@ class Dispatcher:
         return None
 
     def _next(self) -> list[Row]:
-        """Take the rows that go to the worker now: all that can, unless it failed with as many."""
-        able = 0
-        most = len(self._waiting) if self._window is None else max(self._window - len(self._sent), 0)
-        while able < min(most, len(self._waiting)) and self._waiting[able].prompt_ids:
-            able += 1
-        new, self._waiting = self._waiting[:able], self._waiting[able:]
+        """Take the rows that go to the worker now, which shares the memory out among requests: all, unless it failed
+        with as many."""
+        new = self._waiting
+        if self._window is not None:
+            held = Counter(row.request for row in self._sent.values())
+            new = in_turn(new, held)[: max(self._window - len(self._sent), 0)]
+        self._waiting = _without(self._waiting, new)
         return new
 
     def _take(self, answer: BatchStepped) -> None:
@@ -400,20 +449,14 @@ class Dispatcher:
         if died:
             self._close(kill=True)
         rows, self._sent, self.running = list(self._sent.values()), {}, 0
-        reading, self._reading = self._reading, []
-        if reading:  # the rows that run are not to blame
-            suspects = reading
-            self._one_by_one = True
-        else:
-            suspects = rows
-            if rows:
-                self._window, self._since = max(1, len(rows) // (4 if len(rows) > MANY else 2)), 0
-        guilty = suspects if len(suspects) == 1 and (suspects[0].tries or not died) else []
-        for row in suspects:
+        if rows:
+            self._window, self._since = max(1, len(rows) // (4 if len(rows) > MANY else 2)), 0
+        guilty = rows if len(rows) == 1 and (rows[0].tries or not died) else []
+        for row in rows:
             row.tries += 1
-        lost = {row.key: row for row in (*guilty, *rows) if row in guilty or row.told}
+        lost = {row.key: row for row in rows if row in guilty or row.told}
         self._waiting = _without(sorted([*rows, *self._waiting], key=lambda row: row.key), lost.values())
-        failure = Failure(500, failed.status, f"the worker failed: {failed}")
+        failure = Failure(500, failed.status, f"the worker failed: {FAILED.get(failed.status, failed.status)}")
         self._tell([(row, RowNews(failure=failure)) for row in lost.values()])
         again = len(rows) - sum(row.key in lost for row in rows)
         self._say(f"the worker failed ({failed.status}: {failed}); {len(lost)} rows ended, {again} are tried again")
@@ -439,10 +482,9 @@ class Dispatcher:
             self._loading()
             try:
                 worker = self._worker = self._make_worker()
-                if first:
-                    worker.ask(Tokenize(prompts=[], model=self.plan.model))  # before the weights, which take minutes
                 worker.start(self.plan)
                 self._begin()
+                self._try_prompts()
                 with self._changed:
                     if self.state == "loading":
                         self.state = "ready"
@@ -459,10 +501,22 @@ class Dispatcher:
         size = self._cache_size
         started = self._ask(BatchStart(load=self._load, rows=self._at_most, arrivals=True, cache_size=size))
         self._positions, self._cannot_score, self.kept_bytes = started.positions, started.cannot_score, 0
+        self._tokenizer.most = min(started.positions, self.plan.model.max_position or started.positions)
         if size and started.cannot_reuse != self.cannot_reuse:
             self.cannot_reuse = started.cannot_reuse
             self._say(f"every prompt is computed whole: {self.cannot_reuse}")
         self.fault = None
+
+    def _try_prompts(self) -> None:
+        """Find out whether texts and chats can become token ids: some models have no chat template, or a broken one."""
+        self.cannot_complete, self.cannot_chat = map(self._why_not, TRIED)
+
+    def _why_not(self, prompt: Prompt) -> str | None:
+        try:
+            found = self._tokenizer.encode_alone(prompt)
+        except ModelError as error:
+            return str(error)
+        return found.message if isinstance(found, Refusal) else None
 
     def _ask(self, request: Request[Answer]) -> Answer:
         assert self._worker is not None

@@ -1,33 +1,37 @@
 """Server process: the socket, the event loop, and the end in order."""
 
 import asyncio
-import resource
+import queue
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
-import uvicorn
-
 from zinfer.job.openai import ServerLimits
 from zinfer.job.serve.app import Desk, make_app
+from zinfer.job.serve.connections import Listener, config
 from zinfer.job.serve.dispatcher import Dispatcher
 from zinfer.job.serve.metrics import Metrics
+from zinfer.job.serve.reading import Tokenizes
 from zinfer.plan.plan import Plan
 from zinfer.spec import ending
 from zinfer.spec.case import Workload
 from zinfer.worker.process import Client
 
 BACKLOG = 4096  # connections that wait to be taken in
+LINES = 1000  # about requests, which wait to be written
 LAST_S = 5  # seconds in which clients must have read the answers that were ready at the end
+GRACE_S = 5  # seconds after those, and after the drain, in which the process ends whatever the event loop is at
+SECOND_S = 2.0  # the same after a second signal
 
 
 class Settings(NamedTuple):
     """Settings of a server: the model's name, its key, and its limits. `output_len` is the limit of an answer to a
     request that names none; `drain_s` are the seconds that running requests have at the end; KV caches of earlier
-    requests may take `cache_size` bytes of host memory."""
+    requests may take `cache_size` bytes of host memory. Web pages of `origins` may use it."""
 
     model: str
     key: str | None = None
@@ -37,6 +41,7 @@ class Settings(NamedTuple):
     output_len: int = 256
     drain_s: float = 30.0
     cache_size: int = 0
+    origins: tuple[str, ...] = ()
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -53,12 +58,29 @@ def listen(host: str, port: int) -> socket.socket:
     return bound
 
 
-class _Uvicorn(uvicorn.Server):
-    """Server of uvicorn without its handling of signals, which would close the socket at once."""
+class Log:
+    """Lines about requests, which a thread writes: the event loop waits for no terminal. Where lines come faster than
+    they are written, some are left out."""
 
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+    def __init__(self, write: Callable[[str], None]) -> None:
+        self._write = write
+        self._lines: queue.Queue[str] = queue.Queue(LINES)
+        self._left_out = 0
+        threading.Thread(target=self._run, name="log", daemon=True).start()
+
+    def add(self, line: str) -> None:
+        """Have a line written."""
+        try:
+            self._lines.put_nowait(line)
+        except queue.Full:
+            self._left_out += 1
+
+    def _run(self) -> None:
+        while True:
+            line = self._lines.get()
+            left_out, self._left_out = self._left_out, 0
+            with suppress(OSError, ValueError):  # nobody reads
+                self._write(line if not left_out else f"({left_out:,} requests left out)\n{line}")
 
 
 class HttpServer:
@@ -71,15 +93,17 @@ class HttpServer:
         load: Workload,
         settings: Settings,
         bound: socket.socket,
+        tokenizer: Tokenizes,
         *,
         say: Callable[[str], None] = lambda _text: None,
         loading: Callable[[], None] = lambda: None,
         ready: Callable[[], None] = lambda: None,
+        log: Callable[[str], None] | None = None,
     ) -> None:
         self._settings, self._socket, self._say = settings, bound, say
         self.metrics, self.desk = Metrics(), Desk()
         self.dispatcher = self.desk.dispatcher = Dispatcher(
-            plan, make_worker, load, self.metrics, self._post, at_most=settings.rows,
+            plan, make_worker, load, self.metrics, self._post, tokenizer, at_most=settings.rows,
             most_waiting=settings.most_waiting, output_len=settings.output_len, cache_size=settings.cache_size,
             say=say, loading=loading, ready=ready,
             ended=lambda: self._from_outside(self._end),
@@ -87,13 +111,10 @@ class HttpServer:
         self.metrics.watch(self.dispatcher)
         limits = ServerLimits(plan.model.vocab_size, settings.most_waiting)
         app = make_app(
-            self.desk, settings.model, limits, self.metrics, key=settings.key, most_bytes=settings.most_bytes
-        )
-        config = uvicorn.Config(
-            app, log_level="error", access_log=False, lifespan="off", server_header=False, ws="none",
-            timeout_keep_alive=75, timeout_graceful_shutdown=LAST_S, backlog=BACKLOG,
+            self.desk, settings.model, limits, self.metrics, key=settings.key, most_bytes=settings.most_bytes,
+            origins=settings.origins, log=(lambda _line: None) if log is None else Log(log).add,
         )  # fmt: skip
-        self._uvicorn = _Uvicorn(config)
+        self._listener = Listener(config(app, LAST_S), say)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
         self.signal: int | None = None  # signal that ended it
@@ -105,7 +126,7 @@ class HttpServer:
 
     def run(self) -> str | None:
         """Serve until a signal, `drain`, or the worker ends it for good; return the worker's fault, if it was that."""
-        with _signals(self._arrived):
+        with ending.within(self._settings.drain_s + LAST_S + GRACE_S, SECOND_S), _signals(self._arrived):
             asyncio.run(self._run())
         return self.dispatcher.fault
 
@@ -116,10 +137,9 @@ class HttpServer:
 
     async def _run(self) -> None:
         self._loop = asyncio.get_running_loop()
-        _raise_limit()
         self.dispatcher.start()
         try:
-            await self._uvicorn.serve([self._socket])
+            await self._listener.serve([self._socket])
         finally:
             await asyncio.to_thread(self.dispatcher.stop)
 
@@ -138,7 +158,7 @@ class HttpServer:
 
     def _drain(self) -> None:
         if self._draining is not None:
-            self._uvicorn.should_exit = self._uvicorn.force_exit = True
+            self._listener.should_exit = self._listener.force_exit = True
             return
         self.dispatcher.drain()
         self._draining = asyncio.ensure_future(self._drained())
@@ -148,20 +168,13 @@ class HttpServer:
         if self.dispatcher.unfinished:
             self._say(f"ending: {self.dispatcher.unfinished} rows have {self._settings.drain_s:g} s")
         until = time.monotonic() + self._settings.drain_s
-        while self.dispatcher.unfinished and time.monotonic() < until and not self._uvicorn.should_exit:
+        while self.dispatcher.unfinished and time.monotonic() < until and not self._listener.should_exit:
             await asyncio.sleep(0.05)
         await asyncio.to_thread(self.dispatcher.stop)
 
     def _end(self) -> None:
         """Close the socket and the connections, once all answers and failures are sent; the dispatcher has ended."""
-        self._uvicorn.should_exit = True
-
-
-def _raise_limit() -> None:
-    """Permit as many open connections as this user may have."""
-    with suppress(ValueError, OSError):
-        _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        self._listener.should_exit = True
 
 
 @contextmanager

@@ -1,0 +1,149 @@
+"""Locked requirements: what `make` and CI install is pinned, hashed, and what setup.cfg asks for."""
+
+import re
+import subprocess
+from configparser import ConfigParser
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name as canonical
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "requirements"
+NAMES = ("build", "run", "dev", "judges")
+EXTRAS = {
+    "run": ("engines",),
+    "dev": ("engines", "tensorrt-rtx", "dev"),
+    "judges": ("engines", "judges", "ray", "torchao", "export"),
+}
+MACHINES = [
+    {"sys_platform": "linux", "platform_system": "Linux", "platform_machine": machine, "python_version": version,
+     "python_full_version": f"{version}.1", "platform_python_implementation": "CPython", "extra": ""}
+    for machine in ("x86_64", "aarch64")
+    for version in ("3.11", "3.12", "3.13")
+]  # fmt: skip
+
+
+class Locked(NamedTuple):
+    """One block of a lock: the requirement, and its hashes."""
+
+    requirement: Requirement
+    hashes: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return canonical(self.requirement.name)
+
+    @property
+    def version(self) -> str:
+        return next(iter(self.requirement.specifier)).version
+
+
+def parse(text: str) -> list[Locked]:
+    """Return the blocks of a lock. Raises ValueError for a line that is neither a requirement, a hash nor a comment."""
+    found = []
+    for block in re.split(r"\n(?=\S)", re.sub(r"^\s*#.*\n", "", text, flags=re.MULTILINE).strip()):
+        first, *rest = (line.strip().removesuffix("\\").strip() for line in block.splitlines())
+        if not all(re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", line) for line in rest):
+            raise ValueError(block)
+        found.append(Locked(Requirement(first), tuple(rest)))
+    return found
+
+
+def lock(name: str) -> list[Locked]:
+    return parse((FOLDER / f"{name}.txt").read_text())
+
+
+def versions(name: str, machine: dict[str, str]) -> dict[str, str]:
+    """Return the version of each package of a lock that pip would install on `machine`."""
+    found: dict[str, str] = {}
+    for one in lock(name):
+        if one.requirement.marker is None or one.requirement.marker.evaluate(machine):
+            assert one.name not in found, f"{one.name} twice"
+            found[one.name] = one.version
+    return found
+
+
+def asked(*extras: str) -> list[Requirement]:
+    """Return what setup.cfg requires, itself and for `extras`."""
+    setup = ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    lines = [setup["options"]["install_requires"], *(setup["options.extras_require"][extra] for extra in extras)]
+    return [Requirement(line) for text in lines for line in text.splitlines() if line.strip()]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_package_has_one_version_and_hashes(name: str) -> None:
+    text = (FOLDER / f"{name}.txt").read_text()
+    assert "://" not in text, "a lock names no index"
+    for one in lock(name):
+        assert re.fullmatch(r"==[\w.!+]+", str(one.requirement.specifier)), one
+        assert one.hashes, one
+        assert one.requirement.url is None
+    for machine in MACHINES:
+        assert versions(name, machine)
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+def test_a_lock_is_what_setup_cfg_asks_for(name: str) -> None:
+    """If this fails, run `make lock`."""
+    for machine in MACHINES:
+        found = versions(name, machine)
+        for requirement in asked(*EXTRAS[name]):
+            version = found.get(canonical(requirement.name))
+            assert version is not None, f"{requirement} is not in requirements/{name}.txt"
+            assert requirement.specifier.contains(version, prereleases=True), (requirement, version)
+
+
+def test_locks_agree() -> None:
+    for machine in MACHINES:
+        run, dev, judges, build = (versions(name, machine) for name in ("run", "dev", "judges", "build"))
+        assert run.items() <= dev.items()
+        assert run.items() <= judges.items()
+        assert {name: version for name, version in dev.items() if name in judges}.items() <= judges.items()
+        assert build["setuptools"] == dev["setuptools"]
+
+
+@pytest.mark.parametrize(("name", "gone"), [("run", "|triton"), ("dev", "")])
+def test_a_build_for_cpus_lacks_what_cuda_alone_needs(name: str, gone: str, tmp_path: Path) -> None:
+    """The recipes of the Makefile drop torch, NVIDIA's libraries, and nothing else."""
+    words = ["make", "--silent", "--always-make", "--dry-run", f"--file={ROOT / 'Makefile'}", "TORCH=cpu", "setup"]
+    recipe = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    (command,) = [line for line in recipe.splitlines() if line.endswith(f"requirements/{name}.txt >.venv/{name}.txt")]
+    (tmp_path / "requirements").symlink_to(FOLDER)
+    (tmp_path / ".venv").mkdir()
+    subprocess.run(["/bin/sh", "-c", command], cwd=tmp_path, check=True)
+    left = {one.name: one for one in parse((tmp_path / ".venv" / f"{name}.txt").read_text())}
+    dropped = {one.name for one in lock(name)} - left.keys()
+    assert {"torch", "cuda-toolkit", "nvidia-cublas"} < dropped
+    assert all(re.match(r"torch$|cuda-|nvidia-" + (r"|triton$" if gone else ""), one) for one in dropped), dropped
+    assert {"nvidia-ml-py", "numpy", "sympy", "networkx", "filelock", "fsspec", "jinja2"} < left.keys()
+    assert ("triton" in left) is not gone.startswith("|")
+    version = versions("run", MACHINES[0])["torch"]
+    assert "--no-deps --index-url https://download.pytorch.org/whl/cpu" in recipe
+    (torch,) = re.findall(r'whl/cpu (".*")', recipe)
+    shown = subprocess.run(["/bin/sh", "-c", f"echo {torch}"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert shown.stdout == f"torch=={version}\n"
+
+
+def test_the_project_has_one_home() -> None:
+    """A change of the home changes setup.cfg and SECURITY.md together; the oldest versions tried are those promised."""
+    setup = ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    home = setup["metadata"]["url"]
+    links = [line.partition(" = ")[2] for line in setup["metadata"]["project_urls"].split("\n") if line]
+    assert len(links) >= 4
+    assert all(link.startswith(f"{home}/") for link in links)
+    assert f"<{home}/security/advisories/new>" in (ROOT / "SECURITY.md").read_text()
+    oldest = {one.name: min(part.version for part in one.specifier) for one in asked("engines", "dev")}
+    tried = (ROOT / "CONTRIBUTING.md").read_text().split("## Tested with")[1].split("\n## ")[0]
+    for name in ("torch", "triton", "transformers"):
+        assert re.search(rf"\| {re.escape(oldest[name])}[.+\d]", tried), f"{name} {oldest[name]} was not tried"
+
+
+@pytest.mark.parametrize("text", ["--index-url https://pypi.org/simple", "a==1 \\\n    -r other.txt"])
+def test_what_is_no_lock_is_noticed(text: str) -> None:
+    with pytest.raises(ValueError, match=r".+"):
+        parse(text)

@@ -1,0 +1,168 @@
+"""Bodies as clients send them: what has no effect is taken, what has one is carried out, or refused by name."""
+
+import json
+from typing import Any
+
+import pytest
+
+from zinfer.job.openai import CHAT, Asked, Refused, ServerLimits, read_body
+
+SERVED = ServerLimits(vocab_size=100, answers=64)
+TALK = [{"role": "user", "content": "hi"}]
+# What vLLM's clients send of its request with nothing set, beside OpenAI's own parameters.
+VLLM = {
+    "frequency_penalty": 0.0, "presence_penalty": 0, "repetition_penalty": 1.0, "length_penalty": 1.0, "top_k": -1,
+    "min_p": 0.0, "n": 1, "best_of": 1, "logit_bias": {}, "use_beam_search": False, "early_stopping": False,
+    "stop": [], "stop_token_ids": [], "bad_words": [], "include_stop_str_in_output": False, "ignore_eos": False,
+    "min_tokens": 0, "skip_special_tokens": True, "spaces_between_special_tokens": True, "priority": 0,
+    "truncate_prompt_tokens": None, "prompt_logprobs": None, "allowed_token_ids": None, "return_token_ids": False,
+    "return_tokens_as_token_ids": False, "guided_json": None, "structured_outputs": None, "cache_salt": None,
+    "kv_transfer_params": None, "vllm_xargs": None, "response_format": {"type": "text"}, "seed": None,
+}  # fmt: skip
+# Of OpenAI's request, as its client, LangChain and LiteLLM send it.
+OPENAI = {
+    "user": "me", "metadata": {"a": "b"}, "store": False, "service_tier": "auto", "safety_identifier": "x",
+    "prompt_cache_key": "k", "prompt_cache_retention": "24h", "prompt_cache_options": {"mode": "implicit"},
+    "parallel_tool_calls": True, "verbosity": "medium", "prediction": None, "audio": None, "reasoning_effort": None,
+    "modalities": ["text"], "tools": [], "functions": [], "tool_choice": "auto", "function_call": "none",
+    "web_search_options": None, "moderation": None, "logprobs": False, "top_logprobs": 0, "stream": False,
+    "stream_options": {"include_usage": False, "include_obfuscation": True}, "temperature": None, "top_p": None,
+    "max_tokens": None, "max_completion_tokens": None,
+}  # fmt: skip
+
+
+def chat(served: bool = True, **fields: Any) -> Asked:
+    return read_body({"messages": TALK} | fields, True, SERVED if served else None)
+
+
+def text(served: bool = True, **fields: Any) -> Asked:
+    return read_body({"prompt": "x"} | fields, False, SERVED if served else None)
+
+
+def said(message: dict[str, Any]) -> Any:
+    (talk,) = chat(messages=[message]).prompts
+    assert isinstance(talk, list)
+    return talk[0]
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_defaults_and_empty_values_change_nothing(served: bool) -> None:
+    alone = chat(served)
+    assert chat(served, **VLLM, **OPENAI, add_special_tokens=False, add_generation_prompt=True) == alone
+    assert chat(served, **dict.fromkeys([*VLLM, *OPENAI, "frobnicate"])) == alone
+    completion = {key: value for key, value in OPENAI.items() if key not in ("top_logprobs", "modalities")}
+    assert text(served, **VLLM, **completion, add_special_tokens=True, suffix="", echo=False) == text(served)
+    empties: list[Any] = ["", [], {}]
+    for empty in empties:
+        assert chat(served, frobnicate=empty, tools=empty) == alone
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("use_beam_search", True), ("spaces_between_special_tokens", False), ("skip_special_tokens", False),
+        ("add_special_tokens", True), ("add_generation_prompt", False), ("continue_final_message", True),
+        ("top_k", 5), ("min_p", 0.1), ("length_penalty", 2), ("repetition_penalty", 1.1), ("logit_bias", {"5": 1}),
+        ("stop_token_ids", [3]), ("include_stop_str_in_output", True), ("min_tokens", 1), ("best_of", 2),
+        ("return_token_ids", True), ("tools", [{"type": "function"}]), ("tool_choice", "required"),
+        ("function_call", {"name": "f"}), ("response_format", {"type": "json_object"}), ("audio", {"voice": "x"}),
+        ("modalities", ["text", "audio"]), ("prediction", {"type": "content"}), ("verbosity", "low"),
+        ("reasoning_effort", "low"), ("web_search_options", {}), ("cache_salt", "x"), ("echo", True),
+        ("chat_template", "x"), ("chat_template_kwargs", {"a": 1}), ("structured_outputs", {"json": {}}),
+        ("stop_token_ids", [0]), ("priority", True), ("top_k", False), ("frobnicate", False), ("presence_penalty", 1),
+    ],
+)  # fmt: skip
+def test_a_value_with_an_effect_is_refused_by_name(key: str, value: Any) -> None:
+    with pytest.raises(Refused, match=f"^{key}.* is not supported$") as refused:
+        chat(**{key: value})
+    assert (refused.value.code, refused.value.param) == ("unsupported_parameter", key)
+
+
+def test_special_tokens_are_those_of_the_endpoint() -> None:
+    """A prompt begins with them, and a chat has those of its template alone."""
+    with pytest.raises(Refused, match="add_special_tokens=false"):
+        text(add_special_tokens=False)
+    with pytest.raises(Refused, match="add_special_tokens=true"):
+        chat(add_special_tokens=True)
+
+
+def test_options_of_a_stream_need_one_only_if_they_ask_for_something() -> None:
+    for options in (None, {}, {"include_usage": None, "include_obfuscation": True}, {"continuous_usage_stats": False}):
+        assert chat(stream_options=options) == chat()
+    asked = chat(stream=True, stream_options={"include_usage": True, "include_obfuscation": False})
+    assert (asked.usage, asked.usages) == (True, False)
+    with pytest.raises(Refused, match="goes with stream only"):
+        chat(stream_options={"include_usage": True})
+    with pytest.raises(Refused, match=r"stream_options\.frobnicate=1 is not supported"):
+        chat(stream=True, stream_options={"frobnicate": 1})
+
+
+def test_an_earlier_answer_is_taken_as_clients_keep_it() -> None:
+    """All fields of OpenAI's and vLLM's answers that are null or empty."""
+    kept: dict[str, Any] = {"role": "assistant", "content": "hi", "refusal": None, "annotations": [], "audio": None,
+            "function_call": None, "tool_calls": None, "reasoning": None, "reasoning_content": ""}  # fmt: skip
+    assert said(kept) == {"role": "assistant", "content": "hi"}
+    assert said(kept | {"tool_calls": []}) == {"role": "assistant", "content": "hi"}
+    parts = [{"type": "text", "text": "h", "annotations": [], "cache_control": {"type": "ephemeral"}},
+             {"type": "text", "text": "i", "prompt_cache_breakpoint": {"mode": "explicit"}, "extra": None}]  # fmt: skip
+    assert said(kept | {"content": parts}) == {"role": "assistant", "content": "hi"}
+
+
+def test_tool_calls_of_an_earlier_answer_reach_the_template() -> None:
+    call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1, "é"]}'}}
+    shown = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": [1, "é"]}}}
+    for content in ({"content": None}, {}, {"content": ""}):
+        message = {"role": "assistant", "tool_calls": [call]} | content
+        assert said(message) == {"role": "assistant", "content": "", "tool_calls": [shown]}
+    answer = {"role": "tool", "tool_call_id": "c1", "content": "3", "name": "f"}
+    assert said(answer) == answer
+
+
+@pytest.mark.parametrize(
+    ("message", "why"),
+    [
+        ({"role": "assistant", "content": None}, "content must be text"),
+        ({"role": "assistant", "content": "x", "refusal": "no"}, 'refusal="no" in a message'),
+        ({"role": "assistant", "content": "x", "audio": {"id": "a"}}, "audio in a message"),
+        ({"role": "assistant", "content": "x", "function_call": {"name": "f"}}, "function_call in a message"),
+        ({"role": "assistant", "content": "x", "reasoning_content": "hm"}, "reasoning_content"),
+        ({"role": "assistant", "content": "x", "prefix": True}, "prefix=true in a message"),
+        ({"role": "user", "content": [{"type": "text", "text": "x", "mood": "sad"}]}, "mood.* in a part of a message"),
+        ({"role": "user", "content": "x", "name": 5}, "name of a message must be a text"),
+        ({"role": "assistant", "tool_calls": {"a": 1}}, "must be a list"),
+        ({"role": "assistant", "tool_calls": ["f"]}, "needs a function"),
+        ({"role": "assistant", "tool_calls": [{"type": "custom", "custom": {}}]}, "needs a function"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}, "both texts"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "arguments is damaged"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[]"}}]}, "a JSON object"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[" * 999}}]}, "nested"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": '{"a":"\\ud800"}'}}]},
+         "surrogate"),
+    ],
+)  # fmt: skip
+def test_a_message_with_more_than_text_is_refused_by_name(message: dict[str, Any], why: str) -> None:
+    with pytest.raises(Refused, match=why) as refused:
+        said(message)
+    assert refused.value.param == "messages"
+
+
+def test_a_long_value_is_shown_in_part() -> None:
+    for value in ("x" * 10_000_000, {"a": "x" * 10_000}, [1] * 10_000, 10**18):
+        with pytest.raises(Refused) as refused:
+            chat(frobnicate=value)
+        assert len(str(refused.value)) < 100
+
+
+def test_stops_are_few_and_short() -> None:
+    assert text(stop=["x" * 1000] * 16).stop == ("x" * 1000,) * 16
+    for stop in (["x"] * 17, ["x" * 1001]):
+        with pytest.raises(Refused, match="at most 16 texts of 1,000 characters"):
+            text(stop=stop)
+
+
+def test_the_body_of_a_batch_file_is_read_by_the_same_table() -> None:
+    for key, value in (("n", 2), ("stream", True), ("logprobs", True), ("ignore_eos", True)):
+        with pytest.raises(Refused, match=f"{key}={json.dumps(value)} is not supported"):
+            chat(served=False, **{key: value})
+    assert read_body({"messages": TALK, "stream_options": {"include_usage": True}}, True).chat
+    assert CHAT == "/v1/chat/completions"

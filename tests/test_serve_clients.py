@@ -1,0 +1,188 @@
+"""Clients of `zinfer serve` as they are: browsers, probes, load balancers, and whoever reads the log."""
+
+import json
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.inline import MACHINE, SPEC
+from tests.inline_batch import CASE, InlineTokenizer, text
+from tests.serving import NAME, ServedRows, Server, serving
+from zinfer.generation.tokenizer_process import Refusal
+from zinfer.job.serve import server as serve_server
+from zinfer.plan.plan import make_plan
+from zinfer.worker.process import WorkerDied
+from zinfer.worker.session import Session
+from zinfer.worker.tasks import BatchStep, BatchStepped, Load, Loaded
+
+PLAN = make_plan(CASE, SPEC, MACHINE)
+TEXTS = "/v1/completions"
+ASKED = {"prompt": "a3/9", "max_tokens": 4}
+KEY = {"authorization": "Bearer secret"}
+PAGE = "http://localhost:3000"
+
+
+@pytest.fixture(scope="module")
+def lines() -> list[str]:
+    return []
+
+
+@pytest.fixture(scope="module")
+def server(lines: list[str]) -> Iterator[Server]:
+    worker = ServedRows()
+    with serving(PLAN, lambda: worker, key="secret", origins=(PAGE,), log=lines.append) as found:
+        yield found
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/models"])
+def test_a_probe_may_ask_for_the_head_alone(server: Server, path: str) -> None:
+    whole, answer, headers = server.ask(path, None, KEY)
+    assert whole == 200
+    found, empty, same = server.ask(path, None, KEY, method="HEAD")
+    assert (found, empty) == (200, "")
+    assert same["content-length"] == headers["content-length"] == str(len(json.dumps(answer)))
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"),
+    [("POST", "/health", "GET, HEAD"), ("PUT", "/v1/models", "GET, HEAD"), ("GET", TEXTS, "POST"),
+     ("DELETE", "/v1/models/x", "GET"), ("POST", "/metrics", "GET")],
+)  # fmt: skip
+def test_a_wrong_method_says_which_are_right(server: Server, method: str, path: str, allowed: str) -> None:
+    found, answer, headers = server.ask(path, b"{}", KEY, method=method)
+    assert (found, answer["error"]["code"]) == (405, "method_not_allowed")
+    assert set(headers["allow"].split(", ")) == set(allowed.split(", "))
+
+
+def test_a_slash_at_the_end_is_answered_and_leads_nowhere_else(server: Server) -> None:
+    """A redirect would send the client, and its key, to the host that its own header names."""
+    evil = KEY | {"host": "evil.example"}
+    assert server.ask("/health/", None, {"host": "evil.example"})[0] == 200
+    assert server.ask("/v1/models/", None, evil)[1]["data"][0]["id"] == NAME
+    found, answer, headers = server.ask(f"{TEXTS}/", ASKED, evil)
+    assert (found, answer["choices"][0]["text"]) == (200, text("a3/9", 4))
+    for path in ("/health//x", "/v1", "//evil.example/"):
+        found, _, headers = server.ask(path, None, evil)
+        assert found == 404
+        assert "location" not in headers
+
+
+def test_pages_of_an_allowed_origin_may_use_the_server(server: Server) -> None:
+    asks = {"origin": PAGE, "access-control-request-method": "POST",
+            "access-control-request-headers": "authorization,content-type"}  # fmt: skip
+    found, _, headers = server.ask(TEXTS, None, asks, method="OPTIONS")
+    assert (found, headers["access-control-allow-origin"]) == (200, PAGE)
+    assert "authorization" in headers["access-control-allow-headers"]
+    assert "POST" in headers["access-control-allow-methods"]
+    for body, more, expected in ((ASKED, KEY, 200), ({}, KEY, 400), (ASKED, {}, 401)):
+        found, _, headers = server.ask(TEXTS, body, {"origin": PAGE} | more)
+        assert (found, headers["access-control-allow-origin"]) == (expected, PAGE)
+    other = {"origin": "http://localhost:3001"}
+    assert server.ask(TEXTS, None, asks | other, method="OPTIONS")[0] == 400
+    assert "access-control-allow-origin" not in server.ask(TEXTS, ASKED, KEY | other)[2]
+
+
+def test_no_page_may_use_it_by_default() -> None:
+    worker = ServedRows()
+    with serving(PLAN, lambda: worker) as server:
+        asks = {"origin": PAGE, "access-control-request-method": "POST"}
+        found, _, headers = server.ask(TEXTS, None, asks, method="OPTIONS")
+        assert (found, headers["allow"]) == (405, "POST")
+        assert "access-control-allow-origin" not in server.ask(TEXTS, ASKED, {"origin": PAGE})[2]
+
+
+def test_each_request_is_a_line_without_its_content(server: Server, lines: list[str]) -> None:
+    lines.clear()
+    server.ask(TEXTS, ASKED, KEY)
+    server.ask(TEXTS, ASKED | {"stream": True}, KEY)
+    server.ask(TEXTS, {"prompt": "secret", "no": 1}, KEY)
+    server.ask("/v1/models?key=hidden", None)
+    server.ask("/a%0Ab%1B%5B31m" + "x" * 300, None, KEY)
+    server.wait(lambda: len(lines) == 5)
+    heads = [line.rpartition(" ")[0].rpartition(" ")[0] for line in lines]
+    assert heads[:4] == [
+        "POST /v1/completions 200 3+4 tokens", "POST /v1/completions 200 3+4 tokens", "POST /v1/completions 400",
+        "GET /v1/models 401",
+    ]  # fmt: skip
+    assert all(line.isprintable() and len(line) < 150 and line.endswith(" s") for line in lines)
+    assert not any(word in line for line in lines for word in ("secret", "hidden", "a3/9"))
+
+
+def test_a_client_that_went_away_is_told_in_the_log(server: Server, lines: list[str]) -> None:
+    lines.clear()
+    with socket.create_connection(("127.0.0.1", server.server.port)) as one:
+        content = json.dumps({"prompt": "a3/100000", "max_tokens": 100_000}).encode()
+        head = f"POST {TEXTS} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer secret\r\ncontent-type: application/json\r\n"
+        one.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
+        server.wait(lambda: server.dispatcher.running == 1)
+    server.wait(lambda: len(lines) == 1)
+    assert lines[0].startswith(f"POST {TEXTS} 499 0+0 tokens")
+
+
+def test_a_terminal_that_stands_still_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines that nobody reads are left out, and counted."""
+    monkeypatch.setattr(serve_server, "LINES", 3)
+    gate, shown = threading.Event(), list[str]()
+
+    def write(line: str) -> None:
+        gate.wait(60)
+        shown.append(line)
+
+    def left_out() -> int:
+        return sum(int(line.split()[0][1:]) for line in shown if "requests left out" in line)
+
+    worker = ServedRows()
+    with serving(PLAN, lambda: worker, log=write) as server:
+        for _ in range(20):
+            assert server.ask("/health")[0] == 200
+        server.wait(lambda: server.metric("zinfer_requests_total") == 20)
+        gate.set()
+        server.wait(lambda: len(shown) >= 3)
+        server.ask("/health")
+        server.wait(lambda: sum("/health" in line for line in shown) + left_out() == 21)
+    assert 16 <= left_out() <= 17  # one may have been on its way
+
+
+def test_health_tells_of_a_worker_that_is_loaded_again(server: Server) -> None:
+    """At once, though no request waits for it."""
+    gate, workers = threading.Event(), list[ServedRows]()
+
+    class Dying(ServedRows):
+        def _load_point(self, session: Session, request: Load) -> Loaded:
+            if len(workers) > 1:
+                gate.wait(60)
+            return super()._load_point(session, request)
+
+        def _step(self, session: Session, request: BatchStep) -> BatchStepped:
+            if len(workers) == 1:
+                raise WorkerDied("crashed", "the worker ended")
+            return super()._step(session, request)
+
+    def make() -> ServedRows:
+        workers.append(Dying())
+        return workers[-1]
+
+    with serving(PLAN, make) as server:
+        found: list[Any] = []
+        thread = threading.Thread(target=lambda: found.append(server.ask(TEXTS, ASKED | {"stream": True})))
+        thread.start()
+        server.wait(lambda: len(workers) == 2)
+        assert server.ask("/health")[:2] == (503, {"status": "loading"})
+        gate.set()
+        thread.join()
+        server.wait(lambda: server.dispatcher.state == "ready")
+        assert server.ask("/health")[1]["status"] == "ok"
+
+
+def test_health_tells_whether_texts_and_chats_are_served() -> None:
+    class Mute(InlineTokenizer):
+        def encode_alone(self, _prompt: Any) -> Refusal:
+            return Refusal("invalid_prompt", "the tokenizer is broken")
+
+    with serving(PLAN, ServedRows, tokenizer=Mute()) as server:
+        told = server.ask("/health")[1]
+        assert (told["status"], told["worker"]) == ("ok", "idle")
+        assert told["completions"] == told["chat"] == "off: the tokenizer is broken"

@@ -1,0 +1,174 @@
+"""Connections of `zinfer serve`: clients without a key that connect, send little, and read nothing."""
+
+import resource
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.inline import MACHINE, SPEC
+from tests.inline_batch import CASE, text
+from tests.serving import ServedRows, Server, serving
+from tests.test_cli import folder
+from tests.test_serve_command import ask, process
+from zinfer.job.serve import connections
+from zinfer.plan.plan import make_plan
+
+assert folder  # a fixture
+PLAN = make_plan(CASE, SPEC, MACHINE)
+HEAD = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n"
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    worker = ServedRows()
+    with serving(PLAN, lambda: worker, key="secret") as found:
+        yield found
+
+
+@contextmanager
+def connected(server: Server, count: int) -> Iterator[list[socket.socket]]:
+    with ExitStack() as stack:
+        found = []
+        for _ in range(count):
+            found.append(stack.enter_context(closing(socket.create_connection(("127.0.0.1", server.server.port)))))
+            found[-1].settimeout(60)
+        yield found
+
+
+def ended(connection: socket.socket) -> bool:
+    """Whether the server has closed a connection, after what it has sent."""
+    try:
+        while connection.recv(1 << 16):
+            pass
+    except ConnectionResetError:
+        pass
+    return True
+
+
+def status(connection: socket.socket) -> int:
+    """Read an answer, all of it; return its status."""
+    found = b""
+    while b"\r\n\r\n" not in found:
+        found += connection.recv(1 << 16)
+    head, _, body = found.partition(b"\r\n\r\n")
+    size = int(head.lower().partition(b"content-length: ")[2].split()[0])
+    while len(body) < size:
+        body += connection.recv(1 << 16)
+    return int(head.split()[1])
+
+
+def open_at(server: Server) -> int:
+    return len(server.server._listener.server_state.connections)
+
+
+def trickle(connection: socket.socket, content: Callable[[], bytes]) -> float:
+    """Send a little, again and again, until the server has closed the connection; return the seconds."""
+    began = time.monotonic()
+    try:
+        while time.monotonic() - began < 60:
+            connection.sendall(content())
+            time.sleep(0.02)
+    except ConnectionError:
+        pass
+    return time.monotonic() - began
+
+
+def test_the_head_of_a_request_must_come_in_time(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that sends nothing, half a head, a byte of a head now and then, and one that is not HTTP."""
+    monkeypatch.setattr(connections, "HEAD_S", 0.3)
+    with connected(server, 3) as (idle, half, slow):
+        half.sendall(HEAD)
+        slow.sendall(HEAD + b"x: ")
+        assert trickle(slow, lambda: b"y") < 30
+        assert ended(idle)
+        assert ended(half)
+    server.wait(lambda: open_at(server) == 0)
+    assert server.ask("/health")[0] == 200
+
+
+def test_a_connection_is_kept_for_the_next_request_for_a_time(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "IDLE_S", 0.3)
+    with connected(server, 2) as (kept, begun):
+        for one in (kept, begun):
+            one.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert status(one) == 200
+        begun.sendall(HEAD)  # the next head has its own time
+        assert ended(kept)
+        begun.sendall(b"\r\n")
+        assert status(begun) == 401
+
+
+def test_a_body_that_was_refused_does_not_hold_its_connection(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "HEAD_S", 0.3)
+    with connected(server, 1) as (one,):
+        one.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000000\r\n\r\n")
+        assert status(one) == 401
+        assert trickle(one, lambda: b" ") < 30
+
+
+def test_answers_that_nobody_reads_do_not_hold_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands of requests at once on one connection, the answers to which fill all buffers."""
+    monkeypatch.setattr(connections, "STALLED_S", 0.3)
+    worker = ServedRows()
+    with serving(PLAN, lambda: worker, key="secret", buffer=4096) as server:
+        deaf = socket.socket()
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        deaf.settimeout(60)
+        deaf.connect(("127.0.0.1", server.server.port))
+        assert trickle(deaf, lambda: (HEAD + b"\r\n") * 50) < 30
+        deaf.close()
+        server.wait(lambda: open_at(server) == 0)
+
+
+def test_a_new_connection_takes_the_place_of_the_one_that_waits_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those with a request under way stay; while all have one, others wait until one has ended."""
+    monkeypatch.setattr(connections, "most_connections", lambda: 6)
+    worker = ServedRows(pause_s=0.01)
+    with serving(PLAN, lambda: worker) as server, connected(server, 1) as (busy,):
+        content = b'{"prompt": "a3/600", "max_tokens": 600, "stream": true}'
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        request = head + b"content-length: %d\r\n\r\n%b" % (len(content), content)
+        busy.sendall(request)
+        assert busy.recv(20).startswith(b"HTTP/1.1 200")
+        with connected(server, 40) as idle:
+            assert all(map(ended, idle[:35]))
+            assert server.ask("/health")[0] == 200
+            assert open_at(server) <= 6
+            assert busy.recv(1 << 16)
+        with connected(server, 5) as others:
+            for one in others:
+                one.sendall(request)
+                assert one.recv(20).startswith(b"HTTP/1.1 200")
+            assert open_at(server) == 6
+            busy.close()
+            assert server.ask("/v1/completions", {"prompt": "a3/9"})[1]["choices"][0]["text"] == text("a3/9")
+
+
+@pytest.mark.slow
+def test_idle_connections_take_neither_the_server_nor_its_end(folder: Path) -> None:
+    """1,100 of them where the process may have 1,024 files: others are answered, nothing is written about them, and
+    SIGTERM ends the server. It answers while the model is loaded, too."""
+    files = 1024
+    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, max(soft, 2048)), most))
+    words = ["-m", "bloom-tiny", "--load-format", "dummy", "--offload", "cpu"]
+    try:
+        with process(folder, *words, until="listening", files=files) as server, ExitStack() as stack:
+            for _ in range(1100):
+                one = stack.enter_context(closing(socket.socket()))
+                one.setblocking(False)
+                one.connect_ex(("127.0.0.1", server.port))
+            for _ in range(3):
+                assert ask(server.port, "/health")[0] in (200, 503)
+            began = time.monotonic()
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(60) == 143
+            assert time.monotonic() - began < 30
+            assert len(server.lines) < 10, server.lines[:20]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, most))

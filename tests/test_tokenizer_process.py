@@ -1,0 +1,444 @@
+"""Prompts in a process with limits: the ids of transformers, and no template, tokenizer or text that harms another."""
+
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import PATIENCE_S
+from tests.inline import SPEC
+from zinfer.generation import tokenizer_process, tokenizer_server
+from zinfer.generation.tokenizer_process import Refusal, TokenizerProcess, parts
+from zinfer.spec import tokenizer_files
+from zinfer.spec.model import ModelError, ModelSpec
+from zinfer.spec.tokenizer_files import ChatTemplate
+
+pytestmark = pytest.mark.torch  # `checkpoint` saves models
+Checkpoints = Callable[..., Path]
+TALK = [{"role": "user", "content": "hi"}]
+CHAT = [
+    {"role": "system", "content": "Be <brief>. "},
+    {"role": "user", "content": 'Say "\u00e9\n"'},
+    {"role": "assistant", "content": " Yes"},
+    {"role": "user", "content": ""},
+]
+TEMPLATES = [
+    "{% for m in messages %}{{ bos_token }}{{ m.role }}: {{ m['content'] | trim }}\n{% endfor %}{{ eos_token }}",
+    "{% for m in messages %}{% if m.role == 'user' %}{% continue %}{% endif %}{% generation %}{{ m.content }}"
+    "{% endgeneration %}\n    {% endfor %}\n{% if add_generation_prompt %}<go>{% endif %}",
+    "{{ tools is none }} {{ documents is none }} {{ x is defined }}|{{ strftime_now('%Y') }} {{ messages | tojson }}",
+]
+TEXTS = ["Once upon a time", "a", " ", "\u00e9\u6f22\U0001f600 x", "</s><pad>", "\x00\n\t", "x" * 3000]
+
+
+def spec_of(folder: Path | None, **fields: Any) -> ModelSpec:
+    known = {"directory": None if folder is None else str(folder), "vocab_size": 400, "max_position": None}
+    return SPEC.model_copy(update=known | fields)
+
+
+@pytest.fixture
+def folder(checkpoint: Checkpoints, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(checkpoint("llama"), tmp_path / "llama"))
+
+
+@pytest.fixture(scope="module")
+def process(checkpoint: Checkpoints) -> Iterator[TokenizerProcess]:
+    with TokenizerProcess(spec_of(checkpoint("llama")), ChatTemplate(TEMPLATES[0])) as found:
+        yield found
+
+
+def save(folder: Path, hf: Any) -> Path:
+    hf.save_pretrained(folder)
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    return folder
+
+
+def change(path: Path, **fields: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def slow(folder: Path) -> None:
+    """Save a tokenizer that transformers computes in Python, of a vocabulary of lines."""
+    from transformers import CTRLTokenizer
+
+    (folder / "vocab.json").write_text(json.dumps({"a": 0, "b": 1, "ab": 2, "<unk>": 3, "x</w>": 4, "a@@": 5}))
+    (folder / "merges.txt").write_text("#version: 0.2\na b\n")
+    save(folder, CTRLTokenizer(str(folder / "vocab.json"), str(folder / "merges.txt")))
+
+
+def tokenizers(kind: str, checkpoint: Checkpoints, folder: Path) -> Path:
+    """Return the folder of a tokenizer of a kind."""
+    from tests.test_dialogue import sentencepiece
+    from tests.trained import tokenizer as trained
+
+    if kind in ("llama", "bloom"):
+        return checkpoint(kind)
+    if kind == "words":
+        from transformers import BertTokenizer
+
+        (folder / "vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "once", "##s", "a"]))
+        return save(folder, BertTokenizer(str(folder / "vocab.txt")))
+    if kind == "slow":
+        slow(folder)
+        return folder
+    return save(folder, {"sentencepiece": sentencepiece, "bytes": trained}[kind]())
+
+
+@pytest.mark.parametrize("kind", ["llama", "bloom", "words", "slow", "sentencepiece", "bytes"])
+def test_ids_are_those_of_transformers(kind: str, checkpoint: Checkpoints, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    directory = tokenizers(kind, checkpoint, tmp_path)
+    hf = AutoTokenizer.from_pretrained(directory)
+    hf.chat_template = TEMPLATES[0]
+    with TokenizerProcess(spec_of(directory), ChatTemplate(TEMPLATES[0])) as process:
+        for special in (True, False):
+            expected = [list(hf(text, add_special_tokens=special).input_ids) for text in TEXTS]
+            found = process.encode(TEXTS, special)
+            assert [[] if isinstance(ids, Refusal) else ids for ids in found] == expected
+        text = hf.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
+        assert process.render(CHAT) == text
+        assert process.encode([CHAT]) == [list(hf(text, add_special_tokens=False).input_ids)]
+        assert process.vocabulary()[0] == hf.get_vocab()
+        assert process.facts.longest == max(map(len, hf.get_vocab()))
+        assert process.facts.bos == hf.bos_token_id
+
+
+def test_bytes_of_dummy_weights_are_those_of_transformers() -> None:
+    from zinfer.generation.tokenizer import byte_tokenizer
+
+    hf = byte_tokenizer()
+    for template in (None, TEMPLATES[0]):  # without one, transformers is not imported
+        with TokenizerProcess(spec_of(None), ChatTemplate(template, "none")) as process:
+            assert process.encode(TEXTS) == [hf(text).input_ids for text in TEXTS]
+            assert process.facts.template == (template is not None)
+            assert process.vocabulary()[0] == hf.get_vocab()
+            assert process.continuation(hf("a\u00e9").input_ids, "b") == hf("b").input_ids
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_conversation_is_rendered_by_transformers(template: str) -> None:
+    from zinfer.generation.tokenizer import byte_tokenizer
+
+    hf = byte_tokenizer()
+    hf.bos_token, hf.eos_token = "<s>", "</s>"
+    ours = tokenizer_server.Checkpoint(hf, template, 400, "m").answer({"do": "render", "messages": CHAT})
+    assert ours == hf.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True, chat_template=template)
+
+
+HOSTILE = {
+    "steps": "{{ messages[0].content }}{% if messages[1:] %}"
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}{% endif %}",
+    "number": "{% if messages[1:] %}{{ 10 ** (10 ** 9 + messages | length) }}{% endif %}{{ messages[0].content }}",
+    "characters": "{% if messages[1:] %}{{ 'a' * 10 ** 12 }}{% endif %}{{ messages[0].content }}",
+    "list": "{% set n = namespace(x=messages[1:]) %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}"
+    "{{ messages[0].content }}",
+    "recursion": "{{ messages[0].content }}{% macro f() %}{{ f() }}{% endmacro %}"
+    "{% if messages[1:] %}{{ f() }}{% endif %}",
+    "surrogate": "{{ messages[0].content }}{% if messages[1:] %}{{ '\\ud800' }}{% endif %}",
+    "no": "{{ messages[0].content }}{% if messages[1:] %}{{ raise_exception('no\nmore') }}{% endif %}",
+}
+
+
+@pytest.mark.ends
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_conversation_that_fails_harms_no_other(
+    name: str, checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Again and again, before and behind good ones, and the text of a completion beside it."""
+    monkeypatch.setattr(tokenizer_process, "PROMPT_S", 1.0)
+    monkeypatch.setattr(tokenizer_process, "QUICK_S", 0.3)
+    monkeypatch.setattr(tokenizer_process, "REQUEST_BYTES", 1 << 28)
+    with TokenizerProcess(spec_of(checkpoint("llama")), ChatTemplate(HOSTILE[name])) as process:
+        good, began = process.encode(["hi"])[0], time.monotonic()
+        supervisor = process._process.pid
+        tries: list[list[Any]] = [[TALK, CHAT, "hi"], [CHAT], [CHAT, TALK]]
+        for prompts in tries:
+            for prompt, found in zip(prompts, process.encode(prompts), strict=True):
+                if prompt == CHAT:
+                    assert isinstance(found, Refusal)
+                    assert found.code == "invalid_prompt"
+                    assert "\n" not in found.message
+                    assert len(found.message) < 500
+                else:
+                    assert found == good
+        assert process._process.pid == supervisor, "nothing was loaded again"
+        assert time.monotonic() - began < 150, "the limit is one of CPU time"
+
+
+def split(regex: str) -> dict[str, Any]:
+    return {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+
+
+def growing(kind: str) -> dict[str, Any]:
+    return {"type": "Sequence", kind: [{"type": "Replace", "pattern": {"String": "z"}, "content": "zz"}] * 45}
+
+
+READ_BADLY: dict[str, dict[str, Any]] = {
+    "backtracking": {"pre_tokenizer": split("(?:z|zz)+b(?=(z|z?)+c)")},
+    "growing": {"normalizer": growing("normalizers")},
+    "another vocabulary": {"model": {"type": "WordLevel", "vocab": {"a": 5, "z": 4294967295}, "unk_token": "a"}},
+}  # fmt: skip
+
+
+@pytest.mark.ends
+@pytest.mark.parametrize("name", READ_BADLY)
+def test_a_prompt_that_the_tokenizer_fails_at_harms_no_other(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer_process, "PROMPT_S", 1.0)
+    monkeypatch.setattr(tokenizer_process, "REQUEST_BYTES", 1 << 28)
+    change(folder / "tokenizer.json", **READ_BADLY[name])
+    with TokenizerProcess(spec_of(folder)) as process:
+        (before,) = process.encode(["a"])
+        assert not isinstance(before, Refusal)
+        found = process.encode(["a", "z" * 200, "a"])
+        assert [found[0], found[2]] == [before, before]
+        assert isinstance(found[1], Refusal), found[1]
+        assert "\n" not in found[1].message
+
+
+LOADED_BADLY: dict[str, tuple[dict[str, Any], str]] = {
+    "growing": ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "z" * 10**6}] * 50}},
+                "CPU time or"),
+    "a panic": ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "BAAAAP////8AAAAA"}}, "cannot be used"),
+    "an abort": ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "////////"}}, "crashes the library"),
+    "a regular expression": ({"pre_tokenizer": split("(")}, "has no tokenizer that transformers can load"),
+    "decoder: time": ({"decoder": {"type": "Replace", "pattern": {"Regex": "(z+)+$"}, "content": "b"}}, "its decoder"),
+    "decoder: memory": ({"decoder": growing("decoders")}, "its decoder"),
+    "decoder: a panic": ({"decoder": {"type": "Strip", "content": "z", "start": 0, "stop": 5}}, "its decoder"),
+    "a long token": ({"added_tokens": [{"id": 127, "content": "z" * 10**6, "special": True, "normalized": False,
+                                        "single_word": False, "lstrip": False, "rstrip": False}]}, "1,000,000 char"),
+}  # fmt: skip
+
+
+@pytest.mark.ends
+@pytest.mark.parametrize("name", LOADED_BADLY)
+def test_a_tokenizer_that_cannot_be_loaded_is_one_line(
+    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tokenizer_process, "LOAD_S", 20.0)
+    monkeypatch.setattr(tokenizer_process, "LOAD_BYTES", 1 << 30)
+    fields, says = LOADED_BADLY[name]
+    change(folder / "tokenizer.json", **fields)
+    with TokenizerProcess(spec_of(folder)) as process, pytest.raises(ModelError, match=says) as error:
+        process.encode(["a"])
+    assert str(folder) in str(error.value)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 600
+    assert capfd.readouterr().err == ""
+
+
+def test_settings_of_padding_and_truncation_have_no_effect(process: TokenizerProcess, folder: Path) -> None:
+    direction = {"direction": "Right", "pad_id": 0, "pad_type_id": 0, "pad_token": "<pad>"}
+    change(
+        folder / "tokenizer.json",
+        padding={"strategy": {"Fixed": 10**12}, "pad_to_multiple_of": None, **direction},
+        truncation={"direction": "Right", "max_length": 2, "strategy": "LongestFirst", "stride": 0},
+    )
+    with TokenizerProcess(spec_of(folder)) as other:
+        assert other.encode(["abc", "x"]) == process.encode(["abc", "x"])
+
+
+def test_a_prompt_is_bounded_before_it_is_read(checkpoint: Checkpoints) -> None:
+    """By the positions and the longest token, which has five characters; of a longer one that may be read, only the
+    beginning is."""
+    with TokenizerProcess(spec_of(checkpoint("llama"), max_position=50), ChatTemplate(TEMPLATES[0])) as process:
+        assert process.facts.longest == 5
+        asked: list[Any] = []
+        ask = process._ask
+        process._ask = lambda *request: asked.append(request) or ask(*request)  # type: ignore[method-assign, func-returns-value]
+        for prompt in ("x" * 251, [{"role": "user", "content": "x" * 247}], [{"role": "user", "content": ""}] * 70):
+            refusal = process.encode([prompt])[0]
+            assert isinstance(refusal, Refusal)
+            assert refusal.code == "context_length_exceeded"
+            assert "250" in refusal.message
+        assert not asked
+        assert len(process.encode(["x" * 60])[0]) == 60, "the dispatcher says no"
+        process.most = 20
+        found = process.encode(["x" * 60, "y"])
+        assert isinstance(found[0], Refusal)
+        assert (found[0].code, len(found[1])) == ("context_length_exceeded", 1)
+        assert "60 tokens" in found[0].message
+    with TokenizerProcess(spec_of(checkpoint("llama")), most=100) as process:
+        before = time.process_time()
+        found = process.encode(["x" * 400, "\u00e9" * 500])
+        assert [one.code for one in found if isinstance(one, Refusal)] == ["context_length_exceeded"] * 2
+        assert time.process_time() - before < PATIENCE_S
+
+
+def test_a_conversation_without_a_template_is_refused(checkpoint: Checkpoints) -> None:
+    with TokenizerProcess(spec_of(checkpoint("llama"))) as process:
+        assert "has no chat template" in str(process.cannot_chat)
+        refused, plain, empty = process.encode([TALK, "hi", ""])
+        assert refused == Refusal("invalid_prompt", str(process.cannot_chat))
+        assert len(plain) == 2
+        assert isinstance(empty, Refusal)
+        assert "no tokens" in empty.message
+
+
+def test_bytes_of_a_command_line_become_question_marks(process: TokenizerProcess) -> None:
+    text = b"a\xff".decode(errors="surrogateescape")
+    assert process.encode([text]) == process.encode(["a?"])
+    assert process.render([{"role": "user", "content": text}]) == process.render([{"role": "user", "content": "a?"}])
+
+
+def children(process: TokenizerProcess) -> list[int]:
+    pid = process._process.pid
+    return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
+def test_a_child_can_open_no_file_and_ends_with_its_owner(checkpoint: Checkpoints) -> None:
+    process = TokenizerProcess(spec_of(checkpoint("llama")))
+    process.encode(["a"])
+    (child,) = children(process)
+    limits = Path(f"/proc/{child}/limits").read_text()
+    assert [line.split()[3:5] for line in limits.splitlines() if line.startswith("Max open files")] == [["0", "0"]]
+    (memory,) = (int(line.split()[3]) for line in limits.splitlines() if line.startswith("Max address space"))
+    assert memory < 3 << 30
+    environment = Path(f"/proc/{process._process.pid}/environ").read_bytes()
+    assert b"ZINFER" not in environment
+    popen = process._process
+    del process
+    assert popen.poll() is not None
+    until = time.monotonic() + PATIENCE_S
+    while Path(f"/proc/{child}").exists() and Path(f"/proc/{child}/stat").read_text().split()[2] != "Z":
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_modules_of_the_working_folder_are_not_imported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be a checkpoint's."""
+    for name in ("json", "types", "transformers", "zinfer", "torch"):
+        (folder / f"{name}.py").write_text(f"open({str(folder / 'mark')!r}, 'w').close()\n")
+    monkeypatch.chdir(folder)
+    with TokenizerProcess(spec_of(folder)) as process:
+        assert process.encode(["abc"]) == [[69, 70, 71]]
+    assert not (folder / "mark").exists()
+
+
+def test_a_process_that_was_killed_is_started_again(checkpoint: Checkpoints) -> None:
+    """The child goes on meanwhile; who needs another one has it loaded anew."""
+    with TokenizerProcess(spec_of(checkpoint("llama"))) as process:
+        before = process.encode(["abc"])
+        (child,) = children(process)
+        os.kill(process._process.pid, signal.SIGKILL)
+        process._process.wait()
+        assert process.encode(["abc"]) == before
+        os.kill(child, signal.SIGKILL)
+        found = process.encode(["abc"])
+        assert found == before or isinstance(found[0], Refusal)  # that one's child was killed
+        assert process.encode(["abc"]) == before
+
+
+def test_a_process_that_cannot_be_started_again_is_tried_at_the_next_prompt(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory may be short for a while: the facts stay known, and what was loaded once is loaded again."""
+    with TokenizerProcess(spec_of(folder)) as process:
+        facts = process.facts
+        file = folder / "tokenizer.json"
+        content = file.read_bytes()
+        file.write_bytes(b"")
+        os.killpg(process._process.pid, signal.SIGKILL)
+        for _ in range(2):
+            with pytest.raises(ModelError, match="has no tokenizer that transformers can load"):
+                process.encode(["abc"])
+            assert process.facts == facts
+        file.write_bytes(content)
+        assert process.encode(["abc"]) == [[69, 70, 71]]
+
+
+def test_a_panic_of_the_library_while_tokens_are_decoded_is_an_error_of_these() -> None:
+    from zinfer.generation import tokenizer
+
+    class PanicException(BaseException):
+        """Stands for that of compiled code."""
+
+    class Panics:
+        def decode(self, ids: list[int], **_: bool) -> str:
+            raise PanicException("index\nout of bounds") if ids else SystemExit
+
+    with pytest.raises(ModelError, match="cannot decode tokens: index out of bounds"):
+        tokenizer.decode(Panics(), [1])
+    with pytest.raises(SystemExit):
+        tokenizer.decode(Panics(), [])
+
+
+def test_parts_keep_the_order_and_a_long_prompt_is_alone() -> None:
+    long = "x" * (tokenizer_process.QUICK_CHARACTERS + 1)
+    assert parts([]) == []
+    assert parts(["a", long, "b", TALK]) == [["a"], [long], ["b", TALK]]
+    assert list(map(len, parts(["a"] * 70))) == [32, 32, 6]
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "own", "ends", "line"),
+    [
+        (None, None, "</s>", {2}, None),
+        ([2], 2, "</s>", {2}, None),
+        ([2, 3], 2, "</s>", {2, 3}, "</s> (generation_config.json, config.json, the tokenizer) or <unk> "
+         "(generation_config.json)"),
+        (2, None, "<s>", {1, 2}, "</s> (generation_config.json) or <s> (the tokenizer)"),
+        (2, [2, 50, 999], "</s>", {2, 50}, "</s> (generation_config.json, config.json, the tokenizer) or N "
+         "(config.json)"),
+        (-1, None, "<none>", set(), None),
+    ],
+)  # fmt: skip
+def test_a_text_ends_at_every_token_that_a_file_names(
+    generation: Any, config: Any, own: str, ends: set[int], line: str | None, folder: Path
+) -> None:
+    from zinfer.generation.tokenizer import Tokenizer
+
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
+    change(folder / "tokenizer_config.json", eos_token=own)
+    spec = spec_of(folder, config={"eos_token_id": config}, vocab_size=128)
+    assert Tokenizer(spec).ends == ends
+    with TokenizerProcess(spec) as process:
+        assert {end.token for end in process.facts.ends} == ends
+        assert process.facts.differing_ends == (line and f"a text ends at {line}")
+
+
+def test_the_template_is_that_of_the_first_file_that_has_one(folder: Path) -> None:
+    def found(wanted: str | None = None) -> ChatTemplate:
+        return tokenizer_files.chat_template(folder, wanted)
+
+    assert found().text is None
+    assert found().names == ()
+    change(folder / "tokenizer_config.json", chat_template=None)
+    (folder / "processor_config.json").write_text('{"chat_template": "P", "image_token": 7}')
+    assert found().text == "P"
+    (folder / "chat_template.json").write_text('{"chat_template": "J"}')
+    assert found().text == "J"
+    change(folder / "tokenizer_config.json", chat_template=[{"name": "rag", "template": "R"}])
+    assert found() == ChatTemplate(
+        None, "the model's chat templates are rag, none the default: choose one with --chat-template", ("rag",)
+    )
+    assert found("rag").text == "R"
+    change(folder / "tokenizer_config.json", chat_template={"default": "D", "rag": "R"})
+    assert (found().text, found("rag").text) == ("D", "R")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tools.jinja").write_text("T")
+    assert found().names == ("tools",), "files replace those of the configuration, as in transformers"
+    (folder / "chat_template.jinja").write_text("F")
+    assert (found().text, found("tools").text) == ("F", "T")
+    other = folder / "other.jinja"
+    other.write_text("O")
+    assert found(str(other)).text == "O"
+    for wanted in ("absent", str(folder / "absent.jinja")):
+        with pytest.raises(ModelError, match=r"no such file or chat template; the model's are default, tools"):
+            found(wanted)
+    other.write_text("a" * ((1 << 20) + 1))
+    for wanted in (str(other), str(folder), "/dev/zero"):
+        with pytest.raises(ModelError, match=r"larger than|cannot be read|not a regular file"):
+            found(wanted)
+    (folder / "chat_template.jinja").unlink()
+    (folder / "additional_chat_templates" / "tools.jinja").write_bytes(b"\xff")
+    with pytest.raises(ModelError, match=r"tools\.jinja is not UTF-8"):
+        tokenizer_files.require(folder)

@@ -1,0 +1,306 @@
+"""Process that renders conversations and tokenises texts by the files of a checkpoint, within limits.
+
+A tokenizer and a chat template are programs that came with a checkpoint: a regular expression may backtrack for hours,
+a vocabulary abort the library, a template take 10^9 steps or make 10^12 characters. This process loads them, with
+limits on CPU time and memory. Then it forks a child for each connection that `zinfer.generation.tokenizer_process`
+hands it; the child answers requests, each within limits of its own, and can open no file. The kernel ends a child that
+exceeds them, and the next connection gets another one at once, since nothing has to be loaded again.
+
+Stdin is a socket. It brings a line of JSON, which says what to load, and is answered by one; then the connections. On
+each a line of JSON asks, and a line answers. It needs no torch, and `transformers` is kept from importing it.
+"""
+
+import gc
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from zinfer.generation.tokenizer import byte_backend, check_library, decode, load_tokenizer, own_end
+from zinfer.spec import tokenizer_files
+from zinfer.spec.model import ModelError
+
+CHARACTER_BYTES = 256  # memory of a request for each of its characters (170 measured)
+TEMPLATE_S = 2.0  # CPU time of compiling a chat template once for all requests; more, and each request compiles it
+LONGEST = 1 << 14  # characters of a token; the longest of published models have a few hundred
+BEGINNING = 12  # characters for each position that tell whether a long text is far too long
+MAX_TEXT = 64 << 20  # characters of a rendered conversation
+# Names what transformers, jinja2 and Python import late: constants, the names of days, errors.
+WARM_UP = "{{ '\\n\\u00e9' }}{{ strftime_now('%A %Y') }}{{ [1] | tojson }}{{ raise_exception('') }}"
+# Decoders of `tokenizers` whose text is no longer than that of the tokens, and takes time in proportion to it.
+_PLAIN_DECODERS = frozenset({"ByteFallback", "ByteLevel", "Fuse", "Metaspace", "WordPiece"})
+
+
+class Checkpoint(NamedTuple):
+    """Tokenizer `hf` of a checkpoint, the text of its chat template, and the name and vocabulary of its model."""
+
+    hf: Any
+    template: str | None
+    vocab_size: int
+    name: str
+
+    def answer(self, request: dict[str, Any]) -> Any:
+        """Return the answer to a request; raise ModelError where there is none."""
+        ask: Callable[[dict[str, Any]], Any] = getattr(self, f"_{request['do']}")
+        return ask(request)
+
+    def _encode(self, request: dict[str, Any]) -> list[Any]:
+        """Return of each prompt its token ids, their least number where it is far above `most`, or why there are none,
+        as ``{"ids": ..}``, ``{"length": ..}`` or ``{"why": ..}``."""
+        return [self._encoded(prompt, request["special"], request["most"]) for prompt in request["prompts"]]
+
+    def _encoded(self, prompt: Any, special: bool, most: int | None) -> dict[str, Any]:
+        try:
+            chat = not isinstance(prompt, str)
+            text = self._rendered(prompt) if chat else _unicode(prompt)
+            if most is not None and len(text) > 2 * BEGINNING * most:
+                # Text that follows changes a few tokens at the end of this, and never half of them.
+                ids = self._ids(text[: BEGINNING * most], special=False)
+                if len(ids) > 2 * most:
+                    return {"length": len(ids)}
+            ids = self._ids(text, special and not chat)
+        except BaseException as error:
+            check_library(error)
+            return {"why": one_line(error)}
+        return {"ids": ids} if most is None or len(ids) <= 2 * most else {"length": len(ids)}
+
+    def _render(self, request: dict[str, Any]) -> str:
+        """Return the text of a conversation, up to where its answer begins."""
+        return self._rendered(request["messages"])
+
+    def _continue(self, request: dict[str, Any]) -> list[int] | None:
+        """Return the ids of a text that follows tokens; None unless together they decode to both texts."""
+        before, added = request["before"], _unicode(request["added"])
+        ids = self._ids(added, special=False)
+        head, both = (decode(self.hf, one, special=True) for one in (before, before + ids))
+        return ids if ids and both == head + added else None
+
+    def _vocabulary(self, _request: dict[str, Any]) -> dict[str, Any]:
+        """Return the id of each token, and those of special tokens."""
+        special = [number for number, token in self.hf.added_tokens_decoder.items() if token.special]
+        return {"tokens": self.hf.get_vocab(), "special": sorted(special)}
+
+    def _ids(self, text: str, special: bool) -> list[int]:
+        try:
+            ids = list(self.hf(text, add_special_tokens=special).input_ids)
+        except BaseException as error:
+            check_library(error)
+            raise ModelError(f"the tokenizer of {self.name} fails: {one_line(error)}") from None
+        if ids and max(ids) >= self.vocab_size:
+            raise ModelError(
+                f"the tokenizer gives token {max(ids):,}, and {self.name} has {self.vocab_size:,}: they do not belong "
+                "together"
+            )
+        return ids
+
+    def _rendered(self, messages: list[dict[str, Any]]) -> str:
+        if "tool_calls" not in (self.template or "") and any("tool_calls" in message for message in messages):
+            raise ModelError("the model's chat template shows no tool calls: leave such messages out")
+        said = [
+            {key: _unicode(value) if isinstance(value, str) else value for key, value in message.items()}
+            for message in messages
+        ]
+        try:
+            text = self.hf.apply_chat_template(
+                said, tokenize=False, add_generation_prompt=True, chat_template=self.template
+            )
+        except Exception as error:  # a template says no in whatever way its author chose
+            raise ModelError(f"the model's chat template refuses the conversation: {one_line(error)}") from None
+        if len(text) > MAX_TEXT:
+            raise ModelError(f"the model's chat template makes {len(text):,} characters: at most {MAX_TEXT:,}")
+        if _unicode(text) != text:
+            raise ModelError("the model's chat template makes half of a surrogate pair, which is no character")
+        return str(text)
+
+
+class _Bytes:
+    """Tokenizer of dummy weights, without `transformers`."""
+
+    eos_token_id = bos_token_id = None
+    added_tokens_decoder: dict[int, Any] = {}  # noqa: RUF012 - none is special to a model
+
+    class Encoded(NamedTuple):
+        input_ids: list[int]
+
+    def __init__(self) -> None:
+        self._backend = byte_backend()
+
+    def __call__(self, text: str, add_special_tokens: bool) -> Encoded:
+        return self.Encoded(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+
+    def decode(self, ids: list[int], skip_special_tokens: bool, **_: bool) -> str:
+        return str(self._backend.decode(ids, skip_special_tokens=skip_special_tokens))
+
+    def get_vocab(self) -> dict[str, int]:
+        found: dict[str, int] = self._backend.get_vocab()
+        return found
+
+
+def _unicode(text: str) -> str:
+    """Return `text` with a question mark for each half of a surrogate pair: bytes of a command line, not UTF-8."""
+    return text.encode(errors="replace").decode()
+
+
+def one_line(error: BaseException) -> str:
+    """Return the message of an exception as a line of characters."""
+    return _unicode(" ".join(str(error).split())[:300]) or type(error).__name__
+
+
+def load(wanted: dict[str, Any]) -> tuple[Checkpoint, dict[str, Any]]:
+    """Return the checkpoint of the first line of stdin, and the facts about it. Raises ModelError."""
+    directory = None if wanted["directory"] is None else Path(wanted["directory"])
+    if directory is None and wanted["template"] is None:
+        return _tried(_Bytes(), None, wanted)
+    hf: Any = load_tokenizer(directory)
+    try:
+        return _tried(hf, directory, wanted)
+    except BaseException as error:
+        check_library(error)
+        raise ModelError(f"{directory}: its tokenizer cannot be used: {one_line(error)}") from None
+
+
+def _tried(hf: Any, directory: Path | None, wanted: dict[str, Any]) -> tuple[Checkpoint, dict[str, Any]]:
+    """Return a tokenizer with which a text was read and written, and the facts about it."""
+    longest = max(map(len, hf.get_vocab()), default=1)
+    if longest > LONGEST:
+        raise ModelError(f"a token has {longest:,} characters: at most {LONGEST:,}")
+    if (backend := getattr(hf, "backend_tokenizer", None)) is not None and backend.decoder is not None:
+        check_decoder(json.loads(backend.decoder.__getstate__()))
+    template = wanted["template"] or (hf.chat_template if isinstance(getattr(hf, "chat_template", None), str) else None)
+    found = Checkpoint(hf, template, wanted["vocab_size"], wanted["name"])
+    decode(hf, list(hf("a", add_special_tokens=True).input_ids), special=True)
+    with suppress(Exception):
+        hf.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False, chat_template=WARM_UP)
+    ends = tokenizer_files.end_tokens(directory, wanted["config"], own_end(hf), found.vocab_size)
+    return found, {
+        "longest": longest, "template": template is not None, "bos": hf.bos_token_id,
+        "ends": [[token, _name(hf, token), files] for token, files in ends.items()],
+    }  # fmt: skip
+
+
+def _name(hf: Any, token: int) -> str:
+    """Return the text of a token of the vocabulary; empty if a file names one that is not in it."""
+    with suppress(Exception):
+        return _unicode(hf.convert_ids_to_tokens(token) or "")
+    return ""
+
+
+def check_decoder(decoder: dict[str, Any]) -> None:
+    """Raise ModelError unless `decoder`, that of a `tokenizer.json`, makes no text longer and needs no long time.
+
+    The worker decodes the tokens that a model chooses; a regular expression there could take hours, a replacement that
+    is longer than what it replaces all memory, and a strip at the end of a token ends the library.
+    """
+    kind = decoder.get("type")
+    fine = kind in _PLAIN_DECODERS
+    if kind == "Sequence":
+        for one in decoder["decoders"]:
+            check_decoder(one)
+        fine = True
+    elif kind == "Replace":
+        pattern = decoder["pattern"].get("String")
+        fine = bool(pattern) and len(decoder["content"]) <= len(pattern)
+    elif kind == "Strip":
+        fine = decoder["stop"] == 0
+    elif kind == "BPEDecoder":
+        fine = bool(decoder["suffix"])
+    if not fine:
+        raise ModelError(f"its decoder may take all time or memory: {json.dumps(decoder)[:200]}")
+
+
+def compile_template(template: str, memory: int) -> None:
+    """Compile a chat template for all requests, if a child of this process can do so in a short time."""
+    from transformers.utils import chat_template_utils
+
+    def compiled() -> None:
+        with suppress(Exception):
+            chat_template_utils._compile_jinja_template(template)  # which keeps it
+
+    if (child := os.fork()) == 0:
+        _limit(memory)
+        signal.setitimer(signal.ITIMER_PROF, TEMPLATE_S)
+        compiled()
+        os._exit(0)
+    if os.waitpid(child, 0)[1] == 0:
+        compiled()
+
+
+def _limit(memory: int) -> int:
+    """Take the right to open or to extend files, and more memory than `memory` bytes, from this process; return the
+    bytes that its address space may have."""
+    size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + memory
+    _limit_memory(size)
+    for what in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE):
+        resource.setrlimit(what, (0, 0))
+    return size
+
+
+def _limit_memory(size: int) -> None:
+    """Bound the address space, to less where it is bounded already."""
+    _, most = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (size if most == resource.RLIM_INFINITY else min(size, most), most))
+
+
+def wall_s(seconds: float) -> float:
+    """Return the time that `seconds` of CPU time may take on a busy machine."""
+    return 60 + 10 * seconds
+
+
+def serve(connection: socket.socket, checkpoint: Checkpoint, memory: int) -> None:
+    """Answer requests on a connection until it is closed; the kernel ends this process where one exceeds its limits."""
+    size = _limit(memory)
+    connection.sendall(b"\n")
+    with connection.makefile("rb") as requests:
+        for line in requests:
+            request = json.loads(line)
+            _limit_memory(size + len(line) * CHARACTER_BYTES)
+            signal.setitimer(signal.ITIMER_PROF, request["seconds"])
+            signal.setitimer(signal.ITIMER_REAL, wall_s(request["seconds"]))
+            try:
+                answer = {"answer": checkpoint.answer(request)}
+            except BaseException as error:
+                check_library(error)
+                answer = {"why": one_line(error)}
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            connection.sendall(json.dumps(answer).encode() + b"\n")
+            signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def main() -> None:
+    """Load what stdin says, and serve the connections that come on it."""
+    control = socket.socket(fileno=0)
+    sys.modules["torch"] = None  # type: ignore[assignment]  # it takes seconds, and a tokenizer does without
+    with control.makefile("r") as lines:
+        wanted = json.loads(lines.readline())
+    _limit_memory(wanted["load_bytes"])
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.setitimer(signal.ITIMER_PROF, wanted["load_s"])
+    try:
+        checkpoint, facts = load(wanted)
+    except BaseException as error:
+        check_library(error)
+        control.sendall(json.dumps({"why": one_line(error)}).encode() + b"\n")
+        return
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    if checkpoint.template is not None:
+        compile_template(checkpoint.template, wanted["request_bytes"])
+    gc.freeze()  # the pages of children stay shared
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets a child that ended
+    control.sendall(json.dumps(facts).encode() + b"\n")
+    while True:
+        message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
+        if not message:
+            return
+        with socket.socket(fileno=descriptors[0]) as connection, suppress(OSError):
+            if os.fork() == 0:
+                control.close()
+                try:
+                    serve(connection, checkpoint, wanted["request_bytes"])
+                finally:
+                    os._exit(0)

@@ -1,0 +1,141 @@
+"""Reading of prompts beside the worker: texts and messages to token ids, for the dispatcher.
+
+Two threads have prompts read by a `TokenizerProcess`, each in a child of its own: one those that are short, within half
+a second of CPU time, and one those that are long, or took longer. So a prompt that takes seconds holds up long ones
+alone, and no pass of the worker. In both, clients take turns: who sends many, or bad ones, waits for himself.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from zinfer.generation.tokenizer_process import QUICK_CHARACTERS, Refusal, characters, parts
+from zinfer.spec.errors import one_line
+
+UNREAD = "tokenizer_failed"  # code of prompts that nobody could read
+SLOW = 1_000_000  # characters that a prompt counts as that took longer than a short one may
+MOST_CLIENTS = 4096  # clients whose turns are remembered
+
+Ids = list[int] | Refusal
+Asked = tuple[Any, Any]  # a prompt, and whose it is
+
+
+class Tokenizes(Protocol):
+    """A `zinfer.generation.tokenizer_process.TokenizerProcess`, as far as it is used here."""
+
+    most: int | None
+
+    def encode_quickly(self, prompts: Sequence[Any]) -> list[Ids] | None: ...
+    def encode_alone(self, prompt: Any) -> Ids: ...
+    def close(self) -> None: ...
+
+
+class _Part(NamedTuple):
+    """Prompts of one client that are read together, and their characters."""
+
+    client: Hashable
+    asked: list[Asked]
+    size: int
+
+
+class _Queue:
+    """Parts that wait. The next one is of the client for whom the least was read; who was away gains nothing by it."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[Hashable, deque[_Part]] = {}
+        self._read: dict[Hashable, int] = {}  # characters by client
+        self._now = 0  # characters of the client whose turn came last, before it
+
+    def put(self, part: _Part) -> None:
+        if part.client not in self._waiting:
+            self._read[part.client] = max(self._read.get(part.client, 0), self._now)
+        self._waiting.setdefault(part.client, deque()).append(part)
+
+    def take(self) -> _Part | None:
+        if not self._waiting:
+            return None
+        client = min(self._waiting, key=self._read.__getitem__)
+        self._now = max(self._now, self._read[client])
+        part = self._waiting[client].popleft()
+        if not self._waiting[client]:
+            del self._waiting[client]
+        self.charge(client, 1 + part.size)
+        if len(self._read) > MOST_CLIENTS:
+            self._read = {one: size for one, size in self._read.items() if one in self._waiting or size > self._now}
+        return part
+
+    def charge(self, client: Hashable, size: int) -> None:
+        self._read[client] = max(self._read.get(client, 0), self._now) + size
+
+
+class Reader:
+    """Threads that read prompts. `found` gets token ids, or the reason why there are none, with whose they are, from a
+    thread; prompts of whom `wanted` denies are left out."""
+
+    def __init__(
+        self, tokenizer: Tokenizes, found: Callable[[list[tuple[Any, Ids]]], None], wanted: Callable[[Any], bool]
+    ) -> None:
+        self._tokenizer, self._found, self._wanted = tokenizer, found, wanted
+        self._changed = threading.Condition()
+        self._short, self._long = _Queue(), _Queue()
+        self._closed = False
+        self._threads = [
+            threading.Thread(target=self._run, args=one, daemon=True, name="reader")
+            for one in ((self._short, self._read_short), (self._long, self._read_long))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def add(self, asked: Iterable[Asked], client: Hashable = None) -> None:
+        """Have the prompts of a client read, each for somebody."""
+        owners = list(asked)
+        place = 0
+        with self._changed:
+            for part in parts([prompt for prompt, _ in owners]):
+                own, place = owners[place : place + len(part)], place + len(part)
+                size = sum(map(characters, part))
+                (self._long if size > QUICK_CHARACTERS else self._short).put(_Part(client, own, size))
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End the process and the threads; prompts that wait are forgotten."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        self._tokenizer.close()
+        for thread in self._threads:
+            thread.join()
+
+    def _run(self, queue: _Queue, read: Callable[[_Part], None]) -> None:
+        while True:
+            with self._changed:
+                while (part := queue.take()) is None and not self._closed:
+                    self._changed.wait()
+                if self._closed or part is None:
+                    return
+            asked = [one for one in part.asked if self._wanted(one[1])]
+            if asked:
+                try:
+                    read(part._replace(asked=asked))
+                except Exception as error:  # of the process, not of a prompt: nobody may wait for ever
+                    self._tell(asked, [Refusal(UNREAD, one_line(error))] * len(asked))
+
+    def _read_short(self, part: _Part) -> None:
+        ids = self._tokenizer.encode_quickly([prompt for prompt, _ in part.asked])
+        if ids is not None:
+            self._tell(part.asked, ids)
+            return
+        with self._changed:
+            self._short.charge(part.client, SLOW)
+            queue = self._short if len(part.asked) > 1 else self._long
+            for one in part.asked:  # one of several is to blame, which shows when each is read alone
+                queue.put(_Part(part.client, [one], SLOW // len(part.asked)))
+            self._changed.notify_all()
+
+    def _read_long(self, part: _Part) -> None:
+        self._tell(part.asked, [self._tokenizer.encode_alone(prompt) for prompt, _ in part.asked])
+
+    def _tell(self, asked: list[Asked], ids: Sequence[Ids]) -> None:
+        if not self._closed:
+            self._found([(owner, one) for (_, owner), one in zip(asked, ids, strict=True)])

@@ -1,6 +1,7 @@
 """Folders of checkpoints as people have them: surplus tensors, several sources of weights, and other kinds of files."""
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,9 +18,10 @@ from tests.running import error, prefill
 from tests.test_parity import COMPARED, load, prompts
 from zinfer.engine.base import Engine
 from zinfer.engine.state import ModelState
-from zinfer.spec import resolve
+from zinfer.spec import quantization, resolve
 from zinfer.spec.case import Offload
 from zinfer.spec.checkpoint import INDEX, SINGLE, Checkpoint, CheckpointError
+from zinfer.spec.model import ModelError
 from zinfer.spec.progress import NOTE
 
 GPT: dict[str, dict[str, object]] = {
@@ -205,3 +207,98 @@ def test_named_weights_are_a_file_of_the_folder(named: object, gpts: Callable[[s
     config.write_text(json.dumps(json.loads(config.read_text()) | {"transformers_weights": named}))
     with pytest.raises(CheckpointError):
         Checkpoint.open(folder)
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + 64 * "0" + "\nsize 1000000\n"
+
+
+def changed_config(folder: Path, **fields: object) -> None:
+    path = folder / "config.json"
+    held = json.loads(path.read_text()) | fields
+    path.write_text(json.dumps({key: value for key, value in held.items() if value is not None}))
+
+
+def only(folder: Path, *kept: str) -> None:
+    for path in folder.iterdir():
+        if path.name not in kept:
+            path.unlink()
+
+
+def gguf_beside_config(folder: Path) -> None:
+    only(folder, "config.json", "tokenizer.json")
+    (folder / "model-Q4_K_M.gguf").write_bytes(b"GGUF" + bytes(60))
+
+
+def gguf_alone(folder: Path) -> None:
+    only(folder)
+    (folder / "model-Q4_K_M.gguf").write_bytes(b"GGUF" + bytes(60))
+
+
+def adapter(folder: Path) -> None:
+    only(folder, "tokenizer.json")
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "a/b"}')
+    save_file({"base_model.model.lora_A.weight": torch.ones(1)}, folder / "adapter_model.safetensors")
+
+
+def adapter_beside_a_model(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "a/b"}')
+    save_file({"base_model.model.lora_A.weight": torch.ones(1)}, folder / "adapter_model.safetensors")
+
+
+def transforms(field: str) -> Callable[[Path], None]:
+    groups = {"u": {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "weight_input"}]}}
+    quantized = {"quant_method": "compressed-tensors", "format": "pack-quantized", field: {"config_groups": groups}}
+    return lambda folder: changed_config(folder, quantization_config=quantized)
+
+
+KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "GGUF with a configuration": (gguf_beside_config, "GGUF .* safetensors"),
+    "GGUF alone": (gguf_alone, "GGUF .* safetensors"),
+    "adapter": (adapter, "is an adapter .* merge it"),
+    "adapter beside a model": (adapter_beside_a_model, "an adapter beside it .* merge it"),
+    "weights of Git LFS": (lambda folder: (folder / SINGLE).write_text(POINTER), "Git LFS pointer.*git lfs pull"),
+    "configuration of Git LFS": (
+        lambda folder: (folder / "config.json").write_text(POINTER), "config.json is a Git LFS pointer.*git lfs pull"
+    ),
+    "tokenizer of Git LFS": (
+        lambda folder: (folder / "tokenizer.json").write_text(POINTER), "tokenizer.json is a Git LFS pointer"
+    ),
+    "chat template of Git LFS": (
+        lambda folder: (folder / "chat_template.jinja").write_text(POINTER), "template.jinja is a Git LFS pointer"
+    ),
+    "no model_type": (lambda folder: changed_config(folder, model_type=None), "has no model_type"),
+    "QuIP": (
+        lambda folder: changed_config(folder, quantization_config={"quant_method": "quip"}), "quantised by 'quip'"
+    ),
+    "transforms": (transforms("transform_config"), "transformed .* take another version"),
+    "SpinQuant": (transforms("spinquant"), "transformed .* take another version"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_that_are_no_checkpoint_are_named(kind: str, gpts: Callable[[str], Path], tmp_path: Path) -> None:
+    change, says = KINDS[kind]
+    folder = with_tensors(gpts("gpt2"), tmp_path / "model", {})
+    change(folder)
+    words = ("run", "--model", str(folder), "--offload", "cpu", "--output-len", "3", "--prompt", "ab")
+    done = zinfer(tmp_path, *words)
+    assert done.returncode == 2, done.stderr
+    line = done.stderr.strip().splitlines()[-1]
+    assert line.startswith("Error: ")
+    assert re.search(says, line), line
+    if "of Git LFS" not in kind:  # planning reads no weights and no tokenizer
+        assert zinfer(tmp_path, "plan", "--model", str(folder)).returncode == 2
+
+
+def test_a_gguf_file_is_named_whatever_its_name(tmp_path: Path) -> None:
+    for name in ("model.gguf", "model"):
+        (tmp_path / name).write_bytes(b"GGUF" + bytes(60))
+        with pytest.raises(ModelError, match="is a GGUF file"):
+            resolve.resolve(str(tmp_path / name))
+
+
+def test_a_configuration_without_transforms_is_read() -> None:
+    quantized = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {}}
+    every: list[object] = [{}, {"config_groups": {}}, None]
+    for empty in every:
+        assert quantization.method({"quantization_config": quantized | {"transform_config": empty}}) is not None

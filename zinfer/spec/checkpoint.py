@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from zinfer.spec import configuration
 from zinfer.spec.documents import DocumentError, once, open_regular, read_object
 from zinfer.spec.errors import ZinferError, not_here
+from zinfer.spec.kinds import ADAPTER, other_kind
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MODELOPT = "hf_quant_config.json"
@@ -77,6 +78,8 @@ class Checkpoint:
     @classmethod
     def open(cls, directory: Path) -> "Checkpoint":
         """Read the headers under `directory`. Raises CheckpointError for the first fault found."""
+        if (kind := other_kind(directory)) is not None:
+            raise CheckpointError(kind)
         config = _config(directory / "config.json", "it is not a checkpoint folder without it")
         sources = weight_sources(directory, config.get("transformers_weights"))
         if not sources:
@@ -122,7 +125,7 @@ def bare_config(path: Path) -> Mapping[str, Any] | None:
     no weights of any kind; None if it holds some. Raises CheckpointError if it cannot be read."""
     if not path.is_dir():
         return _config(path, "")
-    weights = (SINGLE, INDEX, "*.safetensors", *_PICKLED)
+    weights = (SINGLE, INDEX, "*.safetensors", "*.gguf", ADAPTER, *_PICKLED)
     if not os.path.lexists(path / "config.json") or any(next(path.glob(pattern), None) for pattern in weights):
         return None
     return _config(path / "config.json", "")

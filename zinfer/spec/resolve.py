@@ -23,6 +23,7 @@ from zinfer.spec import atomic, formula, hub, quantization
 from zinfer.spec.checkpoint import Checkpoint, CheckpointError, bare_config, is_left_out
 from zinfer.spec.documents import read_bytes
 from zinfer.spec.errors import did_you_mean
+from zinfer.spec.kinds import other_kind
 from zinfer.spec.model import LAYER_INDEX, Dtype, LayerSpec, ModelError, ModelSpec, Shape, Weights, text_config
 
 # Families that tie the head to the embedding by default; their checkpoints may hold both even so.
@@ -47,6 +48,8 @@ def resolve(
     elif os.path.isdir(path) or (os.path.isfile(path) and path.suffix == ".json"):  # of a name of any length
         spec = from_directory(path).model_copy(update={"name": reference})
     elif os.path.exists(path):
+        if (kind := other_kind(path)) is not None:
+            raise ModelError(kind)
         raise ModelError(f"{reference} is a file: --model takes the folder that holds config.json and the safetensors")
     elif reference.startswith((".", "/", "~")):
         raise ModelError(f"no such folder: {reference}")
@@ -184,6 +187,11 @@ def from_config(
 ) -> ModelSpec:
     """Return the spec of the model that `config` describes; see `shape_of` for `counted` and the errors. Without
     `counted` weights, its bytes are those of the format that `config` names."""
+    if not config.get("model_type"):
+        raise ModelError(
+            f"{name}: config.json has no model_type, so it is no configuration of transformers: take the model's "
+            "version for transformers"
+        )
     shape = shape_of(name, config, counted)
     return _spec(name, config, shape, **others) if counted is None else _whole(name, config, shape, **others)
 

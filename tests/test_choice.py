@@ -117,7 +117,7 @@ def test_scores_as_they_would_be_alone_are_left_as_they_are() -> None:
 
 
 def test_other_choices_than_of_positions_are_left_as_they_are() -> None:
-    """Those among experts, of blocks, and of other shapes."""
+    """Other top-k choices than an indexer's: among experts, of blocks, of other shapes."""
     batch = DecoderBatch(torch.tensor([[0, 1, 1], [1, 1, 1]]), 8, RowCache(layers=[]), None)
     rows: Any = batch.alone(slice(0, 2), 3)
     scores = choosing(torch.rand(2, 3, 3), rows, 3)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from accelerate.hooks import attach_align_device_hook_on_blocks
 from click.testing import CliRunner
-from transformers import AutoModelForCausalLM, Zamba2ForCausalLM
+from transformers import AutoModelForCausalLM, RecurrentGemmaForCausalLM, Zamba2ForCausalLM
 
 from tests.conformance.reference import reference
 from tests.conformance.rows import side_by_side
@@ -66,6 +66,15 @@ def test_weights_that_layers_share_stay_on_the_device(offload: Offload, gpu_weig
     assert {effective.host_weight_bytes, effective.nvme_weight_bytes} == {0, away}
     assert effective.gpu_weight_bytes == spec.weight_bytes - away
     assert effective.streamed_bytes_per_step == away
+    loaded.close()
+
+
+def test_a_module_that_reads_weights_of_its_children_has_them(tmp_path: Path) -> None:
+    directory = tmp_path / "recurrent_gemma"  # which multiplies with its convolution's weight by itself
+    save(small_model(Subject("recurrent_gemma")), directory)
+    known = reference(RecurrentGemmaForCausalLM, directory)
+    loaded = load("accelerate", directory, "cpu", tmp_path)
+    assert float(side_by_side(loaded, known).max()) < known.tolerance
     loaded.close()
 
 

@@ -133,7 +133,7 @@ def test_run_refuses_them_and_takes_them(engine: str, folder: Path, monkeypatch:
     spoil(folder, float("inf"), "model.layers.2.input_layernorm.weight")
     words = ["run", "-m", str(folder), "-p", "a", "--offload", "cpu", "--engine", engine, "--output-len", "2"]
     refused = CliRunner().invoke(cli, words)
-    assert refused.exit_code == 5, refused.output
+    assert refused.exit_code == 2, refused.output
     assert "model.layers.2.input_layernorm.weight holds NaN or infinity" in refused.output
     taken = CliRunner().invoke(cli, [*words, "--allow-nan"])
     assert "holds NaN" not in taken.output

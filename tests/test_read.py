@@ -1,6 +1,7 @@
 """Reading ahead: every byte arrives, the next group comes while one is used, and no thread outlives its reader."""
 
 import errno
+import gc
 import os
 import shutil
 import threading
@@ -38,6 +39,13 @@ def opened(tmp_path: Path) -> Checkpoint:
     (tmp_path / "config.json").write_text("{}")
     save_file(TENSORS, tmp_path / "model.safetensors")
     return Checkpoint.open(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def no_other_readers() -> None:
+    """Collect sources that earlier tests have left in cycles of references, with their threads."""
+    gc.collect()
+    assert readers() == []
 
 
 def readers() -> list[str]:

@@ -41,7 +41,7 @@ def connected(server: Server, count: int) -> Iterator[list[socket.socket]]:
 
 
 def ended(connection: socket.socket) -> bool:
-    """Whether the server has closed a connection, after what it has sent."""
+    """Tell whether the server has closed a connection, after what it has sent."""
     try:
         while connection.recv(1 << 16):
             pass
@@ -126,7 +126,7 @@ def test_answers_that_nobody_reads_do_not_hold_a_connection(monkeypatch: pytest.
 
 
 def test_a_new_connection_takes_the_place_of_the_one_that_waits_longest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those with a request under way stay; while all have one, others wait until one has ended."""
+    """Connections with a request under way stay; while all have one, others wait until one has ended."""
     monkeypatch.setattr(connections, "most_connections", lambda: 6)
     worker = ServedRows(pause_s=0.01)
     with serving(PLAN, lambda: worker) as server, connected(server, 1) as (busy,):

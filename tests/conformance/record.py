@@ -64,9 +64,9 @@ def summary(record: dict[str, Any]) -> str:
     versions = record["versions"]
     return (
         f"{types['right']} of the {types.total()} types of causal language models that transformers "
-        f"{versions['transformers']} knows give exactly the tokens of `generate`; {types['refused']} are refused in "
+        f"{versions['transformers']} knows give the text of `generate` on each prompt alone; {types['refused']} are refused in "
         f"one line, {types['differs'] + types['crash']} are wrong or crash. {wrappers['right']} of {wrappers.total()} "
-        "multimodal models that contain such a type give the tokens of `generate`, too."
+        "multimodal models that contain such a type do so, too."
     )
 
 

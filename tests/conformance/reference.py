@@ -15,6 +15,8 @@ LENGTHS, OUTPUT_LEN = (70, 3, 21, 18), 12
 SEEDS = 8  # sets of prompts that are tried
 ROUNDING = 2.0**-20  # relative noise of weights: that of eight roundings
 SENSITIVE = 3e-2  # logits of a usable prompt change less with it, as a share of their spread
+# Wrappers of Cohere's models: transformers leaves out the scale of logits that its text models, and zinfer, have.
+UNSCALED = frozenset({"aya_vision", "cohere2_vision"})
 TOLERANCE = 1e-3  # largest difference of logits, as such a share, unless that noise gives more
 
 
@@ -97,6 +99,9 @@ def _loaded(model_class: type[PreTrainedModel], directory: Path) -> PreTrainedMo
     model, info = model_class.from_pretrained(directory, dtype=torch.float32, output_loading_info=True)
     if info["missing_keys"]:
         raise CannotCompare(f"transformers does not load {sorted(info['missing_keys'])[0]}, which it has saved itself")
+    if model.config.model_type in UNSCALED:
+        scale = model.config.get_text_config(decoder=True).logit_scale
+        model.get_output_embeddings().register_forward_hook(lambda _module, _args, logits: scale * logits)
     model.eval().generation_config = GenerationConfig(
         do_sample=False, max_new_tokens=OUTPUT_LEN, min_new_tokens=OUTPUT_LEN, pad_token_id=0, use_cache=True,
         return_dict_in_generate=True, output_logits=True,

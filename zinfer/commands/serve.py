@@ -107,8 +107,8 @@ def command(
 ) -> None:
     """Serve a model: /v1/completions, /v1/chat/completions, /v1/models, /health and /metrics.
 
-    Requests run together: each begins at the next pass, in the order of arrival, as soon as there is memory for it, and
-    ends on its own. The client of OpenAI works with it, streaming included.
+    Requests run together: each begins at the next pass, as soon as there is memory for it, and ends on its own. Where
+    memory is short, requests share it, however many answers each asks for. The client of OpenAI works with it, streaming included.
 
     \b
     zinfer serve --model ./my-checkpoint

@@ -14,7 +14,10 @@ Source: torchao 0.18, `quantization/quant_api.py` and `utils.py` (`TorchAOBaseTe
 `utils/modeling.py` (`set_module_tensor_to_device`).
 """
 
+import dis
+import inspect
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -151,6 +154,7 @@ class Accelerate(Decoder):
             offload=dict(layers),
             weights_map=self._offloaded,
             skip_keys=list(self.model._skip_keys_device_placement or ["past_key_values"]),
+            preload_module_classes=sorted({type(one).__name__ for one in self.model.modules() if _reaches_into(one)}),
         )
 
     def forward(self, works: Sequence[Work]) -> list[Tensor]:
@@ -192,6 +196,17 @@ class Accelerate(Decoder):
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
+
+
+def _reaches_into(module: nn.Module) -> bool:
+    """Tell whether the code of a module reads weights of its children, whose own hooks then do not fetch them."""
+    children = dict(module.named_children())
+    for kind in type(module).__mro__[: type(module).__mro__.index(nn.Module)]:
+        for method in filter(inspect.isfunction, map(inspect.unwrap, vars(kind).values())):
+            names = [one.argval for one in dis.get_instructions(method) if one.opname == "LOAD_ATTR"]
+            if any(child in children and name in children[child]._parameters for child, name in pairwise(names)):
+                return True
+    return False
 
 
 class _Weights(OffloadedWeightsLoader):  # type: ignore[misc]

@@ -238,7 +238,8 @@ def merges_experts(rule: WeightConverter) -> bool:
 
 
 def _weights(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+    """Return the number of values of a module, those that DeepSpeed has taken away among them."""
+    return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in module.parameters())
 
 
 def _text(config: PreTrainedConfig) -> PreTrainedConfig:

@@ -98,6 +98,7 @@ def shard(folder: Path, name: str, sizes: dict[str, list[int]]) -> dict[str, str
 
 
 def test_a_name_in_two_shards_is_refused(folder: Path) -> None:
+    (folder / SINGLE).unlink()
     weight_map = shard(folder, "1.safetensors", {"a": [2], "b": [2]}) | shard(folder, "2.safetensors", {"b": [2]})
     (folder / WEIGHT_INDEX).write_text(json.dumps({"weight_map": weight_map}))
     assert "both hold b" in refused(folder)
@@ -113,6 +114,7 @@ def test_a_name_in_two_shards_is_refused(folder: Path) -> None:
     ],
 )  # fmt: skip
 def test_a_damaged_index_is_refused(index: bytes, folder: Path) -> None:
+    (folder / SINGLE).unlink()
     shard(folder, "1.safetensors", {"a": [2]})
     (folder / WEIGHT_INDEX).write_bytes(index)
     assert WEIGHT_INDEX in refused(folder) or "none.safetensors" in refused(folder)
@@ -122,6 +124,8 @@ def test_a_damaged_index_is_refused(index: bytes, folder: Path) -> None:
 @pytest.mark.parametrize("target", ["fifo", "folder", "/dev/zero", "/proc/self/mem", "/proc/kmsg", "itself"])
 def test_only_regular_files_are_read(name: str, target: str, folder: Path) -> None:
     path = folder / name
+    if name != "config.json":
+        (folder / SINGLE).unlink()
     path.unlink(missing_ok=True)
     if target == "fifo":
         os.mkfifo(path)

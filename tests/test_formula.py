@@ -22,6 +22,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "mistral": GQA | {"sliding_window": 8, "head_dim": 12},
     "mixtral": GQA | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
     "qwen2": GQA,
+    "qwen2-yarn": GQA | {"max_position_embeddings": 64, "rope_scaling": {"type": "yarn", "factor": 4.0,
+                                                                         "original_max_position_embeddings": 64}},
     "qwen3": GQA | {"head_dim": 20},
     "qwen2_moe": ROUTED | {"num_experts": 8, "shared_expert_intermediate_size": 36},
     "qwen3_moe": ROUTED | {"num_experts": 8, "mlp_only_layers": [1], "decoder_sparse_step": 1},

@@ -1,9 +1,11 @@
 """State of a model: every parameter and persistent buffer, loaded from a checkpoint and accounted for.
 
 A load is refused, before any weight is read, unless the checkpoint and the model agree: every entry of the model's
-state is stored exactly once (tied entries under any of their names), and every stored tensor belongs to an entry or is
-one that `transformers` itself ignores. Types are those that `transformers` would load: the model's dtype, but float32
-for the entries that it keeps so (router biases, gates, sinks).
+state is stored exactly once (tied entries under any of their names), and no stored tensor is left over that would
+change the text: one of a module or layer that the model has, or of an adapter. What the model computes itself (masks,
+tables of positions) is left out; other parts, such as the head of a reward model, are left out with a line. Types are
+those that `transformers` would load: the model's dtype, but float32 for the entries that it keeps so (router biases,
+gates, sinks).
 
 A checkpoint's tensors pass through `transformers`' own conversion (names differ between versions; Mixtral's experts are
 stored one by one and used fused), one decoder layer at a time. While one layer is used, many threads read the next, so
@@ -18,9 +20,10 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property, partial
+from math import prod
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import transformers
@@ -54,16 +57,18 @@ from zinfer.engine.read import (
 from zinfer.spec import quantization
 from zinfer.spec.architecture import building, decoder_layers, empty_model, merges_experts
 from zinfer.spec.case import LoadFormat
-from zinfer.spec.checkpoint import Checkpoint, CheckpointError, TensorInfo
+from zinfer.spec.checkpoint import HEAD, TABLE, Checkpoint, CheckpointError, TensorInfo
 from zinfer.spec.configuration import without_code
-from zinfer.spec.model import ModelSpec
-from zinfer.spec.progress import Progress, silent
+from zinfer.spec.model import ModelSpec, text_config
+from zinfer.spec.progress import Progress, note, silent
 
 logging.disable_progress_bar()
 
 Loaded = Tensor | tuple[Codes, ...]  # an entry, or the quantised matrices whose rows it consists of
 AnyLoaded = TypeVar("AnyLoaded", Tensor, Loaded)
 Place = tuple[nn.Module, str]  # a module and the name of one of its parameters or buffers
+ADAPTER = re.compile(r"(?:^|\.)(?:lora_|ia3_|adapters?\.|base_model\.|modules_to_save\.)")  # parts of names
+AHEAD = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")  # layers that predict several tokens
 COMPARED_BYTES = 64 << 20  # bytes compared at a time, of two stored copies of a tied weight
 
 
@@ -199,6 +204,8 @@ class ModelState:
             source = self._checkpoint.read(mapped, layers, stored)
             if self._coded:
                 source = self._rounded(source, device, stored)
+        for line in self._checkpoint.notes() if self._checkpoint is not None else ():
+            note(progress, line)
         with closing(source) as tensors:
             for name, tensor in tensors:
                 if name not in missing:
@@ -350,7 +357,7 @@ class _Stored:
         """Return the stored tensors that make each entry, by the name of the model's state that transformers gives
         them. Raises CheckpointError for a tensor that belongs to no entry, is the second one of an entry, or has a type
         of another kind than its entry."""
-        model, spec = self._state.model, self._state.spec
+        model = self._state.model
         wanted = {name: entry for entry in self._state.entries.values() for name in entry.names}
         meta = {name: entry.tensor for name, entry in wanted.items()}
         renamings = [rule for rule in self._mapping if isinstance(rule, WeightRenaming)]
@@ -375,12 +382,9 @@ class _Stored:
                 patterns[name] = converter
             _same_kind(self._directory, name, info, target, meta[target])
             sources[target].append(name)
-        unknown = {target: name for target, name in unknown.items() if not self._is_sliced_away(target)}
-        if unknown and (left := self._not_ignorable(unknown)):
-            raise CheckpointError(
-                f"{self._directory} stores {_some(left)}, which a {spec.architecture} model of this configuration does "
-                "not have: config.json and the weights do not belong together"
-            )
+        self.left_out = self._surplus(
+            {target: name for target, name in unknown.items() if not self._is_sliced_away(target)}
+        )
         self.in_rows = {
             target: order
             for target, stored in sources.items()
@@ -394,18 +398,70 @@ class _Stored:
         match = re.match(rf"(?:{re.escape(stack)}|{re.escape(stack.removeprefix(prefix))})\.(\d+)\.", target)
         return match is not None and self._state.spec.num_layers <= int(match[1]) < self._state.spec.total_layers
 
-    def _not_ignorable(self, unknown: Mapping[str, str]) -> list[str]:
-        """Return the stored names of the `unknown` targets that cannot be ignored: transformers does not ignore them,
-        they are no buffers that the model computes itself, and no part of a larger model around it (a vision tower)."""
+    def _surplus(self, unknown: Mapping[str, str]) -> list[str]:
+        """Return the stored names of the `unknown` targets that are left out with a line.
+
+        Others are left out without one: what transformers ignores, what the model computes itself, and parts of a
+        larger model around it (a vision tower). Raises CheckpointError for tensors that would change the text.
+        """
+        if not unknown:
+            return []
         model = self._state.model
         found = SimpleNamespace(missing_keys=set[str](), unexpected_keys=set(unknown))
         model._adjust_missing_and_unexpected_keys(found)
         prefix = f"{model.base_model_prefix}."
         buffers = {name for name, _ in model.named_buffers()}
-        left = {name for name in found.unexpected_keys if not {name, prefix + name} & buffers}
+        left = {
+            name
+            for name in found.unexpected_keys
+            if not {name, prefix + name} & buffers and not self._is_table(name, self._tensors[unknown[name]].shape)
+        }
         if left and self._around is not None:
             left -= self._around.elsewhere({target: unknown[target] for target in left})
+        if adapter := [unknown[target] for target in left if ADAPTER.search(target)]:
+            raise CheckpointError(
+                f"{self._directory} stores {_some(adapter)}, of an adapter: merge it into the weights first "
+                "(merge_and_unload of peft)"
+            )
+        if belong := [unknown[target] for target in left if self._belongs(target)]:
+            raise CheckpointError(
+                f"{self._directory} stores {_some(belong)}, which a {self._state.spec.architecture} model of this "
+                "configuration does not have: config.json and the weights do not belong together"
+            )
         return sorted(unknown[target] for target in left)
+
+    def _is_table(self, target: str, shape: tuple[int, ...]) -> bool:
+        """Tell whether `target` is a mask or a table of positions that the model computes itself."""
+        if TABLE.search(target) is None or self._owner(target)[0]._parameters:
+            return False
+        if target.endswith("masked_bias"):
+            return prod(shape) == 1
+        return not target.endswith(".bias") or (len(shape) == 4 and shape[:2] == (1, 1) and shape[2] == shape[3])
+
+    def _belongs(self, target: str) -> bool:
+        """Tell whether `target` would change the text, as all that is of a module that the model has. Heads beside the
+        base model, and layers that predict several tokens, do not."""
+        owner, rest = self._owner(target)
+        if len(rest) == 1:
+            return True
+        if owner is self._state.layers and rest[0].isdigit():
+            text, depth = text_config(self._checkpoint.config), self._state.spec.total_layers
+            return not depth <= int(rest[0]) < depth + max((text.get(key) or 0 for key in AHEAD), default=0)
+        if owner is self._state.model:  # beside the base model, if names tell which tensors are inside
+            inside = f"{self._state.model.base_model_prefix}."
+            return HEAD.match(target) is None and not any(name.startswith(inside) for name in self._tensors)
+        return True
+
+    def _owner(self, target: str) -> tuple[nn.Module, list[str]]:
+        """Return the innermost module of the model that `target` names, and the rest of the name. Names may lack the
+        prefix of the base model."""
+        model, parts = self._state.model, target.split(".")
+        module, rest = cast("nn.Module", model), parts
+        if parts[0] not in model._modules and parts[0] in model.base_model._modules:
+            module = model.base_model
+        while len(rest) > 1 and isinstance(inner := module._modules.get(rest[0]), nn.Module):
+            module, rest = inner, rest[1:]
+        return module, rest
 
     def _untie(self, sources: Mapping[str, list[str]]) -> None:
         """Untie names that the configuration ties but the checkpoint stores with different values: each gets an entry
@@ -440,6 +496,13 @@ class _Stored:
         missing -= set(self._initial)
         if missing:
             raise CheckpointError(f"{self._directory} lacks {_some(missing)}")
+
+    def notes(self) -> Iterator[str]:
+        """Yield lines for the user: what is left out of the folder, and which sources of weights are not read."""
+        if self.left_out:
+            architecture = self._state.spec.architecture
+            yield f"left out {_some(self.left_out)} of {self._directory}: no part of a {architecture} model"
+        yield from self._checkpoint.disagreements()
 
     def read(self, mapped: bool, layers: bool, stored: bool = False) -> Generator[tuple[str, Loaded]]:
         """Yield (name, tensor) of the entries, on the CPU, in the types of the entries; entries outside the layers

@@ -41,7 +41,7 @@ from transformers.models.auto.modeling_auto import (
 from zinfer.spec import quantization
 from zinfer.spec.configuration import without_code
 from zinfer.spec.documents import DocumentError
-from zinfer.spec.model import CONFIG_KEYS, Dtype, LayerSpec, Matrix, ModelError, ModelSpec, Shape
+from zinfer.spec.model import CONFIG_KEYS, Dtype, LayerSpec, Matrix, ModelError, ModelSpec, Shape, stretched
 
 # Sequences and tokens of the measuring pass. The number of tokens is recognised in the shapes of cached tensors, so it
 # must not equal any width of a model nor a multiple of one: a prime.
@@ -188,7 +188,7 @@ def _shape(model: PreTrainedModel, stack: str, layers: nn.ModuleList, watched: "
         head_dim=head_dim,
         ffn_size=_expert_width(routed, hidden) or _ffn_size(text, layers, hidden),
         vocab_size=embedding.shape[0],
-        max_position=_first(text, CONFIG_KEYS["max_position"]),
+        max_position=stretched(_first(text, CONFIG_KEYS["max_position"]), getattr(text, "rope_parameters", None) or {}),
         num_experts=num_experts,
         experts_per_token=min(num_experts, chosen or _first(text, CONFIG_KEYS["experts_per_token"]) or 1),
         stack=stack,

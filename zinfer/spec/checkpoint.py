@@ -12,8 +12,9 @@ import json
 import os
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from typing import Any, NamedTuple
 from zinfer.spec import configuration
 from zinfer.spec.documents import DocumentError, once, open_regular, read_object
 from zinfer.spec.errors import ZinferError, not_here
+from zinfer.spec.kinds import ADAPTER, other_kind
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MODELOPT = "hf_quant_config.json"
@@ -35,6 +37,13 @@ BITS = {  # type in safetensors -> bits of a value
     "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64,
     "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
 }  # fmt: skip
+# Masks and tables of positions: older checkpoints hold them, the model computes them.
+TABLE = re.compile(
+    r"(?:^|\.)(?:(?:attention|attn)\.(?:masked_)?bias|inv_freq|cos_cached|sin_cached|causal_mask|position_ids|rope\.freqs"
+    r"|embed_positions\.weights|_float_tensor)$"
+)
+# Heads of reward and value models, which make no text.
+HEAD = re.compile(r"(?:v_head|value_head|reward_head|score|classifier|qa_outputs)\.")
 _LONG_NUMBER = re.compile(r"\d{10}")  # names count layers and experts
 SAMPLE = 4096  # bytes hashed at either end of a tensor: tell retrained weights of one layout apart
 
@@ -58,37 +67,26 @@ class Checkpoint:
     """A folder with `config.json` and one or more safetensors files, all headers read and checked.
 
     `config` is the configuration as it is written: `zinfer.spec.configuration.without_code` comes before any use.
+    `sources` are the folder's files that say where weights are; the first one was read.
     """
 
     directory: Path
     config: Mapping[str, Any]
     tensors: Mapping[str, TensorInfo]
+    sources: tuple[Path, ...] = ()
 
     @classmethod
     def open(cls, directory: Path) -> "Checkpoint":
         """Read the headers under `directory`. Raises CheckpointError for the first fault found."""
+        if (kind := other_kind(directory)) is not None:
+            raise CheckpointError(kind)
         config = _config(directory / "config.json", "it is not a checkpoint folder without it")
-        if os.path.lexists(directory / INDEX):
-            weight_map = read_weight_map(directory / INDEX)
-            files = [_inside(directory, name) for name in sorted(set(weight_map.values()))]
-        elif os.path.lexists(directory / SINGLE):
-            weight_map, files = {}, [directory / SINGLE]
-        else:
+        sources = weight_sources(directory, config.get("transformers_weights"))
+        if not sources:
             others = sorted(path.name for pattern in _PICKLED for path in directory.glob(pattern))
             hint = f"; {others[0]} is pickled and is not read: convert it to safetensors" if others else ""
             raise CheckpointError(f"{directory} holds no {SINGLE} and no {INDEX}{hint}")
-        tensors: dict[str, TensorInfo] = {}
-        for file in files:
-            found = _read_header(file)
-            for name in tensors.keys() & found.keys():
-                raise CheckpointError(f"{file} and {tensors[name].file.name} both hold {name[:200]}")
-            tensors |= found
-        for name, file_name in weight_map.items():
-            if name not in tensors or tensors[name].file.name != file_name:
-                raise CheckpointError(f"{directory / INDEX} places {name} in {file_name}, which does not hold it")
-        if not tensors:
-            raise CheckpointError(f"{directory} holds no tensor")
-        return cls(directory, config, tensors)
+        return cls(directory, config, _tensors(sources[0]), sources)
 
     @classmethod
     def of_file(cls, file: Path) -> "Checkpoint":
@@ -104,13 +102,22 @@ class Checkpoint:
         for name in sorted(self.tensors):
             info = self.tensors[name]
             digest.update(f"{name} {info.file.name} {info.dtype} {info.shape} {info.start} {info.end}\n".encode())
-        for file in sorted({info.file for info in self.tensors.values()}):
-            with file.open("rb", buffering=0) as stream:
-                own = (info for info in self.tensors.values() if info.file == file)
-                for info in sorted(own, key=lambda info: info.start):
-                    for begin in sorted({info.start, max(info.start, info.end - SAMPLE)}):
-                        digest.update(os.pread(stream.fileno(), min(SAMPLE, info.end - begin), begin))
+        for _, sample in _samples(self.tensors):
+            digest.update(sample)
         return digest.hexdigest()[:16]
+
+    def disagreements(self) -> Iterator[str]:
+        """Yield a line for each other source in the folder whose weights are not those of this checkpoint."""
+        for other in self.sources[1:]:
+            try:
+                same = _contents(_tensors(other)) == _contents(self.tensors)
+            except (CheckpointError, OSError):
+                same = False
+            if not same:
+                yield (
+                    f"{self.directory} holds two sources of weights that differ: {self.sources[0].name} is read, as "
+                    f"transformers does, and {other.name} is not"
+                )
 
 
 def bare_config(path: Path) -> Mapping[str, Any] | None:
@@ -118,10 +125,35 @@ def bare_config(path: Path) -> Mapping[str, Any] | None:
     no weights of any kind; None if it holds some. Raises CheckpointError if it cannot be read."""
     if not path.is_dir():
         return _config(path, "")
-    weights = (SINGLE, INDEX, "*.safetensors", *_PICKLED)
+    weights = (SINGLE, INDEX, "*.safetensors", "*.gguf", ADAPTER, *_PICKLED)
     if not os.path.lexists(path / "config.json") or any(next(path.glob(pattern), None) for pattern in weights):
         return None
     return _config(path / "config.json", "")
+
+
+def weight_sources(directory: Path, named: object = None) -> tuple[Path, ...]:
+    """Return the files of `directory` that say where weights are, in the order in which transformers prefers them:
+    the file that the configuration has `named`, one file with all weights, an index of shards. Pickled files are none.
+
+    Raises CheckpointError where `named` is no such file in the folder.
+    """
+    names = [SINGLE, INDEX]
+    if named is not None:
+        names.insert(0, _inside(directory, str(named), "config.json").name)
+    found = dict.fromkeys(directory / name for name in names if name == named or os.path.lexists(directory / name))
+    return tuple(sorted(found, key=lambda path: path.name != named and not path.is_file()))  # broken links last
+
+
+def weight_files(source: Path) -> list[Path]:
+    """Return the files of a source of weights: itself, or the shards of an index. Raises CheckpointError."""
+    if not source.name.endswith(".json"):
+        return [source]
+    return [_inside(source.parent, name, source.name) for name in sorted(set(read_weight_map(source).values()))]
+
+
+def is_left_out(name: str) -> bool:
+    """Tell whether a stored tensor of this name is no weight that makes text."""
+    return TABLE.search(name) is not None or HEAD.match(name) is not None
 
 
 def read_weight_map(path: Path) -> dict[str, str]:
@@ -158,12 +190,48 @@ def _config(path: Path, why: str) -> dict[str, Any]:
         raise error.restated(CheckpointError) from None
 
 
-def _inside(directory: Path, name: str) -> Path:
-    """Return the path of the shard `name`, which must lie in `directory` itself. (A hub snapshot's files are links out
-    of it: the link, not its target, has to be inside.)"""
-    if name != Path(name).name or name in {"", ".", ".."} or not name.endswith(".safetensors") or "\0" in name:
-        raise CheckpointError(f"{directory / INDEX} points to {name!r}: shards are .safetensors files of this folder")
+def _inside(directory: Path, name: str, where: str) -> Path:
+    """Return the path of the file `name`, which must lie in `directory` itself; `where` names it. (A hub snapshot's
+    files are links out of it: the link, not its target, has to be inside.)"""
+    named = name.endswith((".safetensors", ".safetensors.index.json"))
+    if name != Path(name).name or not named or "\0" in name:
+        raise CheckpointError(f"{directory / where} points to {name!r}: shards are .safetensors files of this folder")
     return directory / name
+
+
+def _tensors(source: Path) -> dict[str, TensorInfo]:
+    """Return the tensors of a source of weights, by name. Raises CheckpointError for the first fault found."""
+    weight_map = read_weight_map(source) if source.name.endswith(".json") else {}
+    tensors: dict[str, TensorInfo] = {}
+    for file in weight_files(source):
+        found = _read_header(file)
+        for name in tensors.keys() & found.keys():
+            raise CheckpointError(f"{file} and {tensors[name].file.name} both hold {name[:200]}")
+        tensors |= found
+    for name, file_name in weight_map.items():
+        if name not in tensors or tensors[name].file.name != file_name:
+            raise CheckpointError(f"{source} places {name} in {file_name}, which does not hold it")
+    if not tensors:
+        raise CheckpointError(f"{source.parent} holds no tensor")
+    return tensors
+
+
+def _samples(tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, bytes]]:
+    """Yield the first and the last bytes of every tensor, in the order of the files and of the data in them."""
+    ordered = sorted(tensors.items(), key=lambda item: (item[1].file, item[1].start))
+    for file, own in groupby(ordered, key=lambda item: item[1].file):
+        with file.open("rb", buffering=0) as stream:
+            for name, info in own:
+                for begin in sorted({info.start, max(info.start, info.end - SAMPLE)}):
+                    yield name, os.pread(stream.fileno(), min(SAMPLE, info.end - begin), begin)
+
+
+def _contents(tensors: Mapping[str, TensorInfo]) -> dict[str, list[object]]:
+    """Return type, shape and samples of every tensor, by name: what two copies of the same weights have in common."""
+    found: dict[str, list[object]] = {name: [info.dtype, info.shape] for name, info in tensors.items()}
+    for name, sample in _samples(tensors):
+        found[name].append(sample)
+    return found
 
 
 def _read_header(file: Path) -> dict[str, TensorInfo]:

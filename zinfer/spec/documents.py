@@ -18,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 from zinfer.spec.errors import ENVIRONMENT, ZinferError
 
 MAX_BYTES = 64 << 20  # larger than any configuration, index or recipe in use
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # begins the file that Git has in place of a large one
 MAX_DEPTH = 64  # levels of nesting
 MAX_DIGITS = 19  # of an integer: 64 bits
 # A dotted key of more than MAX_DEPTH parts, which tomllib needs minutes for: its time grows with their square.
@@ -59,8 +60,8 @@ def open_regular(path: Path) -> BinaryIO:
     """Open the regular file `path`, or a link to one, for reading.
 
     A FIFO, a device, a folder, or a link to a file of the kernel (in /proc and /sys, whose reads may wait for ever) is
-    refused without waiting for it. Raises DocumentError, UnreadableError if permission is denied or the disk fails;
-    FileNotFoundError if there is no such file.
+    refused without waiting for it, as is the pointer that Git LFS leaves in the place of a file. Raises DocumentError,
+    UnreadableError if permission is denied or the disk fails; FileNotFoundError if there is no such file.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
@@ -74,6 +75,14 @@ def open_regular(path: Path) -> BinaryIO:
     if kernel or not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise DocumentError(f"{path} is not a regular file")
+    try:
+        begin = os.pread(descriptor, len(LFS_POINTER), 0)
+    except OSError as error:
+        os.close(descriptor)
+        raise _unread(path, error) from None
+    if begin == LFS_POINTER:
+        os.close(descriptor)
+        raise DocumentError(f"{path} is a Git LFS pointer, not the file itself: fetch it with `git lfs pull`")
     return open(descriptor, "rb")
 
 

@@ -9,7 +9,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from zinfer.spec.errors import not_here
-from zinfer.spec.model import CONFIG_KEYS, LAYER_INDEX, LayerSpec, ModelError, Shape, text_config
+from zinfer.spec.model import CONFIG_KEYS, LAYER_INDEX, LayerSpec, ModelError, Shape, rope, stretched, text_config
 
 _NEEDS = "needs torch and transformers: pip install 'zinfer[engines]'"
 
@@ -39,6 +39,8 @@ def fields(config: Mapping[str, Any]) -> dict[str, Any]:
     elif config.get("model_type") == "falcon":
         shape["num_kv_heads"] = shape["num_heads"]
     shape.setdefault("num_kv_heads", shape["num_heads"])
+    if "max_position" in shape:
+        shape["max_position"] = stretched(shape["max_position"], rope(config))
     if not shape.get("num_experts"):
         shape["num_experts"] = shape["experts_per_token"] = 0
     return shape

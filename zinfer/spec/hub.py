@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from zinfer.spec import configuration
-from zinfer.spec.checkpoint import read_weight_map
+from zinfer.spec.checkpoint import weight_files, weight_sources
 from zinfer.spec.documents import DocumentError, read_bytes
 from zinfer.spec.errors import not_here
 from zinfer.spec.model import ModelError
@@ -117,10 +117,9 @@ def cached(hub_id: str, revision: str | None = None) -> Path | None:
                 hub_id, revision=revision, local_files_only=True, allow_patterns=_FILES, ignore_patterns=_NOT
             )
         )
-        index = folder / "model.safetensors.index.json"
-        shards = {"model.safetensors"}
-        if index.exists():
-            shards = set(read_weight_map(index).values())
+        named = configuration.read(folder / "config.json").get("transformers_weights")
+        sources = weight_sources(folder, named)
+        complete = bool(sources) and all(file.exists() for file in weight_files(sources[0]))
     except (errors.LocalEntryNotFoundError, errors.HFValidationError, OSError, ValueError):
         return None
-    return folder if all((folder / name).exists() for name in {"config.json", *shards}) else None
+    return folder if complete else None

@@ -39,6 +39,7 @@ CONFIG_KEYS = {
     "num_experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
     "experts_per_token": ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"),
 }
+MAX_STRETCH = 1024  # largest factor by which YaRN is believed to stretch a model's positions
 LAYER_INDEX = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 _TEXT = ("text_config",)  # key of the part of a configuration that describes the text model
 _SHARING = ("num_kv_shared_layers",)
@@ -407,13 +408,37 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return inner if isinstance(inner, Mapping) else config
 
 
+def rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the settings of rotary positions in a text model's configuration, under the older name, too."""
+    found = config.get("rope_parameters") or config.get("rope_scaling")
+    return found if isinstance(found, Mapping) else {}
+
+
+def stretched(positions: int | None, settings: Mapping[str, Any]) -> int | None:
+    """Return `positions` (``max_position_embeddings``) or, if that is more, those that YaRN makes of a model's own.
+
+    Its angles are the same at every length, so the text is, too. `settings` are those of rotary positions. (Model cards
+    of Qwen add YaRN to a configuration and leave ``max_position_embeddings`` as it was.)
+    """
+    kind, factor = settings.get("rope_type", settings.get("type")), settings.get("factor")
+    own = settings.get("original_max_position_embeddings") or positions
+    if positions is None or kind != "yarn" or type(own) is not int or isinstance(factor, bool):
+        return positions
+    if not isinstance(factor, int | float) or not 1 <= factor <= MAX_STRETCH:
+        return positions
+    return max(positions, int(own * factor))
+
+
 def check_positions(spec: ModelSpec, input_len: int, output_len: int, prompt: str = "") -> None:
     """Raise ModelError if a prompt and its answer are longer than the model's positions (its learned table, or the
     angles it was trained with). `prompt` names the prompt in the message; by default its option."""
     if spec.max_position is not None and input_len + output_len > spec.max_position:
+        settings = rope(text_config(spec.config))
+        dynamic = "dynamic" in str(settings.get("rope_type", settings.get("type")))
+        more = ": beyond them dynamic NTK turns a row by other angles with every token, which zinfer does not do"
         raise ModelError(
             f"{prompt or f'--input-len {input_len}'} and --output-len {output_len} exceed the {spec.max_position} "
-            f"positions of {spec.name}"
+            f"positions of {spec.name}{more if dynamic else ''}"
         )
 
 

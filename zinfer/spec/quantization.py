@@ -84,8 +84,15 @@ def method(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     if name not in METHODS:
         raise ModelError(
             f"its weights are quantised by {str(name)[:60]!r}; zinfer reads {', '.join(METHODS)}, and unquantised "
-            "checkpoints"
+            "checkpoints: take such a version of the model"
         )
+    for key, value in found.items():
+        given = value.get("config_groups", value) if isinstance(value, Mapping) else value
+        if given and re.search("transform|rotat|hadamard|spin_?quant|quip", key, re.IGNORECASE):
+            raise ModelError(
+                f"its weights are rotated or otherwise transformed ({key[:60]} in quantization_config, as of QuIP and "
+                "SpinQuant), which zinfer does not undo: take another version of the model"
+            )
     if name == "compressed-tensors":
         groups = found.get("config_groups")
         inner = [group.get("format") for group in groups.values() if isinstance(group, Mapping)] if isinstance(

@@ -20,16 +20,15 @@ from pathlib import Path
 from typing import Any, cast, get_args
 
 from zinfer.spec import atomic, formula, hub, quantization
-from zinfer.spec.checkpoint import Checkpoint, CheckpointError, bare_config
+from zinfer.spec.checkpoint import Checkpoint, CheckpointError, bare_config, is_left_out
 from zinfer.spec.documents import read_bytes
 from zinfer.spec.errors import did_you_mean
+from zinfer.spec.kinds import other_kind
 from zinfer.spec.model import LAYER_INDEX, Dtype, LayerSpec, ModelError, ModelSpec, Shape, Weights, text_config
 
 # Families that tie the head to the embedding by default; their checkpoints may hold both even so.
 _TIED = frozenset({"bloom", "cohere", "falcon", "gemma", "gemma2", "gpt2", "gpt_bigcode", "mpt", "opt", "starcoder2"})
 _HEADS = ("lm_head.weight", "embed_out.weight")
-# Causal masks and rotary frequencies: older checkpoints hold them, the model computes them.
-_BUFFER = re.compile(r"(?:^|\.)(?:attention|attn)\.(?:masked_)?bias$|rotary_emb\.inv_freq$")
 _TENSOR_DTYPES: dict[str, str] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
@@ -49,6 +48,8 @@ def resolve(
     elif os.path.isdir(path) or (os.path.isfile(path) and path.suffix == ".json"):  # of a name of any length
         spec = from_directory(path).model_copy(update={"name": reference})
     elif os.path.exists(path):
+        if (kind := other_kind(path)) is not None:
+            raise ModelError(kind)
         raise ModelError(f"{reference} is a file: --model takes the folder that holds config.json and the safetensors")
     elif reference.startswith((".", "/", "~")):
         raise ModelError(f"no such folder: {reference}")
@@ -144,9 +145,7 @@ def from_directory(path: Path) -> ModelSpec:
         raise error.restated(ModelError) from None
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from None
-    tensors = {
-        name: tensor for name, tensor in stored.items() if not (_BUFFER.search(name) or (tied and name in _HEADS))
-    }
+    tensors = {name: one for name, one in stored.items() if not (is_left_out(name) or (tied and name in _HEADS))}
     largest = max(tensors.values(), key=lambda tensor: tensor.end - tensor.start)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     dtype = dtype_of(config, _TENSOR_DTYPES.get(largest.dtype, largest.dtype))
@@ -160,7 +159,7 @@ def from_directory(path: Path) -> ModelSpec:
         inside = {
             name: one
             for name, one in checkpoint.tensors.items()
-            if (match := LAYER_INDEX.search(name)) and int(match[1]) < spec.num_layers
+            if (match := LAYER_INDEX.search(name)) and int(match[1]) < spec.num_layers and not is_left_out(name)
         }
         size = sum(one.end - one.start for one in inside.values())
         fp8 = sum(
@@ -188,6 +187,11 @@ def from_config(
 ) -> ModelSpec:
     """Return the spec of the model that `config` describes; see `shape_of` for `counted` and the errors. Without
     `counted` weights, its bytes are those of the format that `config` names."""
+    if not config.get("model_type"):
+        raise ModelError(
+            f"{name}: config.json has no model_type, so it is no configuration of transformers: take the model's "
+            "version for transformers"
+        )
     shape = shape_of(name, config, counted)
     return _spec(name, config, shape, **others) if counted is None else _whole(name, config, shape, **others)
 

@@ -186,7 +186,7 @@ def write(
         if len(names) > 1:
             atomic.write(folder / INDEX, json.dumps({"metadata": {"total_size": total}, "weight_map": index}))
         config = without_code(dict(checkpoint.config), spec.name)
-        for key in (*quantization.KEYS, "torch_dtype"):
+        for key in (*quantization.KEYS, "torch_dtype", "transformers_weights"):
             config.pop(key, None)
         config |= {"dtype": spec.dtype, "quantization_config": configuration(choice)}
         atomic.write(folder / "config.json", json.dumps(config, indent=1))

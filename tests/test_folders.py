@@ -1,0 +1,304 @@
+"""Folders of checkpoints as people have them: surplus tensors, several sources of weights, and other kinds of files."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from tests.checkpoints import save_config
+from tests.command import zinfer
+from tests.running import error, prefill
+from tests.test_parity import COMPARED, load, prompts
+from zinfer.engine.base import Engine
+from zinfer.engine.state import ModelState
+from zinfer.spec import quantization, resolve
+from zinfer.spec.case import Offload
+from zinfer.spec.checkpoint import INDEX, SINGLE, Checkpoint, CheckpointError
+from zinfer.spec.model import ModelError
+from zinfer.spec.progress import NOTE
+
+GPT: dict[str, dict[str, object]] = {
+    "gpt2": {},
+    "gptj": {"rotary_dim": 8, "tie_word_embeddings": False},
+    "gpt_neo": {"num_hidden_layers": 4, "attention_types": [[["global", "local"], 2]], "window_size": 4},
+}
+MASK = torch.ones(1, 1, 32, 32).tril().bool()
+HEAD = {"v_head.summary.weight": torch.ones(1, 64), "v_head.summary.bias": torch.ones(1)}
+SCORE = {"score.weight": torch.ones(2, 64)}
+
+
+@pytest.fixture(scope="module")
+def gpts(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that makes the checkpoint of one of `GPT`, once."""
+    made: dict[str, Path] = {}
+
+    def get(kind: str) -> Path:
+        if kind not in made:
+            made[kind] = save_config(tmp_path_factory.mktemp(kind), kind, **{"num_hidden_layers": 3, **GPT[kind]})
+        return made[kind]
+
+    return get
+
+
+def stored(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for shard in folder.glob("*.safetensors") for name, tensor in load_file(shard).items()}
+
+
+def with_tensors(source: Path, folder: Path, extra: Mapping[str, Tensor], renamed: str = "") -> Path:
+    """Copy the checkpoint `source`, with `extra` tensors; names lose the prefix `renamed`. Return the copy."""
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns("*.safetensors*"))
+    tensors = {name.removeprefix(renamed): tensor.contiguous() for name, tensor in stored(source).items()}
+    save_file({**tensors, **extra}, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def masks(names: str, layers: int) -> dict[str, Tensor]:
+    """Return the masks that old checkpoints hold, in each layer."""
+    every = dict[str, Tensor]()
+    for layer in range(layers):
+        every[f"{names.format(layer)}.bias"] = MASK.clone()
+        every[f"{names.format(layer)}.masked_bias"] = torch.tensor(-1e9)
+    return every
+
+
+def logits(loaded: Engine) -> Tensor:
+    """Return the logits of one prompt, and close the engine."""
+    try:
+        return prefill(loaded, *prompts((9,)))
+    finally:
+        loaded.close()
+
+
+def theirs(folder: Path) -> Tensor:
+    """Return the logits of the same prompt, of the model that transformers loads."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        found: Tensor = model(prompts((9,))[0]).logits[:, -1]
+    return found
+
+
+def said(folder: Path) -> list[str]:
+    """Return the lines that loading prints."""
+    lines = list[str]()
+    state = ModelState(resolve.from_directory(folder), "safetensors")
+    for _ in state.load(torch.device("cpu"), lambda stage, _: lines.append(stage)):
+        pass
+    return [line.removeprefix(NOTE) for line in lines if line.startswith(NOTE)]
+
+
+SURPLUS = {
+    "gptj": ("gptj", "", masks("transformer.h.{}.attn", 3), ""),
+    "gpt_neo": ("gpt_neo", "", masks("transformer.h.{}.attn.attention", 4), ""),
+    "gpt2": ("gpt2", "", masks("transformer.h.{}.attn", 3), ""),
+    "gpt2 without prefix": ("gpt2", "transformer.", masks("h.{}.attn", 3), ""),
+    "value head": ("gpt2", "", HEAD, "v_head.summary.bias, v_head.summary.weight"),
+    "value head, without prefix": ("gpt2", "transformer.", HEAD, "v_head.summary.bias, v_head.summary.weight"),
+    "score": ("gptj", "", SCORE, "score.weight"),
+    "another head": ("gpt2", "", {"critic.out.weight": torch.ones(1, 64)}, "critic.out.weight"),
+}
+
+
+@pytest.mark.parametrize("kind", SURPLUS)
+def test_surplus_tensors_that_make_no_text_load(kind: str, gpts: Callable[[str], Path], tmp_path: Path) -> None:
+    architecture, renamed, extra, named = SURPLUS[kind]
+    source = gpts(architecture)
+    folder = with_tensors(source, tmp_path / "copy", extra, renamed)
+    lines = said(folder)
+    assert [f"left out {named} of {folder}: no part of a {architecture} model"] * bool(named) == lines
+    assert error(logits(load("stream", folder, "cpu", tmp_path)), theirs(folder)) < 1e-5
+    assert resolve.from_directory(folder).parameters == resolve.from_directory(source).parameters
+
+
+@pytest.mark.parametrize("compared", COMPARED)
+def test_every_engine_leaves_a_value_head_out(
+    compared: tuple[str, Offload], gpts: Callable[[str], Path], tmp_path: Path
+) -> None:
+    extra = HEAD | masks("transformer.h.{}.attn", 3)
+    folder = with_tensors(gpts("gptj"), tmp_path / "copy", extra)
+    (tmp_path / "nvme").mkdir()
+    assert error(logits(load(compared[0], folder, compared[1], tmp_path / "nvme")), theirs(folder)) < 1e-5
+
+
+CHANGING = {
+    "bias of a linear module": {"transformer.h.1.attn.q_proj.bias": torch.ones(64)},
+    "scale of a layer": {"transformer.h.1.ln_2.weight": torch.ones(64)},
+    "bias of an attention module": {"transformer.h.1.attn.bias": torch.ones(64)},
+    "mask of another form": {"transformer.h.1.attn.masked_bias": torch.ones(64)},
+    "norm of the embeddings": {"transformer.ln_emb.weight": torch.ones(64)},
+    "layer that the model lacks": {"transformer.h.3.ln_1.weight": torch.ones(64)},
+    "tensor of the model itself": {"logit_scale": torch.ones(1)},
+    "adapter": {"transformer.h.1.attn.q_proj.lora_A.weight": torch.ones(4, 64)},
+    "adapter outside": {"base_model.model.transformer.h.1.attn.q_proj.lora_B.weight": torch.ones(64, 4)},
+}
+
+
+@pytest.mark.parametrize("kind", CHANGING)
+@pytest.mark.parametrize("bare", [False, True])
+def test_surplus_tensors_that_would_change_the_text_are_refused(
+    kind: str, bare: bool, gpts: Callable[[str], Path], tmp_path: Path
+) -> None:
+    extra = {name.removeprefix("transformer." * bare): tensor for name, tensor in CHANGING[kind].items()}
+    folder = with_tensors(gpts("gptj"), tmp_path / "copy", extra, "transformer." * bare)
+    with pytest.raises(CheckpointError, match="merge it" if "adapter" in kind else "do not belong together"):
+        ModelState(resolve.from_directory(folder), "safetensors")
+
+
+def test_run_prints_what_is_left_out_once_and_ends_with_2_for_a_faulty_checkpoint(
+    gpts: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source, words = gpts("gpt2"), ("--offload", "cpu", "--output-len", "3", "--prompt", "ab")
+    done = zinfer(tmp_path, "run", "--model", str(with_tensors(source, tmp_path / "head", HEAD)), *words)
+    assert (done.returncode, done.stderr.count("left out v_head")) == (0, 1), done.stderr
+    faulty = {
+        "surplus": with_tensors(source, tmp_path / "surplus", {"transformer.h.0.attn.scale.weight": torch.ones(1)}),
+        "missing": with_tensors(source, tmp_path / "missing", {}),
+        "tokenizer": with_tensors(source, tmp_path / "tokenizer", {}),
+    }
+    weights = stored(faulty["missing"])
+    del weights["transformer.wpe.weight"]
+    save_file(weights, faulty["missing"] / "model.safetensors")
+    (faulty["tokenizer"] / "tokenizer.json").write_text("{")
+    for name, folder in faulty.items():
+        done = zinfer(tmp_path, "run", "--model", str(folder), *words)
+        assert done.returncode == 2, (name, done.stderr)
+        assert len(done.stderr.strip().splitlines()[-1]) < 400
+
+
+def test_of_several_sources_the_one_of_transformers_is_read(gpts: Callable[[str], Path], tmp_path: Path) -> None:
+    source = gpts("gpt2")
+    folder = Path(shutil.copytree(source, tmp_path / "two"))
+    assert (folder / INDEX).exists()
+    assert not said(folder)
+    changed = {name: tensor * 1.1 for name, tensor in stored(source).items()}
+    save_file(changed, folder / SINGLE, {"format": "pt"})
+    line = f"{folder} holds two sources of weights that differ: {{}} is read, as transformers does, and {{}} is not"
+    assert said(folder) == [line.format(SINGLE, INDEX)]
+    whole = theirs(folder)
+    assert error(logits(load("stream", folder, "cpu", tmp_path)), whole) < 1e-5
+    assert error(theirs(source), whole) > 1e-2
+    save_file(stored(source), folder / SINGLE, {"format": "pt"})  # a copy of the same weights
+    assert not said(folder)
+    save_file(changed, folder / "own.safetensors", {"format": "pt"})
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"transformers_weights": "own.safetensors"}))
+    assert said(folder) == [line.format("own.safetensors", SINGLE), line.format("own.safetensors", INDEX)]
+    assert error(theirs(folder), whole) == 0
+    assert error(logits(load("stream", folder, "cpu", tmp_path)), whole) < 1e-5
+
+
+def test_an_index_is_read_where_the_whole_file_is_no_file(gpts: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(gpts("gpt2"), tmp_path / "two"))
+    (folder / SINGLE).symlink_to("gone")
+    assert error(logits(load("stream", folder, "cpu", tmp_path)), theirs(folder)) < 1e-5
+    assert len(said(folder)) == 1
+
+
+@pytest.mark.parametrize("named", ["../own.safetensors", "gone.safetensors", "weights.bin", "", 3, ["own.safetensors"]])
+def test_named_weights_are_a_file_of_the_folder(named: object, gpts: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(gpts("gpt2"), tmp_path / "named"))
+    config = folder / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"transformers_weights": named}))
+    with pytest.raises(CheckpointError):
+        Checkpoint.open(folder)
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + 64 * "0" + "\nsize 1000000\n"
+
+
+def changed_config(folder: Path, **fields: object) -> None:
+    path = folder / "config.json"
+    held = json.loads(path.read_text()) | fields
+    path.write_text(json.dumps({key: value for key, value in held.items() if value is not None}))
+
+
+def only(folder: Path, *kept: str) -> None:
+    for path in folder.iterdir():
+        if path.name not in kept:
+            path.unlink()
+
+
+def gguf_beside_config(folder: Path) -> None:
+    only(folder, "config.json", "tokenizer.json")
+    (folder / "model-Q4_K_M.gguf").write_bytes(b"GGUF" + bytes(60))
+
+
+def gguf_alone(folder: Path) -> None:
+    only(folder)
+    (folder / "model-Q4_K_M.gguf").write_bytes(b"GGUF" + bytes(60))
+
+
+def adapter(folder: Path) -> None:
+    only(folder, "tokenizer.json")
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "a/b"}')
+    save_file({"base_model.model.lora_A.weight": torch.ones(1)}, folder / "adapter_model.safetensors")
+
+
+def adapter_beside_a_model(folder: Path) -> None:
+    (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "a/b"}')
+    save_file({"base_model.model.lora_A.weight": torch.ones(1)}, folder / "adapter_model.safetensors")
+
+
+def transforms(field: str) -> Callable[[Path], None]:
+    groups = {"u": {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "weight_input"}]}}
+    quantized = {"quant_method": "compressed-tensors", "format": "pack-quantized", field: {"config_groups": groups}}
+    return lambda folder: changed_config(folder, quantization_config=quantized)
+
+
+KINDS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "GGUF with a configuration": (gguf_beside_config, "GGUF .* safetensors"),
+    "GGUF alone": (gguf_alone, "GGUF .* safetensors"),
+    "adapter": (adapter, "is an adapter .* merge it"),
+    "adapter beside a model": (adapter_beside_a_model, "an adapter beside it .* merge it"),
+    "weights of Git LFS": (lambda folder: (folder / SINGLE).write_text(POINTER), "Git LFS pointer.*git lfs pull"),
+    "configuration of Git LFS": (
+        lambda folder: (folder / "config.json").write_text(POINTER), "config.json is a Git LFS pointer.*git lfs pull"
+    ),
+    "tokenizer of Git LFS": (
+        lambda folder: (folder / "tokenizer.json").write_text(POINTER), "tokenizer.json is a Git LFS pointer"
+    ),
+    "chat template of Git LFS": (
+        lambda folder: (folder / "chat_template.jinja").write_text(POINTER), "template.jinja is a Git LFS pointer"
+    ),
+    "no model_type": (lambda folder: changed_config(folder, model_type=None), "has no model_type"),
+    "QuIP": (
+        lambda folder: changed_config(folder, quantization_config={"quant_method": "quip"}), "quantised by 'quip'"
+    ),
+    "transforms": (transforms("transform_config"), "transformed .* take another version"),
+    "SpinQuant": (transforms("spinquant"), "transformed .* take another version"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_that_are_no_checkpoint_are_named(kind: str, gpts: Callable[[str], Path], tmp_path: Path) -> None:
+    change, says = KINDS[kind]
+    folder = with_tensors(gpts("gpt2"), tmp_path / "model", {})
+    change(folder)
+    words = ("run", "--model", str(folder), "--offload", "cpu", "--output-len", "3", "--prompt", "ab")
+    done = zinfer(tmp_path, *words)
+    assert done.returncode == 2, done.stderr
+    line = done.stderr.strip().splitlines()[-1]
+    assert line.startswith("Error: ")
+    assert re.search(says, line), line
+    if "of Git LFS" not in kind:  # planning reads no weights and no tokenizer
+        assert zinfer(tmp_path, "plan", "--model", str(folder)).returncode == 2
+
+
+def test_a_gguf_file_is_named_whatever_its_name(tmp_path: Path) -> None:
+    for name in ("model.gguf", "model"):
+        (tmp_path / name).write_bytes(b"GGUF" + bytes(60))
+        with pytest.raises(ModelError, match="is a GGUF file"):
+            resolve.resolve(str(tmp_path / name))
+
+
+def test_a_configuration_without_transforms_is_read() -> None:
+    quantized = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {}}
+    every: list[object] = [{}, {"config_groups": {}}, None]
+    for empty in every:
+        assert quantization.method({"quantization_config": quantized | {"transform_config": empty}}) is not None

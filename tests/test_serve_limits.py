@@ -211,7 +211,7 @@ def test_a_full_queue_refuses_and_loses_nothing() -> None:
 
 
 def test_a_request_of_many_rows_leaves_room_in_the_queue_and_comes_to_the_worker_once() -> None:
-    """It may fill the queue alone, and counts as a quarter of it beside others."""
+    """It may fill the queue alone, and counts as a sixteenth of it beside others."""
     gate, steps = threading.Event(), list[BatchStep]()
 
     class Noting(ServedRows):
@@ -229,19 +229,19 @@ def test_a_request_of_many_rows_leaves_room_in_the_queue_and_comes_to_the_worker
         for number, thread in enumerate(waiting):
             thread.start()
             server.wait(lambda: server.dispatcher.waiting == 8 * (number + 1))  # noqa: B023
-        others = [threading.Thread(target=lambda: found.append(server.ask(TEXTS, ALL))) for _ in range(4)]
+        others = [threading.Thread(target=lambda: found.append(server.ask(TEXTS, ALL))) for _ in range(6)]
         for thread in others:
             thread.start()
-        server.wait(lambda: server.dispatcher.waiting == 20)
+        server.wait(lambda: server.dispatcher.waiting == 22)
         assert server.ask(TEXTS, ALL)[0] == 429
         gate.set()
         for thread in (*waiting, *others):
             thread.join()
-        assert [one[0] for one in found] == [200] * 6
-    assert sum(len(asked.rows) for one in steps for asked in one.requests) == 20
+        assert [one[0] for one in found] == [200] * 8
+    assert sum(len(asked.rows) for one in steps for asked in one.requests) == 22
     sent = "".join(one.model_dump_json() for one in steps)
     assert sent.count("x" * 1000) == 2 * 16
-    assert len(sent) < 2 * 16_000 + 2 * 2000 * 3 + 20 * 400
+    assert len(sent) < 2 * 16_000 + 2 * 2000 * 3 + 22 * 400
 
 
 def test_a_server_that_loads_says_so_and_one_that_cannot_ends() -> None:

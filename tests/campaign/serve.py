@@ -41,7 +41,8 @@ BUSY = 8  # connections of a kind that has the server compute: more of them are 
 CLOSED_S = 60.0  # after which the server must have closed connections that send no request
 MOST_SAID = 1 << 20  # characters on stderr
 MOST_BYTES = 3 << 30  # of memory that server and worker take at most
-WAYS = ("KILL", "TERM", "INT", "TERM twice", "worker", "worker", "worker twice")
+WAYS = ("KILL", "TERM", "INT", "TERM twice", "worker", "worker", "worker twice", "reader")
+READER = "tokenizer_server"  # in the command line of the process that reads prompts
 
 
 def started(room: Room, result: Result, words: tuple[str, ...] = WORDS, **settings: object) -> tuple[Subject, int]:
@@ -72,6 +73,12 @@ def told_to_end(room: Room, server: Subject, result: Result) -> None:
     ended(room, server, [signal.SIGTERM], False, result)
     if (late := time.monotonic() - began) > DRAIN_S + GRACE_S:
         result.faults.append(f"{late:.0f} s from SIGTERM to the end")
+
+
+def workers(server: Subject) -> list[int]:
+    """Return the processes of a server that hold the model."""
+    readers = server.victims(READER)
+    return [process for process in server.victims() if process not in readers]
 
 
 def _memory(server: Subject) -> int:
@@ -115,9 +122,9 @@ def _killed(lab: Lab, number: int, room: Room, dice: random.Random, result: Resu
     room.tale.append(f"  {way} after {moment:.2f} s of load")
     server.wait(moment)
     sent: list[int] = []
-    if way.startswith("worker"):
+    if way.startswith(("worker", "reader")):
         for _ in range(1 + way.endswith("twice")):
-            for worker in server.victims()[:1]:
+            for worker in server.victims(READER) if way == "reader" else workers(server):
                 with suppress(ProcessLookupError):
                     os.kill(worker, signal.SIGKILL)
                     result.struck += 1

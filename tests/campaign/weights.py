@@ -21,7 +21,7 @@ from tests.campaign.clients import Load
 from tests.campaign.damage import PACKED_RUN
 from tests.campaign.kills import normal
 from tests.campaign.lab import PATIENCE_S, Lab, Result, Room, Verb
-from tests.campaign.serve import PROMPTS, TOKENS, WORDS, ended, started
+from tests.campaign.serve import PROMPTS, TOKENS, WORDS, ended, started, workers
 from tests.campaign.verbs import VERBS
 from tests.damage import read_header
 from zinfer.record.store import read
@@ -146,7 +146,7 @@ def _served(lab: Lab, room: Room, dice: random.Random, result: Result) -> str:
         load = Load(port, PROMPTS, dice.randint(2, 8), dice, max_tokens=TOKENS)
         server.wait(dice.random())
         what = change(room.work / "model", dice)
-        for worker in server.victims()[:1]:
+        for worker in workers(server):
             with suppress(ProcessLookupError):
                 os.kill(worker, signal.SIGKILL)
                 result.struck += 1

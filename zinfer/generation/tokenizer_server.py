@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zinfer.generation.tokenizer import byte_backend, check_library, decode, load_tokenizer, own_end
-from zinfer.spec import tokenizer_files
+from zinfer.spec import lease, tokenizer_files
 from zinfer.spec.model import ModelError
 
 CHARACTER_BYTES = 256  # memory of a request for each of its characters (170 measured)
@@ -287,6 +287,7 @@ def main() -> None:
         check_library(error)
         control.sendall(json.dumps({"why": one_line(error)}).encode() + b"\n")
         return
+    lease.end()  # its folder is gone, and the end of this process is a kill
     signal.setitimer(signal.ITIMER_PROF, 0)
     if checkpoint.template is not None:
         compile_template(checkpoint.template, wanted["request_bytes"])

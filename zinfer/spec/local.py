@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,25 +25,24 @@ def name() -> str:
     ``nvidia-h200-16-cores-126-gib``, if another host's figures are stored under the slug."""
     own, cores, memory = slug(), host_facts()["cores"], host_bytes()
 
-    def is_this(name: str) -> bool:
-        """Tell whether the figures stored under `name` may be this host's."""
-        try:
-            known = machine.load(RESULTS / name)
-        except MachineError:
-            return False
+    def is_this(known: Machine) -> bool:
+        """Tell whether figures may be this host's."""
         recorded = known.details.get("host")
         return not isinstance(recorded, dict) or (
             recorded.get("cores") == cores and abs((known.host_bytes or 0) / memory - 1) <= ALIKE
         )
 
     try:
-        machine.load(RESULTS / own)
+        if is_this(machine.load(RESULTS / own)):
+            return own
     except MachineError:
         return own
     stem = f"{own}-{cores}-cores-"
-    size = f"{memory >> 30}-gib" if memory >= ROUND else f"{memory >> 20}-mib"
-    known = [own, *sorted(path.name for path in RESULTS.glob(f"{stem}*"))]
-    return next(filter(is_this, known), stem + size)
+    for path in sorted(RESULTS.glob(f"{stem}*")):
+        with suppress(MachineError):
+            if is_this(machine.load(path)):
+                return path.name
+    return stem + (f"{memory >> 30}-gib" if memory >= ROUND else f"{memory >> 20}-mib")
 
 
 def results_folder() -> Path:

@@ -61,7 +61,7 @@ def logits_record(session: Session, request: LogitsRecord) -> LogitsRecorded:
     engine, steps, chosen = session.engine, request.steps, []
     with Path(request.file).open("wb") as out:
         for logits, tokens in _follow(engine, request.prompts, request.tokens, steps, session.beat):
-            logits.cpu().contiguous().view(torch.uint8).numpy().tofile(out)
+            out.write(logits.cpu().contiguous().view(torch.uint8).numpy().data)
             chosen.append(tokens)
     rows, vocabulary = logits.shape
     dtype = str(logits.dtype).removeprefix("torch.")

@@ -42,7 +42,7 @@ from zinfer.worker.tasks import (
 )
 
 TURN_S = 0.05  # seconds between two answers of the worker, or one pass, while no text is streamed
-SHARES = 4  # a request fills one in so many of the places in the queue at most, however many of its rows wait
+SHARES = 16  # a request fills one in so many of the places in the queue at most, however many of its rows wait
 RELOADS, RELOAD_S = 3, 2.0  # attempts to load a worker again, and seconds after the first that failed
 PATIENCE_S = 1.0  # seconds that the end of a pass is waited for when the server stops at once
 
@@ -233,7 +233,7 @@ class Dispatcher:
 
     def submit(self, rows: Sequence[Row]) -> None:
         """Let the rows of a request wait for their turn. Raises Unavailable while the worker loads and when the server
-        ends, QueueFull when too many rows wait, of which one request's count for a quarter of the queue at most."""
+        ends, QueueFull when too many rows wait, of which one request's count for a sixteenth of the queue at most."""
         with self._changed:
             if self.state == "loading":
                 raise Unavailable("the model is being loaded", retry=True)

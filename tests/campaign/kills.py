@@ -57,7 +57,7 @@ def disturbed(lab: Lab, verb: Verb, number: int, keep: bool = False) -> Result:
         result.faults += _after(room, verb, usual, recorded, earlier)
         left = judge.files(room.files(), usual.files, verb.keeps)
         if left:  # a process of the killed run may have ended after the next start: the one after it removes the rest
-            room.run(("models",), seconds=PATIENCE_S)
+            room.run(("run", "--help"), seconds=PATIENCE_S)
             left = judge.files(room.files(), usual.files, verb.keeps)
         result.faults += left
         result.tale = room.tale

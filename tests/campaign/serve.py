@@ -242,7 +242,7 @@ def _case(name: str, inside: Inside) -> Callable[[Lab, int, bool], Result]:
             before = room.files()
             inside(lab, number, room, lab.dice(name, number), result)
             if judge.files(room.files(), before):  # what was killed leaves a lease: the next start removes it
-                room.run(("models",), seconds=PATIENCE_S)
+                room.run(("run", "--help"), seconds=PATIENCE_S)
             result.faults += judge.files(room.files(), before)
             result.tale = room.tale
         result.seconds = time.monotonic() - began

@@ -140,7 +140,7 @@ def _import(target: str) -> "Callable[[Plan, Progress], Engine]":
 
 def load_with(session: Session, request: Load, find: "Callable[[], Callable[[Plan, Progress], Engine]]") -> Loaded:
     """Load the engine that the function returned by `find` makes of the request's plan; an exception, and weights that
-    have changed, before or meanwhile, become a refused point."""
+    have changed by its end, become a refused point."""
     plan = request.plan
     session.facts = facts_of(plan)
     try:
@@ -161,10 +161,9 @@ def load_with(session: Session, request: Load, find: "Callable[[], Callable[[Pla
         }
         session.facts = session.facts.model_copy(update=facts)
         started = time.monotonic()
-        _check_weights(request)
         session.engine = make(plan, session.beat)
-        _check_weights(request)
         facts = {"load_s": round(max(1e-3, time.monotonic() - started), 3), "load_bytes": session.engine.loaded_bytes}
+        _check_weights(request)  # once they are read, and outside the time that is recorded
     except BaseException as error:
         failure = failure_of(error, "load")
         return Loaded(refused=session.point(plan.case, **failure.recorded), exit_code=failure.exit_code)

@@ -51,10 +51,10 @@ def rows_of(
 ) -> tuple[list[RequestRow], list[Fault]]:
     """Return the requests as rows, and those that cannot be served.
 
-    `prompts` are the prompts' token ids, or the reasons why there are none; `positions` and
-    `vocab_size` those of the model; `output_len` is the limit of a request that names none, as far as there are
-    positions for it; `output_ids` are the tokens made so far, by id. A row begins again if it cannot have made them:
-    as many as its limit, or one that the model does not have.
+    `prompts` are the prompts' token ids, or the reasons why there are none; `positions` and `vocab_size` those of the
+    model; `output_len` is the limit of a request that names none, as far as there are positions for it; `output_ids`
+    are the tokens made so far, by id. A row begins again if it cannot have made them: as many as its limit, or one that
+    the model does not have.
     """
     rows: list[RequestRow] = []
     faults: list[Fault] = []

@@ -185,7 +185,9 @@ def _own_sigterm() -> Iterator[None]:
     before, told = signal.getsignal(signal.SIGTERM), False
     try:
         yield
-    except SystemExit:
+    except SystemExit as ended:
+        if ended.code != signal.SIGTERM:
+            raise
         told = True
     finally:
         with suppress(ValueError):  # not in the main thread

@@ -69,7 +69,7 @@ def merge(output: Path, prompts: str, requests: Sequence[BatchRequest | Fault], 
     else and `force` is not set; StoreError if a file cannot be read. `output` is whole or as it was.
     """
     shards = _shards(output)
-    header = _settings(shards, output, prompts)
+    header = _header(shards, output, prompts)
     answers: list[bytes] = [b""] * len(requests)
     done: list[Done] = [Done("", False, 0)] * len(requests)
     damaged: list[str] = []
@@ -118,7 +118,7 @@ def _shards(output: Path) -> list[Shard]:
     return shards
 
 
-def _settings(shards: Sequence[Shard], output: Path, prompts: str) -> bytes:
+def _header(shards: Sequence[Shard], output: Path, prompts: str) -> bytes:
     """Return the first line of the whole job's .job file: what all shards have in common, and their first start. Raises
     ShardError."""
     common: dict[str, Any] | None = None

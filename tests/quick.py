@@ -71,6 +71,7 @@ class Quick:
         self._folder = TemporaryDirectory(prefix="zinfer-quick-")
         self._log = Path(self._folder.name) / "imports"
         os.environ["ZINFER_TORCH_IMPORTS"] = str(self._log)
+        os.environ["XDG_CACHE_HOME"] = self._folder.name  # shapes that were measured before would hide torch
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(BLOCKER), os.environ.get("PYTHONPATH"))))
         from tests.without_torch import sitecustomize  # noqa: F401 - from here on this process refuses torch
 

@@ -124,6 +124,7 @@ def test_a_row_that_no_group_divides_stays_in_16_bits() -> None:
     assert stored(INT4, matrix=Matrix("m", 64, 96)) == 64 * 48 + 64 * 3 * 2 + 16
 
 
+@pytest.mark.torch
 def test_other_formats_are_refused_for_models_that_have_one(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(resolve.resolve("llama-3.1-8b").config | {"quantization_config": FP8}))

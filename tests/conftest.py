@@ -32,7 +32,7 @@ if not os.access(os.path.expanduser("~"), os.W_OK | os.X_OK):  # caches of zinfe
 # Files that come first, so that no process is left alone with one of them at the end.
 LONG = (
     "attend", "chat", "cli", "codec", "continuous", "draft_model", "engine_deepspeed", "job", "nvme", "packed_product",
-    "report", "split_attention", "stream", "tensorrt", "torchrun", "worker",
+    "report", "split_attention", "stream", "tensorrt", "worker",
 )  # fmt: skip
 STATE = TemporaryDirectory(prefix="zinfer-state-")  # leases of the tests, apart from those of the user
 os.environ["XDG_STATE_HOME"] = STATE.name

@@ -1,11 +1,10 @@
-"""Help in the order of work, completion of values, revisions of the hub, and exit codes of what is missing here."""
+"""Help in the order of work, retired verbs, revisions of the hub, and exit codes of what is missing here."""
 
 import re
 from pathlib import Path
 
 import click
 import pytest
-from click.shell_completion import ShellComplete
 from click.testing import CliRunner
 
 from tests.results import case, point
@@ -18,11 +17,6 @@ from zinfer.spec.errors import ENVIRONMENT, did_you_mean
 from zinfer.spec.model import ModelError
 from zinfer.spec.resolve import catalogue_names
 from zinfer.spec.units import counted
-
-
-def offered(*words: str, incomplete: str = "") -> list[str]:
-    """Return the values that completion offers behind `words`."""
-    return [item.value for item in ShellComplete(cli, {}, "zinfer", "_X").get_completions(list(words), incomplete)]
 
 
 def test_verbs_stand_in_the_order_of_work() -> None:
@@ -43,21 +37,16 @@ def test_help_lists_the_options_of_every_engine_with_their_values(verb: str) -> 
     assert "weight_codec=auto|" in text
 
 
-def test_values_are_completed_also_behind_a_comma() -> None:
-    assert offered("sweep", "--model", incomplete="bloom-1") == ["bloom-176b"]
-    assert offered("plan", "--model", incomplete="opt-30b,bloom-1") == ["opt-30b,bloom-176b"]
-    assert "h200" in offered("plan", "--machine", incomplete="h")
-    assert "stream" in offered("run", "--engine", incomplete="st")
-    assert "kv_offload=auto" in offered("run", "-O", incomplete="kv_off")
-    assert offered("run", "--offload", incomplete="n") == ["none", "nvme"]
-    assert offered(incomplete="swe") == ["sweep"]
+def test_a_retired_verb_says_what_to_write() -> None:
+    done = CliRunner().invoke(cli, ["completion", "bash"])
+    assert done.exit_code == 2
+    assert "_ZINFER_COMPLETE=bash_source" in done.output
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_the_completion_script_names_its_variable(shell: str) -> None:
-    done = CliRunner().invoke(cli, ["completion", shell])
-    assert done.exit_code == 0
-    assert "_ZINFER_COMPLETE" in done.stdout
+def test_torchrun_is_told_how_several_gpus_are_asked_for() -> None:
+    done = CliRunner().invoke(cli, ["run"], env={"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "2"})
+    assert done.exit_code == 2
+    assert "zinfer run --gpus 2" in done.output
 
 
 def test_words_that_are_nearly_known() -> None:

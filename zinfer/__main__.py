@@ -30,39 +30,12 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _interrupted)
-    if os.environ.get("RANK", "0") != "0" and _follow():
-        return
     from zinfer.cli import main as run
     from zinfer.spec.ending import handle_signals, with_parent
 
     with_parent()
     handle_signals()
     run()
-
-
-def _follow() -> bool:
-    """Be a rank beside rank 0, which runs the command, if torchrun has started this process; return whether it has."""
-    import time
-
-    from zinfer.spec import torchrun
-
-    try:
-        launch = torchrun.launched()
-        if launch is None:
-            return False
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)  # rank 0 says so
-        if launch.local != launch.size:
-            time.sleep(torchrun.FIRST_S)  # rank 0 refuses this
-            sys.exit(2)
-        os.dup2(2, 1)
-        if (joined := launch.join()) is not None:
-            from zinfer.engine.team import follow
-
-            follow(*joined)
-    except torchrun.TorchrunError as error:
-        sys.exit(f"Error: {error}")
-    return True
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from typing import IO, Any, NoReturn, cast
 import click
 
 from zinfer.commands import limits
-from zinfer.spec import torchrun
 from zinfer.spec.ending import interruption
 from zinfer.spec.errors import ENVIRONMENT, EXIT_CODES, INTERNAL, USAGE, ZinferError, did_you_mean, lacks_memory
 from zinfer.spec.printable import discard, guarded, refuse_surrogates
@@ -45,13 +44,14 @@ GROUPS = {
         "routing": "Measure which experts a trained mixture needs, and what a cache of them would meet.",
         "pack": "Store a checkpoint in the lossless wire format.",
         "build": "Build a TensorRT plan.",
-        "completion": "Print the completion script of a shell.",
     },
 }
 VERBS = {verb: line for group in GROUPS.values() for verb, line in group.items()}
+# Verbs of earlier releases, and what to write now.
+RETIRED = {"completion": 'eval "$(_ZINFER_COMPLETE=bash_source zinfer)" (zsh_source, fish_source)'}
 
 # verbs that make files; at their start goes what a killed one of them left behind
-MAKERS = frozenset(VERBS) - {"models", "machines", "doctor", "best", "compare", "completion"}
+MAKERS = frozenset(VERBS) - {"models", "machines", "doctor", "best", "compare"}
 MESSAGE = 2000  # most characters of an error message, which may repeat a value that somebody typed or wrote
 
 
@@ -107,16 +107,15 @@ class _Verbs(click.Group):
         if name not in VERBS:
             return None
         command: click.Command = import_module(f"zinfer.commands.{name}").command
-        from zinfer.commands.completion import add_values
-
         limits.bound(command)
-        add_values(command)
         return command
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = args[0]
+        if name in RETIRED:
+            ctx.fail(f"{name!r} is no longer a command: write {RETIRED[name]}")
         if name not in VERBS and not name.startswith("-"):
             ctx.fail(f"No such command {name!r}{did_you_mean(name, VERBS) or '; `zinfer --help` lists them'}")
         return super().resolve_command(ctx, args)
@@ -152,8 +151,10 @@ def cli(ctx: click.Context, debug: bool) -> None:
     zinfer plot && zinfer best                       decide
     """
     ctx.obj = debug
-    if (launch := torchrun.launched()) is not None:
-        launch.check(ctx.invoked_subcommand)
+    if "TORCHELASTIC_RUN_ID" in os.environ and (ranks := os.environ.get("WORLD_SIZE", "1")) != "1":
+        raise Failure(
+            f"torchrun is not needed: `zinfer {ctx.invoked_subcommand} --gpus {ranks}` starts {ranks} processes"
+        )
     if ctx.invoked_subcommand in MAKERS:
         from zinfer.spec import lease
 

@@ -20,13 +20,17 @@ TEXT = 1 << 20  # longest text, in characters: a prompt
 NAME = 4096  # longest name or path: Linux's limit of a path
 ITEMS = 1000  # most values of a comma list, and most uses of a repeatable option
 
+METAVARS = ("model", "machine", "engine")
+
 Convert = Callable[[Any, click.Parameter | None, click.Context | None], Any]
 _PROSE = frozenset({"prompts", "system"})  # parameters with texts of any kind
 
 
 def bound(command: click.Command) -> None:
-    """Bound the values of all options and arguments of `command`; safe to call twice."""
+    """Bound the values of all options and arguments of `command`, and name them in its help; safe to call twice."""
     for parameter in command.params:
+        if isinstance(parameter, click.Option) and parameter.metavar is None and parameter.name in METAVARS:
+            parameter.metavar = parameter.name.upper() + ",.." * (parameter.type.name == "a,b,..")
         if not getattr(parameter.type, "bounded", False):
             kind = copy(parameter.type)  # click's own types are shared
             largest = SEED if parameter.name == "seed" else getattr(kind, "largest", WHOLE)

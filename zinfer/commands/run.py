@@ -14,7 +14,7 @@ from zinfer.cli import Failure
 from zinfer.commands import options
 from zinfer.commands.chat import ANSWER, CONTEXT, Stop, chat_options, talk, turns
 from zinfer.commands.limits import TEXT
-from zinfer.spec import documents, torchrun
+from zinfer.spec import documents
 from zinfer.spec.errors import ENVIRONMENT
 from zinfer.spec.printable import show_generated, shows_unicode, text_lines
 
@@ -115,7 +115,6 @@ def command(
     from zinfer.worker.process import Worker, WorkerError
     from zinfer.worker.tasks import ChatOpen, Generate, GenerateStep
 
-    settings = _ranks(settings)
     _check_together(chat, batch_size, temperature)
     sampling = Sampling(temperature=temperature, top_p=top_p, seed=str(seed))
     output_len = output_len or (ANSWER if chat else 32)
@@ -237,18 +236,6 @@ class Answers:
             if not ended:
                 return
             self._shown, self._length = self._shown + 1, 0
-
-
-def _ranks(settings: dict[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
-    """Return `settings` with as many GPUs as torchrun has started processes, once all of them are there; unchanged
-    without torchrun. Raises UsageError where another number is asked for."""
-    if (launch := torchrun.launched()) is None:
-        return settings
-    asked = settings.get("gpus", (launch.size,))
-    if set(asked) != {launch.size}:
-        raise click.UsageError(f"--gpus {','.join(map(str, asked))}: torchrun started {launch.size} processes")
-    launch.meet()
-    return settings | {"gpus": asked}
 
 
 def _encoded(tokenizer: "TokenizerProcess", texts: list[str]) -> list[list[int]]:

@@ -1,8 +1,8 @@
 """Processes of several GPUs of a host: their start, what they exchange, and their end.
 
-Rank 0 is the worker's own process (`Leader`); it starts the others (`Follower`), one for each further GPU, unless
-torchrun has (`zinfer.spec.torchrun`), and they do what it says. Orders and answers go through a socket to each, weights
-may lie in one shared arena (`zinfer.engine.pinned`), and tensors of answers in memory that the two share (`Letters`).
+Rank 0 is the worker's own process (`Leader`); it starts the others (`Follower`), one for each further GPU, and they
+serve its commands. Orders and answers go through a socket to each, weights may lie in one shared arena
+(`zinfer.engine.pinned`), and tensors of answers in memory that the two share (`Letters`).
 Parts of layers go from GPU to GPU (`torch.distributed`: NCCL, or gloo on CPUs, which meet over the loopback device).
 What the ranks compute is their members' business (`zinfer.engine.team`).
 
@@ -13,7 +13,6 @@ end.
 
 import os
 import pickle
-import select
 import signal
 import subprocess
 import sys
@@ -37,7 +36,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from zinfer.engine import EngineError
 from zinfer.engine.pinned import ALIGNMENT, PAGE, PinnedArena, TensorPlace, shared_memory
 from zinfer.plan.plan import Plan
-from zinfer.spec import lease, torchrun
+from zinfer.spec import lease
 from zinfer.spec.ending import MEMORY_CODES, NO_GPU_MEMORY, NO_HOST_MEMORY, PARENT
 from zinfer.spec.errors import lacks_memory, one_line
 from zinfer.spec.units import counted
@@ -45,7 +44,6 @@ from zinfer.spec.units import counted
 GATHER_S = 600.0  # for all ranks to take part in a gather, or to start
 END_S = 20.0  # for a follower to end in order
 LOST_S = 10.0  # for the thread that watches a follower to notice its end
-ALIKE = ("OMP_WAIT_POLICY", "PYTORCH_CUDA_ALLOC_CONF", "ZINFER_DEBUG")  # variables that a follower gets in any case
 COMMAND = (sys.executable, "-m", "zinfer.engine.rank")
 # Addresses of this host alone; multicast over NVLink (NVLS) hangs on some hosts, and gains nothing here.
 QUIET = {"NCCL_NVLS_ENABLE": "0", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
@@ -127,18 +125,6 @@ class Channel:
             return pickle.loads(self._connection.recv_bytes())
         except OSError:
             raise EOFError from None
-
-    def watch(self, ended: Callable[[], object], after_s: float = 0.0) -> None:
-        """Have `ended` called, in a thread, once the other end is gone, and `after_s` seconds have passed."""
-
-        def wait() -> None:
-            poll = select.poll()
-            poll.register(self._connection.fileno(), select.POLLRDHUP)
-            poll.poll()
-            time.sleep(after_s)
-            ended()
-
-        threading.Thread(target=wait, daemon=True).start()
 
     def close(self) -> None:
         self._connection.close()
@@ -229,7 +215,6 @@ class Follower(Group):
     def __init__(self, start: Start, channel: Channel) -> None:
         super().__init__(start.rank, start.size, start.store, start.weights)
         self._channel, self._orders, self._letters = channel, Letters(start.orders), Letters(start.letters)
-        self.dismissed = False
 
     def share(self, value: Any) -> Any:
         return self.receive()
@@ -241,7 +226,6 @@ class Follower(Group):
         """Return the leader's next message. Raises EOFError where it ends."""
         message = self._channel.receive()
         if message is None:
-            self.dismissed = True
             raise EOFError
         return message
 
@@ -268,7 +252,6 @@ class Leader(Group):
         self._folder = lease.folder(Path(tempfile.gettempdir()), "ranks", ["store"])
         super().__init__(0, size, str(self._folder.path / "store"), shared_memory())
         self._closing = False
-        self._ready = torchrun.taken()  # sockets to followers that are there
         self._files = [self.weights]
         self._processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[Channel] = []
@@ -288,7 +271,7 @@ class Leader(Group):
         self._orders.append(Letters(orders))
         self._letters.append(Letters(letters))
         files = [self.weights, orders, letters]
-        channel = self._invited(rank, self._ready.pop(0), files) if self._ready else self._started(rank, files)
+        channel = self._started(rank, files)
         self._channels.append(channel)
         start = Start(rank, self.size, member, plan, self._store, self.weights, orders, letters, threads)
         channel.send(start)
@@ -306,17 +289,6 @@ class Leader(Group):
         self._processes.append(process)
         theirs.close()
         threading.Thread(target=self._watch, args=(rank, process), daemon=True).start()
-        return channel
-
-    def _invited(self, rank: int, descriptor: int, files: Sequence[int]) -> Channel:
-        """Have a process that torchrun has started be a follower; return the channel to it."""
-        channel = Channel(Connection(descriptor))
-        alike = {name: os.environ[name] for name in ALIKE if name in os.environ}
-        try:
-            torchrun.invite(descriptor, alike | _visible(rank), files)
-        except OSError as error:
-            raise EngineError(f"the process of GPU {rank} ended: {error}") from None
-        channel.watch(lambda: self._end(rank, 1, "see the report of torchrun"))
         return channel
 
     def _watch(self, rank: int, process: "subprocess.Popen[bytes]") -> None:

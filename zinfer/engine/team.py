@@ -7,11 +7,9 @@ without rows. The plan counts the whole batch. An engine that can do so has a su
 """
 
 import gc
-import os
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import replace
 from itertools import count
 from multiprocessing.connection import Connection
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
@@ -23,7 +21,7 @@ from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, MicroBatch, Work, check_sources, check_works
 from zinfer.engine.kv_snapshot import KVSnapshot, Past, Sent, received, sent
 from zinfer.engine.pinned import TensorPlace
-from zinfer.engine.ranks import LOST_S, Channel, Follower, Group, Leader, Start
+from zinfer.engine.ranks import Channel, Follower, Group, Leader, Start
 from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Effective
 from zinfer.spec.host import peak_bytes, shared_bytes
@@ -145,19 +143,13 @@ class Member(Generic[E]):
         self._batches = {key: batch for key, batch in self._batches.items() if id(batch) in live}
 
 
-def follow(descriptor: int, files: Sequence[int] = ()) -> None:
-    """Be a follower: load as the leader says, and do what it says until it ends. `files` are the descriptors of shared
-    memory, as this process has them, if the leader has not started it."""
+def follow(descriptor: int) -> None:
+    """Load as the leader says, then serve its commands until it ends."""
     channel = Channel(Connection(descriptor))
     with suppress(EOFError):
         start = channel.receive()
         assert isinstance(start, Start)
-        if files:
-            weights, orders, letters = files
-            start = replace(start, weights=weights, orders=orders, letters=letters)
         group = Follower(start, channel)
-        if files:
-            channel.watch(lambda: group.dismissed or os._exit(1), LOST_S)
         try:
             torch.set_num_threads(start.threads)
             member = start.member(start.plan, silent, group)

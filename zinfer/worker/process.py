@@ -26,7 +26,7 @@ from zinfer import __version__
 from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Measurement, Status
 from zinfer.record.requests import RequestPoint
-from zinfer.spec import lease, torchrun
+from zinfer.spec import lease
 from zinfer.spec.case import Case
 from zinfer.spec.ending import NO_GPU_MEMORY, NO_HOST_MEMORY, PARENT, at_end
 from zinfer.spec.errors import ENVIRONMENT, USAGE, lacks_memory
@@ -157,16 +157,14 @@ class Worker(Client):
         self._timeout = timeout_s
         self._log: IO[bytes] | None = None if debug else tempfile.TemporaryFile()  # noqa: SIM115
         self._oom_kills, self._killed = _oom_kills(), False
-        with torchrun.handed_over() as ranks:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "zinfer.worker.server"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._log,
-                env={**_CALM, **_GROWING, **os.environ, PARENT: str(os.getpid())},
-                start_new_session=True,  # ctrl-C is the parent's to handle
-                pass_fds=ranks,
-            )
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "zinfer.worker.server"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env={**_CALM, **_GROWING, **os.environ, PARENT: str(os.getpid())},
+            start_new_session=True,  # ctrl-C is the parent's to handle
+        )
         self._forget = at_end(self._abort)
         self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
         threading.Thread(target=self._listen, daemon=True).start()

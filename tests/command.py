@@ -16,8 +16,8 @@ import pytest
 
 from tests import PATIENCE_S, environment
 from zinfer.cli import main
-from zinfer.spec.host import slug
-from zinfer.spec.machine import Machine
+from zinfer.core.machine import Machine
+from zinfer.system.host import slug
 from zinfer.worker.inline import InlineWorker
 
 
@@ -53,7 +53,7 @@ def zinfer(folder: Path, *words: str, stdin: str = "", **settings: str) -> Compl
 
 def zinfer_process(folder: Path, *words: str, **settings: Any) -> CompletedProcess[str]:
     """Run `zinfer` in a process of its own in `folder`; `settings` are those of subprocess.run."""
-    command = [sys.executable, "-m", "zinfer.cli", *words]
+    command = [sys.executable, "-m", "zinfer", *words]
     usual: dict[str, Any] = {"stdin": subprocess.DEVNULL, "env": environment(HF_HUB_OFFLINE="1")}
     usual |= {"cwd": folder, "capture_output": True, "text": True, "timeout": PATIENCE_S, "check": False}
     done: CompletedProcess[str] = subprocess.run(command, **usual | settings)

@@ -4,8 +4,8 @@ from functools import cache
 from pathlib import Path
 
 from zinfer.analysis import calibrate
+from zinfer.core.machine import Machine
 from zinfer.record.measurement import Measurement
-from zinfer.spec.machine import Machine
 
 RESULTS = Path(__file__).parents[1] / "sweeps" / "results"
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from tests.running import StepEngine
+from zinfer.core.progress import Progress, silent
 from zinfer.engine.base import Work
 from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Effective, Span
-from zinfer.spec.progress import Progress, silent
 
 VOCAB = 64  # as in tests.inline.SPEC
 TARGET = "tests.fakes:FakeEngine"

@@ -19,14 +19,14 @@ from unittest import mock
 from tests.damage_documents import NASTY, damaged, toml, torn, value
 from tests.results import accuracy_run, codec_run, kept_point, point, request_point, reuse_run, sweep, traced
 from zinfer.cli import main
+from zinfer.core.machine import Machine
 from zinfer.record import study
 from zinfer.record.jsonl import _sealed
 from zinfer.record.measurement import Measurement
 from zinfer.record.requests import RequestPoint
 from zinfer.record.store import Header, encode
-from zinfer.spec.host import slug
-from zinfer.spec.machine import Machine
-from zinfer.spec.printable import printable
+from zinfer.system.host import slug
+from zinfer.system.printable import printable
 
 SECONDS = 1.0  # of CPU time, for a verb that does little else
 DRAWING_S = 8.0  # of CPU time, for one that draws figures

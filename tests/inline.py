@@ -9,15 +9,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from zinfer.checkpoint.source import Source
+from zinfer.core.case import Case
+from zinfer.core.machine import Machine
+from zinfer.core.model import LayerSpec, ModelSpec
 from zinfer.job import recipe
 from zinfer.job.recipe import Sweep
 from zinfer.job.sweep import FINAL, Events, LoadJob, prepare, run
 from zinfer.record.measurement import Effective, Measurement, Status
 from zinfer.record.store import Header, Store, read
-from zinfer.spec.case import Case
-from zinfer.spec.machine import Machine
-from zinfer.spec.model import LayerSpec, ModelSpec
-from zinfer.spec.source import Source
 from zinfer.worker.inline import InlineWorker
 from zinfer.worker.session import Session
 from zinfer.worker.tasks import Load, Loaded, Measure, Measured

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from tests.inline import MACHINE, SPEC, kill_after
+from zinfer.core.case import Case, Workload
 from zinfer.generation.tokenizer_process import Refusal
 from zinfer.job.batch import run as jobs
 from zinfer.job.batch.intake import rows_of
@@ -24,7 +25,6 @@ from zinfer.job.batch.openai import BatchRequest, read_requests, refusal
 from zinfer.job.batch.run import BatchJob, Standing
 from zinfer.plan.plan import Plan, make_plan
 from zinfer.record.measurement import Measurement, Status
-from zinfer.spec.case import Case, Workload
 from zinfer.worker.inline import InlineWorker
 from zinfer.worker.process import WorkerDied
 from zinfer.worker.session import Session

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from zinfer.core.engine import piece_factor
 from zinfer.engine.stream import product_kernel, quantized
 from zinfer.engine.stream.packed_layer import PIECE
 from zinfer.engine.stream.quantized import CodesLayout, Run
-from zinfer.spec.engine import piece_factor
 
 SHAPES = (43008, 14336), (14336, 14336), (57344, 14336), (14336, 57344)  # rows and columns
 TOKENS = 1, 8, 16, 32, 64

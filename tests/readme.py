@@ -20,8 +20,13 @@ from cogapp import Cog  # type: ignore[import-untyped]
 from tests.campaign import record as campaign
 from tests.conformance import record as conformance
 from zinfer.analysis.calibrate import fit, load_machines, load_points
+from zinfer.checkpoint import resolve
 from zinfer.cli import cli
 from zinfer.commands.demo import explanation
+from zinfer.core.engine import ENGINES
+from zinfer.core.errors import EXIT_CODES
+from zinfer.core.machine import Machine
+from zinfer.core.units import gib
 from zinfer.plan.cost import Efficiency
 from zinfer.plan.plan import make_plan
 from zinfer.record import accuracy, codec, prefix_reuse, routing, store, study
@@ -30,10 +35,7 @@ from zinfer.record.requests import RequestPoint
 from zinfer.record.requests import latest as latest_loads
 from zinfer.report import requests
 from zinfer.report.document import Table
-from zinfer.spec import machine, resolve
-from zinfer.spec.engine import ENGINES
-from zinfer.spec.errors import EXIT_CODES
-from zinfer.spec.units import gib
+from zinfer.system.machines import load as load_machine
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "sweeps" / "results"
@@ -199,7 +201,7 @@ def engines() -> str:
 
 def _host(name: str) -> tuple[object, ...]:
     """Return what tells the host of a machine's records apart: a control group with less memory is no other host."""
-    one = machine.load(RESULTS / name)
+    one = load_machine(RESULTS / name)
     host = one.details["host"]
     return one.gpu_name, one.gpu_count, host["cores"], round(host["memory_bytes"] / 2**30)
 
@@ -208,7 +210,7 @@ def machines() -> str:
     """Return the table of the machines that were measured, with the range of the link's rate over all loads."""
     rows = []
     for name in SHIPPED:
-        one = machine.load(RESULTS / name)
+        one = load_machine(RESULTS / name)
         links = [point.link_bandwidth or 0.0 for point in read(RESULTS / name).points if point.usable]
         links = sorted(rate / 1e9 for rate in links if rate)
         host = one.details["host"]
@@ -282,7 +284,7 @@ def demo() -> str:
     """Return the last screen of `zinfer demo`, from the record of a run, as a block of text."""
     ended = CliRunner().invoke(cli, ["best", str(DEMO)], env={"COLUMNS": "80", "TERM": "dumb"}, catch_exceptions=False)
     found = read(DEMO)
-    one = machine.Machine(name=found.headers[0].machine, source="measured")  # without a GPU
+    one = Machine(name=found.headers[0].machine, source="measured")  # without a GPU
     with patch("shutil.which", return_value=None):  # as where `make demo` has just installed it
         text = explanation(found.points, one)
     lines = f"{ended.stdout.rstrip()}\n\n{text}".splitlines()
@@ -473,7 +475,7 @@ def _fp8() -> list[str]:
 def _small() -> list[str]:
     opt = loads("resident-opt-30b")["stream none", 1]
     rate = mean((point.effective.gpu_weight_bytes if point.effective else 0) / step_ms(point) * 1e3 for point in opt)
-    one = machine.load(RESULTS / opt[0].machine)
+    one = load_machine(RESULTS / opt[0].machine)
     return [f"{rate / 1e12:.1f} TB/s", f"{rate / (one.hbm_bandwidth or 1):.0%}"]
 
 
@@ -484,7 +486,7 @@ def _small_mixture() -> list[str]:
     # A step reads the experts of one token, and one row of the embeddings.
     read_bytes = (spec.parameters_read(1) - spec.vocab_size * spec.hidden_size) * spec.dtype_bytes
     rate = mean(read_bytes / step_ms(point) * 1e3 for point in steps)
-    one = machine.load(RESULTS / steps[0].machine)
+    one = load_machine(RESULTS / steps[0].machine)
     return [f"{rate / 1e12:.1f} TB/s", f"{rate / (one.hbm_bandwidth or 1):.0%}"]
 
 
@@ -583,7 +585,7 @@ def _whole() -> list[str]:
 def _two_gpus() -> list[str]:
     ((_, both),) = loads("bloom-176b-two-gpus").items()
     (alone,) = points("bloom-176b-whole-requests")
-    steps, last, host = [step_ms(one) for one in both], both[-1], machine.load(RESULTS / both[-1].machine)
+    steps, last, host = [step_ms(one) for one in both], both[-1], load_machine(RESULTS / both[-1].machine)
     assert last.effective is not None
     slow = [sum(ms > 1.5 * step_ms(one) for repeat in one.step_ms for ms in repeat) for one in both]
     assert slow == [3, 0]
@@ -651,7 +653,7 @@ def _one_of_four(name: str) -> list[str]:
 def _one_of_four_h200() -> list[str]:
     name = "bloom-176b-whole-kv"
     own, _ = loads(name).values()
-    host = machine.load(RESULTS / own[0].machine)
+    host = load_machine(RESULTS / own[0].machine)
     read_bytes = (host.shared_attention_bandwidth or 0.0) + (host.shared_h2d_bandwidth or 0.0)
     return [*_one_of_four(name), f"{mean(one.link_share or 0.0 for one in own):.0%}", f"{read_bytes / 1e9:.0f} GB/s"]
 
@@ -667,7 +669,7 @@ def _largest_batch() -> list[str]:
 
 def _most_rows(point: Measurement) -> int:
     """Return the largest batch of a point's configuration by the plan for its machine."""
-    host, factors = machine.load(RESULTS / point.machine), _calibrated()[point.case.engine]
+    host, factors = load_machine(RESULTS / point.machine), _calibrated()[point.case.engine]
     return make_plan(point.case, resolve.resolve(point.case.model), host, factors=factors).max_batch_size
 
 
@@ -864,7 +866,7 @@ def _after_the_last(own: RequestPoint) -> str:
 def _disks() -> list[str]:
     found = {point.case.label(): point for point in points("nvme")}
     kept, read_all = found["stream nvme"], found["stream nvme host_weights=0%"]
-    own = machine.load(RESULTS / kept.machine.removesuffix("-32-cores-10-gib"))
+    own = load_machine(RESULTS / kept.machine.removesuffix("-32-cores-10-gib"))
     assert kept.effective is not None
     rate = own.nvme_bandwidth or 0
     assert all(_from_disk(one)[1] * 1e9 > 0.95 * rate for one in (kept, read_all))
@@ -921,7 +923,7 @@ def _int4_resident() -> list[str]:
     ratio, least, most = _ratios("bloom-176b-int4-resident", 8, streamed, resident)
     found = loads("bloom-176b-int4-resident")[resident, 8]
     rate = mean((point.effective.gpu_weight_bytes if point.effective else 0) / step_ms(point) * 1e3 for point in found)
-    share = rate / (machine.load(RESULTS / found[0].machine).hbm_bandwidth or 1)
+    share = rate / (load_machine(RESULTS / found[0].machine).hbm_bandwidth or 1)
     return [f"{ratio:.1f}x", f"{least:.1f}x", f"{most:.1f}x", f"{rate / 1e12:.1f} TB/s", f"{share:.0%}"]
 
 

@@ -3,13 +3,13 @@
 import random
 from typing import Any
 
+from zinfer.core.case import Case, Workload
+from zinfer.core.requests import RequestLoad
 from zinfer.record.accuracy import AccuracyRecord, Deviation, Position
 from zinfer.record.codec import CodecRecord, Coded, Rate
 from zinfer.record.measurement import Effective, Measurement, Span
 from zinfer.record.prefix_reuse import Point, Run
 from zinfer.record.requests import RequestPoint
-from zinfer.spec.case import Case, Workload
-from zinfer.spec.requests import RequestLoad
 
 LAYERS_BYTES = 69_057_937_408  # 14 layers of BLOOM-176B in bf16
 LINK = 54.6e9

@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from tests.inline_batch import HeldRow, InlineRows, InlineTokenizer, held_rows
+from zinfer.core.case import Workload
 from zinfer.generation.tokenizer_process import TokenizerProcess
 from zinfer.job.serve.reading import Tokenizes
 from zinfer.job.serve.server import HttpServer, Settings, listen
 from zinfer.plan.plan import Plan
-from zinfer.spec.case import Workload
 from zinfer.worker.process import Client
 from zinfer.worker.session import Session
 from zinfer.worker.tasks import BatchStart, BatchStarted, BatchStep, BatchStepped, RowStep

@@ -7,9 +7,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from zinfer.spec import resolve
-from zinfer.spec.architecture import measure
-from zinfer.spec.model import LayerSpec, Shape
+from zinfer.checkpoint import resolve
+from zinfer.checkpoint.architecture import measure
+from zinfer.core.model import LayerSpec, Shape
 
 FILE = Path(str(files("zinfer"))) / "catalog" / "shapes.json"
 

@@ -2,9 +2,9 @@
 
 from typing import Any
 
+from zinfer.core.case import Workload
+from zinfer.core.engine import plan_options
 from zinfer.plan.plan import Plan
-from zinfer.spec.case import Workload
-from zinfer.spec.engine import plan_options
 
 
 class Steered(Plan):

@@ -23,8 +23,10 @@ from tests.results import accuracy_run as record
 from tests.running import decode, prefill
 from tests.test_cli import folder
 from tests.test_parity import MACHINE
+from zinfer.checkpoint.resolve import from_directory
 from zinfer.cli import cli
 from zinfer.commands.accuracy import table
+from zinfer.core.case import Case, Option, Workload
 from zinfer.engine import base
 from zinfer.engine.cache import QuantizedLayer
 from zinfer.generation.tokenizer_process import TokenizerProcess
@@ -34,8 +36,6 @@ from zinfer.plan.plan import Plan, make_plan
 from zinfer.record import accuracy
 from zinfer.record import study as studies
 from zinfer.record.accuracy import AccuracyError, AccuracyRecord, Deviation, Position
-from zinfer.spec.case import Case, Option, Workload
-from zinfer.spec.resolve import from_directory
 from zinfer.worker import teacher_forcing
 from zinfer.worker.inline import InlineWorker
 from zinfer.worker.process import Client, WorkerDied

@@ -22,8 +22,8 @@ from zinfer.analysis.rates import (
     tied,
     winner,
 )
+from zinfer.core.case import Case
 from zinfer.record.measurement import Measurement, latest
-from zinfer.spec.case import Case
 
 
 def exact(

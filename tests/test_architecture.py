@@ -11,15 +11,15 @@ from click.testing import CliRunner
 from transformers import DynamicCache
 
 from tests import mentions
+from zinfer.checkpoint.architecture import decoder_layers, empty_model, measure
+from zinfer.checkpoint.resolve import from_config, resolve
+from zinfer.checkpoint.source import find
 from zinfer.cli import cli
+from zinfer.core.model import LayerSpec, ModelError, ModelSpec, check_positions
 from zinfer.job.recipe import make_sweep
 from zinfer.job.sweep import prepare
 from zinfer.plan.cost import Placement, step
-from zinfer.spec.architecture import decoder_layers, empty_model, measure
-from zinfer.spec.machine import load as machine
-from zinfer.spec.model import LayerSpec, ModelError, ModelSpec, check_positions
-from zinfer.spec.resolve import from_config, resolve
-from zinfer.spec.source import find
+from zinfer.system.machines import load as machine
 
 BASE: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 48, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 80,
@@ -242,7 +242,7 @@ def test_plan_and_sweep_refuse_them_before_anything_is_loaded() -> None:
 
 
 def test_run_counts_the_prompts_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zinfer.spec.local.this_machine", lambda: pytest.fail("the machine was asked"))
+    monkeypatch.setattr("zinfer.system.local.this_machine", lambda: pytest.fail("the machine was asked"))
     words = ["-m", "bloom-tiny", "--load-format", "dummy", "--prompt", "x" * 2040, "--output-len", "16"]
     result = CliRunner().invoke(cli, ["run", *words])
     assert mentions(str(result.exception), "2040 tokens", "--output-len 16", "2048 positions", "bloom-tiny")

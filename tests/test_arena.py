@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from tests import PATIENCE_S
+from zinfer.checkpoint import resolve
+from zinfer.checkpoint.architecture import decoder_layers, empty_model
 from zinfer.engine import pinned
 from zinfer.engine.pinned import CHUNK, HUGE, LOCK_LIMIT, PAGE, PinnedArena, lay_out
-from zinfer.spec import resolve
-from zinfer.spec.architecture import decoder_layers, empty_model
-from zinfer.spec.host import NumaNode
+from zinfer.system.host import NumaNode
 from zinfer.worker.failure import status_of
 
 HOLD = """

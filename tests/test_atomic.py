@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from zinfer.spec import atomic
+from zinfer.system import atomic
 
 
 def test_a_write_that_fails_leaves_the_old_content_alone(tmp_path: Path) -> None:

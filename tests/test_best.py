@@ -16,9 +16,9 @@ from zinfer.analysis.reproduce import batch_command, sweep_command
 from zinfer.cli import cli
 from zinfer.commands.batch import command as batch
 from zinfer.commands.options import SHORTHANDS, one_load
+from zinfer.core.case import Case, Workload
 from zinfer.record.store import Store
-from zinfer.spec.case import Case, Workload
-from zinfer.spec.machine import load
+from zinfer.system.machines import load
 
 
 def best(*arguments: object) -> Result:
@@ -132,7 +132,7 @@ def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             store.append(point(case(4, layers=None), machine=machine))
     (folder / "nvidia-h100" / "torn.jsonl").write_text("torn\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("zinfer.spec.local.name", lambda: "mine")
+    monkeypatch.setattr("zinfer.system.local.name", lambda: "mine")
     return folder
 
 
@@ -213,7 +213,7 @@ def test_the_printed_command_measures_the_same_case(
     asked: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("zinfer.spec.local.this_machine", lambda: load("h100-80gb"))
+    monkeypatch.setattr("zinfer.system.local.this_machine", lambda: load("h100-80gb"))
     done = CliRunner().invoke(cli, [*shlex.split(sweep_command(asked))[1:], "--dry-run", "--json"])
     assert done.exit_code == 0, done.output
     (plan,) = json.loads(done.stdout)

@@ -15,6 +15,8 @@ from tests.fuzz_documents import prepare, run
 from tests.results import accuracy_run, case, codec_run, kept_point, point, reuse_run, sweep, traced
 from zinfer.cli import VERBS, cli
 from zinfer.commands.limits import bound
+from zinfer.core.machine import Machine, MachineError, override
+from zinfer.core.units import duration, figures, parse_bytes
 from zinfer.job.recipe import RecipeError, make_sweep, parse_batches, parse_option, read_toml
 from zinfer.record import study
 from zinfer.record.accuracy import AccuracyRecord
@@ -24,9 +26,7 @@ from zinfer.record.measurement import Effective, Measurement
 from zinfer.record.plausible import implausible
 from zinfer.record.prefix_reuse import Run
 from zinfer.record.store import Header, encode, read
-from zinfer.spec import documents, machine
-from zinfer.spec.machine import Machine, MachineError
-from zinfer.spec.units import duration, figures, parse_bytes
+from zinfer.system import documents, machines
 
 
 @pytest.fixture(autouse=True)
@@ -230,13 +230,13 @@ def test_a_machine_out_of_bounds_is_refused(fields: dict[str, Any], message: str
     path = Path("machine.json")
     good = {"name": "m", "source": "measured", "gpu_count": 1, "gpu_bytes": 1 << 30, "h2d_bandwidth": 5e10}
     path.write_text(json.dumps(good))
-    assert machine.load(path).h2d_bandwidth == 5e10
+    assert machines.load(path).h2d_bandwidth == 5e10
     path.write_text(json.dumps(good | fields))
     if fields == {"h2d_bandwidth": True}:
-        assert machine.load(path).h2d_bandwidth == 1.0
+        assert machines.load(path).h2d_bandwidth == 1.0
         return
     with pytest.raises(MachineError) as refused:
-        machine.load(path)
+        machines.load(path)
     assert str(refused.value).startswith("machine.json")
     assert message in str(refused.value)
     assert "\n" not in str(refused.value)
@@ -248,12 +248,12 @@ def test_a_machine_out_of_bounds_is_refused(fields: dict[str, Any], message: str
 def test_a_machine_file_that_is_no_description_is_one_line(text: str) -> None:
     Path("machine.json").write_text(text)
     with pytest.raises(MachineError, match=r"^machine\.json is .*zinfer probe"):
-        machine.load("machine.json")
+        machines.load("machine.json")
 
 
 def test_a_machine_set_by_hand_has_the_same_bounds() -> None:
     with pytest.raises(MachineError, match="gpu_bytes"):
-        machine.override(Machine(name="cpu", source="measured", host_bytes=1 << 30), "gpu_bytes=80GB")
+        override(Machine(name="cpu", source="measured", host_bytes=1 << 30), "gpu_bytes=80GB")
 
 
 WRONG: dict[str, dict[str, Any]] = {
@@ -368,7 +368,7 @@ def test_what_is_no_readable_file_is_refused_without_a_wait(
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file))
             return opened(file, *args, **more)
 
-        monkeypatch.setattr("zinfer.spec.documents.os.open", refuse)
+        monkeypatch.setattr("zinfer.system.documents.os.open", refuse)
     else:
         path.symlink_to("/dev/zero" if kind == "zero" else "/proc/self/mem")
     began = time.monotonic()

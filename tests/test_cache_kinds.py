@@ -18,10 +18,10 @@ from tests.conformance.small import Subject, save, small_model
 from tests.grid import covering
 from tests.running import decode, prefill
 from tests.test_parity import OUTPUT_LEN, greedy, load, prompts
+from zinfer.core.model import ModelError
 from zinfer.engine import EngineError
 from zinfer.engine import cache as kv_cache
 from zinfer.engine.cache import LEAST_SPARE, CacheFullError, FixedLayer, QuantizedLayer, RowCache, make_cache
-from zinfer.spec.model import ModelError
 
 LENGTHS = (13, 5, 9)  # of the prompts: longer than the windows, and shorter
 _SHAPE: dict[str, Any] = {

@@ -8,17 +8,18 @@ from tests import committed, mentions
 from tests.results import case, point
 from zinfer.analysis import calibrate
 from zinfer.analysis.calibrate import PredictedPoint, fit, predict, table
+from zinfer.checkpoint import resolve
+from zinfer.core.case import Case, Option
+from zinfer.core.machine import Machine
 from zinfer.plan import cost
 from zinfer.plan.cost import Efficiency
 from zinfer.plan.plan import Plan, make_plan, placement_of
 from zinfer.plan.published import Beside, Published, beside
 from zinfer.record.measurement import Effective, Measurement, Span
-from zinfer.spec import machine, resolve
-from zinfer.spec.case import Case, Option
-from zinfer.spec.host import attending_cpus
-from zinfer.spec.machine import Machine
+from zinfer.system import machines
+from zinfer.system.host import attending_cpus
 
-H100 = machine.load("h100-80gb").model_copy(update={"name": "h100", "host_bytes": 1 << 40})
+H100 = machines.load("h100-80gb").model_copy(update={"name": "h100", "host_bytes": 1 << 40})
 # Configurations and models whose records plans miss by more than a tenth. The first three were recorded before a
 # change: experts that stayed were those of the first layers, so the last ones brought all of theirs, which the link
 # could not do ahead; the kernel that reads experts unpacked one code at a time; plans gave CPU attention too few

@@ -146,7 +146,7 @@ def test_a_greedy_client_sends_costly_requests_until_it_is_stopped(kind: str) ->
 @pytest.mark.torch
 def test_changed_weights_have_their_old_sizes(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     from tests.campaign.weights import change
-    from zinfer.spec.checkpoint import Checkpoint
+    from zinfer.checkpoint.headers import Checkpoint
 
     revisions = {Checkpoint.open(checkpoint("llama", 32)).revision}
     for seed in range(12):

@@ -26,14 +26,15 @@ from tests.command import zinfer
 from tests.test_cli import ROOT, folder  # noqa: F401
 from tests.test_dialogue import EXTENDING, TRIMMING
 from tests.test_parity import load
-from zinfer.cli import Failure, cli
+from zinfer.checkpoint.resolve import from_directory
+from zinfer.checkpoint.tokenizer_files import ChatTemplate, chat_template
+from zinfer.cli import cli
 from zinfer.commands import chat as terminal
+from zinfer.commands.failure import Failure
+from zinfer.core.model import ModelError, ModelSpec
 from zinfer.engine.base import Engine
 from zinfer.generation.dialogue import Dialogue
 from zinfer.generation.tokenizer_process import TokenizerProcess
-from zinfer.spec.model import ModelError, ModelSpec
-from zinfer.spec.resolve import from_directory
-from zinfer.spec.tokenizer_files import ChatTemplate, chat_template
 from zinfer.worker.inline import InlineWorker
 from zinfer.worker.tasks import Answer, ChatOpen, ChatStep, Request
 
@@ -148,7 +149,7 @@ def test_an_answer_ends_at_the_end_token(
     free, _ = talk(Inline.around(engine), capsys)
     end = free[0]["output_ids"][4]
     length = free[0]["output_ids"].index(end)
-    monkeypatch.setattr("zinfer.spec.tokenizer_files.end_tokens", lambda *_: {end: "a test"})
+    monkeypatch.setattr("zinfer.checkpoint.tokenizer_files.end_tokens", lambda *_: {end: "a test"})
     ended, _ = talk(Inline.around(engine), capsys, turns=TURNS[:2], ignore_eos=False)
     assert ended[0]["output_ids"] == free[0]["output_ids"][:length]
     assert ended[0]["finish_reason"] == "stop"
@@ -236,7 +237,7 @@ def test_a_terminal(folder: Path, checkpoint: Checkpoints) -> None:  # noqa: F81
     master, slave = pty.openpty()
     words = ["run", "-m", str(checkpoint("llama")), "--offload", "none", "--chat", "--output-len", "1900"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "zinfer.cli", *words, "--ignore-eos"], cwd=folder, stdin=slave, stdout=slave,
+        [sys.executable, "-m", "zinfer", *words, "--ignore-eos"], cwd=folder, stdin=slave, stdout=slave,
         stderr=slave, env=os.environ | {"PYTHONPATH": str(ROOT), "TERM": "dumb"}, start_new_session=True,
     )  # fmt: skip
     os.close(slave)

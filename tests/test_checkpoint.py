@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from tests.damage import HEADER_DAMAGE, damage_header, damage_safetensors, read_header, write_header
-from zinfer.spec.checkpoint import INDEX as WEIGHT_INDEX
-from zinfer.spec.checkpoint import SINGLE, Checkpoint, CheckpointError
+from zinfer.checkpoint.headers import INDEX as WEIGHT_INDEX
+from zinfer.checkpoint.headers import SINGLE, Checkpoint, CheckpointError
 
 SIZES = {"a": [2, 3], "empty": [0, 4], "b": [5], "scalar": [], "c": [1, 7]}
 

@@ -18,7 +18,7 @@ from tests import PATIENCE_S, environment, mentions
 from tests.command import probed, small_files, zinfer, zinfer_process
 from zinfer.cli import main
 from zinfer.record.store import read
-from zinfer.spec.host import slug
+from zinfer.system.host import slug
 
 ROOT = Path(__file__).parents[1]
 TINY = ["-m", "bloom-tiny", "--engine", "stream", "--input-len", "8", "--output-len", "4", "--repeats", "1"]
@@ -122,7 +122,7 @@ def test_a_limit_of_addresses_is_told_as_want_of_memory(
     kib: int, words: list[str], folder: Path, checkpoint: Callable[..., Path]
 ) -> None:
     """Whatever runs out first: Python, the dynamic linker, or torch."""
-    run = ["sh", "-c", f'ulimit -v {kib}; exec "$@"', "sh", sys.executable, "-m", "zinfer.cli", *words]
+    run = ["sh", "-c", f'ulimit -v {kib}; exec "$@"', "sh", sys.executable, "-m", "zinfer", *words]
     done = subprocess.run(
         [*run, "-m", str(checkpoint("llama"))], cwd=folder, env=environment(XDG_CACHE_HOME=str(folder)), text=True,
         capture_output=True, timeout=PATIENCE_S, check=False,
@@ -238,7 +238,7 @@ def test_a_full_disk_keeps_what_was_measured(folder: Path) -> None:
 )
 def test_an_interrupt_keeps_everything_and_says_how_to_go_on(folder: Path, number: int, code: int) -> None:
     words = ["sweep", *TINY, "--offload", "none", "--batch-size", "1-4096*2", "-o", "r.jsonl"]
-    command = [sys.executable, "-m", "zinfer.cli", *words]
+    command = [sys.executable, "-m", "zinfer", *words]
     process = subprocess.Popen(
         command, cwd=folder, env=environment(), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )

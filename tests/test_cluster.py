@@ -18,13 +18,13 @@ from tests.command import zinfer, zinfer_process
 from tests.inline import MACHINE, FakeWorker
 from tests.test_cli import folder
 from zinfer.commands import options
+from zinfer.core.machine import Machine
 from zinfer.job import cluster, sweep
 from zinfer.job.cluster import Cluster, ClusterError, ClusterSweep, LoadTask, MeasureLoad, Result, minutes, parts_of
 from zinfer.job.recipe import Sweep
 from zinfer.job.signals import Interrupted
 from zinfer.record.measurement import Measurement
 from zinfer.record.store import Records, Store, read
-from zinfer.spec.machine import Machine
 from zinfer.worker.session import Session
 from zinfer.worker.tasks import Measure, Measured
 

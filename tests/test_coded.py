@@ -13,6 +13,14 @@ from torch import Tensor
 from tests import shapes
 from tests.test_parity import MACHINE, OUTPUT_LEN, greedy
 from zinfer import engine
+from zinfer.checkpoint import resolve as resolving
+from zinfer.checkpoint.headers import CheckpointError
+from zinfer.checkpoint.quantization import SCHEMES, Quantization, scheme
+from zinfer.checkpoint.resolve import from_directory, resolve
+from zinfer.checkpoint.source import find, revision_of
+from zinfer.core.case import Case, LoadFormat, Workload
+from zinfer.core.errors import ZinferError
+from zinfer.core.model import Matrix, ModelSpec, Weights
 from zinfer.engine import base
 from zinfer.engine.base import Engine
 from zinfer.engine.quantization import quantize as own
@@ -21,14 +29,6 @@ from zinfer.engine.quantization.loading import CodedMatrix, random_parts
 from zinfer.engine.state import ModelState
 from zinfer.engine.stream import codec
 from zinfer.plan.plan import make_plan
-from zinfer.spec import resolve as resolving
-from zinfer.spec.case import Case, LoadFormat, Workload
-from zinfer.spec.checkpoint import CheckpointError
-from zinfer.spec.errors import ZinferError
-from zinfer.spec.model import Matrix, ModelSpec, Weights
-from zinfer.spec.quantization import SCHEMES, Quantization, scheme
-from zinfer.spec.resolve import from_directory, resolve
-from zinfer.spec.source import find, revision_of
 
 CPU = torch.device("cpu")
 STD = 0.05

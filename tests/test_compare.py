@@ -14,9 +14,9 @@ from tests.results import case, point
 from zinfer.analysis.compare import HIGHER_IS_BETTER, CompareError, Metric, compare, value
 from zinfer.cli import cli
 from zinfer.commands.compare import AXES, METRICS
+from zinfer.core.case import Case
 from zinfer.record.measurement import Measurement
 from zinfer.record.store import Store
-from zinfer.spec.case import Case
 
 Files = Callable[..., list[Path]]  # writes a.jsonl and b.jsonl
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from zinfer.checkpoint import configuration, hub
+from zinfer.checkpoint.configuration import CheckpointWarning, check, without_code
 from zinfer.cli import cli
-from zinfer.spec import configuration, hub
-from zinfer.spec.configuration import CheckpointWarning, check, without_code
-from zinfer.spec.documents import DocumentError
-from zinfer.spec.errors import ZinferError
-from zinfer.spec.model import CONFIG_KEYS
+from zinfer.core.errors import ZinferError
+from zinfer.core.model import CONFIG_KEYS
+from zinfer.system.documents import DocumentError
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "vocab_size": 96, "hidden_size": 48, "num_hidden_layers": 6, "num_attention_heads": 4,

@@ -12,6 +12,7 @@ import torch
 from tests import test_cache_kinds as kinds
 from tests.test_parity import load
 from tests.test_passes import WAYS, keep_here, small_blocks
+from zinfer.core.case import Workload
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, Work
 from zinfer.engine.cache import Slots
@@ -20,7 +21,6 @@ from zinfer.generation import passes, schedule, scheduler
 from zinfer.generation.schedule import PassTimes
 from zinfer.generation.scheduler import ContinuousScheduler
 from zinfer.generation.tokenizer import Tokenizer
-from zinfer.spec.case import Workload
 
 Checkpoints = Callable[..., Path]
 Patch = pytest.MonkeyPatch

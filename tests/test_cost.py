@@ -7,6 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import mentions
+from zinfer.checkpoint import resolve
+from zinfer.core.case import Case, Workload
+from zinfer.core.engine import PIECE_BYTES
+from zinfer.core.machine import FIGURES, Machine, override
 from zinfer.plan.cost import (
     CODED_BOUND,
     FP8_BOUND,
@@ -28,15 +32,12 @@ from zinfer.plan.cost import (
 )
 from zinfer.plan.plan import CAUTIOUS, LOSSLESS_RATIO, Plan, largest_batch, make_plan, placement_of, split_free_memory
 from zinfer.plan.search import advice, best_batch
-from zinfer.spec import machine, resolve
-from zinfer.spec.case import Case, Workload
-from zinfer.spec.engine import PIECE_BYTES
-from zinfer.spec.machine import FIGURES, Machine
+from zinfer.system import machines
 
 BLOOM = resolve.resolve("bloom-176b", None, None)
 INT4 = resolve.resolve("bloom-176b", None, None, "int4")
 # Without sources and a name no peaks are known, so that limits are those of the figures below.
-H100 = machine.load("h100-80gb").model_copy(
+H100 = machines.load("h100-80gb").model_copy(
     update={"host_bytes": 1 << 40, "sources": {}, "peaks": {}, "gpu_name": "test"}
 )
 RAW, CODED = (("weight_codec", "none"),), (("weight_codec", "auto"),)
@@ -86,7 +87,7 @@ def test_golden_sizes_of_bloom() -> None:
 
 @pytest.mark.parametrize(("name", "batch"), [("h100-80gb", 9800), ("gh200-96gb", 1400)])
 def test_decode_is_link_bound_until_compute_catches_up(name: str, batch: int) -> None:
-    place = machine.load(name).model_copy(update={"matmul_flops": 990e12, "host_bandwidth": None})
+    place = machines.load(name).model_copy(update={"matmul_flops": 990e12, "host_bandwidth": None})
     told = Efficiency(link_share=1.0, mfu=0.55)
     setup = Placement(tier="host", also_streamed=BLOOM.other_bytes)
     few, many = (step(setup, BLOOM, place, int(batch * part), 1, told).bound_by for part in (0.9, 1.1))
@@ -94,7 +95,7 @@ def test_decode_is_link_bound_until_compute_catches_up(name: str, batch: int) ->
 
 
 def test_int4_fits_one_h200_and_then_nothing_crosses_the_link() -> None:
-    h200 = machine.load("h200")
+    h200 = machines.load("h200")
     kept = make_plan(asked(weights="int4", gpu_weights="auto", options=CODED, batch_size=8), INT4, h200)
     assert kept.holds
     assert kept.streamed_bytes == 0
@@ -272,14 +273,14 @@ def test_heads_that_share_a_key_keep_the_cpu_longer_at_it() -> None:
     assert (slow.step_s or 0.0) - (quick.step_s or 0.0) == pytest.approx(
         llama.kv_bytes(2048, 528) * (1 / 40e9 - 1 / 100e9)
     )
-    assert machine.override(told, "attention_bandwidth=90GB/s").attention_rate(8) == 90e9
+    assert override(told, "attention_bandwidth=90GB/s").attention_rate(8) == 90e9
 
 
 def test_a_rate_set_by_hand_voids_those_measured_together() -> None:
     seen = linked(50e9).model_copy(update={"shared_attention_bandwidth": 60e9, "shared_h2d_bandwidth": 40e9})
-    assert machine.override(seen, "h2d_bandwidth=200GB/s").shared_h2d_bandwidth is None
-    assert machine.override(seen, "hbm_bandwidth=200GB/s").shared_h2d_bandwidth == 40e9
-    assert machine.override(seen, "shared_h2d_bandwidth=30GB/s").shared_attention_bandwidth == 60e9
+    assert override(seen, "h2d_bandwidth=200GB/s").shared_h2d_bandwidth is None
+    assert override(seen, "hbm_bandwidth=200GB/s").shared_h2d_bandwidth == 40e9
+    assert override(seen, "shared_h2d_bandwidth=30GB/s").shared_attention_bandwidth == 60e9
 
 
 def test_a_prefill_also_waits_for_its_intermediate_results() -> None:

@@ -14,14 +14,14 @@ import torch
 from tests.checkpoints import save_checkpoint
 from tests.damage import damage_json, damage_safetensors, damage_text
 from tests.test_architecture import CONFIGS
+from zinfer.checkpoint import tokenizer_files
+from zinfer.checkpoint.configuration import CheckpointWarning
+from zinfer.checkpoint.resolve import resolve
+from zinfer.core.errors import ZinferError
 from zinfer.engine.state import ModelState
 from zinfer.generation import tokenizer_server
 from zinfer.generation.tokenizer import Tokenizer
 from zinfer.generation.tokenizer_process import what_to_load
-from zinfer.spec import tokenizer_files
-from zinfer.spec.configuration import CheckpointWarning
-from zinfer.spec.errors import ZinferError
-from zinfer.spec.resolve import resolve
 
 SHORT, LONG = 120, 2000
 CPU = torch.device("cpu")

@@ -10,10 +10,10 @@ from tests.inline import FakeWorker
 from tests.results import sweep
 from zinfer.cli import cli
 from zinfer.commands.demo import explanation
+from zinfer.core.machine import Machine
 from zinfer.job.recipe import make_sweep, read_toml
 from zinfer.record.measurement import Measurement
-from zinfer.spec.host import slug
-from zinfer.spec.machine import Machine
+from zinfer.system.host import slug
 
 ROOT = Path(__file__).parents[1]
 RECIPE = ROOT / "sweeps" / "demo.toml"

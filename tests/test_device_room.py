@@ -9,11 +9,11 @@ import torch
 
 from tests.test_parity import load
 from tests.test_passes import keep_here
+from zinfer.core.case import Workload
 from zinfer.engine.base import Work
 from zinfer.engine.stream import device_room
 from zinfer.engine.stream.device_room import DeviceRoom, layers_ahead
 from zinfer.generation import passes
-from zinfer.spec.case import Workload
 
 Patch = pytest.MonkeyPatch
 CAPACITY = 8  # positions of each row

@@ -9,9 +9,9 @@ from click.testing import CliRunner
 
 from tests import mentions
 from zinfer.commands import doctor
+from zinfer.core.engine import ENGINES, EngineKind
 from zinfer.engine import EngineError
-from zinfer.spec import host
-from zinfer.spec.engine import ENGINES, EngineKind
+from zinfer.system import host
 
 
 def refuse(name: str) -> EngineKind:

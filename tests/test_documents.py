@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel, Field
 
-from zinfer.spec.documents import (
+from zinfer.system.documents import (
     Bounds,
     DocumentError,
     parse_json,

@@ -20,6 +20,8 @@ from tests.test_drafts import DRAFTED
 from tests.test_graphs import Rerun, recorder
 from tests.test_parity import load
 from tests.test_passes import keep_here, small_blocks
+from zinfer.checkpoint import resolve
+from zinfer.core.model import ModelError
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine
 from zinfer.generation import draft_model, schedule, scheduler
@@ -27,8 +29,6 @@ from zinfer.generation.draft_model import check_same_tokens
 from zinfer.generation.drafts import DraftRow, Drafts
 from zinfer.generation.sampling import Sampling
 from zinfer.generation.scheduler import ContinuousScheduler, Scheduler
-from zinfer.spec import resolve
-from zinfer.spec.model import ModelError
 
 Checkpoints = Callable[..., Path]
 Patch = pytest.MonkeyPatch

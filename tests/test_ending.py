@@ -41,7 +41,7 @@ SWALLOWED = """
 """
 FILE = """
     from pathlib import Path
-    from zinfer.spec import atomic, lease
+    from zinfer.system import atomic, lease
     own = lease.folder(Path(sys.argv[1]), "weights", ("*.dat",))
     (own.path / "layer.dat").write_text("x")
     with atomic.writing(Path(sys.argv[1]) / "good") as stream:
@@ -81,13 +81,13 @@ def test_a_signal_ends_a_command_whatever_it_does(what: str, number: int) -> Non
 @pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("what", [IN_C, SWALLOWED.strip()], ids=["in C", "swallowed"])
 def test_a_context_that_handles_signals_itself_has_so_long_to_end(what: str, number: int) -> None:
-    own = f"import signal; from zinfer.spec import ending; signal.signal({int(number)}, lambda *_: None)"
+    own = f"import signal; from zinfer.system import ending; signal.signal({int(number)}, lambda *_: None)"
     process = started(what, before=f"{own}; limit = ending.within(0.3, 60); limit.__enter__()")
     interrupted(process, number)
 
 
 def test_the_second_signal_of_such_a_context_has_a_limit_of_its_own() -> None:
-    own = f"import signal; from zinfer.spec import ending; signal.signal({int(signal.SIGTERM)}, lambda *_: None)"
+    own = f"import signal; from zinfer.system import ending; signal.signal({int(signal.SIGTERM)}, lambda *_: None)"
     process = started(IN_C, before=f"{own}; limit = ending.within(600, 0.3); limit.__enter__()")
     process.send_signal(signal.SIGTERM)
     with pytest.raises(subprocess.TimeoutExpired):
@@ -107,7 +107,7 @@ def test_what_a_command_has_made_goes_with_it(tmp_path: Path) -> None:
 
 
 def test_a_second_signal_has_the_same_exit_code() -> None:
-    slow = "from zinfer.spec import ending; ending.at_end(lambda: time.sleep(1)); time.sleep(600)"
+    slow = "from zinfer.system import ending; ending.at_end(lambda: time.sleep(1)); time.sleep(600)"
     process = started(slow)
     process.send_signal(signal.SIGINT)
     time.sleep(0.2)
@@ -165,8 +165,8 @@ def test_an_import_is_interrupted_in_one_line(tmp_path: Path) -> None:
 
 PROBED = """
 import sys
-from zinfer.spec import local
-probe = "import os, sys, time; from zinfer.spec.ending import with_parent; with_parent(); "
+from zinfer.system import local
+probe = "import os, sys, time; from zinfer.system.ending import with_parent; with_parent(); "
 probe += "print(os.getpid(), file=sys.stderr, flush=True)"
 local.PROBE = (sys.executable, "-c", probe + "; time.sleep(600)")
 from zinfer.__main__ import main
@@ -203,7 +203,7 @@ def test_a_full_disk_as_stdout_is_one_line(words: list[str]) -> None:
 # A worker that starts a compiler, which starts another program; it writes the ids of all three as one line.
 WORKER = """
 import os, subprocess, time
-from zinfer.spec.ending import with_parent
+from zinfer.system.ending import with_parent
 with_parent()
 child = subprocess.Popen(["sh", "-c", "trap '' TERM INT; sleep 600 & echo $$ $!; wait"], stdout=subprocess.PIPE)
 os.write(1, b"%d %s" % (os.getpid(), child.stdout.readline()))
@@ -253,7 +253,7 @@ def test_what_a_worker_has_started_ends_with_it(way: str) -> None:
 
 TAKEN = """
 import os, signal, time
-from zinfer.spec import ending
+from zinfer.system import ending
 ending.handle_signals()
 for _ in range(20):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -16,15 +16,15 @@ from tests.conformance.rows import side_by_side
 from tests.conformance.small import Subject, save, small_model
 from tests.running import decode, prefill
 from tests.test_parity import MACHINE, greedy, load, prompts
+from zinfer.checkpoint.resolve import from_directory, with_weights
 from zinfer.cli import cli
+from zinfer.core.case import Case, Offload, Workload
+from zinfer.core.engine import OptionError, conflict
+from zinfer.core.model import Dtype, Weights
 from zinfer.engine import EngineError, kind
 from zinfer.engine.accelerate import Accelerate, _assembled, _parts
 from zinfer.engine.pinned import lay_out
 from zinfer.plan.plan import make_plan
-from zinfer.spec.case import Case, Offload, Workload
-from zinfer.spec.engine import OptionError, conflict
-from zinfer.spec.model import Dtype, Weights
-from zinfer.spec.resolve import from_directory, with_weights
 from zinfer.worker.process import versions
 from zinfer.worker.session import not_as_asked
 

@@ -19,14 +19,14 @@ from transformers import AutoModelForCausalLM
 
 from tests.running import decode, prefill
 from tests.test_parity import BATCHES, MACHINE, greedy, load, prompts, reference
+from zinfer.checkpoint.resolve import from_directory, with_weights
+from zinfer.core.case import Case, Offload, Workload
+from zinfer.core.engine import conflict
+from zinfer.core.model import Weights
 from zinfer.engine import EngineError
 from zinfer.engine.deepspeed import DeepSpeed
 from zinfer.engine.state import ModelState
 from zinfer.plan.plan import make_plan
-from zinfer.spec.case import Case, Offload, Workload
-from zinfer.spec.engine import conflict
-from zinfer.spec.model import Weights
-from zinfer.spec.resolve import from_directory, with_weights
 
 
 @pytest.fixture

@@ -22,6 +22,8 @@ from tests.test_parity import BATCHES, MACHINE, OUTPUT_LEN, greedy, prompts, ref
 from tests.test_passes import close
 from tests.test_ring import CPU, FakeQueues, Race
 from zinfer import engine as engines
+from zinfer.checkpoint import resolve
+from zinfer.core.case import Case, Workload
 from zinfer.engine import EngineError, base
 from zinfer.engine.pinned import PinnedArena
 from zinfer.engine.state import Entry
@@ -33,8 +35,6 @@ from zinfer.engine.stream.packed_layer import PackedLayer, plain
 from zinfer.engine.stream.prefetch import PrefetchRing, Transfer
 from zinfer.engine.stream.routers import NO_ROUTER, Routers
 from zinfer.plan.plan import WHOLE_EXPERTS, make_plan
-from zinfer.spec import resolve
-from zinfer.spec.case import Case, Workload
 
 Patch = pytest.MonkeyPatch
 Kinds = Callable[[str], Path]

@@ -13,7 +13,12 @@ from tests.checkpoints import save_config
 from tests.test_experts import MIXTURES
 from zinfer.analysis import calibrate
 from zinfer.analysis.routing import routing_of
+from zinfer.checkpoint import resolve
 from zinfer.cli import cli
+from zinfer.core.case import Case, Workload
+from zinfer.core.engine import PIECE_BYTES, OptionError, parse_options
+from zinfer.core.machine import Machine
+from zinfer.core.model import ModelSpec, Routing
 from zinfer.plan import cost
 from zinfer.plan.plan import DENSE_DEPTH, Plan, make_plan
 from zinfer.record import study
@@ -21,17 +26,13 @@ from zinfer.record.measurement import Effective, Measurement
 from zinfer.record.plausible import implausible
 from zinfer.record.routing import Hits, RoutingRecord, Touched
 from zinfer.record.store import read
-from zinfer.spec import local, machine, resolve
-from zinfer.spec.case import Case, Workload
-from zinfer.spec.engine import PIECE_BYTES, OptionError, parse_options
-from zinfer.spec.machine import Machine
-from zinfer.spec.model import ModelSpec, Routing
+from zinfer.system import local, machines
 from zinfer.worker import process
 from zinfer.worker.inline import InlineWorker
 from zinfer.worker.session import not_as_asked
 
 MIXTRAL = resolve.resolve("mixtral-8x7b", None, None)
-H100 = machine.load("h100-80gb")
+H100 = machines.load("h100-80gb")
 
 
 def plan(
@@ -110,8 +111,8 @@ def test_experts_stay_with_their_layers_where_all_fit_and_are_read_from_their_co
 
     assert ways(released) == ["all", "all", "on-demand"]
     assert ways(released, packed_kernel="off") == ways(released, experts="on-demand") == ["on-demand"] * 3
-    assert ways(released, place=machine.load("a100-40gb")) == ways(MIXTRAL) == ["on-demand"] * 3
-    assert ways(MIXTRAL, place=machine.load("h200"), weight_codec="none") == ["all", "all", "on-demand"]
+    assert ways(released, place=machines.load("a100-40gb")) == ways(MIXTRAL) == ["on-demand"] * 3
+    assert ways(MIXTRAL, place=machines.load("h200"), weight_codec="none") == ["all", "all", "on-demand"]
     assert plan(1, released, "auto").placement.graphs
 
 

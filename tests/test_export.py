@@ -13,10 +13,10 @@ from click.testing import CliRunner, Result
 
 from tests.results import case, point, sweep
 from zinfer.cli import cli
+from zinfer.core.case import Case, Workload
 from zinfer.record.export import COLUMNS, WRITERS, FlatTable, to_csv, to_json, to_md
 from zinfer.record.measurement import Effective, Measurement
 from zinfer.record.store import Store
-from zinfer.spec.case import Case, Workload
 
 HAS_PYARROW = importlib.util.find_spec("pyarrow") is not None
 ERROR = "CUDA out of memory | tried\n<b>2 GiB</b>"

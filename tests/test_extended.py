@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from tests.checkpoints import save_config
 from tests.command import zinfer
 from tests.test_parity import OUTPUT_LEN, greedy, load, prompts
-from zinfer.spec import resolve
-from zinfer.spec.model import stretched
+from zinfer.checkpoint import resolve
+from zinfer.core.model import stretched
 
 ROPES: dict[str, dict[str, Any]] = {
     "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},

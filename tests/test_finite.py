@@ -12,14 +12,14 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
+from zinfer.checkpoint.headers import Checkpoint, CheckpointError
+from zinfer.checkpoint.resolve import from_directory
 from zinfer.cli import cli
+from zinfer.core.case import Case, Workload
 from zinfer.engine import read
 from zinfer.engine.read import _NOT_FINITE, DTYPES, check_finite, first_not_finite, groups_mapped, groups_read
 from zinfer.engine.state import ModelState
 from zinfer.engine.stream import packed
-from zinfer.spec.case import Case, Workload
-from zinfer.spec.checkpoint import Checkpoint, CheckpointError
-from zinfer.spec.resolve import from_directory
 from zinfer.worker.inline import InlineWorker
 
 CPU = torch.device("cpu")

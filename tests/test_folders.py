@@ -16,13 +16,13 @@ from tests.checkpoints import save_config
 from tests.command import zinfer
 from tests.running import error, prefill
 from tests.test_parity import COMPARED, load, prompts
+from zinfer.checkpoint import quantization, resolve
+from zinfer.checkpoint.headers import INDEX, SINGLE, Checkpoint, CheckpointError
+from zinfer.core.case import Offload
+from zinfer.core.model import ModelError
+from zinfer.core.progress import NOTE
 from zinfer.engine.base import Engine
 from zinfer.engine.state import ModelState
-from zinfer.spec import quantization, resolve
-from zinfer.spec.case import Offload
-from zinfer.spec.checkpoint import INDEX, SINGLE, Checkpoint, CheckpointError
-from zinfer.spec.model import ModelError
-from zinfer.spec.progress import NOTE
 
 GPT: dict[str, dict[str, object]] = {
     "gpt2": {},

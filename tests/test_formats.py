@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 
 from zinfer.analysis import rates, reproduce
+from zinfer.checkpoint import quantization, resolve
+from zinfer.checkpoint.headers import CheckpointError
+from zinfer.checkpoint.quantization import Quantization, scheme
+from zinfer.core.case import Case, Workload
+from zinfer.core.machine import Machine
+from zinfer.core.model import Matrix, ModelError, Weights
 from zinfer.job.recipe import RecipeError, make_sweep
 from zinfer.plan.plan import make_plan
 from zinfer.record.measurement import Measurement
-from zinfer.spec import quantization, resolve
-from zinfer.spec.case import Case, Workload
-from zinfer.spec.checkpoint import CheckpointError
-from zinfer.spec.machine import Machine
-from zinfer.spec.model import Matrix, ModelError, Weights
-from zinfer.spec.quantization import Quantization, scheme
 
 UP = Matrix("mlp.up_proj", 512, 256)
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from tests.test_architecture import GQA, MLA, ROUTED
-from zinfer.spec.architecture import measure
-from zinfer.spec.errors import ENVIRONMENT
-from zinfer.spec.formula import shape
-from zinfer.spec.model import ModelError, Shape
-from zinfer.spec.quantization import ratios, scheme
-from zinfer.spec.resolve import from_directory
+from zinfer.checkpoint.architecture import measure
+from zinfer.checkpoint.formula import shape
+from zinfer.checkpoint.quantization import ratios, scheme
+from zinfer.checkpoint.resolve import from_directory
+from zinfer.core.errors import ENVIRONMENT
+from zinfer.core.model import ModelError, Shape
 
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": GQA | {"head_dim": 20},
@@ -104,7 +104,7 @@ def test_a_checkpoint_counts_the_same_without_torch(architecture: str, checkpoin
 import sys
 sys.modules["torch"] = sys.modules["transformers"] = None
 from pathlib import Path
-from zinfer.spec.resolve import from_directory, from_catalogue
+from zinfer.checkpoint.resolve import from_directory, from_catalogue
 spec = from_directory(Path({str(folder)!r}))
 print(spec.parameters, spec.layer_parameters, spec.expert_parameters, spec.kv_bytes(1, 9))
 assert from_catalogue("mixtral-8x7b").parameters > 0

@@ -12,15 +12,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.test_dialogue import sentencepiece
 from tests.test_parity import MACHINE
+from zinfer.checkpoint.resolve import from_catalogue, from_directory
+from zinfer.core.case import Case, Workload
+from zinfer.core.model import ModelError, ModelSpec
 from zinfer.engine.stream import Stream
 from zinfer.generation import scheduler
 from zinfer.generation.detokenizer import TextPieces
 from zinfer.generation.sampling import NotFiniteError, Sampling
 from zinfer.generation.tokenizer import Tokenizer, byte_tokenizer
 from zinfer.plan.plan import make_plan
-from zinfer.spec.case import Case, Workload
-from zinfer.spec.model import ModelError, ModelSpec
-from zinfer.spec.resolve import from_catalogue, from_directory
 
 PROMPTS = ["Once upon a time", "No", "weights"]
 

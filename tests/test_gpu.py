@@ -37,6 +37,8 @@ from tests.running import decode, error, prefill
 from tests.test_parity import BATCHES, OUTPUT_LEN, load, prompts, reference
 from tests.test_passes import keep_here
 from tests.test_state import GLM
+from zinfer.core.case import Offload
+from zinfer.core.model import Weights
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, Work
 from zinfer.engine.cache import RowCache, make_cache
@@ -48,8 +50,6 @@ from zinfer.engine.transfer import landed
 from zinfer.engine.triton_check import trouble
 from zinfer.generation import draft_model
 from zinfer.plan.plan import make_plan
-from zinfer.spec.case import Offload
-from zinfer.spec.model import Weights
 
 pytestmark = pytest.mark.gpu
 

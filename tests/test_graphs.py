@@ -15,12 +15,12 @@ from tests import test_cache_kinds as kinds
 from tests import test_continuous, test_drafts, test_ragged
 from tests.test_parity import BATCHES, OUTPUT_LEN, check, greedy, load, prompts, reference
 from tests.test_passes import close
+from zinfer.core.model import Dtype
 from zinfer.engine.base import Engine, Work
 from zinfer.engine.stream import graphs, ragged
 from zinfer.engine.stream.graphs import PAYS, Run, end_of
 from zinfer.generation import passes
 from zinfer.plan.plan import make_plan
-from zinfer.spec.model import Dtype
 
 Checkpoints = Callable[..., Path]
 Patch = pytest.MonkeyPatch

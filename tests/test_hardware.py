@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from zinfer.spec import host
-from zinfer.spec.host import NumaNode, available_bytes, numa_node
-from zinfer.spec.units import gb
+from zinfer.core.units import gb
+from zinfer.system import host
+from zinfer.system.host import NumaNode, available_bytes, numa_node
 
 GPU = "0000:3b:00.0"
 

@@ -8,15 +8,15 @@ import pytest
 from click.testing import CliRunner
 
 from tests.results import case, point
+from zinfer.checkpoint import hub
+from zinfer.checkpoint.resolve import catalogue_names
 from zinfer.cli import GROUPS, VERBS, cli
 from zinfer.commands.options import at_revision
+from zinfer.core.engine import ENGINES
+from zinfer.core.errors import ENVIRONMENT, did_you_mean
+from zinfer.core.model import ModelError
+from zinfer.core.units import counted
 from zinfer.record.store import Store
-from zinfer.spec import hub
-from zinfer.spec.engine import ENGINES
-from zinfer.spec.errors import ENVIRONMENT, did_you_mean
-from zinfer.spec.model import ModelError
-from zinfer.spec.resolve import catalogue_names
-from zinfer.spec.units import counted
 
 
 def test_verbs_stand_in_the_order_of_work() -> None:

@@ -96,13 +96,14 @@ def hub() -> Iterator[str]:
 
 
 def ask(home: Path, *calls: str, **env: str) -> list[str]:
-    """Return the result of each call of a function of zinfer.spec.hub, as text, in a fresh process (the hub library
-    reads its settings once, when it is imported)."""
+    """Return the result of each call of a function of `zinfer.checkpoint.hub`, as text, in a fresh process.
+
+    The hub library reads its settings once, when it is imported."""
     code = """
 import json, sys
 from tests import PATIENCE_S, mentions
-from zinfer.spec import hub
-from zinfer.spec import resolve
+from zinfer.checkpoint import hub
+from zinfer.checkpoint import resolve
 answers = []
 for call in sys.argv[1:]:
     try:

@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM
 from tests.grid import covering
 from tests.running import decode, prefill, snapshot
 from tests.test_parity import OUTPUT_LEN, load, prompts
+from zinfer.checkpoint.headers import CheckpointError
+from zinfer.core.case import Offload
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine
 from zinfer.engine.kv_file import read, read_label, write
 from zinfer.engine.kv_snapshot import KVSnapshot, RowsPast
-from zinfer.spec.case import Offload
-from zinfer.spec.checkpoint import CheckpointError
 
 Checkpoints = Callable[..., Path]
 ARCHITECTURES = ["bloom", "opt", "llama", "gpt_neox", "falcon", "falcon-old", "qwen2", "mixtral"]

@@ -15,6 +15,8 @@ from tests.running import decode, prefill
 from tests.test_continuous import Words
 from tests.test_parity import BATCHES, greedy, load, prompts, reference
 from tests.test_passes import keep_here
+from zinfer.core.case import Workload
+from zinfer.core.engine import OptionError
 from zinfer.engine.base import Work
 from zinfer.engine.cache import QuantizedLayer, widened
 from zinfer.engine.stream import cpu_kernel
@@ -23,9 +25,7 @@ from zinfer.engine.stream.kv import CpuCache, HostPool
 from zinfer.generation import passes
 from zinfer.generation.schedule import PassTimes
 from zinfer.generation.scheduler import ContinuousScheduler, Sequence
-from zinfer.spec.case import Workload
-from zinfer.spec.engine import OptionError
-from zinfer.spec.host import attending_cpus
+from zinfer.system.host import attending_cpus
 from zinfer.worker.measure import Samples, measure
 
 Checkpoints = Callable[..., Path]

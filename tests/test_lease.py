@@ -14,13 +14,13 @@ from click.testing import CliRunner
 
 from tests import PATIENCE_S, environment
 from zinfer.cli import cli
-from zinfer.spec import atomic, lease
+from zinfer.system import atomic, lease
 
 # Each makes something in the folder of its first argument, says so, and waits for its end.
 WEIGHTS = """
 import os, sys, time
 from pathlib import Path
-from zinfer.spec import lease
+from zinfer.system import lease
 own = lease.folder(Path(sys.argv[1]), "weights", ("*.dat",))
 (own.path / "deep").mkdir()
 (own.path / "deep" / "layer.dat").write_bytes(b"x" * 1000)
@@ -31,7 +31,7 @@ time.sleep(600)
 FILE = """
 import sys, time
 from pathlib import Path
-from zinfer.spec import atomic
+from zinfer.system import atomic
 with atomic.writing(Path(sys.argv[1]) / "good.txt") as stream:
     stream.write(b"half")
     stream.flush()
@@ -73,7 +73,7 @@ def killed(script: str, place: Path, number: int = signal.SIGKILL) -> Path:
 TORN = """
 import os, sys, time
 from pathlib import Path
-from zinfer.spec import lease
+from zinfer.system import lease
 def torn(self, text):
     with self.open("w") as file:
         file.write(text[:{kept}])
@@ -273,8 +273,8 @@ def test_a_killed_run_leaves_no_weights_on_the_drive(
     place: Path, checkpoint: Callable[..., Path], tmp_path: Path, victim: str
 ) -> None:
     from tests.command import zinfer_process as zinfer
-    from zinfer.spec.host import slug
-    from zinfer.spec.machine import Machine
+    from zinfer.core.machine import Machine
+    from zinfer.system.host import slug
 
     machine = Machine(name=slug(), source="measured", host_bytes=20 << 30, h2d_bandwidth=8e9, hbm_bandwidth=16e9)
     file = tmp_path / "sweeps" / "results" / slug() / "machine.json"

@@ -9,12 +9,12 @@ import pytest
 from tests import committed
 from zinfer.analysis import calibrate, rates
 from zinfer.analysis.group import groups
+from zinfer.checkpoint.resolve import resolve
+from zinfer.core.engine import EIGHT_BITS
+from zinfer.core.machine import PCIE_BANDWIDTH, Machine, catalogue_names, override
 from zinfer.plan.plan import largest_batch, make_plan
 from zinfer.record.measurement import Measurement
-from zinfer.spec import machine
-from zinfer.spec.engine import EIGHT_BITS
-from zinfer.spec.machine import PCIE_BANDWIDTH, Machine, override
-from zinfer.spec.resolve import resolve
+from zinfer.system import machines
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +82,7 @@ def test_no_plan_says_that_a_batch_fits_which_ran_out_of_memory(calibrated: bool
 
 
 def test_peaks_are_of_the_datasheet_and_of_the_wire() -> None:
-    h100 = machine.load("h100-80gb").at_peak()
+    h100 = machines.load("h100-80gb").at_peak()
     assert h100.matmul_flops == pytest.approx(989.4e12)
     assert h100.hbm_bandwidth == pytest.approx(3.35e12)
     assert h100.h2d_bandwidth == PCIE_BANDWIDTH[5]
@@ -91,17 +91,17 @@ def test_peaks_are_of_the_datasheet_and_of_the_wire() -> None:
 
 
 def test_peaks_leave_what_was_set_by_hand_and_what_has_none() -> None:
-    h100 = override(machine.load("h100-80gb"), "h2d_bandwidth=20GB/s").at_peak()
+    h100 = override(machines.load("h100-80gb"), "h2d_bandwidth=20GB/s").at_peak()
     assert h100.h2d_bandwidth == 20e9
     bare = Machine(name="laptop", source="measured", h2d_bandwidth=8e9, matmul_flops=1e12)
     assert bare.at_peak() == bare
-    coherent = machine.load("gh200-96gb")
+    coherent = machines.load("gh200-96gb")
     assert coherent.at_peak().h2d_bandwidth == coherent.h2d_bandwidth
 
 
 def test_the_catalogue_is_below_its_peaks() -> None:
-    for name in machine.catalogue_names():
-        one = machine.load(name)
+    for name in catalogue_names():
+        one = machines.load(name)
         peak = one.at_peak()
         for field in ("h2d_bandwidth", "hbm_bandwidth", "matmul_flops"):
             assert (getattr(one, field) or 0) <= (getattr(peak, field) or 0), (name, field)

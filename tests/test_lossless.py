@@ -14,6 +14,8 @@ from torch import Tensor
 
 from tests import mentions, trained
 from tests.results import codec_run, sweep
+from zinfer.checkpoint.headers import CheckpointError
+from zinfer.checkpoint.resolve import from_directory
 from zinfer.cli import cli
 from zinfer.engine.stream import codec as coder
 from zinfer.generation.tokenizer import load_tokenizer
@@ -21,8 +23,6 @@ from zinfer.plan.published import codecs
 from zinfer.record import study
 from zinfer.record.codec import COLUMNS, CodecError, CodecRecord, Rate
 from zinfer.record.store import Store
-from zinfer.spec.checkpoint import CheckpointError
-from zinfer.spec.resolve import from_directory
 from zinfer.worker import codec, probe
 
 MIB = 1 << 20

@@ -8,11 +8,12 @@ from click.testing import CliRunner
 
 from tests import mentions
 from zinfer.cli import cli
-from zinfer.spec import machine as machines
-from zinfer.spec.machine import FIGURES, Machine, MachineError, load, override
+from zinfer.core.machine import FIGURES, Machine, MachineError, catalogue_names, override
+from zinfer.system import machines as machines
+from zinfer.system.machines import load
 
 
-@pytest.mark.parametrize("name", machines.catalogue_names())
+@pytest.mark.parametrize("name", catalogue_names())
 def test_catalogue_is_sound(name: str) -> None:
     machine = load(name)
     assert machine.name == name
@@ -35,7 +36,7 @@ def test_catalogue_is_sound(name: str) -> None:
         assert machine.host_bytes is None or machine.sources["host_bytes"].startswith("assumed")
 
 
-@pytest.mark.parametrize("name", machines.catalogue_names())
+@pytest.mark.parametrize("name", catalogue_names())
 def test_every_figure_of_the_catalogue_has_a_source(name: str) -> None:
     machine = load(name)
     figures = {field for field in FIGURES if getattr(machine, field)}
@@ -52,7 +53,7 @@ def test_the_catalogue_holds_what_people_plan_for() -> None:
         *("a100-pcie-80gb", "rtx-a6000", "l40s", "rtx-4090", "rtx-5090", "h100-80gb", "h100-pcie-80gb", "h200"),
         *("gh200-96gb", "gh200-144gb", "b200", "b200-pcie6", "gb200", "mi300x", "b300", "gb300", "h20", "h100-nvl"),
         *("rtx-pro-6000", "dgx-spark", "mi325x", "a10", "l4", "t4", "rtx-3090"),
-    } <= set(machines.catalogue_names())
+    } <= set(catalogue_names())
     assert load("a100-80gb").describe("h2d_bandwidth").startswith("25.2 GB/s (measured by others")
     assert load("a100-80gb").describe("matmul_flops").startswith("312 TFLOP/s (datasheet")
     assert load("a100-80gb").describe("host_bytes") == "unknown"
@@ -60,9 +61,9 @@ def test_the_catalogue_holds_what_people_plan_for() -> None:
 
 def test_the_command_lists_the_catalogue_and_the_sources_of_one() -> None:
     listed = CliRunner().invoke(cli, ["machines", "--json"])
-    assert [machine["name"] for machine in json.loads(listed.stdout)] == list(machines.catalogue_names())
+    assert [machine["name"] for machine in json.loads(listed.stdout)] == list(catalogue_names())
     table = CliRunner().invoke(cli, ["machines"], env={"COLUMNS": "200"}).stdout
-    assert all(name in table for name in machines.catalogue_names())
+    assert all(name in table for name in catalogue_names())
     assert mentions(table, "h100-80gb", "79.2 GiB", "54.9 GB/s", "measured")
     assert mentions(table, "t4", "59.6 GiB (assumed)")
     assert mentions(table, "gb300", "447.0 GiB", "datasheet")

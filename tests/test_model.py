@@ -9,12 +9,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests import shapes
-from zinfer.spec import model as models
-from zinfer.spec import resolve
-from zinfer.spec.architecture import MatrixFinder, measure, model_config
-from zinfer.spec.configuration import check
-from zinfer.spec.formula import fields
-from zinfer.spec.model import ModelError, ModelSpec
+from zinfer.checkpoint import resolve
+from zinfer.checkpoint.architecture import MatrixFinder, measure, model_config
+from zinfer.checkpoint.configuration import check
+from zinfer.checkpoint.formula import fields
+from zinfer.core import model as models
+from zinfer.core.model import ModelError, ModelSpec
 
 Saved = tuple[str, torch.nn.Module, Path]  # kind, model, folder
 

@@ -27,6 +27,12 @@ from tests.command import probed, zinfer
 from tests.test_parity import BATCHES, MACHINE, greedy, load
 from tests.test_ring import Answer, Bench, FakeQueues
 from zinfer.analysis.timeline import length_ms, share, waits
+from zinfer.checkpoint.headers import CheckpointError
+from zinfer.checkpoint.resolve import from_directory, resolve
+from zinfer.checkpoint.source import revision_of
+from zinfer.core.case import Case, LoadFormat, Offload, Workload
+from zinfer.core.engine import OptionError, conflict, settle
+from zinfer.core.machine import override
 from zinfer.engine import direct
 from zinfer.engine.direct import PAGE, Stripes, StripeWriter
 from zinfer.engine.stream import Stream, codec, disk, packed, packed_layer
@@ -35,13 +41,7 @@ from zinfer.plan.cost import Efficiency
 from zinfer.plan.plan import Plan, make_plan
 from zinfer.record.measurement import Effective
 from zinfer.record.store import read
-from zinfer.spec.case import Case, LoadFormat, Offload, Workload
-from zinfer.spec.checkpoint import CheckpointError
-from zinfer.spec.engine import OptionError, conflict, settle
-from zinfer.spec.machine import load as load_machine
-from zinfer.spec.machine import override
-from zinfer.spec.resolve import from_directory, resolve
-from zinfer.spec.source import revision_of
+from zinfer.system.machines import load as load_machine
 from zinfer.worker.failure import failure_of
 
 CPU = torch.device("cpu")

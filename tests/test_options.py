@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from zinfer.checkpoint import resolve
 from zinfer.cli import cli
-from zinfer.job.recipe import Sweep
-from zinfer.plan.plan import make_plan
-from zinfer.spec import machine, resolve
-from zinfer.spec.case import Case, Workload
-from zinfer.spec.engine import (
+from zinfer.core.case import Case, Workload
+from zinfer.core.engine import (
     ENGINES,
     Offload,
     OptionError,
@@ -26,6 +24,9 @@ from zinfer.spec.engine import (
     settle,
     values,
 )
+from zinfer.job.recipe import Sweep
+from zinfer.plan.plan import make_plan
+from zinfer.system import machines
 
 ROOT = Path(__file__).parents[1]
 
@@ -88,7 +89,7 @@ def test_contradictions_are_refused_before_a_process_starts(options: Any, offloa
     asked = case(offload=offload, **options)
     with pytest.raises(OptionError, match=words):
         parse_options("stream", asked.options, offload)
-    plan = make_plan(asked, resolve.resolve("opt-30b", None, None), machine.load("h100-80gb"))
+    plan = make_plan(asked, resolve.resolve("opt-30b", None, None), machines.load("h100-80gb"))
     assert not plan.fits
     assert plan.why_not == conflict("stream", asked.options, offload)
 
@@ -118,7 +119,7 @@ def test_records_with_options_that_are_gone_can_be_read_and_planned() -> None:
     old = Case.model_validate_json(text)
     assert dict(old.options) == {"tuned": False, "old": 3}
     assert not read_options("deepspeed", old.options).model_dump()["tuned"]
-    spec, place = resolve.resolve("opt-30b", None, None), machine.load("h100-80gb")
+    spec, place = resolve.resolve("opt-30b", None, None), machines.load("h100-80gb")
     assert make_plan(old, spec, place).step_s == make_plan(case("deepspeed", tuned=False), spec, place).step_s
     assert read_options("stream", (("kv_offload", True), ("weight_codec", "none"))) == StreamOptions.model_validate(
         {"weight_codec": "none"}
@@ -163,7 +164,7 @@ def test_no_planner_knows_an_engine_and_no_engine_plans() -> None:
 
 
 def test_a_plan_of_another_batch_is_that_batchs_plan() -> None:
-    spec, place = resolve.resolve("opt-66b", None, None), machine.load("h100-80gb")
+    spec, place = resolve.resolve("opt-66b", None, None), machines.load("h100-80gb")
     first = make_plan(case(kv_offload="auto").model_copy(update={"gpu_weights": "auto"}), spec, place, "/nvme")
     assert first.at(first.case.workload) is first
     for load in (
@@ -179,7 +180,7 @@ def test_a_plan_of_another_batch_is_that_batchs_plan() -> None:
 
 @pytest.mark.parametrize(("share", "layers"), [("0%", 0), ("50%", 32), ("100%", 64), ("10GiB", 5)])
 def test_layers_that_stay_are_spread_over_the_depth(share: str, layers: int) -> None:
-    spec, place = resolve.resolve("opt-66b", None, None), machine.load("h100-80gb")
+    spec, place = resolve.resolve("opt-66b", None, None), machines.load("h100-80gb")
     stay = make_plan(case().model_copy(update={"gpu_weights": share}), spec, place).placement.resident_layers
     assert len(stay) == layers
     assert max((later - one for one, later in pairwise(stay)), default=0) <= 64 // max(1, layers) + 1

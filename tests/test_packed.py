@@ -17,13 +17,13 @@ from tests import quantized
 from tests.checkpoints import save_checkpoint
 from tests.command import zinfer_process
 from tests.test_parity import BATCHES, greedy, load
+from zinfer.checkpoint.headers import Checkpoint, CheckpointError
+from zinfer.checkpoint.resolve import from_directory, resolve
+from zinfer.checkpoint.source import revision_of
 from zinfer.cli import cli
+from zinfer.core.model import ModelSpec
 from zinfer.engine import EngineError
 from zinfer.engine.stream import codec, packed
-from zinfer.spec.checkpoint import Checkpoint, CheckpointError
-from zinfer.spec.model import ModelSpec
-from zinfer.spec.resolve import from_directory, resolve
-from zinfer.spec.source import revision_of
 
 Checkpoints = Callable[..., Path]
 CPU = torch.device("cpu")

@@ -22,6 +22,9 @@ from tests.test_experts import queued as queued  # the fixture
 from tests.test_graphs import Rerun, status
 from tests.test_graphs import recorder as recorder  # the fixture
 from tests.test_parity import MACHINE, OUTPUT_LEN, greedy, load
+from zinfer.checkpoint.resolve import resolve
+from zinfer.core.case import Case, Workload
+from zinfer.core.model import Weights
 from zinfer.engine import base, kind
 from zinfer.engine.base import Engine
 from zinfer.engine.pinned import PinnedArena
@@ -30,9 +33,6 @@ from zinfer.engine.stream import few_experts, packed_layer, packed_product
 from zinfer.engine.stream.packed_product import LazyWeight, Parts
 from zinfer.engine.stream.quantized import Run, pieces, unpack
 from zinfer.plan.plan import make_plan
-from zinfer.spec.case import Case, Workload
-from zinfer.spec.model import Weights
-from zinfer.spec.resolve import resolve
 
 Patch = pytest.MonkeyPatch
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -1,11 +1,11 @@
 """Loads of a batch job: the rows that fit, and the fastest way that fits them, from the plan alone."""
 
 from tests.inline_batch import CASE
+from zinfer.checkpoint.resolve import from_catalogue
 from zinfer.job.batch.packing import RowDemand, best_plan, fits_alone, fitting
-from zinfer.spec import machine
-from zinfer.spec.resolve import from_catalogue
+from zinfer.system import machines
 
-H100 = machine.load("h100-80gb").model_copy(update={"host_bytes": 1 << 40})
+H100 = machines.load("h100-80gb").model_copy(update={"host_bytes": 1 << 40})
 
 
 def test_the_faster_of_the_loads_that_fit_is_chosen() -> None:

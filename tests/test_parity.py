@@ -14,14 +14,14 @@ from tests.grid import covering
 from tests.running import decode, prefill
 from tests.steered import steered
 from zinfer import engine
+from zinfer.checkpoint import resolve
+from zinfer.core.case import Case, Offload, Option, Workload
+from zinfer.core.engine import draft_model
+from zinfer.core.machine import Machine
+from zinfer.core.model import Dtype
 from zinfer.engine import base
 from zinfer.engine.base import Engine
 from zinfer.plan.plan import make_plan
-from zinfer.spec import resolve
-from zinfer.spec.case import Case, Offload, Option, Workload
-from zinfer.spec.engine import draft_model
-from zinfer.spec.machine import Machine
-from zinfer.spec.model import Dtype
 
 OUTPUT_LEN = 12
 BATCHES = ((9, 5, 7), (4, 6))  # prompt lengths of two batches, which one engine runs after the other

@@ -13,11 +13,11 @@ from transformers import AutoConfig
 from tests import test_cache_kinds as kinds
 from tests.grid import covering
 from tests.test_parity import load, prompts
+from zinfer.core.case import Offload
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, MicroBatch, Work
 from zinfer.engine.cache import RowCache, make_cache
 from zinfer.generation import passes
-from zinfer.spec.case import Offload
 
 Checkpoints = Callable[..., Path]
 Patch = pytest.MonkeyPatch

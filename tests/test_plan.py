@@ -6,13 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from zinfer.checkpoint import resolve
+from zinfer.core.case import Case, Workload, resident_bytes
+from zinfer.core.machine import Machine
 from zinfer.plan.plan import DEVICE_SHARE, make_plan
-from zinfer.spec import machine, resolve
-from zinfer.spec.case import Case, Workload, resident_bytes
-from zinfer.spec.machine import Machine
+from zinfer.system import machines
 
 # Without sources no peak of the link is known, so that limits are those of the figures below.
-BIG = machine.load("h100-80gb").model_copy(update={"host_bytes": 512 << 30, "sources": {}})
+BIG = machines.load("h100-80gb").model_copy(update={"host_bytes": 512 << 30, "sources": {}})
 
 
 def case(name: str, offload: Any = "cpu", batch_size: int = 1, engine: str = "stream", **more: Any) -> Case:

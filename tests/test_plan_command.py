@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from tests import mentions
 from zinfer.cli import cli
-from zinfer.spec.engine import OptionError
+from zinfer.core.engine import OptionError
 
 ROOT = Path(__file__).parents[1]
 RESULTS = str(ROOT / "sweeps" / "results")

@@ -18,15 +18,15 @@ from click.testing import CliRunner
 from tests import PATIENCE_S
 from tests.command import small_files, zinfer
 from tests.inline import MACHINE
+from zinfer.checkpoint.resolve import resolve
 from zinfer.cli import cli
+from zinfer.core.model import ModelSpec
 from zinfer.engine import EngineError
 from zinfer.engine.tensorrt import planfile
 from zinfer.engine.tensorrt.build import COPIES, Cancelled, build, plan_key
 from zinfer.engine.tensorrt.library import Library, find_library
 from zinfer.engine.tensorrt.planfile import PLANS, PlanFile, PlanKey
-from zinfer.spec import atomic
-from zinfer.spec.model import ModelSpec
-from zinfer.spec.resolve import resolve
+from zinfer.system import atomic
 from zinfer.worker.inline import InlineWorker
 
 Checkpoints = Callable[..., Path]
@@ -208,7 +208,7 @@ def test_build_on_the_command_line(folder: Path, spec: ModelSpec, monkeypatch: p
     assert "--force replaces it" in other.stderr
     if not torch.cuda.is_available():
         monkeypatch.setattr("zinfer.worker.process.Worker", InlineWorker)
-        monkeypatch.setattr("zinfer.spec.local.this_machine", lambda: MACHINE)
+        monkeypatch.setattr("zinfer.system.local.this_machine", lambda: MACHINE)
         sweep = CliRunner().invoke(cli, [
             "sweep", "-m", str(spec.directory), "--engine", "tensorrt", "--offload", "cpu", "--gpu-weights",
             "50%", "--dtype", "bf16", "--input-len", "8", "--output-len", "4", "--batch-size", "1", "-o", "r.jsonl",
@@ -219,7 +219,7 @@ def test_build_on_the_command_line(folder: Path, spec: ModelSpec, monkeypatch: p
 
 @pytest.mark.slow  # a process of its own; the test of a cancelled build has the rest
 def test_an_interrupted_build_leaves_nothing(folder: Path) -> None:
-    command = [sys.executable, "-m", "zinfer.cli", "build", "-m", "opt-1.3b", "--load-format", "dummy", "--layers", "4"]
+    command = [sys.executable, "-m", "zinfer", "build", "-m", "opt-1.3b", "--load-format", "dummy", "--layers", "4"]
     root = Path(__file__).parents[1]
     process = subprocess.Popen(
         [*command, "--max-batch-size", "2", "--max-seq-len", "16"], cwd=folder,
@@ -246,7 +246,7 @@ def _peak(folder: Path, directory: Path) -> int:
     """Return the peak of anonymous memory (not pages of mapped files) during a build of `directory`."""
     words = ["build", "-m", str(directory), "--dtype", "bf16", "--max-batch-size", "2", "--max-seq-len", "16"]
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
-    process = subprocess.Popen([sys.executable, "-m", "zinfer.cli", *words], cwd=folder, env=env)
+    process = subprocess.Popen([sys.executable, "-m", "zinfer", *words], cwd=folder, env=env)
     peak = 0
     while process.poll() is None:
         found = re.search(r"RssAnon:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text())

@@ -348,7 +348,7 @@ def test_two_processes_draw_the_same_bytes(results: Path, tmp_path: Path) -> Non
         config.mkdir()
         (config / "matplotlibrc").write_text(style)
         out = tmp_path / f"out{nth}"
-        command = [sys.executable, "-m", "zinfer.cli", "plot", str(results / "h100"), "-o", str(out)]
+        command = [sys.executable, "-m", "zinfer", "plot", str(results / "h100"), "-o", str(out)]
         command += ["--figure", "link,timeline"]
         environment = os.environ | {"PYTHONHASHSEED": str(nth), "MPLCONFIGDIR": str(config), "TZ": f"UTC{nth}"}
         subprocess.run(command, env=environment, check=True, capture_output=True)

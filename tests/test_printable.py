@@ -20,13 +20,13 @@ from tests.damage_documents import NASTY
 from tests.fuzz_documents import prepare, run
 from tests.results import accuracy_run, case, codec_run, kept_point, point, reuse_run, sweep, traced
 from zinfer.commands.out import PlainConsole, table
+from zinfer.core.machine import Machine
 from zinfer.record import study
 from zinfer.record.measurement import Measurement
 from zinfer.record.store import Header, encode
 from zinfer.report.markdown import markdown as document_markdown
 from zinfer.report.markdown import prose
-from zinfer.spec.machine import Machine
-from zinfer.spec.printable import Guard, generated, guarded, markdown, printable, show_generated, shows_unicode
+from zinfer.system.printable import Guard, generated, guarded, markdown, printable, show_generated, shows_unicode
 
 EVIL = " ".join(NASTY)
 ROOT = Path(__file__).parents[1]

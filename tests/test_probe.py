@@ -14,12 +14,14 @@ import pytest
 from click.testing import CliRunner
 
 from tests import PATIENCE_S
-from zinfer.cli import Failure, cli
+from zinfer.cli import cli
+from zinfer.commands.failure import Failure
 from zinfer.commands.out import write
 from zinfer.commands.probe import command, table
+from zinfer.core.machine import Machine, MachineError
 from zinfer.engine import direct
-from zinfer.spec import host, local
-from zinfer.spec.machine import Machine, MachineError, load
+from zinfer.system import host, local
+from zinfer.system.machines import load
 from zinfer.worker import probe
 
 H100 = {"name": "NVIDIA H100 80GB HBM3"}
@@ -212,7 +214,7 @@ def test_names(devices: list[dict[str, str]], cpu: str, name: str, monkeypatch: 
 
 
 def test_slug_needs_no_torch() -> None:
-    code = "import sys; from zinfer.spec.host import slug; slug(); assert 'torch' not in sys.modules"
+    code = "import sys; from zinfer.system.host import slug; slug(); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)
 
 

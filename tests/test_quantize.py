@@ -18,15 +18,15 @@ from tests.running import prefill
 from tests.test_architecture import GEMMA, VISION
 from tests.test_parity import MACHINE, load, prompts
 from tests.test_quantized import EXPERTS, entries
+from zinfer.checkpoint.quantization import SCHEMES, Scheme
+from zinfer.checkpoint.resolve import from_directory
 from zinfer.cli import cli
+from zinfer.core.errors import ZinferError
+from zinfer.core.model import ModelError
 from zinfer.engine.quantization import checkpoint as copies
 from zinfer.engine.quantization import quantize as own
 from zinfer.engine.quantization.quantize import quantize
 from zinfer.record.accuracy import AccuracyRecord
-from zinfer.spec.errors import ZinferError
-from zinfer.spec.model import ModelError
-from zinfer.spec.quantization import SCHEMES, Scheme
-from zinfer.spec.resolve import from_directory
 from zinfer.worker.inline import InlineWorker
 
 STRATEGIES = {"int4": "group", "int8": "channel", "fp8": "channel"}
@@ -277,7 +277,7 @@ def test_accuracy_compares_copies_with_the_model(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("zinfer.worker.process.Worker", InlineWorker)
     monkeypatch.setattr("zinfer.worker.probe.measure_link", lambda device: 5e9)
-    monkeypatch.setattr("zinfer.spec.local.this_machine", lambda: MACHINE)
+    monkeypatch.setattr("zinfer.system.local.this_machine", lambda: MACHINE)
     tiny(Path("m"))
     made = pack("-m", "m", "--weights", "int4")
     folder = Path(made.stdout.strip())

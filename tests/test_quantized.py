@@ -18,16 +18,16 @@ from tests.checkpoints import save_checkpoint, save_config
 from tests.interpreter import interpreted
 from tests.test_parity import MACHINE, greedy
 from tests.test_parity import load as load_engine
+from zinfer.checkpoint.headers import CheckpointError
+from zinfer.checkpoint.resolve import from_directory
+from zinfer.core.case import Case, Workload
+from zinfer.core.errors import ZinferError
+from zinfer.core.model import ModelError
 from zinfer.engine.quantization.dequantize import Codes, expand, table
 from zinfer.engine.state import ModelState
 from zinfer.engine.stream import codec as lossless
 from zinfer.engine.stream.quantized import joined, pieces, unpack
 from zinfer.plan.plan import make_plan
-from zinfer.spec.case import Case, Workload
-from zinfer.spec.checkpoint import CheckpointError
-from zinfer.spec.errors import ZinferError
-from zinfer.spec.model import ModelError
-from zinfer.spec.resolve import from_directory
 
 EXPERTS: dict[str, Any] = {
     "num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4, "num_attention_heads": 4,

@@ -16,11 +16,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tests import PATIENCE_S
+from zinfer.checkpoint import resolve
+from zinfer.checkpoint.headers import Checkpoint, CheckpointError
 from zinfer.engine import read
 from zinfer.engine.read import Group, groups_mapped, groups_read
 from zinfer.engine.state import ModelState
-from zinfer.spec import resolve
-from zinfer.spec.checkpoint import Checkpoint, CheckpointError
 
 GROUPS: list[Group] = [("big", "odd"), ("flags", "scalar", "none"), ("wide",), ("last",)]
 TENSORS = {

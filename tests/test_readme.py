@@ -14,8 +14,8 @@ import pytest
 from tests import found, mentions, readme
 from tests.readme import PAGES, RESULTS, ROOT
 from zinfer.cli import VERBS, cli
+from zinfer.core.engine import ENGINES
 from zinfer.job.batch.shard import Shard
-from zinfer.spec.engine import ENGINES
 
 WRITTEN = (*PAGES, "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
 TEXTS = {

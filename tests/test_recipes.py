@@ -11,13 +11,13 @@ import pytest
 
 from tests import PATIENCE_S
 from zinfer import engine
+from zinfer.checkpoint import resolve
 from zinfer.commands.options import locate
+from zinfer.core.machine import override
 from zinfer.job.recipe import RecipeError, engine_recipe, make_sweep, read_toml, sweep_recipe, sweep_recipes
 from zinfer.plan.plan import Plan, make_plan
 from zinfer.record.store import read
-from zinfer.spec import resolve
-from zinfer.spec.machine import load as load_machine
-from zinfer.spec.machine import override
+from zinfer.system.machines import load as load_machine
 
 ROOT = Path(__file__).parents[1]
 

@@ -17,6 +17,7 @@ from click.testing import CliRunner, Result
 from tests import mentions
 from tests.results import accuracy_run, case, kept_point, point, reuse_run, sweep, traced
 from zinfer.cli import cli
+from zinfer.core.machine import Machine
 from zinfer.record import study
 from zinfer.record.measurement import Measurement
 from zinfer.record.store import Header, Store
@@ -25,7 +26,7 @@ from zinfer.report.markdown import cell, fenced, markdown, prose
 from zinfer.report.measured import rated
 from zinfer.report.page import CONTRAST, DARK, LIGHT, TEXT_CONTRAST, contrast, readable, shell
 from zinfer.report.plot.style import PALETTE
-from zinfer.spec.machine import Machine, load
+from zinfer.system.machines import load
 
 pytestmark = pytest.mark.drawing
 

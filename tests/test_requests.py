@@ -25,7 +25,11 @@ from tests.results import case, request_point
 from zinfer.analysis.reproduce import requests_command, use_command
 from zinfer.analysis.requests import check, goodput
 from zinfer.analysis.sla import Sla
+from zinfer.checkpoint.source import Source
 from zinfer.cli import cli
+from zinfer.core.case import Case, Workload
+from zinfer.core.machine import Machine
+from zinfer.core.requests import LengthDistribution, RequestLoad
 from zinfer.generation.sampling import GREEDY, Sampling
 from zinfer.job.recipe import RecipeError, Sweep, make_sweep, read_toml, sweep_recipe
 from zinfer.job.requests import RequestsError, request_sets
@@ -38,10 +42,6 @@ from zinfer.record.requests import METRICS, RequestKey, RequestPoint, RequestSam
 from zinfer.record.store import Header, Records, Store, read
 from zinfer.report import requests as report_requests
 from zinfer.report.document import Table
-from zinfer.spec.case import Case, Workload
-from zinfer.spec.machine import Machine
-from zinfer.spec.requests import LengthDistribution, RequestLoad
-from zinfer.spec.source import Source
 from zinfer.worker import requests as clock_of_requests
 from zinfer.worker.inline import InlineWorker
 from zinfer.worker.process import WorkerDied
@@ -728,7 +728,7 @@ def test_wrong_options_are_refused_in_one_line(
     words: list[str], fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("zinfer.spec.local.this_machine", lambda: MACHINE)
+    monkeypatch.setattr("zinfer.system.local.this_machine", lambda: MACHINE)
     done = invoke("sweep", "--model", "bloom-tiny", *words)
     assert done.returncode == 2, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("Error")]
@@ -738,7 +738,7 @@ def test_wrong_options_are_refused_in_one_line(
 
 def test_a_command_measures_requests_on_a_real_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("zinfer.spec.local.this_machine", lambda: LOCAL)
+    monkeypatch.setattr("zinfer.system.local.this_machine", lambda: LOCAL)
     words = ["sweep", "--model", "bloom-tiny", "--layers", "2", "--offload", "cpu", "-o", "r.jsonl"]
     words += ["--request-lengths", "lognormal:12,4,max_output_len=7"]
     words += ["--num-requests", "9", "--in-flight", "3", "--request-rate", "inf"]

@@ -14,11 +14,11 @@ from tests.results import reuse_run as run
 from tests.test_cli import folder  # noqa: F401
 from tests.test_parity import load
 from zinfer.cli import cli
+from zinfer.core.machine import Machine
 from zinfer.record import prefix_reuse, study
 from zinfer.record.measurement import latest
 from zinfer.record.prefix_reuse import Point, Run, break_even, verdict
-from zinfer.spec.host import slug
-from zinfer.spec.machine import Machine
+from zinfer.system.host import slug
 from zinfer.worker.inline import InlineWorker
 from zinfer.worker.process import TaskFailed, WorkerDied
 from zinfer.worker.tasks import Answer, PrefixReuse, Request
@@ -136,7 +136,7 @@ def inline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tup
     """Run `zinfer reuse` in this process; return its outcome and its record."""
     machine = Machine(name=slug(), source="measured", host_bytes=20 << 30, h2d_bandwidth=8e9, hbm_bandwidth=16e9)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("zinfer.spec.local.this_machine", lambda: machine)
+    monkeypatch.setattr("zinfer.system.local.this_machine", lambda: machine)
     monkeypatch.setattr("zinfer.worker.process.Worker", Inline)
 
     def invoke(*words: str, dies: int = 0) -> tuple[Any, Run]:

@@ -12,13 +12,13 @@ from click.testing import CliRunner
 from tests import test_experts, trained
 from tests.checkpoints import save_config
 from tests.test_experts import MIXTURES
+from zinfer.checkpoint import resolve
 from zinfer.cli import cli
+from zinfer.core.engine import StreamOptions
 from zinfer.engine.stream.experts import ExpertCache, Policy
 from zinfer.generation import passes
 from zinfer.record import study
 from zinfer.record.routing import Hits, RoutingRecord
-from zinfer.spec import resolve
-from zinfer.spec.engine import StreamOptions
 from zinfer.worker import routing
 
 TEXT = "def f(x):\n    return x + 1  # a function\n" * 20

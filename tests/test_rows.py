@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.inline_batch import held_rows
 from tests.test_parity import MACHINE
+from zinfer.checkpoint.resolve import from_directory
+from zinfer.core.case import Case, Workload
 from zinfer.engine.base import Engine, Work
 from zinfer.engine.stream import Stream
 from zinfer.generation.schedule import PassTimes
@@ -24,8 +26,6 @@ from zinfer.job.batch.openai import BatchRequest, read_requests
 from zinfer.job.batch.packing import best_plan
 from zinfer.job.batch.run import BatchJob
 from zinfer.plan.plan import Plan
-from zinfer.spec.case import Case, Workload
-from zinfer.spec.resolve import from_directory
 from zinfer.worker import generation as worker_side
 from zinfer.worker.inline import InlineWorker
 from zinfer.worker.tasks import Answer, BatchStart, BatchStep, Request

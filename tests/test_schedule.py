@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 
 from tests import committed
 from zinfer.analysis.calibrate import fit
+from zinfer.checkpoint.resolve import from_catalogue
+from zinfer.core.case import Case, Workload
 from zinfer.generation.schedule import (
     AT_FIRST,
     CALM,
@@ -34,13 +36,11 @@ from zinfer.generation.schedule import (
 )
 from zinfer.plan.cost import Efficiency
 from zinfer.plan.plan import Plan, make_plan
-from zinfer.spec import machine
-from zinfer.spec.case import Case, Workload
-from zinfer.spec.resolve import from_catalogue
+from zinfer.system import machines
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "sweeps" / "results"
-H100 = machine.load(RESULTS / "nvidia-h100-80gb-hbm3" / "machine.json")
+H100 = machines.load(RESULTS / "nvidia-h100-80gb-hbm3" / "machine.json")
 SPEC = from_catalogue("llama-2-70b").slice(8)
 
 
@@ -566,7 +566,7 @@ def test_a_share_of_weights_that_leaves_no_margin_leaves_rows(share: str, rows: 
     load = Workload(batch_size=1, input_len=512, output_len=16)
     case = Case(model="bloom-176b", engine="stream", offload="cpu", gpu_weights=share, workload=load,
                 options=(("kv_offload", "auto"),))  # fmt: skip
-    here = machine.load(RESULTS / "nvidia-h100-80gb-hbm3-x2" / "machine.json")
+    here = machines.load(RESULTS / "nvidia-h100-80gb-hbm3-x2" / "machine.json")
     plan = make_plan(case, from_catalogue("bloom-176b"), here)
     assert load_of(plan, [(512, 16)] * 100).batch_size == rows
     assert plan.at(load_of(plan, [(512, 16)] * 100)).fits

@@ -18,15 +18,15 @@ from tests import PATIENCE_S
 from tests.serving import NAME, Server, serving
 from tests.test_parity import MACHINE
 from tests.test_rows import TEMPLATE
+from zinfer.checkpoint.resolve import from_directory
+from zinfer.checkpoint.tokenizer_files import ChatTemplate
+from zinfer.core.case import Case, Workload
 from zinfer.engine.stream import Stream
 from zinfer.generation import scheduler, tokenizer_process
 from zinfer.generation.schedule import PassTimes
 from zinfer.generation.tokenizer_process import TokenizerProcess
 from zinfer.job.batch.packing import RowDemand, best_plan
 from zinfer.plan.plan import Plan
-from zinfer.spec.case import Case, Workload
-from zinfer.spec.resolve import from_directory
-from zinfer.spec.tokenizer_files import ChatTemplate
 from zinfer.worker.generation import batch_step
 from zinfer.worker.inline import InlineWorker
 from zinfer.worker.process import WorkerDied

@@ -13,10 +13,10 @@ import torch
 from tests import mentions
 from tests.running import prefill
 from tests.test_parity import load
+from zinfer.checkpoint.headers import CheckpointError
 from zinfer.engine import kv_file
 from zinfer.engine.base import Engine
 from zinfer.generation.prefix_cache import PrefixCache
-from zinfer.spec.checkpoint import CheckpointError
 
 MODEL = {"model": "tiny", "revision": "r1"}
 TOKENS = torch.randint(4, 128, (40,), generator=torch.Generator().manual_seed(2)).tolist()

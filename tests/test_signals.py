@@ -11,10 +11,10 @@ from pydantic import BaseModel, SerializerFunctionWrapHandler, model_serializer
 
 import zinfer.cli as command_line
 from zinfer.commands.chat import Stop
+from zinfer.core.errors import ZinferError
 from zinfer.job.accuracy import AccuracyStudy
 from zinfer.job.signals import Interrupted, Signals
-from zinfer.spec.ending import interruption
-from zinfer.spec.errors import ZinferError
+from zinfer.system.ending import interruption
 from zinfer.worker.process import TaskFailed
 
 NUMBERS = [signal.SIGINT, signal.SIGTERM]

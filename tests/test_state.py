@@ -15,15 +15,15 @@ from transformers import AutoModelForCausalLM
 
 from tests.checkpoints import ARCHITECTURES, save_config
 from tests.test_parity import BATCHES, COMPARED, greedy, load, reference
+from zinfer.checkpoint import resolve
+from zinfer.checkpoint.architecture import empty_model
+from zinfer.checkpoint.headers import CheckpointError
+from zinfer.checkpoint.source import revision_of
+from zinfer.core.case import Offload
+from zinfer.core.model import Dtype, ModelError, ModelSpec
 from zinfer.engine import EngineError
 from zinfer.engine.state import ModelState, by_layer
 from zinfer.engine.stream import codec, packed
-from zinfer.spec import resolve
-from zinfer.spec.architecture import empty_model
-from zinfer.spec.case import Offload
-from zinfer.spec.checkpoint import CheckpointError
-from zinfer.spec.model import Dtype, ModelError, ModelSpec
-from zinfer.spec.source import revision_of
 
 CPU = torch.device("cpu")
 

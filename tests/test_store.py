@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.results import case, point, traced
+from zinfer.core.case import Case, Workload
 from zinfer.record import jsonl
 from zinfer.record.measurement import Effective, Measurement, Span
 from zinfer.record.store import Header, Records, Store, StoreError, decode, encode, read
-from zinfer.spec.case import Case, Workload
 
 HEADER = Header(machine="h100", recipe={"engines": ["stream"], "batch_size": [1, 2]}, versions={"zinfer": "0.1.0"})
 POINTS = [point(case(size, output_len=3), repeats=2) for size in (1, 2, 4)]

@@ -15,6 +15,8 @@ from tests.running import prefill
 from tests.steered import steered
 from tests.test_parity import BATCHES, greedy, load
 from tests.test_ring import FakeQueues
+from zinfer.core.case import Workload
+from zinfer.core.engine import OptionError
 from zinfer.engine.base import Engine, Work
 from zinfer.engine.pinned import PAGE, PinnedArena
 from zinfer.engine.state import Entry
@@ -24,8 +26,6 @@ from zinfer.engine.stream.meanwhile import later, meanwhile, settle, store_later
 from zinfer.engine.stream.packed_layer import PackedLayer, pack, plain, unpack
 from zinfer.engine.stream.prefetch import PrefetchRing
 from zinfer.plan.plan import make_plan
-from zinfer.spec.case import Workload
-from zinfer.spec.engine import OptionError
 from zinfer.worker.session import not_as_asked
 
 CPU = torch.device("cpu")
@@ -474,8 +474,8 @@ def test_chunks_are_of_one_size_and_those_of_large_layers_and_of_several_gpus_ar
 ) -> None:
     block = codec.BLOCK * 2  # bytes
     monkeypatch.setattr(packed_layer, "PIECE", 2 * block)
-    monkeypatch.setattr("zinfer.spec.engine.PIECE_BYTES", 2 * block)
-    monkeypatch.setattr("zinfer.spec.engine.LARGE_LAYER", 50 * block)
+    monkeypatch.setattr("zinfer.core.engine.PIECE_BYTES", 2 * block)
+    monkeypatch.setattr("zinfer.core.engine.LARGE_LAYER", 50 * block)
     weights = {
         name: torch.randn(count * codec.BLOCK).mul_(0.02).bfloat16() for name, count in zip("ab", blocks, strict=True)
     }

@@ -20,7 +20,7 @@ WORDS = {
 
 def shell(folder: Path, command: str, words: list[str]) -> subprocess.CompletedProcess[str]:
     """Run `command` in a shell, in which "$@" is zinfer with `words`."""
-    run = ["sh", "-c", command, "sh", sys.executable, "-m", "zinfer.cli", *words]
+    run = ["sh", "-c", command, "sh", sys.executable, "-m", "zinfer", *words]
     return subprocess.run(
         run, cwd=folder, env=environment(), capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )

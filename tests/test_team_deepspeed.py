@@ -15,15 +15,15 @@ from tests.test_continuous import LOAD, Words, run, sequences, small
 from tests.test_continuous import greedy as alone
 from tests.test_parity import BATCHES, MACHINE, greedy, load, reference
 from tests.test_team_ways import followers, gone
+from zinfer.checkpoint import resolve
+from zinfer.core.case import Case, Offload, Workload
+from zinfer.core.engine import OptionError, parse_options, settle
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine
 from zinfer.engine.deepspeed.world import World
 from zinfer.generation.scheduler import ContinuousScheduler
 from zinfer.plan.plan import make_plan
-from zinfer.spec import resolve
-from zinfer.spec.case import Case, Offload, Workload
-from zinfer.spec.engine import OptionError, parse_options, settle
-from zinfer.spec.host import peak_bytes
+from zinfer.system.host import peak_bytes
 from zinfer.worker.process import Worker, WorkerDied
 
 Checkpoints = Callable[..., Path]

@@ -15,6 +15,10 @@ from tests import PATIENCE_S, quantized
 from tests.checkpoints import save_checkpoint
 from tests.steered import steered
 from tests.test_parity import BATCHES, MACHINE, OUTPUT_LEN, greedy, load, prompts, reference
+from zinfer.checkpoint import resolve
+from zinfer.core.case import Case, Option, Workload
+from zinfer.core.engine import OptionError, parse_options, settle
+from zinfer.core.model import Dtype
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine
 from zinfer.engine.ranks import Leader
@@ -22,10 +26,6 @@ from zinfer.engine.stream import Stream, codec, packed_layer
 from zinfer.engine.stream.team import StreamMember
 from zinfer.generation import passes
 from zinfer.plan.plan import make_plan
-from zinfer.spec import resolve
-from zinfer.spec.case import Case, Option, Workload
-from zinfer.spec.engine import OptionError, parse_options, settle
-from zinfer.spec.model import Dtype
 from zinfer.worker.process import Worker, WorkerDied
 
 Checkpoints = Callable[..., Path]

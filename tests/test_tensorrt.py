@@ -16,6 +16,12 @@ from tests import walker
 from tests.grid import covering
 from tests.inline import MACHINE
 from tests.running import decode, prefill
+from zinfer.checkpoint.architecture import empty_model
+from zinfer.checkpoint.resolve import resolve
+from zinfer.core.case import Case, Workload
+from zinfer.core.errors import ENVIRONMENT
+from zinfer.core.model import ModelSpec
+from zinfer.core.units import gb
 from zinfer.engine import EngineError
 from zinfer.engine.state import ModelState
 from zinfer.engine.tensorrt import TensorRT, planfile
@@ -25,12 +31,6 @@ from zinfer.engine.tensorrt.execute import shortfall
 from zinfer.engine.tensorrt.library import Library, Messages, find_library
 from zinfer.engine.tensorrt.network import make_network
 from zinfer.plan.plan import Plan, make_plan
-from zinfer.spec.architecture import empty_model
-from zinfer.spec.case import Case, Workload
-from zinfer.spec.errors import ENVIRONMENT
-from zinfer.spec.model import ModelSpec
-from zinfer.spec.resolve import resolve
-from zinfer.spec.units import gb
 from zinfer.worker.session import not_as_asked
 
 ARCHITECTURES = ("bloom", "opt", "llama", "qwen2", "mistral")

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from zinfer.checkpoint import tokenizer_files
+from zinfer.checkpoint.configuration import CheckpointWarning
+from zinfer.checkpoint.resolve import from_directory
 from zinfer.cli import cli
+from zinfer.core.model import ModelError
 from zinfer.generation.tokenizer import Tokenizer
-from zinfer.spec import lease, tokenizer_files
-from zinfer.spec.configuration import CheckpointWarning
-from zinfer.spec.model import ModelError
-from zinfer.spec.resolve import from_directory
+from zinfer.system import lease
 from zinfer.worker.inline import InlineWorker
 
 pytestmark = pytest.mark.torch  # `checkpoint` saves models
@@ -86,7 +87,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("fields", HOSTILE)
-@pytest.mark.filterwarnings("ignore::zinfer.spec.configuration.CheckpointWarning")
+@pytest.mark.filterwarnings("ignore::zinfer.checkpoint.configuration.CheckpointWarning")
 def test_fields_that_name_code_or_files_do_nothing(
     fields: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -98,7 +99,7 @@ def test_fields_that_name_code_or_files_do_nothing(
     assert not [name for name in set(sys.modules) - before if "transformers_modules" in name]
 
 
-@pytest.mark.filterwarnings("ignore::zinfer.spec.configuration.CheckpointWarning")
+@pytest.mark.filterwarnings("ignore::zinfer.checkpoint.configuration.CheckpointWarning")
 def test_other_files_that_name_code_do_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mark = trap(folder, monkeypatch)
     change(folder / "generation_config.json", custom_generate="someone/code", trust_remote_code=True)
@@ -163,7 +164,7 @@ def test_a_missing_tokenizer_is_found_before_the_machine_and_the_load(
     for path in [*folder.glob("*token*"), *folder.glob("*.jinja")]:
         path.unlink()
     (folder / "README.txt").write_text("a model")
-    monkeypatch.setattr("zinfer.spec.local.this_machine", lambda: pytest.fail("the machine was asked"))
+    monkeypatch.setattr("zinfer.system.local.this_machine", lambda: pytest.fail("the machine was asked"))
     monkeypatch.setattr("zinfer.worker.process.Worker", lambda *_, **__: pytest.fail("a worker was started"))
     (tmp_path / "p.jsonl").write_text('{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {}}\n')
     words = {

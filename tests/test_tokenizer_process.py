@@ -13,11 +13,11 @@ import pytest
 
 from tests import PATIENCE_S
 from tests.inline import SPEC
+from zinfer.checkpoint import tokenizer_files
+from zinfer.checkpoint.tokenizer_files import ChatTemplate
+from zinfer.core.model import ModelError, ModelSpec
 from zinfer.generation import tokenizer_process, tokenizer_server
 from zinfer.generation.tokenizer_process import Refusal, TokenizerProcess, parts
-from zinfer.spec import tokenizer_files
-from zinfer.spec.model import ModelError, ModelSpec
-from zinfer.spec.tokenizer_files import ChatTemplate
 
 pytestmark = pytest.mark.torch  # `checkpoint` saves models
 Checkpoints = Callable[..., Path]

@@ -2,8 +2,8 @@
 
 import pytest
 
+from zinfer.core.units import duration, gb, gib, parse_bytes
 from zinfer.record.stats import ci95_half_width, relative_half_width
-from zinfer.spec.units import duration, gb, gib, parse_bytes
 
 
 @pytest.mark.parametrize(

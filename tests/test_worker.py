@@ -19,20 +19,20 @@ import torch
 from tests import PATIENCE_S
 from tests.fakes import TARGET, FakeEngine
 from tests.inline import MACHINE, SPEC
+from zinfer.checkpoint.headers import CheckpointError
+from zinfer.checkpoint.source import find
+from zinfer.core.case import Case, Option, Workload
+from zinfer.core.errors import not_here
+from zinfer.core.model import ModelError
+from zinfer.core.progress import Progress
+from zinfer.core.requests import RequestLoad
 from zinfer.engine import EngineError
 from zinfer.generation.sampling import Sampling
 from zinfer.plan.plan import Plan, make_plan
 from zinfer.record.accuracy import Position
 from zinfer.record.measurement import Effective, Measurement, Span
 from zinfer.record.requests import RequestPoint
-from zinfer.spec.case import Case, Option, Workload
-from zinfer.spec.checkpoint import CheckpointError
-from zinfer.spec.documents import DocumentError, UnreadableError
-from zinfer.spec.errors import not_here
-from zinfer.spec.model import ModelError
-from zinfer.spec.progress import Progress
-from zinfer.spec.requests import RequestLoad
-from zinfer.spec.source import find
+from zinfer.system.documents import DocumentError, UnreadableError
 from zinfer.worker import process
 from zinfer.worker.failure import TaskFailure
 from zinfer.worker.inline import InlineWorker

@@ -1,4 +1,4 @@
-"""Files are written in one place: whole or not at all (`zinfer.spec.atomic`), except for a few that are named here."""
+"""Files are written in one place: whole or not at all (`zinfer.system.atomic`), but for a few named here."""
 
 import ast
 from pathlib import Path
@@ -130,7 +130,7 @@ def test_nothing_writes_files_but_the_atomic_write_and_what_is_named() -> None:
     for path in sorted((ROOT / "zinfer").rglob("*.py")):
         module = ".".join(path.relative_to(ROOT / "zinfer").with_suffix("").parts)
         found |= {f"{module}:{name}" for name in found_in(path.read_text())}
-    assert found - ALLOWED.keys() == set(), "write it with zinfer.spec.atomic"
+    assert found - ALLOWED.keys() == set(), "write it with zinfer.system.atomic"
     assert ALLOWED.keys() - found == set(), "these write no more"
 
 

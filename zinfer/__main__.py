@@ -31,7 +31,7 @@ def main() -> None:
         if signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, _interrupted)
     from zinfer.cli import main as run
-    from zinfer.spec.ending import handle_signals, with_parent
+    from zinfer.system.ending import handle_signals, with_parent
 
     with_parent()
     handle_signals()

@@ -12,9 +12,10 @@ from typing import IO, Any, NoReturn, cast
 import click
 
 from zinfer.commands import limits
-from zinfer.spec.ending import interruption
-from zinfer.spec.errors import ENVIRONMENT, EXIT_CODES, INTERNAL, USAGE, ZinferError, did_you_mean, lacks_memory
-from zinfer.spec.printable import discard, guarded, refuse_surrogates
+from zinfer.commands.failure import Failure
+from zinfer.core.errors import ENVIRONMENT, EXIT_CODES, INTERNAL, ZinferError, did_you_mean, lacks_memory
+from zinfer.system.ending import interruption
+from zinfer.system.printable import discard, guarded, refuse_surrogates
 
 # groups of verbs in the order of work: verb -> its line in the help; its code is zinfer.commands.<verb>:command
 GROUPS = {
@@ -67,14 +68,6 @@ class _Short:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
-
-
-class Failure(click.ClickException):
-    """Error of a command: a short message that says what to do next, and an exit code."""
-
-    def __init__(self, message: str, code: int = USAGE) -> None:
-        super().__init__(message)
-        self.exit_code = code  # type: ignore[misc]
 
 
 class _NoReader(Exception):
@@ -156,7 +149,7 @@ def cli(ctx: click.Context, debug: bool) -> None:
             f"torchrun is not needed: `zinfer {ctx.invoked_subcommand} --gpus {ranks}` starts {ranks} processes"
         )
     if ctx.invoked_subcommand in MAKERS:
-        from zinfer.spec import lease
+        from zinfer.system import lease
 
         lease.sweep(lambda text: click.echo(text, err=True))
 
@@ -210,7 +203,7 @@ def _main() -> None:
             click.echo(f"Error: {error}", file=cast(IO[Any], _Short(sys.stderr)))
             sys.exit(error.exit_code)
         if lacks_memory(error):
-            from zinfer.spec.host import no_memory
+            from zinfer.system.host import no_memory
 
             click.echo(f"Error: {no_memory()}", err=True)
             sys.exit(ENVIRONMENT)
@@ -222,7 +215,3 @@ def _main() -> None:
 def _interrupted(number: int) -> NoReturn:
     click.echo("interrupted", err=True)
     sys.exit(128 + number)
-
-
-if __name__ == "__main__":
-    import_module("zinfer.__main__").main()

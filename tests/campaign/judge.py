@@ -12,7 +12,7 @@ from typing import Any
 
 from tests.campaign.clients import Reply
 from tests.campaign.subject import ROOT, Ended
-from zinfer.spec.errors import EXIT_CODES, INTERNAL
+from zinfer.core.errors import EXIT_CODES, INTERNAL
 
 DOCUMENTED = {int(code) for key in EXIT_CODES for code in key.split(", ")} - {INTERNAL}
 FORBIDDEN = (

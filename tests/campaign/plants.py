@@ -14,7 +14,7 @@ from zinfer import cli
 from zinfer.job.batch import openai
 from zinfer.job.serve import app
 from zinfer.record import jsonl, store
-from zinfer.spec import atomic, ending
+from zinfer.system import atomic, ending
 from zinfer.worker import server, session
 
 

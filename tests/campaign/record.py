@@ -6,9 +6,9 @@ from typing import Any, ClassVar
 
 from tests.campaign.lab import Result
 from zinfer import __version__
+from zinfer.core.value import Frozen
 from zinfer.record.study import Study
-from zinfer.spec.host import cpu_model, slug
-from zinfer.spec.value import Frozen
+from zinfer.system.host import cpu_model, slug
 
 FAULTS = 20  # faults that a record keeps for each class
 TITLES = {

@@ -31,7 +31,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
-from zinfer.spec import ending
+from zinfer.system import ending
 
 ROOT = Path(__file__).parents[2]
 PRELOADED = (

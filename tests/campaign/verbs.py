@@ -10,13 +10,13 @@ from typing import Any
 
 from tests.campaign.lab import Lab, Room, Verb, digest
 from tests.campaign.subject import Ended
+from zinfer.core.machine import Machine
 from zinfer.job.sweep import FINAL
 from zinfer.record import study
 from zinfer.record.accuracy import AccuracyRecord
 from zinfer.record.prefix_reuse import Run
 from zinfer.record.store import StoreError, read
-from zinfer.spec.host import slug
-from zinfer.spec.machine import Machine
+from zinfer.system.host import slug
 
 ON_MODEL = ("-m", "MODEL", "--dtype", "float32")
 SWEEP = (

@@ -29,14 +29,14 @@ from tests.conformance.rows import come_and_go, side_by_side
 from tests.conformance.small import GAINS, CannotBuild, Subject, family, save, small_model
 from tests.steered import steered
 from zinfer import engine
+from zinfer.checkpoint.headers import CheckpointError
+from zinfer.checkpoint.source import find
 from zinfer.commands import pack
+from zinfer.core.case import Case, Offload, Option, Workload
+from zinfer.core.machine import Machine
+from zinfer.core.model import ModelError
 from zinfer.engine import EngineError, base
 from zinfer.plan.plan import make_plan
-from zinfer.spec.case import Case, Offload, Option, Workload
-from zinfer.spec.checkpoint import CheckpointError
-from zinfer.spec.machine import Machine
-from zinfer.spec.model import ModelError
-from zinfer.spec.source import find
 
 MACHINE = Machine(name="conformance", source="measured", host_bytes=8 << 30, nvme_bytes=8 << 30)
 

@@ -8,8 +8,8 @@ from zinfer.analysis import requests, sla
 from zinfer.analysis.economics import Cost, EconomicsError, Point, Prices, cost
 from zinfer.analysis.rates import exact, lossy, pareto
 from zinfer.analysis.sla import Sla, SlaCheck
+from zinfer.core.value import Frozen
 from zinfer.record.measurement import Measurement
-from zinfer.spec.value import Frozen
 
 Objective = Literal["throughput", "cost", "energy", "latency"]
 

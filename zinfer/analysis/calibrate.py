@@ -18,18 +18,18 @@ from statistics import median
 from typing import Any
 
 from zinfer.analysis.group import Points
+from zinfer.checkpoint.resolve import resolve
+from zinfer.core.case import Case
+from zinfer.core.machine import Machine, MachineError
+from zinfer.core.model import ModelError, ModelSpec
+from zinfer.core.value import Frozen
 from zinfer.plan import cost
 from zinfer.plan.cost import Efficiency, Placement
 from zinfer.plan.plan import Plan, make_plan, placement_of
 from zinfer.record.measurement import Measurement, latest
 from zinfer.record.store import files, read
-from zinfer.spec import machine
-from zinfer.spec.case import Case
-from zinfer.spec.host import attending_cpus
-from zinfer.spec.machine import Machine, MachineError
-from zinfer.spec.model import ModelError, ModelSpec
-from zinfer.spec.resolve import resolve
-from zinfer.spec.value import Frozen
+from zinfer.system import machines
+from zinfer.system.host import attending_cpus
 
 BAND = 0.9  # share of the cross-validated errors that lie within `Efficiency.error`
 LEAST_ERROR = 0.05  # narrowest band: other machines differ in ways that no record shows
@@ -95,7 +95,7 @@ def load_machines(results: Path = Path("sweeps/results")) -> dict[str, Machine]:
     found: dict[str, Machine] = {}
     for file in files(results):
         try:
-            described = machine.load(file.parent)
+            described = machines.load(file.parent)
         except MachineError:
             continue
         found[described.name] = described

@@ -14,12 +14,12 @@ from statistics import mean
 from typing import Any, Literal, NamedTuple
 
 from zinfer.analysis.group import order, samples
+from zinfer.core.case import Case
+from zinfer.core.errors import ZinferError
+from zinfer.core.units import figures
+from zinfer.core.value import Frozen
 from zinfer.record.measurement import Measurement, Status, latest
 from zinfer.record.stats import ci95_half_width
-from zinfer.spec.case import Case
-from zinfer.spec.errors import ZinferError
-from zinfer.spec.units import figures
-from zinfer.spec.value import Frozen
 
 Metric = Literal["output_tok_s", "prefill_tok_s", "decode_tok_s", "ttft_ms", "tpot_ms", "gpu_peak_bytes"]
 HIGHER_IS_BETTER: dict[Metric, bool] = {

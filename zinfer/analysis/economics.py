@@ -10,10 +10,10 @@ from math import ceil
 
 from pydantic import Field
 
+from zinfer.core.errors import ZinferError
+from zinfer.core.value import Frozen
 from zinfer.record.measurement import Measurement
 from zinfer.record.requests import RequestPoint
-from zinfer.spec.errors import ZinferError
-from zinfer.spec.value import Frozen
 
 COUNTER = "NVML's energy counter of the GPU"
 READINGS = "mean of NVML's power readings of the GPU, times the time"

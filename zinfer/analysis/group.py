@@ -6,10 +6,10 @@ from pathlib import PurePath
 from statistics import mean
 from typing import Literal, get_args
 
+from zinfer.core.case import Case, LoadFormat, Offload
+from zinfer.core.model import Dtype, Weights
+from zinfer.core.value import Frozen
 from zinfer.record.measurement import Measurement, latest
-from zinfer.spec.case import Case, LoadFormat, Offload
-from zinfer.spec.model import Dtype, Weights
-from zinfer.spec.value import Frozen
 
 Points = Sequence[Measurement]
 Metric = Literal["ttft_ms", "tpot_ms", "e2e_ms", "output_tok_s", "prefill_tok_s", "decode_tok_s", "user_tok_s"]

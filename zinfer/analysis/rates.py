@@ -12,11 +12,11 @@ from typing import Literal, TypeVar
 from zinfer.analysis.compare import Change, change
 from zinfer.analysis.economics import Point
 from zinfer.analysis.group import Points, by_load
+from zinfer.core.case import Case, Offload
+from zinfer.core.units import figures
+from zinfer.core.value import Frozen
 from zinfer.record.measurement import Measurement
 from zinfer.record.stats import ci95_half_width
-from zinfer.spec.case import Case, Offload
-from zinfer.spec.units import figures
-from zinfer.spec.value import Frozen
 
 RateObjective = Literal["output_tok_s", "decode_tok_s"]
 P = TypeVar("P", bound=Point)

@@ -3,10 +3,10 @@
 import shlex
 
 from zinfer.analysis.economics import Point
+from zinfer.checkpoint.resolve import catalogue_names, from_catalogue
+from zinfer.core.case import Case
 from zinfer.record.measurement import Measurement
 from zinfer.record.requests import RequestKey
-from zinfer.spec.case import Case
-from zinfer.spec.resolve import catalogue_names, from_catalogue
 
 
 def commands(point: Point) -> tuple[str, str]:

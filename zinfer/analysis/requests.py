@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from zinfer.analysis.group import Setting
 from zinfer.analysis.sla import Sla, SlaCheck, parse, statistic
+from zinfer.core.requests import RequestLoad
 from zinfer.record.requests import RequestKey, RequestMetric, RequestPoint, RequestSample
-from zinfer.spec.requests import RequestLoad
 
 _TIMES: dict[str, RequestMetric] = {"ttft": "ttft_ms", "tpot": "tpot_ms", "e2e": "e2e_ms", "user_tok_s": "tpot_ms"}
 

@@ -6,10 +6,10 @@ Random weights route evenly and tell nothing of a model, so points with dummy we
 from collections.abc import Iterable
 from statistics import mean
 
+from zinfer.core.model import ExpertPolicy, ModelSpec, Routing
+from zinfer.core.units import counted
 from zinfer.record.measurement import Measurement
 from zinfer.record.routing import POLICIES, RoutingRecord
-from zinfer.spec.model import ExpertPolicy, ModelSpec, Routing
-from zinfer.spec.units import counted
 
 
 def routing_of(model: ModelSpec, runs: Iterable[RoutingRecord], points: Iterable[Measurement]) -> Routing | None:

@@ -13,11 +13,11 @@ from typing import Literal
 
 from zinfer.analysis import group
 from zinfer.analysis.economics import LARGEST, parse_seconds
+from zinfer.core.errors import ZinferError
+from zinfer.core.units import duration, figures
+from zinfer.core.value import Frozen
 from zinfer.record.measurement import Measurement
 from zinfer.record.stats import nearest_rank
-from zinfer.spec.errors import ZinferError
-from zinfer.spec.units import duration, figures
-from zinfer.spec.value import Frozen
 
 Metric = Literal["ttft", "tpot", "e2e", "output_tok_s", "decode_tok_s", "user_tok_s"]
 TIMES: tuple[Metric, ...] = ("ttft", "tpot", "e2e")

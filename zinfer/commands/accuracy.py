@@ -5,16 +5,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from zinfer.cli import Failure
 from zinfer.commands import options
-from zinfer.spec.errors import ENVIRONMENT, NOTHING, PARTIAL
+from zinfer.commands.failure import Failure
+from zinfer.core.errors import ENVIRONMENT, NOTHING, PARTIAL
 
 if TYPE_CHECKING:
+    from zinfer.checkpoint.source import Source
     from zinfer.commands.out import Table
     from zinfer.commands.watch import Watch
     from zinfer.plan.plan import Plan
     from zinfer.record.accuracy import AccuracyRecord
-    from zinfer.spec.source import Source
 
 
 @click.command("accuracy", cls=options.LoadCommand)
@@ -90,11 +90,11 @@ def _measure(debug: bool, how: dict[str, Any]) -> "tuple[AccuracyRecord, int | N
     from hashlib import sha256
 
     from zinfer.commands.watch import Watch
+    from zinfer.core.model import check_positions
     from zinfer.job.accuracy import AccuracyStudy, Stopped, describe, text_of
     from zinfer.job.signals import Interrupted, Signals
     from zinfer.record.accuracy import AccuracyRecord, Prompts
-    from zinfer.spec import host, local
-    from zinfer.spec.model import check_positions
+    from zinfer.system import host, local
     from zinfer.worker.process import Worker, WorkerError, now, versions
 
     if not how["settings"] and not how["copies"]:
@@ -152,9 +152,9 @@ def _measure(debug: bool, how: dict[str, Any]) -> "tuple[AccuracyRecord, int | N
 def _copy(source: "Source", wanted: str, watch: "Watch") -> "Source":
     """Return a quantised copy of the model: the one in the folder `wanted`, or the default one of a scheme, written if
     it is missing. Raises Failure for a folder with another kind of model."""
+    from zinfer.checkpoint.quantization import SCHEMES
+    from zinfer.checkpoint.source import find
     from zinfer.commands import pack
-    from zinfer.spec.quantization import SCHEMES
-    from zinfer.spec.source import find
 
     folder = Path(wanted)
     if wanted in SCHEMES:
@@ -181,9 +181,9 @@ _NOT_COMPARED: dict[str, Any] = {
 def _plans(how: dict[str, Any], source: "Source", copies: "list[Source]") -> "tuple[Plan, list[Plan], str]":
     """Return the reference's plan, those of the settings, and the engine's class as module:Class. Each of `copies` has
     all settings, or the reference's own without any."""
+    from zinfer.core.engine import OptionError, conflict
     from zinfer.job import recipe
     from zinfer.plan.plan import make_plan
-    from zinfer.spec.engine import OptionError, conflict
 
     offload, gpu_weights, nvme_path = how["offload"], how["gpu_weights"], how["nvme_path"]
     options.check_nvme([offload], nvme_path)

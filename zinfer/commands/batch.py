@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 from click.core import ParameterSource
 
-from zinfer.cli import Failure
 from zinfer.commands import options
-from zinfer.spec.errors import ENVIRONMENT, NOTHING, PARTIAL
+from zinfer.commands.failure import Failure
+from zinfer.core.errors import ENVIRONMENT, NOTHING, PARTIAL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -102,11 +102,11 @@ def command(
     import time
 
     from zinfer.commands.watch import Watch
+    from zinfer.core.engine import plan_options
     from zinfer.job.batch.ledger import Ledger
     from zinfer.job.batch.openai import Fault, digest, read_requests, refusal
     from zinfer.record.jsonl import MAX_BYTES
-    from zinfer.spec.documents import read_bytes
-    from zinfer.spec.engine import plan_options
+    from zinfer.system.documents import read_bytes
 
     if merge:
         _merge(prompts, output, force)
@@ -162,7 +162,7 @@ def _merge(prompts: Path, output: Path, force: bool) -> NoReturn:
     from zinfer.job.batch.openai import digest, read_requests
     from zinfer.job.batch.shard import merge
     from zinfer.record.jsonl import MAX_BYTES
-    from zinfer.spec.documents import read_bytes
+    from zinfer.system.documents import read_bytes
 
     context = click.get_current_context()
     of_a_job = [
@@ -316,7 +316,7 @@ def _tokenize(
 
 
 def _summary(answers: int, errors: int, output: Path, standing: "Standing | None") -> str:
-    from zinfer.spec.units import counted, duration, figures
+    from zinfer.core.units import counted, duration, figures
 
     counts = f"{counted(answers, 'answer')} and {counted(errors, 'error')} in {output}"
     if standing is None or standing.rate is None:

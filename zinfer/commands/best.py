@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from zinfer.analysis.requests import RequestGroup, RequestRates
     from zinfer.commands.decision import GroupDecision
     from zinfer.commands.out import Table
+    from zinfer.core.case import Case
     from zinfer.record.measurement import Measurement
     from zinfer.record.requests import RequestPoint
-    from zinfer.spec.case import Case
 
     Answers = dict[Group | RequestGroup, GroupDecision]
 
@@ -55,10 +55,10 @@ def command(results: Path | None, machine: str | None, model: str | None, as_jso
 
     from zinfer.analysis import requests
     from zinfer.analysis.group import groups
-    from zinfer.cli import Failure
     from zinfer.commands import decision
+    from zinfer.commands.failure import Failure
     from zinfer.commands.results import choose, usable
-    from zinfer.spec.errors import NOTHING
+    from zinfer.core.errors import NOTHING
 
     chosen = choose(results, machine)
     records = usable(chosen.read(), chosen, requests_too=True)
@@ -154,7 +154,7 @@ def _table(tops: "Points", edges: "dict[Case, Edge]") -> "Table":
     """Return the table of the best points of loads, one a row."""
     from zinfer.analysis import rates
     from zinfer.commands.out import table
-    from zinfer.spec.units import duration, figures, gib
+    from zinfer.core.units import duration, figures, gib
 
     rows = [
         (
@@ -212,7 +212,7 @@ def _print_requests(served: "dict[RequestGroup, tuple[RequestPoint, ...]]", answ
 def _name(rows: "list[RequestRates]") -> None:
     """Name the first of ranked configurations, those that are as fast, and the commands."""
     from zinfer.commands import decision
-    from zinfer.spec.units import counted, duration, figures
+    from zinfer.core.units import counted, duration, figures
 
     first, *others = rows
     point, e2e = first.point, first.point.summary("e2e_ms")
@@ -229,7 +229,7 @@ def _name(rows: "list[RequestRates]") -> None:
 def _request_table(rows: "list[RequestRates]") -> "Table":
     """Return the table of configurations under one load of requests, one a row."""
     from zinfer.commands.out import table
-    from zinfer.spec.units import duration, figures, gib
+    from zinfer.core.units import duration, figures, gib
 
     def ms(value: float | None) -> str:
         return "" if value is None else duration(value / 1e3)

@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
-from zinfer.cli import Failure
 from zinfer.commands import options
-from zinfer.spec.errors import ENVIRONMENT
+from zinfer.commands.failure import Failure
+from zinfer.core.errors import ENVIRONMENT
 
 
 @click.command("build")
@@ -61,10 +61,10 @@ def command(
     zinfer build --model ./my-checkpoint --max-batch-size 32 --max-seq-len 1024
     zinfer build --model opt-30b --load-format dummy --max-batch-size 32 --max-seq-len 544
     """
+    from zinfer.checkpoint.source import find
+    from zinfer.core.units import duration, gb
     from zinfer.engine import kind
-    from zinfer.spec.host import allowed_bytes
-    from zinfer.spec.source import find
-    from zinfer.spec.units import duration, gb
+    from zinfer.system.host import allowed_bytes
 
     kind(engine)
     from zinfer.engine.tensorrt import planfile

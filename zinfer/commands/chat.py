@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from zinfer.cli import Failure
+from zinfer.commands.failure import Failure
 from zinfer.commands.options import Size, chat_template
 from zinfer.job.signals import kept
-from zinfer.spec import ending
-from zinfer.spec.printable import show_generated, shows_unicode, text_lines
+from zinfer.system import ending
+from zinfer.system.printable import show_generated, shows_unicode, text_lines
 
 if TYPE_CHECKING:
     from zinfer.generation.dialogue import Dialogue
@@ -188,7 +188,7 @@ def _show(text: str, as_json: bool) -> None:
 
 def summary(turn: dict[str, Any]) -> str:
     """Return one line about a turn: tokens reloaded and computed, TTFT, decode rate."""
-    from zinfer.spec.units import duration, figures
+    from zinfer.core.units import duration, figures
 
     rate = "" if turn["decode_tok_s"] is None else f", then {figures(turn['decode_tok_s'])} tok/s"
     tokens = f"{turn['reloaded_tokens']:,} tokens reloaded, {turn['computed_tokens']:,} computed"

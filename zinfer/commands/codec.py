@@ -33,11 +33,11 @@ def command(checkpoints: tuple[Path, ...], dtype: str | None, output: Path | Non
     zinfer codec
     zinfer codec ./my-checkpoint
     """
-    from zinfer.cli import Failure
+    from zinfer.commands.failure import Failure
     from zinfer.commands.out import console, study_file
+    from zinfer.core.errors import INTEGRITY
     from zinfer.record import study
     from zinfer.record.codec import CodecRecord
-    from zinfer.spec.errors import INTEGRITY
     from zinfer.worker import codec
 
     if dtype not in (None, "bfloat16"):
@@ -59,9 +59,9 @@ def command(checkpoints: tuple[Path, ...], dtype: str | None, output: Path | Non
 def tables(record: "CodecRecord") -> "list[RenderableType]":
     """Return the measured rows, and those that others have published."""
     from zinfer.commands.out import table
+    from zinfer.core.units import gb
     from zinfer.plan.published import PublishedCodec, codecs
     from zinfer.record.codec import COLUMNS
-    from zinfer.spec.units import gb
 
     measured = f"{record.machine}, link {gb(record.link)}/s"
     return [

@@ -58,9 +58,9 @@ def command(
     import json
 
     from zinfer.analysis.compare import CompareError, compare
-    from zinfer.cli import Failure
-    from zinfer.spec.errors import REGRESSION
-    from zinfer.spec.units import counted
+    from zinfer.commands.failure import Failure
+    from zinfer.core.errors import REGRESSION
+    from zinfer.core.units import counted
 
     ours, theirs, axes = _points(before), _points(after), across or ()
     for path, side in ((before, ours), (after, theirs)):
@@ -83,9 +83,9 @@ def command(
 
 
 def _points(path: Path) -> "tuple[Measurement, ...]":
-    from zinfer.cli import Failure
+    from zinfer.commands.failure import Failure
+    from zinfer.core.errors import ENVIRONMENT, NOTHING
     from zinfer.record.store import StoreError, read
-    from zinfer.spec.errors import ENVIRONMENT, NOTHING
 
     if path.is_dir() or path.suffix != ".jsonl":
         raise Failure(f"{path} is not a results file: name a .jsonl, such as sweeps/results/<machine>/<sweep>.jsonl")
@@ -107,7 +107,7 @@ def _points(path: Path) -> "tuple[Measurement, ...]":
 
 def _nothing_common(before: Path, after: Path, found: "Comparison") -> str:
     """Return the message for files without a common case: the first field in which they share no value."""
-    from zinfer.spec.case import Case
+    from zinfer.core.case import Case
 
     sides = [[point.case for point in points] for points in (found.only_before, found.only_after)]
     for field in (name for name in Case.model_fields if name != "workload"):
@@ -169,7 +169,7 @@ def _cells(change: "Change", metric: "Metric") -> tuple[str, ...]:
 
 
 def _amount(value: float, metric: "Metric") -> str:
-    from zinfer.spec.units import duration, figures, gib
+    from zinfer.core.units import duration, figures, gib
 
     if metric == "gpu_peak_bytes":
         return gib(value, 2)

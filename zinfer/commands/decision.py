@@ -10,8 +10,8 @@ from pydantic import ValidationError
 from zinfer.analysis.best import Decision, Objective, decide, known_cost
 from zinfer.analysis.economics import EconomicsError, Fleet, Point, Prices, fleet, parse_demand
 from zinfer.analysis.sla import Sla, parse
+from zinfer.core.units import counted, duration, figures
 from zinfer.record.measurement import Measurement
-from zinfer.spec.units import counted, duration, figures
 
 ACCURACY = "`zinfer accuracy` tells how far its text differs"
 

@@ -11,8 +11,8 @@ import click
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from zinfer.core.machine import Machine
     from zinfer.record.measurement import Measurement
-    from zinfer.spec.machine import Machine
 
 RECIPE = "demo"
 NOISY = 0.2  # half of the confidence interval, as a share of the mean, from which on a warning is due
@@ -24,9 +24,9 @@ def command(ctx: click.Context) -> None:
     """Measure a model of 15 MB with every engine on this machine (a GPU, or the CPU), draw the figures, name the best
     configuration, and explain what all of it means. Takes two minutes; a second run goes on where the first one ended.
     """
+    from zinfer.core.errors import PARTIAL
     from zinfer.record.store import read
-    from zinfer.spec import local
-    from zinfer.spec.errors import PARTIAL
+    from zinfer.system import local
 
     click.echo("1 of 3: measure (zinfer sweep demo --resume)", err=True)
     printed = io.StringIO()
@@ -56,7 +56,7 @@ def _run(ctx: click.Context, *words: str) -> int:
 def explanation(points: "Sequence[Measurement]", machine: "Machine") -> str:
     """Return the text below the answer: what was measured, what the answer means, and what to do next."""
     from zinfer.analysis import rates
-    from zinfer.spec.units import counted, figures
+    from zinfer.core.units import counted, figures
 
     usable = [point for point in points if point.usable]
     cases = [point.case for point in usable]

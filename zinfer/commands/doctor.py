@@ -45,7 +45,7 @@ def command(as_json: bool) -> None:
     import json
 
     from zinfer.commands.out import console, table
-    from zinfer.spec.errors import ENVIRONMENT
+    from zinfer.core.errors import ENVIRONMENT
 
     engines = engine_rows()
     rows = [*package_rows(), *machine_rows(), *engines]
@@ -63,7 +63,7 @@ def package_rows() -> list[Finding]:
     """Return rows on the versions of Python, zinfer and every package that a verb or an engine uses."""
     import platform
 
-    from zinfer.spec.host import package_version
+    from zinfer.system.host import package_version
 
     rows = [
         Finding("package", "python", platform.python_version()),
@@ -83,8 +83,8 @@ def machine_rows() -> list[Finding]:
     import shutil
     from pathlib import Path
 
-    from zinfer.spec.host import address_limit, allowed_bytes, available_bytes, gpus, memory_limit
-    from zinfer.spec.units import gib
+    from zinfer.core.units import gib
+    from zinfer.system.host import address_limit, allowed_bytes, available_bytes, gpus, memory_limit
 
     devices: list[dict[str, Any]] = gpus()
     gpu, advice = "none", "the CPU is used instead"
@@ -141,8 +141,8 @@ def _async_io_row() -> Finding:
 
 def engine_rows() -> list[Finding]:
     """Return a row for every engine: its offloads if it can run here, else the reason why not."""
+    from zinfer.core.engine import ENGINES
     from zinfer.engine import EngineError, kind
-    from zinfer.spec.engine import ENGINES
 
     rows = []
     for name in ENGINES:

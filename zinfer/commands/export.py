@@ -27,13 +27,13 @@ def command(results: tuple[Path, ...], form: str | None, requests: bool, output:
     zinfer export -o all.parquet
     """
     from zinfer.analysis.requests import goodput
-    from zinfer.cli import Failure
+    from zinfer.commands.failure import Failure
+    from zinfer.core.errors import ENVIRONMENT, NOTHING
+    from zinfer.core.units import counted
     from zinfer.record.export import WRITERS, FlatTable, request_table
     from zinfer.record.store import Records, StoreError, files, read
-    from zinfer.spec import atomic
-    from zinfer.spec.errors import ENVIRONMENT, NOTHING
-    from zinfer.spec.printable import printable
-    from zinfer.spec.units import counted
+    from zinfer.system import atomic
+    from zinfer.system.printable import printable
 
     ending = output.suffix.removeprefix(".").lower() if output else ""
     chosen = form or (ending if ending in FORMATS else "csv")

@@ -12,8 +12,9 @@ def command(name: str | None, as_json: bool) -> None:
     import json
 
     from zinfer.commands.out import console, table
-    from zinfer.spec.machine import FIGURES, catalogue_names, load
-    from zinfer.spec.units import gb, gib
+    from zinfer.core.machine import FIGURES, catalogue_names
+    from zinfer.core.units import gb, gib
+    from zinfer.system.machines import load
 
     machines = [load(name)] if name else [load(entry) for entry in catalogue_names()]
     if as_json:

@@ -11,9 +11,9 @@ def command(name: str | None, as_json: bool) -> None:
     show one."""
     import json
 
+    from zinfer.checkpoint import quantization, resolve
     from zinfer.commands.out import console, table
-    from zinfer.spec import quantization, resolve
-    from zinfer.spec.units import gb
+    from zinfer.core.units import gb
 
     specs = [resolve.resolve(name)] if name else [resolve.from_catalogue(entry) for entry in resolve.catalogue_names()]
     if as_json:

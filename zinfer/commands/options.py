@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
-from zinfer.spec.engine import ENGINES, OptionError, StreamOptions, values, written
+from zinfer.core.engine import ENGINES, OptionError, StreamOptions, values, written
 
 if TYPE_CHECKING:
+    from zinfer.checkpoint.source import Source
+    from zinfer.core.case import LoadFormat
+    from zinfer.core.machine import Machine
+    from zinfer.core.model import ModelSpec
     from zinfer.generation.tokenizer_process import TokenizerProcess
     from zinfer.job.recipe import Sweep, SweepLoad
-    from zinfer.spec.case import LoadFormat
-    from zinfer.spec.machine import Machine
-    from zinfer.spec.model import ModelSpec
-    from zinfer.spec.source import Source
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -74,7 +74,7 @@ def positive(word: str) -> int:
 
 
 def _share_or_size(word: str) -> str:
-    from zinfer.spec.case import resident_bytes
+    from zinfer.core.case import resident_bytes
 
     resident_bytes(word, 0)
     return word
@@ -91,7 +91,7 @@ class Size(click.ParamType[Any]):
     largest = 1 << 62  # of `zinfer.commands.limits`
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        from zinfer.spec.units import parse_bytes
+        from zinfer.core.units import parse_bytes
 
         try:
             return value if isinstance(value, int) else parse_bytes(value)
@@ -267,8 +267,8 @@ chat_template = click.option(
 def tokenizer_of(spec: "ModelSpec", wanted: str | None) -> "TokenizerProcess":
     """Return the tokenizer of a model, with the chat template of `--chat-template`, while it loads; it ends with the
     command. Raises ModelError for files that cannot be read or believed."""
+    from zinfer.checkpoint.tokenizer_files import chat_template, require
     from zinfer.generation.tokenizer_process import TokenizerProcess
-    from zinfer.spec.tokenizer_files import chat_template, require
 
     directory = None if spec.directory is None else Path(spec.directory)
     if directory is not None:
@@ -309,7 +309,7 @@ def at_revision(model: Any, revision: str) -> Any:
     that is not of the hub."""
     import re
 
-    from zinfer.spec import hub
+    from zinfer.checkpoint import hub
 
     for name in (model,) if isinstance(model, str) else model or ("",):
         if not re.fullmatch(hub.REFERENCE, f"{name}@{revision}") or "@" in name or name.startswith("."):
@@ -341,9 +341,9 @@ def with_nvme(machine: "Machine", nvme_path: str | None) -> "Machine":
     """Return `machine` with the space that is free at `nvme_path` right now."""
     if nvme_path is None:
         return machine
-    from zinfer.cli import Failure
-    from zinfer.spec.errors import ENVIRONMENT
-    from zinfer.spec.host import drives, free_bytes
+    from zinfer.commands.failure import Failure
+    from zinfer.core.errors import ENVIRONMENT
+    from zinfer.system.host import drives, free_bytes
 
     for folder in (folders := drives(nvme_path)):
         try:
@@ -355,7 +355,7 @@ def with_nvme(machine: "Machine", nvme_path: str | None) -> "Machine":
 
 def this_machine(nvme_path: str | None) -> "Machine":
     """Return the description of the machine that this process runs on, with the space that is free at `nvme_path`."""
-    from zinfer.spec import local
+    from zinfer.system import local
 
     return with_nvme(local.this_machine(), nvme_path)
 
@@ -373,8 +373,8 @@ def weights_of(
 
     Raises ModelError for a model without weights.
     """
-    from zinfer.spec.model import ModelError
-    from zinfer.spec.source import find
+    from zinfer.checkpoint.source import find
+    from zinfer.core.model import ModelError
 
     (form,) = weights or ("as-released",)
     draft = next((one.draft_model for one in loads), None)

@@ -13,7 +13,7 @@ from rich.segment import Segment
 from rich.table import Table as Grid
 from rich.text import Text
 
-from zinfer.spec.printable import printable, unguarded
+from zinfer.system.printable import printable, unguarded
 
 if TYPE_CHECKING:
     from zinfer.record.study import Study
@@ -150,7 +150,7 @@ table = Table
 def study_file(kind: "type[Study]", machine: str, output: Path | None) -> Path:
     """Return the file for runs of a kind of study: `output`, or the machine's file in it or in sweeps/results."""
     from zinfer.record import study
-    from zinfer.spec.local import RESULTS
+    from zinfer.system.local import RESULTS
 
     path = output or RESULTS / machine
     return path / study.file_name(kind) if output is None or path.is_dir() else path
@@ -161,9 +161,9 @@ def write(path: Path, text: str) -> None:
 
     Raises Failure where the folder cannot be written to.
     """
-    from zinfer.cli import Failure
-    from zinfer.spec import atomic
-    from zinfer.spec.errors import ENVIRONMENT
+    from zinfer.commands.failure import Failure
+    from zinfer.core.errors import ENVIRONMENT
+    from zinfer.system import atomic
 
     try:
         atomic.write(path, text)

@@ -5,14 +5,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from zinfer.cli import Failure
+from zinfer.checkpoint.quantization import SCHEMES
 from zinfer.commands import options
-from zinfer.spec.errors import ENVIRONMENT
-from zinfer.spec.quantization import SCHEMES
+from zinfer.commands.failure import Failure
+from zinfer.core.errors import ENVIRONMENT
 
 if TYPE_CHECKING:
+    from zinfer.checkpoint.source import Source
     from zinfer.commands.watch import Watch
-    from zinfer.spec.source import Source
 
 
 @click.command("pack")
@@ -51,9 +51,9 @@ def command(
     zinfer pack --model ./my-checkpoint --weights int4 -o ./my-checkpoint-int4
     zinfer accuracy --model ./my-checkpoint --weights ./my-checkpoint-int4
     """
+    from zinfer.checkpoint.source import find
     from zinfer.commands.watch import Watch
     from zinfer.engine import kind
-    from zinfer.spec.source import find
 
     kind("stream")
     if weights and layers is not None:
@@ -68,8 +68,8 @@ def command(
 
 def _packed(source: "Source", output: Path | None, watch: "Watch", allow_nan: bool | None) -> Path:
     """Write the packed layers of a checkpoint; return their folder."""
+    from zinfer.core.units import gb
     from zinfer.engine.stream import packed
-    from zinfer.spec.units import gb
 
     folder = output or packed.PACKED / packed.folder_name(source.spec, source.revision)
     whole = round(source.spec.streamed_bytes * source.spec.stored_ratio)
@@ -92,8 +92,8 @@ def quantised_folder(source: "Source", weights: str) -> Path:
 
 def quantised(source: "Source", weights: Any, output: Path | None, watch: "Watch") -> Path:
     """Write a quantised copy of a checkpoint; return its folder. Raises Failure where it cannot be written."""
+    from zinfer.core.units import gb
     from zinfer.engine.quantization import checkpoint
-    from zinfer.spec.units import gb
 
     folder = output or quantised_folder(source, weights)
     watch.say(f"writing {source.spec.name} with layers in {weights} into {folder}")

@@ -12,21 +12,22 @@ import click
 
 from zinfer.commands import options
 from zinfer.commands.prices import price_options
-from zinfer.spec.engine import ENGINES, OptionError, conflict
+from zinfer.core.engine import ENGINES, OptionError, conflict
+from zinfer.core.machine import override
 
 if TYPE_CHECKING:
     from zinfer.analysis.best import Objective
     from zinfer.commands.decision import DecisionCriteria
+    from zinfer.core.case import Case
+    from zinfer.core.engine import Options
+    from zinfer.core.machine import Machine
+    from zinfer.core.model import ModelSpec
     from zinfer.job.recipe import Sweep, SweepLoad
     from zinfer.plan.cost import Efficiency
     from zinfer.plan.plan import Plan
     from zinfer.record.measurement import Measurement
     from zinfer.record.routing import RoutingRecord
     from zinfer.record.store import Records
-    from zinfer.spec.case import Case
-    from zinfer.spec.engine import Options
-    from zinfer.spec.machine import Machine
-    from zinfer.spec.model import ModelSpec
 
 HOST_NEGLIGIBLE = 4 << 30  # bytes of host memory that every host has
 DEFAULTS = {"engine": "stream", "offload": ("none", "cpu"), "batch_size": "auto"}
@@ -128,18 +129,18 @@ def command(
     zinfer plan bloom-176b-machines --calibrate sweeps/results
     """
     from zinfer.commands import decision
+    from zinfer.core.errors import NOTHING
     from zinfer.plan.published import beside
     from zinfer.plan.search import advice
-    from zinfer.spec import local, machine
-    from zinfer.spec.errors import NOTHING
+    from zinfer.system import local, machines
 
     if power_usd_kwh is not None:
         raise click.UsageError("--power-usd-kwh needs a reading of the energy: no plan has one, `zinfer best` may")
     prices = {"gpu_hour_usd": gpu_hour_usd, "host_hour_usd": host_hour_usd, "gpus_per_server": gpus_per_server}
     criteria = decision.question(levels, objective, False, demand, deadline, utilisation, spare, **prices)
     wanted = _sweep(recipe, given)
-    named = [machine.load(name) for name in wanted.machine] if wanted.machine else [local.this_machine()]
-    places = [reduce(machine.override, settings, place) for place in named]
+    named = [machines.load(name) for name in wanted.machine] if wanted.machine else [local.this_machine()]
+    places = [reduce(override, settings, place) for place in named]
     factors = _factors(calibrate)
     if acceptance is not None and all(_draft_of(load) == "none" for load in wanted.loads(planning=True)):
         raise click.UsageError("--acceptance is that of drafts: add --draft ngram, or --draft MODEL")
@@ -283,8 +284,8 @@ def _sweep(recipe: str | None, given: dict[str, Any]) -> "Sweep":
 
 def _factors(results: Path | None) -> "Mapping[str, Efficiency]":
     from zinfer.analysis import calibrate
-    from zinfer.cli import Failure
-    from zinfer.spec.errors import NOTHING
+    from zinfer.commands.failure import Failure
+    from zinfer.core.errors import NOTHING
 
     if results is None:
         return {}
@@ -306,9 +307,9 @@ def _plans(
 
     Raises ModelError if all lengths exceed the models' positions, UsageError if no engine has the offload.
     """
+    from zinfer.checkpoint.resolve import resolve
+    from zinfer.core.model import ModelError, check_positions
     from zinfer.plan.cost import Efficiency
-    from zinfer.spec.model import ModelError, check_positions
-    from zinfer.spec.resolve import resolve
 
     runnable = [load for load in wanted.loads(planning=True) if load.offload in ENGINES[load.engine].offloads]
     packed = {load: conflict(load.engine, (), load.offload, load.weights, load.gpu_weights) for load in runnable}
@@ -412,7 +413,7 @@ def _row(plan: "Plan", recorded: "_Recorded") -> dict[str, Any]:
 
 def _print(title: str, plans: "list[Plan]", calibrated: bool, criteria: "DecisionCriteria | None") -> None:
     from zinfer.commands.out import console, table
-    from zinfer.spec.units import duration, figures, gb
+    from zinfer.core.units import duration, figures, gb
 
     def told(plan: "Plan", value: float | None, form: "Callable[[float], str]") -> str:
         return form(value) if plan.holds and value else "-"
@@ -460,7 +461,7 @@ class _Recorded:
     those in sweeps/results."""
 
     def __init__(self, stated: float | None, results: Path | None) -> None:
-        from zinfer.spec.local import RESULTS
+        from zinfer.system.local import RESULTS
 
         self._stated, self._results = stated, results or RESULTS
 
@@ -472,10 +473,10 @@ class _Recorded:
 
     @cached_property
     def _traces(self) -> "Sequence[RoutingRecord]":
+        from zinfer.core.errors import ZinferError
         from zinfer.record import study
         from zinfer.record.routing import RoutingRecord
-        from zinfer.spec.errors import ZinferError
-        from zinfer.spec.local import RESULTS
+        from zinfer.system.local import RESULTS
 
         found: list[RoutingRecord] = []
         for folder in dict.fromkeys((RESULTS, self._results)):
@@ -515,7 +516,7 @@ class _Recorded:
 
     def describe(self, plan: "Plan") -> str:
         """Return what a plan's drafts gain, in a sentence; nothing without drafts."""
-        from zinfer.spec.units import counted, duration
+        from zinfer.core.units import counted, duration
 
         where, found = f"{plan.case.label()}, batch {plan.case.workload.batch_size}", plan.drafting
         if _draft_of(plan.case) == "none" or not plan.holds:
@@ -533,8 +534,8 @@ class _Recorded:
 
 def _experts(plans: "Sequence[Plan]") -> "Iterator[str]":
     """Yield which experts of a mixture cross the link, in a sentence for each plan that streams."""
+    from zinfer.core.units import gb
     from zinfer.plan.cost import chooses
-    from zinfer.spec.units import gb
 
     for plan in plans:
         model, setup, tokens = plan.model, plan.placement, _step_tokens(plan)
@@ -596,7 +597,7 @@ def _draw(
 ) -> None:
     from zinfer.report.plot import figures as plot
     from zinfer.report.plot import style
-    from zinfer.spec import atomic
+    from zinfer.system import atomic
 
     form = path.suffix.removeprefix(".")
     if form not in ("png", "svg"):

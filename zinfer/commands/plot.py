@@ -42,13 +42,13 @@ def command(results: Path | None, machine: str | None, output: Path, formats: st
     from typing import get_args
 
     from zinfer.analysis.group import groups, path_part
-    from zinfer.cli import Failure
+    from zinfer.commands.failure import Failure
     from zinfer.commands.results import choose, usable
+    from zinfer.core.errors import NOTHING
     from zinfer.record import study
     from zinfer.record.measurement import latest
     from zinfer.record.prefix_reuse import Run
     from zinfer.report.plot import figures, style
-    from zinfer.spec.errors import NOTHING
 
     forms = [form for form in get_args(style.Format) if form in formats.split(",")]
     if len(forms) != len(formats.split(",")):
@@ -90,10 +90,10 @@ def command(results: Path | None, machine: str | None, output: Path, formats: st
 
 def _write(figure: "Figure", stem: Path, forms: "list[Format]") -> None:
     """Write the figure as `stem` and a suffix for each form. Raises Failure where it cannot be written."""
-    from zinfer.cli import Failure
+    from zinfer.commands.failure import Failure
+    from zinfer.core.errors import ENVIRONMENT
     from zinfer.report.plot.style import render
-    from zinfer.spec import atomic
-    from zinfer.spec.errors import ENVIRONMENT
+    from zinfer.system import atomic
 
     for form in forms:
         path = stem.with_name(f"{stem.name}.{form}")

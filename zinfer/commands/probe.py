@@ -9,7 +9,7 @@ from zinfer.commands.options import Size
 
 if TYPE_CHECKING:
     from zinfer.commands.out import Table
-    from zinfer.spec.machine import Machine
+    from zinfer.core.machine import Machine
 
 
 @click.command("probe")
@@ -29,8 +29,8 @@ def command(nvme_path: str | None, output: Path | None, quick: bool, memory: int
     """Measure the links between this machine's memories, its compute rate and, with --nvme-path, a drive; write
     machine.json."""
     from zinfer.commands.out import console, write
-    from zinfer.spec import local
-    from zinfer.spec.units import parse_bytes
+    from zinfer.core.units import parse_bytes
+    from zinfer.system import local
     from zinfer.worker.probe import probe
 
     if memory is not None and memory < parse_bytes(local.LITTLE):
@@ -54,7 +54,7 @@ def command(nvme_path: str | None, output: Path | None, quick: bool, memory: int
 def table(machine: "Machine") -> "Table":
     """Return a table of the measured figures, one a line; unknown ones are left out."""
     from zinfer.commands import out
-    from zinfer.spec.units import gb, gib
+    from zinfer.core.units import gb, gib
 
     link = "host to GPU" if machine.gpu_count else "copy within memory"
     rows: list[tuple[str, float | None, str]] = [

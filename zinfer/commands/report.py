@@ -7,12 +7,13 @@ import click
 
 from zinfer.commands.prices import price_options
 from zinfer.commands.results import results_options
+from zinfer.core.machine import MachineError
 
 if TYPE_CHECKING:
     from zinfer.commands.results import Chosen
+    from zinfer.core.machine import Machine
     from zinfer.record.study import Study
     from zinfer.report.findings import Findings, PlanningQuestion
-    from zinfer.spec.machine import Machine
 
 S = TypeVar("S", bound="Study")
 FORMS = (".html", ".md")
@@ -48,13 +49,13 @@ def command(
     into its folder. Prints the paths it wrote. Equal results give equal bytes.
     """
     from zinfer.analysis.economics import Prices, parse_demand
-    from zinfer.cli import Failure
+    from zinfer.commands.failure import Failure
     from zinfer.commands.results import choose
+    from zinfer.core.errors import ENVIRONMENT, NOTHING
     from zinfer.record.store import StoreError
     from zinfer.report import contents, markdown, page
     from zinfer.report.findings import Demand
-    from zinfer.spec import atomic
-    from zinfer.spec.errors import ENVIRONMENT, NOTHING
+    from zinfer.system import atomic
 
     if output is not None and output.suffix not in FORMS:
         raise click.BadParameter(f"{str(output)!r}: write a name that ends in .html or .md", param_hint="--output")
@@ -160,10 +161,10 @@ def _runs(folder: Path, kind: "type[S]", damaged: list[str]) -> "list[S]":
 
 def _questions(findings: "Findings") -> "tuple[PlanningQuestion, ...]":
     """Return the questions of the planning recipes about models that were measured."""
+    from zinfer.checkpoint.resolve import resolve
     from zinfer.job.recipe import make_sweep, read_toml, sweep_recipes
     from zinfer.report.findings import PlanningQuestion
-    from zinfer.spec import machine
-    from zinfer.spec.resolve import resolve
+    from zinfer.system import machines
 
     measured = {workload.group.model for workload in findings.workloads}
     found = []
@@ -176,16 +177,16 @@ def _questions(findings: "Findings") -> "tuple[PlanningQuestion, ...]":
                 for lengths in wanted.lengths()
             )
             title = f"{wanted.description.split(' (')[0]} (zinfer plan {path.stem})"
-            found.append(PlanningQuestion(title, cases, tuple(map(machine.load, wanted.machine)), wanted.published))
+            found.append(PlanningQuestion(title, cases, tuple(map(machines.load, wanted.machine)), wanted.published))
     return tuple(found)
 
 
 def _machine(folder: Path) -> "Machine | None":
-    from zinfer.spec import machine
+    from zinfer.system import machines
 
     try:
-        return machine.load(folder / "machine.json")
-    except machine.MachineError:
+        return machines.load(folder / "machine.json")
+    except MachineError:
         return None
 
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
 
-from zinfer.cli import Failure
-from zinfer.spec.errors import NOTHING
-from zinfer.spec.units import counted
+from zinfer.commands.failure import Failure
+from zinfer.core.errors import NOTHING
+from zinfer.core.units import counted
 
 if TYPE_CHECKING:
     from zinfer.analysis.economics import Point
@@ -120,7 +120,7 @@ class Chosen(NamedTuple):
 
 def choose(results: Path | None, machine: str | None) -> Chosen:
     """Return the results that the argument and the option stand for."""
-    from zinfer.spec import local
+    from zinfer.system import local
 
     path = local.RESULTS if results is None else results
     if machine is not None:

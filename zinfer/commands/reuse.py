@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import click
 
-from zinfer.cli import Failure
 from zinfer.commands import options
-from zinfer.spec.errors import NOTHING, PARTIAL
+from zinfer.commands.failure import Failure
+from zinfer.core.errors import NOTHING, PARTIAL
 
 if TYPE_CHECKING:
     from zinfer.commands.out import Table
@@ -86,13 +86,13 @@ def command(
     zinfer reuse --model bloom-176b --layers 14 --context 1k,2k
     zinfer reuse --model ./my-checkpoint --offload none,cpu --kv-cache-dir /mnt/nvme/kv
     """
+    from zinfer.checkpoint.source import find
     from zinfer.commands.out import console, study_file
     from zinfer.commands.watch import Watch
     from zinfer.job import recipe, sweep
     from zinfer.record import study
     from zinfer.record.measurement import latest
     from zinfer.record.prefix_reuse import Run
-    from zinfer.spec.source import find
 
     context = tuple(sorted(set(context)))
     options.check_nvme(offload, nvme_path)
@@ -146,7 +146,7 @@ def _json(runs: "Sequence[Run]") -> str:
 @contextmanager
 def _scratch(folder: str | None) -> Iterator[str | None]:
     """Make a temporary folder in `folder`, removed at the end even if the worker is killed; None without `folder`."""
-    from zinfer.spec import lease
+    from zinfer.system import lease
 
     if folder is None:
         yield None
@@ -161,8 +161,8 @@ def _scratch(folder: str | None) -> Iterator[str | None]:
 
 def _run(job: "LoadJob", watch: "Watch", debug: bool, how: dict[str, Any]) -> "Run":
     """Measure one load, context after context; a context that cannot be measured gets a reason."""
+    from zinfer.core.case import Workload
     from zinfer.record.prefix_reuse import Point, Run
-    from zinfer.spec.case import Workload
     from zinfer.worker.process import TaskFailed, Worker, WorkerDied, now
     from zinfer.worker.tasks import About, Facts, PrefixReuse
 
@@ -229,7 +229,7 @@ def _why_not(plan: Any) -> str | None:
 
 
 def _device(machine: Any) -> str:
-    from zinfer.spec.host import cpu_model
+    from zinfer.system.host import cpu_model
 
     return str(machine.gpu_name or cpu_model())
 

@@ -22,11 +22,11 @@ def command(model: str, prompt_file: str, samples: int, length: int, output: Pat
     zinfer routing --model ./my-mixture
     zinfer routing --model ./my-mixture --prompt-file book.txt --samples 64
     """
+    from zinfer.checkpoint.source import find
     from zinfer.commands.out import console, study_file, table
     from zinfer.job.accuracy import describe, text_of
     from zinfer.record import study
     from zinfer.record.routing import COLUMNS, RoutingRecord
-    from zinfer.spec.source import find
     from zinfer.worker import routing
 
     source = find(model, None, None, "safetensors")

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.core import ParameterSource
 
-from zinfer.cli import Failure
 from zinfer.commands import options
 from zinfer.commands.chat import ANSWER, CONTEXT, Stop, chat_options, talk, turns
+from zinfer.commands.failure import Failure
 from zinfer.commands.limits import TEXT
-from zinfer.spec import documents
-from zinfer.spec.errors import ENVIRONMENT
-from zinfer.spec.printable import show_generated, shows_unicode, text_lines
+from zinfer.core.errors import ENVIRONMENT
+from zinfer.system import documents
+from zinfer.system.printable import show_generated, shows_unicode, text_lines
 
 if TYPE_CHECKING:
     from zinfer.generation.tokenizer_process import TokenizerProcess
@@ -107,11 +107,11 @@ def command(
     zinfer run --model ./my-checkpoint --chat --kv-cache-dir ./kv
     """
     from zinfer.commands.watch import Watch
+    from zinfer.core.model import check_positions
+    from zinfer.core.units import counted, duration
     from zinfer.generation.dialogue import Dialogue
     from zinfer.generation.sampling import Sampling
     from zinfer.plan.plan import make_plan
-    from zinfer.spec.model import check_positions
-    from zinfer.spec.units import counted, duration
     from zinfer.worker.process import Worker, WorkerError
     from zinfer.worker.tasks import ChatOpen, Generate, GenerateStep
 
@@ -240,8 +240,8 @@ class Answers:
 
 def _encoded(tokenizer: "TokenizerProcess", texts: list[str]) -> list[list[int]]:
     """Return the token ids of each prompt. Raises ModelError for one that has none, or that no position is left for."""
+    from zinfer.core.model import ModelError
     from zinfer.generation.tokenizer_process import Refusal
-    from zinfer.spec.model import ModelError
 
     found = []
     for text, ids in zip(texts, tokenizer.encode(texts), strict=True):

@@ -7,9 +7,9 @@ from typing import Any
 
 import click
 
-from zinfer.cli import Failure
 from zinfer.commands import options
-from zinfer.spec.errors import ENVIRONMENT
+from zinfer.commands.failure import Failure
+from zinfer.core.errors import ENVIRONMENT
 
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 KEY = "ZINFER_API_KEY"  # environment variable

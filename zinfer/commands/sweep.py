@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from zinfer.cli import Failure
 from zinfer.commands import options
-from zinfer.spec.errors import ENVIRONMENT, INTEGRITY, PARTIAL
+from zinfer.commands.failure import Failure
+from zinfer.core.errors import ENVIRONMENT, INTEGRITY, PARTIAL
 
 if TYPE_CHECKING:
     from zinfer.job.cluster import Kind
@@ -151,13 +151,13 @@ def command(
 
     from zinfer.analysis import sla
     from zinfer.commands.watch import Watch
+    from zinfer.core.engine import OptionError
     from zinfer.job import sweep
     from zinfer.job.recipe import RecipeError, make_sweep, read_toml, sweep_recipe, with_options
     from zinfer.job.requests import request_sets
     from zinfer.job.signals import Interrupted
     from zinfer.record.store import Store
-    from zinfer.spec import local
-    from zinfer.spec.engine import OptionError
+    from zinfer.system import local
     from zinfer.worker.process import Worker
 
     fields = {}
@@ -265,7 +265,7 @@ def _on_cluster(
     from zinfer.job.recipe import RecipeError
     from zinfer.job.signals import Interrupted
     from zinfer.record.store import Store
-    from zinfer.spec import local
+    from zinfer.system import local
     from zinfer.worker.process import Worker
 
     output = output or (local.results_folder() if kind == "local" else local.RESULTS) / f"{name}.jsonl"
@@ -338,9 +338,9 @@ def _changes(before: Any, after: Any) -> str:
 
 
 def _print_plans(plan: Any, jobs: list[Any], as_json: bool) -> None:
+    from zinfer.core.units import counted, duration
     from zinfer.job.forecast import Ahead, Forecast
     from zinfer.plan.plan import describe
-    from zinfer.spec.units import counted, duration
 
     rows = [
         job.plan.at(case.with_batch(batch).workload)

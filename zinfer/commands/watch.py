@@ -11,15 +11,15 @@ from rich.text import Text
 
 from zinfer.analysis.requests import share_within
 from zinfer.commands.out import PlainConsole
+from zinfer.core.case import Case
+from zinfer.core.progress import NOTE
+from zinfer.core.units import duration, figures, gb
 from zinfer.job.batch.run import Standing
 from zinfer.job.forecast import Outlook
 from zinfer.job.sweep import Events
 from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Measurement
 from zinfer.record.requests import RequestKey, RequestPoint
-from zinfer.spec.case import Case
-from zinfer.spec.progress import NOTE
-from zinfer.spec.units import duration, figures, gb
 
 LINE_S = 60.0  # seconds between lines on a long stage, where there is no terminal
 LEAST_SHARE, LEAST_S = 0.02, 3.0  # share and seconds of a stage from which on the time that it has left is told

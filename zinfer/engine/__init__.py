@@ -1,13 +1,13 @@
-"""Engines: the ways to run a model. `zinfer.spec.engine` has the table of them, `zinfer.engine.base` their contract.
+"""Engines: the ways to run a model. `zinfer.core.engine` has the table of them, `zinfer.engine.base` their contract.
 
 Their code is imported in the process that runs it, because that costs seconds and gigabytes.
 """
 
 from importlib import util
 
-from zinfer.spec.engine import ENGINES, EngineKind
-from zinfer.spec.errors import ZinferError, did_you_mean, not_here
-from zinfer.spec.model import Weights
+from zinfer.core.engine import ENGINES, EngineKind
+from zinfer.core.errors import ZinferError, did_you_mean, not_here
+from zinfer.core.model import Weights
 
 
 class EngineError(ZinferError):

@@ -25,16 +25,16 @@ from accelerate.hooks import attach_align_device_hook_on_blocks
 from accelerate.utils import OffloadedWeightsLoader, offload_weight, save_offload_index
 from torch import Tensor, nn
 
+from zinfer.checkpoint.resolve import as_released
+from zinfer.core.engine import AccelerateOptions
+from zinfer.core.model import Weights
 from zinfer.engine import EngineError
 from zinfer.engine.base import Work, is_step
 from zinfer.engine.decoder import Decoder, scratch
 from zinfer.engine.pinned import PinnedArena, lay_out
 from zinfer.engine.state import ModelState
 from zinfer.record.measurement import Effective
-from zinfer.spec.engine import AccelerateOptions
-from zinfer.spec.lease import OwnFolder
-from zinfer.spec.model import Weights
-from zinfer.spec.resolve import as_released
+from zinfer.system.lease import OwnFolder
 
 GROUP = 128  # weights that share a scale and a zero point in torchao's int4, its default
 LINEAR = 0.9  # part of the layers' weights that must be in linear modules for a format to be worth its name

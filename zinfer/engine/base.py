@@ -13,14 +13,14 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from zinfer.core.case import Workload
+from zinfer.core.engine import EngineOptions, parse_options
+from zinfer.core.progress import Progress, silent
 from zinfer.engine import EngineError
 from zinfer.engine.kv_snapshot import KVSnapshot, Past
 from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Effective, Span
-from zinfer.spec.case import Workload
-from zinfer.spec.engine import EngineOptions, parse_options
-from zinfer.spec.host import peak_bytes
-from zinfer.spec.progress import Progress, silent
+from zinfer.system.host import peak_bytes
 
 
 class MicroBatch:

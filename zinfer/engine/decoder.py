@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
+from zinfer.checkpoint.architecture import COUNTS_PADDING, decoder_layers
+from zinfer.core.progress import Progress, silent
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, MicroBatch, Work, check_sources, check_works
 from zinfer.engine.cache import CacheFullError, FixedLayer, Gaps, IndexedLayer, RowCache, Source, make_cache
@@ -26,10 +28,8 @@ from zinfer.engine.kv_snapshot import KVSnapshot, Past
 from zinfer.engine.positions import PADS, TOKENS, Probe, asks_length, probe, scale_by_positions
 from zinfer.engine.transfer import landed, landed_together
 from zinfer.plan.plan import Plan
-from zinfer.spec import lease
-from zinfer.spec.architecture import COUNTS_PADDING, decoder_layers
-from zinfer.spec.lease import OwnFolder
-from zinfer.spec.progress import Progress, silent
+from zinfer.system import lease
+from zinfer.system.lease import OwnFolder
 
 WINDOW_MASKS = ("create_sliding_window_causal_mask", "create_chunked_causal_mask")  # of transformers.masking_utils
 CACHE_NAMES = ("past_key_values", "cache_params")  # names of the cache argument of forward passes

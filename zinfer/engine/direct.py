@@ -17,8 +17,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from zinfer.spec.checkpoint import CheckpointError
-from zinfer.spec.errors import not_here
+from zinfer.checkpoint.headers import CheckpointError
+from zinfer.core.errors import not_here
 
 PAGE = 4096  # bytes; a multiple of every drive's sectors
 REQUEST = 8 << 20  # bytes of one read, and of a stripe: what one drive brings in a millisecond or more

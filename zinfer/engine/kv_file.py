@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
+from zinfer.checkpoint.headers import Checkpoint, CheckpointError
 from zinfer.engine.kv_snapshot import KVSnapshot
 from zinfer.engine.pinned import TensorPlace
 from zinfer.engine.read import CHUNK, DTYPES, as_bytes, fill, reading
-from zinfer.spec import atomic
-from zinfer.spec.checkpoint import Checkpoint, CheckpointError
+from zinfer.system import atomic
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

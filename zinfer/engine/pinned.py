@@ -21,9 +21,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from zinfer.spec.host import NumaNode, available_bytes, numa_node
-from zinfer.spec.progress import Progress, silent
-from zinfer.spec.units import gb
+from zinfer.core.progress import Progress, silent
+from zinfer.core.units import gb
+from zinfer.system.host import NumaNode, available_bytes, numa_node
 
 ALIGNMENT = 256  # bytes; the alignment that cuBLAS wants for operands, and a multiple of every dtype's size
 PAGE = 4096

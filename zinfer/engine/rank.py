@@ -2,7 +2,7 @@
 
 import sys
 
-from zinfer.spec.ending import with_parent
+from zinfer.system.ending import with_parent
 
 if __name__ == "__main__":
     with_parent()

@@ -6,7 +6,7 @@ serve its commands. Orders and answers go through a socket to each, weights may 
 Parts of layers go from GPU to GPU (`torch.distributed`: NCCL, or gloo on CPUs, which meet over the loopback device).
 What the ranks compute is their members' business (`zinfer.engine.team`).
 
-Nobody is left behind: a follower ends with its leader, whatever ends that (`zinfer.spec.ending`), and the leader,
+Nobody is left behind: a follower ends with its leader, whatever ends that (`zinfer.system.ending`), and the leader,
 which may wait for a lost follower in the middle of a gather, ends as the follower did. So the parent sees one worker
 end.
 """
@@ -33,13 +33,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
+from zinfer.core.errors import lacks_memory, one_line
+from zinfer.core.units import counted
 from zinfer.engine import EngineError
 from zinfer.engine.pinned import ALIGNMENT, PAGE, PinnedArena, TensorPlace, shared_memory
 from zinfer.plan.plan import Plan
-from zinfer.spec import lease
-from zinfer.spec.ending import MEMORY_CODES, NO_GPU_MEMORY, NO_HOST_MEMORY, PARENT
-from zinfer.spec.errors import lacks_memory, one_line
-from zinfer.spec.units import counted
+from zinfer.system import lease
+from zinfer.system.ending import MEMORY_CODES, NO_GPU_MEMORY, NO_HOST_MEMORY, PARENT
 
 GATHER_S = 600.0  # for all ranks to take part in a gather, or to start
 END_S = 20.0  # for a follower to end in order
@@ -177,7 +177,7 @@ class Group(ABC):
     @contextmanager
     def undivided(self) -> Iterator[None]:
         """Run a block in which a failure of one rank leaves the others waiting for it: end all processes then, with an
-        exit code that tells a want of memory (`zinfer.spec.ending`)."""
+        exit code that tells a want of memory (`zinfer.system.ending`)."""
         try:
             with self._losses():  # the end of another one may be the cause
                 yield

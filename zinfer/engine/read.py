@@ -18,9 +18,9 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from zinfer.checkpoint.headers import Checkpoint, CheckpointError, TensorInfo
 from zinfer.engine.pinned import PinnedArena, lay_out
-from zinfer.spec.checkpoint import Checkpoint, CheckpointError, TensorInfo
-from zinfer.spec.host import available_bytes
+from zinfer.system.host import available_bytes
 
 THREADS = 16  # more than cores, since they wait for the disk most of the time
 CHUNK = 16 << 20  # bytes that a thread reads at a time

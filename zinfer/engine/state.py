@@ -41,6 +41,13 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging
 
+from zinfer.checkpoint import quantization
+from zinfer.checkpoint.architecture import building, decoder_layers, empty_model, merges_experts
+from zinfer.checkpoint.configuration import without_code
+from zinfer.checkpoint.headers import HEAD, TABLE, Checkpoint, CheckpointError, TensorInfo
+from zinfer.core.case import LoadFormat
+from zinfer.core.model import ModelSpec, text_config
+from zinfer.core.progress import Progress, note, silent
 from zinfer.engine.quantization.dequantize import Codes, canonical, dequantize
 from zinfer.engine.quantization.loading import CodedMatrix, coded_entries, random_entry, rounded_entry
 from zinfer.engine.read import (
@@ -54,13 +61,6 @@ from zinfer.engine.read import (
     groups_read,
     not_finite,
 )
-from zinfer.spec import quantization
-from zinfer.spec.architecture import building, decoder_layers, empty_model, merges_experts
-from zinfer.spec.case import LoadFormat
-from zinfer.spec.checkpoint import HEAD, TABLE, Checkpoint, CheckpointError, TensorInfo
-from zinfer.spec.configuration import without_code
-from zinfer.spec.model import ModelSpec, text_config
-from zinfer.spec.progress import Progress, note, silent
 
 logging.disable_progress_bar()
 

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from zinfer.core.progress import Progress, silent
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, MicroBatch, Work, check_sources, check_works
 from zinfer.engine.kv_snapshot import KVSnapshot, Past, Sent, received, sent
@@ -24,8 +25,7 @@ from zinfer.engine.pinned import TensorPlace
 from zinfer.engine.ranks import Channel, Follower, Group, Leader, Start
 from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Effective
-from zinfer.spec.host import peak_bytes, shared_bytes
-from zinfer.spec.progress import Progress, silent
+from zinfer.system.host import peak_bytes, shared_bytes
 
 E = TypeVar("E", bound=Engine)
 

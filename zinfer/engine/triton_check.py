@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from zinfer.spec.errors import one_line
+from zinfer.core.errors import one_line
 
 # Largest difference of two ways to compute the same, relative to the norm, by bytes of a value: that of rounding.
 TOLERANCE = {2: 0.03, 4: 1e-4}

@@ -6,6 +6,8 @@ After each answer its keys and values go to the prefix cache; the next turn cont
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from zinfer.checkpoint.source import revision_of
+from zinfer.core.model import ModelError
 from zinfer.engine.base import Engine
 from zinfer.generation.detokenizer import Detokenizer
 from zinfer.generation.prefix_cache import PrefixCache
@@ -13,8 +15,6 @@ from zinfer.generation.sampling import NotFiniteError, Sampling, nth_seed
 from zinfer.generation.scheduler import Scheduler, Sequence
 from zinfer.generation.tokenizer import Tokenizer, decode
 from zinfer.plan.plan import Plan
-from zinfer.spec.model import ModelError
-from zinfer.spec.source import revision_of
 
 
 def cache_identity(plan: Plan) -> dict[str, str]:

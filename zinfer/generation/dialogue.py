@@ -6,9 +6,9 @@ and a tokenizer may split the same text in another way. So only the added text i
 exactly that text; otherwise the whole text is, and the common beginning of both token sequences can be reused.
 """
 
+from zinfer.core.model import ModelError
 from zinfer.generation.tokenizer import CONTEXT
 from zinfer.generation.tokenizer_process import Refusal, TokenizerProcess
-from zinfer.spec.model import ModelError
 
 
 class Dialogue:

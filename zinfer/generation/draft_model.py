@@ -15,12 +15,12 @@ from contextlib import contextmanager, suppress
 import torch
 from torch import Tensor
 
+from zinfer.core.model import ModelError, ModelSpec
 from zinfer.engine.base import Engine, MicroBatch, Work
 from zinfer.engine.transfer import landed
 from zinfer.generation.drafts import Drafter, DraftRow, NgramDrafter
 from zinfer.generation.sampling import choose
 from zinfer.generation.tokenizer_process import TokenizerProcess
-from zinfer.spec.model import ModelError, ModelSpec
 
 BACKLOG = 64  # tokens of a row that are computed beside others; a row that lacks more is computed anew
 ROOM = 128  # positions by which the KV cache grows, and that it has at least behind the longest row

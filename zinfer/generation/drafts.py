@@ -22,8 +22,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from zinfer.core.engine import MOST_DRAFTS
 from zinfer.generation.sampling import GREEDY, Sampling
-from zinfer.spec.engine import MOST_DRAFTS
 
 LONGEST, SHORTEST = 4, 2  # tokens of the suffix that is looked for, the longest first
 MOST = MOST_DRAFTS

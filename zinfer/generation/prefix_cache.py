@@ -17,14 +17,14 @@ from pathlib import Path
 import torch
 from pydantic import ValidationError
 
+from zinfer.checkpoint.headers import CheckpointError
+from zinfer.core.units import gb
+from zinfer.core.value import Frozen
 from zinfer.engine import EngineError, kv_file
 from zinfer.engine.base import Engine, MicroBatch
 from zinfer.engine.kv_snapshot import KVSnapshot
 from zinfer.generation.radix_tree import Node, RadixTree, digest
-from zinfer.spec.checkpoint import CheckpointError
-from zinfer.spec.host import available_bytes
-from zinfer.spec.units import gb
-from zinfer.spec.value import Frozen
+from zinfer.system.host import available_bytes
 
 FORMAT = 1
 OURS = re.compile(r"[0-9a-f]{32}\.safetensors")

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
-from zinfer.spec.errors import ZinferError
-from zinfer.spec.value import Frozen
+from zinfer.core.errors import ZinferError
+from zinfer.core.value import Frozen
 
 if TYPE_CHECKING:  # the parent process, which has no torch, imports `Sampling`
     from torch import Tensor, device

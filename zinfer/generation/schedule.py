@@ -26,14 +26,14 @@ from operator import attrgetter, itemgetter
 from types import MappingProxyType
 from typing import Literal, NamedTuple, Protocol, TypeVar
 
+from zinfer.core.case import Case, Workload
+from zinfer.core.engine import plan_options
+from zinfer.core.machine import Machine
+from zinfer.core.model import ModelSpec
 from zinfer.plan import cost
 from zinfer.plan.cost import Efficiency, Placement
 from zinfer.plan.plan import CAUTIOUS, Plan, largest_batch, place, placement_of
 from zinfer.plan.search import best_batch
-from zinfer.spec.case import Case, Workload
-from zinfer.spec.engine import plan_options
-from zinfer.spec.machine import Machine
-from zinfer.spec.model import ModelSpec
 
 MOST_ROWS = 4096  # rows that run at a time at most
 FEW_SHARE = 0.5  # share of the rows that fit without a margin: memory is not kept free for one that leaves fewer

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
+from zinfer.core.case import Workload
+from zinfer.core.model import ModelSpec, check_positions
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, MicroBatch, Work
 from zinfer.engine.kv_snapshot import RowsPast
@@ -47,9 +49,7 @@ from zinfer.generation.schedule import (
 from zinfer.generation.tokenizer import UNFINISHED, Tokenizer
 from zinfer.plan.cost import draft_kv_bytes
 from zinfer.record.measurement import Span
-from zinfer.spec.case import Workload
-from zinfer.spec.host import host_bytes
-from zinfer.spec.model import ModelSpec, check_positions
+from zinfer.system.host import host_bytes
 
 if TYPE_CHECKING:
     from zinfer.engine.kv_snapshot import KVSnapshot

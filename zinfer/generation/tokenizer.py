@@ -9,8 +9,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zinfer.spec import tokenizer_files
-from zinfer.spec.model import ModelError, ModelSpec
+from zinfer.checkpoint import tokenizer_files
+from zinfer.core.model import ModelError, ModelSpec
 
 if TYPE_CHECKING:  # it takes seconds to import, and whoever decodes without text does not need it
     from tokenizers import Tokenizer as Backend

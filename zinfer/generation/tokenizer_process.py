@@ -17,12 +17,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
+from zinfer.checkpoint import tokenizer_files
+from zinfer.checkpoint.tokenizer_files import ChatTemplate
+from zinfer.core.model import ModelError, ModelSpec
 from zinfer.generation import tokenizer_server
 from zinfer.generation.tokenizer import NO_TOKENS
-from zinfer.spec import lease, tokenizer_files
-from zinfer.spec.ending import at_end
-from zinfer.spec.model import ModelError, ModelSpec
-from zinfer.spec.tokenizer_files import ChatTemplate
+from zinfer.system import lease
+from zinfer.system.ending import at_end
 
 QUICK_S = 0.5  # CPU time in which nearly all prompts are read
 QUICK_CHARACTERS = 1 << 16  # characters that are read in it: 0.12 s with a vocabulary of 250,000 tokens

@@ -22,9 +22,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from zinfer.checkpoint import tokenizer_files
+from zinfer.core.model import ModelError
 from zinfer.generation.tokenizer import byte_backend, check_library, decode, load_tokenizer, own_end
-from zinfer.spec import lease, tokenizer_files
-from zinfer.spec.model import ModelError
+from zinfer.system import lease
 
 CHARACTER_BYTES = 256  # memory of a request for each of its characters (170 measured)
 TEMPLATE_S = 2.0  # CPU time of compiling a chat template once for all requests; more, and each request compiles it

@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+from zinfer.checkpoint.headers import Checkpoint
+from zinfer.core.case import Case
+from zinfer.core.model import ModelSpec
+from zinfer.core.units import gb
 from zinfer.generation.tokenizer_process import TokenizerProcess
 from zinfer.job.signals import Interrupted
 from zinfer.plan.plan import Plan
 from zinfer.record.accuracy import AccuracyError, Along, Deviation, Failed, Position
-from zinfer.spec import documents, lease
-from zinfer.spec.case import Case
-from zinfer.spec.checkpoint import Checkpoint
-from zinfer.spec.model import ModelSpec
-from zinfer.spec.units import gb
+from zinfer.system import documents, lease
 from zinfer.worker.process import Client, WorkerError
 from zinfer.worker.tasks import LogitsCompare, LogitsFile, LogitsRecord
 

@@ -21,6 +21,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from zinfer.core.errors import ENVIRONMENT, ZinferError, one_line
+from zinfer.core.machine import Machine
+from zinfer.core.units import counted
 from zinfer.job.recipe import Sweep, SweepLoad
 from zinfer.job.requests import request_sets
 from zinfer.job.signals import Interrupted, Signals
@@ -29,9 +32,6 @@ from zinfer.record.jsonl import read_lines
 from zinfer.record.measurement import Measurement
 from zinfer.record.requests import RequestPoint
 from zinfer.record.store import Header, Records, Store, StoreError, decode, encode, read
-from zinfer.spec.errors import ENVIRONMENT, ZinferError, one_line
-from zinfer.spec.machine import Machine
-from zinfer.spec.units import counted
 from zinfer.worker.process import Worker
 
 Kind = Literal["slurm", "local"]

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from itertools import count, takewhile
 from typing import NamedTuple
 
+from zinfer.core.case import Case, Workload
 from zinfer.job.recipe import Sweep, automatic
 from zinfer.job.requests import RequestSet
 from zinfer.plan.plan import Plan
 from zinfer.record.requests import RequestKey
-from zinfer.spec.case import Case, Workload
 
 START_S = 8.0  # seconds until a worker has imported its engine
 LOAD_BANDWIDTH = 3e9  # bytes of weights a second: records load 2 to 20 GB/s

@@ -10,9 +10,9 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from zinfer.spec.case import MOST
-from zinfer.spec.documents import Bounds, DocumentError, parse_json
-from zinfer.spec.errors import ZinferError
+from zinfer.core.case import MOST
+from zinfer.core.errors import ZinferError
+from zinfer.system.documents import Bounds, DocumentError, parse_json
 
 if TYPE_CHECKING:
     from zinfer.worker.tasks import EchoedPrompt, TokenScore

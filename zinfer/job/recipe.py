@@ -13,14 +13,11 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 
-from zinfer.plan.published import Published
-from zinfer.spec import documents
-from zinfer.spec.case import BITS_BEFORE, MOST, Case, LoadFormat, Workload, resident_bytes
-from zinfer.spec.engine import ENGINES, Offload, Option, Options, conflict, draft_model, settle
-from zinfer.spec.errors import ZinferError, did_you_mean
-from zinfer.spec.model import Dtype, Weights
-from zinfer.spec.printable import printable
-from zinfer.spec.requests import (
+from zinfer.core.case import BITS_BEFORE, MOST, Case, LoadFormat, Workload, resident_bytes
+from zinfer.core.engine import ENGINES, Offload, Option, Options, conflict, draft_model, settle
+from zinfer.core.errors import ZinferError, did_you_mean
+from zinfer.core.model import Dtype, Weights
+from zinfer.core.requests import (
     MOST_REQUESTS,
     ONLY_NUMBERS,
     InFlight,
@@ -30,7 +27,10 @@ from zinfer.spec.requests import (
     RequestRate,
     count_of,
 )
-from zinfer.spec.value import Frozen
+from zinfer.core.value import Frozen, first_fault
+from zinfer.plan.published import Published
+from zinfer.system import documents
+from zinfer.system.printable import printable
 
 ENGINE_RECIPES, SWEEP_RECIPES = Path("engines"), Path("sweeps")
 RECIPE_BYTES = 64 << 10  # largest recipe file
@@ -450,4 +450,4 @@ def _first_problem(error: ValidationError, kind: type[Frozen]) -> str:
     where = ".".join(str(part)[:60] for part in first["loc"][:2])
     if first["type"] == "extra_forbidden":
         return f"unknown key {where!r}; the keys are {', '.join(kind.model_fields)}"
-    return documents.first_fault(error)
+    return first_fault(error)

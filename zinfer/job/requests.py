@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 
 from pydantic import Field
 
+from zinfer.core.case import MOST
+from zinfer.core.errors import ZinferError
+from zinfer.core.requests import DEFAULT_REQUESTS, MOST_REQUESTS, LengthDistribution, RequestLoad, count_of
+from zinfer.core.value import Frozen
 from zinfer.generation.sampling import GREEDY, Sampling
 from zinfer.job.batch.openai import Fault, read_requests
 from zinfer.job.recipe import Sweep
-from zinfer.spec import documents
-from zinfer.spec.case import MOST
-from zinfer.spec.errors import ZinferError
-from zinfer.spec.requests import DEFAULT_REQUESTS, MOST_REQUESTS, LengthDistribution, RequestLoad, count_of
-from zinfer.spec.value import Frozen
+from zinfer.system import documents
 
 TEXT_TOKEN = 4  # characters of a token, roughly: what a plan reckons with before the tokenizer is loaded
 

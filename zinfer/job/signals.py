@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-from zinfer.spec import ending
+from zinfer.system import ending
 
 SOON_S = 0.02  # in which a finaliser, and the hook that learns of its exception, have returned
 

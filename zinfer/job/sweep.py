@@ -10,6 +10,10 @@ from itertools import count, takewhile
 from time import monotonic
 from typing import Any, NamedTuple, TypeVar
 
+from zinfer.checkpoint.source import Source, find
+from zinfer.core.case import Case
+from zinfer.core.machine import Machine
+from zinfer.core.model import ModelError, ModelSpec, check_positions
 from zinfer.generation.tokenizer_process import Refusal, TokenizerProcess
 from zinfer.job.forecast import Ahead, Forecast, Key, Outlook
 from zinfer.job.recipe import Sweep, SweepLoad, automatic, engine_recipe
@@ -19,10 +23,6 @@ from zinfer.plan.plan import LARGEST_BATCH, Plan, make_plan
 from zinfer.record.measurement import Measurement, Recorded, Status
 from zinfer.record.requests import RequestKey, RequestPoint
 from zinfer.record.store import Header, Store
-from zinfer.spec.case import Case
-from zinfer.spec.machine import Machine
-from zinfer.spec.model import ModelError, ModelSpec, check_positions
-from zinfer.spec.source import Source, find
 from zinfer.worker.process import TaskFailed, Worker, WorkerDied, now, versions
 from zinfer.worker.tasks import MeasureRequests, RequestRow
 

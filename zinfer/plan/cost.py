@@ -10,7 +10,7 @@ ring of buffers cannot hold while layers that stay compute, the link brings afte
     setup = Placement(tier="host")
     step(setup, spec, machine, batch_size=32, context=528).bound_by        # "link"
 
-Sources: the roofline of Williams et al. 2009 (doi:10.1145/1498765.1498785); FLOPs as in `zinfer.spec.model`; offload
+Sources: the roofline of Williams et al. 2009 (doi:10.1145/1498765.1498785); FLOPs as in `zinfer.core.model`; offload
 and residency as in FlexGen (arXiv:2303.06865), section 4.3, without its CPU-compute terms.
 """
 
@@ -19,11 +19,11 @@ from typing import Literal
 
 from pydantic import Field
 
-from zinfer.spec.engine import CODED_PAIRS, CODED_TOKENS, PIECE_BYTES, PREFILL_TOKENS, piece_factor
-from zinfer.spec.machine import Machine
-from zinfer.spec.model import ExpertPolicy, ModelSpec
-from zinfer.spec.units import counted
-from zinfer.spec.value import Frozen
+from zinfer.core.engine import CODED_PAIRS, CODED_TOKENS, PIECE_BYTES, PREFILL_TOKENS, piece_factor
+from zinfer.core.machine import Machine
+from zinfer.core.model import ExpertPolicy, ModelSpec
+from zinfer.core.units import counted
+from zinfer.core.value import Frozen
 
 # Positions of a draft model's KV cache: over tokens, for rows on their way from one micro-batch to another; and besides
 # them, until the gaps of what was forgotten are closed up.

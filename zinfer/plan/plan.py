@@ -1,6 +1,6 @@
 """Plan of a case on a machine: what fits, where it goes, and how long it takes, before anything runs.
 
-A plan's `placement` is what the engine does. `make_plan` reads from `zinfer.spec.engine` how the case's engine moves
+A plan's `placement` is what the engine does. `make_plan` reads from `zinfer.core.engine` how the case's engine moves
 weights and from `zinfer.plan.cost` what that costs; `Plan.at` plans another batch of the same load.
 
 A larger batch is free until the KV cache fills the device, compute catches up with the link, or the KV reads do, so a
@@ -10,10 +10,8 @@ plan looks for the largest batch that fits.
 from collections.abc import Callable
 from typing import Literal
 
-from zinfer.plan import cost
-from zinfer.plan.cost import LIMITS, Bytes, Efficiency, Placement
-from zinfer.spec.case import Case, Workload, resident_bytes, spread
-from zinfer.spec.engine import (
+from zinfer.core.case import Case, Workload, resident_bytes, spread
+from zinfer.core.engine import (
     ENGINES,
     KEPT_BUFFERS,
     MOST_DRAFTS,
@@ -24,11 +22,13 @@ from zinfer.spec.engine import (
     plan_options,
     read_options,
 )
-from zinfer.spec.host import attending_cpus
-from zinfer.spec.machine import Machine
-from zinfer.spec.model import ModelSpec
-from zinfer.spec.units import duration, gb, gib, parse_share
-from zinfer.spec.value import Frozen
+from zinfer.core.machine import Machine
+from zinfer.core.model import ModelSpec
+from zinfer.core.units import duration, gb, gib, parse_share
+from zinfer.core.value import Frozen
+from zinfer.plan import cost
+from zinfer.plan.cost import LIMITS, Bytes, Efficiency, Placement
+from zinfer.system.host import attending_cpus
 
 LARGEST_BATCH = 1 << 20  # nobody asks for more
 HOST_SHARE = 0.97  # share of host memory that a load may take before it is refused
@@ -252,7 +252,7 @@ def placement_of(
     """Place the weights and KV cache of a case as its engine does. `automatic` is the value of ``--gpu-weights auto``,
     in bytes, `depth` the number of ring buffers, `factors` the caution with which room is given away.
 
-    `zinfer.spec.engine.PlanOptions` are the options that count, whatever the engine.
+    `zinfer.core.engine.PlanOptions` are the options that count, whatever the engine.
     """
     options = plan_options(case.engine, case.options)
     bare, batch_size = _weights_placement(case, model, machine, automatic, depth), case.workload.batch_size

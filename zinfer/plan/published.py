@@ -12,9 +12,9 @@ from typing import ClassVar
 
 from pydantic import Field
 
+from zinfer.core.value import Frozen
 from zinfer.plan.cost import Efficiency
 from zinfer.plan.plan import Plan
-from zinfer.spec.value import Frozen
 
 
 class Published(Frozen):

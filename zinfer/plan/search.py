@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import pairwise
 
+from zinfer.core.case import Case
+from zinfer.core.machine import Machine
+from zinfer.core.model import ModelSpec
+from zinfer.core.units import figures
 from zinfer.plan.cost import Efficiency
 from zinfer.plan.plan import Plan, largest_batch, make_plan, output_rate
-from zinfer.spec.case import Case
-from zinfer.spec.machine import Machine
-from zinfer.spec.model import ModelSpec
-from zinfer.spec.units import figures
 
 NEARLY = 0.9  # share of the best throughput of powers of two from which on a better batch is searched beside one
 

@@ -14,14 +14,14 @@ from pathlib import PurePath
 from statistics import fmean, median_low
 from typing import ClassVar, Literal, NamedTuple, Self, get_args
 
+from zinfer.core.case import Case
+from zinfer.core.engine import plan_options
+from zinfer.core.errors import ZinferError
+from zinfer.core.model import Weights
+from zinfer.core.units import figures
+from zinfer.core.value import Frozen
 from zinfer.record.measurement import Status
 from zinfer.record.study import Study
-from zinfer.spec.case import Case
-from zinfer.spec.engine import plan_options
-from zinfer.spec.errors import ZinferError
-from zinfer.spec.model import Weights
-from zinfer.spec.units import figures
-from zinfer.spec.value import Frozen
 
 Along = Literal["own", "text"]
 COLUMNS = (

@@ -7,10 +7,10 @@ many weights a second, where `link` and `decode` are rates of raw bytes.
 
 from typing import ClassVar, Literal
 
+from zinfer.core.errors import ZinferError
+from zinfer.core.units import figures, gb
+from zinfer.core.value import Frozen
 from zinfer.record.study import Study
-from zinfer.spec.errors import ZinferError
-from zinfer.spec.units import figures, gb
-from zinfer.spec.value import Frozen
 
 COLUMNS = ("weights", "#bytes", "#coded to", "#bound", "#encode GB/s", "#decode GB/s", "pays")
 

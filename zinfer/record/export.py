@@ -19,12 +19,12 @@ from operator import attrgetter
 from statistics import mean
 from typing import Any, Generic, NamedTuple, TypeVar, get_args
 
+from zinfer.core.case import Case, Workload
+from zinfer.core.units import figures
 from zinfer.record.measurement import Effective, Measurement, Recorded, latest
 from zinfer.record.requests import METRICS, PassCounts, RequestMetric, RequestPoint, Summary
 from zinfer.record.stats import ci95_half_width
-from zinfer.spec.case import Case, Workload
-from zinfer.spec.printable import markdown
-from zinfer.spec.units import figures
+from zinfer.system.printable import markdown
 
 Cell = str | int | float | None
 

@@ -20,9 +20,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, Self
 
-from zinfer.spec.atomic import sync_folder
-from zinfer.spec.documents import DocumentError, read_bytes
-from zinfer.spec.errors import INTEGRITY, ZinferError
+from zinfer.core.errors import INTEGRITY, ZinferError
+from zinfer.system.atomic import sync_folder
+from zinfer.system.documents import DocumentError, read_bytes
 
 SCHEMA_VERSION = 1
 MAX_BYTES = 2 << 30  # largest file of records or answers

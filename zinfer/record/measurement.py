@@ -10,9 +10,9 @@ from typing import Annotated, Any, Literal, Protocol, Self, TypeVar
 
 from pydantic import AfterValidator, Field, model_serializer, model_validator
 
-from zinfer.spec.case import Case
-from zinfer.spec.engine import plan_options
-from zinfer.spec.value import Frozen
+from zinfer.core.case import Case
+from zinfer.core.engine import plan_options
+from zinfer.core.value import Frozen
 
 Status = Literal[
     "ok",

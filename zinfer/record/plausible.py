@@ -10,9 +10,9 @@ from typing import Any, TypeGuard, get_args
 
 from pydantic import BaseModel
 
+from zinfer.core.model import ExpertPolicy
 from zinfer.record.measurement import Measurement, Recorded
 from zinfer.record.requests import RequestPoint
-from zinfer.spec.model import ExpertPolicy
 
 LARGEST = 1e18  # of any number
 LONGEST = 20_000  # characters of any text: messages of errors are cut to less

@@ -11,10 +11,10 @@ from pathlib import PurePath
 from statistics import median
 from typing import Any, ClassVar, Literal, Self
 
+from zinfer.core.case import Case
+from zinfer.core.units import duration, figures, gb
+from zinfer.core.value import Frozen
 from zinfer.record.study import Study
-from zinfer.spec.case import Case
-from zinfer.spec.units import duration, figures, gb
-from zinfer.spec.value import Frozen
 
 COLUMNS = ("#context", "#kept", "#recompute", "#memory", "#faster", "#disk", "#faster", "token", "#logits")
 

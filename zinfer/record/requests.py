@@ -14,11 +14,11 @@ from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
 from pydantic import Field, model_serializer, model_validator
 
+from zinfer.core.case import Case
+from zinfer.core.requests import RequestLoad
+from zinfer.core.value import Frozen
 from zinfer.record.measurement import Moment, Recorded, last_of
 from zinfer.record.stats import nearest_rank
-from zinfer.spec.case import Case
-from zinfer.spec.requests import RequestLoad
-from zinfer.spec.value import Frozen
 
 RequestMetric = Literal["ttft_ms", "tpot_ms", "itl_ms", "e2e_ms"]
 METRICS: tuple[RequestMetric, ...] = get_args(RequestMetric)

@@ -9,9 +9,9 @@ from typing import ClassVar
 
 from pydantic import Field
 
+from zinfer.core.model import ExpertPolicy
+from zinfer.core.value import Frozen
 from zinfer.record.study import Study
-from zinfer.spec.model import ExpertPolicy
-from zinfer.spec.value import Frozen
 
 Share = float  # 0 to 1
 COLUMNS = ("cache", "#experts", "#hits with lru", "#hits with lfu")

@@ -17,12 +17,12 @@ from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
 
 from pydantic import Field, ValidationError
 
+from zinfer.core.errors import ENVIRONMENT, ZinferError
+from zinfer.core.value import Frozen
 from zinfer.record.jsonl import Damage, Lines, StoreError, finite, read_lines, seal, unseal
 from zinfer.record.plausible import implausible
-from zinfer.spec import atomic
-from zinfer.spec.documents import DocumentError, parse_json
-from zinfer.spec.errors import ENVIRONMENT, ZinferError
-from zinfer.spec.value import Frozen
+from zinfer.system import atomic
+from zinfer.system.documents import DocumentError, parse_json
 
 PREFIX = "study."  # beginning of the kinds of lines; files of sweeps have none of them
 

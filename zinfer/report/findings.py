@@ -7,16 +7,16 @@ from typing import NamedTuple
 
 from zinfer.analysis.economics import Prices
 from zinfer.analysis.group import Group, Points
+from zinfer.checkpoint.resolve import catalogue_names, resolve
+from zinfer.core.case import Case
+from zinfer.core.machine import Machine
+from zinfer.core.model import ModelError, ModelSpec
 from zinfer.plan.published import Published
 from zinfer.record.accuracy import AccuracyRecord
 from zinfer.record.codec import CodecRecord
 from zinfer.record.prefix_reuse import Run
 from zinfer.record.requests import RequestPoint
 from zinfer.record.store import Header
-from zinfer.spec.case import Case
-from zinfer.spec.machine import Machine
-from zinfer.spec.model import ModelError, ModelSpec
-from zinfer.spec.resolve import catalogue_names, resolve
 
 
 class WorkloadFindings(NamedTuple):

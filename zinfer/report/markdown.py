@@ -21,8 +21,8 @@ from zinfer.report.document import (
     Table,
     Text,
 )
-from zinfer.spec.printable import markdown as plain
-from zinfer.spec.printable import printable
+from zinfer.system.printable import markdown as plain
+from zinfer.system.printable import printable
 
 UNDRAWN = "No figure lies beside this report: `zinfer plot` draws them."
 

@@ -9,6 +9,8 @@ from zinfer.analysis.best import known_cost
 from zinfer.analysis.economics import DAY_S
 from zinfer.analysis.group import Points, by_load
 from zinfer.analysis.timeline import busy, busy_bandwidth, by_rank, hidden_share, length_ms, share, waits
+from zinfer.core.machine import FIGURES, Machine
+from zinfer.core.units import duration, gb, gib
 from zinfer.plan.published import PublishedCodec, codecs
 from zinfer.record import accuracy, codec, prefix_reuse
 from zinfer.record.measurement import Lane, Measurement, Span
@@ -32,8 +34,6 @@ from zinfer.report.document import (
 )
 from zinfer.report.findings import Findings, WorkloadFindings
 from zinfer.report.plot import figures, style
-from zinfer.spec.machine import FIGURES, Machine
-from zinfer.spec.units import duration, gb, gib
 
 _NAMES = {
     "gpu_bytes": "GPU memory, usable, each",

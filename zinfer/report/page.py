@@ -17,7 +17,7 @@ from markupsafe import Markup, escape
 
 from zinfer.report.document import Block, Details, Document, Picture
 from zinfer.report.plot.style import GREY, GRID, INK
-from zinfer.spec.printable import printable
+from zinfer.system.printable import printable
 
 LIGHT, DARK = "#ffffff", "#14171b"  # the page's paper
 CONTRAST, TEXT_CONTRAST = 3.0, 4.5  # least contrast with the paper, of graphics and of text: WCAG 2.2, 1.4.11 and 1.4.3
@@ -29,7 +29,7 @@ _SVG, _HREF = "{http://www.w3.org/2000/svg}", "{http://www.w3.org/1999/xlink}hre
 
 
 def html(document: Document) -> str:
-    """Return the page, with styles and figures inside; nothing in it is invisible (`zinfer.spec.printable`)."""
+    """Return the page, with styles and figures inside; nothing in it is invisible (`zinfer.system.printable`)."""
     figures, styles = count(1), dict[str, str]()
 
     def drawn(block: B) -> B:

@@ -10,6 +10,10 @@ from typing import NamedTuple
 
 from zinfer.analysis import calibrate, rates
 from zinfer.analysis.group import by_load
+from zinfer.core.case import Case
+from zinfer.core.machine import Machine, override
+from zinfer.core.model import ModelSpec
+from zinfer.core.units import duration, gb, gib
 from zinfer.plan.cost import Bytes, Efficiency
 from zinfer.plan.plan import Plan, make_plan
 from zinfer.plan.published import beside
@@ -21,11 +25,7 @@ from zinfer.report.measured import lengths, named, rate, rated
 from zinfer.report.plot import style
 from zinfer.report.plot.figures import Bar, bars
 from zinfer.report.plot.style import PALETTE
-from zinfer.spec import machine
-from zinfer.spec.case import Case
-from zinfer.spec.machine import Machine
-from zinfer.spec.model import ModelSpec
-from zinfer.spec.units import duration, gb, gib
+from zinfer.system.machines import load as load_machine
 
 MACHINES = ("a100-80gb", "h100-80gb", "h200", "gh200-96gb", "b200")
 # use of memory -> its colour
@@ -285,7 +285,7 @@ def _bottlenecks(workload: WorkloadFindings, known: Forecast) -> Iterator[Row]:
         if now.step_s is None or not now.output_tok_s:
             continue
         link = workload.machine.h2d_bandwidth
-        faster = machine.override(workload.machine, f"h2d_bandwidth={round(2 * link)}B/s") if link else workload.machine
+        faster = override(workload.machine, f"h2d_bandwidth={round(2 * link)}B/s") if link else workload.machine
         then = calibrate.predict(case, spec, faster, known.factors)
         cells = (
             case.label(),
@@ -307,7 +307,7 @@ def _elsewhere(case: Case, spec: ModelSpec, workload: WorkloadFindings, known: F
     """Predict the whole model on every machine of `MACHINES` and on the one it was measured on; with a figure if
     `drawn`."""
     here = workload.machine
-    places = [*([here] if here is not None else []), *map(machine.load, MACHINES)]
+    places = [*([here] if here is not None else []), *map(load_machine, MACHINES)]
     ways = [_ways(case, spec, place, known.factors) for place in places]
     plans = [max(own, key=_merit) for own in ways]
     base = _base(plans)

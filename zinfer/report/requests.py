@@ -5,9 +5,9 @@ from collections.abc import Iterable
 from statistics import mean
 
 from zinfer.analysis.requests import check, goodput, group_of, loads_of, share_within
+from zinfer.core.units import duration, figures
 from zinfer.record.requests import METRICS, RequestPoint, Summary
 from zinfer.report.document import Block, Heading, Items, Row, Table, Text
-from zinfer.spec.units import duration, figures
 
 RATES = (
     "configuration", "requests", "arrival", "#tokens in / out", "#loads", "#output tok/s", "#range",

@@ -2,11 +2,11 @@
 
 from zinfer.analysis import rates
 from zinfer.analysis.economics import Cost, EconomicsError, Prices, cost, fleet
+from zinfer.core.units import duration
 from zinfer.record.measurement import Measurement
 from zinfer.report.document import Block, Command, Details, Plain, Row, Section, Table, Text
 from zinfer.report.findings import Demand, Findings, WorkloadFindings
 from zinfer.report.measured import rate, rated, titled
-from zinfer.spec.units import duration
 
 _SLICE = "A slice: the whole model is slower in proportion and its largest batch smaller, so it costs more than this."
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zinfer import __version__
+from zinfer.checkpoint.headers import Checkpoint, TensorInfo
+from zinfer.core.errors import not_here
+from zinfer.core.model import LAYER_INDEX
 from zinfer.record.codec import CodecError, CodecRecord, Coded, Rate
-from zinfer.spec import host, local
-from zinfer.spec.checkpoint import Checkpoint, TensorInfo
-from zinfer.spec.errors import not_here
-from zinfer.spec.model import LAYER_INDEX
+from zinfer.system import host, local
 from zinfer.worker import probe
 
 if TYPE_CHECKING:

@@ -2,10 +2,10 @@
 
 import os
 
+from zinfer.core.errors import ENVIRONMENT, INTERNAL, ZinferError, lacks_memory, one_line
+from zinfer.core.value import Frozen
 from zinfer.record.measurement import Status
-from zinfer.spec.errors import ENVIRONMENT, INTERNAL, ZinferError, lacks_memory, one_line
-from zinfer.spec.host import no_memory
-from zinfer.spec.value import Frozen
+from zinfer.system.host import no_memory
 
 
 class TaskFailure(Frozen):
@@ -47,12 +47,12 @@ def _exit_code(error: BaseException, status: Status) -> int:
 
 def status_of(error: BaseException) -> Status:
     """Return the status for an exception of loading or measuring."""
+    from zinfer.checkpoint.headers import CheckpointError
+    from zinfer.core.engine import OptionError
+    from zinfer.core.model import ModelError
     from zinfer.engine import EngineError
     from zinfer.generation.sampling import NotFiniteError
-    from zinfer.spec.checkpoint import CheckpointError
-    from zinfer.spec.documents import DocumentError
-    from zinfer.spec.engine import OptionError
-    from zinfer.spec.model import ModelError
+    from zinfer.system.documents import DocumentError
 
     text = str(error).lower()
     names = {base.__name__ for base in type(error).__mro__}

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from zinfer.core.case import Workload
+from zinfer.core.progress import Progress, silent
 from zinfer.engine.base import Engine
 from zinfer.generation.sampling import greedy
 from zinfer.generation.scheduler import DecodeLoop
 from zinfer.record.measurement import Span, Status
-from zinfer.spec.case import Workload
-from zinfer.spec.progress import Progress, silent
 
 if TYPE_CHECKING:
     from zinfer.engine.kv_snapshot import KVSnapshot

@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from zinfer.core.case import Workload
 from zinfer.engine import EngineError
 from zinfer.engine.kv_file import drop_from_page_cache, read, write
 from zinfer.engine.kv_snapshot import KVSnapshot
 from zinfer.generation.sampling import greedy
 from zinfer.generation.scheduler import DecodeLoop
-from zinfer.spec.case import Workload
 from zinfer.worker.measure import first_token_ms, prompts
 from zinfer.worker.session import Session
 from zinfer.worker.tasks import PrefixReuse, PrefixReused

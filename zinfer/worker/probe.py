@@ -21,9 +21,11 @@ from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from zinfer.core.errors import ENVIRONMENT, not_here
+from zinfer.core.machine import SHARING, Machine, MachineError
+from zinfer.core.units import gb
 from zinfer.engine import direct
-from zinfer.spec.errors import ENVIRONMENT, not_here
-from zinfer.spec.host import (
+from zinfer.system.host import (
     attending_cpus,
     available_bytes,
     drives,
@@ -33,8 +35,6 @@ from zinfer.spec.host import (
     host_facts,
     name_of,
 )
-from zinfer.spec.machine import SHARING, Machine, MachineError
-from zinfer.spec.units import gb
 
 if TYPE_CHECKING:
     import torch

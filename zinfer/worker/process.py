@@ -3,7 +3,7 @@
 CUDA, ZeRO and TensorRT keep global state, and an out-of-memory must not take the sweep down. Parent and worker exchange
 JSON lines over the worker's stdin and stdout, in lock-step: a point is asked for only when the one before it is on
 disk. The worker's own prints go to stderr. A worker ends with its parent, whatever kills that, and the programs that it
-has started end with it (`zinfer.spec.ending`).
+has started end with it (`zinfer.system.ending`).
 """
 
 import json
@@ -23,16 +23,16 @@ from pathlib import Path
 from typing import IO, Any
 
 from zinfer import __version__
+from zinfer.core.case import Case
+from zinfer.core.errors import ENVIRONMENT, USAGE, lacks_memory
+from zinfer.core.model import Weights
+from zinfer.core.progress import Progress, silent
 from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Measurement, Status
 from zinfer.record.requests import RequestPoint
-from zinfer.spec import lease
-from zinfer.spec.case import Case
-from zinfer.spec.ending import NO_GPU_MEMORY, NO_HOST_MEMORY, PARENT, at_end
-from zinfer.spec.errors import ENVIRONMENT, USAGE, lacks_memory
-from zinfer.spec.host import address_words, no_memory
-from zinfer.spec.model import Weights
-from zinfer.spec.progress import Progress, silent
+from zinfer.system import lease
+from zinfer.system.ending import NO_GPU_MEMORY, NO_HOST_MEMORY, PARENT, at_end
+from zinfer.system.host import address_words, no_memory
 from zinfer.worker.failure import TaskFailure
 from zinfer.worker.tasks import NAMES, TASKS, Answer, Load, Loaded, Measure, MeasureRequests, Request
 
@@ -272,8 +272,8 @@ def versions(engine_name: str, weights: Weights = "as-released") -> dict[str, st
     """Return the versions of Python, zinfer, the driver, and the packages that the engine requires for `weights`."""
     import platform
 
-    from zinfer.spec.engine import ENGINES
-    from zinfer.spec.host import package_version
+    from zinfer.core.engine import ENGINES
+    from zinfer.system.host import package_version
 
     found = {"python": platform.python_version(), "zinfer": __version__}
     kind = ENGINES.get(engine_name)

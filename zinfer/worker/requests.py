@@ -12,6 +12,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from zinfer.core.model import check_positions
+from zinfer.core.progress import Progress, silent
+from zinfer.core.requests import RequestLoad
 from zinfer.engine.base import Engine
 from zinfer.generation.drafts import Drafts, NgramDrafter
 from zinfer.generation.sampling import NotFiniteError
@@ -19,9 +22,6 @@ from zinfer.generation.schedule import load_of
 from zinfer.generation.scheduler import ContinuousScheduler
 from zinfer.generation.scheduler import Sequence as Request
 from zinfer.record.requests import PassCounts, RequestPoint, RequestSample
-from zinfer.spec.model import check_positions
-from zinfer.spec.progress import Progress, silent
-from zinfer.spec.requests import RequestLoad
 from zinfer.worker.failure import failure_of
 from zinfer.worker.measure import Clock, Telemetry, synchronize
 from zinfer.worker.session import Session, begin_point, conditions

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from zinfer import __version__
+from zinfer.core.errors import ENVIRONMENT, ZinferError
+from zinfer.core.model import ModelSpec
 from zinfer.engine.state import ModelState
 from zinfer.engine.stream.expert_images import routed_experts
 from zinfer.engine.stream.experts import ExpertCache, Policy
@@ -21,9 +23,7 @@ from zinfer.engine.stream.routers import Routers
 from zinfer.generation.tokenizer_process import TokenizerProcess
 from zinfer.plan.cost import whole_tokens
 from zinfer.record.routing import POLICIES, Hits, RoutingRecord, Touched
-from zinfer.spec import host, local
-from zinfer.spec.errors import ENVIRONMENT, ZinferError
-from zinfer.spec.model import ModelSpec
+from zinfer.system import host, local
 
 SHARES = (0.1, 0.25, 0.5, 0.75)  # sizes of a cache, as shares of all experts
 Step = Sequence[tuple[int, Sequence[int]]]  # numbers of layers, ascending, and of the experts that each chose

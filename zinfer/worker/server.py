@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from zinfer.spec.ending import with_parent
+from zinfer.system.ending import with_parent
 from zinfer.worker.session import Session, load_with
 from zinfer.worker.tasks import Load, Loaded
 

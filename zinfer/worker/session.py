@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from zinfer.core.case import Case, resident_bytes
+from zinfer.core.model import ModelSpec
+from zinfer.core.progress import Progress
 from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Effective, Measurement, Status
-from zinfer.spec.case import Case, resident_bytes
-from zinfer.spec.model import ModelSpec
-from zinfer.spec.progress import Progress
 from zinfer.worker.failure import TaskFailure, failure_of
 from zinfer.worker.process import WorkerDied, now, versions
 from zinfer.worker.tasks import TASKS, About, Facts, Load, Loaded, Measure, Measured, Message
@@ -173,8 +173,8 @@ def load_with(session: Session, request: Load, find: "Callable[[], Callable[[Pla
 
 def _check_weights(request: Load) -> None:
     """Raise CheckpointError if the weights on disk are not those of the request's revision."""
-    from zinfer.spec.checkpoint import CheckpointError
-    from zinfer.spec.source import revision_of
+    from zinfer.checkpoint.headers import CheckpointError
+    from zinfer.checkpoint.source import revision_of
 
     spec = request.plan.model
     if request.revision and revision_of(spec, request.plan.case.load_format) != request.revision:

@@ -9,15 +9,15 @@ from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar
 
 from pydantic import BeforeValidator, ConfigDict, Field
 
+from zinfer.core.case import Case, Workload
+from zinfer.core.errors import ENVIRONMENT
+from zinfer.core.requests import RequestLoad
+from zinfer.core.value import Frozen
 from zinfer.generation.sampling import GREEDY, Sampling
 from zinfer.plan.plan import Plan
 from zinfer.record.accuracy import Position
 from zinfer.record.measurement import Measurement
 from zinfer.record.requests import RequestPoint
-from zinfer.spec.case import Case, Workload
-from zinfer.spec.errors import ENVIRONMENT
-from zinfer.spec.requests import RequestLoad
-from zinfer.spec.value import Frozen
 
 
 class Message(Frozen):

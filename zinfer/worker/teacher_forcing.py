@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from zinfer.core.progress import Progress
 from zinfer.engine.base import Engine
 from zinfer.generation.sampling import NotFiniteError, greedy
 from zinfer.generation.scheduler import DecodeLoop
 from zinfer.record.accuracy import Position
-from zinfer.spec.progress import Progress
 from zinfer.worker.session import Session
 from zinfer.worker.tasks import LogitsCompare, LogitsCompared, LogitsFile, LogitsRecord, LogitsRecorded
 

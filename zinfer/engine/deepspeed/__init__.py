@@ -33,6 +33,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from zinfer.checkpoint.resolve import as_released
+from zinfer.core.engine import DeepSpeedOptions
+from zinfer.core.progress import Progress, silent
 from zinfer.engine import EngineError
 from zinfer.engine.base import Work, is_step
 from zinfer.engine.decoder import Decoder, DecoderBatch, scratch
@@ -43,10 +46,7 @@ from zinfer.engine.positions import Probe
 from zinfer.engine.state import ModelState
 from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Effective
-from zinfer.spec.engine import DeepSpeedOptions
-from zinfer.spec.lease import OwnFolder
-from zinfer.spec.progress import Progress, silent
-from zinfer.spec.resolve import as_released
+from zinfer.system.lease import OwnFolder
 
 if TYPE_CHECKING:
     from zinfer.engine.ranks import Group

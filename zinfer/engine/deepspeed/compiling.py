@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from zinfer.spec.progress import Progress, note
+from zinfer.core.progress import Progress, note
 
 WAIT_S = 0.2  # between two looks at the lock of another process
 

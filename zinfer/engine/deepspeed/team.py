@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from zinfer.core.progress import Progress
 from zinfer.engine import EngineError
 from zinfer.engine.base import Work
 from zinfer.engine.deepspeed import DeepSpeed
 from zinfer.engine.team import Member, Passed, RankWork, Team, TeamBatch
 from zinfer.plan.plan import Plan
-from zinfer.spec.progress import Progress
 
 
 class Share(NamedTuple):

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zinfer.core.progress import Progress, silent
 from zinfer.engine import EngineError
 from zinfer.engine.deepspeed import compiling
 from zinfer.engine.pinned import ALIGNMENT, PinnedArena
-from zinfer.spec.progress import Progress, silent
 
 if TYPE_CHECKING:
     from zinfer.engine.ranks import Group

@@ -21,18 +21,19 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from zinfer.checkpoint import quantization, tokenizer_files
+from zinfer.checkpoint.configuration import without_code
+from zinfer.checkpoint.headers import INDEX, SINGLE, Checkpoint
+from zinfer.checkpoint.quantization import Scheme
+from zinfer.core.model import ModelSpec
+from zinfer.core.progress import Progress, silent
+from zinfer.core.units import gb
 from zinfer.engine import EngineError
 from zinfer.engine.quantization.quantize import group_size, quantize
 from zinfer.engine.read import DTYPES, as_bytes, check_finite, groups_read
 from zinfer.engine.state import ModelState
-from zinfer.spec import atomic, quantization, tokenizer_files
-from zinfer.spec.checkpoint import INDEX, SINGLE, Checkpoint
-from zinfer.spec.configuration import without_code
-from zinfer.spec.documents import DocumentError, open_regular, read_object
-from zinfer.spec.model import ModelSpec
-from zinfer.spec.progress import Progress, silent
-from zinfer.spec.quantization import Scheme
-from zinfer.spec.units import gb
+from zinfer.system import atomic
+from zinfer.system.documents import DocumentError, open_regular, read_object
 
 SHARD_BYTES = 5_000_000_000  # largest file, unless one weight alone is larger
 READ_BYTES = 1 << 30  # stored tensors that are read together

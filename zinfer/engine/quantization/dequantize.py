@@ -7,9 +7,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from zinfer.checkpoint.headers import CheckpointError
+from zinfer.checkpoint.quantization import QuantizedWeight
 from zinfer.engine.read import DTYPES
-from zinfer.spec.checkpoint import CheckpointError
-from zinfer.spec.quantization import QuantizedWeight
 
 # Numbers of E2M1, the 4-bit floating-point type, by their codes.
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)

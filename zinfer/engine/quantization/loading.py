@@ -1,7 +1,7 @@
 """Weights that a load itself stores quantised: random codes of dummy models, and weights in 16 bits that are rounded.
 
-The stored tensors are those of `zinfer.spec.quantization`, one matrix at a time, so that formats mean the same as in a
-checkpoint: `zinfer.engine.quantization.dequantize` makes weights of them, or takes them as they are over the link.
+The stored tensors are those of `zinfer.checkpoint.quantization`, one matrix at a time, so that formats mean the same as
+in a checkpoint: `zinfer.engine.quantization.dequantize` makes weights of them, or takes them as they are over the link.
 """
 
 import zlib
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from zinfer.checkpoint.architecture import MatrixFinder
+from zinfer.checkpoint.headers import CheckpointError
+from zinfer.checkpoint.quantization import Header, Quantization, QuantizedWeight
+from zinfer.core.model import ModelSpec
 from zinfer.engine.quantization.dequantize import Codes, canonical, dequantize, table
 from zinfer.engine.quantization.quantize import quantize
 from zinfer.engine.read import DTYPES
-from zinfer.spec.architecture import MatrixFinder
-from zinfer.spec.checkpoint import CheckpointError
-from zinfer.spec.model import ModelSpec
-from zinfer.spec.quantization import Header, Quantization, QuantizedWeight
 
 POOL = 1 << 22  # random codes that matrices are made of, in blocks of BLOCK bytes in random order
 BLOCK = 1024

@@ -2,7 +2,7 @@
 
 Weights are rounded to the nearest code, without calibration data. Scales are symmetric: the largest magnitude that they
 cover, over half the range of the codes. They are rounded to their type before codes are chosen, so that no error comes
-twice. `zinfer.spec.quantization` and `zinfer.engine.quantization.dequantize` read the result as they read any
+twice. `zinfer.checkpoint.quantization` and `zinfer.engine.quantization.dequantize` read the result as they read any
 released checkpoint.
 
 Source: compressed-tensors, `calculate_qparams` and the formats pack-quantized, int-quantized and float-quantized.
@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zinfer.spec.quantization import GROUP_SIZES, SCHEMES, Scheme
+from zinfer.checkpoint.quantization import GROUP_SIZES, SCHEMES, Scheme
 
 VALUES_AT_ONCE = 1 << 24  # values that are quantised at a time: float32 copies of a large matrix would fill a GPU
 

@@ -16,6 +16,9 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 
+from zinfer.core.case import Option, Workload
+from zinfer.core.engine import MOST_DRAFTS, StreamOptions
+from zinfer.core.progress import Progress, silent
 from zinfer.engine import EngineError
 from zinfer.engine.base import MicroBatch, Work, is_step
 from zinfer.engine.cache import (
@@ -61,10 +64,7 @@ from zinfer.engine.triton_check import cannot_run, trouble
 from zinfer.plan.cost import Placement
 from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Effective, Span
-from zinfer.spec.case import Option, Workload
-from zinfer.spec.engine import MOST_DRAFTS, StreamOptions
-from zinfer.spec.host import attending_cpus
-from zinfer.spec.progress import Progress, silent
+from zinfer.system.host import attending_cpus
 
 if TYPE_CHECKING:
     from zinfer.engine.ranks import Group

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from zinfer.core.case import Option
+from zinfer.core.errors import one_line
 from zinfer.engine.stream.expert_images import Experts, Key, LayerImages, stored_expert
 from zinfer.engine.stream.few_experts import activated, matrix_names, unknown
 from zinfer.engine.stream.trace import clock
 from zinfer.engine.transfer import fetched, landed
 from zinfer.engine.triton_check import trouble
-from zinfer.spec.case import Option
-from zinfer.spec.errors import one_line
 
 FADING = 0.9  # weight of what was measured before the latest experts
 GAIN = 0.95  # with `auto` the CPU computes where that takes at most this share of the link's time alone

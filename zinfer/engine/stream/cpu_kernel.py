@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from zinfer.spec import lease
+from zinfer.system import lease
 
 SOURCE = Path(__file__).with_name("attend.c")
 COMPILERS = ("cc", "gcc", "clang")

@@ -23,14 +23,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from zinfer.checkpoint.headers import CheckpointError
+from zinfer.core.progress import Progress, silent
 from zinfer.engine.direct import PAGE, THREADS, Stripes, StripeWriter, aligned
 from zinfer.engine.pinned import PinnedArena
 from zinfer.engine.read import as_bytes
 from zinfer.engine.stream.packed_layer import Chunk, PackedLayer
 from zinfer.engine.stream.prefetch import Event, Fetch, PrefetchRing, Queues, Transfer
 from zinfer.engine.stream.trace import Reads, clock
-from zinfer.spec.checkpoint import CheckpointError
-from zinfer.spec.progress import Progress, silent
 
 LAYERS_AHEAD = 2  # layers that are read into host memory while one is checked
 KNOWN_READS = 1 << 14  # latest pieces whose times of reading are known: more than a pass has

@@ -32,6 +32,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from zinfer.core.case import spread
 from zinfer.engine.pinned import ALIGNMENT
 from zinfer.engine.stream.cpu_experts import Call, CpuExperts
 from zinfer.engine.stream.expert_images import ExpertImage, Experts, Key, LayerImages
@@ -39,7 +40,6 @@ from zinfer.engine.stream.packed_layer import unpack
 from zinfer.engine.stream.prefetch import Event, PrefetchRing, Queues
 from zinfer.engine.stream.routers import Routers
 from zinfer.engine.stream.trace import Mark, elapsed, mark
-from zinfer.spec.case import spread
 
 GUESSED = 8 << 20  # bytes of a guessed expert in one copy: little waits for it if the guess is wrong
 AHEAD = 2  # such copies that are issued and not done, at most, so that the link does not wait for the CPU

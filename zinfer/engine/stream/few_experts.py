@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.integrations import moe
 
+from zinfer.core.engine import CODED_PAIRS
+from zinfer.core.errors import one_line
 from zinfer.engine.stream.expert_images import through_interface
 from zinfer.engine.stream.packed_product import LazyWeight, StackedCodes
 from zinfer.engine.triton_check import alike, cannot_run
-from zinfer.spec.engine import CODED_PAIRS
-from zinfer.spec.errors import one_line
 
 NAME = "zinfer_few"  # name of the implementation
 ATTRIBUTE = "zinfer_few_experts"  # of a module of experts

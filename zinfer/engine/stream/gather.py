@@ -27,11 +27,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from zinfer.core.engine import KEPT_BUFFERS
 from zinfer.engine.pinned import ALIGNMENT
 from zinfer.engine.stream.packed_layer import Chunk, PackedLayer
 from zinfer.engine.stream.prefetch import Event, Fetch, PrefetchRing, Queues, Transfer
 from zinfer.engine.stream.trace import mark
-from zinfer.spec.engine import KEPT_BUFFERS
 
 SAMPLED = 4  # of so many layers one is brought to measure the links: they lie in all of the memory
 

@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers.cache_utils import DynamicLayer
 
+from zinfer.core.progress import Progress, silent
 from zinfer.engine.cache import FixedLayer, Gaps, Narrow, QuantizedLayer, Slots, Step, taken
 from zinfer.engine.pinned import ALIGNMENT, PinnedArena
 from zinfer.engine.stream.cpu_attention import code, host, keep_freed
 from zinfer.engine.stream.cpu_kernel import coded, library, numbers_of, with_scales, without_scales
 from zinfer.engine.stream.meanwhile import arriving, settle, store_later
 from zinfer.engine.stream.prefetch import PrefetchRing, Transfer
-from zinfer.spec.progress import Progress, silent
 
 GROWTH = 8  # a pool that has no room grows by an eighth at least
 IN_FLIGHT = 512 << 20  # bytes under way to the host at a time; they take as much device memory

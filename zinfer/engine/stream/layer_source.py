@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from zinfer.checkpoint.source import revision_of
+from zinfer.core.engine import StreamOptions
+from zinfer.core.progress import Progress
 from zinfer.engine import EngineError
 from zinfer.engine.decoder import scratch
 from zinfer.engine.direct import Stripes
@@ -33,11 +36,8 @@ from zinfer.engine.stream.gather import GatherRing, own_parts
 from zinfer.engine.stream.packed_layer import LayerMemory, PackedLayer, pack, plain
 from zinfer.engine.stream.prefetch import PrefetchRing
 from zinfer.plan.plan import Plan
-from zinfer.spec.engine import StreamOptions
-from zinfer.spec.host import drives
-from zinfer.spec.lease import OwnFolder
-from zinfer.spec.progress import Progress
-from zinfer.spec.source import revision_of
+from zinfer.system.host import drives
+from zinfer.system.lease import OwnFolder
 
 if TYPE_CHECKING:
     from zinfer.engine.ranks import Group

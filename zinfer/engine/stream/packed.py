@@ -27,6 +27,10 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
 from torch import Tensor
 
+from zinfer.checkpoint.headers import Checkpoint, CheckpointError
+from zinfer.core.model import ModelSpec
+from zinfer.core.progress import Progress, silent
+from zinfer.core.units import gb
 from zinfer.engine import EngineError
 from zinfer.engine.pinned import ALIGNMENT, PinnedArena, TensorPlace, check_free, lay_out
 from zinfer.engine.quantization.dequantize import Codes, table
@@ -36,12 +40,8 @@ from zinfer.engine.stream import codec
 from zinfer.engine.stream.codec import Layout
 from zinfer.engine.stream.packed_layer import Chunk, PackedLayer, pack
 from zinfer.engine.stream.quantized import CodesLayout
-from zinfer.spec import atomic
-from zinfer.spec.checkpoint import Checkpoint, CheckpointError
-from zinfer.spec.documents import DocumentError, open_regular, read_object, validate
-from zinfer.spec.model import ModelSpec
-from zinfer.spec.progress import Progress, silent
-from zinfer.spec.units import gb
+from zinfer.system import atomic
+from zinfer.system.documents import DocumentError, open_regular, read_object, validate
 
 PACKED = Path("engines/packed")
 DATA, INDEX = "layers.bin", "packed.json"

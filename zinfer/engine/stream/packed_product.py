@@ -24,12 +24,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from zinfer.core.engine import CODED_TOKENS
+from zinfer.core.errors import one_line
 from zinfer.engine.pinned import TensorPlace
 from zinfer.engine.stream.packed_layer import Chunk
 from zinfer.engine.stream.quantized import TURNED_ROWS, CodesLayout, Run
 from zinfer.engine.triton_check import alike, cannot_run
-from zinfer.spec.engine import CODED_TOKENS
-from zinfer.spec.errors import one_line
 
 Product = Callable[[Tensor, Tensor | None], Tensor | None]
 Parts = tuple[tuple[int, Run], ...]  # rows of a weight, in order: bytes before them in the layer, and their chunks

@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from zinfer.core.case import Workload
+from zinfer.core.progress import Progress, silent
 from zinfer.engine.base import Work
 from zinfer.engine.stream import Stream, together
 from zinfer.engine.stream.gather import GatherRing
@@ -15,8 +17,6 @@ from zinfer.engine.team import Member, Passed, RankWork, Team
 from zinfer.plan.cost import Placement
 from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Span
-from zinfer.spec.case import Workload
-from zinfer.spec.progress import Progress, silent
 
 
 class StreamMember(Member[Stream]):

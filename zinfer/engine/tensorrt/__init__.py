@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from zinfer.core.engine import TensorRTOptions
+from zinfer.core.progress import Progress, silent
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, MicroBatch, Work, check_works
 from zinfer.engine.kv_snapshot import Past
@@ -20,8 +22,6 @@ from zinfer.engine.tensorrt.execute import DECODE, PREFILL, Executor, shortfall
 from zinfer.engine.tensorrt.library import find_library
 from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Effective
-from zinfer.spec.engine import TensorRTOptions
-from zinfer.spec.progress import Progress, silent
 
 
 class TensorRTBatch(MicroBatch):

@@ -12,8 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from zinfer.core.model import ModelSpec
 from zinfer.engine.tensorrt.ops import Net, Node
-from zinfer.spec.model import ModelSpec
 
 CacheKind = Literal["native", "plain"]
 

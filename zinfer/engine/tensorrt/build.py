@@ -17,6 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zinfer.checkpoint.headers import Checkpoint
+from zinfer.checkpoint.source import revision_of
+from zinfer.core.case import LoadFormat
+from zinfer.core.model import ModelSpec
+from zinfer.core.progress import Progress, silent
+from zinfer.core.units import gb
 from zinfer.engine import EngineError
 from zinfer.engine.pinned import lay_out
 from zinfer.engine.state import ModelState
@@ -25,13 +31,7 @@ from zinfer.engine.tensorrt.library import Library, Messages
 from zinfer.engine.tensorrt.network import NETWORK_VERSION, make_network
 from zinfer.engine.tensorrt.planfile import PlanFile, PlanKey
 from zinfer.plan.cost import Placement
-from zinfer.spec import atomic
-from zinfer.spec.case import LoadFormat
-from zinfer.spec.checkpoint import Checkpoint
-from zinfer.spec.model import ModelSpec
-from zinfer.spec.progress import Progress, silent
-from zinfer.spec.source import revision_of
-from zinfer.spec.units import gb
+from zinfer.system import atomic
 
 CODE_BYTES = 256 << 20  # upper bound on the bytes of a plan that are not weights
 COPIES = 2  # copies of the weights that the library makes: 1.4 to 2.0 with TensorRT-RTX 1.7 on a CPU

@@ -5,8 +5,8 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from zinfer.core.model import ModelSpec
 from zinfer.engine.tensorrt.attention import CacheKind
-from zinfer.spec.model import ModelSpec
 
 Tensors = dict[str, Tensor]
 

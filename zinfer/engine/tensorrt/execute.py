@@ -5,12 +5,12 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from zinfer.core.case import resident_bytes
+from zinfer.core.progress import Progress, silent
+from zinfer.core.units import gb
 from zinfer.engine import EngineError
 from zinfer.engine.tensorrt.library import Library, Messages
 from zinfer.engine.tensorrt.planfile import PlanFile
-from zinfer.spec.case import resident_bytes
-from zinfer.spec.progress import Progress, silent
-from zinfer.spec.units import gb
 
 PREFILL, DECODE = 0, 1  # numbers of the plan's optimisation profiles
 READ_BYTES = 64 << 20  # bytes of the plan read at a time

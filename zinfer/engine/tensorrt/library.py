@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import torch
 
+from zinfer.core.errors import not_here
 from zinfer.engine import EngineError
-from zinfer.spec.errors import not_here
 
 Name = Literal["tensorrt", "tensorrt-rtx"]
 LIBRARIES: dict[Name, str] = {"tensorrt": "tensorrt", "tensorrt-rtx": "tensorrt_rtx"}  # distribution -> import name

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from zinfer.core.model import ModelSpec
 from zinfer.engine import EngineError
 from zinfer.engine.tensorrt.attention import ATTENTIONS, Attention, CacheKind
 from zinfer.engine.tensorrt.library import Library
 from zinfer.engine.tensorrt.ops import Net, Node
-from zinfer.spec.model import ModelSpec
 
 NETWORK_VERSION = 1  # part of a plan's key; raise it when the code in this folder changes what a network computes
 _ACTIVATIONS = {"gelu": "GELU_ERF", "relu": "RELU", "gelu_new": "GELU_TANH", "gelu_pytorch_tanh": "GELU_TANH"}
@@ -33,8 +33,8 @@ def make_network(
     max_seq_len: int,
     cache: CacheKind,
 ) -> Net:
-    """Fill `network` with the decoder of `model` (made by `zinfer.spec.architecture.empty_model`), for sequences of up
-    to `max_seq_len` tokens. `weights` are its parameters, on the CPU, and must outlive the returned `Net`.
+    """Fill `network` with the decoder of `model` (made by `zinfer.checkpoint.architecture.empty_model`), for sequences
+    of up to `max_seq_len` tokens. `weights` are its parameters, on the CPU, and must outlive the returned `Net`.
 
     Raises EngineError for a model that differs in any detail from the decoders above.
     """

@@ -11,15 +11,15 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from zinfer.core.case import LoadFormat
+from zinfer.core.model import Dtype
+from zinfer.core.units import gb
+from zinfer.core.value import Frozen
 from zinfer.engine import EngineError
 from zinfer.engine.tensorrt.attention import CacheKind
 from zinfer.engine.tensorrt.library import Name
-from zinfer.spec import atomic
-from zinfer.spec.case import LoadFormat
-from zinfer.spec.documents import read_object
-from zinfer.spec.model import Dtype
-from zinfer.spec.units import gb
-from zinfer.spec.value import Frozen
+from zinfer.system import atomic
+from zinfer.system.documents import read_object
 
 PLANS = Path("engines/plans")
 END_BYTES = 1 << 20  # bytes at either end that the checksum covers; a sum over 350 GB would take minutes
@@ -29,7 +29,7 @@ class PlanKey(Frozen):
     """Everything that a plan depends on."""
 
     model: str
-    revision: str  # revision of the weights, see `zinfer.spec.source`
+    revision: str  # revision of the weights, see `zinfer.checkpoint.source`
     dtype: Dtype
     load_format: LoadFormat
     layers: int | None  # decoder layers of a slice; None for the whole model

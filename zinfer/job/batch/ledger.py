@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
+from zinfer.core.errors import ZinferError
 from zinfer.job.batch.openai import Done, decode, encode
 from zinfer.record.jsonl import Closing, Damage, Garbled, Lines, StoreError, read_lines, seal, unseal
-from zinfer.spec.atomic import sync_folder
-from zinfer.spec.errors import ZinferError
+from zinfer.system.atomic import sync_folder
 
 JOB, ROW = "batch", "batch_row"  # kinds of lines in a .job file: the settings, and tokens of an unfinished row
 

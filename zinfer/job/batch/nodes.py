@@ -21,6 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zinfer.checkpoint.source import find
+from zinfer.checkpoint.tokenizer_files import ChatTemplate
+from zinfer.core.case import Case, LoadFormat, Workload
+from zinfer.core.errors import ENVIRONMENT, ZinferError, one_line
+from zinfer.core.machine import Machine
+from zinfer.core.model import Dtype, ModelError, Weights
+from zinfer.core.units import counted
 from zinfer.generation.tokenizer_process import TokenizerProcess
 from zinfer.job.batch.ledger import Ledger
 from zinfer.job.batch.openai import BatchRequest, Fault, answer, encode, failure, refusal
@@ -30,13 +37,6 @@ from zinfer.job.openai import Asked
 from zinfer.job.serve.dispatcher import Dispatcher, Row, RowNews, Unavailable
 from zinfer.job.signals import Signals
 from zinfer.plan.plan import Plan
-from zinfer.spec.case import Case, LoadFormat, Workload
-from zinfer.spec.errors import ENVIRONMENT, ZinferError, one_line
-from zinfer.spec.machine import Machine
-from zinfer.spec.model import Dtype, ModelError, Weights
-from zinfer.spec.source import find
-from zinfer.spec.tokenizer_files import ChatTemplate
-from zinfer.spec.units import counted
 from zinfer.worker.process import Client
 from zinfer.worker.tasks import BatchStepped
 

@@ -28,7 +28,7 @@ from zinfer.job.openai import (
     read_body,
 )
 from zinfer.record.jsonl import Garbled
-from zinfer.spec.documents import DocumentError, parse_json
+from zinfer.system.documents import DocumentError, parse_json
 
 LINE = 16 << 20  # most bytes of a request
 TOKENS = 1 << 20  # of JSON within which a line that cannot be parsed may say its custom_id

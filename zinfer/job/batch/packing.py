@@ -6,13 +6,13 @@ Pure functions of lengths and of the plan's predicted seconds.
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from zinfer.core.case import Case, Workload
+from zinfer.core.machine import Machine
+from zinfer.core.model import ModelSpec
 from zinfer.generation.schedule import MOST_ROWS, load_of
 from zinfer.plan import cost
 from zinfer.plan.plan import Plan, largest_batch, make_plan
 from zinfer.plan.search import best_batch
-from zinfer.spec.case import Case, Workload
-from zinfer.spec.machine import Machine
-from zinfer.spec.model import ModelSpec
 
 INPUT, OUTPUT = 512, 256  # tokens of a typical request, for which memory is shared out
 

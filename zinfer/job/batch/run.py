@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from zinfer.core.errors import ENVIRONMENT
 from zinfer.generation.sampling import Sampling
 from zinfer.generation.schedule import load_of
 from zinfer.job.batch import openai
@@ -17,7 +18,6 @@ from zinfer.job.batch.ledger import Ledger
 from zinfer.job.signals import Interrupted, Signals
 from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Status
-from zinfer.spec.errors import ENVIRONMENT
 from zinfer.worker.process import Client, WorkerDied, WorkerError
 from zinfer.worker.tasks import Answer, BatchRequest, BatchRow, BatchStart, BatchStep, BatchStepped, Request
 

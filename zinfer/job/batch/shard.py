@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
+from zinfer.core.errors import INTEGRITY, ZinferError
 from zinfer.job.batch.ledger import header_line, job_path, read_job
 from zinfer.job.batch.openai import BatchRequest, Done, Fault, decode
 from zinfer.record.jsonl import Garbled, StoreError, read_lines
-from zinfer.spec import atomic
-from zinfer.spec.errors import INTEGRITY, ZinferError
+from zinfer.system import atomic
 
 MOST = 99_999  # shards of a job: five digits in a file's name
 Line = TypeVar("Line")

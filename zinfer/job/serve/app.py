@@ -27,7 +27,7 @@ from zinfer.job import openai
 from zinfer.job.openai import Asked, Refused, ServerLimits
 from zinfer.job.serve.dispatcher import Dispatcher, Failure, QueueFull, Row, RowNews, Unavailable
 from zinfer.job.serve.metrics import Metrics
-from zinfer.spec.documents import Bounds, DocumentError, parse_json
+from zinfer.system.documents import Bounds, DocumentError, parse_json
 from zinfer.worker.tasks import EchoedPrompt, TokenScore
 
 BODY_S = 60.0  # seconds in which the body of a request must have come

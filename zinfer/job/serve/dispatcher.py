@@ -16,6 +16,9 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Literal, NamedTuple, Protocol
 
+from zinfer.core.case import Workload
+from zinfer.core.errors import ENVIRONMENT
+from zinfer.core.model import ModelError
 from zinfer.generation.sampling import Sampling
 from zinfer.generation.schedule import in_turn
 from zinfer.generation.tokenizer_process import Refusal
@@ -24,9 +27,6 @@ from zinfer.job.openai import Asked, Prompt, Refused, answer_limit
 from zinfer.job.serve.reading import UNREAD, Ids, Reader, Tokenizes
 from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Status
-from zinfer.spec.case import Workload
-from zinfer.spec.errors import ENVIRONMENT
-from zinfer.spec.model import ModelError
 from zinfer.worker.process import Client, WorkerDied, WorkerError
 from zinfer.worker.tasks import (
     Answer,

@@ -10,8 +10,8 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from zinfer.core.errors import one_line
 from zinfer.generation.tokenizer_process import QUICK_CHARACTERS, Refusal, characters, parts
-from zinfer.spec.errors import one_line
 
 UNREAD = "tokenizer_failed"  # code of prompts that nobody could read
 SLOW = 1_000_000  # characters that a prompt counts as that took longer than a short one may

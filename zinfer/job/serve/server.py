@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
+from zinfer.core.case import Workload
 from zinfer.job.openai import ServerLimits
 from zinfer.job.serve.app import Desk, make_app
 from zinfer.job.serve.connections import Listener, config
@@ -17,8 +18,7 @@ from zinfer.job.serve.dispatcher import Dispatcher
 from zinfer.job.serve.metrics import Metrics
 from zinfer.job.serve.reading import Tokenizes
 from zinfer.plan.plan import Plan
-from zinfer.spec import ending
-from zinfer.spec.case import Workload
+from zinfer.system import ending
 from zinfer.worker.process import Client
 
 BACKLOG = 4096  # connections that wait to be taken in

@@ -17,6 +17,8 @@ from matplotlib.patches import Rectangle
 from zinfer.analysis.group import Group, Points, by_load, samples
 from zinfer.analysis.rates import Spread, best_by_load, rate_text, spread, tied, winner
 from zinfer.analysis.rates import edges as find_edges
+from zinfer.core.case import Case
+from zinfer.core.units import figures, gb
 from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Measurement
 from zinfer.record.prefix_reuse import SOURCES, Run, break_even, verdict
@@ -35,8 +37,6 @@ from zinfer.report.plot.style import (
     shortened,
 )
 from zinfer.report.plot.timeline import timeline
-from zinfer.spec.case import Case
-from zinfer.spec.units import figures, gb
 
 _VALUED = 8  # most points whose values are written beside them
 _SAME_LIMIT = 1.1  # limits closer than this are drawn as one

@@ -22,8 +22,8 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text as MatplotlibText
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
-from zinfer.spec.case import Case
-from zinfer.spec.printable import printable
+from zinfer.core.case import Case
+from zinfer.system.printable import printable
 
 Format = Literal["png", "svg"]
 
@@ -92,7 +92,7 @@ def render(figure: Figure, form: Format) -> bytes:
     """Return the figure's file. Equal figures give equal bytes: no dates, no versions, no random ids.
 
     SVG is text as text, coordinates to a hundredth of a point, and a title and a description for screen readers. No
-    text has a formula or an invisible character (`zinfer.spec.printable`), which no XML file may have.
+    text has a formula or an invisible character (`zinfer.system.printable`), which no XML file may have.
     """
     for text in figure.findobj(MatplotlibText):
         text.set_parse_math(False)

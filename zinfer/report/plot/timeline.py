@@ -31,9 +31,9 @@ from zinfer.analysis.timeline import (
     share,
     waits,
 )
+from zinfer.core.units import figures, gb
 from zinfer.record.measurement import Carried, Lane, Measurement, Span
 from zinfer.report.plot.style import DRAWN, GREY, INK, PALETTE, Sheet, lighter, shortened
-from zinfer.spec.units import figures, gb
 
 _SHOWN = 3  # configurations in one figure, the fastest
 _ORANGE, _SKY, _BLACK = PALETTE[5:8]  # colours that no engine has

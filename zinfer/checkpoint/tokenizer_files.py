@@ -17,10 +17,11 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
 
-from zinfer.spec import configuration, lease
-from zinfer.spec.configuration import DIGITS, MAX_TOKEN, CheckpointWarning, without_code
-from zinfer.spec.documents import DocumentError, decode, open_regular, read_bytes, read_object, validate
-from zinfer.spec.model import ModelError
+from zinfer.checkpoint import configuration
+from zinfer.checkpoint.configuration import DIGITS, MAX_TOKEN, CheckpointWarning, without_code
+from zinfer.core.model import ModelError
+from zinfer.system import lease
+from zinfer.system.documents import DocumentError, decode, open_regular, read_bytes, read_object, validate
 
 CONFIG, GENERATION = "tokenizer_config.json", "generation_config.json"
 TEMPLATE, TEMPLATES = "chat_template.jinja", "additional_chat_templates"  # a file, and a folder of named ones

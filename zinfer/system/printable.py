@@ -17,7 +17,7 @@ from html import escape
 from io import TextIOWrapper
 from typing import Any, TextIO, cast
 
-from zinfer.spec.errors import ZinferError
+from zinfer.core.errors import ZinferError
 
 # Controls without tab and newline, surrogates, separators of lines and paragraphs, marks of direction, characters
 # without width or picture, and two code points that are no characters, which XML does not have.

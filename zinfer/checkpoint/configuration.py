@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from zinfer.spec.documents import DocumentError, parse_json, read_bytes
-from zinfer.spec.model import CONFIG_KEYS
+from zinfer.core.model import CONFIG_KEYS
+from zinfer.system.documents import DocumentError, parse_json, read_bytes
 
 MAX_BYTES = 16 << 20  # of a config.json
 DIGITS = 40  # of an integer: transformers writes 10**30 for "no limit"

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from zinfer.spec.case import LoadFormat
-from zinfer.spec.checkpoint import Checkpoint
-from zinfer.spec.model import Dtype, ModelError, ModelSpec, Weights, config_text
-from zinfer.spec.resolve import resolve
+from zinfer.checkpoint.headers import Checkpoint
+from zinfer.checkpoint.resolve import resolve
+from zinfer.core.case import LoadFormat
+from zinfer.core.model import Dtype, ModelError, ModelSpec, Weights, config_text
 
 Asked = Literal["auto", "safetensors", "dummy"]
 
@@ -69,6 +69,6 @@ def revision_of(spec: ModelSpec, load_format: LoadFormat) -> str:
 
 
 def _from_hub(hub_id: str, fetch: bool) -> Path | None:
-    from zinfer.spec import hub
+    from zinfer.checkpoint import hub
 
     return hub.cached(hub_id) or (hub.download(hub_id) if fetch else None)

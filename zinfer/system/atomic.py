@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from zinfer.spec import lease
+from zinfer.system import lease
 
 
 @contextmanager
@@ -17,7 +17,7 @@ def writing(path: Path, private: bool = False) -> Iterator[BinaryIO]:
 
     Makes the folder. With `private` only the user may read the file. A path that is no regular file (a pipe, a
     terminal) is written to directly; a link keeps pointing at its file, which is replaced. What a kill leaves of the
-    new content is removed at the next start (`zinfer.spec.lease`). Raises OSError, also for a pipe that nobody reads.
+    new content is removed at the next start (`zinfer.system.lease`). Raises OSError, also for a pipe that nobody reads.
     """
     if path.exists() and not path.is_file():
         with _open_device(path) as stream:

@@ -5,7 +5,7 @@ They are recognised before anything is parsed, so that the message says what the
 
 from pathlib import Path
 
-from zinfer.spec.documents import DocumentError, open_regular
+from zinfer.system.documents import DocumentError, open_regular
 
 ADAPTER = "adapter_config.json"
 _MERGE = "merge it into its base model first (merge_and_unload of peft) and give that folder"

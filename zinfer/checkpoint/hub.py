@@ -9,11 +9,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from zinfer.spec import configuration
-from zinfer.spec.checkpoint import weight_files, weight_sources
-from zinfer.spec.documents import DocumentError, read_bytes
-from zinfer.spec.errors import not_here
-from zinfer.spec.model import ModelError
+from zinfer.checkpoint import configuration
+from zinfer.checkpoint.headers import weight_files, weight_sources
+from zinfer.core.errors import not_here
+from zinfer.core.model import ModelError
+from zinfer.system.documents import DocumentError, read_bytes
 
 # owner/name, and the branch, tag or commit to take
 REFERENCE = r"[\w.-]+/[\w.-]+(@[\w./-]+)?"

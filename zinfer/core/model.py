@@ -2,8 +2,8 @@
 
 A decoder-only model is a stack of layers, equal or not, between an embedding and a head. Decode reads every weight once
 a step, so time is counted in bytes here, and they are exact: they come from the `transformers` model itself, built
-without memory (`zinfer.spec.architecture`). The catalogue holds these counts (a test compares them); on machines
-without torch, the closed forms of `zinfer.spec.formula` replace it.
+without memory (`zinfer.checkpoint.architecture`). The catalogue holds these counts (a test compares them); on machines
+without torch, the closed forms of `zinfer.checkpoint.formula` replace it.
 """
 
 import json
@@ -16,8 +16,8 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from zinfer.spec.errors import ZinferError
-from zinfer.spec.value import Frozen
+from zinfer.core.errors import ZinferError
+from zinfer.core.value import Frozen
 
 Dtype = Literal["bfloat16", "float16", "float32"]
 DTYPE_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}

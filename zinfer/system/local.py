@@ -8,10 +8,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from zinfer.spec import machine
-from zinfer.spec.ending import PARENT
-from zinfer.spec.host import allowed_bytes, gpus, host_bytes, host_facts, slug
-from zinfer.spec.machine import Machine, MachineError
+from zinfer.core.machine import Machine, MachineError
+from zinfer.system import machines
+from zinfer.system.ending import PARENT
+from zinfer.system.host import allowed_bytes, gpus, host_bytes, host_facts, slug
 
 RESULTS = Path("sweeps/results")
 PROBE = (sys.executable, "-m", "zinfer", "probe")
@@ -33,14 +33,14 @@ def name() -> str:
         )
 
     try:
-        if is_this(machine.load(RESULTS / own)):
+        if is_this(machines.load(RESULTS / own)):
             return own
     except MachineError:
         return own
     stem = f"{own}-{cores}-cores-"
     for path in sorted(RESULTS.glob(f"{stem}*")):
         with suppress(MachineError):
-            if is_this(machine.load(path)):
+            if is_this(machines.load(path)):
                 return path.name
     return stem + (f"{memory >> 30}-gib" if memory >= ROUND else f"{memory >> 20}-mib")
 
@@ -65,7 +65,7 @@ def this_machine() -> Machine:
         if _probe(path, "--quick", "--memory", LITTLE) == -signal.SIGKILL:
             _say("the probe was killed again: going on without this machine's rates, so nothing is predicted")
             return unmeasured()
-    found, now = machine.load(path), allowed_bytes()
+    found, now = machines.load(path), allowed_bytes()
     return found.model_copy(update={"host_bytes": now if found.host_bytes is None else min(now, found.host_bytes)})
 
 

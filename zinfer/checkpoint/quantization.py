@@ -19,8 +19,8 @@ from math import ceil, prod
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from zinfer.spec.checkpoint import BITS, QUANTIZATION, CheckpointError, TensorInfo
-from zinfer.spec.model import DTYPE_BYTES, LayerSpec, Matrix, ModelError, text_config
+from zinfer.checkpoint.headers import BITS, QUANTIZATION, CheckpointError, TensorInfo
+from zinfer.core.model import DTYPE_BYTES, LayerSpec, Matrix, ModelError, text_config
 
 Format = Literal[
     "fp8", "int", "fp8 or int8", "nvfp4", "mxfp4", "mxfp4 experts", "gptq", "awq", "modelopt fp8", "modelopt nvfp4"

@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from zinfer.spec.case import MOST
-from zinfer.spec.units import counted, figures
-from zinfer.spec.value import Frozen
+from zinfer.core.case import MOST
+from zinfer.core.units import counted, figures
+from zinfer.core.value import Frozen
 
 MOST_REQUESTS = 100_000  # of one load
 DEFAULT_REQUESTS = 1000

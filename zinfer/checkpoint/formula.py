@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from math import prod
 from typing import Any, NamedTuple
 
-from zinfer.spec.errors import not_here
-from zinfer.spec.model import CONFIG_KEYS, LAYER_INDEX, LayerSpec, ModelError, Shape, rope, stretched, text_config
+from zinfer.core.errors import not_here
+from zinfer.core.model import CONFIG_KEYS, LAYER_INDEX, LayerSpec, ModelError, Shape, rope, stretched, text_config
 
 _NEEDS = "needs torch and transformers: pip install 'zinfer[engines]'"
 

@@ -19,10 +19,10 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 from pydantic import AfterValidator, Field, StrictBool, ValidationError
 from pydantic.fields import FieldInfo
 
-from zinfer.spec.errors import ZinferError, did_you_mean
-from zinfer.spec.model import ExpertPolicy, Weights
-from zinfer.spec.units import parse_share
-from zinfer.spec.value import Frozen
+from zinfer.core.errors import ZinferError, did_you_mean
+from zinfer.core.model import ExpertPolicy, Weights
+from zinfer.core.units import parse_share
+from zinfer.core.value import Frozen
 
 Offload = Literal["none", "cpu", "nvme"]
 Option = str | int | float | bool

@@ -236,7 +236,7 @@ def _swept(fields: dict[str, Any], say: Say) -> bool:
         with suppress(OSError):
             size += os.lstat(file).st_size
     outcome = _remove(fields)
-    from zinfer.spec.units import gb  # a start with nothing to sweep does without it
+    from zinfer.core.units import gb  # a start with nothing to sweep does without it
 
     if outcome == "gone":
         say(f"removed {path} ({gb(size)}), which a killed run left behind")

@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zinfer.spec.units import gb, parse_bytes
+from zinfer.core.units import gb, parse_bytes
 
 MANY_CPUS = 8  # CPUs of which attention leaves one to everything else that runs
 GROWN = 0.9  # share of a control group's limit: a host with less memory than that adds memory as it is used

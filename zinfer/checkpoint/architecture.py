@@ -38,10 +38,10 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
 
-from zinfer.spec import quantization
-from zinfer.spec.configuration import without_code
-from zinfer.spec.documents import DocumentError
-from zinfer.spec.model import CONFIG_KEYS, Dtype, LayerSpec, Matrix, ModelError, ModelSpec, Shape, stretched
+from zinfer.checkpoint import quantization
+from zinfer.checkpoint.configuration import without_code
+from zinfer.core.model import CONFIG_KEYS, Dtype, LayerSpec, Matrix, ModelError, ModelSpec, Shape, stretched
+from zinfer.system.documents import DocumentError
 
 # Sequences and tokens of the measuring pass. The number of tokens is recognised in the shapes of cached tensors, so it
 # must not equal any width of a model nor a multiple of one: a prime.

@@ -15,7 +15,8 @@ from typing import Any, BinaryIO, NamedTuple, NoReturn, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from zinfer.spec.errors import ENVIRONMENT, ZinferError
+from zinfer.core.errors import ENVIRONMENT, ZinferError
+from zinfer.core.value import first_fault
 
 MAX_BYTES = 64 << 20  # larger than any configuration, index or recipe in use
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # begins the file that Git has in place of a large one
@@ -178,14 +179,6 @@ def validate(kind: type[Value], fields: object, name: object) -> Value:
         return kind.model_validate(fields)
     except ValidationError as error:
         raise DocumentError(f"{name}: {first_fault(error)}") from None
-
-
-def first_fault(error: ValidationError) -> str:
-    """Return the first fault of a validation as ``field: fault (not value)``."""
-    fault = error.errors(include_url=False, include_context=False)[0]
-    field = ".".join(map(str, fault["loc"]))
-    given = "" if isinstance(fault["input"], dict | list) else f" (not {str(fault['input'])[:60]!r})"
-    return f"{field + ': ' if field else ''}{fault['msg'].removeprefix('Value error, ')}{given}"
 
 
 def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Model references: a catalogue name, a checkpoint folder, a config.json or a hub id, turned into a `ModelSpec`.
 
 The shape of a model is measured on the `transformers` model that its configuration describes, built without memory
-(`zinfer.spec.architecture`); on machines without torch the closed forms of `zinfer.spec.formula` replace it.
+(`zinfer.checkpoint.architecture`); on machines without torch the closed forms of `.formula` replace it.
 """
 
 import hashlib
@@ -19,12 +19,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from zinfer.spec import atomic, formula, hub, quantization
-from zinfer.spec.checkpoint import Checkpoint, CheckpointError, bare_config, is_left_out
-from zinfer.spec.documents import read_bytes
-from zinfer.spec.errors import did_you_mean
-from zinfer.spec.kinds import other_kind
-from zinfer.spec.model import LAYER_INDEX, Dtype, LayerSpec, ModelError, ModelSpec, Shape, Weights, text_config
+from zinfer.checkpoint import formula, hub, quantization
+from zinfer.checkpoint.headers import Checkpoint, CheckpointError, bare_config, is_left_out
+from zinfer.checkpoint.kinds import other_kind
+from zinfer.core.errors import did_you_mean
+from zinfer.core.model import LAYER_INDEX, Dtype, LayerSpec, ModelError, ModelSpec, Shape, Weights, text_config
+from zinfer.system import atomic
+from zinfer.system.documents import read_bytes
 
 # Families that tie the head to the embedding by default; their checkpoints may hold both even so.
 _TIED = frozenset({"bloom", "cohere", "falcon", "gemma", "gemma2", "gpt2", "gpt_bigcode", "mpt", "opt", "starcoder2"})
@@ -242,8 +243,7 @@ def _supported(name: str, dtype: str) -> Dtype:
 
 def shape_of(name: str, config: Mapping[str, Any], counted: Mapping[str, tuple[int, ...]] | None = None) -> Shape:
     """Return the shape of the model that `config` describes: measured on the model if torch and transformers are
-    installed; else by the closed forms of `zinfer.spec.formula`, with the weights `counted` (names and shapes), if
-    given.
+    installed; else by the closed forms of `.formula`, with the weights `counted` (names and shapes), if given.
 
     Raises ModelError, with `name` in it, if `config` is not that of a decoder-only model, or if its weights are
     quantised in a way that zinfer does not read.
@@ -257,7 +257,7 @@ def shape_of(name: str, config: Mapping[str, Any], counted: Mapping[str, tuple[i
     file = _measured_file(config)
     with suppress(OSError, ValueError):
         return Shape.model_validate_json(read_bytes(file))
-    from zinfer.spec.architecture import measure
+    from zinfer.checkpoint.architecture import measure
 
     shape = measure(name, config)
     with suppress(OSError):  # without the file it is measured again next time
@@ -271,7 +271,7 @@ def _measured_file(config: Mapping[str, Any]) -> Path:
     code."""
     made_of = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     made_of.update(version("transformers").encode())
-    made_of.update((files("zinfer.spec") / "architecture.py").read_bytes())
+    made_of.update((files("zinfer.checkpoint") / "architecture.py").read_bytes())
     made_of.update(repr(sorted(Shape.model_fields) + sorted(LayerSpec.model_fields)).encode())
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "zinfer"
     return folder / f"shape-{made_of.hexdigest()[:24]}.json"

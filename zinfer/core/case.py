@@ -11,12 +11,12 @@ from pydantic import (
     model_validator,
 )
 
-from zinfer.spec.engine import Offload as Offload
-from zinfer.spec.engine import Option as Option
-from zinfer.spec.engine import Options, plan_options, without_defaults
-from zinfer.spec.model import Dtype, Weights
-from zinfer.spec.units import parse_share
-from zinfer.spec.value import Frozen
+from zinfer.core.engine import Offload as Offload
+from zinfer.core.engine import Option as Option
+from zinfer.core.engine import Options, plan_options, without_defaults
+from zinfer.core.model import Dtype, Weights
+from zinfer.core.units import parse_share
+from zinfer.core.value import Frozen
 
 LoadFormat = Literal["safetensors", "dummy"]
 MOST = 10**9  # largest count of sequences, tokens or layers

@@ -19,10 +19,10 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zinfer.spec import configuration
-from zinfer.spec.documents import DocumentError, once, open_regular, read_object
-from zinfer.spec.errors import ZinferError, not_here
-from zinfer.spec.kinds import ADAPTER, other_kind
+from zinfer.checkpoint import configuration
+from zinfer.checkpoint.kinds import ADAPTER, other_kind
+from zinfer.core.errors import ZinferError, not_here
+from zinfer.system.documents import DocumentError, once, open_regular, read_object
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MODELOPT = "hf_quant_config.json"
@@ -66,7 +66,7 @@ class TensorInfo(NamedTuple):
 class Checkpoint:
     """A folder with `config.json` and one or more safetensors files, all headers read and checked.
 
-    `config` is the configuration as it is written: `zinfer.spec.configuration.without_code` comes before any use.
+    `config` is the configuration as it is written: `zinfer.checkpoint.configuration.without_code` comes before any use.
     `sources` are the folder's files that say where weights are; the first one was read.
     """
 

@@ -7,20 +7,17 @@ source, and `override` answers "what if the link were ..."::
     override(load("h100-80gb"), "h2d_bandwidth=200GB/s").describe("h2d_bandwidth")
 """
 
-import os.path
 import re
 import tomllib
 from functools import cache
 from importlib.resources import files
-from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
-from zinfer.spec import documents
-from zinfer.spec.errors import ZinferError, did_you_mean
-from zinfer.spec.units import figures, gb, parse_bytes
-from zinfer.spec.value import Frozen
+from zinfer.core.errors import ZinferError
+from zinfer.core.units import figures, gb, parse_bytes
+from zinfer.core.value import Frozen, first_fault
 
 Bytes = Annotated[int, Field(gt=0, le=1 << 60)]
 Rate = Annotated[float, Field(ge=1, le=1e18, allow_inf_nan=False)]  # bytes or operations a second
@@ -106,7 +103,7 @@ class Machine(Frozen):
         """Return the machine with its rates at their peaks, which no engine passes: matrix products and GPU memory as
         the vendor's datasheet has them, the link as its wire carries it. Pageable memory is as fast as page-locked
         memory then, since only its driver is slower. Figures without a known peak, and those set by hand, stay."""
-        peaks = self.peaks or next((one["peaks"] for one in _catalogue().values() if _same_gpu(one, self)), {})
+        peaks = self.peaks or next((one["peaks"] for one in catalogue().values() if _same_gpu(one, self)), {})
         found = {field: max(getattr(self, field) or 0.0, peak) for field, peak in peaks.items()}
         gpu = self.details.get("gpu") or {}
         generation, width = gpu.get("pcie_generation_max"), gpu.get("pcie_width_max")
@@ -177,7 +174,7 @@ def override(machine: Machine, setting: str) -> Machine:
     try:
         return Machine.model_validate(changed.model_dump())
     except ValidationError as error:
-        raise MachineError(f"{setting!r}: {documents.first_fault(error)}") from None
+        raise MachineError(f"{setting!r}: {first_fault(error)}") from None
 
 
 def _flops(text: str) -> int:
@@ -190,33 +187,12 @@ def _flops(text: str) -> int:
 
 
 @cache
-def _catalogue() -> dict[str, Any]:
+def catalogue() -> dict[str, Any]:
+    """Return the entries of the catalogue, by name."""
     with (files("zinfer") / "catalog" / "machines.toml").open("rb") as file:
         return tomllib.load(file)
 
 
 def catalogue_names() -> tuple[str, ...]:
     """Return the names of machines that `--machine` takes without a probe."""
-    return tuple(_catalogue())
-
-
-def load(reference: str | Path) -> Machine:
-    """Return the machine of a catalogue name, or of the path of a `machine.json` (or its folder) that `zinfer probe`
-    wrote.
-
-    Raises MachineError, in one line, for anything else.
-    """
-    if str(reference) in _catalogue():
-        return Machine(name=str(reference), **_catalogue()[str(reference)])
-    path = Path(reference)
-    if os.path.isdir(path):  # unlike Path.is_dir, of a name that is too long for the disk too
-        path = path / "machine.json"
-    try:
-        return documents.validate(Machine, documents.read_object(path, DESCRIPTION_BYTES), path)
-    except FileNotFoundError:
-        raise MachineError(
-            f"no machine {str(reference)[:200]!r}: not a machine.json, not one of {', '.join(catalogue_names())}"
-            f"{did_you_mean(str(reference), catalogue_names())}"
-        ) from None
-    except documents.DocumentError as error:
-        raise error.restated(MachineError, "; `zinfer probe` writes such a file") from None
+    return tuple(catalogue())

@@ -1,0 +1,17 @@
+"""Base class of the values that zinfer passes around, stores and reads back."""
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+
+class Frozen(BaseModel):
+    """Immutable value: equal by content, strict about unknown keys, usable as part of a record's key."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+def first_fault(error: ValidationError) -> str:
+    """Return the first fault of a validation as ``field: fault (not value)``."""
+    fault = error.errors(include_url=False, include_context=False)[0]
+    field = ".".join(map(str, fault["loc"]))
+    given = "" if isinstance(fault["input"], dict | list) else f" (not {str(fault['input'])[:60]!r})"
+    return f"{field + ': ' if field else ''}{fault['msg'].removeprefix('Value error, ')}{given}"

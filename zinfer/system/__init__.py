@@ -1,0 +1,1 @@
+"""Operating system: files, signals, temporary folders, memory, terminals, and this machine."""

@@ -235,14 +235,14 @@ def test_names_of_code_on_a_page_exist(page: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["engine/base.py", "engine.base.Engine.forward", "Engine.admit", "Plan.placement", "spec.engine.settle"]
+    "name", ["engine/base.py", "engine.base.Engine.forward", "Engine.admit", "Plan.placement", "core.engine.settle"]
 )
 def test_a_name_that_exists_is_found(name: str) -> None:
     assert exists(name)
 
 
 @pytest.mark.parametrize(
-    "name", ["engine/basis.py", "engine.base.Engine.decode", "Engine.prefill", "plan.Plan.at", "spec.engine.unsettle"]
+    "name", ["engine/basis.py", "engine.base.Engine.decode", "Engine.prefill", "plan.Plan.at", "core.engine.unsettle"]
 )
 def test_a_name_that_does_not_exist_is_missed(name: str) -> None:
     assert not exists(name)

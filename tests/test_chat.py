@@ -30,13 +30,14 @@ from zinfer.checkpoint.resolve import from_directory
 from zinfer.checkpoint.tokenizer_files import ChatTemplate, chat_template
 from zinfer.cli import cli
 from zinfer.commands import chat as terminal
-from zinfer.commands.failure import Failure
+from zinfer.core.case import Workload
 from zinfer.core.model import ModelError, ModelSpec
 from zinfer.engine.base import Engine
 from zinfer.generation.dialogue import Dialogue
+from zinfer.generation.sampling import Sampling
 from zinfer.generation.tokenizer_process import TokenizerProcess
 from zinfer.worker.inline import InlineWorker
-from zinfer.worker.tasks import Answer, ChatOpen, ChatStep, Request
+from zinfer.worker.tasks import Answer, BatchStart, BatchStep, Request
 
 TURNS = ["Hello there", "And again", "third"]
 Checkpoints = Callable[..., Path]
@@ -51,7 +52,7 @@ class Inline(InlineWorker):
         self.tokens = 0
 
     def ask(self, request: Request[Answer]) -> Answer:
-        if isinstance(request, ChatStep):
+        if isinstance(request, BatchStep) and not request.requests and not request.drop:
             self.tokens += 1
             self.on_token(self.tokens)
         return super().ask(request)
@@ -64,8 +65,9 @@ def engine(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) ->
     loaded.close()
 
 
-def opening(**fields: Any) -> ChatOpen:
-    return ChatOpen(**{"output_len": 10, "ignore_eos": True, "cache_size": 1 << 30, "folder_size": 1 << 30} | fields)
+def opening(kept: str | None) -> BatchStart:
+    load = Workload(batch_size=1, input_len=32, output_len=10)
+    return BatchStart(load=load, rows=1, arrivals=True, cache_size=1 << 30, folder=kept, folder_size=1 << 30)
 
 
 @cache
@@ -89,12 +91,14 @@ def talk(
     capsys: pytest.CaptureFixture[str],
     turns: list[str] | None = None,
     dialogue: Dialogue | None = None,
-    **fields: Any,
+    kept: str | None = None,
+    ignore_eos: bool = True,
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the answers to `TURNS` as JSON, and the other output."""
     said: list[str] = []
     dialogue = dialogue or dialogue_for(worker)
-    terminal.talk(worker, dialogue, turns or TURNS, opening(**fields), said.append, as_json=True)
+    limits = terminal.AnswerLimits(10, worker.session.plan.model.max_position, Sampling(), ignore_eos)
+    terminal.talk(worker, dialogue, turns or TURNS, opening(kept), limits, said.append, as_json=True)
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()], said
 
 
@@ -181,7 +185,7 @@ def test_a_conversation_ends_where_positions_do(
     checkpoint: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     engine = load("stream", checkpoint("opt"), "none", tmp_path)
-    with pytest.raises(Failure, match=r"\b74 tokens.* 64 positions"):
+    with pytest.raises(ModelError, match=r"\b74 tokens.* 64 positions"):
         talk(Inline.around(engine), capsys, turns=["a" * 20, "b" * 20, "c" * 14, "d"])
     lengths = [len(json.loads(line)["output_ids"]) for line in capsys.readouterr().out.splitlines()]
     assert lengths == [10, 10], "as many as there is room for, and no more"
@@ -206,7 +210,7 @@ def test_a_pipe_is_a_conversation_and_finds_an_earlier_one(
     checkpoint: Checkpoints,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    earlier, _ = talk(Inline.around(engine), capsys, turns=TURNS[:2], folder=str(folder / "kv"))
+    earlier, _ = talk(Inline.around(engine), capsys, turns=TURNS[:2], kept=str(folder / "kv"))
     assert len(list((folder / "kv").iterdir())) == 2
     words = ["run", "-m", str(checkpoint("llama")), "--engine", "accelerate", "--offload", "cpu", "--chat", "--json"]
     words += ["--kv-cache-dir", "kv", "--output-len", "10", "--ignore-eos"]
@@ -223,11 +227,11 @@ def test_a_pipe_is_a_conversation_and_finds_an_earlier_one(
 def test_pipes_in_place_of_kept_conversations_are_not_waited_for(
     tmp_path: Path, engine: Engine, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    earlier, _ = talk(Inline.around(engine), capsys, turns=TURNS[:2], folder=str(tmp_path / "kv"))
+    earlier, _ = talk(Inline.around(engine), capsys, turns=TURNS[:2], kept=str(tmp_path / "kv"))
     for path in (tmp_path / "kv").iterdir():
         path.unlink()
         os.mkfifo(path)
-    found, said = talk(Inline.around(engine), capsys, turns=TURNS[:2], folder=str(tmp_path / "kv"))
+    found, said = talk(Inline.around(engine), capsys, turns=TURNS[:2], kept=str(tmp_path / "kv"))
     assert [told["output_ids"] for told in found] == [told["output_ids"] for told in earlier]
     assert "is not a regular file" in "".join(said)
     assert "cannot be written: it is a pipe that nobody reads" in "".join(said)

@@ -28,7 +28,7 @@ from zinfer.generation import draft_model, schedule, scheduler
 from zinfer.generation.draft_model import check_same_tokens
 from zinfer.generation.drafts import DraftRow, Drafts
 from zinfer.generation.sampling import Sampling
-from zinfer.generation.scheduler import ContinuousScheduler, Scheduler
+from zinfer.generation.scheduler import ContinuousScheduler
 
 Checkpoints = Callable[..., Path]
 Patch = pytest.MonkeyPatch
@@ -260,11 +260,10 @@ def test_drawn_tokens_ends_and_stops_are_those_without_drafts(
 def test_one_sequence_gets_drafts_turn_after_turn(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(Drafts, "_worth", lambda _drafts, counts, _rows: max(counts.values()))
     engine = load("stream", checkpoint("bloom"), "cpu", tmp_path, draft=str(checkpoint("bloom")))
-    alone = Scheduler(engine, Words())  # type: ignore[arg-type]
     for one in sequences(3, 4):
         expected = greedy(engine, one.prompt_ids, one.left)
-        steps = 0
-        alone.start([one], one.left)
+        alone, steps = ContinuousScheduler(engine, Words(), LOAD, 1), 0  # type: ignore[arg-type]
+        alone.add([one])
         while alone.running:
             alone.step()
             steps += 1

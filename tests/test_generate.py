@@ -4,21 +4,23 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.test_dialogue import sentencepiece
 from tests.test_parity import MACHINE
 from zinfer.checkpoint.resolve import from_catalogue, from_directory
+from zinfer.cli import cli
 from zinfer.core.case import Case, Workload
 from zinfer.core.model import ModelError, ModelSpec
 from zinfer.engine.stream import Stream
 from zinfer.generation import scheduler
 from zinfer.generation.detokenizer import TextPieces
-from zinfer.generation.sampling import NotFiniteError, Sampling
+from zinfer.generation.sampling import GREEDY, NotFiniteError, Sampling, nth_seed
+from zinfer.generation.schedule import load_of
 from zinfer.generation.tokenizer import Tokenizer, byte_tokenizer
 from zinfer.plan.plan import make_plan
 
@@ -39,14 +41,30 @@ def engine_for(directory: Path) -> tuple[Stream, ModelSpec]:
 
 
 def generate(
-    engine: Stream, spec: ModelSpec, prompts: list[str], batch_size: int, **how: Any
+    engine: Stream,
+    spec: ModelSpec,
+    prompts: list[str],
+    batch_size: int,
+    output_len: int = 32,
+    sampling: Sampling = GREEDY,
+    ignore_eos: bool = False,
 ) -> list[scheduler.Sequence]:
     tokenizer = Tokenizer(spec)
-    ids = [tokenizer.hf(prompt).input_ids for prompt in prompts]
-    running, sequences = scheduler.continue_prompts(engine, spec, tokenizer, ids, batch_size=batch_size, **how)
+    sequences = [
+        scheduler.Sequence(
+            tokenizer.hf(prompt).input_ids, output_len, ignore_eos=ignore_eos, key=number,
+            sampling=sampling.model_copy(update={"seed": nth_seed(sampling.seed, number)}),
+        )
+        for number, prompt in enumerate(prompts)
+    ]  # fmt: skip
+    load = load_of(engine.plan, [(len(one.prompt_ids), output_len) for one in sequences], batch_size)
+    running = scheduler.ContinuousScheduler(engine, tokenizer, load, batch_size)
+    running.add(sequences)
     while running.running:
-        scheduler.advance(running)
+        if any(one.error for one in running.step()):
+            raise NotFiniteError
         assert len(running.schedule.running) <= batch_size
+    running.release()
     assert engine.batches == []
     return sequences
 
@@ -120,10 +138,10 @@ def test_rows_end_at_their_own_end_token(checkpoint: Callable[..., Path]) -> Non
 def test_drawn_texts_do_not_depend_on_the_batch(checkpoint: Callable[..., Path]) -> None:
     """Each prompt has chances of its own: two that are the same are continued in two ways."""
     engine, spec = engine_for(checkpoint("llama"))
-    prompts, how = [*PROMPTS, PROMPTS[0]], {"output_len": 12, "ignore_eos": True}
+    prompts = [*PROMPTS, PROMPTS[0]]
     sampling = Sampling(temperature=1.0, top_p=0.9, seed="3")
     ways = [
-        [sequence.output_ids for sequence in generate(engine, spec, prompts, size, sampling=sampling, **how)]
+        [sequence.output_ids for sequence in generate(engine, spec, prompts, size, 12, sampling, ignore_eos=True)]
         for size in (1, 3, 4)
     ]
     assert ways[0] == ways[1] == ways[2]
@@ -137,7 +155,7 @@ def test_drawn_texts_do_not_depend_on_the_batch(checkpoint: Callable[..., Path])
     while running.running:
         running.step()
     assert row.output_ids == ways[0][0]
-    other = generate(engine, spec, prompts, 4, sampling=sampling.model_copy(update={"seed": "4"}), **how)
+    other = generate(engine, spec, prompts, 4, 12, sampling.model_copy(update={"seed": "4"}), ignore_eos=True)
     assert [sequence.output_ids for sequence in other] != ways[0]
     engine.close()
 
@@ -152,10 +170,9 @@ def test_output_that_is_no_number_is_a_failure(checkpoint: Callable[..., Path]) 
 
 
 def test_prompts_that_cannot_run_are_refused(checkpoint: Callable[..., Path]) -> None:
-    engine, spec = engine_for(checkpoint("opt"))
+    words = ["run", "-m", str(checkpoint("opt")), "-p", "x" * 60, "--output-len", "8"]
     with pytest.raises(ModelError, match="exceed the 64 positions"):
-        generate(engine, spec, ["x" * 60], 1, output_len=8)
-    engine.close()
+        CliRunner().invoke(cli, words, catch_exceptions=False)
 
 
 @pytest.mark.parametrize("kind", ["bytes of GPT-2", "bytes of Llama 2"])

@@ -14,12 +14,12 @@ from click.testing import CliRunner
 
 from tests import mentions
 from zinfer.cli import cli
+from zinfer.commands import run as run_side
 from zinfer.commands.run import Answers
 from zinfer.generation.detokenizer import TextPieces
 from zinfer.generation.scheduler import Sequence, add_token
-from zinfer.worker import generation as worker_side
 from zinfer.worker.inline import InlineWorker
-from zinfer.worker.tasks import CompletionStep, Generated, GenerateStep
+from zinfer.worker.tasks import BatchStep, BatchStepped, RowStep
 
 Checkpoints = Callable[..., Path]
 PROMPTS = ["-p", "Once upon", "-p", "ab"]
@@ -32,7 +32,7 @@ def words(checkpoint: Checkpoints, *more: str) -> list[str]:
 @pytest.fixture
 def one_pass_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("zinfer.worker.process.Worker", InlineWorker)
-    monkeypatch.setattr(worker_side, "STREAM_S", 0.0)
+    monkeypatch.setattr(run_side, "STREAM_S", 0.0)
 
 
 @pytest.mark.usefixtures("one_pass_a_step")
@@ -40,9 +40,9 @@ def test_text_comes_in_pieces_that_make_the_whole(checkpoint: Checkpoints, monke
     shown: list[str] = []
     add = Answers.add
 
-    def watched(self: Answers, step: Generated) -> None:
+    def watched(self: Answers, step: BatchStepped) -> None:
         add(self, step)
-        shown.extend(one.text for one in step.steps if one.number == 0)
+        shown.extend(row.piece for row in step.rows if row.key == 0)
 
     monkeypatch.setattr(Answers, "add", watched)
     whole = CliRunner().invoke(cli, words(checkpoint, *PROMPTS, "--json"))
@@ -68,15 +68,15 @@ def test_an_interrupt_keeps_the_text_so_far(
 
     def interrupted(self: InlineWorker, request: Any) -> Any:
         nonlocal count
-        count += isinstance(request, GenerateStep)
-        if count == 4:
+        count += isinstance(request, BatchStep)
+        if count == 5:
             os.kill(os.getpid(), signal.SIGINT)
         return ask(self, request)
 
     monkeypatch.setattr(InlineWorker, "ask", interrupted)
     result = CliRunner().invoke(cli, words(checkpoint, "-p", "Once upon", *["--json"] * as_json))
     assert result.exit_code == 130, result.output
-    assert count == 4
+    assert count == 5
     assert mentions(result.stderr, "interrupted", "kept")
     if as_json:
         (found,) = json.loads(result.stdout)
@@ -93,8 +93,8 @@ def test_answers_are_shown_in_the_order_of_their_prompts(capsys: pytest.CaptureF
 
     def step(number: int, text: str, whole: str = "") -> str:
         reason: Literal["length"] | None = "length" if whole else None
-        one = CompletionStep(number=number, tokens=[1], text=text, finish_reason=reason, output_text=whole)
-        answers.add(Generated(steps=[one], seconds=1.0, running=1))
+        row = RowStep(key=number, tokens=[1], piece=text, finish_reason=reason, text=whole)
+        answers.add(BatchStepped(rows=[row], seconds=1.0, passes=1))
         return capsys.readouterr().out
 
     assert step(1, "2") == ""

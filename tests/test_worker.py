@@ -48,19 +48,7 @@ from zinfer.worker.tasks import (
     BatchStarted,
     BatchStep,
     BatchStepped,
-    ChatAsk,
-    ChatAsked,
-    ChatEnd,
-    ChatEnded,
-    ChatOpen,
-    ChatOpened,
-    ChatStep,
-    ChatToken,
-    CompletionStep,
     Facts,
-    Generate,
-    Generated,
-    GenerateStep,
     Load,
     Loaded,
     LogitsCompare,
@@ -417,16 +405,6 @@ MESSAGES: dict[str, tuple[Request[Any], Message]] = {
         MeasureRequests(case=case(), load=LOAD, rows=[RequestRow(input_len=2, output_len=1, prompt_ids=[4, 5])]),
         RequestsMeasured(point=RequestPoint(case=case(), requests=LOAD, status="timeout", machine="test")),
     ),
-    "generate": (
-        Generate(prompts=[[1, 2]], batch_size=1, sampling=SAMPLING),
-        Generated(
-            steps=[CompletionStep(number=0, tokens=[1], text="a", finish_reason="stop", output_text="a")],
-            seconds=1.0, running=0,
-        ),
-    ),
-    "generate_step": (
-        GenerateStep(), Generated(steps=[CompletionStep(number=0, tokens=[1], text="é")], seconds=1.0, running=1),
-    ),
     "batch_start": (
         BatchStart(load=Workload(batch_size=1, input_len=1, output_len=2), rows=3),
         BatchStarted(positions=64),
@@ -435,12 +413,6 @@ MESSAGES: dict[str, tuple[Request[Any], Message]] = {
         BatchStep(requests=[ASKED], ending=0.25),
         BatchStepped(passes=1, seconds=0.5, rows=[RowStep(key=1, tokens=[], finish_reason="stop", text="a")]),
     ),
-    "chat_open": (ChatOpen(output_len=3, cache_size=1), ChatOpened(notes=("a",))),
-    "chat_ask": (
-        ChatAsk(prompt_ids=[1, 2]), ChatAsked(text="a", finish_reason=None, seconds=0.1, reloaded=1, computed=2),
-    ),
-    "chat_step": (ChatStep(), ChatToken(text="", finish_reason="length", seconds=0.1)),
-    "chat_end": (ChatEnd(), ChatEnded(output_ids=[1], output_text="a")),
     "prefix_reuse": (
         PrefixReuse(context=9, new_tokens=2, repeats=1, folder="kv"),
         PrefixReused(

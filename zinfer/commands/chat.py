@@ -7,8 +7,9 @@ import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
 
@@ -20,8 +21,9 @@ from zinfer.system.printable import show_generated, shows_unicode, text_lines
 
 if TYPE_CHECKING:
     from zinfer.generation.dialogue import Dialogue
+    from zinfer.generation.sampling import Sampling
     from zinfer.worker.process import Client
-    from zinfer.worker.tasks import Answer, ChatOpen, Request
+    from zinfer.worker.tasks import Answer, BatchRequest, BatchStart, BatchStepped, Request
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -131,59 +133,116 @@ class Stop:
             raise KeyboardInterrupt from None
 
 
+class AnswerLimits(NamedTuple):
+    """Limits of an answer, in tokens, the model's `positions` if it has a last one, and how tokens are chosen."""
+
+    output_len: int
+    positions: int | None
+    sampling: "Sampling"
+    ignore_eos: bool = False
+
+    def left(self, length: int) -> int:
+        """Return the most tokens of an answer to a conversation of `length` tokens. Raises ModelError for none."""
+        from zinfer.core.model import ModelError
+
+        left = self.output_len if self.positions is None else min(self.output_len, self.positions - length)
+        if left < 1:
+            raise ModelError(f"the conversation has {length} tokens, and the model {self.positions} positions")
+        return left
+
+
+def prompt_request(
+    number: int, ids: list[int], left: int, sampling: "Sampling", ignore_eos: bool, chat: bool = False
+) -> "BatchRequest":
+    """Return the request for one streamed answer to a prompt, whose `number` is its key and part of its seed."""
+    from zinfer.generation.sampling import nth_seed
+    from zinfer.worker.tasks import BatchRequest, BatchRow
+
+    own = sampling.model_copy(update={"seed": nth_seed(sampling.seed, number)})
+    row = BatchRow(key=number, left=left, sampling=own)
+    return BatchRequest(key=number, prompts=[ids], rows=[row], ignore_eos=ignore_eos, chat=chat, stream=True)
+
+
 def talk(
     worker: "Client",
     dialogue: "Dialogue",
     prompts: Iterable[str],
-    opening: "ChatOpen",
+    opening: "BatchStart",
+    limits: AnswerLimits,
     say: Callable[[str], None],
     as_json: bool,
 ) -> None:
-    """Hold a conversation of the turns `prompts` with a loaded `worker`; `say` gets lines for the user.
+    """Hold a conversation of the turns `prompts` with a loaded `worker`; `say` gets lines for the user. Each answer is
+    a row of a batch of one row, which keeps the KV cache of each for the next turn.
 
     Raises ModelError for a turn that has no tokens, Failure if one fails, KeyboardInterrupt at the second ctrl-C in an
     answer.
     """
     from zinfer.worker.process import TaskFailed
-    from zinfer.worker.tasks import ChatAsk, ChatEnd, ChatStep, ChatToken
+    from zinfer.worker.tasks import BatchStep
 
     def ask(request: "Request[Answer]") -> "Answer":
         try:
             answer = worker.ask(request)
         except TaskFailed as failed:
             raise Failure(failed.line, failed.exit_code) from None
-        for note in getattr(answer, "notes", ()):
+        for note in answer.notes:  # type: ignore[attr-defined]
             say(note)
         return answer
 
     if not dialogue.template:
         say("the model has no chat template: turns and answers follow each other as they are")
-    ask(opening)
-    for number, prompt in enumerate(prompts, start=1):
+    started = ask(opening)
+    if started.cannot_reuse is not None:
+        say(f"each turn computes the whole conversation: {started.cannot_reuse}")
+    for number, prompt in enumerate(prompts):
+        ids = dialogue.ask(prompt)
+        request = prompt_request(number, ids, limits.left(len(ids)), limits.sampling, limits.ignore_eos, chat=True)
+        answer = _Answer(as_json)
         with Stop() as stop:
-            first = ask(ChatAsk(prompt_ids=dialogue.ask(prompt)))
-            step: ChatToken = first
-            _show(step.text, as_json)
-            seconds, steps = 0.0, 0
-            while step.finish_reason is None and not stop.asked:
-                step = ask(ChatStep())
-                seconds, steps = seconds + step.seconds, steps + 1
-                _show(step.text, as_json)
-        answer = ask(ChatEnd())
-        dialogue.answered(answer.output_ids, answer.output_text)
+            answer.add(ask(BatchStep(requests=[request], answer_s=0)))
+            while answer.finish_reason is None and not stop.asked:
+                answer.add(ask(BatchStep(answer_s=0)))
+        if answer.finish_reason is None:
+            answer.text = ask(BatchStep(drop=[number], answer_s=0)).dropped[number]
+        dialogue.answered(answer.output_ids, answer.text)
+        more = len(answer.output_ids) - 1
         turn = {
-            "turn": number, "prompt": prompt, "output_ids": answer.output_ids, "output_text": answer.output_text,
-            "finish_reason": step.finish_reason or "interrupted", "reloaded_tokens": first.reloaded,
-            "computed_tokens": first.computed, "ttft_s": round(first.seconds, 6),
-            "decode_tok_s": round(steps / seconds, 3) if seconds else None,
+            "turn": number + 1, "prompt": prompt, "output_ids": answer.output_ids, "output_text": answer.text,
+            "finish_reason": answer.finish_reason or "interrupted", "reloaded_tokens": answer.reloaded,
+            "computed_tokens": len(ids) - answer.reloaded, "ttft_s": round(answer.ttft_s, 6),
+            "decode_tok_s": round(more / answer.decode_s, 3) if answer.decode_s else None,
         }  # fmt: skip
         click.echo(json.dumps(turn, ensure_ascii=not shows_unicode()) if as_json else "")
         say(summary(turn))
 
 
-def _show(text: str, as_json: bool) -> None:
-    if text and not as_json:
-        show_generated(text)
+@dataclass
+class _Answer:
+    """Answer to a turn so far, which is shown as it comes unless `as_json`; `decode_s` are seconds after its first
+    token."""
+
+    as_json: bool
+    output_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: str | None = None
+    reloaded: int = 0
+    ttft_s: float = 0.0
+    decode_s: float = 0.0
+
+    def add(self, step: "BatchStepped") -> None:
+        """Add the new tokens of a pass. Raises Failure where the row failed."""
+        if self.output_ids:
+            self.decode_s += step.seconds
+        else:
+            self.ttft_s += step.seconds
+        for row in step.rows:
+            if row.error is not None:
+                raise Failure(row.error)
+            self.output_ids += row.tokens
+            self.text, self.finish_reason, self.reloaded = self.text + row.piece, row.finish_reason, row.cached
+            if row.piece and not self.as_json:
+                show_generated(row.piece)
 
 
 def summary(turn: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 
 from zinfer.commands import options
-from zinfer.commands.chat import ANSWER, CONTEXT, Stop, chat_options, talk, turns
+from zinfer.commands.chat import ANSWER, CONTEXT, AnswerLimits, Stop, chat_options, prompt_request, talk, turns
 from zinfer.commands.failure import Failure
 from zinfer.commands.limits import TEXT
 from zinfer.core.errors import ENVIRONMENT
@@ -20,10 +20,12 @@ from zinfer.system.printable import show_generated, shows_unicode, text_lines
 
 if TYPE_CHECKING:
     from zinfer.generation.tokenizer_process import TokenizerProcess
-    from zinfer.worker.tasks import Generated
+    from zinfer.worker.tasks import BatchStepped
 
 
 INTERRUPTED = 130  # exit code
+SENT = 1024  # prompts that are sent to the worker at a time
+STREAM_S = 0.05  # prompts are continued that long before their text is shown
 
 
 @click.command("run", cls=options.LoadCommand)
@@ -111,9 +113,10 @@ def command(
     from zinfer.core.units import counted, duration
     from zinfer.generation.dialogue import Dialogue
     from zinfer.generation.sampling import Sampling
+    from zinfer.generation.schedule import load_of
     from zinfer.plan.plan import make_plan
     from zinfer.worker.process import Worker, WorkerError
-    from zinfer.worker.tasks import ChatOpen, Generate, GenerateStep
+    from zinfer.worker.tasks import BatchStart, BatchStep
 
     _check_together(chat, batch_size, temperature)
     sampling = Sampling(temperature=temperature, top_p=top_p, seed=str(seed))
@@ -152,25 +155,27 @@ def command(
             worker.start(plan)
             if dialogue is not None:
                 watch.quiet()
-                opening = ChatOpen(
-                    sampling=sampling, output_len=output_len, ignore_eos=ignore_eos, cache_size=kv_cache_size,
+                opening = BatchStart(
+                    load=load_of(plan, [(length, output_len)], 1), rows=1, arrivals=True, cache_size=kv_cache_size,
                     folder=kv_cache_dir, folder_size=kv_cache_dir_size,
                 )  # fmt: skip
-                talk(worker, dialogue, turns(texts), opening, watch.say, as_json)
+                limits = AnswerLimits(output_len, source.spec.max_position, sampling, ignore_eos)
+                talk(worker, dialogue, turns(texts), opening, limits, watch.say, as_json)
                 return
-            request = Generate(
-                prompts=prompt_ids, batch_size=size, output_len=output_len, sampling=sampling, ignore_eos=ignore_eos
-            )
             if sys.stdout.isatty() and not as_json:
                 watch.quiet()
             answers = Answers(texts, as_json)
+            waiting = [
+                prompt_request(number, ids, output_len, sampling, ignore_eos) for number, ids in enumerate(prompt_ids)
+            ]
+            workload = load_of(plan, [(len(ids), output_len) for ids in prompt_ids], size)
             with Stop() as stop:
-                step = worker.ask(request)
-                answers.add(step)
-                while step.running and not stop.asked:
-                    step = worker.ask(GenerateStep())
-                    answers.add(step)
-            if stop.asked and step.running:
+                worker.ask(BatchStart(load=workload, rows=size))
+                while not answers.all_ended and not stop.asked:
+                    sent, waiting = waiting[:SENT], waiting[SENT:]
+                    answers.add(worker.ask(BatchStep(requests=sent, answer_s=STREAM_S)))
+                    watch.progress("generating", answers.tokens / (len(texts) * output_len))
+            if not answers.all_ended:
                 worker.kill()
                 answers.end()
                 watch.say("interrupted; the text so far is kept")
@@ -184,8 +189,8 @@ def command(
         finally:
             worker.close()
         rate = answers.tokens / answers.seconds
-        told = options.drafts_right(step.drafted, step.accepted)
-        told = f"; {step.passes:,} passes{told}" if told else ""
+        told = options.drafts_right(answers.drafted, answers.accepted)
+        told = f"; {answers.passes:,} passes{told}" if told else ""
         watch.say(f"{counted(answers.tokens, 'token')} in {duration(answers.seconds)}: {rate:.2f} tok/s{told}")
 
 
@@ -194,23 +199,38 @@ class Answers:
 
     def __init__(self, prompts: list[str], as_json: bool) -> None:
         self.tokens, self.seconds = 0, 0.0
-        self._as_json = as_json
+        self.passes = self.drafted = self.accepted = 0
+        self._as_json, self._ended = as_json, 0
         self._found: list[dict[str, Any]] = [
             {"prompt": prompt, "output_ids": [], "output_text": "", "finish_reason": "interrupted"}
             for prompt in prompts
         ]
         self._shown, self._length = 0, 0  # prompts shown to their end; characters shown of the next one
 
-    def add(self, step: "Generated") -> None:
-        """Add new tokens; show the text that is next."""
+    @property
+    def all_ended(self) -> bool:
+        """True once every answer has ended."""
+        return self._ended == len(self._found)
+
+    def add(self, step: "BatchStepped") -> None:
+        """Add new tokens of rows, whose keys are the numbers of their prompts; show the text that is next.
+
+        Raises Failure for a row that failed.
+        """
         self.seconds += step.seconds
-        for one in step.steps:
-            answer = self._found[one.number]
-            self.tokens += len(one.tokens)
-            answer["output_ids"] += one.tokens
-            answer["output_text"] += one.text
-            if one.finish_reason is not None:
-                answer |= {"output_text": one.output_text, "finish_reason": one.finish_reason}
+        self.passes += step.passes
+        self.drafted += step.drafted
+        self.accepted += step.accepted
+        for row in step.rows:
+            if row.error is not None:
+                raise Failure(row.error)
+            answer = self._found[row.key]
+            self.tokens += len(row.tokens)
+            answer["output_ids"] += row.tokens
+            answer["output_text"] += row.piece
+            if row.finish_reason is not None:
+                answer |= {"output_text": row.text, "finish_reason": row.finish_reason}
+                self._ended += 1
         if not self._as_json:
             self._show()
 

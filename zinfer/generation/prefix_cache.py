@@ -13,17 +13,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from itertools import count
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from pydantic import ValidationError
 
 from zinfer.checkpoint.headers import CheckpointError
+from zinfer.checkpoint.source import revision_of
 from zinfer.core.units import gb
 from zinfer.core.value import Frozen
 from zinfer.engine import EngineError, kv_file
 from zinfer.engine.base import Engine, MicroBatch
 from zinfer.engine.kv_snapshot import KVSnapshot
 from zinfer.generation.radix_tree import Node, RadixTree, digest
+from zinfer.plan.plan import Plan
 from zinfer.system.host import available_bytes
 
 FORMAT = 1
@@ -41,6 +44,25 @@ class Label(Frozen):
     first: int  # position of the first token
     tokens: tuple[int, ...]
     bytes: int
+
+
+class KeptFolder(NamedTuple):
+    """Folder whose files hold up to `size` bytes of keys and values."""
+
+    path: Path
+    size: int
+
+
+def cache_identity(plan: Plan) -> dict[str, str]:
+    """Return the facts that tell the keys and values of a plan's model from those of all others, whichever engine
+    computed them."""
+    spec = plan.model
+    return {
+        "model": Path(spec.name).name,
+        "revision": revision_of(spec, plan.case.load_format),
+        "dtype": spec.dtype,
+        "layers": str(spec.num_layers),
+    }
 
 
 class PrefixCache:

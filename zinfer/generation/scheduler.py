@@ -1,13 +1,12 @@
 """The decode loop, and the schedulers that run sequences on an engine.
 
 `DecodeLoop` knows tokens on the device and nothing of text: prefill, then a token a row and step, each chosen by a
-sampler. `Scheduler` is the loop for sequences that begin together: each has its length, its sampling, its stops, and
-what it has so far. `ContinuousScheduler` runs sequences that come at any time: it carries out the passes that
-`zinfer.generation.schedule.Schedule` plans.
+sampler. `ContinuousScheduler` runs sequences that come at any time, each with its length, sampling and stops: it
+carries out the passes that `zinfer.generation.schedule.Schedule` plans.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Several
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,17 +16,15 @@ import torch
 from torch import Tensor
 
 from zinfer.core.case import Workload
-from zinfer.core.model import ModelSpec, check_positions
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, MicroBatch, Work
 from zinfer.engine.kv_snapshot import RowsPast
-from zinfer.engine.transfer import landed
 from zinfer.generation import passes
 from zinfer.generation.draft_model import drafter_of
 from zinfer.generation.drafts import MOST, Drafter, DraftRow, Drafts
-from zinfer.generation.prefix_cache import PrefixCache
+from zinfer.generation.prefix_cache import KeptFolder, PrefixCache, cache_identity
 from zinfer.generation.running_text import RunningText
-from zinfer.generation.sampling import GREEDY, NotFiniteError, Sampling, Score, choose, nth_seed, scores
+from zinfer.generation.sampling import GREEDY, NotFiniteError, Sampling, Score, choose, scores
 from zinfer.generation.schedule import (
     EXPANDED_SHARE,
     MOST_ROWS,
@@ -100,28 +97,6 @@ class DecodeLoop:
             raise
         self.steps += 1
         return self._choose(logits)
-
-    def verify(self, token_ids: Tensor) -> Tensor:
-        """Compute the tokens chosen last with drafts behind them, ``[B, n]``; return all their logits, ``[B, n, V]``.
-        `keep` must follow."""
-        try:
-            (logits,) = self.engine.forward([Work(self.batch, token_ids, token_ids.shape[1])])
-        except BaseException:
-            self._abandon()
-            raise
-        return logits
-
-    def keep(self, tokens: Tensor, count: int) -> None:
-        """Count `count` steps and forget the positions behind them; `tokens`, ``[B]``, were chosen last."""
-        try:
-            lengths = torch.full((self.batch.batch_size,), self.batch.prompt_len + self.steps + count)
-            if int(lengths[0]) < self.batch.length:
-                self.engine.rollback(self.batch, lengths)
-        except BaseException:
-            self._abandon()
-            raise
-        self.steps += count
-        self.tokens = tokens
 
     def end(self) -> None:
         """Free the batch's KV cache. Safe to call twice."""
@@ -199,95 +174,6 @@ class Sequence:
         return [] if self.chat else self.prompt_ids
 
 
-class Scheduler:
-    """Scheduler of one batch, from its start until its end: decides which sequences are in the next pass. A single
-    sequence gets several tokens from a pass if the engine's options ask for drafts."""
-
-    def __init__(self, engine: Engine, tokenizer: Tokenizer) -> None:
-        self.sequences: list[Sequence] = []
-        self.loop = DecodeLoop(engine, self._choose)
-        self._tokenizer = tokenizer
-        self._reserve = 0
-        drafter = drafter_of(engine)
-        self._drafts = None if drafter is None else Drafts(drafter)
-
-    @property
-    def running(self) -> bool:
-        """True while a sequence has not ended and the KV cache has room for its next token."""
-        room = self.loop.active and self._reserve > 0
-        return room and any(not sequence.ended for sequence in self.sequences)
-
-    def start(self, sequences: Iterable[Sequence], reserve: int, past: "Several[KVSnapshot]" = ()) -> list[Sequence]:
-        """Begin a batch of `sequences` with room for `reserve` more tokens each: prefill their prompts and the output
-        that they have so far, and choose a token for each. Returns the sequences that ended with it."""
-        self.sequences, self._reserve = list(sequences), reserve
-        if self._drafts is not None:
-            self._drafts.forget(0)
-        known = [sequence.prompt_ids + sequence.output_ids for sequence in self.sequences]
-        length = max(map(len, known))
-        token_ids = torch.tensor([[self._tokenizer.padding] * (length - len(ids)) + ids for ids in known])
-        mask = torch.tensor([[0] * (length - len(ids)) + [1] * len(ids) for ids in known])
-        return self._extend(self.loop.start(token_ids, mask, reserve, past))
-
-    def step(self) -> list[Sequence]:
-        """Run a decode step of the batch, while it is `running`. Returns the sequences that ended with it."""
-        drafts, began = self._draft(), time.monotonic()
-        ended = self._verify(self.sequences[0], drafts) if drafts else self._extend(self.loop.step())
-        if self._drafts is not None:
-            self._drafts.passed(time.monotonic() - began)
-        return ended
-
-    def _draft(self) -> list[int]:
-        """Return drafts for a single sequence."""
-        if self._drafts is None or len(self.sequences) > 1:
-            return []
-        (one,) = self.sequences
-        return self._drafts.propose({0: _draft_row(one, self._reserve)}, MOST).get(0, [])
-
-    def _verify(self, sequence: Sequence, drafts: list[int]) -> list[Sequence]:
-        """Run a decode step of one sequence with drafts; add the tokens that it gets."""
-        asked = landed(torch.tensor([[int(self.loop.tokens[0]), *drafts]]), self.loop.tokens.device)
-        logits, place = self.loop.verify(asked)[0], len(sequence.output_ids)
-        places = list(range(place, place + len(logits)))
-        tokens, finite = choose(logits, [sequence.sampling] * len(logits), places)
-        count = 0
-        for token, fine, draft in zip(tokens.tolist(), finite.tolist(), [*drafts, -1], strict=True):
-            add_token(self._tokenizer, sequence, token, fine)
-            count += 1
-            if sequence.ended or token != draft:
-                break
-        self.loop.keep(tokens[count - 1 : count], count)
-        self._reserve -= count
-        if self._drafts is not None:
-            self._drafts.saw(0, len(drafts), count - 1)
-        return [sequence] if sequence.ended else []
-
-    def end(self) -> None:
-        """End the batch, however far its sequences are. Safe to call twice."""
-        self._reserve = 0
-        if self._drafts is not None:
-            self._drafts.forget(0)
-        self.loop.end()
-
-    def _choose(self, logits: Tensor) -> Tensor:
-        samplings = [GREEDY if sequence.ended else sequence.sampling for sequence in self.sequences]
-        places = [len(sequence.output_ids) for sequence in self.sequences]
-        tokens, self._finite = choose(logits, samplings, places)
-        return tokens
-
-    def _extend(self, tokens: Tensor) -> list[Sequence]:
-        """Add its next token to each sequence; returns those that ended."""
-        self._reserve -= 1
-        running = [
-            (sequence, token, finite)
-            for sequence, token, finite in zip(self.sequences, tokens.tolist(), self._finite.tolist(), strict=True)
-            if not sequence.ended
-        ]
-        for sequence, token, finite in running:
-            add_token(self._tokenizer, sequence, token, finite)
-        return [sequence for sequence, _, _ in running if sequence.ended]
-
-
 def _draft_row(sequence: Sequence, most: int) -> DraftRow:
     """Return a running sequence, which may get up to `most` tokens, as drafts are made for it."""
     known = sequence.prompt_ids + sequence.output_ids
@@ -331,9 +217,10 @@ class ContinuousScheduler:
     run at a time. With `arrivals` requests share the rows, in the order in which they came; otherwise like rows begin
     together.
 
-    Keys and values of complete prompts and of rows that end are kept in up to `cache_size` bytes of host memory, in
-    `prefixes`; a later row reuses its longest prefix that is there. `cannot_reuse` is the reason why the engine does
-    not, if it cannot.
+    Keys and values of complete prompts and of rows that end or are dropped are kept in up to `cache_size` bytes of host
+    memory, in `prefixes`, and in `folder`; a later row reuses its longest prefix that is there. `cannot_reuse` is the
+    reason why the engine does not, if it cannot. Where `rows` is 1 all rows are turns of one conversation: they are
+    kept once they end, however short they are.
 
     With a `drafter`, by default the one that the engine's options ask for, a pass may give a row several tokens. Raises
     EngineError then where `Engine.cannot_draft` gives a reason.
@@ -347,6 +234,7 @@ class ContinuousScheduler:
         rows: int | None = None,
         arrivals: bool = False,
         cache_size: int = 0,
+        folder: KeptFolder | None = None,
         drafter: Drafter | None = None,
     ) -> None:
         drafter = drafter_of(engine) if drafter is None else drafter
@@ -371,10 +259,15 @@ class ContinuousScheduler:
         self.prefixes: PrefixCache | None = None
         self._matched: dict[int, tuple[int, int]] = {}  # by key: version of `prefixes`, tokens found there
         self._to_keep: list[tuple[list[int], MicroBatch, int]] = []  # tokens that are computed, and their row
+        self._notes: list[str] = []
+        self._one_by_one = rows == 1
+        self._least_kept = 1 if self._one_by_one else LEAST_KEPT
         if cache_size and self.cannot_reuse is None:
-            identity, pin = {"model": engine.plan.model.name}, engine.device.type == "cuda"
-            spare = int(SPARE * host_bytes())
-            self.prefixes = PrefixCache(identity, cache_size, pin=pin, piece=PIECE, spare=spare)
+            where, size = folder or (None, 0)
+            self.prefixes = PrefixCache(
+                cache_identity(engine.plan), cache_size, where, size, self._notes.append,
+                pin=engine.device.type == "cuda", piece=PIECE, spare=int(SPARE * host_bytes()),
+            )  # fmt: skip
         self.gained: dict[int, int] = {}  # tokens that the last pass gave to each sequence, by key
         self._batches: dict[int, MicroBatch] = {}  # by the id of their group
         self._kept: dict[int, KVSnapshot] = {}  # of suspended groups, by the id of their group
@@ -407,7 +300,8 @@ class ContinuousScheduler:
         self.schedule.add(Row(sequence.key, count, sequence.left, sequence.request) for sequence, count in rows)
 
     def drop(self, keys: Iterable[int]) -> None:
-        """Forget sequences, however far they are."""
+        """Forget sequences, however far they are; their keys and values are kept as those of rows that ended."""
+        self._note_dropped(set(keys := list(keys)))
         gone = [key for key in keys if self.sequences.pop(key, None) is not None]
         for key in gone:
             self._matched.pop(key, None)
@@ -463,7 +357,7 @@ class ContinuousScheduler:
             self._lose(self._cost_of(planned.works))  # not within the handler, which holds what failed
             return []
         ended = [one.key for one in touched if one.ended]
-        self._note_computed(planned.works)
+        self._note_computed(planned.works, gained)
         self.schedule.done(planned.works, time.monotonic() - began, ended, gained)
         if self.drafts is not None:
             tally = self.schedule.tally
@@ -617,6 +511,11 @@ class ContinuousScheduler:
 
     # Kept prefixes
 
+    def take_notes(self) -> list[str]:
+        """Return what could not be kept or read since the last time, a line each."""
+        notes, self._notes[:] = list(self._notes), []
+        return notes
+
     def _reusable(self, row: Row) -> int:
         """Return how many of a row's first positions are kept and may be reused."""
         if self.prefixes is None:
@@ -626,7 +525,7 @@ class ContinuousScheduler:
             sequence = self.sequences[row.key]
             # Scores of a prompt need the logits of all its positions.
             count = 0 if sequence.scores_prompt else self.prefixes.matched(sequence.prompt_ids + sequence.output_ids)
-            count = count if count >= LEAST_KEPT else 0
+            count = count if count >= self._least_kept else 0
             self._matched[row.key] = self.prefixes.version, count
         return count
 
@@ -647,7 +546,7 @@ class ContinuousScheduler:
                 sequence.cached = max(0, group.length - pad)
         return (RowsPast(found, pads, group.length),) if group.length else ()
 
-    def _note_computed(self, works: Several[GroupWork]) -> None:
+    def _note_computed(self, works: Several[GroupWork], gained: Mapping[int, int]) -> None:
         """Note which prompts a pass has completed, and which rows have ended with it: they are kept before the next
         one, so that no first token waits for that."""
         if self.prefixes is None:
@@ -660,9 +559,25 @@ class ContinuousScheduler:
                 if row is None or sequence is None or sequence.error is not None:
                     continue
                 scored = sequence.echo and sequence.logprobs is not None  # as those that are like it will be
-                whole = not group.gaps and (count == 1 or not group.running)
-                if row.length >= LEAST_KEPT and not scored and (not group.running or (sequence.ended and whole)):
-                    known = (sequence.prompt_ids + sequence.output_ids)[: row.length]
+                alone = len(group.rows) == 1
+                whole = not group.gaps and (alone or count == 1 or not group.running)
+                wanted = (sequence.ended and whole) or not (group.running or self._one_by_one)
+                computed = row.length + (gained.get(row.key, 1) - 1 if group.running else 0)
+                if row.length >= self._least_kept and not scored and wanted:
+                    known = (sequence.prompt_ids + sequence.output_ids)[:computed]
+                    self._to_keep.append((known, self._batches[id(group)], place))
+
+    def _note_dropped(self, keys: Collection[int]) -> None:
+        """Note rows that are dropped while they run: they are kept as those that end."""
+        if self.prefixes is None:
+            return
+        for group in self.schedule.groups:
+            for place, row in enumerate(group.rows):
+                if row is None or row.key not in keys or group.gaps or not group.running:
+                    continue
+                sequence, computed = self.sequences[row.key], group.real(place)
+                if computed >= self._least_kept and not (sequence.echo and sequence.logprobs is not None):
+                    known = (sequence.prompt_ids + sequence.output_ids)[:computed]
                     self._to_keep.append((known, self._batches[id(group)], place))
 
     def _keep_some(self, group: Group, source: Group, places: Several[int]) -> None:
@@ -672,7 +587,7 @@ class ContinuousScheduler:
             if row is None:
                 continue
             sequence = self.sequences[row.key]
-            if self.prefixes is None or source.gaps or computed < LEAST_KEPT or sequence.scores_prompt:
+            if self.prefixes is None or source.gaps or computed < self._least_kept or sequence.scores_prompt:
                 self.schedule.tally.again += computed
                 continue
             known = (sequence.prompt_ids + sequence.output_ids)[:computed]
@@ -917,45 +832,3 @@ def abilities(engine: Engine, hosted: bool = False) -> Abilities:
         snapshots=engine.cannot_snapshot() is None,
         pads=engine.cannot_pad() is None,
     )
-
-
-def continue_prompts(
-    engine: Engine,
-    spec: ModelSpec,
-    tokenizer: Tokenizer,
-    prompts: Several[list[int]],
-    *,
-    output_len: int = 32,
-    sampling: Sampling = GREEDY,
-    ignore_eos: bool = False,
-    batch_size: int = 1,
-) -> tuple[ContinuousScheduler, list[Sequence]]:
-    """Begin to continue every prompt, `batch_size` at a time, each with a seed of its own made of `sampling`'s; return
-    the scheduler, for `advance`, and the sequences.
-
-    Raises ModelError for a prompt that leaves no room for `output_len` in the model's positions.
-    """
-    sequences = []
-    for number, prompt in enumerate(prompts):
-        own = sampling.model_copy(update={"seed": nth_seed(sampling.seed, number)})
-        sequences.append(Sequence(prompt, output_len, own, ignore_eos=ignore_eos, key=number))
-    longest = max(len(sequence.prompt_ids) for sequence in sequences)
-    check_positions(spec, longest, output_len, f"a prompt of {longest} tokens")
-    load = load_of(engine.plan, [(len(one.prompt_ids), one.left) for one in sequences], batch_size)
-    running = ContinuousScheduler(engine, tokenizer, load, batch_size)
-    running.add(sequences)
-    return running, sequences
-
-
-def advance(running: ContinuousScheduler) -> list[Sequence]:
-    """Run a pass, and free the memory after the last one; return the sequences that got a token.
-
-    Raises NotFiniteError where the logits are not numbers; nothing runs any more then.
-    """
-    touched = running.step()
-    if any(sequence.error is not None for sequence in touched):
-        running.end()
-        raise NotFiniteError
-    if not running.running:
-        running.release()
-    return touched

@@ -1,79 +1,27 @@
-"""Worker tasks that generate text: prompts, batches of rows, and conversations."""
+"""Worker tasks that generate text: rows that come to a batch and go from it."""
 
 import time
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 
 from zinfer.engine import EngineError
-from zinfer.generation.chat import Chat
 from zinfer.generation.detokenizer import TextPieces
+from zinfer.generation.prefix_cache import KeptFolder
 from zinfer.generation.sampling import Score
-from zinfer.generation.scheduler import ContinuousScheduler, Sequence, advance, continue_prompts
+from zinfer.generation.scheduler import ContinuousScheduler, Sequence
 from zinfer.worker.session import Session
 from zinfer.worker.tasks import (
     BatchStart,
     BatchStarted,
     BatchStep,
     BatchStepped,
-    ChatAsk,
-    ChatAsked,
-    ChatEnd,
-    ChatEnded,
-    ChatOpen,
-    ChatOpened,
-    ChatStep,
-    ChatToken,
-    CompletionStep,
     EchoedPrompt,
-    Generate,
-    Generated,
-    GenerateStep,
     RowStep,
     TokenScore,
 )
 
-STREAM_S = 0.05  # prompts are continued that long before their text is shown
 ANSWER_S = 1.0  # a batch is decoded that long before its rows are answered, unless one ends
-
-
-def generate(session: Session, request: Generate) -> Generated:
-    """Begin to continue prompts."""
-    tokenizer = session.tokenizer()
-    session.scheduler, sequences = continue_prompts(
-        session.engine, session.plan.model, tokenizer, request.prompts, output_len=request.output_len,
-        sampling=request.sampling, ignore_eos=request.ignore_eos, batch_size=request.batch_size,
-    )  # fmt: skip
-    session.text = TextPieces(tokenizer)
-    session.sent = dict.fromkeys(sequences, 0)
-    session.asked = len(sequences) * request.output_len
-    return generate_step(session, GenerateStep())
-
-
-def generate_step(session: Session, _request: GenerateStep) -> Generated:
-    """Go on with the prompts of `generate` for a pass, or several short ones."""
-    running, pieces = session.scheduler, session.text
-    if running is None or pieces is None:
-        raise EngineError("no prompts are being continued")
-    began = time.monotonic()
-    touched: dict[Sequence, None] = {}
-    while running.running:
-        touched |= dict.fromkeys(advance(running))
-        if time.monotonic() - began > STREAM_S:
-            break
-    steps = [
-        CompletionStep(
-            number=sequence.key, tokens=sequence.output_ids[session.sent[sequence] :], text=pieces.add(sequence),
-            finish_reason=sequence.finish_reason, output_text=sequence.text,
-        )
-        for sequence in touched
-    ]  # fmt: skip
-    session.sent |= {sequence: len(sequence.output_ids) for sequence in touched}
-    session.beat("generating", sum(session.sent.values()) / session.asked)
-    tally = running.schedule.tally
-    return Generated(
-        steps=steps, seconds=time.monotonic() - began, running=len(running.sequences), passes=tally.passes,
-        drafted=tally.drafted, accepted=tally.accepted,
-    )  # fmt: skip
 
 
 def batch_start(session: Session, request: BatchStart) -> BatchStarted:
@@ -81,11 +29,13 @@ def batch_start(session: Session, request: BatchStart) -> BatchStarted:
     if session.scheduler is not None:
         session.scheduler.end()
     session.sent, session.text, session.streams = {}, TextPieces(session.tokenizer()), set()
+    folder = None if request.folder is None else KeptFolder(Path(request.folder), request.folder_size)
     session.scheduler = ContinuousScheduler(
-        session.engine, session.tokenizer(), request.load, request.rows, request.arrivals, request.cache_size
+        session.engine, session.tokenizer(), request.load, request.rows, request.arrivals, request.cache_size, folder
     )
     return BatchStarted(
         positions=session.scheduler.schedule.limits.positions,
+        notes=session.scheduler.take_notes(),
         cannot_score=session.engine.cannot_score(),
         cannot_reuse=session.scheduler.cannot_reuse,
     )
@@ -110,7 +60,7 @@ def batch_step(session: Session, request: BatchStep) -> BatchStepped:
     before, began = replace(schedule.tally), time.monotonic()
     touched: dict[Sequence, None] = {}
     try:
-        _drop(session, running, request.drop)
+        dropped = _drop(session, running, request.drop)
         session.sent |= {sequence: len(sequence.output_ids) for sequence in sequences}
         session.streams |= {row.key for asked in request.requests if asked.stream for row in asked.rows}
         running.add(sequences)
@@ -119,6 +69,7 @@ def batch_step(session: Session, request: BatchStep) -> BatchStepped:
             touched |= dict.fromkeys(changed)
             if any(sequence.ended for sequence in changed) or time.monotonic() - began > answer_s:
                 break
+        seconds = time.monotonic() - began
         if not running.running:
             running.release()
     except BaseException:
@@ -133,7 +84,7 @@ def batch_step(session: Session, request: BatchStep) -> BatchStepped:
     tally = schedule.tally
     return BatchStepped(
         passes=tally.passes - before.passes,
-        seconds=time.monotonic() - began,
+        seconds=seconds,
         rows=rows,
         running=len(schedule.running),
         waiting=len(schedule.waiting),
@@ -143,18 +94,23 @@ def batch_step(session: Session, request: BatchStep) -> BatchStepped:
         drafted=tally.drafted - before.drafted,
         accepted=tally.accepted - before.accepted,
         kept_bytes=0 if running.prefixes is None else running.prefixes.held,
+        dropped=dropped,
+        notes=running.take_notes(),
     )
 
 
-def _drop(session: Session, running: ContinuousScheduler, keys: Iterable[int]) -> None:
-    """Forget rows, however far they are."""
+def _drop(session: Session, running: ContinuousScheduler, keys: Iterable[int]) -> dict[int, str]:
+    """Forget rows, however far they are; return the texts of those with `stream`, by key."""
     gone = set(keys)
     if not gone or session.text is None:
-        return
+        return {}
+    streams = [one for one in session.sent if one.key in gone & session.streams]
+    texts = {one.key: session.tokenizer().decode(one.output_ids, one.before) for one in streams}
     running.drop(gone)
     session.text.forget(gone)
     session.sent = {sequence: count for sequence, count in session.sent.items() if sequence.key not in gone}
     session.streams -= gone
+    return texts
 
 
 def _row_step(session: Session, sequence: Sequence) -> RowStep:
@@ -184,46 +140,3 @@ def _token_scores(session: Session, scores: Iterable[Score]) -> list[TokenScore]
         TokenScore(token=name(one.token), logprob=one.logprob, top=[(name(token), value) for token, value in one.top])
         for one in scores
     ]
-
-
-def chat_open(session: Session, request: ChatOpen) -> ChatOpened:
-    """Begin a conversation, in place of one that is open."""
-    if session.chat is not None:
-        session.chat.close()
-    session.chat = Chat(
-        session.engine, session.tokenizer(), sampling=request.sampling, output_len=request.output_len,
-        ignore_eos=request.ignore_eos, cache_size=request.cache_size, folder=request.folder,
-        folder_size=request.folder_size,
-    )  # fmt: skip
-    return ChatOpened(notes=session.chat.take_notes())
-
-
-def chat_ask(session: Session, request: ChatAsk) -> ChatAsked:
-    """Compute a user's turn and the first token of its answer."""
-    began, chat = time.monotonic(), _chat(session)
-    piece, reloaded, computed = chat.ask(request.prompt_ids)
-    seconds = time.monotonic() - began
-    return ChatAsked(
-        text=piece.text, finish_reason=piece.finish_reason, seconds=seconds, reloaded=reloaded, computed=computed,
-        notes=chat.take_notes(),
-    )  # fmt: skip
-
-
-def chat_step(session: Session, _request: ChatStep) -> ChatToken:
-    """Compute the next token of the answer."""
-    began = time.monotonic()
-    piece = _chat(session).step()
-    return ChatToken(text=piece.text, finish_reason=piece.finish_reason, seconds=time.monotonic() - began)
-
-
-def chat_end(session: Session, _request: ChatEnd) -> ChatEnded:
-    """End the answer, and keep its KV cache."""
-    chat = _chat(session)
-    output_ids, text = chat.end()
-    return ChatEnded(output_ids=output_ids, output_text=text, notes=chat.take_notes())
-
-
-def _chat(session: Session) -> Chat:
-    if session.chat is None:
-        raise EngineError("no conversation is open")
-    return session.chat

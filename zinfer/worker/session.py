@@ -21,7 +21,6 @@ from zinfer.worker.tasks import TASKS, About, Facts, Load, Loaded, Measure, Meas
 
 if TYPE_CHECKING:
     from zinfer.engine.base import Engine
-    from zinfer.generation.chat import Chat
     from zinfer.generation.detokenizer import TextPieces
     from zinfer.generation.scheduler import ContinuousScheduler, Sequence
     from zinfer.generation.tokenizer import Tokenizer
@@ -38,10 +37,8 @@ class Session:
         self._engine: Engine | None = None
         self.scheduler: ContinuousScheduler | None = None  # scheduler of the running batch
         self.sent: dict[Sequence, int] = {}  # output tokens of each of its sequences that were answered
-        self.text: TextPieces | None = None  # text of prompts that are being continued
+        self.text: TextPieces | None = None  # text of its sequences
         self.streams: set[int] = set()  # keys of sequences whose text is wanted in pieces
-        self.asked = 1  # most tokens that they get
-        self.chat: Chat | None = None
         self._instead = instead or {}
         self._tokenizer: tuple[ModelSpec, Tokenizer] | None = None
         self._token_texts: dict[int, str] = {}
@@ -108,12 +105,9 @@ class Session:
     def close(self, engine: bool = True) -> None:
         """Free all that runs on the engine, and the engine itself unless it is somebody else's. Safe to call twice."""
         with suppress(Exception):
-            if self.chat is not None:
-                self.chat.close()
-        with suppress(Exception):
             if self.scheduler is not None:
                 self.scheduler.end()
-        self.chat = self.scheduler = None
+        self.scheduler = None
         loaded, self._engine = self._engine, None
         if loaded is not None and engine:
             loaded.close()

@@ -121,43 +121,6 @@ class MeasureRequests(Request[RequestsMeasured]):
 # Text
 
 
-class CompletionStep(Message):
-    """New tokens of prompt `number`, without the end token, and the text that they complete; a `finish_reason` at its
-    end, with the whole text in `output_text`."""
-
-    number: int
-    tokens: list[int]
-    text: str
-    finish_reason: Literal["stop", "length"] | None = None
-    output_text: str = ""
-
-
-class Generated(Message):
-    """New tokens of prompts, the seconds that they took, and the number of prompts that go on. Since the beginning:
-    passes, drafts that were verified, and those of them that were right."""
-
-    steps: list[CompletionStep]
-    seconds: float
-    running: int
-    passes: int = 0
-    drafted: int = 0
-    accepted: int = 0
-
-
-class Generate(Request[Generated]):
-    """Begin to continue the token ids of prompts by up to `output_len` tokens, at most `batch_size` at a time."""
-
-    prompts: list[list[int]]
-    batch_size: int
-    output_len: int = 32
-    sampling: Sampling = GREEDY
-    ignore_eos: bool = False
-
-
-class GenerateStep(Request[Generated]):
-    """Go on with the prompts: a pass, or several short ones."""
-
-
 class BatchRow(Message):
     """A row of a request: the number of its prompt, its output so far, and what may follow."""
 
@@ -219,9 +182,10 @@ class RowStep(Message):
 
 class BatchStarted(Message):
     """Positions of KV cache that the rows may take together, and the reasons why prompts cannot be scored, and kept
-    ones not reused."""
+    ones not reused. `notes` are lines for the user, as those of `BatchStepped`."""
 
     positions: int
+    notes: list[str] = Field(default_factory=list)
     cannot_score: str | None = None
     cannot_reuse: str | None = None
 
@@ -229,18 +193,21 @@ class BatchStarted(Message):
 class BatchStart(Request[BatchStarted]):
     """Begin a batch to which rows come and from which they go, in place of one that runs. `load` is the largest load to
     reckon with; at most `rows` run at a time, those that came first before others if `arrivals`. KV caches of earlier
-    rows may take `cache_size` bytes of host memory."""
+    rows may take `cache_size` bytes of host memory, and `folder_size` bytes of the disk under `folder`."""
 
     load: Workload
     rows: int | None = None
     arrivals: bool = False
     cache_size: int = 0
+    folder: str | None = None
+    folder_size: int = 0
 
 
 class BatchStepped(Message):
     """Passes of a batch: their number and seconds, the rows that went on, the numbers of rows that run and wait now,
     the positions of KV cache that were read, those of them that were padding, positions computed again, drafts that
-    were verified, those of them that were right, and the bytes of host memory that kept KV caches take now."""
+    were verified, those of them that were right, and the bytes of host memory that kept KV caches take now. `dropped`
+    are the texts of rows with `stream` that were dropped, by key; `notes` are new lines for the user."""
 
     passes: int
     seconds: float
@@ -253,6 +220,8 @@ class BatchStepped(Message):
     drafted: int = 0
     accepted: int = 0
     kept_bytes: int = 0
+    dropped: dict[int, str] = Field(default_factory=dict)
+    notes: list[str] = Field(default_factory=list)
 
 
 class BatchStep(Request[BatchStepped]):
@@ -264,66 +233,6 @@ class BatchStep(Request[BatchStepped]):
     drop: list[int] = Field(default_factory=list)
     ending: float = 0.0
     answer_s: float | None = None
-
-
-# Conversations
-
-
-class ChatOpened(Message):
-    """Notes for the user at the beginning of a conversation, a line each."""
-
-    notes: tuple[str, ...] = ()
-
-
-class ChatOpen(Request[ChatOpened]):
-    """Begin a conversation whose computed turns may take `cache_size` bytes of host memory, and `folder_size` bytes of
-    the disk under `folder`."""
-
-    sampling: Sampling = GREEDY
-    output_len: int
-    ignore_eos: bool = False
-    cache_size: int
-    folder: str | None = None
-    folder_size: int = 0
-
-
-class ChatToken(Message):
-    """The text that a token completes; `finish_reason` at the answer's end."""
-
-    text: str
-    finish_reason: Literal["stop", "length"] | None
-    seconds: float
-
-
-class ChatAsked(ChatToken):
-    """First token of an answer, and the numbers of tokens of the conversation that were reloaded and computed for
-    it."""
-
-    reloaded: int
-    computed: int
-    notes: tuple[str, ...] = ()
-
-
-class ChatAsk(Request[ChatAsked]):
-    """Compute the first token of the answer to a conversation, whose last turn is new."""
-
-    prompt_ids: list[int]
-
-
-class ChatStep(Request[ChatToken]):
-    """Compute the next token of the answer."""
-
-
-class ChatEnded(Message):
-    """Answer as far as it is."""
-
-    output_ids: list[int]
-    output_text: str
-    notes: tuple[str, ...] = ()
-
-
-class ChatEnd(Request[ChatEnded]):
-    """End the answer, and keep its KV cache."""
 
 
 # Studies
@@ -411,14 +320,8 @@ TASKS: Mapping[str, Task] = {
     "about": Task(About, Facts, "zinfer.worker.session:about"),
     "measure": Task(Measure, Measured, "zinfer.worker.session:measure"),
     "measure_requests": Task(MeasureRequests, RequestsMeasured, "zinfer.worker.requests:measure_requests"),
-    "generate": Task(Generate, Generated, "zinfer.worker.generation:generate"),
-    "generate_step": Task(GenerateStep, Generated, "zinfer.worker.generation:generate_step"),
     "batch_start": Task(BatchStart, BatchStarted, "zinfer.worker.generation:batch_start"),
     "batch_step": Task(BatchStep, BatchStepped, "zinfer.worker.generation:batch_step"),
-    "chat_open": Task(ChatOpen, ChatOpened, "zinfer.worker.generation:chat_open"),
-    "chat_ask": Task(ChatAsk, ChatAsked, "zinfer.worker.generation:chat_ask"),
-    "chat_step": Task(ChatStep, ChatToken, "zinfer.worker.generation:chat_step"),
-    "chat_end": Task(ChatEnd, ChatEnded, "zinfer.worker.generation:chat_end"),
     "prefix_reuse": Task(PrefixReuse, PrefixReused, "zinfer.worker.prefix_reuse:prefix_reuse"),
     "logits_record": Task(LogitsRecord, LogitsRecorded, "zinfer.worker.teacher_forcing:logits_record"),
     "logits_compare": Task(LogitsCompare, LogitsCompared, "zinfer.worker.teacher_forcing:logits_compare"),

@@ -82,7 +82,7 @@ class Chat:
             left = min(left, spec.max_position - len(ids))
         if left < 1:
             raise ModelError(f"the conversation has {len(ids)} tokens, and {spec.name} {spec.max_position} positions")
-        past = self._cache.find(ids) if self._cache is not None else []
+        past = self._cache.find(ids) if self._cache is not None and self._alike(len(ids)) else []
         reloaded = sum(part.length for part in past)
         sampling = self._sampling.model_copy(update={"seed": nth_seed(self._sampling.seed, self._turns)})
         self._turns += 1
@@ -100,10 +100,15 @@ class Chat:
         """End the answer, as far as it is, and keep its KV cache; return its ids and its text."""
         answer, loop = self._answer, self._scheduler.loop
         text = decode(self._tokenizer.hf, answer.output_ids)
-        if self._cache is not None:
+        if self._cache is not None and self._alike(len(answer.prompt_ids) + len(answer.output_ids)):
             self._cache.keep(answer.prompt_ids + answer.output_ids[: loop.steps], self._engine, loop.batch)
         self._scheduler.end()
         return answer.output_ids, text
+
+    def _alike(self, length: int) -> bool:
+        """Tell whether a conversation of that many tokens has the keys of others that begin with it."""
+        most = self._engine.alike_until
+        return most is None or length <= most
 
     def take_notes(self) -> tuple[str, ...]:
         """Return the lines for the user that have come since the last time."""

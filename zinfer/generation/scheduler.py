@@ -69,6 +69,7 @@ class DecodeLoop:
         self.engine, self._sampler = engine, sampler
         self._batch: MicroBatch | None = None
         self.steps = 0
+        self._most_steps: int | None = None  # more cross the switch of longrope
         self.tokens: Tensor
 
     @property
@@ -83,16 +84,38 @@ class DecodeLoop:
             raise EngineError("no batch is running")
         return self._batch
 
-    def start(self, token_ids: Tensor, mask: Tensor, reserve: int, past: "Several[KVSnapshot]" = ()) -> Tensor:
+    def start(
+        self,
+        token_ids: Tensor,
+        mask: Tensor,
+        reserve: int,
+        past: "Several[KVSnapshot]" = (),
+        answered: Several[int] = (),
+    ) -> Tensor:
         """Prefill a batch and choose its first tokens, ``[B]``; a batch that was running is ended. The arguments are
         those of `zinfer.generation.passes.prefill`."""
         self.end()
-        self._batch, logits = passes.prefill(self.engine, token_ids, mask, reserve, past)
+        most = self.engine.recompute_beyond
+        lengths = [] if most is None else mask.sum(-1).tolist()
+        self._most_steps = min((most - one for one in lengths if most is not None and one <= most), default=None)
+        self._batch, logits = passes.prefill(self.engine, token_ids, mask, reserve, past, answered)
         self.steps = 0
         return self._choose(logits)
 
+    @property
+    def crosses(self) -> bool:
+        """True if the next step needs other keys of some row: it must be started anew."""
+        return self._most_steps is not None and self.steps >= self._most_steps
+
     def step(self) -> Tensor:
-        """Run one decode step with the tokens chosen last; returns the next ones, ``[B]``."""
+        """Run one decode step with the tokens chosen last; returns the next ones, ``[B]``. Raises EngineError if it
+        `crosses`."""
+        if self.crosses:
+            self._abandon()
+            raise EngineError(
+                f"beyond {self.engine.recompute_beyond} tokens {self.engine.plan.model.name} turns all keys by other "
+                "angles (longrope), also those in the cache: prompts and their answers must stay on one side here"
+            )
         try:
             logits = passes.decode(self.engine, self.batch, self.tokens)
         except BaseException:
@@ -227,10 +250,13 @@ class Scheduler:
         length = max(map(len, known))
         token_ids = torch.tensor([[self._tokenizer.padding] * (length - len(ids)) + ids for ids in known])
         mask = torch.tensor([[0] * (length - len(ids)) + [1] * len(ids) for ids in known])
-        return self._extend(self.loop.start(token_ids, mask, reserve, past))
+        answered = [len(sequence.output_ids) for sequence in self.sequences]
+        return self._extend(self.loop.start(token_ids, mask, reserve, past, answered))
 
     def step(self) -> list[Sequence]:
         """Run a decode step of the batch, while it is `running`. Returns the sequences that ended with it."""
+        if self.loop.crosses:  # as `generate` does it, all is computed anew
+            return self.start(self.sequences, self._reserve)
         drafts, began = self._draft(), time.monotonic()
         ended = self._verify(self.sequences[0], drafts) if drafts else self._extend(self.loop.step())
         if self._drafts is not None:
@@ -242,7 +268,8 @@ class Scheduler:
         if self._drafts is None or len(self.sequences) > 1:
             return []
         (one,) = self.sequences
-        return self._drafts.propose({0: _draft_row(one, self._reserve)}, MOST).get(0, [])
+        most = self.loop.engine.recompute_beyond
+        return self._drafts.propose({0: _draft_row(one, self._reserve, most)}, MOST).get(0, [])
 
     def _verify(self, sequence: Sequence, drafts: list[int]) -> list[Sequence]:
         """Run a decode step of one sequence with drafts; add the tokens that it gets."""
@@ -288,9 +315,12 @@ class Scheduler:
         return [sequence for sequence, _, _ in running if sequence.ended]
 
 
-def _draft_row(sequence: Sequence, most: int) -> DraftRow:
-    """Return a running sequence, which may get up to `most` tokens, as drafts are made for it."""
+def _draft_row(sequence: Sequence, most: int, recompute_beyond: int | None) -> DraftRow:
+    """Return a running sequence, which may get up to `most` tokens, as drafts are made for it; none may take it beyond
+    the switch of longrope (`Engine.recompute_beyond`)."""
     known = sequence.prompt_ids + sequence.output_ids
+    if recompute_beyond is not None and len(known) <= recompute_beyond:
+        most = min(most, recompute_beyond + 1 - len(known))
     return DraftRow(known, min(sequence.left, most), sequence.sampling, len(sequence.output_ids))
 
 
@@ -364,7 +394,7 @@ class ContinuousScheduler:
         limits = Limits(positions, rows or 1 << 20, group_positions(engine.plan))
         order = arrival_order if arrivals else like_order
         able = abilities(engine, setup.kv_host_share > 0)
-        self.schedule = Schedule(times, limits, able, order, reusable=self._reusable)
+        self.schedule = Schedule(times, limits, able, order, engine.recompute_beyond, reusable=self._reusable)
         if self.drafts is not None:
             self.schedule.slack, self.schedule.ahead = SLACK, MOST
         self.cannot_reuse = engine.cannot_snapshot() or engine.cannot_chunk()
@@ -488,7 +518,7 @@ class ContinuousScheduler:
             longest = max((row.length for group in running for row in group.rows if row is not None), default=0)
             most = min(most, last - longest)
         rows = {
-            row.key: _draft_row(one, 1 + most)
+            row.key: _draft_row(one, 1 + most, self.engine.recompute_beyond)
             for group in running for row in group.rows
             if row is not None and (one := self.sequences.get(row.key)) is not None
         }  # fmt: skip
@@ -579,7 +609,8 @@ class ContinuousScheduler:
             self.prefixes.give_way(engine.plan.model.kv_bytes(len(group.rows), group.capacity))  # rows go first
         if move.kind == "admit":
             mask = torch.tensor([[0] * (group.width - count) + [1] * count for count in self._lengths(group)])
-            self._hold(group, engine.admit(mask, group.capacity, self._past(group)))
+            answered = [0 if row is None else len(self.sequences[row.key].output_ids) for row in group.rows]
+            self._hold(group, engine.admit(mask, group.capacity, self._past(group), answered))
         elif move.kind == "regroup":
             sources = [(self._batches[id(source)], places) for source, places in move.sources]
             self._hold(group, engine.regroup(sources, group.capacity))
@@ -625,10 +656,16 @@ class ContinuousScheduler:
         if version != self.prefixes.version:
             sequence = self.sequences[row.key]
             # Scores of a prompt need the logits of all its positions.
-            count = 0 if sequence.scores_prompt else self.prefixes.matched(sequence.prompt_ids + sequence.output_ids)
+            whole = sequence.scores_prompt or not self._alike(row)
+            count = 0 if whole else self.prefixes.matched(sequence.prompt_ids + sequence.output_ids)
             count = count if count >= LEAST_KEPT else 0
             self._matched[row.key] = self.prefixes.version, count
         return count
+
+    def _alike(self, row: Row) -> bool:
+        """Tell whether a row has the keys of others that begin with its tokens."""
+        most = self.engine.alike_until
+        return most is None or row.length <= most
 
     def _past(self, group: Group) -> tuple[RowsPast, ...]:
         """Return the kept keys and values that a group begins with; its length becomes what is there."""
@@ -661,7 +698,8 @@ class ContinuousScheduler:
                     continue
                 scored = sequence.echo and sequence.logprobs is not None  # as those that are like it will be
                 whole = not group.gaps and (count == 1 or not group.running)
-                if row.length >= LEAST_KEPT and not scored and (not group.running or (sequence.ended and whole)):
+                complete = not group.running or (sequence.ended and whole)
+                if row.length >= LEAST_KEPT and self._alike(row) and not scored and complete:
                     known = (sequence.prompt_ids + sequence.output_ids)[: row.length]
                     self._to_keep.append((known, self._batches[id(group)], place))
 
@@ -672,7 +710,8 @@ class ContinuousScheduler:
             if row is None:
                 continue
             sequence = self.sequences[row.key]
-            if self.prefixes is None or source.gaps or computed < LEAST_KEPT or sequence.scores_prompt:
+            kept = self.prefixes is not None and computed >= LEAST_KEPT and self._alike(row)
+            if self.prefixes is None or not kept or source.gaps or sequence.scores_prompt:
                 self.schedule.tally.again += computed
                 continue
             known = (sequence.prompt_ids + sequence.output_ids)[:computed]

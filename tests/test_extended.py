@@ -28,7 +28,7 @@ from zinfer.generation.scheduler import ContinuousScheduler, DecodeLoop
 from zinfer.generation.tokenizer import Tokenizer
 from zinfer.spec import resolve
 from zinfer.spec.case import Workload
-from zinfer.spec.model import stretched
+from zinfer.spec.model import ModelError, check_positions, stretched
 
 SWITCH = 24
 FACTORS = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
@@ -295,8 +295,8 @@ def test_commands_run_as_far_as_a_model_reaches(kind: str, saved: Saved, tmp_pat
     assert [answer["prompt"] for answer in answers] == texts
     for answer in answers:
         assert answer["output_ids"] == alone(saved(kind), tokenizer(answer["prompt"]).input_ids, 8)
-    done = zinfer(tmp_path, *words, "--prompt", "a" * 121)
-    assert (done.returncode, "exceed the 128 positions" in done.stderr) == (2, True), done.stderr
+    with pytest.raises(ModelError, match="exceed the 128 positions"):
+        check_positions(resolve.from_directory(saved(kind)), 121, 8)
 
 
 @pytest.mark.parametrize(

@@ -195,27 +195,6 @@ def _saved(directory: Path, name: str, settings: dict[str, Any]) -> Path:
     return directory
 
 
-def test_longrope_stays_on_one_side_of_its_switch(tmp_path: Path) -> None:
-    """Both sides are right; a batch that crosses the switch is refused, as its cached keys were rotated by the other
-    angles."""
-    factors = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
-    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 24, **factors}
-    directory = _saved(
-        tmp_path / "phi3",
-        "phi3",
-        {"initializer_range": 0.3, "original_max_position_embeddings": 24, "rope_parameters": rope},
-    )
-    engine = load("stream", directory, "cpu", tmp_path)
-    lengths: tuple[int, ...]
-    for lengths in ((12, 5, 9), (40, 27, 25)):
-        assert torch.equal(greedy(engine, lengths), expected(directory, lengths))
-    for lengths in ((13, 5, 9), (40, 24), (24,)):
-        with pytest.raises(EngineError, match=r"position 24 .*longrope"):
-            greedy(engine, lengths)
-    assert "longrope" in str(engine.cannot_snapshot())  # which a conversation that grows beyond it would reuse
-    engine.close()
-
-
 def test_a_model_without_a_cache_is_refused(tmp_path: Path) -> None:
     directory = _saved(tmp_path / "gpt", "openai-gpt", {"n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 64})
     with pytest.raises(ModelError, match="OpenAIGPTLMHeadModel"):

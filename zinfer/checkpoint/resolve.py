@@ -271,7 +271,8 @@ def _measured_file(config: Mapping[str, Any]) -> Path:
     code."""
     made_of = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     made_of.update(version("transformers").encode())
-    made_of.update((files("zinfer.checkpoint") / "architecture.py").read_bytes())
+    for room, module in (("checkpoint", "architecture.py"), ("core", "model.py")):
+        made_of.update((files(f"zinfer.{room}") / module).read_bytes())
     made_of.update(repr(sorted(Shape.model_fields) + sorted(LayerSpec.model_fields)).encode())
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "zinfer"
     return folder / f"shape-{made_of.hexdigest()[:24]}.json"

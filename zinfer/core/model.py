@@ -415,14 +415,15 @@ def rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def stretched(positions: int | None, settings: Mapping[str, Any]) -> int | None:
-    """Return `positions` (``max_position_embeddings``) or, if that is more, those that YaRN makes of a model's own.
+    """Return `positions` (``max_position_embeddings``), or those to which YaRN and dynamic NTK stretch them.
 
-    Its angles are the same at every length, so the text is, too. `settings` are those of rotary positions. (Model cards
-    of Qwen add YaRN to a configuration and leave ``max_position_embeddings`` as it was.)
+    `settings` are those of rotary positions. The documentation of `transformers` (``RopeParameters``) gives the bound:
+    a factor of x serves sequences of x times the original length. (Model cards of Qwen add YaRN to a configuration and
+    leave ``max_position_embeddings`` as it was; dynamic NTK begins beyond it.)
     """
     kind, factor = settings.get("rope_type", settings.get("type")), settings.get("factor")
-    own = settings.get("original_max_position_embeddings") or positions
-    if positions is None or kind != "yarn" or type(own) is not int or isinstance(factor, bool):
+    own = (settings.get("original_max_position_embeddings") if kind == "yarn" else None) or positions
+    if positions is None or kind not in ("yarn", "dynamic") or type(own) is not int or isinstance(factor, bool):
         return positions
     if not isinstance(factor, int | float) or not 1 <= factor <= MAX_STRETCH:
         return positions
@@ -433,12 +434,9 @@ def check_positions(spec: ModelSpec, input_len: int, output_len: int, prompt: st
     """Raise ModelError if a prompt and its answer are longer than the model's positions (its learned table, or the
     angles it was trained with). `prompt` names the prompt in the message; by default its option."""
     if spec.max_position is not None and input_len + output_len > spec.max_position:
-        settings = rope(text_config(spec.config))
-        dynamic = "dynamic" in str(settings.get("rope_type", settings.get("type")))
-        more = ": beyond them dynamic NTK turns a row by other angles with every token, which zinfer does not do"
         raise ModelError(
             f"{prompt or f'--input-len {input_len}'} and --output-len {output_len} exceed the {spec.max_position} "
-            f"positions of {spec.name}{more if dynamic else ''}"
+            f"positions of {spec.name}"
         )
 
 

@@ -56,6 +56,11 @@ class Engine(ABC):
     draft: "Engine | None" = None  # engine of the model that drafts for this one
     several: ClassVar[str] = ""  # ``module:Class`` of the engine that does the same on several GPUs, if there is one
 
+    # Most tokens of a sequence whose keys any other may have that begins with the same tokens; None: of all.
+    alike_until: int | None = None
+    # Most tokens of a sequence that goes on as it is: a longer one is computed anew, as `generate` does; None: of all.
+    recompute_beyond: int | None = None
+
     @property
     def one_trip(self) -> bool:
         """True if several works share one trip of the weights, instead of one each."""
@@ -95,13 +100,16 @@ class Engine(ABC):
         return spec.weight_bytes if rounded else spec.stored_bytes
 
     @abstractmethod
-    def admit(self, attention_mask: Tensor, capacity: int, past: Sequence[Past] = ()) -> MicroBatch:
+    def admit(
+        self, attention_mask: Tensor, capacity: int, past: Sequence[Past] = (), answered: Sequence[int] = ()
+    ) -> MicroBatch:
         """Reserve the KV cache of a new micro-batch; compute nothing.
 
         `attention_mask` ``[B, S]`` belongs to its left-padded prompts (1 token, 0 padding); `capacity` counts the
         prompt and all tokens that will follow it. `past` holds the first positions of these prompts, computed before,
         one snapshot after the other: the batch begins with them in its cache, and its `length` says how many they are;
         one position at least must be left to compute. No snapshot may be closed before the first `forward` has run.
+        `answered` counts the tokens at the end of each prompt that are of its answer, computed before, one at a time.
 
         Raises EngineError for a past that does not belong to these rows, and where `cannot_snapshot` gives a reason;
         torch.OutOfMemoryError or MemoryError without room.

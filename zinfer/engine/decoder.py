@@ -26,6 +26,7 @@ from zinfer.engine.cache import CacheFullError, FixedLayer, Gaps, IndexedLayer, 
 from zinfer.engine.choice import Alone
 from zinfer.engine.kv_snapshot import KVSnapshot, Past
 from zinfer.engine.positions import PADS, TOKENS, Probe, asks_length, probe, scale_by_positions
+from zinfer.engine.rotary import DYNAMIC, LONGROPE, follow_lengths, recomputes, start_of, switch_of, turned_by
 from zinfer.engine.transfer import landed, landed_together
 from zinfer.plan.plan import Plan
 from zinfer.system import lease
@@ -47,6 +48,7 @@ class DecoderBatch(MicroBatch):
         super().__init__(mask.shape[0], mask.shape[1], capacity)
         self.cache, self.state = cache, state
         self.mask: Tensor | None = None
+        self.prompts = mask.sum(-1)  # [B]: tokens of each row's prompt, which are computed together
         self._before: Tensor | None = None  # [B, 1]: real positions among the first `length`
         self.torn = False  # True after a pass that failed: some layers may hold its positions
         self._rows_alone: dict[tuple[int, int, int], list[Alone]] = {}  # of the next pass: first row, last, tokens
@@ -97,7 +99,7 @@ class DecoderBatch(MicroBatch):
 
     def closed_up(self, rows: Tensor) -> None:
         """Note that the cache keeps `rows` only, indices ``[b]``."""
-        self.batch_size = len(rows)
+        self.batch_size, self.prompts = len(rows), self.prompts[rows]
         self.mask, self._before = None if self.mask is None else self.mask[rows], None
         self._rows_alone = {}
 
@@ -213,12 +215,28 @@ class Decoder(Engine):
         # Modules of a few models keep states of the batch themselves, besides what is in the cache.
         self._in_modules = any(hasattr(module, "_setup_cache") for module in self.model.modules())
         self._own_cache = self._in_modules or not takes_default()
-        self._rope_switch = rope_switch(self.model)
+        self._follow_lengths()
         self._masks_window = masks_window(self.model)
         _, layers = decoder_layers(self.model)
         scale_by_positions(layers)
         self._counts_padding = "position_ids" in accepted and asks_length(layers)
         self._counts_padding |= self.model.config.get_text_config(decoder=True).model_type in COUNTS_PADDING
+
+    def _follow_lengths(self) -> None:
+        """Have angles of positions follow the length of each row, and find out how far rows are alike."""
+        kinds = follow_lengths(self.model)
+        switch = switch_of(self.model) if LONGROPE in kinds else None
+        start = start_of(self.model) if DYNAMIC in kinds else None
+        self._by_lengths = bool(kinds)
+        self.alike_until = min((one for one in (switch, start) if one is not None), default=None)
+        self.recompute_beyond = switch if recomputes(self.model) else None
+
+    def _lengths(self, parts: "Sequence[Part]") -> Tensor | None:
+        """Return the lengths that the positions of a pass are turned by, ``[B, n]``; None if it takes none."""
+        if not self._by_lengths:
+            return None
+        found = [torch.maximum(part.batch.prompts[part.rows, None], part.positions + 1) for part in parts]
+        return torch.cat(found)
 
     def _call(self, batch: DecoderBatch, **inputs: object) -> Tensor:
         """Run one forward pass and return its logits ``[B, n, V]``."""
@@ -229,12 +247,16 @@ class Decoder(Engine):
         return logits
 
     @torch.inference_mode()
-    def admit(self, attention_mask: Tensor, capacity: int, past: Sequence[Past] = ()) -> DecoderBatch:
+    def admit(
+        self, attention_mask: Tensor, capacity: int, past: Sequence[Past] = (), answered: Sequence[int] = ()
+    ) -> DecoderBatch:
         known = self._check_past(past, *attention_mask.shape)
-        self._check_positions(attention_mask, capacity)
+        self._check_padding(attention_mask)
         if self._in_modules and self.batches:
             raise EngineError(f"modules of {self.plan.model.name} hold the state of one batch: retire the other first")
         batch = self._make_batch(landed(attention_mask, self.device), capacity)
+        if answered and self.recompute_beyond is None:
+            batch.prompts = batch.prompts - landed(torch.tensor(list(answered)), self.device)
         self.batches.append(batch)
         try:
             for part in past:
@@ -257,18 +279,9 @@ class Decoder(Engine):
     def _state_of(self, cache: Cache | None) -> Any:
         return DynamicCache(config=self.model.config) if self._in_modules else cache
 
-    def _check_positions(self, mask: Tensor, capacity: int) -> None:
-        """Raise EngineError if the batch's positions would lead to wrong text."""
-        lengths = mask.sum(-1)
-        least, most = int(lengths.min()), int(lengths.max())
-        more = capacity - mask.shape[1]
-        switch = self._rope_switch
-        if switch is not None and least <= switch < most + more:
-            raise EngineError(
-                f"from position {switch} on {self.plan.model.name} turns all keys by other angles (longrope), also "
-                f"those in the cache: prompts of {least} to {most} tokens and {more} more must stay on one side"
-            )
-        if least < mask.shape[1] and (why_not := self.cannot_pad()) is not None:
+    def _check_padding(self, mask: Tensor) -> None:
+        """Raise EngineError if the batch's padding would lead to wrong text."""
+        if int(mask.sum(-1).min()) < mask.shape[1] and (why_not := self.cannot_pad()) is not None:
             raise EngineError(f"{why_not}: its prompts must be of one length in a batch")
 
     def _check_past(self, past: Sequence[Past], batch_size: int, length: int) -> int:
@@ -358,8 +371,6 @@ class Decoder(Engine):
             return why_not
         if not self._probe.moves:
             return f"keys of {name} hold their place in the batch, so that its rows cannot move"
-        if self._rope_switch is not None:
-            return f"{name} turns the keys of long rows by other angles (longrope)"
         return None
 
     @torch.inference_mode()
@@ -378,6 +389,7 @@ class Decoder(Engine):
         gaps = [Gaps(one) if has_gaps else None for one, has_gaps in zip(real, found, strict=True)]
         emptied = [batch for batch, rows in moved if len(rows) == batch.batch_size]
         target = self._make_batch(mask, capacity, moved)
+        target.prompts = torch.cat([batch.prompts[rows] for batch, rows in moved])
         self.batches.append(target)
         self._move(target, [MovedRows(*one, gap) for one, gap in zip(moved, gaps, strict=True)], length)
         target.advance(length)
@@ -408,8 +420,6 @@ class Decoder(Engine):
             return f"the layers of {self.plan.model.name} hold keys and values of several passes of a token"
         if windows := self._windows:
             return f"layers of {self.plan.model.name} hold the last {min(windows)} positions only (sliding window)"
-        if self._rope_switch is not None:
-            return f"{self.plan.model.name} turns the keys of long rows by other angles (longrope)"
         return None
 
     @torch.inference_mode()
@@ -509,7 +519,8 @@ class Decoder(Engine):
         if self._cache_name == "cache_params" and batch.length:
             inputs["attention_mask"] = None  # the state has taken the padding in already, as in `generate`
         inputs = {name: value for name, value in inputs.items() if name in self._accepted}
-        return self._call(batch, **inputs)[:, -keep:]
+        with turned_by(self._lengths([part])):
+            return self._call(batch, **inputs)[:, -keep:]
 
     @torch.inference_mode()
     def rollback(self, batch: MicroBatch, lengths: Tensor) -> None:
@@ -555,19 +566,6 @@ class Decoder(Engine):
             del self.model
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def rope_switch(model: PreTrainedModel) -> int | None:
-    """Return the position from which on a rotary embedding of `model` turns all keys, those before it included, by
-    other angles (longrope); None if there is none."""
-    parameters = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    groups = [parameters, *(group for group in parameters.values() if isinstance(group, dict))]
-    switches = [
-        int(group["original_max_position_embeddings"])
-        for group in groups
-        if group.get("rope_type") == "longrope" and group.get("original_max_position_embeddings")
-    ]
-    return min(switches, default=None)
 
 
 def masks_window(model: PreTrainedModel) -> bool:

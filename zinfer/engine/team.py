@@ -72,11 +72,16 @@ class Member(Generic[E]):
         return None if order is None else getattr(self, order[0])(*order[1])
 
     def admit(
-        self, key: int, mask: Tensor, capacity: int, past: Sequence[Past | tuple[Sent, list[TensorPlace]]]
+        self,
+        key: int,
+        mask: Tensor,
+        capacity: int,
+        past: Sequence[Past | tuple[Sent, list[TensorPlace]]],
+        answered: Sequence[int],
     ) -> int:
         """Make a micro-batch; return the number of its rows with their KV cache in host memory."""
         known = [self._received(*one) if isinstance(one, tuple) else one for one in past]
-        self._batches[key] = batch = self.engine.admit(mask, capacity, known)
+        self._batches[key] = batch = self.engine.admit(mask, capacity, known, answered)
         if known and self.engine.device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # the copies have run
         return batch.hosted
@@ -224,6 +229,7 @@ class Team(Engine, Generic[E]):
             self.close()
             raise
         self.draft = self._engine.draft
+        self.alike_until, self.recompute_beyond = self._engine.alike_until, self._engine.recompute_beyond
 
     @property
     def _engine(self) -> E:
@@ -275,7 +281,9 @@ class Team(Engine, Generic[E]):
         """Make room in all ranks for one more micro-batch, which the block makes; it may fail in some of them."""
         return nullcontext()
 
-    def admit(self, attention_mask: Tensor, capacity: int, past: Sequence[Past] = ()) -> TeamBatch:
+    def admit(
+        self, attention_mask: Tensor, capacity: int, past: Sequence[Past] = (), answered: Sequence[int] = ()
+    ) -> TeamBatch:
         if past and (why_not := self.cannot_snapshot()) is not None:
             raise EngineError(why_not)
         mask = attention_mask.cpu()
@@ -285,8 +293,10 @@ class Team(Engine, Generic[E]):
             self.batches.append(batch)
             try:
                 orders = {
-                    rank: (batch.key, mask[batch.rows_of(rank)], capacity, self._given(past, batch, rank))
+                    rank: (batch.key, mask[rows], capacity, self._given(past, batch, rank), own)
                     for rank in batch.lengths
+                    for rows in [batch.rows_of(rank)]
+                    for own in [[answered[row] for row in rows] if answered else []]
                 }
                 batch.hosted_of = self._some("admit", orders)
             except BaseException:

@@ -452,13 +452,15 @@ class Schedule:
     the chance that a row ends at a token before its limit. `slack` is the room that is taken besides for the tokens to
     come where it cannot be made later, as a share of them: forgotten positions stay between others. `ahead` is the room
     that drafts take in a pass, behind the next token. `reusable` tells of a waiting row how many of its first positions
-    are kept in host memory, and need not be computed; not all of them.
+    are kept in host memory, and need not be computed; not all of them. A row that grows beyond `recompute_beyond`
+    tokens (`Engine.recompute_beyond`) is computed anew.
     """
 
     times: PassTimes
     limits: Limits
     able: Abilities = field(default_factory=Abilities)
     order: Callable[[Row], tuple[int, int, int]] = like_order
+    recompute_beyond: int | None = None
     step: int = STEP
     slack: float = 0.0
     ahead: int = 0
@@ -511,6 +513,7 @@ class Schedule:
         self._sort()
         moves: list[Move] = []
         self._retire(moves)
+        self._recompute(moves)
         if self.able.regroups:
             self._compact(moves)
             self._merge(moves)
@@ -661,7 +664,16 @@ class Schedule:
                     continue
             break
         if given:
+            self.tally.yielded += len(given)
             self._give_up(moves, given)
+
+    def _recompute(self, moves: list[Move]) -> None:
+        """Let running rows wait again whose next token needs other keys than those that they have."""
+        if self.recompute_beyond is not None:
+            rows = [row for group in self.groups if group.running for row in group.rows]
+            grown = [row for row in rows if row is not None and row.length == self.recompute_beyond + 1]
+            if grown:
+                self._give_up(moves, grown)
 
     def _give_up(self, moves: list[Move], rows: Sequence[Row]) -> None:
         """Take rows out of their groups, and let them wait again."""
@@ -677,7 +689,6 @@ class Schedule:
             made = Group([group.rows[place] for place in taken], real, max(real), group.capacity, max(real))
             moves.append(Move("yield", made, ((group, taken),)))
             group.remove(taken)
-        self.tally.yielded += len(rows)
         self.add(rows)
         self._sort()
 

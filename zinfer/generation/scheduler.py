@@ -66,6 +66,7 @@ class DecodeLoop:
         self.engine, self._sampler = engine, sampler
         self._batch: MicroBatch | None = None
         self.steps = 0
+        self._most_steps: int | None = None  # more cross the switch of longrope
         self.tokens: Tensor
 
     @property
@@ -80,16 +81,38 @@ class DecodeLoop:
             raise EngineError("no batch is running")
         return self._batch
 
-    def start(self, token_ids: Tensor, mask: Tensor, reserve: int, past: "Several[KVSnapshot]" = ()) -> Tensor:
+    def start(
+        self,
+        token_ids: Tensor,
+        mask: Tensor,
+        reserve: int,
+        past: "Several[KVSnapshot]" = (),
+        answered: Several[int] = (),
+    ) -> Tensor:
         """Prefill a batch and choose its first tokens, ``[B]``; a batch that was running is ended. The arguments are
         those of `zinfer.generation.passes.prefill`."""
         self.end()
-        self._batch, logits = passes.prefill(self.engine, token_ids, mask, reserve, past)
+        most = self.engine.recompute_beyond
+        lengths = [] if most is None else mask.sum(-1).tolist()
+        self._most_steps = min((most - one for one in lengths if most is not None and one <= most), default=None)
+        self._batch, logits = passes.prefill(self.engine, token_ids, mask, reserve, past, answered)
         self.steps = 0
         return self._choose(logits)
 
+    @property
+    def crosses(self) -> bool:
+        """True if the next step needs other keys of some row: it must be started anew."""
+        return self._most_steps is not None and self.steps >= self._most_steps
+
     def step(self) -> Tensor:
-        """Run one decode step with the tokens chosen last; returns the next ones, ``[B]``."""
+        """Run one decode step with the tokens chosen last; returns the next ones, ``[B]``. Raises EngineError if it
+        `crosses`."""
+        if self.crosses:
+            self._abandon()
+            raise EngineError(
+                f"beyond {self.engine.recompute_beyond} tokens {self.engine.plan.model.name} turns all keys by other "
+                "angles (longrope), also those in the cache: prompts and their answers must stay on one side here"
+            )
         try:
             logits = passes.decode(self.engine, self.batch, self.tokens)
         except BaseException:
@@ -174,9 +197,12 @@ class Sequence:
         return [] if self.chat else self.prompt_ids
 
 
-def _draft_row(sequence: Sequence, most: int) -> DraftRow:
-    """Return a running sequence, which may get up to `most` tokens, as drafts are made for it."""
+def _draft_row(sequence: Sequence, most: int, recompute_beyond: int | None) -> DraftRow:
+    """Return a running sequence, which may get up to `most` tokens, as drafts are made for it; none may take it beyond
+    the switch of longrope (`Engine.recompute_beyond`)."""
     known = sequence.prompt_ids + sequence.output_ids
+    if recompute_beyond is not None and len(known) <= recompute_beyond:
+        most = min(most, recompute_beyond + 1 - len(known))
     return DraftRow(known, min(sequence.left, most), sequence.sampling, len(sequence.output_ids))
 
 
@@ -252,7 +278,7 @@ class ContinuousScheduler:
         limits = Limits(positions, rows or 1 << 20, group_positions(engine.plan))
         order = arrival_order if arrivals else like_order
         able = abilities(engine, setup.kv_host_share > 0)
-        self.schedule = Schedule(times, limits, able, order, reusable=self._reusable)
+        self.schedule = Schedule(times, limits, able, order, engine.recompute_beyond, reusable=self._reusable)
         if self.drafts is not None:
             self.schedule.slack, self.schedule.ahead = SLACK, MOST
         self.cannot_reuse = engine.cannot_snapshot() or engine.cannot_chunk()
@@ -382,7 +408,7 @@ class ContinuousScheduler:
             longest = max((row.length for group in running for row in group.rows if row is not None), default=0)
             most = min(most, last - longest)
         rows = {
-            row.key: _draft_row(one, 1 + most)
+            row.key: _draft_row(one, 1 + most, self.engine.recompute_beyond)
             for group in running for row in group.rows
             if row is not None and (one := self.sequences.get(row.key)) is not None
         }  # fmt: skip
@@ -473,7 +499,8 @@ class ContinuousScheduler:
             self.prefixes.give_way(engine.plan.model.kv_bytes(len(group.rows), group.capacity))  # rows go first
         if move.kind == "admit":
             mask = torch.tensor([[0] * (group.width - count) + [1] * count for count in self._lengths(group)])
-            self._hold(group, engine.admit(mask, group.capacity, self._past(group)))
+            answered = [0 if row is None else len(self.sequences[row.key].output_ids) for row in group.rows]
+            self._hold(group, engine.admit(mask, group.capacity, self._past(group), answered))
         elif move.kind == "regroup":
             sources = [(self._batches[id(source)], places) for source, places in move.sources]
             self._hold(group, engine.regroup(sources, group.capacity))
@@ -524,10 +551,16 @@ class ContinuousScheduler:
         if version != self.prefixes.version:
             sequence = self.sequences[row.key]
             # Scores of a prompt need the logits of all its positions.
-            count = 0 if sequence.scores_prompt else self.prefixes.matched(sequence.prompt_ids + sequence.output_ids)
+            whole = sequence.scores_prompt or not self._alike(row.length)
+            count = 0 if whole else self.prefixes.matched(sequence.prompt_ids + sequence.output_ids)
             count = count if count >= self._least_kept else 0
             self._matched[row.key] = self.prefixes.version, count
         return count
+
+    def _alike(self, length: int) -> bool:
+        """Tell whether a row of `length` tokens has the keys of others that begin with its tokens."""
+        most = self.engine.alike_until
+        return most is None or length <= most
 
     def _past(self, group: Group) -> tuple[RowsPast, ...]:
         """Return the kept keys and values that a group begins with; its length becomes what is there."""
@@ -563,7 +596,7 @@ class ContinuousScheduler:
                 whole = not group.gaps and (alone or count == 1 or not group.running)
                 wanted = (sequence.ended and whole) or not (group.running or self._one_by_one)
                 computed = row.length + (gained.get(row.key, 1) - 1 if group.running else 0)
-                if row.length >= self._least_kept and not scored and wanted:
+                if row.length >= self._least_kept and self._alike(computed) and not scored and wanted:
                     known = (sequence.prompt_ids + sequence.output_ids)[:computed]
                     self._to_keep.append((known, self._batches[id(group)], place))
 
@@ -576,7 +609,8 @@ class ContinuousScheduler:
                 if row is None or row.key not in keys or group.gaps or not group.running:
                     continue
                 sequence, computed = self.sequences[row.key], group.real(place)
-                if computed >= self._least_kept and not (sequence.echo and sequence.logprobs is not None):
+                kept = computed >= self._least_kept and self._alike(computed)
+                if kept and not (sequence.echo and sequence.logprobs is not None):
                     known = (sequence.prompt_ids + sequence.output_ids)[:computed]
                     self._to_keep.append((known, self._batches[id(group)], place))
 
@@ -587,7 +621,8 @@ class ContinuousScheduler:
             if row is None:
                 continue
             sequence = self.sequences[row.key]
-            if self.prefixes is None or source.gaps or computed < self._least_kept or sequence.scores_prompt:
+            kept = self.prefixes is not None and computed >= self._least_kept and self._alike(row.length)
+            if self.prefixes is None or not kept or source.gaps or sequence.scores_prompt:
                 self.schedule.tally.again += computed
                 continue
             known = (sequence.prompt_ids + sequence.output_ids)[:computed]

@@ -34,6 +34,7 @@ from zinfer.engine.cache import (
 )
 from zinfer.engine.decoder import Decoder, DecoderBatch, MovedRows, Part
 from zinfer.engine.pinned import ALIGNMENT
+from zinfer.engine.rotary import turned_by
 from zinfer.engine.state import ModelState
 from zinfer.engine.stream import graphs
 from zinfer.engine.stream.cpu_experts import CpuExperts
@@ -614,7 +615,8 @@ class Stream(Decoder):
             "use_cache": True,
         }
         inputs = {name: value for name, value in inputs.items() if name in self._accepted}
-        logits: Tensor = self.model(**inputs).logits
+        with turned_by(self._lengths(parts)):
+            logits: Tensor = self.model(**inputs).logits
         return logits[:, -parts[0].keep :]
 
     def _begin_trip(self, parts: Sequence[Part]) -> None:

@@ -40,6 +40,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from zinfer.engine.cache import FixedLayer, RowCache
 from zinfer.engine.decoder import DecoderBatch, Part
+from zinfer.engine.rotary import turned_by
 from zinfer.engine.stream.expert_images import through_interface
 from zinfer.engine.stream.norms import Norms
 from zinfer.engine.stream.ragged import MASKED, Attend, Bias, NotRaggedError, Ragged, bias
@@ -675,17 +676,18 @@ class Graphs:
                     "sliding_attention": bias(seats[0].seen_within(window, count), dtype),
                 }
             inputs |= {"attention_mask": mask, self._cache_name: Cache(layers=layers[0])}
-            return self._logits(inputs, graph.keep)
+            return self._logits(inputs, graph)
         masks = [bias(seat.seen(end, count), dtype) for seat, end in zip(seats, ends, strict=True)]
         attend = self._attend if self._own else scaled_dot_product_attention
         with self._ragged.cache(layers, [seat.rows for seat in seats], masks, attend) as cache:
-            return self._logits(inputs | {"attention_mask": None, self._cache_name: cache}, graph.keep)
+            return self._logits(inputs | {"attention_mask": None, self._cache_name: cache}, graph)
 
-    def _logits(self, inputs: dict[str, object], keep: int) -> Tensor:
+    def _logits(self, inputs: dict[str, object], graph: Graph) -> Tensor:
         norms = self._norms.fused() if self._own and self._norms else nullcontext()
-        with self._trip(), ConstantsOnDevice(), norms:
+        lengths = graph.positions + 1  # each token is turned as in a step of its own
+        with self._trip(), ConstantsOnDevice(), norms, turned_by(lengths):
             logits: Tensor = self._model(**{name: one for name, one in inputs.items() if name in self._accepted}).logits
-        return logits[:, -keep:]
+        return logits[:, -graph.keep :]
 
 
 def _shape(parts: Sequence[Part]) -> Shape:

@@ -28,7 +28,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from zinfer.engine.cache import FixedLayer, QuantizedLayer, RowCache
-from zinfer.engine.decoder import Part, rope_switch
+from zinfer.engine.decoder import Part
 from zinfer.engine.stream.cpu_attention import attend_all, hosted_rows
 from zinfer.engine.stream.kv import PartLayer, SplitLayer
 from zinfer.engine.stream.meanwhile import arriving, stored_together
@@ -213,17 +213,12 @@ class Ragged:
         self._configs = list({id(config): config for config in found}.values())
         self._on = False
         text = model.config.get_text_config(decoder=True)
-        rope = getattr(text, "rope_parameters", None) or {}
-        groups = (rope, *rope.values()) if isinstance(rope, dict) else ()
-        turned = {str(group.get("rope_type")) for group in groups if isinstance(group, dict)}
         self.able = (
             bool(getattr(model, "_supports_attention_backend", False))
             and all(config._attn_implementation == "sdpa" for config in self._configs)
             and {"position_ids", "attention_mask"} <= accepted
             and set(getattr(text, "layer_types", None) or ()) <= MASKED
             and getattr(text, "attention_chunk_size", None) is None
-            and rope_switch(model) is None
-            and "dynamic" not in turned  # angles depend on the longest row
         )
 
     def takes(self, part: Part, on_cpu: bool = False) -> bool:

@@ -82,7 +82,9 @@ class TensorRT(Engine):
         return Executor(self._library, self.file, case.gpu_weights, case.offload != "none", self.progress)
 
     @torch.inference_mode()
-    def admit(self, attention_mask: Tensor, capacity: int, past: Sequence[Past] = ()) -> TensorRTBatch:
+    def admit(
+        self, attention_mask: Tensor, capacity: int, past: Sequence[Past] = (), answered: Sequence[int] = ()
+    ) -> TensorRTBatch:
         if past:
             raise EngineError(self.cannot_snapshot() or "")
         mask = attention_mask.to(self.device)

@@ -275,7 +275,7 @@ def versions(engine_name: str, weights: Weights = "as-released") -> dict[str, st
     import platform
 
     from zinfer.spec.engine import ENGINES
-    from zinfer.spec.host import package_version
+    from zinfer.spec.host import driver_version, package_version
 
     found = {"python": platform.python_version(), "zinfer": __version__}
     kind = ENGINES.get(engine_name)
@@ -283,9 +283,6 @@ def versions(engine_name: str, weights: Weights = "as-released") -> dict[str, st
     for package in (*(kind.requires if kind is not None else ("torch",)), *own):
         if version := package_version(package):
             found[package] = version
-    with suppress(Exception):
-        import pynvml
-
-        pynvml.nvmlInit()
-        found["driver"] = pynvml.nvmlSystemGetDriverVersion()
+    if driver := driver_version():
+        found["driver"] = driver
     return found

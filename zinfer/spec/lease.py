@@ -142,9 +142,12 @@ def part_of(path: Path) -> Path:
 
 
 def release(part: Path) -> None:
-    """Give up a path of `part_of`, which has been renamed or removed."""
-    with _lock:
-        _lease().drop(os.path.abspath(part))
+    """Give up a path of `part_of`, which has been renamed, or is removed now. What cannot be removed, on a drive that
+    is read-only or away, goes at the next start."""
+    with _lock, suppress(OSError):
+        part.unlink(missing_ok=True)
+        if part.parent.is_dir():  # else its drive may come back
+            _lease().drop(os.path.abspath(part))
 
 
 class OwnFolder:

@@ -161,7 +161,7 @@ class Listener(uvicorn.Server):
                 self._room.clear()
                 self._drop_idle()
                 await self._room.wait()
-            taken, short = [], None
+            taken, short = list[socket.socket](), None
             try:
                 while len(taken) < min(AT_ONCE, self.most - len(self.server_state.connections)):
                     taken.append(bound.accept()[0])

@@ -254,6 +254,17 @@ def test_without_a_folder_for_leases_everything_else_works(place: Path, tmp_path
     assert [file.name for file in place.iterdir()] == ["file"]
 
 
+def test_a_file_goes_with_the_folder_of_another_process(place: Path, state: Path) -> None:
+    """A worker writes into a folder of its command, and is killed; the command ends in order."""
+    with lease.folder(place, "reuse", ("*.part",)) as own:
+        part = killed(FILE, own.path)
+        assert part.is_file()
+    assert not [*place.iterdir()]
+    lease.end()
+    lease.sweep()
+    assert not [*state.glob("*")]
+
+
 READ_ONLY = """
 import errno, sys
 from pathlib import Path

@@ -254,6 +254,45 @@ def test_without_a_folder_for_leases_everything_else_works(place: Path, tmp_path
     assert [file.name for file in place.iterdir()] == ["file"]
 
 
+def test_a_file_goes_with_the_folder_of_another_process(place: Path, state: Path) -> None:
+    """A worker writes into a folder of its command, and is killed; the command ends in order."""
+    with lease.folder(place, "reuse", ("*.part",)) as own:
+        part = killed(FILE, own.path)
+        assert part.is_file()
+    assert not [*place.iterdir()]
+    lease.end()
+    lease.sweep()
+    assert not [*state.glob("*")]
+
+
+READ_ONLY = """
+import errno, sys
+from pathlib import Path
+from zinfer.spec import atomic
+
+def refuse(*_path, **_settings):
+    raise OSError(errno.EROFS, "Read-only file system")
+
+try:
+    with atomic.writing(Path(sys.argv[1]) / "good.txt") as stream:
+        Path.replace = Path.unlink = refuse
+        stream.write(b"new")
+except OSError as error:
+    print(error)
+"""
+
+
+def test_half_a_file_on_a_drive_that_became_read_only_goes_at_the_next_start(place: Path, state: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", READ_ONLY, str(place)], env=environment(), capture_output=True, text=True,
+        timeout=PATIENCE_S, check=True,
+    )  # fmt: skip
+    assert "Read-only" in done.stdout
+    lease.sweep()
+    assert not [*place.iterdir()]
+    assert not [*state.glob("*")]
+
+
 def test_a_written_file_keeps_its_permissions_and_a_link_its_target(place: Path) -> None:
     (place / "file").write_text("old")
     (place / "file").chmod(0o640)

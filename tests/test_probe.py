@@ -23,6 +23,7 @@ from zinfer.engine import direct
 from zinfer.system import host, local
 from zinfer.system.machines import load
 from zinfer.worker import probe
+from zinfer.worker.process import versions
 
 H100 = {"name": "NVIDIA H100 80GB HBM3"}
 
@@ -261,6 +262,30 @@ def test_visible_devices(visible: str | None, handles: list[int], monkeypatch: p
 
 def test_a_gpu_that_answers_little_is_still_described() -> None:
     assert host._gpu_facts(FakeNvml(), 1) == {"name": "gpu 1", "nvlinks": 1}
+
+
+class CountedNvml(FakeNvml):
+    """NVML that counts how often it is open."""
+
+    opened = 0
+
+    def nvmlInit(self) -> None:
+        self.opened += 1
+
+    def nvmlShutdown(self) -> None:
+        self.opened -= 1
+
+    def nvmlSystemGetDriverVersion(self) -> str:
+        assert self.opened
+        return "580.1"
+
+
+def test_nvml_is_closed_after_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is forked from one with an open NVML reads no driver: its results would have other settings."""
+    nvml = CountedNvml()
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert versions("stream")["driver"] == "580.1"
+    assert nvml.opened == 0
 
 
 @pytest.mark.parametrize(

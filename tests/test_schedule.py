@@ -441,6 +441,25 @@ def test_requests_of_many_rows_share_them() -> None:
     served.until(lambda: served.rows[4] > 0, 1000)  # as soon as one has ended
 
 
+def test_a_request_waits_for_few_rows_of_as_many_large_ones_as_there_is_room_for() -> None:
+    """Each of those has one row, and as many to come, in the queue before it."""
+    served = Served(Limits(1_000_000, 4))
+    for request in range(4):
+        served.add(request, 100, 20, 20 + request)
+    served.until(lambda: min(served.tokens[request] for request in range(4)) > 30, 200)
+    for request in (10, 11, 12):
+        served.add(request, 2, 30, 5)
+        served.until(lambda: served.tokens[request] == 10, 80)  # noqa: B023
+    for request in range(4, 8):
+        served.add(request, 100, 20, 20 + request)
+    before = Counter(served.tokens)
+    for _ in range(1000):
+        served.step()
+    gained = [served.tokens[request] - before[request] for request in range(8)]
+    assert min(gained) > 0.7 * max(gained), gained
+    served.finish()
+
+
 def test_long_prompts_of_one_request_do_not_hold_up_short_ones_of_another() -> None:
     served = Served(Limits(1 << 40, 256))
     served.add(0, 4, 2_000_000, 10)
@@ -472,6 +491,7 @@ def test_rows_begin_in_turn() -> None:
     rows = [Row(key, 5, 5, request) for key, request in enumerate([0, 0, 0, 1, 1, 2])]
     assert [row.key for row in in_turn(rows[::-1], {})] == [0, 3, 5, 1, 4, 2]
     assert [row.key for row in in_turn(rows, {0: 2})] == [3, 5, 4, 0, 1, 2]
+    assert [row.key for row in in_turn(rows, {}, {0: 7, 1: 3, 2: 5})] == [3, 5, 0, 4, 1, 2]
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 12), st.integers(1, 900), st.integers(1, 60),

@@ -1,5 +1,6 @@
 """Connections of `zinfer serve`: clients without a key that connect, send little, and read nothing."""
 
+import asyncio
 import resource
 import signal
 import socket
@@ -7,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,7 @@ from tests.serving import ServedRows, Server, serving
 from tests.test_cli import folder
 from tests.test_serve_command import ask, process
 from zinfer.job.serve import connections
+from zinfer.job.serve.server import listen
 from zinfer.plan.plan import make_plan
 
 assert folder  # a fixture
@@ -159,6 +162,25 @@ def test_a_new_connection_takes_the_place_of_one_whose_body_does_not_come(monkey
         assert server.ask("/v1/completions", {"prompt": "a3/9"})[1]["choices"][0]["text"] == text("a3/9")
         assert all(map(ended, slow[:14]))
         assert open_at(server) <= 6
+
+
+def test_a_client_that_comes_at_the_end_is_no_fault() -> None:
+    """It connects in the turn of the event loop in which the server stops taking clients in."""
+
+    async def run(bound: socket.socket) -> None:
+        faults = list[dict[str, Any]]()
+        asyncio.get_running_loop().set_exception_handler(lambda _loop, fault: faults.append(fault))
+        listener = connections.Listener(connections.config(None), 1.0, lambda _line: None)
+        accepting = asyncio.ensure_future(listener._accept(bound))
+        await asyncio.sleep(0.1)
+        with closing(socket.create_connection(bound.getsockname())):
+            asyncio.get_running_loop().call_soon(accepting.cancel)  # it runs before what the socket has called
+            await asyncio.gather(accepting, return_exceptions=True)
+            await asyncio.sleep(0.1)
+        assert not faults
+
+    with closing(listen("127.0.0.1", 0)) as bound:
+        asyncio.run(run(bound))
 
 
 def test_a_body_that_does_not_come_does_not_hold_up_the_end(

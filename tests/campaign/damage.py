@@ -183,6 +183,8 @@ def _resumed(lab: Lab, room: Room, what: str, result: Result) -> None:
     if lost := [line for line in before if line.strip() and line not in known]:
         result.faults.append(f"{len(lost)} lines are gone, and not in {aside.name}")
     if STALE in what:
+        if ended.code != 0:
+            result.faults.append(f"the resume ends with {ended.code}: {ended.last_line[:300]}")
         if before[int(re.findall(r"\d+", what)[0]) - 1] not in kept_aside:
             result.faults.append(f"the line counts, and is not in {aside.name}")
         result.faults += judge.equal(dict(points(path)), normal(lab, verb).outcome, "points after the resume")
@@ -472,7 +474,14 @@ def pages(folder: Path) -> list[str]:
 
 
 def furnish(lab: Lab, names: Collection[str]) -> None:
-    """Make the kept conversation and the packed layers that cases of the classes `names` damage."""
+    """Make the kept conversation and the packed layers that cases of the classes `names` damage. Raises RuntimeError if
+    the results cannot be resumed as they are."""
+    if "record" in names:
+        with Room(lab, "resumed") as room:
+            words = [word if word != "r.jsonl" else "results.jsonl" for word in VERBS["sweep"].words]
+            ended = room.run([*words, "--resume"])
+            if ended.code != 0:
+                raise RuntimeError(f"undisturbed results cannot be resumed: {ended.code} {ended.output[-2000:]}")
     if "kv" in names:
         with Room(lab, "kept") as room:
             room.run(VERBS["chat"].words, stdin=VERBS["chat"].stdin)

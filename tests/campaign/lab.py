@@ -19,8 +19,9 @@ from tests.campaign.subject import Ended, Subject, children_of
 
 PATIENCE_S = 60.0  # after which a process hangs
 GRACE_S = 10.0  # for processes to follow their parent
-COMPILE_S = 120.0  # for a compiler, which ends by itself
+SLOW_S = 120.0  # for a compiler, or a worker that Ray was starting: they end by themselves
 COMPILERS = ("cc", "gcc", "cc1", "as", "ld", "collect2", "clang")
+RAYS_START = "/ray/_private/workers/default_worker.py"  # in the command line of a worker of Ray that has no work yet
 
 
 @dataclass
@@ -146,16 +147,17 @@ class Room:
         """Wait for processes that lost their parent; end those that go on, and return their command lines."""
         began = time.monotonic()
         while left := children_of(os.getpid()):
-            patience = grace + COMPILE_S if grace and all(map(_compiles, left)) else grace
+            commands = [_command(child) for child in left]
+            slow = [_ends_by_itself(one) for one in commands if not one.startswith(judge.RAYS_AGENTS)]
+            patience = grace + SLOW_S if grace and slow and all(slow) else grace
             if time.monotonic() - began > patience:
                 break
             _bury()
             time.sleep(0.02)
         found = {}
         for child in left:
-            with suppress(OSError):
-                text = Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                found[child] = text.strip() or Path(f"/proc/{child}/comm").read_text().strip()
+            if words := _command(child):
+                found[child] = words
             with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
         if left:
@@ -165,12 +167,19 @@ class Room:
         return found
 
 
-def _compiles(process: int) -> bool:
-    """Tell whether a process is part of a compiler, which ends by itself."""
+def _command(process: int) -> str:
+    """Return the command line of a process, or its name if it has none; empty if it has ended."""
     try:
-        return Path(f"/proc/{process}/comm").read_text().strip() in COMPILERS
+        text = Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        return text.strip() or Path(f"/proc/{process}/comm").read_text().strip()
     except OSError:
-        return True
+        return ""
+
+
+def _ends_by_itself(command: str) -> bool:
+    """Tell whether a process has ended, is part of a compiler, or a worker that Ray was starting."""
+    program = os.path.basename(command.partition(" ")[0])
+    return not command or program in COMPILERS or RAYS_START in command
 
 
 def _bury() -> None:

@@ -433,13 +433,14 @@ class Shared(Protocol):
 R = TypeVar("R", bound=Shared)
 
 
-def in_turn(rows: Iterable[R], held: Mapping[int, int]) -> list[R]:
+def in_turn(rows: Iterable[R], held: Mapping[int, int], since: Mapping[int, int] = MappingProxyType({})) -> list[R]:
     """Return waiting rows in the order in which they may begin: the next one is of the request that has fewest rows by
-    then, those that it has, `held`, and those before it; of several such requests it is the row that came first."""
+    then, those that it has, `held`, and those before it; of several such requests it is the one that has had so few for
+    longest, as `since` says in turns; then the row that came first."""
     ordered = sorted(rows, key=attrgetter("key"))
-    ranks, counts = list[int](), Counter(held)
+    ranks, counts = list[tuple[int, int]](), Counter(held)
     for row in ordered:
-        ranks.append(counts[row.request])
+        ranks.append((counts[row.request], since.get(row.request, 0)))
         counts[row.request] += 1
     return [row for _, row in sorted(zip(ranks, ordered, strict=True), key=itemgetter(0))]
 
@@ -472,6 +473,10 @@ class Schedule:
     tally: Tally = field(default_factory=Tally)
     _sorted: bool = True
     _shared: Counter[int] = field(default_factory=Counter)  # rows of each request when the queue was sorted
+    _since: dict[int, int] = field(
+        default_factory=dict
+    )  # turn at which each request came, or last had a row that ended
+    _turn: int = 0
     _tokens: int = 0
     _early: int = 0  # rows that ended before their limit
     _debt: float = 0.0  # cost of free places so far: in seconds, or in passes where prompts have a trip of their own
@@ -482,6 +487,9 @@ class Schedule:
 
     def add(self, rows: Iterable[Row]) -> None:
         """Let rows wait."""
+        rows = list(rows)
+        for request in {row.request: None for row in rows if row.request not in self._since}:
+            self._next_turn(request)
         self.waiting += rows
         self._sorted = False
 
@@ -566,6 +574,7 @@ class Schedule:
                     self._early += row.key in over and row.left > 0
                     if row.key in over or row.left <= 0:
                         group.rows[place] = None
+                        self._next_turn(row.request)
         if self.shares:  # prompts that do not fit into a pass take turns
             served = [group for group, _ in works if not group.running]
             self.groups = [one for one in self.groups if all(one is not group for group in served)] + served
@@ -611,12 +620,20 @@ class Schedule:
 
     # Shares
 
+    def _next_turn(self, request: int) -> None:
+        """Let a request wait behind those that have had as few rows for longer."""
+        self._turn += 1
+        self._since[request] = self._turn
+        self._sorted = self._sorted and not self.shares
+
     def _sort(self) -> None:
         """Sort the queue."""
         if self.shares:
             held = Counter(row.request for row in self.running)
             if not self._sorted or held != self._shared:
-                self.waiting, self._shared = in_turn(self.waiting, held), held
+                self.waiting, self._shared = in_turn(self.waiting, held, self._since), held
+                known = held.keys() | {row.request for row in self.waiting}
+                self._since = {request: turn for request, turn in self._since.items() if request in known}
         elif not self._sorted:
             self.waiting.sort(key=self.order)
         self._sorted = True

@@ -38,8 +38,6 @@ def writing(path: Path, private: bool = False) -> Iterator[BinaryIO]:
             os.fsync(stream.fileno())
         part.replace(path)
     finally:
-        with suppress(OSError):
-            part.unlink(missing_ok=True)
         lease.release(part)
     sync_folder(path.parent)
 

@@ -7,7 +7,7 @@ import platform
 import re
 import resource
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,14 +28,36 @@ def gpus() -> list[dict[str, Any]]:
     """Return the GPUs that this process may use, as NVML describes them: name, memory, driver, PCIe, NVLink, power."""
     if package_version("torch").endswith("+cpu"):  # torch without CUDA cannot use a driver
         return []
+    with _nvml() as nvml:
+        if nvml is not None:
+            return [_gpu_facts(nvml, handle) for handle in _visible(nvml)]
+    return _gpus_of_torch() if Path("/dev/nvidiactl").exists() else []
+
+
+def driver_version() -> str:
+    """Return the version of NVIDIA's driver; empty if there is none, or one that NVML cannot talk to."""
+    with _nvml() as nvml:
+        if nvml is not None:
+            with contextlib.suppress(nvml.NVMLError):
+                return str(nvml.nvmlSystemGetDriverVersion())
+    return ""
+
+
+@contextlib.contextmanager
+def _nvml() -> Iterator[Any]:
+    """Yield NVML, and close it at the end; yield None without a driver, or with one that NVML cannot talk to.
+
+    An NVML that stays open works in no process that is forked from this one.
+    """
     try:
         import pynvml as nvml
 
         nvml.nvmlInit()
-    except Exception:  # no driver, or one that NVML cannot talk to: ask torch
-        return _gpus_of_torch() if Path("/dev/nvidiactl").exists() else []
+    except Exception:
+        yield None
+        return
     try:
-        return [_gpu_facts(nvml, handle) for handle in _visible(nvml)]
+        yield nvml
     finally:
         nvml.nvmlShutdown()
 

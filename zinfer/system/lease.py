@@ -29,6 +29,7 @@ from typing import Any, Literal, Self
 
 MARK = ".zinfer"  # file in an owned folder; it holds the token
 TOKEN = re.compile(r"[0-9a-f]{32}")
+OWNED = re.compile(rf"zinfer-.+-{TOKEN.pattern}")  # name of a folder that a process made for itself
 STEM = 150  # bytes of a file's name that the name of its part begins with
 UNREACHABLE_DAYS = 30  # a lease whose paths lie on a drive that is not mounted is forgotten after so long
 MOST_BYTES = 16 << 20  # of a lease
@@ -142,9 +143,13 @@ def part_of(path: Path) -> Path:
 
 
 def release(part: Path) -> None:
-    """Give up a path of `part_of`, which has been renamed or removed."""
-    with _lock:
-        _lease().drop(os.path.abspath(part))
+    """Give up a path of `part_of`, which has been renamed, or is removed now. What cannot be removed, on a drive that
+    is read-only or away, goes at the next start."""
+    with _lock, suppress(OSError):
+        part.unlink(missing_ok=True)
+        path = os.path.abspath(part)
+        if not _away(path):
+            _lease().drop(path)
 
 
 class OwnFolder:
@@ -231,7 +236,7 @@ def _swept(fields: dict[str, Any], say: Say) -> bool:
     """Remove one path of a dead lease; return True if there is nothing more to do about it."""
     path, size = str(fields["path"]), 0
     if not os.path.lexists(path):
-        return os.path.isdir(os.path.dirname(path))  # else its drive may not be mounted
+        return not _away(path)
     for file in _files(path):
         with suppress(OSError):
             size += os.lstat(file).st_size
@@ -288,6 +293,12 @@ def _marked(fields: dict[str, Any]) -> bool:
     return name.startswith("zinfer-") and name.endswith(f"-{token}")
 
 
+def _away(path: str) -> bool:
+    """Tell whether the drive of a path that is not there may come back: the user's folder that it was in is missing."""
+    owned = [folder for folder in Path(path).parents if OWNED.fullmatch(folder.name)]  # which zinfer removes
+    return not (owned[-1] if owned else Path(path)).parent.is_dir()
+
+
 def _remove(fields: dict[str, Any]) -> Literal["gone", "shared", "stuck"]:
     """Remove an owned path: ``shared`` is a folder that still has files of somebody else."""
     path, made = str(fields["path"]), fields.get("made")
@@ -304,7 +315,7 @@ def _remove(fields: dict[str, Any]) -> Literal["gone", "shared", "stuck"]:
         else:
             return "shared"
     except FileNotFoundError:
-        return "gone" if os.path.isdir(os.path.dirname(path)) else "stuck"  # its drive may come back
+        return "stuck" if _away(path) else "gone"
     except OSError as error:
         return "shared" if error.errno == errno.ENOTEMPTY else "stuck"
     return "gone"

@@ -273,7 +273,7 @@ def versions(engine_name: str, weights: Weights = "as-released") -> dict[str, st
     import platform
 
     from zinfer.core.engine import ENGINES
-    from zinfer.system.host import package_version
+    from zinfer.system.host import driver_version, package_version
 
     found = {"python": platform.python_version(), "zinfer": __version__}
     kind = ENGINES.get(engine_name)
@@ -281,9 +281,6 @@ def versions(engine_name: str, weights: Weights = "as-released") -> dict[str, st
     for package in (*(kind.requires if kind is not None else ("torch",)), *own):
         if version := package_version(package):
             found[package] = version
-    with suppress(Exception):
-        import pynvml
-
-        pynvml.nvmlInit()
-        found["driver"] = pynvml.nvmlSystemGetDriverVersion()
+    if driver := driver_version():
+        found["driver"] = driver
     return found

@@ -156,24 +156,24 @@ class Listener(uvicorn.Server):
         loop = asyncio.get_running_loop()
         bound.setblocking(False)
         while True:
-            try:
-                taken = [(await loop.sock_accept(bound))[0]]
-            except OSError as error:
-                if error.errno in _SHORT:
-                    self._complain(error)
-                    self._drop_idle()
-                    await asyncio.sleep(SHORT_S)
-                continue  # else the client was gone before
+            await _readable(bound)
             while len(self.server_state.connections) >= self.most:
                 self._room.clear()
                 self._drop_idle()
                 await self._room.wait()
-            with suppress(OSError):  # without waiting, as many as there are
+            taken, short = list[socket.socket](), None
+            try:
                 while len(taken) < min(AT_ONCE, self.most - len(self.server_state.connections)):
                     taken.append(bound.accept()[0])
+            except OSError as error:  # there is no other one, or its client was gone before
+                short = error if error.errno in _SHORT else None
             make = partial(Connection, self, loop)
             connected = (loop.connect_accepted_socket(make, one) for one in taken)
             await asyncio.gather(*connected, return_exceptions=True)  # a client may be gone
+            if short is not None:
+                self._complain(short)
+                self._drop_idle()
+                await asyncio.sleep(SHORT_S)
 
     def _drop_idle(self) -> None:
         """Close the connection that has waited longest for a request, if any does."""
@@ -186,6 +186,16 @@ class Listener(uvicorn.Server):
         if time.monotonic() - self._said_at >= 60:
             self._said_at = time.monotonic()
             self._say(f"connections wait: {error.strerror}")
+
+
+async def _readable(bound: socket.socket) -> None:
+    """Wait until a client connects. (A `sock_accept` of asyncio that is cancelled as one comes prints a traceback.)"""
+    loop, came = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(bound, came.set)
+    try:
+        await came.wait()
+    finally:
+        loop.remove_reader(bound)
 
 
 def most_connections() -> int:

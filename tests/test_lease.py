@@ -268,7 +268,7 @@ def test_a_file_goes_with_the_folder_of_another_process(place: Path, state: Path
 READ_ONLY = """
 import errno, sys
 from pathlib import Path
-from zinfer.spec import atomic
+from zinfer.system import atomic
 
 def refuse(*_path, **_settings):
     raise OSError(errno.EROFS, "Read-only file system")

@@ -102,9 +102,9 @@ lock:
 	$(UV) $(UPGRADE) -c requirements/dev.txt setup.cfg --extra engines --extra judges --extra ray --extra torchao --extra export -o requirements/judges.txt
 	printf 'pip>=25\nsetuptools>=77\nwheel\n' | $(UV) $(UPGRADE) -c requirements/dev.txt - -o requirements/build.txt
 
-# Measure the codec on trained weights: of a small model that is trained first (better on a GPU), and of two downloads.
-codec: .venv/installed .scratch/trained/model.safetensors .scratch/published/resemblyzer.safetensors
-	$(BIN)/zinfer codec --dtype bf16 .scratch/trained .scratch/published/*.safetensors
+# Measure the codec on drawn weights and on trained ones, of a small model that is trained first (better on a GPU).
+codec: .venv/installed .scratch/trained/model.safetensors
+	$(BIN)/zinfer codec --dtype bf16 .scratch/trained
 
 # Measure the accuracy that an 8-bit KV cache and weights in fewer bits cost that model, on source code outside its
 # training data.
@@ -146,9 +146,6 @@ drafts: .venv/installed .scratch/padded/requests.jsonl .scratch/draft/requests.j
 
 .scratch/trained/model.safetensors: tests/trained.py
 	$(BIN)/python -m tests.trained $(@D)
-
-.scratch/published/resemblyzer.safetensors: tests/published.py
-	$(BIN)/python -m tests.published .scratch/published
 
 # All figures and reports: those that README and docs show are in git, and drawn anew; git ignores the others.
 plots: .venv/installed

@@ -45,8 +45,8 @@ FIGURES = (
     "nvidia-h100-80gb-hbm3/reuse-llama-3.1-8b-stream-cpu",
 )  # fmt: skip
 HEADS = (
-    "model", "GPU", "#in / out", "configuration", "#batch", "#loads", "#decode tok/s", "#output tok/s", "beside it",
-    "#decode", "#output",
+    "model", "GPU", "#in / out", "configuration", "#batch", "#loads", "#weights on GPU", "#decode tok/s",
+    "#output tok/s", "beside it", "#weights on GPU", "#decode ratio", "#output ratio",
 )  # fmt: skip
 PROLOGUE = """\
 from zinfer.report.pages import *
@@ -303,7 +303,7 @@ def wrapped(text: str) -> str:
 def headlines() -> str:
     """Return the table of `HEADLINES`: the best exact configuration of each, and the best of another engine or offload
     that the same run measured."""
-    rows = []
+    rows, rates = [], ("decode_tok_s", "output_tok_s")
     for name in HEADLINES:
         (workload,) = workloads(name)
         best, case = workload.best, workload.best.last.case
@@ -313,16 +313,13 @@ def headlines() -> str:
             for peer in sorted(workload.peers, key=Entry.rate, reverse=True)
             if getattr(peer.last.case, of) != getattr(case, of) and workload.ratio(best, peer)
         ]
-        rates = ("decode_tok_s", "output_tok_s")
-        rows.append((
-            workload.title, load_machine(RESULTS / best.last.machine).gpu_name or "", workload.lengths, best.label,
-            f"{case.workload.batch_size}", f"{len(best.points)}", *(figures(best.rate(rate)) for rate in rates),
-            *(
-                (f"{peers[0].label}, {peers[0].size}", *(workload.ratio(best, peers[0], rate) for rate in rates))
-                if peers
-                else ("-", "-", "-")
-            ),
-        ))  # fmt: skip
+        gpu = load_machine(RESULTS / best.last.machine).gpu_name or ""
+        row = [workload.title, gpu, workload.lengths, best.label, f"{case.workload.batch_size}", f"{len(best.points)}"]
+        row += [gb(best.gpu_bytes, 0), *(figures(best.rate(rate)) for rate in rates)]
+        for peer in peers[:1]:
+            row += [f"{peer.label}, {peer.size}", gb(peer.gpu_bytes, 0)]
+            row += [workload.ratio(best, peer, rate) for rate in rates]
+        rows.append(row + ["-"] * (len(HEADS) - len(row)))
     return markdown(HEADS, rows)
 
 

@@ -62,7 +62,7 @@ quick: setup
 # Compare small random models of every causal type of the installed transformers, in every way, with `generate`.
 conformance: setup
 	$(BIN)/python -m tests.conformance
-	$(BIN)/python -m tests.readme
+	$(BIN)/python -m zinfer.report.pages
 
 # Let tools of others judge: lm-evaluation-harness and MLPerf LoadGen, as clients of zinfer.
 judges: setup
@@ -77,7 +77,7 @@ mutants: setup
 # Kill, starve and feed damaged inputs to every command, some 3,700 times; hours on two cores, minutes on 16.
 campaign: setup
 	$(BIN)/python -m tests.campaign --count 75 --ordinary 0.02 --jobs $$(nproc) -o sweeps/results/reliability.jsonl
-	$(BIN)/python -m tests.readme
+	$(BIN)/python -m zinfer.report.pages
 
 # Count the layers of the catalogue's models anew, after a change of models.toml or of transformers.
 catalogue: .venv/installed
@@ -85,7 +85,7 @@ catalogue: .venv/installed
 
 # Write the tables of README.md and docs/*.md anew from the records.
 readme: setup
-	$(BIN)/python -m tests.readme
+	$(BIN)/python -m zinfer.report.pages
 
 lint: setup
 	$(BIN)/ruff check .
@@ -102,9 +102,9 @@ lock:
 	$(UV) $(UPGRADE) -c requirements/dev.txt setup.cfg --extra engines --extra judges --extra ray --extra torchao --extra export -o requirements/judges.txt
 	printf 'pip>=25\nsetuptools>=77\nwheel\n' | $(UV) $(UPGRADE) -c requirements/dev.txt - -o requirements/build.txt
 
-# Measure the codec on trained weights: of a small model that is trained first (better on a GPU), and of two downloads.
-codec: .venv/installed .scratch/trained/model.safetensors .scratch/published/resemblyzer.safetensors
-	$(BIN)/zinfer codec --dtype bf16 .scratch/trained .scratch/published/*.safetensors
+# Measure the codec on drawn weights and on trained ones, of a small model that is trained first (better on a GPU).
+codec: .venv/installed .scratch/trained/model.safetensors
+	$(BIN)/zinfer codec --dtype bf16 .scratch/trained
 
 # Measure the accuracy that an 8-bit KV cache and weights in fewer bits cost that model, on source code outside its
 # training data.
@@ -147,14 +147,10 @@ drafts: .venv/installed .scratch/padded/requests.jsonl .scratch/draft/requests.j
 .scratch/trained/model.safetensors: tests/trained.py
 	$(BIN)/python -m tests.trained $(@D)
 
-.scratch/published/resemblyzer.safetensors: tests/published.py
-	$(BIN)/python -m tests.published .scratch/published
-
-# Figures and the report that are in git show the records in git alone: those of these machines.
-SHIPPED := nvidia-h100-80gb-hbm3,nvidia-h100-80gb-hbm3-x2,nvidia-h100-80gb-hbm3-x2-32-cores-10-gib,nvidia-h100-80gb-hbm3-x4,nvidia-h200,nvidia-h200-16-cores-125-gib,nvidia-h200-x2,nvidia-h200-x4
-
+# All figures and reports: those that README and docs show are in git, and drawn anew; git ignores the others.
 plots: .venv/installed
-	$(BIN)/zinfer plot --machine $(SHIPPED) --format svg
+	$(BIN)/zinfer plot --machine all --format svg
 
 report: .venv/installed
-	$(BIN)/zinfer report --machine $(SHIPPED) -o plots/report.html
+	$(BIN)/zinfer report sweeps/results/nvidia-h200-x4/bloom-176b-whole-kv.jsonl -o plots/report.html
+	$(BIN)/zinfer report --machine all

@@ -1,6 +1,5 @@
 """Command `zinfer demo`: all steps in one, and a last screen that explains itself."""
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -11,12 +10,10 @@ from tests.results import sweep
 from zinfer.cli import cli
 from zinfer.commands.demo import explanation
 from zinfer.core.machine import Machine
-from zinfer.job.recipe import make_sweep, read_toml
+from zinfer.job.recipe import make_sweep, read_toml, sweep_recipe
 from zinfer.record.measurement import Measurement
 from zinfer.system.host import slug
 
-ROOT = Path(__file__).parents[1]
-RECIPE = ROOT / "sweeps" / "demo.toml"
 CPU = Machine(name=slug(), source="measured", host_bytes=20 << 30, h2d_bandwidth=8e9, hbm_bandwidth=16e9)
 GPU = CPU.model_copy(update={"gpu_count": 1, "gpu_name": "NVIDIA H200", "gpu_bytes": 150 << 30})
 
@@ -55,7 +52,7 @@ def test_noise_is_said() -> None:
 
 
 def test_the_recipe_is_honest_and_short() -> None:
-    recipe = make_sweep(read_toml(RECIPE), "demo")
+    recipe = make_sweep(read_toml(sweep_recipe("demo")), "demo")
     assert recipe.repeats >= 3
     assert set(recipe.engine) == {"stream", "deepspeed", "accelerate"}
     assert set(recipe.offload) == {"none", "cpu"}
@@ -67,7 +64,6 @@ def test_the_demo_measures_draws_decides_and_explains(tmp_path: Path, monkeypatc
     folder = tmp_path / "sweeps" / "results" / slug()
     folder.mkdir(parents=True)
     (folder / "machine.json").write_text(CPU.model_dump_json())
-    shutil.copy(RECIPE, tmp_path / "sweeps")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("zinfer.worker.process.Worker", FakeWorker(edge=99))
     done = CliRunner().invoke(cli, ["demo"])

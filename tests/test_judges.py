@@ -21,7 +21,6 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from tests import PATIENCE_S, environment
-from tests.readme import ROOT
 from tests.smollm2 import make as make_smollm2
 from tests.test_cli import folder
 from tests.test_parity import load
@@ -33,6 +32,7 @@ from zinfer.generation.schedule import load_of
 from zinfer.generation.scheduler import ContinuousScheduler
 from zinfer.generation.tokenizer import Tokenizer
 
+ROOT = Path(__file__).parents[1]
 assert folder  # a fixture
 pytestmark = pytest.mark.slow
 Checkpoints = Callable[..., Path]

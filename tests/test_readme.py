@@ -1,4 +1,4 @@
-"""Tests of README and docs: figures come from records, commands are understood, links and names exist."""
+"""Tests of README and docs: tables are those of the records, commands are understood, links and names exist."""
 
 import ast
 import hashlib
@@ -7,37 +7,92 @@ import re
 import shlex
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
+from xml.etree import ElementTree
 
 import click
 import pytest
+from click.testing import CliRunner
 
-from tests import found, mentions, readme
-from tests.readme import PAGES, RESULTS, ROOT
+from tests import found, mentions
+from tests.results import case, point
 from zinfer.cli import VERBS, cli
 from zinfer.core.engine import ENGINES
 from zinfer.job.batch.shard import Shard
+from zinfer.job.recipe import make_sweep
+from zinfer.job.sweep import header_of
+from zinfer.record.store import Header
+from zinfer.report import pages
+from zinfer.report.pages import Entry, Workload
 
+ROOT = Path(__file__).parents[1]
+PAGES = ("README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))))
 WRITTEN = (*PAGES, "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
 TEXTS = {
     page: (ROOT / page).read_text() for page in (*WRITTEN, "plots/README.md", "sweeps/README.md", "engines/README.md")
 }
-README, QUOTING = TEXTS["README.md"], "docs/results.md"
-TEXT = RESULTS / "nvidia-h100-80gb-hbm3" / "text"
+README = TEXTS["README.md"]
+TEXT = ROOT / pages.RESULTS / "nvidia-h100-80gb-hbm3" / "text"
 CODE = ROOT / "zinfer"
 
 
-def test_pages_are_those_that_make_readme_writes(capsys: pytest.CaptureFixture[str]) -> None:
-    status = readme.cog("--check", "--diff")
+def test_pages_are_those_that_make_readme_writes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    status = pages.cog("--check", "--diff")
     assert status == 0, f"run `make readme`\n{capsys.readouterr().out}"
 
 
-@pytest.mark.parametrize("title", readme.FIGURES)
-def test_paragraphs_quote_the_figures_of_the_records(title: str) -> None:
-    """The ratios in a paragraph are these and no others."""
-    figures = readme.FIGURES[title]()
-    text = " ".join(TEXTS[QUOTING].split(f"**{title}", 1)[1].split("\n\n", 1)[0].split())
-    assert found(figures, text) == figures
-    assert set(re.findall(r"[\d.]+x\b", text)) == {figure for figure in figures if figure.endswith("x")}
+def rated(*starts: str, engine: str = "stream", step_s: float = 1.0) -> Entry:
+    return Entry(tuple(point(case(8, engine), step_s, started_at=start) for start in starts))
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "given"),
+    [
+        (["02"], ["03"], True),  # one start of the sweep
+        (["02"], ["12"], False),  # two
+        (["02", "22"], ["12", "32"], True),  # in turn
+        (["02", "12"], ["22", "32"], False),  # one after the other
+        (["12"], ["02", "22"], False),  # one load has no turns
+    ],
+)
+def test_ratios_come_from_one_run(ours: list[str], theirs: list[str], given: bool) -> None:
+    one, other = rated(*ours), rated(*theirs, engine="deepspeed", step_s=2.0)
+    text = Workload((one, other), ("01", "11", "21", "31")).ratios()
+    assert ("decode 2.0" in text or "decode 1.9" in text) is given
+    assert (" to " in text) is (given and len(ours) > 1), "the range over several loads"
+
+
+def test_a_lossy_setting_is_marked_and_never_wins() -> None:
+    fast = Entry((point(case(64, options=(("kv_cache_dtype", "int8"),)), 0.5),))
+    exact = rated("02")
+    work = Workload((fast, exact), ())
+    assert work.best is exact
+    assert "(lossy)" in next(pages.tables(work))
+
+
+def test_the_header_of_a_sweep_has_its_description() -> None:
+    sweep = make_sweep({"model": "bloom-tiny", "description": "Why it is measured."}, "here")
+    assert header_of(sweep, "h100", []).description == "Why it is measured."
+    assert Header(machine="h100").description == "", "as in records of earlier versions"
+
+
+def test_figures_in_git_tell_of_the_points_of_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = tmp_path / "plots"
+    monkeypatch.chdir(ROOT)
+    for name in pages.FIGURES:
+        record, _, figure = name.rpartition("-")
+        what = ["reuse"] if "/reuse-" in name else [figure]
+        file = pages.RESULTS / (f"{name.split('/')[0]}/reuse.json" if "/reuse-" in name else f"{record}.jsonl")
+        words = ["plot", str(file), "-o", str(drawn), "--format", "svg", "--figure", *what]
+        assert CliRunner().invoke(cli, words).exit_code == 0
+        told, kept = (
+            [part.text for part in ElementTree.parse(folder / f"{name}.svg").getroot()[:2]]
+            for folder in (drawn, ROOT / "plots")
+        )
+        assert told == kept, "make plots"
 
 
 def test_a_fact_is_found_whole_and_in_its_place() -> None:
@@ -46,13 +101,6 @@ def test_a_fact_is_found_whole_and_in_its_place() -> None:
     assert found(["2.0x", "1.5x"], "1.5x and 2.0x") == ["2.0x"]
     assert mentions("a\nbatch 8: 2 s (100%)", "batch 8", "2 s", "100%")
     assert not mentions("batch 8\n2 s", "batch 8", "2 s")
-
-
-def test_the_table_of_engines_is_that_of_the_code() -> None:
-    rows = re.findall(r"^\| `(\w+)` \| ([\w, ]+) \|", README, flags=re.MULTILINE)
-    assert {name: set(offloads.split(", ")) for name, offloads in rows} == {
-        name: set(kind.offloads) for name, kind in ENGINES.items()
-    }
 
 
 def test_every_engine_wrote_the_same_text() -> None:
@@ -88,21 +136,15 @@ def by_hand(page: str) -> str:
     return re.sub(r"`[^`]*`", "", text)
 
 
-CONVENTIONS = {"0 ms", "95%", "100%"}  # of definitions
 MEASURED = re.compile(r"\d[\d.,]*(?: ± [\d.]+)?(?:x\b|%| (?:tok/s|GB/s|ms)\b)")
+CONVENTIONS = {"0 ms", "95%", "100%"}  # of definitions
 
 
 @pytest.mark.parametrize("page", WRITTEN)
-def test_measured_numbers_stand_in_tables_or_in_tested_paragraphs(page: str) -> None:
-    """Rates and ratios outside them would go stale unseen. A paragraph with numbers of others says that they are."""
-    loose = {}
-    figures = tuple(readme.FIGURES) if page == QUOTING else ()
-    for part in by_hand(page).split("\n\n"):
-        tested = part.strip().removeprefix("**").startswith(figures)
-        numbers = set(MEASURED.findall(part)) - CONVENTIONS
-        if numbers and not tested and "ublished by others" not in part:
-            loose[" ".join(part.split())[:60]] = numbers
-    assert loose == {}
+def test_measured_numbers_stand_in_tables(page: str) -> None:
+    """Rates and ratios that are written by hand would go stale unseen. A paragraph with numbers of others says so."""
+    by_others = [part for part in by_hand(page).split("\n\n") if "ublished by others" not in part]
+    assert set(MEASURED.findall("\n\n".join(by_others))) - CONVENTIONS == set()
 
 
 def commands() -> list[str]:

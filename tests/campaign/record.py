@@ -2,14 +2,17 @@
 
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, ClassVar
 
 from tests.campaign.lab import Result
 from zinfer import __version__
 from zinfer.core.value import Frozen
+from zinfer.record import study
 from zinfer.record.study import Study
 from zinfer.system.host import cpu_model, slug
 
+RECORD = Path("sweeps/results/reliability.jsonl")
 FAULTS = 20  # faults that a record keeps for each class
 TITLES = {
     "kill": "Killed, then started again",
@@ -154,3 +157,8 @@ def markdown(campaign: Campaign) -> str:
     if skipped:
         told += f" {skipped:,} cases could not be tried on this machine."
     return f"{table}\n\n{told}"
+
+
+def reliability() -> str:
+    """Return the table of the last recorded campaign, for docs/reliability.md."""
+    return markdown(study.last(RECORD, Campaign))

@@ -7,6 +7,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from zinfer.report.pages import wrapped
+
 if TYPE_CHECKING:
     from tests.conformance.run import Row
 
@@ -109,3 +111,13 @@ def _cell(why: str) -> str:
     """Return a reason as a table cell, cut if it is long."""
     short = why if len(why) <= REASON else why[: why.rfind(" ", 0, REASON)] + " .."
     return short.replace("|", "/").replace("<", "&lt;")
+
+
+def supported_models() -> str:
+    """Return the counts of the record as a paragraph with a link, for docs/engines.md."""
+    return wrapped(f"[Supported models](models.md): {summary(read())}")
+
+
+def model_tables() -> str:
+    """Return the tables of docs/models.md."""
+    return table(read())

@@ -211,6 +211,7 @@ def header_of(sweep: Sweep, machine: str, revisions: Iterable[tuple[str, str]]) 
         found |= versions(engine_recipe(name).engine)
     return Header(
         machine=machine,
+        description=sweep.description,
         recipe=sweep.model_dump(mode="json", exclude={"description", "timeout_s", "machine", "published"}),
         model_revision=",".join(sorted({f"{model}@{revision}" for model, revision in revisions})),
         versions=found,

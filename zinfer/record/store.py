@@ -23,6 +23,7 @@ from zinfer.record.study import PREFIX, Start
 class Header(Start):
     """Start of a sweep with its settings; written at each start, so that a resumed file tells its whole story."""
 
+    description: str = ""  # of the recipe
     recipe: dict[str, Any] = Field(default_factory=dict)
     model_revision: str = ""
 

@@ -1,0 +1,391 @@
+"""Tables of README.md and docs/*.md, made from the records in `sweeps/results`.
+
+A tool of the checkout: the pages call these functions between cog's markers, and `make readme` writes their output.
+"""
+
+import os
+import shlex
+import subprocess
+import sys
+import textwrap
+from bisect import bisect
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from statistics import mean, median
+from typing import NamedTuple
+
+from zinfer.analysis.group import Setting
+from zinfer.core.engine import ENGINES
+from zinfer.core.errors import EXIT_CODES
+from zinfer.core.units import counted, duration, figures, gb, gib
+from zinfer.record import accuracy, codec, routing, store, study
+from zinfer.record.measurement import Measurement
+from zinfer.record.requests import RequestPoint
+from zinfer.system import documents
+from zinfer.system.machines import load as load_machine
+
+Point = Measurement | RequestPoint
+RESULTS, RECIPES = Path("sweeps/results"), Path(str(files("zinfer") / "catalog" / "sweeps"))
+WIDTH = 120
+# Machines whose records are in git; other folders belong to whoever runs this.
+MACHINES = (
+    "nvidia-h200-x4", "nvidia-h200-x2", "nvidia-h200", "nvidia-h200-16-cores-125-gib", "nvidia-h100-80gb-hbm3-x4",
+    "nvidia-h100-80gb-hbm3-x2", "nvidia-h100-80gb-hbm3-x2-32-cores-10-gib", "nvidia-h100-80gb-hbm3",
+)  # fmt: skip
+HEADLINES = (
+    "nvidia-h200-x4/bloom-176b-whole-kv", "nvidia-h100-80gb-hbm3/gpt-oss-120b", "nvidia-h100-80gb-hbm3/mixtral-whole",
+    "nvidia-h100-80gb-hbm3/opt-30b", "nvidia-h100-80gb-hbm3/llama-70b-long",
+)  # fmt: skip
+# Figures in git, `zinfer plot`'s: <machine>/<sweep>-<figure>.
+FIGURES = (
+    "nvidia-h200/bloom-176b-whole-throughput", "nvidia-h100-80gb-hbm3/bloom-176b-slice-throughput",
+    "nvidia-h100-80gb-hbm3/bloom-176b-slice-timeline", "nvidia-h100-80gb-hbm3/opt-30b-throughput",
+    "nvidia-h100-80gb-hbm3/reuse-llama-3.1-8b-stream-cpu",
+)  # fmt: skip
+HEADS = (
+    "model", "GPU", "#in / out", "configuration", "#batch", "#loads", "#weights on GPU", "#decode tok/s",
+    "#output tok/s", "beside it", "#weights on GPU", "#decode ratio", "#output ratio",
+)  # fmt: skip
+PROLOGUE = """\
+from zinfer.report.pages import *
+from tests.campaign.record import reliability
+from tests.conformance.record import model_tables, supported_models
+"""
+read = cache(store.read)  # no record changes while pages are made
+
+
+def cog(*options: str) -> int:
+    """Run cog on the pages and return its exit status: ``-r`` writes them, ``--check`` compares."""
+    from cogapp import Cog  # type: ignore[import-untyped]
+
+    pages = ["README.md", *map(str, sorted(Path("docs").glob("*.md")))]
+    status: int = Cog().main(["cog", "-P", "-p", PROLOGUE, "--verbosity=1", *options, *pages])
+    return status
+
+
+class Entry(NamedTuple):
+    """Loads of one configuration at one size: a batch of equal rows, or a load of requests."""
+
+    points: tuple[Point, ...]
+
+    @property
+    def last(self) -> Point:
+        """Point of the last load."""
+        return self.points[-1]
+
+    @property
+    def label(self) -> str:
+        """Configuration, marked if it changes the model's numbers."""
+        return self.last.case.label() + " (lossy)" * self.last.case.lossy
+
+    @property
+    def size(self) -> str:
+        """Batch size, or the arrival of requests."""
+        if isinstance(self.last, RequestPoint):
+            return f"{self.last.requests.requests:,} requests, {self.last.requests.loop}"
+        return f"batch {self.last.case.workload.batch_size}"
+
+    @property
+    def gpu_bytes(self) -> int:
+        """Weight bytes on the GPUs, in the form that they wait in."""
+        return self.last.effective.gpu_weight_bytes if self.last.effective else 0
+
+    @property
+    def host_rows(self) -> int:
+        """Sequences with their KV cache in host memory."""
+        return int(self.last.effective.settings.get("kv_host_rows", 0)) if self.last.effective else 0
+
+    def runs(self, starts: Sequence[str]) -> list[int]:
+        """Return the number of the start that each load belongs to."""
+        return [bisect(starts, point.started_at) for point in self.points]
+
+    def rates(self, name: str = "output_tok_s") -> list[float]:
+        """Return a rate of each load, in tok/s; none where loads have none, as requests have no decode rate."""
+        return [rate for point in self.points if (rate := getattr(point, name, None))]
+
+    def rate(self, name: str = "output_tok_s") -> float:
+        """Return the mean of `rates`; 0 without one."""
+        return mean(self.rates(name) or [0.0])
+
+
+class Workload(NamedTuple):
+    """Entries of a results file that share model and lengths, and the starts of its sweeps (ISO 8601)."""
+
+    entries: tuple[Entry, ...]
+    starts: tuple[str, ...]
+
+    @property
+    def title(self) -> str:
+        """Model, and the part of it that was measured."""
+        point = self.entries[0].last
+        fields = {name: getattr(point.case, name) for name in ("model", "layers", "dtype", "load_format")}
+        return Setting(machine=point.machine, total_layers=point.total_layers, **fields).part
+
+    @property
+    def lengths(self) -> str:
+        """Tokens in and out of a sequence; of requests, how they are drawn."""
+        found = {
+            one.last.requests.source.replace(",", ", ")
+            if isinstance(one.last, RequestPoint)
+            else f"{one.last.case.workload.input_len:,} / {one.last.case.workload.output_len:,}"
+            for one in self.entries
+        }
+        return "; ".join(sorted(found))
+
+    @property
+    def best(self) -> Entry:
+        """Entry with the highest output rate, of those that keep the model's own numbers if there are any."""
+        return max([one for one in self.entries if not one.last.case.lossy] or self.entries, key=Entry.rate)
+
+    @property
+    def peers(self) -> list[Entry]:
+        """Best entry of each other configuration, and of equal rows beside requests."""
+        found: dict[tuple[str, type], Entry] = {}
+        for one in sorted(self.entries, key=Entry.rate):
+            found[one.label, type(one.last)] = one
+        del found[self.best.label, type(self.best.last)]
+        return sorted(found.values(), key=self.entries.index)
+
+    def ratio(self, ours: Entry, theirs: Entry, rate: str = "output_tok_s") -> str:
+        """Return the ratio of two mean rates, with its range over the loads; empty unless one run measured both.
+
+        One run is one start of the sweep, or starts that took turns, two of each at least.
+        """
+        one, other = ours.runs(self.starts), theirs.runs(self.starts)
+        runs = set(one) & set(other)
+        if not runs and min(len(one), len(other)) > 1 and min(one) < max(other) and min(other) < max(one):
+            runs = {*one, *other}
+        first, second = (
+            Entry(tuple(point for point, run in zip(entry.points, numbers, strict=True) if run in runs)).rates(rate)
+            for entry, numbers in ((ours, one), (theirs, other))
+        )
+        ratios = [a / b for a, b in zip(first, second, strict=False)]
+        if not ratios:
+            return ""
+        spread = f" ({min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""
+        return f"{mean(first[: len(ratios)]) / mean(second[: len(ratios)]):.2f}x{spread}"
+
+    def ratios(self) -> str:
+        """Return a paragraph with the ratios of the best entry over its peers; empty without one."""
+        told = []
+        for peer in self.peers:
+            decode, output = (self.ratio(self.best, peer, rate) for rate in ("decode_tok_s", "output_tok_s"))
+            rates = f"decode {decode}, with the prefill {output}" if decode else f"output {output}"
+            told += [f"over `{peer.label}`, {peer.size}: {rates}"] if output else []
+        return f"`{self.best.label}`, {self.best.size}, {'; '.join(told)}." if told else ""
+
+
+@cache
+def workloads(name: str) -> tuple[Workload, ...]:
+    """Return the workloads of the results file ``<machine>/<sweep>``. Raises StoreError if there is none."""
+    records = read(RESULTS / f"{name}.jsonl")
+    found: dict[object, dict[object, list[Point]]] = {}
+    every: list[Point] = [*records.points, *records.requests]
+    usable = [point for point in every if point.usable]
+    for point in sorted(usable, key=lambda one: (one.case.workload.batch_size, one.started_at)):
+        load = point.case.workload
+        lengths = None if records.requests else (load.input_len, load.output_len)  # rows beside requests are their like
+        key = point.key if isinstance(point, RequestPoint) else point.case
+        found.setdefault((point.case.model, point.case.layers, lengths), {}).setdefault(key, []).append(point)
+    starts = tuple(header.started_at for header in records.headers)
+    order = [*ENGINES]
+    return tuple(
+        Workload(tuple(sorted(some, key=lambda one: order.index(one.last.case.engine))), starts)
+        for entries in found.values()
+        if (some := [Entry(tuple(points)) for points in entries.values()])
+    )
+
+
+def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown without its empty columns; heads that begin with ``#`` are set right."""
+    rows = list(rows)
+    kept = [nth for nth in range(len(heads)) if any(row[nth] for row in rows)]
+    rule = ["---:" if heads[nth].startswith("#") else "---" for nth in kept]
+    lines = [[heads[nth].removeprefix("#") for nth in kept], rule, *([row[nth] for nth in kept] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+ROWS = (
+    "configuration", "#batch", "#loads", "#weights on GPU", "#rows in host memory", "#output tok/s", "#decode tok/s",
+    "#TTFT", "#decode step", "#range of loads", "#link share", "#read from disk",
+)  # fmt: skip
+REQUESTS = (
+    "configuration", "requests", "#loads", "#weights on GPU", "#rows in host memory", "#output tok/s",
+    "#range of loads", "#while others waited", "#TTFT p50", "#p99", "#TPOT p50", "#p99", "#right drafts",
+)  # fmt: skip
+
+
+def tables(workload: Workload) -> Iterator[str]:
+    """Yield the table of a workload's equal rows and that of its loads of requests, where it has them."""
+    rows, loads = [], []
+    for one in workload.entries:
+        where = f"{len(one.points)}", gb(one.gpu_bytes, 0) if one.gpu_bytes else "", f"{one.host_rows or ''}"
+        if isinstance(one.last, Measurement):
+            points = [point for point in one.points if isinstance(point, Measurement)]
+            steps = [point.step_median_ms or 0.0 for point in points]
+            shares = [point.link_share for point in points if point.link_share]
+            disk = one.last.effective.nvme_bytes_per_step if one.last.effective else 0
+            rows.append((
+                one.label, f"{one.last.case.workload.batch_size}", *where, figures(one.rate(), 4),
+                figures(one.rate("decode_tok_s"), 4), _seconds(mean(mean(point.ttft_ms) for point in points)),
+                _seconds(mean(steps)), f"{_seconds(min(steps))} to {_seconds(max(steps))}" if len(steps) > 1 else "",
+                f"{mean(shares):.0%}" if shares else "",
+                f"{gb(disk)} a step, {gb(disk / mean(steps) * 1e3, 2)}/s" if disk else "",
+            ))  # fmt: skip
+        else:
+            rates, waiting, right = one.rates(), one.rates("waiting_tok_s"), one.last.acceptance
+            times = [one.last.summary("ttft_ms"), one.last.summary("tpot_ms")]
+            loads.append((
+                one.label, one.size, *where, figures(one.rate(), 4),
+                f"{figures(min(rates), 4)} to {figures(max(rates), 4)}" if len(rates) > 1 else "",
+                figures(mean(waiting), 4) if waiting else "",
+                *(_seconds(ms) if time else "" for time in times for ms in (time[1:4:2] if time else (0.0, 0.0))),
+                "" if right is None else f"{right:.0%}",
+            ))  # fmt: skip
+    if rows:
+        yield markdown(ROWS, rows)
+    if loads:
+        yield markdown(REQUESTS, loads)
+
+
+def _seconds(ms: float) -> str:
+    return duration(ms / 1e3)
+
+
+def results() -> str:
+    """Return the section of every sweep in git: conditions, tables, ratios; whole models first."""
+    found = [
+        (f"{machine}/{file.stem}", workload)
+        for machine in MACHINES
+        for file in sorted((RESULTS / machine).glob("*.jsonl"))
+        for workload in workloads(f"{machine}/{file.stem}")
+    ]
+    found.sort(key=lambda pair: (pair[1].entries[0].last.case.layers is not None, pair[1].title))
+    return "\n\n".join(_section(name, workload) for name, workload in found)
+
+
+def _section(name: str, workload: Workload) -> str:
+    machine, _, sweep = name.partition("/")
+    points = [point for entry in workload.entries for point in entry.points]
+    days = sorted({point.started_at[:10] for point in points})
+    weights = "random weights" if points[0].case.load_format == "dummy" else "weights of a checkpoint"
+    words = (
+        f"`{machine}`, {workload.lengths} tokens in / out, {points[0].case.dtype}, {weights}, "
+        f"{' to '.join(dict.fromkeys((days[0], days[-1])))}. {_description(name)}"
+    )
+    drawn = [f"![{workload.title}](../plots/{one}.svg)" for one in FIGURES if one.rpartition("-")[0] == name]
+    return "\n\n".join(
+        filter(
+            None,
+            (f"### {workload.title}: {sweep}", wrapped(words), *drawn, *tables(workload), wrapped(workload.ratios())),
+        )
+    )
+
+
+def _description(name: str) -> str:
+    """Return what the header says of a sweep, or else the package's recipe of that name if its axes are the same."""
+    header, path = read(RESULTS / f"{name}.jsonl").headers[0], RECIPES / f"{Path(name).name}.toml"
+    if header.description or not path.exists():
+        return header.description
+    recipe = documents.parse_toml(path.read_bytes(), path)
+    axes = {key: recipe[key] for key in ("model", "engine", "layers", "gpu_weights") if key in recipe}
+    same = all(header.recipe.get(key) == (one if isinstance(one, list) else [one]) for key, one in axes.items())
+    return str(recipe["description"]) if same else ""
+
+
+def wrapped(text: str) -> str:
+    """Return a paragraph of at most `WIDTH` characters a line."""
+    return textwrap.fill(text.strip(), WIDTH, break_long_words=False, break_on_hyphens=False)
+
+
+def headlines() -> str:
+    """Return the table of `HEADLINES`: the best exact configuration of each, and the best of another engine or offload
+    that the same run measured."""
+    rows, rates = [], ("decode_tok_s", "output_tok_s")
+    for name in HEADLINES:
+        (workload,) = workloads(name)
+        best, case = workload.best, workload.best.last.case
+        peers = [
+            peer
+            for of in ("engine", "offload")
+            for peer in sorted(workload.peers, key=Entry.rate, reverse=True)
+            if getattr(peer.last.case, of) != getattr(case, of) and workload.ratio(best, peer)
+        ]
+        gpu = load_machine(RESULTS / best.last.machine).gpu_name or ""
+        row = [workload.title, gpu, workload.lengths, best.label, f"{case.workload.batch_size}", f"{len(best.points)}"]
+        row += [gb(best.gpu_bytes, 0), *(figures(best.rate(rate)) for rate in rates)]
+        for peer in peers[:1]:
+            row += [f"{peer.label}, {peer.size}", gb(peer.gpu_bytes, 0)]
+            row += [workload.ratio(best, peer, rate) for rate in rates]
+        rows.append(row + ["-"] * (len(HEADS) - len(row)))
+    return markdown(HEADS, rows)
+
+
+def engines() -> str:
+    """Return the table of engines: offloads, and what was measured of each on a GPU."""
+    measured = [point for name in MACHINES for point in read(RESULTS / name).points if point.usable]
+    rows = []
+    for name, kind in ENGINES.items():
+        points = [point for point in measured if point.case.engine == name]
+        hosts = len({_host(name) for name in {point.machine for point in points}})
+        state = f"{len(points)} points on {counted(hosts, 'host')}" if points else "experimental: never timed on a GPU"
+        rows.append((f"`{name}`", ", ".join(one for one in ("none", "cpu", "nvme") if one in kind.offloads), state))
+    return markdown(("engine", "offload", "measured"), rows)
+
+
+def _host(name: str) -> tuple[object, ...]:
+    """Return what tells the host of a machine's records apart: a control group with less memory is no other host."""
+    machine = load_machine(RESULTS / name)
+    host = machine.details["host"]
+    return machine.gpu_name, machine.gpu_count, host["cores"], round(host["memory_bytes"] / 2**30)
+
+
+def machines() -> str:
+    """Return the table of the machines that were measured, with the range of the link's rate over all loads."""
+    rows = []
+    for name in MACHINES:
+        machine = load_machine(RESULTS / name)
+        links = sorted(point.link_bandwidth / 1e9 for point in read(RESULTS / name).points if point.link_bandwidth)
+        host = machine.details["host"]
+        rows.append((
+            f"`{name}`", f"{machine.gpu_count} {machine.gpu_name}", gib(machine.gpu_bytes, 0),
+            gib(min(machine.host_bytes or 0, host["memory_bytes"]), 0), f"{host['cores']}",
+            f"{links[0]:.1f} to {links[-1]:.1f}, median {median(links):.1f}",
+        ))  # fmt: skip
+    return markdown(("machine", "GPUs", "#memory of each", "#host memory", "#cores", "#link of each load, GB/s"), rows)
+
+
+def accuracies(machine: str) -> str:
+    """Return the table of the last record of the study `accuracy` on a machine."""
+    return markdown(accuracy.COLUMNS, study.last(RESULTS / machine, accuracy.AccuracyRecord).cells())
+
+
+def codecs() -> str:
+    """Return the table of the record of the study `codec`."""
+    return markdown(codec.COLUMNS, study.last(RESULTS, codec.CodecRecord).cells())
+
+
+def routings() -> str:
+    """Return the table of the record of the study `routing`, and its verdict."""
+    run = study.last(RESULTS, routing.RoutingRecord)
+    words = f"({run.told}; {run.tokens:,} tokens of {run.text}.) {run.verdict()}"
+    return f"{markdown(routing.COLUMNS, run.cells())}\n\n{wrapped(words)}"
+
+
+def exit_codes() -> str:
+    """Return the table of exit codes."""
+    return markdown(("#code", "meaning"), EXIT_CODES.items())
+
+
+def command(line: str) -> str:
+    """Return what a command of zinfer prints on a terminal of 80 columns, as a block of text."""
+    environment = os.environ | {"COLUMNS": "80", "TERM": "dumb"}
+    words = [sys.executable, "-m", *shlex.split(line)]
+    done = subprocess.run(words, check=True, capture_output=True, text=True, env=environment)
+    return "\n".join(("```text", *(row.rstrip() for row in done.stdout.rstrip().splitlines()), "```"))
+
+
+if __name__ == "__main__":
+    sys.exit(cog(*(sys.argv[1:] or ["-r"])))

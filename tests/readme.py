@@ -20,6 +20,7 @@ from cogapp import Cog  # type: ignore[import-untyped]
 from tests.campaign import record as campaign
 from tests.conformance import record as conformance
 from zinfer.analysis.calibrate import fit, load_machines, load_points
+from zinfer.analysis.study import break_even, measured, show
 from zinfer.checkpoint import resolve
 from zinfer.cli import cli
 from zinfer.commands.demo import explanation
@@ -29,7 +30,7 @@ from zinfer.core.machine import Machine
 from zinfer.core.units import gib
 from zinfer.plan.cost import Efficiency
 from zinfer.plan.plan import make_plan
-from zinfer.record import accuracy, codec, prefix_reuse, routing, store, study
+from zinfer.record import store, study
 from zinfer.record.measurement import Measurement, latest
 from zinfer.record.requests import RequestPoint
 from zinfer.record.requests import latest as latest_loads
@@ -50,7 +51,7 @@ ENGINE_LINES = {
     "layers and steps; one layer at a time on the GPU",
     "deepspeed": "DeepSpeed ZeRO-Inference: ZeRO stage 3 with `offload_param`, tuned for decode",
     "accelerate": "Hugging Face Accelerate's offload hooks, from pinned memory",
-    "tensorrt": "a TensorRT plan made by `zinfer build`, with TensorRT's own weight streaming",
+    "tensorrt": "a TensorRT plan made by `zinfer pack --engine tensorrt`, with TensorRT's own weight streaming",
 }
 OFFLOADS = ("none", "cpu", "nvme")
 UNTRIED = "experimental: no plan has run on a GPU"
@@ -167,23 +168,26 @@ def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def accuracies(machine: str, *settings: str) -> str:
-    """Return the table of the last record of `zinfer accuracy` on a machine: of all settings, or of those named."""
-    rows = study.last(RESULTS / machine, accuracy.AccuracyRecord).cells()
-    found = [row for row in rows if not settings or row[0] in settings]
+    """Return the table of a machine's last accuracy study: of all settings, or of those named."""
+    shown = show(study.last(RESULTS / machine, "accuracy"))
+    found = [row for row in shown.cells if not settings or row[0] in settings]
     assert {row[0] for row in found} >= set(settings)
-    return markdown(accuracy.COLUMNS, found)
+    return markdown(shown.columns, found)
 
 
 def codecs() -> str:
-    """Return the table of `zinfer codec`'s record."""
-    return markdown(codec.COLUMNS, study.last(RESULTS, codec.CodecRecord).cells())
+    """Return the table of `zinfer study codec`'s record."""
+    shown = show(study.last(RESULTS, "codec"))
+    return markdown(shown.columns, shown.cells)
 
 
 def routings() -> str:
-    """Return the table of `zinfer routing`'s record, and its verdict."""
-    run = study.last(RESULTS, routing.RoutingRecord)
-    told = f"({run.told}; {run.tokens:,} tokens of {run.text}.) {run.verdict()}"
-    table = markdown(routing.COLUMNS, run.cells())
+    """Return the table of `zinfer study routing`'s record, and its verdict."""
+    run = study.last(RESULTS, "routing")
+    assert run.text is not None
+    shown = show(run)
+    told = f"({run.about}; {run.text.tokens:,} tokens of {run.text.name}.) {shown.notes[0]}"
+    table = markdown(shown.columns, shown.cells)
     return f"{table}\n\n{textwrap.fill(told, WIDTH, break_on_hyphens=False)}"
 
 
@@ -295,7 +299,7 @@ def reliability() -> str:
     """Return the table of the last fault campaign (`make campaign`), and its conditions in a line."""
     if not (RESULTS / "reliability.jsonl").exists():
         return "No campaign is recorded yet."
-    return campaign.markdown(study.last(RESULTS / "reliability.jsonl", campaign.Campaign))
+    return campaign.markdown(campaign.last(RESULTS / "reliability.jsonl"))
 
 
 def request_loads() -> str:
@@ -972,11 +976,10 @@ def _resident() -> float:
 
 
 def _reload() -> list[str]:
-    (file,) = study.files(RESULTS, prefix_reuse.Run)
-    (run,) = (run for run in study.read(file, prefix_reuse.Run).runs if run.case.offload == "cpu")
-    longest = run.measured[-1]
+    (run,) = (run for run in study.read(RESULTS, "reuse").runs if run.asked.offload == "cpu")
+    longest = measured(run)[-1]
     return [
-        f"{prefix_reuse.break_even(run.points, 'memory'):,.0f} tokens",
+        f"{break_even(measured(run), 'memory'):,.0f} tokens",
         f"{longest.context:,} tokens",
         f"{longest.gain('memory'):.2f}x",
     ]

@@ -138,6 +138,7 @@ def title(name: str) -> str:
     if name in TITLES:
         return TITLES[name]
     kind, _, verb = name.partition("-")
+    verb = f"study {verb}" if verb in ("accuracy", "reuse") else verb
     return f"`zinfer {verb}` killed, then started again" if kind == "kill" else f"{TITLES.get(kind, kind)}: {verb}"
 
 

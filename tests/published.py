@@ -2,7 +2,7 @@
 
 `python -m tests.published FOLDER` downloads the packages, without installing them, and writes a safetensors file for
 each: the token embeddings of WordLlama (distilled from those of language models, fp16) and the speaker encoder of
-Resemblyzer (three recurrent layers, fp32). To be measured as bf16 (`zinfer study codec --dtype bf16`) they are rounded first.
+Resemblyzer (three recurrent layers, fp32). To be measured as bf16 (`study codec --dtype bf16`) they are rounded first.
 """
 
 import argparse

@@ -76,7 +76,6 @@ def test_the_catalogue_is_listed_by_plan() -> None:
     ],
 )
 def test_shapes_belong_to_a_plan(words: list[str], told: str) -> None:
-    pytest.importorskip("torch")
     done = CliRunner().invoke(cli, ["pack", "-m", "m", *words])
     assert done.exit_code == 2, done.output
     assert told in done.stderr

@@ -83,12 +83,12 @@ def command(
     from zinfer.commands.watch import Watch
     from zinfer.engine import kind
 
-    kind(engine)
     if engine == "tensorrt":
         if lacking := next((key for key in ("max_batch_size", "max_seq_len") if shapes[key] is None), None):
             raise click.UsageError(f"--engine tensorrt needs --{lacking.replace('_', '-')}: a plan is for given shapes")
         if weights:
             raise click.UsageError("--weights: a quantised copy is for --engine stream; leave out one of the two")
+        kind(engine)
         click.echo(_plan(model, dtype, layers, output, bool(allow_nan), **shapes))
         return
     if stray := next((key for key, value in shapes.items() if value is not None), None):
@@ -99,6 +99,7 @@ def command(
         raise click.UsageError("--allow-nan: NaN and infinity have no codes; leave it out, or leave out --weights")
     if output is not None and output.is_file():
         raise click.UsageError(f"--output {output} is a file: name a folder")
+    kind(engine)
     source = find(model, dtype, layers, "safetensors", fetch=True)
     with Watch() as watch:
         folder = quantised(source, weights, output, watch) if weights else _packed(source, output, watch, allow_nan)

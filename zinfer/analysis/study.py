@@ -266,7 +266,7 @@ def _reuse(run: Study) -> _Parts:
     skipped = (f"{point.context:,} tokens skipped: {point.skipped}" for point in points if point.skipped)
     notes = (*filter(None, (verdict(points, source) for source in SOURCES)), *skipped)
     method = f"TTFT in the median, with the whole context computed or its kept KV cache reloaded. {conditions(run)}."
-    return "Keeping a conversation", title(run), method, cells, notes
+    return f"Keeping a conversation, {title(run)}", title(run), method, cells, notes
 
 
 def hits(run: Study, policy: str, experts: int) -> float:

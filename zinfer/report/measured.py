@@ -433,7 +433,7 @@ def _studies(findings: Findings) -> Iterator[Block]:
     """Yield each study as measured on each machine, and the codecs that others published."""
     for run in findings.studies:
         shown = study.show(run)
-        heading = f"{shown.subject}, {run.machine}" if run.study != "reuse" else f"{shown.subject}, {shown.title}"
+        heading = f"{shown.subject}, {run.machine}"
         yield Heading(heading)
         caption = f"{shown.title}. Measured by zinfer study {run.study} on {run.device}. {shown.method}"
         failed = study.wrong(run)

@@ -42,7 +42,7 @@ endif
 	$(PIP) $(PROJECT)
 	@touch $@
 
-# TensorRT-RTX builds plans without a GPU, so that the tests of `zinfer build` run anywhere.
+# TensorRT-RTX builds plans without a GPU, so that the tests of `zinfer pack --engine tensorrt` run anywhere.
 .venv/installed-dev: .venv/installed requirements/dev.txt
 	$(call locked,dev)
 	$(PIP) $(LOCKED) .venv/dev.txt
@@ -104,18 +104,18 @@ lock:
 
 # Measure the codec on drawn weights and on trained ones, of a small model that is trained first (better on a GPU).
 codec: .venv/installed .scratch/trained/model.safetensors
-	$(BIN)/zinfer codec --dtype bf16 .scratch/trained
+	$(BIN)/zinfer study codec --dtype bf16 .scratch/trained
 
 # Measure the accuracy that an 8-bit KV cache and weights in fewer bits cost that model, on source code outside its
 # training data.
 accuracy: .venv/installed .scratch/trained/model.safetensors
-	$(BIN)/zinfer accuracy --model .scratch/trained --offload cpu --kv-cache-dtype auto,int8,fp8 \
+	$(BIN)/zinfer study accuracy --model .scratch/trained --offload cpu --kv-cache-dtype auto,int8,fp8 \
 	  --weights int4 --weights int8 --weights fp8 \
 	  --prompt-file .scratch/trained/held-out.txt --input-len 384 --output-len 128 --samples 64 --batch-size 64
 
 # Measure which experts a small mixture needs, trained first (minutes on one core), on source it was not trained on.
 routing: .venv/installed .scratch/mixture/model.safetensors
-	$(BIN)/zinfer routing --model .scratch/mixture --prompt-file .scratch/mixture/held-out.txt --samples 32
+	$(BIN)/zinfer study routing --model .scratch/mixture --prompt-file .scratch/mixture/held-out.txt --samples 32
 
 # Measure drafts: the text of that small model, and the bytes of a model of 74 GB (a GPU, and 90 GB of host memory). A
 # smaller one, trained likewise, drafts for it with the bytes and layers of a model of 0.8 GB, as does one without

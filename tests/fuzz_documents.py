@@ -21,7 +21,7 @@ from tests.results import accuracy_run, codec_run, kept_point, point, request_po
 from zinfer.cli import main
 from zinfer.core.machine import Machine
 from zinfer.record import study
-from zinfer.record.jsonl import _sealed
+from zinfer.record.jsonl import _sealed, finite, seal
 from zinfer.record.measurement import Measurement
 from zinfer.record.requests import RequestPoint
 from zinfer.record.store import Header, encode
@@ -58,9 +58,9 @@ OPTIONS = {
     "run": ["--batch-size", "--output-len", "--temperature", "--top-p", "--seed", "--kv-cache-size", "--prompt-file",
             "--timeout", "-O", "--layers", "-m"],
     "batch": ["--batch-size", "--output-len", "--timeout", "-O", "-m"],
-    "reuse": ["--context", "--new-tokens", "--repeats", "--timeout", "-O", "-m"],
-    "accuracy": ["--samples", "--batch-size", "--input-len", "--output-len", "--reference", "--prompt-file", "-m"],
-    "models": [], "export": ["--format", "--output"], "plot": ["--figure", "--format"],
+    "study reuse": ["--context", "--new-tokens", "--repeats", "--timeout", "-O", "-m"],
+    "study accuracy": ["--samples", "--batch-size", "--input-len", "--output-len", "--reference", "--prompt-file"],
+    "export": ["--format", "--output"], "plot": ["--figure", "--format"],
 }  # fmt: skip
 TYPED = (
     "0", "-1", "1e400", "nan", "inf", "-inf", "9" * 5000, "1-1000000000+1", "1-9999999999*2", "1,2,x", "1e400GB",
@@ -221,9 +221,8 @@ def _studies(dice: Random) -> list[str]:
     folder.mkdir(exist_ok=True)
     (folder / "s.jsonl").write_bytes(b"".join(encode(one) + b"\n" for one in sweep()[:3]))
     for kind, run in runs.items():
-        lines = list(study._lines(run))
-        lines = [_sealed_again(dice, line) if dice.random() < 0.5 else line for line in lines]
-        content = b"".join(line + b"\n" for line in lines)
+        line = seal(study.KIND, finite(run.model_dump()))
+        content = (_sealed_again(dice, line) if dice.random() < 0.5 else line) + b"\n"
         if dice.random() < 0.3:
             content = json.dumps(damaged(dice, json.loads(run.model_dump_json()), 2)).encode()
         (folder / f"{kind}.jsonl").write_bytes(torn(dice, content) if dice.random() < 0.2 else content)
@@ -237,11 +236,11 @@ def _options(dice: Random) -> list[str]:
     begun = {
         "sweep": ["-m", "bloom-tiny", "--dry-run"], "plan": ["-m", "bloom-tiny", "--machine", "h200"],
         "best": ["a.jsonl"], "compare": ["a.jsonl", "a.jsonl"], "run": ["-m", "no-such-model", "-p", "x"],
-        "batch": ["prompts.txt", "-o", "o.jsonl", "-m", "no-such-model"], "reuse": ["-m", "no-such-model"],
-        "accuracy": ["-m", "no-such-model", "--kv-cache-dtype", "int8"], "models": [], "export": ["a.jsonl"],
+        "batch": ["prompts.txt", "-o", "o.jsonl", "-m", "no-such-model"], "study reuse": ["-m", "no-such-model"],
+        "study accuracy": ["-m", "no-such-model", "--kv-cache-dtype", "int8"], "export": ["a.jsonl"],
         "plot": ["a.jsonl"],
     }[verb]  # fmt: skip
-    words = [verb, *begun]
+    words = [*verb.split(), *begun]
     for option in dice.sample(OPTIONS[verb], min(len(OPTIONS[verb]), dice.randrange(1, 3))):
         words += [option, dice.choice(TYPED)]
     return [*words, dice.choice(TYPED)] if dice.random() < 0.1 else words

@@ -1,7 +1,6 @@
 """Accuracy studies: the error is zero for an equal setting, grows with the rounding, and is large for broken
 quantisation."""
 
-import io
 import json
 import math
 import os
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from tests import mentions
@@ -23,19 +21,18 @@ from tests.results import accuracy_run as record
 from tests.running import decode, prefill
 from tests.test_cli import folder
 from tests.test_parity import MACHINE
+from zinfer.analysis.study import compared, label, show
 from zinfer.checkpoint.resolve import from_directory
 from zinfer.cli import cli
-from zinfer.commands.accuracy import table
 from zinfer.core.case import Case, Option, Workload
 from zinfer.engine import base
 from zinfer.engine.cache import QuantizedLayer
 from zinfer.generation.tokenizer_process import TokenizerProcess
 from zinfer.job import accuracy as study
-from zinfer.job.accuracy import AccuracyStudy, Found, windows
+from zinfer.job.accuracy import AccuracyStudy, windows
 from zinfer.plan.plan import Plan, make_plan
-from zinfer.record import accuracy
 from zinfer.record import study as studies
-from zinfer.record.accuracy import AccuracyError, AccuracyRecord, Deviation, Position
+from zinfer.record.study import Deviation, Failed, Position, StudyError
 from zinfer.worker import teacher_forcing
 from zinfer.worker.inline import InlineWorker
 from zinfer.worker.process import Client, WorkerDied
@@ -88,17 +85,30 @@ def comparison(directory: Path, *storages: str, make_worker: Callable[[], Client
     )
 
 
-def by_setting(found: Found) -> dict[tuple[str, str], Deviation]:
-    return {(str(dict(d.case.options).get("kv_cache_dtype", "noise")), d.along): d for d in found.deviations}
+def ran(study: AccuracyStudy) -> AccuracyStudy:
+    study.run()
+    return study
+
+
+def failed(study: AccuracyStudy) -> list[Failed]:
+    return [row for row in study.rows if isinstance(row, Failed)]
+
+
+def by_setting(found: AccuracyStudy) -> dict[tuple[str, str], Deviation]:
+    return {
+        (str(dict(d.case.options).get("kv_cache_dtype", "noise")), d.along): d
+        for d in found.rows
+        if isinstance(d, Deviation)
+    }
 
 
 @pytest.mark.parametrize("architecture", ["bloom", "llama"])
 def test_the_error_grows_with_the_rounding(architecture: str, checkpoint: Checkpoints) -> None:
     run = comparison(checkpoint(architecture), "bf16", "int8", "fp8")
-    found = run.run()
-    assert (found.tokens, found.logits_dtype, found.failed) == (len(TEXT), "float32", ())
+    found = ran(run)
+    assert (found.tokens, found.logits_dtype) == (len(TEXT), "float32")
     deviations = by_setting(found)
-    assert len(deviations) == len(found.deviations) == 8
+    assert len(deviations) == len(found.rows) == 8
     for along in ("own", "text"):
         noise, same, int8, fp8 = (deviations[name, along] for name in ("noise", "bf16", "int8", "fp8"))
         assert same.rows == int8.rows == fp8.rows == SAMPLES
@@ -117,12 +127,13 @@ def test_the_error_grows_with_the_rounding(architecture: str, checkpoint: Checkp
         assert deviations[name, "own"].perplexity is None
     text = deviations["bf16", "text"]
     assert text.perplexity == text.reference_perplexity == deviations["fp8", "text"].reference_perplexity
-    assert deviations["bf16", "own"].identical == 1
+    assert None in (first := deviations["bf16", "own"].first_differences)
+    assert set(first) == {None}
 
 
 def test_a_row_that_runs_freely_leaves_the_reference_where_it_is_said_to(checkpoint: Checkpoints) -> None:
     directory = checkpoint("llama")
-    fp8 = by_setting(comparison(directory, "fp8").run())["fp8", "own"]
+    fp8 = by_setting(ran(comparison(directory, "fp8")))["fp8", "own"]
     rows = [row for piece in pieces(directory) for row in (piece[:INPUT], piece[:INPUT])]
     freely = []
     for asked in (plan(directory), plan(directory, kv_cache_dtype="fp8")):
@@ -146,7 +157,7 @@ def test_a_row_that_runs_freely_leaves_the_reference_where_it_is_said_to(checkpo
 
 def test_the_perplexity_is_that_of_transformers(checkpoint: Checkpoints) -> None:
     directory = checkpoint("llama")
-    text = by_setting(comparison(directory, "bf16").run())["bf16", "text"]
+    text = by_setting(ran(comparison(directory, "bf16")))["bf16", "text"]
     whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     token_ids = torch.tensor(pieces(directory))
     with torch.inference_mode():
@@ -158,7 +169,7 @@ def test_the_perplexity_is_that_of_transformers(checkpoint: Checkpoints) -> None
 @pytest.mark.parametrize("broken", ["scrambled", "forgetful", "wrong scale"])
 def test_broken_quantisation_shows(broken: str, checkpoint: Checkpoints, monkeypatch: Patch) -> None:
     directory = checkpoint("llama")
-    sound = by_setting(comparison(directory, "int8").run())["int8", "own"]
+    sound = by_setting(ran(comparison(directory, "int8")))["int8", "own"]
     update = QuantizedLayer.update
 
     def breaks(self: QuantizedLayer, *states: torch.Tensor, **rest: Any) -> Any:
@@ -170,20 +181,20 @@ def test_broken_quantisation_shows(broken: str, checkpoint: Checkpoints, monkeyp
         return keys * 1.1, values
 
     monkeypatch.setattr(QuantizedLayer, "update", breaks)
-    found = by_setting(comparison(directory, "int8").run())["int8", "own"]
+    found = by_setting(ran(comparison(directory, "int8")))["int8", "own"]
     assert found.error > 1.5 * sound.error
     assert found.kl > 1.5 * sound.kl
     if broken != "wrong scale":
         assert found.agreement < 0.6 < sound.agreement
-        assert found.identical == 0
+        assert None not in found.first_differences
 
 
 def test_a_failed_setting_is_reported_and_the_others_run(checkpoint: Checkpoints) -> None:
-    found = comparison(checkpoint("llama"), "int9", "bf16").run()
-    assert [(dict(one.case.options), one.status) for one in found.failed] == [
+    found = ran(comparison(checkpoint("llama"), "int9", "bf16"))
+    assert [(dict(one.case.options), one.status) for one in failed(found)] == [
         ({"kv_cache_dtype": "int9"}, "unsupported")
     ]
-    assert "choose from auto, bf16, int8, fp8" in found.failed[0].error
+    assert "choose from auto, bf16, int8, fp8" in failed(found)[0].error
     assert ("bf16", "text") in by_setting(found)
 
 
@@ -206,8 +217,8 @@ def test_the_death_of_a_worker_is_reported(dies_at: int, checkpoint: Checkpoints
         with pytest.raises(WorkerDied, match="host memory ran out"):
             run.run()
         return
-    found = run.run()
-    assert [one.status for one in found.failed] == ["oom_host"]
+    found = ran(run)
+    assert [one.status for one in failed(found)] == ["oom_host"]
     assert ("bf16", "own") in by_setting(found)
 
 
@@ -219,8 +230,8 @@ def test_nan_output_is_a_failure(checkpoint: Checkpoints, monkeypatch: Patch) ->
         return keys, values * float("nan")
 
     monkeypatch.setattr(QuantizedLayer, "update", breaks)
-    found = comparison(checkpoint("llama"), "int8").run()
-    assert [(one.status, one.error) for one in found.failed] == [("nan_output", "the model's output is not a number")]
+    found = ran(comparison(checkpoint("llama"), "int8"))
+    assert [(one.status, one.error) for one in failed(found)] == [("nan_output", "the model's output is not a number")]
 
 
 def test_a_rows_own_text_is_over_at_its_end_token(checkpoint: Checkpoints, tmp_path: Path) -> None:
@@ -260,7 +271,7 @@ def test_pieces_of_a_text_are_spread_and_begin_with_the_tokenizers_prefix(
         assert letters == [list("abc"), list("efg"), list("ijk")]
         assert tokens == 11
         assert [end.token for end in tokenizer.facts.ends] == [2]
-        with pytest.raises(AccuracyError, match="8 tokens, too few for 3 samples of 3"):
+        with pytest.raises(StudyError, match="8 tokens, too few for 3 samples of 3"):
             windows(tokenizer, "abcdefgh", 3, 3)
     folder = Path(shutil.copytree(checkpoint("llama"), tmp_path / "begins"))
     content = json.loads((folder / "tokenizer.json").read_text())
@@ -276,20 +287,21 @@ def test_pieces_of_a_text_are_spread_and_begin_with_the_tokenizers_prefix(
 
 def test_cells_say_what_was_counted() -> None:
     found = record()
-    assert found.cells() == [
+    assert show(found).cells == [
         ("batch 2", "own", "3", "2%", "2%", "0.002", "0.002", "100.00%", "", "100% of 1", "all 3"),
         ("kv_cache_dtype=int8", "own", "5", "2%", "3%", "0.002", "0.003", "80.00%", "", "50% of 2", "1"),
         ("kv_cache_dtype=int8", "text", "1", "50%", "50%", "0.05", "0.05", "100.00%", "2.718 +10.52%", "", ""),
     ]
-    assert {len(row) for row in found.cells()} == {len(accuracy.COLUMNS)}
-    assert found.deviations[1].first_differences == (1, None)
-    assert [case.options for case in found.compared] == [(("kv_cache_dtype", "int8"),)]
-    assert "RANDOM" not in found.title
-    assert record(reference=found.reference.model_copy(update={"load_format": "dummy"})).title.startswith("RANDOM")
+    assert {len(row) for row in show(found).cells} == {len(show(found).columns)}
+    assert found.of(Deviation)[1].first_differences == (1, None)
+    assert [case.options for case in compared(found)] == [(("kv_cache_dtype", "int8"),)]
+    assert "RANDOM" not in show(found).title
+    random = found.asked.model_copy(update={"load_format": "dummy"})
+    assert show(record(case=random)).title.startswith("RANDOM")
 
 
 def invoke(*words: object) -> Result:
-    return CliRunner().invoke(cli, ["accuracy", *map(str, words)])
+    return CliRunner().invoke(cli, ["study", "accuracy", *map(str, words)])
 
 
 def told(result: Result) -> str:
@@ -352,12 +364,13 @@ def test_some_settings_may_fail_and_random_weights_are_marked(folder: Path, monk
     assert result.exit_code == 3
     assert mentions(result.stderr, "kv_cache_dtype=int8", "unsupported", "not in int8")
     assert "RANDOM WEIGHTS" in result.stdout
-    found = studies.last(Path("found.jsonl"), AccuracyRecord)
-    assert found.told.endswith("random weights")
-    assert found.prompts.name.startswith("the manual of Python 3.")
+    found = studies.last(Path("found.jsonl"), "accuracy")
+    assert found.about.endswith("random weights")
+    assert found.text is not None
+    assert found.text.name.startswith("the manual of Python 3.")
     assert nothing.exit_code == 4
     assert "not written" in nothing.stderr
-    assert studies.last(Path("found.jsonl"), AccuracyRecord) == found
+    assert studies.last(Path("found.jsonl"), "accuracy") == found
     assert invoke(*words, *AXIS).exit_code == 0
     assert not list(Path("sweeps").rglob("accuracy.json*"))
 
@@ -370,8 +383,8 @@ def test_the_reference_among_other_settings_is_not_compared_again(
     words = ["-m", checkpoint("llama"), "--samples", 2, "--input-len", 8, "--output-len", 4, "-o", "found.jsonl"]
     for setting, expected in (("auto,int8", ["kv_cache_dtype=int8"]), ("auto", ["none"])):
         assert invoke(*words, "--kv-cache-dtype", setting).exit_code == 0
-        found = studies.last(Path("found.jsonl"), AccuracyRecord)
-        assert [found.label(case) for case in found.compared] == expected
+        found = studies.last(Path("found.jsonl"), "accuracy")
+        assert [label(found, case) for case in compared(found)] == expected
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -397,14 +410,14 @@ def test_an_interrupt_leaves_nothing_behind(
 def test_an_interrupt_keeps_the_settings_that_were_compared(
     number: signal.Signals, folder: Path, checkpoint: Checkpoints, monkeypatch: Patch
 ) -> None:
-    compared = 0
+    asked = 0
 
     class Interrupting(InlineWorker):
         def ask(self, request: Request[Answer]) -> Answer:
-            nonlocal compared
+            nonlocal asked
             if isinstance(request, LogitsCompare):
-                compared += 1
-                if compared == 4:  # twice the reference, in halves, and one setting
+                asked += 1
+                if asked == 4:  # twice the reference, in halves, and one setting
                     os.kill(os.getpid(), number)
             return super().ask(request)
 
@@ -414,9 +427,9 @@ def test_an_interrupt_keeps_the_settings_that_were_compared(
     result = invoke("-m", checkpoint("llama"), *words, "--output-len", 4, "-o", "found.jsonl")
     assert result.exit_code == 128 + number
     assert "wrote found.jsonl" in result.stderr
-    found = studies.last(Path("found.jsonl"), AccuracyRecord)
-    assert [case.options for case in found.compared] == [(("kv_cache_dtype", "int8"),)]
-    told = [(one.case.options[0][1], one.status, one.error) for one in found.failed]
+    found = studies.last(Path("found.jsonl"), "accuracy")
+    assert [case.options for case in compared(found)] == [(("kv_cache_dtype", "int8"),)]
+    told = [(one.case.options[0][1], one.status, one.error) for one in found.of(Failed)]
     assert told == [(setting, "cancelled", number.name) for setting in ("fp8", "bf16")]
 
 
@@ -431,24 +444,20 @@ def test_the_record_is_printed_and_lies_with_the_machines_results(
     result = invoke(*words, "--json", "--input-len", "16", "--output-len", "8", "--samples", "4")
     assert result.exit_code == 0, result.stderr
     (written,) = folder.glob("sweeps/results/*/accuracy.jsonl")
-    found = studies.last(written, AccuracyRecord)
+    found = studies.last(written, "accuracy")
     assert json.loads(result.stdout) == json.loads(found.model_dump_json())
     assert written.parent.name == found.machine
-    assert mentions(found.told, "llama", "3 layers", "4 heads", "16", "2")
-    assert (found.prompts.tokens, found.samples, found.reference.options) == (len(TEXT), 4, ())
-    assert {(found.label(one.case), one.along) for one in found.deviations} == {
+    assert mentions(found.about, "llama", "3 layers", "4 heads", "16", "2")
+    assert (found.text and found.text.tokens, found.samples, found.asked.options) == (len(TEXT), 4, ())
+    assert {(label(found, one.case), one.along) for one in found.of(Deviation)} == {
         (setting, along) for setting in ("batch 4", "kv_cache_dtype=int8") for along in ("own", "text")
     }
-    console = Console(width=200, record=True, file=io.StringIO())
-    console.print(table(found))
-    text = console.export_text()
-    assert all(cell in text for row in found.cells() for cell in row)
-    assert "tokens in, 8 followed" in text
+    assert "tokens in, 8 followed" in show(found).title
 
 
 @pytest.mark.gpu
 def test_eight_bits_on_a_gpu(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
     monkeypatch.undo()
-    deviations = by_setting(comparison(checkpoint("llama"), "bf16", "int8", "fp8").run())
+    deviations = by_setting(ran(comparison(checkpoint("llama"), "bf16", "int8", "fp8")))
     assert deviations["bf16", "own"].error_max == 0
     assert deviations["int8", "own"].error < deviations["fp8", "own"].error < 0.5

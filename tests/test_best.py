@@ -177,11 +177,11 @@ def test_lossy_settings_have_a_table_of_their_own(tmp_path: Path) -> None:
     done = best(tmp_path)
     lossy = done.stdout.index("Lossy settings")
     assert done.stdout.index("stream cpu") < lossy < done.stdout.index("kv_cache_dtype=int8")
-    assert "`zinfer accuracy`" in done.stdout
+    assert "`zinfer study accuracy`" in done.stdout
     assert re.search(r"^Best: stream cpu, batch 8", done.stdout, re.MULTILINE)
     decided = best(tmp_path, "--objective", "latency")
     assert mentions(decided.stdout, "Best by latency", "stream cpu", "batch 8")
-    assert mentions(decided.stdout, "Best lossy setting", "int8", "`zinfer accuracy`")
+    assert mentions(decided.stdout, "Best lossy setting", "int8", "`zinfer study accuracy`")
     asked = best(tmp_path, "--sla", "tpot:p99:<=:1.5s")  # which the exact setting misses
     assert mentions(asked.stdout, "No point of 1 keeps every level")
     assert mentions(asked.stdout, "Best lossy setting", "int8")

@@ -19,12 +19,9 @@ from zinfer.core.machine import Machine, MachineError, override
 from zinfer.core.units import duration, figures, parse_bytes
 from zinfer.job.recipe import RecipeError, make_sweep, parse_batches, parse_option, read_toml
 from zinfer.record import study
-from zinfer.record.accuracy import AccuracyRecord
-from zinfer.record.codec import CodecRecord
 from zinfer.record.jsonl import StoreError
 from zinfer.record.measurement import Effective, Measurement
 from zinfer.record.plausible import implausible
-from zinfer.record.prefix_reuse import Run
 from zinfer.record.store import Header, encode, read
 from zinfer.system import documents, machines
 
@@ -80,9 +77,12 @@ PLAN = ["plan", "-m", "bloom-tiny", "--machine", "h200"]
         (["run", "-m", "bloom-tiny", "-p", "x", "-O", "kv_threads=" + "9" * 10], "choose from auto"),
         (["sweep", "-m", "bloom-tiny", "-O", "kv_threads=1e400", "--dry-run"], "choose from auto"),
         (["sweep", "-m", "bloom-tiny", "--repeats", "99999999999"], "up to 1,000,000,000"),
-        (["reuse", "-m", "bloom-tiny", "--context", "9999999999k"], "up to 1,000,000,000"),
+        (["study", "reuse", "-m", "bloom-tiny", "--context", "9999999999k"], "up to 1,000,000,000"),
         (["probe", "--memory", "1"], "--memory: 64MiB at least"),
-        (["accuracy", "-m", "bloom-tiny", "--kv-cache-dtype", "int8", "--samples", "2" * 12], "up to 1,000,000,000"),
+        (
+            ["study", "accuracy", "-m", "x", "--kv-cache-dtype", "int8", "--samples", "2" * 12],
+            "up to 1,000,000,000",
+        ),
     ],
 )
 def test_an_option_out_of_bounds_is_refused_at_once(words: list[str], message: str) -> None:
@@ -304,17 +304,18 @@ def test_records_that_nobody_can_believe_are_counted_and_left_out(reason: str) -
 
 
 def test_studies_that_nobody_can_believe_are_left_out() -> None:
-    wrong: dict[type[study.Study], study.Study] = {
-        CodecRecord: codec_run("a", raw_bytes=0),
-        Run: reuse_run(kept_point(512, 0.0, 5.0)),
-        AccuracyRecord: accuracy_run(samples=10**30),
+    wrong = {
+        "codec": codec_run("a", raw_bytes=0),
+        "reuse": reuse_run(kept_point(512, 0.0, 5.0)),
+        "accuracy": accuracy_run(samples=10**30),
     }
-    right = {CodecRecord: codec_run("a"), Run: reuse_run(kept_point(512, 9.0, 5.0)), AccuracyRecord: accuracy_run()}
-    for kind, run_ in wrong.items():
-        path = Path(f"{kind.KIND}.jsonl")
-        path.write_bytes(b"".join(line + b"\n" for one in (run_, right[kind]) for line in study._lines(one)))
-        found = study.read(path, kind)
-        assert found.runs == (right[kind],)
+    right = {"codec": codec_run("a"), "reuse": reuse_run(kept_point(512, 9.0, 5.0)), "accuracy": accuracy_run()}
+    for name, run_ in wrong.items():
+        path = Path(f"{name}.jsonl")
+        study.append(path, run_)
+        study.append(path, right[name])
+        found = study.read(path, name)
+        assert found.runs == (right[name],)
         assert [damage.line for damage in found.damaged] == [1]
 
 
@@ -341,7 +342,8 @@ READERS = [
     ["plan", "X.toml"], ["sweep", "X.toml"], ["plan", "-m", "bloom-tiny", "--machine", "X"],
     ["plan", "-m", "bloom-tiny", "--machine", "h200", "--calibrate", "X"],
     ["run", "-m", "bloom-tiny", "--prompt-file", "X"], ["batch", "X", "-o", "out.jsonl", "-m", "bloom-tiny"],
-    ["accuracy", "-m", "bloom-tiny", "--load-format", "dummy", "--kv-cache-dtype", "int8", "--prompt-file", "X"],
+    ["study", "accuracy", "-m", "bloom-tiny", "--load-format", "dummy", "--kv-cache-dtype", "int8", "--prompt-file",
+     "X"],
 ]  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from tests.campaign import judge
 from tests.campaign.judge import DOCUMENTED
 from tests.campaign.lab import Result
 from tests.campaign.plants import PLANTS
-from tests.campaign.record import COLUMNS, TITLES, Campaign, Row, markdown, title
+from tests.campaign.record import COLUMNS, TITLES, Campaign, Row, last, markdown, title
 from tests.campaign.shim import CHANGES, FAIL, FULL, KILL, SOURCE
 from tests.campaign.subject import Ended, children_of, descendants, python_path
 from zinfer.record import study
@@ -158,13 +158,13 @@ def test_the_record_counts_what_was_tried(tmp_path: Path) -> None:
         Result("checkpoint", 0, struck=1, blind=1),
     ]
     run = Campaign.of(results, seed=3, seconds=60.0)
-    counts = {row.name: (row.tried, row.struck, row.held, row.skipped, row.blind) for row in run.classes}
+    counts = {row.name: (row.tried, row.struck, row.held, row.skipped, row.blind) for row in run.rows}
     assert counts == {"kill-run": (2, 2, 1, 0, 0), "disk-full": (0, 0, 0, 1, 0), "checkpoint": (1, 1, 1, 0, 1)}
-    assert run.classes[0].faults == ("1: a point is lost", "1: and doubled")
+    assert run.rows[0].faults == ("1: a point is lost", "1: and doubled")
     study.append(tmp_path / "reliability.jsonl", run)
-    assert study.last(tmp_path, Campaign) == run
+    assert last(tmp_path / "reliability.jsonl") == run
     text = markdown(run)
-    assert text.count("\n| ") == len(run.classes) + 2
+    assert text.count("\n| ") == len(run.rows) + 2
     assert "| `zinfer run` killed, then started again | 2 | 2 | 1 | 1 |" in text
     assert "| **all** | 3 | 3 | 2 | 1 |" in text
     assert "Seed 3" in text
@@ -222,7 +222,7 @@ def test_the_record_of_a_campaign_that_is_ended_is_written(tmp_path: Path, how: 
         os.killpg(process.pid, how)  # as a terminal does
     stdout, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == (128 + how if isinstance(how, signal.Signals) else 0)
-    (row,) = (run := study.last(output, Campaign)).classes
+    (row,) = (run := last(output)).rows
     assert (row.tried, row.held, run.planned, run.left) == (3, 3, 6, 3)
     assert "3 of 6 planned cases did not end" in stdout
     assert all(f"--seed 1 --class kill-run --number {number}: did not end within" in stdout for number in (1, 3, 5))
@@ -420,11 +420,11 @@ def test_a_small_campaign(tmp_path: Path) -> None:
     output = tmp_path / "reliability.jsonl"
     words = [sys.executable, "-m", "tests.campaign", "--seed", "1", "--count", "1", "-o", str(output)]
     done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=3600, check=False)
-    run = study.last(tmp_path, Campaign)
-    assert not [fault for row in run.classes for fault in row.faults], done.stdout
+    run = last(tmp_path / "reliability.jsonl")
+    assert not [fault for row in run.rows for fault in row.faults], done.stdout
     assert done.returncode == 0, done.stdout
-    assert len(run.classes) > 20
-    assert sum(row.struck for row in run.classes) > len(run.classes) / 2
+    assert len(run.rows) > 20
+    assert sum(row.struck for row in run.rows) > len(run.rows) / 2
 
 
 @pytest.mark.slow

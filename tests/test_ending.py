@@ -189,7 +189,9 @@ def test_a_sweep_is_interrupted_in_its_probe(tmp_path: Path, number: int) -> Non
     assert not alive(probe)
 
 
-@pytest.mark.parametrize("words", [["models"], ["--help"], ["export", "sweeps/results/nvidia-h200", "--format", "md"]])
+@pytest.mark.parametrize(
+    "words", [["plan", "--list", "models"], ["export", "sweeps/results/nvidia-h200", "--format", "md"]]
+)
 def test_a_full_disk_as_stdout_is_one_line(words: list[str]) -> None:
     with open("/dev/full", "w") as full:
         result = subprocess.run(

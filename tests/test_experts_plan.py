@@ -24,8 +24,8 @@ from zinfer.plan.plan import DENSE_DEPTH, Plan, make_plan
 from zinfer.record import study
 from zinfer.record.measurement import Effective, Measurement
 from zinfer.record.plausible import implausible
-from zinfer.record.routing import Hits, RoutingRecord, Touched
 from zinfer.record.store import read
+from zinfer.record.study import Hits, Study, Touched
 from zinfer.system import local, machines
 from zinfer.worker import process
 from zinfer.worker.inline import InlineWorker
@@ -185,10 +185,13 @@ def test_the_table_says_which_experts_come() -> None:
     assert "CPU's share" not in told
 
 
-def traced(name: str = "mixtral-8x7b", **fields: Any) -> RoutingRecord:
+def traced(name: str = "mixtral-8x7b", **fields: Any) -> Study:
     rows = Hits(policy="lru", experts=100, hits=0.61), Hits(policy="lfu", experts=64, hits=0.6)
-    base: dict[str, Any] = {"num_layers": 32, "num_experts": 8, "experts_per_token": 2, "rows": rows}
-    return RoutingRecord(machine="h", device="d", model=name, told="", text="a book", tokens=9, **base | fields)
+    base: dict[str, Any] = {
+        "study": "routing", "machine": "h", "device": "d", "model": name, "text": {"name": "a book", "tokens": 9},
+        "num_layers": 32, "num_experts": 8, "experts_per_token": 2, "rows": (*rows, *fields.pop("touched", ())),
+    }  # fmt: skip
+    return Study.model_validate(base | fields)
 
 
 def step_point(batch_size: int, hits: float, misses: float, **fields: Any) -> Measurement:
@@ -282,7 +285,7 @@ def test_the_table_says_what_the_routing_was_taken_from(tmp_path: Path, monkeypa
     def told(*more: str) -> str:
         return " ".join(CliRunner().invoke(cli, [*words, *more]).output.split())
 
-    evenly = "as if tokens chose evenly (`zinfer routing`)."
+    evenly = "as if tokens chose evenly (`zinfer study routing`)."
     assert f"Predicted: 49% hits with expert_cache=lfu {evenly}" in told("--batch-size", "1")
     study.append(tmp_path / "sweeps" / "results" / "h" / "routing.jsonl", traced())
     assert "Predicted: 73% hits with expert_cache=lfu by the routing recorded on a book." in told("--batch-size", "1")
@@ -295,8 +298,7 @@ def test_the_table_says_what_the_routing_was_taken_from(tmp_path: Path, monkeypa
 
 
 def test_real_records_of_routing_predict_the_bytes_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`zinfer routing` and `zinfer sweep` on one checkpoint: what its steps brought, their record predicts exactly, and
-    the trace of a text roughly."""
+    """A trace and a sweep of one checkpoint: what its steps brought, their record predicts, the trace roughly."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(process, "Worker", InlineWorker)
     shape = MIXTURES["qwen3_moe"] | {"vocab_size": 256, "max_position_embeddings": 128}
@@ -318,7 +320,7 @@ def test_real_records_of_routing_predict_the_bytes_of_a_step(tmp_path: Path, mon
         return [row["streamed_bytes"] for row in rows], rows[1]["routing_from"]
 
     even, source = planned()
-    assert source.endswith("as if tokens chose evenly (`zinfer routing`).")
+    assert source.endswith("as if tokens chose evenly (`zinfer study routing`).")
     run("sweep", *where, "--load-format", "safetensors", "-o", "sweeps/results/mix.jsonl")
     points = read(Path("sweeps/results")).points
     brought = [point.effective.wire_bytes_per_step for point in points if point.effective is not None]
@@ -326,7 +328,7 @@ def test_real_records_of_routing_predict_the_bytes_of_a_step(tmp_path: Path, mon
     assert source.endswith("by the decode steps of 3 records, after prompts of random tokens.")
     assert by_steps == pytest.approx(brought, rel=0.01)
     assert all(bytes_ < 0.8 * evenly for bytes_, evenly in zip(by_steps, even, strict=True)), "they are not alike"
-    run("routing", "-m", "mix", "--prompt-file", "text.txt", "--samples", "3", "--length", "40")
+    run("study", "routing", "-m", "mix", "--prompt-file", "text.txt", "--samples", "3", "--length", "40")
     by_trace, source = planned()
     assert source.endswith("by the routing recorded on text.txt.")
     assert all(bytes_ < 0.8 * evenly for bytes_, evenly in zip(by_trace, even, strict=True))

@@ -109,7 +109,7 @@ def test_the_clock_stands_in_one_place() -> None:
 
 @pytest.mark.drawing
 def test_torch_is_never_imported_by_what_the_core_install_runs(tmp_path: Path) -> None:
-    core = ["plan", "plot", "report", "best", "models", "compare", "export", "batch", "reuse", "run", "serve"]
+    core = ["plan", "plot", "report", "best", "catalogue", "compare", "export", "batch", "study.reuse", "run", "serve"]
     script = (
         "import sys\n"
         "sys.modules['torch'] = sys.modules['transformers'] = None\n"
@@ -127,7 +127,7 @@ def test_torch_is_never_imported_by_what_the_core_install_runs(tmp_path: Path) -
         "for line in words:\n"
         "    result = CliRunner().invoke(cli, line)\n"
         "    assert result.exit_code == 0, (line, result.output, result.exception)\n"
-        "result = CliRunner().invoke(cli, ['models'])\n"
+        "result = CliRunner().invoke(cli, ['plan', '--list', 'models'])\n"
         "assert result.exit_code == 0, result.output\n"
     )
     subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=True, cwd=ROOT, timeout=PATIENCE_S)

@@ -1,5 +1,6 @@
 """Help in the order of work, retired verbs, revisions of the hub, and exit codes of what is missing here."""
 
+import json
 import re
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from click.testing import CliRunner
 from tests.results import case, point
 from zinfer.checkpoint import hub
 from zinfer.checkpoint.resolve import catalogue_names
-from zinfer.cli import GROUPS, VERBS, cli
+from zinfer.cli import GROUPS, RENAMED, VERBS, cli
 from zinfer.commands.options import at_revision
 from zinfer.core.engine import ENGINES
 from zinfer.core.errors import ENVIRONMENT, did_you_mean
@@ -41,6 +42,43 @@ def test_a_retired_verb_says_what_to_write() -> None:
     done = CliRunner().invoke(cli, ["completion", "bash"])
     assert done.exit_code == 2
     assert "_ZINFER_COMPLETE=bash_source" in done.output
+
+
+@pytest.mark.parametrize("verb", RENAMED)
+def test_a_renamed_verb_runs_the_new_words_after_a_line_that_says_them(verb: str) -> None:
+    words = RENAMED[verb]
+    old = CliRunner().invoke(cli, [verb, "--help"])
+    new = CliRunner().invoke(cli, [*words, "--help"])
+    assert old.exit_code == new.exit_code == 0
+    assert old.stdout == new.stdout
+    assert old.stderr == f"zinfer {verb} will go: write `zinfer {' '.join(words)}`\n"
+    assert new.stderr == ""
+    assert verb not in VERBS
+    assert len(VERBS) == 15
+
+
+def test_the_catalogue_is_listed_by_plan() -> None:
+    old = CliRunner().invoke(cli, ["models", "bloom-176b", "--json"])
+    new = CliRunner().invoke(cli, ["plan", "--list", "models", "bloom-176b", "--json"])
+    assert json.loads(old.stdout) == json.loads(new.stdout)
+    assert json.loads(new.stdout)[0]["parameters"] > 176e9
+    wrong = CliRunner().invoke(cli, ["plan", "--list", "model"])
+    assert wrong.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--engine", "tensorrt", "--max-batch-size", "2"], "needs --max-seq-len"),
+        (["--engine", "tensorrt", "--max-batch-size", "2", "--max-seq-len", "9", "--weights", "int4"], "--weights"),
+        (["--max-seq-len", "9"], "--max-seq-len is for --engine tensorrt"),
+        (["--force"], "--force is for --engine tensorrt"),
+    ],
+)
+def test_shapes_belong_to_a_plan(words: list[str], told: str) -> None:
+    done = CliRunner().invoke(cli, ["pack", "-m", "m", *words])
+    assert done.exit_code == 2, done.output
+    assert told in done.stderr
 
 
 def test_torchrun_is_told_how_several_gpus_are_asked_for() -> None:

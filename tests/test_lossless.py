@@ -1,4 +1,4 @@
-"""Command `zinfer codec` on the machine that runs the tests: coded sizes, the lower bound, and the check of every
+"""Command `zinfer study codec` on the machine that runs the tests: coded sizes, the lower bound, and the check of every
 bit."""
 
 import json
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from tests import mentions, trained
 from tests.results import codec_run, sweep
+from zinfer.analysis.study import gain as gain_of
+from zinfer.analysis.study import pays, show, wrong
 from zinfer.checkpoint.headers import CheckpointError
 from zinfer.checkpoint.resolve import from_directory
 from zinfer.cli import cli
@@ -21,8 +23,8 @@ from zinfer.engine.stream import codec as coder
 from zinfer.generation.tokenizer import load_tokenizer
 from zinfer.plan.published import codecs
 from zinfer.record import study
-from zinfer.record.codec import COLUMNS, CodecError, CodecRecord, Rate
 from zinfer.record.store import Store
+from zinfer.record.study import Coded, Rate, StudyError
 from zinfer.worker import codec, probe
 
 MIB = 1 << 20
@@ -56,26 +58,27 @@ def file(tmp_path: Path) -> Path:
 
 
 def invoke(*arguments: object) -> Result:
-    return CliRunner().invoke(cli, ["codec", *map(str, arguments)])
+    return CliRunner().invoke(cli, ["study", "codec", *map(str, arguments)])
 
 
 def test_drawn_weights_shrink_nearly_to_the_bound() -> None:
     found = codec.measure()
-    assert [row.name for row in found.rows] == list(codec.DRAWN)
-    for row in found.rows:
+    rows = found.of(Coded)
+    assert [row.name for row in rows] == list(codec.DRAWN)
+    for row in rows:
         assert row.status == "ok"
         assert row.raw_bytes == row.total_bytes == 2 * MIB
         assert row.bound < row.ratio < row.bound + 0.015
         assert row.encode is not None
         assert row.decode is not None
         assert row.decode.median > 0
-    gaussian, scaled, laplace, fp8 = (row.bound for row in found.rows)
+    gaussian, scaled, laplace, fp8 = (row.bound for row in rows)
     assert 0.818 < fp8 < 0.820
     assert 0.658 < gaussian < 0.660 < scaled < 0.69  # 2.55 bits of exponent
     assert gaussian < laplace < 0.69
     assert found.link == 5e9
     assert found.versions["torch"] == torch.__version__
-    assert found.failed == ()
+    assert wrong(found) == ()
 
 
 def test_drawn_weights_are_the_same_every_time() -> None:
@@ -105,22 +108,22 @@ def test_a_decoder_that_lies_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     result = invoke("-o", "codec.jsonl")
     assert result.exit_code == 6
     assert "gaussian, row-scaled, laplace, gaussian in fp8: the codec returned other bits" in result.stderr
-    found = study.last(Path("codec.jsonl"), CodecRecord)
-    assert found.failed == tuple(codec.DRAWN)
-    assert {(row.status, row.decode) for row in found.rows} == {("wrong_bits", None)}
-    assert found.cells()[0][-1] == "FAILED"
+    found = study.last(Path("codec.jsonl"), "codec")
+    assert wrong(found) == tuple(codec.DRAWN)
+    assert {(row.status, row.decode) for row in found.of(Coded)} == {("wrong_bits", None)}
+    assert show(found).cells[0][-1] == "FAILED"
 
 
 def test_a_decoder_that_does_nothing_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(coder, "decode", lambda data, layout, out: None)
-    assert codec.measure().failed == tuple(codec.DRAWN)
+    assert wrong(codec.measure()) == tuple(codec.DRAWN)
 
 
 def test_weights_that_do_not_shrink_are_a_finding() -> None:
     noise = torch.randint(-(1 << 15), 1 << 15, (MIB,), dtype=torch.int16).view(torch.bfloat16)
     row = codec._measure("noise", "any bits", noise.nbytes, noise, noise.nbytes)
     assert (row.status, row.ratio, row.decode) == ("no_smaller", 1.0, None)
-    assert row.verdict(5e9) == "no, as large"
+    assert pays(row, 5e9) == "no, as large"
 
 
 def test_small_weights_are_decoded_in_many_copies(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,7 +185,7 @@ def test_a_folder_is_a_checkpoint(file: Path, tmp_path: Path) -> None:
     folder.mkdir()
     file.rename(folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    row = codec.measure([folder]).rows[-1]
+    row = codec.measure([folder]).of(Coded)[-1]
     assert (row.name, row.status) == ("model-0.5b", "ok")
     assert row.told == "llama; made up; 2 matrices, stored as bf16"
     assert row.bound < row.ratio < row.bound + 0.02
@@ -210,14 +213,14 @@ def test_mistakes_are_one_line_before_anything_is_measured(words: list[str], mes
     assert result.exit_code != 0
     text = result.stderr if isinstance(result.exception, SystemExit) else str(result.exception)
     assert message in text
-    assert isinstance(result.exception, SystemExit | CodecError | CheckpointError)
+    assert isinstance(result.exception, SystemExit | StudyError | CheckpointError)
     assert "measuring" not in result.stderr
     assert not list(Path().rglob("codec.json*"))
 
 
 def test_without_torch_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "torch", None)
-    with pytest.raises(CodecError, match=re.escape("pip install 'zinfer[engines]'")):
+    with pytest.raises(StudyError, match=re.escape("pip install 'zinfer[engines]'")):
         codec.measure()
 
 
@@ -225,10 +228,10 @@ def test_the_record_lies_where_the_machines_results_are(file: Path) -> None:
     result = invoke(file, "--json")
     assert result.exit_code == 0, result.output
     (written,) = Path("sweeps/results").glob("*/codec.jsonl")
-    found = study.last(written, CodecRecord)
+    found = study.last(written, "codec")
     assert written.parent.name == found.machine
     assert json.loads(result.stdout) == json.loads(found.model_dump_json())
-    assert [row.name for row in found.rows] == [*codec.DRAWN, "small-1.5"]
+    assert [row.name for row in found.of(Coded)] == [*codec.DRAWN, "small-1.5"]
 
 
 def test_the_table_has_a_line_for_each_and_what_others_published(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -237,7 +240,7 @@ def test_the_table_has_a_line_for_each_and_what_others_published(file: Path, mon
     lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in result.stdout.splitlines()]
     lines = [line for line in lines if line]
     assert [line[0] for line in lines[:5]] == [*codec.DRAWN, "small-1.5"]
-    assert lines[0][2:4] == [f"{study.last(Path(), CodecRecord).rows[0].ratio:.1%}", "65.9%"]
+    assert lines[0][2:4] == [f"{study.last(Path(), 'codec').of(Coded)[0].ratio:.1%}", "65.9%"]
     assert "not measured here" in result.stdout
     assert {line[0] for line in lines} >= {one.codec for one in codecs()}
     assert "measuring laplace" in result.stderr
@@ -253,15 +256,16 @@ def test_the_table_has_a_line_for_each_and_what_others_published(file: Path, mon
 )
 def test_it_pays_where_decoding_outruns_the_link(decode: float, gain: float, verdict: str) -> None:
     found = codec_run("gaussian", decode=Rate(median=decode, spread=0.02, samples=20, of="bytes"))
-    assert found.rows[0].gain(found.link) == pytest.approx(gain)
-    assert found.rows[0].verdict(found.link) == verdict
+    (row,) = found.of(Coded)
+    assert row.decode is not None
+    assert gain_of(row, found.link or 0) == pytest.approx(gain)
+    assert pays(row, found.link or 0) == verdict
 
 
 def test_cells_are_text_with_units() -> None:
-    assert codec_run("gaussian").cells() == [
+    assert show(codec_run("gaussian")).cells == [
         ("gaussian", "1.1 GB", "50.0%", "45.0%", "800", "800 ± 1.0%", "yes, 2.00x")
     ]
-    assert len(codec_run("gaussian").cells()[0]) == len(COLUMNS)
 
 
 def test_the_report_shows_measured_and_published_apart(tmp_path: Path) -> None:
@@ -284,7 +288,7 @@ def test_the_report_shows_measured_and_published_apart(tmp_path: Path) -> None:
     assert "FAILED" in told
     assert told.index("FAILED") < told.index("not measured here") < told.index("DFloat11")
     (folder / "codec.jsonl").write_text("{")
-    assert "codec.jsonl is no record of" in text()
+    assert "codec.jsonl, line 1: not a whole record" in text()
 
 
 def test_published_sizes_have_a_source() -> None:
@@ -319,8 +323,8 @@ def test_text_that_is_held_out_is_not_trained_on() -> None:
 def test_the_codec_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     found = codec.measure()
-    assert found.failed == ()
-    for row in found.rows:
+    assert wrong(found) == ()
+    for row in found.of(Coded):
         assert row.decode is not None
         assert row.decode.samples >= 10
-        assert row.decode.median > found.link
+        assert row.decode.median > (found.link or 0)

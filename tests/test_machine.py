@@ -60,14 +60,14 @@ def test_the_catalogue_holds_what_people_plan_for() -> None:
 
 
 def test_the_command_lists_the_catalogue_and_the_sources_of_one() -> None:
-    listed = CliRunner().invoke(cli, ["machines", "--json"])
+    listed = CliRunner().invoke(cli, ["plan", "--list", "machines", "--json"])
     assert [machine["name"] for machine in json.loads(listed.stdout)] == list(catalogue_names())
-    table = CliRunner().invoke(cli, ["machines"], env={"COLUMNS": "200"}).stdout
+    table = CliRunner().invoke(cli, ["plan", "--list", "machines"], env={"COLUMNS": "200"}).stdout
     assert all(name in table for name in catalogue_names())
     assert mentions(table, "h100-80gb", "79.2 GiB", "54.9 GB/s", "measured")
     assert mentions(table, "t4", "59.6 GiB (assumed)")
     assert mentions(table, "gb300", "447.0 GiB", "datasheet")
-    one = CliRunner().invoke(cli, ["machines", "dgx-spark"], env={"COLUMNS": "200"})
+    one = CliRunner().invoke(cli, ["plan", "--list", "machines", "dgx-spark"], env={"COLUMNS": "200"})
     assert mentions(one.stdout, "hbm_bandwidth", "273.0 GB/s", "datasheet of the DGX Spark")
     assert mentions(one.stdout, "host_bytes", "assumed: what is left")
     assert mentions(one.stdout, "nvme_bytes", "unknown")

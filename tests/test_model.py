@@ -300,7 +300,7 @@ def test_a_checkpoint_without_some_layer_is_an_error(saved: Saved) -> None:
     ("reference", "says"),
     [
         ("bloom-178b", "did you mean 'bloom-"),
-        ("nonsense", "`zinfer models` lists the catalogue"),
+        ("nonsense", "`zinfer plan --list models`"),
         (__file__, "is a file: --model takes the folder"),
         ("tests", "config.json is missing"),
     ],

@@ -137,9 +137,9 @@ def test_any_engine_may_be_planned_with_what_only_a_planner_knows() -> None:
         settle("stream", {"gpus": 0}, planning=True)
 
 
-@pytest.mark.parametrize("verb", ["sweep", "run", "batch", "accuracy", "reuse"])
+@pytest.mark.parametrize("verb", ["sweep", "run", "batch", "study accuracy", "study reuse"])
 def test_help_lists_every_option_of_every_engine_with_its_values(verb: str) -> None:
-    shown = CliRunner().invoke(cli, [verb, "--help"]).output
+    shown = CliRunner().invoke(cli, [*verb.split(), "--help"]).output
     for name, kind in ENGINES.items():
         part = shown.split(f"Options of engine {name},")[1].split("Options of engine")[0]
         for key, field in kind.options.model_fields.items():

@@ -1,4 +1,4 @@
-"""Plan files and `zinfer build`: whole or not at all, and never a wrong plan."""
+"""Plan files and `zinfer pack --engine tensorrt`: whole or not at all, and never a wrong plan."""
 
 import json
 import os
@@ -30,6 +30,7 @@ from zinfer.system import atomic
 from zinfer.worker.inline import InlineWorker
 
 Checkpoints = Callable[..., Path]
+PACK = ("pack", "--engine", "tensorrt", "-m")
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +103,7 @@ def test_a_foreign_or_stale_plan_is_refused_with_the_reason(
     file = fake(key.model_copy(update=update))
     with pytest.raises(EngineError, match=re.escape(words)) as error:
         planfile.find(key, str(file.path) if explicit else "auto")
-    assert "Build one: zinfer build --model " in str(error.value)
+    assert "Build one: zinfer pack --engine tensorrt --model " in str(error.value)
     assert "--max-batch-size 4 --max-seq-len 32" in str(error.value)
 
 
@@ -185,7 +186,19 @@ def test_a_build_that_cannot_succeed_is_refused_before_it_starts(
 
 
 def test_a_disk_that_fills_up_leaves_nothing(folder: Path, spec: ModelSpec) -> None:
-    words = ("build", "-m", str(spec.directory), "--max-batch-size", "2", "--max-seq-len", "16", "--dtype", "fp32")
+    words = (
+        "pack",
+        "--engine",
+        "tensorrt",
+        "-m",
+        str(spec.directory),
+        "--max-batch-size",
+        "2",
+        "--max-seq-len",
+        "16",
+        "--dtype",
+        "fp32",
+    )
     with small_files(1 << 20):
         result = zinfer(folder, *words)
     assert result.returncode == 5, result.stderr
@@ -195,7 +208,19 @@ def test_a_disk_that_fills_up_leaves_nothing(folder: Path, spec: ModelSpec) -> N
 
 
 def test_build_on_the_command_line(folder: Path, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = ("build", "-m", str(spec.directory), "--max-batch-size", "2", "--max-seq-len", "16", "--dtype", "bf16")
+    words = (
+        "pack",
+        "--engine",
+        "tensorrt",
+        "-m",
+        str(spec.directory),
+        "--max-batch-size",
+        "2",
+        "--max-seq-len",
+        "16",
+        "--dtype",
+        "bf16",
+    )
     first = zinfer(folder, *words)
     assert first.returncode == 0, first.stderr
     path = Path(first.stdout.strip())
@@ -219,7 +244,20 @@ def test_build_on_the_command_line(folder: Path, spec: ModelSpec, monkeypatch: p
 
 @pytest.mark.slow  # a process of its own; the test of a cancelled build has the rest
 def test_an_interrupted_build_leaves_nothing(folder: Path) -> None:
-    command = [sys.executable, "-m", "zinfer", "build", "-m", "opt-1.3b", "--load-format", "dummy", "--layers", "4"]
+    command = [
+        sys.executable,
+        "-m",
+        "zinfer",
+        "pack",
+        "--engine",
+        "tensorrt",
+        "-m",
+        "opt-1.3b",
+        "--load-format",
+        "dummy",
+        "--layers",
+        "4",
+    ]
     root = Path(__file__).parents[1]
     process = subprocess.Popen(
         [*command, "--max-batch-size", "2", "--max-seq-len", "16"], cwd=folder,
@@ -236,7 +274,9 @@ def test_an_interrupted_build_leaves_nothing(folder: Path) -> None:
 
 
 def test_no_plan_names_the_command_that_builds_one(folder: Path, key: PlanKey) -> None:
-    with pytest.raises(EngineError, match=r"Build one: zinfer build --model .* --load-format safetensors --max-batch"):
+    with pytest.raises(
+        EngineError, match=r"zinfer pack --engine tensorrt --model .* --load-format safetensors --max-batch"
+    ):
         planfile.find(key)
     sliced = key.model_copy(update={"layers": 2})
     assert "--layers 2 --max-batch-size 4" in planfile.build_command(sliced)
@@ -244,7 +284,19 @@ def test_no_plan_names_the_command_that_builds_one(folder: Path, key: PlanKey) -
 
 def _peak(folder: Path, directory: Path) -> int:
     """Return the peak of anonymous memory (not pages of mapped files) during a build of `directory`."""
-    words = ["build", "-m", str(directory), "--dtype", "bf16", "--max-batch-size", "2", "--max-seq-len", "16"]
+    words = [
+        "pack",
+        "--engine",
+        "tensorrt",
+        "-m",
+        str(directory),
+        "--dtype",
+        "bf16",
+        "--max-batch-size",
+        "2",
+        "--max-seq-len",
+        "16",
+    ]
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     process = subprocess.Popen([sys.executable, "-m", "zinfer", *words], cwd=folder, env=env)
     peak = 0

@@ -24,6 +24,7 @@ from zinfer.core.machine import Machine
 from zinfer.record import study
 from zinfer.record.measurement import Measurement
 from zinfer.record.store import Header, encode
+from zinfer.record.study import Text
 from zinfer.report.markdown import markdown as document_markdown
 from zinfer.report.markdown import prose
 from zinfer.system.printable import Guard, generated, guarded, markdown, printable, show_generated, shows_unicode
@@ -132,8 +133,8 @@ def results(tmp_path: Path) -> Path:
     reused = reuse_run(kept_point(512, 90.0, 50.0), kept_point(4096, 300.0, 60.0), kept_point(9, 1.0, 2.0), model=EVIL)
     study.append(folder / "reuse.jsonl", reused.model_copy(update=evil))
     told = accuracy_run()
-    prompts = told.prompts.model_copy(update={"name": EVIL})
-    study.append(folder / "accuracy.jsonl", told.model_copy(update=evil | {"told": EVIL, "prompts": prompts}))
+    text = Text(name=EVIL, tokens=9)
+    study.append(folder / "accuracy.jsonl", told.model_copy(update=evil | {"about": EVIL, "text": text}))
     machine = Machine(
         name=EVIL[:200], source="measured", gpu_name=EVIL, gpu_count=1, gpu_bytes=80 << 30, host_bytes=1 << 40,
         h2d_bandwidth=5e10, note=EVIL, sources={"h2d_bandwidth": EVIL}, details={"gpu": {"driver": EVIL}},
@@ -200,8 +201,8 @@ def test_figures_and_reports_of_hostile_names_are_inert(results: Path, tmp_path:
         ["plan", "bad"],
         ["plan", "none\x1b[2J"],
         ["sweep", "bad", "--dry-run"],
-        ["models", "model\x1b[2J\u202e"],
-        ["models", "m\x9b31m"],
+        ["plan", "--list", "models", "model\x1b[2J\u202e"],
+        ["plan", "--list", "models", "m\x9b31m"],
         ["run", "-m", "x\x1b[2J", "-p", "x"],
         ["frobnicate\x1b[2J\u202e"],
         ["plan", "-m", "opt-30b", "--machine", "h200", "--set", "speed\x1b[2J=3"],
@@ -225,7 +226,12 @@ def test_no_verb_prints_what_a_terminal_obeys(words: list[str], results: Path) -
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp437", "utf-8"])
 @pytest.mark.parametrize(
     "words",
-    [["models"], ["plan", "-m", "opt-30b", "--machine", "h200"], ["best", "RESULTS"], ["models", "no-such–model"]],
+    [
+        ["plan", "--list", "models"],
+        ["plan", "-m", "opt-30b", "--machine", "h200"],
+        ["best", "RESULTS"],
+        ["plan", "--list", "models", "no-such–model"],
+    ],
 )
 def test_a_terminal_of_any_encoding_gets_what_it_can_show(words: list[str], encoding: str, tmp_path: Path) -> None:
     own = tmp_path / "own.jsonl"
@@ -237,7 +243,11 @@ def test_a_terminal_of_any_encoding_gets_what_it_can_show(words: list[str], enco
 
 
 def test_an_argument_that_is_no_utf8_is_refused() -> None:
-    for words in (["models", "a\udcff"], ["run", "-m", "bloom-tiny", "-p", "\udcc3\udc28"], ["best", "\udcff.jsonl"]):
+    for words in (
+        ["plan", "--list", "models", "a\udcff"],
+        ["run", "-m", "bloom-tiny", "-p", "\udcc3\udc28"],
+        ["best", "\udcff.jsonl"],
+    ):
         code, out, err, _ = run(words)
         assert (code, out) == (2, "")
         assert "is not UTF-8 text" in err

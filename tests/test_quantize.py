@@ -18,6 +18,7 @@ from tests.running import prefill
 from tests.test_architecture import GEMMA, VISION
 from tests.test_parity import MACHINE, load, prompts
 from tests.test_quantized import EXPERTS, entries
+from zinfer.analysis.study import label
 from zinfer.checkpoint.quantization import SCHEMES, Scheme
 from zinfer.checkpoint.resolve import from_directory
 from zinfer.cli import cli
@@ -26,7 +27,7 @@ from zinfer.core.model import ModelError
 from zinfer.engine.quantization import checkpoint as copies
 from zinfer.engine.quantization import quantize as own
 from zinfer.engine.quantization.quantize import quantize
-from zinfer.record.accuracy import AccuracyRecord
+from zinfer.record.study import Deviation, Study
 from zinfer.worker.inline import InlineWorker
 
 STRATEGIES = {"int4": "group", "int8": "channel", "fp8": "channel"}
@@ -285,16 +286,19 @@ def test_accuracy_compares_copies_with_the_model(tmp_path: Path, monkeypatch: py
     assert pack("-m", "m", "--weights", "fp8", "-o", "mine").exit_code == 0
     Path("text").write_text("One line follows another, and none is like the one before it. " * 4)
     done = CliRunner().invoke(cli, [
-        "accuracy", "-m", "m", "--prompt-file", "text", "--weights", "int4", "--weights", "int8", "--weights", "mine",
-        "--offload", "cpu", "--input-len", "9", "--output-len", "4", "--samples", "2", "--json", "-o", "out.jsonl",
+        "study", "accuracy", "-m", "m", "--prompt-file", "text", "--weights", "int4", "--weights", "int8",
+        "--weights", "mine", "--offload", "cpu", "--input-len", "9", "--output-len", "4", "--samples", "2",
+        "--json", "-o", "out.jsonl",
     ])  # fmt: skip
     assert done.exit_code == 0, done.output
-    found = AccuracyRecord.model_validate_json(done.stdout)
-    errors = {found.label(one.case): one.error for one in found.deviations if one.along == "text"}
+    found = Study.model_validate_json(done.stdout)
+    errors = {label(found, one.case): one.error for one in found.of(Deviation) if one.along == "text"}
     copies = ["weights=int4", "weights=int8"]
     assert list(errors) == ["batch 2", *copies, "weights=mine"]
     noise, int4, int8, fp8 = errors.values()
     assert noise < int8 < fp8 < int4 < 1
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
     save_checkpoint("opt", Path("other"))
-    assert "another model than m" in said(CliRunner().invoke(cli, ["accuracy", "-m", "m", "--weights", "other"]))
+    assert "another model than m" in said(
+        CliRunner().invoke(cli, ["study", "accuracy", "-m", "m", "--weights", "other"])
+    )

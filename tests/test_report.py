@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 
 from tests import mentions
 from tests.results import accuracy_run, case, kept_point, point, reuse_run, sweep, traced
+from zinfer.analysis.study import deviations
 from zinfer.cli import cli
 from zinfer.core.machine import Machine
 from zinfer.record import study
@@ -346,7 +347,7 @@ def test_accuracy_and_prefix_reuse_are_reported_if_measured(results: Path, plain
     assert mentions(text, "memory", "128 tokens")
     assert mentions(html, "m, stream cpu", "h100")
     (folder / "reuse.jsonl").write_text("{}")
-    assert "is no record of" in written(results).text
+    assert mentions(written(results).text, "reuse.jsonl, line 1:", "machine")
 
 
 @pytest.mark.parametrize("name", ["results", "nowhere", "empty.jsonl"])
@@ -401,7 +402,7 @@ def test_lossy_settings_are_last_and_said_to_be(tmp_path: Path) -> None:
     int8 = point(case(8, layers=None, options=(("kv_cache_dtype", "int8"),)), 0.5)
     store(tmp_path / "results" / "a.jsonl", [int8, point(case(8, layers=None))])
     text = written(tmp_path / "results").text
-    assert mentions(section(text, "Answer"), "Lossy, apart", "int8", "`zinfer accuracy`")
+    assert mentions(section(text, "Answer"), "Lossy, apart", "int8", "`zinfer study accuracy`")
     assert "**stream cpu, batch 8:" in text
     for title in ("Results", "Sizing and cost"):
         table = section(text, title)
@@ -418,7 +419,7 @@ def test_the_cheapest_is_exact_and_losses_stand_beside_lossy_settings(tmp_path: 
     costs = page[page.index("USD a million tokens<") :]
     (best,) = re.findall(r'<tr class="?best"?>\s*<t[dh][^>]*>([^<]*)', costs)
     assert best == "stream cpu"
-    assert mentions(section(text, "Answer"), "Lossy, apart", "`zinfer accuracy` tells how far")
+    assert mentions(section(text, "Answer"), "Lossy, apart", "`zinfer study accuracy` tells how far")
     study.append(folder / "accuracy.jsonl", accuracy_run())
     text, _ = written(tmp_path / "results")
     told = "the same most likely token at 80.00% of 5 positions"
@@ -434,15 +435,17 @@ def test_an_accuracy_belongs_to_its_model_engine_and_setting() -> None:
     whole = case(8, model="./m", layers=None)
     int8: dict[str, object] = {"options": (("kv_cache_dtype", "int8"),)}
     int4: dict[str, object] = {"weights": "int4"}
-    assert [one.along for one in run.of(whole.model_copy(update=int8))] == ["own", "text"]
+    assert [one.along for one in deviations(run, whole.model_copy(update=int8))] == ["own", "text"]
     others: tuple[dict[str, object], ...] = (int4, int8 | int4, int8 | {"model": "n"}, int8 | {"layers": 2}, {})
-    assert [run.of(whole.model_copy(update=one)) for one in others] == [()] * len(others)
-    random = run.reference.model_copy(update={"load_format": "dummy"})
-    assert accuracy_run(reference=random).of(whole.model_copy(update=int8)) == ()
-    copy = run.deviations[1].model_copy(update={"case": run.reference.model_copy(update={"model": "packed/m-int4"})})
-    packed = accuracy_run(deviations=(copy,))
-    assert packed.of(whole.model_copy(update=int4)) == (copy,)
-    assert packed.of(whole.model_copy(update=int4 | {"engine": "accelerate"})) == ()  # a format of its own
+    assert [deviations(run, whole.model_copy(update=one)) for one in others] == [()] * len(others)
+    random = run.asked.model_copy(update={"load_format": "dummy"})
+    assert deviations(accuracy_run(case=random), whole.model_copy(update=int8)) == ()
+    copy = run.of(study.Deviation)[1].model_copy(
+        update={"case": run.asked.model_copy(update={"model": "packed/m-int4"})}
+    )
+    packed = accuracy_run(rows=(copy,))
+    assert deviations(packed, whole.model_copy(update=int4)) == (copy,)
+    assert deviations(packed, whole.model_copy(update=int4 | {"engine": "accelerate"})) == ()  # a format of its own
 
 
 def test_details_are_no_markup_in_markdown() -> None:

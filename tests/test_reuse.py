@@ -1,4 +1,4 @@
-"""Command `zinfer reuse`: measurement on a real engine, break-even, record and figure."""
+"""Command `zinfer study reuse`: measurement on a real engine, break-even, record and figure."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -13,11 +13,11 @@ from tests.results import kept_point as point
 from tests.results import reuse_run as run
 from tests.test_cli import folder  # noqa: F401
 from tests.test_parity import load
+from zinfer.analysis.study import break_even, latest, measured, show, title, verdict
 from zinfer.cli import cli
 from zinfer.core.machine import Machine
-from zinfer.record import prefix_reuse, study
-from zinfer.record.measurement import latest
-from zinfer.record.prefix_reuse import Point, Run, break_even, verdict
+from zinfer.record import study
+from zinfer.record.study import Reload, Study
 from zinfer.system.host import slug
 from zinfer.worker.inline import InlineWorker
 from zinfer.worker.process import TaskFailed, WorkerDied
@@ -42,7 +42,7 @@ Checkpoints = Callable[..., Path]
 def test_the_break_even(gains: tuple[float, ...], expected: float | None, words: str | None) -> None:
     contexts = (100, 200, 400, 800) if len(gains) > 2 else (100, 400)
     points = [point(context, 10 * gain, 10) for context, gain in zip(contexts, gains, strict=False)]
-    points.append(Point(context=9999, new_tokens=8, skipped="too long"))
+    points.append(Reload(context=9999, new_tokens=8, skipped="too long"))
     found = break_even(points, "memory")
     assert found == (None if expected is None else pytest.approx(expected, rel=2e-3))
     assert break_even(points, "disk") is None
@@ -54,16 +54,26 @@ def test_of_runs_of_one_load_the_last_counts(tmp_path: Path) -> None:
     path = tmp_path / "reuse.jsonl"
     for one in (run(point(8, 1, 1)), run(offload="none"), run(point(16, 1, 1), point(32, 1, 1))):
         study.append(path, one)
-    runs = study.read(path, Run).runs
-    assert [(one.case.offload, len(one.points)) for one in runs] == [("cpu", 1), ("none", 0), ("cpu", 2)]
-    assert [(one.case.offload, len(one.points)) for one in latest(runs)] == [("cpu", 2), ("none", 0)]
+    runs = study.read(path, "reuse").runs
+    assert [(one.asked.offload, len(one.rows)) for one in runs] == [("cpu", 1), ("none", 0), ("cpu", 2)]
+    assert [(one.asked.offload, len(one.rows)) for one in latest(runs)] == [("cpu", 2), ("none", 0)]
 
 
 def test_cells_are_text_with_units() -> None:
     found = point(2048, 1500, 30, disk_ms=(60.0,))
-    assert found.cells == ("2,048", "1.0 MB", "1.5 s", "30 ms", "50.00x", "60 ms", "25.00x", "same", "0.25")
-    assert len(found.cells) == len(prefix_reuse.COLUMNS)
-    assert run(layers=4).title == "m, 4 of 8 layers, stream cpu"
+    assert show(run(found)).cells[0] == (
+        "2,048",
+        "1.0 MB",
+        "1.5 s",
+        "30 ms",
+        "50.00x",
+        "60 ms",
+        "25.00x",
+        "same",
+        "0.25",
+    )
+    assert len(show(run(found)).columns) == len(show(run(found)).cells[0])
+    assert title(run(layers=4)) == "m, 4 of 8 layers, stream cpu"
 
 
 @pytest.mark.parametrize("name", ["stream", "accelerate"])
@@ -94,21 +104,22 @@ def test_an_engine_that_cannot_says_so(checkpoint: Checkpoints, tmp_path: Path) 
 
 
 def test_measured_recorded_and_drawn(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    words = ["reuse", "-m", "bloom-tiny", "--context", "16,64,256,4k", "--new-tokens", "8", "--repeats", "2"]
+    words = ["study", "reuse", "-m", "bloom-tiny", "--context", "16,64,256,4k", "--new-tokens", "8", "--repeats", "2"]
     result = zinfer(folder, *words, "--kv-cache-dir", "kv", "--layers", "2")
     assert result.returncode == 0, result.stderr
     path = folder / "sweeps" / "results" / slug() / "reuse.jsonl"
-    (found,) = study.read(path, Run).runs
+    (found,) = study.read(path, "reuse").runs
     assert found.machine == slug()
-    assert [one.context for one in found.measured] == [16, 64, 256]
-    assert all(len(one.recompute_ms) == len(one.memory_ms) == len(one.disk_ms) == 2 for one in found.measured)
-    assert found.points[-1].skipped == "bloom-tiny has 2,048 positions"
+    points = measured(found)
+    assert [one.context for one in points] == [16, 64, 256]
+    assert all(len(one.recompute_ms) == len(one.memory_ms) == len(one.disk_ms) == 2 for one in points)
+    assert found.of(Reload)[-1].skipped == "bloom-tiny has 2,048 positions"
     assert found.link is not None
     assert "torch" in found.versions
-    assert found.measured[-1].gain("memory") > 0  # type: ignore[operator]
+    assert points[-1].gain("memory") > 0  # type: ignore[operator]
     assert mentions(result.stdout, "4,096 tokens", "bloom-tiny", "2,048 positions")
-    assert str(verdict(found.points, "disk")) in result.stdout
-    assert "256 tokens: recompute" in result.stderr
+    assert str(verdict(points, "disk")) in result.stdout
+    assert "256 tokens measured" in result.stderr
     monkeypatch.chdir(folder)
     drawn = [CliRunner().invoke(cli, ["plot", where, "-o", where[-1]]) for where in ("sweeps/results", str(path))]
     for one, out in zip(drawn, ("s", "l"), strict=True):
@@ -117,7 +128,7 @@ def test_measured_recorded_and_drawn(folder: Path, monkeypatch: pytest.MonkeyPat
         assert lines == [f"{out}/{slug()}/reuse-bloom-tiny-2-of-8-layers-stream-cpu.{form}" for form in ("png", "svg")]
     first, second = (Path(one.stdout.split()[1]).read_bytes() for one in drawn)
     assert first == second
-    assert b"break-even" in first or verdict(found.points, "memory") is not None
+    assert b"break-even" in first or verdict(points, "memory") is not None
 
 
 class Inline(InlineWorker):
@@ -132,37 +143,39 @@ class Inline(InlineWorker):
 
 
 @pytest.fixture
-def inline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[Any, Run]]:
-    """Run `zinfer reuse` in this process; return its outcome and its record."""
+def inline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tuple[Any, Study]]:
+    """Run `zinfer study reuse` in this process; return its outcome and its record."""
     machine = Machine(name=slug(), source="measured", host_bytes=20 << 30, h2d_bandwidth=8e9, hbm_bandwidth=16e9)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("zinfer.system.local.this_machine", lambda: machine)
     monkeypatch.setattr("zinfer.worker.process.Worker", Inline)
 
-    def invoke(*words: str, dies: int = 0) -> tuple[Any, Run]:
+    def invoke(*words: str, dies: int = 0) -> tuple[Any, Study]:
         monkeypatch.setattr(Inline, "dies", dies)
-        result = CliRunner().invoke(cli, ["reuse", "-m", "bloom-tiny", "--repeats", "1", "-o", "r.jsonl", *words])
+        result = CliRunner().invoke(
+            cli, ["study", "reuse", "-m", "bloom-tiny", "--repeats", "1", "-o", "r.jsonl", *words]
+        )
         assert Path("r.jsonl").exists(), (result.output, result.exception)
-        return result, study.last(Path("r.jsonl"), Run)
+        return result, study.last(Path("r.jsonl"), "reuse")
 
     return invoke
 
 
-def test_samples_before_a_crash_stay(inline: Callable[..., tuple[Any, Run]]) -> None:
+def test_samples_before_a_crash_stay(inline: Callable[..., tuple[Any, Study]]) -> None:
     result, found = inline("--context", "16,32,64", "--new-tokens", "8", dies=32)
     assert result.exit_code == 3, result.output
     assert "2 of 3 context lengths failed" in result.stderr
-    assert [one.skipped for one in found.points] == [None, *["oom_host: the kernel killed the worker"] * 2]
+    assert [one.skipped for one in found.of(Reload)] == [None, *["oom_host: the kernel killed the worker"] * 2]
     result, found = inline("--context", "16,32", "--new-tokens", "8", "-O", "kv_offload=cpu")
     assert result.exit_code == 4
     assert "kv_offload=cpu is not kept" in result.stderr
-    assert [one.skipped for one in found.points] == [
+    assert [one.skipped for one in found.of(Reload)] == [
         "unsupported: a KV cache with kv_offload=cpu is not kept", "16 tokens failed (unsupported)",
     ]  # fmt: skip
-    assert len(study.read(Path("r.jsonl"), Run).runs) == 2
+    assert len(study.read(Path("r.jsonl"), "reuse").runs) == 2
 
 
-def test_a_run_without_a_measured_context_leaves_earlier_ones(inline: Callable[..., tuple[Any, Run]]) -> None:
+def test_a_run_without_a_measured_context_leaves_earlier_ones(inline: Callable[..., tuple[Any, Study]]) -> None:
     _, found = inline("--context", "16", "--new-tokens", "8")
     result, last = inline("--context", "4k,8k")
     assert (result.exit_code, last) == (4, found)
@@ -179,6 +192,6 @@ def test_a_run_without_a_measured_context_leaves_earlier_ones(inline: Callable[.
     ],
 )
 def test_mistakes_are_one_line(words: list[str], message: str) -> None:
-    result = CliRunner().invoke(cli, ["reuse", "-m", "bloom-tiny", *words])
+    result = CliRunner().invoke(cli, ["study", "reuse", "-m", "bloom-tiny", *words])
     assert result.exit_code == 2
     assert message in result.stderr

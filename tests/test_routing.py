@@ -1,4 +1,4 @@
-"""Routing of mixtures: the record of `zinfer routing`, what a cache would have met, and the share of right guesses."""
+"""Routing of mixtures: the record of a study, what a cache would have met, and the share of right guesses."""
 
 import json
 from collections.abc import Callable
@@ -11,14 +11,16 @@ from click.testing import CliRunner
 
 from tests import test_experts, trained
 from tests.checkpoints import save_config
+from tests.results import routing_run
 from tests.test_experts import MIXTURES
+from zinfer.analysis.study import hits, show, sizes
 from zinfer.checkpoint import resolve
 from zinfer.cli import cli
 from zinfer.core.engine import StreamOptions
 from zinfer.engine.stream.experts import ExpertCache, Policy
 from zinfer.generation import passes
 from zinfer.record import study
-from zinfer.record.routing import Hits, RoutingRecord
+from zinfer.record.study import Hits, Touched
 from zinfer.worker import routing
 
 TEXT = "def f(x):\n    return x + 1  # a function\n" * 20
@@ -40,7 +42,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
 def measured(folder: Path, *more: str) -> tuple[int, str, Path]:
     text = folder / "text.txt"
     text.write_text(TEXT)
-    words = ["routing", "-m", str(folder), "--prompt-file", str(text), "--samples", "3", "--length", "40"]
+    words = ["study", "routing", "-m", str(folder), "--prompt-file", str(text), "--samples", "3", "--length", "40"]
     done = CliRunner().invoke(cli, [*words, "-o", str(folder / "r.jsonl"), *more])
     return done.exit_code, f"{done.output}{done.exception or ''}", folder / "r.jsonl"
 
@@ -49,25 +51,25 @@ def test_a_run_is_recorded_and_shown(checkpoint: Callable[[str], Path]) -> None:
     folder = checkpoint("qwen3_moe")
     code, shown, path = measured(folder)
     assert code == 0, shown
-    run = study.last(path, RoutingRecord)
-    assert (run.num_layers, run.num_experts, run.experts_per_token, run.tokens) == (4, 16, 3, 120)
-    assert run.sizes == (6, 16, 32, 48)
+    run = study.last(path, "routing")
+    assert (run.num_layers, run.num_experts, run.experts_per_token, run.text and run.text.tokens) == (4, 16, 3, 120)
+    assert sizes(run) == (6, 16, 32, 48)
     assert run.guessed is not None
     assert 0 < run.guessed < 1
-    assert run.hits("lru", 6) == 0, "a step needs 12: in their order, each is dropped before it is needed again"
-    assert 0 < run.hits("lfu", 16) < run.hits("lfu", 48) < 1
-    assert [run.hits("lru", size) for size in run.sizes] == sorted(run.hits("lru", size) for size in run.sizes)
-    assert [one.batch_size for one in run.touched] == [2, 4, 8, 11], "from 12 tokens on all experts come"
-    shares = [3 / 16, *(one.share for one in run.touched)]
+    assert hits(run, "lru", 6) == 0, "a step needs 12: in their order, each is dropped before it is needed again"
+    assert 0 < hits(run, "lfu", 16) < hits(run, "lfu", 48) < 1
+    assert [hits(run, "lru", size) for size in sizes(run)] == sorted(hits(run, "lru", size) for size in sizes(run))
+    assert [one.batch_size for one in run.of(Touched)] == [2, 4, 8, 11], "from 12 tokens on all experts come"
+    shares = [3 / 16, *(one.share for one in run.of(Touched))]
     assert shares == sorted(shares)
     assert shares[-1] < 1 - (13 / 16) ** 11, "tokens of a text are alike"
-    assert sum(row.batch_size == 11 for row in run.rows) == 8
+    assert sum(row.batch_size == 11 for row in run.of(Hits)) == 8
     assert "hits with lfu" in shown
     assert "% right; at random, 19% would be." in shown
     code, shown, path = measured(folder, "--json")
     assert code == 0
-    assert json.loads(shown[shown.index("{") : shown.rindex("}") + 1])["tokens"] == 120
-    assert len(study.read(path, RoutingRecord).runs) == 2
+    assert json.loads(shown[shown.index("{") : shown.rindex("}") + 1])["text"]["tokens"] == 120
+    assert len(study.read(path, "routing").runs) == 2
 
 
 def test_a_model_without_routed_experts_or_a_short_text_is_refused(checkpoint: Callable[[str], Path]) -> None:
@@ -136,21 +138,17 @@ def test_a_cache_that_holds_all_misses_each_expert_once(policy: Policy) -> None:
 
 
 def test_the_default_policy_is_the_one_that_met_more_needs() -> None:
-    run = study.last(Path(__file__).parents[1] / "sweeps" / "results", RoutingRecord)
+    run = study.last(Path(__file__).parents[1] / "sweeps" / "results", "routing")
     default = StreamOptions.model_fields["expert_cache"].default
     other = "lru" if default == "lfu" else "lfu"
-    assert sum(run.hits(default, size) for size in run.sizes) > sum(run.hits(other, size) for size in run.sizes)
+    assert sum(hits(run, default, size) for size in sizes(run)) > sum(hits(run, other, size) for size in sizes(run))
     assert run.guessed is not None
-    assert run.guessed > 3 * run.experts_per_token / run.num_experts
+    assert run.guessed > 3 * (run.experts_per_token or 0) / (run.num_experts or 1)
 
 
 def test_hits_are_those_of_the_largest_cache_that_is_not_larger() -> None:
-    run = RoutingRecord(
-        machine="h100", device="CPU", model="m", told="drawn", text="t", tokens=9, num_layers=2, num_experts=8,
-        experts_per_token=2, guessed=0.75,
-        rows=(Hits(policy="lru", experts=4, hits=0.4), Hits(policy="lfu", experts=4, hits=0.5),
-              Hits(policy="lru", experts=8, hits=0.8), Hits(policy="lfu", experts=8, hits=0.7)),
-    )  # fmt: skip
-    assert [run.hits("lru", size) for size in (3, 4, 7, 8, 99)] == [0, 0.4, 0.4, 0.8, 0.8]
-    assert run.cells() == [("25%", "4", "40.0%", "50.0%"), ("50%", "8", "80.0%", "70.0%")]
-    assert run.verdict().startswith("lru meets more needs at 1 of 2 sizes")
+    run = routing_run()
+    assert [hits(run, "lru", size) for size in (3, 4, 7, 8, 99)] == [0, 0.4, 0.4, 0.8, 0.8]
+    shown = show(run)
+    assert shown.cells == [("25%", "4", "40.0%", "50.0%"), ("50%", "8", "80.0%", "70.0%")]
+    assert shown.notes[0].startswith("lru meets more needs at 1 of 2 sizes")

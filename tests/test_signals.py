@@ -110,6 +110,9 @@ class Client:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
+    def start(self, _plan: object) -> None:
+        """Load nothing."""
+
     def kill(self) -> None:
         self.calls.append("kill")
 
@@ -128,7 +131,7 @@ class Client:
 def test_the_worker_of_a_study_is_not_waited_for(error: BaseException, calls: list[str]) -> None:
     client = Client()
     study = AccuracyStudy(None, (), "", 1, lambda: client)  # type: ignore[arg-type, return-value]
-    with pytest.raises(type(error)), study._worker():
+    with pytest.raises(type(error)), study._worker(None):  # type: ignore[arg-type]
         raise error
     assert client.calls == calls
 
@@ -162,7 +165,7 @@ def test_an_error_that_a_signal_led_to_ends_as_interrupted(
         raise error
 
     monkeypatch.setattr(command_line.cli, "invoke", fails)
-    monkeypatch.setattr("sys.argv", ["zinfer", "models"])
+    monkeypatch.setattr("sys.argv", ["zinfer", "plan", "--list", "models"])
     with pytest.raises(SystemExit) as end:
         command_line.main()
     assert end.value.code == code

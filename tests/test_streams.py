@@ -12,7 +12,7 @@ from tests.test_cli import TINY
 from zinfer.record.store import read
 
 WORDS = {
-    0: ["models"],
+    0: ["plan", "--list", "models"],
     2: ["frobnicate"],
     4: ["best"],
 }
@@ -37,7 +37,7 @@ def test_a_stream_that_is_closed_or_full_changes_no_exit_code(tmp_path: Path, st
     assert "Internal" not in done.stderr
 
 
-@pytest.mark.parametrize("words", [["--help"], ["models"], ["models", "--json"]])
+@pytest.mark.parametrize("words", [["--help"], ["plan", "--list", "models"], ["plan", "--list", "models", "--json"]])
 def test_text_for_a_full_device_is_an_error(tmp_path: Path, words: list[str]) -> None:
     done = shell(tmp_path, 'exec "$@" >/dev/full', words)
     assert done.returncode == 5
@@ -49,15 +49,15 @@ def test_text_for_a_full_device_is_an_error(tmp_path: Path, words: list[str]) ->
     "words",
     [
         ["--help"],
-        ["models"],
-        ["models", "--json"],
+        ["plan", "--list", "models"],
+        ["plan", "--list", "models", "--json"],
         ["plan", "-m", "bloom-tiny", "--machine", "h200"],
         pytest.param(["run", "-m", "bloom-tiny", "--load-format", "dummy", "-p", "x"], marks=pytest.mark.torch),
     ],
 )
 @pytest.mark.parametrize("both", ["", "2>&1"])
 def test_a_reader_that_has_gone_ends_a_command_in_peace(tmp_path: Path, words: list[str], both: str) -> None:
-    """As `zinfer models | head -1` does; the shell writes the exit code to a third stream."""
+    """As `zinfer plan --list models | head -1` does; the shell writes the exit code to a third stream."""
     probed(tmp_path)
     done = shell(tmp_path, f'{{ "$@" {both} 3>&-; echo $? >&3; }} 3>&2 | true', words)
     assert done.stderr.splitlines()[-1] == "0", done.stderr

@@ -1,39 +1,34 @@
-"""Runs of studies: written whole, read back equal, damage told, records of earlier versions read."""
+"""Runs of studies: one record for all, written whole, read back equal, damage told, records of zinfer 0.1 read."""
 
 import json
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 
-from tests.results import accuracy_run, case, codec_run, kept_point, point, reuse_run
+from tests.results import accuracy_run, case, codec_run, kept_point, point, reuse_run, routing_run
+from zinfer.analysis.study import show
 from zinfer.record import study
-from zinfer.record.accuracy import AccuracyRecord
-from zinfer.record.codec import CodecRecord
 from zinfer.record.jsonl import StoreError, seal, unseal
-from zinfer.record.prefix_reuse import Run
-from zinfer.record.routing import Hits, RoutingRecord
 from zinfer.record.store import Store, files, read
-from zinfer.record.study import Study, StudyError
+from zinfer.record.study import Coded, Deviation, Study, StudyName
 
 RESULTS = Path(__file__).parents[1] / "sweeps" / "results"
-RUNS: dict[str, Study] = {
+NAMES = get_args(StudyName)
+RUNS = {
     "codec": codec_run("gaussian", "laplace"),
     "nothing": codec_run(),
     "accuracy": accuracy_run(),
-    "routing": RoutingRecord(
-        machine="h100",
-        device="H100",
-        model="m",
-        told="drawn",
-        text="book",
-        tokens=9,
-        num_layers=2,
-        num_experts=8,
-        experts_per_token=2,
-        rows=(Hits(policy="lru", experts=4, hits=0.25), Hits(policy="lfu", experts=4, hits=0.5)),
-    ),
+    "routing": routing_run(),
     "reuse": reuse_run(kept_point(8, 1, 1), kept_point(16, 2, 1)),
 }
+# What fields of today were in zinfer 0.1, by study, and the groups of its rows.
+EARLIER = {
+    "codec": ({}, ("rows",)),
+    "accuracy": ({"about": "told", "case": "reference", "text": "prompts"}, ("deviations",)),
+    "reuse": ({"revision": "model_revision"}, ("points",)),
+    "routing": ({"about": "told"}, ("rows",)),
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -41,51 +36,66 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "results" / "h100" / "some.jsonl"
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_runs_are_read_as_they_were_written(name: str, path: Path) -> None:
-    run = RUNS[name]
-    study.append(path, run)
-    study.append(path, run)
-    assert study.read(path, type(run)) == ((run, run), ())
-    assert study.last(path, type(run)) == run
-    assert study.holds(path, type(run))
-    lines = path.read_bytes().splitlines()
-    assert len(lines) == 2 * (1 + sum(len(getattr(run, points)) for points in run.POINTS))
-    kind, fields = unseal(lines[0])
-    assert kind == f"study.{run.KIND}"
-    assert fields["machine"] == run.machine
-    assert not fields.keys() & set(run.POINTS)
+def earlier(run: Study) -> tuple[dict[str, Any], str, list[dict[str, Any]]]:
+    """Return a run as zinfer 0.1 had it: its header, and the name and the content of its rows."""
+    names, (group,) = EARLIER[run.study]
+    fields = json.loads(run.model_dump_json(exclude_none=True, exclude_defaults=True))
+    rows = fields.pop("rows", [])
+    del fields["study"]
+    if run.study == "routing":
+        fields |= {"text": fields["text"]["name"], "tokens": fields["text"]["tokens"]}
+    elif "model" in fields:
+        del fields["model"]
+    return {names.get(name, name): value for name, value in fields.items()}, group, rows
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_document_of_an_earlier_version_is_read_and_continued(name: str, tmp_path: Path) -> None:
+def test_a_run_is_a_line_and_read_as_it_was_written(name: str, path: Path) -> None:
     run = RUNS[name]
-    document = json.loads(run.model_dump_json())
-    if isinstance(run, Run):
-        own = {key: value for key, value in document.items() if key not in ("machine", "device")}
-        document = {"machine": run.machine, "device": run.device, "runs": [own, own]}
-    path = tmp_path / f"{run.KIND}.json"
-    path.write_text(json.dumps(document, indent=1) + "\n")
-    earlier = study.read(path, type(run)).runs
-    assert earlier == (run,) * len(document.get("runs", [1]))
     study.append(path, run)
-    assert study.read(path, type(run)) == ((*earlier, run), ())
+    study.append(path, run)
+    assert study.read(path, run.study) == ((run, run), ())
+    assert study.last(path, run.study) == run
+    kind, fields = unseal(path.read_bytes().splitlines()[1])
+    assert (kind, fields["study"], fields["machine"]) == ("study", run.study, "h100")
 
 
-@pytest.mark.parametrize("kind", [CodecRecord, AccuracyRecord, RoutingRecord, Run])
-def test_committed_records_are_readable(kind: type[Study]) -> None:
-    found = study.files(RESULTS, kind)
-    assert found
-    for file in found:
-        runs, damaged = study.read(file, kind)
-        assert runs
-        assert damaged == ()
-        assert all(run.machine == file.parent.name and run.started_at for run in runs)
-        assert all(any(getattr(run, points) for points in run.POINTS) for run in runs)
+@pytest.mark.parametrize("name", RUNS)
+def test_lines_and_documents_of_zinfer_0_1_are_read(name: str, path: Path) -> None:
+    run = RUNS[name]
+    header, group, rows = earlier(run)
+    path.parent.mkdir(parents=True)
+    lines = [seal(f"study.{run.study}", header | {"lines": len(rows)})]
+    lines += [seal(f"study.{run.study}.{group}", row) for row in rows]
+    path.write_bytes(b"".join(line + b"\n" for line in lines))
+    study.append(path, run)
+    assert study.read(path, run.study) == ((run, run), ())
+    document = path.with_name(f"{run.study}.json")
+    whole = header | {group: rows}
+    if run.study == "reuse":
+        own = {key: value for key, value in whole.items() if key not in ("machine", "device")}
+        whole = {"machine": run.machine, "device": run.device, "runs": [own, own]}
+    document.write_text(json.dumps(whole, indent=1) + "\n")
+    assert study.read(document, run.study) == ((run,) * (2 if run.study == "reuse" else 1), ())
+    with pytest.raises(StoreError, match="JSON document"):
+        study.append(document, run)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_committed_records_are_readable_and_shown(name: str) -> None:
+    runs, damaged = study.read(RESULTS, name)
+    assert runs
+    assert damaged == ()
+    for run in runs:
+        assert (RESULTS / run.machine).is_dir()
+        assert run.started_at
+        shown = show(run)
+        assert shown.cells
+        assert {len(row) for row in shown.cells} == {len(shown.columns)}
 
 
 def test_committed_sweeps_are_readable_and_written_as_they_stand(tmp_path: Path) -> None:
-    studies = {f"{kind}.jsonl" for kind in ("codec", "reuse", "accuracy", "routing")}
+    studies = {f"{name}.jsonl" for name in NAMES}
     for file in [one for one in files(RESULTS) if one.parent != RESULTS]:  # the campaign's record belongs to no machine
         if file.name in studies:
             continue
@@ -98,9 +108,12 @@ def test_committed_sweeps_are_readable_and_written_as_they_stand(tmp_path: Path)
 
 
 def test_of_a_run_with_a_damaged_line_nothing_is_taken(path: Path) -> None:
+    path.parent.mkdir(parents=True)
+    lines: list[bytes] = []
     for names in (("a", "b"), ("c", "d"), ("e",)):
-        study.append(path, codec_run(*names))
-    lines = path.read_bytes().splitlines(keepends=True)
+        header, group, rows = earlier(codec_run(*names))
+        lines.append(seal("study.codec", header | {"lines": len(rows)}) + b"\n")
+        lines += [seal(f"study.codec.{group}", row) + b"\n" for row in rows]
     for nth, (left, told) in {
         0: (["c", "e"], 3),  # a header: its points belong to nobody
         4: (["a", "e"], 3),  # a point, the one after it, and their header
@@ -108,42 +121,65 @@ def test_of_a_run_with_a_damaged_line_nothing_is_taken(path: Path) -> None:
     }.items():
         changed = lines[nth].replace(b'"h100"', b'"h200"').replace(b'"drawn"', b'"dream"')
         path.write_bytes(b"".join([*lines[:nth], changed, *lines[nth + 1 :]]))
-        runs, damaged = study.read(path, CodecRecord)
-        assert [run.rows[0].name for run in runs] == left
+        runs, damaged = study.read(path, "codec")
+        assert [run.of(Coded)[0].name for run in runs] == left
         assert len(damaged) == told
         assert damaged[0].line <= nth + 1 <= damaged[-1].line
+
+
+def test_a_damaged_run_is_told_and_the_others_are_read(path: Path) -> None:
+    for name in "abc":
+        study.append(path, codec_run(name))
+    path.write_bytes(path.read_bytes().replace(b'"name":"b"', b'"name":"x"'))
+    runs, damaged = study.read(path, "codec")
+    assert [run.of(Coded)[0].name for run in runs] == ["a", "c"]
+    assert [damage.line for damage in damaged] == [2]
+
+
+@pytest.mark.parametrize(
+    ("name", "lack"), [("accuracy", "case"), ("accuracy", "text"), ("codec", "link"), ("routing", "num_experts")]
+)
+def test_what_a_study_is_shown_by_is_in_its_record(name: str, lack: str, path: Path) -> None:
+    path.parent.mkdir(parents=True)
+    path.write_bytes(seal("study", json.loads(RUNS[name].model_dump_json(exclude={lack}))))
+    runs, (damage,) = study.read(path, name)
+    assert runs == ()
+    assert lack in damage.reason
 
 
 def test_a_torn_end_is_cut_off_by_the_next_run(path: Path) -> None:
     study.append(path, codec_run("a"))
     whole = path.read_bytes()
     path.write_bytes(whole + b'{"torn')
-    assert study.read(path, CodecRecord).runs == (codec_run("a"),)
+    assert study.read(path, "codec").runs == (codec_run("a"),)
     study.append(path, codec_run("b"))
     assert path.read_bytes().startswith(whole)
-    assert study.read(path, CodecRecord) == ((codec_run("a"), codec_run("b")), ())
+    assert study.read(path, "codec") == ((codec_run("a"), codec_run("b")), ())
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"machine": "m"}', '{"checksum": "0"}', "a\nb\n"])
-@pytest.mark.parametrize("kind", [CodecRecord, AccuracyRecord, Run])
-def test_other_files_are_refused_and_left_alone(text: str, kind: type[Study], path: Path) -> None:
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"machine": "m"}', '{"checksum": "0"}', "a\nb\n", '{"runs": 3}', '{"rows": {}}']
+)
+@pytest.mark.parametrize("name", ["codec", "accuracy", "reuse"])
+def test_other_files_are_refused_and_left_alone(text: str, name: str, path: Path) -> None:
     path.parent.mkdir(parents=True)
     path.write_text(text)
-    with pytest.raises(StudyError, match=rf"some.jsonl is no record of `zinfer {kind.KIND}`"):
-        study.read(path, kind)
-    assert not study.holds(path, kind)
+    assert study.read(path, name).runs == ()
+    with pytest.raises(StoreError, match=rf"some.jsonl holds no record of `zinfer study {name}`"):
+        study.last(path, name)
     if text not in ("", "{"):  # the second may be the first line ever, torn
-        with pytest.raises(StoreError, match="is not a record of `zinfer codec`"):
+        with pytest.raises(StoreError, match="name another"):
             study.append(path, codec_run("a"))
         assert path.read_text() == text
 
 
-def test_another_kind_of_study_is_no_run(path: Path) -> None:
+def test_another_study_is_no_run(path: Path) -> None:
     study.append(path, codec_run("a"))
-    with pytest.raises(StudyError, match="no record of `zinfer reuse`"):
-        study.read(path, Run)
-    with pytest.raises(StudyError, match="holds no record of `zinfer reuse`"):
-        study.last(path.parent, Run)
+    study.append(path, accuracy_run())
+    assert study.read(path, "reuse") == ((), ())
+    assert study.last(path, "accuracy").of(Deviation)
+    with pytest.raises(StoreError, match="holds no record of `zinfer study reuse`"):
+        study.last(path.parent, "reuse")
 
 
 def test_studies_lie_beside_sweeps_without_being_points_of_them(path: Path) -> None:

@@ -66,7 +66,7 @@ def test_columns_go_in_the_order_asked_for_before_rows_become_blocks() -> None:
     [
         ["best", str(RECORDS / "bloom-176b-kv-ways.jsonl"), "--machine", "nvidia-h100-80gb-hbm3"],
         ["compare", str(RECORDS / "dense-peers.jsonl"), str(RECORDS / "dense-peers.jsonl")],
-        ["models"],
+        ["plan", "--list", "models"],
         ["plan", "-m", "opt-30b,llama-3.1-70b", "--machine", "h100-80gb", "--set", "host_bytes=1TB"],
     ],
 )

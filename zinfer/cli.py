@@ -35,24 +35,28 @@ GROUPS = {
     "Look closer": {
         "demo": "Measure a small model in every way, and explain the answer.",
         "doctor": "Check packages, hardware and which engines can run.",
-        "models": "List the models of the catalogue, or show one.",
-        "machines": "List the machines of the catalogue, or show one.",
         "compare": "Compare two result files; fail on a regression.",
         "export": "Write result files as CSV, Parquet, Markdown or JSON, a row a point.",
-        "codec": "Measure size and speed of losslessly coded weights, and whether coding pays.",
-        "accuracy": "Measure the cost of an engine's setting in accuracy.",
-        "reuse": "Measure TTFT with a conversation's KV cache kept, and computed again.",
-        "routing": "Measure which experts a trained mixture needs, and what a cache of them would meet.",
-        "pack": "Store a checkpoint in the lossless wire format.",
-        "build": "Build a TensorRT plan.",
+        "study": "Measure coding of weights, accuracy of settings, kept conversations, or routing.",
+        "pack": "Store a checkpoint in the lossless wire format, quantised, or as a TensorRT plan.",
     },
 }
 VERBS = {verb: line for group in GROUPS.values() for verb, line in group.items()}
 # Verbs of earlier releases, and what to write now.
 RETIRED = {"completion": 'eval "$(_ZINFER_COMPLETE=bash_source zinfer)" (zsh_source, fish_source)'}
+# Those that still run for one release, as the words that took their place.
+RENAMED = {
+    "codec": ("study", "codec"),
+    "accuracy": ("study", "accuracy"),
+    "reuse": ("study", "reuse"),
+    "routing": ("study", "routing"),
+    "models": ("plan", "--list", "models"),
+    "machines": ("plan", "--list", "machines"),
+    "build": ("pack", "--engine", "tensorrt"),
+}
 
 # verbs that make files; at their start goes what a killed one of them left behind
-MAKERS = frozenset(VERBS) - {"models", "machines", "doctor", "best", "compare"}
+MAKERS = frozenset(VERBS) - {"doctor", "best", "compare"}
 MESSAGE = 2000  # most characters of an error message, which may repeat a value that somebody typed or wrote
 
 
@@ -109,7 +113,11 @@ class _Verbs(click.Group):
         name = args[0]
         if name in RETIRED:
             ctx.fail(f"{name!r} is no longer a command: write {RETIRED[name]}")
-        if name not in VERBS and not name.startswith("-"):
+        if name in RENAMED:
+            words = RENAMED[name]
+            click.echo(f"zinfer {name} will go: write `zinfer {' '.join(words)}`", err=True)
+            args = [*words, *args[1:]]
+        elif name not in VERBS and not name.startswith("-"):
             ctx.fail(f"No such command {name!r}{did_you_mean(name, VERBS) or '; `zinfer --help` lists them'}")
         return super().resolve_command(ctx, args)
 

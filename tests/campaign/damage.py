@@ -292,7 +292,9 @@ def _option(lab: Lab, number: int, room: Room, dice: random.Random, result: Resu
     name = dice.choice(
         ("sweep", "plan", "run", "batch", "best", "plot", "report", "export", "reuse", "accuracy", "pack")
     )
-    command = cli.get_command(click.Context(cli), name)
+    command: click.Command | None = cli
+    for word in VERBS[name].words[:2]:
+        command = command.get_command(click.Context(command), word) if isinstance(command, click.Group) else command
     assert command is not None
     choice = [one for one in command.params if isinstance(one, click.Option) and not one.is_flag]
     option, value = dice.choice(choice), dice.choice(VALUES).replace("\0", "")

@@ -105,7 +105,7 @@ def campaign(
                 study.append(output, run)
         if stop.signal:
             return 128 + stop.signal
-        return 0 if run.classes and all(row.held == row.tried for row in run.classes) else 1
+        return 0 if run.rows and all(row.held == row.tried for row in run.rows) else 1
     finally:
         _end_all(())
         if not tell:

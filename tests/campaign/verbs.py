@@ -13,8 +13,6 @@ from tests.campaign.subject import Ended
 from zinfer.core.machine import Machine
 from zinfer.job.sweep import FINAL
 from zinfer.record import study
-from zinfer.record.accuracy import AccuracyRecord
-from zinfer.record.prefix_reuse import Run
 from zinfer.record.store import StoreError, read
 from zinfer.system.host import slug
 
@@ -119,21 +117,21 @@ def is_machine(content: bytes) -> bool:
 
 
 def _reuse(room: Room, _ended: Ended) -> Any:
-    """Number of contexts of the last run, and of those measured."""
+    """Number of contexts of the last run that were measured."""
     try:
-        run = study.read(room.work / "reuse.jsonl", Run).runs[-1]
-    except (StoreError, study.StudyError) as error:
+        points = study.last(room.work / "reuse.jsonl", "reuse").of(study.Reload)
+    except StoreError as error:
         return str(error)
-    return [len(run.points), len(run.measured), [point.same_token for point in run.points]]
+    return [[bool(point.recompute_ms), point.same_token] for point in points]
 
 
 def _accuracy(room: Room, _ended: Ended) -> Any:
     """Deviations of the last run, to six digits."""
     try:
-        run = study.read(room.work / "accuracy.jsonl", AccuracyRecord).runs[-1]
-    except (StoreError, study.StudyError) as error:
+        rows = study.last(room.work / "accuracy.jsonl", "accuracy").of(study.Deviation)
+    except StoreError as error:
         return str(error)
-    return [[one.case.label(), one.along, one.rows, f"{one.error:.6g}", f"{one.kl:.6g}"] for one in run.deviations]
+    return [[one.case.label(), one.along, one.rows, f"{one.error:.6g}", f"{one.kl:.6g}"] for one in rows]
 
 
 DAMAGED = "*.damaged"
@@ -159,12 +157,13 @@ VERBS = {
              at_once=("reports/*",), replaces=True),
         Verb("export", ("export", "results.jsonl", "-o", "table.csv"), _files("table.csv"),
              at_once=("table.csv",), replaces=True),
-        Verb("reuse", ("reuse", *ON_MODEL, "--offload", "cpu", "--context", "16,32", "--new-tokens", "4", "--repeats",
-                       "1", "--kv-cache-dir", "DRIVE", "-o", "reuse.jsonl"), _reuse, grows=("reuse.jsonl",),
+        Verb("reuse", ("study", "reuse", *ON_MODEL, "--offload", "cpu", "--context", "16,32", "--new-tokens", "4",
+                       "--repeats", "1", "--kv-cache-dir", "DRIVE", "-o", "reuse.jsonl"), _reuse,
+             grows=("reuse.jsonl",), keeps=(DAMAGED,)),
+        Verb("accuracy", ("study", "accuracy", *ON_MODEL, "--offload", "cpu", "--kv-cache-dtype", "int8",
+                          "--input-len", "16", "--output-len", "4", "--samples", "2", "--batch-size", "2",
+                          "--prompt-file", "book.txt", "-o", "accuracy.jsonl"), _accuracy, grows=("accuracy.jsonl",),
              keeps=(DAMAGED,)),
-        Verb("accuracy", ("accuracy", *ON_MODEL, "--offload", "cpu", "--kv-cache-dtype", "int8", "--input-len", "16",
-                          "--output-len", "4", "--samples", "2", "--batch-size", "2", "--prompt-file", "book.txt", "-o",
-                          "accuracy.jsonl"), _accuracy, grows=("accuracy.jsonl",), keeps=(DAMAGED,)),
         Verb("plan", ("plan", *ON_MODEL, "--batch-size", "1,2"), _stdout),
         Verb("best", ("best", "results.jsonl"), _stdout),
         Verb("ranks", ("run", *ON_MODEL, "--gpus", "2", "--offload", "cpu", "-p", "Hello", "-p", "abc", "--output-len",

@@ -9,25 +9,27 @@ from statistics import mean
 from zinfer.core.model import ExpertPolicy, ModelSpec, Routing
 from zinfer.core.units import counted
 from zinfer.record.measurement import Measurement
-from zinfer.record.routing import POLICIES, RoutingRecord
+from zinfer.record.study import POLICIES, Hits, Study, Touched
 
 
-def routing_of(model: ModelSpec, runs: Iterable[RoutingRecord], points: Iterable[Measurement]) -> Routing | None:
+def routing_of(model: ModelSpec, runs: Iterable[Study], points: Iterable[Measurement]) -> Routing | None:
     """Return the routing of a model by the last of `runs` that traced it, or by those of `points` that ran it; None if
     none did. Slices of other depths do not count."""
     if model.num_experts < 2 or not model.expert_bytes:
         return None
     every = model.routed_bytes // model.expert_bytes
-    own = [run for run in runs if run.model == model.name and run.num_layers * run.num_experts == every]
+    own = [run for run in runs if run.model == model.name and (run.num_layers or 0) * (run.num_experts or 0) == every]
     return _traced(own[-1], every) if own else _measured(model, points, every)
 
 
-def _traced(run: RoutingRecord, every: int) -> Routing:
+def _traced(run: Study, every: int) -> Routing:
     return Routing(
-        source=f"the routing recorded on {run.text}",
-        touched=tuple(sorted((one.batch_size, one.share) for one in run.touched)),
+        source=f"the routing recorded on {run.text.name if run.text else run.machine}",
+        touched=tuple(sorted((one.batch_size, one.share) for one in run.of(Touched))),
         hits={
-            policy: tuple((row.batch_size, row.experts / every, row.hits) for row in run.rows if row.policy == policy)
+            policy: tuple(
+                (row.batch_size, row.experts / every, row.hits) for row in run.of(Hits) if row.policy == policy
+            )
             for policy in POLICIES
         },
         guessed=run.guessed,

@@ -42,7 +42,7 @@ def resolve(
     Raises ModelError, in one line, for anything else.
     """
     if not reference:
-        raise ModelError("--model is empty; `zinfer models` lists the catalogue")
+        raise ModelError("--model is empty; `zinfer plan --list models` lists the catalogue")
     path = Path(reference).expanduser()
     if reference in _catalogue():
         spec = from_catalogue(reference)
@@ -59,7 +59,9 @@ def resolve(
     else:
         close = [name for name in catalogue_names() if name.split("-")[0] in reference or reference in name]
         hint = did_you_mean(reference, catalogue_names()) or did_you_mean(reference, close)
-        hint = hint or (f"; did you mean {', '.join(close)}?" if close else "; `zinfer models` lists the catalogue")
+        hint = hint or (
+            f"; did you mean {', '.join(close)}?" if close else "; `zinfer plan --list models` lists the catalogue"
+        )
         raise ModelError(f"no model {reference[:200]!r}: not in the catalogue, not a folder, not a hub id{hint}")
     if dtype is not None:
         spec = spec.with_dtype(dtype)

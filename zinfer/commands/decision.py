@@ -13,7 +13,7 @@ from zinfer.analysis.sla import Sla, parse
 from zinfer.core.units import counted, duration, figures
 from zinfer.record.measurement import Measurement
 
-ACCURACY = "`zinfer accuracy` tells how far its text differs"
+ACCURACY = "`zinfer study accuracy` tells how far its text differs"
 
 
 class GroupDecision(NamedTuple):

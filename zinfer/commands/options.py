@@ -25,7 +25,7 @@ SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 DTYPE = "|".join(SHORT_DTYPES)  # as help texts show it; the long names are taken as well
 
 WEIGHTS = ("as-released", "int4", "int8", "fp8")
-MODEL_HELP = "Catalogue name (see `zinfer models`), Hugging Face hub id, checkpoint folder, or config.json."
+MODEL_HELP = "Catalogue name (see `zinfer plan --list models`), Hugging Face hub id, checkpoint folder, or config.json."
 ENGINE_HELP = "Engine (accelerate, deepspeed, stream, tensorrt), or a recipe in the folder engines/."
 ENGINES_HELP = "Engines (accelerate, deepspeed, stream, tensorrt), or recipes in engines/.  [default: stream]"
 

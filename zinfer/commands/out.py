@@ -1,10 +1,10 @@
-"""Output that commands share: tables on stdout, and runs of studies in the files of their kind."""
+"""Output that commands share: tables on stdout, and files."""
 
 import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 from rich import box
 from rich.cells import cell_len
@@ -14,9 +14,6 @@ from rich.table import Table as Grid
 from rich.text import Text
 
 from zinfer.system.printable import printable, unguarded
-
-if TYPE_CHECKING:
-    from zinfer.record.study import Study
 
 UNLIMITED = 10_000  # columns of a table in a file or a pipe
 LEAST_WORDS = 12  # columns that a cell of words keeps when it is wrapped
@@ -145,15 +142,6 @@ class Table:
 
 
 table = Table
-
-
-def study_file(kind: "type[Study]", machine: str, output: Path | None) -> Path:
-    """Return the file for runs of a kind of study: `output`, or the machine's file in it or in sweeps/results."""
-    from zinfer.record import study
-    from zinfer.system.local import RESULTS
-
-    path = output or RESULTS / machine
-    return path / study.file_name(kind) if output is None or path.is_dir() else path
 
 
 def write(path: Path, text: str) -> None:

@@ -1,6 +1,8 @@
-"""`zinfer pack`: write a checkpoint's layers to disk in the lossless wire format, or a quantised copy of it."""
+"""`zinfer pack`: write a checkpoint's layers in the lossless wire format, a quantised copy, or a TensorRT plan."""
 
+import signal
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,26 +18,47 @@ if TYPE_CHECKING:
 
 
 @click.command("pack")
-@click.option("-m", "--model", required=True, help="Hugging Face hub id, or checkpoint folder.")
+@options.model
+@click.option(
+    "--engine", type=click.Choice(["stream", "tensorrt"]), default="stream", show_default=True,
+    help="Engine to pack for: coded layers (stream), or a plan of these shapes (tensorrt).",
+)  # fmt: skip
 @click.option(
     "--dtype",
     type=options.Dtype(),
     metavar=options.DTYPE,
-    help="Weight type; only bf16, and FP8 as released, shrink.  [default: the model's own]",
+    help="Weight type; for stream only bf16, and FP8 as released, shrink.  [default: the model's own]",
 )
 @click.option(
     "--weights",
     type=click.Choice(SCHEMES),
-    help="Write a checkpoint with quantised layers instead: other weights, so measure the loss with `zinfer accuracy`.",
+    help="Write a checkpoint with quantised layers instead; `zinfer study accuracy` measures the loss.",
 )
 @options.layers
 @click.option(
-    "-o", "--output", type=click.Path(file_okay=False, path_type=Path), help="Folder.  [default: in engines/packed]"
-)
+    "-o", "--output", type=click.Path(path_type=Path),
+    help="Folder, or .plan file.  [default: in engines/packed, or engines/plans]",
+)  # fmt: skip
 @options.revision
 @options.allow_nan
+@click.option("--max-batch-size", type=click.IntRange(min=1), help="Most sequences in a batch, for tensorrt.")
+@click.option(
+    "--max-seq-len", type=click.IntRange(min=2), help="Most tokens of a sequence, prompt and output, for tensorrt."
+)
+@options.load_format
+@click.option(
+    "--library", type=click.Choice(["auto", "tensorrt", "tensorrt-rtx"]), help="Library to build a plan with."
+)
+@click.option("--force", is_flag=True, default=None, help="Replace a plan that exists.")
 def command(
-    model: str, dtype: Any, weights: Any, layers: int | None, output: Path | None, allow_nan: bool | None
+    model: str,
+    engine: str,
+    dtype: Any,
+    weights: Any,
+    layers: int | None,
+    output: Path | None,
+    allow_nan: bool | None,
+    **shapes: Any,
 ) -> None:
     """Code a checkpoint's decoder layers once, so that `--engine stream -O weight_codec=lossless` reads a third fewer
     bytes (a sixth of weights released in FP8) and codes nothing when it loads. Every tensor has a checksum. Prints the
@@ -45,21 +68,38 @@ def command(
     calibration: int4 with a scale for 128 columns, int8 and fp8 with one for each row. Every command takes the folder
     as --model.
 
+    With --engine tensorrt, build a plan with weight streaming. It holds the weights and is valid for this model, these
+    shapes and the installed library. TensorRT builds for the GPU of this machine; TensorRT-RTX builds without a GPU.
+    Host memory needed: two copies of the weights.
+
     \b
     zinfer pack --model ./my-checkpoint
     zinfer run --model ./my-checkpoint --offload cpu -O weight_codec=lossless --prompt "Once upon a time"
     zinfer pack --model ./my-checkpoint --weights int4 -o ./my-checkpoint-int4
-    zinfer accuracy --model ./my-checkpoint --weights ./my-checkpoint-int4
+    zinfer study accuracy --model ./my-checkpoint --weights ./my-checkpoint-int4
+    zinfer pack --model ./my-checkpoint --engine tensorrt --max-batch-size 32 --max-seq-len 1024
     """
     from zinfer.checkpoint.source import find
     from zinfer.commands.watch import Watch
     from zinfer.engine import kind
 
-    kind("stream")
+    if engine == "tensorrt":
+        if lacking := next((key for key in ("max_batch_size", "max_seq_len") if shapes[key] is None), None):
+            raise click.UsageError(f"--engine tensorrt needs --{lacking.replace('_', '-')}: a plan is for given shapes")
+        if weights:
+            raise click.UsageError("--weights: a quantised copy is for --engine stream; leave out one of the two")
+        kind(engine)
+        click.echo(_plan(model, dtype, layers, output, bool(allow_nan), **shapes))
+        return
+    if stray := next((key for key, value in shapes.items() if value is not None), None):
+        raise click.UsageError(f"--{stray.replace('_', '-')} is for --engine tensorrt")
     if weights and layers is not None:
         raise click.UsageError("--layers: a quantised copy has all layers; give --layers where it is used")
     if weights and allow_nan:
         raise click.UsageError("--allow-nan: NaN and infinity have no codes; leave it out, or leave out --weights")
+    if output is not None and output.is_file():
+        raise click.UsageError(f"--output {output} is a file: name a folder")
+    kind(engine)
     source = find(model, dtype, layers, "safetensors", fetch=True)
     with Watch() as watch:
         folder = quantised(source, weights, output, watch) if weights else _packed(source, output, watch, allow_nan)
@@ -106,7 +146,7 @@ def quantised(source: "Source", weights: Any, output: Path | None, watch: "Watch
     if done.kept:
         more = f" and {len(done.kept) - 1:,} more" if len(done.kept) > 1 else ""
         watch.say(f"routers, shared or narrow matrices of the layers stay as they are: {done.kept[0]}{more}")
-    watch.say("the text will differ: `zinfer accuracy --weights` measures by how much")
+    watch.say("the text will differ: `zinfer study accuracy --weights` measures by how much")
     return folder
 
 
@@ -114,3 +154,63 @@ def _device() -> Any:
     import torch
 
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _plan(
+    model: str,
+    dtype: Any,
+    layers: int | None,
+    output: Path | None,
+    allow_nan: bool,
+    max_batch_size: int,
+    max_seq_len: int,
+    load_format: Any,
+    library: str | None,
+    force: bool | None,
+) -> Path:
+    """Build a TensorRT plan; return its path. Raises Failure where it cannot be built."""
+    from zinfer.checkpoint.source import find
+    from zinfer.commands.watch import Watch
+    from zinfer.core.units import duration, gb
+    from zinfer.engine.tensorrt import planfile
+    from zinfer.engine.tensorrt.build import Cancelled, build, peak_host_bytes, plan_key
+    from zinfer.engine.tensorrt.library import find_library
+    from zinfer.system.host import allowed_bytes
+
+    found = find_library(library or "auto")
+    source = find(model, dtype, layers, load_format or "auto", fetch=True)
+    key = plan_key(found, model, source.spec, source.load_format, layers, max_batch_size, max_seq_len)
+    path = output or planfile.PLANS
+    path = path if path.suffix == ".plan" else path / f"{key.stem}.plan"
+    if path.is_file() and not force:
+        file = planfile.read(path)
+        file.check()
+        if file.key != key:
+            raise Failure(f"{path} is a plan of other settings: --force replaces it, -o names another file")
+        click.echo(f"{path} is there already: nothing to build", err=True)
+        return path
+    signals: list[int] = []
+
+    def interrupt(number: int, _frame: FrameType | None) -> None:
+        signals.append(number)
+
+    with Watch() as watch:
+        watch.say(f"building {path} with {found.name} {found.version}")
+        weights, peak = gb(source.spec.weight_bytes), gb(peak_host_bytes(source.spec))
+        watch.say(f"{weights} of weights ({source.load_format}); up to {peak} of host memory")
+        before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            stopped, free = lambda: bool(signals), allowed_bytes()
+            file = build(found, key, source.spec, path, watch.progress, stopped, free, allow_nan)
+        except Cancelled:
+            watch.say("interrupted; nothing is left behind")
+            raise SystemExit(128 + signals[0]) from None
+        except (MemoryError, OSError) as error:
+            raise Failure(f"the build failed: {error}", ENVIRONMENT) from error
+        except RuntimeError as error:  # torch's OutOfMemoryError among them
+            raise Failure(f"the build failed: {' '.join(str(error).split())[:500]}", ENVIRONMENT) from error
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+        watch.say(f"{gb(file.size)} in {duration(file.build_s)}, for GPUs of compute capability {key.target}")
+    return path

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import cached_property, reduce
 from itertools import product
 from pathlib import Path
@@ -26,8 +25,8 @@ if TYPE_CHECKING:
     from zinfer.plan.cost import Efficiency
     from zinfer.plan.plan import Plan
     from zinfer.record.measurement import Measurement
-    from zinfer.record.routing import RoutingRecord
     from zinfer.record.store import Records
+    from zinfer.record.study import Study
 
 HOST_NEGLIGIBLE = 4 << 30  # bytes of host memory that every host has
 DEFAULTS = {"engine": "stream", "offload": ("none", "cpu"), "batch_size": "auto"}
@@ -40,6 +39,11 @@ SCENARIOS = {
 
 @click.command("plan")
 @click.argument("recipe", required=False)
+@click.option(
+    "--list", "listed", type=click.Choice(["models", "machines"]),
+    help="List the catalogue instead, or show the one that RECIPE names: a model (catalogue name, folder, hub id), or "
+    "a machine (catalogue name, machine.json) with the source of each figure.",
+)  # fmt: skip
 @click.option("-m", "--model", type=options.Words(), help=options.MODEL_HELP)
 @click.option("--machine", type=options.Words(), help="Catalogue names or machine.json files.  [default: this one]")
 @click.option(
@@ -95,6 +99,7 @@ SCENARIOS = {
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
     recipe: str | None,
+    listed: str | None,
     settings: tuple[str, ...],
     calibrate: Path | None,
     acceptance: float | None,
@@ -127,7 +132,12 @@ def command(
     zinfer plan --model bloom-176b --machine h200 --gpu-weights auto --weights as-released,int4
     zinfer plan --model opt-30b --machine h100-80gb --sla 'ttft:mean:<=:2s' --gpu-hour-usd 2.50
     zinfer plan bloom-176b-machines --calibrate sweeps/results
+    zinfer plan --list models
     """
+    if listed is not None:
+        from zinfer.commands import catalogue
+
+        return (catalogue.models if listed == "models" else catalogue.machines)(recipe, as_json)
     from zinfer.commands import decision
     from zinfer.core.errors import NOTHING
     from zinfer.plan.published import beside
@@ -273,7 +283,9 @@ def _sweep(recipe: str | None, given: dict[str, Any]) -> "Sweep":
             axis = tuple(int(value) if str(value).isdigit() else value for value in asked)
             fields = with_options(fields, {key: axis}, recipe or "the command line")
     if "model" not in fields:
-        raise click.UsageError("say what to plan: --model NAME, or a recipe (`zinfer models` lists the catalogue)")
+        raise click.UsageError(
+            "say what to plan: --model NAME, or a recipe (`zinfer plan --list models` lists the catalogue)"
+        )
     wanted = make_sweep(fields, recipe or "the command line")
     served = () if {"input_len", "output_len"} & fields.keys() else request_sets(wanted)
     if not served:
@@ -472,18 +484,12 @@ class _Recorded:
         return read(self._results) if self._results.exists() else Records()
 
     @cached_property
-    def _traces(self) -> "Sequence[RoutingRecord]":
-        from zinfer.core.errors import ZinferError
+    def _traces(self) -> "Sequence[Study]":
         from zinfer.record import study
-        from zinfer.record.routing import RoutingRecord
         from zinfer.system.local import RESULTS
 
-        found: list[RoutingRecord] = []
-        for folder in dict.fromkeys((RESULTS, self._results)):
-            for path in study.files(folder, RoutingRecord) if folder.is_dir() else ():
-                with suppress(ZinferError):
-                    found += study.read(path, RoutingRecord).runs
-        return found
+        folders = (folder for folder in dict.fromkeys((RESULTS, self._results)) if folder.is_dir())
+        return [run for folder in folders for run in study.read(folder, "routing").runs]
 
     def routed(self, spec: "ModelSpec") -> "ModelSpec":
         """Return a model with its routing, if that was recorded."""
@@ -584,7 +590,7 @@ def _routing(plan: "Plan") -> str:
         right = f"{model.right_guesses:.0%} right guesses"
         (known if recorded is not None and recorded.guessed is not None else assumed).append(right)
     parts = [f"{', '.join(known)} by {recorded.source}"] if known and recorded is not None else []
-    parts += [f"{', '.join(assumed)} as if tokens chose evenly (`zinfer routing`)"] if assumed else []
+    parts += [f"{', '.join(assumed)} as if tokens chose evenly (`zinfer study routing`)"] if assumed else []
     return f"Predicted: {'; '.join(parts)}." if parts else ""
 
 

@@ -35,19 +35,18 @@ if TYPE_CHECKING:
 def command(results: Path | None, machine: str | None, output: Path, formats: str, wanted: str) -> None:
     """Draw the figures of each sweep of this machine, or in RESULTS (a file or a folder): throughput, latency and link
     use over batch size, throughput over residency, and the timeline of a decode step where one was traced; and those of
-    `zinfer reuse`.
+    `zinfer study reuse`.
 
     Prints the paths it wrote, DIR/<machine>/<sweep>-<figure>.<format>. Equal results give equal bytes.
     """
     from typing import get_args
 
     from zinfer.analysis.group import groups, path_part
+    from zinfer.analysis.study import latest, title
     from zinfer.commands.failure import Failure
     from zinfer.commands.results import choose, usable
     from zinfer.core.errors import NOTHING
     from zinfer.record import study
-    from zinfer.record.measurement import latest
-    from zinfer.record.prefix_reuse import Run
     from zinfer.report.plot import figures, style
 
     forms = [form for form in get_args(style.Format) if form in formats.split(",")]
@@ -59,9 +58,9 @@ def command(results: Path | None, machine: str | None, output: Path, formats: st
         choice = ", ".join(known)
         raise click.BadParameter(f"{unknown[0]!r} is no figure: choose from {choice}, or all", param_hint="--figure")
     chosen = choose(results, machine)
-    reuses = chosen.study_files(Run)
-    sweeps = [(file, records) for file, records in chosen.read() if file not in reuses]
-    runs = [run for file in reuses for run in study.read(file, Run).runs if chosen.keeps(run.machine)]
+    sweeps = chosen.read()
+    found_runs = (run for root in chosen.roots() if root.exists() for run in study.read(root, "reuse").runs)
+    runs = [run for run in found_runs if chosen.keeps(run.machine)]
     try:
         if warning := usable(sweeps, chosen).warning:
             click.echo(warning, err=True)
@@ -80,7 +79,7 @@ def command(results: Path | None, machine: str | None, output: Path, formats: st
         drawn = figures.reuse(run)
         if drawn is not None:
             missing.discard("reuse")
-            _write(drawn, output / path_part(run.machine) / f"reuse-{path_part(run.title)}", forms)
+            _write(drawn, output / path_part(run.machine) / f"reuse-{path_part(title(run))}", forms)
     if missing:
         why = "; `zinfer sweep` traces a step of each point that the stream engine offloads" * ("timeline" in missing)
         raise Failure(

@@ -1,7 +1,7 @@
 """`zinfer report`: measurements, the conclusions from them, and the cost, as a document."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import click
 
@@ -12,10 +12,8 @@ from zinfer.core.machine import MachineError
 if TYPE_CHECKING:
     from zinfer.commands.results import Chosen
     from zinfer.core.machine import Machine
-    from zinfer.record.study import Study
     from zinfer.report.findings import Findings, PlanningQuestion
 
-S = TypeVar("S", bound="Study")
 FORMS = (".html", ".md")
 
 
@@ -69,7 +67,7 @@ def command(
     chosen = choose(results, machine)
     try:
         found = _findings(chosen, baseline)
-        if not (found.workloads or found.codecs or found.accuracies or found.reuses or found.requests):
+        if not (found.workloads or found.studies or found.requests):
             lost = f" (left out {found.damaged[0]})" if found.damaged else ""
             raise Failure(f"{chosen.nothing()}{lost}", NOTHING)
         output = output or Path("plots") / _folder(found) / "report.html"
@@ -90,11 +88,12 @@ def command(
 
 
 def _findings(chosen: "Chosen", baseline: Path | None) -> "Findings":
+    from itertools import product
+    from typing import get_args
+
     from zinfer.analysis.group import groups, loads_of
-    from zinfer.record.accuracy import AccuracyRecord
-    from zinfer.record.codec import CodecRecord
-    from zinfer.record.measurement import latest
-    from zinfer.record.prefix_reuse import Run
+    from zinfer.analysis.study import latest
+    from zinfer.record import study
     from zinfer.record.store import read
     from zinfer.report.findings import Findings, WorkloadFindings
 
@@ -103,9 +102,13 @@ def _findings(chosen: "Chosen", baseline: Path | None) -> "Findings":
     read_files = chosen.read()
     roots = [root for root in chosen.roots() if root.is_dir()]
     folders = dict.fromkeys([*(file.parent for file, _ in read_files), *roots])
-    codecs = [run for folder in folders for run in _runs(folder, CodecRecord, damaged)[-1:]]
-    accuracies = [run for folder in folders for run in _runs(folder, AccuracyRecord, damaged)[-1:]]
-    reuses = latest(run for folder in folders for run in _runs(folder, Run, damaged))
+    studies: list[study.Study] = []
+    for name, path in product(get_args(study.StudyName), folders):
+        for file in (path / f"{name}.json", path / f"{name}.jsonl"):
+            if file.exists():
+                runs, lost = study.read(file, name)
+                studies += runs
+                damaged += [f"{file.name}, line {damage.line}: {damage.reason}" for damage in lost]
     for file, records in read_files:
         damaged += [f"{file.name}, line {damage.line}: {damage.reason}" for damage in records.damaged]
         found = groups(records.points)
@@ -118,9 +121,7 @@ def _findings(chosen: "Chosen", baseline: Path | None) -> "Findings":
     against = None if baseline is None else (str(baseline), read(baseline).points)
     return Findings(
         tuple(workloads), tuple(damaged), against,
-        codecs=tuple(run for run in codecs if chosen.keeps(run.machine)),
-        accuracies=tuple(run for run in accuracies if chosen.keeps(run.machine)),
-        reuses=tuple(run for run in reuses if chosen.keeps(run.machine)),
+        studies=latest(run for run in studies if chosen.keeps(run.machine)),
         requests=tuple(point for _, records in read_files for point in records.requests),
         request_headers=tuple(header for _, records in read_files if records.requests for header in records.headers),
     )  # fmt: skip
@@ -130,8 +131,7 @@ def _folder(findings: "Findings") -> str:
     """Return the folder of the report in `plots`: the machine's, where its figures are too, or ``all``."""
     from zinfer.analysis.group import path_part
 
-    studies = (*findings.codecs, *findings.accuracies, *findings.reuses)
-    machines = {*(one.group.machine for one in findings.workloads), *(study.machine for study in studies)}
+    machines = {*(one.group.machine for one in findings.workloads), *(run.machine for run in findings.studies)}
     machines |= {point.machine for point in findings.requests}
     return path_part(machines.pop()) if len(machines) == 1 else "all"
 
@@ -140,23 +140,6 @@ def _with_figures(findings: "Findings", folder: Path) -> "Findings":
     """Return the findings with links from `folder` to the existing figures of each workload."""
     workloads = tuple(one._replace(figures=_figures(folder, one.stem)) for one in findings.workloads)
     return findings._replace(workloads=workloads)
-
-
-def _runs(folder: Path, kind: "type[S]", damaged: list[str]) -> "list[S]":
-    """Return the runs of a kind of study in `folder`; files and lines that cannot be read are named in `damaged`."""
-    from zinfer.record import study
-
-    found: list[S] = []
-    for name in (f"{kind.KIND}.json", study.file_name(kind)):
-        if (folder / name).exists():
-            try:
-                runs, lost = study.read(folder / name, kind)
-            except ValueError as error:
-                damaged.append(str(error))
-                continue
-            found += runs
-            damaged += [f"{name}, line {damage.line}: {damage.reason}" for damage in lost]
-    return found
 
 
 def _questions(findings: "Findings") -> "tuple[PlanningQuestion, ...]":

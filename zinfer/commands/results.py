@@ -13,7 +13,6 @@ from zinfer.core.units import counted
 if TYPE_CHECKING:
     from zinfer.analysis.economics import Point
     from zinfer.record.store import Records
-    from zinfer.record.study import Study
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 ALL = "all"
@@ -67,13 +66,6 @@ class Chosen(NamedTuple):
             )
             for file, records in found
         ]
-
-    def study_files(self, kind: "type[Study]") -> tuple[Path, ...]:
-        """Return the files that hold runs of a kind of study; `runs` chooses those of the machines."""
-        from zinfer.record import study
-
-        roots = [root for root in self.roots() if root.is_dir() or study.holds(root, kind)]
-        return tuple(file for root in roots for file in study.files(root, kind))
 
     def keeps(self, machine: str) -> bool:
         """Return whether a study of `machine` is chosen; those in the folder of a chosen machine are its own."""

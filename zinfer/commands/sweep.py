@@ -167,7 +167,9 @@ def command(
     if settings:
         fields = with_options(fields, settings, str(recipe))
     if "model" not in fields:
-        raise click.UsageError("say what to measure: --model NAME, or a recipe (`zinfer models` lists the catalogue)")
+        raise click.UsageError(
+            "say what to measure: --model NAME, or a recipe (`zinfer plan --list models` lists the catalogue)"
+        )
     plan = make_sweep(fields, recipe or "the command line")
     if plan.machine:
         raise RecipeError(f"{recipe} is a recipe to plan with, for {', '.join(plan.machine)}: `zinfer plan {recipe}`")

@@ -94,7 +94,7 @@ class Case(Frozen):
     @property
     def lossy(self) -> bool:
         """True for settings that change the values which the model computes with: weights that were not released so, or
-        an 8-bit KV cache. `zinfer accuracy` tells how far the text differs."""
+        an 8-bit KV cache. `zinfer study accuracy` tells how far the text differs."""
         return self.weights != "as-released" or plan_options(self.engine, self.options).kv_in_8_bits
 
     def label(self) -> str:

@@ -295,7 +295,7 @@ class TensorRTOptions(EngineOptions):
     )
     plan: str = Field(
         "auto", title="FILE", coerce_numbers_to_str=True,
-        description="The plan of `zinfer build` to run; auto: the one in engines/plans that serves.",
+        description="The plan of `zinfer pack --engine tensorrt` to run; auto: the one in engines/plans that serves.",
     )  # fmt: skip
 
 

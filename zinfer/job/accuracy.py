@@ -12,7 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ from zinfer.core.units import gb
 from zinfer.generation.tokenizer_process import TokenizerProcess
 from zinfer.job.signals import Interrupted
 from zinfer.plan.plan import Plan
-from zinfer.record.accuracy import AccuracyError, Along, Deviation, Failed, Position
+from zinfer.record.study import Along, Deviation, Failed, Position, StudyError
 from zinfer.system import documents, lease
 from zinfer.worker.process import Client, WorkerError
 from zinfer.worker.tasks import LogitsCompare, LogitsFile, LogitsRecord
@@ -74,29 +74,10 @@ def compare_logits(worker: Client, batch: Recorded, size: int | None = None) -> 
     return found
 
 
-@dataclass(frozen=True)
-class Found:
-    """Result of a comparison: the text's length in tokens, the dtype of the reference's logits, and each setting."""
-
-    tokens: int
-    logits_dtype: str
-    deviations: tuple[Deviation, ...]
-    failed: tuple[Failed, ...]
-
-
-class Stopped(Interrupted):
-    """Signal that ended a study whose reference had run; `found` has the settings that were compared by then, and lists
-    the others as cancelled."""
-
-    def __init__(self, interrupt: Interrupted, found: Found) -> None:
-        super().__init__(interrupt.signal)
-        self.found = found
-
-
-@dataclass(frozen=True)
+@dataclass
 class AccuracyStudy:
     """Study to run: the plans to compare, at the batch size to run with, the text and the number of samples to take of
-    it. `make_worker` makes a worker, `loading` is called before each load."""
+    it. `make_worker` makes a worker, `loading` is called before each load. `rows` grows while it runs."""
 
     reference: Plan
     settings: Sequence[Plan]
@@ -104,54 +85,54 @@ class AccuracyStudy:
     samples: int
     make_worker: Callable[[], Client]
     loading: Callable[[Plan], None] = lambda _plan: None
+    tokens: int = 0  # of the text
+    logits_dtype: str = ""
+    rows: list[Deviation | Failed] = field(default_factory=list)
 
-    def run(self) -> Found:
-        """Run the reference, then every setting; a setting that fails is listed in `failed`.
+    def run(self) -> None:
+        """Run the reference, then every setting; one that fails, or that a signal cancels, becomes a row of its own.
 
-        Raises WorkerError if the reference fails, AccuracyError if the text is too short or the disk has no room for
-        the reference's logits, Stopped if a signal arrives when the reference has run.
+        Raises WorkerError if the reference fails, StudyError if the text is too short or the disk has no room for the
+        reference's logits, Interrupted if a signal arrives; `rows` is empty if the reference had not run by then.
         """
         spec, load = self.reference.model, self.reference.case.workload
-        size, cut = load.batch_size, load.input_len
-        failed = []
         with lease.folder(Path(tempfile.gettempdir()), "logits", ("[0-9]*",)) as own:
             folder = own.path
             needed = 2 * self.samples * load.output_len * spec.vocab_size * spec.dtype_bytes
             if needed > shutil.disk_usage(folder).free:
-                raise AccuracyError(
+                raise StudyError(
                     f"the reference's logits take {gb(needed)}, which {folder} has no room for: take fewer --samples, "
                     "or set TMPDIR to a folder with more"
                 )
-            pieces, tokens, ends = self._cut()
-            with self._worker() as worker:
-                self._load(worker, self.reference)
-                wanted = [
-                    row for one in pieces for row in (AccuracyRow(one[:cut], None), AccuracyRow(one[:cut], one[cut:]))
-                ]
+            batches, ends = self._batches()
+            with self._worker(self.reference) as worker:
                 recorded = [
-                    record(worker, wanted[start : start + size], load.output_len, f"{folder}/{start}", ends)
-                    for start in range(0, len(wanted), size)
+                    record(worker, batch, load.output_len, f"{folder}/{number}", ends)
+                    for number, batch in enumerate(batches)
                 ]
-                deviations = self._noise(worker, recorded[0])
+                self.logits_dtype = recorded[0].logits.dtype
+                half = (len(batches[0]) + 1) // 2
+                noise = compare_logits(worker, recorded[0], half) if half < len(batches[0]) else []
+            if noise:
+                self.rows += _deviations(self.reference.case.with_batch(half), recorded[:1], [noise])
             for number, plan in enumerate(self.settings):
                 try:
-                    with self._worker() as worker:
-                        self._load(worker, plan)
-                        rows = [compare_logits(worker, batch) for batch in recorded]
-                    deviations += _deviations(plan.case, recorded, rows)
+                    with self._worker(plan) as worker:
+                        found = [compare_logits(worker, batch) for batch in recorded]
+                    self.rows += _deviations(plan.case, recorded, found)
                 except WorkerError as error:
-                    failed.append(Failed(case=plan.case, status=error.status, error=str(error)))
+                    self.rows.append(Failed(case=plan.case, status=error.status, error=str(error)))
                 except Interrupted as interrupt:
-                    rest = [one.case for one in self.settings[number:]]
-                    failed += [Failed(case=case, status="cancelled", error=interrupt.name) for case in rest]
-                    found = Found(tokens, recorded[0].logits.dtype, tuple(deviations), tuple(failed))
-                    raise Stopped(interrupt, found) from None
-        return Found(tokens, recorded[0].logits.dtype, tuple(deviations), tuple(failed))
+                    for rest in self.settings[number:]:
+                        self.rows.append(Failed(case=rest.case, status="cancelled", error=interrupt.name))
+                    raise
 
     @contextmanager
-    def _worker(self) -> Iterator[Client]:
+    def _worker(self, plan: Plan) -> Iterator[Client]:
         worker = self.make_worker()
         try:
+            self.loading(plan)
+            worker.start(plan)
             yield worker
         except WorkerError:
             raise
@@ -161,37 +142,30 @@ class AccuracyStudy:
         finally:
             worker.close()
 
-    def _cut(self) -> tuple[list[list[int]], int, frozenset[int]]:
-        """Return the samples, the number of tokens in the text, and the tokens that end a row's own text. Raises
-        AccuracyError if the text is too short, ModelError for a tokenizer that cannot be used."""
+    def _batches(self) -> tuple[list[list[AccuracyRow]], frozenset[int]]:
+        """Return the rows of each batch, and the tokens that end a row's own text. Raises StudyError if the text is
+        too short, ModelError for a tokenizer that cannot be used."""
+        load = self.reference.case.workload
+        cut, size = load.input_len, load.batch_size
         with TokenizerProcess(self.reference.model) as tokenizer:
-            pieces, tokens = windows(tokenizer, self.text, self.samples, self.reference.case.workload.total_len)
-            return pieces, tokens, frozenset(end.token for end in tokenizer.facts.ends)
-
-    def _load(self, worker: Client, plan: Plan) -> None:
-        self.loading(plan)
-        worker.start(plan)
-
-    def _noise(self, worker: Client, batch: Recorded) -> list[Deviation]:
-        """Compare the reference with itself, with half the rows of `batch` at a time."""
-        half = (len(batch.rows) + 1) // 2
-        if half == len(batch.rows):
-            return []
-        return _deviations(self.reference.case.with_batch(half), [batch], [compare_logits(worker, batch, half)])
+            pieces, self.tokens = windows(tokenizer, self.text, self.samples, load.total_len)
+            ends = frozenset(end.token for end in tokenizer.facts.ends)
+        rows = [AccuracyRow(one[:cut], tokens) for one in pieces for tokens in (None, one[cut:])]
+        return [rows[start : start + size] for start in range(0, len(rows), size)], ends
 
 
 def windows(tokenizer: TokenizerProcess, text: str, count: int, length: int) -> tuple[list[list[int]], int]:
     """Return `count` pieces of `length` tokens of a text, spread evenly, and the number of the text's tokens.
 
     No two overlap. Each begins with the token that the tokenizer begins a text with, if there is one. Raises
-    AccuracyError if the text is too short.
+    StudyError if the text is too short.
     """
     bos, first = tokenizer.facts.bos, tokenizer.encode_alone("")
     begin = [bos] if bos is not None and first[:1] == [bos] else []
     token_ids = tokenizer.encode_document(text)
     size = length - len(begin)
     if count * size > len(token_ids):
-        raise AccuracyError(
+        raise StudyError(
             f"the text has {len(token_ids):,} tokens, too few for {count} samples of {length}: give a longer "
             "--prompt-file, or fewer --samples"
         )
@@ -209,7 +183,7 @@ def _deviations(case: Case, batches: Sequence[Recorded], found: Sequence[list[li
 
 
 def text_of(name: str) -> tuple[str, str]:
-    """Return the name and the content of a prompt file, or of the default text. Raises AccuracyError if the file cannot
+    """Return the name and the content of a prompt file, or of the default text. Raises StudyError if the file cannot
     be read."""
     if name == "default":
         from pydoc_data.topics import topics
@@ -218,9 +192,9 @@ def text_of(name: str) -> tuple[str, str]:
     try:
         return Path(name).name, documents.decode(documents.read_bytes(Path(name)), name)
     except FileNotFoundError:
-        raise AccuracyError(f"--prompt-file {name} cannot be read: No such file or directory") from None
+        raise StudyError(f"--prompt-file {name} cannot be read: No such file or directory") from None
     except documents.DocumentError as error:
-        raise error.restated(AccuracyError) from None
+        raise error.restated(StudyError) from None
 
 
 def describe(spec: ModelSpec) -> str:

@@ -58,7 +58,7 @@ CACHE_BYTES = 128 << 20  # no GPU has a larger L2 cache (B200: 126 MB); an unpac
 # the router's choice.
 WHOLE_SHARE = 0.9
 # Least size of losslessly coded bf16 weights: 8 bits of sign and mantissa, and the entropy of the exponents, which is
-# 2.5 bits for weights of a normal distribution (`zinfer codec` prints the bound of a checkpoint).
+# 2.5 bits for weights of a normal distribution (`zinfer study codec` prints the bound of a checkpoint).
 CODED_BOUND = 0.65
 FP8_BOUND = 0.81  # the same of FP8 codes (e4m3): the entropy of codes with scales for blocks of such weights
 

@@ -17,7 +17,7 @@ from zinfer.record.jsonl import StoreError as StoreError  # for callers that cat
 from zinfer.record.measurement import Measurement
 from zinfer.record.plausible import implausible
 from zinfer.record.requests import RequestPoint
-from zinfer.record.study import PREFIX, Start
+from zinfer.record.study import KIND, Start
 
 
 class Header(Start):
@@ -105,7 +105,7 @@ def read(path: Path) -> Records:
             continue
         for number, line in enumerate(lines, start=1):
             try:
-                if f'"kind":"{PREFIX}'.encode() in line and unseal(line)[0].startswith(PREFIX):
+                if f'"kind":"{KIND}'.encode() in line and unseal(line)[0].startswith(KIND):
                     continue
                 record = decode(line)
                 if (fault := implausible(record)) is not None:

@@ -1,36 +1,196 @@
-"""Studies on disk: each run of `zinfer codec`, `zinfer accuracy` and `zinfer reuse`, beside the sweeps of its machine.
+"""Studies: what `zinfer study` measured, in one record for all of them, beside the sweeps of its machine.
 
-A file ``<kind>.jsonl`` holds the runs of one kind of study, in checksummed lines as sweeps have them
-(`zinfer.record.jsonl`): a header with machine, device, versions and settings, then a line for each point. A run is
-appended whole, in one write, so it is there with all its points or not at all::
+A file ``<study>.jsonl`` holds the runs of a study, a sealed line each (`zinfer.record.jsonl`)::
 
     append(Path("sweeps/results/h100/codec.jsonl"), run)
-    runs = read(Path("sweeps/results/h100/codec.jsonl"), CodecRecord).runs
+    runs = read(Path("sweeps/results/h100/codec.jsonl"), "codec").runs
 
-Files of earlier versions, ``<kind>.json`` with one JSON document, are read as well.
+Files of zinfer 0.1 are read as well: a header and a line for each row, or one JSON document.
+`zinfer.analysis.study` makes tables and answers of runs.
 """
 
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from math import exp
 from pathlib import Path
-from typing import Any, ClassVar, Generic, NamedTuple, Self, TypeVar
+from statistics import fmean, median
+from typing import Annotated, Any, Literal, NamedTuple, Self, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
 
-from zinfer.core.errors import ENVIRONMENT, ZinferError
-from zinfer.core.value import Frozen
-from zinfer.record.jsonl import Damage, Lines, StoreError, finite, read_lines, seal, unseal
+from zinfer.core.case import Case
+from zinfer.core.errors import ZinferError
+from zinfer.core.model import ExpertPolicy
+from zinfer.core.value import Frozen, first_fault
+from zinfer.record.jsonl import Damage, Garbled, Lines, StoreError, finite, read_lines, seal, unseal
+from zinfer.record.measurement import Status
 from zinfer.record.plausible import implausible
-from zinfer.system import atomic
-from zinfer.system.documents import DocumentError, parse_json
+from zinfer.system.documents import parse_json
 
-PREFIX = "study."  # beginning of the kinds of lines; files of sweeps have none of them
+StudyName = Literal["codec", "accuracy", "reuse", "routing"]
+KIND = "study"  # of a line that holds a run; those of zinfer 0.1 begin so
+Share = Annotated[float, Field(ge=0, le=1)]
+Along = Literal["own", "text"]
+POLICIES: tuple[ExpertPolicy, ...] = ("lru", "lfu")
+ReloadSource = Literal["memory", "disk"]
+SOURCES: tuple[ReloadSource, ...] = ("memory", "disk")
 
 
 class StudyError(ZinferError):
-    """A file that holds no study of the kind that was asked for; the message says which."""
+    """A study that cannot be made; the message says what to do next."""
 
-    exit_code = ENVIRONMENT
+
+class Rate(Frozen):
+    """Bytes a second: the median of `samples`, and their range over it."""
+
+    median: float
+    spread: float
+    samples: int
+    of: str
+
+
+class Coded(Frozen):
+    """Weights of one kind, laid end to end and coded (`codec`). Rates are of raw bytes, None if nothing was timed.
+
+    `bound` is the size that coding exponents one by one can reach, with a table for every block, as a share: their
+    entropy and 8 bits, over 16; of FP8 with 4 bits, over 8.
+    """
+
+    name: str
+    told: str  # description of the weights
+    total_bytes: int  # bytes of all weights of this kind
+    raw_bytes: int  # bytes of the weights that were coded, before coding
+    coded_bytes: int
+    bound: float
+    status: Literal["ok", "no_smaller", "wrong_bits"]
+    encode: Rate | None = None
+    decode: Rate | None = None
+
+    @property
+    def ratio(self) -> float:
+        return self.coded_bytes / self.raw_bytes
+
+
+class Position(NamedTuple):
+    """Deviation at one next token. The logits' error is the root of the mean square over the vocabulary, over the
+    standard deviation of the reference's logits; KL is the divergence of the distribution from the reference's."""
+
+    error: float
+    kl: float  # nats
+    same: float  # 1 if the most likely token is that of the reference, else 0
+    reference_nats: float  # -ln p of the token that came next, by the reference
+    nats: float  # the same by the setting
+
+
+class Deviation(Frozen):
+    """Deviation of a setting over all positions of `rows` rows (`accuracy`): means, and the largest.
+
+    Rows follow the reference's own greedy tokens (`own`), where a setting that runs freely takes the same way up to its
+    first other token; or a given text (`text`), whose perplexity is known. `first_differences`, of the former, counts
+    the tokens of each row before the first one that differs, None if all are the same. The first position of a row is
+    its prefill's, which no setting of the KV cache changes.
+    """
+
+    case: Case
+    along: Along
+    rows: int
+    positions: int
+    error: float
+    error_max: float
+    kl: float
+    kl_max: float
+    agreement: float
+    reference_perplexity: float | None = None
+    perplexity: float | None = None
+    first_differences: tuple[int | None, ...] = ()
+
+    @classmethod
+    def of(cls, case: Case, along: Along, rows: Sequence[Sequence[Position]]) -> Self:
+        """Return the deviation over `rows` of positions, one row at least."""
+        every = [position for row in rows for position in row]
+        error, kl, same, reference_nats, nats = zip(*every, strict=True)
+        text = along == "text"
+        first = () if text else (next((i for i, one in enumerate(row) if not one.same), None) for row in rows)
+        return cls(
+            case=case, along=along, rows=len(rows), positions=len(every), error=fmean(error), error_max=max(error),
+            kl=fmean(kl), kl_max=max(kl), agreement=fmean(same), first_differences=tuple(first),
+            reference_perplexity=exp(fmean(reference_nats)) if text else None,
+            perplexity=exp(fmean(nats)) if text else None,
+        )  # fmt: skip
+
+
+class Failed(Frozen):
+    """A setting without numbers (`accuracy`), and the reason."""
+
+    case: Case
+    status: Status
+    error: str
+
+
+class Reload(Frozen):
+    """Prefills of `context` tokens, all but `new_tokens` of which were kept, in `kept_bytes` (`reuse`): every sample of
+    the TTFT, in ms. A context that was not measured has a reason in `skipped`.
+
+    `max_difference` is the largest between any logit computed and reloaded.
+    """
+
+    context: int
+    new_tokens: int
+    kept_bytes: int = 0
+    recompute_ms: tuple[float, ...] = ()
+    memory_ms: tuple[float, ...] = ()
+    disk_ms: tuple[float, ...] = ()
+    same_token: bool | None = None
+    max_difference: float | None = None
+    skipped: str | None = None
+
+    def samples(self, source: ReloadSource) -> tuple[float, ...]:
+        return self.memory_ms if source == "memory" else self.disk_ms
+
+    def gain(self, source: ReloadSource) -> float | None:
+        """Return the speed-up of a reload over computing, by medians; None if one was not measured."""
+        samples = self.samples(source)
+        return median(self.recompute_ms) / median(samples) if samples and self.recompute_ms else None
+
+
+class Hits(Frozen):
+    """Needs of steps of `batch_size` tokens met by a cache of `experts` experts of all layers (`routing`).
+
+    A *need* is an expert that a layer chose for a token of a step; it is a hit if the expert was on the device already.
+    """
+
+    policy: ExpertPolicy
+    experts: int
+    hits: Share  # of all needs
+    batch_size: int = Field(default=1, ge=1)
+
+
+class Touched(Frozen):
+    """Experts of a layer that a step of `batch_size` tokens needs (`routing`), as a share of all, on average."""
+
+    batch_size: int = Field(ge=2)
+    share: Share
+
+
+class Text(Frozen):
+    """Text that a study read: its name, the sha256 of its UTF-8, its length in tokens."""
+
+    name: str
+    sha256: str = ""
+    tokens: int
+
+
+def _field(row: Any) -> str:
+    """Return the field that tells the kind of a row, of those in `Row`."""
+    fields = row if isinstance(row, Mapping) else getattr(type(row), "model_fields", {})
+    return next((name for name in ("raw_bytes", "along", "case", "context", "hits") if name in fields), "share")
+
+
+Row = Annotated[
+    Annotated[Coded, Tag("raw_bytes")] | Annotated[Deviation, Tag("along")] | Annotated[Failed, Tag("case")]
+    | Annotated[Reload, Tag("context")] | Annotated[Hits, Tag("hits")] | Annotated[Touched, Tag("share")],
+    Discriminator(_field),
+]  # fmt: skip
+R = TypeVar("R", bound=Frozen)
 
 
 class Start(Frozen):
@@ -42,173 +202,179 @@ class Start(Frozen):
 
 
 class Study(Start):
-    """One run of a study on `machine`, whose `device` did the work.
+    """One run of a study on `machine`, whose `device` did the work: its settings, and a row for each thing measured.
 
-    A subclass names its kind, which is the command's name, and those of its fields that hold points. All other fields
-    are the header.
+    `case` is the reference of `accuracy`, and the load of `reuse`, whose workload means nothing.
     """
 
-    KIND: ClassVar[str]
-    POINTS: ClassVar[tuple[str, ...]]
-
+    study: StudyName
     device: str
+    model: str = ""
+    about: str = ""  # description of the model
+    revision: str = ""
+    case: Case | None = None
+    num_layers: int | None = None  # of `routing` those with routed experts
+    total_layers: int | None = None
+    num_experts: int | None = None  # of a layer
+    experts_per_token: int | None = None
+    guessed: Share | None = None  # share of right guesses of the next layer's experts; None if there were none
+    link: float | None = None  # bytes a second, host to device
+    logits_dtype: str = ""
+    text: Text | None = None
+    samples: int | None = None  # pieces of the text
+    rows: tuple[Row, ...]
 
-    @classmethod
-    def from_document(cls, document: Any) -> tuple[Self, ...]:
-        """Return the runs in a JSON document of an earlier version. Raises ValueError."""
-        return (cls.model_validate(document),)
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        needed = {"codec": "link", "accuracy": "case text", "reuse": "case", "routing": "text num_layers num_experts"}
+        if lacks := [name for name in needed[self.study].split() if getattr(self, name) is None]:
+            raise ValueError(f"study {self.study} lacks {lacks[0]}")
+        return self
+
+    @property
+    def asked(self) -> Case:
+        """Reference of `accuracy`, or load of `reuse`."""
+        assert self.case is not None
+        return self.case
+
+    def of(self, kind: type[R]) -> tuple[R, ...]:
+        """Return the rows of one kind."""
+        return tuple(row for row in self.rows if isinstance(row, kind))
 
 
-S = TypeVar("S", bound=Study)
-
-
-class Runs(NamedTuple, Generic[S]):
+class Runs(NamedTuple):
     """Runs in the order of the file, repeated ones included, and the lines that could not be used."""
 
-    runs: tuple[S, ...] = ()
+    runs: tuple[Study, ...] = ()
     damaged: tuple[Damage, ...] = ()
 
 
-def file_name(kind: type[Study]) -> str:
-    """Return the name of the file that new runs of a kind of study are appended to."""
-    return f"{kind.KIND}.jsonl"
-
-
-def files(path: Path, kind: type[Study]) -> tuple[Path, ...]:
-    """Return the files of a kind of study that `path` stands for: itself, or those anywhere below it, the oldest form
-    first in each folder."""
+def files(path: Path, study: str) -> tuple[Path, ...]:
+    """Return the files of a study that `path` stands for: itself, or those anywhere below it, the oldest form first."""
     if not path.is_dir():
         return (path,)
-    return tuple(sorted(path.rglob(f"{kind.KIND}.json"))) + tuple(sorted(path.rglob(file_name(kind))))
+    return (*sorted(path.rglob(f"{study}.json")), *sorted(path.rglob(f"{study}.jsonl")))
 
 
-def append(path: Path, run: Study) -> None:
-    """Add a run to the file, made if need be, and wait for the disk; a document of an earlier version becomes lines.
+def append(path: Path, run: Start) -> None:
+    """Add a run to the file, made if need be, and wait for the disk.
 
     Raises StoreError if the file cannot be written, another process writes it, or it holds something else.
     """
-    earlier = _earlier(path, type(run)) if path.exists() else ()
-    if earlier:
-        atomic.write(path, b"".join(line + b"\n" for one in earlier for line in _lines(one)))
+    if path.exists() and _document(read_lines(path), path) is not None:
+        raise StoreError(f"{path} is a JSON document, to which no run is added; name another file with --output")
     with Lines.open(path) as lines:
-        lines.mend(unseal, f"record of `zinfer {run.KIND}`")
-        lines.append(*_lines(run))
+        lines.mend(unseal, "record of `zinfer study`")
+        lines.append(seal(KIND, finite(run.model_dump())))
 
 
-def read(path: Path, kind: type[S]) -> Runs[S]:
-    """Return the runs of a file; changes nothing.
+def read(path: Path, study: str) -> Runs:
+    """Return the runs of a study in a file, or in the files below a folder; changes nothing.
 
-    A run with a line that is missing or damaged is left out and reported. Raises StudyError for a file without any run
-    of that kind, StoreError for one that cannot be read.
+    A run with a line that is missing or damaged is left out and reported, and so is a file of a folder that cannot be
+    read. Raises StoreError for another file that cannot be read.
     """
-    try:
-        return Runs(_document(path, kind))
-    except ValueError as error:
-        reason = str(error).splitlines()[0]
-    runs: list[S] = []
+    runs: list[Study] = []
     damaged: list[Damage] = []
-    fields: dict[str, Any] = {}
-    missing = began = 0
-    lines = read_lines(path)
-    for number, line in enumerate(lines, start=1):
+    for file in files(path, study):
         try:
-            name, own = unseal(line)
-        except ValueError as error:
-            damaged.append(Damage(path, number, str(error)))
-            if missing:  # it may have been the next header, so no later line may count as this run's
-                damaged.append(Damage(path, began, f"{missing} lines of this run are missing"))
-                missing = 0
+            lines = read_lines(file)
+        except StoreError as error:
+            if file == path:
+                raise
+            damaged.append(Damage(file, 0, str(error)))
             continue
-        group = name.removeprefix(f"{PREFIX}{kind.KIND}.")
-        if name == f"{PREFIX}{kind.KIND}":
-            if missing:
-                damaged.append(Damage(path, began, f"{missing} lines of this run are missing"))
-            missing, began = own.pop("lines", 0), number
-            if type(missing) is not int or missing < 0:
-                damaged.append(Damage(path, number, f"lines: {missing!r:.40} is no count"))
-                missing = 0
-                continue
-            fields = own | {points: [] for points in kind.POINTS}
-        elif group in kind.POINTS and missing:
-            fields[group].append(own)
-            missing -= 1
-        else:
-            damaged.append(Damage(path, number, f"a line of kind {name[:40]!r} that belongs to no run"))
-            continue
-        if not missing:
-            try:
-                run = kind.model_validate(fields)
-            except ValidationError as error:
-                damaged.append(Damage(path, began, _first(error)))
-                continue
-            if (fault := implausible(run)) is None:
+        for number, fields in found(lines, file, study):
+            fault: str | None
+            if isinstance(fields, str):
+                fault = fields
+            else:
+                try:
+                    run = Study.model_validate(fields)
+                    fault = implausible(run)
+                except ValidationError as error:
+                    fault = first_fault(error)[:300]
+            if fault is None:
                 runs.append(run)
             else:
-                damaged.append(Damage(path, began, fault))
-    if missing:
-        damaged.append(Damage(path, began, f"{missing} lines of this run are missing"))
-    if not runs:
-        reason = damaged[0].reason if damaged and len(lines) > 1 else reason
-        raise StudyError(f"{path} is no record of `zinfer {kind.KIND}`: {reason}")
+                damaged.append(Damage(file, number, fault))
     return Runs(tuple(runs), tuple(sorted(damaged)))
 
 
-def holds(path: Path, kind: type[Study]) -> bool:
-    """Return whether the file is there and holds a run of that kind."""
+def last(path: Path, study: str) -> Study:
+    """Return the last run of a study in a file, or in the files below a folder. Raises StoreError if there is none."""
+    runs, damaged = read(path, study)
+    if not runs:
+        raise StoreError(f"{path} holds no record of `zinfer study {study}`{f': {damaged[0]}' if damaged else ''}")
+    return runs[-1]
+
+
+def found(lines: list[bytes], path: Path, study: str) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    """Yield the line at which each run of a study begins, and its fields; or the reason why a line is none."""
+    document = _document(lines, path)
+    if document is not None:
+        shared = document if isinstance(document, dict) else {"document": document}
+        runs = shared.pop("runs", [{}])
+        for run in runs if isinstance(runs, list) else [runs]:
+            yield 1, _today(study, shared | (run if isinstance(run, dict) else {"run": run}))
+        return
+    began, missing, fields = 0, 0, dict[str, Any]()
+    for number, line in enumerate([*lines, b""], start=1):
+        kind, own = "", dict[str, Any]()
+        try:
+            kind, own = unseal(line)
+        except ValueError as error:
+            if number <= len(lines):
+                yield number, str(error)
+        if missing and not kind.startswith(f"{KIND}.{study}."):  # it may have been the next header
+            yield began, f"{missing} lines of this run are missing"
+            missing = 0
+        if kind == KIND:
+            if own.get("study") == study:
+                yield number, own
+        elif kind == f"{KIND}.{study}":
+            began, missing, fields = number, own.pop("lines", None), own | {"rows": []}
+            if type(missing) is not int or missing < 0:
+                yield number, f"lines: {missing!r:.40} is no count"
+                missing = 0
+            elif not missing:
+                yield number, _today(study, fields)
+        elif missing:
+            fields["rows"].append(own)
+            missing -= 1
+            if not missing:
+                yield began, _today(study, fields)
+        elif kind:
+            yield number, f"a line of kind {kind[:40]!r} that belongs to no run"
+
+
+# Fields of records of zinfer 0.1 that have another name today.
+_RENAMED = {
+    "told": "about", "model_revision": "revision", "reference": "case", "prompts": "text",
+    "points": "rows", "deviations": "rows", "failed": "rows", "touched": "rows",
+}  # fmt: skip
+
+
+def _today(study: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a run of zinfer 0.1 under the names of today."""
+    today: dict[str, Any] = {"study": study, "rows": []}
+    for name, value in fields.items():
+        new = _RENAMED.get(name, name)
+        today[new] = [*today["rows"], *value] if new == "rows" and isinstance(value, list) else value
+    if isinstance(today.get("text"), str):
+        today["text"] = {"name": today["text"], "tokens": today.pop("tokens", None)}
+    if isinstance(today.get("case"), dict):
+        today["model"] = today["case"].get("model")
+    return today
+
+
+def _document(lines: list[bytes], path: Path) -> Any:
+    """Return the one JSON document that a file holds; None for lines, whole or torn."""
     try:
-        return path.is_file() and bool(read(path, kind).runs)
-    except ZinferError:
-        return False
-
-
-def last(path: Path, kind: type[S]) -> S:
-    """Return the last run that a file, or the files below a folder, hold. Raises StudyError, StoreError."""
-    found = [run for file in files(path, kind) for run in read(file, kind).runs]
-    if not found:
-        raise StudyError(f"{path} holds no record of `zinfer {kind.KIND}`")
-    return found[-1]
-
-
-def _earlier(path: Path, kind: type[S]) -> tuple[S, ...]:
-    """Return the runs of a document of an earlier version; none of a file with lines, whole or torn.
-
-    Raises StoreError for a document of something else, which must not be taken for a torn line.
-    """
-    try:
-        return _document(path, kind)
-    except DocumentError:  # it is no document
-        return ()
-    except ValueError as error:
-        with suppress(ValueError):
-            unseal(read_lines(path)[0])
-            return ()
-        raise StoreError(
-            f"{path} is not a record of `zinfer {kind.KIND}`: {error}; name another with --output"
-        ) from None
-
-
-def _lines(run: Study) -> Iterable[bytes]:
-    """Return a run's lines: its header, which counts the others, and its points."""
-    fields = finite(run.model_dump())
-    points = [(name, point) for name in run.POINTS for point in fields.pop(name)]
-    kind = f"{PREFIX}{run.KIND}"
-    return [seal(kind, fields | {"lines": len(points)}), *(seal(f"{kind}.{name}", point) for name, point in points)]
-
-
-def _document(path: Path, kind: type[S]) -> tuple[S, ...]:
-    """Return the runs of a file with one JSON document. Raises ValueError for anything else."""
-    document = parse_json(b"\n".join(read_lines(path)), path)
-    if isinstance(document, dict) and "checksum" in document:
-        raise ValueError("it is a line of a later version")
-    try:
-        runs = kind.from_document(document)
-    except ValidationError as error:
-        raise ValueError(_first(error)) from None
-    if fault := next(filter(None, map(implausible, runs)), None):
-        raise ValueError(fault)
-    return runs
-
-
-def _first(error: ValidationError) -> str:
-    first = error.errors()[0]
-    return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"[:300]
+        document = parse_json(b"\n".join(lines), path)
+        unseal(lines[0])
+    except Garbled:
+        return document
+    except ValueError:
+        return None
+    return None

@@ -12,11 +12,9 @@ from zinfer.core.case import Case
 from zinfer.core.machine import Machine
 from zinfer.core.model import ModelError, ModelSpec
 from zinfer.plan.published import Published
-from zinfer.record.accuracy import AccuracyRecord
-from zinfer.record.codec import CodecRecord
-from zinfer.record.prefix_reuse import Run
 from zinfer.record.requests import RequestPoint
 from zinfer.record.store import Header
+from zinfer.record.study import Study
 
 
 class WorkloadFindings(NamedTuple):
@@ -67,9 +65,7 @@ class Findings(NamedTuple):
     prices: Prices = Prices()
     demand: Demand | None = None
     questions: tuple[PlanningQuestion, ...] = ()
-    codecs: tuple[CodecRecord, ...] = ()
-    accuracies: tuple[AccuracyRecord, ...] = ()
-    reuses: tuple[Run, ...] = ()
+    studies: tuple[Study, ...] = ()
     requests: tuple[RequestPoint, ...] = ()
     request_headers: tuple[Header, ...] = ()  # of their files
 

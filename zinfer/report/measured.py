@@ -4,16 +4,16 @@ and whether offload pays."""
 from collections.abc import Iterator, Sequence
 from math import floor, log10
 
-from zinfer.analysis import rates, reproduce
+from zinfer.analysis import rates, reproduce, study
 from zinfer.analysis.best import known_cost
 from zinfer.analysis.economics import DAY_S
 from zinfer.analysis.group import Points, by_load
 from zinfer.analysis.timeline import busy, busy_bandwidth, by_rank, hidden_share, length_ms, share, waits
 from zinfer.core.machine import FIGURES, Machine
-from zinfer.core.units import duration, gb, gib
+from zinfer.core.units import duration, gib
 from zinfer.plan.published import PublishedCodec, codecs
-from zinfer.record import accuracy, codec, prefix_reuse
 from zinfer.record.measurement import Lane, Measurement, Span
+from zinfer.record.study import Deviation, Study
 from zinfer.report import requests
 from zinfer.report.document import (
     Block,
@@ -134,7 +134,7 @@ def system(findings: Findings) -> Section:
             blocks += _machine(machine)
     if not blocks:
         blocks.append(Text("No machine has a record.", "missing"))
-    return Section("system", "System under test", [*blocks, *_codecs(findings), *_studies(findings)])
+    return Section("system", "System under test", [*blocks, *_studies(findings)])
 
 
 def results(findings: Findings) -> Section:
@@ -285,28 +285,32 @@ def _apart(workload: WorkloadFindings, winner: Measurement, findings: Findings) 
         yield (
             "Lossy, apart",
             f"{rate(other)[0]} tok/s: {named(other)}; "
-            + (_loss(other, findings) or "`zinfer accuracy` tells how far its text differs"),
+            + (_loss(other, findings) or "`zinfer study accuracy` tells how far its text differs"),
         )
 
 
 def _loss(point: Measurement, findings: Findings) -> str:
     """Return how far the point's lossy settings change the output of its model, as measured; empty if they were not."""
-    for record in findings.accuracies:
-        for one in record.of(point.case):
-            return (
-                f"`zinfer accuracy`: the same most likely token at {one.agreement:.2%} of {one.positions:,} positions"
-            )
+    for run in _accuracies(findings):
+        for one in study.deviations(run, point.case):
+            share = f"{one.agreement:.2%} of {one.positions:,} positions"
+            return f"`zinfer study accuracy`: the same most likely token at {share}"
     return ""
+
+
+def _accuracies(findings: Findings) -> list[Study]:
+    return [run for run in findings.studies if run.study == "accuracy"]
 
 
 def _losses(workload: WorkloadFindings, findings: Findings) -> Iterator[Table]:
     """Yield the measured accuracy of the workload's lossy settings."""
     cases = [point.case for point in rates.lossy(workload.points)]
-    for record in findings.accuracies:
-        found = [one for one in record.deviations if any(one in record.of(case) for case in cases)]
+    for run in _accuracies(findings):
+        found = [one for one in run.of(Deviation) if any(one in study.deviations(run, case) for case in cases)]
         if found:
-            caption = f"{workload.name}: accuracy of the lossy settings. {record.title}."
-            yield Table(caption, accuracy.COLUMNS, tuple(map(Row, record.cells(found))))
+            shown = study.show(run)
+            caption = f"{workload.name}: accuracy of the lossy settings. {shown.title}."
+            yield Table(caption, shown.columns, tuple(map(Row, study.accuracy_cells(run, found))))
 
 
 def _costs(point: Measurement, findings: Findings) -> Iterator[tuple[str, str]]:
@@ -331,7 +335,7 @@ def _risks(workload: WorkloadFindings, point: Measurement, findings: Findings) -
     if group.layers is not None:
         yield "a slice: the whole model is slower and its memory differs"
     if point.case.lossy:
-        yield f"a lossy setting: {_loss(point, findings) or 'check the text with `zinfer accuracy`'}"
+        yield f"a lossy setting: {_loss(point, findings) or 'check the text with `zinfer study accuracy`'}"
     if point.gpu.get("throttle_reasons"):
         yield "the driver held the GPU's clocks back"
     if point.effective is not None and point.effective.shortfall:
@@ -425,50 +429,21 @@ def _details(machine: Machine) -> list[tuple[str, str]]:
     return [(name, value) for name, value in told.items() if value]
 
 
-def _codecs(findings: Findings) -> Iterator[Block]:
-    """Yield the lossless codec of the stream engine as measured on each machine, beside those that others published."""
-    for record in findings.codecs:
-        yield Heading(f"Lossless coding of weights, {record.machine}")
-        caption = (
-            f"Measured by zinfer codec on {record.device}, link {gb(record.link)}/s. Bound: the least "
-            "size that coding exponents one by one can reach. Rates count raw bytes; pays: upper bound on the "
-            "speed-up, given the link bandwidth."
-        )
-        rows = (
-            Row(cells, "failed" if row.name in record.failed else "")
-            for row, cells in zip(record.rows, record.cells(), strict=True)
-        )
-        yield Details(f"Rates and sizes of the codec, {record.machine}", (Table(caption, codec.COLUMNS, tuple(rows)),))
-        yield Items(tuple(f"{row.name}: {row.told}." for row in record.rows))
-    if findings.codecs:
+def _studies(findings: Findings) -> Iterator[Block]:
+    """Yield each study as measured on each machine, and the codecs that others published."""
+    for run in findings.studies:
+        shown = study.show(run)
+        heading = f"{shown.subject}, {run.machine}"
+        yield Heading(heading)
+        caption = f"{shown.title}. Measured by zinfer study {run.study} on {run.device}. {shown.method}"
+        failed = study.wrong(run)
+        rows = tuple(Row(cells, "failed" if cells[0] in failed else "") for cells in shown.cells)
+        yield Details(heading, (Table(caption, shown.columns, rows),))
+        yield Items(shown.notes)
+    if any(run.study == "codec" for run in findings.studies):
         others = tuple(Row(one.cells) for one in codecs())
         caption = "Published by others, not measured here."
         yield Details("Codecs of others", (Table(caption, PublishedCodec.columns, others),))
-
-
-def _studies(findings: Findings) -> Iterator[Block]:
-    """Yield the accuracy of settings, and the time saved by keeping a conversation, as measured on each machine."""
-    for record in findings.accuracies:
-        yield Heading(f"Accuracy of settings, {record.machine}")
-        caption = (
-            f"{record.title}. Measured by zinfer accuracy on {record.device}, logits in {record.logits_dtype}; rows "
-            f"begin with {record.prompts.name}. Teacher forcing: each setting gets the same tokens as the reference, "
-            "the reference's own greedy ones or the text's. Logit error: root mean square, over the standard deviation "
-            "of the reference's logits. The first rows are the reference beside itself in smaller batches: the effect "
-            "of floating point alone."
-        )
-        yield Table(caption, accuracy.COLUMNS, tuple(map(Row, record.cells())))
-        failed = (f"{record.label(one.case)} failed ({one.status}): {one.error}" for one in record.failed)
-        yield Items((f"The model: {record.told}.", *failed))
-    for run in findings.reuses:
-        yield Heading(f"Keeping a conversation, {run.title}, {run.machine}")
-        caption = (
-            f"TTFT in the median, with the whole context computed or its kept KV cache reloaded. Measured by zinfer "
-            f"reuse on {run.device}: {run.conditions}."
-        )
-        table = Table(caption, prefix_reuse.COLUMNS, tuple(Row(point.cells) for point in run.measured))
-        yield Details(f"Time to the first token by context, {run.title}, {run.machine}", (table,))
-        yield Items(tuple(run.verdicts))
 
 
 def _throughput(workload: WorkloadFindings) -> Plain:
@@ -495,7 +470,7 @@ def _tops(workload: WorkloadFindings) -> Table:
         end = str(edges[point.case.load].smallest_oom or "")
         rows.append(Row((titled(point), *cells, end), _kind(point, winner)))
     caption = f"{workload.name}: each configuration at its own best batch" + (
-        "; lossy settings last, see `zinfer accuracy`." if rates.lossy(workload.points) else "."
+        "; lossy settings last, see `zinfer study accuracy`." if rates.lossy(workload.points) else "."
     )
     return Table(caption, (*_COLUMNS, "#OOM at"), tuple(rows))
 

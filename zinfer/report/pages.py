@@ -17,10 +17,11 @@ from statistics import mean, median
 from typing import NamedTuple
 
 from zinfer.analysis.group import Setting
+from zinfer.analysis.study import show
 from zinfer.core.engine import ENGINES
 from zinfer.core.errors import EXIT_CODES
 from zinfer.core.units import counted, duration, figures, gb, gib
-from zinfer.record import accuracy, codec, routing, store, study
+from zinfer.record import store, study
 from zinfer.record.measurement import Measurement
 from zinfer.record.requests import RequestPoint
 from zinfer.system import documents
@@ -358,20 +359,23 @@ def machines() -> str:
 
 
 def accuracies(machine: str) -> str:
-    """Return the table of the last record of the study `accuracy` on a machine."""
-    return markdown(accuracy.COLUMNS, study.last(RESULTS / machine, accuracy.AccuracyRecord).cells())
+    """Return the table of the last accuracy study on a machine."""
+    shown = show(study.last(RESULTS / machine, "accuracy"))
+    return markdown(shown.columns, shown.cells)
 
 
 def codecs() -> str:
-    """Return the table of the record of the study `codec`."""
-    return markdown(codec.COLUMNS, study.last(RESULTS, codec.CodecRecord).cells())
+    """Return the table of the record of the codec study."""
+    shown = show(study.last(RESULTS, "codec"))
+    return markdown(shown.columns, shown.cells)
 
 
 def routings() -> str:
-    """Return the table of the record of the study `routing`, and its verdict."""
-    run = study.last(RESULTS, routing.RoutingRecord)
-    words = f"({run.told}; {run.tokens:,} tokens of {run.text}.) {run.verdict()}"
-    return f"{markdown(routing.COLUMNS, run.cells())}\n\n{wrapped(words)}"
+    """Return the table of the record of the routing study, and its verdict."""
+    run = study.last(RESULTS, "routing")
+    shown = show(run)
+    text = "" if run.text is None else f"; {run.text.tokens:,} tokens of {run.text.name}"
+    return f"{markdown(shown.columns, shown.cells)}\n\n{wrapped(f'({run.about}{text}.) {shown.notes[0]}')}"
 
 
 def exit_codes() -> str:

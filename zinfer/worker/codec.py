@@ -8,17 +8,14 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from zinfer import __version__
 from zinfer.checkpoint.headers import Checkpoint, TensorInfo
 from zinfer.core.errors import not_here
 from zinfer.core.model import LAYER_INDEX
-from zinfer.record.codec import CodecError, CodecRecord, Coded, Rate
-from zinfer.system import host, local
-from zinfer.worker import probe
+from zinfer.record.study import Coded, Rate, Study, StudyError
+from zinfer.worker import probe, process
 
 if TYPE_CHECKING:
     import torch
@@ -60,10 +57,10 @@ def find(path: Path, cast: bool = False) -> Stored:
     """Find the matrices to code in `path`, a checkpoint's folder or one safetensors file: those in bf16, or with `cast`
     in any float type, cast to bf16; or those in FP8 (e4m3) if these have more weights.
 
-    Raises CodecError or CheckpointError where there is nothing to code.
+    Raises StudyError or CheckpointError where there is nothing to code.
     """
     if not path.exists() or not (path.is_dir() or path.suffix == ".safetensors"):
-        raise CodecError(f"{path} is neither the folder of a checkpoint nor a .safetensors file")
+        raise StudyError(f"{path} is neither the folder of a checkpoint nor a .safetensors file")
     checkpoint = Checkpoint.open(path) if path.is_dir() else Checkpoint.of_file(path)
     floats = {n: info for n, info in checkpoint.tensors.items() if len(info.shape) == 2 and info.dtype in _FLOATS}
     usable = {name: info for name, info in floats.items() if cast or info.dtype == "BF16"}
@@ -85,24 +82,22 @@ def find(path: Path, cast: bool = False) -> Stored:
     if numel(chosen) < MIN_NUMEL:
         hint = "; --dtype bf16 casts its other floats to bf16" if len(usable) < len(floats) else ""
         kind = "FP8" if chosen is codes and codes else "bf16"
-        raise CodecError(f"{path} has {numel(chosen)} {kind} weights to code, at least {MIN_NUMEL} are needed{hint}")
+        raise StudyError(f"{path} has {numel(chosen)} {kind} weights to code, at least {MIN_NUMEL} are needed{hint}")
     return Stored(name, checkpoint.config.get("model_type", ""), chosen)
 
 
-def measure(
-    checkpoints: Sequence[Path] = (), cast: bool = False, progress: Callable[[str], object] = str
-) -> CodecRecord:
+def measure(checkpoints: Sequence[Path] = (), cast: bool = False, progress: Callable[[str], object] = str) -> Study:
     """Measure the codec on drawn weights and on those of `checkpoints` (see `find`), on the GPU if there is one;
     `progress` gets the name of each measurement.
 
-    Raises CodecError where torch is missing, and the errors of `find`, before anything is measured.
+    Raises StudyError where torch is missing, and the errors of `find`, before anything is measured.
     """
     try:
         import torch
     except ImportError:
-        raise not_here(CodecError("the measurement needs torch: pip install 'zinfer[engines]'")) from None
+        raise not_here(StudyError("the measurement needs torch: pip install 'zinfer[engines]'")) from None
     stored = [find(path, cast) for path in checkpoints]
-    started = datetime.now(UTC).isoformat(timespec="seconds")
+    here = process.here("stream")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     progress("the link")
     link = probe.measure_link(device)
@@ -117,18 +112,7 @@ def measure(
         progress(one.name)
         values, told = read(one, size)
         rows.append(_measure(one.name, told, one.bytes, values.to(device), size))
-    devices = host.gpus()
-    versions = {name: host.package_version(name) for name in ("torch", "triton")} | {"zinfer": __version__}
-    if devices and "driver" in devices[0]:
-        versions["driver"] = devices[0]["driver"]
-    return CodecRecord(
-        machine=local.name(),
-        device=torch.cuda.get_device_name() if device.type == "cuda" else host.cpu_model(),
-        link=link,
-        started_at=started,
-        versions={name: version for name, version in versions.items() if version},
-        rows=tuple(rows),
-    )
+    return Study(study="codec", link=link, rows=tuple(rows), **here)
 
 
 def draw(name: str, size: int, device: "torch.device") -> "torch.Tensor":

@@ -1,4 +1,4 @@
-"""Measurement behind `zinfer reuse`: a prefill of everything against one that continues from a kept past."""
+"""Measurement behind `zinfer study reuse`: a prefill of everything against one that continues from a kept past."""
 
 import os
 from collections.abc import Callable, Sequence

@@ -268,6 +268,15 @@ def _oom_kills() -> int:
     return 0
 
 
+def here(engine_name: str) -> dict[str, Any]:
+    """Return the start of a study's record: machine, device, time and versions."""
+    from zinfer.system import host, local
+
+    devices = host.gpus()
+    device = str(devices[0].get("name", "gpu")) if devices else host.cpu_model()
+    return {"machine": local.name(), "device": device, "started_at": now(), "versions": versions(engine_name)}
+
+
 def versions(engine_name: str, weights: Weights = "as-released") -> dict[str, str]:
     """Return the versions of Python, zinfer, the driver, and the packages that the engine requires for `weights`."""
     import platform

@@ -1,5 +1,4 @@
-"""Measurement behind `zinfer routing`: the experts that a mixture's routers choose for a text, and what a cache of
-experts would have met.
+"""Measurement of routing: the experts that a mixture's routers choose for a text, and what a cache would have met.
 
 A forward pass over a piece of the text gives the choices of each of its tokens, which are those of a decode step that
 gets this token. The pieces follow each other through the cache, as requests do; a step of several rows has a token of
@@ -7,14 +6,11 @@ as many places in the text, which move on together.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from datetime import UTC, datetime
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from zinfer import __version__
-from zinfer.core.errors import ENVIRONMENT, ZinferError
 from zinfer.core.model import ModelSpec
 from zinfer.engine.state import ModelState
 from zinfer.engine.stream.expert_images import routed_experts
@@ -22,17 +18,11 @@ from zinfer.engine.stream.experts import ExpertCache, Policy
 from zinfer.engine.stream.routers import Routers
 from zinfer.generation.tokenizer_process import TokenizerProcess
 from zinfer.plan.cost import whole_tokens
-from zinfer.record.routing import POLICIES, Hits, RoutingRecord, Touched
-from zinfer.system import host, local
+from zinfer.record.study import POLICIES, Hits, Study, StudyError, Text, Touched
+from zinfer.worker import process
 
 SHARES = (0.1, 0.25, 0.5, 0.75)  # sizes of a cache, as shares of all experts
 Step = Sequence[tuple[int, Sequence[int]]]  # numbers of layers, ascending, and of the experts that each chose
-
-
-class RoutingError(ZinferError):
-    """A model or a text whose routing cannot be measured; the message says what to do next."""
-
-    exit_code = ENVIRONMENT
 
 
 class Watched:
@@ -102,7 +92,7 @@ def replay(steps: Iterable[Step], policy: Policy, room: int) -> float:
 
 @torch.inference_mode()
 def trace(spec: ModelSpec, pieces: Iterable[Sequence[int]]) -> Iterator[Watched]:
-    """Yield the choices for each of `pieces`, token numbers, of the model's checkpoint. Raises RoutingError."""
+    """Yield the choices for each of `pieces`, token numbers, of the model's checkpoint. Raises StudyError."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     state = ModelState(spec, "safetensors")
     weights = {name: torch.empty_like(entry.tensor, device=device) for name, entry in state.entries.items()}
@@ -113,7 +103,7 @@ def trace(spec: ModelSpec, pieces: Iterable[Sequence[int]]) -> Iterator[Watched]
     model = state.model.to(device).eval()
     watched = Watched(state.layers)
     if not watched.count:
-        raise RoutingError(f"{spec.name} has no routed experts that transformers' ExpertsInterface dispatches")
+        raise StudyError(f"{spec.name} has no routed experts that transformers' ExpertsInterface dispatches")
     for number, piece in enumerate(pieces):
         token_ids = torch.tensor([piece], device=device)
         if number == 0:
@@ -125,14 +115,14 @@ def trace(spec: ModelSpec, pieces: Iterable[Sequence[int]]) -> Iterator[Watched]
 
 def measure(
     spec: ModelSpec, text: tuple[str, str], count: int, length: int, told: str, progress: Callable[[str], None]
-) -> RoutingRecord:
+) -> Study:
     """Measure `count` pieces of `length` tokens, evenly spread over `text`: its name and its content. Raises
-    RoutingError."""
-    started = datetime.now(UTC).isoformat(timespec="seconds")
+    StudyError."""
+    here = process.here("stream")
     with TokenizerProcess(spec) as tokenizer:
         token_ids = tokenizer.encode_document(text[1])
     if len(token_ids) < count * length:
-        raise RoutingError(f"{text[0]} has {len(token_ids)} tokens, and {count} x {length} are asked for: take fewer")
+        raise StudyError(f"{text[0]} has {len(token_ids)} tokens, and {count} x {length} are asked for: take fewer")
     last = len(token_ids) - length
     pieces = [token_ids[start : start + length] for start in (one * last // max(1, count - 1) for one in range(count))]
     steps: list[Step] = []
@@ -156,20 +146,8 @@ def measure(
             needs = sum(len(experts) for step in own for _, experts in step)
             touched.append(Touched(batch_size=batch_size, share=needs / (len(own) * every)))
         progress(f"steps of {batch_size} tokens")
-    versions = {name: host.package_version(name) for name in ("torch", "transformers")} | {"zinfer": __version__}
-    return RoutingRecord(
-        machine=local.name(),
-        device=torch.cuda.get_device_name() if torch.cuda.is_available() else host.cpu_model(),
-        started_at=started,
-        versions={name: version for name, version in versions.items() if version},
-        model=spec.name,
-        told=told,
-        text=text[0],
-        tokens=len(steps),
-        num_layers=len(watched.chosen),
-        num_experts=watched.count,
-        experts_per_token=len(steps[0][0][1]),
-        guessed=watched.right / watched.guessed if watched.guessed else None,
-        rows=tuple(rows),
-        touched=tuple(touched),
-    )
+    return Study(
+        study="routing", model=spec.name, about=told, text=Text(name=text[0], tokens=len(steps)),
+        num_layers=len(watched.chosen), num_experts=watched.count, experts_per_token=len(steps[0][0][1]),
+        guessed=watched.right / watched.guessed if watched.guessed else None, rows=(*rows, *touched), **here,
+    )  # fmt: skip

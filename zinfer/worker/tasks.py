@@ -15,9 +15,9 @@ from zinfer.core.requests import RequestLoad
 from zinfer.core.value import Frozen
 from zinfer.generation.sampling import GREEDY, Sampling
 from zinfer.plan.plan import Plan
-from zinfer.record.accuracy import Position
 from zinfer.record.measurement import Measurement
 from zinfer.record.requests import RequestPoint
+from zinfer.record.study import Position
 
 
 class Message(Frozen):
@@ -239,7 +239,7 @@ class BatchStep(Request[BatchStepped]):
 
 
 class PrefixReused(Message):
-    """Samples, in ms, and findings of a `zinfer.record.prefix_reuse.Point`."""
+    """Samples, in ms, and findings of a `zinfer.record.study.Reload`."""
 
     recompute_ms: list[float]
     memory_ms: list[float]

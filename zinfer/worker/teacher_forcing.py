@@ -16,7 +16,7 @@ from zinfer.core.progress import Progress
 from zinfer.engine.base import Engine
 from zinfer.generation.sampling import NotFiniteError, greedy
 from zinfer.generation.scheduler import DecodeLoop
-from zinfer.record.accuracy import Position
+from zinfer.record.study import Position
 from zinfer.worker.session import Session
 from zinfer.worker.tasks import LogitsCompare, LogitsCompared, LogitsFile, LogitsRecord, LogitsRecorded
 
@@ -87,7 +87,7 @@ def logits_compare(session: Session, request: LogitsCompare) -> LogitsCompared:
 
 def deviation(reference: Tensor, logits: Tensor, tokens: Tensor) -> Tensor:
     """Return the deviation of `logits` from those of the `reference`, ``[B, V]`` each, of any float type: the fields of
-    a `zinfer.record.accuracy.Position`, computed in float64, ``[B, 5]``; `tokens`, ``[B]``, come next."""
+    a `zinfer.record.study.Position`, computed in float64, ``[B, 5]``; `tokens`, ``[B]``, come next."""
     same = reference.argmax(-1) == logits.argmax(-1)
     expected, actual = reference.double(), logits.double()
     error = (actual - expected).square().mean(-1).sqrt() / expected.std(-1, correction=0)

@@ -1,4 +1,4 @@
-"""The `tensorrt` engine: runs a plan made by `zinfer build`; the library itself streams the weights.
+"""The `tensorrt` engine: runs a plan made by `zinfer pack --engine tensorrt`; the library itself streams the weights.
 
 The library keeps as many bytes of weights on the GPU as its budget allows and copies the rest in every pass. Offload
 `none` sets the budget to all weights; `cpu` (weights in host memory) sets it to ``--gpu-weights``, or to the library's
@@ -59,7 +59,7 @@ class TensorRT(Engine):
     @classmethod
     def unable(cls) -> str | None:
         if not torch.cuda.is_available():
-            return "no GPU; `zinfer build` can still build plans here, with TensorRT-RTX"
+            return "no GPU; `zinfer pack --engine tensorrt` can still build plans here, with TensorRT-RTX"
         return find_library().why_not(torch.cuda.get_device_capability())
 
     def _find_plan(self) -> planfile.PlanFile:

@@ -163,7 +163,8 @@ def find(wanted: PlanKey, where: str = "auto") -> PlanFile:
 
 def build_command(wanted: PlanKey) -> str:
     """Return the command that builds `wanted`."""
-    command = f"zinfer build --model {wanted.model} --dtype {wanted.dtype} --load-format {wanted.load_format}"
+    command = f"zinfer pack --engine tensorrt --model {wanted.model} --dtype {wanted.dtype}"
+    command += f" --load-format {wanted.load_format}"
     command += "" if wanted.layers is None else f" --layers {wanted.layers}"
     return f"{command} --max-batch-size {wanted.max_batch_size} --max-seq-len {wanted.max_seq_len}"
 

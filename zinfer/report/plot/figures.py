@@ -14,6 +14,7 @@ from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
+from zinfer.analysis import study
 from zinfer.analysis.group import Group, Points, by_load, samples
 from zinfer.analysis.rates import Spread, best_by_load, rate_text, spread, tied, winner
 from zinfer.analysis.rates import edges as find_edges
@@ -21,7 +22,7 @@ from zinfer.core.case import Case
 from zinfer.core.units import figures, gb
 from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Measurement
-from zinfer.record.prefix_reuse import SOURCES, Run, break_even, verdict
+from zinfer.record.study import SOURCES, Study
 from zinfer.report.plot.style import (
     CHARACTER,
     DRAWN,
@@ -194,17 +195,17 @@ def prediction(plans: Sequence[Plan]) -> Figure | None:
         return sheet.finish()
 
 
-def reuse(run: Run) -> Figure | None:
+def reuse(run: Study) -> Figure | None:
     """Draw the time to first token over the context, computed again and reloaded: medians with their ranges, and the
     break-even; None if nothing was measured."""
-    points = run.measured
+    points = study.measured(run)
     if not points:
         return None
     contexts = [point.context for point in points]
-    words = [f"{told}." for source in SOURCES if (told := verdict(points, source)) is not None]
-    notes = (" ".join(word[0].upper() + word[1:] for word in words), f"{run.machine} · {run.conditions}")
+    words = [f"{told}." for source in SOURCES if (told := study.verdict(points, source)) is not None]
+    notes = (" ".join(word[0].upper() + word[1:] for word in words), f"{run.machine} · {study.conditions(run)}")
     with looks():
-        sheet = Sheet(run, "when does a reload pay?", notes)
+        sheet = Sheet(study.show(run), "when does a reload pay?", notes)
         axes = sheet.panels[0]
         held: list[float] = []
         for way, (colour, marker) in _WAYS.items():
@@ -222,7 +223,7 @@ def reuse(run: Run) -> Figure | None:
             )
             held += [value for _, samples in known for value in samples]
         for source in SOURCES:
-            even = break_even(points, source)
+            even = study.break_even(points, source)
             if even is not None and even > 0 and isfinite(even):
                 label = f"break-even from {source}: {round(even):,} tokens"
                 axes.axvline(even, linestyle=":", color=_WAYS[source][0], linewidth=1.3, label=label)

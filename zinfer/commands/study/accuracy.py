@@ -1,4 +1,4 @@
-"""`zinfer accuracy`: the error that a setting of an engine adds, against the same engine without it."""
+"""`zinfer study accuracy`: the error that a setting of an engine adds, against the same engine without it."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -7,14 +7,13 @@ import click
 
 from zinfer.commands import options
 from zinfer.commands.failure import Failure
+from zinfer.commands.study import keep, present
 from zinfer.core.errors import ENVIRONMENT, NOTHING, PARTIAL
 
 if TYPE_CHECKING:
     from zinfer.checkpoint.source import Source
-    from zinfer.commands.out import Table
     from zinfer.commands.watch import Watch
     from zinfer.plan.plan import Plan
-    from zinfer.record.accuracy import AccuracyRecord
 
 
 @click.command("accuracy", cls=options.LoadCommand)
@@ -48,9 +47,11 @@ if TYPE_CHECKING:
 @options.record("accuracy")
 @click.pass_obj
 def command(debug: bool, /, output: Path | None, as_json: bool, **how: Any) -> None:
-    """Compare each setting (a comma list is an axis), or the model's weights in fewer bits, with the engine's defaults:
-    the error of its logits, how often its most likely token differs, the text's perplexity, and the first token at
-    which greedy texts differ.
+    """Measure the cost of an engine's setting in accuracy.
+
+    Each setting (a comma list is an axis), or the model's weights in fewer bits, is compared with the engine's
+    defaults: the error of its logits, how often its most likely token differs, the text's perplexity, and the first
+    token at which greedy texts differ.
 
     Each of --samples pieces of the text makes two rows: one continues the piece's first --input-len tokens with the
     reference's own greedy tokens, the other with the text's. Every setting is fed the same --output-len tokens a row
@@ -58,44 +59,19 @@ def command(debug: bool, /, output: Path | None, as_json: bool, **how: Any) -> N
     fp32. Random weights say little: their record is written only with --output.
 
     \b
-    zinfer accuracy --model ./my-checkpoint --offload cpu --kv-cache-dtype int8,fp8
-    zinfer accuracy --model ./my-checkpoint --weights int4 --weights int8 --weights fp8
-    zinfer accuracy --model ./my-checkpoint --dtype fp32 --kv-cache-dtype int8 --prompt-file book.txt --samples 64
+    zinfer study accuracy --model ./my-checkpoint --offload cpu --kv-cache-dtype int8,fp8
+    zinfer study accuracy --model ./my-checkpoint --weights int4 --weights int8 --weights fp8
+    zinfer study accuracy --model ./my-checkpoint --dtype fp32 --kv-cache-dtype int8 --prompt-file book.txt
     """
-    from zinfer.commands.out import console, study_file
-    from zinfer.record import study
-    from zinfer.record.accuracy import AccuracyRecord
-
-    record, signal = _measure(debug, how)
-    path = study_file(AccuracyRecord, record.machine, output)
-    # Random weights say nothing of a model, so they do not take the place of a checkpoint's.
-    kept = record.compared and (output is not None or record.reference.load_format != "dummy")
-    if kept:
-        study.append(path, record)
-    if as_json:
-        click.echo(record.model_dump_json(indent=1))
-    else:
-        console().print(table(record))
-    click.echo(f"wrote {path}" if kept else "not written: no setting was measured, or only random weights", err=True)
-    if signal is not None:
-        raise SystemExit(128 + signal)
-    if record.failed:
-        reasons = "; ".join(f"{record.label(one.case)}: {one.status}: {one.error}" for one in record.failed)
-        raise Failure(reasons, PARTIAL if record.compared else NOTHING)
-
-
-def _measure(debug: bool, how: dict[str, Any]) -> "tuple[AccuracyRecord, int | None]":
-    """Check the options, then run the comparison; return its record, and the signal that ended it early, if one did.
-    Raises Failure or UsageError."""
     from hashlib import sha256
 
+    from zinfer.analysis.study import compared, label
     from zinfer.commands.watch import Watch
     from zinfer.core.model import check_positions
-    from zinfer.job.accuracy import AccuracyStudy, Stopped, describe, text_of
+    from zinfer.job.accuracy import AccuracyStudy, describe, text_of
     from zinfer.job.signals import Interrupted, Signals
-    from zinfer.record.accuracy import AccuracyRecord, Prompts
-    from zinfer.system import host, local
-    from zinfer.worker.process import Worker, WorkerError, now, versions
+    from zinfer.record.study import Failed, Study, Text
+    from zinfer.worker.process import Worker, WorkerError, here
 
     if not how["settings"] and not how["copies"]:
         raise click.UsageError("no setting to compare: name one, as in --kv-cache-dtype int8,fp8 or --weights int4")
@@ -104,49 +80,46 @@ def _measure(debug: bool, how: dict[str, Any]) -> "tuple[AccuracyRecord, int | N
     if any(len(values) > 1 for values in how["reference"].values()):
         raise click.UsageError("--reference takes one value for each option: there is one reference")
     source = options.weights_of(how["model"], how["dtype"], None, how["load_format"])
-    spec = source.spec
-    check_positions(spec, how["input_len"], how["output_len"])
+    check_positions(source.spec, how["input_len"], how["output_len"])
     name, text = text_of(how["prompt_file"])
     with Watch() as watch:
         copies = [_copy(source, wanted, watch) for wanted in dict.fromkeys(how["copies"])]
-    started, (reference, settings, target) = now(), _plans(how, source, copies)
+    reference, settings, target = _plans(how, source, copies)
+    start, signal = here(reference.case.engine), 0
     with Watch() as watch, Signals() as signals:
-        study = AccuracyStudy(
-            reference=reference,
-            settings=settings,
-            text=text,
-            samples=how["samples"],
-            make_worker=lambda: Worker(
+
+        def worker() -> Worker:
+            return Worker(
                 target, timeout_s=how["timeout_s"], notice=watch.progress, loaded=watch.loaded, debug=bool(debug)
-            ),
-            loading=watch.loading,
-        )
-        signal: int | None = None
+            )
+
+        study = AccuracyStudy(reference, settings, text, how["samples"], worker, watch.loading)
         try:
             with signals.raised():
-                found = study.run()
-        except Stopped as stopped:
-            found, signal = stopped.found, stopped.signal
+                study.run()
         except WorkerError as error:
             raise Failure(f"the reference: {error.line}", error.exit_code) from None
         except Interrupted as interrupt:
-            raise SystemExit(128 + interrupt.signal) from None
-    devices = host.gpus()
-    record = AccuracyRecord(
-        machine=local.name(),
-        device=str(devices[0].get("name", "gpu")) if devices else host.cpu_model(),
-        started_at=started,
-        versions=versions(reference.case.engine),
-        told=describe(spec),
-        revision=source.revision,
-        reference=reference.case,
-        logits_dtype=found.logits_dtype,
-        samples=how["samples"],
-        prompts=Prompts(name=name, sha256=sha256(text.encode()).hexdigest(), tokens=found.tokens),
-        deviations=found.deviations,
-        failed=found.failed,
-    )
-    return record, signal
+            signal = interrupt.signal
+            if not study.rows:
+                raise SystemExit(128 + signal) from None
+    case = reference.case
+    run = Study(
+        study="accuracy", model=case.model, about=describe(source.spec), revision=source.revision, case=case,
+        logits_dtype=study.logits_dtype, samples=how["samples"], rows=tuple(study.rows), **start,
+        text=Text(name=name, sha256=sha256(text.encode()).hexdigest(), tokens=study.tokens),
+    )  # fmt: skip
+    # Random weights say nothing of a model, so they do not take the place of a checkpoint's.
+    if compared(run) and (output is not None or case.load_format != "dummy"):
+        keep(run, output)
+    else:
+        click.echo("not written: no setting was measured, or only random weights", err=True)
+    present(run, as_json)
+    if signal:
+        raise SystemExit(128 + signal)
+    if failed := run.of(Failed):
+        reasons = "; ".join(f"{label(run, one.case)}: {one.status}: {one.error}" for one in failed)
+        raise Failure(reasons, PARTIAL if compared(run) else NOTHING)
 
 
 def _copy(source: "Source", wanted: str, watch: "Watch") -> "Source":
@@ -182,53 +155,40 @@ def _plans(how: dict[str, Any], source: "Source", copies: "list[Source]") -> "tu
     """Return the reference's plan, those of the settings, and the engine's class as module:Class. Each of `copies` has
     all settings, or the reference's own without any."""
     from zinfer.core.engine import OptionError, conflict
-    from zinfer.job import recipe
+    from zinfer.job import recipe, sweep
     from zinfer.plan.plan import make_plan
 
     offload, gpu_weights, nvme_path = how["offload"], how["gpu_weights"], how["nvme_path"]
     options.check_nvme([offload], nvme_path)
     if gpu_weights and len(gpu_weights) > 1:
         raise click.UsageError("--gpu-weights takes one share here: the settings are what is compared")
-    choices = options.offload_choices(offload, gpu_weights)
     machine = options.this_machine(nvme_path)
 
     def plans(choice: Any, axes: dict[str, Any], model: str, source: "Source") -> "list[tuple[Plan, str]]":
         fields = {
-            "model": (model,), "engine": (how["engine"],), "offload": (choice,),
-            "gpu_weights": gpu_weights or (None,), "options": axes, "allow_nan": bool(how["allow_nan"]),
+            "model": (model,), "engine": (how["engine"],), "offload": (choice,), "input_len": (how["input_len"],),
+            "output_len": (how["output_len"],), "gpu_weights": gpu_weights or (None,), "options": axes,
+            "allow_nan": bool(how["allow_nan"]),
         }  # fmt: skip
         wanted = recipe.make_sweep(fields, "the command line")
-        found = []
-        for load in wanted.loads():
-            target = options.locate(load)
-            if target is None:
-                raise click.UsageError(f"engine {how['engine']} has no offload {choice}")
-            case = load.case(source.load_format, source.spec.dtype, how["input_len"], how["output_len"])
-            plan = make_plan(case.with_batch(how["batch_size"]), source.spec, machine, nvme_path)
-            found.append((plan, target))
-        return found
+        jobs = sweep.prepare(wanted, machine, lambda _load: source, options.locate, nvme_path)
+        if not jobs:
+            raise click.UsageError(f"engine {how['engine']} has no offload {choice}")
+        cases = [(job.cases[0].with_batch(how["batch_size"]), job.target) for job in jobs]
+        return [(make_plan(case, source.spec, machine, nvme_path), target) for case, target in cases]
 
-    for choice in choices:
+    for choice in options.offload_choices(offload, gpu_weights):
         ((reference, target),) = plans(choice, how["reference"], how["model"], source)
         settings = plans(choice, how["settings"], how["model"], source) if how["settings"] else []
         for copy in copies:
             settings += plans(choice, how["settings"] or how["reference"], copy.spec.name, copy)
         # What equals the reference says nothing that comparing it with itself in halves does not.
         others = [plan for plan, _ in settings if plan.case != reference.case] or [plan for plan, _ in settings]
-        every = [reference, *others]
-        refused = next((plan for plan in every if not plan.fits), None)
+        refused = next((plan for plan in (reference, *others) if not plan.fits), None)
         if refused is None:
-            return reference, every[1:], target
+            return reference, others, target
     assert refused is not None
     case = refused.case
     if contradiction := conflict(case.engine, case.options, case.offload, gpu_weights=case.gpu_weights):
         raise OptionError(contradiction)
     raise Failure(str(refused.why_not), ENVIRONMENT)
-
-
-def table(record: "AccuracyRecord") -> "Table":
-    """Return each setting beside the reference, fed the reference's own tokens and those of the text."""
-    from zinfer.commands import out
-    from zinfer.record.accuracy import COLUMNS
-
-    return out.table(record.title, COLUMNS, record.cells(), record.told)

@@ -1,0 +1,306 @@
+"""Studies as tables and answers: what `zinfer study`, the report and the plans read from a run.
+
+A streamed step takes as long as its bytes need on the link. Coded they are fewer, and some are decoded while the next
+ones cross, so the longer of both sets the pace: a link brings at most ``1 / max(coded / raw, link / decode)`` times as
+many weights a second, where `link` and `decode` are rates of raw bytes.
+
+Computing a context takes the whole model for every token, and streamed weights one pass at least, which a reload of
+its KV cache needs as well. So a short context gains nothing, and from some context on, the break-even, a reload wins.
+
+With experts chosen evenly and at random, a cache that holds a share of them meets the same share of the needs.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from math import inf, log
+from pathlib import PurePath
+from statistics import median, median_low
+from typing import NamedTuple, get_args
+
+from zinfer.core.case import Case
+from zinfer.core.engine import plan_options
+from zinfer.core.model import Weights
+from zinfer.core.units import duration, figures, gb
+from zinfer.record.measurement import last_of
+from zinfer.record.study import (
+    POLICIES,
+    SOURCES,
+    Coded,
+    Deviation,
+    Failed,
+    Hits,
+    Rate,
+    Reload,
+    ReloadSource,
+    Study,
+    Touched,
+)  # fmt: skip
+
+COLUMNS = {
+    "codec": ("weights", "#bytes", "#coded to", "#bound", "#encode GB/s", "#decode GB/s", "pays"),
+    "accuracy": (
+        "setting", "tokens fed", "#positions", "#logit error", "#largest", "#KL, nats", "#largest KL", "#same token",
+        "#perplexity", "#same texts", "#tokens before a difference",
+    ),
+    "reuse": ("#context", "#kept", "#recompute", "#memory", "#faster", "#disk", "#faster", "token", "#logits"),
+    "routing": ("cache", "#experts", "#hits with lru", "#hits with lfu"),
+}  # fmt: skip
+
+
+class Shown(NamedTuple):
+    """A run as text: `method` says what the columns of its table mean, `notes` follow the table."""
+
+    subject: str
+    title: str
+    method: str
+    columns: tuple[str, ...]
+    cells: Sequence[tuple[str, ...]]
+    notes: tuple[str, ...]
+
+
+def show(run: Study) -> Shown:
+    """Return a run of any study as text."""
+    subject, title, method, cells, notes = _SHOWN[run.study](run)
+    return Shown(subject, title, method, COLUMNS[run.study], cells, tuple(notes))
+
+
+_Parts = tuple[str, str, str, Sequence[tuple[str, ...]], Iterable[str]]
+
+
+def latest(runs: Iterable[Study]) -> tuple[Study, ...]:
+    """Return the last run of each machine and, of `reuse`, of each load, in the order of the first ones."""
+    return last_of(((run.machine, run.study, run.case if run.study == "reuse" else None), run) for run in runs)
+
+
+def gain(row: Coded, link: float) -> float | None:
+    """Return the upper bound on the codec's speed-up behind `link`, in bytes a second; None if it is unknown."""
+    return 1 / max(row.ratio, link / row.decode.median) if row.status == "ok" and row.decode else None
+
+
+def pays(row: Coded, link: float) -> str:
+    """Return whether the codec pays behind a link: yes and the gain, or no and why."""
+    found = gain(row, link)
+    if found is None:
+        return "FAILED" if row.status == "wrong_bits" else "no, as large"
+    return "no, too slow" if found <= 1 else f"yes, {found:.2f}x"
+
+
+def wrong(run: Study) -> tuple[str, ...]:
+    """Return the names of the weights that came back with other bits."""
+    return tuple(row.name for row in run.of(Coded) if row.status == "wrong_bits")
+
+
+def _codec(run: Study) -> _Parts:
+    def rate(found: Rate | None, spread: bool = False) -> str:
+        return "" if found is None else figures(found.median / 1e9) + f" ± {found.spread / 2:.1%}" * spread
+
+    link, rows = run.link or 0.0, run.of(Coded)
+    cells = [
+        (row.name, gb(row.raw_bytes), f"{row.ratio:.1%}", f"{row.bound:.1%}", rate(row.encode),
+         rate(row.decode, spread=True), pays(row, link))
+        for row in rows
+    ]  # fmt: skip
+    method = (
+        "Bound: the least size that coding exponents one by one can reach. Rates count raw bytes; pays: upper bound on "
+        "the speed-up, given the link bandwidth."
+    )
+    title = f"{run.machine}, link {gb(link)}/s"
+    return "Lossless coding of weights", title, method, cells, (f"{row.name}: {row.told}." for row in rows)
+
+
+def compared(run: Study) -> tuple[Case, ...]:
+    """Return the settings that have numbers, without the reference in other batches."""
+    batch_size = run.asked.workload.batch_size
+    return tuple(dict.fromkeys(one.case for one in run.of(Deviation) if one.case.workload.batch_size == batch_size))
+
+
+def label(run: Study, case: Case) -> str:
+    """Return the settings in which `case` differs from the reference, as text."""
+    reference, batch_size = run.asked, case.workload.batch_size
+    found = [f"{key}={value}" for key, value in case.options if (key, value) not in reference.options]
+    if case.model != reference.model:
+        # A copy in the default folder is told by its format.
+        found.insert(0, f"weights={PurePath(case.model).name.rpartition(f'-{run.revision}-')[2]}")
+    found += [f"batch {batch_size}"] * (batch_size != reference.workload.batch_size)
+    return " ".join(found) or "none"
+
+
+def deviations(run: Study, case: Case) -> tuple[Deviation, ...]:
+    """Return the deviations by the settings that make a measured `case` lossy.
+
+    There are none if they were not compared on its model and engine, or with random weights.
+    """
+    reference = run.asked
+    if (PurePath(case.model), case.layers) != (PurePath(reference.model), reference.layers):
+        return ()
+    if not case.lossy or reference.load_format == "dummy":
+        return ()
+    wanted = _rounding(case, case.model)
+    return tuple(
+        one for one in run.of(Deviation)
+        if one.case.engine == case.engine and _rounding(one.case, reference.model) == wanted
+    )  # fmt: skip
+
+
+def _rounding(case: Case, model: str) -> tuple[str, str]:
+    """Return the formats of the weights and of the KV cache. A copy of `model` that `zinfer pack --weights` wrote has
+    the format at the end of its name."""
+    formats = (name for name in get_args(Weights) if case.model.endswith(f"-{name}"))
+    weights = case.weights if case.model == model else next(formats, case.model)
+    options = plan_options(case.engine, case.options)
+    return weights, options.kv_cache_dtype if options.kv_in_8_bits else ""
+
+
+def first_difference(row: Deviation) -> float | None:
+    """Return the median of the tokens before a difference, infinite if most rows have none; None if not counted."""
+    found = [inf if tokens is None else tokens for tokens in row.first_differences]
+    return median_low(found) if found else None
+
+
+def accuracy_cells(run: Study, rows: Sequence[Deviation]) -> list[tuple[str, ...]]:
+    """Return some deviations of a run as cells."""
+
+    def percent(share: float) -> str:
+        return f"{100 * share:.3g}%"
+
+    found: list[tuple[str, ...]] = []
+    for row in rows:
+        before, after, tokens = row.reference_perplexity, row.perplexity, first_difference(row)
+        known = before is not None and after is not None
+        change = f"{figures(before, 4)} {round(after / before - 1, 4) + 0.0:+.2%}" if known else ""  # type: ignore
+        same = f"{row.first_differences.count(None) / row.rows:.0%} of {row.rows}" if row.first_differences else ""
+        until = "" if tokens is None else f"all {row.case.workload.output_len}" if tokens == inf else str(tokens)
+        found.append((
+            label(run, row.case), row.along, f"{row.positions:,}", percent(row.error), percent(row.error_max),
+            f"{row.kl:.3g}", f"{row.kl_max:.3g}", f"{row.agreement:.2%}", change, same, until,
+        ))  # fmt: skip
+    return found
+
+
+def _accuracy(run: Study) -> _Parts:
+    reference, read = run.asked, run.text.name if run.text else ""
+    load = reference.workload
+    dummy = "RANDOM WEIGHTS, which say nothing of a model: " if reference.load_format == "dummy" else ""
+    lengths = f"{load.input_len} tokens in, {load.output_len} followed"
+    title = f"{dummy}{reference.model}, against {reference.label()}, {lengths}, on {run.machine}"
+    method = (
+        f"Logits in {run.logits_dtype}; rows begin with {read}. Teacher forcing: each setting gets the same tokens as "
+        "the reference, the reference's own greedy ones or the text's. Logit error: root mean square, over the "
+        "standard deviation of the reference's logits. The first rows are the reference beside itself in smaller "
+        "batches: the effect of floating point alone."
+    )
+    failed = (f"{label(run, one.case)} failed ({one.status}): {one.error}" for one in run.of(Failed))
+    cells = accuracy_cells(run, run.of(Deviation))
+    return "Accuracy of settings", title, method, cells, (f"The model: {run.about}.", *failed)
+
+
+def measured(run: Study) -> tuple[Reload, ...]:
+    """Return the contexts that were measured."""
+    return tuple(point for point in run.of(Reload) if point.recompute_ms)
+
+
+def title(run: Study) -> str:
+    """Return model, slice and load of `reuse`: ``bloom-176b, 14 of 70 layers, stream cpu``."""
+    case = run.asked
+    name = PurePath(case.model).name if case.model.startswith((".", "/", "~")) else case.model
+    part = "" if case.layers is None else f", {run.num_layers} of {run.total_layers} layers"
+    return f"{name}{part}, {case.label()}"
+
+
+def conditions(run: Study) -> str:
+    """Return what a run of `reuse` was measured with."""
+    weights = "dummy weights" if run.asked.load_format == "dummy" else "weights of the checkpoint"
+    new = ", ".join(sorted({str(point.new_tokens) for point in run.of(Reload)}))
+    link = "" if run.link is None else f", link {gb(run.link)}/s"
+    return f"{weights}, {run.asked.dtype}{link}; the last {new} tokens are new"
+
+
+def break_even(points: Sequence[Reload], source: ReloadSource) -> float | None:
+    """Return the context in tokens from which on a reload is faster: between the last measured one where it is not and
+    the next, on a line through the logarithms of both gains. It is 0 if a reload always is, infinite if it is not at
+    the longest context; None if nothing was measured."""
+    known = sorted((point.context, gain) for point in points if (gain := point.gain(source)) is not None)
+    losing = [index for index, (_, gain) in enumerate(known) if gain <= 1]
+    if not known:
+        return None
+    if not losing:
+        return 0.0
+    if losing[-1] == len(known) - 1:
+        return inf
+    (before, below), (after, above) = known[losing[-1] : losing[-1] + 2]
+    share = -log(below) / (log(above) - log(below))
+    return float(before * (after / before) ** share)
+
+
+def verdict(points: Sequence[Reload], source: ReloadSource) -> str | None:
+    """Return the break-even in words; None if nothing was measured."""
+    found = break_even(points, source)
+    if found is None:
+        return None
+    contexts = [point.context for point in points if point.gain(source) is not None]
+    if found == 0:
+        return f"reload from {source} always wins, from {min(contexts):,} tokens on"
+    if found == inf:
+        wins = any((point.gain(source) or 0) > 1 for point in points)
+        return f"reload from {source} {'does not win at' if wins else 'never wins, up to'} {max(contexts):,} tokens"
+    return f"reload from {source} wins from {round(found):,} tokens on"
+
+
+def median_text(samples_ms: Sequence[float]) -> str:
+    """Return the median of samples, with its unit."""
+    return duration(median(samples_ms) / 1e3)
+
+
+def _reuse(run: Study) -> _Parts:
+    cells = []
+    for point in measured(run):
+        ways: list[str] = []
+        for source in SOURCES:
+            faster = point.gain(source)
+            ways += ["", ""] if faster is None else [median_text(point.samples(source)), f"{faster:.2f}x"]
+        difference = "" if point.max_difference is None else figures(point.max_difference, 2)
+        cells.append((
+            f"{point.context:,}", gb(point.kept_bytes), median_text(point.recompute_ms), *ways,
+            "same" if point.same_token else "OTHER", difference,
+        ))  # fmt: skip
+    points = run.of(Reload)
+    skipped = (f"{point.context:,} tokens skipped: {point.skipped}" for point in points if point.skipped)
+    notes = (*filter(None, (verdict(points, source) for source in SOURCES)), *skipped)
+    method = f"TTFT in the median, with the whole context computed or its kept KV cache reloaded. {conditions(run)}."
+    return f"Keeping a conversation, {title(run)}", title(run), method, cells, notes
+
+
+def hits(run: Study, policy: str, experts: int) -> float:
+    """Return the share of the needs of single tokens that a cache of `experts` experts meets: that of the largest
+    measured one that is not larger, and none below the smallest."""
+    rows = [row for row in run.of(Hits) if row.policy == policy and row.experts <= experts and row.batch_size == 1]
+    return max(rows, key=lambda row: row.experts).hits if rows else 0.0
+
+
+def sizes(run: Study) -> tuple[int, ...]:
+    """Return the sizes of the cache of experts, ascending."""
+    return tuple(sorted({row.experts for row in run.of(Hits)}))
+
+
+def _routing(run: Study) -> _Parts:
+    every = (run.num_layers or 0) * (run.num_experts or 0)
+    cells = [
+        (f"{size / every:.0%}", str(size), *(f"{hits(run, policy, size):.1%}" for policy in POLICIES))
+        for size in sizes(run)
+    ]
+    won = sum(hits(run, "lru", size) >= hits(run, "lfu", size) for size in sizes(run))
+    said = f"lru meets more needs at {won} of {len(cells)} sizes, lfu at the others."
+    chance = (run.experts_per_token or 0) / (run.num_experts or 1)
+    if run.guessed is not None:
+        said += f" Guesses of the next layer's experts: {run.guessed:.0%} right; at random, {chance:.0%} would be."
+    if touched := run.of(Touched):
+        size, share = touched[-1].batch_size, touched[-1].share
+        said += (
+            f" A step of {size} tokens touches {share:.0%} of the experts; at random, {1 - (1 - chance) ** size:.0%}."
+        )
+    method = "Hits: share of the needs that a cache of that size meets."
+    return "Experts that a text needs", f"{run.model}: {run.about}", method, cells, (said,)
+
+
+_SHOWN: dict[str, Callable[[Study], _Parts]] = {
+    "codec": _codec, "accuracy": _accuracy, "reuse": _reuse, "routing": _routing,
+}  # fmt: skip

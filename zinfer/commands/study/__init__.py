@@ -1,0 +1,56 @@
+"""`zinfer study`: studies of one question each, in records of one type."""
+
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from zinfer.commands import limits
+
+if TYPE_CHECKING:
+    from zinfer.record.study import Study
+
+STUDIES = ("codec", "accuracy", "reuse", "routing")
+
+
+class _Studies(click.Group):
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(STUDIES)
+
+    def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        if name not in STUDIES:
+            return None
+        command: click.Command = import_module(f"zinfer.commands.study.{name}").command
+        limits.bound(command)
+        return command
+
+
+@click.group("study", cls=_Studies)
+def command() -> None:
+    """Measure one question apart from a sweep. Each run is added to sweeps/results/MACHINE/STUDY.jsonl."""
+
+
+def keep(run: "Study", output: Path | None) -> Path:
+    """Add a run to `output`, or to the machine's file in that folder or in sweeps/results; return the file."""
+    from zinfer.record import study
+    from zinfer.system.local import RESULTS
+
+    path = output or RESULTS / run.machine
+    if output is None or path.is_dir():
+        path /= f"{run.study}.jsonl"
+    study.append(path, run)
+    click.echo(f"wrote {path}", err=True)
+    return path
+
+
+def present(run: "Study", as_json: bool) -> None:
+    """Print a run as a table and its notes, or as JSON."""
+    from zinfer.analysis.study import show
+    from zinfer.commands.out import console, table
+
+    if as_json:
+        click.echo(run.model_dump_json(indent=1))
+        return
+    shown = show(run)
+    console().print(table(shown.title, shown.columns, shown.cells), *shown.notes, sep="\n", highlight=False)

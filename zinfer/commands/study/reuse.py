@@ -1,0 +1,181 @@
+"""`zinfer study reuse`: TTFT of a conversation whose KV cache was kept, against computing it again."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import click
+
+from zinfer.commands import options
+from zinfer.commands.failure import Failure
+from zinfer.commands.study import keep, present
+from zinfer.core.errors import NOTHING, PARTIAL
+
+if TYPE_CHECKING:
+    from zinfer.commands.watch import Watch
+    from zinfer.job.sweep import LoadJob
+    from zinfer.plan.plan import Plan
+    from zinfer.record.study import Study
+
+
+def _context(word: str) -> int:
+    shortened = word.lower().removesuffix("k")
+    return options.positive(shortened) * (1024 if shortened != word.lower() else 1)
+
+
+CONTEXTS = options.Values("n,nk,..", _context, "numbers of tokens, such as 512,1k,32k")
+
+
+@click.command("reuse", cls=options.LoadCommand)
+@options.model
+@click.option("--engine", type=options.Words(), default="stream", show_default=True, help=options.ENGINES_HELP)
+@click.option(
+    "--offload", type=options.Words(options.OFFLOADS), default="cpu", show_default=True,
+    help="Weights on the GPU (none), in host memory (cpu) or on an NVMe drive.",
+)  # fmt: skip
+@click.option(
+    "--context", "contexts", type=CONTEXTS, default="1k,2k,4k,8k,16k,32k", show_default=True,
+    help="Context lengths in tokens; k is 1024.",
+)  # fmt: skip
+@click.option(
+    "--new-tokens", type=click.IntRange(min=1), default=32, show_default=True,
+    help="Trailing tokens to compute; the rest comes from the cache.",
+)  # fmt: skip
+@click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Samples a context length.")
+@click.option("--kv-cache-dir", type=click.Path(file_okay=False), help="Also reload from a file in this folder.")
+@options.load_options
+@options.weights
+@options.timeout(3600, "a load or a context")
+@options.record("reuse")
+@click.pass_obj
+def command(debug: bool, /, output: Path | None, as_json: bool, **how: Any) -> None:
+    """Measure TTFT with a conversation's KV cache kept, and computed again.
+
+    The cache of each context length is kept in host memory (and, with --kv-cache-dir, on disk). Reports the length from
+    which on a reload wins. Runs are added to the file; of those of the same model, engine and settings the last one
+    counts.
+
+    \b
+    zinfer study reuse --model bloom-176b --layers 14 --context 1k,2k
+    zinfer study reuse --model ./my-checkpoint --offload none,cpu --kv-cache-dir /mnt/nvme/kv
+    """
+    from zinfer.analysis.study import measured
+    from zinfer.checkpoint.source import find
+    from zinfer.commands.watch import Watch
+    from zinfer.job import recipe, sweep
+    from zinfer.record.study import Reload
+
+    contexts, nvme_path = tuple(sorted(set(how["contexts"]))), how["nvme_path"]
+    options.check_nvme(how["offload"], nvme_path)
+    if contexts[0] <= how["new_tokens"]:
+        raise click.UsageError(f"--context {contexts[0]} has to exceed --new-tokens {how['new_tokens']}")
+    if len(weights := how["weights"] or ("as-released",)) > 1:
+        raise click.UsageError("reuse takes one value for --weights")
+    load_format = cast("Any", how["load_format"] or "auto")
+    source = find(how["model"], how["dtype"], how["layers"], load_format, weights=cast("Any", weights[0]))
+    fields = {
+        "model": (how["model"],), "engine": how["engine"], "offload": how["offload"], "input_len": contexts,
+        "output_len": (1,), "layers": (how["layers"],), "gpu_weights": how["gpu_weights"] or (None,),
+        "options": how["settings"], "allow_nan": bool(how["allow_nan"]), "weights": weights,
+    }  # fmt: skip
+    wanted = recipe.make_sweep(fields, "the command line")
+    machine = options.this_machine(nvme_path)
+    jobs = sweep.prepare(wanted, machine, lambda _load: source, options.locate, nvme_path, positions=False)
+    if not jobs:
+        raise click.UsageError(f"engine {', '.join(how['engine'])} has no offload {', '.join(how['offload'])}")
+    reasons = [_why_not(job.plan.at(case.workload)) for job in jobs for case in job.cases]
+    if all(reasons):  # a run without a measured context would take the place of an earlier one
+        raise Failure(str(reasons[0]), NOTHING)
+    runs: list[Study] = []
+    with Watch() as watch:
+        for job in jobs:
+            with _scratch(how["kv_cache_dir"]) as folder:
+                runs.append(_run(job, watch, debug, how | {"folder": folder}))
+            keep(runs[-1], output)
+    for run in runs:
+        present(run, as_json)
+    done = sum(len(measured(run)) for run in runs)
+    if not done:
+        raise Failure(next(point.skipped for run in runs for point in run.of(Reload) if point.skipped), NOTHING)
+    if (lost := reasons.count(None) - done) > 0:
+        raise Failure(f"{lost} of {reasons.count(None)} context lengths failed; the others are recorded", PARTIAL)
+
+
+@contextmanager
+def _scratch(folder: str | None) -> Iterator[str | None]:
+    """Make a temporary folder in `folder`, removed at the end even if the worker is killed; None without `folder`."""
+    from zinfer.system import lease
+
+    if folder is None:
+        yield None
+        return
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise click.UsageError(f"--kv-cache-dir {folder} is not a folder") from None
+    with lease.folder(Path(folder), "reuse", ("*.safetensors", "*.part")) as found:
+        yield found.name
+
+
+def _run(job: "LoadJob", watch: "Watch", debug: bool, how: dict[str, Any]) -> "Study":
+    """Measure one load, context after context; a context that cannot be measured gets a reason."""
+    from zinfer.core.case import Workload
+    from zinfer.record.study import Reload, Study
+    from zinfer.worker.process import TaskFailed, Worker, WorkerDied, here
+    from zinfer.worker.tasks import About, Facts, PrefixReuse
+
+    spec, start, facts, failed = job.plan.model, here(job.plan.case.engine), Facts(), ""
+    points: list[Reload] = []
+    plans = [job.plan.at(case.workload) for case in job.cases]
+    usable = [plan for plan in plans if _why_not(plan) is None]
+    worker: Worker | None = None
+    try:
+        if usable:
+            watch.loading(job.plan)
+            worker = Worker(
+                job.target, timeout_s=how["timeout_s"], notice=watch.progress, loaded=watch.loaded, debug=bool(debug)
+            )
+            try:
+                worker.start(usable[-1])
+                facts = worker.ask(About())
+            except (TaskFailed, WorkerDied) as error:
+                failed = error.line
+        for plan in plans:
+            context = plan.case.workload.input_len
+            point = Reload(context=context, new_tokens=how["new_tokens"], skipped=_why_not(plan) or failed or None)
+            if point.skipped is None and worker is not None:
+                asked = PrefixReuse(
+                    context=context, new_tokens=point.new_tokens, repeats=how["repeats"], folder=how["folder"]
+                )
+                try:
+                    point = Reload.model_validate(point.model_dump() | worker.ask(asked).model_dump())
+                    watch.say(f"{context:,} tokens measured")
+                except TaskFailed as error:  # a longer context would fail, too
+                    point = point.model_copy(update={"skipped": error.line})
+                    failed = f"{context:,} tokens failed ({error.status})"
+                except WorkerDied as death:
+                    failed = f"{death.status}: {death}"
+                    point = point.model_copy(update={"skipped": failed})
+            points.append(point)
+    except KeyboardInterrupt:
+        if worker is not None:
+            worker.kill()
+        raise
+    finally:
+        if worker is not None:
+            worker.close()
+    case = job.plan.case.model_copy(update={"workload": Workload(batch_size=1, input_len=1, output_len=1)})
+    return Study(
+        study="reuse", model=case.model, case=case, num_layers=spec.num_layers, total_layers=spec.total_layers,
+        revision=job.revision, link=facts.link_bandwidth, rows=tuple(points),
+        **start | {"machine": job.plan.machine.name, "versions": facts.versions},
+    )  # fmt: skip
+
+
+def _why_not(plan: "Plan") -> str | None:
+    """Return the reason why a context cannot be measured; None if it can."""
+    length, most = plan.case.workload.input_len, plan.model.max_position
+    if most is not None and length > most:
+        return f"{plan.model.name} has {most:,} positions"
+    return None if plan.fits else str(plan.why_not)

@@ -1,0 +1,36 @@
+"""`zinfer study routing`: hits of a cache of experts on the routing of a trained mixture, by policy and size."""
+
+from pathlib import Path
+
+import click
+
+from zinfer.commands import options
+from zinfer.commands.study import keep, present
+
+
+@click.command("routing")
+@options.model
+@options.prompt_text
+@click.option("--samples", type=click.IntRange(min=1), default=16, show_default=True, help="Pieces of the text.")
+@click.option("--length", type=click.IntRange(min=2), default=256, show_default=True, help="Tokens of a piece.")
+@options.record("routing")
+def command(model: str, prompt_file: str, samples: int, length: int, output: Path | None, as_json: bool) -> None:
+    """Measure which experts a trained mixture needs, and what a cache of them would meet.
+
+    The experts that the routers of a checkpoint choose for each token of a text are replayed on a cache of experts: the
+    share of needs that it meets, with each policy of expert_cache and for several sizes; and the share of right guesses
+    of the next layer's experts. Random weights route evenly and are refused.
+
+    \b
+    zinfer study routing --model ./my-mixture
+    zinfer study routing --model ./my-mixture --prompt-file book.txt --samples 64
+    """
+    from zinfer.checkpoint.source import find
+    from zinfer.job.accuracy import describe, text_of
+    from zinfer.worker import routing
+
+    spec, text = find(model, None, None, "safetensors").spec, text_of(prompt_file)
+    told = describe(spec)
+    run = routing.measure(spec, text, samples, length, told, lambda what: click.echo(f"traced {what}", err=True))
+    keep(run, output)
+    present(run, as_json)

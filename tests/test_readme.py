@@ -15,7 +15,7 @@ from tests import found, mentions, readme
 from tests.readme import PAGES, RESULTS, ROOT
 from zinfer.cli import VERBS, cli
 from zinfer.core.engine import ENGINES
-from zinfer.job.batch.shard import Shard
+from zinfer.job.shard import Shard
 
 WRITTEN = (*PAGES, "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")
 TEXTS = {

@@ -18,21 +18,7 @@ if TYPE_CHECKING:
     from zinfer.generation.tokenizer_process import Refusal, TokenizerProcess
     from zinfer.job.batch.openai import BatchRequest
     from zinfer.job.batch.run import Standing
-    from zinfer.job.batch.shard import Shard
-
-
-class ShardOf(click.ParamType[Any]):
-    """A shard: ``2/4``."""
-
-    name = "i/n"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        from zinfer.job.batch.shard import Shard
-
-        try:
-            return Shard.parse(value) if isinstance(value, str) else value
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
+    from zinfer.job.shard import Shard
 
 
 AT_ONCE = 500  # prompts that are read before progress shows
@@ -51,7 +37,7 @@ AT_ONCE = 500  # prompts that are read before progress shows
 @options.job_options
 @click.option(
     "--shard",
-    type=ShardOf(),
+    type=options.ShardOf(),
     help="Answer the lines i, i+n, i+2n, .. only, into a file beside --output: the part of a job of an array.",
 )
 @click.option("--merge", is_flag=True, help="Put the answers of all shards together, in the order of PROMPTS.")
@@ -159,8 +145,8 @@ def _exit_code(errors: int, lines: int) -> int:
 def _merge(prompts: Path, output: Path, force: bool) -> NoReturn:
     """Put the shards of `output` together, and exit. Raises UsageError if other options are given, ShardError if the
     shards are not whole."""
+    from zinfer.job.batch.merge import merge
     from zinfer.job.batch.openai import digest, read_requests
-    from zinfer.job.batch.shard import merge
     from zinfer.record.jsonl import MAX_BYTES
     from zinfer.system.documents import read_bytes
 

@@ -1,4 +1,4 @@
-"""Batch job on a real Ray of two nodes on this machine, which lose an actor, a node, and the command itself."""
+"""Batch job on a real Ray of two nodes on this machine, which lose a task, a node, and the command itself."""
 
 import json
 import os
@@ -17,8 +17,8 @@ from tests import PATIENCE_S, environment
 from tests.command import zinfer, zinfer_process
 from tests.test_batch_command import line
 from tests.test_cli import folder
-from zinfer.job.batch.nodes import NodesError, line_of, request_of, shares
-from zinfer.job.batch.openai import read_requests
+from zinfer.job.batch.nodes import NodesError, shares
+from zinfer.job.shard import Shard
 
 assert folder  # a fixture
 ROWS, LONG = 40, 400
@@ -44,15 +44,6 @@ def test_an_actor_has_the_gpus_of_a_node(nodes: list[dict[str, Any]], expected: 
 def test_a_cluster_with_nothing_to_run_on_is_refused() -> None:
     with pytest.raises(NodesError, match="no node with a GPU or a CPU"):
         shares([node(), node(False, CPU=4)])
-
-
-def test_requests_travel_whole() -> None:
-    lines = [
-        line("a", prompt="ü\n", max_tokens=3, temperature=0.5, top_p=0.9, stop=["x", "y"], seed=4),
-        line("b", chat=True, messages=[{"role": "user", "content": "hi"}]),
-    ]
-    for request in read_requests("".join(lines).encode()):
-        assert request_of(line_of(request)) == request  # type: ignore[arg-type]
 
 
 def test_without_ray_one_line_says_what_to_install(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,12 +106,12 @@ def wait_for_answers(folder: Path, count: int, process: "subprocess.Popen[str]")
         time.sleep(0.01)
 
 
-def actors() -> list[int]:
-    """Return the processes of actors that hold weights."""
+def tasks() -> list[int]:
+    """Return the processes that answer shards."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            if b"ray::MapWorker(" in path.read_bytes():
+            if b"ray::answer_shard" in path.read_bytes():
                 found.append(int(path.parent.name))
         except OSError:
             continue
@@ -128,20 +119,20 @@ def actors() -> list[int]:
 
 
 @pytest.mark.slow
-def test_rows_of_a_killed_actor_are_answered_again_and_none_twice(
+def test_a_shard_of_a_killed_task_is_done_again_and_no_row_twice(
     folder: Path, cluster: Any, whole: dict[str, str]
 ) -> None:
     process = start(folder, cluster)
     wait_for_answers(folder, 6, process)
-    known = actors()
+    known = tasks()
     assert len(known) == 2
     os.kill(known[0], signal.SIGKILL)
     _, stderr = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, stderr
-    assert "2 nodes of Ray, 2 CPU each" in stderr
-    assert "of its requests are answered again" in stderr
+    assert "2 nodes of Ray, 2 CPU each: 2 shards to answer" in stderr
     assert "Traceback" not in stderr
     assert texts(folder / "out.jsonl") == whole
+    assert not [*folder.glob("out-*")]
 
 
 @pytest.mark.slow
@@ -151,7 +142,6 @@ def test_a_node_that_goes_away_is_done_without(folder: Path, cluster: Any, whole
     cluster.remove_node(cluster.nodes[0], allow_graceful=False)
     _, stderr = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, stderr
-    assert "of its requests are answered again" in stderr
     assert texts(folder / "out.jsonl") == whole
 
 
@@ -172,6 +162,8 @@ def test_answers_come_one_by_one_and_a_killed_command_goes_on(
     _, stderr = interrupted.communicate(timeout=PATIENCE_S)
     assert interrupted.returncode == 143, stderr
     assert "the same command goes on" in stderr
+    other = zinfer_process(folder, *JOB, "--output-len", "7", "-o", "out.jsonl", "--ray", cluster.address)
+    assert other.returncode == 6, other.stderr
     last = start(folder, cluster)
     _, stderr = last.communicate(timeout=PATIENCE_S)
     assert last.returncode == 0, stderr
@@ -186,6 +178,7 @@ def test_a_cluster_or_a_model_that_cannot_be_had_is_one_line(
     from safetensors.torch import load_file, save_file
 
     (folder / "prompts.jsonl").write_text(line("a", prompt="x", max_tokens=2))
+    assert zinfer(folder, *JOB, "-o", "whole.jsonl").returncode == 0
     absent = zinfer_process(folder, *JOB, "-o", "out.jsonl", "--ray", "127.0.0.1:1")
     assert absent.returncode == 5
     assert "no Ray cluster at 127.0.0.1:1" in absent.stderr
@@ -203,5 +196,10 @@ def test_a_cluster_or_a_model_that_cannot_be_had_is_one_line(
     )  # fmt: skip
     assert damaged.returncode == 5
     assert "holds NaN or infinity" in damaged.stderr
-    for done in (absent, refused, damaged):
+    foreign = Shard(1, 2).path(folder / "more.jsonl")
+    foreign.write_text((folder / "whole.jsonl").read_text())
+    mixed = zinfer_process(folder, *JOB, "-o", "more.jsonl", "--ray", cluster.address)
+    assert mixed.returncode == 6
+    assert "has answers of another job" in mixed.stderr
+    for done in (absent, refused, damaged, mixed):
         assert "Traceback" not in done.stderr

@@ -18,8 +18,8 @@ from tests import found, mentions
 from tests.results import case, point
 from zinfer.cli import VERBS, cli
 from zinfer.core.engine import ENGINES
-from zinfer.job.batch.shard import Shard
 from zinfer.job.recipe import make_sweep
+from zinfer.job.shard import Shard
 from zinfer.job.sweep import header_of
 from zinfer.record.store import Header
 from zinfer.report import pages

@@ -13,8 +13,9 @@ from tests.command import zinfer
 from tests.test_batch_command import line
 from tests.test_cli import folder
 from zinfer.job.batch.ledger import Ledger, job_path
+from zinfer.job.batch.merge import merge
 from zinfer.job.batch.openai import BatchRequest, digest, failure, read_requests
-from zinfer.job.batch.shard import Shard, ShardError, merge
+from zinfer.job.shard import Shard, ShardError
 
 assert folder  # a fixture
 

@@ -45,6 +45,13 @@ def replaced(number: int) -> None:
         raise ValueError("a library's own") from None
 
 
+def unnumbered(number: int) -> None:
+    try:
+        os.kill(os.getpid(), number)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt from None
+
+
 def as_json(number: int) -> None:
     Written(number=number).model_dump_json()
 
@@ -54,7 +61,7 @@ def as_values(number: int) -> None:
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-@pytest.mark.parametrize("library", [as_json, as_values, swallowed, replaced])
+@pytest.mark.parametrize("library", [as_json, as_values, swallowed, replaced, unnumbered])
 def test_a_signal_that_a_library_wraps_or_drops_is_an_interrupt(library: Callable[[int], None], number: int) -> None:
     with Signals() as signals, pytest.raises(Interrupted) as caught:  # noqa: PT012
         with signals.raised():

@@ -17,8 +17,9 @@ from tests.command import zinfer_process
 from tests.slurm import slurm, why_not
 from tests.test_batch_command import line
 from tests.test_cli import folder
-from tests.test_cluster import SMALL
-from zinfer.job.cluster import parts_of
+from tests.test_parts import SMALL
+from zinfer.job.cluster import folder_of
+from zinfer.job.shard import Shard
 from zinfer.record.store import read
 
 assert folder  # a fixture
@@ -43,14 +44,16 @@ def start(folder: Path, cluster: dict[str, str], *more: str) -> "subprocess.Pope
     )  # fmt: skip
 
 
-def wait_for_points(folder: Path, count: int) -> Path:
-    """Wait until the first job has written so many points; return the folder of the jobs."""
-    parts, deadline = parts_of(folder / "out.jsonl"), time.monotonic() + PATIENCE_S
-    part = parts / "round-0000-load-0000.part"
+def wait_for_points(folder: Path, count: int) -> None:
+    """Wait until the first job has written so many points."""
+    part, deadline = Shard(1, 2).path(folder / "out.part"), time.monotonic() + PATIENCE_S
     while not (part.exists() and part.read_bytes().count(b"\n") > count):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    return parts
+
+
+def jobs_of(folder: Path) -> Path:
+    return folder_of(folder / "out.jsonl") / "jobs"
 
 
 def measured(folder: Path) -> list[tuple[str, int]]:
@@ -64,12 +67,12 @@ WHOLE = [(offload, batch) for offload in ("none", "cpu") for batch in range(1, B
 
 def test_a_preempted_array_writes_what_one_process_writes(folder: Path, cluster: dict[str, str]) -> None:
     process = start(folder, cluster)
-    parts = wait_for_points(folder, 3)
+    wait_for_points(folder, 3)
     above = ["sbatch", "--partition=high", "--exclusive", "--output=/dev/null", "--wrap=sleep 1"]
     subprocess.run(above, env=cluster, check=True, capture_output=True)
     logs, deadline = "", time.monotonic() + PATIENCE_S
     while process.poll() is None and time.monotonic() < deadline:
-        logs = "".join(path.read_text() for path in sorted(parts.glob("jobs/*_0_log.out"))) or logs
+        logs = "".join(path.read_text() for path in sorted(jobs_of(folder).glob("*_0_log.out"))) or logs
         time.sleep(0.05)
     stdout, stderr = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, stderr
@@ -79,27 +82,27 @@ def test_a_preempted_array_writes_what_one_process_writes(folder: Path, cluster:
     assert "Requeued job" in logs
     assert measured(folder) == WHOLE
     assert len(read(folder / "out.jsonl").headers) == 1
-    assert not parts.exists()
+    assert not [*folder.glob("out*.part"), *folder.glob("*.cluster")]
 
 
 def test_a_cancelled_job_is_named_and_resumed(folder: Path, cluster: dict[str, str]) -> None:
     process = start(folder, cluster)
-    parts = wait_for_points(folder, 3)
-    first = (parts / "submitted").read_text().split()[0]
+    wait_for_points(folder, 3)
+    (first,) = [path.name.removesuffix("_submitted.pkl") for path in jobs_of(folder).glob("*_0_submitted.pkl")]
     subprocess.run(["scancel", first], env=cluster, check=True)
     _, stderr = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 3, stderr
-    assert f"load 1: job {first} ended without a result" in stderr
+    assert f"shard 1/2: job {first} ended without a result" in stderr
     assert 3 <= len(measured(folder)) < len(WHOLE)
     done = zinfer_process(folder, *WORDS, "--resume", env=cluster)
     assert done.returncode == 0, done.stderr
     assert sorted(measured(folder)) == sorted(WHOLE)
-    assert not parts.exists()
+    assert not [*folder.glob("out*.part"), *folder.glob("*.cluster")]
 
 
 def test_resume_takes_over_from_a_command_that_was_killed(folder: Path, cluster: dict[str, str]) -> None:
     process = start(folder, cluster)
-    parts = wait_for_points(folder, 3)
+    wait_for_points(folder, 3)
     process.send_signal(signal.SIGKILL)
     process.communicate(timeout=PATIENCE_S)
     refused = zinfer_process(folder, *WORDS, env=cluster)
@@ -109,7 +112,7 @@ def test_resume_takes_over_from_a_command_that_was_killed(folder: Path, cluster:
     assert done.returncode == 0, done.stderr
     assert "cancelled the jobs of an earlier start" in done.stderr
     assert measured(folder) == WHOLE
-    assert not parts.exists()
+    assert not [*folder.glob("out*.part"), *folder.glob("*.cluster")]
 
 
 def test_what_sbatch_refuses_is_one_line(folder: Path, cluster: dict[str, str]) -> None:

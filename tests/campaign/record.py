@@ -36,7 +36,7 @@ TITLES = {
     "escape": "Escape sequences in names and text",
     "kill-ranks": "`zinfer run --gpus 2`, a rank of it too, killed, then started again",
     "kill-cluster": "`zinfer sweep --cluster local`, a job of it too, killed, then started again",
-    "kill-ray": "`zinfer batch --ray`, an actor of it too, killed, then started again",
+    "kill-ray": "`zinfer batch --ray`, a shard of it too, killed, then started again",
     "serve-kill": "`zinfer serve` or its worker killed under a load",
     "serve-crowd": "`zinfer serve` among slow, idle, silent and lost clients",
     "weights": "Weights of a checkpoint changed under records, caches, packed layers or a server",

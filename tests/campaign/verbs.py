@@ -171,9 +171,9 @@ VERBS = {
         Verb("cluster", (*SWEEP, "--cluster", "local"), _sweep, again=("--resume",), grows=("r.jsonl",),
              keeps=(DAMAGED,), executed=True, needs="submitit"),
         Verb("ray", ("batch", "requests.jsonl", "-o", "out.jsonl", *ON_MODEL, "--offload", "none", "--batch-size", "4",
-                     "--ray", "local"), _batch, grows=("out.jsonl",), executed=True, victims="ray::MapWorker",
+                     "--ray", "local"), _batch, grows=("out.jsonl",), executed=True, victims="ray::answer_shard",
              needs="ray",
-             keeps=(DAMAGED, "*.lease")),  # Ray kills the actors at the end, whose leases the next start removes
+             keeps=(DAMAGED, "*.lease")),  # Ray kills the tasks at the end, whose leases the next start removes
         Verb("compare", ("compare", "before.jsonl", "results.jsonl"), _stdout),
     )
 }  # fmt: skip

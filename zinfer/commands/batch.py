@@ -12,27 +12,13 @@ from zinfer.commands.failure import Failure
 from zinfer.core.errors import ENVIRONMENT, NOTHING, PARTIAL
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Collection, Iterator, Sequence
 
     from zinfer.commands.watch import Watch
     from zinfer.generation.tokenizer_process import Refusal, TokenizerProcess
     from zinfer.job.batch.openai import BatchRequest
     from zinfer.job.batch.run import Standing
-    from zinfer.job.batch.shard import Shard
-
-
-class ShardOf(click.ParamType[Any]):
-    """A shard: ``2/4``."""
-
-    name = "i/n"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        from zinfer.job.batch.shard import Shard
-
-        try:
-            return Shard.parse(value) if isinstance(value, str) else value
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
+    from zinfer.job.shard import Shard
 
 
 AT_ONCE = 500  # prompts that are read before progress shows
@@ -51,14 +37,14 @@ AT_ONCE = 500  # prompts that are read before progress shows
 @options.job_options
 @click.option(
     "--shard",
-    type=ShardOf(),
+    type=options.ShardOf(),
     help="Answer the lines i, i+n, i+2n, .. only, into a file beside --output: the part of a job of an array.",
 )
 @click.option("--merge", is_flag=True, help="Put the answers of all shards together, in the order of PROMPTS.")
 @click.option(
     "--ray",
     metavar="ADDRESS",
-    help="Answer on the nodes of a Ray cluster (auto, HOST:PORT, or local), each of which with GPUs holds the weights.",
+    help="Answer a shard on each node of a Ray cluster (auto, HOST:PORT, or local); the nodes share this folder.",
 )
 @click.option(
     "--force",
@@ -72,10 +58,6 @@ def command(
     prompts: Path,
     output: Path,
     model: str | None,
-    output_len: int,
-    dtype: Any,
-    load_format: Any,
-    layers: int | None,
     shard: "Shard | None",
     merge: bool,
     ray: str | None,
@@ -99,31 +81,52 @@ def command(
     "max_tokens": 64, "temperature": 0}}, or with "messages" and /v1/chat/completions, if the model has a chat template.
     A line's "model" is ignored. As in OpenAI's API, a line without a temperature is sampled at 1.
     """
-    import time
-
-    from zinfer.commands.watch import Watch
-    from zinfer.core.engine import plan_options
-    from zinfer.job.batch.ledger import Ledger
-    from zinfer.job.batch.openai import Fault, digest, read_requests, refusal
-    from zinfer.record.jsonl import MAX_BYTES
-    from zinfer.system.documents import read_bytes
-
     if merge:
         _merge(prompts, output, force)
     if model is None:
         raise click.MissingParameter(param_hint="'-m' / '--model'", param_type="option")
-    output = output if shard is None else shard.path(output)
+    if ray is not None and shard is not None:
+        raise click.UsageError("--ray answers all shards: leave out --shard")
+    raise SystemExit(_answer(bool(debug), prompts, output, model, force, how, ray, shard))
+
+
+def _answer(
+    debug: bool,
+    prompts: Path,
+    output: Path,
+    model: str,
+    force: bool,
+    how: dict[str, Any],
+    ray: str | None,
+    shard: "Shard | None",
+    already: "Collection[str]" = (),
+) -> int:
+    """Answer the requests of a file, or those of a shard into its own file, but for those of the ids `already`; return
+    the exit code."""
+    import time
+    from functools import partial
+
+    from zinfer.commands.watch import Watch
+    from zinfer.core.engine import plan_options
+    from zinfer.job.batch.ledger import Ledger
+    from zinfer.job.batch.nodes import answer_on_nodes
+    from zinfer.job.batch.openai import Fault, digest, read_requests, refusal
+    from zinfer.record.jsonl import MAX_BYTES
+    from zinfer.system.documents import read_bytes
+
+    whole, output = output, output if shard is None else shard.path(output)
     if output.exists() and output.samefile(prompts):
         raise click.UsageError(f"--output {output} is the file of the prompts: name another file")
     names = ("engine", "offload", "gpu_weights", "settings", "nvme_path", "allow_nan", "weights")
     choice = {key: how[key] for key in names}
+    layers, output_len = how["layers"], how["output_len"]
     loads = options.one_load("batch", model, layers=layers, **choice)
     content = read_bytes(prompts, MAX_BYTES)
     lines = read_requests(content)
     if not lines:
         raise click.UsageError(f"{prompts} holds no request")
     lines = lines if shard is None else [*shard.of(lines)]
-    source = options.weights_of(model, dtype, layers, load_format, how["weights"], loads)
+    source = options.weights_of(model, how["dtype"], layers, how["load_format"], how["weights"], loads)
     tokenizer = options.tokenizer_of(source.spec, how["chat_template"])
     load = next(iter(loads))
     cache = plan_options(load.engine, load.options)
@@ -136,20 +139,34 @@ def command(
     with Ledger.open(output, identity, int(time.time()), force) as ledger, Watch() as watch:
         for damage in ledger.damaged:
             watch.say(f"left out {damage}")
-        ledger.add(refusal(line) for line in lines if isinstance(line, Fault) and line.id not in ledger.done)
-        waiting = [line for line in lines if not isinstance(line, Fault) and line.id not in ledger.done]
+        lacking = [line for line in lines if line.id not in ledger.done and line.id not in already]
+        ledger.add(refusal(line) for line in lacking if isinstance(line, Fault))
+        waiting = [line for line in lacking if not isinstance(line, Fault)]
         standing = None
         if waiting and ray is not None:
-            how["template"] = tokenizer.template if how["chat_template"] else None
             _ = tokenizer.facts  # one that cannot be loaded ends the command here, not on the nodes
             tokenizer.close()
-            _run_on_nodes(ray, waiting, loads, model, source, layers, ledger, watch, output_len, debug, how)
+            job = partial(_answer_on_node, debug, prompts, whole, model, force, how, None)
+            with _ended_in_order(watch):
+                answer_on_nodes(job, lines, ledger, output, identity, ray, debug, watch.progress, watch.say)
         elif waiting:
             standing = _run(waiting, tokenizer, loads, source, ledger, watch, output_len, debug, how)
         ledger.finish()
-        errors = sum(not ledger.done[line.id].ok for line in lines)
-        watch.say(_summary(len(lines) - errors, errors, output, standing))
-    raise SystemExit(_exit_code(errors, len(lines)))
+        done = [ledger.done[line.id] for line in lines if line.id in ledger.done]
+        errors = sum(not one.ok for one in done)
+        watch.say(_summary(len(done) - errors, errors, output, standing))
+    return _exit_code(errors, len(done))
+
+
+def _answer_on_node(*words: Any) -> None:
+    """Do what `_answer` does in a process that runs no command. Raises NodesError for what would end one."""
+    from zinfer.job.batch.nodes import NodesError
+
+    try:
+        with click.Context(command):
+            _answer(*words)
+    except click.ClickException as error:
+        raise NodesError(error.message) from None
 
 
 def _exit_code(errors: int, lines: int) -> int:
@@ -159,8 +176,8 @@ def _exit_code(errors: int, lines: int) -> int:
 def _merge(prompts: Path, output: Path, force: bool) -> NoReturn:
     """Put the shards of `output` together, and exit. Raises UsageError if other options are given, ShardError if the
     shards are not whole."""
+    from zinfer.job.batch.merge import merge
     from zinfer.job.batch.openai import digest, read_requests
-    from zinfer.job.batch.shard import merge
     from zinfer.record.jsonl import MAX_BYTES
     from zinfer.system.documents import read_bytes
 
@@ -244,39 +261,6 @@ def _run(
     )  # fmt: skip
     with _ended_in_order(watch):
         return job.run()
-
-
-def _run_on_nodes(
-    address: str,
-    waiting: "list[BatchRequest]",
-    loads: dict[Any, str],
-    model: str,
-    source: Any,
-    layers: int | None,
-    ledger: Any,
-    watch: "Watch",
-    output_len: int,
-    debug: bool,
-    how: dict[str, Any],
-) -> None:
-    """Answer the waiting requests on the nodes of a Ray cluster."""
-    from functools import partial
-
-    from zinfer.job.batch.nodes import NodeJob, answer_on_nodes
-    from zinfer.worker.process import Worker
-
-    spec = source.spec
-    job = NodeJob(
-        model=model, dtype=spec.dtype, layers=layers, load_format=source.load_format,
-        weights=(how["weights"] or ("as-released",))[0], revision=source.revision,
-        cases=tuple(load.case(source.load_format, spec.dtype, 1, 1) for load in loads),
-        target=next(iter(loads.values())), machine=partial(options.this_machine, how["nvme_path"]),
-        make_worker=partial(Worker, debug=bool(debug)), nvme_path=how["nvme_path"], batch_size=how["batch_size"],
-        output_len=output_len, timeout_s=how["timeout_s"], folder=Path.cwd(), created=ledger.created,
-        template=how["template"],
-    )  # fmt: skip
-    with _ended_in_order(watch):
-        answer_on_nodes(job, waiting, ledger, address, bool(debug), watch.progress, watch.say)
 
 
 @contextmanager

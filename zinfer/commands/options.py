@@ -51,6 +51,20 @@ class Words(click.ParamType[Any]):
         return words
 
 
+class ShardOf(click.ParamType[Any]):
+    """A shard: ``2/4``."""
+
+    name = "i/n"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        from zinfer.job.shard import Shard
+
+        try:
+            return Shard.parse(value) if isinstance(value, str) else value
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+
+
 class Values(click.ParamType[Any]):
     """A comma list of values; `convert_one` makes each of a word, and raises ValueError for a wrong one."""
 

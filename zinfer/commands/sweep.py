@@ -3,7 +3,7 @@
 import json
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,9 +12,14 @@ from zinfer.commands.failure import Failure
 from zinfer.core.errors import ENVIRONMENT, INTEGRITY, PARTIAL
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from zinfer.core.machine import Machine
     from zinfer.job.cluster import Kind
     from zinfer.job.recipe import Sweep
-    from zinfer.job.sweep import Outcome
+    from zinfer.job.shard import Shard
+    from zinfer.job.signals import Signals
+    from zinfer.job.sweep import LoadJob, Outcome
     from zinfer.record.store import Header, Records
 
 
@@ -104,9 +109,15 @@ RATES = options.Values("r,..|inf", _rate, "positive numbers with commas between,
 @click.option("--dry-run", is_flag=True, help="Print the plan of every point and stop.")
 @click.option("--json", "as_json", is_flag=True, help="Print the points as JSON, not the result file's path.")
 @click.option(
+    "--shard",
+    type=options.ShardOf(),
+    help="Measure the loads i, i+n, i+2n, .. only, into a part beside --output: for a job of an array.",
+)
+@click.option("--merge", is_flag=True, help="Put the points of all shards together, in the order of the recipe.")
+@click.option(
     "--cluster",
     type=click.Choice(["slurm", "local"]),
-    help="Measure each load in a job of its own: of an array in Slurm's queue, or here, one after the other.",
+    help="Measure each load as a shard, in a job of its own: of an array in Slurm's queue, or here, in turn.",
 )
 @click.option(
     "--slurm-arg",
@@ -127,6 +138,8 @@ def command(
     force: bool,
     dry_run: bool,
     as_json: bool,
+    shard: "Shard | None",
+    merge: bool,
     cluster: Any,
     slurm_args: tuple[str, ...],
     settings: dict[str, tuple[Any, ...]],
@@ -145,20 +158,17 @@ def command(
     zinfer sweep --model opt-30b --engine stream,deepspeed --offload none,cpu --batch-size 1-64*2
     zinfer sweep --model opt-30b --offload cpu --request-lengths lognormal:245,106 --in-flight 64,auto
     zinfer sweep demo --resume
+    zinfer sweep opt-30b -o out.jsonl --shard 2/4         on each of four machines
+    zinfer sweep opt-30b -o out.jsonl --merge             when all shards have ended
     zinfer sweep opt-30b --cluster slurm --slurm-arg partition=gpu --slurm-arg gpus-per-node=1 --slurm-arg time=4:00:00
     """
     from functools import partial
 
     from zinfer.analysis import sla
-    from zinfer.commands.watch import Watch
     from zinfer.core.engine import OptionError
-    from zinfer.job import sweep
+    from zinfer.job import parts, sweep
     from zinfer.job.recipe import RecipeError, make_sweep, read_toml, sweep_recipe, with_options
-    from zinfer.job.requests import request_sets
-    from zinfer.job.signals import Interrupted
-    from zinfer.record.store import Store
     from zinfer.system import local
-    from zinfer.worker.process import Worker
 
     fields = {}
     if recipe is not None:
@@ -178,45 +188,93 @@ def command(
             raise sla.SlaError(f"{text!r}: requests have no decode_tok_s: write user_tok_s or output_tok_s")
     if plan.batch_size != () and any(dict(load.options).get("draft", "none") != "none" for load in plan.loads()):
         raise OptionError("draft: equal batches of random tokens say nothing about drafts; measure requests alone")
-    served = request_sets(plan)
     options.check_nvme(plan.offload, nvme_path)
     conflicts = [load.conflict for load in plan.loads()]
     if all(conflicts):
         raise OptionError(str(conflicts[0]))
     if slurm_args and cluster != "slurm":
         raise click.UsageError("--slurm-arg is for --cluster slurm")
-    if cluster is not None:
-        if dry_run:
-            raise click.UsageError("--dry-run plans for this machine: leave out --cluster")
-        _on_cluster(cluster, slurm_args, plan, _name(recipe, plan), output, nvme_path, resume, force, as_json, debug)
-    machine = options.this_machine(nvme_path)
-    jobs = sweep.prepare(
-        plan, machine, partial(sweep.source_of, plan), options.locate, nvme_path, requests=served
-    )  # fmt: skip
-    if not jobs:
+    if sum((dry_run, merge, shard is not None, cluster is not None)) > 1:
+        raise click.UsageError("--dry-run, --shard, --merge and --cluster each do another thing: leave out all but one")
+    if not any(options.locate(load) for load in plan.loads()):
         raise RecipeError(f"none of the engines {', '.join(plan.engine)} has offload {', '.join(plan.offload)}")
     if dry_run:
-        _print_plans(plan, jobs, as_json)
+        _print_plans(plan, _prepared(plan, options.this_machine(nvme_path), nvme_path), as_json)
         return
-    if not any(job.plan.fits for job in jobs):
-        raise Failure(str(jobs[0].plan.why_not), ENVIRONMENT)
+    shared = merge or shard is not None or cluster == "slurm"  # between machines, which may have different names
+    output = output or (local.RESULTS if shared else local.results_folder()) / f"{_name(recipe, plan)}.jsonl"
+    measure = partial(_measure, plan, output, nvme_path, bool(debug))
+    if merge:
+        outcome = parts.merge(plan, output, force=force)
+    elif cluster is not None:
+        outcome = _on_cluster(cluster, slurm_args, measure, plan, output, resume, force)
+    else:
+        outcome = measure(resume, force, shard)
+    path = output if shard is None else shard.path(parts.parts_path(output))
+    rows = [*map(_row, outcome.points), *map(_request_row, outcome.requests)]
+    click.echo(json.dumps(rows, indent=1) if as_json else path)
+    raise SystemExit(sweep.exit_code(plan, outcome.all) if rows or shard is None else 0)
 
-    output = output or local.results_folder() / f"{_name(recipe, plan)}.jsonl"
-    header = sweep.header_of(plan, machine.name, [(job.plan.case.model, job.revision) for job in jobs])
-    done = _recorded(output, resume)
-    _check_settings(output, done, header, force)
-    with Store.open(output) as store, Watch() as watch:
-        watch.say(f"results: {output}")
+
+def _prepared(
+    plan: "Sweep", machine: "Machine", nvme_path: str | None, shard: "Shard | None" = None
+) -> "list[LoadJob]":
+    """Return the loads of a sweep, or of a shard of it, ready to run."""
+    from functools import partial
+
+    from zinfer.job import sweep
+    from zinfer.job.requests import request_sets
+
+    loads = [load for load in plan.loads() if options.locate(load) is not None]
+    return sweep.prepare(
+        plan, machine, partial(sweep.source_of, plan), options.locate, nvme_path, requests=request_sets(plan),
+        loads=loads if shard is None else shard.of(loads),
+    )  # fmt: skip
+
+
+def _measure(
+    plan: "Sweep",
+    output: Path,
+    nvme_path: str | None,
+    debug: bool,
+    resume: bool,
+    force: bool,
+    shard: "Shard | None" = None,
+    signals: "Signals | None" = None,
+) -> "Outcome":
+    """Measure a sweep into `output`, or a shard of it into its part, on this machine. Exits where it is interrupted."""
+    from functools import partial
+
+    from zinfer.commands.watch import Watch
+    from zinfer.job import parts, sweep
+    from zinfer.job.signals import Interrupted
+    from zinfer.record.store import Records, Store, read
+    from zinfer.worker.process import Worker
+
+    machine = options.this_machine(nvme_path)
+    jobs = _prepared(plan, machine, nvme_path, shard)
+    if shard is None and not any(job.plan.fits for job in jobs):
+        raise Failure(str(jobs[0].plan.why_not), ENVIRONMENT)
+    path = output if shard is None else shard.path(parts.parts_path(output))
+    header = sweep.header_of(plan, machine.name, [(job.plan.case.model, job.revision) for job in jobs], shard)
+    done = _recorded(path, resume)
+    _check_settings(path, done, header, force)
+    merged = read(output) if resume and shard is not None and output.exists() else Records()
+    with Store.open(path) as store, Watch() as watch:
+        watch.say(f"results: {path}")
         store.append_header(header)
+        recorded: list[sweep.Point] = [*merged.points, *done.points, *merged.requests, *done.requests]
         try:
-            recorded = sweep.Outcome([*done.points], [*done.requests]).all
-            outcome = sweep.run(plan, jobs, store, recorded, watch.events(), partial(Worker, debug=bool(debug)))
+            outcome = sweep.run(
+                plan, jobs, store, recorded, watch.events(), partial(Worker, debug=debug), signals
+            )  # fmt: skip
+            if shard is not None:
+                store.append_header(header.model_copy(update={"complete": True}))
             store.check()
         except Interrupted as interrupt:
-            watch.say(f"interrupted; every finished point is in {output}, `--resume` goes on")
+            watch.say(f"interrupted; every finished point is in {path}, `--resume` goes on")
             raise SystemExit(128 + interrupt.signal) from None
-    _print_outcome(outcome, output, as_json)
-    raise SystemExit(sweep.exit_code(plan, outcome.all))
+    return outcome
 
 
 def _recorded(output: Path, resume: bool) -> "Records":
@@ -240,80 +298,60 @@ def _check_settings(output: Path, done: "Records", header: "Header", force: bool
         raise Failure(message, INTEGRITY)
 
 
-def _print_outcome(outcome: "Outcome", output: Path, as_json: bool) -> None:
-    rows = [*map(_row, outcome.points), *map(_request_row, outcome.requests)]
-    click.echo(json.dumps(rows, indent=1) if as_json else output)
-
-
 def _on_cluster(
     kind: "Kind",
     slurm_args: tuple[str, ...],
+    measure: "Callable[..., Outcome]",
     plan: "Sweep",
-    name: str,
-    output: Path | None,
-    nvme_path: str | None,
+    output: Path,
     resume: bool,
     force: bool,
-    as_json: bool,
-    debug: bool,
-) -> NoReturn:
-    """Measure the loads of a sweep in jobs, and exit. The machine is that of the jobs, which may not be this one."""
+) -> "Outcome":
+    """Measure each load of a sweep as a shard, in a job, and merge them. Exits where it is interrupted or jobs fail."""
     import os
     from functools import partial
 
     from zinfer.commands.watch import Watch
-    from zinfer.job import sweep
-    from zinfer.job.cluster import Cluster, ClusterSweep, LoadTask, parts_of
-    from zinfer.job.recipe import RecipeError
+    from zinfer.job import parts, sweep
+    from zinfer.job.cluster import Cluster, MeasureShard, run_shards
+    from zinfer.job.shard import Shard, shards_begun
     from zinfer.job.signals import Interrupted
     from zinfer.record.store import Store
-    from zinfer.system import local
-    from zinfer.worker.process import Worker
 
-    output = output or (local.results_folder() if kind == "local" else local.RESULTS) / f"{name}.jsonl"
-    folder = parts_of(output.absolute())
-    loads = [*plan.loads()]
-    indices = [index for index, load in enumerate(loads) if options.locate(load) is not None]
-    if not indices:
-        raise RecipeError(f"none of the engines {', '.join(plan.engine)} has offload {', '.join(plan.offload)}")
-    revisions = [(loads[index].model, sweep.source_of(plan, loads[index]).revision) for index in indices]
-    if not resume and folder.exists():
-        raise Failure(f"{folder} has points of jobs: --resume goes on with them, -o takes another file")
-    if not resume:
-        _recorded(output, resume)
-    cluster = Cluster(kind, folder, slurm_args, name)
-
-    def make_task(index: int, number: int, part: Path) -> LoadTask:
-        return LoadTask(
-            recipe=plan.model_dump(mode="json"), index=index, number=number, results=output.absolute(), part=part,
-            nvme_path=nvme_path, gpus=os.environ.get("CUDA_VISIBLE_DEVICES"),
-            machine=partial(options.this_machine, nvme_path), locate=options.locate, watch=Watch,
-            make_worker=partial(Worker, debug=bool(debug)),
-        )  # fmt: skip
-
-    with Store.open(output) as store, Watch() as watch:
+    path = parts.parts_path(output)
+    loads = [load for load in plan.loads() if options.locate(load) is not None]
+    revisions = [(load.model, sweep.source_of(plan, load).revision) for load in loads]
+    begun = shards_begun(path)
+    if begun and not resume:
+        raise Failure(f"{begun[0].path(path)} has points of jobs: --resume goes on with them, -o takes another file")
+    done = _recorded(output, resume)
+    machine = done.headers[-1].machine if done.headers else ""
+    _check_settings(output, done, sweep.header_of(plan, machine, revisions), force)
+    cluster = Cluster(kind, output, slurm_args)
+    # A job that goes on may be on another node: what must be equal is checked here and by the merge.
+    job = MeasureShard(partial(measure, True, True), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    with Store.open(output), Watch() as watch:
         watch.say(f"results: {output}")
-        jobs = ClusterSweep(plan, indices, make_task, cluster, store, watch.events(), watch.say)
-        if resume:
-            jobs.collect_earlier()
-        done = _recorded(output, resume)
-        machine = done.headers[-1].machine if done.headers else ""
-        _check_settings(output, done, sweep.header_of(plan, machine, revisions), force)
+        cluster.end_earlier([shard.path(path) for shard in begun], watch.say)
+        for shard in begun:
+            parts.read_part(output, shard, plan)
+        shards = Shard.all(begun[0].total if begun else len(loads))
         try:
-            outcome = jobs.run()
-            store.check()
+            failed = run_shards(cluster, job, shards, path, watch.events(), watch.say)
+            signal = 0
         except Interrupted as interrupt:
+            failed, signal = [], interrupt.signal
             watch.say(
                 f"interrupted; the jobs are cancelled, every finished point is kept, `--resume` goes on ({output})"
             )
-            raise SystemExit(128 + interrupt.signal) from None
-        if jobs.failed:
-            watch.say(f"{len(jobs.failed)} of the jobs failed, `--resume` tries them again; their logs are in {folder}")
-        else:
-            jobs.clear()
-    _print_outcome(outcome, output, as_json)
-    code = sweep.exit_code(plan, outcome.all)
-    raise SystemExit(code or (PARTIAL if jobs.failed else 0))
+    outcome = parts.merge(plan, output, whole=not failed and not signal, force=force)
+    if signal:
+        raise SystemExit(128 + signal)
+    if failed:
+        message = f"{len(failed)} of the jobs failed, --resume tries them again; their logs are in {cluster.folder}"
+        raise Failure(message, PARTIAL)
+    cluster.clear(shard.path(path) for shard in shards)
+    return outcome
 
 
 def _name(recipe: str | None, plan: Any) -> str:

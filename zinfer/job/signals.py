@@ -36,7 +36,9 @@ def kept(thrown: list[KeyboardInterrupt]) -> Iterator[None]:
     """
     try:
         yield
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as raised:
+        if thrown and type(raised) is KeyboardInterrupt:  # as Ray has it, which drops the signal's number
+            raise _again(thrown[-1]) from None
         raise
     except BaseException:
         if thrown:

@@ -18,6 +18,7 @@ from zinfer.generation.tokenizer_process import Refusal, TokenizerProcess
 from zinfer.job.forecast import Ahead, Forecast, Key, Outlook
 from zinfer.job.recipe import Sweep, SweepLoad, automatic, engine_recipe
 from zinfer.job.requests import RequestSet
+from zinfer.job.shard import Shard
 from zinfer.job.signals import Interrupted, Signals
 from zinfer.plan.plan import LARGEST_BATCH, Plan, make_plan
 from zinfer.record.measurement import Measurement, Recorded, Status
@@ -50,6 +51,7 @@ class Answer(NamedTuple):
 
 Batches = Generator[Try, Answer, None]
 NEAR = 32  # the best batch is searched for in steps down to this part of the largest
+Point = Measurement | RequestPoint
 P = TypeVar("P", bound=Recorded)
 
 
@@ -60,7 +62,7 @@ class Outcome(NamedTuple):
     requests: list[RequestPoint]
 
     @property
-    def all(self) -> "list[Measurement | RequestPoint]":
+    def all(self) -> list[Point]:
         return [*self.points, *self.requests]
 
 
@@ -204,18 +206,24 @@ def prepare(
     return jobs
 
 
-def header_of(sweep: Sweep, machine: str, revisions: Iterable[tuple[str, str]]) -> Header:
-    """Return the header of a start of `sweep`; `revisions` are the models with their revisions."""
+def recipe_of(sweep: Sweep) -> dict[str, Any]:
+    """Return the settings of a sweep as its header has them."""
+    return sweep.model_dump(mode="json", exclude={"description", "timeout_s", "machine", "published"})
+
+
+def header_of(sweep: Sweep, machine: str, revisions: Iterable[tuple[str, str]], shard: Shard | None = None) -> Header:
+    """Return the header of a start of `sweep` or of a shard; `revisions` are the models with their revisions."""
     found: dict[str, str] = {}
     for name in sweep.engine:
         found |= versions(engine_recipe(name).engine)
     return Header(
         machine=machine,
         description=sweep.description,
-        recipe=sweep.model_dump(mode="json", exclude={"description", "timeout_s", "machine", "published"}),
+        recipe=recipe_of(sweep),
         model_revision=",".join(sorted({f"{model}@{revision}" for model, revision in revisions})),
         versions=found,
         started_at=now(),
+        shard=None if shard is None else str(shard),
     )
 
 
@@ -230,14 +238,13 @@ def run(
     sweep: Sweep,
     jobs: Iterable[LoadJob],
     store: Store,
-    done: Iterable[Measurement | RequestPoint] = (),
+    done: Iterable[Point] = (),
     events: Events | None = None,
     make_worker: Callable[..., Any] = Worker,
-    rounds: Iterable[int] | None = None,
     signals: Signals | None = None,
 ) -> Outcome:
-    """Measure the points that `done` does not hold, append each to `store` at once, and return all points of the sweep,
-    or of these `rounds` (the first is 0). `signals` are those that interrupt it, by default SIGINT and SIGTERM.
+    """Measure the points that `done` does not hold, append each to `store` at once, and return all points of the sweep.
+    `signals` are those that interrupt it, by default SIGINT and SIGTERM.
 
     Raises Interrupted on SIGINT and SIGTERM, after the point under way is recorded as `cancelled`, and StoreError if a
     record cannot be written; no worker is left behind in either case.
@@ -245,12 +252,11 @@ def run(
     known: Known = {}
     for point in done:
         if point.status in FINAL:
-            known.setdefault(_key(point), []).append(point)
+            known.setdefault(key_of(point), []).append(point)
     events = events or Events()
     outcome = Outcome([], [])
     jobs = tuple(jobs)
-    numbers = range(sweep.rounds) if rounds is None else rounds
-    turns = [(number, job) for number in numbers for job in jobs]
+    turns = [(number, job) for number in range(sweep.rounds) for job in jobs]
     forecast = Forecast(
         sweep,
         [
@@ -274,14 +280,15 @@ def run(
     return outcome
 
 
-Known = dict[Key, list[Measurement | RequestPoint]]  # final records of each point, in their order
+Known = dict[Key, list[Point]]  # final records of each point, in their order
 
 
-def _key(point: Measurement | RequestPoint) -> Key:
+def key_of(point: Point) -> Key:
+    """Return what a point measures."""
     return point.key if isinstance(point, RequestPoint) else point.case
 
 
-def _recorded(known: Known, key: Key, number: int, timed: bool = True) -> Measurement | RequestPoint | None:
+def _recorded(known: Known, key: Key, number: int, timed: bool = True) -> Point | None:
     """Return the record of a point in round `number`, None if it is still to be measured; a failure, and a batch that
     is only tried, are recorded for all rounds."""
     records = known.get(key)
@@ -391,7 +398,7 @@ class _Runner:
         """Append a point to the store, and return it as it is there."""
         point = point.model_copy(update={"model_revision": self._job.revision})
         self._store.append(point)
-        self._known.setdefault(_key(point), []).append(point)
+        self._known.setdefault(key_of(point), []).append(point)
         return point
 
     def _measure(
@@ -486,7 +493,7 @@ def _rows(spec: ModelSpec, own: RequestSet) -> list[RequestRow]:
     return rows
 
 
-def exit_code(sweep: Sweep, points: Iterable[Measurement | RequestPoint]) -> int:
+def exit_code(sweep: Sweep, points: Iterable[Point]) -> int:
     """Return the exit code of a sweep: 0 if every point is ok, 3 if some are not, 4 if none is. With ``auto``, a batch
     that memory or a TensorRT plan has no room for is how the largest batch is found, and counts as ok."""
     points = tuple(points)
@@ -497,7 +504,7 @@ def exit_code(sweep: Sweep, points: Iterable[Measurement | RequestPoint]) -> int
     return 0 if fine == len(points) else 3
 
 
-def _edge(point: Measurement | RequestPoint) -> bool:
+def _edge(point: Point) -> bool:
     """Return True if the load ran and the batch was too large for it."""
     if isinstance(point, RequestPoint):
         return False

@@ -21,11 +21,16 @@ from zinfer.record.study import KIND, Start
 
 
 class Header(Start):
-    """Start of a sweep with its settings; written at each start, so that a resumed file tells its whole story."""
+    """Start of a sweep with its settings; written at each start, so that a resumed file tells its whole story.
+
+    In the part of a shard ``i/n`` a `complete` one is also written when all of its loads are measured.
+    """
 
     description: str = ""  # of the recipe
     recipe: dict[str, Any] = Field(default_factory=dict)
     model_revision: str = ""
+    shard: str | None = None
+    complete: bool = False
 
 
 class Records(NamedTuple):
@@ -145,12 +150,12 @@ class Store(Closing):
             raise
         return store
 
-    def append(self, point: Measurement | RequestPoint) -> None:
-        """Append one point and wait for the disk. On StoreError (disk full, say) the file ends at its last record."""
-        self._lines.append(encode(point))
+    def append(self, *points: Measurement | RequestPoint) -> None:
+        """Append points and wait for the disk. On StoreError (disk full, say) the file ends where it did before."""
+        self._lines.append(*map(encode, points))
 
     def append_header(self, header: Header) -> None:
-        """Append the header of a start, as `append` does a point."""
+        """Append the header of a start, as `append` does points."""
         self._lines.append(encode(header))
 
     def check(self) -> None:

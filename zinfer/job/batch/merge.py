@@ -1,57 +1,18 @@
-"""Shards of a batch job: disjoint parts of one file of requests, answered by jobs that know nothing of each other, and
-put together again.
+"""Merge of a batch job's shards (`zinfer.job.shard`): their answers become one file, in the order of the requests.
 
-Shard 2 of 4 answers the requests 2, 6, 10, .. of the file, whichever machine it runs on, into a file of its own:
-``out-00002-of-00004.jsonl`` for ``--output out.jsonl``, with a .job file beside it as every batch job has one. `merge`
-believes none of them: each request must have exactly one answer, from its own shard, of the same job.
+Each shard has a .job file beside its answers, as every batch job has one. `merge` believes none of them: each request
+must have exactly one answer, from its own shard, of the same job.
 """
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple
 
-from zinfer.core.errors import INTEGRITY, ZinferError
 from zinfer.job.batch.ledger import header_line, job_path, read_job
 from zinfer.job.batch.openai import BatchRequest, Done, Fault, decode
+from zinfer.job.shard import Shard, ShardError, whole_split
 from zinfer.record.jsonl import Garbled, StoreError, read_lines
 from zinfer.system import atomic
-
-MOST = 99_999  # shards of a job: five digits in a file's name
-Line = TypeVar("Line")
-
-
-class ShardError(ZinferError):
-    """Shards that are not the whole of one job; the message says which, and what to do."""
-
-    exit_code = INTEGRITY
-
-
-class Shard(NamedTuple):
-    """Part `number` of `total` of a job's requests; the first is 1."""
-
-    number: int
-    total: int
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """Return the shard that is written as ``2/4``. Raises ValueError."""
-        found = re.fullmatch(r"([0-9]{1,5})/([0-9]{1,5})", text)
-        shard = cls(*map(int, found.groups())) if found else cls(0, 0)
-        if not 1 <= shard.number <= shard.total:
-            raise ValueError(f"{text[:60]!r}: write i/n, from 1/n to n/n, with n up to {MOST:,}")
-        return shard
-
-    def __str__(self) -> str:
-        return f"{self.number}/{self.total}"
-
-    def of(self, lines: Sequence[Line]) -> Sequence[Line]:
-        """Return this shard's part of all `lines`."""
-        return lines[self.number - 1 :: self.total]
-
-    def path(self, output: Path) -> Path:
-        """Return the path of this shard's answers, where `output` is that of the whole job."""
-        return output.with_name(f"{output.stem}-{self.number:05d}-of-{self.total:05d}{output.suffix}")
 
 
 class Merged(NamedTuple):
@@ -68,7 +29,7 @@ def merge(output: Path, prompts: str, requests: Sequence[BatchRequest | Fault], 
     of one job with these requests, if an answer is missing, given twice or of no request, or if `output` has anything
     else and `force` is not set; StoreError if a file cannot be read. `output` is whole or as it was.
     """
-    shards = _shards(output)
+    shards = whole_split(output)
     header = _header(shards, output, prompts)
     answers: list[bytes] = [b""] * len(requests)
     done: list[Done] = [Done("", False, 0)] * len(requests)
@@ -97,25 +58,6 @@ def merge(output: Path, prompts: str, requests: Sequence[BatchRequest | Fault], 
         )
     _write(output, b"".join(line + b"\n" for line in answers), header, force)
     return Merged(done, damaged)
-
-
-def _shards(output: Path) -> list[Shard]:
-    """Return all shards of `output`, in order. Raises ShardError unless there is a file of each."""
-    pattern = re.compile(re.escape(output.stem) + r"-([0-9]{5})-of-([0-9]{5})" + re.escape(output.suffix))
-    files = output.parent.iterdir() if output.parent.is_dir() else ()
-    found = {Shard(*map(int, match.groups())) for path in files if (match := pattern.fullmatch(path.name))}
-    totals = sorted({shard.total for shard in found})
-    if not totals:
-        raise ShardError(f"{output} has no shards: answer them with --shard 1/n to n/n first")
-    if len(totals) > 1:
-        raise ShardError(f"{output} has shards of {' and of '.join(map(str, totals))}: remove those of one job")
-    (total,) = totals
-    shards = [Shard(number, total) for number in range(1, total + 1)]
-    absent = [str(shard) for shard in shards if shard not in found]
-    if absent:
-        names = ", ".join(absent)[:600]
-        raise ShardError(f"{output} lacks {len(absent):,} of {total:,} shards: run --shard {names}")
-    return shards
 
 
 def _header(shards: Sequence[Shard], output: Path, prompts: str) -> bytes:

@@ -1,0 +1,321 @@
+"""Shards of a sweep: each load is measured by one of them, and what is merged is whole or refused."""
+
+import re
+import shutil
+from collections.abc import Callable
+from functools import partialmethod
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.command import zinfer
+from tests.inline import MACHINE, FakeWorker
+from tests.test_cli import folder
+from zinfer.commands import options
+from zinfer.commands.sweep import _measure
+from zinfer.core.machine import Machine
+from zinfer.job import sweep
+from zinfer.job.parts import merge, parts_path
+from zinfer.job.recipe import Sweep
+from zinfer.job.shard import Shard, ShardError
+from zinfer.record.measurement import Measurement
+from zinfer.record.store import Records, Store, decode, encode, read
+from zinfer.worker import process
+from zinfer.worker.session import Session
+from zinfer.worker.tasks import Measure, Measured
+
+assert folder  # a fixture
+SMALL = ["sweep", "-m", "bloom-tiny", "--load-format", "dummy", "--input-len", "8", "--output-len", "4"]
+COUNTED = count()
+PLAN = Sweep(
+    model=("bloom-tiny",), engine=("stream",), offload=("none", "cpu"), weights=("as-released", "int8"),
+    batch_size="auto", input_len=(8,), output_len=(4,), load_format="dummy", rounds=2,
+)  # fmt: skip
+LOADS = len([*PLAN.loads()])
+
+
+class Stamped(FakeWorker):
+    """A worker whose points differ, as measured ones do."""
+
+    def _measure_point(self, session: Session, request: Measure) -> Measured:
+        point = super()._measure_point(session, request).point
+        return Measured(point=point.model_copy(update={"started_at": f"{next(COUNTED):09}"}))
+
+
+def here(_nvme_path: str | None) -> Machine:
+    return MACHINE
+
+
+def measure(
+    plan: Sweep, output: Path, worker: FakeWorker, shard: Shard | None = None, signals: Any = None
+) -> sweep.Outcome:
+    """Run `zinfer sweep --resume --force`, or a shard of it, on `MACHINE` with `worker`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(options, "this_machine", here)
+        patch.setattr(process, "Worker", lambda *words, debug, **settings: worker(*words, **settings))
+        return _measure(plan, output, None, False, True, True, shard, signals)
+
+
+def told(records: Records) -> list[Any]:
+    return [(point.case, point.status, len(point.ttft_ms)) for point in records.points]
+
+
+def part(output: Path, number: int, total: int) -> Path:
+    return Shard(number, total).path(parts_path(output))
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Provide a folder with the records of the sweep in one process, and with three shards that have ended."""
+    folder = tmp_path_factory.mktemp("measured")
+    measure(PLAN, folder / "alone.jsonl", Stamped(5))
+    for shard in Shard.all(3):
+        measure(PLAN, folder / "out.jsonl", Stamped(5), shard)
+    return folder
+
+
+@pytest.fixture
+def alone(tmp_path: Path, measured: Path) -> Path:
+    """Provide the records of the sweep in one process."""
+    return Path(shutil.copy(measured / "alone.jsonl", tmp_path))
+
+
+@pytest.fixture
+def output(tmp_path: Path, measured: Path) -> Path:
+    """Provide the path of a sweep whose three shards have ended."""
+    for path in measured.glob("*.part"):
+        shutil.copy(path, tmp_path)
+    return tmp_path / "out.jsonl"
+
+
+@pytest.mark.parametrize("total", [1, 2, LOADS, LOADS + 1])
+def test_shards_write_what_one_process_writes(tmp_path: Path, alone: Path, total: int) -> None:
+    """Loads, rounds and batches, those found by doubling included, in the same order."""
+    output = tmp_path / "out.jsonl"
+    for shard in reversed(Shard.all(total)):
+        measure(PLAN, output, Stamped(5), shard)
+    outcome = merge(PLAN, output)
+    ours, theirs = read(output), read(alone)
+    assert len(theirs.points) > 3 * LOADS * PLAN.rounds
+    assert told(ours) == told(theirs)
+    assert [header.model_copy(update={"started_at": ""}) for header in ours.headers] == [
+        header.model_copy(update={"started_at": ""}) for header in theirs.headers
+    ]
+    assert outcome.points == [*ours.points]
+    assert sweep.exit_code(PLAN, outcome.all) == 0
+    before = output.read_bytes()
+    merge(PLAN, output)
+    assert output.read_bytes() == before
+
+
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+def dying(monkeypatch: pytest.MonkeyPatch, path: Path, writes: int) -> None:
+    """Let this process end at a write to `path`, after so many."""
+    for name in ("append", "append_header"):
+
+        def write(store: Store, *records: Any, before: Any) -> None:
+            nonlocal writes
+            if store.path == path:
+                writes -= 1
+                if writes < 0:
+                    raise Killed
+            before(store, *records)
+
+        monkeypatch.setattr(Store, name, partialmethod(write, before=vars(Store)[name]))
+
+
+def test_a_shard_that_was_killed_at_any_line_goes_on(
+    tmp_path: Path, alone: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.fsync", lambda _descriptor: None)
+    output = tmp_path / "out.jsonl"
+    measure(PLAN, output, Stamped(5), Shard(1, 2))
+    kills = 0
+    while True:
+        with pytest.MonkeyPatch.context() as patch:
+            dying(patch, part(output, 2, 2), 5)
+            try:
+                measure(PLAN, output, Stamped(5), Shard(2, 2))
+                break
+            except Killed:
+                kills += 1
+        with pytest.raises(ShardError, match=r"1 of 2 shards have not ended: .*--shard 2/2$"):
+            merge(PLAN, output)
+        assert not output.exists()
+    assert kills > 3
+    merge(PLAN, output)
+    assert told(read(output)) == told(read(alone))
+
+
+def test_a_merge_that_was_killed_loses_and_doubles_nothing(output: Path, alone: Path) -> None:
+    for writes in (0, 1):
+        with pytest.MonkeyPatch.context() as patch:
+            dying(patch, output, writes)
+            with pytest.raises(Killed):
+                merge(PLAN, output)
+        assert len(read(output).headers) == writes
+    merge(PLAN, output)
+    assert told(read(output)) == told(read(alone))
+    assert len(read(output).headers) == 1
+
+
+def test_points_that_the_sweep_has_are_neither_measured_nor_merged_again(tmp_path: Path, alone: Path) -> None:
+    before = alone.read_bytes()
+    worker = Stamped(5)
+    for shard in Shard.all(2):
+        measure(PLAN, alone, worker, shard)
+    assert worker.measured == []
+    merge(PLAN, alone)
+    assert alone.read_bytes() == before
+
+
+def test_a_failure_that_was_tried_again_counts_no_more(tmp_path: Path) -> None:
+    output, plan = tmp_path / "out.jsonl", PLAN.model_copy(update={"rounds": 1, "batch_size": (1, 2)})
+    measure(plan, output, Stamped(5, {2: "timeout"}), Shard(1, 1))
+    assert sweep.exit_code(plan, merge(plan, output).all) == 3
+    measure(plan, output, Stamped(5), Shard(1, 1))
+    assert sweep.exit_code(plan, merge(plan, output).all) == 0
+    assert sorted(point.status for point in read(output).points) == ["ok"] * 2 * LOADS + ["timeout"] * LOADS
+
+
+def lose(output: Path) -> None:
+    part(output, 3, 3).unlink()
+
+
+def swap(output: Path) -> None:
+    one, other = part(output, 1, 3), part(output, 2, 3)
+    first, second = one.read_bytes(), other.read_bytes()
+    one.write_bytes(second)
+    other.write_bytes(first)
+
+
+def cut(output: Path) -> None:
+    part(output, 2, 3).write_bytes(b"".join(part(output, 2, 3).read_bytes().splitlines(True)[:-1]))
+
+
+def garble(output: Path) -> None:
+    lines = part(output, 2, 3).read_bytes().splitlines(True)
+    lines[3] = lines[3].replace(b'"ok"', b'"no"')
+    part(output, 2, 3).write_bytes(b"".join(lines))
+
+
+def change(output: Path, **fields: Any) -> None:
+    """Give those records of a part that have these fields other values."""
+    path = part(output, 2, 3)
+    records = [decode(line) for line in path.read_bytes().splitlines()]
+    changed = [
+        one.model_copy(update=fields) if fields.keys() <= type(one).model_fields.keys() else one for one in records
+    ]
+    path.write_bytes(b"".join(encode(one) + b"\n" for one in changed))
+
+
+def of_another_sweep(output: Path) -> None:
+    change(output, recipe={"model": ["other"]})
+
+
+def of_other_weights(output: Path) -> None:
+    change(output, model_revision="other", stage="")
+
+
+def of_no_load(output: Path) -> None:
+    path = part(output, 2, 3)
+    lines = path.read_bytes().splitlines(True)
+    point = decode(lines[1].rstrip())
+    assert isinstance(point, Measurement)
+    other = point.model_copy(update={"case": point.case.model_copy(update={"model": "other"})})
+    path.write_bytes(b"".join([lines[0], encode(other) + b"\n", *lines[1:]]))
+
+
+def without_a_start(output: Path) -> None:
+    path = part(output, 2, 3)
+    path.write_bytes(b"".join(path.read_bytes().splitlines(True)[1:-1]))
+
+
+def of_two_splits(output: Path) -> None:
+    measure(PLAN, output, Stamped(5), Shard(1, 2))
+
+
+def already_there(output: Path) -> None:
+    measure(PLAN.model_copy(update={"rounds": 1}), output, Stamped(5))
+
+
+FAULTS: dict[Callable[[Path], None], str] = {
+    lose: r"lacks 1 of 3 shards: run --shard 3/3",
+    swap: r"00001-of-00003\.part is that of shard 2/3",
+    cut: r"1 of 3 shards have not ended: .*--shard 2/3",
+    garble: r"1 of 3 shards have not ended: .*--shard 2/3",
+    of_another_sweep: r"00002-of-00003\.part is a part of another sweep",
+    of_other_weights: r"different weights of bloom-tiny",
+    of_no_load: r"a point of no load of this sweep: other",
+    without_a_start: r"00002-of-00003\.part does not say which sweep",
+    of_two_splits: r"has shards of 2 and of 3",
+    already_there: r"out\.jsonl has points of another sweep: --force",
+}
+
+
+@pytest.mark.parametrize("damage", FAULTS, ids=lambda damage: damage.__name__)
+def test_parts_that_are_not_one_whole_sweep_are_refused(output: Path, damage: Callable[[Path], None]) -> None:
+    damage(output)
+    before = output.read_bytes() if output.exists() else None
+    with pytest.raises(ShardError, match=FAULTS[damage]) as caught:
+        merge(PLAN, output)
+    assert caught.value.exit_code == 6
+    assert "\n" not in str(caught.value)
+    assert (output.read_bytes() if output.exists() else None) == before
+
+
+def test_a_damaged_point_is_measured_again(output: Path, alone: Path) -> None:
+    garble(output)
+    worker = Stamped(5)
+    measure(PLAN, output, worker, Shard(2, 3))
+    assert len(worker.measured) == 1
+    merge(PLAN, output)
+    assert sorted(map(repr, told(read(output)))) == sorted(map(repr, told(read(alone))))
+
+
+def test_the_command_measures_in_shards_what_it_measures_alone(folder: Path) -> None:
+    words = [*SMALL, "--repeats", "1", "--batch-size", "1,2", "-o", "out.jsonl"]
+    assert zinfer(folder, *words[:-1], "alone.jsonl").returncode == 0
+    first = zinfer(folder, *words, "--shard", "1/2")
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.strip() == "out-00001-of-00002.part"
+    early = zinfer(folder, *words, "--merge")
+    assert early.returncode == 6
+    assert "run --shard 2/2" in early.stderr
+    refused = zinfer(folder, *words, "--shard", "1/2")
+    assert refused.returncode == 2
+    assert "--resume goes on with it" in refused.stderr
+    again = zinfer(folder, *words, "--shard", "1/2", "--resume")
+    assert again.returncode == 0
+    assert again.stderr.count("[recorded]") == 2
+    assert zinfer(folder, *words, "--shard", "2/2").returncode == 0
+    merged = zinfer(folder, *words, "--merge")
+    assert merged.returncode == 0, merged.stderr
+    assert merged.stdout.strip() == "out.jsonl"
+    ours, theirs = read(folder / "out.jsonl"), read(folder / "alone.jsonl")
+    assert [point.case for point in ours.points] == [point.case for point in theirs.points]
+    assert {point.status for point in ours.points} == {"ok"}
+    assert [header.recipe for header in ours.headers] == [header.recipe for header in theirs.headers]
+
+
+def test_a_shard_without_a_load_has_nothing_to_do(folder: Path) -> None:
+    words = [*SMALL, "--repeats", "1", "--batch-size", "1", "--offload", "none", "-o", "out.jsonl"]
+    for shard in ("1/2", "2/2"):
+        done = zinfer(folder, *words, "--shard", shard)
+        assert done.returncode == 0, done.stderr
+    assert zinfer(folder, *words, "--merge").returncode == 0
+    assert len(read(folder / "out.jsonl").points) == 1
+
+
+@pytest.mark.parametrize(
+    "words", [["--shard", "1/2", "--merge"], ["--shard", "1/2", "--dry-run"], ["--merge", "--cluster", "local"]]
+)
+def test_ways_to_run_a_sweep_exclude_each_other(folder: Path, words: list[str]) -> None:
+    done = zinfer(folder, *SMALL, *words, "-o", "out.jsonl")
+    assert done.returncode == 2
+    assert re.search(r"leave out all but one", done.stderr)

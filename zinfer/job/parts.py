@@ -1,0 +1,136 @@
+"""Parts of a sweep: a results file for each shard of its loads, and their merge into the sweep's own file.
+
+A part begins as every results file does, with a header that names its shard; a second header, which is `complete`, ends
+it. `merge` believes no part: it must be one of this recipe, and have been measured to its end.
+"""
+
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from zinfer.core.case import Case
+from zinfer.job.recipe import Sweep, SweepLoad
+from zinfer.job.shard import Shard, ShardError, shards_begun, whole_split
+from zinfer.job.sweep import FINAL, Outcome, Point, key_of, recipe_of
+from zinfer.record.jsonl import read_lines
+from zinfer.record.measurement import Measurement
+from zinfer.record.store import Header, Store, decode, encode, read
+
+
+class Part(NamedTuple):
+    """Records of a part, in their order; `complete` if its last start came to its end without a damaged line."""
+
+    headers: list[Header]
+    points: list[Point]
+    complete: bool
+
+
+def parts_path(output: Path) -> Path:
+    """Return the path whose shards (`Shard.path`) are the parts of the results file `output`."""
+    return output.with_suffix(".part")
+
+
+def read_part(output: Path, shard: Shard, sweep: Sweep) -> Part:
+    """Return the part of a shard. Raises ShardError for a part of another sweep or shard, StoreError."""
+    path = shard.path(parts_path(output))
+    headers: list[Header] = []
+    points: list[Point] = []
+    sound = complete = False
+    for line in read_lines(path):
+        try:
+            record = decode(line)
+        except ValueError:
+            sound = complete = False
+            continue
+        if not isinstance(record, Header):
+            points.append(record)
+            continue
+        if record.recipe != recipe_of(sweep):
+            raise ShardError(f"{path} is a part of another sweep: remove it, or name the recipe that it was made with")
+        if record.shard != str(shard):
+            raise ShardError(f"{path} is that of shard {record.shard}: give each file its own name back")
+        sound, complete = sound if record.complete else True, sound and record.complete
+        headers.append(record)
+    if points and not headers:
+        raise ShardError(f"{path} does not say which sweep it belongs to: remove it, and run --shard {shard} again")
+    return Part(headers, points, complete)
+
+
+def merge(sweep: Sweep, output: Path, whole: bool = True, force: bool = False) -> Outcome:
+    """Append the points of the parts of `output` to it, in the order of the recipe, and return all that it has then.
+
+    Points that it has are not appended again. Raises ShardError if a part is foreign, if `output` has another recipe
+    and `force` is not set, or, if the sweep has to be `whole`, if a part is missing or has not come to its end;
+    StoreError if a file cannot be read or written.
+    """
+    path = parts_path(output)
+    shards = whole_split(path) if whole else shards_begun(path)
+    parts = {shard: read_part(output, shard, sweep) for shard in shards}
+    if whole and (lacking := [str(shard) for shard, part in parts.items() if not part.complete]):
+        raise ShardError(
+            f"{len(lacking):,} of {len(shards):,} shards have not ended: run them again with --resume, and they go on "
+            f"where they ended: --shard {', '.join(lacking)[:600]}"
+        )
+    headers = _common([header for part in parts.values() for header in part.headers])
+    points = _ordered(sweep, [point for part in parts.values() for point in part.points])
+    with Store.open(output) as store:
+        before = read(output)
+        if before.headers and before.headers[-1].recipe != recipe_of(sweep) and not force:
+            raise ShardError(f"{output} has points of another sweep: --force adds to them, -o takes another file")
+        known = {_undated(header) for header in before.headers}
+        for header in headers:
+            if _undated(header) not in known:
+                store.append_header(header)
+        lines = {*read_lines(output)}
+        new = [point for point in points if encode(point) not in lines]
+        store.append(*new)
+        store.check()
+    return _outcome([*before.points, *before.requests, *new])
+
+
+def _common(headers: list[Header]) -> list[Header]:
+    """Return what the headers of all parts say, one for each machine and its versions."""
+    revisions = {word for header in headers for word in header.model_revision.split(",") if word}
+    alike = {"shard": None, "complete": False, "model_revision": ",".join(sorted(revisions))}
+    return [*{_undated(header): header.model_copy(update=alike) for header in reversed(headers)}.values()][::-1]
+
+
+def _undated(header: Header) -> str:
+    """Return what tells headers of one sweep apart: the machine and the versions."""
+    return f"{header.machine} {sorted(header.versions.items())}"
+
+
+def _ordered(sweep: Sweep, points: Iterable[Point]) -> list[Point]:
+    """Return points in the order of the recipe: by round, then by load. Raises ShardError for one of another sweep, or
+    of other weights."""
+    loads = [*sweep.loads()]
+    revisions: dict[object, str] = {}
+    known: dict[Case, int] = {}
+    measured = Counter[object]()
+    placed = []
+    for point in points:
+        case = point.case.model_copy(update={"workload": loads[0].case("dummy", "bfloat16", 1, 1).workload})
+        if case not in known:
+            known[case] = _index(loads, case)
+        model = case.model, case.layers, case.weights
+        if revisions.setdefault(model, point.model_revision) != point.model_revision:
+            raise ShardError(f"parts have different weights of {case.model}: remove those of one revision")
+        placed.append(((measured[key_of(point)], known[case]), point))
+        measured[key_of(point)] += point.usable
+    return [point for _, point in sorted(placed, key=lambda pair: pair[0])]
+
+
+def _index(loads: list[SweepLoad], case: Case) -> int:
+    for index, load in enumerate(loads):
+        if load.case(case.load_format, case.dtype, 1, 1) == case:
+            return index
+    raise ShardError(f"a part has a point of no load of this sweep: {case.model} {case.label()}")
+
+
+def _outcome(points: list[Point]) -> Outcome:
+    """Return the points but for failures that were tried again."""
+    last = {key_of(point): point for point in points}
+    standing = [point for point in points if point.status in FINAL or last[key_of(point)] is point]
+    equal = [point for point in standing if isinstance(point, Measurement)]
+    return Outcome(equal, [point for point in standing if not isinstance(point, Measurement)])

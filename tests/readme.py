@@ -433,11 +433,6 @@ def _qwen() -> list[str]:
     return [f"{one:.2f}x" for one in found]
 
 
-def _cpu_experts() -> list[str]:
-    labels = "stream cpu experts_cpu=on", "stream cpu"
-    return [f"{_ratios('mixtral-cpu-experts', batch, *labels)[0]:.2f}x" for batch in (1, 4)]
-
-
 def _mixtral() -> list[str]:
     (there,), (away,) = points("mixtral-whole"), points("mixtral-whole-kv")
     batches = [point.case.workload.batch_size for point in (there, away)]
@@ -1009,7 +1004,6 @@ FIGURES: dict[str, Callable[[], list[str]]] = {
     "Reloading a KV cache": _reload,
     "Experts on demand": _experts,
     "Fewer experts of more": _qwen,
-    "Experts on the CPU": _cpu_experts,
     "All of Mixtral-8x7B": _mixtral,
     "Mixtral-8x7B in every engine": _mixtral_rates,
     "With 8 tokens out": _mixtral_peers,

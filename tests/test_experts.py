@@ -84,10 +84,10 @@ def poisoned(loaded: Stream) -> None:
     assert pool is not None
     bring = pool.bring
 
-    def brought(layer: int, chosen: Tensor, call: Any = None) -> None:
+    def brought(layer: int, chosen: Tensor) -> None:
         pool._filled = -1, set()
         pool._slot.fill_(255)
-        bring(layer, chosen, call)
+        bring(layer, chosen)
 
     pool.bring = brought  # type: ignore[method-assign]
 
@@ -153,9 +153,9 @@ def foretold(loaded: Stream, calls: Brought, wrong: bool, patch: Patch) -> Broug
     assert pool is not None
     bring = pool.bring
 
-    def brought(layer: int, chosen: Tensor, call: Any = None) -> None:
+    def brought(layer: int, chosen: Tensor) -> None:
         seen.append((layer, chosen.clone()))
-        bring(layer, chosen, call)
+        bring(layer, chosen)
 
     def guess(own: Routers, layer: int, states: Tensor) -> tuple[int, Tensor] | None:
         if len(seen) >= len(calls) or calls[len(seen)][0] <= layer:
@@ -214,7 +214,7 @@ def test_a_layers_own_states_give_its_own_choice(name: str, mixture: Kinds, wait
     assert loaded.effective().settings["experts_guessed_per_step"] > 0
     bring, routers, checked = pool.bring, pool._routers, []
 
-    def brought(layer: int, chosen: Tensor, call: Any = None) -> None:
+    def brought(layer: int, chosen: Tensor) -> None:
         if not pool.scanning:
             following, routers._following[layer] = routers._following.get(layer), layer
             found = routers.guess(layer, routers._states[layer])
@@ -224,7 +224,7 @@ def test_a_layers_own_states_give_its_own_choice(name: str, mixture: Kinds, wait
             del routers._following[layer]
             if following is not None:
                 routers._following[layer] = following
-        bring(layer, chosen, call)
+        bring(layer, chosen)
 
     monkeypatch.setattr(pool, "bring", brought)
     for one, other in zip(steps(loaded), expected, strict=True):

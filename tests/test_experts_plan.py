@@ -72,18 +72,6 @@ def test_from_some_batch_on_all_experts_come() -> None:
     assert cost.whole_tokens(many) == 36
 
 
-def test_the_cpu_gets_uncoded_experts_on_demand() -> None:
-    """A plan has them so if it is asked for; with `auto` the CPU takes what there is."""
-    assert plan().placement.codec == plan(experts_cpu="off").placement.codec == "lossless"
-    found = plan(experts_cpu="on")
-    assert (found.placement.codec, found.placement.experts) == ("none", "on-demand")
-    assert found.streamed_bytes == plan(experts="on-demand", weight_codec="none").streamed_bytes
-    few = MIXTRAL.model_copy(update={"experts_per_token": 6})
-    assert plan(model=few, experts_cpu="on").placement.experts == "on-demand"
-    dense = resolve.resolve("llama-3.1-70b", None, None)
-    assert plan(model=dense, experts_cpu="on").placement.experts == "all"
-
-
 def test_auto_brings_them_on_demand_where_that_is_clearly_less() -> None:
     assert plan().placement.experts == "on-demand"
     assert plan().placement == plan(experts="on-demand").placement
@@ -182,9 +170,6 @@ def test_the_table_says_which_experts_come() -> None:
     assert "stream cpu experts=all, batch 1: all experts come in every step." in told
     assert "stream cpu, batch 1: experts on demand; a step touches 25% of the experts and brings 16.9 GB;" in told
     assert "passes of 9 tokens or more bring all." in told
-    assert "CPU's share" not in told
-    shared = CliRunner().invoke(cli, [*words, "--batch-size", "1", "--engine", "stream-cpu-experts"]).output
-    assert "The CPU's share of the experts (experts_cpu=on) is not counted" in " ".join(shared.split())
 
 
 def traced(name: str = "mixtral-8x7b", **fields: Any) -> RoutingRecord:
@@ -338,13 +323,9 @@ def test_real_records_of_routing_predict_the_bytes_of_a_step(tmp_path: Path, mon
     ("options", "offload", "words"),
     [
         ({"experts": "on-demand"}, "none", "experts=on-demand .* only with offload cpu; choose from auto, all"),
+        ({"experts": "on-demand"}, "nvme", "experts=on-demand .* offload nvme.* choose from auto, all"),
+        ({"experts": "on-demand", "gpus": 2}, "cpu", "experts=on-demand .* gpus=2.* choose from auto, all"),
         ({"experts": "on-demand", "packed": "here"}, "cpu", "experts=on-demand .* packed=here.* choose from auto, all"),
-        ({"experts_cpu": "on", "experts": "all"}, "cpu", "experts_cpu=on .* experts=all.* choose from auto, off"),
-        ({"experts_cpu": "on", "weight_codec": "lossless"}, "cpu", "experts_cpu=on .* weight_codec=lossless"),
-        ({"experts_cpu": "on"}, "nvme", "experts_cpu=on .* offload nvme.* choose from auto, off"),
-        ({"experts_cpu": "on"}, "none", "experts_cpu=on .* offload none.* choose from auto, off"),
-        ({"experts_cpu": "on", "gpus": 2}, "cpu", "experts_cpu=on .* gpus=2.* choose from auto, off"),
-        ({"experts_cpu": "on", "packed": "here"}, "cpu", "experts_cpu=on .* packed=here.* choose from auto, off"),
         ({"experts": "some"}, "cpu", "experts=some: choose from auto, all, on-demand"),
         ({"expert_cache": "fifo"}, "cpu", "expert_cache=fifo: choose from lru, lfu"),
     ],

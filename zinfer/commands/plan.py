@@ -552,8 +552,6 @@ def _experts(plans: "Sequence[Plan]") -> "Iterator[str]":
             f"{gb(plan.streamed_bytes)}{stay}; passes of {setup.whole_tokens} tokens or more bring all."
         )
         yield _routing(plan)
-        if dict(plan.case.options).get("experts_cpu") == "on":
-            yield "The CPU's share of the experts (experts_cpu=on) is not counted: the link brings all of them here."
 
 
 def _step_tokens(plan: "Plan") -> int:

@@ -7,9 +7,11 @@ the case is made, before any process starts::
     settle("stream", {"kv_offload": "disk"})       # OptionError: kv_offload=disk: choose from none, cpu, auto
 
 Records may hold options of older versions that are gone by now. `read_options` and `plan_options`, which serve
-planning, leave such options out; `parse_options`, which serves an engine, refuses them.
+planning, leave such options out; `parse_options`, which serves an engine, refuses them. Where a command line or a
+recipe has one of `RETIRED`, `without_retired` leaves it out with a warning.
 """
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -57,6 +59,15 @@ Model = TypeVar("Model", bound=Frozen)
 class OptionError(ZinferError):
     """An option that an engine does not have, a value that it does not take, or values that contradict each other."""
 
+
+class RetiredOptionWarning(UserWarning):
+    """An option of an earlier version that is ignored."""
+
+
+# Options of earlier versions, and what zinfer does now in any case.
+RETIRED = {
+    "experts_cpu": "the GPU computes all experts",
+}
 
 PIECE_BYTES = 128 << 20  # bytes of a layer that cross the link in one copy, unpacked
 LARGE_LAYER = 3 << 30  # bytes of a layer, unpacked, beyond which it is cut into fewer pieces
@@ -172,11 +183,6 @@ class StreamOptions(EngineOptions):
         description="Experts on demand that the next layer is guessed to choose, copied while the link would idle; "
         "auto: as long as that saves time.",
     )
-    experts_cpu: Literal["auto", "on", "off"] = Field(
-        "auto",
-        description="Chosen experts on demand that the CPU computes in host memory, uncoded, while the link brings the "
-        "others; auto: where that is measured to be faster.",
-    )
     gpus: Count = Field(
         1, description="GPUs of the host, each with its own link: they share out weights and rows; with offload cpu."
     )
@@ -193,50 +199,34 @@ class StreamOptions(EngineOptions):
         """Name of the model that drafts; None if none does."""
         return None if self.draft in ("none", "ngram") else self.draft
 
-    @property
-    def _on_demand(self) -> tuple[str | None, str]:
-        """The option that asks for experts on demand, as it is typed, None if none does; and its other values."""
-        if self.experts == "on-demand":
-            return "experts=on-demand", "auto, all"
-        return ("experts_cpu=on" if self.experts_cpu == "on" else None), "auto, off"
-
     def conflict(self, offload: Offload) -> str | None:
         if self.host_weights != "auto" and offload != "nvme":
             return (
                 f"host_weights={self.host_weights} does not go with offload {offload}: it is the part of the weights "
                 "that host memory keeps with offload nvme"
             )
-        if self.experts_cpu == "on" and self.experts == "all":
-            return (
-                "experts_cpu=on does not go with experts=all: the CPU computes experts on demand; choose from auto, off"
-            )
-        if self.experts_cpu == "on" and self.weight_codec == "lossless":
-            return (
-                "experts_cpu=on does not go with weight_codec=lossless: the CPU reads experts as they lie in host "
-                "memory; choose from auto, off"
-            )
-        on_demand, others = self._on_demand
+        on_demand = self.experts == "on-demand"
         if offload == "nvme" and on_demand:
             return (
-                f"{on_demand} does not go with offload nvme: layers come from disk with all of their experts; choose "
-                f"from {others}"
+                "experts=on-demand does not go with offload nvme: layers come from disk with all of their experts; "
+                "choose from auto, all"
             )
         if (why_not := _several(self.gpus, offload)) is not None:
             return why_not
         if self.gpus > 1 and on_demand:
             return (
-                f"{on_demand} does not go with gpus={self.gpus}: experts of a router's choice come to one GPU; choose "
-                f"from {others}"
+                f"experts=on-demand does not go with gpus={self.gpus}: experts of a router's choice come to one GPU; "
+                "choose from auto, all"
             )
         if on_demand and offload == "none":
             return (
-                f"{on_demand} does not go with offload none: experts cross the link only with offload cpu; choose from "
-                f"{others}"
+                "experts=on-demand does not go with offload none: experts cross the link only with offload cpu; choose "
+                "from auto, all"
             )
         if on_demand and self.packed != "auto":
             return (
-                f"{on_demand} does not go with packed={self.packed}: packed layers hold their experts in one piece; "
-                f"choose from {others}"
+                f"experts=on-demand does not go with packed={self.packed}: packed layers hold their experts in one "
+                "piece; choose from auto, all"
             )
         if self.kv_offload != "none" and self.kv_cache_dtype == "fp8":
             return (
@@ -432,6 +422,13 @@ def settle(engine: str, given: Mapping[str, Option], planning: bool = False) -> 
             choices = f"choose from {', '.join([*words, last])}" if words else f"write {last}"
             raise OptionError(f"{name}={written(value)}: {choices}") from None
     return without_defaults(engine, tuple(found.items()))
+
+
+def without_retired(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `options` without those of `RETIRED`; warn about each of these."""
+    for name in RETIRED.keys() & options.keys():
+        warnings.warn(RetiredOptionWarning(f"option {name} is gone and ignored: {RETIRED[name]}"), stacklevel=2)
+    return {name: value for name, value in options.items() if name not in RETIRED}
 
 
 def written(value: object) -> str:

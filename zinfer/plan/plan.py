@@ -205,16 +205,11 @@ def transport_of(case: Case) -> Transport:
 def is_lossless(case: Case, model: ModelSpec, machine: Machine) -> bool:
     """Tell whether the case's weights cross the link coded, or quantised as they are released (FP8 is both). With
     ``auto`` they do wherever that pays: a GPU decodes bf16 at a third of its memory's bandwidth or more, several times
-    what any link brings. Experts that the CPU computes are not coded."""
+    what any link brings."""
     codec = plan_options(case.engine, case.options).weight_codec
     smaller = case.dtype == "bfloat16" or model.stored_ratio < 1
-    pays = case.offload != "none" and smaller and machine.gpu_count > 0 and not _cpu_computes(case)
+    pays = case.offload != "none" and smaller and machine.gpu_count > 0
     return codec == "lossless" or (codec == "auto" and pays)
-
-
-def _cpu_computes(case: Case) -> bool:
-    """Tell whether the CPU is asked to compute experts on demand."""
-    return getattr(read_options(case.engine, case.options), "experts_cpu", "auto") == "on"
 
 
 def experts_on_demand(case: Case, model: ModelSpec, machine: Machine, wire_ratio: float) -> bool:
@@ -224,7 +219,7 @@ def experts_on_demand(case: Case, model: ModelSpec, machine: Machine, wire_ratio
     experts = options.experts
     if experts == "all" or options.gpus > 1 or case.offload != "cpu" or model.num_experts < 2 or not model.expert_bytes:
         return False
-    if experts == "on-demand" or _cpu_computes(case):
+    if experts == "on-demand":
         return True
     packed = getattr(read_options(case.engine, case.options), "packed", "auto") != "auto"
     step = model.streamed_bytes - model.routed_bytes * (1 - model.touched_share(1))

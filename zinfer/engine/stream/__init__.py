@@ -6,7 +6,7 @@ layers and across steps: while the head turns the last layer's output into a tok
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property
 from math import ceil
@@ -36,11 +36,10 @@ from zinfer.engine.decoder import Decoder, DecoderBatch, MovedRows, Part
 from zinfer.engine.pinned import ALIGNMENT
 from zinfer.engine.state import ModelState
 from zinfer.engine.stream import graphs
-from zinfer.engine.stream.cpu_experts import CpuExperts
 from zinfer.engine.stream.cpu_kernel import library
 from zinfer.engine.stream.device_room import DeviceRoom, layers_ahead
 from zinfer.engine.stream.disk import DiskRing
-from zinfer.engine.stream.expert_images import Experts, LayerImages, find_experts
+from zinfer.engine.stream.expert_images import Experts, find_experts
 from zinfer.engine.stream.experts import ExpertCounts, ExpertPool
 from zinfer.engine.stream.few_experts import FewExperts
 from zinfer.engine.stream.graphs import Graphs
@@ -99,7 +98,6 @@ class Stream(Decoder):
     _source: LayerSource | None = None  # of the layers that are not on the device
     _ring: PrefetchRing | None = None
     _pool: ExpertPool | None = None  # of experts that come on demand
-    _no_cpu_experts: str | None = None  # reason why the CPU computes none of them
     _kv_pool: HostPool | None = None  # for keys and values of all micro-batches
     # Most sequences at a time with their KV cache in host memory, device that attends to it, number of CPU threads
     _kv_rows, _kv_place, _kv_threads = 0, "gpu", 0
@@ -173,24 +171,12 @@ class Stream(Decoder):
             options = self.options
             self._pool = ExpertPool(
                 source.arena.memory, source.expert_images, self.device, ring, options.expert_cache,
-                options.expert_guess == "auto", self._cpu_experts(source.arena.memory, source.expert_images),
+                options.expert_guess == "auto",
             )  # fmt: skip
             for number, experts in self._experts.items():
                 self._pool.attach(number, self._layers[number], experts)
-            self._pool.measure()
         if self._group is None:
             ring.start()
-
-    def _cpu_experts(self, memory: Tensor, images: Mapping[int, LayerImages]) -> CpuExperts | None:
-        """Return the CPU's share of the experts that come on demand; None, with the reason in `_no_cpu_experts`, if it
-        computes none. Raises EngineError if it was asked for."""
-        option = self.options.experts_cpu
-        found = CpuExperts(memory, images, self._experts, self.device, option == "on")
-        why_not = "off" if option == "off" else "no GPU" if option == "auto" and self.device.type != "cuda" else None
-        self._no_cpu_experts = why_not or found.cannot()
-        if self._no_cpu_experts is not None and option == "on":
-            raise EngineError(f"experts_cpu=on is not for {self.plan.model.name}: {self._no_cpu_experts}")
-        return found if self._no_cpu_experts is None else None
 
     def _check_layerwise(self, group: "Group") -> None:
         """Raise EngineError for a model that a pass may call otherwise than layer by layer."""
@@ -215,10 +201,8 @@ class Stream(Decoder):
     def _on_demand(self) -> dict[int, Experts]:
         """Return the routed experts that come on demand, by layer; with option ``auto`` none where they cannot, and the
         plan is made anew. Raises EngineError if they were asked for."""
-        asked = {"experts": "on-demand", "experts_cpu": "on"}
-        remedies = {"experts": "experts=all", "experts_cpu": "experts_cpu=off"}
-        remedy = next((remedies[name] for name, value in asked.items() if getattr(self.options, name) == value), None)
-        if self.plan.placement.experts == "all" and remedy is None:
+        asked = self.options.experts == "on-demand"
+        if self.plan.placement.experts == "all" and not asked:
             return {}
         found = {index: find_experts(layer, self._weights.of_layer(index)) for index, layer in enumerate(self._layers)}
         reasons = [reason for reason in found.values() if isinstance(reason, str)]
@@ -226,9 +210,9 @@ class Stream(Decoder):
             reasons = ["it has none"]
         elif not any(found.values()):
             reasons = ["they do not go through the ExpertsInterface of transformers"]
-        if reasons and remedy is not None:
+        if reasons and asked:
             name = self.plan.model.name
-            raise EngineError(f"the experts of {name} cannot come on demand: {reasons[0]}; take {remedy}")
+            raise EngineError(f"the experts of {name} cannot come on demand: {reasons[0]}; take experts=all")
         if reasons:
             self.plan = self.plan.with_option("experts", "all")
             return {}
@@ -767,7 +751,7 @@ class Stream(Decoder):
         pool = self._pool
         if pool is None:
             return {"experts": "all"} if self.plan.model.num_experts > 1 and self._ring is not None else {}
-        names = ("fetched", "hits", "misses", "guessed", "right", "on_cpu")
+        names = ("fetched", "hits", "misses", "guessed", "right")
         counts = {name: round(self._experts_per_step(name), 3) for name in names}
         return {
             "experts": "on-demand",
@@ -776,8 +760,6 @@ class Stream(Decoder):
             "expert_cache": self.options.expert_cache,
             "cached_experts": pool.cached,
             "expert_guess": pool.guessing,
-            "experts_cpu": (self._no_cpu_experts or "off") if pool.cpu is None else pool.cpu.status,
-            **({} if pool.cpu is None else pool.cpu.rates.settings()),
             **{f"experts_{name}_per_step": count for name, count in counts.items()},
         }
 

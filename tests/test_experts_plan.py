@@ -98,7 +98,7 @@ def test_experts_stay_with_their_layers_where_all_fit_and_are_read_from_their_co
         return [plan(1, model, share, **options).placement.experts for share in ("auto", "100%", "50%")]
 
     assert ways(released) == ["all", "all", "on-demand"]
-    assert ways(released, packed_kernel="off") == ways(released, experts="on-demand") == ["on-demand"] * 3
+    assert ways(released, experts="on-demand") == ["on-demand"] * 3
     assert ways(released, place=machines.load("a100-40gb")) == ways(MIXTRAL) == ["on-demand"] * 3
     assert ways(MIXTRAL, place=machines.load("h200"), weight_codec="none") == ["all", "all", "on-demand"]
     assert plan(1, released, "auto").placement.graphs
@@ -256,10 +256,6 @@ def test_right_guesses_use_the_time_in_which_the_link_awaits_a_choice() -> None:
     waits = 32 * 2e-3
     assert step(0) - step(1) == pytest.approx(waits, rel=0.05)
     assert step(0) - step(0.5) == pytest.approx(waits / 2, rel=0.05)
-    assert step(0, expert_guess="off") == step(1, expert_guess="off") == step(0)
-    assert plan(share="50%").step_s == plan(share="50%", expert_guess="off").step_s, "a limit has no waits"
-    hidden = [plan(factors=factors, expert_guess=guess).step_s for guess in ("auto", "off")]
-    assert hidden[0] == pytest.approx(hidden[1], rel=0.3)
 
 
 def test_the_table_says_what_the_routing_was_taken_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,15 +266,15 @@ def test_the_table_says_what_the_routing_was_taken_from(tmp_path: Path, monkeypa
         return " ".join(CliRunner().invoke(cli, [*words, *more]).output.split())
 
     evenly = "as if tokens chose evenly (`zinfer routing`)."
-    assert f"Predicted: 49% hits with expert_cache=lfu {evenly}" in told("--batch-size", "1")
+    assert f"Predicted: 49% cache hits {evenly}" in told("--batch-size", "1")
     study.append(tmp_path / "sweeps" / "results" / "h" / "routing.jsonl", traced())
-    assert "Predicted: 73% hits with expert_cache=lfu by the routing recorded on a book." in told("--batch-size", "1")
-    both = "Predicted: 73% hits with expert_cache=lfu by the routing recorded on a book; 68% of the experts touched"
+    assert "Predicted: 73% cache hits by the routing recorded on a book." in told("--batch-size", "1")
+    both = "Predicted: 73% cache hits by the routing recorded on a book; 68% of the experts touched"
     assert f"{both} {evenly}" in told("--batch-size", "4")
     rows = json.loads(CliRunner().invoke(cli, [*words, "--batch-size", "1", "--json"]).stdout)
     assert rows[0]["routing_from"].endswith("by the routing recorded on a book.")
-    assert "expert_cache" not in told("--experts", "all", "--batch-size", "1")
-    assert "expert_cache" not in told("--batch-size", "16")
+    assert "cache hits" not in told("--experts", "all", "--batch-size", "1")
+    assert "cache hits" not in told("--batch-size", "16")
 
 
 def test_real_records_of_routing_predict_the_bytes_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,7 +323,6 @@ def test_real_records_of_routing_predict_the_bytes_of_a_step(tmp_path: Path, mon
         ({"experts": "on-demand", "gpus": 2}, "cpu", "experts=on-demand .* gpus=2.* choose from auto, all"),
         ({"experts": "on-demand", "packed": "here"}, "cpu", "experts=on-demand .* packed=here.* choose from auto, all"),
         ({"experts": "some"}, "cpu", "experts=some: choose from auto, all, on-demand"),
-        ({"expert_cache": "fifo"}, "cpu", "expert_cache=fifo: choose from lru, lfu"),
     ],
 )
 def test_contradictions_are_refused(options: Any, offload: Any, words: str) -> None:

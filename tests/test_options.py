@@ -42,17 +42,16 @@ def case(engine: str = "stream", offload: Offload = "cpu", **options: Any) -> Ca
     ("engine", "given", "words"),
     [
         ("stream", {"kv_offload": "disk"}, "kv_offload=disk: choose from none, cpu, auto"),
-        ("stream", {"kv_threads": 0}, "kv_threads=0: choose from auto, a whole number of at least 1"),
-        ("stream", {"kv_threads": True}, "kv_threads=true: choose from auto, a whole number of at least 1"),
+        ("stream", {"gpus": 0}, "gpus=0: write a whole number of at least 1"),
+        ("stream", {"gpus": True}, "gpus=true: write a whole number of at least 1"),
         ("stream", {"pin_memory": True}, "engine stream has no option 'pin_memory'; its options: weight_codec, packed"),
         ("stream", {"ring_depth": 3}, "engine stream has no option 'ring_depth'"),
         ("deepspeed", {"tuned": "no"}, "tuned=no: choose from true, false"),
         (
             "deepspeed",
             {"prefetch_layers": 2},
-            "engine deepspeed has no option 'prefetch_layers'; .* pin_memory, tuned, prefill_tokens, gpus$",
+            "engine deepspeed has no option 'prefetch_layers'; .* pin_memory, tuned, gpus$",
         ),
-        ("tensorrt", {"library": "trt"}, "library=trt: choose from auto, tensorrt, tensorrt-rtx"),
     ],
 )
 def test_an_unknown_option_or_value_is_refused_with_the_choices(engine: str, given: Any, words: str) -> None:
@@ -69,7 +68,7 @@ def test_a_case_keeps_what_differs_from_the_defaults() -> None:
         ("kv_offload", "auto"),
     )
     assert settle("tensorrt", {"plan": 7}) == (("plan", "7"),)
-    assert case(kv_threads="auto", weight_codec="none") == case(weight_codec="none")
+    assert case(cuda_graphs="auto", weight_codec="none") == case(weight_codec="none")
     assert case(weight_codec="none", kv_offload="cpu") == case(kv_offload="cpu", weight_codec="none")
     assert case("deepspeed", tuned=True) == case("deepspeed")
     assert dict(case("deepspeed", tuned=False).options) == {"tuned": False}

@@ -15,6 +15,7 @@ from zinfer.core.engine import (
     ENGINES,
     KEPT_BUFFERS,
     MOST_DRAFTS,
+    PREFILL_TOKENS,
     Offload,
     Option,
     Transport,
@@ -331,11 +332,10 @@ def _weights_placement(case: Case, model: ModelSpec, machine: Machine, automatic
         codec="lossless" if coded and case.offload != "none" else "none",
         wire_ratio=own or (wire if coded else 1.0),
         layer_pieces=-(-model.layer_bytes // cost.largest_piece(model, model.layer_bytes, options.gpus)),
-        kv_threads=None if options.kv_threads == "auto" else options.kv_threads,
         kv_ratio=(1 + 4 / max(1, model.head_dim)) / model.dtype_bytes if options.kv_in_8_bits else 1.0,
         overlapped=transport.overlapped,
         blocks=transport.blocks,
-        pass_tokens=cost.block_tokens(model) if transport.blocks else transport.pass_tokens,
+        pass_tokens=cost.block_tokens(model) if transport.blocks else PREFILL_TOKENS,
         pinned=options.pin_memory,
         dequantised_bytes=round(traffic * model.streamed_bytes / model.dtype_bytes),
     )
@@ -356,7 +356,6 @@ def _weights_placement(case: Case, model: ModelSpec, machine: Machine, automatic
     whole = 2.0 + 1 / options.gpus if divided else 1.0  # a gather takes its part, and all parts besides the layer
     if transport.fetched == "pieces" and experts_on_demand(case, model, machine, common.wire_ratio):
         update |= _expert_buffers(common, model, machine, depth) | {"graphs": False}  # the CPU gets to know each choice
-        update |= {"expert_cache": options.expert_cache, "expert_guess": options.expert_guess == "auto"}
     elif transport.fetched == "pieces":
         buffers = depth * cost.piece_bytes(common, model) if machine.gpu_count else 0
         update |= {"slots": 1 + buffers / model.layer_bytes, "ring_depth": depth}

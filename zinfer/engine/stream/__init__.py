@@ -163,16 +163,12 @@ class Stream(Decoder):
 
     def _attach(self, source: LayerSource, ring: PrefetchRing) -> None:
         """Have the layers, and the experts that come on demand, take their weights from `ring`, and begin."""
-        if self.options.packed_kernel == "auto" and source.lossless and self._group is None:
+        if source.lossless and self._group is None:
             ring.products = PackedProducts(self.device)
         for number, layer in enumerate(self._layers):
             ring.attach(number, layer, self._weights.of_layer(number))
         if source.arena is not None and source.expert_images:
-            options = self.options
-            self._pool = ExpertPool(
-                source.arena.memory, source.expert_images, self.device, ring, options.expert_cache,
-                options.expert_guess == "auto",
-            )  # fmt: skip
+            self._pool = ExpertPool(source.arena.memory, source.expert_images, self.device, ring)
             for number, experts in self._experts.items():
                 self._pool.attach(number, self._layers[number], experts)
         if self._group is None:
@@ -264,9 +260,7 @@ class Stream(Decoder):
             assert batch.host is not None
             self._kv_place = batch.host.place
             if isinstance(batch.host, CpuCache):
-                automatic = max(1, round(placement.kv_cpu_share * attending_cpus(self._threads)))
-                asked = placement.kv_threads and max(1, placement.kv_threads // placement.gpus)
-                self._kv_threads = asked or automatic
+                self._kv_threads = max(1, round(placement.kv_cpu_share * attending_cpus(self._threads)))
                 # The number holds for all work of the CPU: teams of two sizes in turn end and start threads each time.
                 torch.set_num_threads(self._kv_threads)
         if self._ring is not None and self._group is None:  # the ranks of a group begin together, with a trip
@@ -757,7 +751,7 @@ class Stream(Decoder):
             "experts": "on-demand",
             "expert_buffers": pool.staging,
             "expert_buffer_bytes": pool.buffer_bytes,
-            "expert_cache": self.options.expert_cache,
+            "expert_cache": "lfu",
             "cached_experts": pool.cached,
             "expert_guess": pool.guessing,
             **{f"experts_{name}_per_step": count for name, count in counts.items()},
@@ -768,8 +762,6 @@ class Stream(Decoder):
         ring = self._ring
         if ring is None or self.plan.model.stored_ratio == 1 or len(ring.streamed) == len(ring.images):
             return {}
-        if self.options.packed_kernel == "off":
-            return {"packed_kernel": "off"}
         if ring.products is None:
             return {"packed_kernel": "no packed weights" if self._group is None else "several GPUs share the layers"}
         served = ring.products.status != "on" or ring.has_lazy_weights

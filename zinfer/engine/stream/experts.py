@@ -219,8 +219,6 @@ class ExpertPool:
         images: Mapping[int, LayerImages],
         device: torch.device,
         ring: PrefetchRing,
-        policy: Policy,
-        guess: bool = False,
     ) -> None:
         self.images = images
         self.counts = ExpertCounts()
@@ -228,7 +226,7 @@ class ExpertPool:
         self._source, self._device, self._ring, self._queues = source, device, ring, ring.queues
         self._slot = torch.empty(max(one.slot_bytes for one in images.values()), dtype=torch.uint8, device=device)
         self._filled: tuple[int, set[int]] = -1, set()  # layer in the slot, and its experts that are there
-        self._cache = ExpertCache(policy)
+        self._cache = ExpertCache("lfu")
         self._at: dict[Key, int] = {}  # number of the buffer of each expert that is coming or stays
         self._coming: dict[Key, None] = {}  # experts whose copy was issued and that were not used yet, in order
         self._asked: deque[Key] = deque()  # experts needed now whose copy waits for a free buffer
@@ -239,7 +237,7 @@ class ExpertPool:
         self._arrived: list[list[Event]] = []  # of each buffer: of each part
         self._freed: list[Event] = []
         self._unpacked = None if self._queues is None else self._queues.event()
-        self._routers = Routers() if guess and self._queues is not None else None
+        self._routers = Routers() if self._queues is not None else None
         self._guesses, self._guessed_layer = _Guesses(), -1
         self._choice, self._guess = _Choice(self._queues), _Choice(self._queues)
         self._attached: list[nn.Module] = []  # modules of experts

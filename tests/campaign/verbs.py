@@ -174,7 +174,7 @@ VERBS = {
         Verb("ray", ("batch", "requests.jsonl", "-o", "out.jsonl", *ON_MODEL, "--offload", "none", "--batch-size", "4",
                      "--ray", "local"), _batch, grows=("out.jsonl",), executed=True, victims="ray::MapWorker",
              needs="ray",
-             keeps=(DAMAGED, "*.lease")),  # Ray kills the actors at the end, whose leases the next start removes
+             keeps=(DAMAGED, "leases/*/*")),  # Ray kills the actors at the end, whose leases the next start removes
         Verb("compare", ("compare", "before.jsonl", "results.jsonl"), _stdout),
     )
 }  # fmt: skip

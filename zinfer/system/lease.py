@@ -1,37 +1,32 @@
 """Leases: files and folders that a process makes for itself alone, removed at the next start if it was killed.
 
-A process that makes a temporary file or folder first writes its path into its lease, a file in the user's own state
-folder that it keeps locked as long as it lives. `sweep` takes the leases that nobody holds any more, and removes the
-paths that they name. A kill at any moment thus leaves nothing for good, neither the weights that an engine has put on a
-drive nor half a file beside a good one.
+Each process has a private folder in the user's state folder, named by a random token, with a file that it keeps locked
+as long as it lives. It holds a symbolic link to each path that the process owns, made before the path is. `sweep` takes
+the folders whose file nobody holds, and removes what their links name.
 
-A lease deletes nothing that its process did not make: every path carries the lease's random token in its name, a folder
-carries it in a mark inside as well, and of a folder's files only those go whose names its maker has announced. Leases
-of other users, and those in a folder that others may write to, are not read.
+Nothing else is removed: an owned path has the token in its name, and of an owned folder's files only those go whose
+names its maker has announced. Leases of other hosts, and those that others may write to, are not read.
 """
 
 import atexit
 import errno
 import fcntl
-import json
 import os
-import re
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import cache
 from itertools import count
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
-MARK = ".zinfer"  # file in an owned folder; it holds the token
-TOKEN = re.compile(r"[0-9a-f]{32}")
+MARK = ".zinfer"  # file in an owned folder; it holds the patterns of its files, one a line
+LOCK = "lock"
 STEM = 150  # bytes of a file's name that the name of its part begins with
 UNREACHABLE_DAYS = 30  # a lease whose paths lie on a drive that is not mounted is forgotten after so long
-MOST_BYTES = 16 << 20  # of a lease
 
 Say = Callable[[str], object]
 
@@ -43,65 +38,55 @@ def state_folder() -> Path:
 
 
 class _Lease:
-    """Lease of this process: its token, its locked file (None where none can be written), and the paths it owns."""
+    """Lease of this process: its token, its folder (None where none can be made), and the paths it owns."""
 
     def __init__(self) -> None:
         self.pid, self.token = os.getpid(), os.urandom(16).hex()
-        self.paths: dict[str, dict[str, Any]] = {}
-        self._file: int | None = None
-        self._header = json.dumps(
-            {"zinfer_lease": 1, "token": self.token, "pid": self.pid, "started": _started(), "boot": _boot(),
-             "host": os.uname().nodename}
-        ).encode() + b"\n"  # fmt: skip
+        self.links: dict[str, Path | None] = {}  # by owned path
+        self._folder: Path | None = None
         with suppress(OSError, RuntimeError):  # a user without a home folder
-            self._open(_private(state_folder()))
+            self._open(_private(state_folder()) / f"{self.token}@{os.uname().nodename}@{_boot()}")
 
     def _open(self, folder: Path) -> None:
-        draft = folder / f"{self.token}.new"
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.write(descriptor, self._header)
-            self.place = folder / f"{self.token}.lease"
-            draft.replace(self.place)  # locked before anybody can see it
-        except OSError:
-            os.close(descriptor)
-            draft.unlink(missing_ok=True)
-            raise
-        self._file = descriptor
+        while True:
+            folder.mkdir(mode=0o700, exist_ok=True)
+            with suppress(FileNotFoundError):
+                self._lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
+                if (folder / LOCK).exists():  # else a sweep took the folder before it was locked
+                    break
+                os.close(self._lock)
+        self._folder = folder
 
-    def add(self, path: str, **facts: Any) -> None:
-        self.paths[path] = {"path": path, **facts, "token": self.token}
-        self._write({"path": path, **facts})
+    def add(self, path: str) -> None:
+        """Own `path`. On a full disk it is removed at this process's own end alone."""
+        self.links[path] = None
+        if self._folder is not None:
+            with suppress(OSError):
+                link = self._folder / str(next(_number))
+                link.symlink_to(path)
+                self.links[path] = link
 
     def drop(self, path: str) -> None:
         """Forget `path`, which is no more or belongs to nobody now."""
-        if self.paths.pop(path, None) is None or self._file is None:
-            return
-        if self.paths:
-            self._write({"gone": path})
-        else:
+        if (link := self.links.pop(path, None)) is not None:
             with suppress(OSError):
-                os.ftruncate(self._file, len(self._header))
-
-    def _write(self, fields: dict[str, Any]) -> None:
-        """Append a line. A full disk does not stop the run: what it makes is then removed at its own end alone."""
-        if self._file is not None:
-            with suppress(OSError):
-                os.write(self._file, json.dumps(fields).encode() + b"\n")
+                link.unlink()
 
     def end(self) -> None:
         """Remove all that is still owned, and the lease. Safe to call twice."""
         if self.pid != os.getpid():
             return
-        for fields in list(self.paths.values()):
-            if _remove(fields) != "stuck":
-                self.paths.pop(fields["path"], None)
-        if self._file is not None and not self.paths:
-            with suppress(OSError):
-                self.place.unlink()
-            os.close(self._file)
-            self._file = None
+        for path in list(self.links):
+            if _remove(path, self.token) != "stuck":
+                self.drop(path)
+        if self._folder is not None:
+            if not self.links:
+                with suppress(OSError):
+                    (self._folder / LOCK).unlink()
+                    self._folder.rmdir()
+            os.close(self._lock)
+            self._folder = None
 
 
 _own: _Lease | None = None
@@ -150,10 +135,8 @@ def release(part: Path) -> None:
 class OwnFolder:
     """Private folder that this process owns, until `cleanup` or the end of the ``with`` block; made by `folder`."""
 
-    def __init__(self, path: Path, made: Sequence[str]) -> None:
-        self.path = path
-        self._lease = _lease()
-        self._fields = {"path": os.path.abspath(path), "made": list(made), "token": self._lease.token}
+    def __init__(self, path: Path) -> None:
+        self.path, self._lease = path, _lease()
 
     @property
     def name(self) -> str:
@@ -163,8 +146,9 @@ class OwnFolder:
     def cleanup(self) -> None:
         """Remove the folder and the files that were announced. Safe to call twice."""
         with _lock:
-            if _remove(self._fields) != "stuck":
-                self._lease.drop(str(self._fields["path"]))
+            path = os.path.abspath(self.path)
+            if _remove(path, self._lease.token) != "stuck":
+                self._lease.drop(path)
 
     def __enter__(self) -> Self:
         return self
@@ -181,61 +165,56 @@ def folder(parent: Path, kind: str, made: Sequence[str]) -> OwnFolder:
     with _lock:
         lease = _lease()
         path = parent / f"zinfer-{kind}-{next(_number)}-{lease.token}"
-        lease.add(os.path.abspath(path), made=list(made))
+        lease.add(os.path.abspath(path))
+        own = OwnFolder(path)
         try:
             path.mkdir(mode=0o700)
-            (path / MARK).write_text(lease.token)
+            (path / MARK).write_text("\n".join(made))
         except OSError:
-            with suppress(OSError):
-                path.rmdir()
-            if _remove(lease.paths[os.path.abspath(path)]) != "stuck":
-                lease.drop(os.path.abspath(path))
+            own.cleanup()
             raise
-        return OwnFolder(path, made)
+        return own
 
 
 def sweep(say: Say = str) -> None:
     """Remove what killed processes of this user left behind; `say` gets a line about each. Never raises OSError."""
     with suppress(OSError, RuntimeError):
         home = state_folder()
-        if not home.is_dir():
-            return
-        for path in sorted(_private(home).iterdir()):
-            if path.suffix in {".lease", ".new"}:
-                with suppress(OSError):
-                    _sweep_one(path, say)
+        for path in sorted(_private(home).iterdir()) if home.is_dir() else ():
+            with suppress(OSError):
+                _sweep_one(path, say)
 
 
-def _sweep_one(path: Path, say: Say) -> None:
+def _sweep_one(folder: Path, say: Say) -> None:
     """Remove the paths of one lease if its process is dead, and then the lease. Raises OSError."""
-    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    token, *here = folder.name.split("@")
+    if len(token) != 32 or len(here) != 2 or (here[0] != os.uname().nodename and here[1] != _boot()):
+        return
     try:
-        status = os.fstat(descriptor)
-        theirs = status.st_uid != os.geteuid() or status.st_mode & 0o077 or status.st_nlink != 1
-        if theirs or not stat.S_ISREG(status.st_mode) or status.st_size > MOST_BYTES:
-            return
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return  # its process lives
-        if os.fstat(descriptor).st_nlink == 0:
-            return  # its process has just ended in order
-        done = [_swept(fields, say) for fields in _parse(os.pread(descriptor, MOST_BYTES, 0))]
-        if all(done) or time.time() - status.st_mtime > UNREACHABLE_DAYS * 86400:
-            path.unlink()
+        lock = os.open(_private(folder) / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except FileNotFoundError:
+        folder.rmdir()  # killed before it owned anything
+        return
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # fails while its process lives
+        forgotten = time.time() - folder.stat().st_mtime > UNREACHABLE_DAYS * 86400
+        for link in [one for one in folder.iterdir() if one.is_symlink()]:
+            if _swept(os.readlink(link), token, say) or forgotten:
+                link.unlink()
+        if os.listdir(folder) == [LOCK]:
+            (folder / LOCK).unlink()
+            folder.rmdir()
     finally:
-        os.close(descriptor)
+        os.close(lock)
 
 
-def _swept(fields: dict[str, Any], say: Say) -> bool:
+def _swept(path: str, token: str, say: Say) -> bool:
     """Remove one path of a dead lease; return True if there is nothing more to do about it."""
-    path, size = str(fields["path"]), 0
     if not os.path.lexists(path):
         return os.path.isdir(os.path.dirname(path))  # else its drive may not be mounted
-    for file in _files(path):
-        with suppress(OSError):
-            size += os.lstat(file).st_size
-    outcome = _remove(fields)
+    size = sum(os.lstat(os.path.join(inside, name)).st_size for inside, _, names in os.walk(path) for name in names)
+    size = size or os.lstat(path).st_size
+    outcome = _remove(path, token)
     from zinfer.core.units import gb  # a start with nothing to sweep does without it
 
     if outcome == "gone":
@@ -247,60 +226,17 @@ def _swept(fields: dict[str, Any], say: Say) -> bool:
     return outcome != "stuck"
 
 
-def _files(path: str) -> Iterator[str]:
-    if not os.path.isdir(path) or os.path.islink(path):
-        yield path
-        return
-    for folder, _, names in os.walk(path):
-        yield from (os.path.join(folder, name) for name in names)
-
-
-def _parse(content: bytes) -> list[dict[str, Any]]:
-    """Return the paths that a lease still owns: those that bear its token. None of a file that is no lease, or that of
-    another host."""
-    token, owned = "", dict[str, dict[str, Any]]()
-    for number, line in enumerate(content.split(b"\n")):
-        try:
-            fields = json.loads(line)
-        except (ValueError, RecursionError):
-            continue  # torn by a kill, before what it names was made
-        if not isinstance(fields, dict):
-            continue
-        if number == 0:
-            token = str(fields.get("token"))
-            elsewhere = fields.get("boot") != _boot() and fields.get("host") != os.uname().nodename
-            if fields.get("zinfer_lease") != 1 or not TOKEN.fullmatch(token) or elsewhere:
-                return []
-        elif isinstance(gone := fields.get("gone"), str):
-            owned.pop(gone, None)
-        elif isinstance(path := fields.get("path"), str) and os.path.isabs(path):
-            made = fields.get("made")
-            patterns = None if made is None else [str(one) for one in made] if isinstance(made, list) else []
-            owned[path] = {"path": path, "made": patterns, "token": token}
-    return [fields for fields in owned.values() if _marked(fields)] if token else []
-
-
-def _marked(fields: dict[str, Any]) -> bool:
-    """Tell whether a path's name bears the token, as those that `part_of` and `folder` made do."""
-    name, token = os.path.basename(str(fields["path"])), str(fields["token"])
-    if fields.get("made") is None:
-        return name.endswith(f".{token}.part")
-    return name.startswith("zinfer-") and name.endswith(f"-{token}")
-
-
-def _remove(fields: dict[str, Any]) -> Literal["gone", "shared", "stuck"]:
+def _remove(path: str, token: str) -> Literal["gone", "shared", "stuck"]:
     """Remove an owned path: ``shared`` is a folder that still has files of somebody else."""
-    path, made = str(fields["path"]), fields.get("made")
+    name = os.path.basename(path)
     try:
         status = os.lstat(path)
-        if not _marked(fields) or status.st_uid != os.geteuid():
+        if status.st_uid != os.geteuid():
             return "shared"
-        if made is None:
-            if not stat.S_ISREG(status.st_mode):
-                return "shared"
+        if stat.S_ISREG(status.st_mode) and name.endswith(f".{token}.part"):
             os.unlink(path)
-        elif stat.S_ISDIR(status.st_mode):
-            _remove_folder(path, fields["token"], made)
+        elif stat.S_ISDIR(status.st_mode) and name.startswith("zinfer-") and name.endswith(f"-{token}"):
+            _remove_folder(path)
         else:
             return "shared"
     except FileNotFoundError:
@@ -310,33 +246,22 @@ def _remove(fields: dict[str, Any]) -> Literal["gone", "shared", "stuck"]:
     return "gone"
 
 
-def _remove_folder(path: str, token: str, made: Sequence[str]) -> None:
-    """Remove a folder that bears the mark of `token`: its files that match `made`, folders that are empty then, and
-    last the mark. Follows no link. Raises OSError."""
-    mark = os.path.join(path, MARK)
-    with suppress(FileNotFoundError):  # no mark: killed before anything was put into the folder
-        descriptor = os.open(mark, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            found = os.read(descriptor, 64)
-        finally:
-            os.close(descriptor)
-        if found == token.encode():
-            for inside, folders, names, here in os.fwalk(path, topdown=False, follow_symlinks=False):
-                for name in names:
-                    if name == MARK and inside == path:
-                        continue  # last, so that a kill in between leaves a folder that is known
-                    status = os.stat(name, dir_fd=here, follow_symlinks=False)
-                    if stat.S_ISLNK(status.st_mode):
-                        own = any(one.endswith("@") and fnmatchcase(name, one[:-1]) for one in made)
-                    else:
-                        own = stat.S_ISREG(status.st_mode) and any(fnmatchcase(name, one) for one in made)
-                    if own:
-                        os.unlink(name, dir_fd=here)
-                for name in folders:
-                    with suppress(OSError):
-                        os.rmdir(name, dir_fd=here)
-        if token.encode().startswith(found) and os.listdir(path) == [MARK]:  # a kill may have cut the mark short
-            os.unlink(mark)
+def _remove_folder(path: str) -> None:
+    """Remove a folder: its files that match the patterns of its mark, folders that are empty then, and last the mark.
+    Follows no link. Raises OSError."""
+    mark = Path(path, MARK)
+    made = mark.read_text().split("\n") if mark.is_file() else []
+    for inside, folders, names, here in os.fwalk(path, topdown=False, follow_symlinks=False):
+        for name in names:
+            link = stat.S_ISLNK(os.stat(name, dir_fd=here, follow_symlinks=False).st_mode)
+            patterns = [one.removesuffix("@") for one in made if one.endswith("@") == link]
+            if any(fnmatchcase(name, one) for one in patterns) and not (name == MARK and inside == path):
+                os.unlink(name, dir_fd=here)
+        for name in folders:
+            with suppress(OSError):
+                os.rmdir(name, dir_fd=here)
+    if os.listdir(path) == [MARK]:  # last, so that a kill in between leaves a folder whose files are known
+        os.unlink(mark)
     os.rmdir(path)
 
 
@@ -358,10 +283,3 @@ def _boot() -> str:
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""
-
-
-def _started() -> int:
-    """Return the start time of this process in ticks after boot; 0 if it is not known."""
-    with suppress(OSError, ValueError, IndexError):
-        return int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    return 0

@@ -65,8 +65,8 @@ OPTIONS = {
 TYPED = (
     "0", "-1", "1e400", "nan", "inf", "-inf", "9" * 5000, "1-1000000000+1", "1-9999999999*2", "1,2,x", "1e400GB",
     ",", "", " ", "\udcff", "a" * 200_000, "1-5+0", "auto*999999", "0x10", "1_000", "٣", "5%", "1e309%", "nan%", "²",
-    "h2d_bandwidth=1e400GB/s", "h2d_bandwidth=nan", "gpu_bytes=0", "host_bytes=-1", "kv_threads=99999999999999999999",
-    "kv_threads=1e400", "weight_codec=", "=", "packed=" + "a" * 300, "ttft:p99:<=:1e400s", "ttft:p99:<=:0s",
+    "h2d_bandwidth=1e400GB/s", "h2d_bandwidth=nan", "gpu_bytes=0", "host_bytes=-1", "gpus=99999999999999999999",
+    "gpus=1e400", "weight_codec=", "=", "packed=" + "a" * 300, "ttft:p99:<=:1e400s", "ttft:p99:<=:0s",
     "output_tok_s:mean:>=:" + "9" * 400, "9e999tok/day", "9" * 400 + "tok/day", "9" * 400 + "h", "./" + "a" * 300,
     "a/b", "/dev/zero", "/proc/self/mem", "/dev/stdin", ",".join(map(str, range(1, 2000))), *NASTY,
 )  # fmt: skip
@@ -148,7 +148,7 @@ def _recipe(dice: Random) -> list[str]:
 
 
 def _engine(dice: Random) -> list[str]:
-    tree = {"engine": "stream", "description": "d", "options": {"kv_offload": "cpu", "kv_threads": 4, "packed": "p"}}
+    tree = {"engine": "stream", "description": "d", "options": {"kv_offload": "cpu", "gpus": 4, "packed": "p"}}
     content = toml(damaged(dice, tree, dice.randrange(1, 3)))
     Path("engines/mine.toml").write_bytes(torn(dice, content) if dice.random() < 0.4 else content)
     return ["plan", "-m", "bloom-tiny", "--engine", "mine", "--machine", "h200"]

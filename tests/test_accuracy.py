@@ -317,7 +317,7 @@ PACKED = ("--offload", "cpu", "--reference", "packed=nowhere", "--reference", "w
     [
         ([], "--kv-cache-dtype int8,fp8"),
         ([*AXIS, "--layers", "2"], "--layers: "),
-        ([*AXIS, "--reference", "kv_threads=2,3"], "--reference takes one value for each option"),
+        ([*AXIS, "--reference", "kv_attention=cpu,gpu"], "--reference takes one value for each option"),
         (["-O", "kv=int8"], "has no option 'kv'; did you mean 'kv_offload'"),
         ([*AXIS, "--reference", "kv=auto"], "has no option 'kv'"),
         ([*AXIS, "--engine", "warp"], "no engine 'warp'"),

@@ -109,7 +109,7 @@ PROMPT = line("a", prompt="x", max_tokens=2)
             2,
             "no offload nvme",
         ),
-        (PROMPT, ["-o", "out.jsonl", "-m", "bloom-tiny", "-O", "kv_threads=2,3"], 2, "axes belong to"),
+        (PROMPT, ["-o", "out.jsonl", "-m", "bloom-tiny", "-O", "kv_attention=cpu,gpu"], 2, "axes belong to"),
         (PROMPT, ["-o", "out.jsonl", "-m", "bloom-tiny", "--offload", "none", "--gpu-weights", "9%"], 2, "leave out"),
         (PROMPT, ["-o", "prompts.jsonl", "-m", "bloom-tiny", "--load-format", "dummy"], 2, "--output prompts.jsonl is"),
         ("\n\n", ["-o", "out.jsonl", "-m", "bloom-tiny"], 2, "holds no request"),

@@ -747,17 +747,3 @@ def test_more_on_the_gpu_means_less_over_the_link(name: str, one: int, other: in
     assert more.streamed_bytes <= less.streamed_bytes
     assert more.gpu.weights >= less.gpu.weights
     assert (more.step_s or 0) <= (less.step_s or 0)
-
-
-@pytest.mark.parametrize("engine", ["deepspeed", "accelerate"])
-def test_prompt_tokens_of_a_pass_are_an_option(engine: str) -> None:
-    """More of them are fewer trips of the weights, and more memory."""
-    few, many = (
-        make_plan(asked(batch_size=64, engine=engine, options=(("prefill_tokens", tokens),)), BLOOM, H100)
-        for tokens in (2048, 16384)
-    )
-    assert [plan.placement.prefill_rows(64, 512) for plan in (few, many)] == [4, 32]
-    assert few.prefill_s is not None
-    assert many.prefill_s is not None
-    assert many.prefill_s < 0.8 * few.prefill_s
-    assert many.gpu.activations > few.gpu.activations

@@ -84,10 +84,10 @@ def poisoned(loaded: Stream) -> None:
     assert pool is not None
     bring = pool.bring
 
-    def brought(layer: int, chosen: Tensor, call: Any = None) -> None:
+    def brought(layer: int, chosen: Tensor) -> None:
         pool._filled = -1, set()
         pool._slot.fill_(255)
-        bring(layer, chosen, call)
+        bring(layer, chosen)
 
     pool.bring = brought  # type: ignore[method-assign]
 
@@ -121,7 +121,7 @@ def steps(loaded: Stream, length: int = 7, count: int = 6) -> list[Tensor]:
 @pytest.mark.parametrize("name", MIXTURES)
 def test_tokens_are_those_of_transformers(name: str, mixture: Kinds, queued: None) -> None:
     """With rows that route apart, a prompt that needs all experts and one that does not, and a cache that thrashes."""
-    loaded = load(mixture(name), share="70%", expert_cache="lfu" if name == "qwen3_moe" else "lru")
+    loaded = load(mixture(name), share="70%")
     poisoned(loaded)
     for lengths, expected in zip(BATCHES, reference(mixture(name)), strict=True):
         assert torch.equal(greedy(loaded, lengths), expected)
@@ -153,9 +153,9 @@ def foretold(loaded: Stream, calls: Brought, wrong: bool, patch: Patch) -> Broug
     assert pool is not None
     bring = pool.bring
 
-    def brought(layer: int, chosen: Tensor, call: Any = None) -> None:
+    def brought(layer: int, chosen: Tensor) -> None:
         seen.append((layer, chosen.clone()))
-        bring(layer, chosen, call)
+        bring(layer, chosen)
 
     def guess(own: Routers, layer: int, states: Tensor) -> tuple[int, Tensor] | None:
         if len(seen) >= len(calls) or calls[len(seen)][0] <= layer:
@@ -214,7 +214,7 @@ def test_a_layers_own_states_give_its_own_choice(name: str, mixture: Kinds, wait
     assert loaded.effective().settings["experts_guessed_per_step"] > 0
     bring, routers, checked = pool.bring, pool._routers, []
 
-    def brought(layer: int, chosen: Tensor, call: Any = None) -> None:
+    def brought(layer: int, chosen: Tensor) -> None:
         if not pool.scanning:
             following, routers._following[layer] = routers._following.get(layer), layer
             found = routers.guess(layer, routers._states[layer])
@@ -224,23 +224,13 @@ def test_a_layers_own_states_give_its_own_choice(name: str, mixture: Kinds, wait
             del routers._following[layer]
             if following is not None:
                 routers._following[layer] = following
-        bring(layer, chosen, call)
+        bring(layer, chosen)
 
     monkeypatch.setattr(pool, "bring", brought)
     for one, other in zip(steps(loaded), expected, strict=True):
         assert close(one, other)
     assert set(checked) == set(pool.images)
     assert not routers._states, "a long pass would hold them"
-    loaded.close()
-
-
-def test_guesses_can_be_left_out(mixture: Kinds, waiting: None) -> None:
-    loaded = load(mixture("mixtral"), expert_guess="off")
-    steps(loaded)
-    told = loaded.effective().settings
-    assert (told["expert_guess"], told["experts_guessed_per_step"]) == ("off", 0)
-    assert loaded._pool is not None
-    assert loaded._pool.router_bytes == 0
     loaded.close()
 
 
@@ -586,7 +576,8 @@ class Bench:
             for name, tensor in own.items():
                 expert_images.fill_plain(images[layer], name, tensor, self.arena.memory)
         self.ring = PrefetchRing(self.arena.memory, dense, 3, CPU, queues)
-        self.pool = ExpertPool(self.arena.memory, images, CPU, self.ring, policy)
+        self.pool = ExpertPool(self.arena.memory, images, CPU, self.ring)
+        self.pool._cache, self.pool._routers = ExpertCache(policy), None
         real_write, real_unpack, pool = ExpertPool._write, packed_layer.unpack, self.pool
 
         def write(own: ExpertPool, key: Key, number: int, start: int, end: int) -> None:

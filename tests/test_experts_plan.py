@@ -72,18 +72,6 @@ def test_from_some_batch_on_all_experts_come() -> None:
     assert cost.whole_tokens(many) == 36
 
 
-def test_the_cpu_gets_uncoded_experts_on_demand() -> None:
-    """A plan has them so if it is asked for; with `auto` the CPU takes what there is."""
-    assert plan().placement.codec == plan(experts_cpu="off").placement.codec == "lossless"
-    found = plan(experts_cpu="on")
-    assert (found.placement.codec, found.placement.experts) == ("none", "on-demand")
-    assert found.streamed_bytes == plan(experts="on-demand", weight_codec="none").streamed_bytes
-    few = MIXTRAL.model_copy(update={"experts_per_token": 6})
-    assert plan(model=few, experts_cpu="on").placement.experts == "on-demand"
-    dense = resolve.resolve("llama-3.1-70b", None, None)
-    assert plan(model=dense, experts_cpu="on").placement.experts == "all"
-
-
 def test_auto_brings_them_on_demand_where_that_is_clearly_less() -> None:
     assert plan().placement.experts == "on-demand"
     assert plan().placement == plan(experts="on-demand").placement
@@ -110,7 +98,7 @@ def test_experts_stay_with_their_layers_where_all_fit_and_are_read_from_their_co
         return [plan(1, model, share, **options).placement.experts for share in ("auto", "100%", "50%")]
 
     assert ways(released) == ["all", "all", "on-demand"]
-    assert ways(released, packed_kernel="off") == ways(released, experts="on-demand") == ["on-demand"] * 3
+    assert ways(released, experts="on-demand") == ["on-demand"] * 3
     assert ways(released, place=machines.load("a100-40gb")) == ways(MIXTRAL) == ["on-demand"] * 3
     assert ways(MIXTRAL, place=machines.load("h200"), weight_codec="none") == ["all", "all", "on-demand"]
     assert plan(1, released, "auto").placement.graphs
@@ -182,7 +170,6 @@ def test_the_table_says_which_experts_come() -> None:
     assert "stream cpu experts=all, batch 1: all experts come in every step." in told
     assert "stream cpu, batch 1: experts on demand; a step touches 25% of the experts and brings 16.9 GB;" in told
     assert "passes of 9 tokens or more bring all." in told
-    assert "CPU's share" not in told
 
 
 def traced(name: str = "mixtral-8x7b", **fields: Any) -> Study:
@@ -272,10 +259,6 @@ def test_right_guesses_use_the_time_in_which_the_link_awaits_a_choice() -> None:
     waits = 32 * 2e-3
     assert step(0) - step(1) == pytest.approx(waits, rel=0.05)
     assert step(0) - step(0.5) == pytest.approx(waits / 2, rel=0.05)
-    assert step(0, expert_guess="off") == step(1, expert_guess="off") == step(0)
-    assert plan(share="50%").step_s == plan(share="50%", expert_guess="off").step_s, "a limit has no waits"
-    hidden = [plan(factors=factors, expert_guess=guess).step_s for guess in ("auto", "off")]
-    assert hidden[0] == pytest.approx(hidden[1], rel=0.3)
 
 
 def test_the_table_says_what_the_routing_was_taken_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,15 +269,15 @@ def test_the_table_says_what_the_routing_was_taken_from(tmp_path: Path, monkeypa
         return " ".join(CliRunner().invoke(cli, [*words, *more]).output.split())
 
     evenly = "as if tokens chose evenly (`zinfer study routing`)."
-    assert f"Predicted: 49% hits with expert_cache=lfu {evenly}" in told("--batch-size", "1")
+    assert f"Predicted: 49% cache hits {evenly}" in told("--batch-size", "1")
     study.append(tmp_path / "sweeps" / "results" / "h" / "routing.jsonl", traced())
-    assert "Predicted: 73% hits with expert_cache=lfu by the routing recorded on a book." in told("--batch-size", "1")
-    both = "Predicted: 73% hits with expert_cache=lfu by the routing recorded on a book; 68% of the experts touched"
+    assert "Predicted: 73% cache hits by the routing recorded on a book." in told("--batch-size", "1")
+    both = "Predicted: 73% cache hits by the routing recorded on a book; 68% of the experts touched"
     assert f"{both} {evenly}" in told("--batch-size", "4")
     rows = json.loads(CliRunner().invoke(cli, [*words, "--batch-size", "1", "--json"]).stdout)
     assert rows[0]["routing_from"].endswith("by the routing recorded on a book.")
-    assert "expert_cache" not in told("--experts", "all", "--batch-size", "1")
-    assert "expert_cache" not in told("--batch-size", "16")
+    assert "cache hits" not in told("--experts", "all", "--batch-size", "1")
+    assert "cache hits" not in told("--batch-size", "16")
 
 
 def test_real_records_of_routing_predict_the_bytes_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -338,15 +321,10 @@ def test_real_records_of_routing_predict_the_bytes_of_a_step(tmp_path: Path, mon
     ("options", "offload", "words"),
     [
         ({"experts": "on-demand"}, "none", "experts=on-demand .* only with offload cpu; choose from auto, all"),
+        ({"experts": "on-demand"}, "nvme", "experts=on-demand .* offload nvme.* choose from auto, all"),
+        ({"experts": "on-demand", "gpus": 2}, "cpu", "experts=on-demand .* gpus=2.* choose from auto, all"),
         ({"experts": "on-demand", "packed": "here"}, "cpu", "experts=on-demand .* packed=here.* choose from auto, all"),
-        ({"experts_cpu": "on", "experts": "all"}, "cpu", "experts_cpu=on .* experts=all.* choose from auto, off"),
-        ({"experts_cpu": "on", "weight_codec": "lossless"}, "cpu", "experts_cpu=on .* weight_codec=lossless"),
-        ({"experts_cpu": "on"}, "nvme", "experts_cpu=on .* offload nvme.* choose from auto, off"),
-        ({"experts_cpu": "on"}, "none", "experts_cpu=on .* offload none.* choose from auto, off"),
-        ({"experts_cpu": "on", "gpus": 2}, "cpu", "experts_cpu=on .* gpus=2.* choose from auto, off"),
-        ({"experts_cpu": "on", "packed": "here"}, "cpu", "experts_cpu=on .* packed=here.* choose from auto, off"),
         ({"experts": "some"}, "cpu", "experts=some: choose from auto, all, on-demand"),
-        ({"expert_cache": "fifo"}, "cpu", "expert_cache=fifo: choose from lru, lfu"),
     ],
 )
 def test_contradictions_are_refused(options: Any, offload: Any, words: str) -> None:

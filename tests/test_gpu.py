@@ -19,7 +19,6 @@ from tests import (
     quantized,
     test_codec,
     test_continuous,
-    test_cpu_experts,
     test_draft_model,
     test_drafts,
     test_engine_accelerate,
@@ -502,9 +501,9 @@ def test_layers_that_stay_packed_give_the_same_tokens(name: str, share: str, tmp
         pytest.importorskip("compressed_tensors")
     directory, found = test_quantized.FORMATS[name](tmp_path / "m"), list[Tensor]()
     for option in ("off", "auto"):
-        engine = test_packed_product.start(directory, tmp_path, share, cuda_graphs="auto", packed_kernel=option)
+        engine = test_packed_product.start(directory, tmp_path, share, cuda_graphs="auto", kernel=option == "auto")
         found += [tokens(engine, lengths) for lengths in ((9, 5, 7), (6,), (9, 5, 7))]
-        assert test_packed_product.told(engine) == {"off": "off", "auto": "on"}[option]
+        assert test_packed_product.told(engine) == {"off": "no packed weights", "auto": "on"}[option]
         if share == "100%" and (option == "auto" or "experts" not in name):  # transformers' experts wait for the GPU
             assert not re.search("cannot be recorded|differ", str(engine.effective().settings["cuda_graphs"]))
         engine.close()
@@ -539,37 +538,11 @@ def test_experts_on_demand_give_the_tokens_of_whole_layers(
 ) -> None:
     """Passes that bring all experts and passes that bring those chosen, in turn; nothing else in the slot is read."""
     given = reference(mixture(name))
-    engine = test_experts.load(mixture(name), share=share, expert_cache="lfu" if share == "60%" else "lru")
+    engine = test_experts.load(mixture(name), share=share)
     take_turns(engine, given)
     told = engine.effective().settings
     assert told["experts"] == "on-demand"
     assert told["expert_guess"] == "on" or "cost more" in str(told["expert_guess"])
-    engine.close()
-
-
-@pytest.mark.parametrize("share", [None, "60%"])
-@pytest.mark.parametrize("name", test_experts.MIXTURES)
-def test_experts_on_the_cpu_give_the_tokens_of_whole_layers(
-    name: str, share: str | None, mixture: kinds.Kinds, monkeypatch: Patch
-) -> None:
-    """With none, some and all of the experts that would have to come on the CPU, beside copies that are under way."""
-    given = reference(mixture(name))
-    test_cpu_experts.sharing(monkeypatch, 1, -1, 0, 2)
-    engine = test_experts.load(mixture(name), share=share, experts_cpu="on")
-    take_turns(engine, given)
-    told = engine.effective().settings
-    assert told["experts_cpu"] == "on"
-    assert told["experts_on_cpu_per_step"] > 0
-    engine.close()
-
-
-def test_the_cpu_gets_experts_by_measured_rates(mixture: kinds.Kinds) -> None:
-    engine = test_experts.load(mixture("mixtral"))
-    for lengths, expected in zip(BATCHES, reference(mixture("mixtral")), strict=True):
-        assert torch.equal(tokens(engine, lengths), expected)
-    told = engine.effective().settings
-    assert told["experts_cpu"] == "on" or "as fast" in str(told["experts_cpu"])
-    assert all(told[f"expert_{name}_bandwidth"] > 0 for name in ("link", "cpu"))
     engine.close()
 
 

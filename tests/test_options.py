@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from tests.command import probed, zinfer
 from zinfer.checkpoint import resolve
 from zinfer.cli import cli
 from zinfer.core.case import Case, Workload
 from zinfer.core.engine import (
     ENGINES,
+    RETIRED,
     Offload,
     OptionError,
     PlanOptions,
@@ -40,17 +42,16 @@ def case(engine: str = "stream", offload: Offload = "cpu", **options: Any) -> Ca
     ("engine", "given", "words"),
     [
         ("stream", {"kv_offload": "disk"}, "kv_offload=disk: choose from none, cpu, auto"),
-        ("stream", {"kv_threads": 0}, "kv_threads=0: choose from auto, a whole number of at least 1"),
-        ("stream", {"kv_threads": True}, "kv_threads=true: choose from auto, a whole number of at least 1"),
+        ("stream", {"gpus": 0}, "gpus=0: write a whole number of at least 1"),
+        ("stream", {"gpus": True}, "gpus=true: write a whole number of at least 1"),
         ("stream", {"pin_memory": True}, "engine stream has no option 'pin_memory'; its options: weight_codec, packed"),
         ("stream", {"ring_depth": 3}, "engine stream has no option 'ring_depth'"),
         ("deepspeed", {"tuned": "no"}, "tuned=no: choose from true, false"),
         (
             "deepspeed",
             {"prefetch_layers": 2},
-            "engine deepspeed has no option 'prefetch_layers'; .* pin_memory, tuned, prefill_tokens, gpus$",
+            "engine deepspeed has no option 'prefetch_layers'; .* pin_memory, tuned, gpus$",
         ),
-        ("tensorrt", {"library": "trt"}, "library=trt: choose from auto, tensorrt, tensorrt-rtx"),
     ],
 )
 def test_an_unknown_option_or_value_is_refused_with_the_choices(engine: str, given: Any, words: str) -> None:
@@ -67,7 +68,7 @@ def test_a_case_keeps_what_differs_from_the_defaults() -> None:
         ("kv_offload", "auto"),
     )
     assert settle("tensorrt", {"plan": 7}) == (("plan", "7"),)
-    assert case(kv_threads="auto", weight_codec="none") == case(weight_codec="none")
+    assert case(cuda_graphs="auto", weight_codec="none") == case(weight_codec="none")
     assert case(weight_codec="none", kv_offload="cpu") == case(kv_offload="cpu", weight_codec="none")
     assert case("deepspeed", tuned=True) == case("deepspeed")
     assert dict(case("deepspeed", tuned=False).options) == {"tuned": False}
@@ -184,3 +185,23 @@ def test_layers_that_stay_are_spread_over_the_depth(share: str, layers: int) -> 
     stay = make_plan(case().model_copy(update={"gpu_weights": share}), spec, place).placement.resident_layers
     assert len(stay) == layers
     assert max((later - one for one, later in pairwise(stay)), default=0) <= 64 // max(1, layers) + 1
+
+
+def test_a_retired_option_is_ignored_with_a_line_that_says_so(tmp_path: Path) -> None:
+    probed(tmp_path)
+    folder = tmp_path / "engines"
+    folder.mkdir()
+    (folder / "before.toml").write_text(
+        "\n".join(['engine = "stream"', "[options]", *(f"{name} = 1" for name in RETIRED)])
+    )
+    words = ["sweep", "-m", "bloom-tiny", "--batch-size", "1", "--dry-run"]
+    axes = [word for name in RETIRED for word in ("-O", f"{name}=7,8")]
+    given, recipe, without = (zinfer(tmp_path, *words, *more) for more in (axes, ["--engine", "before"], []))
+    lines = sorted(f"Warning: option {name} is gone and ignored: {instead}" for name, instead in RETIRED.items())
+    assert sorted(given.stderr.splitlines()) == sorted(recipe.stderr.splitlines()) == lines
+    assert given.stdout == recipe.stdout == without.stdout, "one load, not one for each value"
+    spec, place = resolve.resolve("mixtral-8x7b", None, None), machines.load("h100-80gb")
+    for name in RETIRED:
+        assert not any(name in kind.options.model_fields for kind in ENGINES.values())
+        recorded = case().model_copy(update={"options": ((name, 7),)})
+        assert make_plan(recorded, spec, place).placement == make_plan(case(), spec, place).placement

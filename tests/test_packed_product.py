@@ -5,7 +5,8 @@ The kernel runs in a process of its own (`tests.interpreter`). The other tests c
 (`by_codes`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from tests.test_parity import MACHINE, OUTPUT_LEN, greedy, load
 from zinfer.checkpoint.resolve import resolve
 from zinfer.core.case import Case, Workload
 from zinfer.core.model import Weights
-from zinfer.engine import base, kind
+from zinfer.engine import base, kind, stream
 from zinfer.engine.base import Engine
 from zinfer.engine.pinned import PinnedArena
 from zinfer.engine.quantization.dequantize import Codes, expand
@@ -136,7 +137,7 @@ def test_cases_have_chunks_and_columns_that_are_split(by_kernel: dict[str, Any])
 def test_an_engine_computes_by_the_kernel(by_kernel: dict[str, Any]) -> None:
     ran, told, found, expected = by_kernel["engine"]
     assert ran > 0
-    assert told == ["on", "off"]
+    assert told == ["on", "no packed weights"]
     assert torch.equal(found, expected)
 
 
@@ -144,7 +145,7 @@ def test_an_engine_computes_experts_by_the_kernel(by_kernel: dict[str, Any]) -> 
     """Steps of two tokens with two experts each; the prompts have too many for so few experts."""
     pairs, told, found, expected = by_kernel["engine of experts"]
     assert pairs == 2 * 2 * 2 * 2 * (FEW[1] - 1), "matrices, layers, tokens, experts, steps"
-    assert told == [["on", "on"], ["off", "on"]]
+    assert told == [["on", "on"], ["no packed weights", "on"]]
     assert torch.equal(found, expected)
 
 
@@ -200,12 +201,21 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return make
 
 
+@contextmanager
+def unread() -> Iterator[None]:
+    """Let engines that load within unpack every layer, which no kernel reads from its codes."""
+    with Patch.context() as patch:
+        patch.setattr(stream, "PackedProducts", lambda _device: None)
+        yield
+
+
 def start(directory: Path, scratch: Path, share: str = "100%", **options: Any) -> Any:
-    """Load an engine that keeps `share` of the weights on the device, quantised; its slot holds NaN before a layer is
-    put there."""
-    here = options.pop("here", None)
+    """Load an engine that keeps `share` of the weights on the device, quantised, and reads their codes if `kernel`; its
+    slot holds NaN before a layer is put there."""
+    here, reads = options.pop("here", None), options.pop("kernel", True)
     options = {"dtype": "float32", "weight_codec": "lossless"} | options
-    engine: Any = load("stream", directory, "cpu", scratch, here=here, **options)
+    with nullcontext() if reads else unread():
+        engine: Any = load("stream", directory, "cpu", scratch, here=here, **options)
     plan = engine.plan
     case = plan.case.model_copy(update={"gpu_weights": share})
     engine.plan = make_plan(case, plan.model, plan.machine) if here is None else plan
@@ -237,7 +247,7 @@ def test_layers_that_stay_give_the_same_tokens(
     name: str, share: str, made: Callable[[str], Path], tmp_path: Path, kernel: Kernel, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(packed_layer, "PIECE", 4000)  # a matrix is several chunks
-    expected = run(start(made(name), tmp_path, share, packed_kernel="off"))
+    expected = run(start(made(name), tmp_path, share, kernel=False))
     assert kernel.calls == 0
     engine = start(made(name), tmp_path, share)
     first = greedy(engine, LENGTHS)
@@ -259,9 +269,10 @@ def test_every_matrix_of_bloom_is_read_from_its_codes(
         case = Case(
             model=spec.name, engine="stream", offload="cpu", dtype=spec.dtype, load_format="safetensors",
             workload=Workload(batch_size=3, input_len=9, output_len=OUTPUT_LEN), weights=weights, gpu_weights="100%",
-            options=(("packed_kernel", option), ("weight_codec", "lossless")),
+            options=(("weight_codec", "lossless"),),
         )  # fmt: skip
-        engine = base.load(kind("stream").target).start(make_plan(case, spec, MACHINE))
+        with nullcontext() if option == "auto" else unread():
+            engine = base.load(kind("stream").target).start(make_plan(case, spec, MACHINE))
         found.append(greedy(engine, LENGTHS))
         engine.close()
     assert torch.equal(*found)
@@ -271,7 +282,7 @@ def test_every_matrix_of_bloom_is_read_from_its_codes(
 def test_many_tokens_are_computed_in_the_slot(
     made: Callable[[str], Path], tmp_path: Path, kernel: Kernel, monkeypatch: Patch
 ) -> None:
-    expected, calls = run(start(made("int4 groups"), tmp_path, packed_kernel="off")), []
+    expected, calls = run(start(made("int4 groups"), tmp_path, kernel=False)), []
     for most in (2, 3, 27):  # three rows decode together, and their prompts have 27 tokens
         monkeypatch.setattr(packed_product, "CODED_TOKENS", most)
         kernel.calls = 0
@@ -284,7 +295,7 @@ def test_weights_that_are_read_beside_a_product_are_in_the_slot(
     made: Callable[[str], Path], tmp_path: Path, kernel: Kernel
 ) -> None:
     """Modules whose forward pass is another one, reads the weight after a product, or is hooked."""
-    expected = run(start(made("int4 groups"), tmp_path, packed_kernel="off"))
+    expected = run(start(made("int4 groups"), tmp_path, kernel=False))
     engine = start(made("int4 groups"), tmp_path)
     for layer in engine._layers:
         assert isinstance(layer.mlp.up_proj.weight, LazyWeight)
@@ -309,7 +320,7 @@ def test_a_kernel_that_fails_is_given_up(
     fault: Exception | None, factor: float, reason: str, made: Callable[[str], Path], tmp_path: Path, kernel: Kernel
 ) -> None:
     kernel.fault, kernel.factor = fault, factor
-    expected = run(start(made("int4 groups"), tmp_path, packed_kernel="off"))
+    expected = run(start(made("int4 groups"), tmp_path, kernel=False))
     engine = start(made("int4 groups"), tmp_path)
     assert torch.equal(greedy(engine, LENGTHS), expected)
     assert told(engine) == reason
@@ -331,7 +342,7 @@ def test_a_lack_of_memory_is_the_callers(made: Callable[[str], Path], tmp_path: 
 def test_recorded_steps_compute_from_codes(
     made: Callable[[str], Path], tmp_path: Path, kernel: Kernel, recorder: Rerun
 ) -> None:
-    expected = run(start(made("int4 groups"), tmp_path, packed_kernel="off", cuda_graphs="off"))
+    expected = run(start(made("int4 groups"), tmp_path, kernel=False, cuda_graphs="off"))
     engine = start(made("int4 groups"), tmp_path)
     found = greedy(engine, LENGTHS)
     assert status(engine) == "on"
@@ -349,7 +360,7 @@ def test_rows_with_their_cache_in_host_memory(
     options: dict[str, Any] = {"kv_offload": "auto", "kv_attention": "cpu", "here": 1}
     found = list[Tensor]()
     for option in ("off", "auto"):
-        engine = start(made("int4 groups"), tmp_path, packed_kernel=option, **options)
+        engine = start(made("int4 groups"), tmp_path, kernel=option == "auto", **options)
         every = {"resident_layers": tuple(range(len(engine._layers)))}
         engine.given = engine.plan.placement.model_copy(update=every)
         found.append(greedy(engine, LENGTHS))
@@ -567,7 +578,7 @@ def main(path: Path) -> None:
     packed_product._compute = counted  # type: ignore[assignment]
     directory = test_quantized.FORMATS["gptq"](path.parent / "m")
     for option in ("auto", "off"):
-        engine = start(directory, path.parent, packed_kernel=option)
+        engine = start(directory, path.parent, kernel=option == "auto")
         found.append(greedy(engine, LENGTHS))
         status.append(told(engine))
         engine.close()
@@ -583,7 +594,7 @@ def main(path: Path) -> None:
     product_kernel.multiply_experts = multiplied  # type: ignore[assignment]
     directory = test_quantized.FORMATS["mxfp4 of experts"](path.parent / "experts")
     for option in ("auto", "off"):
-        engine = start(directory, path.parent, packed_kernel=option, experts="all")
+        engine = start(directory, path.parent, kernel=option == "auto", experts="all")
         found.append(greedy(engine, *FEW))
         settings = engine.effective().settings
         status.append([settings[name] for name in ("packed_kernel", "experts_kernel")])

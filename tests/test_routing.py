@@ -16,7 +16,6 @@ from tests.test_experts import MIXTURES
 from zinfer.analysis.study import hits, show, sizes
 from zinfer.checkpoint import resolve
 from zinfer.cli import cli
-from zinfer.core.engine import StreamOptions
 from zinfer.engine.stream.experts import ExpertCache, Policy
 from zinfer.generation import passes
 from zinfer.record import study
@@ -104,8 +103,7 @@ def test_rows_of_a_step_read_their_own_parts_of_the_text() -> None:
     assert routing.side_by_side(steps, 7) == [[(0, [0, 1, 2]), (2, [0, 1, 2, 3, 4, 5, 6, 9])]]
 
 
-@pytest.mark.parametrize("policy", ["lru", "lfu"])
-def test_a_replay_meets_what_the_engine_meets(policy: Policy, checkpoint: Callable[[str], Path]) -> None:
+def test_a_replay_meets_what_the_engine_meets(checkpoint: Callable[[str], Path]) -> None:
     """Two rows that read two parts of a text, each from its first token on."""
     folder, tokens, length = checkpoint("qwen3_moe"), list(TEXT.encode()), 20
     spec = resolve.from_directory(folder).with_dtype("float32")
@@ -114,7 +112,7 @@ def test_a_replay_meets_what_the_engine_meets(policy: Policy, checkpoint: Callab
     for watched in routing.trace(spec, rows):
         chosen = sorted((number, own.tolist()) for number, own in watched.chosen.items())
         steps += ([(number, own[token]) for number, own in chosen] for token in range(length))
-    engine: Any = test_experts.load(folder, share="60%", expert_cache=policy)
+    engine: Any = test_experts.load(folder, share="60%")
     ids = torch.tensor(rows)
     batch, _ = passes.prefill(engine, ids[:, :1], torch.ones(2, 1, dtype=torch.int64), length)
     for token in range(1, length):
@@ -124,7 +122,7 @@ def test_a_replay_meets_what_the_engine_meets(policy: Policy, checkpoint: Callab
     pairs = routing.side_by_side(steps, 2)
     assert met + missed == sum(len(experts) for step in pairs for _, experts in step)
     assert 0 < room < 64
-    assert routing.replay(pairs, policy, room) == pytest.approx(met / (met + missed))
+    assert routing.replay(pairs, "lfu", room) == pytest.approx(met / (met + missed))
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
@@ -137,11 +135,9 @@ def test_a_cache_that_holds_all_misses_each_expert_once(policy: Policy) -> None:
     assert cache.settle((0, 0), 0) == (0, 0), "no room: it leaves at once"
 
 
-def test_the_default_policy_is_the_one_that_met_more_needs() -> None:
+def test_the_policy_is_the_one_that_met_more_needs() -> None:
     run = study.last(Path(__file__).parents[1] / "sweeps" / "results", "routing")
-    default = StreamOptions.model_fields["expert_cache"].default
-    other = "lru" if default == "lfu" else "lfu"
-    assert sum(hits(run, default, size) for size in sizes(run)) > sum(hits(run, other, size) for size in sizes(run))
+    assert sum(hits(run, "lfu", size) for size in sizes(run)) > sum(hits(run, "lru", size) for size in sizes(run))
     assert run.guessed is not None
     assert run.guessed > 3 * (run.experts_per_token or 0) / (run.num_experts or 1)
 

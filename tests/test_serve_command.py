@@ -113,7 +113,7 @@ def test_a_missing_extra_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch)
         (["--load-format", "dummy", "--host", "127.0.0.1", "--port", "TAKEN"], 5, "Address already in use"),
         (["--load-format", "dummy", "--api-key", "é"], 2, "printable ASCII"),
         (["--load-format", "dummy", "--api-key", ""], 2, "printable ASCII"),
-        (["--load-format", "dummy", "-O", "kv_threads=2,3"], 2, "axes belong to"),
+        (["--load-format", "dummy", "-O", "kv_attention=cpu,gpu"], 2, "axes belong to"),
     ],
 )
 def test_mistakes_get_one_message_and_a_code(words: list[str], code: int, message: str, folder: Path) -> None:

@@ -148,9 +148,11 @@ def test_unknown_recipe_keys_list_the_known_ones() -> None:
 
 
 def test_axes_multiply_in_load_order() -> None:
-    sweep = Sweep(model=("a", "b"), engine=("stream",), offload=("none", "cpu"), options={"kv_threads": (2, 3)})
-    loads = [(load.model, load.offload, dict(load.options)["kv_threads"]) for load in sweep.loads()]
-    assert loads == [(m, o, r) for m in "ab" for o in ("none", "cpu") for r in (2, 3)]
+    sweep = Sweep(
+        model=("a", "b"), engine=("stream",), offload=("none", "cpu"), options={"kv_attention": ("cpu", "gpu")}
+    )
+    loads = [(load.model, load.offload, dict(load.options)["kv_attention"]) for load in sweep.loads()]
+    assert loads == [(m, o, r) for m in "ab" for o in ("none", "cpu") for r in ("cpu", "gpu")]
 
 
 def test_out_of_memory_is_recorded_once_and_ends_the_load(tmp_path: Path) -> None:

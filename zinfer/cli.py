@@ -163,8 +163,8 @@ def cli(ctx: click.Context, debug: bool) -> None:
 
 
 def _warn_in_a_line(message: Warning | str, category: type[Warning], *where: object, **_: object) -> None:
-    """Print a warning about a checkpoint in one line; warnings of libraries are for developers."""
-    if category.__name__ == "CheckpointWarning" or os.environ.get("ZINFER_DEBUG") == "1":
+    """Print a warning of zinfer in one line; warnings of libraries are for developers."""
+    if category.__name__ in ("CheckpointWarning", "RetiredOptionWarning") or os.environ.get("ZINFER_DEBUG") == "1":
         click.echo(f"Warning: {message}", err=True)
 
 

@@ -276,7 +276,7 @@ VALUES = (
     "", " ", "0", "-1", "1e400", "1e400GB", "9" * 5000, "nan", "inf", "1-1000000000+1", "1-4*2", "1,2,,3", ",", "١٢",
     "½",
     "\x1b[2J", "$(reboot)", "%s%n", "a" * 70_000, "../../../etc/passwd", "/dev/zero", "/proc/self/mem", "50%", "101%",
-    "1e18", "0x10", "none,none", "auto,auto", "KEY=VALUE", "kv_threads=-1", "kv_threads=99999999999",
+    "1e18", "0x10", "none,none", "auto,auto", "KEY=VALUE", "gpus=-1", "gpus=99999999999",
     "packed=/dev/zero",
     "weight_codec=\x00x", "--", "-", "‮", "\udcff", "h2d_bandwidth=0", "h2d_bandwidth=1e-300", "ttft:p99:<=:2s",
     "ttft:p99:<=:-2s", "99999999999999999999h", "2Mtok/day", "1e999tok",

@@ -558,8 +558,6 @@ def _experts(plans: "Sequence[Plan]") -> "Iterator[str]":
             f"{gb(plan.streamed_bytes)}{stay}; passes of {setup.whole_tokens} tokens or more bring all."
         )
         yield _routing(plan)
-        if dict(plan.case.options).get("experts_cpu") == "on":
-            yield "The CPU's share of the experts (experts_cpu=on) is not counted: the link brings all of them here."
 
 
 def _step_tokens(plan: "Plan") -> int:
@@ -583,10 +581,9 @@ def _routing(plan: "Plan") -> str:
             f"{model.touched_share(tokens):.0%} of the experts touched"
         )
     if setup.cached_experts:
-        met = f"{model.hits(setup.expert_cache, cached, tokens):.0%} hits with expert_cache={setup.expert_cache}"
-        is_known = recorded is not None and recorded.hits_of(setup.expert_cache, cached, tokens) is not None
-        (known if is_known else assumed).append(met)
-    if setup.expert_guess and plan.factors is not None:  # limits take it that the link never waits for a router
+        is_known = recorded is not None and recorded.hits_of("lfu", cached, tokens) is not None
+        (known if is_known else assumed).append(f"{model.hits('lfu', cached, tokens):.0%} cache hits")
+    if plan.factors is not None:  # limits take it that the link never waits for a router
         right = f"{model.right_guesses:.0%} right guesses"
         (known if recorded is not None and recorded.guessed is not None else assumed).append(right)
     parts = [f"{', '.join(known)} by {recorded.source}"] if known and recorded is not None else []

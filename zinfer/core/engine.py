@@ -7,9 +7,11 @@ the case is made, before any process starts::
     settle("stream", {"kv_offload": "disk"})       # OptionError: kv_offload=disk: choose from none, cpu, auto
 
 Records may hold options of older versions that are gone by now. `read_options` and `plan_options`, which serve
-planning, leave such options out; `parse_options`, which serves an engine, refuses them.
+planning, leave such options out; `parse_options`, which serves an engine, refuses them. Where a command line or a
+recipe has one of `RETIRED`, `without_retired` leaves it out with a warning.
 """
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -20,7 +22,7 @@ from pydantic import AfterValidator, Field, StrictBool, ValidationError
 from pydantic.fields import FieldInfo
 
 from zinfer.core.errors import ZinferError, did_you_mean
-from zinfer.core.model import ExpertPolicy, Weights
+from zinfer.core.model import Weights
 from zinfer.core.units import parse_share
 from zinfer.core.value import Frozen
 
@@ -33,7 +35,6 @@ KVOffload = Literal["none", "cpu", "auto"]
 KVAttention = Literal["auto", "gpu", "cpu"]
 KVCacheDtype = Literal["auto", "bf16", "int8", "fp8"]
 Experts = Literal["auto", "all", "on-demand"]
-ExpertGuess = Literal["auto", "off"]
 # Prompt tokens in one forward pass. A pass streams every weight (2 bytes a parameter) and computes 2 FLOPs a parameter
 # and token, so compute hides the link from FLOPs / bandwidth tokens on: 8,300 on an H100 behind PCIe 5, whatever the
 # model. More tokens at once only take memory, of which the KV cache of a larger batch makes better use.
@@ -57,6 +58,21 @@ Model = TypeVar("Model", bound=Frozen)
 class OptionError(ZinferError):
     """An option that an engine does not have, a value that it does not take, or values that contradict each other."""
 
+
+class RetiredOptionWarning(UserWarning):
+    """An option of an earlier version that is ignored."""
+
+
+# Options of earlier versions, and what zinfer does now in any case.
+RETIRED = {
+    "expert_cache": "the experts used least leave the cache first",
+    "expert_guess": "experts are guessed as long as that saves time",
+    "experts_cpu": "the GPU computes all experts",
+    "kv_threads": "as many CPU threads attend as make the shortest step",
+    "library": "TensorRT runs the plan, or TensorRT-RTX where only that is installed",
+    "packed_kernel": "the kernel reads codes on every GPU that runs Triton",
+    "prefill_tokens": f"up to {PREFILL_TOKENS:,} prompt tokens are in one forward pass",
+}
 
 PIECE_BYTES = 128 << 20  # bytes of a layer that cross the link in one copy, unpacked
 LARGE_LAYER = 3 << 30  # bytes of a layer, unpacked, beyond which it is cut into fewer pieces
@@ -91,7 +107,6 @@ class Transport(Frozen):
     coded_at_rest: bool = False  # weights that cross the link coded lie coded in host memory and on the GPU, too
     from_codes: bool = False  # quantised layers that stay on the GPU are multiplied from their codes
     outside_trips: int = 0  # trips a pass of the weights outside the layers, where these are offloaded too
-    pass_tokens: int = PREFILL_TOKENS  # prompt tokens in one forward pass at most, unless prompts pass in blocks
     divided: bool = False  # of several GPUs each has a part of all weights, and gathers a copy of what it computes with
     graphs: bool = False  # decode steps in which no weight crosses the link are launched as CUDA graphs
     shares_memory: bool = False  # gives free GPU memory away, to rows, buffers and layers, and so leaves a margin
@@ -132,9 +147,6 @@ class StreamOptions(EngineOptions):
     kv_attention: KVAttention = Field(
         "auto", description="The device that attends to a KV cache in host memory; auto: the faster."
     )
-    kv_threads: Literal["auto"] | Count = Field(
-        "auto", description="CPU threads that attend; auto: as many as make the shortest step (never all of 8 or more)."
-    )
     kv_cache_dtype: KVCacheDtype = Field("auto", description="Type of the KV cache; auto: that of the weights.")
     cuda_graphs: Literal["auto", "off"] = Field(
         "auto", description="Decode steps as CUDA graphs; auto: where no weight crosses the link, if that is faster."
@@ -149,10 +161,6 @@ class StreamOptions(EngineOptions):
         description="Routed experts that cross the link: all, or those that the router chose; auto: on-demand where a "
         "step at batch 1 then brings clearly fewer bytes.",
     )
-    expert_cache: ExpertPolicy = Field(
-        "lfu",
-        description="Experts on demand that leave the cache first: those not used for longest, or those used least.",
-    )
     host_weights: Share = Field(
         "auto", title="SIZE",
         description="Weights that host memory keeps with offload nvme, a size or a share such as 40%, so that only the "
@@ -162,21 +170,6 @@ class StreamOptions(EngineOptions):
         "auto",
         description="Routed experts in passes of few tokens by a kernel of its own; auto: on a GPU that runs Triton.",
     )
-    packed_kernel: Literal["auto", "off"] = Field(
-        "auto",
-        description="Quantised layers that stay on the GPU, in passes of few tokens, by a kernel that reads their "
-        "codes; auto: on a GPU that runs Triton.",
-    )
-    expert_guess: ExpertGuess = Field(
-        "auto",
-        description="Experts on demand that the next layer is guessed to choose, copied while the link would idle; "
-        "auto: as long as that saves time.",
-    )
-    experts_cpu: Literal["auto", "on", "off"] = Field(
-        "auto",
-        description="Chosen experts on demand that the CPU computes in host memory, uncoded, while the link brings the "
-        "others; auto: where that is measured to be faster.",
-    )
     gpus: Count = Field(
         1, description="GPUs of the host, each with its own link: they share out weights and rows; with offload cpu."
     )
@@ -185,7 +178,7 @@ class StreamOptions(EngineOptions):
         graphs = self.cuda_graphs == "auto"
         return Transport(
             fetched="pieces", blocks=True, coded_at_rest=True, shares_memory=True, graphs=graphs,
-            from_codes=self.packed_kernel == "auto", leaves_host=True,
+            from_codes=True, leaves_host=True,
         )  # fmt: skip
 
     @property
@@ -193,50 +186,34 @@ class StreamOptions(EngineOptions):
         """Name of the model that drafts; None if none does."""
         return None if self.draft in ("none", "ngram") else self.draft
 
-    @property
-    def _on_demand(self) -> tuple[str | None, str]:
-        """The option that asks for experts on demand, as it is typed, None if none does; and its other values."""
-        if self.experts == "on-demand":
-            return "experts=on-demand", "auto, all"
-        return ("experts_cpu=on" if self.experts_cpu == "on" else None), "auto, off"
-
     def conflict(self, offload: Offload) -> str | None:
         if self.host_weights != "auto" and offload != "nvme":
             return (
                 f"host_weights={self.host_weights} does not go with offload {offload}: it is the part of the weights "
                 "that host memory keeps with offload nvme"
             )
-        if self.experts_cpu == "on" and self.experts == "all":
-            return (
-                "experts_cpu=on does not go with experts=all: the CPU computes experts on demand; choose from auto, off"
-            )
-        if self.experts_cpu == "on" and self.weight_codec == "lossless":
-            return (
-                "experts_cpu=on does not go with weight_codec=lossless: the CPU reads experts as they lie in host "
-                "memory; choose from auto, off"
-            )
-        on_demand, others = self._on_demand
+        on_demand = self.experts == "on-demand"
         if offload == "nvme" and on_demand:
             return (
-                f"{on_demand} does not go with offload nvme: layers come from disk with all of their experts; choose "
-                f"from {others}"
+                "experts=on-demand does not go with offload nvme: layers come from disk with all of their experts; "
+                "choose from auto, all"
             )
         if (why_not := _several(self.gpus, offload)) is not None:
             return why_not
         if self.gpus > 1 and on_demand:
             return (
-                f"{on_demand} does not go with gpus={self.gpus}: experts of a router's choice come to one GPU; choose "
-                f"from {others}"
+                f"experts=on-demand does not go with gpus={self.gpus}: experts of a router's choice come to one GPU; "
+                "choose from auto, all"
             )
         if on_demand and offload == "none":
             return (
-                f"{on_demand} does not go with offload none: experts cross the link only with offload cpu; choose from "
-                f"{others}"
+                "experts=on-demand does not go with offload none: experts cross the link only with offload cpu; choose "
+                "from auto, all"
             )
         if on_demand and self.packed != "auto":
             return (
-                f"{on_demand} does not go with packed={self.packed}: packed layers hold their experts in one piece; "
-                f"choose from {others}"
+                f"experts=on-demand does not go with packed={self.packed}: packed layers hold their experts in one "
+                "piece; choose from auto, all"
             )
         if self.kv_offload != "none" and self.kv_cache_dtype == "fp8":
             return (
@@ -261,7 +238,6 @@ class DeepSpeedOptions(EngineOptions):
 
     pin_memory: StrictBool = Field(True, description="Weights in page-locked host memory.")
     tuned: StrictBool = Field(True, description="Settings tuned for decode; false: those of DeepSpeed's own example.")
-    prefill_tokens: Count = Field(PREFILL_TOKENS, description="Prompt tokens in one forward pass at most.")
     gpus: Count = Field(
         1, description="GPUs of the host: they share out rows, and ZeRO divides every weight between them; with "
         "offload cpu.",
@@ -272,27 +248,21 @@ class DeepSpeedOptions(EngineOptions):
 
     def transport(self) -> Transport:
         # Embeddings that are offloaded, too, are fetched for both of their uses.
-        trips, tokens = 0 if self.tuned else 2, self.prefill_tokens
-        return Transport(fetched="layer", outside_trips=trips, divided=True, pass_tokens=tokens)
+        return Transport(fetched="layer", outside_trips=0 if self.tuned else 2, divided=True)
 
 
 class AccelerateOptions(EngineOptions):
     """Options of `accelerate`."""
 
     pin_memory: StrictBool = Field(True, description="Weights in page-locked host memory.")
-    prefill_tokens: Count = Field(PREFILL_TOKENS, description="Prompt tokens in one forward pass at most.")
 
     def transport(self) -> Transport:
-        tokens = self.prefill_tokens
-        return Transport(fetched="matrix", overlapped=False, pass_tokens=tokens, placed_once=True)
+        return Transport(fetched="matrix", overlapped=False, placed_once=True)
 
 
 class TensorRTOptions(EngineOptions):
     """Options of `tensorrt`."""
 
-    library: Literal["auto", "tensorrt", "tensorrt-rtx"] = Field(
-        "auto", description="The library that runs the plan; auto: the one that is installed."
-    )
     plan: str = Field(
         "auto", title="FILE", coerce_numbers_to_str=True,
         description="The plan of `zinfer pack --engine tensorrt` to run; auto: the one in engines/plans that serves.",
@@ -307,11 +277,9 @@ class PlanOptions(Frozen):
     pin_memory: StrictBool = Field(True, description="Weights in page-locked host memory.")
     kv_offload: KVOffload = Field("none", description="Sequences with their KV cache in host memory.")
     kv_attention: KVAttention = Field("gpu", description="The device that attends to a KV cache in host memory.")
-    kv_threads: Literal["auto"] | Count = Field("auto", description="CPU threads that attend.")
+    kv_threads: Literal["auto"] | Count = Field("auto", description="CPU threads that attended in a record.")
     kv_cache_dtype: KVCacheDtype = Field("auto", description="Type of the KV cache.")
     experts: Experts = Field("all", description="Routed experts that cross the link.")
-    expert_cache: ExpertPolicy = Field("lfu", description="Experts on demand that leave the cache first.")
-    expert_guess: ExpertGuess = Field("auto", description="Guesses of the next layer's experts.")
     host_weights: Share = Field(
         "auto", title="SIZE", description="Weights that host memory keeps with offload nvme."
     )  # fmt: skip
@@ -432,6 +400,13 @@ def settle(engine: str, given: Mapping[str, Option], planning: bool = False) -> 
             choices = f"choose from {', '.join([*words, last])}" if words else f"write {last}"
             raise OptionError(f"{name}={written(value)}: {choices}") from None
     return without_defaults(engine, tuple(found.items()))
+
+
+def without_retired(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `options` without those of `RETIRED`; warn about each of these."""
+    for name in RETIRED.keys() & options.keys():
+        warnings.warn(RetiredOptionWarning(f"option {name} is gone and ignored: {RETIRED[name]}"), stacklevel=2)
+    return {name: value for name, value in options.items() if name not in RETIRED}
 
 
 def written(value: object) -> str:

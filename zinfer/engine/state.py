@@ -313,7 +313,6 @@ class _Stored:
     def __init__(self, checkpoint: Checkpoint, state: ModelState, allow_nan: bool, visits: Iterable[Visit]) -> None:
         self._checkpoint, self._state = checkpoint, state
         self._visits: list[Visit] = [*visits, *([] if allow_nan else [partial(check_finite, checkpoint)])]
-        self._allow_nan = allow_nan
         self._directory = state.spec.directory
         tensors, config, dtype = checkpoint.tensors, checkpoint.config, state.spec.dtype
         self._quantized = quantization.weights(tensors, config, dtype)[0]

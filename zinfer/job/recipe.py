@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 
 from zinfer.core.case import BITS_BEFORE, MOST, Case, LoadFormat, Workload, resident_bytes
-from zinfer.core.engine import ENGINES, Offload, Option, Options, conflict, draft_model, settle
+from zinfer.core.engine import ENGINES, Offload, Option, Options, conflict, draft_model, settle, without_retired
 from zinfer.core.errors import ZinferError, did_you_mean
 from zinfer.core.model import Dtype, Weights
 from zinfer.core.requests import (
@@ -71,6 +71,11 @@ class EngineRecipe(Frozen):
     engine: Name
     description: str = Field(default="", max_length=DESCRIPTION)
     options: dict[Name, Setting] = Field(default_factory=dict, max_length=100)
+
+    @field_validator("options", mode="before")
+    @classmethod
+    def _without_retired(cls, value: Any) -> Any:
+        return without_retired(value) if isinstance(value, dict) else value
 
 
 class SweepLoad(Frozen):
@@ -233,7 +238,7 @@ class Sweep(Frozen):
     def _option_axes(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        return {key: tuple(v) if isinstance(v, list | tuple) else (v,) for key, v in value.items()}
+        return {key: tuple(v) if isinstance(v, list | tuple) else (v,) for key, v in without_retired(value).items()}
 
     @model_validator(mode="after")
     def _bounded(self) -> Self:

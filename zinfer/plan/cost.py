@@ -21,7 +21,7 @@ from pydantic import Field
 
 from zinfer.core.engine import CODED_PAIRS, CODED_TOKENS, PIECE_BYTES, PREFILL_TOKENS, piece_factor
 from zinfer.core.machine import Machine
-from zinfer.core.model import ExpertPolicy, ModelSpec
+from zinfer.core.model import ModelSpec
 from zinfer.core.units import counted
 from zinfer.core.value import Frozen
 
@@ -95,7 +95,6 @@ class Placement(Frozen):
     kv_host_share: float = 0.0  # share of the sequences with their KV cache in host memory, read at every step
     kv_on_cpu: bool = False  # the CPU attends to that cache, so that it never crosses the link
     kv_cpu_share: float = Field(default=1.0, gt=0, le=1)  # share of the CPU's cores, and of their rate, that attends
-    kv_threads: int | None = None  # CPU threads that attend, if a number was requested
     buffers: int = 0  # ring buffers that a KV cache on the link adds to; 0: it takes two whole layers' worth
     ring_depth: int = 0  # buffers between link and slot; 0 without a ring
     layer_pieces: int = 1  # pieces that a layer crosses the link in, besides experts on demand
@@ -104,8 +103,6 @@ class Placement(Frozen):
     layer_experts: int = 0  # routed experts of a layer that come on demand; 0 if all come with their layer
     expert_buffers: int = 0  # buffers between link and slot for single experts
     cached_experts: int = 0  # buffers beside these, for experts that stay
-    expert_cache: ExpertPolicy = "lfu"  # policy of these
-    expert_guess: bool = False  # experts that the next layer is guessed to choose come while the link would idle
     kv_ratio: float = 1.0  # bytes of the KV cache over those in the model's type
     resident_others: bool = True  # embeddings, head and final norm stay on the GPU
     # Each of several GPUs keeps its part of them only, and gathers them when it needs them; a part of a layer is copied
@@ -248,7 +245,7 @@ def cached_share(setup: Placement, model: ModelSpec) -> float:
 
 def _needed_experts(setup: Placement, model: ModelSpec, tokens: int) -> int:
     """Return the bytes of the routed experts that a pass touches and that are not on the GPU."""
-    hits = model.hits(setup.expert_cache, cached_share(setup, model), tokens)
+    hits = model.hits("lfu", cached_share(setup, model), tokens)
     return round(model.routed_bytes * model.touched_share(tokens) * (1 - hits))
 
 
@@ -449,8 +446,7 @@ def _awaiting_choice(
     unpacking = _unpacking(setup, machine, factors, dense if setup.wire_ratio < 1 else copied)
     before = factors.layer_s * model.num_layers + unpacking + dense / (machine.hbm_bandwidth or inf)
     idle = max(0.0, before - copied * setup.wire_ratio / link)
-    guessed = model.right_guesses * idle if setup.expert_guess else 0.0
-    return idle - min(guessed, _needed_experts(setup, model, tokens) * setup.wire_ratio / link)
+    return idle - min(model.right_guesses * idle, _needed_experts(setup, model, tokens) * setup.wire_ratio / link)
 
 
 def _late(

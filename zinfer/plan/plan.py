@@ -15,6 +15,7 @@ from zinfer.core.engine import (
     ENGINES,
     KEPT_BUFFERS,
     MOST_DRAFTS,
+    PREFILL_TOKENS,
     Offload,
     Option,
     Transport,
@@ -205,16 +206,11 @@ def transport_of(case: Case) -> Transport:
 def is_lossless(case: Case, model: ModelSpec, machine: Machine) -> bool:
     """Tell whether the case's weights cross the link coded, or quantised as they are released (FP8 is both). With
     ``auto`` they do wherever that pays: a GPU decodes bf16 at a third of its memory's bandwidth or more, several times
-    what any link brings. Experts that the CPU computes are not coded."""
+    what any link brings."""
     codec = plan_options(case.engine, case.options).weight_codec
     smaller = case.dtype == "bfloat16" or model.stored_ratio < 1
-    pays = case.offload != "none" and smaller and machine.gpu_count > 0 and not _cpu_computes(case)
+    pays = case.offload != "none" and smaller and machine.gpu_count > 0
     return codec == "lossless" or (codec == "auto" and pays)
-
-
-def _cpu_computes(case: Case) -> bool:
-    """Tell whether the CPU is asked to compute experts on demand."""
-    return getattr(read_options(case.engine, case.options), "experts_cpu", "auto") == "on"
 
 
 def experts_on_demand(case: Case, model: ModelSpec, machine: Machine, wire_ratio: float) -> bool:
@@ -224,7 +220,7 @@ def experts_on_demand(case: Case, model: ModelSpec, machine: Machine, wire_ratio
     experts = options.experts
     if experts == "all" or options.gpus > 1 or case.offload != "cpu" or model.num_experts < 2 or not model.expert_bytes:
         return False
-    if experts == "on-demand" or _cpu_computes(case):
+    if experts == "on-demand":
         return True
     packed = getattr(read_options(case.engine, case.options), "packed", "auto") != "auto"
     step = model.streamed_bytes - model.routed_bytes * (1 - model.touched_share(1))
@@ -336,11 +332,10 @@ def _weights_placement(case: Case, model: ModelSpec, machine: Machine, automatic
         codec="lossless" if coded and case.offload != "none" else "none",
         wire_ratio=own or (wire if coded else 1.0),
         layer_pieces=-(-model.layer_bytes // cost.largest_piece(model, model.layer_bytes, options.gpus)),
-        kv_threads=None if options.kv_threads == "auto" else options.kv_threads,
         kv_ratio=(1 + 4 / max(1, model.head_dim)) / model.dtype_bytes if options.kv_in_8_bits else 1.0,
         overlapped=transport.overlapped,
         blocks=transport.blocks,
-        pass_tokens=cost.block_tokens(model) if transport.blocks else transport.pass_tokens,
+        pass_tokens=cost.block_tokens(model) if transport.blocks else PREFILL_TOKENS,
         pinned=options.pin_memory,
         dequantised_bytes=round(traffic * model.streamed_bytes / model.dtype_bytes),
     )
@@ -361,7 +356,6 @@ def _weights_placement(case: Case, model: ModelSpec, machine: Machine, automatic
     whole = 2.0 + 1 / options.gpus if divided else 1.0  # a gather takes its part, and all parts besides the layer
     if transport.fetched == "pieces" and experts_on_demand(case, model, machine, common.wire_ratio):
         update |= _expert_buffers(common, model, machine, depth) | {"graphs": False}  # the CPU gets to know each choice
-        update |= {"expert_cache": options.expert_cache, "expert_guess": options.expert_guess == "auto"}
     elif transport.fetched == "pieces":
         buffers = depth * cost.piece_bytes(common, model) if machine.gpu_count else 0
         update |= {"slots": 1 + buffers / model.layer_bytes, "ring_depth": depth}

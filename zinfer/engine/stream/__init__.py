@@ -6,7 +6,7 @@ layers and across steps: while the head turns the last layer's output into a tok
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import cached_property
 from math import ceil
@@ -37,11 +37,10 @@ from zinfer.engine.pinned import ALIGNMENT
 from zinfer.engine.rotary import turned_by
 from zinfer.engine.state import ModelState
 from zinfer.engine.stream import graphs
-from zinfer.engine.stream.cpu_experts import CpuExperts
 from zinfer.engine.stream.cpu_kernel import library
 from zinfer.engine.stream.device_room import DeviceRoom, layers_ahead
 from zinfer.engine.stream.disk import DiskRing
-from zinfer.engine.stream.expert_images import Experts, LayerImages, find_experts
+from zinfer.engine.stream.expert_images import Experts, find_experts
 from zinfer.engine.stream.experts import ExpertCounts, ExpertPool
 from zinfer.engine.stream.few_experts import FewExperts
 from zinfer.engine.stream.graphs import Graphs
@@ -100,7 +99,6 @@ class Stream(Decoder):
     _source: LayerSource | None = None  # of the layers that are not on the device
     _ring: PrefetchRing | None = None
     _pool: ExpertPool | None = None  # of experts that come on demand
-    _no_cpu_experts: str | None = None  # reason why the CPU computes none of them
     _kv_pool: HostPool | None = None  # for keys and values of all micro-batches
     # Most sequences at a time with their KV cache in host memory, device that attends to it, number of CPU threads
     _kv_rows, _kv_place, _kv_threads = 0, "gpu", 0
@@ -166,32 +164,16 @@ class Stream(Decoder):
 
     def _attach(self, source: LayerSource, ring: PrefetchRing) -> None:
         """Have the layers, and the experts that come on demand, take their weights from `ring`, and begin."""
-        if self.options.packed_kernel == "auto" and source.lossless and self._group is None:
+        if source.lossless and self._group is None:
             ring.products = PackedProducts(self.device)
         for number, layer in enumerate(self._layers):
             ring.attach(number, layer, self._weights.of_layer(number))
         if source.arena is not None and source.expert_images:
-            options = self.options
-            self._pool = ExpertPool(
-                source.arena.memory, source.expert_images, self.device, ring, options.expert_cache,
-                options.expert_guess == "auto", self._cpu_experts(source.arena.memory, source.expert_images),
-            )  # fmt: skip
+            self._pool = ExpertPool(source.arena.memory, source.expert_images, self.device, ring)
             for number, experts in self._experts.items():
                 self._pool.attach(number, self._layers[number], experts)
-            self._pool.measure()
         if self._group is None:
             ring.start()
-
-    def _cpu_experts(self, memory: Tensor, images: Mapping[int, LayerImages]) -> CpuExperts | None:
-        """Return the CPU's share of the experts that come on demand; None, with the reason in `_no_cpu_experts`, if it
-        computes none. Raises EngineError if it was asked for."""
-        option = self.options.experts_cpu
-        found = CpuExperts(memory, images, self._experts, self.device, option == "on")
-        why_not = "off" if option == "off" else "no GPU" if option == "auto" and self.device.type != "cuda" else None
-        self._no_cpu_experts = why_not or found.cannot()
-        if self._no_cpu_experts is not None and option == "on":
-            raise EngineError(f"experts_cpu=on is not for {self.plan.model.name}: {self._no_cpu_experts}")
-        return found if self._no_cpu_experts is None else None
 
     def _check_layerwise(self, group: "Group") -> None:
         """Raise EngineError for a model that a pass may call otherwise than layer by layer."""
@@ -216,10 +198,8 @@ class Stream(Decoder):
     def _on_demand(self) -> dict[int, Experts]:
         """Return the routed experts that come on demand, by layer; with option ``auto`` none where they cannot, and the
         plan is made anew. Raises EngineError if they were asked for."""
-        asked = {"experts": "on-demand", "experts_cpu": "on"}
-        remedies = {"experts": "experts=all", "experts_cpu": "experts_cpu=off"}
-        remedy = next((remedies[name] for name, value in asked.items() if getattr(self.options, name) == value), None)
-        if self.plan.placement.experts == "all" and remedy is None:
+        asked = self.options.experts == "on-demand"
+        if self.plan.placement.experts == "all" and not asked:
             return {}
         found = {index: find_experts(layer, self._weights.of_layer(index)) for index, layer in enumerate(self._layers)}
         reasons = [reason for reason in found.values() if isinstance(reason, str)]
@@ -227,9 +207,9 @@ class Stream(Decoder):
             reasons = ["it has none"]
         elif not any(found.values()):
             reasons = ["they do not go through the ExpertsInterface of transformers"]
-        if reasons and remedy is not None:
+        if reasons and asked:
             name = self.plan.model.name
-            raise EngineError(f"the experts of {name} cannot come on demand: {reasons[0]}; take {remedy}")
+            raise EngineError(f"the experts of {name} cannot come on demand: {reasons[0]}; take experts=all")
         if reasons:
             self.plan = self.plan.with_option("experts", "all")
             return {}
@@ -281,9 +261,7 @@ class Stream(Decoder):
             assert batch.host is not None
             self._kv_place = batch.host.place
             if isinstance(batch.host, CpuCache):
-                automatic = max(1, round(placement.kv_cpu_share * attending_cpus(self._threads)))
-                asked = placement.kv_threads and max(1, placement.kv_threads // placement.gpus)
-                self._kv_threads = asked or automatic
+                self._kv_threads = max(1, round(placement.kv_cpu_share * attending_cpus(self._threads)))
                 # The number holds for all work of the CPU: teams of two sizes in turn end and start threads each time.
                 torch.set_num_threads(self._kv_threads)
         if self._ring is not None and self._group is None:  # the ranks of a group begin together, with a trip
@@ -769,17 +747,15 @@ class Stream(Decoder):
         pool = self._pool
         if pool is None:
             return {"experts": "all"} if self.plan.model.num_experts > 1 and self._ring is not None else {}
-        names = ("fetched", "hits", "misses", "guessed", "right", "on_cpu")
+        names = ("fetched", "hits", "misses", "guessed", "right")
         counts = {name: round(self._experts_per_step(name), 3) for name in names}
         return {
             "experts": "on-demand",
             "expert_buffers": pool.staging,
             "expert_buffer_bytes": pool.buffer_bytes,
-            "expert_cache": self.options.expert_cache,
+            "expert_cache": "lfu",
             "cached_experts": pool.cached,
             "expert_guess": pool.guessing,
-            "experts_cpu": (self._no_cpu_experts or "off") if pool.cpu is None else pool.cpu.status,
-            **({} if pool.cpu is None else pool.cpu.rates.settings()),
             **{f"experts_{name}_per_step": count for name, count in counts.items()},
         }
 
@@ -788,8 +764,6 @@ class Stream(Decoder):
         ring = self._ring
         if ring is None or self.plan.model.stored_ratio == 1 or len(ring.streamed) == len(ring.images):
             return {}
-        if self.options.packed_kernel == "off":
-            return {"packed_kernel": "off"}
         if ring.products is None:
             return {"packed_kernel": "no packed weights" if self._group is None else "several GPUs share the layers"}
         served = ring.products.status != "on" or ring.has_lazy_weights

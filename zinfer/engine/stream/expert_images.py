@@ -145,17 +145,6 @@ def fill_plain(images: LayerImages, name: str, tensor: Tensor, memory: Tensor) -
                 memory[piece.start : piece.end].copy_(rows[number, piece.place - base :][: piece.size])
 
 
-def stored_expert(images: LayerImages, number: int, memory: Tensor) -> dict[str, Tensor]:
-    """Return the weights of expert `number` of a layer, by name, as they lie in `memory`, uncoded."""
-    found = {}
-    for name, block in images.blocks.items():
-        stride = block.size // len(images.experts)
-        place = block.offset + number * stride
-        start = next(piece.start for piece in images.experts[number].pieces if piece.place == place)
-        found[name] = memory[start : start + stride].view(block.dtype).view(block.shape[1:])
-    return found
-
-
 def pack_experts(
     experts: Experts, tensors: Mapping[str, Tensor], coded: Mapping[str, Sequence[Codes]], arena: PinnedArena
 ) -> LayerImages:

@@ -10,8 +10,6 @@ While a choice is awaited, the link has brought all that is needed and would idl
 guessed to choose then (`zinfer.engine.stream.routers`), in small copies, and no more as soon as the choice is known: a
 wrong guess costs the rest of a copy under way.
 
-Of the experts that would have to come, the CPU may compute a share (`zinfer.engine.stream.cpu_experts`).
-
 A pass with so many tokens that they touch nearly all experts brings all of them, in order and ahead of compute, without
 waiting for any router. Buffers that hold experts of earlier passes are the cache.
 
@@ -22,7 +20,7 @@ experts and their weights, and read no expert that is not among the indices.
 
 import inspect
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from heapq import heapify, heappop, heappush
 from itertools import groupby
 from math import log2
@@ -34,19 +32,17 @@ from torch import Tensor, nn
 
 from zinfer.core.case import spread
 from zinfer.engine.pinned import ALIGNMENT
-from zinfer.engine.stream.cpu_experts import Call, CpuExperts
 from zinfer.engine.stream.expert_images import ExpertImage, Experts, Key, LayerImages
 from zinfer.engine.stream.packed_layer import unpack
 from zinfer.engine.stream.prefetch import Event, PrefetchRing, Queues
 from zinfer.engine.stream.routers import Routers
-from zinfer.engine.stream.trace import Mark, elapsed, mark
+from zinfer.engine.stream.trace import mark
 
 GUESSED = 8 << 20  # bytes of a guessed expert in one copy: little waits for it if the guess is wrong
 AHEAD = 2  # such copies that are issued and not done, at most, so that the link does not wait for the CPU
 TRIALS = 64  # layers whose guesses are judged before wrong ones may end them
 FADING = 0.98  # weight of what guesses brought before the latest layer
 END = maxsize, 0  # behind all experts, in the order of layers
-MEASURED = 256 << 20  # bytes of experts whose copies and products are measured at load, at least
 HALF_LIFE = 32  # passes after which a use of an expert counts half, for the cache that keeps those used most
 
 Policy = Literal["lru", "lfu"]
@@ -146,7 +142,7 @@ class ExpertCounts(NamedTuple):
     """Counts of experts since the load: copied bytes, as they cross the link and as they are in the slot, copies, and
     needs of a pass met by the cache, or not; a pass that brings all experts has neither hits nor misses. Copies of
     guessed experts that were begun, and those among them that were needed; of the others only bytes on the link
-    count. Experts that the CPU computed, which are misses, too."""
+    count."""
 
     wire: int = 0
     delivered: int = 0
@@ -155,7 +151,6 @@ class ExpertCounts(NamedTuple):
     misses: int = 0
     guessed: int = 0
     right: int = 0
-    on_cpu: int = 0
 
     def since(self, before: "ExpertCounts") -> "ExpertCounts":
         return ExpertCounts(*(now - then for now, then in zip(self, before, strict=True)))
@@ -184,11 +179,6 @@ class _Guesses:
         while self.flight and self.flight[0][0].query():
             self.flight.popleft()
         return len(self.flight)
-
-    def left(self) -> int:
-        """Return the bytes that are under way."""
-        self.under_way()
-        return sum(size for _, _, size in self.flight)
 
     def judge(self, layer: int, chosen: set[int]) -> None:
         """Judge the guesses for `layer`, which has chosen."""
@@ -221,8 +211,6 @@ class ExpertPool:
     it is issued only once that has been recorded, since only then it is free. A guessed expert is coming, too, and
     makes room for one that is needed. Without queues there are no buffers and no guesses, and experts are unpacked from
     where they are; everything else is the same.
-
-    With `cpu`, some experts that would have to come are left to the CPU.
     """
 
     def __init__(
@@ -231,9 +219,6 @@ class ExpertPool:
         images: Mapping[int, LayerImages],
         device: torch.device,
         ring: PrefetchRing,
-        policy: Policy,
-        guess: bool = False,
-        cpu: "CpuExperts | None" = None,
     ) -> None:
         self.images = images
         self.counts = ExpertCounts()
@@ -241,7 +226,7 @@ class ExpertPool:
         self._source, self._device, self._ring, self._queues = source, device, ring, ring.queues
         self._slot = torch.empty(max(one.slot_bytes for one in images.values()), dtype=torch.uint8, device=device)
         self._filled: tuple[int, set[int]] = -1, set()  # layer in the slot, and its experts that are there
-        self._cache = ExpertCache(policy)
+        self._cache = ExpertCache("lfu")
         self._at: dict[Key, int] = {}  # number of the buffer of each expert that is coming or stays
         self._coming: dict[Key, None] = {}  # experts whose copy was issued and that were not used yet, in order
         self._asked: deque[Key] = deque()  # experts needed now whose copy waits for a free buffer
@@ -252,13 +237,10 @@ class ExpertPool:
         self._arrived: list[list[Event]] = []  # of each buffer: of each part
         self._freed: list[Event] = []
         self._unpacked = None if self._queues is None else self._queues.event()
-        self._routers = Routers() if guess and self._queues is not None else None
+        self._routers = Routers() if self._queues is not None else None
         self._guesses, self._guessed_layer = _Guesses(), -1
         self._choice, self._guess = _Choice(self._queues), _Choice(self._queues)
-        self._cpu, self._beside = cpu, False  # the CPU computes experts while those asked for come
         self._attached: list[nn.Module] = []  # modules of experts
-        self._dense = 0  # bytes that the link brings for a layer with experts besides these
-        self._timed: deque[tuple[int, Mark, Mark, bool]] = deque(maxlen=256)  # bytes of copies; beside the CPU or not
         # Points in the copy queue: behind the latest expert that was used, and behind all that was issued with it.
         self._needed: Event | None = None
         self._tail = None if self._queues is None else self._queues.event()
@@ -300,11 +282,6 @@ class ExpertPool:
         return self._routers.why_not or "on"
 
     @property
-    def cpu(self) -> "CpuExperts | None":
-        """The CPU's share of experts; None if it has none."""
-        return self._cpu
-
-    @property
     def router_bytes(self) -> int:
         """Bytes of routers that stay on the device for guesses."""
         return 0 if self._routers is None else self._routers.nbytes
@@ -321,15 +298,8 @@ class ExpertPool:
             given = list(signature.bind(experts.module, *args, **kwargs).arguments.values())[1:]
             if self._routers is not None:
                 self._routers.see(layer, given[1])
-            call = None if self._cpu is None or self.scanning else self._cpu.offer(layer, *given)
-            self.bring(layer, given[1], call)
-            if call is None or not call.taken:
-                return computed(*args, **kwargs)
-            on_device = call.on_device(computed)
-            with self._ring.aside(layer):
-                on_cpu = call.on_cpu()
-            self._beside = False
-            return call.together(on_device, on_cpu)
+            self.bring(layer, given[1])
+            return computed(*args, **kwargs)
 
         experts.module.forward = forward
         self._attached.append(experts.module)
@@ -364,9 +334,7 @@ class ExpertPool:
 
     def begin(self, scanning: bool) -> None:
         """Begin a pass; with `scanning` it brings all experts of all layers, in order."""
-        self.scanning, self._beside = scanning, False
-        dense = sum(self._ring.images[layer].end - self._ring.images[layer].start for layer in self._ring.streamed)
-        self._dense = dense // len(self.images)
+        self.scanning = scanning
         self._asked.clear()
         while self._coming:
             self._drop(next(iter(self._coming)))
@@ -379,9 +347,8 @@ class ExpertPool:
         else:
             self._cache.next_pass()
 
-    def bring(self, layer: int, chosen: Tensor, call: "Call | None" = None) -> None:
-        """Have the experts of `layer` whose numbers are in `chosen` in the slot, but those that `call` takes, or all in
-        a pass that brings all."""
+    def bring(self, layer: int, chosen: Tensor) -> None:
+        """Have the experts of `layer` whose numbers are in `chosen` in the slot, or all in a pass that brings all."""
         count = len(self.images[layer].experts)
         numbers: Iterable[int] = range(count)
         if not self.scanning:
@@ -398,16 +365,11 @@ class ExpertPool:
         others = sorted((key for key in missing if key not in self._cache), key=lambda key: key not in self._at)
         if not self.scanning:
             self._count(hits=len(here), misses=len(others))
-        if call is not None:
-            left = self._left_to_cpu(call, layer, [key for key in others if key not in self._at])
-            others = [key for key in others if key not in left]
         for key in others:
             self._complete(key)
         self._asked.extend(key for key in others if key not in self._at and not self._will_come(key))
         self._issue()
         self._ring.resume()
-        if call is not None and call.taken:
-            call.fetch()  # before the device is given anything that waits for experts
         if self._queues is not None and self._tail is not None and self._routers is not None:
             with self._queues.copying():
                 self._tail.record()
@@ -421,63 +383,12 @@ class ExpertPool:
             if self._unpacked is not None:
                 self._unpacked.record()
 
-    def measure(self) -> None:
-        """Measure the rates of link and CPU with a few experts, the link's alone and then both at once, for the first
-        passes to know."""
-        keys = [(layer, expert) for layer, one in sorted(self.images.items()) for expert in range(len(one.experts))]
-        if self._cpu is None or len(keys) < 2:
-            return
-        count = min(len(keys) // 2, max(2, -(-MEASURED // self.buffer_bytes)))
-        keys = keys[:: len(keys) // (2 * count)]
-        counts = self.counts
-        for beside in (False, True):
-            self._beside = beside
-            for key in keys[:count] if self._queues is not None else ():
-                self._at[key] = 0  # a buffer that is free again below
-                self._copy(key, 0, self._image(key).size)
-                del self._at[key]
-            if beside:
-                self._cpu.measure(keys[count : 2 * count])
-            if self._queues is not None:
-                self._queues.finish()
-        self.counts, self._beside = counts, False
-        self._note_rates()
-
-    def _note_rates(self) -> None:
-        """Note how long the copies that are done took."""
-        assert self._cpu is not None
-        while self._timed and (seconds := elapsed(*self._timed[0][1:3])) is not None:
-            size, _, _, beside = self._timed.popleft()
-            (self._cpu.rates.beside if beside else self._cpu.rates.alone).add(size, seconds)
-
-    def _left_to_cpu(self, call: "Call", layer: int, asked: Sequence[Key]) -> set[Key]:
-        """Return those of the experts `asked`, which the link would have to bring, that the CPU computes: those used
-        least. While the cache has room, one comes to stay."""
-        assert self._cpu is not None
-        self._note_rates()
-        if not asked:
-            return set()
-        begun = [key for key in self._guesses.begun if key[0] == layer]  # they were chosen, the others are dropped
-        besides = self._guesses.left() + sum(self._image(key).size - self._guesses.begun[key] for key in begun)
-        most = len(asked) - (len(self._cache) < self._cached)
-        count = self._cpu.share(len(asked), self._image(asked[0]).size, besides + self._dense, most)
-        left = sorted(asked, key=self._cache.rank)[:count]
-        for key in left:
-            self._cache.use(key)
-        if left:
-            self._beside = True
-            self._count(on_cpu=len(left))
-            call.take([expert for _, expert in left], self._choice.table)
-        return set(left)
-
     def close(self) -> None:
         if self._queues is not None:
             self._queues.finish()
         for module in self._attached:
             del module.forward  # it holds the module, and the pool
         self._attached = []
-        if self._cpu is not None:
-            self._cpu.close()
         self._at, self._coming, self._ahead = {}, {}, iter(())
         self._forget_guesses()
         if self._routers is not None:
@@ -527,7 +438,7 @@ class ExpertPool:
 
     def _copy(self, key: Key, start: int, end: int) -> None:
         """Issue the copy of bytes `start` to `end` of an expert into its buffer."""
-        image, number, first = self._image(key), self._at[key], start
+        image, number = self._image(key), self._at[key]
         self._count(wire=end - start)
         if self._queues is None:
             return
@@ -541,8 +452,6 @@ class ExpertPool:
             if start < end:
                 self._write(key, number, start, end)
             end_mark = mark(self._device.type == "cuda")
-        if self._cpu is not None:
-            self._timed.append((end - first, begin, end_mark, self._beside))
         self._ring.note(("copy", key[0], begin, end_mark, "guess" if key in self._guesses.begun else "expert"))
 
     def _complete(self, key: Key) -> None:
@@ -689,32 +598,25 @@ class _Choice:
     def __init__(self, queues: Queues | None) -> None:
         self.sent = False  # a choice is on its way, or there, and was not taken
         self.event = None if queues is None else queues.event()  # behind the copy
-        self._memory = self._host = torch.empty(0, dtype=torch.int64)
-        self._columns = 1
+        self._memory = self._host = torch.empty((0, 1), dtype=torch.int64)
 
     def send(self, chosen: Tensor) -> None:
         """Have the device copy `chosen`, ``[.., K]``, to the host."""
-        self.sent, self._columns = True, max(1, chosen.shape[-1]) if chosen.dim() > 1 else 1
-        chosen = chosen.reshape(-1)
+        self.sent = True
+        chosen = chosen.reshape(-1, chosen.shape[-1])
         if self.event is None:
             self._host = chosen
             return
         if self._memory.numel() < chosen.numel() or self._memory.dtype != chosen.dtype:
             with torch.inference_mode(False):
                 self._memory = torch.empty(chosen.numel(), dtype=chosen.dtype, pin_memory=chosen.is_cuda)
-        self._host = self._memory[: chosen.numel()]
+        self._host = self._memory[: chosen.numel()].view_as(chosen)
         self._host.copy_(chosen, non_blocking=True)
         self.event.record()
-
-    @property
-    def table(self) -> Tensor:
-        """Numbers that were sent, ``[T, K]``, until others are sent; they must have arrived."""
-        return self._host.view(-1, self._columns)
 
     def numbers(self, count: int) -> list[int]:
         """Return the numbers below `count` that were sent, each token's first choice first; wait for them."""
         if self.event is not None:
             self.event.synchronize()
         self.sent = False
-        rows = self.table.T.flatten().tolist()
-        return [number for number in rows if 0 <= number < count]
+        return [number for number in self._host.T.flatten().tolist() if 0 <= number < count]

@@ -114,7 +114,7 @@ def activated(module: nn.Module, product: Tensor) -> Tensor:
     return found
 
 
-def unknown(module: nn.Module) -> str | None:
+def _unknown(module: nn.Module) -> str | None:
     """Return the reason why it is not known what a module of experts computes beside its products; None if it is."""
     if getattr(module, "_is_expert_parallel", False):
         return "the experts are shared out among processes"
@@ -145,7 +145,7 @@ def _serves(module: nn.Module, *args: Any) -> bool:
     if len(args) != 3 or not all(isinstance(one, Tensor) and one.dim() == 2 for one in args):
         return False
     states, experts, weights = args
-    if unknown(module) is not None:
+    if _unknown(module) is not None:
         return False
     if experts.shape != weights.shape or len(experts) != len(states) or experts.is_floating_point():
         return False

@@ -12,10 +12,8 @@ each number of them a graph of its own.
 Models run unchanged. Those that take their attention function by name run as ragged passes do (`ragged`), several
 micro-batches in one graph. The others get the mask, one micro-batch at a time and one token a row, since a mask ``[B,
 n]`` does not say where on the device a step's tokens are. A graph is believed only if its logits are those of the same
-step without it, and it is used only if it is faster. In a mixture of experts, rounding may lead a token to other
-experts, and from there on to other logits; so a graph whose logits differ is compared again, with the experts' choice
-of the step without it (`Choices`). And in deep models, those with random weights above all, rounding alone may change
-logits by more than in others; how much is measured.
+step without it, and it is used only if it is faster. Rounding may lead a token to other experts, and grows from layer
+to layer, in random weights above all; so where logits differ, the keys and values of the first layers decide.
 
 What is recorded has fewer and faster kernels than the model's own code launches: of norms (`norms`), and of attention
 where few rows have many positions (`split_attention`). If it fails or differs with them, it is recorded without.
@@ -26,13 +24,13 @@ micro-batch that is admitted frees it first (`Graphs.make_room`).
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
@@ -41,7 +39,6 @@ from transformers.cache_utils import Cache, DynamicLayer
 from zinfer.engine.cache import FixedLayer, RowCache
 from zinfer.engine.decoder import DecoderBatch, Part
 from zinfer.engine.rotary import turned_by
-from zinfer.engine.stream.expert_images import through_interface
 from zinfer.engine.stream.norms import Norms
 from zinfer.engine.stream.ragged import MASKED, Attend, Bias, NotRaggedError, Ragged, bias
 from zinfer.engine.stream.split_attention import split_attention
@@ -58,9 +55,7 @@ TRIES = 2  # differences between the two ways after which no more graphs are mad
 # Largest difference of logits between the two ways, relative to their norm, by bytes of a value: that of rounding.
 TOLERANCE = {2: 0.06, 4: 1e-3, 8: 1e-6}
 
-# Largest difference that rounding explains, over that which a last place of the embeddings makes. Whatever that is,
-# logits that differ by half are others.
-ROUNDINGS, LARGEST = 2, 0.5
+LARGEST = 0.5  # difference of logits that rounding explains, at most
 
 # GPU bytes that have never been used, without which nothing is recorded: graphs keep memory (a pass's activations, a
 # workspace, the kernels' arguments), which no plan counts, and must not take it from a prefill.
@@ -68,6 +63,8 @@ LEAST_ROOM = 512 << 20
 
 Run = Callable[[], Tensor]
 Shape = tuple[int, int]  # tokens of each row in a step, and the number of last ones whose logits are wanted
+# A pass: its logits, its seconds, and of the first layers the memory of new keys and values, with what it wrote there.
+Computed = tuple[Tensor, float, list[tuple[Tensor, Tensor]]]
 
 
 class Recorder(Protocol):
@@ -297,6 +294,11 @@ class Seat:
         real = self.mask[:, (slots + self.slot - self.within[window]).clamp(0, self.capacity - 1)] != 0
         return real[:, None] & (slots <= own) & (slots > own - window)
 
+    @property
+    def first_layers(self) -> int:
+        """Number of layers up to the one behind the first with each sliding window, and the first without any."""
+        return max(map(self.windows.index, self.windows)) + 2
+
     def written(self, batch: DecoderBatch, count: int) -> list[Tensor]:
         """Return the keys and values of the next `count` positions: views of the memory."""
         each = zip(self.memory, self.places(batch), strict=True)
@@ -330,50 +332,6 @@ class Together:
         return tuple((seat.rows, seat.capacity) for seat in self.seats)
 
 
-class Choices:
-    """Choice of experts of each call of a model's routed experts: the arguments behind the hidden states, which are
-    numbers of experts and their weights. For models whose experts `transformers` dispatches; others have none."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._modules = [module for module in model.modules() if through_interface(module)]
-        self.found: list[tuple[Any, ...]] = []  # of each call, in order
-
-    @contextmanager
-    def recorded(self) -> Iterator[None]:
-        """Keep the choices of the calls within."""
-        self.found = []
-
-        def keep(_module: nn.Module, args: tuple[Any, ...]) -> None:
-            self.found.append(tuple(one.clone() if isinstance(one, Tensor) else one for one in args[1:]))
-
-        with self._hooked(keep):
-            yield
-
-    @contextmanager
-    def imposed(self) -> Iterator[list[tuple[Any, ...]]]:
-        """Give the calls within the choices that were kept, in order; yield those that no call has had yet. A call for
-        other tokens than the kept one keeps its own choice."""
-        left = self.found[::-1]
-
-        def give(_module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-            fits = left and [getattr(one, "shape", None) for one in left[-1]] == [
-                getattr(one, "shape", None) for one in args[1:]
-            ]
-            return (args[0], *left.pop()) if fits else None
-
-        with self._hooked(give):
-            yield left
-
-    @contextmanager
-    def _hooked(self, hook: Callable[..., Any]) -> Iterator[None]:
-        hooks = [module.register_forward_pre_hook(hook) for module in self._modules]
-        try:
-            yield
-        finally:
-            for one in hooks:
-                one.remove()
-
-
 class Graphs:
     """Graphs of the decode passes of `model`. `trip` surrounds each pass that is recorded."""
 
@@ -395,7 +353,6 @@ class Graphs:
         self._sets = dict[tuple[int, ...], Together]()  # by the ids of their seats
         self.wait = 1  # steps without a graph before a pass is recorded: fewer where recordings paid, else more
         self._checks, self._differences = 0, 0
-        self._choices = Choices(model)
         self._own = False  # kernels in the place of the model's own, until a pass fails or differs with them alone
         self.kernels = "none"  # what became of them
         self._norms: Norms | None = None
@@ -536,18 +493,19 @@ class Graphs:
     def _both_ways(self, found: Together, parts: Sequence[Part], ends: tuple[int, ...], eager: Run) -> Tensor:
         """Compute a pass without a graph, then with one, recorded if need be; return the logits of the former."""
         assert self._recorder is not None
-        with self._choices.recorded():
-            logits, without_s = self._recorder.timed(eager)
+        logits, without_s = self._recorder.timed(eager)
         count, _ = shape = _shape(parts)
-        views = [
-            view for seat, part in zip(found.seats, parts, strict=True) for view in seat.written(part.batch, count)
-        ]
+        views, first = list[Tensor](), list[tuple[Tensor, Tensor]]()
+        for seat, part in zip(found.seats, parts, strict=True):
+            written = seat.written(part.batch, count)
+            first += [(view, view.clone()) for view in written[: 2 * seat.first_layers]]
+            views += written
         kept = [view.clone() for view in views]
-        why_not = self._compared(found, parts, ends, logits, without_s)
+        why_not = self._compared(found, parts, ends, (logits, without_s, first))
         if why_not is not None and self._own:
             found.graphs.pop((shape, ends), None)
             self._own = False
-            without = self._compared(found, parts, ends, logits, without_s)
+            without = self._compared(found, parts, ends, (logits, without_s, first))
             if without is None:
                 self.kernels = f"off: {why_not}"
             else:
@@ -559,17 +517,18 @@ class Graphs:
         torch._foreach_copy_(views, kept)  # the keys and values that go with the logits
         return logits
 
-    def _compared(
-        self, found: Together, parts: Sequence[Part], ends: tuple[int, ...], logits: Tensor, without_s: float
-    ) -> str | None:
-        """Record a pass, if need be, and compare it with the `logits` of the same pass without a graph, which took
-        `without_s` seconds; return what is wrong with it."""
+    def _compared(self, found: Together, parts: Sequence[Part], ends: tuple[int, ...], eager: Computed) -> str | None:
+        """Record a pass, if need be, and compare it with the same pass without a graph, `eager`; return what is wrong
+        with it."""
         assert self._recorder is not None
-        shape = _shape(parts)
+        shape, (logits, without_s, first) = _shape(parts), eager
         try:
             graph = found.graphs.get((shape, ends)) or self._record(found, parts, ends)
             replayed = self._replay(found, graph, parts)
-            same = alike(replayed, logits) or self._explained(found, ends, graph, replayed.clone(), logits)
+            same = alike(replayed, logits)
+            if not same and difference(replayed, logits) <= LARGEST and all(alike(*pair) for pair in first):
+                replayed = replayed.clone()
+                same = alike(replayed, self._static(found.seats, ends, graph))  # what was recorded is repeated
             with_s = self._recorder.timed(graph.replay)[1]
         except NotRaggedError:
             self._ragged.able = False  # its micro-batches run one by one from now on
@@ -585,39 +544,6 @@ class Graphs:
             if with_s > without_s and self._recorder.timed(graph.replay)[1] > without_s:
                 self._give_up(found, shape, "a step without them is faster")
         return None
-
-    def _explained(
-        self, found: Together, ends: tuple[int, ...], graph: Graph, replayed: Tensor, logits: Tensor
-    ) -> bool:
-        """Tell whether `replayed` differs from the `logits` of the step without a graph by the choice of experts alone,
-        or by rounding alone: the graph gives what its pass gives that is not recorded. And that pass gives `logits` if
-        its experts are those of the step without it; or it differs from them by no more than roundings make."""
-        plain = self._static(found.seats, ends, graph).clone()
-        if not alike(plain, replayed):
-            return False
-        if self._choices.found:
-            with self._choices.imposed() as unused:
-                same = alike(self._static(found.seats, ends, graph), logits)
-            if same and not unused:
-                return True
-        with self._rounded_embeddings():
-            rounded = difference(self._static(found.seats, ends, graph), plain)
-        return difference(plain, logits) <= min(LARGEST, ROUNDINGS * rounded)
-
-    @contextmanager
-    def _rounded_embeddings(self) -> Iterator[None]:
-        """Change the embeddings of tokens by a last place, up or down at random."""
-        dice = torch.Generator().manual_seed(0)
-
-        def change(_module: nn.Module, _args: Any, states: Tensor) -> Tensor:
-            signs = torch.randint(0, 2, states.shape, generator=dice).to(states) * 2 - 1
-            return states + signs * states.abs() * torch.finfo(states.dtype).eps
-
-        hook = self._model.get_input_embeddings().register_forward_hook(change)
-        try:
-            yield
-        finally:
-            hook.remove()
 
     def _give_up(self, found: Together, shape: Shape, reason: str, for_good: bool = False) -> None:
         """Use no graphs for steps of this shape of micro-batches of these sizes; with `for_good` for none any more, or
@@ -707,12 +633,12 @@ def _layers(batch: DecoderBatch) -> list[FixedLayer]:
 
 
 def alike(found: Tensor, expected: Tensor) -> bool:
-    """Tell whether logits ``[rows, n, V]`` differ by no more than rounding makes in most models."""
+    """Tell whether logits, or keys or values, ``[rows, ..]``, differ by no more than rounding makes in most models."""
     return difference(found, expected) < TOLERANCE[found.dtype.itemsize]
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
-    """Return the difference of logits ``[rows, n, V]``, relative to their norm, of the median row: where experts are
+    """Return the difference of numbers ``[rows, ..]``, relative to their norm, of the median row: where experts are
     chosen, rounding alone may lead a row elsewhere."""
     expected = expected.double().flatten(1)
     error = (found.double().flatten(1) - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-30)

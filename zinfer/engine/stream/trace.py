@@ -34,13 +34,6 @@ def mark(cuda: bool) -> Mark:
     return event
 
 
-def elapsed(begin: Mark, end: Mark) -> float | None:
-    """Return the seconds between two marks; None as long as the device has not come to the second one."""
-    if isinstance(begin, float) or isinstance(end, float):
-        return float(end) - float(begin)  # type: ignore[arg-type]
-    return float(begin.elapsed_time(end)) / 1e3 if end.query() else None
-
-
 Recording = tuple[float, tuple[Span, ...]]  # a trace's beginning by the host's clock, in s, and its spans
 
 

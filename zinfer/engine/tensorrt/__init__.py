@@ -48,7 +48,7 @@ class TensorRT(Engine):
 
     def __init__(self, plan: Plan, progress: Progress = silent) -> None:
         super().__init__(plan, progress)
-        self._library = find_library(self.options.library)
+        self._library = find_library()
         self.file = self._find_plan()
         try:
             self._executor = self._make_executor()

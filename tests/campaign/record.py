@@ -2,12 +2,14 @@
 
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
-from typing import Any, ClassVar
+from pathlib import Path
+from typing import Any, Literal
 
 from tests.campaign.lab import Result
 from zinfer import __version__
 from zinfer.core.value import Frozen
-from zinfer.record.study import Study
+from zinfer.record.jsonl import read_lines
+from zinfer.record.study import Start, found
 from zinfer.system.host import cpu_model, slug
 
 FAULTS = 20  # faults that a record keeps for each class
@@ -56,21 +58,20 @@ class Row(Frozen):
     faults: tuple[str, ...] = ()
 
 
-class Campaign(Study):
-    """One campaign."""
+class Campaign(Start):
+    """One campaign, in a file as `zinfer.record.study` writes them."""
 
-    KIND: ClassVar[str] = "reliability"
-    POINTS: ClassVar[tuple[str, ...]] = ("classes",)
-
+    study: Literal["reliability"] = "reliability"
+    device: str
     seed: int
     seconds: float
     planned: int = 0  # cases, those that were not begun or not ended included; 0 is not known
-    classes: tuple[Row, ...]
+    rows: tuple[Row, ...]
 
     @property
     def left(self) -> int:
         """Number of planned cases that did not end, because the campaign was ended before."""
-        return max(0, self.planned - sum(row.tried + row.skipped for row in self.classes))
+        return max(0, self.planned - sum(row.tried + row.skipped for row in self.rows))
 
     @classmethod
     def of(cls, results: Iterable[Result], seed: int, seconds: float, planned: int = 0) -> "Campaign":
@@ -100,7 +101,7 @@ class Campaign(Study):
         return cls(
             machine=slug(), device=cpu_model(), started_at=datetime.now(UTC).isoformat(timespec="seconds"),
             versions=versions, seed=seed, seconds=round(seconds, 1), planned=planned,
-            classes=tuple(Row(**row) for row in rows.values()),
+            rows=tuple(Row(**row) for row in rows.values()),
         )  # fmt: skip
 
     def table(self) -> str:
@@ -108,7 +109,7 @@ class Campaign(Study):
         heads = ("class", "cases", "struck", "held", "failed", "skipped", "s")
         rows = [
             (row.name, row.tried, row.struck, row.held, row.tried - row.held, row.skipped, round(row.seconds))
-            for row in self.classes
+            for row in self.rows
         ]
         total = ("all", *(sum(row[column] for row in rows) for column in range(1, 7)))  # type: ignore[misc]
         lines = [f"{line[0]:20}" + "".join(f"{cell!s:>9}" for cell in line[1:]) for line in (heads, *rows, total)]
@@ -120,10 +121,16 @@ class Campaign(Study):
         """Return the rows under `COLUMNS` for a page: commands killed one by one, the other classes by their title."""
         found = [
             [title(row.name), *(f"{number:,}" for number in (row.tried, row.struck, row.held, row.tried - row.held))]
-            for row in self.classes
+            for row in self.rows
         ]
-        sums = [sum(getattr(row, name) for row in self.classes) for name in ("tried", "struck", "held")]
+        sums = [sum(getattr(row, name) for row in self.rows) for name in ("tried", "struck", "held")]
         return [*found, ["**all**", *(f"{number:,}" for number in (*sums, sums[0] - sums[2]))]]
+
+
+def last(path: Path) -> Campaign:
+    """Return the last campaign in a file."""
+    *_, (_, fields) = found(read_lines(path), path, "reliability")
+    return Campaign.model_validate(fields)
 
 
 def title(name: str) -> str:
@@ -141,7 +148,7 @@ def markdown(campaign: Campaign) -> str:
     lines = [[head.removeprefix("#") for head in heads], rule, *campaign.cells()]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     where = f"{campaign.device}, {campaign.started_at[:10]}, zinfer {campaign.versions.get('zinfer', '')}"
-    blind, skipped = (sum(getattr(row, name) for row in campaign.classes) for name in ("blind", "skipped"))
+    blind, skipped = (sum(getattr(row, name) for row in campaign.rows) for name in ("blind", "skipped"))
     told = f"Seed {campaign.seed}; {campaign.seconds / 60:.0f} minutes; {where}."
     if blind:
         told += (

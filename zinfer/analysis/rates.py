@@ -66,6 +66,7 @@ class OffloadVerdict(Frozen):
     offload: Offload
     comparison: BaselineComparison
     text: str
+    compares: bool  # points with and without it were tried
 
 
 def best(points: Points, objective: RateObjective = "output_tok_s") -> Measurement | None:
@@ -163,7 +164,11 @@ def offload_verdicts(points: Points) -> tuple[OffloadVerdict, ...]:
             if using := [point for point in own if point.case.offload == offload]:
                 comparison = compare_with_baseline(using, without)
                 text = _sentence(offload, comparison, using, without)
-                verdicts.append(OffloadVerdict(engine=engine, offload=offload, comparison=comparison, text=text))
+                verdicts.append(
+                    OffloadVerdict(
+                        engine=engine, offload=offload, comparison=comparison, text=text, compares=bool(without)
+                    )
+                )
     return tuple(verdicts)
 
 

@@ -5,9 +5,11 @@ from typing import Any
 
 from zinfer.core.case import Case, Workload
 from zinfer.core.requests import RequestLoad
+from zinfer.record.accuracy import AccuracyRecord, Deviation, Position
+from zinfer.record.codec import CodecRecord, Coded, Rate
 from zinfer.record.measurement import Effective, Measurement, Span
+from zinfer.record.prefix_reuse import Point, Run
 from zinfer.record.requests import RequestPoint
-from zinfer.record.study import POLICIES, Coded, Deviation, Hits, Position, Rate, Reload, Study
 
 LAYERS_BYTES = 69_057_937_408  # 14 layers of BLOOM-176B in bf16
 LINK = 54.6e9
@@ -141,8 +143,8 @@ def position(error: float, same: bool, nats: float = 1.0) -> Position:
     return Position(error, error / 10, float(same), 1.0, nats)
 
 
-def accuracy_run(**fields: Any) -> Study:
-    """A run of `zinfer study accuracy`: the reference in another batch, and one setting along both kinds of tokens."""
+def accuracy_run(**fields: Any) -> AccuracyRecord:
+    """A run of `zinfer accuracy`: the reference in another batch, and one setting along both kinds of tokens."""
     workload = Workload(batch_size=4, input_len=256, output_len=3)
     case = Case(model="m", engine="stream", offload="cpu", workload=workload, load_format="safetensors")
     int8 = case.model_copy(update={"options": (("kv_cache_dtype", "int8"),)})
@@ -153,52 +155,43 @@ def accuracy_run(**fields: Any) -> Study:
         Deviation.of(int8, "text", [[position(0.5, True, 1.1)]]),
     )
     given: dict[str, Any] = {
-        "study": "accuracy", "machine": "h100", "device": "H100", "started_at": "2026-01-01", "about": "llama",
-        "model": "m", "revision": "r", "case": case, "logits_dtype": "bfloat16", "samples": 2, "rows": deviations,
-        "text": {"name": "book.txt", "sha256": "0" * 64, "tokens": 1000},
-    }  # fmt: skip
-    return Study.model_validate(given | fields)
+        "machine": "h100",
+        "device": "H100",
+        "started_at": "2026-01-01",
+        "versions": {},
+        "told": "llama",
+    }
+    given |= {"revision": "r", "reference": case, "logits_dtype": "bfloat16", "samples": 2, "deviations": deviations}
+    given |= {"prompts": {"name": "book.txt", "sha256": "0" * 64, "tokens": 1000}}
+    return AccuracyRecord.model_validate(given | fields)
 
 
-def routing_run(**fields: Any) -> Study:
-    """A run of `zinfer study routing` on two layers of eight experts."""
-    rows = tuple(
-        Hits(policy=policy, experts=size, hits=share)
-        for size, shares in ((4, (0.4, 0.5)), (8, (0.8, 0.7)))
-        for policy, share in zip(POLICIES, shares, strict=True)
-    )
-    given: dict[str, Any] = {
-        "study": "routing", "machine": "h100", "device": "CPU", "model": "m", "about": "drawn", "num_layers": 2,
-        "num_experts": 8, "experts_per_token": 2, "guessed": 0.75, "text": {"name": "t", "tokens": 9}, "rows": rows,
-    }  # fmt: skip
-    return Study.model_validate(given | fields)
-
-
-def kept_point(context: int, recompute: float, memory: float, **fields: Any) -> Reload:
-    """A context of `zinfer study reuse` with three samples of the recompute, whose median is `recompute` ms."""
-    return Reload(
+def kept_point(context: int, recompute: float, memory: float, **fields: Any) -> Point:
+    """A context of `zinfer reuse` with three samples of the recompute, whose median is `recompute` ms."""
+    return Point(
         context=context, new_tokens=8, kept_bytes=1 << 20, recompute_ms=(recompute, recompute * 9, recompute / 9),
         memory_ms=(memory,), same_token=True, max_difference=0.25, **fields,
     )  # fmt: skip
 
 
-def reuse_run(*points: Reload, **fields: Any) -> Study:
-    """A run of `zinfer study reuse`; `fields` are those of its case."""
+def reuse_run(*points: Point, **fields: Any) -> Run:
+    """A run of `zinfer reuse`; `fields` are those of its case."""
     case = Case(model="m", engine="stream", offload="cpu", workload=Workload(batch_size=1, input_len=1, output_len=1))
-    return Study(
-        study="reuse", machine="h100", device="H100", case=case.model_copy(update=fields), num_layers=4, total_layers=8,
-        started_at="2026-01-01", link=5e10, model=fields.get("model", "m"), rows=points,
+    return Run(
+        machine="h100", device="H100", case=case.model_copy(update=fields), num_layers=4, total_layers=8,
+        started_at="2026-01-01", link=5e10,
+        versions={}, points=points,
     )  # fmt: skip
 
 
 RATE = Rate(median=8e11, spread=0.02, samples=20, of="bytes")
 
 
-def codec_run(*names: str, **fields: Any) -> Study:
-    """A run of `zinfer study codec` with a row for each name; `fields` are those of the rows."""
+def codec_run(*names: str, **fields: Any) -> CodecRecord:
+    """A run of `zinfer codec` with a row for each name; `fields` are those of the rows."""
     numbers = {"total_bytes": 1 << 30, "raw_bytes": 1 << 30, "coded_bytes": 1 << 29, "bound": 0.45, "status": "ok"}
     rows = tuple(
         Coded.model_validate({"name": name, "told": "drawn", "encode": RATE, "decode": RATE} | numbers | fields)
         for name in names
     )
-    return Study(study="codec", machine="h100", device="H100", link=5e10, started_at="2026-01-01", rows=rows)
+    return CodecRecord(machine="h100", device="H100", link=5e10, started_at="2026-01-01", versions={}, rows=rows)

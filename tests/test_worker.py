@@ -29,7 +29,7 @@ from zinfer.core.requests import RequestLoad
 from zinfer.engine import EngineError
 from zinfer.generation.sampling import Sampling
 from zinfer.plan.plan import Plan, make_plan
-from zinfer.record.study import Position
+from zinfer.record.accuracy import Position
 from zinfer.record.measurement import Effective, Measurement, Span
 from zinfer.record.requests import RequestPoint
 from zinfer.system.documents import DocumentError, UnreadableError

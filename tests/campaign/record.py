@@ -2,14 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar
 
 from tests.campaign.lab import Result
 from zinfer import __version__
 from zinfer.core.value import Frozen
-from zinfer.record.jsonl import read_lines
-from zinfer.record.study import Start, found
+from zinfer.record.study import Study
 from zinfer.system.host import cpu_model, slug
 
 FAULTS = 20  # faults that a record keeps for each class
@@ -58,20 +56,21 @@ class Row(Frozen):
     faults: tuple[str, ...] = ()
 
 
-class Campaign(Start):
-    """One campaign, in a file as `zinfer.record.study` writes them."""
+class Campaign(Study):
+    """One campaign."""
 
-    study: Literal["reliability"] = "reliability"
-    device: str
+    KIND: ClassVar[str] = "reliability"
+    POINTS: ClassVar[tuple[str, ...]] = ("classes",)
+
     seed: int
     seconds: float
     planned: int = 0  # cases, those that were not begun or not ended included; 0 is not known
-    rows: tuple[Row, ...]
+    classes: tuple[Row, ...]
 
     @property
     def left(self) -> int:
         """Number of planned cases that did not end, because the campaign was ended before."""
-        return max(0, self.planned - sum(row.tried + row.skipped for row in self.rows))
+        return max(0, self.planned - sum(row.tried + row.skipped for row in self.classes))
 
     @classmethod
     def of(cls, results: Iterable[Result], seed: int, seconds: float, planned: int = 0) -> "Campaign":
@@ -101,7 +100,7 @@ class Campaign(Start):
         return cls(
             machine=slug(), device=cpu_model(), started_at=datetime.now(UTC).isoformat(timespec="seconds"),
             versions=versions, seed=seed, seconds=round(seconds, 1), planned=planned,
-            rows=tuple(Row(**row) for row in rows.values()),
+            classes=tuple(Row(**row) for row in rows.values()),
         )  # fmt: skip
 
     def table(self) -> str:
@@ -109,7 +108,7 @@ class Campaign(Start):
         heads = ("class", "cases", "struck", "held", "failed", "skipped", "s")
         rows = [
             (row.name, row.tried, row.struck, row.held, row.tried - row.held, row.skipped, round(row.seconds))
-            for row in self.rows
+            for row in self.classes
         ]
         total = ("all", *(sum(row[column] for row in rows) for column in range(1, 7)))  # type: ignore[misc]
         lines = [f"{line[0]:20}" + "".join(f"{cell!s:>9}" for cell in line[1:]) for line in (heads, *rows, total)]
@@ -121,16 +120,10 @@ class Campaign(Start):
         """Return the rows under `COLUMNS` for a page: commands killed one by one, the other classes by their title."""
         found = [
             [title(row.name), *(f"{number:,}" for number in (row.tried, row.struck, row.held, row.tried - row.held))]
-            for row in self.rows
+            for row in self.classes
         ]
-        sums = [sum(getattr(row, name) for row in self.rows) for name in ("tried", "struck", "held")]
+        sums = [sum(getattr(row, name) for row in self.classes) for name in ("tried", "struck", "held")]
         return [*found, ["**all**", *(f"{number:,}" for number in (*sums, sums[0] - sums[2]))]]
-
-
-def last(path: Path) -> Campaign:
-    """Return the last campaign in a file."""
-    *_, (_, fields) = found(read_lines(path), path, "reliability")
-    return Campaign.model_validate(fields)
 
 
 def title(name: str) -> str:
@@ -148,7 +141,7 @@ def markdown(campaign: Campaign) -> str:
     lines = [[head.removeprefix("#") for head in heads], rule, *campaign.cells()]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     where = f"{campaign.device}, {campaign.started_at[:10]}, zinfer {campaign.versions.get('zinfer', '')}"
-    blind, skipped = (sum(getattr(row, name) for row in campaign.rows) for name in ("blind", "skipped"))
+    blind, skipped = (sum(getattr(row, name) for row in campaign.classes) for name in ("blind", "skipped"))
     told = f"Seed {campaign.seed}; {campaign.seconds / 60:.0f} minutes; {where}."
     if blind:
         told += (

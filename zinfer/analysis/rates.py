@@ -71,8 +71,13 @@ class OffloadVerdict(Frozen):
 
 def best(points: Points, objective: RateObjective = "output_tok_s") -> Measurement | None:
     """Return the fastest usable point, the smaller batch if two are equal; None if none is usable."""
-    usable = [point for point in points if point.usable and getattr(point, objective) is not None]
-    return max(usable, key=lambda p: (getattr(p, objective), -p.case.workload.batch_size), default=None)
+    found: tuple[float, int, Measurement] | None = None
+    for point in points:
+        value = getattr(point, objective) if point.usable else None
+        size = -point.case.workload.batch_size
+        if value is not None and (found is None or (value, size) > found[:2]):
+            found = value, size, point
+    return found and found[2]
 
 
 def best_by_load(points: Points, objective: RateObjective = "output_tok_s") -> tuple[Measurement, ...]:

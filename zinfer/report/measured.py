@@ -5,7 +5,7 @@ from math import floor, log10
 from statistics import mean
 
 from zinfer.analysis import rates, sla
-from zinfer.analysis.compare import Change
+from zinfer.analysis.compare import change
 from zinfer.analysis.economics import Prices, cost
 from zinfer.analysis.group import Points, by_load
 from zinfer.core.machine import FIGURES, Machine
@@ -128,10 +128,7 @@ def _tops(workload: WorkloadFindings) -> Table:
     loads = by_load(workload.points)
     rows = []
     for point in rates.ranked(workload.points):
-        equal: tuple[Change, ...] = ()
-        if top is not None and point.case.load != top.case.load:
-            equal = rates.compare_with_baseline(loads[top.case.load], loads[point.case.load]).equal
-        times = f"{equal[-1].times} at {equal[-1].after_case.workload.batch_size}" if equal else ""
+        times = _times(loads[top.case.load], loads[point.case.load]) if top and point.case.load != top.case.load else ""
         cells = (
             titled(point), str(point.case.workload.batch_size), *rate(point),
             *(_percentile(point, time, name) for time in _TIMES for name in _PERCENTILES), *_use(point),
@@ -139,6 +136,13 @@ def _tops(workload: WorkloadFindings) -> Table:
         )  # fmt: skip
         rows.append(Row(cells, _kind(point, top)))
     return Table(f"{workload.group.conditions}. Sweeps: {', '.join(workload.sweeps)}.", _COLUMNS, tuple(rows))
+
+
+def _times(ours: Points, theirs: Points) -> str:
+    """Return the ratio of two configurations at the largest batch that both ran; empty if there is none."""
+    sides = [{point.case.workload.batch_size: point for point in side if point.usable} for side in (theirs, ours)]
+    common = max(sides[0].keys() & sides[1].keys(), default=None)
+    return "" if common is None else f"{change(*(side[common] for side in sides)).times} at {common}"
 
 
 def _percentile(point: Measurement, time: sla.Metric, name: str) -> str:

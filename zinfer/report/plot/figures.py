@@ -81,7 +81,7 @@ def latency(group: Group, points: Points) -> Figure | None:
         return None
     notes = (f"{group.conditions}{_bars(points)}", "Numbers are batch sizes; lower and further right is better.")
     panels = 2 if any(point.tpot_ms for point in usable) else 1
-    sheet = Sheet(group, "how long does a user wait, at which throughput?", notes, panels=panels)
+    sheet = Sheet(group, "how long does a user wait?", notes, panels=panels)
     titles = "to the first token (TTFT)", "for each token after it (TPOT)"
     metrics: tuple[Metric, ...] = ("ttft_ms", "tpot_ms")
     for axes, title, metric in zip(sheet.panels, titles, metrics, strict=False):

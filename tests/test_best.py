@@ -153,8 +153,8 @@ def test_answers_are_for_this_machine(shipped: Path, verb: str) -> None:
     told = ("mine", "nvidia-h100", "nvidia-h200", "nvidia-h200-16-cores")
     assert verb == "report" or all(name in everything.stdout for name in told)
     if verb == "report":
-        assert done.stdout.splitlines() == ["plots/mine/report.html", "plots/mine/report.md"]
-        assert everything.stdout.splitlines() == ["plots/all/report.html", "plots/all/report.md"]
+        assert done.stdout.splitlines() == ["plots/mine/report.html"]
+        assert everything.stdout.splitlines() == ["plots/all/report.html"]
 
 
 def test_machines_are_asked_for_by_name(shipped: Path) -> None:

@@ -310,6 +310,23 @@ def test_a_point_is_never_predicted_from_itself() -> None:
     assert (fit(odd, {"h100": H100})["stream"].error or 0) > 0.3
 
 
+def test_leaving_a_point_out_is_a_fit_without_it() -> None:
+    """Factors with a point left out equal those of a fit to all other points."""
+    points, machines = committed.points()[::5], committed.machines()
+    fitted = calibrate._seen(points, machines)
+    rows = {(row.case, row.machine): row for row in table(points, machines)}
+    assert len(rows) == len(fitted) > 20
+    assert any(one.model.num_experts for one in fitted)
+    for one in fitted:
+        case, row = one.point.case, rows[one.point.case, one.point.machine]
+        factors = fit([point for point in points if point is not one.point], machines).get(case.engine)
+        assert (row.predicted_gpu_bytes is None) is (factors is None), "no other point of this engine"
+        if factors is not None:
+            plan = make_plan(calibrate._as_run(one), one.model, one.machine, factors=factors)
+            assert row.predicted_tok_s == (plan.output_tok_s if one.point.usable else None)
+            assert row.predicted_gpu_bytes == plan.gpu.total - plan.gpu.overhead
+
+
 def test_unusable_points_are_left_out() -> None:
     good = fabricated(Efficiency(), 8, "cpu")
     others = [

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import combinations
 from pathlib import Path
+from statistics import mean
 from typing import Any
 from xml.etree import ElementTree
 
@@ -18,11 +19,10 @@ from click.testing import CliRunner
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 
 from tests import mentions
 from tests.results import LAYERS_BYTES, case, point, sweep, traced
-from zinfer.analysis.group import groups
+from zinfer.analysis.group import groups, samples
 from zinfer.cli import cli
 from zinfer.record.measurement import Effective, Measurement, Span
 from zinfer.record.store import Store, read
@@ -105,6 +105,16 @@ def test_throughput_shows_every_usable_point() -> None:
     assert dots == sorted((p.case.workload.batch_size, p.output_tok_s) for p in usable)
 
 
+def test_latency_is_drawn_over_throughput_for_every_usable_point() -> None:
+    usable = [point for point in sweep() if point.usable]
+    for axes, metric in zip(shown("sweep")["latency"].axes, ("ttft_ms", "tpot_ms"), strict=True):
+        dots = [pair for xs, ys in measured(axes).values() for pair in zip(xs, ys, strict=True)]
+        waits = [(p.output_tok_s, mean(samples(p, metric)) / 1e3) for p in usable]
+        assert sorted(dots) == sorted(waits)
+        sizes = {int(text.get_text()) for text in axes.texts}
+        assert sizes == {1, 8, 16, 32, 64}, "the smallest and the largest batch of each line"
+
+
 def test_out_of_memory_is_a_cross_at_the_batch_that_failed() -> None:
     figure = shown("sweep")["throughput"]
     assert crosses(figure) == {16, 64, 128}
@@ -125,7 +135,7 @@ def test_unknown_values_are_not_drawn() -> None:
     assert measured(figures["link"].axes[0])["stream cpu"][0] == [1]
     assert measured(figures["throughput"].axes[0])["stream cpu"][0] == [1, 2, 4]
     single = [point(case(1, output_len=1))]
-    assert [len(measured(axes)) for axes in drawn(single)["latency"].axes] == [1, 0]
+    assert [len(measured(axes)) for axes in drawn(single)["latency"].axes] == [1]
     assert "link" not in drawn([point(case(1, offload="none"))])
     assert drawn([point(case(1), status="oom_gpu")]) == {}
 
@@ -416,32 +426,6 @@ def test_errors_of_use_are_short(results: Path, tmp_path: Path) -> None:
     (tmp_path / "occupied").write_text("")
     done = CliRunner().invoke(cli, ["plot", str(results), "-o", str(tmp_path / "occupied")])
     assert (done.exit_code, "cannot write" in done.stderr) == (5, True)
-
-
-ROWS = [
-    plot.Bar("a, batch 8", (("weights", 6.5), ("KV cache", 0.0), ("buffers", 2.0)), "8.5 GiB", "predicted", 0.0, True),
-    plot.Bar("", (("weights", 6.5), ("rest", 3.5)), "10 GiB", "measured"),
-    plot.Bar("x" * 200, (("weights", 4.0),), "4 GiB and more", "predicted", 1.5, True),
-    plot.Bar("", (), "none: oom_gpu", "measured"),
-]  # fmt: skip
-COLOURS = {"weights": "#0072B2", "KV cache": "#E69F00", "buffers": "#009E73", "rest": "#888888"}
-
-
-@pytest.mark.parametrize("limit", [None, (79.0, "GPU memory"), (0.0, "none")])
-@pytest.mark.parametrize("rows", [ROWS, ROWS[3:]], ids=["four", "nothing"])
-def test_bars_are_as_long_as_their_values(rows: list[plot.Bar], limit: tuple[float, str] | None) -> None:
-    (group, _), *_ = groups(sweep()).items()
-    figure = plot.bars(group, "how much?", ("a note",), rows, COLOURS, "GiB", limit)
-    (axes,) = figure.axes
-    segments = [(patch.get_x(), patch.get_width()) for patch in axes.patches if isinstance(patch, Rectangle)]
-    assert segments == ([(0, 6.5), (6.5, 2), (0, 6.5), (6.5, 3.5), (0, 4)] if rows is ROWS else [])
-    assert {row.text for row in rows} <= set(labels(axes))
-    assert [text.get_text() for text in axes.get_yticklabels()] == [row.tag for row in rows]
-    renderer = canvas_of(figure)
-    right = axes.get_window_extent(renderer).x1
-    assert all(text.get_window_extent(renderer).x1 <= right for text in axes.texts[-2:])
-    named = {text.get_text() for text in figure.legends[0].get_texts()} if figure.legends else set()
-    assert named == ({"weights", "buffers", "rest"} if rows is ROWS else set()) | ({limit[1]} if limit else set())
 
 
 def canvas_of(figure: Figure) -> Any:

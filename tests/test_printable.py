@@ -170,9 +170,10 @@ def test_figures_and_reports_of_hostile_names_are_inert(results: Path, tmp_path:
         assert not harmful(content)
         assert not {element.tag.rsplit("}")[-1] for element in root.iter()} & {"script", "img", "image", "a"}
     assert any("$$" in path.read_text(encoding="utf-8") for path in drawn), "the names are shown, and as they are"
-    code, more, warned, _ = run(["report", str(results), "-o", "page.html"])
-    assert code == 0, warned
-    assert not harmful(out + err + more + warned)
+    for form in ("html", "md"):
+        code, more, warned, _ = run(["report", str(results), "-o", f"page.{form}"])
+        assert code == 0, warned
+        assert not harmful(out + err + more + warned)
     html, text = (Path(f"page.{form}").read_text(encoding="utf-8") for form in ("html", "md"))
     assert not harmful(html + text)
     page = Page()
@@ -181,8 +182,7 @@ def test_figures_and_reports_of_hostile_names_are_inert(results: Path, tmp_path:
     tokens = MarkdownIt("commonmark").enable("table").parse(text)
     found = [inner for token in tokens for inner in (token, *(token.children or ()))]
     alive = [t.content for t in found if t.type in ("html_inline", "html_block", "image", "link_open")]
-    own = [re.sub(r"</?(details|summary)>", "", content) for content in alive]  # folded tables
-    assert [content for content in own if "<" in content or "](" in content] == []
+    assert alive == []
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_the_guard_leaves_the_streams_as_they_were() -> None:
 def test_the_whole_document_passes_the_exit(results: Path) -> None:
     from zinfer.report.document import Document, Section, Text
 
-    document = Document(EVIL, EVIL, (Section("a", EVIL, [Text(EVIL)]),))
+    document = Document(EVIL, EVIL, (Section("a", EVIL, (Text(EVIL),)),))
     assert not harmful(document_markdown(document))
 
 

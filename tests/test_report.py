@@ -1,9 +1,10 @@
-"""Report: it answers first, keeps failures, names missing data, and escapes all markup in records."""
+"""Report: values, structure and escaping of its document in both forms."""
 
 import json
 import re
 from contextlib import chdir
 from html.parser import HTMLParser
+from math import ceil
 from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
@@ -13,15 +14,16 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests import mentions
-from tests.results import accuracy_run, case, kept_point, point, reuse_run, sweep, traced
+from tests.results import accuracy_run, case, kept_point, point, request_point, reuse_run, sweep
 from zinfer.analysis.study import deviations
 from zinfer.cli import cli
 from zinfer.core.machine import Machine
+from zinfer.core.units import duration
 from zinfer.record import study
 from zinfer.record.measurement import Measurement
 from zinfer.record.store import Header, Store
-from zinfer.report.document import Details, Document, Row, Section, Table, Text
-from zinfer.report.markdown import cell, fenced, markdown, prose
+from zinfer.report.document import Row, Table
+from zinfer.report.markdown import cell, fenced, prose
 from zinfer.report.measured import rated
 from zinfer.report.page import CONTRAST, DARK, LIGHT, TEXT_CONTRAST, contrast, readable, shell
 from zinfer.report.plot.style import PALETTE
@@ -30,10 +32,6 @@ from zinfer.system.machines import load
 pytestmark = pytest.mark.drawing
 
 HOSTILE = '"><script>alert(1)</script><img src=http://example.com/x onerror=alert(1)> | `code` [a](b) # *b*'
-SECTIONS = (
-    "Answer", "Question and workload", "System under test", "Memory plan", "Results", "Does offload pay?", "Bottleneck",
-    "Sizing and cost", "What-if machines", "Comparison", "Validity", "How to reproduce",
-)  # fmt: skip
 MACHINE = Machine(
     name="h100", source="measured", gpu_name="H100 80GB", gpu_count=1, gpu_bytes=79 << 30, h2d_bandwidth=54.6e9
 )
@@ -54,6 +52,45 @@ def store(path: Path, points: list[Measurement], machine: Machine | None = None)
         (path.parent / "machine.json").write_text(json.dumps(machine.model_dump()))
 
 
+class Report(NamedTuple):
+    """Both forms of a report."""
+
+    text: str  # Markdown
+    page: str  # HTML
+
+    def rows(self, section: str, *heads: str) -> list[dict[str, str]]:
+        """Return the rows of the first Markdown table of a section that has columns `heads`, by column."""
+        parts = re.split(r"^## \d+\. (.+)$", self.text, flags=re.MULTILINE)
+        for table in re.findall(r"(?:^\|.*\n)+", parts[parts.index(section) + 1], flags=re.MULTILINE):
+            lines = [re.split(r" ?(?<!\\)\| ?", line.strip())[1:-1] for line in table.strip().split("\n")]
+            if set(heads) <= set(lines[0]):
+                return [dict(zip(lines[0], line, strict=True)) for line in lines[2:]]
+        return []
+
+    @property
+    def sections(self) -> list[str]:
+        return re.findall(r"^## \d+\. (.+)$", self.text, flags=re.MULTILINE)
+
+
+def written(results: Path, *options: object) -> Report:
+    forms = []
+    for form in ("md", "html"):
+        output = results.parent / "plots" / f"report.{form}"
+        done = invoke("report", results, "-o", output, *options)
+        assert (done.exit_code, done.stdout) == (0, f"{output}\n"), done.output
+        forms.append(output.read_text())
+    return Report(*forms)
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    """Provide the report on `described`, for tests that only read it."""
+    folder = tmp_path_factory.mktemp("described")
+    store(folder / "results" / "h100" / "bloom.jsonl", sweep(), WHOLE)
+    with chdir(folder):
+        return written(folder / "results")
+
+
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)  # where no recipe asks anything
@@ -69,39 +106,6 @@ def results(tmp_path: Path) -> Path:
 def described(tmp_path: Path) -> Path:
     store(tmp_path / "results" / "h100" / "bloom.jsonl", sweep(), WHOLE)
     return tmp_path / "results"
-
-
-class Report(NamedTuple):
-    """Both forms of a report."""
-
-    text: str  # Markdown
-    page: str  # HTML
-
-
-def written(results: Path, *options: object) -> Report:
-    output = results.parent / "plots" / "report.html"
-    done = invoke("report", results, "-o", output, *options)
-    assert done.exit_code == 0, done.output
-    assert done.stdout.split() == [str(output), str(output.with_suffix(".md"))]
-    return Report(output.with_suffix(".md").read_text(), output.read_text())
-
-
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    """Provide the report on `results`, for tests that only read it."""
-    folder = tmp_path_factory.mktemp("plain")
-    store(folder / "results" / "h100" / "bloom.jsonl", sweep())
-    with chdir(folder):
-        return written(folder / "results")
-
-
-@pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
-    """Provide the report on `described`, for tests that only read it."""
-    folder = tmp_path_factory.mktemp("described")
-    store(folder / "results" / "h100" / "bloom.jsonl", sweep(), WHOLE)
-    with chdir(folder):
-        return written(folder / "results")
 
 
 class Outline(HTMLParser):
@@ -138,216 +142,283 @@ def words(figure: Element, tag: str) -> list[str]:
     return [element.text or "" for element in figure.iter(tag)]
 
 
-def section(text: str, title: str) -> str:
-    return re.split(r"^## \d+\. ", text, flags=re.MULTILINE)[SECTIONS.index(title) + 1]
+SUMMARY = ("model", "machine", "configuration", "tok/s", "TTFT", "evidence", "verdict")
 
 
-def test_the_answer_comes_first_with_its_command(plain: Report) -> None:
-    text = section(plain.text, "Answer")
-    assert "**stream none, batch 8: 15" in text
-    assert "```sh\nzinfer batch prompts.jsonl -o answers.jsonl --model bloom-176b --engine stream" in text
-    assert mentions(text, "### bloom-176b", "14 of 70 layers", "h100")
-    assert mentions(text, "Measured", "512 in", "32 out", "TTFT", "TPOT", "Single run")
-    assert mentions(text, "Risks", "dummy", "slice")
-    assert re.search(r"Offload cpu .* 0\.\d\dx", text)
-    assert mentions(text, "tok/s", "95%")
+def test_the_summary_has_a_row_for_each_workload_then_decision_risks_and_signature(report: Report) -> None:
+    (row,) = report.rows("Summary", *SUMMARY)
+    assert row["model"] == "bloom-176b, 14 of 70 layers, 512 in / 32 out"
+    assert (row["machine"], row["configuration"]) == ("h100", "stream none, batch 8")
+    best = max(sweep(), key=lambda one: one.output_tok_s or 0)
+    assert row["tok/s"].startswith(rated(best.output_tok_s or 0))
+    assert mentions(row["evidence"], "single run", "3 repeats")
+    assert "fastest of 5 configurations" in row["verdict"]
+    order = [report.text.index(part) for part in ("### Decision", "zinfer batch", "### Risks", "- Signature:", "## 2.")]
+    assert order == sorted(order)
+    risks = report.text[order[2] : order[3]]
+    assert all(risk in risks for risk in ("3 loads", "dummy", "slice"))
+    assert report.page.index('class="sign"') < report.page.index('id="results"')
 
 
-def test_both_forms_have_every_section(plain: Report) -> None:
-    text = plain.text
-    assert tuple(re.findall(r"^## \d+\. (.+)$", text, re.MULTILINE)) == SECTIONS
-    outline = Outline(plain.page)
-    assert tuple(heading.split(" ", 1)[1] for heading in outline.headings) == SECTIONS
-    assert outline.open == []
+def test_nothing_is_recommended_that_had_no_alternative(tmp_path: Path) -> None:
+    """Neither a single configuration nor others that failed for another reason than memory make a choice."""
+    alone, size = [point(case(size, layers=None)) for size in (1, 2)], case(2, "deepspeed", layers=None)
+    for nth, (others, verdict) in enumerate((
+        ([], "no alternative measured"),
+        ([point(size, status="crashed")], "no alternative measured"),
+        ([point(size, status="oom_gpu")], "the only one of 2 configurations that fits"),
+        ([point(size, 9)], "fastest of 2 configurations"),
+    )):  # fmt: skip
+        store(tmp_path / str(nth) / "results" / "a.jsonl", [*alone, *others])
+        found = written(tmp_path / str(nth) / "results")
+        (row,) = found.rows("Summary", *SUMMARY)
+        assert row["verdict"] == verdict
+        summary = found.text[: found.text.index("### Risks")]
+        assert ("zinfer batch" in summary) is ("no alternative" not in verdict), verdict
+        assert ("<figure>" in found.page) is ("fastest" in verdict), "a figure compares"
 
 
-def test_every_point_is_in_the_table(plain: Report) -> None:
-    text = section(plain.text, "Results")
-    table = next(
-        part
-        for part in text.split("\n\n")
-        if part.startswith("| configuration | batch | tok/s |") and "outcome |" in part.splitlines()[0]
-    ).splitlines()
-    assert len(table) == 2 + len(sweep())
-    assert len({len(re.findall(r"(?<!\\)\|", row)) for row in table}) == 1
-    assert sum("oom\\_gpu" in row for row in table) == 4
-    assert "| accelerate cpu | 32 | timeout | decode | no step for 600 s |" in text
+def test_a_configuration_tried_at_smaller_batches_only_is_said(tmp_path: Path) -> None:
+    points = [point(case(8, layers=None)), point(case(4, "deepspeed", layers=None))]
+    store(tmp_path / "results" / "a.jsonl", points)
+    (row,) = written(tmp_path / "results").rows("Summary", *SUMMARY)
+    assert "1 of them tried at smaller batches only" in row["verdict"]
+    store(tmp_path / "results" / "a.jsonl", [point(case(8, "deepspeed", layers=None), status="oom_gpu")])
+    (row,) = written(tmp_path / "results").rows("Summary", *SUMMARY)
+    assert row["verdict"] == "fastest of 2 configurations"
 
 
-def test_what_is_missing_is_said(results: Path) -> None:
-    text = written(results).text
-    assert text.count("`zinfer probe`") > 2
-    assert "`zinfer plot`" in text
-    assert "`zinfer report --baseline FILE`" in text
-    (results / "h100" / "machine.json").write_text(json.dumps(MACHINE.model_dump()))
-    text = written(results).text
-    assert "| link, host to GPU, page-locked | 54.6 GB/s | measured |" in text
-    assert "GPU memory, copy, link, GPU to host" in text  # unknown, and named
-    assert "A prediction needs" in section(text, "Bottleneck")
+@pytest.mark.parametrize(("loads", "words"), [(1, "single run"), (2, "2 loads"), (3, "3 loads")])
+def test_the_evidence_counts_the_loads_of_the_model(tmp_path: Path, loads: int, words: str) -> None:
+    for nth in range(loads):  # of one sweep or of several
+        store(tmp_path / "results" / f"{nth}.jsonl", [point(case(8, layers=None), 1.3 + 0.01 * nth)])
+    found = written(tmp_path / "results")
+    (row,) = found.rows("Summary", *SUMMARY)
+    assert words in row["evidence"]
+    assert ("Fewer than 3 loads" in found.text) is (loads < 3)
 
 
-def test_memory_is_predicted_beside_what_was_measured(report: Report) -> None:
-    text = section(report.text, "Memory plan")
-    rows = [row for row in text.splitlines() if row.startswith("| stream none | 8 |")]
-    assert [row.split(" | ")[2] for row in rows] == ["GPU", "host"]
-    assert "| 20.0 GiB |" in rows[0]
-    (gpu, host) = (found for found in drawings(report.page) if "memory" in words(found, "title")[0])
-    table = [row.split(" | ") for row in text.splitlines() if re.match(r"\| .* \| \d+ \| (GPU|host) \|", row)]
-    for figure, tier in ((gpu, "GPU"), (host, "host")):
-        texts, own = words(figure, "text"), [row for row in table if row[2] == tier]
-        assert len(own) == 5
-        assert [text for text in texts if ", batch " in text] == [
-            f"{name[2:]}, batch {size}".replace("\\_", "_") for name, size, *_ in own
-        ]
-        assert {row[9] for row in own} - {""} <= set(texts)
-        assert (texts.count("predicted"), texts.count("measured")) == (5, 5)
+def test_loads_of_requests_are_in_the_summary(tmp_path: Path) -> None:
+    with Store.open(tmp_path / "results" / "a.jsonl") as file:
+        file.append(request_point())
+    found = written(tmp_path / "results")
+    (row,) = found.rows("Summary", *SUMMARY)
+    assert (row["verdict"], row["evidence"]) == ("no alternative measured", "1 load")
+    assert {"p50", "p90", "p99"} <= found.rows("Results", "time")[0].keys()
 
 
-def test_a_faster_link_helps_only_what_waits_for_it(report: Report) -> None:
-    rows = {row.split(" | ")[0]: row for row in section(report.text, "Bottleneck").splitlines()}
-    assert rows["| stream none"].rstrip(" |").endswith("1.00x | hbm")
-    assert re.search(r"1\.[4-8]\dx \| host memory", rows["| deepspeed cpu"])
+def test_percentiles_are_of_the_samples_and_left_out_where_these_are_too_few(tmp_path: Path) -> None:
+    few, many = point(case(8, layers=None)), point(case(8, "deepspeed", layers=None, output_len=32), repeats=12)
+    store(tmp_path / "results" / "a.jsonl", [few, many])
+    rows = written(tmp_path / "results").rows("Results", "TTFT p50", "TPOT p99")
+    (less,) = (row for row in rows if row["configuration"].startswith("stream"))
+    (more,) = (row for row in rows if row["configuration"].startswith("deepspeed"))
+    steps = sorted(step for repeat in many.step_ms for step in repeat)
+    assert more["TPOT p50"] == duration(steps[ceil(0.5 * len(steps)) - 1] / 1e3)
+    assert more["TPOT p99"] == duration(steps[ceil(0.99 * len(steps)) - 1] / 1e3)
+    assert more["TTFT p90"] == duration(sorted(many.ttft_ms)[10] / 1e3)
+    assert less["TTFT p50"] == duration(sorted(few.ttft_ms)[1] / 1e3)
+    assert (less["TTFT p90"], less["TPOT p99"]) == ("", ""), "3 repeats, 93 steps"
+    assert all("TTFT p99" not in row for row in rows), "a column without a value"
 
 
-def test_cost_asks_for_prices_and_a_demand(plain: Report) -> None:
-    text = section(plain.text, "Sizing and cost")
-    assert "`--gpu-hour-usd`" in text
-    assert "`--demand`" in text
-    assert "| stream none | 8 | 15" in text
-    assert "| not read |" in text
+def test_every_point_and_each_failure_is_in_a_table(report: Report) -> None:
+    rows = report.rows("Results", "outcome", "tok/s")
+    assert len(rows) == len(sweep())
+    assert sum(row["outcome"] == "oom\\_gpu" for row in rows) == 4
+    failed = report.rows("Results", "message")
+    assert {row["outcome"] for row in failed} == {"oom\\_gpu", "timeout"}
+    (late,) = (row for row in failed if row["outcome"] == "timeout")
+    assert (late["batch"], late["in"], late["message"]) == ("32", "decode", "no step for 600 s")
+    tops = {row["configuration"]: row for row in report.rows("Results", "OOM at")}
+    assert (tops["deepspeed cpu"]["OOM at"], tops["accelerate cpu"]["OOM at"]) == ("64", "")
+    assert tops["deepspeed cpu"]["the fastest at its batch"].endswith("at 8")
 
 
-def test_prices_give_costs_and_a_demand_gives_gpus(tmp_path: Path) -> None:
-    one = point(case(8), repeats=1, gpu={"energy_j": 2560.0})
-    usd = 1e6 / (one.output_tok_s or 0) / 3600 * 3
-    store(tmp_path / "results" / "a.jsonl", [one, point(case(1, "deepspeed"), repeats=1)])
-    prices = ("--gpu-hour-usd", 2, "--host-hour-usd", 1, "--demand", "2Mtok/day")
-    text = section(written(tmp_path / "results", *prices).text, "Sizing and cost")
-    assert mentions(text, "GPU", "2 USD", "host", "1 USD")
-    assert re.search(rf"\| {usd:,.2f} \| 10.0 J \| NVML", text)
-    assert mentions(text, "2,000,000", "24 h 00 min", "80%")
-    assert re.search(r"\| stream cpu \| 8 \| [\d.]+ \| 5 \| 1 \| 6 \| 6 \| \d\d% \|", text)
-    assert "costs more" in text
-    text = section(written(tmp_path / "results", "--power-usd-kwh", 0.1).text, "Sizing and cost")
-    assert mentions(text, "deepspeed cpu", "energy")
-
-
-def test_a_deadline_alone_is_refused(results: Path) -> None:
-    assert invoke("report", results, "-o", results / "report.md", "--deadline", "8h").exit_code == 2
-
-
-def test_other_machines_are_predicted_for_the_whole_model(report: Report) -> None:
-    text = section(report.text, "What-if machines")
-    assert mentions(text, "### bloom-176b", "70 layers", "512 in", "32 out")
-    table = next(part for part in text.split("\n\n") if part.startswith("| machine | link |"))
-    rows = {row.split(" | ")[0][2:]: row for row in table.splitlines()}
-    assert {"h100", "a100-80gb", "h100-80gb", "h200", "gh200-96gb", "b200"} <= rows.keys()
-    assert "does not fit" in rows["h100"]
-    assert re.search(r"± \d+% \| 1\.00x", rows["h100-80gb"])
-    assert mentions(text, "h100", "bloom-176b", "stream", "cpu", "233.5 GB of host memory")
+def test_memory_and_bottleneck_are_predicted_beside_what_was_measured(report: Report) -> None:
+    title = "Memory, bottleneck and other machines"
+    (memory,) = report.rows(title, "GPU measured")
+    assert memory["GPU measured"] == "20.0 GiB"
+    assert memory["GPU predicted"].endswith("GiB")
+    (bound,) = report.rows(title, "at twice the link")
+    assert (bound["gain"], bound["then bound by"]) == ("1.00x", "hbm"), "its weights do not cross the link"
+    rows = {row["machine"]: row for row in report.rows(title, "error band")}
+    assert {"h100", "a100-80gb", "h100-80gb", "h200", "gh200-96gb", "b200"} == rows.keys()
+    assert rows["h100"]["configuration"] == "does not fit"
     assert '<tr class="predicted">' in report.page
+
+
+def test_prices_give_costs_and_a_demand_gives_gpus(tmp_path: Path, report: Report) -> None:
+    assert "Sizing and cost" not in report.sections
+    one = point(case(8, layers=None), repeats=1, gpu={"energy_j": 2560.0})
+    usd = 1e6 / (one.output_tok_s or 0) / 3600 * 3
+    lossy = point(case(8, layers=None, options=(("kv_cache_dtype", "int8"),)), 0.5, repeats=1)
+    store(tmp_path / "results" / "a.jsonl", [one, lossy, point(case(1, "deepspeed", layers=None), repeats=1)])
+    prices = ("--gpu-hour-usd", 2, "--host-hour-usd", 1, "--demand", "2Mtok/day")
+    found = written(tmp_path / "results", *prices)
+    cost, fleet = (found.rows("Sizing and cost", head) for head in ("USD a million tokens", "servers"))
+    assert (cost[0]["USD a million tokens"], cost[0]["GPU energy a token"]) == (f"{usd:,.2f}", "10.0 J")
+    assert [row["configuration"].endswith("(lossy)") for row in cost] == [False, False, True], "ranked apart"
+    assert (fleet[0]["GPUs at work"], fleet[0]["spare"], fleet[0]["GPUs"], fleet[0]["servers"]) == ("5", "1", "6", "6")
+    assert mentions(found.text, "Cost", f"{usd:,.2f} USD a million", "USD a day")
+    assert mentions(found.text, "2,000,000", "24 h 00 min", "80%")
+    (best,) = re.findall(r'<tr class="?best"?>\s*<t[dh][^>]*>([^<]*)', found.page[found.page.index('id="cost"') :])
+    assert best == "stream cpu", "the cheapest exact one"
+    rows = written(tmp_path / "results", "--power-usd-kwh", 0.1).rows("Sizing and cost", "energy from")
+    assert [bool(row["USD a million tokens"]) for row in rows] == [True, False, False], "measured for one of them"
 
 
 def test_a_baseline_is_compared_with(described: Path, tmp_path: Path) -> None:
     slower = [point(one.case, 1.1 * (one.tpot_ms or 0) / 1e3) for one in sweep() if one.usable][:4]
     store(tmp_path / "main.jsonl", slower)
-    text = section(written(described, "--baseline", tmp_path / "main.jsonl").text, "Comparison")
-    assert text.count("| better |") == 4
-    assert "only in the baseline" in text
+    rows = written(described, "--baseline", tmp_path / "main.jsonl").rows("Comparison", "verdict")
+    assert [row["verdict"] for row in rows] == ["better"] * 4
     store(tmp_path / "other.jsonl", [point(case(1, model="other"))])
     assert "no case in common" in written(described, "--baseline", tmp_path / "other.jsonl").text
     store(tmp_path / "two.jsonl", [point(case(1)), point(case(1), machine="a100")])
     assert "could not be compared" in written(described, "--baseline", tmp_path / "two.jsonl").text
 
 
-def test_validity_reports_repeats_spread_weights_and_slices(report: Report) -> None:
-    text = section(report.text, "Validity")
-    assert "Dummy weights" in text
-    assert "A slice: 14 of 70 layers" in text
-    assert re.search(r"\| stream none \| 4 \| 3 \| ± \d\.\d% \| 372 \|", text)
-
-
-def test_validity_reports_throttling_and_single_repeats(tmp_path: Path) -> None:
-    gpu = {
-        "throttle_reasons": ["SwPowerCap"],
-        "sm_clock_mhz_min": 1350,
-        "sm_clock_mhz_max": 1980,
-        "power_w_mean": 256.4,
-    }
+def test_the_evidence_has_conduct_versions_and_the_sweep(tmp_path: Path, report: Report) -> None:
+    gpu = {"throttle_reasons": ["SwPowerCap"], "sm_clock_mhz_min": 1350, "sm_clock_mhz_max": 1980, "power_w_mean": 256}
     store(tmp_path / "results" / "a.jsonl", [point(case(1), repeats=1, gpu=gpu)])
-    text = section(written(tmp_path / "results").text, "Validity")
-    assert mentions(text, "1 of 1", "one repeat")
-    assert "| 1350–1980 MHz | 256 W |" in text
-    assert "SwPowerCap, 1 of 1" in text
+    found = written(tmp_path / "results")
+    (row,) = found.rows("Evidence", "throttled")
+    assert (row["GPU clock"], row["power"]) == ("1350–1980 MHz", "256 W")
+    assert row["throttled"] == "SwPowerCap, 1 of 1"
+    assert "clocks back" in found.text
+    (exact,) = (row for row in report.rows("Evidence", "steps") if row["configuration"] == "stream none")
+    assert (exact["timed"], exact["repeats"], exact["steps"]) == ("4", "3", "372")
+    words = "zinfer sweep --model bloom-176b --engine stream,deepspeed --batch-size 'auto*8' --layers 14 --repeats 3"
+    assert words in report.text
+    assert mentions(report.text, "torch 2.11.0")
 
 
-def test_the_sweep_can_be_run_again(plain: Report) -> None:
-    text = section(plain.text, "How to reproduce")
-    assert (
-        "zinfer sweep --model bloom-176b --engine stream,deepspeed --batch-size 'auto*8' --layers 14 --repeats 3"
-        in text
-    )
-    assert "| torch | 2.11.0 |" in text
-
-
-def test_figures_are_linked_from_where_the_report_is(results: Path) -> None:
-    plots = results.parent / "plots"
-    assert invoke("plot", results, "-o", plots).exit_code == 0
-    found = written(results)
-    links = re.findall(r"!\[\w+\]\(([^)]+)\)", found.text)
-    assert links == [f"h100/bloom-{name}.svg" for name in ("throughput", "latency", "link")]
-    assert all((plots / link).is_file() for link in links)
-    assert "<img" not in found.page
-
-
-def test_a_traced_step_has_its_figure_and_its_table(results: Path, plain: Report) -> None:
-    assert "One traced decode step" not in plain.text
-    lossless = (("weight_codec", "lossless"),)
-    store(
-        results / "h100" / "bloom.jsonl",
-        [
-            point(case(64), 1.29, timeline=traced()),
-            point(case(64, options=lossless), 0.85, timeline=traced(copy_ms=60.5, decode_ms=6.2)),
-        ],
-    )
-    plots = results.parent / "plots"
-    assert invoke("plot", results, "-o", plots).exit_code == 0
-    text, html = written(results)
-    assert "![timeline](h100/bloom-timeline.svg)" in text
-    table = section(text, "Bottleneck").split("One traced decode step")[1]
-    assert "| stream cpu weight\\_codec=lossless | 64 | 854.8 ms |" in table
-    assert "| 99.7% | 0.0% | 3.9% | 4.21 ms | 54.2 GB/s |" in table
-    assert "when the link waits" in html
-
-
-def test_a_traced_step_of_several_gpus_has_a_row_for_each(results: Path, plain: Report) -> None:
-    gathers = [span.model_copy(update={"lane": "gather"}) for span in traced(compute_ms=9) if span.lane == "compute"]
-    ranks = [span.model_copy(update={"rank": rank}) for rank in (0, 1) for span in (*traced(), *gathers[: 12 * rank])]
-    two = point(case(64, options=(("gpus", 2),)), timeline=tuple(ranks))
-    store(results / "h100" / "bloom.jsonl", [two, point(case(64), timeline=traced())])
-    table = section(written(results).text, "Bottleneck").split("One traced decode step")[1]
-    rows = [line.split(" | ")[4:] for line in table.splitlines() if line.startswith("| stream cpu")]
-    assert rows[0] == ["99.7%", "", "0.0%", "3.9%", "4.21 ms", "27.1 GB/s |"], "a link carries its part"
-    assert rows[1][1].endswith("%)")
-    assert rows[2] == ["99.7%", "", "0.0%", "3.9%", "4.21 ms", "54.2 GB/s |"]
-    assert [f"gpus=2, GPU {rank} |" in table for rank in (0, 1, 2)] == [True, True, False]
-    assert "the share of the gathers that the link works beside" in table
-
-
-def test_accuracy_and_prefix_reuse_are_reported_if_measured(results: Path, plain: Report) -> None:
-    assert "Accuracy of settings" not in plain.text
+def test_studies_are_reported_if_measured(results: Path, report: Report) -> None:
+    assert "Studies" not in report.sections
     folder = results / "h100"
     study.append(folder / "accuracy.jsonl", accuracy_run())
     study.append(folder / "reuse.jsonl", reuse_run(kept_point(64, 1, 1)))
     study.append(folder / "reuse.jsonl", reuse_run(kept_point(64, 1, 2), kept_point(512, 8, 2)))
-    text, html = written(results)
-    assert "| kv\\_cache\\_dtype=int8 | own | 5 | 2% | 3% | 0.002 | 0.003 | 80.00% |  | 50% of 2 | 1 |" in text
-    assert mentions(text, "model", "llama")
-    assert "| 512 | 1.0 MB | 8 ms | 2 ms | 4.00x |" in text
-    assert mentions(text, "memory", "128 tokens")
-    assert mentions(html, "m, stream cpu", "h100")
+    found = written(results)
+    assert "| kv\\_cache\\_dtype=int8 | own | 5 | 2% | 3% | 0.002 | 0.003 | 80.00% |  | 50% of 2 | 1 |" in found.text
+    assert "| 512 | 1.0 MB | 8 ms | 2 ms | 4.00x |" in found.text
+    assert "| 64 | 1.0 MB | 1 ms | 1 ms |" not in found.text, "the last run counts"
     (folder / "reuse.jsonl").write_text("{}")
     assert mentions(written(results).text, "reuse.jsonl, line 1:", "machine")
+
+
+def test_lossy_settings_stand_apart_with_their_loss(tmp_path: Path) -> None:
+    whole = case(8, model="m", layers=None, load_format="safetensors")
+    int8 = whole.model_copy(update={"options": (("kv_cache_dtype", "int8"),)})
+    folder = tmp_path / "results" / "h100"
+    store(folder / "a.jsonl", [point(int8, 0.5), point(whole, 0.7)])
+    found = written(tmp_path / "results")
+    (row,) = found.rows("Summary", *SUMMARY)
+    assert row["configuration"] == "stream cpu, batch 8"
+    assert "lossy ones apart" in row["verdict"]
+    assert "`zinfer study accuracy` tells how far" in found.text
+    names = [row["configuration"] for row in found.rows("Results", "TTFT p50")]
+    assert names == ["stream cpu", "stream cpu kv\\_cache\\_dtype=int8 (lossy)"]
+    study.append(folder / "accuracy.jsonl", accuracy_run())
+    assert "the same most likely token at 80.00% of 5 positions" in written(tmp_path / "results").text
+
+
+def test_a_model_can_be_reported_alone(tmp_path: Path) -> None:
+    store(tmp_path / "results" / "a.jsonl", [point(case(1)), point(case(1, model="opt-30b"))])
+    found = written(tmp_path / "results", "--model", "opt-30b")
+    assert [row["model"].split(",")[0] for row in found.rows("Summary", *SUMMARY)] == ["opt-30b"]
+    assert "bloom" not in found.text
+    done = invoke("report", tmp_path / "results", "-m", "nobody", "-o", tmp_path / "report.md")
+    assert (done.exit_code, "nobody" in done.stderr) == (4, True)
+
+
+KINDS = {
+    "one point": [point(case(1))],
+    "another machine": [point(case(1), machine="elsewhere")],
+    "one repeat": [point(case(1), repeats=1), point(case(1, output_len=1), repeats=1)],
+    "all oom": [point(case(size), status="oom_gpu", stage="load", error="CUDA out of memory") for size in (1, 2)],
+    "host oom": [point(case(1), status="oom_host", stage="load")],
+    "unknown model": [point(case(1, model="nobody/knows-it"))],
+    "whole": [point(case(1, layers=None, offload="nvme", engine="deepspeed", load_format="safetensors"))],
+    "unknowns": [point(case(4, options=(("gpus", 2),)), gpu_peak_bytes=None, link_bandwidth=None)],
+    "one token": [point(case(1, engine=engine, output_len=1)) for engine in ("stream", "deepspeed")],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "machine"),
+    [
+        *(pytest.param(kind, WHOLE, id=kind) for kind in KINDS),
+        *(pytest.param(kind, MACHINE, id=f"{kind}, little known") for kind in ("one point", "all oom")),
+        *(pytest.param(kind, None, id=f"{kind}, no machine") for kind in ("one point", "all oom", "unknowns")),
+    ],
+)
+def test_any_results_make_a_report_without_empty_sections(tmp_path: Path, kind: str, machine: Machine | None) -> None:
+    points = KINDS[kind]
+    store(tmp_path / "results" / "h100" / "a.jsonl", points, machine)
+    found = written(tmp_path / "results")
+    assert found.sections[:2] == ["Summary", "Results"]
+    headings = Outline(found.page).headings
+    assert [heading.split(" ", 1)[1] for heading in headings] == found.sections
+    assert not re.search(r"^## .*\n\n(?=## |\Z)", found.text, flags=re.MULTILINE)
+    assert ("no point succeeded" in found.text) is all(not one.usable for one in points)
+    usable = any(one.usable for one in points)
+    assert ("not described" in found.text) is (machine is None and usable)
+    assert not re.search(r"\bNone\b(?! known)|\bnan\b|\binf\b", found.text.replace("stream none", "")), found.text
+
+
+def test_failures_and_damage_are_part_of_the_report(tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    store(results / "a.jsonl", [point(case(1, model="a|b"), status="crashed", error="x | <b>\n```\n# y")])
+    with (results / "a.jsonl").open("ab") as stream:
+        stream.write(b'{"torn')
+    text = written(results).text
+    assert mentions(text, "no point succeeded", "crashed", "batch 1")
+    assert r"x \| &lt;b&gt; \`\`\` \# y" in text
+    assert r"### a\|b, 14 of 70 layers" in text
+    assert mentions(text, "a.jsonl, line 3")
+
+
+def test_the_figure_has_words_and_is_that_of_plot(described: Path, report: Report) -> None:
+    """Equal texts and equal paths: the page draws nothing by itself."""
+    (shown,) = drawings(report.page)
+    assert shown.get("role") == "img"
+    ids = {element.get("id"): element.text for element in shown.iter()}
+    assert all(ids[name] for name in shown.attrib["aria-labelledby"].split())
+    for one in sweep():
+        said = f"batch {one.case.workload.batch_size}, {rated(one.output_tok_s or 0)} tok/s"
+        assert (said in words(shown, "desc")[0]) is one.usable
+    plots = described.parent / "plots"
+    assert invoke("plot", described, "-o", plots, "--format", "svg", "--figure", "latency").exit_code == 0
+    drawn = ElementTree.parse(plots / "h100" / "bloom-latency.svg").getroot()
+    for element in drawn.iter():
+        element.tag = element.tag.split("}")[-1]
+    assert words(shown, "text") == words(drawn, "text") != []
+    for tag, names in (("path", ("d",)), ("use", ("x", "y")), ("text", ("x", "y", "transform"))):
+        places = [[[found.get(name) for name in names] for found in figure.iter(tag)] for figure in (shown, drawn)]
+        assert places[0] == places[1] != []
+
+
+def test_the_form_is_that_of_the_name_or_of_the_option(results: Path) -> None:
+    done = invoke("report", results, "-o", results / "report.pdf")
+    assert (done.exit_code, ".html or .md" in done.stderr) == (2, True)
+    assert invoke("report", results, "-o", results / "report.txt", "--format", "md").exit_code == 0
+    assert (results / "report.txt").read_text().startswith("# ")
+    assert not (results / "report.md").exists()
+
+
+def test_numbers_keep_their_digits_and_empty_columns_are_left_out() -> None:
+    assert [rated(value) for value in (76.01, 0.7864, 229.1, 1480.2, 0.0)] == ["76.0", "0.786", "229", "1,480", "0"]
+    assert Table("", ("a", "#b", "~c"), ()).heads == (("a", ""), ("b", "#"), ("c", "~"))
+    rows = (Row(("a", "", "1")), Row(("b", "", "")))
+    assert Table("", ("name", "#none", "#some"), rows).filled() == Table(
+        "", ("name", "#some"), (Row(("a", "1")), Row(("b", "")))
+    )
+
+
+def test_a_deadline_alone_is_refused(results: Path) -> None:
+    assert invoke("report", results, "-o", results / "report.md", "--deadline", "8h").exit_code == 2
 
 
 @pytest.mark.parametrize("name", ["results", "nowhere", "empty.jsonl"])
@@ -358,76 +429,6 @@ def test_no_results_are_an_error(tmp_path: Path, name: str) -> None:
     assert (done.exit_code, done.stderr.count("\n")) == (4, 1)
     assert mentions(done.stderr, "nowhere does not exist" if name == "nowhere" else "no results in")
     assert not (tmp_path / "report.html").exists()
-
-
-def test_the_first_page_has_whole_models_slices_costs_and_a_place_to_sign(tmp_path: Path) -> None:
-    whole = point(case(8, layers=None), gpu={"throttle_reasons": ["sw_power_cap"], "energy_j": 2560.0})
-    long = point(case(2, layers=None, input_len=2048), gpu={"energy_j": 2560.0})
-    store(tmp_path / "results" / "a.jsonl", [*sweep(), whole, long])
-    text, page = written(tmp_path / "results", "--gpu-hour-usd", 2.5)
-    first = section(text, "Answer")
-    assert first.count("### bloom-176b") == 1, "one card for a model"
-    card, sign, slices = (first.index(part) for part in ("### bloom-176b on h100", "- Signature:", "### Slices"))
-    assert card < sign < slices < first.index("| bloom-176b, 14 of 70 layers; h100 |")
-    assert mentions(first, "2048 in / 32 out", "tok/s", "single run")
-    usd = 1e6 / (whole.output_tok_s or 0) / 3600 * 2.5
-    assert mentions(first, "Cost", f"{usd:,.2f} USD a million", "60.00 USD a day")
-    assert mentions(first, "Risks", "dummy", "clocks")
-    assert mentions(text.split("## 1.")[0], "zinfer 0.1.0", "torch 2.11.0")
-    assert page.index('class="sign"') < page.index('id="question"')
-
-
-@pytest.mark.parametrize(("loads", "words"), [(1, "single run"), (2, "2 single runs"), (3, "3 loads of the model")])
-def test_a_headline_has_three_loads_or_says_that_it_has_not(tmp_path: Path, loads: int, words: str) -> None:
-    records = [point(case(8, layers=None), 1.3 + 0.01 * nth) for nth in range(loads)]
-    store(tmp_path / "results" / "a.jsonl", records)
-    first = section(written(tmp_path / "results").text, "Answer")
-    assert words in first
-    assert ("single run" in first.lower()) == (loads < 3)
-
-
-def test_columns_without_a_value_are_left_out(tmp_path: Path) -> None:
-    rows = (Row(("a", "", "1")), Row(("b", "", "")))
-    assert Table("", ("name", "#none", "#some"), rows).filled() == Table(
-        "", ("name", "#some"), (Row(("a", "1")), Row(("b", "")))
-    )
-    store(tmp_path / "results" / "a.jsonl", [point(case(8, offload="none"), host_peak_bytes=None)])
-    results = section(written(tmp_path / "results").text, "Results")
-    assert "| TTFT |" in results
-    assert "link share" not in results
-    assert "host peak" not in results
-
-
-def test_lossy_settings_are_last_and_said_to_be(tmp_path: Path) -> None:
-    int8 = point(case(8, layers=None, options=(("kv_cache_dtype", "int8"),)), 0.5)
-    store(tmp_path / "results" / "a.jsonl", [int8, point(case(8, layers=None))])
-    text = written(tmp_path / "results").text
-    assert mentions(section(text, "Answer"), "Lossy, apart", "int8", "`zinfer study accuracy`")
-    assert "**stream cpu, batch 8:" in text
-    for title in ("Results", "Sizing and cost"):
-        table = section(text, title)
-        assert table.index("| stream cpu |") < table.index("| stream cpu kv\\_cache\\_dtype=int8 (lossy) |")
-
-
-def test_the_cheapest_is_exact_and_losses_stand_beside_lossy_settings(tmp_path: Path) -> None:
-    whole = case(8, model="m", layers=None, load_format="safetensors")
-    int8 = whole.model_copy(update={"options": (("kv_cache_dtype", "int8"),)})
-    int4 = whole.model_copy(update={"weights": "int4"})
-    folder = tmp_path / "results" / "h100"
-    store(folder / "a.jsonl", [point(int8, 0.5), point(int4, 0.6), point(whole, 0.7)])
-    text, page = written(tmp_path / "results", "--gpu-hour-usd", 2.5)
-    costs = page[page.index("USD a million tokens<") :]
-    (best,) = re.findall(r'<tr class="?best"?>\s*<t[dh][^>]*>([^<]*)', costs)
-    assert best == "stream cpu"
-    assert mentions(section(text, "Answer"), "Lossy, apart", "`zinfer study accuracy` tells how far")
-    study.append(folder / "accuracy.jsonl", accuracy_run())
-    text, _ = written(tmp_path / "results")
-    told = "the same most likely token at 80.00% of 5 positions"
-    assert mentions(section(text, "Answer"), "Lossy, apart", told)
-    found = section(text, "Results")
-    assert found.index("(lossy)") < found.index("accuracy of the lossy settings")
-    assert "| kv\\_cache\\_dtype=int8 | own | 5 | 2% | 3% |" in found
-    assert "| batch 2" not in found
 
 
 def test_an_accuracy_belongs_to_its_model_engine_and_setting() -> None:
@@ -446,62 +447,6 @@ def test_an_accuracy_belongs_to_its_model_engine_and_setting() -> None:
     packed = accuracy_run(rows=(copy,))
     assert deviations(packed, whole.model_copy(update=int4)) == (copy,)
     assert deviations(packed, whole.model_copy(update=int4 | {"engine": "accelerate"})) == ()  # a format of its own
-
-
-def test_details_are_no_markup_in_markdown() -> None:
-    told = markdown(Document("t", "s", (Section("a", "A", [Details(HOSTILE, (Text("inside"),))]),)))
-    (summary,) = re.findall(r"<summary>(.*)</summary>", told)
-    assert not re.search(r"[<>`*_\[\]|]", summary)
-    assert "inside" in told
-
-
-KINDS = {
-    "one point": [point(case(1))],
-    "another machine": [point(case(1), machine="elsewhere")],
-    "one repeat": [point(case(1), repeats=1), point(case(1, output_len=1), repeats=1)],
-    "all oom": [point(case(size), status="oom_gpu", stage="load", error="CUDA out of memory") for size in (1, 2)],
-    "host oom": [point(case(1), status="oom_host", stage="load")],
-    "unknown model": [point(case(1, model="nobody/knows-it"))],
-    "whole": [point(case(1, layers=None, offload="nvme", engine="deepspeed", load_format="safetensors"))],
-    "unknowns": [point(case(4, options=(("gpus", 2),)), gpu_peak_bytes=None, link_bandwidth=None)],
-}
-
-
-@pytest.mark.parametrize(
-    ("kind", "machine"),
-    [
-        *(pytest.param(kind, WHOLE, id=kind) for kind in KINDS),
-        *(pytest.param(kind, MACHINE, id=f"{kind}, little known") for kind in ("one point", "all oom")),
-        *(pytest.param(kind, None, id=f"{kind}, no machine") for kind in ("one point", "all oom", "unknowns")),
-    ],
-)
-def test_any_results_make_a_report(tmp_path: Path, kind: str, machine: Machine | None) -> None:
-    points = KINDS[kind]
-    store(tmp_path / "results" / "h100" / "a.jsonl", points, machine)
-    text = written(tmp_path / "results").text
-    assert tuple(re.findall(r"^## \d+\. (.+)$", text, re.MULTILINE)) == SECTIONS
-    assert ("**No point succeeded" in text) is all(not one.usable for one in points)
-    assert not re.search(r"\bNone\b|\bnan\b|\binf\b", text.replace("stream none", "")), text
-
-
-def test_a_cpu_is_a_device_too(tmp_path: Path) -> None:
-    cpu = Machine(name="h100", source="measured", host_bytes=16 << 30, hbm_bandwidth=2e10, h2d_bandwidth=1e10)
-    store(tmp_path / "results" / "a.jsonl", [point(case(1), gpu_peak_bytes=None, host_peak_bytes=9 << 30)], cpu)
-    text = written(tmp_path / "results").text
-    assert "CPU is the device" in text
-    assert "| GPU |" not in section(text, "Memory plan")
-
-
-def test_failures_and_damage_are_part_of_the_report(tmp_path: Path) -> None:
-    results = tmp_path / "results"
-    store(results / "a.jsonl", [point(case(1, model="a|b"), status="crashed", error="x | <b>\n```\n# y")])
-    with (results / "a.jsonl").open("ab") as stream:
-        stream.write(b'{"torn')
-    text = written(results).text
-    assert mentions(text, "**No point succeeded", "crashed", "batch 1")
-    assert r"x \| &lt;b&gt; \`\`\` \# y" in text
-    assert r"### a\|b, 14 of 70 layers" in text
-    assert mentions(text, "a.jsonl, line 3")
 
 
 def test_nothing_of_a_record_is_markup(tmp_path: Path) -> None:
@@ -529,44 +474,11 @@ def test_the_page_needs_nothing_else(report: Report) -> None:
     assert len(html) < 400_000
 
 
-def test_figures_have_words(report: Report) -> None:
-    html = report.page
-    found = drawings(html)
-    assert len(found) == html.count("<figure>") == 4
-    for figure in found:
-        assert figure.get("role") == "img"
-        ids = {element.get("id"): element.text for element in figure.iter()}
-        assert all(ids[name] for name in figure.attrib["aria-labelledby"].split())
-        assert [element.tag for element in figure][:2] == ["title", "desc"]
-
-
 def test_ids_are_unique_and_every_reference_leads_somewhere(report: Report) -> None:
     html = report.page
     ids = [str(attributes["id"]) for _, attributes in Outline(html).elements if "id" in attributes]
     assert len(ids) == len(set(ids))
     assert set(re.findall(r"""(?:href="|url\()#([^")]+)""", html)) <= set(ids)
-
-
-def test_the_page_shows_the_figures_of_plot(described: Path, report: Report) -> None:
-    """Equal texts and equal paths: the page draws nothing by itself."""
-    plots = described.parent / "plots"
-    assert invoke("plot", described, "-o", plots, "--format", "svg", "--figure", "throughput").exit_code == 0
-    drawn = ElementTree.parse(plots / "h100" / "bloom-throughput.svg").getroot()
-    for element in drawn.iter():
-        element.tag = element.tag.split("}")[-1]
-    (shown,) = (figure for figure in drawings(report.page) if words(figure, "title") == words(drawn, "title"))
-    assert words(shown, "text") == words(drawn, "text") != []
-    for tag, names in (("path", ("d",)), ("use", ("x", "y")), ("text", ("x", "y", "transform"))):
-        places = [[[found.get(name) for name in names] for found in figure.iter(tag)] for figure in (shown, drawn)]
-        assert places[0] == places[1] != []
-
-
-def test_a_figure_tells_each_timed_point_to_those_who_do_not_see_it(report: Report) -> None:
-    told = {words(figure, "title")[0]: words(figure, "desc")[0] for figure in drawings(report.page)}
-    (points,) = (text for title, text in told.items() if "which engine" in title)
-    for one in sweep():
-        said = f"batch {one.case.workload.batch_size}, {rated(one.output_tok_s or 0)} tok/s"
-        assert (said in points) is one.usable
 
 
 def test_figures_follow_the_colours_of_the_page(report: Report) -> None:
@@ -611,37 +523,6 @@ def test_sentences_keep_their_code() -> None:
     assert shell("zinfer run --model '<b>'") == "zinfer run <span>--model</span> &#39;&lt;b&gt;&#39;"
 
 
-def test_numbers_keep_their_digits() -> None:
-    assert [rated(value) for value in (76.01, 0.7864, 229.1, 1480.2, 0.0)] == ["76.0", "0.786", "229", "1,480", "0"]
-    assert Table("", ("a", "#b", "~c"), ()).heads == (("a", ""), ("b", "#"), ("c", "~"))
-
-
-def test_a_name_that_is_neither_form_is_refused(results: Path) -> None:
-    done = invoke("report", results, "-o", results / "report.pdf")
-    assert (done.exit_code, ".html or .md" in done.stderr) == (2, True)
-
-
 def test_a_folder_that_cannot_be_made_is_said(results: Path) -> None:
     done = invoke("report", results, "-o", results / "h100" / "bloom.jsonl" / "report.md")
     assert (done.exit_code, "cannot write" in done.stderr) == (5, True)
-
-
-ROOT = Path(__file__).parents[1]
-RECORD = ROOT / "sweeps" / "results" / "nvidia-h200-x4" / "bloom-176b-whole-kv.jsonl"
-
-
-def test_planning_recipes_are_answered_beside_what_others_published(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert invoke("report", RECORD, "-o", tmp_path / "bloom.md").exit_code == 0
-    text = (tmp_path / "bloom.md").read_text()
-    part = text[text.index("(zinfer plan bloom-176b-machines)") :]
-    assert "| gh200-96gb | stream cpu |" in part
-    assert mentions(part, "GH200", "H100", "deepspeed", "4-5x")
-    assert mentions(part, "GH200", "A100", "deepspeed", "9-11x")
-    monkeypatch.chdir(tmp_path)
-    store(tmp_path / "a.jsonl", [point(case(1, model="bloom-7b1", layers=None))])
-    assert invoke("report", "a.jsonl", "-o", "report.md").exit_code == 0
-    text = (tmp_path / "report.md").read_text()
-    assert "bloom-7b1" in text
-    assert "4-5x" not in text

@@ -580,6 +580,7 @@ def test_requests_have_a_table_of_their_own_in_the_report(recorded: Path, tmp_pa
     assert [sum(f"{loop} in flight" in line for line in lines) for loop in ("2", "auto")] == [6, 6], "1, 1 and 4 rows"
     assert sum("| TTFT |" in line for line in lines) == 2
     assert "ttft p99 &lt;= 1 ms" in text
+    assert invoke("report", recorded, "-o", tmp_path / "page.html").returncode == 0
     assert (tmp_path / "page.html").read_text().count("auto in flight") >= 2
 
 

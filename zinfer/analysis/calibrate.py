@@ -11,8 +11,9 @@ fitted without it (leave-one-out cross-validation)::
     predict(case, spec, machine, factors).output_tok_s
 """
 
-from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from functools import cache, cached_property
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,7 +26,7 @@ from zinfer.core.model import ModelError, ModelSpec
 from zinfer.core.value import Frozen
 from zinfer.plan import cost
 from zinfer.plan.cost import Efficiency, Placement
-from zinfer.plan.plan import Plan, make_plan, placement_of
+from zinfer.plan.plan import Plan, estimate, make_plan, placement_of
 from zinfer.record.measurement import Measurement, latest
 from zinfer.record.store import files, read
 from zinfer.system import machines
@@ -36,6 +37,7 @@ LEAST_ERROR = 0.05  # narrowest band: other machines differ in ways that no reco
 COMPUTE_BOUND = 2048  # prompt tokens in a pass that make it compute-bound on every GPU of the catalogue
 HIDDEN = 1.1  # a step at most this many times longer than its copies shows the rate of the link
 PLAIN = 1.5  # a prefill this many times longer than its other limits is decided by compute alone
+_APART = ("link_share", "mfu")  # factors of which models with routed experts have their own
 EVIDENT = 1.15  # a step this many times longer than its physical limits is decided by launches alone
 
 
@@ -80,6 +82,18 @@ class _Seen(Frozen):
         return self.machine.model_copy(update=found)
 
     @cached_property
+    def step(self) -> cost.Times:
+        """Times of a decode step over the link's whole bandwidth."""
+        load = self.point.case.workload
+        context = load.input_len + load.output_len // 2
+        return cost.step(self.setup, self.model, self.place, load.batch_size, context, Efficiency(link_share=1.0))
+
+    @property
+    def limits(self) -> Mapping[str, float]:
+        """Seconds of a decode step by physical limit; empty if the machine's figures are not known."""
+        return {str(bound): seconds for bound, seconds in self.step.limits.items()}
+
+    @cached_property
     def factors(self) -> Mapping[str, float | None]:
         """Value of each factor by this point alone, None for a factor that it does not determine."""
         timed = {
@@ -107,25 +121,13 @@ def load_points(results: Path = Path("sweeps/results")) -> tuple[Measurement, ..
     return latest(read(results).points)
 
 
-def fit(
-    points: Points, machines: Mapping[str, Machine], rows: Sequence[PredictedPoint] | None = None
-) -> dict[str, Efficiency]:
-    """Fit the factors of each engine in `points`, error bands included, by engine name; `rows` is their `table` if it
-    is already known.
+def fit(points: Points, machines: Mapping[str, Machine]) -> dict[str, Efficiency]:
+    """Fit the factors of each engine in `points`, error bands included, by engine name.
 
     Points are left out if their machine is not in `machines` or has no GPU (a CPU in its place has no link), if their
     model cannot be resolved, or if today's engine is known to be faster.
     """
-    seen = _seen(points, machines)
-    rows = table(points, machines) if rows is None else rows
-    found = {}
-    for engine in sorted({one.point.case.engine for one in seen}):
-        own = [one for one in seen if one.point.case.engine == engine]
-        known = [row for row in rows if row.case.engine == engine and row.tok_s_error is not None]
-        here = _band([row for row in known if row.case.offload == "none"])
-        away = _band([row for row in known if row.case.offload != "none"])
-        found[engine] = _fit(own).model_copy(update={"error": away, "error_here": here})
-    return found
+    return calibrate(points, machines)[0]
 
 
 def predict(
@@ -136,47 +138,68 @@ def predict(
 
 
 def table(points: Points, machines: Mapping[str, Machine]) -> tuple[PredictedPoint, ...]:
-    """Predict each point that ran from all other points of its engine, and return a row for each, beside its
-    measurement.
+    """Predict each point that ran from all other points of its engine, beside its measurement.
 
     A point has no prediction if its engine has no other point.
     """
+    return calibrate(points, machines)[1]
+
+
+def calibrate(
+    points: Points, machines: Mapping[str, Machine]
+) -> tuple[dict[str, Efficiency], tuple[PredictedPoint, ...]]:
+    """Return the factors of each engine (`fit`) and the cross-validated points (`table`)."""
     seen = _seen(points, machines)
-    rows = []
-    for one in seen:
-        point, case = one.point, one.point.case
-        others = [other for other in seen if other is not one and other.point.case.engine == case.engine]
-        row = PredictedPoint(
-            case=case,
-            machine=point.machine,
-            measured_tok_s=point.output_tok_s if point.usable else None,
-            measured_gpu_bytes=point.gpu_peak_bytes,
-        )
-        if others:
-            plan = make_plan(_as_run(one), one.model, one.machine, factors=_fit(others))
-            row = row.model_copy(
-                update={
-                    "predicted_tok_s": plan.output_tok_s if point.usable else None,
-                    "predicted_gpu_bytes": plan.gpu.total - plan.gpu.overhead,
-                }
-            )
-        rows.append(row)
-    return tuple(rows)
+    engines = sorted({one.point.case.engine for one in seen})
+    factors = {engine: _Factors([one for one in seen if one.point.case.engine == engine]) for engine in engines}
+    rows = tuple(_predicted(one, factors[one.point.case.engine]) for one in seen)
+    found = {}
+    for engine, own in factors.items():
+        known = [row for row in rows if row.case.engine == engine and row.tok_s_error is not None]
+        here = _band([row for row in known if row.case.offload == "none"])
+        away = _band([row for row in known if row.case.offload != "none"])
+        found[engine] = own.fit().model_copy(update={"error": away, "error_here": here})
+    return found, rows
+
+
+def _predicted(one: _Seen, factors: "_Factors") -> PredictedPoint:
+    """Return the row of a point, predicted from the other points of its engine."""
+    point = one.point
+    row = PredictedPoint(
+        case=point.case,
+        machine=point.machine,
+        measured_tok_s=point.output_tok_s if point.usable else None,
+        measured_gpu_bytes=point.gpu_peak_bytes,
+    )
+    if factors.points == 1:
+        return row
+    rate, gpu = estimate(_as_run(one), one.model, one.machine, factors.fit(without=one))
+    return row.model_copy(
+        update={
+            "predicted_tok_s": rate if point.usable else None,
+            "predicted_gpu_bytes": gpu.total - gpu.overhead,
+        }
+    )
 
 
 def _seen(points: Points, machines: Mapping[str, Machine]) -> list[_Seen]:
+    @cache
+    def model_of(*key: Any) -> ModelSpec | None:
+        try:
+            return resolve(*key)
+        except ModelError:
+            return None
+
     found = []
     for point in points:
-        if point.status != "ok" or point.machine not in machines or not machines[point.machine].gpu_count:
+        case, place = point.case, machines.get(point.machine)
+        if point.status != "ok" or place is None or not place.gpu_count:
             continue
         if _slower_than_today(point) or _shared_with_cpu(point):
             continue
-        try:
-            model = resolve(point.case.model, point.case.dtype, point.case.layers, point.case.weights)
-        except ModelError:
-            continue
-        place = machines[point.machine]
-        found.append(_Seen(point=point, model=model, machine=place, setup=_setup(point, model, place)))
+        model = model_of(case.model, case.dtype, case.layers, case.weights)
+        if model is not None:
+            found.append(_Seen(point=point, model=model, machine=place, setup=_setup(point, model, place)))
     return found
 
 
@@ -239,35 +262,64 @@ def _as_run(one: _Seen) -> Case:
     return case.model_copy(update={"options": (*case.options, ("kv_threads", threads))})
 
 
-def _fit(seen: Sequence[_Seen]) -> Efficiency:
-    """Return each factor as the median over the points that determine it; its default if none does. What differs with
-    routed experts is fitted to points with and without them apart, or to all if there are none of a kind."""
-    default = Efficiency()
-    common, apart = ("hbm_share", "unpack_share", "layer_s", "memory"), ("link_share", "mfu")
-    found: dict[str, float | None] = {
-        name: _median([one.factors[name] for one in seen]) or getattr(default, name) for name in common
-    }
-    for name in apart:
-        dense = _median([one.factors[name] for one in seen if not one.model.num_experts])
-        routed = _median([one.factors[name] for one in seen if one.model.num_experts])
-        found[name] = dense or routed or getattr(default, name)
-        found[f"expert_{name}"] = routed
-    return default.model_copy(update=found | {"points": len(seen)})
+class _Factors:
+    """Factors of an engine by all of its points, or by all but one.
+
+    The values are sorted once, so that each point can be left out without a look at all others.
+    """
+
+    def __init__(self, seen: Sequence[_Seen]) -> None:
+        self.points = len(seen)
+        self._values: dict[tuple[str, bool], list[float]] = {}
+        for one in seen:
+            for name, value in one.factors.items():
+                if value is not None:
+                    self._values.setdefault((name, _routed(name, one)), []).append(value)
+        for values in self._values.values():
+            values.sort()
+
+    def fit(self, without: _Seen | None = None) -> Efficiency:
+        """Return each factor as the median over the points that determine it; its default if none does.
+
+        What differs with routed experts is fitted to points with and without them apart, or to all of the other kind
+        if there are none.
+        """
+        default = Efficiency()
+        found: dict[str, float | None] = {}
+        for name in ("hbm_share", "unpack_share", "layer_s", "memory", *_APART):
+            found[name] = self._median(name, False, without) or self._median(name, True, without)
+            found[name] = found[name] or getattr(default, name)
+        found |= {f"expert_{name}": self._median(name, True, without) for name in _APART}
+        return default.model_copy(update=found | {"points": self.points - (without is not None)})
+
+    def _median(self, name: str, routed: bool, without: _Seen | None) -> float | None:
+        values = self._values.get((name, routed), [])
+        left_out = without.factors[name] if without and _routed(name, without) is routed else None
+        gap = len(values) if left_out is None else bisect_left(values, left_out)
+        count = len(values) - (left_out is not None)
+        middle = [values[nth + (nth >= gap)] for nth in ((count - 1) // 2, count // 2)] if count else []
+        return sum(middle) / 2 if middle else None
+
+
+def _routed(name: str, one: _Seen) -> bool:
+    """Return whether the point determines the factor for models with routed experts alone."""
+    return name in _APART and bool(one.model.num_experts)
 
 
 def _link_share(one: _Seen) -> float | None:
     """Return the share of the machine's link bandwidth that a decode step reached which the link bounds."""
-    seconds, limits = one.point.step_median_ms, _limits(one)
+    seconds, limits = one.point.step_median_ms, one.limits
     if not seconds or "link" not in limits or one.setup.tier != "host":
         return None
-    step = _step(one)
+    step = one.step
     on_gpu = step.bound_by in ("unpacking", "hbm", "compute") or (step.seconds or 0.0) > HIDDEN * limits["link"]
     if (one.setup.overlapped and on_gpu) or limits.get("cpu attention", 0.0) > limits["link"]:
         return None
     lost = 0.0
     if one.setup.kv_on_cpu:  # CPU attention takes host memory bandwidth from the link
-        alone = one.model_copy(update={"setup": one.setup.model_copy(update={"kv_host_share": 0.0})})
-        lost = limits["link"] - _limits(alone)["link"]
+        setup = one.setup.model_copy(update={"kv_host_share": 0.0})
+        alone = _Seen(point=one.point, model=one.model, machine=one.machine, setup=setup)
+        lost = limits["link"] - alone.limits["link"]
     after = 0.0 if one.setup.overlapped else (step.seconds or 0.0) - limits["link"]
     waited = seconds / 1e3 - lost - after
     return (limits["link"] - lost) / waited if waited > 0 else None
@@ -276,7 +328,7 @@ def _link_share(one: _Seen) -> float | None:
 def _hbm_share(one: _Seen) -> float | None:
     """Return the share of the GPU memory's bandwidth that a decode step without offload reached, which CUDA graphs
     launched at once, so that nothing else is its limit."""
-    seconds, limits = one.point.step_median_ms, _limits(one)
+    seconds, limits = one.point.step_median_ms, one.limits
     slower = dict(one.point.case.options).get("experts_kernel") == "off"  # by what no plan knows
     if not seconds or one.setup.tier != "gpu" or not one.setup.graphs or not limits or slower:
         return None
@@ -302,20 +354,8 @@ def _layer_s(one: _Seen) -> float | None:
     seconds = one.point.step_median_ms
     if not seconds or one.setup.tier != "gpu" or one.setup.graphs:
         return None
-    physical = max(_limits(one).values(), default=0.0)
+    physical = max(one.limits.values(), default=0.0)
     return seconds / 1e3 / one.model.num_layers if seconds / 1e3 > EVIDENT * physical else 0.0
-
-
-def _limits(one: _Seen) -> Mapping[str, float]:
-    """Return the seconds of a decode step by physical limit; empty if the machine's figures are not known."""
-    return {str(bound): seconds for bound, seconds in _step(one).limits.items()}
-
-
-def _step(one: _Seen) -> cost.Times:
-    """Return the times of a decode step over the link's whole bandwidth."""
-    load = one.point.case.workload
-    context = load.input_len + load.output_len // 2
-    return cost.step(one.setup, one.model, one.place, load.batch_size, context, Efficiency(link_share=1.0))
 
 
 def _mfu(one: _Seen) -> float | None:
@@ -350,11 +390,6 @@ def _memory(one: _Seen) -> float | None:
     gpu = cost.tiers(one.setup, one.model, one.machine, load.batch_size, load.input_len, load.output_len)[0]
     working = gpu.buffers + gpu.activations
     return (measured - gpu.weights - gpu.kv_cache) / working if working else None
-
-
-def _median(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return median(known) if known else None
 
 
 def _band(rows: Sequence[PredictedPoint]) -> float | None:

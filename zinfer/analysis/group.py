@@ -85,14 +85,14 @@ def groups(points: Iterable[Measurement]) -> dict[Group, tuple[Measurement, ...]
     return result
 
 
-def loads_of(group: Group, points: Iterable[Measurement]) -> dict[Case, tuple[float, ...]]:
-    """Return the output tok/s of each usable record of the group's cases, repeated ones included, in order: each load
+def loads_of(points: Iterable[Measurement]) -> dict[tuple[str, Case], tuple[float, ...]]:
+    """Return the output tok/s of each usable record by machine and case, repeated ones included, in order: each load
     of the model gives a case one record."""
-    found: dict[Case, tuple[float, ...]] = {}
-    own = group.model_copy(update={"total_layers": None})
+    found: dict[tuple[str, Case], tuple[float, ...]] = {}
     for point in points:
-        if point.usable and point.output_tok_s is not None and _of(point) == own:
-            found[point.case] = (*found.get(point.case, ()), point.output_tok_s)
+        if point.usable and point.output_tok_s is not None:
+            key = point.machine, point.case
+            found[key] = (*found.get(key, ()), point.output_tok_s)
     return found
 
 

@@ -66,12 +66,18 @@ class OffloadVerdict(Frozen):
     offload: Offload
     comparison: BaselineComparison
     text: str
+    compares: bool  # points with and without it were tried
 
 
 def best(points: Points, objective: RateObjective = "output_tok_s") -> Measurement | None:
     """Return the fastest usable point, the smaller batch if two are equal; None if none is usable."""
-    usable = [point for point in points if point.usable and getattr(point, objective) is not None]
-    return max(usable, key=lambda p: (getattr(p, objective), -p.case.workload.batch_size), default=None)
+    found: tuple[float, int, Measurement] | None = None
+    for point in points:
+        value = getattr(point, objective) if point.usable else None
+        size = -point.case.workload.batch_size
+        if value is not None and (found is None or (value, size) > found[:2]):
+            found = value, size, point
+    return found and found[2]
 
 
 def best_by_load(points: Points, objective: RateObjective = "output_tok_s") -> tuple[Measurement, ...]:
@@ -163,7 +169,11 @@ def offload_verdicts(points: Points) -> tuple[OffloadVerdict, ...]:
             if using := [point for point in own if point.case.offload == offload]:
                 comparison = compare_with_baseline(using, without)
                 text = _sentence(offload, comparison, using, without)
-                verdicts.append(OffloadVerdict(engine=engine, offload=offload, comparison=comparison, text=text))
+                verdicts.append(
+                    OffloadVerdict(
+                        engine=engine, offload=offload, comparison=comparison, text=text, compares=bool(without)
+                    )
+                )
     return tuple(verdicts)
 
 

@@ -82,7 +82,7 @@ class SlaCheck(Frozen):
         if self.actual is None:
             return f"{self.sla.describe()}: not measured"
         few = ""
-        if self.sla.statistic.startswith("p") and self.samples < _needed(self.sla.statistic):
+        if self.sla.statistic.startswith("p") and self.samples < needed(self.sla.statistic):
             few = ", the only sample" if self.samples == 1 else f", the worst of {self.samples} samples"
         return f"{self.sla.describe()}: {_amount(self.sla.metric, self.actual)}{few}"
 
@@ -108,10 +108,10 @@ def check(point: Measurement, slas: Iterable[Sla]) -> tuple[SlaCheck, ...]:
     """Check the point against each condition."""
     found = []
     for sla in slas:
-        samples = _samples(point, sla.metric)
+        values = samples(point, sla.metric)
         # bad samples are low rates and long times
-        value = statistic(samples, sla.statistic, worst_high=sla.metric in TIMES) if samples else None
-        found.append(SlaCheck(sla=sla, actual=value, samples=len(samples)))
+        value = statistic(values, sla.statistic, worst_high=sla.metric in TIMES) if values else None
+        found.append(SlaCheck(sla=sla, actual=value, samples=len(values)))
     return tuple(found)
 
 
@@ -125,7 +125,7 @@ def statistic(samples: Sequence[float], name: str, worst_high: bool = True) -> f
     return nearest_rank(sorted(samples, reverse=not worst_high), int(name[1:]))
 
 
-def _samples(point: Measurement, metric: Metric) -> Sequence[float]:
+def samples(point: Measurement, metric: Metric) -> Sequence[float]:
     """Return the samples of a metric, in seconds or tokens a second."""
     if metric == "tpot":
         return [step / 1e3 for repeat in point.step_ms for step in repeat] if point.usable else ()
@@ -134,7 +134,7 @@ def _samples(point: Measurement, metric: Metric) -> Sequence[float]:
     return group.samples(point, metric)
 
 
-def _needed(statistic: str) -> int:
+def needed(statistic: str) -> int:
     """Return the smallest number of samples whose percentile is not their worst."""
     return ceil(1 / (1 - int(statistic[1:]) / 100) - 1e-9)
 

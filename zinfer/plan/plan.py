@@ -582,6 +582,16 @@ def _times(
     )
 
 
+def estimate(
+    case: Case, model: ModelSpec, machine: Machine, factors: Efficiency | None = None
+) -> tuple[float | None, Bytes]:
+    """Return `Plan.output_tok_s` and `Plan.gpu` of a case without the rest of its plan, such as its largest batch."""
+    setup = _reckoned(case, model, machine, factors)
+    prefill, step = _times(setup, case, model, machine, factors)
+    rate = _output_tok_s(case.workload, prefill.seconds, step.seconds)
+    return rate, _tiers(setup, case, model, machine, factors)[0]
+
+
 def output_rate(case: Case, model: ModelSpec, machine: Machine, factors: Efficiency | None = None) -> float:
     """Return `Plan.output_tok_s` of a case without the rest of its plan; 0 if it is not known."""
     prefill, step = _times(_reckoned(case, model, machine, factors), case, model, machine, factors)

@@ -1,31 +1,29 @@
-"""Blocks of a report before it has a form: `zinfer.report.page` and `zinfer.report.markdown` write them.
+"""Document model of a report: `zinfer.report.page` renders it as HTML, `zinfer.report.markdown` as Markdown.
 
 Names of models and texts of errors come from anywhere, so blocks hold plain text only and each form escapes all of it.
 The only markup is a pair of backticks in a sentence, around words to be typed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 Kind = Literal["", "best", "failed", "predicted"]
 
 
-class Text(NamedTuple):
-    """A paragraph. One of kind `missing` says what the report lacks and how to get it; `caution`, how not to read
-    it."""
+class Heading(NamedTuple):
+    """Heading within a section."""
 
     text: str
-    kind: Literal["", "missing", "caution"] = ""
 
 
-class Heading(NamedTuple):
-    """A heading within a section: the subject of the blocks after it."""
+class Text(NamedTuple):
+    """Paragraph."""
 
     text: str
 
 
 class Items(NamedTuple):
-    """A list of sentences."""
+    """List of sentences."""
 
     lines: tuple[str, ...]
 
@@ -37,19 +35,23 @@ class Command(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Cells of a table, the first of which names the row. Cells are plain text: backticks mean themselves."""
+    """Cells of a table, the first of which names the row; backticks in cells mean themselves."""
 
     cells: tuple[str, ...]
     kind: Kind = ""
 
 
 class Table(NamedTuple):
-    """A table. A column whose title starts with ``#`` holds numbers and stands flush right; with ``~`` its numbers are
-    predicted and look so. The marks themselves are not shown."""
+    """Table, which a reader opens on the screen and which is not printed if it is `folded`.
+
+    A column whose title starts with ``#`` holds numbers and stands flush right; with ``~`` its numbers are predicted
+    and look so. The marks themselves are not shown.
+    """
 
     caption: str
     columns: tuple[str, ...]
     rows: tuple[Row, ...]
+    folded: bool = False
 
     def filled(self) -> "Table":
         """Return the table without the columns that have no text in any row; the first one stays."""
@@ -64,9 +66,9 @@ class Table(NamedTuple):
 
 
 class Picture(NamedTuple):
-    """A figure as an SVG file (`zinfer.report.plot.style.render`); `description` says what a reader sees in it.
+    """Figure as an SVG file (`zinfer.report.plot.style.render`), and what a reader sees in it.
 
-    A table beside it must hold the same values: forms without figures leave it out.
+    A table beside it must hold the same values: Markdown leaves it out.
     """
 
     title: str
@@ -74,53 +76,37 @@ class Picture(NamedTuple):
     svg: str
 
 
-class Links(NamedTuple):
-    """Figures in files of their own, by name. Only a form that may need other files shows them."""
-
-    files: Mapping[str, str]
-
-
-class Recommendation(NamedTuple):
-    """The configuration to use for one model on one machine, and the command that runs it; `value` is empty where
-    nothing succeeded. `facts` are pairs of a name and a text: latency, cost, risks."""
-
-    question: str
-    value: str
-    unit: str
-    configuration: str
-    lines: tuple[str, ...] = ()
-    facts: tuple[tuple[str, str], ...] = ()
-    command: str = ""
-
-
 class Signature(NamedTuple):
-    """A place to sign, with the lines that are to be filled in by hand."""
+    """Lines that are filled in by hand."""
 
     lines: tuple[str, ...]
 
 
-class Details(NamedTuple):
-    """Blocks that a reader opens on the screen, and that are not printed: `title` says what is inside."""
-
-    title: str
-    blocks: "tuple[Plain, ...]"
-
-
-Plain = Text | Heading | Items | Command | Table | Picture | Links | Recommendation | Signature
-Block = Plain | Details
+Block = Heading | Text | Items | Command | Table | Picture | Signature
 
 
 class Section(NamedTuple):
-    """One question of the report. `anchor` names it in links."""
+    """Titled blocks; `anchor` names the section in links."""
 
     anchor: str
     title: str
-    blocks: Sequence[Block]
+    blocks: tuple[Block, ...]
 
 
 class Document(NamedTuple):
-    """The whole report. `subtitle` says what it covers."""
+    """Report as a whole; `subtitle` says what it covers."""
 
     title: str
     subtitle: str
     sections: tuple[Section, ...]
+
+
+def section(anchor: str, title: str, blocks: Iterable[Block]) -> Section:
+    """Return a section of the blocks with content, whose tables have no empty column."""
+    found = []
+    for block in blocks:
+        if isinstance(block, Table):
+            block = block.filled()
+        if not (isinstance(block, Table) and not block.rows) and not (isinstance(block, Items) and not block.lines):
+            found.append(block)
+    return Section(anchor, title, tuple(found))

@@ -11,23 +11,18 @@ from zinfer.checkpoint.resolve import catalogue_names, resolve
 from zinfer.core.case import Case
 from zinfer.core.machine import Machine
 from zinfer.core.model import ModelError, ModelSpec
-from zinfer.plan.published import Published
 from zinfer.record.requests import RequestPoint
 from zinfer.record.store import Header
 from zinfer.record.study import Study
 
 
 class WorkloadFindings(NamedTuple):
-    """One group of one sweep. `machine` is the result of the probe there; `stem` the path of its figures in the
-    folder of plots; `figures` links to them by the figure's name."""
+    """Group of points of one sweep or several; `machine` is the result of the probe there."""
 
-    sweep: str
+    sweeps: tuple[str, ...]
     group: Group
     points: Points
     machine: Machine | None = None
-    headers: tuple[Header, ...] = ()
-    stem: str = ""
-    figures: Mapping[str, str] = {}
     loads: Mapping[Case, tuple[float, ...]] = {}  # output tok/s of each usable record of a case, one for each load
 
     @property
@@ -46,15 +41,6 @@ class Demand(NamedTuple):
     spare: int = 1
 
 
-class PlanningQuestion(NamedTuple):
-    """The question of a planning recipe: cases at batch size 1 on machines, and ratios that others have published."""
-
-    title: str
-    cases: tuple[Case, ...]
-    machines: tuple[Machine, ...]
-    published: tuple[Published, ...] = ()
-
-
 class Findings(NamedTuple):
     """Everything that a report is made from. `damaged` names the lines of result files that could not be used;
     `baseline` holds points to compare with, under their name."""
@@ -64,10 +50,9 @@ class Findings(NamedTuple):
     baseline: tuple[str, Points] | None = None
     prices: Prices = Prices()
     demand: Demand | None = None
-    questions: tuple[PlanningQuestion, ...] = ()
     studies: tuple[Study, ...] = ()
     requests: tuple[RequestPoint, ...] = ()
-    request_headers: tuple[Header, ...] = ()  # of their files
+    headers: tuple[Header, ...] = ()
 
     @property
     def machines(self) -> dict[str, Machine]:

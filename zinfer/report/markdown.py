@@ -1,30 +1,13 @@
-"""Markdown of a document: the twin of the HTML page, for code review and for machines that read text.
+"""Markdown of a document (``--format md``), for code review and for machines that read text.
 
-Figures are left out, since the tables beside them hold the same numbers; files that `zinfer plot` drew are linked.
+Figures are left out, since the tables beside them hold the same numbers.
 """
 
 import re
-from collections.abc import Sequence
 
-from zinfer.report.document import (
-    Block,
-    Command,
-    Details,
-    Document,
-    Heading,
-    Items,
-    Links,
-    Picture,
-    Recommendation,
-    Section,
-    Signature,
-    Table,
-    Text,
-)
+from zinfer.report.document import Block, Command, Document, Heading, Items, Picture, Section, Signature, Table, Text
 from zinfer.system.printable import markdown as plain
 from zinfer.system.printable import printable
-
-UNDRAWN = "No figure lies beside this report: `zinfer plot` draws them."
 
 
 def markdown(document: Document) -> str:
@@ -78,8 +61,8 @@ def _section(number: int, section: Section) -> list[str]:
 
 def _block(block: Block) -> str:
     match block:
-        case Text(words, kind):
-            return f"**Caution:** {prose(words)}" if kind == "caution" else prose(words)
+        case Text(words):
+            return prose(words)
         case Heading(words):
             return f"### {cell(words)}"
         case Items(lines):
@@ -88,30 +71,10 @@ def _block(block: Block) -> str:
             return fenced(text)
         case Table():
             return _table(block)
-        case Links(files):
-            return "\n\n".join(f"![{name}]({link})" for name, link in files.items()) or prose(UNDRAWN)
-        case Recommendation():
-            return "\n\n".join(_answer(block))
         case Picture():
             return ""
         case Signature(lines):
             return "\n".join(f"- {cell(line)}: ____________________" for line in lines)
-        case Details(title, blocks):
-            inside = [text for one in blocks if (text := _block(one))]
-            plain = re.sub(r"[\\`*_\[\]|~#<>&]", lambda found: f"&#{ord(found[0])};", " ".join(title.split()))
-            summary = f"<details>\n<summary>{plain}</summary>"
-            return "\n\n".join([summary, *inside, "</details>"])
-
-
-def _answer(answer: Recommendation) -> Sequence[str]:
-    what = f"{answer.configuration}: {answer.value} {answer.unit}" if answer.value else answer.configuration
-    return (
-        f"### {cell(answer.question)}",
-        f"**{cell(what)}**",
-        *(prose(line) for line in answer.lines),
-        "\n".join("- " + prose(f"{name}: {text}") for name, text in answer.facts),
-        *([fenced(answer.command)] if answer.command else []),
-    )
 
 
 def _table(table: Table) -> str:

@@ -8,14 +8,13 @@ from collections.abc import Iterable
 from functools import cache
 from importlib.resources import files
 from itertools import count
-from typing import TypeVar
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
 from jinja2 import Environment, StrictUndefined, Template
 from markupsafe import Markup, escape
 
-from zinfer.report.document import Block, Details, Document, Picture
+from zinfer.report.document import Block, Document, Picture
 from zinfer.report.plot.style import GREY, GRID, INK
 from zinfer.system.printable import printable
 
@@ -24,7 +23,6 @@ CONTRAST, TEXT_CONTRAST = 3.0, 4.5  # least contrast with the paper, of graphics
 # colours of figures that the page names; paper is white in them
 _OWN = {"#ffffff": "--paper", INK: "--ink", GREY: "--soft", GRID: "--grid"}
 _HEX = re.compile(r"#[0-9a-f]{6}\b")
-B = TypeVar("B", bound=Block)
 _SVG, _HREF = "{http://www.w3.org/2000/svg}", "{http://www.w3.org/1999/xlink}href"
 
 
@@ -32,14 +30,12 @@ def html(document: Document) -> str:
     """Return the page, with styles and figures inside; nothing in it is invisible (`zinfer.system.printable`)."""
     figures, styles = count(1), dict[str, str]()
 
-    def drawn(block: B) -> B:
+    def drawn(block: Block) -> Block:
         if isinstance(block, Picture):
             return block._replace(svg=embed(block, f"f{next(figures)}", styles))
-        if isinstance(block, Details):
-            return block._replace(blocks=tuple(map(drawn, block.blocks)))
         return block
 
-    sections = [section._replace(blocks=[drawn(block) for block in section.blocks]) for section in document.sections]
+    sections = [section._replace(blocks=tuple(map(drawn, section.blocks))) for section in document.sections]
     looks = "".join(f".{name}{{{style}}}\n" for style, name in styles.items())
     page = _template().render(
         document=document._replace(sections=tuple(sections)),

@@ -100,7 +100,7 @@ def _passes(name: str, points: Iterable[RequestPoint]) -> Table:
             f"{point.counts.retries:,}",
         )  # fmt: skip
         rows.append(Row(cells))
-    return Table(f"{name}: passes of the last load.", PASSES, tuple(rows))
+    return Table(f"{name}: passes of the last load.", PASSES, tuple(rows), folded=True)
 
 
 def _times(name: str, points: Iterable[RequestPoint]) -> Table:

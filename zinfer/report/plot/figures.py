@@ -4,18 +4,15 @@ Measured values are solid with markers, limits are dashed, predictions are pale 
 out of memory is a ×, and unknown values are not drawn.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from math import isfinite
 from statistics import median
-from typing import NamedTuple
 
 from matplotlib.axes import Axes
-from matplotlib.colors import to_rgba
 from matplotlib.figure import Figure
-from matplotlib.patches import Rectangle
 
 from zinfer.analysis import study
-from zinfer.analysis.group import Group, Points, by_load, samples
+from zinfer.analysis.group import Group, Metric, Points, by_load, samples
 from zinfer.analysis.rates import Spread, best_by_load, rate_text, spread, tied, winner
 from zinfer.analysis.rates import edges as find_edges
 from zinfer.core.case import Case
@@ -24,13 +21,9 @@ from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Measurement
 from zinfer.record.study import SOURCES, Study
 from zinfer.report.plot.style import (
-    CHARACTER,
-    DRAWN,
     GREY,
-    INK,
     PALETTE,
     Sheet,
-    Titled,
     batch_axis,
     log_axis,
     looks,
@@ -42,7 +35,6 @@ from zinfer.report.plot.timeline import timeline
 _VALUED = 8  # most points whose values are written beside them
 _SAME_LIMIT = 1.1  # limits closer than this are drawn as one
 _WAYS = {"recompute": (PALETTE[1], "s"), "memory": (PALETTE[0], "o"), "disk": (PALETTE[2], "^")}
-_BAR_ROW, _NAME_ROW = 0.21, 0.3  # inches that a bar takes, and the name above it
 
 
 def draw(group: Group, points: Points, names: Collection[str] | None = None) -> dict[str, Figure]:
@@ -81,22 +73,43 @@ def throughput(group: Group, points: Points) -> Figure | None:
 
 
 def latency(group: Group, points: Points) -> Figure | None:
-    """Draw the time to first token (TTFT) and the time per output token after it (TPOT) over batch size."""
-    usable = [point for point in points if point.usable]
+    """Draw the time to first token (TTFT), and that per token after it (TPOT), over output tokens a second.
+
+    A configuration's line goes from its smallest batch to its largest; the best point is at the lower right.
+    """
+    usable = [point for point in points if point.usable and point.output_tok_s]
     if not usable:
         return None
-    sheet = Sheet(group, "how long does a user wait?", (f"{group.conditions}{_bars(points)}",), panels=2)
-    first, after = sheet.panels
-    first.set_title("to the first token (TTFT)", loc="left", size=10)
-    after.set_title("for each token after it (TPOT)", loc="left", size=10)
-    waits = _lines(first, points, lambda point: spread([ms / 1e3 for ms in samples(point, "ttft_ms")]))
-    steps = _lines(after, points, lambda point: spread([ms / 1e3 for ms in samples(point, "tpot_ms")]))
-    for axes, values in ((first, waits), (after, steps)):
-        if values:
-            log_axis(axes, values)
-        batch_axis(axes, _sizes(usable))
-    first.set_ylabel("seconds")
+    notes = (f"{group.conditions}{_bars(points)}", "Numbers are batch sizes; lower and further right is better.")
+    panels = 2 if any(point.tpot_ms for point in usable) else 1
+    sheet = Sheet(group, "how long does a user wait?", notes, panels=panels)
+    titles = "to the first token (TTFT)", "for each token after it (TPOT)"
+    metrics: tuple[Metric, ...] = ("ttft_ms", "tpot_ms")
+    for axes, title, metric in zip(sheet.panels, titles, metrics, strict=False):
+        axes.set_title(title, loc="left", size=10)
+        log_axis(axes, _tradeoff(axes, usable, metric))
+        rates = [point.output_tok_s or 0.0 for point in usable]
+        log_axis(axes, rates, "x")
+        axes.set_xlabel("output tokens a second")
+    sheet.panels[0].set_ylabel("seconds")
     return sheet.finish()
+
+
+def _tradeoff(axes: Axes, points: Points, metric: Metric) -> list[float]:
+    """Draw a line for each load, with the batch sizes at its ends. Return the values that the y axis has to hold."""
+    held: list[float] = []
+    loads = by_load(points)
+    for load, look in series(loads).items():
+        known = [(point, found) for point in loads[load] if (found := spread(samples(point, metric)))]
+        rates, waits = [point.output_tok_s or 0.0 for point, _ in known], [found.mean / 1e3 for _, found in known]
+        axes.plot(rates, waits, **look, zorder=3)
+        for nth in sorted({0, len(known) - 1}) if known else ():
+            axes.annotate(
+                str(_batch(known[nth][0])), (rates[nth], waits[nth]), xytext=(0, 7), textcoords="offset points",
+                ha="center", size=8, color=look["color"],
+            )  # fmt: skip
+        held += waits
+    return held
 
 
 def link(group: Group, points: Points) -> Figure | None:
@@ -231,77 +244,6 @@ def reuse(run: Study) -> Figure | None:
         batch_axis(axes, contexts)
         axes.set_xlabel("context, tokens")
         axes.set_ylabel("seconds to the first token")
-        return sheet.finish()
-
-
-class Bar(NamedTuple):
-    """A horizontal bar of `segments` (name, length), with `text` at its end.
-
-    `label` stands above the bar, `tag` before it; `band` is half the width of its error bar.
-    """
-
-    label: str
-    segments: tuple[tuple[str, float], ...]
-    text: str
-    tag: str = ""
-    band: float = 0.0
-    predicted: bool = False
-
-    @property
-    def length(self) -> float:
-        return sum(size for _, size in self.segments)
-
-
-def bars(
-    about: Titled,
-    question: str,
-    notes: Sequence[str],
-    rows: Sequence[Bar],
-    colours: Mapping[str, str],
-    unit: str,
-    limit: tuple[float, str] | None = None,
-) -> Figure:
-    """Draw horizontal bars from zero, in `unit`. The segments of a name have its colour of `colours`; those that `rows`
-    use stand in the legend. `limit` is a value that a dashed line marks, and its name."""
-    longest = max([limit[0] if limit else 0.0, *(row.length + row.band for row in rows)]) or 1.0
-    height = sum(_BAR_ROW + _NAME_ROW * bool(row.label) for row in rows) + 0.06
-    with looks():
-        sheet = Sheet(about, question, notes, stack=((0.02, height),))
-        axes = sheet.panels[0]
-        room = min(0.6 * DRAWN, CHARACTER * max(len(row.text) for row in rows) + 0.2)
-        axes.set_xlim(0, longest * DRAWN / (DRAWN - room))
-        axes.set_ylim(height, 0)
-        ticks: dict[float, str] = {}
-        top, shown = 0.0, set[str]()
-        for row in rows:
-            if row.label:
-                top += _NAME_ROW
-                axes.annotate(shortened(row.label, 100), (0, top), xytext=(0, 2), textcoords="offset points", size=9)
-            middle, start = top + _BAR_ROW / 2, 0.0
-            ticks[middle] = row.tag
-            for name, size in row.segments:
-                if not size:
-                    continue
-                face = to_rgba(colours[name], 0.28) if row.predicted else colours[name]
-                box = Rectangle(
-                    (start, middle - 0.4 * _BAR_ROW), size, 0.8 * _BAR_ROW, facecolor=face, edgecolor=colours[name],
-                    linestyle=(0, (4, 2.5)) if row.predicted else "-", linewidth=0.8,
-                    label=name if name not in shown else None,
-                )  # fmt: skip
-                axes.add_patch(box)
-                shown.add(name)
-                start += size
-            if row.band:
-                axes.errorbar([start], [middle], xerr=[row.band], fmt="none", ecolor=INK, capsize=3, linewidth=1.2)
-            end = (start + row.band, middle)
-            axes.annotate(row.text, end, xytext=(5, 0), textcoords="offset points", va="center", size=9)
-            top += _BAR_ROW
-        axes.set_yticks(list(ticks), list(ticks.values()), size=8)
-        axes.tick_params(axis="y", length=0)
-        axes.grid(axis="y", visible=False)
-        axes.set_xlabel(unit)
-        if limit:
-            axes.axvline(limit[0], linestyle="--", color=GREY, linewidth=1.3, label=limit[1])
         return sheet.finish()
 
 

@@ -278,8 +278,8 @@ def batch_axis(axes: Axes, sizes: Iterable[int]) -> None:
     axes.set_xlabel("batch size")
 
 
-def log_axis(axes: Axes, values: Iterable[float]) -> None:
-    """Make the y axis logarithmic, with room for every value and ticks written as plain numbers."""
+def log_axis(axes: Axes, values: Iterable[float], which: Literal["x", "y"] = "y") -> None:
+    """Make an axis logarithmic, with room for every value and ticks written as plain numbers."""
     low, high = min(values := list(values)), max(values)
     low, high = low / 1.35, high * 1.35
     span = high / low
@@ -290,11 +290,11 @@ def log_axis(axes: Axes, values: Iterable[float]) -> None:
         steps = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)
     else:
         steps = (1.0, 2.0, 5.0) if span < 3e4 else (1.0,)
-    axes.set_yscale("log")
-    axes.set_ylim(low, high)
-    axes.yaxis.set_major_locator(LogLocator(subs=steps, numticks=20))
-    axes.yaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.12g}"))
+    axes.set(**{f"{which}scale": "log", f"{which}lim": (low, high)})
+    axis = axes.yaxis if which == "y" else axes.xaxis
+    axis.set_major_locator(LogLocator(subs=steps, numticks=20))
+    axis.set_minor_locator(NullLocator())
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.12g}"))
 
 
 def lighter(colour: str, share: float) -> str:

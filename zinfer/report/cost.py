@@ -1,44 +1,22 @@
-"""Costs of a token in money and energy, and GPUs for a demand: `zinfer.analysis.economics` on measured points."""
+"""Section on the cost of a token in money and energy, and the GPUs for a demand."""
+
+from collections.abc import Iterator
 
 from zinfer.analysis import rates
 from zinfer.analysis.economics import Cost, EconomicsError, Prices, cost, fleet
 from zinfer.core.units import duration
 from zinfer.record.measurement import Measurement
-from zinfer.report.document import Block, Command, Details, Plain, Row, Section, Table, Text
+from zinfer.report.document import Block, Row, Section, Table, Text, section
 from zinfer.report.findings import Demand, Findings, WorkloadFindings
 from zinfer.report.measured import rate, rated, titled
 
-_SLICE = "A slice: the whole model is slower in proportion and its largest batch smaller, so it costs more than this."
+
+def costs(findings: Findings) -> Section:
+    """Return the costs of all configurations, and the fleet for the demand; empty if neither was asked for."""
+    return section("cost", "Sizing and cost", _blocks(findings))
 
 
-def sizing(findings: Findings) -> Section:
-    """Return the section on the cost of every configuration at its own best batch, and the fleet for the demand if one
-    is given."""
-    blocks: list[Block] = _given(findings)
-    asked = findings.prices.known or findings.demand is not None
-    for workload in (*findings.main, *findings.slices):
-        if rates.best(workload.points) is None:
-            if workload in findings.main:
-                blocks.append(
-                    Text(f"{workload.name}: no point succeeded ({rates.statuses(workload.points)}).", "missing")
-                )
-            continue
-        tables: list[Plain] = [_costs(workload, findings.prices)]
-        if findings.demand is not None:
-            tables.append(_fleets(workload, findings.demand, findings.prices))
-        if workload.group.layers is not None:
-            tables.append(Text(_SLICE, "caution"))
-        if asked and workload in findings.main:
-            blocks += tables
-        else:
-            blocks.append(
-                Details(f"{'Cost' if asked else 'Energy'} of every configuration: {workload.name}", tuple(tables))
-            )
-    return Section("cost", "Sizing and cost", blocks)
-
-
-def _given(findings: Findings) -> list[Block]:
-    """Return the prices and the demand, and the options that give those that are missing."""
+def _blocks(findings: Findings) -> Iterator[Block]:
     prices = findings.prices
     told = {
         "an hour of a GPU": prices.gpu_hour_usd,
@@ -46,19 +24,13 @@ def _given(findings: Findings) -> list[Block]:
         "a kWh": prices.power_usd_kwh,
     }
     words = [f"{name} {value:g} USD" for name, value in told.items() if value is not None]
-    blocks: list[Block] = []
     if words:
-        blocks.append(Text(f"Prices as given: {', '.join(words)}. What is not named is not counted."))
-    else:
-        lack = "No price was given, so no cost: `--gpu-hour-usd`, `--host-hour-usd` and `--power-usd-kwh` take them."
-        blocks.append(Text(lack, "missing"))
-    if findings.demand is None:
-        lack = "No demand was given, so no number of GPUs: `--demand` takes it, and `--deadline` the time it is due in."
-        blocks.append(Text(lack, "missing"))
-    if findings.demand is None or not words:
-        options = "--gpu-hour-usd 2.50 --power-usd-kwh 0.12 --demand 2Mtok/day --deadline 8h"
-        blocks.append(Command(f"zinfer report {options}"))
-    return blocks
+        yield Text(f"Prices as given: {', '.join(words)}. What is not named is not counted.")
+    for workload in (*findings.main, *findings.slices) if words or findings.demand else ():
+        if words:
+            yield _costs(workload, prices)
+        if findings.demand is not None:
+            yield _fleets(workload, findings.demand, prices)
 
 
 def _costs(workload: WorkloadFindings, prices: Prices) -> Table:
@@ -97,15 +69,8 @@ def _fleets(workload: WorkloadFindings, demand: Demand, prices: Prices) -> Table
         )  # fmt: skip
         rows.append(Row((*_named(point), *amounts)))
     columns = (
-        "configuration",
-        "#batch",
-        "#tok/s",
-        "#GPUs at work",
-        "#spare",
-        "#GPUs",
-        "#servers",
-        "#load of those at work",
-    )
+        "configuration", "#batch", "#tok/s", "#GPUs at work", "#spare", "#GPUs", "#servers", "#load of GPUs at work",
+    )  # fmt: skip
     caption = (
         f"{workload.name}: GPUs for {demand.text}, {demand.tokens:,.0f} output tokens within "
         f"{duration(demand.seconds)}, counting on {demand.utilisation:.0%} of the throughput of each; "

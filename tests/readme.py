@@ -676,7 +676,7 @@ def _most_rows(point: Measurement) -> int:
 @cache
 def _calibrated() -> dict[str, Efficiency]:
     """Return what each engine reaches, from all records."""
-    return fit(load_points(RESULTS), load_machines(RESULTS), [])
+    return fit(load_points(RESULTS), load_machines(RESULTS))
 
 
 def _four_h200() -> list[str]:

@@ -22,7 +22,7 @@ from matplotlib.figure import Figure
 
 from tests import mentions
 from tests.results import LAYERS_BYTES, case, point, sweep, traced
-from zinfer.analysis.group import groups, samples
+from zinfer.analysis.group import Metric, groups, samples
 from zinfer.cli import cli
 from zinfer.record.measurement import Effective, Measurement, Span
 from zinfer.record.store import Store, read
@@ -107,7 +107,8 @@ def test_throughput_shows_every_usable_point() -> None:
 
 def test_latency_is_drawn_over_throughput_for_every_usable_point() -> None:
     usable = [point for point in sweep() if point.usable]
-    for axes, metric in zip(shown("sweep")["latency"].axes, ("ttft_ms", "tpot_ms"), strict=True):
+    metrics: tuple[Metric, ...] = ("ttft_ms", "tpot_ms")
+    for axes, metric in zip(shown("sweep")["latency"].axes, metrics, strict=True):
         dots = [pair for xs, ys in measured(axes).values() for pair in zip(xs, ys, strict=True)]
         waits = [(p.output_tok_s, mean(samples(p, metric)) / 1e3) for p in usable]
         assert sorted(dots) == sorted(waits)

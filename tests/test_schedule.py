@@ -549,7 +549,7 @@ def test_seconds_are_the_plans_until_they_are_measured() -> None:
 
 
 def test_the_first_passes_are_expected_to_be_a_bit_slower_than_those_on_record() -> None:
-    found = fit(committed.points(), committed.machines(), [])["stream"]
+    found = fit(committed.points(), committed.machines())["stream"]
     for name in ("link_share", "mfu", "expert_mfu"):
         assert 0.85 * getattr(found, name) <= getattr(AT_FIRST, name) <= getattr(found, name)
 

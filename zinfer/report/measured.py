@@ -139,9 +139,9 @@ def _tops(workload: WorkloadFindings) -> Table:
 
 def _times(ours: Points, theirs: Points) -> str:
     """Return the ratio of two configurations at the largest batch that both ran; empty if there is none."""
-    sides = [{point.case.workload.batch_size: point for point in side if point.usable} for side in (theirs, ours)]
-    common = max(sides[0].keys() & sides[1].keys(), default=None)
-    return "" if common is None else f"{change(*(side[common] for side in sides)).times} at {common}"
+    before, after = ({one.case.workload.batch_size: one for one in side if one.usable} for side in (theirs, ours))
+    size = max(before.keys() & after.keys(), default=None)
+    return "" if size is None else f"{change(before[size], after[size]).times} at {size}"
 
 
 def _percentile(point: Measurement, time: sla.Metric, name: str) -> str:

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import signal
 from collections.abc import Callable
 from functools import partialmethod
 from itertools import count
@@ -181,6 +182,16 @@ def test_a_failure_that_was_tried_again_counts_no_more(tmp_path: Path) -> None:
     measure(plan, output, Stamped(5), Shard(1, 1))
     assert sweep.exit_code(plan, merge(plan, output).all) == 0
     assert sorted(point.status for point in read(output).points) == ["ok"] * 2 * LOADS + ["timeout"] * LOADS
+
+
+def test_a_shard_that_was_interrupted_goes_on(tmp_path: Path) -> None:
+    output, plan = tmp_path / "out.jsonl", PLAN.model_copy(update={"rounds": 1, "batch_size": (1, 2)})
+    with pytest.raises(SystemExit) as ended:
+        measure(plan, output, Stamped(5, signal_at=(2, signal.SIGINT)), Shard(1, 1))
+    assert ended.value.code == 130
+    measure(plan, output, Stamped(5), Shard(1, 1))
+    assert sweep.exit_code(plan, merge(plan, output).all) == 0
+    assert [point.status for point in read(output).points] == ["ok", "cancelled"] + ["ok"] * (2 * LOADS - 1)
 
 
 def lose(output: Path) -> None:

@@ -440,8 +440,7 @@ class _Runner:
             return failed(self._facts(death.status, str(death), stage))
         except Interrupted as interrupt:
             self._stop(kill=True)
-            point = failed(self._facts("cancelled", interrupt.name, stage))
-            self._store.append(point)  # type: ignore[arg-type]
+            self._keep(failed(self._facts("cancelled", interrupt.name, stage)))
             raise
 
     def _facts(self, status: Status, error: str, stage: str) -> dict[str, Any]:

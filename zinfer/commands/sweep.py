@@ -158,9 +158,9 @@ def command(
     zinfer sweep --model opt-30b --engine stream,deepspeed --offload none,cpu --batch-size 1-64*2
     zinfer sweep --model opt-30b --offload cpu --request-lengths lognormal:245,106 --in-flight 64,auto
     zinfer sweep demo --resume
-    zinfer sweep opt-30b -o out.jsonl --shard 2/4         on each of four machines
-    zinfer sweep opt-30b -o out.jsonl --merge             when all shards have ended
-    zinfer sweep opt-30b --cluster slurm --slurm-arg partition=gpu --slurm-arg gpus-per-node=1 --slurm-arg time=4:00:00
+    zinfer sweep mixtral -o out.jsonl --shard 2/4         on each of four machines
+    zinfer sweep mixtral -o out.jsonl --merge             when all shards have ended
+    zinfer sweep mixtral --cluster slurm --slurm-arg partition=gpu --slurm-arg gpus-per-node=1 --slurm-arg time=4:00:00
     """
     from functools import partial
 

@@ -29,7 +29,7 @@ MOST_LINES = 6  # of stderr, for a refusal: progress, click's usage, and the mes
 # Sequences that a terminal is sent on purpose: colours, moves of the cursor, erasing, and hiding the cursor.
 SEQUENCE = re.compile(r"\x1b\[(\?25[lh]|\d*(;\d+)*[mABCDGKJH])")
 CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
-RAYS_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
+RAYS_AGENTS = ("ray::DashboardA", "ray::RuntimeEnv")  # the kernel keeps 15 characters of a name
 
 
 def code(ended: Ended, sent: Iterable[int] = (), killed: bool = False) -> list[str]:

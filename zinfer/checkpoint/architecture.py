@@ -131,7 +131,7 @@ def _watched(model: PreTrainedModel, layers: nn.ModuleList, tokens: int) -> "_Wa
     def run(**cache: Cache) -> _Watch:
         watch = _Watch(layers, tokens)
         try:
-            with torch.device("meta"), torch.no_grad(), watch:
+            with torch.device("meta"), torch.no_grad(), _autocast_off_on_meta(), watch:
                 ids = torch.zeros(_ROWS, tokens, dtype=torch.long)
                 watch.settle(model(input_ids=ids, use_cache=True, **cache))
             if not all(seen.entered for seen in watch.layers):
@@ -146,6 +146,21 @@ def _watched(model: PreTrainedModel, layers: nn.ModuleList, tokens: int) -> "_Wa
             return run()
         except IndexError:  # the model's own cache counts the layers of an encoder that it does not have
             return run(past_key_values=DynamicCache())
+
+
+@contextmanager
+def _autocast_off_on_meta() -> Iterator[None]:
+    """Answer that autocast is off for the meta device, which torch does not know; models of transformers 5.3 ask."""
+    real = torch.is_autocast_enabled
+
+    def asked(*device: str) -> bool:
+        return device != ("meta",) and real(*device)
+
+    torch.is_autocast_enabled = asked
+    try:
+        yield
+    finally:
+        torch.is_autocast_enabled = real
 
 
 def _shape(model: PreTrainedModel, stack: str, layers: nn.ModuleList, watched: "list[_Seen]") -> Shape:

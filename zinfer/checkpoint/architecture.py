@@ -156,7 +156,7 @@ def _autocast_off_on_meta() -> Iterator[None]:
     def asked(*device: str) -> bool:
         return device != ("meta",) and real(*device)
 
-    torch.is_autocast_enabled = asked
+    torch.is_autocast_enabled = asked  # type: ignore[assignment]
     try:
         yield
     finally:

@@ -37,7 +37,7 @@ from zinfer.generation.dialogue import Dialogue
 from zinfer.generation.sampling import Sampling
 from zinfer.generation.tokenizer_process import TokenizerProcess
 from zinfer.worker.inline import InlineWorker
-from zinfer.worker.tasks import Answer, BatchStart, BatchStep, Request
+from zinfer.worker.tasks import Answer, BatchStart, BatchStep, BatchStepped, Request, RowStep
 
 TURNS = ["Hello there", "And again", "third"]
 Checkpoints = Callable[..., Path]
@@ -131,6 +131,17 @@ def test_answers_are_those_of_transformers(
     assert len(said) == (4 if template is None else 3)
     assert re.search(r"\b0 tokens reloaded, \d+ computed: TTFT .*s, .*[\d,.]+ tok/s", said[-3])
     assert ("no chat template" in said[0]) == (template is None)
+
+
+def test_the_text_of_an_answer_is_that_of_its_end() -> None:
+    """Pieces keep characters that a tokenizer took back afterwards; the next turn needs the text without them."""
+    answer = terminal._Answer(as_json=True)
+    for row in (
+        RowStep(key=0, tokens=[1], piece="a?"),
+        RowStep(key=0, tokens=[2], piece="c", text="abc", finish_reason="length"),
+    ):
+        answer.add(BatchStepped(passes=1, seconds=0.5, rows=[row]))
+    assert (answer.text, answer.output_ids, answer.ttft_s, answer.decode_s) == ("abc", [1, 2], 0.5, 0.5)
 
 
 def test_one_of_several_templates_must_be_chosen(checkpoint: Checkpoints, tmp_path: Path) -> None:

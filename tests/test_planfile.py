@@ -54,6 +54,9 @@ def key(library: Library, spec: ModelSpec) -> PlanKey:
     return plan_key(library, str(spec.directory), spec, "safetensors", None, 4, 32)
 
 
+BUILD = ("pack", "--engine", "tensorrt", "--max-batch-size", "2", "--max-seq-len", "16")
+
+
 def fake(key: PlanKey, path: Path | None = None, content: bytes = b"plan" * 1000) -> PlanFile:
     """Write a finished plan file whose content no library has made."""
     path = path or PLANS / f"{key.stem}.plan"
@@ -186,19 +189,7 @@ def test_a_build_that_cannot_succeed_is_refused_before_it_starts(
 
 
 def test_a_disk_that_fills_up_leaves_nothing(folder: Path, spec: ModelSpec) -> None:
-    words = (
-        "pack",
-        "--engine",
-        "tensorrt",
-        "-m",
-        str(spec.directory),
-        "--max-batch-size",
-        "2",
-        "--max-seq-len",
-        "16",
-        "--dtype",
-        "fp32",
-    )
+    words = (*BUILD, "-m", str(spec.directory), "--dtype", "fp32")
     with small_files(1 << 20):
         result = zinfer(folder, *words)
     assert result.returncode == 5, result.stderr
@@ -208,19 +199,7 @@ def test_a_disk_that_fills_up_leaves_nothing(folder: Path, spec: ModelSpec) -> N
 
 
 def test_build_on_the_command_line(folder: Path, spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = (
-        "pack",
-        "--engine",
-        "tensorrt",
-        "-m",
-        str(spec.directory),
-        "--max-batch-size",
-        "2",
-        "--max-seq-len",
-        "16",
-        "--dtype",
-        "bf16",
-    )
+    words = (*BUILD, "-m", str(spec.directory), "--dtype", "bf16")
     first = zinfer(folder, *words)
     assert first.returncode == 0, first.stderr
     path = Path(first.stdout.strip())

@@ -6,7 +6,6 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from typing import IO, Any, NoReturn, cast
 
 import click
@@ -24,7 +23,7 @@ GROUPS = {
         "sweep": "Measure batch sizes, offloads and engines; keep every point.",
         "plot": "Draw the figures of the results.",
         "best": "Name the best configuration and the command that runs it.",
-        "report": "Write the results as an HTML page and as Markdown.",
+        "report": "Write the results as an HTML page, or as Markdown.",
         "plan": "Predict what fits where and how fast it can be, without running.",
     },
     "Run a model": {
@@ -101,11 +100,7 @@ class _Verbs(click.Group):
             return super().invoke(ctx)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        if name not in VERBS:
-            return None
-        command: click.Command = import_module(f"zinfer.commands.{name}").command
-        limits.bound(command)
-        return command
+        return limits.loaded(f"zinfer.commands.{name}") if name in VERBS else None
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

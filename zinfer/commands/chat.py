@@ -240,7 +240,8 @@ class _Answer:
             if row.error is not None:
                 raise Failure(row.error)
             self.output_ids += row.tokens
-            self.text, self.finish_reason, self.reloaded = self.text + row.piece, row.finish_reason, row.cached
+            self.text = self.text + row.piece if row.finish_reason is None else row.text
+            self.finish_reason, self.reloaded = row.finish_reason, row.cached
             if row.piece and not self.as_json:
                 show_generated(row.piece)
 

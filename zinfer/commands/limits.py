@@ -8,6 +8,7 @@ texts have an end.
 import math
 from collections.abc import Callable
 from copy import copy
+from importlib import import_module
 from typing import Any
 
 import click
@@ -24,6 +25,13 @@ METAVARS = ("model", "machine", "engine")
 
 Convert = Callable[[Any, click.Parameter | None, click.Context | None], Any]
 _PROSE = frozenset({"prompts", "system"})  # parameters with texts of any kind
+
+
+def loaded(module: str) -> click.Command:
+    """Import a module; return its `command`, with its values bounded."""
+    command: click.Command = import_module(module).command
+    bound(command)
+    return command
 
 
 def bound(command: click.Command) -> None:

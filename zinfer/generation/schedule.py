@@ -473,9 +473,8 @@ class Schedule:
     tally: Tally = field(default_factory=Tally)
     _sorted: bool = True
     _shared: Counter[int] = field(default_factory=Counter)  # rows of each request when the queue was sorted
-    _since: dict[int, int] = field(
-        default_factory=dict
-    )  # turn at which each request came, or last had a row that ended
+    # Turn at which each request came, or last had a row that ended.
+    _since: dict[int, int] = field(default_factory=dict)
     _turn: int = 0
     _tokens: int = 0
     _early: int = 0  # rows that ended before their limit

@@ -81,33 +81,21 @@ class DecodeLoop:
             raise EngineError("no batch is running")
         return self._batch
 
-    def start(
-        self,
-        token_ids: Tensor,
-        mask: Tensor,
-        reserve: int,
-        past: "Several[KVSnapshot]" = (),
-        answered: Several[int] = (),
-    ) -> Tensor:
+    def start(self, token_ids: Tensor, mask: Tensor, reserve: int, past: "Several[KVSnapshot]" = ()) -> Tensor:
         """Prefill a batch and choose its first tokens, ``[B]``; a batch that was running is ended. The arguments are
         those of `zinfer.generation.passes.prefill`."""
         self.end()
         most = self.engine.recompute_beyond
         lengths = [] if most is None else mask.sum(-1).tolist()
         self._most_steps = min((most - one for one in lengths if most is not None and one <= most), default=None)
-        self._batch, logits = passes.prefill(self.engine, token_ids, mask, reserve, past, answered)
+        self._batch, logits = passes.prefill(self.engine, token_ids, mask, reserve, past)
         self.steps = 0
         return self._choose(logits)
 
-    @property
-    def crosses(self) -> bool:
-        """True if the next step needs other keys of some row: it must be started anew."""
-        return self._most_steps is not None and self.steps >= self._most_steps
-
     def step(self) -> Tensor:
-        """Run one decode step with the tokens chosen last; returns the next ones, ``[B]``. Raises EngineError if it
-        `crosses`."""
-        if self.crosses:
+        """Run one decode step with the tokens chosen last; returns the next ones, ``[B]``. Raises EngineError where a
+        row grows beyond the switch of longrope, since that needs other keys."""
+        if self._most_steps is not None and self.steps >= self._most_steps:
             self._abandon()
             raise EngineError(
                 f"beyond {self.engine.recompute_beyond} tokens {self.engine.plan.model.name} turns all keys by other "
@@ -290,8 +278,9 @@ class ContinuousScheduler:
         self._least_kept = 1 if self._one_by_one else LEAST_KEPT
         if cache_size and self.cannot_reuse is None:
             where, size = folder or (None, 0)
+            identity = {} if folder is None else cache_identity(engine.plan)  # memory holds this model alone
             self.prefixes = PrefixCache(
-                cache_identity(engine.plan), cache_size, where, size, self._notes.append,
+                identity, cache_size, where, size, self._notes.append,
                 pin=engine.device.type == "cuda", piece=PIECE, spare=int(SPARE * host_bytes()),
             )  # fmt: skip
         self.gained: dict[int, int] = {}  # tokens that the last pass gave to each sequence, by key

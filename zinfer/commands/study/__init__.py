@@ -19,11 +19,7 @@ class _Studies(click.Group):
         return list(STUDIES)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        if name not in STUDIES:
-            return None
-        command: click.Command = import_module(f"zinfer.commands.study.{name}").command
-        limits.bound(command)
-        return command
+        return limits.loaded(f"zinfer.commands.study.{name}") if name in STUDIES else None
 
 
 @click.group("study", cls=_Studies)

@@ -1,6 +1,5 @@
 """`zinfer study`: studies of one question each, in records of one type."""
 
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants import FAILED, MUTANTS, ROOT, Mutant, copy_into, run_tests
+from tools.mutants import FAILED, MUTANTS, ROOT, Mutant, copy_into, run_tests
 
 SOURCE = "def total(values):\n    return sum(values)\n"
 TEST = "from zinfer.sums import total\n\ndef test_total():\n    assert total([1, 2]) == 3\n"
@@ -26,7 +26,7 @@ def example(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=names)
 def test_a_mutant_still_applies(mutant: Mutant, tmp_path: Path) -> None:
-    """If this fails, the source that the mutant changes has changed: renew the mutant in tests/mutants.py."""
+    """If this fails, the source that the mutant changes has changed: renew the mutant in tools/mutants.py."""
     (tmp_path / mutant.file).parent.mkdir(parents=True)
     shutil.copy(ROOT / mutant.file, tmp_path / mutant.file)
     mutant.plant(tmp_path)

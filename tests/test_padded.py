@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from tests.padded import easy_first, pad, prompts_of, requests
-from tests.trained import tokenizer
+from tools.padded import easy_first, pad, prompts_of, requests
+from tools.trained import tokenizer
 
 
 @pytest.fixture

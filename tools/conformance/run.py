@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from tests.conformance.compare import NOTES, WAYS, Outcome, Verdict, compare
-from tests.conformance.small import Subject
+from tools.conformance.compare import NOTES, WAYS, Outcome, Verdict, compare
+from tools.conformance.small import Subject
 
 LIMIT_S = 900.0  # time limit of one type
 

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.campaign.lab import Lab, Room, Verb, digest
-from tests.campaign.subject import Ended
+from tools.campaign.lab import Lab, Room, Verb, digest
+from tools.campaign.subject import Ended
 from zinfer.core.machine import Machine
 from zinfer.job.sweep import FINAL
 from zinfer.record import study

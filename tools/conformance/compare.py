@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests.conformance.reference import (
+from tools.conformance.reference import (
     LENGTHS,
     OUTPUT_LEN,
     CannotCompare,
@@ -25,9 +25,9 @@ from tests.conformance.reference import (
     Reference,
     reference,
 )
-from tests.conformance.rows import come_and_go, side_by_side
-from tests.conformance.small import GAINS, CannotBuild, Subject, family, save, small_model
-from tests.steered import steered
+from tools.conformance.rows import come_and_go, side_by_side
+from tools.conformance.small import GAINS, CannotBuild, Subject, family, save, small_model
+from tools.steered import steered
 from zinfer import engine
 from zinfer.checkpoint.headers import CheckpointError
 from zinfer.checkpoint.source import find
@@ -201,7 +201,7 @@ def _clean(error: BaseException, scratch: Path) -> str:
 def _place(error: BaseException) -> str:
     """Return the place of an error: the last lines in known packages that its traceback passes through."""
     frames = traceback.extract_tb(error.__traceback__)
-    packages = ("zinfer/", "transformers/", "torch/", "tests/")
+    packages = ("zinfer/", "transformers/", "torch/", "tests/", "tools/")
     told = [
         f"{frame.filename[at:]}:{frame.lineno}"
         for frame in frames

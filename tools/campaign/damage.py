@@ -16,12 +16,12 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from xml.etree import ElementTree
 
-from tests.campaign import judge
-from tests.campaign.kills import normal
-from tests.campaign.lab import Lab, Result, Room
-from tests.campaign.subject import Ended
-from tests.campaign.verbs import ON_MODEL, VERBS, answers, points, requests
-from tests.damage import damage_field, damage_json, damage_safetensors, damage_text, read_header, write_header
+from tools.campaign import judge
+from tools.campaign.kills import normal
+from tools.campaign.lab import Lab, Result, Room
+from tools.campaign.subject import Ended
+from tools.campaign.verbs import ON_MODEL, VERBS, answers, points, requests
+from tools.damage import damage_field, damage_json, damage_safetensors, damage_text, read_header, write_header
 from zinfer.record.jsonl import seal, unseal
 
 LIMIT_S = 30.0  # after which a command hangs on its input

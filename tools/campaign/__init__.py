@@ -1,7 +1,7 @@
 """Fault campaign: zinfer under kills, failing disks, little memory, second writers, damaged inputs, changed weights and
 difficult clients, judged by what a user would lose.
 
-`python -m tests.campaign --seed 1 --count 20` runs 20 cases of each class, prints a table, and with ``-o FILE`` appends
+`python -m tools.campaign --seed 1 --count 20` runs 20 cases of each class, prints a table, and with ``-o FILE`` appends
 a record. Modules, each of which imports only from those above it:
 
     shim        faults of a disk: full, failing, read-only, vanishing, or a kill at the n-th operation; and an audit of

@@ -1,13 +1,13 @@
 """Trained model in the shape of a large one: its text, and the bytes of many more weights.
 
-`python -m tests.padded SOURCE FOLDER` writes a Llama checkpoint that computes what the small one at SOURCE does. What
+`python -m tools.padded SOURCE FOLDER` writes a Llama checkpoint that computes what the small one at SOURCE does. What
 is added are zeros: channels of the hidden state, attention heads and columns of the feed-forward layers beside the
 trained ones, and whole layers behind the trained ones, which leave the hidden state as it is. So a pass moves the bytes
 of a large model, and the text, and with it the share of drafts that are right, is that of trained weights.
 
 The zeros are holes in the file, so that it takes next to no room on the disk. A codec would find them: measure with
 `-O weight_codec=none`. FOLDER gets `requests.jsonl`, too: 96 prompts, source and prose in turn, that a model which
-`tests.trained` wrote was not trained on; before all others an easy one, for loads of a single request.
+`tools.trained` wrote was not trained on; before all others an easy one, for loads of a single request.
 """
 
 import argparse

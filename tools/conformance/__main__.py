@@ -1,4 +1,4 @@
-"""Command line: `python -m tests.conformance [TYPE ...] [--jobs N] [--output FILE]` compares, prints a table and writes
+"""Command line: `python -m tools.conformance [TYPE ...] [--jobs N] [--output FILE]` compares, prints a table and writes
 the record.
 
 `make readme` writes the tables of ``docs/models.md`` anew from the record.
@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from tests.conformance import record
+from tools.conformance import record
 
 if TYPE_CHECKING:
-    from tests.conformance.run import Row
+    from tools.conformance.run import Row
 
 # Modules that every child needs, imported in the parent (`save_pretrained` imports DeepSpeed if it is installed).
 PRELOADED = ("transformers.models.llama.modeling_llama", "zinfer.commands.watch", "zinfer.engine.stream", "deepspeed")
@@ -53,9 +53,9 @@ def conformance(types: tuple[str, ...], jobs: int) -> dict[str, Any]:
     import torch
     import transformers
 
-    from tests.conformance.compare import WAYS
-    from tests.conformance.run import run_all
-    from tests.conformance.small import subjects
+    from tools.conformance.compare import WAYS
+    from tools.conformance.run import run_all
+    from tools.conformance.small import subjects
 
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)

@@ -11,11 +11,11 @@ import shutil
 import signal
 from collections.abc import Callable, Sequence
 
-from tests.campaign import judge, shim
-from tests.campaign.kills import normal
-from tests.campaign.lab import PATIENCE_S, Lab, Normal, Result, Room, Verb
-from tests.campaign.subject import Ended
-from tests.campaign.verbs import VERBS
+from tools.campaign import judge, shim
+from tools.campaign.kills import normal
+from tools.campaign.lab import PATIENCE_S, Lab, Normal, Result, Room, Verb
+from tools.campaign.subject import Ended
+from tools.campaign.verbs import VERBS
 
 WRITERS = ("sweep", "batch", "pack", "plot", "report", "export", "probe", "reuse", "accuracy", "chat", "run-nvme")
 READERS = ("run", "best", "plan")

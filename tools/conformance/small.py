@@ -15,7 +15,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-from tests.conformance.sizes import ADJUSTMENTS, DEPTH, FIRST_TOKEN, SETTINGS, SIDE_DEPTH, SIZES, UNSET, WINDOW
+from tools.conformance.sizes import ADJUSTMENTS, DEPTH, FIRST_TOKEN, SETTINGS, SIDE_DEPTH, SIZES, UNSET, WINDOW
 
 MAX_DEPTH = 16
 RECURRENT = ("linear", "conv", "mamba", "recurrent", "hybrid")  # words in the names of kinds of layers
@@ -261,7 +261,7 @@ def persistent_buffers(model: nn.Module) -> Iterable[tuple[str, nn.Module, str]]
 
 
 def family(model: PreTrainedModel) -> str:
-    """Return the family of a model, one of `tests.conformance.record.FAMILIES`."""
+    """Return the family of a model, one of `tools.conformance.record.FAMILIES`."""
     kinds = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
     if model._is_stateful or any(word in kind for kind in kinds for word in RECURRENT):
         return "Recurrent and hybrid"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from zinfer.report.pages import wrapped
 
 if TYPE_CHECKING:
-    from tests.conformance.run import Row
+    from tools.conformance.run import Row
 
 RECORD = Path("sweeps/results/conformance.json")
 WRAPPER = "+wrapper"

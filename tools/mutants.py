@@ -15,7 +15,7 @@ from typing import NamedTuple
 from tests import PATIENCE_S, environment
 
 ROOT = Path(__file__).parents[1]
-COPIED = ("zinfer", "tests")  # all else of the checkout is linked
+COPIED = ("zinfer", "tests", "tools")  # all else of the checkout is linked
 FAILED = 1  # exit code of pytest if a test failed; others mean that the tests did not run
 
 
@@ -35,7 +35,7 @@ class Mutant(NamedTuple):
         if (found := text.count(self.before)) != 1:
             raise LookupError(
                 f"mutant no longer applies: {self.name}: {self.file} holds {self.before!r} {found} times, not once; "
-                "renew it in tests/mutants.py"
+                "renew it in tools/mutants.py"
             )
         path.write_text(text.replace(self.before, self.after))
 

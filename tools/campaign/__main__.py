@@ -1,4 +1,4 @@
-"""Command line: `python -m tests.campaign [--seed N] [--class NAME,..] [--count N] [--jobs N] [-o FILE]`."""
+"""Command line: `python -m tools.campaign [--seed N] [--class NAME,..] [--count N] [--jobs N] [-o FILE]`."""
 
 import os
 import sys
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from tests.campaign import shim as shims
+from tools.campaign import shim as shims
 
 
 @click.command()
@@ -27,7 +27,7 @@ def main(
     ordinary: float, output: Path | None, plants: bool, listing: bool,
 ) -> None:  # fmt: skip
     """Disturb zinfer in every way, count what held, and print a table; exit with 1 if something failed."""
-    from tests.campaign import run
+    from tools.campaign import run
 
     if listing:
         click.echo("\n".join(f"{name:20} {text}" for name, text in run.titles().items()))
@@ -48,7 +48,7 @@ def restart() -> None:
     os.environ["ZINFER_CAMPAIGN_ROOT"] = str(folder)
     library = shims.build(folder)
     if library is not None:
-        shims.restart_with(library, "tests.campaign")
+        shims.restart_with(library, "tools.campaign")
 
 
 if __name__ == "__main__":

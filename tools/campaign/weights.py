@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from tests.campaign import judge
-from tests.campaign.clients import Load
-from tests.campaign.damage import PACKED_RUN
-from tests.campaign.kills import normal
-from tests.campaign.lab import PATIENCE_S, Lab, Result, Room, Verb
-from tests.campaign.serve import PROMPTS, TOKENS, WORDS, ended, started, workers
-from tests.campaign.verbs import VERBS
-from tests.damage import read_header
+from tools.campaign import judge
+from tools.campaign.clients import Load
+from tools.campaign.damage import PACKED_RUN
+from tools.campaign.kills import normal
+from tools.campaign.lab import PATIENCE_S, Lab, Result, Room, Verb
+from tools.campaign.serve import PROMPTS, TOKENS, WORDS, ended, started, workers
+from tools.campaign.verbs import VERBS
+from tools.damage import read_header
 from zinfer.record.store import read
 
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
-from tests.conformance.sizes import FIRST_TOKEN, VOCAB_SIZE
+from tools.conformance.sizes import FIRST_TOKEN, VOCAB_SIZE
 
 # Tokens in the prompts, and added. One prompt is longer than the blocks of 64 tokens that some models have in their
-# code; one is shorter, and the others are longer, than all windows, chunks and budgets of `tests.conformance.sizes`.
+# code; one is shorter, and the others are longer, than all windows, chunks and budgets of `tools.conformance.sizes`.
 LENGTHS, OUTPUT_LEN = (70, 3, 21, 18), 12
 SEEDS = 8  # sets of prompts that are tried
 ROUNDING = 2.0**-20  # relative noise of weights: that of eight roundings

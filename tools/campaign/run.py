@@ -19,9 +19,9 @@ from typing import Any
 
 import click
 
-from tests.campaign import damage, disks, kills, plants, record, serve, subject, verbs, weights
-from tests.campaign.lab import Lab, Result, Verb
-from tests.campaign.shim import Shim
+from tools.campaign import damage, disks, kills, plants, record, serve, subject, verbs, weights
+from tools.campaign.lab import Lab, Result, Verb
+from tools.campaign.shim import Shim
 
 Case = Callable[[Lab, int, bool], Result]
 CLASSES: dict[str, Case] = {**kills.CLASSES, **disks.CLASSES, **damage.CLASSES, **serve.CLASSES, **weights.CLASSES}

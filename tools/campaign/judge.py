@@ -10,8 +10,8 @@ from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.campaign.clients import Reply
-from tests.campaign.subject import ROOT, Ended
+from tools.campaign.clients import Reply
+from tools.campaign.subject import ROOT, Ended
 from zinfer.core.errors import EXIT_CODES, INTERNAL
 
 DOCUMENTED = {int(code) for key in EXIT_CODES for code in key.split(", ")} - {INTERNAL}

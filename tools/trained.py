@@ -1,6 +1,6 @@
 """Small language model, trained on the spot: a trained checkpoint for machines without one.
 
-`python -m tests.trained FOLDER` trains a Llama of 25 million weights to predict the bytes of Python's own standard
+`python -m tools.trained FOLDER` trains a Llama of 25 million weights to predict the bytes of Python's own standard
 library, source and help texts, and writes a whole checkpoint: the weights as bf16, with a description of their
 training; a tokenizer with one token per byte; `held-out.txt`, source that was not trained on, and
 `held-out-prose.txt`, help texts that were not. This takes half a minute on a GPU; on a CPU use fewer `--steps` and a

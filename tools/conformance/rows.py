@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.conformance.reference import OUTPUT_LEN, Reference
 from tests.test_continuous import Words, run, small
 from tests.test_drafts import Oracle
+from tools.conformance.reference import OUTPUT_LEN, Reference
 from zinfer.engine.base import Engine, Work
 from zinfer.generation import schedule, scheduler
 from zinfer.generation.drafts import Drafts

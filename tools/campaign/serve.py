@@ -15,8 +15,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-from tests.campaign import judge
-from tests.campaign.clients import (
+from tools.campaign import judge
+from tools.campaign.clients import (
     ANSWER_S,
     GREEDY,
     NUISANCES,
@@ -28,9 +28,9 @@ from tests.campaign.clients import (
     ask,
     status_of,
 )
-from tests.campaign.lab import GRACE_S, PATIENCE_S, Lab, Result, Room
-from tests.campaign.subject import Ended, Subject
-from tests.campaign.verbs import ON_MODEL
+from tools.campaign.lab import GRACE_S, PATIENCE_S, Lab, Result, Room
+from tools.campaign.subject import Ended, Subject
+from tools.campaign.verbs import ON_MODEL
 
 PROMPTS = ("a", "Hello", "abcdefghij", "The rain", "0123456789 0123456789", "zz top", "?", "{}[]()")
 TOKENS = 12

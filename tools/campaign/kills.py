@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from tests.campaign import judge, shim
-from tests.campaign.lab import GRACE_S, PATIENCE_S, Lab, Normal, Result, Room, Verb, undisturbed
-from tests.campaign.subject import Ended
-from tests.campaign.verbs import VERBS
+from tools.campaign import judge, shim
+from tools.campaign.lab import GRACE_S, PATIENCE_S, Lab, Normal, Result, Room, Verb, undisturbed
+from tools.campaign.subject import Ended
+from tools.campaign.verbs import VERBS
 
 OLD = b"from an earlier run\n"
 WAYS = ("KILL", "TERM", "INT", "INT twice", "TERM twice", "worker", "write", "torn")

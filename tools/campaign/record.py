@@ -5,7 +5,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal
 
-from tests.campaign.lab import Result
+from tools.campaign.lab import Result
 from zinfer import __version__
 from zinfer.core.value import Frozen
 from zinfer.record.jsonl import read_lines

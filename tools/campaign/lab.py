@@ -13,9 +13,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from tests.campaign import judge
-from tests.campaign.shim import Shim
-from tests.campaign.subject import Ended, Subject, children_of
+from tools.campaign import judge
+from tools.campaign.shim import Shim
+from tools.campaign.subject import Ended, Subject, children_of
 
 PATIENCE_S = 60.0  # after which a process hangs
 GRACE_S = 10.0  # for processes to follow their parent
@@ -259,7 +259,7 @@ def contents(room: Room, verb: Verb) -> dict[str, bytes]:
 
 def undisturbed(lab: Lab, verb: Verb) -> Normal:
     """Run a verb twice without disturbance. Raises RuntimeError if it fails or gives two results."""
-    from tests.campaign import shim as faults
+    from tools.campaign import shim as faults
 
     found: list[Normal] = []
     armed = lab.shim is not None and not verb.executed

@@ -1,4 +1,4 @@
-"""The console script `zinfer`, run in this process with its engines, or in a process of its own."""
+"""The console script `zinfer`, in this process or its own."""
 
 import io
 import os
@@ -22,7 +22,7 @@ from zinfer.worker.inline import InlineWorker
 
 
 def probed(folder: Path) -> None:
-    """Describe this machine in `folder`, if nothing does, as if it had been probed there: a probe takes 20 s."""
+    """Describe this machine in `folder` as if it had been probed. A probe takes 20 s."""
     path = folder / "sweeps" / "results" / slug() / "machine.json"
     if path.exists():
         return
@@ -32,7 +32,7 @@ def probed(folder: Path) -> None:
 
 
 def zinfer(folder: Path, *words: str, stdin: str = "", probe: bool = False, **settings: str) -> CompletedProcess[str]:
-    """Run `zinfer` in this process, its workers too, in `folder`, with `settings` in its environment.
+    """Run `zinfer` and its workers in this process, in `folder`.
 
     For what a process of its own would show no better: torch is imported once for all tests. With `probe`, a command
     that needs rates of this machine measures them.
@@ -69,7 +69,7 @@ def zinfer_process(folder: Path, *words: str, probe: bool = False, **settings: A
 
 @contextmanager
 def small_files(limit: int) -> Iterator[None]:
-    """Let no file of this process grow beyond `limit` bytes, as on a disk that is full."""
+    """Limit each file of this process to `limit` bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))

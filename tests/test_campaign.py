@@ -262,7 +262,7 @@ os._exit(0)
 
 
 def test_a_process_that_hangs_tells_where_it_is(tmp_path: Path) -> None:
-    """A worker has its session when `Popen` returns, as when it is executed: a group's kill reaches it."""
+    """A worker has its session when `Popen` returns. A group's kill reaches it."""
     words = [sys.executable, "-c", HANGING, str(tmp_path)]
     done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
@@ -430,7 +430,7 @@ def test_a_small_campaign(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.torch
 def test_a_campaign_sees_planted_faults() -> None:
-    """Each fault that is planted into zinfer, behind its undisturbed runs, makes cases fail, which say so."""
+    """Each planted fault makes cases fail, which say so."""
     words = [sys.executable, "-m", "tools.campaign", "--plants", "--jobs", "2"]
     done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=3600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

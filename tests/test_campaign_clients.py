@@ -21,7 +21,7 @@ WANTED = {"a": "one two", "b": "three four"}
 
 @contextmanager
 def server(fault: str = "", idle_s: float | None = None) -> Iterator[int]:
-    """Serve `WANTED` with a fault, close connections that send no head within `idle_s`; yield the port."""
+    """Serve `WANTED` with a fault, and close silent connections. Yield the port."""
 
     class Handler(BaseHTTPRequestHandler):
         timeout = idle_s

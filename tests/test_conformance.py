@@ -142,7 +142,7 @@ def test_a_wrong_logit_of_a_row_that_ends_early_is_told(
 
 
 def _with_a_fault(watch: Any, init: Any, engine: Any, running: ContinuousScheduler, known: Reference) -> None:
-    """Make the engine give one logit of row 5's third token slightly otherwise."""
+    """Change one logit of row 5's third token slightly."""
     forward = engine.forward
 
     def wrong(works: Sequence[Work]) -> list[torch.Tensor]:

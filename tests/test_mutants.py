@@ -1,4 +1,4 @@
-"""Mutants of the core are caught (slow), and still apply to the source."""
+"""Mutants of the core are caught and still apply (slow)."""
 
 import shutil
 from collections.abc import Iterator
@@ -57,7 +57,7 @@ def test_the_copy_is_what_is_tested(example: Path) -> None:
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A copy of the checkout in which all tests of all mutants pass."""
+    """Copy of the checkout in which all tests of mutants pass."""
     folder = tmp_path_factory.mktemp("copy")
     copy_into(folder)
     code, output = run_tests(folder, [test for mutant in MUTANTS for test in mutant.tests])

@@ -1,4 +1,4 @@
-"""The padded model computes what the trained one does, and takes no more room on the disk."""
+"""The padded model computes what the trained one does."""
 
 import json
 import random

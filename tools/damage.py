@@ -45,7 +45,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def damage_field(dice: random.Random, value: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """Return a copy of a JSON object with one field dropped or damaged, and the damage in words."""
+    """Return a JSON object with one field damaged, and the damage."""
     copy, place = deepcopy(value), dice.choice(places(value))
     outer: Any = copy
     for key in place[:-1]:
@@ -60,7 +60,7 @@ def damage_field(dice: random.Random, value: dict[str, Any]) -> tuple[dict[str, 
 
 
 def damage_json(dice: random.Random, path: Path) -> str:
-    """Damage a field of the JSON file `path`, in one of four cases its text instead; return the damage in words."""
+    """Damage a field of the JSON file `path`, or its text. Return the damage in words."""
     if dice.random() < 0.25:
         return damage_text(dice, path)
     damaged, what = damage_field(dice, json.loads(path.read_bytes()))
@@ -109,7 +109,7 @@ def _moved(entry: dict[str, Any], start: int, end: int) -> dict[str, Any]:
 
 
 def _own(header: dict[str, Any]) -> list[str]:
-    """Return the names of the tensors that have data, in the order of the data."""
+    """Return the names of tensors that have data, in order."""
     held = [name for name in header if name != "__metadata__" and len(set(header[name]["data_offsets"])) == 2]
     return sorted(held, key=lambda name: header[name]["data_offsets"][0])
 
@@ -153,13 +153,13 @@ def _hole(dice: random.Random, header: dict[str, Any], data: bytes) -> tuple[Any
 
 
 def _twice(dice: random.Random, header: dict[str, Any], data: bytes) -> tuple[Any, bytes]:
-    """Name a tensor twice, the second time with the data of another one."""
+    """Name a tensor twice, with the data of another one."""
     one, other = dice.sample(_own(header), 2)
     return [*header.items(), (one, header[other])], data
 
 
 def _renamed(dice: random.Random, header: dict[str, Any], data: bytes) -> tuple[Any, bytes]:
-    """Give a tensor the name of a layer, or of an expert, whose number has no end."""
+    """Give a tensor the name of a layer with an endless number."""
     one = dice.choice(_own(header))
     number = dice.choice("123456789") * dice.choice([10, 25, 5000, 100_000])
     name = dice.choice(
@@ -194,14 +194,14 @@ HEADER_DAMAGE: dict[str, Callable[[random.Random, dict[str, Any], bytes], tuple[
 
 
 def damage_header(dice: random.Random, path: Path, kind: str | None = None) -> str:
-    """Make the header of the safetensors file `path`, of two tensors or more, lie; return the damage in words."""
+    """Make the header of the safetensors file `path` lie. Return the damage in words."""
     kind = kind or dice.choice(list(HEADER_DAMAGE))
     write_header(path, *HEADER_DAMAGE[kind](dice, *read_header(path)))
     return kind
 
 
 def damage_safetensors(dice: random.Random, path: Path) -> str:
-    """Damage the header of the safetensors file `path`, or the bytes of its header; return the damage in words.
+    """Damage the header of the safetensors file `path`, or its bytes. Return the damage in words.
 
     (A changed byte of the data is another weight, which nothing in the file tells.)
     """

@@ -129,7 +129,7 @@ MUTANTS = (
 
 
 def copy_into(folder: Path) -> None:
-    """Make a copy of the checkout in `folder`, whose sources may be changed."""
+    """Copy the checkout into `folder`, whose sources may be changed."""
     for path in ROOT.iterdir():
         if path.name in COPIED:
             shutil.copytree(path, folder / path.name, ignore=shutil.ignore_patterns("__pycache__"))

@@ -29,7 +29,7 @@ ALIGNMENT = 4096  # of the tensors in the file, so that its holes are whole page
 
 
 def shapes(config: Any) -> dict[str, Shape]:
-    """Return the shapes of all tensors of a Llama with untied embeddings, by name."""
+    """Return the shapes of a Llama with untied embeddings, by name."""
     hidden, wide, head = config.hidden_size, config.intermediate_size, config.head_dim
     queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
     found: dict[str, Shape] = {

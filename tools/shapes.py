@@ -15,7 +15,7 @@ FILE = Path(str(files("zinfer"))) / "catalog" / "shapes.json"
 
 
 def measured(name: str) -> Shape:
-    """Return the shape of a catalogue entry, measured on the model that transformers builds."""
+    """Return the shape of a catalogue entry, measured on transformers' model."""
     entry = resolve._catalogue()[name]
     return measure(name, entry["config"] | dict.fromkeys(entry.get("nulls", ())))
 

@@ -1,4 +1,4 @@
-"""Plans that say what an engine has to do, whatever the machine would have room for."""
+"""Plans that say what an engine has to do."""
 
 from typing import Any
 
@@ -8,8 +8,9 @@ from zinfer.plan.plan import Plan
 
 
 class Steered(Plan):
-    """A plan that keeps the KV cache of `here` sequences on the GPU, in host memory that of all others, and passes
-    `tokens` prompt tokens at a time through the model; None leaves either as planned."""
+    """Plan with `here` sequences' KV cache on the GPU, others in host memory. An engine passes `tokens` prompt tokens
+    at a time through the model. None leaves either as planned.
+    """
 
     here: int | None = None
     tokens: int | None = None

@@ -42,8 +42,9 @@ HELD_OUT, HELD_OUT_PROSE = 25, 8  # one file in this many is held out, and one p
 
 
 def texts() -> tuple[bytes, bytes, bytes]:
-    """Return text to train on, the standard library's source and help texts, and of both what is held out: whole files,
-    and the last paragraphs, of which no other has the words."""
+    """Return text to train on, and text that is held out. Both are the standard library's source and help texts. Whole
+    files, and the last paragraphs, of which no other has the words.
+    """
     folder = Path(sysconfig.get_path("stdlib"))
     outside = {"site-packages", "dist-packages", "pydoc_data"}
     files = sorted(path for path in folder.rglob("*.py") if not outside & {*path.parts})
@@ -57,7 +58,7 @@ def texts() -> tuple[bytes, bytes, bytes]:
 
 
 def tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per byte, whose id is the byte."""
+    """Return a tokenizer whose token ids are bytes."""
     vocabulary = {letter: byte for byte, letter in bytes_to_unicode().items()}
     built = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     built.pre_tokenizer, built.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
@@ -65,13 +66,13 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def layers_of(model: PreTrainedModel) -> Tensor:
-    """Return the matrices of the model's layers, end to end, on the CPU."""
+    """Return the matrices of the model's layers, concatenated, on the CPU."""
     return torch.cat([p.detach().flatten().cpu() for p in model.model.layers.parameters() if p.dim() > 1])
 
 
 @torch.inference_mode()
 def prominence(model: PreTrainedModel, tokens: Tensor) -> float:
-    """Return the ratio of the largest channel of a head's keys to its median channel, as the mean over all heads."""
+    """Return how far the keys' largest channel exceeds the median one."""
     keys = torch.stack([layer.keys for layer in model(input_ids=tokens, use_cache=True).past_key_values.layers])
     channels = keys.float().square().mean((1, 3)).sqrt()  # [layers, heads, head_dim]
     return float((channels.amax(-1) / channels.median(-1).values).mean())

@@ -74,7 +74,7 @@ def status_of(port: int, path: str, seconds: float = ANSWER_S) -> int:
 
 
 class Load:
-    """Good clients that ask again and again, each in a thread, until `stop`; `replies` are what they got."""
+    """Good clients that ask until `stop`, each in a thread. `replies` are what they got."""
 
     def __init__(self, port: int, prompts: Sequence[str], clients: int, dice: random.Random, **more: Any) -> None:
         self.replies: list[Reply] = []
@@ -160,7 +160,7 @@ NUISANCES: dict[str, Callable[[socket.socket, random.Random], None]] = {
 
 
 class Crowd:
-    """Connections of nuisances, and threads that send a byte now and then on those that have sent half of something."""
+    """Connections of nuisances, which send a byte now and then."""
 
     def __init__(self) -> None:
         self.held: dict[socket.socket, str] = {}
@@ -243,7 +243,7 @@ GREEDY: dict[str, Callable[[random.Random], dict[str, Any]]] = {
 
 
 class Greedy:
-    """A client that sends one costly request after the other, in `threads` threads, until `stop`."""
+    """Client that sends costly requests in `threads` threads, until `stop`."""
 
     def __init__(self, port: int, kind: str, threads: int, dice: random.Random) -> None:
         body = GREEDY[kind](dice)

@@ -166,7 +166,7 @@ def _record(lab: Lab, number: int, room: Room, dice: random.Random, result: Resu
 
 
 def _lines(said: str) -> set[str]:
-    """Return the damaged lines of the results that were named, on the terminal or a page, as ``line 3``."""
+    """Return the damaged lines that were named, as ``line 3``."""
     return {f"line {number}" for number in re.findall(r"results\.jsonl(?::|, line )(\d+)\b", said)}
 
 
@@ -284,7 +284,7 @@ VALUES = (
 
 
 def _option(lab: Lab, number: int, room: Room, dice: random.Random, result: Result) -> None:
-    """Give one option of a command a value that it was not made for."""
+    """Give one option of a command an impossible value."""
     import click
 
     from zinfer.cli import cli
@@ -386,7 +386,7 @@ HOSTILE = (
 
 
 def _escape(lab: Lab, number: int, room: Room, dice: random.Random, result: Result) -> None:
-    """Give a name or a text that would steer the terminal, or be markup of a page."""
+    """Give a name or text that would steer the terminal."""
     text = dice.choice(HOSTILE)
     place = ("results", "folder", "recipe", "prompt", "token", "requests", "machine")[number % 7]
     room.tale.append(f"  {text!r} in {place}")
@@ -476,8 +476,9 @@ def pages(folder: Path) -> list[str]:
 
 
 def furnish(lab: Lab, names: Collection[str]) -> None:
-    """Make the kept conversation and the packed layers that cases of the classes `names` damage. Raises RuntimeError if
-    the results cannot be resumed as they are."""
+    """Make the conversation and packed layers that `names` damage. Raises RuntimeError if the results cannot be resumed
+    as they are.
+    """
     if "record" in names:
         with Room(lab, "resumed") as room:
             words = [word if word != "r.jsonl" else "results.jsonl" for word in VERBS["sweep"].words]

@@ -163,7 +163,7 @@ def _address_space() -> int:
 
 
 def _second(_lab: Lab, room: Room, verb: Verb, usual: Normal, dice: random.Random, result: Result) -> Ended:
-    """Start the same command twice at about the same time, and sometimes end the first one at the worst of moments."""
+    """Start a command twice at once, and sometimes kill the first."""
     first = room.start(verb.words, stdin=verb.stdin)
     first.wait(dice.random() ** 2 * usual.seconds)
     second = room.start(verb.next if dice.random() < 0.5 else verb.words, stdin=verb.stdin)

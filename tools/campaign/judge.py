@@ -46,8 +46,9 @@ def code(ended: Ended, sent: Iterable[int] = (), killed: bool = False) -> list[s
 
 
 def before_zinfer(ended: Ended, sent: Iterable[int]) -> bool:
-    """Tell whether SIGINT ended Python itself while it started, before a line of zinfer ran: it then shows a traceback
-    of its own, which no program can prevent."""
+    """Tell whether SIGINT ended Python before a line of zinfer ran. It then shows a traceback of its own, which no
+    program can prevent.
+    """
     own = "KeyboardInterrupt" in ended.output and f'File "{ROOT / "zinfer"}' not in ended.output
     return own and signal.SIGINT in sent and ended.code in (1, 128 + signal.SIGINT)
 

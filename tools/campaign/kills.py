@@ -21,14 +21,14 @@ WAYS = ("KILL", "TERM", "INT", "INT twice", "TERM twice", "worker", "write", "to
 
 
 def normal(lab: Lab, verb: Verb) -> Normal:
-    """Return the undisturbed run of a verb, made when it is first asked for."""
+    """Return the undisturbed run of a verb, made once."""
     if verb.words not in lab.normals:
         lab.normals[verb.words] = undisturbed(lab, verb)
     return lab.normals[verb.words]
 
 
 def disturbed(lab: Lab, verb: Verb, number: int, keep: bool = False) -> Result:
-    """Kill `verb` once, or several times in a row, and start it again until it is done."""
+    """Kill `verb` once or several times, and restart it until done."""
     result = Result(f"kill-{verb.name}", number)
     dice, usual = lab.dice(result.name, number), normal(lab, verb)
     cold = verb.name == "probe" and number % 5 == 0
@@ -68,8 +68,7 @@ def _killed(
     lab: Lab, room: Room, verb: Verb, words: tuple[str, ...], usual: Normal, way: str, share: float, terminal: bool,
     result: Result,
 ) -> bool:  # fmt: skip
-    """Start the command and end it in the given `way`, at `share` of its time or changes; return whether it was done
-    before."""
+    """Start the command and end it in the given `way`. Return whether it was done before."""
     at_write = way in ("write", "torn")
     if at_write and (lab.shim is None or room.ordinary or not usual.operations):
         way, at_write = "KILL", False

@@ -130,7 +130,7 @@ class Room:
         return word.replace("MODEL", str(self.lab.model)).replace("DRIVE", str(self.root / "drive"))
 
     def files(self) -> set[str]:
-        """Return the files and folders of this room, but for those of the harness and the cache folder."""
+        """Return this room's files, without the harness and the cache."""
         found = set()
         for path in self.root.rglob("*"):
             name = str(path.relative_to(self.root))
@@ -168,7 +168,7 @@ class Room:
 
 
 def _command(process: int) -> str:
-    """Return the command line of a process, or its name if it has none; empty if it has ended."""
+    """Return the command line of a process, or its name. Empty if it has ended."""
     try:
         text = Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         return text.strip() or Path(f"/proc/{process}/comm").read_text().strip()
@@ -177,7 +177,7 @@ def _command(process: int) -> str:
 
 
 def _ends_by_itself(command: str) -> bool:
-    """Tell whether a process has ended, is part of a compiler, or a worker that Ray was starting."""
+    """Tell whether a process ended, compiles, or is Ray's starting worker."""
     program = os.path.basename(command.partition(" ")[0])
     return not command or program in COMPILERS or RAYS_START in command
 
@@ -248,7 +248,7 @@ def digest(folder: Path, pattern: str = "**/*") -> dict[str, str]:
 
 
 def contents(room: Room, verb: Verb) -> dict[str, bytes]:
-    """Return the files of a verb that are written at once, by path."""
+    """Return the files that a verb writes at once, by path."""
     found = {}
     for pattern in verb.at_once:
         for path in sorted(room.work.glob(pattern)):

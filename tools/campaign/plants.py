@@ -1,4 +1,4 @@
-"""Faults that are planted into zinfer, one at a time, to prove that the campaign sees them."""
+"""Faults planted into zinfer to prove that the campaign sees them."""
 
 import json
 import os

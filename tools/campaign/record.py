@@ -71,13 +71,12 @@ class Campaign(Start):
 
     @property
     def left(self) -> int:
-        """Number of planned cases that did not end, because the campaign was ended before."""
+        """Number of planned cases that did not end in time."""
         return max(0, self.planned - sum(row.tried + row.skipped for row in self.rows))
 
     @classmethod
     def of(cls, results: Iterable[Result], seed: int, seconds: float, planned: int = 0) -> "Campaign":
-        """Return the record of `results` of so many `planned` cases, counted by class in the order in which they
-        come."""
+        """Return the record of `results`, counted by class."""
         import platform
 
         rows: dict[str, dict[str, Any]] = {}
@@ -144,7 +143,7 @@ def title(name: str) -> str:
 
 
 def markdown(campaign: Campaign) -> str:
-    """Return the table of a campaign in Markdown, with its seed, machine and time in a sentence."""
+    """Return the table of a campaign in Markdown, with its seed."""
     heads: Sequence[str] = COLUMNS
     rule = ["---:" if head.startswith("#") else "---" for head in heads]
     lines = [[head.removeprefix("#") for head in heads], rule, *campaign.cells()]

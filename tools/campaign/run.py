@@ -50,7 +50,7 @@ def chosen(wanted: str | None) -> list[str]:
 
 
 def prepare(root: Path, seed: int, ordinary: float) -> Lab:
-    """Return a laboratory in `root`, in this process, from which the cases are forked."""
+    """Return a laboratory in `root`, which forks the cases."""
     try:
         shim: Shim | None = Shim()
     except (LookupError, OSError):
@@ -75,7 +75,7 @@ def campaign(
     output: Path | None,
     tell: bool = False,
 ) -> int:
-    """Run the cases, print each fault and the table, append the record to `output`; return 1 if a case failed.
+    """Run the cases, print faults and table, append the record. Return 1 if a case failed.
 
     SIGINT, SIGTERM, and the end of the time (`minutes` and OVERTIME_S) end the cases under way. These are not counted;
     the record of the others is written all the same, and says how many were planned. Returns 128 and the number of a
@@ -115,7 +115,7 @@ def campaign(
 
 
 def prove(seed: int, jobs: int) -> int:
-    """Plant faults, one after the other, and print whether the judges see each; return 1 if they miss one."""
+    """Plant each fault and print whether the judges see it. Return 1 if they miss one."""
     root = Path(os.environ.get("ZINFER_CAMPAIGN_ROOT") or tempfile.mkdtemp(prefix="zinfer-campaign-"))
     missed = 0
     try:
@@ -159,7 +159,7 @@ def _cases(names: Sequence[str], numbers: Iterable[int], tell: bool = False) -> 
 
 
 def _verbs(name: str) -> list[Verb]:
-    """Return the commands whose undisturbed runs the cases of a class compare with."""
+    """Return the commands whose undisturbed runs a class compares with."""
     if name in kills.CLASSES or name in disks.CLASSES:
         return disks.verbs_of(name)
     return [verbs.VERBS[verb] for verb in {**damage.USES, **dict.fromkeys(weights.CLASSES, weights.USES)}.get(name, ())]
@@ -240,7 +240,7 @@ class _Stop:
 
 
 def _spread(lab: Lab, cases: Sequence[tuple[str, int]], jobs: int, stop: _Stop, tell: bool) -> Iterable[Result]:
-    """Run the cases in `jobs` forked processes, each of which takes the next one; yield the results as they come."""
+    """Run the cases in `jobs` forked processes. Yield the results as they come."""
     readers: dict[int, bytes] = {}
     runners: list[int] = []
     under_way: dict[int, tuple[str, int, float]] = {}  # case and its start, by the pipe that its result comes from
@@ -283,7 +283,7 @@ def _spread(lab: Lab, cases: Sequence[tuple[str, int]], jobs: int, stop: _Stop, 
 
 
 def _take_from(cases: Sequence[tuple[str, int]], queue: int, stop: _Stop) -> Iterator[tuple[str, int]]:
-    """Yield cases as long as there are any that no other process has taken."""
+    """Yield cases that no other process has taken."""
     while not stop.late and (taken := os.read(queue, 4)):
         yield cases[int.from_bytes(taken, "big")]
 
@@ -307,7 +307,7 @@ def _end_all(runners: Iterable[int]) -> None:
 
 
 def _runner(lab: Lab, cases: Iterable[tuple[str, int]], tell: bool, writer: int) -> None:
-    """Run cases one after the other in this process, write a line before and after each, and exit."""
+    """Run cases in this process, log each, and exit."""
     try:
         _alone(lab)
         with os.fdopen(writer, "w") as stream:

@@ -1,4 +1,4 @@
-"""`zinfer serve` under kills while it has a load, among slow and idle clients, and beside a greedy one.
+"""`zinfer serve` under kills, beside slow, idle and greedy clients.
 
 A good client's answer is the text of the prompt, an error that says so, or a stream that ends early; never another
 text. While nobody is killed, each good client is answered, whatever the others do, and the server ends when it is told.
@@ -82,7 +82,7 @@ def workers(server: Subject) -> list[int]:
 
 
 def _memory(server: Subject) -> int:
-    """Return the largest memory that the server and its worker ever took, in bytes."""
+    """Return the peak memory of the server and its worker, bytes."""
     found = 0
     for process in (server.pid, *server.victims()):
         with suppress(OSError, AttributeError):
@@ -92,7 +92,7 @@ def _memory(server: Subject) -> int:
 
 
 def _answers(lab: Lab, port: int, dice: random.Random, result: Result, what: str) -> None:
-    """Judge that a good client gets the right answer, as soon as the server takes it in; not after another fault."""
+    """Judge that a good client soon gets the right answer. Not after another fault."""
     deadline, reply = time.monotonic() + ANSWER_S, None
     while not result.faults and (left := deadline - time.monotonic()) > 0:
         reply = ask(port, dice.choice(PROMPTS), dice.random() < 0.5, left, max_tokens=TOKENS)
@@ -148,7 +148,7 @@ def _killed(lab: Lab, number: int, room: Room, dice: random.Random, result: Resu
 
 
 def _crowded(lab: Lab, number: int, room: Room, dice: random.Random, result: Result) -> None:
-    """Answer good clients among hundreds of connections that are idle, slow, gone, or send no HTTP."""
+    """Answer good clients among hundreds of idle, slow or broken connections."""
 
     def few_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, FILES))
@@ -181,7 +181,7 @@ def _crowded(lab: Lab, number: int, room: Room, dice: random.Random, result: Res
 
 
 def _starved(lab: Lab, number: int, room: Room, dice: random.Random, result: Result) -> None:
-    """Answer short requests beside a client whose requests are as costly as they may be, or costlier."""
+    """Answer short requests beside a client with costly ones."""
     kind = [*GREEDY][number % len(GREEDY)]
     server, port = started(room, result)
     if not port:

@@ -1,6 +1,7 @@
-"""Faults of a disk, and an audit of syncs, by a library that is loaded before the C library.
+"""Disk faults and an audit of syncs, by a preloaded library.
 
-This module builds it, loads it, and says what strikes when."""
+This module builds it, loads it, and says what strikes when.
+"""
 
 import ctypes
 import errno
@@ -43,13 +44,13 @@ def build(folder: Path) -> Path | None:
 
 
 def restart_with(library: Path, module: str) -> None:
-    """Replace this process by ``python -m module`` with the same arguments and `library` loaded first."""
+    """Replace this process by ``python -m module`` with `library` preloaded."""
     environment = os.environ | {"LD_PRELOAD": str(library), "ZINFER_CAMPAIGN_SHIM": str(library)}
     os.execve(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]], environment)
 
 
 class Shim:
-    """Control over the faults of the processes that are started from now on."""
+    """Control over the faults of processes started from now on."""
 
     def __init__(self) -> None:
         """Take the library that this process was started with. Raises LookupError if there is none."""
@@ -75,7 +76,7 @@ class Shim:
         lasting: bool = False,
         audit: bool = False,
     ) -> None:
-        """Say which fault strikes below `folders` (at most two), in children that call `enter`; counts begin at 0.
+        """Say which fault strikes below `folders` (at most two). Counts begin at 0.
 
         With `audit` the order of their writes and syncs is checked, too.
         """
@@ -96,7 +97,7 @@ class Shim:
 
     @property
     def unsynced(self) -> str:
-        """First fault in the order of writes and syncs since `arm`, and how many more there are; empty if none."""
+        """First fault in the order of writes since `arm`. Empty if none."""
         more = int(self._control.unsynced) - 1
         first = os.fsdecode(self._control.first)
         return "" if more < 0 else f"{first} (and {more} more)" if more else first

@@ -1,4 +1,4 @@
-"""Processes of zinfer, as a shell starts them, in a fortieth of the time.
+"""Processes of zinfer, forked in a fortieth of the usual time.
 
 Importing torch and transformers takes seconds, so the campaign imports them once and forks: the child gets the words,
 folder, environment, group and terminal of a new process and runs `zinfer.__main__.main`. The processes that zinfer
@@ -52,7 +52,7 @@ FRAMES = 8  # innermost frames of a thread that are told of a process which hang
 
 
 def preload() -> None:
-    """Import what the commands import, with one thread, so that a fork copies no thread."""
+    """Import what the commands import, with one thread."""
     os.environ |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "MPLBACKEND": "Agg"}
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error"}
     for module in (*PRELOADED, *DRAWING):
@@ -175,7 +175,7 @@ class Subject:
             os.write(self._master, text.encode())
 
     def signal(self, number: int, group: bool = False) -> bool:
-        """Send a signal to the process, or to its group as a terminal does; return False if it has ended."""
+        """Send a signal to the process, or to its group. Return False if it has ended."""
         if self.wait(0):
             return False
         with suppress(ProcessLookupError):
@@ -186,7 +186,7 @@ class Subject:
         return True
 
     def victims(self, name: str = "") -> list[int]:
-        """Return the processes below it that compute, or, with a `name`, whose command line holds that."""
+        """Return the computing processes below it."""
         found = []
         for process in descendants(self.pid):
             with suppress(OSError):
@@ -229,7 +229,7 @@ class Subject:
 
 
 def stacks_of(processes: Sequence[int], papers: Path) -> str:
-    """Return where the threads of `processes` are, a line for each process, and for each thread that Python can tell.
+    """Return where the threads of `processes` are.
 
     The forked ones write their stacks into `papers` at SIGUSR1; of others only the kernel's view is told.
     """
@@ -267,7 +267,7 @@ def shortened(stacks: str) -> list[str]:
 
 
 def _catches(process: int, number: int) -> bool:
-    """Tell whether a process has a handler for a signal, by which it would else be ended."""
+    """Tell whether a process handles a signal that would end it."""
     with suppress(OSError, ValueError, IndexError):
         status = Path(f"/proc/{process}/status").read_text()
         return bool(int(status.partition("SigCgt:")[2].split()[0], 16) >> (number - 1) & 1)
@@ -305,7 +305,7 @@ _papers: Path | None = None  # folder of the harness for this forked process and
 
 
 def _tell_stacks() -> None:
-    """Have this forked process write its stacks into a file in `_papers` at SIGUSR1."""
+    """Write this process's stacks into a file at SIGUSR1."""
     if _papers is not None:
         file = os.open(_papers / f"{STACKS}{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
@@ -464,7 +464,7 @@ def _run_to_the_end(main: Callable[[], None]) -> NoReturn:
 
 
 class _ForkingPopen(subprocess.Popen[Any]):
-    """`subprocess.Popen` that forks ``python -m zinfer...`` from this process instead of executing it."""
+    """`subprocess.Popen` that forks ``python -m zinfer`` instead of executing it."""
 
     def _execute_child(self, args: Any, *rest: Any) -> None:
         command = [os.fspath(part) for part in args] if isinstance(args, list | tuple) else []

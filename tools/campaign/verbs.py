@@ -1,4 +1,4 @@
-"""The commands under test, on tiny models in float32 on the CPU, and the user's folder that they run in."""
+"""Commands under test, on tiny models in float32 on the CPU."""
 
 import json
 import re
@@ -26,7 +26,7 @@ PAGE = "reports/page"
 
 
 def points(path: Path) -> Counter[str]:
-    """Return how often a file has each point that counts as measured, by case and status."""
+    """Return how often a file has each measured point."""
     if not path.is_file():
         return Counter()
     return Counter(

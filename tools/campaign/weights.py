@@ -1,4 +1,4 @@
-"""Weights of a checkpoint that change between two starts, under a server, or under what was made from them.
+"""Weights of a checkpoint that change under a server or copy.
 
 What the earlier weights gave is refused in a line, or not used: a result is that of the weights on disk alone. A text
 that a server gives is that of one set of weights.
@@ -64,7 +64,7 @@ def _own(words: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _resumed(verb: Verb, lab: Lab, room: Room, dice: random.Random, result: Result) -> str:
-    """Go on with records of the earlier weights, after a kill or the end."""
+    """Resume records of the earlier weights."""
     (name,) = verb.grows
     path, usual = room.work / name, normal(lab, verb)
     first = room.start(_own(verb.words))

@@ -33,7 +33,7 @@ SHORT = {"right": "right", "refused": "refused", "differs": "DIFFERS", "crash": 
     help=f"File of the record; with TYPE, its entries are replaced.  [default: {record.RECORD} if all types run]",
 )
 def main(types: tuple[str, ...], jobs: int, output: Path | None) -> None:
-    """Compare zinfer with transformers on a small random checkpoint of each TYPE, by default of all types.
+    """Compare zinfer with transformers on a small checkpoint of each TYPE.
 
     TYPE+wrapper names the multimodal model that contains the language model.
     """

@@ -120,7 +120,7 @@ Tell = Callable[[str, Outcome], None]
 
 
 def compare(subject: Subject, scratch: Path, tell: Tell) -> None:
-    """Build `subject` in the empty folder `scratch`, run it in all `WAYS`, and `tell` the outcome of each.
+    """Build `subject`, run it in all `WAYS`, and `tell` the outcomes.
 
     A type that cannot be built or compared has one outcome, named ``all``. `tell` also gets the type's family under the
     name ``family``, and `NOTES` on what was compared.
@@ -191,7 +191,7 @@ def _outcome(
 
 
 def _clean(error: BaseException, scratch: Path) -> str:
-    """Return the message of an error in one line, without this machine's paths."""
+    """Return an error's message in one line, without paths."""
     text = error.message if isinstance(error, click.ClickException) else str(error)
     own = isinstance(error, (*REFUSALS, CannotBuild, CannotCompare))
     line = " ".join(text.split()).replace(f"{scratch}/", "")[:400]
@@ -213,7 +213,7 @@ def _place(error: BaseException) -> str:
 
 
 def rounded(directory: Path, scratch: Path) -> tuple[Path, Path]:
-    """Make a copy of a checkpoint with weights in int8, and another with the same weights as numbers; return both."""
+    """Copy a checkpoint twice: in int8, and as the same numbers. Return both."""
     copy, plain = scratch / "int8", scratch / "plain"
     words = ["--model", str(directory), "--dtype", "fp32", "--weights", "int8", "--output", str(copy)]
     pack.command.main(words, standalone_mode=False)
@@ -262,8 +262,7 @@ def loaded(way: Way, directory: Path, scratch: Path) -> Iterator[Any]:
 
 
 def run(way: Way, directory: Path, known: Reference, scratch: Path) -> tuple[Tensor | None, str]:
-    """Return the errors of zinfer's logits, ``[rows, OUTPUT_LEN]``, and why rows are not padded, if they are not; no
-    errors if the way does not apply."""
+    """Return the errors of zinfer's logits, ``[rows, OUTPUT_LEN]``. No errors if the way does not apply."""
     with loaded(way, directory, scratch) as running:
         padding = running.cannot_pad() or ""
         if not way.rows:

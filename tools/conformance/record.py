@@ -1,4 +1,4 @@
-"""Record of a conformance run as JSON, and the tables in ``docs/models.md`` that are made from it (`make readme`)."""
+"""Record of a conformance run, and the tables made from it."""
 
 import json
 from collections import Counter, defaultdict
@@ -114,7 +114,7 @@ def _cell(why: str) -> str:
 
 
 def supported_models() -> str:
-    """Return the counts of the record as a paragraph with a link, for docs/engines.md."""
+    """Return the record's counts as a paragraph for docs/engines.md."""
     return wrapped(f"[Supported models](models.md): {summary(read())}")
 
 

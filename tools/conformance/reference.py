@@ -21,7 +21,7 @@ TOLERANCE = 1e-3  # largest difference of logits, as such a share, unless that n
 
 
 class Reference(NamedTuple):
-    """Prompts, and for each the tokens that follow, ``[B, OUTPUT_LEN]``, and their logits, ``[B, OUTPUT_LEN, V]``.
+    """Prompts, their next tokens ``[B, OUTPUT_LEN]``, and logits ``[B, OUTPUT_LEN, V]``.
 
     Logits may differ from these by `tolerance` of their spread. `skipped` counts the sets of prompts before this one,
     whose logits change with roundings, or whose rows all get the same tokens.
@@ -34,7 +34,7 @@ class Reference(NamedTuple):
     skipped: int = 0
 
     def error(self, row: int, step: int, logits: Tensor) -> float:
-        """Return how far `logits`, ``[V]``, are from the reference's, as a share of the spread of these."""
+        """Return the relative distance of `logits`, ``[V]``, from the reference's."""
         return difference(logits, self.logits[row, step])
 
 
@@ -59,8 +59,9 @@ class _Forced(LogitsProcessor):  # type: ignore[misc]
 
 
 def difference(found: Tensor, expected: Tensor) -> float:
-    """Return the largest difference of logits ``[.., V]``, as a share of the spread of `expected`; infinity where one
-    of them is no number and the other is."""
+    """Return the largest difference of logits relative to their spread. Infinity where one of them is no number and the
+    other is.
+    """
     found, expected = found.detach().float().cpu(), expected.float()
     numbers = expected.isfinite()
     if found.shape != expected.shape or not torch.equal(found.isfinite(), numbers):
@@ -75,7 +76,7 @@ def prompts(seed: int) -> list[list[int]]:
 
 
 def reference(model_class: type[PreTrainedModel], directory: Path) -> Reference:
-    """Return the first prompts, each alone, whose logits hardly depend on the roundings of weights.
+    """Return the first prompts whose logits hardly depend on rounding.
 
     So a prompt is left out only for what transformers does with it alone, and never for what zinfer does. Raises
     CannotCompare if transformers gives no usable reference.
@@ -110,8 +111,9 @@ def _loaded(model_class: type[PreTrainedModel], directory: Path) -> PreTrainedMo
 
 
 def _alone(model: PreTrainedModel, rows: list[list[int]], forced: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the tokens that `transformers.generate` adds to each prompt alone, and their logits; with `forced` tokens,
-    ``[B, OUTPUT_LEN]``, those that come before these."""
+    """Return the tokens and logits of `transformers.generate`, each prompt alone. With `forced` tokens, ``[B,
+    OUTPUT_LEN]``, those that come before these.
+    """
     tokens, logits = [], []
     for number, row in enumerate(rows):
         token_ids, processors = torch.tensor([row]), LogitsProcessorList()

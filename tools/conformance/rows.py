@@ -22,8 +22,7 @@ CACHE_SIZE = 64 << 20  # bytes of kept keys and values
 
 
 def side_by_side(engine: Engine, known: Reference) -> Tensor:
-    """Return the errors of the logits, ``[B, OUTPUT_LEN]``, of all rows in one left-padded micro-batch, or of each
-    in one of its own where the engine cannot pad."""
+    """Return the errors of the logits, ``[B, OUTPUT_LEN]``, of padded rows."""
     every = list(range(len(known.prompts)))
     sets = [every] if engine.cannot_pad() is None else [[row] for row in every]
     errors = torch.full((len(every), OUTPUT_LEN), torch.inf)
@@ -52,8 +51,8 @@ def _run(engine: Engine, known: Reference, sets: Sequence[Sequence[int]], errors
 
 
 def come_and_go(engine: Engine, known: Reference, drafts: bool = False, kept: bool = False) -> Tensor | None:
-    """Return the errors of the logits, ``[2 B, OUTPUT_LEN]``, of the rows, which begin in different passes, and of rows
-    of the same prompts that end early; None if keys and values are to be `kept` for later rows, and cannot be.
+    """Return the errors of the logits, ``[2 B, OUTPUT_LEN]``, of staggered rows. None if keys and values are to be
+    `kept` for later rows, and cannot be.
 
     With `drafts`, passes verify tokens of the reference, some of them replaced by wrong ones.
     """
@@ -91,7 +90,7 @@ def come_and_go(engine: Engine, known: Reference, drafts: bool = False, kept: bo
 
 
 class _Watch:
-    """Forward passes of an engine, whose logits are compared with the reference's and replaced by these.
+    """Engine passes whose logits are compared, then replaced by the reference's.
 
     So all rows go on with the reference's tokens. Logits behind a wrong draft are no row's.
     """
@@ -101,7 +100,7 @@ class _Watch:
         self.errors = torch.full((2 * len(known.prompts), OUTPUT_LEN), torch.inf)
 
     def forward(self, works: Sequence[Work]) -> list[Tensor]:
-        """Return the logits of `works`, those of the reference where rows get tokens by them."""
+        """Return the logits of `works`, the reference's where rows use them."""
         groups: dict[int, Group] = {
             id(self._running._batches[id(group)]): group for group in self._running.schedule.groups
         }

@@ -1,4 +1,4 @@
-"""Runs of all types, each in a process of its own, so that a crash or a hang costs one row."""
+"""Runs of all types, each in a process of its own."""
 
 import multiprocessing
 import os
@@ -101,8 +101,7 @@ class _Child:
         return not self.open
 
     def _fill(self, why: str) -> None:
-        """Record a crash for the way that was due and for those after it, which were not tried; or for transformers, if
-        there is no reference yet."""
+        """Record a crash for the current way and all later ones. Or for transformers, if there is no reference yet."""
         if not self.notes:
             self.outcomes.setdefault("all", Outcome("cannot be compared", f"transformers: {why}"))
         if "all" not in self.outcomes:

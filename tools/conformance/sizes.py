@@ -65,14 +65,14 @@ UNSET: dict[str, int] = {"head_dim": 16, "num_key_value_heads": 2, "n_routed_exp
 
 
 class Adjustment(NamedTuple):
-    """Settings of one type that its sizes by name cannot have, and the reason."""
+    """Settings of one type that its sizes by name cannot have."""
 
     why: str
     settings: dict[str, Any]
 
 
 def _repeat(*kinds: object) -> Callable[[int], list[object]]:
-    """Return a function of the depth that gives a list with one item per layer, repeating `kinds`."""
+    """Return a function of the depth that repeats `kinds`."""
     return lambda depth: [kinds[index % len(kinds)] for index in range(depth)]
 
 

@@ -49,8 +49,7 @@ class Subject(NamedTuple):
 
 
 def subjects() -> list[Subject]:
-    """Return every type of transformers' AutoModelForCausalLM, and every wrapper of AutoModelForImageTextToText whose
-    configuration contains a language model's."""
+    """Return every causal type of transformers, and wrappers around one."""
     wrappers = [
         name
         for name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
@@ -62,7 +61,7 @@ def subjects() -> list[Subject]:
 
 
 def small_config(kind: str) -> PreTrainedConfig:
-    """Return a small configuration of type `kind`, deep enough for all kinds of layers of its default."""
+    """Return a small configuration of type `kind`, with all layer kinds."""
     config_class = CONFIG_MAPPING[kind]
     wanted = _kinds(_default(config_class).get_text_config(decoder=True))
     for depth in range(DEPTH, MAX_DEPTH + 1):
@@ -147,7 +146,7 @@ def _value(config: PreTrainedConfig, name: str) -> Any:
 def _per_layer(
     default: PreTrainedConfig, overrides: dict[str, dict[str, Any]], settings: dict[str, Any]
 ) -> dict[int, dict[str, Any]]:
-    """Return the settings of single layers for the small layers of the same kinds, in proportion to the common ones."""
+    """Return the settings of single layers, in proportion to common ones."""
     kinds = _value(default, "layer_types")
     of_kind = {kinds[int(index)]: values for index, values in overrides.items()}
 
@@ -163,7 +162,7 @@ def _per_layer(
 
 
 def _resolved(value: Any, depth: int) -> Any:
-    """Return the value of an adjustment, which may be a function of the depth."""
+    """Return the value of an adjustment, perhaps a function of depth."""
     return value(depth) if callable(value) else value
 
 
@@ -173,8 +172,7 @@ def _size(name: str, depth: int) -> int | None:
 
 
 def cut(values: Sequence[Any], depth: int) -> list[Any]:
-    """Return the first `depth` of `values`, a list with one item per layer; kinds that first occur later take the last
-    places."""
+    """Return the first `depth` of `values`, one for each layer. Kinds that first occur later take the last places."""
     kept = [values[index % len(values)] for index in range(depth)]
     late = [value for index, value in enumerate(values) if value not in values[:index] and value not in kept]
     return kept[: depth - len(late)] + late if len(late) < depth else kept
@@ -208,7 +206,7 @@ def _line(error: BaseException) -> str:
 
 @torch.no_grad()
 def randomise(model: PreTrainedModel, gain: float) -> None:
-    """Draw weights so that greedy tokens depend on the prompt and no weight goes untested.
+    """Draw weights so that greedy tokens depend on the prompt.
 
     Matrices are drawn wide and embeddings narrow. The mean of activations is set to zero, as it would drown the rest.
     The scales of norms get random signs, so that a token is not its own successor with tied embeddings. All other

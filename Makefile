@@ -61,7 +61,7 @@ quick: setup
 
 # Compare small random models of every causal type of the installed transformers, in every way, with `generate`.
 conformance: setup
-	$(BIN)/python -m tests.conformance
+	$(BIN)/python -m tools.conformance
 	$(BIN)/python -m zinfer.report.pages
 
 # Let tools of others judge: lm-evaluation-harness and MLPerf LoadGen, as clients of zinfer.
@@ -76,12 +76,12 @@ mutants: setup
 
 # Kill, starve and feed damaged inputs to every command, some 3,700 times; hours on two cores, minutes on 16.
 campaign: setup
-	$(BIN)/python -m tests.campaign --count 75 --ordinary 0.02 --jobs $$(nproc) -o sweeps/results/reliability.jsonl
+	$(BIN)/python -m tools.campaign --count 75 --ordinary 0.02 --jobs $$(nproc) -o sweeps/results/reliability.jsonl
 	$(BIN)/python -m zinfer.report.pages
 
 # Count the layers of the catalogue's models anew, after a change of models.toml or of transformers.
 catalogue: .venv/installed
-	$(BIN)/python -m tests.shapes
+	$(BIN)/python -m tools.shapes
 
 # Write the tables of README.md and docs/*.md anew from the records.
 readme: setup
@@ -126,26 +126,26 @@ drafts: .venv/installed .scratch/padded/requests.jsonl .scratch/draft/requests.j
 	  --draft none,ngram,.scratch/draft,.scratch/untrained \
 	  --requests .scratch/padded/requests.jsonl --num-requests 1x --in-flight 1,32,96
 
-.scratch/padded/requests.jsonl: tests/padded.py .scratch/trained/model.safetensors
-	$(BIN)/python -m tests.padded .scratch/trained $(@D)
+.scratch/padded/requests.jsonl: tools/padded.py .scratch/trained/model.safetensors
+	$(BIN)/python -m tools.padded .scratch/trained $(@D)
 
-.scratch/draft/requests.jsonl: tests/padded.py .scratch/small/model.safetensors
-	$(BIN)/python -m tests.padded .scratch/small $(@D) $(DRAFT)
+.scratch/draft/requests.jsonl: tools/padded.py .scratch/small/model.safetensors
+	$(BIN)/python -m tools.padded .scratch/small $(@D) $(DRAFT)
 
-.scratch/untrained/requests.jsonl: tests/padded.py .scratch/small-untrained/model.safetensors
-	$(BIN)/python -m tests.padded .scratch/small-untrained $(@D) $(DRAFT)
+.scratch/untrained/requests.jsonl: tools/padded.py .scratch/small-untrained/model.safetensors
+	$(BIN)/python -m tools.padded .scratch/small-untrained $(@D) $(DRAFT)
 
-.scratch/small/model.safetensors: tests/trained.py
-	$(BIN)/python -m tests.trained $(@D) --hidden-size 256 --layers 4
+.scratch/small/model.safetensors: tools/trained.py
+	$(BIN)/python -m tools.trained $(@D) --hidden-size 256 --layers 4
 
-.scratch/small-untrained/model.safetensors: tests/trained.py
-	$(BIN)/python -m tests.trained $(@D) --hidden-size 256 --layers 4 --steps 0
+.scratch/small-untrained/model.safetensors: tools/trained.py
+	$(BIN)/python -m tools.trained $(@D) --hidden-size 256 --layers 4 --steps 0
 
-.scratch/mixture/model.safetensors: tests/trained.py
-	$(BIN)/python -m tests.trained $(@D) --experts 32 --hidden-size 128 --steps 500 --batch 4
+.scratch/mixture/model.safetensors: tools/trained.py
+	$(BIN)/python -m tools.trained $(@D) --experts 32 --hidden-size 128 --steps 500 --batch 4
 
-.scratch/trained/model.safetensors: tests/trained.py
-	$(BIN)/python -m tests.trained $(@D)
+.scratch/trained/model.safetensors: tools/trained.py
+	$(BIN)/python -m tools.trained $(@D)
 
 # All figures and reports: those that README and docs show are in git, and drawn anew; git ignores the others.
 plots: .venv/installed

@@ -9,13 +9,13 @@ PATIENCE_S = 600  # time-out of a wait, after which the test fails: a busy machi
 
 
 def environment(**settings: str) -> dict[str, str]:
-    """Return this process's environment with `settings`, in which Python finds zinfer from any folder."""
+    """Return this environment with `settings` and zinfer on the path."""
     path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(Path(__file__).parents[1]))))
     return os.environ | {"PYTHONPATH": path} | settings
 
 
 def found(facts: Sequence[str], text: str) -> list[str]:
-    """Return those of `facts` (names, options, numbers) that stand in `text`, each behind the one before.
+    """Return the `facts` that `text` states, in this order.
 
     A fact counts as a whole word or number only: ``8`` is neither in ``18`` nor in ``8.5``.
     """
@@ -30,5 +30,5 @@ def found(facts: Sequence[str], text: str) -> list[str]:
 
 
 def mentions(text: str, *facts: str) -> bool:
-    """Tell whether a line of `text` has all `facts`, in this order, whatever else it says."""
+    """Tell whether a line of `text` has all `facts` in order."""
     return any(len(found(facts, line)) == len(facts) for line in text.splitlines())

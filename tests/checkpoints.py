@@ -1,4 +1,4 @@
-"""Tiny random checkpoints in float32, in the form in which models are published: sharded safetensors and a tokenizer.
+"""Tiny random checkpoints in float32, in the published form. Sharded safetensors and a tokenizer.
 
 Weights are drawn twenty times wider than a fresh model's, so that greedy tokens vary and depend on the prompt.
 """

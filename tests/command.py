@@ -1,4 +1,4 @@
-"""The console script `zinfer`, run in this process with its engines, or in a process of its own."""
+"""The console script `zinfer`, in this process or its own."""
 
 import io
 import os
@@ -22,18 +22,23 @@ from zinfer.worker.inline import InlineWorker
 
 
 def probed(folder: Path) -> None:
-    """Describe this machine in `folder` as if it had been probed there, which takes seconds."""
-    machine = Machine(name=slug(), source="measured", host_bytes=20 << 30, h2d_bandwidth=8e9, hbm_bandwidth=16e9)
+    """Describe this machine in `folder` as if it had been probed. A probe takes 20 s."""
     path = folder / "sweeps" / "results" / slug() / "machine.json"
-    path.parent.mkdir(parents=True)
+    if path.exists():
+        return
+    machine = Machine(name=slug(), source="measured", host_bytes=20 << 30, h2d_bandwidth=8e9, hbm_bandwidth=16e9)
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(machine.model_dump_json())
 
 
-def zinfer(folder: Path, *words: str, stdin: str = "", **settings: str) -> CompletedProcess[str]:
-    """Run `zinfer` in this process, its workers too, in `folder`, with `settings` in its environment.
+def zinfer(folder: Path, *words: str, stdin: str = "", probe: bool = False, **settings: str) -> CompletedProcess[str]:
+    """Run `zinfer` and its workers in this process, in `folder`.
 
-    For what a process of its own would show no better: torch is imported once for all tests.
+    For what a process of its own would show no better: torch is imported once for all tests. With `probe`, a command
+    that needs rates of this machine measures them.
     """
+    if not probe:
+        probed(folder)
     printed, said = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
     with pytest.MonkeyPatch.context() as patch, chdir(folder), redirect_stdout(printed), redirect_stderr(said):
         patch.setattr("zinfer.worker.process.Worker", InlineWorker)
@@ -51,8 +56,10 @@ def zinfer(folder: Path, *words: str, stdin: str = "", **settings: str) -> Compl
     return CompletedProcess(["zinfer", *words], code, printed.read(), said.read())
 
 
-def zinfer_process(folder: Path, *words: str, **settings: Any) -> CompletedProcess[str]:
-    """Run `zinfer` in a process of its own in `folder`; `settings` are those of subprocess.run."""
+def zinfer_process(folder: Path, *words: str, probe: bool = False, **settings: Any) -> CompletedProcess[str]:
+    """Run `zinfer` in a process of its own in `folder`; `settings` are those of subprocess.run, `probe` as above."""
+    if not probe:
+        probed(folder)
     command = [sys.executable, "-m", "zinfer", *words]
     usual: dict[str, Any] = {"stdin": subprocess.DEVNULL, "env": environment(HF_HUB_OFFLINE="1")}
     usual |= {"cwd": folder, "capture_output": True, "text": True, "timeout": PATIENCE_S, "check": False}
@@ -62,7 +69,7 @@ def zinfer_process(folder: Path, *words: str, **settings: Any) -> CompletedProce
 
 @contextmanager
 def small_files(limit: int) -> Iterator[None]:
-    """Let no file of this process grow beyond `limit` bytes, as on a disk that is full."""
+    """Limit each file of this process to `limit` bytes."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))

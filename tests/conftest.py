@@ -77,7 +77,7 @@ def pytest_unconfigure() -> None:
 
 @pytest.fixture(autouse=True)
 def _engines_are_closed() -> Iterator[None]:
-    """Close the engines that a failed test left open, so that they do not make the next tests fail too."""
+    """Close the engines that a failed test left open."""
     base: Any = sys.modules.get("zinfer.engine.base")  # imported, with torch, only by the files that need it
     if base is None:
         yield
@@ -98,8 +98,7 @@ def _engines_are_closed() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Return a function that makes a checkpoint of `tests.checkpoints.ARCHITECTURES` once a session and returns its
-    folder; tests must not change the folder."""
+    """Return a function that makes a checkpoint of `ARCHITECTURES` once. Tests must not change the folder."""
 
     @cache
     def make(architecture: str, hidden_size: int = 64) -> Path:

@@ -1,4 +1,4 @@
-"""Trials with damaged recipes, machines, records, requests, prompts and options, in this process.
+"""Trials with damaged recipes, machines, records, requests, prompts and options.
 
 A trial is a kind and a seed: `trial` damages a file or an option, runs the verb that reads it as a user would, and
 returns what came of it. `Outcome.fault` says what was wrong, if anything: an internal error, a traceback, more than a
@@ -289,7 +289,7 @@ def requests(seed: int) -> bytes:
 
 @contextmanager
 def one_at_a_time(folder: Path) -> Iterator[None]:
-    """Make `folder` the current one, prepared, for as long as the block lasts."""
+    """Make `folder` the current one while the block lasts."""
     import os
 
     before = Path.cwd()

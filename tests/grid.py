@@ -1,4 +1,4 @@
-"""Grids of test cases of which the default run takes a part that has every value of every axis."""
+"""Grids of test cases, and parts with every value of every axis."""
 
 from collections.abc import Sequence
 from itertools import product

@@ -1,5 +1,5 @@
-"""Triton's interpreter, which runs kernels on the CPU, in a process of its own: it must be chosen before triton is
-imported, which other tests may have done.
+"""Triton's interpreter on the CPU, in a process of its own. It must be chosen before triton is imported, which other
+tests may have done.
 
     python -m tests.interpreter tests.test_codec PATH        calls `main(PATH)` of that module
 """
@@ -17,7 +17,7 @@ VARIABLES = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
 
 
 def interpreted(module: str, path: Path) -> None:
-    """Call ``main(path)`` of a module of tests where Triton's kernels run on the CPU."""
+    """Call ``main(path)`` of a test module under Triton's interpreter."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.interpreter", module, path],
         env=os.environ | VARIABLES, cwd=Path(__file__).parent.parent, capture_output=True, text=True,
@@ -26,8 +26,7 @@ def interpreted(module: str, path: Path) -> None:
 
 
 def replace_once() -> None:
-    """Replace the functions of triton's language when a kernel starts, and not anew for each function that it calls:
-    that takes a third of an interpreted kernel's time."""
+    """Replace the functions of triton's language once per kernel. Else that takes a third of its time."""
     from triton.runtime import interpreter
 
     replace: Callable[[Any], Any] | None = getattr(interpreter, "_patch_lang", None)

@@ -33,7 +33,7 @@ def _executed(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def _file(module: str) -> Path | None:
-    """Return the file of a module of ours, None for other modules and for names that a module defines."""
+    """Return the file of one of our modules, else None."""
     path = ROOT.joinpath(*module.split("."))
     return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
 

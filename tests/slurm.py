@@ -68,8 +68,9 @@ def _free_port() -> int:
 
 @contextmanager
 def slurm(folder: Path) -> Iterator[dict[str, str]]:
-    """Run a Slurm of one node with the partitions ``low`` and ``high``, whose jobs preempt those of ``low``; yield the
-    environment that its commands need. `folder` must be readable for munge: not below a private folder."""
+    """Run a Slurm of one node with partitions ``low`` and ``high``. Yield the environment that its commands need.
+    `folder` must be readable for munge: not below a private folder.
+    """
     folder.chmod(0o755)
     for name in ("state", "spool"):
         (folder / name).mkdir()

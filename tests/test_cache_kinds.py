@@ -14,10 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from tests.checkpoints import VOCAB_SIZE
-from tests.conformance.small import Subject, save, small_model
 from tests.grid import covering
 from tests.running import decode, prefill
 from tests.test_parity import OUTPUT_LEN, greedy, load, prompts
+from tools.conformance.small import Subject, save, small_model
 from zinfer.core.model import ModelError
 from zinfer.engine import EngineError
 from zinfer.engine import cache as kv_cache

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests import PATIENCE_S, environment
-from tests.campaign import judge
-from tests.campaign.judge import DOCUMENTED
-from tests.campaign.lab import Result
-from tests.campaign.plants import PLANTS
-from tests.campaign.record import COLUMNS, TITLES, Campaign, Row, last, markdown, title
-from tests.campaign.shim import CHANGES, FAIL, FULL, KILL, SOURCE
-from tests.campaign.subject import Ended, children_of, descendants, python_path
+from tools.campaign import judge
+from tools.campaign.judge import DOCUMENTED
+from tools.campaign.lab import Result
+from tools.campaign.plants import PLANTS
+from tools.campaign.record import COLUMNS, TITLES, Campaign, Row, last, markdown, title
+from tools.campaign.shim import CHANGES, FAIL, FULL, KILL, SOURCE
+from tools.campaign.subject import Ended, children_of, descendants, python_path
 from zinfer.record import study
 
 pytestmark = pytest.mark.ends
@@ -189,8 +189,8 @@ def test_a_record_says_how_many_cases_did_not_end() -> None:
 ENDLESS = """
 import os, subprocess, sys, time
 from pathlib import Path
-from tests.campaign import damage, kills, run
-from tests.campaign.lab import Lab, Result
+from tools.campaign import damage, kills, run
+from tools.campaign.lab import Lab, Result
 def endless(lab, number, tell):
     if number % 2:
         subprocess.Popen(["sleep", "600"], start_new_session=True).wait()
@@ -239,7 +239,7 @@ def _runs(process: int, name: str) -> bool:
 HANGING = """
 import os, sys, time, types
 from pathlib import Path
-from tests.campaign import subject
+from tools.campaign import subject
 from zinfer.system import lease
 os.setsid = lambda setsid=os.setsid: (time.sleep(0.3), setsid())[1]  # as on a machine that has much to do
 started = types.ModuleType("zinfer.started")
@@ -262,7 +262,7 @@ os._exit(0)
 
 
 def test_a_process_that_hangs_tells_where_it_is(tmp_path: Path) -> None:
-    """A worker has its session when `Popen` returns, as when it is executed: a group's kill reaches it."""
+    """A worker has its session when `Popen` returns. A group's kill reaches it."""
     words = [sys.executable, "-c", HANGING, str(tmp_path)]
     done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
@@ -284,7 +284,7 @@ def test_executed_processes_find_the_campaigns_packages(monkeypatch: pytest.Monk
 
 @pytest.fixture(scope="module")
 def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tests.campaign.shim import build
+    from tools.campaign.shim import build
 
     library = build(tmp_path_factory.mktemp("shim"))
     if library is None:
@@ -295,7 +295,7 @@ def shim(tmp_path_factory: pytest.TempPathFactory) -> Path:
 DISK = """
 import os, sys
 from pathlib import Path
-from tests.campaign.shim import Shim
+from tools.campaign.shim import Shim
 shim = Shim()
 mode, folder, at, kinds, budget = int(sys.argv[1]), Path(sys.argv[2]), *map(int, sys.argv[3:])
 shim.arm(mode, [folder], at=at, kinds=kinds, budget=budget)
@@ -344,7 +344,7 @@ def test_the_shim_strikes_where_it_is_told(
 SYNCS = """
 import os, sys, threading
 from pathlib import Path
-from tests.campaign.shim import COUNT, Shim
+from tools.campaign.shim import COUNT, Shim
 shim, folder = Shim(), Path(sys.argv[1])
 os.close(os.open(folder / "old", os.O_WRONLY | os.O_CREAT))
 shim.arm(COUNT, [folder], audit=True)
@@ -418,7 +418,7 @@ def test_the_shim_sees_what_is_not_synced(shim: Path, tmp_path: Path, actions: s
 def test_a_small_campaign(tmp_path: Path) -> None:
     """Run one case of each class and write the record."""
     output = tmp_path / "reliability.jsonl"
-    words = [sys.executable, "-m", "tests.campaign", "--seed", "1", "--count", "1", "-o", str(output)]
+    words = [sys.executable, "-m", "tools.campaign", "--seed", "1", "--count", "1", "-o", str(output)]
     done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=3600, check=False)
     run = last(tmp_path / "reliability.jsonl")
     assert not [fault for row in run.rows for fault in row.faults], done.stdout
@@ -430,8 +430,8 @@ def test_a_small_campaign(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.torch
 def test_a_campaign_sees_planted_faults() -> None:
-    """Each fault that is planted into zinfer, behind its undisturbed runs, makes cases fail, which say so."""
-    words = [sys.executable, "-m", "tests.campaign", "--plants", "--jobs", "2"]
+    """Each planted fault makes cases fail, which say so."""
+    words = [sys.executable, "-m", "tools.campaign", "--plants", "--jobs", "2"]
     done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=3600, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("\nseen: ") + done.stdout.startswith("seen: ") == len(PLANTS) >= 10

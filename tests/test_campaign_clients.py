@@ -13,15 +13,15 @@ from threading import Thread
 import pytest
 
 from tests import PATIENCE_S
-from tests.campaign import judge
-from tests.campaign.clients import GREEDY, NUISANCES, WITHOUT_REQUEST, Crowd, Greedy, Load, Reply, ask, status_of
+from tools.campaign import judge
+from tools.campaign.clients import GREEDY, NUISANCES, WITHOUT_REQUEST, Crowd, Greedy, Load, Reply, ask, status_of
 
 WANTED = {"a": "one two", "b": "three four"}
 
 
 @contextmanager
 def server(fault: str = "", idle_s: float | None = None) -> Iterator[int]:
-    """Serve `WANTED` with a fault, close connections that send no head within `idle_s`; yield the port."""
+    """Serve `WANTED` with a fault, and close silent connections. Yield the port."""
 
     class Handler(BaseHTTPRequestHandler):
         timeout = idle_s
@@ -145,7 +145,7 @@ def test_a_greedy_client_sends_costly_requests_until_it_is_stopped(kind: str) ->
 
 @pytest.mark.torch
 def test_changed_weights_have_their_old_sizes(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    from tests.campaign.weights import change
+    from tools.campaign.weights import change
     from zinfer.checkpoint.headers import Checkpoint
 
     revisions = {Checkpoint.open(checkpoint("llama", 32)).revision}

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.conformance.reference import reference
-from tests.conformance.rows import side_by_side
-from tests.conformance.small import Subject, save, small_model
 from tests.running import prefill
 from tests.test_parity import load, prompts
+from tools.conformance.reference import reference
+from tools.conformance.rows import side_by_side
+from tools.conformance.small import Subject, save, small_model
 from zinfer.engine.cache import CacheFullError, RowCache
 from zinfer.engine.choice import choosing
 from zinfer.engine.decoder import DecoderBatch

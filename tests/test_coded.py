@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests import shapes
 from tests.test_parity import MACHINE, OUTPUT_LEN, greedy
+from tools import shapes
 from zinfer import engine
 from zinfer.checkpoint import resolve as resolving
 from zinfer.checkpoint.headers import CheckpointError

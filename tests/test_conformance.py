@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conformance import compare, record, reference, rows
-from tests.conformance.compare import NOTES, WAYS, Outcome
-from tests.conformance.reference import Reference
-from tests.conformance.run import Row, run_all
-from tests.conformance.small import Subject, cut, family, persistent_buffers, save, small_model
+from tools.conformance import compare, record, reference, rows
+from tools.conformance.compare import NOTES, WAYS, Outcome
+from tools.conformance.reference import Reference
+from tools.conformance.run import Row, run_all
+from tools.conformance.small import Subject, cut, family, persistent_buffers, save, small_model
 from zinfer.engine import EngineError
 from zinfer.engine.base import Work
 from zinfer.engine.decoder import DecoderBatch
@@ -111,7 +111,7 @@ def test_a_process_that_dies_costs_its_row_only(monkeypatch: pytest.MonkeyPatch)
             tell("padding", Outcome("right", "it has none" if name == "cpu" else ""))
             tell(name, Outcome("right"))
 
-    monkeypatch.setattr("tests.conformance.run.compare", die)
+    monkeypatch.setattr("tools.conformance.run.compare", die)
     found = run_all([Subject("bloom"), Subject("llama"), Subject("gpt2")], 1, lambda row: None)
     assert [row.verdict for row in found] == ["crash", "right", "cannot be compared"]
     assert found[0].outcomes["cpu"] == Outcome("crash", "the process ended with 9")
@@ -142,7 +142,7 @@ def test_a_wrong_logit_of_a_row_that_ends_early_is_told(
 
 
 def _with_a_fault(watch: Any, init: Any, engine: Any, running: ContinuousScheduler, known: Reference) -> None:
-    """Make the engine give one logit of row 5's third token slightly otherwise."""
+    """Change one logit of row 5's third token slightly."""
     forward = engine.forward
 
     def wrong(works: Sequence[Work]) -> list[torch.Tensor]:
@@ -209,7 +209,7 @@ def test_prompts_are_left_out_for_what_transformers_alone_does(tmp_path: Path, m
 
 @pytest.mark.slow  # every type of the installed transformers, in all ways
 def test_every_model_gives_the_tokens_of_transformers_or_is_refused() -> None:
-    from tests.conformance.__main__ import conformance
+    from tools.conformance.__main__ import conformance
 
     told = conformance((), len(os.sched_getaffinity(0)))
     wrong = {name: entry["why"] for name, entry in told["types"].items() if entry["verdict"] in ("differs", "crash")}

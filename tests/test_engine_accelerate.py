@@ -11,11 +11,11 @@ from accelerate.hooks import attach_align_device_hook_on_blocks
 from click.testing import CliRunner
 from transformers import AutoModelForCausalLM, RecurrentGemmaForCausalLM, Zamba2ForCausalLM
 
-from tests.conformance.reference import reference
-from tests.conformance.rows import side_by_side
-from tests.conformance.small import Subject, save, small_model
 from tests.running import decode, prefill
 from tests.test_parity import MACHINE, greedy, load, prompts
+from tools.conformance.reference import reference
+from tools.conformance.rows import side_by_side
+from tools.conformance.small import Subject, save, small_model
 from zinfer.checkpoint.resolve import from_directory, with_weights
 from zinfer.cli import cli
 from zinfer.core.case import Case, Offload, Workload

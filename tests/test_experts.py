@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from tests import test_cache_kinds, test_quantized, test_ragged
 from tests.checkpoints import save_config
-from tests.conformance.small import Subject, small_model
 from tests.running import decode, prefill
 from tests.test_parity import BATCHES, MACHINE, OUTPUT_LEN, greedy, prompts, reference
 from tests.test_passes import close
 from tests.test_ring import CPU, FakeQueues, Race
+from tools.conformance.small import Subject, small_model
 from zinfer import engine as engines
 from zinfer.checkpoint import resolve
 from zinfer.core.case import Case, Workload

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from tests import trained
 from tests.checkpoints import save_config
 from tests.test_experts import MIXTURES
+from tools import trained
 from zinfer.analysis import calibrate
 from zinfer.analysis.routing import routing_of
 from zinfer.checkpoint import resolve

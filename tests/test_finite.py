@@ -12,6 +12,7 @@ import torch
 from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
+from tests.command import probed
 from zinfer.checkpoint.headers import Checkpoint, CheckpointError
 from zinfer.checkpoint.resolve import from_directory
 from zinfer.cli import cli
@@ -129,6 +130,8 @@ def test_pack_refuses_them_and_says_so_later(folder: Path, tmp_path: Path, monke
 
 @pytest.mark.parametrize("engine", ["stream", "accelerate"])
 def test_run_refuses_them_and_takes_them(engine: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder.parent)
+    probed(folder.parent)
     monkeypatch.setattr("zinfer.worker.process.Worker", InlineWorker)
     spoil(folder, float("inf"), "model.layers.2.input_layernorm.weight")
     words = ["run", "-m", str(folder), "-p", "a", "--offload", "cpu", "--engine", engine, "--output-len", "2"]

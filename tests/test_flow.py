@@ -54,7 +54,7 @@ def may_import(one: str, other: str) -> bool:
 
 
 def imports(path: Path) -> set[str]:
-    """Return our modules that `path` imports, wherever the import stands, and the names of other packages."""
+    """Return our modules that `path` imports, and other packages."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):

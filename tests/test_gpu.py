@@ -70,7 +70,7 @@ def tokens(engine: Engine, lengths: tuple[int, ...]) -> Tensor:
 
 
 def follow(engine: Engine, given: Tensor, lengths: tuple[int, ...]) -> list[Tensor]:
-    """Return the logits of one batch that is fed given tokens (teacher forcing), on the CPU."""
+    """Return the logits of one batch under teacher forcing, on the CPU."""
     token_ids, mask = prompts(lengths)
     found = [prefill(engine, token_ids, mask, reserve=OUTPUT_LEN)]
     found += [decode(engine, token.to(engine.device)) for token in given.unbind(1)[:-1]]
@@ -256,7 +256,7 @@ def for_drafts(way: str, directory: Path, path: Path, patch: Patch, **options: A
 def test_drafts_leave_the_tokens_as_they_are(
     way: str, architecture: str, wrong: float, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    """Rows advance by different lengths and forget wrong drafts, on the GPU, in host memory and in CUDA graphs."""
+    """Rows advance by different lengths and discard wrong drafts."""
     test_continuous.small(monkeypatch)
     engine = for_drafts(way, checkpoint(architecture), tmp_path, monkeypatch)
     rows = test_continuous.sequences(14, 3)
@@ -276,7 +276,7 @@ def test_drafts_leave_the_tokens_as_they_are(
 def test_a_model_that_drafts_leaves_the_tokens_as_they_are(
     way: str, architecture: str, noise: float, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    """It works on a stream of its own, with CUDA graphs of its own, beside passes that stream weights."""
+    """A model that drafts has its own CUDA stream and graphs."""
     test_continuous.small(monkeypatch)
     small_one = test_draft_model.like(checkpoint(architecture), tmp_path / "small", noise)
     engine = for_drafts(way, checkpoint(architecture), tmp_path, monkeypatch, draft=str(small_one))
@@ -325,7 +325,7 @@ def test_cuda_graphs_give_the_same_tokens(architecture: str, checkpoint: Checkpo
 def test_cuda_graphs_give_the_same_logits(
     offload: Offload, architecture: str, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
-    """Experts' dispatch is recorded, too, and so is the unpacking of coded layers that stay."""
+    """Experts' dispatch is recorded, and the unpacking of resident coded layers."""
     directory, lengths = checkpoint(architecture), BATCHES[0]
     given, found = reference(directory)[0], []
     for option in ("off", "auto"):
@@ -523,7 +523,7 @@ def test_streamed_codes_give_the_tokens_of_dequantised_weights(name: str, tmp_pa
 
 
 def take_turns(engine: Any, given: list[Tensor]) -> None:
-    """Run the batches in turn with nothing in the slots but what a pass brings; their tokens are those `given`."""
+    """Run the batches in turn with nothing else in the buffers. Their tokens are those `given`."""
     test_experts.poisoned(engine)
     for _ in range(TURNS):
         for lengths, expected in zip(BATCHES, given, strict=True):
@@ -536,7 +536,7 @@ def take_turns(engine: Any, given: list[Tensor]) -> None:
 def test_experts_on_demand_give_the_tokens_of_whole_layers(
     name: str, share: str | None, mixture: kinds.Kinds, monkeypatch: Patch
 ) -> None:
-    """Passes that bring all experts and passes that bring those chosen, in turn; nothing else in the slot is read."""
+    """Passes that bring all experts alternate with passes that bring some. Nothing else in the slot is read."""
     given = reference(mixture(name))
     engine = test_experts.load(mixture(name), share=share)
     take_turns(engine, given)
@@ -567,7 +567,7 @@ def test_experts_of_few_tokens_give_the_same_tokens(name: str, mixture: kinds.Ki
 
 
 def test_kernels_for_few_tokens_round_as_transformers_does() -> None:
-    """Tiles as a GPU has them, in the shapes of Mixtral's and gpt-oss's experts, a quarter as large."""
+    """Tiles as on a GPU, in shapes of Mixtral and gpt-oss."""
     sizes: dict[str, dict[str, Any]] = {
         "mixtral": {"hidden_size": 1024, "intermediate_size": 3584},
         "gpt_oss": {"hidden_size": 720, "intermediate_size": 720},
@@ -643,7 +643,7 @@ def test_two_gpus_give_the_same_tokens(way: str, checkpoint: Checkpoints, tmp_pa
 @two_gpus
 @pytest.mark.parametrize("way", test_team_ways.WAYS)
 def test_two_gpus_give_the_logits_of_one(way: str, checkpoint: Checkpoints, tmp_path: Path) -> None:
-    """Coded and released weights, layers that stay, and a KV cache in host memory."""
+    """Coded and released weights, resident layers, KV cache in host memory."""
     name, options = test_team_ways.WAYS[way]
     folder = quantized.fp8(save_checkpoint("llama", tmp_path, 512)) if name == "fp8" else checkpoint(name, 512)
     single, team = test_team_ways.loaded(folder, **options), test_team_ways.loaded(folder, **options, gpus=2)

@@ -52,7 +52,7 @@ class Judged(NamedTuple):
 
 
 def judge(folder: Path, tasks: Sequence[str], model: str, arguments: str, *more: str) -> Judged:
-    """Run the harness over tasks of `folder` in a process of its own; `arguments` are those of its `model`."""
+    """Run the harness over tasks of `folder` in its own process. `arguments` are those of its `model`."""
     out = folder / model
     words = ["--model", model, "--model_args", arguments, "--include_path", str(folder / "tasks"), "--tasks",
              ",".join(tasks), "--output_path", str(out), "--log_samples", *more]  # fmt: skip
@@ -76,8 +76,7 @@ def judge(folder: Path, tasks: Sequence[str], model: str, arguments: str, *more:
 
 
 def write_tasks(folder: Path, docs: Docs, until: Sequence[str], texts: Docs | None = None) -> list[str]:
-    """Write a task of each kind over `docs`, which have a text, choices, the place of the right one and a target, and
-    over `texts`; return their names."""
+    """Write a task of each kind over `docs` and `texts`. Return their names."""
     (folder / "tasks").mkdir()
 
     def source(name: str, docs: Docs) -> dict[str, Any]:
@@ -106,7 +105,7 @@ def write_tasks(folder: Path, docs: Docs, until: Sequence[str], texts: Docs | No
 
 
 def judge_both(folder: Path, directory: Path, tasks: Sequence[str]) -> tuple[Judged, Judged]:
-    """Judge a checkpoint run by `transformers` and served by `zinfer serve`, in float32."""
+    """Judge a checkpoint run by `transformers` and by `zinfer serve`."""
     hf = judge(folder, tasks, "hf", f"pretrained={directory},dtype=float32", "--device", "cpu", "--batch_size", "4")
     with process(folder, "-m", str(directory), "--offload", "cpu") as server:
         where = f"base_url=http://127.0.0.1:{server.port}/v1/completions"
@@ -116,7 +115,7 @@ def judge_both(folder: Path, directory: Path, tasks: Sequence[str]) -> tuple[Jud
 
 
 def check_equal(hf: Judged, ours: Judged) -> None:
-    """Compare scores, texts, and each log-probability with whether its tokens are the most likely ones."""
+    """Compare scores, texts, and log-probabilities."""
     for task, answers in hf.answers.items():
         assert ours.scores[task] == pytest.approx(hf.scores[task], rel=1e-4), task
         if task == "write":
@@ -133,13 +132,13 @@ def check_equal(hf: Judged, ours: Judged) -> None:
 
 
 def _numbers(answer: Any) -> list[float]:
-    """Return a log-probability, as the harness stores it, and 1 or 0 for what it says of the tokens, if anything."""
+    """Return a log-probability, as stored, and what it says."""
     logprob, *greedy = answer if isinstance(answer, list) else [answer]
     return [float(logprob), *(float(one == "True") for one in greedy)]
 
 
 def save_small(directory: Path) -> Reference:
-    """Save a model that often ends its text, and a tokenizer whose tokens are parts of words and of characters."""
+    """Save a model that often ends its text, and a tokenizer."""
     fast = Fast(models.BPE())
     fast.pre_tokenizer, fast.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     names = dict(zip(("pad_token", "bos_token", "eos_token"), ("<pad>", "<s>", "</s>"), strict=True))
@@ -165,8 +164,9 @@ def save_small(directory: Path) -> Reference:
 
 @has_harness
 def test_the_harness_gives_the_scores_and_answers_of_transformers(folder: Path) -> None:
-    """Half of the targets are what the model writes, so that some are right and the most likely; after some answers
-    the model ends; some tokens are bytes of a character."""
+    """Half of the targets are what the model writes. After some answers the model ends; some tokens are bytes of a
+    character.
+    """
     reference = save_small(folder / "model")
     dice = random.Random(1)
     words = ["the", "of", "weights", "streamed", "while", "café", "naïve", "東京", "🙂", "1,234", "rows", "decode\n"]
@@ -265,7 +265,7 @@ class Device:
             self._running.end()
 
     def _add(self) -> bool:
-        """Take all queries that have come, and wait for some where nothing runs; return False at the end."""
+        """Take all queries that have come; wait where nothing runs. Return False at the end."""
         while not self._running.running or not self._issued.empty():
             new = self._issued.get(timeout=PATIENCE_S)
             if new is None:
@@ -289,7 +289,7 @@ class Device:
 
 
 def run_loadgen(folder: Path, loadgen: Any, device: Device, count: int, mode: str, rate: float) -> dict[str, str]:
-    """Run LoadGen's Offline scenario over `count` prompts for 1 s at `rate` queries a second; return its summary."""
+    """Run LoadGen's Offline scenario at `rate` queries a second. Return its summary."""
     settings, logs = loadgen.TestSettings(), loadgen.LogSettings()
     settings.scenario, settings.mode = loadgen.TestScenario.Offline, getattr(loadgen.TestMode, mode)
     settings.offline_expected_qps, settings.min_duration_ms = rate, 1000
@@ -307,7 +307,7 @@ def run_loadgen(folder: Path, loadgen: Any, device: Device, count: int, mode: st
 
 
 def test_loadgen_finds_its_offline_runs_valid(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    """Every query is answered once, with the tokens that `generate` of transformers gives for its prompt alone."""
+    """Every query is answered once, with the tokens of `generate`."""
     loadgen = pytest.importorskip("mlperf_loadgen")
     directory, dice = checkpoint("llama"), random.Random(3)
     prompts = [[dice.randint(4, 98) for _ in range(dice.randint(1, 40))] for _ in range(64)]

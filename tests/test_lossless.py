@@ -12,8 +12,9 @@ from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests import mentions, trained
+from tests import mentions
 from tests.results import codec_run, sweep
+from tools import trained
 from zinfer.analysis.study import gain as gain_of
 from zinfer.analysis.study import pays, show, wrong
 from zinfer.checkpoint.headers import CheckpointError

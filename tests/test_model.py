@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from tests import shapes
+from tools import shapes
 from zinfer.checkpoint import resolve
 from zinfer.checkpoint.architecture import MatrixFinder, measure, model_config
 from zinfer.checkpoint.configuration import check

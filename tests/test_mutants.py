@@ -1,4 +1,4 @@
-"""Mutants of the core are caught (slow), and still apply to the source."""
+"""Mutants of the core are caught and still apply (slow)."""
 
 import shutil
 from collections.abc import Iterator
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.mutants import FAILED, MUTANTS, ROOT, Mutant, copy_into, run_tests
+from tools.mutants import FAILED, MUTANTS, ROOT, Mutant, copy_into, run_tests
 
 SOURCE = "def total(values):\n    return sum(values)\n"
 TEST = "from zinfer.sums import total\n\ndef test_total():\n    assert total([1, 2]) == 3\n"
@@ -26,7 +26,7 @@ def example(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=names)
 def test_a_mutant_still_applies(mutant: Mutant, tmp_path: Path) -> None:
-    """If this fails, the source that the mutant changes has changed: renew the mutant in tests/mutants.py."""
+    """If this fails, the source that the mutant changes has changed: renew the mutant in tools/mutants.py."""
     (tmp_path / mutant.file).parent.mkdir(parents=True)
     shutil.copy(ROOT / mutant.file, tmp_path / mutant.file)
     mutant.plant(tmp_path)
@@ -57,7 +57,7 @@ def test_the_copy_is_what_is_tested(example: Path) -> None:
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A copy of the checkout in which all tests of all mutants pass."""
+    """Copy of the checkout in which all tests of mutants pass."""
     folder = tmp_path_factory.mktemp("copy")
     copy_into(folder)
     code, output = run_tests(folder, [test for mutant in MUTANTS for test in mutant.tests])

@@ -1,4 +1,4 @@
-"""The padded model computes what the trained one does, and takes no more room on the disk."""
+"""The padded model computes what the trained one does."""
 
 import json
 import random
@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from tests.padded import easy_first, pad, prompts_of, requests
-from tests.trained import tokenizer
+from tools.padded import easy_first, pad, prompts_of, requests
+from tools.trained import tokenizer
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from tests.checkpoints import ARCHITECTURES, VOCAB_SIZE
 from tests.grid import covering
 from tests.running import decode, prefill
-from tests.steered import steered
+from tools.steered import steered
 from zinfer import engine
 from zinfer.checkpoint import resolve
 from zinfer.core.case import Case, Offload, Option, Workload

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conformance.small import Subject, save, small_model
 from tests.test_continuous import LOAD, Words, alike, check, run, sequences, small
 from tests.test_drafts import answers, drafting
 from tests.test_drafts import check as check_answers
 from tests.test_parity import load
+from tools.conformance.small import Subject, save, small_model
 from zinfer.engine import EngineError
 from zinfer.engine.base import Work
 from zinfer.engine.positions import Probe

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from tests.command import zinfer
+from tests.command import probed, zinfer
 from tests.fakes import TARGET, FakeEngine
 from tests.inline import MACHINE, SPEC
 from tests.results import case, request_point
@@ -674,6 +674,7 @@ def test_the_printed_commands_are_of_the_same_load(
     asked: RequestLoad, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    probed(tmp_path)
     Path("my requests.jsonl").write_text('{"input_len": 3, "output_len": 2}\n' * 5)
     key = RequestKey(case(1, layers=None, options=(("draft", "ngram"),)), asked)
     words = shlex.split(requests_command(key))

@@ -9,10 +9,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from tests import test_experts, trained
+from tests import test_experts
 from tests.checkpoints import save_config
 from tests.results import routing_run
 from tests.test_experts import MIXTURES
+from tools import trained
 from zinfer.analysis.study import hits, show, sizes
 from zinfer.checkpoint import resolve
 from zinfer.cli import cli

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from tests.grid import covering
 from tests.running import prefill
-from tests.steered import steered
 from tests.test_parity import BATCHES, greedy, load
 from tests.test_ring import FakeQueues
+from tools.steered import steered
 from zinfer.core.case import Workload
 from zinfer.core.engine import OptionError
 from zinfer.engine.base import Engine, Work

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from tests import PATIENCE_S, quantized
 from tests.checkpoints import save_checkpoint
-from tests.steered import steered
 from tests.test_parity import BATCHES, MACHINE, OUTPUT_LEN, greedy, load, prompts, reference
+from tools.steered import steered
 from zinfer.checkpoint import resolve
 from zinfer.core.case import Case, Option, Workload
 from zinfer.core.engine import OptionError, parse_options, settle

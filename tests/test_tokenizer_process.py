@@ -75,7 +75,7 @@ def slow(folder: Path) -> None:
 def tokenizers(kind: str, checkpoint: Checkpoints, folder: Path) -> Path:
     """Return the folder of a tokenizer of a kind."""
     from tests.test_dialogue import sentencepiece
-    from tests.trained import tokenizer as trained
+    from tools.trained import tokenizer as trained
 
     if kind in ("llama", "bloom"):
         return checkpoint(kind)

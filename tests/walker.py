@@ -13,8 +13,7 @@ from torch import Tensor
 
 
 def evaluate(trt: Any, network: Any, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the network's outputs by name for `inputs` by name, which must be complete, with the declared types and
-    shapes."""
+    """Return the network's outputs by name, for `inputs` by name."""
     return _Walker(trt).run(network, inputs)
 
 

@@ -51,8 +51,8 @@ HEADS = (
 )  # fmt: skip
 PROLOGUE = """\
 from zinfer.report.pages import *
-from tests.campaign.record import reliability
-from tests.conformance.record import model_tables, supported_models
+from tools.campaign.record import reliability
+from tools.conformance.record import model_tables, supported_models
 """
 read = cache(store.read)  # no record changes while pages are made
 

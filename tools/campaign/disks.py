@@ -1,0 +1,236 @@
+"""Machines that fail: a full, failing, read-only or vanishing disk, a full stdout, little memory, a second writer; and
+a power cut, for which the order of writes and syncs is checked.
+
+Each case disturbs one command, judges how it ends, then lets it start again without the disturbance.
+"""
+
+import errno
+import random
+import resource
+import shutil
+import signal
+from collections.abc import Callable, Sequence
+
+from tools.campaign import judge, shim
+from tools.campaign.kills import normal
+from tools.campaign.lab import PATIENCE_S, Lab, Normal, Result, Room, Verb
+from tools.campaign.subject import Ended
+from tools.campaign.verbs import VERBS
+
+WRITERS = ("sweep", "batch", "pack", "plot", "report", "export", "probe", "reuse", "accuracy", "chat", "run-nvme")
+READERS = ("run", "best", "plan")
+PRINTERS = ("plan", "best", "run", "export", "chat", "plot", "sweep", "report", "pack")
+EATERS = ("run", "sweep", "batch", "pack", "plot", "reuse")
+ON_VERBS = {
+    "disk-full": WRITERS, "size-limit": WRITERS, "dev-full": PRINTERS, "read-only": WRITERS, "vanish": WRITERS,
+    "io-error": (*WRITERS, *READERS), "memory": EATERS, "two-jobs": ("sweep", "batch", "pack", "reuse"),
+    "sync": WRITERS,
+}  # fmt: skip
+FEW = 8  # operations in folders other than the user's own
+Disturb = Callable[[Lab, Room, Verb, Normal, random.Random, Result], Ended]
+
+
+def verbs_of(name: str) -> list[Verb]:
+    """Return the commands that a class disturbs."""
+    return [VERBS[verb] for verb in ON_VERBS.get(name, (name.removeprefix("kill-"),))]
+
+
+class Skipped(Exception):
+    """There is nothing to try here; the message says why."""
+
+
+def _shim(lab: Lab) -> shim.Shim:
+    if lab.shim is None:
+        raise Skipped("no C compiler, so no shim")
+    return lab.shim
+
+
+def _full(lab: Lab, room: Room, verb: Verb, usual: Normal, dice: random.Random, result: Result) -> Ended:
+    disk = _shim(lab)
+    budget = int(dice.random() * usual.written)
+    if verb.name == "probe":  # the disk's own measurement writes most
+        budget = dice.choice((budget, dice.randrange(3000)))
+    disk.arm(shim.FULL, [room.root], budget=budget)
+    room.tale.append(f"  {budget} bytes of room")
+    ended = room.run(verb.words, stdin=verb.stdin, armed=True)
+    result.struck += disk.hits > 0
+    disk.disarm()
+    return ended
+
+
+def _limited(_lab: Lab, room: Room, verb: Verb, usual: Normal, dice: random.Random, result: Result) -> Ended:
+    largest = max(map(len, usual.contents.values()), default=6000)
+    printed = verb.name in ("chat", "run-nvme")  # whose results are on stdout, a file of the harness
+    limit = dice.randrange(4000 if printed else 0, max(5000, largest))
+    room.tale.append(f"  files of at most {limit} bytes")
+
+    def enter() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+    ended = room.run(verb.words, stdin=verb.stdin, enter=enter, terminal=not printed)
+    result.struck += 1
+    return ended
+
+
+def _stdout_full(_lab: Lab, room: Room, verb: Verb, _usual: Normal, _dice: random.Random, result: Result) -> Ended:
+    ended = room.run(verb.words, stdin=verb.stdin, stdout="/dev/full")
+    result.struck += 1
+    if ended.code == 0:
+        result.faults.append("stdout is full, and the exit code is 0")
+    return ended
+
+
+def _read_only(lab: Lab, room: Room, verb: Verb, usual: Normal, dice: random.Random, result: Result) -> Ended:
+    disk = _shim(lab)
+    at = 0 if dice.random() < 0.5 else dice.randrange(max(1, usual.operations))
+    folder = room.work if dice.random() < 0.7 else room.root
+    error = dice.choice((errno.EROFS, errno.EACCES))
+    disk.arm(shim.FAIL, [folder], kinds=shim.NAMES, at=at, error=error, lasting=True)
+    room.tale.append(f"  {folder.name} is read-only ({errno.errorcode[error]}) from operation {at} on")
+    ended = room.run(verb.words, stdin=verb.stdin, armed=True)
+    result.struck += disk.hits > 0
+    disk.disarm()
+    return ended
+
+
+def _vanishing(lab: Lab, room: Room, verb: Verb, usual: Normal, dice: random.Random, result: Result) -> Ended:
+    disk = _shim(lab)
+    others = [room.root / "tmp"] + [room.root / "drive"] * any("DRIVE" in word for word in verb.words)
+    folder = dice.choice((room.work, room.work, *others))
+    at = dice.randrange(max(1, usual.operations if folder == room.work else min(usual.operations, FEW)))
+    disk.arm(shim.VANISH, [folder], kinds=shim.CHANGES | shim.OPENS, at=at)
+    room.tale.append(f"  {folder.name} vanishes at operation {at}")
+    ended = room.run(verb.words, stdin=verb.stdin, armed=True)
+    result.struck += disk.hits > 0
+    disk.disarm()
+    gone = folder.with_name(f"{folder.name}.gone")
+    if gone.exists():  # the drive is back, with what was on it
+        shutil.rmtree(folder, ignore_errors=True)
+        gone.rename(folder)
+    return ended
+
+
+def _failing(lab: Lab, room: Room, verb: Verb, usual: Normal, dice: random.Random, result: Result) -> Ended:
+    disk = _shim(lab)
+    reading = dice.random() < 0.5
+    lasting = dice.random() < 0.3
+    kinds = shim.READS | shim.OPENS if reading else shim.CHANGES
+    at = dice.randrange(max(1, usual.reads if reading else usual.operations))
+    folders = [room.root, lab.model] if reading else [room.root]
+    disk.arm(shim.FAIL, folders, kinds=kinds, at=at, error=errno.EIO, lasting=lasting)
+    room.tale.append(f"  EIO at {'read' if reading else 'write'} {at}" + " and all later ones" * lasting)
+    ended = room.run(verb.words, stdin=verb.stdin, armed=True)
+    result.struck += disk.hits > 0
+    disk.disarm()
+    return ended
+
+
+def _audited(lab: Lab, room: Room, verb: Verb, _usual: Normal, dice: random.Random, result: Result) -> Ended:
+    """Check that what a power cut must not take is synced; sometimes also where a log has to be mended first."""
+    disk = _shim(lab)
+    words, ended = verb.words, None
+    for attempt in range(1 + (dice.random() < 0.5 and bool(verb.grows))):
+        if attempt:
+            log = room.work / verb.grows[0]
+            log.write_bytes(log.read_bytes()[: -dice.randrange(1, 400)])
+            words = verb.next
+            room.tale.append(f"  {log.name} is cut to {log.stat().st_size} bytes")
+        disk.arm(shim.COUNT, [room.work], audit=True)
+        ended = room.run(words, stdin=verb.stdin, armed=True)
+        result.faults += [disk.unsynced] if disk.unsynced else []
+        result.struck += disk.operations > 0
+        disk.disarm()
+    assert ended is not None
+    return ended
+
+
+def _starved(_lab: Lab, room: Room, verb: Verb, _usual: Normal, dice: random.Random, result: Result) -> Ended:
+    more = int(2 ** dice.uniform(18, 27))
+
+    def enter() -> None:
+        limit = _address_space() + more
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+    room.tale.append(f"  {more >> 10} KiB of memory more than it begins with")
+    ended = room.run(verb.words, stdin=verb.stdin, enter=enter)
+    result.struck += ended.code != 0
+    return ended
+
+
+def _address_space() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
+
+
+def _second(_lab: Lab, room: Room, verb: Verb, usual: Normal, dice: random.Random, result: Result) -> Ended:
+    """Start a command twice at once, and sometimes kill the first."""
+    first = room.start(verb.words, stdin=verb.stdin)
+    first.wait(dice.random() ** 2 * usual.seconds)
+    second = room.start(verb.next if dice.random() < 0.5 else verb.words, stdin=verb.stdin)
+    ending = dice.random() < 0.3
+    if ending:
+        first.wait(dice.random() * usual.seconds)
+        first.signal(signal.SIGKILL)
+    ends = [first.end(PATIENCE_S), second.end(PATIENCE_S)]
+    for ended in ends:
+        room.say(ended)
+    result.struck += 1
+    result.faults += judge.code(ends[0], [signal.SIGKILL] if ending else []) + judge.words(ends[0])
+    if not ending and usual.code not in {ended.code for ended in ends}:
+        result.faults.append(f"neither of two jobs succeeds: {ends[0].code}, {ends[1].code}")
+    return ends[1]
+
+
+DISTURB: dict[str, Disturb] = {
+    "disk-full": _full, "size-limit": _limited, "dev-full": _stdout_full, "read-only": _read_only,
+    "vanish": _vanishing, "io-error": _failing, "memory": _starved, "two-jobs": _second, "sync": _audited,
+}  # fmt: skip
+
+
+def _case(name: str) -> Callable[[Lab, int, bool], Result]:
+    def case(lab: Lab, number: int, keep: bool = False) -> Result:
+        return disturbed(lab, name, ON_VERBS[name], DISTURB[name], number, keep)
+
+    return case
+
+
+def disturbed(lab: Lab, name: str, choice: Sequence[str], disturb: Disturb, number: int, keep: bool = False) -> Result:
+    """Disturb one command of `choice`; judge its end, its files, and the next start."""
+    result, dice = Result(name, number), lab.dice(name, number)
+    verb = VERBS[choice[number % len(choice)]]
+    usual = normal(lab, verb)
+    with Room(lab, name, keep) as room:
+        try:
+            ended = disturb(lab, room, verb, usual, dice, result)
+        except Skipped as why:
+            result.skipped = str(why)
+            return result
+        result.faults += judge.code(ended, killed=name == "memory") + judge.words(ended)
+        result.faults += judge.processes(room.reap())
+        if ended.code == usual.code and name not in ("vanish", "dev-full", "two-jobs"):
+            told = "was not measured" in ended.output  # a probe without the drive's rate says so
+            if not told and (verb.name not in ("sweep", "batch") or not result.struck):
+                result.faults += judge.equal(
+                    verb.outcome(room, ended), usual.outcome, "results of a run that ends well"
+                )
+        elif ended.code not in (usual.code, None):
+            result.faults += [f"{fault} (exit code {ended.code})" for fault in _said(ended)]
+        again = verb.next if any((room.work / name).exists() for name in verb.grows) else verb.words
+        ended = room.run(again, stdin=verb.stdin)
+        result.faults += judge.words(ended)
+        if ended.code != usual.code:
+            result.faults.append(f"the next start ends with {ended.code}: {ended.last_line[:300]}")
+        else:
+            result.faults += judge.equal(verb.outcome(room, ended), usual.outcome, "results")
+        result.faults += judge.files(room.files(), usual.files, (*verb.keeps, "*.damaged"))
+        result.faults = [f"{verb.name}: {fault}" for fault in result.faults]
+        result.tale = room.tale
+    return result
+
+
+def _said(ended: Ended) -> list[str]:
+    return [] if ended.output.strip() else ["fails without a word"]
+
+
+CLASSES = {name: _case(name) for name in DISTURB}
+assert CLASSES.keys() == ON_VERBS.keys()

@@ -1,0 +1,166 @@
+"""Verdicts on a run that was disturbed: each judge returns the faults that it finds, none if all is well.
+
+They see only what a user sees: exit code, words on the terminal, files, processes.
+"""
+
+import re
+import signal
+from collections import Counter
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tools.campaign.clients import Reply
+from tools.campaign.subject import ROOT, Ended
+from zinfer.core.errors import EXIT_CODES, INTERNAL
+
+DOCUMENTED = {int(code) for key in EXIT_CODES for code in key.split(", ")} - {INTERNAL}
+FORBIDDEN = (
+    "Traceback (most recent call last)",
+    "Internal error",
+    "Exception ignored",
+    "Fatal Python error",
+    "Exception in thread",
+    "Segmentation fault",
+    "terminate called",
+)
+MOST_STACKS = 2000  # characters told of the stacks of a process that hangs
+MOST_LINES = 6  # of stderr, for a refusal: progress, click's usage, and the message
+# Sequences that a terminal is sent on purpose: colours, moves of the cursor, erasing, and hiding the cursor.
+SEQUENCE = re.compile(r"\x1b\[(\?25[lh]|\d*(;\d+)*[mABCDGKJH])")
+CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+RAYS_AGENTS = ("ray::DashboardA", "ray::RuntimeEnv")  # the kernel keeps 15 characters of a name
+
+
+def code(ended: Ended, sent: Iterable[int] = (), killed: bool = False) -> list[str]:
+    """Judge the exit code after the signals `sent` to it; `killed` if something was to end it with SIGKILL."""
+    if ended.code is None:
+        return [f"no end within {ended.seconds:.0f} s" + (f":\n{ended.stacks[:MOST_STACKS]}" if ended.stacks else "")]
+    allowed = set(DOCUMENTED) - {130, 143} | {128 + number for number in sent}
+    if killed or signal.SIGKILL in sent:
+        allowed.add(128 + signal.SIGKILL)
+    polite = {signal.SIGINT, signal.SIGTERM} & set(sent)
+    if polite and signal.SIGKILL not in sent and not killed:
+        allowed = {0, *(128 + number for number in polite)}
+    return [] if ended.code in allowed else [f"exit code {ended.code}: {ended.last_line[:200]}"]
+
+
+def before_zinfer(ended: Ended, sent: Iterable[int]) -> bool:
+    """Tell whether SIGINT ended Python before a line of zinfer ran. It then shows a traceback of its own, which no
+    program can prevent.
+    """
+    own = "KeyboardInterrupt" in ended.output and f'File "{ROOT / "zinfer"}' not in ended.output
+    return own and signal.SIGINT in sent and ended.code in (1, 128 + signal.SIGINT)
+
+
+def words(ended: Ended) -> list[str]:
+    """Judge the output: no traceback, no internal error, no fault of the interpreter."""
+    return [f"says {word!r}: {_around(ended.output, word)}" for word in FORBIDDEN if word in ended.output]
+
+
+def refusal(ended: Ended) -> list[str]:
+    """Judge the refusal of a bad input: an exit code for it, and a message in a line at the end."""
+    if ended.code in (None, 0, INTERNAL) or ended.code not in DOCUMENTED:
+        return code(ended) or [f"exit code {ended.code} for a refusal"]
+    lines = [line for line in ended.stderr.splitlines() if line.strip()]
+    if not lines:
+        return [f"exit code {ended.code} without a word"]
+    if len(lines) > MOST_LINES:
+        return [f"{len(lines)} lines for a refusal: {lines[-1][:200]}"]
+    return []
+
+
+def escapes(text: str, terminal: bool = False) -> list[str]:
+    """Judge output that contains names of others: nothing may steer the terminal, or turn the text around."""
+    left = SEQUENCE.sub("", text) if terminal else text
+    found = CONTROLS.search(left.replace("\r\n", "\n").replace("\r", "\n" if terminal else "\r"))
+    return [f"sends {found[0]!r} to the terminal: {_around(left, found[0])}"] if found else []
+
+
+def cursor(screen: str) -> list[str]:
+    """Judge what a terminal is left with: a cursor."""
+    shown = re.findall(r"\x1b\[\?25([lh])", screen)
+    return ["the terminal is left without a cursor"] if shown and shown[-1] == "l" else []
+
+
+def kept(before: bytes, after: bytes, name: str) -> list[str]:
+    """Judge a file of records that only grows: whole lines of `before` begin `after`."""
+    whole = before[: before.rfind(b"\n") + 1]
+    return [] if after.startswith(whole) else [f"{name} lost records that were on disk"]
+
+
+def once(found: Iterable[Hashable], wanted: Collection[Hashable], what: str) -> list[str]:
+    """Judge points or answers by their names: each of `wanted` once, and no other."""
+    counts = Counter(found)
+    lost, doubled = set(wanted) - counts.keys(), [name for name, count in counts.items() if count > 1]
+    faults = [f"{len(lost)} {what} lost: {_some(lost)}"] if lost else []
+    faults += [f"{len(doubled)} {what} doubled: {_some(doubled)}"] if doubled else []
+    if other := counts.keys() - set(wanted):
+        faults.append(f"{len(other)} {what} that nobody asked for: {_some(other)}")
+    return faults
+
+
+def equal(found: Any, wanted: Any, what: str) -> list[str]:
+    """Judge a result by that of an undisturbed run."""
+    if found == wanted:
+        return []
+    if isinstance(found, Mapping) and isinstance(wanted, Mapping):
+        keys = [key for key in {**wanted, **found} if found.get(key) != wanted.get(key)]
+        first = keys[0]
+        return [f"{what} differ in {len(keys)}: {first}: {_short(found.get(first))} is not {_short(wanted.get(first))}"]
+    return [f"{what} differ: {_short(found)} is not {_short(wanted)}"]
+
+
+def replies(found: Iterable[Reply], wanted: Mapping[str, str], allowed: Collection[int] | None = None) -> list[str]:
+    """Judge what clients of a server got: the whole text that is `wanted` after each prompt. With `allowed`, the server
+    was disturbed: an answer may have one of these statuses, or be cut after a part of the right text (status 200)."""
+    faults = Counter[str]()
+    for one in found:
+        right = wanted.get(one.prompt, "")
+        if one.text != right if one.whole else not right.startswith(one.text):
+            faults[f"another text after {one.prompt!r}: {_short(one.text)} is not {_short(right)}"] += 1
+        elif one.whole:
+            continue
+        elif allowed is None or one.status not in allowed or one.waited_in_vain:
+            faults[f"status {one.status}: {one.fault[:200]}"] += 1
+    return [f"{fault} ({count} times)" if count > 1 else fault for fault, count in faults.items()]
+
+
+def whole(found: bytes | None, allowed: Iterable[bytes | None], name: str) -> list[str]:
+    """Judge a file that is written at once: absent or as before, or all of the new one."""
+    if found in [*allowed]:
+        return []
+    return [f"{name} is missing" if found is None else f"{name} is cut or mixed ({len(found)} bytes)"]
+
+
+def files(found: Collection[str], wanted: Collection[str], allowed: Sequence[str] = ()) -> list[str]:
+    """Judge the files after the next start: those of an undisturbed run; any that match `allowed` may be there."""
+
+    def others(names: Collection[str], known: Collection[str]) -> list[str]:
+        return [name for name in sorted({*names} - {*known}) if not any(map(Path(name).match, allowed))]
+
+    extra, lost = others(found, wanted), others(wanted, found)
+    faults = [f"{len(extra)} files left behind: {_some(extra)}"] if extra else []
+    return faults + ([f"{len(lost)} files missing: {_some(lost)}"] if lost else [])
+
+
+def processes(left: Mapping[int, str]) -> list[str]:
+    """Judge the processes that run after the end, by their command lines. Ray's agents outlive a driver that is killed,
+    whatever it runs (Ray 2.60)."""
+    left = {number: words for number, words in left.items() if not words.startswith(RAYS_AGENTS)}
+    return [f"{len(left)} processes left behind: {_some(left.values())}"] if left else []
+
+
+def _some(names: Iterable[Any]) -> str:
+    shown = sorted(map(str, names))
+    return ", ".join(name[:100] for name in shown[:3]) + (" .." if len(shown) > 3 else "")
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 120 else text[:117] + ".."
+
+
+def _around(text: str, word: str) -> str:
+    at = text.find(word)
+    return repr(text[max(0, at - 100) : at + 200])

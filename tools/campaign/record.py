@@ -1,0 +1,169 @@
+"""Record of a campaign: what was tried, what held, for each class; and the table of docs/reliability.md."""
+
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal
+
+from tools.campaign.lab import Result
+from zinfer import __version__
+from zinfer.core.value import Frozen
+from zinfer.record.jsonl import read_lines
+from zinfer.record.study import Start, found
+from zinfer.system.host import cpu_model, slug
+
+RECORD = Path("sweeps/results/reliability.jsonl")
+FAULTS = 20  # faults that a record keeps for each class
+TITLES = {
+    "kill": "Killed, then started again",
+    "disk-full": "The disk is full, at a random byte",
+    "size-limit": "Files may not grow beyond a limit",
+    "dev-full": "stdout is full",
+    "read-only": "Folders become read-only",
+    "vanish": "The folder vanishes",
+    "io-error": "Reads and writes fail (EIO)",
+    "sync": "Order of writes and syncs, for a power cut",
+    "memory": "Host memory runs out",
+    "two-jobs": "Two jobs on one file",
+    "checkpoint": "Damaged checkpoints",
+    "record": "Damaged records",
+    "request": "Damaged requests",
+    "recipe": "Damaged recipes",
+    "machine": "Damaged machine.json",
+    "option": "Damaged options",
+    "kv": "Damaged kept KV caches",
+    "packed": "Damaged packed layers",
+    "escape": "Escape sequences in names and text",
+    "kill-ranks": "`zinfer run --gpus 2`, a rank of it too, killed, then started again",
+    "kill-cluster": "`zinfer sweep --cluster local`, a job of it too, killed, then started again",
+    "kill-ray": "`zinfer batch --ray`, a shard of it too, killed, then started again",
+    "serve-kill": "`zinfer serve` or its worker killed under a load",
+    "serve-crowd": "`zinfer serve` among slow, idle, silent and lost clients",
+    "weights": "Weights of a checkpoint changed under records, caches, packed layers or a server",
+    "serve-greedy": "`zinfer serve` beside a client of costly requests",
+}
+COLUMNS = ("disturbance", "#cases", "#struck", "#held", "#failed")
+
+
+class Row(Frozen):
+    """Counts of one class: cases tried, those that held, disturbances that struck, cases without anything to try, and
+    damages of weights that no reader can tell from data."""
+
+    name: str
+    tried: int
+    held: int
+    struck: int
+    skipped: int = 0
+    blind: int = 0
+    seconds: float = 0.0
+    faults: tuple[str, ...] = ()
+
+
+class Campaign(Start):
+    """One campaign, in a file as `zinfer.record.study` writes them."""
+
+    study: Literal["reliability"] = "reliability"
+    device: str
+    seed: int
+    seconds: float
+    planned: int = 0  # cases, those that were not begun or not ended included; 0 is not known
+    rows: tuple[Row, ...]
+
+    @property
+    def left(self) -> int:
+        """Number of planned cases that did not end in time."""
+        return max(0, self.planned - sum(row.tried + row.skipped for row in self.rows))
+
+    @classmethod
+    def of(cls, results: Iterable[Result], seed: int, seconds: float, planned: int = 0) -> "Campaign":
+        """Return the record of `results`, counted by class."""
+        import platform
+
+        rows: dict[str, dict[str, Any]] = {}
+        for result in results:
+            row = rows.setdefault(
+                result.name,
+                {"name": result.name, "tried": 0, "held": 0, "struck": 0, "skipped": 0, "blind": 0, "seconds": 0.0,
+                 "faults": []},
+            )  # fmt: skip
+            row["seconds"] += result.seconds
+            if result.skipped and result.held:
+                row["skipped"] += 1
+                continue
+            row["tried"] += 1
+            row["held"] += result.held
+            row["struck"] += result.struck
+            row["blind"] += result.blind
+            row["faults"] += [f"{result.number}: {fault}" for fault in result.faults[:3]]
+        for row in rows.values():
+            row["faults"] = tuple(row["faults"][:FAULTS])
+        versions = {"python": platform.python_version(), "zinfer": __version__}
+        return cls(
+            machine=slug(), device=cpu_model(), started_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            versions=versions, seed=seed, seconds=round(seconds, 1), planned=planned,
+            rows=tuple(Row(**row) for row in rows.values()),
+        )  # fmt: skip
+
+    def table(self) -> str:
+        """Return the counts as text, a line for each class."""
+        heads = ("class", "cases", "struck", "held", "failed", "skipped", "s")
+        rows = [
+            (row.name, row.tried, row.struck, row.held, row.tried - row.held, row.skipped, round(row.seconds))
+            for row in self.rows
+        ]
+        total = ("all", *(sum(row[column] for row in rows) for column in range(1, 7)))  # type: ignore[misc]
+        lines = [f"{line[0]:20}" + "".join(f"{cell!s:>9}" for cell in line[1:]) for line in (heads, *rows, total)]
+        if self.left:
+            lines.append(f"{self.left} of {self.planned} planned cases did not end")
+        return "\n".join(lines)
+
+    def cells(self) -> list[list[str]]:
+        """Return the rows under `COLUMNS` for a page: commands killed one by one, the other classes by their title."""
+        found = [
+            [title(row.name), *(f"{number:,}" for number in (row.tried, row.struck, row.held, row.tried - row.held))]
+            for row in self.rows
+        ]
+        sums = [sum(getattr(row, name) for row in self.rows) for name in ("tried", "struck", "held")]
+        return [*found, ["**all**", *(f"{number:,}" for number in (*sums, sums[0] - sums[2]))]]
+
+
+def last(path: Path) -> Campaign:
+    """Return the last campaign in a file."""
+    *_, (_, fields) = found(read_lines(path), path, "reliability")
+    return Campaign.model_validate(fields)
+
+
+def title(name: str) -> str:
+    """Return what a class does, for readers."""
+    if name in TITLES:
+        return TITLES[name]
+    kind, _, verb = name.partition("-")
+    verb = f"study {verb}" if verb in ("accuracy", "reuse") else verb
+    return f"`zinfer {verb}` killed, then started again" if kind == "kill" else f"{TITLES.get(kind, kind)}: {verb}"
+
+
+def markdown(campaign: Campaign) -> str:
+    """Return the table of a campaign in Markdown, with its seed."""
+    heads: Sequence[str] = COLUMNS
+    rule = ["---:" if head.startswith("#") else "---" for head in heads]
+    lines = [[head.removeprefix("#") for head in heads], rule, *campaign.cells()]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    where = f"{campaign.device}, {campaign.started_at[:10]}, zinfer {campaign.versions.get('zinfer', '')}"
+    blind, skipped = (sum(getattr(row, name) for row in campaign.rows) for name in ("blind", "skipped"))
+    told = f"Seed {campaign.seed}; {campaign.seconds / 60:.0f} minutes; {where}."
+    if blind:
+        told += (
+            f" {blind:,} damaged inputs count as held though they gave another result: another value of a"
+            " configuration, a recipe or a record with a valid checksum is as good as the first. Single changed"
+            " bytes of weights, which only a checksum of all could tell, were not tried."
+        )
+    if campaign.left:
+        told += f" The campaign was ended before {campaign.left:,} of {campaign.planned:,} planned cases had ended."
+    if skipped:
+        told += f" {skipped:,} cases could not be tried on this machine."
+    return f"{table}\n\n{told}"
+
+
+def reliability() -> str:
+    """Return the table of the last recorded campaign, for docs/reliability.md."""
+    return markdown(last(RECORD))

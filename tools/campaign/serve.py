@@ -1,0 +1,257 @@
+"""`zinfer serve` under kills, beside slow, idle and greedy clients.
+
+A good client's answer is the text of the prompt, an error that says so, or a stream that ends early; never another
+text. While nobody is killed, each good client is answered, whatever the others do, and the server ends when it is told.
+"""
+
+import json
+import os
+import random
+import re
+import resource
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from tools.campaign import judge
+from tools.campaign.clients import (
+    ANSWER_S,
+    GREEDY,
+    NUISANCES,
+    WITH_WORK,
+    WITHOUT_REQUEST,
+    Crowd,
+    Greedy,
+    Load,
+    ask,
+    status_of,
+)
+from tools.campaign.lab import GRACE_S, PATIENCE_S, Lab, Result, Room
+from tools.campaign.subject import Ended, Subject
+from tools.campaign.verbs import ON_MODEL
+
+PROMPTS = ("a", "Hello", "abcdefghij", "The rain", "0123456789 0123456789", "zz top", "?", "{}[]()")
+TOKENS = 12
+WORDS = ("serve", *ON_MODEL, "--offload", "none", "--port", "0", "--batch-size", "4", "--drain", "3")
+DRAIN_S = 3 + 20  # until a server that is told to end has ended
+FILES = 128  # of the server, among a crowd
+BUSY = 8  # connections of a kind that has the server compute: more of them are a load, which takes its time
+CLOSED_S = 60.0  # after which the server must have closed connections that send no request
+MOST_SAID = 1 << 20  # characters on stderr
+MOST_BYTES = 3 << 30  # of memory that server and worker take at most
+WAYS = ("KILL", "TERM", "INT", "TERM twice", "worker", "worker", "worker twice", "reader")
+READER = "tokenizer_server"  # in the command line of the process that reads prompts
+
+
+def started(room: Room, result: Result, words: tuple[str, ...] = WORDS, **settings: object) -> tuple[Subject, int]:
+    """Start a server and wait until it serves; return it and its port, 0 if it does not come."""
+    server = room.start(words, **settings)
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline and not server.wait(0.02):
+        if found := re.search(r"^serving .* at http://127\.0\.0\.1:(\d+)/", server.said, re.MULTILINE):
+            return server, int(found[1])
+    result.faults.append(f"the server does not come: {server.said[-300:]}")
+    return server, 0
+
+
+def ended(room: Room, server: Subject, sent: list[int], killed: bool, result: Result) -> Ended:
+    """Wait for the end of a server and judge it: code, words, how much it said, processes and files left."""
+    found = server.end(PATIENCE_S)
+    room.say(found)
+    result.faults += judge.code(found, sent, killed) + judge.words(found)
+    if len(found.stderr) > MOST_SAID:
+        result.faults.append(f"{len(found.stderr):,} characters on stderr: {found.stderr[:200]!r}")
+    result.faults += judge.processes(room.reap(GRACE_S))
+    return found
+
+
+def told_to_end(room: Room, server: Subject, result: Result) -> None:
+    began = time.monotonic()
+    server.signal(signal.SIGTERM)
+    ended(room, server, [signal.SIGTERM], False, result)
+    if (late := time.monotonic() - began) > DRAIN_S + GRACE_S:
+        result.faults.append(f"{late:.0f} s from SIGTERM to the end")
+
+
+def workers(server: Subject) -> list[int]:
+    """Return the processes of a server that hold the model."""
+    readers = server.victims(READER)
+    return [process for process in server.victims() if process not in readers]
+
+
+def _memory(server: Subject) -> int:
+    """Return the peak memory of the server and its worker, bytes."""
+    found = 0
+    for process in (server.pid, *server.victims()):
+        with suppress(OSError, AttributeError):
+            text = Path(f"/proc/{process}/status").read_text()
+            found += int(re.search(r"VmHWM:\s+(\d+) kB", text)[1]) << 10  # type: ignore[index]
+    return found
+
+
+def _answers(lab: Lab, port: int, dice: random.Random, result: Result, what: str) -> None:
+    """Judge that a good client soon gets the right answer. Not after another fault."""
+    deadline, reply = time.monotonic() + ANSWER_S, None
+    while not result.faults and (left := deadline - time.monotonic()) > 0:
+        reply = ask(port, dice.choice(PROMPTS), dice.random() < 0.5, left, max_tokens=TOKENS)
+        if reply.whole:
+            break
+        time.sleep(0.2)
+    faults = [] if reply is None else judge.replies([reply], lab.notes["served"])
+    if reply is not None and reply.seconds > ANSWER_S:
+        faults.append(f"the answer took {reply.seconds:.0f} s")
+    result.faults += [f"{what}: {fault}" for fault in faults]
+
+
+def _is_well(port: int, result: Result, what: str) -> None:
+    if not result.faults and (status := status_of(port, "/health")) != 200:
+        result.faults.append(f"{what}: /health answers {status}")
+
+
+def _killed(lab: Lab, number: int, room: Room, dice: random.Random, result: Result) -> None:
+    """Kill a server that has a load, or its worker."""
+    way = dice.choice(WAYS)
+    server, port = started(room, result)
+    if not port:
+        ended(room, server, [], False, result)
+        return
+    load = Load(port, PROMPTS, dice.randint(2, 8), dice, max_tokens=TOKENS)
+    moment = dice.random() * 2
+    room.tale.append(f"  {way} after {moment:.2f} s of load")
+    server.wait(moment)
+    sent: list[int] = []
+    if way.startswith(("worker", "reader")):
+        for _ in range(1 + way.endswith("twice")):
+            for worker in server.victims(READER) if way == "reader" else workers(server):
+                with suppress(ProcessLookupError):
+                    os.kill(worker, signal.SIGKILL)
+                    result.struck += 1
+            server.wait(dice.random())
+        _answers(lab, port, dice, result, "after the worker's end")
+        _is_well(port, result, "after the worker's end")
+    else:
+        kind = signal.Signals[f"SIG{way.split()[0]}"]
+        sent.append(kind)
+        result.struck += server.signal(kind)
+        if way.endswith("twice") and not server.wait(dice.random()):
+            server.signal(kind)
+    if not sent:
+        # A stream that has sent text ends with an error; a request whose worker ends again and again may be the cause.
+        allowed = {200, 503, 500} if way.endswith("twice") else {200, 503}
+        result.faults += judge.replies(load.stop(), lab.notes["served"], allowed)
+        told_to_end(room, server, result)
+    else:
+        ended(room, server, sent, False, result)
+        result.faults += judge.replies(load.stop(), lab.notes["served"], {0, 200, 503})
+
+
+def _crowded(lab: Lab, number: int, room: Room, dice: random.Random, result: Result) -> None:
+    """Answer good clients among hundreds of idle, slow or broken connections."""
+
+    def few_files() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, FILES))
+
+    server, port = started(room, result, enter=few_files)
+    if not port:
+        ended(room, server, [], False, result)
+        return
+    kinds = dice.sample([*NUISANCES], dice.randint(1, 4))
+    count = dice.randint(20, 2 * FILES)
+    room.tale.append(f"  {count} connections: {', '.join(kinds)}")
+    crowd = Crowd()
+    try:
+        began = time.monotonic()
+        for _ in range(count):
+            kind = dice.choice(kinds)
+            if [*crowd.held.values()].count(kind) < (BUSY if kind in WITH_WORK else count):
+                crowd.add(port, kind, dice)
+        result.struck += len(crowd.held)
+        for _ in range(3):
+            _answers(lab, port, dice, result, f"among {count} connections ({', '.join(kinds)})")
+        while (left := crowd.open(WITHOUT_REQUEST)) and not result.faults and time.monotonic() - began < CLOSED_S:
+            time.sleep(0.5)
+        if left:
+            result.faults.append(f"{left} connections without a request are open after {CLOSED_S:.0f} s: {kinds}")
+        _is_well(port, result, f"among {kinds}")
+        told_to_end(room, server, result)
+    finally:
+        crowd.close()
+
+
+def _starved(lab: Lab, number: int, room: Room, dice: random.Random, result: Result) -> None:
+    """Answer short requests beside a client with costly ones."""
+    kind = [*GREEDY][number % len(GREEDY)]
+    server, port = started(room, result)
+    if not port:
+        ended(room, server, [], False, result)
+        return
+    _answers(lab, port, dice, result, "alone")
+    threads = dice.randint(1, 4)
+    room.tale.append(f"  {kind}, {threads} at a time")
+    greedy = Greedy(port, kind, threads, dice)
+    try:
+        time.sleep(0.5)
+        for _ in range(4):
+            _answers(lab, port, dice, result, f"beside {kind}")
+            _is_well(port, result, f"beside {kind}")
+        if (taken := _memory(server)) > MOST_BYTES:
+            result.faults.append(f"{taken >> 20} MiB of memory for {kind}")
+    finally:
+        greedy.stop()
+    result.struck += threads
+    room.tale.append(f"  statuses {sorted({*greedy.statuses})}")
+    _answers(lab, port, dice, result, f"after {kind}")
+    told_to_end(room, server, result)
+
+
+def texts(room: Room, model: tuple[str, ...]) -> dict[str, str]:
+    """Return the text of `zinfer run` after each prompt. Raises RuntimeError if there is none."""
+    asked = [word for prompt in PROMPTS for word in ("-p", prompt)]
+    done = room.run(("run", *model, "--offload", "none", *asked, "--output-len", str(TOKENS), "--json"))
+    try:
+        return {prompt: told["output_text"] for prompt, told in zip(PROMPTS, json.loads(done.stdout), strict=True)}
+    except (ValueError, TypeError, KeyError):
+        raise RuntimeError(f"no texts to compare with: {done.output[-2000:]}") from None
+
+
+def furnish(lab: Lab) -> None:
+    """Note the texts of `zinfer run` after the prompts. Raises RuntimeError if a server without a disturbance gives
+    others."""
+    with Room(lab, "served") as room:
+        lab.notes["served"] = texts(room, ON_MODEL)
+        result = Result("served", 0)
+        server, port = started(room, result)
+        for prompt in PROMPTS if port else ():
+            for stream in (False, True):
+                result.faults += judge.replies([ask(port, prompt, stream, max_tokens=TOKENS)], lab.notes["served"])
+        told_to_end(room, server, result)
+    if result.faults:
+        raise RuntimeError(f"undisturbed server: {result.faults}")
+
+
+Inside = Callable[[Lab, int, Room, random.Random, Result], None]
+
+
+def _case(name: str, inside: Inside) -> Callable[[Lab, int, bool], Result]:
+    def case(lab: Lab, number: int, keep: bool = False) -> Result:
+        result = Result(name, number)
+        began = time.monotonic()
+        with Room(lab, name, keep) as room:
+            before = room.files()
+            inside(lab, number, room, lab.dice(name, number), result)
+            if judge.files(room.files(), before):  # what was killed leaves a lease: the next start removes it
+                room.run(("run", "--help"), seconds=PATIENCE_S)
+            result.faults += judge.files(room.files(), before)
+            result.tale = room.tale
+        result.seconds = time.monotonic() - began
+        return result
+
+    return case
+
+
+CLASSES = {
+    name: _case(name, inside)
+    for name, inside in (("serve-kill", _killed), ("serve-crowd", _crowded), ("serve-greedy", _starved))
+}

@@ -1,0 +1,93 @@
+"""Command line: `python -m tools.conformance [TYPE ...] [--jobs N] [--output FILE]` compares, prints a table and writes
+the record.
+
+`make readme` writes the tables of ``docs/models.md`` anew from the record.
+"""
+
+import os
+import sys
+import time
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from tools.conformance import record
+
+if TYPE_CHECKING:
+    from tools.conformance.run import Row
+
+# Modules that every child needs, imported in the parent (`save_pretrained` imports DeepSpeed if it is installed).
+PRELOADED = ("transformers.models.llama.modeling_llama", "zinfer.commands.watch", "zinfer.engine.stream", "deepspeed")
+SHORT = {"right": "right", "refused": "refused", "differs": "DIFFERS", "crash": "CRASH", "does not apply": "-"}
+
+
+@click.command()
+@click.argument("types", nargs=-1)
+@click.option("--jobs", type=click.IntRange(min=1), default=len(os.sched_getaffinity(0)), help="Processes at a time.")
+@click.option(
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help=f"File of the record; with TYPE, its entries are replaced.  [default: {record.RECORD} if all types run]",
+)
+def main(types: tuple[str, ...], jobs: int, output: Path | None) -> None:
+    """Compare zinfer with transformers on a small checkpoint of each TYPE.
+
+    TYPE+wrapper names the multimodal model that contains the language model.
+    """
+    told = conformance(types, jobs)
+    if types and output is not None and output.exists():
+        told["types"] = record.read(output)["types"] | told["types"]
+    if output is not None or not types:
+        record.write(told, output or record.RECORD)
+    if any(entry["verdict"] in ("crash", "differs") for entry in told["types"].values()):
+        sys.exit(1)
+
+
+def conformance(types: tuple[str, ...], jobs: int) -> dict[str, Any]:
+    """Run `types`, or all; print one line each with its reasons, and the counts; return the record."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # every machine's record is of the CPU
+    os.environ["OMP_NUM_THREADS"] = "1"
+    import torch
+    import transformers
+
+    from tools.conformance.compare import WAYS
+    from tools.conformance.run import run_all
+    from tools.conformance.small import subjects
+
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    for module in PRELOADED:
+        if find_spec(module.partition(".")[0]):
+            import_module(module)
+    chosen = [subject for subject in subjects() if not types or subject.name in types or subject.type in types]
+    unknown = set(types) - {name for subject in chosen for name in (subject.name, subject.type)}
+    if unknown:
+        raise click.UsageError(f"no such type: {', '.join(sorted(unknown))}")
+    begun = time.monotonic()
+    click.echo(f"{'':34} {' '.join(f'{way:8}' for way in WAYS)}")
+    rows = run_all(chosen, jobs, _show)
+    told = record.to_json(rows, {name: way.says for name, way in WAYS.items()})
+    for wrapper, title in ((False, "types of AutoModelForCausalLM"), (True, "multimodal models around one")):
+        found = record.counts(told, wrapper)
+        if found:
+            click.echo(f"{found.total()} {title}: " + ", ".join(f"{n} {verdict}" for verdict, n in found.most_common()))
+    click.echo(f"{time.monotonic() - begun:.0f} s")
+    return told
+
+
+def _show(row: "Row") -> None:
+    if "all" in row.outcomes:
+        told = f"{row.verdict}: {row.outcomes['all'].why}"
+    else:
+        told = " ".join(f"{SHORT[outcome.verdict]:8}" for outcome in row.outcomes.values())
+    click.echo(f"{row.subject.name:34} {told}")
+    for why in dict.fromkeys(outcome.why for way, outcome in row.outcomes.items() if outcome.why and way != "all"):
+        ways = ", ".join(way for way, outcome in row.outcomes.items() if outcome.why == why)
+        click.echo(f"    {ways}: {why}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,270 @@
+"""Comparison of one type in every way: zinfer's logits against those of `transformers.generate` on each row alone.
+
+Every row is decoded with the tokens that transformers adds to it. So the logits of all steps are compared, and a token
+whose lead is small hides nothing.
+"""
+
+import json
+import shutil
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import click
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tools.conformance.reference import (
+    LENGTHS,
+    OUTPUT_LEN,
+    CannotCompare,
+    Monotonous,
+    Reference,
+    reference,
+)
+from tools.conformance.rows import come_and_go, side_by_side
+from tools.conformance.small import GAINS, CannotBuild, Subject, family, save, small_model
+from tools.steered import steered
+from zinfer import engine
+from zinfer.checkpoint.headers import CheckpointError
+from zinfer.checkpoint.source import find
+from zinfer.commands import pack
+from zinfer.core.case import Case, Offload, Option, Workload
+from zinfer.core.machine import Machine
+from zinfer.core.model import ModelError
+from zinfer.engine import EngineError, base
+from zinfer.plan.plan import make_plan
+
+MACHINE = Machine(name="conformance", source="measured", host_bytes=8 << 30, nvme_bytes=8 << 30)
+
+REFUSALS = (ModelError, CheckpointError, EngineError, click.ClickException)
+Verdict = Literal["right", "refused", "differs", "crash", "cannot be built", "cannot be compared", "does not apply"]
+
+
+class Way(NamedTuple):
+    """One way to run the checkpoint: the prompts as one batch, or with `rows` as rows that come and go."""
+
+    says: str
+    offload: Offload = "cpu"
+    options: dict[str, Option] = {}  # noqa: RUF012
+    prefill_tokens: int | None = None  # prompt tokens in one forward pass at most
+    packed: bool = False
+    rounded: bool = False  # the quantised copy that `zinfer pack --weights int8` makes
+    experts: bool = False  # for mixtures of experts alone
+    rows: bool = False
+    drafts: bool = False  # some of them wrong
+    kept: bool = False  # with keys and values of earlier prompts
+    here: int | None = None  # rows with their KV cache on the device
+    gpu_weights: str | None = None  # share of the layers that lie on the device alone
+    engine: str = "stream"  # others are for a sample of the types
+
+
+WAYS: dict[str, Way] = {
+    "none": Way("weights on the device", offload="none"),
+    "cpu": Way("weights streamed from host memory"),
+    "rows": Way("streamed, prompts prefilled row by row", prefill_tokens=1),
+    "kept": Way("streamed, but for half of the layers, which lie on the device alone", gpu_weights="50%"),
+    "packed": Way("streamed from packed layers", options={"weight_codec": "lossless"}, packed=True),
+    "kv-cpu": Way(
+        "streamed, KV cache in host memory, the CPU attends", options={"kv_offload": "cpu", "kv_attention": "cpu"}
+    ),
+    "kv-link": Way(
+        "streamed, KV cache in host memory, over the link", options={"kv_offload": "cpu", "kv_attention": "gpu"}
+    ),
+    "int8": Way("streamed from a copy with weights in int8", rounded=True),
+    "experts": Way("streamed, experts on demand", options={"experts": "on-demand"}, experts=True),
+    "requests": Way("streamed, requests that come and go", rows=True),
+    "mixed": Way(
+        "requests that come and go, some with their KV cache in host memory, to which the CPU attends",
+        options={"kv_offload": "auto", "kv_attention": "cpu"},
+        rows=True,
+        here=3,
+    ),
+    "drafts": Way("requests that come and go, several tokens a pass by drafts", rows=True, drafts=True),
+    "mixed-d": Way(
+        "drafts, some rows with their KV cache in host memory, to which the CPU attends",
+        options={"kv_offload": "auto", "kv_attention": "cpu"},
+        rows=True,
+        drafts=True,
+        here=3,
+    ),
+    "reused": Way("requests that come and go, and reuse the kept beginnings of earlier prompts", rows=True, kept=True),
+    "accelerate": Way("requests that come and go, on engine accelerate", rows=True, engine="accelerate"),
+    "deepspeed": Way("requests that come and go, on engine deepspeed", rows=True, engine="deepspeed"),
+}
+
+
+# Types of different families that are compared on the other engines, too.
+SAMPLE = {
+    "bart", "bloom", "deepseek_v3", "deepseek_v32", "deepseek_v4", "gemma3_text", "gpt2", "gpt_oss", "llama", "mamba2",
+    "minimax", "mixtral", "qwen3_next", "recurrent_gemma", "zamba2",
+}  # fmt: skip
+
+
+# Notes on a type: prompts left out, the largest difference of logits allowed, and why its rows must be of one length in
+# a micro-batch, if they must.
+NOTES = ("skipped", "tolerance", "padding")
+
+
+class Outcome(NamedTuple):
+    """Outcome of one way, or of a whole type."""
+
+    verdict: Verdict
+    why: str = ""
+
+
+Tell = Callable[[str, Outcome], None]
+
+
+def compare(subject: Subject, scratch: Path, tell: Tell) -> None:
+    """Build `subject`, run it in all `WAYS`, and `tell` the outcomes.
+
+    A type that cannot be built or compared has one outcome, named ``all``. `tell` also gets the type's family under the
+    name ``family``, and `NOTES` on what was compared.
+    """
+    directory = scratch / subject.type
+    try:
+        model_class, known = _saved(subject, directory, tell)
+    except CannotBuild as error:
+        return tell("all", Outcome("cannot be built", _clean(error, scratch)))
+    except CannotCompare as error:
+        return tell("all", Outcome("cannot be compared", _clean(error, scratch)))
+    except Exception as error:
+        return tell("all", Outcome("cannot be compared", f"transformers: {_clean(error, scratch)} {_place(error)}"))
+    _note(known, tell)
+    mixture = False
+    with suppress(*REFUSALS):  # the ways will tell
+        mixture = find(str(directory), "float32", None, "safetensors").spec.num_experts > 1
+    for name, way in WAYS.items():
+        if (way.experts and not mixture) or (way.engine != "stream" and subject.name not in SAMPLE):
+            tell(name, Outcome("does not apply"))
+        else:
+            tell(name, _outcome(way, directory, model_class, known, scratch, tell))
+
+
+def _note(known: Reference, tell: Tell) -> None:
+    tell("skipped", Outcome("right", str(known.skipped)))
+    tell("tolerance", Outcome("right", f"{known.tolerance:.1e}"))
+
+
+def _saved(subject: Subject, directory: Path, tell: Tell) -> tuple[type[PreTrainedModel], Reference]:
+    """Save the first model that is worth comparing in `directory`; return its class and its `reference`."""
+    for gain in GAINS:
+        shutil.rmtree(directory, ignore_errors=True)
+        model = small_model(subject, gain)
+        tell("family", Outcome("right", family(model)))
+        save(model, directory)
+        try:
+            return type(model), reference(type(model), directory)
+        except Monotonous as error:
+            why = error
+    raise why
+
+
+def _outcome(
+    way: Way, directory: Path, model_class: type[PreTrainedModel], known: Reference, scratch: Path, tell: Tell
+) -> Outcome:
+    try:
+        if way.rounded:
+            directory, plain = rounded(directory, scratch)
+            known = reference(model_class, plain)
+            _note(known, tell)
+        errors, padding = run(way, directory, known, scratch)
+    except REFUSALS as error:
+        return Outcome("refused", _clean(error, scratch))
+    except CannotCompare:
+        return Outcome("does not apply")
+    except Exception as error:
+        return Outcome("crash", f"{_clean(error, scratch)} {_place(error)}")
+    tell("padding", Outcome("right", padding))
+    if errors is None:
+        return Outcome("does not apply")
+    wrong = ~(errors < known.tolerance)
+    if not bool(wrong.any()):
+        return Outcome("right")
+    step = int(wrong.any(0).nonzero()[0])
+    told = f"{int((~wrong).sum())} of {wrong.numel()} logits equal, all of the first {step} steps"
+    return Outcome("differs", f"{told}; rows {wrong.any(1).nonzero()[:, 0].tolist()} by {float(errors.max()):.2g}")
+
+
+def _clean(error: BaseException, scratch: Path) -> str:
+    """Return an error's message in one line, without paths."""
+    text = error.message if isinstance(error, click.ClickException) else str(error)
+    own = isinstance(error, (*REFUSALS, CannotBuild, CannotCompare))
+    line = " ".join(text.split()).replace(f"{scratch}/", "")[:400]
+    return line if own else f"{type(error).__name__}: {line}"
+
+
+def _place(error: BaseException) -> str:
+    """Return the place of an error: the last lines in known packages that its traceback passes through."""
+    frames = traceback.extract_tb(error.__traceback__)
+    packages = ("zinfer/", "transformers/", "torch/", "tests/", "tools/")
+    told = [
+        f"{frame.filename[at:]}:{frame.lineno}"
+        for frame in frames
+        for at in (max(frame.filename.rfind(f"/{package}") for package in packages) + 1,)
+        if at
+    ]
+    ours = [place for place in told if place.startswith("zinfer/")]
+    return f"[{' < '.join(dict.fromkeys([*told[-1:], *ours[-1:]]))}]"
+
+
+def rounded(directory: Path, scratch: Path) -> tuple[Path, Path]:
+    """Copy a checkpoint twice: in int8, and as the same numbers. Return both."""
+    copy, plain = scratch / "int8", scratch / "plain"
+    words = ["--model", str(directory), "--dtype", "fp32", "--weights", "int8", "--output", str(copy)]
+    pack.command.main(words, standalone_mode=False)
+    shutil.copytree(copy, plain)
+    for file in plain.glob("*.safetensors"):
+        tensors = load_file(file)
+        scales = {
+            name.removesuffix("_scale"): tensors.pop(name) for name in [*tensors] if name.endswith("weight_scale")
+        }
+        tensors |= {name: tensors[name].float() * scale for name, scale in scales.items()}
+        save_file(tensors, file, {"format": "pt"})
+    config = json.loads((plain / "config.json").read_text())
+    for one in (config, *(each for each in config.values() if isinstance(each, dict))):
+        one.pop("quantization_config", None)
+    (plain / "config.json").write_text(json.dumps(config))
+    return copy, plain
+
+
+@contextmanager
+def loaded(way: Way, directory: Path, scratch: Path) -> Iterator[Any]:
+    """Load the checkpoint in `directory` in the given `way`."""
+    options = dict(way.options)
+    if way.packed:
+        folder = scratch / "packed"
+        arguments = ["--model", str(directory), "--dtype", "fp32", "--output", str(folder)]
+        pack.command.main(arguments, standalone_mode=False)
+        options["packed"] = str(folder)
+    source = find(str(directory), "float32", None, "safetensors")
+    rows = 2 * len(LENGTHS) if way.rows else len(LENGTHS)
+    case = Case(
+        model=str(directory),
+        engine=way.engine,
+        offload=way.offload,
+        workload=Workload(batch_size=rows, input_len=max(LENGTHS), output_len=OUTPUT_LEN),
+        dtype="float32",
+        load_format="safetensors",
+        gpu_weights=way.gpu_weights,
+        options=tuple(sorted(options.items())),
+    )
+    plan = make_plan(case, source.spec, MACHINE, None)
+    running = base.load(engine.kind(way.engine).target)(steered(plan, way.here, way.prefill_tokens))
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+def run(way: Way, directory: Path, known: Reference, scratch: Path) -> tuple[Tensor | None, str]:
+    """Return the errors of zinfer's logits, ``[rows, OUTPUT_LEN]``. No errors if the way does not apply."""
+    with loaded(way, directory, scratch) as running:
+        padding = running.cannot_pad() or ""
+        if not way.rows:
+            return side_by_side(running, known), padding
+        return come_and_go(running, known, way.drafts, way.kept), padding

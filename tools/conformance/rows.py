@@ -1,0 +1,128 @@
+"""Rows of a reference on an engine: side by side, or as requests that come and go; what its logits are off by."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.test_continuous import Words, run, small
+from tests.test_drafts import Oracle
+from tools.conformance.reference import OUTPUT_LEN, Reference
+from zinfer.engine.base import Engine, Work
+from zinfer.generation import schedule, scheduler
+from zinfer.generation.drafts import Drafts
+from zinfer.generation.schedule import Group
+from zinfer.generation.scheduler import ContinuousScheduler
+
+SHORT = 5  # tokens of the rows that end early
+WRONG = 0.4  # share of wrong tokens in drafts
+CACHE_SIZE = 64 << 20  # bytes of kept keys and values
+
+
+def side_by_side(engine: Engine, known: Reference) -> Tensor:
+    """Return the errors of the logits, ``[B, OUTPUT_LEN]``, of padded rows."""
+    every = list(range(len(known.prompts)))
+    sets = [every] if engine.cannot_pad() is None else [[row] for row in every]
+    errors = torch.full((len(every), OUTPUT_LEN), torch.inf)
+    for together in [sets] if engine.one_trip else [[one] for one in sets]:
+        _run(engine, known, together, errors)
+    return errors
+
+
+def _run(engine: Engine, known: Reference, sets: Sequence[Sequence[int]], errors: Tensor) -> None:
+    """Run a micro-batch of each of `sets` of rows; enter their `errors`."""
+    engine.clear()
+    works = []
+    for rows in sets:
+        width = max(len(known.prompts[row]) for row in rows)
+        pads = [width - len(known.prompts[row]) for row in rows]
+        mask = torch.tensor([[0] * pad + [1] * (width - pad) for pad in pads])
+        ids = torch.tensor([[0] * pad + known.prompts[row] for pad, row in zip(pads, rows, strict=True)])
+        works.append(Work(engine.admit(mask, width + OUTPUT_LEN), ids.to(engine.device)))
+    for step in range(OUTPUT_LEN):
+        for rows, logits in zip(sets, engine.forward(works), strict=True):
+            for place, row in enumerate(rows):
+                errors[row, step] = known.error(row, step, logits[place, -1])
+        tokens = known.tokens.to(engine.device)
+        works = [Work(work.batch, tokens[list(rows), step, None]) for rows, work in zip(sets, works, strict=True)]
+    engine.clear()
+
+
+def come_and_go(engine: Engine, known: Reference, drafts: bool = False, kept: bool = False) -> Tensor | None:
+    """Return the errors of the logits, ``[2 B, OUTPUT_LEN]``, of staggered rows. None if keys and values are to be
+    `kept` for later rows, and cannot be.
+
+    With `drafts`, passes verify tokens of the reference, some of them replaced by wrong ones.
+    """
+    count, answers = len(known.prompts), known.tokens.tolist()
+    rows = [
+        scheduler.Sequence(known.prompts[key % count], OUTPUT_LEN if key < count else SHORT, key=key)
+        for key in range(2 * count)
+    ]
+    oracle = Oracle({one.key: (one.prompt_ids, answers[one.key % count]) for one in rows}, WRONG)
+    with pytest.MonkeyPatch.context() as patch:
+        small(patch)
+        patch.setattr(schedule.PassTimes, "room_for_drafts", lambda *_: 1000)
+        patch.setattr(Drafts, "_worth", lambda _drafts, counts, _rows: max(counts.values()))
+        running = ContinuousScheduler(
+            engine, Words(), engine.plan.case.workload, drafter=oracle if drafts else None,  # type: ignore[arg-type]
+            cache_size=CACHE_SIZE if kept else 0,
+        )  # fmt: skip
+        if kept and running.cannot_reuse is not None:
+            return None
+        running.schedule.step = 8  # positions that a micro-batch grows by
+        watch = _Watch(engine, running, known)
+        patch.setattr(engine, "forward", watch.forward)
+        first, second = rows[:count], rows[count:]
+        run(running, [[*first[::2], *second[1::2]], first[1::2], second[::2]], every=3)
+        if running.drafts is not None:
+            assert 0 < running.drafts.accepted < running.drafts.drafted
+        if kept:
+            assert any(one.cached for one in rows)
+        running.end()
+    for one in rows:
+        if one.error is not None:
+            raise ValueError(f"row {one.key}: {one.error}")
+    watch.errors[count:, SHORT:] = 0
+    return watch.errors
+
+
+class _Watch:
+    """Engine passes whose logits are compared, then replaced by the reference's.
+
+    So all rows go on with the reference's tokens. Logits behind a wrong draft are no row's.
+    """
+
+    def __init__(self, engine: Engine, running: ContinuousScheduler, known: Reference) -> None:
+        self._forward, self._running, self._known = engine.forward, running, known
+        self.errors = torch.full((2 * len(known.prompts), OUTPUT_LEN), torch.inf)
+
+    def forward(self, works: Sequence[Work]) -> list[Tensor]:
+        """Return the logits of `works`, the reference's where rows use them."""
+        groups: dict[int, Group] = {
+            id(self._running._batches[id(group)]): group for group in self._running.schedule.groups
+        }
+        return [
+            self._checked(groups[id(work.batch)], work, logits.clone())
+            for work, logits in zip(works, self._forward(works), strict=True)
+        ]
+
+    def _checked(self, group: Group, work: Work, logits: Tensor) -> Tensor:
+        for place, row in enumerate(group.rows):
+            sequence: Any = None if row is None else self._running.sequences.get(row.key)
+            if sequence is None or group.length + work.token_ids.shape[1] < group.width:
+                continue
+            own, first = sequence.key % len(self._known.prompts), len(sequence.output_ids)
+            answer, fed = self._known.tokens[own].tolist(), work.token_ids[place].tolist()
+            for ahead in range(logits.shape[1] if group.running else 1):
+                step = first + ahead
+                if step == OUTPUT_LEN or (ahead and fed[ahead] != answer[step - 1]):
+                    break
+                at = ahead if group.running else -1
+                error = self._known.error(own, step, logits[place, at])
+                known = self.errors[sequence.key, step]
+                self.errors[sequence.key, step] = error if known == torch.inf else max(error, float(known))
+                logits[place, at] = self._known.logits[own, step].to(logits)
+        return logits

@@ -193,7 +193,7 @@ def test_the_timeline_shows_the_fastest_configurations_whole_and_magnified() -> 
 def test_the_timeline_tells_chosen_and_guessed_experts_apart() -> None:
     spans = traced(copy_ms=60.5, decode_ms=6.2)
     shared = tuple(
-        span.model_copy(update={"carries": (None, "expert", "guess")[(span.layer or 0) % 3]})
+        span._replace(carries=(None, "expert", "guess")[(span.layer or 0) % 3])
         if span.lane == "copy"
         else span
         for span in spans
@@ -220,13 +220,13 @@ def slow_disk() -> tuple[Span, ...]:
         arrived = 40.0 * layer + 2
         rows += [("disk", layer, 40 * layer, arrived + 40), ("copy", (layer + 9) % 10, arrived, arrived + 20)]
         rows.append(("compute", (layer + 9) % 10, arrived + 21, arrived + 24))
-    return tuple(Span.model_validate(row) for row in rows)
+    return tuple(Span(*row) for row in rows)
 
 
 def test_the_timeline_of_several_gpus_shows_each_with_its_gathers() -> None:
     one = traced(running=True)
-    gathers = [span.model_copy(update={"lane": "gather", "end_ms": span.start_ms + 9}) for span in one[-30:-2]]
-    two = (*one, *(span.model_copy(update={"rank": 1}) for span in (*traced(launch_ms=40.0), *gathers)))
+    gathers = [span._replace(lane="gather", end_ms=span.start_ms + 9) for span in one[-30:-2]]
+    two = (*one, *(span._replace(rank=1) for span in (*traced(launch_ms=40.0), *gathers)))
     alone, both = (drawn([point(case(8), timeline=spans)])["timeline"] for spans in (one, two))
     whole, part = both.axes
     for axes in (whole, part):
@@ -245,7 +245,7 @@ def test_a_timeline_of_many_spans_draws_what_can_be_seen() -> None:
     rows = [[lane, layer, at + start, at + start + 0.06]
             for nth in range(10_000) for layer, at in [(nth // 100, nth * 0.1)]
             for lane, start in (("copy", 0.0), ("compute", 0.02))]  # fmt: skip
-    many = tuple(Span.model_validate(row) for row in rows)
+    many = tuple(Span(*row) for row in rows)
     began = time.process_time()
     figure = drawn([point(case(8), timeline=many)])["timeline"]
     content = chart.render(figure, "svg")

@@ -3,7 +3,6 @@
 import time
 
 import pytest
-from pydantic import ValidationError
 
 from tests.results import LINK, case, point, traced
 from zinfer.analysis.timeline import (
@@ -19,31 +18,32 @@ from zinfer.analysis.timeline import (
     waits,
 )
 from zinfer.record.measurement import Effective, Span
+from zinfer.record.measurement import spans as stored
 
 
 def spans(*rows: tuple[str, int | None, float, float]) -> tuple[Span, ...]:
-    return tuple(Span.model_validate(row) for row in rows)
+    return tuple(Span(*row) for row in rows)
 
 
 def test_copies_of_experts_are_told_apart_in_a_row() -> None:
     rows = ["copy", 1, 2.0, 3.5], ["copy", 1, 2.0, 3.5, "guess"]
-    one, other = (Span.model_validate(row) for row in rows)
+    one, other = (Span(*row) for row in rows)
     assert (one.carries, other.carries) == (None, "guess")
-    assert [list(span.model_dump()) for span in (one, other)] == [*rows]
-    with pytest.raises(ValidationError):
-        Span.model_validate([*rows[0], "another"])
+    assert [span.row() for span in (one, other)] == [*rows]
+    with pytest.raises(ValueError, match="lane"):
+        stored([[*rows[0], "another"]])
 
 
 def test_spans_of_several_gpus_are_told_apart_in_a_row() -> None:
     rows = [["gather", 1, 2.0, 3.5], ["gather", 1, 2.0, 3.5, None, 1], ["copy", 1, 2.0, 3.5, "guess", 3]]
-    found = [Span.model_validate(row) for row in rows]
+    found = [Span(*row) for row in rows]
     assert [(one.rank, one.carries) for one in found] == [(0, None), (1, None), (3, "guess")]
-    assert [list(span.model_dump()) for span in found] == rows
+    assert [span.row() for span in found] == rows
     assert [len(own) for own in by_rank((*found, *found))] == [2, 2, 2]
     assert by_rank(()) == ()
     for wrong in (rows[0][:3], [*rows[2], 1]):
-        with pytest.raises(ValidationError):
-            Span.model_validate(wrong)
+        with pytest.raises(ValueError, match="4 to 6"):
+            stored([wrong])
 
 
 def test_a_gather_is_hidden_where_the_link_works_too() -> None:
@@ -107,7 +107,7 @@ def test_the_focus_is_where_the_link_waits_longest() -> None:
     assert focus(spans(*(("copy", n, 10 * n, 10 * n + 10) for n in range(10)))) == (0, 35)
     assert focus(STEP, layers=100) == (0, 70)
     experts = [
-        one.model_copy(update={"carries": "expert"}) if nth % 2 else one
+        one._replace(carries="expert") if nth % 2 else one
         for nth, one in enumerate(spans(*(("copy", n // 2, 5 * n, 5 * n + 5) for n in range(20))))
     ]
     assert focus(experts) == (0, 35), "several copies a layer"

@@ -1,7 +1,7 @@
 """Best configuration: the best point by one objective among those that keep the service levels."""
 
 from collections.abc import Callable, Sequence
-from statistics import mean
+from statistics import fmean
 from typing import Literal
 
 from zinfer.analysis import requests, sla
@@ -62,7 +62,7 @@ def decide(
     def value(point: Point, found: Cost) -> float | None:
         return {
             "throughput": -(rate(point) or 0.0),
-            "latency": point.tpot_ms or mean(_ttft_ms(point)),
+            "latency": point.tpot_ms or fmean(_ttft_ms(point)),
             "cost": found.usd_per_mtok,
             "energy": found.j_per_token,
         }[objective]

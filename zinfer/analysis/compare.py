@@ -10,7 +10,7 @@ spread: its noise is unknown, which is not the same as small, and no such change
 
 from collections.abc import Iterable, Sequence
 from math import hypot
-from statistics import mean
+from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
 from zinfer.analysis.group import order, samples
@@ -187,7 +187,7 @@ def value(point: Measurement, metric: Metric) -> Value:
     if not repeats:
         return Value()
     # rates count all repeats together, as everywhere; a mean of rates would weigh the slow repeats less
-    found = mean(repeats) if metric == "ttft_ms" else getattr(point, metric)
+    found = fmean(repeats) if metric == "ttft_ms" else getattr(point, metric)
     return Value(mean=found, noise=ci95_half_width(repeats))
 
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import PurePath
-from statistics import mean
+from statistics import fmean
 from typing import Literal, get_args
 
 from zinfer.core.case import Case, LoadFormat, Offload
@@ -143,7 +143,7 @@ def samples(point: Measurement, metric: Metric) -> tuple[float, ...]:
     """
     if not point.usable:
         return ()
-    steps = [mean(repeat) for repeat in point.step_ms if repeat and sum(repeat)]
+    steps = [fmean(repeat) for repeat in point.step_ms if repeat and sum(repeat)]
     batch = point.case.workload.batch_size
     found: dict[Metric, Sequence[float]] = {
         "ttft_ms": point.ttft_ms,

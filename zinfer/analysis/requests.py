@@ -7,7 +7,7 @@ DistServe (arXiv:2401.09670); `check` compares the statistic of the level over a
 """
 
 from collections.abc import Iterable
-from statistics import mean
+from statistics import fmean
 from typing import NamedTuple
 
 from zinfer.analysis.group import Setting
@@ -112,7 +112,7 @@ class RequestRates(NamedTuple):
 
     @property
     def mean(self) -> float:
-        return mean(self.rates)
+        return fmean(self.rates)
 
     def differs(self, other: "RequestRates") -> bool | None:
         """Tell whether no rate of one is within the range of the other's; None if one of them has a single rate."""

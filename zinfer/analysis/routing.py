@@ -4,7 +4,7 @@ Random weights route evenly and tell nothing of a model, so points with dummy we
 """
 
 from collections.abc import Iterable
-from statistics import mean
+from statistics import fmean
 
 from zinfer.core.model import ExpertPolicy, ModelSpec, Routing
 from zinfer.core.units import counted
@@ -62,9 +62,9 @@ def _measured(model: ModelSpec, points: Iterable[Measurement], every: int) -> Ro
         return None
     return Routing(
         source=f"the decode steps of {counted(used, 'record')}, after prompts of random tokens",
-        touched=tuple((size, min(1.0, mean(shares))) for size, shares in sorted(needs.items()) if size > 1),
+        touched=tuple((size, min(1.0, fmean(shares))) for size, shares in sorted(needs.items()) if size > 1),
         hits={
-            policy: tuple((*place, mean(shares)) for place, shares in sorted(own.items()))
+            policy: tuple((*place, fmean(shares)) for place, shares in sorted(own.items()))
             for policy, own in met.items()
         },
         guessed=right / guessed if guessed else None,

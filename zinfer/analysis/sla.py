@@ -8,7 +8,7 @@ too much.
 import re
 from collections.abc import Iterable, Sequence
 from math import ceil
-from statistics import mean
+from statistics import fmean
 from typing import Literal
 
 from zinfer.analysis import group
@@ -119,7 +119,7 @@ def statistic(samples: Sequence[float], name: str, worst_high: bool = True) -> f
     """Return the statistic `name` (see `STATISTICS`) of at least one sample. Percentiles by nearest rank, counted from
     the good end."""
     if name == "mean":
-        return mean(samples)
+        return fmean(samples)
     if name in ("max", "min"):
         return max(samples) if name == "max" else min(samples)
     return nearest_rank(sorted(samples, reverse=not worst_high), int(name[1:]))

@@ -16,7 +16,7 @@ import json
 import re
 from collections.abc import Callable, Iterable
 from operator import attrgetter
-from statistics import mean
+from statistics import fmean
 from typing import Any, Generic, NamedTuple, TypeVar, get_args
 
 from zinfer.core.case import Case, Workload
@@ -74,7 +74,7 @@ def _cell(value: Any) -> Cell:
 
 
 def _tpot_half_width(point: Measurement) -> float | None:
-    return ci95_half_width([mean(steps) for steps in point.step_ms if steps])
+    return ci95_half_width([fmean(steps) for steps in point.step_ms if steps])
 
 
 _LOAD: dict[str, _Column[Recorded]] = {
@@ -112,12 +112,12 @@ _COLUMNS: dict[str, _Column[Any]] = {
     "output_tok_s_half_width": _Column(float, _timed(lambda p: ci95_half_width(p.output_tok_s_samples))),
     "decode_tok_s": _Column(float, _timed(lambda p: p.decode_tok_s)),
     "prefill_tok_s": _Column(float, _timed(lambda p: p.prefill_tok_s)),
-    "ttft_ms": _Column(float, _timed(lambda p: mean(p.ttft_ms))),
+    "ttft_ms": _Column(float, _timed(lambda p: fmean(p.ttft_ms))),
     "ttft_ms_half_width": _Column(float, _timed(lambda p: ci95_half_width(p.ttft_ms))),
     "tpot_ms": _Column(float, _timed(lambda p: p.tpot_ms)),
     "tpot_ms_half_width": _Column(float, _timed(_tpot_half_width)),
     "step_median_ms": _Column(float, _timed(lambda p: p.step_median_ms)),
-    "e2e_ms": _Column(float, _timed(lambda p: mean(p.e2e_ms))),
+    "e2e_ms": _Column(float, _timed(lambda p: fmean(p.e2e_ms))),
     "load_s": _Column(float, lambda p: p.load_s),
     "load_bytes": _Column(int, lambda p: p.load_bytes),
     "load_bandwidth_bytes_s": _Column(float, lambda p: p.load_bandwidth),

@@ -10,6 +10,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import stat
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, Self
+
+from pydantic_core import from_json
 
 from zinfer.core.errors import INTEGRITY, ZinferError
 from zinfer.system.atomic import sync_folder
@@ -57,27 +60,36 @@ class Damage(NamedTuple):
         return f"{self.path}:{self.line}: {self.reason}"
 
 
+_CHECKSUM = re.compile(rb'"checksum":"([0-9a-f]{16})",')
 Check = Callable[[bytes], object]  # raises Garbled for such a line, ValueError for a whole one that cannot be used
 
 
 def seal(kind: str, fields: dict[str, Any]) -> bytes:
     """Return the line of a record, without its newline. Raises ValueError or TypeError for what JSON does not have."""
-    return _sealed(fields | {"kind": kind, "schema_version": SCHEMA_VERSION})
+    fields = {"kind": kind, "schema_version": SCHEMA_VERSION} | fields
+    before = {key: value for key, value in fields.items() if key < "checksum"}
+    head = _canonical(before)[:-1] + b"," * bool(before)
+    tail = _canonical({key: value for key, value in fields.items() if key not in before})[1:]
+    return head + b'"checksum":"%s",' % _checksum(head, tail) + tail
 
 
 def unseal(line: bytes) -> tuple[str, dict[str, Any]]:
     """Return kind and fields of a sealed line.
 
-    Raises Garbled unless the line is exactly as `seal` wrote it, ValueError for one of another schema version.
+    Raises Garbled unless its bytes are those that `seal` wrote, ValueError for one of another schema version.
     """
+    for member in _CHECKSUM.finditer(line):
+        if member[1] == _checksum(line[: member.start()], line[member.end() :]):
+            break
+    else:
+        claimed = _CHECKSUM.search(line)
+        told = "not a whole record" if claimed is None else f"the checksum {claimed[1].decode()} does not match the line"
+        raise Garbled(told)
     try:
-        fields = json.loads(line)
-        claimed = fields.pop("checksum")
-        sealed = _sealed(fields)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        fields = from_json(line, allow_inf_nan=False)
+        del fields["checksum"]
+    except (ValueError, TypeError, KeyError):
         raise Garbled("not a whole record") from None
-    if sealed != line:
-        raise Garbled(f"the checksum {str(claimed)[:16]} does not match the line")
     version = fields.pop("schema_version", None)
     if version != SCHEMA_VERSION:
         raise ValueError(f"schema version {version!s:.40}; this zinfer reads {SCHEMA_VERSION}")
@@ -97,8 +109,8 @@ def _canonical(fields: dict[str, Any]) -> bytes:
     return json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False, default=str).encode()
 
 
-def _sealed(fields: dict[str, Any]) -> bytes:
-    return _canonical(fields | {"checksum": sha256(_canonical(fields)).hexdigest()[:16]})
+def _checksum(*parts: bytes) -> bytes:
+    return sha256(b"".join(parts)).hexdigest()[:16].encode()
 
 
 def read_lines(path: Path) -> list[bytes]:

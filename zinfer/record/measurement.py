@@ -5,10 +5,14 @@ leaves out prefill and the first token, which prefill yields.
 """
 
 from collections.abc import Hashable, Iterable
-from statistics import mean, median
-from typing import Annotated, Any, Literal, Protocol, Self, TypeVar
+from functools import cached_property
+from itertools import starmap
+from math import inf
+from operator import le
+from statistics import fmean, mean, median
+from typing import Annotated, Any, Literal, NamedTuple, Protocol, Self, TypeVar, get_args
 
-from pydantic import AfterValidator, Field, model_serializer, model_validator
+from pydantic import AfterValidator, Field, FiniteFloat, PlainSerializer, PlainValidator
 
 from zinfer.core.case import Case
 from zinfer.core.engine import plan_options
@@ -53,44 +57,50 @@ Carried = Literal["expert", "guess"]  # what a copy carries: experts that were c
 Moment = Annotated[float, Field(allow_inf_nan=False), AfterValidator(lambda value: round(value, 3) + 0.0)]
 
 
-class Span(Frozen):
-    """Time that one lane worked for one layer, in ms from the beginning of a decode step, to the microsecond.
+class Span(NamedTuple):
+    """Time that one lane worked for one layer, in ms from the beginning of a decode step.
 
     No layer stands for the embedding, the head, and all else outside the layers. Of several GPUs, the step begins when
-    it does on the first one. Stored as a row, ``["copy",3,17.204,35.391]``, since a step has hundreds of them; a copy
-    of experts on demand tells so at its end, ``["copy",3,17.204,35.391,"expert"]``, and so does a span of a further
-    GPU: ``["gather",3,17.204,35.391,null,1]``. Reads from disk are timed by the host's clock, the rest by the device's,
-    and those of a layer may begin while the last ones of the layer before go on.
+    it does on the first one. Reads from disk are timed by the host's clock, the rest by the device's.
     """
 
     lane: Lane
     layer: int | None
-    start_ms: Moment  # negative if it was under way when the step began
-    end_ms: Moment
+    start_ms: float  # negative if it was under way when the step began
+    end_ms: float
     carries: Carried | None = None
     rank: int = 0  # number of the GPU
 
-    @model_validator(mode="before")
-    @classmethod
-    def _from_row(cls, value: Any) -> Any:
-        if isinstance(value, list | tuple):
-            value = dict(zip(cls.model_fields, (*value, *(None, 0)[len(value) - 4 :]), strict=True))
-        if isinstance(value, dict) and value.get("lane") == "decode":  # name of the lane in earlier records
-            value = value | {"lane": "unpack"}
-        return value
+    def row(self) -> list[Any]:
+        """Return the stored row, to the microsecond: ``["copy", 3, 17.204, 35.391]``, longer only where need be."""
+        times = (round(self.start_ms, 3) + 0.0, round(self.end_ms, 3) + 0.0)
+        return [self.lane, self.layer, *times, *((self.carries, self.rank) if self.rank else filter(None, self[4:5]))]
 
-    @model_validator(mode="after")
-    def _forwards(self) -> Self:
-        if self.end_ms < self.start_ms:
-            raise ValueError(f"a span ends at {self.end_ms} ms, before its start at {self.start_ms} ms")
-        return self
 
-    @model_serializer
-    def _to_row(self) -> tuple[Any, ...]:
-        row = self.lane, self.layer, self.start_ms, self.end_ms
-        if self.rank:
-            return (*row, self.carries, self.rank)
-        return row if self.carries is None else (*row, self.carries)
+def spans(rows: Any) -> tuple[Span, ...]:
+    """Return the spans of stored rows. Raises ValueError for a wrong row; columns are checked whole, for speed."""
+    if not rows:
+        return ()
+    try:
+        found = tuple(starmap(Span, rows))
+        lanes, layers, starts, ends, carries, ranks = zip(*found, strict=True)
+        if "decode" in lanes:  # name of the lane in earlier records
+            return spans([("unpack" if span.lane == "decode" else span.lane, *span[1:]) for span in found])
+        named = {*lanes} <= {*get_args(Lane)} and {*carries} <= {None, *get_args(Carried)}
+    except TypeError:
+        raise ValueError("a span is a row of 4 to 6 values") from None
+    if not named or not {*map(type, layers)} <= {int, type(None)} or {*map(type, ranks)} != {int}:
+        raise ValueError("a span has a lane that zinfer knows, and the whole numbers of a layer and a GPU")
+    if not {*map(type, starts), *map(type, ends)} <= {int, float} or not all(map(le, starts, ends)):
+        raise ValueError("a span ends at a time in ms, not before its start")
+    if min(starts) == -inf or max(ends) == inf:
+        raise ValueError("a span without a start or an end")
+    return found
+
+
+Timeline = Annotated[
+    tuple[Span, ...], PlainValidator(spans), PlainSerializer(lambda timeline: [span.row() for span in timeline])
+]
 
 
 class Recorded(Frozen):
@@ -137,9 +147,16 @@ class Measurement(Recorded):
     `ttft_ms[r]` is repeat r's prefill up to its first token; `step_ms[r][i]` its decode steps, each synchronised.
     """
 
-    ttft_ms: tuple[float, ...] = ()
-    step_ms: tuple[tuple[float, ...], ...] = ()
-    timeline: tuple[Span, ...] = ()  # one more decode step after the timed ones; empty if none was traced
+    ttft_ms: tuple[FiniteFloat, ...] = ()
+    step_ms: tuple[tuple[FiniteFloat, ...], ...] = ()
+    timeline: Timeline = ()  # one more decode step after the timed ones; empty if none was traced
+
+    def __copy__(self) -> Self:
+        """Return a copy without what was computed from the samples, which `model_copy` may change."""
+        copied = super().__copy__()
+        for name in copied.__dict__.keys() - type(self).model_fields.keys():
+            del copied.__dict__[name]
+        return copied
 
     @property
     def usable(self) -> bool:
@@ -152,18 +169,18 @@ class Measurement(Recorded):
         """Weight bytes a second of the load, coding and page-locking included."""
         return self.load_bytes / self.load_s if self.load_bytes and self.load_s else None
 
-    @property
+    @cached_property
     def e2e_ms(self) -> tuple[float, ...]:
         """Time of prefill and decode of each repeat, in ms."""
         return tuple(first + sum(steps) for first, steps in zip(self.ttft_ms, self.step_ms, strict=True))
 
-    @property
+    @cached_property
     def tpot_ms(self) -> float | None:
         """Mean time per output token after the first, over all repeats: (e2e - ttft) / (output_len - 1)."""
         steps = [step for repeat in self.step_ms for step in repeat]
-        return mean(steps) if steps else None
+        return fmean(steps) if steps else None
 
-    @property
+    @cached_property
     def step_median_ms(self) -> float | None:
         """Median decode step over all repeats, in ms."""
         steps = [step for repeat in self.step_ms for step in repeat]
@@ -174,17 +191,16 @@ class Measurement(Recorded):
         """Tokens that were generated in all repeats."""
         return len(self.ttft_ms) * self.case.workload.batch_size * self.case.workload.output_len
 
-    @property
+    @cached_property
     def output_tok_s_samples(self) -> tuple[float, ...]:
         """Output throughput of each repeat, in tok/s: B · n / e2e."""
         tokens = self.case.workload.batch_size * self.case.workload.output_len
         return tuple(tokens / e2e * 1e3 for e2e in self.e2e_ms)
 
-    @property
+    @cached_property
     def output_tok_s(self) -> float | None:
         """Mean of `output_tok_s_samples`."""
-        samples = self.output_tok_s_samples
-        return mean(samples) if samples else None
+        return mean(self.output_tok_s_samples) if self.output_tok_s_samples else None
 
     @property
     def decode_tok_s(self) -> float | None:
@@ -197,7 +213,7 @@ class Measurement(Recorded):
         """Prompt tokens a second of the mean prefill."""
         if not self.ttft_ms:
             return None
-        return self.case.workload.batch_size * self.case.workload.input_len / mean(self.ttft_ms) * 1e3
+        return self.case.workload.batch_size * self.case.workload.input_len / fmean(self.ttft_ms) * 1e3
 
     @property
     def h2d_bandwidth(self) -> float | None:

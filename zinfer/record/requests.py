@@ -9,7 +9,7 @@ tokens. Percentiles are by nearest rank.
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise, repeat
-from statistics import mean
+from statistics import fmean
 from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
 from pydantic import Field, model_serializer, model_validator
@@ -114,7 +114,7 @@ def summary(samples: Sequence[float]) -> Summary | None:
     if not samples:
         return None
     ordered = sorted(samples)
-    return Summary(mean(ordered), *(nearest_rank(ordered, percent) for percent in (50, 90, 99)))
+    return Summary(fmean(ordered), *(nearest_rank(ordered, percent) for percent in (50, 90, 99)))
 
 
 class RequestKey(NamedTuple):
@@ -218,7 +218,7 @@ class RequestPoint(Recorded):
         """Mean tokens of a prompt and of an answer, as asked for; None without a sample."""
         if not self.samples:
             return None
-        return mean(one.input_len for one in self.samples), mean(one.output_len for one in self.samples)
+        return fmean(one.input_len for one in self.samples), fmean(one.output_len for one in self.samples)
 
     @property
     def output_tok_s(self) -> float | None:

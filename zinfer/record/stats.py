@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from math import ceil, sqrt
-from statistics import mean, stdev
+from statistics import fmean, stdev
 
 # Two-sided 95% quantiles of Student's t by degrees of freedom; NIST/SEMATECH e-Handbook, table 1.3.6.7.2.
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
@@ -22,7 +22,7 @@ def ci95_half_width(samples: Sequence[float]) -> float | None:
 def relative_half_width(samples: Sequence[float]) -> float | None:
     """Return half the 95% confidence interval of the mean, as a share of the mean; None for fewer than two samples."""
     half = ci95_half_width(samples)
-    return None if half is None else half / mean(samples)
+    return None if half is None else half / fmean(samples)
 
 
 def nearest_rank(ordered: Sequence[float], percent: int) -> float:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Self
 
 from pydantic import Field, ValidationError
 
+from zinfer.core.value import first_fault
 from zinfer.record.jsonl import Closing, Damage, Lines, finite, read_lines, seal, unseal
 from zinfer.record.jsonl import StoreError as StoreError  # for callers that catch it
 from zinfer.record.measurement import Measurement
@@ -56,32 +57,26 @@ _KINDS: dict[str, type[Record]] = {"sweep": Header, "point": Measurement, "reque
 
 
 def _validated(kind: str, fields: dict[str, Any]) -> Record:
+    if kind not in _KINDS:
+        raise ValueError(f"unknown kind of record {kind[:40]!r}")
     try:
         return _KINDS[kind].model_validate(fields)
     except ValidationError as error:
-        first = error.errors()[0]
-        message = first["msg"].removeprefix("Value error, ")
-        raise ValueError(": ".join(filter(None, (".".join(map(str, first["loc"])), message)))[:300]) from None
+        raise ValueError(first_fault(error)[:300]) from None
 
 
 def encode(record: Record) -> bytes:
-    """Return the line of a record, without its newline. Raises StoreError for a record that could not be read back."""
+    """Return the line of a record, without its newline. Raises StoreError for values that JSON does not have."""
     kind = next(name for name, of in _KINDS.items() if isinstance(record, of))
-    fields = finite(record.model_dump())
     try:
-        _validated(kind, fields)
-        return seal(kind, fields)
+        return seal(kind, finite(record.model_dump()))
     except (ValueError, TypeError) as error:
         raise StoreError(f"a {kind} record that cannot be stored: {error}") from error
 
 
 def decode(line: bytes) -> Record:
-    """Return the record of a line. Raises ValueError with the reason unless the line is exactly as `encode` wrote
-    it."""
-    kind, fields = unseal(line)
-    if kind not in _KINDS:
-        raise ValueError(f"unknown kind of record {kind[:40]!r}")
-    return _validated(kind, fields)
+    """Return the record of a line. Raises ValueError with the reason unless its bytes are those that `encode` wrote."""
+    return _validated(*unseal(line))
 
 
 def files(path: Path) -> tuple[Path, ...]:
@@ -110,9 +105,10 @@ def read(path: Path) -> Records:
             continue
         for number, line in enumerate(lines, start=1):
             try:
-                if f'"kind":"{KIND}'.encode() in line and unseal(line)[0].startswith(KIND):
+                kind, fields = unseal(line)
+                if kind.startswith(KIND):
                     continue
-                record = decode(line)
+                record = _validated(kind, fields)
                 if (fault := implausible(record)) is not None:
                     raise ValueError(fault)
             except ValueError as error:

@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Iterable
 from itertools import chain
-from statistics import mean, stdev
+from statistics import fmean, stdev
 from typing import Any
 
 from zinfer.analysis import compare
@@ -108,7 +108,7 @@ def _conduct(label: str, points: Points) -> Row:
     timed = [point for point in points if point.usable]
     spreads = [share for point in timed if (share := relative_half_width(point.output_tok_s_samples)) is not None]
     steps = [step for point in timed for repeat in point.step_ms for step in repeat]
-    varies = [stdev(own) / mean(own) for point in timed if len(own := list(chain(*point.step_ms))) > 1 and mean(own)]
+    varies = [stdev(own) / fmean(own) for point in timed if len(own := list(chain(*point.step_ms))) > 1 and fmean(own)]
     links = [point.link_bandwidth / 1e9 for point in timed if point.link_bandwidth]
     reasons: dict[str, int] = {}
     for point in timed:

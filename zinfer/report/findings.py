@@ -2,8 +2,9 @@
 the studies beside them."""
 
 from collections.abc import Mapping
+from functools import cache
 from os.path import expanduser, isdir
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zinfer.analysis.economics import Prices
 from zinfer.analysis.group import Group, Points
@@ -75,14 +76,19 @@ class Findings(NamedTuple):
         return tuple(point for workload in self.workloads for point in workload.points)
 
 
-def shape(case: Case, whole: bool = False) -> ModelSpec | None:
-    """Return the model of a case, or its `whole` model if the case is a slice; None where it is not on this machine.
+def shape(case: Case) -> ModelSpec | None:
+    """Return the model of a case; None where it is not on this machine.
 
     A hub id is not looked up: a report makes no request and says the same with and without a network.
     """
-    if case.model not in catalogue_names() and not isdir(expanduser(case.model)):  # no name makes these raise
+    return _shape(case.model, case.dtype, case.layers, case.weights)
+
+
+@cache
+def _shape(model: str, *settings: Any) -> ModelSpec | None:
+    if model not in catalogue_names() and not isdir(expanduser(model)):  # no name makes these raise
         return None
     try:
-        return resolve(case.model, case.dtype, None if whole else case.layers, case.weights)
+        return resolve(model, *settings)
     except ModelError:
         return None

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from math import floor, log10
-from statistics import mean
+from statistics import fmean
 
 from zinfer.analysis import rates, sla, study
 from zinfer.analysis.compare import change
@@ -58,15 +58,14 @@ _WORDS = (
 def results(findings: Findings) -> Section:
     """Return the section on each workload: latency against throughput, its configurations, and every point.
 
-    Each model on a machine has one figure, that of its first workload with two configurations.
+    Each model has one figure, that of its first workload with two configurations.
     """
     blocks: list[Block] = []
-    drawn: set[tuple[str, str]] = set()
+    drawn: set[str] = set()
     for workload in (*findings.main, *findings.slices):
         blocks += [Heading(workload.name)]
-        model = workload.group.machine, workload.group.model
-        if model not in drawn and len(rates.best_by_load(workload.points)) > 1:
-            drawn.add(model)
+        if workload.group.model not in drawn and len(rates.best_by_load(workload.points)) > 1:
+            drawn.add(workload.group.model)
             blocks += _figure(workload)
         blocks += [_tops(workload), Items(tuple(_verdicts(workload.points))), *_points(workload)]
     words = [Text(_WORDS)] if blocks else []
@@ -195,7 +194,7 @@ def _use(point: Measurement) -> tuple[str, str, str]:
 
 
 def _mean(samples_ms: Sequence[float]) -> str:
-    return duration(mean(samples_ms) / 1e3)
+    return duration(fmean(samples_ms) / 1e3)
 
 
 def _failures(points: Points) -> tuple[Row, ...]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from statistics import mean, median
+from statistics import fmean, median
 from typing import NamedTuple
 
 from zinfer.analysis.group import Setting
@@ -108,7 +108,7 @@ class Entry(NamedTuple):
 
     def rate(self, name: str = "output_tok_s") -> float:
         """Return the mean of `rates`; 0 without one."""
-        return mean(self.rates(name) or [0.0])
+        return fmean(self.rates(name) or [0.0])
 
 
 class Workload(NamedTuple):
@@ -166,7 +166,7 @@ class Workload(NamedTuple):
         if not ratios:
             return ""
         spread = f" ({min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""
-        return f"{mean(first[: len(ratios)]) / mean(second[: len(ratios)]):.2f}x{spread}"
+        return f"{fmean(first[: len(ratios)]) / fmean(second[: len(ratios)]):.2f}x{spread}"
 
     def ratios(self) -> str:
         """Return a paragraph with the ratios of the best entry over its peers; empty without one."""
@@ -230,10 +230,10 @@ def tables(workload: Workload) -> Iterator[str]:
             disk = one.last.effective.nvme_bytes_per_step if one.last.effective else 0
             rows.append((
                 one.label, f"{one.last.case.workload.batch_size}", *where, figures(one.rate(), 4),
-                figures(one.rate("decode_tok_s"), 4), _seconds(mean(mean(point.ttft_ms) for point in points)),
-                _seconds(mean(steps)), f"{_seconds(min(steps))} to {_seconds(max(steps))}" if len(steps) > 1 else "",
-                f"{mean(shares):.0%}" if shares else "",
-                f"{gb(disk)} a step, {gb(disk / mean(steps) * 1e3, 2)}/s" if disk else "",
+                figures(one.rate("decode_tok_s"), 4), _seconds(fmean(fmean(point.ttft_ms) for point in points)),
+                _seconds(fmean(steps)), f"{_seconds(min(steps))} to {_seconds(max(steps))}" if len(steps) > 1 else "",
+                f"{fmean(shares):.0%}" if shares else "",
+                f"{gb(disk)} a step, {gb(disk / fmean(steps) * 1e3, 2)}/s" if disk else "",
             ))  # fmt: skip
         else:
             rates, waiting, right = one.rates(), one.rates("waiting_tok_s"), one.last.acceptance
@@ -241,7 +241,7 @@ def tables(workload: Workload) -> Iterator[str]:
             loads.append((
                 one.label, one.size, *where, figures(one.rate(), 4),
                 f"{figures(min(rates), 4)} to {figures(max(rates), 4)}" if len(rates) > 1 else "",
-                figures(mean(waiting), 4) if waiting else "",
+                figures(fmean(waiting), 4) if waiting else "",
                 *(_seconds(ms) if time else "" for time in times for ms in (time[1:4:2] if time else (0.0, 0.0))),
                 "" if right is None else f"{right:.0%}",
             ))  # fmt: skip

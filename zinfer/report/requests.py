@@ -2,7 +2,7 @@
 rates leave out that requests come and end at different times."""
 
 from collections.abc import Iterable
-from statistics import mean
+from statistics import fmean
 
 from zinfer.analysis.requests import check, goodput, group_of, loads_of, share_within
 from zinfer.core.units import duration, figures
@@ -77,9 +77,9 @@ def _rates(name: str, points: Iterable[RequestPoint]) -> Table:
         cells = (
             key.case.label(), f"{key.requests.requests:,}{'' if common else source}", key.requests.loop,
             "" if lengths is None else " / ".join(f"{one:.0f}" for one in lengths),
-            str(len(good)) if good else "", figures(mean(measured), 4) if good else "",
+            str(len(good)) if good else "", figures(fmean(measured), 4) if good else "",
             f"{figures(min(measured), 4)} to {figures(max(measured), 4)}" if len(good) > 1 else "",
-            "" if waiting is None else figures(waiting, 4), figures(mean(steady), 4) if steady else "", outcome,
+            "" if waiting is None else figures(waiting, 4), figures(fmean(steady), 4) if steady else "", outcome,
         )  # fmt: skip
         rows.append(Row(cells, "" if shown.status == "ok" else "failed"))
     return Table(f"{name}: loads of requests{common}, the mean over all loads of the model.", RATES, tuple(rows))

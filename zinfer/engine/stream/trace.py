@@ -83,7 +83,7 @@ class Trace:
             alike = last is not None and (last.layer, last.carries) == (layer, carries)
             if last is not None and alike and span.start_ms - last.end_ms < 0.05:
                 ends = {"start_ms": min(last.start_ms, span.start_ms), "end_ms": max(last.end_ms, span.end_ms)}
-                merged[lane][-1] = last.model_copy(update=ends)
+                merged[lane][-1] = last._replace(**ends)
             else:
                 merged[lane].append(span)
         return tuple(span for spans in merged.values() for span in spans)
@@ -102,5 +102,5 @@ def joined(recordings: Sequence[Recording]) -> tuple[Span, ...]:
         for span in spans:
             moved = {"rank": rank, "start_ms": span.start_ms + later_ms, "end_ms": span.end_ms + later_ms}
             if moved["end_ms"] > 0:
-                found.append(Span(**(dict(span) | moved)))
+                found.append(span._replace(**moved))
     return tuple(found)

@@ -94,7 +94,7 @@ def render(figure: Figure, form: Format) -> bytes:
     SVG is text as text, coordinates to a hundredth of a point, and a title and a description for screen readers. No
     text has a formula or an invisible character (`zinfer.system.printable`), which no XML file may have.
     """
-    for text in figure.findobj(MatplotlibText):
+    for text in _texts(figure):
         text.set_parse_math(False)
         text.set_text(printable(text.get_text()))
     buffer = BytesIO()
@@ -113,6 +113,15 @@ def render(figure: Figure, form: Format) -> bytes:
     ElementTree.register_namespace("xlink", _XLINK)
     svg: bytes = ElementTree.tostring(root, encoding="utf-8", xml_declaration=True)
     return svg + b"\n"
+
+
+def _texts(figure: Figure) -> Iterator[MatplotlibText]:
+    """Yield the texts of a figure but those of ticks, which are numbers and names of lanes."""
+    yield from figure.texts
+    for legend in figure.legends:
+        yield from legend.get_texts()
+    for axes in figure.axes:
+        yield from (*axes.texts, axes.xaxis.label, axes.yaxis.label)
 
 
 def said(figure: Figure, part: Literal["title", "note"]) -> str:

@@ -168,14 +168,12 @@ class Workload(NamedTuple):
         spread = f" ({min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""
         return f"{fmean(first[: len(ratios)]) / fmean(second[: len(ratios)]):.2f}x{spread}"
 
-    def ratios(self) -> str:
-        """Return a paragraph with the ratios of the best entry over its peers; empty without one."""
-        told = []
-        for peer in self.peers:
-            decode, output = (self.ratio(self.best, peer, rate) for rate in ("decode_tok_s", "output_tok_s"))
-            rates = f"decode {decode}, with the prefill {output}" if decode else f"output {output}"
-            told += [f"over `{peer.label}`, {peer.size}: {rates}"] if output else []
-        return f"`{self.best.label}`, {self.best.size}, {'; '.join(told)}." if told else ""
+    def ratios(self, theirs: Entry) -> tuple[str, str]:
+        """Return the best entry's decode and output rates over those of a peer; empty cells for any other entry."""
+        if theirs not in self.peers:
+            return "", ""
+        decode, output = (self.ratio(self.best, theirs, rate) for rate in ("decode_tok_s", "output_tok_s"))
+        return decode, output
 
 
 @cache
@@ -208,47 +206,56 @@ def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+SWEEP = ("sweep", "machine", "in / out")  # first columns of both tables
+RATIOS = ("#best over it, decode", "#output")
 ROWS = (
-    "configuration", "#batch", "#loads", "#weights on GPU", "#rows in host memory", "#output tok/s", "#decode tok/s",
-    "#TTFT", "#decode step", "#range of loads", "#link share", "#read from disk",
+    *SWEEP, "configuration", "#batch", "#loads", "#weights on GPU", "#rows in host memory", "#output tok/s",
+    "#decode tok/s", "#TTFT", "#decode step", "#range of loads", "#link share", "#read from disk", *RATIOS,
 )  # fmt: skip
 REQUESTS = (
-    "configuration", "requests", "#loads", "#weights on GPU", "#rows in host memory", "#output tok/s",
-    "#range of loads", "#while others waited", "#TTFT p50", "#p99", "#TPOT p50", "#p99", "#right drafts",
+    *SWEEP, "configuration", "requests", "#loads", "#weights on GPU", "#rows in host memory", "#output tok/s",
+    "#range of loads", "#while others waited", "#TTFT p50", "#p99", "#TPOT p50", "#p99", "#right drafts", *RATIOS,
 )  # fmt: skip
+Cells = tuple[str, ...]
 
 
-def tables(workload: Workload) -> Iterator[str]:
-    """Yield the table of a workload's equal rows and that of its loads of requests, where it has them."""
-    rows, loads = [], []
-    for one in workload.entries:
-        where = f"{len(one.points)}", gb(one.gpu_bytes, 0) if one.gpu_bytes else "", f"{one.host_rows or ''}"
-        if isinstance(one.last, Measurement):
-            points = [point for point in one.points if isinstance(point, Measurement)]
-            steps = [point.step_median_ms or 0.0 for point in points]
-            shares = [point.link_share for point in points if point.link_share]
-            disk = one.last.effective.nvme_bytes_per_step if one.last.effective else 0
-            rows.append((
-                one.label, f"{one.last.case.workload.batch_size}", *where, figures(one.rate(), 4),
-                figures(one.rate("decode_tok_s"), 4), _seconds(fmean(fmean(point.ttft_ms) for point in points)),
-                _seconds(fmean(steps)), f"{_seconds(min(steps))} to {_seconds(max(steps))}" if len(steps) > 1 else "",
-                f"{fmean(shares):.0%}" if shares else "",
-                f"{gb(disk)} a step, {gb(disk / fmean(steps) * 1e3, 2)}/s" if disk else "",
-            ))  # fmt: skip
-        else:
-            rates, waiting, right = one.rates(), one.rates("waiting_tok_s"), one.last.acceptance
-            times = [one.last.summary("ttft_ms"), one.last.summary("tpot_ms")]
-            loads.append((
-                one.label, one.size, *where, figures(one.rate(), 4),
-                f"{figures(min(rates), 4)} to {figures(max(rates), 4)}" if len(rates) > 1 else "",
-                figures(fmean(waiting), 4) if waiting else "",
-                *(_seconds(ms) if time else "" for time in times for ms in (time[1:4:2] if time else (0.0, 0.0))),
-                "" if right is None else f"{right:.0%}",
-            ))  # fmt: skip
-    if rows:
-        yield markdown(ROWS, rows)
-    if loads:
-        yield markdown(REQUESTS, loads)
+def cells(workload: Workload, entry: Entry) -> Cells:
+    """Return the cells of an entry that follow those of its sweep, in `ROWS` or in `REQUESTS`."""
+    last, points = entry.last, [point for point in entry.points if isinstance(point, Measurement)]
+    where = f"{len(entry.points)}", gb(entry.gpu_bytes, 0) if entry.gpu_bytes else "", f"{entry.host_rows or ''}"
+    if isinstance(last, RequestPoint):
+        rates, waiting, right = entry.rates(), entry.rates("waiting_tok_s"), last.acceptance
+        times = [last.summary("ttft_ms"), last.summary("tpot_ms")]
+        return (
+            entry.label, entry.size, *where, figures(entry.rate(), 4),
+            f"{figures(min(rates), 4)} to {figures(max(rates), 4)}" if len(rates) > 1 else "",
+            figures(fmean(waiting), 4) if waiting else "",
+            *(_seconds(ms) if time else "" for time in times for ms in (time[1:4:2] if time else (0.0, 0.0))),
+            "" if right is None else f"{right:.0%}", *workload.ratios(entry),
+        )  # fmt: skip
+    steps = [point.step_median_ms or 0.0 for point in points]
+    shares = [point.link_share for point in points if point.link_share]
+    disk = last.effective.nvme_bytes_per_step if last.effective else 0
+    return (
+        entry.label, f"{last.case.workload.batch_size}", *where, figures(entry.rate(), 4),
+        figures(entry.rate("decode_tok_s"), 4), _seconds(fmean(fmean(point.ttft_ms) for point in points)),
+        _seconds(fmean(steps)), f"{_seconds(min(steps))} to {_seconds(max(steps))}" if len(steps) > 1 else "",
+        f"{fmean(shares):.0%}" if shares else "",
+        f"{gb(disk)} a step, {gb(disk / fmean(steps) * 1e3, 2)}/s" if disk else "", *workload.ratios(entry),
+    )  # fmt: skip
+
+
+def tables(sweeps: Iterable[tuple[str, Workload]]) -> Iterator[str]:
+    """Yield the table of equal rows and that of loads of requests, of sweeps by name, where there are any."""
+    shown: dict[type[Point], list[Cells]] = {Measurement: [], RequestPoint: []}
+    for name, workload in sweeps:
+        machine, _, sweep = name.partition("/")
+        for kind, rows in shown.items():
+            first = sweep, machine.removeprefix("nvidia-"), workload.lengths  # of the first row only
+            for entry in (entry for entry in workload.entries if isinstance(entry.last, kind)):
+                rows.append((*first, *cells(workload, entry)))
+                first = "", "", ""
+    yield from (markdown(ROWS if kind is Measurement else REQUESTS, rows) for kind, rows in shown.items() if rows)
 
 
 def _seconds(ms: float) -> str:
@@ -256,33 +263,26 @@ def _seconds(ms: float) -> str:
 
 
 def results() -> str:
-    """Return the section of every sweep in git: conditions, tables, ratios; whole models first."""
-    found = [
-        (f"{machine}/{file.stem}", workload)
-        for machine in MACHINES
-        for file in sorted((RESULTS / machine).glob("*.jsonl"))
-        for workload in workloads(f"{machine}/{file.stem}")
-    ]
-    found.sort(key=lambda pair: (pair[1].entries[0].last.case.layers is not None, pair[1].title))
-    return "\n\n".join(_section(name, workload) for name, workload in found)
+    """Return a section for each model or slice: conditions, figures, tables with ratios; whole models first."""
+    sections: dict[tuple[bool, str, str], list[tuple[str, Workload]]] = {}
+    for machine in MACHINES:
+        for file in sorted((RESULTS / machine).glob("*.jsonl")):
+            for workload in workloads(name := f"{machine}/{file.stem}"):
+                case = workload.entries[0].last.case
+                weights = "random weights" if case.load_format == "dummy" else "weights of a checkpoint"
+                key = case.layers is not None, workload.title, f"{case.dtype}, {weights}"
+                sections.setdefault(key, []).append((name, workload))
+    return "\n\n".join(_section(*key[1:], sections[key]) for key in sorted(sections))
 
 
-def _section(name: str, workload: Workload) -> str:
-    machine, _, sweep = name.partition("/")
-    points = [point for entry in workload.entries for point in entry.points]
+def _section(title: str, conditions: str, sweeps: Sequence[tuple[str, Workload]]) -> str:
+    points = [point for _, workload in sweeps for entry in workload.entries for point in entry.points]
     days = sorted({point.started_at[:10] for point in points})
-    weights = "random weights" if points[0].case.load_format == "dummy" else "weights of a checkpoint"
-    words = (
-        f"`{machine}`, {workload.lengths} tokens in / out, {points[0].case.dtype}, {weights}, "
-        f"{' to '.join(dict.fromkeys((days[0], days[-1])))}. {_description(name)}"
-    )
-    drawn = [f"![{workload.title}](../plots/{one}.svg)" for one in FIGURES if one.rpartition("-")[0] == name]
-    return "\n\n".join(
-        filter(
-            None,
-            (f"### {workload.title}: {sweep}", wrapped(words), *drawn, *tables(workload), wrapped(workload.ratios())),
-        )
-    )
+    names = dict.fromkeys(name for name, _ in sweeps)
+    told = [f"{name.rpartition('/')[2]}: {text}" for name in names if (text := _description(name))]
+    words = f"{conditions}, {' to '.join(dict.fromkeys((days[0], days[-1])))}. {' '.join(told)}"
+    drawn = [f"![{title}](../plots/{figure}.svg)" for figure in FIGURES if figure.rpartition("-")[0] in names]
+    return "\n\n".join(filter(None, (f"### {title}", wrapped(words), " ".join(drawn), *tables(sweeps))))
 
 
 def _description(name: str) -> str:

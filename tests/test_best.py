@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 
 from tests import mentions
 from tests.results import case, point, sweep
-from zinfer.analysis.reproduce import batch_command, sweep_command
+from zinfer.analysis.reproduce import case_commands
 from zinfer.cli import cli
 from zinfer.commands.batch import command as batch
 from zinfer.commands.options import SHORTHANDS, one_load
@@ -214,7 +214,7 @@ def test_the_printed_command_measures_the_same_case(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("zinfer.system.local.this_machine", lambda: load("h100-80gb"))
-    done = CliRunner().invoke(cli, [*shlex.split(sweep_command(asked))[1:], "--dry-run", "--json"])
+    done = CliRunner().invoke(cli, [*shlex.split(case_commands(asked)[0])[1:], "--dry-run", "--json"])
     assert done.exit_code == 0, done.output
     (plan,) = json.loads(done.stdout)
     assert Case.model_validate(plan["case"]) == asked
@@ -227,7 +227,7 @@ def test_the_printed_command_uses_the_same_configuration(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("prompts.jsonl").touch()
-    words = shlex.split(batch_command(asked))
+    words = shlex.split(case_commands(asked)[1])
     assert words[:2] == ["zinfer", "batch"]
     given = batch.make_context("batch", words[2:]).params
     assert given["layers"] is None, "the whole model"
@@ -245,7 +245,7 @@ def test_the_printed_command_uses_the_same_configuration(
 
 def test_names_that_a_shell_would_read_are_quoted() -> None:
     asked = case(32, model="my model; rm", options=(("kv_offload", True),))
-    for command in (sweep_command(asked), batch_command(asked)):
+    for command in case_commands(asked):
         assert "'my model; rm'" in command
         assert "--option kv_offload=true" in command
 

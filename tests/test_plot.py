@@ -193,9 +193,7 @@ def test_the_timeline_shows_the_fastest_configurations_whole_and_magnified() -> 
 def test_the_timeline_tells_chosen_and_guessed_experts_apart() -> None:
     spans = traced(copy_ms=60.5, decode_ms=6.2)
     shared = tuple(
-        span._replace(carries=(None, "expert", "guess")[(span.layer or 0) % 3])
-        if span.lane == "copy"
-        else span
+        span._replace(carries=(None, "expert", "guess")[(span.layer or 0) % 3]) if span.lane == "copy" else span
         for span in spans
     )
     for some, expected in ((spans, 0), (shared, 2)):

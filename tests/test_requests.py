@@ -22,7 +22,7 @@ from tests.command import zinfer
 from tests.fakes import TARGET, FakeEngine
 from tests.inline import MACHINE, SPEC
 from tests.results import case, request_point
-from zinfer.analysis.reproduce import requests_command, use_command
+from zinfer.analysis.reproduce import case_commands
 from zinfer.analysis.requests import check, goodput
 from zinfer.analysis.sla import Sla
 from zinfer.checkpoint.source import Source
@@ -676,7 +676,7 @@ def test_the_printed_commands_are_of_the_same_load(
     monkeypatch.chdir(tmp_path)
     Path("my requests.jsonl").write_text('{"input_len": 3, "output_len": 2}\n' * 5)
     key = RequestKey(case(1, layers=None, options=(("draft", "ngram"),)), asked)
-    words = shlex.split(requests_command(key))
+    words = shlex.split(case_commands(*key)[0])
     assert words[:2] == ["zinfer", "sweep"]
     seen = list[RequestLoad]()
 
@@ -691,7 +691,7 @@ def test_the_printed_commands_are_of_the_same_load(
     assert "enough" in str(CliRunner().invoke(cli, words[1:]).exception)
     assert seen[0].model_copy(update={"source": asked.source}) == asked
     assert seen[0].source.rpartition(" ")[0] == asked.source.rpartition(" ")[0]
-    use = shlex.split(use_command(key))
+    use = shlex.split(case_commands(*key)[1])
     assert use[1] == ("serve" if asked.request_rate else "batch")
     assert "draft=ngram" in use
     assert ("--batch-size" in use) == (asked.in_flight == 4)

@@ -1,4 +1,4 @@
-"""Best configuration: the best point by one objective among those that keep the service levels."""
+"""Best configuration by one objective, within service levels."""
 
 from collections.abc import Callable, Sequence
 from statistics import fmean
@@ -41,10 +41,10 @@ def decide(
     prices: Prices,
     rate: Callable[[Point], float | None] = lambda point: point.output_tok_s,
 ) -> Decision:
-    """Choose the best of `points` by `objective` under `slas`; the smaller batch if two are equal. `rate` gives the
-    output tok/s of a point.
+    """Choose the best of `points` by `objective` under `slas`.
 
-    A point whose value is not known is not chosen. Raises EconomicsError for the objective cost without prices.
+    The smaller batch wins a tie; `rate` gives the output tok/s of a point. A point whose value is not known is not
+    chosen. Raises EconomicsError for the objective cost without prices.
     """
     if objective == "cost" and prices.gpu_hour_usd is None and prices.host_hour_usd is None:
         raise EconomicsError("--objective cost needs a price: give --gpu-hour-usd, or --host-hour-usd, or both")
@@ -93,7 +93,7 @@ def _ttft_ms(point: Point) -> Sequence[float]:
 
 
 def known_cost(point: Point, prices: Prices) -> Cost:
-    """Return the cost of the point; without USD if energy has a price and the point has no energy reading."""
+    """Return the cost of the point, without USD if that is unknown."""
     try:
         return cost(point, prices) or Cost()
     except EconomicsError:

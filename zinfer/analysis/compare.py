@@ -1,11 +1,10 @@
-"""Comparison of two sets of records, point by point: the change, and whether it is larger than the repeats' noise.
+"""Comparison of two sets of records, point by point, with noise.
 
 Each side's mean is known to within the half-width of its own 95% confidence interval; a difference of two means is
 known to within the two half-widths in quadrature. A change inside that is noise, whatever its sign. One repeat has no
 spread: its noise is unknown, which is not the same as small, and no such change is called better or worse::
 
-    for change in compare(read(a).points, read(b).points).changes:
-        print(change.label, change.relative, change.verdict)
+for change in compare(read(a).points, read(b).points).changes: print(change.label, change.relative, change.verdict)
 """
 
 from collections.abc import Iterable, Sequence
@@ -48,7 +47,7 @@ class Value(Frozen):
 
 
 class Change(Frozen):
-    """One case, before and after; the two cases differ if the comparison runs across an axis."""
+    """Case before and after; two cases if compared across an axis."""
 
     before_case: Case
     after_case: Case
@@ -85,14 +84,14 @@ class Change(Frozen):
 
     @property
     def ratio(self) -> float | None:
-        """Ratio after / before; None where either is unknown or the first is zero."""
+        """Ratio after / before; None where unknown."""
         if self.after.mean is None or not self.before.mean:
             return None
         return self.after.mean / self.before.mean
 
     @property
     def ratio_noise(self) -> float | None:
-        """Noise of `ratio`: the relative half-widths of both sides in quadrature; None where unknown."""
+        """Noise of `ratio`: relative half-widths in quadrature; None where unknown."""
         if not self.ratio or self.before.noise is None or self.after.noise is None:
             return None
         before, after = self.before.mean or 1.0, self.after.mean or 1.0  # `ratio` has neither of them unknown or zero
@@ -100,8 +99,7 @@ class Change(Frozen):
 
     @property
     def times(self) -> str:
-        """Text of `ratio` as far as the repeats support it: ``1.13x ± 0.04``, ``1.13x, single run``, or ``within the
-        noise``; empty where unknown."""
+        """Text of `ratio` and its noise: ``1.13x ± 0.04``; empty where unknown."""
         if self.ratio is None:
             return ""
         if self.verdict == "unknown":
@@ -112,7 +110,7 @@ class Change(Frozen):
 
     @property
     def loss(self) -> float:
-        """Share by which after is worse than before; 0 if it is not worse, or if that is not known."""
+        """Share by which after is worse than before, or 0."""
         return max(0.0, (self.relative or 0.0) * (-1 if self.higher_is_better else 1))
 
     @property
@@ -132,14 +130,12 @@ class Change(Frozen):
         return "worse" if self.loss else "better"
 
     def regressed(self, share: float) -> bool:
-        """Return True if the case ran before and fails now, or is worse by more than `share` and by more than the
-        noise; unknown noise counts as none."""
+        """Return whether the case broke, or lost over `share` beyond its noise."""
         return self.verdict == "broken" or (self.verdict in ("worse", "unknown") and self.loss > share)
 
 
 class Difference(NamedTuple):
-    """Property in which the sides differ as a whole (a machine, a version); empty on a side that has not recorded
-    it."""
+    """Machine or version in which the sides differ; empty if unrecorded."""
 
     name: str
     before: str
@@ -147,7 +143,7 @@ class Difference(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Result of `compare`: changes of the cases on both sides, and the points of either side without a counterpart."""
+    """Changes of common cases, and points of one side alone."""
 
     changes: tuple[Change, ...]
     only_before: tuple[Measurement, ...] = ()
@@ -161,11 +157,10 @@ def compare(
     metric: Metric = "output_tok_s",
     across: Sequence[str] = (),
 ) -> Comparison:
-    """Compare `before` with `after`; cases match if they are equal in all fields except those named in `across`.
+    """Match cases by all fields but `across`; compare the last points.
 
-    If a side has several points of a case, the last one counts; interrupted points are ignored. The machine is not part
-    of a case, so each side must be of one machine. Raises CompareError for a side with two machines, or if two cases of
-    one side are equal without `across`.
+    Interrupted points are ignored. Raises CompareError for a side with two machines, or if two cases of one side are
+    equal without `across`.
     """
     first, second = _by_key(before, across), _by_key(after, across)
     common = [(first[key], second[key]) for key in first.keys() & second.keys()]
@@ -180,7 +175,7 @@ def compare(
 
 
 def value(point: Measurement, metric: Metric) -> Value:
-    """Return a point's metric and its noise; both None for a point that is not usable."""
+    """Return a point's metric and its noise; None where unknown."""
     if metric == "gpu_peak_bytes":
         return Value(mean=point.gpu_peak_bytes if point.usable else None)
     repeats = samples(point, metric)
@@ -227,7 +222,7 @@ def _order(point: Measurement) -> tuple[str | int, ...]:
 
 
 def _differences(before: Sequence[Measurement], after: Sequence[Measurement]) -> tuple[Difference, ...]:
-    """Return the differences between the sides: machine, model revision, then versions by name."""
+    """Return differences of machine, model revision, and versions."""
     first, second = _properties(before), _properties(after)
     names = [*dict.fromkeys(["machine", "model revision", *sorted(first.keys() | second.keys())])]
     pairs = [Difference(name, first.get(name, ""), second.get(name, "")) for name in names]

@@ -1,4 +1,4 @@
-"""Groups of points that may be compared: of one model (or slice of it), lengths, type of weights, and machine."""
+"""Groups of comparable points: equal model, slice, lengths, weights and machine."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -33,13 +33,13 @@ class Setting(Frozen):
 
     @property
     def part(self) -> str:
-        """Model, and the part of it that was measured: ``bloom-176b, 14 of 70 layers``."""
+        """Model, and its measured part: ``bloom-176b, 14 of 70 layers``."""
         name = self.model_name
         return name if self.layers is None else f"{name}, {self.layers} of {self.total_layers or '?'} layers"
 
     @property
     def conditions(self) -> str:
-        """Facts that a reader must know to judge the numbers: machine, slice, kind of weights, type."""
+        """Conditions of the numbers: machine, slice, weights, type."""
         whole = "the whole model" if self.layers is None else "a slice of the model"
         weights = "dummy weights" if self.load_format == "dummy" else "weights of the checkpoint"
         return f"{self.machine} · {whole} · {weights} · {self.dtype}"
@@ -63,18 +63,18 @@ class Group(Setting):
 
     @property
     def title(self) -> str:
-        """Title of a figure or table: ``bloom-176b, 14 of 70 layers, 512 in / 32 out``."""
+        """Title of a figure: ``bloom-176b, 14 of 70 layers, 512 in / 32 out``."""
         return f"{self.part}, {self.input_len} in / {self.output_len} out"
 
     def stem(self, sweep: str, alone: bool) -> str:
-        """Return the path of this group's figures: ``<machine>/<sweep>``, longer unless it is `alone` in its sweep."""
+        """Return the path of this group's figures, longer unless `alone`."""
         part = "" if self.layers is None else f"-{self.layers}l"
         name = f"{self.model_name}{part}-{self.input_len}-{self.output_len}-{self.dtype}-{self.load_format}"
         return f"{path_part(self.machine)}/{path_part(sweep if alone else f'{sweep}-{name}')}"
 
 
 def groups(points: Iterable[Measurement]) -> dict[Group, tuple[Measurement, ...]]:
-    """Return the latest point of each case by group, both sorted, whole models before slices."""
+    """Return the latest points by group, sorted, whole models first."""
     found: dict[Group, list[Measurement]] = {}
     for point in latest(points):
         found.setdefault(_of(point), []).append(point)
@@ -86,8 +86,7 @@ def groups(points: Iterable[Measurement]) -> dict[Group, tuple[Measurement, ...]
 
 
 def loads_of(points: Iterable[Measurement]) -> dict[tuple[str, Case], tuple[float, ...]]:
-    """Return the output tok/s of each usable record by machine and case, repeated ones included, in order: each load
-    of the model gives a case one record."""
+    """Return the output tok/s of every usable record by machine and case."""
     found: dict[tuple[str, Case], tuple[float, ...]] = {}
     for point in points:
         if point.usable and point.output_tok_s is not None:
@@ -97,7 +96,6 @@ def loads_of(points: Iterable[Measurement]) -> dict[tuple[str, Case], tuple[floa
 
 
 def _of(point: Measurement) -> Group:
-    """Return the group of a point, without its total layers, which other points may have recorded."""
     case = point.case
     return Group(
         machine=point.machine,
@@ -118,7 +116,7 @@ def _rank(group: Group) -> tuple[bool | int | str, ...]:
 
 
 def by_load(points: Points) -> dict[Case, tuple[Measurement, ...]]:
-    """Return points of a group by load (engine, offload and options, at batch size 1), batch sizes ascending."""
+    """Return points by load (the case at batch 1), batch sizes ascending."""
     loads: dict[Case, list[Measurement]] = {}
     for point in sorted(points, key=_order):
         loads.setdefault(point.case.load, []).append(point)
@@ -126,7 +124,7 @@ def by_load(points: Points) -> dict[Case, tuple[Measurement, ...]]:
 
 
 def order(case: Case) -> tuple[str | int, ...]:
-    """Return the sort key of loads: what must be equal to be compared first, then engine, offload, and options."""
+    """Return the sort key of loads."""
     load, offload = case.workload, get_args(Offload).index(case.offload)
     shared = (case.model, case.layers or 0, load.input_len, load.output_len, case.dtype, case.load_format)
     return *shared, case.engine, offload, get_args(Weights).index(case.weights), len(case.options), str(case.options)
@@ -137,7 +135,7 @@ def _order(point: Measurement) -> tuple[str | int, ...]:
 
 
 def samples(point: Measurement, metric: Metric) -> tuple[float, ...]:
-    """Return the metric's value of each repeat, in ms or tokens a second; empty unless the point is usable.
+    """Return the metric of each repeat, in ms or tokens a second.
 
     TPOT, and the rates of decode, leave out repeats without a decode step.
     """
@@ -158,5 +156,5 @@ def samples(point: Measurement, metric: Metric) -> tuple[float, ...]:
 
 
 def path_part(text: str) -> str:
-    """Return `text` as one path component: letters, digits, dot and dash; never hidden, never empty."""
+    """Return `text` as one path component, never hidden or empty."""
     return re.sub(r"[^A-Za-z0-9.-]+", "-", text).strip(".-") or "unnamed"

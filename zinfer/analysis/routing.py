@@ -1,4 +1,4 @@
-"""Routing of a mixture for plans: from its recorded trace, or from measured decode steps with experts on demand.
+"""Routing of a mixture for plans, from traces or decode steps.
 
 Random weights route evenly and tell nothing of a model, so points with dummy weights do not count.
 """
@@ -13,8 +13,10 @@ from zinfer.record.study import POLICIES, Hits, Study, Touched
 
 
 def routing_of(model: ModelSpec, runs: Iterable[Study], points: Iterable[Measurement]) -> Routing | None:
-    """Return the routing of a model by the last of `runs` that traced it, or by those of `points` that ran it; None if
-    none did. Slices of other depths do not count."""
+    """Return a model's routing by its last trace, else by points.
+
+    None without either. Slices of other depths do not count.
+    """
     if model.num_experts < 2 or not model.expert_bytes:
         return None
     every = model.routed_bytes // model.expert_bytes
@@ -37,7 +39,7 @@ def _traced(run: Study, every: int) -> Routing:
 
 
 def _measured(model: ModelSpec, points: Iterable[Measurement], every: int) -> Routing | None:
-    """Return the routing by the counts of experts of a step in records; the mean of equal points counts."""
+    """Return the routing by experts' counts; equal points are averaged."""
     needs: dict[int, list[float]] = {}
     met: dict[ExpertPolicy, dict[tuple[int, float], list[float]]] = {}
     guessed = right = 0.0

@@ -1,11 +1,11 @@
-"""Studies as tables and answers: what `zinfer study`, the report and the plans read from a run.
+"""Tables and answers of studies, for commands, report and plans.
 
 A streamed step takes as long as its bytes need on the link. Coded they are fewer, and some are decoded while the next
 ones cross, so the longer of both sets the pace: a link brings at most ``1 / max(coded / raw, link / decode)`` times as
 many weights a second, where `link` and `decode` are rates of raw bytes.
 
-Computing a context takes the whole model for every token, and streamed weights one pass at least, which a reload of
-its KV cache needs as well. So a short context gains nothing, and from some context on, the break-even, a reload wins.
+Computing a context takes the whole model for every token, and streamed weights one pass at least, which a reload of its
+KV cache needs as well. So a short context gains nothing, and from some context on, the break-even, a reload wins.
 
 With experts chosen evenly and at random, a cache that holds a share of them meets the same share of the needs.
 """
@@ -47,7 +47,7 @@ COLUMNS = {
 
 
 class Shown(NamedTuple):
-    """A run as text: `method` says what the columns of its table mean, `notes` follow the table."""
+    """Run as text: title, method, table, and notes below it."""
 
     subject: str
     title: str
@@ -67,17 +67,17 @@ _Parts = tuple[str, str, str, Sequence[tuple[str, ...]], Iterable[str]]
 
 
 def latest(runs: Iterable[Study]) -> tuple[Study, ...]:
-    """Return the last run of each machine and, of `reuse`, of each load, in the order of the first ones."""
+    """Return the last run of each machine and, of `reuse`, load."""
     return last_of(((run.machine, run.study, run.case if run.study == "reuse" else None), run) for run in runs)
 
 
 def gain(row: Coded, link: float) -> float | None:
-    """Return the upper bound on the codec's speed-up behind `link`, in bytes a second; None if it is unknown."""
+    """Return the codec's largest speed-up behind `link`, or None."""
     return 1 / max(row.ratio, link / row.decode.median) if row.status == "ok" and row.decode else None
 
 
 def pays(row: Coded, link: float) -> str:
-    """Return whether the codec pays behind a link: yes and the gain, or no and why."""
+    """Return whether the codec pays behind a link, and why."""
     found = gain(row, link)
     if found is None:
         return "FAILED" if row.status == "wrong_bits" else "no, as large"
@@ -142,8 +142,10 @@ def deviations(run: Study, case: Case) -> tuple[Deviation, ...]:
 
 
 def _rounding(case: Case, model: str) -> tuple[str, str]:
-    """Return the formats of the weights and of the KV cache. A copy of `model` that `zinfer pack --weights` wrote has
-    the format at the end of its name."""
+    """Return the formats of weights and KV cache.
+
+    A copy of `model` that `zinfer pack --weights` wrote has the format at the end of its name.
+    """
     formats = (name for name in get_args(Weights) if case.model.endswith(f"-{name}"))
     weights = case.weights if case.model == model else next(formats, case.model)
     options = plan_options(case.engine, case.options)
@@ -151,7 +153,7 @@ def _rounding(case: Case, model: str) -> tuple[str, str]:
 
 
 def first_difference(row: Deviation) -> float | None:
-    """Return the median of the tokens before a difference, infinite if most rows have none; None if not counted."""
+    """Return the median of tokens before a difference, or None."""
     found = [inf if tokens is None else tokens for tokens in row.first_differences]
     return median_low(found) if found else None
 
@@ -199,7 +201,7 @@ def measured(run: Study) -> tuple[Reload, ...]:
 
 
 def title(run: Study) -> str:
-    """Return model, slice and load of `reuse`: ``bloom-176b, 14 of 70 layers, stream cpu``."""
+    """Return the model, slice and load of `reuse`."""
     case = run.asked
     name = PurePath(case.model).name if case.model.startswith((".", "/", "~")) else case.model
     part = "" if case.layers is None else f", {run.num_layers} of {run.total_layers} layers"
@@ -215,9 +217,11 @@ def conditions(run: Study) -> str:
 
 
 def break_even(points: Sequence[Reload], source: ReloadSource) -> float | None:
-    """Return the context in tokens from which on a reload is faster: between the last measured one where it is not and
-    the next, on a line through the logarithms of both gains. It is 0 if a reload always is, infinite if it is not at
-    the longest context; None if nothing was measured."""
+    """Return the context in tokens from which a reload is faster.
+
+    It lies between two measured ones, on a line through the logarithms of both gains. It is 0 if a reload always is
+    faster, infinite if it is not at the longest context; None if nothing was measured.
+    """
     known = sorted((point.context, gain) for point in points if (gain := point.gain(source)) is not None)
     losing = [index for index, (_, gain) in enumerate(known) if gain <= 1]
     if not known:
@@ -270,8 +274,7 @@ def _reuse(run: Study) -> _Parts:
 
 
 def hits(run: Study, policy: str, experts: int) -> float:
-    """Return the share of the needs of single tokens that a cache of `experts` experts meets: that of the largest
-    measured one that is not larger, and none below the smallest."""
+    """Return the hit rate of a cache, at its next smaller measured size."""
     rows = [row for row in run.of(Hits) if row.policy == policy and row.experts <= experts and row.batch_size == 1]
     return max(rows, key=lambda row: row.experts).hits if rows else 0.0
 

@@ -179,7 +179,7 @@ def _table(tops: "Points", edges: "dict[Case, Edge]") -> "Table":
 
 
 def _print_requests(served: "dict[RequestGroup, tuple[RequestPoint, ...]]", answers: "Answers", behind: bool) -> None:
-    """Print the groups of loads of requests one after the other, `behind` others."""
+    """Print the groups of loads of requests, `behind` others."""
     from zinfer.analysis import rates, requests
     from zinfer.commands import decision
     from zinfer.commands.out import console
@@ -210,7 +210,7 @@ def _print_requests(served: "dict[RequestGroup, tuple[RequestPoint, ...]]", answ
 
 
 def _name(rows: "list[RequestRates]") -> None:
-    """Name the first of ranked configurations, those that are as fast, and the commands."""
+    """Name the best of ranked configurations, ties, and commands."""
     from zinfer.commands import decision
     from zinfer.core.units import counted, duration, figures
 
@@ -227,7 +227,6 @@ def _name(rows: "list[RequestRates]") -> None:
 
 
 def _request_table(rows: "list[RequestRates]") -> "Table":
-    """Return the table of configurations under one load of requests, one a row."""
     from zinfer.commands.out import table
     from zinfer.core.units import duration, figures, gib
 
@@ -253,102 +252,83 @@ def _request_table(rows: "list[RequestRates]") -> "Table":
 
 
 def _request_summary(group: "RequestGroup", points: "tuple[RequestPoint, ...]") -> dict[str, Any]:
-    """Return one group of loads of requests as JSON: milliseconds, bytes; null is unknown."""
+    """Return a group of loads of requests as JSON."""
     from zinfer.analysis import requests
 
-    rows = requests.ranked(points)
-    return {
-        **group.model_dump(),
-        "best": _request_rates(rows[0]) if rows else None,
-        "by_load": [_request_rates(row) for row in rows],
-    }
+    rows = [_request_rates(row) for row in requests.ranked(points)]
+    return {**group.model_dump(), "best": rows[0] if rows else None, "by_load": rows}
 
 
 def _request_rates(row: "RequestRates") -> dict[str, Any]:
     from zinfer.analysis import reproduce
+    from zinfer.commands.decision import configuration
+    from zinfer.record.requests import METRICS
 
     point = row.point
     again, use = reproduce.commands(point)
-    times = {name: point.summary(name) for name in ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")}
+    times = {name: point.summary(name) for name in METRICS}
     return {
-        "engine": point.case.engine,
-        "offload": point.case.offload,
-        "weights": point.case.weights,
-        "options": dict(point.case.options),
+        **configuration(point),
         "lossy": point.case.lossy,
         "loads": len(row.rates),
         "output_tok_s": row.mean,
         "output_tok_s_of_loads": row.rates,
-        "steady_tok_s": point.steady_tok_s,
-        **{name: None if found is None else found._asdict() for name, found in times.items()},
-        "drafts_right": point.drafts_right,
-        "gpu_peak_bytes": point.gpu_peak_bytes,
-        "host_peak_bytes": point.host_peak_bytes,
+        **{name: time and time._asdict() for name, time in times.items()},
+        **{
+            name: getattr(point, name) for name in ("steady_tok_s", "drafts_right", "gpu_peak_bytes", "host_peak_bytes")
+        },
         "command": again,
         "use_command": use,
     }
 
 
 def _summary(group: "Group", points: "Points") -> dict[str, Any]:
-    """Return one group as JSON: milliseconds, bytes, bytes a second; null is unknown."""
+    """Return a group as JSON, in ms and bytes."""
     from zinfer.analysis import rates
 
+    offloads = []
+    for verdict in rates.offload_verdicts(points):
+        comparison = verdict.comparison
+        offloads.append({
+            "engine": verdict.engine, "offload": verdict.offload, "gain": comparison.gain,
+            "verdict": comparison.change.verdict if comparison.change else None,
+            "best": _point(comparison.best), "baseline": _point(comparison.baseline),
+            "equal_batch": [
+                {"batch_size": one.after_case.workload.batch_size, "ratio": one.ratio, "verdict": one.verdict}
+                for one in comparison.equal
+            ],
+            "words": verdict.text,
+        })  # fmt: skip
+    edges = [
+        {"engine": edge.load.engine, "offload": edge.load.offload, "options": dict(edge.load.options)}
+        | {"largest_ok": edge.largest_ok, "smallest_oom": edge.smallest_oom}
+        for edge in rates.edges(points)
+    ]
     return {
         **group.model_dump(),
         "best": _point(rates.winner(points)),
         "best_by_load": [_point(point) for point in rates.best_by_load(rates.exact(points))],
         "lossy_by_load": [_point(point) for point in rates.best_by_load(rates.lossy(points))],
-        "offload": [
-            {
-                "engine": verdict.engine,
-                "offload": verdict.offload,
-                "gain": verdict.comparison.gain,
-                "verdict": verdict.comparison.change.verdict if verdict.comparison.change else None,
-                "best": _point(verdict.comparison.best),
-                "baseline": _point(verdict.comparison.baseline),
-                "equal_batch": [
-                    {"batch_size": one.after_case.workload.batch_size, "ratio": one.ratio, "verdict": one.verdict}
-                    for one in verdict.comparison.equal
-                ],
-                "words": verdict.text,
-            }
-            for verdict in rates.offload_verdicts(points)
-        ],
-        "edges": [
-            {
-                "engine": edge.load.engine,
-                "offload": edge.load.offload,
-                "options": dict(edge.load.options),
-                "largest_ok": edge.largest_ok,
-                "smallest_oom": edge.smallest_oom,
-            }
-            for edge in rates.edges(points)
-        ],
+        "offload": offloads,
+        "edges": edges,
     }
 
 
 def _point(point: "Measurement | None") -> dict[str, Any] | None:
     from zinfer.analysis import rates, reproduce
+    from zinfer.commands.decision import configuration
 
     if point is None:
         return None
-    rate = rates.spread(point.output_tok_s_samples)
+    spread = rates.spread(point.output_tok_s_samples)
+    names = "output_tok_s", "decode_tok_s", "prefill_tok_s", "tpot_ms", "h2d_bandwidth", "link_share"
+    again, use = reproduce.commands(point)
     return {
-        "engine": point.case.engine,
-        "offload": point.case.offload,
-        "weights": point.case.weights,
-        "options": dict(point.case.options),
+        **configuration(point),
         "batch_size": point.case.workload.batch_size,
-        "output_tok_s": point.output_tok_s,
-        "output_tok_s_half_width": rate.half_width if rate else None,
-        "decode_tok_s": point.decode_tok_s,
-        "prefill_tok_s": point.prefill_tok_s,
+        **{name: getattr(point, name) for name in (*names, "gpu_peak_bytes", "host_peak_bytes")},
+        "output_tok_s_half_width": spread and spread.half_width,
         "ttft_ms": sum(point.ttft_ms) / len(point.ttft_ms),
-        "tpot_ms": point.tpot_ms,
-        "h2d_bandwidth": point.h2d_bandwidth,
-        "link_share": point.link_share,
-        "gpu_peak_bytes": point.gpu_peak_bytes,
-        "host_peak_bytes": point.host_peak_bytes,
-        "command": reproduce.sweep_command(point.case),
-        "batch_command": reproduce.batch_command(point.case),
+        "command": again,
+        "batch_command": use,
     }

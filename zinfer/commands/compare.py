@@ -1,4 +1,4 @@
-"""`zinfer compare`: two result files side by side, and whether the second is worse than the first beyond noise."""
+"""`zinfer compare`: two result files side by side, with noise."""
 
 import re
 from pathlib import Path
@@ -106,7 +106,7 @@ def _points(path: Path) -> "tuple[Measurement, ...]":
 
 
 def _nothing_common(before: Path, after: Path, found: "Comparison") -> str:
-    """Return the message for files without a common case: the first field in which they share no value."""
+    """Return the message for files without a common case."""
     from zinfer.core.case import Case
 
     sides = [[point.case for point in points] for points in (found.only_before, found.only_after)]
@@ -156,7 +156,6 @@ def _title(change: "Change") -> str:
 
 
 def _cells(change: "Change", metric: "Metric") -> tuple[str, ...]:
-    """Return the table cells of a change: before, after, relative change, noise, verdict."""
     marks: dict[Verdict, str] = {"noise": "~", "unknown": "?", "same": "=", "untimed": "not timed"}
     mark = marks.get(change.verdict, change.verdict)
     sides = [
@@ -179,7 +178,7 @@ def _amount(value: float, metric: "Metric") -> str:
 def _summary(
     before: Path, after: Path, metric: "Metric", found: "Comparison", allowed: float | None, worse: "list[Change]"
 ) -> dict[str, Any]:
-    """Return the comparison as JSON: values in the metric's own unit, changes as shares of A; null is unknown."""
+    """Return the comparison as JSON; changes are shares of A."""
     from zinfer.analysis.compare import HIGHER_IS_BETTER
 
     return {

@@ -1,4 +1,4 @@
-"""Decisions of `zinfer best`: service levels, objectives, cost, and the machines for a demand."""
+"""Decisions of `zinfer best`: service levels, objectives, cost, machines."""
 
 from collections.abc import Callable, Sequence
 from statistics import fmean
@@ -43,8 +43,7 @@ class DecisionCriteria(NamedTuple):
     def answer(
         self, points: Sequence[Point], rate: Callable[[Point], float | None] = lambda point: point.output_tok_s
     ) -> GroupDecision:
-        """Return the decision for `points`, whose output tok/s are `rate`, and the fleet for the demand if there is
-        one."""
+        """Return the decision for `points`, and the fleet for the demand."""
         found = decide(points, self.slas, self.objective, self.prices, rate)
         machines = too_slow = None
         if self.demand is not None and found.point is not None:
@@ -68,8 +67,10 @@ def question(
     spare: int,
     **prices: float | int | None,
 ) -> DecisionCriteria | None:
-    """Return the criteria that the options state; None if they ask for no more than the fastest point. Raises
-    UsageError or EconomicsError."""
+    """Return the criteria that the options state, or None.
+
+    Raises UsageError or EconomicsError.
+    """
     if deadline is not None and demand is None:
         raise click.UsageError("--deadline needs a --demand, such as 2Mtok/day")
     try:
@@ -122,7 +123,7 @@ def _show_lossy(found: "Decision") -> None:
 
 
 def show_commands(point: Point) -> None:
-    """Print the command that uses a point's configuration, and the one that measures it again."""
+    """Print the commands that use and that measure a point."""
     from zinfer.analysis import reproduce
 
     again, use = reproduce.commands(point)
@@ -167,11 +168,9 @@ def row(answer: GroupDecision) -> dict[str, Any]:
     again, use = (None, None) if found.point is None else reproduce.commands(found.point)
     return {
         "objective": found.objective,
-        "point": None if found.point is None else _brief(found.point, answer.prices),
+        **{name: _brief(getattr(found, name), answer.prices) for name in ("point", "lossy", "nearest")},
         "command": again,
         "batch_command": use,
-        "lossy": None if found.lossy is None else _brief(found.lossy, answer.prices),
-        "nearest": None if found.nearest is None else _brief(found.nearest, answer.prices),
         "levels": [
             {
                 "level": kept.sla.describe(), "actual": kept.actual, "samples": kept.samples, "ok": kept.ok,
@@ -186,15 +185,19 @@ def row(answer: GroupDecision) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _brief(point: Point, prices: Prices) -> dict[str, Any]:
+def configuration(point: Point) -> dict[str, Any]:
+    """Return the configuration of a point as JSON."""
+    case = point.case
+    return {"engine": case.engine, "offload": case.offload, "weights": case.weights, "options": dict(case.options)}
+
+
+def _brief(point: Point | None, prices: Prices) -> dict[str, Any] | None:
+    if point is None:
+        return None
     paid = known_cost(point, prices)
-    equal = isinstance(point, Measurement)
     return {
-        "engine": point.case.engine,
-        "offload": point.case.offload,
-        "weights": point.case.weights,
-        "options": dict(point.case.options),
-        "batch_size": point.case.workload.batch_size if equal else None,
+        **configuration(point),
+        "batch_size": point.case.workload.batch_size if isinstance(point, Measurement) else None,
         "output_tok_s": point.output_tok_s,
         "user_tok_s": 1e3 / point.tpot_ms if point.tpot_ms else None,
         "usd_per_mtok": paid.usd_per_mtok,

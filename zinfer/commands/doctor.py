@@ -30,7 +30,7 @@ LOCKS = "; does not limit CUDA's page-locking"
 
 
 class Finding(NamedTuple):
-    """One line of the report: its subject, the finding, and advice if that is not enough."""
+    """Line of the report: subject, finding, and advice."""
 
     group: str
     name: str
@@ -60,7 +60,7 @@ def command(as_json: bool) -> None:
 
 
 def package_rows() -> list[Finding]:
-    """Return rows on the versions of Python, zinfer and every package that a verb or an engine uses."""
+    """Return rows on the versions of Python, zinfer and packages."""
     import platform
 
     from zinfer.system.host import package_version
@@ -77,8 +77,7 @@ def package_rows() -> list[Finding]:
 
 
 def machine_rows() -> list[Finding]:
-    """Return rows on the GPU, memory that may be used and page-locked, disk space in this folder, and the C
-    compiler."""
+    """Return rows on GPU, memory, disk and compilers."""
     import resource
     import shutil
     from pathlib import Path
@@ -109,8 +108,7 @@ def machine_rows() -> list[Finding]:
 
 
 def _compiler_row() -> Finding:
-    """Return the row on the C compiler, which builds launchers of GPU kernels, the CPU attention kernel, and
-    DeepSpeed's file I/O."""
+    """Return the row on the C compiler, for Triton and CPU attention."""
     import shutil
 
     found = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
@@ -119,8 +117,7 @@ def _compiler_row() -> Finding:
 
 
 def _async_io_row() -> Finding:
-    """Return the row on what DeepSpeed's file I/O is compiled with at the first load with offload `nvme`: libaio, its
-    header, and a C++ compiler."""
+    """Return the row on libaio and C++, for DeepSpeed's offload `nvme`."""
     import os
     import shutil
     from ctypes.util import find_library
@@ -140,7 +137,7 @@ def _async_io_row() -> Finding:
 
 
 def engine_rows() -> list[Finding]:
-    """Return a row for every engine: its offloads if it can run here, else the reason why not."""
+    """Return each engine's offloads, or why it cannot run."""
     from zinfer.core.engine import ENGINES
     from zinfer.engine import EngineError, kind
 

@@ -1,4 +1,4 @@
-"""`zinfer pack`: write a checkpoint's layers in the lossless wire format, a quantised copy, or a TensorRT plan."""
+"""`zinfer pack`: write packed layers, a quantised copy, or a TensorRT plan."""
 
 import signal
 from pathlib import Path
@@ -124,7 +124,7 @@ def _packed(source: "Source", output: Path | None, watch: "Watch", allow_nan: bo
 
 
 def quantised_folder(source: "Source", weights: str) -> Path:
-    """Return the default folder of a quantised copy, whose name differs for other weights and types."""
+    """Return the default folder of a quantised copy."""
     from zinfer.engine.stream.packed import PACKED
 
     return PACKED / f"{Path(source.spec.name).name}-{source.spec.dtype}-{source.revision}-{weights}"

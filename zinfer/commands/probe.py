@@ -1,4 +1,4 @@
-"""`zinfer probe`: measure this machine and store the figures for sweeps and plans."""
+"""`zinfer probe`: measure this machine for sweeps and plans."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -52,7 +52,7 @@ def command(nvme_path: str | None, output: Path | None, quick: bool, memory: int
 
 
 def table(machine: "Machine") -> "Table":
-    """Return a table of the measured figures, one a line; unknown ones are left out."""
+    """Return a table of the measured figures."""
     from zinfer.commands import out
     from zinfer.core.units import gb, gib
 

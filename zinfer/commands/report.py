@@ -1,4 +1,4 @@
-"""`zinfer report`: measurements, the conclusions from them, and the cost, as a document."""
+"""`zinfer report`: measurements, conclusions and cost as a document."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -138,7 +138,7 @@ def _findings(chosen: "Chosen", baseline: Path | None, model: str | None) -> "Fi
 
 
 def _of_model(records: "Records", model: str | None) -> "Records":
-    """Return the records of one model, with the headers of the sweeps that measured it; all of them for None."""
+    """Return the records and headers of one model, or all."""
     return (
         records._replace(
             points=tuple(point for point in records.points if _is(model, point.case.model)),
@@ -153,12 +153,11 @@ def _of_model(records: "Records", model: str | None) -> "Records":
 
 
 def _is(wanted: str | None, model: str) -> bool:
-    """Return whether a model, named with or without its folder, is the one asked for."""
+    """Return whether a model, with or without its folder, is wanted."""
     return wanted in (None, model, Path(model).name)
 
 
 def _studied(run: "Study", model: str | None) -> bool:
-    """Return whether a study is one of `model`, or any if that is None."""
     return _is(model, run.model if run.case is None else run.case.model)
 
 

@@ -1,4 +1,4 @@
-"""Results that a verb answers from: this machine's, those of machines asked for by name, or a file or folder."""
+"""Results that a verb answers from: by machine, file or folder."""
 
 import gc
 from collections.abc import Callable, Iterable
@@ -30,7 +30,7 @@ def results_options(function: Command) -> Command:
 
 
 class Chosen(NamedTuple):
-    """Results to answer from: those in `path` of `machines` (names or beginnings of names; None is all).
+    """Results to answer from, in `path`, of `machines` (None is all).
 
     `named` tells whether the path was given; `own`, that the machine is this one because none was asked for.
     """
@@ -41,8 +41,11 @@ class Chosen(NamedTuple):
     own: bool
 
     def roots(self) -> tuple[Path, ...]:
-        """Return the folders and files to read: with machines, only their folders and loose files in `sweeps/results`,
-        so that damage in another machine's records does not matter."""
+        """Return the folders and files to read.
+
+        With machines, only their folders and loose files in `sweeps/results`, so that damage in another machine's
+        records does not matter.
+        """
         if self.named or self.machines is None or not self.path.is_dir():
             return (self.path,)
         inside = sorted(self.path.iterdir())
@@ -51,7 +54,7 @@ class Chosen(NamedTuple):
         return tuple(folders[name] for name in self._matching(folders)) + tuple(loose)
 
     def read(self) -> "list[tuple[Path, Records]]":
-        """Return the records of each results file, with the points of the chosen machines only. Raises StoreError."""
+        """Return each file's records of the chosen machines. Raises StoreError."""
         from zinfer.record.store import files, read
 
         gc.disable()  # it would look through all records again and again, and find no garbage: half of the time
@@ -72,11 +75,11 @@ class Chosen(NamedTuple):
         ]
 
     def keeps(self, machine: str) -> bool:
-        """Return whether a study of `machine` is chosen; those in the folder of a chosen machine are its own."""
+        """Return whether a study of `machine` is chosen."""
         return self.machines is None or any(machine.startswith(name) for name in self.machines)
 
     def nothing(self) -> Failure:
-        """Return the error for no record at all: what was looked for, what there is, and what to do."""
+        """Return the error for no record at all."""
         there = self._there()
         if self.own:
             known = f"; --machine all shows the records of {', '.join(there)}" if there else ""
@@ -103,7 +106,7 @@ class Chosen(NamedTuple):
         return sorted(folder.name for folder in folders if folder.is_dir() and any(folder.glob("*.jsonl")))
 
     def _matching(self, names: Iterable[str]) -> list[str]:
-        """Return those of `names` that are chosen: the very name where it is there, else all that begin with it."""
+        """Return the chosen `names`: exact ones, else by their beginning."""
         names = sorted(names)
         if self.machines is None:
             return names
@@ -127,8 +130,7 @@ def choose(results: Path | None, machine: str | None) -> Chosen:
 
 
 def usable(found: "list[tuple[Path, Records]]", chosen: Chosen, requests_too: bool = False) -> "Records":
-    """Return all records together, for an answer from points, or from loads of requests, too. Raises Failure unless
-    one of them is usable."""
+    """Return all records together. Raises Failure unless one is usable."""
     from zinfer.record.store import Records
 
     points = tuple(point for _, records in found for point in records.points)

@@ -1,8 +1,8 @@
-"""Append-only files of lines: written whole, synced, by one process at a time, and repaired when opened.
+"""Append-only files of sealed lines: synced, locked, repaired.
 
-A job of days may end in a kill, a full disk or a power cut; whatever was written by then must be on disk and legible.
-A sealed line (`seal`) is JSON that carries its kind, its schema version and a checksum. It is canonical (sorted keys,
-no spaces, ASCII), so that any changed byte shows.
+A job of days may end in a kill, a full disk or a power cut; whatever was written by then must be on disk and legible. A
+sealed line (`seal`) is JSON that carries its kind, its schema version and a checksum. It is canonical (sorted keys, no
+spaces, ASCII), so that any changed byte shows.
 """
 
 import errno
@@ -33,14 +33,13 @@ REMEMBERED = 64 << 20  # bytes at a file's end that are kept in memory, in case 
 
 
 class StoreError(ZinferError):
-    """A file of records that cannot be read or written; the message says what to do next."""
+    """File of records that cannot be read or written."""
 
     exit_code = 5  # environment: disk, permissions, a second writer
 
 
 class TakenAwayError(StoreError):
-    """A file that somebody deleted, replaced, cut or wrote to while it was open; the message says where its lines
-    are."""
+    """File that another process changed; the message says where its lines are."""
 
     exit_code = INTEGRITY
 
@@ -50,7 +49,7 @@ class Garbled(ValueError):
 
 
 class Damage(NamedTuple):
-    """A line that could not be used: its number (from 1), and the reason."""
+    """Line that could not be used: its number (from 1), and the reason."""
 
     path: Path
     line: int
@@ -83,7 +82,9 @@ def unseal(line: bytes) -> tuple[str, dict[str, Any]]:
             break
     else:
         claimed = _CHECKSUM.search(line)
-        told = "not a whole record" if claimed is None else f"the checksum {claimed[1].decode()} does not match the line"
+        told = (
+            "not a whole record" if claimed is None else f"the checksum {claimed[1].decode()} does not match the line"
+        )
         raise Garbled(told)
     try:
         fields = from_json(line, allow_inf_nan=False)
@@ -97,7 +98,7 @@ def unseal(line: bytes) -> tuple[str, dict[str, Any]]:
 
 
 def finite(value: Any) -> Any:
-    """Return `value` with null for NaN and the infinities, which JSON does not have."""
+    """Return `value` with null for NaN and the infinities."""
     if isinstance(value, dict):
         return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -114,7 +115,10 @@ def _checksum(*parts: bytes) -> bytes:
 
 
 def read_lines(path: Path) -> list[bytes]:
-    """Return the lines of a regular file without their newlines; the last one may lack it. Raises StoreError."""
+    """Return the lines of a regular file. Raises StoreError.
+
+    The last one may lack its newline.
+    """
     try:
         content = read_bytes(path, MAX_BYTES)
     except FileNotFoundError:
@@ -157,7 +161,7 @@ class Lines(Closing):
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Open `path`, made if need be, and lock it until `close`; its contents stay as they are.
+        """Open `path`, made if need be, and lock it until `close`.
 
         Raises StoreError if another process writes the file or it cannot be written.
         """
@@ -188,8 +192,10 @@ class Lines(Closing):
         self._remember(data)
 
     def check(self, pending: bytes = b"") -> None:
-        """Raise TakenAwayError unless `path` is the file that was opened, with every line that was appended and no
-        other; its lines, and `pending`, are saved beside it then. Raises StoreError if that fails."""
+        """Raise TakenAwayError if the file changed; its lines are saved.
+
+        `pending` lines are saved, too. Raises StoreError if that fails.
+        """
         own = os.fstat(self._descriptor)
         try:
             found = os.stat(self.path)
@@ -212,7 +218,7 @@ class Lines(Closing):
         )
 
     def _save(self, size: int, pending: bytes) -> Path:
-        """Write every line to a new file beside the one that was taken away, and return its path. Raises StoreError."""
+        """Write every line to a new file; return its path."""
         begin = self._end - len(self._tail)  # what was before it is in the file, unless that was cut further
         for number in count(1):
             place = self.path.with_name(f"{self.path.name}.saved" + (f"-{number}" if number > 1 else ""))
@@ -261,12 +267,11 @@ class Lines(Closing):
         self._settle()
 
     def mend(self, check: Check, kind: str, aside: bool = True) -> tuple[tuple[int, str], ...]:
-        """Check every line and repair the file; return the number (from 1) and the fault of each line that `check`
-        rejects.
+        """Check every line, repair the file, and return the faults.
 
-        Garbled lines are copied to ``<file>.damaged`` (unless `aside` is False); those at the end, such as a line that
-        a kill tore, are then cut off. Raises StoreError, and changes nothing, if no line is intact: the file is no
-        `kind` ("results file").
+        Faults have the number of a line (from 1) and a reason. Garbled lines are copied to ``<file>.damaged`` (unless
+        `aside` is False); those at the end, such as a line that a kill tore, are then cut off. Raises StoreError, and
+        changes nothing, if no line is intact: the file is no `kind` ("results file").
         """
         lines, garbled = read_lines(self.path), []
         faults: list[tuple[int, str]] = []
@@ -315,7 +320,7 @@ class Lines(Closing):
 
 
 def _keep_aside(path: Path, lines: list[bytes]) -> None:
-    """Append `lines` to the file at `path`, except those that it has from an earlier opening."""
+    """Append new `lines` to the file at `path`."""
     known = set(read_lines(path)) if path.exists() else set()
     new = b"".join(line + b"\n" for line in lines if line not in known)
     if not new:
@@ -332,7 +337,7 @@ def _keep_aside(path: Path, lines: list[bytes]) -> None:
 
 
 def _append(descriptor: int, data: bytes, path: Path) -> None:
-    """Write once and sync; if either fails, cut the file back to its former size. Raises StoreError."""
+    """Write and sync; if that fails, restore the file's size."""
     size = os.fstat(descriptor).st_size
     try:
         if os.write(descriptor, data) < len(data):

@@ -33,7 +33,7 @@ Status = Literal[
 
 
 class Effective(Frozen):
-    """Counted placement: weight bytes by tier, and weight bytes that one decode step moved over the link."""
+    """Counted placement: weight bytes by tier, and bytes of a decode step."""
 
     gpu_weight_bytes: int
     host_weight_bytes: int = 0
@@ -47,7 +47,7 @@ class Effective(Frozen):
 
     @property
     def wire_bytes(self) -> int:
-        """Weight bytes that cross the link in a decode step, as they are: coded, quantised, or neither."""
+        """Weight bytes that cross the link in a step, as coded."""
         return self.streamed_bytes_per_step if self.wire_bytes_per_step is None else self.wire_bytes_per_step
 
 
@@ -58,7 +58,7 @@ Moment = Annotated[float, Field(allow_inf_nan=False), AfterValidator(lambda valu
 
 
 class Span(NamedTuple):
-    """Time that one lane worked for one layer, in ms from the beginning of a decode step.
+    """Work of one lane for a layer, in ms from the step's begin.
 
     No layer stands for the embedding, the head, and all else outside the layers. Of several GPUs, the step begins when
     it does on the first one. Reads from disk are timed by the host's clock, the rest by the device's.
@@ -72,7 +72,7 @@ class Span(NamedTuple):
     rank: int = 0  # number of the GPU
 
     def row(self) -> list[Any]:
-        """Return the stored row, to the microsecond: ``["copy", 3, 17.204, 35.391]``, longer only where need be."""
+        """Return the stored row: ``["copy", 3, 17.204, 35.391]``."""
         times = (round(self.start_ms, 3) + 0.0, round(self.end_ms, 3) + 0.0)
         return [self.lane, self.layer, *times, *((self.carries, self.rank) if self.rank else filter(None, self[4:5]))]
 
@@ -104,10 +104,7 @@ Timeline = Annotated[
 
 
 class Recorded(Frozen):
-    """Facts that every measured point has: what was asked of which load, its status, and the conditions.
-
-    A point of a load is a `Measurement` of equal sequences, or a `zinfer.record.requests.RequestPoint`.
-    """
+    """Facts of every measured point: case, status, and conditions."""
 
     case: Case
     status: Status
@@ -137,7 +134,7 @@ class Recorded(Frozen):
 
     @property
     def links_bandwidth(self) -> float | None:
-        """Bytes a second of all links that carried weights, as measured at once, or else at the rate of one."""
+        """Bytes a second of all links, at once if that was measured."""
         return self.all_links_bandwidth or (self.link_bandwidth and self.link_bandwidth * self.gpus)
 
 
@@ -152,7 +149,7 @@ class Measurement(Recorded):
     timeline: Timeline = ()  # one more decode step after the timed ones; empty if none was traced
 
     def __copy__(self) -> Self:
-        """Return a copy without what was computed from the samples, which `model_copy` may change."""
+        """Copy without values computed from samples, which `model_copy` may change."""
         copied = super().__copy__()
         for name in copied.__dict__.keys() - type(self).model_fields.keys():
             del copied.__dict__[name]
@@ -176,7 +173,7 @@ class Measurement(Recorded):
 
     @cached_property
     def tpot_ms(self) -> float | None:
-        """Mean time per output token after the first, over all repeats: (e2e - ttft) / (output_len - 1)."""
+        """Mean time per output token after the first, in ms."""
         steps = [step for repeat in self.step_ms for step in repeat]
         return fmean(steps) if steps else None
 
@@ -204,7 +201,7 @@ class Measurement(Recorded):
 
     @property
     def decode_tok_s(self) -> float | None:
-        """Decode throughput in tok/s: B (n - 1) over the sum of the decode steps."""
+        """Decode throughput: B (n - 1) over the decode steps' sum."""
         tpot = self.tpot_ms
         return self.case.workload.batch_size / tpot * 1e3 if tpot else None
 
@@ -217,7 +214,7 @@ class Measurement(Recorded):
 
     @property
     def h2d_bandwidth(self) -> float | None:
-        """Weight bytes a second that crossed the link, or all links, in the median decode step."""
+        """Weight bytes a second over all links in the median step."""
         step = self.step_median_ms
         if self.effective is None or not self.effective.wire_bytes or not step:
             return None
@@ -225,13 +222,13 @@ class Measurement(Recorded):
 
     @property
     def link_share(self) -> float | None:
-        """Share of the median decode step for which the link carried weights, at its measured bandwidth."""
+        """Share of the median step for which the link carried weights."""
         achieved = self.h2d_bandwidth
         return achieved / self.links_bandwidth if achieved and self.links_bandwidth else None
 
 
 class OfCase(Protocol):
-    """A record of one case on one machine: a point of a sweep, or a run of a study."""
+    """Record of one case on one machine."""
 
     @property
     def machine(self) -> str: ...
@@ -245,13 +242,12 @@ R = TypeVar("R")
 
 
 def latest(records: Iterable[M]) -> tuple[M, ...]:
-    """Return the last record of each case on each machine, in the order of the first ones (`last_of`)."""
+    """Return the last record of each case on each machine."""
     return last_of(((record.machine, record.case), record) for record in records)
 
 
 def last_of(records: Iterable[tuple[Hashable, R]]) -> tuple[R, ...]:
-    """Return the last record of each key, in the order of the first ones. One that was cancelled tells nothing of its
-    case, so it replaces no other."""
+    """Return the last record of each key; cancelled ones replace none."""
     found: dict[Hashable, R] = {}
     for key, record in records:
         if key not in found or getattr(record, "status", None) != "cancelled":

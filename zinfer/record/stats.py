@@ -10,8 +10,7 @@ _T95_LIMIT = 1.96
 
 
 def ci95_half_width(samples: Sequence[float]) -> float | None:
-    """Return half the 95% confidence interval of the mean (Student's t), in the samples' unit; None for fewer than two
-    samples."""
+    """Return half the mean's 95% confidence interval (Student's t), or None."""
     if len(samples) < 2:
         return None
     freedom = len(samples) - 1
@@ -20,11 +19,11 @@ def ci95_half_width(samples: Sequence[float]) -> float | None:
 
 
 def relative_half_width(samples: Sequence[float]) -> float | None:
-    """Return half the 95% confidence interval of the mean, as a share of the mean; None for fewer than two samples."""
+    """Return half the 95% confidence interval over the mean, or None."""
     half = ci95_half_width(samples)
     return None if half is None else half / fmean(samples)
 
 
 def nearest_rank(ordered: Sequence[float], percent: int) -> float:
-    """Return the percentile of at least one sample by nearest rank; `ordered` is sorted."""
+    """Return the percentile of sorted samples by nearest rank."""
     return ordered[ceil(percent / 100 * len(ordered)) - 1]

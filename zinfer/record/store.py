@@ -1,10 +1,7 @@
-"""Results of sweeps on disk: one sealed JSON line for each start and each point (`zinfer.record.jsonl`), appended whole
-and synced, checked when read::
+"""Results of sweeps on disk: a sealed line a start or point.
 
-    with Store.open(Path("sweeps/results/h100/bloom.jsonl")) as store:
-        store.append_header(Header(machine="h100", recipe=recipe))
-        store.append(measurement)
-    points = read(Path("sweeps/results")).points
+with Store.open(Path("sweeps/results/h100/bloom.jsonl")) as store: store.append_header(Header(machine="h100",
+recipe=recipe)) store.append(measurement) points = read(Path("sweeps/results")).points
 """
 
 from pathlib import Path
@@ -22,7 +19,7 @@ from zinfer.record.study import KIND, Start
 
 
 class Header(Start):
-    """Start of a sweep with its settings; written at each start, so that a resumed file tells its whole story.
+    """Start of a sweep, with its settings.
 
     In the part of a shard ``i/n`` a `complete` one is also written when all of its loads are measured.
     """
@@ -35,8 +32,10 @@ class Header(Start):
 
 
 class Records(NamedTuple):
-    """Records of one file or more in file order, repeated cases included (see `measurement.latest`): `points` of equal
-    sequences, `requests` of loads of requests, which are never compared with each other."""
+    """Records of files in order, repeated cases included.
+
+    `points` of equal sequences, `requests` of loads of requests, which are never compared with each other.
+    """
 
     points: tuple[Measurement, ...] = ()
     headers: tuple[Header, ...] = ()
@@ -80,12 +79,12 @@ def decode(line: bytes) -> Record:
 
 
 def files(path: Path) -> tuple[Path, ...]:
-    """Return the results files of `path`: itself, or every ``*.jsonl`` below a folder, sorted."""
+    """Return the results files of `path`: itself, or those below it."""
     return tuple(sorted(path.rglob("*.jsonl"))) if path.is_dir() else (path,)
 
 
 def read(path: Path) -> Records:
-    """Read all records of a file, or of every ``*.jsonl`` below a folder; changes nothing.
+    """Read all records of a file, or of a folder's files.
 
     A line that cannot be used, or whose values are not believable (`zinfer.record.plausible`), is reported in `damaged`
     and the rest is used; so is a file below a folder that cannot be read, as line 0. Studies in such files
@@ -155,7 +154,7 @@ class Store(Closing):
         self._lines.append(encode(header))
 
     def check(self) -> None:
-        """Raise TakenAwayError if somebody deleted, replaced or changed the file; its records are saved then."""
+        """Raise TakenAwayError if another process changed the file."""
         self._lines.check()
 
     def points(self) -> tuple[Measurement, ...]:

@@ -1,12 +1,11 @@
-"""Studies: what `zinfer study` measured, in one record for all of them, beside the sweeps of its machine.
+"""Studies: what `zinfer study` measured, in one record type.
 
 A file ``<study>.jsonl`` holds the runs of a study, a sealed line each (`zinfer.record.jsonl`)::
 
-    append(Path("sweeps/results/h100/codec.jsonl"), run)
-    runs = read(Path("sweeps/results/h100/codec.jsonl"), "codec").runs
+append(Path("sweeps/results/h100/codec.jsonl"), run) runs = read(Path("sweeps/results/h100/codec.jsonl"), "codec").runs
 
-Files of zinfer 0.1 are read as well: a header and a line for each row, or one JSON document.
-`zinfer.analysis.study` makes tables and answers of runs.
+Files of zinfer 0.1 are read as well: a header and a line for each row, or one JSON document. `zinfer.analysis.study`
+makes tables and answers of runs.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,7 +35,7 @@ SOURCES: tuple[ReloadSource, ...] = ("memory", "disk")
 
 
 class StudyError(ZinferError):
-    """A study that cannot be made; the message says what to do next."""
+    """Study that cannot be made."""
 
 
 class Rate(Frozen):
@@ -82,12 +81,12 @@ class Position(NamedTuple):
 
 
 class Deviation(Frozen):
-    """Deviation of a setting over all positions of `rows` rows (`accuracy`): means, and the largest.
+    """Deviation of a setting from the reference (`accuracy`).
 
-    Rows follow the reference's own greedy tokens (`own`), where a setting that runs freely takes the same way up to its
-    first other token; or a given text (`text`), whose perplexity is known. `first_differences`, of the former, counts
-    the tokens of each row before the first one that differs, None if all are the same. The first position of a row is
-    its prefill's, which no setting of the KV cache changes.
+    Means over all positions of `rows` rows, and the largest. Rows follow the reference's own greedy tokens (`own`), or
+    a given text (`text`), whose perplexity is known. `first_differences`, of the former, counts the tokens of each row
+    before the first one that differs, None if all are the same. The first position of a row is its prefill's, which no
+    setting of the KV cache changes.
     """
 
     case: Case
@@ -127,10 +126,10 @@ class Failed(Frozen):
 
 
 class Reload(Frozen):
-    """Prefills of `context` tokens, all but `new_tokens` of which were kept, in `kept_bytes` (`reuse`): every sample of
-    the TTFT, in ms. A context that was not measured has a reason in `skipped`.
+    """TTFT of a context whose KV cache was kept, but `new_tokens` (`reuse`).
 
-    `max_difference` is the largest between any logit computed and reloaded.
+    A context that was not measured has a reason in `skipped`. `max_difference` is the largest between any logit
+    computed and reloaded.
     """
 
     context: int
@@ -147,15 +146,16 @@ class Reload(Frozen):
         return self.memory_ms if source == "memory" else self.disk_ms
 
     def gain(self, source: ReloadSource) -> float | None:
-        """Return the speed-up of a reload over computing, by medians; None if one was not measured."""
+        """Return the median speed-up of a reload over computing, or None."""
         samples = self.samples(source)
         return median(self.recompute_ms) / median(samples) if samples and self.recompute_ms else None
 
 
 class Hits(Frozen):
-    """Needs of steps of `batch_size` tokens met by a cache of `experts` experts of all layers (`routing`).
+    """Hit rate of a cache of `experts` experts of all layers (`routing`).
 
-    A *need* is an expert that a layer chose for a token of a step; it is a hit if the expert was on the device already.
+    A *need* is an expert that a layer chose for a token of a step of `batch_size` tokens; it is a hit if the expert was
+    on the device already.
     """
 
     policy: ExpertPolicy
@@ -165,14 +165,14 @@ class Hits(Frozen):
 
 
 class Touched(Frozen):
-    """Experts of a layer that a step of `batch_size` tokens needs (`routing`), as a share of all, on average."""
+    """Mean share of a layer's experts that a step needs (`routing`)."""
 
     batch_size: int = Field(ge=2)
     share: Share
 
 
 class Text(Frozen):
-    """Text that a study read: its name, the sha256 of its UTF-8, its length in tokens."""
+    """Text that a study read: name, sha256, tokens."""
 
     name: str
     sha256: str = ""
@@ -180,7 +180,7 @@ class Text(Frozen):
 
 
 def _field(row: Any) -> str:
-    """Return the field that tells the kind of a row, of those in `Row`."""
+    """Return the field that identifies the kind of a row."""
     fields = row if isinstance(row, Mapping) else getattr(type(row), "model_fields", {})
     return next((name for name in ("raw_bytes", "along", "case", "context", "hits") if name in fields), "share")
 
@@ -202,7 +202,7 @@ class Start(Frozen):
 
 
 class Study(Start):
-    """One run of a study on `machine`, whose `device` did the work: its settings, and a row for each thing measured.
+    """Run of a study on `machine`: its settings and rows.
 
     `case` is the reference of `accuracy`, and the load of `reuse`, whose workload means nothing.
     """
@@ -243,21 +243,21 @@ class Study(Start):
 
 
 class Runs(NamedTuple):
-    """Runs in the order of the file, repeated ones included, and the lines that could not be used."""
+    """Runs in the order of the file, and lines that could not be used."""
 
     runs: tuple[Study, ...] = ()
     damaged: tuple[Damage, ...] = ()
 
 
 def files(path: Path, study: str) -> tuple[Path, ...]:
-    """Return the files of a study that `path` stands for: itself, or those anywhere below it, the oldest form first."""
+    """Return the files of a study in `path`, the oldest form first."""
     if not path.is_dir():
         return (path,)
     return (*sorted(path.rglob(f"{study}.json")), *sorted(path.rglob(f"{study}.jsonl")))
 
 
 def append(path: Path, run: Start) -> None:
-    """Add a run to the file, made if need be, and wait for the disk.
+    """Add a run to the file, made if need be, and sync it.
 
     Raises StoreError if the file cannot be written, another process writes it, or it holds something else.
     """
@@ -269,7 +269,7 @@ def append(path: Path, run: Start) -> None:
 
 
 def read(path: Path, study: str) -> Runs:
-    """Return the runs of a study in a file, or in the files below a folder; changes nothing.
+    """Return the runs of a study in a file or folder.
 
     A run with a line that is missing or damaged is left out and reported, and so is a file of a folder that cannot be
     read. Raises StoreError for another file that cannot be read.
@@ -302,7 +302,7 @@ def read(path: Path, study: str) -> Runs:
 
 
 def last(path: Path, study: str) -> Study:
-    """Return the last run of a study in a file, or in the files below a folder. Raises StoreError if there is none."""
+    """Return the last run of a study in a file or folder. Raises StoreError if there is none."""
     runs, damaged = read(path, study)
     if not runs:
         raise StoreError(f"{path} holds no record of `zinfer study {study}`{f': {damaged[0]}' if damaged else ''}")
@@ -310,7 +310,7 @@ def last(path: Path, study: str) -> Study:
 
 
 def found(lines: list[bytes], path: Path, study: str) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """Yield the line at which each run of a study begins, and its fields; or the reason why a line is none."""
+    """Yield each run's first line number, and its fields or a fault."""
     document = _document(lines, path)
     if document is not None:
         shared = document if isinstance(document, dict) else {"document": document}
@@ -356,7 +356,7 @@ _RENAMED = {
 
 
 def _today(study: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a run of zinfer 0.1 under the names of today."""
+    """Return the fields of a run of zinfer 0.1, under today's names."""
     today: dict[str, Any] = {"study": study, "rows": []}
     for name, value in fields.items():
         new = _RENAMED.get(name, name)
@@ -369,7 +369,7 @@ def _today(study: str, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _document(lines: list[bytes], path: Path) -> Any:
-    """Return the one JSON document that a file holds; None for lines, whole or torn."""
+    """Return the JSON document of a file; None for a file of lines."""
     try:
         document = parse_json(b"\n".join(lines), path)
         unseal(lines[0])

@@ -1,4 +1,4 @@
-"""Contents of a report: the summary, then the results, predictions, costs and evidence behind it."""
+"""Contents of a report, in order."""
 
 from zinfer.report import cost, evidence, measured, predicted, summary
 from zinfer.report.document import Document

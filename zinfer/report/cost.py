@@ -1,4 +1,4 @@
-"""Section on the cost of a token in money and energy, and the GPUs for a demand."""
+"""Section on cost and energy of a token, and GPUs for a demand."""
 
 from collections.abc import Iterator
 
@@ -12,7 +12,7 @@ from zinfer.report.measured import rate, rated, titled
 
 
 def costs(findings: Findings) -> Section:
-    """Return the costs of all configurations, and the fleet for the demand; empty if neither was asked for."""
+    """Return the section on costs and the fleet; empty without prices or demand."""
     return section("cost", "Sizing and cost", _blocks(findings))
 
 
@@ -53,7 +53,6 @@ def _costs(workload: WorkloadFindings, prices: Prices) -> Table:
 
 
 def _cost(point: Measurement, prices: Prices) -> tuple[Cost | None, str]:
-    """Return the cost, or None and the reason why it is not known."""
     try:
         return cost(point, prices), ""
     except EconomicsError as error:

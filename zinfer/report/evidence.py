@@ -1,4 +1,4 @@
-"""Sections on the evidence: a comparison with a baseline, how each configuration ran, and how to run it again."""
+"""Sections on evidence: comparison with a baseline, conduct of the runs, commands."""
 
 import shlex
 from collections.abc import Iterable
@@ -41,7 +41,7 @@ def comparison(findings: Findings) -> Section:
 
 
 def evidence(findings: Findings) -> Section:
-    """Return the section on how each configuration ran, on lines left out, and on how to measure all of it again."""
+    """Return the section on conduct, lines left out, and how to measure again."""
     blocks: list[Block] = []
     for workload in (*findings.main, *findings.slices):
         rows = tuple(_conduct(load.label(), own) for load, own in by_load(workload.points).items())
@@ -61,7 +61,7 @@ def evidence(findings: Findings) -> Section:
 
 
 def measured_with(points: Points) -> str:
-    """Return the sentence with the days of the measurements and the versions of zinfer and torch; empty if unknown."""
+    """Return the sentence with days and versions; empty if unknown."""
     versions = _versions(points)
     told = [f"{name} {', '.join(sorted(versions[name]))}" for name in ("zinfer", "torch") if name in versions]
     words = [part for part in (_days(points), f"with {', '.join(told)}" if told else "") if part]

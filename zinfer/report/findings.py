@@ -1,5 +1,4 @@
-"""Input of a report: the groups of points that may be compared, each with its machine and the start of its sweep, and
-the studies beside them."""
+"""Input of a report: groups of points with their machines, and studies."""
 
 from collections.abc import Mapping
 from functools import cache
@@ -18,7 +17,7 @@ from zinfer.record.study import Study
 
 
 class WorkloadFindings(NamedTuple):
-    """Group of points of one sweep or several; `machine` is the result of the probe there."""
+    """Group of points of one sweep or several, and its probed machine."""
 
     sweeps: tuple[str, ...]
     group: Group
@@ -33,7 +32,7 @@ class WorkloadFindings(NamedTuple):
 
 
 class Demand(NamedTuple):
-    """Output tokens to be generated within `seconds`, the text of the demand, and how a fleet is to be sized."""
+    """Demand for output tokens within `seconds`, and how to size a fleet."""
 
     text: str
     tokens: float

@@ -1,4 +1,4 @@
-"""Sections about measurements: each workload's configurations and percentiles, the studies, and the machines."""
+"""Sections about measurements: configurations and percentiles, studies, machines."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from math import floor, log10
@@ -56,7 +56,7 @@ _WORDS = (
 
 
 def results(findings: Findings) -> Section:
-    """Return the section on each workload: latency against throughput, its configurations, and every point.
+    """Return the section on each workload: figure, configurations, every point.
 
     Each model has one figure, that of its first workload with two configurations.
     """
@@ -83,7 +83,7 @@ def system(findings: Findings) -> Section:
 
 
 def rate(point: Measurement) -> tuple[str, str]:
-    """Return mean output tokens a second and half its 95% confidence interval, as text; empty where unknown."""
+    """Return mean output tok/s and its half-width as text, or empty."""
     spread = rates.spread(point.output_tok_s_samples) if point.usable else None
     if spread is None:
         return "", ""
@@ -91,7 +91,7 @@ def rate(point: Measurement) -> tuple[str, str]:
 
 
 def rated(value: float, digits: int = 3) -> str:
-    """Return `value` with that many significant digits, also where they are zeros, to align in a column: 76.0."""
+    """Return `value` with so many significant digits, zeros included: 76.0."""
     places = digits - 1 - floor(log10(value)) if value > 0 else 0
     return f"{round(value, places):,.{max(places, 0)}f}"
 
@@ -102,7 +102,7 @@ def named(point: Measurement) -> str:
 
 
 def titled(point: Measurement) -> str:
-    """Return the name of the point's configuration in a table that ranks; lossy ones are marked."""
+    """Return the configuration's name, marked if it is lossy."""
     return point.case.label() + " (lossy)" * point.case.lossy
 
 
@@ -120,7 +120,6 @@ def _told(point: Measurement) -> str:
 
 
 def _tops(workload: WorkloadFindings) -> Table:
-    """Return a table of each configuration at its own best batch, and where its memory ends."""
     top = rates.winner(workload.points)
     edges = {edge.load: edge for edge in rates.edges(workload.points)}
     loads = by_load(workload.points)
@@ -137,7 +136,7 @@ def _tops(workload: WorkloadFindings) -> Table:
 
 
 def _times(ours: Points, theirs: Points) -> str:
-    """Return the ratio of two configurations at the largest batch that both ran; empty if there is none."""
+    """Return the speed ratio at the largest batch of both configurations."""
     before, after = ({one.case.workload.batch_size: one for one in side if one.usable} for side in (theirs, ours))
     size = max(before.keys() & after.keys(), default=None)
     return "" if size is None else f"{change(before[size], after[size]).times} at {size}"
@@ -150,14 +149,12 @@ def _percentile(point: Measurement, time: sla.Metric, name: str) -> str:
 
 
 def _verdicts(points: Points) -> Iterator[str]:
-    """Yield whether offload pays, engine by engine, where it was tried with and without."""
     for one in rates.offload_verdicts(points):
         if one.compares:
             yield f"{one.engine or 'Any engine'}: {one.text}"
 
 
 def _points(workload: WorkloadFindings) -> Iterator[Table]:
-    """Yield the failed points, and every point if there are more than configurations."""
     top, points = rates.winner(workload.points), workload.points
     heads = ("configuration", "#batch", "outcome", "in", "message")
     yield Table("Failed points, and how the smallest such batch ended.", heads, _failures(points))
@@ -185,7 +182,7 @@ def _cells(point: Measurement) -> tuple[str, ...]:
 
 
 def _use(point: Measurement) -> tuple[str, str, str]:
-    """Return the share of the link that decode steps use, and the peaks of GPU and host memory."""
+    """Return the link's share in decode steps, and both memory peaks."""
     return (
         f"{point.link_share:.0%}" if point.usable and point.link_share else "",
         gib(point.gpu_peak_bytes) if point.gpu_peak_bytes else "",
@@ -198,7 +195,7 @@ def _mean(samples_ms: Sequence[float]) -> str:
 
 
 def _failures(points: Points) -> tuple[Row, ...]:
-    """Return a row for the failed points that share load, status and stage."""
+    """Return a row for failed points of equal load, status and stage."""
     found: dict[tuple[str, str, str], list[Measurement]] = {}
     for point in points:
         if point.status != "ok":
@@ -212,7 +209,6 @@ def _failures(points: Points) -> tuple[Row, ...]:
 
 
 def _studies(findings: Findings) -> Iterator[Block]:
-    """Yield each study as measured on each machine, and the codecs that others published."""
     for run in findings.studies:
         shown, failed = study.show(run), study.wrong(run)
         yield Heading(f"{shown.subject}, {run.machine}")
@@ -226,7 +222,6 @@ def _studies(findings: Findings) -> Iterator[Block]:
 
 
 def _machines(machines: Iterable[Machine]) -> Table:
-    """Return a table of capacities and rates with a column for each machine."""
     facts: dict[str, dict[str, str]] = {}
     for machine in machines:
         gpu = f"{machine.gpu_count} × {machine.gpu_name}" if machine.gpu_count else "none: the CPU is the device"
@@ -247,7 +242,7 @@ def _value(machine: Machine, field: str) -> str:
 
 
 def _details(machine: Machine) -> dict[str, str]:
-    """Return facts that the probe read from the system, as far as they are known."""
+    """Return facts that the probe read from the system."""
     gpu, host = (found if isinstance(found := machine.details.get(key), dict) else {} for key in ("gpu", "host"))
     told = {
         "PCIe": f"generation {gpu.get('pcie_generation')}, {gpu.get('pcie_width')} lanes"

@@ -58,7 +58,7 @@ read = cache(store.read)  # no record changes while pages are made
 
 
 def cog(*options: str) -> int:
-    """Run cog on the pages and return its exit status: ``-r`` writes them, ``--check`` compares."""
+    """Run cog on the pages: ``-r`` writes them, ``--check`` compares."""
     from cogapp import Cog  # type: ignore[import-untyped]
 
     pages = ["README.md", *map(str, sorted(Path("docs").glob("*.md")))]
@@ -67,7 +67,7 @@ def cog(*options: str) -> int:
 
 
 class Entry(NamedTuple):
-    """Loads of one configuration at one size: a batch of equal rows, or a load of requests."""
+    """Loads of one configuration at one batch size or request arrival."""
 
     points: tuple[Point, ...]
 
@@ -103,7 +103,7 @@ class Entry(NamedTuple):
         return [bisect(starts, point.started_at) for point in self.points]
 
     def rates(self, name: str = "output_tok_s") -> list[float]:
-        """Return a rate of each load, in tok/s; none where loads have none, as requests have no decode rate."""
+        """Return a rate of each load that has it, in tok/s."""
         return [rate for point in self.points if (rate := getattr(point, name, None))]
 
     def rate(self, name: str = "output_tok_s") -> float:
@@ -112,7 +112,7 @@ class Entry(NamedTuple):
 
 
 class Workload(NamedTuple):
-    """Entries of a results file that share model and lengths, and the starts of its sweeps (ISO 8601)."""
+    """Entries of a results file with equal model and lengths."""
 
     entries: tuple[Entry, ...]
     starts: tuple[str, ...]
@@ -126,7 +126,7 @@ class Workload(NamedTuple):
 
     @property
     def lengths(self) -> str:
-        """Tokens in and out of a sequence; of requests, how they are drawn."""
+        """Tokens in and out of a sequence, or the requests' source."""
         found = {
             one.last.requests.source.replace(",", ", ")
             if isinstance(one.last, RequestPoint)
@@ -137,7 +137,7 @@ class Workload(NamedTuple):
 
     @property
     def best(self) -> Entry:
-        """Entry with the highest output rate, of those that keep the model's own numbers if there are any."""
+        """Entry with the highest output rate, an exact one if possible."""
         return max([one for one in self.entries if not one.last.case.lossy] or self.entries, key=Entry.rate)
 
     @property
@@ -150,7 +150,7 @@ class Workload(NamedTuple):
         return sorted(found.values(), key=self.entries.index)
 
     def ratio(self, ours: Entry, theirs: Entry, rate: str = "output_tok_s") -> str:
-        """Return the ratio of two mean rates, with its range over the loads; empty unless one run measured both.
+        """Return the ratio of two mean rates, measured in one run.
 
         One run is one start of the sweep, or starts that took turns, two of each at least.
         """
@@ -169,7 +169,7 @@ class Workload(NamedTuple):
         return f"{fmean(first[: len(ratios)]) / fmean(second[: len(ratios)]):.2f}x{spread}"
 
     def ratios(self, theirs: Entry) -> tuple[str, str]:
-        """Return the best entry's decode and output rates over those of a peer; empty cells for any other entry."""
+        """Return the best entry's decode and output ratios over a peer."""
         if theirs not in self.peers:
             return "", ""
         decode, output = (self.ratio(self.best, theirs, rate) for rate in ("decode_tok_s", "output_tok_s"))
@@ -198,7 +198,7 @@ def workloads(name: str) -> tuple[Workload, ...]:
 
 
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table in Markdown without its empty columns; heads that begin with ``#`` are set right."""
+    """Return a Markdown table without empty columns."""
     rows = list(rows)
     kept = [nth for nth in range(len(heads)) if any(row[nth] for row in rows)]
     rule = ["---:" if heads[nth].startswith("#") else "---" for nth in kept]
@@ -220,7 +220,7 @@ Cells = tuple[str, ...]
 
 
 def cells(workload: Workload, entry: Entry) -> Cells:
-    """Return the cells of an entry that follow those of its sweep, in `ROWS` or in `REQUESTS`."""
+    """Return the cells of an entry, in `ROWS` or in `REQUESTS`."""
     last, points = entry.last, [point for point in entry.points if isinstance(point, Measurement)]
     where = f"{len(entry.points)}", gb(entry.gpu_bytes, 0) if entry.gpu_bytes else "", f"{entry.host_rows or ''}"
     if isinstance(last, RequestPoint):
@@ -246,7 +246,7 @@ def cells(workload: Workload, entry: Entry) -> Cells:
 
 
 def tables(sweeps: Iterable[tuple[str, Workload]]) -> Iterator[str]:
-    """Yield the table of equal rows and that of loads of requests, of sweeps by name, where there are any."""
+    """Yield the tables of equal rows and of loads of requests."""
     shown: dict[type[Point], list[Cells]] = {Measurement: [], RequestPoint: []}
     for name, workload in sweeps:
         machine, _, sweep = name.partition("/")
@@ -263,7 +263,7 @@ def _seconds(ms: float) -> str:
 
 
 def results() -> str:
-    """Return a section for each model or slice: conditions, figures, tables with ratios; whole models first."""
+    """Return a section for each model or slice; whole models first."""
     sections: dict[tuple[bool, str, str], list[tuple[str, Workload]]] = {}
     for machine in MACHINES:
         for file in sorted((RESULTS / machine).glob("*.jsonl")):
@@ -286,7 +286,7 @@ def _section(title: str, conditions: str, sweeps: Sequence[tuple[str, Workload]]
 
 
 def _description(name: str) -> str:
-    """Return what the header says of a sweep, or else the package's recipe of that name if its axes are the same."""
+    """Return a sweep's description, from its header or its packaged recipe."""
     header, path = read(RESULTS / f"{name}.jsonl").headers[0], RECIPES / f"{Path(name).name}.toml"
     if header.description or not path.exists():
         return header.description
@@ -302,8 +302,7 @@ def wrapped(text: str) -> str:
 
 
 def headlines() -> str:
-    """Return the table of `HEADLINES`: the best exact configuration of each, and the best of another engine or offload
-    that the same run measured."""
+    """Return the table of `HEADLINES`: the best exact configurations and their peers."""
     rows, rates = [], ("decode_tok_s", "output_tok_s")
     for name in HEADLINES:
         (workload,) = workloads(name)
@@ -325,7 +324,7 @@ def headlines() -> str:
 
 
 def engines() -> str:
-    """Return the table of engines: offloads, and what was measured of each on a GPU."""
+    """Return the table of engines, their offloads and measured points."""
     measured = [point for name in MACHINES for point in read(RESULTS / name).points if point.usable]
     rows = []
     for name, kind in ENGINES.items():
@@ -337,14 +336,14 @@ def engines() -> str:
 
 
 def _host(name: str) -> tuple[object, ...]:
-    """Return what tells the host of a machine's records apart: a control group with less memory is no other host."""
+    """Return a host's identity, whatever its control group's memory."""
     machine = load_machine(RESULTS / name)
     host = machine.details["host"]
     return machine.gpu_name, machine.gpu_count, host["cores"], round(host["memory_bytes"] / 2**30)
 
 
 def machines() -> str:
-    """Return the table of the machines that were measured, with the range of the link's rate over all loads."""
+    """Return the table of measured machines and their links."""
     rows = []
     for name in MACHINES:
         machine = load_machine(RESULTS / name)
@@ -371,7 +370,7 @@ def codecs() -> str:
 
 
 def routings() -> str:
-    """Return the table of the record of the routing study, and its verdict."""
+    """Return the table of the routing study, and its verdict."""
     run = study.last(RESULTS, "routing")
     shown = show(run)
     text = "" if run.text is None else f"; {run.text.tokens:,} tokens of {run.text.name}"
@@ -384,7 +383,7 @@ def exit_codes() -> str:
 
 
 def command(line: str) -> str:
-    """Return what a command of zinfer prints on a terminal of 80 columns, as a block of text."""
+    """Return a command's output on 80 columns as a text block."""
     environment = os.environ | {"COLUMNS": "80", "TERM": "dumb"}
     words = [sys.executable, "-m", *shlex.split(line)]
     done = subprocess.run(words, check=True, capture_output=True, text=True, env=environment)

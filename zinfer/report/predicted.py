@@ -1,4 +1,4 @@
-"""Section on predictions: memory and bottleneck of the fastest configurations, and the model on other machines.
+"""Section on predictions: memory, bottleneck, and other machines.
 
 Predictions come from `zinfer.analysis.calibrate`: the physics of a pass and a few factors for each engine, fitted to
 these records. Everything predicted looks so and is named so.
@@ -39,7 +39,7 @@ Winners = list[tuple[WorkloadFindings, Measurement, ModelSpec]]
 
 
 def predictions(findings: Findings) -> Section:
-    """Return the section; empty where no model or machine of the records is known."""
+    """Return the section; empty without a known model and machine."""
     points = [point for point in findings.points if shape(point.case) is not None]
     factors, rows = calibrate.calibrate(points, findings.machines)
     winners = [
@@ -54,7 +54,7 @@ def predictions(findings: Findings) -> Section:
 
 
 def _memory(winners: Winners) -> Table:
-    """Return the bytes of each fastest configuration, predicted from the model's shapes and measured."""
+    """Return predicted and measured bytes of each fastest configuration."""
     rows = []
     for workload, point, spec in winners:
         assert workload.machine is not None
@@ -71,7 +71,7 @@ def _memory(winners: Winners) -> Table:
 
 
 def _bottlenecks(winners: Winners, factors: Mapping[str, Efficiency]) -> Table:
-    """Return the limit of each fastest configuration's decode step, and the gain from a link twice as fast."""
+    """Return each fastest step's limit, and the gain from a doubled link."""
     rows = []
     for workload, point, spec in winners:
         case, machine = point.case, workload.machine
@@ -96,7 +96,7 @@ def _bottlenecks(winners: Winners, factors: Mapping[str, Efficiency]) -> Table:
 
 
 def _elsewhere(winners: Winners, factors: Mapping[str, Efficiency]) -> Iterator[Block]:
-    """Yield the whole model on every machine of `MACHINES` and on its own, for the first workload of each model."""
+    """Yield each whole model's predictions on its own and other machines."""
     seen: set[str] = set()
     for workload, point, _ in winners:
         case = point.case.load.model_copy(update={"layers": None, "gpu_weights": None})
@@ -123,7 +123,6 @@ def _elsewhere(winners: Winners, factors: Mapping[str, Efficiency]) -> Iterator[
 
 
 def _ways(case: Case, spec: ModelSpec, place: Machine, factors: Efficiency) -> list[Plan]:
-    """Return plans with weights in host memory and with none offloaded, each at its best batch."""
     return [best_batch(case.model_copy(update={"offload": way}), spec, place, factors) for way in ("cpu", "none")]
 
 

@@ -28,7 +28,7 @@ WORDS = (
 
 
 def section(points: Iterable[RequestPoint]) -> tuple[Block, ...]:
-    """Return the blocks about loads of requests; none if there are no records."""
+    """Return the blocks about loads of requests, if there are any."""
     found = tables(points)
     if not found:
         return ()
@@ -36,8 +36,7 @@ def section(points: Iterable[RequestPoint]) -> tuple[Block, ...]:
 
 
 def tables(points: Iterable[RequestPoint]) -> list[tuple[Table | Items, ...]]:
-    """Return the tables of each model, or slice, on each machine: rates, times, and the service levels that were asked
-    for."""
+    """Return the tables of each model or slice on each machine."""
     groups: dict[str, list[RequestPoint]] = {}
     for point in points:
         groups.setdefault(f"{group_of(point).part}, {point.machine}", []).append(point)
@@ -62,8 +61,7 @@ def _named(point: RequestPoint) -> str:
 
 
 def _rates(name: str, points: Iterable[RequestPoint]) -> Table:
-    """Return a row for each load of requests, over all loads of the model; failures have an outcome. What all requests
-    were drawn from stands in the caption."""
+    """Return a row for each load, over all loads of the model."""
     rows, loads = [], loads_of(points)
     sources = [f" of {key.requests.source.replace(',', ', ')}" for _, key in loads]
     common = sources[0] if len(set(sources)) == 1 else ""
@@ -86,7 +84,6 @@ def _rates(name: str, points: Iterable[RequestPoint]) -> Table:
 
 
 def _passes(name: str, points: Iterable[RequestPoint]) -> Table:
-    """Return a row for each of `points`: its rates, and what its passes carried."""
     rows = []
     for point in points:
         per_second, share = goodput(point), share_within(point)
@@ -104,7 +101,6 @@ def _passes(name: str, points: Iterable[RequestPoint]) -> Table:
 
 
 def _times(name: str, points: Iterable[RequestPoint]) -> Table:
-    """Return a row for each time of each of `points`: mean, p50, p90 and p99."""
     rows = [
         Row(
             (

@@ -1,4 +1,4 @@
-"""First page of a report: a row for each workload, then the decision, its risks, and a place to sign."""
+"""Executive summary: a row for each workload, decision, risks, signature."""
 
 from collections.abc import Iterator
 
@@ -40,7 +40,7 @@ def summary(findings: Findings) -> Section:
 
 
 def alternatives(points: Points) -> tuple[Measurement, ...]:
-    """Return a point of each configuration that the winner was measured against: that ran, or ran out of memory."""
+    """Return a point of each configuration that the winner beat."""
     top = rates.winner(points)
     if top is None:
         return ()
@@ -83,7 +83,6 @@ def _row(workload: WorkloadFindings) -> Row:
 
 
 def _request_rows(findings: Findings) -> Iterator[Row]:
-    """Yield a row for each load of requests, with the median of TTFT."""
     for group, points in groups(findings.requests).items():
         found = ranked(points)
         if not found:
@@ -100,7 +99,7 @@ def _request_rows(findings: Findings) -> Iterator[Row]:
 
 
 def _loads(workload: WorkloadFindings, point: Measurement) -> str:
-    """Return how often the model was loaded and how often each load was repeated."""
+    """Return the number of loads of the model, and of repeats."""
     loads, repeats = workload.loads.get(point.case, (0.0,)), counted(len(point.ttft_ms), "repeat")
     if len(loads) == 1:
         return f"single run, {repeats}"
@@ -108,7 +107,7 @@ def _loads(workload: WorkloadFindings, point: Measurement) -> str:
 
 
 def _decision(workload: WorkloadFindings, findings: Findings) -> Iterator[Block]:
-    """Yield the recommendation for a workload, with its gains and costs, and the command that uses it."""
+    """Yield the recommendation for a workload, its cost and command."""
     top = rates.winner(workload.points)
     assert top is not None  # it has alternatives
     case = top.case
@@ -127,11 +126,11 @@ def _decision(workload: WorkloadFindings, findings: Findings) -> Iterator[Block]
         day = found.usd_per_mtok * (top.output_tok_s or 0.0) * DAY_S / 1e6
         told.append(f"Cost: {found.usd_per_mtok:,.2f} USD a million output tokens, {day:,.2f} USD a day at full load.")
     yield Items(tuple(told))
-    yield Command(reproduce.batch_command(case))
+    yield Command(reproduce.commands(top)[1])
 
 
 def loss(point: Measurement, findings: Findings) -> str:
-    """Return how far the point's lossy settings change the output of its model, or how to measure that."""
+    """Return what is known of the loss by lossy settings."""
     for run in findings.studies:
         for one in study.deviations(run, point.case) if run.study == "accuracy" else ():
             return f"the same most likely token at {one.agreement:.2%} of {one.positions:,} positions"
@@ -139,7 +138,7 @@ def loss(point: Measurement, findings: Findings) -> str:
 
 
 def _risks(findings: Findings) -> tuple[str, ...]:
-    """Return what speaks against relying on the rows, each with the number of rows that it is about."""
+    """Return the risks, each with the number of its rows."""
     rows = [(workload, top) for workload in findings.workloads if (top := rates.winner(workload.points))]
     counts: dict[str, int] = {}
     for workload, top in rows:

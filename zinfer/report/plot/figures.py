@@ -38,14 +38,14 @@ _WAYS = {"recompute": (PALETTE[1], "s"), "memory": (PALETTE[0], "o"), "disk": (P
 
 
 def draw(group: Group, points: Points, names: Collection[str] | None = None) -> dict[str, Figure]:
-    """Return the figures of a group by name: all of `FIGURES` or those of `names`, without any that would be empty."""
+    """Return the figures of a group by name, without empty ones."""
     with looks():
         drawn = {name: figure(group, points) for name, figure in FIGURES.items() if names is None or name in names}
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
 def throughput(group: Group, points: Points) -> Figure | None:
-    """Draw output tokens a second over batch size, with the batch sizes that failed in a strip below."""
+    """Draw output tokens a second over batch size; failures in a strip."""
     top = winner(points)
     if top is None or top.output_tok_s is None:
         return None
@@ -73,7 +73,7 @@ def throughput(group: Group, points: Points) -> Figure | None:
 
 
 def latency(group: Group, points: Points) -> Figure | None:
-    """Draw the time to first token (TTFT), and that per token after it (TPOT), over output tokens a second.
+    """Draw TTFT and TPOT over output tokens a second.
 
     A configuration's line goes from its smallest batch to its largest; the best point is at the lower right.
     """
@@ -96,7 +96,7 @@ def latency(group: Group, points: Points) -> Figure | None:
 
 
 def _tradeoff(axes: Axes, points: Points, metric: Metric) -> list[float]:
-    """Draw a line for each load, with the batch sizes at its ends. Return the values that the y axis has to hold."""
+    """Draw a line for each load; return the values of the y axis."""
     held: list[float] = []
     loads = by_load(points)
     for load, look in series(loads).items():
@@ -113,7 +113,7 @@ def _tradeoff(axes: Axes, points: Points, metric: Metric) -> list[float]:
 
 
 def link(group: Group, points: Points) -> Figure | None:
-    """Draw the weights that cross the link a second in decode steps, as a share of its measured bandwidth."""
+    """Draw the link's use in decode steps, over its measured bandwidth."""
     streamed = [point for point in points if point.usable and point.link_share]
     if not streamed:
         return None
@@ -130,8 +130,10 @@ def link(group: Group, points: Points) -> Figure | None:
 
 
 def residency(group: Group, points: Points) -> Figure | None:
-    """Draw output tokens a second over the share of the weights that stays on the GPU: each budget at its own best
-    batch, and all of them at the largest batch that they share. None without two budgets of one engine."""
+    """Draw output tokens a second over the resident share of the weights.
+
+    Each budget at its own best batch, and all at their largest common one. None without two budgets of one engine.
+    """
     tops = [point for point in best_by_load(points) if _resident_share(point) is not None]
     engines = {point.case.engine for point in tops if point.case.gpu_weights is not None}
     lines: list[tuple[str, str, list[Measurement]]] = []
@@ -172,8 +174,11 @@ def residency(group: Group, points: Points) -> Figure | None:
 
 
 def prediction(plans: Sequence[Plan]) -> Figure | None:
-    """Draw predicted output tokens a second over batch size: a dashed line for each machine and load, its error band
-    shaded. None if nothing fits. The plans are of one model and one pair of lengths."""
+    """Draw predicted output tokens a second over batch size.
+
+    A dashed line for each machine and load, its error band shaded. None if nothing fits. The plans are of one model and
+    one pair of lengths.
+    """
     lines: dict[tuple[str, Case], list[Plan]] = {}
     for plan in plans:
         if plan.fits and plan.output_tok_s and plan.case.workload.batch_size <= plan.max_batch_size:
@@ -209,8 +214,7 @@ def prediction(plans: Sequence[Plan]) -> Figure | None:
 
 
 def reuse(run: Study) -> Figure | None:
-    """Draw the time to first token over the context, computed again and reloaded: medians with their ranges, and the
-    break-even; None if nothing was measured."""
+    """Draw TTFT over the context, computed again and reloaded; None if empty."""
     points = study.measured(run)
     if not points:
         return None
@@ -248,7 +252,6 @@ def reuse(run: Study) -> Figure | None:
 
 
 def _resident_share(point: Measurement) -> float | None:
-    """Return the per cent of the weights that a decode step finds on the GPU; None where unknown."""
     if point.effective is None:
         return None
     resident, streamed = point.effective.gpu_weight_bytes, point.effective.streamed_bytes_per_step
@@ -269,12 +272,12 @@ def _bars(points: Points) -> str:
 
 
 def _alone(point: Measurement) -> str:
-    """Return the words for a point whose noise is unknown, and for one with lossy settings."""
+    """Return the words for unknown noise and for lossy settings."""
     return ", one repeat" * (len(point.ttft_ms) == 1) + ", a lossy setting" * point.case.lossy
 
 
 def _values(axes: Axes, points: Points) -> None:
-    """Write the rate at each point of a figure with few of them, and its batch size where the axis has no tick at it.
+    """Write the rate at each point of a figure with few points.
 
     The text stands above its point; beside it where a line has one point only, and of two that are close together, to
     the left of the first and to the right of the second.
@@ -325,8 +328,7 @@ def _lines(axes: Axes, points: Points, value: Callable[[Measurement], Spread | N
 
 
 def _link_limits(axes: Axes, points: Points) -> list[float]:
-    """Draw the link's limit, batch · link bandwidth / streamed bytes, dashed over the batch sizes that it holds for.
-    Return the values that the y axis has to hold.
+    """Draw the link's limit, dashed; return the values of the y axis.
 
     The prefill streams every weight once too, so n output tokens a row take at least n passes over the link.
     """
@@ -350,7 +352,7 @@ def _link_limits(axes: Axes, points: Points) -> list[float]:
 
 
 def _shown(points: Points) -> Points:
-    """Leave out batches that were only tried for fit, and those that ran out of memory beyond a load's edge."""
+    """Leave out untimed batches, and out-of-memory ones beyond the first."""
     edges = {edge.load: edge.smallest_oom for edge in find_edges(points)}
     return tuple(
         point
@@ -363,7 +365,7 @@ def _shown(points: Points) -> Points:
 def _strip(
     axes: Axes, failed: dict[Case, tuple[Measurement, ...]], loads: Sequence[Case], sizes_shown: Sequence[int]
 ) -> None:
-    """Draw a row for each load, its name beside it: × where memory ran out, + where it failed for another reason."""
+    """Draw a row of failed batches for each load: × memory, + other."""
     look = series(loads)
     middle = (min(sizes_shown) * max(sizes_shown)) ** 0.5
     for row, (load, own) in enumerate(failed.items()):

@@ -1,4 +1,4 @@
-"""Style of every figure: a question as its title, conditions below it, the legend outside the data, stable bytes.
+"""Style of every figure: colours, sheet, axes, stable bytes.
 
 Measured series are solid lines with markers; limits and predictions are dashed and have none. An engine keeps its
 colour and its marker in every figure. A hollow marker means no offload, so a print without colour stays legible.
@@ -75,7 +75,7 @@ _COORDINATES = ("d", "x", "y", "transform")
 
 
 class Titled(Protocol):
-    """A subject that gives a figure its title: a group of points, or a run."""
+    """Subject whose title is the figure's."""
 
     @property
     def title(self) -> str: ...
@@ -116,7 +116,7 @@ def render(figure: Figure, form: Format) -> bytes:
 
 
 def _texts(figure: Figure) -> Iterator[MatplotlibText]:
-    """Yield the texts of a figure but those of ticks, which are numbers and names of lanes."""
+    """Yield the texts of a figure, but those of ticks."""
     yield from figure.texts
     for legend in figure.legends:
         yield from legend.get_texts()
@@ -125,13 +125,12 @@ def _texts(figure: Figure) -> Iterator[MatplotlibText]:
 
 
 def said(figure: Figure, part: Literal["title", "note"]) -> str:
-    """Return the text above the figure's panels: its title, or the notes below it."""
+    """Return a figure's title, or its notes."""
     return " ".join(text.get_text() for text in figure.texts if text.get_gid() == part)
 
 
 def _slim(root: Element) -> None:
-    """Remove from an SVG file of matplotlib what no reader needs: metadata, ids that nothing refers to, groups without
-    attributes, digits beyond a hundredth of a point."""
+    """Remove metadata, unused ids, empty groups and excess digits from SVG."""
     for parent in list(root.iter()):
         for child in list(parent):
             if child.tag in (f"{{{_SVG}}}metadata", f"{{{_SVG}}}style"):
@@ -172,7 +171,7 @@ def _unwrap(element: Element) -> None:
 
 
 def series(loads: Iterable[Case]) -> dict[Case, dict[str, Any]]:
-    """Return arguments of `Axes.plot` that tell the lines apart: colour and marker by engine, fill by offload."""
+    """Return plot arguments of each load: colour by engine, fill by offload."""
     found: dict[Case, dict[str, Any]] = {}
     strangers: dict[str, int] = {}
     variants: dict[tuple[str, str], int] = {}
@@ -203,7 +202,7 @@ def shortened(text: str, length: int) -> str:
 
 
 class Sheet:
-    """A figure while it is drawn: `panels` side by side, an optional strip of `strip_rows` below them, and a legend.
+    """Figure under construction: panels, an optional strip, and a legend.
 
     With `stack` the panels stand one below the other, each given as the room above it and its height, in inches.
     """
@@ -234,7 +233,7 @@ class Sheet:
         self._rows = ratios
 
     def finish(self) -> Figure:
-        """Place title, notes and legend around the panels, each in space of its own, and return the figure."""
+        """Place title, notes and legend around the panels; return the figure."""
         handles, labels = self._legend()
         width = max(map(len, labels), default=0) * CHARACTER + 0.55
         columns = max(1, min(4, int((_WIDTH - _LEFT) // width)))
@@ -270,8 +269,7 @@ class Sheet:
 
 
 def batch_axis(axes: Axes, sizes: Iterable[int]) -> None:
-    """Make the x axis logarithmic, with room for every batch size and ticks at them; powers of two come first where
-    space is short."""
+    """Make the x axis logarithmic, with ticks at batch sizes."""
     # a count of set bits is the simplest order that puts 16 before 24 before 28
     candidates = sorted(set(sizes), key=lambda size: (size.bit_count(), -size))
     low, high = min(candidates), max(candidates)
@@ -288,7 +286,7 @@ def batch_axis(axes: Axes, sizes: Iterable[int]) -> None:
 
 
 def log_axis(axes: Axes, values: Iterable[float], which: Literal["x", "y"] = "y") -> None:
-    """Make an axis logarithmic, with room for every value and ticks written as plain numbers."""
+    """Make an axis logarithmic, with plain numbers at its ticks."""
     low, high = min(values := list(values)), max(values)
     low, high = low / 1.35, high * 1.35
     span = high / low

@@ -1,4 +1,4 @@
-"""Timeline of one decode step: disk, link, unpacking and layers over time, and the moments in which the link waits.
+"""Timeline of a decode step: lanes over time, and the link's waits.
 
 The upper panel shows the whole step, the lower one the stretch in which the link waits longest, a few layers wide.
 Hatched parts of the link's lane are time that the step takes beyond its bytes. The lanes of several GPUs stand below
@@ -58,8 +58,7 @@ _BAR = 0.74  # height of a bar, as a share of its lane
 
 
 def timeline(group: Group, points: Points) -> Figure | None:
-    """Draw reads from disk, copies over the link, unpacking and computing in one traced step of each configuration's
-    fastest batch; None without a trace."""
+    """Draw a traced step of each configuration's fastest batch; None without one."""
     tops = best_by_load([point for point in points if busy(point.timeline, "copy")])
     if not tops:
         return None
@@ -90,7 +89,7 @@ class _Lane(NamedTuple):
 
 
 def _lanes(spans: Spans) -> list[_Lane]:
-    """Return the lanes of all GPUs in which something happens, from the top."""
+    """Return the busy lanes of all GPUs, from the top."""
     ranks = by_rank(spans)
     return [
         _Lane(lane, own, _LOOKS[lane][1] + (f" {own[0].rank}" if len(ranks) > 1 else ""))
@@ -106,7 +105,7 @@ def _waiting(spans: Spans) -> Spans:
 
 
 def _overview(axes: Axes, point: Measurement, longest: float) -> None:
-    """Draw the whole step on a scale that all configurations share, with its numbers in words above it."""
+    """Draw the whole step on a common scale, with words above it."""
     _bars(axes, point.timeline, (-0.005 * longest, 1.005 * longest), named=True)
     axes.xaxis.tick_top()
     axes.tick_params(axis="x", length=0, pad=2)
@@ -120,8 +119,7 @@ def _overview(axes: Axes, point: Measurement, longest: float) -> None:
 
 
 def _words(point: Measurement) -> list[str]:
-    """Return the lines above a step: its configuration and length, then how busy each GPU's lanes are and why its link
-    waits."""
+    """Return the lines above a step: length, busy shares, the link's waits."""
     label = f"{shortened(point.case.label(), 56)}, batch {point.case.workload.batch_size}"
     timed = f" (timed: {point.step_median_ms:,.1f} ms)" if point.step_median_ms else ""
     lines, ranks = [f"{label}: {length_ms(point.timeline):,.1f} ms{timed}"], by_rank(point.timeline)
@@ -136,7 +134,6 @@ def _words(point: Measurement) -> list[str]:
 
 
 def _rate(point: Measurement, spans: Spans) -> str:
-    """Say how fast the link is while it works: the rest of what a step could gain."""
     found, best = busy_bandwidth(point, spans), point.link_bandwidth
     if not found:
         return ""
@@ -188,8 +185,7 @@ def _magnified(axes: Axes, spans: Spans) -> None:
 
 
 def _bars(axes: Axes, spans: Spans, limits: Interval, named: bool = False, inches: float = 0.0) -> None:
-    """Draw every span as a bar in its lane, one layer light and the next one dark, numbered if there are `inches` for
-    it. A bar too thin to be seen gets the width of a hair line."""
+    """Draw every span as a bar in its lane, numbered given `inches`."""
     lanes = _lanes(spans)
     axes.set_xlim(*limits)
     axes.set_ylim(len(lanes) - 0.5, -0.5)
@@ -220,12 +216,12 @@ def _bars(axes: Axes, spans: Spans, limits: Interval, named: bool = False, inche
 
 
 def _column(limits: Interval) -> float:
-    """Return the ms of the narrowest thing that can be seen in an axis from `limits`."""
+    """Return the ms of the narrowest visible thing in an axis."""
     return (limits[1] - limits[0]) / (DRAWN * _COLUMNS)
 
 
 def _joined(pairs: Sequence[Interval], limits: Interval) -> list[Interval]:
-    """Return intervals in order, those joined between which no gap can be seen: a trace may have a million."""
+    """Join intervals with invisible gaps: a trace may have a million."""
     column = _column(limits)
     joined: list[Interval] = []
     for start, end in sorted(pairs):
@@ -237,7 +233,7 @@ def _joined(pairs: Sequence[Interval], limits: Interval) -> list[Interval]:
 
 
 def _boxes(axes: Axes, pairs: Sequence[Interval], row: int, label: str | None, **look: Any) -> None:
-    """Draw each pair of a start and an end as a box in a row: one path for all, since a step has thousands of spans."""
+    """Draw intervals as boxes in a row, all as one path."""
     low, high = row - _BAR / 2, row + _BAR / 2
     corners = [corner for start, end in pairs for corner in ((start, low), (start, high), (end, high), (end, low))]
     vertices = [corner for nth in range(0, len(corners), 4) for corner in (*corners[nth : nth + 4], corners[nth])]

@@ -193,8 +193,8 @@ def _main() -> None:
         if debug:
             raise
         discard(sys.stdout)
-        place = error.filename if error.filename is not None else "the output"
-        click.echo(f"Error: {place!s:.200}: {error.strerror or error}", err=True)
+        name = error.filename if error.filename is not None else "the output"
+        click.echo(f"Error: {name!s:.200}: {error.strerror or error}", err=True)
         sys.exit(ENVIRONMENT)
     except Exception as error:
         number = None if isinstance(error, ZinferError) else interruption(error)

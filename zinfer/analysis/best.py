@@ -50,8 +50,8 @@ def decide(
         raise EconomicsError("--objective cost needs a price: give --gpu-hour-usd, or --host-hour-usd, or both")
     points = [point for point in points if point.usable]
     if exact(points) and lossy(points):
-        apart = decide(lossy(points), slas, objective, prices, rate).point
-        return decide(exact(points), slas, objective, prices, rate).model_copy(update={"lossy": apart})
+        best_lossy = decide(lossy(points), slas, objective, prices, rate).point
+        return decide(exact(points), slas, objective, prices, rate).model_copy(update={"lossy": best_lossy})
     usable = list(points)
     keeping = [point for point in usable if all(kept.ok for kept in check(point, slas))]
     if not keeping:
@@ -59,19 +59,19 @@ def decide(
         kept = check(nearest, slas) if nearest is not None else ()
         return Decision(objective=objective, kept=kept, nearest=nearest, usable=len(usable))
 
-    def value(point: Point, found: Cost) -> float | None:
+    def value(point: Point, cost: Cost) -> float | None:
         return {
             "throughput": -(rate(point) or 0.0),
             "latency": point.tpot_ms or fmean(_ttft_ms(point)),
-            "cost": found.usd_per_mtok,
-            "energy": found.j_per_token,
+            "cost": cost.usd_per_mtok,
+            "energy": cost.j_per_token,
         }[objective]
 
     costs = [known_cost(point, prices) for point in keeping]
     ranked = [
         (worth, point.case.workload.batch_size, nth)
-        for nth, (point, found) in enumerate(zip(keeping, costs, strict=True))
-        if (worth := value(point, found)) is not None
+        for nth, (point, cost) in enumerate(zip(keeping, costs, strict=True))
+        if (worth := value(point, cost)) is not None
     ]
     chosen = min(ranked)[-1] if ranked else None
     point = None if chosen is None else keeping[chosen]

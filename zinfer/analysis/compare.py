@@ -182,8 +182,8 @@ def value(point: Measurement, metric: Metric) -> Value:
     if not repeats:
         return Value()
     # rates count all repeats together, as everywhere; a mean of rates would weigh the slow repeats less
-    found = fmean(repeats) if metric == "ttft_ms" else getattr(point, metric)
-    return Value(mean=found, noise=ci95_half_width(repeats))
+    mean = fmean(repeats) if metric == "ttft_ms" else getattr(point, metric)
+    return Value(mean=mean, noise=ci95_half_width(repeats))
 
 
 def change(before: Measurement, after: Measurement, metric: Metric = "output_tok_s") -> Change:
@@ -205,16 +205,16 @@ def _by_key(points: Iterable[Measurement], across: Sequence[str]) -> dict[tuple[
     if len(machines) > 1:
         raise CompareError(f"holds points of {' and '.join(machines)}: compare files of one machine each")
     fields = [field for field in Case.model_fields if field not in across]
-    found: dict[tuple[Any, ...], Measurement] = {}
+    points_by_key: dict[tuple[Any, ...], Measurement] = {}
     for point in points:
         if point.status == "cancelled":
             continue
         key = tuple(getattr(point.case, field) for field in fields)
-        if key in found:
-            same = f"{found[key].case.label()} and {point.case.label()}"
+        if key in points_by_key:
+            same = f"{points_by_key[key].case.label()} and {point.case.label()}"
             raise CompareError(f"holds {same}, which are one case without {', '.join(across)}: compare across fewer")
-        found[key] = point
-    return found
+        points_by_key[key] = point
+    return points_by_key
 
 
 def _order(point: Measurement) -> tuple[str | int, ...]:
@@ -230,10 +230,10 @@ def _differences(before: Sequence[Measurement], after: Sequence[Measurement]) ->
 
 
 def _properties(points: Sequence[Measurement]) -> dict[str, str]:
-    found: dict[str, set[str]] = {}
+    properties: dict[str, set[str]] = {}
     for point in points:
         named = {"machine": point.machine, "model revision": point.model_revision} | point.versions
         for name, text in named.items():
             if text:
-                found.setdefault(name, set()).add(text)
-    return {name: " and ".join(sorted(texts)) for name, texts in found.items()}
+                properties.setdefault(name, set()).add(text)
+    return {name: " and ".join(sorted(texts)) for name, texts in properties.items()}

@@ -96,16 +96,16 @@ def cost(point: Point, prices: Prices) -> Cost | None:
     rate, read = point.output_tok_s, energy(point)
     if not point.usable or not rate:
         return None
-    found = Cost() if read is None else Cost(j_per_token=read[0], method=read[1])
+    result = Cost() if read is None else Cost(j_per_token=read[0], method=read[1])
     if not prices.known:
-        return found
+        return result
     hours = point.gpus * 1e6 / rate / 3600
     usd = hours * ((prices.gpu_hour_usd or 0.0) + (prices.host_hour_usd or 0.0) / prices.gpus_per_server)
     if prices.power_usd_kwh is not None:
         if read is None:
             raise EconomicsError(f"{point.case.label()} has no reading of its energy: leave out --power-usd-kwh")
         usd += read[0] * 1e6 / 3.6e6 * prices.power_usd_kwh
-    return found.model_copy(update={"usd_per_mtok": usd})
+    return result.model_copy(update={"usd_per_mtok": usd})
 
 
 def parse_seconds(text: str) -> float:

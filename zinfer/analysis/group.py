@@ -75,24 +75,24 @@ class Group(Setting):
 
 def groups(points: Iterable[Measurement]) -> dict[Group, tuple[Measurement, ...]]:
     """Return the latest points by group, sorted, whole models first."""
-    found: dict[Group, list[Measurement]] = {}
+    points_by_group: dict[Group, list[Measurement]] = {}
     for point in latest(points):
-        found.setdefault(_of(point), []).append(point)
+        points_by_group.setdefault(_of(point), []).append(point)
     result = {}
-    for group in sorted(found, key=_rank):
-        total = max((point.total_layers or 0 for point in found[group]), default=0) or None
-        result[group.model_copy(update={"total_layers": total})] = tuple(sorted(found[group], key=_order))
+    for group in sorted(points_by_group, key=_rank):
+        total = max((point.total_layers or 0 for point in points_by_group[group]), default=0) or None
+        result[group.model_copy(update={"total_layers": total})] = tuple(sorted(points_by_group[group], key=_order))
     return result
 
 
 def loads_of(points: Iterable[Measurement]) -> dict[tuple[str, Case], tuple[float, ...]]:
     """Return the output tok/s of every usable record by machine and case."""
-    found: dict[tuple[str, Case], tuple[float, ...]] = {}
+    rates_by_case: dict[tuple[str, Case], tuple[float, ...]] = {}
     for point in points:
         if point.usable and point.output_tok_s is not None:
             key = point.machine, point.case
-            found[key] = (*found.get(key, ()), point.output_tok_s)
-    return found
+            rates_by_case[key] = (*rates_by_case.get(key, ()), point.output_tok_s)
+    return rates_by_case
 
 
 def _of(point: Measurement) -> Group:
@@ -120,7 +120,7 @@ def by_load(points: Points) -> dict[Case, tuple[Measurement, ...]]:
     loads: dict[Case, list[Measurement]] = {}
     for point in sorted(points, key=_order):
         loads.setdefault(point.case.load, []).append(point)
-    return {load: tuple(own) for load, own in loads.items()}
+    return {load: tuple(load_points) for load, load_points in loads.items()}
 
 
 def order(case: Case) -> tuple[str | int, ...]:
@@ -143,7 +143,7 @@ def samples(point: Measurement, metric: Metric) -> tuple[float, ...]:
         return ()
     steps = [fmean(repeat) for repeat in point.step_ms if repeat and sum(repeat)]
     batch = point.case.workload.batch_size
-    found: dict[Metric, Sequence[float]] = {
+    values: dict[Metric, Sequence[float]] = {
         "ttft_ms": point.ttft_ms,
         "tpot_ms": steps,
         "e2e_ms": point.e2e_ms,
@@ -152,7 +152,7 @@ def samples(point: Measurement, metric: Metric) -> tuple[float, ...]:
         "decode_tok_s": [batch / step * 1e3 for step in steps],
         "user_tok_s": [1e3 / step for step in steps],
     }
-    return tuple(found[metric])
+    return tuple(values[metric])
 
 
 def path_part(text: str) -> str:

@@ -23,9 +23,9 @@ def case_commands(case: Case, requests: RequestLoad | None = None) -> tuple[str,
     """
     load, settings = case.workload, _settings(case)
     model = ["--model", case.model, "--engine", case.engine]
-    place = ["--offload", case.offload]
+    offload = ["--offload", case.offload]
     more = ["--dtype", case.dtype, *(["--nvme-path", "FOLDER"] if case.offload == "nvme" else [])]
-    again = ["zinfer", "sweep", *model, *place, *more]
+    again = ["zinfer", "sweep", *model, *offload, *more]
     use = ["zinfer", "batch", "prompts.jsonl", "-o", "answers.jsonl"]
     batch_size: object = load.batch_size
     if requests is None:
@@ -39,7 +39,7 @@ def case_commands(case: Case, requests: RequestLoad | None = None) -> tuple[str,
     again += ["--load-format", case.load_format]
     if case.layers is not None:
         again += ["--layers", str(case.layers)]
-    use += [*model, *(place if case.layers is None or case.offload != "none" else []), *more]
+    use += [*model, *(offload if case.layers is None or case.offload != "none" else []), *more]
     if case.layers is None and isinstance(batch_size, int):
         use += ["--batch-size", str(batch_size)]
     if requests is None:

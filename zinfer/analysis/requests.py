@@ -38,12 +38,12 @@ def share_within(point: RequestPoint, slas: Iterable[Sla] | None = None) -> floa
 
 def check(point: RequestPoint, slas: Iterable[Sla] | None = None) -> tuple[SlaCheck, ...]:
     """Check each level's statistic over all requests of a load."""
-    found = []
+    checks = []
     for sla in levels(point) if slas is None else slas:
         samples = _samples(point, sla)
         value = statistic(samples, sla.statistic, worst_high=sla.metric in ("ttft", "tpot", "e2e")) if samples else None
-        found.append(SlaCheck(sla=sla, actual=value, samples=len(samples)))
-    return tuple(found)
+        checks.append(SlaCheck(sla=sla, actual=value, samples=len(samples)))
+    return tuple(checks)
 
 
 def acceptance(points: Iterable[RequestPoint], model: str, draft: str) -> tuple[int, int]:
@@ -81,11 +81,11 @@ Loads = dict[tuple[str, RequestKey], tuple[RequestPoint, ...]]  # by machine and
 
 def loads_of(points: Iterable[RequestPoint]) -> Loads:
     """Return all records of each load of requests, by machine and key."""
-    found: Loads = {}
+    loads: Loads = {}
     for point in points:
         key = point.machine, point.key
-        found[key] = (*found.get(key, ()), point)
-    return found
+        loads[key] = (*loads.get(key, ()), point)
+    return loads
 
 
 class RequestGroup(Setting):
@@ -126,9 +126,9 @@ def group_of(point: RequestPoint) -> RequestGroup:
 
 def groups(points: Iterable[RequestPoint]) -> dict[RequestGroup, tuple[RequestPoint, ...]]:
     """Return all records by group, sorted, whole models first."""
-    found: dict[RequestGroup, list[RequestPoint]] = {}
+    points_by_group: dict[RequestGroup, list[RequestPoint]] = {}
     for point in points:  # one that did not get far does not know the number of all layers
-        found.setdefault(group_of(point).model_copy(update={"total_layers": None}), []).append(point)
+        points_by_group.setdefault(group_of(point).model_copy(update={"total_layers": None}), []).append(point)
 
     def place(group: RequestGroup) -> tuple[bool | int | float | str, ...]:
         asked = group.requests
@@ -138,9 +138,9 @@ def groups(points: Iterable[RequestPoint]) -> dict[RequestGroup, tuple[RequestPo
         return *whole, name, asked.request_rate is not None, loop, float(asked.request_rate or 0)
 
     result = {}
-    for group in sorted(found, key=place):
-        total = max((group_of(point).total_layers or 0 for point in found[group]), default=0) or None
-        result[group.model_copy(update={"total_layers": total})] = tuple(found[group])
+    for group in sorted(points_by_group, key=place):
+        total = max((group_of(point).total_layers or 0 for point in points_by_group[group]), default=0) or None
+        result[group.model_copy(update={"total_layers": total})] = tuple(points_by_group[group])
     return result
 
 
@@ -149,11 +149,14 @@ def ranked(points: Iterable[RequestPoint]) -> list[RequestRates]:
 
     By mean output tok/s or, where requests arrive at a rate, which sets those, by mean E2E.
     """
-    found: dict[RequestKey, list[RequestPoint]] = {}
+    points_by_key: dict[RequestKey, list[RequestPoint]] = {}
     for point in points:
         if point.usable:
-            found.setdefault(point.key, []).append(point)
-    rows = [RequestRates(own[-1], tuple(one.output_tok_s or 0.0 for one in own)) for own in found.values()]
+            points_by_key.setdefault(point.key, []).append(point)
+    rows = [
+        RequestRates(records[-1], tuple(record.output_tok_s or 0.0 for record in records))
+        for records in points_by_key.values()
+    ]
 
     def place(row: RequestRates) -> tuple[bool, float]:
         e2e = row.point.summary("e2e_ms") if isinstance(row.point.requests.request_rate, float) else None

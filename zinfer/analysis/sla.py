@@ -105,13 +105,13 @@ def parse(text: str) -> Sla:
 
 def check(point: Measurement, slas: Iterable[Sla]) -> tuple[SlaCheck, ...]:
     """Check the point against each condition."""
-    found = []
+    checks = []
     for sla in slas:
         values = samples(point, sla.metric)
         # bad samples are low rates and long times
         value = statistic(values, sla.statistic, worst_high=sla.metric in TIMES) if values else None
-        found.append(SlaCheck(sla=sla, actual=value, samples=len(values)))
-    return tuple(found)
+        checks.append(SlaCheck(sla=sla, actual=value, samples=len(values)))
+    return tuple(checks)
 
 
 def statistic(samples: Sequence[float], name: str, worst_high: bool = True) -> float:

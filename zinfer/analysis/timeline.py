@@ -50,16 +50,16 @@ def length_ms(spans: Spans) -> float:
     next step go on all the time.
     """
     handed_on = any(span.lane == "copy" and span.start_ms < 0 < span.end_ms for span in spans)
-    own = [span.end_ms for span in spans if span.lane == "compute" or (not handed_on and span.lane != "disk")]
-    return max(own, default=0.0)
+    ends = [span.end_ms for span in spans if span.lane == "compute" or (not handed_on and span.lane != "disk")]
+    return max(ends, default=0.0)
 
 
 def busy(spans: Spans, *lanes: Lane) -> tuple[Interval, ...]:
     """Return the intervals in which any lane works, ascending and disjoint."""
     end = length_ms(spans)
-    own = [(max(0.0, span.start_ms), min(end, span.end_ms)) for span in spans if span.lane in lanes]
+    intervals = [(max(0.0, span.start_ms), min(end, span.end_ms)) for span in spans if span.lane in lanes]
     merged: list[Interval] = []
-    for start, stop in sorted(interval for interval in own if interval[0] < interval[1]):
+    for start, stop in sorted(interval for interval in intervals if interval[0] < interval[1]):
         if merged and start <= merged[-1][1]:
             merged[-1] = merged[-1][0], max(stop, merged[-1][1])
         else:
@@ -92,8 +92,8 @@ def waits(spans: Spans) -> Waits:
 
 def hidden_share(spans: Spans, lane: Lane) -> float:
     """Return the share of a lane's time in which the link works."""
-    own = busy(spans, lane)
-    return _overlap(own, busy(spans, "copy")) / _total(own) if own else 1.0
+    lane_busy = busy(spans, lane)
+    return _overlap(lane_busy, busy(spans, "copy")) / _total(lane_busy) if lane_busy else 1.0
 
 
 def busy_bandwidth(point: Measurement, spans: Spans) -> float | None:

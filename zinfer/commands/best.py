@@ -64,14 +64,14 @@ def command(results: Path | None, machine: str | None, model: str | None, as_jso
     records = usable(chosen.read(), chosen, requests_too=True)
     if records.warning:
         click.echo(records.warning, err=True)
-    found, loads = groups(records.points), requests.groups(records.requests)
-    wanted = {group: points for group, points in found.items() if model in (None, group.model, group.model_name)}
+    equal_groups, loads = groups(records.points), requests.groups(records.requests)
+    wanted = {group: points for group, points in equal_groups.items() if model in (None, group.model, group.model_name)}
     served = {group: points for group, points in loads.items() if model in (None, group.model, group.model_name)}
     every: list[Point] = [point for points in wanted.values() for point in points]
     every += [point for records_of in served.values() for point in records_of]
     if not any(point.usable for point in every):
-        there = "; ".join(sorted({f"{group.model_name} on {group.machine}" for group in (*found, *loads)}))
-        raise Failure(f"no usable point of {model} in {chosen.path}; there are {there}", NOTHING)
+        names = "; ".join(sorted({f"{group.model_name} on {group.machine}" for group in (*equal_groups, *loads)}))
+        raise Failure(f"no usable point of {model} in {chosen.path}; there are {names}", NOTHING)
     question = decision.question(**asked)
     answers: Answers = {}
     if question is not None:
@@ -79,16 +79,16 @@ def command(results: Path | None, machine: str | None, model: str | None, as_jso
         ranks = {group: requests.ranked(points) for group, points in served.items()}
         means = {id(row.point): row.mean for rows in ranks.values() for row in rows}
         for request_group, rows in ranks.items():
-            answers[request_group] = question.answer([row.point for row in rows], lambda one: means[id(one)])
+            answers[request_group] = question.answer([row.point for row in rows], lambda point: means[id(point)])
     if answers and all(answer.decision.unknown and not answer.decision.point for answer in answers.values()):
         needs = "--power-usd-kwh" if asked["objective"] == "cost" else "--objective energy"
         raise Failure(f"{needs} needs a reading of the energy, which NVML gives on a GPU: no point has one")
     if as_json:
-        told = [_summary(group, points) for group, points in wanted.items()]
-        told += [_request_summary(group, points) for group, points in served.items()]
-        for row, answer in zip(told, answers.values(), strict=False):
+        summaries = [_summary(group, points) for group, points in wanted.items()]
+        summaries += [_request_summary(group, points) for group, points in served.items()]
+        for row, answer in zip(summaries, answers.values(), strict=False):
             row["decision"] = decision.row(answer)
-        click.echo(json.dumps(told, indent=1))
+        click.echo(json.dumps(summaries, indent=1))
     else:
         _print(wanted, answers)
         _print_requests(served, answers, bool(wanted))
@@ -128,17 +128,17 @@ def _show(points: "Points", command: bool) -> None:
         click.echo(f"Nothing succeeded: {rates.statuses(points)}.")
         return
     edges = {edge.load: edge for edge in rates.edges(points)}
-    apart = rates.lossy(points) if rates.exact([winner]) else ()
-    console().print(_table(rates.best_by_load([point for point in points if point not in apart]), edges))
-    if tops := rates.best_by_load(apart):
+    lossy = rates.lossy(points) if rates.exact([winner]) else ()
+    console().print(_table(rates.best_by_load([point for point in points if point not in lossy]), edges))
+    if tops := rates.best_by_load(lossy):
         click.echo(f"Lossy settings, ranked apart: {decision.ACCURACY}.")
         console().print(_table(tops, edges))
     elif winner.case.lossy:
         click.echo(f"Every setting that succeeded is lossy: {decision.ACCURACY}.")
     for edge in edges.values():
         if edge.largest_ok is None:
-            own = [point for point in points if point.case.load == edge.load]
-            click.echo(f"{edge.load.label()}: nothing succeeded ({rates.statuses(own)}).")
+            load_points = [point for point in points if point.case.load == edge.load]
+            click.echo(f"{edge.load.label()}: nothing succeeded ({rates.statuses(load_points)}).")
     for verdict in rates.offload_verdicts(points):
         click.echo(f"{verdict.engine or 'Any engine'}: {verdict.text}")
     if command:
@@ -216,10 +216,10 @@ def _name(rows: "list[RequestRates]") -> None:
 
     first, *others = rows
     point, e2e = first.point, first.point.summary("e2e_ms")
-    told = f"{figures(first.mean)} tok/s"
+    rate_text = f"{figures(first.mean)} tok/s"
     if isinstance(point.requests.request_rate, float) and e2e is not None:
-        told = f"E2E {duration(e2e.mean / 1e3)}, {told}"
-    click.echo(f"\nBest: {point.case.label()}, {told}, {counted(len(first.rates), 'load')}")
+        rate_text = f"E2E {duration(e2e.mean / 1e3)}, {rate_text}"
+    click.echo(f"\nBest: {point.case.label()}, {rate_text}, {counted(len(first.rates), 'load')}")
     alike = [row.point.case.label() for row in others if not row.point.case.lossy and first.differs(row) is False]
     if alike:
         click.echo(f"As fast within the range of the loads: {', '.join(alike)}.")
@@ -234,11 +234,11 @@ def _request_table(rows: "list[RequestRates]") -> "Table":
         return "" if value is None else duration(value / 1e3)
 
     cells = []
-    for point, found in rows:
+    for point, rates in rows:
         ttft, e2e = point.summary("ttft_ms"), point.summary("e2e_ms")
         cells.append((
-            point.case.label(), str(len(found)), figures(sum(found) / len(found)),
-            f"{figures(min(found))} to {figures(max(found))}" if len(found) > 1 else "",
+            point.case.label(), str(len(rates)), figures(sum(rates) / len(rates)),
+            f"{figures(min(rates))} to {figures(max(rates))}" if len(rates) > 1 else "",
             "" if point.steady_tok_s is None else figures(point.steady_tok_s), ms(ttft and ttft.mean),
             ms(point.tpot_ms), ms(e2e and e2e.p99),
             "" if point.drafts_right is None else f"{point.drafts_right:.0%}",
@@ -294,8 +294,8 @@ def _summary(group: "Group", points: "Points") -> dict[str, Any]:
             "verdict": comparison.change.verdict if comparison.change else None,
             "best": _point(comparison.best), "baseline": _point(comparison.baseline),
             "equal_batch": [
-                {"batch_size": one.after_case.workload.batch_size, "ratio": one.ratio, "verdict": one.verdict}
-                for one in comparison.equal
+                {"batch_size": equal.after_case.workload.batch_size, "ratio": equal.ratio, "verdict": equal.verdict}
+                for equal in comparison.equal
             ],
             "words": verdict.text,
         })  # fmt: skip

@@ -111,9 +111,9 @@ def _compiler_row() -> Finding:
     """Return the row on the C compiler, for Triton and CPU attention."""
     import shutil
 
-    found = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
-    advice = "" if found else "install gcc: without it `stream` cannot unpack weights and --kv-offload is slow"
-    return Finding("machine", "C compiler", found or "none", advice)
+    compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    advice = "" if compiler else "install gcc: without it `stream` cannot unpack weights and --kv-offload is slow"
+    return Finding("machine", "C compiler", compiler or "none", advice)
 
 
 def _async_io_row() -> Finding:
@@ -127,13 +127,15 @@ def _async_io_row() -> Finding:
     compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
     parts = {
         "libaio": find_library("aio"),
-        "libaio.h": next((str(file) for one in folders if one and (file := Path(one, "libaio.h")).is_file()), None),
+        "libaio.h": next(
+            (str(file) for folder in folders if folder and (file := Path(folder, "libaio.h")).is_file()), None
+        ),
         "C++ compiler": compiler,
     }
-    lacking = [name for name, found in parts.items() if found is None]
-    found = ", ".join(f"no {name}" for name in lacking) or ", ".join(str(found) for found in parts.values())
+    lacking = [name for name, text in parts.items() if text is None]
+    text = ", ".join(f"no {name}" for name in lacking) or ", ".join(str(text) for text in parts.values())
     advice = "apt install libaio-dev g++: needed for --engine deepspeed --offload nvme alone" if lacking else ""
-    return Finding("machine", "libaio", found, advice)
+    return Finding("machine", "libaio", text, advice)
 
 
 def engine_rows() -> list[Finding]:
@@ -148,8 +150,8 @@ def engine_rows() -> list[Finding]:
             from zinfer.engine import base
 
             unable = base.load(ENGINES[name].target).unable()  # an installed package may still fail to import
-            found = "cannot run" if unable else f"can run; offload {', '.join(offloads)}"
-            rows.append(Finding("engine", name, found, unable or ""))
+            finding = "cannot run" if unable else f"can run; offload {', '.join(offloads)}"
+            rows.append(Finding("engine", name, finding, unable or ""))
         except (EngineError, ImportError) as error:
             rows.append(
                 Finding("engine", name, "cannot run", " ".join(str(error).split())[:200] or type(error).__name__)

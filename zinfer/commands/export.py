@@ -44,13 +44,15 @@ def command(results: tuple[Path, ...], form: str | None, requests: bool, output:
         if results and not path.exists():
             raise Failure(f"{path} does not exist: name a results file, or a folder of them", NOTHING)
         try:
-            own = [(str(file), read(file)) for file in files(path)] if path.exists() else [(str(path), Records())]
+            records_of_files = (
+                [(str(file), read(file)) for file in files(path)] if path.exists() else [(str(path), Records())]
+            )
         except StoreError as error:
             raise Failure(str(error), ENVIRONMENT) from error
-        for warning in (records.warning for _, records in own if records.warning):
+        for warning in (records.warning for _, records in records_of_files if records.warning):
             click.echo(warning, err=True)
-        if not any(records.requests if requests else records.points for _, records in own):
-            other = any(records.points if requests else records.requests for _, records in own)
+        if not any(records.requests if requests else records.points for _, records in records_of_files):
+            other = any(records.points if requests else records.requests for _, records in records_of_files)
             kind = "loads of requests" if requests else "points of equal sequences" if other else "results"
             hint = (
                 f": {'leave out' if requests else 'add'} --requests"
@@ -58,13 +60,13 @@ def command(results: tuple[Path, ...], form: str | None, requests: bool, output:
                 else ": measure first, with `zinfer sweep`"
             )
             raise Failure(f"no {kind} in {path}{hint}", NOTHING)
-        if output and any(output.resolve() == Path(file).resolve() for file, _ in own):
+        if output and any(output.resolve() == Path(file).resolve() for file, _ in records_of_files):
             raise Failure(f"{output} is one of the result files: name another file with -o")
-        points += [(file, point) for file, records in own for point in records.points]
-        served += [(file, point) for file, records in own for point in records.requests]
+        points += [(file, point) for file, records in records_of_files for point in records.points]
+        served += [(file, point) for file, records in records_of_files for point in records.requests]
     if form is None and ending and ending not in (*FORMATS, "txt"):
-        known = ", ".join(f".{name}" for name in FORMATS)
-        raise Failure(f"{output}: zinfer writes no .{ending}; end it in {known}, or choose with --format")
+        endings = ", ".join(f".{name}" for name in FORMATS)
+        raise Failure(f"{output}: zinfer writes no .{ending}; end it in {endings}, or choose with --format")
     try:
         content = WRITERS[chosen](request_table(served, goodput) if requests else FlatTable.of(points))
     except ModuleNotFoundError as error:

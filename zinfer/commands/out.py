@@ -43,8 +43,8 @@ class PlainConsole(Console):
 
 def console() -> Console:
     """Return stdout for tables, as wide as the terminal or COLUMNS."""
-    found = PlainConsole()
-    return found if found.is_terminal or "COLUMNS" in os.environ else PlainConsole(width=UNLIMITED)
+    plain = PlainConsole()
+    return plain if plain.is_terminal or "COLUMNS" in os.environ else PlainConsole(width=UNLIMITED)
 
 
 class Table:

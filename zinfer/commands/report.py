@@ -76,13 +76,13 @@ def command(
     )  # fmt: skip
     chosen = choose(results, machine)
     try:
-        found = _findings(chosen, baseline, model)
-        if not (found.workloads or found.studies or found.requests):
-            lost = f" (left out {found.damaged[0]})" if found.damaged else ""
+        findings = _findings(chosen, baseline, model)
+        if not (findings.workloads or findings.studies or findings.requests):
+            lost = f" (left out {findings.damaged[0]})" if findings.damaged else ""
             other = f"no results of {model} in {chosen.path}: `zinfer best` names the models that were measured"
             raise Failure(other if model else f"{chosen.nothing()}{lost}", NOTHING)
-        output = output or Path("plots") / _folder(found) / f"report.{form}"
-        document = contents.document(found._replace(prices=prices, demand=asked))
+        output = output or Path("plots") / _folder(findings) / f"report.{form}"
+        document = contents.document(findings._replace(prices=prices, demand=asked))
     except StoreError as error:
         raise Failure(str(error), ENVIRONMENT) from error
     try:
@@ -122,11 +122,11 @@ def _findings(chosen: "Chosen", baseline: Path | None, model: str | None) -> "Fi
         for point in records.points:
             sweeps.setdefault(point.machine, {})[point.case] = file
     loads = loads_of(points)
-    for group, own in groups(points).items():
-        files = dict.fromkeys(sweeps[group.machine][point.case] for point in own)
-        place = next(filter(None, (_machine(file.parent) for file in files)), None)
-        rates = {point.case: loads.get((point.machine, point.case), ()) for point in own}
-        workloads.append(WorkloadFindings(tuple(file.stem for file in files), group, own, place, rates))
+    for group, group_points in groups(points).items():
+        files = dict.fromkeys(sweeps[group.machine][point.case] for point in group_points)
+        described = next(filter(None, (_machine(file.parent) for file in files)), None)
+        rates = {point.case: loads.get((point.machine, point.case), ()) for point in group_points}
+        workloads.append(WorkloadFindings(tuple(file.stem for file in files), group, group_points, described, rates))
     workloads.sort(key=lambda workload: workload.group.layers is not None)  # a stable sort: whole models first
     against = None if baseline is None else (str(baseline), read(baseline).points)
     return Findings(
@@ -144,7 +144,7 @@ def _of_model(records: "Records", model: str | None) -> "Records":
             points=tuple(point for point in records.points if _is(model, point.case.model)),
             requests=tuple(point for point in records.requests if _is(model, point.case.model)),
             headers=tuple(
-                one for one in records.headers if any(_is(model, name) for name in one.recipe.get("model", ()))
+                header for header in records.headers if any(_is(model, name) for name in header.recipe.get("model", ()))
             ),
         )
         if model
@@ -165,7 +165,10 @@ def _folder(findings: "Findings") -> str:
     """Return the folder of the report in `plots`: the machine's, or ``all``."""
     from zinfer.analysis.group import path_part
 
-    machines = {*(one.group.machine for one in findings.workloads), *(run.machine for run in findings.studies)}
+    machines = {
+        *(workload.group.machine for workload in findings.workloads),
+        *(run.machine for run in findings.studies),
+    }
     machines |= {point.machine for point in findings.requests}
     return path_part(machines.pop()) if len(machines) == 1 else "all"
 

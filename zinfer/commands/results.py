@@ -58,10 +58,10 @@ class Chosen(NamedTuple):
         from zinfer.record.store import files, read
 
         gc.disable()  # it would look through all records again and again, and find no garbage: half of the time
-        found = [(file, read(file)) for root in self.roots() if root.exists() for file in files(root)]
+        records_of_files = [(file, read(file)) for root in self.roots() if root.exists() for file in files(root)]
         gc.freeze()
         gc.enable()
-        every = (point for _, records in found for point in (*records.points, *records.requests))
+        every = (point for _, records in records_of_files for point in (*records.points, *records.requests))
         kept = self._matching({point.machine for point in every})
         return [
             (
@@ -71,7 +71,7 @@ class Chosen(NamedTuple):
                     requests=tuple(point for point in records.requests if point.machine in kept),
                 ),
             )
-            for file, records in found
+            for file, records in records_of_files
         ]
 
     def keeps(self, machine: str) -> bool:
@@ -80,17 +80,17 @@ class Chosen(NamedTuple):
 
     def nothing(self) -> Failure:
         """Return the error for no record at all."""
-        there = self._there()
+        machines = self._there()
         if self.own:
-            known = f"; --machine all shows the records of {', '.join(there)}" if there else ""
+            alternatives = f"; --machine all shows the records of {', '.join(machines)}" if machines else ""
             return Failure(
                 f"no results for this machine, {self.machines and self.machines[0]}, in {self.path}: measure with "
-                f"`zinfer sweep demo`, or name a file{known}",
+                f"`zinfer sweep demo`, or name a file{alternatives}",
                 NOTHING,
             )
         if self.machines is not None:
-            known = f"there are {', '.join(there)}" if there else "there are none"
-            return Failure(f"no results for machine {', '.join(self.machines)} in {self.path}; {known}", NOTHING)
+            alternatives = f"there are {', '.join(machines)}" if machines else "there are none"
+            return Failure(f"no results for machine {', '.join(self.machines)} in {self.path}; {alternatives}", NOTHING)
         if not self.path.exists() and self.named:
             return Failure(f"{self.path} does not exist: name a results file, or a folder of them", NOTHING)
         return Failure(f"no results in {self.path}: measure first, with `zinfer sweep`", NOTHING)
@@ -101,7 +101,7 @@ class Chosen(NamedTuple):
             from zinfer.record.store import read
 
             records = read(self.path) if self.path.exists() else None
-            return sorted({one.machine for one in (*records.points, *records.requests)}) if records else []
+            return sorted({point.machine for point in (*records.points, *records.requests)}) if records else []
         folders = self.path.iterdir() if self.path.is_dir() else ()
         return sorted(folder.name for folder in folders if folder.is_dir() and any(folder.glob("*.jsonl")))
 
@@ -125,18 +125,18 @@ def choose(results: Path | None, machine: str | None) -> Chosen:
     if machine is not None:
         names = tuple(name.strip() for name in machine.split(",") if name.strip())
         return Chosen(path, None if ALL in names or not names else names, results is not None, own=False)
-    own = (local.name(),) if results is None else None
-    return Chosen(path, own, results is not None, own=own is not None)
+    this_machine = (local.name(),) if results is None else None
+    return Chosen(path, this_machine, results is not None, own=this_machine is not None)
 
 
-def usable(found: "list[tuple[Path, Records]]", chosen: Chosen, requests_too: bool = False) -> "Records":
+def usable(records_of_files: "list[tuple[Path, Records]]", chosen: Chosen, requests_too: bool = False) -> "Records":
     """Return all records together. Raises Failure unless one is usable."""
     from zinfer.record.store import Records
 
-    points = tuple(point for _, records in found for point in records.points)
-    damaged = tuple(damage for _, records in found for damage in records.damaged)
-    headers = tuple(header for _, records in found for header in records.headers)
-    requests = tuple(point for _, records in found for point in records.requests)
+    points = tuple(point for _, records in records_of_files for point in records.points)
+    damaged = tuple(damage for _, records in records_of_files for damage in records.damaged)
+    headers = tuple(header for _, records in records_of_files for header in records.headers)
+    requests = tuple(point for _, records in records_of_files for point in records.requests)
     together = Records(points, headers, damaged, requests)
     every: tuple[Point, ...] = (*points, *(requests if requests_too else ()))
     if any(point.usable for point in every):

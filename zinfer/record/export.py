@@ -170,7 +170,7 @@ class FlatTable(NamedTuple):
         files: dict[str, list[Measurement]] = {}
         for file, point in points:
             files.setdefault(file, []).append(point)
-        kept = [(file, point) for file, own in files.items() for point in latest(own)]
+        kept = [(file, point) for file, file_points in files.items() for point in latest(file_points)]
         predicted = sorted({name for _, point in kept for name in point.predicted})
         versions = sorted({name for _, point in kept for name in point.versions})
         columns: dict[str, type[Any]] = {"file": str} | {name: column.kind for name, column in _COLUMNS.items()}

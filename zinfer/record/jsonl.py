@@ -82,10 +82,10 @@ def unseal(line: bytes) -> tuple[str, dict[str, Any]]:
             break
     else:
         claimed = _CHECKSUM.search(line)
-        told = (
+        text = (
             "not a whole record" if claimed is None else f"the checksum {claimed[1].decode()} does not match the line"
         )
-        raise Garbled(told)
+        raise Garbled(text)
     try:
         fields = from_json(line, allow_inf_nan=False)
         del fields["checksum"]
@@ -196,24 +196,24 @@ class Lines(Closing):
 
         `pending` lines are saved, too. Raises StoreError if that fails.
         """
-        own = os.fstat(self._descriptor)
+        opened = os.fstat(self._descriptor)
         try:
-            found = os.stat(self.path)
+            current = os.stat(self.path)
         except OSError:
-            found = None
-        if found is None:
+            current = None
+        if current is None:
             fault = "was deleted"
-        elif (found.st_dev, found.st_ino) != (own.st_dev, own.st_ino):
+        elif (current.st_dev, current.st_ino) != (opened.st_dev, opened.st_ino):
             fault = "was replaced by another file"
-        elif own.st_size < self._end:
+        elif opened.st_size < self._end:
             fault = "was cut"
-        elif own.st_size > self._end:
+        elif opened.st_size > self._end:
             fault = "was written to by somebody else"
         else:
             return
-        place = self._save(own.st_size, pending)
+        saved = self._save(opened.st_size, pending)
         raise TakenAwayError(
-            f"{self.path} {fault} while this command wrote to it: every line is saved in {place}; rename that to "
+            f"{self.path} {fault} while this command wrote to it: every line is saved in {saved}; rename that to "
             f"{self.path.name} to go on"
         )
 
@@ -221,15 +221,15 @@ class Lines(Closing):
         """Write every line to a new file; return its path."""
         begin = self._end - len(self._tail)  # what was before it is in the file, unless that was cut further
         for number in count(1):
-            place = self.path.with_name(f"{self.path.name}.saved" + (f"-{number}" if number > 1 else ""))
+            path = self.path.with_name(f"{self.path.name}.saved" + (f"-{number}" if number > 1 else ""))
             try:
-                place.parent.mkdir(parents=True, exist_ok=True)
-                descriptor = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
                 break
             except FileExistsError:
                 continue
             except OSError as error:
-                _refuse(place, error)
+                _refuse(path, error)
         try:
             with open(descriptor, "wb") as stream:
                 done = 0
@@ -242,9 +242,9 @@ class Lines(Closing):
                 stream.flush()
                 os.fsync(descriptor)
         except OSError as error:
-            _refuse(place, error)
-        sync_folder(place.parent)
-        return place
+            _refuse(path, error)
+        sync_folder(path.parent)
+        return path
 
     def _settle(self) -> None:
         """Take the file's present end as the place of the next line."""
@@ -321,8 +321,8 @@ class Lines(Closing):
 
 def _keep_aside(path: Path, lines: list[bytes]) -> None:
     """Append new `lines` to the file at `path`."""
-    known = set(read_lines(path)) if path.exists() else set()
-    new = b"".join(line + b"\n" for line in lines if line not in known)
+    kept = set(read_lines(path)) if path.exists() else set()
+    new = b"".join(line + b"\n" for line in lines if line not in kept)
     if not new:
         return
     try:

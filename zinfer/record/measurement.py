@@ -82,10 +82,10 @@ def spans(rows: Any) -> tuple[Span, ...]:
     if not rows:
         return ()
     try:
-        found = tuple(starmap(Span, rows))
-        lanes, layers, starts, ends, carries, ranks = zip(*found, strict=True)
+        timeline = tuple(starmap(Span, rows))
+        lanes, layers, starts, ends, carries, ranks = zip(*timeline, strict=True)
         if "decode" in lanes:  # name of the lane in earlier records
-            return spans([("unpack" if span.lane == "decode" else span.lane, *span[1:]) for span in found])
+            return spans([("unpack" if span.lane == "decode" else span.lane, *span[1:]) for span in timeline])
         named = {*lanes} <= {*get_args(Lane)} and {*carries} <= {None, *get_args(Carried)}
     except TypeError:
         raise ValueError("a span is a row of 4 to 6 values") from None
@@ -95,7 +95,7 @@ def spans(rows: Any) -> tuple[Span, ...]:
         raise ValueError("a span ends at a time in ms, not before its start")
     if min(starts) == -inf or max(ends) == inf:
         raise ValueError("a span without a start or an end")
-    return found
+    return timeline
 
 
 Timeline = Annotated[
@@ -248,8 +248,8 @@ def latest(records: Iterable[M]) -> tuple[M, ...]:
 
 def last_of(records: Iterable[tuple[Hashable, R]]) -> tuple[R, ...]:
     """Return the last record of each key; cancelled ones replace none."""
-    found: dict[Hashable, R] = {}
+    latest_records: dict[Hashable, R] = {}
     for key, record in records:
-        if key not in found or getattr(record, "status", None) != "cancelled":
-            found[key] = record
-    return tuple(found.values())
+        if key not in latest_records or getattr(record, "status", None) != "cancelled":
+            latest_records[key] = record
+    return tuple(latest_records.values())

@@ -146,7 +146,7 @@ class RequestPoint(Recorded):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if any(later <= one for one, later in pairwise(self.pass_ms)):
+        if any(later <= earlier for earlier, later in pairwise(self.pass_ms)):
             raise ValueError("pass_ms: times that do not ascend")
         for sample in self.samples:
             if sample.last_pass >= len(self.pass_ms):
@@ -196,7 +196,7 @@ class RequestPoint(Recorded):
         return (last - first) / (len(passes) - 1) if len(passes) > 1 else None
 
     def _gaps(self, sample: RequestSample) -> list[float]:
-        return [self.pass_ms[later] - self.pass_ms[one] for one, later in pairwise(sample.passes)]
+        return [self.pass_ms[later] - self.pass_ms[earlier] for earlier, later in pairwise(sample.passes)]
 
     def summary(self, metric: RequestMetric) -> Summary | None:
         """Return mean, p50, p90 and p99 of a metric, in ms."""
@@ -205,8 +205,8 @@ class RequestPoint(Recorded):
     @property
     def tpot_ms(self) -> float | None:
         """Mean TPOT of the requests, in ms; None if undefined."""
-        found = self.summary("tpot_ms")
-        return found.mean if found is not None else None
+        tpot = self.summary("tpot_ms")
+        return tpot.mean if tpot is not None else None
 
     @property
     def input_tokens(self) -> int:
@@ -223,7 +223,7 @@ class RequestPoint(Recorded):
         """Mean tokens of a prompt and of an answer, as asked for."""
         if not self.samples:
             return None
-        return fmean(one.input_len for one in self.samples), fmean(one.output_len for one in self.samples)
+        return fmean(sample.input_len for sample in self.samples), fmean(sample.output_len for sample in self.samples)
 
     @property
     def output_tok_s(self) -> float | None:
@@ -252,13 +252,13 @@ class RequestPoint(Recorded):
         That leaves out the first prompts, and the last answers, which end alone. None if requests arrive at a rate, or
         if fewer passes lie between than an answer takes.
         """
-        firsts, places = sorted(one.runs[0][0] for one in self.samples if one.runs), self._places
+        firsts, places = sorted(sample.runs[0][0] for sample in self.samples if sample.runs), self._places
         if not self.usable or not 0 < places < len(firsts):
             return None
         begin, end = firsts[places - 1], firsts[-1]
         if end - begin < self.output_tokens / len(self.samples):
             return None
-        tokens = sum(begin < number <= end for one in self.samples for number in one.passes)
+        tokens = sum(begin < number <= end for sample in self.samples for number in sample.passes)
         return tokens / (self.pass_ms[end] - self.pass_ms[begin]) * 1e3
 
     @property
@@ -267,8 +267,8 @@ class RequestPoint(Recorded):
         asked = self.requests.in_flight
         if asked is None or isinstance(asked, int):
             return asked or 0
-        begun = Counter(one.passes[0] for one in self.samples if one.runs)
-        ended = Counter(one.passes[-1] + 1 for one in self.samples if one.runs)
+        begun = Counter(sample.passes[0] for sample in self.samples if sample.runs)
+        ended = Counter(sample.passes[-1] + 1 for sample in self.samples if sample.runs)
         return max(accumulate(begun[number] - ended[number] for number in range(len(self.pass_ms))), default=0)
 
     @property

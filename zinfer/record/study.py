@@ -320,9 +320,9 @@ def found(lines: list[bytes], path: Path, study: str) -> Iterator[tuple[int, dic
         return
     began, missing, fields = 0, 0, dict[str, Any]()
     for number, line in enumerate([*lines, b""], start=1):
-        kind, own = "", dict[str, Any]()
+        kind, line_fields = "", dict[str, Any]()
         try:
-            kind, own = unseal(line)
+            kind, line_fields = unseal(line)
         except ValueError as error:
             if number <= len(lines):
                 yield number, str(error)
@@ -330,17 +330,17 @@ def found(lines: list[bytes], path: Path, study: str) -> Iterator[tuple[int, dic
             yield began, f"{missing} lines of this run are missing"
             missing = 0
         if kind == KIND:
-            if own.get("study") == study:
-                yield number, own
+            if line_fields.get("study") == study:
+                yield number, line_fields
         elif kind == f"{KIND}.{study}":
-            began, missing, fields = number, own.pop("lines", None), own | {"rows": []}
+            began, missing, fields = number, line_fields.pop("lines", None), line_fields | {"rows": []}
             if type(missing) is not int or missing < 0:
                 yield number, f"lines: {missing!r:.40} is no count"
                 missing = 0
             elif not missing:
                 yield number, _today(study, fields)
         elif missing:
-            fields["rows"].append(own)
+            fields["rows"].append(line_fields)
             missing -= 1
             if not missing:
                 yield began, _today(study, fields)

@@ -103,10 +103,10 @@ class Document(NamedTuple):
 
 def section(anchor: str, title: str, blocks: Iterable[Block]) -> Section:
     """Return a section without empty blocks and empty columns."""
-    found = []
+    kept = []
     for block in blocks:
         if isinstance(block, Table):
             block = block.filled()
         if not (isinstance(block, Table) and not block.rows) and not (isinstance(block, Items) and not block.lines):
-            found.append(block)
-    return Section(anchor, title, tuple(found))
+            kept.append(block)
+    return Section(anchor, title, tuple(kept))

@@ -62,13 +62,13 @@ class Findings(NamedTuple):
     @property
     def main(self) -> tuple[WorkloadFindings, ...]:
         """Workloads of whole models; all of them if there are only slices."""
-        return tuple(one for one in self.workloads if one.group.layers is None) or self.workloads
+        return tuple(workload for workload in self.workloads if workload.group.layers is None) or self.workloads
 
     @property
     def slices(self) -> tuple[WorkloadFindings, ...]:
         """Workloads of slices, where there are whole models too."""
-        whole = any(one.group.layers is None for one in self.workloads)
-        return tuple(one for one in self.workloads if whole and one.group.layers is not None)
+        whole = any(workload.group.layers is None for workload in self.workloads)
+        return tuple(workload for workload in self.workloads if whole and workload.group.layers is not None)
 
     @property
     def points(self) -> Points:

@@ -111,8 +111,8 @@ def _figure(workload: WorkloadFindings) -> Iterator[Picture]:
     for figure in figures.draw(workload.group, workload.points, ("latency",)).values():
         title = "Latency against output tok/s, a line for each configuration from its smallest to its largest batch."
         timed = by_load([point for point in workload.points if point.usable])
-        told = (f"{load.label()}: {'; '.join(map(_told, own))}" for load, own in timed.items())
-        yield Picture(title, f"{title} {'. '.join(told)}.", style.render(figure, "svg").decode())
+        descriptions = (f"{load.label()}: {'; '.join(map(_told, own))}" for load, own in timed.items())
+        yield Picture(title, f"{title} {'. '.join(descriptions)}.", style.render(figure, "svg").decode())
 
 
 def _told(point: Measurement) -> str:
@@ -137,21 +137,23 @@ def _tops(workload: WorkloadFindings) -> Table:
 
 def _times(ours: Points, theirs: Points) -> str:
     """Return the speed ratio at the largest batch of both configurations."""
-    before, after = ({one.case.workload.batch_size: one for one in side if one.usable} for side in (theirs, ours))
+    before, after = (
+        {point.case.workload.batch_size: point for point in side if point.usable} for side in (theirs, ours)
+    )
     size = max(before.keys() & after.keys(), default=None)
     return "" if size is None else f"{change(before[size], after[size]).times} at {size}"
 
 
 def _percentile(point: Measurement, time: sla.Metric, name: str) -> str:
-    found = sla.samples(point, time)
-    enough = len(found) >= (1 if name == "p50" else sla.needed(name))
-    return duration(sla.statistic(found, name)) if enough else ""
+    values = sla.samples(point, time)
+    enough = len(values) >= (1 if name == "p50" else sla.needed(name))
+    return duration(sla.statistic(values, name)) if enough else ""
 
 
 def _verdicts(points: Points) -> Iterator[str]:
-    for one in rates.offload_verdicts(points):
-        if one.compares:
-            yield f"{one.engine or 'Any engine'}: {one.text}"
+    for verdict in rates.offload_verdicts(points):
+        if verdict.compares:
+            yield f"{verdict.engine or 'Any engine'}: {verdict.text}"
 
 
 def _points(workload: WorkloadFindings) -> Iterator[Table]:
@@ -196,15 +198,17 @@ def _mean(samples_ms: Sequence[float]) -> str:
 
 def _failures(points: Points) -> tuple[Row, ...]:
     """Return a row for failed points of equal load, status and stage."""
-    found: dict[tuple[str, str, str], list[Measurement]] = {}
+    failures: dict[tuple[str, str, str], list[Measurement]] = {}
     for point in points:
         if point.status != "ok":
-            found.setdefault((point.case.label(), point.status, point.stage or ""), []).append(point)
+            failures.setdefault((point.case.label(), point.status, point.stage or ""), []).append(point)
     rows = []
-    for (label, status, stage), own in found.items():
-        sizes = [str(point.case.workload.batch_size) for point in own]
-        said = " ".join((own[0].error or "").split())
-        rows.append(Row((label, ", ".join(sizes), status, stage, said if len(said) <= 160 else f"{said[:159]}…")))
+    for (label, status, stage), load_points in failures.items():
+        sizes = [str(point.case.workload.batch_size) for point in load_points]
+        message = " ".join((load_points[0].error or "").split())
+        rows.append(
+            Row((label, ", ".join(sizes), status, stage, message if len(message) <= 160 else f"{message[:159]}…"))
+        )
     return tuple(rows)
 
 
@@ -217,7 +221,7 @@ def _studies(findings: Findings) -> Iterator[Block]:
         rows = tuple(Row(cells, "failed" if cells[0] in failed else "") for cells in shown.cells)
         yield Table(caption, shown.columns, rows, folded=run.study != "accuracy")
     if any(run.study == "codec" for run in findings.studies):
-        others = tuple(Row(one.cells) for one in codecs())
+        others = tuple(Row(codec.cells) for codec in codecs())
         yield Table("Codecs published by others, not measured here.", PublishedCodec.columns, others, folded=True)
 
 
@@ -225,12 +229,12 @@ def _machines(machines: Iterable[Machine]) -> Table:
     facts: dict[str, dict[str, str]] = {}
     for machine in machines:
         gpu = f"{machine.gpu_count} × {machine.gpu_name}" if machine.gpu_count else "none: the CPU is the device"
-        told = {"GPU": gpu} | {
+        machine_facts = {"GPU": gpu} | {
             _NAMES.get(name, name): _value(machine, name) for name in FIGURES if getattr(machine, name)
         }
         if machine.gpu_count and machine.coherent:
-            told["link, kind"] = "cache-coherent"
-        for name, value in (told | _details(machine)).items():
+            machine_facts["link, kind"] = "cache-coherent"
+        for name, value in (machine_facts | _details(machine)).items():
             facts.setdefault(name, {})[machine.name] = value
     names = dict.fromkeys(name for values in facts.values() for name in values)
     rows = tuple(Row((fact, *(values.get(name, "") for name in names))) for fact, values in facts.items())
@@ -243,8 +247,8 @@ def _value(machine: Machine, field: str) -> str:
 
 def _details(machine: Machine) -> dict[str, str]:
     """Return facts that the probe read from the system."""
-    gpu, host = (found if isinstance(found := machine.details.get(key), dict) else {} for key in ("gpu", "host"))
-    told = {
+    gpu, host = (part if isinstance(part := machine.details.get(key), dict) else {} for key in ("gpu", "host"))
+    details = {
         "PCIe": f"generation {gpu.get('pcie_generation')}, {gpu.get('pcie_width')} lanes"
         if "pcie_width" in gpu
         else "",
@@ -254,4 +258,4 @@ def _details(machine: Machine) -> dict[str, str]:
         "CPU cores, NUMA nodes": f"{host['cores']}, {host.get('numa_nodes', '?')}" if "cores" in host else "",
         "torch": str(machine.details.get("torch") or ""),
     }
-    return {name: value for name, value in told.items() if value}
+    return {name: value for name, value in details.items() if value}

@@ -66,7 +66,7 @@ def embed(picture: Picture, name: str, styles: dict[str, str]) -> str:
                 del element.attrib[key]
                 element.set("href", f"#{renamed[value.removeprefix('#')]}")
             elif "url(#" in value:
-                element.set(key, re.sub(r"url\(#([^)]+)\)", lambda found: f"url(#{renamed[found[1]]})", value))
+                element.set(key, re.sub(r"url\(#([^)]+)\)", lambda match: f"url(#{renamed[match[1]]})", value))
     width, height = root.get("viewBox", "0 0 1 1").split()[2:]
     root.attrib = {key: root.attrib[key] for key in ("viewBox", "role", "class")}
     root.attrib |= {"width": width, "height": height, "aria-labelledby": f"{name}-title {name}-desc"}
@@ -86,12 +86,12 @@ def _style(element: Element) -> str:
     if paint := element.attrib.pop("fill", ""):  # colour of the pattern behind a hatch
         style = f"fill:{paint};{style}"
     style = re.sub(r"font-family:[^;]*;?", "", style)  # the page's own is narrower
-    return _HEX.sub(lambda found: f"var({_OWN.get(found[0], f'--{kind}{found[0][1:]}')})", style)
+    return _HEX.sub(lambda match: f"var({_OWN.get(match[0], f'--{kind}{match[0][1:]}')})", style)
 
 
 def inks(styles: Iterable[str], paper: str) -> str:
     """Return the colour variables of `styles`, legible on `paper`, as CSS."""
-    used = sorted({found for style in styles for found in re.findall(r"var\(--([ct])([0-9a-f]{6})\)", style)})
+    used = sorted({colour for style in styles for colour in re.findall(r"var\(--([ct])([0-9a-f]{6})\)", style)})
     contrasts = {"c": CONTRAST, "t": TEXT_CONTRAST}
     return "".join(f"--{kind}{hexed}:{readable(f'#{hexed}', paper, contrasts[kind])};" for kind, hexed in used)
 
@@ -102,12 +102,12 @@ def contrast(first: str, second: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-def readable(colour: str, paper: str, least: float = CONTRAST) -> str:
+def readable(colour: str, paper: str, min_contrast: float = CONTRAST) -> str:
     """Return `colour`, changed until its contrast with the paper suffices."""
     goal = 255 if _luminance(paper) < 0.2 else 0
     mixed = colour
     for step in range(1, 21):
-        if contrast(mixed, paper) >= least:
+        if contrast(mixed, paper) >= min_contrast:
             break
         mixed = "#" + "".join(f"{round(part + (goal - part) * step / 20):02x}" for part in _parts(colour))
     return mixed

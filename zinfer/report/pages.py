@@ -127,27 +127,27 @@ class Workload(NamedTuple):
     @property
     def lengths(self) -> str:
         """Tokens in and out of a sequence, or the requests' source."""
-        found = {
-            one.last.requests.source.replace(",", ", ")
-            if isinstance(one.last, RequestPoint)
-            else f"{one.last.case.workload.input_len:,} / {one.last.case.workload.output_len:,}"
-            for one in self.entries
+        lengths = {
+            entry.last.requests.source.replace(",", ", ")
+            if isinstance(entry.last, RequestPoint)
+            else f"{entry.last.case.workload.input_len:,} / {entry.last.case.workload.output_len:,}"
+            for entry in self.entries
         }
-        return "; ".join(sorted(found))
+        return "; ".join(sorted(lengths))
 
     @property
     def best(self) -> Entry:
         """Entry with the highest output rate, an exact one if possible."""
-        return max([one for one in self.entries if not one.last.case.lossy] or self.entries, key=Entry.rate)
+        return max([entry for entry in self.entries if not entry.last.case.lossy] or self.entries, key=Entry.rate)
 
     @property
     def peers(self) -> list[Entry]:
         """Best entry of each other configuration, and of equal rows beside requests."""
-        found: dict[tuple[str, type], Entry] = {}
-        for one in sorted(self.entries, key=Entry.rate):
-            found[one.label, type(one.last)] = one
-        del found[self.best.label, type(self.best.last)]
-        return sorted(found.values(), key=self.entries.index)
+        best_entries: dict[tuple[str, type], Entry] = {}
+        for entry in sorted(self.entries, key=Entry.rate):
+            best_entries[entry.label, type(entry.last)] = entry
+        del best_entries[self.best.label, type(self.best.last)]
+        return sorted(best_entries.values(), key=self.entries.index)
 
     def ratio(self, ours: Entry, theirs: Entry, rate: str = "output_tok_s") -> str:
         """Return the ratio of two mean rates, measured in one run.
@@ -180,19 +180,21 @@ class Workload(NamedTuple):
 def workloads(name: str) -> tuple[Workload, ...]:
     """Return the workloads of the results file ``<machine>/<sweep>``. Raises StoreError if there is none."""
     records = read(RESULTS / f"{name}.jsonl")
-    found: dict[object, dict[object, list[Point]]] = {}
+    entries_by_group: dict[object, dict[object, list[Point]]] = {}
     every: list[Point] = [*records.points, *records.requests]
     usable = [point for point in every if point.usable]
-    for point in sorted(usable, key=lambda one: (one.case.workload.batch_size, one.started_at)):
+    for point in sorted(usable, key=lambda point: (point.case.workload.batch_size, point.started_at)):
         load = point.case.workload
         lengths = None if records.requests else (load.input_len, load.output_len)  # rows beside requests are their like
         key = point.key if isinstance(point, RequestPoint) else point.case
-        found.setdefault((point.case.model, point.case.layers, lengths), {}).setdefault(key, []).append(point)
+        entries_by_group.setdefault((point.case.model, point.case.layers, lengths), {}).setdefault(key, []).append(
+            point
+        )
     starts = tuple(header.started_at for header in records.headers)
     order = [*ENGINES]
     return tuple(
-        Workload(tuple(sorted(some, key=lambda one: order.index(one.last.case.engine))), starts)
-        for entries in found.values()
+        Workload(tuple(sorted(some, key=lambda entry: order.index(entry.last.case.engine))), starts)
+        for entries in entries_by_group.values()
         if (some := [Entry(tuple(points)) for points in entries.values()])
     )
 
@@ -279,8 +281,8 @@ def _section(title: str, conditions: str, sweeps: Sequence[tuple[str, Workload]]
     points = [point for _, workload in sweeps for entry in workload.entries for point in entry.points]
     days = sorted({point.started_at[:10] for point in points})
     names = dict.fromkeys(name for name, _ in sweeps)
-    told = [f"{name.rpartition('/')[2]}: {text}" for name in names if (text := _description(name))]
-    words = f"{conditions}, {' to '.join(dict.fromkeys((days[0], days[-1])))}. {' '.join(told)}"
+    descriptions = [f"{name.rpartition('/')[2]}: {text}" for name in names if (text := _description(name))]
+    words = f"{conditions}, {' to '.join(dict.fromkeys((days[0], days[-1])))}. {' '.join(descriptions)}"
     drawn = [f"![{title}](../plots/{figure}.svg)" for figure in FIGURES if figure.rpartition("-")[0] in names]
     return "\n\n".join(filter(None, (f"### {title}", wrapped(words), " ".join(drawn), *tables(sweeps))))
 
@@ -331,7 +333,9 @@ def engines() -> str:
         points = [point for point in measured if point.case.engine == name]
         hosts = len({_host(name) for name in {point.machine for point in points}})
         state = f"{len(points)} points on {counted(hosts, 'host')}" if points else "experimental: never timed on a GPU"
-        rows.append((f"`{name}`", ", ".join(one for one in ("none", "cpu", "nvme") if one in kind.offloads), state))
+        rows.append(
+            (f"`{name}`", ", ".join(offload for offload in ("none", "cpu", "nvme") if offload in kind.offloads), state)
+        )
     return markdown(("engine", "offload", "measured"), rows)
 
 

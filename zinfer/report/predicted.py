@@ -60,9 +60,9 @@ def _memory(winners: Winners) -> Table:
         assert workload.machine is not None
         plan = make_plan(point.case, spec, workload.machine)
         sizes = (plan.gpu.total - plan.gpu.overhead, point.gpu_peak_bytes, plan.host.total, point.host_peak_bytes)
-        size = str(point.case.workload.batch_size)
-        cells = (gib(one) if one else "" for one in sizes)
-        rows.append(Row((workload.group.title, workload.group.machine, point.case.label(), size, *cells)))
+        batch_size = str(point.case.workload.batch_size)
+        cells = (gib(size) if size else "" for size in sizes)
+        rows.append(Row((workload.group.title, workload.group.machine, point.case.label(), batch_size, *cells)))
     caption = (
         "Memory of the fastest configuration of each workload, predicted from the shapes of the model alone. Measured "
         "peaks are of tensors on the GPU, and of the process."
@@ -106,7 +106,7 @@ def _elsewhere(winners: Winners, factors: Mapping[str, Efficiency]) -> Iterator[
         seen.add(case.model)
         places = [workload.machine, *map(load_machine, MACHINES)]
         ways = [_ways(case, spec, place, factors[case.engine]) for place in places]
-        plans = [max(own, key=_merit) for own in ways]
+        plans = [max(alternatives, key=_merit) for alternatives in ways]
         base = next((nth for nth, plan in enumerate(plans) if plan.fits and plan.output_tok_s), None)
         first = None if base is None else plans[base].output_tok_s
         load = case.workload
@@ -116,10 +116,10 @@ def _elsewhere(winners: Winners, factors: Mapping[str, Efficiency]) -> Iterator[
             "weights in host memory (cpu), whichever is faster, at its best batch."
         )
         yield Table(caption, _PLACES, tuple(_place(plan, first) for plan in plans))
-        told = [f"{plan.machine.name}: {plan.why_not}" for plan in plans if plan.why_not]
+        lines = [f"{plan.machine.name}: {plan.why_not}" for plan in plans if plan.why_not]
         if base is not None:
-            told.append(f"Predicted for {plans[base].machine.name}: {advice(ways[base])}")
-        yield Items(tuple(told))
+            lines.append(f"Predicted for {plans[base].machine.name}: {advice(ways[base])}")
+        yield Items(tuple(lines))
 
 
 def _ways(case: Case, spec: ModelSpec, place: Machine, factors: Efficiency) -> list[Plan]:
@@ -152,6 +152,6 @@ def _trust(factors: Mapping[str, Efficiency], rows: tuple[calibrate.PredictedPoi
             parts.append(
                 f"{engine} to {median(errors):.1%} in the median and {max(errors):.1%} at worst of {len(errors)} points"
             )
-    told = f"Predicted from all other points, throughput is right for {'; '.join(parts)}." if parts else ""
-    told = told or "No point is predicted by another."
-    return f"{told} These records come from few machines: another one adds errors that they do not show."
+    text = f"Predicted from all other points, throughput is right for {'; '.join(parts)}." if parts else ""
+    text = text or "No point is predicted by another."
+    return f"{text} These records come from few machines: another one adds errors that they do not show."

@@ -29,10 +29,10 @@ WORDS = (
 
 def section(points: Iterable[RequestPoint]) -> tuple[Block, ...]:
     """Return the blocks about loads of requests, if there are any."""
-    found = tables(points)
-    if not found:
+    tables_of_models = tables(points)
+    if not tables_of_models:
         return ()
-    return (Heading("Loads of requests"), Text(WORDS), *(block for blocks in found for block in blocks))
+    return (Heading("Loads of requests"), Text(WORDS), *(block for blocks in tables_of_models for block in blocks))
 
 
 def tables(points: Iterable[RequestPoint]) -> list[tuple[Table | Items, ...]]:
@@ -40,20 +40,20 @@ def tables(points: Iterable[RequestPoint]) -> list[tuple[Table | Items, ...]]:
     groups: dict[str, list[RequestPoint]] = {}
     for point in points:
         groups.setdefault(f"{group_of(point).part}, {point.machine}", []).append(point)
-    found: list[tuple[Table | Items, ...]] = []
-    for name, own in groups.items():
-        last = [one for records in loads_of(own).values() if (one := _last(records)) is not None]
-        told = tuple(f"{_named(one)}: {level.describe()}." for one in last for level in check(one))
-        blocks: list[Table | Items] = [_rates(name, own)]
+    blocks_of_models: list[tuple[Table | Items, ...]] = []
+    for name, records_of_model in groups.items():
+        last = [record for records in loads_of(records_of_model).values() if (record := _last(records)) is not None]
+        levels = tuple(f"{_named(record)}: {level.describe()}." for record in last for level in check(record))
+        blocks: list[Table | Items] = [_rates(name, records_of_model)]
         blocks += [_passes(name, last), _times(name, last)] if last else []
-        blocks += [Items(told)] if told else []
-        found.append(tuple(blocks))
-    return found
+        blocks += [Items(levels)] if levels else []
+        blocks_of_models.append(tuple(blocks))
+    return blocks_of_models
 
 
 def _last(records: Iterable[RequestPoint]) -> RequestPoint | None:
     """Return the last record with samples."""
-    return next((one for one in reversed(tuple(records)) if one.usable), None)
+    return next((record for record in reversed(tuple(records)) if record.usable), None)
 
 
 def _named(point: RequestPoint) -> str:
@@ -66,15 +66,15 @@ def _rates(name: str, points: Iterable[RequestPoint]) -> Table:
     sources = [f" of {key.requests.source.replace(',', ', ')}" for _, key in loads]
     common = sources[0] if len(set(sources)) == 1 else ""
     for ((_, key), records), source in zip(loads.items(), sources, strict=True):
-        last, good = records[-1], [one for one in records if one.usable]
-        measured = [one.output_tok_s or 0.0 for one in good]
+        last, good = records[-1], [record for record in records if record.usable]
+        measured = [record.output_tok_s or 0.0 for record in good]
         shown = good[-1] if good else last
         lengths, waiting = shown.mean_lengths, shown.waiting_tok_s
-        steady = [rate for one in good if (rate := one.steady_tok_s) is not None]
+        steady = [rate for record in good if (rate := record.steady_tok_s) is not None]
         outcome = shown.status if shown.usable else f"{shown.status}: {shown.error or ''}".rstrip(": ")[:120]
         cells = (
             key.case.label(), f"{key.requests.requests:,}{'' if common else source}", key.requests.loop,
-            "" if lengths is None else " / ".join(f"{one:.0f}" for one in lengths),
+            "" if lengths is None else " / ".join(f"{length:.0f}" for length in lengths),
             str(len(good)) if good else "", figures(fmean(measured), 4) if good else "",
             f"{figures(min(measured), 4)} to {figures(max(measured), 4)}" if len(good) > 1 else "",
             "" if waiting is None else figures(waiting, 4), figures(fmean(steady), 4) if steady else "", outcome,
@@ -116,5 +116,5 @@ def _times(name: str, points: Iterable[RequestPoint]) -> Table:
     return Table(f"{name}: times of requests in the last load.", TIMES, tuple(rows))
 
 
-def _summary(found: Summary | None) -> tuple[str, ...]:
-    return ("",) * 4 if found is None else tuple(duration(value / 1e3) for value in found)
+def _summary(summary: Summary | None) -> tuple[str, ...]:
+    return ("",) * 4 if summary is None else tuple(duration(value / 1e3) for value in summary)

@@ -172,7 +172,7 @@ def _unwrap(element: Element) -> None:
 
 def series(loads: Iterable[Case]) -> dict[Case, dict[str, Any]]:
     """Return plot arguments of each load: colour by engine, fill by offload."""
-    found: dict[Case, dict[str, Any]] = {}
+    looks_by_load: dict[Case, dict[str, Any]] = {}
     strangers: dict[str, int] = {}
     variants: dict[tuple[str, str], int] = {}
     for load in loads:
@@ -184,7 +184,7 @@ def series(loads: Iterable[Case]) -> dict[Case, dict[str, Any]]:
         if nth:
             marker = _VARIANTS[(nth - 1) % len(_VARIANTS)]
             colour = lighter(colour, min(0.6, 0.3 * nth))
-        found[load] = {
+        looks_by_load[load] = {
             "color": colour,
             "marker": marker,
             "markersize": 7,
@@ -193,7 +193,7 @@ def series(loads: Iterable[Case]) -> dict[Case, dict[str, Any]]:
             "linewidth": 1.8,
             "label": shortened(load.label(), 90),
         }
-    return found
+    return looks_by_load
 
 
 def shortened(text: str, length: int) -> str:

@@ -92,10 +92,10 @@ def _lanes(spans: Spans) -> list[_Lane]:
     """Return the busy lanes of all GPUs, from the top."""
     ranks = by_rank(spans)
     return [
-        _Lane(lane, own, _LOOKS[lane][1] + (f" {own[0].rank}" if len(ranks) > 1 else ""))
-        for own in ranks
+        _Lane(lane, rank_spans, _LOOKS[lane][1] + (f" {rank_spans[0].rank}" if len(ranks) > 1 else ""))
+        for rank_spans in ranks
         for lane in get_args(Lane)
-        if any(span.lane == lane for span in own)
+        if any(span.lane == lane for span in rank_spans)
     ]
 
 
@@ -134,26 +134,26 @@ def _words(point: Measurement) -> list[str]:
 
 
 def _rate(point: Measurement, spans: Spans) -> str:
-    found, best = busy_bandwidth(point, spans), point.link_bandwidth
-    if not found:
+    rate, measured = busy_bandwidth(point, spans), point.link_bandwidth
+    if not rate:
         return ""
-    return f"; the busy link carries {gb(found)}/s" + (
-        f", {found / best:.1%} of what it was measured at" if best else ""
+    return f"; the busy link carries {gb(rate)}/s" + (
+        f", {rate / measured:.1%} of what it was measured at" if measured else ""
     )
 
 
-def _idleness(found: Waits, end: float) -> str:
-    if found.total_ms < 0.0005 * end:
-        return f"The link hardly waits: {_ms(found.total_ms)} ms."
+def _idleness(waits: Waits, end: float) -> str:
+    if waits.total_ms < 0.0005 * end:
+        return f"The link hardly waits: {_ms(waits.total_ms)} ms."
     parts = (
-        (found.before_ms, "before its first copy"),
-        (found.between_ms, "between"),
-        (found.after_ms, "after its last"),
+        (waits.before_ms, "before its first copy"),
+        (waits.between_ms, "between"),
+        (waits.after_ms, "after its last"),
     )
-    where = ", ".join(f"{_ms(ms)} {words}" for ms, words in parts if ms > 0.02 * found.total_ms)
-    total = f"{_ms(found.total_ms)} ms ({found.total_ms / end:.1%})"
-    reading = f", the disk in {_ms(found.reading_ms)}" if found.reading_ms else ""
-    return f"The link waits {total}: {where}; the GPU works in {_ms(found.working_ms)} of them{reading}."
+    where = ", ".join(f"{_ms(ms)} {words}" for ms, words in parts if ms > 0.02 * waits.total_ms)
+    total = f"{_ms(waits.total_ms)} ms ({waits.total_ms / end:.1%})"
+    reading = f", the disk in {_ms(waits.reading_ms)}" if waits.reading_ms else ""
+    return f"The link waits {total}: {where}; the GPU works in {_ms(waits.working_ms)} of them{reading}."
 
 
 def _ms(value: float) -> str:
@@ -189,21 +189,23 @@ def _bars(axes: Axes, spans: Spans, limits: Interval, named: bool = False, inche
     lanes = _lanes(spans)
     axes.set_xlim(*limits)
     axes.set_ylim(len(lanes) - 0.5, -0.5)
-    axes.set_yticks(range(len(lanes)), [one.name for one in lanes], size=9)
+    axes.set_yticks(range(len(lanes)), [kind.name for kind in lanes], size=9)
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", labelsize=9)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     axes.grid(axis="y", visible=False)
     for row, (lane, spans_of, _) in enumerate(lanes):
-        own = [span for span in spans_of if span.lane == lane and limits[0] < span.end_ms and span.start_ms < limits[1]]
-        for carries in (None, *(one for one in _CARRIES if any(span.carries == one for span in own))):
-            alike = [span for span in own if span.carries == carries]
-            told = _LOOKS[lane][2] if carries is None else _CARRIES[carries][1]
+        lane_spans = [
+            span for span in spans_of if span.lane == lane and limits[0] < span.end_ms and span.start_ms < limits[1]
+        ]
+        for carries in (None, *(kind for kind in _CARRIES if any(span.carries == kind for span in lane_spans))):
+            alike = [span for span in lane_spans if span.carries == carries]
+            meaning = _LOOKS[lane][2] if carries is None else _CARRIES[carries][1]
             for odd in (False, True):
-                label = told if named and not odd else None
+                label = meaning if named and not odd else None
                 pairs = _joined([(span.start_ms, span.end_ms) for span in alike if _odd(span) is odd], limits)
                 _boxes(axes, pairs, row, label, color=_tone(lane, odd, carries), linewidth=0 if inches else 0.3)
-        for span in own if inches else ():
+        for span in lane_spans if inches else ():
             _name(axes, span, row, limits, inches)
     for row, (lane, spans_of, _) in enumerate(lanes):
         if lane == "copy":

@@ -6,7 +6,7 @@ from contextlib import chdir
 from html.parser import HTMLParser
 from math import ceil
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
@@ -398,6 +398,17 @@ def test_the_figure_has_words_and_is_that_of_plot(described: Path, report: Repor
     for tag, names in (("path", ("d",)), ("use", ("x", "y")), ("text", ("x", "y", "transform"))):
         places = [[[found.get(name) for name in names] for found in figure.iter(tag)] for figure in (shown, drawn)]
         assert places[0] == places[1] != []
+
+
+def test_a_whole_model_has_one_figure_and_its_slices_none(tmp_path: Path) -> None:
+    def both(**changes: Any) -> list[Measurement]:
+        return [point(case(8, engine, **changes), machine=name) for engine in ("stream", "deepspeed")
+                for name in ("h100", "h200")]  # fmt: skip
+
+    whole, slices, other = both(layers=None), both(layers=4), both(layers=4, model="opt-30b")
+    for nth, (points, number) in enumerate(((whole, 1), (whole + slices + other, 1), (slices + other, 2))):
+        store(tmp_path / str(nth) / "results" / "a.jsonl", points)
+        assert len(drawings(written(tmp_path / str(nth) / "results").page)) == number
 
 
 def test_the_form_is_that_of_the_name_or_of_the_option(results: Path) -> None:

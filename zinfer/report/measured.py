@@ -58,15 +58,15 @@ _WORDS = (
 def results(findings: Findings) -> Section:
     """Return the section on each workload: figure, configurations, every point.
 
-    Each model has one figure, that of its first workload with two configurations.
+    Each whole model (each slice, if there are only slices) has one figure, of its first workload with two
+    configurations.
     """
     blocks: list[Block] = []
-    drawn: set[str] = set()
+    comparing = [workload.group for workload in findings.main if len(rates.best_by_load(workload.points)) > 1]
+    drawn = {group.model: group for group in reversed(comparing)}.values()
     for workload in (*findings.main, *findings.slices):
         blocks += [Heading(workload.name)]
-        if workload.group.model not in drawn and len(rates.best_by_load(workload.points)) > 1:
-            drawn.add(workload.group.model)
-            blocks += _figure(workload)
+        blocks += _figure(workload) if workload.group in drawn else ()
         blocks += [_tops(workload), Items(tuple(_verdicts(workload.points))), *_points(workload)]
     words = [Text(_WORDS)] if blocks else []
     return section("results", "Results", (*words, *blocks, *requests.section(findings.requests)))

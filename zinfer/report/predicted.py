@@ -42,12 +42,16 @@ def predictions(findings: Findings) -> Section:
     """Return the section; empty without a known model and machine."""
     points = [point for point in findings.points if shape(point.case) is not None]
     factors, rows = calibrate.calibrate(points, findings.machines)
-    winners = [
-        (workload, top, spec)
-        for workload in (*findings.main, *findings.slices)
-        if workload.machine and (top := rates.winner(workload.points)) and (spec := shape(top.case))
-    ]
-    blocks: list[Block] = [_memory(winners), _bottlenecks(winners, factors), *_elsewhere(winners, factors)]
+    main, slices = (
+        [
+            (workload, top, spec)
+            for workload in workloads
+            if workload.machine and (top := rates.winner(workload.points)) and (spec := shape(top.case))
+        ]
+        for workloads in (findings.main, findings.slices)
+    )
+    winners = main + slices
+    blocks: list[Block] = [_memory(winners), _bottlenecks(winners, factors), *_elsewhere(main, factors)]
     if any(isinstance(block, Table) and block.rows for block in blocks):
         blocks.append(Text(_trust(factors, rows)))
     return section("predictions", "Memory, bottleneck and other machines", blocks)

@@ -49,7 +49,7 @@ def command(results: Path | None, machine: str | None, output: Path, formats: st
     from zinfer.record import study
     from zinfer.report.plot import figures, style
 
-    forms = [form for form in get_args(style.Format) if form in formats.split(",")]
+    forms = [name for name in get_args(style.Format) if name in formats.split(",")]
     if len(forms) != len(formats.split(",")):
         raise click.BadParameter(f"{formats!r}: write png, svg, or png,svg", param_hint="--format")
     available = [*figures.FIGURES, "reuse"]

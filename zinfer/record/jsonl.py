@@ -29,7 +29,7 @@ from zinfer.system.documents import DocumentError, read_bytes
 
 SCHEMA_VERSION = 1
 MAX_BYTES = 2 << 30  # largest file of records or answers
-REMEMBERED = 64 << 20  # bytes at a file's end that are kept in memory, in case somebody cuts the file
+TAIL_BYTES = 64 << 20  # bytes at a file's end that are kept in memory, in case somebody cuts the file
 
 
 class StoreError(ZinferError):
@@ -145,8 +145,8 @@ class Closing(ABC):
         self.close()
 
 
-class Lines(Closing):
-    """File open for appending, by this process alone. Make one with `Lines.open`; call `mend` before appending.
+class AppendLog(Closing):
+    """File open for appending, by this process alone. Make one with `AppendLog.open`; call `mend` before appending.
 
     Others may delete or overwrite the file all the same, for locks are only advice. So every `append`, and `check` at
     the end of a run, sees whether the file is still where it was and ends where this process left it; if not, all lines
@@ -172,7 +172,7 @@ class Lines(Closing):
             raise StoreError(f"cannot open {path} for writing: {error.strerror}") from error
         try:
             lines._lock()
-            lines._settle()
+            lines._seek_end()
             sync_folder(path.parent)
         except BaseException:
             lines.close()
@@ -246,10 +246,10 @@ class Lines(Closing):
         sync_folder(path.parent)
         return path
 
-    def _settle(self) -> None:
+    def _seek_end(self) -> None:
         """Take the file's present end as the place of the next line."""
         self._end = os.fstat(self._descriptor).st_size
-        begin = max(0, self._end - REMEMBERED)
+        begin = max(0, self._end - TAIL_BYTES)
         self._tail = bytearray()
         while len(self._tail) < self._end - begin and (
             part := os.pread(self._descriptor, 1 << 20, begin + len(self._tail))
@@ -258,19 +258,19 @@ class Lines(Closing):
 
     def _remember(self, data: bytes) -> None:
         self._tail += data
-        if len(self._tail) > 2 * REMEMBERED:
-            del self._tail[:-REMEMBERED]
+        if len(self._tail) > 2 * TAIL_BYTES:
+            del self._tail[:-TAIL_BYTES]
 
     def cut(self) -> None:
         """Delete all lines."""
         _cut(self._descriptor, 0, self.path)
-        self._settle()
+        self._seek_end()
 
-    def mend(self, check: Check, kind: str, aside: bool = True) -> tuple[tuple[int, str], ...]:
+    def mend(self, check: Check, kind: str, keep_garbled: bool = True) -> tuple[tuple[int, str], ...]:
         """Check every line, repair the file, and return the faults.
 
         Faults have the number of a line (from 1) and a reason. Garbled lines are copied to ``<file>.damaged`` (unless
-        `aside` is False); those at the end, such as a line that a kill tore, are then cut off. Raises StoreError, and
+        `keep_garbled` is False); those at the end, such as a line that a kill tore, are then cut off. Raises StoreError, and
         changes nothing, if no line is intact: the file is no `kind` ("results file").
         """
         lines, garbled = read_lines(self.path), []
@@ -291,13 +291,13 @@ class Lines(Closing):
         torn = len(lines) == 1 and lines[0].startswith(b"{") and size < position  # the first line ever, torn by a kill
         if lines and len(garbled) == len(lines) and not torn:
             raise StoreError(f"{self.path} is not a {kind}: no line is a record; name another file with --output")
-        if aside:
-            _keep_aside(self.path.with_name(self.path.name + ".damaged"), garbled)
+        if keep_garbled:
+            _keep_garbled(self.path.with_name(self.path.name + ".damaged"), garbled)
         if end > size:  # an intact last line without its newline
             _append(self._descriptor, b"\n", self.path)
         elif end < size:
             _cut(self._descriptor, end, self.path)
-        self._settle()
+        self._seek_end()
         return tuple(faults)
 
     def close(self) -> None:
@@ -319,7 +319,7 @@ class Lines(Closing):
             raise StoreError(f"cannot lock {self.path}: {error.strerror}") from error
 
 
-def _keep_aside(path: Path, lines: list[bytes]) -> None:
+def _keep_garbled(path: Path, lines: list[bytes]) -> None:
     """Append new `lines` to the file at `path`."""
     kept = set(read_lines(path)) if path.exists() else set()
     new = b"".join(line + b"\n" for line in lines if line not in kept)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Self
 from pydantic import Field, ValidationError
 
 from zinfer.core.value import first_fault
-from zinfer.record.jsonl import Closing, Damage, Lines, finite, read_lines, seal, unseal
+from zinfer.record.jsonl import AppendLog, Closing, Damage, finite, read_lines, seal, unseal
 from zinfer.record.jsonl import StoreError as StoreError  # for callers that catch it
 from zinfer.record.measurement import Measurement
 from zinfer.record.plausible import implausible
@@ -125,7 +125,7 @@ def read(path: Path) -> Records:
 class Store(Closing):
     """Results file open for appending, by this process alone. Make one with `Store.open`."""
 
-    def __init__(self, lines: Lines) -> None:
+    def __init__(self, lines: AppendLog) -> None:
         self.path = lines.path
         self.damaged: tuple[Damage, ...] = ()  # found when opened; garbled lines are copied to `<file>.damaged`
         self._lines = lines
@@ -137,7 +137,7 @@ class Store(Closing):
         Garbled lines are copied to ``<file>.damaged``; those at the end, such as a record that a kill tore, are then
         cut off. Raises StoreError if another process writes the file or it cannot be written.
         """
-        store = cls(Lines.open(path))
+        store = cls(AppendLog.open(path))
         try:
             store.damaged = tuple(Damage(path, *fault) for fault in store._lines.mend(decode, "results file"))
         except BaseException:

@@ -20,7 +20,7 @@ from zinfer.core.case import Case
 from zinfer.core.errors import ZinferError
 from zinfer.core.model import ExpertPolicy
 from zinfer.core.value import Frozen, first_fault
-from zinfer.record.jsonl import Damage, Garbled, Lines, StoreError, finite, read_lines, seal, unseal
+from zinfer.record.jsonl import AppendLog, Damage, Garbled, StoreError, finite, read_lines, seal, unseal
 from zinfer.record.measurement import Status
 from zinfer.record.plausible import implausible
 from zinfer.system.documents import parse_json
@@ -263,7 +263,7 @@ def append(path: Path, run: Start) -> None:
     """
     if path.exists() and _document(read_lines(path), path) is not None:
         raise StoreError(f"{path} is a JSON document, to which no run is added; name another file with --output")
-    with Lines.open(path) as lines:
+    with AppendLog.open(path) as lines:
         lines.mend(unseal, "record of `zinfer study`")
         lines.append(seal(KIND, finite(run.model_dump())))
 
@@ -284,20 +284,15 @@ def read(path: Path, study: str) -> Runs:
                 raise
             damaged.append(Damage(file, 0, str(error)))
             continue
-        for number, fields in found(lines, file, study):
-            fault: str | None
-            if isinstance(fields, str):
-                fault = fields
-            else:
-                try:
-                    run = Study.model_validate(fields)
-                    fault = implausible(run)
-                except ValidationError as error:
-                    fault = first_fault(error)[:300]
-            if fault is None:
+        for number, fields in parse_runs(lines, file, study):
+            try:
+                if isinstance(fields, str) or (fault := implausible(run := Study.model_validate(fields))) is not None:
+                    raise ValueError(fields if isinstance(fields, str) else fault)
                 runs.append(run)
-            else:
-                damaged.append(Damage(file, number, fault))
+            except ValidationError as error:
+                damaged.append(Damage(file, number, first_fault(error)[:300]))
+            except ValueError as error:
+                damaged.append(Damage(file, number, str(error)))
     return Runs(tuple(runs), tuple(sorted(damaged)))
 
 
@@ -309,14 +304,14 @@ def last(path: Path, study: str) -> Study:
     return runs[-1]
 
 
-def found(lines: list[bytes], path: Path, study: str) -> Iterator[tuple[int, dict[str, Any] | str]]:
+def parse_runs(lines: list[bytes], path: Path, study: str) -> Iterator[tuple[int, dict[str, Any] | str]]:
     """Yield each run's first line number, and its fields or a fault."""
     document = _document(lines, path)
     if document is not None:
         shared = document if isinstance(document, dict) else {"document": document}
         runs = shared.pop("runs", [{}])
         for run in runs if isinstance(runs, list) else [runs]:
-            yield 1, _today(study, shared | (run if isinstance(run, dict) else {"run": run}))
+            yield 1, _renamed(study, shared | (run if isinstance(run, dict) else {"run": run}))
         return
     began, missing, fields = 0, 0, dict[str, Any]()
     for number, line in enumerate([*lines, b""], start=1):
@@ -338,12 +333,12 @@ def found(lines: list[bytes], path: Path, study: str) -> Iterator[tuple[int, dic
                 yield number, f"lines: {missing!r:.40} is no count"
                 missing = 0
             elif not missing:
-                yield number, _today(study, fields)
+                yield number, _renamed(study, fields)
         elif missing:
             fields["rows"].append(line_fields)
             missing -= 1
             if not missing:
-                yield began, _today(study, fields)
+                yield began, _renamed(study, fields)
         elif kind:
             yield number, f"a line of kind {kind[:40]!r} that belongs to no run"
 
@@ -355,7 +350,7 @@ _RENAMED = {
 }  # fmt: skip
 
 
-def _today(study: str, fields: dict[str, Any]) -> dict[str, Any]:
+def _renamed(study: str, fields: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a run of zinfer 0.1, under today's names."""
     today: dict[str, Any] = {"study": study, "rows": []}
     for name, value in fields.items():

@@ -28,8 +28,7 @@ def best(*arguments: object) -> Result:
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
     with Store.open(tmp_path / "h100" / "bloom.jsonl") as store:
-        for one in sweep():
-            store.append(one)
+        store.append(*sweep())
     with Store.open(tmp_path / "h200" / "opt.jsonl") as store:
         store.append(point(case(4, model="opt-[x]-30b", layers=None, load_format="safetensors"), machine="h200"))
         store.append(point(case(1, "accelerate", model="opt-[x]-30b", layers=None, load_format="safetensors"),
@@ -72,34 +71,19 @@ def test_json_has_stable_keys(results: Path) -> None:
         *("best", "best_by_load", "lossy_by_load", "offload", "edges"),
     ]
     assert (first["layers"], first["total_layers"], first["load_format"]) == (14, 70, "dummy")
-    assert list(first["best"]) == [
-        *(
-            "engine",
-            "offload",
-            "weights",
-            "options",
-            "batch_size",
-            "output_tok_s",
-            "output_tok_s_half_width",
-            "decode_tok_s",
-        ),
-        "prefill_tok_s",
-        *("ttft_ms", "tpot_ms", "h2d_bandwidth", "link_share", "gpu_peak_bytes", "host_peak_bytes", "command"),
-        "batch_command",
-    ]
+    keys = (
+        "engine offload weights options batch_size output_tok_s output_tok_s_half_width decode_tok_s prefill_tok_s "
+        "ttft_ms tpot_ms h2d_bandwidth link_share gpu_peak_bytes host_peak_bytes command batch_command"
+    )
+    assert set(first["best"]) == {*keys.split()}
     assert first["best"] == first["best_by_load"][0]
     assert first["best"]["h2d_bandwidth"] is None, "unknown is null, never 0"
     assert [entry["batch_size"] for entry in first["best_by_load"]] == [8, 64, 64, 32, 16]
     verdict = first["offload"][0]
     assert (verdict["engine"], verdict["offload"], len(verdict["equal_batch"])) == (None, "cpu", 4)
     (edge,) = [edge for edge in first["edges"] if edge["options"]]
-    assert edge == {
-        "engine": "stream",
-        "offload": "cpu",
-        "options": {"weight_codec": "lossless"},
-        "largest_ok": 64,
-        "smallest_oom": 128,
-    }
+    assert (edge["engine"], edge["offload"], edge["options"]) == ("stream", "cpu", {"weight_codec": "lossless"})
+    assert (edge["largest_ok"], edge["smallest_oom"]) == (64, 128)
     assert second["machine"] == "h200"
     assert "--layers" not in second["best"]["command"]
 

@@ -41,8 +41,7 @@ def files(tmp_path: Path) -> Files:
         paths = [tmp_path / f"{letter}.jsonl" for letter in "ab"]
         for path, points in zip(paths, sides, strict=True):
             with Store.open(path) as store:
-                for one in points:
-                    store.append(one)
+                store.append(*points)
         return paths
 
     return write

@@ -259,8 +259,7 @@ def test_the_least_demand_takes_a_gpu() -> None:
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
     with Store.open(tmp_path / "r.jsonl") as store:
-        for one in POINTS:
-            store.append(one)
+        store.append(*POINTS)
     return tmp_path / "r.jsonl"
 
 

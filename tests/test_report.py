@@ -46,8 +46,7 @@ def store(path: Path, points: list[Measurement], machine: Machine | None = None)
     with Store.open(path) as file:
         recipe = {"model": ["bloom-176b"], "layers": [14], "batch_size": "auto*8", "dtype": None, "options": {}}
         file.append_header(Header(machine="h100", recipe=recipe | {"engine": ["stream", "deepspeed"], "repeats": 3}))
-        for one in points:
-            file.append(one)
+        file.append(*points)
     if machine is not None:
         (path.parent / "machine.json").write_text(json.dumps(machine.model_dump()))
 

@@ -27,8 +27,7 @@ def file(tmp_path: Path) -> Path:
     path = tmp_path / "h100" / "bloom.jsonl"
     with Store.open(path) as store:
         store.append_header(HEADER)
-        for measured in POINTS:
-            store.append(measured)
+        store.append(*POINTS)
     return path
 
 
@@ -69,8 +68,7 @@ def test_every_line_is_json_with_a_version_and_a_checksum(file: Path) -> None:
 def test_a_record_torn_at_any_byte_is_cut_off_and_kept_aside(tmp_path: Path) -> None:
     file, points = tmp_path / "short.jsonl", [point(case(size), status="oom_gpu", versions={}) for size in (1, 2, 4)]
     with Store.open(file) as store:
-        for one in points[:2]:
-            store.append(one)
+        store.append(*points[:2])
     whole = file.read_bytes()
     start = whole.rindex(b"\n", 0, -1) + 1
     aside = file.with_name(file.name + ".damaged")

@@ -269,8 +269,8 @@ class AppendLog(Closing):
     def mend(self, check: Check, kind: str, keep_garbled: bool = True) -> tuple[tuple[int, str], ...]:
         """Check every line, repair the file, and return the faults.
 
-        Faults have the number of a line (from 1) and a reason. Garbled lines are copied to ``<file>.damaged`` (unless
-        `keep_garbled` is False); those at the end, such as a line that a kill tore, are then cut off. Raises StoreError, and
+        Faults have the number of a line (from 1) and a reason. Garbled lines are copied to ``<file>.damaged`` if
+        `keep_garbled`; those at the end, such as a line that a kill tore, are then cut off. Raises StoreError, and
         changes nothing, if no line is intact: the file is no `kind` ("results file").
         """
         lines, garbled = read_lines(self.path), []

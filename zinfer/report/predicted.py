@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from statistics import median
 
 from zinfer.analysis import calibrate, rates
+from zinfer.analysis.group import Points
 from zinfer.core.case import Case
 from zinfer.core.machine import Machine, override
 from zinfer.core.model import ModelSpec
@@ -21,6 +22,7 @@ from zinfer.report.findings import Findings, WorkloadFindings, shape
 from zinfer.report.measured import rate, rated
 from zinfer.system.machines import load as load_machine
 
+CALIBRATING = 150  # points of an engine: each takes 3 ms, and the medians of more hardly differ
 MACHINES = ("a100-80gb", "h100-80gb", "h200", "gh200-96gb", "b200")
 _MEMORY = (
     "model", "machine", "configuration", "#batch", "~GPU predicted", "#GPU measured", "~host predicted",
@@ -40,8 +42,7 @@ Winners = list[tuple[WorkloadFindings, Measurement, ModelSpec]]
 
 def predictions(findings: Findings) -> Section:
     """Return the section; empty without a known model and machine."""
-    points = [point for point in findings.points if shape(point.case) is not None]
-    factors, rows = calibrate.calibrate(points, findings.machines)
+    factors, rows = calibrate.calibrate(_thinned(findings.points), findings.machines)
     main, slices = (
         [
             (workload, top, spec)
@@ -55,6 +56,20 @@ def predictions(findings: Findings) -> Section:
     if any(isinstance(block, Table) and block.rows for block in blocks):
         blocks.append(Text(_trust(factors, rows)))
     return section("predictions", "Memory, bottleneck and other machines", blocks)
+
+
+def _thinned(points: Points) -> list[Measurement]:
+    """Return the points to calibrate with: `CALIBRATING` of each engine, evenly spaced, or all."""
+    by_engine: dict[str, list[Measurement]] = {}
+    for point in points:
+        if shape(point.case) is not None:
+            by_engine.setdefault(point.case.engine, []).append(point)
+    return [
+        engine_points[nth * len(engine_points) // count]
+        for engine_points in by_engine.values()
+        for count in (min(CALIBRATING, len(engine_points)),)
+        for nth in range(count)
+    ]
 
 
 def _memory(winners: Winners) -> Table:

@@ -763,11 +763,11 @@ def test_a_command_measures_requests_on_a_real_model(tmp_path: Path, monkeypatch
 def test_tables_tell_the_source_of_requests_in_the_caption_or_where_there_are_several_in_each_row() -> None:
     one, few = request_point(), request_point(requests=RequestLoad(source="fixed:20,3", requests=3, in_flight=1))
     other = request_point(requests=RequestLoad(source="lognormal:20,3", requests=3, in_flight=2))
-    (rates, *_), *_ = report_requests.tables([one, few])
+    _, _, rates, *_ = report_requests.section([one, few])
     assert isinstance(rates, Table)
     assert "requests of fixed:20, 3," in rates.caption
     assert [row.cells[1:3] for row in rates.rows] == [("3", "2 in flight"), ("3", "1 in flight")]
-    (rates, *_), *_ = report_requests.tables([one, other])
+    _, _, rates, *_ = report_requests.section([one, other])
     assert isinstance(rates, Table)
     assert "fixed" not in rates.caption
     assert [row.cells[1] for row in rates.rows] == ["3 of fixed:20, 3", "3 of lognormal:20, 3"]

@@ -7,7 +7,7 @@ spread: its noise is unknown, which is not the same as small, and no such change
 for change in compare(read(a).points, read(b).points).changes: print(change.label, change.relative, change.verdict)
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import hypot
 from statistics import fmean
 from typing import Any, Literal, NamedTuple
@@ -128,6 +128,18 @@ class Change(Frozen):
         if abs(self.delta) <= self.noise:
             return "noise"
         return "worse" if self.loss else "better"
+
+    def cells(self, text: Callable[[float], str]) -> tuple[str, ...]:
+        """Return both values (by `text`) or statuses, the change, and its noise."""
+        noise = self.noise / self.before.mean if self.noise is not None and self.before.mean else None
+        return (
+            *(
+                status if status != "ok" else "" if value.mean is None else text(value.mean)
+                for status, value in ((self.before_status, self.before), (self.after_status, self.after))
+            ),
+            "" if self.relative is None else f"{self.relative:+.1%}",
+            "" if noise is None else f"± {noise:.1%}",
+        )
 
     def regressed(self, share: float) -> bool:
         """Return whether the case broke, or lost over `share` beyond its noise."""

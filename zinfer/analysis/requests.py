@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import NamedTuple
 
 from zinfer.analysis.group import Setting
-from zinfer.analysis.sla import Sla, SlaCheck, parse, statistic
+from zinfer.analysis.sla import Sla, SlaCheck, check_samples, parse
 from zinfer.core.requests import RequestLoad
 from zinfer.record.requests import RequestKey, RequestMetric, RequestPoint, RequestSample
 
@@ -38,12 +38,7 @@ def share_within(point: RequestPoint, slas: Iterable[Sla] | None = None) -> floa
 
 def check(point: RequestPoint, slas: Iterable[Sla] | None = None) -> tuple[SlaCheck, ...]:
     """Check each level's statistic over all requests of a load."""
-    checks = []
-    for sla in levels(point) if slas is None else slas:
-        samples = _samples(point, sla)
-        value = statistic(samples, sla.statistic, worst_high=sla.metric in ("ttft", "tpot", "e2e")) if samples else None
-        checks.append(SlaCheck(sla=sla, actual=value, samples=len(samples)))
-    return tuple(checks)
+    return tuple(check_samples(sla, _samples(point, sla)) for sla in (levels(point) if slas is None else slas))
 
 
 def acceptance(points: Iterable[RequestPoint], model: str, draft: str) -> tuple[int, int]:

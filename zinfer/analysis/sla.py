@@ -105,13 +105,13 @@ def parse(text: str) -> Sla:
 
 def check(point: Measurement, slas: Iterable[Sla]) -> tuple[SlaCheck, ...]:
     """Check the point against each condition."""
-    checks = []
-    for sla in slas:
-        values = samples(point, sla.metric)
-        # bad samples are low rates and long times
-        value = statistic(values, sla.statistic, worst_high=sla.metric in TIMES) if values else None
-        checks.append(SlaCheck(sla=sla, actual=value, samples=len(values)))
-    return tuple(checks)
+    return tuple(check_samples(sla, samples(point, sla.metric)) for sla in slas)
+
+
+def check_samples(sla: Sla, values: Sequence[float]) -> SlaCheck:
+    """Check samples of a condition's metric; bad ones are low rates and long times."""
+    value = statistic(values, sla.statistic, worst_high=sla.metric in TIMES) if values else None
+    return SlaCheck(sla=sla, actual=value, samples=len(values))
 
 
 def statistic(samples: Sequence[float], name: str, worst_high: bool = True) -> float:

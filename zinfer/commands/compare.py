@@ -1,6 +1,7 @@
 """`zinfer compare`: two result files side by side, with noise."""
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,10 +10,11 @@ import click
 from zinfer.commands import options
 
 if TYPE_CHECKING:
-    from zinfer.analysis.compare import Change, Comparison, Metric, Verdict
+    from zinfer.analysis.compare import Change, Comparison, Metric
     from zinfer.record.measurement import Measurement
 
 METRICS = ("output_tok_s", "prefill_tok_s", "decode_tok_s", "ttft_ms", "tpot_ms", "gpu_peak_bytes")
+_MARKS = {"noise": "~", "unknown": "?", "same": "=", "untimed": "not timed"}
 AXES = ("engine", "offload", "gpu_weights", "weights", "options", "dtype", "load_format")
 
 
@@ -136,9 +138,14 @@ def _show(before: Path, after: Path, metric: "Metric", comparison: "Comparison")
     for title, changes in sections.items():
         click.echo(f"\n{title}\n{metric}, {sense} is better")
         columns = ("configuration", "#batch", "#A", "#B", "#change", "#noise", "")
+        text = partial(_amount, metric=metric)
         rows = [
-            (change.label, str(change.after_case.workload.batch_size), *_cells(change, metric)) for change in changes
-        ]
+            (
+                change.label, str(change.after_case.workload.batch_size), *change.cells(text),
+                _MARKS.get(change.verdict, change.verdict),
+            )
+            for change in changes
+        ]  # fmt: skip
         out.print(table("", columns, rows))
     verdicts = {change.verdict for change in comparison.changes}
     if "unknown" in verdicts:
@@ -157,18 +164,6 @@ def _title(change: "Change") -> str:
     weights = "dummy weights" if case.load_format == "dummy" else "weights of the checkpoint"
     lengths = f"{case.workload.input_len} in / {case.workload.output_len} out"
     return f"{case.model}{part}, {lengths} · {weights} · {case.dtype}"
-
-
-def _cells(change: "Change", metric: "Metric") -> tuple[str, ...]:
-    marks: dict[Verdict, str] = {"noise": "~", "unknown": "?", "same": "=", "untimed": "not timed"}
-    mark = marks.get(change.verdict, change.verdict)
-    sides = [
-        status if status != "ok" else "" if value.mean is None else _amount(value.mean, metric)
-        for status, value in ((change.before_status, change.before), (change.after_status, change.after))
-    ]
-    relative = "" if change.relative is None else f"{change.relative:+.1%}"
-    noise = "" if change.noise is None or not change.before.mean else f"± {change.noise / change.before.mean:.1%}"
-    return *sides, relative, noise, mark
 
 
 def _amount(value: float, metric: "Metric") -> str:

@@ -208,10 +208,8 @@ class RequestPoint(Recorded):
         tpot = self.summary("tpot_ms")
         return tpot.mean if tpot is not None else None
 
-    @property
-    def input_tokens(self) -> int:
-        """Tokens of the prompts of all requests."""
-        return sum(sample.input_len for sample in self.samples)
+    def _per_second(self, amount: int, ms: float) -> float | None:
+        return amount / ms * 1e3 if self.usable and ms else None
 
     @property
     def output_tokens(self) -> int:
@@ -228,22 +226,22 @@ class RequestPoint(Recorded):
     @property
     def output_tok_s(self) -> float | None:
         """Output tokens of the requests over the load's time."""
-        return self.output_tokens / self.wall_ms * 1e3 if self.usable and self.wall_ms else None
+        return self._per_second(self.output_tokens, self.wall_ms)
 
     @property
     def input_tok_s(self) -> float | None:
         """Prompt tokens of the requests over the load's time, a second."""
-        return self.input_tokens / self.wall_ms * 1e3 if self.usable and self.wall_ms else None
+        return self._per_second(sum(sample.input_len for sample in self.samples), self.wall_ms)
 
     @property
     def request_s(self) -> float | None:
         """Requests a second."""
-        return len(self.samples) / self.wall_ms * 1e3 if self.usable and self.wall_ms else None
+        return self._per_second(len(self.samples), self.wall_ms)
 
     @property
     def waiting_tok_s(self) -> float | None:
         """Output tokens a second while further requests waited, or None."""
-        return self.waiting_tokens / self.waiting_ms * 1e3 if self.usable and self.waiting_ms else None
+        return self._per_second(self.waiting_tokens, self.waiting_ms)
 
     @property
     def steady_tok_s(self) -> float | None:

@@ -90,20 +90,9 @@ def _against(name: str, before: Points, after: Points) -> list[Block]:
 
 
 def _change(change: compare.Change) -> Row:
-    case, noise = change.after_case, change.noise
-    sides = [
-        status if status != "ok" else "" if value.mean is None else rated(value.mean)
-        for status, value in ((change.before_status, change.before), (change.after_status, change.after))
-    ]
-    cells = (
-        f"{case.model} {change.label}",
-        str(case.workload.batch_size),
-        *sides,
-        "" if change.relative is None else f"{change.relative:+.1%}",
-        "" if noise is None or not change.before.mean else f"± {noise / change.before.mean:.1%}",
-        _WORDS.get(change.verdict, change.verdict),
-    )
-    return Row(cells, _KINDS.get(change.verdict, ""))
+    case, verdict = change.after_case, change.verdict
+    named = f"{case.model} {change.label}", str(case.workload.batch_size)
+    return Row((*named, *change.cells(rated), _WORDS.get(verdict, verdict)), _KINDS.get(verdict, ""))
 
 
 def _conduct(label: str, points: Points) -> Row:

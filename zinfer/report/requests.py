@@ -6,7 +6,7 @@ from statistics import fmean
 
 from zinfer.analysis.requests import check, goodput, group_of, loads_of, share_within
 from zinfer.core.units import duration, figures
-from zinfer.record.requests import METRICS, RequestPoint, Summary
+from zinfer.record.requests import METRICS, RequestPoint
 from zinfer.report.document import Block, Heading, Items, Row, Table, Text
 
 RATES = (
@@ -28,36 +28,23 @@ WORDS = (
 
 
 def section(points: Iterable[RequestPoint]) -> tuple[Block, ...]:
-    """Return the blocks about loads of requests, if there are any."""
-    tables_of_models = tables(points)
-    if not tables_of_models:
-        return ()
-    return (Heading("Loads of requests"), Text(WORDS), *(block for blocks in tables_of_models for block in blocks))
-
-
-def tables(points: Iterable[RequestPoint]) -> list[tuple[Table | Items, ...]]:
-    """Return the tables of each model or slice on each machine."""
+    """Return the tables of each model or slice on each machine, if there are any."""
     groups: dict[str, list[RequestPoint]] = {}
     for point in points:
         groups.setdefault(f"{group_of(point).part}, {point.machine}", []).append(point)
-    blocks_of_models: list[tuple[Table | Items, ...]] = []
-    for name, records_of_model in groups.items():
-        last = [record for records in loads_of(records_of_model).values() if (record := _last(records)) is not None]
-        levels = tuple(f"{_named(record)}: {level.describe()}." for record in last for level in check(record))
-        blocks: list[Table | Items] = [_rates(name, records_of_model)]
+    blocks: list[Block] = [Heading("Loads of requests"), Text(WORDS)]
+    for name, records in groups.items():
+        usable = loads_of(record for record in records if record.usable)
+        last = [loads[-1] for loads in usable.values()]
+        blocks.append(_rates(name, records))
         blocks += [_passes(name, last), _times(name, last)] if last else []
-        blocks += [Items(levels)] if levels else []
-        blocks_of_models.append(tuple(blocks))
-    return blocks_of_models
-
-
-def _last(records: Iterable[RequestPoint]) -> RequestPoint | None:
-    """Return the last record with samples."""
-    return next((record for record in reversed(tuple(records)) if record.usable), None)
-
-
-def _named(point: RequestPoint) -> str:
-    return f"{point.case.label()}, {point.requests.loop}"
+        levels = (
+            f"{record.case.label()}, {record.requests.loop}: {level.describe()}."
+            for record in last
+            for level in check(record)
+        )
+        blocks.append(Items(tuple(levels)))
+    return tuple(blocks) if groups else ()
 
 
 def _rates(name: str, points: Iterable[RequestPoint]) -> Table:
@@ -102,19 +89,13 @@ def _passes(name: str, points: Iterable[RequestPoint]) -> Table:
 
 def _times(name: str, points: Iterable[RequestPoint]) -> Table:
     rows = [
-        Row(
-            (
-                point.case.label(),
-                point.requests.loop,
-                metric.removesuffix("_ms").upper(),
-                *_summary(point.summary(metric)),
-            )
-        )
+        Row((point.case.label(), point.requests.loop, metric.removesuffix("_ms").upper(), *map(_duration, times)))
         for point in points
         for metric in METRICS
+        for times in (point.summary(metric) or (None,) * 4,)
     ]
     return Table(f"{name}: times of requests in the last load.", TIMES, tuple(rows))
 
 
-def _summary(summary: Summary | None) -> tuple[str, ...]:
-    return ("",) * 4 if summary is None else tuple(duration(value / 1e3) for value in summary)
+def _duration(ms: float | None) -> str:
+    return "" if ms is None else duration(ms / 1e3)

@@ -60,7 +60,7 @@ def _samples(point: RequestPoint, sla: Sla) -> list[float]:
 
 
 def _value(point: RequestPoint, sample: RequestSample, sla: Sla) -> float | None:
-    ms = point.one(sample, _TIMES[sla.metric])
+    ms = point.value_ms(sample, _TIMES[sla.metric])
     if ms is None or sla.metric != "user_tok_s":
         return None if ms is None else ms / 1e3
     return 1e3 / ms if ms else None

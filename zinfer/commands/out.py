@@ -16,7 +16,7 @@ from rich.text import Text
 from zinfer.system.printable import printable, unguarded
 
 UNLIMITED = 10_000  # columns of a table in a file or a pipe
-LEAST_WORDS = 12  # columns that a cell of words keeps when it is wrapped
+MIN_WORDS = 12  # columns that a cell of words keeps when it is wrapped
 INDENT = 2  # columns before the values of a row that is shown as a block
 
 
@@ -82,10 +82,10 @@ class Table:
             yield Text(self.title, style="italic")
         shown = list(range(len(self.columns)))
         gone: list[str] = []
-        while self._least(shown) > width and len(gone) < len(self.drop):
+        while self._min_width(shown) > width and len(gone) < len(self.drop):
             gone.append(self.drop[len(gone)])
             shown = [nth for nth in shown if self.columns[nth] not in gone]
-        if self._least(shown) <= width:
+        if self._min_width(shown) <= width:
             yield self._grid(shown, width)
         else:
             gone = []
@@ -103,9 +103,9 @@ class Table:
         natural = max(lines, cell_len(title))
         if self.numbers[nth]:  # its title may be wrapped, its numbers may not
             return max(lines, *map(cell_len, title.split() or [""])), natural
-        return min(natural, max(words, LEAST_WORDS)), natural
+        return min(natural, max(words, MIN_WORDS)), natural
 
-    def _least(self, shown: Sequence[int]) -> int:
+    def _min_width(self, shown: Sequence[int]) -> int:
         """Return the smallest width of these columns, without a frame."""
         return sum(self._widths(nth)[0] for nth in shown) + 2 * (len(shown) - 1)
 
@@ -115,14 +115,14 @@ class Table:
         grid = Grid(box=box.HEAVY_HEAD if framed else box.SIMPLE_HEAD, pad_edge=framed, show_edge=framed)
         if not framed:
             grid.padding, grid.collapse_padding = (0, 1, 0, 0), True
-        spare = width - self._least(shown)
+        spare = width - self._min_width(shown)
         for nth in shown:
-            least, wanted = self._widths(nth)
-            given = min(wanted - least, max(0, spare))
+            min_width, wanted = self._widths(nth)
+            given = min(wanted - min_width, max(0, spare))
             spare -= given
             grid.add_column(
-                Text(self.columns[nth]), justify="right" if self.numbers[nth] else "left", min_width=least + given,
-                max_width=least + given, overflow="fold",
+                Text(self.columns[nth]), justify="right" if self.numbers[nth] else "left", min_width=min_width + given,
+                max_width=min_width + given, overflow="fold",
             )  # fmt: skip
         for index, row in enumerate(self.rows):
             grid.add_row(*(Text(row[nth]) for nth in shown), end_section=index in self.ends)

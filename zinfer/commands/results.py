@@ -32,13 +32,13 @@ def results_options(function: Command) -> Command:
 class Chosen(NamedTuple):
     """Results to answer from, in `path`, of `machines` (None is all).
 
-    `named` tells whether the path was given; `own`, that the machine is this one because none was asked for.
+    `named` tells whether the path was given; `this_machine`, that the machine is this one because none was asked for.
     """
 
     path: Path
     machines: tuple[str, ...] | None
     named: bool
-    own: bool
+    this_machine: bool
 
     def roots(self) -> tuple[Path, ...]:
         """Return the folders and files to read.
@@ -81,7 +81,7 @@ class Chosen(NamedTuple):
     def nothing(self) -> Failure:
         """Return the error for no record at all."""
         machines = self._there()
-        if self.own:
+        if self.this_machine:
             alternatives = f"; --machine all shows the records of {', '.join(machines)}" if machines else ""
             return Failure(
                 f"no results for this machine, {self.machines and self.machines[0]}, in {self.path}: measure with "
@@ -110,7 +110,7 @@ class Chosen(NamedTuple):
         names = sorted(names)
         if self.machines is None:
             return names
-        if self.own:
+        if self.this_machine:
             return [name for name in names if name in self.machines]
         exact = {asked for asked in self.machines if asked in names}
         begun = tuple(asked for asked in self.machines if asked not in exact)
@@ -124,9 +124,9 @@ def choose(results: Path | None, machine: str | None) -> Chosen:
     path = local.RESULTS if results is None else results
     if machine is not None:
         names = tuple(name.strip() for name in machine.split(",") if name.strip())
-        return Chosen(path, None if ALL in names or not names else names, results is not None, own=False)
+        return Chosen(path, None if ALL in names or not names else names, results is not None, this_machine=False)
     this_machine = (local.name(),) if results is None else None
-    return Chosen(path, this_machine, results is not None, own=this_machine is not None)
+    return Chosen(path, this_machine, results is not None, this_machine=this_machine is not None)
 
 
 def usable(records_of_files: "list[tuple[Path, Records]]", chosen: Chosen, requests_too: bool = False) -> "Records":

@@ -181,9 +181,9 @@ class RequestPoint(Recorded):
         ended = [sample for sample in self.samples if sample.runs and sample.tokens == sample.output_len]
         if metric == "itl_ms":
             return [gap for sample in ended for gap in self._gaps(sample)]
-        return [value for sample in ended if (value := self.one(sample, metric)) is not None]
+        return [value for sample in ended if (value := self.value_ms(sample, metric)) is not None]
 
-    def one(self, sample: RequestSample, metric: RequestMetric) -> float | None:
+    def value_ms(self, sample: RequestSample, metric: RequestMetric) -> float | None:
         """Return a metric of one request, in ms; None where undefined."""
         passes = sample.passes
         if not passes:

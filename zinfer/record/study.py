@@ -108,7 +108,7 @@ class Deviation(Frozen):
         every = [position for row in rows for position in row]
         error, kl, same, reference_nats, nats = zip(*every, strict=True)
         text = along == "text"
-        first = () if text else (next((i for i, one in enumerate(row) if not one.same), None) for row in rows)
+        first = () if text else (next((i for i, position in enumerate(row) if not position.same), None) for row in rows)
         return cls(
             case=case, along=along, rows=len(rows), positions=len(every), error=fmean(error), error_max=max(error),
             kl=fmean(kl), kl_max=max(kl), agreement=fmean(same), first_differences=tuple(first),

@@ -154,13 +154,18 @@ class Workload(NamedTuple):
 
         One run is one start of the sweep, or starts that took turns, two of each at least.
         """
-        one, other = ours.runs(self.starts), theirs.runs(self.starts)
-        runs = set(one) & set(other)
-        if not runs and min(len(one), len(other)) > 1 and min(one) < max(other) and min(other) < max(one):
-            runs = {*one, *other}
+        our_runs, their_runs = ours.runs(self.starts), theirs.runs(self.starts)
+        runs = set(our_runs) & set(their_runs)
+        if (
+            not runs
+            and min(len(our_runs), len(their_runs)) > 1
+            and min(our_runs) < max(their_runs)
+            and min(their_runs) < max(our_runs)
+        ):
+            runs = {*our_runs, *their_runs}
         first, second = (
             Entry(tuple(point for point, run in zip(entry.points, numbers, strict=True) if run in runs)).rates(rate)
-            for entry, numbers in ((ours, one), (theirs, other))
+            for entry, numbers in ((ours, our_runs), (theirs, their_runs))
         )
         ratios = [a / b for a, b in zip(first, second, strict=False)]
         if not ratios:
@@ -294,7 +299,7 @@ def _description(name: str) -> str:
         return header.description
     recipe = documents.parse_toml(path.read_bytes(), path)
     axes = {key: recipe[key] for key in ("model", "engine", "layers", "gpu_weights") if key in recipe}
-    same = all(header.recipe.get(key) == (one if isinstance(one, list) else [one]) for key, one in axes.items())
+    same = all(header.recipe.get(key) == (value if isinstance(value, list) else [value]) for key, value in axes.items())
     return str(recipe["description"]) if same else ""
 
 

@@ -138,8 +138,8 @@ def _decision(workload: WorkloadFindings, findings: Findings) -> Iterator[Block]
 def loss(point: Measurement, findings: Findings) -> str:
     """Return what is known of the loss by lossy settings."""
     for run in findings.studies:
-        for one in study.deviations(run, point.case) if run.study == "accuracy" else ():
-            return f"the same most likely token at {one.agreement:.2%} of {one.positions:,} positions"
+        for deviation in study.deviations(run, point.case) if run.study == "accuracy" else ():
+            return f"the same most likely token at {deviation.agreement:.2%} of {deviation.positions:,} positions"
     return "`zinfer study accuracy` tells how far its text differs"
 
 

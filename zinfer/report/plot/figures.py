@@ -221,7 +221,7 @@ def reuse(run: Study) -> Figure | None:
     if not points:
         return None
     contexts = [point.context for point in points]
-    words = [f"{told}." for source in SOURCES if (told := study.verdict(points, source)) is not None]
+    words = [f"{text}." for source in SOURCES if (text := study.verdict(points, source)) is not None]
     notes = (" ".join(word[0].upper() + word[1:] for word in words), f"{run.machine} · {study.conditions(run)}")
     with looks():
         sheet = Sheet(study.show(run), "when does a reload pay?", notes)

@@ -106,8 +106,8 @@ def render(figure: Figure, form: Format) -> bytes:
     root = ElementTree.fromstring(printable(buffer.getvalue().decode()))
     _slim(root)
     for tag, words in (("desc", said(figure, "note")), ("title", said(figure, "title"))):
-        root.insert(0, told := Element(f"{{{_SVG}}}{tag}"))
-        told.text = words
+        root.insert(0, element := Element(f"{{{_SVG}}}{tag}"))
+        element.text = words
     root.attrib |= {"role": "img", "style": _STROKES}
     ElementTree.register_namespace("", _SVG)
     ElementTree.register_namespace("xlink", _XLINK)

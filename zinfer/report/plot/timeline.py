@@ -101,7 +101,7 @@ def _lanes(spans: Spans) -> list[_Lane]:
 
 def _waiting(spans: Spans) -> Spans:
     """Return the spans of the GPU whose link waits longest."""
-    return max(by_rank(spans), key=lambda own: waits(own).total_ms)
+    return max(by_rank(spans), key=lambda rank_spans: waits(rank_spans).total_ms)
 
 
 def _overview(axes: Axes, point: Measurement, longest: float) -> None:

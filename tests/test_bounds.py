@@ -279,9 +279,7 @@ WRONG: dict[str, dict[str, Any]] = {
     },
     "effective.settings.ring_depth: 'x'": {"effective": Effective(gpu_weight_bytes=0, settings={"ring_depth": "x"})},
     "timeline: GPU 1 of 1": {"timeline": tuple(span._replace(rank=1) for span in traced())},
-    "timeline: a step of no length": {
-        "timeline": tuple(span._replace(start_ms=-1.0, end_ms=0.0) for span in traced())
-    },
+    "timeline: a step of no length": {"timeline": tuple(span._replace(start_ms=-1.0, end_ms=0.0) for span in traced())},
 }
 
 

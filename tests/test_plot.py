@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import combinations
@@ -244,10 +243,8 @@ def test_a_timeline_of_many_spans_draws_what_can_be_seen() -> None:
             for nth in range(10_000) for layer, at in [(nth // 100, nth * 0.1)]
             for lane, start in (("copy", 0.0), ("compute", 0.02))]  # fmt: skip
     many = tuple(Span(*row) for row in rows)
-    began = time.process_time()
     figure = drawn([point(case(8), timeline=many)])["timeline"]
     content = chart.render(figure, "svg")
-    assert time.process_time() - began < 60
     assert len(content) < 200_000
     assert any("The link waits 400.0 ms (40.0%)" in text for text in labels(figure.axes[0]))
 

@@ -23,7 +23,7 @@ from tests import mentions
 from tests.results import LAYERS_BYTES, case, point, sweep, traced
 from zinfer.analysis.group import Metric, groups, samples
 from zinfer.cli import cli
-from zinfer.record.measurement import Effective, Measurement, Span
+from zinfer.record.measurement import Effective, Measurement, Span, spans
 from zinfer.record.store import Store, read
 from zinfer.report.plot import figures as plot
 from zinfer.report.plot import style as chart
@@ -217,7 +217,7 @@ def slow_disk() -> tuple[Span, ...]:
         arrived = 40.0 * layer + 2
         rows += [("disk", layer, 40 * layer, arrived + 40), ("copy", (layer + 9) % 10, arrived, arrived + 20)]
         rows.append(("compute", (layer + 9) % 10, arrived + 21, arrived + 24))
-    return tuple(Span(*row) for row in rows)
+    return spans(rows)
 
 
 def test_the_timeline_of_several_gpus_shows_each_with_its_gathers() -> None:
@@ -242,8 +242,7 @@ def test_a_timeline_of_many_spans_draws_what_can_be_seen() -> None:
     rows = [[lane, layer, at + start, at + start + 0.06]
             for nth in range(10_000) for layer, at in [(nth // 100, nth * 0.1)]
             for lane, start in (("copy", 0.0), ("compute", 0.02))]  # fmt: skip
-    many = tuple(Span(*row) for row in rows)
-    figure = drawn([point(case(8), timeline=many)])["timeline"]
+    figure = drawn([point(case(8), timeline=rows)])["timeline"]
     content = chart.render(figure, "svg")
     assert len(content) < 200_000
     assert any("The link waits 400.0 ms (40.0%)" in text for text in labels(figure.axes[0]))

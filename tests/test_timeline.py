@@ -20,12 +20,12 @@ from zinfer.record.measurement import spans as stored
 
 
 def spans(*rows: tuple[str, int | None, float, float]) -> tuple[Span, ...]:
-    return tuple(Span(*row) for row in rows)
+    return stored(rows)
 
 
 def test_copies_of_experts_are_told_apart_in_a_row() -> None:
     rows = ["copy", 1, 2.0, 3.5], ["copy", 1, 2.0, 3.5, "guess"]
-    one, other = (Span(*row) for row in rows)
+    one, other = stored(rows)
     assert (one.carries, other.carries) == (None, "guess")
     assert [span.row() for span in (one, other)] == [*rows]
     with pytest.raises(ValueError, match="lane"):
@@ -34,7 +34,7 @@ def test_copies_of_experts_are_told_apart_in_a_row() -> None:
 
 def test_spans_of_several_gpus_are_told_apart_in_a_row() -> None:
     rows = [["gather", 1, 2.0, 3.5], ["gather", 1, 2.0, 3.5, None, 1], ["copy", 1, 2.0, 3.5, "guess", 3]]
-    found = [Span(*row) for row in rows]
+    found = stored(rows)
     assert [(one.rank, one.carries) for one in found] == [(0, None), (1, None), (3, "guess")]
     assert [span.row() for span in found] == rows
     assert [len(own) for own in by_rank((*found, *found))] == [2, 2, 2]

@@ -71,7 +71,7 @@ def _fields(model: type[BaseModel], holder: str, prefix: str = "") -> dict[str, 
 
 def _field(path: str, point: Any) -> Cell:
     holder, _, name = path.rpartition(".")
-    value = getattr(attrgetter(holder)(point), name, None)
+    value: Any = getattr(attrgetter(holder)(point), name, None)
     return _cell(dict(value) if name == "options" else value)
 
 

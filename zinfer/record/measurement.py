@@ -54,6 +54,7 @@ class Effective(Frozen):
 # Read from disk, copy over the link, gather the parts of several GPUs, unpack the wire's code, compute with weights.
 Lane = Literal["disk", "copy", "gather", "unpack", "compute"]
 Carried = Literal["expert", "guess"]  # what a copy carries: experts that were chosen, or guessed to be
+_OLD_UNPACK: Any = "decode"  # name of the lane in earlier records
 Moment = Annotated[float, Field(allow_inf_nan=False), AfterValidator(lambda value: round(value, 3) + 0.0)]
 
 
@@ -84,8 +85,8 @@ def spans(rows: Any) -> tuple[Span, ...]:
     try:
         timeline = tuple(starmap(Span, rows))
         lanes, layers, starts, ends, carries, ranks = zip(*timeline, strict=True)
-        if "decode" in lanes:  # name of the lane in earlier records
-            return spans([("unpack" if span.lane == "decode" else span.lane, *span[1:]) for span in timeline])
+        if _OLD_UNPACK in lanes:
+            return spans([("unpack" if span.lane == _OLD_UNPACK else span.lane, *span[1:]) for span in timeline])
         named = {*lanes} <= {*get_args(Lane)} and {*carries} <= {None, *get_args(Carried)}
     except TypeError:
         raise ValueError("a span is a row of 4 to 6 values") from None

@@ -134,8 +134,8 @@ def test_answers_are_for_this_machine(shipped: Path, verb: str) -> None:
     assert "nvidia" not in done.stdout
     everything = CliRunner().invoke(cli, [*verb.split(), "--machine", "all"])
     assert everything.exit_code == 0
-    told = ("mine", "nvidia-h100", "nvidia-h200", "nvidia-h200-16-cores")
-    assert verb == "report" or all(name in everything.stdout for name in told)
+    machines = ("mine", "nvidia-h100", "nvidia-h200", "nvidia-h200-16-cores")
+    assert verb == "report" or all(name in everything.stdout for name in machines)
     if verb == "report":
         assert done.stdout.splitlines() == ["plots/mine/report.html"]
         assert everything.stdout.splitlines() == ["plots/all/report.html"]
@@ -216,9 +216,9 @@ def test_the_printed_command_uses_the_same_configuration(
     given = batch.make_context("batch", words[2:]).params
     assert given["layers"] is None, "the whole model"
     assert given["batch_size"] == (asked.workload.batch_size if asked.layers is None else None)
-    told = {name: given[name] for name in ("model", "engine", "gpu_weights", "nvme_path")}
+    load_options = {name: given[name] for name in ("model", "engine", "gpu_weights", "nvme_path")}
     settings = given["settings"] | {key: found for key in SHORTHANDS if (found := given.get(key)) is not None}
-    loads = one_load("batch", **told, offload=given["offload"], layers=None, settings=settings)
+    loads = one_load("batch", **load_options, offload=given["offload"], layers=None, settings=settings)
     whole = {load.case("dummy", given["dtype"], 1, 1) for load in loads}
     wanted = asked.load.model_copy(
         update={"layers": None, "workload": Workload(batch_size=1, input_len=1, output_len=1)}

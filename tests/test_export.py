@@ -228,9 +228,9 @@ def test_parquet_keeps_types_values_and_nulls(results: Path) -> None:
 
     done = export(results, "--format", "parquet")
     assert done.exit_code == 0, done.output
-    found = pyarrow.parquet.read_table(io.BytesIO(done.stdout_bytes))
-    assert found.to_pylist() == json.loads(export(results, "--format", "json").stdout)
-    types = {name: str(found.schema.field(name).type) for name in ("model", "batch_size", "tpot_ms", "gpu_used_bytes")}
+    table = pyarrow.parquet.read_table(io.BytesIO(done.stdout_bytes))
+    assert table.to_pylist() == json.loads(export(results, "--format", "json").stdout)
+    types = {name: str(table.schema.field(name).type) for name in ("model", "batch_size", "tpot_ms", "gpu_used_bytes")}
     assert types == {"model": "string", "batch_size": "int64", "tpot_ms": "double", "gpu_used_bytes": "int64"}
 
 

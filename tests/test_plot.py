@@ -197,8 +197,8 @@ def test_the_timeline_tells_chosen_and_guessed_experts_apart() -> None:
     )
     for some, expected in ((spans, 0), (shared, 2)):
         figure = drawn([point(case(8), timeline=some)])["timeline"]
-        told = {patch.get_label() for axes in figure.axes for patch in axes.patches}
-        assert sum(f"{kind} experts cross the link" in told for kind in ("chosen", "guessed")) == expected
+        labelled = {patch.get_label() for axes in figure.axes for patch in axes.patches}
+        assert sum(f"{kind} experts cross the link" in labelled for kind in ("chosen", "guessed")) == expected
 
 
 def test_the_timeline_shows_the_disk_above_the_link() -> None:
@@ -221,10 +221,10 @@ def slow_disk() -> tuple[Span, ...]:
 
 
 def test_the_timeline_of_several_gpus_shows_each_with_its_gathers() -> None:
-    one = traced(running=True)
-    gathers = [span._replace(lane="gather", end_ms=span.start_ms + 9) for span in one[-30:-2]]
-    two = (*one, *(span._replace(rank=1) for span in (*traced(launch_ms=40.0), *gathers)))
-    alone, both = (drawn([point(case(8), timeline=spans)])["timeline"] for spans in (one, two))
+    single = traced(running=True)
+    gathers = [span._replace(lane="gather", end_ms=span.start_ms + 9) for span in single[-30:-2]]
+    double = (*single, *(span._replace(rank=1) for span in (*traced(launch_ms=40.0), *gathers)))
+    alone, both = (drawn([point(case(8), timeline=spans)])["timeline"] for spans in (single, double))
     whole, part = both.axes
     for axes in (whole, part):
         names = [label.get_text() for label in axes.get_yticklabels()]
@@ -347,7 +347,7 @@ def digests(folder: Path, paths: Iterable[Path]) -> dict[str, str]:
 def test_two_processes_draw_the_same_bytes(results: Path, tmp_path: Path) -> None:
     with Store.open(results / "h100" / "bloom.jsonl") as store:
         store.append(TRACED[2])
-    found = []
+    hashes = []
     for nth, style in enumerate(["", "font.size: 17\nlines.linewidth: 5\nsavefig.bbox: tight\nsvg.fonttype: none\n"]):
         config = tmp_path / f"config{nth}"
         config.mkdir()
@@ -357,9 +357,9 @@ def test_two_processes_draw_the_same_bytes(results: Path, tmp_path: Path) -> Non
         command += ["--figure", "link,timeline"]
         environment = os.environ | {"PYTHONHASHSEED": str(nth), "MPLCONFIGDIR": str(config), "TZ": f"UTC{nth}"}
         subprocess.run(command, env=environment, check=True, capture_output=True)
-        found.append(digests(out, out.rglob("*.*")))
-    assert found[0] == found[1]
-    assert len(found[0]) == 4
+        hashes.append(digests(out, out.rglob("*.*")))
+    assert hashes[0] == hashes[1]
+    assert len(hashes[0]) == 4
 
 
 def test_the_command_prints_what_it_wrote(results: Path, tmp_path: Path) -> None:
@@ -434,9 +434,9 @@ def test_an_svg_is_small_and_its_text_is_text(name: str) -> None:
     for figure in shown(name).values():
         svg = chart.render(figure, "svg")
         root = ElementTree.fromstring(svg)
-        found = [str(element.text) for element in root.iter("{http://www.w3.org/2000/svg}text")]
+        written = [str(element.text) for element in root.iter("{http://www.w3.org/2000/svg}text")]
         for text in (*figure.texts, *figure.legends[0].get_texts(), *figure.axes[0].texts):
-            assert all(line in found for line in text.get_text().split("\n"))
+            assert all(line in written for line in text.get_text().split("\n"))
         assert root.get("role") == "img"
         assert [element.tag.split("}")[1] for element in root][:2] == ["title", "desc"]
         assert root[0].text == chart.said(figure, "title")

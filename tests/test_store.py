@@ -81,9 +81,9 @@ def test_a_record_torn_at_any_byte_is_cut_off_and_kept_aside(tmp_path: Path) -> 
         with Store.open(file) as store:
             assert len(store.points()) == len(kept)
             store.append(points[2])
-        found = read(file)
-        assert found.points == (*kept, points[2])
-        assert found.damaged == ()
+        records = read(file)
+        assert records.points == (*kept, points[2])
+        assert records.damaged == ()
         assert not aside.exists() if end == start or len(kept) == 2 else aside.read_bytes() == whole[start:end] + b"\n"
 
 
@@ -107,12 +107,12 @@ def test_a_flipped_byte_in_the_middle_costs_that_line_only(file: Path) -> None:
         broken = bytearray(whole)
         broken[position] ^= 0x40
         file.write_bytes(broken)
-        found = read(file)
-        assert POINTS[0] not in found.points
-        assert POINTS[2] in found.points
-        assert found.headers == (HEADER,)
-        assert found.damaged[0].line == 2
-        assert "bloom.jsonl:2" in str(found.damaged[0])
+        records = read(file)
+        assert POINTS[0] not in records.points
+        assert POINTS[2] in records.points
+        assert records.headers == (HEADER,)
+        assert records.damaged[0].line == 2
+        assert "bloom.jsonl:2" in str(records.damaged[0])
         for _ in range(2):  # a second opening does not copy the line again
             with Store.open(file) as store:
                 assert store.damaged
@@ -264,18 +264,18 @@ def test_a_timeline_is_stored_as_short_rows() -> None:
     assert json.loads(with_timeline)["timeline"][2] == ["copy", 2, 6.854, 97.899]
     assert len(spans) == 3 * 70 + 2
     assert len(with_timeline) - len(plain) < 36 * len(spans)
-    found = decode(with_timeline)
-    assert isinstance(found, Measurement)
-    assert [span.row() for span in found.timeline] == [span.row() for span in spans]
+    read_back = decode(with_timeline)
+    assert isinstance(read_back, Measurement)
+    assert [span.row() for span in read_back.timeline] == [span.row() for span in spans]
 
 
 def test_spans_of_earlier_records_are_read() -> None:
     fields = json.loads(encode(POINTS[0])) | {"timeline": [["decode", 3, 1.0, 2.5]]}
     del fields["checksum"]
-    found = decode(jsonl.seal("point", fields))
-    assert isinstance(found, Measurement)
-    assert found.timeline == (Span(lane="unpack", layer=3, start_ms=1.0, end_ms=2.5),)
-    assert json.loads(encode(found))["timeline"] == [["unpack", 3, 1.0, 2.5]]
+    read_back = decode(jsonl.seal("point", fields))
+    assert isinstance(read_back, Measurement)
+    assert read_back.timeline == (Span(lane="unpack", layer=3, start_ms=1.0, end_ms=2.5),)
+    assert json.loads(encode(read_back))["timeline"] == [["unpack", 3, 1.0, 2.5]]
 
 
 def test_records_without_a_timeline_are_read() -> None:
@@ -290,11 +290,11 @@ def test_not_a_number_is_written_as_null() -> None:
     measured = POINTS[0].model_copy(
         update={"predicted": {"step_s": nan}, "gpu": {"power": [infinity, 1.0], "path": Path("x")}, "load_s": nan}
     )
-    found = decode(encode(measured))
-    assert isinstance(found, Measurement)
-    assert found.predicted == {"step_s": None}
-    assert found.gpu == {"power": [None, 1.0], "path": "x"}
-    assert found.load_s is None
+    read_back = decode(encode(measured))
+    assert isinstance(read_back, Measurement)
+    assert read_back.predicted == {"step_s": None}
+    assert read_back.gpu == {"power": [None, 1.0], "path": "x"}
+    assert read_back.load_s is None
     with pytest.raises(ValidationError, match="finite"):
         Measurement.model_validate(POINTS[0].model_dump() | {"ttft_ms": (nan, 1.0)})
 

@@ -34,10 +34,10 @@ def test_copies_of_experts_are_told_apart_in_a_row() -> None:
 
 def test_spans_of_several_gpus_are_told_apart_in_a_row() -> None:
     rows = [["gather", 1, 2.0, 3.5], ["gather", 1, 2.0, 3.5, None, 1], ["copy", 1, 2.0, 3.5, "guess", 3]]
-    found = stored(rows)
-    assert [(one.rank, one.carries) for one in found] == [(0, None), (1, None), (3, "guess")]
-    assert [span.row() for span in found] == rows
-    assert [len(own) for own in by_rank((*found, *found))] == [2, 2, 2]
+    timeline = stored(rows)
+    assert [(one.rank, one.carries) for one in timeline] == [(0, None), (1, None), (3, "guess")]
+    assert [span.row() for span in timeline] == rows
+    assert [len(own) for own in by_rank((*timeline, *timeline))] == [2, 2, 2]
     assert by_rank(()) == ()
     for wrong in (rows[0][:3], [*rows[2], 1]):
         with pytest.raises(ValueError, match="4 to 6"):

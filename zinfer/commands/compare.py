@@ -88,17 +88,14 @@ def command(
 
 def _points(path: Path) -> "tuple[Measurement, ...]":
     from zinfer.commands.failure import Failure
-    from zinfer.core.errors import ENVIRONMENT, NOTHING
-    from zinfer.record.store import StoreError, read
+    from zinfer.core.errors import NOTHING
+    from zinfer.record.store import read
 
     if path.is_dir() or path.suffix != ".jsonl":
         raise Failure(f"{path} is not a results file: name a .jsonl, such as sweeps/results/<machine>/<sweep>.jsonl")
     if not path.exists():
         raise Failure(f"{path} does not exist: name a results file", NOTHING)
-    try:
-        records = read(path)
-    except StoreError as error:
-        raise Failure(str(error), ENVIRONMENT) from error
+    records = read(path)
     if not records.points:
         if records.requests:
             raise Failure(f"{path} has loads of requests only, which are not compared: see `zinfer report`", NOTHING)

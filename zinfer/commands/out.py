@@ -3,7 +3,6 @@
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from rich import box
@@ -143,15 +142,3 @@ class Table:
 
 
 table = Table
-
-
-def write(path: Path, text: str) -> None:
-    """Replace `path` by `text` as a whole. Raises Failure if that fails."""
-    from zinfer.commands.failure import Failure
-    from zinfer.core.errors import ENVIRONMENT
-    from zinfer.system import atomic
-
-    try:
-        atomic.write(path, text)
-    except OSError as error:
-        raise Failure(f"cannot write {path}: {error.strerror}; choose another place with -o", ENVIRONMENT) from None

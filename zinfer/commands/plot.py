@@ -88,16 +88,10 @@ def command(results: Path | None, machine: str | None, output: Path, formats: st
 
 
 def _write(figure: "Figure", stem: Path, forms: "list[Format]") -> None:
-    """Write the figure as `stem` and a suffix for each form. Raises Failure where it cannot be written."""
-    from zinfer.commands.failure import Failure
-    from zinfer.core.errors import ENVIRONMENT
+    from zinfer.commands.files import write
     from zinfer.report.plot.style import render
-    from zinfer.system import atomic
 
     for form in forms:
         path = stem.with_name(f"{stem.name}.{form}")
-        try:
-            atomic.write(path, render(figure, form))
-        except OSError as error:
-            raise Failure(f"cannot write {path}: {error.strerror}", ENVIRONMENT) from error
+        write(path, render(figure, form))
         click.echo(path)

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 def command(nvme_path: str | None, output: Path | None, quick: bool, memory: int | None, as_json: bool) -> None:
     """Measure the links between this machine's memories, its compute rate and, with --nvme-path, a drive; write
     machine.json."""
-    from zinfer.commands.out import console, write
+    from zinfer.commands.files import write
+    from zinfer.commands.out import console
     from zinfer.core.units import parse_bytes
     from zinfer.system import local
     from zinfer.worker.probe import probe

@@ -56,12 +56,11 @@ def command(
     """
     from zinfer.analysis.economics import Prices, parse_demand
     from zinfer.commands.failure import Failure
+    from zinfer.commands.files import write
     from zinfer.commands.results import choose
-    from zinfer.core.errors import ENVIRONMENT, NOTHING
-    from zinfer.record.store import StoreError
+    from zinfer.core.errors import NOTHING
     from zinfer.report import contents, markdown, page
     from zinfer.report.findings import Demand
-    from zinfer.system import atomic
 
     suffix = output.suffix[1:] if output else "html"
     if form is None and suffix not in FORMS:
@@ -75,20 +74,14 @@ def command(
         gpus_per_server=gpus_per_server,
     )  # fmt: skip
     chosen = choose(results, machine)
-    try:
-        findings = _findings(chosen, baseline, model)
-        if not (findings.workloads or findings.studies or findings.requests):
-            lost = f" (left out {findings.damaged[0]})" if findings.damaged else ""
-            other = f"no results of {model} in {chosen.path}: `zinfer best` names the models that were measured"
-            raise Failure(other if model else f"{chosen.nothing()}{lost}", NOTHING)
-        output = output or Path("plots") / _folder(findings) / f"report.{form}"
-        document = contents.document(findings._replace(prices=prices, demand=asked))
-    except StoreError as error:
-        raise Failure(str(error), ENVIRONMENT) from error
-    try:
-        atomic.write(output, page.html(document) if form == "html" else markdown.markdown(document))
-    except OSError as error:
-        raise Failure(f"cannot write {output}: {error.strerror}", ENVIRONMENT) from error
+    findings = _findings(chosen, baseline, model)
+    if not (findings.workloads or findings.studies or findings.requests):
+        lost = f" (left out {findings.damaged[0]})" if findings.damaged else ""
+        other = f"no results of {model} in {chosen.path}: `zinfer best` names the models that were measured"
+        raise Failure(other if model else f"{chosen.nothing()}{lost}", NOTHING)
+    output = output or Path("plots") / _folder(findings) / f"report.{form}"
+    document = contents.document(findings._replace(prices=prices, demand=asked))
+    write(output, page.html(document) if form == "html" else markdown.markdown(document))
     click.echo(output)
 
 

@@ -86,63 +86,48 @@ def command(
 
 
 def _findings(chosen: "Chosen", baseline: Path | None, model: str | None) -> "Findings":
-    from itertools import product
     from typing import get_args
 
     from zinfer.analysis.group import groups, loads_of
     from zinfer.analysis.study import latest
     from zinfer.record import study
-    from zinfer.record.store import read
+    from zinfer.record.store import Records, read
     from zinfer.report.findings import Findings, WorkloadFindings
 
-    workloads: list[WorkloadFindings] = []
-    damaged: list[str] = []
-    read_files = [(file, _of_model(records, model)) for file, records in chosen.read()]
+    by_file = [(file, _of_model(records, model)) for file, records in chosen.read()]
+    every = Records.together(records for _, records in by_file)
     roots = [root for root in chosen.roots() if root.is_dir()]
-    folders = dict.fromkeys([*(file.parent for file, _ in read_files), *roots])
-    studies: list[study.Study] = []
-    for name, path in product(get_args(study.StudyName), folders):
-        for file in (path / f"{name}.json", path / f"{name}.jsonl"):
-            if file.exists():
-                runs, lost = study.read(file, name)
-                studies += runs
-                damaged += [f"{file.name}, line {damage.line}: {damage.reason}" for damage in lost]
-    for file, records in read_files:
-        damaged += [f"{file.name}, line {damage.line}: {damage.reason}" for damage in records.damaged]
-    points = [point for _, records in read_files for point in records.points]
-    sweeps: dict[str, dict[Case, Path]] = {}
-    for file, records in read_files:
-        for point in records.points:
-            sweeps.setdefault(point.machine, {})[point.case] = file
-    loads = loads_of(points)
-    for group, group_points in groups(points).items():
-        files = dict.fromkeys(sweeps[group.machine][point.case] for point in group_points)
+    folders = dict.fromkeys([*(file.parent for file, _ in by_file), *roots])
+    names = [(name, folder / f"{name}{suffix}") for name in get_args(study.StudyName) for folder in folders
+             for suffix in (".json", ".jsonl")]  # fmt: skip
+    runs = study.Runs.together(study.read(file, name) for name, file in names if file.exists())
+    sweeps: dict[tuple[str, Case], Path] = {}
+    for file, records in by_file:
+        sweeps |= {(point.machine, point.case): file for point in records.points}
+    loads = loads_of(every.points)
+    workloads: list[WorkloadFindings] = []
+    for group, points in groups(every.points).items():
+        files = dict.fromkeys(sweeps[group.machine, point.case] for point in points)
         described = next(filter(None, (_machine(file.parent) for file in files)), None)
-        rates = {point.case: loads.get((point.machine, point.case), ()) for point in group_points}
-        workloads.append(WorkloadFindings(tuple(file.stem for file in files), group, group_points, described, rates))
+        rates = {point.case: loads.get((point.machine, point.case), ()) for point in points}
+        workloads.append(WorkloadFindings(tuple(file.stem for file in files), group, points, described, rates))
     workloads.sort(key=lambda workload: workload.group.layers is not None)  # a stable sort: whole models first
-    against = None if baseline is None else (str(baseline), read(baseline).points)
     return Findings(
-        tuple(workloads), tuple(damaged), against,
-        studies=latest(run for run in studies if _studied(run, model) and chosen.keeps(run.machine)),
-        requests=tuple(point for _, records in read_files for point in records.requests),
-        headers=tuple(header for _, records in read_files for header in records.headers),
-    )  # fmt: skip
+        tuple(workloads),
+        tuple(f"{fault.path.name}, line {fault.line}: {fault.reason}" for fault in (*runs.damaged, *every.damaged)),
+        None if baseline is None else (str(baseline), read(baseline).points),
+        studies=latest(run for run in runs.runs if _studied(run, model) and chosen.keeps(run.machine)),
+        requests=every.requests,
+        headers=every.headers,
+    )
 
 
 def _of_model(records: "Records", model: str | None) -> "Records":
     """Return the records and headers of one model, or all."""
-    return (
-        records._replace(
-            points=tuple(point for point in records.points if _is(model, point.case.model)),
-            requests=tuple(point for point in records.requests if _is(model, point.case.model)),
-            headers=tuple(
-                header for header in records.headers if any(_is(model, name) for name in header.recipe.get("model", ()))
-            ),
-        )
-        if model
-        else records
-    )
+    if not model:
+        return records
+    headers = (header for header in records.headers if any(_is(model, name) for name in header.recipe.get("model", ())))
+    return records.those(lambda point: _is(model, point.case.model))._replace(headers=tuple(headers))
 
 
 def _is(wanted: str | None, model: str) -> bool:

@@ -55,24 +55,17 @@ class Chosen(NamedTuple):
 
     def read(self) -> "list[tuple[Path, Records]]":
         """Return each file's records of the chosen machines. Raises StoreError."""
-        from zinfer.record.store import files, read
+        from zinfer.record.store import Records, files, read
 
         gc.disable()  # it would look through all records again and again, and find no garbage: half of the time
-        records_of_files = [(file, read(file)) for root in self.roots() if root.exists() for file in files(root)]
-        gc.freeze()
-        gc.enable()
-        every = (point for _, records in records_of_files for point in (*records.points, *records.requests))
-        kept = self._matching({point.machine for point in every})
-        return [
-            (
-                file,
-                records._replace(
-                    points=tuple(point for point in records.points if point.machine in kept),
-                    requests=tuple(point for point in records.requests if point.machine in kept),
-                ),
-            )
-            for file, records in records_of_files
-        ]
+        try:
+            by_file = [(file, read(file)) for root in self.roots() if root.exists() for file in files(root)]
+            gc.freeze()
+        finally:
+            gc.enable()
+        every = Records.together(records for _, records in by_file)
+        kept = self._matching({point.machine for point in (*every.points, *every.requests)})
+        return [(file, records.those(lambda point: point.machine in kept)) for file, records in by_file]
 
     def keeps(self, machine: str) -> bool:
         """Return whether a study of `machine` is chosen."""
@@ -129,15 +122,12 @@ def choose(results: Path | None, machine: str | None) -> Chosen:
     return Chosen(path, this_machine, results is not None, this_machine=this_machine is not None)
 
 
-def usable(records_of_files: "list[tuple[Path, Records]]", chosen: Chosen, requests_too: bool = False) -> "Records":
+def usable(by_file: "list[tuple[Path, Records]]", chosen: Chosen, requests_too: bool = False) -> "Records":
     """Return all records together. Raises Failure unless one is usable."""
     from zinfer.record.store import Records
 
-    points = tuple(point for _, records in records_of_files for point in records.points)
-    damaged = tuple(damage for _, records in records_of_files for damage in records.damaged)
-    headers = tuple(header for _, records in records_of_files for header in records.headers)
-    requests = tuple(point for _, records in records_of_files for point in records.requests)
-    together = Records(points, headers, damaged, requests)
+    together = Records.together(records for _, records in by_file)
+    points, requests = together.points, together.requests
     every: tuple[Point, ...] = (*points, *(requests if requests_too else ()))
     if any(point.usable for point in every):
         return together

@@ -4,6 +4,8 @@ with Store.open(Path("sweeps/results/h100/bloom.jsonl")) as store: store.append_
 recipe=recipe)) store.append(measurement) points = read(Path("sweeps/results")).points
 """
 
+from collections.abc import Callable, Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -12,7 +14,7 @@ from pydantic import Field, ValidationError
 from zinfer.core.value import first_fault
 from zinfer.record.jsonl import AppendLog, Closing, Damage, finite, read_lines, seal, unseal
 from zinfer.record.jsonl import StoreError as StoreError  # for callers that catch it
-from zinfer.record.measurement import Measurement
+from zinfer.record.measurement import Measurement, Recorded
 from zinfer.record.plausible import implausible
 from zinfer.record.requests import RequestPoint
 from zinfer.record.study import KIND, Start
@@ -41,6 +43,15 @@ class Records(NamedTuple):
     headers: tuple[Header, ...] = ()
     damaged: tuple[Damage, ...] = ()
     requests: tuple[RequestPoint, ...] = ()
+
+    @classmethod
+    def together(cls, files: "Iterable[Records]") -> Self:
+        """Return the records of all `files`."""
+        return cls(*(tuple(chain.from_iterable(parts)) for parts in zip(*files, strict=True)))
+
+    def those(self, wanted: Callable[[Recorded], bool]) -> Self:
+        """Return the wanted points and loads of requests, with all headers and faults."""
+        return self._replace(points=tuple(filter(wanted, self.points)), requests=tuple(filter(wanted, self.requests)))
 
     @property
     def warning(self) -> str | None:

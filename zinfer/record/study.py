@@ -8,7 +8,8 @@ Files of zinfer 0.1 are read as well: a header and a line for each row, or one J
 makes tables and answers of runs.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from math import exp
 from pathlib import Path
 from statistics import fmean, median
@@ -247,6 +248,11 @@ class Runs(NamedTuple):
 
     runs: tuple[Study, ...] = ()
     damaged: tuple[Damage, ...] = ()
+
+    @classmethod
+    def together(cls, files: "Iterable[Runs]") -> Self:
+        """Return the runs of all `files`."""
+        return cls(*(tuple(chain.from_iterable(parts)) for parts in zip(*files, strict=True)))
 
 
 def files(path: Path, study: str) -> tuple[Path, ...]:

@@ -128,9 +128,9 @@ def _show(points: "Points", command: bool) -> None:
         click.echo(f"Nothing succeeded: {rates.statuses(points)}.")
         return
     edges = {edge.load: edge for edge in rates.edges(points)}
-    lossy = rates.lossy(points) if rates.exact([winner]) else ()
-    console().print(_table(rates.best_by_load([point for point in points if point not in lossy]), edges))
-    if tops := rates.best_by_load(lossy):
+    exact = not winner.case.lossy
+    console().print(_table(rates.best_by_load(rates.exact(points) if exact else points), edges))
+    if tops := rates.best_by_load(rates.lossy(points) if exact else ()):
         click.echo(f"Lossy settings, ranked apart: {decision.ACCURACY}.")
         console().print(_table(tops, edges))
     elif winner.case.lossy:

@@ -47,7 +47,8 @@ class Records(NamedTuple):
     @classmethod
     def together(cls, files: "Iterable[Records]") -> Self:
         """Return the records of all `files`."""
-        return cls(*(tuple(chain.from_iterable(parts)) for parts in zip(*files, strict=True)))
+        fields: Any = zip(*files, strict=True)
+        return cls(*(tuple(chain.from_iterable(field)) for field in fields))
 
     def those(self, wanted: Callable[[Recorded], bool]) -> Self:
         """Return the wanted points and loads of requests, with all headers and faults."""

@@ -252,7 +252,8 @@ class Runs(NamedTuple):
     @classmethod
     def together(cls, files: "Iterable[Runs]") -> Self:
         """Return the runs of all `files`."""
-        return cls(*(tuple(chain.from_iterable(parts)) for parts in zip(*files, strict=True)))
+        fields: Any = zip(*files, strict=True)
+        return cls(*(tuple(chain.from_iterable(field)) for field in fields))
 
 
 def files(path: Path, study: str) -> tuple[Path, ...]:

@@ -49,24 +49,24 @@ PUBLISHED = (
 
 
 def test_the_best_point_is_the_fastest_usable_one() -> None:
-    found = best(PUBLISHED)
-    assert found is not None
-    assert (found.case.offload, found.case.workload.batch_size) == ("cpu", 32)
-    assert found.output_tok_s == pytest.approx(120)
-    assert best(PUBLISHED, "decode_tok_s") is found
+    fastest = best(PUBLISHED)
+    assert fastest is not None
+    assert (fastest.case.offload, fastest.case.workload.batch_size) == ("cpu", 32)
+    assert fastest.output_tok_s == pytest.approx(120)
+    assert best(PUBLISHED, "decode_tok_s") is fastest
     assert best([failed(1)]) is None
     assert best([]) is None
 
 
 def test_the_smaller_of_equally_fast_batches_is_better() -> None:
-    found = best([exact(16, 2.0), exact(8, 1.0), exact(32, 4.0)])
-    assert found is not None
-    assert found.case.workload.batch_size == 8
+    fastest = best([exact(16, 2.0), exact(8, 1.0), exact(32, 4.0)])
+    assert fastest is not None
+    assert fastest.case.workload.batch_size == 8
 
 
 def test_each_load_is_taken_at_its_own_best_batch() -> None:
-    found = [(point.case.offload, point.case.workload.batch_size) for point in best_by_load(PUBLISHED)]
-    assert found == [("cpu", 32), ("none", 16)]
+    batches = [(point.case.offload, point.case.workload.batch_size) for point in best_by_load(PUBLISHED)]
+    assert batches == [("cpu", 32), ("none", 16)]
     assert [load.label() for load in by_load(sweep())] == [
         "accelerate cpu",
         "deepspeed cpu",
@@ -118,16 +118,16 @@ def test_several_engines_are_judged_together_first() -> None:
 
 def test_edges_are_the_last_that_fits_and_the_first_that_does_not() -> None:
     points = [*PUBLISHED, failed(1, "timeout", "accelerate"), failed(128, "oom_host")]
-    found = {edge.load.label(): (edge.largest_ok, edge.smallest_oom) for edge in edges(points)}
-    assert found == {"accelerate cpu": (None, None), "stream none": (16, 32), "stream cpu": (32, 64)}
+    batches_by_load = {edge.load.label(): (edge.largest_ok, edge.smallest_oom) for edge in edges(points)}
+    assert batches_by_load == {"accelerate cpu": (None, None), "stream none": (16, 32), "stream cpu": (32, 64)}
 
 
 def test_engines_are_compared_at_best_and_at_equal_batch() -> None:
     points = [exact(8, 1.0), exact(16, 1.0), exact(8, 2.0, "deepspeed"), failed(16, engine="deepspeed")]
     engines = {name: [point for point in points if point.case.engine == name] for name in ("stream", "deepspeed")}
-    found = compare_with_baseline(engines["stream"], engines["deepspeed"])
-    assert found.gain == pytest.approx(4)
-    assert sizes(found.equal) == {8: pytest.approx(2)}
+    comparison = compare_with_baseline(engines["stream"], engines["deepspeed"])
+    assert comparison.gain == pytest.approx(4)
+    assert sizes(comparison.equal) == {8: pytest.approx(2)}
     assert compare_with_baseline(engines["stream"], []).gain is None
     assert compare_with_baseline([], []).equal == ()
 
@@ -150,16 +150,16 @@ def test_pareto_keeps_what_nothing_beats_in_both() -> None:
     ],
 )
 def test_spread_is_students_interval(samples: list[float], half_width: float) -> None:
-    found = spread(samples)
-    assert found is not None
-    assert found.mean == pytest.approx(sum(samples) / len(samples))
-    assert found.half_width == pytest.approx(half_width, rel=4e-3)
+    interval = spread(samples)
+    assert interval is not None
+    assert interval.mean == pytest.approx(sum(samples) / len(samples))
+    assert interval.half_width == pytest.approx(half_width, rel=4e-3)
 
 
 def test_one_sample_has_no_spread() -> None:
-    found = spread([5.0])
-    assert found is not None
-    assert (found.mean, found.stdev, found.half_width) == (5.0, None, None)
+    interval = spread([5.0])
+    assert interval is not None
+    assert (interval.mean, interval.stdev, interval.half_width) == (5.0, None, None)
     assert spread([]) is None
 
 
@@ -175,9 +175,9 @@ def test_groups_never_mix_what_cannot_be_compared() -> None:
         point(case(8, input_len=128)),
         point(case(8, output_len=64)),
     ]
-    found = groups(points)
-    assert [len(own) for own in found.values()] == [1] * len(points)
-    assert len({group.stem("all", alone=False) for group in found}) == len(points)
+    by_group = groups(points)
+    assert [len(own) for own in by_group.values()] == [1] * len(points)
+    assert len({group.stem("all", alone=False) for group in by_group}) == len(points)
 
 
 def test_the_last_point_of_a_repeated_case_counts() -> None:
@@ -245,8 +245,8 @@ def test_lossy_settings_are_ranked_apart() -> None:
     assert winner([fast, slow, without]) is slow
     assert winner([fast]) is fast
     assert offload_verdicts([fast, slow, without])[0].comparison.best is slow
-    found = decide([fast, slow, without], (), "throughput", Prices())
-    assert (found.point, found.lossy, found.usable) == (slow, fast, 2)
+    decision = decide([fast, slow, without], (), "throughput", Prices())
+    assert (decision.point, decision.lossy, decision.usable) == (slow, fast, 2)
     assert not case(1, options=(("weight_codec", "lossless"),)).lossy
     assert not case(1, options=(("kv_cache_dtype", "bf16"),)).lossy
 

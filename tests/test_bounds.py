@@ -278,10 +278,8 @@ WRONG: dict[str, dict[str, Any]] = {
         "effective": Effective(gpu_weight_bytes=0, settings={"slot_bytes": 1})
     },
     "effective.settings.ring_depth: 'x'": {"effective": Effective(gpu_weight_bytes=0, settings={"ring_depth": "x"})},
-    "timeline: GPU 1 of 1": {"timeline": tuple(span.model_copy(update={"rank": 1}) for span in traced())},
-    "timeline: a step of no length": {
-        "timeline": tuple(span.model_copy(update={"start_ms": -1.0, "end_ms": 0.0}) for span in traced())
-    },
+    "timeline: GPU 1 of 1": {"timeline": tuple(span._replace(rank=1) for span in traced())},
+    "timeline: a step of no length": {"timeline": tuple(span._replace(start_ms=-1.0, end_ms=0.0) for span in traced())},
 }
 
 

@@ -3,6 +3,7 @@
 import io
 import json
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -22,7 +23,6 @@ from zinfer.system.host import slug
 
 ROOT = Path(__file__).parents[1]
 TINY = ["-m", "bloom-tiny", "--engine", "stream", "--input-len", "8", "--output-len", "4", "--repeats", "1"]
-RUN = ["run", "-m", "bloom-tiny", "-p", "x"]
 
 
 @pytest.fixture
@@ -35,55 +35,43 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (["sweep"], 2, "say what to measure"),
-        (["sweep", "-m", "bloom-177b"], 2, "did you mean"),
-        (["sweep", "-m", ""], 2, "nothing"),
-        (["sweep", "-m", "bloom-tiny", "--engine", "warp"], 2, "stream, deepspeed, accelerate"),
-        (["sweep", "-m", "bloom-tiny", "--offload", "gpu"], 2, "choose from none, cpu, nvme"),
-        (["sweep", "-m", "bloom-tiny", "--batch-size", "0"], 2, "--batch-size"),
-        (["sweep", "-m", "bloom-tiny", "--batchsize", "1"], 2, "--batch-size"),
-        (["sweep", "-m", "bloom-tiny", "-O", "ring=3"], 2, "its options: weight_codec"),
-        (["sweep", "-m", "bloom-tiny", "--offload", "nvme"], 2, "--nvme-path"),
-        (["sweep", "-m", "bloom-tiny", "--layers", "99"], 2, "has 8 layers"),
-        (["sweep", "no-such-recipe"], 2, "no recipe 'no-such-recipe'; choose from bloom-176b"),
-        (["sweep", "-m", "bloom-176b", "--offload", "cpu"], 5, "362.2 GB of host memory"),
-        (["run", "-m", "bloom-tiny"], 2, "no prompt"),
-        (RUN, 2, "--load-format dummy"),
-        ([*RUN, "--load-format", "dummy", "--offload", "none", "--gpu-weights", "9%"], 2, "--offload none"),
-        (["plan", "-m", "bloom-176b", "--machine", "cray-1"], 2, "h100-80gb"),
-        (["plan"], 2, "say what to plan"),
-        (["plan", "-m", "opt-30b", "--machine", "h200", "--figure", "x.pdf"], 2, ".png or .svg"),
-        (["plan", "-m", "opt-30b", "--machine", "h200", "--calibrate", "."], 4, "no point to calibrate with"),
-        (["plan", "-m", "opt-30b", "--machine", "h200", "--set", "speed=3"], 2, "FIELD=VALUE"),
-        (["plan", "-m", "opt-30b", "--machine", "h200", "--gpu-weights", "lots"], 2, "write auto, a share"),
-        (["best"], 4, "sweeps/results"),
-        (["plot"], 4, "sweeps/results"),
-        (["frobnicate"], 2, "frobnicate"),
-        (["swep"], 2, "did you mean 'sweep'?"),
-        (["sweep", "-m", "bloom-tiny", "--engine", "strem"], 2, "did you mean 'stream'"),
-        (["sweep", "-m", "bloom-tiny", "-O", "wieght_codec=none"], 2, "did you mean 'weight_codec'?"),
-        (["machines", "h300"], 2, "no machine 'h300'"),
-        (["plan", "-m", "bloom-176b", "--machine", "mi300"], 2, "did you mean 'mi300x'"),
-        (["plan", "-m", "blom-176b", "--machine", "h200"], 2, "did you mean 'bloom-176b'"),
-        (["run", "-m", "./nope", "-p", "x"], 2, "no such folder: ./nope"),
-        (["run", "-m", "../no/pe", "-p", "x"], 2, "no such folder: ../no/pe"),
-        (["run", "-m", "bloom-tiny", "--revision", "v1", "-p", "x"], 2, "--revision is for a hub model"),
-        (["plan", "-m", "bloom-tiny", "--revision", "v1", "--machine", "h200"], 2, "--revision is for a hub model"),
-        (["pack", "-m", "bloom-tiny", "--revision", "v1"], 2, "--revision is for a hub model"),
+        ("sweep", 2, "say what to measure"),
+        ("sweep -m bloom-177b", 2, "did you mean"),
+        ("sweep -m ''", 2, "nothing"),
+        ("sweep -m bloom-tiny --engine warp", 2, "stream, deepspeed, accelerate"),
+        ("sweep -m bloom-tiny --offload gpu", 2, "choose from none, cpu, nvme"),
+        ("sweep -m bloom-tiny --batch-size 0", 2, "--batch-size"),
+        ("sweep -m bloom-tiny --batchsize 1", 2, "--batch-size"),
+        ("sweep -m bloom-tiny -O ring=3", 2, "its options: weight_codec"),
+        ("sweep -m bloom-tiny --offload nvme", 2, "--nvme-path"),
+        ("sweep -m bloom-tiny --layers 99", 2, "has 8 layers"),
+        ("sweep no-such-recipe", 2, "no recipe 'no-such-recipe'; choose from bloom-176b"),
+        ("sweep -m bloom-176b --offload cpu", 5, "362.2 GB of host memory"),
+        ("run -m bloom-tiny", 2, "no prompt"),
+        ("run -m bloom-tiny -p x", 2, "--load-format dummy"),
+        ("run -m bloom-tiny -p x --load-format dummy --offload none --gpu-weights 9%", 2, "--offload none"),
+        ("plan -m bloom-176b --machine cray-1", 2, "h100-80gb"),
+        ("plan", 2, "say what to plan"),
+        ("plan -m opt-30b --machine h200 --figure x.pdf", 2, ".png or .svg"),
+        ("plan -m opt-30b --machine h200 --calibrate .", 4, "no point to calibrate with"),
+        ("plan -m opt-30b --machine h200 --set speed=3", 2, "FIELD=VALUE"),
+        ("plan -m opt-30b --machine h200 --gpu-weights lots", 2, "write auto, a share"),
+        ("best", 4, "sweeps/results"),
+        ("plot", 4, "sweeps/results"),
+        ("frobnicate", 2, "frobnicate"),
+        ("swep", 2, "did you mean 'sweep'?"),
+        ("sweep -m bloom-tiny --engine strem", 2, "did you mean 'stream'"),
+        ("sweep -m bloom-tiny -O wieght_codec=none", 2, "did you mean 'weight_codec'?"),
+        ("machines h300", 2, "no machine 'h300'"),
+        ("plan -m bloom-176b --machine mi300", 2, "did you mean 'mi300x'"),
+        ("plan -m blom-176b --machine h200", 2, "did you mean 'bloom-176b'"),
+        ("run -m ./nope -p x", 2, "no such folder: ./nope"),
+        ("run -m ../no/pe -p x", 2, "no such folder: ../no/pe"),
+        ("run -m bloom-tiny --revision v1 -p x", 2, "--revision is for a hub model"),
+        ("plan -m bloom-tiny --revision v1 --machine h200", 2, "--revision is for a hub model"),
+        ("pack -m bloom-tiny --revision v1", 2, "--revision is for a hub model"),
         (
-            [
-                "pack",
-                "--engine",
-                "tensorrt",
-                "-m",
-                "bloom-tiny",
-                "--revision",
-                "v1",
-                "--max-batch-size",
-                "1",
-                "--max-seq-len",
-                "9",
-            ],
+            "pack --engine tensorrt -m bloom-tiny --revision v1 --max-batch-size 1 --max-seq-len 9",
             2,
             "--revision is for a hub model",
         ),
@@ -91,14 +79,14 @@ def folder(tmp_path: Path) -> Path:
 )
 def test_mistakes_get_one_message_and_a_code(
     folder: Path,
-    words: list[str],
+    words: str,
     code: int,
     message: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "argv", ["zinfer", *words])
+    monkeypatch.setattr(sys, "argv", ["zinfer", *shlex.split(words)])
     monkeypatch.setattr(sys, "stdin", io.StringIO())
     with pytest.raises(SystemExit) as end:
         main()

@@ -41,8 +41,7 @@ def files(tmp_path: Path) -> Files:
         paths = [tmp_path / f"{letter}.jsonl" for letter in "ab"]
         for path, points in zip(paths, sides, strict=True):
             with Store.open(path) as store:
-                for one in points:
-                    store.append(one)
+                store.append(*points)
         return paths
 
     return write
@@ -69,9 +68,9 @@ def test_every_metric_knows_its_sense_and_every_axis_is_a_field() -> None:
     ],
 )
 def test_a_value_has_the_confidence_of_its_own_repeats(metric: Metric, mean: float, noise: float | None) -> None:
-    found = value(timed(STEADY, batch_size=8), metric)
-    assert found.mean == pytest.approx(mean, rel=1e-4)
-    assert found.noise == (None if noise is None else pytest.approx(noise, rel=1e-3))
+    three_repeats = value(timed(STEADY, batch_size=8), metric)
+    assert three_repeats.mean == pytest.approx(mean, rel=1e-4)
+    assert three_repeats.noise == (None if noise is None else pytest.approx(noise, rel=1e-3))
     assert value(timed((100.0,), batch_size=8), metric).noise is None
     assert value(failed(), metric).mean is None
 
@@ -118,28 +117,28 @@ def test_less_memory_is_better_and_its_noise_is_unknown() -> None:
 
 
 def test_one_generated_token_has_no_decode_to_compare() -> None:
-    one = point(case(1, output_len=1)).model_copy(update={"ttft_ms": (5.0, 6.0), "step_ms": ((), ())})
-    assert compare([one], [one], "tpot_ms").changes[0].verdict == "untimed"
-    assert compare([one], [one]).changes[0].verdict == "same"
+    short = point(case(1, output_len=1)).model_copy(update={"ttft_ms": (5.0, 6.0), "step_ms": ((), ())})
+    assert compare([short], [short], "tpot_ms").changes[0].verdict == "untimed"
+    assert compare([short], [short]).changes[0].verdict == "same"
 
 
 def test_points_are_matched_by_case_and_the_rest_is_listed() -> None:
     before = [timed(STEADY, 16), timed(STEADY, 2), timed(STEADY, 4), failed("cancelled", 8)]
     after = [failed("crashed", 2), timed(STEADY, 2), timed(STEADY, 16), failed(batch_size=64), timed(STEADY, 8)]
-    found = compare(before, after)
-    assert [change.before_case.workload.batch_size for change in found.changes] == [2, 16]
-    assert [change.verdict for change in found.changes] == ["same", "same"], "of equal cases the last one counts"
-    assert [one.case.workload.batch_size for one in found.only_before] == [4]
-    assert [one.case.workload.batch_size for one in found.only_after] == [8, 64]
+    comparison = compare(before, after)
+    assert [change.before_case.workload.batch_size for change in comparison.changes] == [2, 16]
+    assert [change.verdict for change in comparison.changes] == ["same", "same"], "of equal cases the last one counts"
+    assert [one.case.workload.batch_size for one in comparison.only_before] == [4]
+    assert [one.case.workload.batch_size for one in comparison.only_after] == [8, 64]
 
 
 def test_different_machines_and_versions_are_reported() -> None:
     newer = timed(STEADY).model_copy(
         update={"machine": "h200", "versions": {"zinfer": "0.1.0", "torch": "2.13.0", "cuda": "13"}}
     )
-    found = compare([timed(STEADY)], [newer])
-    assert found.changes[0].verdict == "same"
-    assert found.differences == (
+    comparison = compare([timed(STEADY)], [newer])
+    assert comparison.changes[0].verdict == "same"
+    assert comparison.differences == (
         ("machine", "h100", "h200"),
         ("cuda", "", "13"),
         ("torch", "2.11.0", "2.13.0"),
@@ -215,15 +214,15 @@ def test_json_has_values_noise_and_verdicts(files: Files) -> None:
     a, b = files([timed(STEADY), timed(STEADY, 4)], [timed(SLOWER), failed(batch_size=2)])
     done = run(a, b, "--json", "--metric", "tpot_ms", "--fail-on-regression", "5%")
     assert done.exit_code == 7
-    told = json.loads(done.stdout)
-    (only,) = told.pop("points")
+    answer = json.loads(done.stdout)
+    (only,) = answer.pop("points")
     assert only["case"]["workload"] == {"batch_size": 1, "input_len": 512, "output_len": 4}
     assert (only["a"], only["b"], only["change"]) == (100, 120, pytest.approx(0.2))
     assert (only["verdict"], only["regressed"], only["status_b"]) == ("worse", True, "ok")
     assert only["noise"] == pytest.approx(sqrt(2) * only["half_width_a"])
-    assert [one["case"]["workload"]["batch_size"] for one in told["only_in_a"] + told["only_in_b"]] == [4, 2]
-    assert (told["metric"], told["higher_is_better"]) == ("tpot_ms", False)
-    assert (told["allowed"], told["regressions"]) == (0.05, 1)
+    assert [one["case"]["workload"]["batch_size"] for one in answer["only_in_a"] + answer["only_in_b"]] == [4, 2]
+    assert (answer["metric"], answer["higher_is_better"]) == ("tpot_ms", False)
+    assert (answer["allowed"], answer["regressions"]) == (0.05, 1)
 
 
 @pytest.mark.parametrize(

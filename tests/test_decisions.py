@@ -39,15 +39,15 @@ def timed(batch: int = 32, step_s: float = 2.0, first_s: float = 8.0, repeats: i
 
 
 def test_a_token_costs_the_hours_it_takes_and_the_energy() -> None:
-    one = timed(gpu={"energy_j": 6400.0, "timed_s": 52.0})
-    assert one.output_tok_s == pytest.approx(320 / 26)
-    paid = cost(one, Prices(gpu_hour_usd=3.0, host_hour_usd=0.6, power_usd_kwh=0.36))
+    measured = timed(gpu={"energy_j": 6400.0, "timed_s": 52.0})
+    assert measured.output_tok_s == pytest.approx(320 / 26)
+    paid = cost(measured, Prices(gpu_hour_usd=3.0, host_hour_usd=0.6, power_usd_kwh=0.36))
     assert paid is not None
     assert paid.j_per_token == pytest.approx(6400 / 640)
     assert paid.method == COUNTER
     hours = 1e6 / (320 / 26) / 3600
     assert paid.usd_per_mtok == pytest.approx(hours * 3.6 + 10 * 1e6 / 3.6e6 * 0.36)
-    shared = cost(one, Prices(gpu_hour_usd=3.0, host_hour_usd=0.6, gpus_per_server=4))
+    shared = cost(measured, Prices(gpu_hour_usd=3.0, host_hour_usd=0.6, gpus_per_server=4))
     assert shared is not None
     assert shared.usd_per_mtok == pytest.approx(hours * 3.15)
 
@@ -59,8 +59,8 @@ def test_energy_comes_from_the_counter_else_from_power_readings() -> None:
     assert read[1] == READINGS
     bare = timed(gpu={})
     assert energy(bare) is None
-    found = cost(bare, Prices())
-    assert (found.usd_per_mtok, found.j_per_token, found.method) == (None, None, "")  # type: ignore[union-attr]
+    unpaid = cost(bare, Prices())
+    assert (unpaid.usd_per_mtok, unpaid.j_per_token, unpaid.method) == (None, None, "")  # type: ignore[union-attr]
     with pytest.raises(EconomicsError, match="energy"):
         cost(bare, Prices(power_usd_kwh=0.1))
     assert cost(point(case(1), status="oom_gpu"), Prices(gpu_hour_usd=1)) is None
@@ -101,15 +101,15 @@ def test_durations(text: str, seconds: float) -> None:
 
 
 def test_a_fleet_covers_its_demand() -> None:
-    one = timed()
-    found = fleet(one, 2e6, 28800, utilisation=0.8, spare=2, gpus_per_server=4)
-    assert found.working == 8  # 2e6 / (12.31 · 0.8 · 28800) = 7.05
-    assert (found.gpus, found.servers) == (10, 3)
-    assert found.load == pytest.approx(2e6 / (8 * 320 / 26 * 28800))
+    measured = timed()
+    sized = fleet(measured, 2e6, 28800, utilisation=0.8, spare=2, gpus_per_server=4)
+    assert sized.working == 8  # 2e6 / (12.31 · 0.8 · 28800) = 7.05
+    assert (sized.gpus, sized.servers) == (10, 3)
+    assert sized.load == pytest.approx(2e6 / (8 * 320 / 26 * 28800))
     with pytest.raises(EconomicsError, match="a measured throughput"):
         fleet(point(case(1), status="crashed"), 1, 1)
     with pytest.raises(EconomicsError):
-        fleet(one, 1, 1, utilisation=0.0)
+        fleet(measured, 1, 1, utilisation=0.0)
 
 
 def test_a_configuration_of_two_gpus_pays_for_both() -> None:
@@ -117,15 +117,15 @@ def test_a_configuration_of_two_gpus_pays_for_both() -> None:
     two = one.model_copy(update={"case": one.case.model_copy(update={"options": (("gpus", 2),)})})
     alone, both = cost(one, prices), cost(two, prices)
     assert both.usd_per_mtok == pytest.approx(2 * alone.usd_per_mtok)  # type: ignore[union-attr, operator]
-    found = fleet(two, 2e6, 28800, utilisation=0.8, spare=2, gpus_per_server=4)
-    assert (found.working, found.gpus, found.servers) == (16, 18, 5)
-    assert found.load == pytest.approx(2e6 / (8 * 320 / 26 * 28800))
+    sized = fleet(two, 2e6, 28800, utilisation=0.8, spare=2, gpus_per_server=4)
+    assert (sized.working, sized.gpus, sized.servers) == (16, 18, 5)
+    assert sized.load == pytest.approx(2e6 / (8 * 320 / 26 * 28800))
 
 
 @given(st.floats(1, 1e12), st.floats(1, 1e12), st.floats(60, 1e6), st.floats(0.05, 1.0))
 def test_more_demand_never_takes_fewer_gpus(tokens: float, more: float, seconds: float, share: float) -> None:
-    one = timed()
-    small, large = (fleet(one, amount, seconds, share) for amount in sorted((tokens, more)))
+    measured = timed()
+    small, large = (fleet(measured, amount, seconds, share) for amount in sorted((tokens, more)))
     assert small.gpus <= large.gpus
     capacity = large.working * large.gpu_tok_s * share * seconds
     assert capacity >= large.tokens * (1 - 1e-6)
@@ -149,16 +149,16 @@ def test_percentiles_go_by_rank_from_the_good_end() -> None:
 
 
 def test_levels_are_checked_over_every_sample_and_few_samples_are_reported() -> None:
-    one = timed(step_ms=[[100.0] * 8 + [900.0]] * 2, ttft_ms=[1000.0, 3000.0])
-    kept = check(one, [parse(text) for text in (
+    measured = timed(step_ms=[[100.0] * 8 + [900.0]] * 2, ttft_ms=[1000.0, 3000.0])
+    kept = check(measured, [parse(text) for text in (
         "ttft:p99:<=:2s", "ttft:mean:<=:2s", "tpot:p50:<=:100ms", "tpot:max:<=:1s", "output_tok_s:mean:>=:10tok/s",
         "user_tok_s:p90:>=:5", "e2e:max:<=:10min",
     )])  # fmt: skip
-    assert [one.ok for one in kept] == [False, True, True, True, True, True, True]
+    assert [level.ok for level in kept] == [False, True, True, True, True, True, True]
     assert mentions(kept[0].describe(), "ttft p99 <= 2 s", "3 s", "2 samples")
     assert kept[0].miss == pytest.approx(0.5)
     assert mentions(kept[1].describe(), "ttft mean <= 2 s", "2 s")
-    assert not any("sample" in one.describe() for one in kept[1:3])
+    assert not any("sample" in level.describe() for level in kept[1:3])
     (single,) = check(timed(repeats=1), [parse("ttft:p99:<=:9s")])
     assert mentions(single.describe(), "ttft p99 <= 9 s", "8 s", "sample")
     (none,) = check(point(case(1), status="oom_gpu"), [parse("ttft:max:<=:9s")])
@@ -196,11 +196,11 @@ POINTS = [
 )
 def test_each_objective_has_its_best_under_the_levels(objective: Any, levels: tuple[str, ...], batch: int) -> None:
     prices = Prices(gpu_hour_usd=2.0)
-    found = decide(POINTS, tuple(map(parse, levels)), objective, prices)
-    assert found.point is not None
-    assert found.point.case.workload.batch_size == batch
-    assert found.nearest is None
-    assert found.point in found.front or objective == "energy"
+    decision = decide(POINTS, tuple(map(parse, levels)), objective, prices)
+    assert decision.point is not None
+    assert decision.point.case.workload.batch_size == batch
+    assert decision.nearest is None
+    assert decision.point in decision.front or objective == "energy"
 
 
 def test_the_latency_of_a_single_token_does_not_grow_with_the_repeats() -> None:
@@ -210,10 +210,10 @@ def test_the_latency_of_a_single_token_does_not_grow_with_the_repeats() -> None:
 
 
 def test_when_nothing_keeps_the_levels_the_nearest_is_named() -> None:
-    found = decide(POINTS, (parse("ttft:max:<=:500ms"),), "throughput", Prices())
-    assert found.point is None
-    assert found.nearest is POINTS[0]
-    assert found.kept[0].miss == pytest.approx(1.0)
+    decision = decide(POINTS, (parse("ttft:max:<=:500ms"),), "throughput", Prices())
+    assert decision.point is None
+    assert decision.nearest is POINTS[0]
+    assert decision.kept[0].miss == pytest.approx(1.0)
     nothing = decide([point(case(1), status="oom_gpu")], (), "throughput", Prices())
     assert (nothing.point, nothing.nearest, nothing.usable) == (None, None, 0)
 
@@ -230,17 +230,17 @@ def test_a_stricter_level_never_gives_a_faster_answer(one: float, other: float) 
 def test_objectives_that_lack_their_data_say_what_is_needed() -> None:
     with pytest.raises(EconomicsError, match=r"--objective cost .*--gpu-hour-usd"):
         decide(POINTS, (), "cost", Prices())
-    found = decide([timed()], (), "energy", Prices())
-    assert (found.point, found.keeping, found.unknown) == (None, 1, 1)
+    decision = decide([timed()], (), "energy", Prices())
+    assert (decision.point, decision.keeping, decision.unknown) == (None, 1, 1)
 
 
 def test_a_point_without_readings_is_left_out_only_where_they_count() -> None:
     mixed = [POINTS[0], timed(32, step_s=0.1, first_s=0.1, gpu={})]
     paid = Prices(gpu_hour_usd=2, power_usd_kwh=0.1)
     for objective, batch, unknown in (("throughput", 32, 0), ("energy", 4, 1), ("cost", 4, 1)):
-        found = decide(mixed, (), objective, paid)  # type: ignore[arg-type]
-        assert found.point is not None
-        assert (found.point.case.workload.batch_size, found.unknown) == (batch, unknown)
+        decision = decide(mixed, (), objective, paid)  # type: ignore[arg-type]
+        assert decision.point is not None
+        assert (decision.point.case.workload.batch_size, decision.unknown) == (batch, unknown)
 
 
 def test_a_rate_is_that_of_a_whole_repeat() -> None:
@@ -259,8 +259,7 @@ def test_the_least_demand_takes_a_gpu() -> None:
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
     with Store.open(tmp_path / "r.jsonl") as store:
-        for one in POINTS:
-            store.append(one)
+        store.append(*POINTS)
     return tmp_path / "r.jsonl"
 
 
@@ -288,11 +287,11 @@ def test_the_decision_as_json_and_only_when_asked(results: Path) -> None:
     (plain,) = json.loads(best(results, "--json").stdout)
     assert "decision" not in plain
     (row,) = json.loads(best(results, "--json", "--objective", "latency", "--demand", "1Mtok/day").stdout)
-    told = row["decision"]
-    assert told["point"]["batch_size"] == 4
-    assert told["fleet"]["gpus"] == told["fleet"]["working"] + 1
-    assert told["command"].startswith("zinfer sweep")
-    assert told["point"]["usd_per_mtok"] is None
+    answer = row["decision"]
+    assert answer["point"]["batch_size"] == 4
+    assert answer["fleet"]["gpus"] == answer["fleet"]["working"] + 1
+    assert answer["command"].startswith("zinfer sweep")
+    assert answer["point"]["usd_per_mtok"] is None
 
 
 def test_an_unkept_level_exits_4_and_names_the_nearest(results: Path) -> None:
@@ -346,6 +345,6 @@ def test_mistakes_are_one_message(results: Path, words: tuple[str, str]) -> None
 
 
 def test_committed_kinds_of_points_can_all_be_decided_on() -> None:
-    found = decide(sweep(), (parse("tpot:max:<=:100s"),), "throughput", Prices(gpu_hour_usd=1.0))
-    assert found.point is not None
-    assert found.keeping == found.usable
+    decision = decide(sweep(), (parse("tpot:max:<=:100s"),), "throughput", Prices(gpu_hour_usd=1.0))
+    assert decision.point is not None
+    assert decision.keeping == decision.usable

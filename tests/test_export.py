@@ -40,27 +40,15 @@ def read_csv(content: bytes) -> list[dict[str, str]]:
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
     with Store.open(tmp_path / "results" / "h100" / "bloom.jsonl") as store:
-        for one in sweep():
-            store.append(one)
+        store.append(*sweep())
     return tmp_path / "results"
 
 
 def test_every_field_has_a_column() -> None:
     assert {*Case.model_fields, *Workload.model_fields} - {"workload"} <= set(COLUMNS)
     assert {f"effective_{name}" for name in Effective.model_fields} <= set(COLUMNS)
-    elsewhere = {
-        "case",
-        "ttft_ms",
-        "step_ms",
-        "effective",
-        "link_bandwidth",
-        "all_links_bandwidth",
-        "gpu",
-        "versions",
-        "predicted",
-        "timeline",
-    }
-    assert set(Measurement.model_fields) - elsewhere <= set(COLUMNS)
+    elsewhere = "case ttft_ms step_ms effective link_bandwidth all_links_bandwidth gpu versions predicted timeline"
+    assert set(Measurement.model_fields) - {*elsewhere.split()} <= set(COLUMNS)
     table = FlatTable.of(POINTS)
     assert tuple(table.columns) == (
         *COLUMNS, "predicted_step_ms", "predicted_ttft_ms", "version_torch", "version_zinfer",
@@ -240,9 +228,9 @@ def test_parquet_keeps_types_values_and_nulls(results: Path) -> None:
 
     done = export(results, "--format", "parquet")
     assert done.exit_code == 0, done.output
-    found = pyarrow.parquet.read_table(io.BytesIO(done.stdout_bytes))
-    assert found.to_pylist() == json.loads(export(results, "--format", "json").stdout)
-    types = {name: str(found.schema.field(name).type) for name in ("model", "batch_size", "tpot_ms", "gpu_used_bytes")}
+    table = pyarrow.parquet.read_table(io.BytesIO(done.stdout_bytes))
+    assert table.to_pylist() == json.loads(export(results, "--format", "json").stdout)
+    types = {name: str(table.schema.field(name).type) for name in ("model", "batch_size", "tpot_ms", "gpu_used_bytes")}
     assert types == {"model": "string", "batch_size": "int64", "tpot_ms": "double", "gpu_used_bytes": "int64"}
 
 

@@ -180,4 +180,4 @@ def test_formats_that_were_not_released_rank_apart() -> None:
     assert rates.lossy([plain, coded]) == (coded,)
     assert "weights=int4" in coded.case.label()
     assert "weights" not in plain.case.label()
-    assert "--weights int4" in reproduce.sweep_command(coded.case)
+    assert "--weights int4" in reproduce.commands(coded)[0]

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from tests import PATIENCE_S
 from zinfer.cli import cli
 from zinfer.commands.failure import Failure
-from zinfer.commands.out import write
+from zinfer.commands.files import write
 from zinfer.commands.probe import command, table
 from zinfer.core.machine import Machine, MachineError
 from zinfer.engine import direct

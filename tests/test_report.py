@@ -6,7 +6,7 @@ from contextlib import chdir
 from html.parser import HTMLParser
 from math import ceil
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
@@ -46,8 +46,7 @@ def store(path: Path, points: list[Measurement], machine: Machine | None = None)
     with Store.open(path) as file:
         recipe = {"model": ["bloom-176b"], "layers": [14], "batch_size": "auto*8", "dtype": None, "options": {}}
         file.append_header(Header(machine="h100", recipe=recipe | {"engine": ["stream", "deepspeed"], "repeats": 3}))
-        for one in points:
-            file.append(one)
+        file.append(*points)
     if machine is not None:
         (path.parent / "machine.json").write_text(json.dumps(machine.model_dump()))
 
@@ -170,12 +169,12 @@ def test_nothing_is_recommended_that_had_no_alternative(tmp_path: Path) -> None:
         ([point(size, 9)], "fastest of 2 configurations"),
     )):  # fmt: skip
         store(tmp_path / str(nth) / "results" / "a.jsonl", [*alone, *others])
-        found = written(tmp_path / str(nth) / "results")
-        (row,) = found.rows("Summary", *SUMMARY)
+        document = written(tmp_path / str(nth) / "results")
+        (row,) = document.rows("Summary", *SUMMARY)
         assert row["verdict"] == verdict
-        summary = found.text[: found.text.index("### Risks")]
+        summary = document.text[: document.text.index("### Risks")]
         assert ("zinfer batch" in summary) is ("no alternative" not in verdict), verdict
-        assert ("<figure>" in found.page) is ("fastest" in verdict), "a figure compares"
+        assert ("<figure>" in document.page) is ("fastest" in verdict), "a figure compares"
 
 
 def test_a_configuration_tried_at_smaller_batches_only_is_said(tmp_path: Path) -> None:
@@ -192,19 +191,19 @@ def test_a_configuration_tried_at_smaller_batches_only_is_said(tmp_path: Path) -
 def test_the_evidence_counts_the_loads_of_the_model(tmp_path: Path, loads: int, words: str) -> None:
     for nth in range(loads):  # of one sweep or of several
         store(tmp_path / "results" / f"{nth}.jsonl", [point(case(8, layers=None), 1.3 + 0.01 * nth)])
-    found = written(tmp_path / "results")
-    (row,) = found.rows("Summary", *SUMMARY)
+    document = written(tmp_path / "results")
+    (row,) = document.rows("Summary", *SUMMARY)
     assert words in row["evidence"]
-    assert ("Fewer than 3 loads" in found.text) is (loads < 3)
+    assert ("Fewer than 3 loads" in document.text) is (loads < 3)
 
 
 def test_loads_of_requests_are_in_the_summary(tmp_path: Path) -> None:
     with Store.open(tmp_path / "results" / "a.jsonl") as file:
         file.append(request_point())
-    found = written(tmp_path / "results")
-    (row,) = found.rows("Summary", *SUMMARY)
+    document = written(tmp_path / "results")
+    (row,) = document.rows("Summary", *SUMMARY)
     assert (row["verdict"], row["evidence"]) == ("no alternative measured", "1 load")
-    assert {"p50", "p90", "p99"} <= found.rows("Results", "time")[0].keys()
+    assert {"p50", "p90", "p99"} <= document.rows("Results", "time")[0].keys()
 
 
 def test_percentiles_are_of_the_samples_and_left_out_where_these_are_too_few(tmp_path: Path) -> None:
@@ -255,14 +254,16 @@ def test_prices_give_costs_and_a_demand_gives_gpus(tmp_path: Path, report: Repor
     lossy = point(case(8, layers=None, options=(("kv_cache_dtype", "int8"),)), 0.5, repeats=1)
     store(tmp_path / "results" / "a.jsonl", [one, lossy, point(case(1, "deepspeed", layers=None), repeats=1)])
     prices = ("--gpu-hour-usd", 2, "--host-hour-usd", 1, "--demand", "2Mtok/day")
-    found = written(tmp_path / "results", *prices)
-    cost, fleet = (found.rows("Sizing and cost", head) for head in ("USD a million tokens", "servers"))
+    document = written(tmp_path / "results", *prices)
+    cost, fleet = (document.rows("Sizing and cost", head) for head in ("USD a million tokens", "servers"))
     assert (cost[0]["USD a million tokens"], cost[0]["GPU energy a token"]) == (f"{usd:,.2f}", "10.0 J")
     assert [row["configuration"].endswith("(lossy)") for row in cost] == [False, False, True], "ranked apart"
     assert (fleet[0]["GPUs at work"], fleet[0]["spare"], fleet[0]["GPUs"], fleet[0]["servers"]) == ("5", "1", "6", "6")
-    assert mentions(found.text, "Cost", f"{usd:,.2f} USD a million", "USD a day")
-    assert mentions(found.text, "2,000,000", "24 h 00 min", "80%")
-    (best,) = re.findall(r'<tr class="?best"?>\s*<t[dh][^>]*>([^<]*)', found.page[found.page.index('id="cost"') :])
+    assert mentions(document.text, "Cost", f"{usd:,.2f} USD a million", "USD a day")
+    assert mentions(document.text, "2,000,000", "24 h 00 min", "80%")
+    (best,) = re.findall(
+        r'<tr class="?best"?>\s*<t[dh][^>]*>([^<]*)', document.page[document.page.index('id="cost"') :]
+    )
     assert best == "stream cpu", "the cheapest exact one"
     rows = written(tmp_path / "results", "--power-usd-kwh", 0.1).rows("Sizing and cost", "energy from")
     assert [bool(row["USD a million tokens"]) for row in rows] == [True, False, False], "measured for one of them"
@@ -282,11 +283,11 @@ def test_a_baseline_is_compared_with(described: Path, tmp_path: Path) -> None:
 def test_the_evidence_has_conduct_versions_and_the_sweep(tmp_path: Path, report: Report) -> None:
     gpu = {"throttle_reasons": ["SwPowerCap"], "sm_clock_mhz_min": 1350, "sm_clock_mhz_max": 1980, "power_w_mean": 256}
     store(tmp_path / "results" / "a.jsonl", [point(case(1), repeats=1, gpu=gpu)])
-    found = written(tmp_path / "results")
-    (row,) = found.rows("Evidence", "throttled")
+    document = written(tmp_path / "results")
+    (row,) = document.rows("Evidence", "throttled")
     assert (row["GPU clock"], row["power"]) == ("1350–1980 MHz", "256 W")
     assert row["throttled"] == "SwPowerCap, 1 of 1"
-    assert "clocks back" in found.text
+    assert "clocks back" in document.text
     (exact,) = (row for row in report.rows("Evidence", "steps") if row["configuration"] == "stream none")
     assert (exact["timed"], exact["repeats"], exact["steps"]) == ("4", "3", "372")
     words = "zinfer sweep --model bloom-176b --engine stream,deepspeed --batch-size 'auto*8' --layers 14 --repeats 3"
@@ -300,10 +301,10 @@ def test_studies_are_reported_if_measured(results: Path, report: Report) -> None
     study.append(folder / "accuracy.jsonl", accuracy_run())
     study.append(folder / "reuse.jsonl", reuse_run(kept_point(64, 1, 1)))
     study.append(folder / "reuse.jsonl", reuse_run(kept_point(64, 1, 2), kept_point(512, 8, 2)))
-    found = written(results)
-    assert "| kv\\_cache\\_dtype=int8 | own | 5 | 2% | 3% | 0.002 | 0.003 | 80.00% |  | 50% of 2 | 1 |" in found.text
-    assert "| 512 | 1.0 MB | 8 ms | 2 ms | 4.00x |" in found.text
-    assert "| 64 | 1.0 MB | 1 ms | 1 ms |" not in found.text, "the last run counts"
+    document = written(results)
+    assert "| kv\\_cache\\_dtype=int8 | own | 5 | 2% | 3% | 0.002 | 0.003 | 80.00% |  | 50% of 2 | 1 |" in document.text
+    assert "| 512 | 1.0 MB | 8 ms | 2 ms | 4.00x |" in document.text
+    assert "| 64 | 1.0 MB | 1 ms | 1 ms |" not in document.text, "the last run counts"
     (folder / "reuse.jsonl").write_text("{}")
     assert mentions(written(results).text, "reuse.jsonl, line 1:", "machine")
 
@@ -313,12 +314,12 @@ def test_lossy_settings_stand_apart_with_their_loss(tmp_path: Path) -> None:
     int8 = whole.model_copy(update={"options": (("kv_cache_dtype", "int8"),)})
     folder = tmp_path / "results" / "h100"
     store(folder / "a.jsonl", [point(int8, 0.5), point(whole, 0.7)])
-    found = written(tmp_path / "results")
-    (row,) = found.rows("Summary", *SUMMARY)
+    document = written(tmp_path / "results")
+    (row,) = document.rows("Summary", *SUMMARY)
     assert row["configuration"] == "stream cpu, batch 8"
     assert "lossy ones apart" in row["verdict"]
-    assert "`zinfer study accuracy` tells how far" in found.text
-    names = [row["configuration"] for row in found.rows("Results", "TTFT p50")]
+    assert "`zinfer study accuracy` tells how far" in document.text
+    names = [row["configuration"] for row in document.rows("Results", "TTFT p50")]
     assert names == ["stream cpu", "stream cpu kv\\_cache\\_dtype=int8 (lossy)"]
     study.append(folder / "accuracy.jsonl", accuracy_run())
     assert "the same most likely token at 80.00% of 5 positions" in written(tmp_path / "results").text
@@ -326,9 +327,9 @@ def test_lossy_settings_stand_apart_with_their_loss(tmp_path: Path) -> None:
 
 def test_a_model_can_be_reported_alone(tmp_path: Path) -> None:
     store(tmp_path / "results" / "a.jsonl", [point(case(1)), point(case(1, model="opt-30b"))])
-    found = written(tmp_path / "results", "--model", "opt-30b")
-    assert [row["model"].split(",")[0] for row in found.rows("Summary", *SUMMARY)] == ["opt-30b"]
-    assert "bloom" not in found.text
+    document = written(tmp_path / "results", "--model", "opt-30b")
+    assert [row["model"].split(",")[0] for row in document.rows("Summary", *SUMMARY)] == ["opt-30b"]
+    assert "bloom" not in document.text
     done = invoke("report", tmp_path / "results", "-m", "nobody", "-o", tmp_path / "report.md")
     assert (done.exit_code, "nobody" in done.stderr) == (4, True)
 
@@ -357,15 +358,15 @@ KINDS = {
 def test_any_results_make_a_report_without_empty_sections(tmp_path: Path, kind: str, machine: Machine | None) -> None:
     points = KINDS[kind]
     store(tmp_path / "results" / "h100" / "a.jsonl", points, machine)
-    found = written(tmp_path / "results")
-    assert found.sections[:2] == ["Summary", "Results"]
-    headings = Outline(found.page).headings
-    assert [heading.split(" ", 1)[1] for heading in headings] == found.sections
-    assert not re.search(r"^## .*\n\n(?=## |\Z)", found.text, flags=re.MULTILINE)
-    assert ("no point succeeded" in found.text) is all(not one.usable for one in points)
+    document = written(tmp_path / "results")
+    assert document.sections[:2] == ["Summary", "Results"]
+    headings = Outline(document.page).headings
+    assert [heading.split(" ", 1)[1] for heading in headings] == document.sections
+    assert not re.search(r"^## .*\n\n(?=## |\Z)", document.text, flags=re.MULTILINE)
+    assert ("no point succeeded" in document.text) is all(not one.usable for one in points)
     usable = any(one.usable for one in points)
-    assert ("not described" in found.text) is (machine is None and usable)
-    assert not re.search(r"\bNone\b(?! known)|\bnan\b|\binf\b", found.text.replace("stream none", "")), found.text
+    assert ("not described" in document.text) is (machine is None and usable)
+    assert not re.search(r"\bNone\b(?! known)|\bnan\b|\binf\b", document.text.replace("stream none", "")), document.text
 
 
 def test_failures_and_damage_are_part_of_the_report(tmp_path: Path) -> None:
@@ -398,6 +399,17 @@ def test_the_figure_has_words_and_is_that_of_plot(described: Path, report: Repor
     for tag, names in (("path", ("d",)), ("use", ("x", "y")), ("text", ("x", "y", "transform"))):
         places = [[[found.get(name) for name in names] for found in figure.iter(tag)] for figure in (shown, drawn)]
         assert places[0] == places[1] != []
+
+
+def test_a_whole_model_has_one_figure_and_its_slices_none(tmp_path: Path) -> None:
+    def both(**changes: Any) -> list[Measurement]:
+        return [point(case(8, engine, **changes), machine=name) for engine in ("stream", "deepspeed")
+                for name in ("h100", "h200")]  # fmt: skip
+
+    whole, slices, other = both(layers=None), both(layers=4), both(layers=4, model="opt-30b")
+    for nth, (points, number) in enumerate(((whole, 1), (whole + slices + other, 1), (slices + other, 2))):
+        store(tmp_path / str(nth) / "results" / "a.jsonl", points)
+        assert len(drawings(written(tmp_path / str(nth) / "results").page)) == number
 
 
 def test_the_form_is_that_of_the_name_or_of_the_option(results: Path) -> None:

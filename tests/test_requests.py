@@ -22,7 +22,7 @@ from tests.command import probed, zinfer
 from tests.fakes import TARGET, FakeEngine
 from tests.inline import MACHINE, SPEC
 from tests.results import case, request_point
-from zinfer.analysis.reproduce import requests_command, use_command
+from zinfer.analysis.reproduce import case_commands
 from zinfer.analysis.requests import check, goodput
 from zinfer.analysis.sla import Sla
 from zinfer.checkpoint.source import Source
@@ -677,7 +677,7 @@ def test_the_printed_commands_are_of_the_same_load(
     probed(tmp_path)
     Path("my requests.jsonl").write_text('{"input_len": 3, "output_len": 2}\n' * 5)
     key = RequestKey(case(1, layers=None, options=(("draft", "ngram"),)), asked)
-    words = shlex.split(requests_command(key))
+    words = shlex.split(case_commands(*key)[0])
     assert words[:2] == ["zinfer", "sweep"]
     seen = list[RequestLoad]()
 
@@ -692,7 +692,7 @@ def test_the_printed_commands_are_of_the_same_load(
     assert "enough" in str(CliRunner().invoke(cli, words[1:]).exception)
     assert seen[0].model_copy(update={"source": asked.source}) == asked
     assert seen[0].source.rpartition(" ")[0] == asked.source.rpartition(" ")[0]
-    use = shlex.split(use_command(key))
+    use = shlex.split(case_commands(*key)[1])
     assert use[1] == ("serve" if asked.request_rate else "batch")
     assert "draft=ngram" in use
     assert ("--batch-size" in use) == (asked.in_flight == 4)
@@ -764,11 +764,11 @@ def test_a_command_measures_requests_on_a_real_model(tmp_path: Path, monkeypatch
 def test_tables_tell_the_source_of_requests_in_the_caption_or_where_there_are_several_in_each_row() -> None:
     one, few = request_point(), request_point(requests=RequestLoad(source="fixed:20,3", requests=3, in_flight=1))
     other = request_point(requests=RequestLoad(source="lognormal:20,3", requests=3, in_flight=2))
-    (rates, *_), *_ = report_requests.tables([one, few])
+    _, _, rates, *_ = report_requests.section([one, few])
     assert isinstance(rates, Table)
     assert "requests of fixed:20, 3," in rates.caption
     assert [row.cells[1:3] for row in rates.rows] == [("3", "2 in flight"), ("3", "1 in flight")]
-    (rates, *_), *_ = report_requests.tables([one, other])
+    _, _, rates, *_ = report_requests.section([one, other])
     assert isinstance(rates, Table)
     assert "fixed" not in rates.caption
     assert [row.cells[1] for row in rates.rows] == ["3 of fixed:20, 3", "3 of lognormal:20, 3"]

@@ -12,7 +12,7 @@ from tests.inline_batch import run_inline as run_batch
 from zinfer.job.recipe import Sweep
 from zinfer.job.sweep import Events
 from zinfer.record import jsonl
-from zinfer.record.jsonl import Lines, TakenAwayError
+from zinfer.record.jsonl import AppendLog, TakenAwayError
 from zinfer.record.store import read
 
 
@@ -50,12 +50,12 @@ WAYS = [delete, replace, cut, empty, add, move]
 def test_every_line_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: Callable[[Path], None], remembered: int
 ) -> None:
-    monkeypatch.setattr(jsonl, "REMEMBERED", remembered)
+    monkeypatch.setattr(jsonl, "TAIL_BYTES", remembered)
     path = tmp_path / "folder" / "file"
-    with Lines.open(path) as lines:
+    with AppendLog.open(path) as lines:
         lines.append(b"before")
     wanted = [b"before", *(b"line %d" % number for number in range(20)), b"last"]
-    with Lines.open(path) as lines:
+    with AppendLog.open(path) as lines:
         lines.append(*wanted[1:11])
         lines.append(*wanted[11:21])
         lines.check()

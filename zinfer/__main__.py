@@ -1,4 +1,4 @@
-"""Entry of the console script, and of ``python -m zinfer``: handles signals before anything else is imported."""
+"""Entry point; handles signals before other imports."""
 
 import os
 import signal
@@ -11,7 +11,7 @@ def _interrupted(number: int, _frame: object) -> None:
 
 
 def _open_standard_streams() -> None:
-    """Open the null device in place of stdin, stdout or stderr that the caller has closed.
+    """Open the null device in place of a closed standard stream.
 
     Else the next file that is opened gets their number, and what is meant for stderr would be written into it.
     """

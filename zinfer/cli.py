@@ -1,4 +1,4 @@
-"""Command line: one group; each verb is imported only when it is called, so that `zinfer --help` is instant."""
+"""Command line: one group; verbs are imported when called."""
 
 import os
 import signal
@@ -74,12 +74,12 @@ class _Short:
 
 
 class _NoReader(Exception):
-    """Error of a command whose stdout nobody reads any more, as after `| head`."""
+    """Error of a command whose stdout is closed, as after `| head`."""
 
 
 @contextmanager
 def _no_reader() -> Iterator[None]:
-    """Turn a broken pipe into a _NoReader: click would end the command with exit code 1."""
+    """Turn a broken pipe into _NoReader: click would exit with 1."""
     try:
         yield
     except BrokenPipeError:
@@ -158,7 +158,7 @@ def cli(ctx: click.Context, debug: bool) -> None:
 
 
 def _warn_in_a_line(message: Warning | str, category: type[Warning], *where: object, **_: object) -> None:
-    """Print a warning of zinfer in one line; warnings of libraries are for developers."""
+    """Print a warning of zinfer in one line; hide those of libraries."""
     if category.__name__ in ("CheckpointWarning", "RetiredOptionWarning") or os.environ.get("ZINFER_DEBUG") == "1":
         click.echo(f"Warning: {message}", err=True)
 
@@ -193,8 +193,8 @@ def _main() -> None:
         if debug:
             raise
         discard(sys.stdout)
-        place = error.filename if error.filename is not None else "the output"
-        click.echo(f"Error: {place!s:.200}: {error.strerror or error}", err=True)
+        name = error.filename if error.filename is not None else "the output"
+        click.echo(f"Error: {name!s:.200}: {error.strerror or error}", err=True)
         sys.exit(ENVIRONMENT)
     except Exception as error:
         number = None if isinstance(error, ZinferError) else interruption(error)

@@ -9,7 +9,7 @@ from tools.campaign.lab import Result
 from zinfer import __version__
 from zinfer.core.value import Frozen
 from zinfer.record.jsonl import read_lines
-from zinfer.record.study import Start, found
+from zinfer.record.study import Start, parse_runs
 from zinfer.system.host import cpu_model, slug
 
 RECORD = Path("sweeps/results/reliability.jsonl")
@@ -129,7 +129,7 @@ class Campaign(Start):
 
 def last(path: Path) -> Campaign:
     """Return the last campaign in a file."""
-    *_, (_, fields) = found(read_lines(path), path, "reliability")
+    *_, (_, fields) = parse_runs(read_lines(path), path, "reliability")
     return Campaign.model_validate(fields)
 
 

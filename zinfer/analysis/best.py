@@ -1,7 +1,7 @@
-"""Best configuration: the best point by one objective among those that keep the service levels."""
+"""Best configuration by one objective, within service levels."""
 
 from collections.abc import Callable, Sequence
-from statistics import mean
+from statistics import fmean
 from typing import Literal
 
 from zinfer.analysis import requests, sla
@@ -41,17 +41,17 @@ def decide(
     prices: Prices,
     rate: Callable[[Point], float | None] = lambda point: point.output_tok_s,
 ) -> Decision:
-    """Choose the best of `points` by `objective` under `slas`; the smaller batch if two are equal. `rate` gives the
-    output tok/s of a point.
+    """Choose the best of `points` by `objective` under `slas`.
 
-    A point whose value is not known is not chosen. Raises EconomicsError for the objective cost without prices.
+    The smaller batch wins a tie; `rate` gives the output tok/s of a point. A point whose value is not known is not
+    chosen. Raises EconomicsError for the objective cost without prices.
     """
     if objective == "cost" and prices.gpu_hour_usd is None and prices.host_hour_usd is None:
         raise EconomicsError("--objective cost needs a price: give --gpu-hour-usd, or --host-hour-usd, or both")
     points = [point for point in points if point.usable]
     if exact(points) and lossy(points):
-        apart = decide(lossy(points), slas, objective, prices, rate).point
-        return decide(exact(points), slas, objective, prices, rate).model_copy(update={"lossy": apart})
+        best_lossy = decide(lossy(points), slas, objective, prices, rate).point
+        return decide(exact(points), slas, objective, prices, rate).model_copy(update={"lossy": best_lossy})
     usable = list(points)
     keeping = [point for point in usable if all(kept.ok for kept in check(point, slas))]
     if not keeping:
@@ -59,19 +59,19 @@ def decide(
         kept = check(nearest, slas) if nearest is not None else ()
         return Decision(objective=objective, kept=kept, nearest=nearest, usable=len(usable))
 
-    def value(point: Point, found: Cost) -> float | None:
+    def value(point: Point, cost: Cost) -> float | None:
         return {
             "throughput": -(rate(point) or 0.0),
-            "latency": point.tpot_ms or mean(_ttft_ms(point)),
-            "cost": found.usd_per_mtok,
-            "energy": found.j_per_token,
+            "latency": point.tpot_ms or fmean(_ttft_ms(point)),
+            "cost": cost.usd_per_mtok,
+            "energy": cost.j_per_token,
         }[objective]
 
     costs = [known_cost(point, prices) for point in keeping]
     ranked = [
         (worth, point.case.workload.batch_size, nth)
-        for nth, (point, found) in enumerate(zip(keeping, costs, strict=True))
-        if (worth := value(point, found)) is not None
+        for nth, (point, cost) in enumerate(zip(keeping, costs, strict=True))
+        if (worth := value(point, cost)) is not None
     ]
     chosen = min(ranked)[-1] if ranked else None
     point = None if chosen is None else keeping[chosen]
@@ -93,7 +93,7 @@ def _ttft_ms(point: Point) -> Sequence[float]:
 
 
 def known_cost(point: Point, prices: Prices) -> Cost:
-    """Return the cost of the point; without USD if energy has a price and the point has no energy reading."""
+    """Return the cost of the point, without USD if that is unknown."""
     try:
         return cost(point, prices) or Cost()
     except EconomicsError:

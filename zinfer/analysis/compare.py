@@ -1,16 +1,15 @@
-"""Comparison of two sets of records, point by point: the change, and whether it is larger than the repeats' noise.
+"""Comparison of two sets of records, point by point, with noise.
 
 Each side's mean is known to within the half-width of its own 95% confidence interval; a difference of two means is
 known to within the two half-widths in quadrature. A change inside that is noise, whatever its sign. One repeat has no
 spread: its noise is unknown, which is not the same as small, and no such change is called better or worse::
 
-    for change in compare(read(a).points, read(b).points).changes:
-        print(change.label, change.relative, change.verdict)
+for change in compare(read(a).points, read(b).points).changes: print(change.label, change.relative, change.verdict)
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import hypot
-from statistics import mean
+from statistics import fmean
 from typing import Any, Literal, NamedTuple
 
 from zinfer.analysis.group import order, samples
@@ -48,7 +47,7 @@ class Value(Frozen):
 
 
 class Change(Frozen):
-    """One case, before and after; the two cases differ if the comparison runs across an axis."""
+    """Case before and after; two cases if compared across an axis."""
 
     before_case: Case
     after_case: Case
@@ -85,14 +84,14 @@ class Change(Frozen):
 
     @property
     def ratio(self) -> float | None:
-        """Ratio after / before; None where either is unknown or the first is zero."""
+        """Ratio after / before; None where unknown."""
         if self.after.mean is None or not self.before.mean:
             return None
         return self.after.mean / self.before.mean
 
     @property
     def ratio_noise(self) -> float | None:
-        """Noise of `ratio`: the relative half-widths of both sides in quadrature; None where unknown."""
+        """Noise of `ratio`: relative half-widths in quadrature; None where unknown."""
         if not self.ratio or self.before.noise is None or self.after.noise is None:
             return None
         before, after = self.before.mean or 1.0, self.after.mean or 1.0  # `ratio` has neither of them unknown or zero
@@ -100,8 +99,7 @@ class Change(Frozen):
 
     @property
     def times(self) -> str:
-        """Text of `ratio` as far as the repeats support it: ``1.13x ± 0.04``, ``1.13x, single run``, or ``within the
-        noise``; empty where unknown."""
+        """Text of `ratio` and its noise: ``1.13x ± 0.04``; empty where unknown."""
         if self.ratio is None:
             return ""
         if self.verdict == "unknown":
@@ -112,7 +110,7 @@ class Change(Frozen):
 
     @property
     def loss(self) -> float:
-        """Share by which after is worse than before; 0 if it is not worse, or if that is not known."""
+        """Share by which after is worse than before, or 0."""
         return max(0.0, (self.relative or 0.0) * (-1 if self.higher_is_better else 1))
 
     @property
@@ -131,15 +129,25 @@ class Change(Frozen):
             return "noise"
         return "worse" if self.loss else "better"
 
+    def cells(self, text: Callable[[float], str]) -> tuple[str, ...]:
+        """Return both values (by `text`) or statuses, the change, and its noise."""
+        noise = self.noise / self.before.mean if self.noise is not None and self.before.mean else None
+        return (
+            *(
+                status if status != "ok" else "" if value.mean is None else text(value.mean)
+                for status, value in ((self.before_status, self.before), (self.after_status, self.after))
+            ),
+            "" if self.relative is None else f"{self.relative:+.1%}",
+            "" if noise is None else f"± {noise:.1%}",
+        )
+
     def regressed(self, share: float) -> bool:
-        """Return True if the case ran before and fails now, or is worse by more than `share` and by more than the
-        noise; unknown noise counts as none."""
+        """Return whether the case broke, or lost over `share` beyond its noise."""
         return self.verdict == "broken" or (self.verdict in ("worse", "unknown") and self.loss > share)
 
 
 class Difference(NamedTuple):
-    """Property in which the sides differ as a whole (a machine, a version); empty on a side that has not recorded
-    it."""
+    """Machine or version in which the sides differ; empty if unrecorded."""
 
     name: str
     before: str
@@ -147,7 +155,7 @@ class Difference(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """Result of `compare`: changes of the cases on both sides, and the points of either side without a counterpart."""
+    """Changes of common cases, and points of one side alone."""
 
     changes: tuple[Change, ...]
     only_before: tuple[Measurement, ...] = ()
@@ -161,11 +169,10 @@ def compare(
     metric: Metric = "output_tok_s",
     across: Sequence[str] = (),
 ) -> Comparison:
-    """Compare `before` with `after`; cases match if they are equal in all fields except those named in `across`.
+    """Match cases by all fields but `across`; compare the last points.
 
-    If a side has several points of a case, the last one counts; interrupted points are ignored. The machine is not part
-    of a case, so each side must be of one machine. Raises CompareError for a side with two machines, or if two cases of
-    one side are equal without `across`.
+    Interrupted points are ignored. Raises CompareError for a side with two machines, or if two cases of one side are
+    equal without `across`.
     """
     first, second = _by_key(before, across), _by_key(after, across)
     common = [(first[key], second[key]) for key in first.keys() & second.keys()]
@@ -180,15 +187,15 @@ def compare(
 
 
 def value(point: Measurement, metric: Metric) -> Value:
-    """Return a point's metric and its noise; both None for a point that is not usable."""
+    """Return a point's metric and its noise; None where unknown."""
     if metric == "gpu_peak_bytes":
         return Value(mean=point.gpu_peak_bytes if point.usable else None)
     repeats = samples(point, metric)
     if not repeats:
         return Value()
     # rates count all repeats together, as everywhere; a mean of rates would weigh the slow repeats less
-    found = mean(repeats) if metric == "ttft_ms" else getattr(point, metric)
-    return Value(mean=found, noise=ci95_half_width(repeats))
+    mean = fmean(repeats) if metric == "ttft_ms" else getattr(point, metric)
+    return Value(mean=mean, noise=ci95_half_width(repeats))
 
 
 def change(before: Measurement, after: Measurement, metric: Metric = "output_tok_s") -> Change:
@@ -210,16 +217,16 @@ def _by_key(points: Iterable[Measurement], across: Sequence[str]) -> dict[tuple[
     if len(machines) > 1:
         raise CompareError(f"holds points of {' and '.join(machines)}: compare files of one machine each")
     fields = [field for field in Case.model_fields if field not in across]
-    found: dict[tuple[Any, ...], Measurement] = {}
+    points_by_key: dict[tuple[Any, ...], Measurement] = {}
     for point in points:
         if point.status == "cancelled":
             continue
         key = tuple(getattr(point.case, field) for field in fields)
-        if key in found:
-            same = f"{found[key].case.label()} and {point.case.label()}"
+        if key in points_by_key:
+            same = f"{points_by_key[key].case.label()} and {point.case.label()}"
             raise CompareError(f"holds {same}, which are one case without {', '.join(across)}: compare across fewer")
-        found[key] = point
-    return found
+        points_by_key[key] = point
+    return points_by_key
 
 
 def _order(point: Measurement) -> tuple[str | int, ...]:
@@ -227,7 +234,7 @@ def _order(point: Measurement) -> tuple[str | int, ...]:
 
 
 def _differences(before: Sequence[Measurement], after: Sequence[Measurement]) -> tuple[Difference, ...]:
-    """Return the differences between the sides: machine, model revision, then versions by name."""
+    """Return differences of machine, model revision, and versions."""
     first, second = _properties(before), _properties(after)
     names = [*dict.fromkeys(["machine", "model revision", *sorted(first.keys() | second.keys())])]
     pairs = [Difference(name, first.get(name, ""), second.get(name, "")) for name in names]
@@ -235,10 +242,10 @@ def _differences(before: Sequence[Measurement], after: Sequence[Measurement]) ->
 
 
 def _properties(points: Sequence[Measurement]) -> dict[str, str]:
-    found: dict[str, set[str]] = {}
+    properties: dict[str, set[str]] = {}
     for point in points:
         named = {"machine": point.machine, "model revision": point.model_revision} | point.versions
         for name, text in named.items():
             if text:
-                found.setdefault(name, set()).add(text)
-    return {name: " and ".join(sorted(texts)) for name, texts in found.items()}
+                properties.setdefault(name, set()).add(text)
+    return {name: " and ".join(sorted(texts)) for name, texts in properties.items()}

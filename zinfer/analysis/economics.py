@@ -1,4 +1,4 @@
-"""Economics: cost and energy of a token, and the number of GPUs for a demand.
+"""Economics: cost and energy of a token, and GPUs for a demand.
 
 The more tokens a machine makes in an hour that is paid for, the cheaper each is: USD a million tokens = USD an hour /
 (3600 · tok/s) · 1e6, plus the energy at its price. Energy is what NVML counted on the GPU while the point was timed,
@@ -25,12 +25,14 @@ _SECONDS = {"s": 1, "min": 60, "h": 3600, "d": DAY_S, "day": DAY_S}
 
 
 class EconomicsError(ZinferError):
-    """A price, demand or duration that cannot be understood, or a value that the record does not have."""
+    """Price, demand or duration that is invalid or unknown."""
 
 
 class Prices(Frozen):
-    """Prices: USD an hour of a GPU and of the host around it, which carries `gpus_per_server` GPUs, and USD a kWh. None
-    is unknown, not free."""
+    """Prices in USD; None is unknown, not free.
+
+    They are of an hour of a GPU and of the host around it, which carries `gpus_per_server` GPUs, and of a kWh.
+    """
 
     gpu_hour_usd: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     host_hour_usd: float | None = Field(default=None, ge=0, allow_inf_nan=False)
@@ -44,8 +46,7 @@ class Prices(Frozen):
 
 
 class Cost(Frozen):
-    """Cost of one point: USD a million output tokens (None without prices), J a token (None without a reading), and how
-    the energy was measured."""
+    """Cost of a point's tokens, None where unknown, and the energy's method."""
 
     usd_per_mtok: float | None = None
     j_per_token: float | None = None
@@ -74,7 +75,7 @@ class Fleet(Frozen):
 
 
 def energy(point: Point) -> tuple[float, str] | None:
-    """Return the energy in J an output token, over all repeats or requests, and the method; None without a reading.
+    """Return the energy in J an output token, and the method.
 
     The reading spans prefill and decode of all repeats, so the tokens are those of all repeats, first ones included.
     """
@@ -88,23 +89,23 @@ def energy(point: Point) -> tuple[float, str] | None:
 
 
 def cost(point: Point, prices: Prices) -> Cost | None:
-    """Return the cost of the point's tokens on the GPUs that it took; None for a point that is not usable.
+    """Return the cost of the point's tokens on its GPUs.
 
     Raises EconomicsError if energy has a price and was not measured.
     """
     rate, read = point.output_tok_s, energy(point)
     if not point.usable or not rate:
         return None
-    found = Cost() if read is None else Cost(j_per_token=read[0], method=read[1])
+    result = Cost() if read is None else Cost(j_per_token=read[0], method=read[1])
     if not prices.known:
-        return found
+        return result
     hours = point.gpus * 1e6 / rate / 3600
     usd = hours * ((prices.gpu_hour_usd or 0.0) + (prices.host_hour_usd or 0.0) / prices.gpus_per_server)
     if prices.power_usd_kwh is not None:
         if read is None:
             raise EconomicsError(f"{point.case.label()} has no reading of its energy: leave out --power-usd-kwh")
         usd += read[0] * 1e6 / 3.6e6 * prices.power_usd_kwh
-    return found.model_copy(update={"usd_per_mtok": usd})
+    return result.model_copy(update={"usd_per_mtok": usd})
 
 
 def parse_seconds(text: str) -> float:
@@ -117,8 +118,11 @@ def parse_seconds(text: str) -> float:
 
 
 def parse_demand(text: str, deadline: str | None = None) -> tuple[float, float]:
-    """Return the tokens of a demand, and the seconds in which they are due: ``2Mtok/day`` is spread over a day, or due
-    within `deadline` of each; ``5Mtok`` needs a `deadline`. Raises EconomicsError."""
+    """Return the tokens of a demand, and the seconds for them.
+
+    ``2Mtok/day`` is spread over a day, or due within `deadline` of each; ``5Mtok`` needs a `deadline`. Raises
+    EconomicsError.
+    """
     match = re.fullmatch(
         r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kKMGBT]?)\s*(?:tok(?:ens?)?)?\s*(?:/\s*(s|min|h|d|day))?\s*", text
     )
@@ -142,9 +146,10 @@ def fleet(
     spare: int = 1,
     gpus_per_server: int = 1,
 ) -> Fleet:
-    """Return the GPUs and servers that generate `tokens` in `seconds` with the point's configuration: ceil(tokens /
-    (tok/s · utilisation · seconds)) times the GPUs that it takes, and `spare` GPUs more. Raises EconomicsError for a
-    point without a throughput."""
+    """Return the GPUs and servers for `tokens` in `seconds`, and `spare` more.
+
+    Raises EconomicsError for a point without a throughput.
+    """
     rate, gpus = point.output_tok_s, point.gpus
     if not rate or not 0 < utilisation <= 1 or tokens <= 0 or seconds <= 0 or spare < 0 or gpus_per_server < 1:
         raise EconomicsError("a fleet needs a measured throughput, a demand, and a utilisation above 0% up to 100%")

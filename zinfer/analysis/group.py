@@ -1,9 +1,9 @@
-"""Groups of points that may be compared: of one model (or slice of it), lengths, type of weights, and machine."""
+"""Groups of comparable points: equal model, slice, lengths, weights and machine."""
 
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import PurePath
-from statistics import mean
+from statistics import fmean
 from typing import Literal, get_args
 
 from zinfer.core.case import Case, LoadFormat, Offload
@@ -33,13 +33,13 @@ class Setting(Frozen):
 
     @property
     def part(self) -> str:
-        """Model, and the part of it that was measured: ``bloom-176b, 14 of 70 layers``."""
+        """Model, and its measured part: ``bloom-176b, 14 of 70 layers``."""
         name = self.model_name
         return name if self.layers is None else f"{name}, {self.layers} of {self.total_layers or '?'} layers"
 
     @property
     def conditions(self) -> str:
-        """Facts that a reader must know to judge the numbers: machine, slice, kind of weights, type."""
+        """Conditions of the numbers: machine, slice, weights, type."""
         whole = "the whole model" if self.layers is None else "a slice of the model"
         weights = "dummy weights" if self.load_format == "dummy" else "weights of the checkpoint"
         return f"{self.machine} · {whole} · {weights} · {self.dtype}"
@@ -63,41 +63,39 @@ class Group(Setting):
 
     @property
     def title(self) -> str:
-        """Title of a figure or table: ``bloom-176b, 14 of 70 layers, 512 in / 32 out``."""
+        """Title of a figure: ``bloom-176b, 14 of 70 layers, 512 in / 32 out``."""
         return f"{self.part}, {self.input_len} in / {self.output_len} out"
 
     def stem(self, sweep: str, alone: bool) -> str:
-        """Return the path of this group's figures: ``<machine>/<sweep>``, longer unless it is `alone` in its sweep."""
+        """Return the path of this group's figures, longer unless `alone`."""
         part = "" if self.layers is None else f"-{self.layers}l"
         name = f"{self.model_name}{part}-{self.input_len}-{self.output_len}-{self.dtype}-{self.load_format}"
         return f"{path_part(self.machine)}/{path_part(sweep if alone else f'{sweep}-{name}')}"
 
 
 def groups(points: Iterable[Measurement]) -> dict[Group, tuple[Measurement, ...]]:
-    """Return the latest point of each case by group, both sorted, whole models before slices."""
-    found: dict[Group, list[Measurement]] = {}
+    """Return the latest points by group, sorted, whole models first."""
+    points_by_group: dict[Group, list[Measurement]] = {}
     for point in latest(points):
-        found.setdefault(_of(point), []).append(point)
+        points_by_group.setdefault(_of(point), []).append(point)
     result = {}
-    for group in sorted(found, key=_rank):
-        total = max((point.total_layers or 0 for point in found[group]), default=0) or None
-        result[group.model_copy(update={"total_layers": total})] = tuple(sorted(found[group], key=_order))
+    for group in sorted(points_by_group, key=_rank):
+        total = max((point.total_layers or 0 for point in points_by_group[group]), default=0) or None
+        result[group.model_copy(update={"total_layers": total})] = tuple(sorted(points_by_group[group], key=_order))
     return result
 
 
 def loads_of(points: Iterable[Measurement]) -> dict[tuple[str, Case], tuple[float, ...]]:
-    """Return the output tok/s of each usable record by machine and case, repeated ones included, in order: each load
-    of the model gives a case one record."""
-    found: dict[tuple[str, Case], tuple[float, ...]] = {}
+    """Return the output tok/s of every usable record by machine and case."""
+    rates_by_case: dict[tuple[str, Case], tuple[float, ...]] = {}
     for point in points:
         if point.usable and point.output_tok_s is not None:
             key = point.machine, point.case
-            found[key] = (*found.get(key, ()), point.output_tok_s)
-    return found
+            rates_by_case[key] = (*rates_by_case.get(key, ()), point.output_tok_s)
+    return rates_by_case
 
 
 def _of(point: Measurement) -> Group:
-    """Return the group of a point, without its total layers, which other points may have recorded."""
     case = point.case
     return Group(
         machine=point.machine,
@@ -118,15 +116,15 @@ def _rank(group: Group) -> tuple[bool | int | str, ...]:
 
 
 def by_load(points: Points) -> dict[Case, tuple[Measurement, ...]]:
-    """Return points of a group by load (engine, offload and options, at batch size 1), batch sizes ascending."""
+    """Return points by load (the case at batch 1), batch sizes ascending."""
     loads: dict[Case, list[Measurement]] = {}
     for point in sorted(points, key=_order):
         loads.setdefault(point.case.load, []).append(point)
-    return {load: tuple(own) for load, own in loads.items()}
+    return {load: tuple(load_points) for load, load_points in loads.items()}
 
 
 def order(case: Case) -> tuple[str | int, ...]:
-    """Return the sort key of loads: what must be equal to be compared first, then engine, offload, and options."""
+    """Return the sort key of loads."""
     load, offload = case.workload, get_args(Offload).index(case.offload)
     shared = (case.model, case.layers or 0, load.input_len, load.output_len, case.dtype, case.load_format)
     return *shared, case.engine, offload, get_args(Weights).index(case.weights), len(case.options), str(case.options)
@@ -137,15 +135,15 @@ def _order(point: Measurement) -> tuple[str | int, ...]:
 
 
 def samples(point: Measurement, metric: Metric) -> tuple[float, ...]:
-    """Return the metric's value of each repeat, in ms or tokens a second; empty unless the point is usable.
+    """Return the metric of each repeat, in ms or tokens a second.
 
     TPOT, and the rates of decode, leave out repeats without a decode step.
     """
     if not point.usable:
         return ()
-    steps = [mean(repeat) for repeat in point.step_ms if repeat and sum(repeat)]
+    steps = [fmean(repeat) for repeat in point.step_ms if repeat and sum(repeat)]
     batch = point.case.workload.batch_size
-    found: dict[Metric, Sequence[float]] = {
+    values: dict[Metric, Sequence[float]] = {
         "ttft_ms": point.ttft_ms,
         "tpot_ms": steps,
         "e2e_ms": point.e2e_ms,
@@ -154,9 +152,9 @@ def samples(point: Measurement, metric: Metric) -> tuple[float, ...]:
         "decode_tok_s": [batch / step * 1e3 for step in steps],
         "user_tok_s": [1e3 / step for step in steps],
     }
-    return tuple(found[metric])
+    return tuple(values[metric])
 
 
 def path_part(text: str) -> str:
-    """Return `text` as one path component: letters, digits, dot and dash; never hidden, never empty."""
+    """Return `text` as one path component, never hidden or empty."""
     return re.sub(r"[^A-Za-z0-9.-]+", "-", text).strip(".-") or "unnamed"

@@ -1,5 +1,4 @@
-"""Loads of requests: groups that may be compared, the fastest configuration of each, and goodput, the requests that
-keep all service levels.
+"""Loads of requests: groups, the fastest configuration, and goodput.
 
 A service level holds for each request by itself here, with its own TTFT, TPOT or E2E, as in `vllm bench serve` and
 DistServe (arXiv:2401.09670); `check` compares the statistic of the level over all requests. Rates of the whole load
@@ -7,11 +6,11 @@ DistServe (arXiv:2401.09670); `check` compares the statistic of the level over a
 """
 
 from collections.abc import Iterable
-from statistics import mean
+from statistics import fmean
 from typing import NamedTuple
 
 from zinfer.analysis.group import Setting
-from zinfer.analysis.sla import Sla, SlaCheck, parse, statistic
+from zinfer.analysis.sla import Sla, SlaCheck, check_samples, parse
 from zinfer.core.requests import RequestLoad
 from zinfer.record.requests import RequestKey, RequestMetric, RequestPoint, RequestSample
 
@@ -24,14 +23,13 @@ def levels(point: RequestPoint) -> tuple[Sla, ...]:
 
 
 def goodput(point: RequestPoint, slas: Iterable[Sla] | None = None) -> float | None:
-    """Return the requests a second that keep each of `slas`, by default the record's own; None without samples or
-    service levels of requests."""
+    """Return the requests a second within `slas`; None without samples."""
     share = share_within(point, slas)
     return None if share is None or point.request_s is None else share * point.request_s
 
 
 def share_within(point: RequestPoint, slas: Iterable[Sla] | None = None) -> float | None:
-    """Return the share of the requests that keep each of `slas`, by default the record's own; None as `goodput`."""
+    """Return the share of requests within `slas`, else the record's own."""
     wanted = [sla for sla in (levels(point) if slas is None else slas) if sla.metric in _TIMES]
     if not point.usable or not wanted:
         return None
@@ -39,18 +37,12 @@ def share_within(point: RequestPoint, slas: Iterable[Sla] | None = None) -> floa
 
 
 def check(point: RequestPoint, slas: Iterable[Sla] | None = None) -> tuple[SlaCheck, ...]:
-    """Check a load against the statistic of each service level, over all its requests."""
-    found = []
-    for sla in levels(point) if slas is None else slas:
-        samples = _samples(point, sla)
-        value = statistic(samples, sla.statistic, worst_high=sla.metric in ("ttft", "tpot", "e2e")) if samples else None
-        found.append(SlaCheck(sla=sla, actual=value, samples=len(samples)))
-    return tuple(found)
+    """Check each level's statistic over all requests of a load."""
+    return tuple(check_samples(sla, _samples(point, sla)) for sla in (levels(point) if slas is None else slas))
 
 
 def acceptance(points: Iterable[RequestPoint], model: str, draft: str) -> tuple[int, int]:
-    """Return the drafts of `draft` that were right for `model` in loads of requests, and all that were verified, up to
-    the first wrong one of each pass and row: their ratio is how often a draft is right if those before it were."""
+    """Return accepted and checked drafts of `draft` for `model`."""
     alike = [
         point.counts
         for point in points
@@ -60,7 +52,6 @@ def acceptance(points: Iterable[RequestPoint], model: str, draft: str) -> tuple[
 
 
 def _samples(point: RequestPoint, sla: Sla) -> list[float]:
-    """Return the samples of a level's metric, in seconds or tokens a second."""
     if not point.usable:
         return []
     if sla.metric in _TIMES:
@@ -69,14 +60,13 @@ def _samples(point: RequestPoint, sla: Sla) -> list[float]:
 
 
 def _value(point: RequestPoint, sample: RequestSample, sla: Sla) -> float | None:
-    ms = point.one(sample, _TIMES[sla.metric])
+    ms = point.value_ms(sample, _TIMES[sla.metric])
     if ms is None or sla.metric != "user_tok_s":
         return None if ms is None else ms / 1e3
     return 1e3 / ms if ms else None
 
 
 def _keeps(point: RequestPoint, sample: RequestSample, sla: Sla) -> bool:
-    """Tell whether a request keeps a level; one of a single token has no TPOT to miss."""
     value = _value(point, sample, sla)
     return value is None or (value <= sla.bound if sla.at_most else value >= sla.bound)
 
@@ -85,44 +75,43 @@ Loads = dict[tuple[str, RequestKey], tuple[RequestPoint, ...]]  # by machine and
 
 
 def loads_of(points: Iterable[RequestPoint]) -> Loads:
-    """Return all records of each load of requests on each machine, in order: each load of the model gives it one."""
-    found: Loads = {}
+    """Return all records of each load of requests, by machine and key."""
+    loads: Loads = {}
     for point in points:
         key = point.machine, point.key
-        found[key] = (*found.get(key, ()), point)
-    return found
+        loads[key] = (*loads.get(key, ()), point)
+    return loads
 
 
 class RequestGroup(Setting):
-    """Setting and requests that loads must share to be compared: the same requests, which arrive in the same way."""
+    """Setting and requests of comparable loads."""
 
     requests: RequestLoad
 
     @property
     def title(self) -> str:
-        """Title of a table: ``llama-2-70b, 8 of 80 layers, 200 requests of chats.jsonl, 64 in flight``."""
+        """Title of a table: ``llama-2-70b, 200 requests of chats.jsonl, 64 in flight``."""
         return f"{self.part}, {self.requests.describe()}"
 
 
 class RequestRates(NamedTuple):
-    """One configuration under a load of requests: its last usable record, and the output tok/s of all."""
+    """Configuration under a load: its last record, and all output tok/s."""
 
     point: RequestPoint
     rates: tuple[float, ...]
 
     @property
     def mean(self) -> float:
-        return mean(self.rates)
+        return fmean(self.rates)
 
     def differs(self, other: "RequestRates") -> bool | None:
-        """Tell whether no rate of one is within the range of the other's; None if one of them has a single rate."""
+        """Return whether the ranges of rates are disjoint; None if unknown."""
         if min(len(self.rates), len(other.rates)) < 2:
             return None
         return min(self.rates) > max(other.rates) or max(self.rates) < min(other.rates)
 
 
 def group_of(point: RequestPoint) -> RequestGroup:
-    """Return the group of a point, with the total layers that it knows."""
     case = point.case
     return RequestGroup(
         machine=point.machine, model=case.model, layers=case.layers, dtype=case.dtype, load_format=case.load_format,
@@ -131,11 +120,10 @@ def group_of(point: RequestPoint) -> RequestGroup:
 
 
 def groups(points: Iterable[RequestPoint]) -> dict[RequestGroup, tuple[RequestPoint, ...]]:
-    """Return all records by group, whole models before slices; groups in the order of models, sources, and ways to
-    arrive."""
-    found: dict[RequestGroup, list[RequestPoint]] = {}
+    """Return all records by group, sorted, whole models first."""
+    points_by_group: dict[RequestGroup, list[RequestPoint]] = {}
     for point in points:  # one that did not get far does not know the number of all layers
-        found.setdefault(group_of(point).model_copy(update={"total_layers": None}), []).append(point)
+        points_by_group.setdefault(group_of(point).model_copy(update={"total_layers": None}), []).append(point)
 
     def place(group: RequestGroup) -> tuple[bool | int | float | str, ...]:
         asked = group.requests
@@ -145,20 +133,25 @@ def groups(points: Iterable[RequestPoint]) -> dict[RequestGroup, tuple[RequestPo
         return *whole, name, asked.request_rate is not None, loop, float(asked.request_rate or 0)
 
     result = {}
-    for group in sorted(found, key=place):
-        total = max((group_of(point).total_layers or 0 for point in found[group]), default=0) or None
-        result[group.model_copy(update={"total_layers": total})] = tuple(found[group])
+    for group in sorted(points_by_group, key=place):
+        total = max((group_of(point).total_layers or 0 for point in points_by_group[group]), default=0) or None
+        result[group.model_copy(update={"total_layers": total})] = tuple(points_by_group[group])
     return result
 
 
 def ranked(points: Iterable[RequestPoint]) -> list[RequestRates]:
-    """Return the configurations of one group, the fastest first and those with lossy settings last: by mean output
-    tok/s or, where requests arrive at a rate, which sets those, by mean E2E."""
-    found: dict[RequestKey, list[RequestPoint]] = {}
+    """Return the configurations, the fastest first, lossy ones last.
+
+    By mean output tok/s or, where requests arrive at a rate, which sets those, by mean E2E.
+    """
+    points_by_key: dict[RequestKey, list[RequestPoint]] = {}
     for point in points:
         if point.usable:
-            found.setdefault(point.key, []).append(point)
-    rows = [RequestRates(own[-1], tuple(one.output_tok_s or 0.0 for one in own)) for own in found.values()]
+            points_by_key.setdefault(point.key, []).append(point)
+    rows = [
+        RequestRates(records[-1], tuple(record.output_tok_s or 0.0 for record in records))
+        for records in points_by_key.values()
+    ]
 
     def place(row: RequestRates) -> tuple[bool, float]:
         e2e = row.point.summary("e2e_ms") if isinstance(row.point.requests.request_rate, float) else None

@@ -1,10 +1,10 @@
-"""Routing of a mixture for plans: from its recorded trace, or from measured decode steps with experts on demand.
+"""Routing of a mixture for plans, from traces or decode steps.
 
 Random weights route evenly and tell nothing of a model, so points with dummy weights do not count.
 """
 
 from collections.abc import Iterable
-from statistics import mean
+from statistics import fmean
 
 from zinfer.core.model import ExpertPolicy, ModelSpec, Routing
 from zinfer.core.units import counted
@@ -13,19 +13,23 @@ from zinfer.record.study import POLICIES, Hits, Study, Touched
 
 
 def routing_of(model: ModelSpec, runs: Iterable[Study], points: Iterable[Measurement]) -> Routing | None:
-    """Return the routing of a model by the last of `runs` that traced it, or by those of `points` that ran it; None if
-    none did. Slices of other depths do not count."""
+    """Return a model's routing by its last trace, else by points.
+
+    None without either. Slices of other depths do not count.
+    """
     if model.num_experts < 2 or not model.expert_bytes:
         return None
     every = model.routed_bytes // model.expert_bytes
-    own = [run for run in runs if run.model == model.name and (run.num_layers or 0) * (run.num_experts or 0) == every]
-    return _traced(own[-1], every) if own else _measured(model, points, every)
+    traces = [
+        run for run in runs if run.model == model.name and (run.num_layers or 0) * (run.num_experts or 0) == every
+    ]
+    return _traced(traces[-1], every) if traces else _measured(model, points, every)
 
 
 def _traced(run: Study, every: int) -> Routing:
     return Routing(
         source=f"the routing recorded on {run.text.name if run.text else run.machine}",
-        touched=tuple(sorted((one.batch_size, one.share) for one in run.of(Touched))),
+        touched=tuple(sorted((row.batch_size, row.share) for row in run.of(Touched))),
         hits={
             policy: tuple(
                 (row.batch_size, row.experts / every, row.hits) for row in run.of(Hits) if row.policy == policy
@@ -37,7 +41,7 @@ def _traced(run: Study, every: int) -> Routing:
 
 
 def _measured(model: ModelSpec, points: Iterable[Measurement], every: int) -> Routing | None:
-    """Return the routing by the counts of experts of a step in records; the mean of equal points counts."""
+    """Return the routing by experts' counts; equal points are averaged."""
     needs: dict[int, list[float]] = {}
     met: dict[ExpertPolicy, dict[tuple[int, float], list[float]]] = {}
     guessed = right = 0.0
@@ -56,16 +60,16 @@ def _measured(model: ModelSpec, points: Iterable[Measurement], every: int) -> Ro
         guessed += settings.get("experts_guessed_per_step", 0.0)
         right += settings.get("experts_right_per_step", 0.0)
         if cached := settings.get("cached_experts", 0):
-            own = met.setdefault(settings["expert_cache"], {})
-            own.setdefault((batch_size, cached / every), []).append(hits / (hits + misses))
+            shares_by_size = met.setdefault(settings["expert_cache"], {})
+            shares_by_size.setdefault((batch_size, cached / every), []).append(hits / (hits + misses))
     if not used:
         return None
     return Routing(
         source=f"the decode steps of {counted(used, 'record')}, after prompts of random tokens",
-        touched=tuple((size, min(1.0, mean(shares))) for size, shares in sorted(needs.items()) if size > 1),
+        touched=tuple((size, min(1.0, fmean(shares))) for size, shares in sorted(needs.items()) if size > 1),
         hits={
-            policy: tuple((*place, mean(shares)) for place, shares in sorted(own.items()))
-            for policy, own in met.items()
+            policy: tuple((*place, fmean(shares)) for place, shares in sorted(shares_by_size.items()))
+            for policy, shares_by_size in met.items()
         },
         guessed=right / guessed if guessed else None,
     )

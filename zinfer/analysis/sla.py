@@ -1,4 +1,4 @@
-"""Service levels: bounds that a point must keep, over every sample of it.
+"""Service levels: bounds over every sample of a point.
 
 A percentile needs samples: the 99th of fewer than a hundred is their maximum, and is reported as that. TPOT has a
 sample a decode step, every other metric one a repeat: a mean of the rates of single steps would weigh the short ones
@@ -8,7 +8,7 @@ too much.
 import re
 from collections.abc import Iterable, Sequence
 from math import ceil
-from statistics import mean
+from statistics import fmean
 from typing import Literal
 
 from zinfer.analysis import group
@@ -26,7 +26,7 @@ STATISTICS = ("mean", "max", "min", "p50", "p90", "p95", "p99")
 
 
 class SlaError(ZinferError):
-    """A service level that cannot be understood; the message lists the accepted forms."""
+    """Service level that cannot be parsed."""
 
 
 class Sla(Frozen):
@@ -43,7 +43,7 @@ class Sla(Frozen):
 
 
 class SlaCheck(Frozen):
-    """A condition with the value that a point has; `actual` is None if the point has no sample."""
+    """Condition with a point's value; None without a sample."""
 
     sla: Sla
     actual: float | None
@@ -58,15 +58,14 @@ class SlaCheck(Frozen):
 
     @property
     def miss(self) -> float:
-        """Share by which the bound is missed; 0 if it is kept, infinite without a sample."""
+        """Share by which the bound is missed; infinite without a sample."""
         if self.ok:
             return 0.0
         return abs(self.actual - self.sla.bound) / self.sla.bound if self.actual is not None else float("inf")
 
     @property
     def missed(self) -> str:
-        """Text of the amount by which the bound is missed, in the metric's unit and as a share; empty if it is kept or
-        not measured."""
+        """Text of the amount by which the bound is missed, or empty."""
         if self.ok or self.actual is None:
             return ""
         amount = _amount(self.sla.metric, abs(self.actual - self.sla.bound))
@@ -106,20 +105,20 @@ def parse(text: str) -> Sla:
 
 def check(point: Measurement, slas: Iterable[Sla]) -> tuple[SlaCheck, ...]:
     """Check the point against each condition."""
-    found = []
-    for sla in slas:
-        values = samples(point, sla.metric)
-        # bad samples are low rates and long times
-        value = statistic(values, sla.statistic, worst_high=sla.metric in TIMES) if values else None
-        found.append(SlaCheck(sla=sla, actual=value, samples=len(values)))
-    return tuple(found)
+    return tuple(check_samples(sla, samples(point, sla.metric)) for sla in slas)
+
+
+def check_samples(sla: Sla, values: Sequence[float]) -> SlaCheck:
+    """Check samples of a condition's metric; bad ones are low rates and long times."""
+    value = statistic(values, sla.statistic, worst_high=sla.metric in TIMES) if values else None
+    return SlaCheck(sla=sla, actual=value, samples=len(values))
 
 
 def statistic(samples: Sequence[float], name: str, worst_high: bool = True) -> float:
     """Return the statistic `name` (see `STATISTICS`) of at least one sample. Percentiles by nearest rank, counted from
     the good end."""
     if name == "mean":
-        return mean(samples)
+        return fmean(samples)
     if name in ("max", "min"):
         return max(samples) if name == "max" else min(samples)
     return nearest_rank(sorted(samples, reverse=not worst_high), int(name[1:]))

@@ -1,11 +1,11 @@
-"""Studies as tables and answers: what `zinfer study`, the report and the plans read from a run.
+"""Tables and answers of studies, for commands, report and plans.
 
 A streamed step takes as long as its bytes need on the link. Coded they are fewer, and some are decoded while the next
 ones cross, so the longer of both sets the pace: a link brings at most ``1 / max(coded / raw, link / decode)`` times as
 many weights a second, where `link` and `decode` are rates of raw bytes.
 
-Computing a context takes the whole model for every token, and streamed weights one pass at least, which a reload of
-its KV cache needs as well. So a short context gains nothing, and from some context on, the break-even, a reload wins.
+Computing a context takes the whole model for every token, and streamed weights one pass at least, which a reload of its
+KV cache needs as well. So a short context gains nothing, and from some context on, the break-even, a reload wins.
 
 With experts chosen evenly and at random, a cache that holds a share of them meets the same share of the needs.
 """
@@ -47,7 +47,7 @@ COLUMNS = {
 
 
 class Shown(NamedTuple):
-    """A run as text: `method` says what the columns of its table mean, `notes` follow the table."""
+    """Run as text: title, method, table, and notes below it."""
 
     subject: str
     title: str
@@ -67,21 +67,21 @@ _Parts = tuple[str, str, str, Sequence[tuple[str, ...]], Iterable[str]]
 
 
 def latest(runs: Iterable[Study]) -> tuple[Study, ...]:
-    """Return the last run of each machine and, of `reuse`, of each load, in the order of the first ones."""
+    """Return the last run of each machine and, of `reuse`, load."""
     return last_of(((run.machine, run.study, run.case if run.study == "reuse" else None), run) for run in runs)
 
 
 def gain(row: Coded, link: float) -> float | None:
-    """Return the upper bound on the codec's speed-up behind `link`, in bytes a second; None if it is unknown."""
+    """Return the codec's largest speed-up behind `link`, or None."""
     return 1 / max(row.ratio, link / row.decode.median) if row.status == "ok" and row.decode else None
 
 
 def pays(row: Coded, link: float) -> str:
-    """Return whether the codec pays behind a link: yes and the gain, or no and why."""
-    found = gain(row, link)
-    if found is None:
+    """Return whether the codec pays behind a link, and why."""
+    speed_up = gain(row, link)
+    if speed_up is None:
         return "FAILED" if row.status == "wrong_bits" else "no, as large"
-    return "no, too slow" if found <= 1 else f"yes, {found:.2f}x"
+    return "no, too slow" if speed_up <= 1 else f"yes, {speed_up:.2f}x"
 
 
 def wrong(run: Study) -> tuple[str, ...]:
@@ -90,8 +90,8 @@ def wrong(run: Study) -> tuple[str, ...]:
 
 
 def _codec(run: Study) -> _Parts:
-    def rate(found: Rate | None, spread: bool = False) -> str:
-        return "" if found is None else figures(found.median / 1e9) + f" ± {found.spread / 2:.1%}" * spread
+    def rate(measured: Rate | None, spread: bool = False) -> str:
+        return "" if measured is None else figures(measured.median / 1e9) + f" ± {measured.spread / 2:.1%}" * spread
 
     link, rows = run.link or 0.0, run.of(Coded)
     cells = [
@@ -110,18 +110,18 @@ def _codec(run: Study) -> _Parts:
 def compared(run: Study) -> tuple[Case, ...]:
     """Return the settings that have numbers, without the reference in other batches."""
     batch_size = run.asked.workload.batch_size
-    return tuple(dict.fromkeys(one.case for one in run.of(Deviation) if one.case.workload.batch_size == batch_size))
+    return tuple(dict.fromkeys(row.case for row in run.of(Deviation) if row.case.workload.batch_size == batch_size))
 
 
 def label(run: Study, case: Case) -> str:
     """Return the settings in which `case` differs from the reference, as text."""
     reference, batch_size = run.asked, case.workload.batch_size
-    found = [f"{key}={value}" for key, value in case.options if (key, value) not in reference.options]
+    settings = [f"{key}={value}" for key, value in case.options if (key, value) not in reference.options]
     if case.model != reference.model:
         # A copy in the default folder is told by its format.
-        found.insert(0, f"weights={PurePath(case.model).name.rpartition(f'-{run.revision}-')[2]}")
-    found += [f"batch {batch_size}"] * (batch_size != reference.workload.batch_size)
-    return " ".join(found) or "none"
+        settings.insert(0, f"weights={PurePath(case.model).name.rpartition(f'-{run.revision}-')[2]}")
+    settings += [f"batch {batch_size}"] * (batch_size != reference.workload.batch_size)
+    return " ".join(settings) or "none"
 
 
 def deviations(run: Study, case: Case) -> tuple[Deviation, ...]:
@@ -136,14 +136,16 @@ def deviations(run: Study, case: Case) -> tuple[Deviation, ...]:
         return ()
     wanted = _rounding(case, case.model)
     return tuple(
-        one for one in run.of(Deviation)
-        if one.case.engine == case.engine and _rounding(one.case, reference.model) == wanted
+        row for row in run.of(Deviation)
+        if row.case.engine == case.engine and _rounding(row.case, reference.model) == wanted
     )  # fmt: skip
 
 
 def _rounding(case: Case, model: str) -> tuple[str, str]:
-    """Return the formats of the weights and of the KV cache. A copy of `model` that `zinfer pack --weights` wrote has
-    the format at the end of its name."""
+    """Return the formats of weights and KV cache.
+
+    A copy of `model` that `zinfer pack --weights` wrote has the format at the end of its name.
+    """
     formats = (name for name in get_args(Weights) if case.model.endswith(f"-{name}"))
     weights = case.weights if case.model == model else next(formats, case.model)
     options = plan_options(case.engine, case.options)
@@ -151,9 +153,9 @@ def _rounding(case: Case, model: str) -> tuple[str, str]:
 
 
 def first_difference(row: Deviation) -> float | None:
-    """Return the median of the tokens before a difference, infinite if most rows have none; None if not counted."""
-    found = [inf if tokens is None else tokens for tokens in row.first_differences]
-    return median_low(found) if found else None
+    """Return the median of tokens before a difference, or None."""
+    counts = [inf if tokens is None else tokens for tokens in row.first_differences]
+    return median_low(counts) if counts else None
 
 
 def accuracy_cells(run: Study, rows: Sequence[Deviation]) -> list[tuple[str, ...]]:
@@ -162,18 +164,18 @@ def accuracy_cells(run: Study, rows: Sequence[Deviation]) -> list[tuple[str, ...
     def percent(share: float) -> str:
         return f"{100 * share:.3g}%"
 
-    found: list[tuple[str, ...]] = []
+    lines: list[tuple[str, ...]] = []
     for row in rows:
         before, after, tokens = row.reference_perplexity, row.perplexity, first_difference(row)
-        known = before is not None and after is not None
-        change = f"{figures(before, 4)} {round(after / before - 1, 4) + 0.0:+.2%}" if known else ""  # type: ignore
+        both_known = before is not None and after is not None
+        change = f"{figures(before, 4)} {round(after / before - 1, 4) + 0.0:+.2%}" if both_known else ""  # type: ignore
         same = f"{row.first_differences.count(None) / row.rows:.0%} of {row.rows}" if row.first_differences else ""
         until = "" if tokens is None else f"all {row.case.workload.output_len}" if tokens == inf else str(tokens)
-        found.append((
+        lines.append((
             label(run, row.case), row.along, f"{row.positions:,}", percent(row.error), percent(row.error_max),
             f"{row.kl:.3g}", f"{row.kl_max:.3g}", f"{row.agreement:.2%}", change, same, until,
         ))  # fmt: skip
-    return found
+    return lines
 
 
 def _accuracy(run: Study) -> _Parts:
@@ -188,7 +190,7 @@ def _accuracy(run: Study) -> _Parts:
         "standard deviation of the reference's logits. The first rows are the reference beside itself in smaller "
         "batches: the effect of floating point alone."
     )
-    failed = (f"{label(run, one.case)} failed ({one.status}): {one.error}" for one in run.of(Failed))
+    failed = (f"{label(run, row.case)} failed ({row.status}): {row.error}" for row in run.of(Failed))
     cells = accuracy_cells(run, run.of(Deviation))
     return "Accuracy of settings", title, method, cells, (f"The model: {run.about}.", *failed)
 
@@ -199,7 +201,7 @@ def measured(run: Study) -> tuple[Reload, ...]:
 
 
 def title(run: Study) -> str:
-    """Return model, slice and load of `reuse`: ``bloom-176b, 14 of 70 layers, stream cpu``."""
+    """Return the model, slice and load of `reuse`."""
     case = run.asked
     name = PurePath(case.model).name if case.model.startswith((".", "/", "~")) else case.model
     part = "" if case.layers is None else f", {run.num_layers} of {run.total_layers} layers"
@@ -215,34 +217,36 @@ def conditions(run: Study) -> str:
 
 
 def break_even(points: Sequence[Reload], source: ReloadSource) -> float | None:
-    """Return the context in tokens from which on a reload is faster: between the last measured one where it is not and
-    the next, on a line through the logarithms of both gains. It is 0 if a reload always is, infinite if it is not at
-    the longest context; None if nothing was measured."""
-    known = sorted((point.context, gain) for point in points if (gain := point.gain(source)) is not None)
-    losing = [index for index, (_, gain) in enumerate(known) if gain <= 1]
-    if not known:
+    """Return the context in tokens from which a reload is faster.
+
+    It lies between two measured ones, on a line through the logarithms of both gains. It is 0 if a reload always is
+    faster, infinite if it is not at the longest context; None if nothing was measured.
+    """
+    gains = sorted((point.context, gain) for point in points if (gain := point.gain(source)) is not None)
+    losing = [index for index, (_, gain) in enumerate(gains) if gain <= 1]
+    if not gains:
         return None
     if not losing:
         return 0.0
-    if losing[-1] == len(known) - 1:
+    if losing[-1] == len(gains) - 1:
         return inf
-    (before, below), (after, above) = known[losing[-1] : losing[-1] + 2]
+    (before, below), (after, above) = gains[losing[-1] : losing[-1] + 2]
     share = -log(below) / (log(above) - log(below))
     return float(before * (after / before) ** share)
 
 
 def verdict(points: Sequence[Reload], source: ReloadSource) -> str | None:
     """Return the break-even in words; None if nothing was measured."""
-    found = break_even(points, source)
-    if found is None:
+    even = break_even(points, source)
+    if even is None:
         return None
     contexts = [point.context for point in points if point.gain(source) is not None]
-    if found == 0:
+    if even == 0:
         return f"reload from {source} always wins, from {min(contexts):,} tokens on"
-    if found == inf:
+    if even == inf:
         wins = any((point.gain(source) or 0) > 1 for point in points)
         return f"reload from {source} {'does not win at' if wins else 'never wins, up to'} {max(contexts):,} tokens"
-    return f"reload from {source} wins from {round(found):,} tokens on"
+    return f"reload from {source} wins from {round(even):,} tokens on"
 
 
 def median_text(samples_ms: Sequence[float]) -> str:
@@ -270,8 +274,7 @@ def _reuse(run: Study) -> _Parts:
 
 
 def hits(run: Study, policy: str, experts: int) -> float:
-    """Return the share of the needs of single tokens that a cache of `experts` experts meets: that of the largest
-    measured one that is not larger, and none below the smallest."""
+    """Return the hit rate of a cache, at its next smaller measured size."""
     rows = [row for row in run.of(Hits) if row.policy == policy and row.experts <= experts and row.batch_size == 1]
     return max(rows, key=lambda row: row.experts).hits if rows else 0.0
 

@@ -1,4 +1,4 @@
-"""Timeline of a decode step: the share that each lane works, and the time that the link waits.
+"""Timeline of a decode step: busy lanes, and the link's waits.
 
 A streamed step takes as long as its bytes need on the link, and longer by every moment in which the link is idle. Pure
 functions over the spans of one traced step; times are ms from its beginning. Each of several GPUs has a link and lanes
@@ -18,8 +18,11 @@ Interval = tuple[float, float]
 
 
 class Waits(NamedTuple):
-    """Idle time of the link in a step: before its first copy, between copies, after its last copy; the part of it in
-    which the GPU works, and that in which the disk does. The rest of it is launches and the CPU."""
+    """Idle time of the link in a step, by position and cause.
+
+    It is before the first copy, between copies, after the last one; in `working_ms` of it the GPU works, in
+    `reading_ms` the disk. The rest of it is launches and the CPU.
+    """
 
     before_ms: float
     between_ms: float
@@ -34,7 +37,7 @@ class Waits(NamedTuple):
 
 
 def by_rank(spans: Spans) -> tuple[Spans, ...]:
-    """Return the spans of each GPU, in the order of their numbers; nothing for an empty trace."""
+    """Return the spans of each GPU, by number."""
     ranks = sorted({span.rank for span in spans})
     return tuple(tuple(span for span in spans if span.rank == rank) for rank in ranks)
 
@@ -47,16 +50,16 @@ def length_ms(spans: Spans) -> float:
     next step go on all the time.
     """
     handed_on = any(span.lane == "copy" and span.start_ms < 0 < span.end_ms for span in spans)
-    own = [span.end_ms for span in spans if span.lane == "compute" or (not handed_on and span.lane != "disk")]
-    return max(own, default=0.0)
+    ends = [span.end_ms for span in spans if span.lane == "compute" or (not handed_on and span.lane != "disk")]
+    return max(ends, default=0.0)
 
 
 def busy(spans: Spans, *lanes: Lane) -> tuple[Interval, ...]:
-    """Return the intervals of the step in which any of `lanes` works, ascending and disjoint."""
+    """Return the intervals in which any lane works, ascending and disjoint."""
     end = length_ms(spans)
-    own = [(max(0.0, span.start_ms), min(end, span.end_ms)) for span in spans if span.lane in lanes]
+    intervals = [(max(0.0, span.start_ms), min(end, span.end_ms)) for span in spans if span.lane in lanes]
     merged: list[Interval] = []
-    for start, stop in sorted(interval for interval in own if interval[0] < interval[1]):
+    for start, stop in sorted(interval for interval in intervals if interval[0] < interval[1]):
         if merged and start <= merged[-1][1]:
             merged[-1] = merged[-1][0], max(stop, merged[-1][1])
         else:
@@ -71,7 +74,7 @@ def idle(spans: Spans, lane: Lane = "copy") -> tuple[Interval, ...]:
 
 
 def share(spans: Spans, lane: Lane) -> float:
-    """Return the share of the step in which `lane` works, 0 to 1."""
+    """Return the share of the step in which `lane` works."""
     end = length_ms(spans)
     return _total(busy(spans, lane)) / end if end > 0 else 0.0
 
@@ -88,15 +91,13 @@ def waits(spans: Spans) -> Waits:
 
 
 def hidden_share(spans: Spans, lane: Lane) -> float:
-    """Return the share of a lane's time in which the link works, too, 0 to 1: all of it, where the link never waits for
-    that lane."""
-    own = busy(spans, lane)
-    return _overlap(own, busy(spans, "copy")) / _total(own) if own else 1.0
+    """Return the share of a lane's time in which the link works."""
+    lane_busy = busy(spans, lane)
+    return _overlap(lane_busy, busy(spans, "copy")) / _total(lane_busy) if lane_busy else 1.0
 
 
 def busy_bandwidth(point: Measurement, spans: Spans) -> float | None:
-    """Return the bytes a second that cross the link of a GPU of `point` while it works, in the traced step; None if
-    that is not known."""
+    """Return a link's bytes a second while it works; None if unknown."""
     seconds = _total(busy(spans, "copy")) / 1e3
     if point.effective is None or not seconds:
         return None
@@ -104,8 +105,10 @@ def busy_bandwidth(point: Measurement, spans: Spans) -> float | None:
 
 
 def focus(spans: Spans, layers: float = 3.5) -> Interval:
-    """Return the interval in which about `layers` layers are copied and in which the link waits longest, with the wait
-    in its middle if possible. Experts on demand are several copies a layer."""
+    """Return the interval of `layers` copies with the longest wait.
+
+    The wait stands in its middle if possible. Experts on demand are several copies a layer.
+    """
     end = length_ms(spans)
     copies = [span for span in spans if span.lane == "copy"]
     if any(span.carries for span in copies):
@@ -126,7 +129,7 @@ def _total(intervals: Iterable[Interval]) -> float:
 
 
 def _length_before(intervals: Sequence[Interval]) -> Callable[[float], float]:
-    """Return a function that gives the time in ms within `intervals`, disjoint and in order, before a moment."""
+    """Return a function: the ms within `intervals` before a moment."""
     starts = [start for start, _ in intervals]
     sums = [0.0, *accumulate(stop - start for start, stop in intervals)]
 
@@ -138,7 +141,6 @@ def _length_before(intervals: Sequence[Interval]) -> Callable[[float], float]:
 
 
 def _overlap(first: Iterable[Interval], second: Sequence[Interval]) -> float:
-    """Return the total time in ms in which an interval of `first` and one of `second` overlap; each sequence is
-    disjoint and in order."""
+    """Return the ms in which intervals of both overlap."""
     before = _length_before(second)
     return sum(before(stop) - before(start) for start, stop in first)

@@ -64,14 +64,14 @@ def command(results: Path | None, machine: str | None, model: str | None, as_jso
     records = usable(chosen.read(), chosen, requests_too=True)
     if records.warning:
         click.echo(records.warning, err=True)
-    found, loads = groups(records.points), requests.groups(records.requests)
-    wanted = {group: points for group, points in found.items() if model in (None, group.model, group.model_name)}
+    equal_groups, loads = groups(records.points), requests.groups(records.requests)
+    wanted = {group: points for group, points in equal_groups.items() if model in (None, group.model, group.model_name)}
     served = {group: points for group, points in loads.items() if model in (None, group.model, group.model_name)}
     every: list[Point] = [point for points in wanted.values() for point in points]
     every += [point for records_of in served.values() for point in records_of]
     if not any(point.usable for point in every):
-        there = "; ".join(sorted({f"{group.model_name} on {group.machine}" for group in (*found, *loads)}))
-        raise Failure(f"no usable point of {model} in {chosen.path}; there are {there}", NOTHING)
+        names = "; ".join(sorted({f"{group.model_name} on {group.machine}" for group in (*equal_groups, *loads)}))
+        raise Failure(f"no usable point of {model} in {chosen.path}; there are {names}", NOTHING)
     question = decision.question(**asked)
     answers: Answers = {}
     if question is not None:
@@ -79,16 +79,16 @@ def command(results: Path | None, machine: str | None, model: str | None, as_jso
         ranks = {group: requests.ranked(points) for group, points in served.items()}
         means = {id(row.point): row.mean for rows in ranks.values() for row in rows}
         for request_group, rows in ranks.items():
-            answers[request_group] = question.answer([row.point for row in rows], lambda one: means[id(one)])
+            answers[request_group] = question.answer([row.point for row in rows], lambda point: means[id(point)])
     if answers and all(answer.decision.unknown and not answer.decision.point for answer in answers.values()):
         needs = "--power-usd-kwh" if asked["objective"] == "cost" else "--objective energy"
         raise Failure(f"{needs} needs a reading of the energy, which NVML gives on a GPU: no point has one")
     if as_json:
-        told = [_summary(group, points) for group, points in wanted.items()]
-        told += [_request_summary(group, points) for group, points in served.items()]
-        for row, answer in zip(told, answers.values(), strict=False):
+        summaries = [_summary(group, points) for group, points in wanted.items()]
+        summaries += [_request_summary(group, points) for group, points in served.items()]
+        for row, answer in zip(summaries, answers.values(), strict=False):
             row["decision"] = decision.row(answer)
-        click.echo(json.dumps(told, indent=1))
+        click.echo(json.dumps(summaries, indent=1))
     else:
         _print(wanted, answers)
         _print_requests(served, answers, bool(wanted))
@@ -128,17 +128,17 @@ def _show(points: "Points", command: bool) -> None:
         click.echo(f"Nothing succeeded: {rates.statuses(points)}.")
         return
     edges = {edge.load: edge for edge in rates.edges(points)}
-    apart = rates.lossy(points) if rates.exact([winner]) else ()
-    console().print(_table(rates.best_by_load([point for point in points if point not in apart]), edges))
-    if tops := rates.best_by_load(apart):
+    exact = not winner.case.lossy
+    console().print(_table(rates.best_by_load(rates.exact(points) if exact else points), edges))
+    if tops := rates.best_by_load(rates.lossy(points) if exact else ()):
         click.echo(f"Lossy settings, ranked apart: {decision.ACCURACY}.")
         console().print(_table(tops, edges))
     elif winner.case.lossy:
         click.echo(f"Every setting that succeeded is lossy: {decision.ACCURACY}.")
     for edge in edges.values():
         if edge.largest_ok is None:
-            own = [point for point in points if point.case.load == edge.load]
-            click.echo(f"{edge.load.label()}: nothing succeeded ({rates.statuses(own)}).")
+            load_points = [point for point in points if point.case.load == edge.load]
+            click.echo(f"{edge.load.label()}: nothing succeeded ({rates.statuses(load_points)}).")
     for verdict in rates.offload_verdicts(points):
         click.echo(f"{verdict.engine or 'Any engine'}: {verdict.text}")
     if command:
@@ -179,7 +179,7 @@ def _table(tops: "Points", edges: "dict[Case, Edge]") -> "Table":
 
 
 def _print_requests(served: "dict[RequestGroup, tuple[RequestPoint, ...]]", answers: "Answers", behind: bool) -> None:
-    """Print the groups of loads of requests one after the other, `behind` others."""
+    """Print the groups of loads of requests, `behind` others."""
     from zinfer.analysis import rates, requests
     from zinfer.commands import decision
     from zinfer.commands.out import console
@@ -210,16 +210,16 @@ def _print_requests(served: "dict[RequestGroup, tuple[RequestPoint, ...]]", answ
 
 
 def _name(rows: "list[RequestRates]") -> None:
-    """Name the first of ranked configurations, those that are as fast, and the commands."""
+    """Name the best of ranked configurations, ties, and commands."""
     from zinfer.commands import decision
     from zinfer.core.units import counted, duration, figures
 
     first, *others = rows
     point, e2e = first.point, first.point.summary("e2e_ms")
-    told = f"{figures(first.mean)} tok/s"
+    rate_text = f"{figures(first.mean)} tok/s"
     if isinstance(point.requests.request_rate, float) and e2e is not None:
-        told = f"E2E {duration(e2e.mean / 1e3)}, {told}"
-    click.echo(f"\nBest: {point.case.label()}, {told}, {counted(len(first.rates), 'load')}")
+        rate_text = f"E2E {duration(e2e.mean / 1e3)}, {rate_text}"
+    click.echo(f"\nBest: {point.case.label()}, {rate_text}, {counted(len(first.rates), 'load')}")
     alike = [row.point.case.label() for row in others if not row.point.case.lossy and first.differs(row) is False]
     if alike:
         click.echo(f"As fast within the range of the loads: {', '.join(alike)}.")
@@ -227,7 +227,6 @@ def _name(rows: "list[RequestRates]") -> None:
 
 
 def _request_table(rows: "list[RequestRates]") -> "Table":
-    """Return the table of configurations under one load of requests, one a row."""
     from zinfer.commands.out import table
     from zinfer.core.units import duration, figures, gib
 
@@ -235,11 +234,11 @@ def _request_table(rows: "list[RequestRates]") -> "Table":
         return "" if value is None else duration(value / 1e3)
 
     cells = []
-    for point, found in rows:
+    for point, rates in rows:
         ttft, e2e = point.summary("ttft_ms"), point.summary("e2e_ms")
         cells.append((
-            point.case.label(), str(len(found)), figures(sum(found) / len(found)),
-            f"{figures(min(found))} to {figures(max(found))}" if len(found) > 1 else "",
+            point.case.label(), str(len(rates)), figures(sum(rates) / len(rates)),
+            f"{figures(min(rates))} to {figures(max(rates))}" if len(rates) > 1 else "",
             "" if point.steady_tok_s is None else figures(point.steady_tok_s), ms(ttft and ttft.mean),
             ms(point.tpot_ms), ms(e2e and e2e.p99),
             "" if point.drafts_right is None else f"{point.drafts_right:.0%}",
@@ -253,102 +252,83 @@ def _request_table(rows: "list[RequestRates]") -> "Table":
 
 
 def _request_summary(group: "RequestGroup", points: "tuple[RequestPoint, ...]") -> dict[str, Any]:
-    """Return one group of loads of requests as JSON: milliseconds, bytes; null is unknown."""
+    """Return a group of loads of requests as JSON."""
     from zinfer.analysis import requests
 
-    rows = requests.ranked(points)
-    return {
-        **group.model_dump(),
-        "best": _request_rates(rows[0]) if rows else None,
-        "by_load": [_request_rates(row) for row in rows],
-    }
+    rows = [_request_rates(row) for row in requests.ranked(points)]
+    return {**group.model_dump(), "best": rows[0] if rows else None, "by_load": rows}
 
 
 def _request_rates(row: "RequestRates") -> dict[str, Any]:
     from zinfer.analysis import reproduce
+    from zinfer.commands.decision import configuration
+    from zinfer.record.requests import METRICS
 
     point = row.point
     again, use = reproduce.commands(point)
-    times = {name: point.summary(name) for name in ("ttft_ms", "tpot_ms", "itl_ms", "e2e_ms")}
+    times = {name: point.summary(name) for name in METRICS}
     return {
-        "engine": point.case.engine,
-        "offload": point.case.offload,
-        "weights": point.case.weights,
-        "options": dict(point.case.options),
+        **configuration(point),
         "lossy": point.case.lossy,
         "loads": len(row.rates),
         "output_tok_s": row.mean,
         "output_tok_s_of_loads": row.rates,
-        "steady_tok_s": point.steady_tok_s,
-        **{name: None if found is None else found._asdict() for name, found in times.items()},
-        "drafts_right": point.drafts_right,
-        "gpu_peak_bytes": point.gpu_peak_bytes,
-        "host_peak_bytes": point.host_peak_bytes,
+        **{name: time and time._asdict() for name, time in times.items()},
+        **{
+            name: getattr(point, name) for name in ("steady_tok_s", "drafts_right", "gpu_peak_bytes", "host_peak_bytes")
+        },
         "command": again,
         "use_command": use,
     }
 
 
 def _summary(group: "Group", points: "Points") -> dict[str, Any]:
-    """Return one group as JSON: milliseconds, bytes, bytes a second; null is unknown."""
+    """Return a group as JSON, in ms and bytes."""
     from zinfer.analysis import rates
 
+    offloads = []
+    for verdict in rates.offload_verdicts(points):
+        comparison = verdict.comparison
+        offloads.append({
+            "engine": verdict.engine, "offload": verdict.offload, "gain": comparison.gain,
+            "verdict": comparison.change.verdict if comparison.change else None,
+            "best": _point(comparison.best), "baseline": _point(comparison.baseline),
+            "equal_batch": [
+                {"batch_size": equal.after_case.workload.batch_size, "ratio": equal.ratio, "verdict": equal.verdict}
+                for equal in comparison.equal
+            ],
+            "words": verdict.text,
+        })  # fmt: skip
+    edges = [
+        {"engine": edge.load.engine, "offload": edge.load.offload, "options": dict(edge.load.options)}
+        | {"largest_ok": edge.largest_ok, "smallest_oom": edge.smallest_oom}
+        for edge in rates.edges(points)
+    ]
     return {
         **group.model_dump(),
         "best": _point(rates.winner(points)),
         "best_by_load": [_point(point) for point in rates.best_by_load(rates.exact(points))],
         "lossy_by_load": [_point(point) for point in rates.best_by_load(rates.lossy(points))],
-        "offload": [
-            {
-                "engine": verdict.engine,
-                "offload": verdict.offload,
-                "gain": verdict.comparison.gain,
-                "verdict": verdict.comparison.change.verdict if verdict.comparison.change else None,
-                "best": _point(verdict.comparison.best),
-                "baseline": _point(verdict.comparison.baseline),
-                "equal_batch": [
-                    {"batch_size": one.after_case.workload.batch_size, "ratio": one.ratio, "verdict": one.verdict}
-                    for one in verdict.comparison.equal
-                ],
-                "words": verdict.text,
-            }
-            for verdict in rates.offload_verdicts(points)
-        ],
-        "edges": [
-            {
-                "engine": edge.load.engine,
-                "offload": edge.load.offload,
-                "options": dict(edge.load.options),
-                "largest_ok": edge.largest_ok,
-                "smallest_oom": edge.smallest_oom,
-            }
-            for edge in rates.edges(points)
-        ],
+        "offload": offloads,
+        "edges": edges,
     }
 
 
 def _point(point: "Measurement | None") -> dict[str, Any] | None:
     from zinfer.analysis import rates, reproduce
+    from zinfer.commands.decision import configuration
 
     if point is None:
         return None
-    rate = rates.spread(point.output_tok_s_samples)
+    spread = rates.spread(point.output_tok_s_samples)
+    names = "output_tok_s", "decode_tok_s", "prefill_tok_s", "tpot_ms", "h2d_bandwidth", "link_share"
+    again, use = reproduce.commands(point)
     return {
-        "engine": point.case.engine,
-        "offload": point.case.offload,
-        "weights": point.case.weights,
-        "options": dict(point.case.options),
+        **configuration(point),
         "batch_size": point.case.workload.batch_size,
-        "output_tok_s": point.output_tok_s,
-        "output_tok_s_half_width": rate.half_width if rate else None,
-        "decode_tok_s": point.decode_tok_s,
-        "prefill_tok_s": point.prefill_tok_s,
+        **{name: getattr(point, name) for name in (*names, "gpu_peak_bytes", "host_peak_bytes")},
+        "output_tok_s_half_width": spread and spread.half_width,
         "ttft_ms": sum(point.ttft_ms) / len(point.ttft_ms),
-        "tpot_ms": point.tpot_ms,
-        "h2d_bandwidth": point.h2d_bandwidth,
-        "link_share": point.link_share,
-        "gpu_peak_bytes": point.gpu_peak_bytes,
-        "host_peak_bytes": point.host_peak_bytes,
-        "command": reproduce.sweep_command(point.case),
-        "batch_command": reproduce.batch_command(point.case),
+        "command": again,
+        "batch_command": use,
     }

@@ -1,6 +1,7 @@
-"""`zinfer compare`: two result files side by side, and whether the second is worse than the first beyond noise."""
+"""`zinfer compare`: two result files side by side, with noise."""
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,10 +10,11 @@ import click
 from zinfer.commands import options
 
 if TYPE_CHECKING:
-    from zinfer.analysis.compare import Change, Comparison, Metric, Verdict
+    from zinfer.analysis.compare import Change, Comparison, Metric
     from zinfer.record.measurement import Measurement
 
 METRICS = ("output_tok_s", "prefill_tok_s", "decode_tok_s", "ttft_ms", "tpot_ms", "gpu_peak_bytes")
+_MARKS = {"noise": "~", "unknown": "?", "same": "=", "untimed": "not timed"}
 AXES = ("engine", "offload", "gpu_weights", "weights", "options", "dtype", "load_format")
 
 
@@ -68,33 +70,32 @@ def command(
             compare(side, (), metric, axes)
         except CompareError as error:
             raise Failure(f"{path} {error}") from error
-    found = compare(ours, theirs, metric, axes)
-    if not found.changes:
-        raise Failure(_nothing_common(before, after, found))
-    worse = [] if allowed is None else [change for change in found.changes if change.regressed(allowed)]
+    comparison = compare(ours, theirs, metric, axes)
+    if not comparison.changes:
+        raise Failure(_nothing_common(before, after, comparison))
+    worse = [] if allowed is None else [change for change in comparison.changes if change.regressed(allowed)]
     if as_json:
-        click.echo(json.dumps(_summary(before, after, metric, found, allowed, worse), indent=1))
+        click.echo(json.dumps(_summary(before, after, metric, comparison, allowed, worse), indent=1))
     else:
-        _show(before, after, metric, found)
+        _show(before, after, metric, comparison)
     if worse:
         which = ", ".join(f"{change.label} batch {change.after_case.workload.batch_size}" for change in worse[:3])
         more = f" and {len(worse) - 3} more" if len(worse) > 3 else ""
-        raise Failure(f"{len(worse)} of {counted(len(found.changes), 'point')} regressed: {which}{more}", REGRESSION)
+        raise Failure(
+            f"{len(worse)} of {counted(len(comparison.changes), 'point')} regressed: {which}{more}", REGRESSION
+        )
 
 
 def _points(path: Path) -> "tuple[Measurement, ...]":
     from zinfer.commands.failure import Failure
-    from zinfer.core.errors import ENVIRONMENT, NOTHING
-    from zinfer.record.store import StoreError, read
+    from zinfer.core.errors import NOTHING
+    from zinfer.record.store import read
 
     if path.is_dir() or path.suffix != ".jsonl":
         raise Failure(f"{path} is not a results file: name a .jsonl, such as sweeps/results/<machine>/<sweep>.jsonl")
     if not path.exists():
         raise Failure(f"{path} does not exist: name a results file", NOTHING)
-    try:
-        records = read(path)
-    except StoreError as error:
-        raise Failure(str(error), ENVIRONMENT) from error
+    records = read(path)
     if not records.points:
         if records.requests:
             raise Failure(f"{path} has loads of requests only, which are not compared: see `zinfer report`", NOTHING)
@@ -105,43 +106,50 @@ def _points(path: Path) -> "tuple[Measurement, ...]":
     return records.points
 
 
-def _nothing_common(before: Path, after: Path, found: "Comparison") -> str:
-    """Return the message for files without a common case: the first field in which they share no value."""
+def _nothing_common(before: Path, after: Path, comparison: "Comparison") -> str:
+    """Return the message for files without a common case."""
     from zinfer.core.case import Case
 
-    sides = [[point.case for point in points] for points in (found.only_before, found.only_after)]
+    sides = [[point.case for point in points] for points in (comparison.only_before, comparison.only_after)]
     for field in (name for name in Case.model_fields if name != "workload"):
         ours, theirs = ({str(getattr(case, field) or "none") for case in side} for side in sides)
         if not ours & theirs:
             across = f"; try --across {field}" if field in AXES else ""
-            there = [" or ".join(sorted(values)[:4]) or "no finished point" for values in (ours, theirs)]
-            return f"no case is in both files: {field} is {there[0]} in {before}, {there[1]} in {after}{across}"
+            shown = [" or ".join(sorted(values)[:4]) or "no finished point" for values in (ours, theirs)]
+            return f"no case is in both files: {field} is {shown[0]} in {before}, {shown[1]} in {after}{across}"
     return f"no case is in both {before} and {after}: their batch sizes, lengths or combinations of settings differ"
 
 
-def _show(before: Path, after: Path, metric: "Metric", found: "Comparison") -> None:
+def _show(before: Path, after: Path, metric: "Metric", comparison: "Comparison") -> None:
     from zinfer.analysis.compare import HIGHER_IS_BETTER
     from zinfer.commands.out import console, table
 
     click.echo(f"A: {before}\nB: {after}")
-    for name, ours, theirs in found.differences:
+    for name, ours, theirs in comparison.differences:
         click.echo(f"{name}: {ours or 'unknown'} → {theirs or 'unknown'}")
     out = console()
     sense = "higher" if HIGHER_IS_BETTER[metric] else "lower"
     sections: dict[str, list[Change]] = {}
-    for change in found.changes:
+    for change in comparison.changes:
         sections.setdefault(_title(change), []).append(change)
     for title, changes in sections.items():
         click.echo(f"\n{title}\n{metric}, {sense} is better")
         columns = ("configuration", "#batch", "#A", "#B", "#change", "#noise", "")
-        rows = [(one.label, str(one.after_case.workload.batch_size), *_cells(one, metric)) for one in changes]
+        text = partial(_amount, metric=metric)
+        rows = [
+            (
+                change.label, str(change.after_case.workload.batch_size), *change.cells(text),
+                _MARKS.get(change.verdict, change.verdict),
+            )
+            for change in changes
+        ]  # fmt: skip
         out.print(table("", columns, rows))
-    verdicts = {change.verdict for change in found.changes}
+    verdicts = {change.verdict for change in comparison.changes}
     if "unknown" in verdicts:
         click.echo("? one side has a single repeat, so its noise is unknown: measure with --repeats 3 or more")
     if "noise" in verdicts:
         click.echo("~ within the noise of the repeats (95% confidence)")
-    for letter, points in (("A", found.only_before), ("B", found.only_after)):
+    for letter, points in (("A", comparison.only_before), ("B", comparison.only_after)):
         for point in points:
             status = "" if point.status == "ok" else f" ({point.status})"
             click.echo(f"only in {letter}: {point.case.label()}, batch {point.case.workload.batch_size}{status}")
@@ -155,19 +163,6 @@ def _title(change: "Change") -> str:
     return f"{case.model}{part}, {lengths} · {weights} · {case.dtype}"
 
 
-def _cells(change: "Change", metric: "Metric") -> tuple[str, ...]:
-    """Return the table cells of a change: before, after, relative change, noise, verdict."""
-    marks: dict[Verdict, str] = {"noise": "~", "unknown": "?", "same": "=", "untimed": "not timed"}
-    mark = marks.get(change.verdict, change.verdict)
-    sides = [
-        status if status != "ok" else "" if value.mean is None else _amount(value.mean, metric)
-        for status, value in ((change.before_status, change.before), (change.after_status, change.after))
-    ]
-    relative = "" if change.relative is None else f"{change.relative:+.1%}"
-    noise = "" if change.noise is None or not change.before.mean else f"± {change.noise / change.before.mean:.1%}"
-    return *sides, relative, noise, mark
-
-
 def _amount(value: float, metric: "Metric") -> str:
     from zinfer.core.units import duration, figures, gib
 
@@ -177,9 +172,9 @@ def _amount(value: float, metric: "Metric") -> str:
 
 
 def _summary(
-    before: Path, after: Path, metric: "Metric", found: "Comparison", allowed: float | None, worse: "list[Change]"
+    before: Path, after: Path, metric: "Metric", comparison: "Comparison", allowed: float | None, worse: "list[Change]"
 ) -> dict[str, Any]:
-    """Return the comparison as JSON: values in the metric's own unit, changes as shares of A; null is unknown."""
+    """Return the comparison as JSON; changes are shares of A."""
     from zinfer.analysis.compare import HIGHER_IS_BETTER
 
     return {
@@ -187,7 +182,7 @@ def _summary(
         "b": str(after),
         "metric": metric,
         "higher_is_better": HIGHER_IS_BETTER[metric],
-        "differences": [difference._asdict() for difference in found.differences],
+        "differences": [difference._asdict() for difference in comparison.differences],
         "points": [
             {
                 "case": change.before_case.model_dump(mode="json"),
@@ -203,10 +198,10 @@ def _summary(
                 "verdict": change.verdict,
                 "regressed": None if allowed is None else change in worse,
             }
-            for change in found.changes
+            for change in comparison.changes
         ],
-        "only_in_a": [_lonely(point) for point in found.only_before],
-        "only_in_b": [_lonely(point) for point in found.only_after],
+        "only_in_a": [_lonely(point) for point in comparison.only_before],
+        "only_in_b": [_lonely(point) for point in comparison.only_after],
         "allowed": allowed,
         "regressions": len(worse) if allowed is not None else None,
     }

@@ -1,4 +1,4 @@
-"""Decisions of `zinfer best`: service levels, objectives, cost, and the machines for a demand."""
+"""Decisions of `zinfer best`: service levels, objectives, cost, machines."""
 
 from collections.abc import Callable, Sequence
 from statistics import fmean
@@ -43,19 +43,18 @@ class DecisionCriteria(NamedTuple):
     def answer(
         self, points: Sequence[Point], rate: Callable[[Point], float | None] = lambda point: point.output_tok_s
     ) -> GroupDecision:
-        """Return the decision for `points`, whose output tok/s are `rate`, and the fleet for the demand if there is
-        one."""
-        found = decide(points, self.slas, self.objective, self.prices, rate)
+        """Return the decision for `points`, and the fleet for the demand."""
+        decision = decide(points, self.slas, self.objective, self.prices, rate)
         machines = too_slow = None
-        if self.demand is not None and found.point is not None:
-            point = found.point
+        if self.demand is not None and decision.point is not None:
+            point = decision.point
             alone_s = fmean(point.e2e_ms if isinstance(point, Measurement) else point.of("e2e_ms")) / 1e3
             if self.due and alone_s > self.demand[1]:
                 too_slow = alone_s
             else:
                 gpus = self.prices.gpus_per_server
-                machines = fleet(found.point, *self.demand, self.utilisation, self.spare, gpus)
-        return GroupDecision(found, self.prices, machines, self.pareto, too_slow)
+                machines = fleet(decision.point, *self.demand, self.utilisation, self.spare, gpus)
+        return GroupDecision(decision, self.prices, machines, self.pareto, too_slow)
 
 
 def question(
@@ -68,8 +67,10 @@ def question(
     spare: int,
     **prices: float | int | None,
 ) -> DecisionCriteria | None:
-    """Return the criteria that the options state; None if they ask for no more than the fastest point. Raises
-    UsageError or EconomicsError."""
+    """Return the criteria that the options state, or None.
+
+    Raises UsageError or EconomicsError.
+    """
     if deadline is not None and demand is None:
         raise click.UsageError("--deadline needs a --demand, such as 2Mtok/day")
     try:
@@ -86,43 +87,47 @@ def question(
 
 def show(answer: GroupDecision) -> None:
     """Print the answer below the table, in a few lines."""
-    found, point = answer.decision, answer.decision.point
+    decision, point = answer.decision, answer.decision.point
     click.echo()
     if point is None:
-        if found.unknown:
-            click.echo(f"The {found.objective} is not known for any of {found.keeping} points.")
+        if decision.unknown:
+            click.echo(f"The {decision.objective} is not known for any of {decision.keeping} points.")
         else:
-            click.echo(f"No point of {found.usable} keeps every level." if found.usable else "No point is usable.")
-        if found.nearest is not None:
-            click.echo(f"The nearest is {_named(found.nearest)}:")
-            for kept in found.kept:
-                click.echo(f"  {kept.describe()}{kept.missed}")
-        _show_lossy(found)
+            click.echo(
+                f"No point of {decision.usable} keeps every level." if decision.usable else "No point is usable."
+            )
+        if decision.nearest is not None:
+            click.echo(f"The nearest is {_named(decision.nearest)}:")
+            for check in decision.kept:
+                click.echo(f"  {check.describe()}{check.missed}")
+        _show_lossy(decision)
         return
-    choice = f"{found.keeping} of {counted(found.usable, 'point')} to choose from"
-    click.echo(f"Best by {found.objective}, {choice}: {_named(point)}")
-    if found.unknown:
-        click.echo(f"  {found.unknown} of them are left out: their {found.objective} is not known")
-    for kept in found.kept:
-        click.echo(f"  {kept.describe()}")
+    choice = f"{decision.keeping} of {counted(decision.usable, 'point')} to choose from"
+    click.echo(f"Best by {decision.objective}, {choice}: {_named(point)}")
+    if decision.unknown:
+        click.echo(f"  {decision.unknown} of them are left out: their {decision.objective} is not known")
+    for check in decision.kept:
+        click.echo(f"  {check.describe()}")
     for line in costs(answer):
         click.echo(f"  {line}")
     show_commands(point)
-    _show_lossy(found)
+    _show_lossy(decision)
     if answer.show_front:
         click.echo("\nPareto front of output tok/s and tok/s of one user:")
-        for one in found.front:
-            user = 1e3 / one.tpot_ms if one.tpot_ms else 0.0
-            click.echo(f"  {_named(one)}: {figures(one.output_tok_s or 0)} tok/s, {figures(user)} a user")
+        for front_point in decision.front:
+            user = 1e3 / front_point.tpot_ms if front_point.tpot_ms else 0.0
+            click.echo(
+                f"  {_named(front_point)}: {figures(front_point.output_tok_s or 0)} tok/s, {figures(user)} a user"
+            )
 
 
-def _show_lossy(found: "Decision") -> None:
-    if found.lossy is not None:
-        click.echo(f"Best lossy setting, ranked apart: {_named(found.lossy)}; {ACCURACY}.")
+def _show_lossy(decision: "Decision") -> None:
+    if decision.lossy is not None:
+        click.echo(f"Best lossy setting, ranked apart: {_named(decision.lossy)}; {ACCURACY}.")
 
 
 def show_commands(point: Point) -> None:
-    """Print the command that uses a point's configuration, and the one that measures it again."""
+    """Print the commands that use and that measure a point."""
     from zinfer.analysis import reproduce
 
     again, use = reproduce.commands(point)
@@ -131,14 +136,14 @@ def show_commands(point: Point) -> None:
 
 
 def costs(answer: GroupDecision) -> list[str]:
-    found, machines = answer.decision.cost, answer.fleet
+    cost, machines = answer.decision.cost, answer.fleet
     lines = []
-    if found is not None and found.usd_per_mtok is not None:
-        lines.append(f"{figures(found.usd_per_mtok)} USD a million output tokens")
+    if cost is not None and cost.usd_per_mtok is not None:
+        lines.append(f"{figures(cost.usd_per_mtok)} USD a million output tokens")
     elif answer.prices.known:
         lines.append("USD not known: --power-usd-kwh needs a reading of the energy, and this point has none")
-    if found is not None and found.j_per_token is not None:
-        lines.append(f"{figures(found.j_per_token)} J an output token ({found.method})")
+    if cost is not None and cost.j_per_token is not None:
+        lines.append(f"{figures(cost.j_per_token)} J an output token ({cost.method})")
     if answer.too_slow is not None:
         unit = "one batch" if isinstance(answer.decision.point, Measurement) else "a request"
         lines.append(f"{unit} takes {duration(answer.too_slow)}, longer than --deadline: no number of GPUs keeps it")
@@ -163,38 +168,40 @@ def row(answer: GroupDecision) -> dict[str, Any]:
     """Return the answer as JSON: seconds, USD, J; null is unknown."""
     from zinfer.analysis import reproduce
 
-    found, machines = answer.decision, answer.fleet
-    again, use = (None, None) if found.point is None else reproduce.commands(found.point)
+    decision, machines = answer.decision, answer.fleet
+    again, use = (None, None) if decision.point is None else reproduce.commands(decision.point)
     return {
-        "objective": found.objective,
-        "point": None if found.point is None else _brief(found.point, answer.prices),
+        "objective": decision.objective,
+        **{name: _brief(getattr(decision, name), answer.prices) for name in ("point", "lossy", "nearest")},
         "command": again,
         "batch_command": use,
-        "lossy": None if found.lossy is None else _brief(found.lossy, answer.prices),
-        "nearest": None if found.nearest is None else _brief(found.nearest, answer.prices),
         "levels": [
             {
-                "level": kept.sla.describe(), "actual": kept.actual, "samples": kept.samples, "ok": kept.ok,
-                "missed_by": kept.miss if kept.actual is not None else None,
+                "level": check.sla.describe(), "actual": check.actual, "samples": check.samples, "ok": check.ok,
+                "missed_by": check.miss if check.actual is not None else None,
             }
-            for kept in found.kept
+            for check in decision.kept
         ],
-        "keeping": found.keeping,
-        "usable": found.usable,
-        "pareto": [_brief(point, answer.prices) for point in found.front],
+        "keeping": decision.keeping,
+        "usable": decision.usable,
+        "pareto": [_brief(point, answer.prices) for point in decision.front],
         "fleet": None if machines is None else machines.model_dump() | {"gpus": machines.gpus, "load": machines.load},
     }  # fmt: skip
 
 
-def _brief(point: Point, prices: Prices) -> dict[str, Any]:
+def configuration(point: Point) -> dict[str, Any]:
+    """Return the configuration of a point as JSON."""
+    case = point.case
+    return {"engine": case.engine, "offload": case.offload, "weights": case.weights, "options": dict(case.options)}
+
+
+def _brief(point: Point | None, prices: Prices) -> dict[str, Any] | None:
+    if point is None:
+        return None
     paid = known_cost(point, prices)
-    equal = isinstance(point, Measurement)
     return {
-        "engine": point.case.engine,
-        "offload": point.case.offload,
-        "weights": point.case.weights,
-        "options": dict(point.case.options),
-        "batch_size": point.case.workload.batch_size if equal else None,
+        **configuration(point),
+        "batch_size": point.case.workload.batch_size if isinstance(point, Measurement) else None,
         "output_tok_s": point.output_tok_s,
         "user_tok_s": 1e3 / point.tpot_ms if point.tpot_ms else None,
         "usd_per_mtok": paid.usd_per_mtok,

@@ -1,4 +1,4 @@
-"""`zinfer demo`: measure a small model in every way, draw the figures, and explain the answer."""
+"""`zinfer demo`: measure a small model, draw figures, explain the answer."""
 
 import io
 import shutil
@@ -54,7 +54,7 @@ def _run(ctx: click.Context, *words: str) -> int:
 
 
 def explanation(points: "Sequence[Measurement]", machine: "Machine") -> str:
-    """Return the text below the answer: what was measured, what the answer means, and what to do next."""
+    """Return the text below the answer."""
     from zinfer.analysis import rates
     from zinfer.core.units import counted, figures
 

@@ -30,7 +30,7 @@ LOCKS = "; does not limit CUDA's page-locking"
 
 
 class Finding(NamedTuple):
-    """One line of the report: its subject, the finding, and advice if that is not enough."""
+    """Line of the report: subject, finding, and advice."""
 
     group: str
     name: str
@@ -60,7 +60,7 @@ def command(as_json: bool) -> None:
 
 
 def package_rows() -> list[Finding]:
-    """Return rows on the versions of Python, zinfer and every package that a verb or an engine uses."""
+    """Return rows on the versions of Python, zinfer and packages."""
     import platform
 
     from zinfer.system.host import package_version
@@ -77,8 +77,7 @@ def package_rows() -> list[Finding]:
 
 
 def machine_rows() -> list[Finding]:
-    """Return rows on the GPU, memory that may be used and page-locked, disk space in this folder, and the C
-    compiler."""
+    """Return rows on GPU, memory, disk and compilers."""
     import resource
     import shutil
     from pathlib import Path
@@ -109,18 +108,16 @@ def machine_rows() -> list[Finding]:
 
 
 def _compiler_row() -> Finding:
-    """Return the row on the C compiler, which builds launchers of GPU kernels, the CPU attention kernel, and
-    DeepSpeed's file I/O."""
+    """Return the row on the C compiler, for Triton and CPU attention."""
     import shutil
 
-    found = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
-    advice = "" if found else "install gcc: without it `stream` cannot unpack weights and --kv-offload is slow"
-    return Finding("machine", "C compiler", found or "none", advice)
+    compiler = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
+    advice = "" if compiler else "install gcc: without it `stream` cannot unpack weights and --kv-offload is slow"
+    return Finding("machine", "C compiler", compiler or "none", advice)
 
 
 def _async_io_row() -> Finding:
-    """Return the row on what DeepSpeed's file I/O is compiled with at the first load with offload `nvme`: libaio, its
-    header, and a C++ compiler."""
+    """Return the row on libaio and C++, for DeepSpeed's offload `nvme`."""
     import os
     import shutil
     from ctypes.util import find_library
@@ -130,17 +127,19 @@ def _async_io_row() -> Finding:
     compiler = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
     parts = {
         "libaio": find_library("aio"),
-        "libaio.h": next((str(file) for one in folders if one and (file := Path(one, "libaio.h")).is_file()), None),
+        "libaio.h": next(
+            (str(file) for folder in folders if folder and (file := Path(folder, "libaio.h")).is_file()), None
+        ),
         "C++ compiler": compiler,
     }
-    lacking = [name for name, found in parts.items() if found is None]
-    found = ", ".join(f"no {name}" for name in lacking) or ", ".join(str(found) for found in parts.values())
+    lacking = [name for name, text in parts.items() if text is None]
+    text = ", ".join(f"no {name}" for name in lacking) or ", ".join(str(text) for text in parts.values())
     advice = "apt install libaio-dev g++: needed for --engine deepspeed --offload nvme alone" if lacking else ""
-    return Finding("machine", "libaio", found, advice)
+    return Finding("machine", "libaio", text, advice)
 
 
 def engine_rows() -> list[Finding]:
-    """Return a row for every engine: its offloads if it can run here, else the reason why not."""
+    """Return each engine's offloads, or why it cannot run."""
     from zinfer.core.engine import ENGINES
     from zinfer.engine import EngineError, kind
 
@@ -151,8 +150,8 @@ def engine_rows() -> list[Finding]:
             from zinfer.engine import base
 
             unable = base.load(ENGINES[name].target).unable()  # an installed package may still fail to import
-            found = "cannot run" if unable else f"can run; offload {', '.join(offloads)}"
-            rows.append(Finding("engine", name, found, unable or ""))
+            finding = "cannot run" if unable else f"can run; offload {', '.join(offloads)}"
+            rows.append(Finding("engine", name, finding, unable or ""))
         except (EngineError, ImportError) as error:
             rows.append(
                 Finding("engine", name, "cannot run", " ".join(str(error).split())[:200] or type(error).__name__)

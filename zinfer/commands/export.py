@@ -28,11 +28,11 @@ def command(results: tuple[Path, ...], form: str | None, requests: bool, output:
     """
     from zinfer.analysis.requests import goodput
     from zinfer.commands.failure import Failure
+    from zinfer.commands.files import write
     from zinfer.core.errors import ENVIRONMENT, NOTHING
     from zinfer.core.units import counted
     from zinfer.record.export import WRITERS, FlatTable, request_table
-    from zinfer.record.store import Records, StoreError, files, read
-    from zinfer.system import atomic
+    from zinfer.record.store import files, read
     from zinfer.system.printable import printable
 
     ending = output.suffix.removeprefix(".").lower() if output else ""
@@ -43,14 +43,11 @@ def command(results: tuple[Path, ...], form: str | None, requests: bool, output:
     for path in dict.fromkeys(results or (Path("sweeps/results"),)):
         if results and not path.exists():
             raise Failure(f"{path} does not exist: name a results file, or a folder of them", NOTHING)
-        try:
-            own = [(str(file), read(file)) for file in files(path)] if path.exists() else [(str(path), Records())]
-        except StoreError as error:
-            raise Failure(str(error), ENVIRONMENT) from error
-        for warning in (records.warning for _, records in own if records.warning):
+        records_of_files = [(str(file), read(file)) for file in files(path)] if path.exists() else []
+        for warning in (records.warning for _, records in records_of_files if records.warning):
             click.echo(warning, err=True)
-        if not any(records.requests if requests else records.points for _, records in own):
-            other = any(records.points if requests else records.requests for _, records in own)
+        if not any(records.requests if requests else records.points for _, records in records_of_files):
+            other = any(records.points if requests else records.requests for _, records in records_of_files)
             kind = "loads of requests" if requests else "points of equal sequences" if other else "results"
             hint = (
                 f": {'leave out' if requests else 'add'} --requests"
@@ -58,13 +55,13 @@ def command(results: tuple[Path, ...], form: str | None, requests: bool, output:
                 else ": measure first, with `zinfer sweep`"
             )
             raise Failure(f"no {kind} in {path}{hint}", NOTHING)
-        if output and any(output.resolve() == Path(file).resolve() for file, _ in own):
+        if output and any(output.resolve() == Path(file).resolve() for file, _ in records_of_files):
             raise Failure(f"{output} is one of the result files: name another file with -o")
-        points += [(file, point) for file, records in own for point in records.points]
-        served += [(file, point) for file, records in own for point in records.requests]
+        points += [(file, point) for file, records in records_of_files for point in records.points]
+        served += [(file, point) for file, records in records_of_files for point in records.requests]
     if form is None and ending and ending not in (*FORMATS, "txt"):
-        known = ", ".join(f".{name}" for name in FORMATS)
-        raise Failure(f"{output}: zinfer writes no .{ending}; end it in {known}, or choose with --format")
+        endings = ", ".join(f".{name}" for name in FORMATS)
+        raise Failure(f"{output}: zinfer writes no .{ending}; end it in {endings}, or choose with --format")
     try:
         content = WRITERS[chosen](request_table(served, goodput) if requests else FlatTable.of(points))
     except ModuleNotFoundError as error:
@@ -75,8 +72,5 @@ def command(results: tuple[Path, ...], form: str | None, requests: bool, output:
         # a terminal is for reading: what would move its cursor is written out; a file or a pipe gets every character
         click.echo(printable(content.decode()) if sys.stdout.isatty() else content, nl=False)
         return
-    try:
-        atomic.write(output, content)
-    except OSError as error:
-        raise Failure(f"cannot write {output}: {error.strerror}", ENVIRONMENT) from error
+    write(output, content)
     click.echo(output)

@@ -3,7 +3,6 @@
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 from rich import box
@@ -16,12 +15,12 @@ from rich.text import Text
 from zinfer.system.printable import printable, unguarded
 
 UNLIMITED = 10_000  # columns of a table in a file or a pipe
-LEAST_WORDS = 12  # columns that a cell of words keeps when it is wrapped
+MIN_WORDS = 12  # columns that a cell of words keeps when it is wrapped
 INDENT = 2  # columns before the values of a row that is shown as a block
 
 
 class PlainConsole(Console):
-    """Console whose texts are plain: no markup of rich in them, and no character that moves the cursor."""
+    """Console of plain text: no markup, no cursor movement."""
 
     def __init__(self, file: TextIO | None = None, **settings: Any) -> None:
         stream = unguarded(sys.stdout if file is None else file)
@@ -37,22 +36,22 @@ class PlainConsole(Console):
             yield Segment(text if control else printable(text), style, control)
 
     def on_broken_pipe(self) -> NoReturn:
-        """Let the command end as it does where its own text finds no reader; rich would end it with 1."""
+        """Raise BrokenPipeError; rich would exit with 1."""
         raise BrokenPipeError
 
 
 def console() -> Console:
-    """Return stdout for tables: as wide as the terminal, or as COLUMNS says; in a file or a pipe as wide as needed."""
-    found = PlainConsole()
-    return found if found.is_terminal or "COLUMNS" in os.environ else PlainConsole(width=UNLIMITED)
+    """Return stdout for tables, as wide as the terminal or COLUMNS."""
+    plain = PlainConsole()
+    return plain if plain.is_terminal or "COLUMNS" in os.environ else PlainConsole(width=UNLIMITED)
 
 
 class Table:
-    """Table of plain text that no width cuts: too wide a table loses its frame, then wraps its words, then leaves out
-    the columns in `drop` and says so, and at last shows each row as a block of lines.
+    """Table of plain text that adapts to the terminal's width.
 
-    Columns whose title begins with ``#`` hold numbers: they stand flush right and are never wrapped. Columns without
-    any content are left out.
+    Too wide a table loses its frame, then wraps its words, then leaves out the columns in `drop` and says so, and at
+    last shows each row as a block of lines. Columns whose title begins with ``#`` hold numbers: they stand flush right
+    and are never wrapped. Columns without any content are left out.
     """
 
     def __init__(
@@ -64,8 +63,10 @@ class Table:
         drop: Sequence[str] = (),
         ends: Sequence[int] = (),
     ) -> None:
-        """Take `rows` of a cell for each of `columns`; `drop` names columns, the least important one first, and `ends`
-        are the numbers of rows that a line follows."""
+        """Take the cells of `rows`, and columns to `drop` first.
+
+        `ends` are the numbers of rows that a line follows.
+        """
         every = [tuple(row) for row in rows]
         used = [nth for nth in range(len(columns)) if not every or any(row[nth] for row in every)]
         self.title, self.caption, self.ends = title, caption, set(ends)
@@ -80,10 +81,10 @@ class Table:
             yield Text(self.title, style="italic")
         shown = list(range(len(self.columns)))
         gone: list[str] = []
-        while self._least(shown) > width and len(gone) < len(self.drop):
+        while self._min_width(shown) > width and len(gone) < len(self.drop):
             gone.append(self.drop[len(gone)])
             shown = [nth for nth in shown if self.columns[nth] not in gone]
-        if self._least(shown) <= width:
+        if self._min_width(shown) <= width:
             yield self._grid(shown, width)
         else:
             gone = []
@@ -94,18 +95,17 @@ class Table:
             yield Text(f"left out for want of room: {', '.join(gone)} (a wider terminal, a pipe or --json shows them)")
 
     def _widths(self, nth: int) -> tuple[int, int]:
-        """Return the least and the natural width of a column: that of its longest word, or number, and of its longest
-        line."""
+        """Return the smallest and the natural width of a column."""
         title, cells = self.columns[nth], [row[nth] for row in self.rows]
         lines = max((cell_len(line) for cell in cells for line in cell.splitlines()), default=0)
         words = max((cell_len(word) for text in [title, *cells] for word in text.split()), default=0)
         natural = max(lines, cell_len(title))
         if self.numbers[nth]:  # its title may be wrapped, its numbers may not
             return max(lines, *map(cell_len, title.split() or [""])), natural
-        return min(natural, max(words, LEAST_WORDS)), natural
+        return min(natural, max(words, MIN_WORDS)), natural
 
-    def _least(self, shown: Sequence[int]) -> int:
-        """Return the least width of a table of these columns, without a frame: two spaces are between columns."""
+    def _min_width(self, shown: Sequence[int]) -> int:
+        """Return the smallest width of these columns, without a frame."""
         return sum(self._widths(nth)[0] for nth in shown) + 2 * (len(shown) - 1)
 
     def _grid(self, shown: Sequence[int], width: int) -> Grid:
@@ -114,21 +114,21 @@ class Table:
         grid = Grid(box=box.HEAVY_HEAD if framed else box.SIMPLE_HEAD, pad_edge=framed, show_edge=framed)
         if not framed:
             grid.padding, grid.collapse_padding = (0, 1, 0, 0), True
-        spare = width - self._least(shown)
+        spare = width - self._min_width(shown)
         for nth in shown:
-            least, wanted = self._widths(nth)
-            given = min(wanted - least, max(0, spare))
+            min_width, wanted = self._widths(nth)
+            given = min(wanted - min_width, max(0, spare))
             spare -= given
             grid.add_column(
-                Text(self.columns[nth]), justify="right" if self.numbers[nth] else "left", min_width=least + given,
-                max_width=least + given, overflow="fold",
+                Text(self.columns[nth]), justify="right" if self.numbers[nth] else "left", min_width=min_width + given,
+                max_width=min_width + given, overflow="fold",
             )  # fmt: skip
         for index, row in enumerate(self.rows):
             grid.add_row(*(Text(row[nth]) for nth in shown), end_section=index in self.ends)
         return grid
 
     def _blocks(self, width: int) -> Iterable[Text]:
-        """Yield each row as its first cell and a line for each other cell that is not empty."""
+        """Yield each row as its first cell and a line a cell."""
         named = max((cell_len(name) for name in self.columns[1:]), default=0)
         for row in self.rows:
             yield Text(row[0], overflow="fold")
@@ -142,18 +142,3 @@ class Table:
 
 
 table = Table
-
-
-def write(path: Path, text: str) -> None:
-    """Replace `path` by `text` as a whole: a reader sees the old file or the new one, never half of it.
-
-    Raises Failure where the folder cannot be written to.
-    """
-    from zinfer.commands.failure import Failure
-    from zinfer.core.errors import ENVIRONMENT
-    from zinfer.system import atomic
-
-    try:
-        atomic.write(path, text)
-    except OSError as error:
-        raise Failure(f"cannot write {path}: {error.strerror}; choose another place with -o", ENVIRONMENT) from None

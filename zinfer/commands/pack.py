@@ -1,4 +1,4 @@
-"""`zinfer pack`: write a checkpoint's layers in the lossless wire format, a quantised copy, or a TensorRT plan."""
+"""`zinfer pack`: write packed layers, a quantised copy, or a TensorRT plan."""
 
 import signal
 from pathlib import Path
@@ -124,7 +124,7 @@ def _packed(source: "Source", output: Path | None, watch: "Watch", allow_nan: bo
 
 
 def quantised_folder(source: "Source", weights: str) -> Path:
-    """Return the default folder of a quantised copy, whose name differs for other weights and types."""
+    """Return the default folder of a quantised copy."""
     from zinfer.engine.stream.packed import PACKED
 
     return PACKED / f"{Path(source.spec.name).name}-{source.spec.dtype}-{source.revision}-{weights}"
@@ -177,9 +177,9 @@ def _plan(
     from zinfer.engine.tensorrt.library import find_library
     from zinfer.system.host import allowed_bytes
 
-    found = find_library(library or "auto")
+    tensorrt = find_library(library or "auto")
     source = find(model, dtype, layers, load_format or "auto", fetch=True)
-    key = plan_key(found, model, source.spec, source.load_format, layers, max_batch_size, max_seq_len)
+    key = plan_key(tensorrt, model, source.spec, source.load_format, layers, max_batch_size, max_seq_len)
     path = output or planfile.PLANS
     path = path if path.suffix == ".plan" else path / f"{key.stem}.plan"
     if path.is_file() and not force:
@@ -195,13 +195,13 @@ def _plan(
         signals.append(number)
 
     with Watch() as watch:
-        watch.say(f"building {path} with {found.name} {found.version}")
+        watch.say(f"building {path} with {tensorrt.name} {tensorrt.version}")
         weights, peak = gb(source.spec.weight_bytes), gb(peak_host_bytes(source.spec))
         watch.say(f"{weights} of weights ({source.load_format}); up to {peak} of host memory")
         before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             stopped, free = lambda: bool(signals), allowed_bytes()
-            file = build(found, key, source.spec, path, watch.progress, stopped, free, allow_nan)
+            file = build(tensorrt, key, source.spec, path, watch.progress, stopped, free, allow_nan)
         except Cancelled:
             watch.say("interrupted; nothing is left behind")
             raise SystemExit(128 + signals[0]) from None

@@ -49,13 +49,13 @@ def command(results: Path | None, machine: str | None, output: Path, formats: st
     from zinfer.record import study
     from zinfer.report.plot import figures, style
 
-    forms = [form for form in get_args(style.Format) if form in formats.split(",")]
+    forms = [name for name in get_args(style.Format) if name in formats.split(",")]
     if len(forms) != len(formats.split(",")):
         raise click.BadParameter(f"{formats!r}: write png, svg, or png,svg", param_hint="--format")
-    known = [*figures.FIGURES, "reuse"]
-    names = known if wanted == "all" else wanted.split(",")
-    if unknown := [name for name in names if name not in known]:
-        choice = ", ".join(known)
+    available = [*figures.FIGURES, "reuse"]
+    names = available if wanted == "all" else wanted.split(",")
+    if unknown := [name for name in names if name not in available]:
+        choice = ", ".join(available)
         raise click.BadParameter(f"{unknown[0]!r} is no figure: choose from {choice}, or all", param_hint="--figure")
     chosen = choose(results, machine)
     sweeps = chosen.read()
@@ -69,9 +69,9 @@ def command(results: Path | None, machine: str | None, output: Path, formats: st
             raise
     missing = set(names) if wanted != "all" else set()
     for file, records in sweeps:
-        found = groups(records.points)
-        for group, points in found.items():
-            stem = output / group.stem(file.stem, alone=len(found) == 1)
+        groups_of_file = groups(records.points)
+        for group, points in groups_of_file.items():
+            stem = output / group.stem(file.stem, alone=len(groups_of_file) == 1)
             for name, figure in figures.draw(group, points, names).items():
                 missing.discard(name)
                 _write(figure, stem.with_name(f"{stem.name}-{name}"), forms)
@@ -88,16 +88,10 @@ def command(results: Path | None, machine: str | None, output: Path, formats: st
 
 
 def _write(figure: "Figure", stem: Path, forms: "list[Format]") -> None:
-    """Write the figure as `stem` and a suffix for each form. Raises Failure where it cannot be written."""
-    from zinfer.commands.failure import Failure
-    from zinfer.core.errors import ENVIRONMENT
+    from zinfer.commands.files import write
     from zinfer.report.plot.style import render
-    from zinfer.system import atomic
 
     for form in forms:
         path = stem.with_name(f"{stem.name}.{form}")
-        try:
-            atomic.write(path, render(figure, form))
-        except OSError as error:
-            raise Failure(f"cannot write {path}: {error.strerror}", ENVIRONMENT) from error
+        write(path, render(figure, form))
         click.echo(path)

@@ -1,4 +1,4 @@
-"""`zinfer probe`: measure this machine and store the figures for sweeps and plans."""
+"""`zinfer probe`: measure this machine for sweeps and plans."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 def command(nvme_path: str | None, output: Path | None, quick: bool, memory: int | None, as_json: bool) -> None:
     """Measure the links between this machine's memories, its compute rate and, with --nvme-path, a drive; write
     machine.json."""
-    from zinfer.commands.out import console, write
+    from zinfer.commands.files import write
+    from zinfer.commands.out import console
     from zinfer.core.units import parse_bytes
     from zinfer.system import local
     from zinfer.worker.probe import probe
@@ -52,7 +53,7 @@ def command(nvme_path: str | None, output: Path | None, quick: bool, memory: int
 
 
 def table(machine: "Machine") -> "Table":
-    """Return a table of the measured figures, one a line; unknown ones are left out."""
+    """Return a table of the measured figures."""
     from zinfer.commands import out
     from zinfer.core.units import gb, gib
 

@@ -1,4 +1,4 @@
-"""`zinfer report`: measurements, the conclusions from them, and the cost, as a document."""
+"""`zinfer report`: measurements, conclusions and cost as a document."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,12 +56,11 @@ def command(
     """
     from zinfer.analysis.economics import Prices, parse_demand
     from zinfer.commands.failure import Failure
+    from zinfer.commands.files import write
     from zinfer.commands.results import choose
-    from zinfer.core.errors import ENVIRONMENT, NOTHING
-    from zinfer.record.store import StoreError
+    from zinfer.core.errors import NOTHING
     from zinfer.report import contents, markdown, page
     from zinfer.report.findings import Demand
-    from zinfer.system import atomic
 
     suffix = output.suffix[1:] if output else "html"
     if form is None and suffix not in FORMS:
@@ -75,90 +74,68 @@ def command(
         gpus_per_server=gpus_per_server,
     )  # fmt: skip
     chosen = choose(results, machine)
-    try:
-        found = _findings(chosen, baseline, model)
-        if not (found.workloads or found.studies or found.requests):
-            lost = f" (left out {found.damaged[0]})" if found.damaged else ""
-            other = f"no results of {model} in {chosen.path}: `zinfer best` names the models that were measured"
-            raise Failure(other if model else f"{chosen.nothing()}{lost}", NOTHING)
-        output = output or Path("plots") / _folder(found) / f"report.{form}"
-        document = contents.document(found._replace(prices=prices, demand=asked))
-    except StoreError as error:
-        raise Failure(str(error), ENVIRONMENT) from error
-    try:
-        atomic.write(output, page.html(document) if form == "html" else markdown.markdown(document))
-    except OSError as error:
-        raise Failure(f"cannot write {output}: {error.strerror}", ENVIRONMENT) from error
+    findings = _findings(chosen, baseline, model)
+    if not (findings.workloads or findings.studies or findings.requests):
+        lost = f" (left out {findings.damaged[0]})" if findings.damaged else ""
+        other = f"no results of {model} in {chosen.path}: `zinfer best` names the models that were measured"
+        raise Failure(other if model else f"{chosen.nothing()}{lost}", NOTHING)
+    output = output or Path("plots") / _folder(findings) / f"report.{form}"
+    document = contents.document(findings._replace(prices=prices, demand=asked))
+    write(output, page.html(document) if form == "html" else markdown.markdown(document))
     click.echo(output)
 
 
 def _findings(chosen: "Chosen", baseline: Path | None, model: str | None) -> "Findings":
-    from itertools import product
     from typing import get_args
 
     from zinfer.analysis.group import groups, loads_of
     from zinfer.analysis.study import latest
     from zinfer.record import study
-    from zinfer.record.store import read
+    from zinfer.record.store import Records, read
     from zinfer.report.findings import Findings, WorkloadFindings
 
-    workloads: list[WorkloadFindings] = []
-    damaged: list[str] = []
-    read_files = [(file, _of_model(records, model)) for file, records in chosen.read()]
+    by_file = [(file, _of_model(records, model)) for file, records in chosen.read()]
+    every = Records.together(records for _, records in by_file)
     roots = [root for root in chosen.roots() if root.is_dir()]
-    folders = dict.fromkeys([*(file.parent for file, _ in read_files), *roots])
-    studies: list[study.Study] = []
-    for name, path in product(get_args(study.StudyName), folders):
-        for file in (path / f"{name}.json", path / f"{name}.jsonl"):
-            if file.exists():
-                runs, lost = study.read(file, name)
-                studies += runs
-                damaged += [f"{file.name}, line {damage.line}: {damage.reason}" for damage in lost]
-    for file, records in read_files:
-        damaged += [f"{file.name}, line {damage.line}: {damage.reason}" for damage in records.damaged]
-    points = [point for _, records in read_files for point in records.points]
-    sweeps: dict[str, dict[Case, Path]] = {}
-    for file, records in read_files:
-        for point in records.points:
-            sweeps.setdefault(point.machine, {})[point.case] = file
-    loads = loads_of(points)
-    for group, own in groups(points).items():
-        files = dict.fromkeys(sweeps[group.machine][point.case] for point in own)
-        place = next(filter(None, (_machine(file.parent) for file in files)), None)
-        rates = {point.case: loads.get((point.machine, point.case), ()) for point in own}
-        workloads.append(WorkloadFindings(tuple(file.stem for file in files), group, own, place, rates))
+    folders = dict.fromkeys([*(file.parent for file, _ in by_file), *roots])
+    names = [(name, folder / f"{name}{suffix}") for name in get_args(study.StudyName) for folder in folders
+             for suffix in (".json", ".jsonl")]  # fmt: skip
+    runs = study.Runs.together(study.read(file, name) for name, file in names if file.exists())
+    sweeps: dict[tuple[str, Case], Path] = {}
+    for file, records in by_file:
+        sweeps |= {(point.machine, point.case): file for point in records.points}
+    loads = loads_of(every.points)
+    workloads: list[WorkloadFindings] = []
+    for group, points in groups(every.points).items():
+        files = dict.fromkeys(sweeps[group.machine, point.case] for point in points)
+        described = next(filter(None, (_machine(file.parent) for file in files)), None)
+        rates = {point.case: loads.get((point.machine, point.case), ()) for point in points}
+        workloads.append(WorkloadFindings(tuple(file.stem for file in files), group, points, described, rates))
     workloads.sort(key=lambda workload: workload.group.layers is not None)  # a stable sort: whole models first
-    against = None if baseline is None else (str(baseline), read(baseline).points)
     return Findings(
-        tuple(workloads), tuple(damaged), against,
-        studies=latest(run for run in studies if _studied(run, model) and chosen.keeps(run.machine)),
-        requests=tuple(point for _, records in read_files for point in records.requests),
-        headers=tuple(header for _, records in read_files for header in records.headers),
-    )  # fmt: skip
-
-
-def _of_model(records: "Records", model: str | None) -> "Records":
-    """Return the records of one model, with the headers of the sweeps that measured it; all of them for None."""
-    return (
-        records._replace(
-            points=tuple(point for point in records.points if _is(model, point.case.model)),
-            requests=tuple(point for point in records.requests if _is(model, point.case.model)),
-            headers=tuple(
-                one for one in records.headers if any(_is(model, name) for name in one.recipe.get("model", ()))
-            ),
-        )
-        if model
-        else records
+        tuple(workloads),
+        tuple(f"{fault.path.name}, line {fault.line}: {fault.reason}" for fault in (*runs.damaged, *every.damaged)),
+        None if baseline is None else (str(baseline), read(baseline).points),
+        studies=latest(run for run in runs.runs if _studied(run, model) and chosen.keeps(run.machine)),
+        requests=every.requests,
+        headers=every.headers,
     )
 
 
+def _of_model(records: "Records", model: str | None) -> "Records":
+    """Return the records and headers of one model, or all."""
+    if not model:
+        return records
+    headers = (header for header in records.headers if any(_is(model, name) for name in header.recipe.get("model", ())))
+    return records.those(lambda point: _is(model, point.case.model))._replace(headers=tuple(headers))
+
+
 def _is(wanted: str | None, model: str) -> bool:
-    """Return whether a model, named with or without its folder, is the one asked for."""
+    """Return whether a model, with or without its folder, is wanted."""
     return wanted in (None, model, Path(model).name)
 
 
 def _studied(run: "Study", model: str | None) -> bool:
-    """Return whether a study is one of `model`, or any if that is None."""
     return _is(model, run.model if run.case is None else run.case.model)
 
 
@@ -166,7 +143,10 @@ def _folder(findings: "Findings") -> str:
     """Return the folder of the report in `plots`: the machine's, or ``all``."""
     from zinfer.analysis.group import path_part
 
-    machines = {*(one.group.machine for one in findings.workloads), *(run.machine for run in findings.studies)}
+    machines = {
+        *(workload.group.machine for workload in findings.workloads),
+        *(run.machine for run in findings.studies),
+    }
     machines |= {point.machine for point in findings.requests}
     return path_part(machines.pop()) if len(machines) == 1 else "all"
 

@@ -1,5 +1,6 @@
-"""Results that a verb answers from: this machine's, those of machines asked for by name, or a file or folder."""
+"""Results that a verb answers from: by machine, file or folder."""
 
+import gc
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -29,19 +30,22 @@ def results_options(function: Command) -> Command:
 
 
 class Chosen(NamedTuple):
-    """Results to answer from: those in `path` of `machines` (names or beginnings of names; None is all).
+    """Results to answer from, in `path`, of `machines` (None is all).
 
-    `named` tells whether the path was given; `own`, that the machine is this one because none was asked for.
+    `named` tells whether the path was given; `this_machine`, that the machine is this one because none was asked for.
     """
 
     path: Path
     machines: tuple[str, ...] | None
     named: bool
-    own: bool
+    this_machine: bool
 
     def roots(self) -> tuple[Path, ...]:
-        """Return the folders and files to read: with machines, only their folders and loose files in `sweeps/results`,
-        so that damage in another machine's records does not matter."""
+        """Return the folders and files to read.
+
+        With machines, only their folders and loose files in `sweeps/results`, so that damage in another machine's
+        records does not matter.
+        """
         if self.named or self.machines is None or not self.path.is_dir():
             return (self.path,)
         inside = sorted(self.path.iterdir())
@@ -50,40 +54,36 @@ class Chosen(NamedTuple):
         return tuple(folders[name] for name in self._matching(folders)) + tuple(loose)
 
     def read(self) -> "list[tuple[Path, Records]]":
-        """Return the records of each results file, with the points of the chosen machines only. Raises StoreError."""
-        from zinfer.record.store import files, read
+        """Return each file's records of the chosen machines. Raises StoreError."""
+        from zinfer.record.store import Records, files, read
 
-        found = [(file, read(file)) for root in self.roots() if root.exists() for file in files(root)]
-        every = (point for _, records in found for point in (*records.points, *records.requests))
-        kept = self._matching({point.machine for point in every})
-        return [
-            (
-                file,
-                records._replace(
-                    points=tuple(point for point in records.points if point.machine in kept),
-                    requests=tuple(point for point in records.requests if point.machine in kept),
-                ),
-            )
-            for file, records in found
-        ]
+        gc.disable()  # it would look through all records again and again, and find no garbage: half of the time
+        try:
+            by_file = [(file, read(file)) for root in self.roots() if root.exists() for file in files(root)]
+            gc.freeze()
+        finally:
+            gc.enable()
+        every = Records.together(records for _, records in by_file)
+        kept = self._matching({point.machine for point in (*every.points, *every.requests)})
+        return [(file, records.those(lambda point: point.machine in kept)) for file, records in by_file]
 
     def keeps(self, machine: str) -> bool:
-        """Return whether a study of `machine` is chosen; those in the folder of a chosen machine are its own."""
+        """Return whether a study of `machine` is chosen."""
         return self.machines is None or any(machine.startswith(name) for name in self.machines)
 
     def nothing(self) -> Failure:
-        """Return the error for no record at all: what was looked for, what there is, and what to do."""
-        there = self._there()
-        if self.own:
-            known = f"; --machine all shows the records of {', '.join(there)}" if there else ""
+        """Return the error for no record at all."""
+        machines = self._there()
+        if self.this_machine:
+            alternatives = f"; --machine all shows the records of {', '.join(machines)}" if machines else ""
             return Failure(
                 f"no results for this machine, {self.machines and self.machines[0]}, in {self.path}: measure with "
-                f"`zinfer sweep demo`, or name a file{known}",
+                f"`zinfer sweep demo`, or name a file{alternatives}",
                 NOTHING,
             )
         if self.machines is not None:
-            known = f"there are {', '.join(there)}" if there else "there are none"
-            return Failure(f"no results for machine {', '.join(self.machines)} in {self.path}; {known}", NOTHING)
+            alternatives = f"there are {', '.join(machines)}" if machines else "there are none"
+            return Failure(f"no results for machine {', '.join(self.machines)} in {self.path}; {alternatives}", NOTHING)
         if not self.path.exists() and self.named:
             return Failure(f"{self.path} does not exist: name a results file, or a folder of them", NOTHING)
         return Failure(f"no results in {self.path}: measure first, with `zinfer sweep`", NOTHING)
@@ -94,16 +94,16 @@ class Chosen(NamedTuple):
             from zinfer.record.store import read
 
             records = read(self.path) if self.path.exists() else None
-            return sorted({one.machine for one in (*records.points, *records.requests)}) if records else []
+            return sorted({point.machine for point in (*records.points, *records.requests)}) if records else []
         folders = self.path.iterdir() if self.path.is_dir() else ()
         return sorted(folder.name for folder in folders if folder.is_dir() and any(folder.glob("*.jsonl")))
 
     def _matching(self, names: Iterable[str]) -> list[str]:
-        """Return those of `names` that are chosen: the very name where it is there, else all that begin with it."""
+        """Return the chosen `names`: exact ones, else by their beginning."""
         names = sorted(names)
         if self.machines is None:
             return names
-        if self.own:
+        if self.this_machine:
             return [name for name in names if name in self.machines]
         exact = {asked for asked in self.machines if asked in names}
         begun = tuple(asked for asked in self.machines if asked not in exact)
@@ -117,21 +117,17 @@ def choose(results: Path | None, machine: str | None) -> Chosen:
     path = local.RESULTS if results is None else results
     if machine is not None:
         names = tuple(name.strip() for name in machine.split(",") if name.strip())
-        return Chosen(path, None if ALL in names or not names else names, results is not None, own=False)
-    own = (local.name(),) if results is None else None
-    return Chosen(path, own, results is not None, own=own is not None)
+        return Chosen(path, None if ALL in names or not names else names, results is not None, this_machine=False)
+    this_machine = (local.name(),) if results is None else None
+    return Chosen(path, this_machine, results is not None, this_machine=this_machine is not None)
 
 
-def usable(found: "list[tuple[Path, Records]]", chosen: Chosen, requests_too: bool = False) -> "Records":
-    """Return all records together, for an answer from points, or from loads of requests, too. Raises Failure unless
-    one of them is usable."""
+def usable(by_file: "list[tuple[Path, Records]]", chosen: Chosen, requests_too: bool = False) -> "Records":
+    """Return all records together. Raises Failure unless one is usable."""
     from zinfer.record.store import Records
 
-    points = tuple(point for _, records in found for point in records.points)
-    damaged = tuple(damage for _, records in found for damage in records.damaged)
-    headers = tuple(header for _, records in found for header in records.headers)
-    requests = tuple(point for _, records in found for point in records.requests)
-    together = Records(points, headers, damaged, requests)
+    together = Records.together(records for _, records in by_file)
+    points, requests = together.points, together.requests
     every: tuple[Point, ...] = (*points, *(requests if requests_too else ()))
     if any(point.usable for point in every):
         return together

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple, Self, TypeVar
 
 from zinfer.core.errors import INTEGRITY, ZinferError
-from zinfer.record.jsonl import Lines, StoreError
+from zinfer.record.jsonl import AppendLog, StoreError
 
 MOST = 99_999  # shards of a job: five digits in a file's name
 LOOK_S = 0.5  # seconds between two looks at a file that another process writes
@@ -85,7 +85,7 @@ def wait_until_free(path: Path, seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while path.exists():
         try:
-            Lines.open(path).close()
+            AppendLog.open(path).close()
             return
         except StoreError:
             if time.monotonic() > deadline:

@@ -1,1 +1,1 @@
-"""Records: measurements as they are stored, and the code that writes and reads them."""
+"""Records: stored measurements, their writers and readers."""

@@ -1,11 +1,10 @@
-"""Export: records as a flat table, one row a point, for spreadsheets, data frames and documents.
+"""Export of records as a flat table, one row a point.
 
 Failures are rows too; an unknown value is an empty cell, never 0. Only usable points have rates. Units are part of the
 column names: tokens a second, milliseconds, seconds, bytes, bytes a second. The columns of `COLUMNS` always come first,
 in that order; a column for each recorded prediction and for each recorded version follows::
 
-    table = FlatTable.of([("bloom", point) for point in points])
-    Path("bloom.csv").write_bytes(to_csv(table))
+table = FlatTable.of([("bloom", point) for point in points]) Path("bloom.csv").write_bytes(to_csv(table))
 
 Model names and error texts come from outside and are never trusted: no cell starts a formula, a table or markup.
 """
@@ -15,13 +14,16 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from operator import attrgetter
-from statistics import mean
-from typing import Any, Generic, NamedTuple, TypeVar, get_args
+from statistics import fmean
+from typing import Any, NamedTuple, get_args
+
+from pydantic import BaseModel
 
 from zinfer.core.case import Case, Workload
 from zinfer.core.units import figures
-from zinfer.record.measurement import Effective, Measurement, Recorded, latest
+from zinfer.record.measurement import Effective, Measurement, latest
 from zinfer.record.requests import METRICS, PassCounts, RequestMetric, RequestPoint, Summary
 from zinfer.record.stats import ci95_half_width
 from zinfer.system.printable import markdown
@@ -32,38 +34,45 @@ Cell = str | int | float | None
 _FORMULA = ("=", "+", "-", "@", "\t", "\n", "＝", "＋", "－", "＠")
 
 
-R = TypeVar("R", bound=Recorded)
-
-
-class _Column(NamedTuple, Generic[R]):
+class _Column(NamedTuple):
     kind: type[Any]  # type of the cells that are not empty: str, int or float
-    of: Callable[[R], Cell]
+    cell: Callable[[Any], Cell]
 
 
 def _kind(annotation: Any) -> type[Any]:
-    """Return the type of a field's cells: int for ``int | None``; str for all that is neither int nor float."""
+    """Return the cell type of a field: int, float, else str."""
     return next((kind for kind in (int, float) if kind in (annotation, *get_args(annotation))), str)
 
 
 def _json(value: Any) -> str | None:
-    """Return several values as JSON in one cell; None if there are none."""
     return json.dumps(value, sort_keys=True, default=str) if value else None
 
 
-def _timed(get: Callable[[Measurement], Cell]) -> Callable[[Measurement], Cell]:
-    return lambda point: get(point) if point.usable else None
+def _attributes(kind: type[Any], *names: str) -> dict[str, _Column]:
+    return {name: _Column(kind, attrgetter(name)) for name in names}
 
 
-def _asked(field: str) -> Callable[[Recorded], Cell]:
-    return lambda point: _cell(dict(point.case.options) if field == "options" else getattr(point.case, field))
+def _timed(cell: Callable[[Measurement], Cell]) -> _Column:
+    return _Column(float, lambda point: cell(point) if point.usable else None)
 
 
-def _length(field: str) -> Callable[[Measurement], Cell]:
-    return lambda point: _cell(getattr(point.case.workload, field))
+def _rates(*names: str, unit: str = "") -> dict[str, _Column]:
+    return {f"{name}{unit}": _timed(attrgetter(name)) for name in names}
 
 
-def _placed(field: str) -> Callable[[Recorded], Cell]:
-    return lambda point: _cell(getattr(point.effective, field, None))
+def _fields(model: type[BaseModel], holder: str, prefix: str = "") -> dict[str, _Column]:
+    """Return a column for each field of `model`, the attribute `holder` of a point."""
+    return {
+        f"{prefix}{name}": _Column(_kind(field.annotation), partial(_field, f"{holder}.{name}"))
+        for name, field in model.model_fields.items()
+        if name != "workload"
+    }
+
+
+def _field(path: str, point: Any) -> Cell:
+    holder, _, name = path.rpartition(".")
+    value: Any = getattr(attrgetter(holder)(point), name, None)
+    return _cell(dict(value) if name == "options" else value)
 
 
 def _cell(value: Any) -> Cell:
@@ -73,112 +82,95 @@ def _cell(value: Any) -> Cell:
     return str(value).lower() if isinstance(value, bool) else value
 
 
-def _tpot_half_width(point: Measurement) -> float | None:
-    return ci95_half_width([mean(steps) for steps in point.step_ms if steps])
-
-
-_LOAD: dict[str, _Column[Recorded]] = {
-    name: _Column(_kind(field.annotation), _asked(name))
-    for name, field in Case.model_fields.items()
-    if name != "workload"
-}
-_EFFECTIVE: dict[str, _Column[Recorded]] = {
-    f"effective_{name}": _Column(_kind(field.annotation), _placed(name))
-    for name, field in Effective.model_fields.items()
-}
-_OUTCOME: dict[str, _Column[Recorded]] = {
+_LOAD = _fields(Case, "case")
+_OUTCOME = {
     "model_revision": _Column(str, lambda p: p.model_revision or None),
-    "num_layers": _Column(int, lambda p: p.num_layers),
-    "total_layers": _Column(int, lambda p: p.total_layers),
-    "status": _Column(str, lambda p: p.status),
-    "stage": _Column(str, lambda p: p.stage),
-    "error": _Column(str, lambda p: p.error),
+    **_attributes(int, "num_layers", "total_layers"),
+    **_attributes(str, "status", "stage", "error"),
 }
-_CONDITIONS: dict[str, _Column[Recorded]] = {
-    "gpu_peak_bytes": _Column(int, lambda p: p.gpu_peak_bytes),
-    "gpu_used_bytes": _Column(int, lambda p: p.gpu_used_bytes),
-    "host_peak_bytes": _Column(int, lambda p: p.host_peak_bytes),
-    **_EFFECTIVE,
+_LINKS = {f"{name}_bytes_s": _Column(float, attrgetter(name)) for name in ("link_bandwidth", "links_bandwidth")}
+_CONDITIONS = {
+    **_attributes(int, "gpu_peak_bytes", "gpu_used_bytes", "host_peak_bytes"),
+    **_fields(Effective, "effective", "effective_"),
     "gpu_readings": _Column(str, lambda p: _json(p.gpu)),
     "started_at": _Column(str, lambda p: p.started_at or None),
 }
-_COLUMNS: dict[str, _Column[Any]] = {
-    "machine": _Column(str, lambda p: p.machine),
+_COLUMNS: dict[str, _Column] = {
+    **_attributes(str, "machine"),
     **_LOAD,
-    **{name: _Column(int, _length(name)) for name in Workload.model_fields},
+    **_fields(Workload, "case.workload"),
     **_OUTCOME,
     "repeats": _Column(int, lambda p: len(p.ttft_ms) or None),
-    "output_tok_s": _Column(float, _timed(lambda p: p.output_tok_s)),
-    "output_tok_s_half_width": _Column(float, _timed(lambda p: ci95_half_width(p.output_tok_s_samples))),
-    "decode_tok_s": _Column(float, _timed(lambda p: p.decode_tok_s)),
-    "prefill_tok_s": _Column(float, _timed(lambda p: p.prefill_tok_s)),
-    "ttft_ms": _Column(float, _timed(lambda p: mean(p.ttft_ms))),
-    "ttft_ms_half_width": _Column(float, _timed(lambda p: ci95_half_width(p.ttft_ms))),
-    "tpot_ms": _Column(float, _timed(lambda p: p.tpot_ms)),
-    "tpot_ms_half_width": _Column(float, _timed(_tpot_half_width)),
-    "step_median_ms": _Column(float, _timed(lambda p: p.step_median_ms)),
-    "e2e_ms": _Column(float, _timed(lambda p: mean(p.e2e_ms))),
-    "load_s": _Column(float, lambda p: p.load_s),
-    "load_bytes": _Column(int, lambda p: p.load_bytes),
+    **_rates("output_tok_s"),
+    "output_tok_s_half_width": _timed(lambda p: ci95_half_width(p.output_tok_s_samples)),
+    **_rates("decode_tok_s", "prefill_tok_s"),
+    "ttft_ms": _timed(lambda p: fmean(p.ttft_ms)),
+    "ttft_ms_half_width": _timed(lambda p: ci95_half_width(p.ttft_ms)),
+    **_rates("tpot_ms"),
+    "tpot_ms_half_width": _timed(lambda p: ci95_half_width([fmean(steps) for steps in p.step_ms if steps])),
+    **_rates("step_median_ms"),
+    "e2e_ms": _timed(lambda p: fmean(p.e2e_ms)),
+    **_attributes(float, "load_s"),
+    **_attributes(int, "load_bytes"),
     "load_bandwidth_bytes_s": _Column(float, lambda p: p.load_bandwidth),
-    "h2d_bandwidth_bytes_s": _Column(float, _timed(lambda p: p.h2d_bandwidth)),
-    "link_bandwidth_bytes_s": _Column(float, lambda p: p.link_bandwidth),
-    "links_bandwidth_bytes_s": _Column(float, lambda p: p.links_bandwidth),
-    "link_share": _Column(float, _timed(lambda p: p.link_share)),
+    **_rates("h2d_bandwidth", unit="_bytes_s"),
+    **_LINKS,
+    **_rates("link_share"),
     **_CONDITIONS,
 }
 COLUMNS = ("file", *_COLUMNS)
 
 
-def _counted(name: str) -> Callable[[RequestPoint], Cell]:
-    return lambda point: getattr(point.counts, name) if point.pass_ms else None
+def _statistic(metric: RequestMetric, name: str) -> _Column:
+    return _Column(float, lambda p: getattr(p.summary(metric), name, None) if p.usable else None)
 
 
-def _statistic(metric: RequestMetric, name: str) -> Callable[[RequestPoint], Cell]:
-    return lambda point: getattr(point.summary(metric), name, None) if point.usable else None
+def _with_passes(cell: Callable[[Any], Cell], point: RequestPoint) -> Cell:
+    return cell(point) if point.pass_ms else None
 
 
-_REQUEST_COLUMNS: dict[str, _Column[Any]] = {
-    "machine": _Column(str, lambda p: p.machine),
+def _asked(name: str) -> _Column:
+    return _Column(str, lambda p: None if (value := getattr(p.requests, name)) is None else str(value))
+
+
+_REQUEST_COLUMNS: dict[str, _Column] = {
+    **_attributes(str, "machine"),
     **_LOAD,
-    "source": _Column(str, lambda p: p.requests.source),
-    "requests": _Column(int, lambda p: p.requests.requests),
-    "seed": _Column(int, lambda p: p.requests.seed),
-    "in_flight": _Column(str, lambda p: None if p.requests.in_flight is None else str(p.requests.in_flight)),
-    "request_rate": _Column(str, lambda p: None if p.requests.request_rate is None else str(p.requests.request_rate)),
-    "request_order": _Column(str, lambda p: p.requests.order),
+    **{name: _Column(kind, attrgetter(f"requests.{name}"))
+       for name, kind in (("source", str), ("requests", int), ("seed", int))},
+    "in_flight": _asked("in_flight"),
+    "request_rate": _asked("request_rate"),
+    "request_order": _asked("order"),
     **_OUTCOME,
     "mean_input_len": _Column(float, lambda p: p.mean_lengths and p.mean_lengths[0]),
     "mean_output_len": _Column(float, lambda p: p.mean_lengths and p.mean_lengths[1]),
-    "wall_ms": _Column(float, lambda p: p.wall_ms if p.usable else None),
-    "busy_ms": _Column(float, lambda p: p.busy_ms if p.usable else None),
+    **_rates("wall_ms", "busy_ms"),
     "passes": _Column(int, lambda p: len(p.pass_ms) or None),
-    **{name: _Column(float, attrgetter(name))
-       for name in ("output_tok_s", "input_tok_s", "request_s", "waiting_tok_s", "steady_tok_s", "padding",
-                    "link_busy")},
-    **{f"{metric}_{name}": _Column(float, _statistic(metric, name)) for metric in METRICS for name in Summary._fields},
-    **{name: _Column(_kind(field.annotation), _counted(name)) for name, field in PassCounts.model_fields.items()},
+    **_attributes(float, "output_tok_s", "input_tok_s", "request_s", "waiting_tok_s", "steady_tok_s", "padding",
+                  "link_busy"),
+    **{f"{metric}_{name}": _statistic(metric, name) for metric in METRICS for name in Summary._fields},
+    **{name: column._replace(cell=partial(_with_passes, column.cell))
+       for name, column in _fields(PassCounts, "counts").items()},
     "kv_positions": _Column(int, lambda p: p.kv_positions or None),
-    "link_bandwidth_bytes_s": _Column(float, lambda p: p.link_bandwidth),
-    "links_bandwidth_bytes_s": _Column(float, lambda p: p.links_bandwidth),
+    **_LINKS,
     **_CONDITIONS,
     "sla": _Column(str, lambda p: _json(p.sla)),
 }  # fmt: skip
 
 
 class FlatTable(NamedTuple):
-    """Columns with the type of their cells, and rows with a cell for each column."""
+    """Columns with the type of their cells, and rows."""
 
     columns: dict[str, type[Any]]
     rows: tuple[tuple[Cell, ...], ...]
 
     @classmethod
     def of(cls, points: Iterable[tuple[str, Measurement]]) -> "FlatTable":
-        """Return the table of points, each with the name of its file; from each file the latest of each case."""
+        """Return the table of each file's latest points."""
         files: dict[str, list[Measurement]] = {}
         for file, point in points:
             files.setdefault(file, []).append(point)
-        kept = [(file, point) for file, own in files.items() for point in latest(own)]
+        kept = [(file, point) for file, file_points in files.items() for point in latest(file_points)]
         predicted = sorted({name for _, point in kept for name in point.predicted})
         versions = sorted({name for _, point in kept for name in point.versions})
         columns: dict[str, type[Any]] = {"file": str} | {name: column.kind for name, column in _COLUMNS.items()}
@@ -186,7 +178,7 @@ class FlatTable(NamedTuple):
         rows = tuple(
             (
                 file,
-                *(column.of(point) for column in _COLUMNS.values()),
+                *(column.cell(point) for column in _COLUMNS.values()),
                 *(point.predicted.get(name) for name in predicted),
                 *(point.versions.get(name) for name in versions),
             )
@@ -198,11 +190,10 @@ class FlatTable(NamedTuple):
 def request_table(
     points: Iterable[tuple[str, RequestPoint]], goodput: Callable[[RequestPoint], float | None]
 ) -> FlatTable:
-    """Return the table of loads of requests, each with the name of its file, all records of repeated ones included;
-    `goodput` gives the requests a second that keep the service levels."""
+    """Return the table of loads of requests, repeated ones included."""
     columns = {"file": str} | {name: column.kind for name, column in _REQUEST_COLUMNS.items()}
     rows = tuple(
-        (file, *(column.of(point) for column in _REQUEST_COLUMNS.values()), goodput(point)) for file, point in points
+        (file, *(column.cell(point) for column in _REQUEST_COLUMNS.values()), goodput(point)) for file, point in points
     )
     return FlatTable(columns | {"goodput_request_s": float}, rows)
 
@@ -218,13 +209,12 @@ def to_csv(table: FlatTable) -> bytes:
 
 
 def to_json(table: FlatTable) -> bytes:
-    """Return a JSON list of objects, each with all columns; null is unknown."""
+    """Return a JSON list of objects; null is unknown."""
     return json.dumps([dict(zip(table.columns, row, strict=True)) for row in table.rows], indent=1).encode() + b"\n"
 
 
 def to_md(table: FlatTable) -> bytes:
-    """Return a Markdown table for reading: floats with four significant digits, and no columns that are empty in all
-    rows."""
+    """Return a Markdown table: four digits, no empty columns."""
     kept = [nth for nth in range(len(table.columns)) if any(row[nth] is not None for row in table.rows)]
     names = list(table.columns)
     lines = [[_md(names[nth]) for nth in kept], ["---"] * len(kept)]
@@ -233,8 +223,7 @@ def to_md(table: FlatTable) -> bytes:
 
 
 def to_parquet(table: FlatTable) -> bytes:
-    """Return an Apache Parquet file: strings, 64-bit integers and floats, null for unknown. Raises ModuleNotFoundError
-    without pyarrow."""
+    """Return an Apache Parquet file; null is unknown. Raises ModuleNotFoundError without pyarrow."""
     import pyarrow
     import pyarrow.parquet
 

@@ -1,8 +1,8 @@
-"""Append-only files of lines: written whole, synced, by one process at a time, and repaired when opened.
+"""Append-only files of sealed lines: synced, locked, repaired.
 
-A job of days may end in a kill, a full disk or a power cut; whatever was written by then must be on disk and legible.
-A sealed line (`seal`) is JSON that carries its kind, its schema version and a checksum. It is canonical (sorted keys,
-no spaces, ASCII), so that any changed byte shows.
+A job of days may end in a kill, a full disk or a power cut; whatever was written by then must be on disk and legible. A
+sealed line (`seal`) is JSON that carries its kind, its schema version and a checksum. It is canonical (sorted keys, no
+spaces, ASCII), so that any changed byte shows.
 """
 
 import errno
@@ -10,6 +10,7 @@ import fcntl
 import json
 import math
 import os
+import re
 import stat
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -20,24 +21,25 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, NoReturn, Self
 
+from pydantic_core import from_json
+
 from zinfer.core.errors import INTEGRITY, ZinferError
 from zinfer.system.atomic import sync_folder
 from zinfer.system.documents import DocumentError, read_bytes
 
 SCHEMA_VERSION = 1
 MAX_BYTES = 2 << 30  # largest file of records or answers
-REMEMBERED = 64 << 20  # bytes at a file's end that are kept in memory, in case somebody cuts the file
+TAIL_BYTES = 64 << 20  # bytes at a file's end that are kept in memory, in case somebody cuts the file
 
 
 class StoreError(ZinferError):
-    """A file of records that cannot be read or written; the message says what to do next."""
+    """File of records that cannot be read or written."""
 
     exit_code = 5  # environment: disk, permissions, a second writer
 
 
 class TakenAwayError(StoreError):
-    """A file that somebody deleted, replaced, cut or wrote to while it was open; the message says where its lines
-    are."""
+    """File that another process changed; the message says where its lines are."""
 
     exit_code = INTEGRITY
 
@@ -47,7 +49,7 @@ class Garbled(ValueError):
 
 
 class Damage(NamedTuple):
-    """A line that could not be used: its number (from 1), and the reason."""
+    """Line that could not be used: its number (from 1), and the reason."""
 
     path: Path
     line: int
@@ -57,27 +59,38 @@ class Damage(NamedTuple):
         return f"{self.path}:{self.line}: {self.reason}"
 
 
+_CHECKSUM = re.compile(rb'"checksum":"([0-9a-f]{16})",')
 Check = Callable[[bytes], object]  # raises Garbled for such a line, ValueError for a whole one that cannot be used
 
 
 def seal(kind: str, fields: dict[str, Any]) -> bytes:
     """Return the line of a record, without its newline. Raises ValueError or TypeError for what JSON does not have."""
-    return _sealed(fields | {"kind": kind, "schema_version": SCHEMA_VERSION})
+    fields = {"kind": kind, "schema_version": SCHEMA_VERSION} | fields
+    before = {key: value for key, value in fields.items() if key < "checksum"}
+    head = _canonical(before)[:-1] + b"," * bool(before)
+    tail = _canonical({key: value for key, value in fields.items() if key not in before})[1:]
+    return head + b'"checksum":"%s",' % _checksum(head, tail) + tail
 
 
 def unseal(line: bytes) -> tuple[str, dict[str, Any]]:
     """Return kind and fields of a sealed line.
 
-    Raises Garbled unless the line is exactly as `seal` wrote it, ValueError for one of another schema version.
+    Raises Garbled unless its bytes are those that `seal` wrote, ValueError for one of another schema version.
     """
+    for member in _CHECKSUM.finditer(line):
+        if member[1] == _checksum(line[: member.start()], line[member.end() :]):
+            break
+    else:
+        claimed = _CHECKSUM.search(line)
+        text = (
+            "not a whole record" if claimed is None else f"the checksum {claimed[1].decode()} does not match the line"
+        )
+        raise Garbled(text)
     try:
-        fields = json.loads(line)
-        claimed = fields.pop("checksum")
-        sealed = _sealed(fields)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        fields = from_json(line, allow_inf_nan=False)
+        del fields["checksum"]
+    except (ValueError, TypeError, KeyError):
         raise Garbled("not a whole record") from None
-    if sealed != line:
-        raise Garbled(f"the checksum {str(claimed)[:16]} does not match the line")
     version = fields.pop("schema_version", None)
     if version != SCHEMA_VERSION:
         raise ValueError(f"schema version {version!s:.40}; this zinfer reads {SCHEMA_VERSION}")
@@ -85,7 +98,7 @@ def unseal(line: bytes) -> tuple[str, dict[str, Any]]:
 
 
 def finite(value: Any) -> Any:
-    """Return `value` with null for NaN and the infinities, which JSON does not have."""
+    """Return `value` with null for NaN and the infinities."""
     if isinstance(value, dict):
         return {str(key): finite(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -97,12 +110,15 @@ def _canonical(fields: dict[str, Any]) -> bytes:
     return json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False, default=str).encode()
 
 
-def _sealed(fields: dict[str, Any]) -> bytes:
-    return _canonical(fields | {"checksum": sha256(_canonical(fields)).hexdigest()[:16]})
+def _checksum(*parts: bytes) -> bytes:
+    return sha256(b"".join(parts)).hexdigest()[:16].encode()
 
 
 def read_lines(path: Path) -> list[bytes]:
-    """Return the lines of a regular file without their newlines; the last one may lack it. Raises StoreError."""
+    """Return the lines of a regular file. Raises StoreError.
+
+    The last one may lack its newline.
+    """
     try:
         content = read_bytes(path, MAX_BYTES)
     except FileNotFoundError:
@@ -129,8 +145,8 @@ class Closing(ABC):
         self.close()
 
 
-class Lines(Closing):
-    """File open for appending, by this process alone. Make one with `Lines.open`; call `mend` before appending.
+class AppendLog(Closing):
+    """File open for appending, by this process alone. Make one with `AppendLog.open`; call `mend` before appending.
 
     Others may delete or overwrite the file all the same, for locks are only advice. So every `append`, and `check` at
     the end of a run, sees whether the file is still where it was and ends where this process left it; if not, all lines
@@ -145,7 +161,7 @@ class Lines(Closing):
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """Open `path`, made if need be, and lock it until `close`; its contents stay as they are.
+        """Open `path`, made if need be, and lock it until `close`.
 
         Raises StoreError if another process writes the file or it cannot be written.
         """
@@ -156,7 +172,7 @@ class Lines(Closing):
             raise StoreError(f"cannot open {path} for writing: {error.strerror}") from error
         try:
             lines._lock()
-            lines._settle()
+            lines._seek_end()
             sync_folder(path.parent)
         except BaseException:
             lines.close()
@@ -176,42 +192,44 @@ class Lines(Closing):
         self._remember(data)
 
     def check(self, pending: bytes = b"") -> None:
-        """Raise TakenAwayError unless `path` is the file that was opened, with every line that was appended and no
-        other; its lines, and `pending`, are saved beside it then. Raises StoreError if that fails."""
-        own = os.fstat(self._descriptor)
+        """Raise TakenAwayError if the file changed; its lines are saved.
+
+        `pending` lines are saved, too. Raises StoreError if that fails.
+        """
+        opened = os.fstat(self._descriptor)
         try:
-            found = os.stat(self.path)
+            current = os.stat(self.path)
         except OSError:
-            found = None
-        if found is None:
+            current = None
+        if current is None:
             fault = "was deleted"
-        elif (found.st_dev, found.st_ino) != (own.st_dev, own.st_ino):
+        elif (current.st_dev, current.st_ino) != (opened.st_dev, opened.st_ino):
             fault = "was replaced by another file"
-        elif own.st_size < self._end:
+        elif opened.st_size < self._end:
             fault = "was cut"
-        elif own.st_size > self._end:
+        elif opened.st_size > self._end:
             fault = "was written to by somebody else"
         else:
             return
-        place = self._save(own.st_size, pending)
+        saved = self._save(opened.st_size, pending)
         raise TakenAwayError(
-            f"{self.path} {fault} while this command wrote to it: every line is saved in {place}; rename that to "
+            f"{self.path} {fault} while this command wrote to it: every line is saved in {saved}; rename that to "
             f"{self.path.name} to go on"
         )
 
     def _save(self, size: int, pending: bytes) -> Path:
-        """Write every line to a new file beside the one that was taken away, and return its path. Raises StoreError."""
+        """Write every line to a new file; return its path."""
         begin = self._end - len(self._tail)  # what was before it is in the file, unless that was cut further
         for number in count(1):
-            place = self.path.with_name(f"{self.path.name}.saved" + (f"-{number}" if number > 1 else ""))
+            path = self.path.with_name(f"{self.path.name}.saved" + (f"-{number}" if number > 1 else ""))
             try:
-                place.parent.mkdir(parents=True, exist_ok=True)
-                descriptor = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
                 break
             except FileExistsError:
                 continue
             except OSError as error:
-                _refuse(place, error)
+                _refuse(path, error)
         try:
             with open(descriptor, "wb") as stream:
                 done = 0
@@ -224,14 +242,14 @@ class Lines(Closing):
                 stream.flush()
                 os.fsync(descriptor)
         except OSError as error:
-            _refuse(place, error)
-        sync_folder(place.parent)
-        return place
+            _refuse(path, error)
+        sync_folder(path.parent)
+        return path
 
-    def _settle(self) -> None:
+    def _seek_end(self) -> None:
         """Take the file's present end as the place of the next line."""
         self._end = os.fstat(self._descriptor).st_size
-        begin = max(0, self._end - REMEMBERED)
+        begin = max(0, self._end - TAIL_BYTES)
         self._tail = bytearray()
         while len(self._tail) < self._end - begin and (
             part := os.pread(self._descriptor, 1 << 20, begin + len(self._tail))
@@ -240,21 +258,20 @@ class Lines(Closing):
 
     def _remember(self, data: bytes) -> None:
         self._tail += data
-        if len(self._tail) > 2 * REMEMBERED:
-            del self._tail[:-REMEMBERED]
+        if len(self._tail) > 2 * TAIL_BYTES:
+            del self._tail[:-TAIL_BYTES]
 
     def cut(self) -> None:
         """Delete all lines."""
         _cut(self._descriptor, 0, self.path)
-        self._settle()
+        self._seek_end()
 
-    def mend(self, check: Check, kind: str, aside: bool = True) -> tuple[tuple[int, str], ...]:
-        """Check every line and repair the file; return the number (from 1) and the fault of each line that `check`
-        rejects.
+    def mend(self, check: Check, kind: str, keep_garbled: bool = True) -> tuple[tuple[int, str], ...]:
+        """Check every line, repair the file, and return the faults.
 
-        Garbled lines are copied to ``<file>.damaged`` (unless `aside` is False); those at the end, such as a line that
-        a kill tore, are then cut off. Raises StoreError, and changes nothing, if no line is intact: the file is no
-        `kind` ("results file").
+        Faults have the number of a line (from 1) and a reason. Garbled lines are copied to ``<file>.damaged`` if
+        `keep_garbled`; those at the end, such as a line that a kill tore, are then cut off. Raises StoreError, and
+        changes nothing, if no line is intact: the file is no `kind` ("results file").
         """
         lines, garbled = read_lines(self.path), []
         faults: list[tuple[int, str]] = []
@@ -274,13 +291,13 @@ class Lines(Closing):
         torn = len(lines) == 1 and lines[0].startswith(b"{") and size < position  # the first line ever, torn by a kill
         if lines and len(garbled) == len(lines) and not torn:
             raise StoreError(f"{self.path} is not a {kind}: no line is a record; name another file with --output")
-        if aside:
-            _keep_aside(self.path.with_name(self.path.name + ".damaged"), garbled)
+        if keep_garbled:
+            _keep_garbled(self.path.with_name(self.path.name + ".damaged"), garbled)
         if end > size:  # an intact last line without its newline
             _append(self._descriptor, b"\n", self.path)
         elif end < size:
             _cut(self._descriptor, end, self.path)
-        self._settle()
+        self._seek_end()
         return tuple(faults)
 
     def close(self) -> None:
@@ -302,10 +319,10 @@ class Lines(Closing):
             raise StoreError(f"cannot lock {self.path}: {error.strerror}") from error
 
 
-def _keep_aside(path: Path, lines: list[bytes]) -> None:
-    """Append `lines` to the file at `path`, except those that it has from an earlier opening."""
-    known = set(read_lines(path)) if path.exists() else set()
-    new = b"".join(line + b"\n" for line in lines if line not in known)
+def _keep_garbled(path: Path, lines: list[bytes]) -> None:
+    """Append new `lines` to the file at `path`."""
+    kept = set(read_lines(path)) if path.exists() else set()
+    new = b"".join(line + b"\n" for line in lines if line not in kept)
     if not new:
         return
     try:
@@ -320,7 +337,7 @@ def _keep_aside(path: Path, lines: list[bytes]) -> None:
 
 
 def _append(descriptor: int, data: bytes, path: Path) -> None:
-    """Write once and sync; if either fails, cut the file back to its former size. Raises StoreError."""
+    """Write and sync; if that fails, restore the file's size."""
     size = os.fstat(descriptor).st_size
     try:
         if os.write(descriptor, data) < len(data):

@@ -5,10 +5,14 @@ leaves out prefill and the first token, which prefill yields.
 """
 
 from collections.abc import Hashable, Iterable
-from statistics import mean, median
-from typing import Annotated, Any, Literal, Protocol, Self, TypeVar
+from functools import cached_property
+from itertools import starmap
+from math import inf
+from operator import le
+from statistics import fmean, mean, median
+from typing import Annotated, Any, Literal, NamedTuple, Protocol, Self, TypeVar, get_args
 
-from pydantic import AfterValidator, Field, model_serializer, model_validator
+from pydantic import AfterValidator, Field, FiniteFloat, PlainSerializer, PlainValidator
 
 from zinfer.core.case import Case
 from zinfer.core.engine import plan_options
@@ -29,7 +33,7 @@ Status = Literal[
 
 
 class Effective(Frozen):
-    """Counted placement: weight bytes by tier, and weight bytes that one decode step moved over the link."""
+    """Counted placement: weight bytes by tier, and bytes of a decode step."""
 
     gpu_weight_bytes: int
     host_weight_bytes: int = 0
@@ -43,61 +47,65 @@ class Effective(Frozen):
 
     @property
     def wire_bytes(self) -> int:
-        """Weight bytes that cross the link in a decode step, as they are: coded, quantised, or neither."""
+        """Weight bytes that cross the link in a step, as coded."""
         return self.streamed_bytes_per_step if self.wire_bytes_per_step is None else self.wire_bytes_per_step
 
 
 # Read from disk, copy over the link, gather the parts of several GPUs, unpack the wire's code, compute with weights.
 Lane = Literal["disk", "copy", "gather", "unpack", "compute"]
 Carried = Literal["expert", "guess"]  # what a copy carries: experts that were chosen, or guessed to be
+_OLD_UNPACK: Any = "decode"  # name of the lane in earlier records
 Moment = Annotated[float, Field(allow_inf_nan=False), AfterValidator(lambda value: round(value, 3) + 0.0)]
 
 
-class Span(Frozen):
-    """Time that one lane worked for one layer, in ms from the beginning of a decode step, to the microsecond.
+class Span(NamedTuple):
+    """Work of one lane for a layer, in ms from the step's begin.
 
     No layer stands for the embedding, the head, and all else outside the layers. Of several GPUs, the step begins when
-    it does on the first one. Stored as a row, ``["copy",3,17.204,35.391]``, since a step has hundreds of them; a copy
-    of experts on demand tells so at its end, ``["copy",3,17.204,35.391,"expert"]``, and so does a span of a further
-    GPU: ``["gather",3,17.204,35.391,null,1]``. Reads from disk are timed by the host's clock, the rest by the device's,
-    and those of a layer may begin while the last ones of the layer before go on.
+    it does on the first one. Reads from disk are timed by the host's clock, the rest by the device's.
     """
 
     lane: Lane
     layer: int | None
-    start_ms: Moment  # negative if it was under way when the step began
-    end_ms: Moment
+    start_ms: float  # negative if it was under way when the step began
+    end_ms: float
     carries: Carried | None = None
     rank: int = 0  # number of the GPU
 
-    @model_validator(mode="before")
-    @classmethod
-    def _from_row(cls, value: Any) -> Any:
-        if isinstance(value, list | tuple):
-            value = dict(zip(cls.model_fields, (*value, *(None, 0)[len(value) - 4 :]), strict=True))
-        if isinstance(value, dict) and value.get("lane") == "decode":  # name of the lane in earlier records
-            value = value | {"lane": "unpack"}
-        return value
+    def row(self) -> list[Any]:
+        """Return the stored row: ``["copy", 3, 17.204, 35.391]``."""
+        times = (round(self.start_ms, 3) + 0.0, round(self.end_ms, 3) + 0.0)
+        return [self.lane, self.layer, *times, *((self.carries, self.rank) if self.rank else filter(None, self[4:5]))]
 
-    @model_validator(mode="after")
-    def _forwards(self) -> Self:
-        if self.end_ms < self.start_ms:
-            raise ValueError(f"a span ends at {self.end_ms} ms, before its start at {self.start_ms} ms")
-        return self
 
-    @model_serializer
-    def _to_row(self) -> tuple[Any, ...]:
-        row = self.lane, self.layer, self.start_ms, self.end_ms
-        if self.rank:
-            return (*row, self.carries, self.rank)
-        return row if self.carries is None else (*row, self.carries)
+def spans(rows: Any) -> tuple[Span, ...]:
+    """Return the spans of stored rows. Raises ValueError for a wrong row; columns are checked whole, for speed."""
+    if not rows:
+        return ()
+    try:
+        timeline = tuple(starmap(Span, rows))
+        lanes, layers, starts, ends, carries, ranks = zip(*timeline, strict=True)
+        if _OLD_UNPACK in lanes:
+            return spans([("unpack" if span.lane == _OLD_UNPACK else span.lane, *span[1:]) for span in timeline])
+        named = {*lanes} <= {*get_args(Lane)} and {*carries} <= {None, *get_args(Carried)}
+    except TypeError:
+        raise ValueError("a span is a row of 4 to 6 values") from None
+    if not named or not {*map(type, layers)} <= {int, type(None)} or {*map(type, ranks)} != {int}:
+        raise ValueError("a span has a lane that zinfer knows, and the whole numbers of a layer and a GPU")
+    if not {*map(type, starts), *map(type, ends)} <= {int, float} or not all(map(le, starts, ends)):
+        raise ValueError("a span ends at a time in ms, not before its start")
+    if min(starts) == -inf or max(ends) == inf:
+        raise ValueError("a span without a start or an end")
+    return timeline
+
+
+Timeline = Annotated[
+    tuple[Span, ...], PlainValidator(spans), PlainSerializer(lambda timeline: [span.row() for span in timeline])
+]
 
 
 class Recorded(Frozen):
-    """Facts that every measured point has: what was asked of which load, its status, and the conditions.
-
-    A point of a load is a `Measurement` of equal sequences, or a `zinfer.record.requests.RequestPoint`.
-    """
+    """Facts of every measured point: case, status, and conditions."""
 
     case: Case
     status: Status
@@ -127,7 +135,7 @@ class Recorded(Frozen):
 
     @property
     def links_bandwidth(self) -> float | None:
-        """Bytes a second of all links that carried weights, as measured at once, or else at the rate of one."""
+        """Bytes a second of all links, at once if that was measured."""
         return self.all_links_bandwidth or (self.link_bandwidth and self.link_bandwidth * self.gpus)
 
 
@@ -137,9 +145,16 @@ class Measurement(Recorded):
     `ttft_ms[r]` is repeat r's prefill up to its first token; `step_ms[r][i]` its decode steps, each synchronised.
     """
 
-    ttft_ms: tuple[float, ...] = ()
-    step_ms: tuple[tuple[float, ...], ...] = ()
-    timeline: tuple[Span, ...] = ()  # one more decode step after the timed ones; empty if none was traced
+    ttft_ms: tuple[FiniteFloat, ...] = ()
+    step_ms: tuple[tuple[FiniteFloat, ...], ...] = ()
+    timeline: Timeline = ()  # one more decode step after the timed ones; empty if none was traced
+
+    def __copy__(self) -> Self:
+        """Copy without values computed from samples, which `model_copy` may change."""
+        copied = super().__copy__()
+        for name in copied.__dict__.keys() - type(self).model_fields.keys():
+            del copied.__dict__[name]
+        return copied
 
     @property
     def usable(self) -> bool:
@@ -152,18 +167,18 @@ class Measurement(Recorded):
         """Weight bytes a second of the load, coding and page-locking included."""
         return self.load_bytes / self.load_s if self.load_bytes and self.load_s else None
 
-    @property
+    @cached_property
     def e2e_ms(self) -> tuple[float, ...]:
         """Time of prefill and decode of each repeat, in ms."""
         return tuple(first + sum(steps) for first, steps in zip(self.ttft_ms, self.step_ms, strict=True))
 
-    @property
+    @cached_property
     def tpot_ms(self) -> float | None:
-        """Mean time per output token after the first, over all repeats: (e2e - ttft) / (output_len - 1)."""
+        """Mean time per output token after the first, in ms."""
         steps = [step for repeat in self.step_ms for step in repeat]
-        return mean(steps) if steps else None
+        return fmean(steps) if steps else None
 
-    @property
+    @cached_property
     def step_median_ms(self) -> float | None:
         """Median decode step over all repeats, in ms."""
         steps = [step for repeat in self.step_ms for step in repeat]
@@ -174,21 +189,20 @@ class Measurement(Recorded):
         """Tokens that were generated in all repeats."""
         return len(self.ttft_ms) * self.case.workload.batch_size * self.case.workload.output_len
 
-    @property
+    @cached_property
     def output_tok_s_samples(self) -> tuple[float, ...]:
         """Output throughput of each repeat, in tok/s: B · n / e2e."""
         tokens = self.case.workload.batch_size * self.case.workload.output_len
         return tuple(tokens / e2e * 1e3 for e2e in self.e2e_ms)
 
-    @property
+    @cached_property
     def output_tok_s(self) -> float | None:
         """Mean of `output_tok_s_samples`."""
-        samples = self.output_tok_s_samples
-        return mean(samples) if samples else None
+        return mean(self.output_tok_s_samples) if self.output_tok_s_samples else None
 
     @property
     def decode_tok_s(self) -> float | None:
-        """Decode throughput in tok/s: B (n - 1) over the sum of the decode steps."""
+        """Decode throughput: B (n - 1) over the decode steps' sum."""
         tpot = self.tpot_ms
         return self.case.workload.batch_size / tpot * 1e3 if tpot else None
 
@@ -197,11 +211,11 @@ class Measurement(Recorded):
         """Prompt tokens a second of the mean prefill."""
         if not self.ttft_ms:
             return None
-        return self.case.workload.batch_size * self.case.workload.input_len / mean(self.ttft_ms) * 1e3
+        return self.case.workload.batch_size * self.case.workload.input_len / fmean(self.ttft_ms) * 1e3
 
     @property
     def h2d_bandwidth(self) -> float | None:
-        """Weight bytes a second that crossed the link, or all links, in the median decode step."""
+        """Weight bytes a second over all links in the median step."""
         step = self.step_median_ms
         if self.effective is None or not self.effective.wire_bytes or not step:
             return None
@@ -209,13 +223,13 @@ class Measurement(Recorded):
 
     @property
     def link_share(self) -> float | None:
-        """Share of the median decode step for which the link carried weights, at its measured bandwidth."""
+        """Share of the median step for which the link carried weights."""
         achieved = self.h2d_bandwidth
         return achieved / self.links_bandwidth if achieved and self.links_bandwidth else None
 
 
 class OfCase(Protocol):
-    """A record of one case on one machine: a point of a sweep, or a run of a study."""
+    """Record of one case on one machine."""
 
     @property
     def machine(self) -> str: ...
@@ -229,15 +243,14 @@ R = TypeVar("R")
 
 
 def latest(records: Iterable[M]) -> tuple[M, ...]:
-    """Return the last record of each case on each machine, in the order of the first ones (`last_of`)."""
+    """Return the last record of each case on each machine."""
     return last_of(((record.machine, record.case), record) for record in records)
 
 
 def last_of(records: Iterable[tuple[Hashable, R]]) -> tuple[R, ...]:
-    """Return the last record of each key, in the order of the first ones. One that was cancelled tells nothing of its
-    case, so it replaces no other."""
-    found: dict[Hashable, R] = {}
+    """Return the last record of each key; cancelled ones replace none."""
+    latest_records: dict[Hashable, R] = {}
     for key, record in records:
-        if key not in found or getattr(record, "status", None) != "cancelled":
-            found[key] = record
-    return tuple(found.values())
+        if key not in latest_records or getattr(record, "status", None) != "cancelled":
+            latest_records[key] = record
+    return tuple(latest_records.values())

@@ -1,4 +1,4 @@
-"""Record of a load of requests, as `zinfer sweep --requests` and ``--request-lengths`` measure it.
+"""Record of a load of requests (`zinfer sweep --requests`).
 
 Every sample is kept, compactly: the time at which each pass ended, and of each request when it arrived and which passes
 gave it a token. All times and rates are derived from these. A request's first token ends its TTFT, which begins with
@@ -9,7 +9,7 @@ tokens. Percentiles are by nearest rank.
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise, repeat
-from statistics import mean
+from statistics import fmean
 from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
 
 from pydantic import Field, model_serializer, model_validator
@@ -26,8 +26,9 @@ Count = Annotated[int, Field(ge=0)]
 
 
 class RequestSample(Frozen):
-    """One request: tokens of its prompt, tokens asked for, the time at which it arrived, and the passes that gave it
-    tokens, as runs of (number of the first pass, passes in a row that gave it one each). A negative second number
+    """Request: its lengths, its arrival, and the passes of its tokens.
+
+    Passes are runs of (number of the first pass, passes in a row that gave it one token each). A negative second number
     belongs to one pass alone that gave it so many: with drafts that were right.
 
     Stored as a row, ``[245,106,1503.2,17,106]``.
@@ -82,10 +83,12 @@ class RequestSample(Frozen):
 
 
 class PassCounts(Frozen):
-    """Counts over all passes of a load: positions of KV cache that were read, those of them that were padding,
-    positions computed, those of them that had been computed before; rows moved to host memory, merges of two
-    micro-batches, retries for want of memory; drafts that were verified, those of them that were right, and those up to
-    the first wrong one of a row and pass, which alone tell how often a draft is right; the time of drafting."""
+    """Counts over all passes of a load.
+
+    Positions of KV cache that were `read`, those of them that were `padded`, positions `computed`, those of them
+    `again`; rows `suspended` to host memory, micro-batches `merged`, `retries` for want of memory; drafts verified
+    (`drafted`), right ones (`accepted`), and those up to the first wrong one of a row and pass (`checked`).
+    """
 
     read: Count = 0
     padded: Count = 0
@@ -114,11 +117,11 @@ def summary(samples: Sequence[float]) -> Summary | None:
     if not samples:
         return None
     ordered = sorted(samples)
-    return Summary(mean(ordered), *(nearest_rank(ordered, percent) for percent in (50, 90, 99)))
+    return Summary(fmean(ordered), *(nearest_rank(ordered, percent) for percent in (50, 90, 99)))
 
 
 class RequestKey(NamedTuple):
-    """Key of a load of requests: the load of the model, whose workload means nothing, and that of requests."""
+    """Key of a load: the model's, without workload, and the requests'."""
 
     case: Case
     requests: RequestLoad
@@ -143,7 +146,7 @@ class RequestPoint(Recorded):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        if any(later <= one for one, later in pairwise(self.pass_ms)):
+        if any(later <= earlier for earlier, later in pairwise(self.pass_ms)):
             raise ValueError("pass_ms: times that do not ascend")
         for sample in self.samples:
             if sample.last_pass >= len(self.pass_ms):
@@ -171,15 +174,17 @@ class RequestPoint(Recorded):
         return self.pass_ms[-1] if self.pass_ms else 0.0
 
     def of(self, metric: RequestMetric) -> list[float]:
-        """Return the samples of a metric in ms: one a request that ended, or, of ITL, one for each token but a
-        request's first. Requests of one token have no TPOT and no ITL."""
+        """Return the samples of a metric of finished requests, in ms.
+
+        ITL has one for each token but a request's first. Requests of one token have no TPOT and no ITL.
+        """
         ended = [sample for sample in self.samples if sample.runs and sample.tokens == sample.output_len]
         if metric == "itl_ms":
             return [gap for sample in ended for gap in self._gaps(sample)]
-        return [value for sample in ended if (value := self.one(sample, metric)) is not None]
+        return [value for sample in ended if (value := self.value_ms(sample, metric)) is not None]
 
-    def one(self, sample: RequestSample, metric: RequestMetric) -> float | None:
-        """Return the value of a metric of one request, in ms; its mean ITL is its TPOT. None where it has none."""
+    def value_ms(self, sample: RequestSample, metric: RequestMetric) -> float | None:
+        """Return a metric of one request, in ms; None where undefined."""
         passes = sample.passes
         if not passes:
             return None
@@ -191,22 +196,20 @@ class RequestPoint(Recorded):
         return (last - first) / (len(passes) - 1) if len(passes) > 1 else None
 
     def _gaps(self, sample: RequestSample) -> list[float]:
-        return [self.pass_ms[later] - self.pass_ms[one] for one, later in pairwise(sample.passes)]
+        return [self.pass_ms[later] - self.pass_ms[earlier] for earlier, later in pairwise(sample.passes)]
 
     def summary(self, metric: RequestMetric) -> Summary | None:
-        """Return mean, p50, p90 and p99 of a metric, in ms; None without a sample."""
+        """Return mean, p50, p90 and p99 of a metric, in ms."""
         return summary(self.of(metric))
 
     @property
     def tpot_ms(self) -> float | None:
-        """Mean TPOT of the requests, in ms; None if no request got two tokens."""
-        found = self.summary("tpot_ms")
-        return found.mean if found is not None else None
+        """Mean TPOT of the requests, in ms; None if undefined."""
+        tpot = self.summary("tpot_ms")
+        return tpot.mean if tpot is not None else None
 
-    @property
-    def input_tokens(self) -> int:
-        """Tokens of the prompts of all requests."""
-        return sum(sample.input_len for sample in self.samples)
+    def _per_second(self, amount: int, ms: float) -> float | None:
+        return amount / ms * 1e3 if self.usable and ms else None
 
     @property
     def output_tokens(self) -> int:
@@ -215,54 +218,55 @@ class RequestPoint(Recorded):
 
     @property
     def mean_lengths(self) -> tuple[float, float] | None:
-        """Mean tokens of a prompt and of an answer, as asked for; None without a sample."""
+        """Mean tokens of a prompt and of an answer, as asked for."""
         if not self.samples:
             return None
-        return mean(one.input_len for one in self.samples), mean(one.output_len for one in self.samples)
+        return fmean(sample.input_len for sample in self.samples), fmean(sample.output_len for sample in self.samples)
 
     @property
     def output_tok_s(self) -> float | None:
-        """Useful tokens a second: output tokens of the requests over the time of the load."""
-        return self.output_tokens / self.wall_ms * 1e3 if self.usable and self.wall_ms else None
+        """Output tokens of the requests over the load's time."""
+        return self._per_second(self.output_tokens, self.wall_ms)
 
     @property
     def input_tok_s(self) -> float | None:
-        """Prompt tokens of the requests over the time of the load, a second. Prompts are computed in the same passes as
-        answers, so that neither has a time of its own."""
-        return self.input_tokens / self.wall_ms * 1e3 if self.usable and self.wall_ms else None
+        """Prompt tokens of the requests over the load's time, a second."""
+        return self._per_second(sum(sample.input_len for sample in self.samples), self.wall_ms)
 
     @property
     def request_s(self) -> float | None:
         """Requests a second."""
-        return len(self.samples) / self.wall_ms * 1e3 if self.usable and self.wall_ms else None
+        return self._per_second(len(self.samples), self.wall_ms)
 
     @property
     def waiting_tok_s(self) -> float | None:
-        """Output tokens a second while further requests waited; None if none ever did."""
-        return self.waiting_tokens / self.waiting_ms * 1e3 if self.usable and self.waiting_ms else None
+        """Output tokens a second while further requests waited, or None."""
+        return self._per_second(self.waiting_tokens, self.waiting_ms)
 
     @property
     def steady_tok_s(self) -> float | None:
-        """Output tokens a second between the pass that filled the last free place and the one in which the last request
-        began: without the first prompts, and without the last answers, which end alone. None if requests arrive at a
-        rate, or if fewer passes lie between than an answer takes."""
-        firsts, places = sorted(one.runs[0][0] for one in self.samples if one.runs), self._places
+        """Output tokens a second between full occupancy and the last start.
+
+        That leaves out the first prompts, and the last answers, which end alone. None if requests arrive at a rate, or
+        if fewer passes lie between than an answer takes.
+        """
+        firsts, places = sorted(sample.runs[0][0] for sample in self.samples if sample.runs), self._places
         if not self.usable or not 0 < places < len(firsts):
             return None
         begin, end = firsts[places - 1], firsts[-1]
         if end - begin < self.output_tokens / len(self.samples):
             return None
-        tokens = sum(begin < number <= end for one in self.samples for number in one.passes)
+        tokens = sum(begin < number <= end for sample in self.samples for number in sample.passes)
         return tokens / (self.pass_ms[end] - self.pass_ms[begin]) * 1e3
 
     @property
     def _places(self) -> int:
-        """Requests in flight at a time: as asked for, or the most that there were; 0 if they arrived at a rate."""
+        """Requests in flight at a time; 0 if they arrived at a rate."""
         asked = self.requests.in_flight
         if asked is None or isinstance(asked, int):
             return asked or 0
-        begun = Counter(one.passes[0] for one in self.samples if one.runs)
-        ended = Counter(one.passes[-1] + 1 for one in self.samples if one.runs)
+        begun = Counter(sample.passes[0] for sample in self.samples if sample.runs)
+        ended = Counter(sample.passes[-1] + 1 for sample in self.samples if sample.runs)
         return max(accumulate(begun[number] - ended[number] for number in range(len(self.pass_ms))), default=0)
 
     @property
@@ -277,13 +281,12 @@ class RequestPoint(Recorded):
 
     @property
     def acceptance(self) -> float | None:
-        """Share of drafts that were right, of those behind right ones; None without drafts."""
+        """Share of right drafts among checked ones; None without drafts."""
         return self.counts.accepted / self.counts.checked if self.counts.checked else None
 
     @property
     def link_busy(self) -> float | None:
-        """Share of the passes' time for which the link carried weights: the bytes of a pass at the link's measured
-        rate. The rest of a pass is work that did not hide behind the link."""
+        """Share of the passes' time for which the link carried weights."""
         if self.effective is None or not self.links_bandwidth or not self.busy_ms:
             return None
         wire = self.effective.wire_bytes
@@ -291,5 +294,5 @@ class RequestPoint(Recorded):
 
 
 def latest(points: Iterable[RequestPoint]) -> tuple[RequestPoint, ...]:
-    """Return the last record of each load of requests on each machine, in the order of the first ones (`last_of`)."""
+    """Return the last record of each load on each machine."""
     return last_of(((point.machine, *point.key), point) for point in points)

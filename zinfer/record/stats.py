@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from math import ceil, sqrt
-from statistics import mean, stdev
+from statistics import fmean, stdev
 
 # Two-sided 95% quantiles of Student's t by degrees of freedom; NIST/SEMATECH e-Handbook, table 1.3.6.7.2.
 _T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
@@ -10,8 +10,7 @@ _T95_LIMIT = 1.96
 
 
 def ci95_half_width(samples: Sequence[float]) -> float | None:
-    """Return half the 95% confidence interval of the mean (Student's t), in the samples' unit; None for fewer than two
-    samples."""
+    """Return half the mean's 95% confidence interval (Student's t), or None."""
     if len(samples) < 2:
         return None
     freedom = len(samples) - 1
@@ -20,11 +19,11 @@ def ci95_half_width(samples: Sequence[float]) -> float | None:
 
 
 def relative_half_width(samples: Sequence[float]) -> float | None:
-    """Return half the 95% confidence interval of the mean, as a share of the mean; None for fewer than two samples."""
+    """Return half the 95% confidence interval over the mean, or None."""
     half = ci95_half_width(samples)
-    return None if half is None else half / mean(samples)
+    return None if half is None else half / fmean(samples)
 
 
 def nearest_rank(ordered: Sequence[float], percent: int) -> float:
-    """Return the percentile of at least one sample by nearest rank; `ordered` is sorted."""
+    """Return the percentile of sorted samples by nearest rank."""
     return ordered[ceil(percent / 100 * len(ordered)) - 1]

@@ -1,27 +1,27 @@
-"""Results of sweeps on disk: one sealed JSON line for each start and each point (`zinfer.record.jsonl`), appended whole
-and synced, checked when read::
+"""Results of sweeps on disk: a sealed line a start or point.
 
-    with Store.open(Path("sweeps/results/h100/bloom.jsonl")) as store:
-        store.append_header(Header(machine="h100", recipe=recipe))
-        store.append(measurement)
-    points = read(Path("sweeps/results")).points
+with Store.open(Path("sweeps/results/h100/bloom.jsonl")) as store: store.append_header(Header(machine="h100",
+recipe=recipe)) store.append(measurement) points = read(Path("sweeps/results")).points
 """
 
+from collections.abc import Callable, Iterable
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from pydantic import Field, ValidationError
 
-from zinfer.record.jsonl import Closing, Damage, Lines, finite, read_lines, seal, unseal
+from zinfer.core.value import first_fault
+from zinfer.record.jsonl import AppendLog, Closing, Damage, finite, read_lines, seal, unseal
 from zinfer.record.jsonl import StoreError as StoreError  # for callers that catch it
-from zinfer.record.measurement import Measurement
+from zinfer.record.measurement import Measurement, Recorded
 from zinfer.record.plausible import implausible
 from zinfer.record.requests import RequestPoint
 from zinfer.record.study import KIND, Start
 
 
 class Header(Start):
-    """Start of a sweep with its settings; written at each start, so that a resumed file tells its whole story.
+    """Start of a sweep, with its settings.
 
     In the part of a shard ``i/n`` a `complete` one is also written when all of its loads are measured.
     """
@@ -34,13 +34,25 @@ class Header(Start):
 
 
 class Records(NamedTuple):
-    """Records of one file or more in file order, repeated cases included (see `measurement.latest`): `points` of equal
-    sequences, `requests` of loads of requests, which are never compared with each other."""
+    """Records of files in order, repeated cases included.
+
+    `points` of equal sequences, `requests` of loads of requests, which are never compared with each other.
+    """
 
     points: tuple[Measurement, ...] = ()
     headers: tuple[Header, ...] = ()
     damaged: tuple[Damage, ...] = ()
     requests: tuple[RequestPoint, ...] = ()
+
+    @classmethod
+    def together(cls, files: "Iterable[Records]") -> Self:
+        """Return the records of all `files`."""
+        fields: Any = zip(*files, strict=True)
+        return cls(*(tuple(chain.from_iterable(field)) for field in fields))
+
+    def those(self, wanted: Callable[[Recorded], bool]) -> Self:
+        """Return the wanted points and loads of requests, with all headers and faults."""
+        return self._replace(points=tuple(filter(wanted, self.points)), requests=tuple(filter(wanted, self.requests)))
 
     @property
     def warning(self) -> str | None:
@@ -56,41 +68,35 @@ _KINDS: dict[str, type[Record]] = {"sweep": Header, "point": Measurement, "reque
 
 
 def _validated(kind: str, fields: dict[str, Any]) -> Record:
+    if kind not in _KINDS:
+        raise ValueError(f"unknown kind of record {kind[:40]!r}")
     try:
         return _KINDS[kind].model_validate(fields)
     except ValidationError as error:
-        first = error.errors()[0]
-        message = first["msg"].removeprefix("Value error, ")
-        raise ValueError(": ".join(filter(None, (".".join(map(str, first["loc"])), message)))[:300]) from None
+        raise ValueError(first_fault(error)[:300]) from None
 
 
 def encode(record: Record) -> bytes:
-    """Return the line of a record, without its newline. Raises StoreError for a record that could not be read back."""
+    """Return the line of a record, without its newline. Raises StoreError for values that JSON does not have."""
     kind = next(name for name, of in _KINDS.items() if isinstance(record, of))
-    fields = finite(record.model_dump())
     try:
-        _validated(kind, fields)
-        return seal(kind, fields)
+        return seal(kind, finite(record.model_dump()))
     except (ValueError, TypeError) as error:
         raise StoreError(f"a {kind} record that cannot be stored: {error}") from error
 
 
 def decode(line: bytes) -> Record:
-    """Return the record of a line. Raises ValueError with the reason unless the line is exactly as `encode` wrote
-    it."""
-    kind, fields = unseal(line)
-    if kind not in _KINDS:
-        raise ValueError(f"unknown kind of record {kind[:40]!r}")
-    return _validated(kind, fields)
+    """Return the record of a line. Raises ValueError with the reason unless its bytes are those that `encode` wrote."""
+    return _validated(*unseal(line))
 
 
 def files(path: Path) -> tuple[Path, ...]:
-    """Return the results files of `path`: itself, or every ``*.jsonl`` below a folder, sorted."""
+    """Return the results files of `path`: itself, or those below it."""
     return tuple(sorted(path.rglob("*.jsonl"))) if path.is_dir() else (path,)
 
 
 def read(path: Path) -> Records:
-    """Read all records of a file, or of every ``*.jsonl`` below a folder; changes nothing.
+    """Read all records of a file, or of a folder's files.
 
     A line that cannot be used, or whose values are not believable (`zinfer.record.plausible`), is reported in `damaged`
     and the rest is used; so is a file below a folder that cannot be read, as line 0. Studies in such files
@@ -110,9 +116,10 @@ def read(path: Path) -> Records:
             continue
         for number, line in enumerate(lines, start=1):
             try:
-                if f'"kind":"{KIND}'.encode() in line and unseal(line)[0].startswith(KIND):
+                kind, fields = unseal(line)
+                if kind.startswith(KIND):
                     continue
-                record = decode(line)
+                record = _validated(kind, fields)
                 if (fault := implausible(record)) is not None:
                     raise ValueError(fault)
             except ValueError as error:
@@ -130,7 +137,7 @@ def read(path: Path) -> Records:
 class Store(Closing):
     """Results file open for appending, by this process alone. Make one with `Store.open`."""
 
-    def __init__(self, lines: Lines) -> None:
+    def __init__(self, lines: AppendLog) -> None:
         self.path = lines.path
         self.damaged: tuple[Damage, ...] = ()  # found when opened; garbled lines are copied to `<file>.damaged`
         self._lines = lines
@@ -142,7 +149,7 @@ class Store(Closing):
         Garbled lines are copied to ``<file>.damaged``; those at the end, such as a record that a kill tore, are then
         cut off. Raises StoreError if another process writes the file or it cannot be written.
         """
-        store = cls(Lines.open(path))
+        store = cls(AppendLog.open(path))
         try:
             store.damaged = tuple(Damage(path, *fault) for fault in store._lines.mend(decode, "results file"))
         except BaseException:
@@ -159,7 +166,7 @@ class Store(Closing):
         self._lines.append(encode(header))
 
     def check(self) -> None:
-        """Raise TakenAwayError if somebody deleted, replaced or changed the file; its records are saved then."""
+        """Raise TakenAwayError if another process changed the file."""
         self._lines.check()
 
     def points(self) -> tuple[Measurement, ...]:

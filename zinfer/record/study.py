@@ -1,15 +1,15 @@
-"""Studies: what `zinfer study` measured, in one record for all of them, beside the sweeps of its machine.
+"""Studies: what `zinfer study` measured, in one record type.
 
 A file ``<study>.jsonl`` holds the runs of a study, a sealed line each (`zinfer.record.jsonl`)::
 
-    append(Path("sweeps/results/h100/codec.jsonl"), run)
-    runs = read(Path("sweeps/results/h100/codec.jsonl"), "codec").runs
+append(Path("sweeps/results/h100/codec.jsonl"), run) runs = read(Path("sweeps/results/h100/codec.jsonl"), "codec").runs
 
-Files of zinfer 0.1 are read as well: a header and a line for each row, or one JSON document.
-`zinfer.analysis.study` makes tables and answers of runs.
+Files of zinfer 0.1 are read as well: a header and a line for each row, or one JSON document. `zinfer.analysis.study`
+makes tables and answers of runs.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from math import exp
 from pathlib import Path
 from statistics import fmean, median
@@ -21,7 +21,7 @@ from zinfer.core.case import Case
 from zinfer.core.errors import ZinferError
 from zinfer.core.model import ExpertPolicy
 from zinfer.core.value import Frozen, first_fault
-from zinfer.record.jsonl import Damage, Garbled, Lines, StoreError, finite, read_lines, seal, unseal
+from zinfer.record.jsonl import AppendLog, Damage, Garbled, StoreError, finite, read_lines, seal, unseal
 from zinfer.record.measurement import Status
 from zinfer.record.plausible import implausible
 from zinfer.system.documents import parse_json
@@ -36,7 +36,7 @@ SOURCES: tuple[ReloadSource, ...] = ("memory", "disk")
 
 
 class StudyError(ZinferError):
-    """A study that cannot be made; the message says what to do next."""
+    """Study that cannot be made."""
 
 
 class Rate(Frozen):
@@ -82,12 +82,12 @@ class Position(NamedTuple):
 
 
 class Deviation(Frozen):
-    """Deviation of a setting over all positions of `rows` rows (`accuracy`): means, and the largest.
+    """Deviation of a setting from the reference (`accuracy`).
 
-    Rows follow the reference's own greedy tokens (`own`), where a setting that runs freely takes the same way up to its
-    first other token; or a given text (`text`), whose perplexity is known. `first_differences`, of the former, counts
-    the tokens of each row before the first one that differs, None if all are the same. The first position of a row is
-    its prefill's, which no setting of the KV cache changes.
+    Means over all positions of `rows` rows, and the largest. Rows follow the reference's own greedy tokens (`own`), or
+    a given text (`text`), whose perplexity is known. `first_differences`, of the former, counts the tokens of each row
+    before the first one that differs, None if all are the same. The first position of a row is its prefill's, which no
+    setting of the KV cache changes.
     """
 
     case: Case
@@ -109,7 +109,7 @@ class Deviation(Frozen):
         every = [position for row in rows for position in row]
         error, kl, same, reference_nats, nats = zip(*every, strict=True)
         text = along == "text"
-        first = () if text else (next((i for i, one in enumerate(row) if not one.same), None) for row in rows)
+        first = () if text else (next((i for i, position in enumerate(row) if not position.same), None) for row in rows)
         return cls(
             case=case, along=along, rows=len(rows), positions=len(every), error=fmean(error), error_max=max(error),
             kl=fmean(kl), kl_max=max(kl), agreement=fmean(same), first_differences=tuple(first),
@@ -127,10 +127,10 @@ class Failed(Frozen):
 
 
 class Reload(Frozen):
-    """Prefills of `context` tokens, all but `new_tokens` of which were kept, in `kept_bytes` (`reuse`): every sample of
-    the TTFT, in ms. A context that was not measured has a reason in `skipped`.
+    """TTFT of a context whose KV cache was kept, but `new_tokens` (`reuse`).
 
-    `max_difference` is the largest between any logit computed and reloaded.
+    A context that was not measured has a reason in `skipped`. `max_difference` is the largest between any logit
+    computed and reloaded.
     """
 
     context: int
@@ -147,15 +147,16 @@ class Reload(Frozen):
         return self.memory_ms if source == "memory" else self.disk_ms
 
     def gain(self, source: ReloadSource) -> float | None:
-        """Return the speed-up of a reload over computing, by medians; None if one was not measured."""
+        """Return the median speed-up of a reload over computing, or None."""
         samples = self.samples(source)
         return median(self.recompute_ms) / median(samples) if samples and self.recompute_ms else None
 
 
 class Hits(Frozen):
-    """Needs of steps of `batch_size` tokens met by a cache of `experts` experts of all layers (`routing`).
+    """Hit rate of a cache of `experts` experts of all layers (`routing`).
 
-    A *need* is an expert that a layer chose for a token of a step; it is a hit if the expert was on the device already.
+    A *need* is an expert that a layer chose for a token of a step of `batch_size` tokens; it is a hit if the expert was
+    on the device already.
     """
 
     policy: ExpertPolicy
@@ -165,14 +166,14 @@ class Hits(Frozen):
 
 
 class Touched(Frozen):
-    """Experts of a layer that a step of `batch_size` tokens needs (`routing`), as a share of all, on average."""
+    """Mean share of a layer's experts that a step needs (`routing`)."""
 
     batch_size: int = Field(ge=2)
     share: Share
 
 
 class Text(Frozen):
-    """Text that a study read: its name, the sha256 of its UTF-8, its length in tokens."""
+    """Text that a study read: name, sha256, tokens."""
 
     name: str
     sha256: str = ""
@@ -180,7 +181,7 @@ class Text(Frozen):
 
 
 def _field(row: Any) -> str:
-    """Return the field that tells the kind of a row, of those in `Row`."""
+    """Return the field that identifies the kind of a row."""
     fields = row if isinstance(row, Mapping) else getattr(type(row), "model_fields", {})
     return next((name for name in ("raw_bytes", "along", "case", "context", "hits") if name in fields), "share")
 
@@ -202,7 +203,7 @@ class Start(Frozen):
 
 
 class Study(Start):
-    """One run of a study on `machine`, whose `device` did the work: its settings, and a row for each thing measured.
+    """Run of a study on `machine`: its settings and rows.
 
     `case` is the reference of `accuracy`, and the load of `reuse`, whose workload means nothing.
     """
@@ -243,33 +244,39 @@ class Study(Start):
 
 
 class Runs(NamedTuple):
-    """Runs in the order of the file, repeated ones included, and the lines that could not be used."""
+    """Runs in the order of the file, and lines that could not be used."""
 
     runs: tuple[Study, ...] = ()
     damaged: tuple[Damage, ...] = ()
 
+    @classmethod
+    def together(cls, files: "Iterable[Runs]") -> Self:
+        """Return the runs of all `files`."""
+        fields: Any = zip(*files, strict=True)
+        return cls(*(tuple(chain.from_iterable(field)) for field in fields))
+
 
 def files(path: Path, study: str) -> tuple[Path, ...]:
-    """Return the files of a study that `path` stands for: itself, or those anywhere below it, the oldest form first."""
+    """Return the files of a study in `path`, the oldest form first."""
     if not path.is_dir():
         return (path,)
     return (*sorted(path.rglob(f"{study}.json")), *sorted(path.rglob(f"{study}.jsonl")))
 
 
 def append(path: Path, run: Start) -> None:
-    """Add a run to the file, made if need be, and wait for the disk.
+    """Add a run to the file, made if need be, and sync it.
 
     Raises StoreError if the file cannot be written, another process writes it, or it holds something else.
     """
     if path.exists() and _document(read_lines(path), path) is not None:
         raise StoreError(f"{path} is a JSON document, to which no run is added; name another file with --output")
-    with Lines.open(path) as lines:
+    with AppendLog.open(path) as lines:
         lines.mend(unseal, "record of `zinfer study`")
         lines.append(seal(KIND, finite(run.model_dump())))
 
 
 def read(path: Path, study: str) -> Runs:
-    """Return the runs of a study in a file, or in the files below a folder; changes nothing.
+    """Return the runs of a study in a file or folder.
 
     A run with a line that is missing or damaged is left out and reported, and so is a file of a folder that cannot be
     read. Raises StoreError for another file that cannot be read.
@@ -284,45 +291,40 @@ def read(path: Path, study: str) -> Runs:
                 raise
             damaged.append(Damage(file, 0, str(error)))
             continue
-        for number, fields in found(lines, file, study):
-            fault: str | None
-            if isinstance(fields, str):
-                fault = fields
-            else:
-                try:
-                    run = Study.model_validate(fields)
-                    fault = implausible(run)
-                except ValidationError as error:
-                    fault = first_fault(error)[:300]
-            if fault is None:
+        for number, fields in parse_runs(lines, file, study):
+            try:
+                if isinstance(fields, str) or (fault := implausible(run := Study.model_validate(fields))) is not None:
+                    raise ValueError(fields if isinstance(fields, str) else fault)
                 runs.append(run)
-            else:
-                damaged.append(Damage(file, number, fault))
+            except ValidationError as error:
+                damaged.append(Damage(file, number, first_fault(error)[:300]))
+            except ValueError as error:
+                damaged.append(Damage(file, number, str(error)))
     return Runs(tuple(runs), tuple(sorted(damaged)))
 
 
 def last(path: Path, study: str) -> Study:
-    """Return the last run of a study in a file, or in the files below a folder. Raises StoreError if there is none."""
+    """Return the last run of a study in a file or folder. Raises StoreError if there is none."""
     runs, damaged = read(path, study)
     if not runs:
         raise StoreError(f"{path} holds no record of `zinfer study {study}`{f': {damaged[0]}' if damaged else ''}")
     return runs[-1]
 
 
-def found(lines: list[bytes], path: Path, study: str) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """Yield the line at which each run of a study begins, and its fields; or the reason why a line is none."""
+def parse_runs(lines: list[bytes], path: Path, study: str) -> Iterator[tuple[int, dict[str, Any] | str]]:
+    """Yield each run's first line number, and its fields or a fault."""
     document = _document(lines, path)
     if document is not None:
         shared = document if isinstance(document, dict) else {"document": document}
         runs = shared.pop("runs", [{}])
         for run in runs if isinstance(runs, list) else [runs]:
-            yield 1, _today(study, shared | (run if isinstance(run, dict) else {"run": run}))
+            yield 1, _renamed(study, shared | (run if isinstance(run, dict) else {"run": run}))
         return
     began, missing, fields = 0, 0, dict[str, Any]()
     for number, line in enumerate([*lines, b""], start=1):
-        kind, own = "", dict[str, Any]()
+        kind, line_fields = "", dict[str, Any]()
         try:
-            kind, own = unseal(line)
+            kind, line_fields = unseal(line)
         except ValueError as error:
             if number <= len(lines):
                 yield number, str(error)
@@ -330,20 +332,20 @@ def found(lines: list[bytes], path: Path, study: str) -> Iterator[tuple[int, dic
             yield began, f"{missing} lines of this run are missing"
             missing = 0
         if kind == KIND:
-            if own.get("study") == study:
-                yield number, own
+            if line_fields.get("study") == study:
+                yield number, line_fields
         elif kind == f"{KIND}.{study}":
-            began, missing, fields = number, own.pop("lines", None), own | {"rows": []}
+            began, missing, fields = number, line_fields.pop("lines", None), line_fields | {"rows": []}
             if type(missing) is not int or missing < 0:
                 yield number, f"lines: {missing!r:.40} is no count"
                 missing = 0
             elif not missing:
-                yield number, _today(study, fields)
+                yield number, _renamed(study, fields)
         elif missing:
-            fields["rows"].append(own)
+            fields["rows"].append(line_fields)
             missing -= 1
             if not missing:
-                yield began, _today(study, fields)
+                yield began, _renamed(study, fields)
         elif kind:
             yield number, f"a line of kind {kind[:40]!r} that belongs to no run"
 
@@ -355,8 +357,8 @@ _RENAMED = {
 }  # fmt: skip
 
 
-def _today(study: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a run of zinfer 0.1 under the names of today."""
+def _renamed(study: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a run of zinfer 0.1, under today's names."""
     today: dict[str, Any] = {"study": study, "rows": []}
     for name, value in fields.items():
         new = _RENAMED.get(name, name)
@@ -369,7 +371,7 @@ def _today(study: str, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _document(lines: list[bytes], path: Path) -> Any:
-    """Return the one JSON document that a file holds; None for lines, whole or torn."""
+    """Return the JSON document of a file; None for a file of lines."""
     try:
         document = parse_json(b"\n".join(lines), path)
         unseal(lines[0])

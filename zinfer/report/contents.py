@@ -1,4 +1,4 @@
-"""Contents of a report: the summary, then the results, predictions, costs and evidence behind it."""
+"""Contents of a report, in order."""
 
 from zinfer.report import cost, evidence, measured, predicted, summary
 from zinfer.report.document import Document
@@ -20,5 +20,5 @@ def document(findings: Findings) -> Document:
     machines = dict.fromkeys(workload.group.machine for workload in findings.workloads)
     models = dict.fromkeys(workload.group.model_name for workload in findings.workloads)
     subject = f"{', '.join(models)} on {', '.join(machines)}. " if models else ""
-    told = f"{subject}{evidence.measured_with(findings.points)} Measured numbers are plain, predictions shaded."
-    return Document("Capacity report", told, tuple(section for section in sections if section.blocks))
+    subtitle = f"{subject}{evidence.measured_with(findings.points)} Measured numbers are plain, predictions shaded."
+    return Document("Capacity report", subtitle, tuple(section for section in sections if section.blocks))

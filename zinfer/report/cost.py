@@ -1,4 +1,4 @@
-"""Section on the cost of a token in money and energy, and the GPUs for a demand."""
+"""Section on cost and energy of a token, and GPUs for a demand."""
 
 from collections.abc import Iterator
 
@@ -12,18 +12,18 @@ from zinfer.report.measured import rate, rated, titled
 
 
 def costs(findings: Findings) -> Section:
-    """Return the costs of all configurations, and the fleet for the demand; empty if neither was asked for."""
+    """Return the section on costs and the fleet; empty without prices or demand."""
     return section("cost", "Sizing and cost", _blocks(findings))
 
 
 def _blocks(findings: Findings) -> Iterator[Block]:
     prices = findings.prices
-    told = {
+    given = {
         "an hour of a GPU": prices.gpu_hour_usd,
         "an hour of the host around it": prices.host_hour_usd,
         "a kWh": prices.power_usd_kwh,
     }
-    words = [f"{name} {value:g} USD" for name, value in told.items() if value is not None]
+    words = [f"{name} {value:g} USD" for name, value in given.items() if value is not None]
     if words:
         yield Text(f"Prices as given: {', '.join(words)}. What is not named is not counted.")
     for workload in (*findings.main, *findings.slices) if words or findings.demand else ():
@@ -34,17 +34,17 @@ def _blocks(findings: Findings) -> Iterator[Block]:
 
 
 def _costs(workload: WorkloadFindings, prices: Prices) -> Table:
-    known = [(point, *_cost(point, prices)) for point in rates.ranked(workload.points)]
-    costs = [(point, found.usd_per_mtok) for point, found, _ in known if found and found.usd_per_mtok is not None]
-    cheapest = min(costs, key=lambda one: (one[0].case.lossy, one[1]), default=(None, None))[0]
+    costed = [(point, *_cost(point, prices)) for point in rates.ranked(workload.points)]
+    costs = [(point, paid.usd_per_mtok) for point, paid, _ in costed if paid and paid.usd_per_mtok is not None]
+    cheapest = min(costs, key=lambda pair: (pair[0].case.lossy, pair[1]), default=(None, None))[0]
     rows = []
-    for point, found, why in known:
-        usd, joules = (found.usd_per_mtok, found.j_per_token) if found else (None, None)
+    for point, paid, why in costed:
+        usd, joules = (paid.usd_per_mtok, paid.j_per_token) if paid else (None, None)
         cells = (
             *_named(point),
             f"{usd:,.2f}" if usd is not None else "",
             f"{rated(joules)} J" if joules else "",
-            why or (found.method if found and found.method else "not read"),
+            why or (paid.method if paid and paid.method else "not read"),
         )
         rows.append(Row(cells, "best" if point is cheapest else ""))
     columns = ("configuration", "#batch", "#tok/s", "#USD a million tokens", "#GPU energy a token", "energy from")
@@ -53,7 +53,6 @@ def _costs(workload: WorkloadFindings, prices: Prices) -> Table:
 
 
 def _cost(point: Measurement, prices: Prices) -> tuple[Cost | None, str]:
-    """Return the cost, or None and the reason why it is not known."""
     try:
         return cost(point, prices), ""
     except EconomicsError as error:
@@ -63,9 +62,9 @@ def _cost(point: Measurement, prices: Prices) -> tuple[Cost | None, str]:
 def _fleets(workload: WorkloadFindings, demand: Demand, prices: Prices) -> Table:
     rows = []
     for point in rates.ranked(workload.points):
-        found = fleet(point, demand.tokens, demand.seconds, demand.utilisation, demand.spare, prices.gpus_per_server)
+        sized = fleet(point, demand.tokens, demand.seconds, demand.utilisation, demand.spare, prices.gpus_per_server)
         amounts = (
-            f"{found.working:,}", str(found.spare), f"{found.gpus:,}", f"{found.servers:,}", f"{found.load:.0%}",
+            f"{sized.working:,}", str(sized.spare), f"{sized.gpus:,}", f"{sized.servers:,}", f"{sized.load:.0%}",
         )  # fmt: skip
         rows.append(Row((*_named(point), *amounts)))
     columns = (

@@ -1,4 +1,4 @@
-"""Document model of a report: `zinfer.report.page` renders it as HTML, `zinfer.report.markdown` as Markdown.
+"""Document model of a report, which `page` and `markdown` render.
 
 Names of models and texts of errors come from anywhere, so blocks hold plain text only and each form escapes all of it.
 The only markup is a pair of backticks in a sentence, around words to be typed.
@@ -35,14 +35,14 @@ class Command(NamedTuple):
 
 
 class Row(NamedTuple):
-    """Cells of a table, the first of which names the row; backticks in cells mean themselves."""
+    """Cells of a table; the first one names the row."""
 
     cells: tuple[str, ...]
     kind: Kind = ""
 
 
 class Table(NamedTuple):
-    """Table, which a reader opens on the screen and which is not printed if it is `folded`.
+    """Table; a `folded` one is closed on the screen and not printed.
 
     A column whose title starts with ``#`` holds numbers and stands flush right; with ``~`` its numbers are predicted
     and look so. The marks themselves are not shown.
@@ -54,7 +54,7 @@ class Table(NamedTuple):
     folded: bool = False
 
     def filled(self) -> "Table":
-        """Return the table without the columns that have no text in any row; the first one stays."""
+        """Return the table without its empty columns; the first column stays."""
         kept = [nth for nth in range(len(self.columns)) if nth == 0 or any(row.cells[nth] for row in self.rows)]
         rows = tuple(row._replace(cells=tuple(row.cells[nth] for nth in kept)) for row in self.rows)
         return self._replace(columns=tuple(self.columns[nth] for nth in kept), rows=rows)
@@ -66,7 +66,7 @@ class Table(NamedTuple):
 
 
 class Picture(NamedTuple):
-    """Figure as an SVG file (`zinfer.report.plot.style.render`), and what a reader sees in it.
+    """Figure as SVG, and its description.
 
     A table beside it must hold the same values: Markdown leaves it out.
     """
@@ -102,11 +102,11 @@ class Document(NamedTuple):
 
 
 def section(anchor: str, title: str, blocks: Iterable[Block]) -> Section:
-    """Return a section of the blocks with content, whose tables have no empty column."""
-    found = []
+    """Return a section without empty blocks and empty columns."""
+    kept = []
     for block in blocks:
         if isinstance(block, Table):
             block = block.filled()
         if not (isinstance(block, Table) and not block.rows) and not (isinstance(block, Items) and not block.lines):
-            found.append(block)
-    return Section(anchor, title, tuple(found))
+            kept.append(block)
+    return Section(anchor, title, tuple(kept))

@@ -1,9 +1,9 @@
-"""Sections on the evidence: a comparison with a baseline, how each configuration ran, and how to run it again."""
+"""Sections on evidence: comparison with a baseline, conduct of the runs, commands."""
 
 import shlex
 from collections.abc import Iterable
 from itertools import chain
-from statistics import mean, stdev
+from statistics import fmean, stdev
 from typing import Any
 
 from zinfer.analysis import compare
@@ -41,10 +41,10 @@ def comparison(findings: Findings) -> Section:
 
 
 def evidence(findings: Findings) -> Section:
-    """Return the section on how each configuration ran, on lines left out, and on how to measure all of it again."""
+    """Return the section on conduct, lines left out, and how to measure again."""
     blocks: list[Block] = []
     for workload in (*findings.main, *findings.slices):
-        rows = tuple(_conduct(load.label(), own) for load, own in by_load(workload.points).items())
+        rows = tuple(_conduct(load.label(), load_points) for load, load_points in by_load(workload.points).items())
         caption = (
             f"How it ran: {workload.name}. Spread: the widest 95% confidence of a point's throughput; step varies: "
             "standard deviation of decode steps over their mean, at most; link: as measured in the process of the load."
@@ -55,60 +55,55 @@ def evidence(findings: Findings) -> Section:
     sweeps = dict.fromkeys(_sweep(header.recipe) for header in findings.headers)
     blocks += [Heading("To measure it again"), Command("\n".join(["zinfer probe", *sweeps, "zinfer report"]))]
     if versions := _versions(findings.points):
-        told = "; ".join(f"{name} {', '.join(sorted(found))}" for name, found in versions.items())
-        blocks.append(Text(f"Versions: {told}. Equal records give this report byte by byte."))
+        text = "; ".join(f"{name} {', '.join(sorted(numbers))}" for name, numbers in versions.items())
+        blocks.append(Text(f"Versions: {text}. Equal records give this report byte by byte."))
     return section("evidence", "Evidence", blocks)
 
 
 def measured_with(points: Points) -> str:
-    """Return the sentence with the days of the measurements and the versions of zinfer and torch; empty if unknown."""
+    """Return the sentence with days and versions; empty if unknown."""
     versions = _versions(points)
-    told = [f"{name} {', '.join(sorted(versions[name]))}" for name in ("zinfer", "torch") if name in versions]
-    words = [part for part in (_days(points), f"with {', '.join(told)}" if told else "") if part]
+    names = [f"{name} {', '.join(sorted(versions[name]))}" for name in ("zinfer", "torch") if name in versions]
+    words = [part for part in (_days(points), f"with {', '.join(names)}" if names else "") if part]
     return f"Measured {' '.join(words)}." if words else ""
 
 
 def _against(name: str, before: Points, after: Points) -> list[Block]:
     try:
-        found = compare.compare(before, after)
+        comparison = compare.compare(before, after)
     except compare.CompareError as error:
         return [Text(f"The baseline {name} could not be compared with: it, or what was measured, {error}.")]
-    rows = tuple(_change(change) for change in found.changes)
+    rows = tuple(_change(change) for change in comparison.changes)
     if not rows:
         return [Text(f"The baseline {name} has no case in common with what was measured.")]
     columns = ("configuration", "#batch", "#baseline tok/s", "#now tok/s", "#change", "#noise", "verdict")
     blocks: list[Block] = [Table(f"Output tokens a second against {name}.", columns, rows)]
     lines = [
         f"{part.name}: {part.before or 'not recorded'}, now {part.after or 'not recorded'}"
-        for part in found.differences
+        for part in comparison.differences
     ]
-    if found.only_before or found.only_after:
-        lines.append(f"{len(found.only_before)} points only in the baseline, {len(found.only_after)} only here.")
+    if comparison.only_before or comparison.only_after:
+        lines.append(
+            f"{len(comparison.only_before)} points only in the baseline, {len(comparison.only_after)} only here."
+        )
     return [*blocks, Items(tuple(lines))] if lines else blocks
 
 
 def _change(change: compare.Change) -> Row:
-    case, noise = change.after_case, change.noise
-    sides = [
-        status if status != "ok" else "" if value.mean is None else rated(value.mean)
-        for status, value in ((change.before_status, change.before), (change.after_status, change.after))
-    ]
-    cells = (
-        f"{case.model} {change.label}",
-        str(case.workload.batch_size),
-        *sides,
-        "" if change.relative is None else f"{change.relative:+.1%}",
-        "" if noise is None or not change.before.mean else f"± {noise / change.before.mean:.1%}",
-        _WORDS.get(change.verdict, change.verdict),
-    )
-    return Row(cells, _KINDS.get(change.verdict, ""))
+    case, verdict = change.after_case, change.verdict
+    named = f"{case.model} {change.label}", str(case.workload.batch_size)
+    return Row((*named, *change.cells(rated), _WORDS.get(verdict, verdict)), _KINDS.get(verdict, ""))
 
 
 def _conduct(label: str, points: Points) -> Row:
     timed = [point for point in points if point.usable]
     spreads = [share for point in timed if (share := relative_half_width(point.output_tok_s_samples)) is not None]
     steps = [step for point in timed for repeat in point.step_ms for step in repeat]
-    varies = [stdev(own) / mean(own) for point in timed if len(own := list(chain(*point.step_ms))) > 1 and mean(own)]
+    varies = [
+        stdev(steps_ms) / fmean(steps_ms)
+        for point in timed
+        if len(steps_ms := list(chain(*point.step_ms))) > 1 and fmean(steps_ms)
+    ]
     links = [point.link_bandwidth / 1e9 for point in timed if point.link_bandwidth]
     reasons: dict[str, int] = {}
     for point in timed:
@@ -131,8 +126,8 @@ def _conduct(label: str, points: Points) -> Row:
 
 
 def _all(points: Iterable[Measurement], key: str) -> list[float]:
-    found = [point.gpu.get(key) for point in points]
-    return [value for value in found if isinstance(value, int | float)]
+    readings = [point.gpu.get(key) for point in points]
+    return [value for value in readings if isinstance(value, int | float)]
 
 
 def _gauge(values: list[float], unit: str) -> str:
@@ -170,13 +165,13 @@ def _axis(value: Any) -> str:
 
 
 def _versions(points: Points) -> dict[str, set[str]]:
-    found: dict[str, set[str]] = {}
+    versions: dict[str, set[str]] = {}
     for point in points:
         for name, version in point.versions.items():
-            found.setdefault(name, set()).add(version)
+            versions.setdefault(name, set()).add(version)
         if point.model_revision:
-            found.setdefault(f"revision of {point.case.model}", set()).add(point.model_revision)
-    return dict(sorted(found.items()))
+            versions.setdefault(f"revision of {point.case.model}", set()).add(point.model_revision)
+    return dict(sorted(versions.items()))
 
 
 def _days(points: Points) -> str:

@@ -1,9 +1,9 @@
-"""Input of a report: the groups of points that may be compared, each with its machine and the start of its sweep, and
-the studies beside them."""
+"""Input of a report: groups of points with their machines, and studies."""
 
 from collections.abc import Mapping
+from functools import cache
 from os.path import expanduser, isdir
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from zinfer.analysis.economics import Prices
 from zinfer.analysis.group import Group, Points
@@ -17,7 +17,7 @@ from zinfer.record.study import Study
 
 
 class WorkloadFindings(NamedTuple):
-    """Group of points of one sweep or several; `machine` is the result of the probe there."""
+    """Group of points of one sweep or several, and its probed machine."""
 
     sweeps: tuple[str, ...]
     group: Group
@@ -32,7 +32,7 @@ class WorkloadFindings(NamedTuple):
 
 
 class Demand(NamedTuple):
-    """Output tokens to be generated within `seconds`, the text of the demand, and how a fleet is to be sized."""
+    """Demand for output tokens within `seconds`, and how to size a fleet."""
 
     text: str
     tokens: float
@@ -62,27 +62,32 @@ class Findings(NamedTuple):
     @property
     def main(self) -> tuple[WorkloadFindings, ...]:
         """Workloads of whole models; all of them if there are only slices."""
-        return tuple(one for one in self.workloads if one.group.layers is None) or self.workloads
+        return tuple(workload for workload in self.workloads if workload.group.layers is None) or self.workloads
 
     @property
     def slices(self) -> tuple[WorkloadFindings, ...]:
         """Workloads of slices, where there are whole models too."""
-        whole = any(one.group.layers is None for one in self.workloads)
-        return tuple(one for one in self.workloads if whole and one.group.layers is not None)
+        whole = any(workload.group.layers is None for workload in self.workloads)
+        return tuple(workload for workload in self.workloads if whole and workload.group.layers is not None)
 
     @property
     def points(self) -> Points:
         return tuple(point for workload in self.workloads for point in workload.points)
 
 
-def shape(case: Case, whole: bool = False) -> ModelSpec | None:
-    """Return the model of a case, or its `whole` model if the case is a slice; None where it is not on this machine.
+def shape(case: Case) -> ModelSpec | None:
+    """Return the model of a case; None where it is not on this machine.
 
     A hub id is not looked up: a report makes no request and says the same with and without a network.
     """
-    if case.model not in catalogue_names() and not isdir(expanduser(case.model)):  # no name makes these raise
+    return _shape(case.model, case.dtype, case.layers, case.weights)
+
+
+@cache
+def _shape(model: str, *settings: Any) -> ModelSpec | None:
+    if model not in catalogue_names() and not isdir(expanduser(model)):  # no name makes these raise
         return None
     try:
-        return resolve(case.model, case.dtype, None if whole else case.layers, case.weights)
+        return resolve(model, *settings)
     except ModelError:
         return None

@@ -1,7 +1,4 @@
-"""Markdown of a document (``--format md``), for code review and for machines that read text.
-
-Figures are left out, since the tables beside them hold the same numbers.
-"""
+"""Markdown of a document (``--format md``); tables stand for the figures."""
 
 import re
 
@@ -19,7 +16,7 @@ def markdown(document: Document) -> str:
 
 
 def cell(text: str, length: int = 200) -> str:
-    """Return `text` on one line and safe in a Markdown table: no markup, no HTML, cut after `length` characters."""
+    """Return `text` as one escaped line of a Markdown table, shortened."""
     flat = " ".join(text.split())
     return plain(flat if len(flat) <= length else f"{flat[: length - 1]}…")
 
@@ -50,7 +47,7 @@ def _plain(text: str) -> str:
 
 
 def fenced(text: str) -> str:
-    """Return `text` as a block of shell code, fenced so that the text cannot end the block."""
+    """Return `text` as a fenced block of shell code."""
     fence = "`" * max(3, 1 + max(map(len, re.findall(r"`+", text)), default=0))
     return f"{fence}sh\n{text}\n{fence}"
 

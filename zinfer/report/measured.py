@@ -1,8 +1,8 @@
-"""Sections about measurements: each workload's configurations and percentiles, the studies, and the machines."""
+"""Sections about measurements: configurations and percentiles, studies, machines."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from math import floor, log10
-from statistics import mean
+from statistics import fmean
 
 from zinfer.analysis import rates, sla, study
 from zinfer.analysis.compare import change
@@ -56,18 +56,17 @@ _WORDS = (
 
 
 def results(findings: Findings) -> Section:
-    """Return the section on each workload: latency against throughput, its configurations, and every point.
+    """Return the section on each workload: figure, configurations, every point.
 
-    Each model on a machine has one figure, that of its first workload with two configurations.
+    Each whole model (each slice, if there are only slices) has one figure, of its first workload with two
+    configurations.
     """
     blocks: list[Block] = []
-    drawn: set[tuple[str, str]] = set()
+    comparing = [workload.group for workload in findings.main if len(rates.best_by_load(workload.points)) > 1]
+    drawn = {group.model: group for group in reversed(comparing)}.values()
     for workload in (*findings.main, *findings.slices):
         blocks += [Heading(workload.name)]
-        model = workload.group.machine, workload.group.model
-        if model not in drawn and len(rates.best_by_load(workload.points)) > 1:
-            drawn.add(model)
-            blocks += _figure(workload)
+        blocks += _figure(workload) if workload.group in drawn else ()
         blocks += [_tops(workload), Items(tuple(_verdicts(workload.points))), *_points(workload)]
     words = [Text(_WORDS)] if blocks else []
     return section("results", "Results", (*words, *blocks, *requests.section(findings.requests)))
@@ -84,7 +83,7 @@ def system(findings: Findings) -> Section:
 
 
 def rate(point: Measurement) -> tuple[str, str]:
-    """Return mean output tokens a second and half its 95% confidence interval, as text; empty where unknown."""
+    """Return mean output tok/s and its half-width as text, or empty."""
     spread = rates.spread(point.output_tok_s_samples) if point.usable else None
     if spread is None:
         return "", ""
@@ -92,7 +91,7 @@ def rate(point: Measurement) -> tuple[str, str]:
 
 
 def rated(value: float, digits: int = 3) -> str:
-    """Return `value` with that many significant digits, also where they are zeros, to align in a column: 76.0."""
+    """Return `value` with so many significant digits, zeros included: 76.0."""
     places = digits - 1 - floor(log10(value)) if value > 0 else 0
     return f"{round(value, places):,.{max(places, 0)}f}"
 
@@ -103,7 +102,7 @@ def named(point: Measurement) -> str:
 
 
 def titled(point: Measurement) -> str:
-    """Return the name of the point's configuration in a table that ranks; lossy ones are marked."""
+    """Return the configuration's name, marked if it is lossy."""
     return point.case.label() + " (lossy)" * point.case.lossy
 
 
@@ -112,8 +111,8 @@ def _figure(workload: WorkloadFindings) -> Iterator[Picture]:
     for figure in figures.draw(workload.group, workload.points, ("latency",)).values():
         title = "Latency against output tok/s, a line for each configuration from its smallest to its largest batch."
         timed = by_load([point for point in workload.points if point.usable])
-        told = (f"{load.label()}: {'; '.join(map(_told, own))}" for load, own in timed.items())
-        yield Picture(title, f"{title} {'. '.join(told)}.", style.render(figure, "svg").decode())
+        descriptions = (f"{load.label()}: {'; '.join(map(_told, load_points))}" for load, load_points in timed.items())
+        yield Picture(title, f"{title} {'. '.join(descriptions)}.", style.render(figure, "svg").decode())
 
 
 def _told(point: Measurement) -> str:
@@ -121,7 +120,6 @@ def _told(point: Measurement) -> str:
 
 
 def _tops(workload: WorkloadFindings) -> Table:
-    """Return a table of each configuration at its own best batch, and where its memory ends."""
     top = rates.winner(workload.points)
     edges = {edge.load: edge for edge in rates.edges(workload.points)}
     loads = by_load(workload.points)
@@ -138,27 +136,27 @@ def _tops(workload: WorkloadFindings) -> Table:
 
 
 def _times(ours: Points, theirs: Points) -> str:
-    """Return the ratio of two configurations at the largest batch that both ran; empty if there is none."""
-    before, after = ({one.case.workload.batch_size: one for one in side if one.usable} for side in (theirs, ours))
+    """Return the speed ratio at the largest batch of both configurations."""
+    before, after = (
+        {point.case.workload.batch_size: point for point in side if point.usable} for side in (theirs, ours)
+    )
     size = max(before.keys() & after.keys(), default=None)
     return "" if size is None else f"{change(before[size], after[size]).times} at {size}"
 
 
 def _percentile(point: Measurement, time: sla.Metric, name: str) -> str:
-    found = sla.samples(point, time)
-    enough = len(found) >= (1 if name == "p50" else sla.needed(name))
-    return duration(sla.statistic(found, name)) if enough else ""
+    values = sla.samples(point, time)
+    enough = len(values) >= (1 if name == "p50" else sla.needed(name))
+    return duration(sla.statistic(values, name)) if enough else ""
 
 
 def _verdicts(points: Points) -> Iterator[str]:
-    """Yield whether offload pays, engine by engine, where it was tried with and without."""
-    for one in rates.offload_verdicts(points):
-        if one.compares:
-            yield f"{one.engine or 'Any engine'}: {one.text}"
+    for verdict in rates.offload_verdicts(points):
+        if verdict.compares:
+            yield f"{verdict.engine or 'Any engine'}: {verdict.text}"
 
 
 def _points(workload: WorkloadFindings) -> Iterator[Table]:
-    """Yield the failed points, and every point if there are more than configurations."""
     top, points = rates.winner(workload.points), workload.points
     heads = ("configuration", "#batch", "outcome", "in", "message")
     yield Table("Failed points, and how the smallest such batch ended.", heads, _failures(points))
@@ -186,7 +184,7 @@ def _cells(point: Measurement) -> tuple[str, ...]:
 
 
 def _use(point: Measurement) -> tuple[str, str, str]:
-    """Return the share of the link that decode steps use, and the peaks of GPU and host memory."""
+    """Return the link's share in decode steps, and both memory peaks."""
     return (
         f"{point.link_share:.0%}" if point.usable and point.link_share else "",
         gib(point.gpu_peak_bytes) if point.gpu_peak_bytes else "",
@@ -195,25 +193,26 @@ def _use(point: Measurement) -> tuple[str, str, str]:
 
 
 def _mean(samples_ms: Sequence[float]) -> str:
-    return duration(mean(samples_ms) / 1e3)
+    return duration(fmean(samples_ms) / 1e3)
 
 
 def _failures(points: Points) -> tuple[Row, ...]:
-    """Return a row for the failed points that share load, status and stage."""
-    found: dict[tuple[str, str, str], list[Measurement]] = {}
+    """Return a row for failed points of equal load, status and stage."""
+    failures: dict[tuple[str, str, str], list[Measurement]] = {}
     for point in points:
         if point.status != "ok":
-            found.setdefault((point.case.label(), point.status, point.stage or ""), []).append(point)
+            failures.setdefault((point.case.label(), point.status, point.stage or ""), []).append(point)
     rows = []
-    for (label, status, stage), own in found.items():
-        sizes = [str(point.case.workload.batch_size) for point in own]
-        said = " ".join((own[0].error or "").split())
-        rows.append(Row((label, ", ".join(sizes), status, stage, said if len(said) <= 160 else f"{said[:159]}…")))
+    for (label, status, stage), load_points in failures.items():
+        sizes = [str(point.case.workload.batch_size) for point in load_points]
+        message = " ".join((load_points[0].error or "").split())
+        rows.append(
+            Row((label, ", ".join(sizes), status, stage, message if len(message) <= 160 else f"{message[:159]}…"))
+        )
     return tuple(rows)
 
 
 def _studies(findings: Findings) -> Iterator[Block]:
-    """Yield each study as measured on each machine, and the codecs that others published."""
     for run in findings.studies:
         shown, failed = study.show(run), study.wrong(run)
         yield Heading(f"{shown.subject}, {run.machine}")
@@ -222,21 +221,20 @@ def _studies(findings: Findings) -> Iterator[Block]:
         rows = tuple(Row(cells, "failed" if cells[0] in failed else "") for cells in shown.cells)
         yield Table(caption, shown.columns, rows, folded=run.study != "accuracy")
     if any(run.study == "codec" for run in findings.studies):
-        others = tuple(Row(one.cells) for one in codecs())
+        others = tuple(Row(codec.cells) for codec in codecs())
         yield Table("Codecs published by others, not measured here.", PublishedCodec.columns, others, folded=True)
 
 
 def _machines(machines: Iterable[Machine]) -> Table:
-    """Return a table of capacities and rates with a column for each machine."""
     facts: dict[str, dict[str, str]] = {}
     for machine in machines:
         gpu = f"{machine.gpu_count} × {machine.gpu_name}" if machine.gpu_count else "none: the CPU is the device"
-        told = {"GPU": gpu} | {
+        machine_facts = {"GPU": gpu} | {
             _NAMES.get(name, name): _value(machine, name) for name in FIGURES if getattr(machine, name)
         }
         if machine.gpu_count and machine.coherent:
-            told["link, kind"] = "cache-coherent"
-        for name, value in (told | _details(machine)).items():
+            machine_facts["link, kind"] = "cache-coherent"
+        for name, value in (machine_facts | _details(machine)).items():
             facts.setdefault(name, {})[machine.name] = value
     names = dict.fromkeys(name for values in facts.values() for name in values)
     rows = tuple(Row((fact, *(values.get(name, "") for name in names))) for fact, values in facts.items())
@@ -248,9 +246,9 @@ def _value(machine: Machine, field: str) -> str:
 
 
 def _details(machine: Machine) -> dict[str, str]:
-    """Return facts that the probe read from the system, as far as they are known."""
-    gpu, host = (found if isinstance(found := machine.details.get(key), dict) else {} for key in ("gpu", "host"))
-    told = {
+    """Return facts that the probe read from the system."""
+    gpu, host = (part if isinstance(part := machine.details.get(key), dict) else {} for key in ("gpu", "host"))
+    details = {
         "PCIe": f"generation {gpu.get('pcie_generation')}, {gpu.get('pcie_width')} lanes"
         if "pcie_width" in gpu
         else "",
@@ -260,4 +258,4 @@ def _details(machine: Machine) -> dict[str, str]:
         "CPU cores, NUMA nodes": f"{host['cores']}, {host.get('numa_nodes', '?')}" if "cores" in host else "",
         "torch": str(machine.details.get("torch") or ""),
     }
-    return {name: value for name, value in told.items() if value}
+    return {name: value for name, value in details.items() if value}

@@ -1,4 +1,4 @@
-"""HTML page of a document, one file: styles and figures inside, no script, nothing fetched, ready to print.
+"""HTML page of a document in one file, without scripts.
 
 Every text is escaped where it is written, and the page's own policy forbids to load or run whatever slipped through.
 """
@@ -27,7 +27,7 @@ _SVG, _HREF = "{http://www.w3.org/2000/svg}", "{http://www.w3.org/1999/xlink}hre
 
 
 def html(document: Document) -> str:
-    """Return the page, with styles and figures inside; nothing in it is invisible (`zinfer.system.printable`)."""
+    """Return the page with its styles and figures, without invisible characters."""
     figures, styles = count(1), dict[str, str]()
 
     def drawn(block: Block) -> Block:
@@ -66,7 +66,7 @@ def embed(picture: Picture, name: str, styles: dict[str, str]) -> str:
                 del element.attrib[key]
                 element.set("href", f"#{renamed[value.removeprefix('#')]}")
             elif "url(#" in value:
-                element.set(key, re.sub(r"url\(#([^)]+)\)", lambda found: f"url(#{renamed[found[1]]})", value))
+                element.set(key, re.sub(r"url\(#([^)]+)\)", lambda match: f"url(#{renamed[match[1]]})", value))
     width, height = root.get("viewBox", "0 0 1 1").split()[2:]
     root.attrib = {key: root.attrib[key] for key in ("viewBox", "role", "class")}
     root.attrib |= {"width": width, "height": height, "aria-labelledby": f"{name}-title {name}-desc"}
@@ -78,17 +78,20 @@ def embed(picture: Picture, name: str, styles: dict[str, str]) -> str:
 
 
 def _style(element: Element) -> str:
-    """Take the style off an element and return it, its colours as variables of text (``t``) or of graphics (``c``)."""
+    """Remove an element's style; return it with colours as variables.
+
+    They are of text (``t``) or of graphics (``c``).
+    """
     style, kind = element.attrib.pop("style", ""), "t" if element.tag == "text" else "c"
     if paint := element.attrib.pop("fill", ""):  # colour of the pattern behind a hatch
         style = f"fill:{paint};{style}"
     style = re.sub(r"font-family:[^;]*;?", "", style)  # the page's own is narrower
-    return _HEX.sub(lambda found: f"var({_OWN.get(found[0], f'--{kind}{found[0][1:]}')})", style)
+    return _HEX.sub(lambda match: f"var({_OWN.get(match[0], f'--{kind}{match[0][1:]}')})", style)
 
 
 def inks(styles: Iterable[str], paper: str) -> str:
-    """Return the values of the colour variables in `styles`, legible on `paper`, as CSS declarations."""
-    used = sorted({found for style in styles for found in re.findall(r"var\(--([ct])([0-9a-f]{6})\)", style)})
+    """Return the colour variables of `styles`, legible on `paper`, as CSS."""
+    used = sorted({colour for style in styles for colour in re.findall(r"var\(--([ct])([0-9a-f]{6})\)", style)})
     contrasts = {"c": CONTRAST, "t": TEXT_CONTRAST}
     return "".join(f"--{kind}{hexed}:{readable(f'#{hexed}', paper, contrasts[kind])};" for kind, hexed in used)
 
@@ -99,12 +102,12 @@ def contrast(first: str, second: str) -> float:
     return (high + 0.05) / (low + 0.05)
 
 
-def readable(colour: str, paper: str, least: float = CONTRAST) -> str:
-    """Return `colour`, moved towards white on dark paper and towards black on light until it has `least` contrast."""
+def readable(colour: str, paper: str, min_contrast: float = CONTRAST) -> str:
+    """Return `colour`, changed until its contrast with the paper suffices."""
     goal = 255 if _luminance(paper) < 0.2 else 0
     mixed = colour
     for step in range(1, 21):
-        if contrast(mixed, paper) >= least:
+        if contrast(mixed, paper) >= min_contrast:
             break
         mixed = "#" + "".join(f"{round(part + (goal - part) * step / 20):02x}" for part in _parts(colour))
     return mixed
@@ -121,12 +124,12 @@ def prose(text: str) -> Markup:
 
 
 def shell(text: str) -> Markup:
-    """Return lines for a shell that do not wrap within the name of an option."""
+    """Return shell lines that do not wrap within an option's name."""
     return Markup(re.sub(r"(?<=\s)--?[A-Za-z][A-Za-z-]*", r"<span>\g<0></span>", str(escape(text))))
 
 
 def columned(mark: str, text: str = "") -> Markup:
-    """Return the class of a table's cell: numbers flush right, predicted ones shaded, text as wide as it is long."""
+    """Return the class of a table's cell: numeric, predicted, or prose."""
     prose = "" if not text else "s" if len(text) < 16 else "m" if len(text) < 60 else "l"
     kind = {"#": "n", "~": "n p"}.get(mark, prose)
     return Markup(f' class="{kind}"') if kind else Markup("")

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from statistics import mean, median
+from statistics import fmean, median
 from typing import NamedTuple
 
 from zinfer.analysis.group import Setting
@@ -58,7 +58,7 @@ read = cache(store.read)  # no record changes while pages are made
 
 
 def cog(*options: str) -> int:
-    """Run cog on the pages and return its exit status: ``-r`` writes them, ``--check`` compares."""
+    """Run cog on the pages: ``-r`` writes them, ``--check`` compares."""
     from cogapp import Cog  # type: ignore[import-untyped]
 
     pages = ["README.md", *map(str, sorted(Path("docs").glob("*.md")))]
@@ -67,7 +67,7 @@ def cog(*options: str) -> int:
 
 
 class Entry(NamedTuple):
-    """Loads of one configuration at one size: a batch of equal rows, or a load of requests."""
+    """Loads of one configuration at one batch size or request arrival."""
 
     points: tuple[Point, ...]
 
@@ -103,16 +103,16 @@ class Entry(NamedTuple):
         return [bisect(starts, point.started_at) for point in self.points]
 
     def rates(self, name: str = "output_tok_s") -> list[float]:
-        """Return a rate of each load, in tok/s; none where loads have none, as requests have no decode rate."""
+        """Return a rate of each load that has it, in tok/s."""
         return [rate for point in self.points if (rate := getattr(point, name, None))]
 
     def rate(self, name: str = "output_tok_s") -> float:
         """Return the mean of `rates`; 0 without one."""
-        return mean(self.rates(name) or [0.0])
+        return fmean(self.rates(name) or [0.0])
 
 
 class Workload(NamedTuple):
-    """Entries of a results file that share model and lengths, and the starts of its sweeps (ISO 8601)."""
+    """Entries of a results file with equal model and lengths."""
 
     entries: tuple[Entry, ...]
     starts: tuple[str, ...]
@@ -126,81 +126,86 @@ class Workload(NamedTuple):
 
     @property
     def lengths(self) -> str:
-        """Tokens in and out of a sequence; of requests, how they are drawn."""
-        found = {
-            one.last.requests.source.replace(",", ", ")
-            if isinstance(one.last, RequestPoint)
-            else f"{one.last.case.workload.input_len:,} / {one.last.case.workload.output_len:,}"
-            for one in self.entries
+        """Tokens in and out of a sequence, or the requests' source."""
+        lengths = {
+            entry.last.requests.source.replace(",", ", ")
+            if isinstance(entry.last, RequestPoint)
+            else f"{entry.last.case.workload.input_len:,} / {entry.last.case.workload.output_len:,}"
+            for entry in self.entries
         }
-        return "; ".join(sorted(found))
+        return "; ".join(sorted(lengths))
 
     @property
     def best(self) -> Entry:
-        """Entry with the highest output rate, of those that keep the model's own numbers if there are any."""
-        return max([one for one in self.entries if not one.last.case.lossy] or self.entries, key=Entry.rate)
+        """Entry with the highest output rate, an exact one if possible."""
+        return max([entry for entry in self.entries if not entry.last.case.lossy] or self.entries, key=Entry.rate)
 
     @property
     def peers(self) -> list[Entry]:
         """Best entry of each other configuration, and of equal rows beside requests."""
-        found: dict[tuple[str, type], Entry] = {}
-        for one in sorted(self.entries, key=Entry.rate):
-            found[one.label, type(one.last)] = one
-        del found[self.best.label, type(self.best.last)]
-        return sorted(found.values(), key=self.entries.index)
+        best_entries: dict[tuple[str, type], Entry] = {}
+        for entry in sorted(self.entries, key=Entry.rate):
+            best_entries[entry.label, type(entry.last)] = entry
+        del best_entries[self.best.label, type(self.best.last)]
+        return sorted(best_entries.values(), key=self.entries.index)
 
     def ratio(self, ours: Entry, theirs: Entry, rate: str = "output_tok_s") -> str:
-        """Return the ratio of two mean rates, with its range over the loads; empty unless one run measured both.
+        """Return the ratio of two mean rates, measured in one run.
 
         One run is one start of the sweep, or starts that took turns, two of each at least.
         """
-        one, other = ours.runs(self.starts), theirs.runs(self.starts)
-        runs = set(one) & set(other)
-        if not runs and min(len(one), len(other)) > 1 and min(one) < max(other) and min(other) < max(one):
-            runs = {*one, *other}
+        our_runs, their_runs = ours.runs(self.starts), theirs.runs(self.starts)
+        runs = set(our_runs) & set(their_runs)
+        if (
+            not runs
+            and min(len(our_runs), len(their_runs)) > 1
+            and min(our_runs) < max(their_runs)
+            and min(their_runs) < max(our_runs)
+        ):
+            runs = {*our_runs, *their_runs}
         first, second = (
             Entry(tuple(point for point, run in zip(entry.points, numbers, strict=True) if run in runs)).rates(rate)
-            for entry, numbers in ((ours, one), (theirs, other))
+            for entry, numbers in ((ours, our_runs), (theirs, their_runs))
         )
         ratios = [a / b for a, b in zip(first, second, strict=False)]
         if not ratios:
             return ""
         spread = f" ({min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""
-        return f"{mean(first[: len(ratios)]) / mean(second[: len(ratios)]):.2f}x{spread}"
+        return f"{fmean(first[: len(ratios)]) / fmean(second[: len(ratios)]):.2f}x{spread}"
 
-    def ratios(self) -> str:
-        """Return a paragraph with the ratios of the best entry over its peers; empty without one."""
-        told = []
-        for peer in self.peers:
-            decode, output = (self.ratio(self.best, peer, rate) for rate in ("decode_tok_s", "output_tok_s"))
-            rates = f"decode {decode}, with the prefill {output}" if decode else f"output {output}"
-            told += [f"over `{peer.label}`, {peer.size}: {rates}"] if output else []
-        return f"`{self.best.label}`, {self.best.size}, {'; '.join(told)}." if told else ""
+    def ratios(self, theirs: Entry) -> tuple[str, str]:
+        """Return the best entry's decode and output ratios over a peer."""
+        if theirs not in self.peers:
+            return "", ""
+        decode, output = (self.ratio(self.best, theirs, rate) for rate in ("decode_tok_s", "output_tok_s"))
+        return decode, output
 
 
 @cache
 def workloads(name: str) -> tuple[Workload, ...]:
     """Return the workloads of the results file ``<machine>/<sweep>``. Raises StoreError if there is none."""
     records = read(RESULTS / f"{name}.jsonl")
-    found: dict[object, dict[object, list[Point]]] = {}
+    entries_by_group: dict[object, dict[object, list[Point]]] = {}
     every: list[Point] = [*records.points, *records.requests]
     usable = [point for point in every if point.usable]
-    for point in sorted(usable, key=lambda one: (one.case.workload.batch_size, one.started_at)):
+    for point in sorted(usable, key=lambda point: (point.case.workload.batch_size, point.started_at)):
         load = point.case.workload
         lengths = None if records.requests else (load.input_len, load.output_len)  # rows beside requests are their like
         key = point.key if isinstance(point, RequestPoint) else point.case
-        found.setdefault((point.case.model, point.case.layers, lengths), {}).setdefault(key, []).append(point)
+        entries_by_group.setdefault((point.case.model, point.case.layers, lengths), {}).setdefault(key, []).append(
+            point
+        )
     starts = tuple(header.started_at for header in records.headers)
     order = [*ENGINES]
     return tuple(
-        Workload(tuple(sorted(some, key=lambda one: order.index(one.last.case.engine))), starts)
-        for entries in found.values()
+        Workload(tuple(sorted(some, key=lambda entry: order.index(entry.last.case.engine))), starts)
+        for entries in entries_by_group.values()
         if (some := [Entry(tuple(points)) for points in entries.values()])
     )
 
 
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table in Markdown without its empty columns; heads that begin with ``#`` are set right."""
+    """Return a Markdown table without empty columns."""
     rows = list(rows)
     kept = [nth for nth in range(len(heads)) if any(row[nth] for row in rows)]
     rule = ["---:" if heads[nth].startswith("#") else "---" for nth in kept]
@@ -208,47 +213,56 @@ def markdown(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+SWEEP = ("sweep", "machine", "in / out")  # first columns of both tables
+RATIOS = ("#best over it, decode", "#output")
 ROWS = (
-    "configuration", "#batch", "#loads", "#weights on GPU", "#rows in host memory", "#output tok/s", "#decode tok/s",
-    "#TTFT", "#decode step", "#range of loads", "#link share", "#read from disk",
+    *SWEEP, "configuration", "#batch", "#loads", "#weights on GPU", "#rows in host memory", "#output tok/s",
+    "#decode tok/s", "#TTFT", "#decode step", "#range of loads", "#link share", "#read from disk", *RATIOS,
 )  # fmt: skip
 REQUESTS = (
-    "configuration", "requests", "#loads", "#weights on GPU", "#rows in host memory", "#output tok/s",
-    "#range of loads", "#while others waited", "#TTFT p50", "#p99", "#TPOT p50", "#p99", "#right drafts",
+    *SWEEP, "configuration", "requests", "#loads", "#weights on GPU", "#rows in host memory", "#output tok/s",
+    "#range of loads", "#while others waited", "#TTFT p50", "#p99", "#TPOT p50", "#p99", "#right drafts", *RATIOS,
 )  # fmt: skip
+Cells = tuple[str, ...]
 
 
-def tables(workload: Workload) -> Iterator[str]:
-    """Yield the table of a workload's equal rows and that of its loads of requests, where it has them."""
-    rows, loads = [], []
-    for one in workload.entries:
-        where = f"{len(one.points)}", gb(one.gpu_bytes, 0) if one.gpu_bytes else "", f"{one.host_rows or ''}"
-        if isinstance(one.last, Measurement):
-            points = [point for point in one.points if isinstance(point, Measurement)]
-            steps = [point.step_median_ms or 0.0 for point in points]
-            shares = [point.link_share for point in points if point.link_share]
-            disk = one.last.effective.nvme_bytes_per_step if one.last.effective else 0
-            rows.append((
-                one.label, f"{one.last.case.workload.batch_size}", *where, figures(one.rate(), 4),
-                figures(one.rate("decode_tok_s"), 4), _seconds(mean(mean(point.ttft_ms) for point in points)),
-                _seconds(mean(steps)), f"{_seconds(min(steps))} to {_seconds(max(steps))}" if len(steps) > 1 else "",
-                f"{mean(shares):.0%}" if shares else "",
-                f"{gb(disk)} a step, {gb(disk / mean(steps) * 1e3, 2)}/s" if disk else "",
-            ))  # fmt: skip
-        else:
-            rates, waiting, right = one.rates(), one.rates("waiting_tok_s"), one.last.acceptance
-            times = [one.last.summary("ttft_ms"), one.last.summary("tpot_ms")]
-            loads.append((
-                one.label, one.size, *where, figures(one.rate(), 4),
-                f"{figures(min(rates), 4)} to {figures(max(rates), 4)}" if len(rates) > 1 else "",
-                figures(mean(waiting), 4) if waiting else "",
-                *(_seconds(ms) if time else "" for time in times for ms in (time[1:4:2] if time else (0.0, 0.0))),
-                "" if right is None else f"{right:.0%}",
-            ))  # fmt: skip
-    if rows:
-        yield markdown(ROWS, rows)
-    if loads:
-        yield markdown(REQUESTS, loads)
+def cells(workload: Workload, entry: Entry) -> Cells:
+    """Return the cells of an entry, in `ROWS` or in `REQUESTS`."""
+    last, points = entry.last, [point for point in entry.points if isinstance(point, Measurement)]
+    where = f"{len(entry.points)}", gb(entry.gpu_bytes, 0) if entry.gpu_bytes else "", f"{entry.host_rows or ''}"
+    if isinstance(last, RequestPoint):
+        rates, waiting, right = entry.rates(), entry.rates("waiting_tok_s"), last.acceptance
+        times = [last.summary("ttft_ms"), last.summary("tpot_ms")]
+        return (
+            entry.label, entry.size, *where, figures(entry.rate(), 4),
+            f"{figures(min(rates), 4)} to {figures(max(rates), 4)}" if len(rates) > 1 else "",
+            figures(fmean(waiting), 4) if waiting else "",
+            *(_seconds(ms) if time else "" for time in times for ms in (time[1:4:2] if time else (0.0, 0.0))),
+            "" if right is None else f"{right:.0%}", *workload.ratios(entry),
+        )  # fmt: skip
+    steps = [point.step_median_ms or 0.0 for point in points]
+    shares = [point.link_share for point in points if point.link_share]
+    disk = last.effective.nvme_bytes_per_step if last.effective else 0
+    return (
+        entry.label, f"{last.case.workload.batch_size}", *where, figures(entry.rate(), 4),
+        figures(entry.rate("decode_tok_s"), 4), _seconds(fmean(fmean(point.ttft_ms) for point in points)),
+        _seconds(fmean(steps)), f"{_seconds(min(steps))} to {_seconds(max(steps))}" if len(steps) > 1 else "",
+        f"{fmean(shares):.0%}" if shares else "",
+        f"{gb(disk)} a step, {gb(disk / fmean(steps) * 1e3, 2)}/s" if disk else "", *workload.ratios(entry),
+    )  # fmt: skip
+
+
+def tables(sweeps: Iterable[tuple[str, Workload]]) -> Iterator[str]:
+    """Yield the tables of equal rows and of loads of requests."""
+    shown: dict[type[Point], list[Cells]] = {Measurement: [], RequestPoint: []}
+    for name, workload in sweeps:
+        machine, _, sweep = name.partition("/")
+        for kind, rows in shown.items():
+            first = sweep, machine.removeprefix("nvidia-"), workload.lengths  # of the first row only
+            for entry in (entry for entry in workload.entries if isinstance(entry.last, kind)):
+                rows.append((*first, *cells(workload, entry)))
+                first = "", "", ""
+    yield from (markdown(ROWS if kind is Measurement else REQUESTS, rows) for kind, rows in shown.items() if rows)
 
 
 def _seconds(ms: float) -> str:
@@ -256,43 +270,36 @@ def _seconds(ms: float) -> str:
 
 
 def results() -> str:
-    """Return the section of every sweep in git: conditions, tables, ratios; whole models first."""
-    found = [
-        (f"{machine}/{file.stem}", workload)
-        for machine in MACHINES
-        for file in sorted((RESULTS / machine).glob("*.jsonl"))
-        for workload in workloads(f"{machine}/{file.stem}")
-    ]
-    found.sort(key=lambda pair: (pair[1].entries[0].last.case.layers is not None, pair[1].title))
-    return "\n\n".join(_section(name, workload) for name, workload in found)
+    """Return a section for each model or slice; whole models first."""
+    sections: dict[tuple[bool, str, str], list[tuple[str, Workload]]] = {}
+    for machine in MACHINES:
+        for file in sorted((RESULTS / machine).glob("*.jsonl")):
+            for workload in workloads(name := f"{machine}/{file.stem}"):
+                case = workload.entries[0].last.case
+                weights = "random weights" if case.load_format == "dummy" else "weights of a checkpoint"
+                key = case.layers is not None, workload.title, f"{case.dtype}, {weights}"
+                sections.setdefault(key, []).append((name, workload))
+    return "\n\n".join(_section(*key[1:], sections[key]) for key in sorted(sections))
 
 
-def _section(name: str, workload: Workload) -> str:
-    machine, _, sweep = name.partition("/")
-    points = [point for entry in workload.entries for point in entry.points]
+def _section(title: str, conditions: str, sweeps: Sequence[tuple[str, Workload]]) -> str:
+    points = [point for _, workload in sweeps for entry in workload.entries for point in entry.points]
     days = sorted({point.started_at[:10] for point in points})
-    weights = "random weights" if points[0].case.load_format == "dummy" else "weights of a checkpoint"
-    words = (
-        f"`{machine}`, {workload.lengths} tokens in / out, {points[0].case.dtype}, {weights}, "
-        f"{' to '.join(dict.fromkeys((days[0], days[-1])))}. {_description(name)}"
-    )
-    drawn = [f"![{workload.title}](../plots/{one}.svg)" for one in FIGURES if one.rpartition("-")[0] == name]
-    return "\n\n".join(
-        filter(
-            None,
-            (f"### {workload.title}: {sweep}", wrapped(words), *drawn, *tables(workload), wrapped(workload.ratios())),
-        )
-    )
+    names = dict.fromkeys(name for name, _ in sweeps)
+    descriptions = [f"{name.rpartition('/')[2]}: {text}" for name in names if (text := _description(name))]
+    words = f"{conditions}, {' to '.join(dict.fromkeys((days[0], days[-1])))}. {' '.join(descriptions)}"
+    drawn = [f"![{title}](../plots/{figure}.svg)" for figure in FIGURES if figure.rpartition("-")[0] in names]
+    return "\n\n".join(filter(None, (f"### {title}", wrapped(words), " ".join(drawn), *tables(sweeps))))
 
 
 def _description(name: str) -> str:
-    """Return what the header says of a sweep, or else the package's recipe of that name if its axes are the same."""
+    """Return a sweep's description, from its header or its packaged recipe."""
     header, path = read(RESULTS / f"{name}.jsonl").headers[0], RECIPES / f"{Path(name).name}.toml"
     if header.description or not path.exists():
         return header.description
     recipe = documents.parse_toml(path.read_bytes(), path)
     axes = {key: recipe[key] for key in ("model", "engine", "layers", "gpu_weights") if key in recipe}
-    same = all(header.recipe.get(key) == (one if isinstance(one, list) else [one]) for key, one in axes.items())
+    same = all(header.recipe.get(key) == (value if isinstance(value, list) else [value]) for key, value in axes.items())
     return str(recipe["description"]) if same else ""
 
 
@@ -302,8 +309,7 @@ def wrapped(text: str) -> str:
 
 
 def headlines() -> str:
-    """Return the table of `HEADLINES`: the best exact configuration of each, and the best of another engine or offload
-    that the same run measured."""
+    """Return the table of `HEADLINES`: the best exact configurations and their peers."""
     rows, rates = [], ("decode_tok_s", "output_tok_s")
     for name in HEADLINES:
         (workload,) = workloads(name)
@@ -325,26 +331,28 @@ def headlines() -> str:
 
 
 def engines() -> str:
-    """Return the table of engines: offloads, and what was measured of each on a GPU."""
+    """Return the table of engines, their offloads and measured points."""
     measured = [point for name in MACHINES for point in read(RESULTS / name).points if point.usable]
     rows = []
     for name, kind in ENGINES.items():
         points = [point for point in measured if point.case.engine == name]
         hosts = len({_host(name) for name in {point.machine for point in points}})
         state = f"{len(points)} points on {counted(hosts, 'host')}" if points else "experimental: never timed on a GPU"
-        rows.append((f"`{name}`", ", ".join(one for one in ("none", "cpu", "nvme") if one in kind.offloads), state))
+        rows.append(
+            (f"`{name}`", ", ".join(offload for offload in ("none", "cpu", "nvme") if offload in kind.offloads), state)
+        )
     return markdown(("engine", "offload", "measured"), rows)
 
 
 def _host(name: str) -> tuple[object, ...]:
-    """Return what tells the host of a machine's records apart: a control group with less memory is no other host."""
+    """Return a host's identity, whatever its control group's memory."""
     machine = load_machine(RESULTS / name)
     host = machine.details["host"]
     return machine.gpu_name, machine.gpu_count, host["cores"], round(host["memory_bytes"] / 2**30)
 
 
 def machines() -> str:
-    """Return the table of the machines that were measured, with the range of the link's rate over all loads."""
+    """Return the table of measured machines and their links."""
     rows = []
     for name in MACHINES:
         machine = load_machine(RESULTS / name)
@@ -371,7 +379,7 @@ def codecs() -> str:
 
 
 def routings() -> str:
-    """Return the table of the record of the routing study, and its verdict."""
+    """Return the table of the routing study, and its verdict."""
     run = study.last(RESULTS, "routing")
     shown = show(run)
     text = "" if run.text is None else f"; {run.text.tokens:,} tokens of {run.text.name}"
@@ -384,7 +392,7 @@ def exit_codes() -> str:
 
 
 def command(line: str) -> str:
-    """Return what a command of zinfer prints on a terminal of 80 columns, as a block of text."""
+    """Return a command's output on 80 columns as a text block."""
     environment = os.environ | {"COLUMNS": "80", "TERM": "dumb"}
     words = [sys.executable, "-m", *shlex.split(line)]
     done = subprocess.run(words, check=True, capture_output=True, text=True, env=environment)

@@ -1,4 +1,4 @@
-"""Section on predictions: memory and bottleneck of the fastest configurations, and the model on other machines.
+"""Section on predictions: memory, bottleneck, and other machines.
 
 Predictions come from `zinfer.analysis.calibrate`: the physics of a pass and a few factors for each engine, fitted to
 these records. Everything predicted looks so and is named so.
@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from statistics import median
 
 from zinfer.analysis import calibrate, rates
+from zinfer.analysis.group import Points
 from zinfer.core.case import Case
 from zinfer.core.machine import Machine, override
 from zinfer.core.model import ModelSpec
@@ -21,6 +22,7 @@ from zinfer.report.findings import Findings, WorkloadFindings, shape
 from zinfer.report.measured import rate, rated
 from zinfer.system.machines import load as load_machine
 
+CALIBRATING = 150  # points of an engine: each takes 3 ms, and the medians of more hardly differ
 MACHINES = ("a100-80gb", "h100-80gb", "h200", "gh200-96gb", "b200")
 _MEMORY = (
     "model", "machine", "configuration", "#batch", "~GPU predicted", "#GPU measured", "~host predicted",
@@ -39,30 +41,47 @@ Winners = list[tuple[WorkloadFindings, Measurement, ModelSpec]]
 
 
 def predictions(findings: Findings) -> Section:
-    """Return the section; empty where no model or machine of the records is known."""
-    points = [point for point in findings.points if shape(point.case) is not None]
-    factors, rows = calibrate.calibrate(points, findings.machines)
-    winners = [
-        (workload, top, spec)
-        for workload in (*findings.main, *findings.slices)
-        if workload.machine and (top := rates.winner(workload.points)) and (spec := shape(top.case))
-    ]
-    blocks: list[Block] = [_memory(winners), _bottlenecks(winners, factors), *_elsewhere(winners, factors)]
+    """Return the section; empty without a known model and machine."""
+    factors, rows = calibrate.calibrate(_thinned(findings.points), findings.machines)
+    main, slices = (
+        [
+            (workload, top, spec)
+            for workload in workloads
+            if workload.machine and (top := rates.winner(workload.points)) and (spec := shape(top.case))
+        ]
+        for workloads in (findings.main, findings.slices)
+    )
+    winners = main + slices
+    blocks: list[Block] = [_memory(winners), _bottlenecks(winners, factors), *_elsewhere(main, factors)]
     if any(isinstance(block, Table) and block.rows for block in blocks):
         blocks.append(Text(_trust(factors, rows)))
     return section("predictions", "Memory, bottleneck and other machines", blocks)
 
 
+def _thinned(points: Points) -> list[Measurement]:
+    """Return the points to calibrate with: `CALIBRATING` of each engine, evenly spaced, or all."""
+    by_engine: dict[str, list[Measurement]] = {}
+    for point in points:
+        if shape(point.case) is not None:
+            by_engine.setdefault(point.case.engine, []).append(point)
+    return [
+        engine_points[nth * len(engine_points) // count]
+        for engine_points in by_engine.values()
+        for count in (min(CALIBRATING, len(engine_points)),)
+        for nth in range(count)
+    ]
+
+
 def _memory(winners: Winners) -> Table:
-    """Return the bytes of each fastest configuration, predicted from the model's shapes and measured."""
+    """Return predicted and measured bytes of each fastest configuration."""
     rows = []
     for workload, point, spec in winners:
         assert workload.machine is not None
         plan = make_plan(point.case, spec, workload.machine)
         sizes = (plan.gpu.total - plan.gpu.overhead, point.gpu_peak_bytes, plan.host.total, point.host_peak_bytes)
-        size = str(point.case.workload.batch_size)
-        cells = (gib(one) if one else "" for one in sizes)
-        rows.append(Row((workload.group.title, workload.group.machine, point.case.label(), size, *cells)))
+        batch_size = str(point.case.workload.batch_size)
+        cells = (gib(size) if size else "" for size in sizes)
+        rows.append(Row((workload.group.title, workload.group.machine, point.case.label(), batch_size, *cells)))
     caption = (
         "Memory of the fastest configuration of each workload, predicted from the shapes of the model alone. Measured "
         "peaks are of tensors on the GPU, and of the process."
@@ -71,7 +90,7 @@ def _memory(winners: Winners) -> Table:
 
 
 def _bottlenecks(winners: Winners, factors: Mapping[str, Efficiency]) -> Table:
-    """Return the limit of each fastest configuration's decode step, and the gain from a link twice as fast."""
+    """Return each fastest step's limit, and the gain from a doubled link."""
     rows = []
     for workload, point, spec in winners:
         case, machine = point.case, workload.machine
@@ -96,7 +115,7 @@ def _bottlenecks(winners: Winners, factors: Mapping[str, Efficiency]) -> Table:
 
 
 def _elsewhere(winners: Winners, factors: Mapping[str, Efficiency]) -> Iterator[Block]:
-    """Yield the whole model on every machine of `MACHINES` and on its own, for the first workload of each model."""
+    """Yield each whole model's predictions on its own and other machines."""
     seen: set[str] = set()
     for workload, point, _ in winners:
         case = point.case.load.model_copy(update={"layers": None, "gpu_weights": None})
@@ -106,7 +125,7 @@ def _elsewhere(winners: Winners, factors: Mapping[str, Efficiency]) -> Iterator[
         seen.add(case.model)
         places = [workload.machine, *map(load_machine, MACHINES)]
         ways = [_ways(case, spec, place, factors[case.engine]) for place in places]
-        plans = [max(own, key=_merit) for own in ways]
+        plans = [max(alternatives, key=_merit) for alternatives in ways]
         base = next((nth for nth, plan in enumerate(plans) if plan.fits and plan.output_tok_s), None)
         first = None if base is None else plans[base].output_tok_s
         load = case.workload
@@ -116,14 +135,13 @@ def _elsewhere(winners: Winners, factors: Mapping[str, Efficiency]) -> Iterator[
             "weights in host memory (cpu), whichever is faster, at its best batch."
         )
         yield Table(caption, _PLACES, tuple(_place(plan, first) for plan in plans))
-        told = [f"{plan.machine.name}: {plan.why_not}" for plan in plans if plan.why_not]
+        lines = [f"{plan.machine.name}: {plan.why_not}" for plan in plans if plan.why_not]
         if base is not None:
-            told.append(f"Predicted for {plans[base].machine.name}: {advice(ways[base])}")
-        yield Items(tuple(told))
+            lines.append(f"Predicted for {plans[base].machine.name}: {advice(ways[base])}")
+        yield Items(tuple(lines))
 
 
 def _ways(case: Case, spec: ModelSpec, place: Machine, factors: Efficiency) -> list[Plan]:
-    """Return plans with weights in host memory and with none offloaded, each at its best batch."""
     return [best_batch(case.model_copy(update={"offload": way}), spec, place, factors) for way in ("cpu", "none")]
 
 
@@ -153,6 +171,6 @@ def _trust(factors: Mapping[str, Efficiency], rows: tuple[calibrate.PredictedPoi
             parts.append(
                 f"{engine} to {median(errors):.1%} in the median and {max(errors):.1%} at worst of {len(errors)} points"
             )
-    told = f"Predicted from all other points, throughput is right for {'; '.join(parts)}." if parts else ""
-    told = told or "No point is predicted by another."
-    return f"{told} These records come from few machines: another one adds errors that they do not show."
+    text = f"Predicted from all other points, throughput is right for {'; '.join(parts)}." if parts else ""
+    text = text or "No point is predicted by another."
+    return f"{text} These records come from few machines: another one adds errors that they do not show."

@@ -2,11 +2,11 @@
 rates leave out that requests come and end at different times."""
 
 from collections.abc import Iterable
-from statistics import mean
+from statistics import fmean
 
 from zinfer.analysis.requests import check, goodput, group_of, loads_of, share_within
 from zinfer.core.units import duration, figures
-from zinfer.record.requests import METRICS, RequestPoint, Summary
+from zinfer.record.requests import METRICS, RequestPoint
 from zinfer.report.document import Block, Heading, Items, Row, Table, Text
 
 RATES = (
@@ -28,65 +28,49 @@ WORDS = (
 
 
 def section(points: Iterable[RequestPoint]) -> tuple[Block, ...]:
-    """Return the blocks about loads of requests; none if there are no records."""
-    found = tables(points)
-    if not found:
-        return ()
-    return (Heading("Loads of requests"), Text(WORDS), *(block for blocks in found for block in blocks))
-
-
-def tables(points: Iterable[RequestPoint]) -> list[tuple[Table | Items, ...]]:
-    """Return the tables of each model, or slice, on each machine: rates, times, and the service levels that were asked
-    for."""
+    """Return the tables of each model or slice on each machine, if there are any."""
     groups: dict[str, list[RequestPoint]] = {}
     for point in points:
         groups.setdefault(f"{group_of(point).part}, {point.machine}", []).append(point)
-    found: list[tuple[Table | Items, ...]] = []
-    for name, own in groups.items():
-        last = [one for records in loads_of(own).values() if (one := _last(records)) is not None]
-        told = tuple(f"{_named(one)}: {level.describe()}." for one in last for level in check(one))
-        blocks: list[Table | Items] = [_rates(name, own)]
+    blocks: list[Block] = [Heading("Loads of requests"), Text(WORDS)]
+    for name, records in groups.items():
+        usable = loads_of(record for record in records if record.usable)
+        last = [loads[-1] for loads in usable.values()]
+        blocks.append(_rates(name, records))
         blocks += [_passes(name, last), _times(name, last)] if last else []
-        blocks += [Items(told)] if told else []
-        found.append(tuple(blocks))
-    return found
-
-
-def _last(records: Iterable[RequestPoint]) -> RequestPoint | None:
-    """Return the last record with samples."""
-    return next((one for one in reversed(tuple(records)) if one.usable), None)
-
-
-def _named(point: RequestPoint) -> str:
-    return f"{point.case.label()}, {point.requests.loop}"
+        levels = (
+            f"{record.case.label()}, {record.requests.loop}: {level.describe()}."
+            for record in last
+            for level in check(record)
+        )
+        blocks.append(Items(tuple(levels)))
+    return tuple(blocks) if groups else ()
 
 
 def _rates(name: str, points: Iterable[RequestPoint]) -> Table:
-    """Return a row for each load of requests, over all loads of the model; failures have an outcome. What all requests
-    were drawn from stands in the caption."""
+    """Return a row for each load, over all loads of the model."""
     rows, loads = [], loads_of(points)
     sources = [f" of {key.requests.source.replace(',', ', ')}" for _, key in loads]
     common = sources[0] if len(set(sources)) == 1 else ""
     for ((_, key), records), source in zip(loads.items(), sources, strict=True):
-        last, good = records[-1], [one for one in records if one.usable]
-        measured = [one.output_tok_s or 0.0 for one in good]
+        last, good = records[-1], [record for record in records if record.usable]
+        measured = [record.output_tok_s or 0.0 for record in good]
         shown = good[-1] if good else last
         lengths, waiting = shown.mean_lengths, shown.waiting_tok_s
-        steady = [rate for one in good if (rate := one.steady_tok_s) is not None]
+        steady = [rate for record in good if (rate := record.steady_tok_s) is not None]
         outcome = shown.status if shown.usable else f"{shown.status}: {shown.error or ''}".rstrip(": ")[:120]
         cells = (
             key.case.label(), f"{key.requests.requests:,}{'' if common else source}", key.requests.loop,
-            "" if lengths is None else " / ".join(f"{one:.0f}" for one in lengths),
-            str(len(good)) if good else "", figures(mean(measured), 4) if good else "",
+            "" if lengths is None else " / ".join(f"{length:.0f}" for length in lengths),
+            str(len(good)) if good else "", figures(fmean(measured), 4) if good else "",
             f"{figures(min(measured), 4)} to {figures(max(measured), 4)}" if len(good) > 1 else "",
-            "" if waiting is None else figures(waiting, 4), figures(mean(steady), 4) if steady else "", outcome,
+            "" if waiting is None else figures(waiting, 4), figures(fmean(steady), 4) if steady else "", outcome,
         )  # fmt: skip
         rows.append(Row(cells, "" if shown.status == "ok" else "failed"))
     return Table(f"{name}: loads of requests{common}, the mean over all loads of the model.", RATES, tuple(rows))
 
 
 def _passes(name: str, points: Iterable[RequestPoint]) -> Table:
-    """Return a row for each of `points`: its rates, and what its passes carried."""
     rows = []
     for point in points:
         per_second, share = goodput(point), share_within(point)
@@ -104,21 +88,14 @@ def _passes(name: str, points: Iterable[RequestPoint]) -> Table:
 
 
 def _times(name: str, points: Iterable[RequestPoint]) -> Table:
-    """Return a row for each time of each of `points`: mean, p50, p90 and p99."""
     rows = [
-        Row(
-            (
-                point.case.label(),
-                point.requests.loop,
-                metric.removesuffix("_ms").upper(),
-                *_summary(point.summary(metric)),
-            )
-        )
+        Row((point.case.label(), point.requests.loop, metric.removesuffix("_ms").upper(), *map(_duration, times)))
         for point in points
         for metric in METRICS
+        for times in (point.summary(metric) or (None,) * 4,)
     ]
     return Table(f"{name}: times of requests in the last load.", TIMES, tuple(rows))
 
 
-def _summary(found: Summary | None) -> tuple[str, ...]:
-    return ("",) * 4 if found is None else tuple(duration(value / 1e3) for value in found)
+def _duration(ms: float | None) -> str:
+    return "" if ms is None else duration(ms / 1e3)

@@ -1,4 +1,4 @@
-"""First page of a report: a row for each workload, then the decision, its risks, and a place to sign."""
+"""Executive summary: a row for each workload, decision, risks, signature."""
 
 from collections.abc import Iterator
 
@@ -22,9 +22,9 @@ def summary(findings: Findings) -> Section:
     workloads = (*findings.main, *findings.slices)
     rows = (*map(_row, workloads), *_request_rows(findings))
     if not rows:
-        told = Text("No sweep was measured yet: measure with `zinfer sweep`, then write this report again.")
+        text = Text("No sweep was measured yet: measure with `zinfer sweep`, then write this report again.")
         commands = Command("zinfer probe\nzinfer sweep --model bloom-176b --offload cpu\nzinfer report")
-        return section("summary", "Summary", (told, commands))
+        return section("summary", "Summary", (text, commands))
     caption = "The fastest configuration of each workload; tok/s counts the output of the whole batch."
     decided: dict[tuple[str, str], WorkloadFindings] = {}
     for workload in findings.main:
@@ -40,12 +40,15 @@ def summary(findings: Findings) -> Section:
 
 
 def alternatives(points: Points) -> tuple[Measurement, ...]:
-    """Return a point of each configuration that the winner was measured against: that ran, or ran out of memory."""
+    """Return a point of each configuration that the winner beat."""
     top = rates.winner(points)
     if top is None:
         return ()
-    others = (own for load, own in by_load(points).items() if load != top.case.load)
-    outcomes = (rates.best(own) or next((one for one in own if one.status.startswith("oom")), None) for own in others)
+    others = (load_points for load, load_points in by_load(points).items() if load != top.case.load)
+    outcomes = (
+        rates.best(load_points) or next((point for point in load_points if point.status.startswith("oom")), None)
+        for load_points in others
+    )
     return tuple(outcome for outcome in outcomes if outcome is not None)
 
 
@@ -56,15 +59,18 @@ def verdict(points: Points) -> str:
         return f"no point succeeded: {rates.statuses(points)}"
     if not others:
         return "no alternative measured"
-    ties, ran = rates.ties(points, top), sum(one.usable for one in others)
+    ties, ran = rates.ties(points, top), sum(point.usable for point in others)
     if ties:
         return f"as fast as {counted(len(ties), 'other')} within the noise, of {len(others) + 1} configurations"
     if not ran:
         return f"the only one of {len(others) + 1} configurations that fits"
-    lossy = ", lossy ones apart" * (not top.case.lossy and any(one.case.lossy for one in others))
-    tried_up_to = {load: max(one.case.workload.batch_size for one in own) for load, own in by_load(points).items()}
+    lossy = ", lossy ones apart" * (not top.case.lossy and any(point.case.lossy for point in others))
+    tried_up_to = {
+        load: max(point.case.workload.batch_size for point in load_points)
+        for load, load_points in by_load(points).items()
+    }
     full = {edge.load for edge in rates.edges(points) if edge.smallest_oom}
-    loads = {one.case.load for one in others} - full
+    loads = {point.case.load for point in others} - full
     small = sum(tried_up_to[load] < top.case.workload.batch_size for load in loads)
     tried = f", {small} of them tried at smaller batches only" * bool(small)
     return f"fastest of {len(others) + 1} configurations{lossy}{tried}"
@@ -75,24 +81,23 @@ def _row(workload: WorkloadFindings) -> Row:
     if top is None:
         return Row((group.title, group.machine, *[""] * 4, verdict(workload.points)), "failed")
     first = duration(sum(top.ttft_ms) / len(top.ttft_ms) / 1e3)
-    told = " ".join(rate(top)).strip()
+    tok_s = " ".join(rate(top)).strip()
     lossy = " (lossy)" * top.case.lossy
     return Row((
-        group.title, group.machine, named(top) + lossy, told, first, _loads(workload, top), verdict(workload.points),
+        group.title, group.machine, named(top) + lossy, tok_s, first, _loads(workload, top), verdict(workload.points),
     ))  # fmt: skip
 
 
 def _request_rows(findings: Findings) -> Iterator[Row]:
-    """Yield a row for each load of requests, with the median of TTFT."""
     for group, points in groups(findings.requests).items():
-        found = ranked(points)
-        if not found:
+        ranking = ranked(points)
+        if not ranking:
             yield Row((group.title, group.machine, *[""] * 4, f"no load succeeded: {points[-1].status}"), "failed")
             continue
-        top, times = found[0], found[0].point.summary("ttft_ms")
-        against = f"fastest of {len(found)} configurations" if len(found) > 1 else "no alternative measured"
-        if len(found) > 1 and top.differs(found[1]) is not True:
-            against = f"first of {len(found)} configurations, its lead unsure"
+        top, times = ranking[0], ranking[0].point.summary("ttft_ms")
+        against = f"fastest of {len(ranking)} configurations" if len(ranking) > 1 else "no alternative measured"
+        if len(ranking) > 1 and top.differs(ranking[1]) is not True:
+            against = f"first of {len(ranking)} configurations, its lead unsure"
         yield Row((
             group.title, group.machine, top.point.case.label() + " (lossy)" * top.point.case.lossy, rated(top.mean),
             "" if times is None else f"{duration(times.p50 / 1e3)} median", counted(len(top.rates), "load"), against,
@@ -100,7 +105,7 @@ def _request_rows(findings: Findings) -> Iterator[Row]:
 
 
 def _loads(workload: WorkloadFindings, point: Measurement) -> str:
-    """Return how often the model was loaded and how often each load was repeated."""
+    """Return the number of loads of the model, and of repeats."""
     loads, repeats = workload.loads.get(point.case, (0.0,)), counted(len(point.ttft_ms), "repeat")
     if len(loads) == 1:
         return f"single run, {repeats}"
@@ -108,38 +113,38 @@ def _loads(workload: WorkloadFindings, point: Measurement) -> str:
 
 
 def _decision(workload: WorkloadFindings, findings: Findings) -> Iterator[Block]:
-    """Yield the recommendation for a workload, with its gains and costs, and the command that uses it."""
+    """Yield the recommendation for a workload, its cost and command."""
     top = rates.winner(workload.points)
     assert top is not None  # it has alternatives
     case = top.case
-    told = [
+    lines = [
         f"{workload.name}: use {titled(top)} at batch {case.workload.batch_size}: {' '.join(rate(top)).strip()} tok/s."
     ]
-    told += filter(None, [rates.tied(workload.points, top)])
-    told += [one.text for one in rates.offload_verdicts(workload.points)[:1] if one.compares]
+    lines += filter(None, [rates.tied(workload.points, top)])
+    lines += [verdict.text for verdict in rates.offload_verdicts(workload.points)[:1] if verdict.compares]
     other = rates.best(rates.lossy(workload.points))
     if other is not None and not case.lossy:
-        told.append(f"Lossy, apart: {rate(other)[0]} tok/s with {named(other)}; {loss(other, findings)}.")
-    found = known_cost(top, findings.prices)
-    if findings.prices.known and found.usd_per_mtok is None:
-        told.append("Its cost is unknown: energy has a price and was not measured.")
-    elif found.usd_per_mtok is not None:
-        day = found.usd_per_mtok * (top.output_tok_s or 0.0) * DAY_S / 1e6
-        told.append(f"Cost: {found.usd_per_mtok:,.2f} USD a million output tokens, {day:,.2f} USD a day at full load.")
-    yield Items(tuple(told))
-    yield Command(reproduce.batch_command(case))
+        lines.append(f"Lossy, apart: {rate(other)[0]} tok/s with {named(other)}; {loss(other, findings)}.")
+    cost = known_cost(top, findings.prices)
+    if findings.prices.known and cost.usd_per_mtok is None:
+        lines.append("Its cost is unknown: energy has a price and was not measured.")
+    elif cost.usd_per_mtok is not None:
+        day = cost.usd_per_mtok * (top.output_tok_s or 0.0) * DAY_S / 1e6
+        lines.append(f"Cost: {cost.usd_per_mtok:,.2f} USD a million output tokens, {day:,.2f} USD a day at full load.")
+    yield Items(tuple(lines))
+    yield Command(reproduce.commands(top)[1])
 
 
 def loss(point: Measurement, findings: Findings) -> str:
-    """Return how far the point's lossy settings change the output of its model, or how to measure that."""
+    """Return what is known of the loss by lossy settings."""
     for run in findings.studies:
-        for one in study.deviations(run, point.case) if run.study == "accuracy" else ():
-            return f"the same most likely token at {one.agreement:.2%} of {one.positions:,} positions"
+        for deviation in study.deviations(run, point.case) if run.study == "accuracy" else ():
+            return f"the same most likely token at {deviation.agreement:.2%} of {deviation.positions:,} positions"
     return "`zinfer study accuracy` tells how far its text differs"
 
 
 def _risks(findings: Findings) -> tuple[str, ...]:
-    """Return what speaks against relying on the rows, each with the number of rows that it is about."""
+    """Return the risks, each with the number of its rows."""
     rows = [(workload, top) for workload in findings.workloads if (top := rates.winner(workload.points))]
     counts: dict[str, int] = {}
     for workload, top in rows:

@@ -19,7 +19,7 @@ from zinfer.core.progress import Progress, silent
 from zinfer.engine.base import Engine
 from zinfer.generation.sampling import greedy
 from zinfer.generation.scheduler import DecodeLoop
-from zinfer.record.measurement import Span, Status
+from zinfer.record.measurement import Span, Status, spans
 
 if TYPE_CHECKING:
     from zinfer.engine.kv_snapshot import KVSnapshot
@@ -121,7 +121,7 @@ def measure(
                 if repeat + 1 == repeats or enough(e2e):
                     samples.gpu = telemetry.summary()
                     with suppress(Exception):
-                        samples.timeline = tuple(Span.model_validate(span) for span in loop.timeline())
+                        samples.timeline = spans(loop.timeline())
                     return
         finally:
             samples.gpu = samples.gpu or telemetry.summary()

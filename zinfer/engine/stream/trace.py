@@ -82,8 +82,8 @@ class Trace:
             last = merged[lane][-1] if merged[lane] else None
             alike = last is not None and (last.layer, last.carries) == (layer, carries)
             if last is not None and alike and span.start_ms - last.end_ms < 0.05:
-                ends = {"start_ms": min(last.start_ms, span.start_ms), "end_ms": max(last.end_ms, span.end_ms)}
-                merged[lane][-1] = last.model_copy(update=ends)
+                start_ms, end_ms = min(last.start_ms, span.start_ms), max(last.end_ms, span.end_ms)
+                merged[lane][-1] = last._replace(start_ms=start_ms, end_ms=end_ms)
             else:
                 merged[lane].append(span)
         return tuple(span for spans in merged.values() for span in spans)
@@ -100,7 +100,7 @@ def joined(recordings: Sequence[Recording]) -> tuple[Span, ...]:
     for rank, (begun, spans) in enumerate(recordings):
         later_ms = (begun - recordings[0][0]) * 1e3
         for span in spans:
-            moved = {"rank": rank, "start_ms": span.start_ms + later_ms, "end_ms": span.end_ms + later_ms}
-            if moved["end_ms"] > 0:
-                found.append(Span(**(dict(span) | moved)))
+            start_ms, end_ms = span.start_ms + later_ms, span.end_ms + later_ms
+            if end_ms > 0:
+                found.append(span._replace(rank=rank, start_ms=start_ms, end_ms=end_ms))
     return tuple(found)

@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from zinfer.core.errors import ZinferError
 from zinfer.job.batch.openai import Done, decode, encode
-from zinfer.record.jsonl import Closing, Damage, Garbled, Lines, StoreError, read_lines, seal, unseal
+from zinfer.record.jsonl import AppendLog, Closing, Damage, Garbled, StoreError, read_lines, seal, unseal
 from zinfer.system.atomic import sync_folder
 
 JOB, ROW = "batch", "batch_row"  # kinds of lines in a .job file: the settings, and tokens of an unfinished row
@@ -39,13 +39,13 @@ class Ledger(Closing):
     job's first start, in seconds since 1970; `damaged` are the lines of both files that were left out.
     """
 
-    def __init__(self, output: Lines) -> None:
+    def __init__(self, output: AppendLog) -> None:
         self.done: dict[str, Done] = {}
         self.made: dict[str, list[int]] = {}
         self.damaged: tuple[Damage, ...] = ()
         self.created = 0
         self._output = output
-        self._job: Lines | None = None
+        self._job: AppendLog | None = None
 
     @classmethod
     def open(cls, output: Path, settings: Mapping[str, Any], created: int, force: bool = False) -> Self:
@@ -55,7 +55,7 @@ class Ledger(Closing):
         `output` is another job's, StoreError if it is no batch output, another process writes it, or it cannot be
         written; nothing is changed then.
         """
-        ledger = cls(Lines.open(output))
+        ledger = cls(AppendLog.open(output))
         try:
             ledger._open(settings, created, force)
         except BaseException:
@@ -90,15 +90,15 @@ class Ledger(Closing):
         self.made = made if changes.keys() <= {"prompts"} else {}  # another model cannot continue these tokens
         if changes:
             self._begin(path)
-        self._job = Lines.open(path)
-        self.damaged += tuple(Damage(path, *fault) for fault in self._job.mend(_read, "job file", aside=False))
+        self._job = AppendLog.open(path)
+        self.damaged += tuple(Damage(path, *fault) for fault in self._job.mend(_read, "job file", keep_garbled=False))
         if changes and self.made:
             self.save((identity, 0, tokens) for identity, tokens in self.made.items())
 
     def _begin(self, path: Path) -> None:
         """Replace the .job file by its first line alone, atomically."""
         draft = path.with_name(path.name + ".new")
-        with Lines.open(draft) as lines:
+        with AppendLog.open(draft) as lines:
             lines.cut()
             lines.append(self._header)
             try:

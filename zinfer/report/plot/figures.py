@@ -38,14 +38,14 @@ _WAYS = {"recompute": (PALETTE[1], "s"), "memory": (PALETTE[0], "o"), "disk": (P
 
 
 def draw(group: Group, points: Points, names: Collection[str] | None = None) -> dict[str, Figure]:
-    """Return the figures of a group by name: all of `FIGURES` or those of `names`, without any that would be empty."""
+    """Return the figures of a group by name, without empty ones."""
     with looks():
         drawn = {name: figure(group, points) for name, figure in FIGURES.items() if names is None or name in names}
     return {name: figure for name, figure in drawn.items() if figure is not None}
 
 
 def throughput(group: Group, points: Points) -> Figure | None:
-    """Draw output tokens a second over batch size, with the batch sizes that failed in a strip below."""
+    """Draw output tokens a second over batch size; failures in a strip."""
     top = winner(points)
     if top is None or top.output_tok_s is None:
         return None
@@ -73,7 +73,7 @@ def throughput(group: Group, points: Points) -> Figure | None:
 
 
 def latency(group: Group, points: Points) -> Figure | None:
-    """Draw the time to first token (TTFT), and that per token after it (TPOT), over output tokens a second.
+    """Draw TTFT and TPOT over output tokens a second.
 
     A configuration's line goes from its smallest batch to its largest; the best point is at the lower right.
     """
@@ -96,16 +96,16 @@ def latency(group: Group, points: Points) -> Figure | None:
 
 
 def _tradeoff(axes: Axes, points: Points, metric: Metric) -> list[float]:
-    """Draw a line for each load, with the batch sizes at its ends. Return the values that the y axis has to hold."""
+    """Draw a line for each load; return the values of the y axis."""
     held: list[float] = []
     loads = by_load(points)
     for load, look in series(loads).items():
-        known = [(point, found) for point in loads[load] if (found := spread(samples(point, metric)))]
-        rates, waits = [point.output_tok_s or 0.0 for point, _ in known], [found.mean / 1e3 for _, found in known]
+        timed = [(point, wait) for point in loads[load] if (wait := spread(samples(point, metric)))]
+        rates, waits = [point.output_tok_s or 0.0 for point, _ in timed], [wait.mean / 1e3 for _, wait in timed]
         axes.plot(rates, waits, **look, zorder=3)
-        for nth in sorted({0, len(known) - 1}) if known else ():
+        for nth in sorted({0, len(timed) - 1}) if timed else ():
             axes.annotate(
-                str(_batch(known[nth][0])), (rates[nth], waits[nth]), xytext=(0, 7), textcoords="offset points",
+                str(_batch(timed[nth][0])), (rates[nth], waits[nth]), xytext=(0, 7), textcoords="offset points",
                 ha="center", size=8, color=look["color"],
             )  # fmt: skip
         held += waits
@@ -113,7 +113,7 @@ def _tradeoff(axes: Axes, points: Points, metric: Metric) -> list[float]:
 
 
 def link(group: Group, points: Points) -> Figure | None:
-    """Draw the weights that cross the link a second in decode steps, as a share of its measured bandwidth."""
+    """Draw the link's use in decode steps, over its measured bandwidth."""
     streamed = [point for point in points if point.usable and point.link_share]
     if not streamed:
         return None
@@ -130,17 +130,21 @@ def link(group: Group, points: Points) -> Figure | None:
 
 
 def residency(group: Group, points: Points) -> Figure | None:
-    """Draw output tokens a second over the share of the weights that stays on the GPU: each budget at its own best
-    batch, and all of them at the largest batch that they share. None without two budgets of one engine."""
+    """Draw output tokens a second over the resident share of the weights.
+
+    Each budget at its own best batch, and all at their largest common one. None without two budgets of one engine.
+    """
     tops = [point for point in best_by_load(points) if _resident_share(point) is not None]
     engines = {point.case.engine for point in tops if point.case.gpu_weights is not None}
     lines: list[tuple[str, str, list[Measurement]]] = []
     for engine in sorted(engines):
-        own = [point for point in tops if point.case.engine == engine]
-        if len(own) < 2:
+        engine_points = [point for point in tops if point.case.engine == engine]
+        if len(engine_points) < 2:
             continue
-        lines.append((engine, "each at its own best batch", own))
-        loads = by_load([point for point in points if point.usable and point.case.load in {p.case.load for p in own}])
+        lines.append((engine, "each at its own best batch", engine_points))
+        loads = by_load(
+            [point for point in points if point.usable and point.case.load in {p.case.load for p in engine_points}]
+        )
         common = set.intersection(*({_batch(point) for point in batch} for batch in loads.values()))
         if common:
             equal = [next(p for p in batch if _batch(p) == max(common)) for batch in loads.values()]
@@ -150,14 +154,14 @@ def residency(group: Group, points: Points) -> Figure | None:
     sheet = Sheet(group, "how much of the weights should stay on the GPU?", (group.conditions,))
     axes = sheet.panels[0]
     values: list[float] = []
-    for nth, (engine, how, own) in enumerate(lines):
-        own.sort(key=lambda point: _resident_share(point) or 0)
-        rates = [point.output_tok_s or 0 for point in own]
-        look = series([own[0].case.load])[own[0].case.load] | {"label": f"{engine}, {how}"}
+    for nth, (engine, how, engine_points) in enumerate(lines):
+        engine_points.sort(key=lambda point: _resident_share(point) or 0)
+        rates = [point.output_tok_s or 0 for point in engine_points]
+        look = series([engine_points[0].case.load])[engine_points[0].case.load] | {"label": f"{engine}, {how}"}
         if nth % 2:
             look |= {"markerfacecolor": "white", "linewidth": 1.0}
-        axes.plot([_resident_share(point) or 0 for point in own], rates, **look, zorder=3)
-        for point, rate in zip(own, rates, strict=True):
+        axes.plot([_resident_share(point) or 0 for point in engine_points], rates, **look, zorder=3)
+        for point, rate in zip(engine_points, rates, strict=True):
             if nth % 2 == 0:
                 axes.annotate(
                     f"batch {_batch(point)}", (_resident_share(point) or 0, rate), xytext=(0, 9),
@@ -172,8 +176,11 @@ def residency(group: Group, points: Points) -> Figure | None:
 
 
 def prediction(plans: Sequence[Plan]) -> Figure | None:
-    """Draw predicted output tokens a second over batch size: a dashed line for each machine and load, its error band
-    shaded. None if nothing fits. The plans are of one model and one pair of lengths."""
+    """Draw predicted output tokens a second over batch size.
+
+    A dashed line for each machine and load, its error band shaded. None if nothing fits. The plans are of one model and
+    one pair of lengths.
+    """
     lines: dict[tuple[str, Case], list[Plan]] = {}
     for plan in plans:
         if plan.fits and plan.output_tok_s and plan.case.workload.batch_size <= plan.max_batch_size:
@@ -192,49 +199,50 @@ def prediction(plans: Sequence[Plan]) -> Figure | None:
         sheet = Sheet(group, "where, and at which batch?", (what, group.machine))
         axes = sheet.panels[0]
         values: list[float] = []
-        for nth, ((machine, load), own) in enumerate(lines.items()):
-            sizes = [plan.case.workload.batch_size for plan in own]
-            rates = [plan.output_tok_s or 0.0 for plan in own]
+        for nth, ((machine, load), load_plans) in enumerate(lines.items()):
+            sizes = [plan.case.workload.batch_size for plan in load_plans]
+            rates = [plan.output_tok_s or 0.0 for plan in load_plans]
             colour = PALETTE[nth % len(PALETTE)]
             axes.plot(sizes, rates, "--", color=colour, label=f"{machine}: {shortened(load.label(), 60)}")
-            band = own[0].error or 0.0
+            band = load_plans[0].error or 0.0
             axes.fill_between(
                 sizes, [r * (1 - band) for r in rates], [r * (1 + band) for r in rates], color=colour, alpha=0.15, lw=0
             )
             values += [rate * (1 + sign * band) for rate in rates for sign in (-1, 1)]
         log_axis(axes, values)
         axes.set_ylabel("output tokens a second")
-        batch_axis(axes, [plan.case.workload.batch_size for own in lines.values() for plan in own])
+        batch_axis(axes, [plan.case.workload.batch_size for load_plans in lines.values() for plan in load_plans])
         return sheet.finish()
 
 
 def reuse(run: Study) -> Figure | None:
-    """Draw the time to first token over the context, computed again and reloaded: medians with their ranges, and the
-    break-even; None if nothing was measured."""
+    """Draw TTFT over the context, computed again and reloaded; None if empty."""
     points = study.measured(run)
     if not points:
         return None
     contexts = [point.context for point in points]
-    words = [f"{told}." for source in SOURCES if (told := study.verdict(points, source)) is not None]
+    words = [f"{text}." for source in SOURCES if (text := study.verdict(points, source)) is not None]
     notes = (" ".join(word[0].upper() + word[1:] for word in words), f"{run.machine} · {study.conditions(run)}")
     with looks():
         sheet = Sheet(study.show(run), "when does a reload pay?", notes)
         axes = sheet.panels[0]
         held: list[float] = []
         for way, (colour, marker) in _WAYS.items():
-            own = [(p.context, p.recompute_ms if way == "recompute" else getattr(p, f"{way}_ms")) for p in points]
-            known = [(context, [ms / 1e3 for ms in samples]) for context, samples in own if samples]
-            if not known:
+            samples_by_context = [
+                (p.context, p.recompute_ms if way == "recompute" else getattr(p, f"{way}_ms")) for p in points
+            ]
+            timed = [(context, [ms / 1e3 for ms in samples]) for context, samples in samples_by_context if samples]
+            if not timed:
                 continue
-            middle = [median(samples) for _, samples in known]
+            middle = [median(samples) for _, samples in timed]
             label = "computed again" if way == "recompute" else f"reloaded from {way}"
-            axes.plot([context for context, _ in known], middle, marker=marker, color=colour, label=label, zorder=3)
-            low = [value - min(samples) for value, (_, samples) in zip(middle, known, strict=True)]
-            high = [max(samples) - value for value, (_, samples) in zip(middle, known, strict=True)]
+            axes.plot([context for context, _ in timed], middle, marker=marker, color=colour, label=label, zorder=3)
+            low = [value - min(samples) for value, (_, samples) in zip(middle, timed, strict=True)]
+            high = [max(samples) - value for value, (_, samples) in zip(middle, timed, strict=True)]
             axes.errorbar(
-                [context for context, _ in known], middle, yerr=(low, high), fmt="none", ecolor=colour, capsize=3
+                [context for context, _ in timed], middle, yerr=(low, high), fmt="none", ecolor=colour, capsize=3
             )
-            held += [value for _, samples in known for value in samples]
+            held += [value for _, samples in timed for value in samples]
         for source in SOURCES:
             even = study.break_even(points, source)
             if even is not None and even > 0 and isfinite(even):
@@ -248,7 +256,6 @@ def reuse(run: Study) -> Figure | None:
 
 
 def _resident_share(point: Measurement) -> float | None:
-    """Return the per cent of the weights that a decode step finds on the GPU; None where unknown."""
     if point.effective is None:
         return None
     resident, streamed = point.effective.gpu_weight_bytes, point.effective.streamed_bytes_per_step
@@ -269,35 +276,35 @@ def _bars(points: Points) -> str:
 
 
 def _alone(point: Measurement) -> str:
-    """Return the words for a point whose noise is unknown, and for one with lossy settings."""
+    """Return the words for unknown noise and for lossy settings."""
     return ", one repeat" * (len(point.ttft_ms) == 1) + ", a lossy setting" * point.case.lossy
 
 
 def _values(axes: Axes, points: Points) -> None:
-    """Write the rate at each point of a figure with few of them, and its batch size where the axis has no tick at it.
+    """Write the rate at each point of a figure with few points.
 
     The text stands above its point; beside it where a line has one point only, and of two that are close together, to
     the left of the first and to the right of the second.
     """
-    loads = {load: [point for point in own if point.usable] for load, own in by_load(points).items()}
+    loads = {load: [point for point in load_points if point.usable] for load, load_points in by_load(points).items()}
     if sum(map(len, loads.values())) > _VALUED:
         return
     ticks = {round(tick) for tick in axes.get_xticks()}
     low, high = axes.get_xlim()
     close = (high / low) ** 0.12
     look = series(loads)
-    for load, own in loads.items():
-        for nth, point in enumerate(own):
+    for load, load_points in loads.items():
+        for nth, point in enumerate(load_points):
             size = _batch(point)
-            after = nth + 1 < len(own) and _batch(own[nth + 1]) / size < close
-            before = nth > 0 and size / _batch(own[nth - 1]) < close
+            after = nth + 1 < len(load_points) and _batch(load_points[nth + 1]) / size < close
+            before = nth > 0 and size / _batch(load_points[nth - 1]) < close
             text = figures(point.output_tok_s or 0) + (f" (batch {size})" if size not in ticks else "")
             if after:
                 side, offset = "right", (-9, 3)
-            elif before or len(own) == 1:
+            elif before or len(load_points) == 1:
                 side, offset = "left", (11, -4)
             else:
-                side, offset = "right" if nth + 1 < len(own) else "center", (6, 11)
+                side, offset = "right" if nth + 1 < len(load_points) else "center", (6, 11)
             axes.annotate(
                 text, (size, point.output_tok_s or 0), xytext=offset, textcoords="offset points", ha=side, size=8.5,
                 color=look[load]["color"], zorder=4,
@@ -309,13 +316,13 @@ def _lines(axes: Axes, points: Points, value: Callable[[Measurement], Spread | N
     held: list[float] = []
     loads = by_load(points)
     for load, look in series(loads).items():
-        known = [(_batch(point), found) for point in loads[load] if point.usable and (found := value(point))]
-        if not known:
+        timed = [(_batch(point), rate) for point in loads[load] if point.usable and (rate := value(point))]
+        if not timed:
             continue
-        sizes, means = [size for size, _ in known], [found.mean for _, found in known]
+        sizes, means = [size for size, _ in timed], [rate.mean for _, rate in timed]
         # a bar never reaches zero, which a log axis does not have
-        below = [min(found.half_width or 0, 0.5 * found.mean) for _, found in known]
-        above = [found.half_width or 0 for _, found in known]
+        below = [min(rate.half_width or 0, 0.5 * rate.mean) for _, rate in timed]
+        above = [rate.half_width or 0 for _, rate in timed]
         axes.plot(sizes, means, **look, zorder=3)
         if any(above):
             axes.errorbar(sizes, means, yerr=(below, above), fmt="none", ecolor=look["color"], capsize=3, zorder=2)
@@ -325,8 +332,7 @@ def _lines(axes: Axes, points: Points, value: Callable[[Measurement], Spread | N
 
 
 def _link_limits(axes: Axes, points: Points) -> list[float]:
-    """Draw the link's limit, batch · link bandwidth / streamed bytes, dashed over the batch sizes that it holds for.
-    Return the values that the y axis has to hold.
+    """Draw the link's limit, dashed; return the values of the y axis.
 
     The prefill streams every weight once too, so n output tokens a row take at least n passes over the link.
     """
@@ -336,11 +342,11 @@ def _link_limits(axes: Axes, points: Points) -> list[float]:
         if not point.usable or effective is None or not effective.streamed_bytes_per_step or not bandwidth:
             continue
         rate = bandwidth / effective.streamed_bytes_per_step
-        known = next((limit for limit in limits if max(rate / limit[0], limit[0] / rate) < _SAME_LIMIT), None)
-        if known is None:
+        limit = next((other for other in limits if max(rate / other[0], other[0] / rate) < _SAME_LIMIT), None)
+        if limit is None:
             text = f"link limit: {gb(effective.streamed_bytes_per_step)} a step, {gb(bandwidth)}/s, uncompressed"
-            limits.append(known := (rate, text, set()))
-        known[2].add(_batch(point))
+            limits.append(limit := (rate, text, set()))
+        limit[2].add(_batch(point))
     held = []
     for rate, text, sizes in limits:
         ends = [min(sizes) / 2**0.25, max(sizes) * 2**0.25]
@@ -350,7 +356,7 @@ def _link_limits(axes: Axes, points: Points) -> list[float]:
 
 
 def _shown(points: Points) -> Points:
-    """Leave out batches that were only tried for fit, and those that ran out of memory beyond a load's edge."""
+    """Leave out untimed batches, and out-of-memory ones beyond the first."""
     edges = {edge.load: edge.smallest_oom for edge in find_edges(points)}
     return tuple(
         point
@@ -363,24 +369,28 @@ def _shown(points: Points) -> Points:
 def _strip(
     axes: Axes, failed: dict[Case, tuple[Measurement, ...]], loads: Sequence[Case], sizes_shown: Sequence[int]
 ) -> None:
-    """Draw a row for each load, its name beside it: × where memory ran out, + where it failed for another reason."""
+    """Draw a row of failed batches for each load: × memory, + other."""
     look = series(loads)
     middle = (min(sizes_shown) * max(sizes_shown)) ** 0.5
-    for row, (load, own) in enumerate(failed.items()):
-        others = sorted({point.status for point in own if not point.status.startswith("oom")})
+    for row, (load, load_points) in enumerate(failed.items()):
+        others = sorted({point.status for point in load_points if not point.status.startswith("oom")})
         for mark, out in (("x", True), ("+", False)):
-            sizes = [_batch(point) for point in own if point.status.startswith("oom") is out]
+            sizes = [_batch(point) for point in load_points if point.status.startswith("oom") is out]
             axes.plot(sizes, [row] * len(sizes), mark, color=look[load]["color"], markersize=7, markeredgewidth=2)
-        on_left = min(_sizes(own)) >= middle
+        on_left = min(_sizes(load_points)) >= middle
         axes.annotate(
             shortened(load.label(), 48) + (f" ({', '.join(others)})" if others else ""),
-            (min(_sizes(own)) if on_left else max(_sizes(own)), row),
+            (min(_sizes(load_points)) if on_left else max(_sizes(load_points)), row),
             xytext=(-9 if on_left else 9, 0), textcoords="offset points",
             ha="right" if on_left else "left", va="center", size=8, color=look[load]["color"],
         )  # fmt: skip
     axes.set_ylim(len(failed) - 0.4, -0.6)
     axes.set_yticks([])
-    kinds = {"× out of\nmemory" if p.status.startswith("oom") else "+ failed" for own in failed.values() for p in own}
+    kinds = {
+        "× out of\nmemory" if p.status.startswith("oom") else "+ failed"
+        for load_points in failed.values()
+        for p in load_points
+    }
     axes.set_ylabel("\n".join(sorted(kinds, reverse=True)), rotation=0, ha="right", va="center", size=8.5)
     axes.grid(axis="y", visible=False)
 

@@ -1,4 +1,4 @@
-"""Style of every figure: a question as its title, conditions below it, the legend outside the data, stable bytes.
+"""Style of every figure: colours, sheet, axes, stable bytes.
 
 Measured series are solid lines with markers; limits and predictions are dashed and have none. An engine keeps its
 colour and its marker in every figure. A hollow marker means no offload, so a print without colour stays legible.
@@ -75,7 +75,7 @@ _COORDINATES = ("d", "x", "y", "transform")
 
 
 class Titled(Protocol):
-    """A subject that gives a figure its title: a group of points, or a run."""
+    """Subject whose title is the figure's."""
 
     @property
     def title(self) -> str: ...
@@ -94,7 +94,7 @@ def render(figure: Figure, form: Format) -> bytes:
     SVG is text as text, coordinates to a hundredth of a point, and a title and a description for screen readers. No
     text has a formula or an invisible character (`zinfer.system.printable`), which no XML file may have.
     """
-    for text in figure.findobj(MatplotlibText):
+    for text in _texts(figure):
         text.set_parse_math(False)
         text.set_text(printable(text.get_text()))
     buffer = BytesIO()
@@ -106,8 +106,8 @@ def render(figure: Figure, form: Format) -> bytes:
     root = ElementTree.fromstring(printable(buffer.getvalue().decode()))
     _slim(root)
     for tag, words in (("desc", said(figure, "note")), ("title", said(figure, "title"))):
-        root.insert(0, told := Element(f"{{{_SVG}}}{tag}"))
-        told.text = words
+        root.insert(0, element := Element(f"{{{_SVG}}}{tag}"))
+        element.text = words
     root.attrib |= {"role": "img", "style": _STROKES}
     ElementTree.register_namespace("", _SVG)
     ElementTree.register_namespace("xlink", _XLINK)
@@ -115,14 +115,22 @@ def render(figure: Figure, form: Format) -> bytes:
     return svg + b"\n"
 
 
+def _texts(figure: Figure) -> Iterator[MatplotlibText]:
+    """Yield the texts of a figure, but those of ticks."""
+    yield from figure.texts
+    for legend in figure.legends:
+        yield from legend.get_texts()
+    for axes in figure.axes:
+        yield from (*axes.texts, axes.xaxis.label, axes.yaxis.label)
+
+
 def said(figure: Figure, part: Literal["title", "note"]) -> str:
-    """Return the text above the figure's panels: its title, or the notes below it."""
+    """Return a figure's title, or its notes."""
     return " ".join(text.get_text() for text in figure.texts if text.get_gid() == part)
 
 
 def _slim(root: Element) -> None:
-    """Remove from an SVG file of matplotlib what no reader needs: metadata, ids that nothing refers to, groups without
-    attributes, digits beyond a hundredth of a point."""
+    """Remove metadata, unused ids, empty groups and excess digits from SVG."""
     for parent in list(root.iter()):
         for child in list(parent):
             if child.tag in (f"{{{_SVG}}}metadata", f"{{{_SVG}}}style"):
@@ -163,8 +171,8 @@ def _unwrap(element: Element) -> None:
 
 
 def series(loads: Iterable[Case]) -> dict[Case, dict[str, Any]]:
-    """Return arguments of `Axes.plot` that tell the lines apart: colour and marker by engine, fill by offload."""
-    found: dict[Case, dict[str, Any]] = {}
+    """Return plot arguments of each load: colour by engine, fill by offload."""
+    looks_by_load: dict[Case, dict[str, Any]] = {}
     strangers: dict[str, int] = {}
     variants: dict[tuple[str, str], int] = {}
     for load in loads:
@@ -176,7 +184,7 @@ def series(loads: Iterable[Case]) -> dict[Case, dict[str, Any]]:
         if nth:
             marker = _VARIANTS[(nth - 1) % len(_VARIANTS)]
             colour = lighter(colour, min(0.6, 0.3 * nth))
-        found[load] = {
+        looks_by_load[load] = {
             "color": colour,
             "marker": marker,
             "markersize": 7,
@@ -185,7 +193,7 @@ def series(loads: Iterable[Case]) -> dict[Case, dict[str, Any]]:
             "linewidth": 1.8,
             "label": shortened(load.label(), 90),
         }
-    return found
+    return looks_by_load
 
 
 def shortened(text: str, length: int) -> str:
@@ -194,7 +202,7 @@ def shortened(text: str, length: int) -> str:
 
 
 class Sheet:
-    """A figure while it is drawn: `panels` side by side, an optional strip of `strip_rows` below them, and a legend.
+    """Figure under construction: panels, an optional strip, and a legend.
 
     With `stack` the panels stand one below the other, each given as the room above it and its height, in inches.
     """
@@ -225,7 +233,7 @@ class Sheet:
         self._rows = ratios
 
     def finish(self) -> Figure:
-        """Place title, notes and legend around the panels, each in space of its own, and return the figure."""
+        """Place title, notes and legend around the panels; return the figure."""
         handles, labels = self._legend()
         width = max(map(len, labels), default=0) * CHARACTER + 0.55
         columns = max(1, min(4, int((_WIDTH - _LEFT) // width)))
@@ -261,8 +269,7 @@ class Sheet:
 
 
 def batch_axis(axes: Axes, sizes: Iterable[int]) -> None:
-    """Make the x axis logarithmic, with room for every batch size and ticks at them; powers of two come first where
-    space is short."""
+    """Make the x axis logarithmic, with ticks at batch sizes."""
     # a count of set bits is the simplest order that puts 16 before 24 before 28
     candidates = sorted(set(sizes), key=lambda size: (size.bit_count(), -size))
     low, high = min(candidates), max(candidates)
@@ -279,7 +286,7 @@ def batch_axis(axes: Axes, sizes: Iterable[int]) -> None:
 
 
 def log_axis(axes: Axes, values: Iterable[float], which: Literal["x", "y"] = "y") -> None:
-    """Make an axis logarithmic, with room for every value and ticks written as plain numbers."""
+    """Make an axis logarithmic, with plain numbers at its ticks."""
     low, high = min(values := list(values)), max(values)
     low, high = low / 1.35, high * 1.35
     span = high / low

@@ -1,4 +1,4 @@
-"""Timeline of one decode step: disk, link, unpacking and layers over time, and the moments in which the link waits.
+"""Timeline of a decode step: lanes over time, and the link's waits.
 
 The upper panel shows the whole step, the lower one the stretch in which the link waits longest, a few layers wide.
 Hatched parts of the link's lane are time that the step takes beyond its bytes. The lanes of several GPUs stand below
@@ -58,8 +58,7 @@ _BAR = 0.74  # height of a bar, as a share of its lane
 
 
 def timeline(group: Group, points: Points) -> Figure | None:
-    """Draw reads from disk, copies over the link, unpacking and computing in one traced step of each configuration's
-    fastest batch; None without a trace."""
+    """Draw a traced step of each configuration's fastest batch; None without one."""
     tops = best_by_load([point for point in points if busy(point.timeline, "copy")])
     if not tops:
         return None
@@ -90,23 +89,23 @@ class _Lane(NamedTuple):
 
 
 def _lanes(spans: Spans) -> list[_Lane]:
-    """Return the lanes of all GPUs in which something happens, from the top."""
+    """Return the busy lanes of all GPUs, from the top."""
     ranks = by_rank(spans)
     return [
-        _Lane(lane, own, _LOOKS[lane][1] + (f" {own[0].rank}" if len(ranks) > 1 else ""))
-        for own in ranks
+        _Lane(lane, rank_spans, _LOOKS[lane][1] + (f" {rank_spans[0].rank}" if len(ranks) > 1 else ""))
+        for rank_spans in ranks
         for lane in get_args(Lane)
-        if any(span.lane == lane for span in own)
+        if any(span.lane == lane for span in rank_spans)
     ]
 
 
 def _waiting(spans: Spans) -> Spans:
     """Return the spans of the GPU whose link waits longest."""
-    return max(by_rank(spans), key=lambda own: waits(own).total_ms)
+    return max(by_rank(spans), key=lambda rank_spans: waits(rank_spans).total_ms)
 
 
 def _overview(axes: Axes, point: Measurement, longest: float) -> None:
-    """Draw the whole step on a scale that all configurations share, with its numbers in words above it."""
+    """Draw the whole step on a common scale, with words above it."""
     _bars(axes, point.timeline, (-0.005 * longest, 1.005 * longest), named=True)
     axes.xaxis.tick_top()
     axes.tick_params(axis="x", length=0, pad=2)
@@ -120,8 +119,7 @@ def _overview(axes: Axes, point: Measurement, longest: float) -> None:
 
 
 def _words(point: Measurement) -> list[str]:
-    """Return the lines above a step: its configuration and length, then how busy each GPU's lanes are and why its link
-    waits."""
+    """Return the lines above a step: length, busy shares, the link's waits."""
     label = f"{shortened(point.case.label(), 56)}, batch {point.case.workload.batch_size}"
     timed = f" (timed: {point.step_median_ms:,.1f} ms)" if point.step_median_ms else ""
     lines, ranks = [f"{label}: {length_ms(point.timeline):,.1f} ms{timed}"], by_rank(point.timeline)
@@ -136,27 +134,26 @@ def _words(point: Measurement) -> list[str]:
 
 
 def _rate(point: Measurement, spans: Spans) -> str:
-    """Say how fast the link is while it works: the rest of what a step could gain."""
-    found, best = busy_bandwidth(point, spans), point.link_bandwidth
-    if not found:
+    rate, measured = busy_bandwidth(point, spans), point.link_bandwidth
+    if not rate:
         return ""
-    return f"; the busy link carries {gb(found)}/s" + (
-        f", {found / best:.1%} of what it was measured at" if best else ""
+    return f"; the busy link carries {gb(rate)}/s" + (
+        f", {rate / measured:.1%} of what it was measured at" if measured else ""
     )
 
 
-def _idleness(found: Waits, end: float) -> str:
-    if found.total_ms < 0.0005 * end:
-        return f"The link hardly waits: {_ms(found.total_ms)} ms."
+def _idleness(waits: Waits, end: float) -> str:
+    if waits.total_ms < 0.0005 * end:
+        return f"The link hardly waits: {_ms(waits.total_ms)} ms."
     parts = (
-        (found.before_ms, "before its first copy"),
-        (found.between_ms, "between"),
-        (found.after_ms, "after its last"),
+        (waits.before_ms, "before its first copy"),
+        (waits.between_ms, "between"),
+        (waits.after_ms, "after its last"),
     )
-    where = ", ".join(f"{_ms(ms)} {words}" for ms, words in parts if ms > 0.02 * found.total_ms)
-    total = f"{_ms(found.total_ms)} ms ({found.total_ms / end:.1%})"
-    reading = f", the disk in {_ms(found.reading_ms)}" if found.reading_ms else ""
-    return f"The link waits {total}: {where}; the GPU works in {_ms(found.working_ms)} of them{reading}."
+    where = ", ".join(f"{_ms(ms)} {words}" for ms, words in parts if ms > 0.02 * waits.total_ms)
+    total = f"{_ms(waits.total_ms)} ms ({waits.total_ms / end:.1%})"
+    reading = f", the disk in {_ms(waits.reading_ms)}" if waits.reading_ms else ""
+    return f"The link waits {total}: {where}; the GPU works in {_ms(waits.working_ms)} of them{reading}."
 
 
 def _ms(value: float) -> str:
@@ -188,26 +185,27 @@ def _magnified(axes: Axes, spans: Spans) -> None:
 
 
 def _bars(axes: Axes, spans: Spans, limits: Interval, named: bool = False, inches: float = 0.0) -> None:
-    """Draw every span as a bar in its lane, one layer light and the next one dark, numbered if there are `inches` for
-    it. A bar too thin to be seen gets the width of a hair line."""
+    """Draw every span as a bar in its lane, numbered given `inches`."""
     lanes = _lanes(spans)
     axes.set_xlim(*limits)
     axes.set_ylim(len(lanes) - 0.5, -0.5)
-    axes.set_yticks(range(len(lanes)), [one.name for one in lanes], size=9)
+    axes.set_yticks(range(len(lanes)), [kind.name for kind in lanes], size=9)
     axes.tick_params(axis="y", length=0)
     axes.tick_params(axis="x", labelsize=9)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
     axes.grid(axis="y", visible=False)
     for row, (lane, spans_of, _) in enumerate(lanes):
-        own = [span for span in spans_of if span.lane == lane and limits[0] < span.end_ms and span.start_ms < limits[1]]
-        for carries in (None, *(one for one in _CARRIES if any(span.carries == one for span in own))):
-            alike = [span for span in own if span.carries == carries]
-            told = _LOOKS[lane][2] if carries is None else _CARRIES[carries][1]
+        lane_spans = [
+            span for span in spans_of if span.lane == lane and limits[0] < span.end_ms and span.start_ms < limits[1]
+        ]
+        for carries in (None, *(kind for kind in _CARRIES if any(span.carries == kind for span in lane_spans))):
+            alike = [span for span in lane_spans if span.carries == carries]
+            meaning = _LOOKS[lane][2] if carries is None else _CARRIES[carries][1]
             for odd in (False, True):
-                label = told if named and not odd else None
+                label = meaning if named and not odd else None
                 pairs = _joined([(span.start_ms, span.end_ms) for span in alike if _odd(span) is odd], limits)
                 _boxes(axes, pairs, row, label, color=_tone(lane, odd, carries), linewidth=0 if inches else 0.3)
-        for span in own if inches else ():
+        for span in lane_spans if inches else ():
             _name(axes, span, row, limits, inches)
     for row, (lane, spans_of, _) in enumerate(lanes):
         if lane == "copy":
@@ -220,12 +218,12 @@ def _bars(axes: Axes, spans: Spans, limits: Interval, named: bool = False, inche
 
 
 def _column(limits: Interval) -> float:
-    """Return the ms of the narrowest thing that can be seen in an axis from `limits`."""
+    """Return the ms of the narrowest visible thing in an axis."""
     return (limits[1] - limits[0]) / (DRAWN * _COLUMNS)
 
 
 def _joined(pairs: Sequence[Interval], limits: Interval) -> list[Interval]:
-    """Return intervals in order, those joined between which no gap can be seen: a trace may have a million."""
+    """Join intervals with invisible gaps: a trace may have a million."""
     column = _column(limits)
     joined: list[Interval] = []
     for start, end in sorted(pairs):
@@ -237,7 +235,7 @@ def _joined(pairs: Sequence[Interval], limits: Interval) -> list[Interval]:
 
 
 def _boxes(axes: Axes, pairs: Sequence[Interval], row: int, label: str | None, **look: Any) -> None:
-    """Draw each pair of a start and an end as a box in a row: one path for all, since a step has thousands of spans."""
+    """Draw intervals as boxes in a row, all as one path."""
     low, high = row - _BAR / 2, row + _BAR / 2
     corners = [corner for start, end in pairs for corner in ((start, low), (start, high), (end, high), (end, low))]
     vertices = [corner for nth in range(0, len(corners), 4) for corner in (*corners[nth : nth + 4], corners[nth])]

@@ -4,7 +4,8 @@ from typing import Any
 
 from zinfer.core.case import Workload
 from zinfer.core.engine import plan_options
-from zinfer.plan.plan import Plan
+from zinfer.plan.bytes import Placement
+from zinfer.plan.planner import Plan, Planner
 
 
 class Steered(Plan):
@@ -14,12 +15,26 @@ class Steered(Plan):
     here: int | None = None
     tokens: int | None = None
 
+    def planner(self) -> Planner:
+        return SteeredPlanner(self)
+
+
+class SteeredPlanner(Planner):
+    """Planner that steers each plan as `plan` is steered."""
+
+    def __init__(self, plan: Steered) -> None:
+        super().__init__(plan.case, plan.model, plan.machine, plan.efficiency, plan.nvme_path, plan)
+        self._steered = plan
+
     def at(self, workload: Workload) -> Plan:
-        return steered(super().at(workload), self.here, self.tokens)
+        return steered(super().at(workload), self._steered.here, self._steered.tokens)
+
+    def placement(self, workload: Workload) -> Placement:
+        return self.at(workload).placement
 
 
 def steered(plan: Plan, here: int | None = None, tokens: int | None = None) -> Steered:
-    """`plan` with another placement: for this batch, and `at` any other."""
+    """`plan` with another placement: for this batch, and any other."""
     update: dict[str, Any] = {}
     if here is not None:
         batch_size = plan.case.workload.batch_size

@@ -1,5 +1,6 @@
 """Predictions against the committed records, each point predicted without itself, and fits of known factors."""
 
+from collections.abc import Mapping
 from statistics import median
 
 import pytest
@@ -7,14 +8,15 @@ import pytest
 from tests import committed, mentions
 from tests.results import case, point
 from zinfer.analysis import calibrate
-from zinfer.analysis.calibrate import PredictedPoint, fit, predict, table
+from zinfer.analysis.calibrate import PredictedPoint, fit, predict
+from zinfer.analysis.group import Points
 from zinfer.checkpoint import resolve
 from zinfer.core.case import Case, Option
 from zinfer.core.machine import Machine
-from zinfer.plan import cost
-from zinfer.plan.cost import Efficiency
-from zinfer.plan.plan import Plan, make_plan, placement_of
-from zinfer.plan.published import Beside, Published, beside
+from zinfer.plan.placement import Placer
+from zinfer.plan.planner import Plan, make_plan
+from zinfer.plan.published import Published, RatioComparison, compare_ratios
+from zinfer.plan.times import RATES, Efficiency
 from zinfer.record.measurement import Effective, Measurement, Span
 from zinfer.system import machines
 from zinfer.system.host import attending_cpus
@@ -102,7 +104,7 @@ def test_the_way_to_attend_that_plans_choose_was_the_fastest() -> None:
     assert compared
     for (place, case), ways in compared.items():
         spec = resolve.resolve(case.model, case.dtype, case.layers)
-        on_cpu = placement_of(case, spec, machines[place]).kv_on_cpu
+        on_cpu = Placer(case, spec, machines[place]).bare(case.workload).kv_on_cpu
         assert ("cpu" if on_cpu else "gpu") == min(ways, key=lambda way: ways[way])
 
 
@@ -133,13 +135,17 @@ def test_the_largest_batch_is_predicted() -> None:
         assert plan.max_batch_size == pytest.approx(edge, rel=0.125)
 
 
+def table(points: Points, machines: Mapping[str, Machine]) -> tuple[PredictedPoint, ...]:
+    return calibrate.calibrate(points, machines)[1]
+
+
 def fabricated(told: Efficiency, size: int, offload: str, place: Machine = H100, **options: Option) -> Measurement:
     """Return a point of OPT-30B, or of the model `name`, on a machine whose engine has exactly the factors `told`."""
     share, name = options.pop("gpu_weights", None), str(options.pop("name", "opt-30b"))
     chosen = tuple(sorted({"weight_codec": "none", "cuda_graphs": "off", **options}.items()))
     asked = case(size, model=name, layers=None, offload=offload, options=chosen, gpu_weights=share)
     spec = resolve.resolve(name, None, None)
-    plan = make_plan(asked, spec, place, factors=told)
+    plan = make_plan(asked, spec, place, efficiency=told)
     assert plan.prefill_s is not None
     assert plan.step_s is not None
     return point(
@@ -164,7 +170,7 @@ def cache_of(asked: Case, plan: Plan) -> dict[str, Option]:
     """Return the settings in which `stream` reports its KV cache."""
     if "kv_offload" not in dict(asked.options):
         return {}
-    setup = placement_of(asked, plan.model, plan.machine, factors=Efficiency())
+    setup = Placer(asked, plan.model, plan.machine, Efficiency()).bare(asked.workload)
     cores = plan.machine.details.get("host", {}).get("cores", 0)
     return {
         "kv_host_rows": round(setup.kv_host_share * asked.workload.batch_size),
@@ -182,7 +188,7 @@ def test_a_fit_finds_the_factors_that_made_the_records() -> None:
     assert found.mfu == pytest.approx(0.7, rel=1e-3)
     assert found.memory == pytest.approx(1.2, rel=1e-3)
     assert found.points == 6
-    assert found.error == calibrate.LEAST_ERROR
+    assert found.error == calibrate.EVIDENCE.min_error
     errors = [row.tok_s_error for row in table(points, {"h100": H100})]
     assert errors == pytest.approx([0.0] * 6, abs=1e-3)
 
@@ -246,25 +252,25 @@ def test_timelines_tell_how_fast_coded_weights_are_unpacked() -> None:
         spans = [Span(lane="unpack", layer=nth, start_ms=nth * spent / 48, end_ms=(nth + 1) * spent / 48)
                  for nth in range(48)]  # fmt: skip
         one = one.model_copy(update={"timeline": tuple(spans)})
-        (seen,) = calibrate._seen([one], {"h100": ROOMY})
+        (seen,) = calibrate.fit_points([one], {"h100": ROOMY})
         found = fit([one], {"h100": ROOMY})["stream"]
         assert found.unpack_share == pytest.approx(0.3, rel=1e-3)
         assert mentions(found.describe(), "unpacking at 30% of the GPU memory's bandwidth")
-        assert (calibrate._link_share(seen) is not None) == streams, "unpacking is the limit of what stays"
+        assert (seen.link_share() is not None) == streams, "unpacking is the limit of what stays"
         again = fit([one.model_copy(update={"timeline": ()})], {"h100": ROOMY})["stream"]
-        assert again.unpack_share == cost.UNPACKING
+        assert again.unpack_share == RATES.unpacking
     plain = fabricated(told, 2, "cpu", ROOMY).model_copy(update={"timeline": tuple(spans)})
-    assert fit([plain], {"h100": ROOMY})["stream"].unpack_share == cost.UNPACKING
+    assert fit([plain], {"h100": ROOMY})["stream"].unpack_share == RATES.unpacking
 
 
 def test_records_unpacked_the_layers_that_stayed_at_the_same_rate() -> None:
     """Layers that are unpacked whole, of one model, on one GPU: experts on demand are unpacked one by one, which tells
     no rate, the matrices of another model have another, and gathers take a share of the GPU's memory."""
     rates: dict[str, dict[str, float]] = {}
-    for one in calibrate._seen(committed.points(), committed.machines()):
+    for one in calibrate.fit_points(committed.points(), committed.machines()):
         share, rate = one.point.case.gpu_weights, one.factors["unpack_share"]
-        if share is not None and rate is not None and one.setup.gpus == 1:
-            assert one.setup.experts == "all"
+        if share is not None and rate is not None and one.placement.gpus == 1:
+            assert one.placement.experts == "all"
             rates.setdefault(one.model.name, {})[share] = rate
     assert {name: own.keys() for name, own in rates.items()} == {
         "bloom-176b": {"0%", "25%"}, "mixtral-8x7b": {"94%", "auto"},
@@ -277,13 +283,13 @@ def test_records_unpacked_the_layers_that_stayed_at_the_same_rate() -> None:
 def test_a_cache_in_host_memory_shows_the_link_rate_if_the_link_limits() -> None:
     told = Efficiency(link_share=0.83)
     for attention in ("gpu", "cpu"):
-        (one,) = calibrate._seen(
+        (one,) = calibrate.fit_points(
             [fabricated(told, 64, "cpu", kv_offload="cpu", kv_attention=attention)], {"h100": H100}
         )
-        assert calibrate._link_share(one) == pytest.approx(0.83, rel=1e-3)
+        assert one.link_share() == pytest.approx(0.83, rel=1e-3)
     slow = H100.model_copy(update={"attention_bandwidth": 1e9})
-    (one,) = calibrate._seen([fabricated(told, 64, "cpu", kv_offload="cpu", kv_attention="cpu")], {"h100": slow})
-    assert calibrate._link_share(one) is None
+    (one,) = calibrate.fit_points([fabricated(told, 64, "cpu", kv_offload="cpu", kv_attention="cpu")], {"h100": slow})
+    assert one.link_share() is None
 
 
 @pytest.mark.parametrize("threads", ["auto", 64, 48])
@@ -294,8 +300,8 @@ def test_bandwidth_that_the_link_loses_to_the_cpu_is_not_the_engines_factor(quan
     tight = H100.model_copy(update=figures)
     options: dict[str, Option] = {"kv_offload": "cpu", "kv_attention": "cpu", "kv_cache_dtype": quantized}
     options["kv_threads"] = threads
-    (one,) = calibrate._seen([fabricated(told, 64, "cpu", tight, **options)], {"h100": tight})
-    assert calibrate._link_share(one) == pytest.approx(0.83, rel=1e-3)
+    (one,) = calibrate.fit_points([fabricated(told, 64, "cpu", tight, **options)], {"h100": tight})
+    assert one.link_share() == pytest.approx(0.83, rel=1e-3)
 
 
 def test_a_point_is_never_predicted_from_itself() -> None:
@@ -313,7 +319,7 @@ def test_a_point_is_never_predicted_from_itself() -> None:
 def test_leaving_a_point_out_is_a_fit_without_it() -> None:
     """Factors with a point left out equal those of a fit to all other points."""
     points, machines = committed.points()[::5], committed.machines()
-    fitted = calibrate._seen(points, machines)
+    fitted = calibrate.fit_points(points, machines)
     rows = {(row.case, row.machine): row for row in table(points, machines)}
     assert len(rows) == len(fitted) > 20
     assert any(one.model.num_experts for one in fitted)
@@ -322,7 +328,7 @@ def test_leaving_a_point_out_is_a_fit_without_it() -> None:
         factors = fit([point for point in points if point is not one.point], machines).get(case.engine)
         assert (row.predicted_gpu_bytes is None) is (factors is None), "no other point of this engine"
         if factors is not None:
-            plan = make_plan(calibrate._as_run(one), one.model, one.machine, factors=factors)
+            plan = make_plan(one.case_as_run, one.model, one.machine, efficiency=factors)
             assert row.predicted_tok_s == (plan.output_tok_s if one.point.usable else None)
             assert row.predicted_gpu_bytes == plan.gpu.total - plan.gpu.overhead
 
@@ -361,17 +367,17 @@ def test_a_published_ratio_is_explained_by_the_share_of_the_link_it_takes() -> N
     asked = case(8, layers=None)
     factors = {"stream": Efficiency(link_share=0.9)}
     plans = [predict(asked, spec, place, factors) for place in places]
-    (found,) = beside([claim(2.0, 3.0)], plans, factors)
+    (found,) = compare_ratios([claim(2.0, 3.0)], plans, factors)
     assert 4 < (found.planned or 0) <= 6
     low, high = found.explaining or (0, 0)
     assert low == pytest.approx(0.9 * 2 / (found.planned or 1))
     assert "planned 6.0x" in found.describe() or "planned 5." in found.describe()
     assert f"{low:.0%} to {high:.0%} of the link instead of 90%" in found.describe()
-    (same,) = beside([claim(1.0, 9.0)], plans, factors)
+    (same,) = compare_ratios([claim(1.0, 9.0)], plans, factors)
     assert same.explaining is None
-    (unknown,) = beside([claim(1.0, 9.0)], plans[:1], factors)
+    (unknown,) = compare_ratios([claim(1.0, 9.0)], plans[:1], factors)
     assert unknown.describe().endswith("planned unknown.")
-    assert Beside(published=claim(1, 2)).explaining is None
+    assert RatioComparison(published=claim(1, 2), share=1.0).explaining is None
 
 
 def test_factors_of_the_committed_records_are_physical() -> None:
@@ -384,4 +390,4 @@ def test_factors_of_the_committed_records_are_physical() -> None:
         assert 0.5 < told.memory < 1.5
         assert told.error is not None
         assert told.error < 0.25
-    assert cost.Efficiency().error is None
+    assert Efficiency().error is None

@@ -11,27 +11,12 @@ from zinfer.checkpoint import resolve
 from zinfer.core.case import Case, Workload
 from zinfer.core.engine import PIECE_BYTES
 from zinfer.core.machine import FIGURES, Machine, override
-from zinfer.plan.cost import (
-    CODED_BOUND,
-    FP8_BOUND,
-    LIMITS,
-    LINK_KEEPS,
-    TORCH_RATE,
-    UNPACKING,
-    Efficiency,
-    Placement,
-    Times,
-    contended_rates,
-    piece_bytes,
-    prefill,
-    step,
-    tiers,
-    unpacked_bytes,
-    wire_bytes,
-    with_cores,
-)
-from zinfer.plan.plan import CAUTIOUS, LOSSLESS_RATIO, Plan, largest_batch, make_plan, placement_of, split_free_memory
-from zinfer.plan.search import advice, best_batch
+from zinfer.core.model import ModelSpec
+from zinfer.plan.advice import advice
+from zinfer.plan.bytes import Placement, Sizes
+from zinfer.plan.placement import CAUTIOUS, TUNING, Placer
+from zinfer.plan.planner import Plan, Planner, make_plan
+from zinfer.plan.times import LIMITS, RATES, Efficiency, Times, Timing
 from zinfer.system import machines
 
 BLOOM = resolve.resolve("bloom-176b", None, None)
@@ -41,7 +26,7 @@ H100 = machines.load("h100-80gb").model_copy(
     update={"host_bytes": 1 << 40, "sources": {}, "peaks": {}, "gpu_name": "test"}
 )
 RAW, CODED = (("weight_codec", "none"),), (("weight_codec", "auto"),)
-PHYSICS = Efficiency(link_share=1.0)
+PHYSICS, GOOD = Efficiency(link_share=1.0), Efficiency()
 FULL_RING = 2e-3  # share of the bytes of a run's steps that a full ring may save it
 NAMES = ("bloom-176b", "opt-30b", "llama-3.1-70b", "mixtral-8x22b")
 
@@ -50,9 +35,34 @@ def linked(bandwidth: float, place: Machine = H100) -> Machine:
     return place.model_copy(update={"h2d_bandwidth": bandwidth, "host_bandwidth": None})
 
 
-def rows_on_host(case: Case, place: Machine, factors: Efficiency | None = None) -> int:
+def placed(case: Case, place: Machine, efficiency: Efficiency | None = None, spec: ModelSpec = BLOOM) -> Placement:
+    """Return the placement of a case before free memory is given away."""
+    return Placer(case, spec, place, efficiency).bare(case.workload)
+
+
+def rows_on_host(case: Case, place: Machine, efficiency: Efficiency | None = None) -> int:
     """Return the number of sequences of a case of BLOOM whose KV cache is in host memory."""
-    return round(placement_of(case, BLOOM, place, factors=factors).kv_host_share * case.workload.batch_size)
+    return placed(case, place, efficiency).host_rows(case.workload.batch_size)
+
+
+def best_batch(case: Case, spec: ModelSpec, place: Machine) -> Plan:
+    return Planner(case, spec, place).best(case.workload)
+
+
+def largest_batch(case: Case, place: Machine, efficiency: Efficiency | None = None) -> int:
+    return Planner(case, BLOOM, place, efficiency).max_batch(case.workload)
+
+
+def step(
+    placement: Placement, spec: ModelSpec, place: Machine, batch_size: int, context: int, efficiency: Efficiency = GOOD
+) -> Times:
+    return Timing(placement, spec, place, efficiency).step(batch_size, context)
+
+
+def prefill(
+    placement: Placement, spec: ModelSpec, place: Machine, batch_size: int, length: int, efficiency: Efficiency = GOOD
+) -> Times:
+    return Timing(placement, spec, place, efficiency).prefill(batch_size, length)
 
 
 def asked(name: str = "bloom-176b", offload: Any = "cpu", batch_size: int = 1, **fields: Any) -> Case:
@@ -69,7 +79,7 @@ def seconds(times: Times) -> float:
 @pytest.mark.parametrize(("bandwidth", "expected"), [(25e9, 14.1), (55e9, 6.41), (375e9, 0.94)])
 def test_a_step_at_full_offload_takes_all_weights_over_the_link(bandwidth: float, expected: float) -> None:
     everything = Placement(tier="host", also_streamed=BLOOM.other_bytes)
-    assert wire_bytes(everything, BLOOM) == BLOOM.weight_bytes
+    assert Sizes(everything, BLOOM).wire() == BLOOM.weight_bytes
     found = step(everything, BLOOM, linked(bandwidth), 32, 528, PHYSICS)
     assert seconds(found) == pytest.approx(expected, rel=0.005)
     assert found.bound_by == "link"
@@ -79,10 +89,10 @@ def test_a_step_at_full_offload_takes_all_weights_over_the_link(bandwidth: float
 def test_golden_sizes_of_bloom() -> None:
     assert BLOOM.weight_bytes / 1e9 == pytest.approx(352.5, abs=0.1)
     assert BLOOM.kv_bytes(1, 544) / 1e9 == pytest.approx(2.18, abs=0.01)
-    coded = placement_of(asked(weights="int4", options=CODED), INT4, H100)
-    _, host, _ = tiers(coded, INT4, H100, 1, 512, 32)
+    coded = placed(asked(weights="int4", options=CODED), H100, spec=INT4)
+    _, host, _ = Sizes(coded, INT4).tiers(asked().workload)
     assert host.weights / 1e9 == pytest.approx(89.1, abs=0.1)
-    assert wire_bytes(coded, INT4) == host.weights
+    assert Sizes(coded, INT4).wire() == host.weights
 
 
 @pytest.mark.parametrize(("name", "batch"), [("h100-80gb", 9800), ("gh200-96gb", 1400)])
@@ -112,7 +122,11 @@ def test_int4_fits_one_h200_and_then_nothing_crosses_the_link() -> None:
 def test_residency_takes_bytes_off_the_link_at_a_given_batch() -> None:
     opt = resolve.resolve("opt-66b", None, None)
     full, some = (make_plan(asked("opt-66b", batch_size=4, gpu_weights=share), opt, H100) for share in ("0%", "auto"))
-    assert some.resident_bytes == split_free_memory(asked("opt-66b", batch_size=4), opt, H100)[1] > 0
+    assert (
+        some.resident_bytes
+        == Placer(asked("opt-66b"), opt, H100).split_free_memory(asked(batch_size=4).workload)[1]
+        > 0
+    )
     assert some.resident_bytes % opt.layer_bytes == 0
     assert some.gpu.total <= H100.gpu_bytes
     assert some.gpu.total + opt.layer_bytes > H100.gpu_bytes
@@ -124,7 +138,7 @@ def test_residency_takes_bytes_off_the_link_at_a_given_batch() -> None:
 def test_what_accelerate_keeps_leaves_host_memory_and_is_read_after_the_copies() -> None:
     opt = resolve.resolve("opt-66b", None, None)
     none, half = (
-        make_plan(asked("opt-66b", batch_size=4, engine="accelerate", gpu_weights=share), opt, H100, factors=PHYSICS)
+        make_plan(asked("opt-66b", batch_size=4, engine="accelerate", gpu_weights=share), opt, H100, efficiency=PHYSICS)
         for share in ("0%", "50%")
     )
     assert half.placement.resident_layers == tuple(range(32))
@@ -141,7 +155,7 @@ def test_layers_that_stay_with_every_batch_leave_room_in_host_memory() -> None:
     shares = "0%", "20%", "auto"
     streamed, kept, either = (best_batch(asked(gpu_weights=one, options=options), BLOOM, place) for one in shares)
     assert len(kept.placement.resident_layers) == 14
-    assert streamed.host.weights - kept.host.weights == round(14 * BLOOM.layer_bytes * LOSSLESS_RATIO)
+    assert streamed.host.weights - kept.host.weights == round(14 * BLOOM.layer_bytes * TUNING.lossless_ratio)
     assert either.host.weights == streamed.host.weights, "the next batch may stream them"
     on_host, on_host_kept = (plan.placement.host_rows(plan.case.workload.batch_size) for plan in (streamed, kept))
     assert on_host_kept > on_host + 10
@@ -169,7 +183,7 @@ def test_with_the_batch_free_the_cache_is_worth_more_than_resident_weights() -> 
     auto = best_batch(asked(gpu_weights="auto"), BLOOM, H100)
     assert (full.output_tok_s or 0) > (half.output_tok_s or 0)
     assert (auto.output_tok_s or 0) >= (full.output_tok_s or 0)
-    assert full.case.workload.batch_size == full.max_batch_size == largest_batch(asked(), BLOOM, H100)
+    assert full.case.workload.batch_size == full.max_batch_size == largest_batch(asked(), H100)
 
 
 @pytest.mark.parametrize("codec", ["none", "lossless"])
@@ -202,36 +216,39 @@ def test_cpu_and_link_share_the_hosts_memory() -> None:
     tight = place.model_copy(update={"host_bandwidth": 120e9})
     all_cores = (("kv_attention", "cpu"), ("kv_offload", "cpu"), ("kv_threads", 32))
     case = asked(batch_size=64, options=all_cores)
-    alone = make_plan(case, BLOOM, place, factors=PHYSICS).step_s or 0.0
+    alone = make_plan(case, BLOOM, place, efficiency=PHYSICS).step_s or 0.0
     wide = place.model_copy(update={"host_bandwidth": 150e9})
-    assert make_plan(case, BLOOM, wide, factors=PHYSICS).step_s == alone
-    lost = BLOOM.kv_bytes(64, 528) / 80e9 * (1 - LINK_KEEPS)
-    assert (make_plan(case, BLOOM, tight, factors=PHYSICS).step_s or 0.0) - alone == pytest.approx(lost)
+    assert make_plan(case, BLOOM, wide, efficiency=PHYSICS).step_s == alone
+    lost = BLOOM.kv_bytes(64, 528) / 80e9 * (1 - RATES.link_keeps)
+    assert (make_plan(case, BLOOM, tight, efficiency=PHYSICS).step_s or 0.0) - alone == pytest.approx(lost)
     on_gpu = asked(batch_size=16)
     assert make_plan(on_gpu, BLOOM, tight).step_s == make_plan(on_gpu, BLOOM, place).step_s
     fewer = asked(batch_size=64, options=all_cores[:2])
-    assert placement_of(fewer, BLOOM, tight).kv_cpu_share == 0.625  # 63 of 120 GB/s beside the link's 50
-    assert make_plan(fewer, BLOOM, tight, factors=PHYSICS).step_s == alone
-    assert placement_of(fewer, BLOOM, place).kv_cpu_share == 1
+    assert placed(fewer, tight).kv_cpu_share == 0.625  # 63 of 120 GB/s beside the link's 50
+    assert make_plan(fewer, BLOOM, tight, efficiency=PHYSICS).step_s == alone
+    assert placed(fewer, place).kv_cpu_share == 1
     many = asked(batch_size=260, options=all_cores[:2])  # fewer cores would finish late
-    assert placement_of(many, BLOOM, tight).kv_cpu_share == 1
+    assert placed(many, tight).kv_cpu_share == 1
 
 
 def test_link_and_cpu_slow_each_other_as_measured() -> None:
     """Once one is done, the other has its full rate again."""
     place = linked(50e9).model_copy(update={"attention_bandwidth": 100e9, "host_bandwidth": 120e9})
     there = Placement(tier="host", kv_host_share=1.0, kv_on_cpu=True)
-    assert contended_rates(there, place, 100e9, round(40e9), 1.0) == pytest.approx((0.5, 1.025))  # 80 GB/s beside 47.5
-    assert contended_rates(there, place, 100e9, round(400e9), 1.0) == pytest.approx((4 + 0.2 / 0.95, 1 / 0.95))
+
+    def rates(machine: Machine, host_kv: float, copying: float, placement: Placement = there) -> Any:
+        return pytest.approx(Timing(placement, BLOOM, machine).contended_rates(100e9, round(host_kv), copying))
+
+    assert rates(place, 40e9, 1.0) == (0.5, 1.025)  # 80 GB/s beside 47.5
+    assert rates(place, 400e9, 1.0) == (4 + 0.2 / 0.95, 1 / 0.95)
     seen = place.model_copy(update={"shared_attention_bandwidth": 60e9, "shared_h2d_bandwidth": 50e9})
-    assert contended_rates(there, seen, 100e9, round(120e9), 1.0) == pytest.approx((1.0 + 0.6, 1.0))
+    assert rates(seen, 120e9, 1.0) == (1.0 + 0.6, 1.0)
     half = there.model_copy(update={"kv_cpu_share": 0.5})
     # 50 of 110 GB/s: the link is no slower, but each core waits for memory as if all attended
-    assert contended_rates(half, seen, 100e9, round(50e9), 2.0) == pytest.approx((50 / 30, 2.0))
-    assert contended_rates(half, place, 100e9, round(120e9), 2.0) == pytest.approx((2.0 + 0.8, 2.0))
-    assert contended_rates(Placement(tier="gpu"), seen, 100e9, round(50e9), 0.0) == pytest.approx((0.5, 0.0))
-    alone = place.model_copy(update={"host_bandwidth": None})
-    assert contended_rates(there, alone, 100e9, round(50e9), 1.0) == pytest.approx((0.5, 1.0))
+    assert rates(seen, 50e9, 2.0, half) == (50 / 30, 2.0)
+    assert rates(place, 120e9, 2.0, half) == (2.0 + 0.8, 2.0)
+    assert rates(seen, 50e9, 0.0, Placement(tier="gpu")) == (0.5, 0.0)
+    assert rates(place.model_copy(update={"host_bandwidth": None}), 50e9, 1.0) == (0.5, 1.0)
 
 
 def test_a_value_in_8_bits_keeps_the_cpu_as_long_as_one_in_16() -> None:
@@ -251,7 +268,7 @@ def test_cores_are_enough_to_attend_in_half_the_time_of_the_link() -> None:
     setup = Placement(tier="host", kv_on_cpu=True)
     shares = []
     for rows in (8, 32, 56, 96):
-        found = with_cores(setup.model_copy(update={"kv_host_share": rows / 100}), BLOOM, place, 100, 528)
+        found = Timing(setup.model_copy(update={"kv_host_share": rows / 100}), BLOOM, place).with_best_cores(100, 528)
         limits = step(found, BLOOM, place, 100, 528).limits
         assert found.kv_cpu_share == 1 or limits["cpu attention"] <= limits["link"] / 2
         shares.append(found.kv_cpu_share)
@@ -302,23 +319,23 @@ def test_a_prefill_also_waits_for_its_intermediate_results() -> None:
 
 def test_a_codec_takes_its_share_off_the_link_and_nothing_else() -> None:
     lossless = (("weight_codec", "lossless"),)
-    raw, coded = (make_plan(asked(options=o), BLOOM, linked(55e9), factors=PHYSICS) for o in ((), lossless))
+    raw, coded = (make_plan(asked(options=o), BLOOM, linked(55e9), efficiency=PHYSICS) for o in ((), lossless))
     assert coded.streamed_bytes == pytest.approx(0.67 * raw.streamed_bytes)
     assert (coded.step_s or 0) == pytest.approx(0.67 * (raw.step_s or 0))
     bound = make_plan(asked(options=lossless), BLOOM, linked(55e9)).step_s
-    assert bound == pytest.approx(CODED_BOUND * (raw.step_s or 0), rel=FULL_RING)
+    assert bound == pytest.approx(RATES.coded_bound * (raw.step_s or 0), rel=FULL_RING)
     fp8 = resolve.resolve("bloom-176b", weights="fp8")
-    coded = make_plan(asked(options=lossless), fp8, linked(55e9), factors=PHYSICS)
+    coded = make_plan(asked(options=lossless), fp8, linked(55e9), efficiency=PHYSICS)
     assert coded.step_s == pytest.approx(0.83 / 2 * (raw.step_s or 0), rel=0.01)
     bound = make_plan(asked(options=lossless), fp8, linked(55e9)).step_s
-    assert bound == pytest.approx(FP8_BOUND / 2 * (raw.step_s or 0), rel=0.01)
+    assert bound == pytest.approx(RATES.fp8_bound / 2 * (raw.step_s or 0), rel=0.01)
 
 
 def test_coded_weights_that_stay_are_unpacked_in_each_pass_and_then_computed() -> None:
     opt, bandwidth = resolve.resolve("opt-30b", None, None), H100.hbm_bandwidth or 1
     place = H100.model_copy(update={"gpu_bytes": 140 << 30})
     coded, raw = (
-        make_plan(asked("opt-30b", gpu_weights="100%", options=options), opt, place, factors=PHYSICS)
+        make_plan(asked("opt-30b", gpu_weights="100%", options=options), opt, place, efficiency=PHYSICS)
         for options in (CODED, RAW)
     )
     assert coded.streamed_bytes == raw.streamed_bytes == 0
@@ -326,10 +343,10 @@ def test_coded_weights_that_stay_are_unpacked_in_each_pass_and_then_computed() -
     read = (opt.active_parameters * opt.dtype_bytes + opt.kv_bytes(1, 528)) / bandwidth
     assert (raw.bound_by, coded.bound_by) == ("hbm", "unpacking")
     assert raw.step_s == pytest.approx(read)
-    assert coded.step_s == pytest.approx(weights / (UNPACKING * bandwidth) + read)
+    assert coded.step_s == pytest.approx(weights / (RATES.unpacking * bandwidth) + read)
     limit = step(coded.placement, opt, place, 1, 528, LIMITS)
     assert limit.bound_by == "hbm"
-    assert limit.seconds == pytest.approx(read + (1 + CODED_BOUND) * weights / bandwidth)
+    assert limit.seconds == pytest.approx(read + (1 + RATES.coded_bound) * weights / bandwidth)
     small = resolve.resolve("bloom-560m", None, None)
     caches = [step(plan.placement, small, place, 1, 528, LIMITS).seconds for plan in (coded, raw)]
     assert caches[0] == caches[1], "layers that a cache holds"
@@ -341,14 +358,14 @@ def test_coded_weights_that_stay_are_unpacked_in_each_pass_and_then_computed() -
 def test_whatever_comes_through_the_ring_is_unpacked_and_what_several_gpus_share() -> None:
     layers = BLOOM.streamed_bytes
     ring = Placement(tier="host", ring_depth=6, resident_bytes=layers // 4)
-    assert unpacked_bytes(ring, BLOOM) == layers - layers // 4, "uncoded layers that stay are computed where they are"
-    assert unpacked_bytes(ring.model_copy(update={"wire_ratio": 0.67}), BLOOM) == layers
-    assert unpacked_bytes(ring.model_copy(update={"gpus": 2}), BLOOM) == layers
-    assert unpacked_bytes(ring.model_copy(update={"ring_depth": 0}), BLOOM) == 0
-    assert unpacked_bytes(Placement(ring_depth=6), BLOOM) == 0, "all weights are on the GPU"
+    assert Sizes(ring, BLOOM).unpacked() == layers - layers // 4, "uncoded layers that stay are computed where they are"
+    assert Sizes(ring.model_copy(update={"wire_ratio": 0.67}), BLOOM).unpacked() == layers
+    assert Sizes(ring.model_copy(update={"gpus": 2}), BLOOM).unpacked() == layers
+    assert Sizes(ring.model_copy(update={"ring_depth": 0}), BLOOM).unpacked() == 0
+    assert Sizes(Placement(ring_depth=6), BLOOM).unpacked() == 0, "all weights are on the GPU"
     none = linked(1e15).model_copy(update={"gpu_count": 0})
     with_gpu, without = (step(ring, BLOOM, place, 1, 528, LIMITS).limits["hbm"] for place in (linked(1e15), none))
-    assert with_gpu - without == pytest.approx(wire_bytes(ring, BLOOM) / (H100.hbm_bandwidth or 1)), "no ring to fill"
+    assert with_gpu - without == pytest.approx(Sizes(ring, BLOOM).wire() / (H100.hbm_bandwidth or 1)), "no ring to fill"
     copied = step(ring, BLOOM, linked(1e15), 1, 528, PHYSICS)
     assert copied.limits["unpacking"] == pytest.approx(2 * 3 / 4 * layers / (H100.hbm_bandwidth or 1), rel=1e-6)
     assert seconds(copied) == pytest.approx(copied.limits["unpacking"] + copied.limits["hbm"])
@@ -357,18 +374,18 @@ def test_whatever_comes_through_the_ring_is_unpacked_and_what_several_gpus_share
 def test_what_the_ring_cannot_hold_while_layers_that_stay_compute_comes_late() -> None:
     """Coded layers, so that the GPU is busy with those that stay, too, and longer than the link with two others."""
     kept, layer = 68, BLOOM.layer_bytes
-    ring = Placement(tier="host", wire_ratio=0.67, kept_ratio=0.67, layer_pieces=-(-layer // PIECE_BYTES), ring_depth=6,
+    ring = Placement(tier="host", wire_ratio=0.67, kept_ratio=0.67, layer_chunks=-(-layer // PIECE_BYTES), ring_depth=6,
                      resident_bytes=kept * layer)  # fmt: skip
 
     def times(depth: int, batch_size: int = 8, **fields: Any) -> Times:
         setup = ring.model_copy(update={"ring_depth": depth, **fields})
         return step(setup, BLOOM, linked(20e9), batch_size, 528, PHYSICS)
 
-    shallow, deep = times(6), times(ring.layer_pieces)
+    shallow, deep = times(6), times(ring.layer_chunks)
     on_gpu = deep.limits["unpacking"] + deep.limits["hbm"]
     assert seconds(deep) == pytest.approx(max(on_gpu, deep.limits["link"]))
     each = deep.limits["link"] / 2
-    held = 6 * piece_bytes(ring, BLOOM) / 20e9 + deep.limits["unpacking"] / 70
+    held = 6 * Sizes(ring, BLOOM).chunk / 20e9 + deep.limits["unpacking"] / 70
     assert held < each / 2
     assert seconds(shallow) == pytest.approx(on_gpu + 2 * (each - held), rel=1e-3)
     assert shallow.bound_by == "link"
@@ -378,11 +395,11 @@ def test_what_the_ring_cannot_hold_while_layers_that_stay_compute_comes_late() -
     cached = times(6, batch_size=2, kv_host_share=1.0)  # one copy a layer takes a buffer as well
     on_gpu = cached.limits["unpacking"] + cached.limits["hbm"]
     cache = (cached.limits["link"] - deep.limits["link"]) / 70
-    less = held - piece_bytes(ring, BLOOM) / 20e9
+    less = held - Sizes(ring, BLOOM).chunk / 20e9
     assert seconds(cached) == pytest.approx(on_gpu + 2 * (each + cache - less), rel=1e-3)
     ring = ring.model_copy(update={"blocks": True})
     apart = prefill(ring, BLOOM, linked(20e9), 64, 2048, PHYSICS)
-    whole = prefill(ring.model_copy(update={"ring_depth": ring.layer_pieces}), BLOOM, linked(20e9), 64, 2048, PHYSICS)
+    whole = prefill(ring.model_copy(update={"ring_depth": ring.layer_chunks}), BLOOM, linked(20e9), 64, 2048, PHYSICS)
     assert seconds(apart) - seconds(whole) == pytest.approx(2 * (each - held), rel=0.01)
 
 
@@ -393,7 +410,7 @@ def test_a_prefill_holds_a_row_for_each_expert_of_a_token(name: str, factor: int
     assert spec.experts_per_token == factor
     tokens, setup = 512, Placement(tier="host")
     rows = factor * (4 * spec.ffn_size + spec.hidden_size)
-    found = tiers(setup, spec, H100, 1, tokens, 1)[0].activations
+    found = Sizes(setup, spec).activations(spec, 1, tokens)
     logits = spec.vocab_size * (spec.dtype_bytes + 4)
     assert found == (4 * spec.hidden_size + rows) * tokens * spec.dtype_bytes + logits
 
@@ -401,7 +418,7 @@ def test_a_prefill_holds_a_row_for_each_expert_of_a_token(name: str, factor: int
 def test_predictions_are_those_of_the_placement_that_is_obeyed() -> None:
     """Which has a margin, here of a deep ring; limits have none."""
     case, told = asked(batch_size=8, gpu_weights="auto", options=CODED), Efficiency()
-    plan, limit = make_plan(case, BLOOM, H100, factors=told), make_plan(case, BLOOM, H100)
+    plan, limit = make_plan(case, BLOOM, H100, efficiency=told), make_plan(case, BLOOM, H100)
     assert plan.placement == limit.placement
     assert plan.step_s == step(plan.placement, BLOOM, H100, 8, 528, told).seconds
     assert plan.resident_bytes == plan.placement.resident_bytes < limit.resident_bytes
@@ -449,9 +466,9 @@ def test_the_faster_way_to_a_cache_in_host_memory_is_taken(cpu_reads: float, bou
 def test_attention_on_the_cpu_and_the_gpu_wait_for_each_other() -> None:
     place = linked(55e9).model_copy(update={"attention_bandwidth": 50e9, "host_bytes": 800 << 30})
     there = (("kv_attention", "cpu"), ("kv_offload", "cpu"))
-    found = make_plan(asked(batch_size=200, options=there), BLOOM, place, factors=PHYSICS)
+    found = make_plan(asked(batch_size=200, options=there), BLOOM, place, efficiency=PHYSICS)
     assert found.bound_by == "cpu attention"
-    at_rest = make_plan(asked(batch_size=1, options=there), BLOOM, place, factors=PHYSICS)
+    at_rest = make_plan(asked(batch_size=1, options=there), BLOOM, place, efficiency=PHYSICS)
     assert (found.step_s or 0) > BLOOM.kv_bytes(200, 528) / 50e9
     assert (found.step_s or 0) < BLOOM.kv_bytes(200, 528) / 50e9 + (at_rest.step_s or 0)
 
@@ -459,15 +476,15 @@ def test_attention_on_the_cpu_and_the_gpu_wait_for_each_other() -> None:
 def test_auto_puts_only_rows_that_do_not_fit_the_gpu_into_host_memory() -> None:
     place = linked(55e9).model_copy(update={"attention_bandwidth": 120e9, "host_bytes": 800 << 30})
     split = (("kv_offload", "auto"),)
-    most = largest_batch(asked(), BLOOM, place, CAUTIOUS)
+    most = largest_batch(asked(), place, CAUTIOUS)
     small, large = (make_plan(asked(batch_size=size, options=split), BLOOM, place) for size in (most, 2 * most))
     assert small.host.kv_cache == 0
     assert small.gpu == make_plan(asked(batch_size=most), BLOOM, place).gpu
     rows = rows_on_host(large.case, place)
     assert most <= rows <= most + 4  # a layer that waits in the ring while the CPU attends takes room too
-    assert placement_of(large.case, BLOOM, place).kv_on_cpu
+    assert placed(large.case, place).kv_on_cpu
     assert large.host.kv_cache == pytest.approx(BLOOM.kv_bytes(rows, 544), rel=1e-6)
-    cautious = make_plan(large.case, BLOOM, place, factors=CAUTIOUS)
+    cautious = make_plan(large.case, BLOOM, place, efficiency=CAUTIOUS)
     assert cautious.gpu.total <= place.gpu_bytes < cautious.gpu.total + 2 * BLOOM.kv_bytes(1, 544)
     assert cautious.host == large.host  # for any caller
     assert large.max_batch_size > 3 * most
@@ -486,33 +503,32 @@ def test_a_ring_that_the_cache_comes_through_is_paid_for(
     case = Case(
         model="bloom-176b", engine="stream", offload="cpu", workload=workload, options=options, gpu_weights=gpu_weights
     )
-    setup = placement_of(case, BLOOM, place)
-    depth, resident = split_free_memory(case, BLOOM, place)
+    setup = placed(case, place)
+    depth, resident = Placer(case, BLOOM, place).split_free_memory(case.workload)
     part = BLOOM.kv_bytes(setup.prefill_rows(200, lengths[0]), sum(lengths)) // BLOOM.num_layers
     ring = depth * max(part, round(PIECE_BYTES * setup.wire_ratio))
     here = 200 - rows_on_host(case, place)
-    others = cost_of(setup, case, place) - setup.buffers * max(part, round(PIECE_BYTES * setup.wire_ratio))
+    others = cost_of(setup, case, place) - setup.kv_buffers * max(part, round(PIECE_BYTES * setup.wire_ratio))
     assert others + ring + (resident if gpu_weights else 0) * setup.kept_ratio <= place.gpu_bytes
     assert here == 0 or offload == "auto"
 
 
 def cost_of(setup: Placement, case: Case, place: Machine) -> int:
-    load = case.workload
-    return tiers(setup, BLOOM, place, load.batch_size, load.input_len, load.output_len)[0].total
+    return Sizes(setup, BLOOM).tiers(case.workload).gpu.total
 
 
 def test_the_ring_holds_a_layer_while_the_cpu_attends() -> None:
     place = linked(55e9).model_copy(update={"attention_bandwidth": 120e9, "host_bytes": 800 << 30})
     split = (("kv_offload", "auto"),)
     for size, deep in ((8, False), (100, True)):
-        setup = placement_of(asked(batch_size=size, options=split), BLOOM, place)
-        assert (setup.buffers * piece_bytes(setup, BLOOM) >= BLOOM.layer_bytes) is deep
+        setup = placed(asked(batch_size=size, options=split), place)
+        assert (setup.kv_buffers * Sizes(setup, BLOOM).chunk >= BLOOM.layer_bytes) is deep
         assert setup.kv_on_cpu is deep
 
 
 def test_a_cpu_that_was_not_measured_is_not_trusted_with_attention() -> None:
     place = linked(55e9).model_copy(update={"attention_bandwidth": None, "host_bytes": 800 << 30})
-    assert not placement_of(asked(batch_size=100, options=(("kv_offload", "cpu"),)), BLOOM, place).kv_on_cpu
+    assert not placed(asked(batch_size=100, options=(("kv_offload", "cpu"),)), place).kv_on_cpu
 
 
 def test_a_host_whose_memory_is_not_known_gets_no_cache() -> None:
@@ -522,7 +538,7 @@ def test_a_host_whose_memory_is_not_known_gets_no_cache() -> None:
     assert "--set host_bytes=512GiB" in (all_of_it.why_not or "")
     excess = make_plan(asked(options=(("kv_offload", "auto"),)), BLOOM, place)
     assert excess.fits
-    assert 0 < excess.max_batch_size <= largest_batch(asked(), BLOOM, place)
+    assert 0 < excess.max_batch_size <= largest_batch(asked(), place)
 
 
 @pytest.mark.parametrize("attention_bandwidth", [None, 120e9])
@@ -534,7 +550,7 @@ def test_no_row_is_in_host_memory_if_all_fit_the_gpu(attention_bandwidth: float 
         workload = Workload(batch_size=size, input_len=32, output_len=32)
         return Case(model="bloom-176b", engine="stream", offload="cpu", workload=workload, options=options)
 
-    most = largest_batch(short(1), BLOOM, place, CAUTIOUS)
+    most = largest_batch(short(1), place, CAUTIOUS)
     rows = [rows_on_host(short(size, ("kv_offload", "auto")), place) for size in range(most - 4, most + 2)]
     assert rows[:-1] == [0] * 5
     assert rows[-1] > 0
@@ -551,7 +567,7 @@ def test_the_cache_comes_before_resident_layers_and_a_deep_ring(attention: str, 
     )
     rows = rows_on_host(case, place, CAUTIOUS)  # as in the engine
     assert rows > 0
-    assert make_plan(case, BLOOM, place, factors=factors).host.kv_cache == BLOOM.kv_bytes(rows, 544)
+    assert make_plan(case, BLOOM, place, efficiency=factors).host.kv_cache == BLOOM.kv_bytes(rows, 544)
 
 
 def test_prompts_to_a_cache_on_the_host_cross_the_link_too() -> None:
@@ -588,13 +604,13 @@ def test_unpacking_by_operations_of_torch_bounds_a_step_of_deepspeed() -> None:
     def planned(engine: str, weights: Any, dtype: Any = "bfloat16") -> Plan:
         load = Workload(batch_size=1, input_len=512, output_len=32)
         case = Case(model="b", engine=engine, offload="cpu", workload=load, weights=weights, dtype=dtype)
-        return make_plan(case, BLOOM.with_dtype(dtype), linked(55e9), factors=Efficiency())
+        return make_plan(case, BLOOM.with_dtype(dtype), linked(55e9), efficiency=Efficiency())
 
     found = planned("deepspeed", "int4")
     assert found.bound_by == "unpacking"
     weights = BLOOM.streamed_bytes // 2
     assert found.placement.dequantised_bytes == 18 * weights
-    assert (found.step_s or 0) > 18 * weights / (TORCH_RATE * (H100.hbm_bandwidth or 0))
+    assert (found.step_s or 0) > 18 * weights / (RATES.torch_unpacking * (H100.hbm_bandwidth or 0))
     assert planned("deepspeed", "int8").placement.dequantised_bytes == 13 * weights
     for other in (planned("deepspeed", "int4", "float16"), planned("accelerate", "int4")):
         assert other.bound_by == "link"
@@ -655,7 +671,7 @@ def test_a_small_batch_reads_few_experts_and_the_link_carries_all() -> None:
     assert read == pytest.approx(mixtral.active_parameters * mixtral.dtype_bytes, rel=1e-6)
     everything = many.limits["hbm"] * (H100.hbm_bandwidth or 0) - mixtral.kv_bytes(256, 512)
     assert everything == pytest.approx(mixtral.weight_bytes, rel=1e-6)
-    assert wire_bytes(Placement(tier="host"), mixtral) == mixtral.streamed_bytes
+    assert Sizes(Placement(tier="host"), mixtral).wire() == mixtral.streamed_bytes
 
 
 def test_a_prefill_streams_the_weights_once_a_pass() -> None:
@@ -727,7 +743,8 @@ def test_a_larger_batch_never_needs_less_memory_and_no_weight_is_lost(
     setup: Placement, name: str, batch: int, more: int
 ) -> None:
     spec = resolve.resolve(name, None, None)
-    small, large = (tiers(setup, spec, H100, size, 256, 32) for size in (batch, batch + more))
+    loads = (Workload(batch_size=size, input_len=256, output_len=32) for size in (batch, batch + more))
+    small, large = (Sizes(setup, spec).tiers(load) for load in loads)
     assert all(one.total <= other.total for one, other in zip(small, large, strict=True))
     stored = spec.streamed_bytes
     gpu, host, nvme = small

@@ -170,12 +170,12 @@ def cache_of(asked: Case, plan: Plan) -> dict[str, Option]:
     """Return the settings in which `stream` reports its KV cache."""
     if "kv_offload" not in dict(asked.options):
         return {}
-    setup = Placer(asked, plan.model, plan.machine, Efficiency()).bare(asked.workload)
+    placement = Placer(asked, plan.model, plan.machine, Efficiency()).bare(asked.workload)
     cores = plan.machine.details.get("host", {}).get("cores", 0)
     return {
-        "kv_host_rows": round(setup.kv_host_share * asked.workload.batch_size),
-        "kv_attention": "cpu" if setup.kv_on_cpu else "gpu",
-        "kv_threads": round(setup.kv_cpu_share * attending_cpus(cores)),
+        "kv_host_rows": round(placement.kv_host_share * asked.workload.batch_size),
+        "kv_attention": "cpu" if placement.kv_on_cpu else "gpu",
+        "kv_threads": round(placement.kv_cpu_share * attending_cpus(cores)),
     }
 
 

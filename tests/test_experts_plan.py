@@ -38,13 +38,13 @@ H100 = machines.load("h100-80gb")
 
 
 def plan(
-    batch_size: int = 1, model: ModelSpec = MIXTRAL, share: str | None = None, place: Machine = H100,
+    batch_size: int = 1, model: ModelSpec = MIXTRAL, share: str | None = None, machine: Machine = H100,
     efficiency: Efficiency | None = None, **options: Any,
 ) -> Plan:  # fmt: skip
     load = Workload(batch_size=batch_size, input_len=512, output_len=32)
     settings = tuple(sorted(options.items()))
     case = Case(model=model.name, engine="stream", offload="cpu", workload=load, gpu_weights=share, options=settings)
-    return make_plan(case, model, place, efficiency=efficiency)
+    return make_plan(case, model, machine, efficiency=efficiency)
 
 
 def test_a_step_brings_the_experts_that_its_tokens_touch() -> None:
@@ -61,8 +61,8 @@ def test_a_step_brings_the_experts_that_its_tokens_touch() -> None:
 
 
 def test_from_some_batch_on_all_experts_come() -> None:
-    setup = plan(experts="on-demand").placement
-    assert setup.whole_tokens == 9
+    placement = plan(experts="on-demand").placement
+    assert placement.whole_tokens == 9
     assert MIXTRAL.touched_share(8) < ALLOWANCES.whole_share <= MIXTRAL.touched_share(9)
     assert plan(8, experts="on-demand").streamed_bytes < plan(8, experts="all").streamed_bytes
     for batch_size in (9, 64, 512):
@@ -101,38 +101,38 @@ def test_experts_stay_with_their_layers_where_all_fit_and_are_read_from_their_co
 
     assert ways(released) == ["all", "all", "on-demand"]
     assert ways(released, experts="on-demand") == ["on-demand"] * 3
-    assert ways(released, place=machines.load("a100-40gb")) == ways(MIXTRAL) == ["on-demand"] * 3
-    assert ways(MIXTRAL, place=machines.load("h200"), weight_codec="none") == ["all", "all", "on-demand"]
+    assert ways(released, machine=machines.load("a100-40gb")) == ways(MIXTRAL) == ["on-demand"] * 3
+    assert ways(MIXTRAL, machine=machines.load("h200"), weight_codec="none") == ["all", "all", "on-demand"]
     assert plan(1, released, "auto").placement.graphs
 
 
 def test_experts_that_stay_are_unpacked_when_they_are_chosen() -> None:
-    place = H100.model_copy(update={"hbm_bandwidth": 3e12})
+    machine = H100.model_copy(update={"hbm_bandwidth": 3e12})
     dense = MIXTRAL.streamed_bytes - MIXTRAL.routed_bytes
     for tokens, share in ((1, MIXTRAL.touched_share(1)), (200, 1.0)):
-        kept = plan(tokens, share="100%", place=place)
+        kept = plan(tokens, share="100%", machine=machine)
         assert kept.streamed_bytes == 0
         assert not kept.placement.graphs, "the CPU gets to know what each router chose"
         unpacked = dense + MIXTRAL.routed_bytes * share
         assert Sizes(kept.placement, MIXTRAL).unpacked(tokens) == pytest.approx(unpacked, rel=1e-6)
-        told = Timing(kept.placement, MIXTRAL, place).step(tokens, 528)
+        told = Timing(kept.placement, MIXTRAL, machine).step(tokens, 528)
         assert told.bound_by == "unpacking"
         assert told.limits["unpacking"] == pytest.approx(unpacked / (RATES.unpacking * 3e12), rel=1e-6)
-    raw = plan(200, share="100%", place=place, weight_codec="none").placement
+    raw = plan(200, share="100%", machine=machine, weight_codec="none").placement
     assert Sizes(raw, MIXTRAL).unpacked(200) == MIXTRAL.routed_bytes, "copied from its buffer to its place"
 
 
 @pytest.mark.parametrize("batch_size", [1, 160])
 def test_room_that_is_left_holds_experts(batch_size: int) -> None:
     small = H100.model_copy(update={"gpu_bytes": 40 << 30})
-    bare, auto = plan(batch_size), plan(batch_size, share="auto", place=small)
+    bare, auto = plan(batch_size), plan(batch_size, share="auto", machine=small)
     assert (bare.placement.cached_experts, bare.placement.resident_layers) == (0, ())
-    setup, expert = auto.placement, round(MIXTRAL.expert_bytes * auto.placement.wire_ratio)
-    assert setup.ring_depth == TUNING.dense_depth
-    assert setup.resident_layers == tuple(range(32)), "each pass needs all of them but experts"
-    assert setup.cached_experts > 20
+    placement, expert = auto.placement, round(MIXTRAL.expert_bytes * auto.placement.wire_ratio)
+    assert placement.ring_depth == TUNING.dense_depth
+    assert placement.resident_layers == tuple(range(32)), "each pass needs all of them but experts"
+    assert placement.cached_experts > 20
     assert 0 <= small.gpu_bytes - auto.gpu.total < expert, "the plan's figures are those without a margin"
-    assert setup.resident_bytes < auto.resident_bytes
+    assert placement.resident_bytes < auto.resident_bytes
     half = plan(batch_size, share="50%")
     dense = MIXTRAL.streamed_bytes - MIXTRAL.routed_bytes
     assert half.placement.cached_experts == (MIXTRAL.streamed_bytes // 2 - dense) // MIXTRAL.expert_bytes
@@ -148,21 +148,21 @@ def test_room_that_is_left_holds_experts(batch_size: int) -> None:
 def test_buffers_for_experts_grow_up_to_a_layer() -> None:
     for batch_size in (1, 512, 900):
         found = plan(batch_size)
-        setup = found.placement
-        assert 6 <= setup.expert_buffers <= setup.layer_experts == 8
+        placement = found.placement
+        assert 6 <= placement.expert_buffers <= placement.layer_experts == 8
         assert found.gpu.total <= H100.gpu_bytes
-        assert setup.holds_layer == (setup.expert_buffers == 8)
+        assert placement.holds_layer == (placement.expert_buffers == 8)
     assert plan(1).placement.holds_layer
-    assert plan(place=H100.model_copy(update={"gpu_count": 0, "gpu_bytes": 0})).placement.kv_buffers == 1
+    assert plan(machine=H100.model_copy(update={"gpu_count": 0, "gpu_bytes": 0})).placement.kv_buffers == 1
 
 
 def test_the_ring_holds_two_layers_without_their_routed_experts() -> None:
     """The next layer is there before this one's experts are, and the link brings the one behind it meanwhile."""
     large = MIXTRAL.model_copy(update={"layers": tuple(one.model_copy(update={"parameters": one.parameters + (1 << 28)})
                                                        for one in MIXTRAL.layers)})  # fmt: skip
-    setup = plan(model=large, experts="on-demand").placement
-    assert setup.layer_chunks == -(-large.dense_layer_bytes // PIECE_BYTES) > TUNING.dense_depth
-    assert setup.ring_depth == 2 * setup.layer_chunks
+    placement = plan(model=large, experts="on-demand").placement
+    assert placement.layer_chunks == -(-large.dense_layer_bytes // PIECE_BYTES) > TUNING.dense_depth
+    assert placement.ring_depth == 2 * placement.layer_chunks
 
 
 def test_the_table_says_which_experts_come() -> None:

@@ -31,9 +31,9 @@ def case(name: str, offload: Any = "cpu", batch_size: int = 1, engine: str = "st
     return Case(model=name, engine=engine, offload=offload, workload=workload, **more)
 
 
-def planned(name: str, place: Machine = BIG, **fields: Any) -> Any:
+def planned(name: str, machine: Machine = BIG, **fields: Any) -> Any:
     asked = case(name, **fields)
-    return make_plan(asked, resolve.resolve(name, layers=asked.layers), place)
+    return make_plan(asked, resolve.resolve(name, layers=asked.layers), machine)
 
 
 def test_a_model_that_does_not_fit_is_refused_with_a_way_out() -> None:
@@ -102,14 +102,14 @@ def test_without_a_gpu_the_host_carries_both() -> None:
     st.floats(1.0, 20.0),
 )
 def test_more_never_hurts(name: str, offload: Any, engine: str, batch: int, factor: float) -> None:
-    place = BIG.model_copy(update={"nvme_bandwidth": 3e9, "nvme_bytes": 4 << 40})
-    plan = planned(name, place, offload=offload, engine=engine, batch_size=batch)
-    larger = planned(name, place, offload=offload, engine=engine, batch_size=batch + 1)
+    machine = BIG.model_copy(update={"nvme_bandwidth": 3e9, "nvme_bytes": 4 << 40})
+    plan = planned(name, machine, offload=offload, engine=engine, batch_size=batch)
+    larger = planned(name, machine, offload=offload, engine=engine, batch_size=batch + 1)
     assert larger.gpu.total >= plan.gpu.total
     assert larger.step_s >= plan.step_s
     assert larger.max_batch_size == plan.max_batch_size
-    faster = place.model_copy(
-        update={name: getattr(place, name) * factor for name in ("h2d_bandwidth", "nvme_bandwidth", "hbm_bandwidth")}
+    faster = machine.model_copy(
+        update={name: getattr(machine, name) * factor for name in ("h2d_bandwidth", "nvme_bandwidth", "hbm_bandwidth")}
     )
     quick = planned(name, faster, offload=offload, engine=engine, batch_size=batch)
     assert quick.step_s <= plan.step_s
@@ -130,11 +130,11 @@ def test_a_sweep_plans_every_workload_once_in_a_process(
     """Parent and worker share a process here, and nothing else: each has a planner of its own."""
     placed: Counter[tuple[Planner, Workload]] = Counter()
     searched: Counter[tuple[int, int]] = Counter()
-    place, search = Placer._place, Planner._find_largest
+    machine, search = Placer._place, Planner._find_largest
 
     def count_placements(placer: Any, workload: Workload) -> Any:
         placed[placer, workload] += 1
-        return place(placer, workload)
+        return machine(placer, workload)
 
     def count_searches(planner: Any, *lengths: int) -> int:
         searched[lengths[0], lengths[1]] += 1

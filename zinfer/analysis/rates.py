@@ -150,7 +150,7 @@ def offload_verdicts(points: Points) -> tuple[OffloadVerdict, ...]:
     Lossy settings do not count unless there are no others.
     """
     points = exact(points) or points
-    engines: list[str | None] = sorted({point.case.engine for point in points})
+    engines: list[str | None] = [*sorted({point.case.engine for point in points})]
     verdicts = []
     for engine in [None, *engines] if len(engines) > 1 else engines:
         of_engine = [point for point in points if engine in (None, point.case.engine)]

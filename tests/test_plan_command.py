@@ -174,14 +174,9 @@ def test_what_no_engine_runs_is_not_listed_or_said_to_be_so() -> None:
 
 def test_what_several_gpus_cannot_do_is_said() -> None:
     words = ["plan", "--machine", "h200", "--set", "host_bytes=400GiB", "--gpus", "2"]
-    for more, reason in (
-        (["-m", "opt-30b", "--offload", "none"], "gpus=2 does not go with offload none"),
-        (["-m", "opt-30b", "--engine", "deepspeed", "--offload", "none"], "gpus=2 does not go with offload none"),
-        (["-m", "mixtral-8x22b", "--offload", "cpu", "--experts", "on-demand"], "on-demand does not go with gpus=2"),
-    ):
-        told = CliRunner().invoke(cli, [*words, *more])
-        assert told.exit_code == 4
-        assert mentions(told.stderr, reason)
+    told = CliRunner().invoke(cli, [*words, "-m", "opt-30b", "--offload", "none"])
+    assert told.exit_code == 4
+    assert mentions(told.stderr, "gpus=2 does not go with offload none")
     told = CliRunner().invoke(cli, [*words, "-m", "opt-30b"])  # all of it fits one GPU
     assert told.exit_code == 0
     assert mentions(told.output, "Only streaming was planned", "stream cpu gpus=2")

@@ -16,8 +16,8 @@ from zinfer.core.engine import ENGINES
 from zinfer.core.machine import Machine
 from zinfer.job.recipe import Sweep
 from zinfer.job.sweep import prepare, run, source_of
-from zinfer.plan.placement import Placer
-from zinfer.plan.planner import DEVICE_SHARE, Planner, make_plan
+from zinfer.plan.placement import TUNING, Placer
+from zinfer.plan.planner import Planner, make_plan
 from zinfer.record.store import Header, Store
 from zinfer.system import machines
 from zinfer.worker.inline import InlineWorker
@@ -120,21 +120,21 @@ def test_more_never_hurts(name: str, offload: Any, engine: str, batch: int, fact
 def test_the_largest_batch_is_the_largest_that_fits() -> None:
     plan = planned("opt-30b", offload="none")
     edge = plan.max_batch_size
-    assert planned("opt-30b", offload="none", batch_size=edge).gpu.total <= DEVICE_SHARE * BIG.gpu_bytes
-    assert planned("opt-30b", offload="none", batch_size=edge + 1).gpu.total > DEVICE_SHARE * BIG.gpu_bytes
+    assert planned("opt-30b", offload="none", batch_size=edge).gpu.total <= TUNING.max_device_share * BIG.gpu_bytes
+    assert planned("opt-30b", offload="none", batch_size=edge + 1).gpu.total > TUNING.max_device_share * BIG.gpu_bytes
 
 
 def test_a_sweep_plans_every_workload_once_in_a_process(
     checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Parent and worker share a process here, and nothing else: each has a planner of its own."""
-    placed: Counter[tuple[Planner, Workload]] = Counter()
+    placed: Counter[tuple[Placer, Workload]] = Counter()
     searched: Counter[tuple[int, int]] = Counter()
-    machine, search = Placer._place, Planner._find_largest
+    make_placement, search = Placer._place, Planner._find_largest
 
     def count_placements(placer: Any, workload: Workload) -> Any:
         placed[placer, workload] += 1
-        return machine(placer, workload)
+        return make_placement(placer, workload)
 
     def count_searches(planner: Any, *lengths: int) -> int:
         searched[lengths[0], lengths[1]] += 1

@@ -253,13 +253,13 @@ def _assumptions(plan: "Plan") -> "Iterator[str]":
     """Yield the memory that a plan needs of an unknown tier."""
     from math import ceil
 
-    from zinfer.plan.planner import HOST_SHARE
+    from zinfer.plan.placement import TUNING
 
     machine = plan.machine
     for tier, size in (("host", machine.host_bytes), ("nvme", machine.nvme_bytes)) if plan.holds else ():
         need = getattr(plan, tier).total
         if size is None and need > (0 if tier == "nvme" else HOST_NEGLIGIBLE):
-            enough = f"{ceil(need / HOST_SHARE / (1 << 30))}GiB"
+            enough = f"{ceil(need / TUNING.max_host_share / (1 << 30))}GiB"
             head = f"{machine.name}: its {tier} memory is not known; {plan.case.label()} fits only with {enough}"
             yield f"{head} (--set {tier}_bytes={enough} says that it is there)"
 

@@ -25,6 +25,10 @@ from zinfer.system.host import attending_cpus
 class Tuning:
     """Tuned numbers of a placement."""
 
+    max_host_share: float = 0.97  # of host memory, that a load may take before it is refused
+    # Of the device's memory, that a batch may take: no record shows a batch of that size out of memory, which gaps of
+    # the allocator and short-lived tensors of a step cause beyond it.
+    max_device_share: float = 0.97
     ring_depth: int = 6  # minimum ring buffers: they hold what arrives while a layer of a decode step computes
     dense_depth: int = 3  # the same where experts come on demand: little is in flight, so that they come next
     disk_ring_layers: int = 2  # layers from disk that host memory has room for on their way

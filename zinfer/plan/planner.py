@@ -19,13 +19,8 @@ from zinfer.core.units import gb
 from zinfer.core.value import Frozen
 from zinfer.plan import search
 from zinfer.plan.bytes import Bytes, Placement, Sizes, Tiers
-from zinfer.plan.placement import CAUTIOUS, MEMOISED, Placer
+from zinfer.plan.placement import CAUTIOUS, MEMOISED, TUNING, Placer
 from zinfer.plan.times import LIMITS, Efficiency, Times, Timing
-
-HOST_SHARE = 0.97  # share of host memory that a load may take before it is refused
-# Share of the device's memory that a batch may take: no record shows a batch of that size out of memory, which gaps of
-# the allocator and short-lived tensors of a step cause beyond it.
-DEVICE_SHARE = 0.97
 
 
 class Drafting(Frozen):
@@ -179,8 +174,8 @@ class Planner:
     def max_batch(self, workload: Workload) -> int:
         """Return the largest batch of the workload's lengths that memory holds; 0 if none.
 
-        A batch gets `DEVICE_SHARE` of the device's memory, or all of it with `CAUTIOUS` efficiency. A host whose memory
-        is not known gets none of the KV cache.
+        A batch gets `TUNING.max_device_share` of the device's memory, or all of it with `CAUTIOUS` efficiency. A host
+        whose memory is not known gets none of the KV cache.
         """
         lengths, given = (workload.input_len, workload.output_len), self._given
         if given is not None and lengths == (given.case.workload.input_len, given.case.workload.output_len):
@@ -216,7 +211,7 @@ class Planner:
             host += gpu
         elif gpu > machine.gpu_bytes:
             short.append(f"{gb(gpu)} of GPU memory ({machine.name} has {gb(machine.gpu_bytes)})")
-        if machine.host_bytes is not None and host > HOST_SHARE * machine.host_bytes:
+        if machine.host_bytes is not None and host > TUNING.max_host_share * machine.host_bytes:
             short.append(f"{gb(host)} of host memory ({machine.name} has {gb(machine.host_bytes)})")
         if machine.nvme_bytes is not None and nvme > machine.nvme_bytes:
             short.append(f"{gb(nvme)} of disk at --nvme-path ({gb(machine.nvme_bytes)} are free)")
@@ -322,12 +317,12 @@ class Planner:
 
     def _find_largest(self, input_len: int, output_len: int) -> int:
         cautious = self.efficiency is not None and self.efficiency.memory >= CAUTIOUS.memory
-        room = self.machine.device_bytes * (1.0 if cautious else DEVICE_SHARE)
+        room = self.machine.device_bytes * (1.0 if cautious else TUNING.max_device_share)
 
         def fits(batch_size: int) -> bool:
             workload = Workload(batch_size=batch_size, input_len=input_len, output_len=output_len)
             tiers = self._placer.tiers(self.bare(workload), workload)
-            if tiers.host.kv_cache and tiers.host.total > HOST_SHARE * (self.machine.host_bytes or 0):
+            if tiers.host.kv_cache and tiers.host.total > TUNING.max_host_share * (self.machine.host_bytes or 0):
                 return False
             return self._placer.device_bytes(tiers) <= room
 

@@ -308,11 +308,10 @@ class Stream(Decoder):
         load = self.expected
         if load is None or self.given is not None or isinstance(ring, DiskRing):
             return False
-        planned = self.planner.at(load)
-        if planned.placement.host_rows(load.batch_size):  # what comes beside the weights is guessed
+        if self.planner.placement(load).host_rows(load.batch_size):  # what comes beside the weights is guessed
             return False
-        room = planned.machine.device_bytes - planned.gpu.total
-        return room > planned.model.layer_bytes
+        room = self.plan.machine.device_bytes - self.planner.tiers(load).gpu.total
+        return room > self.plan.model.layer_bytes
 
     def _share_out(self, ring: PrefetchRing, placement: Placement) -> None:
         """Give the ring its buffers, and the GPU its layers, as `placement` says."""

@@ -80,10 +80,10 @@ def seconds(times: Times) -> float:
 def test_a_step_at_full_offload_takes_all_weights_over_the_link(bandwidth: float, expected: float) -> None:
     everything = Placement(tier="host", also_streamed=BLOOM.other_bytes)
     assert Sizes(everything, BLOOM).wire() == BLOOM.weight_bytes
-    found = step(everything, BLOOM, linked(bandwidth), 32, 528, PHYSICS)
-    assert seconds(found) == pytest.approx(expected, rel=0.005)
-    assert found.bound_by == "link"
-    assert 32 / seconds(found) == pytest.approx({25e9: 2.27, 55e9: 4.99, 375e9: 34.0}[bandwidth], rel=0.005)
+    times = step(everything, BLOOM, linked(bandwidth), 32, 528, PHYSICS)
+    assert seconds(times) == pytest.approx(expected, rel=0.005)
+    assert times.bound_by == "link"
+    assert 32 / seconds(times) == pytest.approx({25e9: 2.27, 55e9: 4.99, 375e9: 34.0}[bandwidth], rel=0.005)
 
 
 def test_golden_sizes_of_bloom() -> None:
@@ -254,12 +254,12 @@ def test_link_and_cpu_slow_each_other_as_measured() -> None:
 def test_a_value_in_8_bits_keeps_the_cpu_as_long_as_one_in_16() -> None:
     """Memory gives half the bytes; the rate of the cores, measured in 16 bits, is one of values."""
     machine = linked(50e9).model_copy(update={"attention_bandwidth": 50e9, "host_bandwidth": 120e9})
-    wide = Placement(tier="host", kv_host_share=1.0, kv_on_cpu=True)
-    narrow = wide.model_copy(update={"kv_ratio": 0.5})
-    one, other = (step(placement, BLOOM, machine, 200, 528).limits for placement in (wide, narrow))
+    full = Placement(tier="host", kv_host_share=1.0, kv_on_cpu=True)
+    quantized = full.model_copy(update={"kv_ratio": 0.5})
+    bf16, int8 = (step(placement, BLOOM, machine, 200, 528).limits for placement in (full, quantized))
     kv = BLOOM.kv_bytes(200, 528)
-    assert other["cpu attention"] == pytest.approx(one["cpu attention"])
-    assert one["host memory"] - other["host memory"] == pytest.approx(kv / 2 / 120e9)
+    assert int8["cpu attention"] == pytest.approx(bf16["cpu attention"])
+    assert bf16["host memory"] - int8["host memory"] == pytest.approx(kv / 2 / 120e9)
 
 
 def test_cores_are_enough_to_attend_in_half_the_time_of_the_link() -> None:
@@ -269,10 +269,10 @@ def test_cores_are_enough_to_attend_in_half_the_time_of_the_link() -> None:
     shares = []
     for rows in (8, 32, 56, 96):
         split = placement.model_copy(update={"kv_host_share": rows / 100})
-        found = Timing(split, BLOOM, machine).with_best_cores(100, 528)
-        limits = step(found, BLOOM, machine, 100, 528).limits
-        assert found.kv_cpu_share == 1 or limits["cpu attention"] <= limits["link"] / 2
-        shares.append(found.kv_cpu_share)
+        times = Timing(split, BLOOM, machine).with_best_cores(100, 528)
+        limits = step(times, BLOOM, machine, 100, 528).limits
+        assert times.kv_cpu_share == 1 or limits["cpu attention"] <= limits["link"] / 2
+        shares.append(times.kv_cpu_share)
     assert shares == [0.375, 0.5, 0.75, 1.0]
 
 
@@ -412,9 +412,9 @@ def test_a_prefill_holds_a_row_for_each_expert_of_a_token(name: str, factor: int
     assert spec.experts_per_token == factor
     tokens, placement = 512, Placement(tier="host")
     rows = factor * (4 * spec.ffn_size + spec.hidden_size)
-    found = Sizes(placement, spec).activations(spec, 1, tokens)
+    activations = Sizes(placement, spec).activations(spec, 1, tokens)
     logits = spec.vocab_size * (spec.dtype_bytes + 4)
-    assert found == (4 * spec.hidden_size + rows) * tokens * spec.dtype_bytes + logits
+    assert activations == (4 * spec.hidden_size + rows) * tokens * spec.dtype_bytes + logits
 
 
 def test_predictions_are_those_of_the_placement_that_is_obeyed() -> None:
@@ -459,20 +459,20 @@ def test_attention_on_the_cpu_reads_the_cache_beside_the_link() -> None:
 @pytest.mark.parametrize(("cpu_reads", "bound", "read_over"), [(120e9, "link", 0), (20e9, "link", 1)])
 def test_the_faster_way_to_a_cache_in_host_memory_is_taken(cpu_reads: float, bound: str, read_over: int) -> None:
     machine = linked(55e9).model_copy(update={"attention_bandwidth": cpu_reads, "host_bytes": 800 << 30})
-    found = make_plan(asked(batch_size=100, options=(("kv_offload", "cpu"),)), BLOOM, machine)
+    plan = make_plan(asked(batch_size=100, options=(("kv_offload", "cpu"),)), BLOOM, machine)
     kv = BLOOM.kv_bytes(100, 528)
-    assert found.bound_by == bound
-    assert (found.step_s or 0) == pytest.approx((BLOOM.streamed_bytes + read_over * kv) / 55e9, rel=FULL_RING)
+    assert plan.bound_by == bound
+    assert (plan.step_s or 0) == pytest.approx((BLOOM.streamed_bytes + read_over * kv) / 55e9, rel=FULL_RING)
 
 
 def test_attention_on_the_cpu_and_the_gpu_wait_for_each_other() -> None:
     machine = linked(55e9).model_copy(update={"attention_bandwidth": 50e9, "host_bytes": 800 << 30})
     there = (("kv_attention", "cpu"), ("kv_offload", "cpu"))
-    found = make_plan(asked(batch_size=200, options=there), BLOOM, machine, efficiency=PHYSICS)
-    assert found.bound_by == "cpu attention"
+    plan = make_plan(asked(batch_size=200, options=there), BLOOM, machine, efficiency=PHYSICS)
+    assert plan.bound_by == "cpu attention"
     at_rest = make_plan(asked(batch_size=1, options=there), BLOOM, machine, efficiency=PHYSICS)
-    assert (found.step_s or 0) > BLOOM.kv_bytes(200, 528) / 50e9
-    assert (found.step_s or 0) < BLOOM.kv_bytes(200, 528) / 50e9 + (at_rest.step_s or 0)
+    assert (plan.step_s or 0) > BLOOM.kv_bytes(200, 528) / 50e9
+    assert (plan.step_s or 0) < BLOOM.kv_bytes(200, 528) / 50e9 + (at_rest.step_s or 0)
 
 
 def test_auto_puts_only_rows_that_do_not_fit_the_gpu_into_host_memory() -> None:
@@ -570,8 +570,8 @@ def test_the_cache_comes_before_resident_layers_and_a_deep_ring(attention: str, 
 
 def test_prompts_to_a_cache_on_the_host_cross_the_link_too() -> None:
     slow = linked(55e9).model_copy(update={"duplex_bandwidth": 1e9, "host_bytes": 800 << 30})
-    found = make_plan(asked(batch_size=64, options=(("kv_offload", "cpu"),)), BLOOM, slow)
-    assert (found.prefill_s or 0) == pytest.approx(BLOOM.kv_bytes(64, 512) / 1e9)
+    plan = make_plan(asked(batch_size=64, options=(("kv_offload", "cpu"),)), BLOOM, slow)
+    assert (plan.prefill_s or 0) == pytest.approx(BLOOM.kv_bytes(64, 512) / 1e9)
 
 
 def test_every_gpu_brings_its_own_link() -> None:
@@ -582,17 +582,17 @@ def test_every_gpu_brings_its_own_link() -> None:
     capped = make_plan(asked(options=(("gpus", 4),)), BLOOM, shared)
     assert capped.bound_by == "host memory"
     together = linked(55e9).model_copy(update={"links_bandwidth": 120e9, "gather_bandwidth": 1e12, "gpu_count": 4})
-    found = make_plan(asked(options=(("gpus", 4), ("weight_codec", "none"))), BLOOM, together)
-    assert (found.step_s or 0) == pytest.approx(BLOOM.streamed_bytes / 120e9, rel=FULL_RING)
+    plan = make_plan(asked(options=(("gpus", 4), ("weight_codec", "none"))), BLOOM, together)
+    assert (plan.step_s or 0) == pytest.approx(BLOOM.streamed_bytes / 120e9, rel=FULL_RING)
     more = make_plan(asked(options=(("gpus", 8), ("weight_codec", "none"))), BLOOM, together)
     assert (more.step_s or 0) == pytest.approx(BLOOM.streamed_bytes / 240e9, rel=FULL_RING), "further links"
     bounded = together.model_copy(update={"host_bandwidth": 150e9})
     more = make_plan(asked(options=(("gpus", 8), ("weight_codec", "none"))), BLOOM, bounded)
     assert more.bound_by == "host memory"
     slow = together.model_copy(update={"gather_bandwidth": 60e9})
-    found = make_plan(asked(options=(("gpus", 4), ("weight_codec", "none"))), BLOOM, slow)
-    assert found.bound_by == "gather"
-    assert (found.step_s or 0) == pytest.approx(BLOOM.streamed_bytes * 3 / 4 / 60e9, rel=FULL_RING)
+    plan = make_plan(asked(options=(("gpus", 4), ("weight_codec", "none"))), BLOOM, slow)
+    assert plan.bound_by == "gather"
+    assert (plan.step_s or 0) == pytest.approx(BLOOM.streamed_bytes * 3 / 4 / 60e9, rel=FULL_RING)
     assert (capped.step_s or 0) == pytest.approx(BLOOM.streamed_bytes / 100e9, rel=FULL_RING)
 
 
@@ -604,11 +604,11 @@ def test_unpacking_by_operations_of_torch_bounds_a_step_of_deepspeed() -> None:
         case = Case(model="b", engine=engine, offload="cpu", workload=load, weights=weights, dtype=dtype)
         return make_plan(case, BLOOM.with_dtype(dtype), linked(55e9), efficiency=Efficiency())
 
-    found = planned("deepspeed", "int4")
-    assert found.bound_by == "unpacking"
+    plan = planned("deepspeed", "int4")
+    assert plan.bound_by == "unpacking"
     weights = BLOOM.streamed_bytes // 2
-    assert found.placement.dequantised_bytes == 18 * weights
-    assert (found.step_s or 0) > 18 * weights / (RATES.torch_unpacking * (H100.hbm_bandwidth or 0))
+    assert plan.placement.dequantised_bytes == 18 * weights
+    assert (plan.step_s or 0) > 18 * weights / (RATES.torch_unpacking * (H100.hbm_bandwidth or 0))
     assert planned("deepspeed", "int8").placement.dequantised_bytes == 13 * weights
     for other in (planned("deepspeed", "int4", "float16"), planned("accelerate", "int4")):
         assert other.bound_by == "link"
@@ -644,8 +644,8 @@ def test_deepspeed_copies_a_part_after_the_gather_of_the_layer_before() -> None:
 
     def timed(placed: Placement, efficiency: Efficiency, gathers: float = 100e9) -> tuple[Any, Any]:
         machine = linked(50e9).model_copy(update={"gather_bandwidth": gathers})
-        found = step(placed, BLOOM, machine, 8, 512, efficiency)
-        return found.seconds, found.bound_by
+        times = step(placed, BLOOM, machine, 8, 512, efficiency)
+        return times.seconds, times.bound_by
 
     link, gather = BLOOM.streamed_bytes / 100e9, BLOOM.weight_bytes / 2 / 100e9
     assert timed(placement, full) == (pytest.approx(link + gather), "link")
@@ -658,8 +658,8 @@ def test_deepspeed_copies_a_part_after_the_gather_of_the_layer_before() -> None:
 def test_each_gpu_prefills_its_own_rows(batch_size: int, passes: int) -> None:
     machine = linked(1e9)  # so slow that weights take longer than all else
     placement = Placement(tier="host", gpus=4, pass_tokens=16 * 512)
-    found = prefill(placement, BLOOM, machine, batch_size, 512, Efficiency(link_share=1.0))
-    assert found.seconds == pytest.approx(passes * BLOOM.streamed_bytes / 4e9)
+    times = prefill(placement, BLOOM, machine, batch_size, 512, Efficiency(link_share=1.0))
+    assert times.seconds == pytest.approx(passes * BLOOM.streamed_bytes / 4e9)
 
 
 def test_a_small_batch_reads_few_experts_and_the_link_carries_all() -> None:
@@ -675,9 +675,9 @@ def test_a_small_batch_reads_few_experts_and_the_link_carries_all() -> None:
 def test_launches_are_a_floor_and_nvme_is_a_link() -> None:
     slow = Efficiency(link_share=1.0, layer_s=2e-3)
     opt = resolve.resolve("opt-30b", None, None)
-    found = step(Placement(), opt, H100, 1, 512, slow)
-    assert found.bound_by == "launch"
-    assert found.seconds == pytest.approx(2e-3 * opt.num_layers)
+    times = step(Placement(), opt, H100, 1, 512, slow)
+    assert times.bound_by == "launch"
+    assert times.seconds == pytest.approx(2e-3 * opt.num_layers)
     disk = H100.model_copy(update={"nvme_bandwidth": 5e9})
     on_disk = step(Placement(tier="nvme"), opt, disk, 1, 512, PHYSICS)
     assert on_disk.bound_by == "nvme"

@@ -102,9 +102,9 @@ def test_the_way_to_attend_that_plans_choose_was_the_fastest() -> None:
             seconds.setdefault((one.machine, case), {})[way] = one.step_median_ms or 0.0
     compared = {key: ways for key, ways in seconds.items() if len(ways) == 2}
     assert compared
-    for (place, case), ways in compared.items():
+    for (machine, case), ways in compared.items():
         spec = resolve.resolve(case.model, case.dtype, case.layers)
-        on_cpu = Placer(case, spec, machines[place]).bare(case.workload).kv_on_cpu
+        on_cpu = Placer(case, spec, machines[machine]).bare(case.workload).kv_on_cpu
         assert ("cpu" if on_cpu else "gpu") == min(ways, key=lambda way: ways[way])
 
 
@@ -139,13 +139,15 @@ def table(points: Points, machines: Mapping[str, Machine]) -> tuple[PredictedPoi
     return calibrate.calibrate(points, machines)[1]
 
 
-def fabricated(told: Efficiency, size: int, offload: str, place: Machine = H100, **options: Option) -> Measurement:
-    """Return a point of OPT-30B, or of the model `name`, on a machine whose engine has exactly the factors `told`."""
+def fabricated(
+    efficiency: Efficiency, size: int, offload: str, place: Machine = H100, **options: Option
+) -> Measurement:
+    """Return a point of OPT-30B, or of the model `name`, whose engine has exactly this efficiency."""
     share, name = options.pop("gpu_weights", None), str(options.pop("name", "opt-30b"))
     chosen = tuple(sorted({"weight_codec": "none", "cuda_graphs": "off", **options}.items()))
     asked = case(size, model=name, layers=None, offload=offload, options=chosen, gpu_weights=share)
     spec = resolve.resolve(name, None, None)
-    plan = make_plan(asked, spec, place, efficiency=told)
+    plan = make_plan(asked, spec, place, efficiency=efficiency)
     assert plan.prefill_s is not None
     assert plan.step_s is not None
     return point(
@@ -180,15 +182,15 @@ def cache_of(asked: Case, plan: Plan) -> dict[str, Option]:
 
 
 def test_a_fit_finds_the_factors_that_made_the_records() -> None:
-    told = Efficiency(link_share=0.83, layer_s=1.5e-3, mfu=0.7, memory=1.2)
-    points = [fabricated(told, size, offload) for size in (1, 8, 16) for offload in ("none", "cpu")]
-    found = fit(points, {"h100": H100})["stream"]
-    assert found.link_share == pytest.approx(0.83, rel=1e-3)
-    assert found.layer_s == pytest.approx(1.5e-3, rel=1e-3)
-    assert found.mfu == pytest.approx(0.7, rel=1e-3)
-    assert found.memory == pytest.approx(1.2, rel=1e-3)
-    assert found.points == 6
-    assert found.error == calibrate.EVIDENCE.min_error
+    efficiency = Efficiency(link_share=0.83, layer_s=1.5e-3, mfu=0.7, memory=1.2)
+    points = [fabricated(efficiency, size, offload) for size in (1, 8, 16) for offload in ("none", "cpu")]
+    fitted = fit(points, {"h100": H100})["stream"]
+    assert fitted.link_share == pytest.approx(0.83, rel=1e-3)
+    assert fitted.layer_s == pytest.approx(1.5e-3, rel=1e-3)
+    assert fitted.mfu == pytest.approx(0.7, rel=1e-3)
+    assert fitted.memory == pytest.approx(1.2, rel=1e-3)
+    assert fitted.points == 6
+    assert fitted.error == calibrate.EVIDENCE.min_error
     errors = [row.tok_s_error for row in table(points, {"h100": H100})]
     assert errors == pytest.approx([0.0] * 6, abs=1e-3)
 
@@ -199,15 +201,15 @@ def test_models_with_routed_experts_do_not_spoil_the_factors_of_others() -> None
     points = [fabricated(dense, size, offload, ROOMY) for offload, size in both]
     grouped = [fabricated(routed, size, offload, ROOMY, name="mixtral-8x7b", experts="all") for offload, size in both]
     grouped += [fabricated(routed, 12, "cpu", ROOMY, name="mixtral-8x7b", experts="all")]
-    found = fit([*points, *grouped], {"h100": ROOMY})["stream"]
-    assert (found.link_share, found.expert_link_share) == pytest.approx((0.83, 0.66), rel=1e-3)
-    assert (found.mfu, found.expert_mfu) == pytest.approx((0.7, 0.5), rel=1e-3)
-    assert mentions(found.describe(), "with routed experts 66.0% of the link and 50% of the matmul rate")
+    fitted = fit([*points, *grouped], {"h100": ROOMY})["stream"]
+    assert (fitted.link_share, fitted.expert_link_share) == pytest.approx((0.83, 0.66), rel=1e-3)
+    assert (fitted.mfu, fitted.expert_mfu) == pytest.approx((0.7, 0.5), rel=1e-3)
+    assert mentions(fitted.describe(), "with routed experts 66.0% of the link and 50% of the matmul rate")
     for row in table([*points, *grouped], {"h100": ROOMY}):
         assert row.tok_s_error == pytest.approx(0, abs=1e-3), row.case
-    for some, told in ((points, dense), (grouped, routed)):
+    for some, efficiency in ((points, dense), (grouped, routed)):
         alone = fit(some, {"h100": ROOMY})["stream"]
-        assert (alone.link_share, alone.mfu) == pytest.approx((told.link_share, told.mfu), rel=1e-3)
+        assert (alone.link_share, alone.mfu) == pytest.approx((efficiency.link_share, efficiency.mfu), rel=1e-3)
 
 
 def test_points_without_offload_of_an_engine_without_cuda_graphs_are_left_out() -> None:
@@ -219,22 +221,22 @@ def test_points_without_offload_of_an_engine_without_cuda_graphs_are_left_out() 
 
 
 def test_steps_with_cuda_graphs_tell_the_share_of_the_memorys_bandwidth() -> None:
-    told = Efficiency(hbm_share=0.7)
-    points = [fabricated(told, size, "none", cuda_graphs="auto") for size in (1, 2)]
+    efficiency = Efficiency(hbm_share=0.7)
+    points = [fabricated(efficiency, size, "none", cuda_graphs="auto") for size in (1, 2)]
     for one in points:
         assert one.effective is not None
         one.effective.settings["cuda_graphs"] = "on"
-    found = fit(points, {"h100": H100})["stream"]
-    assert found.hbm_share == pytest.approx(0.7, rel=1e-3)
-    assert mentions(found.describe(), "70% of the GPU memory's bandwidth")
+    fitted = fit(points, {"h100": H100})["stream"]
+    assert fitted.hbm_share == pytest.approx(0.7, rel=1e-3)
+    assert mentions(fitted.describe(), "70% of the GPU memory's bandwidth")
     for row in table(points, {"h100": H100}):
         assert row.tok_s_error == pytest.approx(0, abs=1e-3), row.case
 
 
 def test_steps_with_cuda_graphs_say_nothing_of_launches() -> None:
-    told = Efficiency(layer_s=1.5e-3)
-    launched = [fabricated(told, size, "none") for size in (1, 2)]
-    replayed = fabricated(told, 1, "none", cuda_graphs="auto")
+    efficiency = Efficiency(layer_s=1.5e-3)
+    launched = [fabricated(efficiency, size, "none") for size in (1, 2)]
+    replayed = fabricated(efficiency, 1, "none", cuda_graphs="auto")
     assert replayed.effective is not None
     replayed.effective.settings["cuda_graphs"] = "on"
     assert (replayed.step_median_ms or 0) < 0.6 * (launched[0].step_median_ms or 0)
@@ -245,21 +247,21 @@ def test_steps_with_cuda_graphs_say_nothing_of_launches() -> None:
 
 def test_timelines_tell_how_fast_coded_weights_are_unpacked() -> None:
     """Layers that stay are coded, too, and unpacked in every step."""
-    told, spec = Efficiency(unpack_share=0.3), resolve.resolve("opt-30b", None, None)
+    efficiency, spec = Efficiency(unpack_share=0.3), resolve.resolve("opt-30b", None, None)
     for share, streams in (("0%", True), ("100%", False)):
-        one = fabricated(told, 2, "cpu", ROOMY, weight_codec="lossless", gpu_weights=share)
+        one = fabricated(efficiency, 2, "cpu", ROOMY, weight_codec="lossless", gpu_weights=share)
         spent = spec.streamed_bytes / (0.3 * (ROOMY.hbm_bandwidth or 1)) * 1e3
         spans = [Span(lane="unpack", layer=nth, start_ms=nth * spent / 48, end_ms=(nth + 1) * spent / 48)
                  for nth in range(48)]  # fmt: skip
         one = one.model_copy(update={"timeline": tuple(spans)})
         (seen,) = calibrate.fit_points([one], {"h100": ROOMY})
-        found = fit([one], {"h100": ROOMY})["stream"]
-        assert found.unpack_share == pytest.approx(0.3, rel=1e-3)
-        assert mentions(found.describe(), "unpacking at 30% of the GPU memory's bandwidth")
+        fitted = fit([one], {"h100": ROOMY})["stream"]
+        assert fitted.unpack_share == pytest.approx(0.3, rel=1e-3)
+        assert mentions(fitted.describe(), "unpacking at 30% of the GPU memory's bandwidth")
         assert (seen.link_share() is not None) == streams, "unpacking is the limit of what stays"
         again = fit([one.model_copy(update={"timeline": ()})], {"h100": ROOMY})["stream"]
         assert again.unpack_share == RATES.unpacking
-    plain = fabricated(told, 2, "cpu", ROOMY).model_copy(update={"timeline": tuple(spans)})
+    plain = fabricated(efficiency, 2, "cpu", ROOMY).model_copy(update={"timeline": tuple(spans)})
     assert fit([plain], {"h100": ROOMY})["stream"].unpack_share == RATES.unpacking
 
 
@@ -281,32 +283,34 @@ def test_records_unpacked_the_layers_that_stayed_at_the_same_rate() -> None:
 
 
 def test_a_cache_in_host_memory_shows_the_link_rate_if_the_link_limits() -> None:
-    told = Efficiency(link_share=0.83)
+    efficiency = Efficiency(link_share=0.83)
     for attention in ("gpu", "cpu"):
         (one,) = calibrate.fit_points(
-            [fabricated(told, 64, "cpu", kv_offload="cpu", kv_attention=attention)], {"h100": H100}
+            [fabricated(efficiency, 64, "cpu", kv_offload="cpu", kv_attention=attention)], {"h100": H100}
         )
         assert one.link_share() == pytest.approx(0.83, rel=1e-3)
     slow = H100.model_copy(update={"attention_bandwidth": 1e9})
-    (one,) = calibrate.fit_points([fabricated(told, 64, "cpu", kv_offload="cpu", kv_attention="cpu")], {"h100": slow})
+    (one,) = calibrate.fit_points(
+        [fabricated(efficiency, 64, "cpu", kv_offload="cpu", kv_attention="cpu")], {"h100": slow}
+    )
     assert one.link_share() is None
 
 
 @pytest.mark.parametrize("threads", ["auto", 64, 48])
 @pytest.mark.parametrize("quantized", ["bf16", "int8"])
 def test_bandwidth_that_the_link_loses_to_the_cpu_is_not_the_engines_factor(quantized: str, threads: Option) -> None:
-    told = Efficiency(link_share=0.83)
+    efficiency = Efficiency(link_share=0.83)
     figures = {"attention_bandwidth": 100e9, "host_bandwidth": 120e9, "details": {"host": {"cores": 64}}}
     tight = H100.model_copy(update=figures)
     options: dict[str, Option] = {"kv_offload": "cpu", "kv_attention": "cpu", "kv_cache_dtype": quantized}
     options["kv_threads"] = threads
-    (one,) = calibrate.fit_points([fabricated(told, 64, "cpu", tight, **options)], {"h100": tight})
+    (one,) = calibrate.fit_points([fabricated(efficiency, 64, "cpu", tight, **options)], {"h100": tight})
     assert one.link_share() == pytest.approx(0.83, rel=1e-3)
 
 
 def test_a_point_is_never_predicted_from_itself() -> None:
-    told = Efficiency(link_share=0.5)
-    (row,) = table([fabricated(told, 8, "cpu")], {"h100": H100})
+    efficiency = Efficiency(link_share=0.5)
+    (row,) = table([fabricated(efficiency, 8, "cpu")], {"h100": H100})
     assert row.predicted_tok_s is None
     assert row.tok_s_error is None
     odd = [fabricated(Efficiency(link_share=share), 8 * n, "cpu") for n, share in enumerate((0.5, 0.5, 0.5, 0.9), 1)]
@@ -366,7 +370,7 @@ def test_a_published_ratio_is_explained_by_the_share_of_the_link_it_takes() -> N
     ]
     asked = case(8, layers=None)
     factors = {"stream": Efficiency(link_share=0.9)}
-    plans = [predict(asked, spec, place, factors) for place in places]
+    plans = [predict(asked, spec, machine, factors) for machine in places]
     (found,) = compare_ratios([claim(2.0, 3.0)], plans, factors)
     assert 4 < (found.planned or 0) <= 6
     low, high = found.explaining or (0, 0)
@@ -383,11 +387,11 @@ def test_a_published_ratio_is_explained_by_the_share_of_the_link_it_takes() -> N
 def test_factors_of_the_committed_records_are_physical() -> None:
     factors = fit(committed.points(), committed.machines())
     assert set(factors) >= {"stream", "deepspeed", "accelerate"}
-    for told in factors.values():
-        assert 0.5 < told.link_share <= 1.01
-        assert 0 < told.mfu < 1
-        assert 0.2 < told.unpack_share < 0.5
-        assert 0.5 < told.memory < 1.5
-        assert told.error is not None
-        assert told.error < 0.25
+    for efficiency in factors.values():
+        assert 0.5 < efficiency.link_share <= 1.01
+        assert 0 < efficiency.mfu < 1
+        assert 0.2 < efficiency.unpack_share < 0.5
+        assert 0.5 < efficiency.memory < 1.5
+        assert efficiency.error is not None
+        assert efficiency.error < 0.25
     assert Efficiency().error is None

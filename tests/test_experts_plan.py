@@ -52,8 +52,8 @@ def test_a_step_brings_the_experts_that_its_tokens_touch() -> None:
     assert MIXTRAL.expert_bytes == 3 * 4096 * 14336 * 2
     assert MIXTRAL.dense_layer_bytes + 8 * MIXTRAL.expert_bytes == MIXTRAL.layer_bytes
     for batch_size, touched in ((1, 2 / 8), (2, 1 - (6 / 8) ** 2), (4, 1 - (6 / 8) ** 4)):
-        found = plan(batch_size, experts="on-demand", weight_codec="none")
-        assert found.streamed_bytes == pytest.approx(dense + touched * routed, abs=2)
+        planned = plan(batch_size, experts="on-demand", weight_codec="none")
+        assert planned.streamed_bytes == pytest.approx(dense + touched * routed, abs=2)
         assert plan(batch_size, experts="all", weight_codec="none").streamed_bytes == MIXTRAL.streamed_bytes
     one, all_of_it = plan(experts="on-demand"), plan(experts="all")
     assert one.step_s == pytest.approx((all_of_it.step_s or 0) * (dense + routed / 4) / (dense + routed), rel=0.02)
@@ -147,10 +147,10 @@ def test_room_that_is_left_holds_experts(batch_size: int) -> None:
 
 def test_buffers_for_experts_grow_up_to_a_layer() -> None:
     for batch_size in (1, 512, 900):
-        found = plan(batch_size)
-        placement = found.placement
+        planned = plan(batch_size)
+        placement = planned.placement
         assert 6 <= placement.expert_buffers <= placement.layer_experts == 8
-        assert found.gpu.total <= H100.gpu_bytes
+        assert planned.gpu.total <= H100.gpu_bytes
         assert placement.holds_layer == (placement.expert_buffers == 8)
     assert plan(1).placement.holds_layer
     assert plan(machine=H100.model_copy(update={"gpu_count": 0, "gpu_bytes": 0})).placement.kv_buffers == 1
@@ -254,9 +254,9 @@ def test_right_guesses_use_the_time_in_which_the_link_awaits_a_choice() -> None:
 
     def step(guessed: float, **options: Any) -> float:
         model = MIXTRAL.model_copy(update={"routing": Routing(source="s", guessed=guessed)})
-        found = plan(model=model, share="50%", efficiency=efficiency, **options)
-        assert found.bound_by == "link"
-        return found.step_s or 0
+        planned = plan(model=model, share="50%", efficiency=efficiency, **options)
+        assert planned.bound_by == "link"
+        return planned.step_s or 0
 
     waits = 32 * 2e-3
     assert step(0) - step(1) == pytest.approx(waits, rel=0.05)

@@ -121,8 +121,8 @@ def test_a_figure_can_be_replaced_and_says_so(setting: str, field: str, value: f
 
 
 def test_a_replaced_figure_keeps_what_stood_there() -> None:
-    told = override(load("a100-80gb"), "h2d_bandwidth=50GB/s").describe("h2d_bandwidth")
-    assert mentions(told, "50.0 GB/s", "set by hand", "25.2 GB/s", "measured by others")
+    text = override(load("a100-80gb"), "h2d_bandwidth=50GB/s").describe("h2d_bandwidth")
+    assert mentions(text, "50.0 GB/s", "set by hand", "25.2 GB/s", "measured by others")
     assert override(load("a100-80gb"), "host_bytes=1TB").describe("host_bytes") == "1000.0 GB (set by hand)"
 
 

@@ -1077,7 +1077,7 @@ def load_of(planner: Planner, needs: Sequence[tuple[int, int]], at_most: int | N
         """Tell whether there is room, and whether the ring then holds a layer: else the link waits for work."""
         padded = at(ceil(rows * PADDING))
         grown = padded.model_copy(update={"output_len": left + STEP})
-        taken = cautious.device_bytes(cautious.bare(padded), grown)
+        taken = cautious.placer.device_bytes(cautious.placer.tiers(cautious.placer.bare(padded), grown))
         fits = taken <= (1 - EXPANDED_SHARE) * planner.machine.device_bytes
         return fits, fits and cautious.placement(padded).holds_layer
 

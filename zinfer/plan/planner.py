@@ -128,9 +128,9 @@ class Planner:
     ) -> None:
         self.case, self.model, self.machine = case, model, machine
         self.efficiency, self.nvme_path = efficiency, nvme_path
-        self._placer = Placer(case, model, machine, efficiency)
-        margin = self._placer.margin
-        self._cautious_placer = self._placer if margin is efficiency else Placer(case, model, machine, margin)
+        self.placer = Placer(case, model, machine, efficiency)
+        margin = self.placer.margin
+        self._cautious_placer = self.placer if margin is efficiency else Placer(case, model, machine, margin)
         self._given = given
         self._plan = lru_cache(MEMOISED)(self._make_plan)
         self._largest = lru_cache(MEMOISED)(self._find_largest)
@@ -154,17 +154,9 @@ class Planner:
             return given.placement
         return self._cautious_placer.place(workload)
 
-    def bare(self, workload: Workload) -> Placement:
-        """Return the placement before free GPU memory is given away."""
-        return self._placer.bare(workload)
-
-    def device_bytes(self, placement: Placement, workload: Workload) -> int:
-        """Return the bytes on the device; without a GPU it is the host."""
-        return self._placer.device_bytes(self._placer.tiers(placement, workload))
-
     def tiers(self, workload: Workload) -> Tiers:
         """Return the bytes by tier, as in `Plan`."""
-        return self._placer.tiers(self._figured(workload), workload)
+        return self.placer.tiers(self._figured(workload), workload)
 
     def rate(self, workload: Workload) -> float | None:
         """Return `Plan.output_tok_s` without making the plan."""
@@ -201,7 +193,7 @@ class Planner:
     def shortages(self, workload: Workload) -> list[str]:
         """List the memory that the load lacks even at batch 1: the bytes needed on each tier, and those there are."""
         machine, single = self.machine, _sized(workload, 1)
-        tiers = self._placer.tiers(self.bare(single), single)
+        tiers = self.placer.tiers(self.placer.bare(single), single)
         gpu, host, nvme = (tier.total for tier in tiers)
         short = []
         if machine.host_bytes is None and tiers.host.kv_cache:
@@ -273,7 +265,7 @@ class Planner:
 
     def _figured(self, workload: Workload) -> Placement:
         """Return the placement that figures are of: the one that is obeyed; for limits, the one without a margin."""
-        return (self._placer if self.efficiency is None else self._cautious_placer).place(workload)
+        return (self.placer if self.efficiency is None else self._cautious_placer).place(workload)
 
     def _find_times(self, workload: Workload, drafts: int = 0) -> tuple[Times, Times]:
         """Return the times of prefill and of a step with drafts."""
@@ -321,10 +313,10 @@ class Planner:
 
         def fits(batch_size: int) -> bool:
             workload = Workload(batch_size=batch_size, input_len=input_len, output_len=output_len)
-            tiers = self._placer.tiers(self.bare(workload), workload)
+            tiers = self.placer.tiers(self.placer.bare(workload), workload)
             if tiers.host.kv_cache and tiers.host.total > TUNING.max_host_share * (self.machine.host_bytes or 0):
                 return False
-            return self._placer.device_bytes(tiers) <= room
+            return self.placer.device_bytes(tiers) <= room
 
         return search.largest_batch(fits)
 
@@ -353,7 +345,7 @@ class Planner:
             return not other.shortages(workload)
 
         ways = [f"--offload {offload}" for offload in choices if fits(offload=offload)]
-        if not ways and self._placer.transport.leaves_host:
+        if not ways and self.placer.transport.leaves_host:
             shares = (f"{share}%" for share in range(5, 100, 5))
             share = next((share for share in shares if fits(offload="cpu", gpu_weights=share)), None)
             ways += [] if share is None else [f"--offload cpu --gpu-weights {share}"]

@@ -3,6 +3,7 @@ queues that record who waited for whom."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import cache, partial
 from itertools import cycle
 from pathlib import Path
@@ -34,7 +35,7 @@ from zinfer.engine.stream.experts import HALF_LIFE, ExpertCache, ExpertPool
 from zinfer.engine.stream.packed_layer import PackedLayer, plain
 from zinfer.engine.stream.prefetch import PrefetchRing, Transfer
 from zinfer.engine.stream.routers import NO_ROUTER, Routers
-from zinfer.plan.placement import WHOLE_EXPERTS
+from zinfer.plan.placement import TUNING, WHOLE_EXPERTS
 from zinfer.plan.planner import make_plan
 
 Patch = pytest.MonkeyPatch
@@ -447,7 +448,7 @@ def test_models_without_such_experts_are_refused_or_streamed_whole(
         other_kind.setattr(expert_images, "through_interface", lambda module: False)
         with pytest.raises(EngineError, match=r"do not go through the ExpertsInterface .*experts=all"):
             load(mixture("mixtral"))
-        monkeypatch.setattr("zinfer.plan.planner.LEAST_EXPERT_BYTES", 1)
+        monkeypatch.setattr("zinfer.plan.placement.TUNING", replace(TUNING, min_expert_bytes=1))
         loaded = load(mixture("mixtral"), "auto")
         assert loaded.effective().settings["experts"] == loaded.plan.placement.experts == "all"
         loaded.close()

@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.running import StepEngine
 from zinfer.core.progress import Progress, silent
 from zinfer.engine.base import Work
-from zinfer.plan.plan import Plan
+from zinfer.plan.planner import Plan
 from zinfer.record.measurement import Effective, Span
 
 VOCAB = 64  # as in tests.inline.SPEC

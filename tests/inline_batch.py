@@ -23,7 +23,7 @@ from zinfer.job.batch.intake import rows_of
 from zinfer.job.batch.ledger import Ledger, job_path
 from zinfer.job.batch.openai import BatchRequest, read_requests, refusal
 from zinfer.job.batch.run import BatchJob, Standing
-from zinfer.plan.plan import Plan, make_plan
+from zinfer.plan.planner import Plan, make_plan
 from zinfer.record.measurement import Measurement, Status
 from zinfer.worker.inline import InlineWorker
 from zinfer.worker.process import WorkerDied

@@ -14,7 +14,7 @@ from zinfer.core.case import Workload
 from zinfer.generation.tokenizer_process import TokenizerProcess
 from zinfer.job.serve.reading import Tokenizes
 from zinfer.job.serve.server import HttpServer, Settings, listen
-from zinfer.plan.plan import Plan
+from zinfer.plan.planner import Plan
 from zinfer.worker.process import Client
 from zinfer.worker.session import Session
 from zinfer.worker.tasks import BatchStart, BatchStarted, BatchStep, BatchStepped, RowStep

@@ -30,7 +30,7 @@ from zinfer.engine.cache import QuantizedLayer
 from zinfer.generation.tokenizer_process import TokenizerProcess
 from zinfer.job import accuracy as study
 from zinfer.job.accuracy import AccuracyStudy, windows
-from zinfer.plan.plan import Plan, make_plan
+from zinfer.plan.planner import Plan, make_plan
 from zinfer.record import study as studies
 from zinfer.record.study import Deviation, Failed, Position, StudyError
 from zinfer.worker import teacher_forcing

@@ -53,7 +53,6 @@ def test_the_best_point_is_the_fastest_usable_one() -> None:
     assert fastest is not None
     assert (fastest.case.offload, fastest.case.workload.batch_size) == ("cpu", 32)
     assert fastest.output_tok_s == pytest.approx(120)
-    assert best(PUBLISHED, "decode_tok_s") is fastest
     assert best([failed(1)]) is None
     assert best([]) is None
 
@@ -159,7 +158,7 @@ def test_spread_is_students_interval(samples: list[float], half_width: float) ->
 def test_one_sample_has_no_spread() -> None:
     interval = spread([5.0])
     assert interval is not None
-    assert (interval.mean, interval.stdev, interval.half_width) == (5.0, None, None)
+    assert (interval.mean, interval.half_width) == (5.0, None)
     assert spread([]) is None
 
 

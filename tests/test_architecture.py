@@ -18,7 +18,8 @@ from zinfer.cli import cli
 from zinfer.core.model import LayerSpec, ModelError, ModelSpec, check_positions
 from zinfer.job.recipe import make_sweep
 from zinfer.job.sweep import prepare
-from zinfer.plan.cost import Placement, step
+from zinfer.plan.bytes import Placement
+from zinfer.plan.times import Timing
 from zinfer.system.machines import load as machine
 
 BASE: dict[str, Any] = {
@@ -151,7 +152,7 @@ def test_routed_experts_of_any_name_make_a_mixture() -> None:
     assert [layer.expert_parameters for layer in spec.layers] == [0] + [8 * 3 * 48 * 20] * 5
     assert spec.parameters - spec.active_parameters == 5 * 6 * 3 * 48 * 20
     place = machine("h100-80gb")
-    one, many = (step(Placement(), spec, place, size, 8).limits["hbm"] for size in (1, 512))
+    one, many = (Timing(Placement(), spec, place).step(size, 8).limits["hbm"] for size in (1, 512))
     assert many > 1.5 * one
 
 

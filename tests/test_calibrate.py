@@ -1,5 +1,6 @@
 """Predictions against the committed records, each point predicted without itself, and fits of known factors."""
 
+from collections.abc import Mapping
 from statistics import median
 
 import pytest
@@ -7,14 +8,15 @@ import pytest
 from tests import committed, mentions
 from tests.results import case, point
 from zinfer.analysis import calibrate
-from zinfer.analysis.calibrate import PredictedPoint, fit, predict, table
+from zinfer.analysis.calibrate import PredictedPoint, fit, predict
+from zinfer.analysis.group import Points
 from zinfer.checkpoint import resolve
 from zinfer.core.case import Case, Option
 from zinfer.core.machine import Machine
-from zinfer.plan import cost
-from zinfer.plan.cost import Efficiency
-from zinfer.plan.plan import Plan, make_plan, placement_of
-from zinfer.plan.published import Beside, Published, beside
+from zinfer.plan.placement import Placer
+from zinfer.plan.planner import Plan, make_plan
+from zinfer.plan.published import Published, RatioComparison, compare_ratios
+from zinfer.plan.times import RATES, Efficiency
 from zinfer.record.measurement import Effective, Measurement, Span
 from zinfer.system import machines
 from zinfer.system.host import attending_cpus
@@ -100,9 +102,9 @@ def test_the_way_to_attend_that_plans_choose_was_the_fastest() -> None:
             seconds.setdefault((one.machine, case), {})[way] = one.step_median_ms or 0.0
     compared = {key: ways for key, ways in seconds.items() if len(ways) == 2}
     assert compared
-    for (place, case), ways in compared.items():
+    for (machine, case), ways in compared.items():
         spec = resolve.resolve(case.model, case.dtype, case.layers)
-        on_cpu = placement_of(case, spec, machines[place]).kv_on_cpu
+        on_cpu = Placer(case, spec, machines[machine]).bare(case.workload).kv_on_cpu
         assert ("cpu" if on_cpu else "gpu") == min(ways, key=lambda way: ways[way])
 
 
@@ -133,13 +135,19 @@ def test_the_largest_batch_is_predicted() -> None:
         assert plan.max_batch_size == pytest.approx(edge, rel=0.125)
 
 
-def fabricated(told: Efficiency, size: int, offload: str, place: Machine = H100, **options: Option) -> Measurement:
-    """Return a point of OPT-30B, or of the model `name`, on a machine whose engine has exactly the factors `told`."""
+def table(points: Points, machines: Mapping[str, Machine]) -> tuple[PredictedPoint, ...]:
+    return calibrate.calibrate(points, machines)[1]
+
+
+def fabricated(
+    efficiency: Efficiency, size: int, offload: str, place: Machine = H100, **options: Option
+) -> Measurement:
+    """Return a point of OPT-30B, or of the model `name`, whose engine has exactly this efficiency."""
     share, name = options.pop("gpu_weights", None), str(options.pop("name", "opt-30b"))
     chosen = tuple(sorted({"weight_codec": "none", "cuda_graphs": "off", **options}.items()))
     asked = case(size, model=name, layers=None, offload=offload, options=chosen, gpu_weights=share)
     spec = resolve.resolve(name, None, None)
-    plan = make_plan(asked, spec, place, factors=told)
+    plan = make_plan(asked, spec, place, efficiency=efficiency)
     assert plan.prefill_s is not None
     assert plan.step_s is not None
     return point(
@@ -164,25 +172,25 @@ def cache_of(asked: Case, plan: Plan) -> dict[str, Option]:
     """Return the settings in which `stream` reports its KV cache."""
     if "kv_offload" not in dict(asked.options):
         return {}
-    setup = placement_of(asked, plan.model, plan.machine, factors=Efficiency())
+    placement = Placer(asked, plan.model, plan.machine, Efficiency()).bare(asked.workload)
     cores = plan.machine.details.get("host", {}).get("cores", 0)
     return {
-        "kv_host_rows": round(setup.kv_host_share * asked.workload.batch_size),
-        "kv_attention": "cpu" if setup.kv_on_cpu else "gpu",
-        "kv_threads": round(setup.kv_cpu_share * attending_cpus(cores)),
+        "kv_host_rows": round(placement.kv_host_share * asked.workload.batch_size),
+        "kv_attention": "cpu" if placement.kv_on_cpu else "gpu",
+        "kv_threads": round(placement.kv_cpu_share * attending_cpus(cores)),
     }
 
 
 def test_a_fit_finds_the_factors_that_made_the_records() -> None:
-    told = Efficiency(link_share=0.83, layer_s=1.5e-3, mfu=0.7, memory=1.2)
-    points = [fabricated(told, size, offload) for size in (1, 8, 16) for offload in ("none", "cpu")]
-    found = fit(points, {"h100": H100})["stream"]
-    assert found.link_share == pytest.approx(0.83, rel=1e-3)
-    assert found.layer_s == pytest.approx(1.5e-3, rel=1e-3)
-    assert found.mfu == pytest.approx(0.7, rel=1e-3)
-    assert found.memory == pytest.approx(1.2, rel=1e-3)
-    assert found.points == 6
-    assert found.error == calibrate.LEAST_ERROR
+    efficiency = Efficiency(link_share=0.83, layer_s=1.5e-3, mfu=0.7, memory=1.2)
+    points = [fabricated(efficiency, size, offload) for size in (1, 8, 16) for offload in ("none", "cpu")]
+    fitted = fit(points, {"h100": H100})["stream"]
+    assert fitted.link_share == pytest.approx(0.83, rel=1e-3)
+    assert fitted.layer_s == pytest.approx(1.5e-3, rel=1e-3)
+    assert fitted.mfu == pytest.approx(0.7, rel=1e-3)
+    assert fitted.memory == pytest.approx(1.2, rel=1e-3)
+    assert fitted.points == 6
+    assert fitted.error == calibrate.EVIDENCE.min_error
     errors = [row.tok_s_error for row in table(points, {"h100": H100})]
     assert errors == pytest.approx([0.0] * 6, abs=1e-3)
 
@@ -193,15 +201,15 @@ def test_models_with_routed_experts_do_not_spoil_the_factors_of_others() -> None
     points = [fabricated(dense, size, offload, ROOMY) for offload, size in both]
     grouped = [fabricated(routed, size, offload, ROOMY, name="mixtral-8x7b", experts="all") for offload, size in both]
     grouped += [fabricated(routed, 12, "cpu", ROOMY, name="mixtral-8x7b", experts="all")]
-    found = fit([*points, *grouped], {"h100": ROOMY})["stream"]
-    assert (found.link_share, found.expert_link_share) == pytest.approx((0.83, 0.66), rel=1e-3)
-    assert (found.mfu, found.expert_mfu) == pytest.approx((0.7, 0.5), rel=1e-3)
-    assert mentions(found.describe(), "with routed experts 66.0% of the link and 50% of the matmul rate")
+    fitted = fit([*points, *grouped], {"h100": ROOMY})["stream"]
+    assert (fitted.link_share, fitted.expert_link_share) == pytest.approx((0.83, 0.66), rel=1e-3)
+    assert (fitted.mfu, fitted.expert_mfu) == pytest.approx((0.7, 0.5), rel=1e-3)
+    assert mentions(fitted.describe(), "with routed experts 66.0% of the link and 50% of the matmul rate")
     for row in table([*points, *grouped], {"h100": ROOMY}):
         assert row.tok_s_error == pytest.approx(0, abs=1e-3), row.case
-    for some, told in ((points, dense), (grouped, routed)):
+    for some, efficiency in ((points, dense), (grouped, routed)):
         alone = fit(some, {"h100": ROOMY})["stream"]
-        assert (alone.link_share, alone.mfu) == pytest.approx((told.link_share, told.mfu), rel=1e-3)
+        assert (alone.link_share, alone.mfu) == pytest.approx((efficiency.link_share, efficiency.mfu), rel=1e-3)
 
 
 def test_points_without_offload_of_an_engine_without_cuda_graphs_are_left_out() -> None:
@@ -213,22 +221,22 @@ def test_points_without_offload_of_an_engine_without_cuda_graphs_are_left_out() 
 
 
 def test_steps_with_cuda_graphs_tell_the_share_of_the_memorys_bandwidth() -> None:
-    told = Efficiency(hbm_share=0.7)
-    points = [fabricated(told, size, "none", cuda_graphs="auto") for size in (1, 2)]
+    efficiency = Efficiency(hbm_share=0.7)
+    points = [fabricated(efficiency, size, "none", cuda_graphs="auto") for size in (1, 2)]
     for one in points:
         assert one.effective is not None
         one.effective.settings["cuda_graphs"] = "on"
-    found = fit(points, {"h100": H100})["stream"]
-    assert found.hbm_share == pytest.approx(0.7, rel=1e-3)
-    assert mentions(found.describe(), "70% of the GPU memory's bandwidth")
+    fitted = fit(points, {"h100": H100})["stream"]
+    assert fitted.hbm_share == pytest.approx(0.7, rel=1e-3)
+    assert mentions(fitted.describe(), "70% of the GPU memory's bandwidth")
     for row in table(points, {"h100": H100}):
         assert row.tok_s_error == pytest.approx(0, abs=1e-3), row.case
 
 
 def test_steps_with_cuda_graphs_say_nothing_of_launches() -> None:
-    told = Efficiency(layer_s=1.5e-3)
-    launched = [fabricated(told, size, "none") for size in (1, 2)]
-    replayed = fabricated(told, 1, "none", cuda_graphs="auto")
+    efficiency = Efficiency(layer_s=1.5e-3)
+    launched = [fabricated(efficiency, size, "none") for size in (1, 2)]
+    replayed = fabricated(efficiency, 1, "none", cuda_graphs="auto")
     assert replayed.effective is not None
     replayed.effective.settings["cuda_graphs"] = "on"
     assert (replayed.step_median_ms or 0) < 0.6 * (launched[0].step_median_ms or 0)
@@ -239,32 +247,32 @@ def test_steps_with_cuda_graphs_say_nothing_of_launches() -> None:
 
 def test_timelines_tell_how_fast_coded_weights_are_unpacked() -> None:
     """Layers that stay are coded, too, and unpacked in every step."""
-    told, spec = Efficiency(unpack_share=0.3), resolve.resolve("opt-30b", None, None)
+    efficiency, spec = Efficiency(unpack_share=0.3), resolve.resolve("opt-30b", None, None)
     for share, streams in (("0%", True), ("100%", False)):
-        one = fabricated(told, 2, "cpu", ROOMY, weight_codec="lossless", gpu_weights=share)
+        one = fabricated(efficiency, 2, "cpu", ROOMY, weight_codec="lossless", gpu_weights=share)
         spent = spec.streamed_bytes / (0.3 * (ROOMY.hbm_bandwidth or 1)) * 1e3
         spans = [Span(lane="unpack", layer=nth, start_ms=nth * spent / 48, end_ms=(nth + 1) * spent / 48)
                  for nth in range(48)]  # fmt: skip
         one = one.model_copy(update={"timeline": tuple(spans)})
-        (seen,) = calibrate._seen([one], {"h100": ROOMY})
-        found = fit([one], {"h100": ROOMY})["stream"]
-        assert found.unpack_share == pytest.approx(0.3, rel=1e-3)
-        assert mentions(found.describe(), "unpacking at 30% of the GPU memory's bandwidth")
-        assert (calibrate._link_share(seen) is not None) == streams, "unpacking is the limit of what stays"
+        (seen,) = calibrate.fit_points([one], {"h100": ROOMY})
+        fitted = fit([one], {"h100": ROOMY})["stream"]
+        assert fitted.unpack_share == pytest.approx(0.3, rel=1e-3)
+        assert mentions(fitted.describe(), "unpacking at 30% of the GPU memory's bandwidth")
+        assert (seen.link_share() is not None) == streams, "unpacking is the limit of what stays"
         again = fit([one.model_copy(update={"timeline": ()})], {"h100": ROOMY})["stream"]
-        assert again.unpack_share == cost.UNPACKING
-    plain = fabricated(told, 2, "cpu", ROOMY).model_copy(update={"timeline": tuple(spans)})
-    assert fit([plain], {"h100": ROOMY})["stream"].unpack_share == cost.UNPACKING
+        assert again.unpack_share == RATES.unpacking
+    plain = fabricated(efficiency, 2, "cpu", ROOMY).model_copy(update={"timeline": tuple(spans)})
+    assert fit([plain], {"h100": ROOMY})["stream"].unpack_share == RATES.unpacking
 
 
 def test_records_unpacked_the_layers_that_stayed_at_the_same_rate() -> None:
     """Layers that are unpacked whole, of one model, on one GPU: experts on demand are unpacked one by one, which tells
     no rate, the matrices of another model have another, and gathers take a share of the GPU's memory."""
     rates: dict[str, dict[str, float]] = {}
-    for one in calibrate._seen(committed.points(), committed.machines()):
+    for one in calibrate.fit_points(committed.points(), committed.machines()):
         share, rate = one.point.case.gpu_weights, one.factors["unpack_share"]
-        if share is not None and rate is not None and one.setup.gpus == 1:
-            assert one.setup.experts == "all"
+        if share is not None and rate is not None and one.placement.gpus == 1:
+            assert one.placement.experts == "all"
             rates.setdefault(one.model.name, {})[share] = rate
     assert {name: own.keys() for name, own in rates.items()} == {
         "bloom-176b": {"0%", "25%"}, "mixtral-8x7b": {"94%", "auto"},
@@ -275,32 +283,34 @@ def test_records_unpacked_the_layers_that_stayed_at_the_same_rate() -> None:
 
 
 def test_a_cache_in_host_memory_shows_the_link_rate_if_the_link_limits() -> None:
-    told = Efficiency(link_share=0.83)
+    efficiency = Efficiency(link_share=0.83)
     for attention in ("gpu", "cpu"):
-        (one,) = calibrate._seen(
-            [fabricated(told, 64, "cpu", kv_offload="cpu", kv_attention=attention)], {"h100": H100}
+        (one,) = calibrate.fit_points(
+            [fabricated(efficiency, 64, "cpu", kv_offload="cpu", kv_attention=attention)], {"h100": H100}
         )
-        assert calibrate._link_share(one) == pytest.approx(0.83, rel=1e-3)
+        assert one.link_share() == pytest.approx(0.83, rel=1e-3)
     slow = H100.model_copy(update={"attention_bandwidth": 1e9})
-    (one,) = calibrate._seen([fabricated(told, 64, "cpu", kv_offload="cpu", kv_attention="cpu")], {"h100": slow})
-    assert calibrate._link_share(one) is None
+    (one,) = calibrate.fit_points(
+        [fabricated(efficiency, 64, "cpu", kv_offload="cpu", kv_attention="cpu")], {"h100": slow}
+    )
+    assert one.link_share() is None
 
 
 @pytest.mark.parametrize("threads", ["auto", 64, 48])
 @pytest.mark.parametrize("quantized", ["bf16", "int8"])
 def test_bandwidth_that_the_link_loses_to_the_cpu_is_not_the_engines_factor(quantized: str, threads: Option) -> None:
-    told = Efficiency(link_share=0.83)
+    efficiency = Efficiency(link_share=0.83)
     figures = {"attention_bandwidth": 100e9, "host_bandwidth": 120e9, "details": {"host": {"cores": 64}}}
     tight = H100.model_copy(update=figures)
     options: dict[str, Option] = {"kv_offload": "cpu", "kv_attention": "cpu", "kv_cache_dtype": quantized}
     options["kv_threads"] = threads
-    (one,) = calibrate._seen([fabricated(told, 64, "cpu", tight, **options)], {"h100": tight})
-    assert calibrate._link_share(one) == pytest.approx(0.83, rel=1e-3)
+    (one,) = calibrate.fit_points([fabricated(efficiency, 64, "cpu", tight, **options)], {"h100": tight})
+    assert one.link_share() == pytest.approx(0.83, rel=1e-3)
 
 
 def test_a_point_is_never_predicted_from_itself() -> None:
-    told = Efficiency(link_share=0.5)
-    (row,) = table([fabricated(told, 8, "cpu")], {"h100": H100})
+    efficiency = Efficiency(link_share=0.5)
+    (row,) = table([fabricated(efficiency, 8, "cpu")], {"h100": H100})
     assert row.predicted_tok_s is None
     assert row.tok_s_error is None
     odd = [fabricated(Efficiency(link_share=share), 8 * n, "cpu") for n, share in enumerate((0.5, 0.5, 0.5, 0.9), 1)]
@@ -313,7 +323,7 @@ def test_a_point_is_never_predicted_from_itself() -> None:
 def test_leaving_a_point_out_is_a_fit_without_it() -> None:
     """Factors with a point left out equal those of a fit to all other points."""
     points, machines = committed.points()[::5], committed.machines()
-    fitted = calibrate._seen(points, machines)
+    fitted = calibrate.fit_points(points, machines)
     rows = {(row.case, row.machine): row for row in table(points, machines)}
     assert len(rows) == len(fitted) > 20
     assert any(one.model.num_experts for one in fitted)
@@ -322,7 +332,7 @@ def test_leaving_a_point_out_is_a_fit_without_it() -> None:
         factors = fit([point for point in points if point is not one.point], machines).get(case.engine)
         assert (row.predicted_gpu_bytes is None) is (factors is None), "no other point of this engine"
         if factors is not None:
-            plan = make_plan(calibrate._as_run(one), one.model, one.machine, factors=factors)
+            plan = make_plan(one.case_as_run, one.model, one.machine, efficiency=factors)
             assert row.predicted_tok_s == (plan.output_tok_s if one.point.usable else None)
             assert row.predicted_gpu_bytes == plan.gpu.total - plan.gpu.overhead
 
@@ -360,28 +370,28 @@ def test_a_published_ratio_is_explained_by_the_share_of_the_link_it_takes() -> N
     ]
     asked = case(8, layers=None)
     factors = {"stream": Efficiency(link_share=0.9)}
-    plans = [predict(asked, spec, place, factors) for place in places]
-    (found,) = beside([claim(2.0, 3.0)], plans, factors)
+    plans = [predict(asked, spec, machine, factors) for machine in places]
+    (found,) = compare_ratios([claim(2.0, 3.0)], plans, factors)
     assert 4 < (found.planned or 0) <= 6
     low, high = found.explaining or (0, 0)
     assert low == pytest.approx(0.9 * 2 / (found.planned or 1))
     assert "planned 6.0x" in found.describe() or "planned 5." in found.describe()
     assert f"{low:.0%} to {high:.0%} of the link instead of 90%" in found.describe()
-    (same,) = beside([claim(1.0, 9.0)], plans, factors)
+    (same,) = compare_ratios([claim(1.0, 9.0)], plans, factors)
     assert same.explaining is None
-    (unknown,) = beside([claim(1.0, 9.0)], plans[:1], factors)
+    (unknown,) = compare_ratios([claim(1.0, 9.0)], plans[:1], factors)
     assert unknown.describe().endswith("planned unknown.")
-    assert Beside(published=claim(1, 2)).explaining is None
+    assert RatioComparison(published=claim(1, 2), share=1.0).explaining is None
 
 
 def test_factors_of_the_committed_records_are_physical() -> None:
     factors = fit(committed.points(), committed.machines())
     assert set(factors) >= {"stream", "deepspeed", "accelerate"}
-    for told in factors.values():
-        assert 0.5 < told.link_share <= 1.01
-        assert 0 < told.mfu < 1
-        assert 0.2 < told.unpack_share < 0.5
-        assert 0.5 < told.memory < 1.5
-        assert told.error is not None
-        assert told.error < 0.25
-    assert cost.Efficiency().error is None
+    for efficiency in factors.values():
+        assert 0.5 < efficiency.link_share <= 1.01
+        assert 0 < efficiency.mfu < 1
+        assert 0.2 < efficiency.unpack_share < 0.5
+        assert 0.5 < efficiency.memory < 1.5
+        assert efficiency.error is not None
+        assert efficiency.error < 0.25
+    assert Efficiency().error is None

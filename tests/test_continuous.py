@@ -613,7 +613,7 @@ def test_the_ring_holds_two_layers_for_requests_and_one_for_a_batch(
     assert ring.depth == 2 * pieces
     engine.expect(None)
     assert depth_for_a_batch() == one_layer
-    full = engine.plan.at(LOAD).gpu.total + engine.plan.model.layer_bytes
+    full = engine.planner.at(LOAD).gpu.total + engine.plan.model.layer_bytes
     machine = engine.plan.machine.model_copy(update={"host_bytes": full})
     engine.plan = engine.plan.model_copy(update={"machine": machine})
     engine.expect(LOAD)

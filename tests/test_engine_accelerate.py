@@ -24,7 +24,7 @@ from zinfer.core.model import Dtype, Weights
 from zinfer.engine import EngineError, kind
 from zinfer.engine.accelerate import Accelerate, _assembled, _parts
 from zinfer.engine.pinned import lay_out
-from zinfer.plan.plan import make_plan
+from zinfer.plan.planner import make_plan
 from zinfer.worker.process import versions
 from zinfer.worker.session import not_as_asked
 

@@ -26,7 +26,7 @@ from zinfer.core.model import Weights
 from zinfer.engine import EngineError
 from zinfer.engine.deepspeed import DeepSpeed
 from zinfer.engine.state import ModelState
-from zinfer.plan.plan import make_plan
+from zinfer.plan.planner import make_plan
 
 
 @pytest.fixture

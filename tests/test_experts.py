@@ -3,6 +3,7 @@ queues that record who waited for whom."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import cache, partial
 from itertools import cycle
 from pathlib import Path
@@ -34,7 +35,8 @@ from zinfer.engine.stream.experts import HALF_LIFE, ExpertCache, ExpertPool
 from zinfer.engine.stream.packed_layer import PackedLayer, plain
 from zinfer.engine.stream.prefetch import PrefetchRing, Transfer
 from zinfer.engine.stream.routers import NO_ROUTER, Routers
-from zinfer.plan.plan import WHOLE_EXPERTS, make_plan
+from zinfer.plan.placement import TUNING, WHOLE_EXPERTS
+from zinfer.plan.planner import make_plan
 
 Patch = pytest.MonkeyPatch
 Kinds = Callable[[str], Path]
@@ -305,7 +307,7 @@ def test_a_step_brings_the_bytes_of_the_experts_that_were_chosen(mixture: Kinds)
     assert told.wire_bytes_per_step == pytest.approx(dense + 4 * 2 * spec.expert_bytes, rel=0.02)
     assert told.settings["experts_fetched_per_step"] == told.settings["experts_misses_per_step"] == 4 * 2
     assert told.host_weight_bytes == pytest.approx(all_of_it.host_weight_bytes, rel=0.02)
-    assert few.plan.at(few.plan.case.with_batch(1).workload).streamed_bytes == pytest.approx(
+    assert few.planner.at(few.plan.case.with_batch(1).workload).streamed_bytes == pytest.approx(
         dense + 4 * 2 * spec.expert_bytes, abs=4
     )
     whole.close()
@@ -446,7 +448,7 @@ def test_models_without_such_experts_are_refused_or_streamed_whole(
         other_kind.setattr(expert_images, "through_interface", lambda module: False)
         with pytest.raises(EngineError, match=r"do not go through the ExpertsInterface .*experts=all"):
             load(mixture("mixtral"))
-        monkeypatch.setattr("zinfer.plan.plan.LEAST_EXPERT_BYTES", 1)
+        monkeypatch.setattr("zinfer.plan.placement.TUNING", replace(TUNING, min_expert_bytes=1))
         loaded = load(mixture("mixtral"), "auto")
         assert loaded.effective().settings["experts"] == loaded.plan.placement.experts == "all"
         loaded.close()

@@ -19,8 +19,10 @@ from zinfer.core.case import Case, Workload
 from zinfer.core.engine import PIECE_BYTES, OptionError, parse_options
 from zinfer.core.machine import Machine
 from zinfer.core.model import ModelSpec, Routing
-from zinfer.plan import cost
-from zinfer.plan.plan import DENSE_DEPTH, Plan, make_plan
+from zinfer.plan.bytes import ALLOWANCES, Sizes, whole_tokens
+from zinfer.plan.placement import TUNING
+from zinfer.plan.planner import Plan, make_plan
+from zinfer.plan.times import RATES, Efficiency, Timing
 from zinfer.record import study
 from zinfer.record.measurement import Effective, Measurement
 from zinfer.record.plausible import implausible
@@ -36,13 +38,13 @@ H100 = machines.load("h100-80gb")
 
 
 def plan(
-    batch_size: int = 1, model: ModelSpec = MIXTRAL, share: str | None = None, place: Machine = H100,
-    factors: cost.Efficiency | None = None, **options: Any,
+    batch_size: int = 1, model: ModelSpec = MIXTRAL, share: str | None = None, machine: Machine = H100,
+    efficiency: Efficiency | None = None, **options: Any,
 ) -> Plan:  # fmt: skip
     load = Workload(batch_size=batch_size, input_len=512, output_len=32)
     settings = tuple(sorted(options.items()))
     case = Case(model=model.name, engine="stream", offload="cpu", workload=load, gpu_weights=share, options=settings)
-    return make_plan(case, model, place, factors=factors)
+    return make_plan(case, model, machine, efficiency=efficiency)
 
 
 def test_a_step_brings_the_experts_that_its_tokens_touch() -> None:
@@ -50,8 +52,8 @@ def test_a_step_brings_the_experts_that_its_tokens_touch() -> None:
     assert MIXTRAL.expert_bytes == 3 * 4096 * 14336 * 2
     assert MIXTRAL.dense_layer_bytes + 8 * MIXTRAL.expert_bytes == MIXTRAL.layer_bytes
     for batch_size, touched in ((1, 2 / 8), (2, 1 - (6 / 8) ** 2), (4, 1 - (6 / 8) ** 4)):
-        found = plan(batch_size, experts="on-demand", weight_codec="none")
-        assert found.streamed_bytes == pytest.approx(dense + touched * routed, abs=2)
+        planned = plan(batch_size, experts="on-demand", weight_codec="none")
+        assert planned.streamed_bytes == pytest.approx(dense + touched * routed, abs=2)
         assert plan(batch_size, experts="all", weight_codec="none").streamed_bytes == MIXTRAL.streamed_bytes
     one, all_of_it = plan(experts="on-demand"), plan(experts="all")
     assert one.step_s == pytest.approx((all_of_it.step_s or 0) * (dense + routed / 4) / (dense + routed), rel=0.02)
@@ -59,9 +61,9 @@ def test_a_step_brings_the_experts_that_its_tokens_touch() -> None:
 
 
 def test_from_some_batch_on_all_experts_come() -> None:
-    setup = plan(experts="on-demand").placement
-    assert setup.whole_tokens == 9
-    assert MIXTRAL.touched_share(8) < cost.WHOLE_SHARE <= MIXTRAL.touched_share(9)
+    placement = plan(experts="on-demand").placement
+    assert placement.whole_tokens == 9
+    assert MIXTRAL.touched_share(8) < ALLOWANCES.whole_share <= MIXTRAL.touched_share(9)
     assert plan(8, experts="on-demand").streamed_bytes < plan(8, experts="all").streamed_bytes
     for batch_size in (9, 64, 512):
         some, every = (plan(batch_size, experts=way) for way in ("on-demand", "all"))
@@ -69,7 +71,7 @@ def test_from_some_batch_on_all_experts_come() -> None:
         assert some.output_tok_s == pytest.approx(every.output_tok_s, rel=0.01)
     many = MIXTRAL.model_copy(update={"num_experts": 128, "experts_per_token": 8})
     assert [round(many.touched_share(batch), 2) for batch in (16, 32)] == [0.64, 0.87]
-    assert cost.whole_tokens(many) == 36
+    assert whole_tokens(many) == 36
 
 
 def test_auto_brings_them_on_demand_where_that_is_clearly_less() -> None:
@@ -99,38 +101,38 @@ def test_experts_stay_with_their_layers_where_all_fit_and_are_read_from_their_co
 
     assert ways(released) == ["all", "all", "on-demand"]
     assert ways(released, experts="on-demand") == ["on-demand"] * 3
-    assert ways(released, place=machines.load("a100-40gb")) == ways(MIXTRAL) == ["on-demand"] * 3
-    assert ways(MIXTRAL, place=machines.load("h200"), weight_codec="none") == ["all", "all", "on-demand"]
+    assert ways(released, machine=machines.load("a100-40gb")) == ways(MIXTRAL) == ["on-demand"] * 3
+    assert ways(MIXTRAL, machine=machines.load("h200"), weight_codec="none") == ["all", "all", "on-demand"]
     assert plan(1, released, "auto").placement.graphs
 
 
 def test_experts_that_stay_are_unpacked_when_they_are_chosen() -> None:
-    place = H100.model_copy(update={"hbm_bandwidth": 3e12})
+    machine = H100.model_copy(update={"hbm_bandwidth": 3e12})
     dense = MIXTRAL.streamed_bytes - MIXTRAL.routed_bytes
     for tokens, share in ((1, MIXTRAL.touched_share(1)), (200, 1.0)):
-        kept = plan(tokens, share="100%", place=place)
+        kept = plan(tokens, share="100%", machine=machine)
         assert kept.streamed_bytes == 0
         assert not kept.placement.graphs, "the CPU gets to know what each router chose"
         unpacked = dense + MIXTRAL.routed_bytes * share
-        assert cost.unpacked_bytes(kept.placement, MIXTRAL, tokens) == pytest.approx(unpacked, rel=1e-6)
-        told = cost.step(kept.placement, MIXTRAL, place, tokens, 528)
+        assert Sizes(kept.placement, MIXTRAL).unpacked(tokens) == pytest.approx(unpacked, rel=1e-6)
+        told = Timing(kept.placement, MIXTRAL, machine).step(tokens, 528)
         assert told.bound_by == "unpacking"
-        assert told.limits["unpacking"] == pytest.approx(unpacked / (cost.UNPACKING * 3e12), rel=1e-6)
-    raw = plan(200, share="100%", place=place, weight_codec="none").placement
-    assert cost.unpacked_bytes(raw, MIXTRAL, 200) == MIXTRAL.routed_bytes, "copied from its buffer to its place"
+        assert told.limits["unpacking"] == pytest.approx(unpacked / (RATES.unpacking * 3e12), rel=1e-6)
+    raw = plan(200, share="100%", machine=machine, weight_codec="none").placement
+    assert Sizes(raw, MIXTRAL).unpacked(200) == MIXTRAL.routed_bytes, "copied from its buffer to its place"
 
 
 @pytest.mark.parametrize("batch_size", [1, 160])
 def test_room_that_is_left_holds_experts(batch_size: int) -> None:
     small = H100.model_copy(update={"gpu_bytes": 40 << 30})
-    bare, auto = plan(batch_size), plan(batch_size, share="auto", place=small)
+    bare, auto = plan(batch_size), plan(batch_size, share="auto", machine=small)
     assert (bare.placement.cached_experts, bare.placement.resident_layers) == (0, ())
-    setup, expert = auto.placement, round(MIXTRAL.expert_bytes * auto.placement.wire_ratio)
-    assert setup.ring_depth == DENSE_DEPTH
-    assert setup.resident_layers == tuple(range(32)), "each pass needs all of them but experts"
-    assert setup.cached_experts > 20
+    placement, expert = auto.placement, round(MIXTRAL.expert_bytes * auto.placement.wire_ratio)
+    assert placement.ring_depth == TUNING.dense_depth
+    assert placement.resident_layers == tuple(range(32)), "each pass needs all of them but experts"
+    assert placement.cached_experts > 20
     assert 0 <= small.gpu_bytes - auto.gpu.total < expert, "the plan's figures are those without a margin"
-    assert setup.resident_bytes < auto.resident_bytes
+    assert placement.resident_bytes < auto.resident_bytes
     half = plan(batch_size, share="50%")
     dense = MIXTRAL.streamed_bytes - MIXTRAL.routed_bytes
     assert half.placement.cached_experts == (MIXTRAL.streamed_bytes // 2 - dense) // MIXTRAL.expert_bytes
@@ -145,22 +147,22 @@ def test_room_that_is_left_holds_experts(batch_size: int) -> None:
 
 def test_buffers_for_experts_grow_up_to_a_layer() -> None:
     for batch_size in (1, 512, 900):
-        found = plan(batch_size)
-        setup = found.placement
-        assert 6 <= setup.expert_buffers <= setup.layer_experts == 8
-        assert found.gpu.total <= H100.gpu_bytes
-        assert setup.holds_layer == (setup.expert_buffers == 8)
+        planned = plan(batch_size)
+        placement = planned.placement
+        assert 6 <= placement.expert_buffers <= placement.layer_experts == 8
+        assert planned.gpu.total <= H100.gpu_bytes
+        assert placement.holds_layer == (placement.expert_buffers == 8)
     assert plan(1).placement.holds_layer
-    assert plan(place=H100.model_copy(update={"gpu_count": 0, "gpu_bytes": 0})).placement.buffers == 1
+    assert plan(machine=H100.model_copy(update={"gpu_count": 0, "gpu_bytes": 0})).placement.kv_buffers == 1
 
 
 def test_the_ring_holds_two_layers_without_their_routed_experts() -> None:
     """The next layer is there before this one's experts are, and the link brings the one behind it meanwhile."""
     large = MIXTRAL.model_copy(update={"layers": tuple(one.model_copy(update={"parameters": one.parameters + (1 << 28)})
                                                        for one in MIXTRAL.layers)})  # fmt: skip
-    setup = plan(model=large, experts="on-demand").placement
-    assert setup.layer_pieces == -(-large.dense_layer_bytes // PIECE_BYTES) > DENSE_DEPTH
-    assert setup.ring_depth == 2 * setup.layer_pieces
+    placement = plan(model=large, experts="on-demand").placement
+    assert placement.layer_chunks == -(-large.dense_layer_bytes // PIECE_BYTES) > TUNING.dense_depth
+    assert placement.ring_depth == 2 * placement.layer_chunks
 
 
 def test_the_table_says_which_experts_come() -> None:
@@ -207,7 +209,7 @@ def test_a_step_is_planned_by_the_recorded_routing() -> None:
     assert known.hits("lru", 100 / 256, 4) == pytest.approx(0.61)
     even, told = plan(2, share="50%", weight_codec="none"), plan(2, model=known, share="50%", weight_codec="none")
     assert even.placement == told.placement, "an engine knows no record, and obeys the plan"
-    cached = cost.cached_share(told.placement, MIXTRAL)
+    cached = Sizes(told.placement, MIXTRAL).cached_share
     assert told.streamed_bytes == round(MIXTRAL.routed_bytes * 0.4 * (1 - known.hits("lfu", cached, 2)))
     assert even.streamed_bytes == round(MIXTRAL.routed_bytes * (1 - 0.75**2) * (1 - cached))
     assert (told.step_s or 0) / (even.step_s or 0) == pytest.approx(told.streamed_bytes / even.streamed_bytes, rel=0.01)
@@ -248,13 +250,13 @@ def test_counts_of_experts_that_nobody_believes_are_left_out() -> None:
 
 def test_right_guesses_use_the_time_in_which_the_link_awaits_a_choice() -> None:
     """Launches take 2 ms a layer here, and with all but experts on the GPU the link has nothing else to bring."""
-    factors = cost.Efficiency(layer_s=2e-3)
+    efficiency = Efficiency(layer_s=2e-3)
 
     def step(guessed: float, **options: Any) -> float:
         model = MIXTRAL.model_copy(update={"routing": Routing(source="s", guessed=guessed)})
-        found = plan(model=model, share="50%", factors=factors, **options)
-        assert found.bound_by == "link"
-        return found.step_s or 0
+        planned = plan(model=model, share="50%", efficiency=efficiency, **options)
+        assert planned.bound_by == "link"
+        return planned.step_s or 0
 
     waits = 32 * 2e-3
     assert step(0) - step(1) == pytest.approx(waits, rel=0.05)
@@ -344,9 +346,9 @@ def test_records_of_before_brought_all_experts() -> None:
         )  # fmt: skip
         shared = {"experts_on_cpu_per_step": 3.0}  # plans do not count what the CPU computed
         other = point.model_copy(update={"effective": effective.model_copy(update={"settings": settings | shared})})
-        (seen,) = calibrate._seen([point, other], {"h100-80gb": H100})
-        assert seen.setup.experts == experts
-        assert make_plan(calibrate._as_run(seen), seen.model, H100).placement.experts == experts
+        (seen,) = calibrate.fit_points([point, other], {"h100-80gb": H100})
+        assert seen.placement.experts == experts
+        assert make_plan(seen.case_as_run, seen.model, H100).placement.experts == experts
 
 
 def test_a_step_whose_experts_all_stayed_did_what_was_asked() -> None:

@@ -14,7 +14,7 @@ from zinfer.core.case import Case, Workload
 from zinfer.core.machine import Machine
 from zinfer.core.model import Matrix, ModelError, Weights
 from zinfer.job.recipe import RecipeError, make_sweep
-from zinfer.plan.plan import make_plan
+from zinfer.plan.planner import make_plan
 from zinfer.record.measurement import Measurement
 
 UP = Matrix("mlp.up_proj", 512, 256)

@@ -22,7 +22,7 @@ from zinfer.generation.detokenizer import TextPieces
 from zinfer.generation.sampling import GREEDY, NotFiniteError, Sampling, nth_seed
 from zinfer.generation.schedule import load_of
 from zinfer.generation.tokenizer import Tokenizer, byte_tokenizer
-from zinfer.plan.plan import make_plan
+from zinfer.plan.planner import make_plan
 
 PROMPTS = ["Once upon a time", "No", "weights"]
 
@@ -57,7 +57,7 @@ def generate(
         )
         for number, prompt in enumerate(prompts)
     ]  # fmt: skip
-    load = load_of(engine.plan, [(len(one.prompt_ids), output_len) for one in sequences], batch_size)
+    load = load_of(engine.planner, [(len(one.prompt_ids), output_len) for one in sequences], batch_size)
     running = scheduler.ContinuousScheduler(engine, tokenizer, load, batch_size)
     running.add(sequences)
     while running.running:

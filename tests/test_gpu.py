@@ -48,7 +48,7 @@ from zinfer.engine.stream.quantized import pieces, unpack
 from zinfer.engine.transfer import landed
 from zinfer.engine.triton_check import trouble
 from zinfer.generation import draft_model
-from zinfer.plan.plan import make_plan
+from zinfer.plan.planner import make_plan
 
 pytestmark = pytest.mark.gpu
 

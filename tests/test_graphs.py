@@ -20,7 +20,7 @@ from zinfer.engine.base import Engine, Work
 from zinfer.engine.stream import graphs, ragged
 from zinfer.engine.stream.graphs import PAYS, Run, end_of
 from zinfer.generation import passes
-from zinfer.plan.plan import make_plan
+from zinfer.plan.planner import make_plan
 
 Checkpoints = Callable[..., Path]
 Patch = pytest.MonkeyPatch

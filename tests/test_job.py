@@ -15,19 +15,20 @@ from tests import PATIENCE_S, mentions
 from tests.fakes import TARGET
 from tests.inline import MACHINE, SPEC
 from tests.inline_batch import CASE, SETTINGS, InlineRows, held_rows, line, prompt_of, run_inline, text
+from zinfer.core.case import Workload
 from zinfer.job.batch import run as jobs
 from zinfer.job.batch.intake import rows_of
 from zinfer.job.batch.ledger import JobChanged, Ledger, job_path
 from zinfer.job.batch.openai import BatchRequest, read_requests
-from zinfer.job.batch.packing import RowDemand, shaped
 from zinfer.job.batch.run import BatchJob, JobFailed, Standing
 from zinfer.job.signals import Interrupted
-from zinfer.plan.plan import make_plan
+from zinfer.plan.planner import make_plan
 from zinfer.record.jsonl import StoreError
 from zinfer.worker.process import Worker
 from zinfer.worker.session import Session
 from zinfer.worker.tasks import BatchStep, BatchStepped
 
+LOAD = Workload(batch_size=1, input_len=8, output_len=4)
 PROMPTS = [f"a{10 * size}/{size}" for size in range(1, 31)]
 LINES = [line(prompt) for prompt in PROMPTS]
 
@@ -244,8 +245,8 @@ def test_more_rows_are_begun_only_within_bounds(tmp_path: Path) -> None:
 
 def test_a_worker_that_dies_is_started_again(tmp_path: Path) -> None:
     """Real processes: with eight rows the engine's process ends, with four it does not."""
-    case = CASE.model_copy(update={"engine": TARGET, "options": (("at_batch", 5), ("fail", "exit"))})
-    plan = make_plan(shaped(case, RowDemand(8, 4)), SPEC, MACHINE)
+    fields = {"engine": TARGET, "options": (("at_batch", 5), ("fail", "exit")), "workload": LOAD}
+    plan = make_plan(CASE.model_copy(update=fields), SPEC, MACHINE)
     lines = [
         json.dumps({"custom_id": str(key), "method": "POST", "url": "/v1/completions",
                     "body": {"prompt": "#" * (key + 1), "max_tokens": 4}}).encode()

@@ -12,7 +12,7 @@ from zinfer.analysis.group import groups
 from zinfer.checkpoint.resolve import resolve
 from zinfer.core.engine import EIGHT_BITS
 from zinfer.core.machine import PCIE_BANDWIDTH, Machine, catalogue_names, override
-from zinfer.plan.plan import largest_batch, make_plan
+from zinfer.plan.planner import Planner, make_plan
 from zinfer.record.measurement import Measurement
 from zinfer.system import machines
 
@@ -20,7 +20,7 @@ from zinfer.system import machines
 @pytest.fixture(scope="module")
 def usable() -> list[Any]:
     """Return the committed points that were measured, each with its model, its machine and its placement."""
-    return [one for one in calibrate._seen(committed.points(), committed.machines()) if one.point.usable]
+    return [one for one in calibrate.fit_points(committed.points(), committed.machines()) if one.point.usable]
 
 
 def test_no_measured_point_beats_its_limit(usable: list[Any]) -> None:
@@ -28,7 +28,7 @@ def test_no_measured_point_beats_its_limit(usable: list[Any]) -> None:
     faster = []
     for seen in usable:
         point: Measurement = seen.point
-        plan = make_plan(point.case, seen.model, seen.place)
+        plan = make_plan(point.case, seen.model, seen.linked_machine)
         if point.case.offload == "nvme" and seen.machine.nvme_bandwidth is None:
             assert plan.step_s is None, "the rate of that disk is not known"
             continue
@@ -54,10 +54,10 @@ def test_a_limit_is_near_what_the_best_engine_reaches(usable: list[Any]) -> None
         return in_8_bits and settings.get("kv_attention") == "cpu" and settings["kv_host_rows"] > 0
 
     shares = [
-        (make_plan(seen.point.case, seen.model, seen.place).step_s or 0) * 1e3 / (seen.point.tpot_ms or 1)
+        (make_plan(seen.point.case, seen.model, seen.linked_machine).step_s or 0) * 1e3 / (seen.point.tpot_ms or 1)
         for seen in usable
-        if seen.point.case.engine == "stream" and seen.point.case.offload == "cpu" and seen.setup.pinned
-        if 2 * seen.setup.resident_bytes < seen.model.streamed_bytes and not busy(seen)
+        if seen.point.case.engine == "stream" and seen.point.case.offload == "cpu" and seen.placement.pinned
+        if 2 * seen.placement.resident_bytes < seen.model.streamed_bytes and not busy(seen)
         if max(chain.from_iterable(seen.point.step_ms)) < 1.6 * min(chain.from_iterable(seen.point.step_ms))
     ]
     assert len(shares) > 40
@@ -73,9 +73,8 @@ def test_no_plan_says_that_a_batch_fits_which_ran_out_of_memory(calibrated: bool
             if edge.smallest_oom is None or edge.largest_ok is None:
                 continue
             spec = resolve(edge.load.model, edge.load.dtype, edge.load.layers)
-            largest = largest_batch(
-                edge.load, spec, committed.machines()[own[0].machine], factors.get(edge.load.engine)
-            )
+            machine, efficiency = committed.machines()[own[0].machine], factors.get(edge.load.engine)
+            largest = Planner(edge.load, spec, machine, efficiency).max_batch(edge.load.workload)
             assert 0.8 * edge.largest_ok < largest < edge.smallest_oom, edge.load.label()
             seen += 1
     assert seen >= 6

@@ -14,7 +14,7 @@ from zinfer.core.case import Case, Workload
 from zinfer.engine.base import MicroBatch, Work
 from zinfer.engine.kv_snapshot import Past
 from zinfer.generation.scheduler import DecodeLoop
-from zinfer.plan.plan import make_plan
+from zinfer.plan.planner import make_plan
 from zinfer.record.measurement import Effective, Measurement, Span
 from zinfer.worker import measure as clock
 from zinfer.worker.measure import WARM_UP_STEPS, Samples, measure, prompts

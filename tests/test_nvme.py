@@ -37,8 +37,8 @@ from zinfer.engine import direct
 from zinfer.engine.direct import PAGE, Stripes, StripeWriter
 from zinfer.engine.stream import Stream, codec, disk, packed, packed_layer
 from zinfer.engine.stream.disk import DiskLayers, DiskRing
-from zinfer.plan.cost import Efficiency
-from zinfer.plan.plan import Plan, make_plan
+from zinfer.plan.planner import Plan, make_plan
+from zinfer.plan.times import Efficiency
 from zinfer.record.measurement import Effective
 from zinfer.record.store import read
 from zinfer.system.machines import load as load_machine
@@ -468,7 +468,7 @@ import torch
 
 from tests.running import decode, prefill
 from zinfer.engine.stream import Stream
-from zinfer.plan.plan import Plan
+from zinfer.plan.planner import Plan
 
 threading.stack_size(1 << 18)  # stacks count
 torch.set_num_threads(1)

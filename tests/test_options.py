@@ -27,7 +27,7 @@ from zinfer.core.engine import (
     values,
 )
 from zinfer.job.recipe import Sweep
-from zinfer.plan.plan import make_plan
+from zinfer.plan.planner import make_plan
 from zinfer.system import machines
 
 ROOT = Path(__file__).parents[1]
@@ -167,13 +167,14 @@ def test_no_planner_knows_an_engine_and_no_engine_plans() -> None:
 def test_a_plan_of_another_batch_is_that_batchs_plan() -> None:
     spec, place = resolve.resolve("opt-66b", None, None), machines.load("h100-80gb")
     first = make_plan(case(kv_offload="auto").model_copy(update={"gpu_weights": "auto"}), spec, place, "/nvme")
-    assert first.at(first.case.workload) is first
+    planner = first.planner()
+    assert planner.plan is first
     for load in (
         Workload(batch_size=64, input_len=512, output_len=32),
         Workload(batch_size=3, input_len=9, output_len=4),
     ):
         other = make_plan(first.case.model_copy(update={"workload": load}), spec, place, "/nvme")
-        assert first.at(load) == other
+        assert planner.at(load) == other
     assert first.placement.resident_layers
     assert sum(spec.layer_bytes for _ in first.placement.resident_layers) <= first.placement.resident_bytes
     assert first.placement.resident_bytes < first.resident_bytes, "what is given away leaves a margin"

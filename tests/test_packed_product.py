@@ -33,7 +33,7 @@ from zinfer.engine.quantization.dequantize import Codes, expand
 from zinfer.engine.stream import few_experts, packed_layer, packed_product
 from zinfer.engine.stream.packed_product import LazyWeight, Parts
 from zinfer.engine.stream.quantized import Run, pieces, unpack
-from zinfer.plan.plan import make_plan
+from zinfer.plan.planner import make_plan
 
 Patch = pytest.MonkeyPatch
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -2,7 +2,8 @@
 
 from tests.inline_batch import CASE
 from zinfer.checkpoint.resolve import from_catalogue
-from zinfer.job.batch.packing import RowDemand, best_plan, fits_alone, fitting
+from zinfer.job.batch.packing import RowDemand, best_plan, fitting
+from zinfer.plan.planner import Planner
 from zinfer.system import machines
 
 H100 = machines.load("h100-80gb").model_copy(update={"host_bytes": 1 << 40})
@@ -16,10 +17,10 @@ def test_the_faster_of_the_loads_that_fit_is_chosen() -> None:
     long = [*typical, RowDemand(2000, 48)] * 2
     assert best_plan(cases, long, opt, H100).case.workload.total_len == 2048
     small = H100.model_copy(update={"gpu_bytes": 62 << 30})
-    assert fits_alone(cases[0], RowDemand(300, 100), opt, small)
-    assert fitting(cases[0], long, opt, small) == [True] * 22
+    planner = Planner(cases[0], opt, small)
+    assert fitting(planner, long) == [True] * 22
     huge = RowDemand(30_000, 100)
-    assert fitting(cases[0], [*typical, huge], opt, small) == [True] * 10 + [False]
+    assert fitting(planner, [*typical, huge]) == [True] * 10 + [False]
     assert best_plan(cases, [*typical, huge], opt, small).case.offload == "cpu"
     refused = best_plan(cases, typical, opt, small.model_copy(update={"gpu_bytes": 4 << 30, "host_bytes": 1 << 30}))
     assert not refused.fits

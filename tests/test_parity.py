@@ -21,7 +21,7 @@ from zinfer.core.machine import Machine
 from zinfer.core.model import Dtype
 from zinfer.engine import base
 from zinfer.engine.base import Engine
-from zinfer.plan.plan import make_plan
+from zinfer.plan.planner import make_plan
 
 OUTPUT_LEN = 12
 BATCHES = ((9, 5, 7), (4, 6))  # prompt lengths of two batches, which one engine runs after the other

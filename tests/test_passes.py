@@ -2,6 +2,7 @@
 one pass, give the logits that each sequence has alone."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, MicroBatch, Work
 from zinfer.engine.cache import RowCache, make_cache
 from zinfer.generation import passes
+from zinfer.plan.bytes import ALLOWANCES
+from zinfer.plan.placement import Placer
 
 Checkpoints = Callable[..., Path]
 Patch = pytest.MonkeyPatch
@@ -60,12 +63,11 @@ def close(found: Tensor, expected: Tensor) -> bool:
 
 
 def small_blocks(patch: Patch, tokens: int = 9) -> None:
-    patch.setattr("zinfer.plan.cost.BLOCK_VALUES", 1)
-    patch.setattr("zinfer.plan.cost.BLOCK_TOKENS", tokens)
+    patch.setattr("zinfer.plan.bytes.ALLOWANCES", replace(ALLOWANCES, block_values=1, block_tokens=tokens))
 
 
 def keep_here(patch: Patch, here: int) -> None:
-    patch.setattr("zinfer.plan.plan._rows_on_gpu", lambda setup, case, *_: min(here, case.workload.batch_size))
+    patch.setattr(Placer, "_rows_on_gpu", lambda _self, _placement, workload: min(here, workload.batch_size))
 
 
 @pytest.mark.parametrize(("way", "architecture"), covering([*WAYS], ["llama", "bloom"]))

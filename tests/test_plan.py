@@ -1,5 +1,9 @@
-"""Arithmetic of a plan, against published figures."""
+"""Arithmetic of a plan, against published figures, and how often a sweep plans."""
 
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,9 +12,15 @@ from hypothesis import strategies as st
 
 from zinfer.checkpoint import resolve
 from zinfer.core.case import Case, Workload, resident_bytes
+from zinfer.core.engine import ENGINES
 from zinfer.core.machine import Machine
-from zinfer.plan.plan import DEVICE_SHARE, make_plan
+from zinfer.job.recipe import Sweep
+from zinfer.job.sweep import prepare, run, source_of
+from zinfer.plan.placement import TUNING, Placer
+from zinfer.plan.planner import Planner, make_plan
+from zinfer.record.store import Header, Store
 from zinfer.system import machines
+from zinfer.worker.inline import InlineWorker
 
 # Without sources no peak of the link is known, so that limits are those of the figures below.
 BIG = machines.load("h100-80gb").model_copy(update={"host_bytes": 512 << 30, "sources": {}})
@@ -21,22 +31,9 @@ def case(name: str, offload: Any = "cpu", batch_size: int = 1, engine: str = "st
     return Case(model=name, engine=engine, offload=offload, workload=workload, **more)
 
 
-def planned(name: str, place: Machine = BIG, **fields: Any) -> Any:
+def planned(name: str, machine: Machine = BIG, **fields: Any) -> Any:
     asked = case(name, **fields)
-    return make_plan(asked, resolve.resolve(name, layers=asked.layers), place)
-
-
-@pytest.mark.parametrize(("bandwidth", "seconds"), [(25e9, 13.8), (55e9, 6.28), (375e9, 0.921)])
-def test_a_streamed_step_takes_the_layers_over_the_link(bandwidth: float, seconds: float) -> None:
-    raw = (("weight_codec", "none"),)
-    plan = planned("bloom-176b", BIG.model_copy(update={"h2d_bandwidth": bandwidth}), options=raw)
-    assert plan.step_s == pytest.approx(seconds, rel=0.005)
-    assert plan.bound_by == "link"
-    assert plan.fits
-
-
-def test_kv_cache_of_a_published_workload() -> None:
-    assert planned("bloom-176b").gpu.kv_cache == pytest.approx(2.18e9, rel=0.01)
+    return make_plan(asked, resolve.resolve(name, layers=asked.layers), machine)
 
 
 def test_a_model_that_does_not_fit_is_refused_with_a_way_out() -> None:
@@ -63,10 +60,10 @@ def test_a_model_that_drafts_takes_its_weights_and_cache_on_the_gpu() -> None:
     assert more > small.weight_bytes + small.kv_bytes(64, 544)
     assert together.max_batch_size < alone.max_batch_size
     assert together.placement.ring_depth <= alone.placement.ring_depth
-    drafting = together.of_draft()
+    drafting = together.planner().draft(asked.workload)
     assert drafting is not None
     assert (drafting.case.offload, drafting.model) == ("none", small)
-    assert alone.of_draft() is None
+    assert alone.planner().draft(asked.workload) is None
     full = make_plan(asked, spec, BIG.model_copy(update={"gpu_bytes": 14 << 30}))
     assert "GPU memory" in str(full.why_not)
 
@@ -77,7 +74,7 @@ def test_several_gpus_copy_a_layer_in_larger_pieces_and_have_buffers_for_layers_
 ) -> None:
     machine = BIG.model_copy(update={"gpu_count": 8})
     found = planned("bloom-176b", machine, gpu_weights="10%", options=(("gpus", gpus),)).placement
-    assert (found.layer_pieces, found.ring_depth) == (pieces, most)
+    assert (found.layer_chunks, found.ring_depth) == (pieces, most)
 
 
 def test_weights_that_stay_on_the_gpu_are_not_streamed() -> None:
@@ -105,14 +102,14 @@ def test_without_a_gpu_the_host_carries_both() -> None:
     st.floats(1.0, 20.0),
 )
 def test_more_never_hurts(name: str, offload: Any, engine: str, batch: int, factor: float) -> None:
-    place = BIG.model_copy(update={"nvme_bandwidth": 3e9, "nvme_bytes": 4 << 40})
-    plan = planned(name, place, offload=offload, engine=engine, batch_size=batch)
-    larger = planned(name, place, offload=offload, engine=engine, batch_size=batch + 1)
+    machine = BIG.model_copy(update={"nvme_bandwidth": 3e9, "nvme_bytes": 4 << 40})
+    plan = planned(name, machine, offload=offload, engine=engine, batch_size=batch)
+    larger = planned(name, machine, offload=offload, engine=engine, batch_size=batch + 1)
     assert larger.gpu.total >= plan.gpu.total
     assert larger.step_s >= plan.step_s
     assert larger.max_batch_size == plan.max_batch_size
-    faster = place.model_copy(
-        update={name: getattr(place, name) * factor for name in ("h2d_bandwidth", "nvme_bandwidth", "hbm_bandwidth")}
+    faster = machine.model_copy(
+        update={name: getattr(machine, name) * factor for name in ("h2d_bandwidth", "nvme_bandwidth", "hbm_bandwidth")}
     )
     quick = planned(name, faster, offload=offload, engine=engine, batch_size=batch)
     assert quick.step_s <= plan.step_s
@@ -123,5 +120,37 @@ def test_more_never_hurts(name: str, offload: Any, engine: str, batch: int, fact
 def test_the_largest_batch_is_the_largest_that_fits() -> None:
     plan = planned("opt-30b", offload="none")
     edge = plan.max_batch_size
-    assert planned("opt-30b", offload="none", batch_size=edge).gpu.total <= DEVICE_SHARE * BIG.gpu_bytes
-    assert planned("opt-30b", offload="none", batch_size=edge + 1).gpu.total > DEVICE_SHARE * BIG.gpu_bytes
+    assert planned("opt-30b", offload="none", batch_size=edge).gpu.total <= TUNING.max_device_share * BIG.gpu_bytes
+    assert planned("opt-30b", offload="none", batch_size=edge + 1).gpu.total > TUNING.max_device_share * BIG.gpu_bytes
+
+
+def test_a_sweep_plans_every_workload_once_in_a_process(
+    checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Parent and worker share a process here, and nothing else: each has a planner of its own."""
+    placed: Counter[tuple[Placer, Workload]] = Counter()
+    searched: Counter[tuple[int, int]] = Counter()
+    make_placement, search = Placer._place, Planner._find_largest
+
+    def count_placements(placer: Any, workload: Workload) -> Any:
+        placed[placer, workload] += 1
+        return make_placement(placer, workload)
+
+    def count_searches(planner: Any, *lengths: int) -> int:
+        searched[lengths[0], lengths[1]] += 1
+        return search(planner, *lengths)
+
+    monkeypatch.setattr(Placer, "_place", count_placements)
+    monkeypatch.setattr(Planner, "_find_largest", count_searches)
+    sweep = Sweep(
+        model=(str(checkpoint("opt")),), offload=("cpu",), batch_size=(1, 2), input_len=(8, 16), output_len=(4,),
+        repeats=2, rounds=2, options={"kv_offload": ("auto",)},
+    )  # fmt: skip
+    jobs = prepare(sweep, BIG, partial(source_of, sweep), lambda load: ENGINES[load.engine].target)
+    with Store.open(tmp_path / "r.jsonl") as store:
+        store.append_header(Header(machine=BIG.name))
+        points = run(sweep, jobs, store, make_worker=InlineWorker).points
+    assert [(point.status, point.error) for point in points] == [("ok", None)] * 8
+    assert len({workload for _, workload in placed}) == 4
+    assert set(placed.values()) == {1}
+    assert searched == {(8, 4): 1, (16, 4): 1}, "a worker obeys placements and searches nothing"

@@ -510,7 +510,7 @@ def test_a_probe_that_is_killed_for_memory_does_not_end_the_job(
     if times == 2:
         from tests.inline import SPEC
         from tests.inline_batch import CASE
-        from zinfer.plan.plan import make_plan
+        from zinfer.plan.planner import make_plan
 
         plan = make_plan(CASE.model_copy(update={"offload": "none"}), SPEC, machine)
         assert plan.fits

@@ -27,7 +27,7 @@ from zinfer.engine.quantization.dequantize import Codes, expand, table
 from zinfer.engine.state import ModelState
 from zinfer.engine.stream import codec as lossless
 from zinfer.engine.stream.quantized import joined, pieces, unpack
-from zinfer.plan.plan import make_plan
+from zinfer.plan.planner import make_plan
 
 EXPERTS: dict[str, Any] = {
     "num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 16, "num_local_experts": 4, "num_attention_heads": 4,

@@ -15,7 +15,7 @@ from zinfer.checkpoint import resolve
 from zinfer.commands.options import locate
 from zinfer.core.machine import override
 from zinfer.job.recipe import RecipeError, engine_recipe, make_sweep, read_toml, sweep_recipe, sweep_recipes
-from zinfer.plan.plan import make_plan
+from zinfer.plan.planner import make_plan
 from zinfer.record.store import read
 from zinfer.system.machines import load as load_machine
 

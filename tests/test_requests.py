@@ -35,7 +35,7 @@ from zinfer.job.recipe import RecipeError, Sweep, make_sweep, read_toml, sweep_r
 from zinfer.job.requests import RequestsError, request_sets
 from zinfer.job.signals import Interrupted
 from zinfer.job.sweep import Events, Outcome, exit_code, prepare, run
-from zinfer.plan.plan import make_plan
+from zinfer.plan.planner import make_plan
 from zinfer.record.export import request_table
 from zinfer.record.measurement import Measurement
 from zinfer.record.requests import METRICS, RequestKey, RequestPoint, RequestSample, latest

@@ -25,7 +25,7 @@ from zinfer.job.batch.ledger import Ledger
 from zinfer.job.batch.openai import BatchRequest, read_requests
 from zinfer.job.batch.packing import best_plan
 from zinfer.job.batch.run import BatchJob
-from zinfer.plan.plan import Plan
+from zinfer.plan.planner import Plan
 from zinfer.worker import generation as worker_side
 from zinfer.worker.inline import InlineWorker
 from zinfer.worker.tasks import Answer, BatchStart, BatchStep, Request

@@ -34,8 +34,8 @@ from zinfer.generation.schedule import (
     load_of,
     load_of_pass,
 )
-from zinfer.plan.cost import Efficiency
-from zinfer.plan.plan import Plan, make_plan
+from zinfer.plan.planner import Plan, Planner, make_plan
+from zinfer.plan.times import Efficiency
 from zinfer.system import machines
 
 ROOT = Path(__file__).parents[1]
@@ -48,7 +48,7 @@ def plan_of(rows: int = 420, known: int = 256, left: int = 64, **options: str) -
     load = Workload(batch_size=rows, input_len=known, output_len=left)
     case = Case(model="llama-2-70b", engine="stream", offload="cpu", layers=8, workload=load,
                 options=tuple(options.items()))  # fmt: skip
-    return make_plan(case, SPEC, H100, factors=Efficiency())
+    return make_plan(case, SPEC, H100, efficiency=Efficiency())
 
 
 PLAN = plan_of()
@@ -206,7 +206,7 @@ def test_a_thousand_chats_run_as_fast_as_equal_rows(
     dice = random.Random(1)
     known, left = lengths(1000, 245, 1500, sigma, dice), lengths(1000, 106, 400, sigma, dice)
     rows = [Row(key, *pair) for key, pair in enumerate(zip(known, left, strict=True))]
-    equal = PLAN.at(Workload(batch_size=420, input_len=sum(known) // 1000, output_len=sum(left) // 1000))
+    equal = PLAN.planner().at(Workload(batch_size=420, input_len=sum(known) // 1000, output_len=sum(left) // 1000))
     tally, passes = simulate(rows, Limits(1_900_000, 420), clock=clock)
     full = [one for one in passes if one.waiting]
     whole, expected = rate(passes), equal.output_tok_s or 0.0
@@ -229,7 +229,7 @@ def test_a_long_queue_reaches_nine_tenths_of_equal_rows_as_a_whole(capsys: pytes
     dice = random.Random(2)
     known, left = lengths(4000, 245, 1500, 0.8, dice), lengths(4000, 106, 400, 0.8, dice)
     rows = [Row(key, *pair) for key, pair in enumerate(zip(known, left, strict=True))]
-    equal = PLAN.at(Workload(batch_size=420, input_len=sum(known) // 4000, output_len=sum(left) // 4000))
+    equal = PLAN.planner().at(Workload(batch_size=420, input_len=sum(known) // 4000, output_len=sum(left) // 4000))
     tally, passes = simulate(rows, Limits(1_900_000, 420))
     with capsys.disabled():
         print(
@@ -559,7 +559,7 @@ def test_prompts_do_not_hide_behind_the_unpacking_of_what_stays() -> None:
     load = Workload(batch_size=4, input_len=256, output_len=64)
     case = Case(model="llama-2-70b", engine="stream", offload="cpu", layers=8, workload=load, gpu_weights="100%",
                 options=(("weight_codec", "lossless"),))  # fmt: skip
-    coded = make_plan(case, SPEC, big, factors=Efficiency())
+    coded = make_plan(case, SPEC, big, efficiency=Efficiency())
     clock = times(coded)
     one = clock.seconds(PassLoad(rows=4, positions=4 * 256, groups=1))
     assert coded.bound_by == "unpacking"
@@ -570,15 +570,16 @@ def test_prompts_do_not_hide_behind_the_unpacking_of_what_stays() -> None:
 
 def test_the_load_is_what_the_machine_has_room_for() -> None:
     needs = [(245, 106)] * 10_000
-    load = load_of(PLAN, needs)
+    planner = PLAN.planner()
+    load = load_of(planner, needs)
     assert (load.input_len, load.output_len) == (245, 106)
     held = load.batch_size * load.total_len * SPEC.kv_bytes_per_token
     assert 0.3 * H100.gpu_bytes < held < 0.95 * H100.gpu_bytes
-    assert load_of(PLAN, needs[:7]).batch_size == 7
-    assert load_of(PLAN, needs, at_most=30).batch_size == 30
-    hosted = load_of(plan_of(kv_offload="cpu", kv_attention="gpu"), needs)
+    assert load_of(planner, needs[:7]).batch_size == 7
+    assert load_of(planner, needs, at_most=30).batch_size == 30
+    hosted = load_of(plan_of(kv_offload="cpu", kv_attention="gpu").planner(), needs)
     assert 1 <= hosted.batch_size <= MOST_ROWS
-    assert PLAN.at(load).placement.ring_depth >= PLAN.placement.layer_pieces  # the link goes on while a layer computes
+    assert planner.placement(load).ring_depth >= PLAN.placement.layer_chunks  # the link goes on while a layer computes
 
 
 @pytest.mark.parametrize(("share", "rows"), [("25%", 41), ("27%", 43)])
@@ -587,9 +588,10 @@ def test_a_share_of_weights_that_leaves_no_margin_leaves_rows(share: str, rows: 
     case = Case(model="bloom-176b", engine="stream", offload="cpu", gpu_weights=share, workload=load,
                 options=(("kv_offload", "auto"),))  # fmt: skip
     here = machines.load(RESULTS / "nvidia-h100-80gb-hbm3-x2" / "machine.json")
-    plan = make_plan(case, from_catalogue("bloom-176b"), here)
-    assert load_of(plan, [(512, 16)] * 100).batch_size == rows
-    assert plan.at(load_of(plan, [(512, 16)] * 100)).fits
+    planner = Planner(case, from_catalogue("bloom-176b"), here)
+    load = load_of(planner, [(512, 16)] * 100)
+    assert load.batch_size == rows
+    assert planner.at(load).fits
 
 
 class Imperfect(PassTimes):
@@ -608,7 +610,7 @@ def test_work_that_hides_imperfectly_does_not_end_the_flow_of_prompts(hosted: fl
     load = Workload(batch_size=rows, input_len=512, output_len=32)
     case = Case(model="bloom-176b", engine="stream", offload="cpu", layers=14, workload=load,
                 options=(("kv_offload", "auto"),))  # fmt: skip
-    setup = make_plan(case, spec, H100, factors=Efficiency()).placement
+    setup = make_plan(case, spec, H100, efficiency=Efficiency()).placement
     able = Abilities(regroups="rarely", snapshots=False)
     schedule = Schedule(PassTimes(setup, spec, H100, 512), Limits(rows * load.total_len, rows), able, arrival_order)
     engine, truth = Engine(able), Imperfect(setup, spec, H100, 512)

@@ -26,7 +26,7 @@ from zinfer.generation import scheduler, tokenizer_process
 from zinfer.generation.schedule import PassTimes
 from zinfer.generation.tokenizer_process import TokenizerProcess
 from zinfer.job.batch.packing import RowDemand, best_plan
-from zinfer.plan.plan import Plan
+from zinfer.plan.planner import Plan
 from zinfer.worker.generation import batch_step
 from zinfer.worker.inline import InlineWorker
 from zinfer.worker.process import WorkerDied

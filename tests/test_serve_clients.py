@@ -13,7 +13,7 @@ from tests.inline_batch import CASE, InlineTokenizer, text
 from tests.serving import NAME, ServedRows, Server, serving
 from zinfer.generation.tokenizer_process import Refusal
 from zinfer.job.serve import server as serve_server
-from zinfer.plan.plan import make_plan
+from zinfer.plan.planner import make_plan
 from zinfer.worker.process import WorkerDied
 from zinfer.worker.session import Session
 from zinfer.worker.tasks import BatchStep, BatchStepped, Load, Loaded

@@ -19,7 +19,7 @@ from tests.test_cli import folder
 from tests.test_serve_command import ask, process
 from zinfer.job.serve import connections
 from zinfer.job.serve.server import listen
-from zinfer.plan.plan import make_plan
+from zinfer.plan.planner import make_plan
 
 assert folder  # a fixture
 PLAN = make_plan(CASE, SPEC, MACHINE)

@@ -20,7 +20,7 @@ from tests.inline import MACHINE, SPEC
 from tests.inline_batch import CASE, held_rows, prompt_ids, text
 from tests.serving import NAME, ServedRows, Server, serving
 from zinfer.job.serve import app, connections, dispatcher
-from zinfer.plan.plan import make_plan
+from zinfer.plan.planner import make_plan
 from zinfer.worker.session import Session
 from zinfer.worker.tasks import BatchStart, BatchStarted, BatchStep, BatchStepped
 

@@ -25,7 +25,7 @@ from zinfer.engine.stream.interleave import interleave
 from zinfer.engine.stream.meanwhile import later, meanwhile, settle, store_later, stored_together
 from zinfer.engine.stream.packed_layer import PackedLayer, pack, plain, unpack
 from zinfer.engine.stream.prefetch import PrefetchRing
-from zinfer.plan.plan import make_plan
+from zinfer.plan.planner import make_plan
 from zinfer.worker.session import not_as_asked
 
 CPU = torch.device("cpu")
@@ -402,7 +402,7 @@ def test_resident_layers_change_with_the_batch(checkpoint: Callable[..., Path], 
         for batch_size, expected in ((1, most), (1 << 14, 0), (1, most)):
             workload = Workload(batch_size=batch_size, input_len=64, output_len=8)
             assert tight._ring is not None
-            tight._share_out(tight._ring, tight.plan.at(workload).placement)
+            tight._share_out(tight._ring, tight.planner.placement(workload))
             assert tight.effective().settings["resident_layers"] == expected
         tight.close()
     engine.close()

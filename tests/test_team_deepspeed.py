@@ -22,8 +22,8 @@ from zinfer.engine import EngineError
 from zinfer.engine.base import Engine
 from zinfer.engine.deepspeed.world import World
 from zinfer.generation.scheduler import ContinuousScheduler
-from zinfer.plan import plan
-from zinfer.plan.plan import make_plan
+from zinfer.plan import placement
+from zinfer.plan.planner import make_plan
 from zinfer.system.host import peak_bytes
 from zinfer.worker.process import Worker, WorkerDied
 
@@ -34,7 +34,7 @@ Checkpoints = Callable[..., Path]
 def team(checkpoint: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     # Nine prompt tokens at a time: the rank of two rows prefills them one after the other, the one of one in one pass.
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plan, "PREFILL_TOKENS", 9)
+        patch.setattr(placement, "PREFILL_TOKENS", 9)
         loaded = load("deepspeed", checkpoint("bloom"), "cpu", tmp_path_factory.mktemp("none"), gpus=2)
     yield loaded
     loaded.close()

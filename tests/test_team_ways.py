@@ -25,7 +25,7 @@ from zinfer.engine.ranks import Leader
 from zinfer.engine.stream import Stream, codec, packed_layer
 from zinfer.engine.stream.team import StreamMember
 from zinfer.generation import passes
-from zinfer.plan.plan import make_plan
+from zinfer.plan.planner import make_plan
 from zinfer.worker.process import Worker, WorkerDied
 
 Checkpoints = Callable[..., Path]

@@ -30,7 +30,7 @@ from zinfer.engine.tensorrt.build import build, plan_key
 from zinfer.engine.tensorrt.execute import shortfall
 from zinfer.engine.tensorrt.library import Library, Messages, find_library
 from zinfer.engine.tensorrt.network import make_network
-from zinfer.plan.plan import Plan, make_plan
+from zinfer.plan.planner import Plan, make_plan
 from zinfer.worker.session import not_as_asked
 
 ARCHITECTURES = ("bloom", "opt", "llama", "qwen2", "mistral")

@@ -9,9 +9,10 @@ import pytest
 from tests.inline import MACHINE, FakeWorker, prepared, run_inline
 from zinfer.commands.out import PlainConsole
 from zinfer.commands.watch import LINE_S, Watch
-from zinfer.job.forecast import Ahead, Forecast, Outlook
+from zinfer.job.forecast import Forecast, Outlook, UpcomingLoad
 from zinfer.job.recipe import Sweep
 from zinfer.job.sweep import Events
+from zinfer.plan.planner import Planner
 from zinfer.worker.server import Server
 
 
@@ -109,7 +110,7 @@ def test_time_left_is_scaled_by_what_points_took() -> None:
     rates = {"h2d_bandwidth": 1e3, "hbm_bandwidth": 1e6, "matmul_flops": 1e9}
     sweep = Sweep(model=("fake",), offload=("cpu",), batch_size=(1, 2, 4))
     (job,) = prepared(sweep)
-    load = Ahead(job.plan.model_copy(update={"machine": MACHINE.model_copy(update=rates)}), job.cases)
+    load = UpcomingLoad(Planner(job.plan.case, job.plan.model, MACHINE.model_copy(update=rates)), job.cases)
     forecast = Forecast(sweep, [load])
     before = forecast.outlook()
     assert before.seconds_left is not None
@@ -121,12 +122,12 @@ def test_time_left_is_scaled_by_what_points_took() -> None:
     assert (after.done, after.points) == (1, 3)
     assert after.seconds_left > 2 * before.seconds_left
     known = frozenset(job.cases[0].with_batch(size) for size in (1, 2, 4))
-    outlook = Forecast(sweep, [load._replace(known=known)]).outlook()
+    outlook = Forecast(sweep, [load._replace(recorded=known)]).outlook()
     assert outlook.seconds_left == 0
 
 
 def test_auto_counts_about_as_many_points_as_it_tries() -> None:
     sweep = Sweep(model=("fake",), offload=("cpu",), batch_size="1,8,auto")
-    outlook = Forecast(sweep, [Ahead(job.plan, job.cases) for job in prepared(sweep)]).outlook()
+    outlook = Forecast(sweep, [UpcomingLoad(job.planner, job.cases) for job in prepared(sweep)]).outlook()
     assert not outlook.exact
     assert outlook.points == 3

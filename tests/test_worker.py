@@ -28,7 +28,7 @@ from zinfer.core.progress import Progress
 from zinfer.core.requests import RequestLoad
 from zinfer.engine import EngineError
 from zinfer.generation.sampling import Sampling
-from zinfer.plan.plan import Plan, make_plan
+from zinfer.plan.planner import Plan, make_plan
 from zinfer.record.measurement import Effective, Measurement, Span
 from zinfer.record.requests import RequestPoint
 from zinfer.record.study import Position

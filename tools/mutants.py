@@ -113,7 +113,7 @@ MUTANTS = (
     ),
     Mutant(
         "the times of a pass add up where they overlap",
-        "zinfer/plan/cost.py",
+        "zinfer/plan/times.py",
         "return Times(seconds=limits[bound_by],",
         "return Times(seconds=sum(limits.values()),",
         ("tests/test_cost.py::test_a_step_at_full_offload_takes_all_weights_over_the_link",),

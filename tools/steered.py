@@ -4,7 +4,8 @@ from typing import Any
 
 from zinfer.core.case import Workload
 from zinfer.core.engine import plan_options
-from zinfer.plan.plan import Plan
+from zinfer.plan.bytes import Placement
+from zinfer.plan.planner import Plan, Planner
 
 
 class Steered(Plan):
@@ -15,20 +16,33 @@ class Steered(Plan):
     here: int | None = None
     tokens: int | None = None
 
-    def at(self, workload: Workload) -> Plan:
-        return steered(super().at(workload), self.here, self.tokens)
+    def planner(self) -> Planner:
+        return SteeredPlanner(self)
+
+    def steer(self, placement: Placement, batch_size: int) -> Placement:
+        update: dict[str, Any] = {}
+        if self.here is not None:
+            there = max(0, batch_size - self.here)
+            by_cpu = plan_options(self.case.engine, self.case.options).kv_attention == "cpu" or placement.kv_ratio < 1
+            update = {"kv_host_share": there / batch_size, "kv_on_cpu": there > 0 and by_cpu}
+        if self.tokens is not None:
+            update["pass_tokens"] = self.tokens
+        return placement.model_copy(update=update)
+
+
+class SteeredPlanner(Planner):
+    """Planner that places each workload as `plan` is steered."""
+
+    def __init__(self, plan: Steered) -> None:
+        super().__init__(plan.case, plan.model, plan.machine, plan.efficiency, plan.nvme_path, plan)
+        self._steered = plan
+
+    def placement(self, workload: Workload) -> Placement:
+        return self._steered.steer(super().placement(workload), workload.batch_size)
 
 
 def steered(plan: Plan, here: int | None = None, tokens: int | None = None) -> Steered:
-    """`plan` with another placement: for this batch, and `at` any other."""
-    update: dict[str, Any] = {}
-    if here is not None:
-        batch_size = plan.case.workload.batch_size
-        there = max(0, batch_size - here)
-        by_cpu = plan_options(plan.case.engine, plan.case.options).kv_attention == "cpu" or plan.placement.kv_ratio < 1
-        update = {"kv_host_share": there / batch_size, "kv_on_cpu": there > 0 and by_cpu}
-    if tokens is not None:
-        update["pass_tokens"] = tokens
+    """`plan` with another placement: for this batch, and any other."""
     fields = {name: getattr(plan, name) for name in Plan.model_fields}
-    fields["placement"] = plan.placement.model_copy(update=update)
-    return Steered.model_construct(**fields, here=here, tokens=tokens)
+    own = Steered.model_construct(**fields, here=here, tokens=tokens)
+    return own.model_copy(update={"placement": own.steer(plan.placement, plan.case.workload.batch_size)})

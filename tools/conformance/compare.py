@@ -36,7 +36,7 @@ from zinfer.core.case import Case, Offload, Option, Workload
 from zinfer.core.machine import Machine
 from zinfer.core.model import ModelError
 from zinfer.engine import EngineError, base
-from zinfer.plan.plan import make_plan
+from zinfer.plan.planner import make_plan
 
 MACHINE = Machine(name="conformance", source="measured", host_bytes=8 << 30, nvme_bytes=8 << 30)
 

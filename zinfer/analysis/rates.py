@@ -6,8 +6,8 @@ them; nothing here compares across groups.
 """
 
 from collections.abc import Sequence
-from statistics import mean, stdev
-from typing import Literal, TypeVar
+from statistics import mean
+from typing import TypeVar
 
 from zinfer.analysis.compare import Change, change
 from zinfer.analysis.economics import Point
@@ -18,25 +18,21 @@ from zinfer.core.value import Frozen
 from zinfer.record.measurement import Measurement
 from zinfer.record.stats import ci95_half_width
 
-RateObjective = Literal["output_tok_s", "decode_tok_s"]
 P = TypeVar("P", bound=Point)
 OFFLOADS: tuple[Offload, ...] = ("cpu", "nvme")  # offloads that are compared with none
 
 
 class Spread(Frozen):
-    """Statistics of samples of one quantity, in its own unit; one sample has no deviation (None, not zero)."""
+    """Mean of samples with half its 95% confidence interval; None, not zero, of one sample."""
 
     mean: float
-    stdev: float | None = None
-    half_width: float | None = None  # half the 95% confidence interval of the mean
-    count: int = 1
+    half_width: float | None = None
 
 
 class Edge(Frozen):
-    """Largest batch size that fitted and smallest that did not, of a load (a case at batch size 1); None if not
-    seen."""
+    """Largest batch of a load that fitted, smallest that did not."""
 
-    load: Case
+    load: Case  # at batch size 1
     largest_ok: int | None = None
     smallest_oom: int | None = None
 
@@ -50,7 +46,7 @@ class BaselineComparison(Frozen):
 
     @property
     def change(self) -> Change | None:
-        """Change of `output_tok_s` from the baseline's own best batch to the points' own."""
+        """Change of `output_tok_s` between each side's own best batch."""
         return change(self.baseline, self.best) if self.best and self.baseline else None
 
     @property
@@ -69,25 +65,20 @@ class OffloadVerdict(Frozen):
     compares: bool  # points with and without it were tried
 
 
-def best(points: Points, objective: RateObjective = "output_tok_s") -> Measurement | None:
+def best(points: Points) -> Measurement | None:
     """Return the fastest usable point, the smaller batch if two are equal; None if none is usable."""
-    found: tuple[float, int, Measurement] | None = None
-    for point in points:
-        value = getattr(point, objective) if point.usable else None
-        size = -point.case.workload.batch_size
-        if value is not None and (found is None or (value, size) > found[:2]):
-            found = value, size, point
-    return found and found[2]
+    usable = [point for point in points if point.usable and point.output_tok_s is not None]
+    return max(usable, key=lambda point: (point.output_tok_s, -point.case.workload.batch_size), default=None)
 
 
-def best_by_load(points: Points, objective: RateObjective = "output_tok_s") -> tuple[Measurement, ...]:
-    """Return the best point of each load that has a usable one, the fastest first."""
-    found = [point for own in by_load(points).values() if (point := best(own, objective))]
-    return tuple(sorted(found, key=lambda point: -getattr(point, objective)))
+def best_by_load(points: Points) -> tuple[Measurement, ...]:
+    """Return the best usable point of each load, the fastest first."""
+    tops = (best(of_load) for of_load in by_load(points).values())
+    return tuple(sorted(filter(None, tops), key=lambda point: -(point.output_tok_s or 0.0)))
 
 
 def ranked(points: Points) -> tuple[Measurement, ...]:
-    """Return the best points of loads as `best_by_load` does, those with lossy settings after all others."""
+    """Return the best point of each load, lossy settings last."""
     return (*best_by_load(exact(points)), *best_by_load(lossy(points)))
 
 
@@ -107,13 +98,13 @@ def winner(points: Points) -> Measurement | None:
 
 
 def ties(points: Points, first: Measurement) -> tuple[Measurement, ...]:
-    """Return the best points of other loads that differ from `first` by no more than the noise of the repeats."""
+    """Return the best points of other loads within the noise of `first`."""
     others = [point for point in best_by_load(exact(points)) if point.case.load != first.case.load]
     return tuple(point for point in others if change(point, first).verdict in ("noise", "same"))
 
 
 def tied(points: Points, first: Measurement) -> str:
-    """Return the sentence that names what is as fast as `first` within the noise; empty if it is the fastest alone."""
+    """Return the sentence that names the ties of `first`, if any."""
     names = [f"{point.case.label()} at batch {point.case.workload.batch_size}" for point in ties(points, first)]
     return f"As fast within the noise: {', '.join(names)}." if names else ""
 
@@ -121,27 +112,26 @@ def tied(points: Points, first: Measurement) -> str:
 def cautions(points: Points) -> tuple[str, ...]:
     """Return sentences that a reader needs to read the rates right: random weights, single repeats, no GPU."""
     usable = [point for point in points if point.usable]
-    found = list(conditions(usable))
     single = sum(len(point.ttft_ms) == 1 for point in usable)
-    if single:
-        some = "Every point has" if single == len(usable) else f"{single} of {len(usable)} points have"
-        found.append(f"{some} one repeat, whose noise is unknown: differences may be chance.")
-    return tuple(found)
+    if not single:
+        return conditions(usable)
+    some = "Every point has" if single == len(usable) else f"{single} of {len(usable)} points have"
+    return (*conditions(usable), f"{some} one repeat, whose noise is unknown: differences may be chance.")
 
 
 def conditions(usable: Sequence[Point]) -> tuple[str, ...]:
     """Return sentences on the conditions of usable points of any kind: random weights, no GPU."""
-    found = []
+    sentences = []
     if any(point.case.load_format == "dummy" for point in usable):
-        found.append(
+        sentences.append(
             "The weights are random (dummy): the speed is that of real ones, but generated text means nothing."
         )
     if usable and all(point.gpu_peak_bytes is None and not point.gpu for point in usable):
-        found.append(
+        sentences.append(
             "This machine computed without a GPU: the weights are in host memory with and without offload, and the two "
             "differ only in copying: offload copies each layer before it computes."
         )
-    return tuple(found)
+    return tuple(sentences)
 
 
 def compare_with_baseline(points: Points, baseline: Points) -> BaselineComparison:
@@ -160,39 +150,35 @@ def offload_verdicts(points: Points) -> tuple[OffloadVerdict, ...]:
     Lossy settings do not count unless there are no others.
     """
     points = exact(points) or points
-    engines = sorted({point.case.engine for point in points})
+    engines: list[str | None] = [*sorted({point.case.engine for point in points})]
     verdicts = []
-    for engine in [*([None] if len(engines) > 1 else []), *engines]:
-        own = [point for point in points if engine in (None, point.case.engine)]
-        without = [point for point in own if point.case.offload == "none"]
+    for engine in [None, *engines] if len(engines) > 1 else engines:
+        of_engine = [point for point in points if engine in (None, point.case.engine)]
+        without = [point for point in of_engine if point.case.offload == "none"]
         for offload in OFFLOADS:
-            if using := [point for point in own if point.case.offload == offload]:
+            if using := [point for point in of_engine if point.case.offload == offload]:
                 comparison = compare_with_baseline(using, without)
-                text = _sentence(offload, comparison, using, without)
+                text, compares = _sentence(offload, comparison, using, without), bool(without)
                 verdicts.append(
-                    OffloadVerdict(
-                        engine=engine, offload=offload, comparison=comparison, text=text, compares=bool(without)
-                    )
+                    OffloadVerdict(engine=engine, offload=offload, comparison=comparison, text=text, compares=compares)
                 )
     return tuple(verdicts)
 
 
 def edges(points: Points) -> tuple[Edge, ...]:
-    """Return the edge of each load: the largest batch size that ran, timed or only tried, and the smallest out of
-    memory."""
+    """Return the edge of each load; an untimed run counts."""
     return tuple(
         Edge(
             load=load,
-            largest_ok=max((p.case.workload.batch_size for p in own if p.status == "ok"), default=None),
-            smallest_oom=min((p.case.workload.batch_size for p in own if p.status.startswith("oom")), default=None),
+            largest_ok=max((p.case.workload.batch_size for p in tried if p.status == "ok"), default=None),
+            smallest_oom=min((p.case.workload.batch_size for p in tried if p.status.startswith("oom")), default=None),
         )
-        for load, own in by_load(points).items()
+        for load, tried in by_load(points).items()
     )
 
 
 def pareto(points: Sequence[P]) -> tuple[P, ...]:
-    """Return the Pareto front: usable points that no other beats in both output tok/s and tok/s of one user (1000 /
-    tpot_ms), by ascending throughput."""
+    """Return the Pareto front of throughput and tok/s of one user."""
     front: list[P] = []
     usable = [point for point in points if point.usable and point.tpot_ms]
     for point in sorted(usable, key=lambda p: (-(p.output_tok_s or 0), p.tpot_ms or 0)):
@@ -202,16 +188,12 @@ def pareto(points: Sequence[P]) -> tuple[P, ...]:
 
 
 def spread(samples: Sequence[float]) -> Spread | None:
-    """Return the mean, sample standard deviation and half the 95% confidence interval of samples; None without
-    samples."""
-    if not samples:
-        return None
-    deviation = stdev(samples) if len(samples) > 1 else None
-    return Spread(mean=mean(samples), stdev=deviation, half_width=ci95_half_width(samples), count=len(samples))
+    """Return the mean of samples and half its 95% confidence interval; None without samples."""
+    return Spread(mean=mean(samples), half_width=ci95_half_width(samples)) if samples else None
 
 
 def statuses(points: Points) -> str:
-    """Return the statuses of points, each with the smallest batch size that ended so: ``oom_gpu from batch 16``."""
+    """Return each status with its smallest batch: ``oom_gpu from batch 16``."""
     smallest: dict[str, int] = {}
     for point in sorted(points, key=lambda point: -point.case.workload.batch_size):
         smallest[point.status] = point.case.workload.batch_size
@@ -225,7 +207,7 @@ def _by_batch(points: Points) -> dict[int, Measurement]:
 
 
 def _sentence(offload: Offload, comparison: BaselineComparison, using: Points, without: Points) -> str:
-    """Return the verdict in one or two sentences, also if a side has no usable point."""
+    """Return the verdict, also if a side has no usable point."""
     ours, theirs, gain = comparison.best, comparison.baseline, comparison.change
     if theirs is not None:
         other = f"without it {_rate(theirs)}"
@@ -246,13 +228,13 @@ def _at_equal_batch(changes: Sequence[Change]) -> str:
     """Return the sentence on batch sizes that both sides have; those within the noise count for no ratio."""
     if not changes:
         return "No batch size was measured on both sides."
-    known = [change for change in changes if change.verdict not in ("noise", "same")]
-    unsure = [change.after_case.workload.batch_size for change in changes if change not in known]
-    if not known:
+    clear = [change for change in changes if change.verdict not in ("noise", "same")]
+    unsure = [change.after_case.workload.batch_size for change in changes if change not in clear]
+    if not clear:
         return f"At equal batch ({_range(unsure, '{}')}) there is no difference beyond the noise."
-    shares = _range([change.ratio or 0.0 for change in known], "{:.0%}")
-    batches = _range([change.after_case.workload.batch_size for change in known], "{}")
-    single = ", single runs" if any(change.verdict == "unknown" for change in known) else ""
+    shares = _range([change.ratio or 0.0 for change in clear], "{:.0%}")
+    batches = _range([change.after_case.workload.batch_size for change in clear], "{}")
+    single = ", single runs" if any(change.verdict == "unknown" for change in clear) else ""
     text = f"At equal batch ({batches}{single}) it runs at {shares} of the speed without"
     rest = f"; at batch {', '.join(map(str, unsure))} the difference is within the noise" if unsure else ""
     return f"{text}{rest}."
@@ -268,8 +250,8 @@ def _rate(point: Measurement) -> str:
 
 
 def rate_text(point: Measurement) -> str:
-    """Return a usable point's output tokens a second with half its 95% confidence interval: ``612 ± 150``."""
-    found = spread(point.output_tok_s_samples)
-    if found is None:
+    """Return output tok/s with its 95% confidence: ``612 ± 150``."""
+    rate = spread(point.output_tok_s_samples)
+    if rate is None:
         return ""
-    return figures(found.mean) + (f" ± {figures(found.half_width, 2)}" if found.half_width else "")
+    return figures(rate.mean) + (f" ± {figures(rate.half_width, 2)}" if rate.half_width else "")

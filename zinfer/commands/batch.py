@@ -245,7 +245,7 @@ def _run(
         plan = packing.best_plan(cases, needs(rows), spec, machine, how["nvme_path"])
         if not plan.fits:
             raise Failure(str(plan.why_not), ENVIRONMENT)
-        fits = packing.fitting(plan.case, needs(rows), spec, machine)
+        fits = packing.fitting(plan.planner(), needs(rows))
         rows, faults = split(rows, fits, f"{machine.name} with {plan.case.label()}")
         ledger.add(map(refusal, faults))
     except WorkerError as error:

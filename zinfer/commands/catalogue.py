@@ -44,17 +44,17 @@ def models(name: str | None, as_json: bool) -> None:
 
 
 def machines(name: str | None, as_json: bool) -> None:
-    """Print the catalogue's machines, or one (a catalogue name, a machine.json) with the source of each figure."""
+    """Print the catalogue's machines, or one with the sources of its figures."""
     from zinfer.core.machine import FIGURES, Machine, catalogue_names
     from zinfer.system.machines import load
 
-    found = [load(name)] if name else [load(entry) for entry in catalogue_names()]
+    described = [load(entry) for entry in ([name] if name else catalogue_names())]
     if as_json:
-        click.echo(json.dumps([machine.model_dump(mode="json") for machine in found], indent=1))
+        click.echo(json.dumps([machine.model_dump(mode="json") for machine in described], indent=1))
         return
     if name:
-        cells = [(field, found[0].describe(field)) for field in FIGURES]
-        console().print(table("", ("figure", found[0].note or found[0].name), cells))
+        cells = [(field, described[0].describe(field)) for field in FIGURES]
+        console().print(table("", ("figure", described[0].note or described[0].name), cells))
         return
 
     def rate(value: float | None) -> str:
@@ -70,7 +70,7 @@ def machines(name: str | None, as_json: bool) -> None:
             f"{machine.matmul_flops / 1e12:,.4g} TFLOP/s" if machine.matmul_flops else "",
             rate(machine.h2d_bandwidth), host(machine), machine.source,
         )
-        for machine in found
+        for machine in described
     ]  # fmt: skip
     columns = (
         "machine", "GPU", "#GPU memory", "#bandwidth of it", "#bf16 matrix products", "#link", "#host memory", "source",

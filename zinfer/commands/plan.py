@@ -15,15 +15,14 @@ from zinfer.core.engine import ENGINES, OptionError, conflict
 from zinfer.core.machine import override
 
 if TYPE_CHECKING:
-    from zinfer.analysis.best import Objective
-    from zinfer.commands.decision import DecisionCriteria
+    from zinfer.commands.decision import DecisionCriteria, GroupDecision
     from zinfer.core.case import Case
     from zinfer.core.engine import Options
     from zinfer.core.machine import Machine
     from zinfer.core.model import ModelSpec
     from zinfer.job.recipe import Sweep, SweepLoad
-    from zinfer.plan.cost import Efficiency
-    from zinfer.plan.plan import Plan
+    from zinfer.plan.planner import Plan, Planner
+    from zinfer.plan.times import Efficiency
     from zinfer.record.measurement import Measurement
     from zinfer.record.store import Records
     from zinfer.record.study import Study
@@ -35,6 +34,13 @@ SCENARIOS = {
     "weight_codec": "auto", "kv_offload": "none", "kv_cache_dtype": "auto", "draft": "none", "experts": "auto",
     "gpus": 1,
 }  # fmt: skip
+
+
+# options of `zinfer.commands.decision.question`
+CRITERIA = (
+    "levels", "objective", "demand", "deadline", "utilisation", "spare", "gpu_hour_usd", "host_hour_usd",
+    "gpus_per_server",
+)  # fmt: skip
 
 
 @click.command("plan")
@@ -105,25 +111,16 @@ def command(
     acceptance: float | None,
     figure: Path | None,
     as_json: bool,
-    levels: tuple[str, ...],
-    objective: "Objective",
-    demand: str | None,
-    deadline: str | None,
-    utilisation: float,
-    spare: int,
-    gpu_hour_usd: float | None,
-    host_hour_usd: float | None,
     power_usd_kwh: float | None,
-    gpus_per_server: int,
     **given: Any,
 ) -> None:
-    """Predict bytes on each tier, the largest batch, times and throughput of model x machine x engine x offload, and
-    whether to stream.
+    """Predict memory, speed and the best batch, and whether to stream.
 
-    Without --calibrate the times are physical limits (the link, GPU memory and matrix products at their peaks), which
-    no engine passes; with it they are predictions with an error band. RECIPE is a file, or a name in sweeps/ or among
-    those that come with zinfer. Comma lists are axes. With --sla, --objective or prices the batch is the best that
-    keeps the levels. A prediction is one value, which every statistic of a level is compared with.
+    Comma lists are axes: model x machine x engine x offload. Without --calibrate the times are physical limits (the
+    link, GPU memory and matrix products at their peaks), which no engine passes; with it they are predictions with an
+    error band. RECIPE is a file, or a name in sweeps/ or among those that come with zinfer. With --sla, --objective or
+    prices the batch is the best that keeps the levels. A prediction is one value, which every statistic of a level is
+    compared with.
 
     The exit code is 4 if nothing fits, or nothing keeps the levels.
 
@@ -140,94 +137,102 @@ def command(
         return (catalogue.models if listed == "models" else catalogue.machines)(recipe, as_json)
     from zinfer.commands import decision
     from zinfer.core.errors import NOTHING
-    from zinfer.plan.published import beside
-    from zinfer.plan.search import advice
-    from zinfer.system import local, machines
+    from zinfer.plan.advice import advice
+    from zinfer.plan.published import compare_ratios
 
     if power_usd_kwh is not None:
         raise click.UsageError("--power-usd-kwh needs a reading of the energy: no plan has one, `zinfer best` may")
-    prices = {"gpu_hour_usd": gpu_hour_usd, "host_hour_usd": host_hour_usd, "gpus_per_server": gpus_per_server}
-    criteria = decision.question(levels, objective, False, demand, deadline, utilisation, spare, **prices)
-    wanted = _sweep(recipe, given)
-    named = [machines.load(name) for name in wanted.machine] if wanted.machine else [local.this_machine()]
-    places = [reduce(override, settings, place) for place in named]
-    factors = _factors(calibrate)
-    if acceptance is not None and all(_draft_of(load) == "none" for load in wanted.loads(planning=True)):
+    criteria = decision.question(pareto=False, **{name: given.pop(name) for name in CRITERIA})
+    sweep = _sweep(recipe, given)
+    machines, efficiencies = _machines(sweep, settings), _efficiencies(calibrate)
+    if acceptance is not None and all(_draft_of(load) == "none" for load in sweep.loads(planning=True)):
         raise click.UsageError("--acceptance is that of drafts: add --draft ngram, or --draft MODEL")
-    recorded = _Recorded(acceptance, calibrate)
-    groups = list(_plans(wanted, places, factors, criteria, recorded))
-    plans = [plan for _, own in groups for plan in own]
+    planning = _Planning(machines, efficiencies, _Records(acceptance, calibrate))
+    groups = list(planning.groups(sweep, criteria))
+    plans = [plan for _, group in groups for plan in group]
     if figure is not None:
-        _draw(figure, wanted, places, factors, recorded)
-    answers = [criteria.answer(_as_points(own)) for _, own in groups] if criteria is not None else []
+        _draw(figure, sweep, planning)
+    answers = [criteria.answer(_as_points(group)) for _, group in groups] if criteria is not None else []
     if as_json:
-        click.echo(json.dumps([_row(plan, recorded) for plan in plans], indent=1))
+        click.echo(json.dumps([_row(plan, planning.records) for plan in plans], indent=1))
     else:
-        for nth, (title, own) in enumerate(groups):
-            _print(title, own, bool(factors), criteria)
-            click.echo(advice(own))
-            for line in (*_experts(own), *map(recorded.describe, own)):
+        for index, (title, group) in enumerate(groups):
+            _print(title, group, bool(efficiencies), criteria)
+            click.echo(advice(group))
+            for line in (*_experts(group), *map(planning.records.describe, group)):
                 if line:
                     click.echo(line)
             if criteria is not None:
-                click.echo(_decided(answers[nth], own))
+                click.echo(_decided(answers[index], group))
         click.echo()
-        for place in places:
-            _print_machine(place, bool(factors))
-        for engine, told in factors.items():
+        for machine in machines:
+            _print_machine(machine, bool(efficiencies))
+        for engine, efficiency in efficiencies.items():
             if any(plan.case.engine == engine for plan in plans):
-                click.echo(f"{engine}: {told.describe()}")
-        for claim in beside(
-            () if given["model"] else wanted.published, plans, factors
-        ):  # they are of the recipe's model
-            click.echo(claim.describe())
-    for reason in dict.fromkeys(_remarks(plans)):
-        click.echo(reason, err=True)
+                click.echo(f"{engine}: {efficiency.describe()}")
+        claims = () if given["model"] else sweep.published  # they are of the recipe's model
+        for comparison in compare_ratios(claims, plans, efficiencies):
+            click.echo(comparison.describe())
+    for remark in dict.fromkeys(_remarks(plans)):
+        click.echo(remark, err=True)
     none_kept = answers and all(answer.decision.point is None for answer in answers)
     if none_kept or not any(plan.holds for plan in plans):
         raise SystemExit(NOTHING)
 
 
+def _machines(sweep: "Sweep", settings: tuple[str, ...]) -> "list[Machine]":
+    """Return the machines to plan for, by default this one."""
+    from zinfer.system import local, machines
+
+    named = [machines.load(name) for name in sweep.machine] if sweep.machine else [local.this_machine()]
+    return [reduce(override, settings, machine) for machine in named]
+
+
 def _as_points(plans: "Sequence[Plan]") -> "tuple[Measurement, ...]":
-    """Return predictions in the form of points, so that levels and prices are applied as to measured ones. They are
-    never written, nor shown as measured."""
+    """Return predictions as points, for levels and prices.
+
+    They are never written, nor shown as measured.
+    """
     from zinfer.record.measurement import Measurement
 
     return tuple(
         Measurement(
-            case=plan.case, status="ok", machine=plan.machine.name, ttft_ms=(plan.prefill_s * 1e3,),
+            case=plan.case,
+            status="ok",
+            machine=plan.machine.name,
+            ttft_ms=(plan.prefill_s * 1e3,),
             step_ms=((plan.step_s * 1e3,) * (plan.case.workload.output_len - 1),),
         )
         for plan in plans
         if plan.holds and plan.prefill_s is not None and plan.step_s is not None
-    )  # fmt: skip
+    )
 
 
-def _decided(answer: Any, plans: "Sequence[Plan]") -> str:
+def _decided(answer: "GroupDecision", plans: "Sequence[Plan]") -> str:
     """Return the sentences on levels and prices for one table."""
     from zinfer.commands import decision
 
-    found = answer.decision
-    point = found.point or found.nearest
+    decided = answer.decision
+    point = decided.point or decided.nearest
     if point is None:
         return "No plan that fits has known times."
-    levels = [f"  {kept.sla.describe()}: predicted {kept.value}{kept.missed}" for kept in found.kept]
-    where = f"{point.case.label()}, batch {point.case.workload.batch_size}"
-    if found.point is None:
-        return "\n".join([f"No plan keeps every level. The nearest is {where}:", *levels])
-    lines = [f"Best by {found.objective}, {found.keeping} of {len(plans)} plans to choose from: {where}", *levels]
-    return "\n".join([*lines, *(f"  {line}" for line in decision.costs(answer))])
+    levels = [f"  {kept.sla.describe()}: predicted {kept.value}{kept.missed}" for kept in decided.kept]
+    label = f"{point.case.label()}, batch {point.case.workload.batch_size}"
+    if decided.point is None:
+        return "\n".join([f"No plan keeps every level. The nearest is {label}:", *levels])
+    head = f"Best by {decided.objective}, {decided.keeping} of {len(plans)} plans to choose from: {label}"
+    return "\n".join([head, *levels, *(f"  {line}" for line in decision.costs(answer))])
 
 
-def _print_machine(place: "Machine", calibrated: bool) -> None:
-    """Print the link's rate, the figures that were replaced, and the peaks that limits are made of."""
-    shown = dict.fromkeys(("h2d_bandwidth", *place.overridden))
-    click.echo(f"{place.name}: " + "; ".join(f"{field} {place.describe(field)}" for field in shown))
-    peak = place.at_peak().model_copy(update={"sources": {}})
+def _print_machine(machine: "Machine", calibrated: bool) -> None:
+    """Print the link's rate, replaced figures, and the peaks of limits."""
+    shown = dict.fromkeys(("h2d_bandwidth", *machine.overridden))
+    click.echo(f"{machine.name}: " + "; ".join(f"{field} {machine.describe(field)}" for field in shown))
+    peak = machine.at_peak().model_copy(update={"sources": {}})
     raised = [field for field in ("h2d_bandwidth", "hbm_bandwidth", "matmul_flops") if getattr(peak, field)]
     if not calibrated and raised:
-        told = ", ".join(f"{field} {peak.describe(field).partition(' (')[0]}" for field in raised)
-        click.echo(f"{place.name}: limits are made of {told}")
+        peaks = ", ".join(f"{field} {peak.describe(field).partition(' (')[0]}" for field in raised)
+        click.echo(f"{machine.name}: limits are made of {peaks}")
 
 
 def _remarks(plans: "Sequence[Plan]") -> "Iterator[str]":
@@ -236,8 +241,8 @@ def _remarks(plans: "Sequence[Plan]") -> "Iterator[str]":
         if plan.why_not:
             yield plan.why_not
         elif not plan.holds and not plan.max_batch_size:
-            what = f"{plan.case.model} with {plan.case.label()}"
-            yield f"{what} needs nearly all memory of {plan.machine.name}: no room is left for a sequence"
+            load = f"{plan.case.model} with {plan.case.label()}"
+            yield f"{load} needs nearly all memory of {plan.machine.name}: no room is left for a sequence"
     for plan in plans:
         yield from _assumptions(plan)
     for option in sorted({key for plan in plans for key in _hypothetical(plan)}):
@@ -245,179 +250,175 @@ def _remarks(plans: "Sequence[Plan]") -> "Iterator[str]":
 
 
 def _assumptions(plan: "Plan") -> "Iterator[str]":
-    """Yield the memory that a plan needs of a tier whose size is not known."""
+    """Yield the memory that a plan needs of an unknown tier."""
     from math import ceil
 
-    from zinfer.plan.plan import HOST_SHARE
+    from zinfer.plan.placement import TUNING
 
-    place = plan.machine
-    if not plan.holds:
-        return
-    for tier, known in (("host", place.host_bytes), ("nvme", place.nvme_bytes)):
+    machine = plan.machine
+    for tier, size in (("host", machine.host_bytes), ("nvme", machine.nvme_bytes)) if plan.holds else ():
         need = getattr(plan, tier).total
-        if known is None and need > (0 if tier == "nvme" else HOST_NEGLIGIBLE):
-            size = f"{ceil(need / HOST_SHARE / (1 << 30))}GiB"
-            what = f"{place.name}: its {tier} memory is not known; {plan.case.label()} fits only with {size}"
-            yield f"{what} (--set {tier}_bytes={size} says that it is there)"
+        if size is None and need > (0 if tier == "nvme" else HOST_NEGLIGIBLE):
+            enough = f"{ceil(need / TUNING.max_host_share / (1 << 30))}GiB"
+            head = f"{machine.name}: its {tier} memory is not known; {plan.case.label()} fits only with {enough}"
+            yield f"{head} (--set {tier}_bytes={enough} says that it is there)"
 
 
 def _hypothetical(plan: "Plan") -> list[str]:
     """Return the options of a plan that its engine does not have."""
-    known = ENGINES[plan.case.engine].options.model_fields if plan.case.engine in ENGINES else {}
-    return [f"{key}={value} with {plan.case.engine}" for key, value in plan.case.options if key not in known]
+    fields = ENGINES[plan.case.engine].options.model_fields if plan.case.engine in ENGINES else {}
+    return [f"{key}={value} with {plan.case.engine}" for key, value in plan.case.options if key not in fields]
 
 
 def _sweep(recipe: str | None, given: dict[str, Any]) -> "Sweep":
-    """Return the recipe with the given options in place of its own; one of requests without other lengths has the mean
-    lengths of its first load of requests."""
+    """Return the recipe with the given options in place of its own.
+
+    One of requests without other lengths has the mean lengths of its first load of requests.
+    """
     from zinfer.job.recipe import make_sweep, read_toml, sweep_recipe, with_options
     from zinfer.job.requests import request_sets
 
-    fields: dict[str, Any] = {}
-    if recipe is not None:
-        fields = read_toml(sweep_recipe(recipe))
+    origin = recipe or "the command line"
+    fields: dict[str, Any] = {} if recipe is None else read_toml(sweep_recipe(recipe))
     scenarios = {key: given.pop(key) for key in SCENARIOS}
     fields = DEFAULTS | fields | {key: value for key, value in given.items() if value is not None}
-    for key, asked in scenarios.items():
-        if asked is not None:
-            axis = tuple(int(value) if str(value).isdigit() else value for value in asked)
-            fields = with_options(fields, {key: axis}, recipe or "the command line")
+    for key, values in scenarios.items():
+        if values is not None:
+            axis = tuple(int(value) if str(value).isdigit() else value for value in values)
+            fields = with_options(fields, {key: axis}, origin)
     if "model" not in fields:
         raise click.UsageError(
             "say what to plan: --model NAME, or a recipe (`zinfer plan --list models` lists the catalogue)"
         )
-    wanted = make_sweep(fields, recipe or "the command line")
-    served = () if {"input_len", "output_len"} & fields.keys() else request_sets(wanted)
+    sweep = make_sweep(fields, origin)
+    served = () if {"input_len", "output_len"} & fields.keys() else request_sets(sweep)
     if not served:
-        return wanted
+        return sweep
     input_len, output_len = served[0].mean_lengths
-    return wanted.model_copy(update={"input_len": (input_len,), "output_len": (output_len,)})
+    return sweep.model_copy(update={"input_len": (input_len,), "output_len": (output_len,)})
 
 
-def _factors(results: Path | None) -> "Mapping[str, Efficiency]":
+def _efficiencies(results: Path | None) -> "Mapping[str, Efficiency]":
     from zinfer.analysis import calibrate
     from zinfer.commands.failure import Failure
     from zinfer.core.errors import NOTHING
 
     if results is None:
         return {}
-    found = calibrate.fit(calibrate.load_points(results), calibrate.load_machines(results))
-    if not found:
+    fitted = calibrate.fit(calibrate.load_points(results), calibrate.load_machines(results))
+    if not fitted:
         raise Failure(f"{results} has no point to calibrate with: measure first, with `zinfer sweep`", NOTHING)
-    return found
+    return fitted
 
 
-def _plans(
-    wanted: "Sweep",
-    places: "list[Machine]",
-    factors: "Mapping[str, Efficiency]",
-    criteria: "DecisionCriteria | None",
-    recorded: "_Recorded",
-) -> "Iterator[tuple[str, list[Plan]]]":
-    """Yield the plans of each model, machine and pair of lengths, with a title. Loads that no engine can run are left
-    out.
+class _Planning:
+    """Plans of sweeps: predictions with `efficiencies`, limits without any."""
 
-    Raises ModelError if all lengths exceed the models' positions, UsageError if no engine has the offload.
-    """
-    from zinfer.checkpoint.resolve import resolve
-    from zinfer.core.model import ModelError, check_positions
-    from zinfer.plan.cost import Efficiency
+    def __init__(
+        self, machines: "Sequence[Machine]", efficiencies: "Mapping[str, Efficiency]", records: "_Records"
+    ) -> None:
+        self.machines, self.efficiencies, self.records = machines, efficiencies, records
 
-    runnable = [load for load in wanted.loads(planning=True) if load.offload in ENGINES[load.engine].offloads]
-    packed = {load: conflict(load.engine, (), load.offload, load.weights, load.gpu_weights) for load in runnable}
-    refusals = list(dict.fromkeys(reason for reason in packed.values() if reason is not None))
-    if refusals and None not in packed.values():
+    def groups(self, sweep: "Sweep", criteria: "DecisionCriteria | None" = None) -> "Iterator[tuple[str, list[Plan]]]":
+        """Yield a title and plans by model, machine and lengths.
+
+        Loads that no engine can run are left out. Raises ModelError if all lengths exceed the models' positions,
+        UsageError if no engine has the offload.
+        """
+        from zinfer.checkpoint.resolve import resolve
+        from zinfer.core.model import ModelError, check_positions
+
+        runnable = _runnable(sweep)
+        refused: list[ModelError] = []
+        titles = 0
+        axes = product(self.machines, sweep.lengths(), sweep.model, sweep.layers)
+        for machine, (input_len, output_len), name, layers in axes:
+            specs = {load.weights: resolve(name, sweep.dtype, layers, load.weights) for load in runnable}
+            spec = next(iter(specs.values()))
+            try:
+                check_positions(spec, input_len, output_len)
+            except ModelError as error:
+                refused.append(error)
+                continue
+            planners: dict[Case, Planner] = {}
+            for load in runnable:
+                if (load.model, load.layers) == (name, layers):
+                    case = load.case("dummy", spec.dtype, input_len, output_len)
+                    case = case.model_copy(update={"options": _effective_options(load)})
+                    if case not in planners:
+                        planners[case] = self._planner(load, case, specs[load.weights], machine)
+            part = "" if layers is None else f", {layers} layers"
+            positions = f" ({spec.max_position:,} positions)" if spec.max_position else ""
+            title = f"{name}{part}{positions} on {machine.name}{'*' * bool(machine.overridden)}"
+            titles += 1
+            plans = [plan for planner in planners.values() for plan in self._batches(sweep, planner, criteria)]
+            yield f"{title}, {input_len} in / {output_len} out", plans
+        if refused and not titles:
+            raise refused[-1]
+        for refusal in refused:
+            click.echo(f"left out: {refusal}", err=True)
+
+    def _planner(self, load: "SweepLoad", case: "Case", spec: "ModelSpec", machine: "Machine") -> "Planner":
+        from zinfer.checkpoint.resolve import resolve
+        from zinfer.plan.planner import Planner
+        from zinfer.plan.times import Efficiency
+
+        efficiency = self.efficiencies.get(load.engine, Efficiency()) if self.efficiencies else None
+        spec = self.records.routed(spec)
+        if load.draft_model is not None:
+            spec = spec.model_copy(update={"draft": resolve(load.draft_model, spec.dtype)})
+        return Planner(case, spec, machine, efficiency)
+
+    def _batches(self, sweep: "Sweep", planner: "Planner", criteria: "DecisionCriteria | None") -> "list[Plan]":
+        """Plan the batches that were asked for; with ``auto`` the best one, which keeps the levels if any does.
+
+        Drafts count in the times, but the batch that is best without them is taken.
+        """
+        workload, with_drafts = planner.case.workload, self.records.with_drafts
+        if not isinstance(sweep.batch_size, str):
+            sized = (planner.case.with_batch(size).workload for size in sweep.batch_size)
+            return [with_drafts(planner, planner.at(workload)) for workload in sized]
+        if criteria is None:
+            return [with_drafts(planner, planner.best(workload))]
+
+        def keeps(plan: "Plan") -> bool:
+            return criteria.answer(_as_points([with_drafts(planner, plan)])).decision.point is not None
+
+        plans = [with_drafts(planner, plan) for plan in planner.within(workload, keeps)]
+        chosen = criteria.answer(_as_points(plans)).decision
+        point = chosen.point or chosen.nearest
+        return [plan for plan in plans if point is None or plan.case == point.case][:1]
+
+
+def _runnable(sweep: "Sweep") -> "list[SweepLoad]":
+    """Return the loads that an engine can run; name the others."""
+    loads = [load for load in sweep.loads(planning=True) if load.offload in ENGINES[load.engine].offloads]
+    reasons = {load: conflict(load.engine, (), load.offload, load.weights, load.gpu_weights) for load in loads}
+    refusals = [reason for reason in dict.fromkeys(reasons.values()) if reason is not None]
+    runnable = [load for load, reason in reasons.items() if reason is None]
+    if refusals and not runnable:
         raise OptionError(refusals[0])
     for reason in refusals:
         click.echo(f"left out: {reason}", err=True)
-    runnable = [load for load, reason in packed.items() if reason is None]
     if not runnable:
-        able = [name for name, kind in ENGINES.items() if kind.offloads & set(wanted.offload)]
-        lacking = f"engine {', '.join(wanted.engine)} has no offload {', '.join(wanted.offload)}"
+        able = [name for name, kind in ENGINES.items() if kind.offloads & set(sweep.offload)]
+        lacking = f"engine {', '.join(sweep.engine)} has no offload {', '.join(sweep.offload)}"
         raise click.UsageError(f"{lacking}; choose from --engine {', '.join(able)}")
-    loads: dict[tuple[str, int | None], list[SweepLoad]] = {}
-    for load in runnable:
-        loads.setdefault((load.model, load.layers), []).append(load)
-    refused: list[ModelError] = []
-    yielded = False
-    for place, (input_len, output_len), name, layers in product(places, wanted.lengths(), wanted.model, wanted.layers):
-        own, cases = [], set()
-        specs = {form: resolve(name, wanted.dtype, layers, form) for form in {load.weights for load in runnable}}
-        spec = next(iter(specs.values()))
-        try:
-            check_positions(spec, input_len, output_len)
-        except ModelError as error:
-            refused.append(error)
-            continue
-        for load in loads[name, layers]:
-            case = load.case("dummy", spec.dtype, input_len, output_len)
-            case = case.model_copy(update={"options": _telling(load)})
-            if case in cases:
-                continue
-            cases.add(case)
-            told = factors.get(load.engine, Efficiency()) if factors else None
-            spec = recorded.routed(specs[load.weights])
-            if load.draft_model is not None:
-                small = resolve(load.draft_model, spec.dtype)
-                spec = spec.model_copy(update={"draft": small})
-            own += _batches(wanted, case, spec, place, told, criteria, recorded)
-        part = "" if layers is None else f", {layers} layers"
-        positions = f" ({spec.max_position:,} positions)" if spec.max_position else ""
-        machine = f"{place.name}{'*' * bool(place.overridden)}"
-        yielded = True
-        yield f"{name}{part}{positions} on {machine}, {input_len} in / {output_len} out", own
-    if refused and not yielded:
-        raise refused[-1]
-    for one in refused:
-        click.echo(f"left out: {one}", err=True)
+    return runnable
 
 
-def _batches(
-    wanted: "Sweep",
-    case: Any,
-    spec: "ModelSpec",
-    place: "Machine",
-    told: "Efficiency | None",
-    criteria: "DecisionCriteria | None",
-    recorded: "_Recorded",
-) -> "list[Plan]":
-    """Plan a case at the batches that were asked for; with ``auto`` at the best one, which keeps the levels if any
-    does. Drafts count in the times, but the batch that is best without them is taken."""
-    from zinfer.plan.plan import make_plan
-    from zinfer.plan.search import batches_within, best_batch
-
-    if not isinstance(wanted.batch_size, str):
-        sizes = [case.with_batch(size) for size in wanted.batch_size]
-        first = make_plan(sizes[0], spec, place, factors=told)
-        edge = first.max_batch_size  # the same for all of them, and it takes the most time
-        return [
-            recorded.counted(one)
-            for one in (first, *(make_plan(one, spec, place, None, told, edge) for one in sizes[1:]))
-        ]
-    if criteria is None:
-        return [recorded.counted(best_batch(case, spec, place, told))]
-
-    def kept(plan: "Plan") -> bool:
-        return criteria.answer(_as_points([recorded.counted(plan)])).decision.point is not None
-
-    plans = [recorded.counted(plan) for plan in batches_within(case, spec, place, told, kept)]
-    chosen = criteria.answer(_as_points(plans)).decision
-    point = chosen.point or chosen.nearest
-    return [plan for plan in plans if point is None or plan.case == point.case][:1]
-
-
-def _telling(load: "SweepLoad") -> "Options":
+def _effective_options(load: "SweepLoad") -> "Options":
     """Return the options that change something: a codec does nothing for weights that stay."""
     idle = SCENARIOS | ({"weight_codec": dict(load.options).get("weight_codec")} if load.offload == "none" else {})
     return tuple((key, value) for key, value in load.options if key not in idle or idle[key] != value)
 
 
-def _row(plan: "Plan", recorded: "_Recorded") -> dict[str, Any]:
+def _row(plan: "Plan", records: "_Records") -> dict[str, Any]:
     names = ("output_tok_s", "prefill_tok_s", "decode_tok_s", "e2e_s", "bounds")
     derived = {name: getattr(plan, name) for name in names}
     derived |= {"fits": plan.holds, "assumes": list(_assumptions(plan)), "what_if": _hypothetical(plan)}
     if plan.drafting is not None:
-        derived["acceptance_from"] = recorded.source(plan)
+        derived["acceptance_from"] = records.source(plan)
     if plan.placement.experts == "on-demand":
         derived["routing_from"] = _routing(plan)
     return plan.model_dump(mode="json", exclude={"model": {"layers", "config", "draft", "routing"}}) | derived
@@ -427,68 +428,65 @@ def _print(title: str, plans: "list[Plan]", calibrated: bool, criteria: "Decisio
     from zinfer.commands.out import console, table
     from zinfer.core.units import duration, figures, gb
 
-    def told(plan: "Plan", value: float | None, form: "Callable[[float], str]") -> str:
+    def shown(plan: "Plan", value: float | None, form: "Callable[[float], str]") -> str:
         return form(value) if plan.holds and value else "-"
 
-    cells = []
-    for plan in plans:
-        band = "" if not calibrated else f" ± {plan.error:.0%}" if plan.error else " (no record)"
-        cost = ""
-        if criteria is not None and criteria.prices.known and plan.holds:
-            paid = criteria.answer(_as_points([plan])).decision.cost
-            cost = figures(paid.usd_per_mtok) if paid is not None and paid.usd_per_mtok is not None else ""
-        cells.append(
-            (
-                plan.case.label(),
-                str(plan.case.workload.batch_size),
-                str(plan.max_batch_size) if plan.fits else "-",
-                told(plan, plan.output_tok_s, figures) + (band if plan.holds and plan.output_tok_s else ""),
-                told(plan, plan.prefill_s, duration),
-                told(plan, plan.step_s, duration),
-                told(plan, plan.prefill_tok_s, figures),
-                told(plan, plan.decode_tok_s, figures),
-                (", ".join(plan.bounds) or "-") if plan.holds else "does not fit",
-                cost,
-                gb(plan.streamed_bytes) if plan.streamed_bytes else "",
-                gb(plan.gpu.total),
-                gb(plan.host.total),
-                gb(plan.nvme.total) if plan.nvme.total else "",
-            )
-        )
-    columns = (
-        "configuration", "#batch", "#of", "#tok/s", "#TTFT", "#TPOT", "#prefill tok/s", "#decode tok/s", "bound by",
-        "#USD/Mtok", "#over the link", "#GPU", "#host", "#NVMe",
-    )  # fmt: skip
-    what = "predicted" if calibrated else "physical limits"
+    def price(plan: "Plan") -> str:
+        if criteria is None or not criteria.prices.known or not plan.holds:
+            return ""
+        paid = criteria.answer(_as_points([plan])).decision.cost
+        return figures(paid.usd_per_mtok) if paid is not None and paid.usd_per_mtok is not None else ""
+
+    def band(plan: "Plan") -> str:
+        if not calibrated or not plan.holds or not plan.output_tok_s:
+            return ""
+        return f" ± {plan.error:.0%}" if plan.error else " (no record)"
+
+    columns: dict[str, Callable[[Plan], str]] = {
+        "configuration": lambda plan: plan.case.label(),
+        "#batch": lambda plan: str(plan.case.workload.batch_size),
+        "#of": lambda plan: str(plan.max_batch_size) if plan.fits else "-",
+        "#tok/s": lambda plan: shown(plan, plan.output_tok_s, figures) + band(plan),
+        "#TTFT": lambda plan: shown(plan, plan.prefill_s, duration),
+        "#TPOT": lambda plan: shown(plan, plan.step_s, duration),
+        "#prefill tok/s": lambda plan: shown(plan, plan.prefill_tok_s, figures),
+        "#decode tok/s": lambda plan: shown(plan, plan.decode_tok_s, figures),
+        "bound by": lambda plan: (", ".join(plan.bounds) or "-") if plan.holds else "does not fit",
+        "#USD/Mtok": price,
+        "#over the link": lambda plan: gb(plan.streamed_bytes) if plan.streamed_bytes else "",
+        "#GPU": lambda plan: gb(plan.gpu.total),
+        "#host": lambda plan: gb(plan.host.total),
+        "#NVMe": lambda plan: gb(plan.nvme.total) if plan.nvme.total else "",
+    }
+    cells = [[cell(plan) for cell in columns.values()] for plan in plans]
+    kind = "predicted" if calibrated else "physical limits"
     drop = ("over the link", "NVMe", "GPU", "host")
-    console().print(table(f"{title}: {what}, nothing was run", columns, cells, drop=drop))
+    console().print(table(f"{title}: {kind}, nothing was run", tuple(columns), cells, drop=drop))
 
 
 def _draft_of(load: "SweepLoad | Case") -> str:
     return str(dict(load.options).get("draft", "none"))
 
 
-class _Recorded:
-    """Acceptance of drafts, which may be `stated`, and routing of mixtures, by the records at `results`, by default
-    those in sweeps/results."""
+class _Records:
+    """Acceptance of drafts and routing of mixtures, as recorded."""
 
     def __init__(self, stated: float | None, results: Path | None) -> None:
         from zinfer.system.local import RESULTS
 
-        self._stated, self._results = stated, results or RESULTS
+        self._stated, self._folders = stated, (RESULTS, results or RESULTS)
 
     @cached_property
-    def _records(self) -> "Records":
+    def _points(self) -> "Records":
         from zinfer.record.store import Records, read
 
-        return read(self._results) if self._results.exists() else Records()
+        return read(self._folders[-1]) if self._folders[-1].exists() else Records()
 
     @cached_property
     def _traces(self) -> "Sequence[Study]":
         from zinfer.record import study
-        from zinfer.system.local import RESULTS
 
-        folders = (folder for folder in dict.fromkeys((RESULTS, self._results)) if folder.is_dir())
+        folders = (folder for folder in dict.fromkeys(self._folders) if folder.is_dir())
         return [run for folder in folders for run in study.read(folder, "routing").runs]
 
     def routed(self, spec: "ModelSpec") -> "ModelSpec":
@@ -497,24 +495,22 @@ class _Recorded:
 
         if spec.num_experts < 2:
             return spec
-        return spec.model_copy(update={"routing": routing_of(spec, self._traces, self._records.points)})
+        return spec.model_copy(update={"routing": routing_of(spec, self._traces, self._points.points)})
 
     def _accepted(self, plan: "Plan") -> tuple[int, int]:
         from zinfer.analysis.requests import acceptance
 
-        return acceptance(self._records.requests, plan.case.model, _draft_of(plan.case))
+        return acceptance(self._points.requests, plan.case.model, _draft_of(plan.case))
 
-    def counted(self, plan: "Plan") -> "Plan":
+    def with_drafts(self, planner: "Planner", plan: "Plan") -> "Plan":
         """Return a plan with what its drafts gain, if that is known."""
         if _draft_of(plan.case) == "none":
             return plan
-        if self._stated is not None:
-            return plan.with_acceptance(self._stated)
-        right, checked = self._accepted(plan)
-        return plan.with_acceptance(right / checked) if checked else plan
+        right, checked = (self._stated, 1) if self._stated is not None else self._accepted(plan)
+        return planner.with_drafts(plan, right / checked) if checked else plan
 
     def source(self, plan: "Plan") -> str:
-        """Return how the acceptance of a plan's drafts was come by."""
+        """Return where the acceptance of a plan's drafts comes from."""
         if self._stated is not None:
             return "stated, not measured"
         right, checked = self._accepted(plan)
@@ -524,38 +520,37 @@ class _Recorded:
         """Return what a plan's drafts gain, in a sentence; nothing without drafts."""
         from zinfer.core.units import counted, duration
 
-        where, found = f"{plan.case.label()}, batch {plan.case.workload.batch_size}", plan.drafting
+        label, drafting = f"{plan.case.label()}, batch {plan.case.workload.batch_size}", plan.drafting
         if _draft_of(plan.case) == "none" or not plan.holds:
             return ""
-        if found is None:
+        if drafting is None:
             why = "no record says how often a draft is right"
-            return f"{where}: {why}, so times are those without drafts; --acceptance states it."
-        told = (
-            f"{where}: {found.tokens_a_pass:.2f} tokens of each row from a pass with {counted(found.drafts, 'draft')}"
+            return f"{label}: {why}, so times are those without drafts; --acceptance states it."
+        drafts = counted(drafting.drafts, "draft")
+        extra = f" and {duration(drafting.drafting_s)} of drafting" if drafting.drafting_s else ""
+        return (
+            f"{label}: {drafting.tokens_a_pass:.2f} tokens of each row from a pass with {drafts}, of "
+            f"{duration(drafting.pass_s)}{extra}; acceptance {drafting.acceptance:.2f} ({self.source(plan)})."
         )
-        told += f", of {duration(found.pass_s)}"
-        told += f" and {duration(found.drafting_s)} of drafting" if found.drafting_s else ""
-        return f"{told}; acceptance {found.acceptance:.2f} ({self.source(plan)})."
 
 
 def _experts(plans: "Sequence[Plan]") -> "Iterator[str]":
-    """Yield which experts of a mixture cross the link, in a sentence for each plan that streams."""
+    """Yield a sentence on the experts that cross the link, by plan."""
     from zinfer.core.units import gb
-    from zinfer.plan.cost import chooses
 
     for plan in plans:
-        model, setup, tokens = plan.model, plan.placement, _step_tokens(plan)
-        if model.num_experts < 2 or not plan.streamed_bytes or setup.tier != "host":
+        model, placement, tokens = plan.model, plan.placement, _step_tokens(plan)
+        if model.num_experts < 2 or not plan.streamed_bytes or placement.tier != "host":
             continue
-        where = f"{plan.case.label()}, batch {plan.case.workload.batch_size}"
-        if setup.experts == "all":
-            yield f"{where}: all experts come in every step."
+        label = f"{plan.case.label()}, batch {plan.case.workload.batch_size}"
+        if placement.experts == "all":
+            yield f"{label}: all experts come in every step."
             continue
-        touched = model.touched_share(tokens) if chooses(setup, tokens) else 1.0
-        stay = f", {setup.cached_experts} experts stay on the GPU" if setup.cached_experts else ""
+        touched = model.touched_share(tokens) if placement.chooses(tokens) else 1.0
+        stay = f", {placement.cached_experts} experts stay on the GPU" if placement.cached_experts else ""
         yield (
-            f"{where}: experts on demand; a step touches {touched:.0%} of the experts and brings "
-            f"{gb(plan.streamed_bytes)}{stay}; passes of {setup.whole_tokens} tokens or more bring all."
+            f"{label}: experts on demand; a step touches {touched:.0%} of the experts and brings "
+            f"{gb(plan.streamed_bytes)}{stay}; passes of {placement.whole_tokens} tokens or more bring all."
         )
         yield _routing(plan)
 
@@ -566,51 +561,49 @@ def _step_tokens(plan: "Plan") -> int:
 
 
 def _routing(plan: "Plan") -> str:
-    """Return what a step with experts on demand is predicted from, in a sentence: a record of the model's routing, or
-    the assumption that each token chooses evenly. A step of one token whose experts all come needs neither."""
-    from zinfer.plan.cost import cached_share, chooses
+    """Return the source of a prediction with experts on demand.
 
-    model, setup, tokens = plan.model, plan.placement, _step_tokens(plan)
-    if not chooses(setup, tokens):
+    It is a record of the model's routing, or the assumption that each token chooses evenly. A step of one token whose
+    experts all come needs neither.
+    """
+    from zinfer.plan.bytes import Sizes
+
+    model, placement, tokens = plan.model, plan.placement, _step_tokens(plan)
+    if not placement.chooses(tokens):
         return ""
-    known: list[str] = []
-    assumed: list[str] = []
-    recorded, cached = model.routing, cached_share(setup, model)
+    figures: dict[bool, list[str]] = {True: [], False: []}  # by whether they are recorded
+    recorded, cached = model.routing, Sizes(placement, model).cached_share
     if tokens > 1:
-        (known if recorded is not None and recorded.touched else assumed).append(
-            f"{model.touched_share(tokens):.0%} of the experts touched"
-        )
-    if setup.cached_experts:
-        is_known = recorded is not None and recorded.hits_of("lfu", cached, tokens) is not None
-        (known if is_known else assumed).append(f"{model.hits('lfu', cached, tokens):.0%} cache hits")
-    if plan.factors is not None:  # limits take it that the link never waits for a router
+        touched = f"{model.touched_share(tokens):.0%} of the experts touched"
+        figures[recorded is not None and bool(recorded.touched)].append(touched)
+    if placement.cached_experts:
+        hits = f"{model.hits('lfu', cached, tokens):.0%} cache hits"
+        figures[recorded is not None and recorded.hits_of("lfu", cached, tokens) is not None].append(hits)
+    if plan.efficiency is not None:  # limits take it that the link never waits for a router
         right = f"{model.right_guesses:.0%} right guesses"
-        (known if recorded is not None and recorded.guessed is not None else assumed).append(right)
-    parts = [f"{', '.join(known)} by {recorded.source}"] if known and recorded is not None else []
-    parts += [f"{', '.join(assumed)} as if tokens chose evenly (`zinfer study routing`)"] if assumed else []
+        figures[recorded is not None and recorded.guessed is not None].append(right)
+    parts = [f"{', '.join(figures[True])} by {recorded.source}"] if figures[True] and recorded is not None else []
+    if figures[False]:
+        parts.append(f"{', '.join(figures[False])} as if tokens chose evenly (`zinfer study routing`)")
     return f"Predicted: {'; '.join(parts)}." if parts else ""
 
 
-def _draw(
-    path: Path,
-    wanted: "Sweep",
-    places: "list[Machine]",
-    factors: "Mapping[str, Efficiency]",
-    recorded: "_Recorded",
-) -> None:
+def _draw(path: Path, sweep: "Sweep", planning: _Planning) -> None:
+    """Draw throughput over batch, up to each load's largest batch."""
+    from zinfer.plan.search import powers
     from zinfer.report.plot import figures as plot
     from zinfer.report.plot import style
     from zinfer.system import atomic
 
-    form = path.suffix.removeprefix(".")
-    if form not in ("png", "svg"):
+    kind = path.suffix.removeprefix(".")
+    if kind not in ("png", "svg"):
         raise click.BadParameter(f"{path}: end it in .png or .svg", param_hint="--figure")
-    edges = {max(1, plan.max_batch_size) for _, own in _plans(wanted, places, factors, None, recorded) for plan in own}
-    sizes = edges | {1 << power for power in range(max(edges).bit_length())}
-    every = wanted.model_copy(update={"batch_size": tuple(sorted(sizes))})
-    drawn = plot.prediction([plan for _, own in _plans(every, places, factors, None, recorded) for plan in own])
+    largest = {max(1, plan.max_batch_size) for _, group in planning.groups(sweep) for plan in group}
+    sizes = tuple(sorted(largest.union(powers(max(largest)))))
+    every_size = planning.groups(sweep.model_copy(update={"batch_size": sizes}))
+    drawn = plot.prediction([plan for _, group in every_size for plan in group])
     if drawn is None:
         click.echo(f"{path} was not drawn: no plan has a throughput", err=True)
         return
-    atomic.write(path, style.render(drawn, "svg" if form == "svg" else "png"))
+    atomic.write(path, style.render(drawn, "svg" if kind == "svg" else "png"))
     click.echo(str(path), err=True)

@@ -114,7 +114,7 @@ def command(
     from zinfer.generation.dialogue import Dialogue
     from zinfer.generation.sampling import Sampling
     from zinfer.generation.schedule import load_of
-    from zinfer.plan.plan import make_plan
+    from zinfer.plan.planner import Planner
     from zinfer.worker.process import Worker, WorkerError
     from zinfer.worker.tasks import BatchStart, BatchStep
 
@@ -135,13 +135,11 @@ def command(
     machine = options.this_machine(nvme_path)
     length = min(CONTEXT, max(1, (source.spec.max_position or CONTEXT) - output_len)) if chat else longest
 
-    plans = {
-        load: make_plan(
-            load.case(source.load_format, source.spec.dtype, length, output_len), source.spec, machine, nvme_path
-        )
-        for load in loads
-    }
-    load, plan = next((found for found in plans.items() if found[1].fits), list(plans.items())[-1])
+    spec = source.spec
+    cases = {load: load.case(source.load_format, spec.dtype, length, output_len) for load in loads}
+    planners = {load: Planner(case, spec, machine, nvme_path=nvme_path) for load, case in cases.items()}
+    load = next((load for load, planner in planners.items() if planner.plan.fits), list(planners)[-1])
+    planner, plan = planners[load], planners[load].plan
     if not plan.fits:
         raise Failure(str(plan.why_not), ENVIRONMENT)
     target = loads[load]
@@ -156,7 +154,7 @@ def command(
             if dialogue is not None:
                 watch.quiet()
                 opening = BatchStart(
-                    load=load_of(plan, [(length, output_len)], 1), rows=1, arrivals=True, cache_size=kv_cache_size,
+                    load=load_of(planner, [(length, output_len)], 1), rows=1, arrivals=True, cache_size=kv_cache_size,
                     folder=kv_cache_dir, folder_size=kv_cache_dir_size,
                 )  # fmt: skip
                 limits = AnswerLimits(output_len, source.spec.max_position, sampling, ignore_eos)
@@ -168,7 +166,7 @@ def command(
             waiting = [
                 prompt_request(number, ids, output_len, sampling, ignore_eos) for number, ids in enumerate(prompt_ids)
             ]
-            workload = load_of(plan, [(len(ids), output_len) for ids in prompt_ids], size)
+            workload = load_of(planner, [(len(ids), output_len) for ids in prompt_ids], size)
             with Stop() as stop:
                 worker.ask(BatchStart(load=workload, rows=size))
                 while not answers.all_ended and not stop.asked:

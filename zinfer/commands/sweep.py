@@ -379,11 +379,11 @@ def _changes(before: Any, after: Any) -> str:
 
 def _print_plans(plan: Any, jobs: list[Any], as_json: bool) -> None:
     from zinfer.core.units import counted, duration
-    from zinfer.job.forecast import Ahead, Forecast
-    from zinfer.plan.plan import describe
+    from zinfer.job.forecast import Forecast, UpcomingLoad
+    from zinfer.plan.advice import describe
 
     rows = [
-        job.plan.at(case.with_batch(batch).workload)
+        job.planner.at(case.with_batch(batch).workload)
         for job in jobs
         for case in job.cases
         for batch in ({1, max(1, job.plan.max_batch_size)} if isinstance(plan.batch_size, str) else plan.batch_size)
@@ -402,7 +402,7 @@ def _print_plans(plan: Any, jobs: list[Any], as_json: bool) -> None:
             lengths = "/".join(map(str, own.mean_lengths))
             room = job.plan.why_not or f"{key.requests.describe()}, {lengths} tokens on average"
             click.echo(f"{key.case.model} {key.case.label()}: {room}")
-    ahead = [Ahead(job.plan, job.cases, job.requests) for _ in range(plan.rounds) for job in jobs]
+    ahead = [UpcomingLoad(job.planner, job.cases, job.requests) for _ in range(plan.rounds) for job in jobs]
     outlook = Forecast(plan, ahead).outlook()
     about = "" if outlook.exact else "about "
     time = "a time that is not known" if outlook.seconds_left is None else f"about {duration(outlook.seconds_left)}"

@@ -17,7 +17,7 @@ from zinfer.core.units import duration, figures, gb
 from zinfer.job.batch.run import Standing
 from zinfer.job.forecast import Outlook
 from zinfer.job.sweep import Events
-from zinfer.plan.plan import Plan
+from zinfer.plan.planner import Plan
 from zinfer.record.measurement import Measurement
 from zinfer.record.requests import RequestKey, RequestPoint
 

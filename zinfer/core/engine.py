@@ -101,7 +101,7 @@ CODED_TOKENS, CODED_PAIRS = 64, 2
 class Transport(Frozen):
     """Transport of an engine: how it keeps offloaded weights and moves them to the GPU. Plans are made from this."""
 
-    fetched: Literal["two layers", "layer", "matrix", "pieces"] = "two layers"  # at a time; pieces: through a ring
+    fetched: Literal["two layers", "layer", "matrix", "chunks"] = "two layers"  # at a time; chunks: through a ring
     overlapped: bool = True  # copies run beside compute
     blocks: bool = False  # prompts pass a layer in blocks while its weights are there, so that they cross the link once
     coded_at_rest: bool = False  # weights that cross the link coded lie coded in host memory and on the GPU, too
@@ -177,7 +177,7 @@ class StreamOptions(EngineOptions):
     def transport(self) -> Transport:
         graphs = self.cuda_graphs == "auto"
         return Transport(
-            fetched="pieces", blocks=True, coded_at_rest=True, shares_memory=True, graphs=graphs,
+            fetched="chunks", blocks=True, coded_at_rest=True, shares_memory=True, graphs=graphs,
             from_codes=True, leaves_host=True,
         )  # fmt: skip
 

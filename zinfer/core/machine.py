@@ -84,9 +84,11 @@ class Machine(Frozen):
         return self
 
     def attention_rate(self, sharing: int) -> float | None:
-        """Return `attention_bandwidth` for `sharing` query heads a key head, in bytes per second: the products for each
-        byte grow with `sharing`, and limit it. The CPU alone is no slower than beside the link: where it was measured
-        so, its first samples were too early."""
+        """Return `attention_bandwidth` for `sharing` query heads a key head.
+
+        The products for each byte grow with `sharing`, and limit it. The CPU alone is no slower than while the link
+        copies: where it was measured so, its first samples were too early.
+        """
         if self.attention_bandwidth is None:
             return None
         alone = max(self.attention_bandwidth, self.shared_attention_bandwidth or 0.0)
@@ -96,31 +98,35 @@ class Machine(Frozen):
 
     @property
     def device_bytes(self) -> int:
-        """Memory that weights in use, KV cache and activations have to fit into, in bytes."""
+        """Memory for weights in use, KV cache and activations, in bytes."""
         return self.gpu_bytes if self.gpu_count else (self.host_bytes or 0)
 
     def at_peak(self) -> "Machine":
-        """Return the machine with its rates at their peaks, which no engine passes: matrix products and GPU memory as
-        the vendor's datasheet has them, the link as its wire carries it. Pageable memory is as fast as page-locked
-        memory then, since only its driver is slower. Figures without a known peak, and those set by hand, stay."""
-        peaks = self.peaks or next((one["peaks"] for one in catalogue().values() if _same_gpu(one, self)), {})
-        found = {field: max(getattr(self, field) or 0.0, peak) for field, peak in peaks.items()}
+        """Return the machine with its rates at their peaks.
+
+        Matrix products and GPU memory are as in the vendor's datasheet, the link as its wire carries it. Pageable
+        memory is as fast as page-locked memory then, since only its driver is slower. Figures without a known peak, and
+        those set by hand, stay.
+        """
+        alike = (entry for entry in catalogue().values() if entry.get("gpu_name") == self.gpu_name)
+        peaks = self.peaks or next((entry["peaks"] for entry in alike if "peaks" in entry), {})
+        rates = {field: max(getattr(self, field) or 0.0, peak) for field, peak in peaks.items()}
         gpu = self.details.get("gpu") or {}
         generation, width = gpu.get("pcie_generation_max"), gpu.get("pcie_width_max")
         if not self.details and (match := re.search(r"PCIe(\d) x16", self.sources.get("h2d_bandwidth", ""))):
             generation, width = int(match[1]), 16
         if self.h2d_bandwidth and not self.coherent and generation in PCIE_BANDWIDTH and isinstance(width, int):
             wire = PCIE_BANDWIDTH[generation] * width / 16
-            found |= {"h2d_bandwidth": max(self.h2d_bandwidth, wire)}
+            rates["h2d_bandwidth"] = max(self.h2d_bandwidth, wire)
             if self.links_bandwidth:
-                found |= {"links_bandwidth": max(self.links_bandwidth, wire * self.gpu_count)}
+                rates["links_bandwidth"] = max(self.links_bandwidth, wire * self.gpu_count)
             if self.duplex_bandwidth:
-                found |= {"duplex_bandwidth": max(self.duplex_bandwidth, wire)}
-        found = {field: value for field, value in found.items() if field not in self.overridden}
+                rates["duplex_bandwidth"] = max(self.duplex_bandwidth, wire)
+        rates = {field: value for field, value in rates.items() if field not in self.overridden}
         if self.pageable_bandwidth and "pageable_bandwidth" not in self.overridden:
-            link = found.get("h2d_bandwidth", self.h2d_bandwidth) or 0.0
-            found["pageable_bandwidth"] = max(self.pageable_bandwidth, link)
-        return self.model_copy(update=found)
+            link = rates.get("h2d_bandwidth", self.h2d_bandwidth) or 0.0
+            rates["pageable_bandwidth"] = max(self.pageable_bandwidth, link)
+        return self.model_copy(update=rates)
 
     @property
     def overridden(self) -> tuple[str, ...]:
@@ -133,10 +139,6 @@ class Machine(Frozen):
         return "unknown" if not value else f"{_text(field, value)} ({self.sources.get(field, self.source)})"
 
 
-def _same_gpu(entry: dict[str, Any], machine: Machine) -> bool:
-    return "peaks" in entry and entry.get("gpu_name") == machine.gpu_name
-
-
 FIGURES = tuple(name for name in Machine.model_fields if name.endswith(("_bytes", "_bandwidth", "_flops")))
 
 
@@ -147,10 +149,10 @@ def _text(field: str, value: float) -> str:
 
 
 def override(machine: Machine, setting: str) -> Machine:
-    """Return a copy of `machine` with one figure replaced, as ``h2d_bandwidth=200GB/s``, ``host_bytes=1TiB`` or
-    ``matmul_flops=400TFLOP/s``; its source then says so.
+    """Return a copy of `machine` with one figure replaced; its source then says so.
 
-    Raises MachineError for a field that is not in `FIGURES`, and for a value that is no positive quantity of its unit.
+    A setting is ``h2d_bandwidth=200GB/s``, ``host_bytes=1TiB`` or ``matmul_flops=400TFLOP/s``. Raises MachineError for
+    a field that is not in `FIGURES`, and for a value that is no positive quantity of its unit.
     """
     field, _, text = (part.strip() for part in setting.partition("="))
     if field not in FIGURES:

@@ -18,7 +18,7 @@ from zinfer.core.engine import EngineOptions, parse_options
 from zinfer.core.progress import Progress, silent
 from zinfer.engine import EngineError
 from zinfer.engine.kv_snapshot import KVSnapshot, Past
-from zinfer.plan.plan import Plan
+from zinfer.plan.planner import Plan
 from zinfer.record.measurement import Effective, Span
 from zinfer.system.host import peak_bytes
 
@@ -79,6 +79,15 @@ class Engine(ABC):
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.expected: Workload | None = None
         self.batches: list[Any] = []  # micro-batches admitted and not retired
+
+    @property
+    def plan(self) -> Plan:
+        """Plan that the engine was loaded with; `planner` has those of other workloads."""
+        return self._plan
+
+    @plan.setter
+    def plan(self, plan: Plan) -> None:
+        self._plan, self.planner = plan, plan.planner()
 
     @classmethod
     def start(cls, plan: Plan, progress: Progress = silent) -> "Engine":

@@ -28,7 +28,7 @@ from zinfer.engine.kv_snapshot import KVSnapshot, Past
 from zinfer.engine.positions import PADS, TOKENS, Probe, asks_length, probe, scale_by_positions
 from zinfer.engine.rotary import DYNAMIC, LONGROPE, follow_lengths, recomputes, start_of, switch_of, turned_by
 from zinfer.engine.transfer import landed, landed_together
-from zinfer.plan.plan import Plan
+from zinfer.plan.planner import Plan
 from zinfer.system import lease
 from zinfer.system.lease import OwnFolder
 

@@ -37,7 +37,7 @@ from zinfer.core.errors import lacks_memory, one_line
 from zinfer.core.units import counted
 from zinfer.engine import EngineError
 from zinfer.engine.pinned import ALIGNMENT, PAGE, PinnedArena, TensorPlace, shared_memory
-from zinfer.plan.plan import Plan
+from zinfer.plan.planner import Plan
 from zinfer.system import lease
 from zinfer.system.ending import MEMORY_CODES, NO_GPU_MEMORY, NO_HOST_MEMORY, PARENT
 

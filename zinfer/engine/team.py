@@ -23,7 +23,7 @@ from zinfer.engine.base import Engine, MicroBatch, Work, check_sources, check_wo
 from zinfer.engine.kv_snapshot import KVSnapshot, Past, Sent, received, sent
 from zinfer.engine.pinned import TensorPlace
 from zinfer.engine.ranks import Channel, Follower, Group, Leader, Start
-from zinfer.plan.plan import Plan
+from zinfer.plan.planner import Plan
 from zinfer.record.measurement import Effective
 from zinfer.system.host import peak_bytes, shared_bytes
 

@@ -26,7 +26,7 @@ from zinfer.engine import EngineError, kv_file
 from zinfer.engine.base import Engine, MicroBatch
 from zinfer.engine.kv_snapshot import KVSnapshot
 from zinfer.generation.radix_tree import Node, RadixTree, digest
-from zinfer.plan.plan import Plan
+from zinfer.plan.planner import Plan
 from zinfer.system.host import available_bytes
 
 FORMAT = 1

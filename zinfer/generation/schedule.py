@@ -26,14 +26,14 @@ from operator import attrgetter, itemgetter
 from types import MappingProxyType
 from typing import Literal, NamedTuple, Protocol, TypeVar
 
-from zinfer.core.case import Case, Workload
+from zinfer.core.case import Workload
 from zinfer.core.engine import plan_options
 from zinfer.core.machine import Machine
 from zinfer.core.model import ModelSpec
-from zinfer.plan import cost
-from zinfer.plan.cost import Efficiency, Placement
-from zinfer.plan.plan import CAUTIOUS, Plan, largest_batch, place, placement_of
-from zinfer.plan.search import best_batch
+from zinfer.plan import search
+from zinfer.plan.bytes import Placement
+from zinfer.plan.planner import Plan, Planner
+from zinfer.plan.times import Efficiency, Timing
 
 MOST_ROWS = 4096  # rows that run at a time at most
 FEW_SHARE = 0.5  # share of the rows that fit without a margin: memory is not kept free for one that leaves fewer
@@ -267,15 +267,15 @@ class PassTimes:
     """
 
     def __init__(
-        self, setup: Placement, model: ModelSpec, machine: Machine, length: int = 256, joins: bool = False
+        self, placement: Placement, model: ModelSpec, machine: Machine, length: int = 256, joins: bool = False
     ) -> None:
-        self.tokens, self.joins, self._warming = setup.pass_tokens, joins, WARMING
+        self.tokens, self.joins, self._warming = placement.pass_tokens, joins, WARMING
         self._layers = model.num_layers
         self._recent: list[tuple[PassLoad, float]] = []
         self._prompt_s = self._row_s = self._position_s = self._read_s = self._unpack_s = self.link_s = 0.0
         self._launch_s = self._joined_s = 0.0
-        step = cost.step(setup, model, machine, 1, length, AT_FIRST)
-        prefill = cost.prefill(setup, model, machine, 1, length, AT_FIRST)
+        timing = Timing(placement, model, machine, AT_FIRST)
+        step, prefill = timing.step(1, length), timing.prefill(1, length)
         if step.seconds is None or prefill.seconds is None:
             return
         on_gpu = ("compute", "launch", "unpacking")
@@ -284,11 +284,11 @@ class PassTimes:
         self._prompt_s = prefill.limits["compute"] / length
         self._row_s = step.limits["compute"]
         if machine.hbm_bandwidth is not None:  # a forward pass reads the weights, and attention keys and values
-            size = model.kv_bytes(1, length) * setup.kv_ratio * (1 - setup.kv_host_share) / length
-            size = cost.attention_bytes(setup, size, AT_FIRST)
+            size = model.kv_bytes(1, length) * placement.kv_ratio * (1 - placement.kv_host_share) / length
+            size = timing.attention_bytes(size)
             self._read_s = model.weight_bytes / machine.hbm_bandwidth
             # Kernels for short rows reach half of the bandwidth; of several GPUs each has its own rows.
-            self._position_s = 2 * size / machine.hbm_bandwidth / setup.gpus
+            self._position_s = 2 * size / machine.hbm_bandwidth / placement.gpus
             self._launch_s = PASS_S + LAUNCH_S * model.num_layers
             self._joined_s = JOINED_S * model.num_layers
 
@@ -1054,44 +1054,35 @@ class Schedule:
         return GroupWork(group, max(1, count))
 
 
-def load_of(plan: Plan, needs: Sequence[tuple[int, int]], at_most: int | None = None) -> Workload:
+def load_of(planner: Planner, needs: Sequence[tuple[int, int]], at_most: int | None = None) -> Workload:
     """Return the largest load that rows with `needs` (known tokens, tokens to come) make together, each of the mean
     length: as many rows as the plan's machine has room for, and as are faster together, and no more than `at_most`. One
     row at least, since every row fits alone.
     """
     known, left = (max(1, -(-sum(column) // len(needs))) for column in zip(*needs, strict=True))
-    case, model, machine = plan.case, plan.model, plan.machine
+    case, cautious, limits = planner.case, planner.cautious, planner.limits
 
-    def at(rows: int) -> Case:
-        return case.model_copy(update={"workload": Workload(batch_size=rows, input_len=known, output_len=left)})
+    def at(rows: int) -> Workload:
+        return Workload(batch_size=rows, input_len=known, output_len=left)
 
     most = min(len(needs), MOST_ROWS, at_most or MOST_ROWS)
     if plan_options(case.engine, case.options).kv_offload != "none":
-        able = _most_rows(best_batch(at(1), model, machine, CAUTIOUS))
-        if able < FEW_SHARE * min(most, largest_batch(at(1), model, machine)):
+        able = _most_rows(cautious.best(at(1)))
+        if able < FEW_SHARE * min(most, limits.max_batch(at(1))):
             # A pass that falls short of memory is tried again with fewer rows.
-            able = max(able, _most_rows(best_batch(at(1), model, machine)))
-        return at(max(1, min(most, able))).workload
+            able = max(able, _most_rows(limits.best(at(1))))
+        return at(max(1, min(most, able)))
 
     def room(rows: int) -> tuple[bool, bool]:
         """Tell whether there is room, and whether the ring then holds a layer: else the link waits for work."""
-        taken = at(ceil(rows * PADDING))
-        setup = placement_of(taken, model, machine, factors=CAUTIOUS)
-        gpu, host, _ = cost.tiers(setup, model, machine, ceil(rows * PADDING), known, left + STEP, CAUTIOUS)
-        total = gpu.total + (0 if machine.gpu_count else host.total)
-        fits = total <= (1 - EXPANDED_SHARE) * machine.device_bytes
-        return fits, fits and place(taken, model, machine, CAUTIOUS).holds_layer
+        padded = at(ceil(rows * PADDING))
+        grown = padded.model_copy(update={"output_len": left + STEP})
+        taken = cautious.placer.device_bytes(cautious.placer.tiers(cautious.placer.bare(padded), grown))
+        fits = taken <= (1 - EXPANDED_SHARE) * planner.machine.device_bytes
+        return fits, fits and cautious.placement(padded).holds_layer
 
     deep = room(1)[1]
-
-    def fits(rows: int) -> bool:
-        return room(rows)[1 if deep else 0]
-
-    low, high = 1, most + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return at(low).workload
+    return at(1 + search.largest(lambda more: room(1 + more)[1 if deep else 0], most - 1))
 
 
 def _most_rows(best: Plan) -> int:

@@ -44,13 +44,13 @@ from zinfer.generation.schedule import (
     positions_of,
 )
 from zinfer.generation.tokenizer import UNFINISHED, Tokenizer
-from zinfer.plan.cost import draft_kv_bytes
+from zinfer.plan.bytes import draft_kv_bytes
 from zinfer.record.measurement import Span
 from zinfer.system.host import host_bytes
 
 if TYPE_CHECKING:
     from zinfer.engine.kv_snapshot import KVSnapshot
-    from zinfer.plan.plan import Plan
+    from zinfer.plan.planner import Plan
 
 Sampler = Callable[[Tensor], Tensor]  # logits [B, V] to the ids [B] that come next
 
@@ -260,12 +260,12 @@ class ContinuousScheduler:
         self.sequences: dict[int, Sequence] = {}  # those that have not ended, by key
         engine.clear()
         engine.expect(load)
-        setup = engine.plan.at(load).placement
-        times = PassTimes(setup, engine.plan.model, engine.plan.machine, load.input_len, engine.joins)
+        placement = engine.planner.placement(load)
+        times = PassTimes(placement, engine.plan.model, engine.plan.machine, load.input_len, engine.joins)
         positions = self._positions(load, rows)
         limits = Limits(positions, rows or 1 << 20, group_positions(engine.plan))
         order = arrival_order if arrivals else like_order
-        able = abilities(engine, setup.kv_host_share > 0)
+        able = abilities(engine, placement.kv_host_share > 0)
         self.schedule = Schedule(times, limits, able, order, engine.recompute_beyond, reusable=self._reusable)
         if self.drafts is not None:
             self.schedule.slack, self.schedule.ahead = SLACK, MOST
@@ -290,11 +290,11 @@ class ContinuousScheduler:
     def _positions(self, load: Workload, rows: int | None) -> int:
         """Return the positions of KV cache that there is memory for: the plan's, and no more than a GPU has free. At
         most `rows` rows run."""
-        if self.engine.plan.at(load).placement.kv_host_share:  # room is taken at once, for all tokens of a row
+        if self.engine.planner.placement(load).kv_host_share:  # room is taken at once, for all tokens of a row
             return load.batch_size * load.total_len
         planned = positions_of(load)
         if rows is not None and load.batch_size == rows:  # not memory bounds the rows: longer ones have room, too
-            most = load_of(self.engine.plan, [(load.input_len, load.output_len)] * MOST_ROWS)
+            most = load_of(self.engine.planner, [(load.input_len, load.output_len)] * MOST_ROWS)
             planned = max(planned, positions_of(most))
         if self.engine.device.type != "cuda":
             return planned

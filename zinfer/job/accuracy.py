@@ -22,7 +22,7 @@ from zinfer.core.model import ModelSpec
 from zinfer.core.units import gb
 from zinfer.generation.tokenizer_process import TokenizerProcess
 from zinfer.job.signals import Interrupted
-from zinfer.plan.plan import Plan
+from zinfer.plan.planner import Plan
 from zinfer.record.study import Along, Deviation, Failed, Position, StudyError
 from zinfer.system import documents, lease
 from zinfer.worker.process import Client, WorkerError

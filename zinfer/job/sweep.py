@@ -15,12 +15,13 @@ from zinfer.core.case import Case
 from zinfer.core.machine import Machine
 from zinfer.core.model import ModelError, ModelSpec, check_positions
 from zinfer.generation.tokenizer_process import Refusal, TokenizerProcess
-from zinfer.job.forecast import Ahead, Forecast, Key, Outlook
+from zinfer.job.forecast import Forecast, Key, Outlook, UpcomingLoad
 from zinfer.job.recipe import Sweep, SweepLoad, automatic, engine_recipe
 from zinfer.job.requests import RequestSet
 from zinfer.job.shard import Shard
 from zinfer.job.signals import Interrupted, Signals
-from zinfer.plan.plan import LARGEST_BATCH, Plan, make_plan
+from zinfer.plan.planner import Plan, Planner
+from zinfer.plan.search import LARGEST_BATCH
 from zinfer.record.measurement import Measurement, Recorded, Status
 from zinfer.record.requests import RequestKey, RequestPoint
 from zinfer.record.store import Header, Store
@@ -68,13 +69,18 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class LoadJob:
-    """One load, ready to run: its plan at batch 1, its cases, and its engine."""
+    """One load, ready to run: its planner, its cases, and its engine."""
 
-    plan: Plan
+    planner: Planner
     cases: tuple[Case, ...]  # cases at batch 1, one for each pair of lengths
     target: str  # the engine's class, as module:Class
     revision: str = ""
     requests: tuple[tuple[RequestKey, RequestSet], ...] = ()  # loads of requests, measured after the cases
+
+    @property
+    def plan(self) -> Plan:
+        """Plan of the longest case or load of requests, with which the worker loads."""
+        return self.planner.plan
 
 
 @dataclass
@@ -200,9 +206,10 @@ def prepare(
 
         cases = tuple(map(case, sweep.lengths()))
         planned = [*cases, *(case(one.mean_lengths) for one in requests)]
-        plan = make_plan(max(planned, key=lambda one: one.workload.total_len), source.spec, machine, nvme_path)
+        longest_case = max(planned, key=lambda case: case.workload.total_len)
+        planner = Planner(longest_case, source.spec, machine, nvme_path=nvme_path)
         keys = tuple((RequestKey(case((1, 1)), one.load), one) for one in requests)
-        jobs.append(LoadJob(plan, cases, target, source.revision, keys))
+        jobs.append(LoadJob(planner, cases, target, source.revision, keys))
     return jobs
 
 
@@ -257,13 +264,11 @@ def run(
     outcome = Outcome([], [])
     jobs = tuple(jobs)
     turns = [(number, job) for number in range(sweep.rounds) for job in jobs]
-    forecast = Forecast(
-        sweep,
-        [
-            Ahead(job.plan, job.cases, job.requests, frozenset(key for key in known if _recorded(known, key, number)))
-            for number, job in turns
-        ],
-    )
+    upcoming = []
+    for number, job in turns:
+        recorded = frozenset(key for key in known if _recorded(known, key, number))
+        upcoming.append(UpcomingLoad(job.planner, job.cases, job.requests, recorded))
+    forecast = Forecast(sweep, upcoming)
     with signals or Signals() as handled:
         for index, (number, job) in enumerate(turns):
             forecast.start(index)
@@ -325,7 +330,7 @@ class _Runner:
         outcome = Outcome([], [])
         try:
             for case in self._job.cases:
-                batches = batches_of(self._sweep, self._job.plan.at(case.workload))
+                batches = batches_of(self._sweep, self._job.planner.at(case.workload))
                 answer: Answer | None = None
                 while (attempt := _advance(batches, answer)) is not None:
                     repeats = self._sweep.repeats if attempt.timed else 0
@@ -367,7 +372,7 @@ class _Runner:
             lambda fields: Measurement(case=case, **fields),
             lambda refused: refused.model_copy(update={"case": case}),
         )
-        predicted = self._job.plan.at(case.workload)
+        predicted = self._job.planner.at(case.workload)
         numbers: dict[str, float] = {"gpu_bytes": predicted.gpu.total, "host_bytes": predicted.host.total}
         prefill_s, step_s = predicted.expected()
         if step_s is not None and prefill_s is not None:

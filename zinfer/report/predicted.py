@@ -13,9 +13,9 @@ from zinfer.core.case import Case
 from zinfer.core.machine import Machine, override
 from zinfer.core.model import ModelSpec
 from zinfer.core.units import duration, gb, gib
-from zinfer.plan.cost import Efficiency
-from zinfer.plan.plan import Plan, make_plan
-from zinfer.plan.search import advice, best_batch
+from zinfer.plan.advice import advice
+from zinfer.plan.planner import Plan, Planner, make_plan
+from zinfer.plan.times import Efficiency
 from zinfer.record.measurement import Measurement
 from zinfer.report.document import Block, Items, Row, Section, Table, Text, section
 from zinfer.report.findings import Findings, WorkloadFindings, shape
@@ -142,7 +142,9 @@ def _elsewhere(winners: Winners, factors: Mapping[str, Efficiency]) -> Iterator[
 
 
 def _ways(case: Case, spec: ModelSpec, place: Machine, factors: Efficiency) -> list[Plan]:
-    return [best_batch(case.model_copy(update={"offload": way}), spec, place, factors) for way in ("cpu", "none")]
+    """Return plans with weights in host memory and with none offloaded, each at its best batch."""
+    cases = (case.model_copy(update={"offload": offload}) for offload in ("cpu", "none"))
+    return [Planner(case, spec, place, factors).best(case.workload) for case in cases]
 
 
 def _merit(plan: Plan) -> float:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Self
 
 from zinfer.core.progress import Progress, silent
-from zinfer.plan.plan import Plan
+from zinfer.plan.planner import Plan
 from zinfer.worker.process import Client, OnLoaded
 from zinfer.worker.session import Function, Session, facts_of, load_with
 from zinfer.worker.tasks import NAMES, Load, Loaded, Message, Request

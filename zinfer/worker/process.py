@@ -27,7 +27,7 @@ from zinfer.core.case import Case
 from zinfer.core.errors import ENVIRONMENT, USAGE, lacks_memory
 from zinfer.core.model import Weights
 from zinfer.core.progress import Progress, silent
-from zinfer.plan.plan import Plan
+from zinfer.plan.planner import Plan
 from zinfer.record.measurement import Measurement, Status
 from zinfer.record.requests import RequestPoint
 from zinfer.system import lease

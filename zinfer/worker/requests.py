@@ -140,7 +140,7 @@ def run_load(
     """
     most = load.in_flight if isinstance(load.in_flight, int) else None
     needs = [(len(request.prompt_ids), request.left) for request in requests]
-    largest = load_of(engine.plan, needs, most)
+    largest = load_of(engine.planner, needs, most)
 
     def scheduler() -> ContinuousScheduler:
         tokenizer = cast("Tokenizer", _NoText())

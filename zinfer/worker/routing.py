@@ -17,7 +17,7 @@ from zinfer.engine.stream.expert_images import routed_experts
 from zinfer.engine.stream.experts import ExpertCache, Policy
 from zinfer.engine.stream.routers import Routers
 from zinfer.generation.tokenizer_process import TokenizerProcess
-from zinfer.plan.cost import whole_tokens
+from zinfer.plan.bytes import whole_tokens
 from zinfer.record.study import POLICIES, Hits, Study, StudyError, Text, Touched
 from zinfer.worker import process
 

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from zinfer.core.case import Case, resident_bytes
 from zinfer.core.model import ModelSpec
 from zinfer.core.progress import Progress
-from zinfer.plan.plan import Plan
+from zinfer.plan.planner import Plan
 from zinfer.record.measurement import Effective, Measurement, Status
 from zinfer.worker.failure import TaskFailure, failure_of
 from zinfer.worker.process import WorkerDied, now, versions

@@ -14,7 +14,7 @@ from zinfer.core.errors import ENVIRONMENT
 from zinfer.core.requests import RequestLoad
 from zinfer.core.value import Frozen
 from zinfer.generation.sampling import GREEDY, Sampling
-from zinfer.plan.plan import Plan
+from zinfer.plan.planner import Plan
 from zinfer.record.measurement import Measurement
 from zinfer.record.requests import RequestPoint
 from zinfer.record.study import Position

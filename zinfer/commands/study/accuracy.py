@@ -13,7 +13,7 @@ from zinfer.core.errors import ENVIRONMENT, NOTHING, PARTIAL
 if TYPE_CHECKING:
     from zinfer.checkpoint.source import Source
     from zinfer.commands.watch import Watch
-    from zinfer.plan.plan import Plan
+    from zinfer.plan.planner import Plan
 
 
 @click.command("accuracy", cls=options.LoadCommand)
@@ -156,7 +156,7 @@ def _plans(how: dict[str, Any], source: "Source", copies: "list[Source]") -> "tu
     all settings, or the reference's own without any."""
     from zinfer.core.engine import OptionError, conflict
     from zinfer.job import recipe, sweep
-    from zinfer.plan.plan import make_plan
+    from zinfer.plan.planner import make_plan
 
     offload, gpu_weights, nvme_path = how["offload"], how["gpu_weights"], how["nvme_path"]
     options.check_nvme([offload], nvme_path)

@@ -15,7 +15,7 @@ from zinfer.core.errors import NOTHING, PARTIAL
 if TYPE_CHECKING:
     from zinfer.commands.watch import Watch
     from zinfer.job.sweep import LoadJob
-    from zinfer.plan.plan import Plan
+    from zinfer.plan.planner import Plan
     from zinfer.record.study import Study
 
 
@@ -84,7 +84,7 @@ def command(debug: bool, /, output: Path | None, as_json: bool, **how: Any) -> N
     jobs = sweep.prepare(wanted, machine, lambda _load: source, options.locate, nvme_path, positions=False)
     if not jobs:
         raise click.UsageError(f"engine {', '.join(how['engine'])} has no offload {', '.join(how['offload'])}")
-    reasons = [_why_not(job.plan.at(case.workload)) for job in jobs for case in job.cases]
+    reasons = [_why_not(job.planner.at(case.workload)) for job in jobs for case in job.cases]
     if all(reasons):  # a run without a measured context would take the place of an earlier one
         raise Failure(str(reasons[0]), NOTHING)
     runs: list[Study] = []
@@ -127,7 +127,7 @@ def _run(job: "LoadJob", watch: "Watch", debug: bool, how: dict[str, Any]) -> "S
 
     spec, start, facts, failed = job.plan.model, here(job.plan.case.engine), Facts(), ""
     points: list[Reload] = []
-    plans = [job.plan.at(case.workload) for case in job.cases]
+    plans = [job.planner.at(case.workload) for case in job.cases]
     usable = [plan for plan in plans if _why_not(plan) is None]
     worker: Worker | None = None
     try:

@@ -44,7 +44,7 @@ from zinfer.engine.deepspeed.world import Partition, World, check_async_io, chec
 from zinfer.engine.pinned import ALIGNMENT, PinnedArena, empty_pinned_cache, pinned_bytes, set_pinned_allocator
 from zinfer.engine.positions import Probe
 from zinfer.engine.state import ModelState
-from zinfer.plan.plan import Plan
+from zinfer.plan.planner import Plan
 from zinfer.record.measurement import Effective
 from zinfer.system.lease import OwnFolder
 

@@ -15,7 +15,7 @@ from zinfer.engine import EngineError
 from zinfer.engine.base import Work
 from zinfer.engine.deepspeed import DeepSpeed
 from zinfer.engine.team import Member, Passed, RankWork, Team, TeamBatch
-from zinfer.plan.plan import Plan
+from zinfer.plan.planner import Plan
 
 
 class Share(NamedTuple):

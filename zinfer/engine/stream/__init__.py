@@ -61,8 +61,8 @@ from zinfer.engine.stream.ragged import (
 )
 from zinfer.engine.stream.stacked import NotStackedError
 from zinfer.engine.triton_check import cannot_run, trouble
-from zinfer.plan.cost import Placement
-from zinfer.plan.plan import Plan
+from zinfer.plan.bytes import Placement
+from zinfer.plan.planner import Plan
 from zinfer.record.measurement import Effective, Span
 from zinfer.system.host import attending_cpus
 
@@ -103,7 +103,6 @@ class Stream(Decoder):
     # Most sequences at a time with their KV cache in host memory, device that attends to it, number of CPU threads
     _kv_rows, _kv_place, _kv_threads = 0, "gpu", 0
     _streamed_per_step = _fetched_per_step = _read_per_step = 0
-    _placed: tuple[Plan, Workload, Plan] | None = None  # plan of the engine, a load, and the plan of that
     given: Placement | None = None  # placement of the work of all ranks together, if this is one of several
 
     def __init__(self, plan: Plan, progress: Progress = silent, group: "Group | None" = None) -> None:
@@ -185,7 +184,7 @@ class Stream(Decoder):
     def _load_draft(self) -> None:
         """Load the model that drafts, if one does: all of it on the device, of several the first. Raises EngineError
         for one that cannot."""
-        name, plan = self.options.draft_model, self.plan.of_draft()
+        name, plan = self.options.draft_model, self.planner.draft(self.plan.case.workload)
         if name is None or (self._group is not None and self._group.rank):
             return
         if plan is None:
@@ -211,7 +210,7 @@ class Stream(Decoder):
             name = self.plan.model.name
             raise EngineError(f"the experts of {name} cannot come on demand: {reasons[0]}; take experts=all")
         if reasons:
-            self.plan = self.plan.with_option("experts", "all")
+            self.plan = self.planner.with_option("experts", "all").plan
             return {}
         return {index: experts for index, experts in found.items() if isinstance(experts, Experts)}
 
@@ -300,16 +299,8 @@ class Stream(Decoder):
         return rows - here
 
     def _placement(self, load: Workload) -> Placement:
-        """Return the plan's placement of `load`, or the one given for all ranks; that of the last one is kept, since
-        repeats are timed."""
-        if self.given is not None:
-            return self.given
-        return self._plan_of(load).placement
-
-    def _plan_of(self, load: Workload) -> Plan:
-        if self._placed is None or self._placed[0] is not self.plan or self._placed[1] != load:
-            self._placed = self.plan, load, self.plan.at(load)
-        return self._placed[2]
+        """Return the plan's placement of `load`, or the one given for all ranks."""
+        return self.given or self.planner.placement(load)
 
     def _holds_two_layers(self, ring: PrefetchRing) -> bool:
         """Tell whether the ring should hold two layers, for which the GPU has room: between passes of requests that
@@ -317,19 +308,18 @@ class Stream(Decoder):
         load = self.expected
         if load is None or self.given is not None or isinstance(ring, DiskRing):
             return False
-        planned = self._plan_of(load)
-        if planned.placement.host_rows(load.batch_size):  # what comes beside the weights is guessed
+        if self.planner.placement(load).host_rows(load.batch_size):  # what comes beside the weights is guessed
             return False
-        room = planned.machine.device_bytes - planned.gpu.total
-        return room > planned.model.layer_bytes
+        room = self.plan.machine.device_bytes - self.planner.tiers(load).gpu.total
+        return room > self.plan.model.layer_bytes
 
     def _share_out(self, ring: PrefetchRing, placement: Placement) -> None:
         """Give the ring its buffers, and the GPU its layers, as `placement` says."""
         buffers = max(placement.ring_depth, self._room.ring_depth)
-        if buffers >= placement.layer_pieces:  # room for a whole layer, whose tensors are cut one by one
+        if buffers >= placement.layer_chunks:  # room for a whole layer, whose tensors are cut one by one
             # With experts on demand the next layer is there when its turn comes.
             layers = 2 if self._pool is not None or self._holds_two_layers(ring) else 1
-            aside = 0 if self._group is None else max(0, placement.ring_depth - placement.layer_pieces)
+            aside = 0 if self._group is None else max(0, placement.ring_depth - placement.layer_chunks)
             buffers = max(buffers, *(layers * len(image.pieces) + aside for image in ring.images))
         pool, experts = self._pool, (placement.expert_buffers, placement.cached_experts)
         ring.resize(min(buffers, ring.depth))  # shrink before anything grows

@@ -35,7 +35,7 @@ from zinfer.engine.stream.expert_images import (
 from zinfer.engine.stream.gather import GatherRing, own_parts
 from zinfer.engine.stream.packed_layer import LayerMemory, PackedLayer, pack, plain
 from zinfer.engine.stream.prefetch import PrefetchRing
-from zinfer.plan.plan import Plan
+from zinfer.plan.planner import Plan
 from zinfer.system.host import drives
 from zinfer.system.lease import OwnFolder
 

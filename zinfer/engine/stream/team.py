@@ -14,8 +14,8 @@ from zinfer.engine.stream import Stream, together
 from zinfer.engine.stream.gather import GatherRing
 from zinfer.engine.stream.trace import joined
 from zinfer.engine.team import Member, Passed, RankWork, Team
-from zinfer.plan.cost import Placement
-from zinfer.plan.plan import Plan
+from zinfer.plan.bytes import Placement
+from zinfer.plan.planner import Plan
 from zinfer.record.measurement import Span
 
 
@@ -93,7 +93,7 @@ class StreamTeam(Team[Stream]):
         whole = self.expected or together(self.batches, rows, length, capacity)
         known = self._placed if whole == self._whole else None
         self._whole = None
-        self._place(known or self.plan.at(whole).placement)
+        self._place(known or self.planner.placement(whole))
         try:
             yield
         except BaseException:
@@ -106,7 +106,7 @@ class StreamTeam(Team[Stream]):
         """Place the ranks for the micro-batches that there are. Raises torch.OutOfMemoryError or MemoryError."""
         first, *others = self.batches
         whole = self.expected or together(others, first.batch_size, first.prompt_len, first.capacity)
-        self._place(self.plan.at(whole).placement)
+        self._place(self.planner.placement(whole))
 
     def expect(self, load: Workload | None) -> None:
         super().expect(load)
@@ -116,7 +116,7 @@ class StreamTeam(Team[Stream]):
         part = load.model_copy(update={"batch_size": -(-load.batch_size // self._group.size)})
         self._placed = self._whole = None  # a rank without room says so only later
         self._all("abandon")
-        self._all("expect", part, self.plan.at(load).placement)
+        self._all("expect", part, self.planner.placement(load))
 
     def orders(self, works: Sequence[Work]) -> list[list[RankWork]]:
         if self._placed is None:

@@ -20,7 +20,7 @@ from zinfer.engine.tensorrt.build import plan_key
 from zinfer.engine.tensorrt.cache import Cache, make_cache
 from zinfer.engine.tensorrt.execute import DECODE, PREFILL, Executor, shortfall
 from zinfer.engine.tensorrt.library import find_library
-from zinfer.plan.plan import Plan
+from zinfer.plan.planner import Plan
 from zinfer.record.measurement import Effective
 
 

@@ -30,7 +30,7 @@ from zinfer.engine.tensorrt import planfile
 from zinfer.engine.tensorrt.library import Library, Messages
 from zinfer.engine.tensorrt.network import NETWORK_VERSION, make_network
 from zinfer.engine.tensorrt.planfile import PlanFile, PlanKey
-from zinfer.plan.cost import Placement
+from zinfer.plan.bytes import Placement
 from zinfer.system import atomic
 
 CODE_BYTES = 256 << 20  # upper bound on the bytes of a plan that are not weights

@@ -4,15 +4,15 @@ Pure functions of lengths and of the plan's predicted seconds.
 """
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import NamedTuple
 
 from zinfer.core.case import Case, Workload
 from zinfer.core.machine import Machine
 from zinfer.core.model import ModelSpec
 from zinfer.generation.schedule import MOST_ROWS, load_of
-from zinfer.plan import cost
-from zinfer.plan.plan import Plan, largest_batch, make_plan
-from zinfer.plan.search import best_batch
+from zinfer.plan.planner import Plan, Planner
+from zinfer.plan.times import Efficiency
 
 INPUT, OUTPUT = 512, 256  # tokens of a typical request, for which memory is shared out
 
@@ -24,20 +24,15 @@ class RowDemand(NamedTuple):
     left: int
 
 
-def fits_alone(case: Case, need: RowDemand, model: ModelSpec, machine: Machine) -> bool:
-    """Return True if the plan finds room for the row by itself, all of its tokens included."""
-    return largest_batch(shaped(case, need), model, machine) > 0
+def fitting(planner: Planner, needs: Sequence[RowDemand]) -> list[bool]:
+    """Tell for each of `needs` whether there is room for the row by itself, all of its tokens included."""
 
+    @cache
+    def fits(need: RowDemand) -> bool:
+        return planner.max_batch(workload_of(need)) > 0
 
-def fitting(case: Case, needs: Sequence[RowDemand], model: ModelSpec, machine: Machine) -> list[bool]:
-    """Tell for each of `needs` whether it fits alone."""
-    if not needs or fits_alone(case, _envelope(needs), model, machine):
-        return [True] * len(needs)
-    known: dict[RowDemand, bool] = {}
-    for need in needs:
-        if need not in known:
-            known[need] = fits_alone(case, need, model, machine)
-    return [known[need] for need in needs]
+    everything = not needs or fits(_envelope(needs))
+    return [everything or fits(need) for need in needs]
 
 
 def _envelope(needs: Iterable[RowDemand]) -> RowDemand:
@@ -54,11 +49,10 @@ def best_plan(
     mean = RowDemand(*(max(1, sum(column) // len(needs)) for column in zip(*needs, strict=True)))
     ranked: list[tuple[tuple[bool, int, float], Plan]] = []
     for case in cases:
-        fits = [need for need, fine in zip(needs, fitting(case, needs, model, machine), strict=True) if fine]
-        typical = shaped(case, mean)
-        rate = best_batch(typical, model, machine, cost.Efficiency()).output_tok_s or 0.0
-        longest = max(fits or [mean], key=sum)
-        plan = make_plan(shaped(case, longest), model, machine, nvme_path)
+        planner = Planner(case, model, machine, nvme_path=nvme_path)
+        fits = [need for need, fine in zip(needs, fitting(planner, needs), strict=True) if fine]
+        rate = Planner(case, model, machine, Efficiency()).best(workload_of(mean)).output_tok_s or 0.0
+        plan = planner.at(workload_of(max(fits or [mean], key=sum)))
         ranked.append(((plan.fits, len(fits), rate), plan))
     best = max(rank for rank, _ in ranked)
     able = [plan for rank, plan in ranked if rank == best]
@@ -78,10 +72,10 @@ def typical_plan(
     if not plan.fits:
         return plan, None
     longest = -(-positions // sum(typical))  # typical requests in the place of one that takes all positions
-    return plan, load_of(plan, [typical] * max(count, longest), None if rows is None else max(rows, longest))
+    at_most = None if rows is None else max(rows, longest)
+    return plan, load_of(plan.planner(), [typical] * max(count, longest), at_most)
 
 
-def shaped(case: Case, need: RowDemand, rows: int = 1) -> Case:
-    """Return `case` with the workload of `rows` equal rows."""
-    workload = Workload(batch_size=rows, input_len=need.length, output_len=need.left)
-    return case.model_copy(update={"workload": workload})
+def workload_of(need: RowDemand) -> Workload:
+    """Return the workload of one row."""
+    return Workload(batch_size=1, input_len=need.length, output_len=need.left)

@@ -16,7 +16,7 @@ from zinfer.job.batch import openai
 from zinfer.job.batch.intake import RequestRow, needs, row_order
 from zinfer.job.batch.ledger import Ledger
 from zinfer.job.signals import Interrupted, Signals
-from zinfer.plan.plan import Plan
+from zinfer.plan.planner import Plan
 from zinfer.record.measurement import Status
 from zinfer.worker.process import Client, WorkerDied, WorkerError
 from zinfer.worker.tasks import Answer, BatchRequest, BatchRow, BatchStart, BatchStep, BatchStepped, Request
@@ -109,7 +109,7 @@ class BatchJob:
 
 class _Runner:
     def __init__(self, job: BatchJob, signals: Signals) -> None:
-        self._job, self._signals = job, signals
+        self._job, self._signals, self._planner = job, signals, job.plan.planner()
         self._waiting = sorted(job.rows, key=row_order)  # not in the worker
         self._sent: dict[int, RequestRow] = {}  # in the worker, by key
         self._started = False  # True while the worker has a batch
@@ -151,7 +151,7 @@ class _Runner:
         rows = [*self._waiting, *self._sent.values()]
         self._waiting, self._sent = sorted(rows, key=row_order), {}
         limits = [most for most in (self._job.at_most, self._window) if most is not None]
-        load = load_of(self._job.plan, needs(rows), min(limits) if limits else None)
+        load = load_of(self._planner, needs(rows), min(limits) if limits else None)
         self._ask(BatchStart(load=load, rows=self._job.at_most))
         self._started = True
         self.standing.running, self.standing.waiting = 0, len(rows)

@@ -25,7 +25,7 @@ from zinfer.generation.tokenizer_process import Refusal
 from zinfer.job.batch.run import FATAL, MANY
 from zinfer.job.openai import Asked, Prompt, Refused, answer_limit
 from zinfer.job.serve.reading import UNREAD, Ids, Reader, Tokenizes
-from zinfer.plan.plan import Plan
+from zinfer.plan.planner import Plan
 from zinfer.record.measurement import Status
 from zinfer.worker.process import Client, WorkerDied, WorkerError
 from zinfer.worker.tasks import (

@@ -17,7 +17,7 @@ from zinfer.job.serve.connections import Listener, config
 from zinfer.job.serve.dispatcher import Dispatcher
 from zinfer.job.serve.metrics import Metrics
 from zinfer.job.serve.reading import Tokenizes
-from zinfer.plan.plan import Plan
+from zinfer.plan.planner import Plan
 from zinfer.system import ending
 from zinfer.worker.process import Client
 

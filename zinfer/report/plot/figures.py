@@ -17,7 +17,7 @@ from zinfer.analysis.rates import Spread, best_by_load, rate_text, spread, tied,
 from zinfer.analysis.rates import edges as find_edges
 from zinfer.core.case import Case
 from zinfer.core.units import figures, gb
-from zinfer.plan.plan import Plan
+from zinfer.plan.planner import Plan
 from zinfer.record.measurement import Measurement
 from zinfer.record.study import SOURCES, Study
 from zinfer.report.plot.style import (

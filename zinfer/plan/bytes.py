@@ -1,0 +1,301 @@
+"""Bytes of a placement: what each tier stores, what crosses the link in a pass, and what waits in buffers.
+
+    placement = Placement(tier="host")
+    Sizes(placement, model).wire()          # bytes over the link in a long pass
+    Sizes(placement, model).tiers(workload) # bytes on the GPU, on the host, on NVMe
+
+Sources: offload and residency as in FlexGen (arXiv:2303.06865), section 4.3, without its CPU-compute terms.
+"""
+
+from dataclasses import dataclass
+from math import ceil, log
+from typing import Literal, NamedTuple
+
+from pydantic import Field
+
+from zinfer.core.case import Workload
+from zinfer.core.engine import CODED_PAIRS, CODED_TOKENS, PIECE_BYTES, PREFILL_TOKENS, piece_factor
+from zinfer.core.model import ModelSpec
+from zinfer.core.value import Frozen
+
+EAGER = ("bloom",)  # ALiBi: transformers has no fused attention kernel for it
+
+
+@dataclass(frozen=True)
+class Allowances:
+    """Tuned numbers of memory besides weights and KV cache, and of passes."""
+
+    context_bytes: int = 600 << 20  # CUDA context, cuBLAS workspaces and kernels, as the driver reports them
+    process_bytes: int = 2 << 30  # a Python process with torch and CUDA loaded
+    # KV cache of a draft model, measured in positions: room for rows that move between micro-batches, as a factor, and
+    # for positions that were rolled back and are not compacted yet.
+    draft_moves: float = 1.25
+    draft_positions: int = 256
+    # A prefill in blocks crosses the link once; its passes only need enough tokens to keep matrix products busy: this
+    # many hidden values (2,048 tokens of BLOOM-176B), and at least this many tokens.
+    block_values: int = 2048 * 14336
+    block_tokens: int = 2048
+    whole_share: float = 0.9  # a pass that touches this share of evenly chosen experts brings all, without waiting
+
+
+ALLOWANCES = Allowances()
+
+
+class Bytes(Frozen):
+    """Bytes on one tier, by their use."""
+
+    weights: int = 0
+    kv_cache: int = 0
+    buffers: int = 0  # layer buffers that streamed weights, or a streamed KV cache, arrive in
+    activations: int = 0
+    overhead: int = 0  # contexts, the process itself
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv_cache + self.buffers + self.activations + self.overhead
+
+
+class Tiers(NamedTuple):
+    """Bytes on GPU (of several the fullest), host and NVMe."""
+
+    gpu: Bytes
+    host: Bytes
+    nvme: Bytes
+
+
+class Placement(Frozen):
+    """Place of weights, KV cache and buffers, and how they move: all that an engine does, and nothing else."""
+
+    tier: Literal["gpu", "host", "nvme"] = "gpu"  # tier of the weights that are not resident
+    gpus: int = Field(default=1, ge=1)  # GPUs, each with its own link, and with its part of resident layers and of rows
+    resident_bytes: int = 0  # bytes of layers that stay, on all GPUs together, besides the weights outside the layers
+    resident_layers: tuple[int, ...] = ()  # numbers of whole layers that stay; spread so that the link never idles
+    moved: bool = False  # layers that stay lie nowhere else: not in host memory, nor on disk
+    held_bytes: int = 0  # bytes of layers that host memory keeps, if the weights are on disk
+    host_layers: tuple[int, ...] = ()  # numbers of these layers, spread among those that are read from disk
+    disk_ring_bytes: int = 0  # host memory that layers from disk arrive in, as they lie there; 0: two layers decoded
+    codec: Literal["none", "lossless"] = "none"  # code of streamed weights on the wire
+    kept_ratio: float = 1.0  # bytes of a streamed weight at rest over those of the model's dtype: 1 unless coded
+    wire_ratio: float = 1.0  # bytes that cross the link over those of the model's dtype: lossless 0.67, int4 0.26
+    layer_buffers: float = 2.0  # layers' worth of GPU memory that streamed weights pass through
+    kv_host_share: float = 0.0  # share of the sequences with their KV cache in host memory, read at every step
+    kv_on_cpu: bool = False  # the CPU attends to that cache, so that it never crosses the link
+    kv_cpu_share: float = Field(default=1.0, gt=0, le=1)  # share of the CPU's cores, and of their rate, that attends
+    kv_buffers: int = 0  # ring buffers that a KV cache on the link adds to; 0: it takes two whole layers' worth
+    ring_depth: int = 0  # buffers between link and layer buffer; 0 without a ring
+    layer_chunks: int = 1  # chunks that a layer crosses the link in, besides experts on demand
+    experts: Literal["all", "on-demand"] = "all"  # routed experts that cross the link in a step
+    whole_tokens: int = 0  # tokens in a pass from which on it brings all experts, since it needs nearly all
+    layer_experts: int = 0  # routed experts of a layer that come on demand; 0 if all come with their layer
+    expert_buffers: int = 0  # buffers between link and layer buffer for single experts
+    cached_experts: int = 0  # buffers in addition, for experts that stay
+    kv_ratio: float = 1.0  # bytes of the KV cache over those in the model's type
+    resident_others: bool = True  # embeddings, head and final norm stay on the GPU
+    # Each of several GPUs keeps its part of them only, and gathers them when it needs them; a part of a layer is copied
+    # when the layer before is complete.
+    divided: bool = False
+    also_streamed: int = 0  # bytes that a pass fetches in addition to the layers
+    overlapped: bool = True  # copies run during compute
+    blocks: bool = False  # prefill passes go through the layers together, and the weights cross once for all
+    pass_tokens: int = PREFILL_TOKENS  # maximum prompt tokens in one forward pass of several sequences
+    dequantised_bytes: int = 0  # GPU memory that a pass reads and writes where torch's operations unpack weights
+    from_codes: bool = False  # quantised layers that stay are multiplied from their codes in passes of few tokens
+    graphs: bool = False  # decode steps are launched as CUDA graphs: a layer's launch costs nothing
+    pinned: bool = True  # weights in host memory are page-locked
+
+    @property
+    def holds_layer(self) -> bool:
+        """True if the ring and its expert buffers hold a whole layer."""
+        return self.ring_depth >= self.layer_chunks and self.expert_buffers >= self.layer_experts
+
+    def rows(self, batch_size: int) -> int:
+        """Return the rows of a batch on the GPU with most."""
+        return -(-batch_size // self.gpus)
+
+    def prefill_rows(self, batch_size: int, input_len: int) -> int:
+        """Return the rows of one GPU that a forward pass prefills."""
+        return min(batch_size, max(1, self.pass_tokens // input_len))
+
+    def host_rows(self, batch_size: int) -> int:
+        """Return the last rows, whose KV cache is in host memory."""
+        return round(self.kv_host_share * batch_size)
+
+    def chooses(self, tokens: int | None) -> bool:
+        """Tell whether a pass of `tokens` tokens (None: a long one) brings only the experts that its routers choose."""
+        return self.experts == "on-demand" and tokens is not None and tokens < self.whole_tokens
+
+    def from_disk(self, wire: int) -> int:
+        """Return the part of a pass's `wire` bytes that comes from disk."""
+        return max(0, wire - round(self.held_bytes * self.wire_ratio)) if self.tier == "nvme" else 0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of a model in a placement. A pass has `tokens` tokens; None stands for a long one, such as a prefill."""
+
+    placement: Placement
+    model: ModelSpec
+
+    @property
+    def resident(self) -> int:
+        """Bytes of layers that stay on the GPUs though the others stream."""
+        return min(self.placement.resident_bytes, self.model.streamed_bytes)
+
+    @property
+    def cached_share(self) -> float:
+        """Share of the routed experts that the GPU keeps."""
+        missing = min(self.model.streamed_bytes - self.resident, self.model.routed_bytes)
+        return 1 - missing / max(1, self.model.routed_bytes)
+
+    def missing_experts(self, tokens: int) -> int:
+        """Return the bytes of routed experts that a pass fetches."""
+        model, hits = self.model, self.model.hits("lfu", self.cached_share, tokens)
+        return round(model.routed_bytes * model.touched_share(tokens) * (1 - hits))
+
+    def wire(self, tokens: int | None = None) -> int:
+        """Return the weight bytes that a pass moves over the links.
+
+        With experts on demand these are the experts that the tokens touch, less the cached ones.
+        """
+        if self.placement.tier == "gpu":
+            return 0
+        streamed = self.model.streamed_bytes - self.resident
+        if tokens is not None and self.placement.chooses(tokens):
+            streamed += self.missing_experts(tokens) - min(streamed, self.model.routed_bytes)
+        return round((streamed + self.placement.also_streamed) * self.placement.wire_ratio)
+
+    def reads_codes(self, tokens: int | None) -> bool:
+        """Tell whether a pass multiplies resident quantised layers from their codes."""
+        if not self.placement.from_codes or tokens is None or self.placement.experts == "on-demand":
+            return False
+        pairs = tokens * self.model.experts_per_token if self.model.num_experts else 0
+        return tokens <= CODED_TOKENS and pairs <= CODED_PAIRS * self.model.num_experts
+
+    def unpacked(self, tokens: int | None = None) -> int:
+        """Return the bytes, unpacked, that a pass writes into the layer buffer.
+
+        All that comes through the ring is unpacked, or copied if it is not coded. Coded weights that stay on the GPU
+        stay coded, and each pass unpacks them anew, as it does cached experts and the parts of layers that several GPUs
+        share. Uncoded resident layers are computed in place; so are quantised ones in a pass of few tokens.
+        """
+        placement, model = self.placement, self.model
+        if placement.tier == "gpu" or not placement.ring_depth:
+            return 0
+        layers, experts = model.streamed_bytes, 0
+        if placement.experts == "on-demand":
+            touched = model.touched_share(tokens) if tokens is not None and placement.chooses(tokens) else 1.0
+            layers, experts = layers - model.routed_bytes, round(model.routed_bytes * touched)
+        coded = placement.wire_ratio < 1 and not self.reads_codes(tokens)
+        in_place = 0 if coded or placement.gpus > 1 else min(placement.resident_bytes, layers)
+        return layers - in_place + experts
+
+    @property
+    def chunk(self) -> int:
+        """Bytes of a chunk, which one copy brings into a ring buffer."""
+        model = self.model
+        size = model.dense_layer_bytes if self.placement.experts == "on-demand" else model.layer_bytes
+        return round(min(largest_chunk(model, size, self.placement.gpus), size) * self.placement.wire_ratio)
+
+    def ring_buffer(self, rows: int, input_len: int, length: int) -> int:
+        """Return the bytes of a ring buffer, for chunks and KV cache."""
+        if not self.placement.kv_host_share or self.placement.kv_on_cpu:
+            return self.chunk
+        kv = self.model.largest_kv_layer_bytes(self.placement.prefill_rows(rows, input_len), length)
+        return max(self.chunk, round(kv * self.placement.kv_ratio))
+
+    def host_kv(self, batch_size: int, length: int) -> int:
+        """Return the bytes of KV cache in host memory: the keys of indexers stay on the device."""
+        kv = self.model.kv_bytes(batch_size, length) - self.model.index_bytes(batch_size, length)
+        return round(round(kv * self.placement.kv_ratio) * self.placement.kv_host_share)
+
+    def _kv_buffers(self, rows: int, workload: Workload) -> int:
+        """Return the bytes that a KV cache adds to the ring."""
+        placement, length = self.placement, workload.total_len
+        if not placement.kv_buffers:
+            kv = self.model.largest_kv_layer_bytes(rows, length)
+            return 2 * round(kv * placement.kv_ratio * placement.kv_host_share)
+        return placement.kv_buffers * (self.ring_buffer(rows, workload.input_len, length) - self.chunk)
+
+    def activations(self, model: ModelSpec, rows: int, length: int) -> int:
+        """Return the peak bytes of one layer's prefill of `rows` prompts.
+
+        These are hidden states, the widest intermediate twice (and a gate), for each expert of a token where experts
+        are routed, and eager attention scores where there is no fused kernel (three times in the weights' type, softmax
+        in float32). Passes in blocks keep their hidden states each.
+        """
+        together = self.placement.prefill_rows(rows, length)
+        ffn = model.ffn_matrices * model.ffn_size
+        if model.num_experts:  # grouped: a row for each expert of a token, and a gate next to its operand
+            ffn = model.experts_per_token * (ffn + model.ffn_size + model.hidden_size)
+        widest = max(ffn, 2 * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim)
+        flat = together * length * (4 * model.hidden_size + widest) * model.dtype_bytes
+        eager = model.architecture in EAGER
+        scores = together * model.num_heads * length**2 * (model.dtype_bytes * 3 + 4) if eager else 0
+        waiting = (rows - together) * length * model.hidden_size * model.dtype_bytes if self.placement.blocks else 0
+        return flat + scores + waiting + rows * model.vocab_size * (model.dtype_bytes + 4)
+
+    def tiers(self, workload: Workload, has_gpu: bool = True, working_factor: float = 1.0) -> Tiers:
+        """Count the bytes on GPU, host and NVMe; buffers and activations are taken times `working_factor`.
+
+        Without a GPU the host carries the device's bytes as well; they are counted under `gpu` all the same.
+        """
+        placement, model = self.placement, self.model
+        batch_size, input_len, length = workload.batch_size, workload.input_len, workload.total_len
+        stored, others = model.streamed_bytes, model.other_bytes
+        offloaded = stored if placement.tier != "gpu" else 0
+        resident = stored if placement.tier == "gpu" else self.resident
+        streams = offloaded > resident or (offloaded and placement.ring_depth)  # the ring is there even if all stay
+        buffers = round(placement.layer_buffers * model.layer_bytes) if streams else 0
+        host_kv, rows = self.host_kv(batch_size, length), placement.rows(batch_size)
+        if host_kv and not placement.kv_on_cpu:
+            buffers += self._kv_buffers(rows, workload)
+        working = self.activations(model, rows, input_len)
+        if model.draft is not None:  # all of it is on the GPU, or on the first one
+            others += model.draft.weight_bytes
+            working += self.activations(model.draft, batch_size, input_len)
+        extra = round((working_factor - 1) * (buffers + working))
+        resident_others = others if placement.resident_others else 0
+        if placement.divided:  # a part, and a copy of the whole while it is used
+            buffers, resident_others = buffers + resident_others, resident_others // placement.gpus
+        kv = round(model.kv_bytes(rows, length) * placement.kv_ratio) - self.host_kv(rows, length)
+        gpu = Bytes(
+            weights=round(resident * placement.kept_ratio) // placement.gpus + resident_others,
+            kv_cache=kv + draft_kv_bytes(model, batch_size, length),
+            buffers=buffers,
+            activations=working + extra,
+            overhead=ALLOWANCES.context_bytes if has_gpu else 0,
+        )
+        outside = offloaded - (resident if placement.moved else 0)
+        on_host = {"host": outside, "nvme": min(placement.held_bytes, outside)}.get(placement.tier, 0)
+        on_disk = placement.tier == "nvme"
+        host = Bytes(
+            weights=round(on_host * placement.kept_ratio) + (0 if placement.resident_others else others),
+            kv_cache=host_kv,
+            buffers=placement.disk_ring_bytes or 2 * model.layer_bytes if on_disk else 0,
+            overhead=ALLOWANCES.process_bytes * placement.gpus,
+        )
+        at_rest = placement.kept_ratio if placement.disk_ring_bytes else 1.0
+        return Tiers(gpu, host, Bytes(weights=round(outside * at_rest) if on_disk else 0))
+
+
+def draft_kv_bytes(model: ModelSpec, batch_size: int, length: int) -> int:
+    """Return the KV cache bytes of the draft model, gaps included; 0 without one."""
+    if model.draft is None:
+        return 0
+    return model.draft.kv_bytes(batch_size, round(ALLOWANCES.draft_moves * length) + ALLOWANCES.draft_positions)
+
+
+def largest_chunk(model: ModelSpec, layer_bytes: int, gpus: int) -> int:
+    """Return the maximum bytes, unpacked, of one copy by all GPUs together."""
+    return PIECE_BYTES * piece_factor(8 * model.dtype_bytes * model.stored_ratio, layer_bytes, gpus)
+
+
+def whole_tokens(model: ModelSpec) -> int:
+    """Return the minimum tokens of a pass that touch nearly all experts."""
+    missed = 1 - model.touched_share(1)
+    return 1 if missed <= 0 else max(1, ceil(log(1 - ALLOWANCES.whole_share) / log(missed)))
+
+
+def block_tokens(model: ModelSpec) -> int:
+    """Return the prompt tokens of a forward pass in blocks."""
+    return min(PREFILL_TOKENS, max(ALLOWANCES.block_tokens, ALLOWANCES.block_values // model.hidden_size))

@@ -1,0 +1,368 @@
+"""Placements: where the weights and the KV cache of a load go, as its engine does it.
+
+A load is a case whatever its workload, a model and a machine. With the KV cache on the GPU and the batch free, a byte
+holds more as cache than as a resident weight, so the batch comes first. A ring that holds a layer hides its copy behind
+a long prefill. With the batch given, residency W/(W-R) is all gain.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, Literal
+
+from zinfer.core.case import Case, Workload, resident_bytes, spread
+from zinfer.core.engine import ENGINES, KEPT_BUFFERS, PREFILL_TOKENS, Offload, plan_options, read_options
+from zinfer.core.machine import Machine
+from zinfer.core.model import ModelSpec
+from zinfer.core.units import parse_share
+from zinfer.plan.bytes import Placement, Sizes, Tiers, block_tokens, largest_chunk, whole_tokens
+from zinfer.plan.search import largest
+from zinfer.plan.times import Efficiency, Timing
+from zinfer.system.host import attending_cpus
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Tuned numbers of a placement."""
+
+    max_host_share: float = 0.97  # of host memory, that a load may take before it is refused
+    # Of the device's memory, that a batch may take: no record shows a batch of that size out of memory, which gaps of
+    # the allocator and short-lived tensors of a step cause beyond it.
+    max_device_share: float = 0.97
+    ring_depth: int = 6  # minimum ring buffers: they hold what arrives while a layer of a decode step computes
+    dense_depth: int = 3  # the same where experts come on demand: little is in flight, so that they come next
+    disk_ring_layers: int = 2  # layers from disk that host memory has room for on their way
+    lossless_ratio: float = 0.67  # bytes of the lossless codec over those of bf16, on weights of a normal distribution
+    fp8_ratio: float = 0.83  # the same over those of FP8 codes (e4m3)
+    host_share: float = 0.9  # of host memory, filled by ``host_weights=auto``: the rest is for all else that runs there
+    # With ``auto`` experts come on demand where a step at batch 1 then brings at most this share of the bytes, and an
+    # expert has at least so many bytes on the wire: its copy and its unpacking take about 20 us of launches.
+    fewer_share: float = 0.75
+    min_expert_bytes: int = 1 << 20
+    # Where all weights and a layer buffer take at most this share of the GPU's memory, experts stay with their layers:
+    # the rest is for KV cache and activations of all but the largest batches.
+    all_stay_share: float = 0.9
+
+
+TUNING = Tuning()
+# Architectures whose experts transformers does not dispatch through its ExpertsInterface: they come with their layer.
+WHOLE_EXPERTS = frozenset({"dbrx", "jetmoe", "llama4", "llama4_text", "longcat_flash"})
+# Margin of an engine that gives free GPU memory away, for memory that a plan does not see (gaps, moments of a step).
+CAUTIOUS = Efficiency(memory=1.5)
+TIERS: dict[Offload, Literal["gpu", "host", "nvme"]] = {"none": "gpu", "cpu": "host", "nvme": "nvme"}
+MEMOISED = 1024  # workloads of a load whose results are kept
+
+
+class Placer:
+    """Placements of one load for any workload; `efficiency` sets the margin that is left, and chooses between ways."""
+
+    def __init__(self, case: Case, model: ModelSpec, machine: Machine, efficiency: Efficiency | None = None) -> None:
+        self.case, self.model, self.machine, self.efficiency = case, model, machine, efficiency
+        self.options = plan_options(case.engine, case.options)
+        self.engine_options = read_options(case.engine, case.options)
+        self.transport = self.engine_options.transport()
+        self.place = lru_cache(MEMOISED)(self._place)
+        self.bare = lru_cache(MEMOISED)(self._bare)
+        self._weights = lru_cache(MEMOISED)(self._place_weights)
+
+    @cached_property
+    def margin(self) -> Efficiency | None:
+        """Efficiency that counts memory: `CAUTIOUS` if the engine gives free GPU memory away, unless it is larger."""
+        smaller = self.efficiency is None or self.efficiency.memory < CAUTIOUS.memory
+        return CAUTIOUS if smaller and self.transport.shares_memory else self.efficiency
+
+    def tiers(self, placement: Placement, workload: Workload, efficiency: Efficiency | None = None) -> Tiers:
+        """Count the bytes by tier, with the working memory of `efficiency`."""
+        factor = (efficiency or self.efficiency or Efficiency()).memory
+        return Sizes(placement, self.model).tiers(workload, self.machine.gpu_count > 0, factor)
+
+    def device_bytes(self, tiers: Tiers) -> int:
+        """Return the bytes on the device; without a GPU it is the host."""
+        return tiers.gpu.total + (0 if self.machine.gpu_count else tiers.host.total)
+
+    def _timing(self, placement: Placement) -> Timing:
+        return Timing(placement, self.model, self.machine, self.efficiency or Efficiency())
+
+    def _place(self, workload: Workload) -> Placement:
+        """Place a workload and give away the free GPU memory.
+
+        The ring gets up to a layer of buffers, the rest goes to resident layers, as `Case.gpu_weights` says.
+        """
+        depth, automatic = self.split_free_memory(workload)
+        placement = self.bare(workload, automatic, depth)
+        layers, cached = placement.resident_layers or self._resident_layers(placement), 0
+        if placement.experts == "on-demand":
+            layer_bytes = self._streamed_sizes(placement)
+            rest = Sizes(placement, self.model).resident - sum(layer_bytes[index] for index in layers)
+            cached = min(self.model.routed_bytes, max(0, rest)) // self.model.expert_bytes
+        placement = placement.model_copy(update={"resident_layers": layers, "cached_experts": cached})
+        return self._hold(placement, workload) if placement.disk_ring_bytes else placement
+
+    def _bare(self, workload: Workload, automatic: int = 0, depth: int = TUNING.ring_depth) -> Placement:
+        """Place a workload with `depth` ring buffers and `automatic` resident bytes."""
+        options, machine, batch_size = self.options, self.machine, workload.batch_size
+        on_gpu = self._weights(automatic, depth)
+        if options.kv_offload == "none":
+            return on_gpu
+        cpu_choices = [False, True] if machine.attention_bandwidth is not None else [False]
+        if on_gpu.tier == "gpu" or on_gpu.kv_ratio < 1:  # no weights stream with the cache; 8 bits stay on the host
+            cpu_choices = [True]
+        # The cache comes first: a deeper ring and resident layers get the memory that it leaves.
+        smallest = self._weights(0, TUNING.ring_depth)
+        if options.kv_offload == "auto" and self._rows_on_gpu(smallest, workload) == batch_size:
+            return on_gpu
+        ways, context = [], workload.input_len + workload.output_len // 2
+        for on_cpu in cpu_choices if options.kv_attention == "auto" else [options.kv_attention == "cpu"]:
+            # While the CPU attends, the weights that arrive wait in the ring: a layer at most.
+            chunks = on_gpu.layer_chunks if on_cpu else TUNING.ring_depth
+            smallest = self._weights(0, chunks).model_copy(update={"kv_on_cpu": on_cpu})
+            rows = self._rows_on_gpu(smallest, workload) if options.kv_offload == "auto" else 0
+            split = {"kv_host_share": (batch_size - rows) / batch_size, "kv_on_cpu": on_cpu}
+            way = self._weights(automatic, max(depth, chunks)).model_copy(update=split)
+            if on_cpu and options.kv_threads != "auto":
+                cores = machine.details.get("host", {}).get("cores", 0)
+                share = min(1.0, options.kv_threads / attending_cpus(cores)) if cores else 1.0
+                way = way.model_copy(update={"kv_cpu_share": share})
+            elif on_cpu:
+                way = self._timing(way).with_best_cores(batch_size, context)
+            ways.append(way)
+        return min(ways, key=lambda way: self._timing(way).step(batch_size, context).seconds or 0.0)
+
+    def _rows_on_gpu(self, placement: Placement, workload: Workload) -> int:
+        """Return the maximum rows whose KV cache fits the GPU."""
+        if not self.machine.gpu_count:
+            return workload.batch_size
+
+        def fits(rows: int) -> bool:
+            split = placement.model_copy(update={"kv_host_share": 1 - rows / workload.batch_size})
+            return self.tiers(split, workload, self.margin).gpu.total <= self.machine.gpu_bytes
+
+        # Without a row on the host no buffers are needed for its way: all rows may fit where one fewer does not.
+        return workload.batch_size if fits(workload.batch_size) else largest(fits, workload.batch_size - 1)
+
+    @cached_property
+    def _coded(self) -> bool:
+        """True if weights cross the link coded or quantised.
+
+        With ``auto`` they do wherever that pays: a GPU decodes bf16 at a third of its memory's bandwidth or more,
+        several times what any link brings.
+        """
+        smaller = self.case.dtype == "bfloat16" or self.model.stored_ratio < 1
+        pays = self.case.offload != "none" and smaller and self.machine.gpu_count > 0
+        codec = self.options.weight_codec
+        return codec == "lossless" or (codec == "auto" and pays)
+
+    @cached_property
+    def _base(self) -> Placement:
+        """Placement without residency and buffers."""
+        case, model, options, transport = self.case, self.model, self.options, self.transport
+        wire_ratio = TUNING.lossless_ratio if case.dtype == "bfloat16" else 1.0
+        if model.stored_ratio < 1:
+            coded_fp8 = model.fp8_ratio if model.dtype_bytes == 2 else 0.0  # a GPU decodes to 16 bits
+            wire_ratio = model.stored_ratio - coded_fp8 * (1 - TUNING.fp8_ratio)
+        kind = ENGINES.get(case.engine)
+        own_format = kind and kind.own_formats.get(case.weights)
+        own_ratio = own_format and own_format * 2 / model.dtype_bytes
+        wire_ratio = own_ratio or (wire_ratio if self._coded else 1.0)
+        # DeepSpeed unpacks float16 by an extension of its own.
+        traffic = kind.own_traffic.get(case.weights, 0) if kind and model.dtype != "float16" else 0
+        quantised = model.stored_ratio < 1 and not model.fp8_ratio and self._coded
+        one_gpu = self.machine.gpu_count > 0 and options.gpus == 1
+        return Placement(
+            tier=TIERS[case.offload],
+            moved=transport.placed_once,
+            gpus=options.gpus,
+            codec="lossless" if self._coded and case.offload != "none" else "none",
+            wire_ratio=wire_ratio,
+            kept_ratio=wire_ratio if transport.coded_at_rest or own_ratio else 1.0,
+            layer_chunks=-(-model.layer_bytes // largest_chunk(model, model.layer_bytes, options.gpus)),
+            kv_ratio=(1 + 4 / max(1, model.head_dim)) / model.dtype_bytes if options.kv_in_8_bits else 1.0,
+            overlapped=transport.overlapped,
+            blocks=transport.blocks,
+            pass_tokens=block_tokens(model) if transport.blocks else PREFILL_TOKENS,
+            pinned=options.pin_memory,
+            dequantised_bytes=round(traffic * model.streamed_bytes / model.dtype_bytes),
+            from_codes=transport.from_codes and quantised and one_gpu,
+        )
+
+    def _place_weights(self, automatic: int, depth: int) -> Placement:
+        """Place the weights, with the KV cache on the GPU."""
+        case, model, options, transport, base = self.case, self.model, self.options, self.transport, self._base
+        kept = resident_bytes(case.gpu_weights, model.streamed_bytes, automatic)
+        update: dict[str, Any] = {"resident_bytes": kept}
+        one_gpu = self.machine.gpu_count > 0 and options.gpus == 1
+        if transport.graphs and one_gpu and options.kv_offload == "none" and not options.kv_in_8_bits:
+            update["graphs"] = case.offload == "none" or kept == model.streamed_bytes
+        divided = transport.divided and options.gpus > 1
+        whole = 2.0 + 1 / options.gpus if divided else 1.0  # a gather takes its part, and all parts besides the layer
+        if transport.fetched == "chunks" and self._experts_on_demand:
+            update |= self._expert_buffers(depth) | {"graphs": False}  # the CPU gets to know each choice
+        elif transport.fetched == "chunks":
+            ring = depth * Sizes(base, model).chunk if self.machine.gpu_count else 0
+            update |= {"layer_buffers": 1 + ring / model.layer_bytes, "ring_depth": depth}
+            update["kv_buffers"] = depth if self.machine.gpu_count else 1
+        elif transport.fetched == "layer":
+            update |= {"layer_buffers": whole, "divided": divided}
+        elif transport.fetched == "matrix":
+            matrix = model.hidden_size * max(model.ffn_size, model.hidden_size) * model.dtype_bytes
+            matrix = max(matrix, model.expert_parameters * model.dtype_bytes)  # one module holds a layer's experts
+            update["layer_buffers"] = matrix / model.layer_bytes
+        if transport.fetched == "chunks" and base.tier == "nvme":
+            largest_layer = round(max(model.layer_parameters) * model.dtype_bytes * base.wire_ratio)
+            update["disk_ring_bytes"] = max(1, TUNING.disk_ring_layers * largest_layer)
+            update["held_bytes"] = parse_share(options.host_weights, model.streamed_bytes)
+        if transport.outside_trips:
+            update["layer_buffers"] = max(whole, model.other_bytes / model.layer_bytes)
+            update |= {"resident_others": False, "also_streamed": transport.outside_trips * model.other_bytes}
+        if transport.leaves_host and case.offload == "cpu" and update.get("experts") != "on-demand":
+            update["moved"] = case.gpu_weights not in {None, "auto"}
+        placement = base.model_copy(update=update)
+        if not placement.moved:
+            return placement
+        layers, layer_bytes = self._resident_layers(placement), self._streamed_sizes(placement)
+        stay = {"resident_layers": layers, "resident_bytes": sum(layer_bytes[index] for index in layers)}
+        return placement.model_copy(update=stay)
+
+    @cached_property
+    def _experts_on_demand(self) -> bool:
+        """True if only routed experts of a router's choice cross the link.
+
+        This holds for every batch of a load, since the layout of its weights in host memory does.
+        """
+        options, model, wire_ratio = self.options, self.model, self._base.wire_ratio
+        able = options.gpus == 1 and self.case.offload == "cpu" and model.num_experts > 1 and model.expert_bytes
+        if options.experts != "auto" or not able:
+            return bool(options.experts != "all" and able)
+        packed = getattr(self.engine_options, "packed", "auto") != "auto"
+        step = model.streamed_bytes - model.routed_bytes * (1 - model.touched_share(1))
+        fewer = step <= TUNING.fewer_share * model.streamed_bytes
+        fewer = fewer and model.expert_bytes * wire_ratio >= TUNING.min_expert_bytes
+        if not fewer or packed or model.architecture in WHOLE_EXPERTS:
+            return False
+        # Where the GPU has room for all layers, and products read their experts in place, none has to come. Experts
+        # that are coded losslessly are decoded first, so that fewer are better.
+        quantised = model.stored_ratio < 1 and not model.fp8_ratio
+        readable = wire_ratio == 1 or (quantised and self.transport.from_codes)
+        if not (self.machine.gpu_count and readable and self.case.gpu_weights in ("auto", "100%")):
+            return True
+        needed = model.streamed_bytes * wire_ratio + model.layer_bytes + model.other_bytes
+        return needed > TUNING.all_stay_share * self.machine.gpu_bytes
+
+    def _expert_buffers(self, count: int) -> dict[str, Any]:
+        """Return the fields of a placement with experts on demand.
+
+        These are a layer buffer, a short ring for all but experts, and `count` buffers for experts, or as many as hold
+        what the ring of whole layers holds at least.
+        """
+        base, model = self._base.model_copy(update={"experts": "on-demand"}), self.model
+        has_gpu = self.machine.gpu_count > 0
+        expert = max(1, round(model.expert_bytes * base.wire_ratio))
+        chunk = largest_chunk(model, model.dense_layer_bytes, base.gpus)
+        ring = -(-TUNING.ring_depth * round(chunk * base.wire_ratio) // expert)
+        count = max(2, min(model.num_experts, max(count, ring)))
+        chunks = max(1, -(-model.dense_layer_bytes // chunk))
+        depth = max(TUNING.dense_depth, 2 * chunks)  # the next layer comes while the router of this one chooses
+        buffers = depth * Sizes(base, model).chunk + count * expert if has_gpu else 0
+        layer = model.dense_layer_bytes + model.expert_bytes * model.num_experts
+        routers = model.num_layers * model.num_experts * model.hidden_size * model.dtype_bytes  # they stay, for guesses
+        return {
+            "experts": "on-demand",
+            "whole_tokens": whole_tokens(model),
+            "layer_experts": model.num_experts,
+            "layer_chunks": chunks,
+            "expert_buffers": count,
+            "ring_depth": depth,
+            "kv_buffers": depth if has_gpu else 1,
+            "layer_buffers": (layer + buffers + routers) / model.layer_bytes,
+        }
+
+    def split_free_memory(self, workload: Workload) -> tuple[int, int]:
+        """Return the ring buffers and resident bytes that fit free GPU memory.
+
+        Several GPUs get buffers besides, for layers that stay. With experts on demand buffers for experts come first,
+        up to a layer's, then all but experts of whole layers, which every pass needs, then experts.
+        """
+        placement, model, has_gpu = self.bare(workload), self.model, self.machine.gpu_count > 0
+        free = (self.machine.device_bytes - self.device_bytes(self.tiers(placement, workload))) * placement.gpus
+        if placement.experts == "on-demand":
+            expert = max(1, round(model.expert_bytes * placement.wire_ratio))
+            more = max(0, min(placement.layer_experts - placement.expert_buffers, free // expert)) if has_gpu else 0
+            kept, free, all_fit = _fitting(self._streamed_sizes(placement), placement.kept_ratio, free - more * expert)
+            if all_fit:
+                room = int(free / (model.expert_bytes * placement.kept_ratio))
+                kept += min(model.routed_bytes // model.expert_bytes, room) * model.expert_bytes
+            return placement.expert_buffers + more, kept
+        depth = max(TUNING.ring_depth, placement.kv_buffers)
+        rows = placement.rows(workload.batch_size)
+        buffer = Sizes(placement, model).ring_buffer(rows, workload.input_len, workload.total_len)
+        buffer *= placement.gpus  # each GPU has whole ones
+        wanted = placement.layer_chunks + (KEPT_BUFFERS if placement.gpus > 1 else 0)
+        more = max(0, min(wanted - depth, free // buffer)) if has_gpu else 0
+        if placement.ring_depth:
+            free -= more * buffer
+        return depth + more, _fitting(self._layer_sizes, placement.kept_ratio, free)[0]
+
+    @cached_property
+    def _layer_sizes(self) -> list[int]:
+        return [parameters * self.model.dtype_bytes for parameters in self.model.layer_parameters]
+
+    def _streamed_sizes(self, placement: Placement) -> list[int]:
+        """Return the bytes of each layer that stay or stream together: all but experts on demand."""
+        if placement.experts != "on-demand":
+            return self._layer_sizes
+        return [(layer.parameters - layer.expert_parameters) * self.model.dtype_bytes for layer in self.model.layers]
+
+    def _resident_layers(self, placement: Placement) -> tuple[int, ...]:
+        """Return the numbers of the whole layers that stay.
+
+        They are evenly spread over the depth, or the first ones, as the engine does it; a share is rounded to the
+        nearest count.
+        """
+        if placement.tier == "gpu" or not placement.resident_bytes:
+            return ()
+        layer_bytes = self._streamed_sizes(placement)
+        layers, share = len(layer_bytes), self.case.gpu_weights
+        candidates = [*range(layers)]
+
+        def choose(count: int) -> list[int]:
+            return candidates[:count] if self.transport.placed_once else [*spread(count, layers)]
+
+        if placement.experts == "all" and share is not None and share.endswith("%"):
+            return tuple(choose(round(placement.resident_bytes / sum(layer_bytes) * layers)))
+        count = min(layers, int(placement.resident_bytes * layers // sum(layer_bytes)))
+        while sum(layer_bytes[index] for index in choose(count)) > placement.resident_bytes:  # they need not be equal
+            count -= 1
+        return tuple(choose(count))
+
+    def _hold(self, placement: Placement, workload: Workload) -> Placement:
+        """Choose the layers from disk that host memory keeps.
+
+        Option ``host_weights`` gives their bytes; they are spread evenly, so that the disk has time for the others.
+        """
+        layer_bytes = self._layer_sizes
+        rest = [index for index in range(len(layer_bytes)) if index not in placement.resident_layers]
+        gpu, host, _ = self.tiers(placement, workload)
+        used = host.total + (0 if self.machine.gpu_count else gpu.total)
+        free = max(0, round(TUNING.host_share * (self.machine.host_bytes or 0)) - used) / placement.kept_ratio
+        budget = parse_share(self.options.host_weights, sum(layer_bytes), int(free))
+
+        def choose(count: int) -> list[int]:
+            return [rest[index] for index in spread(count, len(rest))]
+
+        count = largest(lambda count: sum(layer_bytes[index] for index in choose(count)) <= budget, len(rest))
+        if self.options.host_weights.endswith("%"):
+            count = min(len(rest), round(budget / max(1, sum(layer_bytes)) * len(layer_bytes)))
+        held = choose(count)
+        held_bytes = sum(layer_bytes[index] for index in held)
+        return placement.model_copy(update={"host_layers": tuple(held), "held_bytes": held_bytes})
+
+
+def _fitting(layer_bytes: Sequence[int], ratio: float, free: int) -> tuple[int, int, bool]:
+    """Return the bytes that fit, the rest, and whether all fit."""
+    kept = 0
+    for size in layer_bytes:
+        free -= max(1, round(size * ratio))
+        if free < 0:
+            return kept, free, False
+        kept += size
+    return kept, free, True

@@ -1,0 +1,389 @@
+"""Planner of a load: what fits, where it goes, and how long it takes, before anything runs.
+
+    planner = Planner(case, model, machine)
+    planner.at(workload).placement          # what the engine does
+    planner.max_batch(workload)             # the largest batch of these lengths that fits
+
+Each workload is planned once. A `Plan` is a value, which a worker gets as JSON; `Plan.planner` goes on from it there.
+"""
+
+from collections.abc import Callable
+from functools import cached_property, lru_cache, partial
+from typing import Any
+
+from zinfer.core.case import Case, Workload
+from zinfer.core.engine import ENGINES, MOST_DRAFTS, Offload, Option, conflict
+from zinfer.core.machine import Machine
+from zinfer.core.model import ModelSpec
+from zinfer.core.units import gb
+from zinfer.core.value import Frozen
+from zinfer.plan import search
+from zinfer.plan.bytes import Bytes, Placement, Sizes, Tiers
+from zinfer.plan.placement import CAUTIOUS, MEMOISED, TUNING, Placer
+from zinfer.plan.times import LIMITS, Efficiency, Times, Timing
+
+
+class Drafting(Frozen):
+    """Gain of the number of drafts that gives the highest rate."""
+
+    acceptance: float  # chance that a draft is right if those before it were
+    drafts: int  # of each row in a pass
+    tokens_a_pass: float  # of each row
+    pass_s: float
+    drafting_s: float  # seconds of drafting before the pass
+
+
+class Plan(Frozen):
+    """A case on a machine, before anything runs. Everything here is predicted; `placement` is obeyed.
+
+    If an engine gives free GPU memory away, `placement` is a cautious one (`CAUTIOUS`): it may keep fewer layers and
+    have fewer buffers than there is room for. The figures (bytes, seconds) are those of `placement`, but limits are
+    those of a placement without that margin.
+    """
+
+    case: Case
+    model: ModelSpec
+    machine: Machine
+    placement: Placement
+    gpu: Bytes
+    host: Bytes
+    nvme: Bytes
+    prefill_s: float | None = None
+    step_s: float | None = None
+    bound_by: str | None = None
+    max_batch_size: int = 0  # largest batch by memory; 0 if not even one sequence fits
+    streamed_bytes: int = 0  # bytes over all links in each pass
+    resident_bytes: int = 0  # layer weights that stay on the GPU though the rest is offloaded
+    error: float | None = None  # error of the throughput, as a share; None: these are limits, not predictions
+    efficiency: Efficiency | None = None  # the engine's distance from the limits; None: the figures are the limits
+    nvme_path: str | None = None  # folder for the files of offload `nvme`
+    why_not: str | None = None  # reason why nothing of this load can run here; None if it can
+    drafting: Drafting | None = None  # gain of drafts; None where they were not counted
+
+    @property
+    def fits(self) -> bool:
+        """True if the load can run here, with some batch."""
+        return self.why_not is None
+
+    @property
+    def holds(self) -> bool:
+        """True if the load can run here and this batch fits."""
+        return self.fits and self.case.workload.batch_size <= self.max_batch_size
+
+    @property
+    def bounds(self) -> tuple[str, ...]:
+        """Limits of the throughput: the step's bottleneck, and KV capacity if the batch is the largest that fits."""
+        full = 0 < self.max_batch_size <= self.case.workload.batch_size
+        return (*([self.bound_by] if self.bound_by else []), *(["KV capacity"] if full else []))
+
+    @property
+    def output_tok_s(self) -> float | None:
+        """Output tokens a second of the whole batch, prefill included."""
+        return _output_tok_s(self.case.workload, self.prefill_s, self.step_s)
+
+    @property
+    def prefill_tok_s(self) -> float | None:
+        """Prompt tokens a second of the prefill."""
+        workload = self.case.workload
+        return workload.batch_size * workload.input_len / self.prefill_s if self.prefill_s else None
+
+    @property
+    def decode_tok_s(self) -> float | None:
+        """Tokens a second of the decode steps."""
+        return self.case.workload.batch_size / self.step_s if self.step_s else None
+
+    @property
+    def e2e_s(self) -> float | None:
+        """Seconds of prefill and of a step for each further token."""
+        return _e2e_s(self.case.workload, self.prefill_s, self.step_s)
+
+    def expected(self) -> tuple[float | None, float | None]:
+        """Return the seconds of prefill and step of a good engine; None if unknown."""
+        if self.efficiency is not None:
+            return self.prefill_s, self.step_s
+        timing = Timing(self.placement, self.model, self.machine)
+        prefill, step = _times(timing, self.case.workload)
+        return prefill.seconds, step.seconds
+
+    def planner(self) -> "Planner":
+        """Return the planner of this load, for other workloads."""
+        return Planner(self.case, self.model, self.machine, self.efficiency, self.nvme_path, self)
+
+
+class Planner:
+    """Plans of one load: a case, whatever its workload, on a machine, with the efficiency of its engine.
+
+    `model` is already sliced to `case.layers`. Without `efficiency` times are the physical limits. A plan of this load
+    that is `given` is not made again.
+    """
+
+    def __init__(
+        self,
+        case: Case,
+        model: ModelSpec,
+        machine: Machine,
+        efficiency: Efficiency | None = None,
+        nvme_path: str | None = None,
+        given: Plan | None = None,
+    ) -> None:
+        self.case, self.model, self.machine = case, model, machine
+        self.efficiency, self.nvme_path = efficiency, nvme_path
+        self.placer = Placer(case, model, machine, efficiency)
+        margin = self.placer.margin
+        self._cautious_placer = self.placer if margin is efficiency else Placer(case, model, machine, margin)
+        self._given = given
+        self._plan = lru_cache(MEMOISED)(self._make_plan)
+        self._largest = lru_cache(MEMOISED)(self._find_largest)
+        self._why_not = lru_cache(MEMOISED)(self._find_why_not)
+        self._times = lru_cache(MEMOISED)(self._find_times)
+
+    @property
+    def plan(self) -> Plan:
+        """Plan of the case's own workload."""
+        return self.at(self.case.workload)
+
+    def at(self, workload: Workload) -> Plan:
+        """Plan a workload of this load."""
+        given = self._given
+        return given if given is not None and given.case.workload == workload else self._plan(workload)
+
+    def placement(self, workload: Workload) -> Placement:
+        """Return the placement that the engine obeys."""
+        given = self._given
+        if given is not None and given.case.workload == workload:
+            return given.placement
+        return self._cautious_placer.place(workload)
+
+    def tiers(self, workload: Workload) -> Tiers:
+        """Return the bytes by tier, as in `Plan`."""
+        return self.placer.tiers(self._figured(workload), workload)
+
+    def rate(self, workload: Workload) -> float | None:
+        """Return `Plan.output_tok_s` without making the plan."""
+        prefill, step = self._times(workload)
+        return _output_tok_s(workload, prefill.seconds, step.seconds)
+
+    def max_batch(self, workload: Workload) -> int:
+        """Return the largest batch of the workload's lengths that memory holds; 0 if none.
+
+        A batch gets `TUNING.max_device_share` of the device's memory, or all of it with `CAUTIOUS` efficiency. A host
+        whose memory is not known gets none of the KV cache.
+        """
+        lengths, given = (workload.input_len, workload.output_len), self._given
+        if given is not None and lengths == (given.case.workload.input_len, given.case.workload.output_len):
+            return given.max_batch_size
+        return self._largest(*lengths)
+
+    def best(self, workload: Workload) -> Plan:
+        """Plan the batch size with the highest predicted throughput; batch 1 if nothing fits, or no time is known."""
+        size = search.best_batch(lambda size: self.rate(_sized(workload, size)) or 0.0, self.max_batch(workload))
+        return self.at(_sized(workload, size))
+
+    def within(self, workload: Workload, keeps: Callable[[Plan], bool]) -> list[Plan]:
+        """Plan powers of two, the best batch, and the edges of `keeps`."""
+        plans = {(best := self.best(workload)).case.workload.batch_size: best}
+
+        def keeps_batch(size: int) -> bool:
+            plans[size] = self.at(_sized(workload, size))
+            return keeps(plans[size])
+
+        search.boundaries(keeps_batch, self.max_batch(workload))
+        return [plans[size] for size in sorted(plans)]
+
+    def shortages(self, workload: Workload) -> list[str]:
+        """List the memory that the load lacks even at batch 1: the bytes needed on each tier, and those there are."""
+        machine, single = self.machine, _sized(workload, 1)
+        tiers = self.placer.tiers(self.placer.bare(single), single)
+        gpu, host, nvme = (tier.total for tier in tiers)
+        short = []
+        if machine.host_bytes is None and tiers.host.kv_cache:
+            unknown = f"of which {machine.name} tells nothing; --set host_bytes=512GiB would"
+            short.append(f"room for the KV cache in host memory ({unknown})")
+        if not machine.gpu_count:
+            host += gpu
+        elif gpu > machine.gpu_bytes:
+            short.append(f"{gb(gpu)} of GPU memory ({machine.name} has {gb(machine.gpu_bytes)})")
+        if machine.host_bytes is not None and host > TUNING.max_host_share * machine.host_bytes:
+            short.append(f"{gb(host)} of host memory ({machine.name} has {gb(machine.host_bytes)})")
+        if machine.nvme_bytes is not None and nvme > machine.nvme_bytes:
+            short.append(f"{gb(nvme)} of disk at --nvme-path ({gb(machine.nvme_bytes)} are free)")
+        return short
+
+    def draft(self, workload: Workload) -> Plan | None:
+        """Plan the draft model, all of it on the GPU; None without one."""
+        if (model := self.model.draft) is None:
+            return None
+        fields: dict[str, Any] = {"model": model.name, "dtype": model.dtype, "offload": "none", "workload": workload}
+        fields["options"] = tuple(option for option in self.case.options if option[0] == "cuda_graphs")
+        kept = {name: getattr(self.case, name) for name in ("engine", "load_format", "allow_nan")}
+        return Planner(Case(**fields, **kept), model, self.machine)._make_plan(workload, self.max_batch(workload))
+
+    def with_drafts(self, plan: Plan, acceptance: float) -> Plan:
+        """Return `plan` with the gain of drafts of this acceptance.
+
+        `step_s` becomes the seconds of a token. Without known times nothing changes.
+        """
+        workload, placement = plan.case.workload, self._figured(plan.case.workload)
+        drafter, draft_s = self.draft(workload), 0.0
+        if drafter is not None:
+            step_s = drafter.step_s if self.efficiency is None else drafter.expected()[1]
+            if step_s is None:
+                return plan
+            draft_s = step_s
+        best = plan
+        for drafts in range(MOST_DRAFTS + 1):
+            _, step = self._find_times(workload, drafts)
+            if step.seconds is None:
+                return plan
+            tokens = sum(acceptance**position for position in range(drafts + 1))
+            drafting = Drafting(
+                acceptance=acceptance, drafts=drafts, tokens_a_pass=tokens, pass_s=step.seconds,
+                drafting_s=drafts * draft_s,
+            )  # fmt: skip
+            token_s = (step.seconds + drafting.drafting_s) / tokens
+            if not drafts or token_s < (best.step_s or 0.0):
+                fields = {"drafting": drafting, "step_s": token_s, "bound_by": step.bound_by}
+                fields["streamed_bytes"] = Sizes(placement, self.model).wire(workload.batch_size * (1 + drafts))
+                best = plan.model_copy(update=fields)
+        return best
+
+    def with_option(self, name: str, value: Option) -> "Planner":
+        """Return the planner of this load with another engine option."""
+        options = tuple(sorted((dict(self.case.options) | {name: value}).items()))
+        case = self.case.model_copy(update={"options": options})
+        return Planner(case, self.model, self.machine, self.efficiency, self.nvme_path)
+
+    @cached_property
+    def cautious(self) -> "Planner":
+        """Planner of the same load that leaves the margin of `CAUTIOUS`."""
+        return Planner(self.case, self.model, self.machine, CAUTIOUS)
+
+    @cached_property
+    def limits(self) -> "Planner":
+        """Planner of the same load at the physical limits."""
+        return self if self.efficiency is None else Planner(self.case, self.model, self.machine)
+
+    def _figured(self, workload: Workload) -> Placement:
+        """Return the placement that figures are of: the one that is obeyed; for limits, the one without a margin."""
+        return (self.placer if self.efficiency is None else self._cautious_placer).place(workload)
+
+    def _find_times(self, workload: Workload, drafts: int = 0) -> tuple[Times, Times]:
+        """Return the times of prefill and of a step with drafts."""
+        placement = self._figured(workload)
+        if self.efficiency is not None:
+            return _times(Timing(placement, self.model, self.machine, self.efficiency), workload, drafts)
+        # The ring may be full when a batch begins, and again when its prefill ends.
+        full = placement.ring_depth * Sizes(placement, self.model).chunk
+        return _times(Timing(placement, self.model, self._at_peak, LIMITS), workload, drafts, full)
+
+    @cached_property
+    def _at_peak(self) -> Machine:
+        return self.machine.at_peak()
+
+    def _make_plan(self, workload: Workload, max_batch: int | None = None) -> Plan:
+        placement, (prefill, step) = self._figured(workload), self._times(workload)
+        gpu, host, nvme = self.tiers(workload)
+        efficiency, sizes = self.efficiency, Sizes(placement, self.model)
+        error = None
+        if efficiency is not None:
+            error = efficiency.resident_error if self.case.offload == "none" else efficiency.error
+        return Plan(
+            case=self.case.model_copy(update={"workload": workload}),
+            model=self.model,
+            machine=self.machine,
+            placement=self.placement(workload),
+            gpu=gpu,
+            host=host,
+            nvme=nvme,
+            prefill_s=prefill.seconds,
+            step_s=step.seconds,
+            bound_by=step.bound_by,
+            max_batch_size=self.max_batch(workload) if max_batch is None else max_batch,
+            streamed_bytes=sizes.wire(workload.batch_size),
+            resident_bytes=sizes.resident,
+            error=error,
+            efficiency=efficiency,
+            nvme_path=self.nvme_path,
+            why_not=self._why_not(workload.input_len, workload.output_len),
+        )
+
+    def _find_largest(self, input_len: int, output_len: int) -> int:
+        cautious = self.efficiency is not None and self.efficiency.memory >= CAUTIOUS.memory
+        room = self.machine.device_bytes * (1.0 if cautious else TUNING.max_device_share)
+
+        def fits(batch_size: int) -> bool:
+            workload = Workload(batch_size=batch_size, input_len=input_len, output_len=output_len)
+            tiers = self.placer.tiers(self.placer.bare(workload), workload)
+            if tiers.host.kv_cache and tiers.host.total > TUNING.max_host_share * (self.machine.host_bytes or 0):
+                return False
+            return self.placer.device_bytes(tiers) <= room
+
+        return search.largest_batch(fits)
+
+    def _find_why_not(self, input_len: int, output_len: int) -> str | None:
+        """Return the refusal in one line: the memory that is short, and settings that would work instead."""
+        case, workload = self.case, Workload(batch_size=1, input_len=input_len, output_len=output_len)
+        contradiction = conflict(case.engine, case.options, case.offload, case.weights, case.gpu_weights)
+        if contradiction is not None:
+            return contradiction
+        if not (shortages := self.shortages(workload)):
+            return None
+        model, ways = self.model, self._remedies(workload)
+        cut = f" ({model.num_layers} of {model.total_layers} layers)" if model.num_layers < model.total_layers else ""
+        return (
+            f"{case.model}{cut} with {case.engine}, offload {case.offload}, needs {' and '.join(shortages)}. "
+            f"What would work: {'; '.join(ways)}."
+        )
+
+    def _remedies(self, workload: Workload) -> list[str]:
+        """Return settings that need less memory, as they are typed."""
+        case, model = self.case, self.model
+        choices: list[Offload] = ["none", "cpu"]
+
+        def fits(layers: int = model.num_layers, **fields: Any) -> bool:
+            other = Planner(case.model_copy(update=fields), model.slice(layers), self.machine)
+            return not other.shortages(workload)
+
+        ways = [f"--offload {offload}" for offload in choices if fits(offload=offload)]
+        if not ways and self.placer.transport.leaves_host:
+            shares = (f"{share}%" for share in range(5, 100, 5))
+            share = next((share for share in shares if fits(offload="cpu", gpu_weights=share)), None)
+            ways += [] if share is None else [f"--offload cpu --gpu-weights {share}"]
+        for offload in sorted(choices, key=lambda choice: choice != case.offload) if not ways else ():
+            layers = search.largest(partial(fits, offload=offload), model.num_layers - 1)
+            if layers:
+                ways.append(f"--offload {offload} --layers {layers}, a slice of the {model.total_layers} layers")
+                break
+        engine = next(name for name, kind in ENGINES.items() if "nvme" in kind.offloads and "nvme" not in kind.builds)
+        if case.offload != "nvme" and fits(offload="nvme", engine=engine):
+            disk = f"with {gb(model.weight_bytes)} free there"
+            ways.append(f"--engine {engine} --offload nvme --nvme-path DIR, {disk}")
+        ways.append(f"`zinfer plan --model {case.model} --machine gh200-96gb` to see what another machine would do")
+        return ways
+
+
+def make_plan(
+    case: Case, model: ModelSpec, machine: Machine, nvme_path: str | None = None, efficiency: Efficiency | None = None
+) -> Plan:
+    """Plan one case by itself."""
+    return Planner(case, model, machine, efficiency, nvme_path).plan
+
+
+def _times(timing: Timing, workload: Workload, drafts: int = 0, full: int = 0) -> tuple[Times, Times]:
+    """Return the times of prefill and step; a full ring saves `full` bytes."""
+    ready, context = full // max(1, workload.output_len - 1), workload.input_len + workload.output_len // 2
+    prefill = timing.prefill(workload.batch_size, workload.input_len, full)
+    return prefill, timing.step(workload.batch_size, context, ready, drafts)
+
+
+def _sized(workload: Workload, batch_size: int) -> Workload:
+    return workload.model_copy(update={"batch_size": batch_size})
+
+
+def _e2e_s(workload: Workload, prefill_s: float | None, step_s: float | None) -> float | None:
+    return None if prefill_s is None or step_s is None else prefill_s + step_s * (workload.output_len - 1)
+
+
+def _output_tok_s(workload: Workload, prefill_s: float | None, step_s: float | None) -> float | None:
+    seconds = _e2e_s(workload, prefill_s, step_s)
+    return workload.batch_size * workload.output_len / seconds if seconds else None

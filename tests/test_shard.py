@@ -14,7 +14,7 @@ from tests.test_batch_command import line
 from tests.test_cli import folder
 from zinfer.job.batch.ledger import Ledger, job_path
 from zinfer.job.batch.merge import merge
-from zinfer.job.batch.openai import BatchRequest, digest, failure, read_requests
+from zinfer.job.batch.openai import BatchLine, digest, failure, read_requests
 from zinfer.job.shard import Shard, ShardError
 
 assert folder  # a fixture
@@ -45,7 +45,7 @@ def test_what_is_no_shard_is_refused(text: str) -> None:
 def answer(output: Path, shard: Shard, leave_out: int = 0, **settings: object) -> Path:
     """Answer a shard's requests but the last `leave_out`, last first, as a job whose rows end in any order does."""
     path = shard.path(output)
-    own = [request for request in shard.of(REQUESTS) if isinstance(request, BatchRequest)]
+    own = [request for request in shard.of(REQUESTS) if isinstance(request, BatchLine)]
     identity = {"prompts": PROMPTS, "model": "m", "shard": str(shard)} | settings
     with Ledger.open(path, identity, 7 + shard.number) as ledger:
         waiting = [request for request in own[: len(own) - leave_out] if request.id not in ledger.done]

@@ -106,8 +106,9 @@ def _text_of_another() -> None:
     def delivered(self: app.Desk, news: Iterable[tuple[Any, Any]]) -> None:
         given = []
         for row, one in news:
-            given.append((row, one._replace(text=held[0])))
-            held[0] = one.text
+            if said := one.delta or one.text:
+                one, held[0] = one.model_copy(update={"text": held[0], "delta": held[0]}), said
+            given.append((row, one))
         deliver(self, given)
 
     app.Desk.deliver = delivered  # type: ignore[method-assign]

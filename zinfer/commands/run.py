@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 
 INTERRUPTED = 130  # exit code
-SENT = 1024  # prompts that are sent to the worker at a time
-STREAM_S = 0.05  # prompts are continued that long before their text is shown
+STREAM_S = 0.05  # seconds of decoding before new text is shown
 
 
 @click.command("run", cls=options.LoadCommand)
@@ -108,15 +107,18 @@ def command(
     zinfer run --model bigscience/bloom-560m --offload cpu --prompt-file prompts.txt --json
     zinfer run --model ./my-checkpoint --chat --kv-cache-dir ./kv
     """
+    from functools import partial
+
     from zinfer.commands.watch import Watch
     from zinfer.core.model import check_positions
+    from zinfer.core.request import Sampling
     from zinfer.core.units import counted, duration
     from zinfer.generation.dialogue import Dialogue
-    from zinfer.generation.sampling import Sampling
     from zinfer.generation.schedule import load_of
+    from zinfer.job.driver import Driver
     from zinfer.plan.plan import make_plan
     from zinfer.worker.process import Worker, WorkerError
-    from zinfer.worker.tasks import BatchStart, BatchStep
+    from zinfer.worker.tasks import BatchStart
 
     _check_together(chat, batch_size, temperature)
     sampling = Sampling(temperature=temperature, top_p=top_p, seed=str(seed))
@@ -141,67 +143,66 @@ def command(
         )
         for load in loads
     }
-    load, plan = next((found for found in plans.items() if found[1].fits), list(plans.items())[-1])
+    load, plan = next((choice for choice in plans.items() if choice[1].fits), list(plans.items())[-1])
     if not plan.fits:
         raise Failure(str(plan.why_not), ENVIRONMENT)
-    target = loads[load]
     size = batch_size or max(1, min(len(texts), plan.max_batch_size))
     with Watch() as watch:
         if ends is not None:
             watch.say(ends)
-        watch.loading(plan)
-        worker = Worker(target, timeout_s=timeout_s, notice=watch.progress, loaded=watch.loaded, debug=bool(debug))
+        make_worker = partial(
+            Worker, loads[load], timeout_s=timeout_s, on_progress=watch.progress, on_loaded=watch.loaded,
+            debug=bool(debug),
+        )  # fmt: skip
         try:
-            worker.start(plan)
-            if dialogue is not None:
-                watch.quiet()
-                opening = BatchStart(
-                    load=load_of(plan, [(length, output_len)], 1), rows=1, arrivals=True, cache_size=kv_cache_size,
-                    folder=kv_cache_dir, folder_size=kv_cache_dir_size,
-                )  # fmt: skip
-                limits = AnswerLimits(output_len, source.spec.max_position, sampling, ignore_eos)
-                talk(worker, dialogue, turns(texts), opening, limits, watch.say, as_json)
-                return
-            if sys.stdout.isatty() and not as_json:
-                watch.quiet()
-            answers = Answers(texts, as_json)
-            waiting = [
-                prompt_request(number, ids, output_len, sampling, ignore_eos) for number, ids in enumerate(prompt_ids)
-            ]
-            workload = load_of(plan, [(len(ids), output_len) for ids in prompt_ids], size)
-            with Stop() as stop:
-                worker.ask(BatchStart(load=workload, rows=size))
-                while not answers.all_ended and not stop.asked:
-                    sent, waiting = waiting[:SENT], waiting[SENT:]
-                    answers.add(worker.ask(BatchStep(requests=sent, answer_s=STREAM_S)))
-                    watch.progress("generating", answers.tokens / (len(texts) * output_len))
-            if not answers.all_ended:
-                worker.kill()
+            with Driver(make_worker, watch.loading) as driver:
+                driver.load(plan)
+                if dialogue is not None:
+                    watch.quiet()
+                    opening = BatchStart(
+                        load=load_of(plan, [(length, output_len)], 1), rows=1, arrivals=True, cache_size=kv_cache_size,
+                        folder=kv_cache_dir, folder_size=kv_cache_dir_size,
+                    )  # fmt: skip
+                    limits = AnswerLimits(output_len, source.spec.max_position, sampling, ignore_eos)
+                    with driver.lend() as worker:
+                        talk(worker, dialogue, turns(texts), opening, limits, watch.say, as_json)
+                    return
+                if sys.stdout.isatty() and not as_json:
+                    watch.quiet()
+                answers = Answers(texts, as_json)
+                requests = [
+                    prompt_request(number, ids, output_len, sampling, ignore_eos)
+                    for number, ids in enumerate(prompt_ids)
+                ]
+                workload = load_of(plan, [(len(ids), output_len) for ids in prompt_ids], size)
+                with Stop() as stop, driver.lend() as worker:
+                    worker.ask(BatchStart(load=workload, rows=size))
+                    while not answers.all_ended and not stop.asked:
+                        answers.add(worker.step(requests, answer_s=STREAM_S))
+                        requests = []
+                        watch.progress("generating", answers.tokens / (len(texts) * output_len))
+                if not answers.all_ended:
+                    driver.end(kill=True)
+                    answers.end()
+                    watch.say("interrupted; the text so far is kept")
+                    raise SystemExit(INTERRUPTED)
                 answers.end()
-                watch.say("interrupted; the text so far is kept")
-                raise SystemExit(INTERRUPTED)
-            answers.end()
-        except WorkerError as failed:
-            raise Failure(failed.line, failed.exit_code) from None
-        except KeyboardInterrupt:
-            worker.kill()
-            raise
-        finally:
-            worker.close()
+        except WorkerError as error:
+            raise Failure(error.line, error.exit_code) from None
         rate = answers.tokens / answers.seconds
-        told = options.drafts_right(answers.drafted, answers.accepted)
-        told = f"; {answers.passes:,} passes{told}" if told else ""
-        watch.say(f"{counted(answers.tokens, 'token')} in {duration(answers.seconds)}: {rate:.2f} tok/s{told}")
+        drafts = options.drafts_right(answers.drafted, answers.accepted)
+        passes = f"; {answers.passes:,} passes{drafts}" if drafts else ""
+        watch.say(f"{counted(answers.tokens, 'token')} in {duration(answers.seconds)}: {rate:.2f} tok/s{passes}")
 
 
 class Answers:
-    """Answers to prompts on stdout: as they come, in the order of the prompts, or as JSON at the end."""
+    """Answers to prompts on stdout: as they come, in the prompts' order, or as JSON at the end."""
 
     def __init__(self, prompts: list[str], as_json: bool) -> None:
         self.tokens, self.seconds = 0, 0.0
         self.passes = self.drafted = self.accepted = 0
         self._as_json, self._ended = as_json, 0
-        self._found: list[dict[str, Any]] = [
+        self._answers: list[dict[str, Any]] = [
             {"prompt": prompt, "output_ids": [], "output_text": "", "finish_reason": "interrupted"}
             for prompt in prompts
         ]
@@ -210,7 +211,7 @@ class Answers:
     @property
     def all_ended(self) -> bool:
         """True once every answer has ended."""
-        return self._ended == len(self._found)
+        return self._ended == len(self._answers)
 
     def add(self, step: "BatchStepped") -> None:
         """Add new tokens of rows, whose keys are the numbers of their prompts; show the text that is next.
@@ -221,15 +222,15 @@ class Answers:
         self.passes += step.passes
         self.drafted += step.drafted
         self.accepted += step.accepted
-        for row in step.rows:
-            if row.error is not None:
-                raise Failure(row.error)
-            answer = self._found[row.key]
-            self.tokens += len(row.tokens)
-            answer["output_ids"] += row.tokens
-            answer["output_text"] += row.piece
-            if row.finish_reason is not None:
-                answer |= {"output_text": row.text, "finish_reason": row.finish_reason}
+        for update in step.rows:
+            if update.failure is not None:
+                raise Failure(update.failure.message)
+            answer = self._answers[update.key]
+            self.tokens += len(update.tokens)
+            answer["output_ids"] += update.tokens
+            answer["output_text"] += update.delta
+            if update.finish_reason is not None:
+                answer |= {"output_text": update.text, "finish_reason": update.finish_reason}
                 self._ended += 1
         if not self._as_json:
             self._show()
@@ -237,18 +238,18 @@ class Answers:
     def end(self) -> None:
         """Show the rest: of an interrupted run what there is of each answer, and no prompt without one."""
         if self._as_json:
-            click.echo(json.dumps(self._found, indent=1, ensure_ascii=not shows_unicode()))
+            click.echo(json.dumps(self._answers, indent=1, ensure_ascii=not shows_unicode()))
             return
-        for answer in self._found[self._shown :]:
+        for answer in self._answers[self._shown :]:
             text = answer["prompt"] + answer["output_text"]
             if self._length or answer["output_text"]:
                 show_generated(f"{text[self._length :]}\n")
             self._length = 0
-        self._shown = len(self._found)
+        self._shown = len(self._answers)
 
     def _show(self) -> None:
-        while self._shown < len(self._found):
-            answer = self._found[self._shown]
+        while self._shown < len(self._answers):
+            answer = self._answers[self._shown]
             text, ended = answer["prompt"] + answer["output_text"], answer["finish_reason"] != "interrupted"
             if answer["output_text"] or ended:
                 show_generated(text[self._length :] + "\n" * ended)
@@ -259,17 +260,17 @@ class Answers:
 
 
 def _encoded(tokenizer: "TokenizerProcess", texts: list[str]) -> list[list[int]]:
-    """Return the token ids of each prompt. Raises ModelError for one that has none, or that no position is left for."""
+    """Return the token ids of each prompt. Raises ModelError for one that has none."""
     from zinfer.core.model import ModelError
     from zinfer.generation.tokenizer_process import Refusal
 
-    found = []
+    prompt_ids = []
     for text, ids in zip(texts, tokenizer.encode(texts), strict=True):
         if isinstance(ids, Refusal):
             raise ModelError(f"prompt {text[:40]!r}: {ids.message}")
-        found.append(ids)
+        prompt_ids.append(ids)
     tokenizer.close()
-    return found
+    return prompt_ids
 
 
 def _check_together(chat: bool, batch_size: int | None, temperature: float) -> None:
@@ -288,8 +289,11 @@ def _check_together(chat: bool, batch_size: int | None, temperature: float) -> N
 
 
 def _prompts(prompts: tuple[str, ...], prompt_file: str | None) -> list[str]:
-    """Return the prompts of the options, of the file, or of stdin. Raises UsageError if there is none, DocumentError
-    for a file that cannot be read, TextError for a line that is not UTF-8."""
+    """Return the prompts of the options, of the file, or of stdin.
+
+    Raises UsageError if there is none, DocumentError for a file that cannot be read, TextError for a line that is not
+    UTF-8.
+    """
     texts = list(prompts)
     lines: Iterable[str] = ()
     if prompt_file is not None and prompt_file != "-":

@@ -156,8 +156,8 @@ def command(
             return Worker(
                 target,
                 timeout_s=how["timeout_s"],
-                notice=watch.progress,
-                loaded=watch.loaded,
+                on_progress=watch.progress,
+                on_loaded=watch.loaded,
                 debug=bool(debug),
                 revision=source.revision,
             )

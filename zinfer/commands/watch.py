@@ -14,7 +14,7 @@ from zinfer.commands.out import PlainConsole
 from zinfer.core.case import Case
 from zinfer.core.progress import NOTE
 from zinfer.core.units import duration, figures, gb
-from zinfer.job.batch.run import Standing
+from zinfer.job.batch.run import BatchProgress
 from zinfer.job.forecast import Outlook
 from zinfer.job.sweep import Events
 from zinfer.plan.plan import Plan
@@ -160,14 +160,14 @@ class Watch:
             tail += "" if (good := share_within(point)) is None else f"  {good:.0%} keep the service levels"
         self.say(self._counted() + head + tail + ("  [recorded]" if resumed else ""))
 
-    def rows(self, standing: Standing) -> None:
+    def rows(self, batch: BatchProgress) -> None:
         """Show the progress of a batch job."""
-        rate, left = standing.rate, standing.seconds_left
-        what = f"{standing.ended:,} of {standing.rows:,} rows"
+        rate, left = batch.rate, batch.seconds_left
+        what = f"{batch.ended:,} of {batch.rows:,} rows"
         if rate is not None and left is not None:
-            what += f", {standing.running:,} running, {standing.waiting:,} waiting, {standing.passes:,} passes"
-            what += f", {figures(rate)} tok/s, {standing.padding:.0%} padding, {duration(left)} left"
-        self.progress(what, standing.ended / max(1, standing.rows))
+            what += f", {batch.running:,} running, {batch.waiting:,} waiting, {batch.passes:,} passes"
+            what += f", {figures(rate)} tok/s, {batch.padding:.0%} padding, {duration(left)} left"
+        self.progress(what, batch.ended / max(1, batch.rows))
 
     def events(self) -> Events:
         """Return the callbacks for a sweep that print to this watch."""

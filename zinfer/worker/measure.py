@@ -84,7 +84,7 @@ def measure(
     *,
     repeats: int = 3,
     enough: Callable[[Sequence[float]], bool] = lambda _e2e_ms: False,
-    beat: Progress = silent,
+    on_progress: Progress = silent,
     clock: Clock = time.perf_counter,
 ) -> None:
     """Fill `samples` with up to `repeats` whole runs of `workload`, fewer once `enough` says so of their times (ms).
@@ -100,7 +100,7 @@ def measure(
     loop = DecodeLoop(engine, sampler)
     with Telemetry(engine.device, engine.plan.placement.gpus) as telemetry:
         try:
-            beat("warm-up", 0.0)
+            on_progress("warm-up", 0.0)
             loop.start(token_ids, mask, reserve=max(workload.output_len, WARM_UP_STEPS))
             for step in range(max(WARM_UP_STEPS, min(MOST_WARM_UP_STEPS, workload.output_len - 1))):
                 if step < WARM_UP_STEPS or engine.warming:  # the first ones also show the bytes that a step streams
@@ -110,7 +110,13 @@ def measure(
             telemetry.start()
             for repeat in range(repeats):
                 first_ms, step_ms = _run_once(
-                    loop, token_ids, mask, workload, samples, lambda step: beat(samples.stage, step / total), clock
+                    loop,
+                    token_ids,
+                    mask,
+                    workload,
+                    samples,
+                    lambda step: on_progress(samples.stage, step / total),
+                    clock,
                 )
                 if not sampler.finite():
                     samples.status = "nan_output"

@@ -90,7 +90,11 @@ def command(debug: bool, /, output: Path | None, as_json: bool, **how: Any) -> N
 
         def worker() -> Worker:
             return Worker(
-                target, timeout_s=how["timeout_s"], notice=watch.progress, loaded=watch.loaded, debug=bool(debug)
+                target,
+                timeout_s=how["timeout_s"],
+                on_progress=watch.progress,
+                on_loaded=watch.loaded,
+                debug=bool(debug),
             )
 
         study = AccuracyStudy(reference, settings, text, how["samples"], worker, watch.loading)

@@ -134,10 +134,14 @@ def _run(job: "LoadJob", watch: "Watch", debug: bool, how: dict[str, Any]) -> "S
         if usable:
             watch.loading(job.plan)
             worker = Worker(
-                job.target, timeout_s=how["timeout_s"], notice=watch.progress, loaded=watch.loaded, debug=bool(debug)
+                job.target,
+                timeout_s=how["timeout_s"],
+                on_progress=watch.progress,
+                on_loaded=watch.loaded,
+                debug=bool(debug),
             )
             try:
-                worker.start(usable[-1])
+                worker.load(usable[-1])
                 facts = worker.ask(About())
             except (TaskFailed, WorkerDied) as error:
                 failed = error.line

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zinfer.job.batch.ledger import header_line, job_path, read_job
-from zinfer.job.batch.openai import BatchRequest, Done, Fault, decode
+from zinfer.job.batch.openai import BatchLine, Done, Fault, decode
 from zinfer.job.shard import Shard, ShardError, whole_split
 from zinfer.record.jsonl import Garbled, StoreError, read_lines
 from zinfer.system import atomic
@@ -22,7 +22,7 @@ class Merged(NamedTuple):
     damaged: list[str]
 
 
-def merge(output: Path, prompts: str, requests: Sequence[BatchRequest | Fault], force: bool = False) -> Merged:
+def merge(output: Path, prompts: str, requests: Sequence[BatchLine | Fault], force: bool = False) -> Merged:
     """Write the answers of all shards of `output` to it, in the order of the requests, with its .job file.
 
     `prompts` is the digest of the requests' file as .job files have it. Raises ShardError if the shards are not those

@@ -19,7 +19,7 @@ from typing import Any
 from zinfer.core.errors import ENVIRONMENT, ZinferError, one_line
 from zinfer.core.units import counted
 from zinfer.job.batch.ledger import Ledger, job_path, read_job
-from zinfer.job.batch.openai import BatchRequest, Fault, decode
+from zinfer.job.batch.openai import BatchLine, Fault, decode
 from zinfer.job.batch.run import JobFailed
 from zinfer.job.shard import Shard, ShardError, shards_begun, wait_until_free
 from zinfer.job.signals import Signals
@@ -90,7 +90,7 @@ def shares(nodes: Sequence[dict[str, Any]]) -> tuple[int, dict[str, float]]:
 
 def answer_on_nodes(
     answer: Callable[[Shard, Collection[str]], object],
-    lines: Sequence[BatchRequest | Fault],
+    lines: Sequence[BatchLine | Fault],
     ledger: Ledger,
     output: Path,
     identity: Mapping[str, Any],

@@ -21,7 +21,7 @@ from zinfer.record.study import Reload, Study
 from zinfer.system.host import slug
 from zinfer.worker.inline import InlineWorker
 from zinfer.worker.process import TaskFailed, WorkerDied
-from zinfer.worker.tasks import Answer, PrefixReuse, Request
+from zinfer.worker.tasks import Answer, Command, PrefixReuse
 
 Checkpoints = Callable[..., Path]
 
@@ -136,7 +136,7 @@ class Inline(InlineWorker):
 
     dies = 0
 
-    def ask(self, request: Request[Answer]) -> Answer:
+    def ask(self, request: Command[Answer]) -> Answer:
         if isinstance(request, PrefixReuse) and request.context == self.dies:
             raise WorkerDied("oom_host", "the kernel killed the worker")
         return super().ask(request)

@@ -43,7 +43,7 @@ def test_text_comes_in_pieces_that_make_the_whole(checkpoint: Checkpoints, monke
 
     def watched(self: Answers, step: BatchStepped) -> None:
         add(self, step)
-        shown.extend(row.piece for row in step.rows if row.key == 0)
+        shown.extend(row.delta for row in step.rows if row.key == 0)
 
     monkeypatch.setattr(Answers, "add", watched)
     whole = CliRunner().invoke(cli, words(checkpoint, *PROMPTS, "--json"))

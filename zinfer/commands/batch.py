@@ -1,4 +1,4 @@
-"""`zinfer batch`: answer every prompt of a file, in the OpenAI batch format."""
+"""`zinfer batch`: answer the prompts of a file, in OpenAI's batch format."""
 
 from contextlib import contextmanager
 from pathlib import Path
@@ -66,7 +66,7 @@ def command(
     force: bool,
     **how: Any,
 ) -> None:
-    """Answer every line of PROMPTS, a file of OpenAI batch requests, with an OpenAI batch output.
+    """Answer every line of PROMPTS, a file of OpenAI batch requests.
 
     As many rows run together as fit. A row that ends makes room for the next, whose prompt is computed beside the
     others. The job may be killed at any moment: the same command continues it, and no answer is lost or given twice.
@@ -103,7 +103,7 @@ def _answer(
     shard: "Shard | None",
     already: "Collection[str]" = (),
 ) -> int:
-    """Answer the lines of a file, or those of a shard into its own file; return the exit code.
+    """Answer the lines of a file or shard; return the exit code.
 
     Lines whose ids are in `already` are left out.
     """
@@ -142,7 +142,7 @@ def _answer(
     }  # fmt: skip
     with Ledger.open(output, identity, int(time.time()), force) as ledger, Watch() as watch:
         for damage in ledger.damaged:
-            watch.say(f"left out {damage}")
+            watch.message(f"left out {damage}")
         lacking = [line for line in lines if line.id not in ledger.done and line.id not in already]
         ledger.add(refusal(line) for line in lacking if isinstance(line, Fault))
         waiting = [line for line in lacking if not isinstance(line, Fault)]
@@ -152,13 +152,13 @@ def _answer(
             tokenizer.close()
             job = partial(_answer_on_node, debug, prompts, whole, model, force, how, None)
             with _ended_in_order(watch):
-                answer_on_nodes(job, lines, ledger, output, identity, ray, debug, watch.progress, watch.say)
+                answer_on_nodes(job, lines, ledger, output, identity, ray, debug, watch.progress, watch.message)
         elif waiting:
             progress = _run(waiting, tokenizer, loads, source, ledger, watch, debug, how)
         ledger.finish()
         done = [ledger.done[line.id] for line in lines if line.id in ledger.done]
         errors = sum(not answer.ok for answer in done)
-        watch.say(_summary(len(done) - errors, errors, output, progress))
+        watch.message(_summary(len(done) - errors, errors, output, progress))
     return _exit_code(errors, len(done))
 
 
@@ -220,23 +220,17 @@ def _run(
     debug: bool,
     how: dict[str, Any],
 ) -> "BatchProgress | None":
-    """Answer the waiting lines and return the job's progress; None if none of them can be served."""
-    from functools import partial
-
+    """Answer the waiting lines and return the job's progress. None if none of them can be served."""
     from zinfer.job.batch import packing
     from zinfer.job.batch.openai import refusal
     from zinfer.job.batch.rows import needs, rows_of, split
     from zinfer.job.batch.run import BatchJob
     from zinfer.job.driver import Driver
-    from zinfer.worker.process import Worker
 
     spec = source.spec
     machine = options.this_machine(how["nvme_path"])
     cases = [load.case(source.load_format, spec.dtype, 1, 1) for load in loads]
-    make_worker = partial(
-        Worker, next(iter(loads.values())), timeout_s=how["timeout_s"], on_progress=watch.progress,
-        on_loaded=watch.loaded, debug=debug, revision=source.revision,
-    )  # fmt: skip
+    make_worker = watch.workers(next(iter(loads.values())), how["timeout_s"], debug, source.revision)
     with _ended_in_order(watch), Driver(make_worker, watch.loading) as driver:
         driver.start()  # it imports its libraries while prompts are read
         prompts = _tokenize(waiting, tokenizer, watch)
@@ -251,7 +245,7 @@ def _run(
         fits = packing.fitting(plan.case, needs(rows), spec, machine)
         rows, faults = split(rows, fits, f"{machine.name} with {plan.case.label()}")
         ledger.add(map(refusal, faults))
-        return BatchJob(plan, rows, ledger, driver, how["batch_size"], watch.rows, watch.say).run()
+        return BatchJob(plan, rows, ledger, driver, how["batch_size"], watch.rows, watch.message).run()
 
 
 @contextmanager
@@ -265,14 +259,14 @@ def _ended_in_order(watch: "Watch") -> "Iterator[None]":
     except JobFailed as failed:
         raise Failure(str(failed), failed.exit_code) from None
     except Interrupted as interrupt:
-        watch.say("interrupted; answers so far are kept, the same command goes on")
+        watch.message("interrupted; answers so far are kept, the same command goes on")
         raise SystemExit(128 + interrupt.signal) from None
 
 
 def _tokenize(
     waiting: "list[BatchLine]", tokenizer: "TokenizerProcess", watch: "Watch"
 ) -> "list[Sequence[int] | Refusal]":
-    """Return the token ids of each prompt, or the reason why it has none.
+    """Return each prompt's token ids, or the reason why it has none.
 
     Raises ModelError if the tokenizer cannot be loaded.
     """
@@ -281,7 +275,7 @@ def _tokenize(
     from zinfer.generation.tokenizer_process import Refusal
 
     if ends := tokenizer.facts.differing_ends:
-        watch.say(ends)
+        watch.message(ends)
     prompts: list[Sequence[int] | Refusal] = []
     for start in range(0, len(waiting), AT_ONCE):
         watch.progress("reading prompts", start / len(waiting))

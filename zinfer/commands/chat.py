@@ -1,11 +1,10 @@
-"""`zinfer run --chat` on the terminal: read turns, print answers as they come, and report their times."""
+"""`zinfer run --chat` on the terminal. Read turns, print answers as they come, and report their times."""
 
 import json
 import select
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -14,7 +13,7 @@ import click
 
 from zinfer.commands.failure import Failure
 from zinfer.commands.options import Size, chat_template
-from zinfer.job.signals import kept
+from zinfer.job.signals import Signals
 from zinfer.system import ending
 from zinfer.system.printable import show_generated, shows_unicode, text_lines
 
@@ -52,7 +51,7 @@ def chat_options(function: Function) -> Function:
 
 
 def turns(prompts: Iterable[str]) -> Iterator[str]:
-    """Yield the turns of a conversation: the prompts given, or the lines of stdin, with a sign on a terminal."""
+    """Yield the turns of a conversation. The prompts given, or the lines of stdin, with a sign on a terminal."""
     if given := list(prompts):
         yield from given
         return
@@ -62,7 +61,7 @@ def turns(prompts: Iterable[str]) -> Iterator[str]:
     interrupted = False  # one ctrl-C at the prompt may have been meant for the answer
     while True:
         try:
-            with _raised():
+            with Signals(signal.SIGINT) as signals, signals.raised():
                 click.echo("> ", nl=False, err=True)
                 _until_typed()
                 line = next(text_lines(sys.stdin, "stdin"), "")  # ctrl-C ends the generator
@@ -81,30 +80,12 @@ def turns(prompts: Iterable[str]) -> Iterator[str]:
 
 
 def _until_typed() -> None:
-    """Wait until a line can be read from the terminal, a moment at a time.
+    """Wait until the terminal has a line, a moment at a time.
 
     A signal that arrives just before a wait begins is handled when the wait is over.
     """
     while not select.select([sys.stdin], [], [], WAIT_S)[0]:
         pass
-
-
-@contextmanager
-def _raised() -> Iterator[None]:
-    """Let ctrl-C raise KeyboardInterrupt; it ends the command elsewhere."""
-    thrown: list[KeyboardInterrupt] = []
-
-    def arrived(_number: int, _frame: FrameType | None) -> None:
-        thrown.append(KeyboardInterrupt())
-        raise thrown[-1]
-
-    before = signal.signal(signal.SIGINT, arrived)
-    try:
-        with kept(thrown):
-            yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        ending.handed_back()
 
 
 class Stop:
@@ -132,7 +113,7 @@ class Stop:
 
 
 class AnswerLimits(NamedTuple):
-    """Limits of an answer in tokens, the model's `positions` if they are limited, and how tokens are chosen."""
+    """Limits of an answer, in tokens, and how tokens are chosen."""
 
     output_len: int
     positions: int | None
@@ -140,7 +121,7 @@ class AnswerLimits(NamedTuple):
     ignore_eos: bool = False
 
     def left(self, length: int) -> int:
-        """Return the most tokens of an answer to a conversation of `length` tokens. Raises ModelError for none."""
+        """Return the limit of an answer to a conversation of `length` tokens. Raises ModelError for none."""
         from zinfer.core.model import ModelError
 
         left = self.output_len if self.positions is None else min(self.output_len, self.positions - length)
@@ -152,7 +133,7 @@ class AnswerLimits(NamedTuple):
 def prompt_request(
     number: int, ids: list[int], left: int, sampling: "Sampling", ignore_eos: bool, chat: bool = False
 ) -> "Request":
-    """Return the request for one streamed answer to a prompt, whose `number` is its key and part of its seed."""
+    """Return the request for a streamed answer; `number` is its key, and seeds it."""
     from zinfer.core.request import Request, nth_seed
 
     seeded = sampling.model_copy(update={"seed": nth_seed(sampling.seed, number)})
@@ -211,7 +192,7 @@ def talk(
 
 @dataclass
 class _Answer:
-    """Answer to a turn so far, shown as it comes unless `as_json`; `decode_s` follow its first token."""
+    """Answer to a turn so far, shown as it comes unless `as_json`. `decode_s` follow its first token."""
 
     as_json: bool
     output_ids: list[int] = field(default_factory=list)
@@ -238,7 +219,7 @@ class _Answer:
 
 
 def summary(turn: dict[str, Any]) -> str:
-    """Return one line about a turn: tokens reloaded and computed, TTFT, decode rate."""
+    """Return one line about a turn. Tokens reloaded and computed, TTFT, decode rate."""
     from zinfer.core.units import duration, figures
 
     rate = "" if turn["decode_tok_s"] is None else f", then {figures(turn['decode_tok_s'])} tok/s"

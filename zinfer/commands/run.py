@@ -1,4 +1,4 @@
-"""`zinfer run`: generate text with a model that does not fit the GPU."""
+"""`zinfer run`: generate text with a model larger than the GPU."""
 
 import json
 import re
@@ -70,34 +70,17 @@ def command(
     debug: bool,
     /,
     model: str,
-    engine: str,
-    offload: Any,
     prompts: tuple[str, ...],
     prompt_file: str | None,
     output_len: int | None,
     batch_size: int | None,
-    dtype: Any,
-    load_format: Any,
-    layers: int | None,
-    allow_nan: bool | None,
-    weights: tuple[str, ...] | None,
-    nvme_path: str | None,
-    gpu_weights: tuple[str, ...] | None,
-    settings: dict[str, tuple[Any, ...]],
-    timeout_s: float,
     as_json: bool,
     chat: bool,
-    system: str | None,
-    chat_template: str | None,
-    kv_cache_size: int,
-    kv_cache_dir: str | None,
-    kv_cache_dir_size: int,
     temperature: float,
     top_p: float,
-    seed: int,
-    ignore_eos: bool,
+    **how: Any,
 ) -> None:
-    """Continue prompts with a model of any size; greedy unless --temperature is set. Ctrl-C keeps the text so far.
+    """Continue prompts with a model of any size. Greedy unless --temperature is set. Ctrl-C keeps the text so far.
 
     With --chat they are turns of one conversation, with the model's chat template if it has one. Its KV cache
     stays in host memory, and in --kv-cache-dir, so that a turn computes only its new tokens. Ctrl-C ends an answer.
@@ -107,76 +90,66 @@ def command(
     zinfer run --model bigscience/bloom-560m --offload cpu --prompt-file prompts.txt --json
     zinfer run --model ./my-checkpoint --chat --kv-cache-dir ./kv
     """
-    from functools import partial
-
     from zinfer.commands.watch import Watch
     from zinfer.core.model import check_positions
     from zinfer.core.request import Sampling
-    from zinfer.core.units import counted, duration
     from zinfer.generation.dialogue import Dialogue
     from zinfer.generation.schedule import load_of
     from zinfer.job.driver import Driver
     from zinfer.plan.plan import make_plan
-    from zinfer.worker.process import Worker, WorkerError
+    from zinfer.worker.process import WorkerError
     from zinfer.worker.tasks import BatchStart
 
     _check_together(chat, batch_size, temperature)
-    sampling = Sampling(temperature=temperature, top_p=top_p, seed=str(seed))
+    sampling = Sampling(temperature=temperature, top_p=top_p, seed=str(how["seed"]))
     output_len = output_len or (ANSWER if chat else 32)
     texts = [] if chat and not (prompts or prompt_file) else _prompts(prompts, prompt_file)
-    loads = options.one_load(
-        "run", model, engine, offload, layers, gpu_weights, settings, nvme_path, allow_nan, weights
-    )
-    source = options.weights_of(model, dtype, layers, load_format, weights, loads)
-    tokenizer = options.tokenizer_of(source.spec, chat_template)
+    names = ("engine", "offload", "layers", "gpu_weights", "settings", "nvme_path", "allow_nan", "weights")
+    loads = options.one_load("run", model, **{name: how[name] for name in names})
+    source = options.weights_of(model, how["dtype"], how["layers"], how["load_format"], how["weights"], loads)
+    spec = source.spec
+    tokenizer = options.tokenizer_of(spec, how["chat_template"])
     ends = tokenizer.facts.differing_ends
-    dialogue = Dialogue(tokenizer, system) if chat else None
+    dialogue = Dialogue(tokenizer, how["system"]) if chat else None
     prompt_ids = [] if chat else _encoded(tokenizer, texts)
     longest = max(map(len, prompt_ids), default=1)
-    check_positions(source.spec, longest, 1 if chat else output_len, f"a prompt of {longest} tokens")
-    machine = options.this_machine(nvme_path)
-    length = min(CONTEXT, max(1, (source.spec.max_position or CONTEXT) - output_len)) if chat else longest
+    check_positions(spec, longest, 1 if chat else output_len, f"a prompt of {longest} tokens")
+    machine = options.this_machine(how["nvme_path"])
+    length = min(CONTEXT, max(1, (spec.max_position or CONTEXT) - output_len)) if chat else longest
 
-    plans = {
-        load: make_plan(
-            load.case(source.load_format, source.spec.dtype, length, output_len), source.spec, machine, nvme_path
-        )
-        for load in loads
-    }
+    cases = {load: load.case(source.load_format, spec.dtype, length, output_len) for load in loads}
+    plans = {load: make_plan(case, spec, machine, how["nvme_path"]) for load, case in cases.items()}
     load, plan = next((choice for choice in plans.items() if choice[1].fits), list(plans.items())[-1])
     if not plan.fits:
         raise Failure(str(plan.why_not), ENVIRONMENT)
-    size = batch_size or max(1, min(len(texts), plan.max_batch_size))
     with Watch() as watch:
         if ends is not None:
-            watch.say(ends)
-        make_worker = partial(
-            Worker, loads[load], timeout_s=timeout_s, on_progress=watch.progress, on_loaded=watch.loaded,
-            debug=bool(debug),
-        )  # fmt: skip
+            watch.message(ends)
         try:
-            with Driver(make_worker, watch.loading) as driver:
+            with Driver(watch.workers(loads[load], how["timeout_s"], debug), watch.loading) as driver:
                 driver.load(plan)
                 if dialogue is not None:
                     watch.quiet()
                     opening = BatchStart(
-                        load=load_of(plan, [(length, output_len)], 1), rows=1, arrivals=True, cache_size=kv_cache_size,
-                        folder=kv_cache_dir, folder_size=kv_cache_dir_size,
+                        load=load_of(plan, [(length, output_len)], 1), rows=1, arrivals=True,
+                        cache_size=how["kv_cache_size"], folder=how["kv_cache_dir"],
+                        folder_size=how["kv_cache_dir_size"],
                     )  # fmt: skip
-                    limits = AnswerLimits(output_len, source.spec.max_position, sampling, ignore_eos)
+                    limits = AnswerLimits(output_len, spec.max_position, sampling, how["ignore_eos"])
                     with driver.lend() as worker:
-                        talk(worker, dialogue, turns(texts), opening, limits, watch.say, as_json)
+                        talk(worker, dialogue, turns(texts), opening, limits, watch.message, as_json)
                     return
                 if sys.stdout.isatty() and not as_json:
                     watch.quiet()
-                answers = Answers(texts, as_json)
+                rows = batch_size or max(1, min(len(texts), plan.max_batch_size))
+                workload = load_of(plan, [(len(ids), output_len) for ids in prompt_ids], rows)
                 requests = [
-                    prompt_request(number, ids, output_len, sampling, ignore_eos)
+                    prompt_request(number, ids, output_len, sampling, how["ignore_eos"])
                     for number, ids in enumerate(prompt_ids)
                 ]
-                workload = load_of(plan, [(len(ids), output_len) for ids in prompt_ids], size)
+                answers = Answers(texts, as_json)
                 with Stop() as stop, driver.lend() as worker:
-                    worker.ask(BatchStart(load=workload, rows=size))
+                    worker.ask(BatchStart(load=workload, rows=rows))
                     while not answers.all_ended and not stop.asked:
                         answers.add(worker.step(requests, answer_s=STREAM_S))
                         requests = []
@@ -184,19 +157,16 @@ def command(
                 if not answers.all_ended:
                     driver.end(kill=True)
                     answers.end()
-                    watch.say("interrupted; the text so far is kept")
+                    watch.message("interrupted; the text so far is kept")
                     raise SystemExit(INTERRUPTED)
                 answers.end()
         except WorkerError as error:
             raise Failure(error.line, error.exit_code) from None
-        rate = answers.tokens / answers.seconds
-        drafts = options.drafts_right(answers.drafted, answers.accepted)
-        passes = f"; {answers.passes:,} passes{drafts}" if drafts else ""
-        watch.say(f"{counted(answers.tokens, 'token')} in {duration(answers.seconds)}: {rate:.2f} tok/s{passes}")
+        watch.message(answers.summary())
 
 
 class Answers:
-    """Answers to prompts on stdout: as they come, in the prompts' order, or as JSON at the end."""
+    """Answers to prompts on stdout. As they come, in the prompts' order, or as JSON at the end."""
 
     def __init__(self, prompts: list[str], as_json: bool) -> None:
         self.tokens, self.seconds = 0, 0.0
@@ -213,8 +183,17 @@ class Answers:
         """True once every answer has ended."""
         return self._ended == len(self._answers)
 
+    def summary(self) -> str:
+        """Return a line about tokens and seconds."""
+        from zinfer.core.units import counted, duration
+
+        drafts = options.drafts_right(self.drafted, self.accepted)
+        passes = f"; {self.passes:,} passes{drafts}" if drafts else ""
+        rate = self.tokens / self.seconds
+        return f"{counted(self.tokens, 'token')} in {duration(self.seconds)}: {rate:.2f} tok/s{passes}"
+
     def add(self, step: "BatchStepped") -> None:
-        """Add new tokens of rows, whose keys are the numbers of their prompts; show the text that is next.
+        """Add new tokens of rows, and show the text that is next.
 
         Raises Failure for a row that failed.
         """
@@ -236,7 +215,7 @@ class Answers:
             self._show()
 
     def end(self) -> None:
-        """Show the rest: of an interrupted run what there is of each answer, and no prompt without one."""
+        """Show the rest, also of an interrupted run."""
         if self._as_json:
             click.echo(json.dumps(self._answers, indent=1, ensure_ascii=not shows_unicode()))
             return
@@ -274,7 +253,7 @@ def _encoded(tokenizer: "TokenizerProcess", texts: list[str]) -> list[list[int]]
 
 
 def _check_together(chat: bool, batch_size: int | None, temperature: float) -> None:
-    """Raise UsageError for options that do not go together, or would have no effect."""
+    """Raise UsageError for options that exclude each other or have no effect."""
 
     def typed(*names: str) -> list[str]:
         source = click.get_current_context().get_parameter_source

@@ -1,4 +1,4 @@
-"""Requests and updates: what is asked of a model, and what comes back, unchanged from the border to the scheduler."""
+"""Requests and updates: they go unchanged from border to scheduler and back."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,13 +10,13 @@ from zinfer.core.value import Frozen
 
 
 class Message(Frozen):
-    """Part of a message between processes; numbers that are not finite travel, too."""
+    """Part of a message between processes. Numbers that are not finite travel, too."""
 
     model_config = ConfigDict(ser_json_inf_nan="constants")
 
 
 class Sampling(Frozen):
-    """Choice of a row's next token: temperature 0 is greedy, `top_p` below 1 is nucleus sampling."""
+    """Choice of a row's next token. Temperature 0 is greedy, `top_p` below 1 is nucleus sampling."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -27,7 +27,7 @@ GREEDY = Sampling()
 
 
 def nth_seed(seed: str, number: int) -> str:
-    """Return the seed of row `number`, from 0, of several with one seed.
+    """Return the seed of row `number` of several with one seed.
 
     The first row keeps it, so that equal requests draw equal tokens, alone or with others, in every command.
     """
@@ -73,7 +73,7 @@ class Request:
 
 
 class TokenScore(Message):
-    """Text of a token, its log-probability in nats, and the likeliest tokens in its place, best first."""
+    """Token, its log-probability in nats, and the likeliest ones in its place."""
 
     token: str
     logprob: float
@@ -81,7 +81,7 @@ class TokenScore(Message):
 
 
 class EchoedPrompt(Message):
-    """Text of a prompt, of its first token, and the scores of its other tokens if asked for."""
+    """Prompt as text, its first token, and the scores of the others."""
 
     text: str
     first: str
@@ -89,7 +89,7 @@ class EchoedPrompt(Message):
 
 
 class Failure(Message):
-    """Reason why a request has no answer: OpenAI's error code, one line, HTTP status, parameter at fault."""
+    """Reason why a request has no answer, with code and HTTP status."""
 
     code: str
     message: str

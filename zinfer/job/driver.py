@@ -1,4 +1,4 @@
-"""Driver: the owner of a worker's life, for sweeps, batches, the server and single runs.
+"""Driver: the owner of a worker's life.
 
 A worker is started when it is first needed, and again after a death. What is measured or generated, and what becomes of
 the rows of a worker that failed, is the caller's.
@@ -56,7 +56,7 @@ class Driver:
 
     @contextmanager
     def lend(self) -> Iterator[Client]:
-        """Lend the loaded worker, in whose calls signals are raised; one that dies is ended."""
+        """Lend the loaded worker, in whose calls signals are raised. One that dies is ended."""
         assert self._worker is not None
         try:
             with self._interruptible():
@@ -66,13 +66,13 @@ class Driver:
             raise
 
     def failed(self, error: WorkerError) -> bool:
-        """End the worker if it is of no use after `error`; return whether it is gone."""
+        """End the worker if it is of no use after `error`. Return whether it is gone."""
         if error.status in FATAL:
             self.end(kill=True)
         return not self.loaded
 
     def kill(self) -> None:
-        """Kill the process, from any thread; a call that waits for it fails."""
+        """Kill the process, from any thread. A call that waits for it fails."""
         if (worker := self._worker) is not None:
             worker.kill()
 
@@ -90,7 +90,7 @@ class Driver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the worker: in order, or at once after an exception that is not its own."""
+        """End the worker: in order, or at once after another's exception."""
         self.end(kill=error is not None and not isinstance(error, WorkerError))
 
     def _interruptible(self) -> AbstractContextManager[None]:
@@ -98,7 +98,7 @@ class Driver:
 
 
 class Window:
-    """Limit of the rows in a worker: none until one fails, then fewer, and more again as rows end.
+    """Limit of the rows in a worker. None until one fails, then fewer, and more again as rows end.
 
     With `lasting` it never exceeds half of the rows with which a worker failed; otherwise it goes once it is large.
     """
@@ -114,7 +114,7 @@ class Window:
         return self.limit
 
     def grow(self, ended: int) -> None:
-        """Take note of rows that ended; after as many as the limit it doubles."""
+        """Take note of rows that ended. After as many as the limit it doubles."""
         self._ended += ended
         if self.limit is None or self._ended < self.limit:
             return

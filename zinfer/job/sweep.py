@@ -1,7 +1,8 @@
-"""Sweep: loads in the outer loop, batch sizes in the inner one, every point on disk before the next one starts.
+"""Sweep: loads in the outer loop, batch sizes in the inner one.
 
-With 352 GB of weights the load *is* the cost, so a process loads once and measures batch after batch, smallest first.
-Out of memory is a result, not an accident: it is recorded, and no larger batch of the same load is tried.
+Every point is on disk before the next one starts. With 352 GB of weights the load *is* the cost, so a process loads
+once and measures batch after batch, smallest first. Out of memory is a result, not an accident: it is recorded, and no
+larger batch of the same load is tried.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -39,14 +40,14 @@ OUT_OF_MEMORY: frozenset[Status] = frozenset({"oom_gpu", "oom_host"})
 
 @dataclass(frozen=True)
 class Try:
-    """Batch to run: timed, or only to see whether it fits (prefill and two steps, no samples)."""
+    """Batch to run: timed, or only to see whether it fits."""
 
     batch_size: int
     timed: bool = True
 
 
 class Answer(NamedTuple):
-    """Outcome of a try: its status, and the output tokens a second if they were measured."""
+    """Status of a try, and its output tokens a second if measured."""
 
     status: Status
     tok_s: float | None = None
@@ -59,7 +60,7 @@ P = TypeVar("P", bound=Recorded)
 
 
 class Outcome(NamedTuple):
-    """Points of a sweep, of equal sequences and of requests, with those from a record."""
+    """Points of a sweep: of equal sequences, and of requests."""
 
     points: list[Measurement]
     requests: list[RequestPoint]
@@ -71,7 +72,7 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class LoadJob:
-    """Load that is ready to run: its plan at batch 1, its cases, and its engine."""
+    """Load that is ready to run. Its plan at batch 1, its cases, and its engine."""
 
     plan: Plan
     cases: tuple[Case, ...]  # cases at batch 1, one for each pair of lengths
@@ -150,7 +151,7 @@ def find_best_batch(limit: int, first: Iterable[int] = (), guess: int = 0) -> Ba
 
 
 def listed(batches: Iterable[int]) -> Batches:
-    """Yield the given batches in rising order, up to the first that runs out of memory."""
+    """Yield batches in rising order until memory runs out."""
     for batch in sorted(batches):
         if (yield Try(batch)).status in OUT_OF_MEMORY:
             return
@@ -216,7 +217,7 @@ def recipe_of(sweep: Sweep) -> dict[str, Any]:
 
 
 def header_of(sweep: Sweep, machine: str, revisions: Iterable[tuple[str, str]], shard: Shard | None = None) -> Header:
-    """Return the header of a start of `sweep` or of a shard; `revisions` are the models with their revisions."""
+    """Return the header of a start of `sweep` or of a shard. `revisions` are the models with their revisions."""
     used: dict[str, str] = {}
     for name in sweep.engine:
         used |= versions(engine_recipe(name).engine)
@@ -246,10 +247,11 @@ def run(
     make_worker: Callable[..., Client] = Worker,
     signals: Signals | None = None,
 ) -> Outcome:
-    """Measure the points that `done` does not hold, append each to `store` at once, and return all points of the sweep.
+    """Measure the points that `done` does not hold, and return all.
 
-    `signals` are those that interrupt it, by default SIGINT and SIGTERM. Raises Interrupted on them, after the point
-    under way is recorded as `cancelled`, and StoreError if a record cannot be written; no worker is left behind.
+    Each is appended to `store` at once. `signals` are those that interrupt it, by default SIGINT and SIGTERM. Raises
+    Interrupted on them, after the point under way is recorded as `cancelled`, and StoreError if a record cannot be
+    written; no worker is left behind.
     """
     recorded: Known = {}
     for point in done:
@@ -293,7 +295,7 @@ def key_of(point: Point) -> Key:
 
 
 def _find(recorded: Known, key: Key, number: int, timed: bool = True) -> Point | None:
-    """Return the record of a point in round `number`, None if it is still to be measured.
+    """Return the record of a point in round `number`, or None.
 
     A failure, and a batch that is only tried, are recorded for all rounds.
     """
@@ -308,7 +310,7 @@ def _find(recorded: Known, key: Key, number: int, timed: bool = True) -> Point |
 
 @dataclass
 class _Runner:
-    """One job in one round; its worker is started when the first unmeasured point needs it."""
+    """One job in one round. Its worker is started when the first unmeasured point needs it."""
 
     sweep: Sweep
     job: LoadJob
@@ -322,7 +324,7 @@ class _Runner:
     crashes: int = 0
 
     def run(self) -> None:
-        """Measure the cases, then the loads of requests, until nothing more of this load can be measured."""
+        """Measure cases, then loads of requests, while the load can run."""
         for case in self.job.cases:
             batches = batches_of(self.sweep, self.job.plan.at(case.workload))
             answer: Answer | None = None
@@ -366,7 +368,7 @@ class _Runner:
         return point
 
     def _begin(self, key: Key, timed: bool = True) -> tuple[float, Any]:
-        """Announce a point; return the time, and its record if there is one."""
+        """Announce a point; return the time, and its record, if any."""
         self.events.trying(key)
         return monotonic(), _find(self.recorded, key, self.number, timed)
 
@@ -379,7 +381,7 @@ class _Runner:
         return numbers
 
     def _store(self, key: Key, point: P) -> P:
-        """Append a point to the store, and return it as it is there."""
+        """Append a point to the store, and return it as stored."""
         fields: dict[str, Any] = {"model_revision": self.job.revision}
         if isinstance(key, Case):
             fields["predicted"] = self._predicted(key)
@@ -389,7 +391,7 @@ class _Runner:
         return point
 
     def _measure(self, key: Key, measure: Callable[[Client], P], make: Callable[[dict[str, Any]], P]) -> P:
-        """Measure a point on the worker, loaded first if need be, and store it; `make` makes that of a failure."""
+        """Measure a point, or `make` that of a failure, and store it."""
         if (why_not := self.job.plan.why_not) is not None:
             return self._store(key, make(self._facts("unsupported", why_not, "load")))
         stage = "load"
@@ -436,9 +438,9 @@ def _advance(batches: Batches, answer: Answer | None) -> Try | None:
 
 
 def _requests(spec: ModelSpec, request_set: RequestSet) -> tuple[list[Request], list[int]]:
-    """Return the requests of a load and the lengths of their prompts, texts as token ids, which others have not.
+    """Return the requests of a load, and the lengths of their prompts.
 
-    Raises TaskFailed for a text that has none.
+    Texts become token ids; random prompts stay empty. Raises TaskFailed for a text that has none.
     """
     texts = [request.prompt for request in request_set.requests if request.prompt is not None]
     ids: Iterator[list[int] | Refusal] = iter(())
@@ -459,7 +461,7 @@ def _requests(spec: ModelSpec, request_set: RequestSet) -> tuple[list[Request], 
 
 
 def exit_code(sweep: Sweep, points: Iterable[Point]) -> int:
-    """Return the exit code of a sweep: 0 if every point is ok, 3 if some are not, 4 if none is.
+    """Return the exit code of a sweep. 0 if every point is ok, 3 if some are not, 4 if none is.
 
     With ``auto``, a batch that memory or a TensorRT plan has no room for is how the largest batch is found, and counts
     as ok.
@@ -473,7 +475,6 @@ def exit_code(sweep: Sweep, points: Iterable[Point]) -> int:
 
 
 def _too_large(point: Point) -> bool:
-    """Return whether the load ran and the batch was too large for it."""
     if isinstance(point, RequestPoint):
         return False
     return point.status in OUT_OF_MEMORY or (point.status == "unsupported" and point.stage != "load")

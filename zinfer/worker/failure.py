@@ -9,8 +9,7 @@ from zinfer.system.host import no_memory
 
 
 class TaskFailure(Frozen):
-    """The answer of a task that failed: its status, one line that says why, and where it ended; and the exit code of a
-    command that cannot go on without it."""
+    """Answer of a failed task: status, reason, stage and exit code."""
 
     status: Status
     error: str
@@ -36,8 +35,7 @@ def failure_of(error: BaseException, stage: str) -> TaskFailure:
 
 
 def _exit_code(error: BaseException, status: Status) -> int:
-    """Return the exit code of a command that ends with `error`: that of a fault of files or of usage, or of this
-    machine."""
+    """Return the exit code of a command that ends with `error`."""
     from zinfer.engine import EngineError
 
     if isinstance(error, ZinferError) and not isinstance(error, EngineError):  # the same engine may run elsewhere

@@ -1,4 +1,4 @@
-"""Worker tasks that generate text: rows that come to a batch and go from it."""
+"""Worker tasks that generate text."""
 
 import time
 from collections.abc import Iterable
@@ -41,7 +41,7 @@ def batch_start(session: Session, command: BatchStart) -> BatchStarted:
 
 
 def batch_step(session: Session, command: BatchStep) -> BatchStepped:
-    """Discard rows, begin the added ones, and run passes until a row ends or the time of an answer has come."""
+    """Discard rows, begin the added ones, and run passes."""
     running = session.scheduler
     if running is None:
         raise EngineError("no batch is running")
@@ -89,7 +89,7 @@ def batch_step(session: Session, command: BatchStep) -> BatchStepped:
 
 
 def _drop(session: Session, running: ContinuousScheduler, keys: Iterable[int]) -> dict[int, str]:
-    """Discard rows, however far they are; return the texts of those that stream, by key."""
+    """Discard rows, however far they are. Return the texts of those that stream, by key."""
     gone = set(keys)
     if not gone or session.text is None:
         return {}

@@ -1,4 +1,4 @@
-"""Workers without a process, for tests and for programs that want no second process."""
+"""Workers without a process, for tests and other programs."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class InlineWorker(Client):
-    """Worker that runs tasks in this process; commands and answers go through JSON all the same.
+    """Worker that runs tasks in this process. Commands and answers go through JSON all the same.
 
     `engine` is ``module:Class`` as a `Worker` has it, or an engine class, or any function of a plan and its progress.
     `instead` has functions of the session and the command that run in place of a task's own, by command class. An
@@ -45,7 +45,7 @@ class InlineWorker(Client):
 
     @classmethod
     def around(cls, engine: "Engine", **settings: Any) -> Self:
-        """Return a worker whose engine is loaded already, and is left open by `close`."""
+        """Return a worker of a loaded engine, which `close` leaves open."""
         worker = cls(**settings)
         worker.session.engine, worker.session.facts = engine, facts_of(engine.plan)
         worker._owns_engine = False

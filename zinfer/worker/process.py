@@ -69,7 +69,7 @@ def now() -> str:
 
 
 class WorkerError(RuntimeError):
-    """Command without an answer: its status, the reason in one line, and the exit code for it."""
+    """Command without an answer. Its status, the reason in one line, and the exit code for it."""
 
     def __init__(self, status: Status, message: str, exit_code: int = ENVIRONMENT) -> None:
         super().__init__(message)
@@ -78,7 +78,7 @@ class WorkerError(RuntimeError):
 
     @property
     def line(self) -> str:
-        """Reason as the CLI prints it: with the status, unless the fault is one of files or of usage."""
+        """Reason as the CLI prints it. With the status, unless the fault is one of files or of usage."""
         return str(self) if self.exit_code == USAGE else f"{self.status}: {self}"
 
 
@@ -125,21 +125,21 @@ class Client(ABC):
         self._on_loaded(loaded.load_bytes, loaded.load_s)
 
     def add(self, requests: Iterable[Request]) -> None:
-        """Send requests for the next task that takes them, in messages of bounded size."""
+        """Send requests for the next task, in messages of bounded size."""
         for message in AddRequests.messages(requests):
             self.ask(message)
 
     def step(self, requests: Iterable[Request] = (), **fields: Any) -> BatchStepped:
-        """Add requests to the batch and run passes; the fields are those of `BatchStep`."""
+        """Add requests to the batch and run passes. The fields are those of `BatchStep`."""
         self.add(requests)
         return self.ask(BatchStep(**fields))
 
     def measure(self, case: Case, repeats: int, tolerance: float) -> Measurement:
-        """Measure one case of the loaded engine; a failure is a Measurement with its status."""
+        """Measure one case of the loaded engine. A failure is a Measurement with its status."""
         return self.ask(Measure(case=case, repeats=repeats, tolerance=tolerance)).point
 
     def measure_requests(self, command: MeasureRequests, requests: Sequence[Request]) -> RequestPoint:
-        """Measure a load of requests on the loaded engine; a failure is a RequestPoint with its status."""
+        """Measure a load of requests on the loaded engine. A failure is a RequestPoint with its status."""
         self.add(requests)
         return self.ask(command).point
 
@@ -157,7 +157,7 @@ class Client(ABC):
 
 
 class Worker(Client):
-    """Worker in a process of its own: starts it, sends it requests, watches the time.
+    """Worker in a process of its own. Starts it, sends it requests, watches the time.
 
     `target` is the engine as ``module:Class``, `revision` the fingerprint of the weights that it may load, if they may
     not be others. Raises WorkerDied when the process crashes (`crashed`), cannot go on
@@ -249,7 +249,7 @@ class Worker(Client):
         lease.sweep()  # what it owned
 
     def _abort(self) -> None:
-        """End the worker in the last moments of this process, for which others may wait."""
+        """End the worker within a second: others may wait for this process."""
         self._kill_group()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=1)
@@ -261,7 +261,7 @@ class Worker(Client):
         self._process.kill()  # also one that leads no group yet
 
     def close(self) -> None:
-        """Let the worker finish in order; kill it if it does not within half a minute."""
+        """Let the worker finish in order. Kill it if it does not within half a minute."""
         with suppress(BrokenPipeError, OSError):
             if self._process.stdin is not None:
                 self._process.stdin.close()
@@ -276,7 +276,7 @@ class Worker(Client):
 
 
 def _count_oom_kills() -> int:
-    """Count the kernel's out-of-memory kills in this process's control group; 0 if unknown."""
+    """Count the kernel's out-of-memory kills in this process's control group. 0 if unknown."""
     with suppress(OSError, ValueError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, kinds, path = line.split(":", 2)
@@ -288,7 +288,7 @@ def _count_oom_kills() -> int:
     return 0
 
 
-def here(engine_name: str) -> dict[str, Any]:
+def study_header(engine_name: str) -> dict[str, Any]:
     """Return the start of a study's record: machine, device, time and versions."""
     from zinfer.system import host, local
 
@@ -298,7 +298,7 @@ def here(engine_name: str) -> dict[str, Any]:
 
 
 def versions(engine_name: str, weights: Weights = "as-released") -> dict[str, str]:
-    """Return the versions of Python, zinfer, the driver, and the packages that the engine requires for `weights`."""
+    """Return the versions of Python, zinfer, the driver, and the engine's packages."""
     import platform
 
     from zinfer.core.engine import ENGINES

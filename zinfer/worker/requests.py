@@ -1,4 +1,6 @@
-"""Clock of a load of requests: it lets them arrive, runs passes, and notes when each request gets its tokens.
+"""Clock of a load of requests.
+
+It lets them arrive, runs passes, and notes when each request gets its tokens.
 
 Requests run on `zinfer.generation.scheduler.ContinuousScheduler`, as in `zinfer batch`. End tokens are ignored, so that
 lengths are exact. Time is taken at the end of each pass.
@@ -73,7 +75,7 @@ class LoadSamples:
             runs.append((number, 1))
 
     def fields(self, lengths: Sequence[tuple[int, int]]) -> dict[str, Any]:
-        """Return the fields of a `RequestPoint` for requests of these lengths, without those that did not arrive."""
+        """Return the fields of a `RequestPoint`. Requests that did not arrive are left out."""
         return {
             "pass_ms": [seconds * 1e3 for seconds in self.pass_s],
             "samples": [
@@ -90,7 +92,7 @@ class LoadSamples:
 
 
 def measure_requests(session: Session, command: MeasureRequests) -> RequestsMeasured:
-    """Measure a load of requests on the loaded engine; an exception becomes the point's status."""
+    """Measure a load of requests on the loaded engine. An exception becomes the point's status."""
     begin_point(session)
     if session.scheduler is not None:
         session.scheduler.end()
@@ -111,8 +113,10 @@ def measure_requests(session: Session, command: MeasureRequests) -> RequestsMeas
 
 
 def draw_prompts(requests: Sequence[Request], input_lens: Sequence[int], vocab_size: int, seed: int) -> None:
-    """Give requests without a prompt random tokens, the same for every engine; the lowest ids, often special, are
-    left out."""
+    """Give requests without a prompt random tokens, the same for every engine.
+
+    The lowest ids, often special, are left out.
+    """
     generator = torch.Generator().manual_seed(seed)
     low = min(8, vocab_size - 1)
     for request, length in zip(requests, input_lens, strict=True):
@@ -130,7 +134,7 @@ def run_load(
     clock: Clock = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Run requests, whose keys are their numbers, to their ends as `load` lets them arrive, and fill `samples`.
+    """Run requests to their ends, and fill `samples`.
 
     In a closed loop a request arrives when the one before it ends, or, with ``auto``, when the pass begins in which
     there is room for it; in an open loop at its own time, which may lie within a pass. Raises the errors of
@@ -156,7 +160,7 @@ def run_load(
 
 
 def _warm_up(running: ContinuousScheduler, requests: Sequence[Request]) -> None:
-    """Run the beginning of a few requests: kernels are compiled, and memory is taken."""
+    """Run the beginning of a few requests. Kernels are compiled, and memory is taken."""
     running.add(replace(request, left=min(request.left, WARM_UP_TOKENS)) for request in requests[:WARM_UP_ROWS])
     try:
         while running.running:

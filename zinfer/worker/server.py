@@ -1,4 +1,4 @@
-"""Worker's end of the pipe: JSON lines in, one answer each, progress in between."""
+"""Worker's end of the pipe: JSON lines in, answers and progress out."""
 
 import gc
 import json
@@ -52,7 +52,7 @@ class Server:
 
 
 def imported(target: str) -> "type[Engine]":
-    """Import the engine class at ``module:Class``; the garbage collector never looks at the libraries again.
+    """Import the engine class at ``module:Class``. The garbage collector never looks at the libraries again.
 
     They are 360,000 objects for the whole life of this process: looking at them again and again during the import and
     at the end takes a quarter of the time of both, and each collection before a point takes 0.3 s.
@@ -68,7 +68,7 @@ def imported(target: str) -> "type[Engine]":
 
 
 def main() -> None:
-    """Serve a parent on stdin and stdout; anything else that is printed goes to stderr.
+    """Serve a parent on stdin and stdout. Anything else that is printed goes to stderr.
 
     The process ends with its parent, and is the first to be killed when host memory runs out.
     """

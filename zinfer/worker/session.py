@@ -1,4 +1,4 @@
-"""Session of a worker: the loaded engine, the batch that runs on it, and its tasks.
+"""Session of a worker. The loaded engine, the batch that runs on it, and its tasks.
 
 `zinfer.worker.server` runs one in a process of its own, `zinfer.worker.inline` in the caller's.
 """
@@ -32,7 +32,7 @@ MakeEngine = Callable[[Plan, Progress], "Engine"]
 
 
 class Session:
-    """State of one worker; `instead` has functions in place of those of the table."""
+    """State of one worker. `instead` has functions that take the place of the table's."""
 
     def __init__(self, on_progress: Progress, instead: Mapping[str, Function] | None = None) -> None:
         self.on_progress = on_progress
@@ -74,13 +74,16 @@ class Session:
         return self._tokenizer[1]
 
     def token_text(self, token: int) -> str:
-        """Return the text of a token of the loaded model by itself, also of a special one."""
+        """Return the text of one token alone, also of a special one."""
         if token not in self._token_texts:
             self._token_texts[token] = self.tokenizer().text_of(token)
         return self._token_texts[token]
 
     def answer(self, message: Any) -> dict[str, Any]:
-        """Run one task: ``{"task": name, "request": {..}}`` to ``{"answer": {..}}``, or ``{"failure": {..}}``."""
+        """Run one task.
+
+        ``{"task": name, "request": {..}}`` becomes ``{"answer": {..}}``, or ``{"failure": {..}}``.
+        """
         name = str(message.get("task")) if isinstance(message, dict) else ""
         try:
             return {"answer": self._run(name, message).model_dump(mode="json")}
@@ -103,7 +106,7 @@ class Session:
         return function(self, command)
 
     def close(self, engine: bool = True) -> None:
-        """Free all that runs on the engine, and the engine itself if `engine`. Safe to call twice."""
+        """End the batch, and the engine if `engine`. Safe to call twice."""
         with suppress(Exception):
             if self.scheduler is not None:
                 self.scheduler.end()
@@ -164,7 +167,7 @@ def load(session: Session, command: Load, find: "Callable[[str], MakeEngine]" = 
 
 
 def _check_weights(command: Load) -> None:
-    """Raise CheckpointError if the weights on disk are not those of the command's revision."""
+    """Raise CheckpointError if the weights on disk have another revision."""
     from zinfer.checkpoint.headers import CheckpointError
     from zinfer.checkpoint.source import revision_of
 
@@ -187,7 +190,7 @@ def about(session: Session, _command: About) -> Facts:
 
 
 def measure(session: Session, command: Measure) -> Measured:
-    """Measure one case of the loaded engine; an exception becomes the point's status."""
+    """Measure one case of the loaded engine. An exception becomes the point's status."""
     from zinfer.record.stats import relative_half_width
     from zinfer.worker.measure import Samples
     from zinfer.worker.measure import measure as run
@@ -219,7 +222,7 @@ def measure(session: Session, command: Measure) -> Measured:
 
 
 def begin_point(session: Session) -> None:
-    """Note the time at which a point begins; free memory, and reset its peaks.
+    """Note the time at which a point begins. Free memory, and reset its peaks.
 
     Before the first one of a load, the links of several GPUs are measured.
     """
@@ -235,7 +238,7 @@ def begin_point(session: Session) -> None:
 
 
 def conditions(session: Session, case: Case, status: Status) -> dict[str, Any]:
-    """Return what a point records at its end: memory, the placement of the weights, and its status.
+    """Return what a point records at its end. Memory, the placement of the weights, and its status.
 
     It differs from `status` if the weights are not where the case wants them.
     """
@@ -254,7 +257,7 @@ def conditions(session: Session, case: Case, status: Status) -> dict[str, Any]:
 
 
 def not_as_asked(case: Case, effective: Effective, streamable: int = 0) -> str | None:
-    """Return the fault if the weights are not where the case wants them, or None.
+    """Return why weights are not where the case wants them, or None.
 
     The layers of the model have `streamable` bytes, for an engine with none of them in host memory or on disk.
     """

@@ -1,4 +1,4 @@
-"""Tasks of a worker: one table from a name to its command, its answer and its function.
+"""Table of a worker's tasks: command, answer and function of each.
 
 Commands and answers travel as JSON. The functions are imported where they run: the table needs no torch.
 """
@@ -30,7 +30,7 @@ class Command(Message, Generic[Answer]):
 
 
 class Loaded(Message):
-    """Seconds and bytes of a load; or the point of a refused one, and the exit code for it."""
+    """Seconds and bytes of a load, or a refused load's point."""
 
     load_s: float = 0.0
     load_bytes: int = 0
@@ -71,7 +71,7 @@ class Measured(Message):
 
 
 class Measure(Command[Measured]):
-    """Measure a case of the loaded engine; fewer repeats do where their spread is within `tolerance`."""
+    """Measure a case of the loaded engine. A spread within `tolerance` ends the repeats early."""
 
     case: Case
     repeats: int
@@ -85,7 +85,7 @@ class RequestsMeasured(Message):
 
 
 class MeasureRequests(Command[RequestsMeasured]):
-    """Measure a load of the added requests, in their order, on the loaded engine.
+    """Measure the added requests, in their order, as a load.
 
     A request without a prompt gets as many random tokens as `input_lens` has for it.
     """
@@ -114,7 +114,7 @@ class AddRequests(Command[Added]):
 
     @classmethod
     def messages(cls, requests: Iterable[Request]) -> Iterator[Self]:
-        """Yield the messages of `MESSAGE_BYTES` that add `requests`, to be sent one after the other."""
+        """Yield the messages that add `requests`, each of at most `MESSAGE_BYTES`."""
         changes: list[dict[str, Any]] = []
         size, before = 0, dict[str, Any]()
         for request in requests:
@@ -128,7 +128,7 @@ class AddRequests(Command[Added]):
             yield cls(changes=changes)
 
     def requests(self, last: Request | None = None) -> Iterator[Request]:
-        """Yield the requests, which follow `last`; those with one prompt share its list."""
+        """Yield the requests, which follow `last`. Those with one prompt share its list."""
         fields = {} if last is None else dict(vars(last))
         for changed in self.changes:
             fields |= changed
@@ -148,13 +148,13 @@ def _changed(before: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, 
 
 
 def _bytes(fields: Mapping[str, Any]) -> int:
-    """Return an upper bound of the JSON bytes of a request's fields: ids below a million, escaped characters."""
+    """Return an upper bound of a request's JSON bytes."""
     ids = len(fields.get("prompt_ids", ())) + len(fields.get("output_ids", ()))
     return 512 + 8 * ids + 12 * sum(map(len, fields.get("stop", ())))
 
 
 class BatchStarted(Message):
-    """Positions of KV cache for all rows, and why prompts cannot be scored, or kept ones not reused.
+    """Positions of KV cache, and why prompts cannot be scored or reused.
 
     `notes` are lines for the user.
     """
@@ -166,7 +166,7 @@ class BatchStarted(Message):
 
 
 class BatchStart(Command[BatchStarted]):
-    """Begin a batch, to which rows come and from which they go, in place of one that runs.
+    """Begin a batch in place of one that runs.
 
     `load` is the largest load to reckon with; at most `rows` run at a time, those that came first before others if
     `arrivals`. KV caches of earlier rows may take `cache_size` bytes of host memory, and `folder_size` bytes of the
@@ -200,10 +200,10 @@ class BatchStepped(Message):
 
 
 class BatchStep(Command[BatchStepped]):
-    """Run passes until a row ends or `answer_s` seconds have gone by, a second by default; 0 is one pass.
+    """Run passes until a row ends or `answer_s` seconds have gone by.
 
-    First the rows whose keys are `drop` are discarded, and the added requests begin to wait. `ending` is the chance
-    that a row ends at a token before its limit.
+    The default is a second, and 0 is one pass. First the rows whose keys are `drop` are discarded, and the added
+    requests begin to wait. `ending` is the chance that a row ends at a token before its limit.
     """
 
     drop: list[int] = Field(default_factory=list)
@@ -226,7 +226,7 @@ class PrefixReused(Message):
 
 
 class PrefixReuse(Command[PrefixReused]):
-    """Time the first token after `context` tokens, computed whole and with kept keys and values.
+    """Time the first token after `context` tokens, computed and reloaded.
 
     All but `new_tokens` are reloaded: from host memory, and from a file in `folder`.
     """
@@ -246,16 +246,16 @@ class LogitsFile(Message):
 
 
 class LogitsRecorded(Message):
-    """Tokens that followed each prompt, ``[B, steps]``, and the logits that they were chosen from."""
+    """Tokens that followed each prompt, ``[B, steps]``, and their logits."""
 
     tokens: list[list[int]]
     logits: LogitsFile
 
 
 class LogitsRecord(Command[LogitsRecorded]):
-    """Continue prompts of one length by `steps` tokens, and write the logits to `file`.
+    """Continue prompts of one length, and write the logits to `file`.
 
-    A row's tokens are those of `tokens`, or the most likely ones where that is None.
+    A row's `steps` tokens are those of `tokens`, or the most likely ones where that is None.
     """
 
     prompts: list[list[int]]

@@ -122,10 +122,10 @@ def _run(job: "LoadJob", watch: "Watch", debug: bool, how: dict[str, Any]) -> "S
     """Measure one load, context after context; a context that cannot be measured gets a reason."""
     from zinfer.core.case import Workload
     from zinfer.record.study import Reload, Study
-    from zinfer.worker.process import TaskFailed, Worker, WorkerDied, here
+    from zinfer.worker.process import TaskFailed, Worker, WorkerDied, study_header
     from zinfer.worker.tasks import About, Facts, PrefixReuse
 
-    spec, start, facts, failed = job.plan.model, here(job.plan.case.engine), Facts(), ""
+    spec, start, facts, failed = job.plan.model, study_header(job.plan.case.engine), Facts(), ""
     points: list[Reload] = []
     plans = [job.plan.at(case.workload) for case in job.cases]
     usable = [plan for plan in plans if _why_not(plan) is None]
@@ -154,7 +154,7 @@ def _run(job: "LoadJob", watch: "Watch", debug: bool, how: dict[str, Any]) -> "S
                 )
                 try:
                     point = Reload.model_validate(point.model_dump() | worker.ask(asked).model_dump())
-                    watch.say(f"{context:,} tokens measured")
+                    watch.message(f"{context:,} tokens measured")
                 except TaskFailed as error:  # a longer context would fail, too
                     point = point.model_copy(update={"skipped": error.line})
                     failed = f"{context:,} tokens failed ({error.status})"

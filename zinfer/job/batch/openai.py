@@ -1,4 +1,4 @@
-"""OpenAI batch format: requests in and answers out, each a JSON object a line.
+"""OpenAI batch format: requests in, answers out, a JSON object a line.
 
 A request gives the text to continue and its parameters::
 
@@ -37,7 +37,7 @@ _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*+"|[\[\]{}:,]|[^\s"\[\]{}:,]++|"')  # the
 
 
 class BatchLine(NamedTuple):
-    """Line that can be served; its seed is derived from the line if it names none."""
+    """Line that can be served. Its seed is derived from the line if it names none."""
 
     id: str
     custom_id: str
@@ -45,7 +45,7 @@ class BatchLine(NamedTuple):
 
     @property
     def prompt(self) -> Any:
-        """The text, or the chat's messages, each a dict of role and content."""
+        """Text, or a chat's messages, each a dict of role and content."""
         return self.asked.prompts[0]
 
 
@@ -60,7 +60,7 @@ class Fault(NamedTuple):
 
 
 class Done(NamedTuple):
-    """Answer that an earlier run wrote: its id, True unless it is an error, and its number of tokens."""
+    """Answer of an earlier run: its id, its outcome, its tokens."""
 
     id: str
     ok: bool
@@ -68,16 +68,16 @@ class Done(NamedTuple):
 
 
 def digest(content: bytes) -> str:
-    """Return the digest of a file of requests, as .job files name it."""
+    """Return the digest of a file of requests for .job files."""
     return sha256(content).hexdigest()[:16]
 
 
 def read_requests(content: bytes) -> list[BatchLine | Fault]:
-    """Return the lines of a file, in its order; those that cannot be served are Faults.
+    """Return the lines of a file, in its order. Those that cannot be served are Faults.
 
     Blank lines are skipped. Never raises.
     """
-    found: list[BatchLine | Fault] = []
+    lines: list[BatchLine | Fault] = []
     seen: Counter[bytes] = Counter()
     first: dict[str, int] = {}  # custom_id -> number of its line
     for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
@@ -100,10 +100,10 @@ def read_requests(content: bytes) -> list[BatchLine | Fault]:
                     "duplicate_custom_id", f"line {number}: line {first[custom_id]} has the custom_id {custom_id!r} too"
                 )
             first[custom_id] = number
-            found.append(_line(key, custom_id, fields))
+            lines.append(_line(key, custom_id, fields))
         except Refused as refused:
-            found.append(Fault(f"batch_req_{key}", custom_id, refused.code, str(refused), refused.param))
-    return found
+            lines.append(Fault(f"batch_req_{key}", custom_id, refused.code, str(refused), refused.param))
+    return lines
 
 
 def _object(line: bytes, number: int) -> dict[str, Any]:
@@ -120,11 +120,11 @@ def _object(line: bytes, number: int) -> dict[str, Any]:
 
 
 def _find_custom_id(line: bytes) -> str | None:
-    """Return the custom_id of a line that cannot be parsed, as far as its outermost object can be followed.
+    """Return the custom_id of a line that cannot be parsed.
 
     Depth, digits and what stands in inner objects do not matter. None without a custom_id that is a text, or with two.
     """
-    found: list[str] = []
+    ids: list[str] = []
     depth, wanted, key = 0, b"{", b""  # wanted: what may come next in the outermost object
     for match in islice(_TOKEN.finditer(line, 0, LINE), TOKENS):
         token = match[0]
@@ -143,11 +143,11 @@ def _find_custom_id(line: bytes) -> str | None:
         elif depth == 1 and wanted == b"v" and kind not in b":,]}":
             with suppress(ValueError):
                 if json.loads(key) == "custom_id" and isinstance(value := json.loads(token), str) and value:
-                    found.append(value)
+                    ids.append(value)
             wanted = b","
         else:
             break
-    return found[0] if len(found) == 1 else None
+    return ids[0] if len(ids) == 1 else None
 
 
 def _custom_id(fields: dict[str, Any], number: int) -> str:
@@ -183,7 +183,7 @@ def answer(
 
 
 def refusal(fault: Fault) -> dict[str, Any]:
-    """Return the output object of a line that cannot be served: OpenAI's status 400.
+    """Return the output object of a line that cannot be served. OpenAI's status 400.
 
     `error` says the same: other programs look for it there.
     """

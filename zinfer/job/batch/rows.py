@@ -1,4 +1,4 @@
-"""Rows of a batch job: requests with their token ids and limits, and faults for those that cannot be served."""
+"""Rows of a batch job, and faults for lines without one."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Row:
 
 
 def row_order(row: Row) -> tuple[int, int, int]:
-    """Return the sort key of rows: like rows side by side, those first that should begin first."""
+    """Return the sort key that puts like rows side by side."""
     return like_order(row.need)
 
 
@@ -41,7 +41,7 @@ def rows_of(
     output_len: int,
     output_ids: Mapping[str, list[int]],
 ) -> tuple[list[Row], list[Fault]]:
-    """Return the lines as rows, and faults for those that cannot be served.
+    """Return lines as rows, and faults for those that cannot be served.
 
     `prompts` are the prompts' token ids, or the reasons why there are none; `positions` and `vocab_size` those of the
     model; `output_len` is the limit of a line that names none, as far as there are positions for it; `output_ids` are
@@ -69,7 +69,7 @@ def rows_of(
 
 
 def split(rows: Sequence[Row], fits: Sequence[bool], where: str) -> tuple[list[Row], list[Fault]]:
-    """Return the rows that fit, and faults for the others, which need more memory than `where` has."""
+    """Return the rows that fit, and faults for the others."""
     faults = [
         _fault(
             row.line,

@@ -1,4 +1,4 @@
-"""Batch job: rows to the worker, answers to the disk, until every row has one.
+"""Batch job: rows to the worker, answers to the disk.
 
 The worker decides at every pass which rows run (`zinfer.generation.schedule`). The parent keeps its queue filled and
 knows each row's tokens, so that a worker may die: its rows go to the next one, fewer at a time.
@@ -26,7 +26,7 @@ SAVE_S = 60.0  # seconds between two saves of the tokens of unfinished rows
 
 
 class JobFailed(RuntimeError):
-    """Error of a job that cannot go on; the answers so far are on disk. `exit_code` ends the command."""
+    """Error of a job that cannot go on. The answers so far are on disk. `exit_code` ends the command."""
 
     def __init__(self, message: str, exit_code: int = ENVIRONMENT) -> None:
         super().__init__(message)
@@ -74,7 +74,7 @@ class BatchProgress:
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds left, if the remaining rows use as much of their limits as the finished ones did."""
+        """Seconds left, if rows go on to use their limits as before."""
         share = self.used / self.allowed if self.allowed else 1.0
         return self.left * share / self.rate if self.rate else None
 
@@ -89,17 +89,29 @@ class BatchProgress:
         return self.stopped / (self.tokens + self.stopped + 1)
 
 
-@dataclass
 class BatchJob:
-    """Job to run: the load, the rows without an answer, and where answers go; at most `max_rows` run at a time."""
+    """Job that answers rows into a ledger, at most `max_rows` at a time."""
 
-    plan: Plan
-    rows: Sequence[Row]
-    ledger: Ledger
-    driver: Driver
-    max_rows: int | None = None
-    on_progress: Callable[[BatchProgress], None] = lambda _progress: None
-    on_message: Callable[[str], None] = lambda _text: None
+    def __init__(
+        self,
+        plan: Plan,
+        rows: Sequence[Row],
+        ledger: Ledger,
+        driver: Driver,
+        max_rows: int | None = None,
+        on_progress: Callable[[BatchProgress], None] = lambda _progress: None,
+        on_message: Callable[[str], None] = lambda _text: None,
+    ) -> None:
+        self._plan, self._ledger, self._driver, self._max_rows = plan, ledger, driver, max_rows
+        self._on_progress, self._on_message = on_progress, on_message
+        self._waiting = sorted(rows, key=row_order)  # not in the worker
+        self._sent: dict[int, Row] = {}  # in the worker, by key
+        self._started = False  # True while the worker has a batch
+        self._window = Window(lasting=True)
+        self._given_up = 0  # rows given up since the last token
+        self._saved_at = time.monotonic()
+        self.progress = BatchProgress(rows=len(rows), left=sum(row.request.left for row in rows))
+        self._ahead = AHEAD
 
     def run(self) -> BatchProgress:
         """Answer every row.
@@ -107,34 +119,17 @@ class BatchJob:
         Raises Interrupted on SIGINT and SIGTERM, JobFailed when no worker can be had or batches fail one after the
         other, StoreError when an answer cannot be written; no worker is left behind.
         """
-        with Signals() as signals, self.driver:
-            self.driver.signals = signals
-            return _Runner(self).run()
-
-
-class _Runner:
-    def __init__(self, job: BatchJob) -> None:
-        self._job, self._driver = job, job.driver
-        self._waiting = sorted(job.rows, key=row_order)  # not in the worker
-        self._sent: dict[int, Row] = {}  # in the worker, by key
-        self._started = False  # True while the worker has a batch
-        self._window = Window(lasting=True)
-        self._given_up = 0  # rows given up since the last token
-        self._saved_at = time.monotonic()
-        self.progress = BatchProgress(rows=len(job.rows), left=sum(row.request.left for row in job.rows))
-        self._ahead = AHEAD
-
-    def run(self) -> BatchProgress:
-        try:
-            while self._waiting or self._sent:
-                try:
-                    self._step()
-                except WorkerError as error:
-                    self._retry(error)
-        except (Interrupted, JobFailed) as end:
-            self._driver.end(kill=isinstance(end, Interrupted))
-            self._save()
-            raise
+        with Signals() as self._driver.signals, self._driver:
+            try:
+                while self._waiting or self._sent:
+                    try:
+                        self._step()
+                    except WorkerError as error:
+                        self._retry(error)
+            except (Interrupted, JobFailed) as end:
+                self._driver.end(kill=isinstance(end, Interrupted))
+                self._save()
+                raise
         return self.progress
 
     def _step(self) -> None:
@@ -150,7 +145,7 @@ class _Runner:
     def _load(self) -> None:
         """Load the worker if need be. Raises JobFailed."""
         try:
-            self._driver.load(self._job.plan)
+            self._driver.load(self._plan)
         except WorkerError as error:
             raise JobFailed(error.line, error.exit_code) from None
 
@@ -158,16 +153,16 @@ class _Runner:
         """Begin a batch in the worker, for all rows that are left."""
         rows = [*self._waiting, *self._sent.values()]
         self._waiting, self._sent = sorted(rows, key=row_order), {}
-        limits = [limit for limit in (self._job.max_rows, self._window.limit) if limit is not None]
-        load = load_of(self._job.plan, needs(rows), min(limits, default=None))
+        limits = [limit for limit in (self._max_rows, self._window.limit) if limit is not None]
+        load = load_of(self._plan, needs(rows), min(limits, default=None))
         with self._driver.lend() as worker:
-            worker.ask(BatchStart(load=load, rows=self._job.max_rows))
+            worker.ask(BatchStart(load=load, rows=self._max_rows))
         self._started = True
         self.progress.running, self.progress.waiting = 0, len(rows)
         self._ahead = AHEAD
 
     def _next(self) -> list[Row]:
-        """Take the rows that go to the worker now: its queue is kept so long that it can choose like ones."""
+        """Take the rows that go to the worker's queue now."""
         limit = self._window.limit
         count = max(self._ahead if limit is None else limit - len(self._sent), 0 if self._sent else 1)
         new, self._waiting = self._waiting[:count], self._waiting[count:]
@@ -175,7 +170,7 @@ class _Runner:
         return new
 
     def _take(self, step: BatchStepped) -> None:
-        """Process the worker's answer: tokens go to their rows, rows that ended to the disk."""
+        """Process the worker's answer. Tokens go to their rows, rows that ended to the disk."""
         progress = self.progress
         progress.running, progress.waiting = step.running, step.waiting + len(self._waiting)
         progress.add(step)
@@ -188,7 +183,7 @@ class _Runner:
                 records.append(self._record(row, update))
                 ended.append(update.key)
                 self._end(row, failed=update.failure is not None)
-        self._job.ledger.add(records)
+        self._ledger.add(records)
         for key in ended:
             del self._sent[key]
         if step.rows:
@@ -196,7 +191,7 @@ class _Runner:
         self._window.grow(len(ended))
         if time.monotonic() - self._saved_at > SAVE_S:
             self._save()
-        self._job.on_progress(progress)
+        self._on_progress(progress)
 
     def _record(self, row: Row, update: Update) -> dict[str, Any]:
         if (failure := update.failure) is not None:
@@ -206,7 +201,7 @@ class _Runner:
         self.progress.used += len(request.output_ids)
         self.progress.allowed += request.limit
         tokens = len(request.prompt_ids), len(request.output_ids)
-        model, created = self._job.plan.case.model, self._job.ledger.created
+        model, created = self._plan.case.model, self._ledger.created
         return openai.answer(row.line, update.text, str(update.finish_reason), tokens, model, created)
 
     def _end(self, row: Row, failed: bool) -> None:
@@ -215,15 +210,15 @@ class _Runner:
         self.progress.left -= row.request.left
 
     def _save(self) -> None:
-        """Put on disk the tokens that unfinished rows have got since the last time."""
+        """Write the new tokens of unfinished rows to disk."""
         rows = [row for row in (*self._sent.values(), *self._waiting) if len(row.request.output_ids) > row.saved]
-        self._job.ledger.save((row.line.id, row.saved, row.request.output_ids[row.saved :]) for row in rows)
+        self._ledger.save((row.line.id, row.saved, row.request.output_ids[row.saved :]) for row in rows)
         for row in rows:
             row.saved = len(row.request.output_ids)
         self._saved_at = time.monotonic()
 
     def _retry(self, error: WorkerError) -> None:
-        """Try the rows of a worker that failed again, fewer of them at a time; give up a row that fails alone."""
+        """Try the rows of a failed worker again, fewer at a time. Give up one that fails alone."""
         self._driver.failed(error)
         rows, self._sent, self._started = list(self._sent.values()), {}, False
         count = len(rows)
@@ -233,9 +228,9 @@ class _Runner:
             self._waiting += rows
             raise JobFailed(f"{message}, and so did the one before; the same command goes on" if rows else message)
         if count == 1:
-            self._job.ledger.add(openai.failure(row.line, error.status, str(error)) for row in rows)
+            self._ledger.add(openai.failure(row.line, error.status, str(error)) for row in rows)
             self._end(rows[0], failed=True)
         elif count:
             self._waiting = sorted([*rows, *self._waiting], key=row_order)
             message += f"; going on with batches of {self._window.shrink(count)}"
-        self._job.on_message(message)
+        self._on_message(message)

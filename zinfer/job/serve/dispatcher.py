@@ -1,4 +1,4 @@
-"""Dispatcher: the thread that feeds the server's worker, from the arrival of a request's rows to their last token.
+"""Dispatcher: the thread that feeds the server's worker.
 
 Rows are given to the worker's queue as they come; the worker begins them, at every pass, in the order that
 `zinfer.generation.schedule.in_turn` gives: requests share the memory, however many rows each has. The thread alone
@@ -59,7 +59,7 @@ class QueueFull(Exception):
 
 @dataclass(eq=False)
 class Row:
-    """Answer under way: one of a request's prompts, and its request to the worker.
+    """Answer under way: its prompt, and its request to the worker.
 
     Rows belong to the dispatcher from `Dispatcher.submit` on.
     """
@@ -205,7 +205,7 @@ class Dispatcher:
             self._changed.notify()
 
     def drop(self, rows: Iterable[Row]) -> None:
-        """Discard rows whose answers nobody waits for; their room is free at the next pass."""
+        """Discard rows whose answers nobody waits for. Their room is free at the next pass."""
         with self._changed:
             gone = {row.key for row in rows} & self._unfinished.keys()
             for key in gone:
@@ -253,7 +253,7 @@ class Dispatcher:
             self._on_end()
 
     def _turn(self) -> bool:
-        """Wait for rows, take them in, and have the worker run for a turn. Return False at the end."""
+        """Take in rows, and have the worker run for a turn. Return False at the end."""
         with self._changed:
             while not (self._inbox or self._sent or self._waiting or self._stopping) and self._driver.loaded:
                 self._dropped.clear()
@@ -281,7 +281,7 @@ class Dispatcher:
         return True
 
     def _take_in(self, read: list[tuple[Row, Ids]]) -> None:
-        """Let rows whose prompts were read wait for the worker; those that cannot be served fail."""
+        """Let rows whose prompts were read wait for the worker. Those that cannot be served fail."""
         for row, ids in read:
             if (failure := self._accept(row, ids)) is None:
                 self._waiting.append(row)
@@ -289,7 +289,7 @@ class Dispatcher:
                 self._fail([row], failure)
 
     def _accept(self, row: Row, ids: Ids) -> Failure | None:
-        """Give a row its token ids and its limit; return the reason if it cannot be served."""
+        """Give a row its token ids and its limit. Return the reason if it cannot be served."""
         asked, subject = row.asked, "messages" if row.asked.chat else "prompt"
 
         def refusal(code: str, message: str, param: str = subject, status: int = 400) -> Failure:
@@ -312,7 +312,7 @@ class Dispatcher:
         return None
 
     def _next(self) -> list[Row]:
-        """Take the rows that go to the worker now: all, unless it failed with as many.
+        """Take the rows that go to the worker now. All, unless it failed with as many.
 
         The worker shares the memory out among requests.
         """
@@ -326,7 +326,7 @@ class Dispatcher:
         return new
 
     def _take(self, step: BatchStepped) -> None:
-        """Process the worker's answer: tokens go to their rows, updates to the server."""
+        """Process the worker's answer. Tokens go to their rows, updates to the server."""
         self.running, self.kept_bytes = step.running, step.kept_bytes
         self._metrics.stepped(step)
         updates: list[tuple[Row, Update]] = []
@@ -397,7 +397,7 @@ class Dispatcher:
                 self._driver.end(kill=True)
 
     def _restart(self, first: bool = False) -> None:
-        """Load a worker; raises _EndedError if none can be had, or the server stops meanwhile."""
+        """Load a worker. Raises _EndedError if there is none, or the server stops."""
         with self._changed:
             if self.state == "ready":
                 self.state = "loading"
@@ -437,7 +437,7 @@ class Dispatcher:
         self.fault = None
 
     def _try_prompts(self) -> None:
-        """Find out whether texts and chats can become token ids: a chat template may be missing or broken."""
+        """Find out whether texts and chats can become token ids. A chat template may be missing or broken."""
         self.cannot_complete, self.cannot_chat = map(self._why_not, TRIED)
 
     def _why_not(self, prompt: Prompt) -> str | None:
@@ -449,7 +449,7 @@ class Dispatcher:
 
 
 class _EndedError(Exception):
-    """End of the thread: no worker can be had, or none is wanted any more."""
+    """End of the thread. No worker can be had, or none is wanted any more."""
 
 
 def _without(rows: Iterable[Row], gone: Iterable[Row]) -> list[Row]:

@@ -8,6 +8,7 @@ has started end with it (`zinfer.system.ending`).
 
 import json
 import os
+import platform
 import queue
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from typing import IO, Any
 
 from zinfer import __version__
 from zinfer.core.case import Case
+from zinfer.core.engine import ENGINES
 from zinfer.core.errors import ENVIRONMENT, USAGE, lacks_memory
 from zinfer.core.model import Weights
 from zinfer.core.progress import Progress, silent
@@ -31,7 +33,7 @@ from zinfer.core.request import Request
 from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Measurement, Status
 from zinfer.record.requests import RequestPoint
-from zinfer.system import lease
+from zinfer.system import host, lease, local
 from zinfer.system.ending import NO_GPU_MEMORY, NO_HOST_MEMORY, PARENT, at_end
 from zinfer.system.host import address_words, no_memory
 from zinfer.worker.failure import TaskFailure
@@ -290,8 +292,6 @@ def _count_oom_kills() -> int:
 
 def study_header(engine_name: str) -> dict[str, Any]:
     """Return the start of a study's record: machine, device, time and versions."""
-    from zinfer.system import host, local
-
     devices = host.gpus()
     device = str(devices[0].get("name", "gpu")) if devices else host.cpu_model()
     return {"machine": local.name(), "device": device, "started_at": now(), "versions": versions(engine_name)}
@@ -299,15 +299,10 @@ def study_header(engine_name: str) -> dict[str, Any]:
 
 def versions(engine_name: str, weights: Weights = "as-released") -> dict[str, str]:
     """Return the versions of Python, zinfer, the driver, and the engine's packages."""
-    import platform
-
-    from zinfer.core.engine import ENGINES
-    from zinfer.system.host import driver_version, package_version
-
-    versions = {"python": platform.python_version(), "zinfer": __version__}
     kind = ENGINES.get(engine_name)
     packages = kind.requires if kind is not None else ("torch",)
     if kind is not None and kind.own_package and weights in kind.own_formats:
         packages = (*packages, kind.own_package)
-    found = {package: package_version(package) for package in packages} | {"driver": driver_version()}
-    return versions | {name: version for name, version in found.items() if version}
+    installed = {package: host.package_version(package) for package in packages} | {"driver": host.driver_version()}
+    present = {name: version for name, version in installed.items() if version}
+    return {"python": platform.python_version(), "zinfer": __version__, **present}

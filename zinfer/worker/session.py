@@ -3,6 +3,7 @@
 `zinfer.worker.server` runs one in a process of its own, `zinfer.worker.inline` in the caller's.
 """
 
+import gc
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -10,13 +11,17 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from zinfer.checkpoint.headers import CheckpointError
+from zinfer.checkpoint.source import revision_of
 from zinfer.core.case import Case, resident_bytes
 from zinfer.core.model import ModelSpec
 from zinfer.core.progress import Progress
 from zinfer.core.request import Message, Request
 from zinfer.core.value import first_fault
+from zinfer.engine import EngineError
 from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Effective, Measurement, Status
+from zinfer.record.stats import relative_half_width
 from zinfer.worker.failure import TaskFailure, failure_of
 from zinfer.worker.process import WorkerDied, now, versions
 from zinfer.worker.tasks import TASKS, About, Facts, Load, Loaded, Measure, Measured
@@ -50,8 +55,6 @@ class Session:
     def engine(self) -> "Engine":
         """Loaded engine. Raises EngineError if there is none."""
         if self._engine is None:
-            from zinfer.engine import EngineError
-
             raise EngineError("no engine is loaded")
         return self._engine
 
@@ -168,9 +171,6 @@ def load(session: Session, command: Load, find: "Callable[[str], MakeEngine]" = 
 
 def _check_weights(command: Load) -> None:
     """Raise CheckpointError if the weights on disk have another revision."""
-    from zinfer.checkpoint.headers import CheckpointError
-    from zinfer.checkpoint.source import revision_of
-
     spec = command.plan.model
     if command.revision and revision_of(spec, command.plan.case.load_format) != command.revision:
         raise CheckpointError(f"{spec.directory} does not hold the weights of the start any more: start anew")
@@ -191,7 +191,6 @@ def about(session: Session, _command: About) -> Facts:
 
 def measure(session: Session, command: Measure) -> Measured:
     """Measure one case of the loaded engine. An exception becomes the point's status."""
-    from zinfer.record.stats import relative_half_width
     from zinfer.worker.measure import Samples
     from zinfer.worker.measure import measure as run
 
@@ -226,8 +225,6 @@ def begin_point(session: Session) -> None:
 
     Before the first one of a load, the links of several GPUs are measured.
     """
-    import gc
-
     from zinfer.worker.probe import measure_links
 
     session.engine.clear()  # it may keep the memory of the last batch for the next one

@@ -130,9 +130,12 @@ class Exchange:
 
     @property
     def tokens(self) -> tuple[int, int]:
-        """Numbers of tokens of the prompts, each counted once, and of the answers."""
-        prompts = sum(len(row.request.prompt_ids) for row in self.rows[:: self.asked.n])
-        return prompts, sum(choice.tokens for choice in self.choices.values())
+        """Numbers of tokens of the prompts, each counted once, and of the answers that the client got."""
+        lengths = [
+            (len(row.request.prompt_ids), choice.tokens) if self.asked.stream or choice.over else (0, 0)
+            for row, choice in self.choices.items()
+        ]
+        return sum(prompt for prompt, _ in lengths[:: self.asked.n]), sum(answer for _, answer in lengths)
 
     @property
     def cached(self) -> int:

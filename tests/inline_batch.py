@@ -11,18 +11,19 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
 from tests.inline import MACHINE, SPEC, kill_after
 from zinfer.core.case import Case, Workload
+from zinfer.core.request import Request, Update
 from zinfer.generation.tokenizer_process import Refusal
 from zinfer.job.batch import run as jobs
-from zinfer.job.batch.intake import rows_of
 from zinfer.job.batch.ledger import Ledger, job_path
-from zinfer.job.batch.openai import BatchRequest, read_requests, refusal
-from zinfer.job.batch.run import BatchJob, Standing
+from zinfer.job.batch.openai import BatchLine, read_requests, refusal
+from zinfer.job.batch.rows import rows_of
+from zinfer.job.batch.run import BatchJob, BatchProgress
+from zinfer.job.driver import Driver
 from zinfer.plan.planner import Plan, make_plan
 from zinfer.record.measurement import Measurement, Status
 from zinfer.worker.inline import InlineWorker
@@ -35,7 +36,6 @@ from zinfer.worker.tasks import (
     BatchStepped,
     Load,
     Loaded,
-    RowStep,
 )
 
 CASE = Case(model="fake", engine="stream", offload="cpu", workload=Workload(batch_size=1, input_len=64, output_len=64))
@@ -94,26 +94,6 @@ class InlineTokenizer:
         self.closed += 1
 
 
-@dataclass(frozen=True)
-class HeldRow:
-    """A row in the worker."""
-
-    key: int
-    request: int
-    prompt_ids: list[int]
-    output_ids: list[int]
-    left: int
-    stream: bool
-
-
-def held_rows(step: BatchStep) -> list[HeldRow]:
-    """The rows that a step brings."""
-    return [
-        HeldRow(row.key, asked.key, asked.prompts[row.prompt], row.output_ids, row.left, asked.stream)
-        for asked in step.requests for row in asked.rows
-    ]  # fmt: skip
-
-
 class InlineRows(InlineWorker):
     """A worker without an engine. With more rows than `edge` in it, it fails with `status`, by death if it `dies`."""
 
@@ -130,8 +110,8 @@ class InlineRows(InlineWorker):
         self.edge, self.status, self.dies, self.pause_s = edge, status, dies, pause_s
         self.refused, self.steps = refused, steps
         self.loads, self.closed = 0, 0
-        self.alive: list[HeldRow] = []  # rows that run
-        self.queue: list[HeldRow] = []
+        self.alive: list[Request] = []  # rows that run
+        self.queue: list[Request] = []
         self.sizes: list[int] = []  # rows in the worker at each step
         self.before: Callable[[str], None] = lambda _task: None
 
@@ -150,12 +130,13 @@ class InlineRows(InlineWorker):
             self.before(message["task"])
         return super()._exchange(message)
 
-    def _start(self, _session: Session, request: BatchStart) -> BatchStarted:
+    def _start(self, session: Session, request: BatchStart) -> BatchStarted:
+        session.added = []
         self.alive, self.queue, self.most = [], [], request.rows or 1 << 20
         return BatchStarted(positions=1 << 20)
 
     def _step(self, _session: Session, request: BatchStep) -> BatchStepped:
-        new = held_rows(request)
+        new, self.session.added = self.session.added, []
         assert not {row.key for row in new} & {row.key for row in (*self.alive, *self.queue)}
         self.queue += new
         self.sizes.append(len(self.alive) + len(self.queue))
@@ -164,7 +145,7 @@ class InlineRows(InlineWorker):
                 raise WorkerDied(self.status, "the worker ended")
             raise FAILURES[self.status]("too large")
         time.sleep(self.pause_s)
-        answers: dict[int, RowStep] = {}
+        answers: dict[int, Update] = {}
         passes = 0
         while passes < self.steps and not any(one.finish_reason for one in answers.values()):
             free = self.most - len(self.alive)
@@ -176,17 +157,17 @@ class InlineRows(InlineWorker):
             waiting=len(self.queue), read=100 * passes, padded=5 * passes,
         )  # fmt: skip
 
-    def _pass(self, answers: dict[int, RowStep]) -> None:
+    def _pass(self, answers: dict[int, Update]) -> None:
         alive = []
         for row in self.alive:
-            output_ids, left = [*row.output_ids, token(prompt_of(row), len(row.output_ids))], row.left - 1
+            row.add([token(prompt_of(row), len(row.output_ids))])
             before = answers[row.key].tokens if row.key in answers else []
-            answer = RowStep(key=row.key, tokens=[*before, output_ids[-1]])
-            if left == 0 or len(output_ids) == natural(row):
-                reason = "length" if left == 0 else "stop"
-                answer = answer.model_copy(update={"finish_reason": reason, "text": " ".join(map(str, output_ids))})
+            answer = Update(key=row.key, tokens=[*before, row.output_ids[-1]])
+            if row.left == 0 or len(row.output_ids) == natural(row):
+                reason = "length" if row.left == 0 else "stop"
+                answer = answer.model_copy(update={"finish_reason": reason, "text": " ".join(map(str, row.output_ids))})
             else:
-                alive.append(replace(row, output_ids=output_ids, left=left))
+                alive.append(row)
             answers[row.key] = answer
         self.alive = alive
 
@@ -195,12 +176,12 @@ class InlineRows(InlineWorker):
         self.closed += 1
 
 
-def prompt_of(row: HeldRow) -> str:
+def prompt_of(row: Request) -> str:
     """The prompt whose ids a row has."""
     return PROMPTS[row.prompt_ids[0]]
 
 
-def natural(row: HeldRow) -> int:
+def natural(row: Request) -> int:
     """The tokens that a row's prompt is continued by."""
     return int(prompt_of(row).split("/")[1])
 
@@ -213,23 +194,21 @@ def run_inline(
     force: bool = False,
     plan: Plan | None = None,
     **more: Any,
-) -> Standing:
+) -> BatchProgress:
     """Run or continue a job whose answers are in `path`."""
     plan = plan or make_plan(CASE, SPEC, MACHINE)
     requests = read_requests(b"\n".join(lines))
     with Ledger.open(path, more.pop("settings", SETTINGS), 7, force) as ledger:
         ledger.add(
-            refusal(fault) for fault in requests if not isinstance(fault, BatchRequest) and fault.id not in ledger.done
+            refusal(fault) for fault in requests if not isinstance(fault, BatchLine) and fault.id not in ledger.done
         )
-        waiting = [
-            request for request in requests if isinstance(request, BatchRequest) and request.id not in ledger.done
-        ]
+        waiting = [request for request in requests if isinstance(request, BatchLine) and request.id not in ledger.done]
         prompts = [prompt_ids(request.prompt) for request in waiting]
         rows, faults = rows_of(waiting, prompts, plan.model.max_position, 256, 40, ledger.made)
         ledger.add(map(refusal, faults))
-        standing = BatchJob(plan, rows, ledger, "fake", worker, **more).run()
+        progress = BatchJob(plan, rows, ledger, Driver(worker), **more).run()
         ledger.finish()
-    return standing
+    return progress
 
 
 def _slaughter(folder: Path, kills: int, seed: int) -> tuple[int, int, int]:
@@ -254,7 +233,7 @@ def _slaughter(folder: Path, kills: int, seed: int) -> tuple[int, int, int]:
                 os.write(writer, b"".join(record["custom_id"].encode() + b"\n" for record in records))
 
             setattr(Ledger, "add", report)  # noqa: B010 - the process of a job that is killed
-            run_inline(path, lines, InlineRows(pause_s=0.0004), at_most=4)
+            run_inline(path, lines, InlineRows(pause_s=0.0004), max_rows=4)
             os._exit(0)
         os.close(writer)
         written = kill_after(child, reader, dice.randrange(8), dice.uniform(0, 0.01))

@@ -9,15 +9,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tests.inline_batch import HeldRow, InlineRows, InlineTokenizer, held_rows
+from tests.inline_batch import InlineRows, InlineTokenizer
 from zinfer.core.case import Workload
+from zinfer.core.request import Request, Update
 from zinfer.generation.tokenizer_process import TokenizerProcess
 from zinfer.job.serve.reading import Tokenizes
 from zinfer.job.serve.server import HttpServer, Settings, listen
 from zinfer.plan.planner import Plan
 from zinfer.worker.process import Client
 from zinfer.worker.session import Session
-from zinfer.worker.tasks import BatchStart, BatchStarted, BatchStep, BatchStepped, RowStep
+from zinfer.worker.tasks import BatchStart, BatchStarted, BatchStep, BatchStepped
 
 NAME = "tiny"
 LOAD = Workload(batch_size=8, input_len=60, output_len=40)
@@ -127,15 +128,15 @@ class ServedRows(InlineRows):
         self.alive, self.queue = (
             [row for row in rows if row.key not in request.drop] for rows in (self.alive, self.queue)
         )
-        keys = [(row.request, row.key) for row in held_rows(request)]
+        keys = [(row.owner, row.key) for row in session.added]
         assert keys == sorted(keys), "rows of a request come in their order"
-        before = {row.key: row for row in (*self.alive, *self.queue, *held_rows(request))}
+        rows = {row.key: row for row in (*self.alive, *self.queue, *session.added)}
         answer = super()._step(session, request)
-        return answer.model_copy(update={"rows": [self._with_piece(before[row.key], row) for row in answer.rows]})
+        return answer.model_copy(update={"rows": [self._with_delta(rows[row.key], row) for row in answer.rows]})
 
-    def _with_piece(self, row: HeldRow, step: RowStep) -> RowStep:
+    def _with_delta(self, row: Request, update: Update) -> Update:
         if not row.stream:
-            return step
-        text = " ".join(map(str, [*row.output_ids, *step.tokens]))
-        piece, self._shown[row.key] = text[len(self._shown.get(row.key, "")) :], text
-        return step.model_copy(update={"piece": piece})
+            return update
+        text = " ".join(map(str, row.output_ids))
+        delta, self._shown[row.key] = text[len(self._shown.get(row.key, "")) :], text
+        return update.model_copy(update={"delta": delta})

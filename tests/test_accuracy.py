@@ -36,7 +36,7 @@ from zinfer.record.study import Deviation, Failed, Position, StudyError
 from zinfer.worker import teacher_forcing
 from zinfer.worker.inline import InlineWorker
 from zinfer.worker.process import Client, WorkerDied
-from zinfer.worker.tasks import Answer, Load, LogitsCompare, Request
+from zinfer.worker.tasks import Answer, Command, Load, LogitsCompare
 
 assert folder  # a fixture
 Checkpoints = Callable[..., Path]
@@ -203,7 +203,7 @@ def test_the_death_of_a_worker_is_reported(dies_at: int, checkpoint: Checkpoints
     workers: list[Client] = []
 
     class Mortal(InlineWorker):
-        def ask(self, request: Request[Answer]) -> Answer:
+        def ask(self, request: Command[Answer]) -> Answer:
             if isinstance(request, Load) and len(workers) == dies_at:
                 raise WorkerDied("oom_host", "the kernel killed the worker: host memory ran out")
             return super().ask(request)
@@ -392,7 +392,7 @@ def test_an_interrupt_leaves_nothing_behind(
     number: signal.Signals, folder: Path, checkpoint: Checkpoints, monkeypatch: Patch
 ) -> None:
     class Interrupting(InlineWorker):
-        def ask(self, request: Request[Answer]) -> Answer:
+        def ask(self, request: Command[Answer]) -> Answer:
             if isinstance(request, LogitsCompare):
                 os.kill(os.getpid(), number)
             return super().ask(request)
@@ -413,7 +413,7 @@ def test_an_interrupt_keeps_the_settings_that_were_compared(
     asked = 0
 
     class Interrupting(InlineWorker):
-        def ask(self, request: Request[Answer]) -> Answer:
+        def ask(self, request: Command[Answer]) -> Answer:
             nonlocal asked
             if isinstance(request, LogitsCompare):
                 asked += 1

@@ -10,12 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import mentions
+from zinfer.core.request import TokenScore
 from zinfer.generation.tokenizer_process import Refusal
-from zinfer.job.batch.intake import rows_of, split
-from zinfer.job.batch.openai import BatchRequest, Done, Fault, answer, decode, encode, failure, read_requests, refusal
+from zinfer.job.batch.openai import BatchLine, Done, Fault, answer, decode, encode, failure, read_requests, refusal
+from zinfer.job.batch.rows import rows_of, split
 from zinfer.job.openai import chat_logprobs, text_logprobs
 from zinfer.record.jsonl import Garbled
-from zinfer.worker.tasks import TokenScore
 
 TALK = [{"role": "user", "content": "hi"}]
 
@@ -25,7 +25,7 @@ def line(body: Any, chat: bool = False, **fields: Any) -> bytes:
     return json.dumps({"custom_id": "a", "method": "POST", "url": url, "body": body} | fields).encode()
 
 
-def one(content: bytes) -> BatchRequest | Fault:
+def one(content: bytes) -> BatchLine | Fault:
     (found,) = read_requests(content)
     return found
 
@@ -46,20 +46,21 @@ def test_a_request_is_understood() -> None:
         "repetition_penalty": 1.0, "top_k": -1, "min_p": 0.0, "min_tokens": 0, "skip_special_tokens": True,
     }  # fmt: skip
     found = one(line(body))
-    assert isinstance(found, BatchRequest)
-    assert found[1:] == ("a", False, "Once", 9, 0.0, 0.5, ("\n",), "3")
+    assert isinstance(found, BatchLine)
+    assert (found.custom_id, found.prompt) == ("a", "Once")
+    assert found.asked[:7] == (False, ("Once",), 9, 0.0, 0.5, ("\n",), "3")
     plain = one(line({"prompt": ""}))
-    assert isinstance(plain, BatchRequest)
-    assert (plain.output_len, plain.temperature, plain.top_p, plain.stop) == (None, 1.0, 1.0, ())
-    assert plain.id == f"batch_req_{plain.seed}"
+    assert isinstance(plain, BatchLine)
+    assert plain.asked[2:6] == (None, 1.0, 1.0, ())
+    assert plain.id == f"batch_req_{plain.asked.seed}"
 
 
 def test_a_chat_is_understood() -> None:
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
     messages = [{"role": "system", "content": parts}, {"role": "user", "content": "x", "name": "me"}]
     found = one(line({"messages": messages, "max_tokens": 5, "max_completion_tokens": 7}, chat=True))
-    assert isinstance(found, BatchRequest)
-    assert (found.chat, found.output_len) == (True, 7)
+    assert isinstance(found, BatchLine)
+    assert (found.asked.chat, found.asked.output_len) == (True, 7)
     assert found.prompt == [
         {"role": "system", "content": "one two"}, {"role": "user", "content": "x", "name": "me"}
     ]  # fmt: skip
@@ -125,7 +126,7 @@ def test_the_good_lines_around_a_bad_one_are_kept() -> None:
     content = b"\xef\xbb\xbf" + b"\n".join([good[0], b"", b"  ", b"broken", good[1] + b"\r", good[0], good[2]])
     found = read_requests(content)
     assert [item.custom_id for item in found] == ["a", None, "b", "a", "c"]
-    assert [type(item) for item in found] == [BatchRequest, Fault, BatchRequest, Fault, BatchRequest]
+    assert [type(item) for item in found] == [BatchLine, Fault, BatchLine, Fault, BatchLine]
     repeated = found[3]
     assert isinstance(repeated, Fault)
     assert repeated.code == "duplicate_custom_id"
@@ -192,8 +193,8 @@ def test_ids_depend_on_the_lines_alone() -> None:
 
 def test_answers_are_those_of_the_endpoint() -> None:
     text, chat = one(line({"prompt": "x"})), one(line({"messages": TALK}, chat=True))
-    assert isinstance(text, BatchRequest)
-    assert isinstance(chat, BatchRequest)
+    assert isinstance(text, BatchLine)
+    assert isinstance(chat, BatchLine)
     record = answer(text, "é", "stop", (3, 2), "llama", 1700000000)
     assert list(record) == ["id", "custom_id", "response", "error"]
     assert (record["custom_id"], record["error"], record["response"]["status_code"]) == ("a", None, 200)
@@ -220,7 +221,7 @@ def test_errors_stand_where_readers_look_for_them() -> None:
     assert record["response"]["body"] == {"error": error}
     assert record["error"] == {"code": error["code"], "message": error["message"]}
     request = one(line({"prompt": "x"}))
-    assert isinstance(request, BatchRequest)
+    assert isinstance(request, BatchLine)
     lost = failure(request, "oom_gpu", "no room")
     assert (lost["response"], lost["error"]) == (None, {"code": "oom_gpu", "message": "no room"})
     assert decode(encode(record)) == Done(fault.id, False, 0)
@@ -247,21 +248,22 @@ def test_rows_get_the_tokens_that_they_may_have() -> None:
     lines = [line({"prompt": "x"} | more, custom_id=str(key)) for key, more in enumerate(
         ({}, {"max_tokens": 10}, {}, {"max_tokens": 11}, {"max_tokens": 5}, {}, {"max_tokens": 4})
     )]  # fmt: skip
-    requests = [found for found in read_requests(b"\n".join(lines)) if isinstance(found, BatchRequest)]
+    requests = [found for found in read_requests(b"\n".join(lines)) if isinstance(found, BatchLine)]
     made = {requests[6].id: [1, 2, 3]}
     no_template = Refusal("invalid_prompt", "no template")
     prompts = [n if isinstance(n, Refusal) else [7] * n for n in (10, 90, 95, 90, no_template, 100, 3)]
     rows, faults = rows_of(requests, prompts, 100, 8, 20, made)
-    assert [(row.length, row.limit) for row in rows] == [(10, 20), (90, 10), (95, 5), (3, 4)]
+    lengths = [(len(row.request.prompt_ids), row.request.limit) for row in rows]
+    assert lengths == [(10, 20), (90, 10), (95, 5), (3, 4)]
     assert [(fault.custom_id, fault.code) for fault in faults] == [
         ("3", "context_length_exceeded"), ("4", "invalid_prompt"), ("5", "context_length_exceeded")
     ]  # fmt: skip
     assert "100 positions" in faults[0].message
-    assert (rows[3].output_ids, rows[3].saved, rows[3].need) == ([1, 2, 3], 3, (6, 1))
-    assert rows_of(requests[:1], [range(10**6)], None, 8, 20, {})[0][0].limit == 20
+    assert (rows[3].request.output_ids, rows[3].saved, rows[3].need) == ([1, 2, 3], 3, (6, 1))
+    assert rows_of(requests[:1], [range(10**6)], None, 8, 20, {})[0][0].request.limit == 20
     for wrong in ([1, 2, 3, 4], [1, 8], [-1]):  # as many tokens as its limit, or none of the model's
         begun = rows_of(requests, prompts, 100, 8, 20, {requests[6].id: wrong})[0][3]
-        assert (begun.output_ids, begun.saved, begun.need) == ([], 0, (3, 4))
+        assert (begun.request.output_ids, begun.saved, begun.need) == ([], 0, (3, 4))
     kept, refused = split(rows, [True, False, True, True], "the machine")
-    assert [row.key for row in kept] == [0, 2, 3]
+    assert [row.request.key for row in kept] == [0, 2, 3]
     assert "memory" in refused[0].message

@@ -32,12 +32,12 @@ from zinfer.cli import cli
 from zinfer.commands import chat as terminal
 from zinfer.core.case import Workload
 from zinfer.core.model import ModelError, ModelSpec
+from zinfer.core.request import Sampling, Update
 from zinfer.engine.base import Engine
 from zinfer.generation.dialogue import Dialogue
-from zinfer.generation.sampling import Sampling
 from zinfer.generation.tokenizer_process import TokenizerProcess
 from zinfer.worker.inline import InlineWorker
-from zinfer.worker.tasks import Answer, BatchStart, BatchStep, BatchStepped, Request, RowStep
+from zinfer.worker.tasks import Answer, BatchStart, BatchStep, BatchStepped, Command
 
 TURNS = ["Hello there", "And again", "third"]
 Checkpoints = Callable[..., Path]
@@ -51,8 +51,8 @@ class Inline(InlineWorker):
         self.on_token: Callable[[int], None] = lambda _count: None
         self.tokens = 0
 
-    def ask(self, request: Request[Answer]) -> Answer:
-        if isinstance(request, BatchStep) and not request.requests and not request.drop:
+    def ask(self, request: Command[Answer]) -> Answer:
+        if isinstance(request, BatchStep) and not self.session.added and not request.drop:
             self.tokens += 1
             self.on_token(self.tokens)
         return super().ask(request)
@@ -137,8 +137,8 @@ def test_the_text_of_an_answer_is_that_of_its_end() -> None:
     """Pieces keep characters that a tokenizer took back afterwards; the next turn needs the text without them."""
     answer = terminal._Answer(as_json=True)
     for row in (
-        RowStep(key=0, tokens=[1], piece="a?"),
-        RowStep(key=0, tokens=[2], piece="c", text="abc", finish_reason="length"),
+        Update(key=0, tokens=[1], delta="a?"),
+        Update(key=0, tokens=[2], delta="c", text="abc", finish_reason="length"),
     ):
         answer.add(BatchStepped(passes=1, seconds=0.5, rows=[row]))
     assert (answer.text, answer.output_ids, answer.ttft_s, answer.decode_s) == ("abc", [1, 2], 0.5, 0.5)

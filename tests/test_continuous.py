@@ -404,7 +404,7 @@ def test_rows_that_are_given_up_go_on_as_if_they_had_not_been(
     engine = load(name, checkpoint("llama"), offload, tmp_path, **options)
     running = ContinuousScheduler(engine, Words(), LOAD, 4, arrivals=True, cache_size=size)  # type: ignore[arg-type]
     rows = [replace(one, left=12 + one.key) for one in sequences(9, 7, longest=20)]
-    others = [replace(one, left=3, key=20 + one.key, request=1 + one.key) for one in sequences(3, 8, longest=20)]
+    others = [replace(one, left=3, key=20 + one.key, owner=1 + one.key) for one in sequences(3, 8, longest=20)]
     limits = [one.left for one in (*rows, *others)]
     running.add(rows)
     while len(running.schedule.running) < 4 or any(group.length < 3 for group in running.schedule.groups):

@@ -22,12 +22,12 @@ from tests.test_parity import load
 from tests.test_passes import keep_here, small_blocks
 from zinfer.checkpoint import resolve
 from zinfer.core.model import ModelError
+from zinfer.core.request import Sampling
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine
 from zinfer.generation import draft_model, schedule, scheduler
 from zinfer.generation.draft_model import check_same_tokens
 from zinfer.generation.drafts import DraftRow, Drafts
-from zinfer.generation.sampling import Sampling
 from zinfer.generation.scheduler import ContinuousScheduler
 
 Checkpoints = Callable[..., Path]

@@ -16,11 +16,12 @@ from tests.test_cli import folder  # noqa: F401
 from tests.test_continuous import LOAD, MORE, Words, alike, greedy, keeping, run, sequences, small
 from tests.test_parity import load
 from tests.test_passes import WAYS, keep_here, small_blocks
+from zinfer.core.request import Sampling
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, Work
 from zinfer.generation import schedule, scheduler
 from zinfer.generation.drafts import LONGEST, MOST, SHORTEST, DraftRow, Drafts, NgramDrafter
-from zinfer.generation.sampling import Sampling, choose
+from zinfer.generation.sampling import choose
 from zinfer.generation.scheduler import ContinuousScheduler
 
 Checkpoints = Callable[..., Path]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.fuzz_documents import KINDS, QUICK, one_at_a_time, requests, trial
-from zinfer.job.batch.openai import BatchRequest, Fault, decode, encode, read_requests, refusal
+from zinfer.job.batch.openai import BatchLine, Fault, decode, encode, read_requests, refusal
 
 SHORT, LONG, DRAWN = 12, 2000, 100
 
@@ -38,7 +38,7 @@ def test_damaged_requests_are_answered() -> None:
         began = time.process_time()
         found += read_requests(requests(seed))
         assert time.process_time() - began < 1, seed
-    assert {type(line) for line in found} == {BatchRequest, Fault}
+    assert {type(line) for line in found} == {BatchLine, Fault}
     for line in found:
         if isinstance(line, Fault):
             assert not decode(encode(refusal(line))).ok

@@ -16,10 +16,11 @@ from zinfer.checkpoint.resolve import from_catalogue, from_directory
 from zinfer.cli import cli
 from zinfer.core.case import Case, Workload
 from zinfer.core.model import ModelError, ModelSpec
+from zinfer.core.request import GREEDY, Sampling, nth_seed
 from zinfer.engine.stream import Stream
 from zinfer.generation import scheduler
 from zinfer.generation.detokenizer import TextPieces
-from zinfer.generation.sampling import GREEDY, NotFiniteError, Sampling, nth_seed
+from zinfer.generation.sampling import NotFiniteError
 from zinfer.generation.schedule import load_of
 from zinfer.generation.tokenizer import Tokenizer, byte_tokenizer
 from zinfer.plan.planner import make_plan

@@ -14,13 +14,14 @@ import pytest
 from tests import PATIENCE_S, mentions
 from tests.fakes import TARGET
 from tests.inline import MACHINE, SPEC
-from tests.inline_batch import CASE, SETTINGS, InlineRows, held_rows, line, prompt_of, run_inline, text
+from tests.inline_batch import CASE, SETTINGS, InlineRows, line, prompt_of, run_inline, text
 from zinfer.core.case import Workload
 from zinfer.job.batch import run as jobs
-from zinfer.job.batch.intake import rows_of
 from zinfer.job.batch.ledger import JobChanged, Ledger, job_path
-from zinfer.job.batch.openai import BatchRequest, read_requests
-from zinfer.job.batch.run import BatchJob, JobFailed, Standing
+from zinfer.job.batch.openai import BatchLine, read_requests
+from zinfer.job.batch.rows import rows_of
+from zinfer.job.batch.run import BatchJob, BatchProgress, JobFailed
+from zinfer.job.driver import Driver
 from zinfer.job.signals import Interrupted
 from zinfer.plan.planner import make_plan
 from zinfer.record.jsonl import StoreError
@@ -50,12 +51,12 @@ EXPECTED = {prompt: text(prompt) for prompt in PROMPTS}
 
 def test_every_prompt_is_answered_with_its_own_text(tmp_path: Path) -> None:
     path, worker = tmp_path / "out.jsonl", InlineRows()
-    standings: list[tuple[int, float | None]] = []
+    seen: list[tuple[int, float | None]] = []
     bad = [b"broken", line("a5/5", n=3), LINES[0]]
     told: list[str] = []
-    standing = run_inline(
-        path, [*LINES, *bad], worker, at_most=4, say=told.append,
-        progress=lambda now: standings.append((now.ended, now.seconds_left)),
+    progress = run_inline(
+        path, [*LINES, *bad], worker, max_rows=4, on_message=told.append,
+        on_progress=lambda now: seen.append((now.ended, now.seconds_left)),
     )  # fmt: skip
     found = [json.loads(one) for one in path.read_text().splitlines()]
     good = {one["custom_id"]: one["response"]["body"] for one in found if one["error"] is None}
@@ -70,12 +71,12 @@ def test_every_prompt_is_answered_with_its_own_text(tmp_path: Path) -> None:
     assert (worker.loads, told) == (1, [])
     assert worker.closed >= 1
     assert len(worker.sizes) > 30
-    assert (standing.rows, standing.ended, standing.failed, standing.left) == (30, 30, 0, 0)
-    assert standing.tokens == sum(range(1, 31))
-    assert standings[-1] == (30, 0.0)
-    assert standing.padding == pytest.approx(0.05)
-    assert standing.passes >= 30
-    assert (standing.running, standing.waiting) == (0, 0)
+    assert (progress.rows, progress.ended, progress.failed, progress.left) == (30, 30, 0, 0)
+    assert progress.tokens == sum(range(1, 31))
+    assert seen[-1] == (30, 0.0)
+    assert progress.padding == pytest.approx(0.05)
+    assert progress.passes >= 30
+    assert (progress.running, progress.waiting) == (0, 0)
     assert len(job_path(path).read_bytes().splitlines()) == 1
 
 
@@ -94,8 +95,8 @@ def test_more_prompts_are_added_by_force(tmp_path: Path) -> None:
     more = SETTINGS | {"prompts": "more"}
     with pytest.raises(JobChanged, match="prompts: abc -> more"):
         run_inline(path, [LINES[25], *LINES], worker, settings=more)
-    standing = run_inline(path, [LINES[25], *LINES[:25], *LINES[26:]], worker, settings=more, force=True)
-    assert standing.rows == 10
+    progress = run_inline(path, [LINES[25], *LINES[:25], *LINES[26:]], worker, settings=more, force=True)
+    assert progress.rows == 10
     assert texts(path) == EXPECTED
 
 
@@ -103,14 +104,14 @@ def test_more_prompts_are_added_by_force(tmp_path: Path) -> None:
 def test_a_batch_that_fails_is_tried_in_parts_and_the_job_goes_on(tmp_path: Path, dies: bool) -> None:
     told: list[str] = []
     worker = InlineRows(edge=16, dies=dies)
-    standing = run_inline(tmp_path / "out.jsonl", LINES, worker, at_most=24, say=told.append)
+    progress = run_inline(tmp_path / "out.jsonl", LINES, worker, max_rows=24, on_message=told.append)
     assert texts(tmp_path / "out.jsonl") == EXPECTED
     assert worker.sizes[:2] == [30, 7]
     assert 7 < max(worker.sizes[1:]) <= 15  # more of them again once it goes well, and never as many as failed
     assert worker.loads == (2 if dies else 1)
     assert mentions(told[0], "30", "oom_gpu", "batches of 7")
     assert len(told) == 1
-    assert standing.failed == 0
+    assert progress.failed == 0
 
 
 def test_rows_that_fail_again_and_again_get_an_error(tmp_path: Path) -> None:
@@ -119,19 +120,19 @@ def test_rows_that_fail_again_and_again_get_an_error(tmp_path: Path) -> None:
 
     class Poisoned(InlineRows):
         def _step(self, session: Session, request: BatchStep) -> BatchStepped:
-            rows = map(prompt_of, (*self.alive, *self.queue, *held_rows(request)))
+            rows = map(prompt_of, (*self.alive, *self.queue, *session.added))
             self.edge = 0 if poison in rows else 99
             return super()._step(session, request)
 
     worker = Poisoned()
-    standing = run_inline(path, LINES, worker, at_most=8)
+    progress = run_inline(path, LINES, worker, max_rows=8)
     found = texts(path)
     lost = {name for name, said in found.items() if said == "oom_gpu"}
     assert lost == {poison}
     assert {name: said for name, said in found.items() if name not in lost} == {
         name: said for name, said in EXPECTED.items() if name not in lost
     }
-    assert (standing.ended, standing.failed) == (30, len(lost))
+    assert (progress.ended, progress.failed) == (30, len(lost))
     record = next(json.loads(one) for one in path.read_text().splitlines() if poison in one)
     assert record["response"] is None
 
@@ -139,7 +140,7 @@ def test_rows_that_fail_again_and_again_get_an_error(tmp_path: Path) -> None:
 def test_a_job_whose_batches_all_fail_ends_and_loses_no_prompt(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     with pytest.raises(JobFailed, match=r"a batch of \d+ .*crashed: too large"):
-        run_inline(path, LINES, InlineRows(edge=0, status="crashed"), at_most=8)
+        run_inline(path, LINES, InlineRows(edge=0, status="crashed"), max_rows=8)
     lost = texts(path)
     assert set(lost.values()) == {"crashed"}
     assert len(lost) < 3
@@ -167,7 +168,7 @@ def test_a_full_disk_ends_the_job_with_what_is_on_it(tmp_path: Path, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(Ledger, "add", full)
         with pytest.raises(StoreError, match="No space left"):
-            run_inline(path, LINES, worker, at_most=4)
+            run_inline(path, LINES, worker, max_rows=4)
     assert worker.closed >= 1
     assert 9 < len(texts(path)) < 30
     run_inline(path, LINES, InlineRows())
@@ -186,18 +187,18 @@ def test_a_signal_keeps_what_unfinished_rows_have(tmp_path: Path, number: int) -
     worker.before = interrupt
     before = signal.getsignal(number)
     with pytest.raises(Interrupted) as caught:
-        run_inline(path, LINES, worker, at_most=4)
+        run_inline(path, LINES, worker, max_rows=4)
     assert caught.value.signal == number
     assert signal.getsignal(number) is before
     kept = [json.loads(one) for one in job_path(path).read_bytes().splitlines()[1:]]
     made = sum(len(one["tokens"]) for one in kept)
-    assert set(calls) == {"batch_start", "batch_step"}
+    assert set(calls) == {"batch_start", "add_requests", "batch_step"}
     answered = sum(len(said.split()) for said in texts(path).values() if said)
     again = InlineRows()
-    standing = run_inline(path, LINES, again, at_most=4)
+    progress = run_inline(path, LINES, again, max_rows=4)
     assert texts(path) == EXPECTED
     assert made > 0
-    assert standing.tokens == sum(range(1, 31)) - answered - made
+    assert progress.tokens == sum(range(1, 31)) - answered - made
     assert b"tokens" not in job_path(path).read_bytes()
 
 
@@ -212,10 +213,10 @@ def test_tokens_are_saved_while_the_job_runs(tmp_path: Path, monkeypatch: pytest
 
     worker.before = die
     with pytest.raises(MemoryError):
-        run_inline(path, LINES, worker, at_most=4)
+        run_inline(path, LINES, worker, max_rows=4)
     with Ledger.open(path, SETTINGS, 7) as ledger:
         assert sum(map(len, ledger.made.values())) > 10
-    run_inline(path, LINES, InlineRows(), at_most=2)
+    run_inline(path, LINES, InlineRows(), max_rows=2)
     assert texts(path) == EXPECTED
 
 
@@ -235,11 +236,11 @@ def test_more_rows_are_begun_only_within_bounds(tmp_path: Path) -> None:
     """Without bounds all rows of a file of long answers would be half done before the first answer."""
     lines = [line(f"a20/40/{key}", 400) for key in range(600)]
     worker = InlineRows(steps=20)
-    standings: list[tuple[int, int]] = []
-    run_inline(tmp_path / "out.jsonl", lines, worker, at_most=50,
-               progress=lambda now: standings.append((now.running, now.waiting)))  # fmt: skip
-    assert max(running for running, _ in standings) == 50
-    assert standings[0] == (50, 550)
+    seen: list[tuple[int, int]] = []
+    run_inline(tmp_path / "out.jsonl", lines, worker, max_rows=50,
+               on_progress=lambda now: seen.append((now.running, now.waiting)))  # fmt: skip
+    assert max(running for running, _ in seen) == 50
+    assert seen[0] == (50, 550)
     assert max(worker.sizes) <= 50 + 2 * jobs.AHEAD
 
 
@@ -252,17 +253,17 @@ def test_a_worker_that_dies_is_started_again(tmp_path: Path) -> None:
                     "body": {"prompt": "#" * (key + 1), "max_tokens": 4}}).encode()
         for key in range(8)
     ]  # fmt: skip
-    requests = [found for found in read_requests(b"\n".join(lines)) if isinstance(found, BatchRequest)]
+    requests = [found for found in read_requests(b"\n".join(lines)) if isinstance(found, BatchLine)]
 
     def make_worker() -> Worker:
         return Worker(TARGET, timeout_s=PATIENCE_S)
 
-    worker, prompts = make_worker(), [[7] * (key + 1) for key in range(8)]
+    prompts = [[7] * (key + 1) for key in range(8)]
     rows, _ = rows_of(requests, prompts, None, 1 << 20, 4, {})
     told: list[str] = []
     path = tmp_path / "out.jsonl"
     with Ledger.open(path, SETTINGS, 7) as ledger:
-        BatchJob(plan, rows, ledger, "fake", make_worker, worker, say=told.append).run()
+        BatchJob(plan, rows, ledger, Driver(make_worker), on_message=told.append).run()
     assert len(told) == 1
     assert "a batch of 8 failed (crashed: the worker ended: exit code 7" in told[0]
     records = [json.loads(one) for one in path.read_text().splitlines()]
@@ -271,9 +272,9 @@ def test_a_worker_that_dies_is_started_again(tmp_path: Path) -> None:
 
 
 def test_the_remaining_time_is_estimated_from_finished_rows() -> None:
-    standing = Standing(rows=10, tokens=100, seconds=50.0, left=400)
-    assert standing.rate == 2.0
-    assert standing.seconds_left == 200.0
-    standing.used, standing.allowed = 30, 60
-    assert standing.seconds_left == 100.0
-    assert Standing(rows=10, left=400).seconds_left is None
+    progress = BatchProgress(rows=10, tokens=100, seconds=50.0, left=400)
+    assert progress.rate == 2.0
+    assert progress.seconds_left == 200.0
+    progress.used, progress.allowed = 30, 60
+    assert progress.seconds_left == 100.0
+    assert BatchProgress(rows=10, left=400).seconds_left is None

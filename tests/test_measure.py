@@ -101,10 +101,10 @@ def test_the_clock_stands_still_between_a_step_and_the_next() -> None:
     """Progress is reported there, which may wait for a pipe."""
     engine, samples = Metronome(), Samples()
 
-    def beat(_stage: str, _share: float) -> None:
+    def on_progress(_stage: str, _share: float) -> None:
         engine.seconds += 7
 
-    run(engine, samples, repeats=1, beat=beat)
+    run(engine, samples, repeats=1, on_progress=on_progress)
     assert samples.ttft_ms == pytest.approx([20])
     assert samples.step_ms[0] == pytest.approx((5.5, 5.6, 5.7))
 

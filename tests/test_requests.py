@@ -29,8 +29,8 @@ from zinfer.checkpoint.source import Source
 from zinfer.cli import cli
 from zinfer.core.case import Case, Workload
 from zinfer.core.machine import Machine
-from zinfer.core.requests import LengthDistribution, RequestLoad
-from zinfer.generation.sampling import GREEDY, Sampling
+from zinfer.core.request import GREEDY, Request, Sampling
+from zinfer.core.requests import LengthDistribution, Lengths, RequestLoad
 from zinfer.job.recipe import RecipeError, Sweep, make_sweep, read_toml, sweep_recipe
 from zinfer.job.requests import RequestsError, request_sets
 from zinfer.job.signals import Interrupted
@@ -46,7 +46,7 @@ from zinfer.worker import requests as clock_of_requests
 from zinfer.worker.inline import InlineWorker
 from zinfer.worker.process import WorkerDied
 from zinfer.worker.session import Session, facts_of
-from zinfer.worker.tasks import Load, Loaded, MeasureRequests, RequestRow
+from zinfer.worker.tasks import Load, Loaded, MeasureRequests
 
 SOURCE = "lognormal:20,6,max_input_len=50,max_output_len=12,sigma=0.5"
 
@@ -61,9 +61,20 @@ def load(**fields: Any) -> RequestLoad:
     return RequestLoad.model_validate({"source": SOURCE, "requests": 30} | fields)
 
 
-def rows(asked: RequestLoad) -> list[RequestRow]:
-    drawn = LengthDistribution.parse(asked.source).draw(asked.requests, asked.seed)
-    return [RequestRow(input_len=one.input_len, output_len=one.output_len) for one in drawn]
+def rows(asked: RequestLoad) -> list[Lengths]:
+    return LengthDistribution.parse(asked.source).draw(asked.requests, asked.seed)
+
+
+def measure(worker: InlineWorker, asked: RequestLoad, lengths: Sequence[Lengths], *sampling: Sampling) -> RequestPoint:
+    """Measure random requests of these lengths."""
+    own = sampling or (GREEDY,) * len(lengths)
+    requests = [
+        Request([], length.output_len, one, ignore_eos=True, key=key)
+        for key, (length, one) in enumerate(zip(lengths, own, strict=True))
+    ]
+    input_lens = [one.input_len for one in lengths]
+    command = MeasureRequests(case=worker.session.plan.case, load=asked, input_lens=input_lens)
+    return worker.measure_requests(command, requests)
 
 
 class Time:
@@ -108,8 +119,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[RequestPoin
         with monkeypatch.context() as patch:
             timed = partial(real, clock=fake.clock, sleep=fake.sleep)
             patch.setattr(clock_of_requests, "run_load", timed)
-            case = worker.session.plan.case
-            point = worker.measure_requests(MeasureRequests(case=case, load=asked, rows=rows(asked), sla=()))
+            point = measure(worker, asked, rows(asked))
         return point, fake
 
     return run
@@ -241,9 +251,8 @@ def test_requests_are_sampled_as_their_rows_say(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(clock_of_requests, "run_load", watched)
     hot = Sampling(temperature=0.5, seed="7")
-    asked = [RequestRow(input_len=3, output_len=4, sampling=hot), RequestRow(input_len=3, output_len=4)]
     two = load(in_flight=2).model_copy(update={"requests": 2})
-    point = worker.measure_requests(MeasureRequests(case=worker.session.plan.case, load=two, rows=asked))
+    point = measure(worker, two, [Lengths(3, 4)] * 2, hot, GREEDY)
     assert point.status == "ok", point.error
     assert [one.sampling for one in seen] == [hot, GREEDY]
 
@@ -253,7 +262,7 @@ def test_a_request_that_the_model_has_no_positions_for_is_unsupported() -> None:
     engine = worker.session.engine
     engine.plan = engine.plan.model_copy(update={"model": SPEC.model_copy(update={"max_position": 30})})
     asked = load(in_flight=2)
-    point = worker.measure_requests(MeasureRequests(case=engine.plan.case, load=asked, rows=rows(asked)))
+    point = measure(worker, asked, rows(asked))
     assert point.status == "unsupported"
     assert "30 positions" in str(point.error)
 
@@ -424,10 +433,10 @@ def test_failures_are_records_and_the_rest_goes_on(tmp_path: Path) -> None:
     path = tmp_path / "r.jsonl"
 
     class Dies(Quick):
-        def measure_requests(self, request: MeasureRequests) -> RequestPoint:
-            if request.load.in_flight == 2:
+        def measure_requests(self, command: MeasureRequests, requests: Sequence[Request]) -> RequestPoint:
+            if command.load.in_flight == 2:
                 raise WorkerDied("timeout", "no answer for 1 s")
-            return super().measure_requests(request)
+            return super().measure_requests(command, requests)
 
     sweep = small(in_flight=[2, 3])
     outcome = swept(path, sweep, Dies)
@@ -436,10 +445,10 @@ def test_failures_are_records_and_the_rest_goes_on(tmp_path: Path) -> None:
     assert [one.status for one in swept(path, sweep).requests] == ["ok", "ok"], "a timeout gets another try"
 
     class Interrupts(Quick):
-        def measure_requests(self, request: MeasureRequests) -> RequestPoint:
+        def measure_requests(self, command: MeasureRequests, requests: Sequence[Request]) -> RequestPoint:
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(5)
-            raise AssertionError(request)
+            raise AssertionError(command, requests)
 
     with pytest.raises(Interrupted):
         swept(path, small(in_flight=[5]), Interrupts)

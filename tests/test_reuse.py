@@ -21,7 +21,7 @@ from zinfer.record.study import Reload, Study
 from zinfer.system.host import slug
 from zinfer.worker.inline import InlineWorker
 from zinfer.worker.process import TaskFailed, WorkerDied
-from zinfer.worker.tasks import Answer, PrefixReuse, Request
+from zinfer.worker.tasks import Answer, Command, PrefixReuse
 
 Checkpoints = Callable[..., Path]
 
@@ -81,7 +81,7 @@ def test_each_way_gives_the_same_token(name: str, checkpoint: Checkpoints, tmp_p
     engine = load(name, checkpoint("llama"), "cpu", tmp_path)
     beats: list[float] = []
     (tmp_path / "kv").mkdir()
-    worker = InlineWorker.around(engine, notice=lambda _what, share: beats.append(share))
+    worker = InlineWorker.around(engine, on_progress=lambda _what, share: beats.append(share))
     request = PrefixReuse(context=40, new_tokens=8, repeats=2, folder=str(tmp_path / "kv"))
     found = worker.ask(request)
     assert [len(samples) for samples in (found.recompute_ms, found.memory_ms, found.disk_ms)] == [2, 2, 2]
@@ -136,7 +136,7 @@ class Inline(InlineWorker):
 
     dies = 0
 
-    def ask(self, request: Request[Answer]) -> Answer:
+    def ask(self, request: Command[Answer]) -> Answer:
         if isinstance(request, PrefixReuse) and request.context == self.dies:
             raise WorkerDied("oom_host", "the kernel killed the worker")
         return super().ask(request)

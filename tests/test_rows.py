@@ -11,34 +11,35 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.inline_batch import held_rows
 from tests.test_parity import MACHINE
 from zinfer.checkpoint.resolve import from_directory
 from zinfer.core.case import Case, Workload
+from zinfer.core.request import Request
 from zinfer.engine.base import Engine, Work
 from zinfer.engine.stream import Stream
 from zinfer.generation.schedule import PassTimes
 from zinfer.generation.scheduler import ContinuousScheduler
 from zinfer.job.batch import run as jobs
-from zinfer.job.batch.intake import RequestRow, needs, rows_of
 from zinfer.job.batch.ledger import Ledger
-from zinfer.job.batch.openai import BatchRequest, read_requests
+from zinfer.job.batch.openai import BatchLine, read_requests
 from zinfer.job.batch.packing import best_plan
+from zinfer.job.batch.rows import Row, needs, rows_of
 from zinfer.job.batch.run import BatchJob
+from zinfer.job.driver import Driver
 from zinfer.plan.planner import Plan
 from zinfer.worker import generation as worker_side
 from zinfer.worker.inline import InlineWorker
-from zinfer.worker.tasks import Answer, BatchStart, BatchStep, Request
+from zinfer.worker.tasks import AddRequests, Answer, BatchStart, BatchStep, Command
 
 TEMPLATE = "{% for m in messages %}{% if m.role == 'bad' %}{{ raise_exception('no such role') }}{% endif %}"
 TEMPLATE += "[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
 
 
-def request(name: str, body: dict[str, Any], chat: bool = False) -> BatchRequest:
+def request(name: str, body: dict[str, Any], chat: bool = False) -> BatchLine:
     url = "/v1/chat/completions" if chat else "/v1/completions"
     line = json.dumps({"custom_id": name, "method": "POST", "url": url, "body": body})
     (found,) = read_requests(line.encode())
-    assert isinstance(found, BatchRequest), found
+    assert isinstance(found, BatchLine), found
     return found
 
 
@@ -48,11 +49,11 @@ class Watched(InlineWorker):
     def __init__(self, directory: Path, engine: type[Engine] = Stream) -> None:
         super().__init__(engine)
         self.spec = from_directory(directory)
-        self.requests: list[Request[Any]] = []
+        self.commands: list[Command[Any]] = []
 
-    def ask(self, request: Request[Answer]) -> Answer:
-        self.requests.append(request)
-        return super().ask(request)
+    def ask(self, command: Command[Answer]) -> Answer:
+        self.commands.append(command)
+        return super().ask(command)
 
     def prompts(self, texts: list[str]) -> list[list[int]]:
         """The token ids of texts."""
@@ -60,14 +61,22 @@ class Watched(InlineWorker):
 
     @property
     def steps(self) -> list[BatchStep]:
-        return [request for request in self.requests if isinstance(request, BatchStep)]
+        return [command for command in self.commands if isinstance(command, BatchStep)]
 
     @property
     def starts(self) -> list[BatchStart]:
-        return [request for request in self.requests if isinstance(request, BatchStart)]
+        return [command for command in self.commands if isinstance(command, BatchStart)]
+
+    @property
+    def requests(self) -> list[Request]:
+        added = (command for command in self.commands if isinstance(command, AddRequests))
+        requests: list[Request] = []
+        for command in added:
+            requests += list(command.requests(requests[-1] if requests else None))
+        return requests
 
 
-def plan_for(worker: Watched, directory: Path, rows: list[RequestRow]) -> Plan:
+def plan_for(worker: Watched, directory: Path, rows: list[Row]) -> Plan:
     workload = Workload(batch_size=1, input_len=1, output_len=1)
     case = Case(model=str(directory), engine="stream", offload="cpu", workload=workload, dtype="float32",
                 load_format="safetensors")  # fmt: skip
@@ -75,7 +84,7 @@ def plan_for(worker: Watched, directory: Path, rows: list[RequestRow]) -> Plan:
 
 
 def answers(
-    directory: Path, output: Path, requests: list[BatchRequest], **settings: Any
+    directory: Path, output: Path, requests: list[BatchLine], **settings: Any
 ) -> tuple[dict[str, Any], Watched]:
     """The completions by custom_id, and the worker that gave them."""
     worker = Watched(directory)
@@ -83,7 +92,7 @@ def answers(
     rows, faults = rows_of(requests, prompts, worker.spec.max_position, worker.spec.vocab_size, 20, {})
     assert not faults
     with Ledger.open(output, {}, 7) as ledger:
-        BatchJob(plan_for(worker, directory, rows), rows, ledger, "m", lambda: worker, **settings).run()
+        BatchJob(plan_for(worker, directory, rows), rows, ledger, Driver(lambda: worker), **settings).run()
     found = map(json.loads, output.read_text().splitlines())
     return {one["custom_id"]: one["response"]["body"] for one in found}, worker
 
@@ -111,7 +120,7 @@ def test_greedy_answers_are_those_of_each_prompt_alone(
         request(str(key), {"prompt": prompt, "max_tokens": limit, "temperature": 0})
         for key, (prompt, limit) in enumerate(zip(texts, limits, strict=True))
     ]
-    found, worker = answers(directory, tmp_path / "out.jsonl", requests, at_most=3)
+    found, worker = answers(directory, tmp_path / "out.jsonl", requests, max_rows=3)
     assert len(worker.starts) == 1
     assert len(worker.steps) >= 9
     whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
@@ -138,7 +147,7 @@ def test_sampled_answers_do_not_depend_on_the_batch(checkpoint: Callable[..., Pa
     alike = [request(name, bodies[0] | {"seed": 5}) for name in ("x", "y")]
     directory = checkpoint("llama")
     together, _ = answers(directory, tmp_path / "a.jsonl", [*requests, *alike])
-    apart, worker = answers(directory, tmp_path / "b.jsonl", [*requests, *alike], at_most=1)
+    apart, worker = answers(directory, tmp_path / "b.jsonl", [*requests, *alike], max_rows=1)
     assert worker.starts[0].rows == 1
     assert together == apart
     assert together["x"]["choices"] == together["y"]["choices"]
@@ -180,8 +189,8 @@ def test_rows_go_on_with_their_tokens_however_often_the_worker_fails(
     monkeypatch.setattr(ContinuousScheduler, "step", failing)
     body = {"max_tokens": 12, "temperature": 0}
     requests = [request(str(size), {"prompt": "ab" * size} | body) for size in range(1, 6)]
-    _, worker = answers(checkpoint("llama"), tmp_path / "out.jsonl", requests, at_most=2)
-    rows = [row for step in worker.steps for row in held_rows(step)]
+    _, worker = answers(checkpoint("llama"), tmp_path / "out.jsonl", requests, max_rows=2)
+    rows = worker.requests
     assert len(worker.starts) == 4
     assert len(rows) > 8
     assert any(row.output_ids for row in rows)
@@ -202,12 +211,13 @@ def test_a_row_that_is_not_a_number_fails_alone(checkpoint: Callable[..., Path])
     worker = Watched(directory, Broken)
     requests = [request(name, {"prompt": name, "max_tokens": 2, "temperature": 1}) for name in "abc"]
     wanted, _ = rows_of(requests, [[5], [6], [7]], None, 128, 20, {})
-    assert worker.load(plan_for(worker, directory, wanted)) is None
+    worker.load(plan_for(worker, directory, wanted))
     worker.ask(BatchStart(load=Workload(batch_size=3, input_len=1, output_len=2)))
-    found = worker.ask(BatchStep(requests=[jobs.batch_request(one) for one in wanted]))
-    again = worker.ask(BatchStep())
+    found = worker.step(row.request for row in wanted)
+    again = worker.step()
     worker.close()
-    assert [one.error for one in found.rows] == [None, "the model's output is not a number", None]
+    failures = [one.failure and one.failure.message for one in found.rows]
+    assert failures == [None, "the model's output is not a number", None]
     assert [len(one.tokens) for one in found.rows] == [1, 0, 1]
     assert {one.key for one in again.rows} == {0, 2}
     assert (again.running, again.waiting) == (0, 0)

@@ -3,8 +3,9 @@
 import pytest
 import torch
 
+from zinfer.core.request import GREEDY, Sampling
 from zinfer.generation import sampling
-from zinfer.generation.sampling import GREEDY, Sampling, choose, waiting_times
+from zinfer.generation.sampling import choose, waiting_times
 
 
 def drawn(temperature: float = 1.0, top_p: float = 1.0, seed: str = "s") -> Sampling:

@@ -120,7 +120,7 @@ def free(server: Server, worker: InlineWorker) -> None:
     """Wait until no row is left anywhere: neither in the server, nor in the dispatcher, worker and engine."""
     server.wait(lambda: not server.server.desk.exchanges and server.dispatcher.unfinished == 0)
     session = worker.session
-    server.wait(lambda: not (session.sent or session.engine.batches or session.streams))
+    server.wait(lambda: not (session.sent or session.engine.batches))
     assert session.text is not None
     assert not session.text._shown
 

@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 
 from tests import PATIENCE_S
 from tests.inline import MACHINE, SPEC
-from tests.inline_batch import CASE, held_rows, prompt_ids, text
+from tests.inline_batch import CASE, prompt_ids, text
 from tests.serving import NAME, ServedRows, Server, serving
 from zinfer.job.serve import app, connections, dispatcher
 from zinfer.plan.planner import make_plan
 from zinfer.worker.session import Session
-from zinfer.worker.tasks import BatchStart, BatchStarted, BatchStep, BatchStepped
+from zinfer.worker.tasks import AddRequests, Answer, BatchStart, BatchStarted, BatchStep, BatchStepped, Command
 
 PLAN = make_plan(CASE, SPEC, MACHINE)
 KEY = {"authorization": "Bearer secret"}
@@ -212,12 +212,16 @@ def test_a_full_queue_refuses_and_loses_nothing() -> None:
 
 def test_a_request_of_many_rows_leaves_room_in_the_queue_and_comes_to_the_worker_once() -> None:
     """It may fill the queue alone, and counts as a sixteenth of it beside others."""
-    gate, steps = threading.Event(), list[BatchStep]()
+    gate, steps = threading.Event(), list[AddRequests]()
 
     class Noting(ServedRows):
+        def ask(self, command: Command[Answer]) -> Answer:
+            if isinstance(command, AddRequests):
+                steps.append(command)
+            return super().ask(command)
+
         def _step(self, session: Session, request: BatchStep) -> BatchStepped:
             gate.wait(PATIENCE_S)
-            steps.append(request)
             return super()._step(session, request)
 
     worker = Noting()
@@ -238,7 +242,7 @@ def test_a_request_of_many_rows_leaves_room_in_the_queue_and_comes_to_the_worker
         for thread in (*waiting, *others):
             thread.join()
         assert [one[0] for one in found] == [200] * 8
-    assert sum(len(asked.rows) for one in steps for asked in one.requests) == 22
+    assert sum(len(one.changes) for one in steps) == 22
     sent = "".join(one.model_dump_json() for one in steps)
     assert sent.count("x" * 1000) == 2 * 16
     assert len(sent) < 2 * 16_000 + 2 * 2000 * 3 + 22 * 400
@@ -248,12 +252,12 @@ def test_a_server_that_loads_says_so_and_one_that_cannot_ends() -> None:
     gate = threading.Event()
 
     class Slow(ServedRows):
-        def start(self, plan: Any) -> None:
+        def load(self, plan: Any) -> None:
             gate.wait(60)
-            super().start(plan)
+            super().load(plan)
 
     with serving(PLAN, lambda: Slow(refused="oom_gpu"), ready=False) as server:
-        server.wait(lambda: server.dispatcher._worker is not None)
+        server.wait(lambda: server.dispatcher._driver._worker is not None)
         status, answer, headers = server.ask(TEXTS, ALL)
         assert (status, headers["retry-after"]) == (503, "5")
         assert "being loaded" in answer["error"]["message"]
@@ -337,7 +341,7 @@ class Poisoned(ServedRows):
     """A worker that fails with every batch in which one row is."""
 
     def _step(self, session: Session, request: BatchStep) -> BatchStepped:
-        poisoned = any(row.prompt_ids[0] == POISON for row in (*held_rows(request), *self.alive, *self.queue))
+        poisoned = any(row.prompt_ids[0] == POISON for row in (*session.added, *self.alive, *self.queue))
         self.edge = 0 if poisoned else 1 << 20
         return super()._step(session, request)
 

@@ -14,7 +14,7 @@ from tests.test_batch_command import line
 from tests.test_cli import folder
 from zinfer.job.batch.ledger import Ledger, job_path
 from zinfer.job.batch.merge import merge
-from zinfer.job.batch.openai import BatchRequest, digest, failure, read_requests
+from zinfer.job.batch.openai import BatchLine, digest, failure, read_requests
 from zinfer.job.shard import Shard, ShardError
 
 assert folder  # a fixture
@@ -23,15 +23,12 @@ COUNT, TOTAL = 10, 3
 CONTENT = "".join(line(f"r{number}", prompt="x", max_tokens=2) for number in range(COUNT)).encode()
 REQUESTS = read_requests(CONTENT)
 PROMPTS = digest(CONTENT)
-
-
-def shards(total: int = TOTAL) -> list[Shard]:
-    return [Shard(number, total) for number in range(1, total + 1)]
+SHARDS = Shard.all(TOTAL)
 
 
 @given(st.integers(0, 40), st.integers(1, 50))
 def test_shards_are_disjoint_complete_and_even(lines: int, total: int) -> None:
-    parts = [shard.of(range(lines)) for shard in shards(total)]
+    parts = [shard.of(range(lines)) for shard in Shard.all(total)]
     assert sorted(place for part in parts for place in part) == list(range(lines))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
@@ -45,7 +42,7 @@ def test_what_is_no_shard_is_refused(text: str) -> None:
 def answer(output: Path, shard: Shard, leave_out: int = 0, **settings: object) -> Path:
     """Answer a shard's requests but the last `leave_out`, last first, as a job whose rows end in any order does."""
     path = shard.path(output)
-    own = [request for request in shard.of(REQUESTS) if isinstance(request, BatchRequest)]
+    own = [request for request in shard.of(REQUESTS) if isinstance(request, BatchLine)]
     identity = {"prompts": PROMPTS, "model": "m", "shard": str(shard)} | settings
     with Ledger.open(path, identity, 7 + shard.number) as ledger:
         waiting = [request for request in own[: len(own) - leave_out] if request.id not in ledger.done]
@@ -56,7 +53,7 @@ def answer(output: Path, shard: Shard, leave_out: int = 0, **settings: object) -
 
 @pytest.fixture
 def output(tmp_path: Path) -> Path:
-    for shard in shards():
+    for shard in SHARDS:
         answer(tmp_path / "out.jsonl", shard)
     return tmp_path / "out.jsonl"
 
@@ -82,33 +79,33 @@ def test_a_merge_that_was_killed_between_its_two_files_is_done_again(output: Pat
 
 
 def test_a_shard_that_has_not_ended_is_named(output: Path) -> None:
-    path = shards()[1].path(output)
+    path = SHARDS[1].path(output)
     path.unlink()
-    answer(output, shards()[1], leave_out=2)
+    answer(output, SHARDS[1], leave_out=2)
     with pytest.raises(ShardError, match=r"2 of 10 answers are missing.*--shard 2/3 \(2\)$") as caught:
         merge(output, PROMPTS, REQUESTS)
     assert caught.value.exit_code == 6
     assert not output.exists()
-    answer(output, shards()[1])
+    answer(output, SHARDS[1])
     assert len(merge(output, PROMPTS, REQUESTS).done) == COUNT
 
 
 def lose(output: Path) -> None:
-    shards()[2].path(output).unlink()
+    SHARDS[2].path(output).unlink()
 
 
 def repeat(output: Path) -> None:
-    path = shards()[0].path(output)
+    path = SHARDS[0].path(output)
     path.write_bytes(path.read_bytes() + path.read_bytes().splitlines(True)[0])
 
 
 def mix(output: Path) -> None:
-    one, other = (shard.path(output) for shard in shards()[:2])
+    one, other = (shard.path(output) for shard in SHARDS[:2])
     other.write_bytes(other.read_bytes() + one.read_bytes().splitlines(True)[0])
 
 
 def swap(output: Path) -> None:
-    one, other = (shard.path(output) for shard in shards()[:2])
+    one, other = (shard.path(output) for shard in SHARDS[:2])
     for first, second in ((one, other), (job_path(one), job_path(other))):
         content = first.read_bytes()
         first.write_bytes(second.read_bytes())
@@ -116,20 +113,20 @@ def swap(output: Path) -> None:
 
 
 def of_another_model(output: Path) -> None:
-    shards()[1].path(output).unlink()
-    job_path(shards()[1].path(output)).unlink()
-    answer(output, shards()[1], model="other")
+    SHARDS[1].path(output).unlink()
+    job_path(SHARDS[1].path(output)).unlink()
+    answer(output, SHARDS[1], model="other")
 
 
 def of_other_prompts(output: Path) -> None:
-    for shard in shards():
+    for shard in SHARDS:
         job_path(shard.path(output)).unlink()
         shard.path(output).unlink()
         answer(output, shard, prompts="abc")
 
 
 def without_a_job(output: Path) -> None:
-    job_path(shards()[1].path(output)).unlink()
+    job_path(SHARDS[1].path(output)).unlink()
 
 
 def of_two_splits(output: Path) -> None:
@@ -167,7 +164,7 @@ def test_shards_that_are_not_one_whole_job_are_refused(output: Path, damage: Cal
 def test_torn_lines_are_left_out_and_said(output: Path) -> None:
     """A line that a kill tore stays in the middle of a file only where somebody else wrote behind it; its request has
     an answer further down."""
-    path = shards()[0].path(output)
+    path = SHARDS[0].path(output)
     path.write_bytes(b'{"id":"batch_r\n' + path.read_bytes())
     merged = merge(output, PROMPTS, REQUESTS)
     assert [fault.split(": ")[0] for fault in merged.damaged] == [f"{path}:1"]

@@ -117,7 +117,7 @@ class Client:
     def __init__(self) -> None:
         self.calls: list[str] = []
 
-    def start(self, _plan: object) -> None:
+    def load(self, _plan: object) -> None:
         """Load nothing."""
 
     def kill(self) -> None:

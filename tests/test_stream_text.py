@@ -16,10 +16,11 @@ from tests import mentions
 from zinfer.cli import cli
 from zinfer.commands import run as run_side
 from zinfer.commands.run import Answers
+from zinfer.core.request import Update
 from zinfer.generation.detokenizer import TextPieces
 from zinfer.generation.scheduler import Sequence, add_token
 from zinfer.worker.inline import InlineWorker
-from zinfer.worker.tasks import BatchStep, BatchStepped, RowStep
+from zinfer.worker.tasks import BatchStep, BatchStepped
 
 Checkpoints = Callable[..., Path]
 PROMPTS = ["-p", "Once upon", "-p", "ab"]
@@ -42,7 +43,7 @@ def test_text_comes_in_pieces_that_make_the_whole(checkpoint: Checkpoints, monke
 
     def watched(self: Answers, step: BatchStepped) -> None:
         add(self, step)
-        shown.extend(row.piece for row in step.rows if row.key == 0)
+        shown.extend(row.delta for row in step.rows if row.key == 0)
 
     monkeypatch.setattr(Answers, "add", watched)
     whole = CliRunner().invoke(cli, words(checkpoint, *PROMPTS, "--json"))
@@ -93,7 +94,7 @@ def test_answers_are_shown_in_the_order_of_their_prompts(capsys: pytest.CaptureF
 
     def step(number: int, text: str, whole: str = "") -> str:
         reason: Literal["length"] | None = "length" if whole else None
-        row = RowStep(key=number, tokens=[1], piece=text, finish_reason=reason, text=whole)
+        row = Update(key=number, tokens=[1], delta=text, finish_reason=reason, text=whole)
         answers.add(BatchStepped(rows=[row], seconds=1.0, passes=1))
         return capsys.readouterr().out
 

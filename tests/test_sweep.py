@@ -16,7 +16,7 @@ from tests import PATIENCE_S
 from tests.inline import FakeWorker, run_inline
 from zinfer.job.recipe import RecipeError, Sweep, engine_recipe, make_sweep, parse_batches, parse_option
 from zinfer.job.signals import Interrupted
-from zinfer.job.sweep import Answer, Batches, Try, exit_code, listed, to_the_best, to_the_edge
+from zinfer.job.sweep import Answer, Batches, Try, exit_code, find_best_batch, find_max_batch, listed
 from zinfer.record.measurement import Measurement, Status
 from zinfer.record.store import Store, read
 from zinfer.worker.process import WorkerDied
@@ -44,7 +44,7 @@ def drive(batches: Batches, edge: int, failure: Status = "oom_gpu", rate: Callab
 )
 def test_auto_finds_and_times_the_exact_edge(edge: int, limit: int, factor: int, first: list[int], guess: int) -> None:
     first = sorted({1, *first} if first else [])
-    tried = drive(to_the_edge(limit, factor, first, guess), edge)
+    tried = drive(find_max_batch(limit, factor, first, guess), edge)
     batches = [attempt.batch_size for attempt in tried]
     assert len(tried) == len(set(tried))
     assert all(1 <= batch <= limit for batch in batches)
@@ -55,14 +55,14 @@ def test_auto_finds_and_times_the_exact_edge(edge: int, limit: int, factor: int,
 
 
 def test_a_good_guess_of_the_edge_saves_attempts() -> None:
-    near, far = (drive(to_the_edge(1 << 20, 2, (1, 8, 32), guess), 119) for guess in (117, 0))
+    near, far = (drive(find_max_batch(1 << 20, 2, (1, 8, 32), guess), 119) for guess in (117, 0))
     assert [attempt.batch_size for attempt in near] == [1, 8, 32, 117, 118, 120, 119, 119]
     assert len(near) < len(far)
     assert [attempt.batch_size for attempt in near if attempt.timed] == [1, 8, 32, 119]
 
 
 def test_an_edge_that_only_one_run_reaches_is_not_the_edge() -> None:
-    batches, tried = to_the_edge(100, 2, (1,), 10), list[Try]()
+    batches, tried = find_max_batch(100, 2, (1,), 10), list[Try]()
     answer: Answer | None = None
     while True:
         try:
@@ -81,7 +81,7 @@ def test_best_finds_the_fastest_batch_which_need_not_be_the_largest(fastest: int
     def rate(batch: int) -> float:
         return 1000.0 - abs(batch - fastest)
 
-    tried = drive(to_the_best(1 << 20, (1, 8, 32), 140), 144, rate=rate)
+    tried = drive(find_best_batch(1 << 20, (1, 8, 32), 140), 144, rate=rate)
     timed = [attempt.batch_size for attempt in tried if attempt.timed and attempt.batch_size <= 144]
     assert abs(max(timed, key=rate) - min(fastest, 144)) <= 144 // 32
     assert len(timed) == len(set(timed)) <= 20

@@ -105,11 +105,11 @@ def test_a_batch_job_stops_and_loses_no_answer(tmp_path: Path, way: Callable[[Pa
 
     worker.before = took
     with pytest.raises(TakenAwayError):
-        run_batch(path, lines, worker, at_most=3)
+        run_batch(path, lines, worker, max_rows=3)
     saved = path.with_name("out.jsonl.saved")
     saved.replace(path)
     before = path.read_bytes()
     assert before
-    run_batch(path, lines, InlineRows(), at_most=3)
+    run_batch(path, lines, InlineRows(), max_rows=3)
     assert path.read_bytes().startswith(before)
     assert len(path.read_bytes().splitlines()) == 12

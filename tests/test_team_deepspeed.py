@@ -110,8 +110,7 @@ def _worker_of(directory: Path, output_len: int) -> tuple[Worker, Case]:
     )  # fmt: skip
     plan = make_plan(case, resolve.from_directory(directory).with_dtype("float32"), MACHINE)
     worker = Worker("zinfer.engine.deepspeed:DeepSpeed", timeout_s=PATIENCE_S)
-    refused = worker.load(plan)
-    assert refused is None, refused
+    worker.load(plan)
     return worker, case
 
 

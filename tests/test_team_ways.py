@@ -162,8 +162,7 @@ def worker_of(directory: Path) -> tuple[Worker, Case]:
     case = case_of(directory)
     plan = make_plan(case, resolve.from_directory(directory).with_dtype("float32"), MACHINE)
     worker = Worker("zinfer.engine.stream:Stream", timeout_s=PATIENCE_S)
-    refused = worker.load(plan)
-    assert refused is None, refused
+    worker.load(plan)
     return worker, case
 
 

@@ -183,7 +183,7 @@ def test_a_tokenizer_that_cannot_be_loaded_is_found_before_the_weights(
 ) -> None:
     (folder / "tokenizer.json").write_text("{}")
     monkeypatch.setattr("zinfer.worker.process.Worker", InlineWorker)
-    monkeypatch.setattr("zinfer.worker.session.load_with", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr("zinfer.worker.session.load", lambda *_: pytest.fail("weights were loaded"))
     result = CliRunner().invoke(cli, ["run", "-m", str(folder), "-p", "a", "--offload", "cpu"])
     assert isinstance(result.exception, ModelError), result.output
     assert "has no tokenizer that transformers can load" in str(result.exception)

@@ -91,7 +91,7 @@ def test_every_stage_of_a_worker_reaches_the_parent() -> None:
     said = io.StringIO()
     server = Server(said)
     for stage, share in (("starting", 0.0), ("compiling", 0.0), ("compiling", 0.1), ("loading weights", 0.0)):
-        server._beat(stage, share)
+        server._on_progress(stage, share)
     assert [line.split('"')[3] for line in said.getvalue().splitlines()] == ["starting", "compiling", "loading weights"]
 
 

@@ -1,13 +1,16 @@
 """Real worker processes with an engine that fails: each failure becomes its status, and the next point runs."""
 
 import gc
+import json
 import os
+import random
 import shutil
 import signal
 import subprocess
 import sys
 import time
 import weakref
+from array import array
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -25,9 +28,9 @@ from zinfer.core.case import Case, Option, Workload
 from zinfer.core.errors import not_here
 from zinfer.core.model import ModelError
 from zinfer.core.progress import Progress
+from zinfer.core.request import Message, Request, Sampling, Update
 from zinfer.core.requests import RequestLoad
 from zinfer.engine import EngineError
-from zinfer.generation.sampling import Sampling
 from zinfer.plan.planner import Plan, make_plan
 from zinfer.record.measurement import Effective, Measurement, Span
 from zinfer.record.requests import RequestPoint
@@ -36,18 +39,20 @@ from zinfer.system.documents import DocumentError, UnreadableError
 from zinfer.worker import process
 from zinfer.worker.failure import TaskFailure
 from zinfer.worker.inline import InlineWorker
-from zinfer.worker.process import TaskFailed, Worker, WorkerDied
+from zinfer.worker.process import LoadRefused, TaskFailed, Worker, WorkerDied
 from zinfer.worker.server import imported
 from zinfer.worker.session import Session, not_as_asked
 from zinfer.worker.tasks import (
+    MESSAGE_BYTES,
     TASKS,
     About,
-    BatchRequest,
-    BatchRow,
+    Added,
+    AddRequests,
     BatchStart,
     BatchStarted,
     BatchStep,
     BatchStepped,
+    Command,
     Facts,
     Load,
     Loaded,
@@ -59,13 +64,9 @@ from zinfer.worker.tasks import (
     Measure,
     Measured,
     MeasureRequests,
-    Message,
     PrefixReuse,
     PrefixReused,
-    Request,
-    RequestRow,
     RequestsMeasured,
-    RowStep,
 )  # fmt: skip
 
 
@@ -74,16 +75,17 @@ def case(batch_size: int = 1, offload: Any = "cpu", **options: Option) -> Case:
     return Case(model="fake", engine=TARGET, offload=offload, workload=workload, options=tuple(sorted(options.items())))
 
 
-def start(asked: Case) -> tuple[InlineWorker, Measurement | None]:
+def start(asked: Case) -> InlineWorker:
     """Load the fake engine without a process: for what does not end one."""
     worker = InlineWorker(TARGET)
-    return worker, worker.load(make_plan(asked, SPEC, MACHINE))
+    worker.load(make_plan(asked, SPEC, MACHINE))
+    return worker
 
 
 def spawn(asked: Case) -> Worker:
     """Load the fake engine in a process of its own."""
     worker = Worker(TARGET, timeout_s=PATIENCE_S)
-    assert worker.load(make_plan(asked, SPEC, MACHINE)) is None
+    worker.load(make_plan(asked, SPEC, MACHINE))
     return worker
 
 
@@ -93,10 +95,10 @@ def test_a_point_holds_every_sample() -> None:
     worker = Worker(
         TARGET,
         timeout_s=PATIENCE_S,
-        notice=lambda what, _share: notices.append(what),
-        loaded=lambda size, seconds: loads.append((size, seconds)),
+        on_progress=lambda what, _share: notices.append(what),
+        on_loaded=lambda size, seconds: loads.append((size, seconds)),
     )
-    assert worker.load(make_plan(case(), SPEC, MACHINE)) is None
+    worker.load(make_plan(case(), SPEC, MACHINE))
     point = worker.measure(case(2), repeats=3, tolerance=1e-9)
     worker.close()
     assert point.status == "ok"
@@ -133,7 +135,7 @@ def test_garbage_is_looked_for_only_among_what_came_after_the_libraries(
 
 
 def test_repeats_end_when_the_spread_is_small() -> None:
-    worker, _ = start(case(step_ms=5.0))
+    worker = start(case(step_ms=5.0))
     point = worker.measure(case(1, step_ms=5.0), repeats=50, tolerance=100.0)
     worker.close()
     assert 2 <= len(point.ttft_ms) < 50
@@ -150,7 +152,7 @@ def test_repeats_end_when_the_spread_is_small() -> None:
 )
 def test_what_the_engine_raises_becomes_a_status_and_the_worker_lives(fail: str, status: str) -> None:
     asked = case(4, fail=fail, at_batch=4)
-    worker, _ = start(asked)
+    worker = start(asked)
     failed = worker.measure(asked, repeats=2, tolerance=0.02)
     assert failed.status == status
     assert failed.error is None or "\n" not in failed.error
@@ -161,7 +163,7 @@ def test_what_the_engine_raises_becomes_a_status_and_the_worker_lives(fail: str,
 @pytest.mark.parametrize("fail", ["oom_gpu", "error"])
 def test_a_trace_that_fails_costs_no_sample(fail: str) -> None:
     asked = case(4, fail=fail, stage="timeline")
-    worker, _ = start(asked)
+    worker = start(asked)
     point = worker.measure(asked, repeats=2, tolerance=1e-9)
     worker.close()
     assert (point.status, point.error, len(point.ttft_ms), point.timeline) == ("ok", None, 2, ())
@@ -194,7 +196,7 @@ def test_effective_placement_is_compared_with_the_request(
 
 
 def test_offload_that_streams_nothing_is_not_ok() -> None:
-    worker, _ = start(case(fail="idle"))
+    worker = start(case(fail="idle"))
     assert worker.measure(case(fail="idle"), repeats=1, tolerance=0.02).status == "offload_not_effective"
     worker.close()
 
@@ -228,10 +230,10 @@ def test_a_worker_is_not_blamed_for_memory_that_others_lacked(
 ) -> None:
     """The kernel's killer struck before the worker's last answer, and perhaps at its end, too."""
     counts = [0]
-    monkeypatch.setattr(process, "_oom_kills", lambda: counts[0])
+    monkeypatch.setattr(process, "_count_oom_kills", lambda: counts[0])
     worker = Worker(TARGET, timeout_s=PATIENCE_S)
     counts[0] = 3
-    assert worker.load(make_plan(case(), SPEC, MACHINE)) is None
+    worker.load(make_plan(case(), SPEC, MACHINE))
     os.kill(worker._process.pid, signal.SIGKILL)
     worker._process.wait()
     counts[0] += at_its_end
@@ -247,13 +249,13 @@ def test_kills_for_want_of_memory_count_in_the_own_group_alone(tmp_path: Path, m
         pytest.skip("this system has no control groups")
     _, kinds, path = groups.read_text().splitlines()[0].split(":", 2)
     monkeypatch.setattr(process, "_OOM_FILES", {kinds: ((str(tmp_path), "memory.events"),)})
-    assert process._oom_kills() == 0
+    assert process._count_oom_kills() == 0
     (tmp_path / "memory.events").write_text("low 1\noom 5\noom_kill 4\n")
     own = tmp_path / path.strip("/")
     own.mkdir(parents=True, exist_ok=True)
-    assert process._oom_kills() == 4  # a container may see no other group
+    assert process._count_oom_kills() == 4  # a container may see no other group
     (own / "memory.events").write_text("low 1\noom 3\noom_kill 2\n")
-    assert process._oom_kills() == 2
+    assert process._count_oom_kills() == 2
 
 
 @pytest.mark.parametrize(
@@ -286,7 +288,7 @@ def test_a_failure_ends_a_command_with_the_code_of_its_kind(
 
     plan = make_plan(case(), SPEC, MACHINE)
     worker = InlineWorker(fail, instead={About: fail})
-    for ask in (lambda: worker.ask(About()), lambda: worker.start(plan)):
+    for ask in (lambda: worker.ask(About()), lambda: worker.load(plan)):
         with pytest.raises(TaskFailed) as failed:
             ask()
         assert (failed.value.status, failed.value.exit_code) == (status, exit_code)
@@ -307,10 +309,9 @@ def test_a_hang_ends_at_the_timeout() -> None:
 
 
 def test_loading_failures_are_points_of_their_own() -> None:
-    worker, refused = start(case(fail="oom_gpu", stage="load"))
-    worker.close()
-    assert refused is not None
-    assert (refused.status, refused.stage) == ("oom_gpu", "load")
+    with pytest.raises(LoadRefused) as refused:
+        start(case(fail="oom_gpu", stage="load"))
+    assert (refused.value.point.status, refused.value.point.stage) == ("oom_gpu", "load")
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile", "never"])
@@ -334,14 +335,15 @@ def test_no_other_weights_are_loaded_than_those_of_the_start(
         change()
     asked = case().model_copy(update={"load_format": "safetensors"})
     worker = InlineWorker(make, revision=source.revision)
-    refused = worker.load(make_plan(asked, source.spec, MACHINE))
-    worker.close()
+    plan = make_plan(asked, source.spec, MACHINE)
     if when == "never":
-        assert refused is None
+        worker.load(plan)
     else:
-        assert refused is not None
-        assert (refused.status, refused.stage) == ("io_error", "load")
-        assert refused.error == f"{folder} does not hold the weights of the start any more: start anew"
+        with pytest.raises(LoadRefused) as refused:
+            worker.load(plan)
+        assert (refused.value.point.status, refused.value.point.stage) == ("io_error", "load")
+        assert refused.value.point.error == f"{folder} does not hold the weights of the start any more: start anew"
+    worker.close()
 
 
 def test_a_worker_does_not_outlive_its_parent(tmp_path: Path) -> None:
@@ -376,7 +378,7 @@ def test_nothing_of_a_failed_attempt_stays_in_memory() -> None:
         assert held[0]() is None
         worker.ask(BatchStart(load=Workload(batch_size=1, input_len=1, output_len=1)))
         with pytest.raises(TaskFailed, match="out of memory") as failed:
-            worker.ask(BatchStep(requests=[BatchRequest(key=0, prompts=[[1]], rows=[BatchRow(key=0, left=1)])]))
+            worker.step([Request([1], 1)])
         assert failed.value.status == "oom_gpu"
         assert [one() for one in held] == [None, None]
     finally:
@@ -386,7 +388,7 @@ def test_nothing_of_a_failed_attempt_stays_in_memory() -> None:
 
 def test_one_output_token_still_shows_what_a_step_streams() -> None:
     asked = case().model_copy(update={"workload": Workload(batch_size=1, input_len=4, output_len=1)})
-    worker, _ = start(asked)
+    worker = start(asked)
     point = worker.measure(asked, repeats=1, tolerance=0.02)
     worker.close()
     assert (point.status, point.step_ms) == ("ok", ((),))
@@ -396,22 +398,22 @@ SAMPLING = Sampling(temperature=0.5, seed="s")
 PLAN = make_plan(case(), SPEC, MACHINE)
 POINT = Measurement(case=case(), status="oom_gpu", machine="m", error="no")
 LOAD = RequestLoad(source="fixed:2,1", requests=1, request_rate="inf")
-ASKED = BatchRequest(key=1, prompts=[[1]], rows=[BatchRow(key=1, left=2, sampling=SAMPLING)], stop=("x",))
-MESSAGES: dict[str, tuple[Request[Any], Message]] = {
+MESSAGES: dict[str, tuple[Command[Any], Message]] = {
     "load": (Load(target=TARGET, plan=PLAN), Loaded(refused=POINT)),
     "about": (About(), Facts(machine="m", versions={"torch": "2"}, load_s=1.5)),
     "measure": (Measure(case=case(2), repeats=3, tolerance=0.02), Measured(point=POINT)),
     "measure_requests": (
-        MeasureRequests(case=case(), load=LOAD, rows=[RequestRow(input_len=2, output_len=1, prompt_ids=[4, 5])]),
+        MeasureRequests(case=case(), load=LOAD, input_lens=[2]),
         RequestsMeasured(point=RequestPoint(case=case(), requests=LOAD, status="timeout", machine="test")),
     ),
     "batch_start": (
         BatchStart(load=Workload(batch_size=1, input_len=1, output_len=2), rows=3),
         BatchStarted(positions=64),
     ),
+    "add_requests": (AddRequests(changes=[{"prompt_ids": [1], "left": 2, "stop": ["x"]}]), Added()),
     "batch_step": (
-        BatchStep(requests=[ASKED], ending=0.25),
-        BatchStepped(passes=1, seconds=0.5, rows=[RowStep(key=1, tokens=[], finish_reason="stop", text="a")]),
+        BatchStep(drop=[7], ending=0.25),
+        BatchStepped(passes=1, seconds=0.5, rows=[Update(key=1, tokens=[], finish_reason="stop", text="a")]),
     ),
     "prefix_reuse": (
         PrefixReuse(context=9, new_tokens=2, repeats=1, folder="kv"),
@@ -437,18 +439,45 @@ def test_each_task_goes_through_json_and_comes_back_as_it_was(name: str) -> None
     """Its function gets the request that was sent, whoever asks gets the answer that it gave; all are in the table."""
     request, answer = MESSAGES[name]
     task = TASKS[name]
-    assert (task.request, task.answer) == (type(request), type(answer))
+    assert (task.command, task.answer) == (type(request), type(answer))
     base: Any = type(request).__mro__[1]
     assert base.__pydantic_generic_metadata__["args"] == (type(answer),)
     assert callable(task.function())
-    got: list[Request[Any]] = []
+    got: list[Command[Any]] = []
 
-    def function(_session: Session, request: Request[Any]) -> Message:
+    def function(_session: Session, request: Command[Any]) -> Message:
         got.append(request)
         return answer
 
     assert InlineWorker(instead={type(request): function}).ask(request) == answer
     assert got == [request]
+
+
+def test_requests_travel_in_messages_of_bounded_size() -> None:
+    """Answers to one prompt carry it, and their stops, once; others fill a message, and a larger one has its own."""
+    dice = random.Random(5)
+    lengths = [200_000, 5, *(dice.randint(1, 9_000) for _ in range(600))]
+    prompts = [[dice.randrange(262_144) for _ in range(length)] for length in lengths]
+    requests = [
+        Request(array("i", prompt), 9, Sampling(seed=str(number)), ("stop",), output_ids=[4] * number, key=number)
+        for number, prompt in enumerate(prompts)
+        for _ in range(3 if number == 1 else 1)
+    ]
+    worker = InlineWorker()
+    sent: list[int] = []
+    exchange = worker._exchange
+    worker._exchange = lambda message: sent.append(len(json.dumps(message))) or exchange(message)  # type: ignore
+    worker.add(requests)
+    assert len(sent) > 10
+    assert max(sent[1:]) < MESSAGE_BYTES
+    added = worker.session.added
+    assert [vars(one) for one in added] == [vars(one) | {"prompt_ids": list(one.prompt_ids)} for one in requests]
+    assert added[1].prompt_ids is added[2].prompt_ids is added[3].prompt_ids
+    assert added[1].output_ids is not added[2].output_ids
+    same = [Request(prompts[0], 9, stop=("x" * 1000,) * 16, key=key) for key in range(1000)]
+    sent.clear()
+    worker.add(same)
+    assert sum(sent) < 2 * MESSAGE_BYTES
 
 
 @pytest.mark.parametrize(
@@ -459,7 +488,7 @@ def test_each_task_goes_through_json_and_comes_back_as_it_was(name: str) -> None
         ({"task": "fly", "request": {}}, "no task 'fly'"),
         ({"task": "measure"}, "task measure: "),
         ({"task": "measure", "request": {"case": {}, "repeats": 1, "tolerance": 0}}, "task measure: case.model: Field"),
-        ({"task": "batch_step", "request": {"requests": [{"key": "x"}]}}, "task batch_step: requests.0.key"),
+        ({"task": "batch_step", "request": {"drop": ["x"]}}, "task batch_step: drop.0: Input should be a valid"),
         ({"task": "about", "request": {"loud": True}}, "task about: loud: Extra inputs are not permitted"),
     ],
 )
@@ -489,7 +518,7 @@ def test_the_table_needs_no_torch() -> None:
     script = (
         "import sys\nsys.modules['torch'] = sys.modules['transformers'] = None\n"
         "from zinfer.worker import inline, process, tasks\n"
-        "from zinfer.worker.tasks import BatchRequest, BatchRow, BatchStep\n"
-        "BatchStep(requests=[BatchRequest(key=0, prompts=[[1]], rows=[BatchRow(key=0, left=1)])])\n"
+        "from zinfer.core.request import Request\n"
+        "list(tasks.AddRequests.messages([Request([1], 1)]))\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=PATIENCE_S)

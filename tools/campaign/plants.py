@@ -72,10 +72,10 @@ def _internal_error() -> None:
 def _orphan() -> None:
     serve = server.Server.serve
 
-    def served(self: server.Server, requests: Any) -> None:
+    def served(self: server.Server, commands: Any) -> None:
         parent = os.getppid()
         try:
-            serve(self, requests)
+            serve(self, commands)
         finally:
             if os.getppid() != parent:
                 time.sleep(600)
@@ -103,11 +103,12 @@ def _append_without_sync() -> None:
 def _text_of_another() -> None:
     deliver, held = app.Desk.deliver, [""]
 
-    def delivered(self: app.Desk, news: Iterable[tuple[Any, Any]]) -> None:
+    def delivered(self: app.Desk, updates: Iterable[tuple[Any, Any]]) -> None:
         given = []
-        for row, one in news:
-            given.append((row, one._replace(text=held[0])))
-            held[0] = one.text
+        for row, one in updates:
+            if said := one.delta or one.text:
+                one, held[0] = one.model_copy(update={"text": held[0], "delta": held[0]}), said
+            given.append((row, one))
         deliver(self, given)
 
     app.Desk.deliver = delivered  # type: ignore[method-assign]

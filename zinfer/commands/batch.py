@@ -1,4 +1,4 @@
-"""`zinfer batch`: answer every prompt of a file, in the OpenAI batch format."""
+"""`zinfer batch`: answer the prompts of a file, in OpenAI's batch format."""
 
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,10 +14,12 @@ from zinfer.core.errors import ENVIRONMENT, NOTHING, PARTIAL
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterator, Sequence
 
+    from zinfer.checkpoint.source import Source
     from zinfer.commands.watch import Watch
     from zinfer.generation.tokenizer_process import Refusal, TokenizerProcess
-    from zinfer.job.batch.openai import BatchRequest
-    from zinfer.job.batch.run import Standing
+    from zinfer.job.batch.ledger import Ledger
+    from zinfer.job.batch.openai import BatchLine
+    from zinfer.job.batch.run import BatchProgress
     from zinfer.job.shard import Shard
 
 
@@ -64,7 +66,7 @@ def command(
     force: bool,
     **how: Any,
 ) -> None:
-    """Answer every line of PROMPTS, a file of OpenAI batch requests, with an OpenAI batch output.
+    """Answer every line of PROMPTS, a file of OpenAI batch requests.
 
     As many rows run together as fit. A row that ends makes room for the next, whose prompt is computed beside the
     others. The job may be killed at any moment: the same command continues it, and no answer is lost or given twice.
@@ -101,8 +103,10 @@ def _answer(
     shard: "Shard | None",
     already: "Collection[str]" = (),
 ) -> int:
-    """Answer the requests of a file, or those of a shard into its own file, but for those of the ids `already`; return
-    the exit code."""
+    """Answer the lines of a file or shard; return the exit code.
+
+    Lines whose ids are in `already` are left out.
+    """
     import time
     from functools import partial
 
@@ -119,7 +123,7 @@ def _answer(
         raise click.UsageError(f"--output {output} is the file of the prompts: name another file")
     names = ("engine", "offload", "gpu_weights", "settings", "nvme_path", "allow_nan", "weights")
     choice = {key: how[key] for key in names}
-    layers, output_len = how["layers"], how["output_len"]
+    layers = how["layers"]
     loads = options.one_load("batch", model, layers=layers, **choice)
     content = read_bytes(prompts, MAX_BYTES)
     lines = read_requests(content)
@@ -133,33 +137,33 @@ def _answer(
     identity = {
         "prompts": digest(content), "model": model, "model_revision": source.revision, "dtype": source.spec.dtype,
         "kv_cache_dtype": cache.kv_cache_dtype if cache.kv_in_8_bits else None,
-        "layers": layers, "output_len": output_len, "shard": shard and str(shard),
+        "layers": layers, "output_len": how["output_len"], "shard": shard and str(shard),
         "chat_template": how["chat_template"] and digest((tokenizer.template.text or "").encode()),
     }  # fmt: skip
     with Ledger.open(output, identity, int(time.time()), force) as ledger, Watch() as watch:
         for damage in ledger.damaged:
-            watch.say(f"left out {damage}")
+            watch.message(f"left out {damage}")
         lacking = [line for line in lines if line.id not in ledger.done and line.id not in already]
         ledger.add(refusal(line) for line in lacking if isinstance(line, Fault))
         waiting = [line for line in lacking if not isinstance(line, Fault)]
-        standing = None
+        progress = None
         if waiting and ray is not None:
             _ = tokenizer.facts  # one that cannot be loaded ends the command here, not on the nodes
             tokenizer.close()
             job = partial(_answer_on_node, debug, prompts, whole, model, force, how, None)
             with _ended_in_order(watch):
-                answer_on_nodes(job, lines, ledger, output, identity, ray, debug, watch.progress, watch.say)
+                answer_on_nodes(job, lines, ledger, output, identity, ray, debug, watch.progress, watch.message)
         elif waiting:
-            standing = _run(waiting, tokenizer, loads, source, ledger, watch, output_len, debug, how)
+            progress = _run(waiting, tokenizer, loads, source, ledger, watch, debug, how)
         ledger.finish()
         done = [ledger.done[line.id] for line in lines if line.id in ledger.done]
-        errors = sum(not one.ok for one in done)
-        watch.say(_summary(len(done) - errors, errors, output, standing))
+        errors = sum(not answer.ok for answer in done)
+        watch.message(_summary(len(done) - errors, errors, output, progress))
     return _exit_code(errors, len(done))
 
 
 def _answer_on_node(*words: Any) -> None:
-    """Do what `_answer` does in a process that runs no command. Raises NodesError for what would end one."""
+    """Call `_answer` in a process that runs no command. Raises NodesError for what would end one."""
     from zinfer.job.batch.nodes import NodesError
 
     try:
@@ -174,8 +178,10 @@ def _exit_code(errors: int, lines: int) -> int:
 
 
 def _merge(prompts: Path, output: Path, force: bool) -> NoReturn:
-    """Put the shards of `output` together, and exit. Raises UsageError if other options are given, ShardError if the
-    shards are not whole."""
+    """Put the shards of `output` together, and exit.
+
+    Raises UsageError if other options are given, ShardError if the shards are not whole.
+    """
     from zinfer.job.batch.merge import merge
     from zinfer.job.batch.openai import digest, read_requests
     from zinfer.record.jsonl import MAX_BYTES
@@ -205,42 +211,33 @@ def _merge(prompts: Path, output: Path, force: bool) -> NoReturn:
 
 
 def _run(
-    waiting: "list[BatchRequest]",
+    waiting: "list[BatchLine]",
     tokenizer: "TokenizerProcess",
     loads: dict[Any, str],
-    source: Any,
-    ledger: Any,
+    source: "Source",
+    ledger: "Ledger",
     watch: "Watch",
-    output_len: int,
     debug: bool,
     how: dict[str, Any],
-) -> "Standing | None":
-    """Answer the waiting requests and return the job's progress; None if no request can be served."""
+) -> "BatchProgress | None":
+    """Answer the waiting lines and return the job's progress. None if none of them can be served."""
     from zinfer.job.batch import packing
-    from zinfer.job.batch.intake import needs, rows_of, split
     from zinfer.job.batch.openai import refusal
+    from zinfer.job.batch.rows import needs, rows_of, split
     from zinfer.job.batch.run import BatchJob
-    from zinfer.worker.process import Worker, WorkerError
+    from zinfer.job.driver import Driver
 
     spec = source.spec
     machine = options.this_machine(how["nvme_path"])
-    target = next(iter(loads.values()))
     cases = [load.case(source.load_format, spec.dtype, 1, 1) for load in loads]
-
-    def make_worker() -> Worker:
-        timeout_s = how["timeout_s"]
-        return Worker(
-            target, timeout_s=timeout_s, notice=watch.progress, loaded=watch.loaded, debug=bool(debug),
-            revision=source.revision,
-        )  # fmt: skip
-
-    worker = make_worker()
-    try:
+    make_worker = watch.workers(next(iter(loads.values())), how["timeout_s"], debug, source.revision)
+    with _ended_in_order(watch), Driver(make_worker, watch.loading) as driver:
+        driver.start()  # it imports its libraries while prompts are read
         prompts = _tokenize(waiting, tokenizer, watch)
-        rows, faults = rows_of(waiting, prompts, spec.max_position, spec.vocab_size, output_len, ledger.made)
+        limits = spec.max_position, spec.vocab_size, how["output_len"]
+        rows, faults = rows_of(waiting, prompts, *limits, ledger.made)
         ledger.add(map(refusal, faults))
         if not rows:
-            worker.close()
             return None
         plan = packing.best_plan(cases, needs(rows), spec, machine, how["nvme_path"])
         if not plan.fits:
@@ -248,19 +245,7 @@ def _run(
         fits = packing.fitting(plan.planner(), needs(rows))
         rows, faults = split(rows, fits, f"{machine.name} with {plan.case.label()}")
         ledger.add(map(refusal, faults))
-    except WorkerError as error:
-        worker.close()
-        raise Failure(error.line, error.exit_code) from None
-    except BaseException:
-        worker.kill()
-        worker.close()
-        raise
-    job = BatchJob(
-        plan, rows, ledger, plan.case.model, make_worker, worker, how["batch_size"],
-        lambda: watch.loading(plan), watch.rows, watch.say,
-    )  # fmt: skip
-    with _ended_in_order(watch):
-        return job.run()
+        return BatchJob(plan, rows, ledger, driver, how["batch_size"], watch.rows, watch.message).run()
 
 
 @contextmanager
@@ -274,39 +259,41 @@ def _ended_in_order(watch: "Watch") -> "Iterator[None]":
     except JobFailed as failed:
         raise Failure(str(failed), failed.exit_code) from None
     except Interrupted as interrupt:
-        watch.say("interrupted; answers so far are kept, the same command goes on")
+        watch.message("interrupted; answers so far are kept, the same command goes on")
         raise SystemExit(128 + interrupt.signal) from None
 
 
 def _tokenize(
-    waiting: "list[BatchRequest]", tokenizer: "TokenizerProcess", watch: "Watch"
+    waiting: "list[BatchLine]", tokenizer: "TokenizerProcess", watch: "Watch"
 ) -> "list[Sequence[int] | Refusal]":
-    """Return the token ids of each prompt, or the reason why it has none. Raises ModelError if the tokenizer cannot be
-    loaded."""
+    """Return each prompt's token ids, or the reason why it has none.
+
+    Raises ModelError if the tokenizer cannot be loaded.
+    """
     from array import array
 
     from zinfer.generation.tokenizer_process import Refusal
 
     if ends := tokenizer.facts.differing_ends:
-        watch.say(ends)
+        watch.message(ends)
     prompts: list[Sequence[int] | Refusal] = []
     for start in range(0, len(waiting), AT_ONCE):
         watch.progress("reading prompts", start / len(waiting))
-        found = tokenizer.encode([request.prompt for request in waiting[start : start + AT_ONCE]])
+        encoded = tokenizer.encode([line.prompt for line in waiting[start : start + AT_ONCE]])
         # Four bytes an id: a job may have millions of them.
-        prompts += [ids if isinstance(ids, Refusal) else array("i", ids) for ids in found]
+        prompts += [ids if isinstance(ids, Refusal) else array("i", ids) for ids in encoded]
     tokenizer.close()
     return prompts
 
 
-def _summary(answers: int, errors: int, output: Path, standing: "Standing | None") -> str:
+def _summary(answers: int, errors: int, output: Path, progress: "BatchProgress | None") -> str:
     from zinfer.core.units import counted, duration, figures
 
     counts = f"{counted(answers, 'answer')} and {counted(errors, 'error')} in {output}"
-    if standing is None or standing.rate is None:
+    if progress is None or progress.rate is None:
         return counts
-    time = f"{counted(standing.tokens, 'token')} in {duration(standing.seconds)}: {figures(standing.rate)} tok/s"
-    if standing.full_seconds:
-        time += f" ({figures(standing.full_tokens / standing.full_seconds)} while rows waited)"
-    told = options.drafts_right(standing.drafted, standing.accepted)
-    return f"{counts}; {time}, {standing.passes:,} passes, {standing.padding:.0%} padding{told}"
+    time = f"{counted(progress.tokens, 'token')} in {duration(progress.seconds)}: {figures(progress.rate)} tok/s"
+    if progress.full_seconds:
+        time += f" ({figures(progress.full_tokens / progress.full_seconds)} while rows waited)"
+    drafts = options.drafts_right(progress.drafted, progress.accepted)
+    return f"{counts}; {time}, {progress.passes:,} passes, {progress.padding:.0%} padding{drafts}"

@@ -1,12 +1,10 @@
-"""`zinfer run --chat` on the terminal: read turns, print answers as they are generated, and report each turn's
-times."""
+"""`zinfer run --chat` on the terminal. Read turns, print answers as they come, and report their times."""
 
 import json
 import select
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -15,24 +13,24 @@ import click
 
 from zinfer.commands.failure import Failure
 from zinfer.commands.options import Size, chat_template
-from zinfer.job.signals import kept
+from zinfer.job.signals import Signals
 from zinfer.system import ending
 from zinfer.system.printable import show_generated, shows_unicode, text_lines
 
 if TYPE_CHECKING:
+    from zinfer.core.request import Request, Sampling
     from zinfer.generation.dialogue import Dialogue
-    from zinfer.generation.sampling import Sampling
     from zinfer.worker.process import Client
-    from zinfer.worker.tasks import Answer, BatchRequest, BatchStart, BatchStepped, Request
+    from zinfer.worker.tasks import BatchStart, BatchStepped
 
-Command = TypeVar("Command", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=Callable[..., Any])
 
-ANSWER = 512  # most tokens of an answer
+ANSWER = 512  # default limit of an answer, in tokens
 WAIT_S = 0.2  # wait for a line of the terminal at a time
 CONTEXT = 4096  # tokens of a conversation that the plan has room for; fewer if the model has fewer positions
 
 
-def chat_options(function: Command) -> Command:
+def chat_options(function: Function) -> Function:
     """Add the options that only a conversation has."""
     for option in (
         click.option(
@@ -53,20 +51,17 @@ def chat_options(function: Command) -> Command:
 
 
 def turns(prompts: Iterable[str]) -> Iterator[str]:
-    """Yield the turns of a conversation: the prompts given, or the lines of stdin, with a prompt sign if that is a
-    terminal."""
-    asked = sys.stdin.isatty()
-    given = list(prompts)
-    if given:
+    """Yield the turns of a conversation. The prompts given, or the lines of stdin, with a sign on a terminal."""
+    if given := list(prompts):
         yield from given
         return
-    if not asked:
+    if not sys.stdin.isatty():
         yield from (line.rstrip("\n") for line in text_lines(sys.stdin, "stdin") if line.strip())
         return
     interrupted = False  # one ctrl-C at the prompt may have been meant for the answer
     while True:
         try:
-            with _raised():
+            with Signals(signal.SIGINT) as signals, signals.raised():
                 click.echo("> ", nl=False, err=True)
                 _until_typed()
                 line = next(text_lines(sys.stdin, "stdin"), "")  # ctrl-C ends the generator
@@ -85,28 +80,12 @@ def turns(prompts: Iterable[str]) -> Iterator[str]:
 
 
 def _until_typed() -> None:
-    """Wait until a line can be read from the terminal, a moment at a time: a signal that arrives just before a wait
-    begins is handled when the wait is over."""
+    """Wait until the terminal has a line, a moment at a time.
+
+    A signal that arrives just before a wait begins is handled when the wait is over.
+    """
     while not select.select([sys.stdin], [], [], WAIT_S)[0]:
         pass
-
-
-@contextmanager
-def _raised() -> Iterator[None]:
-    """Let ctrl-C raise KeyboardInterrupt; it ends the command elsewhere."""
-    thrown: list[KeyboardInterrupt] = []
-
-    def arrived(_number: int, _frame: FrameType | None) -> None:
-        thrown.append(KeyboardInterrupt())
-        raise thrown[-1]
-
-    before = signal.signal(signal.SIGINT, arrived)
-    try:
-        with kept(thrown):
-            yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-        ending.handed_back()
 
 
 class Stop:
@@ -134,7 +113,7 @@ class Stop:
 
 
 class AnswerLimits(NamedTuple):
-    """Limits of an answer, in tokens, the model's `positions` if it has a last one, and how tokens are chosen."""
+    """Limits of an answer, in tokens, and how tokens are chosen."""
 
     output_len: int
     positions: int | None
@@ -142,7 +121,7 @@ class AnswerLimits(NamedTuple):
     ignore_eos: bool = False
 
     def left(self, length: int) -> int:
-        """Return the most tokens of an answer to a conversation of `length` tokens. Raises ModelError for none."""
+        """Return the limit of an answer to a conversation of `length` tokens. Raises ModelError for none."""
         from zinfer.core.model import ModelError
 
         left = self.output_len if self.positions is None else min(self.output_len, self.positions - length)
@@ -153,14 +132,12 @@ class AnswerLimits(NamedTuple):
 
 def prompt_request(
     number: int, ids: list[int], left: int, sampling: "Sampling", ignore_eos: bool, chat: bool = False
-) -> "BatchRequest":
-    """Return the request for one streamed answer to a prompt, whose `number` is its key and part of its seed."""
-    from zinfer.generation.sampling import nth_seed
-    from zinfer.worker.tasks import BatchRequest, BatchRow
+) -> "Request":
+    """Return the request for a streamed answer; `number` is its key, and seeds it."""
+    from zinfer.core.request import Request, nth_seed
 
-    own = sampling.model_copy(update={"seed": nth_seed(sampling.seed, number)})
-    row = BatchRow(key=number, left=left, sampling=own)
-    return BatchRequest(key=number, prompts=[ids], rows=[row], ignore_eos=ignore_eos, chat=chat, stream=True)
+    seeded = sampling.model_copy(update={"seed": nth_seed(sampling.seed, number)})
+    return Request(ids, left, seeded, ignore_eos=ignore_eos, key=number, owner=number, chat=chat, stream=True)
 
 
 def talk(
@@ -169,42 +146,38 @@ def talk(
     prompts: Iterable[str],
     opening: "BatchStart",
     limits: AnswerLimits,
-    say: Callable[[str], None],
+    on_message: Callable[[str], None],
     as_json: bool,
 ) -> None:
-    """Hold a conversation of the turns `prompts` with a loaded `worker`; `say` gets lines for the user. Each answer is
-    a row of a batch of one row, which keeps the KV cache of each for the next turn.
+    """Hold a conversation of the turns `prompts` with a loaded worker.
 
-    Raises ModelError for a turn that has no tokens, Failure if one fails, KeyboardInterrupt at the second ctrl-C in an
-    answer.
+    Each answer is a row of a batch of one row, which keeps the KV cache of each for the next turn. Raises ModelError
+    for a turn that has no tokens, WorkerError if one fails, KeyboardInterrupt at the second ctrl-C in an answer.
     """
-    from zinfer.worker.process import TaskFailed
-    from zinfer.worker.tasks import BatchStep
-
-    def ask(request: "Request[Answer]") -> "Answer":
-        try:
-            answer = worker.ask(request)
-        except TaskFailed as failed:
-            raise Failure(failed.line, failed.exit_code) from None
-        for note in answer.notes:  # type: ignore[attr-defined]
-            say(note)
-        return answer
-
     if not dialogue.template:
-        say("the model has no chat template: turns and answers follow each other as they are")
-    started = ask(opening)
+        on_message("the model has no chat template: turns and answers follow each other as they are")
+    started = worker.ask(opening)
+    for note in started.notes:
+        on_message(note)
     if started.cannot_reuse is not None:
-        say(f"each turn computes the whole conversation: {started.cannot_reuse}")
+        on_message(f"each turn computes the whole conversation: {started.cannot_reuse}")
+
+    def step(*requests: "Request", **fields: Any) -> "BatchStepped":
+        stepped = worker.step(requests, answer_s=0, **fields)
+        for note in stepped.notes:
+            on_message(note)
+        return stepped
+
     for number, prompt in enumerate(prompts):
         ids = dialogue.ask(prompt)
         request = prompt_request(number, ids, limits.left(len(ids)), limits.sampling, limits.ignore_eos, chat=True)
         answer = _Answer(as_json)
         with Stop() as stop:
-            answer.add(ask(BatchStep(requests=[request], answer_s=0)))
+            answer.add(step(request))
             while answer.finish_reason is None and not stop.asked:
-                answer.add(ask(BatchStep(answer_s=0)))
+                answer.add(step())
         if answer.finish_reason is None:
-            answer.text = ask(BatchStep(drop=[number], answer_s=0)).dropped[number]
+            answer.text = step(drop=[number]).dropped[number]
         dialogue.answered(answer.output_ids, answer.text)
         more = len(answer.output_ids) - 1
         turn = {
@@ -214,13 +187,12 @@ def talk(
             "decode_tok_s": round(more / answer.decode_s, 3) if answer.decode_s else None,
         }  # fmt: skip
         click.echo(json.dumps(turn, ensure_ascii=not shows_unicode()) if as_json else "")
-        say(summary(turn))
+        on_message(summary(turn))
 
 
 @dataclass
 class _Answer:
-    """Answer to a turn so far, which is shown as it comes unless `as_json`; `decode_s` are seconds after its first
-    token."""
+    """Answer to a turn so far, shown as it comes unless `as_json`. `decode_s` follow its first token."""
 
     as_json: bool
     output_ids: list[int] = field(default_factory=list)
@@ -236,18 +208,18 @@ class _Answer:
             self.decode_s += step.seconds
         else:
             self.ttft_s += step.seconds
-        for row in step.rows:
-            if row.error is not None:
-                raise Failure(row.error)
-            self.output_ids += row.tokens
-            self.text = self.text + row.piece if row.finish_reason is None else row.text
-            self.finish_reason, self.reloaded = row.finish_reason, row.cached
-            if row.piece and not self.as_json:
-                show_generated(row.piece)
+        for update in step.rows:
+            if update.failure is not None:
+                raise Failure(update.failure.message)
+            self.output_ids += update.tokens
+            self.text = self.text + update.delta if update.finish_reason is None else update.text
+            self.finish_reason, self.reloaded = update.finish_reason, update.cached
+            if update.delta and not self.as_json:
+                show_generated(update.delta)
 
 
 def summary(turn: dict[str, Any]) -> str:
-    """Return one line about a turn: tokens reloaded and computed, TTFT, decode rate."""
+    """Return one line about a turn. Tokens reloaded and computed, TTFT, decode rate."""
     from zinfer.core.units import duration, figures
 
     rate = "" if turn["decode_tok_s"] is None else f", then {figures(turn['decode_tok_s'])} tok/s"

@@ -113,13 +113,13 @@ def _packed(source: "Source", output: Path | None, watch: "Watch", allow_nan: bo
 
     folder = output or packed.PACKED / packed.folder_name(source.spec, source.revision)
     whole = round(source.spec.streamed_bytes * source.spec.stored_ratio)
-    watch.say(f"packing {gb(whole)} of layers into {folder}")
+    watch.message(f"packing {gb(whole)} of layers into {folder}")
     try:
         size = packed.write(source.spec, source.revision, folder, _device(), watch.progress, bool(allow_nan))
     except OSError as error:
         raise Failure(f"cannot pack into {folder}: {error.strerror or error}", ENVIRONMENT) from error
     share = size / whole
-    watch.say(f"{gb(size)}, {share:.1%} of it" + ("" if share < 0.99 else f": {packed.why_whole(source.spec)}"))
+    watch.message(f"{gb(size)}, {share:.1%} of it" + ("" if share < 0.99 else f": {packed.why_whole(source.spec)}"))
     return folder
 
 
@@ -136,17 +136,19 @@ def quantised(source: "Source", weights: Any, output: Path | None, watch: "Watch
     from zinfer.engine.quantization import checkpoint
 
     folder = output or quantised_folder(source, weights)
-    watch.say(f"writing {source.spec.name} with layers in {weights} into {folder}")
+    watch.message(f"writing {source.spec.name} with layers in {weights} into {folder}")
     try:
         done = checkpoint.write(source.spec, source.revision, folder, weights, _device(), watch.progress)
     except OSError as error:
         raise Failure(f"cannot write {folder}: {error.strerror or error}", ENVIRONMENT) from error
     share = f"{done.after / done.before:.1%} of {gb(done.before)}"
-    watch.say(f"{done.matrices:,} matrices in {weights}: {gb(done.after)}, {share}; the folder has {gb(done.nbytes)}")
+    watch.message(
+        f"{done.matrices:,} matrices in {weights}: {gb(done.after)}, {share}; the folder has {gb(done.nbytes)}"
+    )
     if done.kept:
         more = f" and {len(done.kept) - 1:,} more" if len(done.kept) > 1 else ""
-        watch.say(f"routers, shared or narrow matrices of the layers stay as they are: {done.kept[0]}{more}")
-    watch.say("the text will differ: `zinfer study accuracy --weights` measures by how much")
+        watch.message(f"routers, shared or narrow matrices of the layers stay as they are: {done.kept[0]}{more}")
+    watch.message("the text will differ: `zinfer study accuracy --weights` measures by how much")
     return folder
 
 
@@ -195,15 +197,15 @@ def _plan(
         signals.append(number)
 
     with Watch() as watch:
-        watch.say(f"building {path} with {tensorrt.name} {tensorrt.version}")
+        watch.message(f"building {path} with {tensorrt.name} {tensorrt.version}")
         weights, peak = gb(source.spec.weight_bytes), gb(peak_host_bytes(source.spec))
-        watch.say(f"{weights} of weights ({source.load_format}); up to {peak} of host memory")
+        watch.message(f"{weights} of weights ({source.load_format}); up to {peak} of host memory")
         before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             stopped, free = lambda: bool(signals), allowed_bytes()
             file = build(tensorrt, key, source.spec, path, watch.progress, stopped, free, allow_nan)
         except Cancelled:
-            watch.say("interrupted; nothing is left behind")
+            watch.message("interrupted; nothing is left behind")
             raise SystemExit(128 + signals[0]) from None
         except (MemoryError, OSError) as error:
             raise Failure(f"the build failed: {error}", ENVIRONMENT) from error
@@ -212,5 +214,5 @@ def _plan(
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-        watch.say(f"{gb(file.size)} in {duration(file.build_s)}, for GPUs of compute capability {key.target}")
+        watch.message(f"{gb(file.size)} in {duration(file.build_s)}, for GPUs of compute capability {key.target}")
     return path

@@ -1,4 +1,4 @@
-"""`zinfer run`: generate text with a model that does not fit the GPU."""
+"""`zinfer run`: generate text with a model larger than the GPU."""
 
 import json
 import re
@@ -24,8 +24,7 @@ if TYPE_CHECKING:
 
 
 INTERRUPTED = 130  # exit code
-SENT = 1024  # prompts that are sent to the worker at a time
-STREAM_S = 0.05  # prompts are continued that long before their text is shown
+STREAM_S = 0.05  # seconds of decoding before new text is shown
 
 
 @click.command("run", cls=options.LoadCommand)
@@ -71,34 +70,17 @@ def command(
     debug: bool,
     /,
     model: str,
-    engine: str,
-    offload: Any,
     prompts: tuple[str, ...],
     prompt_file: str | None,
     output_len: int | None,
     batch_size: int | None,
-    dtype: Any,
-    load_format: Any,
-    layers: int | None,
-    allow_nan: bool | None,
-    weights: tuple[str, ...] | None,
-    nvme_path: str | None,
-    gpu_weights: tuple[str, ...] | None,
-    settings: dict[str, tuple[Any, ...]],
-    timeout_s: float,
     as_json: bool,
     chat: bool,
-    system: str | None,
-    chat_template: str | None,
-    kv_cache_size: int,
-    kv_cache_dir: str | None,
-    kv_cache_dir_size: int,
     temperature: float,
     top_p: float,
-    seed: int,
-    ignore_eos: bool,
+    **how: Any,
 ) -> None:
-    """Continue prompts with a model of any size; greedy unless --temperature is set. Ctrl-C keeps the text so far.
+    """Continue prompts with a model of any size. Greedy unless --temperature is set. Ctrl-C keeps the text so far.
 
     With --chat they are turns of one conversation, with the model's chat template if it has one. Its KV cache
     stays in host memory, and in --kv-cache-dir, so that a turn computes only its new tokens. Ctrl-C ends an answer.
@@ -110,96 +92,88 @@ def command(
     """
     from zinfer.commands.watch import Watch
     from zinfer.core.model import check_positions
-    from zinfer.core.units import counted, duration
+    from zinfer.core.request import Sampling
     from zinfer.generation.dialogue import Dialogue
-    from zinfer.generation.sampling import Sampling
     from zinfer.generation.schedule import load_of
+    from zinfer.job.driver import Driver
     from zinfer.plan.planner import Planner
-    from zinfer.worker.process import Worker, WorkerError
-    from zinfer.worker.tasks import BatchStart, BatchStep
+    from zinfer.worker.process import WorkerError
+    from zinfer.worker.tasks import BatchStart
 
     _check_together(chat, batch_size, temperature)
-    sampling = Sampling(temperature=temperature, top_p=top_p, seed=str(seed))
+    sampling = Sampling(temperature=temperature, top_p=top_p, seed=str(how["seed"]))
     output_len = output_len or (ANSWER if chat else 32)
     texts = [] if chat and not (prompts or prompt_file) else _prompts(prompts, prompt_file)
-    loads = options.one_load(
-        "run", model, engine, offload, layers, gpu_weights, settings, nvme_path, allow_nan, weights
-    )
-    source = options.weights_of(model, dtype, layers, load_format, weights, loads)
-    tokenizer = options.tokenizer_of(source.spec, chat_template)
+    names = ("engine", "offload", "layers", "gpu_weights", "settings", "nvme_path", "allow_nan", "weights")
+    loads = options.one_load("run", model, **{name: how[name] for name in names})
+    source = options.weights_of(model, how["dtype"], how["layers"], how["load_format"], how["weights"], loads)
+    spec = source.spec
+    tokenizer = options.tokenizer_of(spec, how["chat_template"])
     ends = tokenizer.facts.differing_ends
-    dialogue = Dialogue(tokenizer, system) if chat else None
+    dialogue = Dialogue(tokenizer, how["system"]) if chat else None
     prompt_ids = [] if chat else _encoded(tokenizer, texts)
     longest = max(map(len, prompt_ids), default=1)
-    check_positions(source.spec, longest, 1 if chat else output_len, f"a prompt of {longest} tokens")
-    machine = options.this_machine(nvme_path)
-    length = min(CONTEXT, max(1, (source.spec.max_position or CONTEXT) - output_len)) if chat else longest
+    check_positions(spec, longest, 1 if chat else output_len, f"a prompt of {longest} tokens")
+    machine = options.this_machine(how["nvme_path"])
+    length = min(CONTEXT, max(1, (spec.max_position or CONTEXT) - output_len)) if chat else longest
 
-    spec = source.spec
     cases = {load: load.case(source.load_format, spec.dtype, length, output_len) for load in loads}
-    planners = {load: Planner(case, spec, machine, nvme_path=nvme_path) for load, case in cases.items()}
+    planners = {load: Planner(case, spec, machine, nvme_path=how["nvme_path"]) for load, case in cases.items()}
     load = next((load for load, planner in planners.items() if planner.plan.fits), list(planners)[-1])
     planner, plan = planners[load], planners[load].plan
     if not plan.fits:
         raise Failure(str(plan.why_not), ENVIRONMENT)
-    target = loads[load]
-    size = batch_size or max(1, min(len(texts), plan.max_batch_size))
     with Watch() as watch:
         if ends is not None:
-            watch.say(ends)
-        watch.loading(plan)
-        worker = Worker(target, timeout_s=timeout_s, notice=watch.progress, loaded=watch.loaded, debug=bool(debug))
+            watch.message(ends)
         try:
-            worker.start(plan)
-            if dialogue is not None:
-                watch.quiet()
-                opening = BatchStart(
-                    load=load_of(planner, [(length, output_len)], 1), rows=1, arrivals=True, cache_size=kv_cache_size,
-                    folder=kv_cache_dir, folder_size=kv_cache_dir_size,
-                )  # fmt: skip
-                limits = AnswerLimits(output_len, source.spec.max_position, sampling, ignore_eos)
-                talk(worker, dialogue, turns(texts), opening, limits, watch.say, as_json)
-                return
-            if sys.stdout.isatty() and not as_json:
-                watch.quiet()
-            answers = Answers(texts, as_json)
-            waiting = [
-                prompt_request(number, ids, output_len, sampling, ignore_eos) for number, ids in enumerate(prompt_ids)
-            ]
-            workload = load_of(planner, [(len(ids), output_len) for ids in prompt_ids], size)
-            with Stop() as stop:
-                worker.ask(BatchStart(load=workload, rows=size))
-                while not answers.all_ended and not stop.asked:
-                    sent, waiting = waiting[:SENT], waiting[SENT:]
-                    answers.add(worker.ask(BatchStep(requests=sent, answer_s=STREAM_S)))
-                    watch.progress("generating", answers.tokens / (len(texts) * output_len))
-            if not answers.all_ended:
-                worker.kill()
+            with Driver(watch.workers(loads[load], how["timeout_s"], debug), watch.loading) as driver:
+                driver.load(plan)
+                if dialogue is not None:
+                    watch.quiet()
+                    opening = BatchStart(
+                        load=load_of(planner, [(length, output_len)], 1), rows=1, arrivals=True,
+                        cache_size=how["kv_cache_size"], folder=how["kv_cache_dir"],
+                        folder_size=how["kv_cache_dir_size"],
+                    )  # fmt: skip
+                    limits = AnswerLimits(output_len, spec.max_position, sampling, how["ignore_eos"])
+                    with driver.lend() as worker:
+                        talk(worker, dialogue, turns(texts), opening, limits, watch.message, as_json)
+                    return
+                if sys.stdout.isatty() and not as_json:
+                    watch.quiet()
+                rows = batch_size or max(1, min(len(texts), plan.max_batch_size))
+                workload = load_of(planner, [(len(ids), output_len) for ids in prompt_ids], rows)
+                requests = [
+                    prompt_request(number, ids, output_len, sampling, how["ignore_eos"])
+                    for number, ids in enumerate(prompt_ids)
+                ]
+                answers = Answers(texts, as_json)
+                with Stop() as stop, driver.lend() as worker:
+                    worker.ask(BatchStart(load=workload, rows=rows))
+                    while not answers.all_ended and not stop.asked:
+                        answers.add(worker.step(requests, answer_s=STREAM_S))
+                        requests = []
+                        watch.progress("generating", answers.tokens / (len(texts) * output_len))
+                if not answers.all_ended:
+                    driver.end(kill=True)
+                    answers.end()
+                    watch.message("interrupted; the text so far is kept")
+                    raise SystemExit(INTERRUPTED)
                 answers.end()
-                watch.say("interrupted; the text so far is kept")
-                raise SystemExit(INTERRUPTED)
-            answers.end()
-        except WorkerError as failed:
-            raise Failure(failed.line, failed.exit_code) from None
-        except KeyboardInterrupt:
-            worker.kill()
-            raise
-        finally:
-            worker.close()
-        rate = answers.tokens / answers.seconds
-        told = options.drafts_right(answers.drafted, answers.accepted)
-        told = f"; {answers.passes:,} passes{told}" if told else ""
-        watch.say(f"{counted(answers.tokens, 'token')} in {duration(answers.seconds)}: {rate:.2f} tok/s{told}")
+        except WorkerError as error:
+            raise Failure(error.line, error.exit_code) from None
+        watch.message(answers.summary())
 
 
 class Answers:
-    """Answers to prompts on stdout: as they come, in the order of the prompts, or as JSON at the end."""
+    """Answers to prompts on stdout. As they come, in the prompts' order, or as JSON at the end."""
 
     def __init__(self, prompts: list[str], as_json: bool) -> None:
         self.tokens, self.seconds = 0, 0.0
         self.passes = self.drafted = self.accepted = 0
         self._as_json, self._ended = as_json, 0
-        self._found: list[dict[str, Any]] = [
+        self._answers: list[dict[str, Any]] = [
             {"prompt": prompt, "output_ids": [], "output_text": "", "finish_reason": "interrupted"}
             for prompt in prompts
         ]
@@ -208,10 +182,19 @@ class Answers:
     @property
     def all_ended(self) -> bool:
         """True once every answer has ended."""
-        return self._ended == len(self._found)
+        return self._ended == len(self._answers)
+
+    def summary(self) -> str:
+        """Return a line about tokens and seconds."""
+        from zinfer.core.units import counted, duration
+
+        drafts = options.drafts_right(self.drafted, self.accepted)
+        passes = f"; {self.passes:,} passes{drafts}" if drafts else ""
+        rate = self.tokens / self.seconds
+        return f"{counted(self.tokens, 'token')} in {duration(self.seconds)}: {rate:.2f} tok/s{passes}"
 
     def add(self, step: "BatchStepped") -> None:
-        """Add new tokens of rows, whose keys are the numbers of their prompts; show the text that is next.
+        """Add new tokens of rows, and show the text that is next.
 
         Raises Failure for a row that failed.
         """
@@ -219,34 +202,34 @@ class Answers:
         self.passes += step.passes
         self.drafted += step.drafted
         self.accepted += step.accepted
-        for row in step.rows:
-            if row.error is not None:
-                raise Failure(row.error)
-            answer = self._found[row.key]
-            self.tokens += len(row.tokens)
-            answer["output_ids"] += row.tokens
-            answer["output_text"] += row.piece
-            if row.finish_reason is not None:
-                answer |= {"output_text": row.text, "finish_reason": row.finish_reason}
+        for update in step.rows:
+            if update.failure is not None:
+                raise Failure(update.failure.message)
+            answer = self._answers[update.key]
+            self.tokens += len(update.tokens)
+            answer["output_ids"] += update.tokens
+            answer["output_text"] += update.delta
+            if update.finish_reason is not None:
+                answer |= {"output_text": update.text, "finish_reason": update.finish_reason}
                 self._ended += 1
         if not self._as_json:
             self._show()
 
     def end(self) -> None:
-        """Show the rest: of an interrupted run what there is of each answer, and no prompt without one."""
+        """Show the rest, also of an interrupted run."""
         if self._as_json:
-            click.echo(json.dumps(self._found, indent=1, ensure_ascii=not shows_unicode()))
+            click.echo(json.dumps(self._answers, indent=1, ensure_ascii=not shows_unicode()))
             return
-        for answer in self._found[self._shown :]:
+        for answer in self._answers[self._shown :]:
             text = answer["prompt"] + answer["output_text"]
             if self._length or answer["output_text"]:
                 show_generated(f"{text[self._length :]}\n")
             self._length = 0
-        self._shown = len(self._found)
+        self._shown = len(self._answers)
 
     def _show(self) -> None:
-        while self._shown < len(self._found):
-            answer = self._found[self._shown]
+        while self._shown < len(self._answers):
+            answer = self._answers[self._shown]
             text, ended = answer["prompt"] + answer["output_text"], answer["finish_reason"] != "interrupted"
             if answer["output_text"] or ended:
                 show_generated(text[self._length :] + "\n" * ended)
@@ -257,21 +240,21 @@ class Answers:
 
 
 def _encoded(tokenizer: "TokenizerProcess", texts: list[str]) -> list[list[int]]:
-    """Return the token ids of each prompt. Raises ModelError for one that has none, or that no position is left for."""
+    """Return the token ids of each prompt. Raises ModelError for one that has none."""
     from zinfer.core.model import ModelError
     from zinfer.generation.tokenizer_process import Refusal
 
-    found = []
+    prompt_ids = []
     for text, ids in zip(texts, tokenizer.encode(texts), strict=True):
         if isinstance(ids, Refusal):
             raise ModelError(f"prompt {text[:40]!r}: {ids.message}")
-        found.append(ids)
+        prompt_ids.append(ids)
     tokenizer.close()
-    return found
+    return prompt_ids
 
 
 def _check_together(chat: bool, batch_size: int | None, temperature: float) -> None:
-    """Raise UsageError for options that do not go together, or would have no effect."""
+    """Raise UsageError for options that exclude each other or have no effect."""
 
     def typed(*names: str) -> list[str]:
         source = click.get_current_context().get_parameter_source
@@ -286,8 +269,11 @@ def _check_together(chat: bool, batch_size: int | None, temperature: float) -> N
 
 
 def _prompts(prompts: tuple[str, ...], prompt_file: str | None) -> list[str]:
-    """Return the prompts of the options, of the file, or of stdin. Raises UsageError if there is none, DocumentError
-    for a file that cannot be read, TextError for a line that is not UTF-8."""
+    """Return the prompts of the options, of the file, or of stdin.
+
+    Raises UsageError if there is none, DocumentError for a file that cannot be read, TextError for a line that is not
+    UTF-8.
+    """
     texts = list(prompts)
     lines: Iterable[str] = ()
     if prompt_file is not None and prompt_file != "-":

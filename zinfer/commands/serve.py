@@ -150,33 +150,33 @@ def command(
     with bound, Watch() as watch:
         address = f"http://{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"
         if api_key is None and not host.startswith(LOOPBACK):
-            watch.say(f"Warning: anybody who reaches {host} may use this server: set --api-key, or {KEY}")
+            watch.message(f"Warning: anybody who reaches {host} may use this server: set --api-key, or {KEY}")
 
         def make_worker() -> Worker:
             return Worker(
                 target,
                 timeout_s=how["timeout_s"],
-                notice=watch.progress,
-                loaded=watch.loaded,
+                on_progress=watch.progress,
+                on_loaded=watch.loaded,
                 debug=bool(debug),
                 revision=source.revision,
             )
 
         if ends is not None:
-            watch.say(ends)
+            watch.message(ends)
 
         def ready() -> None:
             watch.quiet()
-            watch.say(f"serving {settings.model} at {address}/v1")
+            watch.message(f"serving {settings.model} at {address}/v1")
 
         server = HttpServer(
-            plan, make_worker, load, settings, bound, tokenizer, say=watch.say, loading=lambda: watch.loading(plan),
+            plan, make_worker, load, settings, bound, tokenizer, say=watch.message, loading=lambda: watch.loading(plan),
             ready=ready, log=None if quiet else partial(click.echo, err=True),
         )  # fmt: skip
-        watch.say(f"listening at {address}")
+        watch.message(f"listening at {address}")
         fault = server.run()
         if server.signal is not None:
-            watch.say("the server has ended")
+            watch.message("the server has ended")
             raise SystemExit(128 + server.signal)
         if fault is not None:
             raise Failure(fault, server.dispatcher.exit_code)

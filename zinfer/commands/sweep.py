@@ -92,11 +92,13 @@ RATES = options.Values("r,..|inf", _rate, "positive numbers with commas between,
     help="Service level of requests, such as ttft:p99:<=:30s; requests that keep all make the goodput. Repeatable.",
 )
 @click.option(
-    "--rounds", type=click.IntRange(min=1), help="Measure all points so often, the model loaded anew.  [default: 1]"
+    "--rounds",
+    type=click.IntRange(min=1),
+    help="Repeat the whole sweep N times, reloading the model each time.  [default: 1]",
 )
 @options.load_options
 @options.weights
-@click.option("--repeats", type=click.IntRange(min=1), help="Most runs of a point.  [default: 3]")
+@click.option("--repeats", type=click.IntRange(min=1), help="Maximum runs per point.  [default: 3]")
 @click.option(
     "--timeout",
     "timeout_s",
@@ -219,7 +221,7 @@ def command(
 def _prepared(
     plan: "Sweep", machine: "Machine", nvme_path: str | None, shard: "Shard | None" = None
 ) -> "list[LoadJob]":
-    """Return the loads of a sweep, or of a shard of it, ready to run."""
+    """Return the loads of a sweep or shard, ready to run."""
     from functools import partial
 
     from zinfer.job import sweep
@@ -242,7 +244,7 @@ def _measure(
     shard: "Shard | None" = None,
     signals: "Signals | None" = None,
 ) -> "Outcome":
-    """Measure a sweep into `output`, or a shard of it into its part, on this machine. Exits where it is interrupted."""
+    """Measure a sweep into `output`, or a shard into its part. Exits where it is interrupted."""
     from functools import partial
 
     from zinfer.commands.watch import Watch
@@ -261,7 +263,7 @@ def _measure(
     _check_settings(path, done, header, force)
     merged = read(output) if resume and shard is not None and output.exists() else Records()
     with Store.open(path) as store, Watch() as watch:
-        watch.say(f"results: {path}")
+        watch.message(f"results: {path}")
         store.append_header(header)
         recorded: list[sweep.Point] = [*merged.points, *done.points, *merged.requests, *done.requests]
         try:
@@ -272,7 +274,7 @@ def _measure(
                 store.append_header(header.model_copy(update={"complete": True}))
             store.check()
         except Interrupted as interrupt:
-            watch.say(f"interrupted; every finished point is in {path}, `--resume` goes on")
+            watch.message(f"interrupted; every finished point is in {path}, `--resume` goes on")
             raise SystemExit(128 + interrupt.signal) from None
     return outcome
 
@@ -292,7 +294,7 @@ def _recorded(output: Path, resume: bool) -> "Records":
 
 
 def _check_settings(output: Path, done: "Records", header: "Header", force: bool) -> None:
-    """Raise Failure if the result file was made with other settings than those of `header`."""
+    """Raise Failure if the result file was made with other settings."""
     if done.headers and not force and (changes := _changes(done.headers[-1], header)):
         message = f"{output} was made with other settings; --force goes on all the same.\n" + changes
         raise Failure(message, INTEGRITY)
@@ -307,7 +309,7 @@ def _on_cluster(
     resume: bool,
     force: bool,
 ) -> "Outcome":
-    """Measure each load of a sweep as a shard, in a job, and merge them. Exits where it is interrupted or jobs fail."""
+    """Measure each load of a sweep in a job, and merge them. Exits where it is interrupted or jobs fail."""
     import os
     from functools import partial
 
@@ -331,17 +333,17 @@ def _on_cluster(
     # A job that goes on may be on another node: what must be equal is checked here and by the merge.
     job = MeasureShard(partial(measure, True, True), os.environ.get("CUDA_VISIBLE_DEVICES"))
     with Store.open(output), Watch() as watch:
-        watch.say(f"results: {output}")
-        cluster.end_earlier([shard.path(path) for shard in begun], watch.say)
+        watch.message(f"results: {output}")
+        cluster.end_earlier([shard.path(path) for shard in begun], watch.message)
         for shard in begun:
             parts.read_part(output, shard, plan)
         shards = Shard.all(begun[0].total if begun else len(loads))
         try:
-            failed = run_shards(cluster, job, shards, path, watch.events(), watch.say)
+            failed = run_shards(cluster, job, shards, path, watch.events(), watch.message)
             signal = 0
         except Interrupted as interrupt:
             failed, signal = [], interrupt.signal
-            watch.say(
+            watch.message(
                 f"interrupted; the jobs are cancelled, every finished point is kept, `--resume` goes on ({output})"
             )
     outcome = parts.merge(plan, output, whole=not failed and not signal, force=force)
@@ -355,7 +357,7 @@ def _on_cluster(
 
 
 def _name(recipe: str | None, plan: Any) -> str:
-    """Return the result file's stem: the recipe's, or the model's and the slice's."""
+    """Return the result file's stem. The recipe's, or the model's and the slice's."""
     if recipe is not None:
         return Path(recipe).stem
     models = "-".join(Path(model).name for model in plan.model)
@@ -398,8 +400,8 @@ def _print_plans(plan: Any, jobs: list[Any], as_json: bool) -> None:
         room = "" if workload.batch_size <= row.max_batch_size else f" · more than the {row.max_batch_size} that fit"
         click.echo(f"{head}: " + (row.why_not or describe(row) + room))
     for job in jobs:
-        for key, own in job.requests:
-            lengths = "/".join(map(str, own.mean_lengths))
+        for key, request_set in job.requests:
+            lengths = "/".join(map(str, request_set.mean_lengths))
             room = job.plan.why_not or f"{key.requests.describe()}, {lengths} tokens on average"
             click.echo(f"{key.case.model} {key.case.label()}: {room}")
     ahead = [UpcomingLoad(job.planner, job.cases, job.requests) for _ in range(plan.rounds) for job in jobs]
@@ -410,7 +412,7 @@ def _print_plans(plan: Any, jobs: list[Any], as_json: bool) -> None:
 
 
 def _request_row(point: Any) -> dict[str, Any]:
-    """Return a load of requests as JSON: its record, its statistics and its rates; null is unknown."""
+    """Return a load of requests as JSON. Its record, its statistics and its rates; null is unknown."""
     from zinfer.analysis.requests import goodput
     from zinfer.record.requests import METRICS
 
@@ -419,8 +421,8 @@ def _request_row(point: Any) -> dict[str, Any]:
         "acceptance",
     )  # fmt: skip
     row: dict[str, Any] = point.model_dump(mode="json") | {name: getattr(point, name) for name in rates}
-    found = {metric: point.summary(metric) for metric in METRICS}
-    row |= {metric: None if value is None else value._asdict() for metric, value in found.items()}
+    summaries = {metric: point.summary(metric) for metric in METRICS}
+    row |= {metric: None if value is None else value._asdict() for metric, value in summaries.items()}
     return row | {"goodput_request_s": goodput(point)}
 
 

@@ -1,10 +1,11 @@
-"""Progress on stderr while a sweep or a load runs: a moving line on a terminal, plain lines elsewhere."""
+"""Progress on stderr while a sweep or a load runs. A moving line on a terminal, plain lines elsewhere."""
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from time import monotonic
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
@@ -14,15 +15,18 @@ from zinfer.commands.out import PlainConsole
 from zinfer.core.case import Case
 from zinfer.core.progress import NOTE
 from zinfer.core.units import duration, figures, gb
-from zinfer.job.batch.run import Standing
+from zinfer.job.batch.run import BatchProgress
 from zinfer.job.forecast import Outlook
 from zinfer.job.sweep import Events
 from zinfer.plan.planner import Plan
 from zinfer.record.measurement import Measurement
 from zinfer.record.requests import RequestKey, RequestPoint
 
+if TYPE_CHECKING:
+    from zinfer.worker.process import Worker
+
 LINE_S = 60.0  # seconds between lines on a long stage, where there is no terminal
-LEAST_SHARE, LEAST_S = 0.02, 3.0  # share and seconds of a stage from which on the time that it has left is told
+MIN_SHARE, MIN_S = 0.02, 3.0  # share and seconds of a stage from which on its remaining time shows
 
 
 class _Clock(ProgressColumn):
@@ -63,19 +67,19 @@ class Watch:
         self.quiet()
 
     def quiet(self) -> None:
-        """Stop the moving line; lines from `say` are still printed."""
+        """Stop the moving line; lines from `message` are still printed."""
         if self._bar is not None:
             self._bar.stop()
 
-    def say(self, text: str) -> None:
+    def message(self, text: str) -> None:
         """Print a line that stays."""
         self._spoke = self._clock()
         self.console.print(text, markup=False)
 
     def progress(self, what: str, share: float) -> None:
-        """Show the current activity and the share of it that is done, 0 to 1; a note is printed and stays."""
+        """Show the stage and its share done, or print a note."""
         if what.startswith(NOTE):
-            self.say(what.removeprefix(NOTE))
+            self.message(what.removeprefix(NOTE))
             return
         if self._bar is not None:
             self._bar.update(self._task, description=f"{self._counted()}{self._prefix}{what}", completed=share)
@@ -84,22 +88,22 @@ class Watch:
             self._stage, self._stage_began = what, now
         self._share = share
         if self._bar is None and now - max(self._spoke, self._stage_began) >= LINE_S:
-            self.say(f"{self._counted()}{self._prefix}{what} {share:.0%}, {self.times()}")
+            self.message(f"{self._counted()}{self._prefix}{what} {share:.0%}, {self.times()}")
 
     _prefix = ""
 
     def times(self) -> str:
-        """Return the time since the start, and the time left where it is known: ``0:02:10, about 3 min 20 s left``."""
+        """Return the time since the start, and the time left."""
         now = self._clock()
         seconds = round(now - self._began)
-        told = f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
+        clock = f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
         left: float | None = None
         if self._outlook is not None:
             if self._outlook.seconds_left is not None:
                 left = max(0.0, self._outlook.seconds_left - (now - self._left_at))
-        elif self._share >= LEAST_SHARE and now - self._stage_began >= LEAST_S:
+        elif self._share >= MIN_SHARE and now - self._stage_began >= MIN_S:
             left = (now - self._stage_began) * (1 - self._share) / self._share
-        return told if left is None else f"{told}, about {duration(max(1, round(left)))} left"
+        return clock if left is None else f"{clock}, about {duration(max(1, round(left)))} left"
 
     def _counted(self) -> str:
         """Return the points done of all, for the head of a line."""
@@ -109,7 +113,7 @@ class Watch:
         return f"[{min(done + 1, points)}/{'' if self._outlook.exact else '~'}{points}] "
 
     def outlook(self, outlook: Outlook) -> None:
-        """Take the points done of all, and the time left, of a sweep."""
+        """Take a sweep's points done of all, and its time left."""
         self._outlook, self._left_at = outlook, self._clock()
 
     def trying(self, key: Case | RequestKey) -> None:
@@ -124,14 +128,23 @@ class Watch:
         if self._outlook is None:
             self._prefix = f"{plan.case.label()}: "
         weights = f"{gb(plan.model.stored_bytes)}, {plan.case.load_format}"
-        self.say(f"loading {plan.case.model} ({weights}) with {plan.case.label()}")
+        self.message(f"loading {plan.case.model} ({weights}) with {plan.case.label()}")
 
     def loaded(self, size: int, seconds: float) -> None:
-        """Print the size of the loaded weights in bytes, the time, and their rate."""
-        self.say(f"loaded {gb(size)} in {duration(seconds)}: {gb(size / max(seconds, 1e-3), 2)}/s")
+        """Print the bytes of the loaded weights, the seconds, and their rate."""
+        self.message(f"loaded {gb(size)} in {duration(seconds)}: {gb(size / max(seconds, 1e-3), 2)}/s")
+
+    def workers(self, target: str, timeout_s: float, debug: bool, revision: str = "") -> "Callable[[], Worker]":
+        """Return what starts workers whose progress is shown here. The arguments are those of `Worker`."""
+        from zinfer.worker.process import Worker
+
+        return partial(
+            Worker, target, timeout_s=timeout_s, on_progress=self.progress, on_loaded=self.loaded, debug=bool(debug),
+            revision=revision,
+        )  # fmt: skip
 
     def point(self, point: Measurement, resumed: bool) -> None:
-        """Print a line about a finished point; `resumed` marks one that comes from a record."""
+        """Print a line about a finished point. `resumed` marks one that comes from a record."""
         workload = point.case.workload
         head = f"{point.case.label():24} {workload.input_len}/{workload.output_len}  batch {workload.batch_size:<6}"
         if point.output_tok_s is not None and point.tpot_ms is not None:
@@ -145,29 +158,29 @@ class Watch:
         else:
             fits = "fits" if point.status == "ok" else point.status
             tail = fits + (f" ({point.error})" if point.error else "")
-        self.say(self._counted() + head + tail + ("  [recorded]" if resumed else ""))
+        self.message(self._counted() + head + tail + ("  [recorded]" if resumed else ""))
 
     def requests(self, point: RequestPoint, resumed: bool) -> None:
-        """Print a line about a finished load of requests; `resumed` marks one that comes from a record."""
+        """Print a line about a finished load of requests. `resumed` marks one that comes from a record."""
         head = f"{point.case.label():24} {point.requests.requests:,} requests, {point.requests.loop:<16}"
         if point.output_tok_s is None:
             tail = point.status + (f" ({point.error})" if point.error else "")
         else:
             times = {"TTFT": point.summary("ttft_ms"), "TPOT": point.summary("tpot_ms")}
-            told = [f"{name} p99 {duration(found.p99 / 1e3)}" for name, found in times.items() if found is not None]
-            tail = f"{point.output_tok_s:10.2f} tok/s  {'  '.join(told)}"
+            words = [f"{name} p99 {duration(value.p99 / 1e3)}" for name, value in times.items() if value is not None]
+            tail = f"{point.output_tok_s:10.2f} tok/s  {'  '.join(words)}"
             tail += "" if point.link_busy is None else f"  link {point.link_busy:.0%}"
             tail += "" if (good := share_within(point)) is None else f"  {good:.0%} keep the service levels"
-        self.say(self._counted() + head + tail + ("  [recorded]" if resumed else ""))
+        self.message(self._counted() + head + tail + ("  [recorded]" if resumed else ""))
 
-    def rows(self, standing: Standing) -> None:
+    def rows(self, batch: BatchProgress) -> None:
         """Show the progress of a batch job."""
-        rate, left = standing.rate, standing.seconds_left
-        what = f"{standing.ended:,} of {standing.rows:,} rows"
+        rate, left = batch.rate, batch.seconds_left
+        what = f"{batch.ended:,} of {batch.rows:,} rows"
         if rate is not None and left is not None:
-            what += f", {standing.running:,} running, {standing.waiting:,} waiting, {standing.passes:,} passes"
-            what += f", {figures(rate)} tok/s, {standing.padding:.0%} padding, {duration(left)} left"
-        self.progress(what, standing.ended / max(1, standing.rows))
+            what += f", {batch.running:,} running, {batch.waiting:,} waiting, {batch.passes:,} passes"
+            what += f", {figures(rate)} tok/s, {batch.padding:.0%} padding, {duration(left)} left"
+        self.progress(what, batch.ended / max(1, batch.rows))
 
     def events(self) -> Events:
         """Return the callbacks for a sweep that print to this watch."""

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from zinfer.core.engine import MOST_DRAFTS
-from zinfer.generation.sampling import GREEDY, Sampling
+from zinfer.core.request import GREEDY, Sampling
 
 LONGEST, SHORTEST = 4, 2  # tokens of the suffix that is looked for, the longest first
 MOST = MOST_DRAFTS

@@ -15,7 +15,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
 from zinfer.core.errors import ZinferError
-from zinfer.core.value import Frozen
+from zinfer.core.request import Sampling
 
 if TYPE_CHECKING:  # the parent process, which has no torch, imports `Sampling`
     from torch import Tensor, device
@@ -28,23 +28,6 @@ class NotFiniteError(ZinferError):
 
     def __init__(self) -> None:
         super().__init__("the model's output is not a number")
-
-
-class Sampling(Frozen):
-    """The choice of a row's next token: temperature 0 is greedy, `top_p` below 1 is nucleus sampling."""
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: str = "0"
-
-
-GREEDY = Sampling()
-
-
-def nth_seed(seed: str, number: int) -> str:
-    """Return the seed of one of several rows, counted from 0, that were given one seed. The first one keeps it, so that
-    equal requests draw equal tokens, alone or with others, in every command."""
-    return f"{seed}/{number}" if number else seed
 
 
 def waiting_times(samplings: Sequence[Sampling], places: Sequence[int], size: int, device: "device") -> "Tensor":

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from zinfer.core.case import Workload
+from zinfer.core.request import GREEDY, Request
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, MicroBatch, Work
 from zinfer.engine.kv_snapshot import RowsPast
@@ -24,7 +25,7 @@ from zinfer.generation.draft_model import drafter_of
 from zinfer.generation.drafts import MOST, Drafter, DraftRow, Drafts
 from zinfer.generation.prefix_cache import KeptFolder, PrefixCache, cache_identity
 from zinfer.generation.running_text import RunningText
-from zinfer.generation.sampling import GREEDY, NotFiniteError, Sampling, Score, choose, scores
+from zinfer.generation.sampling import NotFiniteError, Score, choose, scores
 from zinfer.generation.schedule import (
     EXPANDED_SHARE,
     MOST_ROWS,
@@ -137,33 +138,22 @@ class DecodeLoop:
 
 
 @dataclass(eq=False)
-class Sequence:
-    """One request: its prompt, the sampling of its tokens, its stops, and its output so far.
+class Sequence(Request):
+    """Request under way: its prompt, sampling and stops, and its output so far.
 
-    `left` is the number of tokens that it may still get. Once it has ended, `finish_reason` is ``stop`` (an end token,
-    or one of the texts `stop`) or ``length`` and `text` its output; or `error` says why it has none. The end token is
-    not part of `output_ids`. The text continues that of the prompt; with `chat` it is a text of its own. `cached`
-    counts the tokens of the prompt whose keys and values were kept and not computed.
+    Once it has ended, `finish_reason` is ``stop`` (an end token, or one of the texts `stop`) or ``length`` and `text`
+    its output; or `error` says why it has none. The end token is not part of `output_ids`. `cached` counts the tokens
+    of the prompt whose keys and values were kept and not computed.
 
-    `logprobs` asks for the scores of its tokens, with that many others in each place: `scores` are those of
-    `output_ids` and of the end token, if it ended with one, and with `echo` `prompt_scores` those of the prompt from
-    its second token on. `ContinuousScheduler` alone gives them; who reads them may take them out.
+    `scores`, with `logprobs`, are those of `output_ids` and of the end token, if it ended with one, and with `echo`
+    `prompt_scores` those of the prompt from its second token on. `ContinuousScheduler` alone gives them; who reads them
+    may take them out.
     """
 
     prompt_ids: list[int]
-    left: int
-    sampling: Sampling = GREEDY
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
-    output_ids: list[int] = field(default_factory=list)
-    key: int = 0
-    request: int = 0
-    chat: bool = False
     finish_reason: Literal["stop", "length"] | None = None
     error: str | None = None
     text: str = ""
-    logprobs: int | None = None
-    echo: bool = False
     cached: int = 0
     scores: list[Score] = field(default_factory=list)
     prompt_scores: list[Score] = field(default_factory=list)
@@ -306,13 +296,15 @@ class ContinuousScheduler:
         each += draft_kv_bytes(plan.model, 1, load.total_len) / load.total_len
         return max(load.total_len, min(planned, int((free - WORKING_SHARE * room) / max(1.0, each))))
 
-    def add(self, sequences: Iterable[Sequence]) -> None:
-        """Let sequences wait; their keys differ from those of all that have not ended."""
-        new = list(sequences)
+    def add(self, requests: Iterable[Request]) -> list[Sequence]:
+        """Let requests wait, whose keys differ from all that have not ended; return their sequences."""
+        new = [
+            one if isinstance(one, Sequence) else Sequence(**vars(one) | {"output_ids": list(one.output_ids)})
+            for one in requests
+        ]
         self.sequences |= {sequence.key: sequence for sequence in new}
-        known = (len(sequence.prompt_ids) + len(sequence.output_ids) for sequence in new)
-        rows = zip(new, known, strict=True)
-        self.schedule.add(Row(sequence.key, count, sequence.left, sequence.request) for sequence, count in rows)
+        self.schedule.add(Row(one.key, one.length, one.left, one.owner) for one in new)
+        return new
 
     def drop(self, keys: Iterable[int]) -> None:
         """Forget sequences, however far they are; their keys and values are kept as those of rows that ended."""

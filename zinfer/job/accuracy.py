@@ -132,7 +132,7 @@ class AccuracyStudy:
         worker = self.make_worker()
         try:
             self.loading(plan)
-            worker.start(plan)
+            worker.load(plan)
             yield worker
         except WorkerError:
             raise

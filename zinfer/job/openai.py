@@ -8,14 +8,12 @@ messages and their parts. Sources: OpenAI's API reference, and the parameters th
 import json
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from zinfer.core.case import MOST
 from zinfer.core.errors import ZinferError
+from zinfer.core.request import EchoedPrompt, Request, Sampling, TokenScore
 from zinfer.system.documents import Bounds, DocumentError, parse_json
-
-if TYPE_CHECKING:
-    from zinfer.worker.tasks import EchoedPrompt, TokenScore
 
 STOPS, STOP = 16, 1000  # most texts that end an answer, and most characters of one
 MESSAGES = 10_000  # most messages of a chat
@@ -93,6 +91,14 @@ class Asked(NamedTuple):
     usage: bool = False  # a stream ends with the numbers of tokens
     usages: bool = False  # every event of a stream has those so far
     ignore_eos: bool = False
+
+    def request(self, prompt_ids: Sequence[int], limit: int, seed: str | None = None, **fields: Any) -> Request:
+        """Return the request to the worker for one answer of at most `limit` tokens."""
+        sampling = Sampling(temperature=self.temperature, top_p=self.top_p, seed=seed or self.seed or "0")
+        return Request(
+            prompt_ids, limit, sampling, self.stop, self.ignore_eos, chat=self.chat, stream=self.stream,
+            logprobs=self.logprobs, echo=self.echo, **fields,
+        )  # fmt: skip
 
 
 def read_body(body: dict[str, Any], chat: bool, served: ServerLimits | None = None) -> Asked:
@@ -372,7 +378,7 @@ def error_object(
 
 
 def text_logprobs(
-    scores: "Sequence[TokenScore]", top: int, prompt: "EchoedPrompt | None" = None, offset: int = 0
+    scores: Sequence[TokenScore], top: int, prompt: EchoedPrompt | None = None, offset: int = 0
 ) -> dict[str, Any]:
     """Return log-probabilities as ``/v1/completions`` has them, of the tokens of a prompt, if it is echoed, and of an
     answer; the first token of a prompt has none. Text begins at `offset`."""
@@ -395,7 +401,7 @@ def characters(token: str) -> int:
     return 1 if token.startswith(PART) else len(token)
 
 
-def _top(score: "TokenScore") -> dict[str, float]:
+def _top(score: TokenScore) -> dict[str, float]:
     """Return the alternatives by text, the best of those with one text, and the token itself."""
     found: dict[str, float] = {}
     for token, value in [*score.top, (score.token, score.logprob)]:
@@ -403,7 +409,7 @@ def _top(score: "TokenScore") -> dict[str, float]:
     return found
 
 
-def chat_logprobs(scores: "Sequence[TokenScore]") -> dict[str, Any]:
+def chat_logprobs(scores: Sequence[TokenScore]) -> dict[str, Any]:
     """Return log-probabilities as ``/v1/chat/completions`` has them."""
 
     def entry(token: str, logprob: float) -> dict[str, Any]:

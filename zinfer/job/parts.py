@@ -1,4 +1,4 @@
-"""Parts of a sweep: a results file for each shard of its loads, and their merge into the sweep's own file.
+"""Parts of a sweep: a results file a shard, and their merge.
 
 A part begins as every results file does, with a header that names its shard; a second header, which is `complete`, ends
 it. `merge` believes no part: it must be one of this recipe, and have been measured to its end.
@@ -19,7 +19,7 @@ from zinfer.record.store import Header, Store, decode, encode, read
 
 
 class Part(NamedTuple):
-    """Records of a part, in their order; `complete` if its last start came to its end without a damaged line."""
+    """Records of a part, in their order. `complete` if its last start came to its end without a damaged line."""
 
     headers: list[Header]
     points: list[Point]
@@ -27,7 +27,7 @@ class Part(NamedTuple):
 
 
 def parts_path(output: Path) -> Path:
-    """Return the path whose shards (`Shard.path`) are the parts of the results file `output`."""
+    """Return the path whose shards (`Shard.path`) are the parts of `output`."""
     return output.with_suffix(".part")
 
 
@@ -58,11 +58,11 @@ def read_part(output: Path, shard: Shard, sweep: Sweep) -> Part:
 
 
 def merge(sweep: Sweep, output: Path, whole: bool = True, force: bool = False) -> Outcome:
-    """Append the points of the parts of `output` to it, in the order of the recipe, and return all that it has then.
+    """Append the points of the parts to `output`, and return all.
 
-    Points that it has are not appended again. Raises ShardError if a part is foreign, if `output` has another recipe
-    and `force` is not set, or, if the sweep has to be `whole`, if a part is missing or has not come to its end;
-    StoreError if a file cannot be read or written.
+    They come in the order of the recipe; points that it has are not appended again. Raises ShardError if a part is
+    foreign, if `output` has another recipe and `force` is not set, or, if the sweep has to be `whole`, if a part is
+    missing or has not come to its end; StoreError if a file cannot be read or written.
     """
     path = parts_path(output)
     shards = whole_split(path) if whole else shards_begun(path)
@@ -78,9 +78,9 @@ def merge(sweep: Sweep, output: Path, whole: bool = True, force: bool = False) -
         before = read(output)
         if before.headers and before.headers[-1].recipe != recipe_of(sweep) and not force:
             raise ShardError(f"{output} has points of another sweep: --force adds to them, -o takes another file")
-        known = {_undated(header) for header in before.headers}
+        starts = {_undated(header) for header in before.headers}
         for header in headers:
-            if _undated(header) not in known:
+            if _undated(header) not in starts:
                 store.append_header(header)
         lines = {*read_lines(output)}
         new = [point for point in points if encode(point) not in lines]
@@ -90,33 +90,35 @@ def merge(sweep: Sweep, output: Path, whole: bool = True, force: bool = False) -
 
 
 def _common(headers: list[Header]) -> list[Header]:
-    """Return what the headers of all parts say, one for each machine and its versions."""
+    """Merge the headers of all parts, by machine and versions."""
     revisions = {word for header in headers for word in header.model_revision.split(",") if word}
     alike = {"shard": None, "complete": False, "model_revision": ",".join(sorted(revisions))}
     return [*{_undated(header): header.model_copy(update=alike) for header in reversed(headers)}.values()][::-1]
 
 
 def _undated(header: Header) -> str:
-    """Return what tells headers of one sweep apart: the machine and the versions."""
+    """Return the machine and the versions of a header."""
     return f"{header.machine} {sorted(header.versions.items())}"
 
 
 def _ordered(sweep: Sweep, points: Iterable[Point]) -> list[Point]:
-    """Return points in the order of the recipe: by round, then by load. Raises ShardError for one of another sweep, or
-    of other weights."""
+    """Sort points as the recipe has them: by round, then by load.
+
+    Raises ShardError for one of another sweep, or of other weights.
+    """
     loads = [*sweep.loads()]
     revisions: dict[object, str] = {}
-    known: dict[Case, int] = {}
+    indices: dict[Case, int] = {}
     measured = Counter[object]()
     placed = []
     for point in points:
         case = point.case.model_copy(update={"workload": loads[0].case("dummy", "bfloat16", 1, 1).workload})
-        if case not in known:
-            known[case] = _index(loads, case)
+        if case not in indices:
+            indices[case] = _index(loads, case)
         model = case.model, case.layers, case.weights
         if revisions.setdefault(model, point.model_revision) != point.model_revision:
             raise ShardError(f"parts have different weights of {case.model}: remove those of one revision")
-        placed.append(((measured[key_of(point)], known[case]), point))
+        placed.append(((measured[key_of(point)], indices[case]), point))
         measured[key_of(point)] += point.usable
     return [point for _, point in sorted(placed, key=lambda pair: pair[0])]
 

@@ -16,9 +16,9 @@ from pydantic import Field
 
 from zinfer.core.case import MOST
 from zinfer.core.errors import ZinferError
+from zinfer.core.request import GREEDY, Sampling
 from zinfer.core.requests import DEFAULT_REQUESTS, MOST_REQUESTS, LengthDistribution, RequestLoad, count_of
 from zinfer.core.value import Frozen
-from zinfer.generation.sampling import GREEDY, Sampling
 from zinfer.job.batch.openai import Fault, read_requests
 from zinfer.job.recipe import Sweep
 from zinfer.system import documents
@@ -136,8 +136,8 @@ def _asked(path: Path, request: Any) -> AskedRequest:
     if isinstance(request, Fault):
         name = "" if request.custom_id is None else f" {request.custom_id[:60]!r}"
         raise RequestsError(f"{path}: request{name}: {request.message}")
-    if request.output_len is None:
+    if request.asked.output_len is None:
         raise RequestsError(f"{path}: request {request.custom_id[:60]!r} has no max_tokens: a load has exact lengths")
     text = request.prompt if isinstance(request.prompt, str) else "".join(str(one) for one in request.prompt)
-    sampling = Sampling(temperature=request.temperature, top_p=request.top_p, seed=request.seed)
-    return AskedRequest(request.prompt, max(1, len(text) // TEXT_TOKEN), request.output_len, sampling)
+    asked = request.asked.request((), request.asked.output_len)
+    return AskedRequest(request.prompt, max(1, len(text) // TEXT_TOKEN), asked.left, asked.sampling)

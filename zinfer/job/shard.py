@@ -1,4 +1,4 @@
-"""Shards: disjoint parts of one job, done by processes that know nothing of each other, and put together again.
+"""Shards: disjoint parts of one job, done by independent processes.
 
 Shard 2 of 4 has the items 2, 6, 10, .. of a job, whichever machine it runs on, and a file of its own:
 ``out-00002-of-00004.jsonl`` for ``--output out.jsonl``.
@@ -13,13 +13,13 @@ from typing import NamedTuple, Self, TypeVar
 from zinfer.core.errors import INTEGRITY, ZinferError
 from zinfer.record.jsonl import AppendLog, StoreError
 
-MOST = 99_999  # shards of a job: five digits in a file's name
+MAX_SHARDS = 99_999  # shards of a job: five digits in a file's name
 LOOK_S = 0.5  # seconds between two looks at a file that another process writes
 Item = TypeVar("Item")
 
 
 class ShardError(ZinferError):
-    """Shards that are not the whole of one job; the message says which, and what to do."""
+    """Shards that are not the whole of one job. The message says which, and what to do."""
 
     exit_code = INTEGRITY
 
@@ -33,10 +33,10 @@ class Shard(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Self:
         """Return the shard that is written as ``2/4``. Raises ValueError."""
-        found = re.fullmatch(r"([0-9]{1,5})/([0-9]{1,5})", text)
-        shard = cls(*map(int, found.groups())) if found else cls(0, 0)
+        match = re.fullmatch(r"([0-9]{1,5})/([0-9]{1,5})", text)
+        shard = cls(*map(int, match.groups())) if match else cls(0, 0)
         if not 1 <= shard.number <= shard.total:
-            raise ValueError(f"{text[:60]!r}: write i/n, from 1/n to n/n, with n up to {MOST:,}")
+            raise ValueError(f"{text[:60]!r}: write i/n, from 1/n to n/n, with n up to {MAX_SHARDS:,}")
         return shard
 
     @classmethod
@@ -52,7 +52,7 @@ class Shard(NamedTuple):
         return items[self.number - 1 :: self.total]
 
     def path(self, output: Path) -> Path:
-        """Return the path of this shard's file, where `output` is that of the whole job."""
+        """Return the path of this shard's file; `output` is the whole job's."""
         return output.with_name(f"{output.stem}-{self.number:05d}-of-{self.total:05d}{output.suffix}")
 
 

@@ -1,4 +1,4 @@
-"""Signals (SIGINT and SIGTERM) during a job: noticed at once, acted on at points where no record is lost."""
+"""Signals during a job, acted on where no record is lost."""
 
 import _thread
 import os
@@ -29,7 +29,7 @@ class Interrupted(KeyboardInterrupt):
 
 @contextmanager
 def kept(thrown: list[KeyboardInterrupt]) -> Iterator[None]:
-    """Raise the exception of a signal at the end of the ``with`` block, if it does not come out of the block itself.
+    """Raise a signal's exception at the block's end if it got lost within.
 
     A handler that raises notes its exception in `thrown`. It may be raised within any call of a library, which may turn
     it into an error of its own (pydantic does so without a cause) or drop it (as Python does in a finaliser).
@@ -58,7 +58,7 @@ def _send_soon(number: int) -> None:
 
 
 class Signals:
-    """Context that defers SIGINT and SIGTERM: they raise Interrupted only inside `raised`, where a worker is waited
+    """Context that defers SIGINT and SIGTERM. They raise Interrupted only inside `raised`, where a worker is waited
     for. Elsewhere they wait for the next `raised`, so that no record is lost between its measurement and the disk.
 
     With other `numbers` only those signals are handled so."""
@@ -82,7 +82,7 @@ class Signals:
 
     @contextmanager
     def raised(self) -> Iterator[None]:
-        """Let signals raise Interrupted within the ``with`` block, also one that arrived before."""
+        """Let signals raise Interrupted within the block, also earlier ones."""
         thrown = self._thrown = []
         with kept(thrown), self._not_dropped():
             self._waiting = True
@@ -95,7 +95,7 @@ class Signals:
 
     @contextmanager
     def _not_dropped(self) -> Iterator[None]:
-        """Send a signal again whose exception Python dropped, as it does in a finaliser: the block would wait on."""
+        """Send a signal again if Python dropped its exception in a finaliser."""
         before = sys.unraisablehook
 
         def dropped(what: "sys.UnraisableHookArgs") -> None:

@@ -1,12 +1,14 @@
-"""Sweep: loads in the outer loop, batch sizes in the inner one, every point on disk before the next one starts.
+"""Sweep: loads in the outer loop, batch sizes in the inner one.
 
-With 352 GB of weights the load *is* the cost, so a process loads once and measures batch after batch, smallest first.
-Out of memory is a result, not an accident: it is recorded, and no larger batch of the same load is tried.
+Every point is on disk before the next one starts. With 352 GB of weights the load *is* the cost, so a process loads
+once and measures batch after batch, smallest first. Out of memory is a result, not an accident: it is recorded, and no
+larger batch of the same load is tried.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count, takewhile
+from functools import partial
+from itertools import count
 from time import monotonic
 from typing import Any, NamedTuple, TypeVar
 
@@ -14,7 +16,9 @@ from zinfer.checkpoint.source import Source, find
 from zinfer.core.case import Case
 from zinfer.core.machine import Machine
 from zinfer.core.model import ModelError, ModelSpec, check_positions
+from zinfer.core.request import Request
 from zinfer.generation.tokenizer_process import Refusal, TokenizerProcess
+from zinfer.job.driver import Driver
 from zinfer.job.forecast import Forecast, Key, Outlook, UpcomingLoad
 from zinfer.job.recipe import Sweep, SweepLoad, automatic, engine_recipe
 from zinfer.job.requests import RequestSet
@@ -25,10 +29,10 @@ from zinfer.plan.search import LARGEST_BATCH
 from zinfer.record.measurement import Measurement, Recorded, Status
 from zinfer.record.requests import RequestKey, RequestPoint
 from zinfer.record.store import Header, Store
-from zinfer.worker.process import TaskFailed, Worker, WorkerDied, now, versions
-from zinfer.worker.tasks import MeasureRequests, RequestRow
+from zinfer.worker.process import Client, LoadRefused, TaskFailed, Worker, WorkerDied, now, versions
+from zinfer.worker.tasks import MeasureRequests
 
-# Statuses of recorded points that --resume does not measure again; points with others get another try.
+# Statuses of recorded points that --resume does not measure again.
 FINAL: frozenset[Status] = frozenset(
     {"ok", "oom_gpu", "oom_host", "unsupported", "nan_output", "offload_not_effective"}
 )
@@ -37,27 +41,27 @@ OUT_OF_MEMORY: frozenset[Status] = frozenset({"oom_gpu", "oom_host"})
 
 @dataclass(frozen=True)
 class Try:
-    """A batch to run: timed, or only to see whether it fits (prefill and two steps, no samples)."""
+    """Batch to run: timed, or only to see whether it fits."""
 
     batch_size: int
     timed: bool = True
 
 
 class Answer(NamedTuple):
-    """Outcome of a try: its status, and the output tokens a second if they were measured."""
+    """Status of a try, and its output tokens a second if measured."""
 
     status: Status
     tok_s: float | None = None
 
 
 Batches = Generator[Try, Answer, None]
-NEAR = 32  # the best batch is searched for in steps down to this part of the largest
+SMALLEST_STEP = 1 / 32  # of the search for the best batch, as a share of the largest
 Point = Measurement | RequestPoint
 P = TypeVar("P", bound=Recorded)
 
 
 class Outcome(NamedTuple):
-    """Points of a sweep, of equal sequences and of requests, those from a record included."""
+    """Points of a sweep: of equal sequences, and of requests."""
 
     points: list[Measurement]
     requests: list[RequestPoint]
@@ -69,7 +73,7 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True)
 class LoadJob:
-    """One load, ready to run: its planner, its cases, and its engine."""
+    """Load that is ready to run. Its planner, its cases, and its engine."""
 
     planner: Planner
     cases: tuple[Case, ...]  # cases at batch 1, one for each pair of lengths
@@ -96,16 +100,15 @@ class Events:
     requests: Callable[[RequestPoint, bool], None] = lambda _point, _resumed: None  # as `point`
 
 
-def to_the_edge(limit: int, factor: int = 2, first: Iterable[int] = (), guess: int = 0) -> Batches:
-    """Search for the largest batch that runs: `first`, or else 1, 2, 4, .., until memory runs out or `limit`; then
-    untimed tries, and the largest batch that runs, timed, last.
+def find_max_batch(limit: int, factor: int = 2, first: Iterable[int] = (), guess: int = 0) -> Batches:
+    """Search for the largest batch that runs, up to `limit`.
 
-    The untimed tries begin at `guess` and proceed in growing strides, and by bisection between what ran and what did
-    not. An answer is sent in for every batch yielded; any status but ``ok`` counts as not running.
+    `first`, or else the powers of `factor`, are timed until memory runs out. Untimed tries follow, which begin at
+    `guess` and proceed in growing strides, and by bisection between what ran and what did not; the largest batch that
+    runs is timed last. An answer is sent in for every batch yielded; any status but ``ok`` counts as not running.
     """
     good, bad = 0, limit + 1
-    rising = iter(sorted(first)) if first else takewhile(lambda batch: batch <= limit, _powers(factor))
-    for batch in rising:
+    for batch in sorted(first) or (factor**power for power in count()):
         if batch > limit or (yield Try(batch)).status != "ok":
             bad = min(bad, batch)
             break
@@ -124,24 +127,26 @@ def to_the_edge(limit: int, factor: int = 2, first: Iterable[int] = (), guess: i
         good -= 1
 
 
-def to_the_best(limit: int, first: Iterable[int] = (), guess: int = 0) -> Batches:
-    """Search for the batch with the most output tokens a second: first the largest, as `to_the_edge` does, which need
-    not be the best; then around the best of those measured, in steps of an eighth of the largest batch, halved as long
-    as both neighbours are slower."""
+def find_best_batch(limit: int, first: Iterable[int] = (), guess: int = 0) -> Batches:
+    """Search for the batch with the most output tokens a second.
+
+    The largest comes first, as in `find_max_batch`; it need not be the best. Then it searches around the best of those
+    measured, in steps of an eighth of the largest batch, halved while both neighbours are slower.
+    """
     rates: dict[int, float] = {}
-    edge = to_the_edge(limit, 2, first, guess)
-    attempt = next(edge)
+    search = find_max_batch(limit, 2, first, guess)
+    attempt = next(search)
     while True:
         answer = yield attempt
         if attempt.timed and answer.status == "ok" and answer.tok_s is not None:
             rates[attempt.batch_size] = answer.tok_s
         try:
-            attempt = edge.send(answer)
+            attempt = search.send(answer)
         except StopIteration:
             break
     largest = max(rates, default=0)
     step = largest // 8
-    while step >= max(1, largest // NEAR):
+    while step >= max(1, int(largest * SMALLEST_STEP)):
         best = max(rates, key=lambda batch: rates[batch])
         for batch in (best - step, best + step):
             if 0 < batch <= largest and batch not in rates:
@@ -151,26 +156,25 @@ def to_the_best(limit: int, first: Iterable[int] = (), guess: int = 0) -> Batche
             step //= 2
 
 
-def _powers(factor: int) -> Iterator[int]:
-    return (factor**power for power in count())
-
-
 def listed(batches: Iterable[int]) -> Batches:
-    """Yield the given batches in rising order, up to the first that runs out of memory."""
+    """Yield batches in rising order until memory runs out."""
     for batch in sorted(batches):
         if (yield Try(batch)).status in OUT_OF_MEMORY:
             return
 
 
 def batches_of(sweep: Sweep, plan: Plan) -> Batches:
-    """Return the batches to try. The plan guesses the largest one; without a GPU it is also the limit, since running
-    out of memory would take down the whole machine."""
+    """Return the batches to try.
+
+    The plan guesses the largest one; without a GPU it is also the limit, since running out of memory would take down
+    the whole machine.
+    """
     if not isinstance(sweep.batch_size, str):
         return listed(sweep.batch_size)
     limit = LARGEST_BATCH if plan.machine.gpu_count else max(1, plan.max_batch_size)
     factor, first = automatic(sweep.batch_size)
     guess = min(plan.max_batch_size, limit)
-    return to_the_edge(limit, factor, first, guess) if factor else to_the_best(limit, first, guess)
+    return find_max_batch(limit, factor, first, guess) if factor else find_best_batch(limit, first, guess)
 
 
 def prepare(
@@ -183,9 +187,10 @@ def prepare(
     requests: Sequence[RequestSet] = (),
     loads: Iterable[SweepLoad] | None = None,
 ) -> list[LoadJob]:
-    """Plan the sweep's loads, or these of them. `resolve` finds a load's model and weights; `locate` its engine, or
-    None for an engine without that offload: such a combination is left out. `requests` are those of
-    `zinfer.job.requests.request_sets`.
+    """Plan the sweep's loads, or the given ones of them.
+
+    `resolve` finds a load's model and weights; `locate` its engine, or None for an engine without that offload: such a
+    combination is left out. `requests` are those of `zinfer.job.requests.request_sets`.
 
     Raises ModelError if lengths exceed a model's positions, unless `positions` is False.
     """
@@ -197,38 +202,38 @@ def prepare(
         source = resolve(load)
         for lengths in sweep.lengths() if positions else ():
             check_positions(source.spec, *lengths)
-        for longest in filter(None, (one.longest for one in requests)):
-            lengths = longest.input_len, longest.output_len
-            check_positions(source.spec, *lengths, f"a request of {longest.input_len:,} tokens")
+        for longest in filter(None, (request_set.longest for request_set in requests)):
+            subject = f"a request of {longest.input_len:,} tokens"
+            check_positions(source.spec, longest.input_len, longest.output_len, subject)
 
         def case(lengths: tuple[int, int], load: SweepLoad = load, source: Source = source) -> Case:
             return load.case(source.load_format, source.spec.dtype, *lengths)
 
         cases = tuple(map(case, sweep.lengths()))
-        planned = [*cases, *(case(one.mean_lengths) for one in requests)]
+        planned = [*cases, *(case(request_set.mean_lengths) for request_set in requests)]
         longest_case = max(planned, key=lambda case: case.workload.total_len)
         planner = Planner(longest_case, source.spec, machine, nvme_path=nvme_path)
-        keys = tuple((RequestKey(case((1, 1)), one.load), one) for one in requests)
+        keys = tuple((RequestKey(case((1, 1)), request_set.load), request_set) for request_set in requests)
         jobs.append(LoadJob(planner, cases, target, source.revision, keys))
     return jobs
 
 
 def recipe_of(sweep: Sweep) -> dict[str, Any]:
-    """Return the settings of a sweep as its header has them."""
+    """Return the settings of a sweep for its header."""
     return sweep.model_dump(mode="json", exclude={"description", "timeout_s", "machine", "published"})
 
 
 def header_of(sweep: Sweep, machine: str, revisions: Iterable[tuple[str, str]], shard: Shard | None = None) -> Header:
-    """Return the header of a start of `sweep` or of a shard; `revisions` are the models with their revisions."""
-    found: dict[str, str] = {}
+    """Return the header of a start of `sweep` or of a shard. `revisions` are the models with their revisions."""
+    used: dict[str, str] = {}
     for name in sweep.engine:
-        found |= versions(engine_recipe(name).engine)
+        used |= versions(engine_recipe(name).engine)
     return Header(
         machine=machine,
         description=sweep.description,
         recipe=recipe_of(sweep),
         model_revision=",".join(sorted({f"{model}@{revision}" for model, revision in revisions})),
-        versions=found,
+        versions=used,
         started_at=now(),
         shard=None if shard is None else str(shard),
     )
@@ -236,9 +241,8 @@ def header_of(sweep: Sweep, machine: str, revisions: Iterable[tuple[str, str]], 
 
 def source_of(sweep: Sweep, load: SweepLoad) -> Source:
     """Return the model and weights of a load. Raises ModelError and CheckpointError."""
-    return find(
-        load.model, load.dtype, load.layers, sweep.load_format, weights=load.weights, draft=load.draft_model
-    )  # fmt: skip
+    options: dict[str, Any] = {"weights": load.weights, "draft": load.draft_model}
+    return find(load.model, load.dtype, load.layers, sweep.load_format, **options)
 
 
 def run(
@@ -247,27 +251,27 @@ def run(
     store: Store,
     done: Iterable[Point] = (),
     events: Events | None = None,
-    make_worker: Callable[..., Any] = Worker,
+    make_worker: Callable[..., Client] = Worker,
     signals: Signals | None = None,
 ) -> Outcome:
-    """Measure the points that `done` does not hold, append each to `store` at once, and return all points of the sweep.
-    `signals` are those that interrupt it, by default SIGINT and SIGTERM.
+    """Measure the points that `done` does not hold, and return all.
 
-    Raises Interrupted on SIGINT and SIGTERM, after the point under way is recorded as `cancelled`, and StoreError if a
-    record cannot be written; no worker is left behind in either case.
+    Each is appended to `store` at once. `signals` are those that interrupt it, by default SIGINT and SIGTERM. Raises
+    Interrupted on them, after the point under way is recorded as `cancelled`, and StoreError if a record cannot be
+    written; no worker is left behind.
     """
-    known: Known = {}
+    recorded: Known = {}
     for point in done:
         if point.status in FINAL:
-            known.setdefault(key_of(point), []).append(point)
+            recorded.setdefault(key_of(point), []).append(point)
     events = events or Events()
     outcome = Outcome([], [])
     jobs = tuple(jobs)
     turns = [(number, job) for number in range(sweep.rounds) for job in jobs]
     upcoming = []
     for number, job in turns:
-        recorded = frozenset(key for key in known if _recorded(known, key, number))
-        upcoming.append(UpcomingLoad(job.planner, job.cases, job.requests, recorded))
+        keys = frozenset(key for key in recorded if _find(recorded, key, number))
+        upcoming.append(UpcomingLoad(job.planner, job.cases, job.requests, keys))
     forecast = Forecast(sweep, upcoming)
     with signals or Signals() as handled:
         for index, (number, job) in enumerate(turns):
@@ -278,10 +282,12 @@ def run(
                 forecast.finish(index, key, taken_s, resumed)
                 events.outlook(forecast.outlook())
 
-            runner = _Runner(sweep, job, number, store, known, events, make_worker, handled, finished)
-            found = runner.run()
-            outcome.points.extend(found.points)
-            outcome.requests.extend(found.requests)
+            worker = partial(
+                make_worker, job.target, timeout_s=sweep.timeout_s, on_progress=events.progress,
+                on_loaded=events.loaded, revision=job.revision,
+            )  # fmt: skip
+            with Driver(worker, events.loading, handled) as driver:
+                _Runner(sweep, job, number, store, recorded, events, driver, finished, outcome).run()
     return outcome
 
 
@@ -293,10 +299,12 @@ def key_of(point: Point) -> Key:
     return point.key if isinstance(point, RequestPoint) else point.case
 
 
-def _recorded(known: Known, key: Key, number: int, timed: bool = True) -> Point | None:
-    """Return the record of a point in round `number`, None if it is still to be measured; a failure, and a batch that
-    is only tried, are recorded for all rounds."""
-    records = known.get(key)
+def _find(recorded: Known, key: Key, number: int, timed: bool = True) -> Point | None:
+    """Return the record of a point in round `number`, or None.
+
+    A failure, and a batch that is only tried, are recorded for all rounds.
+    """
+    records = recorded.get(key)
     if not records:
         return None
     measured = [record for record in records if record.usable]
@@ -305,168 +313,126 @@ def _recorded(known: Known, key: Key, number: int, timed: bool = True) -> Point 
     return records[-1] if records[-1].status != "ok" or not timed else None
 
 
+@dataclass
 class _Runner:
-    """One job in one round and its worker, which is started when the first unmeasured point needs it."""
+    """One job in one round. Its worker is started when the first unmeasured point needs it."""
 
-    def __init__(
-        self,
-        sweep: Sweep,
-        job: LoadJob,
-        number: int,
-        store: Store,
-        known: Known,
-        events: Events,
-        make_worker: Callable[..., Any],
-        signals: Signals,
-        finished: Callable[[Key, float, bool], None],
-    ) -> None:
-        self._sweep, self._job, self._store, self._known, self._events = sweep, job, store, known, events
-        self._number, self._make_worker, self._signals, self._finished = number, make_worker, signals, finished
-        self._worker: Any = None
-        self._crashes = 0
+    sweep: Sweep
+    job: LoadJob
+    number: int  # of the round
+    store: Store
+    recorded: Known
+    events: Events
+    driver: Driver
+    finished: Callable[[Key, float, bool], None]
+    outcome: Outcome
+    crashes: int = 0
 
-    def run(self) -> Outcome:
-        """Measure the cases, then the loads of requests."""
-        outcome = Outcome([], [])
-        try:
-            for case in self._job.cases:
-                batches = batches_of(self._sweep, self._job.planner.at(case.workload))
-                answer: Answer | None = None
-                while (attempt := _advance(batches, answer)) is not None:
-                    repeats = self._sweep.repeats if attempt.timed else 0
-                    tried, began = case.with_batch(attempt.batch_size), monotonic()
-                    self._events.trying(tried)
-                    point, resumed = self._point(tried, repeats)
-                    answer = Answer(point.status, point.output_tok_s)
-                    outcome.points.append(point)
-                    self._events.point(point, resumed)
-                    self._finished(tried, monotonic() - began, resumed)
-                    if self._hopeless(point):
-                        return outcome
-            for key, own in self._job.requests:
-                began = monotonic()
-                self._events.trying(key)
-                served, resumed = self._request_point(key, own)
-                outcome.requests.append(served)
-                self._events.requests(served, resumed)
-                self._finished(key, monotonic() - began, resumed)
-                if self._hopeless(served):
-                    break
-        except SystemExit:  # a job of a cluster that has to go (`zinfer.job.cluster`): its time is short
-            self._stop(kill=True)
-            raise
-        finally:
-            self._stop()
-        return outcome
+    def run(self) -> None:
+        """Measure cases, then loads of requests, while the load can run."""
+        for case in self.job.cases:
+            batches = batches_of(self.sweep, self.job.planner.at(case.workload))
+            answer: Answer | None = None
+            while (attempt := _advance(batches, answer)) is not None:
+                point = self._case_point(case.with_batch(attempt.batch_size), attempt.timed)
+                answer = Answer(point.status, point.output_tok_s)
+                if self._hopeless(point):
+                    return
+        for key, request_set in self.job.requests:
+            if self._hopeless(self._request_point(key, request_set)):
+                return
 
     def _hopeless(self, point: Recorded) -> bool:
-        """Tell whether nothing more of this load can be measured."""
-        return point.stage == "load" or self._crashes > 1
+        return point.stage == "load" or self.crashes > 1
 
-    def _point(self, case: Case, repeats: int) -> tuple[Measurement, bool]:
-        known = _recorded(self._known, case, self._number, timed=repeats > 0)
-        if isinstance(known, Measurement):
-            return known, True
-        point = self._measure(
-            lambda worker: worker.measure(case, repeats, self._sweep.tolerance),
-            lambda fields: Measurement(case=case, **fields),
-            lambda refused: refused.model_copy(update={"case": case}),
-        )
-        predicted = self._job.planner.at(case.workload)
+    def _case_point(self, case: Case, timed: bool) -> Measurement:
+        repeats = self.sweep.repeats if timed else 0
+        began, recorded = self._begin(case, timed)
+        point = recorded or self._measure(
+            case, lambda worker: worker.measure(case, repeats, self.sweep.tolerance),
+            lambda fields: Measurement(**fields | {"case": case}),
+        )  # fmt: skip
+        self.outcome.points.append(point)
+        self.events.point(point, recorded is not None)
+        self.finished(case, monotonic() - began, recorded is not None)
+        return point
+
+    def _request_point(self, key: RequestKey, request_set: RequestSet) -> RequestPoint:
+        asked: dict[str, Any] = {"case": key.case, "requests": request_set.load, "sla": self.sweep.sla}
+
+        def measure(worker: Client) -> RequestPoint:
+            requests, input_lens = _requests(self.job.plan.model, request_set)
+            command = MeasureRequests(case=key.case, load=key.requests, input_lens=input_lens, sla=self.sweep.sla)
+            return worker.measure_requests(command, requests)
+
+        began, recorded = self._begin(key)
+        point = recorded or self._measure(key, measure, lambda fields: RequestPoint(**fields | asked))
+        self.outcome.requests.append(point)
+        self.events.requests(point, recorded is not None)
+        self.finished(key, monotonic() - began, recorded is not None)
+        return point
+
+    def _begin(self, key: Key, timed: bool = True) -> tuple[float, Any]:
+        """Announce a point; return the time, and its record, if any."""
+        self.events.trying(key)
+        return monotonic(), _find(self.recorded, key, self.number, timed)
+
+    def _predicted(self, case: Case) -> dict[str, float]:
+        predicted = self.job.planner.at(case.workload)
         numbers: dict[str, float] = {"gpu_bytes": predicted.gpu.total, "host_bytes": predicted.host.total}
         prefill_s, step_s = predicted.expected()
         if step_s is not None and prefill_s is not None:
             numbers |= {"step_ms": step_s * 1e3, "ttft_ms": prefill_s * 1e3}
-        return self._keep(point.model_copy(update={"predicted": numbers})), False
+        return numbers
 
-    def _request_point(self, key: RequestKey, own: RequestSet) -> tuple[RequestPoint, bool]:
-        known = _recorded(self._known, key, self._number)
-        if isinstance(known, RequestPoint):
-            return known, True
-        asked: dict[str, Any] = {"case": key.case, "requests": own.load, "sla": self._sweep.sla}
-
-        def refused(point: Measurement) -> RequestPoint:
-            return RequestPoint(**{name: getattr(point, name) for name in Recorded.model_fields} | asked)
-
-        point = self._measure(
-            lambda worker: worker.measure_requests(
-                MeasureRequests(
-                    case=key.case, load=own.load, rows=_rows(self._job.plan.model, own), sla=self._sweep.sla
-                )
-            ),
-            lambda fields: RequestPoint(**asked, **fields),
-            refused,
-        )
-        return self._keep(point), False
-
-    def _keep(self, point: Any) -> Any:
-        """Append a point to the store, and return it as it is there."""
-        point = point.model_copy(update={"model_revision": self._job.revision})
-        self._store.append(point)
-        self._known.setdefault(key_of(point), []).append(point)
+    def _store(self, key: Key, point: P) -> P:
+        """Append a point to the store, and return it as stored."""
+        fields: dict[str, Any] = {"model_revision": self.job.revision}
+        if isinstance(key, Case):
+            fields["predicted"] = self._predicted(key)
+        point = point.model_copy(update=fields)
+        self.store.append(point)  # type: ignore[arg-type]
+        self.recorded.setdefault(key, []).append(point)  # type: ignore[arg-type]
         return point
 
-    def _measure(
-        self, ask: Callable[[Any], P], failed: Callable[[dict[str, Any]], P], refusal: Callable[[Measurement], P]
-    ) -> P:
-        """Return the point that the worker measures, loaded first if need be; of a failure, one made of its facts, and
-        of a refused load, one made of its point."""
-        why_not = self._job.plan.why_not
-        if why_not is not None:
-            return failed(self._facts("unsupported", why_not, "load"))
+    def _measure(self, key: Key, measure: Callable[[Client], P], make: Callable[[dict[str, Any]], P]) -> P:
+        """Measure a point, or `make` that of a failure, and store it."""
+        if (why_not := self.job.plan.why_not) is not None:
+            return self._store(key, make(self._facts("unsupported", why_not, "load")))
         stage = "load"
         try:
-            if self._worker is None:
-                self._events.loading(self._job.plan)
-                self._worker = self._make_worker(
-                    self._job.target,
-                    timeout_s=self._sweep.timeout_s,
-                    notice=self._events.progress,
-                    loaded=self._events.loaded,
-                    revision=self._job.revision,
-                )
-                with self._signals.raised():
-                    refused: Measurement | None = self._worker.load(self._job.plan)
-                if refused is not None:
-                    self._stop()
-                    return refusal(refused)
+            self.driver.load(self.job.plan)
             stage = "measure"
-            with self._signals.raised():
-                point = ask(self._worker)
+            with self.driver.lend() as worker:
+                point = measure(worker)
             if point.status == "crashed":  # a CUDA context after an error cannot be used for the next point
-                self._crashes += 1
-                self._stop()
-            return point
+                self.crashes += 1
+                self.driver.end()
+        except LoadRefused as refused:
+            point = make({name: getattr(refused.point, name) for name in Recorded.model_fields})
         except TaskFailed as failure:
-            return failed(self._facts(failure.status, str(failure), stage))
+            point = make(self._facts(failure.status, str(failure), stage))
         except WorkerDied as death:
-            self._crashes += death.status != "oom_gpu"  # ranks end together where one is out of memory
-            self._stop()
-            return failed(self._facts(death.status, str(death), stage))
+            self.crashes += death.status != "oom_gpu"  # ranks end together where one is out of memory
+            point = make(self._facts(death.status, str(death), stage))
         except Interrupted as interrupt:
-            self._stop(kill=True)
-            self._keep(failed(self._facts("cancelled", interrupt.name, stage)))
+            self.driver.end(kill=True)
+            self._store(key, make(self._facts("cancelled", interrupt.name, stage)))
             raise
+        return self._store(key, point)
 
     def _facts(self, status: Status, error: str, stage: str) -> dict[str, Any]:
         """Return the fields of a point that failed outside of the worker."""
-        model = self._job.plan.model
+        model = self.job.plan.model
         return {
             "status": status,
-            "machine": self._job.plan.machine.name,
+            "machine": self.job.plan.machine.name,
             "error": error,
             "stage": stage,
             "num_layers": model.num_layers,
             "total_layers": model.total_layers,
             "started_at": now(),
         }
-
-    def _stop(self, kill: bool = False) -> None:
-        worker, self._worker = self._worker, None
-        if worker is not None:
-            if kill:
-                worker.kill()
-            worker.close()
 
 
 def _advance(batches: Batches, answer: Answer | None) -> Try | None:
@@ -476,10 +442,12 @@ def _advance(batches: Batches, answer: Answer | None) -> Try | None:
         return None
 
 
-def _rows(spec: ModelSpec, own: RequestSet) -> list[RequestRow]:
-    """Return the requests of a load for the worker, with the token ids of their texts. Raises TaskFailed for a text
-    that has none."""
-    texts = [one.prompt for one in own.requests if one.prompt is not None]
+def _requests(spec: ModelSpec, request_set: RequestSet) -> tuple[list[Request], list[int]]:
+    """Return the requests of a load, and the lengths of their prompts.
+
+    Texts become token ids; random prompts stay empty. Raises TaskFailed for a text that has none.
+    """
+    texts = [request.prompt for request in request_set.requests if request.prompt is not None]
     ids: Iterator[list[int] | Refusal] = iter(())
     if texts:
         try:
@@ -487,29 +455,31 @@ def _rows(spec: ModelSpec, own: RequestSet) -> list[RequestRow]:
                 ids = iter(tokenizer.encode(texts))
         except ModelError as error:
             raise TaskFailed("unsupported", str(error)) from None
-    rows = []
-    for one in own.requests:
-        found = None if one.prompt is None else next(ids)
-        if isinstance(found, Refusal):
-            raise TaskFailed("unsupported", f"a request has no tokens: {found.message}")
-        length = one.input_len if found is None else len(found)
-        rows.append(RequestRow(input_len=length, output_len=one.output_len, prompt_ids=found, sampling=one.sampling))
-    return rows
+    requests, input_lens = [], []
+    for key, request in enumerate(request_set.requests):
+        prompt = [] if request.prompt is None else next(ids)
+        if isinstance(prompt, Refusal):
+            raise TaskFailed("unsupported", f"a request has no tokens: {prompt.message}")
+        requests.append(Request(prompt, request.output_len, request.sampling, ignore_eos=True, key=key))
+        input_lens.append(len(prompt) or request.input_len)
+    return requests, input_lens
 
 
 def exit_code(sweep: Sweep, points: Iterable[Point]) -> int:
-    """Return the exit code of a sweep: 0 if every point is ok, 3 if some are not, 4 if none is. With ``auto``, a batch
-    that memory or a TensorRT plan has no room for is how the largest batch is found, and counts as ok."""
+    """Return the exit code of a sweep. 0 if every point is ok, 3 if some are not, 4 if none is.
+
+    With ``auto``, a batch that memory or a TensorRT plan has no room for is how the largest batch is found, and counts
+    as ok.
+    """
     points = tuple(points)
     good = sum(point.status == "ok" for point in points)
     if not good:
         return 4
-    fine = good + (sum(map(_edge, points)) if isinstance(sweep.batch_size, str) else 0)
+    fine = good + (sum(map(_too_large, points)) if isinstance(sweep.batch_size, str) else 0)
     return 0 if fine == len(points) else 3
 
 
-def _edge(point: Point) -> bool:
-    """Return True if the load ran and the batch was too large for it."""
+def _too_large(point: Point) -> bool:
     if isinstance(point, RequestPoint):
         return False
     return point.status in OUT_OF_MEMORY or (point.status == "unsupported" and point.stage != "load")

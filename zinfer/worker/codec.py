@@ -97,7 +97,7 @@ def measure(checkpoints: Sequence[Path] = (), cast: bool = False, progress: Call
     except ImportError:
         raise not_here(StudyError("the measurement needs torch: pip install 'zinfer[engines]'")) from None
     stored = [find(path, cast) for path in checkpoints]
-    here = process.here("stream")
+    here = process.study_header("stream")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     progress("the link")
     link = probe.measure_link(device)

@@ -1,16 +1,22 @@
 """Status and one-line error message for an exception of loading or running."""
 
 import os
+import traceback
 
+from zinfer.checkpoint.headers import CheckpointError
+from zinfer.core.engine import OptionError
 from zinfer.core.errors import ENVIRONMENT, INTERNAL, ZinferError, lacks_memory, one_line
+from zinfer.core.model import ModelError
 from zinfer.core.value import Frozen
+from zinfer.engine import EngineError
+from zinfer.generation.sampling import NotFiniteError
 from zinfer.record.measurement import Status
+from zinfer.system.documents import DocumentError
 from zinfer.system.host import no_memory
 
 
 class TaskFailure(Frozen):
-    """The answer of a task that failed: its status, one line that says why, and where it ended; and the exit code of a
-    command that cannot go on without it."""
+    """Answer of a failed task: status, reason, stage and exit code."""
 
     status: Status
     error: str
@@ -26,8 +32,6 @@ class TaskFailure(Frozen):
 def failure_of(error: BaseException, stage: str) -> TaskFailure:
     """Return the failure of an exception; with --debug, stderr gets its traceback."""
     if os.environ.get("ZINFER_DEBUG") == "1":
-        import traceback
-
         traceback.print_exception(error)
     status, text = status_of(error), one_line(error)
     if status == "oom_host" and not ("memory" in text and isinstance(error, MemoryError)):
@@ -36,10 +40,7 @@ def failure_of(error: BaseException, stage: str) -> TaskFailure:
 
 
 def _exit_code(error: BaseException, status: Status) -> int:
-    """Return the exit code of a command that ends with `error`: that of a fault of files or of usage, or of this
-    machine."""
-    from zinfer.engine import EngineError
-
+    """Return the exit code of a command that ends with `error`."""
     if isinstance(error, ZinferError) and not isinstance(error, EngineError):  # the same engine may run elsewhere
         return error.exit_code
     return INTERNAL if status == "crashed" else ENVIRONMENT
@@ -47,13 +48,6 @@ def _exit_code(error: BaseException, status: Status) -> int:
 
 def status_of(error: BaseException) -> Status:
     """Return the status for an exception of loading or measuring."""
-    from zinfer.checkpoint.headers import CheckpointError
-    from zinfer.core.engine import OptionError
-    from zinfer.core.model import ModelError
-    from zinfer.engine import EngineError
-    from zinfer.generation.sampling import NotFiniteError
-    from zinfer.system.documents import DocumentError
-
     text = str(error).lower()
     names = {base.__name__ for base in type(error).__mro__}
     if "OutOfMemoryError" in names or ("cuda" in text and "out of memory" in text) or "alloc_failed" in text:

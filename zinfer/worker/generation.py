@@ -1,37 +1,36 @@
-"""Worker tasks that generate text: rows that come to a batch and go from it."""
+"""Worker tasks that generate text."""
 
 import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
+from zinfer.core.request import EchoedPrompt, Failure, TokenScore, Update
 from zinfer.engine import EngineError
 from zinfer.generation.detokenizer import TextPieces
 from zinfer.generation.prefix_cache import KeptFolder
 from zinfer.generation.sampling import Score
 from zinfer.generation.scheduler import ContinuousScheduler, Sequence
 from zinfer.worker.session import Session
-from zinfer.worker.tasks import (
-    BatchStart,
-    BatchStarted,
-    BatchStep,
-    BatchStepped,
-    EchoedPrompt,
-    RowStep,
-    TokenScore,
-)
+from zinfer.worker.tasks import Added, AddRequests, BatchStart, BatchStarted, BatchStep, BatchStepped
 
-ANSWER_S = 1.0  # a batch is decoded that long before its rows are answered, unless one ends
+ANSWER_S = 1.0  # seconds of decoding before an answer, unless a row ends
 
 
-def batch_start(session: Session, request: BatchStart) -> BatchStarted:
+def add_requests(session: Session, command: AddRequests) -> Added:
+    """Let requests wait for the next task that takes them."""
+    session.added += list(command.requests(session.added[-1] if session.added else None))
+    return Added()
+
+
+def batch_start(session: Session, command: BatchStart) -> BatchStarted:
     """Begin a batch, in place of one that runs."""
     if session.scheduler is not None:
         session.scheduler.end()
-    session.sent, session.text, session.streams = {}, TextPieces(session.tokenizer()), set()
-    folder = None if request.folder is None else KeptFolder(Path(request.folder), request.folder_size)
+    session.added, session.sent, session.text = [], {}, TextPieces(session.tokenizer())
+    folder = None if command.folder is None else KeptFolder(Path(command.folder), command.folder_size)
     session.scheduler = ContinuousScheduler(
-        session.engine, session.tokenizer(), request.load, request.rows, request.arrivals, request.cache_size, folder
+        session.engine, session.tokenizer(), command.load, command.rows, command.arrivals, command.cache_size, folder
     )
     return BatchStarted(
         positions=session.scheduler.schedule.limits.positions,
@@ -41,29 +40,20 @@ def batch_start(session: Session, request: BatchStart) -> BatchStarted:
     )
 
 
-def batch_step(session: Session, request: BatchStep) -> BatchStepped:
-    """Forget rows and add others; run passes until a row ends, nothing is left to do, or the time of an answer has come
-    (`ANSWER_S` by default)."""
+def batch_step(session: Session, command: BatchStep) -> BatchStepped:
+    """Discard rows, begin the added ones, and run passes."""
     running = session.scheduler
     if running is None:
         raise EngineError("no batch is running")
     schedule = running.schedule
-    schedule.ending = request.ending
-    answer_s = ANSWER_S if request.answer_s is None else request.answer_s
-    sequences = [
-        Sequence(
-            asked.prompts[row.prompt], row.left, row.sampling, asked.stop, asked.ignore_eos, list(row.output_ids),
-            row.key, request=asked.key, chat=asked.chat, logprobs=asked.logprobs, echo=asked.echo,
-        )
-        for asked in request.requests for row in asked.rows
-    ]  # fmt: skip
+    schedule.ending = command.ending
+    answer_s = ANSWER_S if command.answer_s is None else command.answer_s
     before, began = replace(schedule.tally), time.monotonic()
     touched: dict[Sequence, None] = {}
     try:
-        dropped = _drop(session, running, request.drop)
-        session.sent |= {sequence: len(sequence.output_ids) for sequence in sequences}
-        session.streams |= {row.key for asked in request.requests if asked.stream for row in asked.rows}
-        running.add(sequences)
+        dropped = _drop(session, running, command.drop)
+        added, session.added = running.add(session.added), []
+        session.sent |= {sequence: len(sequence.output_ids) for sequence in added}
         while running.running:
             changed = running.step()
             touched |= dict.fromkeys(changed)
@@ -75,12 +65,11 @@ def batch_step(session: Session, request: BatchStep) -> BatchStepped:
     except BaseException:
         session.scheduler, session.sent = None, {}
         raise
-    rows = [_row_step(session, sequence) for sequence in touched]
+    rows = [_update(session, sequence) for sequence in touched]
     for sequence in touched:
         session.sent[sequence] = len(sequence.output_ids)
         if sequence.ended:
             del session.sent[sequence]
-            session.streams.discard(sequence.key)
     tally = schedule.tally
     return BatchStepped(
         passes=tally.passes - before.passes,
@@ -100,43 +89,40 @@ def batch_step(session: Session, request: BatchStep) -> BatchStepped:
 
 
 def _drop(session: Session, running: ContinuousScheduler, keys: Iterable[int]) -> dict[int, str]:
-    """Forget rows, however far they are; return the texts of those with `stream`, by key."""
+    """Discard rows, however far they are. Return the texts of those that stream, by key."""
     gone = set(keys)
     if not gone or session.text is None:
         return {}
-    streams = [one for one in session.sent if one.key in gone & session.streams]
-    texts = {one.key: session.tokenizer().decode(one.output_ids, one.before) for one in streams}
+    streams = [sequence for sequence in session.sent if sequence.key in gone and sequence.stream]
+    texts = {sequence.key: session.tokenizer().decode(sequence.output_ids, sequence.before) for sequence in streams}
     running.drop(gone)
     session.text.forget(gone)
     session.sent = {sequence: count for sequence, count in session.sent.items() if sequence.key not in gone}
-    session.streams -= gone
     return texts
 
 
-def _row_step(session: Session, sequence: Sequence) -> RowStep:
-    tokens = sequence.output_ids[session.sent[sequence] :]
+def _update(session: Session, sequence: Sequence) -> Update:
     scores, sequence.scores = sequence.scores, []
-    piece = ""
-    if session.text is not None and sequence.key in session.streams:
-        piece = session.text.add(sequence)
     prompt = None
     if sequence.echo:
-        sequence.echo = False  # it is told once
-        decode = session.tokenizer().decode
+        sequence.echo = False  # it goes out once
         prompt = EchoedPrompt(
-            text=decode(sequence.prompt_ids), first=session.token_text(sequence.prompt_ids[0]),
+            text=session.tokenizer().decode(sequence.prompt_ids), first=session.token_text(sequence.prompt_ids[0]),
             scores=_token_scores(session, sequence.prompt_scores),
         )  # fmt: skip
         sequence.prompt_scores = []
-    return RowStep(
-        key=sequence.key, tokens=tokens, finish_reason=sequence.finish_reason, text=sequence.text,
-        error=sequence.error, piece=piece, prompt=prompt, scores=_token_scores(session, scores), cached=sequence.cached,
+    return Update(
+        key=sequence.key, tokens=sequence.output_ids[session.sent[sequence] :], text=sequence.text,
+        delta=session.text.add(sequence) if session.text is not None and sequence.stream else "",
+        finish_reason=sequence.finish_reason, prompt=prompt, scores=_token_scores(session, scores),
+        failure=None if sequence.error is None else Failure(code="nan_output", message=sequence.error),
+        cached=sequence.cached,
     )  # fmt: skip
 
 
 def _token_scores(session: Session, scores: Iterable[Score]) -> list[TokenScore]:
-    name = session.token_text
+    text = session.token_text
     return [
-        TokenScore(token=name(one.token), logprob=one.logprob, top=[(name(token), value) for token, value in one.top])
-        for one in scores
+        TokenScore(token=text(score.token), logprob=score.logprob, top=[(text(token), p) for token, p in score.top])
+        for score in scores
     ]

@@ -43,15 +43,19 @@ class Samples:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has computed all that it was asked for, as the reader of a token does. Copies for the next
-    step, on an engine's own stream, go on meanwhile."""
+    """Wait for the device, as the reader of a token does.
+
+    Copies for the next step, on an engine's own stream, go on meanwhile.
+    """
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
 
 
 def prompts(workload: Workload, vocab_size: int) -> Tensor:
-    """Return random token ids ``[B, S]`` (int64), the same for every engine; the lowest ids, often special, are left
-    out."""
+    """Return random token ids ``[B, S]`` (int64), the same for every engine.
+
+    The lowest ids, often special, are left out.
+    """
     generator = torch.Generator().manual_seed(workload.batch_size)
     low = min(8, vocab_size - 1)
     shape = (workload.batch_size, workload.input_len)
@@ -59,8 +63,7 @@ def prompts(workload: Workload, vocab_size: int) -> Tensor:
 
 
 class Greedy:
-    """Sampler that is timed: it chooses the most likely tokens. `finite` tells whether all logits of a run were
-    numbers."""
+    """Sampler that is timed: it chooses the most likely tokens."""
 
     def __init__(self) -> None:
         self._finite: list[Tensor] = []
@@ -84,11 +87,12 @@ def measure(
     *,
     repeats: int = 3,
     enough: Callable[[Sequence[float]], bool] = lambda _e2e_ms: False,
-    beat: Progress = silent,
+    on_progress: Progress = silent,
     clock: Clock = time.perf_counter,
 ) -> None:
-    """Fill `samples` with up to `repeats` whole runs of `workload`, fewer once `enough` says so of their times (ms).
+    """Fill `samples` with up to `repeats` whole runs of `workload`.
 
+    There are fewer once `enough` says so of their times (ms).
     With no repeats only the warm-up runs, which tells whether the batch fits: the KV cache is taken whole in prefill.
     Samples are left in place whatever the engine raises. After the last run one more step is traced, outside of all
     samples; an error in it is of no consequence. Logits that are not finite end it with status ``nan_output``.
@@ -100,7 +104,7 @@ def measure(
     loop = DecodeLoop(engine, sampler)
     with Telemetry(engine.device, engine.plan.placement.gpus) as telemetry:
         try:
-            beat("warm-up", 0.0)
+            on_progress("warm-up", 0.0)
             loop.start(token_ids, mask, reserve=max(workload.output_len, WARM_UP_STEPS))
             for step in range(max(WARM_UP_STEPS, min(MOST_WARM_UP_STEPS, workload.output_len - 1))):
                 if step < WARM_UP_STEPS or engine.warming:  # the first ones also show the bytes that a step streams
@@ -110,7 +114,13 @@ def measure(
             telemetry.start()
             for repeat in range(repeats):
                 first_ms, step_ms = _run_once(
-                    loop, token_ids, mask, workload, samples, lambda step: beat(samples.stage, step / total), clock
+                    loop,
+                    token_ids,
+                    mask,
+                    workload,
+                    samples,
+                    lambda step: on_progress(samples.stage, step / total),
+                    clock,
                 )
                 if not sampler.finite():
                     samples.status = "nan_output"
@@ -138,8 +148,10 @@ def _run_once(
     tick: Callable[[int], None],
     clock: Clock,
 ) -> tuple[float, tuple[float, ...]]:
-    """Time one repeat: its prefill and each of its decode steps, in ms. The KV cache has room for one step more: a run
-    takes one token less than is reserved."""
+    """Time one repeat: its prefill and its decode steps, in ms.
+
+    The KV cache has room for one step more: a run takes one token less than is reserved.
+    """
     done, device = len(samples.ttft_ms) * workload.output_len, loop.engine.device
     loop.end()
     synchronize(device)
@@ -167,7 +179,7 @@ def first_token_ms(
     past: Callable[[], Sequence["KVSnapshot"]] = lambda: (),
     clock: Clock = time.perf_counter,
 ) -> float:
-    """Return the milliseconds until the token after ``[1, S]`` is chosen; the time of `past()` is part of them."""
+    """Return the milliseconds to the first token, with those of `past()`."""
     loop.end()
     synchronize(loop.engine.device)
     start = clock()
@@ -177,10 +189,10 @@ def first_token_ms(
 
 
 class Telemetry:
-    """Telemetry of the first `count` GPUs, by NVML: clocks, temperature and reasons for throttling of any, power and
-    energy of all together.
+    """Telemetry of the first `count` GPUs, by NVML.
 
-    Without NVML, or without a GPU, the summary is empty.
+    Clocks, temperature and reasons for throttling are those of any, power and energy of all together. Without NVML, or
+    without a GPU, the summary is empty.
     """
 
     def __init__(self, device: torch.device, count: int = 1) -> None:
@@ -237,20 +249,20 @@ class Telemetry:
             self._thread.join()
 
     def summary(self) -> dict[str, Any]:
-        """Return means and extremes over the timed part; empty if nothing was sampled."""
+        """Return means and extremes over the timed part. Empty if nothing was sampled."""
         if self._thread is None:
             return {}
         self.__exit__()
-        found: dict[str, Any] = {"timed_s": round(time.perf_counter() - self._started, 3)}
+        summary: dict[str, Any] = {"timed_s": round(time.perf_counter() - self._started, 3)}
         energy = self._read("nvmlDeviceGetTotalEnergyConsumption")
         if energy and self._energy:
-            found["energy_j"] = (sum(energy) - sum(self._energy)) / 1e3
+            summary["energy_j"] = (sum(energy) - sum(self._energy)) / 1e3
         if self._power:
-            found["power_w_mean"] = round(sum(self._power) / len(self._power) / 1e3, 1)
+            summary["power_w_mean"] = round(sum(self._power) / len(self._power) / 1e3, 1)
         if self._clock:
-            found |= {"sm_clock_mhz_min": min(self._clock), "sm_clock_mhz_max": max(self._clock)}
+            summary |= {"sm_clock_mhz_min": min(self._clock), "sm_clock_mhz_max": max(self._clock)}
         if self._temperature:
-            found["temperature_c_max"] = max(self._temperature)
+            summary["temperature_c_max"] = max(self._temperature)
         names = {
             "SwPowerCap": 4,
             "HwSlowdown": 8,
@@ -258,5 +270,5 @@ class Telemetry:
             "HwThermalSlowdown": 64,
             "HwPowerBrake": 128,
         }
-        found["throttle_reasons"] = sorted(name for name, bit in names.items() if self._reasons & bit)
-        return found
+        summary["throttle_reasons"] = sorted(name for name, bit in names.items() if self._reasons & bit)
+        return summary

@@ -43,7 +43,7 @@ def prefix_reuse(session: Session, request: PrefixReuse) -> PrefixReused:
     loop = DecodeLoop(engine, sampler)
     with ExitStack() as stack:
         stack.callback(loop.end)
-        session.beat(label, 0.0)
+        session.on_progress(label, 0.0)
         first_token_ms(loop, token_ids)
         computed = sampler.logits
         kept = loop.snapshot(0, context - new_tokens)
@@ -77,7 +77,7 @@ def prefix_reuse(session: Session, request: PrefixReuse) -> PrefixReused:
                 if turn:  # the first one warms up
                     samples[way].append(round(milliseconds, 4))
                 done = turn * len(ways) + number + 1
-                session.beat(label, done / (len(ways) * (request.repeats + 1)))
+                session.on_progress(label, done / (len(ways) * (request.repeats + 1)))
         return PrefixReused(
             recompute_ms=samples["recompute"], memory_ms=samples["memory"], disk_ms=samples.get("disk", []),
             kept_bytes=kept.nbytes, same_token=same, max_difference=difference,

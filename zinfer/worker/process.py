@@ -8,6 +8,7 @@ has started end with it (`zinfer.system.ending`).
 
 import json
 import os
+import platform
 import queue
 import signal
 import subprocess
@@ -16,7 +17,7 @@ import tempfile
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,17 +25,30 @@ from typing import IO, Any
 
 from zinfer import __version__
 from zinfer.core.case import Case
+from zinfer.core.engine import ENGINES
 from zinfer.core.errors import ENVIRONMENT, USAGE, lacks_memory
 from zinfer.core.model import Weights
 from zinfer.core.progress import Progress, silent
+from zinfer.core.request import Request
 from zinfer.plan.planner import Plan
 from zinfer.record.measurement import Measurement, Status
 from zinfer.record.requests import RequestPoint
-from zinfer.system import lease
+from zinfer.system import host, lease, local
 from zinfer.system.ending import NO_GPU_MEMORY, NO_HOST_MEMORY, PARENT, at_end
 from zinfer.system.host import address_words, no_memory
 from zinfer.worker.failure import TaskFailure
-from zinfer.worker.tasks import NAMES, TASKS, Answer, Load, Loaded, Measure, MeasureRequests, Request
+from zinfer.worker.tasks import (
+    NAMES,
+    TASKS,
+    AddRequests,
+    Answer,
+    BatchStep,
+    BatchStepped,
+    Command,
+    Load,
+    Measure,
+    MeasureRequests,
+)
 
 OnLoaded = Callable[[int, float], None]  # bytes of weights, and the seconds they took
 # OpenMP's threads spin while they wait for each other; on cores that somebody else uses too, a step then takes 50 times
@@ -57,8 +71,7 @@ def now() -> str:
 
 
 class WorkerError(RuntimeError):
-    """A request without an answer: its status, the reason in one line, and the exit code of a command that cannot go on
-    without it."""
+    """Command without an answer. Its status, the reason in one line, and the exit code for it."""
 
     def __init__(self, status: Status, message: str, exit_code: int = ENVIRONMENT) -> None:
         super().__init__(message)
@@ -67,64 +80,74 @@ class WorkerError(RuntimeError):
 
     @property
     def line(self) -> str:
-        """The reason as a command prints it: with the status, unless the fault is one of files or of usage."""
+        """Reason as the CLI prints it. With the status, unless the fault is one of files or of usage."""
         return str(self) if self.exit_code == USAGE else f"{self.status}: {self}"
 
 
 class TaskFailed(WorkerError):
-    """A task that failed in a worker that goes on living."""
+    """Task that failed in a worker that goes on living."""
+
+
+class LoadRefused(TaskFailed):
+    """Load that failed, with the point that records it."""
+
+    def __init__(self, point: Measurement, exit_code: int) -> None:
+        super().__init__(point.status, f"loading failed: {point.error}", exit_code)
+        self.point = point
 
 
 class WorkerDied(WorkerError):
-    """A worker that ended, or was ended, without an answer."""
+    """Worker that ended, or was ended, without an answer."""
 
 
 class Client(ABC):
     """Client of a worker: a process (`Worker`), or this one (`zinfer.worker.inline.InlineWorker`)."""
 
-    def __init__(self, target: str, notice: Progress, loaded: OnLoaded, revision: str) -> None:
-        self._target, self._notice, self._loaded, self._revision = target, notice, loaded, revision
+    def __init__(self, target: str, on_progress: Progress, on_loaded: OnLoaded, revision: str) -> None:
+        self._target, self._on_progress, self._on_loaded, self._revision = target, on_progress, on_loaded, revision
 
-    def ask(self, request: Request[Answer]) -> Answer:
-        """Return the answer to a request of `zinfer.worker.tasks`.
+    def ask(self, command: Command[Answer]) -> Answer:
+        """Return the answer to a command of `zinfer.worker.tasks`.
 
-        Raises TaskFailed where the worker says that it failed, WorkerDied where it ended without an answer.
+        Raises TaskFailed where the task failed, WorkerDied where the worker ended without an answer.
         """
-        name = NAMES[type(request)]
-        answer = self._exchange({"task": name, "request": request.model_dump(mode="json")})
+        name = NAMES[type(command)]
+        answer = self._exchange({"task": name, "request": command.model_dump(mode="json")})
         if "failure" in answer:
             failure = TaskFailure.model_validate(answer["failure"])
             raise TaskFailed(failure.status, failure.error, failure.exit_code)
-        found: Answer = TASKS[name].answer.model_validate(answer["answer"])  # type: ignore[assignment]
-        return found
+        validated: Answer = TASKS[name].answer.model_validate(answer["answer"])  # type: ignore[assignment]
+        return validated
 
-    def load(self, plan: Plan) -> Measurement | None:
-        """Load `plan`'s engine; return None if it is ready, else a Measurement with the reason why it is not."""
-        return self._load(plan).refused
+    def load(self, plan: Plan) -> None:
+        """Load `plan`'s engine. Raises LoadRefused, WorkerDied."""
+        loaded = self.ask(Load(target=self._target, plan=plan, revision=self._revision))
+        if loaded.refused is not None:
+            raise LoadRefused(loaded.refused, loaded.exit_code)
+        self._on_loaded(loaded.load_bytes, loaded.load_s)
 
-    def start(self, plan: Plan) -> None:
-        """Load `plan`'s engine. Raises TaskFailed if it is not ready then, WorkerDied."""
-        answer = self._load(plan)
-        if (refused := answer.refused) is not None:
-            raise TaskFailed(refused.status, f"loading failed: {refused.error}", answer.exit_code)
+    def add(self, requests: Iterable[Request]) -> None:
+        """Send requests for the next task, in messages of bounded size."""
+        for message in AddRequests.messages(requests):
+            self.ask(message)
 
-    def _load(self, plan: Plan) -> Loaded:
-        answer = self.ask(Load(target=self._target, plan=plan, revision=self._revision))
-        if answer.refused is None:
-            self._loaded(answer.load_bytes, answer.load_s)
-        return answer
+    def step(self, requests: Iterable[Request] = (), **fields: Any) -> BatchStepped:
+        """Add requests to the batch and run passes. The fields are those of `BatchStep`."""
+        self.add(requests)
+        return self.ask(BatchStep(**fields))
 
     def measure(self, case: Case, repeats: int, tolerance: float) -> Measurement:
-        """Measure one case of the loaded engine; a failure is a Measurement with its status."""
+        """Measure one case of the loaded engine. A failure is a Measurement with its status."""
         return self.ask(Measure(case=case, repeats=repeats, tolerance=tolerance)).point
 
-    def measure_requests(self, request: MeasureRequests) -> RequestPoint:
-        """Measure a load of requests on the loaded engine; a failure is a RequestPoint with its status."""
-        return self.ask(request).point
+    def measure_requests(self, command: MeasureRequests, requests: Sequence[Request]) -> RequestPoint:
+        """Measure a load of requests on the loaded engine. A failure is a RequestPoint with its status."""
+        self.add(requests)
+        return self.ask(command).point
 
     @abstractmethod
     def _exchange(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return the session's answer to a message, both as JSON has them. Raises WorkerDied."""
+        """Return the session's answer to a message, both in JSON's types. Raises WorkerDied."""
 
     @abstractmethod
     def kill(self) -> None:
@@ -136,7 +159,7 @@ class Client(ABC):
 
 
 class Worker(Client):
-    """Worker in a process of its own: starts it, sends it requests, watches the time.
+    """Worker in a process of its own. Starts it, sends it requests, watches the time.
 
     `target` is the engine as ``module:Class``, `revision` the fingerprint of the weights that it may load, if they may
     not be others. Raises WorkerDied when the process crashes (`crashed`), cannot go on
@@ -148,15 +171,15 @@ class Worker(Client):
         target: str,
         *,
         timeout_s: float,
-        notice: Progress = silent,
-        loaded: OnLoaded = lambda _size, _seconds: None,
+        on_progress: Progress = silent,
+        on_loaded: OnLoaded = lambda _size, _seconds: None,
         debug: bool = False,
         revision: str = "",
     ) -> None:
-        super().__init__(target, notice, loaded, revision)
+        super().__init__(target, on_progress, on_loaded, revision)
         self._timeout = timeout_s
         self._log: IO[bytes] | None = None if debug else tempfile.TemporaryFile()  # noqa: SIM115
-        self._oom_kills, self._killed = _oom_kills(), False
+        self._oom_kills, self._killed = _count_oom_kills(), False
         self._process = subprocess.Popen(
             [sys.executable, "-m", "zinfer.worker.server"],
             stdin=subprocess.PIPE,
@@ -165,7 +188,7 @@ class Worker(Client):
             env={**_CALM, **_GROWING, **os.environ, PARENT: str(os.getpid())},
             start_new_session=True,  # ctrl-C is the parent's to handle
         )
-        self._forget = at_end(self._abort)
+        self._unregister = at_end(self._abort)
         self._answers: queue.Queue[dict[str, Any] | None] = queue.Queue()
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -191,16 +214,16 @@ class Worker(Client):
             if answer is None:
                 raise self._obituary()
             if "progress" in answer:
-                self._notice(answer["progress"], answer["share"])
+                self._on_progress(answer["progress"], answer["share"])
             else:
-                self._oom_kills = _oom_kills()  # earlier ones struck others
+                self._oom_kills = _count_oom_kills()  # earlier ones struck others
                 return answer
 
     def _obituary(self) -> WorkerDied:
         code = self._process.wait()
-        self._forget()
+        self._unregister()
         lease.sweep()  # what it owned
-        if code == -signal.SIGKILL and _oom_kills() > self._oom_kills:
+        if code == -signal.SIGKILL and _count_oom_kills() > self._oom_kills:
             return WorkerDied("oom_host", "the kernel killed the worker: host memory ran out")
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
         tail = self._tail()
@@ -208,11 +231,11 @@ class Worker(Client):
             return WorkerDied(_MEMORY[code], tail or "memory ran out")
         if lacks_memory(tail):
             return WorkerDied("oom_host", no_memory(f"{how}; {tail}"))
-        told = [how, f"last line on stderr: {tail}" if tail else "", address_words()]
-        return WorkerDied("crashed", f"the worker ended: {'; '.join(filter(None, told))}")
+        causes = [how, f"last line on stderr: {tail}" if tail else "", address_words()]
+        return WorkerDied("crashed", f"the worker ended: {'; '.join(filter(None, causes))}")
 
     def _tail(self) -> str:
-        """Return the last line that the worker wrote to stderr, where errors end up."""
+        """Return the worker's last line on stderr, where errors end up."""
         if self._log is None:
             return ""
         self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - 4096))
@@ -224,11 +247,11 @@ class Worker(Client):
         self._kill_group()
         with suppress(subprocess.TimeoutExpired):  # the kernel may hold it, at a drive that does not answer
             self._process.wait(timeout=KILL_S)
-        self._forget()
+        self._unregister()
         lease.sweep()  # what it owned
 
     def _abort(self) -> None:
-        """End the worker in the last moments of this process, in which others may be waiting for it."""
+        """End the worker within a second: others may wait for this process."""
         self._kill_group()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=1)
@@ -240,7 +263,7 @@ class Worker(Client):
         self._process.kill()  # also one that leads no group yet
 
     def close(self) -> None:
-        """Let the worker finish in order; kill it if it does not within half a minute."""
+        """Let the worker finish in order. Kill it if it does not within half a minute."""
         with suppress(BrokenPipeError, OSError):
             if self._process.stdin is not None:
                 self._process.stdin.close()
@@ -249,47 +272,37 @@ class Worker(Client):
         except subprocess.TimeoutExpired:
             if not self._killed:
                 self.kill()
-        self._forget()
+        self._unregister()
         if self._log is not None:
             self._log.close()
 
 
-def _oom_kills() -> int:
-    """Count how often the kernel's out-of-memory killer has struck in this process's own control group, and those
-    within it; 0 if that is not known. The rest of the host does not count."""
+def _count_oom_kills() -> int:
+    """Count the kernel's out-of-memory kills in this process's control group. 0 if unknown."""
     with suppress(OSError, ValueError):
         for line in Path("/proc/self/cgroup").read_text().splitlines():
             _, kinds, path = line.split(":", 2)
             for root, file in _OOM_FILES.get(kinds, ()):
                 for group in (path, ""):  # a container may see its own group as the root
                     with suppress(OSError, ValueError):
-                        found = dict(one.split() for one in Path(f"{root}{group}/{file}").read_text().splitlines())
-                        return int(found["oom_kill"])
+                        counts = dict(line.split() for line in Path(f"{root}{group}/{file}").read_text().splitlines())
+                        return int(counts["oom_kill"])
     return 0
 
 
-def here(engine_name: str) -> dict[str, Any]:
+def study_header(engine_name: str) -> dict[str, Any]:
     """Return the start of a study's record: machine, device, time and versions."""
-    from zinfer.system import host, local
-
     devices = host.gpus()
     device = str(devices[0].get("name", "gpu")) if devices else host.cpu_model()
     return {"machine": local.name(), "device": device, "started_at": now(), "versions": versions(engine_name)}
 
 
 def versions(engine_name: str, weights: Weights = "as-released") -> dict[str, str]:
-    """Return the versions of Python, zinfer, the driver, and the packages that the engine requires for `weights`."""
-    import platform
-
-    from zinfer.core.engine import ENGINES
-    from zinfer.system.host import driver_version, package_version
-
-    found = {"python": platform.python_version(), "zinfer": __version__}
+    """Return the versions of Python, zinfer, the driver, and the engine's packages."""
     kind = ENGINES.get(engine_name)
-    own = (kind.own_package,) if kind is not None and kind.own_package and weights in kind.own_formats else ()
-    for package in (*(kind.requires if kind is not None else ("torch",)), *own):
-        if version := package_version(package):
-            found[package] = version
-    if driver := driver_version():
-        found["driver"] = driver
-    return found
+    packages = kind.requires if kind is not None else ("torch",)
+    if kind is not None and kind.own_package and weights in kind.own_formats:
+        packages = (*packages, kind.own_package)
+    installed = {package: host.package_version(package) for package in packages} | {"driver": host.driver_version()}
+    present = {name: version for name, version in installed.items() if version}
+    return {"python": platform.python_version(), "zinfer": __version__, **present}

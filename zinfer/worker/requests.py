@@ -1,4 +1,6 @@
-"""The clock of a load of requests: it lets them arrive, runs passes, and notes when each request gets its tokens.
+"""Clock of a load of requests.
+
+It lets them arrive, runs passes, and notes when each request gets its tokens.
 
 Requests run on `zinfer.generation.scheduler.ContinuousScheduler`, as in `zinfer batch`. End tokens are ignored, so that
 lengths are exact. Time is taken at the end of each pass.
@@ -7,31 +9,31 @@ lengths are exact. Time is taken at the end of each pass.
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from zinfer.core.model import check_positions
 from zinfer.core.progress import Progress, silent
+from zinfer.core.request import Request
 from zinfer.core.requests import RequestLoad
 from zinfer.engine.base import Engine
 from zinfer.generation.drafts import Drafts, NgramDrafter
 from zinfer.generation.sampling import NotFiniteError
 from zinfer.generation.schedule import load_of
 from zinfer.generation.scheduler import ContinuousScheduler
-from zinfer.generation.scheduler import Sequence as Request
 from zinfer.record.requests import PassCounts, RequestPoint, RequestSample
 from zinfer.worker.failure import failure_of
 from zinfer.worker.measure import Clock, Telemetry, synchronize
 from zinfer.worker.session import Session, begin_point, conditions
-from zinfer.worker.tasks import MeasureRequests, RequestRow, RequestsMeasured
+from zinfer.worker.tasks import MeasureRequests, RequestsMeasured
 
 if TYPE_CHECKING:
     from zinfer.generation.tokenizer import Tokenizer
 
 WARM_UP_ROWS, WARM_UP_TOKENS = 8, 3
-NAP_S = 0.5  # longest sleep between two beats
+NAP_S = 0.5  # longest sleep between two messages of progress
 
 
 class _NoText:
@@ -46,8 +48,10 @@ class _NoText:
 
 @dataclass
 class LoadSamples:
-    """Samples of a load of requests; those taken before an exception stay. Times in seconds from the start; `arrived`
-    and `runs`, as `RequestSample` has them, by the number of the request."""
+    """Samples of a load of requests; those taken before an exception stay.
+
+    Times are seconds from the start; `arrived`, and `runs` of a `RequestSample`, go by the number of the request.
+    """
 
     stage: str = "warm-up"
     pass_s: list[float] = field(default_factory=list)
@@ -70,16 +74,16 @@ class LoadSamples:
         else:
             runs.append((number, 1))
 
-    def fields(self, rows: Sequence[RequestRow]) -> dict[str, Any]:
-        """Return the fields of a `RequestPoint`; requests that have not arrived are left out."""
+    def fields(self, lengths: Sequence[tuple[int, int]]) -> dict[str, Any]:
+        """Return the fields of a `RequestPoint`. Requests that did not arrive are left out."""
         return {
             "pass_ms": [seconds * 1e3 for seconds in self.pass_s],
             "samples": [
                 RequestSample(
-                    input_len=row.input_len, output_len=row.output_len, arrived_ms=self.arrived[key] * 1e3,
+                    input_len=input_len, output_len=output_len, arrived_ms=self.arrived[key] * 1e3,
                     runs=tuple(self.runs.get(key, ())),
                 )
-                for key, row in enumerate(rows)
+                for key, (input_len, output_len) in enumerate(lengths)
                 if key in self.arrived
             ],
             "counts": self.counts, "busy_ms": self.busy_s * 1e3, "waiting_ms": self.waiting_s * 1e3,
@@ -87,39 +91,37 @@ class LoadSamples:
         }  # fmt: skip
 
 
-def measure_requests(session: Session, request: MeasureRequests) -> RequestsMeasured:
-    """Measure a load of requests on the loaded engine; an exception becomes the point's status."""
+def measure_requests(session: Session, command: MeasureRequests) -> RequestsMeasured:
+    """Measure a load of requests on the loaded engine. An exception becomes the point's status."""
     begin_point(session)
     if session.scheduler is not None:
         session.scheduler.end()
         session.scheduler = None
+    requests, session.added = session.added, []
+    lengths = [(length, request.left) for length, request in zip(command.input_lens, requests, strict=True)]
     samples, failed = LoadSamples(), dict[str, Any]()
     try:
-        longest = max(request.rows, key=lambda row: row.input_len + row.output_len)
-        check_positions(
-            session.plan.model, longest.input_len, longest.output_len, f"a request of {longest.input_len} tokens"
-        )
-        prompts = prompt_ids(request.rows, session.plan.model.vocab_size, request.load.seed)
-        requests = [
-            Request(ids, row.output_len, row.sampling, ignore_eos=True, key=key)
-            for key, (ids, row) in enumerate(zip(prompts, request.rows, strict=True))
-        ]
-        run_load(session.engine, requests, request.load, samples, beat=session.beat)
+        input_len, output_len = max(lengths, key=sum)
+        check_positions(session.plan.model, input_len, output_len, f"a request of {input_len} tokens")
+        draw_prompts(requests, command.input_lens, session.plan.model.vocab_size, command.load.seed)
+        run_load(session.engine, requests, command.load, samples, on_progress=session.on_progress)
     except BaseException as error:  # not kept beyond this block: its traceback holds what the failed pass held
         failed = failure_of(error, samples.stage).recorded
     facts = session.facts.model_dump(exclude_unset=True)
-    fields = facts | samples.fields(request.rows) | conditions(session, request.case, "ok") | failed
-    return RequestsMeasured(point=RequestPoint(case=request.case, requests=request.load, sla=request.sla, **fields))
+    fields = facts | samples.fields(lengths) | conditions(session, command.case, "ok") | failed
+    return RequestsMeasured(point=RequestPoint(case=command.case, requests=command.load, sla=command.sla, **fields))
 
 
-def prompt_ids(rows: Sequence[RequestRow], vocab_size: int, seed: int) -> list[list[int]]:
-    """Return the ids of each request's prompt; those of requests without ids are random, the same for every engine.
-    The lowest ids, often special, are left out."""
+def draw_prompts(requests: Sequence[Request], input_lens: Sequence[int], vocab_size: int, seed: int) -> None:
+    """Give requests without a prompt random tokens, the same for every engine.
+
+    The lowest ids, often special, are left out.
+    """
     generator = torch.Generator().manual_seed(seed)
     low = min(8, vocab_size - 1)
-    return [
-        row.prompt_ids or torch.randint(low, vocab_size, (row.input_len,), generator=generator).tolist() for row in rows
-    ]
+    for request, length in zip(requests, input_lens, strict=True):
+        if not request.prompt_ids:
+            request.prompt_ids = torch.randint(low, vocab_size, (length,), generator=generator).tolist()
 
 
 def run_load(
@@ -128,43 +130,38 @@ def run_load(
     load: RequestLoad,
     samples: LoadSamples,
     *,
-    beat: Progress = silent,
+    on_progress: Progress = silent,
     clock: Clock = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Run requests, whose keys are their places, to their ends as `load` lets them arrive, and fill `samples`.
+    """Run requests to their ends, and fill `samples`.
 
     In a closed loop a request arrives when the one before it ends, or, with ``auto``, when the pass begins in which
     there is room for it; in an open loop at its own time, which may lie within a pass. Raises the errors of
     `ContinuousScheduler.step`, and NotFiniteError.
     """
-    most = load.in_flight if isinstance(load.in_flight, int) else None
-    needs = [(len(request.prompt_ids), request.left) for request in requests]
-    largest = load_of(engine.planner, needs, most)
+    max_rows = load.in_flight if isinstance(load.in_flight, int) else None
+    largest = load_of(engine.planner, [(request.length, request.left) for request in requests], max_rows)
 
     def scheduler() -> ContinuousScheduler:
         tokenizer = cast("Tokenizer", _NoText())
-        return ContinuousScheduler(engine, tokenizer, largest, most, arrivals=load.in_flight != "auto")
+        return ContinuousScheduler(engine, tokenizer, largest, max_rows, arrivals=load.in_flight != "auto")
 
     with Telemetry(engine.device, engine.plan.placement.gpus) as telemetry:
         try:
-            beat("warm-up", 0.0)
+            on_progress("warm-up", 0.0)
             _warm_up(scheduler(), requests)
             synchronize(engine.device)
             samples.stage = "requests"
             telemetry.start()
-            _Load(scheduler(), requests, load, samples, beat, clock, sleep).run()
+            _Load(scheduler(), requests, load, samples, on_progress, clock, sleep).run()
         finally:
             samples.gpu = telemetry.summary()
 
 
 def _warm_up(running: ContinuousScheduler, requests: Sequence[Request]) -> None:
-    """Run the beginning of a few requests: kernels are compiled, and memory is taken."""
-    few = requests[:WARM_UP_ROWS]
-    running.add(
-        Request(one.prompt_ids, min(one.left, WARM_UP_TOKENS), one.sampling, ignore_eos=True, key=one.key)
-        for one in few
-    )
+    """Run the beginning of a few requests. Kernels are compiled, and memory is taken."""
+    running.add(replace(request, left=min(request.left, WARM_UP_TOKENS)) for request in requests[:WARM_UP_ROWS])
     try:
         while running.running:
             running.step()
@@ -182,12 +179,12 @@ class _Load:
         requests: Sequence[Request],
         load: RequestLoad,
         samples: LoadSamples,
-        beat: Progress,
+        on_progress: Progress,
         clock: Clock,
         sleep: Callable[[float], None],
     ) -> None:
         self._running, self._load, self._samples = running, load, samples
-        self._beat, self._clock, self._sleep = beat, clock, sleep
+        self._on_progress, self._clock, self._sleep = on_progress, clock, sleep
         if load.order == "longest-first":
             requests = sorted(requests, key=lambda request: -request.left)
         self._coming = deque(zip(load.arrivals(), requests, strict=True))
@@ -206,7 +203,7 @@ class _Load:
                     self._pass(now, began)
                 else:
                     self._sleep(min(NAP_S, max(0.0, self._coming[0][0] - now)))
-                self._beat("requests", self._done / self._tokens)
+                self._on_progress("requests", self._done / self._tokens)
             running.release()
         finally:
             tally, drafts = running.schedule.tally, running.drafts or Drafts(NgramDrafter())

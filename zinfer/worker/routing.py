@@ -118,7 +118,7 @@ def measure(
 ) -> Study:
     """Measure `count` pieces of `length` tokens, evenly spread over `text`: its name and its content. Raises
     StudyError."""
-    here = process.here("stream")
+    here = process.study_header("stream")
     with TokenizerProcess(spec) as tokenizer:
         token_ids = tokenizer.encode_document(text[1])
     if len(token_ids) < count * length:

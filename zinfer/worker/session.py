@@ -1,8 +1,9 @@
-"""Session of a worker: the loaded engine, the batch that runs on it, and the tasks that it is asked for.
+"""Session of a worker. The loaded engine, the batch that runs on it, and its tasks.
 
 `zinfer.worker.server` runs one in a process of its own, `zinfer.worker.inline` in the caller's.
 """
 
+import gc
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -10,14 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
+from zinfer.checkpoint.headers import CheckpointError
+from zinfer.checkpoint.source import revision_of
 from zinfer.core.case import Case, resident_bytes
 from zinfer.core.model import ModelSpec
 from zinfer.core.progress import Progress
+from zinfer.core.request import Message, Request
+from zinfer.core.value import first_fault
+from zinfer.engine import EngineError
 from zinfer.plan.planner import Plan
 from zinfer.record.measurement import Effective, Measurement, Status
+from zinfer.record.stats import relative_half_width
 from zinfer.worker.failure import TaskFailure, failure_of
 from zinfer.worker.process import WorkerDied, now, versions
-from zinfer.worker.tasks import TASKS, About, Facts, Load, Loaded, Measure, Measured, Message
+from zinfer.worker.tasks import TASKS, About, Facts, Load, Loaded, Measure, Measured
 
 if TYPE_CHECKING:
     from zinfer.engine.base import Engine
@@ -26,19 +33,20 @@ if TYPE_CHECKING:
     from zinfer.generation.tokenizer import Tokenizer
 
 Function = Callable[["Session", Any], Message]
+MakeEngine = Callable[[Plan, Progress], "Engine"]
 
 
 class Session:
-    """State of one worker; `beat` gets its progress, `instead` has functions in place of those of the table."""
+    """State of one worker. `instead` has functions that take the place of the table's."""
 
-    def __init__(self, beat: Progress, instead: Mapping[str, Function] | None = None) -> None:
-        self.beat = beat
+    def __init__(self, on_progress: Progress, instead: Mapping[str, Function] | None = None) -> None:
+        self.on_progress = on_progress
         self.facts = Facts()
         self._engine: Engine | None = None
         self.scheduler: ContinuousScheduler | None = None  # scheduler of the running batch
-        self.sent: dict[Sequence, int] = {}  # output tokens of each of its sequences that were answered
+        self.sent: dict[Sequence, int] = {}  # output tokens of each of its sequences that were sent
         self.text: TextPieces | None = None  # text of its sequences
-        self.streams: set[int] = set()  # keys of sequences whose text is wanted in pieces
+        self.added: list[Request] = []  # requests for the next task that takes some
         self._instead = instead or {}
         self._tokenizer: tuple[ModelSpec, Tokenizer] | None = None
         self._token_texts: dict[int, str] = {}
@@ -47,8 +55,6 @@ class Session:
     def engine(self) -> "Engine":
         """Loaded engine. Raises EngineError if there is none."""
         if self._engine is None:
-            from zinfer.engine import EngineError
-
             raise EngineError("no engine is loaded")
         return self._engine
 
@@ -71,14 +77,16 @@ class Session:
         return self._tokenizer[1]
 
     def token_text(self, token: int) -> str:
-        """Return the text of a token of the loaded model by itself, also of a special one."""
+        """Return the text of one token alone, also of a special one."""
         if token not in self._token_texts:
             self._token_texts[token] = self.tokenizer().text_of(token)
         return self._token_texts[token]
 
     def answer(self, message: Any) -> dict[str, Any]:
-        """Run one task: ``{"task": name, "request": {..}}`` to ``{"answer": {..}}``, or ``{"failure": {..}}`` where it
-        fails or is no task; all as JSON has it."""
+        """Run one task.
+
+        ``{"task": name, "request": {..}}`` becomes ``{"answer": {..}}``, or ``{"failure": {..}}``.
+        """
         name = str(message.get("task")) if isinstance(message, dict) else ""
         try:
             return {"answer": self._run(name, message).model_dump(mode="json")}
@@ -94,16 +102,14 @@ class Session:
         if name not in TASKS:
             raise _MalformedError(f"no task {name!r}; there are {', '.join(TASKS)}")
         try:
-            request = TASKS[name].request.model_validate(message.get("request"))
+            command = TASKS[name].command.model_validate(message.get("request"))
         except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            place = ".".join(map(str, first["loc"]))
-            raise _MalformedError(f"task {name}: {f'{place}: ' if place else ''}{first['msg']}") from None
+            raise _MalformedError(f"task {name}: {first_fault(error)}") from None
         function = self._instead.get(name) or TASKS[name].function()
-        return function(self, request)
+        return function(self, command)
 
     def close(self, engine: bool = True) -> None:
-        """Free all that runs on the engine, and the engine itself unless it is somebody else's. Safe to call twice."""
+        """End the batch, and the engine if `engine`. Safe to call twice."""
         with suppress(Exception):
             if self.scheduler is not None:
                 self.scheduler.end()
@@ -118,34 +124,32 @@ class Session:
 
 
 class _MalformedError(Exception):
-    """A message that is no request."""
+    """A message that is no command."""
 
 
-def load(session: Session, request: Load) -> Loaded:
-    """Import the engine class at the request's target, and load it."""
-    return load_with(session, request, lambda: _import(request.target))
-
-
-def _import(target: str) -> "Callable[[Plan, Progress], Engine]":
+def import_engine(target: str) -> "MakeEngine":
+    """Import the engine class at ``module:Class``; return what starts it."""
     from zinfer.engine import base
 
     return base.load(target).start
 
 
-def load_with(session: Session, request: Load, find: "Callable[[], Callable[[Plan, Progress], Engine]]") -> Loaded:
-    """Load the engine that the function returned by `find` makes of the request's plan; an exception, and weights that
-    have changed by its end, become a refused point."""
-    plan = request.plan
+def load(session: Session, command: Load, find: "Callable[[str], MakeEngine]" = import_engine) -> Loaded:
+    """Load the engine that `find` returns for the command's target.
+
+    An exception, and weights that have changed by its end, become a refused point.
+    """
+    plan = command.plan
     session.facts = facts_of(plan)
     try:
-        session.beat("starting", 0.0)
+        session.on_progress("starting", 0.0)
         if plan.model.draft is not None:
             from zinfer.generation.draft_model import check_same_tokens
 
             check_same_tokens(plan.model)
         from zinfer.worker.probe import measure_link
 
-        make = find()
+        make = find(command.target)
         import torch
 
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -155,9 +159,9 @@ def load_with(session: Session, request: Load, find: "Callable[[], Callable[[Pla
         }
         session.facts = session.facts.model_copy(update=facts)
         started = time.monotonic()
-        session.engine = make(plan, session.beat)
+        session.engine = make(plan, session.on_progress)
         facts = {"load_s": round(max(1e-3, time.monotonic() - started), 3), "load_bytes": session.engine.loaded_bytes}
-        _check_weights(request)  # once they are read, and outside the time that is recorded
+        _check_weights(command)  # once they are read, and outside the time that is recorded
     except BaseException as error:
         failure = failure_of(error, "load")
         return Loaded(refused=session.point(plan.case, **failure.recorded), exit_code=failure.exit_code)
@@ -165,13 +169,10 @@ def load_with(session: Session, request: Load, find: "Callable[[], Callable[[Pla
     return Loaded(**facts)
 
 
-def _check_weights(request: Load) -> None:
-    """Raise CheckpointError if the weights on disk are not those of the request's revision."""
-    from zinfer.checkpoint.headers import CheckpointError
-    from zinfer.checkpoint.source import revision_of
-
-    spec = request.plan.model
-    if request.revision and revision_of(spec, request.plan.case.load_format) != request.revision:
+def _check_weights(command: Load) -> None:
+    """Raise CheckpointError if the weights on disk have another revision."""
+    spec = command.plan.model
+    if command.revision and revision_of(spec, command.plan.case.load_format) != command.revision:
         raise CheckpointError(f"{spec.directory} does not hold the weights of the start any more: start anew")
 
 
@@ -183,28 +184,30 @@ def facts_of(plan: Plan) -> Facts:
     )
 
 
-def about(session: Session, _request: About) -> Facts:
+def about(session: Session, _command: About) -> Facts:
     """Return the facts of the load."""
     return session.facts
 
 
-def measure(session: Session, request: Measure) -> Measured:
-    """Measure one case of the loaded engine; an exception becomes the point's status."""
-    from zinfer.record.stats import relative_half_width
+def measure(session: Session, command: Measure) -> Measured:
+    """Measure one case of the loaded engine. An exception becomes the point's status."""
     from zinfer.worker.measure import Samples
     from zinfer.worker.measure import measure as run
 
-    engine, case, samples = session.engine, request.case, Samples()
+    engine, case, samples = session.engine, command.case, Samples()
     begin_point(session)
 
     def enough(e2e_ms: Any) -> bool:
         spread = relative_half_width(e2e_ms)
-        return spread is not None and spread <= request.tolerance
+        return spread is not None and spread <= command.tolerance
 
     failed: dict[str, Any] = {}
     vocab_size = session.plan.model.vocab_size
     try:
-        run(engine, case.workload, vocab_size, samples, repeats=request.repeats, enough=enough, beat=session.beat)
+        run(
+            engine, case.workload, vocab_size, samples, repeats=command.repeats, enough=enough,
+            on_progress=session.on_progress,
+        )  # fmt: skip
     except BaseException as error:  # not kept beyond this block: its traceback holds what the failed pass held
         failed = failure_of(error, samples.stage).recorded
     fields: dict[str, Any] = {
@@ -218,10 +221,10 @@ def measure(session: Session, request: Measure) -> Measured:
 
 
 def begin_point(session: Session) -> None:
-    """Note the time at which a point begins; free memory, and reset its peaks. Before the first one of a load, measure
-    the links of several GPUs."""
-    import gc
+    """Note the time at which a point begins. Free memory, and reset its peaks.
 
+    Before the first one of a load, the links of several GPUs are measured.
+    """
     from zinfer.worker.probe import measure_links
 
     session.engine.clear()  # it may keep the memory of the last batch for the next one
@@ -232,8 +235,10 @@ def begin_point(session: Session) -> None:
 
 
 def conditions(session: Session, case: Case, status: Status) -> dict[str, Any]:
-    """Return what a point records at its end: memory, the placement of the weights, and its `status`, which differs
-    from the given one if the weights are not where the case wants them."""
+    """Return what a point records at its end. Memory, the placement of the weights, and its status.
+
+    It differs from `status` if the weights are not where the case wants them.
+    """
     engine = session.engine
     effective = engine.effective()
     fields: dict[str, Any] = {
@@ -249,8 +254,10 @@ def conditions(session: Session, case: Case, status: Status) -> dict[str, Any]:
 
 
 def not_as_asked(case: Case, effective: Effective, streamable: int = 0) -> str | None:
-    """Return the fault if the weights are not where the case wants them; None if all is well. The layers of the model
-    have `streamable` bytes, for an engine with none of them in host memory or on disk."""
+    """Return why weights are not where the case wants them, or None.
+
+    The layers of the model have `streamable` bytes, for an engine with none of them in host memory or on disk.
+    """
     offloaded = effective.host_weight_bytes + effective.nvme_weight_bytes or streamable
     all_may_stay = 0 < offloaded <= resident_bytes(case.gpu_weights, offloaded, automatic=offloaded)
     # The experts of a step may all have stayed, or the CPU may have computed them.

@@ -1,51 +1,36 @@
-"""The tasks of a worker: one table from a name to its request, its answer and its function.
+"""Table of a worker's tasks: command, answer and function of each.
 
-Requests and answers travel as JSON. The functions are imported where they run: the table needs no torch.
+Commands and answers travel as JSON. The functions are imported where they run: the table needs no torch.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
-from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, Self, TypeVar
 
-from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic import Field
 
 from zinfer.core.case import Case, Workload
 from zinfer.core.errors import ENVIRONMENT
+from zinfer.core.request import Message, Request, Sampling, Update
 from zinfer.core.requests import RequestLoad
-from zinfer.core.value import Frozen
-from zinfer.generation.sampling import GREEDY, Sampling
 from zinfer.plan.planner import Plan
 from zinfer.record.measurement import Measurement
 from zinfer.record.requests import RequestPoint
 from zinfer.record.study import Position
 
-
-class Message(Frozen):
-    """A request or an answer; numbers that are not finite travel, too."""
-
-    model_config = ConfigDict(ser_json_inf_nan="constants")
-
-
+MESSAGE_BYTES = 1 << 20  # of JSON in a message of requests; one request alone may have more
 Answer = TypeVar("Answer", bound=Message)
 
 
-class Request(Message, Generic[Answer]):
-    """A request whose answer is an `Answer`."""
-
-
-def _unicode(value: Any) -> Any:
-    return value.encode(errors="replace").decode() if isinstance(value, str) else value
-
-
-Text = Annotated[str, BeforeValidator(_unicode)]  # bytes of a command line that are not UTF-8 become question marks
+class Command(Message, Generic[Answer]):
+    """Command to a worker, which answers with an `Answer`."""
 
 
 # Loading and measuring
 
 
 class Loaded(Message):
-    """Seconds and bytes of a load, or the point with the reason why the engine is not ready, and the exit code of a
-    command that cannot go on without it."""
+    """Seconds and bytes of a load, or a refused load's point."""
 
     load_s: float = 0.0
     load_bytes: int = 0
@@ -53,16 +38,16 @@ class Loaded(Message):
     exit_code: int = ENVIRONMENT
 
 
-class Load(Request[Loaded]):
-    """Load the engine at `target`, ``module:Class``, for a plan, and no other weights than those of `revision`."""
+class Load(Command[Loaded]):
+    """Load the engine at `target`, ``module:Class``, for a plan."""
 
     target: str
     plan: Plan
-    revision: str = ""  # fingerprint; any weights without one
+    revision: str = ""  # fingerprint of the only weights to load, if there is one
 
 
 class Facts(Message):
-    """Facts of a load that every record of it has."""
+    """Facts that all records of a load have."""
 
     machine: str = ""
     num_layers: int | None = None
@@ -75,7 +60,7 @@ class Facts(Message):
     load_bytes: int | None = None
 
 
-class About(Request[Facts]):
+class About(Command[Facts]):
     """Describe the load."""
 
 
@@ -85,22 +70,12 @@ class Measured(Message):
     point: Measurement
 
 
-class Measure(Request[Measured]):
-    """Measure a case of the loaded engine; fewer repeats do where their spread is within `tolerance`."""
+class Measure(Command[Measured]):
+    """Measure a case of the loaded engine. A spread within `tolerance` ends the repeats early."""
 
     case: Case
     repeats: int
     tolerance: float
-
-
-class RequestRow(Message):
-    """A request of a load: the ids of its prompt, or their number for random ones, the number of tokens to come, and
-    how they are sampled."""
-
-    input_len: int
-    output_len: int
-    prompt_ids: list[int] | None = None
-    sampling: Sampling = GREEDY
 
 
 class RequestsMeasured(Message):
@@ -109,80 +84,80 @@ class RequestsMeasured(Message):
     point: RequestPoint
 
 
-class MeasureRequests(Request[RequestsMeasured]):
-    """Measure a load of requests on the loaded engine; `rows` come in their order, as `load` says."""
+class MeasureRequests(Command[RequestsMeasured]):
+    """Measure the added requests, in their order, as a load.
+
+    A request without a prompt gets as many random tokens as `input_lens` has for it.
+    """
 
     case: Case
     load: RequestLoad
-    rows: list[RequestRow]
+    input_lens: list[int]
     sla: tuple[str, ...] = ()
 
 
 # Text
 
 
-class BatchRow(Message):
-    """A row of a request: the number of its prompt, its output so far, and what may follow."""
-
-    key: int
-    prompt: int = 0
-    output_ids: list[int] = Field(default_factory=list)
-    left: int
-    sampling: Sampling = GREEDY
+class Added(Message):
+    """Requests have been added."""
 
 
-class BatchRequest(Message):
-    """Rows of one request, `key`, and what they have in common, the token ids of their prompts too: it comes once. The
-    fields are those of a `zinfer.generation.scheduler.Sequence`; `stream` asks for the text of rows in pieces, `echo`
-    for the text of their prompts, and with `logprobs` for the scores of its tokens."""
+class AddRequests(Command[Added]):
+    """Add requests for the next `BatchStep` or `MeasureRequests`.
 
-    key: int
-    prompts: list[list[int]]
-    rows: list[BatchRow]
-    stop: tuple[Text, ...] = ()
-    ignore_eos: bool = False
-    chat: bool = False
-    stream: bool = False
-    logprobs: int | None = None
-    echo: bool = False
+    Of each request `changes` has the fields that differ from those of the one before it, which may be the last that was
+    added: answers to one prompt carry it once.
+    """
+
+    changes: list[dict[str, Any]]
+
+    @classmethod
+    def messages(cls, requests: Iterable[Request]) -> Iterator[Self]:
+        """Yield the messages that add `requests`, each of at most `MESSAGE_BYTES`."""
+        changes: list[dict[str, Any]] = []
+        size, before = 0, dict[str, Any]()
+        for request in requests:
+            changed = _changed(before, vars(request))
+            if changes and size + _bytes(changed) > MESSAGE_BYTES:
+                yield cls(changes=changes)
+                changes, size = [], 0
+            changes.append(changed)
+            size, before = size + _bytes(changed), vars(request)
+        if changes:
+            yield cls(changes=changes)
+
+    def requests(self, last: Request | None = None) -> Iterator[Request]:
+        """Yield the requests, which follow `last`. Those with one prompt share its list."""
+        fields = {} if last is None else dict(vars(last))
+        for changed in self.changes:
+            fields |= changed
+            if "sampling" in changed:
+                fields["sampling"] = Sampling.model_validate(changed["sampling"])
+            fields |= {"stop": tuple(fields["stop"]), "output_ids": list(fields["output_ids"])}
+            yield Request(**fields)
 
 
-class TokenScore(Message):
-    """Text of a token, its log-probability in nats, and those of the most likely tokens in its place, the best
-    first."""
-
-    token: str
-    logprob: float
-    top: list[tuple[str, float]] = Field(default_factory=list)
-
-
-class EchoedPrompt(Message):
-    """Text of a prompt, of its first token, and the scores of its other tokens if they were asked for."""
-
-    text: str
-    first: str
-    scores: list[TokenScore] = Field(default_factory=list)
+def _changed(before: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    changed = {
+        name: value
+        for name, value in fields.items()
+        if name not in before or (value is not before[name] and value != before[name])
+    }
+    return changed | ({"prompt_ids": list(changed["prompt_ids"])} if "prompt_ids" in changed else {})
 
 
-class RowStep(Message):
-    """New `tokens` of a row; one that ended has a `finish_reason` and its `text`, or an `error`. `piece` is new text,
-    `scores` are those of the tokens and of the end token, `prompt` comes once, before the first token, if they were
-    asked for. `cached` counts the tokens of the prompt that were reused and not computed."""
-
-    key: int
-    tokens: list[int]
-    finish_reason: Literal["stop", "length"] | None = None
-    text: str = ""
-    error: str | None = None
-    piece: str = ""
-    scores: list[TokenScore] = Field(default_factory=list)
-    prompt: EchoedPrompt | None = None
-    cached: int = 0
+def _bytes(fields: Mapping[str, Any]) -> int:
+    """Return an upper bound of a request's JSON bytes."""
+    ids = len(fields.get("prompt_ids", ())) + len(fields.get("output_ids", ()))
+    return 512 + 8 * ids + 12 * sum(map(len, fields.get("stop", ())))
 
 
 class BatchStarted(Message):
-    """Positions of KV cache that the rows may take together, and the reasons why prompts cannot be scored, and kept
-    ones not reused. `notes` are lines for the user, as those of `BatchStepped`."""
+    """Positions of KV cache, and why prompts cannot be scored or reused.
+
+    `notes` are lines for the user.
+    """
 
     positions: int
     notes: list[str] = Field(default_factory=list)
@@ -190,10 +165,13 @@ class BatchStarted(Message):
     cannot_reuse: str | None = None
 
 
-class BatchStart(Request[BatchStarted]):
-    """Begin a batch to which rows come and from which they go, in place of one that runs. `load` is the largest load to
-    reckon with; at most `rows` run at a time, those that came first before others if `arrivals`. KV caches of earlier
-    rows may take `cache_size` bytes of host memory, and `folder_size` bytes of the disk under `folder`."""
+class BatchStart(Command[BatchStarted]):
+    """Begin a batch in place of one that runs.
+
+    `load` is the largest load to reckon with; at most `rows` run at a time, those that came first before others if
+    `arrivals`. KV caches of earlier rows may take `cache_size` bytes of host memory, and `folder_size` bytes of the
+    disk under `folder`.
+    """
 
     load: Workload
     rows: int | None = None
@@ -204,32 +182,30 @@ class BatchStart(Request[BatchStarted]):
 
 
 class BatchStepped(Message):
-    """Passes of a batch: their number and seconds, the rows that went on, the numbers of rows that run and wait now,
-    the positions of KV cache that were read, those of them that were padding, positions computed again, drafts that
-    were verified, those of them that were right, and the bytes of host memory that kept KV caches take now. `dropped`
-    are the texts of rows with `stream` that were dropped, by key; `notes` are new lines for the user."""
+    """Passes of a batch, and the updates of its rows."""
 
     passes: int
     seconds: float
-    rows: list[RowStep]
-    running: int = 0
+    rows: list[Update]
+    running: int = 0  # rows that run now; `waiting`: rows that have not begun
     waiting: int = 0
-    read: int = 0
+    read: int = 0  # positions of KV cache that were read; `padded`: those of them that were padding
     padded: int = 0
-    again: int = 0
-    drafted: int = 0
+    again: int = 0  # positions that were computed again
+    drafted: int = 0  # drafts that were verified; `accepted`: those of them that were right
     accepted: int = 0
-    kept_bytes: int = 0
-    dropped: dict[int, str] = Field(default_factory=dict)
-    notes: list[str] = Field(default_factory=list)
+    kept_bytes: int = 0  # host memory that kept KV caches take now
+    dropped: dict[int, str] = Field(default_factory=dict)  # texts of dropped rows that stream, by key
+    notes: list[str] = Field(default_factory=list)  # lines for the user
 
 
-class BatchStep(Request[BatchStepped]):
-    """Forget the rows whose keys are `drop`, add those of `requests` to the batch, and run passes until a row ends or
-    `answer_s` seconds have gone by, a second by default; 0 is one pass. `ending` is the chance that a row ends at a
-    token before its limit."""
+class BatchStep(Command[BatchStepped]):
+    """Run passes until a row ends or `answer_s` seconds have gone by.
 
-    requests: list[BatchRequest] = Field(default_factory=list)
+    The default is a second, and 0 is one pass. First the rows whose keys are `drop` are discarded, and the added
+    requests begin to wait. `ending` is the chance that a row ends at a token before its limit.
+    """
+
     drop: list[int] = Field(default_factory=list)
     ending: float = 0.0
     answer_s: float | None = None
@@ -249,9 +225,11 @@ class PrefixReused(Message):
     max_difference: float
 
 
-class PrefixReuse(Request[PrefixReused]):
-    """Time the first token after `context` tokens: with all of them computed, and with all but `new_tokens` reloaded
-    from host memory, and from a file in `folder`."""
+class PrefixReuse(Command[PrefixReused]):
+    """Time the first token after `context` tokens, computed and reloaded.
+
+    All but `new_tokens` are reloaded: from host memory, and from a file in `folder`.
+    """
 
     context: int
     new_tokens: int
@@ -268,15 +246,17 @@ class LogitsFile(Message):
 
 
 class LogitsRecorded(Message):
-    """Tokens that followed each prompt, ``[B, steps]``, and the logits that they were chosen from."""
+    """Tokens that followed each prompt, ``[B, steps]``, and their logits."""
 
     tokens: list[list[int]]
     logits: LogitsFile
 
 
-class LogitsRecord(Request[LogitsRecorded]):
-    """Continue prompts of one length by `steps` tokens: those of `tokens`, or the most likely ones for a row with None;
-    write the logits to `file`."""
+class LogitsRecord(Command[LogitsRecorded]):
+    """Continue prompts of one length, and write the logits to `file`.
+
+    A row's `steps` tokens are those of `tokens`, or the most likely ones where that is None.
+    """
 
     prompts: list[list[int]]
     tokens: list[list[int] | None]
@@ -290,9 +270,11 @@ class LogitsCompared(Message):
     rows: list[list[Position]]
 
 
-class LogitsCompare(Request[LogitsCompared]):
-    """Compare the engine's logits along `tokens`, which follow `prompts`, with recorded ones, of whose rows these are
-    those from `first` on."""
+class LogitsCompare(Command[LogitsCompared]):
+    """Compare the engine's logits along `tokens`, which follow `prompts`, with recorded ones.
+
+    The first row is row `first` of the record.
+    """
 
     prompts: list[list[int]]
     tokens: list[list[int]]
@@ -301,18 +283,17 @@ class LogitsCompare(Request[LogitsCompared]):
 
 
 class Task(NamedTuple):
-    """A task: its request, its answer, and its function as ``module:function``, which takes the worker's session and
-    the request."""
+    """Command, answer, and function (``module:function``, of the worker's session and the command)."""
 
-    request: type[Request[Any]]
+    command: type[Command[Any]]
     answer: type[Message]
     target: str
 
     def function(self) -> Callable[[Any, Any], Message]:
         """Import the function."""
         module, _, name = self.target.partition(":")
-        found: Callable[[Any, Any], Message] = getattr(import_module(module), name)
-        return found
+        function: Callable[[Any, Any], Message] = getattr(import_module(module), name)
+        return function
 
 
 TASKS: Mapping[str, Task] = {
@@ -321,9 +302,10 @@ TASKS: Mapping[str, Task] = {
     "measure": Task(Measure, Measured, "zinfer.worker.session:measure"),
     "measure_requests": Task(MeasureRequests, RequestsMeasured, "zinfer.worker.requests:measure_requests"),
     "batch_start": Task(BatchStart, BatchStarted, "zinfer.worker.generation:batch_start"),
+    "add_requests": Task(AddRequests, Added, "zinfer.worker.generation:add_requests"),
     "batch_step": Task(BatchStep, BatchStepped, "zinfer.worker.generation:batch_step"),
     "prefix_reuse": Task(PrefixReuse, PrefixReused, "zinfer.worker.prefix_reuse:prefix_reuse"),
     "logits_record": Task(LogitsRecord, LogitsRecorded, "zinfer.worker.teacher_forcing:logits_record"),
     "logits_compare": Task(LogitsCompare, LogitsCompared, "zinfer.worker.teacher_forcing:logits_compare"),
 }
-NAMES: Mapping[type[Message], str] = {task.request: name for name, task in TASKS.items()}
+NAMES: Mapping[type[Message], str] = {task.command: name for name, task in TASKS.items()}

@@ -38,7 +38,7 @@ class Forced:
 
 
 def _follow(
-    engine: Engine, prompts: Sequence[list[int]], tokens: Sequence[list[int] | None], steps: int, beat: Progress
+    engine: Engine, prompts: Sequence[list[int]], tokens: Sequence[list[int] | None], steps: int, on_progress: Progress
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield, for each of `steps`, the logits ``[B, V]`` and the tokens ``[B]`` that come next: those of `tokens` or,
     for a row without, the most likely ones. Raises NotFiniteError if logits are not numbers."""
@@ -51,7 +51,7 @@ def _follow(
             if not bool(sampler.logits.isfinite().all()):
                 raise NotFiniteError
             yield sampler.logits, chosen
-            beat("following", (step + 1) / steps)
+            on_progress("following", (step + 1) / steps)
     finally:
         loop.end()
 
@@ -60,7 +60,7 @@ def logits_record(session: Session, request: LogitsRecord) -> LogitsRecorded:
     """Continue prompts, all of one length, and write the logits to a file."""
     engine, steps, chosen = session.engine, request.steps, []
     with Path(request.file).open("wb") as out:
-        for logits, tokens in _follow(engine, request.prompts, request.tokens, steps, session.beat):
+        for logits, tokens in _follow(engine, request.prompts, request.tokens, steps, session.on_progress):
             out.write(logits.cpu().contiguous().view(torch.uint8).numpy().data)
             chosen.append(tokens)
     rows, vocabulary = logits.shape
@@ -77,7 +77,7 @@ def logits_compare(session: Session, request: LogitsCompare) -> LogitsCompared:
     steps, count, vocabulary = recorded.shape
     values = torch.from_file(recorded.file, size=steps * count * vocabulary, dtype=getattr(torch, recorded.dtype))
     found: list[Tensor] = []
-    following = _follow(session.engine, request.prompts, request.tokens, steps, session.beat)
+    following = _follow(session.engine, request.prompts, request.tokens, steps, session.on_progress)
     for reference, (logits, tokens) in zip(values.view(recorded.shape), following, strict=True):
         size = max(1, VALUES // vocabulary)
         parts = zip(reference[rows].to(logits.device).split(size), logits.split(size), tokens.split(size), strict=True)

@@ -122,10 +122,10 @@ def _run(job: "LoadJob", watch: "Watch", debug: bool, how: dict[str, Any]) -> "S
     """Measure one load, context after context; a context that cannot be measured gets a reason."""
     from zinfer.core.case import Workload
     from zinfer.record.study import Reload, Study
-    from zinfer.worker.process import TaskFailed, Worker, WorkerDied, here
+    from zinfer.worker.process import TaskFailed, Worker, WorkerDied, study_header
     from zinfer.worker.tasks import About, Facts, PrefixReuse
 
-    spec, start, facts, failed = job.plan.model, here(job.plan.case.engine), Facts(), ""
+    spec, start, facts, failed = job.plan.model, study_header(job.plan.case.engine), Facts(), ""
     points: list[Reload] = []
     plans = [job.planner.at(case.workload) for case in job.cases]
     usable = [plan for plan in plans if _why_not(plan) is None]
@@ -134,10 +134,14 @@ def _run(job: "LoadJob", watch: "Watch", debug: bool, how: dict[str, Any]) -> "S
         if usable:
             watch.loading(job.plan)
             worker = Worker(
-                job.target, timeout_s=how["timeout_s"], notice=watch.progress, loaded=watch.loaded, debug=bool(debug)
+                job.target,
+                timeout_s=how["timeout_s"],
+                on_progress=watch.progress,
+                on_loaded=watch.loaded,
+                debug=bool(debug),
             )
             try:
-                worker.start(usable[-1])
+                worker.load(usable[-1])
                 facts = worker.ask(About())
             except (TaskFailed, WorkerDied) as error:
                 failed = error.line
@@ -150,7 +154,7 @@ def _run(job: "LoadJob", watch: "Watch", debug: bool, how: dict[str, Any]) -> "S
                 )
                 try:
                     point = Reload.model_validate(point.model_dump() | worker.ask(asked).model_dump())
-                    watch.say(f"{context:,} tokens measured")
+                    watch.message(f"{context:,} tokens measured")
                 except TaskFailed as error:  # a longer context would fail, too
                     point = point.model_copy(update={"skipped": error.line})
                     failed = f"{context:,} tokens failed ({error.status})"

@@ -1,1 +1,1 @@
-"""Batch job: a file of requests in the OpenAI format, answered in batches, killed at any moment without loss."""
+"""Batch jobs: OpenAI requests of a file, answered without loss."""

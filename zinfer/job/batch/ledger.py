@@ -1,4 +1,4 @@
-"""Ledger of a batch job: its files on disk, with the answers, the job's settings and unfinished rows.
+"""Ledger of a batch job. Its files on disk, with the answers, the job's settings and unfinished rows.
 
 ``out.jsonl`` holds output objects of the OpenAI format and nothing else, appended and synced as rows end.
 ``out.jsonl.job`` holds the settings that the job was started with, so that another job does not write into the same
@@ -10,6 +10,7 @@ Its lines are sealed (`zinfer.record.jsonl.seal`): a changed token would be cont
 import json
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -49,7 +50,7 @@ class Ledger(Closing):
 
     @classmethod
     def open(cls, output: Path, settings: Mapping[str, Any], created: int, force: bool = False) -> Self:
-        """Start or continue the job of `settings` in `output`; `created` is used if this is its first start.
+        """Start or continue the job of `settings` in `output`. `created` is used if this is its first start.
 
         With `force` the answers of another job stay, and this one adds those that are missing. Raises JobChanged if
         `output` is another job's, StoreError if it is no batch output, another process writes it, or it cannot be
@@ -115,7 +116,7 @@ class Ledger(Closing):
             self.done |= {done.id: done for done in map(decode, lines)}
 
     def save(self, rows: Iterable[tuple[str, int, list[int]]]) -> None:
-        """Append tokens of unfinished rows: the id, the number of tokens saved before, and the tokens since."""
+        """Append tokens of unfinished rows. The id, the number of tokens saved before, and the tokens since."""
         assert self._job is not None
         lines = [seal(ROW, {"id": identity, "at": at, "tokens": tokens}) for identity, at, tokens in rows if tokens]
         if lines:
@@ -136,13 +137,11 @@ class Ledger(Closing):
 
 
 def _answers(path: Path) -> list[Done]:
-    found = []
+    answers = []
     for line in read_lines(path):
-        try:
-            found.append(decode(line))
-        except Garbled:
-            continue
-    return found
+        with suppress(Garbled):
+            answers.append(decode(line))
+    return answers
 
 
 def _read(line: bytes) -> tuple[str, dict[str, Any]]:
@@ -163,7 +162,7 @@ def _read(line: bytes) -> tuple[str, dict[str, Any]]:
 
 
 def _unsealed(line: bytes) -> dict[str, Any]:
-    """Return the fields of a line that never had a checksum; none if it is not such a line."""
+    """Return the fields of a line that never had a checksum. None if it is not such a line."""
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError):
@@ -177,7 +176,7 @@ def _is_row(id: Any = None, at: Any = None, tokens: Any = None, **more: Any) -> 
 
 
 def read_job(path: Path) -> tuple[dict[str, Any] | None, dict[str, list[int]]]:
-    """Return the settings in a .job file (None if there are none), and the tokens of unfinished rows by id."""
+    """Return a .job file's settings and the tokens of unfinished rows."""
     made: dict[str, list[int]] = {}
     header: dict[str, Any] | None = None
     for line in read_lines(path) if path.exists() else ():
@@ -187,20 +186,18 @@ def read_job(path: Path) -> tuple[dict[str, Any] | None, dict[str, list[int]]]:
             continue
         if kind == JOB:
             header = fields
-        elif kind == ROW and len(known := made.setdefault(fields["id"], [])) >= fields["at"]:
-            known[fields["at"] :] = fields["tokens"]  # of two lines about one place the later one counts
+        elif kind == ROW and len(tokens := made.setdefault(fields["id"], [])) >= fields["at"]:
+            tokens[fields["at"] :] = fields["tokens"]  # of two lines about one position the second counts
     return header, made if header is not None else {}
 
 
 def header_line(settings: Mapping[str, Any], created: int) -> bytes:
-    """Return the first line of a .job file, for a job that was first started at `created`."""
+    """Return the first line of a .job file."""
     return seal(JOB, {**settings, "created": created})
 
 
 def _changes(before: dict[str, Any] | None, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the differences between a .job file's first line and the current settings: a line of text by key."""
-    known = before or {}
-    keys = sorted((settings.keys() | known.keys()) - {"created"})
-    return {
-        key: f"{key}: {known.get(key)} -> {settings.get(key)}" for key in keys if known.get(key) != settings.get(key)
-    }
+    """Return the settings that differ from a .job file's, a line each."""
+    old = before or {}
+    keys = sorted((settings.keys() | old.keys()) - {"created"})
+    return {key: f"{key}: {old.get(key)} -> {settings.get(key)}" for key in keys if old.get(key) != settings.get(key)}

@@ -1,4 +1,4 @@
-"""Merge of a batch job's shards (`zinfer.job.shard`): their answers become one file, in the order of the requests.
+"""Merge of a batch job's shards (`zinfer.job.shard`) into one file.
 
 Each shard has a .job file beside its answers, as every batch job has one. `merge` believes none of them: each request
 must have exactly one answer, from its own shard, of the same job.
@@ -9,21 +9,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zinfer.job.batch.ledger import header_line, job_path, read_job
-from zinfer.job.batch.openai import BatchRequest, Done, Fault, decode
+from zinfer.job.batch.openai import BatchLine, Done, Fault, decode
 from zinfer.job.shard import Shard, ShardError, whole_split
 from zinfer.record.jsonl import Garbled, StoreError, read_lines
 from zinfer.system import atomic
 
 
 class Merged(NamedTuple):
-    """Answers of all shards in the order of the requests, and the lines of files that were no answers."""
+    """Answers of all shards, and the lines that were no answers."""
 
     done: list[Done]
     damaged: list[str]
 
 
-def merge(output: Path, prompts: str, requests: Sequence[BatchRequest | Fault], force: bool = False) -> Merged:
-    """Write the answers of all shards of `output` to it, in the order of the requests, with its .job file.
+def merge(output: Path, prompts: str, requests: Sequence[BatchLine | Fault], force: bool = False) -> Merged:
+    """Write the answers of all shards to `output`, in the requests' order.
 
     `prompts` is the digest of the requests' file as .job files have it. Raises ShardError if the shards are not those
     of one job with these requests, if an answer is missing, given twice or of no request, or if `output` has anything
@@ -36,19 +36,19 @@ def merge(output: Path, prompts: str, requests: Sequence[BatchRequest | Fault], 
     damaged: list[str] = []
     for shard in shards:
         path = shard.path(output)
-        places = {requests[place].id: place for place in shard.of(range(len(requests)))}
+        numbers = {requests[index].id: index for index in shard.of(range(len(requests)))}
         for number, line in enumerate(read_lines(path), start=1):
             try:
                 answer = decode(line)
             except Garbled as fault:
                 damaged.append(f"{path}:{number}: {fault}")
                 continue
-            place = places.get(answer.id)
-            if place is None:
+            index = numbers.get(answer.id)
+            if index is None:
                 raise ShardError(f"{path}:{number} answers no request of shard {shard}: remove that line")
-            if answers[place]:
+            if answers[index]:
                 raise ShardError(f"{path}:{number} answers a request for the second time: remove one of the two lines")
-            answers[place], done[place] = line, answer
+            answers[index], done[index] = line, answer
     lacking = [(shard, sum(not line for line in shard.of(answers))) for shard in shards]
     if missing := sum(count for _, count in lacking):
         again = ", ".join(f"--shard {shard} ({count})" for shard, count in lacking if count)
@@ -61,8 +61,7 @@ def merge(output: Path, prompts: str, requests: Sequence[BatchRequest | Fault], 
 
 
 def _header(shards: Sequence[Shard], output: Path, prompts: str) -> bytes:
-    """Return the first line of the whole job's .job file: what all shards have in common, and their first start. Raises
-    ShardError."""
+    """Return the first line of the whole job's .job file. Raises ShardError."""
     common: dict[str, Any] | None = None
     for shard in shards:
         path = job_path(shard.path(output))

@@ -1,4 +1,4 @@
-"""OpenAI batch format: requests in and answers out, each a JSON object a line.
+"""OpenAI batch format: requests in, answers out, a JSON object a line.
 
 A request gives the text to continue and its parameters::
 
@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 from zinfer.job.openai import (
     CHAT,
     COMPLETIONS,
+    Asked,
     Refused,
     choice_object,
     completion_object,
@@ -35,22 +36,21 @@ TOKENS = 1 << 20  # of JSON within which a line that cannot be parsed may say it
 _TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*+"|[\[\]{}:,]|[^\s"\[\]{}:,]++|"')  # the last: a text without an end
 
 
-class BatchRequest(NamedTuple):
-    """A line that can be served. Temperature 0 is greedy; `seed` is derived from the line if it names none."""
+class BatchLine(NamedTuple):
+    """Line that can be served. Its seed is derived from the line if it names none."""
 
     id: str
     custom_id: str
-    chat: bool
-    prompt: Any  # a text, or a chat's messages, each a dict of role and content
-    output_len: int | None
-    temperature: float
-    top_p: float
-    stop: tuple[str, ...]
-    seed: str
+    asked: Asked
+
+    @property
+    def prompt(self) -> Any:
+        """Text, or a chat's messages, each a dict of role and content."""
+        return self.asked.prompts[0]
 
 
 class Fault(NamedTuple):
-    """A line that cannot be served, and the reason."""
+    """Line that cannot be served, and the reason."""
 
     id: str
     custom_id: str | None
@@ -60,7 +60,7 @@ class Fault(NamedTuple):
 
 
 class Done(NamedTuple):
-    """An answer that an earlier run wrote: its id, True unless it is an error, and its number of tokens."""
+    """Answer of an earlier run: its id, its outcome, its tokens."""
 
     id: str
     ok: bool
@@ -68,14 +68,16 @@ class Done(NamedTuple):
 
 
 def digest(content: bytes) -> str:
-    """Return the digest of a file of requests, as .job files name it."""
+    """Return the digest of a file of requests for .job files."""
     return sha256(content).hexdigest()[:16]
 
 
-def read_requests(content: bytes) -> list[BatchRequest | Fault]:
-    """Return the requests of a file, in its order; blank lines are skipped, lines that cannot be served are Faults.
-    Never raises."""
-    found: list[BatchRequest | Fault] = []
+def read_requests(content: bytes) -> list[BatchLine | Fault]:
+    """Return the lines of a file, in its order. Those that cannot be served are Faults.
+
+    Blank lines are skipped. Never raises.
+    """
+    lines: list[BatchLine | Fault] = []
     seen: Counter[bytes] = Counter()
     first: dict[str, int] = {}  # custom_id -> number of its line
     for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), start=1):
@@ -98,10 +100,10 @@ def read_requests(content: bytes) -> list[BatchRequest | Fault]:
                     "duplicate_custom_id", f"line {number}: line {first[custom_id]} has the custom_id {custom_id!r} too"
                 )
             first[custom_id] = number
-            found.append(_request(key, custom_id, fields))
+            lines.append(_line(key, custom_id, fields))
         except Refused as refused:
-            found.append(Fault(f"batch_req_{key}", custom_id, refused.code, str(refused), refused.param))
-    return found
+            lines.append(Fault(f"batch_req_{key}", custom_id, refused.code, str(refused), refused.param))
+    return lines
 
 
 def _object(line: bytes, number: int) -> dict[str, Any]:
@@ -118,11 +120,11 @@ def _object(line: bytes, number: int) -> dict[str, Any]:
 
 
 def _find_custom_id(line: bytes) -> str | None:
-    """Return the custom_id of a line that cannot be parsed, as far as its outermost object can be followed.
+    """Return the custom_id of a line that cannot be parsed.
 
     Depth, digits and what stands in inner objects do not matter. None without a custom_id that is a text, or with two.
     """
-    found: list[str] = []
+    ids: list[str] = []
     depth, wanted, key = 0, b"{", b""  # wanted: what may come next in the outermost object
     for match in islice(_TOKEN.finditer(line, 0, LINE), TOKENS):
         token = match[0]
@@ -141,11 +143,11 @@ def _find_custom_id(line: bytes) -> str | None:
         elif depth == 1 and wanted == b"v" and kind not in b":,]}":
             with suppress(ValueError):
                 if json.loads(key) == "custom_id" and isinstance(value := json.loads(token), str) and value:
-                    found.append(value)
+                    ids.append(value)
             wanted = b","
         else:
             break
-    return found[0] if len(found) == 1 else None
+    return ids[0] if len(ids) == 1 else None
 
 
 def _custom_id(fields: dict[str, Any], number: int) -> str:
@@ -155,7 +157,7 @@ def _custom_id(fields: dict[str, Any], number: int) -> str:
     return custom_id
 
 
-def _request(key: str, custom_id: str, fields: dict[str, Any]) -> BatchRequest:
+def _line(key: str, custom_id: str, fields: dict[str, Any]) -> BatchLine:
     if fields.get("method") != "POST":
         raise Refused("invalid_method", "method must be POST", "method")
     url, body = fields.get("url"), fields.get("body")
@@ -164,38 +166,36 @@ def _request(key: str, custom_id: str, fields: dict[str, Any]) -> BatchRequest:
     if not isinstance(body, dict):
         raise Refused("missing_required_parameter", "the line has no body, or it is not an object", "body")
     asked = read_body(body, chat=url == CHAT)
-    return BatchRequest(
-        id=f"batch_req_{key}", custom_id=custom_id, chat=asked.chat, prompt=asked.prompts[0],
-        output_len=asked.output_len, temperature=asked.temperature, top_p=asked.top_p, stop=asked.stop,
-        seed=asked.seed or key,
-    )  # fmt: skip
+    return BatchLine(f"batch_req_{key}", custom_id, asked._replace(seed=asked.seed or key))
 
 
 def answer(
-    request: BatchRequest, text: str, finish_reason: str, tokens: tuple[int, int], model: str, created: int
+    line: BatchLine, text: str, finish_reason: str, tokens: tuple[int, int], model: str, created: int
 ) -> dict[str, Any]:
-    """Return the output object of a request that was continued. `tokens` counts the prompt's and the answer's tokens;
-    `finish_reason` is ``stop`` or ``length``."""
-    key = request.id.removeprefix("batch_req_")
-    body = completion_object(
-        f"{'chatcmpl' if request.chat else 'cmpl'}-{key}", created, model, request.chat,
-        [choice_object(0, request.chat, text, finish_reason)], tokens,
-    )  # fmt: skip
-    return _output(request.id, request.custom_id, {"status_code": 200, "request_id": f"req_{key}", "body": body}, None)
+    """Return the output object of a line that was continued.
+
+    `tokens` counts the prompt's and the answer's tokens; `finish_reason` is ``stop`` or ``length``.
+    """
+    key, chat = line.id.removeprefix("batch_req_"), line.asked.chat
+    choices = [choice_object(0, chat, text, finish_reason)]
+    body = completion_object(f"{'chatcmpl' if chat else 'cmpl'}-{key}", created, model, chat, choices, tokens)
+    return _output(line.id, line.custom_id, {"status_code": 200, "request_id": f"req_{key}", "body": body}, None)
 
 
 def refusal(fault: Fault) -> dict[str, Any]:
-    """Return the output object of a request that cannot be served: OpenAI's status 400, and the same as `error`, where
-    other programs look for it."""
+    """Return the output object of a line that cannot be served. OpenAI's status 400.
+
+    `error` says the same: other programs look for it there.
+    """
     key = fault.id.removeprefix("batch_req_")
     body = error_object(fault.message, fault.code, fault.param)
     response = {"status_code": 400, "request_id": f"req_{key}", "body": body}
     return _output(fault.id, fault.custom_id, response, {"code": fault.code, "message": fault.message})
 
 
-def failure(request: BatchRequest, code: str, message: str) -> dict[str, Any]:
-    """Return the output object of a request that the machine failed on."""
-    return _output(request.id, request.custom_id, None, {"code": code, "message": message})
+def failure(line: BatchLine, code: str, message: str) -> dict[str, Any]:
+    """Return the output object of a line that the machine failed on."""
+    return _output(line.id, line.custom_id, None, {"code": code, "message": message})
 
 
 def _output(identity: str, custom_id: str | None, response: Any, error: Any) -> dict[str, Any]:
@@ -203,7 +203,7 @@ def _output(identity: str, custom_id: str | None, response: Any, error: Any) -> 
 
 
 def encode(record: dict[str, Any]) -> bytes:
-    """Return the line of an output object, or of any other, in ASCII, without its newline."""
+    """Return the line of any object, in ASCII, without its newline."""
     return json.dumps(record, separators=(",", ":"), allow_nan=False).encode()
 
 

@@ -1,4 +1,4 @@
-"""Loads of a batch job: which rows fit the machine, and which of several ways to run the model is the fastest for them.
+"""Loads of a batch job: which rows fit, which plan is fastest.
 
 Pure functions of lengths and of the plan's predicted seconds.
 """
@@ -18,7 +18,7 @@ INPUT, OUTPUT = 512, 256  # tokens of a typical request, for which memory is sha
 
 
 class RowDemand(NamedTuple):
-    """Demand of a row: tokens that prefill has to read, and the most tokens still to come."""
+    """Demand of a row: tokens of prefill, and the maximum to come."""
 
     length: int
     left: int
@@ -44,8 +44,11 @@ def _envelope(needs: Iterable[RowDemand]) -> RowDemand:
 def best_plan(
     cases: Iterable[Case], needs: Sequence[RowDemand], model: ModelSpec, machine: Machine, nvme_path: str | None = None
 ) -> Plan:
-    """Return the plan of the best load: the one that has room for most of `needs`, then the fastest at its best batch.
-    If no load can run, return the last one's plan, with the reason. The workload is that of the longest row."""
+    """Return the plan of the best load, for its longest row.
+
+    It is the one that has room for most of `needs`, then the fastest at its best batch. If no load can run, it is the
+    last one's plan, with the reason.
+    """
     mean = RowDemand(*(max(1, sum(column) // len(needs)) for column in zip(*needs, strict=True)))
     ranked: list[tuple[tuple[bool, int, float], Plan]] = []
     for case in cases:
@@ -62,8 +65,10 @@ def best_plan(
 def typical_plan(
     cases: Sequence[Case], model: ModelSpec, machine: Machine, nvme_path: str | None, rows: int | None, waiting: int
 ) -> tuple[Plan, Workload | None]:
-    """Return the plan of the best load for requests whose lengths are not known yet, and the largest load to reckon
-    with; None, and the reason in the plan, where nothing fits. At most `rows` rows run, and `waiting` wait."""
+    """Return the best plan for unknown requests, and the largest load.
+
+    The latter is None, and the plan has the reason, where nothing fits. At most `rows` rows run, and `waiting` wait.
+    """
     positions = model.max_position or INPUT + OUTPUT
     output = max(1, min(OUTPUT, positions // 3))
     typical = RowDemand(max(1, min(INPUT, positions - output)), output)

@@ -22,13 +22,12 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
-from zinfer.generation.sampling import nth_seed
+from zinfer.core.request import EchoedPrompt, Failure, TokenScore, Update, nth_seed
 from zinfer.job import openai
 from zinfer.job.openai import Asked, Refused, ServerLimits
-from zinfer.job.serve.dispatcher import Dispatcher, Failure, QueueFull, Row, RowNews, Unavailable
+from zinfer.job.serve.dispatcher import Dispatcher, QueueFull, Row, Unavailable
 from zinfer.job.serve.metrics import Metrics
 from zinfer.system.documents import Bounds, DocumentError, parse_json
-from zinfer.worker.tasks import EchoedPrompt, TokenScore
 
 BODY_S = 60.0  # seconds in which the body of a request must have come
 QUIET_S = 15.0  # seconds without text after which a stream gets a comment, so that nobody takes it for dead
@@ -83,7 +82,6 @@ class Choice:
     scores: list[TokenScore] = field(default_factory=list)
     prompt: EchoedPrompt | None = None
     tokens: int = 0
-    prompt_tokens: int = 0
     cached_tokens: int = 0
     finish_reason: str | None = None
     failure: Failure | None = None
@@ -95,15 +93,14 @@ class Choice:
     def over(self) -> bool:
         return self.finish_reason is not None or self.failure is not None
 
-    def add(self, news: RowNews) -> None:
-        """Take news of the row."""
-        self.text += news.text
-        self.scores += news.scores
-        self.prompt = news.prompt or self.prompt
-        self.tokens += news.tokens
-        self.prompt_tokens = news.prompt_tokens or self.prompt_tokens
-        self.cached_tokens = news.cached_tokens or self.cached_tokens
-        self.finish_reason, self.failure = news.finish_reason, news.failure
+    def add(self, update: Update, stream: bool) -> None:
+        """Take an update of the row: of a stream the new text, else the whole at the end."""
+        self.text += update.delta if stream else update.text
+        self.scores += update.scores
+        self.prompt = update.prompt or self.prompt
+        self.tokens += len(update.tokens)
+        self.cached_tokens = update.cached or self.cached_tokens
+        self.finish_reason, self.failure = update.finish_reason, update.failure
 
 
 class Exchange:
@@ -133,9 +130,12 @@ class Exchange:
 
     @property
     def tokens(self) -> tuple[int, int]:
-        """Numbers of tokens of the prompts, each counted once, and of the answers."""
-        choices = list(self.choices.values())
-        return sum(one.prompt_tokens for one in choices[:: self.asked.n]), sum(one.tokens for one in choices)
+        """Numbers of tokens of the prompts, each counted once, and of the answers that the client got."""
+        lengths = [
+            (len(row.request.prompt_ids), choice.tokens) if self.asked.stream or choice.over else (0, 0)
+            for row, choice in self.choices.items()
+        ]
+        return sum(prompt for prompt, _ in lengths[:: self.asked.n]), sum(answer for _, answer in lengths)
 
     @property
     def cached(self) -> int:
@@ -213,13 +213,14 @@ class Desk:
         threads = [thread for least, thread in self.parsers if size >= least]
         return await asyncio.get_running_loop().run_in_executor(threads[-1], read) if threads else read()
 
-    def deliver(self, news: Iterable[tuple[Row, RowNews]]) -> None:
-        """Take news of rows; in the event loop."""
-        for row, one in news:
+    def deliver(self, updates: Iterable[tuple[Row, Update]]) -> None:
+        """Take updates of rows; in the event loop."""
+        for row, update in updates:
             exchange = self.exchanges.get(row)
             if exchange is not None:
-                exchange.choices[row].add(one)
-                exchange.changed.set()
+                exchange.choices[row].add(update, exchange.asked.stream)
+                if exchange.asked.stream or update.ended:
+                    exchange.changed.set()
 
     def open(self, exchange: Exchange) -> None:
         """Send the rows of a request to the dispatcher. Raises its errors."""

@@ -15,7 +15,7 @@ SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 300
 
 
 class Metrics:
-    """Counts and times of one server; a `zinfer.job.serve.dispatcher.Meter`."""
+    """Counts and times of one server; a `zinfer.job.serve.dispatcher.DispatchMetrics`."""
 
     content_type = CONTENT_TYPE_LATEST
 
@@ -57,10 +57,10 @@ class Metrics:
     def ended(self, row: Row, seconds: float, since_first: float) -> None:
         """Take the time of a row that has ended, and that since its first token."""
         self._e2e.observe(seconds)
-        self._prompt_tokens.inc(len(row.prompt_ids))
+        self._prompt_tokens.inc(len(row.request.prompt_ids))
         self._cached_tokens.inc(row.cached)
-        if len(row.output_ids) > 1:
-            self._tpot.observe(since_first / (len(row.output_ids) - 1))
+        if (tokens := len(row.request.output_ids)) > 1:
+            self._tpot.observe(since_first / (tokens - 1))
 
     def stepped(self, answer: BatchStepped) -> None:
         """Count the passes of an answer of the worker."""

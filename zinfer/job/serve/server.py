@@ -103,10 +103,10 @@ class HttpServer:
         self._settings, self._socket, self._say = settings, bound, say
         self.metrics, self.desk = Metrics(), Desk()
         self.dispatcher = self.desk.dispatcher = Dispatcher(
-            plan, make_worker, load, self.metrics, self._post, tokenizer, at_most=settings.rows,
-            most_waiting=settings.most_waiting, output_len=settings.output_len, cache_size=settings.cache_size,
-            say=say, loading=loading, ready=ready,
-            ended=lambda: self._from_outside(self._end),
+            plan, make_worker, load, self.metrics, self._post, tokenizer, max_rows=settings.rows,
+            max_waiting=settings.most_waiting, output_len=settings.output_len, cache_size=settings.cache_size,
+            on_message=say, on_loading=loading, on_ready=ready,
+            on_end=lambda: self._from_outside(self._end),
         )  # fmt: skip
         self.metrics.watch(self.dispatcher)
         limits = ServerLimits(plan.model.vocab_size, settings.most_waiting)

@@ -1,0 +1,120 @@
+"""Requests and updates: they go unchanged from border to scheduler and back."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pydantic import ConfigDict, Field
+
+from zinfer.core.value import Frozen
+
+
+class Message(Frozen):
+    """Part of a message between processes. Numbers that are not finite travel, too."""
+
+    model_config = ConfigDict(ser_json_inf_nan="constants")
+
+
+class Sampling(Frozen):
+    """Choice of a row's next token. Temperature 0 is greedy, `top_p` below 1 is nucleus sampling."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: str = "0"
+
+
+GREEDY = Sampling()
+
+
+def nth_seed(seed: str, number: int) -> str:
+    """Return the seed of row `number` of several with one seed.
+
+    The first row keeps it, so that equal requests draw equal tokens, alone or with others, in every command.
+    """
+    return f"{seed}/{number}" if number else seed
+
+
+@dataclass(eq=False)
+class Request:
+    """One answer to generate: token ids, sampling and limits.
+
+    `left` tokens may follow those of `output_ids`. The text continues that of the prompt; with `chat` it is a text of
+    its own. `stream` asks for new text as it comes, `logprobs` for the scores of tokens, with that many alternatives,
+    `echo` for the text of the prompt, and its scores. Requests of one `owner` share memory with those of others.
+    """
+
+    prompt_ids: Sequence[int]
+    left: int
+    sampling: Sampling = GREEDY
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+    output_ids: list[int] = field(default_factory=list)
+    key: int = 0
+    owner: int = 0
+    chat: bool = False
+    stream: bool = False
+    logprobs: int | None = None
+    echo: bool = False
+
+    @property
+    def limit(self) -> int:
+        """Maximum number of output tokens."""
+        return len(self.output_ids) + self.left
+
+    @property
+    def length(self) -> int:
+        """Number of tokens that prefill has to read."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Append output tokens."""
+        self.output_ids.extend(tokens)
+        self.left -= len(tokens)
+
+
+class TokenScore(Message):
+    """Token, its log-probability in nats, and the likeliest ones in its place."""
+
+    token: str
+    logprob: float
+    top: list[tuple[str, float]] = Field(default_factory=list)
+
+
+class EchoedPrompt(Message):
+    """Prompt as text, its first token, and the scores of the others."""
+
+    text: str
+    first: str
+    scores: list[TokenScore] = Field(default_factory=list)
+
+
+class Failure(Message):
+    """Reason why a request has no answer, with code and HTTP status."""
+
+    code: str
+    message: str
+    status: int = 500
+    param: str | None = None
+
+
+class Update(Message):
+    """New tokens of the request `key`, and its end or failure.
+
+    `delta` is new text, if the request streams; `text` is the whole text, once it has ended. `scores` are those of the
+    tokens and of the end token; `prompt` comes once, before the first token, if the request echoes. `cached` counts the
+    prompt's tokens that were reused and not computed.
+    """
+
+    key: int
+    tokens: list[int] = Field(default_factory=list)
+    delta: str = ""
+    text: str = ""
+    finish_reason: Literal["stop", "length"] | None = None
+    failure: Failure | None = None
+    scores: list[TokenScore] = Field(default_factory=list)
+    prompt: EchoedPrompt | None = None
+    cached: int = 0
+
+    @property
+    def ended(self) -> bool:
+        return self.finish_reason is not None or self.failure is not None

@@ -15,7 +15,7 @@ from zinfer.checkpoint.architecture import decoder_layers, empty_model, measure
 from zinfer.checkpoint.resolve import from_config, resolve
 from zinfer.checkpoint.source import find
 from zinfer.cli import cli
-from zinfer.core.model import LayerSpec, ModelError, ModelSpec, check_positions
+from zinfer.core.model import ModelError, ModelSpec, check_positions
 from zinfer.job.recipe import make_sweep
 from zinfer.job.sweep import prepare
 from zinfer.plan.cost import Placement, step
@@ -246,15 +246,6 @@ def test_run_counts_the_prompts_first(monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["-m", "bloom-tiny", "--load-format", "dummy", "--prompt", "x" * 2040, "--output-len", "16"]
     result = CliRunner().invoke(cli, ["run", *words])
     assert mentions(str(result.exception), "2040 tokens", "--output-len 16", "2048 positions", "bloom-tiny")
-
-
-def test_layers_of_different_sizes_take_the_room_they_need() -> None:
-    spec = spec_of("qwen3_next")
-    layers = spec.kv_layer_bytes(3, 40)
-    assert sum(layers) == spec.kv_bytes(3, 40)
-    assert layers[2] == 3 * 40 * spec.layers[2].kv_width * 2
-    assert layers[0] == 3 * spec.layers[0].state * 2
-    assert LayerSpec(parameters=1, kv_width=4, window=8).tokens(100) == 8
 
 
 LLAMA = {"model_type": "llama", **GQA}

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests import mentions
 from zinfer.checkpoint import resolve
 from zinfer.core.case import Case, Workload
-from zinfer.core.engine import PIECE_BYTES
+from zinfer.core.engine import CHUNK_BYTES
 from zinfer.core.machine import FIGURES, Machine, override
 from zinfer.plan.cost import (
     CODED_BOUND,
@@ -357,7 +357,7 @@ def test_whatever_comes_through_the_ring_is_unpacked_and_what_several_gpus_share
 def test_what_the_ring_cannot_hold_while_layers_that_stay_compute_comes_late() -> None:
     """Coded layers, so that the GPU is busy with those that stay, too, and longer than the link with two others."""
     kept, layer = 68, BLOOM.layer_bytes
-    ring = Placement(tier="host", wire_ratio=0.67, kept_ratio=0.67, layer_pieces=-(-layer // PIECE_BYTES), ring_depth=6,
+    ring = Placement(tier="host", wire_ratio=0.67, kept_ratio=0.67, layer_pieces=-(-layer // CHUNK_BYTES), ring_depth=6,
                      resident_bytes=kept * layer)  # fmt: skip
 
     def times(depth: int, batch_size: int = 8, **fields: Any) -> Times:
@@ -489,9 +489,9 @@ def test_a_ring_that_the_cache_comes_through_is_paid_for(
     setup = placement_of(case, BLOOM, place)
     depth, resident = split_free_memory(case, BLOOM, place)
     part = BLOOM.kv_bytes(setup.prefill_rows(200, lengths[0]), sum(lengths)) // BLOOM.num_layers
-    ring = depth * max(part, round(PIECE_BYTES * setup.wire_ratio))
+    ring = depth * max(part, round(CHUNK_BYTES * setup.wire_ratio))
     here = 200 - rows_on_host(case, place)
-    others = cost_of(setup, case, place) - setup.buffers * max(part, round(PIECE_BYTES * setup.wire_ratio))
+    others = cost_of(setup, case, place) - setup.buffers * max(part, round(CHUNK_BYTES * setup.wire_ratio))
     assert others + ring + (resident if gpu_weights else 0) * setup.kept_ratio <= place.gpu_bytes
     assert here == 0 or offload == "auto"
 

@@ -1,4 +1,4 @@
-"""Kinds of files and folders that are taken for a checkpoint, and what to do with them.
+"""Files and folders that are mistaken for a checkpoint.
 
 They are recognised before anything is parsed, so that the message says what they are.
 """
@@ -12,17 +12,17 @@ _MERGE = "merge it into its base model first (merge_and_unload of peft) and give
 _INSTEAD = "give the folder or the hub id of the model in safetensors, or run the GGUF file with llama.cpp"
 
 
-def other_kind(path: Path) -> str | None:
-    """Return what the file or folder `path` is, and what to do, in one line; None if it may be a checkpoint."""
+def unsupported_kind(path: Path) -> str | None:
+    """Return what `path` is if it cannot be a checkpoint."""
     if not path.is_dir():
         return f"{path} is a GGUF file, which zinfer does not read: {_INSTEAD}" if _is_gguf(path) else None
-    held = {one.name for one in path.iterdir()}
-    if ADAPTER in held:
-        if "config.json" not in held:
+    names = {file.name for file in path.iterdir()}
+    if ADAPTER in names:
+        if "config.json" not in names:
             return f"{path} is an adapter (LoRA or another kind of peft), not a whole model: {_MERGE}"
-        if any(name.startswith("adapter_model.") for name in held):
+        if any(name.startswith("adapter_model.") for name in names):
             return f"{path} holds a model and an adapter beside it ({ADAPTER}): {_MERGE}, or remove the adapter's files"
-    weights = {Path(name).suffix for name in held if name.endswith((".gguf", ".safetensors", ".bin", ".pt", ".pth"))}
+    weights = {Path(name).suffix for name in names if name.endswith((".gguf", ".safetensors", ".bin", ".pt", ".pth"))}
     if weights == {".gguf"}:
         return f"{path} holds GGUF files only, which zinfer does not read: {_INSTEAD}"
     return None

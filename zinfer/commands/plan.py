@@ -581,10 +581,10 @@ def _routing(plan: "Plan") -> str:
             f"{model.touched_share(tokens):.0%} of the experts touched"
         )
     if setup.cached_experts:
-        is_known = recorded is not None and recorded.hits_of("lfu", cached, tokens) is not None
+        is_known = recorded is not None and recorded.hit_rate("lfu", cached, tokens) is not None
         (known if is_known else assumed).append(f"{model.hits('lfu', cached, tokens):.0%} cache hits")
     if plan.factors is not None:  # limits take it that the link never waits for a router
-        right = f"{model.right_guesses:.0%} right guesses"
+        right = f"{model.guess_accuracy:.0%} right guesses"
         (known if recorded is not None and recorded.guessed is not None else assumed).append(right)
     parts = [f"{', '.join(known)} by {recorded.source}"] if known and recorded is not None else []
     parts += [f"{', '.join(assumed)} as if tokens chose evenly (`zinfer study routing`)"] if assumed else []

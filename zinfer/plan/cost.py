@@ -19,7 +19,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from zinfer.core.engine import CODED_PAIRS, CODED_TOKENS, PIECE_BYTES, PREFILL_TOKENS, piece_factor
+from zinfer.core.engine import CHUNK_BYTES, CODED_PAIRS, CODED_TOKENS, PREFILL_TOKENS, chunk_factor
 from zinfer.core.machine import Machine
 from zinfer.core.model import ModelSpec
 from zinfer.core.units import counted
@@ -446,7 +446,7 @@ def _awaiting_choice(
     unpacking = _unpacking(setup, machine, factors, dense if setup.wire_ratio < 1 else copied)
     before = factors.layer_s * model.num_layers + unpacking + dense / (machine.hbm_bandwidth or inf)
     idle = max(0.0, before - copied * setup.wire_ratio / link)
-    return idle - min(model.right_guesses * idle, _needed_experts(setup, model, tokens) * setup.wire_ratio / link)
+    return idle - min(model.guess_accuracy * idle, _needed_experts(setup, model, tokens) * setup.wire_ratio / link)
 
 
 def _late(
@@ -605,7 +605,7 @@ def piece_bytes(setup: Placement, model: ModelSpec) -> int:
 def largest_piece(model: ModelSpec, layer_bytes: int, gpus: int) -> int:
     """Return the most bytes that `gpus` together copy over their links at a time, unpacked, of a layer that has
     `layer_bytes`."""
-    return PIECE_BYTES * piece_factor(8 * model.dtype_bytes * model.stored_ratio, layer_bytes, gpus)
+    return CHUNK_BYTES * chunk_factor(8 * model.dtype_bytes * model.stored_ratio, layer_bytes, gpus)
 
 
 def buffer_bytes(setup: Placement, model: ModelSpec, batch_size: int, input_len: int, length: int) -> int:

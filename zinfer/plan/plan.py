@@ -14,7 +14,7 @@ from zinfer.core.case import Case, Workload, resident_bytes, spread
 from zinfer.core.engine import (
     ENGINES,
     KEPT_BUFFERS,
-    MOST_DRAFTS,
+    MAX_DRAFTS,
     PREFILL_TOKENS,
     Offload,
     Option,
@@ -166,7 +166,7 @@ class Plan(Frozen):
         token_s = 0.0 if small is None else small.step_s if self.factors is None else small.expected()[1]
         setup = _reckoned(self.case, self.model, self.machine, self.factors)
         best = self
-        for drafts in range(MOST_DRAFTS + 1):
+        for drafts in range(MAX_DRAFTS + 1):
             _, step = _times(setup, self.case, self.model, self.machine, self.factors, drafts)
             if step.seconds is None or token_s is None:
                 return self
@@ -321,10 +321,10 @@ def _weights_placement(case: Case, model: ModelSpec, machine: Machine, automatic
         coded_fp8 = model.fp8_ratio if model.dtype_bytes == 2 else 0.0  # a GPU decodes to 16 bits
         wire = model.stored_ratio - coded_fp8 * (1 - FP8_RATIO)
     kind = ENGINES.get(case.engine)
-    own = kind.own_formats.get(case.weights) if kind else None
+    own = kind.native_formats.get(case.weights) if kind else None
     own = own and own * 2 / model.dtype_bytes
     # DeepSpeed unpacks float16 by an extension of its own.
-    traffic = kind.own_traffic.get(case.weights, 0) if kind and model.dtype != "float16" else 0
+    traffic = kind.unpack_traffic.get(case.weights, 0) if kind and model.dtype != "float16" else 0
     common = Placement(
         tier=TIERS[case.offload],
         moved=transport.placed_once,
@@ -332,7 +332,7 @@ def _weights_placement(case: Case, model: ModelSpec, machine: Machine, automatic
         codec="lossless" if coded and case.offload != "none" else "none",
         wire_ratio=own or (wire if coded else 1.0),
         layer_pieces=-(-model.layer_bytes // cost.largest_piece(model, model.layer_bytes, options.gpus)),
-        kv_ratio=(1 + 4 / max(1, model.head_dim)) / model.dtype_bytes if options.kv_in_8_bits else 1.0,
+        kv_ratio=(1 + 4 / max(1, model.head_dim)) / model.dtype_bytes if options.kv_quantized else 1.0,
         overlapped=transport.overlapped,
         blocks=transport.blocks,
         pass_tokens=cost.block_tokens(model) if transport.blocks else PREFILL_TOKENS,
@@ -345,7 +345,7 @@ def _weights_placement(case: Case, model: ModelSpec, machine: Machine, automatic
         and machine.gpu_count
         and options.gpus == 1
         and options.kv_offload == "none"
-        and not options.kv_in_8_bits
+        and not options.kv_quantized
     ):
         update["graphs"] = case.offload == "none" or update["resident_bytes"] == model.streamed_bytes
     if transport.coded_at_rest or own:
@@ -354,9 +354,9 @@ def _weights_placement(case: Case, model: ModelSpec, machine: Machine, automatic
     update["from_codes"] = transport.from_codes and quantised and machine.gpu_count > 0 and options.gpus == 1
     divided = transport.divided and options.gpus > 1
     whole = 2.0 + 1 / options.gpus if divided else 1.0  # a gather takes its part, and all parts besides the layer
-    if transport.fetched == "pieces" and experts_on_demand(case, model, machine, common.wire_ratio):
+    if transport.fetched == "chunks" and experts_on_demand(case, model, machine, common.wire_ratio):
         update |= _expert_buffers(common, model, machine, depth) | {"graphs": False}  # the CPU gets to know each choice
-    elif transport.fetched == "pieces":
+    elif transport.fetched == "chunks":
         buffers = depth * cost.piece_bytes(common, model) if machine.gpu_count else 0
         update |= {"slots": 1 + buffers / model.layer_bytes, "ring_depth": depth}
         update["buffers"] = depth if machine.gpu_count else 1
@@ -366,11 +366,11 @@ def _weights_placement(case: Case, model: ModelSpec, machine: Machine, automatic
         matrix = model.hidden_size * max(model.ffn_size, model.hidden_size) * model.dtype_bytes
         matrix = max(matrix, model.expert_parameters * model.dtype_bytes)  # one module holds all experts of a layer
         update["slots"] = matrix / model.layer_bytes
-    if transport.fetched == "pieces" and common.tier == "nvme":
+    if transport.fetched == "chunks" and common.tier == "nvme":
         largest = round(max(model.layer_parameters) * model.dtype_bytes * common.wire_ratio)
         update["disk_ring_bytes"] = max(1, DISK_RING_LAYERS * largest)
         update["held_bytes"] = parse_share(options.host_weights, model.streamed_bytes)
-    if trips := transport.outside_trips:
+    if trips := transport.outside_passes:
         slots = max(whole, model.other_bytes / model.layer_bytes)
         update |= {"resident_others": False, "also_streamed": trips * model.other_bytes, "slots": slots}
     found = common.model_copy(update=update)

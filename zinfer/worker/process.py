@@ -24,8 +24,7 @@ from typing import IO, Any
 
 from zinfer import __version__
 from zinfer.core.case import Case
-from zinfer.core.errors import ENVIRONMENT, USAGE, lacks_memory
-from zinfer.core.model import Weights
+from zinfer.core.errors import ENVIRONMENT, USAGE, is_out_of_memory
 from zinfer.core.progress import Progress, silent
 from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Measurement, Status
@@ -206,7 +205,7 @@ class Worker(Client):
         tail = self._tail()
         if code in _MEMORY:
             return WorkerDied(_MEMORY[code], tail or "memory ran out")
-        if lacks_memory(tail):
+        if is_out_of_memory(tail):
             return WorkerDied("oom_host", no_memory(f"{how}; {tail}"))
         told = [how, f"last line on stderr: {tail}" if tail else "", address_words()]
         return WorkerDied("crashed", f"the worker ended: {'; '.join(filter(None, told))}")
@@ -277,8 +276,8 @@ def here(engine_name: str) -> dict[str, Any]:
     return {"machine": local.name(), "device": device, "started_at": now(), "versions": versions(engine_name)}
 
 
-def versions(engine_name: str, weights: Weights = "as-released") -> dict[str, str]:
-    """Return the versions of Python, zinfer, the driver, and the packages that the engine requires for `weights`."""
+def versions(engine_name: str) -> dict[str, str]:
+    """Return the versions of Python, zinfer, the driver, and the packages that the engine requires."""
     import platform
 
     from zinfer.core.engine import ENGINES
@@ -286,8 +285,7 @@ def versions(engine_name: str, weights: Weights = "as-released") -> dict[str, st
 
     found = {"python": platform.python_version(), "zinfer": __version__}
     kind = ENGINES.get(engine_name)
-    own = (kind.own_package,) if kind is not None and kind.own_package and weights in kind.own_formats else ()
-    for package in (*(kind.requires if kind is not None else ("torch",)), *own):
+    for package in kind.requires if kind is not None else ("torch",):
         if version := package_version(package):
             found[package] = version
     if driver := driver_version():

@@ -150,7 +150,7 @@ def load_with(session: Session, request: Load, find: "Callable[[], Callable[[Pla
 
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         facts: dict[str, Any] = {
-            "versions": versions(plan.case.engine, plan.case.weights),
+            "versions": versions(plan.case.engine),
             "link_bandwidth": measure_link(device),
         }
         session.facts = session.facts.model_copy(update=facts)

@@ -583,7 +583,7 @@ def test_every_gpu_brings_its_own_link() -> None:
 
 
 def test_unpacking_by_operations_of_torch_bounds_a_step_of_deepspeed() -> None:
-    """Its float16 is unpacked by a kernel, and other engines' formats are multiplied as they are."""
+    """Its float16 is unpacked by a kernel."""
 
     def planned(engine: str, weights: Any, dtype: Any = "bfloat16") -> Plan:
         load = Workload(batch_size=1, input_len=512, output_len=32)
@@ -596,9 +596,9 @@ def test_unpacking_by_operations_of_torch_bounds_a_step_of_deepspeed() -> None:
     assert found.placement.dequantised_bytes == 18 * weights
     assert (found.step_s or 0) > 18 * weights / (TORCH_RATE * (H100.hbm_bandwidth or 0))
     assert planned("deepspeed", "int8").placement.dequantised_bytes == 13 * weights
-    for other in (planned("deepspeed", "int4", "float16"), planned("accelerate", "int4")):
-        assert other.bound_by == "link"
-        assert not other.placement.dequantised_bytes
+    half = planned("deepspeed", "int4", "float16")
+    assert half.bound_by == "link"
+    assert not half.placement.dequantised_bytes
 
 
 @pytest.mark.parametrize("tuned", [True, False])

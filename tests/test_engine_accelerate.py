@@ -137,6 +137,6 @@ def test_what_stays_is_no_choice_of_the_batch() -> None:
 def test_formats_of_weights_are_refused() -> None:
     for weights in ("fp8", "int8"):
         takers = {"fp8": "stream", "int8": "stream, deepspeed"}[weights]
-        reason = conflict("accelerate", (), "cpu", weights)  # type: ignore[arg-type]
+        reason = conflict("accelerate", (), "cpu", weights)
         assert reason is not None
         assert reason.startswith(f"--weights {weights} is for {takers}: engine accelerate has no packed weights")

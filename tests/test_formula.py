@@ -11,7 +11,8 @@ import pytest
 from tests.test_architecture import GQA, MLA, ROUTED
 from zinfer.checkpoint.architecture import measure
 from zinfer.checkpoint.formula import shape
-from zinfer.checkpoint.quantization import scheme, stored_ratios
+from zinfer.checkpoint.quantization import scheme
+from zinfer.checkpoint.quantized_bytes import stored_ratios
 from zinfer.checkpoint.resolve import from_directory
 from zinfer.core.errors import ENVIRONMENT
 from zinfer.core.model import ModelError, Shape

@@ -198,11 +198,11 @@ def test_build_on_the_command_line(folder: Path, spec: ModelSpec, monkeypatch: p
         assert sweep.stderr.count("engine tensorrt needs a GPU") == 1
 
 
-def started(folder: Path, *words: str, **streams: int) -> subprocess.Popen[str]:
+def started(folder: Path, *words: str, stderr: int | None = None) -> subprocess.Popen[str]:
     """Start a build in a process of its own."""
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
     command = [sys.executable, "-m", "zinfer", *BUILD, *words]
-    return subprocess.Popen(command, cwd=folder, env=env, text=True, **streams)
+    return subprocess.Popen(command, cwd=folder, env=env, text=True, stderr=stderr)
 
 
 @pytest.mark.slow  # a process of its own; the test of a cancelled build has the rest

@@ -19,11 +19,13 @@ from tests.interpreter import interpreted
 from tests.test_parity import MACHINE, greedy
 from tests.test_parity import load as load_engine
 from zinfer.checkpoint.headers import CheckpointError
+from zinfer.checkpoint.quantized_tensors import QuantizedWeight
 from zinfer.checkpoint.resolve import from_directory
 from zinfer.core.case import Case, Workload
 from zinfer.core.errors import ZinferError
 from zinfer.core.model import ModelError
-from zinfer.engine.quantization.dequantize import Codes, expand, table
+from zinfer.engine.quantization import dequantize as values
+from zinfer.engine.quantization.dequantize import Codes, dequantize, expand, table
 from zinfer.engine.state import ModelState
 from zinfer.engine.stream import codec as lossless
 from zinfer.engine.stream.quantized import joined, pieces, unpack
@@ -66,6 +68,21 @@ def test_blocks_may_be_cut_at_the_end(tmp_path: Path) -> None:
     found = entries(directory)[name]
     assert found.shape == plain[name].shape
     assert torch.equal(found, (codes.float() * whole).to(torch.bfloat16))
+
+
+def test_cut_blocks_and_half_bytes_have_their_scales() -> None:
+    """Experts in one tensor whose last block is cut, or that share a scale; rows that end with half a byte."""
+    codes = torch.randn(2, 5, 6).to(torch.float8_e4m3fn)
+    blocks = torch.rand(2, 3, 2)
+    spread = blocks.repeat_interleave(2, 1)[:, :5].repeat_interleave(3, 2)
+    for scales, block, factors in ((blocks, (2, 3), spread), (torch.tensor([0.5]), (5, 6), torch.tensor(0.5))):
+        weight = QuantizedWeight("w", "fp8", (2, 5, 6), "F32", {}, block)
+        assert torch.equal(dequantize(weight, {"codes": codes, "scales": scales}), codes.float() * factors)
+    words, scales = torch.randint(-(1 << 31), (1 << 31) - 1, (4, 1), dtype=torch.int32), torch.rand(4, 1)
+    numbers = torch.cat([(words >> shift & 15) - 8 for shift in range(0, 28, 4)], 1)
+    weight = QuantizedWeight("w", "int", (4, 7), "F32", {}, (1, 7), 4)
+    assert torch.equal(dequantize(weight, {"codes": words, "scales": scales}), numbers * scales)
+    assert not weight.in_whole_bytes
 
 
 @pytest.mark.parametrize(("method", "bits", "ordered"), [("gptq", 4, False), ("gptq", 4, True), ("gptq", 8, False),
@@ -179,7 +196,10 @@ LIBRARIES: dict[str, Any] = {  # configurations with which transformers dequanti
 
 
 @pytest.mark.parametrize("name", LIBRARIES)
-def test_weights_are_those_of_transformers(name: str, made: Callable[[str], Path]) -> None:
+def test_weights_are_those_of_transformers(
+    name: str, made: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(values, "VALUES_AT_ONCE", 3000)  # several steps
     directory = made(name)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16, quantization_config=LIBRARIES[name])
     expected, loaded = model.state_dict(), entries(directory)
@@ -201,9 +221,9 @@ def matrices(directory: Path) -> Iterator[tuple[str, Tensor, tuple[Codes, ...] |
 @pytest.mark.parametrize("name", FORMATS)
 def test_weights_cross_the_link_as_they_are_stored(name: str, made: Callable[[str], Path]) -> None:
     """Rows of codes, in chunks of a few rows, are unpacked to the weights, bit for bit."""
-    found = list(matrices(made(name)))
-    assert found
-    for entry, expected, several in found:
+    loaded = list(matrices(made(name)))
+    assert loaded
+    for entry, expected, several in loaded:
         out, place = torch.empty_like(expected).view(-1), 0
         for codes in several or ():
             for layout, data in pieces(codes, expected.dtype, 4000):
@@ -239,14 +259,8 @@ def test_matrices_of_an_entry_are_joined_where_their_scales_allow_it(
 @pytest.mark.parametrize(
     "names",
     [
-        (
-            "fp8 of tensors",
-            "int4 asymmetric",
-            "nvfp4",
-            "gptq",
-            "gptq in order",
-            "mxfp4 of experts",
-        ),  # every branch of the kernel
+        # every branch of the kernel
+        ("fp8 of tensors", "int4 asymmetric", "nvfp4", "gptq", "gptq in order", "mxfp4 of experts"),
         pytest.param(tuple(FORMATS), marks=pytest.mark.slow),
     ],
     ids=["some", "all"],

@@ -243,6 +243,11 @@ def test_shapes_beyond_the_plan_name_the_command_that_helps(library: Library, ch
     assert effective.streamed_bytes_per_step == 750
     assert effective.gpu_weight_bytes == spec.weight_bytes - 750
     assert effective.settings["budget_bytes"] == 250
+    assert engine._executor is not None
+    for gpu_weights, budget, fine in (("0%", 0, True), ("25%", 1000, False), ("25%", 250, True), ("auto", 1000, True)):
+        engine._executor.budget = engine._executor.asked = budget
+        case = engine.plan.case.model_copy(update={"gpu_weights": gpu_weights})
+        assert (not_as_asked(case, engine.effective()) is None) == fine
     engine.close()
     engine.close()
 
@@ -254,29 +259,6 @@ def test_without_a_gpu_the_engine_says_so(library: Library, checkpoint: Checkpoi
     build_here(library, spec)
     with pytest.raises(EngineError, match="engine tensorrt needs a GPU"):
         TensorRT(case_plan(spec))
-
-
-@pytest.mark.parametrize(
-    ("gpu_weights", "budget", "fine"),
-    [
-        ("0%", 0, True),
-        ("25%", 1000, False),
-        pytest.param("25%", 250, True, marks=pytest.mark.slow),
-        pytest.param("100%", 1000, True, marks=pytest.mark.slow),
-        pytest.param("auto", 1000, True, marks=pytest.mark.slow),
-    ],
-)
-def test_every_share_of_the_budget_is_a_point_of_the_sweep(
-    gpu_weights: str, budget: int, fine: bool, library: Library, checkpoint: Checkpoints
-) -> None:
-    spec = resolve(str(checkpoint("bloom")), None, None)
-    build_here(library, spec)
-    engine = WalkingTensorRT(case_plan(spec))
-    assert engine._executor is not None
-    engine._executor.budget = engine._executor.asked = budget
-    case = engine.plan.case.model_copy(update={"gpu_weights": gpu_weights})
-    assert (not_as_asked(case, engine.effective()) is None) == fine
-    engine.close()
 
 
 @pytest.mark.parametrize(
@@ -319,7 +301,7 @@ def test_a_missing_library_is_one_message_with_the_line_that_installs_it(monkeyp
 
 def test_a_library_without_a_kv_cache_is_too_old(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     old = SimpleNamespace(INetworkDefinition=object, __version__="10.8.0", __spec__="found")
-    monkeypatch.setitem(sys.modules, library.name.replace("-", "_"), old)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, library.name.replace("-", "_"), old)
     with pytest.raises(EngineError, match=r"10\.8\.0 has no KV cache layers: pip install -U 'zinfer\["):
         find_library(library.name)
 

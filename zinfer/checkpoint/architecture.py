@@ -70,11 +70,7 @@ def model_config(spec: ModelSpec) -> PreTrainedConfig:
 
 
 def empty_model(spec: ModelSpec) -> PreTrainedModel:
-    """Return the model of `spec` with parameters on the meta device.
-
-    Buffers (rotary tables and the like) are real, on the CPU. Raises ModelError if transformers cannot build it as a
-    causal language model.
-    """
+    """Return the model of `spec` on the meta device, with real buffers. Raises ModelError."""
     with _refusing(spec.name), building(), init_empty_weights(include_buffers=False):
         model = _causal(model_config(spec), spec.dtype)
     model.tie_weights()
@@ -224,10 +220,7 @@ class MatrixFinder:
                 self._merged.append((rule.target_patterns[0].strip("^$"), sources))
 
     def __call__(self, layer: nn.Module) -> Iterator[tuple[Matrix, Tensor, str]]:
-        """Yield the matrices of a layer, with their parameter and its name.
-
-        Several matrices of one parameter come in the order of an expert's rows in it.
-        """
+        """Yield the matrices of a layer, with their parameter and its name. An expert's come in order."""
         for path, module in layer.named_modules():
             if isinstance(module, nn.Linear):
                 rows, columns = module.weight.shape
@@ -287,10 +280,7 @@ def _window(layer: nn.Module) -> int | None:
 
 
 def _experts(layer: nn.Module) -> list[nn.Module]:
-    """Return the outermost modules of a layer with weights of routed experts.
-
-    "expert" is in their name or class, "shared" is not in their name.
-    """
+    """Return the outermost modules of a layer with routed experts."""
     modules: dict[str, nn.Module] = {}
     for name, module in layer.named_modules():
         leaf = name.rpartition(".")[2].lower()
@@ -321,10 +311,7 @@ def _expert_width(routed: Iterable[list[nn.Module]], hidden: int) -> int:
 
 
 def _ffn_size(config: PreTrainedConfig, layers: Iterable[nn.Module], hidden: int) -> int:
-    """Return the inner width of the feed-forward network.
-
-    It is the configuration's value, or the largest width with matrices both from and to the hidden size.
-    """
+    """Return the inner width of the feed-forward network, configured or measured."""
     configured = _first(config, CONFIG_KEYS["ffn_size"])
     if configured is not None:
         return configured
@@ -378,10 +365,7 @@ def _numbers(value: Any) -> Any:
 
 
 def _causal(config: PreTrainedConfig, dtype: Dtype) -> PreTrainedModel:
-    """Build the causal language model of `config`, its text model if possible.
-
-    So vision and audio towers are neither loaded nor counted.
-    """
+    """Build the causal language model of `config`, without towers where possible."""
     if config.model_type in _UNLIKE:
         raise ModelError(f"{config.model_type} models are not supported: {_UNLIKE[config.model_type]}")
     text = getattr(config, "text_config", None)

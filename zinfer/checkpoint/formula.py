@@ -46,10 +46,7 @@ def fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Family(NamedTuple):
-    """Deviations of an architecture from Llama's layers, and its defaults for settings.
-
-    Such layers have two norms without bias and a gated feed-forward network.
-    """
+    """Deviations of an architecture from Llama's layers, and its defaults."""
 
     qkv_bias: bool = False
     head_norm: bool = False  # norms of each head's queries and keys
@@ -104,7 +101,7 @@ def shape(name: str, config: Mapping[str, Any], counted: Mapping[str, tuple[int,
 
 
 def _layers(config: Mapping[str, Any], stated: dict[str, Any], family: _Family) -> tuple[list[LayerSpec], int]:
-    """Return the decoder layers, and the number of parameters outside them. It completes the `stated` fields."""
+    """Return the layers and the parameters outside; completes the `stated` fields."""
     hidden, heads, kv_heads, head = (stated[key] for key in ("hidden_size", "num_heads", "num_kv_heads", "head_dim"))
     if family.latent:
         rank, rope, nope, value, queries = (

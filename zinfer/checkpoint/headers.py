@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zinfer.checkpoint import configuration
-from zinfer.checkpoint.kinds import ADAPTER, unsupported_kind
 from zinfer.core.errors import ZinferError, environment_error
 from zinfer.system.documents import DocumentError, once, open_regular, read_object
 
@@ -29,6 +28,9 @@ MODELOPT = "hf_quant_config.json"
 QUANTIZATION = ("quantization_config", "compression_config")  # fields of a configuration
 MAX_HEADER = 100 << 20  # the limit of the reference implementation
 _PICKLED = ("*.bin", "*.pt", "*.pth")
+ADAPTER = "adapter_config.json"
+_MERGE = "merge it into its base model first (merge_and_unload of peft) and give that folder"
+_INSTEAD = "give the folder or the hub id of the model in safetensors, or run the GGUF file with llama.cpp"
 MAX_NAME = 1000  # characters of a tensor's name
 MAX_RANK = 32  # dimensions of a tensor
 MAX_SIZE = 1 << 62  # values of a tensor, bytes of a file
@@ -37,6 +39,7 @@ BITS = {  # type in safetensors -> bits of a value
     "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64,
     "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
 }  # fmt: skip
+DTYPE_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}  # type in safetensors -> in zinfer
 # Masks and tables of positions: older checkpoints hold them, the model computes them.
 TABLE = re.compile(
     r"(?:^|\.)(?:(?:attention|attn)\.(?:masked_)?bias|inv_freq|cos_cached|sin_cached|causal_mask|position_ids|rope\.freqs"
@@ -122,11 +125,34 @@ class Checkpoint:
                 )
 
 
-def weightless_config(path: Path) -> Mapping[str, Any] | None:
-    """Return the configuration in `path` if no weights lie beside it.
+def unsupported_kind(path: Path) -> str | None:
+    """Return what `path` is if it cannot be a checkpoint."""
+    if not path.is_dir():
+        return f"{path} is a GGUF file, which zinfer does not read: {_INSTEAD}" if _is_gguf(path) else None
+    names = {file.name for file in path.iterdir()}
+    if ADAPTER in names:
+        if "config.json" not in names:
+            return f"{path} is an adapter (LoRA or another kind of peft), not a whole model: {_MERGE}"
+        if any(name.startswith("adapter_model.") for name in names):
+            return f"{path} holds a model and an adapter beside it ({ADAPTER}): {_MERGE}, or remove the adapter's files"
+    weights = {Path(name).suffix for name in names if name.endswith((".gguf", ".safetensors", ".bin", ".pt", ".pth"))}
+    if weights == {".gguf"}:
+        return f"{path} holds GGUF files only, which zinfer does not read: {_INSTEAD}"
+    return None
 
-    `path` is a file or a folder. Raises CheckpointError if it cannot be read.
-    """
+
+def _is_gguf(path: Path) -> bool:
+    if path.suffix == ".gguf":
+        return True
+    try:
+        with open_regular(path) as stream:
+            return stream.read(4) == b"GGUF"
+    except (OSError, DocumentError):
+        return False
+
+
+def weightless_config(path: Path) -> Mapping[str, Any] | None:
+    """Return the configuration in `path` if no weights lie beside it. Raises CheckpointError."""
     if not path.is_dir():
         return _config(path, "")
     weights = (SINGLE, INDEX, "*.safetensors", "*.gguf", ADAPTER, *_PICKLED)
@@ -195,11 +221,7 @@ def _config(path: Path, why: str) -> dict[str, Any]:
 
 
 def _inside(directory: Path, name: str, where: str) -> Path:
-    """Return the path of a file, which must lie in `directory`.
-
-    `where` names it in the message. A hub snapshot's files are links out of it: the link, not its target, has to be
-    inside.
-    """
+    """Return the path of a shard, which must lie in `directory`."""
     if name != Path(name).name or not name.endswith((".safetensors", ".safetensors.index.json")) or "\0" in name:
         raise CheckpointError(f"{directory / where} points to {name!r}: shards are .safetensors files of this folder")
     return directory / name

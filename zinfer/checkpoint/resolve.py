@@ -19,9 +19,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from zinfer.checkpoint import formula, hub, quantization
-from zinfer.checkpoint.headers import Checkpoint, CheckpointError, is_ignored_tensor, weightless_config
-from zinfer.checkpoint.kinds import unsupported_kind
+from zinfer.checkpoint import formula, hub, quantization, quantized_bytes, quantized_tensors
+from zinfer.checkpoint.headers import (
+    DTYPE_NAMES,
+    Checkpoint,
+    CheckpointError,
+    is_ignored_tensor,
+    unsupported_kind,
+    weightless_config,
+)
 from zinfer.core.errors import did_you_mean
 from zinfer.core.model import LAYER_INDEX, Dtype, LayerSpec, ModelError, ModelSpec, Shape, Weights, text_config
 from zinfer.system import atomic
@@ -30,7 +36,6 @@ from zinfer.system.documents import read_bytes
 # Families that tie the head to the embedding by default; their checkpoints may hold both even so.
 _TIED = frozenset({"bloom", "cohere", "falcon", "gemma", "gemma2", "gpt2", "gpt_bigcode", "mpt", "opt", "starcoder2"})
 _HEADS = ("lm_head.weight", "embed_out.weight")
-_TENSOR_DTYPES: dict[str, str] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
 def resolve(
@@ -83,7 +88,7 @@ def with_weights(spec: ModelSpec, weights: Weights) -> ModelSpec:
     if quantization.settings_of(spec.config) is not None or spec.stored_ratio < 1:
         raise ModelError(f"{spec.name} is released quantised: --weights {weights} is for models in 16 or 32 bits")
     config = spec.config | {"quantization_config": quantization.scheme(weights)}
-    ratio, fp8 = quantization.stored_ratios(spec.layers, spec.stack, spec.hidden_size, config, spec.dtype)
+    ratio, fp8 = quantized_bytes.stored_ratios(spec.layers, spec.stack, spec.hidden_size, config, spec.dtype)
     if ratio == 1:
         raise ModelError(f"{spec.name} has no matrix that --weights {weights} makes smaller: leave the option out")
     return spec.model_copy(update={"config": config, "stored_ratio": ratio, "fp8_ratio": fp8, "weights": weights})
@@ -121,11 +126,7 @@ def _catalogue() -> dict[str, Any]:
 
 @cache
 def _shapes() -> dict[str, Any]:
-    """Return the shapes of the catalogue's models, by name.
-
-    They have the fields of `Shape`, and the different layers (`kinds`) with their `order` in depth, as pairs of an
-    index into `kinds` and a number of layers.
-    """
+    """Return the shapes of the catalogue, their layers as `kinds` and `order`."""
     shapes: dict[str, Any] = json.loads((files("zinfer") / "catalog" / "shapes.json").read_text())
     return shapes
 
@@ -146,7 +147,7 @@ def from_directory(path: Path) -> ModelSpec:
     config = checkpoint.config
     tied = config.get("tie_word_embeddings", config.get("model_type") in _TIED)
     try:
-        stored = quantization.unquantized(checkpoint.tensors, config, dtype_of(config))
+        stored = quantized_tensors.unquantized(checkpoint.tensors, config, dtype_of(config))
     except CheckpointError as error:
         raise error.converted(ModelError) from None
     except ModelError as error:
@@ -156,7 +157,7 @@ def from_directory(path: Path) -> ModelSpec:
     }
     largest = max(tensors.values(), key=lambda tensor: tensor.end - tensor.start)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    dtype = dtype_of(config, _TENSOR_DTYPES.get(largest.dtype, largest.dtype))
+    dtype = dtype_of(config, DTYPE_NAMES.get(largest.dtype, largest.dtype))
     spec = from_config(str(path), config, shapes, directory=str(path))
     present = {int(match[1]) for name in shapes if (match := LAYER_INDEX.search(name))}
     missing = sorted(set(range(spec.num_layers)) - present) if present else []
@@ -219,7 +220,7 @@ def _spec(name: str, config: Mapping[str, Any], shape: Shape, **others: Any) -> 
 def _with_stored_ratio(spec: ModelSpec) -> ModelSpec:
     """Return `spec` with the ratios of the format that its `config` names. Raises ModelError for an unknown format."""
     try:
-        stored, fp8 = quantization.stored_ratios(spec.layers, spec.stack, spec.hidden_size, spec.config, spec.dtype)
+        stored, fp8 = quantized_bytes.stored_ratios(spec.layers, spec.stack, spec.hidden_size, spec.config, spec.dtype)
     except ModelError as error:
         raise ModelError(f"{spec.name}: {error}") from None
     return spec.model_copy(update={"stored_ratio": stored, "fp8_ratio": fp8})
@@ -264,10 +265,7 @@ def shape_of(name: str, config: Mapping[str, Any], counted: Mapping[str, tuple[i
 
 
 def _measured_file(config: Mapping[str, Any]) -> Path:
-    """Return the cache file of the measured shape of `config`.
-
-    Its name depends on the configuration, the installed transformers, and the measuring code.
-    """
+    """Return the cache file of the measured shape of `config`."""
     made_of = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     made_of.update(version("transformers").encode())
     for room, module in (("checkpoint", "architecture.py"), ("core", "model.py")):

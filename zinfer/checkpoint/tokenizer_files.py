@@ -73,7 +73,7 @@ class _GenerationConfig(BaseModel):
 
 
 class ChatTemplate(NamedTuple):
-    """Text of a chat template, or the reason why there is none. `names` are those that could be chosen."""
+    """Text of a chat template, or why there is none."""
 
     text: str | None = None
     why_not: str = ""

@@ -92,11 +92,7 @@ class Case(Frozen):
 
     @property
     def lossy(self) -> bool:
-        """True for settings that change the values that the model computes with.
-
-        These are weights that were not released so, and an 8-bit KV cache; `zinfer study accuracy` tells how far the
-        text differs.
-        """
+        """True for settings that change the values that the model computes."""
         return self.weights != "as-released" or plan_options(self.engine, self.options).kv_quantized
 
     def label(self) -> str:

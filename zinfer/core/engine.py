@@ -120,7 +120,7 @@ _SEVERAL_GPUS = "weights come over several links with offload cpu"
 
 
 class EngineOptions(Frozen):
-    """Settings of an engine. A field is an option, its type gives the values, its description its meaning."""
+    """Settings of an engine; fields are options and their help."""
 
     def transport(self) -> Transport:
         """Return how an engine with these settings moves weights."""
@@ -415,16 +415,13 @@ def parse_options(engine: str, options: Options, offload: Offload) -> Any:
 
 @cache
 def read_options(engine: str, options: Options) -> EngineOptions:
-    """Return the typed options of a recorded case. Options that its engine does not know (any more) are left out."""
+    """Return the typed options of a recorded case, without unknown ones."""
     return _lenient(_options(engine), dict(options))
 
 
 @cache
 def plan_options(engine: str, options: Options) -> PlanOptions:
-    """Return the options of a case that change its plan.
-
-    Defaults are those of the engine; unknown options are left out.
-    """
+    """Return the options of a case that change its plan."""
     fields = _options(engine).model_fields
     defaults = {name: field.default for name, field in fields.items() if name in PlanOptions.model_fields}
     return _lenient(PlanOptions, defaults | dict(options))

@@ -52,7 +52,7 @@ def is_out_of_memory(error: BaseException | str) -> bool:
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:
-    """Return ``; did you mean 'x' or 'y'?`` for close `words`. The text is empty if there is none."""
+    """Return ``; did you mean 'x' or 'y'?`` for close `words`."""
     names = list(words)
     close = get_close_matches(word, names, n=3, cutoff=0.6)
     close += [name for name in names if word and name not in close and (name.startswith(word) or word.startswith(name))]

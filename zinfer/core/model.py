@@ -217,11 +217,7 @@ class ModelSpec(Shape):
         return _interpolated(shares, tokens) if tokens < last else 1 - (1 - share) ** (tokens / last)
 
     def hits(self, policy: ExpertPolicy, cached: float, tokens: int) -> float:
-        """Return the expected hit rate of a cache of experts.
-
-        It holds the share `cached` of all experts. The rate is what `routing` says of steps of `tokens` tokens;
-        `cached` if all experts are alike.
-        """
+        """Return the expected hit rate of a cache of experts."""
         recorded = None if self.routing is None else self.routing.hit_rate(policy, cached, tokens)
         return cached if recorded is None else recorded
 
@@ -295,18 +291,8 @@ class ModelSpec(Shape):
         """Bytes of one token's keys and values, before any window is full."""
         return sum(layer.kv_width for layer in self.layers) * self.dtype_bytes
 
-    def kv_layer_bytes(self, batch_size: int, length: int) -> tuple[int, ...]:
-        """Return the bytes that each layer caches for `batch_size` sequences.
-
-        These are keys and values of the tokens in its window, and its constant state.
-        """
-        return tuple(
-            batch_size * (layer.tokens(length) * layer.kv_width + layer.state) * self.dtype_bytes
-            for layer in self.layers
-        )
-
     def largest_kv_layer_bytes(self, batch_size: int, length: int) -> int:
-        """Return the largest value of `kv_layer_bytes`."""
+        """Return the bytes of the KV cache in the layer that caches most."""
         values = max(layer.tokens(length) * layer.kv_width + layer.state for layer, _ in self._kinds)
         return batch_size * values * self.dtype_bytes
 
@@ -412,16 +398,13 @@ def stretched(positions: int | None, settings: Mapping[str, Any]) -> int | None:
     original = (settings.get("original_max_position_embeddings") if kind == "yarn" else None) or positions
     if positions is None or kind not in ("yarn", "dynamic") or type(original) is not int:
         return positions
-    if type(factor) not in (int, float) or not 1 <= factor <= MAX_STRETCH:
+    if not isinstance(factor, int | float) or isinstance(factor, bool) or not 1 <= factor <= MAX_STRETCH:
         return positions
     return max(positions, int(original * factor))
 
 
 def check_positions(spec: ModelSpec, input_len: int, output_len: int, prompt: str = "") -> None:
-    """Raise ModelError if a prompt and its answer exceed the model's positions.
-
-    `prompt` names the prompt in the message; by default its option.
-    """
+    """Raise ModelError if prompt and answer exceed the model's positions."""
     if spec.max_position is not None and input_len + output_len > spec.max_position:
         raise ModelError(
             f"{prompt or f'--input-len {input_len}'} and --output-len {output_len} exceed the {spec.max_position} "

@@ -85,7 +85,7 @@ class Accelerate(Decoder):
         self._ready(state.layers[0])
 
     def _attach(self, layers: Mapping[str, bool]) -> None:
-        """Set Accelerate's own hooks on `layers`; True is offloaded. `dispatch_model` does so for a device map."""
+        """Set Accelerate's own hooks on `layers`; True is offloaded."""
         attach_align_device_hook_on_blocks(
             self.model,
             execution_device=dict.fromkeys(["", *layers], self.device),
@@ -138,7 +138,7 @@ class Accelerate(Decoder):
 
 
 def _reads_children(module: nn.Module) -> bool:
-    """Tell whether a module's code reads weights of its children. Their own hooks do not fetch them then."""
+    """Tell whether a module reads its children's weights, past their hooks."""
     children = dict(module.named_children())
     for kind in type(module).__mro__[: type(module).__mro__.index(nn.Module)]:
         for method in filter(inspect.isfunction, map(inspect.unwrap, vars(kind).values())):
@@ -149,10 +149,7 @@ def _reads_children(module: nn.Module) -> bool:
 
 
 class _Weights(OffloadedWeightsLoader):  # type: ignore[misc]
-    """Accelerate's map of offloaded weights, with a count of bytes read.
-
-    Weights that layers share are in `shared`, by all their names, and stay on the device.
-    """
+    """Accelerate's map of offloaded weights, which counts bytes; `shared` ones stay."""
 
     def __init__(self, host: dict[str, Tensor], folder: str | None, shared: Mapping[str, Tensor]) -> None:
         super().__init__(state_dict=host, save_folder=folder)

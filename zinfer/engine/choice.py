@@ -28,10 +28,7 @@ class Alone(NamedTuple):
     prompt: int
 
     def choose(self, scores: Tensor, count: int, values: Tensor, indices: Tensor) -> None:
-        """Write the `count` best of `scores` and their positions.
-
-        Scores are ``[B, n, T]``, `values` and `indices` ``[B, n, count]``.
-        """
+        """Write the `count` best of `scores` ``[B, n, T]``, and their positions."""
         scores = scores[self.rows][..., self.columns]
         size, last = scores.shape[2], scores.shape[1]
         first = last - (size - self.before)  # token of the pass that is the row's next one; padding comes before it

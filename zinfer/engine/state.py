@@ -41,7 +41,7 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging
 
-from zinfer.checkpoint import quantization
+from zinfer.checkpoint import quantization, quantized_tensors
 from zinfer.checkpoint.architecture import building, decoder_layers, empty_model, merges_experts
 from zinfer.checkpoint.configuration import without_code
 from zinfer.checkpoint.headers import HEAD, TABLE, Checkpoint, CheckpointError, TensorInfo
@@ -315,8 +315,8 @@ class _Stored:
         self._visits: list[Visit] = [*visits, *([] if allow_nan else [partial(check_finite, checkpoint)])]
         self._directory = state.spec.directory
         tensors, config, dtype = checkpoint.tensors, checkpoint.config, state.spec.dtype
-        self._quantized = quantization.quantized_weights(tensors, config, dtype)[0]
-        self._tensors = quantization.unquantized(tensors, config, dtype)  # as an unquantised checkpoint names them
+        self._quantized = quantized_tensors.quantized_weights(tensors, config, dtype)[0]
+        self._tensors = quantized_tensors.unquantized(tensors, config, dtype)  # as an unquantised checkpoint names them
         self._around = _Around.of(checkpoint.config, state.model)
         self._mapping = get_model_conversion_mapping(state.model)
         if self._around is not None:

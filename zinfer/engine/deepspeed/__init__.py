@@ -166,10 +166,7 @@ class DeepSpeed(Decoder):
                 entry.put(entry.tensor)
 
     def _stored(self, state: ModelState) -> Iterator[tuple[str, Tensor]]:
-        """Yield the state's tensors by name. Only the leader of a group loads them.
-
-        A follower yields zeros for each parameter, which `zero.Init` replaces by the leader's values.
-        """
+        """Yield tensors by name; a follower's are zeros for `zero.Init` to fill."""
         group = self._group
         if group is not None and group.rank:
             while (header := group.share(None)) != _END:
@@ -189,9 +186,9 @@ class DeepSpeed(Decoder):
             group.share(_END)
 
     def _linears(self, layers: nn.ModuleList) -> dict[str, nn.Linear]:
-        """Return the linear modules of the layers by their weights' names.
+        """Return the linear modules of the layers by name.
 
-        Raises EngineError if there are none, or their inputs do not divide into groups.
+        Raises EngineError if there are none that divide into groups.
         """
         names = {id(module): name for name, module in self.model.named_modules()}
         linears = {f"{names[id(module)]}.weight": module for module in layers.modules() if type(module) is nn.Linear}
@@ -287,10 +284,7 @@ class DeepSpeed(Decoder):
             raise
 
     def _recover(self, depth: int) -> None:
-        """Release what an interrupted forward pass left fetched or half fetched.
-
-        It began with `depth` modules under way. DeepSpeed records its trace anew by itself when a pass does not match.
-        """
+        """Release what an interrupted pass, begun at `depth` modules, left fetched."""
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
         del modules_under_way()[depth:]
@@ -373,7 +367,7 @@ def _bytes(parameter: Any) -> int:
 
 
 def _settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the recorded part of the configuration. It is all that matters for speed, and no path of this machine."""
+    """Return the recorded part of the configuration, without paths."""
     zero: dict[str, Any] = dict(config["zero_optimization"])
     offload = {f"offload_param.{key}": value for key, value in zero.pop("offload_param", {}).items()}
     offload.pop("offload_param.nvme_path", None)

@@ -31,7 +31,7 @@ def check_dequantizer(dtype: str, device: torch.device) -> None:
 
 
 def quantise(parameter: nn.Parameter, bits: int) -> None:
-    """Replace the values of a matrix by codes, scales and minima. They are in one tensor ``[n]`` of the same type."""
+    """Replace a matrix by codes, scales and minima in one tensor ``[n]``."""
     from deepspeed.inference.quantization import utils
 
     config = {"num_bits": bits, "group_size": GROUP, "group_dim": 1, "symmetric": False}

@@ -111,11 +111,7 @@ def _leave_group() -> None:
 
 
 def modules_under_way() -> list[nn.Module]:
-    """Return DeepSpeed's own list of modules that are running.
-
-    It is one for all engines of the process, whose whole models are on it from the start. An empty list if DeepSpeed's
-    ZeRO is not loaded.
-    """
+    """Return DeepSpeed's list of running modules, of all engines. It is empty without ZeRO."""
     with suppress(ImportError, AttributeError):
         from deepspeed.runtime.zero import parameter_offload
 
@@ -132,11 +128,7 @@ class Partition:
         self._first: Any = None
 
     def __call__(self, parameter: nn.Parameter) -> None:
-        """Make `parameter` a ZeRO parameter.
-
-        Its data moves to the place that the configuration names; page-locked host memory comes from the arena, if there
-        is one. Raises MemoryError where it has no room.
-        """
+        """Make `parameter` a ZeRO parameter, whose data moves. Raises MemoryError where the arena has no room."""
         import deepspeed
         from deepspeed.accelerator import get_accelerator
 

@@ -156,8 +156,8 @@ def write(
         file.unlink(missing_ok=True)
     try:
         atomic.write(folder / MARK, json.dumps({"origin": origin, "files": made}))
-        for file, content in _shards(checkpoint, choice, dtype, split, device, progress):
-            atomic.write(folder / file, save(content, {"format": "pt", "source": origin}))
+        for name, tensors in _shards(checkpoint, choice, dtype, split, device, progress):
+            atomic.write(folder / name, save(tensors, {"format": "pt"}))
         for path in tokenizer:
             with open_regular(path) as content, atomic.writing(folder / path.name) as stream:
                 shutil.copyfileobj(content, stream, COPIED)

@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from zinfer.checkpoint.headers import CheckpointError
-from zinfer.checkpoint.quantization import QuantizedWeight
+from zinfer.checkpoint.quantized_tensors import QuantizedWeight
 from zinfer.engine.read import DTYPES
 
 # Numbers of E2M1, the 4-bit floating-point type, by their codes.
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+VALUES_AT_ONCE = 1 << 26  # values that are expanded at a time: each takes some 12 bytes besides
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # index within its word of each of eight columns, which lie in a row
 _BYTES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2, "int8": torch.int8}  # tables that are torch's types
 _BYTE_TABLES = {dtype: name for name, dtype in _BYTES.items()}
@@ -61,21 +62,33 @@ class Codes:
         scale = float(_scale_values(self).abs().max()) * abs(self.factor)
         return self.divisor != 0 and scale * largest / abs(self.divisor) <= bound
 
+    def part(self, start: int, count: int) -> "Codes":
+        """Return `count` rows from `start` on, whole blocks but for the last one, as views."""
+        first, last = start // self.block[0], -(-(start + count) // self.block[0])
+        grid = slice(first, last) if len(self.scales) > 1 else slice(None)
+        zeros = None if self.zeros is None else self.zeros[grid]
+        return replace(self, numbers=self.numbers[start : start + count], scales=self.scales[grid], zeros=zeros)
+
     def to(self, device: torch.device) -> "Codes":
         """Return a copy on `device`."""
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **{name: tensor.to(device, copy=True) for name, tensor in tensors.items()})
+        optional = (None if tensor is None else tensor.to(device, copy=True) for tensor in (self.zeros, self.order))
+        numbers, scales = self.numbers.to(device, copy=True), self.scales.to(device, copy=True)
+        zeros, order = optional
+        return replace(self, numbers=numbers, scales=scales, zeros=zeros, order=order)
 
 
 def dequantize(weight: QuantizedWeight, parts: Mapping[str, Tensor]) -> Tensor:
-    """Return a weight, of its shape and type, from its stored tensors.
-
-    They are given by role, on any device. Raises CheckpointError for scales and groups that no quantiser writes.
-    """
+    """Return a weight from its stored tensors by role. Raises CheckpointError for damaged ones."""
     dtype = DTYPES[weight.dtype]
     if parts["codes"].device.type == "meta":
         return torch.empty(weight.shape, dtype=dtype, device="meta")
-    return expand(canonical(weight, parts), dtype).view(weight.shape)
+    codes = canonical(weight, parts)
+    out = torch.empty(codes.rows, codes.columns, dtype=dtype, device=codes.numbers.device)
+    block = codes.block[0] if len(codes.scales) > 1 else 1
+    step = max(1, VALUES_AT_ONCE // (codes.columns * block)) * block
+    for start in range(0, codes.rows, step):
+        out[start : start + step] = expand(codes.part(start, step), dtype)
+    return out.view(weight.shape)
 
 
 @cache

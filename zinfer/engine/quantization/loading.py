@@ -1,7 +1,8 @@
 """Weights that a load itself stores quantised: random codes, rounded weights.
 
-The stored tensors are those of `zinfer.checkpoint.quantization`, one matrix at a time, so that formats mean the same as
-in a checkpoint: `zinfer.engine.quantization.dequantize` makes weights of them, or takes them as they are over the link.
+The stored tensors are those of `zinfer.checkpoint.quantized_bytes`, one matrix at a time, so that formats mean the same
+as in a checkpoint: `zinfer.engine.quantization.dequantize` makes weights of them, or takes them as they are over the
+link.
 """
 
 import zlib
@@ -16,8 +17,9 @@ from transformers import PreTrainedModel
 
 from zinfer.checkpoint.architecture import MatrixFinder
 from zinfer.checkpoint.headers import CheckpointError
-from zinfer.checkpoint.quantization import Header, Quantization, QuantizedWeight, Scheme
-from zinfer.core.model import ModelSpec
+from zinfer.checkpoint.quantized_bytes import Header, Quantization
+from zinfer.checkpoint.quantized_tensors import QuantizedWeight
+from zinfer.core.model import ModelSpec, Weights
 from zinfer.engine.quantization.dequantize import Codes, canonical, dequantize, table
 from zinfer.engine.quantization.quantize import quantize
 from zinfer.engine.read import DTYPES
@@ -46,10 +48,7 @@ class CodedMatrix(NamedTuple):
 def coded_entries(
     model: PreTrainedModel, stack: str, layers: nn.ModuleList, spec: ModelSpec
 ) -> dict[str, tuple[CodedMatrix, ...]]:
-    """Return the entries of layers that are stored quantised, by name.
-
-    Their matrices come in the order of their rows.
-    """
+    """Return the matrices of entries that are stored quantised, in row order."""
     rules, find = Quantization(spec.config, spec.dtype), MatrixFinder(model)
     entries: dict[str, tuple[CodedMatrix, ...]] = {}
     for number, layer in enumerate(layers):
@@ -82,7 +81,7 @@ def random_entry(
 
 
 def rounded_entry(
-    name: str, tensor: Tensor, matrices: Sequence[CodedMatrix], scheme: Scheme, stored: bool
+    name: str, tensor: Tensor, matrices: Sequence[CodedMatrix], scheme: Weights, stored: bool
 ) -> Tensor | tuple[Codes, ...]:
     """Return an entry whose weights `tensor` are rounded to codes of `scheme`.
 
@@ -113,7 +112,8 @@ def _assembled(
     return out
 
 
-def _rounded(name: str, matrix: Tensor, weight: QuantizedWeight, scheme: Scheme) -> dict[str, Tensor]:
+def _rounded(name: str, matrix: Tensor, weight: QuantizedWeight, scheme: Weights) -> dict[str, Tensor]:
+    assert scheme != "as-released"
     try:
         tensors = quantize(matrix, scheme)
     except ValueError as error:
@@ -154,10 +154,7 @@ def random_parts(matrix: CodedMatrix, std: float, generator: torch.Generator) ->
 
 
 def _table_of(weight: QuantizedWeight, headers: Mapping[str, Header]) -> str:
-    """Return the name of the table that a weight's codes stand for.
-
-    Words hold whole numbers less a zero point in the middle.
-    """
+    """Return the name of the table that a weight's codes stand for."""
     tables = {"F8_E4M3": "e4m3", "F8_E5M2": "e5m2", "I8": "int8", "U8": "e2m1", "I32": f"middle{weight.bits}"}
     return tables[headers["codes"].dtype]
 
@@ -168,10 +165,7 @@ def _largest(name: str) -> float:
 
 @cache
 def _pool(name: str, scale: float, device: torch.device) -> tuple[Tensor, float]:
-    """Return codes of normally distributed numbers, and the deviation of their values.
-
-    The codes are int64 ``[blocks, BLOCK / 8]``, of numbers with a standard deviation of 1 over `scale`.
-    """
+    """Return codes of normal numbers, and the deviation of their values."""
     numbers = table(name, device)
     order = numbers.nan_to_num(float("inf"), float("inf"), float("inf")).argsort(stable=True)
     values = numbers[order][: int(numbers.isfinite().sum())]

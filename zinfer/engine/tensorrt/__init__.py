@@ -16,8 +16,8 @@ from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, MicroBatch, Work, check_works
 from zinfer.engine.kv_snapshot import Past
 from zinfer.engine.tensorrt import planfile
+from zinfer.engine.tensorrt.attention import Cache
 from zinfer.engine.tensorrt.build import plan_key
-from zinfer.engine.tensorrt.cache import Cache
 from zinfer.engine.tensorrt.execute import DECODE, PREFILL, Executor, shortfall
 from zinfer.engine.tensorrt.library import find_library
 from zinfer.plan.plan import Plan

@@ -11,6 +11,8 @@ from torch import Tensor
 from zinfer.core.model import ModelSpec
 from zinfer.engine.tensorrt.ops import Net, Node
 
+Tensors = dict[str, Tensor]
+
 
 class Attention:
     """Attention of all layers of a network, with its inputs and outputs.
@@ -62,3 +64,25 @@ class Attention:
         attention.mask = self.bias
         attention.decomposable = True  # for shapes without a fused kernel
         return net.shuffle(mixed, (0, 0, spec.num_heads * spec.head_dim), before=(0, 2, 1, 3))
+
+
+class Cache:
+    """Keys and values of a batch, which the network reads and writes."""
+
+    def __init__(self, spec: ModelSpec, batch_size: int, max_seq_len: int, device: torch.device) -> None:
+        shape, dtype = (batch_size, spec.num_kv_heads, max_seq_len, spec.head_dim), getattr(torch, spec.dtype)
+        names = [f"{part}_{layer}" for layer in range(spec.num_layers) for part in ("key", "value")]
+        self._buffers = {name: torch.empty(shape, dtype=dtype, device=device) for name in names}
+
+    def bind(self, rows: slice, past: int) -> tuple[Tensors, Tensors]:
+        """Return the inputs and outputs of a pass of `rows`."""
+        outputs = {name: buffer[rows] for name, buffer in self._buffers.items()}
+        inputs = {f"past_{name}": view for name, view in outputs.items()}
+        first = next(iter(outputs.values()))
+        inputs["write_at"] = torch.full((len(first),), past, dtype=torch.int32, device=first.device)
+        return inputs, outputs
+
+    def keep_rows(self, rows: Tensor) -> None:
+        """Keep `rows` only (indices ``[b]``, rising), and free the others' memory."""
+        for name, buffer in self._buffers.items():
+            self._buffers[name] = buffer[rows]

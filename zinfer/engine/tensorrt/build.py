@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zinfer.checkpoint.headers import Checkpoint
+from zinfer.checkpoint.headers import DTYPE_NAMES, Checkpoint
 from zinfer.checkpoint.source import revision_of
 from zinfer.core.case import LoadFormat
 from zinfer.core.model import ModelSpec
@@ -36,7 +36,6 @@ from zinfer.system import atomic
 CODE_BYTES = 256 << 20  # upper bound on the bytes of a plan that are not weights
 COPIES = 2  # copies of the weights that the library makes: 1.4 to 2.0 with TensorRT-RTX 1.7 on a CPU
 WORKING_BYTES = 3 << 30  # host memory of the process and of the library, besides the weights
-STORED = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}  # name in safetensors -> dtype
 
 
 class Cancelled(Exception):
@@ -154,7 +153,7 @@ def _must_spool(spec: ModelSpec, load_format: LoadFormat) -> bool:
     if load_format == "dummy" or spec.directory is None:
         return True
     stored = {info.dtype for info in Checkpoint.open(Path(spec.directory)).tensors.values()}
-    return {STORED.get(dtype) for dtype in stored} != {spec.dtype}
+    return {DTYPE_NAMES.get(dtype) for dtype in stored} != {spec.dtype}
 
 
 @contextmanager
@@ -176,10 +175,7 @@ def _weights(state: ModelState, spooled: bool, folder: Path, progress: Progress)
 
 
 def _writer(trt: Any, stream: Any, cancelled: Callable[[], bool]) -> Any:
-    """Return a stream writer of the library onto `stream`.
-
-    Its `error` holds the OSError, since exceptions do not pass through the library.
-    """
+    """Return a stream writer of the library; its `error` holds an OSError."""
 
     class Writer(trt.IStreamWriter):  # type: ignore[misc]
         error: OSError | None = None

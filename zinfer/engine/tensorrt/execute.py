@@ -102,10 +102,7 @@ def shortfall(asked: int, budget: int, streamable: int, allowed: int, taken: int
 
 
 def _reader(trt: Any, stream: BinaryIO, size: int, progress: Progress) -> Any:
-    """Return a stream reader of the library over a plan file.
-
-    The only copy of the plan on the host is the library's own.
-    """
+    """Return a stream reader of the library over a plan file."""
 
     class Reader(trt.IStreamReaderV2):  # type: ignore[misc]
         def __init__(self) -> None:

@@ -70,7 +70,7 @@ class Net:
         return node
 
     def constant(self, value: Tensor | Sequence[Any], rank: int | None = None, name: str = "") -> Node:
-        """Add the constant `value`, kept alive; a list becomes int32. It has leading dimensions of 1 up to `rank`."""
+        """Add the constant `value`; a list becomes int32."""
         tensor = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.int32)
         tensor = tensor.contiguous()
         shape = (1,) * ((rank or tensor.dim()) - tensor.dim()) + tuple(tensor.shape)
@@ -150,10 +150,7 @@ class Net:
         return node
 
     def linear(self, x: Node, name: str) -> Node:
-        """Return ``x @ weight.T (+ bias)``.
-
-        Its parameters are ``name.weight`` ``[out, in]`` and, if the model has it, ``name.bias``.
-        """
+        """Return ``x @ weight.T (+ bias)`` with the parameters of `name`."""
         rank, kind = len(x.shape), self.trt.MatrixOperation
         weight = self.parameter(f"{name}.weight", rank)
         y = self.out(self.network.add_matrix_multiply(x, kind.NONE, weight, kind.TRANSPOSE), "matrix multiply")
@@ -170,10 +167,7 @@ class Net:
         return node
 
     def rms_norm(self, x: Node, name: str, epsilon: float) -> Node:
-        """Add an RMS norm as `transformers` computes it.
-
-        That is ``x / sqrt(mean(x^2) + epsilon)`` in float32, rounded, times ``name.weight``.
-        """
+        """Add an RMS norm as `transformers` computes it, in float32, then rounded."""
         rank, mean = len(x.shape), self.trt.ReduceOperation.AVG
         exact = self.cast(x, torch.float32)
         square = self.multiply(exact, exact)
@@ -187,7 +181,7 @@ class Net:
         return self.out(self.network.add_shape(x), "shape")
 
     def head(self, x: Node, axis: int, length: Node) -> Node:
-        """Return ``x[.., :length, ..]`` along `axis`. `length` is an int64 vector of one element."""
+        """Return ``x[.., :length, ..]`` along `axis`; `length` is an int64 vector."""
         rank, whole = len(x.shape), self.shape(x)
         parts = [length if i == axis else self.gather(whole, self.constant([i]), 0) for i in range(rank)]
         size = self.concat(parts, 0)

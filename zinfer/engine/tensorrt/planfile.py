@@ -95,7 +95,7 @@ def finish(path: Path, key: PlanKey, **facts: Any) -> PlanFile:
 
 
 def read(path: Path) -> PlanFile:
-    """Read the plan `path` from the JSON file beside it. Its bytes are not read. Raises EngineError."""
+    """Read the plan `path` from the JSON file beside it. Raises EngineError."""
     description = path.with_suffix(".json")
     if not path.is_file():
         raise EngineError(f"no plan file {path}")
@@ -110,7 +110,7 @@ def read(path: Path) -> PlanFile:
 
 
 def disagreements(wanted: PlanKey, key: PlanKey) -> list[str]:
-    """Return why a plan of `key` cannot serve instead of `wanted`. The maxima of `wanted` are lower bounds."""
+    """Return why a plan of `key` cannot serve instead of `wanted`."""
     names = {
         "revision": "its weights are of revision", "dtype": "its weights are",
         "load_format": "its weights are", "layers": "its layers are", "network": "its network has version",

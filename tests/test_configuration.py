@@ -2,7 +2,6 @@
 
 import json
 import os
-import time
 from pathlib import Path
 from typing import Any
 
@@ -56,11 +55,9 @@ PLAN = ["plan", "--machine", "h100-80gb", "--input-len", "8", "--output-len", "8
     ],
 )
 def test_values_out_of_bounds_are_refused_at_once(change: dict[str, Any], says: str) -> None:
-    began = time.monotonic()
     with pytest.raises(DocumentError, match=f"^c.json: .*{says}") as error:
         check(LLAMA | change, "c.json")
     assert "\n" not in str(error.value)
-    assert time.monotonic() - began < 1
 
 
 def test_what_published_configurations_hold_passes() -> None:
@@ -71,20 +68,18 @@ def test_what_published_configurations_hold_passes() -> None:
         {"text_config": {"num_hidden_layers": 61, "n_routed_experts": 384}, "vision_config": {"num_heads": [3, 6]}},
         {"_attn_implementation_autoset": True, "attn_implementation": "flash_attention_2", "_name_or_path": "a/b"},
     ]
-    for one in published:
-        check(LLAMA | one, "c.json")
+    for fields in published:
+        check(LLAMA | fields, "c.json")
     assert len({name for names in CONFIG_KEYS.values() for name in names}) == len(configuration._BOUNDS)
 
 
 @pytest.mark.parametrize("layers", [10**9, 10**30])
 def test_plan_refuses_a_bare_config_of_too_many_layers(layers: int, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": layers}))
-    began = time.monotonic()
     for model in (tmp_path, tmp_path / "config.json"):
         result = CliRunner().invoke(cli, ["plan", "--model", str(model), "--machine", "h100-80gb"])
         assert isinstance(result.exception, ZinferError)
         assert f"config.json: num_hidden_layers is {layers}" in str(result.exception)
-    assert time.monotonic() - began < 5
 
 
 @pytest.mark.torch
@@ -92,10 +87,8 @@ def test_labels_of_a_classifier_are_left_out(tmp_path: Path) -> None:
     """A text for each of them takes half a minute for 10^7, and gigabytes."""
     labels = {"num_labels": 10**9, "id2label": {"0": "a"}, "label2id": {"a": 0}}
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | labels | {"vision_config": labels}))
-    began = time.monotonic()
     result = CliRunner().invoke(cli, [*PLAN, str(tmp_path)])
     assert result.exit_code == 0, result.output
-    assert time.monotonic() - began < 60
     assert without_code(LLAMA | labels | {"vision_config": labels}, "") == LLAMA | {"vision_config": {}}
 
 
@@ -135,9 +128,9 @@ def test_fields_that_name_code_are_left_out_with_a_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | CODE | {"attn_implementation": "eager"}))
     with pytest.warns(
         CheckpointWarning, match="config.json: auto_map, custom_generate, .*code of a checkpoint"
-    ) as told:
+    ) as warnings:
         config = configuration.read(tmp_path / "config.json")
-    assert len(told) == 1
+    assert len(warnings) == 1
     assert config == LLAMA | CODE | {"attn_implementation": "eager"}, "as written, for the fingerprint"
     assert without_code(config, "") == LLAMA | {"text_config": {"hidden_size": 8}, "vision_config": {}}
 

@@ -444,8 +444,8 @@ def test_models_without_such_experts_are_refused_or_streamed_whole(
 ) -> None:
     with pytest.raises(EngineError, match="cannot come on demand: it has none; take experts=all"):
         load(checkpoint("llama"))
-    with monkeypatch.context() as other_kind:
-        other_kind.setattr(expert_images, "through_interface", lambda module: False)
+    with monkeypatch.context() as unsupported_kind:
+        unsupported_kind.setattr(expert_images, "through_interface", lambda module: False)
         with pytest.raises(EngineError, match=r"do not go through the ExpertsInterface .*experts=all"):
             load(mixture("mixtral"))
         monkeypatch.setattr("zinfer.plan.placement.TUNING", replace(TUNING, min_expert_bytes=1))

@@ -16,7 +16,7 @@ from zinfer.analysis.routing import routing_of
 from zinfer.checkpoint import resolve
 from zinfer.cli import cli
 from zinfer.core.case import Case, Workload
-from zinfer.core.engine import PIECE_BYTES, OptionError, parse_options
+from zinfer.core.engine import CHUNK_BYTES, OptionError, parse_options
 from zinfer.core.machine import Machine
 from zinfer.core.model import ModelSpec, Routing
 from zinfer.plan.bytes import ALLOWANCES, Sizes, whole_tokens
@@ -82,8 +82,8 @@ def test_auto_brings_them_on_demand_where_that_is_clearly_less() -> None:
     assert plan(model=few).placement.experts == "all"
     assert plan(model=few, experts="on-demand").placement.experts == "on-demand"
     assert plan(packed="here").placement.experts == "all"
-    other_kind = MIXTRAL.model_copy(update={"architecture": "llama4_text"})
-    assert plan(model=other_kind).placement.experts == "all"
+    unsupported_kind = MIXTRAL.model_copy(update={"architecture": "llama4_text"})
+    assert plan(model=unsupported_kind).placement.experts == "all"
     dense = resolve.resolve("llama-3.1-70b", None, None)
     assert plan(model=dense, experts="on-demand").placement == plan(model=dense).placement
     small = MIXTRAL.model_copy(update={"layers": tuple(one.model_copy(update={"expert_parameters": 1 << 20})
@@ -161,7 +161,7 @@ def test_the_ring_holds_two_layers_without_their_routed_experts() -> None:
     large = MIXTRAL.model_copy(update={"layers": tuple(one.model_copy(update={"parameters": one.parameters + (1 << 28)})
                                                        for one in MIXTRAL.layers)})  # fmt: skip
     placement = plan(model=large, experts="on-demand").placement
-    assert placement.layer_chunks == -(-large.dense_layer_bytes // PIECE_BYTES) > TUNING.dense_depth
+    assert placement.layer_chunks == -(-large.dense_layer_bytes // CHUNK_BYTES) > TUNING.dense_depth
     assert placement.ring_depth == 2 * placement.layer_chunks
 
 

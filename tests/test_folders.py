@@ -301,4 +301,4 @@ def test_a_configuration_without_transforms_is_read() -> None:
     quantized = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {}}
     every: list[object] = [{}, {"config_groups": {}}, None]
     for empty in every:
-        assert quantization.method({"quantization_config": quantized | {"transform_config": empty}}) is not None
+        assert quantization.settings_of({"quantization_config": quantized | {"transform_config": empty}}) is not None

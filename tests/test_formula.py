@@ -11,7 +11,8 @@ import pytest
 from tests.test_architecture import GQA, MLA, ROUTED
 from zinfer.checkpoint.architecture import measure
 from zinfer.checkpoint.formula import shape
-from zinfer.checkpoint.quantization import ratios, scheme
+from zinfer.checkpoint.quantization import scheme
+from zinfer.checkpoint.quantized_bytes import stored_ratios
 from zinfer.checkpoint.resolve import from_directory
 from zinfer.core.errors import ENVIRONMENT
 from zinfer.core.model import ModelError, Shape
@@ -63,7 +64,7 @@ def test_a_closed_form_is_what_the_model_says(kind: str) -> None:
 def test_bytes_of_a_format_are_nearly_those_of_the_matrices(quantised: dict[str, Any]) -> None:
     config = {"model_type": "llama"} | GQA | {"hidden_size": 2048, "intermediate_size": 5632, "head_dim": 128}
     found = [
-        ratios(one.layers, one.stack, one.hidden_size, {"quantization_config": quantised}, "bfloat16")
+        stored_ratios(one.layers, one.stack, one.hidden_size, {"quantization_config": quantised}, "bfloat16")
         for one in (shape("it", config), measure("it", config))
     ]
     assert found[0] == pytest.approx(found[1], rel=2e-3)

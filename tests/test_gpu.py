@@ -21,7 +21,6 @@ from tests import (
     test_continuous,
     test_draft_model,
     test_drafts,
-    test_engine_accelerate,
     test_experts,
     test_few_experts,
     test_graphs,
@@ -37,7 +36,6 @@ from tests.test_parity import BATCHES, OUTPUT_LEN, load, prompts, reference
 from tests.test_passes import keep_here
 from tests.test_state import GLM
 from zinfer.core.case import Offload
-from zinfer.core.model import Weights
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, Work
 from zinfer.engine.cache import RowCache, make_cache
@@ -387,24 +385,6 @@ def test_a_step_that_waits_for_the_gpu_is_not_recorded(
     torch.cuda.empty_cache()
     for one in (engine, other):
         one.close()
-
-
-@pytest.mark.parametrize("weights", ["int8", "int4"])
-def test_weights_of_torchao_give_the_same_logits_from_host_memory(
-    weights: Weights, checkpoint: Checkpoints, tmp_path: Path
-) -> None:
-    pytest.importorskip("torchao")
-    directory = checkpoint("bloom", 1024)  # inputs that fill int4's layout for GPUs without padding
-    here, away = (test_engine_accelerate.quantised(directory, weights, place, tmp_path) for place in ("none", "cpu"))
-    given = torch.randint(4, 100, (3, OUTPUT_LEN))
-    assert all(map(torch.equal, follow(away, given, BATCHES[0]), follow(here, given, BATCHES[0])))
-    effective = away.effective()
-    assert effective.host_weight_bytes == effective.streamed_bytes_per_step == effective.pinned_bytes
-    assert effective.host_weight_bytes == pytest.approx(
-        away.plan.model.streamed_bytes * away.plan.placement.wire_ratio, rel=0.02
-    )
-    here.close()
-    away.close()
 
 
 @pytest.mark.parametrize("name", test_quantized.FORMATS)

@@ -31,7 +31,7 @@ from zinfer.checkpoint.headers import CheckpointError
 from zinfer.checkpoint.resolve import from_directory, resolve
 from zinfer.checkpoint.source import revision_of
 from zinfer.core.case import Case, LoadFormat, Offload, Workload
-from zinfer.core.engine import OptionError, conflict, settle
+from zinfer.core.engine import OptionError, conflict, resolve_options
 from zinfer.core.machine import override
 from zinfer.engine import direct
 from zinfer.engine.direct import PAGE, Stripes, StripeWriter
@@ -531,17 +531,17 @@ REFUSED: dict[str, dict[str, Any]] = {
 def test_what_does_not_go_together_is_refused_in_one_line(says: str) -> None:
     options = dict(REFUSED[says])
     offload: Offload = options.pop("offload")
-    found = conflict("stream", settle("stream", options), offload)
+    found = conflict("stream", resolve_options("stream", options), offload)
     assert found is not None
     assert found.startswith(says)
     assert "\n" not in found
 
 
 def test_shares_of_host_memory_are_checked() -> None:
-    assert settle("stream", {"host_weights": "64GiB"}) == (("host_weights", "64GiB"),)
+    assert resolve_options("stream", {"host_weights": "64GiB"}) == (("host_weights", "64GiB"),)
     for wrong in ("lots", "140%", "-3GB", "nan%"):
         with pytest.raises(OptionError, match="choose from auto, SIZE"):
-            settle("stream", {"host_weights": wrong})
+            resolve_options("stream", {"host_weights": wrong})
 
 
 @settings(max_examples=40, deadline=None)

@@ -23,7 +23,7 @@ from zinfer.core.engine import (
     parse_options,
     plan_options,
     read_options,
-    settle,
+    resolve_options,
     values,
 )
 from zinfer.job.recipe import Sweep
@@ -56,18 +56,18 @@ def case(engine: str = "stream", offload: Offload = "cpu", **options: Any) -> Ca
 )
 def test_an_unknown_option_or_value_is_refused_with_the_choices(engine: str, given: Any, words: str) -> None:
     with pytest.raises(OptionError, match=words) as refused:
-        settle(engine, given)
+        resolve_options(engine, given)
     assert refused.value.exit_code == 2
     with pytest.raises(OptionError, match=words):
         list(Sweep(model=("m",), engine=(engine,), offload=("cpu",), options=given).loads())
 
 
 def test_a_case_keeps_what_differs_from_the_defaults() -> None:
-    assert settle("stream", {"kv_offload": "auto", "kv_attention": "cpu", "weight_codec": "auto"}) == (
+    assert resolve_options("stream", {"kv_offload": "auto", "kv_attention": "cpu", "weight_codec": "auto"}) == (
         ("kv_attention", "cpu"),
         ("kv_offload", "auto"),
     )
-    assert settle("tensorrt", {"plan": 7}) == (("plan", "7"),)
+    assert resolve_options("tensorrt", {"plan": 7}) == (("plan", "7"),)
     assert case(cuda_graphs="auto", weight_codec="none") == case(weight_codec="none")
     assert case(weight_codec="none", kv_offload="cpu") == case(kv_offload="cpu", weight_codec="none")
     assert case("deepspeed", tuned=True) == case("deepspeed")
@@ -135,7 +135,7 @@ def test_any_engine_may_be_planned_with_what_only_a_planner_knows() -> None:
     wanted = Sweep(**fields, options={"gpus": (1, 2), "kv_offload": ("auto",)})
     assert [dict(load.options)["gpus"] for load in wanted.loads(planning=True)] == [1, 2]
     with pytest.raises(OptionError, match="gpus=0: write a whole number"):
-        settle("stream", {"gpus": 0}, planning=True)
+        resolve_options("stream", {"gpus": 0}, planning=True)
 
 
 @pytest.mark.parametrize("verb", ["sweep", "run", "batch", "study accuracy", "study reuse"])

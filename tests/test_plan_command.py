@@ -193,8 +193,8 @@ def test_formats_are_planned_for_engines_that_have_them() -> None:
     some = CliRunner().invoke(cli, ["plan", *words, "--engine", "stream,deepspeed,accelerate"])
     assert some.exit_code == 0
     assert mentions(some.stderr, "left out: --weights fp8 is for stream", "deepspeed takes int4")
-    assert mentions(some.stderr, "left out: --weights fp8 is for stream", "accelerate takes int4")
-    with pytest.raises(OptionError, match="int4 is for stream, deepspeed, accelerate: engine tensorrt has no packed"):
+    assert mentions(some.stderr, "--weights int4 is for stream, deepspeed", "accelerate has no packed weights")
+    with pytest.raises(OptionError, match="int4 is for stream, deepspeed: engine tensorrt has no packed"):
         CliRunner().invoke(
             cli, ["plan", *words[:6], "--engine", "tensorrt", "--weights", "int4"], catch_exceptions=False
         )

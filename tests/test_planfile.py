@@ -1,6 +1,5 @@
 """Plan files and `zinfer pack --engine tensorrt`: whole or not at all, and never a wrong plan."""
 
-import json
 import os
 import re
 import signal
@@ -30,7 +29,7 @@ from zinfer.system import atomic
 from zinfer.worker.inline import InlineWorker
 
 Checkpoints = Callable[..., Path]
-PACK = ("pack", "--engine", "tensorrt", "-m")
+BUILD = ("pack", "--engine", "tensorrt", "--max-batch-size", "2", "--max-seq-len", "16")
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +53,6 @@ def key(library: Library, spec: ModelSpec) -> PlanKey:
     return plan_key(library, str(spec.directory), spec, "safetensors", None, 4, 32)
 
 
-BUILD = ("pack", "--engine", "tensorrt", "--max-batch-size", "2", "--max-seq-len", "16")
-
-
 def fake(key: PlanKey, path: Path | None = None, content: bytes = b"plan" * 1000) -> PlanFile:
     """Write a finished plan file whose content no library has made."""
     path = path or PLANS / f"{key.stem}.plan"
@@ -78,7 +74,7 @@ def test_a_plan_is_found_again_by_its_key(folder: Path, key: PlanKey) -> None:
 def test_every_part_of_the_key_is_in_the_name(key: PlanKey) -> None:
     others = {
         "model": "x", "revision": "x", "dtype": "float16", "load_format": "dummy", "layers": 2, "max_batch_size": 5,
-        "max_seq_len": 33, "cache": "plain" if key.cache == "native" else "native", "network": 99,
+        "max_seq_len": 33, "cache": "other", "network": 99,
         "library": "tensorrt", "version": "0", "target": "9.0",
     }  # fmt: skip
     assert set(others) == set(PlanKey.model_fields)
@@ -110,46 +106,27 @@ def test_a_foreign_or_stale_plan_is_refused_with_the_reason(
     assert "--max-batch-size 4 --max-seq-len 32" in str(error.value)
 
 
-def _cut(file: PlanFile) -> None:
-    os.truncate(file.path, file.size - 1)
-
-
-def _flip(file: PlanFile) -> None:
-    with file.path.open("r+b") as stream:
-        stream.write(b"Q")
-
-
-def _no_json(file: PlanFile) -> None:
-    file.path.with_suffix(".json").unlink()
-
-
-def _bad_json(file: PlanFile) -> None:
-    file.path.with_suffix(".json").write_text("{")
-
-
-def _other_json(file: PlanFile) -> None:
-    file.path.with_suffix(".json").write_text(json.dumps({"size": 3}))
-
-
-def _piped_json(file: PlanFile) -> None:
-    _no_json(file)
-    os.mkfifo(file.path.with_suffix(".json"))
+def _piped(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
 
 
 @pytest.mark.parametrize(
-    ("spoil", "words"),
+    ("suffix", "spoil", "words"),
     [
-        (_cut, "is cut off"),
-        (_flip, "is not the plan that its JSON file describes"),
-        (_no_json, "its build was interrupted"),
-        (_bad_json, "does not describe a plan"),
-        (_other_json, "does not describe a plan"),
-        (_piped_json, "does not describe a plan"),
+        (".plan", lambda path: os.truncate(path, path.stat().st_size - 1), "is cut off"),
+        (".plan", lambda path: path.write_bytes(b"Q" + path.read_bytes()[1:]), "is not the plan that its JSON file"),
+        (".json", Path.unlink, "its build was interrupted"),
+        (".json", lambda path: path.write_text("{"), "does not describe a plan"),
+        (".json", lambda path: path.write_text('{"size": 3}'), "does not describe a plan"),
+        (".json", _piped, "does not describe a plan"),
     ],
 )
-def test_a_spoilt_plan_is_refused(folder: Path, key: PlanKey, spoil: Callable[[PlanFile], None], words: str) -> None:
+def test_a_spoilt_plan_is_refused(
+    folder: Path, key: PlanKey, suffix: str, spoil: Callable[[Path], None], words: str
+) -> None:
     file = fake(key)
-    spoil(file)
+    spoil(file.path.with_suffix(suffix))
     with pytest.raises(EngineError, match=words):
         planfile.find(key, str(file.path))
     with pytest.raises(EngineError, match="no TensorRT plan in"):
@@ -168,10 +145,10 @@ def test_a_plan_that_fails_half_way_is_not_there(folder: Path, key: PlanKey) -> 
 def test_a_cancelled_build_leaves_nothing(
     folder: Path, library: Library, spec: ModelSpec, key: PlanKey, during: str
 ) -> None:
-    told: list[str] = []
+    stages: list[str] = []
     with pytest.raises(Cancelled):
-        build(library, key, spec, PLANS / "x.plan", lambda what, _share: told.append(what), lambda: during in told)
-    assert told[-1] == during or during == "building engine"
+        build(library, key, spec, PLANS / "x.plan", lambda stage, _: stages.append(stage), lambda: during in stages)
+    assert stages[-1] == during or during == "building engine"
     assert list(PLANS.iterdir()) == []
 
 
@@ -221,27 +198,16 @@ def test_build_on_the_command_line(folder: Path, spec: ModelSpec, monkeypatch: p
         assert sweep.stderr.count("engine tensorrt needs a GPU") == 1
 
 
+def started(folder: Path, *words: str, stderr: int | None = None) -> subprocess.Popen[str]:
+    """Start a build in a process of its own."""
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    command = [sys.executable, "-m", "zinfer", *BUILD, *words]
+    return subprocess.Popen(command, cwd=folder, env=env, text=True, stderr=stderr)
+
+
 @pytest.mark.slow  # a process of its own; the test of a cancelled build has the rest
 def test_an_interrupted_build_leaves_nothing(folder: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "zinfer",
-        "pack",
-        "--engine",
-        "tensorrt",
-        "-m",
-        "opt-1.3b",
-        "--load-format",
-        "dummy",
-        "--layers",
-        "4",
-    ]
-    root = Path(__file__).parents[1]
-    process = subprocess.Popen(
-        [*command, "--max-batch-size", "2", "--max-seq-len", "16"], cwd=folder,
-        env=os.environ | {"PYTHONPATH": str(root)}, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    process = started(folder, "-m", "opt-1.3b", "--load-format", "dummy", "--layers", "4", stderr=subprocess.PIPE)
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline and not (folder / PLANS).is_dir():
         time.sleep(0.05)
@@ -263,25 +229,10 @@ def test_no_plan_names_the_command_that_builds_one(folder: Path, key: PlanKey) -
 
 def _peak(folder: Path, directory: Path) -> int:
     """Return the peak of anonymous memory (not pages of mapped files) during a build of `directory`."""
-    words = [
-        "pack",
-        "--engine",
-        "tensorrt",
-        "-m",
-        str(directory),
-        "--dtype",
-        "bf16",
-        "--max-batch-size",
-        "2",
-        "--max-seq-len",
-        "16",
-    ]
-    env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
-    process = subprocess.Popen([sys.executable, "-m", "zinfer", *words], cwd=folder, env=env)
-    peak = 0
+    process, peak = started(folder, "-m", str(directory), "--dtype", "bf16"), 0
     while process.poll() is None:
-        found = re.search(r"RssAnon:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text())
-        peak = max(peak, int(found[1]) << 10 if found else 0)
+        used = re.search(r"RssAnon:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text())
+        peak = max(peak, int(used[1]) << 10 if used else 0)
         time.sleep(0.005)
     assert process.returncode == 0
     return peak

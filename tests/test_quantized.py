@@ -19,11 +19,13 @@ from tests.interpreter import interpreted
 from tests.test_parity import MACHINE, greedy
 from tests.test_parity import load as load_engine
 from zinfer.checkpoint.headers import CheckpointError
+from zinfer.checkpoint.quantized_tensors import QuantizedWeight
 from zinfer.checkpoint.resolve import from_directory
 from zinfer.core.case import Case, Workload
 from zinfer.core.errors import ZinferError
 from zinfer.core.model import ModelError
-from zinfer.engine.quantization.dequantize import Codes, expand, table
+from zinfer.engine.quantization import dequantize as values
+from zinfer.engine.quantization.dequantize import Codes, dequantize, expand, table
 from zinfer.engine.state import ModelState
 from zinfer.engine.stream import codec as lossless
 from zinfer.engine.stream.quantized import joined, pieces, unpack
@@ -43,28 +45,6 @@ def entries(directory: Path) -> dict[str, Tensor]:
     """All entries that zinfer loads from a checkpoint, in its own type."""
     state = ModelState(from_directory(directory), "safetensors")
     return {name: tensor.clone() for name, tensor in state.load(torch.device("cpu"))}
-
-
-def equal(directory: Path, config: Any) -> None:
-    """Compare with what transformers makes of a checkpoint."""
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16, quantization_config=config)
-    expected, found = model.state_dict(), entries(directory)
-    assert found.keys() <= expected.keys()
-    for name, tensor in found.items():
-        assert tensor.dtype == expected[name].dtype, name
-        assert torch.equal(tensor, expected[name].to("cpu")), name
-
-
-@pytest.mark.parametrize("block", [(32, 32), None, (16, 32)])
-def test_fp8_with_scales_of_blocks(block: tuple[int, int] | None, tmp_path: Path) -> None:
-    directory = quantized.fp8(llama(tmp_path / "m"), block)
-    size = list(block) if block else None
-    equal(directory, FineGrainedFP8Config(weight_block_size=size, dequantize=True))
-
-
-def test_fp8_of_experts_that_are_stored_one_by_one(tmp_path: Path) -> None:
-    directory = quantized.fp8(save_checkpoint("mixtral", tmp_path / "m"))
-    equal(directory, FineGrainedFP8Config(weight_block_size=[32, 32], dequantize=True))
 
 
 def test_blocks_may_be_cut_at_the_end(tmp_path: Path) -> None:
@@ -90,16 +70,19 @@ def test_blocks_may_be_cut_at_the_end(tmp_path: Path) -> None:
     assert torch.equal(found, (codes.float() * whole).to(torch.bfloat16))
 
 
-@pytest.mark.parametrize("kind", quantized.COMPRESSED)
-def test_formats_of_compressed_tensors(kind: str, tmp_path: Path) -> None:
-    pytest.importorskip("compressed_tensors")
-    directory = quantized.compressed(llama(tmp_path / "m"), kind)
-    equal(directory, CompressedTensorsConfig(dequantize=True))
-
-
-def test_mxfp4_experts(tmp_path: Path) -> None:
-    directory = quantized.mxfp4(save_config(tmp_path / "m", "gpt_oss", **EXPERTS))
-    equal(directory, Mxfp4Config(dequantize=True))
+def test_cut_blocks_and_half_bytes_have_their_scales() -> None:
+    """Experts in one tensor whose last block is cut, or that share a scale; rows that end with half a byte."""
+    codes = torch.randn(2, 5, 6).to(torch.float8_e4m3fn)
+    blocks = torch.rand(2, 3, 2)
+    spread = blocks.repeat_interleave(2, 1)[:, :5].repeat_interleave(3, 2)
+    for scales, block, factors in ((blocks, (2, 3), spread), (torch.tensor([0.5]), (5, 6), torch.tensor(0.5))):
+        weight = QuantizedWeight("w", "fp8", (2, 5, 6), "F32", {}, block)
+        assert torch.equal(dequantize(weight, {"codes": codes, "scales": scales}), codes.float() * factors)
+    words, scales = torch.randint(-(1 << 31), (1 << 31) - 1, (4, 1), dtype=torch.int32), torch.rand(4, 1)
+    numbers = torch.cat([(words >> shift & 15) - 8 for shift in range(0, 28, 4)], 1)
+    weight = QuantizedWeight("w", "int", (4, 7), "F32", {}, (1, 7), 4)
+    assert torch.equal(dequantize(weight, {"codes": words, "scales": scales}), numbers * scales)
+    assert not weight.in_whole_bytes
 
 
 @pytest.mark.parametrize(("method", "bits", "ordered"), [("gptq", 4, False), ("gptq", 4, True), ("gptq", 8, False),
@@ -173,6 +156,7 @@ def reordered(directory: Path) -> Path:
 FORMATS: dict[str, Callable[[Path], Path]] = {
     "fp8": lambda directory: quantized.fp8(llama(directory)),
     "fp8 of tensors": lambda directory: quantized.fp8(llama(directory), None),
+    "fp8 of half blocks": lambda directory: quantized.fp8(llama(directory), (16, 32)),
     "fp8 of experts": lambda directory: quantized.fp8(save_checkpoint("mixtral", directory)),
     **{kind: partial(lambda kind, directory: quantized.compressed(llama(directory), kind), kind)
        for kind in quantized.COMPRESSED},
@@ -201,6 +185,30 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return make
 
 
+LIBRARIES: dict[str, Any] = {  # configurations with which transformers dequantises formats itself
+    "fp8": FineGrainedFP8Config(weight_block_size=[32, 32], dequantize=True),
+    "fp8 of tensors": FineGrainedFP8Config(weight_block_size=None, dequantize=True),
+    "fp8 of half blocks": FineGrainedFP8Config(weight_block_size=[16, 32], dequantize=True),
+    "fp8 of experts": FineGrainedFP8Config(weight_block_size=[32, 32], dequantize=True),
+    "mxfp4 of experts": Mxfp4Config(dequantize=True),
+    **{kind: CompressedTensorsConfig(dequantize=True) for kind in quantized.COMPRESSED},
+}
+
+
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_weights_are_those_of_transformers(
+    name: str, made: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(values, "VALUES_AT_ONCE", 3000)  # several steps
+    directory = made(name)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16, quantization_config=LIBRARIES[name])
+    expected, loaded = model.state_dict(), entries(directory)
+    assert loaded.keys() <= expected.keys()
+    for entry, tensor in loaded.items():
+        assert tensor.dtype == expected[entry].dtype, entry
+        assert torch.equal(tensor, expected[entry].to("cpu")), entry
+
+
 def matrices(directory: Path) -> Iterator[tuple[str, Tensor, tuple[Codes, ...] | None]]:
     """Yield the entries of the layers that come from codes: name, dequantised, and as they are stored."""
     state = ModelState(from_directory(directory), "safetensors")
@@ -213,9 +221,9 @@ def matrices(directory: Path) -> Iterator[tuple[str, Tensor, tuple[Codes, ...] |
 @pytest.mark.parametrize("name", FORMATS)
 def test_weights_cross_the_link_as_they_are_stored(name: str, made: Callable[[str], Path]) -> None:
     """Rows of codes, in chunks of a few rows, are unpacked to the weights, bit for bit."""
-    found = list(matrices(made(name)))
-    assert found
-    for entry, expected, several in found:
+    loaded = list(matrices(made(name)))
+    assert loaded
+    for entry, expected, several in loaded:
         out, place = torch.empty_like(expected).view(-1), 0
         for codes in several or ():
             for layout, data in pieces(codes, expected.dtype, 4000):
@@ -251,14 +259,8 @@ def test_matrices_of_an_entry_are_joined_where_their_scales_allow_it(
 @pytest.mark.parametrize(
     "names",
     [
-        (
-            "fp8 of tensors",
-            "int4 asymmetric",
-            "nvfp4",
-            "gptq",
-            "gptq in order",
-            "mxfp4 of experts",
-        ),  # every branch of the kernel
+        # every branch of the kernel
+        ("fp8 of tensors", "int4 asymmetric", "nvfp4", "gptq", "gptq in order", "mxfp4 of experts"),
         pytest.param(tuple(FORMATS), marks=pytest.mark.slow),
     ],
     ids=["some", "all"],
@@ -295,14 +297,11 @@ def test_streamed_codes_give_the_tokens_of_dequantised_weights(
     assert effective.host_weight_bytes < 0.75 * spec.streamed_bytes
 
 
-@pytest.mark.parametrize("name", [*FORMATS, "mxfp4 of experts"])
+@pytest.mark.parametrize("name", FORMATS)
 def test_a_bare_config_counts_the_bytes_of_the_headers(name: str, made: Callable[[str], Path], tmp_path: Path) -> None:
     """Formats are known from config.json alone; the plan is that of the checkpoint, to the byte, but for scales of
     activations that ModelOpt stores, and for blocks whose size it does not."""
-    if name == "mxfp4 of experts":
-        directory = quantized.mxfp4(save_config(tmp_path / "m", "gpt_oss", **EXPERTS))
-    else:
-        directory = made(name)
+    directory = made(name)
     bare = tmp_path / "config.json"
     bare.write_bytes((directory / "config.json").read_bytes())
     found, expected = from_directory(bare), from_directory(directory)
@@ -349,75 +348,63 @@ def refused(directory: Path, cases: Mapping[str, Callable[[dict[str, Tensor]], N
 
 
 UP = "model.layers.1.mlp.up_proj.weight"
+Change = Callable[[dict[str, Tensor]], None]
+
+
+def put(name: str, value: Tensor) -> Change:
+    return lambda tensors: tensors.update({name: value})
+
+
+def at(name: str, place: Any, value: float) -> Change:
+    return lambda tensors: tensors[name].__setitem__(place, value)
+
+
+def lose(name: str) -> Change:
+    return lambda tensors: tensors.__delitem__(name)
+
+
+def cut(name: str, columns: int) -> Change:
+    return lambda tensors: tensors.update({name: tensors[name][:, :columns].contiguous()})
 
 
 def test_damaged_scales_are_refused_in_a_line(tmp_path: Path) -> None:
-    def lost(tensors: dict[str, Tensor]) -> None:
-        del tensors[f"{UP}_scale_inv"]
-
-    def other(tensors: dict[str, Tensor]) -> None:
-        tensors[f"{UP}_scale_inv"] = torch.ones(7, 2)
-
-    def whole(tensors: dict[str, Tensor]) -> None:
-        tensors[f"{UP}_scale_inv"] = torch.ones(3, 2, dtype=torch.int32)
-
-    def nothing(tensors: dict[str, Tensor]) -> None:
-        tensors[f"{UP}_scale_inv"][1, 1] = float("nan")
-
-    def huge(tensors: dict[str, Tensor]) -> None:
-        tensors[f"{UP}_scale_inv"][1, 1] = 3e38
-
-    def alone(tensors: dict[str, Tensor]) -> None:
-        tensors["model.layers.1.input_layernorm.weight_scale_inv"] = torch.ones(1)
-
-    cases: dict[str, Callable[[dict[str, Tensor]], None]] = {
-        "without their scales": lost, "does not divide a weight of 96 x 64": other, "its type should be": whole,
-        "NaN or infinity": nothing, "holds NaN or infinity": huge, "holds no codes of a quantised weight": alone,
-    }  # fmt: skip
-    made = quantized.fp8(llama(tmp_path / "m"))
-    refused(made, cases)
+    scale = f"{UP}_scale_inv"
+    refused(quantized.fp8(llama(tmp_path / "m")), {
+        "without their scales": lose(scale),
+        "does not divide a weight of 96 x 64": put(scale, torch.ones(7, 2)),
+        "its type should be": put(scale, torch.ones(3, 2, dtype=torch.int32)),
+        "NaN or infinity": at(scale, (1, 1), float("nan")),
+        "holds NaN or infinity": at(scale, (1, 1), 3e38),
+        "holds no codes of a quantised weight": put("model.layers.1.input_layernorm.weight_scale_inv", torch.ones(1)),
+    })  # fmt: skip
 
 
 def test_damaged_checkpoints_of_modelopt_are_refused_in_a_line(tmp_path: Path) -> None:
-    def lost(tensors: dict[str, Tensor]) -> None:
-        del tensors[f"{UP}_scale_2"]
-
-    def other(tensors: dict[str, Tensor]) -> None:
-        tensors[f"{UP}_scale"] = tensors[f"{UP}_scale"][:, :2].contiguous()
-
-    def several(tensors: dict[str, Tensor]) -> None:
-        tensors[f"{UP}_scale_2"] = torch.ones(2)
-
-    made = quantized.modelopt(llama(tmp_path / "m"), "NVFP4", beside=True)[0]
-    refused(made, {"its global scale": lost, "scale for every 16": other, "is not one number": several})
-    (made / "hf_quant_config.json").write_text('{"quantization": 4}')
+    directory = quantized.modelopt(llama(tmp_path / "m"), "NVFP4", beside=True)[0]
+    refused(directory, {
+        "its global scale": lose(f"{UP}_scale_2"),
+        "scale for every 16": cut(f"{UP}_scale", 2),
+        "is not one number": put(f"{UP}_scale_2", torch.ones(2)),
+    })  # fmt: skip
+    (directory / "hf_quant_config.json").write_text('{"quantization": 4}')
     with pytest.raises(ModelError, match="has no object 'quantization'"):
-        from_directory(made)
+        from_directory(directory)
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "compressed"])
 def test_damaged_groups_are_refused_in_a_line(method: str, tmp_path: Path) -> None:
     base = UP.removesuffix("weight")
-
-    def shape(tensors: dict[str, Tensor]) -> None:
-        tensors[f"{UP}_shape"] = torch.tensor([96, 1 << 40])
-
-    def order(tensors: dict[str, Tensor]) -> None:
-        tensors[f"{base}g_idx"][3] = 4
-
-    def scales(tensors: dict[str, Tensor]) -> None:
-        name = f"{UP}_scale" if method == "compressed" else f"{base}scales"
-        tensors[name] = tensors[name][:, :3].contiguous()
-
     if method == "compressed":
         pytest.importorskip("compressed_tensors")
-        made, cases = quantized.compressed(llama(tmp_path / "m"), "int4 groups"), {"for a weight of": shape}
-        cases["does not divide"] = scales
-    else:
-        made = quantized.columns(llama(tmp_path / "m"), method)[0]
-        cases = {"a column names a group that has no scale": order} if method == "gptq" else {}
-        cases["does not fit scales"] = scales
-    refused(made, cases)
+        directory = quantized.compressed(llama(tmp_path / "m"), "int4 groups")
+        refused(directory, {
+            "for a weight of": put(f"{UP}_shape", torch.tensor([96, 1 << 40])),
+            "does not divide": cut(f"{UP}_scale", 3),
+        })  # fmt: skip
+        return
+    order: dict[str, Change] = {"a column names a group that has no scale": at(f"{base}g_idx", 3, 4)}
+    directory = quantized.columns(llama(tmp_path / "m"), method)[0]
+    refused(directory, (order if method == "gptq" else {}) | {"does not fit scales": cut(f"{base}scales", 3)})
 
 
 @pytest.mark.parametrize(

@@ -279,7 +279,8 @@ def test_names_of_code_on_a_page_exist(page: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["engine/base.py", "engine.base.Engine.forward", "Engine.admit", "Plan.placement", "core.engine.settle"]
+    "name",
+    ["engine/base.py", "engine.base.Engine.forward", "Engine.admit", "Plan.placement", "core.engine.resolve_options"],
 )
 def test_a_name_that_exists_is_found(name: str) -> None:
     assert exists(name)

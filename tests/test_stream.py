@@ -474,7 +474,7 @@ def test_chunks_are_of_one_size_and_those_of_large_layers_and_of_several_gpus_ar
 ) -> None:
     block = codec.BLOCK * 2  # bytes
     monkeypatch.setattr(packed_layer, "PIECE", 2 * block)
-    monkeypatch.setattr("zinfer.core.engine.PIECE_BYTES", 2 * block)
+    monkeypatch.setattr("zinfer.core.engine.CHUNK_BYTES", 2 * block)
     monkeypatch.setattr("zinfer.core.engine.LARGE_LAYER", 50 * block)
     weights = {
         name: torch.randn(count * codec.BLOCK).mul_(0.02).bfloat16() for name, count in zip("ab", blocks, strict=True)

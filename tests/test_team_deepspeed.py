@@ -17,7 +17,7 @@ from tests.test_parity import BATCHES, MACHINE, greedy, load, reference
 from tests.test_team_ways import followers, gone
 from zinfer.checkpoint import resolve
 from zinfer.core.case import Case, Offload, Workload
-from zinfer.core.engine import OptionError, parse_options, settle
+from zinfer.core.engine import OptionError, parse_options, resolve_options
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine
 from zinfer.engine.deepspeed.world import World
@@ -82,7 +82,7 @@ def test_a_second_one_in_the_process_is_refused(team: Engine, checkpoint: Checkp
 @pytest.mark.parametrize("offload", ["none", "nvme"])
 def test_other_offloads_are_refused(offload: Offload) -> None:
     with pytest.raises(OptionError, match=f"gpus=2 does not go with offload {offload}"):
-        parse_options("deepspeed", settle("deepspeed", {"gpus": 2}), offload)
+        parse_options("deepspeed", resolve_options("deepspeed", {"gpus": 2}), offload)
 
 
 @pytest.mark.slow

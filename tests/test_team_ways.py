@@ -17,7 +17,7 @@ from tests.test_parity import BATCHES, MACHINE, OUTPUT_LEN, greedy, load, prompt
 from tools.steered import steered
 from zinfer.checkpoint import resolve
 from zinfer.core.case import Case, Option, Workload
-from zinfer.core.engine import OptionError, parse_options, settle
+from zinfer.core.engine import OptionError, parse_options, resolve_options
 from zinfer.core.model import Dtype
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine
@@ -191,11 +191,11 @@ def test_a_worker_that_is_killed_leaves_no_rank(checkpoint: Checkpoints) -> None
 
 def test_what_several_gpus_cannot_do_is_refused(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
     with pytest.raises(OptionError, match="gpus=2 does not go with offload none"):
-        parse_options("stream", settle("stream", {"gpus": 2}), "none")
+        parse_options("stream", resolve_options("stream", {"gpus": 2}), "none")
     with pytest.raises(OptionError, match="experts=on-demand does not go with gpus=2"):
-        parse_options("stream", settle("stream", {"gpus": 2, "experts": "on-demand"}), "cpu")
+        parse_options("stream", resolve_options("stream", {"gpus": 2, "experts": "on-demand"}), "cpu")
     with pytest.raises(OptionError, match="engine accelerate has no option 'gpus'"):
-        settle("accelerate", {"gpus": 2})
+        resolve_options("accelerate", {"gpus": 2})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     plan = make_plan(case_of(checkpoint("llama")), resolve.from_directory(checkpoint("llama")), MACHINE)

@@ -25,7 +25,7 @@ from tests.inline import MACHINE, SPEC
 from zinfer.checkpoint.headers import CheckpointError
 from zinfer.checkpoint.source import find
 from zinfer.core.case import Case, Option, Workload
-from zinfer.core.errors import not_here
+from zinfer.core.errors import environment_error
 from zinfer.core.model import ModelError
 from zinfer.core.progress import Progress
 from zinfer.core.request import Message, Request, Sampling, Update
@@ -262,7 +262,7 @@ def test_kills_for_want_of_memory_count_in_the_own_group_alone(tmp_path: Path, m
     ("error", "status", "exit_code", "line"),
     [
         (CheckpointError("a lacks b"), "io_error", 2, "a lacks b"),
-        (not_here(CheckpointError("a cannot be read")), "io_error", 5, "io_error: a cannot be read"),
+        (environment_error(CheckpointError("a cannot be read")), "io_error", 5, "io_error: a cannot be read"),
         (DocumentError("a is damaged"), "io_error", 2, "a is damaged"),
         (UnreadableError("a cannot be read"), "io_error", 5, "io_error: a cannot be read"),
         (ModelError("no tokenizer"), "unsupported", 2, "no tokenizer"),

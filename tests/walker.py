@@ -57,7 +57,7 @@ class _Walker:
         names = {
             "CONSTANT": "IConstantLayer", "SHUFFLE": "IShuffleLayer", "MATRIX_MULTIPLY": "IMatrixMultiplyLayer",
             "ELEMENTWISE": "IElementWiseLayer", "UNARY": "IUnaryLayer", "ACTIVATION": "IActivationLayer",
-            "CAST": "ICastLayer", "SELECT": "ISelectLayer", "GATHER": "IGatherLayer", "SOFTMAX": "ISoftMaxLayer",
+            "CAST": "ICastLayer", "SELECT": "ISelectLayer", "GATHER": "IGatherLayer",
             "CONCATENATION": "IConcatenationLayer", "REDUCE": "IReduceLayer", "NORMALIZATION": "INormalizationLayer",
             "SHAPE": "IShapeLayer", "SLICE": "ISliceLayer", "KV_CACHE_UPDATE": "IKVCacheUpdateLayer",
             "ATTENTION_INPUT": "IAttentionInputLayer", "ATTENTION_OUTPUT": "IAttentionOutputLayer",
@@ -117,10 +117,6 @@ class _Walker:
         assert layer.num_elementwise_dims == 0
         taken = x.index_select(layer.axis, indices.reshape(-1).long())
         return taken.reshape(x.shape[: layer.axis] + indices.shape + x.shape[layer.axis + 1 :])
-
-    def _softmax(self, layer: Any, x: Tensor) -> Tensor:
-        assert layer.axes == 1 << (x.dim() - 1)
-        return x.softmax(-1)
 
     def _concatenation(self, layer: Any, *parts: Tensor) -> Tensor:
         assert len({part.dtype for part in parts}) == 1

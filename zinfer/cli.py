@@ -12,7 +12,7 @@ import click
 
 from zinfer.commands import limits
 from zinfer.commands.failure import Failure
-from zinfer.core.errors import ENVIRONMENT, EXIT_CODES, INTERNAL, ZinferError, did_you_mean, lacks_memory
+from zinfer.core.errors import ENVIRONMENT, EXIT_CODES, INTERNAL, ZinferError, did_you_mean, is_out_of_memory
 from zinfer.system.ending import interruption
 from zinfer.system.printable import discard, guarded, refuse_surrogates
 
@@ -205,7 +205,7 @@ def _main() -> None:
         if isinstance(error, ZinferError):
             click.echo(f"Error: {error}", file=cast(IO[Any], _Short(sys.stderr)))
             sys.exit(error.exit_code)
-        if lacks_memory(error):
+        if is_out_of_memory(error):
             from zinfer.system.host import no_memory
 
             click.echo(f"Error: {no_memory()}", err=True)

@@ -149,7 +149,7 @@ def _rounding(case: Case, model: str) -> tuple[str, str]:
     formats = (name for name in get_args(Weights) if case.model.endswith(f"-{name}"))
     weights = case.weights if case.model == model else next(formats, case.model)
     options = plan_options(case.engine, case.options)
-    return weights, options.kv_cache_dtype if options.kv_in_8_bits else ""
+    return weights, options.kv_cache_dtype if options.kv_quantized else ""
 
 
 def first_difference(row: Deviation) -> float | None:

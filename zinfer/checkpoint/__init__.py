@@ -1,1 +1,1 @@
-"""Checkpoints: configuration, headers, the hub, tokenizer files, quantisation schemes, the model's shape."""
+"""Checkpoints: configuration, headers, hub, tokenizer files, quantisation, the model's shape."""

@@ -1,4 +1,4 @@
-"""Model measurement: build the `transformers` model of a configuration without memory, and run one forward pass.
+"""Model measurement: build a `transformers` model without memory, and watch a pass.
 
 Configurations name the same quantity in many ways, and the arithmetic behind the names differs between architectures.
 So the model itself is read: its modules tell the parameters of each decoder layer and which of them belong to routed
@@ -65,14 +65,12 @@ _RESULTS = ("loss", "logits", "hidden_states", "attentions")
 
 
 def model_config(spec: ModelSpec) -> PreTrainedConfig:
-    """Return the `transformers` configuration of `spec`. Raises ModelError if transformers does not know the
-    architecture."""
+    """Return the `transformers` configuration of `spec`. Raises ModelError for an unknown architecture."""
     return _configured(spec.name, spec.architecture, spec.config)
 
 
 def empty_model(spec: ModelSpec) -> PreTrainedModel:
-    """Return the model of `spec` with parameters on the meta device and real buffers (rotary tables and the like) on
-    the CPU. Raises ModelError if transformers cannot build it as a causal language model."""
+    """Return the model of `spec` on the meta device, with real buffers. Raises ModelError."""
     with _refusing(spec.name), building(), init_empty_weights(include_buffers=False):
         model = _causal(model_config(spec), spec.dtype)
     model.tie_weights()
@@ -80,7 +78,7 @@ def empty_model(spec: ModelSpec) -> PreTrainedModel:
 
 
 def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """Return the decoder layers in depth order, with the name of the module list that holds them.
+    """Return the decoder layers in depth order, and their name.
 
     Only lists of blocks that lie in no other list are considered. A list as long as the text model's depth comes before
     others, then the list with most weights. Raises ModelError if there is none (the model is not a stack of decoder
@@ -98,11 +96,10 @@ def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 
 
 def measure(name: str, config: Mapping[str, Any]) -> Shape:
-    """Return the shape of the model that `config` describes, measured on the model; results are cached by
-    configuration.
+    """Return the shape of the model that `config` describes.
 
-    Raises ModelError, with `name` in it, if transformers cannot build the model, or if it is no stack of decoder layers
-    with a KV cache or a recurrent state.
+    Results are cached. Raises ModelError, with `name` in it, if transformers cannot build the model, or if it is no
+    stack of decoder layers with a KV cache or a recurrent state.
     """
     try:
         return _measure(json.dumps(config, sort_keys=True))
@@ -115,25 +112,25 @@ def _measure(config_json: str) -> Shape:
     config = json.loads(config_json)
     with _refusing(), building(), torch.device("meta"), _NoData():
         model = _causal(_configured("", config.get("model_type", ""), config), "bfloat16").eval()
-    if (held := sum(buffer.nbytes for buffer in model.buffers())) > MAX_BUFFERS:
-        raise ModelError(f"its tables and masks take {held / 1e9:,.0f} GB: the positions of its config.json are wrong")
+    if (size := sum(buffer.nbytes for buffer in model.buffers())) > MAX_BUFFERS:
+        raise ModelError(f"its tables and masks take {size / 1e9:,.0f} GB: the positions of its config.json are wrong")
     stack, layers = decoder_layers(model)
     watch = _watched(model, layers, _TOKENS)
     if any(seen.may_grow for seen in watch.layers):
-        for seen, later in zip(watch.layers, _watched(model, layers, _MORE).layers, strict=True):
-            seen.compare(later)
+        for seen, longer in zip(watch.layers, _watched(model, layers, _MORE).layers, strict=True):
+            seen.compare(longer)
     return _shape(model, stack, layers, watch.layers)
 
 
 def _watched(model: PreTrainedModel, layers: nn.ModuleList, tokens: int) -> "_Watch":
-    """Run a forward pass of `tokens` tokens and record what each layer does in it."""
+    """Run a forward pass of `tokens` tokens and record each layer."""
 
     def run(**cache: Cache) -> _Watch:
         watch = _Watch(layers, tokens)
         try:
             with torch.device("meta"), torch.no_grad(), _autocast_off_on_meta(), watch:
                 ids = torch.zeros(_ROWS, tokens, dtype=torch.long)
-                watch.settle(model(input_ids=ids, use_cache=True, **cache))
+                watch.divide(model(input_ids=ids, use_cache=True, **cache))
             if not all(seen.entered for seen in watch.layers):
                 raise ModelError("a text does not pass through all of its layers: they cannot be streamed in order")
         finally:
@@ -150,7 +147,7 @@ def _watched(model: PreTrainedModel, layers: nn.ModuleList, tokens: int) -> "_Wa
 
 @contextmanager
 def _autocast_off_on_meta() -> Iterator[None]:
-    """Answer that autocast is off for the meta device, which torch does not know; models of transformers 5.3 ask."""
+    """Answer that autocast is off for the meta device (transformers 5.3)."""
     real = torch.is_autocast_enabled
 
     def asked(*device: str) -> bool:
@@ -164,22 +161,21 @@ def _autocast_off_on_meta() -> Iterator[None]:
 
 
 def _shape(model: PreTrainedModel, stack: str, layers: nn.ModuleList, watched: "list[_Seen]") -> Shape:
-    """Return the Shape of the modules and the watched pass."""
     text, routed = _text(model.config), [_experts(layer) for layer in layers]
     times = Counter(id(parameter) for layer in layers for parameter in layer.parameters())
     parts, find = [], MatrixFinder(model)
     for layer, experts, seen in zip(layers, routed, watched, strict=True):
-        own = {id(weight): weight.numel() for weight in layer.parameters() if times[id(weight)] == 1}
-        inside = {id(weight) for module in experts for weight in module.parameters()}
+        sizes = {id(weight): weight.numel() for weight in layer.parameters() if times[id(weight)] == 1}
+        routed_weights = {id(weight) for module in experts for weight in module.parameters()}
         part = LayerSpec(
-            parameters=sum(own.values()),
-            expert_parameters=sum(size for weight, size in own.items() if weight in inside),
+            parameters=sum(sizes.values()),
+            expert_parameters=sum(size for weight, size in sizes.items() if weight in routed_weights),
             kv_width=seen.kv_width,
             index_width=seen.index_width,
             window=seen.window if seen.kv_width else _window(layer),
             state=seen.state,
             attention=seen.products // 2 if seen.kv_width or not seen.state else 0,
-            matrices=tuple(matrix for matrix, weight, _ in find(layer) if id(weight) in own),
+            matrices=tuple(matrix for matrix, weight, _ in find(layer) if id(weight) in sizes),
         )
         parts.append(part)
     if not any(part.kv_width or part.state for part in parts):
@@ -211,8 +207,10 @@ def _shape(model: PreTrainedModel, stack: str, layers: nn.ModuleList, watched: "
 
 
 class MatrixFinder:
-    """Search for the matrices of decoder layers of `model` that a format may store quantised: those of linear modules,
-    and those of experts, by the names in which checkpoints have them."""
+    """Search for the matrices of layers that a format may store quantised.
+
+    They are the matrices of linear modules and of experts.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._merged: list[tuple[str, tuple[str, ...]]] = []  # end of a parameter's name, and of those merged into it
@@ -222,14 +220,13 @@ class MatrixFinder:
                 self._merged.append((rule.target_patterns[0].strip("^$"), sources))
 
     def __call__(self, layer: nn.Module) -> Iterator[tuple[Matrix, Tensor, str]]:
-        """Yield the matrices of a layer, with the parameter that holds each and its name within the layer. Several
-        matrices of one parameter come in the order of an expert's rows in it."""
+        """Yield the matrices of a layer, with their parameter and its name. An expert's come in order."""
         for path, module in layer.named_modules():
             if isinstance(module, nn.Linear):
                 rows, columns = module.weight.shape
                 yield Matrix(path, rows, columns), module.weight, f"{path}.weight"
         for module in _experts(layer):
-            path = next(name for name, one in layer.named_modules() if one is module)
+            path = next(name for name, inner in layer.named_modules() if inner is module)
             for leaf, weight in module.named_parameters():
                 if weight.dim() == 3:
                     yield from self._of_experts(f"{path}.{leaf}", weight)
@@ -240,25 +237,25 @@ class MatrixFinder:
             if f".{name}".endswith(target if target.startswith(".") else f".{target}"):
                 before = f".{name}"[: -len(target)].removeprefix(".")
                 for source in sources:
-                    own = f"{before}{source.removesuffix('.weight')}"
-                    yield Matrix(own, rows // len(sources), columns, experts), weight, name
+                    stored = f"{before}{source.removesuffix('.weight')}"
+                    yield Matrix(stored, rows // len(sources), columns, experts), weight, name
                 return
         yield Matrix(name, columns, rows, experts), weight, name  # stored as it is used: transposed
 
 
 def merges_experts(rule: WeightConverter) -> bool:
-    """Tell whether a conversion puts the matrices of experts, stored one by one, below each other, expert by expert."""
-    kinds = [(type(one).__name__, getattr(one, "dim", None)) for one in rule.operations]
+    """Tell whether a conversion stacks the rows of single experts."""
+    kinds = [(type(operation).__name__, getattr(operation, "dim", None)) for operation in rule.operations]
     return kinds in ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
 
 
 def _weights(module: nn.Module) -> int:
-    """Return the number of values of a module, those that DeepSpeed has taken away among them."""
+    """Return the number of values of a module, also of partitioned ones."""
     return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in module.parameters())
 
 
 def _text(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the configuration of the decoder within `config`; `config` itself if it has no other parts."""
+    """Return the configuration of the decoder within `config`."""
     try:
         return config.get_text_config(decoder=True)
     except ValueError:  # ambiguous: several parts qualify
@@ -266,8 +263,7 @@ def _text(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def _first(config: PreTrainedConfig, names: Iterable[str]) -> int | None:
-    """Return the first of the settings `names` that `config` has as a positive integer. For a list with a value per
-    layer, its largest value."""
+    """Return the first of the settings `names` that is positive. Of a list with a value per layer it is the largest."""
     for name in names:
         value = getattr(config, name, None)
         if isinstance(value, (list, tuple)):
@@ -278,27 +274,24 @@ def _first(config: PreTrainedConfig, names: Iterable[str]) -> int | None:
 
 
 def _window(layer: nn.Module) -> int | None:
-    """Return the sliding window, in tokens, of a layer that attends to another layer's cache."""
+    """Return the window of a layer that attends to another layer's cache."""
     sizes = [getattr(module, "sliding_window", None) for module in layer.modules()]
     return next((size for size in sizes if isinstance(size, int)), None)
 
 
 def _experts(layer: nn.Module) -> list[nn.Module]:
-    """Return the modules of a layer that hold the weights of routed experts: "expert" is in their name or class,
-    "shared" is not in their name, and they lie in no other such module."""
-    found: dict[str, nn.Module] = {}
+    """Return the outermost modules of a layer with routed experts."""
+    modules: dict[str, nn.Module] = {}
     for name, module in layer.named_modules():
-        own = name.rpartition(".")[2].lower()
-        nested = any(name.startswith(f"{outer}.") for outer in found)
-        named = "expert" in own or "expert" in type(module).__name__.lower()
-        if named and "shared" not in own and not nested and _number(module) > 1 and _weights(module):
-            found[name] = module
-    return list(found.values())
+        leaf = name.rpartition(".")[2].lower()
+        nested = any(name.startswith(f"{outer}.") for outer in modules)
+        named = "expert" in leaf or "expert" in type(module).__name__.lower()
+        if named and "shared" not in leaf and not nested and _number(module) > 1 and _weights(module):
+            modules[name] = module
+    return list(modules.values())
 
 
 def _number(experts: nn.Module) -> int:
-    """Return the number of experts in a module: its submodules, else the first dimension of its stacked matrices, else
-    its attribute."""
     if isinstance(experts, (nn.ModuleList, nn.ModuleDict)):
         return len(experts)
     stacked = [parameter.shape[0] for parameter in experts.parameters() if parameter.dim() == 3]
@@ -307,7 +300,7 @@ def _number(experts: nn.Module) -> int:
 
 
 def _expert_width(routed: Iterable[list[nn.Module]], hidden: int) -> int:
-    """Return the inner width of one expert's feed-forward network, the widest of all layers; 0 without experts."""
+    """Return the largest inner width of an expert; 0 without experts."""
     widths = [0]
     for module in (module for modules in routed for module in modules):
         stacked = max(parameter.dim() for parameter in module.parameters())  # biases have a dimension less
@@ -318,8 +311,7 @@ def _expert_width(routed: Iterable[list[nn.Module]], hidden: int) -> int:
 
 
 def _ffn_size(config: PreTrainedConfig, layers: Iterable[nn.Module], hidden: int) -> int:
-    """Return the inner width of the feed-forward network: the configuration's value, or else the largest width that has
-    matrices both from and to the hidden size."""
+    """Return the inner width of the feed-forward network, configured or measured."""
     configured = _first(config, CONFIG_KEYS["ffn_size"])
     if configured is not None:
         return configured
@@ -329,7 +321,7 @@ def _ffn_size(config: PreTrainedConfig, layers: Iterable[nn.Module], hidden: int
 
 
 def _others(shape: Iterable[int], hidden: int) -> list[int]:
-    """Return the other dimension of a matrix that has `hidden` as one dimension, as a list; empty if it has not."""
+    """Return the other dimension of a matrix with `hidden`, as a list."""
     sizes = list(shape)
     if hidden not in sizes:
         return []
@@ -364,8 +356,7 @@ def _configured(name: str, architecture: str, config: Mapping[str, Any]) -> PreT
 
 
 def _numbers(value: Any) -> Any:
-    """Return a copy of a part of a `config.json`, with floats for the numbers that JSON cannot express and transformers
-    writes as ``{"__float__": "Infinity"}``."""
+    """Return a copy with floats for ``{"__float__": "Infinity"}`` of transformers."""
     if isinstance(value, dict):
         if value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
             return float(value["__float__"])
@@ -374,8 +365,7 @@ def _numbers(value: Any) -> Any:
 
 
 def _causal(config: PreTrainedConfig, dtype: Dtype) -> PreTrainedModel:
-    """Build the causal language model of `config`: only the text model within it if that can stand alone, so that
-    vision and audio towers are neither loaded nor counted; else the whole model."""
+    """Build the causal language model of `config`, without towers where possible."""
     if config.model_type in _UNLIKE:
         raise ModelError(f"{config.model_type} models are not supported: {_UNLIKE[config.model_type]}")
     text = getattr(config, "text_config", None)
@@ -392,8 +382,10 @@ def _causal(config: PreTrainedConfig, dtype: Dtype) -> PreTrainedModel:
 
 @contextmanager
 def building() -> Iterator[None]:
-    """Bound the building of a model in the ``with`` block: nothing is fetched from the hub, and ModelError is raised
-    where the model has more than MAX_MODULES modules, which would take hours."""
+    """Bound the building of a model in the ``with`` block.
+
+    Nothing is fetched from the hub; ModelError is raised for more than MAX_MODULES modules, which would take hours.
+    """
     count = 0
 
     def counted(_module: nn.Module, _name: str, _child: nn.Module | None) -> None:
@@ -413,7 +405,7 @@ def building() -> Iterator[None]:
 
 @contextmanager
 def _refusing(name: str = "") -> Iterator[None]:
-    """Turn any exception of an architecture's code into a one-line ModelError that begins with `name`."""
+    """Turn any exception of an architecture's code into a one-line ModelError."""
     try:
         yield
     except ModelError:
@@ -425,7 +417,7 @@ def _refusing(name: str = "") -> Iterator[None]:
 
 
 class _NoData(TorchFunctionMode):
-    """Function mode that answers for values, which tensors on the meta device do not have.
+    """Function mode that makes up values for tensors on the meta device.
 
     A check that would only warn or take a shortcut gets True or 1; a loop over the experts that tokens were sent to
     finds none. Shapes, which are all that is measured, are the same either way.
@@ -440,7 +432,7 @@ class _NoData(TorchFunctionMode):
         return self.computed(func, args, func(*args, **kwargs), kwargs)
 
     def computed(self, func: Callable[..., Any], args: tuple[Any, ...], out: Any, kwargs: dict[str, Any]) -> Any:
-        """Receive a function's result and return it: a hook for subclasses that watch."""
+        """Return a function's result: a hook for subclasses that watch."""
         return out
 
 
@@ -455,14 +447,14 @@ def _where(condition: Tensor, *others: Any, **named: Any) -> Any:
 
 
 def _split(tensor: Tensor, sizes: int | list[int], dim: int = 0) -> tuple[Tensor, ...]:
-    """Split a tensor into parts whose sizes are values, hence unknown: the first part takes what the others leave."""
+    """Split a tensor into parts of unknown sizes. The first part takes what the others leave."""
     if isinstance(sizes, list):
         sizes = [tensor.shape[dim] - sum(sizes[1:]), *sizes[1:]]
     return torch.split(tensor, sizes, dim)
 
 
 def _grouped(rows: Tensor, weights: Tensor, *_: object, **__: object) -> Tensor:
-    """Return the shape of rows times the matrices of their groups, without the alignment that the kernel demands."""
+    """Return the shape of rows times the matrices of their groups."""
     return rows.new_empty(*rows.shape[:-1], weights.shape[-1])
 
 
@@ -501,20 +493,19 @@ class _Seen:
 
     @property
     def tensors(self) -> list[tuple[Any, str, Tensor]]:
-        """Cached tensors as (part of the cache, name in it, tensor); a tensor that is both keys and values counts
-        once."""
-        found = [(entry, name, tensor) for entry in self.entries for name, tensor in _tensors(entry)]
-        return list({id(tensor): (entry, name, tensor) for entry, name, tensor in reversed(found)}.values())
+        """Cached tensors as (part of the cache, name in it, tensor). One that is both keys and values counts once."""
+        every = [(entry, name, tensor) for entry in self.entries for name, tensor in _tensors(entry)]
+        return list({id(tensor): (entry, name, tensor) for entry, name, tensor in reversed(every)}.values())
 
     def cached(self, name: str, tensor: Tensor) -> int:
-        """Return the number of tokens that a cached tensor holds an entry for; 0 for a state of the sequence."""
+        """Return how many tokens a cached tensor has entries for."""
         if name in ("keys", "values") and tensor.dim() == 4:
             return tensor.shape[-2]  # all tokens, or those of a window
         return self.tokens if self.tokens in tensor.shape[1:] else 0
 
     @property
     def _widths(self) -> list[tuple[int, int | None]]:
-        """Values a token, and the window (None: no window), of each cached tensor with an entry a token."""
+        """Values a token, and the window if any, of each growing tensor."""
         return [
             (tensor.numel() // (_ROWS * tokens), size if isinstance(size, int) else None)
             for entry, name, tensor in self.tensors
@@ -537,22 +528,21 @@ class _Seen:
     @property
     def index_width(self) -> int:
         """Values cached a token by an indexer, for a choice of positions."""
-        found = [tensor for _, name, tensor in self.tensors if name == "indexer_keys"]
-        return sum(tensor.numel() // (_ROWS * self.tokens) for tensor in found)
+        keys = [tensor for _, name, tensor in self.tensors if name == "indexer_keys"]
+        return sum(tensor.numel() // (_ROWS * self.tokens) for tensor in keys)
 
     @property
     def state(self) -> int:
-        """Values cached a sequence whose number does not grow, windows beside a full cache included."""
-        own = self._constant
-        if own is None:
-            own = sum(tensor.numel() // _ROWS for _, name, tensor in self.tensors if not self.cached(name, tensor))
-        beside = self.window is None
-        return own + sum(width * size for width, size in self._widths if size is not None and beside)
+        """Values cached a sequence whose number does not grow."""
+        state = self._constant
+        if state is None:
+            state = sum(tensor.numel() // _ROWS for _, name, tensor in self.tensors if not self.cached(name, tensor))
+        windows = [width * size for width, size in self._widths if size is not None and self.window is None]
+        return state + sum(windows)
 
     @property
     def may_grow(self) -> bool:
-        """True if a cache class of the model's own holds a tensor without an entry a token: it may hold one for several
-        tokens."""
+        """True if the cache may hold one entry for several tokens."""
         return any(
             not isinstance(entry, Tensor)
             and type(entry).__module__ not in (Cache.__module__, "builtins")
@@ -560,14 +550,14 @@ class _Seen:
             for entry, name, tensor in self.tensors
         )
 
-    def compare(self, later: "_Seen") -> None:
-        """Separate state that grows slowly with the tokens from constant state, by comparison with a longer pass."""
+    def compare(self, longer: "_Seen") -> None:
+        """Separate slowly growing state from constant state, by a longer pass."""
         before, after = (
             sum(tensor.numel() // _ROWS for _, name, tensor in seen.tensors if not seen.cached(name, tensor))
-            for seen in (self, later)
+            for seen in (self, longer)
         )
-        self._grown = ceil(max(0, after - before) / (later.tokens - self.tokens))
-        self._constant = max(0, after - self._grown * later.tokens)
+        self._grown = ceil(max(0, after - before) / (longer.tokens - self.tokens))
+        self._constant = max(0, after - self._grown * longer.tokens)
 
     @property
     def keys(self) -> tuple[int, int]:
@@ -577,7 +567,7 @@ class _Seen:
 
 
 class _Watch(_NoData):
-    """Forward pass on the meta device that records what each of `layers` does in it."""
+    """Forward pass on the meta device that records each of `layers`."""
 
     def __init__(self, layers: Iterable[nn.Module], tokens: int) -> None:
         super().__init__()
@@ -602,20 +592,20 @@ class _Watch(_NoData):
         """Assign cache entries that appeared since this layer was entered to it."""
         seen, self._now = self._now, None
         caches = [argument for argument in (*args, *kwargs.values()) if isinstance(argument, Cache)]
-        beside = ((value for name, value in vars(own).items() if name != "layers") for own in caches)
-        lists = (value for values in beside for value in values if isinstance(value, (list, dict)))
-        parts = [part for some in lists for part in (some.values() if isinstance(some, dict) else some)]
-        for entry in (*(entry for own in caches for entry in own.layers), *parts):
+        extra = [value for held in caches for name, value in vars(held).items() if name != "layers"]
+        parts = [part for value in extra if isinstance(value, list) for part in value]
+        parts += [part for value in extra if isinstance(value, dict) for part in value.values()]
+        for entry in (*(layer for held in caches for layer in held.layers), *parts):
             if seen is not None and id(entry) not in self._owned and any(_tensors(entry)):
                 self._owned.add(id(entry))
                 seen.entries.append(entry)
 
-    def settle(self, out: Mapping[str, Any]) -> None:
-        """Divide a cache of the model's own class, which is returned as a whole, evenly among the layers."""
+    def divide(self, out: Mapping[str, Any]) -> None:
+        """Divide a cache of the model's own class evenly among the layers."""
         if any(seen.entries for seen in self.layers):
             return
-        kept = [tensor for key, value in out.items() if key not in _RESULTS for _, tensor in _tensors(value)]
-        total = sum(tensor.numel() for tensor in kept)
+        values = [value for key, value in out.items() if key not in _RESULTS]
+        total = sum(tensor.numel() for value in values for _, tensor in _tensors(value))
         for seen in self.layers if total else ():
             seen.entries = [torch.empty(_ROWS, ceil(total / _ROWS / len(self.layers)), device="meta")]
 
@@ -641,7 +631,7 @@ class _Watch(_NoData):
         return out
 
     def _product(self, seen: _Seen, factors: list[Tensor], out: Tensor) -> None:
-        """Count a matrix product if it belongs to an attention: queries with keys, or scores with values."""
+        """Count a matrix product if it belongs to an attention."""
         square = (self._tokens, self._tokens)
         if out.shape[-2:] == square:
             heads = out.numel() // (_ROWS * self._tokens**2)
@@ -652,7 +642,7 @@ class _Watch(_NoData):
 
 
 def _tensors(value: Any, name: str = "", depth: int = 3) -> Iterator[tuple[str, Tensor]]:
-    """Yield the floating-point tensors in an object or a container, with their names there."""
+    """Yield the floating-point tensors in an object, with their names there."""
     if isinstance(value, Tensor):
         if value.is_floating_point() and value.dim():
             yield name, value

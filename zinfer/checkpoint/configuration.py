@@ -21,7 +21,7 @@ MAX_LAYERS = 1024  # the deepest published models have 160
 MAX_EXPERTS = 1 << 21  # of all layers together
 MAX_TOKEN = (1 << 31) - 1
 # Our name of a quantity -> smallest and largest value. Null stands for the architecture's default.
-LIMITS: dict[str, tuple[int, int]] = {
+_LIMITS: dict[str, tuple[int, int]] = {
     "num_layers": (1, MAX_LAYERS),
     "hidden_size": (1, 1 << 20),
     "num_heads": (0, 1 << 16),
@@ -33,7 +33,7 @@ LIMITS: dict[str, tuple[int, int]] = {
     "num_experts": (0, 1 << 16),
     "experts_per_token": (0, 4096),
 }
-_BOUNDS = {name: LIMITS[quantity] for quantity, names in CONFIG_KEYS.items() for name in names}
+_BOUNDS = {name: _LIMITS[quantity] for quantity, names in CONFIG_KEYS.items() for name in names}
 _DEPTHS = ("layers", "n_layer", "depth", "depths", "blocks", "num_stages")  # ends of names that count modules
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Fields that choose an implementation (of attention, of experts), and the implementations of transformers itself.
@@ -57,7 +57,7 @@ _LABELS = frozenset({"num_labels", "id2label", "label2id"})
 
 
 class CheckpointWarning(UserWarning):
-    """A part of a checkpoint that zinfer leaves out; the message names the file, the part and the reason."""
+    """A part of a checkpoint that zinfer leaves out."""
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -69,8 +69,10 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def parse(content: bytes, name: object) -> dict[str, Any]:
-    """Return the configuration that `content` holds, as it is written; `name` is its file, for messages. Raises
-    DocumentError as `read` does; warns of fields that are left out."""
+    """Return the configuration that `content` holds, as it is written.
+
+    `name` is its file, for messages. Raises DocumentError as `read` does; warns of fields that are left out.
+    """
     config = parse_json(content, name, infinite=True, digits=DIGITS)
     if not isinstance(config, dict):
         raise DocumentError(f"{name} is not a JSON object")
@@ -84,8 +86,11 @@ def parse(content: bytes, name: object) -> dict[str, Any]:
 
 
 def check(config: Mapping[str, Any], name: object) -> None:
-    """Raise DocumentError, with `name`, field and fault, for a value out of bounds, for one of the wrong type among the
-    fields that zinfer itself reads, and for an implementation that is none of transformers' own."""
+    """Raise DocumentError for a configuration that is not believed.
+
+    That is for a value out of bounds, for one of the wrong type among the fields that zinfer itself reads, and for an
+    implementation that is none of transformers' own. The message has `name`, field and fault.
+    """
     without_code(config, name)
     _check_sizes(config, f"{name}: ")
     if not isinstance(config.get("model_type", ""), str):
@@ -98,10 +103,10 @@ def check(config: Mapping[str, Any], name: object) -> None:
 
 
 def without_code(value: Any, name: object) -> Any:
-    """Return a copy of a configuration, or of a part of one, without the fields that choose an implementation or name
-    code, and without a classifier's labels: transformers would fetch a repository that one names, and import it.
+    """Return a configuration without fields that name code or a classifier's labels.
 
-    Raises DocumentError, with `name`, for an implementation that is none of transformers' own.
+    transformers would fetch a repository that is named as an implementation, and import it. Raises DocumentError, with
+    `name`, for an implementation that is none of transformers' own.
     """
     if isinstance(value, list):
         return [without_code(part, name) for part in value]
@@ -109,7 +114,7 @@ def without_code(value: Any, name: object) -> Any:
         return value
     for key in sorted(_CHOOSES & value.keys()):
         named = value[key].values() if isinstance(value[key], Mapping) else [value[key]]
-        if unknown := [one for one in map(str, named) if one not in _IMPLEMENTATIONS]:
+        if unknown := [text for text in map(str, named) if text not in _IMPLEMENTATIONS]:
             prefix = f"{name}: " if name else ""
             raise DocumentError(f"{prefix}{key} {unknown[0][:80]!r} names code that zinfer does not run; remove it")
     return {
@@ -124,7 +129,7 @@ def _names_code(key: str) -> bool:
 
 
 def _code_fields(value: Any) -> Iterator[str]:
-    """Yield the names of the fields that `without_code` leaves out because they name code."""
+    """Yield the names of fields that `without_code` leaves out as code."""
     if isinstance(value, list):
         for part in value:
             yield from _code_fields(part)
@@ -138,7 +143,6 @@ def _code_fields(value: Any) -> Iterator[str]:
 
 
 def _check_sizes(value: Any, where: str, outer: str = "") -> None:
-    """Raise DocumentError for a number out of bounds, in any part of a configuration."""
     if isinstance(value, list):
         for part in value:
             if isinstance(part, Mapping | list):
@@ -150,8 +154,8 @@ def _check_sizes(value: Any, where: str, outer: str = "") -> None:
             high = min(high, MAX_LAYERS)
         for number in part if isinstance(part, list) else [part]:
             if isinstance(number, int | float) and not low <= number <= high:
-                least = f"at least {low:,}, " if math.isfinite(low) else ""
-                raise DocumentError(f"{where}{outer}{key} is {str(number)[:40]}: zinfer takes {least}at most {high:,}")
+                lower = f"at least {low:,}, " if math.isfinite(low) else ""
+                raise DocumentError(f"{where}{outer}{key} is {str(number)[:40]}: zinfer takes {lower}at most {high:,}")
         if isinstance(part, Mapping | list):
             _check_sizes(part, where, f"{outer}{key}." if isinstance(part, Mapping) else outer)
     layers = _largest(value, "num_layers")
@@ -165,35 +169,30 @@ def _largest(config: Mapping[str, Any], quantity: str) -> int:
 
 
 def _check_types(config: Mapping[str, Any], where: str) -> None:
-    """Raise DocumentError for a value of the wrong type among the fields of a text model that zinfer itself reads."""
+    """Raise DocumentError for a wrong type among the fields that zinfer reads."""
     for key in _BOUNDS.keys() & config.keys():
         for number in config[key] if isinstance(config[key], list) else [config[key]]:
-            whole = isinstance(number, int | list | Mapping | None) or (
-                isinstance(number, float) and number.is_integer()
+            whole = (
+                number.is_integer() if isinstance(number, float) else isinstance(number, int | list | Mapping | None)
             )
             if not whole or isinstance(number, bool):
                 raise DocumentError(f"{where}{key} is {str(number)[:40]!r}: zinfer takes a whole number")
     for key in _TOKENS:
         for number in config[key] if isinstance(config.get(key), list) else [config.get(key)]:
-            whole = isinstance(number, int) and not isinstance(number, bool)
-            if number is not None and not (whole and -1 <= number <= MAX_TOKEN):
+            if number is not None and not (type(number) is int and -1 <= number <= MAX_TOKEN):
                 raise DocumentError(f"{where}{key} is {str(number)[:40]!r}: zinfer takes a token's number")
     for key in ("dtype", "torch_dtype"):
         if not isinstance(config.get(key), str | None):
             raise DocumentError(f"{where}{key} is no text")
     names = config.get("architectures")
-    if names is not None and not (isinstance(names, list) and all(isinstance(one, str) for one in names)):
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise DocumentError(f"{where}architectures is no list of names")
     if not isinstance(config.get("tie_word_embeddings"), bool | None):
         raise DocumentError(f"{where}tie_word_embeddings is neither true nor false")
-    spread = config.get("initializer_range")
-    number = isinstance(spread, int | float) and not isinstance(spread, bool)
-    if spread is not None and not (number and 0 <= spread < 1e6):
-        raise DocumentError(f"{where}initializer_range is {str(spread)[:40]!r}: zinfer takes a number from 0 on")
+    std = config.get("initializer_range")
+    if std is not None and not (type(std) in (int, float) and 0 <= std < 1e6):
+        raise DocumentError(f"{where}initializer_range is {str(std)[:40]!r}: zinfer takes a number from 0 on")
     for pair in config["attention_types"] if isinstance(config.get("attention_types"), list) else ():
-        if not (isinstance(pair, list) and len(pair) == 2 and isinstance(pair[0], list) and _few(pair[1])):
+        kinds, times = pair if isinstance(pair, list) and len(pair) == 2 else (None, None)
+        if not (isinstance(kinds, list) and isinstance(times, int) and 0 <= times <= MAX_LAYERS):
             raise DocumentError(f"{where}attention_types is no list of kinds and repetitions")
-
-
-def _few(number: object) -> bool:
-    return isinstance(number, int) and 0 <= number <= MAX_LAYERS

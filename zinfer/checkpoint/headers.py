@@ -20,8 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zinfer.checkpoint import configuration
-from zinfer.checkpoint.kinds import ADAPTER, other_kind
-from zinfer.core.errors import ZinferError, not_here
+from zinfer.core.errors import ZinferError, environment_error
 from zinfer.system.documents import DocumentError, once, open_regular, read_object
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -29,6 +28,9 @@ MODELOPT = "hf_quant_config.json"
 QUANTIZATION = ("quantization_config", "compression_config")  # fields of a configuration
 MAX_HEADER = 100 << 20  # the limit of the reference implementation
 _PICKLED = ("*.bin", "*.pt", "*.pth")
+ADAPTER = "adapter_config.json"
+_MERGE = "merge it into its base model first (merge_and_unload of peft) and give that folder"
+_INSTEAD = "give the folder or the hub id of the model in safetensors, or run the GGUF file with llama.cpp"
 MAX_NAME = 1000  # characters of a tensor's name
 MAX_RANK = 32  # dimensions of a tensor
 MAX_SIZE = 1 << 62  # values of a tensor, bytes of a file
@@ -37,6 +39,7 @@ BITS = {  # type in safetensors -> bits of a value
     "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32, "I64": 64, "U64": 64, "F64": 64,
     "C64": 64, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6,
 }  # fmt: skip
+DTYPE_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}  # type in safetensors -> in zinfer
 # Masks and tables of positions: older checkpoints hold them, the model computes them.
 TABLE = re.compile(
     r"(?:^|\.)(?:(?:attention|attn)\.(?:masked_)?bias|inv_freq|cos_cached|sin_cached|causal_mask|position_ids|rope\.freqs"
@@ -49,11 +52,11 @@ SAMPLE = 4096  # bytes hashed at either end of a tensor: tell retrained weights 
 
 
 class CheckpointError(ZinferError):
-    """A checkpoint that cannot be loaded safely; the message names the file and its fault."""
+    """A checkpoint that cannot be loaded safely; the message names the fault."""
 
 
 class TensorInfo(NamedTuple):
-    """Location of a tensor: bytes ``[start, end)`` of `file`; `dtype` as safetensors spells it (``BF16``)."""
+    """Location of a tensor: bytes ``[start, end)`` of `file`. `dtype` is as safetensors spells it (``BF16``)."""
 
     file: Path
     dtype: str
@@ -64,7 +67,7 @@ class TensorInfo(NamedTuple):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder with `config.json` and one or more safetensors files, all headers read and checked.
+    """A folder with `config.json` and safetensors files, all headers checked.
 
     `config` is the configuration as it is written: `zinfer.checkpoint.configuration.without_code` comes before any use.
     `sources` are the folder's files that say where weights are; the first one was read.
@@ -78,10 +81,10 @@ class Checkpoint:
     @classmethod
     def open(cls, directory: Path) -> "Checkpoint":
         """Read the headers under `directory`. Raises CheckpointError for the first fault found."""
-        if (kind := other_kind(directory)) is not None:
+        if (kind := unsupported_kind(directory)) is not None:
             raise CheckpointError(kind)
         config = _config(directory / "config.json", "it is not a checkpoint folder without it")
-        sources = weight_sources(directory, config.get("transformers_weights"))
+        sources = weight_source_files(directory, config.get("transformers_weights"))
         if not sources:
             others = sorted(path.name for pattern in _PICKLED for path in directory.glob(pattern))
             hint = f"; {others[0]} is pickled and is not read: convert it to safetensors" if others else ""
@@ -95,9 +98,11 @@ class Checkpoint:
 
     @property
     def revision(self) -> str:
-        """Fingerprint of the configuration, of every shard's header, and of the first and last bytes of every tensor,
-        as 16 hex digits. It changes with the weights' layout, and with any training that touches a matrix as a whole.
-        (Hashing 350 GB of data would cost more than many a sweep.)"""
+        """Fingerprint of configuration, headers and a sample of every tensor.
+
+        The sample is the first and last bytes, since hashing 350 GB takes longer than many a sweep: it changes with any
+        training that touches a matrix as a whole.
+        """
         digest = hashlib.sha256(json.dumps(self.config, sort_keys=True).encode())
         for name in sorted(self.tensors):
             info = self.tensors[name]
@@ -107,7 +112,7 @@ class Checkpoint:
         return digest.hexdigest()[:16]
 
     def disagreements(self) -> Iterator[str]:
-        """Yield a line for each other source in the folder whose weights are not those of this checkpoint."""
+        """Yield a line for each other source of weights that differs."""
         for other in self.sources[1:]:
             try:
                 same = _contents(_tensors(other)) == _contents(self.tensors)
@@ -120,9 +125,34 @@ class Checkpoint:
                 )
 
 
-def bare_config(path: Path) -> Mapping[str, Any] | None:
-    """Return the configuration of a model without weights: the file `path`, or the `config.json` of a folder that holds
-    no weights of any kind; None if it holds some. Raises CheckpointError if it cannot be read."""
+def unsupported_kind(path: Path) -> str | None:
+    """Return what `path` is if it cannot be a checkpoint."""
+    if not path.is_dir():
+        return f"{path} is a GGUF file, which zinfer does not read: {_INSTEAD}" if _is_gguf(path) else None
+    names = {file.name for file in path.iterdir()}
+    if ADAPTER in names:
+        if "config.json" not in names:
+            return f"{path} is an adapter (LoRA or another kind of peft), not a whole model: {_MERGE}"
+        if any(name.startswith("adapter_model.") for name in names):
+            return f"{path} holds a model and an adapter beside it ({ADAPTER}): {_MERGE}, or remove the adapter's files"
+    weights = {Path(name).suffix for name in names if name.endswith((".gguf", ".safetensors", ".bin", ".pt", ".pth"))}
+    if weights == {".gguf"}:
+        return f"{path} holds GGUF files only, which zinfer does not read: {_INSTEAD}"
+    return None
+
+
+def _is_gguf(path: Path) -> bool:
+    if path.suffix == ".gguf":
+        return True
+    try:
+        with open_regular(path) as stream:
+            return stream.read(4) == b"GGUF"
+    except (OSError, DocumentError):
+        return False
+
+
+def weightless_config(path: Path) -> Mapping[str, Any] | None:
+    """Return the configuration in `path` if no weights lie beside it. Raises CheckpointError."""
     if not path.is_dir():
         return _config(path, "")
     weights = (SINGLE, INDEX, "*.safetensors", "*.gguf", ADAPTER, *_PICKLED)
@@ -131,39 +161,39 @@ def bare_config(path: Path) -> Mapping[str, Any] | None:
     return _config(path / "config.json", "")
 
 
-def weight_sources(directory: Path, named: object = None) -> tuple[Path, ...]:
-    """Return the files of `directory` that say where weights are, in the order in which transformers prefers them:
-    the file that the configuration has `named`, one file with all weights, an index of shards. Pickled files are none.
+def weight_source_files(directory: Path, named: object = None) -> tuple[Path, ...]:
+    """Return the files that say where weights are, in transformers' order.
 
-    Raises CheckpointError where `named` is no such file in the folder.
+    These are the file that the configuration has `named`, one file with all weights, an index of shards. Raises
+    CheckpointError where `named` is no such file in the folder.
     """
     names = [SINGLE, INDEX]
     if named is not None:
         names.insert(0, _inside(directory, str(named), "config.json").name)
-    found = dict.fromkeys(directory / name for name in names if name == named or os.path.lexists(directory / name))
-    return tuple(sorted(found, key=lambda path: path.name != named and not path.is_file()))  # broken links last
+    paths = dict.fromkeys(directory / name for name in names if name == named or os.path.lexists(directory / name))
+    return tuple(sorted(paths, key=lambda path: path.name != named and not path.is_file()))  # broken links last
 
 
 def weight_files(source: Path) -> list[Path]:
-    """Return the files of a source of weights: itself, or the shards of an index. Raises CheckpointError."""
+    """Return the files of a source, all shards of an index. Raises CheckpointError."""
     if not source.name.endswith(".json"):
         return [source]
     return [_inside(source.parent, name, source.name) for name in sorted(set(read_weight_map(source).values()))]
 
 
-def is_left_out(name: str) -> bool:
-    """Tell whether a stored tensor of this name is no weight that makes text."""
+def is_ignored_tensor(name: str) -> bool:
+    """Tell whether a stored tensor of this name makes no text."""
     return TABLE.search(name) is not None or HEAD.match(name) is not None
 
 
 def read_weight_map(path: Path) -> dict[str, str]:
-    """Return the file of each tensor, by name, that the index `path` gives. Raises CheckpointError."""
+    """Return the file of each tensor that the index `path` gives. Raises CheckpointError."""
     try:
         weight_map = read_object(path, MAX_HEADER).get("weight_map")
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
     except DocumentError as error:
-        raise error.restated(CheckpointError) from None
+        raise error.converted(CheckpointError) from None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path} has no weight_map")
     for name, file in weight_map.items():
@@ -173,28 +203,26 @@ def read_weight_map(path: Path) -> dict[str, str]:
 
 
 def _config(path: Path, why: str) -> dict[str, Any]:
-    """Return the configuration in the file `path`, with the quantisation that ModelOpt writes into a file beside it."""
+    """Return the configuration in a file, with the quantisation of ModelOpt."""
     try:
         config = configuration.read(path)
-        beside = path.with_name(MODELOPT)
-        if not any(config.get(key) for key in QUANTIZATION) and os.path.lexists(beside):
-            inner = read_object(beside).get("quantization")
+        modelopt = path.with_name(MODELOPT)
+        if not any(config.get(key) for key in QUANTIZATION) and os.path.lexists(modelopt):
+            inner = read_object(modelopt).get("quantization")
             if not isinstance(inner, dict):
-                raise DocumentError(f"{beside} has no object 'quantization'")
+                raise DocumentError(f"{modelopt} has no object 'quantization'")
             if inner.get("quant_algo") is not None:  # else only the KV cache is quantised
                 config["quantization_config"] = {**inner, "quant_method": "modelopt"}
         return config
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing" + (f": {why}" if why else "")) from None
     except DocumentError as error:
-        raise error.restated(CheckpointError) from None
+        raise error.converted(CheckpointError) from None
 
 
 def _inside(directory: Path, name: str, where: str) -> Path:
-    """Return the path of the file `name`, which must lie in `directory` itself; `where` names it. (A hub snapshot's
-    files are links out of it: the link, not its target, has to be inside.)"""
-    named = name.endswith((".safetensors", ".safetensors.index.json"))
-    if name != Path(name).name or not named or "\0" in name:
+    """Return the path of a shard, which must lie in `directory`."""
+    if name != Path(name).name or not name.endswith((".safetensors", ".safetensors.index.json")) or "\0" in name:
         raise CheckpointError(f"{directory / where} points to {name!r}: shards are .safetensors files of this folder")
     return directory / name
 
@@ -204,10 +232,10 @@ def _tensors(source: Path) -> dict[str, TensorInfo]:
     weight_map = read_weight_map(source) if source.name.endswith(".json") else {}
     tensors: dict[str, TensorInfo] = {}
     for file in weight_files(source):
-        found = _read_header(file)
-        for name in tensors.keys() & found.keys():
+        header = _read_header(file)
+        for name in tensors.keys() & header.keys():
             raise CheckpointError(f"{file} and {tensors[name].file.name} both hold {name[:200]}")
-        tensors |= found
+        tensors |= header
     for name, file_name in weight_map.items():
         if name not in tensors or tensors[name].file.name != file_name:
             raise CheckpointError(f"{source} places {name} in {file_name}, which does not hold it")
@@ -217,26 +245,29 @@ def _tensors(source: Path) -> dict[str, TensorInfo]:
 
 
 def _samples(tensors: Mapping[str, TensorInfo]) -> Iterator[tuple[str, bytes]]:
-    """Yield the first and the last bytes of every tensor, in the order of the files and of the data in them."""
+    """Yield the first and last bytes of every tensor, in file order."""
     ordered = sorted(tensors.items(), key=lambda item: (item[1].file, item[1].start))
-    for file, own in groupby(ordered, key=lambda item: item[1].file):
+    for file, inside in groupby(ordered, key=lambda item: item[1].file):
         with file.open("rb", buffering=0) as stream:
-            for name, info in own:
+            for name, info in inside:
                 for begin in sorted({info.start, max(info.start, info.end - SAMPLE)}):
                     yield name, os.pread(stream.fileno(), min(SAMPLE, info.end - begin), begin)
 
 
 def _contents(tensors: Mapping[str, TensorInfo]) -> dict[str, list[object]]:
-    """Return type, shape and samples of every tensor, by name: what two copies of the same weights have in common."""
-    found: dict[str, list[object]] = {name: [info.dtype, info.shape] for name, info in tensors.items()}
+    """Return type, shape and samples of every tensor, for comparison."""
+    contents: dict[str, list[object]] = {name: [info.dtype, info.shape] for name, info in tensors.items()}
     for name, sample in _samples(tensors):
-        found[name].append(sample)
-    return found
+        contents[name].append(sample)
+    return contents
 
 
 def _read_header(file: Path) -> dict[str, TensorInfo]:
-    """Return the tensors of a safetensors file. Raises CheckpointError where its header breaks a rule of the format:
-    names once, known types, sizes that follow from type and shape, data one after the other from 0 to the end."""
+    """Return the tensors of a safetensors file. Raises CheckpointError where its header breaks a rule of the format.
+
+    The rules: names once, known types, sizes that follow from type and shape, data one after the other from 0 to the
+    end.
+    """
     try:
         with open_regular(file) as stream:
             size = os.fstat(stream.fileno()).st_size
@@ -247,9 +278,9 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
     except FileNotFoundError:
         raise CheckpointError(f"{file} is missing: the checkpoint is not complete") from None
     except DocumentError as error:
-        raise error.restated(CheckpointError) from None
+        raise error.converted(CheckpointError) from None
     except OSError as error:
-        raise not_here(CheckpointError(f"{file} cannot be read: {error.strerror or error}")) from None
+        raise environment_error(CheckpointError(f"{file} cannot be read: {error.strerror or error}")) from None
     try:
         header = json.loads(text, object_pairs_hook=once)
     except (ValueError, RecursionError) as error:
@@ -275,7 +306,7 @@ def _read_header(file: Path) -> dict[str, TensorInfo]:
 
 
 def _entry(file: Path, name: str, entry: Any, base: int) -> TensorInfo:
-    """Return a tensor's entry of a header whose data begin at byte `base` of the file. Raises CheckpointError."""
+    """Return a tensor's entry of a header; data begin at byte `base`. Raises CheckpointError."""
     try:
         dtype, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
         bits, rank = BITS.get(dtype, 0), len(shape)

@@ -1,4 +1,4 @@
-"""Hugging Face hub: the shape of a model from its `config.json` alone; weights are downloaded only on request.
+"""Hugging Face hub: configurations, and weights only on request.
 
 Nothing that a repository holds is ever run: no pickled weights, no remote code. The hub library's own cache and
 switches (HF_HOME, HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN) apply.
@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from zinfer.checkpoint import configuration
-from zinfer.checkpoint.headers import weight_files, weight_sources
-from zinfer.core.errors import not_here
+from zinfer.checkpoint.headers import weight_files, weight_source_files
+from zinfer.core.errors import environment_error
 from zinfer.core.model import ModelError
 from zinfer.system.documents import DocumentError, read_bytes
 
@@ -31,12 +31,12 @@ def split(reference: str) -> tuple[str, str | None]:
 
 @contextmanager
 def _explained(hub_id: str) -> Iterator[None]:
-    """Turn any failure of the hub into a one-line ModelError that says what to do."""
+    """Turn any failure of the hub into a one-line ModelError."""
     try:
         from huggingface_hub import errors
     except ImportError:
         message = f"{hub_id}: models of the hub need huggingface_hub: pip install 'zinfer[engines]'"
-        raise not_here(ModelError(message)) from None
+        raise environment_error(ModelError(message)) from None
     absent = False  # the hub was reached, and has no such thing
     try:
         yield
@@ -61,7 +61,7 @@ def _explained(hub_id: str) -> Iterator[None]:
     else:
         return
     fault = ModelError(f"{hub_id}: {message}")
-    raise fault if absent else not_here(fault)
+    raise fault if absent else environment_error(fault)
 
 
 def config_of(reference: str) -> dict[str, Any]:
@@ -84,16 +84,15 @@ def config_of(reference: str) -> dict[str, Any]:
         raise ModelError(f"{hub_id}: its config.json cannot be read: {error}") from None
 
 
-def download(hub_id: str, revision: str | None = None) -> Path:
-    """Return the folder of a complete local snapshot (safetensors, tokenizer, configuration); missing files are
-    downloaded. A snapshot that is complete is used as it is, and the network is not asked for a newer one.
+def download(reference: str) -> Path:
+    """Return the folder of a complete local snapshot, downloading what is missing.
 
-    Raises ModelError, in one line, if files cannot be fetched, or if the repository holds no safetensors.
+    A snapshot that is complete is used as it is, and the network is not asked for a newer one. Raises ModelError, in
+    one line, if files cannot be fetched, or if the repository holds no safetensors.
     """
-    hub_id, revision = split(hub_id) if revision is None else (hub_id, revision)
-    folder = cached(hub_id, revision)
-    if folder is not None:
+    if (folder := cached(reference)) is not None:
         return folder
+    hub_id, revision = split(reference)
     with _explained(hub_id):
         from huggingface_hub import HfApi, snapshot_download
 
@@ -104,21 +103,21 @@ def download(hub_id: str, revision: str | None = None) -> Path:
         return Path(snapshot_download(hub_id, revision=revision, allow_patterns=_FILES, ignore_patterns=_NOT))
 
 
-def cached(hub_id: str, revision: str | None = None) -> Path | None:
-    """Return the folder of a complete local snapshot (configuration, every shard), or None; never uses the network."""
-    hub_id, revision = split(hub_id) if revision is None else (hub_id, revision)
+def cached(reference: str) -> Path | None:
+    """Return the folder of a complete local snapshot, if there is one.
+
+    It has the configuration and every shard. The network is never used.
+    """
+    hub_id, revision = split(reference)
     try:
         from huggingface_hub import errors, snapshot_download
     except ImportError:
         return None
     try:
-        folder = Path(
-            snapshot_download(
-                hub_id, revision=revision, local_files_only=True, allow_patterns=_FILES, ignore_patterns=_NOT
-            )
-        )
+        only = {"local_files_only": True, "allow_patterns": _FILES, "ignore_patterns": _NOT}
+        folder = Path(snapshot_download(hub_id, revision=revision, **only))
         named = configuration.read(folder / "config.json").get("transformers_weights")
-        sources = weight_sources(folder, named)
+        sources = weight_source_files(folder, named)
         complete = bool(sources) and all(file.exists() for file in weight_files(sources[0]))
     except (errors.LocalEntryNotFoundError, errors.HFValidationError, OSError, ValueError):
         return None

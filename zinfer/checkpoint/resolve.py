@@ -1,4 +1,4 @@
-"""Model references: a catalogue name, a checkpoint folder, a config.json or a hub id, turned into a `ModelSpec`.
+"""Model references, turned into a `ModelSpec`.
 
 The shape of a model is measured on the `transformers` model that its configuration describes, built without memory
 (`zinfer.checkpoint.architecture`); on machines without torch the closed forms of `.formula` replace it.
@@ -19,9 +19,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from zinfer.checkpoint import formula, hub, quantization
-from zinfer.checkpoint.headers import Checkpoint, CheckpointError, bare_config, is_left_out
-from zinfer.checkpoint.kinds import other_kind
+from zinfer.checkpoint import formula, hub, quantization, quantized_bytes, quantized_tensors
+from zinfer.checkpoint.headers import (
+    DTYPE_NAMES,
+    Checkpoint,
+    CheckpointError,
+    is_ignored_tensor,
+    unsupported_kind,
+    weightless_config,
+)
 from zinfer.core.errors import did_you_mean
 from zinfer.core.model import LAYER_INDEX, Dtype, LayerSpec, ModelError, ModelSpec, Shape, Weights, text_config
 from zinfer.system import atomic
@@ -30,16 +36,15 @@ from zinfer.system.documents import read_bytes
 # Families that tie the head to the embedding by default; their checkpoints may hold both even so.
 _TIED = frozenset({"bloom", "cohere", "falcon", "gemma", "gemma2", "gpt2", "gpt_bigcode", "mpt", "opt", "starcoder2"})
 _HEADS = ("lm_head.weight", "embed_out.weight")
-_TENSOR_DTYPES: dict[str, str] = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
 def resolve(
     reference: str, dtype: Dtype | None = None, layers: int | None = None, weights: Weights = "as-released"
 ) -> ModelSpec:
-    """Return the model of a reference: a catalogue name, a checkpoint folder, a config.json, or a Hugging Face hub id.
-    Its decoder layers have `weights` as their format.
+    """Return the model of a reference.
 
-    Raises ModelError, in one line, for anything else.
+    A reference is a catalogue name, a checkpoint folder, a config.json, or a Hugging Face hub id. The decoder layers
+    have `weights` as their format. Raises ModelError, in one line, for anything else.
     """
     if not reference:
         raise ModelError("--model is empty; `zinfer plan --list models` lists the catalogue")
@@ -49,7 +54,7 @@ def resolve(
     elif os.path.isdir(path) or (os.path.isfile(path) and path.suffix == ".json"):  # of a name of any length
         spec = from_directory(path).model_copy(update={"name": reference})
     elif os.path.exists(path):
-        if (kind := other_kind(path)) is not None:
+        if (kind := unsupported_kind(path)) is not None:
             raise ModelError(kind)
         raise ModelError(f"{reference} is a file: --model takes the folder that holds config.json and the safetensors")
     elif reference.startswith((".", "/", "~")):
@@ -68,28 +73,29 @@ def resolve(
     if layers is not None:
         spec = spec.slice(layers)
         if spec.directory is None:  # layers may differ in the share that is quantised
-            spec = spec.model_copy(update=_stored(spec))
+            spec = _with_stored_ratio(spec)
     return with_weights(spec, weights)
 
 
 def with_weights(spec: ModelSpec, weights: Weights) -> ModelSpec:
-    """Return the same model with the decoder layers' weights in another format, which its `config` describes then.
+    """Return the model with its layers' weights in another format.
 
-    Raises ModelError for weights that are released quantised, and for a model without a matrix that could be.
+    Its `config` describes that then. Raises ModelError for weights that are released quantised, and for a model without
+    a matrix that could be.
     """
     if weights == "as-released":
         return spec
-    if quantization.method(spec.config) is not None or spec.stored_ratio < 1:
+    if quantization.settings_of(spec.config) is not None or spec.stored_ratio < 1:
         raise ModelError(f"{spec.name} is released quantised: --weights {weights} is for models in 16 or 32 bits")
     config = spec.config | {"quantization_config": quantization.scheme(weights)}
-    ratio, fp8 = quantization.ratios(spec.layers, spec.stack, spec.hidden_size, config, spec.dtype)
+    ratio, fp8 = quantized_bytes.stored_ratios(spec.layers, spec.stack, spec.hidden_size, config, spec.dtype)
     if ratio == 1:
         raise ModelError(f"{spec.name} has no matrix that --weights {weights} makes smaller: leave the option out")
     return spec.model_copy(update={"config": config, "stored_ratio": ratio, "fp8_ratio": fp8, "weights": weights})
 
 
 def as_released(spec: ModelSpec) -> ModelSpec:
-    """Return the model that `with_weights` was given: for an engine that makes a format of its own."""
+    """Return the model that `with_weights` was given."""
     if spec.weights == "as-released":
         return spec
     config = {key: value for key, value in spec.config.items() if key != "quantization_config"}
@@ -97,7 +103,7 @@ def as_released(spec: ModelSpec) -> ModelSpec:
 
 
 def catalogue_names() -> tuple[str, ...]:
-    """Return the names that `--model` takes without a download, in the catalogue's order."""
+    """Return the names that `--model` takes without a download."""
     return tuple(_catalogue())
 
 
@@ -109,7 +115,7 @@ def from_catalogue(name: str) -> ModelSpec:
     kinds = [LayerSpec(**kind) for kind in counted.pop("kinds")]
     layers = tuple(layer for kind, times in counted.pop("order") for layer in [kinds[kind]] * times)
     shape = Shape(num_layers=len(layers), layers=layers, **counted)
-    return _spec(name, config, shape, dtype=entry["dtype"], hub_id=entry.get("hub_id"))
+    return _with_stored_ratio(_spec(name, config, shape, dtype=entry["dtype"], hub_id=entry.get("hub_id")))
 
 
 @cache
@@ -120,93 +126,87 @@ def _catalogue() -> dict[str, Any]:
 
 @cache
 def _shapes() -> dict[str, Any]:
-    """Return the shapes of the catalogue's models: the fields of `Shape`, and the different layers (`kinds`) with their
-    `order` in depth, as pairs of an index into `kinds` and a number of layers."""
-    found: dict[str, Any] = json.loads((files("zinfer") / "catalog" / "shapes.json").read_text())
-    return found
+    """Return the shapes of the catalogue, their layers as `kinds` and `order`."""
+    shapes: dict[str, Any] = json.loads((files("zinfer") / "catalog" / "shapes.json").read_text())
+    return shapes
 
 
 def from_directory(path: Path) -> ModelSpec:
-    """Return the spec of a local checkpoint folder, of a folder with a `config.json` alone, or of such a file; reads no
-    weights.
+    """Return the spec of a checkpoint folder or a config.json.
 
-    Raises ModelError if there is no usable `config.json`, or if the weights are not safetensors.
+    No weights are read. Raises ModelError if there is no usable `config.json`, or if the weights are not safetensors.
     """
     try:
-        bare = bare_config(path)
+        bare = weightless_config(path)
         checkpoint = None if bare is not None else Checkpoint.open(path)
     except CheckpointError as error:
-        raise error.restated(ModelError) from None
+        raise error.converted(ModelError) from None
     if checkpoint is None:
         assert bare is not None
         return from_config(str(path), bare, dtype=_supported(str(path), dtype_of(bare)))
     config = checkpoint.config
     tied = config.get("tie_word_embeddings", config.get("model_type") in _TIED)
     try:
-        stored = quantization.plain(checkpoint.tensors, config, dtype_of(config))
+        stored = quantized_tensors.unquantized(checkpoint.tensors, config, dtype_of(config))
     except CheckpointError as error:
-        raise error.restated(ModelError) from None
+        raise error.converted(ModelError) from None
     except ModelError as error:
         raise ModelError(f"{path}: {error}") from None
-    tensors = {name: one for name, one in stored.items() if not (is_left_out(name) or (tied and name in _HEADS))}
+    tensors = {
+        name: info for name, info in stored.items() if not (is_ignored_tensor(name) or (tied and name in _HEADS))
+    }
     largest = max(tensors.values(), key=lambda tensor: tensor.end - tensor.start)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    dtype = dtype_of(config, _TENSOR_DTYPES.get(largest.dtype, largest.dtype))
+    dtype = dtype_of(config, DTYPE_NAMES.get(largest.dtype, largest.dtype))
     spec = from_config(str(path), config, shapes, directory=str(path))
     present = {int(match[1]) for name in shapes if (match := LAYER_INDEX.search(name))}
     missing = sorted(set(range(spec.num_layers)) - present) if present else []
     if missing:
         raise ModelError(f"{path}: no weights of decoder layer {missing[0]} of {spec.num_layers}")
     spec = spec.with_dtype(_supported(str(path), dtype))
-    if stored.keys() != checkpoint.tensors.keys():
-        inside = {
-            name: one
-            for name, one in checkpoint.tensors.items()
-            if (match := LAYER_INDEX.search(name)) and int(match[1]) < spec.num_layers and not is_left_out(name)
-        }
-        size = sum(one.end - one.start for one in inside.values())
-        fp8 = sum(
-            one.end - one.start for name, one in inside.items() if name in stored and one.dtype == quantization.FP8
-        )
-        ratios = {"stored_ratio": min(1.0, size / spec.streamed_bytes), "fp8_ratio": fp8 / spec.streamed_bytes}
-        spec = spec.model_copy(update=ratios)
-    return spec
+    if stored.keys() == checkpoint.tensors.keys():
+        return spec
+    inside = {
+        name: info
+        for name, info in checkpoint.tensors.items()
+        if (match := LAYER_INDEX.search(name)) and int(match[1]) < spec.num_layers and not is_ignored_tensor(name)
+    }
+    sizes = {name: info.end - info.start for name, info in inside.items()}
+    fp8 = sum(sizes[name] for name, info in inside.items() if name in stored and info.dtype == quantization.FP8)
+    ratios = {
+        "stored_ratio": min(1.0, sum(sizes.values()) / spec.streamed_bytes), "fp8_ratio": fp8 / spec.streamed_bytes,
+    }  # fmt: skip
+    return spec.model_copy(update=ratios)
 
 
 def from_hub(hub_id: str) -> ModelSpec:
-    """Return the spec of the hub's model `hub_id` (``owner/name``), from its config.json and the `transformers` model
-    that it describes.
+    """Return the spec of a hub's model from its config.json alone.
 
     Raises ModelError, in one line, if the configuration cannot be fetched or transformers does not know the model.
     """
     config = hub.config_of(hub_id)
     dtype = dtype_of(config)
-    known = next((name for name in get_args(Dtype) if name == dtype), "bfloat16")
-    return from_config(hub_id, config, dtype=known, hub_id=hub_id)
+    return from_config(hub_id, config, dtype=dtype if dtype in get_args(Dtype) else "bfloat16", hub_id=hub_id)
 
 
 def from_config(
     name: str, config: Mapping[str, Any], counted: Mapping[str, tuple[int, ...]] | None = None, **others: Any
 ) -> ModelSpec:
-    """Return the spec of the model that `config` describes; see `shape_of` for `counted` and the errors. Without
-    `counted` weights, its bytes are those of the format that `config` names."""
+    """Return the spec of the model that `config` describes.
+
+    See `shape_of` for `counted` and the errors. Without `counted` weights, its bytes are those of the format that
+    `config` names.
+    """
     if not config.get("model_type"):
         raise ModelError(
             f"{name}: config.json has no model_type, so it is no configuration of transformers: take the model's "
             "version for transformers"
         )
-    shape = shape_of(name, config, counted)
-    return _spec(name, config, shape, **others) if counted is None else _whole(name, config, shape, **others)
+    spec = _spec(name, config, shape_of(name, config, counted), **others)
+    return _with_stored_ratio(spec) if counted is None else spec
 
 
 def _spec(name: str, config: Mapping[str, Any], shape: Shape, **others: Any) -> ModelSpec:
-    """Return the spec of a model of `shape` whose layers take the bytes of the format that `config` names. Raises
-    ModelError, with `name` in it, for a format that is not understood."""
-    spec = _whole(name, config, shape, **others)
-    return spec.model_copy(update=_stored(spec))
-
-
-def _whole(name: str, config: Mapping[str, Any], shape: Shape, **others: Any) -> ModelSpec:
     return ModelSpec(
         name=name,
         architecture=config.get("model_type", ""),
@@ -217,18 +217,16 @@ def _whole(name: str, config: Mapping[str, Any], shape: Shape, **others: Any) ->
     )
 
 
-def _stored(spec: ModelSpec) -> dict[str, float]:
-    """Return the ratios of `spec` that its format gives. Raises ModelError, with the model's name, for a format that
-    is not understood."""
+def _with_stored_ratio(spec: ModelSpec) -> ModelSpec:
+    """Return `spec` with the ratios of the format that its `config` names. Raises ModelError for an unknown format."""
     try:
-        stored, fp8 = quantization.ratios(spec.layers, spec.stack, spec.hidden_size, spec.config, spec.dtype)
+        stored, fp8 = quantized_bytes.stored_ratios(spec.layers, spec.stack, spec.hidden_size, spec.config, spec.dtype)
     except ModelError as error:
         raise ModelError(f"{spec.name}: {error}") from None
-    return {"stored_ratio": stored, "fp8_ratio": fp8}
+    return spec.model_copy(update={"stored_ratio": stored, "fp8_ratio": fp8})
 
 
 def dtype_of(config: Mapping[str, Any], default: str = "bfloat16") -> str:
-    """Return the dtype of the weights, as the configuration names it."""
     for part in (config, text_config(config)):
         for key in ("dtype", "torch_dtype"):
             if part.get(key):
@@ -237,21 +235,20 @@ def dtype_of(config: Mapping[str, Any], default: str = "bfloat16") -> str:
 
 
 def _supported(name: str, dtype: str) -> Dtype:
-    found = next((known for known in get_args(Dtype) if known == dtype), None)
-    if found is None:
+    if dtype not in get_args(Dtype):
         raise ModelError(f"{name}: weights of type {dtype} are not supported; use one of {', '.join(get_args(Dtype))}")
-    return cast(Dtype, found)
+    return cast(Dtype, dtype)
 
 
 def shape_of(name: str, config: Mapping[str, Any], counted: Mapping[str, tuple[int, ...]] | None = None) -> Shape:
-    """Return the shape of the model that `config` describes: measured on the model if torch and transformers are
-    installed; else by the closed forms of `.formula`, with the weights `counted` (names and shapes), if given.
+    """Return the shape of the model that `config` describes.
 
-    Raises ModelError, with `name` in it, if `config` is not that of a decoder-only model, or if its weights are
-    quantised in a way that zinfer does not read.
+    It is measured where torch and transformers are installed; elsewhere the closed forms of `.formula` give it, with
+    the weights `counted` (names and shapes), if given. Raises ModelError, with `name` in it, if `config` is not that of
+    a decoder-only model, or if its weights are quantised in a way that zinfer does not read.
     """
     try:
-        quantization.method(config)
+        quantization.settings_of(config)
     except ModelError as error:
         raise ModelError(f"{name}: {error}") from None
     if not all(map(find_spec, ("torch", "transformers", "accelerate"))):
@@ -268,9 +265,7 @@ def shape_of(name: str, config: Mapping[str, Any], counted: Mapping[str, tuple[i
 
 
 def _measured_file(config: Mapping[str, Any]) -> Path:
-    """Return the file in the user's cache folder that holds the shape of `config`, which takes seconds to measure. Its
-    name depends on all that the shape depends on: the configuration, the installed transformers, and the measuring
-    code."""
+    """Return the cache file of the measured shape of `config`."""
     made_of = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
     made_of.update(version("transformers").encode())
     for room, module in (("checkpoint", "architecture.py"), ("core", "model.py")):

@@ -9,17 +9,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from zinfer.checkpoint import hub
 from zinfer.checkpoint.headers import Checkpoint
 from zinfer.checkpoint.resolve import resolve
 from zinfer.core.case import LoadFormat
 from zinfer.core.model import Dtype, ModelError, ModelSpec, Weights, config_text
 
-Asked = Literal["auto", "safetensors", "dummy"]
+LoadFormatOption = Literal["auto", "safetensors", "dummy"]
 
 
 @dataclass(frozen=True)
 class Source:
-    """A model, the format that its weights are loaded from, and a fingerprint of both."""
+    """A model, the format of its weights, and a fingerprint of both."""
 
     spec: ModelSpec
     load_format: LoadFormat
@@ -30,45 +31,43 @@ def find(
     reference: str,
     dtype: Dtype | None,
     layers: int | None,
-    load_format: Asked,
+    load_format: LoadFormatOption,
     fetch: bool = False,
     weights: Weights = "as-released",
     draft: str | None = None,
 ) -> Source:
-    """Find the model of `reference` and its weights, which load in the format `weights`. With ``auto`` they are real if
-    they are on this machine, and dummy otherwise, unless `fetch` allows a download. With `draft`, the reference of a
-    model that drafts for it, `ModelSpec.draft` is that one, with weights of the same kind.
+    """Find the model of `reference` and its weights.
 
-    Raises ModelError or CheckpointError, in one line.
+    Weights load in the format `weights`. With ``auto`` they are real if they are on this machine, and dummy otherwise,
+    unless `fetch` allows a download. `draft` is the reference of a model that drafts for it, whose weights are of the
+    same kind. Raises ModelError or CheckpointError, in one line.
     """
     spec = resolve(reference, dtype, layers, weights)
     if load_format != "dummy" and spec.directory is None and spec.hub_id is not None:
-        directory = _from_hub(spec.hub_id, fetch or load_format == "safetensors")
+        directory = hub.cached(spec.hub_id)
+        if directory is None and (fetch or load_format == "safetensors"):
+            directory = hub.download(spec.hub_id)
         spec = spec.model_copy(update={"directory": None if directory is None else str(directory)})
     if load_format == "safetensors" and spec.directory is None:
         raise ModelError(f"{reference} is a configuration without weights: --load-format dummy takes random ones")
     if load_format == "dummy" or (load_format == "auto" and spec.directory is None):
-        found = Source(spec.model_copy(update={"directory": None}), "dummy", revision_of(spec, "dummy"))
+        source = Source(spec.model_copy(update={"directory": None}), "dummy", revision_of(spec, "dummy"))
     else:
-        found = Source(spec, "safetensors", revision_of(spec, "safetensors"))
+        source = Source(spec, "safetensors", revision_of(spec, "safetensors"))
     if draft is None:
-        return found
-    own = find(draft, spec.dtype, None, found.load_format, fetch=True).spec
-    return replace(found, spec=found.spec.model_copy(update={"draft": own}))
+        return source
+    drafting = find(draft, spec.dtype, None, source.load_format, fetch=True).spec
+    return replace(source, spec=source.spec.model_copy(update={"draft": drafting}))
 
 
 def revision_of(spec: ModelSpec, load_format: LoadFormat) -> str:
-    """Return the fingerprint that tells two models of one name apart: the checkpoint's, with the format that its
-    weights are given; for dummy weights the configuration's."""
+    """Return the fingerprint that tells two models of one name apart.
+
+    It is the checkpoint's, with the format that its weights are given; for dummy weights the configuration's.
+    """
     if load_format == "dummy":
         return "dummy-" + hashlib.sha256(config_text(spec).encode()).hexdigest()[:10]
     if not spec.directory:
         return ""
     made = "" if spec.weights == "as-released" else f"-{spec.weights}"
     return Checkpoint.open(Path(spec.directory)).revision + made
-
-
-def _from_hub(hub_id: str, fetch: bool) -> Path | None:
-    from zinfer.checkpoint import hub
-
-    return hub.cached(hub_id) or (hub.download(hub_id) if fetch else None)

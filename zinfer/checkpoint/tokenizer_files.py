@@ -1,4 +1,4 @@
-"""Tokenizer files of a checkpoint, checked and cleaned before a library reads them.
+"""Tokenizer files of a checkpoint, cleaned before a library reads them.
 
 `transformers` passes all fields of `tokenizer_config.json` to a class that the file names, and looks for more files in
 the folder. So it gets a folder of its own: links to the vocabularies, which are regular files of bounded size, and a
@@ -67,13 +67,13 @@ class _TokenizerConfig(_TemplateHolder):
 
 
 class _GenerationConfig(BaseModel):
-    """Field of `generation_config.json` that zinfer uses; it samples as its own options say."""
+    """Field of `generation_config.json` that zinfer uses."""
 
     eos_token_id: TokenId | list[TokenId] | None = None
 
 
 class ChatTemplate(NamedTuple):
-    """Text of a chat template; where there is none, the reason, and the `names` of those that could be chosen."""
+    """Text of a chat template, or why there is none."""
 
     text: str | None = None
     why_not: str = ""
@@ -81,31 +81,31 @@ class ChatTemplate(NamedTuple):
 
 
 def require(directory: Path) -> None:
-    """Raise ModelError, in one line, if `directory` holds no tokenizer, or if a file of it cannot be read or believed.
-    Needs neither torch nor transformers."""
+    """Raise ModelError if `directory` holds no tokenizer that can be believed."""
     with _explained(directory):
         _read(directory, lambda _: True)
         _templates(directory)
     _generation_ends(directory)
 
 
-def end_tokens(directory: Path | None, config: Mapping[str, Any], own: int | None, vocab_size: int) -> dict[int, str]:
-    """Return the tokens of a vocabulary that end a text, each with the files that name it.
+def end_tokens(
+    directory: Path | None, config: Mapping[str, Any], tokenizer_end: int | None, vocab_size: int
+) -> dict[int, str]:
+    """Return the tokens that end a text, with their sources.
 
-    They are the union of those of `generation_config.json`, of the model's `config`, and the tokenizer's `own`: of chat
-    models these often differ, and the model may write any of them. Raises ModelError for a file that cannot be read or
-    believed.
+    `generation_config.json`, the model's `config` and the tokenizer often differ in a chat model, which may write any
+    of their tokens. Raises ModelError for a file that cannot be read or believed.
     """
-    found: dict[int, str] = {}
+    sources: dict[int, list[str]] = {}
     given = config.get("eos_token_id")
     for name, ends in (
         (GENERATION, _generation_ends(directory)), ("config.json", given if isinstance(given, list) else [given]),
-        ("the tokenizer", [own]),
+        ("the tokenizer", [tokenizer_end]),
     ):  # fmt: skip
         for token in dict.fromkeys(ends):
             if isinstance(token, int) and 0 <= token < vocab_size:
-                found[token] = f"{found[token]}, {name}" if token in found else name
-    return found
+                sources.setdefault(token, []).append(name)
+    return {token: ", ".join(names) for token, names in sources.items()}
 
 
 def _generation_ends(directory: Path | None) -> list[Any]:
@@ -113,86 +113,84 @@ def _generation_ends(directory: Path | None) -> list[Any]:
         return []
     with _explained(directory):
         settings = read_object(directory / GENERATION, MAX_CONFIG, infinite=True, digits=DIGITS)
-        found = validate(_GenerationConfig, settings, directory / GENERATION).eos_token_id
-    return found if isinstance(found, list) else [found]
+        ends = validate(_GenerationConfig, settings, directory / GENERATION).eos_token_id
+    return ends if isinstance(ends, list) else [ends]
 
 
 def chat_template(directory: Path | None, wanted: str | None = None) -> ChatTemplate:
-    """Return the chat template `wanted`, a name among the checkpoint's or a file; by default the checkpoint's own.
+    """Return the chat template `wanted`, by default the checkpoint's.
 
-    Raises ModelError if there is no such template, or a file cannot be read or believed.
+    `wanted` is a name among the checkpoint's, or a file. Raises ModelError if there is no such template, or a file
+    cannot be read or believed.
     """
-    found = {}
+    templates = {}
     if directory is not None:
         with _explained(directory):
-            found = _templates(directory)
-    names = tuple(sorted(found))
+            templates = _templates(directory)
+    names = tuple(sorted(templates))
     if wanted is None:
-        if DEFAULT in found:
-            return ChatTemplate(found[DEFAULT], names=names)
+        if DEFAULT in templates:
+            return ChatTemplate(templates[DEFAULT], names=names)
         if names:
             why = f"the model's chat templates are {', '.join(names)[:200]}, none the default: choose one"
             return ChatTemplate(None, f"{why} with --chat-template", names)
         return ChatTemplate(None, "the model has no chat template: use /v1/completions, or --chat-template FILE")
-    if wanted in found:
-        return ChatTemplate(found[wanted], names=names)
+    if wanted in templates:
+        return ChatTemplate(templates[wanted], names=names)
     try:
         return ChatTemplate(decode(read_bytes(Path(wanted), MAX_TEMPLATE), wanted), names=names)
     except FileNotFoundError:
-        known = f"the model's are {', '.join(names)[:200]}" if names else "the model has none"
-        raise ModelError(f"--chat-template {wanted[:200]}: no such file or chat template; {known}") from None
+        choices = f"the model's are {', '.join(names)[:200]}" if names else "the model has none"
+        raise ModelError(f"--chat-template {wanted[:200]}: no such file or chat template; {choices}") from None
     except DocumentError as error:
-        raise error.restated(ModelError) from None
+        raise error.converted(ModelError) from None
 
 
 def _templates(directory: Path) -> dict[str, str]:
-    """Return the chat templates by name, of the first source that has any, in the order of `transformers`."""
-    found: dict[str, str] = {}
+    """Return the chat templates by name, of the first source with any."""
+    templates: dict[str, str] = {}
     if os.path.lexists(directory / TEMPLATE):
-        found[DEFAULT] = decode(read_bytes(directory / TEMPLATE, MAX_TEMPLATE), directory / TEMPLATE)
+        templates[DEFAULT] = decode(read_bytes(directory / TEMPLATE, MAX_TEMPLATE), directory / TEMPLATE)
     if (directory / TEMPLATES).is_dir():
         paths = sorted((directory / TEMPLATES).glob("*.jinja"))
         if len(paths) > MAX_TEMPLATES:
             raise DocumentError(f"{directory / TEMPLATES} has {len(paths):,} chat templates: at most {MAX_TEMPLATES}")
-        found |= {path.name.removesuffix(".jinja"): decode(read_bytes(path, MAX_TEMPLATE), path) for path in paths}
+        templates |= {path.stem: decode(read_bytes(path, MAX_TEMPLATE), path) for path in paths}
     for name in TEMPLATE_HOLDERS:
         path = directory / name
-        if any(found.values()) or not os.path.lexists(path):
+        if any(templates.values()) or not os.path.lexists(path):
             continue
-        given = validate(
-            _TemplateHolder, read_object(path, MAX_CONFIG, infinite=True, digits=DIGITS), path
-        ).chat_template
+        settings = read_object(path, MAX_CONFIG, infinite=True, digits=DIGITS)
+        given = validate(_TemplateHolder, settings, path).chat_template
         if isinstance(given, list):
-            given = {one.name: one.template for one in given}
-        found = {DEFAULT: given} if isinstance(given, str) else given or {}
-        if any(len(text) > MAX_TEMPLATE for text in found.values()):
+            given = {template.name: template.template for template in given}
+        templates = {DEFAULT: given} if isinstance(given, str) else given or {}
+        if any(len(text) > MAX_TEMPLATE for text in templates.values()):
             raise DocumentError(f"{path}: a chat template has more than {MAX_TEMPLATE:,} characters")
-    return {name: text for name, text in found.items() if text}
+    return {name: text for name, text in templates.items() if text}
 
 
 def files(directory: Path) -> list[Path]:
-    """Return the files in `directory` that describe its tokenizer, its chat template and its end tokens, by name."""
-    named = {TEMPLATE, *TEMPLATE_HOLDERS, GENERATION, *_JSON_MAPS}
-    return [
-        path
-        for path in sorted(directory.iterdir())
-        if path.is_file() and (path.name in named or _is_vocabulary(path.name))
-    ]
+    """Return the files of a tokenizer, its chat template and end tokens."""
+    names = {TEMPLATE, *TEMPLATE_HOLDERS, GENERATION, *_JSON_MAPS}
+    paths = sorted(path for path in directory.iterdir() if path.is_file())
+    return [path for path in paths if path.name in names or _is_vocabulary(path.name)]
 
 
 @contextmanager
 def cleaned(directory: Path, is_tokenizer: Callable[[str], bool]) -> Iterator[Path]:
-    """Provide a temporary folder from which the tokenizer of `directory` can be loaded safely; `is_tokenizer` tells
-    whether a name is that of a tokenizer class. Raises ModelError as `require` does."""
+    """Provide a temporary folder to load the tokenizer of `directory` from safely.
+
+    `is_tokenizer` tells whether a name is that of a tokenizer class. Raises ModelError as `require` does.
+    """
     with _explained(directory):
         documents, vocabularies = _read(directory, is_tokenizer)
     with lease.folder(Path(tempfile.gettempdir()), "tokenizer", ("*", "*@")) as owned:
-        folder = owned.path
         for name, content in documents.items():
-            (folder / name).write_text(json.dumps(content), encoding="utf-8")
+            (owned.path / name).write_text(json.dumps(content), encoding="utf-8")
         for path in vocabularies:
-            (folder / path.name).symlink_to(path.resolve())
-        yield folder
+            (owned.path / path.name).symlink_to(path.resolve())
+        yield owned.path
 
 
 @contextmanager
@@ -206,7 +204,7 @@ def _explained(directory: Path) -> Iterator[None]:
 
 
 def _read(directory: Path, is_tokenizer: Callable[[str], bool]) -> tuple[dict[str, Any], list[Path]]:
-    """Return the documents of the tokenizer, cleaned, by file name, and the paths of its vocabularies."""
+    """Return the cleaned documents of the tokenizer, and its vocabularies."""
     documents: dict[str, Any] = {}
     vocabularies: list[Path] = []
     for path in sorted(directory.iterdir()):
@@ -237,8 +235,7 @@ def _is_vocabulary(name: str) -> bool:
 
 
 def _without_code(settings: Mapping[str, Any], path: Path, is_tokenizer: Callable[[str], bool]) -> dict[str, Any]:
-    """Return the tokenizer's settings without its chat templates and the fields that name code or files, with a warning
-    of code."""
+    """Return settings without templates, code and file names; warn about code."""
     if left_out := sorted(key for key in settings.keys() & _CODE if settings[key]):
         _warn(f"{path}: {', '.join(left_out)} left out: code of a checkpoint is never run")
     left = _CODE | {"chat_template"}
@@ -255,7 +252,7 @@ def _class_checked(settings: dict[str, Any], path: Path, is_tokenizer: Callable[
 
 
 def _without_files(value: Any) -> Any:
-    """Return a copy of a nested setting without the fields that name files (those of sentencepiece, for example)."""
+    """Return a copy of a setting without fields that name files."""
     if isinstance(value, list):
         return [_without_files(part) for part in value]
     if not isinstance(value, dict):

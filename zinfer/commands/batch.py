@@ -136,7 +136,7 @@ def _answer(
     cache = plan_options(load.engine, load.options)
     identity = {
         "prompts": digest(content), "model": model, "model_revision": source.revision, "dtype": source.spec.dtype,
-        "kv_cache_dtype": cache.kv_cache_dtype if cache.kv_in_8_bits else None,
+        "kv_cache_dtype": cache.kv_cache_dtype if cache.kv_quantized else None,
         "layers": layers, "output_len": how["output_len"], "shard": shard and str(shard),
         "chat_template": how["chat_template"] and digest((tokenizer.template.text or "").encode()),
     }  # fmt: skip

@@ -29,7 +29,7 @@ def models(name: str | None, as_json: bool) -> None:
         (
             spec.name,
             f"{spec.parameters / 1e9:.2f} B" if spec.parameters > 1e8 else f"{spec.parameters / 1e6:.2f} M",
-            str((quantization.method(spec.config) or {}).get("quant_method", spec.dtype)),
+            str((quantization.settings_of(spec.config) or {}).get("quant_method", spec.dtype)),
             gb(spec.stored_bytes),
             str(spec.num_layers),
             gb(round(spec.layer_bytes * spec.stored_ratio), 2),

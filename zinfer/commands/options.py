@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
-from zinfer.core.engine import ENGINES, OptionError, StreamOptions, values, written
+from zinfer.core.engine import ENGINES, OptionError, StreamOptions, option_text, values
 
 if TYPE_CHECKING:
     from zinfer.checkpoint.source import Source
@@ -338,7 +338,7 @@ class LoadCommand(click.Command):
         for name, kind in ENGINES.items():
             with formatter.section(f"Options of engine {name}, as -O KEY=VALUE"):
                 rows = [
-                    (f"{key}={'|'.join(values(one))}", f"{one.description}  [default: {written(one.default)}]")
+                    (f"{key}={'|'.join(values(one))}", f"{one.description}  [default: {option_text(one.default)}]")
                     for key, one in kind.options.model_fields.items()
                 ]
                 formatter.write_dl(rows)
@@ -466,7 +466,7 @@ def locate(load: "SweepLoad") -> str | None:
     """
     from zinfer import engine
 
-    kind = engine.kind(load.engine, load.weights)
+    kind = engine.kind(load.engine)
     if load.offload not in kind.offloads:
         return None
     if load.gpu_weights is not None and not kind.gpu_weights:

@@ -1,1 +1,1 @@
-"""Values that every room speaks: models, machines, cases, engines and their options, units, errors."""
+"""Values that every room speaks: models, machines, cases, engines, units, errors."""

@@ -1,4 +1,4 @@
-"""Cases: points requested of a machine, used as the keys of their measurements."""
+"""Cases: points requested of a machine, the keys of their measurements."""
 
 from typing import Any, Literal
 
@@ -24,7 +24,7 @@ BITS_BEFORE: dict[int, Weights] = {16: "as-released", 8: "int8", 4: "int4"}  # v
 
 
 class Workload(Frozen):
-    """A batch of `batch_size` prompts of `input_len` tokens, each continued by `output_len` tokens."""
+    """A batch of prompts of `input_len` tokens, each continued by `output_len` tokens."""
 
     batch_size: int = Field(ge=1, le=MOST)
     input_len: int = Field(ge=1, le=MOST)
@@ -45,7 +45,7 @@ class Case(Frozen):
     workload: Workload
     dtype: Dtype = "bfloat16"
     load_format: LoadFormat = "dummy"
-    layers: int | None = None  # a slice: the first so many decoder layers; None is all
+    layers: int | None = None  # a slice: the number of first decoder layers; None is all
     gpu_weights: str | None = None  # share of the streamed weights that stays on the GPU: auto, 25%, 40GiB
     options: Options = ()  # settings that differ from the engine's defaults, sorted
     allow_nan: bool = False  # weights with NaN or infinity are loaded, too
@@ -54,27 +54,26 @@ class Case(Frozen):
     @model_validator(mode="before")
     @classmethod
     def _bits_before(cls, fields: Any) -> Any:
-        """Read the option `weight_bits` of earlier versions, which only planned with it, as a format."""
+        """Read the option `weight_bits` of earlier versions as a format of weights."""
         options = fields.get("options") if isinstance(fields, dict) else None
         if not isinstance(options, list | tuple) or "weights" in fields:
             return fields
-        pairs = [tuple(one) for one in options if isinstance(one, list | tuple)]
-        found = [bits for bits in BITS_BEFORE if ("weight_bits", bits) in pairs]
-        if not found:
-            return fields
-        others = [one for one in options if tuple(one) != ("weight_bits", found[0])]
-        return fields | {"options": others, "weights": BITS_BEFORE[found[0]]}
+        pairs = [tuple(pair) for pair in options if isinstance(pair, list | tuple)]
+        for bits, weights in BITS_BEFORE.items():
+            if ("weight_bits", bits) in pairs:
+                others = [pair for pair in pairs if pair != ("weight_bits", bits)]
+                return fields | {"options": others, "weights": weights}
+        return fields
 
     @field_validator("options")
     @classmethod
     def _leave_out_defaults(cls, value: Options, info: ValidationInfo) -> Options:
-        """Drop options that have their default value, so that cases which ask for the same are equal."""
+        """Drop options with default values, so that equal cases compare equal."""
         return without_defaults(info.data.get("engine", ""), value)
 
     @model_serializer(mode="wrap")
     def _as_before(self, fields: SerializerFunctionWrapHandler) -> Any:
-        """Leave out `allow_nan` and `weights` at their defaults, so that a case reads as in records of earlier
-        versions."""
+        """Leave out new fields at their defaults, as earlier versions do."""
         written = fields(self)
         if isinstance(written, dict):
             for name in ("allow_nan", "weights"):
@@ -84,7 +83,7 @@ class Case(Frozen):
 
     @property
     def load(self) -> "Case":
-        """Case without its batch size: cases with equal loads share one process and one copy of the weights."""
+        """Case at batch 1; equal loads share a process and its weights."""
         return self.with_batch(1)
 
     def with_batch(self, batch_size: int) -> "Case":
@@ -93,12 +92,11 @@ class Case(Frozen):
 
     @property
     def lossy(self) -> bool:
-        """True for settings that change the values which the model computes with: weights that were not released so, or
-        an 8-bit KV cache. `zinfer study accuracy` tells how far the text differs."""
-        return self.weights != "as-released" or plan_options(self.engine, self.options).kv_in_8_bits
+        """True for settings that change the values that the model computes."""
+        return self.weights != "as-released" or plan_options(self.engine, self.options).kv_quantized
 
     def label(self) -> str:
-        """Return engine and offload in a few characters, for legends and progress lines."""
+        """Return engine and offload in short, for legends and progress lines."""
         resident = "" if self.gpu_weights is None else f" gpu-weights={self.gpu_weights}"
         options = "".join(f" {key}={value}" for key, value in self.options)
         weights = "" if self.weights == "as-released" else f" weights={self.weights}"
@@ -106,15 +104,17 @@ class Case(Frozen):
 
 
 def spread(count: int, every: int) -> tuple[int, ...]:
-    """Return the numbers of `count` of `every` layers or experts, at even distances, so that what stays on the GPU
-    gives the link time to bring the others."""
+    """Return indices of `count` of `every` layers or experts, evenly spaced.
+
+    So what stays on the GPU gives the link time to bring the others.
+    """
     return tuple(index for index in range(every) if (index + 1) * count // every > index * count // every)
 
 
 def resident_bytes(gpu_weights: str | None, streamable: int, automatic: int = 0) -> int:
-    """Return how many of `streamable` weight bytes `gpu_weights` keeps on the GPU; `automatic` are the bytes of
-    ``auto``.
+    """Return how many of `streamable` weight bytes `gpu_weights` keeps on the GPU.
 
-    Raises ValueError for anything but ``auto``, a share (``25%``) and a size (``40GiB``).
+    `automatic` is the answer for ``auto``. Raises ValueError for anything but ``auto``, a share (``25%``) and a size
+    (``40GiB``).
     """
     return 0 if gpu_weights is None else parse_share(gpu_weights, streamable, automatic)

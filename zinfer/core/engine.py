@@ -1,10 +1,12 @@
-"""Engines and their options, as data: the options of each, and how it keeps and moves weights. No torch is needed here.
+"""Engines and their options, as data that needs no torch.
 
-A case names an engine and the options in which it differs from the defaults. They are validated once, by `settle`, when
-the case is made, before any process starts::
+No torch is needed here.
 
-    settle("stream", {"kv_offload": "auto"})       # (("kv_offload", "auto"),)
-    settle("stream", {"kv_offload": "disk"})       # OptionError: kv_offload=disk: choose from none, cpu, auto
+A case names an engine and the options in which it differs from the defaults. They are validated once, by
+`resolve_options`, when the case is made, before any process starts::
+
+    resolve_options("stream", {"kv_offload": "auto"})       # (("kv_offload", "auto"),)
+    resolve_options("stream", {"kv_offload": "disk"})       # OptionError: kv_offload=disk: choose from none, cpu, auto
 
 Records may hold options of older versions that are gone by now. `read_options` and `plan_options`, which serve
 planning, leave such options out; `parse_options`, which serves an engine, refuses them. Where a command line or a
@@ -41,7 +43,7 @@ Experts = Literal["auto", "all", "on-demand"]
 PREFILL_TOKENS = 8192
 Count = Annotated[int, Field(strict=True, ge=1, le=1 << 20)]
 EIGHT_BITS = ("int8", "fp8")
-MOST_DRAFTS = 16  # drafts of a row in one pass
+MAX_DRAFTS = 16  # drafts of a row in one pass
 
 
 def _share(text: str) -> str:
@@ -56,7 +58,7 @@ Model = TypeVar("Model", bound=Frozen)
 
 
 class OptionError(ZinferError):
-    """An option that an engine does not have, a value that it does not take, or values that contradict each other."""
+    """An unknown option, a wrong value, or values that contradict each other."""
 
 
 class RetiredOptionWarning(UserWarning):
@@ -74,21 +76,21 @@ RETIRED = {
     "prefill_tokens": f"up to {PREFILL_TOKENS:,} prompt tokens are in one forward pass",
 }
 
-PIECE_BYTES = 128 << 20  # bytes of a layer that cross the link in one copy, unpacked
-LARGE_LAYER = 3 << 30  # bytes of a layer, unpacked, beyond which it is cut into fewer pieces
-
-
-LEAST_PIECES = 8  # pieces that a layer is cut into, at least, where several GPUs would have it in larger ones
+CHUNK_BYTES = 128 << 20  # bytes of a layer that cross the link in one copy, unpacked
+LARGE_LAYER = 3 << 30  # bytes of a layer, unpacked, beyond which it is cut into fewer chunks
+MIN_CHUNKS = 8  # of a layer, where several GPUs would have it in larger ones
 KEPT_BUFFERS = 3  # ring buffers of several GPUs for layers that stay: one unpacked, one gathered, one to spare
 
 
-def piece_factor(bits: float, layer_bytes: int = 0, gpus: int = 1) -> int:
-    """Return how many times `PIECE_BYTES` cross the link in one copy, since each copy, and each unpacking, costs
-    launches: four times as many where a weight takes 4 bits there, twice as many of a large layer (`layer_bytes`,
-    unpacked). With several `gpus`, each of which copies its part of a piece and launches the gather of all parts
-    besides, as many times as there are GPUs, or fewer, so that a layer has `LEAST_PIECES` pieces."""
+def chunk_factor(bits: float, layer_bytes: int = 0, gpus: int = 1) -> int:
+    """Return how many times `CHUNK_BYTES` cross the link in one copy.
+
+    Each copy and each unpacking costs launches: it is 4 where a weight takes 4 bits there, 2 for a large layer
+    (`layer_bytes`, unpacked). Several `gpus`, each of which copies its part of a chunk and launches the gather of all
+    parts besides, take as many times as there are GPUs, or fewer, so that a layer has `MIN_CHUNKS` chunks.
+    """
     alone = 4 if bits <= 5 else 2 if layer_bytes > LARGE_LAYER else 1
-    return max(alone, min(gpus, layer_bytes // (LEAST_PIECES * PIECE_BYTES)))
+    return max(alone, min(gpus, layer_bytes // (MIN_CHUNKS * CHUNK_BYTES)))
 
 
 # Tokens of a pass, at most, in which a kernel multiplies quantised layers that stay on the GPU from their codes; and
@@ -99,14 +101,14 @@ CODED_TOKENS, CODED_PAIRS = 64, 2
 
 
 class Transport(Frozen):
-    """Transport of an engine: how it keeps offloaded weights and moves them to the GPU. Plans are made from this."""
+    """Transport of an engine: where weights are kept, how they move. Plans are made from this."""
 
     fetched: Literal["two layers", "layer", "matrix", "chunks"] = "two layers"  # at a time; chunks: through a ring
     overlapped: bool = True  # copies run beside compute
     blocks: bool = False  # prompts pass a layer in blocks while its weights are there, so that they cross the link once
     coded_at_rest: bool = False  # weights that cross the link coded lie coded in host memory and on the GPU, too
     from_codes: bool = False  # quantised layers that stay on the GPU are multiplied from their codes
-    outside_trips: int = 0  # trips a pass of the weights outside the layers, where these are offloaded too
+    outside_passes: int = 0  # times a pass that weights outside the layers cross the link, where they are offloaded
     divided: bool = False  # of several GPUs each has a part of all weights, and gathers a copy of what it computes with
     graphs: bool = False  # decode steps in which no weight crosses the link are launched as CUDA graphs
     shares_memory: bool = False  # gives free GPU memory away, to rows, buffers and layers, and so leaves a margin
@@ -114,22 +116,18 @@ class Transport(Frozen):
     leaves_host: bool = False  # layers that stay with every batch leave host memory
 
 
-def _several(gpus: int, offload: Offload) -> str | None:
-    """Return the reason why an engine does not run on so many GPUs with this offload; None if it does."""
-    if gpus == 1 or offload == "cpu":
-        return None
-    return f"gpus={gpus} does not go with offload {offload}: weights come over several links with offload cpu"
+_SEVERAL_GPUS = "weights come over several links with offload cpu"
 
 
 class EngineOptions(Frozen):
-    """Settings of an engine: a field is an option, its type gives the values, its description its meaning."""
+    """Settings of an engine; fields are options and their help."""
 
     def transport(self) -> Transport:
         """Return how an engine with these settings moves weights."""
         return Transport()
 
     def conflict(self, _offload: Offload) -> str | None:
-        """Return the reason why these settings contradict each other, or the offload; None if they do not."""
+        """Return why these settings contradict each other or the offload."""
         return None
 
 
@@ -183,54 +181,33 @@ class StreamOptions(EngineOptions):
 
     @property
     def draft_model(self) -> str | None:
-        """Name of the model that drafts; None if none does."""
+        """Name of the model that drafts, if any."""
         return None if self.draft in ("none", "ngram") else self.draft
 
     def conflict(self, offload: Offload) -> str | None:
-        if self.host_weights != "auto" and offload != "nvme":
-            return (
-                f"host_weights={self.host_weights} does not go with offload {offload}: it is the part of the weights "
-                "that host memory keeps with offload nvme"
-            )
-        on_demand = self.experts == "on-demand"
-        if offload == "nvme" and on_demand:
-            return (
-                "experts=on-demand does not go with offload nvme: layers come from disk with all of their experts; "
-                "choose from auto, all"
-            )
-        if (why_not := _several(self.gpus, offload)) is not None:
-            return why_not
-        if self.gpus > 1 and on_demand:
-            return (
-                f"experts=on-demand does not go with gpus={self.gpus}: experts of a router's choice come to one GPU; "
-                "choose from auto, all"
-            )
-        if on_demand and offload == "none":
-            return (
-                "experts=on-demand does not go with offload none: experts cross the link only with offload cpu; choose "
-                "from auto, all"
-            )
-        if on_demand and self.packed != "auto":
-            return (
-                f"experts=on-demand does not go with packed={self.packed}: packed layers hold their experts in one "
-                "piece; choose from auto, all"
-            )
-        if self.kv_offload != "none" and self.kv_cache_dtype == "fp8":
-            return (
-                f"kv_cache_dtype=fp8 does not go with kv_offload={self.kv_offload}: 8 bits in host memory are int8; "
-                "choose from auto, bf16, int8"
-            )
-        if self.kv_offload != "none" and self.kv_cache_dtype == "int8" and self.kv_attention == "gpu":
-            return (
-                f"kv_attention=gpu does not go with kv_cache_dtype=int8 and kv_offload={self.kv_offload}: the CPU "
-                "attends to 8 bits in host memory; choose from auto, cpu"
-            )
-        if offload == "none" and self.kv_attention == "gpu":
-            return (
-                "kv_attention=gpu does not go with offload none: it brings the KV cache along with streamed weights, "
-                "so it needs offload cpu; choose from auto, cpu"
-            )
-        return None
+        on_demand, in_host = self.experts == "on-demand", self.kv_offload != "none"
+        clashes = (
+            (self.host_weights != "auto" and offload != "nvme", f"host_weights={self.host_weights}",
+             f"offload {offload}: it is the part of the weights that host memory keeps with offload nvme"),
+            (on_demand and offload == "nvme", "experts=on-demand",
+             "offload nvme: layers come from disk with all of their experts; choose from auto, all"),
+            (self.gpus > 1 and offload != "cpu", f"gpus={self.gpus}", f"offload {offload}: {_SEVERAL_GPUS}"),
+            (on_demand and self.gpus > 1, "experts=on-demand",
+             f"gpus={self.gpus}: experts of a router's choice come to one GPU; choose from auto, all"),
+            (on_demand and offload == "none", "experts=on-demand",
+             "offload none: experts cross the link only with offload cpu; choose from auto, all"),
+            (on_demand and self.packed != "auto", "experts=on-demand",
+             f"packed={self.packed}: packed layers hold their experts in one piece; choose from auto, all"),
+            (in_host and self.kv_cache_dtype == "fp8", "kv_cache_dtype=fp8",
+             f"kv_offload={self.kv_offload}: 8 bits in host memory are int8; choose from auto, bf16, int8"),
+            (in_host and self.kv_cache_dtype == "int8" and self.kv_attention == "gpu", "kv_attention=gpu",
+             f"kv_cache_dtype=int8 and kv_offload={self.kv_offload}: the CPU attends to 8 bits in host memory; choose "
+             "from auto, cpu"),
+            (offload == "none" and self.kv_attention == "gpu", "kv_attention=gpu",
+             "offload none: it brings the KV cache along with streamed weights, so it needs offload cpu; choose from "
+             "auto, cpu"),
+        )  # fmt: skip
+        return next((f"{option} does not go with {reason}" for clash, option, reason in clashes if clash), None)
 
 
 class DeepSpeedOptions(EngineOptions):
@@ -244,11 +221,13 @@ class DeepSpeedOptions(EngineOptions):
     )  # fmt: skip
 
     def conflict(self, offload: Offload) -> str | None:
-        return _several(self.gpus, offload)
+        if self.gpus == 1 or offload == "cpu":
+            return None
+        return f"gpus={self.gpus} does not go with offload {offload}: {_SEVERAL_GPUS}"
 
     def transport(self) -> Transport:
         # Embeddings that are offloaded, too, are fetched for both of their uses.
-        return Transport(fetched="layer", outside_trips=0 if self.tuned else 2, divided=True)
+        return Transport(fetched="layer", outside_passes=0 if self.tuned else 2, divided=True)
 
 
 class AccelerateOptions(EngineOptions):
@@ -285,7 +264,7 @@ class PlanOptions(Frozen):
     )  # fmt: skip
 
     @property
-    def kv_in_8_bits(self) -> bool:
+    def kv_quantized(self) -> bool:
         return self.kv_cache_dtype in EIGHT_BITS
 
 
@@ -299,10 +278,9 @@ class EngineKind:
     options: type[EngineOptions] = EngineOptions
     gpu_weights: bool = False  # part of the offloaded weights can stay on the GPU
     only_as_released: str | None = None  # reason why it takes no other format of weights; None if it does
-    own_formats: Mapping[Weights, float] = field(default_factory=dict)  # own ones instead: bytes over those of 16 bits
-    own_traffic: Mapping[Weights, int] = field(default_factory=dict)  # bytes read and written to unpack such a weight
-    own_package: str = ""  # import name, and pip extra, of the package that `own_formats` need besides
-    own_not_for: frozenset[Offload] = frozenset()  # offloads without `own_formats`
+    # Formats of its own, instead of ours: bytes over those of 16 bits, and bytes read and written to unpack a weight.
+    native_formats: Mapping[Weights, float] = field(default_factory=dict)
+    unpack_traffic: Mapping[Weights, int] = field(default_factory=dict)
     extra: str = "engines"  # pip extra that installs `requires`
     builds: Mapping[Offload, str] = field(default_factory=dict)  # system packages that an offload is built with
 
@@ -313,7 +291,6 @@ class EngineKind:
 
 
 _GROUPS_OF_64 = 2 / 64  # a scale and a minimum of 16 bits for 64 weights
-_GROUPS_OF_128 = 2 / 128  # a scale and a zero point of 16 bits for 128 weights
 _TRANSFORMERS = ("torch", "transformers", "accelerate", "safetensors")
 
 ENGINES: dict[str, EngineKind] = {
@@ -329,10 +306,10 @@ ENGINES: dict[str, EngineKind] = {
         offloads=frozenset({"none", "cpu", "nvme"}),
         requires=(*_TRANSFORMERS, "deepspeed"),
         options=DeepSpeedOptions,
-        own_formats={"int4": _GROUPS_OF_64 + 4 / 16, "int8": _GROUPS_OF_64 + 8 / 16},
+        native_formats={"int4": _GROUPS_OF_64 + 4 / 16, "int8": _GROUPS_OF_64 + 8 / 16},
         # In torch's operations: zeros 2, a copy into them 3, scales 4, minima 4. Of int4, two times before: a half of
         # each byte is taken by itself (1) and written to every other byte (1.5).
-        own_traffic={"int4": 18, "int8": 13},
+        unpack_traffic={"int4": 18, "int8": 13},
         builds={"nvme": "libaio-dev"},
     ),
     "accelerate": EngineKind(
@@ -341,9 +318,7 @@ ENGINES: dict[str, EngineKind] = {
         requires=_TRANSFORMERS,
         options=AccelerateOptions,
         gpu_weights=True,
-        own_formats={"int4": _GROUPS_OF_128 + 4 / 16, "int8": 8 / 16},
-        own_package="torchao",
-        own_not_for=frozenset({"nvme"}),
+        only_as_released="its hooks move plain tensors",
     ),
     "tensorrt": EngineKind(
         "zinfer.engine.tensorrt:TensorRT",
@@ -358,7 +333,7 @@ ENGINES: dict[str, EngineKind] = {
 
 
 def values(field_info: FieldInfo) -> list[str]:
-    """Return the values that an option takes, as they are typed; N is a whole number from 1 on."""
+    """Return the texts of the values that an option takes."""
     if field_info.title is not None:  # any text
         return [str(field_info.default), *field_info.title.split("|")]
     return list(dict.fromkeys(_values(field_info.annotation)))
@@ -377,15 +352,15 @@ def _values(annotation: Any) -> list[str]:
     return _values(arguments[0])  # Annotated
 
 
-def settle(engine: str, given: Mapping[str, Option], planning: bool = False) -> Options:
-    """Return the options in `given` that differ from the engine's defaults, sorted, as a case keeps them.
+def resolve_options(engine: str, given: Mapping[str, Option], planning: bool = False) -> Options:
+    """Return the `given` options that differ from the defaults, sorted by name.
 
-    With `planning` any option of `PlanOptions` may be among them. Raises OptionError for an unknown option, with the
-    known ones, and for a wrong value, with the choices.
+    With `planning` any option of `PlanOptions` may be among them. Raises OptionError for an unknown option, with those
+    that exist, and for a wrong value, with the choices.
     """
     kind = _options(engine)
     fields = {**(PlanOptions.model_fields if planning else {}), **kind.model_fields}
-    found: dict[str, Option] = {}
+    options: dict[str, Option] = {}
     for name, value in given.items():
         if name not in fields:
             hint = did_you_mean(name, fields)
@@ -394,12 +369,12 @@ def settle(engine: str, given: Mapping[str, Option], planning: bool = False) -> 
             )
         model = kind if name in kind.model_fields else PlanOptions
         try:
-            found[name] = getattr(model.model_validate({name: value}), name)
+            options[name] = getattr(model.model_validate({name: value}), name)
         except ValidationError:
-            *words, last = ("a whole number of at least 1" if one == "N" else one for one in values(fields[name]))
-            choices = f"choose from {', '.join([*words, last])}" if words else f"write {last}"
-            raise OptionError(f"{name}={written(value)}: {choices}") from None
-    return without_defaults(engine, tuple(found.items()))
+            texts = ["a whole number of at least 1" if text == "N" else text for text in values(fields[name])]
+            choices = f"choose from {', '.join(texts)}" if len(texts) > 1 else f"write {texts[0]}"
+            raise OptionError(f"{name}={option_text(value)}: {choices}") from None
+    return without_defaults(engine, tuple(options.items()))
 
 
 def without_retired(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -409,79 +384,79 @@ def without_retired(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name not in RETIRED}
 
 
-def written(value: object) -> str:
+def option_text(value: object) -> str:
     """Return `value` as it is typed, at most 60 characters of it."""
     return str(value).lower() if isinstance(value, bool) else str(value)[:60]
 
 
 def without_defaults(engine: str, options: Options) -> Options:
-    """Return `options` that differ from the engine's defaults, sorted by name; those that it does not know stay."""
+    """Return `options` that differ from the defaults, sorted by name."""
     fields = _options(engine).model_fields
-    default = {name: found.default for name, found in fields.items()}
-    kept = {
-        name: value
-        for name, value in options
-        if name not in default or type(value) is not type(default[name]) or value != default[name]
-    }
-    return tuple(sorted(kept.items()))
+    default = {name: field.default for name, field in fields.items()}
+
+    def differs(name: str, value: Option) -> bool:
+        return name not in default or (type(value), value) != (type(default[name]), default[name])
+
+    return tuple(sorted((name, value) for name, value in dict(options).items() if differs(name, value)))
 
 
 def parse_options(engine: str, options: Options, offload: Offload) -> Any:
-    """Return the typed options of an engine that is about to run: an `EngineOptions` of its own class.
+    """Return the typed options of an engine that is about to run.
 
-    Raises OptionError as `settle` does, and for values that contradict each other or the offload.
+    Raises OptionError as `resolve_options` does, and for values that contradict each other or the offload.
     """
     if engine not in ENGINES:
         return EngineOptions()
-    found = _options(engine).model_validate(dict(settle(engine, dict(options))))
-    if (why_not := found.conflict(offload)) is not None:
+    settings = _options(engine).model_validate(dict(resolve_options(engine, dict(options))))
+    if (why_not := settings.conflict(offload)) is not None:
         raise OptionError(why_not)
-    return found
+    return settings
 
 
 @cache
 def read_options(engine: str, options: Options) -> EngineOptions:
-    """Return the typed options of a recorded case; those that its engine does not know (any more) are left out."""
+    """Return the typed options of a recorded case, without unknown ones."""
     return _lenient(_options(engine), dict(options))
 
 
 @cache
 def plan_options(engine: str, options: Options) -> PlanOptions:
-    """Return the options of a case that change its plan, with the engine's defaults; unknown ones are left out."""
-    own = {name: one.default for name, one in _options(engine).model_fields.items() if name in PlanOptions.model_fields}
-    return _lenient(PlanOptions, own | dict(options))
+    """Return the options of a case that change its plan."""
+    fields = _options(engine).model_fields
+    defaults = {name: field.default for name, field in fields.items() if name in PlanOptions.model_fields}
+    return _lenient(PlanOptions, defaults | dict(options))
 
 
 def draft_model(engine: str, options: Options) -> str | None:
-    """Return the name of the model that drafts in a case with these options; None if none does."""
+    """Return the name of a case's drafting model, if any."""
     return getattr(read_options(engine, options), "draft_model", None)
 
 
 def conflict(
     engine: str, options: Options, offload: Offload, weights: Weights = "as-released", gpu_weights: str | None = None
 ) -> str | None:
-    """Return the reason why the options of a case contradict each other, its offload, the format of its weights, or the
-    part of them that stays on the GPU; None if they do not."""
+    """Return why the settings of a case contradict each other.
+
+    Settings are the options, the offload, the format of the weights, and the part of them that stays on the GPU.
+    """
     kind = ENGINES.get(engine)
-    if weights != "as-released" and kind is not None and weights not in kind.own_formats:
-        takers = [name for name, one in ENGINES.items() if one.only_as_released is None]
-        able = ", ".join(name for name in takers if weights in (ENGINES[name].own_formats or [weights]))
+    if weights != "as-released" and kind is not None and weights not in kind.native_formats:
+        able = ", ".join(
+            name
+            for name, other in ENGINES.items()
+            if other.only_as_released is None and weights in (other.native_formats or [weights])
+        )
         if kind.only_as_released is not None:
             return f"--weights {weights} is for {able}: engine {engine} has no packed weights ({kind.only_as_released})"
-        if kind.own_formats:
-            return f"--weights {weights} is for {able}: engine {engine} takes {', '.join(kind.own_formats)}"
-    if weights != "as-released" and kind is not None and offload in kind.own_not_for:
-        return (
-            f"--weights {weights} of engine {engine} does not go with offload {offload}: its files hold plain tensors, "
-            f"not {kind.own_package}'s; choose from {', '.join(sorted(kind.offloads - kind.own_not_for))}"
-        )
-    own = read_options(engine, options)
-    if gpu_weights == "auto" and offload != "none" and own.transport().placed_once:
+        if kind.native_formats:
+            return f"--weights {weights} is for {able}: engine {engine} takes {', '.join(kind.native_formats)}"
+    settings = read_options(engine, options)
+    if gpu_weights == "auto" and offload != "none" and settings.transport().placed_once:
         return (
             f"--gpu-weights auto is decided for each batch, and engine {engine} places its weights once, when it loads "
             "them: give a share (25%) or a size (40GiB)"
         )
-    return own.conflict(offload)
+    return settings.conflict(offload)
 
 
 def _options(engine: str) -> type[EngineOptions]:
@@ -489,9 +464,9 @@ def _options(engine: str) -> type[EngineOptions]:
 
 
 def _lenient(model: type[Model], given: dict[str, Any]) -> Model:
-    known = {name: value for name, value in given.items() if name in model.model_fields}
+    fields = {name: value for name, value in given.items() if name in model.model_fields}
     try:
-        return model.model_validate(known)
+        return model.model_validate(fields)
     except ValidationError as error:
-        wrong = {str(one["loc"][0]) for one in error.errors()}
-        return model.model_validate({name: value for name, value in known.items() if name not in wrong})
+        wrong = {str(fault["loc"][0]) for fault in error.errors()}
+        return model.model_validate({name: value for name, value in fields.items() if name not in wrong})

@@ -1,4 +1,4 @@
-"""Errors that a user sees as one line, and the exit codes of commands."""
+"""Errors that a user sees as one line, and exit codes."""
 
 from collections.abc import Iterable
 from difflib import get_close_matches
@@ -30,8 +30,8 @@ class ZinferError(ValueError):
 
     exit_code = USAGE
 
-    def restated(self, kind: type["E"], more: str = "") -> "E":
-        """Return this error as one of `kind`, with `more` words at its end and the same exit code."""
+    def converted(self, kind: type["E"], more: str = "") -> "E":
+        """Return this error as one of `kind`, with `more` at its end."""
         error = kind(f"{self}{more}")
         error.exit_code = self.exit_code
         return error
@@ -40,26 +40,26 @@ class ZinferError(ValueError):
 E = TypeVar("E", bound=ZinferError)
 
 
-def not_here(error: E) -> E:
-    """Return `error` as one of this machine (a missing package, no network), whose exit code is `ENVIRONMENT`."""
+def environment_error(error: E) -> E:
+    """Give `error` the exit code of this machine (missing package, no network)."""
     error.exit_code = ENVIRONMENT
     return error
 
 
-def lacks_memory(error: BaseException | str) -> bool:
-    """Tell whether an error, or its text, means that host memory ran out."""
+def is_out_of_memory(error: BaseException | str) -> bool:
+    """Tell whether an error, or its text, means too little host memory."""
     return isinstance(error, MemoryError) or any(text in str(error).lower() for text in _NO_MEMORY)
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return ``; did you mean 'x' or 'y'?`` for known words that are nearly `word`; empty if there is none."""
-    names = list(known)
+def did_you_mean(word: str, words: Iterable[str]) -> str:
+    """Return ``; did you mean 'x' or 'y'?`` for close `words`."""
+    names = list(words)
     close = get_close_matches(word, names, n=3, cutoff=0.6)
     close += [name for name in names if word and name not in close and (name.startswith(word) or word.startswith(name))]
     return f"; did you mean {' or '.join(map(repr, close[:3]))}?" if close else ""
 
 
-def one_line(error: BaseException) -> str:
-    """Return the message of an exception in one line, preceded by its type unless it is a ValueError."""
+def error_line(error: BaseException) -> str:
+    """Return an exception as one line, with its type if useful."""
     text = " ".join(str(error).split())[:500]
     return text if isinstance(error, ValueError) and text else f"{type(error).__name__}: {text}".rstrip(": ")

@@ -1,4 +1,4 @@
-"""Models: parameters, bytes and FLOPs of a decoder-only model, from its shape alone.
+"""Models: parameters, bytes and FLOPs of a decoder-only model, from its shape.
 
 A decoder-only model is a stack of layers, equal or not, between an embedding and a head. Decode reads every weight once
 a step, so time is counted in bytes here, and they are exact: they come from the `transformers` model itself, built
@@ -9,7 +9,7 @@ without torch, the closed forms of `zinfer.checkpoint.formula` replace it.
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
@@ -41,16 +41,14 @@ CONFIG_KEYS = {
 }
 MAX_STRETCH = 1024  # largest factor by which YaRN is believed to stretch a model's positions
 LAYER_INDEX = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
-_TEXT = ("text_config",)  # key of the part of a configuration that describes the text model
-_SHARING = ("num_kv_shared_layers",)
 
 
 class ModelError(ZinferError):
-    """A model reference or description that cannot be used; the message says what to do next."""
+    """A model that cannot be used; the message says what to do."""
 
 
 class Matrix(NamedTuple):
-    """Weights of a linear module, ``[rows, columns]``, or of such a module in each of `experts`.
+    """Weights ``[rows, columns]`` of a linear module, or of each of `experts`.
 
     `name` is the module's name within its layer, as checkpoints store it; ``*`` stands for the number of an expert. A
     name of experts without it is that of one stored tensor for all of them.
@@ -68,24 +66,24 @@ class Matrix(NamedTuple):
 
 
 class LayerSpec(Frozen):
-    """One decoder layer: its parameters, and the number of values that it caches."""
+    """One decoder layer: its parameters, and the values that it caches."""
 
     parameters: int
     expert_parameters: int = 0  # parameters of routed experts among them; a token passes through a few experts
     kv_width: int = 0  # values cached a token, keys and values together, and the keys of an indexer
-    index_width: int = 0  # those of an indexer, which stay on the device
-    window: int | None = None  # sliding window: most tokens cached
+    index_width: int = 0  # the indexer's part of them, which stays on the device
+    window: int | None = None  # sliding window: maximum of tokens cached
     state: int = 0  # values cached a sequence, independent of its length
     attention: int = 0  # query heads, times the mean width of a key and a value; 0 without attention
     matrices: tuple[Matrix, ...] = ()  # parameters that a format may store quantised; empty if they are not known
 
     def tokens(self, length: int) -> int:
-        """Return the number of tokens of `length` that are cached and attended to."""
+        """Return how many of `length` tokens are cached and attended to."""
         return length if self.window is None else min(length, self.window)
 
 
-class _Same:
-    """Stack of layers as a cache key that compares by identity, which is faster than comparing layers."""
+class _ByIdentity:
+    """Stack of layers as a cache key by identity, which is fast."""
 
     def __init__(self, layers: tuple[LayerSpec, ...]) -> None:
         self.layers = layers
@@ -94,38 +92,17 @@ class _Same:
         return id(self.layers)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.layers is self.layers
+        return isinstance(other, _ByIdentity) and other.layers is self.layers
 
 
 @lru_cache(maxsize=256)
-def _kinds(same: _Same) -> tuple[tuple[LayerSpec, int], ...]:
-    """Return the different layers of a stack with their counts; cached, since a plan asks thousands of times."""
-    return tuple(Counter(same.layers).items())
-
-
-class _Sums(NamedTuple):
-    """Parameters of a stack of layers: of all, of the largest one, of all routed experts, and of one layer's."""
-
-    total: int
-    largest: int
-    routed: int
-    experts: int
-
-
-@lru_cache(maxsize=256)
-def _sums(same: _Same) -> _Sums:
-    """Return the parameters of a stack of layers, cached as `_kinds` are."""
-    kinds = _kinds(same)
-    return _Sums(
-        total=sum(times * layer.parameters for layer, times in kinds),
-        largest=max(layer.parameters for layer, _ in kinds),
-        routed=sum(times * layer.expert_parameters for layer, times in kinds),
-        experts=max(layer.expert_parameters for layer, _ in kinds),
-    )
+def _counted(key: _ByIdentity) -> tuple[tuple[LayerSpec, int], ...]:
+    """Return the different layers of a stack with their counts."""
+    return tuple(Counter(key.layers).items())
 
 
 class Shape(Frozen):
-    """Shape of a model: its counts and widths, without a name, a dtype or weights.
+    """Shape of a model: counts and widths, without name, dtype or weights.
 
     `other_parameters` counts all that is not in one decoder layer alone: embeddings, head, final norm, and weights that
     several layers share. Heads and widths are those of the layer that caches most; `ffn_size` is that of one expert in
@@ -148,8 +125,7 @@ class Shape(Frozen):
 
 
 class Routing(Frozen):
-    """Routing of a mixture as it was recorded, for plans; what is not known is reckoned as if every token chose its
-    experts evenly."""
+    """Recorded routing of a mixture; without a record, experts are chosen evenly."""
 
     source: str  # what was recorded, as a noun phrase
     touched: tuple[tuple[int, float], ...] = ()  # tokens of a step, ascending from 2 on, and the share of experts
@@ -157,26 +133,25 @@ class Routing(Frozen):
     hits: Mapping[ExpertPolicy, tuple[tuple[int, float, float], ...]] = Field(default_factory=dict)
     guessed: float | None = Field(default=None, ge=0, le=1)  # right guesses of the next layer's experts, as a share
 
-    def hits_of(self, policy: ExpertPolicy, cached: float, tokens: int) -> float | None:
-        """Return the share of the needs of a step that a cache of the share `cached` of all experts meets, between
-        those of the nearest known sizes and numbers of tokens; None if nothing is known of the policy."""
-        known = self.hits.get(policy, ())
-        sizes = sorted({step for step, _, _ in known})
-        met = [
-            (step, _between([(0.0, 0.0), *sorted((size, hits) for one, size, hits in known if one == step), (1.0, 1.0)],
-                            cached))
-            for step in sizes
-        ]  # fmt: skip
-        return _between(met, tokens) if met else None
+    def hit_rate(self, policy: ExpertPolicy, cached: float, tokens: int) -> float | None:
+        """Return the recorded share of needs that an expert cache meets.
+
+        The cache holds the share `cached` of all experts. The rate is interpolated between the nearest recorded sizes
+        and numbers of tokens.
+        """
+        by_tokens: dict[int, list[tuple[float, float]]] = {}
+        for step, size, hits in sorted(self.hits.get(policy, ())):
+            by_tokens.setdefault(step, [(0.0, 0.0)]).append((size, hits))
+        rates = [(step, _interpolated([*points, (1.0, 1.0)], cached)) for step, points in by_tokens.items()]
+        return _interpolated(rates, tokens) if rates else None
 
 
-def _between(known: Iterable[tuple[float, float]], at: float) -> float:
-    """Interpolate linearly between `known` points, ascending; beyond them the nearest one counts."""
-    known = list(known)
-    for (low, first), (high, second) in pairwise(known):
+def _interpolated(points: Sequence[tuple[float, float]], at: float) -> float:
+    """Interpolate linearly between ascending `points`; beyond them the nearest one counts."""
+    for (low, first), (high, second) in pairwise(points):
         if low <= at < high:
             return first + (second - first) * (at - low) / (high - low)
-    return known[0][1] if at < known[0][0] else known[-1][1]
+    return points[0][1] if at < points[0][0] else points[-1][1]
 
 
 class ModelSpec(Shape):
@@ -201,17 +176,21 @@ class ModelSpec(Shape):
         return tuple(layer.parameters for layer in self.layers)
 
     @property
+    def _kinds(self) -> tuple[tuple[LayerSpec, int], ...]:
+        return _counted(_ByIdentity(self.layers))
+
+    @property
     def _in_layers(self) -> int:
-        return _sums(_Same(self.layers)).total
+        return sum(count * layer.parameters for layer, count in self._kinds)
 
     @property
     def expert_parameters(self) -> int:
-        """Parameters of the routed experts of one layer, the layer with most."""
-        return _sums(_Same(self.layers)).experts
+        """Parameters of the routed experts in the layer with most."""
+        return max(layer.expert_parameters for layer, _ in self._kinds)
 
     @property
     def parameters(self) -> int:
-        """Parameters of this model: those of its `num_layers` layers and those outside layers."""
+        """Parameters of its layers and of all that is outside layers."""
         return self._in_layers + self.other_parameters
 
     @property
@@ -220,35 +199,38 @@ class ModelSpec(Shape):
         return self.parameters - round(self._routed * (1 - self.experts_per_token / max(1, self.num_experts)))
 
     def parameters_read(self, batch_size: int) -> float:
-        """Return the expected number of parameters that a decode step of `batch_size` tokens reads. Experts count if
-        some token is sent to them: (1 - (1 - k/E)^B) of them if tokens choose independently."""
+        """Return the expected number of parameters that a decode step reads.
+
+        Experts count if some of `batch_size` tokens is sent to them: (1 - (1 - k/E)^B) of them if tokens choose
+        independently.
+        """
         return self.parameters - self._routed * (1 - self.touched_share(batch_size))
 
     def touched_share(self, tokens: int) -> float:
-        """Return the expected share of a layer's routed experts that some of `tokens` tokens are sent to: as `routing`
-        says, and beyond what it says, if tokens choose independently and all experts alike: 1 - (1 - k/E)^n."""
-        known = [(1, self.experts_per_token / max(1, self.num_experts))]
-        known += [] if self.routing is None else self.routing.touched
-        last, share = known[-1]
-        return _between(known, tokens) if tokens < last else 1 - (1 - share) ** (tokens / last)
+        """Return the expected share of a layer's experts that tokens reach.
+
+        It is what `routing` says; beyond that, tokens choose independently and all experts alike: 1 - (1 - k/E)^n.
+        """
+        shares = [(1, self.experts_per_token / max(1, self.num_experts))]
+        shares += [] if self.routing is None else self.routing.touched
+        last, share = shares[-1]
+        return _interpolated(shares, tokens) if tokens < last else 1 - (1 - share) ** (tokens / last)
 
     def hits(self, policy: ExpertPolicy, cached: float, tokens: int) -> float:
-        """Return the expected share of the experts that `tokens` tokens touch which a cache holds, of the share
-        `cached` of all experts: as `routing` says; the same share if all experts are alike."""
-        recorded = None if self.routing is None else self.routing.hits_of(policy, cached, tokens)
+        """Return the expected hit rate of a cache of experts."""
+        recorded = None if self.routing is None else self.routing.hit_rate(policy, cached, tokens)
         return cached if recorded is None else recorded
 
     @property
-    def right_guesses(self) -> float:
-        """Expected share of right ones among guesses of the next layer's experts: as `routing` says; by chance, k/E, if
-        nothing is known."""
+    def guess_accuracy(self) -> float:
+        """Expected share of right guesses of experts; k/E by chance."""
         if self.routing is not None and self.routing.guessed is not None:
             return self.routing.guessed
         return self.experts_per_token / max(1, self.num_experts)
 
     @property
     def _routed(self) -> int:
-        return _sums(_Same(self.layers)).routed
+        return sum(count * layer.expert_parameters for layer, count in self._kinds)
 
     @property
     def routed_bytes(self) -> int:
@@ -262,19 +244,17 @@ class ModelSpec(Shape):
 
     @property
     def dense_layer_bytes(self) -> int:
-        """Bytes of a decoder layer without its routed experts, the layer with most."""
-        return max(layer.parameters - layer.expert_parameters for layer, _ in _kinds(_Same(self.layers))) * (
-            self.dtype_bytes
-        )
+        """Bytes of the largest decoder layer without its routed experts."""
+        return max(layer.parameters - layer.expert_parameters for layer, _ in self._kinds) * self.dtype_bytes
 
     @property
     def ffn_matrices(self) -> int:
         """Matrices of a feed-forward network: two, or three with a gate."""
         attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim * self.hidden_size
-        one = self.layer_bytes // self.dtype_bytes - attention
+        network = self.layer_bytes // self.dtype_bytes - attention
         if self.num_experts:
-            one = self.expert_parameters // self.num_experts
-        return min(3, max(2, round(one / (self.hidden_size * self.ffn_size))))
+            network = self.expert_parameters // self.num_experts
+        return min(3, max(2, round(network / (self.hidden_size * self.ffn_size))))
 
     @property
     def dtype_bytes(self) -> int:
@@ -288,17 +268,17 @@ class ModelSpec(Shape):
 
     @property
     def stored_bytes(self) -> int:
-        """Bytes of all parameters in the format that they are stored in: as released, or as `weights` says."""
+        """Bytes of all parameters as released, or as `weights` says."""
         return round(self.streamed_bytes * self.stored_ratio) + self.other_bytes
 
     @property
     def layer_bytes(self) -> int:
-        """Bytes of the largest decoder layer: the size of one slot of a ring."""
-        return _sums(_Same(self.layers)).largest * self.dtype_bytes
+        """Bytes of the largest decoder layer: the size of a layer buffer."""
+        return max(layer.parameters for layer, _ in self._kinds) * self.dtype_bytes
 
     @property
     def streamed_bytes(self) -> int:
-        """Bytes of all decoder layers: full offload moves them over the link each step."""
+        """Bytes of all decoder layers, which full offload moves each step."""
         return self._in_layers * self.dtype_bytes
 
     @property
@@ -308,64 +288,53 @@ class ModelSpec(Shape):
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of one token's keys and values in all layers, before any window is full."""
+        """Bytes of one token's keys and values, before any window is full."""
         return sum(layer.kv_width for layer in self.layers) * self.dtype_bytes
 
-    def kv_layer_bytes(self, batch_size: int, length: int) -> tuple[int, ...]:
-        """Return the bytes that each layer caches for `batch_size` sequences of `length` tokens: keys and values of the
-        tokens in its window, and its constant state."""
-        return tuple(
-            batch_size * (layer.tokens(length) * layer.kv_width + layer.state) * self.dtype_bytes
-            for layer in self.layers
-        )
-
     def largest_kv_layer_bytes(self, batch_size: int, length: int) -> int:
-        """Return the largest number of bytes that a layer caches; see `kv_layer_bytes`."""
-        kinds = _kinds(_Same(self.layers))
-        values = max(layer.tokens(length) * layer.kv_width + layer.state for layer, _ in kinds)
+        """Return the bytes of the KV cache in the layer that caches most."""
+        values = max(layer.tokens(length) * layer.kv_width + layer.state for layer, _ in self._kinds)
         return batch_size * values * self.dtype_bytes
 
     def index_bytes(self, batch_size: int, length: int) -> int:
-        """Return the part of `kv_bytes` that stays on the device wherever keys and values are: keys of indexers."""
-        values = sum(times * layer.tokens(length) * layer.index_width for layer, times in _kinds(_Same(self.layers)))
+        """Return the bytes of indexers' keys, which always stay on the device."""
+        values = sum(count * layer.tokens(length) * layer.index_width for layer, count in self._kinds)
         return batch_size * values * self.dtype_bytes
 
     def kv_bytes(self, batch_size: int, length: int) -> int:
-        """Return the KV cache of all layers for `batch_size` sequences of `length` tokens, in bytes."""
-        values = sum(
-            times * (layer.tokens(length) * layer.kv_width + layer.state) for layer, times in _kinds(_Same(self.layers))
-        )
+        """Return the bytes of the KV cache of all layers."""
+        values = sum(count * (layer.tokens(length) * layer.kv_width + layer.state) for layer, count in self._kinds)
         return batch_size * values * self.dtype_bytes
 
     def decode_flops(self, batch_size: int, context_len: int) -> int:
-        """Return the FLOPs of one decode step: two for each weight and token, and attention over `context_len` cached
-        tokens.
+        """Return the FLOPs of a decode step over `context_len` cached tokens.
 
         Source: Kaplan et al. 2020 (arXiv:2001.08361), section 2.1: 2N + 2 · n_layer · n_ctx · d_attn forward, the
-        second term once for the scores and once for the weighted sum of values.
+        second term for the scores and for the weighted sum of values.
         """
-        kinds = _kinds(_Same(self.layers))
-        attention = 4 * sum(times * layer.attention * layer.tokens(context_len) for layer, times in kinds)
+        attention = 4 * sum(count * layer.attention * layer.tokens(context_len) for layer, count in self._kinds)
         return batch_size * (2 * self._matmul_parameters + attention)
 
     def prefill_flops(self, batch_size: int, input_len: int) -> int:
-        """Return the FLOPs of a prefill of `input_len` tokens: as `decode_flops` for every position (causal: half the
-        context on average, until a window is full); the head runs for the last position only."""
+        """Return the FLOPs of a prefill of `input_len` tokens.
+
+        They are those of `decode_flops` for every position (causal: half the context on average, until a window is
+        full); the head runs for the last position only.
+        """
         head = 2 * self.vocab_size * self.hidden_size
         attention = 0
-        for layer, times in _kinds(_Same(self.layers)):
-            seen = layer.tokens(input_len)
-            attention += 2 * times * layer.attention * (2 * seen * input_len - seen**2)
+        for layer, count in self._kinds:
+            window = layer.tokens(input_len)
+            attention += 2 * count * layer.attention * (2 * window * input_len - window**2)
         return batch_size * (input_len * (2 * self._matmul_parameters - head) + attention + head)
 
     @property
-    def _matmul_parameters(self) -> int:
-        """Weights that a token is multiplied with: those of the layers and the head. The embedding is a look-up."""
+    def _matmul_parameters(self) -> int:  # the embedding is a look-up
         layers = self.active_parameters - self.other_parameters
         return layers + self.vocab_size * self.hidden_size
 
     def slice(self, layers: int) -> "ModelSpec":
-        """Return a copy of this model with its first `layers` decoder layers only.
+        """Return this model with its first `layers` decoder layers only.
 
         Raises ModelError unless 1 <= layers <= num_layers.
         """
@@ -375,25 +344,30 @@ class ModelSpec(Shape):
         return self.model_copy(update={"num_layers": layers, "layers": self.layers[:layers], "config": config})
 
     def with_dtype(self, dtype: Dtype) -> "ModelSpec":
-        """Return the same model with its weights in `dtype`; as released they are what they were."""
-        times = self.dtype_bytes / DTYPE_BYTES[dtype]
-        ratio = self.stored_ratio * times if self.stored_ratio != 1 else 1.0
-        return self.model_copy(update={"dtype": dtype, "stored_ratio": ratio, "fp8_ratio": self.fp8_ratio * times})
+        """Return the same model in `dtype`; quantised weights keep their size."""
+        factor = self.dtype_bytes / DTYPE_BYTES[dtype]
+        ratio = self.stored_ratio * factor if self.stored_ratio != 1 else 1.0
+        return self.model_copy(update={"dtype": dtype, "stored_ratio": ratio, "fp8_ratio": self.fp8_ratio * factor})
 
 
 def cut(config: Mapping[str, Any], depth: int, layers: int) -> dict[str, Any]:
-    """Shorten `config`, of a model with `depth` decoder layers, to its first `layers`: the depth itself, whatever its
-    key, and each list or string with an item a layer; in the text model's configuration if that is nested."""
+    """Shorten the `config` of a model to its first `layers`.
+
+    It cuts the depth itself, whatever its key, and each list or string with an item a layer; in the text model's
+    configuration if that is nested.
+    """
 
     def first(key: str, value: Any) -> Any:
         if key in CONFIG_KEYS["num_layers"] and value == depth:
             return layers
-        if key in _SHARING and isinstance(value, int):  # the last so many layers use the cache of earlier ones
+        if key == "num_kv_shared_layers" and isinstance(
+            value, int
+        ):  # of last layers that use the cache of earlier ones
             return max(0, layers - (depth - value))
         if isinstance(value, dict):
-            return {name: first(name, inner) for name, inner in value.items()} if key in _TEXT else value
+            return {name: first(name, inner) for name, inner in value.items()} if key == "text_config" else value
         if key == "attention_types" and isinstance(value, list):  # pairs of kinds and repetitions
-            kinds = [kind for some, times in value for kind in [*some] * times]
+            kinds = [kind for pattern, times in value for kind in [*pattern] * times]
             return [[kinds[:layers], 1]] if len(kinds) == depth else value
         items = isinstance(value, list) or (isinstance(value, str) and key.endswith("pattern"))
         return value[:layers] if items and len(value) == depth and not key.endswith(("_id", "_ids")) else value
@@ -402,37 +376,35 @@ def cut(config: Mapping[str, Any], depth: int, layers: int) -> dict[str, Any]:
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the configuration of the text model: a part of `config` if the model has other modalities, else all of
-    it."""
+    """Return the part of `config` that describes the text model."""
     inner = config.get("text_config")
     return inner if isinstance(inner, Mapping) else config
 
 
 def rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the settings of rotary positions in a text model's configuration, under the older name, too."""
-    found = config.get("rope_parameters") or config.get("rope_scaling")
-    return found if isinstance(found, Mapping) else {}
+    """Return the settings of rotary positions, under their newer or older name."""
+    settings = config.get("rope_parameters") or config.get("rope_scaling")
+    return settings if isinstance(settings, Mapping) else {}
 
 
 def stretched(positions: int | None, settings: Mapping[str, Any]) -> int | None:
-    """Return `positions` (``max_position_embeddings``), or those to which YaRN and dynamic NTK stretch them.
+    """Return `positions`, or those to which YaRN or dynamic NTK stretch them.
 
     `settings` are those of rotary positions. The documentation of `transformers` (``RopeParameters``) gives the bound:
     a factor of x serves sequences of x times the original length. (Model cards of Qwen add YaRN to a configuration and
     leave ``max_position_embeddings`` as it was; dynamic NTK begins beyond it.)
     """
     kind, factor = settings.get("rope_type", settings.get("type")), settings.get("factor")
-    own = (settings.get("original_max_position_embeddings") if kind == "yarn" else None) or positions
-    if positions is None or kind not in ("yarn", "dynamic") or type(own) is not int or isinstance(factor, bool):
+    original = (settings.get("original_max_position_embeddings") if kind == "yarn" else None) or positions
+    if positions is None or kind not in ("yarn", "dynamic") or type(original) is not int:
         return positions
-    if not isinstance(factor, int | float) or not 1 <= factor <= MAX_STRETCH:
+    if not isinstance(factor, int | float) or isinstance(factor, bool) or not 1 <= factor <= MAX_STRETCH:
         return positions
-    return max(positions, int(own * factor))
+    return max(positions, int(original * factor))
 
 
 def check_positions(spec: ModelSpec, input_len: int, output_len: int, prompt: str = "") -> None:
-    """Raise ModelError if a prompt and its answer are longer than the model's positions (its learned table, or the
-    angles it was trained with). `prompt` names the prompt in the message; by default its option."""
+    """Raise ModelError if prompt and answer exceed the model's positions."""
     if spec.max_position is not None and input_len + output_len > spec.max_position:
         raise ModelError(
             f"{prompt or f'--input-len {input_len}'} and --output-len {output_len} exceed the {spec.max_position} "

@@ -1,4 +1,4 @@
-"""Loads of requests: the lengths of the requests, and the way in which they arrive.
+"""Loads of requests: their lengths, and how they arrive.
 
 A closed loop has so many requests in flight: the next one comes when one ends. An open loop has a rate: requests come
 at random times of a Poisson process, whatever the machine does meanwhile. Names follow `vllm bench serve` and GuideLLM
@@ -16,10 +16,10 @@ from zinfer.core.case import MOST
 from zinfer.core.units import counted, figures
 from zinfer.core.value import Frozen
 
-MOST_REQUESTS = 100_000  # of one load
+MAX_REQUESTS = 100_000  # of one load
 DEFAULT_REQUESTS = 1000
-LEAST_RATE, MOST_RATE = 1e-6, 1_000_000  # requests a second
-MOST_SIGMA = 4.0
+MIN_RATE, MAX_RATE = 1e-6, 1_000_000  # requests a second
+MAX_SIGMA = 4.0
 ONLY_NUMBERS = "request_order longest-first is for numbers in flight, not for auto, which chooses by itself, or a rate"
 FORM = (
     "lognormal:INPUT,OUTPUT, uniform:INPUT,OUTPUT or fixed:INPUT,OUTPUT (mean tokens), then max_input_len=N, "
@@ -50,7 +50,7 @@ class LengthDistribution(Frozen):
     output_len: int = Field(ge=1, le=MOST)
     max_input_len: int = Field(default=MOST, ge=1, le=MOST)
     max_output_len: int = Field(default=MOST, ge=1, le=MOST)
-    sigma: float = Field(default=0.5, ge=0, le=MOST_SIGMA)
+    sigma: float = Field(default=0.5, ge=0, le=MAX_SIGMA)
     spread: float = Field(default=0.5, ge=0, le=1)
 
     @classmethod
@@ -60,10 +60,10 @@ class LengthDistribution(Frozen):
         kind, colon, rest = text.strip().partition(":")
         parts = [part.strip() for part in rest.split(",")]
         means, settings = parts[:2], [part.partition("=") for part in parts[2:]]
-        known = {"max_input_len": _WHOLE, "max_output_len": _WHOLE}
-        known |= {"lognormal": {"sigma": _REAL}, "uniform": {"spread": _REAL}, "fixed": {}}.get(kind, {})
+        patterns = {"max_input_len": _WHOLE, "max_output_len": _WHOLE}
+        patterns |= {"lognormal": {"sigma": _REAL}, "uniform": {"spread": _REAL}, "fixed": {}}.get(kind, {})
         fine = colon and len(means) == 2 and all(map(_WHOLE.fullmatch, means)) and kind in _KINDS
-        fine = fine and all(key.strip() in known and known[key.strip()].fullmatch(v.strip()) for key, _, v in settings)
+        fine = fine and all(k.strip() in patterns and patterns[k.strip()].fullmatch(v.strip()) for k, _, v in settings)
         names = [key.strip() for key, _, _ in settings]
         if not fine or len(set(names)) < len(names):
             raise ValueError(f"{text[:80]!r} is no distribution of lengths: write {FORM}")
@@ -73,11 +73,11 @@ class LengthDistribution(Frozen):
             return cls.model_validate(fields)
         except ValueError:
             raise ValueError(
-                f"{text[:80]!r}: lengths are 1 to {MOST:,} tokens, sigma is at most {MOST_SIGMA:g}, spread at most 1"
+                f"{text[:80]!r}: lengths are 1 to {MOST:,} tokens, sigma is at most {MAX_SIGMA:g}, spread at most 1"
             ) from None
 
     def describe(self) -> str:
-        """Return the text that `parse` takes, with the settings that differ from the defaults."""
+        """Return the text that `parse` takes."""
         text = f"{self.kind}:{self.input_len},{self.output_len}"
         for name in ("max_input_len", "max_output_len"):
             text += "" if getattr(self, name) == MOST else f",{name}={getattr(self, name)}"
@@ -94,44 +94,44 @@ class LengthDistribution(Frozen):
             for _ in range(count)
         ]
 
-    def _length(self, mean: int, most: int, dice: random.Random) -> int:
+    def _length(self, mean: int, longest: int, dice: random.Random) -> int:
         length = float(mean)
         if self.kind == "lognormal":
             length = dice.lognormvariate(math.log(mean) - self.sigma**2 / 2, self.sigma)
         elif self.kind == "uniform":
             length = mean * dice.uniform(1 - self.spread, 1 + self.spread)
-        return max(1, min(most, round(length)))
+        return max(1, min(longest, round(length)))
 
 
 _KINDS = ("lognormal", "uniform", "fixed")
 
 
 def count_of(asked: int | str | None, in_flight: int | float | str | None) -> int | None:
-    """Return the number of requests of a load: `asked`, or with ``10x`` ten times those in flight, a number."""
+    """Return the number of requests of a load; ``10x`` is relative."""
     return int(asked.removesuffix("x")) * int(in_flight or 0) if isinstance(asked, str) else asked
 
 
 def _in_flight(value: Any) -> Any:
-    if value == "auto" or (type(value) is int and 1 <= value <= MOST_REQUESTS):
+    if value == "auto" or (type(value) is int and 1 <= value <= MAX_REQUESTS):
         return value
-    raise ValueError(f"requests in flight: write auto, or a whole number from 1 to {MOST_REQUESTS:,}")
+    raise ValueError(f"requests in flight: write auto, or a whole number from 1 to {MAX_REQUESTS:,}")
 
 
 def _count(value: Any) -> Any:
-    found = _COUNT.fullmatch(str(value)) if type(value) in (int, str) else None
-    if found is None or not 1 <= int(found[1]) <= MOST_REQUESTS:
+    match = _COUNT.fullmatch(str(value)) if type(value) in (int, str) else None
+    if match is None or not 1 <= int(match[1]) <= MAX_REQUESTS:
         raise ValueError(
-            f"requests of a load: write a whole number from 1 to {MOST_REQUESTS:,}, or 10x: ten times those in flight"
+            f"requests of a load: write a whole number from 1 to {MAX_REQUESTS:,}, or 10x: ten times those in flight"
         )
-    return found[0] if found[2] else int(found[1])
+    return match[0] if match[2] else int(match[1])
 
 
 def _rate(value: Any) -> Any:
     if isinstance(value, str | float) and value in ("inf", math.inf):
         return "inf"
-    if type(value) in (int, float) and LEAST_RATE <= value <= MOST_RATE:
+    if type(value) in (int, float) and MIN_RATE <= value <= MAX_RATE:
         return float(value)
-    raise ValueError(f"a rate of requests: write inf, or a number from {LEAST_RATE:f} to {MOST_RATE:,} a second")
+    raise ValueError(f"a rate of requests: write inf, or a number from {MIN_RATE:f} to {MAX_RATE:,} a second")
 
 
 Order = Literal["given", "longest-first"]
@@ -141,8 +141,9 @@ RequestCount = Annotated[int | str, BeforeValidator(_count)]
 
 
 class RequestLoad(Frozen):
-    """Load of requests, the key of its record beside the load of the model. `source` is the distribution of lengths, or
-    the name and the checksum of a file.
+    """Load of requests, a part of the key of its record.
+
+    `source` is the distribution of lengths, or the name and the checksum of a file.
 
     One of two is set. `in_flight`, a closed loop: so many requests at a time, or as many as there is room for
     (``auto``). `request_rate`, an open loop: requests a second, or all at once (``inf``). `order` is that in which
@@ -151,7 +152,7 @@ class RequestLoad(Frozen):
     """
 
     source: str
-    requests: int = Field(ge=1, le=MOST_REQUESTS)
+    requests: int = Field(ge=1, le=MAX_REQUESTS)
     seed: int = Field(default=0, ge=0, le=MOST)
     in_flight: InFlight | None = None
     request_rate: RequestRate | None = None
@@ -166,19 +167,21 @@ class RequestLoad(Frozen):
         return self
 
     def arrivals(self) -> list[float]:
-        """Return the seconds from the start at which the requests of an open loop arrive, ascending; equal seeds give
-        equal times. Requests of a closed loop are there from the start."""
+        """Return the seconds at which requests arrive, ascending; equal seeds, equal times.
+
+        Requests of a closed loop are there from the start.
+        """
         if not isinstance(self.request_rate, float):
             return [0.0] * self.requests
-        dice, moment, found = random.Random(f"arrivals {self.seed}"), 0.0, []
+        dice, moment, times = random.Random(f"arrivals {self.seed}"), 0.0, list[float]()
         for _ in range(self.requests):
             moment += dice.expovariate(self.request_rate)
-            found.append(moment)
-        return found
+            times.append(moment)
+        return times
 
     @property
     def loop(self) -> str:
-        """Text of the way in which requests arrive: ``64 in flight``, ``2 a second``."""
+        """Text of how requests arrive: ``64 in flight``, ``2 a second``."""
         if isinstance(self.in_flight, int):
             return f"{self.in_flight:,} in flight{', the longest first' if self.order != 'given' else ''}"
         if self.in_flight is not None:

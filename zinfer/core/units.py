@@ -18,7 +18,7 @@ MAX_BYTES = 10**18  # largest size that is typed: a million TB
 
 
 def parse_bytes(text: str) -> int:
-    """Return the bytes of a size such as ``40GiB``, ``1.5 GB`` or ``4096``; bytes per second of a rate (``200GB/s``).
+    """Return the bytes of a size (``40GiB``, ``4096``), or a rate (``200GB/s``).
 
     Raises ValueError, with the accepted suffixes, for anything else.
     """
@@ -32,9 +32,9 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_share(text: str, whole: int, automatic: int = 0) -> int:
-    """Return how many of `whole` bytes a share (``25%``) or a size (``40GiB``) is; `automatic` are those of ``auto``.
+    """Return the bytes of a share (``25%``) or a size.
 
-    Raises ValueError for anything else.
+    ``auto`` is `automatic` bytes. Raises ValueError for anything else.
     """
     if text == "auto":
         return min(automatic, whole)
@@ -47,17 +47,17 @@ def parse_share(text: str, whole: int, automatic: int = 0) -> int:
 
 
 def gb(size: float, digits: int = 1) -> str:
-    """Return `size` bytes in decimal units, as used for weights and links: ``352.5 GB``; in MB below 0.1 GB."""
+    """Return bytes in decimal units, for weights and links: ``352.5 GB``."""
     return f"{size / 1e9:.{digits}f} GB" if size >= 1e8 else f"{size / 1e6:.{digits}f} MB"
 
 
 def gib(size: float, digits: int = 1) -> str:
-    """Return `size` bytes in binary gigabytes, as used for memory: ``79.2 GiB``."""
+    """Return bytes in binary gigabytes, for memory: ``79.2 GiB``."""
     return f"{size / 2**30:.{digits}f} GiB"
 
 
 def figures(value: float, digits: int = 3) -> str:
-    """Return `value` with `digits` significant digits and never an exponent: ``0.0123``, ``56.7``, ``1,480``."""
+    """Return `value` with `digits` significant digits, never an exponent: ``1,480``."""
     if value == 0:
         return "0"
     if not isfinite(value):
@@ -73,7 +73,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return `seconds` in the unit that reads best: ``850 ms``, ``6.41 s``, ``3 min 20 s``, ``2 h 05 min``."""
+    """Return seconds as text: ``850 ms``, ``6.41 s``, ``3 min 20 s``."""
     if seconds < 1:
         return f"{figures(seconds * 1e3)} ms"
     if seconds < 60 or not isfinite(seconds):

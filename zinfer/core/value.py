@@ -1,10 +1,10 @@
-"""Base class of the values that zinfer passes around, stores and reads back."""
+"""Base class of the values that zinfer passes around and stores."""
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 
 class Frozen(BaseModel):
-    """Immutable value: equal by content, strict about unknown keys, usable as part of a record's key."""
+    """Immutable value: equal by content, hashable, strict about unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 

@@ -6,29 +6,23 @@ Their code is imported in the process that runs it, because that costs seconds a
 from importlib import util
 
 from zinfer.core.engine import ENGINES, EngineKind
-from zinfer.core.errors import ZinferError, did_you_mean, not_here
-from zinfer.core.model import Weights
+from zinfer.core.errors import ZinferError, did_you_mean, environment_error
 
 
 class EngineError(ZinferError):
     """An engine that cannot be used for what was asked; the message says what to do next."""
 
 
-def kind(name: str, weights: Weights = "as-released") -> EngineKind:
-    """Return the entry of engine `name` in `ENGINES`, once everything that it requires for `weights` is found
-    installed.
+def kind(name: str) -> EngineKind:
+    """Return the entry of engine `name` in `ENGINES`, once all that it requires is found installed.
 
     Raises EngineError when there is no such engine, or when a package is missing.
     """
     if name not in ENGINES:
         raise EngineError(f"no engine {name!r}{did_you_mean(name, ENGINES)}; there are {', '.join(ENGINES)}")
-    found = ENGINES[name]
-    missing = [wanted for wanted in found.requires if not any(map(util.find_spec, wanted.split("|")))]
+    entry = ENGINES[name]
+    missing = [package for package in entry.requires if not any(map(util.find_spec, package.split("|")))]
     if missing:
-        packages = ", ".join(" or ".join(wanted.split("|")) for wanted in missing)
-        raise not_here(EngineError(f"engine {name} needs {packages}: pip install 'zinfer[{found.extra}]'"))
-    if weights in found.own_formats and found.own_package and util.find_spec(found.own_package) is None:
-        package = found.own_package
-        needs = f"engine {name} needs {package} for --weights {weights}: pip install 'zinfer[{package}]'"
-        raise not_here(EngineError(needs))
-    return found
+        packages = ", ".join(" or ".join(package.split("|")) for package in missing)
+        raise environment_error(EngineError(f"engine {name} needs {packages}: pip install 'zinfer[{entry.extra}]'"))
+    return entry

@@ -1,4 +1,4 @@
-"""Choice of positions in sparse attention: each token chooses as if its row were alone.
+"""Choice of positions in sparse attention, for each row as if alone.
 
 An indexer scores the positions of a row, and `topk` takes the best of them. Where scores are equal, such as the zeros
 behind a ReLU, which ones it takes depends on the layout: on the padding in front, on the rest of a prompt that comes in
@@ -15,10 +15,11 @@ from torch.utils._pytree import tree_leaves
 
 
 class Alone(NamedTuple):
-    """Rows of a pass that have the same positions: their places in it, and what each would have alone.
+    """Rows of a pass that have the same positions.
 
-    `columns` are the real ones among the positions of the pass, up to its last token; `prompt` of them belong to the
-    prompt, which alone is computed as a whole, `before` come before the tokens of the pass.
+    `rows` are their indices in it. `columns` are the real ones among the positions of the pass, up to its last token;
+    `prompt` of them belong to the prompt, which alone is computed as a whole, `before` come before the tokens of the
+    pass.
     """
 
     rows: list[int]
@@ -27,28 +28,28 @@ class Alone(NamedTuple):
     prompt: int
 
     def choose(self, scores: Tensor, count: int, values: Tensor, indices: Tensor) -> None:
-        """Write the `count` best of `scores` ``[B, n, T]``, and their positions, into ``[B, n, count]`` tensors."""
-        own = scores[self.rows][..., self.columns]
-        known, last = own.shape[2], own.shape[1]
-        first = last - (known - self.before)  # token of the pass that is the row's next one; padding comes before it
+        """Write the `count` best of `scores` ``[B, n, T]``, and their positions."""
+        scores = scores[self.rows][..., self.columns]
+        size, last = scores.shape[2], scores.shape[1]
+        first = last - (size - self.before)  # token of the pass that is the row's next one; padding comes before it
         whole = first + min(max(0, self.prompt - self.before), last - first)
         parts = [(slice(first, whole), self.prompt)] if whole > first else []
         parts += [(slice(token, token + 1), self.before + token + 1 - first) for token in range(whole, last)]
         for tokens, width in parts:
-            part = own[:, tokens, :width]
-            if width > known:  # later tokens of the prompt are hidden: as the last one is from the first
+            part = scores[:, tokens, :width]
+            if width > size:  # later tokens of the prompt are hidden: as the last one is from the first
                 hidden = part[:, :1, -1:] if part.shape[1] > 1 else part.new_full((1, 1, 1), -torch.inf)
-                rest = hidden.expand(*part.shape[:2], width - known)
+                rest = hidden.expand(*part.shape[:2], width - size)
                 part = torch.cat([part, rest], dim=-1)
-            best, places = part.topk(min(count, width), dim=-1)
+            best, positions = part.topk(min(count, width), dim=-1)
             # Where fewer positions can be seen than are chosen, all of them are: the first one stands for the others.
-            places = torch.nn.functional.pad(places.where(places < known, 0), (0, count - places.shape[2]))
-            found = places + self.columns.start if isinstance(self.columns, slice) else self.columns[places]
-            values[self.rows, tokens, : best.shape[2]], indices[self.rows, tokens] = best, found
+            positions = torch.nn.functional.pad(positions.where(positions < size, 0), (0, count - positions.shape[2]))
+            positions = positions + self.columns.start if isinstance(self.columns, slice) else self.columns[positions]
+            values[self.rows, tokens, : best.shape[2]], indices[self.rows, tokens] = best, positions
 
 
 class Chosen(Tensor):
-    """Keys of an indexer, or scores made of them, among which `topk` chooses for `alone`. Made by `choosing`."""
+    """Keys of an indexer, or their scores, with their own `topk`. Made by `choosing`."""
 
     alone: Sequence[Alone]
     positions: int
@@ -56,7 +57,7 @@ class Chosen(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        source = next(one for one in tree_leaves((args, kwargs)) if isinstance(one, cls))
+        source = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
         with torch._C.DisableTorchFunctionSubclass():
             if func in (Tensor.topk, torch.topk) and source.dim() == 3 and source.shape[2] == source.positions:
                 return _topk(source.as_subclass(Tensor), source.alone, *args[1:], **kwargs)
@@ -67,14 +68,14 @@ class Chosen(Tensor):
 
 
 def choosing(keys: Tensor, alone: Sequence[Alone], positions: int) -> Chosen:
-    """Return `keys` of an indexer, or scores, of as many `positions`, among which rows choose as `alone`."""
-    found = keys.as_subclass(Chosen)
-    found.alone, found.positions = alone, positions
-    return found
+    """Return keys or scores among which rows choose as `alone`."""
+    chosen = keys.as_subclass(Chosen)
+    chosen.alone, chosen.positions = alone, positions
+    return chosen
 
 
 def _topk(scores: Tensor, alone: Sequence[Alone], k: int, dim: int = -1, **_options: Any) -> Any:
-    """Return what `torch.topk` gives for scores ``[B, n, T]``: for each row what it would be alone."""
+    """Return what `torch.topk` gives for each row alone."""
     if dim not in (2, -1):
         return scores.topk(k, dim)
     values = scores.new_full((*scores.shape[:2], k), -torch.inf)

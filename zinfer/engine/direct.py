@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Self
 
 from zinfer.checkpoint.headers import CheckpointError
-from zinfer.core.errors import not_here
+from zinfer.core.errors import environment_error
 
 PAGE = 4096  # bytes; a multiple of every drive's sectors
 REQUEST = 8 << 20  # bytes of one read, and of a stripe: what one drive brings in a millisecond or more
@@ -44,7 +44,7 @@ class DirectFile:
                 self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
                 os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_SEQUENTIAL)
         except OSError as error:
-            raise not_here(CheckpointError(f"{path} cannot be read: {error.strerror}")) from None
+            raise environment_error(CheckpointError(f"{path} cannot be read: {error.strerror}")) from None
 
     def _open_direct(self) -> int:
         """Return a descriptor for direct reads; -1 if the file system refuses them, some only when they are tried."""

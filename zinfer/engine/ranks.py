@@ -33,7 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from zinfer.core.errors import lacks_memory, one_line
+from zinfer.core.errors import error_line, is_out_of_memory
 from zinfer.core.units import counted
 from zinfer.engine import EngineError
 from zinfer.engine.pinned import ALIGNMENT, PAGE, PinnedArena, TensorPlace, shared_memory
@@ -183,7 +183,7 @@ class Group(ABC):
                 yield
         except BaseException as error:
             with suppress(OSError):
-                os.write(2, f"GPU {self.rank}: {one_line(error)}\n".encode())
+                os.write(2, f"GPU {self.rank}: {error_line(error)}\n".encode())
             os._exit(_exit_code(error))
 
     def leave(self) -> None:
@@ -390,7 +390,7 @@ def _visible(rank: int) -> dict[str, str]:
 def _exit_code(error: BaseException) -> int:
     if isinstance(error, torch.OutOfMemoryError):
         return NO_GPU_MEMORY
-    return NO_HOST_MEMORY if lacks_memory(error) else 1
+    return NO_HOST_MEMORY if is_out_of_memory(error) else 1
 
 
 def portable(error: BaseException) -> BaseException:

@@ -41,7 +41,7 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging
 
-from zinfer.checkpoint import quantization
+from zinfer.checkpoint import quantization, quantized_tensors
 from zinfer.checkpoint.architecture import building, decoder_layers, empty_model, merges_experts
 from zinfer.checkpoint.configuration import without_code
 from zinfer.checkpoint.headers import HEAD, TABLE, Checkpoint, CheckpointError, TensorInfo
@@ -132,7 +132,7 @@ class ModelState:
                 raise CheckpointError(f"{spec.name} has no local checkpoint; use --load-format dummy or give a folder")
             self._checkpoint = _Stored(Checkpoint.open(Path(spec.directory)), self, allow_nan, visits)
         self._coded: dict[str, tuple[CodedMatrix, ...]] = {}
-        if quantization.method(spec.config) and (load_format == "dummy" or spec.weights != "as-released"):
+        if quantization.settings_of(spec.config) and (load_format == "dummy" or spec.weights != "as-released"):
             self._coded = coded_entries(self.model, self.stack, self.layers, spec)
 
     @cached_property
@@ -315,8 +315,8 @@ class _Stored:
         self._visits: list[Visit] = [*visits, *([] if allow_nan else [partial(check_finite, checkpoint)])]
         self._directory = state.spec.directory
         tensors, config, dtype = checkpoint.tensors, checkpoint.config, state.spec.dtype
-        self._quantized = quantization.weights(tensors, config, dtype)[0]
-        self._tensors = quantization.plain(tensors, config, dtype)  # as an unquantised checkpoint names them
+        self._quantized = quantized_tensors.quantized_weights(tensors, config, dtype)[0]
+        self._tensors = quantized_tensors.unquantized(tensors, config, dtype)  # as an unquantised checkpoint names them
         self._around = _Around.of(checkpoint.config, state.model)
         self._mapping = get_model_conversion_mapping(state.model)
         if self._around is not None:
@@ -541,7 +541,7 @@ class _Stored:
         for name in names:
             weight = self._quantized[name]
             codes = canonical(weight, {role: stored[part] for role, part in weight.parts.items()})
-            if codes is None or not codes.fit(dtype):  # dequantised, where each value is checked
+            if not (weight.in_whole_bytes and codes.fit(dtype)):  # dequantised, where each value is checked
                 return None
             found.append(codes)
         return tuple(found)

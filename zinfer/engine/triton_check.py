@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from zinfer.core.errors import one_line
+from zinfer.core.errors import error_line
 
 # Largest difference of two ways to compute the same, relative to the norm, by bytes of a value: that of rounding.
 TOLERANCE = {2: 0.03, 4: 1e-4}
@@ -38,4 +38,4 @@ def trouble() -> str | None:
         copy(source, out)
         return None if bool((out == source).all()) else "Triton's kernels compute wrong results"
     except Exception as error:
-        return one_line(error)
+        return error_line(error)

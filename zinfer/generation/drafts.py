@@ -22,11 +22,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from zinfer.core.engine import MOST_DRAFTS
+from zinfer.core.engine import MAX_DRAFTS
 from zinfer.core.request import GREEDY, Sampling
 
 LONGEST, SHORTEST = 4, 2  # tokens of the suffix that is looked for, the longest first
-MOST = MOST_DRAFTS
+MOST = MAX_DRAFTS
 FIRST = 0.5  # chance of the first draft of all
 FIRST_DRAFTS = 4  # drafts of a row until the time of a pass with drafts is known
 LEAST_FIRST = 0.35  # least chance of a new row's draft, where drafting takes no time

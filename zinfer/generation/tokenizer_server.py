@@ -68,7 +68,7 @@ class Checkpoint(NamedTuple):
             ids = self._ids(text, special and not chat)
         except BaseException as error:
             check_library(error)
-            return {"why": one_line(error)}
+            return {"why": error_line(error)}
         return {"ids": ids} if most is None or len(ids) <= 2 * most else {"length": len(ids)}
 
     def _render(self, request: dict[str, Any]) -> str:
@@ -92,7 +92,7 @@ class Checkpoint(NamedTuple):
             ids = list(self.hf(text, add_special_tokens=special).input_ids)
         except BaseException as error:
             check_library(error)
-            raise ModelError(f"the tokenizer of {self.name} fails: {one_line(error)}") from None
+            raise ModelError(f"the tokenizer of {self.name} fails: {error_line(error)}") from None
         if ids and max(ids) >= self.vocab_size:
             raise ModelError(
                 f"the tokenizer gives token {max(ids):,}, and {self.name} has {self.vocab_size:,}: they do not belong "
@@ -112,7 +112,7 @@ class Checkpoint(NamedTuple):
                 said, tokenize=False, add_generation_prompt=True, chat_template=self.template
             )
         except Exception as error:  # a template says no in whatever way its author chose
-            raise ModelError(f"the model's chat template refuses the conversation: {one_line(error)}") from None
+            raise ModelError(f"the model's chat template refuses the conversation: {error_line(error)}") from None
         if len(text) > MAX_TEXT:
             raise ModelError(f"the model's chat template makes {len(text):,} characters: at most {MAX_TEXT:,}")
         if _unicode(text) != text:
@@ -148,7 +148,7 @@ def _unicode(text: str) -> str:
     return text.encode(errors="replace").decode()
 
 
-def one_line(error: BaseException) -> str:
+def error_line(error: BaseException) -> str:
     """Return the message of an exception as a line of characters."""
     return _unicode(" ".join(str(error).split())[:300]) or type(error).__name__
 
@@ -163,7 +163,7 @@ def load(wanted: dict[str, Any]) -> tuple[Checkpoint, dict[str, Any]]:
         return _tried(hf, directory, wanted)
     except BaseException as error:
         check_library(error)
-        raise ModelError(f"{directory}: its tokenizer cannot be used: {one_line(error)}") from None
+        raise ModelError(f"{directory}: its tokenizer cannot be used: {error_line(error)}") from None
 
 
 def _tried(hf: Any, directory: Path | None, wanted: dict[str, Any]) -> tuple[Checkpoint, dict[str, Any]]:
@@ -267,7 +267,7 @@ def serve(connection: socket.socket, checkpoint: Checkpoint, memory: int) -> Non
                 answer = {"answer": checkpoint.answer(request)}
             except BaseException as error:
                 check_library(error)
-                answer = {"why": one_line(error)}
+                answer = {"why": error_line(error)}
             signal.setitimer(signal.ITIMER_PROF, 0)
             connection.sendall(json.dumps(answer).encode() + b"\n")
             signal.setitimer(signal.ITIMER_REAL, 0)
@@ -286,7 +286,7 @@ def main() -> None:
         checkpoint, facts = load(wanted)
     except BaseException as error:
         check_library(error)
-        control.sendall(json.dumps({"why": one_line(error)}).encode() + b"\n")
+        control.sendall(json.dumps({"why": error_line(error)}).encode() + b"\n")
         return
     lease.end()  # its folder is gone, and the end of this process is a kill
     signal.setitimer(signal.ITIMER_PROF, 0)

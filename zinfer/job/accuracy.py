@@ -194,7 +194,7 @@ def text_of(name: str) -> tuple[str, str]:
     except FileNotFoundError:
         raise StudyError(f"--prompt-file {name} cannot be read: No such file or directory") from None
     except documents.DocumentError as error:
-        raise error.restated(StudyError) from None
+        raise error.converted(StudyError) from None
 
 
 def describe(spec: ModelSpec) -> str:

@@ -18,7 +18,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from zinfer.core.errors import ENVIRONMENT, ZinferError, one_line
+from zinfer.core.errors import ENVIRONMENT, ZinferError, error_line
 from zinfer.core.units import counted
 from zinfer.job.shard import Shard, wait_until_free
 from zinfer.job.signals import Signals
@@ -121,7 +121,7 @@ class MeasureShard:
             self._measure(shard, Signals(signal.SIGINT))
         except Exception as error:
             traceback.print_exc()
-            return one_line(error)
+            return error_line(error)
         return None
 
     def checkpoint(self, shard: Shard) -> Any:
@@ -161,7 +161,7 @@ class Cluster:
         except OSError as error:
             raise _not_here(f"cannot write {folder}: {error.strerror}") from None
         except (ValueError, TypeError) as error:
-            raise ClusterError(f"--slurm-arg: {one_line(error)}") from None
+            raise ClusterError(f"--slurm-arg: {error_line(error)}") from None
         self._absent: dict[str, float] = {}  # id of a job that the queue does not list -> when that was seen first
 
     def submit(self, job: MeasureShard, shards: Sequence[Shard]) -> list[Any]:
@@ -172,7 +172,7 @@ class Cluster:
             with _errors_to(self.folder / "controllers.log") if self.kind == "local" else nullcontext():
                 return list(self._executor.map_array(job, shards))
         except (FailedJobError, FailedSubmissionError, OSError, subprocess.SubprocessError) as error:
-            raise _not_here(f"no job could be submitted: {one_line(error)}") from None
+            raise _not_here(f"no job could be submitted: {error_line(error)}") from None
 
     def ended(self, jobs: Sequence[Any]) -> list[Any]:
         """Return those of `jobs` that have ended, with a result or without."""

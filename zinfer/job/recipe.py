@@ -15,11 +15,20 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
 
 from zinfer.core.case import BITS_BEFORE, MOST, Case, LoadFormat, Workload, resident_bytes
-from zinfer.core.engine import ENGINES, Offload, Option, Options, conflict, draft_model, settle, without_retired
+from zinfer.core.engine import (
+    ENGINES,
+    Offload,
+    Option,
+    Options,
+    conflict,
+    draft_model,
+    resolve_options,
+    without_retired,
+)
 from zinfer.core.errors import ZinferError, did_you_mean
 from zinfer.core.model import Dtype, Weights
 from zinfer.core.requests import (
-    MOST_REQUESTS,
+    MAX_REQUESTS,
     ONLY_NUMBERS,
     InFlight,
     LengthDistribution,
@@ -272,8 +281,8 @@ class Sweep(Frozen):
         if isinstance(self.num_requests, str):
             if self.request_rate or len(numbers) < len(self.in_flight):
                 raise ValueError(f"num_requests {self.num_requests} is for closed loops: write in_flight as numbers")
-            if (count_of(self.num_requests, max(numbers)) or 0) > MOST_REQUESTS:
-                raise ValueError(f"num_requests {self.num_requests}: a load has at most {MOST_REQUESTS:,} requests")
+            if (count_of(self.num_requests, max(numbers)) or 0) > MAX_REQUESTS:
+                raise ValueError(f"num_requests {self.num_requests}: a load has at most {MAX_REQUESTS:,} requests")
         return sources * (len(self.in_flight) + len(self.request_rate))
 
     def loads(self, planning: bool = False) -> Iterator[SweepLoad]:
@@ -296,7 +305,7 @@ class Sweep(Frozen):
                                 dtype=self.dtype,
                                 layers=layers,
                                 gpu_weights=budget,
-                                options=settle(recipe.engine, options, planning),
+                                options=resolve_options(recipe.engine, options, planning),
                                 allow_nan=self.allow_nan,
                                 weights=weights,
                             )
@@ -386,7 +395,7 @@ def read_toml(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         raise RecipeError(f"no recipe {path}") from None
     except documents.DocumentError as error:
-        raise error.restated(RecipeError) from None
+        raise error.converted(RecipeError) from None
 
 
 def with_options(fields: dict[str, Any], options: dict[str, Any], origin: str) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from pydantic import Field
 from zinfer.core.case import MOST
 from zinfer.core.errors import ZinferError
 from zinfer.core.request import GREEDY, Sampling
-from zinfer.core.requests import DEFAULT_REQUESTS, MOST_REQUESTS, LengthDistribution, RequestLoad, count_of
+from zinfer.core.requests import DEFAULT_REQUESTS, MAX_REQUESTS, LengthDistribution, RequestLoad, count_of
 from zinfer.core.value import Frozen
 from zinfer.job.batch.openai import Fault, read_requests
 from zinfer.job.recipe import Sweep
@@ -113,11 +113,11 @@ def read_file(path: Path) -> Asked:
     except FileNotFoundError:
         raise RequestsError(f"no file {path} of requests") from None
     except documents.DocumentError as error:
-        raise error.restated(RequestsError) from None
+        raise error.converted(RequestsError) from None
     lines = content.removeprefix(b"\xef\xbb\xbf").split(b"\n")
     numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-    if not 1 <= len(numbered) <= MOST_REQUESTS:
-        raise RequestsError(f"{path} has {len(numbered):,} requests: a load has 1 to {MOST_REQUESTS:,}")
+    if not 1 <= len(numbered) <= MAX_REQUESTS:
+        raise RequestsError(f"{path} has {len(numbered):,} requests: a load has 1 to {MAX_REQUESTS:,}")
     if b'"custom_id"' in numbered[0][1]:
         return tuple(_asked(path, one) for one in read_requests(content))
     found = []
@@ -127,7 +127,7 @@ def read_file(path: Path) -> Asked:
             one = documents.validate(_LengthLine, documents.parse_json(line, name), name)
         except documents.DocumentError as error:
             more = "; write input_len and output_len, or a request with a custom_id"
-            raise error.restated(RequestsError, more) from None
+            raise error.converted(RequestsError, more) from None
         found.append(AskedRequest(None, one.input_len, one.output_len))
     return tuple(found)
 

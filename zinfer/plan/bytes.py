@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from pydantic import Field
 
 from zinfer.core.case import Workload
-from zinfer.core.engine import CODED_PAIRS, CODED_TOKENS, PIECE_BYTES, PREFILL_TOKENS, piece_factor
+from zinfer.core.engine import CHUNK_BYTES, CODED_PAIRS, CODED_TOKENS, PREFILL_TOKENS, chunk_factor
 from zinfer.core.model import ModelSpec
 from zinfer.core.value import Frozen
 
@@ -287,7 +287,7 @@ def draft_kv_bytes(model: ModelSpec, batch_size: int, length: int) -> int:
 
 def largest_chunk(model: ModelSpec, layer_bytes: int, gpus: int) -> int:
     """Return the maximum bytes, unpacked, of one copy by all GPUs together."""
-    return PIECE_BYTES * piece_factor(8 * model.dtype_bytes * model.stored_ratio, layer_bytes, gpus)
+    return CHUNK_BYTES * chunk_factor(8 * model.dtype_bytes * model.stored_ratio, layer_bytes, gpus)
 
 
 def whole_tokens(model: ModelSpec) -> int:

@@ -161,11 +161,11 @@ class Placer:
             coded_fp8 = model.fp8_ratio if model.dtype_bytes == 2 else 0.0  # a GPU decodes to 16 bits
             wire_ratio = model.stored_ratio - coded_fp8 * (1 - TUNING.fp8_ratio)
         kind = ENGINES.get(case.engine)
-        own_format = kind and kind.own_formats.get(case.weights)
+        own_format = kind and kind.native_formats.get(case.weights)
         own_ratio = own_format and own_format * 2 / model.dtype_bytes
         wire_ratio = own_ratio or (wire_ratio if self._coded else 1.0)
         # DeepSpeed unpacks float16 by an extension of its own.
-        traffic = kind.own_traffic.get(case.weights, 0) if kind and model.dtype != "float16" else 0
+        traffic = kind.unpack_traffic.get(case.weights, 0) if kind and model.dtype != "float16" else 0
         quantised = model.stored_ratio < 1 and not model.fp8_ratio and self._coded
         one_gpu = self.machine.gpu_count > 0 and options.gpus == 1
         return Placement(
@@ -176,7 +176,7 @@ class Placer:
             wire_ratio=wire_ratio,
             kept_ratio=wire_ratio if transport.coded_at_rest or own_ratio else 1.0,
             layer_chunks=-(-model.layer_bytes // largest_chunk(model, model.layer_bytes, options.gpus)),
-            kv_ratio=(1 + 4 / max(1, model.head_dim)) / model.dtype_bytes if options.kv_in_8_bits else 1.0,
+            kv_ratio=(1 + 4 / max(1, model.head_dim)) / model.dtype_bytes if options.kv_quantized else 1.0,
             overlapped=transport.overlapped,
             blocks=transport.blocks,
             pass_tokens=block_tokens(model) if transport.blocks else PREFILL_TOKENS,
@@ -191,7 +191,7 @@ class Placer:
         kept = resident_bytes(case.gpu_weights, model.streamed_bytes, automatic)
         update: dict[str, Any] = {"resident_bytes": kept}
         one_gpu = self.machine.gpu_count > 0 and options.gpus == 1
-        if transport.graphs and one_gpu and options.kv_offload == "none" and not options.kv_in_8_bits:
+        if transport.graphs and one_gpu and options.kv_offload == "none" and not options.kv_quantized:
             update["graphs"] = case.offload == "none" or kept == model.streamed_bytes
         divided = transport.divided and options.gpus > 1
         whole = 2.0 + 1 / options.gpus if divided else 1.0  # a gather takes its part, and all parts besides the layer
@@ -211,9 +211,9 @@ class Placer:
             largest_layer = round(max(model.layer_parameters) * model.dtype_bytes * base.wire_ratio)
             update["disk_ring_bytes"] = max(1, TUNING.disk_ring_layers * largest_layer)
             update["held_bytes"] = parse_share(options.host_weights, model.streamed_bytes)
-        if transport.outside_trips:
+        if transport.outside_passes:
             update["layer_buffers"] = max(whole, model.other_bytes / model.layer_bytes)
-            update |= {"resident_others": False, "also_streamed": transport.outside_trips * model.other_bytes}
+            update |= {"resident_others": False, "also_streamed": transport.outside_passes * model.other_bytes}
         if transport.leaves_host and case.offload == "cpu" and update.get("experts") != "on-demand":
             update["moved"] = case.gpu_weights not in {None, "auto"}
         placement = base.model_copy(update=update)

@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache, partial
 from typing import Any
 
 from zinfer.core.case import Case, Workload
-from zinfer.core.engine import ENGINES, MOST_DRAFTS, Offload, Option, conflict
+from zinfer.core.engine import ENGINES, MAX_DRAFTS, Offload, Option, conflict
 from zinfer.core.machine import Machine
 from zinfer.core.model import ModelSpec
 from zinfer.core.units import gb
@@ -231,7 +231,7 @@ class Planner:
                 return plan
             draft_s = step_s
         best = plan
-        for drafts in range(MOST_DRAFTS + 1):
+        for drafts in range(MAX_DRAFTS + 1):
             _, step = self._find_times(workload, drafts)
             if step.seconds is None:
                 return plan

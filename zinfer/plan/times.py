@@ -345,7 +345,7 @@ class Timing:
         before = launching + unpacking + dense / (self.machine.hbm_bandwidth or inf)
         idle = max(0.0, before - copied * placement.wire_ratio / links)
         missing = self._sizes.missing_experts(tokens) * placement.wire_ratio / links
-        return idle - min(model.right_guesses * idle, missing)
+        return idle - min(model.guess_accuracy * idle, missing)
 
     def _late_s(self, on_gpu: float, unpacking: float, copying: float, over_link: int, kv_copies: int) -> float:
         """Return the seconds in which the GPU waits for late layers.

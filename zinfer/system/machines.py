@@ -27,4 +27,4 @@ def load(reference: str | Path) -> Machine:
             f"{did_you_mean(str(reference), catalogue_names())}"
         ) from None
     except documents.DocumentError as error:
-        raise error.restated(MachineError, "; `zinfer probe` writes such a file") from None
+        raise error.converted(MachineError, "; `zinfer probe` writes such a file") from None

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from zinfer.checkpoint.headers import Checkpoint, TensorInfo
-from zinfer.core.errors import not_here
+from zinfer.core.errors import environment_error
 from zinfer.core.model import LAYER_INDEX
 from zinfer.record.study import Coded, Rate, Study, StudyError
 from zinfer.worker import probe, process
@@ -95,7 +95,7 @@ def measure(checkpoints: Sequence[Path] = (), cast: bool = False, progress: Call
     try:
         import torch
     except ImportError:
-        raise not_here(StudyError("the measurement needs torch: pip install 'zinfer[engines]'")) from None
+        raise environment_error(StudyError("the measurement needs torch: pip install 'zinfer[engines]'")) from None
     stored = [find(path, cast) for path in checkpoints]
     here = process.study_header("stream")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

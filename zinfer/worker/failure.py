@@ -5,7 +5,7 @@ import traceback
 
 from zinfer.checkpoint.headers import CheckpointError
 from zinfer.core.engine import OptionError
-from zinfer.core.errors import ENVIRONMENT, INTERNAL, ZinferError, lacks_memory, one_line
+from zinfer.core.errors import ENVIRONMENT, INTERNAL, ZinferError, error_line, is_out_of_memory
 from zinfer.core.model import ModelError
 from zinfer.core.value import Frozen
 from zinfer.engine import EngineError
@@ -33,7 +33,7 @@ def failure_of(error: BaseException, stage: str) -> TaskFailure:
     """Return the failure of an exception; with --debug, stderr gets its traceback."""
     if os.environ.get("ZINFER_DEBUG") == "1":
         traceback.print_exception(error)
-    status, text = status_of(error), one_line(error)
+    status, text = status_of(error), error_line(error)
     if status == "oom_host" and not ("memory" in text and isinstance(error, MemoryError)):
         text = no_memory(text)
     return TaskFailure(status=status, error=text, stage=stage, exit_code=_exit_code(error, status))
@@ -52,7 +52,7 @@ def status_of(error: BaseException) -> Status:
     names = {base.__name__ for base in type(error).__mro__}
     if "OutOfMemoryError" in names or ("cuda" in text and "out of memory" in text) or "alloc_failed" in text:
         return "oom_gpu"
-    if lacks_memory(error):
+    if is_out_of_memory(error):
         return "oom_host"
     if isinstance(error, NotFiniteError):
         return "nan_output"

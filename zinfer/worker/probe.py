@@ -21,7 +21,7 @@ from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from zinfer.core.errors import ENVIRONMENT, not_here
+from zinfer.core.errors import ENVIRONMENT, environment_error
 from zinfer.core.machine import SHARING, Machine, MachineError
 from zinfer.core.units import gb
 from zinfer.engine import direct
@@ -81,7 +81,7 @@ def probe(
     try:
         import torch
     except ImportError:
-        raise not_here(MachineError("the measurement needs torch: pip install 'zinfer[engines]'")) from None
+        raise environment_error(MachineError("the measurement needs torch: pip install 'zinfer[engines]'")) from None
     memory = available_bytes() // 2 if memory is None else memory
     cuda = torch.cuda.is_available()
     devices = gpus() if cuda else []

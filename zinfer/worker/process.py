@@ -26,8 +26,7 @@ from typing import IO, Any
 from zinfer import __version__
 from zinfer.core.case import Case
 from zinfer.core.engine import ENGINES
-from zinfer.core.errors import ENVIRONMENT, USAGE, lacks_memory
-from zinfer.core.model import Weights
+from zinfer.core.errors import ENVIRONMENT, USAGE, is_out_of_memory
 from zinfer.core.progress import Progress, silent
 from zinfer.core.request import Request
 from zinfer.plan.planner import Plan
@@ -229,7 +228,7 @@ class Worker(Client):
         tail = self._tail()
         if code in _MEMORY:
             return WorkerDied(_MEMORY[code], tail or "memory ran out")
-        if lacks_memory(tail):
+        if is_out_of_memory(tail):
             return WorkerDied("oom_host", no_memory(f"{how}; {tail}"))
         causes = [how, f"last line on stderr: {tail}" if tail else "", address_words()]
         return WorkerDied("crashed", f"the worker ended: {'; '.join(filter(None, causes))}")
@@ -297,12 +296,10 @@ def study_header(engine_name: str) -> dict[str, Any]:
     return {"machine": local.name(), "device": device, "started_at": now(), "versions": versions(engine_name)}
 
 
-def versions(engine_name: str, weights: Weights = "as-released") -> dict[str, str]:
+def versions(engine_name: str) -> dict[str, str]:
     """Return the versions of Python, zinfer, the driver, and the engine's packages."""
     kind = ENGINES.get(engine_name)
     packages = kind.requires if kind is not None else ("torch",)
-    if kind is not None and kind.own_package and weights in kind.own_formats:
-        packages = (*packages, kind.own_package)
     installed = {package: host.package_version(package) for package in packages} | {"driver": host.driver_version()}
     present = {name: version for name, version in installed.items() if version}
     return {"python": platform.python_version(), "zinfer": __version__, **present}

@@ -154,7 +154,7 @@ def load(session: Session, command: Load, find: "Callable[[str], MakeEngine]" = 
 
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         facts: dict[str, Any] = {
-            "versions": versions(plan.case.engine, plan.case.weights),
+            "versions": versions(plan.case.engine),
             "link_bandwidth": measure_link(device),
         }
         session.facts = session.facts.model_copy(update=facts)

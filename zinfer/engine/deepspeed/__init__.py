@@ -1,9 +1,9 @@
-"""DeepSpeed's ZeRO-Inference: ZeRO stage 3, each weight a block of pinned memory or a file on NVMe.
+"""DeepSpeed's ZeRO-Inference: ZeRO stage 3, weights in pinned memory or files.
 
 A fetch is then `ds_tensor.to(device, non_blocking=True)` on a stream of its own. Before a module runs, the host waits
 for that whole stream, prefetches included, and then issues the next bucket: the link idles from each wait until the
-next copy is issued, so few large fetches beat many small ones. The tuned settings, all of them public
-ones of DeepSpeed, do this for decode:
+next copy is issued, so few large fetches beat many small ones. The tuned settings, all of them public ones of
+DeepSpeed, do this for decode:
 
 * a decoder layer is one ZeRO leaf module: one fetch, one wait and one release a layer, not one for each linear;
 * the prefetch bucket is a layer's matrices, and as many live parameters are allowed beside the layer that computes (the
@@ -53,8 +53,7 @@ if TYPE_CHECKING:
 
 
 class DeepSpeed(Decoder):
-    """Engine `deepspeed`: every weight on the device (`none`), or partitioned to host memory (`cpu`) or to files
-    (`nvme`).
+    """Engine `deepspeed`: weights on the device, in host memory or files.
 
     `tuned=False` takes the settings of DeepSpeed's own example (run_model.py of its zero_inference) instead of those
     above. Raises EngineError if the system lacks the packages that offload `nvme` is built with, or DeepSpeed refuses
@@ -109,8 +108,8 @@ class DeepSpeed(Decoder):
         config = self._config(layers)
         zero = {key: value for key, value in config["zero_optimization"].items() if key != "offload_param"}
         if case.offload == "cpu" and self.options.pin_memory:
-            most = sum(state.entries[name].tensor.nbytes + ALIGNMENT for name in self._offloaded)
-            self._arena = PinnedArena(most, self.device.type == "cuda", self.progress, grow=True)
+            max_bytes = sum(state.entries[name].tensor.nbytes + ALIGNMENT for name in self._offloaded)
+            self._arena = PinnedArena(max_bytes, self.device.type == "cuda", self.progress, grow=True)
         partition = {True: Partition(config, self._arena), False: Partition(config | {"zero_optimization": zero})}
         bits = {"int4": 4, "int8": 8}.get(case.weights)
         quantised = self._linears(layers) if bits is not None else {}
@@ -118,18 +117,18 @@ class DeepSpeed(Decoder):
             check_dequantizer(self.plan.model.dtype, self.device)
         self._inspect()
         self._probe = self._probed_alone(state)
-        held: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for name, tensor in self._stored(state):
             if state.entries[name].is_parameter:
-                held[name] = self._parameters[name] = nn.Parameter(tensor, requires_grad=False)
+                tensors[name] = self._parameters[name] = nn.Parameter(tensor, requires_grad=False)
                 if name in quantised:
                     quantise(self._parameters[name], bits or 16)
                 partition[name in self._offloaded](self._parameters[name])
             else:
-                held[name] = tensor.to(self.device, copy=True)
+                tensors[name] = tensor.to(self.device, copy=True)
         if self._arena is not None:
             self._arena.seal()
-        for name, tensor in held.items():
+        for name, tensor in tensors.items():
             state.entries[name].put(tensor)
         for module in quantised.values():
             module.forward = MethodType(quantised_linear, module)  # type: ignore[method-assign]
@@ -148,11 +147,11 @@ class DeepSpeed(Decoder):
         self._ready()
 
     def _probed_alone(self, state: ModelState) -> Probe:
-        """Probe the model before it has weights: DeepSpeed records the order in which modules run.
+        """Probe the model before it has weights.
 
-        What it does with positions does not depend on the weights, as long as those of two tokens differ. So random
-        ones take their place, each row of which begins one number after the row before: real ones would be read, or
-        made on one thread of the CPU, for this alone.
+        DeepSpeed records the order in which modules run. What the model does with positions does not depend on the
+        weights, as long as those of two tokens differ. Random ones are faster than to read or make real ones; each row
+        begins one number after the row before.
         """
         outside = [entry for entry in state.outside.values() if entry.is_parameter] if self._counts else []
         dice = torch.Generator().manual_seed(0)
@@ -167,12 +166,11 @@ class DeepSpeed(Decoder):
                 entry.put(entry.tensor)
 
     def _stored(self, state: ModelState) -> Iterator[tuple[str, Tensor]]:
-        """Yield the state's tensors by name. Only the leader of a group loads them: a follower has a place for each
-        parameter, which `zero.Init` fills with the leader's."""
+        """Yield tensors by name; a follower's are zeros for `zero.Init` to fill."""
         group = self._group
         if group is not None and group.rank:
-            while (told := group.share(None)) != _END:
-                name, shape, dtype = told
+            while (header := group.share(None)) != _END:
+                name, shape, dtype = header
                 tensor = torch.zeros(shape, dtype=dtype, device=self.device)
                 if not state.entries[name].is_parameter:
                     group.broadcast(tensor)
@@ -188,22 +186,23 @@ class DeepSpeed(Decoder):
             group.share(_END)
 
     def _linears(self, layers: nn.ModuleList) -> dict[str, nn.Linear]:
-        """Return the linear modules of the layers by the names of their weights. Raises EngineError if their inputs do
-        not divide into groups."""
+        """Return the linear modules of the layers by name.
+
+        Raises EngineError if there are none that divide into groups.
+        """
         names = {id(module): name for name, module in self.model.named_modules()}
-        found = {f"{names[id(module)]}.weight": module for module in layers.modules() if type(module) is nn.Linear}
-        for name, module in found.items():
+        linears = {f"{names[id(module)]}.weight": module for module in layers.modules() if type(module) is nn.Linear}
+        for name, module in linears.items():
             if module.in_features % GROUP:
                 raise EngineError(
                     f"DeepSpeed's quantised weights are groups of {GROUP}: {name} has {module.in_features} inputs"
                 )
-        if not found:
+        if not linears:
             raise EngineError(f"DeepSpeed quantises linear modules, and the layers of {self.plan.model.name} have none")
-        return found
+        return linears
 
     def _config(self, layers: nn.ModuleList) -> dict[str, Any]:
-        """Return DeepSpeed's configuration. Sizes are in elements; the untuned ones follow the formulas of the
-        example."""
+        """Return DeepSpeed's configuration; sizes are in elements."""
         spec, tuned = self.plan.model, self.options.tuned
         persistent = _largest_vector(self.model) if tuned else spec.hidden_size
         fetched = [[p.numel() for p in layer.parameters() if p.numel() > persistent] for layer in layers]
@@ -242,13 +241,13 @@ class DeepSpeed(Decoder):
         return config
 
     def _count_fetches(self) -> None:
-        """Count the bytes that cross the link, at the call by which DeepSpeed fetches a group of parameters."""
+        """Count the bytes that DeepSpeed fetches over the link."""
         offloaded = {id(self._parameters[name]) for name in self._offloaded}
 
         def counted(gather: Callable[..., Any]) -> Callable[..., Any]:
             def all_gather_coalesced(parameters: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
                 parameters = list(parameters)
-                self._fetched += sum(_bytes(each) for each in parameters if id(each) in offloaded)
+                self._fetched += sum(_bytes(parameter) for parameter in parameters if id(parameter) in offloaded)
                 return gather(parameters, *args, **kwargs)
 
             return all_gather_coalesced
@@ -264,13 +263,13 @@ class DeepSpeed(Decoder):
         return logits
 
     def passes_of(self, rows: int, count: int) -> int:
-        """Return the number of forward passes of the model that `count` tokens of `rows` rows take."""
+        """Return how many of the model's passes `count` tokens take."""
         split = count > 1 and bool(self._kinds_of_layers)
         return len(self._split(slice(0, rows), count)) if split else 1
 
     @torch.inference_mode()
     def idle_pass(self) -> None:
-        """Run a forward pass of one token of nobody: take part in the gathers of other ranks."""
+        """Run a forward pass without rows, for other ranks' gathers."""
         self.calls += 1
         inputs = {"input_ids": torch.zeros((1, 1), dtype=torch.int64, device=self.device), "use_cache": False}
         self.model(**{name: value for name, value in inputs.items() if name in self._accepted})
@@ -285,9 +284,7 @@ class DeepSpeed(Decoder):
             raise
 
     def _recover(self, depth: int) -> None:
-        """Release what an interrupted forward pass (out of memory, ctrl-C), which began with `depth` modules under way,
-        left fetched or half fetched, so that the next one can run. DeepSpeed records its trace anew by itself when a
-        forward pass does not match it."""
+        """Release what an interrupted pass, begun at `depth` modules, left fetched."""
         from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 
         del modules_under_way()[depth:]
@@ -302,7 +299,7 @@ class DeepSpeed(Decoder):
     def effective(self) -> Effective:
         gpu = host = nvme = 0
         arena = self._arena
-        own = arena.size if arena is not None and arena.pinned else 0
+        in_arena = arena.size if arena is not None and arena.pinned else 0
         for name, parameter in self._parameters.items():
             size = _bytes(parameter)
             away = name in self._offloaded and parameter.ds_tensor.device.type == "cpu"
@@ -319,7 +316,7 @@ class DeepSpeed(Decoder):
             host_weight_bytes=host,
             nvme_weight_bytes=nvme,
             streamed_bytes_per_step=self._streamed_per_step,
-            pinned_bytes=pinned_bytes() - self._pinned_before + own,
+            pinned_bytes=pinned_bytes() - self._pinned_before + in_arena,
             settings={
                 **self._settings,
                 "leaf_layers": self.options.tuned,
@@ -329,24 +326,24 @@ class DeepSpeed(Decoder):
         )
 
     def close(self) -> None:
-        with ExitStack() as last:  # in reverse order, each even if one before it fails
-            last.callback(empty_pinned_cache)
-            last.callback(gc.collect)
+        with ExitStack() as stack:  # in reverse order, each even if one before it fails
+            stack.callback(empty_pinned_cache)
+            stack.callback(gc.collect)
             if self._folder is not None:
-                last.callback(self._folder.cleanup)
+                stack.callback(self._folder.cleanup)
             if self._world is not None:
-                last.callback(self._world.close)
+                stack.callback(self._world.close)
             if self._arena is not None:
-                last.callback(self._arena.close)
-            last.callback(super().close)
-            last.callback(self._forget)
+                stack.callback(self._arena.close)
+            stack.callback(super().close)
+            stack.callback(self._unlist)
             if self._engine is not None:
-                last.callback(self._engine.destroy)
+                stack.callback(self._engine.destroy)
             self._free_weights()
             self._folder = self._engine = self._arena = None
 
     def _free_weights(self) -> None:
-        """Free the weights' memory, whoever else refers to them: DeepSpeed's caches may outlive the engine."""
+        """Free the weights' memory, which DeepSpeed's caches may refer to."""
         for parameter in self._parameters.values():
             parameter.data = parameter.data.new_empty(0)
             if getattr(parameter, "ds_tensor", None) is not None:
@@ -356,22 +353,21 @@ class DeepSpeed(Decoder):
             swapper.aio_read_handle.free_cpu_locked_tensor(swapper.buffers)
         self._parameters = {}
 
-    def _forget(self) -> None:
-        """Take the model off DeepSpeed's list of modules; those of other engines stay."""
+    def _unlist(self) -> None:
+        """Take the model off DeepSpeed's list of running modules."""
         stack, model = modules_under_way(), getattr(self, "model", None)
         stack[:] = [module for module in stack if module is not model]
 
 
-_END = ("end", None, None)  # of the names of tensors
+_END = ("end", None, None)  # ends the headers of tensors
 
 
 def _bytes(parameter: Any) -> int:
-    """Return the bytes of a ZeRO parameter, wherever its data is."""
     return int(parameter.ds_numel) * int(parameter.element_size())
 
 
 def _settings(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration as it is recorded: all that matters for speed, and no path of this machine."""
+    """Return the recorded part of the configuration, without paths."""
     zero: dict[str, Any] = dict(config["zero_optimization"])
     offload = {f"offload_param.{key}": value for key, value in zero.pop("offload_param", {}).items()}
     offload.pop("offload_param.nvme_path", None)

@@ -1,4 +1,4 @@
-"""DeepSpeed's own weights in 4 or 8 bits (ZeRO-Inference): asymmetric, in groups of 64 along the input.
+"""DeepSpeed's own weights in 4 or 8 bits, in groups of 64.
 
 Its configuration's `post_init_quant` takes a whole model in float16 and keeps its layers twice for a while; here each
 weight is quantised as it is loaded, by the functions that DeepSpeed does it with, and each linear module dequantises
@@ -31,8 +31,7 @@ def check_dequantizer(dtype: str, device: torch.device) -> None:
 
 
 def quantise(parameter: nn.Parameter, bits: int) -> None:
-    """Replace the values of a matrix ``[out, in]`` by its codes, scales and minima, in one tensor ``[n]`` of the same
-    type."""
+    """Replace a matrix by codes, scales and minima in one tensor ``[n]``."""
     from deepspeed.inference.quantization import utils
 
     config = {"num_bits": bits, "group_size": GROUP, "group_dim": 1, "symmetric": False}

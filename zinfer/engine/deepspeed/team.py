@@ -1,8 +1,8 @@
-"""DeepSpeed on several GPUs of a host: ZeRO divides every weight between the ranks, which all-gather it for each of
-their forward passes of the model.
+"""DeepSpeed on several GPUs of a host.
 
-So all ranks must run the same number of them: one that has fewer rows, or none, runs passes of nobody's token besides.
-And all must run them to the end: a pass that fails in one rank, which is out of memory say, ends all processes.
+ZeRO divides every weight between the ranks, which all-gather it for each of their forward passes. So all ranks must run
+the same number of them: one that has fewer rows, or none, runs idle passes besides. And all must run them to the end: a
+pass that fails in one rank, which is out of memory say, ends all processes.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from zinfer.plan.planner import Plan
 
 
 class Share(NamedTuple):
-    """Part of a work that a rank computes, if it has rows of it, in as many forward passes as every rank runs."""
+    """Part of a work that a rank computes, and every rank's passes."""
 
     work: RankWork | None
     passes: int
@@ -44,16 +44,16 @@ class DeepSpeedMember(Member[DeepSpeed]):
         self.group.leave()
 
     def forward(self, works: Sequence[Share]) -> Passed:
-        """Run the forward passes of each work, and as many of nobody's as are missing."""
-        found: list[Tensor] = []
+        """Run each work's forward passes, and idle ones up to their number."""
+        logits: list[Tensor] = []
         with self.group.undivided():
             for work, passes in works:
                 before = self.engine.calls
                 if work is not None:
-                    found += self.engine.forward(self.works([work]))
+                    logits += self.engine.forward(self.works([work]))
                 while self.engine.calls < before + passes:
                     self.engine.idle_pass()
-        return Passed(found)
+        return Passed(logits)
 
 
 class DeepSpeedTeam(Team[DeepSpeed]):
@@ -67,8 +67,8 @@ class DeepSpeedTeam(Team[DeepSpeed]):
             assert isinstance(work.batch, TeamBatch)
             count = work.token_ids.shape[1]
             self._engine.check_chunk(work.batch, count)
-            most = max(len(work.batch.rows_of(rank)) for rank in work.batch.lengths)
-            passes = self._engine.passes_of(most, count)
-            for own, computed in zip(shares, super().orders([work]), strict=True):
-                own.append(Share(computed[0] if computed else None, passes))
+            max_rows = max(len(work.batch.rows_of(rank)) for rank in work.batch.lengths)
+            passes = self._engine.passes_of(max_rows, count)
+            for share, computed in zip(shares, super().orders([work]), strict=True):
+                share.append(Share(computed[0] if computed else None, passes))
         return shares

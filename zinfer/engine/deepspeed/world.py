@@ -1,4 +1,4 @@
-"""Process state that DeepSpeed needs, and ZeRO partitioning of weights that are loaded one at a time."""
+"""Process state that DeepSpeed needs, and ZeRO partitioning weight by weight."""
 
 import logging
 import os
@@ -22,10 +22,11 @@ if TYPE_CHECKING:
 
 
 class World:
-    """Process group, of one process or of the ranks of `group`, and a launcher's environment, until `close`.
+    """Process group and a launcher's environment, until `close`.
 
-    Engines that are open at once share it: the first one sets it up, the last one to close restores the old state. If
-    the set-up fails, its changes are undone at once. Raises EngineError where a group would have to be shared.
+    The group has one process, or the ranks of `group`. Engines that are open at once share it: the first one sets it
+    up, the last one to close restores the old state. If the set-up fails, its changes are undone at once. Raises
+    EngineError where a group would have to be shared.
     """
 
     _open: ClassVar[list["World"]] = []
@@ -52,23 +53,17 @@ class World:
 
 
 def _prepare(device: torch.device, undo: ExitStack, group: "Group | None") -> None:
-    """Set up DeepSpeed in this process; `undo` gets a callback for each change."""
+    """Set up DeepSpeed; `undo` gets a callback for each change."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # its ops are built with ninja
     rank, size = (0, 1) if group is None else (group.rank, group.size)
     # Each process sees its own GPU as the first one.
-    wanted = {
-        "RANK": str(rank),
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": str(size),
-        "DS_ACCELERATOR": device.type,
-        "PATH": path,
-    }
-    undo.callback(_restore, {name: os.environ.get(name) for name in wanted})
-    os.environ.update(wanted)
+    launcher = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": size, "DS_ACCELERATOR": device.type, "PATH": path}
+    undo.callback(_restore, {name: os.environ.get(name) for name in launcher})
+    os.environ.update({name: str(value) for name, value in launcher.items()})
     with redirect_stdout(sys.stderr):
         import deepspeed
 
-        if device.type == "cpu":  # all-reduce over shared memory takes a minute to compile; nobody needs it here
+        if device.type == "cpu":  # all-reduce over shared memory takes a minute to compile, and is not used
             vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
         backend = "nccl" if device.type == "cuda" else "gloo"
         if group is not None:
@@ -86,8 +81,7 @@ def _prepare(device: torch.device, undo: ExitStack, group: "Group | None") -> No
 
 
 def _count_anew() -> None:
-    """Number parameters and modules from 0 on, as in a process in which nothing has run before: DeepSpeed compares the
-    numbers of all ranks."""
+    """Number parameters and modules from 0 again, alike in all ranks."""
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
     from deepspeed.runtime.zero.partition_parameters import Init
 
@@ -105,7 +99,7 @@ def _restore(environment: dict[str, str | None]) -> None:
 
 
 def _leave_group() -> None:
-    """Destroy the process group, and DeepSpeed's references to it if it has any."""
+    """Destroy the process group, and DeepSpeed's references to it."""
     if not dist.is_initialized():
         return
     import deepspeed
@@ -117,10 +111,7 @@ def _leave_group() -> None:
 
 
 def modules_under_way() -> list[nn.Module]:
-    """Return DeepSpeed's own list of modules whose forward pass is under way, over all engines of the process.
-
-    Each engine's whole model is on it from its start. An empty list if DeepSpeed's ZeRO is not loaded.
-    """
+    """Return DeepSpeed's list of running modules, of all engines. It is empty without ZeRO."""
     with suppress(ImportError, AttributeError):
         from deepspeed.runtime.zero import parameter_offload
 
@@ -130,15 +121,14 @@ def modules_under_way() -> list[nn.Module]:
 
 
 class Partition:
-    """Partitioning of weights by `zero.Init` one at a time, so that none stays on the device longer than needed."""
+    """Partitioning of single weights by `zero.Init`, to spare device memory."""
 
     def __init__(self, config: dict[str, Any], arena: PinnedArena | None = None) -> None:
         self._config, self._arena = config, arena
         self._first: Any = None
 
     def __call__(self, parameter: nn.Parameter) -> None:
-        """Make `parameter` a ZeRO parameter: its data moves to the place that the configuration names. Host memory that
-        is to be page-locked is taken from the arena, if there is one. Raises MemoryError where it has no room."""
+        """Make `parameter` a ZeRO parameter, whose data moves. Raises MemoryError where the arena has no room."""
         import deepspeed
         from deepspeed.accelerator import get_accelerator
 
@@ -154,15 +144,13 @@ class Partition:
             self._first = parameter
 
     def _pinned(self, tensor: Tensor, *_: object, **__: object) -> Tensor:
-        """Return memory of the arena for `tensor`, which DeepSpeed has not filled yet."""
         assert self._arena is not None
-        size = tensor.nbytes
-        taken = self._arena.take(-(-size // ALIGNMENT) * ALIGNMENT)
-        return taken[:size].view(tensor.dtype).view(tensor.shape)
+        memory = self._arena.take(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT)
+        return memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
 def check_async_io() -> None:
-    """Raise EngineError unless DeepSpeed's asynchronous file I/O can be built on this machine."""
+    """Raise EngineError unless DeepSpeed's file I/O can be built here."""
     from deepspeed.ops.op_builder import AsyncIOBuilder
 
     if not AsyncIOBuilder().is_compatible(verbose=False):
@@ -177,7 +165,7 @@ def check_dtype(dtype: str) -> None:
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()
-    supported = [str(each).removeprefix("torch.") for each in accelerator.supported_dtypes()]
+    supported = [str(kind).removeprefix("torch.") for kind in accelerator.supported_dtypes()]
     if dtype not in supported:
         name = accelerator.device_name()
         raise EngineError(f"DeepSpeed does not compute in {dtype} on this {name}; --dtype {' or '.join(supported)}")

@@ -1,4 +1,4 @@
-"""Quantised weights: what their codes stand for, how zinfer makes them, and where from.
+"""Quantised weights: their values, and how zinfer makes them.
 
 `zinfer.checkpoint.quantization` says which tensors of a checkpoint belong together; nothing there computes.
 """

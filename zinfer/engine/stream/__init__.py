@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache
 
 from zinfer.core.case import Option, Workload
-from zinfer.core.engine import MOST_DRAFTS, StreamOptions
+from zinfer.core.engine import MAX_DRAFTS, StreamOptions
 from zinfer.core.progress import Progress, silent
 from zinfer.engine import EngineError
 from zinfer.engine.base import MicroBatch, Work, is_step
@@ -69,7 +69,7 @@ from zinfer.system.host import attending_cpus
 if TYPE_CHECKING:
     from zinfer.engine.ranks import Group
 
-VERIFIED = MOST_DRAFTS + 1  # tokens of a row that a decode step takes at most; more of them are a prompt's
+VERIFIED = MAX_DRAFTS + 1  # tokens of a row that a decode step takes at most; more of them are a prompt's
 FIRST_STEPS = 8  # of a model that drafts, before its passes are recorded: one that is wrong is given up earlier
 DEQUANTIZED_BYTES = 1 << 30  # bytes of a quantised cache that are in the model's type at a time
 

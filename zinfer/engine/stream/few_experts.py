@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.integrations import moe
 
 from zinfer.core.engine import CODED_PAIRS
-from zinfer.core.errors import one_line
+from zinfer.core.errors import error_line
 from zinfer.engine.stream.expert_images import through_interface
 from zinfer.engine.stream.packed_product import LazyWeight, StackedCodes
 from zinfer.engine.triton_check import alike, cannot_run
@@ -76,7 +76,7 @@ class FewExperts:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            self.status = f"the kernels failed: {one_line(error)[:120]}"
+            self.status = f"the kernels failed: {error_line(error)[:120]}"
             return chosen(module, *args)
         expected = chosen(module, *args)
         if alike(found, expected):

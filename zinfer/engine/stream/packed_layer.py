@@ -1,7 +1,7 @@
 """Packed layer: a layer's bytes in host memory, encoded where that makes them smaller, and their places in the slot.
 
 The slot is the GPU memory that a layer computes from. A packed layer is cut into chunks of at most `PIECE` bytes in the
-slot, or some times as many (`zinfer.core.engine.piece_factor`). A chunk crosses the link in one copy and is unpacked in
+slot, or some times as many (`zinfer.core.engine.chunk_factor`). A chunk crosses the link in one copy and is unpacked in
 one step, so that the GPU memory between link and slot is a few chunks, not a few layers.
 """
 
@@ -12,13 +12,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from zinfer.core.engine import PIECE_BYTES, piece_factor
+from zinfer.core.engine import CHUNK_BYTES, chunk_factor
 from zinfer.engine.pinned import ALIGNMENT, TensorPlace, lay_out
 from zinfer.engine.quantization.dequantize import Codes
 from zinfer.engine.stream import codec, quantized
 
 # Bytes of a chunk: enough for the link's full rate, and for its launches to be cheap.
-PIECE = PIECE_BYTES
+PIECE = CHUNK_BYTES
 
 
 class Memory(Protocol):
@@ -161,7 +161,7 @@ def _put(memory: Memory, data: Tensor, place: int, layout: codec.Layout | quanti
 def _largest_chunk(layer_bytes: int, gpus: int, bits: float = 16) -> int:
     """Return the most bytes of a chunk in the slot, for a layer of `layer_bytes` with weights of `bits` bits, which
     `gpus` copy together."""
-    return PIECE * piece_factor(bits, layer_bytes, gpus)
+    return PIECE * chunk_factor(bits, layer_bytes, gpus)
 
 
 def _even_part(values: Tensor, most: int) -> int:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from zinfer.core.engine import CODED_TOKENS
-from zinfer.core.errors import one_line
+from zinfer.core.errors import error_line
 from zinfer.engine.pinned import TensorPlace
 from zinfer.engine.stream.packed_layer import Chunk
 from zinfer.engine.stream.quantized import TURNED_ROWS, CodesLayout, Run
@@ -152,7 +152,7 @@ class PackedProducts:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            self.status = f"the kernel failed: {one_line(error)[:120]}"
+            self.status = f"the kernel failed: {error_line(error)[:120]}"
             return None
         if not same:
             self.status = "the kernel's results differ from those of unpacked weights"

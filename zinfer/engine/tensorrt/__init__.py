@@ -1,4 +1,4 @@
-"""The `tensorrt` engine: runs a plan made by `zinfer pack --engine tensorrt`; the library itself streams the weights.
+"""Engine `tensorrt`: runs a plan of `zinfer pack`; the library streams.
 
 The library keeps as many bytes of weights on the GPU as its budget allows and copies the rest in every pass. Offload
 `none` sets the budget to all weights; `cpu` (weights in host memory) sets it to ``--gpu-weights``, or to the library's
@@ -16,8 +16,8 @@ from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, MicroBatch, Work, check_works
 from zinfer.engine.kv_snapshot import Past
 from zinfer.engine.tensorrt import planfile
+from zinfer.engine.tensorrt.attention import Cache
 from zinfer.engine.tensorrt.build import plan_key
-from zinfer.engine.tensorrt.cache import Cache, make_cache
 from zinfer.engine.tensorrt.execute import DECODE, PREFILL, Executor, shortfall
 from zinfer.engine.tensorrt.library import find_library
 from zinfer.plan.planner import Plan
@@ -90,7 +90,7 @@ class TensorRT(Engine):
         mask = attention_mask.to(self.device)
         self._check_shapes(len(mask), capacity)
         key = self.file.key
-        cache = make_cache(key.cache, self.plan.model, len(mask), capacity, key.max_seq_len, self.device)
+        cache = Cache(self.plan.model, len(mask), key.max_seq_len, self.device)
         self.batches.append(batch := TensorRTBatch(mask, capacity, cache))
         return batch
 
@@ -114,8 +114,7 @@ class TensorRT(Engine):
         return logits[:, None]
 
     def _run(self, profile: int, batch: TensorRTBatch, token_ids: Tensor, rows: slice) -> Tensor:
-        """Compute the next tokens of `rows`, of `token_ids` ``[B, n]``; return the last position's logits ``[b,
-        V]``."""
+        """Compute the next tokens of `rows`; return the logits ``[b, V]``."""
         assert self._executor is not None
         assert batch.cache is not None
         token_ids = token_ids[rows]
@@ -123,7 +122,7 @@ class TensorRT(Engine):
         total = past + new
         index = torch.arange(total, dtype=torch.int32, device=self.device)
         key_positions = batch.key_positions[rows, :total]
-        inputs, outputs = batch.cache.bind(rows, past, new)
+        inputs, outputs = batch.cache.bind(rows, past)
         inputs |= {
             "token_ids": token_ids.int().contiguous(),
             "positions": key_positions[:, past:].contiguous(),
@@ -137,7 +136,6 @@ class TensorRT(Engine):
         logits = torch.empty((count, self.plan.model.vocab_size), dtype=dtype, device=self.device)
         wanted = {name: tensor for name, tensor in inputs.items() if name in self._executor.inputs}
         self._executor.run(profile, wanted, outputs | {"logits": logits})
-        batch.cache.keep()
         return logits
 
     @torch.inference_mode()
@@ -152,17 +150,16 @@ class TensorRT(Engine):
         batch.count_positions()
         batch.length = length
 
-    @torch.inference_mode()
     def cannot_score(self) -> str | None:
         return f"engine {self.plan.case.engine} returns the logits of the last position only"
 
     def retire(self, batch: MicroBatch, rows: Sequence[int] | None = None) -> None:
-        if all(batch is not one for one in self.batches):
+        if all(batch is not other for other in self.batches):
             return
         assert isinstance(batch, TensorRTBatch)
         kept = [] if rows is None else sorted(set(range(batch.batch_size)) - set(rows))
         if not kept:
-            self.batches = [one for one in self.batches if one is not batch]
+            self.batches = [other for other in self.batches if other is not batch]
             batch.cache = None
         elif len(kept) < batch.batch_size and batch.cache is not None:
             index = torch.tensor(kept, device=self.device)
@@ -200,7 +197,6 @@ class TensorRT(Engine):
             settings={
                 "library": f"{self._library.name} {self._library.version}",
                 "plan": self.file.path.name,
-                "kv_cache": self.file.key.cache,
                 "streamable_bytes": executor.streamable,
                 "budget_bytes": executor.budget,
                 "scratch_bytes": executor.scratch,

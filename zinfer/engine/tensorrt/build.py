@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zinfer.checkpoint.headers import Checkpoint
+from zinfer.checkpoint.headers import DTYPE_NAMES, Checkpoint
 from zinfer.checkpoint.source import revision_of
 from zinfer.core.case import LoadFormat
 from zinfer.core.model import ModelSpec
@@ -36,7 +36,6 @@ from zinfer.system import atomic
 CODE_BYTES = 256 << 20  # upper bound on the bytes of a plan that are not weights
 COPIES = 2  # copies of the weights that the library makes: 1.4 to 2.0 with TensorRT-RTX 1.7 on a CPU
 WORKING_BYTES = 3 << 30  # host memory of the process and of the library, besides the weights
-STORED = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}  # name in safetensors -> dtype
 
 
 class Cancelled(Exception):
@@ -55,7 +54,6 @@ def plan_key(
         layers=layers,
         max_batch_size=batch,
         max_seq_len=length,
-        cache="native" if library.has_native_attention else "plain",
         network=NETWORK_VERSION,
         library=library.name,
         version=library.version,
@@ -73,7 +71,7 @@ def build(
     host_bytes: int | None = None,
     allow_nan: bool = False,
 ) -> PlanFile:
-    """Build the plan of `key` and `spec` into `path`, which appears when it is whole.
+    """Build the plan of `key` into `path`, which appears when whole.
 
     Raises EngineError for a model, a type or a shape without a network, and where the disk or host memory
     (`host_bytes`) is too small; MemoryError or torch's OutOfMemoryError when the library runs out of memory; and
@@ -103,7 +101,7 @@ def build(
         progress(what, share)
 
     with _weights(state, spooled, path.parent, loading) as tensors:
-        net = make_network(library, network, state.model, spec, tensors, key.max_seq_len, key.cache)
+        net = make_network(library, network, state.model, spec, tensors, key.max_seq_len)
         config = builder.create_builder_config()
         config.set_flag(trt.BuilderFlag.WEIGHT_STREAMING)
         config.progress_monitor = _monitor(trt, progress, cancelled)
@@ -130,18 +128,17 @@ def build(
 
 
 def peak_host_bytes(spec: ModelSpec) -> int:
-    """Return the peak of host memory of a build, in bytes: the library's copies and the process."""
+    """Return the bytes of host memory that a build takes."""
     return COPIES * spec.weight_bytes + WORKING_BYTES
 
 
 def profiles(builder: Any, inputs: dict[str, tuple[int | str, ...]], key: PlanKey) -> Iterator[Any]:
-    """Yield the two optimisation profiles: prefill (no past), then decode (one new token)."""
+    """Yield the optimisation profiles: prefill (no past), decode (one token)."""
     batch, length = key.max_batch_size, key.max_seq_len
     rows = Placement().prefill_rows(batch, length)
-    long = max(1, length - 1)
     bounds: tuple[dict[str, tuple[int, int, int]], ...] = (
-        {"B": (1, rows, rows), "S": (1, length, length), "P": (0, 0, 0), "T": (1, length, length)},
-        {"B": (1, batch, batch), "S": (1, 1, 1), "P": (1, long, long), "T": (2, max(2, length), max(2, length))},
+        {"B": (1, rows, rows), "S": (1, length, length), "T": (1, length, length)},
+        {"B": (1, batch, batch), "S": (1, 1, 1), "T": (2, max(2, length), max(2, length))},
     )
     for bound in bounds:
         profile = builder.create_optimization_profile()
@@ -152,16 +149,16 @@ def profiles(builder: Any, inputs: dict[str, tuple[int | str, ...]], key: PlanKe
 
 
 def _must_spool(spec: ModelSpec, load_format: LoadFormat) -> bool:
-    """Tell whether the weights have to be written to a scratch file before they can be mapped."""
+    """Tell whether a scratch file has to hold the weights to map."""
     if load_format == "dummy" or spec.directory is None:
         return True
     stored = {info.dtype for info in Checkpoint.open(Path(spec.directory)).tensors.values()}
-    return {STORED.get(dtype) for dtype in stored} != {spec.dtype}
+    return {DTYPE_NAMES.get(dtype) for dtype in stored} != {spec.dtype}
 
 
 @contextmanager
 def _weights(state: ModelState, spooled: bool, folder: Path, progress: Progress) -> Iterator[dict[str, Tensor]]:
-    """Provide the model's parameters and persistent buffers, as views of mapped files."""
+    """Provide the model's parameters and buffers, as views of mapped files."""
     source = state.load(torch.device("cpu"), progress, mapped=not spooled)
     if not spooled:
         yield {name: tensor.contiguous() for name, tensor in source}  # no copy
@@ -178,8 +175,7 @@ def _weights(state: ModelState, spooled: bool, folder: Path, progress: Progress)
 
 
 def _writer(trt: Any, stream: Any, cancelled: Callable[[], bool]) -> Any:
-    """Return a stream writer of the library onto `stream`; its `error` holds the OSError, since exceptions do not pass
-    through the library."""
+    """Return a stream writer of the library; its `error` holds an OSError."""
 
     class Writer(trt.IStreamWriter):  # type: ignore[misc]
         error: OSError | None = None
@@ -198,7 +194,7 @@ def _writer(trt: Any, stream: Any, cancelled: Callable[[], bool]) -> Any:
 
 
 def _monitor(trt: Any, progress: Progress, cancelled: Callable[[], bool]) -> Any:
-    """Return a progress monitor of the library that reports the latest phase to `progress`."""
+    """Return a progress monitor that reports the latest phase."""
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]
         def __init__(self) -> None:

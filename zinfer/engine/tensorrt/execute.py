@@ -1,4 +1,4 @@
-"""Execution of a plan on the GPU: read it from its file, set its weight budget, run it with buffers that torch owns."""
+"""Execution of a plan on the GPU, with buffers that torch owns."""
 
 from typing import Any, BinaryIO
 
@@ -54,7 +54,6 @@ class Executor:
         )
         self._profile = -1
         self._memory = torch.empty(0, dtype=torch.uint8, device="cuda")
-        self._nowhere = torch.empty(256, dtype=torch.uint8, device="cuda")  # gives tensors without elements an address
 
     def run(self, profile: int, inputs: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
         """Run one pass, ordered with the current stream.
@@ -72,10 +71,10 @@ class Executor:
             if not context.set_input_shape(name, tuple(tensor.shape)):
                 raise self._messages.failure(f"the plan does not allow {name} of shape {tuple(tensor.shape)}")
         for name, tensor in [*inputs.items(), *outputs.items()]:
-            context.set_tensor_address(name, (tensor if tensor.numel() else self._nowhere).data_ptr())
+            context.set_tensor_address(name, tensor.data_ptr())
         needed = context.update_device_memory_size_for_shapes()
         if needed > self._memory.numel():
-            self._memory = torch.empty(0, dtype=torch.uint8, device="cuda")  # free the old one first
+            del self._memory  # before the new one is taken
             self._memory = torch.empty(needed, dtype=torch.uint8, device="cuda")
         context.set_device_memory(self._memory.data_ptr(), self._memory.numel())
         if not context.execute_async_v3(stream.cuda_stream):
@@ -86,11 +85,11 @@ class Executor:
         """Free the library's objects, the context first."""
         torch.cuda.synchronize()
         self._context = self._engine = self._runtime = None
-        self._memory = self._nowhere = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8)
 
 
 def shortfall(asked: int, budget: int, streamable: int, allowed: int, taken: int) -> str | None:
-    """Return how the library departed from its settings, None if it did not.
+    """Return how the library departed from its settings, if it did.
 
     It may have set another budget than `asked`, or have `taken` more GPU memory than the `allowed` bytes of weights and
     scratch account for, as when weights that should stream are resident.
@@ -103,8 +102,7 @@ def shortfall(asked: int, budget: int, streamable: int, allowed: int, taken: int
 
 
 def _reader(trt: Any, stream: BinaryIO, size: int, progress: Progress) -> Any:
-    """Return a stream reader of the library over an open plan file; the only copy of the plan on the host is the
-    library's own."""
+    """Return a stream reader of the library over a plan file."""
 
     class Reader(trt.IStreamReaderV2):  # type: ignore[misc]
         def __init__(self) -> None:

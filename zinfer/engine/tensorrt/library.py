@@ -1,7 +1,8 @@
-"""Libraries with one Python API: TensorRT (`tensorrt`, 10.x and 11.x) and TensorRT-RTX (`tensorrt_rtx`).
+"""Libraries with one Python API: TensorRT and TensorRT-RTX.
 
-TensorRT builds a plan for the GPU of the machine. TensorRT-RTX builds without a GPU, for every GPU that it supports,
-and leaves the last stage of compilation to the machine that runs the plan.
+TensorRT (`tensorrt`, 10.15 or later) builds a plan for the GPU of the machine. TensorRT-RTX (`tensorrt_rtx`) builds
+without a GPU, for every GPU that it supports, and leaves the last stage of compilation to the machine that runs the
+plan.
 """
 
 import os
@@ -13,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from zinfer.core.errors import not_here
+from zinfer.core.errors import environment_error
 from zinfer.engine import EngineError
 
 Name = Literal["tensorrt", "tensorrt-rtx"]
@@ -32,12 +33,6 @@ class Library:
     name: Name
     version: str
 
-    @property
-    def has_native_attention(self) -> bool:
-        """True if networks can have KV-cache-update and attention layers (TensorRT 10.15 or later)."""
-        network = self.module.INetworkDefinition
-        return hasattr(network, "add_kv_cache_update") and hasattr(network, "add_attention")
-
     def target(self) -> str:
         """Return the compute capabilities that a plan built here runs on.
 
@@ -53,7 +48,7 @@ class Library:
         return capability_text(torch.cuda.get_device_capability())
 
     def why_not(self, capability: tuple[int, int]) -> str | None:
-        """Return the reason why the library does not run on a GPU of `capability`; None where it does."""
+        """Return why the library does not run on a GPU, if so."""
         if self.name == "tensorrt-rtx" and capability not in RTX_CAPABILITIES and capability < RTX_FROM:
             return (
                 f"TensorRT-RTX {self.version} runs on compute capability {RTX_TARGET}, and this GPU has "
@@ -66,28 +61,31 @@ def capability_text(capability: tuple[int, int]) -> str:
     return f"{capability[0]}.{capability[1]}"
 
 
-def find_library(name: str = "auto") -> Library:
-    """Return the library `name`; with ``auto`` TensorRT, or TensorRT-RTX where only that is installed.
+def find_library(wanted: str = "auto") -> Library:
+    """Return the library `wanted`, with ``auto`` the first that is installed.
 
-    Raises EngineError for an unknown name, and, with the command that installs it, for a library that is missing or
-    does not load.
+    TensorRT comes before TensorRT-RTX. Raises EngineError for an unknown name, and, with the command that installs it,
+    for a library that is missing, too old, or does not load.
     """
-    if name != "auto" and name not in LIBRARIES:
-        raise EngineError(f"no TensorRT library {name!r}; use {', '.join(LIBRARIES)} or auto")
-    wanted: list[Name] = [known for known in LIBRARIES if name in ("auto", known)]
-    for known in wanted:
-        if util.find_spec(LIBRARIES[known]) is not None:
+    if wanted != "auto" and wanted not in LIBRARIES:
+        raise EngineError(f"no TensorRT library {wanted!r}; use {', '.join(LIBRARIES)} or auto")
+    names: list[Name] = [name for name in LIBRARIES if wanted in ("auto", name)]
+    for name in names:
+        if util.find_spec(LIBRARIES[name]) is not None:
             try:
-                module = import_module(LIBRARIES[known])
+                module = import_module(LIBRARIES[name])
             except (ImportError, OSError) as error:
-                raise not_here(EngineError(f"{known} is installed but does not load: {error}")) from None
-            return Library(module, known, module.__version__)
-    lines = " or ".join(f"pip install 'zinfer[{known}]'" for known in wanted)
-    raise not_here(EngineError(f"engine tensorrt needs {' or '.join(wanted)}: {lines}"))
+                raise environment_error(EngineError(f"{name} is installed but does not load: {error}")) from None
+            if not hasattr(module.INetworkDefinition, "add_kv_cache_update"):  # before TensorRT 10.15
+                remedy = f"pip install -U 'zinfer[{name}]'"
+                raise environment_error(EngineError(f"{name} {module.__version__} has no KV cache layers: {remedy}"))
+            return Library(module, name, module.__version__)
+    lines = " or ".join(f"pip install 'zinfer[{name}]'" for name in names)
+    raise environment_error(EngineError(f"engine tensorrt needs {' or '.join(names)}: {lines}"))
 
 
 class Messages:
-    """Logger for the library: keeps its errors for the message that the user sees."""
+    """Logger for the library that keeps its errors for the user."""
 
     def __init__(self, module: Any) -> None:
         self.errors: list[str] = []
@@ -107,11 +105,13 @@ class Messages:
         self.logger = Logger()
 
     def failure(self, what: str, otherwise: Callable[[str], Exception] = EngineError) -> Exception:
-        """Return the exception for a failed call: MemoryError or torch's OutOfMemoryError if the library's errors
-        mention memory, else an exception of type `otherwise`."""
-        said = "; ".join(self.errors[-2:]) or "the library gave no reason"
-        text = f"{what}: {said}"
-        lowered = said.lower()
+        """Return the exception for a failed call.
+
+        It is MemoryError or torch's OutOfMemoryError if the library's errors mention memory, else one of type
+        `otherwise`.
+        """
+        reason = "; ".join(self.errors[-2:]) or "the library gave no reason"
+        text, lowered = f"{what}: {reason}", reason.lower()
         if any(word in lowered for word in ("out of memory", "outofmemory", "bad_alloc", "insufficient memory")):
             on_host = "host" in lowered or "bad_alloc" in lowered
             return MemoryError(text) if on_host else torch.cuda.OutOfMemoryError(f"CUDA out of memory: {text}")

@@ -1,4 +1,4 @@
-"""Decoders as TensorRT networks: BLOOM, OPT, and the Llama family (Llama, Mistral, Qwen2).
+"""Decoders as TensorRT networks: BLOOM, OPT, Llama, Mistral, Qwen2.
 
 A decoder's shape and the names of its parameters come from its `transformers` model. A parameter that the network does
 not use is an error: an unknown variant is refused, not approximated.
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from zinfer.core.model import ModelSpec
 from zinfer.engine import EngineError
-from zinfer.engine.tensorrt.attention import ATTENTIONS, Attention, CacheKind
+from zinfer.engine.tensorrt.attention import Attention
 from zinfer.engine.tensorrt.library import Library
 from zinfer.engine.tensorrt.ops import Net, Node
 
@@ -31,12 +31,12 @@ def make_network(
     spec: ModelSpec,
     weights: dict[str, Tensor],
     max_seq_len: int,
-    cache: CacheKind,
 ) -> Net:
-    """Fill `network` with the decoder of `model` (made by `zinfer.checkpoint.architecture.empty_model`), for sequences
-    of up to `max_seq_len` tokens. `weights` are its parameters, on the CPU, and must outlive the returned `Net`.
+    """Fill `network` with the decoder of `model`.
 
-    Raises EngineError for a model that differs in any detail from the decoders above.
+    `model` is made by `zinfer.checkpoint.architecture.empty_model`, for sequences of up to `max_seq_len` tokens.
+    `weights` are its parameters, on the CPU, and must outlive the returned `Net`. Raises EngineError for a model that
+    differs in any detail from the decoders above.
     """
     body = BODIES.get(spec.architecture)
     if body is None:
@@ -48,7 +48,7 @@ def make_network(
     if limit is not None and max_seq_len > limit:
         raise EngineError(f"--max-seq-len {max_seq_len} is more than the {limit} positions of {spec.name}")
     net = Net(library, network, weights, getattr(torch, spec.dtype))
-    hidden = body(net, model, spec, max_seq_len, ATTENTIONS[cache])
+    hidden = body(net, model, spec, max_seq_len)
     last = net.gather(hidden, net.input("last", torch.int32, (1,)), 1)
     name = "lm_head" if net.has("lm_head.weight") else _embedding(model).removesuffix(".weight")
     width = model.get_input_embeddings().weight.shape[1]
@@ -62,7 +62,7 @@ def make_network(
 
 
 def _embedding(model: PreTrainedModel) -> str:
-    """Return the name of the token embedding, which is also the head where the two are tied."""
+    """Return the name of the token embedding, also a tied head."""
     table = model.get_input_embeddings().weight
     return next(str(name) for name, parameter in model.named_parameters() if parameter is table)
 
@@ -82,12 +82,12 @@ def _require(holds: bool, spec: ModelSpec, what: str) -> None:
         raise EngineError(f"{spec.name}: the TensorRT network does not support {what}; use --engine stream")
 
 
-def _bloom(net: Net, model: PreTrainedModel, spec: ModelSpec, max_seq_len: int, make: type[Attention]) -> Node:
+def _bloom(net: Net, model: PreTrainedModel, spec: ModelSpec, max_seq_len: int) -> Node:
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
     config, eps = model.config, model.config.layer_norm_epsilon
     slopes = build_alibi_tensor(torch.ones(1, 2), spec.num_heads, torch.float32)[:, 0, 1]  # ALiBi of key position 1
-    attend = make(net, spec, max_seq_len, slopes)
+    attend = Attention(net, spec, max_seq_len, slopes)
     hidden = net.layer_norm(_embedded(net, model), "transformer.word_embeddings_layernorm", eps)
     for index in range(spec.num_layers):
         prefix = f"transformer.h.{index}"
@@ -100,23 +100,22 @@ def _bloom(net: Net, model: PreTrainedModel, spec: ModelSpec, max_seq_len: int, 
         hidden = net.add(net.linear(mixed, f"{prefix}.self_attention.dense"), residual)
         normed = net.layer_norm(hidden, f"{prefix}.post_attention_layernorm", eps)
         residual = normed if config.apply_residual_connection_post_layernorm else hidden
-        wide = net.activation(net.linear(normed, f"{prefix}.mlp.dense_h_to_4h"), "GELU_TANH")
-        hidden = net.add(net.linear(wide, f"{prefix}.mlp.dense_4h_to_h"), residual)
+        inner = net.activation(net.linear(normed, f"{prefix}.mlp.dense_h_to_4h"), "GELU_TANH")
+        hidden = net.add(net.linear(inner, f"{prefix}.mlp.dense_4h_to_h"), residual)
     return net.layer_norm(hidden, "transformer.ln_f", eps)
 
 
-def _opt(net: Net, model: PreTrainedModel, spec: ModelSpec, max_seq_len: int, make: type[Attention]) -> Node:
+def _opt(net: Net, model: PreTrainedModel, spec: ModelSpec, max_seq_len: int) -> Node:
     config, eps = model.config, 1e-5  # torch's default, which the model uses
     activation = _ACTIVATIONS.get(config.activation_function)
     _require(activation is not None, spec, f"the activation {config.activation_function}")
     before = config.do_layer_norm_before
-    attend = make(net, spec, max_seq_len)
+    attend = Attention(net, spec, max_seq_len)
     hidden = _embedded(net, model)
     if net.has("model.decoder.project_in.weight"):
         hidden = net.linear(hidden, "model.decoder.project_in")
-    offset = net.add(
-        net.input("positions", torch.int32, ("B", "S")), net.constant([2], 2)
-    )  # the table's first two rows
+    positions = net.input("positions", torch.int32, ("B", "S"))
+    offset = net.add(positions, net.constant([2], 2))  # the table's first two rows are no positions
     table = net.parameter("model.decoder.embed_positions.weight", 2)
     hidden = net.add(hidden, net.gather(table, offset, 0))
 
@@ -144,7 +143,7 @@ def _opt(net: Net, model: PreTrainedModel, spec: ModelSpec, max_seq_len: int, ma
     return hidden
 
 
-def _llama(net: Net, model: PreTrainedModel, spec: ModelSpec, max_seq_len: int, make: type[Attention]) -> Node:
+def _llama(net: Net, model: PreTrainedModel, spec: ModelSpec, max_seq_len: int) -> Node:
     config, eps = model.config, model.config.rms_norm_eps
     _require(config.hidden_act in ("silu", "swish"), spec, f"the activation {config.hidden_act}")
     kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
@@ -154,7 +153,7 @@ def _llama(net: Net, model: PreTrainedModel, spec: ModelSpec, max_seq_len: int, 
     window = getattr(config, "sliding_window", None)
     if window is not None and "sliding_attention" in (getattr(config, "layer_types", None) or ("sliding_attention",)):
         _require(max_seq_len <= window, spec, f"a sliding window ({window}) shorter than --max-seq-len {max_seq_len}")
-    attend = make(net, spec, max_seq_len)
+    attend = Attention(net, spec, max_seq_len)
     rotate = _rotary(net, model, spec)
     hidden = _embedded(net, model)
     for index in range(spec.num_layers):
@@ -175,7 +174,7 @@ def _llama(net: Net, model: PreTrainedModel, spec: ModelSpec, max_seq_len: int, 
 
 
 def _rotary(net: Net, model: PreTrainedModel, spec: ModelSpec) -> Callable[[Node], Node]:
-    """Return the rotary embedding, a function of ``[B, heads, S, D]``, with the frequencies of the model's module."""
+    """Return the rotary embedding, a function of ``[B, heads, S, D]``."""
     module = next(part for part in model.modules() if hasattr(part, "inv_freq"))
     half = spec.head_dim // 2
     _require(module.inv_freq.numel() == half, spec, "a rotary embedding of part of the head")
@@ -194,5 +193,5 @@ def _rotary(net: Net, model: PreTrainedModel, spec: ModelSpec) -> Callable[[Node
     return rotate
 
 
-Body = Callable[[Net, PreTrainedModel, ModelSpec, int, type[Attention]], Node]
+Body = Callable[[Net, PreTrainedModel, ModelSpec, int], Node]
 BODIES: dict[str, Body] = {"bloom": _bloom, "opt": _opt, "llama": _llama, "mistral": _llama, "qwen2": _llama}

@@ -41,7 +41,7 @@ class Net:
 
     def input(self, name: str, dtype: torch.dtype, shape: Sequence[int | str]) -> Node:
         """Add an input. A letter in `shape` is a dimension that the optimisation profiles bound: B sequences, S new
-        tokens, P past tokens, T = P + S."""
+        tokens, T all tokens."""
         self.inputs[name] = tuple(shape)
         sizes = tuple(size if isinstance(size, int) else -1 for size in shape)
         return self.network.add_input(name, self.types[dtype], sizes)
@@ -54,9 +54,10 @@ class Net:
         return name in self.weights
 
     def parameter(self, name: str, rank: int) -> Node:
-        """Return the parameter `name`, with leading dimensions of 1 up to `rank`; one constant for all its uses.
+        """Return the parameter `name`, one constant for all its uses.
 
-        Raises EngineError when the model has no such parameter, and when it is used with two ranks.
+        It has leading dimensions of 1 up to `rank`. Raises EngineError when the model has no such parameter, and when
+        it is used with two ranks.
         """
         if name not in self.weights:
             raise EngineError(f"the TensorRT network needs the parameter {name}, which the model does not have")
@@ -69,68 +70,63 @@ class Net:
         return node
 
     def constant(self, value: Tensor | Sequence[Any], rank: int | None = None, name: str = "") -> Node:
-        """Add the constant `value`, kept alive, with leading dimensions of 1 up to `rank`; a list becomes int32."""
+        """Add the constant `value`; a list becomes int32."""
         tensor = value if isinstance(value, Tensor) else torch.tensor(value, dtype=torch.int32)
         tensor = tensor.contiguous()
         shape = (1,) * ((rank or tensor.dim()) - tensor.dim()) + tuple(tensor.shape)
         weights = self.trt.Weights(self.types[tensor.dtype], tensor.data_ptr(), tensor.numel())
         self._held += [tensor, weights]
-        layer = self.made(self.network.add_constant(shape, weights), "constant")
+        layer = self.network.add_constant(shape, weights)
+        node = self.out(layer, "constant")
         if name:
             layer.name = name
-        return layer.get_output(0)
+        return node
 
     def scalar(self, value: float, rank: int, dtype: torch.dtype | None = None) -> Node:
         return self.constant(torch.full((1,) * rank, value, dtype=dtype or self.dtype))
 
-    def made(self, layer: Any, what: str) -> Any:
+    def out(self, layer: Any, kind: str) -> Node:
+        """Return the output of `layer`. Raises EngineError if the library refused to add it."""
         if layer is None:
-            raise EngineError(f"the TensorRT library refused a {what} layer")
-        return layer
+            raise EngineError(f"the TensorRT library refused a {kind} layer")
+        return layer.get_output(0)
 
-    def _binary(self, a: Node, b: Node, operation: str) -> Node:
+    def binary(self, operation: str, a: Node, b: Node) -> Node:
         kind = getattr(self.trt.ElementWiseOperation, operation)
-        return self.made(self.network.add_elementwise(a, b, kind), operation).get_output(0)
+        return self.out(self.network.add_elementwise(a, b, kind), operation)
 
     def add(self, a: Node, b: Node) -> Node:
-        return self._binary(a, b, "SUM")
+        return self.binary("SUM", a, b)
 
     def multiply(self, a: Node, b: Node) -> Node:
-        return self._binary(a, b, "PROD")
-
-    def less(self, a: Node, b: Node) -> Node:
-        return self._binary(a, b, "LESS")
-
-    def both(self, a: Node, b: Node) -> Node:
-        return self._binary(a, b, "AND")
+        return self.binary("PROD", a, b)
 
     def unary(self, x: Node, operation: str) -> Node:
-        return self.made(self.network.add_unary(x, getattr(self.trt.UnaryOperation, operation)), operation).get_output(
-            0
-        )
+        return self.out(self.network.add_unary(x, getattr(self.trt.UnaryOperation, operation)), operation)
 
     def activation(self, x: Node, kind: str) -> Node:
-        return self.made(self.network.add_activation(x, getattr(self.trt.ActivationType, kind)), kind).get_output(0)
+        return self.out(self.network.add_activation(x, getattr(self.trt.ActivationType, kind)), kind)
 
     def cast(self, x: Node, dtype: torch.dtype) -> Node:
         if x.dtype == self.types[dtype]:
             return x
-        return self.made(self.network.add_cast(x, self.types[dtype]), "cast").get_output(0)
+        return self.out(self.network.add_cast(x, self.types[dtype]), "cast")
 
     def select(self, condition: Node, then: Node, otherwise: Node) -> Node:
-        return self.made(self.network.add_select(condition, then, otherwise), "select").get_output(0)
+        return self.out(self.network.add_select(condition, then, otherwise), "select")
 
     def gather(self, x: Node, indices: Node, axis: int) -> Node:
-        return self.made(self.network.add_gather(x, indices, axis), "gather").get_output(0)
+        return self.out(self.network.add_gather(x, indices, axis), "gather")
 
     def pick(self, x: Node, index: int, axis: int) -> Node:
         """Return ``x[.., index, ..]`` along `axis`, without that dimension."""
         return self.gather(x, self.constant(torch.tensor(index, dtype=torch.int32)), axis)
 
     def concat(self, nodes: Sequence[Node], axis: int) -> Node:
-        layer = self.made(self.network.add_concatenation(list(nodes)), "concatenation")
+        layer = self.network.add_concatenation(list(nodes))
+        node = self.out(layer, "concatenation")
         layer.axis = axis
-        return layer.get_output(0)
+        return node
 
     def shuffle(
         self,
@@ -139,67 +135,57 @@ class Net:
         before: Sequence[int] | None = None,
         after: Sequence[int] | None = None,
     ) -> Node:
-        """Transpose by `before`, reshape to `shape` (0 keeps a dimension, one -1 is inferred), transpose by `after`;
-        each step only if given."""
-        layer = self.made(self.network.add_shuffle(x), "shuffle")
+        """Transpose by `before`, reshape to `shape`, transpose by `after`.
+
+        Each step only if given; in `shape` 0 keeps a dimension, and one -1 is inferred.
+        """
+        layer = self.network.add_shuffle(x)
+        node = self.out(layer, "shuffle")
         if before is not None:
             layer.first_transpose = tuple(before)
         if shape is not None:
             layer.reshape_dims = tuple(shape)
         if after is not None:
             layer.second_transpose = tuple(after)
-        return layer.get_output(0)
-
-    def matmul(self, a: Node, b: Node, transpose_b: bool = False) -> Node:
-        none, transposed = self.trt.MatrixOperation.NONE, self.trt.MatrixOperation.TRANSPOSE
-        layer = self.network.add_matrix_multiply(a, none, b, transposed if transpose_b else none)
-        return self.made(layer, "matrix multiply").get_output(0)
-
-    def softmax(self, x: Node) -> Node:
-        """Add a softmax over the last dimension."""
-        layer = self.made(self.network.add_softmax(x), "softmax")
-        layer.axes = 1 << (len(x.shape) - 1)
-        return layer.get_output(0)
-
-    def mean(self, x: Node) -> Node:
-        """Add the mean over the last dimension, which stays, as 1."""
-        axes = 1 << (len(x.shape) - 1)
-        return self.made(self.network.add_reduce(x, self.trt.ReduceOperation.AVG, axes, True), "reduce").get_output(0)
+        return node
 
     def linear(self, x: Node, name: str) -> Node:
-        """Return ``x @ weight.T (+ bias)`` with the parameters ``name.weight`` ``[out, in]`` and, if the model has it,
-        ``name.bias``."""
-        y = self.matmul(x, self.parameter(f"{name}.weight", len(x.shape)), transpose_b=True)
-        return self.add(y, self.parameter(f"{name}.bias", len(x.shape))) if self.has(f"{name}.bias") else y
+        """Return ``x @ weight.T (+ bias)`` with the parameters of `name`."""
+        rank, kind = len(x.shape), self.trt.MatrixOperation
+        weight = self.parameter(f"{name}.weight", rank)
+        y = self.out(self.network.add_matrix_multiply(x, kind.NONE, weight, kind.TRANSPOSE), "matrix multiply")
+        return self.add(y, self.parameter(f"{name}.bias", rank)) if self.has(f"{name}.bias") else y
 
     def layer_norm(self, x: Node, name: str, epsilon: float) -> Node:
-        """Add a layer norm over the last dimension, with the parameters ``name.weight`` and ``name.bias``."""
+        """Add a layer norm, with ``name.weight`` and ``name.bias``."""
         rank = len(x.shape)
         scale, bias = self.parameter(f"{name}.weight", rank), self.parameter(f"{name}.bias", rank)
         make = getattr(self.network, "add_normalization_v2", self.network.add_normalization)
-        layer = self.made(make(x, scale, bias, 1 << (rank - 1)), "normalization")
+        layer = make(x, scale, bias, 1 << (rank - 1))
+        node = self.out(layer, "normalization")
         layer.epsilon = epsilon
-        return layer.get_output(0)
+        return node
 
     def rms_norm(self, x: Node, name: str, epsilon: float) -> Node:
-        """Add an RMS norm: ``x / sqrt(mean(x^2) + epsilon)`` in float32, rounded, times ``name.weight``
-        (`transformers`)."""
-        rank = len(x.shape)
-        wide = self.cast(x, torch.float32)
-        square = self.add(self.mean(self.multiply(wide, wide)), self.scalar(epsilon, rank, torch.float32))
-        scaled = self.multiply(wide, self.unary(self.unary(square, "SQRT"), "RECIP"))
+        """Add an RMS norm as `transformers` computes it, in float32, then rounded."""
+        rank, mean = len(x.shape), self.trt.ReduceOperation.AVG
+        exact = self.cast(x, torch.float32)
+        square = self.multiply(exact, exact)
+        square = self.out(self.network.add_reduce(square, mean, 1 << (rank - 1), True), "reduce")
+        square = self.add(square, self.scalar(epsilon, rank, torch.float32))
+        scaled = self.multiply(exact, self.unary(self.unary(square, "SQRT"), "RECIP"))
         return self.multiply(self.parameter(f"{name}.weight", rank), self.cast(scaled, self.dtype))
 
     def shape(self, x: Node) -> Node:
         """Return the dimensions of `x`, an int64 vector."""
-        return self.made(self.network.add_shape(x), "shape").get_output(0)
+        return self.out(self.network.add_shape(x), "shape")
 
     def head(self, x: Node, axis: int, length: Node) -> Node:
-        """Return ``x[.., :length, ..]`` along `axis`; `length` is an int64 vector of one element."""
-        rank = len(x.shape)
-        whole = self.shape(x)
+        """Return ``x[.., :length, ..]`` along `axis`; `length` is an int64 vector."""
+        rank, whole = len(x.shape), self.shape(x)
         parts = [length if i == axis else self.gather(whole, self.constant([i]), 0) for i in range(rank)]
         size = self.concat(parts, 0)
-        layer = self.made(self.network.add_slice(x, (0,) * rank, (1,) * rank, (1,) * rank), "slice")
+        layer = self.network.add_slice(x, (0,) * rank, (1,) * rank, (1,) * rank)
+        node = self.out(layer, "slice")
         layer.set_input(2, size)
-        return layer.get_output(0)
+        return node

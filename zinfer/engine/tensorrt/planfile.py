@@ -1,4 +1,4 @@
-"""Plan files: storage of built engines, and the checks before one is loaded.
+"""Plan files: storage of built engines, checked before use.
 
 A plan is as large as the model and valid for one model, one set of shapes, one library version and one kind of GPU.
 These are its key: the file's name ends in the key's digest, and the JSON file beside it holds the whole key. The JSON
@@ -6,8 +6,9 @@ is written last, so a plan without it is not finished.
 """
 
 import hashlib
+import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 
@@ -16,7 +17,6 @@ from zinfer.core.model import Dtype
 from zinfer.core.units import gb
 from zinfer.core.value import Frozen
 from zinfer.engine import EngineError
-from zinfer.engine.tensorrt.attention import CacheKind
 from zinfer.engine.tensorrt.library import Name
 from zinfer.system import atomic
 from zinfer.system.documents import read_object
@@ -35,7 +35,7 @@ class PlanKey(Frozen):
     layers: int | None  # decoder layers of a slice; None for the whole model
     max_batch_size: int
     max_seq_len: int  # prompt and generated tokens together
-    cache: CacheKind
+    cache: Literal["native"] = "native"  # layers that hold the KV cache
     network: int  # NETWORK_VERSION
     library: Name
     version: str
@@ -86,7 +86,7 @@ def _checksum(path: Path) -> str:
 
 
 def finish(path: Path, key: PlanKey, **facts: Any) -> PlanFile:
-    """Write the JSON file of the plan `path`, after which `find` finds the plan."""
+    """Write the JSON file of a plan, so that `find` finds it."""
     size, checksum = path.stat().st_size, _checksum(path)
     file = PlanFile(key=key, path=path, size=size, checksum=checksum, **facts)
     text = file.model_dump_json(indent=1, exclude={"path"})
@@ -95,43 +95,44 @@ def finish(path: Path, key: PlanKey, **facts: Any) -> PlanFile:
 
 
 def read(path: Path) -> PlanFile:
-    """Read the plan `path` from the JSON file beside it, without its bytes. Raises EngineError."""
-    beside = path.with_suffix(".json")
+    """Read the plan `path` from the JSON file beside it. Raises EngineError."""
+    description = path.with_suffix(".json")
     if not path.is_file():
         raise EngineError(f"no plan file {path}")
     try:
-        return PlanFile.model_validate({**read_object(beside), "path": path})
+        return PlanFile.model_validate({**read_object(description), "path": path})
     except FileNotFoundError:
-        raise EngineError(f"{path} has no {beside.name} beside it: its build was interrupted; build it again") from None
+        raise EngineError(
+            f"{path} has no {description.name} beside it: its build was interrupted; build it again"
+        ) from None
     except (ValidationError, ValueError, OSError, TypeError):
-        raise EngineError(f"{beside} does not describe a plan; build it again") from None
+        raise EngineError(f"{description} does not describe a plan; build it again") from None
 
 
-def disagreements(wanted: PlanKey, found: PlanKey) -> list[str]:
-    """Return the reasons why `found` cannot serve in place of `wanted`, whose maxima are lower bounds."""
+def disagreements(wanted: PlanKey, key: PlanKey) -> list[str]:
+    """Return why a plan of `key` cannot serve instead of `wanted`."""
     names = {
         "revision": "its weights are of revision", "dtype": "its weights are",
         "load_format": "its weights are", "layers": "its layers are", "network": "its network has version",
-        "library": "it was built by", "version": f"it was built by {found.library}", "target": "it is for GPUs of",
+        "library": "it was built by", "version": f"it was built by {key.library}", "target": "it is for GPUs of",
     }  # fmt: skip
-    reasons = []
-    for field, phrase in names.items():
-        is_, should = getattr(found, field), getattr(wanted, field)
-        if is_ != should:
-            reasons.append(f"{phrase} {is_}, not {should}")
-    if found.max_batch_size < wanted.max_batch_size:
-        reasons.append(f"its largest batch is {found.max_batch_size}, not {wanted.max_batch_size}")
-    if found.max_seq_len < wanted.max_seq_len:
-        reasons.append(f"its longest sequence is {found.max_seq_len}, not {wanted.max_seq_len}")
+    reasons = [
+        f"{phrase} {getattr(key, field)}, not {getattr(wanted, field)}"
+        for field, phrase in names.items()
+        if getattr(key, field) != getattr(wanted, field)
+    ]
+    if key.max_batch_size < wanted.max_batch_size:
+        reasons.append(f"its largest batch is {key.max_batch_size}, not {wanted.max_batch_size}")
+    if key.max_seq_len < wanted.max_seq_len:
+        reasons.append(f"its longest sequence is {key.max_seq_len}, not {wanted.max_seq_len}")
     return reasons
 
 
 def find(wanted: PlanKey, where: str = "auto") -> PlanFile:
-    """Return the plan at the path `where`, or with ``auto`` the plan in `PLANS` that serves `wanted` with the largest
-    batch.
+    """Return the plan at `where`, or one that serves `wanted`.
 
-    Raises EngineError where there is none, with the reason why a plan that exists does not serve, and the command that
-    builds the right one.
+    With ``auto`` it is the one in `PLANS` with the largest batch. Raises EngineError where there is none, with the
+    reason why a plan that exists does not serve, and the command that builds the right one.
     """
     if where != "auto":
         file = read(Path(where))
@@ -163,16 +164,14 @@ def find(wanted: PlanKey, where: str = "auto") -> PlanFile:
 
 def build_command(wanted: PlanKey) -> str:
     """Return the command that builds `wanted`."""
+    layers = "" if wanted.layers is None else f" --layers {wanted.layers}"
     command = f"zinfer pack --engine tensorrt --model {wanted.model} --dtype {wanted.dtype}"
-    command += f" --load-format {wanted.load_format}"
-    command += "" if wanted.layers is None else f" --layers {wanted.layers}"
+    command += f" --load-format {wanted.load_format}{layers}"
     return f"{command} --max-batch-size {wanted.max_batch_size} --max-seq-len {wanted.max_seq_len}"
 
 
 def check_space(folder: Path, needed: int) -> None:
-    """Raise EngineError unless the disk of `folder`, which is made if missing, has `needed` bytes free."""
-    import shutil
-
+    """Raise EngineError unless the disk of `folder` has `needed` bytes."""
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
     if free < needed:

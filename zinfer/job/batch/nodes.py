@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from zinfer.core.errors import ENVIRONMENT, ZinferError, one_line
+from zinfer.core.errors import ENVIRONMENT, ZinferError, error_line
 from zinfer.core.progress import Progress, silent
 from zinfer.core.units import counted
 from zinfer.job.batch.ledger import Ledger, job_path, read_job
@@ -72,7 +72,7 @@ def connected(address: str, debug: bool = False) -> Iterator[Any]:
         with _own_sigterm():
             ray.init(address=address, log_to_driver=debug, logging_level="INFO" if debug else "ERROR")
     except (RuntimeError, ValueError, OverflowError, OSError) as error:
-        raise NodesError(f"no Ray cluster at {address}: {one_line(error)[:300]}") from None
+        raise NodesError(f"no Ray cluster at {address}: {error_line(error)[:300]}") from None
     try:
         yield ray
     finally:
@@ -141,7 +141,7 @@ def answer_on_nodes(
                     try:
                         fault = ray.get(task_id)
                     except ray.exceptions.RayError as error:
-                        fault = f"it ended without an answer: {one_line(error)[:300]}"
+                        fault = f"it ended without an answer: {error_line(error)[:300]}"
                     if fault is not None:
                         raise NodesError(f"shard {shard}: {fault}")
         except BaseException:
@@ -171,7 +171,7 @@ def answer_shard(
         answer(shard, already)
     except Exception as error:
         traceback.print_exc()
-        return one_line(error)
+        return error_line(error)
     return None
 
 

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from zinfer.core.errors import one_line
+from zinfer.core.errors import error_line
 from zinfer.generation.tokenizer_process import QUICK_CHARACTERS, Refusal, characters, parts
 
 UNREAD = "tokenizer_failed"  # code of prompts that nobody could read
@@ -119,7 +119,7 @@ class Reader:
                 try:
                     read(part._replace(asked=asked))
                 except Exception as error:  # of the process, not of a prompt: nobody may wait for ever
-                    self._tell(asked, [Refusal(UNREAD, one_line(error))] * len(asked))
+                    self._tell(asked, [Refusal(UNREAD, error_line(error))] * len(asked))
 
     def _read_short(self, part: _Part) -> None:
         ids = self._tokenizer.encode_quickly([prompt for prompt, _ in part.asked])

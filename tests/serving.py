@@ -75,6 +75,13 @@ class Server:
         assert not self._thread.is_alive()
 
 
+def request(body: Any, *headers: str, length: int | None = None) -> bytes:
+    """Return the bytes of a request for a completion; its body may be shorter than the `length` that it states."""
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    head = ["POST /v1/completions HTTP/1.1", "host: x", "content-type: application/json", *headers]
+    return "\r\n".join([*head, f"content-length: {length or len(content)}", "", ""]).encode() + content
+
+
 @contextmanager
 def serving(
     plan: Plan,

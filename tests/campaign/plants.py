@@ -103,9 +103,9 @@ def _append_without_sync() -> None:
 def _text_of_another() -> None:
     deliver, held = app.Desk.deliver, [""]
 
-    def delivered(self: app.Desk, news: Iterable[tuple[Any, Any]]) -> None:
+    def delivered(self: app.Desk, updates: Iterable[tuple[Any, Any]]) -> None:
         given = []
-        for row, one in news:
+        for row, one in updates:
             given.append((row, one._replace(text=held[0])))
             held[0] = one.text
         deliver(self, given)

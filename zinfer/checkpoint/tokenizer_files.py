@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
 from zinfer.checkpoint import configuration
 from zinfer.checkpoint.configuration import DIGITS, MAX_TOKEN, CheckpointWarning, without_code
 from zinfer.core.model import ModelError
-from zinfer.system import lease
+from zinfer.system import scratch
 from zinfer.system.documents import DocumentError, decode, open_regular, read_bytes, read_object, validate
 
 CONFIG, GENERATION = "tokenizer_config.json", "generation_config.json"
@@ -186,8 +186,8 @@ def cleaned(directory: Path, is_tokenizer: Callable[[str], bool]) -> Iterator[Pa
     whether a name is that of a tokenizer class. Raises ModelError as `require` does."""
     with _explained(directory):
         documents, vocabularies = _read(directory, is_tokenizer)
-    with lease.folder(Path(tempfile.gettempdir()), "tokenizer", ("*", "*@")) as owned:
-        folder = owned.path
+    with scratch.folder(Path(tempfile.gettempdir()), "tokenizer") as made:
+        folder = made.path
         for name, content in documents.items():
             (folder / name).write_text(json.dumps(content), encoding="utf-8")
         for path in vocabularies:

@@ -30,11 +30,11 @@ from zinfer.core.engine import AccelerateOptions
 from zinfer.core.model import Weights
 from zinfer.engine import EngineError
 from zinfer.engine.base import Work, is_step
-from zinfer.engine.decoder import Decoder, scratch
+from zinfer.engine.decoder import Decoder, offload_folder
 from zinfer.engine.pinned import PinnedArena, lay_out
 from zinfer.engine.state import ModelState
 from zinfer.record.measurement import Effective
-from zinfer.system.lease import OwnFolder
+from zinfer.system.scratch import Scratch
 
 GROUP = 128  # weights that share a scale and a zero point in torchao's int4, its default
 LINEAR = 0.9  # part of the layers' weights that must be in linear modules for a format to be worth its name
@@ -50,7 +50,7 @@ class Accelerate(Decoder):
 
     options: AccelerateOptions
     _arena: PinnedArena | None = None
-    _folder: OwnFolder | None = None
+    _folder: Scratch | None = None
     _offloaded: "_Weights | None" = None
     _streamed_per_step = 0
     _stay: int | None = None  # layers that stay on the device; None without offload
@@ -85,7 +85,7 @@ class Accelerate(Decoder):
             views = self._arena.views(blocks)
             host = {name: _assembled(name, tensor, views) for name, tensor in streamed.items()}
         elif case.offload == "nvme":
-            self._folder = scratch(self.plan.nvme_path, ("*.dat", "index.json"))
+            self._folder = offload_folder(self.plan.nvme_path)
         resident: dict[str, Tensor] = {}
         for name, tensor in state.load(self.device, self.progress):
             if name in quantised:

@@ -35,9 +35,9 @@ from zinfer.system.printable import printable
 
 ENGINE_RECIPES, SWEEP_RECIPES = Path("engines"), Path("sweeps")
 RECIPE_BYTES = 64 << 10  # largest recipe file
-LOADS, CASES, POINTS = 1000, 2000, 10_000  # most processes of a sweep; these at each pair of lengths; and each batch
-AXIS = 1000  # most values of an axis
-DESCRIPTION = 4000  # most characters
+LOADS, CASES, POINTS = 1000, 2000, 10_000  # maximum of processes; of these at each pair of lengths; and each batch
+AXIS = 1000  # maximum of values of an axis
+DESCRIPTION = 4000  # maximum of characters
 
 
 class RecipeError(ZinferError):
@@ -93,13 +93,12 @@ class SweepLoad(Frozen):
 
     @property
     def conflict(self) -> str | None:
-        """Reason why the options contradict each other, the offload, the format of the weights, or the part of them
-        that stays on the GPU; None if they do not."""
+        """Reason why the options contradict each other or the rest of the load; None if they do not."""
         return conflict(self.engine, self.options, self.offload, self.weights, self.gpu_weights)
 
     @property
     def draft_model(self) -> str | None:
-        """Name of the model that drafts; None if none does."""
+        """Name of the draft model; None without one."""
         return draft_model(self.engine, self.options)
 
     def case(self, load_format: LoadFormat, dtype: Dtype, input_len: int, output_len: int) -> Case:
@@ -170,15 +169,17 @@ class Sweep(Frozen):
         options = dict(options)
         bits = options.pop("weight_bits")
         bits = bits if isinstance(bits, list | tuple) else (bits,)
-        if not all(type(one) is int and one in BITS_BEFORE for one in bits):
+        if not all(type(width) is int and width in BITS_BEFORE for width in bits):
             raise ValueError("weight_bits: write weights instead, and as-released, int4, int8 or fp8")
-        return fields | {"options": options, "weights": tuple(BITS_BEFORE[one] for one in bits)}
+        return fields | {"options": options, "weights": tuple(BITS_BEFORE[width] for width in bits)}
 
     @model_validator(mode="before")
     @classmethod
     def _only_requests(cls, fields: Any) -> Any:
-        """Leave out equal batches where requests are asked for and no batch size is; without either loop, as many
-        requests are in flight as there is room for."""
+        """Leave out equal batches if a sweep has requests and no batch size.
+
+        Without a closed or open loop, as many requests are in flight as there is room for.
+        """
         if not isinstance(fields, dict) or not (fields.get("requests") or fields.get("request_lengths")):
             return fields
         fields = dict(fields)
@@ -258,7 +259,7 @@ class Sweep(Frozen):
         return self
 
     def _request_loads(self) -> int:
-        """Return the number of loads of requests on each load of the model; check them. Raises ValueError."""
+        """Check the loads of requests; return their number on each load of the model. Raises ValueError."""
         sources = len(self.request_lengths) + (self.requests is not None)
         if not sources:
             for name in ("num_requests", "in_flight", "request_rate", "request_order", "seed", "sla"):
@@ -266,7 +267,7 @@ class Sweep(Frozen):
                     raise ValueError(f"{name} is for loads of requests only: add requests (a file) or request_lengths")
             if self.batch_size == ():
                 raise ValueError("batch_size: a sweep without requests needs one")
-        numbers = [one for one in self.in_flight if isinstance(one, int)]
+        numbers = [number for number in self.in_flight if isinstance(number, int)]
         if self.request_order != "given" and (self.request_rate or len(numbers) < len(self.in_flight)):
             raise ValueError(ONLY_NUMBERS)
         if isinstance(self.num_requests, str):
@@ -287,7 +288,7 @@ class Sweep(Frozen):
             for layers in self.layers:
                 for recipe, weights in product(recipes, self.weights):
                     for offload in self.offload:
-                        budgets = self._budgets(recipe.engine, offload, {one.engine for one in recipes})
+                        budgets = self._budgets(recipe.engine, offload, {each.engine for each in recipes})
                         for budget, options in product(budgets, _product(recipe.options, self.options)):
                             yield SweepLoad(
                                 model=model,
@@ -302,8 +303,11 @@ class Sweep(Frozen):
                             )
 
     def _budgets(self, engine: str, offload: str, engines: Collection[str]) -> tuple[str | None, ...]:
-        """Return the shares of the weights that stay on the GPU: the axis, but nothing where all stay, nor for an
-        engine that keeps none beside others of `engines` that do."""
+        """Return the shares of the weights that stay on the GPU.
+
+        It is the axis, but None where all weights stay, and for an engine without shares if others of `engines` have
+        them.
+        """
         able = {name for name in engines if name in ENGINES and ENGINES[name].gpu_weights}
         unable = bool(able) and engine in ENGINES and engine not in able
         return (None,) if offload == "none" or unable else self.gpu_weights
@@ -323,8 +327,10 @@ def _product(fixed: dict[str, Option], axes: dict[str, tuple[Option, ...]]) -> l
 
 
 def automatic(batch_size: str) -> tuple[int, tuple[int, ...]]:
-    """Return the factor of ``auto`` (2) or ``auto*N``, 0 for ``best``, and the batches that are listed before it in
-    ``1,8,auto``. Raises RecipeError for anything else."""
+    """Return the factor of ``auto`` (2) or ``auto*N``, 0 for ``best``, and the batches before it, as in ``1,8,auto``.
+
+    Raises RecipeError for anything else.
+    """
     *listed, last = batch_size.split(",")
     match = re.fullmatch(r"auto(?:\*([2-9]|\d\d+))?|best", last)
     if match is None or (listed and match[1]):
@@ -335,17 +341,19 @@ def automatic(batch_size: str) -> tuple[int, tuple[int, ...]]:
 
 
 def parse_batches(text: str) -> tuple[int, ...] | str:
-    """Return the batch sizes of ``1,2,4``; ``1-64*2`` (1, 2, 4, .. 64); ``8-32+8`` (8, 16, 24, 32); mixed with commas.
-    ``auto``, ``auto*4``, ``1,2,auto`` and ``best`` stay text. Raises RecipeError."""
+    """Return the batch sizes of ``1,2,4``, ``1-64*2`` (1, 2, 4, .. 64) or ``8-32+8`` (8, 16, 24, 32), also mixed.
+
+    ``auto``, ``auto*4``, ``1,2,auto`` and ``best`` stay text. Raises RecipeError.
+    """
     if text.split(",")[-1].startswith(("auto", "best")):
         automatic(text)
         return text
-    found: list[int] = []
+    sizes: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*([0-9]{1,12})(?:-([0-9]{1,12})([*+])([0-9]{1,12}))?\s*", part)
         if match is None:
-            told = text if len(text) <= 80 else f"{text[:80]}…"
-            raise RecipeError(f"--batch-size {told!r}: write auto, best, 1,2,4, 1-64*2 (doubling), or 8-64+8 (steps)")
+            shown = text if len(text) <= 80 else f"{text[:80]}…"
+            raise RecipeError(f"--batch-size {shown!r}: write auto, best, 1,2,4, 1-64*2 (doubling), or 8-64+8 (steps)")
         value, end = int(match[1]), int(match[2] or match[1])
         step = int(match[4] or 1)
         if value < 1:
@@ -357,13 +365,13 @@ def parse_batches(text: str) -> tuple[int, ...] | str:
                 f"--batch-size: {part.strip()} is more than {AXIS:,} batch sizes, or a batch above {MOST:,}"
             )
         while value <= end:
-            found.append(value)
+            sizes.append(value)
             if match[3] is None:
                 break
             value = value * step if match[3] == "*" else value + step
-        if len(found) > AXIS:
+        if len(sizes) > AXIS:
             raise RecipeError(f"--batch-size: more than {AXIS:,} batch sizes")
-    return tuple(sorted(set(found)))
+    return tuple(sorted(set(sizes)))
 
 
 def parse_option(text: str) -> Option:
@@ -390,17 +398,15 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def with_options(fields: dict[str, Any], options: dict[str, Any], origin: str) -> dict[str, Any]:
-    """Return the fields of a recipe with `options` in place of its own. Raises RecipeError where its own are no
-    table."""
-    own = fields.get("options", {})
-    if not isinstance(own, dict):
+    """Return the fields of a recipe with `options` before its own. Raises RecipeError if these are no table."""
+    recorded = fields.get("options", {})
+    if not isinstance(recorded, dict):
         raise RecipeError(f"{origin}: options: write a table, [options]")
-    return fields | {"options": own | options}
+    return fields | {"options": recorded | options}
 
 
 def make_sweep(fields: dict[str, Any], origin: str) -> Sweep:
-    """Make a Sweep of plain data. Raises RecipeError that names `origin` and, for an unknown key, lists the known
-    ones."""
+    """Make a Sweep of plain data. Raises RecipeError with `origin` and, for an unknown key, the keys to choose from."""
     try:
         return Sweep.model_validate(fields)
     except ValidationError as error:
@@ -408,35 +414,26 @@ def make_sweep(fields: dict[str, Any], origin: str) -> Sweep:
 
 
 def _recipes(folder: Path) -> dict[str, Path]:
-    """Return the recipes of a folder by name: those of the current directory, and those that come with zinfer."""
+    """Return the recipes of a folder by name: of the current directory, then of the package."""
     shipped = Path(str(files("zinfer") / "catalog")) / folder.name
     return {path.stem: path for root in (shipped, folder) for path in sorted(root.glob("*.toml"))}
 
 
-def sweep_recipes() -> tuple[Path, ...]:
-    """Return the sweep recipes that `sweep_recipe` finds by name, sorted by it."""
-    return tuple(path for _, path in sorted(_recipes(SWEEP_RECIPES).items()))
-
-
-def engine_recipes() -> tuple[Path, ...]:
-    """Return the engine recipes that `engine_recipe` finds by name, sorted by it."""
-    return tuple(path for _, path in sorted(_recipes(ENGINE_RECIPES).items()))
-
-
 def sweep_recipe(name: str) -> Path:
-    """Return the file of a sweep recipe: `name` itself if it ends in ``.toml``, else ``sweeps/<name>.toml`` of the
-    current directory, or the recipe of that name that comes with zinfer. Raises RecipeError, with the known names."""
+    """Return the file of a sweep recipe: `name` itself if it ends in ``.toml``, else the recipe of that name.
+
+    A recipe is ``sweeps/<name>.toml`` of the current directory, or of the package. Raises RecipeError, with the names.
+    """
     if name.endswith(".toml"):
         return Path(name)
-    known = _recipes(SWEEP_RECIPES)
-    if name not in known:
-        raise RecipeError(f"no recipe {name[:80]!r}; choose from {', '.join(sorted(known))}, or name a .toml file")
-    return known[name]
+    recipes = _recipes(SWEEP_RECIPES)
+    if name not in recipes:
+        raise RecipeError(f"no recipe {name[:80]!r}; choose from {', '.join(sorted(recipes))}, or name a .toml file")
+    return recipes[name]
 
 
 def engine_recipe(name: str) -> EngineRecipe:
-    """Return the recipe `engines/<name>.toml` of the current directory, or that comes with zinfer, or the engine `name`
-    with its defaults. Raises RecipeError."""
+    """Return the recipe ``engines/<name>.toml``, or the engine `name` with its defaults. Raises RecipeError."""
     recipes = _recipes(ENGINE_RECIPES)
     if (path := recipes.get(name)) is not None:
         try:

@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from zinfer.system import lease
+from zinfer.system import scratch
 
 
 @contextmanager
@@ -17,7 +17,7 @@ def writing(path: Path, private: bool = False) -> Iterator[BinaryIO]:
 
     Makes the folder. With `private` only the user may read the file. A path that is no regular file (a pipe, a
     terminal) is written to directly; a link keeps pointing at its file, which is replaced. What a kill leaves of the
-    new content is removed at the next start (`zinfer.system.lease`). Raises OSError, also for a pipe that nobody reads.
+    new content is removed at the next start (`zinfer.system.scratch`). Raises OSError, also where nobody reads a pipe.
     """
     if path.exists() and not path.is_file():
         with _open_device(path) as stream:
@@ -26,9 +26,9 @@ def writing(path: Path, private: bool = False) -> Iterator[BinaryIO]:
     if path.is_symlink():
         path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = lease.part_of(path)
-    try:
-        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600 if private else 0o666)
+    with scratch.unfinished(path) as part:
+        mode = 0o600 if private else 0o666
+        descriptor = os.open(part.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         with open(descriptor, "wb") as stream:
             if not private:
                 with suppress(OSError):  # a new file, or one of somebody else
@@ -36,9 +36,7 @@ def writing(path: Path, private: bool = False) -> Iterator[BinaryIO]:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
-        part.replace(path)
-    finally:
-        lease.release(part)
+        part.path.replace(path)
     sync_folder(path.parent)
 
 

@@ -1,7 +1,7 @@
 """Ends of a process: at a signal, with its parent, and together with all that it started.
 
 A command that is interrupted says so in one line, gives the terminal its cursor back, ends its workers, removes what it
-owns (`zinfer.system.lease`) and ends with 128 and the signal's number, within three seconds whatever it is at: a
+owns (`zinfer.system.scratch`) and ends with 128 and the signal's number, within three seconds whatever it is at: a
 Python handler waits for the end of a call into C, so a thread sees to it that none is waited for too long.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-from zinfer.system import lease
+from zinfer.system import scratch
 
 PARENT = "ZINFER_PARENT"  # environment variable: the process to end with
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -144,7 +144,7 @@ def _end(number: int) -> None:
             with suppress(Exception):
                 callback()
         with suppress(Exception):
-            lease.end()
+            scratch.cleanup()
     os._exit(128 + number)
 
 

@@ -30,7 +30,7 @@ from zinfer.core.progress import Progress, silent
 from zinfer.plan.plan import Plan
 from zinfer.record.measurement import Measurement, Status
 from zinfer.record.requests import RequestPoint
-from zinfer.system import lease
+from zinfer.system import scratch
 from zinfer.system.ending import NO_GPU_MEMORY, NO_HOST_MEMORY, PARENT, at_end
 from zinfer.system.host import address_words, no_memory
 from zinfer.worker.failure import TaskFailure
@@ -199,7 +199,7 @@ class Worker(Client):
     def _obituary(self) -> WorkerDied:
         code = self._process.wait()
         self._forget()
-        lease.sweep()  # what it owned
+        scratch.remove_abandoned()  # what it owned
         if code == -signal.SIGKILL and _oom_kills() > self._oom_kills:
             return WorkerDied("oom_host", "the kernel killed the worker: host memory ran out")
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
@@ -225,14 +225,14 @@ class Worker(Client):
         with suppress(subprocess.TimeoutExpired):  # the kernel may hold it, at a drive that does not answer
             self._process.wait(timeout=KILL_S)
         self._forget()
-        lease.sweep()  # what it owned
+        scratch.remove_abandoned()  # what it owned
 
     def _abort(self) -> None:
         """End the worker in the last moments of this process, in which others may be waiting for it."""
         self._kill_group()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=1)
-        lease.sweep()
+        scratch.remove_abandoned()
 
     def _kill_group(self) -> None:
         with suppress(ProcessLookupError):

@@ -30,7 +30,7 @@ def command(model: str, prompt_file: str, samples: int, length: int, output: Pat
     from zinfer.worker import routing
 
     spec, text = find(model, None, None, "safetensors").spec, text_of(prompt_file)
-    told = describe(spec)
-    run = routing.measure(spec, text, samples, length, told, lambda what: click.echo(f"traced {what}", err=True))
+    progress = lambda what: click.echo(f"traced {what}", err=True)  # noqa: E731
+    run = routing.measure(spec, text, samples, length, describe(spec), progress)
     keep(run, output)
     present(run, as_json)

@@ -26,6 +26,7 @@ from zinfer.job.openai import (
     completion_object,
     error_object,
     read_body,
+    usage_object,
 )
 from zinfer.record.jsonl import Garbled
 from zinfer.system.documents import DocumentError, parse_json
@@ -179,7 +180,7 @@ def answer(
     key = request.id.removeprefix("batch_req_")
     body = completion_object(
         f"{'chatcmpl' if request.chat else 'cmpl'}-{key}", created, model, request.chat,
-        [choice_object(0, request.chat, text, finish_reason)], tokens,
+        [choice_object(0, request.chat, text, finish_reason)], usage_object(tokens),
     )  # fmt: skip
     return _output(request.id, request.custom_id, {"status_code": 200, "request_id": f"req_{key}", "body": body}, None)
 

@@ -501,7 +501,7 @@ class Dispatcher:
         size = self._cache_size
         started = self._ask(BatchStart(load=self._load, rows=self._at_most, arrivals=True, cache_size=size))
         self._positions, self._cannot_score, self.kept_bytes = started.positions, started.cannot_score, 0
-        self._tokenizer.most = min(started.positions, self.plan.model.max_position or started.positions)
+        self._tokenizer.max_tokens = min(started.positions, self.plan.model.max_position or started.positions)
         if size and started.cannot_reuse != self.cannot_reuse:
             self.cannot_reuse = started.cannot_reuse
             self._say(f"every prompt is computed whole: {self.cannot_reuse}")

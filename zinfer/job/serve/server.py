@@ -29,15 +29,18 @@ SECOND_S = 2.0  # the same after a second signal
 
 
 class Settings(NamedTuple):
-    """Settings of a server: the model's name, its key, and its limits. `output_len` is the limit of an answer to a
-    request that names none; `drain_s` are the seconds that running requests have at the end; KV caches of earlier
-    requests may take `cache_size` bytes of host memory. Web pages of `origins` may use it."""
+    """Settings of a server: the model's name, its key, and its limits.
+
+    `output_len` is the limit of an answer to a request that names none; `drain_s` are the seconds that running requests
+    have at the end; KV caches of earlier requests may take `cache_size` bytes of host memory. Web pages of `origins`
+    may use it.
+    """
 
     model: str
     key: str | None = None
     rows: int | None = None
     most_waiting: int = 1024
-    most_bytes: int = 16 << 20
+    max_bytes: int = 16 << 20
     output_len: int = 256
     drain_s: float = 30.0
     cache_size: int = 0
@@ -59,8 +62,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class Log:
-    """Lines about requests, which a thread writes: the event loop waits for no terminal. Where lines come faster than
-    they are written, some are left out."""
+    """Log of requests, written by a thread: the event loop waits for no terminal, and too many lines are left out."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self._write = write
@@ -84,7 +86,7 @@ class Log:
 
 
 class HttpServer:
-    """A server of one model; `run` serves until it is told to end."""
+    """HTTP server of one model."""
 
     def __init__(
         self,
@@ -111,7 +113,7 @@ class HttpServer:
         self.metrics.watch(self.dispatcher)
         limits = ServerLimits(plan.model.vocab_size, settings.most_waiting)
         app = make_app(
-            self.desk, settings.model, limits, self.metrics, key=settings.key, most_bytes=settings.most_bytes,
+            self.desk, settings.model, limits, self.metrics, key=settings.key, max_bytes=settings.max_bytes,
             origins=settings.origins, log=(lambda _line: None) if log is None else Log(log).add,
         )  # fmt: skip
         self._listener = Listener(config(app), LAST_S, say)
@@ -121,8 +123,7 @@ class HttpServer:
 
     @property
     def port(self) -> int:
-        found: int = self._socket.getsockname()[1]
-        return found
+        return int(self._socket.getsockname()[1])
 
     def run(self) -> str | None:
         """Serve until a signal, `drain`, or the worker ends it for good; return the worker's fault, if it was that."""
@@ -131,8 +132,10 @@ class HttpServer:
         return self.dispatcher.fault
 
     def drain(self) -> None:
-        """Begin to end: requests that run may end within the time for it, new ones are refused. A second call ends them
-        at once. For any thread, and for handlers of signals."""
+        """Begin to end: running requests have their time, new ones are refused. A second call ends them at once.
+
+        For any thread, and for handlers of signals.
+        """
         self._from_outside(self._drain)
 
     async def _run(self) -> None:
@@ -143,11 +146,11 @@ class HttpServer:
         finally:
             await asyncio.to_thread(self.dispatcher.stop)
 
-    def _post(self, news: Any) -> None:
-        self._from_outside(self.desk.deliver, news)
+    def _post(self, updates: Any) -> None:
+        self._from_outside(self.desk.deliver, updates)
 
     def _from_outside(self, call: Callable[..., object], *values: Any) -> None:
-        """Have the event loop call a function, unless it has ended."""
+        """Call a function in the event loop, unless it has ended."""
         if self._loop is not None:
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(call, *values)
@@ -164,7 +167,7 @@ class HttpServer:
         self._draining = asyncio.ensure_future(self._drained())
 
     async def _drained(self) -> None:
-        """Wait for the rows under way, for the time that they have; then end."""
+        """Wait until the running rows end, or their time is over."""
         if self.dispatcher.unfinished:
             self._say(f"ending: {self.dispatcher.unfinished} rows have {self._settings.drain_s:g} s")
         until = time.monotonic() + self._settings.drain_s
@@ -179,11 +182,11 @@ class HttpServer:
 
 @contextmanager
 def _signals(arrived: Callable[[int], None]) -> Iterator[None]:
-    """Call `arrived` for SIGINT and SIGTERM; not in other threads than the main one, which alone can."""
+    """Call `arrived` for SIGINT and SIGTERM, in the main thread, which alone can."""
     before = {}
     with suppress(ValueError):
         for number in ending.SIGNALS:
-            before[number] = signal.signal(number, lambda found, _frame: arrived(found))
+            before[number] = signal.signal(number, lambda arriving, _frame: arrived(arriving))
     try:
         yield
     finally:

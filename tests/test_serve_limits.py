@@ -36,7 +36,7 @@ POISON = prompt_ids("a5/30")[0]
 @pytest.fixture(scope="module")
 def server() -> Any:
     worker = ServedRows()
-    with serving(PLAN, lambda: worker, key="secret", most_waiting=8, max_bytes=4096) as found:
+    with serving(PLAN, lambda: worker, key="secret", max_waiting=8, max_bytes=4096) as found:
         yield found
 
 
@@ -173,7 +173,7 @@ def test_a_full_queue_refuses_and_loses_nothing() -> None:
             gate.wait(PATIENCE_S)
 
     worker.before = hold
-    with serving(PLAN, lambda: worker, rows=1, most_waiting=2) as server:
+    with serving(PLAN, lambda: worker, rows=1, max_waiting=2) as server:
         prompts = [f"a3/{size}" for size in range(20, 32)]
         found: dict[str, Any] = {}
         threads = [
@@ -206,7 +206,7 @@ def test_a_request_of_many_rows_leaves_room_in_the_queue_and_comes_to_the_worker
             return super()._step(session, request)
 
     worker = Noting()
-    with serving(PLAN, lambda: worker, rows=2, most_waiting=8) as server:
+    with serving(PLAN, lambda: worker, rows=2, max_waiting=8) as server:
         stops = ["x" * 1000] * 16
         many = {"prompt": ["a2000/9", "a3/9"], "n": 4, "stop": stops, "max_tokens": 3}
         found: list[Any] = []
@@ -417,7 +417,7 @@ def check_load(count: int, **more: Any) -> None:
             else:
                 found = json.loads(body)["choices"][0]["text"]
             assert found == text(prompt, 30)
-        assert bool(refused) == (more.get("most_waiting", 1024) < count)
+        assert bool(refused) == (more.get("max_waiting", 1024) < count)
         server.wait(lambda: not server.server.desk.exchanges and server.dispatcher.unfinished == 0)
         server.wait(lambda: not (worker.alive or worker.queue))
         assert server.dispatcher.waiting == server.server.desk.held == 0
@@ -439,7 +439,7 @@ def test_thousands_of_connections_at_once(waiting: int, monkeypatch: pytest.Monk
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:
         free = most - len(os.listdir("/proc/self/fd")) - 200
-        check_load(min(10_000, free // 2), rows=256, most_waiting=waiting)
+        check_load(min(10_000, free // 2), rows=256, max_waiting=waiting)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, most))
 

@@ -10,9 +10,9 @@ from collections.abc import Collection, Iterator
 from importlib.resources import files
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from zinfer.core.case import BITS_BEFORE, MOST, Case, LoadFormat, Workload, resident_bytes
 from zinfer.core.engine import ENGINES, Offload, Option, Options, conflict, draft_model, settle, without_retired
@@ -58,10 +58,25 @@ def _finite(value: Option) -> Option:
     return _plain(value) if isinstance(value, str) else value
 
 
+def _as_tuple(value: Any) -> Any:
+    return value if isinstance(value, list | tuple) else (value,)
+
+
+def _budget(text: str) -> str:
+    resident_bytes(text, 0)
+    return text
+
+
+T = TypeVar("T")
+_UNIQUE = AfterValidator(lambda values: tuple(dict.fromkeys(values)))
+OptionalAxis = Annotated[tuple[T, ...], Field(max_length=AXIS), BeforeValidator(_as_tuple), _UNIQUE]
+Axis = Annotated[OptionalAxis[T], Field(min_length=1)]
 Name = Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_plain)]
 Whole = Annotated[int, Field(ge=1, le=MOST)]
 Setting = Annotated[Option, AfterValidator(_finite)]
-_SOME = Field(min_length=1, max_length=AXIS)
+Settings = Annotated[tuple[Setting, ...], Field(min_length=1, max_length=AXIS), BeforeValidator(_as_tuple)]
+Budget = Annotated[Name, AfterValidator(_budget)]
+Lengths = Annotated[Name, AfterValidator(lambda text: LengthDistribution.parse(text).describe())]
 _DEFAULT_LENGTHS = (((512,), (32,)), ([512], [32]))  # as a header of a sweep has them
 
 
@@ -103,19 +118,8 @@ class SweepLoad(Frozen):
 
     def case(self, load_format: LoadFormat, dtype: Dtype, input_len: int, output_len: int) -> Case:
         """Return the load's case at batch size 1."""
-        return Case(
-            model=self.model,
-            engine=self.engine,
-            offload=self.offload,
-            workload=Workload(batch_size=1, input_len=input_len, output_len=output_len),
-            dtype=dtype,
-            load_format=load_format,
-            layers=self.layers,
-            gpu_weights=self.gpu_weights,
-            options=self.options,
-            allow_nan=self.allow_nan,
-            weights=self.weights,
-        )
+        workload = Workload(batch_size=1, input_len=input_len, output_len=output_len)
+        return Case(**dict(self) | {"dtype": dtype}, load_format=load_format, workload=workload)
 
 
 class Sweep(Frozen):
@@ -131,29 +135,29 @@ class Sweep(Frozen):
     """
 
     description: str = Field(default="", max_length=DESCRIPTION)
-    model: Annotated[tuple[Name, ...], _SOME]
-    engine: Annotated[tuple[Name, ...], _SOME] = ("stream",)
-    offload: Annotated[tuple[Offload, ...], _SOME] = ("none", "cpu")
+    model: Axis[Name]
+    engine: Axis[Name] = ("stream",)
+    offload: Axis[Offload] = ("none", "cpu")
     batch_size: Annotated[tuple[Whole, ...], Field(max_length=AXIS)] | str = "auto"
-    input_len: Annotated[tuple[Whole, ...], _SOME] = (512,)
-    output_len: Annotated[tuple[Whole, ...], _SOME] = (32,)
+    input_len: Axis[Whole] = (512,)
+    output_len: Axis[Whole] = (32,)
     requests: Name | None = None
-    request_lengths: tuple[Name, ...] = Field(default=(), max_length=AXIS)
+    request_lengths: OptionalAxis[Lengths] = ()
     num_requests: RequestCount | None = None  # of a file: its first ones; "10x": ten times those in flight
-    in_flight: tuple[InFlight, ...] = Field(default=(), max_length=AXIS)
-    request_rate: tuple[RequestRate, ...] = Field(default=(), max_length=AXIS)
+    in_flight: OptionalAxis[InFlight] = ()
+    request_rate: OptionalAxis[RequestRate] = ()
     request_order: Order = "given"
     seed: int = Field(default=0, ge=0, le=MOST)  # of the lengths, the arrivals and the tokens of requests
-    sla: tuple[Name, ...] = Field(default=(), max_length=AXIS)
+    sla: OptionalAxis[Name] = ()
     rounds: int = Field(default=1, ge=1, le=100)
     dtype: Dtype | None = None
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
-    layers: Annotated[tuple[Whole | None, ...], _SOME] = (None,)
-    gpu_weights: Annotated[tuple[Name | None, ...], _SOME] = (None,)  # of offloaded weights: else all are on the GPU
-    options: dict[Name, Annotated[tuple[Setting, ...], _SOME]] = Field(default_factory=dict, max_length=100)
-    weights: Annotated[tuple[Weights, ...], _SOME] = ("as-released",)  # formats that the layers' weights are given
+    layers: Axis[Whole | None] = (None,)
+    gpu_weights: Axis[Budget | None] = (None,)  # of offloaded weights: else all are on the GPU
+    options: dict[Name, Settings] = Field(default_factory=dict, max_length=100)
+    weights: Axis[Weights] = ("as-released",)  # formats that the layers' weights are given
     allow_nan: bool = False  # load weights with NaN or infinity, too
-    machine: tuple[Name, ...] = Field(default=(), max_length=100)  # to plan for; a sweep runs on this machine
+    machine: OptionalAxis[Name] = Field(default=(), max_length=100)  # to plan for; a sweep runs on this machine
     published: tuple[Published, ...] = Field(default=(), max_length=100)
     repeats: int = Field(default=3, ge=1, le=MOST)
     tolerance: float = Field(default=0.02, gt=0, le=100)  # repeats stop at this 95% half-width, as a share of the mean
@@ -193,14 +197,6 @@ class Sweep(Frozen):
                 raise ValueError("input_len and output_len are for equal batches: name a batch_size, too")
         return fields
 
-    @field_validator(
-        "model", "engine", "offload", "input_len", "output_len", "layers", "gpu_weights", "weights", "machine",
-        "request_lengths", "in_flight", "request_rate", "sla", mode="before",
-    )  # fmt: skip
-    @classmethod
-    def _axis(cls, value: Any) -> Any:
-        return value if isinstance(value, list | tuple) else (value,)
-
     @field_validator("batch_size", mode="before")
     @classmethod
     def _batches(cls, value: Any) -> Any:
@@ -213,33 +209,10 @@ class Sweep(Frozen):
             raise ValueError(f"batch sizes are 1 to {AXIS:,} whole numbers from 1 to {MOST:,}")
         return tuple(sorted(set(sizes)))
 
-    @field_validator("gpu_weights")
-    @classmethod
-    def _known_budgets(cls, value: tuple[str | None, ...]) -> tuple[str | None, ...]:
-        for budget in value:
-            resident_bytes(budget, 0)
-        return value
-
-    @field_validator("request_lengths")
-    @classmethod
-    def _known_distributions(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(LengthDistribution.parse(text).describe() for text in value)
-
-    @field_validator(
-        "model", "engine", "offload", "input_len", "output_len", "layers", "gpu_weights", "weights", "machine",
-        "request_lengths", "in_flight", "request_rate", "sla",
-    )  # fmt: skip
-    @classmethod
-    def _once(cls, value: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Leave out values that an axis has twice."""
-        return tuple(dict.fromkeys(value))
-
     @field_validator("options", mode="before")
     @classmethod
-    def _option_axes(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        return {key: tuple(v) if isinstance(v, list | tuple) else (v,) for key, v in without_retired(value).items()}
+    def _without_retired(cls, value: Any) -> Any:
+        return without_retired(value) if isinstance(value, dict) else value
 
     @model_validator(mode="after")
     def _bounded(self) -> Self:

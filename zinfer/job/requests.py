@@ -63,8 +63,8 @@ class RequestSet(NamedTuple):
     @property
     def longest(self) -> AskedRequest | None:
         """Longest request whose tokens are known; None if there is only text."""
-        known = [request for request in self.requests if request.prompt is None]
-        return max(known, key=lambda request: request.input_len + request.output_len, default=None)
+        exact = [request for request in self.requests if request.prompt is None]
+        return max(exact, key=lambda request: request.input_len + request.output_len, default=None)
 
 
 class _LengthLine(Frozen):
@@ -141,6 +141,6 @@ def _asked(path: Path, request: Any) -> AskedRequest:
         raise RequestsError(f"{path}: request{name}: {request.message}")
     if request.output_len is None:
         raise RequestsError(f"{path}: request {request.custom_id[:60]!r} has no max_tokens: a load has exact lengths")
-    text = request.prompt if isinstance(request.prompt, str) else "".join(str(one) for one in request.prompt)
+    text = request.prompt if isinstance(request.prompt, str) else "".join(map(str, request.prompt))
     sampling = Sampling(temperature=request.temperature, top_p=request.top_p, seed=request.seed)
     return AskedRequest(request.prompt, max(1, len(text) // TEXT_TOKEN), request.output_len, sampling)

@@ -12,12 +12,12 @@ from zinfer.system import scratch
 
 @contextmanager
 def writing(path: Path, private: bool = False) -> Iterator[BinaryIO]:
-    """Open a stream whose content replaces `path`, on disk, when the block ends without an exception; else `path`
-    stays, and so do its permissions.
+    """Open a stream whose content replaces `path` when the block ends without an exception.
 
-    Makes the folder. With `private` only the user may read the file. A path that is no regular file (a pipe, a
-    terminal) is written to directly; a link keeps pointing at its file, which is replaced. What a kill leaves of the
-    new content is removed at the next start (`zinfer.system.scratch`). Raises OSError, also where nobody reads a pipe.
+    Otherwise `path` stays; its permissions always do. Makes the folder. With `private` only the user may read the file.
+    A path that is no regular file (a pipe, a terminal) is written to directly; a link keeps pointing at its file, which
+    is replaced. What a kill leaves of the new content is removed at the next start (`zinfer.system.scratch`). Raises
+    OSError, also where nobody reads a pipe.
     """
     if path.exists() and not path.is_file():
         with _open_device(path) as stream:

@@ -29,10 +29,10 @@ _made: set["Scratch"] = set()
 class Scratch:
     """Scratch folder or unfinished file, removed by `cleanup`, with its process, or at the next start."""
 
-    def __init__(self, place: Callable[[str], Path]) -> None:
+    def __init__(self, path_of: Callable[[str], Path]) -> None:
         self._pid, self._entry = os.getpid(), _open_entry()
         token = secrets.token_hex(8) if self._entry is None else Path(self._entry.name).stem
-        self.path = place(token)
+        self.path = path_of(token)
         self._absolute = Path(os.path.abspath(self.path))
         if self._entry is not None:
             with suppress(OSError):  # a full disk does not stop a run: a kill then leaves the path for good
@@ -73,7 +73,7 @@ def folder(parent: Path, kind: str) -> Scratch:
 
 
 def unfinished(path: Path) -> Scratch:
-    """Name an unfinished file beside `path`, which will take its place; the caller makes it."""
+    """Name an unfinished file next to `path`, to be made by the caller and then renamed to it."""
     stem = os.fsencode(path.name)[:MAX_NAME_BYTES].decode(errors="ignore")
     return Scratch(lambda token: path.with_name(f"{stem}.{token}.part"))
 

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mutabl
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Self
 
 from fastapi import FastAPI, Request, Response
@@ -210,7 +211,7 @@ class Desk:
         self.dispatcher: Dispatcher
 
     async def parse(self, body: bytes, chat: bool, limits: ServerLimits) -> Asked:
-        """Return the request in a body; a large one is read in a thread. Raises HttpError."""
+        """Return the request in a body; a large one is read in a thread. Raises Refused and DocumentError."""
         threads = [thread for size, thread in self.parsers if len(body) >= size]
         if not threads:
             return _read(body, chat, limits)
@@ -385,13 +386,11 @@ def make_app(
     began = int(time.time())
     about = {"id": model, "object": "model", "created": began, "owned_by": "zinfer"}
 
-    @app.exception_handler(HttpError)
-    async def refused(_request: Request, error: HttpError) -> Response:
-        return error.response()
+    async def answer_error(_request: Request, error: Exception) -> Response:
+        return next(of(error) for kind, of in _ERRORS.items() if isinstance(error, kind)).response()
 
-    @app.exception_handler(Exception)
-    async def failed(_request: Request, _error: Exception) -> Response:
-        return HttpError(500, "internal_error", "the server failed").response()
+    for kind in _ERRORS:
+        app.add_exception_handler(kind, answer_error)
 
     @app.exception_handler(HTTPException)
     async def not_there(request: Request, error: HTTPException) -> Response:
@@ -403,14 +402,6 @@ def make_app(
         response = HttpError(error.status_code, codes.get(error.status_code), message).response()
         response.headers.update(error.headers or {})
         return response
-
-    @app.post(openai.COMPLETIONS)
-    async def completions(request: Request) -> Response:
-        return await answered(request, chat=False)
-
-    @app.post(openai.CHAT)
-    async def chat_completions(request: Request) -> Response:
-        return await answered(request, chat=True)
 
     @app.api_route("/v1/models", methods=["GET", "HEAD"])
     async def models() -> Response:
@@ -444,12 +435,8 @@ def make_app(
             client = request.client.host if request.client else ""
             exchange = request.scope[EXCHANGE] = Exchange(asked, model, len(body), client)
             desk.open(exchange)
-        except BaseException as error:
+        except BaseException:
             desk.held -= len(body)
-            if isinstance(error, QueueFull):
-                raise _full() from None
-            if isinstance(error, Unavailable):
-                raise HttpError(503, "unavailable", str(error), retry_s=RETRY_S if error.retry else None) from None
             raise
         del body, asked
         if exchange.asked.stream:
@@ -467,6 +454,8 @@ def make_app(
             raise HttpError.of(failure)
         return _json(exchange.body())
 
+    app.add_route(openai.COMPLETIONS, partial(answered, chat=False), ["POST"])
+    app.add_route(openai.CHAT, partial(answered, chat=True), ["POST"])
     gate = Gate(app, key, metrics, log)
     if not origins:
         return gate
@@ -485,15 +474,21 @@ def _full() -> HttpError:
 
 
 def _read(body: bytes, chat: bool, limits: ServerLimits) -> Asked:
-    try:
-        fields = parse_json(body, "the body", bounds=BODY)
-        if not isinstance(fields, dict):
-            raise Refused("invalid_json", "the body is not a JSON object")
-        return openai.read_body(fields, chat, limits)
-    except Refused as refused:
-        raise HttpError(400, refused.code, str(refused), refused.param) from None
-    except DocumentError as error:
-        raise HttpError(400, "invalid_json", str(error)[:300]) from None
+    fields = parse_json(body, "the body", bounds=BODY)
+    if not isinstance(fields, dict):
+        raise Refused("invalid_json", "the body is not a JSON object")
+    return openai.read_body(fields, chat, limits)
+
+
+# Errors of requests, and how they are answered; the first kind that matches counts.
+_ERRORS: dict[type[Exception], Callable[[Any], HttpError]] = {
+    HttpError: lambda error: error,
+    Refused: lambda error: HttpError(400, error.code, str(error), error.param),
+    DocumentError: lambda error: HttpError(400, "invalid_json", str(error)[:300]),
+    QueueFull: lambda _error: _full(),
+    Unavailable: lambda error: HttpError(503, "unavailable", str(error), retry_s=RETRY_S if error.retry else None),
+    Exception: lambda _error: HttpError(500, "internal_error", "the server failed"),
+}
 
 
 async def _body(request: Request, max_bytes: int, desk: Desk) -> bytes:

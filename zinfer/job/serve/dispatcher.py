@@ -161,7 +161,7 @@ Post = Callable[[list[tuple[Row, RowNews]]], None]
 class Dispatcher:
     """Queue of rows, and the thread that has a worker answer them.
 
-    `load` is the largest load to reckon with; at most `at_most` rows run at a time, and `most_waiting` wait for their
+    `load` is the largest load to reckon with; at most `at_most` rows run at a time, and `max_waiting` wait for their
     first token. KV caches of earlier rows may take `cache_size` bytes of host memory, and are reused. `post` receives
     the news of rows, from the thread. `tokenizer`, which is closed at the end, reads prompts.
     """
@@ -176,7 +176,7 @@ class Dispatcher:
         tokenizer: Tokenizes,
         *,
         at_most: int | None = None,
-        most_waiting: int = 1024,
+        max_waiting: int = 1024,
         output_len: int = 256,
         cache_size: int = 0,
         say: Callable[[str], None] = lambda _text: None,
@@ -184,7 +184,7 @@ class Dispatcher:
         ready: Callable[[], None] = lambda: None,
         ended: Callable[[], None] = lambda: None,
     ) -> None:
-        self.plan, self.most_waiting = plan, most_waiting
+        self.plan, self.max_waiting = plan, max_waiting
         self.state: State = "loading"
         self.fault: str | None = None  # reason why it has ended by itself
         self.exit_code = ENVIRONMENT  # of a command that ends for it
@@ -239,9 +239,9 @@ class Dispatcher:
                 raise Unavailable("the model is being loaded", retry=True)
             if self.state != "ready":
                 raise Unavailable("the server is shutting down", retry=False)
-            share = max(1, self.most_waiting // SHARES)
+            share = max(1, self.max_waiting // SHARES)
             waiting = Counter(self._unfinished[key].request for key in self._unbegun)
-            if sum(min(count, share) for count in (*waiting.values(), len(rows))) > self.most_waiting:
+            if sum(min(count, share) for count in (*waiting.values(), len(rows))) > self.max_waiting:
                 raise QueueFull
             request = self._next_key
             for number, row in enumerate(rows):

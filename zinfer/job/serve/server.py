@@ -39,7 +39,7 @@ class Settings(NamedTuple):
     model: str
     key: str | None = None
     rows: int | None = None
-    most_waiting: int = 1024
+    max_waiting: int = 1024
     max_bytes: int = 16 << 20
     output_len: int = 256
     drain_s: float = 30.0
@@ -106,12 +106,12 @@ class HttpServer:
         self.metrics, self.desk = Metrics(), Desk()
         self.dispatcher = self.desk.dispatcher = Dispatcher(
             plan, make_worker, load, self.metrics, self._post, tokenizer, at_most=settings.rows,
-            most_waiting=settings.most_waiting, output_len=settings.output_len, cache_size=settings.cache_size,
+            max_waiting=settings.max_waiting, output_len=settings.output_len, cache_size=settings.cache_size,
             say=say, loading=loading, ready=ready,
             ended=lambda: self._from_outside(self._end),
         )  # fmt: skip
         self.metrics.watch(self.dispatcher)
-        limits = ServerLimits(plan.model.vocab_size, settings.most_waiting)
+        limits = ServerLimits(plan.model.vocab_size, settings.max_waiting)
         app = make_app(
             self.desk, settings.model, limits, self.metrics, key=settings.key, max_bytes=settings.max_bytes,
             origins=settings.origins, log=(lambda _line: None) if log is None else Log(log).add,

@@ -12,8 +12,9 @@ from typing import Any
 from tests.inline_batch import HeldRow, InlineRows, InlineTokenizer, held_rows
 from zinfer.core.case import Workload
 from zinfer.generation.tokenizer_process import TokenizerProcess
+from zinfer.job.serve.app import Settings
 from zinfer.job.serve.reading import Tokenizes
-from zinfer.job.serve.server import HttpServer, Settings, listen
+from zinfer.job.serve.server import HttpServer, listen
 from zinfer.plan.plan import Plan
 from zinfer.worker.process import Client
 from zinfer.worker.session import Session
@@ -104,7 +105,7 @@ def serving(
     with listen("127.0.0.1", 0) as bound:
         if buffer is not None:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)
-        server = Server(HttpServer(plan, make_worker, load, made, bound, tokenizer, say=say, log=log))
+        server = Server(HttpServer(plan, make_worker, load, made, bound, tokenizer, on_message=say, log=log))
         server.start()
         try:
             if ready:

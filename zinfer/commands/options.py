@@ -167,8 +167,6 @@ def shorthand(name: str) -> Callable[[Command], Command]:
 
 
 def _shorthands(function: Command) -> Command:
-    """Add the options that stand for ``-O key=..``."""
-
     @functools.wraps(function)
     def merged(*args: Any, settings: dict[str, tuple[Any, ...]], **given: Any) -> Any:
         short = {key: values for key in SHORTHANDS if (values := given.pop(key)) is not None}

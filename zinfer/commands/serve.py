@@ -108,7 +108,8 @@ def command(
         raise Failure(f"zinfer serve needs {', '.join(missing)}: pip install 'zinfer[serve]'", ENVIRONMENT)
     from zinfer.commands.watch import Watch
     from zinfer.job.batch.packing import typical_plan
-    from zinfer.job.serve.server import HttpServer, Settings, listen
+    from zinfer.job.serve.app import Settings
+    from zinfer.job.serve.server import HttpServer, listen
     from zinfer.worker.process import Worker
 
     if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):
@@ -153,9 +154,10 @@ def command(
             watch.quiet()
             watch.say(f"serving {settings.model} at {address}/v1")
 
+        log = None if quiet else partial(click.echo, err=True)
         server = HttpServer(
-            plan, make_worker, load, settings, bound, tokenizer, say=watch.say, loading=lambda: watch.loading(plan),
-            ready=ready, log=None if quiet else partial(click.echo, err=True),
+            plan, make_worker, load, settings, bound, tokenizer, on_message=watch.say, on_ready=ready, log=log,
+            on_loading=lambda: watch.loading(plan),
         )  # fmt: skip
         watch.say(f"listening at {address}")
         fault = server.run()

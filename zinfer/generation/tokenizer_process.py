@@ -202,7 +202,6 @@ class TokenizerProcess:
         return Refusal("context_length_exceeded", why)
 
     def _answer(self, do: str, seconds: float, **request: Any) -> Any:
-        """Return the answer to a request. Raises ModelError if there is none."""
         answer = self._ask(do, seconds, **request)
         if "answer" not in answer:
             raise ModelError(answer.get("why", _exceeds("text", seconds)))
@@ -274,7 +273,6 @@ class TokenizerProcess:
             self._control.send_bytes(json.dumps(self._load).encode())
 
     def _loaded(self) -> Facts:
-        """Return the facts about the tokenizer that the process has loaded. Raises ModelError."""
         answer: dict[str, Any] = {}
         with suppress(OSError, EOFError):
             answer = _received(self._control, LOAD_WALL_S)
@@ -290,7 +288,6 @@ class TokenizerProcess:
 
 
 def _end(process: "subprocess.Popen[bytes]", control: Connection, forget: Callable[[], None]) -> None:
-    """End a process and its children."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

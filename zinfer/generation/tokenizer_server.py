@@ -207,7 +207,6 @@ def _limit(memory: int) -> int:
 
 
 def _limit_memory(size: int) -> None:
-    """Bound the address space, to less where it is bounded already."""
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (size if hard == resource.RLIM_INFINITY else min(size, hard), hard))
 

@@ -313,7 +313,6 @@ def run_shards(
 
 
 def _report(shards: Iterable[Shard], path: Path, reported: "Counter[tuple[Path, str]]", events: Events) -> None:
-    """Report the points that jobs have written since the last look."""
     for part in [shard.path(path) for shard in shards]:
         size = part.stat().st_size if part.exists() else 0
         if size == reported[part, "bytes"]:

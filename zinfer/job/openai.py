@@ -124,7 +124,6 @@ def read_body(body: dict[str, Any], chat: bool, served: ServerLimits | None = No
 
 
 def _for_server(asked: Asked, given: dict[str, Any], served: ServerLimits) -> Asked:
-    """Add the parameters that a server carries out."""
     n = _whole(given, "n", 1) if "n" in given else 1
     if n * len(asked.prompts) > served.answers:
         param = "prompt" if len(asked.prompts) > 1 else "n"

@@ -216,7 +216,6 @@ class Sweep(Frozen):
 
     @model_validator(mode="after")
     def _bounded(self) -> Self:
-        """Refuse a product of axes that nobody could measure, before it is multiplied out."""
         budgets = sum(1 if offload == "none" else len(self.gpu_weights) for offload in self.offload)
         loads = len(self.model) * len(self.layers) * len(self.engine) * len(self.weights) * budgets
         loads *= math.prod(map(len, self.options.values()))

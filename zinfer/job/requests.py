@@ -89,7 +89,6 @@ def request_sets(sweep: Sweep) -> tuple[RequestSet, ...]:
 
 
 def _sources(sweep: Sweep) -> Iterator[Source]:
-    """Yield the sources of requests."""
     if sweep.requests is not None:
         path = Path(sweep.requests)
         yield partial(_of_file, path, read_file(path), isinstance(sweep.num_requests, str))

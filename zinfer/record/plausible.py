@@ -73,7 +73,6 @@ def _of_point(point: Recorded) -> Iterator[str]:
 
 
 def _of_requests(point: RequestPoint) -> Iterator[str]:
-    """Yield the faults of times and counts that contradict each other."""
     counts = point.counts
     if point.pass_ms and not SHORTEST_MS <= point.pass_ms[0] <= point.pass_ms[-1] <= LONGEST_MS:
         yield f"pass_ms: passes from {point.pass_ms[0]} to {point.pass_ms[-1]} ms"
@@ -90,7 +89,6 @@ def _of_requests(point: RequestPoint) -> Iterator[str]:
 
 
 def _of_samples(point: Measurement) -> Iterator[str]:
-    """Yield the faults of the samples and the timeline of equal sequences."""
     load = point.case.workload
     if len(point.ttft_ms) != len(point.step_ms):
         yield f"step_ms: {len(point.step_ms)} repeats, and ttft_ms has {len(point.ttft_ms)}"

@@ -213,7 +213,6 @@ def available_bytes(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgrou
 
 
 def _free_bytes(proc: Path, root: Path) -> int:
-    """Return the bytes that are free on this host and in the control groups of this process."""
     fields = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
     texts = fields["MemTotal"], fields.get("MemAvailable", fields["MemTotal"]), fields.get("SwapFree", "0")
     total, *free = (int(text.split()[0]) * 1024 for text in texts)

@@ -251,7 +251,6 @@ def _attention(size: int, repeats: int, sharing: int) -> list[float]:
 
 @contextlib.contextmanager
 def _attending_threads() -> Iterator[None]:
-    """Let torch use as many threads as `stream` attends with."""
     import torch
 
     before = torch.get_num_threads()
@@ -292,7 +291,6 @@ def _matmul(device: str, dtype: str, size: int, repeats: int) -> list[float]:
 def _probe_gpu(
     largest: int, cache: int, repeats: int, details: dict[str, Any], progress: Callable[[str], object]
 ) -> dict[str, Any]:
-    """Measure every link of the current GPU, its memory and its matrix products; return them as fields of a Machine."""
     import torch
 
     free, total = torch.cuda.mem_get_info()

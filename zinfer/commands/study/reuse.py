@@ -119,7 +119,6 @@ def _cache_folder(folder: str | None) -> Iterator[str | None]:
 
 
 def _run(job: "LoadJob", watch: "Watch", debug: bool, how: dict[str, Any]) -> "Study":
-    """Measure the contexts of one load; one that cannot be measured gets a reason."""
     from zinfer.core.case import Workload
     from zinfer.record.study import Reload, Study
     from zinfer.worker.process import TaskFailed, Worker, WorkerDied, here
@@ -174,7 +173,6 @@ def _run(job: "LoadJob", watch: "Watch", debug: bool, how: dict[str, Any]) -> "S
 
 
 def _why_not(plan: "Plan") -> str | None:
-    """Return the reason why a context cannot be measured; None if it can."""
     length, positions = plan.case.workload.input_len, plan.model.max_position
     if positions is not None and length > positions:
         return f"{plan.model.name} has {positions:,} positions"

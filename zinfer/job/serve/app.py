@@ -10,12 +10,12 @@ import hmac
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
@@ -46,6 +46,25 @@ Message = MutableMapping[str, Any]
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
+
+
+class Settings(NamedTuple):
+    """Settings of a server: the model's name, its key, and its limits.
+
+    `output_len` is the limit of an answer to a request that names none; `drain_s` are the seconds that running requests
+    have at the end; KV caches of earlier requests may take `cache_size` bytes of host memory. Web pages of `origins`
+    may use it.
+    """
+
+    model: str
+    key: str | None = None
+    rows: int | None = None
+    max_waiting: int = 1024
+    max_bytes: int = 16 << 20
+    output_len: int = 256
+    drain_s: float = 30.0
+    cache_size: int = 0
+    origins: tuple[str, ...] = ()
 
 
 class HttpError(Exception):
@@ -157,7 +176,6 @@ class Exchange:
         return openai.completion_object(self.id, self.created, self.model, self.asked.chat, choices, self.usage())
 
     def _echo(self, row: Row, choice: Choice) -> str:
-        """Return the text of the prompt if it belongs to the answer."""
         if not self.asked.echo or choice.prompt is None:
             return ""
         return row.prompt if isinstance(row.prompt, str) else choice.prompt.text
@@ -246,7 +264,6 @@ class Desk:
 
 
 async def _until_gone(receive: Receive) -> None:
-    """Wait until the client has gone away; what else it sends is ignored."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -367,21 +384,9 @@ def _line(scope: Scope, status: int, seconds: float) -> str:
     return f"{line} {seconds:.2f} s"
 
 
-def make_app(
-    desk: Desk,
-    model: str,
-    limits: ServerLimits,
-    metrics: Metrics,
-    *,
-    key: str | None,
-    max_bytes: int,
-    origins: Sequence[str] = (),
-    log: Callable[[str], None] = lambda _line: None,
-) -> Any:
-    """Return the ASGI application that serves the model of the name `model`.
-
-    `max_bytes` is the size of the largest body. Pages of `origins` may use it; `log` gets a line about each request.
-    """
+def make_app(desk: Desk, settings: Settings, limits: ServerLimits, metrics: Metrics, log: Callable[[str], None]) -> Any:
+    """Return the ASGI application; `log` gets a line about each request."""
+    model = settings.model
     app = FastAPI(openapi_url=None, redirect_slashes=False)
     began = int(time.time())
     about = {"id": model, "object": "model", "created": began, "owned_by": "zinfer"}
@@ -427,7 +432,7 @@ def make_app(
         return Response(metrics.text(), media_type=metrics.content_type)
 
     async def answered(request: Request, chat: bool) -> Response:
-        body = await _body(request, max_bytes, desk)
+        body = await _body(request, settings.max_bytes, desk)
         try:
             asked = await desk.parse(body, chat, limits)
             if asked.model is not None and asked.model != model:
@@ -456,11 +461,11 @@ def make_app(
 
     app.add_route(openai.COMPLETIONS, partial(answered, chat=False), ["POST"])
     app.add_route(openai.CHAT, partial(answered, chat=True), ["POST"])
-    gate = Gate(app, key, metrics, log)
-    if not origins:
+    gate = Gate(app, settings.key, metrics, log)
+    if not settings.origins:
         return gate
     return CORSMiddleware(
-        gate, allow_origins=origins, allow_methods=["GET", "HEAD", "POST"], allow_headers=["*"],
+        gate, allow_origins=settings.origins, allow_methods=["GET", "HEAD", "POST"], allow_headers=["*"],
         expose_headers=["Retry-After"],
     )  # fmt: skip
 

@@ -174,7 +174,6 @@ class Listener(uvicorn.Server):
                 await asyncio.sleep(SHORT_S)
 
     def _drop_idle(self) -> None:
-        """Close the connection that has waited longest for a request, if any does."""
         if self.idle:
             oldest = next(iter(self.idle))
             del self.idle[oldest]

@@ -8,11 +8,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 from zinfer.core.case import Workload
 from zinfer.job.openai import ServerLimits
-from zinfer.job.serve.app import Desk, make_app
+from zinfer.job.serve.app import Desk, Settings, make_app
 from zinfer.job.serve.connections import Listener, config
 from zinfer.job.serve.dispatcher import Dispatcher
 from zinfer.job.serve.metrics import Metrics
@@ -26,25 +26,6 @@ LINES = 1000  # about requests, which wait to be written
 LAST_S = 5  # seconds in which clients must have read the answers that were ready at the end
 GRACE_S = 5  # seconds after those, and after the drain, in which the process ends whatever the event loop is at
 SECOND_S = 2.0  # the same after a second signal
-
-
-class Settings(NamedTuple):
-    """Settings of a server: the model's name, its key, and its limits.
-
-    `output_len` is the limit of an answer to a request that names none; `drain_s` are the seconds that running requests
-    have at the end; KV caches of earlier requests may take `cache_size` bytes of host memory. Web pages of `origins`
-    may use it.
-    """
-
-    model: str
-    key: str | None = None
-    rows: int | None = None
-    max_waiting: int = 1024
-    max_bytes: int = 16 << 20
-    output_len: int = 256
-    drain_s: float = 30.0
-    cache_size: int = 0
-    origins: tuple[str, ...] = ()
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -97,26 +78,22 @@ class HttpServer:
         bound: socket.socket,
         tokenizer: Tokenizes,
         *,
-        say: Callable[[str], None] = lambda _text: None,
-        loading: Callable[[], None] = lambda: None,
-        ready: Callable[[], None] = lambda: None,
+        on_message: Callable[[str], None] = lambda _text: None,
+        on_loading: Callable[[], None] = lambda: None,
+        on_ready: Callable[[], None] = lambda: None,
         log: Callable[[str], None] | None = None,
     ) -> None:
-        self._settings, self._socket, self._say = settings, bound, say
+        self._settings, self._socket, self._on_message = settings, bound, on_message
         self.metrics, self.desk = Metrics(), Desk()
         self.dispatcher = self.desk.dispatcher = Dispatcher(
             plan, make_worker, load, self.metrics, self._post, tokenizer, at_most=settings.rows,
             max_waiting=settings.max_waiting, output_len=settings.output_len, cache_size=settings.cache_size,
-            say=say, loading=loading, ready=ready,
-            ended=lambda: self._from_outside(self._end),
+            say=on_message, loading=on_loading, ready=on_ready, ended=lambda: self._from_outside(self._end),
         )  # fmt: skip
         self.metrics.watch(self.dispatcher)
         limits = ServerLimits(plan.model.vocab_size, settings.max_waiting)
-        app = make_app(
-            self.desk, settings.model, limits, self.metrics, key=settings.key, max_bytes=settings.max_bytes,
-            origins=settings.origins, log=(lambda _line: None) if log is None else Log(log).add,
-        )  # fmt: skip
-        self._listener = Listener(config(app), LAST_S, say)
+        app = make_app(self.desk, settings, limits, self.metrics, Log(log).add if log else lambda _line: None)
+        self._listener = Listener(config(app), LAST_S, on_message)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
         self.signal: int | None = None  # signal that ended it
@@ -150,7 +127,6 @@ class HttpServer:
         self._from_outside(self.desk.deliver, updates)
 
     def _from_outside(self, call: Callable[..., object], *values: Any) -> None:
-        """Call a function in the event loop, unless it has ended."""
         if self._loop is not None:
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(call, *values)
@@ -167,9 +143,8 @@ class HttpServer:
         self._draining = asyncio.ensure_future(self._drained())
 
     async def _drained(self) -> None:
-        """Wait until the running rows end, or their time is over."""
         if self.dispatcher.unfinished:
-            self._say(f"ending: {self.dispatcher.unfinished} rows have {self._settings.drain_s:g} s")
+            self._on_message(f"ending: {self.dispatcher.unfinished} rows have {self._settings.drain_s:g} s")
         until = time.monotonic() + self._settings.drain_s
         while self.dispatcher.unfinished and time.monotonic() < until and not self._listener.should_exit:
             await asyncio.sleep(0.05)

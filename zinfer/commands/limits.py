@@ -34,7 +34,7 @@ def loaded(module: str) -> click.Command:
 
 
 def bound(command: click.Command) -> None:
-    """Bound the values of all options and arguments of `command`, and name them in its help; safe to call twice."""
+    """Bound the values of all options and arguments of `command`; safe to call twice."""
     for parameter in command.params:
         if isinstance(parameter, click.Option) and parameter.metavar is None and parameter.name in METAVARS:
             parameter.metavar = parameter.name.upper() + ",.." * (parameter.type.name == "a,b,..")
@@ -47,7 +47,7 @@ def bound(command: click.Command) -> None:
 
 
 def _bounded(convert: Convert, largest: int) -> Convert:
-    """Return `convert` with limits on the text that it is given and on what it returns."""
+    """Return `convert` with limits on its text and its result."""
 
     def checked(value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if isinstance(value, str):

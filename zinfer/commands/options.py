@@ -159,7 +159,7 @@ SHORTHANDS = ("weight_codec", "kv_offload", "kv_cache_dtype", "draft", "experts"
 
 
 def shorthand(name: str) -> Callable[[Command], Command]:
-    """Return the click option ``--name`` of an option of `stream`, a comma list of its values."""
+    """Return the click option ``--name`` of an option of `stream`. It takes a comma list of values."""
     field = StreamOptions.model_fields[name]
     choices = tuple(values(field))
     kind = NUMBERS if choices == ("N",) else Words(choices, others=field.title is not None)
@@ -180,7 +180,7 @@ def _shorthands(function: Command) -> Command:
 
 
 def drafts_right(drafted: int, accepted: int) -> str:
-    """Return the words for the drafts that were right, to follow other counts; empty without drafts."""
+    """Return the count of right drafts, to follow other counts; empty without drafts."""
     return f", {accepted:,} of {drafted:,} drafts right" if drafted else ""
 
 
@@ -365,7 +365,7 @@ def with_nvme(machine: "Machine", nvme_path: str | None) -> "Machine":
 
 
 def this_machine(nvme_path: str | None) -> "Machine":
-    """Return the description of the machine that this process runs on, with the space that is free at `nvme_path`."""
+    """Describe this machine, with the space that is free at `nvme_path`."""
     from zinfer.system import local
 
     return with_nvme(local.this_machine(), nvme_path)
@@ -379,7 +379,8 @@ def weights_of(
     weights: tuple[Any, ...] | None = None,
     loads: "Iterable[SweepLoad]" = (),
 ) -> "Source":
-    """Return the model with weights in the format `weights`, fetched if need be, and the draft model of `loads`.
+    """Return the model with its weights, fetched if need be. They have the format `weights`; a draft model is that of
+    `loads`.
 
     Weights are random only with ``--load-format dummy``. Raises ModelError for a model without weights.
     """
@@ -397,7 +398,7 @@ def weights_of(
 
 
 def offload_choices(offload: Any, gpu_weights: tuple[str, ...] | None) -> tuple[Any, ...]:
-    """Return `offload`, if given, or the offloads to choose from, the preferred one first.
+    """Return `offload`, or the offloads to choose from, preferred first.
 
     Raises UsageError for a share of weights on the GPU if all of them stay there.
     """
@@ -418,7 +419,7 @@ def one_load(
     allow_nan: bool | None = None,
     weights: tuple[str, ...] | None = None,
 ) -> "dict[SweepLoad, str]":
-    """Return the load of a verb's flags for each possible offload, with its engine's target.
+    """Return the load of a verb's flags for each offload, with targets.
 
     Raises UsageError for axes, for a missing ``--nvme-path`` and for an offload that the engine lacks; OptionError and
     EngineError as `located` does.
@@ -442,7 +443,7 @@ def one_load(
 
 
 def located(wanted: "Sweep") -> "dict[SweepLoad, str]":
-    """Return the loads of a sweep without contradictory options, with their engines' targets.
+    """Return the loads with consistent options, and their engines' targets.
 
     Raises OptionError if options are unknown or wrong, or contradict each other in every load; EngineError for an
     engine that is not installed.

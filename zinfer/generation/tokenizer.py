@@ -47,7 +47,7 @@ class Tokenizer:
         return _decoded(self.hf, ids, skip_special_tokens=True)
 
     def text_of(self, token: int) -> str:
-        """Return the text of a token within a text, also of a special one.
+        """Return the text of a token within a text.
 
         Of a part of a character it is the bytes, as OpenAI's API writes them: ``bytes:\\xe6``.
         """
@@ -59,7 +59,7 @@ class Tokenizer:
 
 
 def load_tokenizer(directory: Path | None) -> "PreTrainedTokenizerBase":
-    """Load the tokenizer of a checkpoint's folder, or bytes as tokens for dummy weights. Raises ModelError."""
+    """Load the tokenizer of a folder, or bytes for dummy weights. Raises ModelError."""
     if directory is None:
         return byte_tokenizer()
     from transformers import AutoTokenizer
@@ -79,7 +79,7 @@ def load_tokenizer(directory: Path | None) -> "PreTrainedTokenizerBase":
 
 
 def _is_tokenizer(name: str) -> bool:
-    """Tell whether `transformers` has a tokenizer class of this name (and not a model, or a function)."""
+    """Tell whether `transformers` has a tokenizer class of this name."""
     from transformers import PreTrainedTokenizerBase
     from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 

@@ -54,7 +54,7 @@ class Refusal(NamedTuple):
 
 
 class EndToken(NamedTuple):
-    """A token that ends a text, its own text, and the files that name it."""
+    """End token, its text, and the files that name it."""
 
     token: int
     text: str
@@ -78,7 +78,7 @@ class Facts(NamedTuple):
 
 
 class TokenizerProcess:
-    """Tokenizer and chat template of a checkpoint, in a process of their own. For several threads.
+    """Tokenizer and chat template of a checkpoint, in a process. For several threads.
 
     A prompt of more than twice `max_tokens` tokens is refused with its length. `template` comes from
     `tokenizer_files.chat_template`.
@@ -127,7 +127,7 @@ class TokenizerProcess:
         return self._encode(prompts, special, QUICK_S)
 
     def encode_alone(self, prompt: Prompt, special: bool = True) -> list[int] | Refusal:
-        """Return the token ids of one prompt, which may take the time that its length permits, or why it has none."""
+        """Return the token ids of one prompt, or why it has none. It may take the time that its length permits."""
         seconds = PROMPT_S + MILLION_S * characters(prompt) / 1e6
         results = self._encode([prompt], special, seconds)
         if results is not None:
@@ -145,7 +145,7 @@ class TokenizerProcess:
         return str(self._answer("render", PROMPT_S, messages=messages))
 
     def encode_document(self, text: str) -> list[int]:
-        """Return the token ids of a text of any length, without special ones. Raises ModelError."""
+        """Return the token ids of a long text, without special ones. Raises ModelError."""
         seconds = PROMPT_S + MILLION_S * len(text) / 1e6
         (result,) = self._answer("encode", seconds, prompts=[text], special=False, max_tokens=None)
         if "why" in result:
@@ -225,8 +225,10 @@ class TokenizerProcess:
         return answer
 
     def _connect(self) -> Connection:
-        """Return a connection to a new child of the process, which is started again if something has ended it. Raises
-        ModelError if that cannot be."""
+        """Return a connection to a new child.
+
+        A process that has ended is started again. Raises ModelError if that cannot be.
+        """
         for _ in range(2):
             with self._lock:
                 self._await()
@@ -315,7 +317,7 @@ def what_to_load(spec: ModelSpec, template: ChatTemplate) -> dict[str, Any]:
 
 
 def characters(prompt: Prompt) -> int:
-    """Return the number of characters of a prompt, roles and tool calls included."""
+    """Count the characters of a prompt, roles and tool calls included."""
     if isinstance(prompt, str):
         return len(prompt)
     values = (value for message in prompt for value in message.values())

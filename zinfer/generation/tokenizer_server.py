@@ -1,4 +1,4 @@
-"""Process that renders conversations and tokenises texts by the files of a checkpoint, within limits.
+"""Process that renders conversations and tokenises texts, within limits.
 
 A tokenizer and a chat template are programs that came with a checkpoint: a regular expression may backtrack for hours,
 a vocabulary abort the library, a template take 10^9 steps or make 10^12 characters. This process loads them, with
@@ -37,7 +37,7 @@ _PLAIN_DECODERS = frozenset({"ByteFallback", "ByteLevel", "Fuse", "Metaspace", "
 
 
 class Checkpoint(NamedTuple):
-    """Tokenizer `hf` of a checkpoint, the text of its chat template, and the name and vocabulary of its model."""
+    """Tokenizer `hf` and chat template of a checkpoint; name and vocabulary of its model."""
 
     hf: Any
     template: str | None
@@ -134,7 +134,7 @@ class _Bytes:
 
 
 def _unicode(text: str) -> str:
-    """Return `text` with a question mark for each half of a surrogate pair: bytes of a command line, not UTF-8."""
+    """Return `text` with a question mark for each lone surrogate: bytes of a command line, not UTF-8."""
     return text.encode(errors="replace").decode()
 
 
@@ -144,7 +144,7 @@ def one_line(error: BaseException) -> str:
 
 
 def load(wanted: dict[str, Any]) -> tuple[Checkpoint, dict[str, Any]]:
-    """Return a tokenizer with which a text was read and written, and the facts about it. Raises ModelError."""
+    """Return the tokenizer, tried on a text, and the facts about it. Raises ModelError."""
     directory = None if wanted["directory"] is None else Path(wanted["directory"])
     hf: Any = _Bytes() if directory is None and wanted["template"] is None else load_tokenizer(directory)
     try:
@@ -175,7 +175,7 @@ def _name(hf: Any, token: int) -> str:
 
 
 def check_decoder(decoder: dict[str, Any]) -> None:
-    """Raise ModelError if the `decoder` of a `tokenizer.json` may make text longer, or need long.
+    """Raise ModelError if a `decoder` may lengthen text or take long.
 
     The worker decodes the tokens that a model chooses; a regular expression there could take hours, a replacement that
     is longer than what it replaces all memory, and a strip at the end of a token ends the library.
@@ -212,7 +212,7 @@ def _limit_memory(size: int) -> None:
 
 
 def wall_s(seconds: float) -> float:
-    """Return the time that `seconds` of CPU time may take on a busy machine."""
+    """Return the wall time of CPU `seconds` on a busy machine."""
     return 60 + 10 * seconds
 
 
@@ -237,7 +237,7 @@ def serve(connection: Connection, checkpoint: Checkpoint, memory: int) -> None:
 
 
 def main() -> None:
-    """Load what the first message on stdin says, and serve the connections that follow."""
+    """Load a checkpoint, and serve the connections that stdin brings."""
     control = Connection(0)
     sys.modules["torch"] = None  # type: ignore[assignment]  # it takes seconds, and a tokenizer does without
     wanted = json.loads(control.recv_bytes())

@@ -30,7 +30,7 @@ from zinfer.worker.tasks import LogitsCompare, LogitsFile, LogitsRecord
 
 
 class AccuracyRow(NamedTuple):
-    """Prompt, and the tokens of the text that follow it, None for the reference's own greedy tokens."""
+    """Prompt, and the tokens that follow it, None for greedy ones."""
 
     prompt: list[int]
     tokens: list[int] | None
@@ -51,7 +51,7 @@ class Recorded:
 
 
 def record(worker: Client, rows: Sequence[AccuracyRow], steps: int, file: str, ends: frozenset[int]) -> Recorded:
-    """Run `rows` through the reference for `steps` tokens and store its logits in `file`.
+    """Run `rows` through the reference for `steps` tokens; store its logits.
 
     Tokens in `ends` end the text of a row that follows its own tokens.
     """
@@ -65,7 +65,7 @@ def record(worker: Client, rows: Sequence[AccuracyRow], steps: int, file: str, e
 
 
 def compare_logits(worker: Client, batch: Recorded, size: int | None = None) -> list[list[Position]]:
-    """Compare the loaded setting with the logits of `batch`, `size` rows at a time; return each row's positions."""
+    """Compare the setting with the logits of `batch`, `size` rows at once; return each row's positions."""
     size, positions = size or len(batch.rows), list[list[Position]]()
     for first in range(0, len(batch.rows), size):
         part = slice(first, first + size)
@@ -146,7 +146,7 @@ class AccuracyStudy:
             worker.close()
 
     def _batches(self) -> tuple[list[list[AccuracyRow]], frozenset[int]]:
-        """Return the rows of each batch, and the tokens that end a text.
+        """Return the rows of each batch, and the end tokens.
 
         Raises StudyError if the text is too short, ModelError for a tokenizer that cannot be used.
         """
@@ -160,7 +160,7 @@ class AccuracyStudy:
 
 
 def windows(tokenizer: TokenizerProcess, text: str, count: int, length: int) -> tuple[list[list[int]], int]:
-    """Return `count` pieces of `length` tokens of a text, spread evenly, and the number of the text's tokens.
+    """Return `count` pieces of a text, and the number of its tokens. They have `length` tokens and are spread evenly.
 
     No two overlap. Each begins with the tokenizer's first token of a text, if it has one. Raises StudyError if the text
     is too short.
@@ -188,7 +188,7 @@ def _deviations(case: Case, batches: Sequence[Recorded], positions: Sequence[lis
 
 
 def text_of(name: str) -> tuple[str, str]:
-    """Return the name and the content of a prompt file, or of the default text. Raises StudyError if unreadable."""
+    """Return name and content of a prompt file or the default text. Raises StudyError if unreadable."""
     if name == "default":
         from pydoc_data.topics import topics
 

@@ -41,11 +41,11 @@ NUMBERS = frozenset({"cpus_per_task", "cpus_per_gpu", "signal_delay_s", "array_p
 
 
 class ClusterError(ZinferError):
-    """A cluster that takes no jobs, or parameters that it would not understand."""
+    """Cluster that takes no jobs, or parameters that it would not understand."""
 
 
 def folder_of(output: Path) -> Path:
-    """Return the folder of the jobs' logs, next to the results file `output`."""
+    """Return the folder of the jobs' logs, next to `output`."""
     return output.with_name(output.name + ".cluster")
 
 
@@ -217,7 +217,7 @@ class Cluster:
             wait_until_free(path, RELEASE_S if ids else 0)
 
     def clear(self, paths: Iterable[Path]) -> None:
-        """Remove the parts, whose points are in the sweep's file, and the logs of the jobs."""
+        """Remove the merged parts and the logs of the jobs."""
         for path in paths:
             path.unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -225,7 +225,7 @@ class Cluster:
 
 @contextmanager
 def _errors_to(path: Path) -> Iterator[None]:
-    """Send stderr of processes that are started in the block to the file `path`.
+    """Send stderr of processes started in the block to `path`.
 
     Submitit's controller of a local job shows a traceback when it is cancelled.
     """

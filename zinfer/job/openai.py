@@ -100,7 +100,7 @@ class Asked(NamedTuple):
 
 
 def read_body(body: dict[str, Any], chat: bool, served: ServerLimits | None = None) -> Asked:
-    """Return the request in a body of a server or, without `served`, of a batch file. Raises Refused."""
+    """Return the request in a body, of a batch file unless `served`. Raises Refused."""
     subject = "messages" if chat else "prompt"
     carried_out = {subject} | _USED | (_SERVED_OF[chat] if served else frozenset())
     given = _effective(body, carried_out, "the body", CHAT if chat else COMPLETIONS)
@@ -162,7 +162,7 @@ def _logprobs(given: dict[str, Any], chat: bool) -> int | None:
 
 
 def answer_limit(asked: int | None, length: int, positions: int | None, output_len: int) -> int:
-    """Return the maximum of tokens of an answer to a prompt of `length` tokens: `asked`, else `output_len`.
+    """Return the maximum of tokens of an answer: `asked`, else `output_len`.
 
     Raises Refused where the model has not enough `positions` for it.
     """
@@ -347,7 +347,7 @@ def completion_object(
 
 
 def usage_object(tokens: tuple[int, int], cached: int | None = None) -> dict[str, Any]:
-    """Return the numbers of tokens of the prompts, of the answers and of both, and of `cached` ones of the prompts."""
+    """Return the numbers of tokens of prompts and answers, and `cached`."""
     usage = {"prompt_tokens": tokens[0], "completion_tokens": tokens[1], "total_tokens": sum(tokens)}
     return usage | ({} if cached is None else {"prompt_tokens_details": {"cached_tokens": cached}})
 
@@ -370,7 +370,7 @@ def error_object(
 def text_logprobs(
     scores: "Sequence[TokenScore]", top: int, prompt: "EchoedPrompt | None" = None, offset: int = 0
 ) -> dict[str, Any]:
-    """Return log-probabilities of an echoed prompt and an answer as ``/v1/completions`` has them.
+    """Return log-probabilities in the form of ``/v1/completions``, with those of an echoed prompt.
 
     The first token of a prompt has none. Text begins at `offset`.
     """

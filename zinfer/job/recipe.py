@@ -41,7 +41,7 @@ DESCRIPTION = 4000  # maximum of characters
 
 
 class RecipeError(ZinferError):
-    """A recipe, or an axis on the command line, that cannot be understood."""
+    """Recipe, or axis on the command line, that cannot be understood."""
 
 
 def _plain(name: str) -> str:
@@ -81,7 +81,7 @@ _DEFAULT_LENGTHS = (((512,), (32,)), ([512], [32]))  # as a header of a sweep ha
 
 
 class EngineRecipe(Frozen):
-    """An engine by name, and its options that differ from the engine's defaults."""
+    """Engine by name, and its options that differ from the defaults."""
 
     engine: Name
     description: str = Field(default="", max_length=DESCRIPTION)
@@ -108,7 +108,7 @@ class SweepLoad(Frozen):
 
     @property
     def conflict(self) -> str | None:
-        """Reason why the options contradict each other or the rest of the load; None if they do not."""
+        """Reason why the options contradict each other or the load; None if they do not."""
         return conflict(self.engine, self.options, self.offload, self.weights, self.gpu_weights)
 
     @property
@@ -166,7 +166,7 @@ class Sweep(Frozen):
     @model_validator(mode="before")
     @classmethod
     def _bits_before(cls, fields: Any) -> Any:
-        """Read the option `weight_bits` of earlier versions, which only planned with it, as formats."""
+        """Read the option `weight_bits` of earlier versions as formats."""
         options = fields.get("options") if isinstance(fields, dict) else None
         if not isinstance(options, dict) or "weight_bits" not in options or "weights" in fields:
             return fields
@@ -180,7 +180,7 @@ class Sweep(Frozen):
     @model_validator(mode="before")
     @classmethod
     def _only_requests(cls, fields: Any) -> Any:
-        """Leave out equal batches if a sweep has requests and no batch size.
+        """Leave out equal batches of requests without a batch size.
 
         Without a closed or open loop, as many requests are in flight as there is room for.
         """
@@ -250,7 +250,7 @@ class Sweep(Frozen):
         return sources * (len(self.in_flight) + len(self.request_rate))
 
     def loads(self, planning: bool = False) -> Iterator[SweepLoad]:
-        """Yield the loads one after the other, with the engine recipes resolved and the options validated.
+        """Yield the loads, with engine recipes resolved and options validated.
 
         With `planning` any engine takes the options of `PlanOptions`, which it may lack. Raises OptionError for an
         unknown option and for a wrong value, RecipeError for an unknown engine.
@@ -285,7 +285,7 @@ class Sweep(Frozen):
         return (None,) if offload == "none" or unable else self.gpu_weights
 
     def lengths(self) -> Iterator[tuple[int, int]]:
-        """Yield the pairs of input and output length of equal batches, in tokens; none if the sweep has no batches."""
+        """Yield the input and output lengths of equal batches, in tokens; none if the sweep has no batches."""
         for input_len in self.input_len if self.batch_size else ():
             for output_len in self.output_len:
                 yield input_len, output_len
@@ -299,7 +299,7 @@ def _product(fixed: dict[str, Option], axes: dict[str, tuple[Option, ...]]) -> l
 
 
 def automatic(batch_size: str) -> tuple[int, tuple[int, ...]]:
-    """Return the factor of ``auto`` (2) or ``auto*N``, 0 for ``best``, and the batches before it, as in ``1,8,auto``.
+    """Return the factor of ``auto`` or ``auto*N``, and the batches before it. The factor of ``best`` is 0.
 
     Raises RecipeError for anything else.
     """

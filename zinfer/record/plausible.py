@@ -52,7 +52,7 @@ def implausible(record: BaseModel) -> str | None:
 
 
 def _of_point(point: Recorded) -> Iterator[str]:
-    """Yield the faults between several fields of a point, and in its settings, readings and predictions."""
+    """Yield the faults between fields, and in settings, readings and predictions."""
     if isinstance(point, Measurement):
         yield from _of_samples(point)
     if isinstance(point, RequestPoint):
@@ -128,7 +128,7 @@ def _number(value: Any) -> TypeGuard[int | float]:
 
 
 def _of_fields(value: Any, name: str, field: str, depth: int = 0) -> Iterator[str]:
-    """Yield a fault for each number, text or list beyond the bounds of its `field`; `name` is the path to it."""
+    """Yield a fault for each value beyond the bounds of its `field`; `name` is the path to it."""
     if isinstance(value, BaseModel):
         for key in type(value).model_fields:
             if key != "timeline":  # thousands of spans, which `_of_point` has seen

@@ -12,7 +12,7 @@ from zinfer.system import scratch
 
 @contextmanager
 def writing(path: Path, private: bool = False) -> Iterator[BinaryIO]:
-    """Open a stream whose content replaces `path` when the block ends without an exception.
+    """Open a stream that replaces `path` when the block ends without exception.
 
     Otherwise `path` stays; its permissions always do. Makes the folder. With `private` only the user may read the file.
     A path that is no regular file (a pipe, a terminal) is written to directly; a link keeps pointing at its file, which
@@ -41,7 +41,7 @@ def writing(path: Path, private: bool = False) -> Iterator[BinaryIO]:
 
 
 def _open_device(path: Path) -> BinaryIO:
-    """Open what is no regular file for writing, without waiting for a reader. Raises OSError."""
+    """Open a pipe or device for writing, without waiting for a reader. Raises OSError."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     except OSError as error:
@@ -58,7 +58,7 @@ def write(path: Path, content: str | bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync `folder` so that a new file's name survives a power cut, on file systems that can."""
+    """Sync `folder`, so that a new file's name survives a power cut."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:

@@ -35,7 +35,7 @@ Value = TypeVar("Value", bound=BaseModel)
 
 
 class Bounds(NamedTuple):
-    """Maximum number of values of a JSON document, and of the texts, lists and objects among them."""
+    """Maximum of values of a JSON document, and of `composed` ones: texts, lists and objects."""
 
     values: int = 1 << 26
     composed: int = 1 << 22  # each takes memory and time of its own
@@ -90,7 +90,7 @@ def _unread(path: Path, error: OSError) -> DocumentError:
 
 
 def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:
-    """Return the content of the regular file `path`, of at most `limit` bytes.
+    """Return the content of a regular file of at most `limit` bytes.
 
     Raises DocumentError, as `open_regular` does; FileNotFoundError if there is no such file.
     """
@@ -203,7 +203,7 @@ def _check_depth(value: object, name: object) -> None:
 
 
 def _check_size(content: bytes, name: object, bounds: Bounds) -> None:
-    """Raise DocumentError for a JSON text with more values than `bounds`, or more levels than MAX_DEPTH.
+    """Raise DocumentError for JSON with too many values or levels.
 
     Looks at commas and brackets outside of strings alone, at the speed of memory: parsing takes a hundred times as
     long. What is not JSON may pass, up to where the parser stops.

@@ -47,7 +47,7 @@ def at_end(callback: Callable[[], object]) -> Callable[[], None]:
 
 
 def handle_signals() -> None:
-    """End this process in order at SIGINT and SIGTERM, unless it was started with these ignored.
+    """End this process in order at SIGINT and SIGTERM. One that was started with these ignored goes on.
 
     For the main thread of a command; a context that handles a signal itself (`zinfer.job.signals`) replaces this for
     its time.
@@ -63,7 +63,7 @@ def handle_signals() -> None:
 
 
 def _ignore_signals() -> None:
-    """Ignore signals while Python ends, which would else end it with another exit code."""
+    """Ignore signals, which would change the exit code, while Python ends."""
     for number in SIGNALS:
         with suppress(ValueError):
             signal.signal(number, signal.SIG_IGN)
@@ -77,7 +77,7 @@ def handed_back() -> None:
 
 @contextmanager
 def within(*seconds: float) -> Iterator[None]:
-    """End this process `seconds` after each signal, whatever it is at, while a context handles signals itself.
+    """End this process `seconds` after each signal, whatever it does. For contexts that handle signals themselves.
 
     The first of `seconds` is for the first signal, and the last one for all further ones.
     """
@@ -90,7 +90,7 @@ def within(*seconds: float) -> Iterator[None]:
 
 
 def interruption(error: BaseException | None) -> int | None:
-    """Return the signal behind `error`, or behind an exception that led to it; None if there is none.
+    """Return the signal that `error`, or its cause, stands for; None if there is none.
 
     A KeyboardInterrupt that names no signal stands for SIGINT.
     """
@@ -151,7 +151,7 @@ def _end(number: int) -> None:
 
 
 def with_parent() -> None:
-    """End this process with its parent, whose id is in the environment (`PARENT`), if there is one.
+    """End this process with the parent that the environment names (`PARENT`).
 
     All that it starts, such as compilers, ends with it if it leads a process group.
     """
@@ -169,7 +169,7 @@ def with_parent() -> None:
 
 
 def _keep() -> None:
-    """Start a shell that ends this process's group when this process has ended, however it did.
+    """Start a shell that ends this process's group after this process.
 
     The request of `with_parent` is not inherited: a compiler that was started would go on for minutes.
     """

@@ -46,7 +46,7 @@ def driver_version() -> str:
 
 @contextlib.contextmanager
 def _nvml() -> Iterator[Any]:
-    """Yield NVML, and close it at the end, or None if it reaches no driver.
+    """Yield NVML, or None without a driver, and close it.
 
     An NVML that stays open works in no process that is forked from this one.
     """
@@ -143,7 +143,7 @@ def name_of(devices: list[dict[str, Any]]) -> str:
 
 
 def cpu_model() -> str:
-    """Return the CPU's name, or its architecture if the kernel gives no name (as on Arm)."""
+    """Return the CPU's name, or its architecture (as on Arm)."""
     match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return match[1].strip() if match else platform.machine()
 
@@ -154,7 +154,7 @@ def peak_bytes() -> int:
 
 
 def shared_bytes() -> int:
-    """Return the memory that this process maps from files in memory now (RssShmem), in bytes."""
+    """Return this process's memory from files in memory (RssShmem), in bytes."""
     match = re.search(r"^RssShmem:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
     return int(match[1]) * 1024 if match else 0
 
@@ -170,7 +170,7 @@ def memory_limit(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/s
 
 
 def _memory_groups(groups: Path, root: Path) -> list[tuple[int, int]]:
-    """Return the limit and use, in bytes, of this process's control group and of each ancestor that has a limit.
+    """Return limit and use, in bytes, of each control group with a limit.
 
     Version 2 writes ``max`` for no limit, version 1 a number near 2^63.
     """
@@ -202,7 +202,7 @@ def _in_use(group: Path) -> int:
 
 
 def available_bytes(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the host memory that this process can still get, in bytes, page cache and swap included.
+    """Return the host memory that is left, page cache and swap included.
 
     If a control group's limit exceeds all memory there is, the limit alone counts: some hosts add memory as it is used.
     """
@@ -235,7 +235,7 @@ def host_bytes() -> int:
 
 
 def address_limit() -> int | None:
-    """Return the limit on what this process may map (``ulimit -v``), in bytes; None if there is none."""
+    """Return the limit on addresses (``ulimit -v``), in bytes; None if there is none."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     return None if limit == resource.RLIM_INFINITY else limit
 
@@ -292,7 +292,7 @@ def drives(nvme_path: str) -> list[Path]:
 
 
 def free_bytes(folders: list[Path]) -> int:
-    """Return the bytes that the drives of `folders` have room for, spread evenly."""
+    """Return the room of the drives of `folders`, in bytes, spread evenly."""
     return len(folders) * min(shutil.disk_usage(folder).free for folder in folders)
 
 
@@ -319,7 +319,7 @@ def cache_bytes(root: Path = Path("/sys")) -> int:
 
 
 def host_facts() -> dict[str, Any]:
-    """Return the processor, usable cores, caches (bytes), NUMA nodes and memory (bytes) of this host."""
+    """Return processor, usable cores, caches, NUMA nodes and memory of this host."""
     return {
         "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)),

@@ -52,7 +52,7 @@ def results_folder() -> Path:
 
 
 def this_machine() -> Machine:
-    """Return the probed description of this machine, with no more host memory than this process may use now.
+    """Return this machine as probed, with the host memory usable now.
 
     If there is none, the probe runs now, in a process of its own: a CUDA context in this one would take GPU memory from
     a measurement. A probe that is killed, as the kernel does where memory is short, runs again with less of it; if that

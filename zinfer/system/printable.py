@@ -1,4 +1,4 @@
-"""Text of checkpoints, records, recipes and file names, made harmless where it leaves zinfer.
+"""Filter of foreign text: escapes what a terminal or page would obey.
 
 Control characters, bidirectional overrides and characters without width can move a terminal's cursor, change its
 title, hide or reorder what is read, or make an SVG file that is no XML. `printable` writes each of them as JSON does
@@ -48,7 +48,7 @@ def generated(text: str) -> str:
 
 
 def markdown(text: str) -> str:
-    """Return `text` as one line of Markdown without markup, HTML, links, pictures or formulas."""
+    """Return `text` as a line of Markdown without markup or HTML."""
     return _MARKUP.sub(r"\\\1", escape(printable(" ".join(text.split())), quote=False))
 
 
@@ -91,7 +91,7 @@ class Guard:
 
 
 class Droppable:
-    """Text stream that drops what `stream` cannot write, as stderr on a full disk."""
+    """Text stream that drops what `stream` cannot write."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -139,7 +139,7 @@ def shows_unicode() -> bool:
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Put a `Guard` before stdout and stderr, and read stdin so that `text_lines` can tell what is no text."""
+    """Put a `Guard` before stdout and stderr; let stdin keep bad bytes."""
     streams = sys.stdout, sys.stderr
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
@@ -155,7 +155,7 @@ def guarded() -> Iterator[None]:
 
 
 def _encodable(text: str, stream: TextIO) -> str:
-    """Return `text` with a ``?`` for each character that the encoding of `stream` lacks."""
+    """Return `text` with a ``?`` for each character that `stream` lacks."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     try:
         return text.encode(encoding, "replace").decode(encoding)
@@ -180,7 +180,7 @@ def text_lines(stream: TextIO, name: str) -> Iterator[str]:
 
 
 def refuse_surrogates(arguments: Iterable[str]) -> None:
-    """Raise TextError for an argument of the command line whose bytes are not UTF-8."""
+    """Raise TextError for an argument that is not UTF-8."""
     for argument in arguments:
         if _SURROGATE.search(argument):
             raise TextError(f"the argument '{argument[:80]}' is not UTF-8 text")

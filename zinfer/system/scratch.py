@@ -1,4 +1,4 @@
-"""Scratch folders and unfinished files, which the next start removes if their process was killed.
+"""Scratch folders and unfinished files, removed even after a kill.
 
 Each has an entry in the user's own state folder: a file that holds its path, and that its process keeps locked. An
 entry without a lock is of a dead process, whatever its process id stands for now, and `remove_abandoned` removes what
@@ -27,7 +27,7 @@ _made: set["Scratch"] = set()
 
 
 class Scratch:
-    """Scratch folder or unfinished file, removed by `cleanup`, with its process, or at the next start."""
+    """Scratch folder or unfinished file, removed with its process or later."""
 
     def __init__(self, path_of: Callable[[str], Path]) -> None:
         self._pid, self._entry = os.getpid(), _open_entry()
@@ -46,7 +46,7 @@ class Scratch:
         return str(self.path)
 
     def cleanup(self) -> None:
-        """Remove the path, or leave it to the next start if its drive refuses. Safe to call twice."""
+        """Remove the path, or leave it to the next start. Safe to call twice."""
         if self._pid == os.getpid() and _removed(self._absolute):
             _made.discard(self)
             if self._entry is not None:
@@ -73,7 +73,7 @@ def folder(parent: Path, kind: str) -> Scratch:
 
 
 def unfinished(path: Path) -> Scratch:
-    """Name an unfinished file next to `path`, to be made by the caller and then renamed to it."""
+    """Name an unfinished file next to `path`, for the caller to make."""
     stem = os.fsencode(path.name)[:MAX_NAME_BYTES].decode(errors="ignore")
     return Scratch(lambda token: path.with_name(f"{stem}.{token}.part"))
 
@@ -134,7 +134,7 @@ def _removed(path: Path) -> bool:
 
 
 def _away(path: Path) -> bool:
-    """Tell whether the folder of a path is missing, as if its drive were not mounted; scratch folders do not count."""
+    """Tell whether the folder of a path is missing, with its drive; scratch folders do not count."""
     scratch = (parent for parent in reversed(path.parents) if parent.name.startswith(PREFIX))
     return not next(scratch, path).parent.is_dir()
 
@@ -168,7 +168,7 @@ def _private(home: Path) -> Path:
 
 @cache
 def _host() -> tuple[str, str]:
-    """Return the id of the kernel's current run, empty if unknown, and the name of this host."""
+    """Return the kernel's boot id, empty if unknown, and the host's name."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.uname().nodename
     return "", os.uname().nodename

@@ -1,4 +1,4 @@
-"""Lossless codec measured alone, on weights of known distributions and on those of checkpoints.
+"""Measurement of the lossless codec, on drawn weights and on checkpoints.
 
 Weights are laid end to end and coded as one tensor, so that the time is the codec's and not that of many launches. A
 pass decodes at least `SIZE` bytes, each copy from and to memory of its own: far more than a cache holds.
@@ -36,7 +36,7 @@ _FP8 = "F8_E4M3"
 
 @dataclass(frozen=True)
 class Stored:
-    """Matrices of a checkpoint's layers (of the whole checkpoint if no name has a layer's number)."""
+    """Matrices of a checkpoint's layers, or of all if these have no numbers."""
 
     name: str
     model_type: str  # from config.json; "" if unknown
@@ -54,7 +54,7 @@ class Stored:
 
 
 def find(path: Path, cast: bool = False) -> Stored:
-    """Find the matrices to code in a checkpoint's folder, or in one safetensors file.
+    """Find the matrices to code in a checkpoint or safetensors file.
 
     These are the matrices in bf16, or with `cast` in any float type, cast to bf16; or those in FP8 (e4m3) if these have
     more weights. Raises StudyError or CheckpointError where there is nothing to code.
@@ -87,7 +87,7 @@ def find(path: Path, cast: bool = False) -> Stored:
 
 
 def measure(checkpoints: Sequence[Path] = (), cast: bool = False, progress: Callable[[str], object] = str) -> Study:
-    """Measure the codec on drawn weights and on those of `checkpoints` (see `find`), on the GPU if there is one.
+    """Measure the codec on drawn weights and `checkpoints` (see `find`). It runs on the GPU if there is one.
 
     `progress` gets the name of each measurement. Raises StudyError where torch is missing, and the errors of `find`,
     before anything is measured.
@@ -116,7 +116,7 @@ def measure(checkpoints: Sequence[Path] = (), cast: bool = False, progress: Call
 
 
 def draw(name: str, size: int, device: "torch.device") -> "torch.Tensor":
-    """Draw `size` bytes of the distribution `name` (see `DRAWN`), the same every time.
+    """Draw `size` bytes of the distribution `name`, the same every time.
 
     Returns bf16 ``[size // 2]``, rounded from float32, or e4m3 ``[size]``.
     """
@@ -145,7 +145,7 @@ def draw(name: str, size: int, device: "torch.device") -> "torch.Tensor":
 
 
 def read(stored: Stored, size: int) -> "tuple[torch.Tensor, str]":
-    """Read the matrices end to end, as bf16 or e4m3 on the CPU; return them and their description.
+    """Read the matrices end to end, in bf16 or e4m3; return them and their description.
 
     If they have more than `size` bytes, only the first rows of each matrix are read, in proportion.
     """
@@ -208,7 +208,7 @@ Decode = Callable[["torch.Tensor", "torch.Tensor"], None]  # from coded data to 
 def _ways(
     values: "torch.Tensor",
 ) -> "tuple[Callable[[], tuple[torch.Tensor, Decode] | None], torch.Tensor]":
-    """Return a function that encodes `values`, and the weights that must come back.
+    """Return a function that encodes `values`, and the expected weights.
 
     It returns data and a function that decodes them, or None where they are no smaller. Weights in e4m3 come back as
     bf16, multiplied by scales of 1 as in an engine.
@@ -239,7 +239,7 @@ def _ways(
 
 
 def _bound(values: "torch.Tensor") -> float:
-    """Return the lower bound on the coded size of whole blocks, as a share: the entropy of exponents; see `Coded`."""
+    """Return the lower bound on the coded size, as a share: the entropy of exponents; see `Coded`."""
     import torch
 
     from zinfer.engine.stream.codec import BITS, BLOCK

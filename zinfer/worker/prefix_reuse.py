@@ -28,7 +28,7 @@ class _Recording:
 
 
 def prefix_reuse(session: Session, request: PrefixReuse) -> PrefixReused:
-    """Time a round of warm-up, then rounds in which each way has its turn.
+    """Time rounds in which each way has its turn, after a warm-up.
 
     The file is read from its disk each time, where the file system allows it. Raises EngineError where the engine
     cannot keep anything, and whatever running out of memory raises.

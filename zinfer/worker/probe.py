@@ -149,7 +149,7 @@ def measure_link(device: "torch.device | str") -> float:
 
 
 def measure_links(engine: "Engine") -> float | None:
-    """Return the bytes per second of the links of all GPUs at once; None where there is one link, or none.
+    """Return the bytes per second of all links at once; None where there is one link, or none.
 
     It is the median of five samples of a quarter of the weights, out of the memory that they lie in.
     """
@@ -160,7 +160,7 @@ def measure_links(engine: "Engine") -> float | None:
 
 
 def rate(work: Callable[[], object], amount: float, device: "torch.device", repeats: int) -> dict[str, Any]:
-    """Return median, spread and number of samples of the rate of `work`, which moves `amount` bytes on `device`."""
+    """Return median, spread and number of samples of a rate. `work` moves `amount` bytes on `device`."""
     return _entry(_rates(work, amount, _cuda_seconds if device.type == "cuda" else _cpu_seconds, repeats), "bytes")
 
 
@@ -203,7 +203,7 @@ def _rates(
 
 
 def _entry(rates: list[float], what: str) -> dict[str, Any]:
-    """Return median and relative spread (max - min over median) of a figure's samples, in `what` per second."""
+    """Return median and relative spread of samples, in `what` per second."""
     middle = median(rates)
     return {"median": middle, "spread": round((max(rates) - min(rates)) / middle, 4), "samples": len(rates), "of": what}
 
@@ -231,7 +231,7 @@ def _host_buffer(size: int, pinned: bool = False) -> Iterator["torch.Tensor"]:
 
 
 def _host_copy(size: int, repeats: int) -> list[float]:
-    """Return the bytes per second copied within host memory by torch's threads (read and written: twice as many)."""
+    """Return the bytes per second that torch copies within host memory."""
     import torch
 
     source, target = torch.ones(size // 4), torch.empty(size // 4)
@@ -239,7 +239,7 @@ def _host_copy(size: int, repeats: int) -> list[float]:
 
 
 def _attention(size: int, repeats: int, sharing: int) -> list[float]:
-    """Return the bytes per second of bf16 KV cache that attention on the CPU reads.
+    """Return the bytes per second that CPU attention reads, in bf16.
 
     `sharing` query heads share each head of the cache.
     """
@@ -262,7 +262,7 @@ def _attending_threads() -> Iterator[None]:
 
 
 def _attending(size: int, sharing: int = 1) -> tuple[Callable[[], object], int]:
-    """Return a function that computes attention, and the bytes that it reads, about `size`.
+    """Return a function that computes attention, and the bytes it reads.
 
     It attends from one new token of each sequence to 512 tokens, with 32 heads of 128.
     """
@@ -280,7 +280,7 @@ def _attending(size: int, sharing: int = 1) -> tuple[Callable[[], object], int]:
 
 
 def _matmul(device: str, dtype: str, size: int, repeats: int) -> list[float]:
-    """Return the FLOPs per second of a product of two ``[size, size]`` matrices: random, since zeros run faster."""
+    """Return the FLOPs per second of a matrix product ``[size, size]``: random, since zeros run faster."""
     import torch
 
     left, right = (torch.randn(size, size, device=device).to(getattr(torch, dtype)) for _ in range(2))
@@ -369,7 +369,7 @@ def _at_once(copies: "list[tuple[torch.Tensor, torch.Tensor, list[torch.cuda.Str
 
 
 def _gpu_seconds(work: Callable[[], object]) -> float:
-    """Return the seconds of work on several GPUs, until all of them are done."""
+    """Return the seconds of work until all GPUs are done."""
     import torch
 
     def wait() -> None:
@@ -384,7 +384,7 @@ def _gpu_seconds(work: Callable[[], object]) -> float:
 
 
 def _link(target: "torch.Tensor", source: "torch.Tensor", repeats: int) -> dict[str, dict[str, Any]]:
-    """Return the rates of single copies, for each block size that the buffers hold, smallest first."""
+    """Return the rates of copies by block size, smallest first."""
     entries = {}
     for block in (block for block in BLOCKS if block <= len(source)):
         copy = partial(target[:block].copy_, source[:block], non_blocking=True)
@@ -405,7 +405,7 @@ def _device_copy(source: "torch.Tensor", repeats: int) -> list[float]:
 
 
 def _duplex(host: "torch.Tensor", device: "torch.Tensor", repeats: int) -> list[float]:
-    """Return the bytes per second each way while one stream copies in and another out."""
+    """Return the bytes per second each way while both directions copy."""
     import torch
 
     half = len(host) // 2
@@ -425,7 +425,7 @@ def _duplex(host: "torch.Tensor", device: "torch.Tensor", repeats: int) -> list[
 
 
 def _together(host: "torch.Tensor", device: "torch.Tensor", cache: int, repeats: int) -> dict[str, dict[str, Any]]:
-    """Return the rates of copies to the device and of attention on the CPU while both run and share host memory."""
+    """Return the rates of the link and of CPU attention, together."""
     import torch
 
     attend, amount = _attending(cache)
@@ -449,8 +449,8 @@ def _together(host: "torch.Tensor", device: "torch.Tensor", cache: int, repeats:
 
 
 def _probe_disks(folders: list[Path], quick: bool) -> dict[str, Any]:
-    """Measure direct reads from unnamed files in `folders`, one on each drive, in bytes per second: as `stream` reads
-    layers, with as many requests in flight, of the same size, into memory of the same kind.
+    """Measure direct reads of files in `folders`, one a drive: as `stream` reads layers, with as many requests in
+    flight, of the same size, into memory of the same kind.
 
     The files disappear when they are closed, however the process ends. Raises OSError where direct I/O is refused or a
     disk is full.

@@ -26,7 +26,7 @@ Step = Sequence[tuple[int, Sequence[int]]]  # numbers of layers, ascending, and 
 
 
 class Watched:
-    """Observer of the experts that a model's layers choose in forward passes, and of guesses of them."""
+    """Observer of the experts that layers choose, and of guesses."""
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         self.chosen: dict[int, Tensor] = {}  # by layer, [T, K]
@@ -76,7 +76,7 @@ def batch_sizes(spec: ModelSpec, tokens: int) -> list[int]:
 
 
 def replay(steps: Iterable[Step], policy: Policy, room: int) -> float:
-    """Return the share of the needs of decode steps that a cache of `room` experts meets."""
+    """Return the hit rate of a cache of `room` experts."""
     cache, hits, needs = ExpertCache(policy), 0, 0
     for step in steps:
         cache.next_pass()
@@ -91,7 +91,7 @@ def replay(steps: Iterable[Step], policy: Policy, room: int) -> float:
 
 @torch.inference_mode()
 def trace(spec: ModelSpec, pieces: Iterable[Sequence[int]]) -> Iterator[Watched]:
-    """Yield the choices for each of `pieces`, token numbers, of the model's checkpoint. Raises StudyError."""
+    """Yield the choices of the model's checkpoint for each of `pieces`. Raises StudyError."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     state = ModelState(spec, "safetensors")
     weights = {name: torch.empty_like(entry.tensor, device=device) for name, entry in state.entries.items()}
@@ -115,7 +115,7 @@ def trace(spec: ModelSpec, pieces: Iterable[Sequence[int]]) -> Iterator[Watched]
 def measure(
     spec: ModelSpec, text: tuple[str, str], count: int, length: int, about: str, progress: Callable[[str], None]
 ) -> Study:
-    """Measure `count` pieces of `length` tokens, spread evenly over `text`, its name and content. Raises StudyError."""
+    """Measure `count` pieces of `length` tokens of `text`, (name, content). Raises StudyError."""
     start = process.here("stream")
     with TokenizerProcess(spec) as tokenizer:
         token_ids = tokenizer.encode_document(text[1])

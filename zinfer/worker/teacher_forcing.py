@@ -23,7 +23,7 @@ VALUES = 1 << 22  # logits that are compared at once: in 64 bits, and several ti
 
 
 class Forced:
-    """Sampler of given tokens, ``[B, steps]``, or of the most likely one where they are -1.
+    """Sampler of given tokens, ``[B, steps]``; -1 stands for the likeliest.
 
     `logits` are those of the last step, ``[B, V]``.
     """
@@ -41,7 +41,7 @@ class Forced:
 def _follow(
     engine: Engine, prompts: Sequence[list[int]], tokens: Sequence[list[int] | None], steps: int, beat: Progress
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the logits ``[B, V]`` of each of `steps`, and the next tokens ``[B]``.
+    """Yield logits ``[B, V]`` and next tokens ``[B]`` of each step.
 
     These are `tokens` or, for a row without, the most likely ones. Raises NotFiniteError if logits are not numbers.
     """
@@ -60,7 +60,7 @@ def _follow(
 
 
 def logits_record(session: Session, request: LogitsRecord) -> LogitsRecorded:
-    """Continue prompts, all of one length, and write the logits to a file."""
+    """Continue prompts of one length, and write the logits."""
     engine, steps, chosen = session.engine, request.steps, []
     with Path(request.file).open("wb") as out:
         for logits, tokens in _follow(engine, request.prompts, request.tokens, steps, session.beat):
@@ -75,7 +75,7 @@ def logits_record(session: Session, request: LogitsRecord) -> LogitsRecorded:
 
 
 def logits_compare(session: Session, request: LogitsCompare) -> LogitsCompared:
-    """Feed given tokens, and compare the logits of each step with the recorded ones."""
+    """Feed given tokens, and compare their logits with the recorded ones."""
     recorded, rows = request.logits, slice(request.first, request.first + len(request.prompts))
     steps, count, vocabulary = recorded.shape
     values = torch.from_file(recorded.file, size=steps * count * vocabulary, dtype=getattr(torch, recorded.dtype))
@@ -89,7 +89,7 @@ def logits_compare(session: Session, request: LogitsCompare) -> LogitsCompared:
 
 
 def deviation(reference: Tensor, logits: Tensor, tokens: Tensor) -> Tensor:
-    """Return the deviation of `logits` from those of the `reference`, ``[B, V]`` each, of any float type.
+    """Return the deviation of `logits` from `reference`, ``[B, V]`` each.
 
     It has the fields of a `zinfer.record.study.Position`, in float64, ``[B, 5]``; `tokens`, ``[B]``, come next.
     """

@@ -104,7 +104,7 @@ def command(debug: bool, /, output: Path | None, as_json: bool, **how: Any) -> N
 
 @contextmanager
 def _cache_folder(folder: str | None) -> Iterator[str | None]:
-    """Make a temporary folder in `folder`, removed at the end even if the worker is killed; None without `folder`."""
+    """Make a scratch folder in `folder`; None without `folder`."""
     from zinfer.system import scratch
 
     if folder is None:

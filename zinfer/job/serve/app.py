@@ -154,13 +154,13 @@ class Exchange:
 
     @property
     def tokens(self) -> tuple[int, int]:
-        """Numbers of tokens of the prompts, each counted once, and of the answers."""
+        """Tokens of the prompts, each counted once, and of the answers."""
         choices = list(self.choices.values())
         prompts = sum(choice.prompt_tokens for choice in choices[:: self.asked.n])
         return prompts, sum(choice.tokens for choice in choices)
 
     def usage(self) -> dict[str, Any]:
-        """Return the numbers of tokens so far, and how many of the prompts' were reused."""
+        """Return the numbers of tokens so far, and of reused ones."""
         cached = sum(choice.cached_tokens for choice in list(self.choices.values())[:: self.asked.n])
         return openai.usage_object(self.tokens, cached)
 
@@ -192,7 +192,7 @@ class Exchange:
         return logprobs
 
     def chunks(self) -> list[dict[str, Any]]:
-        """Return what has come since the last time as choices of a stream's events, and discard it."""
+        """Return the unsent text as choices of a stream, and discard it."""
         chunks = []
         for index, (row, choice) in enumerate(self.choices.items()):
             update = choice.text or choice.scores or choice.finish_reason or not choice.begun
@@ -290,7 +290,8 @@ class Events(Response):
             self._desk.close(self._exchange)
 
     async def _parts(self, gone: "asyncio.Future[None]") -> AsyncIterator[Message | Response]:
-        """Yield the messages of the response, or another response if the request fails before any text.
+        """Yield the messages of the response, or one response of an error. That is for a request that fails before any
+        text.
 
         Ends where the client is gone.
         """
@@ -324,7 +325,7 @@ class Events(Response):
 
 
 async def _changed(exchange: Exchange, gone: "asyncio.Future[None]", patience_s: float | None = None) -> bool:
-    """Wait for an update of a request, its client's end, or the time; return True for an update."""
+    """Wait for an update, the client's end, or `patience_s`; return True for an update."""
     waiter = asyncio.ensure_future(exchange.changed.wait())
     try:
         both: set[asyncio.Future[Any]] = {waiter, gone}
@@ -376,7 +377,7 @@ class Gate:
 
 
 def _line(scope: Scope, status: int, seconds: float) -> str:
-    """Return a line about a request that has ended, without anything of its content."""
+    """Return a log line of an ended request, without its content."""
     line = f"{scope['method']} {scope['raw_path'].decode('latin-1')[:100]} {status or 'gone'}"
     if (exchange := scope.get(EXCHANGE)) is not None:
         prompts, answers = exchange.tokens

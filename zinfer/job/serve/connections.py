@@ -28,7 +28,7 @@ _SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Connection(H11Protocol):
-    """Connection of one client, aborted where a request, or the reading of an answer, takes too long."""
+    """Connection of a client, aborted if sending or reading takes too long."""
 
     def __init__(self, listener: "Listener", loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(config=listener.config, server_state=listener.server_state, app_state={}, _loop=loop)
@@ -70,10 +70,10 @@ class Connection(H11Protocol):
             self._await_head(HEAD_S if self.transport.is_closing() else IDLE_S)
 
     def timeout_keep_alive_handler(self) -> None:
-        """Leave the end of the wait to this class's own timer, which also ends one whose answer is not read."""
+        """Do nothing: this class's timer ends the wait, also of unread answers."""
 
     def shutdown(self) -> None:
-        """End after the request under way, or at once if there is none."""
+        """End after the current request, or at once without one."""
         if self.answers:
             self.cycle.keep_alive = False
         else:
@@ -106,7 +106,7 @@ class Connection(H11Protocol):
 
 
 class Listener(uvicorn.Server):
-    """Server of uvicorn that accepts as many connections as there are files for.
+    """Server of uvicorn that accepts connections within the limit on files.
 
     Where there is no room for one that comes, that which has waited longest for the whole of a request is closed; while
     all have one under way, others wait in the kernel's queue. Signals are left to the caller.

@@ -51,7 +51,7 @@ class Metrics:
         self._waiting = gauge("rows_waiting", "Rows without a token.")
 
     def watch(self, dispatcher: "Dispatcher") -> None:
-        """Read the numbers of rows and the bytes of their kept KV caches from a dispatcher."""
+        """Read the gauges from a dispatcher."""
         self._running.set_function(lambda: dispatcher.running)
         self._waiting.set_function(lambda: dispatcher.waiting)
         self._kept.set_function(lambda: dispatcher.kept_bytes)
@@ -65,7 +65,7 @@ class Metrics:
         self._ttft.observe(seconds)
 
     def ended(self, row: Row, seconds: float, since_first: float) -> None:
-        """Observe the time of a row that has ended, and the time since its first token."""
+        """Observe the time of an ended row, and since its first token."""
         self._e2e.observe(seconds)
         self._prompt_tokens.inc(len(row.prompt_ids))
         self._cached_tokens.inc(row.cached)

@@ -33,7 +33,7 @@ class Tokenizes(Protocol):
 
 
 class _Part(NamedTuple):
-    """Prompts of one client that are read together, and their number of characters."""
+    """Prompts of one client to read together, and their characters."""
 
     client: Hashable
     asked: list[Asked]

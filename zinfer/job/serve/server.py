@@ -29,7 +29,7 @@ SECOND_S = 2.0  # the same after a second signal
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at an address, port 0 for any free one. Raises OSError."""
+    """Return a socket that listens at an address; port 0 is any free one. Raises OSError."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     bound = socket.socket(family, kind, protocol)
     try:
@@ -151,13 +151,13 @@ class HttpServer:
         await asyncio.to_thread(self.dispatcher.stop)
 
     def _end(self) -> None:
-        """Close the socket and the connections, once all answers and failures are sent; the dispatcher has ended."""
+        """Close socket and connections once all answers and failures are sent; the dispatcher has ended."""
         self._listener.should_exit = True
 
 
 @contextmanager
 def _signals(arrived: Callable[[int], None]) -> Iterator[None]:
-    """Call `arrived` for SIGINT and SIGTERM, in the main thread, which alone can."""
+    """Call `arrived` for SIGINT and SIGTERM if in the main thread."""
     before = {}
     with suppress(ValueError):
         for number in ending.SIGNALS:

@@ -107,10 +107,7 @@ def read_body(body: dict[str, Any], chat: bool, served: ServerLimits | None = No
     if subject not in given:
         raise Refused("missing_required_parameter", f"the body has no {subject}", subject)
     length = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
-    if served:
-        prompts = (_messages(given[subject]),) if chat else _prompts(given[subject], served)
-    else:
-        prompts = (_messages(given[subject]) if chat else _text(given[subject]),)
+    prompts = (_messages(given[subject]),) if chat else _prompts(given[subject], served)
     asked = Asked(
         chat=chat,
         prompts=prompts,
@@ -225,16 +222,12 @@ def _number(body: dict[str, Any], key: str, default: float, high: float) -> floa
     return float(value)
 
 
-def _text(prompt: Any) -> str:
-    if not isinstance(prompt, str):
-        raise Refused("invalid_type", "prompt must be a single text; write one line for each prompt", "prompt")
-    return _unicode(prompt, "prompt")
-
-
-def _prompts(prompt: Any, served: ServerLimits) -> tuple[Prompt, ...]:
+def _prompts(prompt: Any, served: ServerLimits | None) -> tuple[Prompt, ...]:
     """Return the prompts of a server's request: a text, token ids, or a list of either."""
     if isinstance(prompt, str):
         return (_unicode(prompt, "prompt"),)
+    if served is None:
+        raise Refused("invalid_type", "prompt must be a single text; write one line for each prompt", "prompt")
     if isinstance(prompt, list) and prompt:
         if all(isinstance(item, str) for item in prompt):
             return tuple(_unicode(item, "prompt") for item in prompt)

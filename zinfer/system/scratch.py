@@ -36,8 +36,7 @@ class Scratch:
         self._absolute = Path(os.path.abspath(self.path))
         if self._entry is not None:
             with suppress(OSError):  # a full disk does not stop a run: a kill then leaves the path for good
-                self._entry.write(json.dumps([*_host(), str(self._absolute)]))
-                self._entry.flush()
+                self._entry.write(json.dumps([*_host(), str(self._absolute)]).encode())
         _made.add(self)
 
     @property
@@ -98,7 +97,7 @@ def _remove_if_dead(entry: Path, on_message: Callable[[str], object]) -> None:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # BlockingIOError: its process lives
         try:
             boot, host, name = json.loads(file.read())
-        except ValueError:  # killed before it had made anything
+        except (ValueError, TypeError):  # killed before it had made anything
             entry.unlink()
             return
         path = Path(name)
@@ -145,8 +144,12 @@ def _open_entry() -> Any:
         home = _state_folder()
         home.mkdir(mode=0o700, parents=True, exist_ok=True)
         while True:
-            entry = tempfile.NamedTemporaryFile("w", dir=_private(home), suffix=SUFFIX, delete=False)  # noqa: SIM115
-            fcntl.flock(entry, fcntl.LOCK_EX)
+            entry = tempfile.NamedTemporaryFile(buffering=0, dir=_private(home), suffix=SUFFIX, delete=False)  # noqa: SIM115
+            try:
+                fcntl.flock(entry, fcntl.LOCK_EX)
+            except OSError:  # a file system without locks
+                os.unlink(entry.name)
+                raise
             if os.fstat(entry.fileno()).st_nlink:  # else another process has just taken it for a dead one's
                 return entry
             entry.close()

@@ -256,23 +256,22 @@ class Sweep(Frozen):
         unknown option and for a wrong value, RecipeError for an unknown engine.
         """
         recipes = [engine_recipe(name) for name in self.engine]
-        for model in self.model:
-            for layers in self.layers:
-                for recipe, weights in product(recipes, self.weights):
-                    for offload in self.offload:
-                        budgets = self._budgets(recipe.engine, offload, {each.engine for each in recipes})
-                        for budget, options in product(budgets, _product(recipe.options, self.options)):
-                            yield SweepLoad(
-                                model=model,
-                                engine=recipe.engine,
-                                offload=offload,
-                                dtype=self.dtype,
-                                layers=layers,
-                                gpu_weights=budget,
-                                options=settle(recipe.engine, options, planning),
-                                allow_nan=self.allow_nan,
-                                weights=weights,
-                            )
+        axes = self.model, self.layers, recipes, self.weights, self.offload
+        for model, layers, recipe, weights, offload in product(*axes):
+            budgets = self._budgets(recipe.engine, offload, {each.engine for each in recipes})
+            for budget, *values in product(budgets, *self.options.values()):
+                options = recipe.options | dict(zip(self.options, values, strict=True))
+                yield SweepLoad(
+                    model=model,
+                    engine=recipe.engine,
+                    offload=offload,
+                    dtype=self.dtype,
+                    layers=layers,
+                    gpu_weights=budget,
+                    options=settle(recipe.engine, options, planning),
+                    allow_nan=self.allow_nan,
+                    weights=weights,
+                )
 
     def _budgets(self, engine: str, offload: str, engines: Collection[str]) -> tuple[str | None, ...]:
         """Return the shares of the weights that stay on the GPU.
@@ -286,16 +285,7 @@ class Sweep(Frozen):
 
     def lengths(self) -> Iterator[tuple[int, int]]:
         """Yield the input and output lengths of equal batches, in tokens; none if the sweep has no batches."""
-        for input_len in self.input_len if self.batch_size else ():
-            for output_len in self.output_len:
-                yield input_len, output_len
-
-
-def _product(fixed: dict[str, Option], axes: dict[str, tuple[Option, ...]]) -> list[dict[str, Option]]:
-    combined: list[dict[str, Option]] = [dict(fixed)]
-    for key, values in axes.items():
-        combined = [options | {key: value} for options in combined for value in values]
-    return combined
+        yield from product(self.input_len if self.batch_size else (), self.output_len)
 
 
 def automatic(batch_size: str) -> tuple[int, tuple[int, ...]]:

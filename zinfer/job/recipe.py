@@ -259,7 +259,7 @@ class Sweep(Frozen):
         axes = self.model, self.layers, recipes, self.weights, self.offload
         for model, layers, recipe, weights, offload in product(*axes):
             budgets = self._budgets(recipe.engine, offload, {each.engine for each in recipes})
-            for budget, *values in product(budgets, *self.options.values()):
+            for budget, values in product(budgets, [*product(*self.options.values())]):
                 options = recipe.options | dict(zip(self.options, values, strict=True))
                 yield SweepLoad(
                     model=model,

@@ -34,7 +34,7 @@ LONG = (
     "attend", "chat", "cli", "codec", "continuous", "draft_model", "engine_deepspeed", "job", "nvme", "packed_product",
     "report", "split_attention", "stream", "tensorrt", "worker",
 )  # fmt: skip
-STATE = TemporaryDirectory(prefix="zinfer-state-")  # leases of the tests, apart from those of the user
+STATE = TemporaryDirectory(prefix="zinfer-state-")  # scratch of the tests, apart from that of the user
 os.environ["XDG_STATE_HOME"] = STATE.name
 settings.register_profile("zinfer", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # whatever the load
 settings.load_profile("zinfer")

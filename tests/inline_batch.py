@@ -77,7 +77,7 @@ def prompt_ids(prompt: str) -> list[int]:
 class InlineTokenizer:
     """A tokenizer of such prompts, in this process."""
 
-    most: int | None = None
+    max_tokens: int | None = None
     closed = 0
 
     def encode_quickly(self, prompts: Sequence[Any]) -> list[list[int] | Refusal] | None:

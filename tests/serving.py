@@ -13,8 +13,9 @@ from tests.inline_batch import InlineRows, InlineTokenizer
 from zinfer.core.case import Workload
 from zinfer.core.request import Request, Update
 from zinfer.generation.tokenizer_process import TokenizerProcess
+from zinfer.job.serve.app import Settings
 from zinfer.job.serve.reading import Tokenizes
-from zinfer.job.serve.server import HttpServer, Settings, listen
+from zinfer.job.serve.server import HttpServer, listen
 from zinfer.plan.planner import Plan
 from zinfer.worker.process import Client
 from zinfer.worker.session import Session
@@ -76,6 +77,13 @@ class Server:
         assert not self._thread.is_alive()
 
 
+def request(body: Any, *headers: str, length: int | None = None) -> bytes:
+    """Return the bytes of a request for a completion; its body may be shorter than the `length` that it states."""
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    head = ["POST /v1/completions HTTP/1.1", "host: x", "content-type: application/json", *headers]
+    return "\r\n".join([*head, f"content-length: {length or len(content)}", "", ""]).encode() + content
+
+
 @contextmanager
 def serving(
     plan: Plan,
@@ -98,7 +106,7 @@ def serving(
     with listen("127.0.0.1", 0) as bound:
         if buffer is not None:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)
-        server = Server(HttpServer(plan, make_worker, load, made, bound, tokenizer, say=say, log=log))
+        server = Server(HttpServer(plan, make_worker, load, made, bound, tokenizer, on_message=say, log=log))
         server.start()
         try:
             if ready:

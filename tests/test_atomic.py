@@ -40,3 +40,16 @@ def test_a_pipe_that_nobody_reads_is_not_waited_for(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="a pipe that nobody reads"):
         atomic.write(tmp_path / "pipe", "text")
     assert (tmp_path / "pipe").is_fifo()
+
+
+def test_a_written_file_keeps_its_permissions_and_a_link_its_target(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("old")
+    (tmp_path / "file").chmod(0o640)
+    (tmp_path / "link").symlink_to("file")
+    atomic.write(tmp_path / "link", "new")
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "file").read_text() == "new"
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o640
+    for name in ("long" * 63, "é" * 127):
+        atomic.write(tmp_path / name, "x")
+        assert (tmp_path / name).read_text() == "x"

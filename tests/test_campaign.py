@@ -240,7 +240,6 @@ HANGING = """
 import os, sys, time, types
 from pathlib import Path
 from tools.campaign import subject
-from zinfer.system import lease
 os.setsid = lambda setsid=os.setsid: (time.sleep(0.3), setsid())[1]  # as on a machine that has much to do
 started = types.ModuleType("zinfer.started")
 sys.modules["zinfer.started"] = started

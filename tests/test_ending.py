@@ -41,8 +41,8 @@ SWALLOWED = """
 """
 FILE = """
     from pathlib import Path
-    from zinfer.system import atomic, lease
-    own = lease.folder(Path(sys.argv[1]), "weights", ("*.dat",))
+    from zinfer.system import atomic, scratch
+    own = scratch.folder(Path(sys.argv[1]), "weights")
     (own.path / "layer.dat").write_text("x")
     with atomic.writing(Path(sys.argv[1]) / "good") as stream:
         stream.write(b"half")

@@ -25,7 +25,6 @@ from zinfer.record import study
 from zinfer.record.measurement import Measurement
 from zinfer.record.store import Header, encode
 from zinfer.record.study import Text
-from zinfer.report.markdown import markdown as document_markdown
 from zinfer.report.markdown import prose
 from zinfer.system.printable import Guard, generated, guarded, markdown, printable, show_generated, shows_unicode
 
@@ -268,13 +267,6 @@ def test_the_guard_leaves_the_streams_as_they_were() -> None:
     with mock.patch.object(sys, "argv", ["zinfer"]), guarded():
         assert isinstance(sys.stdout, Guard)
     assert (sys.stdout, sys.stderr) == before
-
-
-def test_the_whole_document_passes_the_exit(results: Path) -> None:
-    from zinfer.report.document import Document, Section, Text
-
-    document = Document(EVIL, EVIL, (Section("a", EVIL, (Text(EVIL),)),))
-    assert not harmful(document_markdown(document))
 
 
 def test_no_module_goes_around_the_exits() -> None:

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +16,7 @@ from tests import PATIENCE_S
 from zinfer.cli import cli
 from zinfer.commands.failure import Failure
 from zinfer.commands.files import write
-from zinfer.commands.probe import command, table
+from zinfer.commands.probe import command
 from zinfer.core.machine import Machine, MachineError
 from zinfer.engine import direct
 from zinfer.system import host, local
@@ -154,12 +153,6 @@ def test_a_path_that_is_no_folder_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.torch
-def test_link_of_the_cpu_is_a_copy_within_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe, "_host_copy", lambda size, repeats: [1.0] * repeats if size == 256 << 20 else [])
-    assert probe.measure_link("cpu") == 1.0
-
-
-@pytest.mark.torch
 def test_the_cpu_works_before_it_is_measured(swift: None, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds, copies = iter([0.0, 0.1, 0.4, 0.6]), list[int]()
     monkeypatch.setattr(probe, "WARM_UP_S", 0.5)
@@ -172,21 +165,6 @@ def test_the_cpu_works_before_it_is_measured(swift: None, monkeypatch: pytest.Mo
     monkeypatch.setattr(probe, "_host_copy", copy)
     probe.probe(quick=True)
     assert copies == [1, 1, 3]
-
-
-@pytest.mark.torch
-def test_the_cpu_attends_before_that_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[str] = []
-
-    def warm_up(work: Callable[[], object]) -> None:
-        work()
-        calls.append("warm")
-
-    monkeypatch.setattr(probe, "_attending", lambda size, sharing: (lambda: calls.append("work"), 7))
-    monkeypatch.setattr(probe, "_warm_up", warm_up)
-    monkeypatch.setattr(probe, "BUDGET_S", 60.0)
-    assert len(probe._attention(1 << 20, 3, 1)) == 3
-    assert calls == ["work", "warm", *["work"] * 4], "the samples, and a call before the first"
 
 
 @pytest.mark.torch
@@ -420,41 +398,6 @@ def test_probe_of_a_gpu() -> None:
     if machine.links_bandwidth is not None and machine.gather_bandwidth is not None:
         assert machine.h2d_bandwidth < machine.links_bandwidth < 1.1 * machine.gpu_count * machine.h2d_bandwidth
         assert 0 < machine.gather_bandwidth < machine.hbm_bandwidth
-
-
-@pytest.mark.torch
-@pytest.mark.gpu
-def test_kvikio_is_measured_beside_the_probes_own_reads(tmp_path: Path) -> None:
-    pytest.importorskip("kvikio")
-    machine = probe.probe(nvme_path=tmp_path, quick=True)
-    found = machine.details["nvme_kvikio"]
-    assert found["gpudirect"] in (True, False)
-    assert 0 < found["median"] < (machine.hbm_bandwidth or 0)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.torch
-def test_a_kvikio_that_does_not_work_costs_no_other_figure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "kvikio", None)
-    assert probe._by_kvikio(tmp_path / "file", direct.REQUEST, 1) is None
-    monkeypatch.delitem(sys.modules, "kvikio")
-    (tmp_path / "kvikio.py").write_text("raise OSError('libcuda.so.1: cannot open\\nshared object file')\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert probe._by_kvikio(tmp_path / "file", direct.REQUEST, 1) == {"error": "libcuda.so.1: cannot open"}
-
-
-@pytest.mark.parametrize(
-    ("found", "line"),
-    [
-        ({"median": 3e9, "gpudirect": True}, "disk to GPU by GPUDirect Storage"),
-        ({"median": 3e9, "gpudirect": False}, "disk to GPU by kvikio, without GPUDirect"),
-        ({"error": "no driver"}, None),
-    ],
-)
-def test_the_table_says_how_kvikio_reads(found: dict[str, Any], line: str | None) -> None:
-    machine = Machine(name="m", source="measured", nvme_bandwidth=2e9, details={"nvme_kvikio": found})
-    lines = [row[0] for row in table(machine).rows if row[0].startswith("disk")]
-    assert lines == ["disk, direct reads", *([line] if line else [])]
 
 
 @pytest.mark.torch

@@ -212,7 +212,7 @@ def test_an_interrupted_copy_is_no_checkpoint_and_is_written_anew(
     with pytest.raises(ModelError, match=r"config\.json is missing"):
         from_directory(folder)
     assert pack("-m", source, "--weights", "int4", "-o", folder).exit_code == 0
-    own = {name for name in contents(folder) if not name.endswith(".part")}  # those a lease of a real kill names
+    own = {name for name in contents(folder) if not name.endswith(".part")}  # which the next start removes
     assert own == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
                                      "generation_config.json", "zinfer-pack"}  # fmt: skip
     assert from_directory(folder).stored_ratio < 0.4

@@ -17,7 +17,7 @@ LONG = "x" * (QUICK_CHARACTERS + 1)
 class Gated:
     """A tokenizer whose prompts are read when the test says so; those with a ``!`` take longer than short ones may."""
 
-    most: int | None = None
+    max_tokens: int | None = None
 
     def __init__(self) -> None:
         self.read: list[str] = []

@@ -10,7 +10,7 @@ import pytest
 
 from tests.inline import MACHINE, SPEC
 from tests.inline_batch import CASE, InlineTokenizer, text
-from tests.serving import NAME, ServedRows, Server, serving
+from tests.serving import NAME, ServedRows, Server, request, serving
 from zinfer.generation.tokenizer_process import Refusal
 from zinfer.job.serve import server as serve_server
 from zinfer.plan.planner import make_plan
@@ -114,9 +114,7 @@ def test_each_request_is_a_line_without_its_content(server: Server, lines: list[
 def test_a_client_that_went_away_is_told_in_the_log(server: Server, lines: list[str]) -> None:
     lines.clear()
     with socket.create_connection(("127.0.0.1", server.server.port)) as one:
-        content = json.dumps({"prompt": "a3/100000", "max_tokens": 100_000}).encode()
-        head = f"POST {TEXTS} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer secret\r\ncontent-type: application/json\r\n"
-        one.sendall(f"{head}content-length: {len(content)}\r\n\r\n".encode() + content)
+        one.sendall(request({"prompt": "a3/100000", "max_tokens": 100_000}, "authorization: Bearer secret"))
         server.wait(lambda: server.dispatcher.running == 1)
     server.wait(lambda: len(lines) == 1)
     assert lines[0].startswith(f"POST {TEXTS} 499 0+0 tokens")

@@ -14,7 +14,7 @@ import pytest
 
 from tests.inline import MACHINE, SPEC
 from tests.inline_batch import CASE, text
-from tests.serving import ServedRows, Server, serving
+from tests.serving import ServedRows, Server, request, serving
 from tests.test_cli import folder
 from tests.test_serve_command import ask, process
 from zinfer.job.serve import connections
@@ -24,7 +24,7 @@ from zinfer.plan.planner import make_plan
 assert folder  # a fixture
 PLAN = make_plan(CASE, SPEC, MACHINE)
 HEAD = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n"
-BODY = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 1000\r\n\r\n"
+UNFINISHED = request(b'{"prompt": ', length=1000)
 
 
 @pytest.fixture
@@ -131,13 +131,11 @@ def test_answers_that_nobody_reads_do_not_hold_a_connection(monkeypatch: pytest.
 
 def test_a_new_connection_takes_the_place_of_the_one_that_waits_longest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Connections with a request under way stay; while all have one, others wait until one has ended."""
-    monkeypatch.setattr(connections, "most_connections", lambda: 6)
+    monkeypatch.setattr(connections, "max_connections", lambda: 6)
     worker = ServedRows(pause_s=0.01)
     with serving(PLAN, lambda: worker) as server, connected(server, 1) as (busy,):
-        content = b'{"prompt": "a3/600", "max_tokens": 600, "stream": true}'
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-        request = head + b"content-length: %d\r\n\r\n%b" % (len(content), content)
-        busy.sendall(request)
+        stream = request({"prompt": "a3/600", "max_tokens": 600, "stream": True})
+        busy.sendall(stream)
         assert busy.recv(20).startswith(b"HTTP/1.1 200")
         with connected(server, 40) as idle:
             assert all(map(ended, idle[:35]))
@@ -146,7 +144,7 @@ def test_a_new_connection_takes_the_place_of_the_one_that_waits_longest(monkeypa
             assert busy.recv(1 << 16)
         with connected(server, 5) as others:
             for one in others:
-                one.sendall(request)
+                one.sendall(stream)
                 assert one.recv(20).startswith(b"HTTP/1.1 200")
             assert open_at(server) == 6
             busy.close()
@@ -154,11 +152,11 @@ def test_a_new_connection_takes_the_place_of_the_one_that_waits_longest(monkeypa
 
 
 def test_a_new_connection_takes_the_place_of_one_whose_body_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "most_connections", lambda: 6)
+    monkeypatch.setattr(connections, "max_connections", lambda: 6)
     worker = ServedRows()
     with serving(PLAN, lambda: worker) as server, connected(server, 20) as slow:
         for one in slow:
-            one.sendall(BODY + b'{"prompt": ')
+            one.sendall(UNFINISHED)
         assert server.ask("/v1/completions", {"prompt": "a3/9"})[1]["choices"][0]["text"] == text("a3/9")
         assert all(map(ended, slow[:14]))
         assert open_at(server) <= 6
@@ -190,7 +188,7 @@ def test_a_body_that_does_not_come_does_not_hold_up_the_end(
     monkeypatch.setattr("zinfer.job.serve.server.LAST_S", 0.3)
     worker = ServedRows()
     with serving(PLAN, lambda: worker) as server, connected(server, 1) as (slow,):
-        slow.sendall(BODY + b'{"prompt": ')
+        slow.sendall(UNFINISHED)
         server.wait(lambda: open_at(server) == 1)
         assert server.ask("/health")[0] == 200
         server.server.drain()

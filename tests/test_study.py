@@ -12,6 +12,7 @@ from zinfer.record import study
 from zinfer.record.jsonl import StoreError, seal, unseal
 from zinfer.record.store import Store, files, read
 from zinfer.record.study import Coded, Deviation, Study, StudyName
+from zinfer.system import machines
 
 RESULTS = Path(__file__).parents[1] / "sweeps" / "results"
 NAMES = get_args(StudyName)
@@ -94,15 +95,17 @@ def test_committed_records_are_readable_and_shown(name: str) -> None:
         assert {len(row) for row in shown.cells} == {len(shown.columns)}
 
 
-def test_committed_sweeps_are_readable_and_written_as_they_stand(tmp_path: Path) -> None:
+def test_committed_sweeps_are_readable_written_as_they_stand_and_of_their_machines() -> None:
     studies = {f"{name}.jsonl" for name in NAMES}
     for file in [one for one in files(RESULTS) if one.parent != RESULTS]:  # the campaign's record belongs to no machine
         if file.name in studies:
             continue
-        records = read(file)
+        records, machine = read(file), machines.load(file.parent)
         assert records.points or records.requests
         assert records.headers
         assert records.damaged == ()
+        assert machine.source == "measured"
+        assert {point.machine for point in records.points} <= {machine.name}
         for line in file.read_bytes().splitlines():
             assert seal(*unseal(line)) == line
 

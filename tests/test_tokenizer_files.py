@@ -17,7 +17,6 @@ from zinfer.checkpoint.resolve import from_directory
 from zinfer.cli import cli
 from zinfer.core.model import ModelError
 from zinfer.generation.tokenizer import Tokenizer
-from zinfer.system import lease
 from zinfer.worker.inline import InlineWorker
 
 pytestmark = pytest.mark.torch  # `checkpoint` saves models
@@ -192,6 +191,6 @@ def test_a_tokenizer_that_cannot_be_loaded_is_found_before_the_weights(
 def test_the_check_of_a_good_tokenizer_is_silent(folder: Path) -> None:
     tokenizer_files.require(folder)
     with tokenizer_files.cleaned(folder, lambda _: True) as clean:
-        names = {path.name for path in clean.iterdir() if path.name != lease.MARK}
+        names = {path.name for path in clean.iterdir()}
     assert names == {"config.json", "tokenizer.json", "tokenizer_config.json"}
     assert not clean.exists()

@@ -128,7 +128,7 @@ def test_a_conversation_is_rendered_by_transformers(template: str) -> None:
 
     hf = byte_tokenizer()
     hf.bos_token, hf.eos_token = "<s>", "</s>"
-    ours = tokenizer_server.Checkpoint(hf, template, 400, "m").answer({"do": "render", "messages": CHAT})
+    ours = tokenizer_server.Checkpoint(hf, template, 400, "m").render(CHAT)
     assert ours == hf.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True, chat_template=template)
 
 
@@ -253,7 +253,7 @@ def test_a_prompt_is_bounded_before_it_is_read(checkpoint: Checkpoints) -> None:
         assert process.facts.longest == 5
         asked: list[Any] = []
         ask = process._ask
-        process._ask = lambda *request: asked.append(request) or ask(*request)  # type: ignore[method-assign, func-returns-value]
+        process._ask = lambda *do, **request: asked.append(do) or ask(*do, **request)  # type: ignore[method-assign, func-returns-value]
         for prompt in ("x" * 251, [{"role": "user", "content": "x" * 247}], [{"role": "user", "content": ""}] * 70):
             refusal = process.encode([prompt])[0]
             assert isinstance(refusal, Refusal)
@@ -261,12 +261,12 @@ def test_a_prompt_is_bounded_before_it_is_read(checkpoint: Checkpoints) -> None:
             assert "250" in refusal.message
         assert not asked
         assert len(process.encode(["x" * 60])[0]) == 60, "the dispatcher says no"
-        process.most = 20
+        process.max_tokens = 20
         found = process.encode(["x" * 60, "y"])
         assert isinstance(found[0], Refusal)
         assert (found[0].code, len(found[1])) == ("context_length_exceeded", 1)
         assert "60 tokens" in found[0].message
-    with TokenizerProcess(spec_of(checkpoint("llama")), most=100) as process:
+    with TokenizerProcess(spec_of(checkpoint("llama")), max_tokens=100) as process:
         before = time.process_time()
         found = process.encode(["x" * 400, "\u00e9" * 500])
         assert [one.code for one in found if isinstance(one, Refusal)] == ["context_length_exceeded"] * 2

@@ -152,9 +152,9 @@ def cli(ctx: click.Context, debug: bool) -> None:
             f"torchrun is not needed: `zinfer {ctx.invoked_subcommand} --gpus {ranks}` starts {ranks} processes"
         )
     if ctx.invoked_subcommand in MAKERS:
-        from zinfer.system import lease
+        from zinfer.system import scratch
 
-        lease.sweep(lambda text: click.echo(text, err=True))
+        scratch.remove_abandoned(lambda text: click.echo(text, err=True))
 
 
 def _warn_in_a_line(message: Warning | str, category: type[Warning], *where: object, **_: object) -> None:

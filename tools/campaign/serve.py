@@ -241,7 +241,7 @@ def _case(name: str, inside: Inside) -> Callable[[Lab, int, bool], Result]:
         with Room(lab, name, keep) as room:
             before = room.files()
             inside(lab, number, room, lab.dice(name, number), result)
-            if judge.files(room.files(), before):  # what was killed leaves a lease: the next start removes it
+            if judge.files(room.files(), before):  # what was killed leaves scratch: the next start removes it
                 room.run(("run", "--help"), seconds=PATIENCE_S)
             result.faults += judge.files(room.files(), before)
             result.tale = room.tale

@@ -173,7 +173,7 @@ VERBS = {
         Verb("ray", ("batch", "requests.jsonl", "-o", "out.jsonl", *ON_MODEL, "--offload", "none", "--batch-size", "4",
                      "--ray", "local"), _batch, grows=("out.jsonl",), executed=True, victims="ray::answer_shard",
              needs="ray",
-             keeps=(DAMAGED, "*.lease")),  # Ray kills the tasks at the end, whose leases the next start removes
+             keeps=(DAMAGED, "*.scratch")),  # Ray kills the tasks at the end; the next start removes their scratch
         Verb("compare", ("compare", "before.jsonl", "results.jsonl"), _stdout),
     )
 }  # fmt: skip

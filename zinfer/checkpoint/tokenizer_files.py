@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr
 from zinfer.checkpoint import configuration
 from zinfer.checkpoint.configuration import DIGITS, MAX_TOKEN, CheckpointWarning, without_code
 from zinfer.core.model import ModelError
-from zinfer.system import lease
+from zinfer.system import scratch
 from zinfer.system.documents import DocumentError, decode, open_regular, read_bytes, read_object, validate
 
 CONFIG, GENERATION = "tokenizer_config.json", "generation_config.json"
@@ -185,7 +185,7 @@ def cleaned(directory: Path, is_tokenizer: Callable[[str], bool]) -> Iterator[Pa
     """
     with _explained(directory):
         documents, vocabularies = _read(directory, is_tokenizer)
-    with lease.folder(Path(tempfile.gettempdir()), "tokenizer", ("*", "*@")) as owned:
+    with scratch.folder(Path(tempfile.gettempdir()), "tokenizer") as owned:
         for name, content in documents.items():
             (owned.path / name).write_text(json.dumps(content), encoding="utf-8")
         for path in vocabularies:

@@ -1,8 +1,7 @@
-"""Limits of typed values: every option and argument of every verb is bounded here, in one place.
+"""Limits of typed values: `bound` limits the type of every option and argument of a verb.
 
-`bound` is given each verb before it parses its command line. An option whose type names a range keeps it; what is left
-open is closed: whole numbers have at most 10 digits, real numbers are finite and no smaller than their quotients allow,
-texts have an end.
+A type with a range keeps it. Otherwise whole numbers have at most 10 digits, real numbers are finite and no smaller
+than their quotients allow, texts have an end.
 """
 
 import math
@@ -16,10 +15,10 @@ import click
 WHOLE = 10**9  # largest count: tokens, rows, layers, repeats
 SEED = 2**63  # largest seed: 64 bits
 REAL = 1e12  # largest real number: seconds, prices
-LEAST = 1e-9  # smallest one but 0: a quotient of two numbers is finite
+SMALLEST = 1e-9  # smallest one but 0: a quotient of two numbers is finite
 TEXT = 1 << 20  # longest text, in characters: a prompt
 NAME = 4096  # longest name or path: Linux's limit of a path
-ITEMS = 1000  # most values of a comma list, and most uses of a repeatable option
+ITEMS = 1000  # maximum of values of a comma list, and of uses of a repeatable option
 
 METAVARS = ("model", "machine", "engine")
 
@@ -35,7 +34,7 @@ def loaded(module: str) -> click.Command:
 
 
 def bound(command: click.Command) -> None:
-    """Bound the values of all options and arguments of `command`, and name them in its help; safe to call twice."""
+    """Bound the values of all options and arguments of `command`; safe to call twice."""
     for parameter in command.params:
         if isinstance(parameter, click.Option) and parameter.metavar is None and parameter.name in METAVARS:
             parameter.metavar = parameter.name.upper() + ",.." * (parameter.type.name == "a,b,..")
@@ -48,7 +47,7 @@ def bound(command: click.Command) -> None:
 
 
 def _bounded(convert: Convert, largest: int) -> Convert:
-    """Return `convert` with limits on the text that it is given and on what it returns."""
+    """Return `convert` with limits on its text and its result."""
 
     def checked(value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         if isinstance(value, str):
@@ -57,11 +56,10 @@ def _bounded(convert: Convert, largest: int) -> Convert:
                 raise click.BadParameter(f"a value of {len(value):,} characters: at most {longest:,}", ctx, param)
             if "\0" in value:
                 raise click.BadParameter("a NUL character", ctx, param)
-        found = convert(value, param, ctx)
-        fault = _fault(found, largest)
-        if fault:
+        converted = convert(value, param, ctx)
+        if fault := _fault(converted, largest):
             raise click.BadParameter(f"{str(value)[:60]!r}: {fault}", ctx, param)
-        return found
+        return converted
 
     return checked
 
@@ -77,6 +75,6 @@ def _fault(value: Any, largest: int) -> str:
         return f"write a whole number up to {largest:,}"
     if isinstance(value, float) and not (math.isfinite(value) and abs(value) <= REAL):
         return f"write a number up to {REAL:,.0f}"
-    if isinstance(value, float) and 0 < abs(value) < LEAST:
-        return f"write 0, or a number from {LEAST} on"
+    if isinstance(value, float) and 0 < abs(value) < SMALLEST:
+        return f"write 0, or a number from {SMALLEST} on"
     return ""

@@ -1,4 +1,4 @@
-"""Options that several verbs share, each with one name and one meaning, and the loads that they stand for."""
+"""Options that several verbs share, and the loads that they stand for."""
 
 import functools
 from collections.abc import Callable, Iterable
@@ -31,28 +31,28 @@ ENGINES_HELP = "Engines (accelerate, deepspeed, stream, tensorrt), or recipes in
 
 
 class Words(click.ParamType[Any]):
-    """A comma list of words; with `known`, each must be one of them, unless `others` are taken as well."""
+    """Comma list of words; each must be one of `choices`, if there are any, unless `others` are allowed."""
 
     name = "a,b,.."
 
-    def __init__(self, known: tuple[str, ...] = (), others: bool = False) -> None:
-        self.known, self.others = known, others
+    def __init__(self, choices: tuple[str, ...] = (), others: bool = False) -> None:
+        self.choices, self.others = choices, others
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str | None:
-        return f"[{'|'.join(self.known)}],.." if self.known else None
+        return f"[{'|'.join(self.choices)}],.." if self.choices else None
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
         if isinstance(value, tuple):
             return value
         words = tuple(word.strip() for word in value.split(",") if word.strip())
-        unknown = [word for word in words if self.known and not self.others and word not in self.known]
+        unknown = [word for word in words if self.choices and not self.others and word not in self.choices]
         if unknown or not words:
-            self.fail(f"{', '.join(unknown) or 'nothing'!r}: choose from {', '.join(self.known)}", param, ctx)
+            self.fail(f"{', '.join(unknown) or 'nothing'!r}: choose from {', '.join(self.choices)}", param, ctx)
         return words
 
 
 class ShardOf(click.ParamType[Any]):
-    """A shard: ``2/4``."""
+    """Shard: ``2/4``."""
 
     name = "i/n"
 
@@ -66,18 +66,18 @@ class ShardOf(click.ParamType[Any]):
 
 
 class Values(click.ParamType[Any]):
-    """A comma list of values; `convert_one` makes each of a word, and raises ValueError for a wrong one."""
+    """Comma list of values; `parse` makes each of a word, or raises ValueError. `syntax` is for its error."""
 
-    def __init__(self, name: str, convert_one: Callable[[str], Any], form: str) -> None:
-        self.name, self._convert_one, self._form = name, convert_one, form
+    def __init__(self, name: str, parse: Callable[[str], Any], syntax: str) -> None:
+        self.name, self._parse, self._syntax = name, parse, syntax
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
         if isinstance(value, tuple):
             return value
         try:
-            return tuple(self._convert_one(word.strip()) for word in value.split(","))
+            return tuple(self._parse(word.strip()) for word in value.split(","))
         except ValueError:
-            self.fail(f"{value[:60]!r}: write {self._form}", param, ctx)
+            self.fail(f"{value[:60]!r}: write {self._syntax}", param, ctx)
 
 
 def positive(word: str) -> int:
@@ -130,7 +130,7 @@ class Batches(click.ParamType[Any]):
 
 
 class Dtype(click.ParamType[Any]):
-    """A weight type, long or short."""
+    """Weight type, by its long or short name."""
 
     name = "|".join(DTYPES)
 
@@ -154,12 +154,12 @@ def engine_options(ctx: click.Context, param: click.Parameter, values: tuple[str
     return axes
 
 
-# options of `stream` that have a flag of their own
+# Options of `stream` with a flag.
 SHORTHANDS = ("weight_codec", "kv_offload", "kv_cache_dtype", "draft", "experts", "gpus")
 
 
 def shorthand(name: str) -> Callable[[Command], Command]:
-    """Return the click option ``--name`` of an option of `stream`, a comma list of its values."""
+    """Return the click option ``--name`` of an option of `stream`. It takes a comma list of values."""
     field = StreamOptions.model_fields[name]
     choices = tuple(values(field))
     kind = NUMBERS if choices == ("N",) else Words(choices, others=field.title is not None)
@@ -167,8 +167,6 @@ def shorthand(name: str) -> Callable[[Command], Command]:
 
 
 def _shorthands(function: Command) -> Command:
-    """Add the options that stand for ``-O key=..``."""
-
     @functools.wraps(function)
     def merged(*args: Any, settings: dict[str, tuple[Any, ...]], **given: Any) -> Any:
         short = {key: values for key in SHORTHANDS if (values := given.pop(key)) is not None}
@@ -182,7 +180,7 @@ def _shorthands(function: Command) -> Command:
 
 
 def drafts_right(drafted: int, accepted: int) -> str:
-    """Return how many drafts were right, behind other counts; nothing if none were verified."""
+    """Return the count of right drafts, to follow other counts; empty without drafts."""
     return f", {accepted:,} of {drafted:,} drafts right" if drafted else ""
 
 
@@ -195,15 +193,14 @@ def timeout(default: float, limited: str) -> Callable[[Command], Command]:
 
 
 def record(kind: str) -> Callable[[Command], Command]:
-    """Return the options ``--output`` and ``--json`` of a command that adds a run to the file of a kind of study."""
+    """Return the options ``--output`` and ``--json`` of a kind of study."""
 
-    def added(function: Command) -> Command:
-        told = "Print the record as JSON, besides writing it."
-        function = click.option("--json", "as_json", is_flag=True, help=told)(function)
-        told = f"File or folder.  [default: sweeps/results/MACHINE/{kind}.jsonl]"
-        return click.option("-o", "--output", type=click.Path(path_type=Path), help=told)(function)
+    def with_record(function: Command) -> Command:
+        as_json = click.option("--json", "as_json", is_flag=True, help="Print the record as JSON, besides writing it.")
+        help_text = f"File or folder.  [default: sweeps/results/MACHINE/{kind}.jsonl]"
+        return click.option("-o", "--output", type=click.Path(path_type=Path), help=help_text)(as_json(function))
 
-    return added
+    return with_record
 
 
 model = click.option("-m", "--model", required=True, help=MODEL_HELP)
@@ -240,8 +237,8 @@ def revision(function: Command) -> Command:
             given["model"] = at_revision(given.get("model"), revision)
         return function(*args, **given)
 
-    told = "Branch, tag or commit of a hub model; as --model owner/name@REVISION."
-    return cast("Command", click.option("--revision", metavar="REVISION", help=told)(named))
+    help_text = "Branch, tag or commit of a hub model; as --model owner/name@REVISION."
+    return cast("Command", click.option("--revision", metavar="REVISION", help=help_text)(named))
 
 
 def load_options(function: Command) -> Command:
@@ -279,8 +276,10 @@ chat_template = click.option(
 
 
 def tokenizer_of(spec: "ModelSpec", wanted: str | None) -> "TokenizerProcess":
-    """Return the tokenizer of a model, with the chat template of `--chat-template`, while it loads; it ends with the
-    command. Raises ModelError for files that cannot be read or believed."""
+    """Start the tokenizer of a model, with the template of ``--chat-template``; it ends with the command.
+
+    Raises ModelError for files that cannot be read or believed.
+    """
     from zinfer.checkpoint.tokenizer_files import chat_template, require
     from zinfer.generation.tokenizer_process import TokenizerProcess
 
@@ -293,8 +292,7 @@ def tokenizer_of(spec: "ModelSpec", wanted: str | None) -> "TokenizerProcess":
 
 
 def job_options(function: Command) -> Command:
-    """Add the options of a command that answers requests: engine, place of the weights, rows at a time, and the limits
-    of an answer and of a pass."""
+    """Add the options of a command that answers requests."""
     for option in (
         timeout(36000, "a load or a pass"),
         chat_template,
@@ -319,8 +317,7 @@ def job_options(function: Command) -> Command:
 
 
 def at_revision(model: Any, revision: str) -> Any:
-    """Return a hub id, or several, with the revision to take: ``owner/name@revision``. Raises UsageError for a model
-    that is not of the hub."""
+    """Return ``owner/name@revision`` of a hub id, or of several. Raises UsageError for other models."""
     import re
 
     from zinfer.checkpoint import hub
@@ -338,8 +335,11 @@ class LoadCommand(click.Command):
         for name, kind in ENGINES.items():
             with formatter.section(f"Options of engine {name}, as -O KEY=VALUE"):
                 rows = [
-                    (f"{key}={'|'.join(values(one))}", f"{one.description}  [default: {option_text(one.default)}]")
-                    for key, one in kind.options.model_fields.items()
+                    (
+                        f"{key}={'|'.join(values(field))}",
+                        f"{field.description}  [default: {option_text(field.default)}]",
+                    )
+                    for key, field in kind.options.model_fields.items()
                 ]
                 formatter.write_dl(rows)
         super().format_epilog(ctx, formatter)
@@ -368,7 +368,7 @@ def with_nvme(machine: "Machine", nvme_path: str | None) -> "Machine":
 
 
 def this_machine(nvme_path: str | None) -> "Machine":
-    """Return the description of the machine that this process runs on, with the space that is free at `nvme_path`."""
+    """Describe this machine, with the space that is free at `nvme_path`."""
     from zinfer.system import local
 
     return with_nvme(local.this_machine(), nvme_path)
@@ -382,17 +382,18 @@ def weights_of(
     weights: tuple[Any, ...] | None = None,
     loads: "Iterable[SweepLoad]" = (),
 ) -> "Source":
-    """Return the model with real weights in the one format `weights`, fetched if need be; with random ones only if
-    ``--load-format dummy`` asks for them. A model that drafts in `loads`, of `one_load`, is found with it.
+    """Return the model with its weights, fetched if need be. They have the format `weights`; a draft model is that of
+    `loads`.
 
-    Raises ModelError for a model without weights.
+    Weights are random only with ``--load-format dummy``. Raises ModelError for a model without weights.
     """
     from zinfer.checkpoint.source import find
     from zinfer.core.model import ModelError
 
-    (form,) = weights or ("as-released",)
-    draft = next((one.draft_model for one in loads), None)
-    source = find(model, dtype, layers, cast("Any", load_format or "auto"), fetch=True, weights=form, draft=draft)
+    (weights_format,) = weights or ("as-released",)
+    draft = next((load.draft_model for load in loads), None)
+    wanted: Any = load_format or "auto"
+    source = find(model, dtype, layers, wanted, fetch=True, weights=weights_format, draft=draft)
     if source.load_format == "dummy" and load_format != "dummy":
         lack = "holds no .safetensors file" if Path(model).is_dir() else "has no weights to fetch"
         raise ModelError(f"{model} {lack}: give a checkpoint folder, or --load-format dummy to try it")
@@ -400,7 +401,7 @@ def weights_of(
 
 
 def offload_choices(offload: Any, gpu_weights: tuple[str, ...] | None) -> tuple[Any, ...]:
-    """Return the offloads that may serve, the preferred one first: `offload` itself if it is given.
+    """Return `offload`, or the offloads to choose from, preferred first.
 
     Raises UsageError for a share of weights on the GPU if all of them stay there.
     """
@@ -421,7 +422,7 @@ def one_load(
     allow_nan: bool | None = None,
     weights: tuple[str, ...] | None = None,
 ) -> "dict[SweepLoad, str]":
-    """Return the load that the flags of a verb stand for, for each offload that may serve, with its engine's target.
+    """Return the load of a verb's flags for each offload, with targets.
 
     Raises UsageError for axes, for a missing ``--nvme-path`` and for an offload that the engine lacks; OptionError and
     EngineError as `located` does.
@@ -445,8 +446,7 @@ def one_load(
 
 
 def located(wanted: "Sweep") -> "dict[SweepLoad, str]":
-    """Return the loads of a sweep that an engine can serve, with its target; those with contradictory options are left
-    out.
+    """Return the loads with consistent options, and their engines' targets.
 
     Raises OptionError if options are unknown or wrong, or contradict each other in every load; EngineError for an
     engine that is not installed.

@@ -73,10 +73,6 @@ def table(machine: "Machine") -> "Table":
         (f"{link} meanwhile", machine.shared_h2d_bandwidth, "/s"),
         ("disk, direct reads", machine.nvme_bandwidth, "/s"),
     ]
-    other = machine.details.get("nvme_kvikio", {})
-    if "median" in other:
-        way = "by GPUDirect Storage" if other["gpudirect"] else "by kvikio, without GPUDirect"
-        rows.append((f"disk to GPU {way}", other["median"], "/s"))
     cells = []
     if machine.gpu_count:
         cells.append(("GPU", f"{machine.gpu_count} x {machine.gpu_name}, {gib(machine.gpu_bytes)}"))

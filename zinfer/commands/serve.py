@@ -87,23 +87,7 @@ def _origins(_context: click.Context, _param: click.Parameter, given: tuple[str,
 @options.job_options
 @click.pass_obj
 def command(
-    debug: bool,
-    /,
-    model: str,
-    host: str,
-    port: int,
-    api_key: str | None,
-    dtype: Any,
-    load_format: Any,
-    layers: int | None,
-    output_len: int,
-    max_queue: int,
-    max_body: int,
-    kv_cache_size: int,
-    drain_s: float,
-    origins: tuple[str, ...],
-    quiet: bool,
-    **how: Any,
+    debug: bool, /, model: str, host: str, port: int, api_key: str | None, quiet: bool, layers: int | None, **how: Any
 ) -> None:
     """Serve a model: /v1/completions, /v1/chat/completions, /v1/models, /health and /metrics.
 
@@ -124,7 +108,8 @@ def command(
         raise Failure(f"zinfer serve needs {', '.join(missing)}: pip install 'zinfer[serve]'", ENVIRONMENT)
     from zinfer.commands.watch import Watch
     from zinfer.job.batch.packing import typical_plan
-    from zinfer.job.serve.server import HttpServer, Settings, listen
+    from zinfer.job.serve.app import Settings
+    from zinfer.job.serve.server import HttpServer, listen
     from zinfer.worker.process import Worker
 
     if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):
@@ -132,17 +117,17 @@ def command(
     names = ("engine", "offload", "gpu_weights", "settings", "nvme_path", "allow_nan", "weights")
     choice = {key: how[key] for key in names}
     loads = options.one_load("serve", model, layers=layers, **choice)
-    source = options.weights_of(model, dtype, layers, load_format, how["weights"], loads)
+    source = options.weights_of(model, how["dtype"], layers, how["load_format"], how["weights"], loads)
     tokenizer = options.tokenizer_of(source.spec, how["chat_template"])
     machine = options.this_machine(how["nvme_path"])
     cases = [load.case(source.load_format, source.spec.dtype, 1, 1) for load in loads]
-    plan, load = typical_plan(cases, source.spec, machine, how["nvme_path"], how["batch_size"], max_queue)
+    plan, load = typical_plan(cases, source.spec, machine, how["nvme_path"], how["batch_size"], how["max_queue"])
     if load is None:
         raise Failure(str(plan.why_not), ENVIRONMENT)
     target = next(iter(loads.values()))
     ends = tokenizer.facts.differing_ends  # a tokenizer that cannot be loaded ends it here
-    limits = how["batch_size"], max_queue, max_body, output_len, drain_s, kv_cache_size, origins
-    settings = Settings(plan.case.model, api_key, *limits)
+    names = ("batch_size", "max_queue", "max_body", "output_len", "drain_s", "kv_cache_size", "origins")
+    settings = Settings(plan.case.model, api_key, *(how[name] for name in names))
     try:
         bound = listen(host, port)
     except OSError as error:
@@ -169,9 +154,10 @@ def command(
             watch.quiet()
             watch.message(f"serving {settings.model} at {address}/v1")
 
+        log = None if quiet else partial(click.echo, err=True)
         server = HttpServer(
-            plan, make_worker, load, settings, bound, tokenizer, say=watch.message, loading=lambda: watch.loading(plan),
-            ready=ready, log=None if quiet else partial(click.echo, err=True),
+            plan, make_worker, load, settings, bound, tokenizer, on_message=watch.message, on_ready=ready, log=log,
+            on_loading=lambda: watch.loading(plan),
         )  # fmt: skip
         watch.message(f"listening at {address}")
         fault = server.run()

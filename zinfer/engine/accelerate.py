@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 from zinfer.core.engine import AccelerateOptions
 from zinfer.engine.base import Work, is_step
-from zinfer.engine.decoder import Decoder, scratch
+from zinfer.engine.decoder import Decoder, offload_folder
 from zinfer.engine.pinned import PinnedArena, lay_out
 from zinfer.engine.state import ModelState
 from zinfer.record.measurement import Effective
-from zinfer.system.lease import OwnFolder
+from zinfer.system.scratch import Scratch
 
 
 class Accelerate(Decoder):
@@ -38,7 +38,7 @@ class Accelerate(Decoder):
 
     options: AccelerateOptions
     _arena: PinnedArena | None = None
-    _folder: OwnFolder | None = None
+    _folder: Scratch | None = None
     _offloaded: "_Weights | None" = None
     _streamed_per_step = 0
     _stay: int | None = None  # layers that stay on the device; None without offload
@@ -60,7 +60,7 @@ class Accelerate(Decoder):
             self._arena = PinnedArena(size, self.options.pin_memory and self.device.type == "cuda", self.progress)
             host = self._arena.views(blocks)
         elif case.offload == "nvme":
-            self._folder = scratch(self.plan.nvme_path, ("*.dat", "index.json"))
+            self._folder = offload_folder(self.plan.nvme_path)
         resident: dict[str, Tensor] = {}
         for name, tensor in state.load(self.device, self.progress):
             if name in host:

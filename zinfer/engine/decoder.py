@@ -29,8 +29,8 @@ from zinfer.engine.positions import PADS, TOKENS, Probe, asks_length, probe, sca
 from zinfer.engine.rotary import DYNAMIC, LONGROPE, follow_lengths, recomputes, start_of, switch_of, turned_by
 from zinfer.engine.transfer import landed, landed_together
 from zinfer.plan.planner import Plan
-from zinfer.system import lease
-from zinfer.system.lease import OwnFolder
+from zinfer.system import scratch
+from zinfer.system.scratch import Scratch
 
 WINDOW_MASKS = ("create_sliding_window_causal_mask", "create_chunked_causal_mask")  # of transformers.masking_utils
 CACHE_NAMES = ("past_key_values", "cache_params")  # names of the cache argument of forward passes
@@ -574,13 +574,12 @@ def masks_window(model: PreTrainedModel) -> bool:
     return any(mask in vars(sys.modules[name]) for name in modules for mask in WINDOW_MASKS)
 
 
-def scratch(nvme_path: str | None, made: Sequence[str]) -> OwnFolder:
-    """Make a folder for offloaded weights inside `nvme_path`, with files whose names match the patterns `made`; its
-    `cleanup` removes it, or if this process is killed the next start.
+def offload_folder(nvme_path: str | None) -> Scratch:
+    """Make a scratch folder for offloaded weights inside `nvme_path`.
 
     Raises EngineError unless `nvme_path` names a folder that exists.
     """
     if nvme_path is None or not Path(nvme_path).is_dir():
         what = f"{nvme_path!r} is not a folder" if nvme_path else "it needs one"
         raise EngineError(f"offload nvme puts the weights into the folder given by --nvme-path: {what}")
-    return lease.folder(Path(nvme_path), "weights", made)
+    return scratch.folder(Path(nvme_path), "weights")

@@ -38,7 +38,7 @@ from zinfer.core.units import counted
 from zinfer.engine import EngineError
 from zinfer.engine.pinned import ALIGNMENT, PAGE, PinnedArena, TensorPlace, shared_memory
 from zinfer.plan.planner import Plan
-from zinfer.system import lease
+from zinfer.system import scratch
 from zinfer.system.ending import MEMORY_CODES, NO_GPU_MEMORY, NO_HOST_MEMORY, PARENT
 
 GATHER_S = 600.0  # for all ranks to take part in a gather, or to start
@@ -249,7 +249,7 @@ class Leader(Group):
         size = plan.placement.gpus
         if torch.cuda.is_available() and torch.cuda.device_count() < size:
             raise EngineError(f"gpus={size}: this host has {counted(torch.cuda.device_count(), 'GPU')}")
-        self._folder = lease.folder(Path(tempfile.gettempdir()), "ranks", ["store"])
+        self._folder = scratch.folder(Path(tempfile.gettempdir()), "ranks")
         super().__init__(0, size, str(self._folder.path / "store"), shared_memory())
         self._closing = False
         self._files = [self.weights]

@@ -23,7 +23,7 @@ NO_TOKENS = "has no tokens: it needs at least one"
 
 
 class Tokenizer:
-    """A model's tokenizer in a worker; `hf` is that of transformers, `ends` are the tokens that end a text."""
+    """Tokenizer of a model in a worker; `hf` is that of transformers, `ends` are the tokens that end a text."""
 
     def __init__(self, spec: ModelSpec) -> None:
         directory = None if spec.directory is None else Path(spec.directory)
@@ -47,8 +47,10 @@ class Tokenizer:
         return _decoded(self.hf, ids, skip_special_tokens=True)
 
     def text_of(self, token: int) -> str:
-        """Return the text of one token within a text, also of a special one; of a part of a character the bytes, as
-        OpenAI's API writes them: ``bytes:\\xe6``."""
+        """Return the text of a token within a text.
+
+        Of a part of a character it is the bytes, as OpenAI's API writes them: ``bytes:\\xe6``.
+        """
         if self._letter is None:
             self._letter = self.hf("a", add_special_tokens=False).input_ids
         head, both = (decode(self.hf, ids, special=True) for ids in (self._letter, [*self._letter, token]))
@@ -57,8 +59,7 @@ class Tokenizer:
 
 
 def load_tokenizer(directory: Path | None) -> "PreTrainedTokenizerBase":
-    """Load the tokenizer of a checkpoint's folder, or bytes as tokens for dummy weights. Raises ModelError where there
-    is none."""
+    """Load the tokenizer of a folder, or bytes for dummy weights. Raises ModelError."""
     if directory is None:
         return byte_tokenizer()
     from transformers import AutoTokenizer
@@ -78,30 +79,28 @@ def load_tokenizer(directory: Path | None) -> "PreTrainedTokenizerBase":
 
 
 def _is_tokenizer(name: str) -> bool:
-    """Tell whether `transformers` has a tokenizer class of this name (and not a model, or a function)."""
+    """Tell whether `transformers` has a tokenizer class of this name."""
     from transformers import PreTrainedTokenizerBase
     from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
     if not name.isidentifier():
         return False
-    found = tokenizer_class_from_name(name)
-    return isinstance(found, type) and issubclass(found, PreTrainedTokenizerBase)
+    kind = tokenizer_class_from_name(name)
+    return isinstance(kind, type) and issubclass(kind, PreTrainedTokenizerBase)
 
 
 def check_library(error: BaseException) -> None:
-    """Raise `error` again unless it is a fault that the libraries of tokenizers find: an exception, or a panic of
-    compiled code, which is none."""
+    """Raise `error` again unless it is of a library: an exception, or a panic of compiled code, which is none."""
     if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
         raise error
 
 
 def _bytes_of(name: str) -> str | None:
-    """Return the bytes of a token by its name, ``<0xE6>`` or letters that stand for bytes (GPT-2's); None if it is
-    neither."""
+    """Return the bytes of a token by its name: ``<0xE6>``, or letters that stand for bytes (GPT-2's); else None."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    if (found := re.fullmatch("<0x([0-9A-F]{2})>", name)) is not None:
-        return f"{BYTES}\\x{found[1].lower()}"
+    if (match := re.fullmatch("<0x([0-9A-F]{2})>", name)) is not None:
+        return f"{BYTES}\\x{match[1].lower()}"
     values = {letter: byte for byte, letter in bytes_to_unicode().items()}
     return BYTES + "".join(f"\\x{values[letter]:02x}" for letter in name) if values.keys() >= set(name) else None
 
@@ -140,7 +139,7 @@ def byte_backend() -> "Backend":
 
 
 def own_end(hf: Any) -> int | None:
-    """Return the token that ends a text by the tokenizer `hf`; None if it names none, or none of its vocabulary."""
+    """Return the end token of the tokenizer `hf`; None if it names none of its vocabulary."""
     token = hf.eos_token_id
     if token is None or hf.convert_ids_to_tokens(token) != str(hf.eos_token):  # an unknown one has the id of <unk>
         return None

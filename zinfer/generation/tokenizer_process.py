@@ -7,13 +7,15 @@ is computed a prompt is bounded: of more characters than the model's positions h
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -22,7 +24,7 @@ from zinfer.checkpoint.tokenizer_files import ChatTemplate
 from zinfer.core.model import ModelError, ModelSpec
 from zinfer.generation import tokenizer_server
 from zinfer.generation.tokenizer import NO_TOKENS
-from zinfer.system import lease
+from zinfer.system import scratch
 from zinfer.system.ending import at_end
 
 QUICK_S = 0.5  # CPU time in which nearly all prompts are read
@@ -52,7 +54,7 @@ class Refusal(NamedTuple):
 
 
 class EndToken(NamedTuple):
-    """A token that ends a text, its own text, and the files that name it."""
+    """End token, its text, and the files that name it."""
 
     token: int
     text: str
@@ -60,8 +62,7 @@ class EndToken(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """Facts about a tokenizer: the characters of its longest token, the tokens that end a text, the token that begins
-    one, and whether it has a chat template."""
+    """Facts about a tokenizer: characters of its longest token, end tokens, first token, and whether it can chat."""
 
     longest: int
     ends: tuple[EndToken, ...]
@@ -77,20 +78,20 @@ class Facts(NamedTuple):
 
 
 class TokenizerProcess:
-    """Tokenizer and chat template of a checkpoint, in a process that starts with the object. For several threads.
+    """Tokenizer and chat template of a checkpoint, in a process. For several threads.
 
-    Of a prompt of more than twice `most` tokens only the number is told. `template` comes from
+    A prompt of more than twice `max_tokens` tokens is refused with its length. `template` comes from
     `tokenizer_files.chat_template`.
     """
 
-    def __init__(self, spec: ModelSpec, template: ChatTemplate | None = None, most: int | None = None) -> None:
+    def __init__(self, spec: ModelSpec, template: ChatTemplate | None = None, max_tokens: int | None = None) -> None:
         directory = None if spec.directory is None else Path(spec.directory)
-        self.most = most
+        self.max_tokens = max_tokens
         self.template = tokenizer_files.chat_template(directory) if template is None else template
         self._name, self._positions = spec.name, spec.max_position
-        self._wanted = what_to_load(spec, self.template)
-        self._starting, self._idling = threading.Lock(), threading.Lock()
-        self._idle: list[socket.socket] = []  # connections that wait for a request
+        self._load = what_to_load(spec, self.template)
+        self._lock = threading.Lock()
+        self._idle: list[Connection] = []  # to children that wait for a request
         self._facts: Facts | None = None
         self._fault: ModelError | None = None  # reason why the process could not load
         self._loading = self._closed = False
@@ -100,7 +101,7 @@ class TokenizerProcess:
     def facts(self) -> Facts:
         """Facts about the tokenizer, once it is loaded. Raises ModelError if it cannot be loaded within the limits."""
         if self._facts is None:
-            with self._starting:
+            with self._lock:
                 self._await()
         assert self._facts is not None
         return self._facts
@@ -115,55 +116,53 @@ class TokenizerProcess:
 
         Raises ModelError if the tokenizer cannot be loaded.
         """
-        found: list[list[int] | Refusal] = []
+        results: list[list[int] | Refusal] = []
         for part in parts(prompts):
-            some = self.encode_quickly(part, special) if len(part) > 1 else None
-            found += [self.encode_alone(prompt, special) for prompt in part] if some is None else some
-        return found
+            quick = self.encode_quickly(part, special) if len(part) > 1 else None
+            results += [self.encode_alone(prompt, special) for prompt in part] if quick is None else quick
+        return results
 
     def encode_quickly(self, prompts: Sequence[Prompt], special: bool = True) -> list[list[int] | Refusal] | None:
-        """Return what `encode` does of a few short prompts; None if any of them needs longer than `QUICK_S`."""
+        """Do as `encode` for a few short prompts; return None if any of them needs longer than `QUICK_S`."""
         return self._encode(prompts, special, QUICK_S)
 
     def encode_alone(self, prompt: Prompt, special: bool = True) -> list[int] | Refusal:
-        """Return the token ids of one prompt, which may take the time that its length permits, or why it has none."""
+        """Return the token ids of one prompt, or why it has none. It may take the time that its length permits."""
         seconds = PROMPT_S + MILLION_S * characters(prompt) / 1e6
-        found = self._encode([prompt], special, seconds)
-        if found is not None:
-            return found[0]
+        results = self._encode([prompt], special, seconds)
+        if results is not None:
+            return results[0]
         return Refusal("invalid_prompt", _exceeds("prompt" if isinstance(prompt, str) else "conversation", seconds))
 
     def continuation(self, before: list[int], added: str) -> list[int] | None:
         """Return the ids of a text that follows the tokens `before`; None unless both decode to both texts."""
-        return self._ask({"do": "continue", "before": before, "added": added}, PROMPT_S).get("answer")
+        return self._ask("continuation", PROMPT_S, before=before, added=added).get("answer")
 
     def render(self, messages: list[dict[str, Any]]) -> str:
         """Return the text of a conversation by the chat template. Raises ModelError where that refuses it."""
-        if (why_not := self._too_large(messages) or self.cannot_chat) is not None:
-            raise ModelError(why_not.message if isinstance(why_not, Refusal) else why_not)
-        return str(self._answer({"do": "render", "messages": messages}, PROMPT_S))
+        if (refusal := self._refused(messages)) is not None:
+            raise ModelError(refusal.message)
+        return str(self._answer("render", PROMPT_S, messages=messages))
 
     def encode_document(self, text: str) -> list[int]:
-        """Return the token ids of a text of any length, without special ones. Raises ModelError."""
-        request = {"do": "encode", "prompts": [text], "special": False, "most": None}
-        (found,) = self._answer(request, PROMPT_S + MILLION_S * len(text) / 1e6)
-        if "why" in found:
-            raise ModelError(found["why"])
-        return list(found["ids"])
+        """Return the token ids of a long text, without special ones. Raises ModelError."""
+        seconds = PROMPT_S + MILLION_S * len(text) / 1e6
+        (result,) = self._answer("encode", seconds, prompts=[text], special=False, max_tokens=None)
+        if "why" in result:
+            raise ModelError(result["why"])
+        return list(result["ids"])
 
     def vocabulary(self) -> tuple[dict[str, int], list[int]]:
         """Return the id of each token, and the ids of special tokens. Raises ModelError."""
-        found = self._answer({"do": "vocabulary"}, LOAD_S)
-        return found["tokens"], found["special"]
+        tokens, special = self._answer("vocabulary", LOAD_S)
+        return tokens, special
 
     def close(self) -> None:
-        """End the process; calls under way find no answer. Safe to call twice."""
+        """End the process; calls under way get no answer. Safe to call twice."""
         self._closed = True
         self._end()
-        with self._idling:
-            idle, self._idle = self._idle, []
-        for connection in idle:
-            connection.close()
+        while self._idle:
+            self._idle.pop().close()
 
     def __enter__(self) -> Self:
         return self
@@ -172,79 +171,72 @@ class TokenizerProcess:
         self.close()
 
     def _encode(self, prompts: Sequence[Prompt], special: bool, seconds: float) -> list[list[int] | Refusal] | None:
-        found: list[list[int] | Refusal | None] = [self._refused(prompt) for prompt in prompts]
-        asked = [prompt for prompt, refusal in zip(prompts, found, strict=True) if refusal is None]
-        request = {"do": "encode", "prompts": asked, "special": special, "most": self.most}
-        answers = self._ask(request, seconds) if asked else {"answer": []}
-        if "answer" not in answers:
+        refusals = [self._refused(prompt) for prompt in prompts]
+        asked = [prompt for prompt, refusal in zip(prompts, refusals, strict=True) if refusal is None]
+        if not asked:
+            return [*filter(None, refusals)]
+        answer = self._ask("encode", seconds, prompts=asked, special=special, max_tokens=self.max_tokens)
+        if "answer" not in answer:
             return None
-        coming = iter(answers["answer"])
-        return [self._read(next(coming)) if refusal is None else refusal for refusal in found]
+        results = map(self._result, answer["answer"])
+        return [next(results) if refusal is None else refusal for refusal in refusals]
 
-    def _read(self, answer: dict[str, Any]) -> list[int] | Refusal:
+    def _result(self, answer: dict[str, Any]) -> list[int] | Refusal:
         if "why" in answer:
             return Refusal("invalid_prompt", answer["why"])
         if "length" in answer:
-            why = f"the prompt has at least {answer['length']:,} tokens, which exceed {self.most:,} positions"
+            why = f"the prompt has at least {answer['length']:,} tokens, which exceed {self.max_tokens:,} positions"
             return Refusal("context_length_exceeded", why)
         return answer["ids"] or Refusal("invalid_prompt", f"the prompt {NO_TOKENS}")
 
     def _refused(self, prompt: Prompt) -> Refusal | None:
-        """Return why a prompt is not read at all."""
+        """Return why a prompt is not read at all: without a chat template, or with more characters than can fit."""
         if not isinstance(prompt, str) and (why_not := self.cannot_chat) is not None:
             return Refusal("invalid_prompt", why_not)
-        return self._too_large(prompt)
-
-    def _too_large(self, prompt: Prompt) -> Refusal | None:
-        positions = [one for one in (self.most, self._positions) if one is not None]
-        largest = min(positions) * self.facts.longest if positions else tokenizer_server.MAX_TEXT
-        if (size := characters(prompt)) <= largest:
+        limits = [limit for limit in (self.max_tokens, self._positions) if limit is not None]
+        max_size = min(limits) * self.facts.longest if limits else tokenizer_server.MAX_TEXT
+        if (size := characters(prompt)) <= max_size:
             return None
-        why = f"a prompt of {size:,} characters: at most {largest:,}"
-        why += f", {min(positions):,} positions of the longest token" if positions else ""
+        why = f"a prompt of {size:,} characters: at most {max_size:,}"
+        why += f", {min(limits):,} positions of the longest token" if limits else ""
         return Refusal("context_length_exceeded", why)
 
-    def _answer(self, request: dict[str, Any], seconds: float) -> Any:
-        """Return the answer to a request. Raises ModelError if there is none."""
-        found = self._ask(request, seconds)
-        if "answer" not in found:
-            raise ModelError(found.get("why", _exceeds("text", seconds)))
-        return found["answer"]
+    def _answer(self, do: str, seconds: float, **request: Any) -> Any:
+        answer = self._ask(do, seconds, **request)
+        if "answer" not in answer:
+            raise ModelError(answer.get("why", _exceeds("text", seconds)))
+        return answer["answer"]
 
-    def _ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Return an `answer`, or `why` there is none; neither if the process did not survive the request. Raises
+    def _ask(self, do: str, seconds: float, **request: Any) -> dict[str, Any]:
+        """Return an `answer`, or `why` there is none; neither if the child did not survive the request. Raises
         ModelError if there is no process."""
-        line = json.dumps(request | {"seconds": seconds}).encode() + b"\n"
-        with self._idling:
-            connection = self._idle.pop() if self._idle else None
-        connection = connection or self._connect()
-        answer = b""
-        connection.settimeout(PATIENCE_S + tokenizer_server.wall_s(seconds))
-        with suppress(OSError):
-            connection.sendall(line)
-            answer = _line(connection)
-        if not answer.endswith(b"\n"):
-            connection.close()
-            return {}
-        with self._idling:
+        try:
+            connection = self._idle.pop()
+        except IndexError:
+            connection = self._connect()
+        answer: dict[str, Any] = {}
+        with suppress(OSError, EOFError):
+            connection.send_bytes(json.dumps({"do": do, "seconds": seconds, "request": request}).encode())
+            answer = _received(connection, PATIENCE_S + tokenizer_server.wall_s(seconds))
+        if answer:
             self._idle.append(connection)
-        found: dict[str, Any] = json.loads(answer)
-        return found
+        else:
+            connection.close()
+        return answer
 
-    def _connect(self) -> socket.socket:
-        """Return a connection to a new child of the process, which is started again if something has ended it. Raises
-        ModelError if that cannot be."""
+    def _connect(self) -> Connection:
+        """Return a connection to a new child.
+
+        A process that has ended is started again. Raises ModelError if that cannot be.
+        """
         for _ in range(2):
-            with self._starting:
-                if self._fault is not None and self._facts is not None:  # it was loaded before: not the files' fault
-                    self._restart()
+            with self._lock:
                 self._await()
-                ours, theirs = socket.socketpair()
+                ours, theirs = Pipe()
                 with theirs, suppress(OSError):
-                    socket.send_fds(self._control, [b"+"], [theirs.fileno()])
-                ours.settimeout(PATIENCE_S)
-                with suppress(OSError):
-                    if ours.recv(1):
+                    send_handle(self._control, theirs.fileno(), None)  # the process id is for Windows
+                with suppress(OSError, EOFError):
+                    if _received(ours, PATIENCE_S):
                         return ours
                 ours.close()
                 if self._closed:
@@ -253,14 +245,15 @@ class TokenizerProcess:
         raise ModelError(f"the process that reads prompts of {self._name} cannot be started")
 
     def _await(self) -> None:
-        """Wait until the process has loaded the tokenizer. Raises ModelError if it cannot."""
+        """Wait until the tokenizer is loaded. Raises ModelError if it cannot be: for good, unless it once was."""
+        if self._fault is not None and self._facts is not None:
+            self._restart()
         if self._loading:
             self._loading = False
-            found = self._loaded()
-            if isinstance(found, ModelError):
-                self._fault = found
-            else:
-                self._facts = found
+            try:
+                self._facts = self._loaded()
+            except ModelError as fault:
+                self._fault = fault
         if self._fault is not None:
             raise self._fault
 
@@ -270,38 +263,33 @@ class TokenizerProcess:
 
     def _start(self) -> None:
         self._loading, self._fault = True, None
-        self._control, theirs = socket.socketpair()
+        self._control, theirs = Pipe()
         env = {name: os.environ[name] for name in _PASSED if name in os.environ} | _SET
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-c", _MAIN], stdin=theirs.fileno(), stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL, env=env, start_new_session=True,
             )  # fmt: skip
-        forget = at_end(self._process.kill)
-        self._end = weakref.finalize(self, _end, self._process, self._control, forget)
-        self._control.settimeout(LOAD_WALL_S)
+        self._end = weakref.finalize(self, _end, self._process, self._control, at_end(self._process.kill))
         with suppress(OSError):
-            self._control.sendall(json.dumps(self._wanted).encode() + b"\n")
+            self._control.send_bytes(json.dumps(self._load).encode())
 
-    def _loaded(self) -> Facts | ModelError:
-        line = b""
-        with suppress(OSError):
-            line = _line(self._control)
-        if not line.endswith(b"\n"):
+    def _loaded(self) -> Facts:
+        answer: dict[str, Any] = {}
+        with suppress(OSError, EOFError):
+            answer = _received(self._control, LOAD_WALL_S)
+        if not answer:
             self._end()
-            lease.sweep()  # what it owned
+            scratch.remove_abandoned()
             limits = f"{LOAD_S:.0f} s of CPU time or {LOAD_BYTES >> 30} GiB"
-            name = self._wanted["directory"] or self._name
-            return ModelError(f"{name}: its tokenizer takes more than {limits} to load, or crashes the library")
-        found = json.loads(line)
-        if "why" in found:
-            return ModelError(found["why"])
-        ends = tuple(EndToken(*end) for end in found.pop("ends"))
-        return Facts(ends=ends, **found)
+            name = self._load["directory"] or self._name
+            raise ModelError(f"{name}: its tokenizer takes more than {limits} to load, or crashes the library")
+        if "why" in answer:
+            raise ModelError(answer["why"])
+        return Facts(ends=tuple(EndToken(*end) for end in answer.pop("ends")), **answer)
 
 
-def _end(process: "subprocess.Popen[bytes]", control: socket.socket, forget: Callable[[], None]) -> None:
-    """End a process and its children."""
+def _end(process: "subprocess.Popen[bytes]", control: Connection, forget: Callable[[], None]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -309,15 +297,10 @@ def _end(process: "subprocess.Popen[bytes]", control: socket.socket, forget: Cal
     forget()
 
 
-def _line(connection: socket.socket) -> bytes:
-    """Return what comes up to the end of a line, or of the connection."""
-    found = bytearray()
-    while not found.endswith(b"\n"):
-        more = connection.recv(1 << 20)
-        if not more:
-            break
-        found += more
-    return bytes(found)
+def _received(connection: Connection, seconds: float) -> dict[str, Any]:
+    """Return the next message; an empty one if none comes in time. Raises EOFError and OSError."""
+    message: dict[str, Any] = json.loads(connection.recv_bytes()) if connection.poll(seconds) else {}
+    return message
 
 
 def _exceeds(kind: str, seconds: float) -> str:
@@ -334,7 +317,7 @@ def what_to_load(spec: ModelSpec, template: ChatTemplate) -> dict[str, Any]:
 
 
 def characters(prompt: Prompt) -> int:
-    """Return the number of characters of a prompt, those of roles and tool calls among them."""
+    """Count the characters of a prompt, roles and tool calls included."""
     if isinstance(prompt, str):
         return len(prompt)
     values = (value for message in prompt for value in message.values())
@@ -342,14 +325,14 @@ def characters(prompt: Prompt) -> int:
 
 
 def parts(prompts: Sequence[Prompt]) -> list[list[Prompt]]:
-    """Return prompts, in their order, in parts that are read quickly; a long one is alone."""
-    found: list[list[Prompt]] = [[]]
-    size = 0
+    """Split prompts, in their order, into parts that are read quickly; a long one is alone."""
+    result: list[list[Prompt]] = []
+    room = 0
     for prompt in prompts:
-        own = characters(prompt)
-        if found[-1] and (size + own > QUICK_CHARACTERS or len(found[-1]) == QUICK_PROMPTS):
-            found.append([])
-            size = 0
-        found[-1].append(prompt)
-        size += own
-    return found if found[-1] else []
+        size = characters(prompt)
+        if not result or size > room or len(result[-1]) == QUICK_PROMPTS:
+            result.append([])
+            room = QUICK_CHARACTERS
+        result[-1].append(prompt)
+        room -= size
+    return result

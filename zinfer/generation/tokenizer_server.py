@@ -1,4 +1,4 @@
-"""Process that renders conversations and tokenises texts by the files of a checkpoint, within limits.
+"""Process that renders conversations and tokenises texts, within limits.
 
 A tokenizer and a chat template are programs that came with a checkpoint: a regular expression may backtrack for hours,
 a vocabulary abort the library, a template take 10^9 steps or make 10^12 characters. This process loads them, with
@@ -6,8 +6,8 @@ limits on CPU time and memory. Then it forks a child for each connection that `z
 hands it; the child answers requests, each within limits of its own, and can open no file. The kernel ends a child that
 exceeds them, and the next connection gets another one at once, since nothing has to be loaded again.
 
-Stdin is a socket. It brings a line of JSON, which says what to load, and is answered by one; then the connections. On
-each a line of JSON asks, and a line answers. It needs no torch, and `transformers` is kept from importing it.
+Stdin is a connection of `multiprocessing`, which brings a message of JSON that says what to load, and then further
+connections. On each, messages of JSON ask and answer. It needs no torch, and `transformers` is kept from importing it.
 """
 
 import gc
@@ -15,20 +15,18 @@ import json
 import os
 import resource
 import signal
-import socket
 import sys
-from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from zinfer.checkpoint import tokenizer_files
 from zinfer.core.model import ModelError
 from zinfer.generation.tokenizer import byte_backend, check_library, decode, load_tokenizer, own_end
-from zinfer.system import lease
 
 CHARACTER_BYTES = 256  # memory of a request for each of its characters (170 measured)
-TEMPLATE_S = 2.0  # CPU time of compiling a chat template once for all requests; more, and each request compiles it
 LONGEST = 1 << 14  # characters of a token; the longest of published models have a few hundred
 BEGINNING = 12  # characters for each position that tell whether a long text is far too long
 MAX_TEXT = 64 << 20  # characters of a rendered conversation
@@ -39,53 +37,65 @@ _PLAIN_DECODERS = frozenset({"ByteFallback", "ByteLevel", "Fuse", "Metaspace", "
 
 
 class Checkpoint(NamedTuple):
-    """Tokenizer `hf` of a checkpoint, the text of its chat template, and the name and vocabulary of its model."""
+    """Tokenizer `hf` and chat template of a checkpoint; name and vocabulary of its model."""
 
     hf: Any
     template: str | None
     vocab_size: int
     name: str
 
-    def answer(self, request: dict[str, Any]) -> Any:
-        """Return the answer to a request; raise ModelError where there is none."""
-        ask: Callable[[dict[str, Any]], Any] = getattr(self, f"_{request['do']}")
-        return ask(request)
+    def encode(self, prompts: list[Any], special: bool, max_tokens: int | None) -> list[dict[str, Any]]:
+        """Return for each prompt ``{"ids": ..}``, or ``{"length": ..}`` if that is far above `max_tokens`, or
+        ``{"why": ..}`` it has no ids."""
+        return [self._encoded(prompt, special, max_tokens) for prompt in prompts]
 
-    def _encode(self, request: dict[str, Any]) -> list[Any]:
-        """Return of each prompt its token ids, their least number where it is far above `most`, or why there are none,
-        as ``{"ids": ..}``, ``{"length": ..}`` or ``{"why": ..}``."""
-        return [self._encoded(prompt, request["special"], request["most"]) for prompt in request["prompts"]]
-
-    def _encoded(self, prompt: Any, special: bool, most: int | None) -> dict[str, Any]:
+    def _encoded(self, prompt: Any, special: bool, max_tokens: int | None) -> dict[str, Any]:
+        limit = sys.maxsize if max_tokens is None else max_tokens
         try:
             chat = not isinstance(prompt, str)
-            text = self._rendered(prompt) if chat else _unicode(prompt)
-            if most is not None and len(text) > 2 * BEGINNING * most:
+            text = self.render(prompt) if chat else _unicode(prompt)
+            if len(text) > 2 * BEGINNING * limit:
                 # Text that follows changes a few tokens at the end of this, and never half of them.
-                ids = self._ids(text[: BEGINNING * most], special=False)
-                if len(ids) > 2 * most:
+                ids = self._ids(text[: BEGINNING * limit], special=False)
+                if len(ids) > 2 * limit:
                     return {"length": len(ids)}
             ids = self._ids(text, special and not chat)
         except BaseException as error:
             check_library(error)
             return {"why": error_line(error)}
-        return {"ids": ids} if most is None or len(ids) <= 2 * most else {"length": len(ids)}
+        return {"ids": ids} if len(ids) <= 2 * limit else {"length": len(ids)}
 
-    def _render(self, request: dict[str, Any]) -> str:
-        """Return the text of a conversation, up to where its answer begins."""
-        return self._rendered(request["messages"])
+    def render(self, messages: list[dict[str, Any]]) -> str:
+        """Return the text of a conversation, up to where its answer begins. Raises ModelError."""
+        if "tool_calls" not in (self.template or "") and any("tool_calls" in message for message in messages):
+            raise ModelError("the model's chat template shows no tool calls: leave such messages out")
+        conversation = [
+            {key: _unicode(value) if isinstance(value, str) else value for key, value in message.items()}
+            for message in messages
+        ]
+        try:
+            text = self.hf.apply_chat_template(
+                conversation, tokenize=False, add_generation_prompt=True, chat_template=self.template
+            )
+        except Exception as error:  # a template says no in whatever way its author chose
+            raise ModelError(f"the model's chat template refuses the conversation: {error_line(error)}") from None
+        if len(text) > MAX_TEXT:
+            raise ModelError(f"the model's chat template makes {len(text):,} characters: at most {MAX_TEXT:,}")
+        if _unicode(text) != text:
+            raise ModelError("the model's chat template makes half of a surrogate pair, which is no character")
+        return str(text)
 
-    def _continue(self, request: dict[str, Any]) -> list[int] | None:
+    def continuation(self, before: list[int], added: str) -> list[int] | None:
         """Return the ids of a text that follows tokens; None unless together they decode to both texts."""
-        before, added = request["before"], _unicode(request["added"])
+        added = _unicode(added)
         ids = self._ids(added, special=False)
-        head, both = (decode(self.hf, one, special=True) for one in (before, before + ids))
+        head, both = (decode(self.hf, tokens, special=True) for tokens in (before, before + ids))
         return ids if ids and both == head + added else None
 
-    def _vocabulary(self, _request: dict[str, Any]) -> dict[str, Any]:
-        """Return the id of each token, and those of special tokens."""
+    def vocabulary(self) -> tuple[dict[str, int], list[int]]:
+        """Return the id of each token, and the ids of special tokens."""
         special = [number for number, token in self.hf.added_tokens_decoder.items() if token.special]
-        return {"tokens": self.hf.get_vocab(), "special": sorted(special)}
+        return self.hf.get_vocab(), sorted(special)
 
     def _ids(self, text: str, special: bool) -> list[int]:
         try:
@@ -99,25 +109,6 @@ class Checkpoint(NamedTuple):
                 "together"
             )
         return ids
-
-    def _rendered(self, messages: list[dict[str, Any]]) -> str:
-        if "tool_calls" not in (self.template or "") and any("tool_calls" in message for message in messages):
-            raise ModelError("the model's chat template shows no tool calls: leave such messages out")
-        said = [
-            {key: _unicode(value) if isinstance(value, str) else value for key, value in message.items()}
-            for message in messages
-        ]
-        try:
-            text = self.hf.apply_chat_template(
-                said, tokenize=False, add_generation_prompt=True, chat_template=self.template
-            )
-        except Exception as error:  # a template says no in whatever way its author chose
-            raise ModelError(f"the model's chat template refuses the conversation: {error_line(error)}") from None
-        if len(text) > MAX_TEXT:
-            raise ModelError(f"the model's chat template makes {len(text):,} characters: at most {MAX_TEXT:,}")
-        if _unicode(text) != text:
-            raise ModelError("the model's chat template makes half of a surrogate pair, which is no character")
-        return str(text)
 
 
 class _Bytes:
@@ -139,12 +130,11 @@ class _Bytes:
         return str(self._backend.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def get_vocab(self) -> dict[str, int]:
-        found: dict[str, int] = self._backend.get_vocab()
-        return found
+        return dict(self._backend.get_vocab())
 
 
 def _unicode(text: str) -> str:
-    """Return `text` with a question mark for each half of a surrogate pair: bytes of a command line, not UTF-8."""
+    """Return `text` with a question mark for each lone surrogate: bytes of a command line, not UTF-8."""
     return text.encode(errors="replace").decode()
 
 
@@ -154,35 +144,27 @@ def error_line(error: BaseException) -> str:
 
 
 def load(wanted: dict[str, Any]) -> tuple[Checkpoint, dict[str, Any]]:
-    """Return the checkpoint of the first line of stdin, and the facts about it. Raises ModelError."""
+    """Return the tokenizer, tried on a text, and the facts about it. Raises ModelError."""
     directory = None if wanted["directory"] is None else Path(wanted["directory"])
-    if directory is None and wanted["template"] is None:
-        return _tried(_Bytes(), None, wanted)
-    hf: Any = load_tokenizer(directory)
+    hf: Any = _Bytes() if directory is None and wanted["template"] is None else load_tokenizer(directory)
     try:
-        return _tried(hf, directory, wanted)
+        longest = max(map(len, hf.get_vocab()), default=1)
+        if longest > LONGEST:
+            raise ModelError(f"a token has {longest:,} characters: at most {LONGEST:,}")
+        if (backend := getattr(hf, "backend_tokenizer", None)) is not None and backend.decoder is not None:
+            check_decoder(json.loads(backend.decoder.__getstate__()))
+        template = wanted["template"] or getattr(hf, "chat_template", None)
+        template = template if isinstance(template, str) else None
+        checkpoint = Checkpoint(hf, template, wanted["vocab_size"], wanted["name"])
+        decode(hf, list(hf("a", add_special_tokens=True).input_ids), special=True)
+        with suppress(Exception):
+            hf.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False, chat_template=WARM_UP)
+        ends = tokenizer_files.end_tokens(directory, wanted["config"], own_end(hf), checkpoint.vocab_size)
+        names = [[token, _name(hf, token), files] for token, files in ends.items()]
     except BaseException as error:
         check_library(error)
         raise ModelError(f"{directory}: its tokenizer cannot be used: {error_line(error)}") from None
-
-
-def _tried(hf: Any, directory: Path | None, wanted: dict[str, Any]) -> tuple[Checkpoint, dict[str, Any]]:
-    """Return a tokenizer with which a text was read and written, and the facts about it."""
-    longest = max(map(len, hf.get_vocab()), default=1)
-    if longest > LONGEST:
-        raise ModelError(f"a token has {longest:,} characters: at most {LONGEST:,}")
-    if (backend := getattr(hf, "backend_tokenizer", None)) is not None and backend.decoder is not None:
-        check_decoder(json.loads(backend.decoder.__getstate__()))
-    template = wanted["template"] or (hf.chat_template if isinstance(getattr(hf, "chat_template", None), str) else None)
-    found = Checkpoint(hf, template, wanted["vocab_size"], wanted["name"])
-    decode(hf, list(hf("a", add_special_tokens=True).input_ids), special=True)
-    with suppress(Exception):
-        hf.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False, chat_template=WARM_UP)
-    ends = tokenizer_files.end_tokens(directory, wanted["config"], own_end(hf), found.vocab_size)
-    return found, {
-        "longest": longest, "template": template is not None, "bos": hf.bos_token_id,
-        "ends": [[token, _name(hf, token), files] for token, files in ends.items()],
-    }  # fmt: skip
+    return checkpoint, {"longest": longest, "template": template is not None, "bos": hf.bos_token_id, "ends": names}
 
 
 def _name(hf: Any, token: int) -> str:
@@ -193,48 +175,30 @@ def _name(hf: Any, token: int) -> str:
 
 
 def check_decoder(decoder: dict[str, Any]) -> None:
-    """Raise ModelError unless `decoder`, that of a `tokenizer.json`, makes no text longer and needs no long time.
+    """Raise ModelError if a `decoder` may lengthen text or take long.
 
     The worker decodes the tokens that a model chooses; a regular expression there could take hours, a replacement that
     is longer than what it replaces all memory, and a strip at the end of a token ends the library.
     """
     kind = decoder.get("type")
-    fine = kind in _PLAIN_DECODERS
+    harmless = kind in _PLAIN_DECODERS
     if kind == "Sequence":
-        for one in decoder["decoders"]:
-            check_decoder(one)
-        fine = True
+        for inner in decoder["decoders"]:
+            check_decoder(inner)
+        harmless = True
     elif kind == "Replace":
         pattern = decoder["pattern"].get("String")
-        fine = bool(pattern) and len(decoder["content"]) <= len(pattern)
+        harmless = bool(pattern) and len(decoder["content"]) <= len(pattern)
     elif kind == "Strip":
-        fine = decoder["stop"] == 0
+        harmless = decoder["stop"] == 0
     elif kind == "BPEDecoder":
-        fine = bool(decoder["suffix"])
-    if not fine:
+        harmless = bool(decoder["suffix"])
+    if not harmless:
         raise ModelError(f"its decoder may take all time or memory: {json.dumps(decoder)[:200]}")
 
 
-def compile_template(template: str, memory: int) -> None:
-    """Compile a chat template for all requests, if a child of this process can do so in a short time."""
-    from transformers.utils import chat_template_utils
-
-    def compiled() -> None:
-        with suppress(Exception):
-            chat_template_utils._compile_jinja_template(template)  # which keeps it
-
-    if (child := os.fork()) == 0:
-        _limit(memory)
-        signal.setitimer(signal.ITIMER_PROF, TEMPLATE_S)
-        compiled()
-        os._exit(0)
-    if os.waitpid(child, 0)[1] == 0:
-        compiled()
-
-
 def _limit(memory: int) -> int:
-    """Take the right to open or to extend files, and more memory than `memory` bytes, from this process; return the
-    bytes that its address space may have."""
+    """Allow this process no files and `memory` more bytes; return the bytes that its address space may have."""
     size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + memory
     _limit_memory(size)
     for what in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE):
@@ -243,42 +207,40 @@ def _limit(memory: int) -> int:
 
 
 def _limit_memory(size: int) -> None:
-    """Bound the address space, to less where it is bounded already."""
-    _, most = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (size if most == resource.RLIM_INFINITY else min(size, most), most))
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (size if hard == resource.RLIM_INFINITY else min(size, hard), hard))
 
 
 def wall_s(seconds: float) -> float:
-    """Return the time that `seconds` of CPU time may take on a busy machine."""
+    """Return the wall time of CPU `seconds` on a busy machine."""
     return 60 + 10 * seconds
 
 
-def serve(connection: socket.socket, checkpoint: Checkpoint, memory: int) -> None:
-    """Answer requests on a connection until it is closed; the kernel ends this process where one exceeds its limits."""
+def serve(connection: Connection, checkpoint: Checkpoint, memory: int) -> None:
+    """Answer requests until the connection is closed; the kernel ends this process where one exceeds its limits."""
     size = _limit(memory)
-    connection.sendall(b"\n")
-    with connection.makefile("rb") as requests:
-        for line in requests:
-            request = json.loads(line)
-            _limit_memory(size + len(line) * CHARACTER_BYTES)
-            signal.setitimer(signal.ITIMER_PROF, request["seconds"])
-            signal.setitimer(signal.ITIMER_REAL, wall_s(request["seconds"]))
-            try:
-                answer = {"answer": checkpoint.answer(request)}
-            except BaseException as error:
-                check_library(error)
-                answer = {"why": error_line(error)}
-            signal.setitimer(signal.ITIMER_PROF, 0)
-            connection.sendall(json.dumps(answer).encode() + b"\n")
-            signal.setitimer(signal.ITIMER_REAL, 0)
+    connection.send_bytes(b'{"ready": true}')
+    while True:
+        message = connection.recv_bytes()
+        asked = json.loads(message)
+        _limit_memory(size + len(message) * CHARACTER_BYTES)
+        signal.setitimer(signal.ITIMER_PROF, asked["seconds"])
+        signal.setitimer(signal.ITIMER_REAL, wall_s(asked["seconds"]))
+        try:
+            answer = {"answer": getattr(checkpoint, asked["do"])(**asked["request"])}
+        except BaseException as error:
+            check_library(error)
+            answer = {"why": error_line(error)}
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        connection.send_bytes(json.dumps(answer).encode())
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def main() -> None:
-    """Load what stdin says, and serve the connections that come on it."""
-    control = socket.socket(fileno=0)
+    """Load a checkpoint, and serve the connections that stdin brings."""
+    control = Connection(0)
     sys.modules["torch"] = None  # type: ignore[assignment]  # it takes seconds, and a tokenizer does without
-    with control.makefile("r") as lines:
-        wanted = json.loads(lines.readline())
+    wanted = json.loads(control.recv_bytes())
     _limit_memory(wanted["load_bytes"])
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.setitimer(signal.ITIMER_PROF, wanted["load_s"])
@@ -286,23 +248,17 @@ def main() -> None:
         checkpoint, facts = load(wanted)
     except BaseException as error:
         check_library(error)
-        control.sendall(json.dumps({"why": error_line(error)}).encode() + b"\n")
-        return
-    lease.end()  # its folder is gone, and the end of this process is a kill
+        facts = {"why": error_line(error)}
     signal.setitimer(signal.ITIMER_PROF, 0)
-    if checkpoint.template is not None:
-        compile_template(checkpoint.template, wanted["request_bytes"])
     gc.freeze()  # the pages of children stay shared
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel forgets a child that ended
-    control.sendall(json.dumps(facts).encode() + b"\n")
-    while True:
-        message, descriptors, _, _ = socket.recv_fds(control, 1, 1)
-        if not message:
-            return
-        with socket.socket(fileno=descriptors[0]) as connection, suppress(OSError):
-            if os.fork() == 0:
-                control.close()
-                try:
-                    serve(connection, checkpoint, wanted["request_bytes"])
-                finally:
-                    os._exit(0)
+    control.send_bytes(json.dumps(facts).encode())
+    with suppress(EOFError):
+        while "why" not in facts:
+            with Connection(recv_handle(control)) as connection, suppress(OSError):
+                if os.fork() == 0:
+                    control.close()
+                    try:
+                        serve(connection, checkpoint, wanted["request_bytes"])
+                    finally:
+                        os._exit(0)

@@ -24,13 +24,13 @@ from zinfer.generation.tokenizer_process import TokenizerProcess
 from zinfer.job.signals import Interrupted
 from zinfer.plan.planner import Plan
 from zinfer.record.study import Along, Deviation, Failed, Position, StudyError
-from zinfer.system import documents, lease
+from zinfer.system import documents, scratch
 from zinfer.worker.process import Client, WorkerError
 from zinfer.worker.tasks import LogitsCompare, LogitsFile, LogitsRecord
 
 
 class AccuracyRow(NamedTuple):
-    """A prompt, and the tokens of the text that follow it, None for the reference's own greedy tokens."""
+    """Prompt, and the tokens that follow it, None for greedy ones."""
 
     prompt: list[int]
     tokens: list[int] | None
@@ -42,7 +42,7 @@ class AccuracyRow(NamedTuple):
 
 @dataclass(frozen=True)
 class Recorded:
-    """A batch of rows that the reference ran: the tokens that followed, and the file of its logits."""
+    """Batch of rows that the reference ran: the tokens that followed, and the file of its logits."""
 
     rows: Sequence[AccuracyRow]
     tokens: list[list[int]]
@@ -51,8 +51,10 @@ class Recorded:
 
 
 def record(worker: Client, rows: Sequence[AccuracyRow], steps: int, file: str, ends: frozenset[int]) -> Recorded:
-    """Run `rows` through the reference for `steps` tokens and store its logits in `file`; tokens in `ends` end a row's
-    own text."""
+    """Run `rows` through the reference for `steps` tokens; store its logits.
+
+    Tokens in `ends` end the text of a row that follows its own tokens.
+    """
     prompts, given = [row.prompt for row in rows], [row.tokens for row in rows]
     answer = worker.ask(LogitsRecord(prompts=prompts, tokens=given, steps=steps, file=file))
     lengths = [
@@ -63,21 +65,22 @@ def record(worker: Client, rows: Sequence[AccuracyRow], steps: int, file: str, e
 
 
 def compare_logits(worker: Client, batch: Recorded, size: int | None = None) -> list[list[Position]]:
-    """Compare the loaded setting with the recorded logits of `batch`, `size` rows at a time; return the positions of
-    each row."""
-    size, found = size or len(batch.rows), list[list[Position]]()
+    """Compare the setting with the logits of `batch`, `size` rows at once; return each row's positions."""
+    size, positions = size or len(batch.rows), list[list[Position]]()
     for first in range(0, len(batch.rows), size):
         part = slice(first, first + size)
         prompts = [row.prompt for row in batch.rows[part]]
         request = LogitsCompare(prompts=prompts, tokens=batch.tokens[part], first=first, logits=batch.logits)
-        found += worker.ask(request).rows
-    return found
+        positions += worker.ask(request).rows
+    return positions
 
 
 @dataclass
 class AccuracyStudy:
-    """Study to run: the plans to compare, at the batch size to run with, the text and the number of samples to take of
-    it. `make_worker` makes a worker, `loading` is called before each load. `rows` grows while it runs."""
+    """Study to run: the plans to compare, at their batch size, and the text with the number of its samples.
+
+    `loading` is called before each load. `rows` grows while it runs.
+    """
 
     reference: Plan
     settings: Sequence[Plan]
@@ -96,8 +99,8 @@ class AccuracyStudy:
         reference's logits, Interrupted if a signal arrives; `rows` is empty if the reference had not run by then.
         """
         spec, load = self.reference.model, self.reference.case.workload
-        with lease.folder(Path(tempfile.gettempdir()), "logits", ("[0-9]*",)) as own:
-            folder = own.path
+        with scratch.folder(Path(tempfile.gettempdir()), "logits") as made:
+            folder = made.path
             needed = 2 * self.samples * load.output_len * spec.vocab_size * spec.dtype_bytes
             if needed > shutil.disk_usage(folder).free:
                 raise StudyError(
@@ -118,8 +121,8 @@ class AccuracyStudy:
             for number, plan in enumerate(self.settings):
                 try:
                     with self._worker(plan) as worker:
-                        found = [compare_logits(worker, batch) for batch in recorded]
-                    self.rows += _deviations(plan.case, recorded, found)
+                        positions = [compare_logits(worker, batch) for batch in recorded]
+                    self.rows += _deviations(plan.case, recorded, positions)
                 except WorkerError as error:
                     self.rows.append(Failed(case=plan.case, status=error.status, error=str(error)))
                 except Interrupted as interrupt:
@@ -143,22 +146,24 @@ class AccuracyStudy:
             worker.close()
 
     def _batches(self) -> tuple[list[list[AccuracyRow]], frozenset[int]]:
-        """Return the rows of each batch, and the tokens that end a row's own text. Raises StudyError if the text is
-        too short, ModelError for a tokenizer that cannot be used."""
+        """Return the rows of each batch, and the end tokens.
+
+        Raises StudyError if the text is too short, ModelError for a tokenizer that cannot be used.
+        """
         load = self.reference.case.workload
         cut, size = load.input_len, load.batch_size
         with TokenizerProcess(self.reference.model) as tokenizer:
             pieces, self.tokens = windows(tokenizer, self.text, self.samples, load.total_len)
             ends = frozenset(end.token for end in tokenizer.facts.ends)
-        rows = [AccuracyRow(one[:cut], tokens) for one in pieces for tokens in (None, one[cut:])]
+        rows = [AccuracyRow(piece[:cut], tokens) for piece in pieces for tokens in (None, piece[cut:])]
         return [rows[start : start + size] for start in range(0, len(rows), size)], ends
 
 
 def windows(tokenizer: TokenizerProcess, text: str, count: int, length: int) -> tuple[list[list[int]], int]:
-    """Return `count` pieces of `length` tokens of a text, spread evenly, and the number of the text's tokens.
+    """Return `count` pieces of a text, and the number of its tokens. They have `length` tokens and are spread evenly.
 
-    No two overlap. Each begins with the token that the tokenizer begins a text with, if there is one. Raises
-    StudyError if the text is too short.
+    No two overlap. Each begins with the tokenizer's first token of a text, if it has one. Raises StudyError if the text
+    is too short.
     """
     bos, first = tokenizer.facts.bos, tokenizer.encode_alone("")
     begin = [bos] if bos is not None and first[:1] == [bos] else []
@@ -174,17 +179,16 @@ def windows(tokenizer: TokenizerProcess, text: str, count: int, length: int) -> 
     return [begin + token_ids[start : start + size] for start in starts], len(token_ids)
 
 
-def _deviations(case: Case, batches: Sequence[Recorded], found: Sequence[list[list[Position]]]) -> list[Deviation]:
+def _deviations(case: Case, batches: Sequence[Recorded], positions: Sequence[list[list[Position]]]) -> list[Deviation]:
     kinds: dict[Along, list[list[Position]]] = {}
-    for batch, rows in zip(batches, found, strict=True):
-        for row, length, positions in zip(batch.rows, batch.lengths, rows, strict=True):
-            kinds.setdefault(row.along, []).append(positions[:length])
+    for batch, rows in zip(batches, positions, strict=True):
+        for row, length, of_row in zip(batch.rows, batch.lengths, rows, strict=True):
+            kinds.setdefault(row.along, []).append(of_row[:length])
     return [Deviation.of(case, along, rows) for along, rows in kinds.items()]
 
 
 def text_of(name: str) -> tuple[str, str]:
-    """Return the name and the content of a prompt file, or of the default text. Raises StudyError if the file cannot
-    be read."""
+    """Return name and content of a prompt file or the default text. Raises StudyError if unreadable."""
     if name == "default":
         from pydoc_data.topics import topics
 

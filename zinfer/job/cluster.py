@@ -41,29 +41,27 @@ NUMBERS = frozenset({"cpus_per_task", "cpus_per_gpu", "signal_delay_s", "array_p
 
 
 class ClusterError(ZinferError):
-    """A cluster that takes no jobs, or parameters that it would not understand."""
+    """Cluster that takes no jobs, or parameters that it would not understand."""
 
 
 def folder_of(output: Path) -> Path:
-    """Return the folder of the jobs' logs, beside the results file `output`."""
+    """Return the folder of the jobs' logs, next to `output`."""
     return output.with_name(output.name + ".cluster")
 
 
 def minutes(text: str) -> int:
-    """Return a time limit as sbatch takes it, in minutes, rounded up: ``minutes``, ``minutes:seconds``,
-    ``hours:minutes:seconds``, ``days-hours``, ``days-hours:minutes`` or ``days-hours:minutes:seconds``. Raises
-    ClusterError."""
-    found = re.fullmatch(r"(?:([0-9]{1,5})-)?([0-9]{1,7})(?::([0-9]{1,2}))?(?::([0-9]{1,2}))?", text)
-    if not found:
+    """Return a time limit of sbatch in minutes, rounded up. Raises ClusterError.
+
+    It is written as ``minutes``, ``minutes:seconds``, ``hours:minutes:seconds``, ``days-hours``,
+    ``days-hours:minutes`` or ``days-hours:minutes:seconds``.
+    """
+    match = re.fullmatch(r"(?:([0-9]{1,5})-)?([0-9]{1,7})(?::([0-9]{1,2}))?(?::([0-9]{1,2}))?", text)
+    if not match:
         raise ClusterError(f"--slurm-arg time={text[:40]}: write minutes, hours:minutes:seconds or days-hours")
-    days, *rest = found.groups()
+    days, *rest = match.groups()
     fields = [int(field) for field in rest if field is not None]
-    if days is not None:
-        hours, minute, second = (*fields, 0, 0)[:3]
-    elif len(fields) == 3:
-        hours, minute, second = fields
-    else:
-        hours, minute, second = 0, *(*fields, 0)[:2]
+    with_hours = days is not None or len(fields) == 3
+    hours, minute, second = (*fields, 0, 0)[:3] if with_hours else (0, *fields, 0)[:3]
     total = ((int(days or 0) * 24 + hours) * 60 + minute) * 60 + second
     if not total:
         raise ClusterError("--slurm-arg time=0: a job needs a time limit, so that it is asked to stop before it ends")
@@ -71,12 +69,11 @@ def minutes(text: str) -> int:
 
 
 def slurm_parameters(words: Iterable[str]) -> dict[str, Any]:
-    """Return ``KEY=VALUE``, or ``KEY`` alone, of sbatch's options as parameters of submitit's executor. Raises
-    ClusterError."""
+    """Return sbatch's options, ``KEY=VALUE`` or ``KEY``, as parameters of submitit. Raises ClusterError."""
     from submitit.slurm.slurm import _get_default_parameters
 
-    known = _get_default_parameters()
-    found: dict[str, Any] = {}
+    of_submitit = _get_default_parameters()
+    parameters: dict[str, Any] = {}
     more: dict[str, Any] = {}
     for word in words:
         name, equals, text = word.partition("=")
@@ -86,22 +83,22 @@ def slurm_parameters(words: Iterable[str]) -> dict[str, Any]:
         if key in OWN:
             raise ClusterError(f"--slurm-arg {key}: zinfer sets it itself")
         if key in LISTS:
-            found.setdefault(key, []).append(text)
+            parameters.setdefault(key, []).append(text)
         elif key == "time":
-            found[key] = minutes(text)
+            parameters[key] = minutes(text)
         elif key in NUMBERS:
             if not re.fullmatch("[0-9]{1,6}", text):
                 raise ClusterError(f"--slurm-arg {word[:60]}: write a whole number")
-            found[key] = int(text)
+            parameters[key] = int(text)
         else:
-            (found if key in known else more)[key] = text if equals else True
-    if "time" not in found:
+            (parameters if key in of_submitit else more)[key] = text if equals else True
+    if "time" not in parameters:
         raise ClusterError("--cluster slurm needs --slurm-arg time=.., the time limit of a job, as 12:00:00 or 1-0")
-    return found | ({"additional_parameters": more} if more else {})
+    return parameters | ({"additional_parameters": more} if more else {})
 
 
 class MeasureShard:
-    """Function of the jobs: picklable, and given back to the queue as it is, for a part says what is left to do.
+    """Picklable function of the jobs, the same at each requeue: a job resumes from its part.
 
     `measure` takes a shard and signals, as `zinfer sweep --shard` does; `gpus` are CUDA_VISIBLE_DEVICES of local jobs.
     """
@@ -125,16 +122,16 @@ class MeasureShard:
         return None
 
     def checkpoint(self, shard: Shard) -> Any:
-        """Return what to run when the job is started again: the same."""
+        """Return this task: a requeued job resumes from its part file."""
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self, shard)
 
 
 class Cluster:
-    """Queue for jobs: that of Slurm, with these options of sbatch, or this machine, which runs one after the other.
+    """Queue of jobs: of Slurm, with these options of sbatch, or of this machine, one job after the other.
 
-    Their logs are in `folder`, beside the results file `output`. Raises ClusterError if submitit or Slurm is not
+    Their logs are in `folder`, next to the results file `output`. Raises ClusterError if submitit or Slurm is not
     installed, or if an option is wrong.
     """
 
@@ -175,7 +172,7 @@ class Cluster:
             raise _not_here(f"no job could be submitted: {error_line(error)}") from None
 
     def ended(self, jobs: Sequence[Any]) -> list[Any]:
-        """Return those of `jobs` that have ended, with a result or without."""
+        """Return the jobs that have ended, with a result or without."""
         if self.kind == "local":
             return [job for job in jobs if job.done()]
         done = [job for job in jobs if _has_result(job)]
@@ -192,12 +189,12 @@ class Cluster:
         return done
 
     def error(self, job: Any) -> str | None:
-        """Return the error of a job that has ended, or None; without an answer it is one that names the log."""
+        """Return the error of a job that has ended, or None. Without an answer, the error names the log."""
         if _has_result(job):
             with suppress(Exception):  # of a pickle that was cut, or of a failure outside of our function
-                found = job.result()
-                if found is None or isinstance(found, str):
-                    return found
+                result = job.result()
+                if result is None or isinstance(result, str):
+                    return result
         return f"job {job.job_id} ended without a result; its log is {job.paths.stderr}"
 
     def cancel(self, jobs: Iterable[Any]) -> None:
@@ -209,17 +206,18 @@ class Cluster:
             with suppress(OSError):
                 job.cancel()
 
-    def end_earlier(self, paths: Iterable[Path], say: Callable[[str], None]) -> None:
+    def end_earlier(self, paths: Iterable[Path], on_message: Callable[[str], None]) -> None:
         """Cancel the jobs of an earlier start, whose parts are at `paths`. Raises StoreError if one still writes."""
         names = [path.name for path in self.folder.glob("jobs/*_submitted.pkl")] if self.kind == "slurm" else []
-        if ids := [found[1] for name in names if (found := re.fullmatch("([0-9]+(_[0-9]+)?)_submitted.pkl", name))]:
+        matches = (re.fullmatch("([0-9]+(_[0-9]+)?)_submitted.pkl", name) for name in names)
+        if ids := [match[1] for match in matches if match]:
             _scancel(ids)
-            say("cancelled the jobs of an earlier start, which go on with what they have")
+            on_message("cancelled the jobs of an earlier start, which go on with what they have")
         for path in paths:
             wait_until_free(path, RELEASE_S if ids else 0)
 
     def clear(self, paths: Iterable[Path]) -> None:
-        """Remove the parts, whose points are in the sweep's file, and the logs of the jobs."""
+        """Remove the merged parts and the logs of the jobs."""
         for path in paths:
             path.unlink(missing_ok=True)
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -227,8 +225,10 @@ class Cluster:
 
 @contextmanager
 def _errors_to(path: Path) -> Iterator[None]:
-    """Give processes that are started in the block the file `path` as stderr: submitit's controller of a local job
-    shows a traceback when it is cancelled."""
+    """Send stderr of processes started in the block to `path`.
+
+    Submitit's controller of a local job shows a traceback when it is cancelled.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     ours, log = os.dup(2), os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
     try:
@@ -261,7 +261,7 @@ def _has_result(job: Any) -> bool:
 
 
 def _listed(jobs: Sequence[Any]) -> set[str] | None:
-    """Return the ids of those jobs that Slurm's queue lists, waiting or running; None if it does not answer."""
+    """Return the ids of jobs that Slurm's queue lists, waiting or running; None if it does not answer."""
     arrays = sorted({job.job_id.split("_")[0] for job in jobs})
     command = ["squeue", "--noheader", "--array", "--format=%i", f"--jobs={','.join(arrays)}"]
     try:
@@ -279,50 +279,48 @@ def run_shards(
     shards: Sequence[Shard],
     path: Path,
     events: Events,
-    say: Callable[[str], None] = lambda _text: None,
+    on_message: Callable[[str], None] = lambda _text: None,
 ) -> list[str]:
     """Run `job` for each shard, whose part is at `Shard.path` of `path`; return the errors of those that failed.
 
     Raises Interrupted on SIGINT and SIGTERM, after the jobs were cancelled; ClusterError if none can be submitted.
     """
     failed: list[str] = []
-    told: Counter[tuple[Path, str]] = Counter()
-    _tell(shards, path, told, Events())
+    reported: Counter[tuple[Path, str]] = Counter()
+    _report(shards, path, reported, Events())
     size = len(shards) if cluster.kind == "slurm" else 1
     with Signals() as signals:
         for begin in range(0, len(shards), size):
             array = shards[begin : begin + size]
             running = dict(enumerate(cluster.submit(job, array)))
             if cluster.kind == "slurm":
-                say(
-                    f"submitted {counted(len(array), 'job')}: {', '.join(one.job_id for one in running.values())}"[:200]
-                )
+                ids = ", ".join(job.job_id for job in running.values())
+                on_message(f"submitted {counted(len(array), 'job')}: {ids}"[:200])
             try:
                 while running:
                     with signals.raised():
                         time.sleep(POLL_S[cluster.kind])
                     ended = cluster.ended([*running.values()])
-                    _tell(array, path, told, events)
-                    for index in [index for index, one in running.items() if one in ended]:
+                    _report(array, path, reported, events)
+                    for index in [index for index, submitted in running.items() if submitted in ended]:
                         if (error := cluster.error(running.pop(index))) is not None:
                             failed.append(error)
-                            say(f"shard {array[index]}: {error}")
+                            on_message(f"shard {array[index]}: {error}")
             except BaseException:
                 cluster.cancel(running.values())
                 raise
     return failed
 
 
-def _tell(shards: Iterable[Shard], path: Path, told: "Counter[tuple[Path, str]]", events: Events) -> None:
-    """Tell of the points that jobs have written since the last look."""
+def _report(shards: Iterable[Shard], path: Path, reported: "Counter[tuple[Path, str]]", events: Events) -> None:
     for part in [shard.path(path) for shard in shards]:
         size = part.stat().st_size if part.exists() else 0
-        if size == told[part, "bytes"]:
+        if size == reported[part, "bytes"]:
             continue
-        told[part, "bytes"] = size
+        reported[part, "bytes"] = size
         records = read(part)
-        for point in records.points[told[part, "points"] :]:
+        for point in records.points[reported[part, "points"] :]:
             events.point(point, False)
-        for load in records.requests[told[part, "requests"] :]:
+        for load in records.requests[reported[part, "requests"] :]:
             events.requests(load, False)
-        told[part, "points"], told[part, "requests"] = len(records.points), len(records.requests)
+        reported[part, "points"], reported[part, "requests"] = len(records.points), len(records.requests)

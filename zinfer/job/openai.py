@@ -1,5 +1,6 @@
-"""Completion requests and answers of OpenAI's API, ``/v1/completions`` and ``/v1/chat/completions``: the one place that
-checks a request's body, for batch files and for the server, and that says how an answer looks.
+"""Completion requests and answers of OpenAI's API, ``/v1/completions`` and ``/v1/chat/completions``.
+
+The one place that checks a request's body, for batch files and for the server, and that makes the body of an answer.
 
 A body is refused unless every parameter is carried out, or has a value without an effect on the answer; so are its
 messages and their parts. Sources: OpenAI's API reference, and the parameters that vLLM's server adds to it.
@@ -8,6 +9,7 @@ messages and their parts. Sources: OpenAI's API reference, and the parameters th
 import json
 import math
 from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from zinfer.core.case import MOST
@@ -15,10 +17,10 @@ from zinfer.core.errors import ZinferError
 from zinfer.core.request import EchoedPrompt, Request, Sampling, TokenScore
 from zinfer.system.documents import Bounds, DocumentError, parse_json
 
-STOPS, STOP = 16, 1000  # most texts that end an answer, and most characters of one
-MESSAGES = 10_000  # most messages of a chat
-TOP = 20  # most alternatives whose log-probabilities are told
-LEAST_LOGPROB = -9999.0  # in place of minus infinity, which JSON does not have
+MAX_STOPS, MAX_STOP = 16, 1000  # texts that end an answer, and characters of one
+MAX_MESSAGES = 10_000  # of a chat
+MAX_TOP = 20  # alternatives with a log-probability
+MIN_LOGPROB = -9999.0  # in place of minus infinity, which JSON does not have
 PART = "bytes:\\x"  # beginning of the text of a token that is part of a character (`Tokenizer.text_of`)
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -31,8 +33,8 @@ _SERVED_OF = {True: _SERVED | {"top_logprobs"}, False: _SERVED | {"echo"}}  # by
 
 _ARGUMENTS = Bounds(values=10_000, composed=10_000)  # of a tool call
 _ANY = ("any value",)
-# Values without an effect on the answer, which clients send though they ask for nothing, by place and name. Null, and
-# an empty text, list or object, has none either, unless its name is followed by nothing here.
+# Values without an effect on the answer, which clients send though they ask for nothing, by part and name. Null, and
+# an empty text, list or object, has none either, unless its name is followed by an empty tuple.
 _NEUTRAL: dict[str, dict[str, tuple[Any, ...]]] = {
     "the body": {
         **dict.fromkeys(("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
@@ -58,7 +60,7 @@ _NEUTRAL: dict[str, dict[str, tuple[Any, ...]]] = {
 
 
 class Refused(ZinferError):
-    """A request that cannot be served: the reason, OpenAI's `code` of it, and the parameter."""
+    """Request that cannot be served: the reason, OpenAI's `code`, and the parameter."""
 
     def __init__(self, code: str, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -66,15 +68,17 @@ class Refused(ZinferError):
 
 
 class ServerLimits(NamedTuple):
-    """Bounds of a server's requests: the model's vocabulary, and the most answers to one request."""
+    """Bounds of a server's requests: the model's vocabulary, and the maximum of answers to one request."""
 
     vocab_size: int
     answers: int
 
 
 class Asked(NamedTuple):
-    """A body's request. Temperature 0 is greedy; `seed` and `output_len` are None where it names none; `logprobs` is
-    the number of alternatives whose log-probabilities are asked for, None without log-probabilities."""
+    """Request of a body. Temperature 0 is greedy; `seed` and `output_len` are None where it has none.
+
+    `logprobs` is the number of alternatives with a log-probability, None without log-probabilities.
+    """
 
     chat: bool
     prompts: tuple[Prompt, ...]
@@ -102,17 +106,14 @@ class Asked(NamedTuple):
 
 
 def read_body(body: dict[str, Any], chat: bool, served: ServerLimits | None = None) -> Asked:
-    """Return the request in a body, of a batch file unless `served`. Raises Refused, which names the parameter."""
+    """Return the request in a body, of a batch file unless `served`. Raises Refused."""
     subject = "messages" if chat else "prompt"
     carried_out = {subject} | _USED | (_SERVED_OF[chat] if served else frozenset())
     given = _effective(body, carried_out, "the body", CHAT if chat else COMPLETIONS)
     if subject not in given:
         raise Refused("missing_required_parameter", f"the body has no {subject}", subject)
     length = "max_completion_tokens" if "max_completion_tokens" in given else "max_tokens"
-    if served:
-        prompts = (_messages(given[subject]),) if chat else _prompts(given[subject], served)
-    else:
-        prompts = (_messages(given[subject]) if chat else _text(given[subject]),)
+    prompts = (_messages(given[subject]),) if chat else _prompts(given[subject], served)
     asked = Asked(
         chat=chat,
         prompts=prompts,
@@ -126,7 +127,6 @@ def read_body(body: dict[str, Any], chat: bool, served: ServerLimits | None = No
 
 
 def _for_server(asked: Asked, given: dict[str, Any], served: ServerLimits) -> Asked:
-    """Return a request with the parameters that a server carries out."""
     n = _whole(given, "n", 1) if "n" in given else 1
     if n * len(asked.prompts) > served.answers:
         param = "prompt" if len(asked.prompts) > 1 else "n"
@@ -155,8 +155,8 @@ def _for_server(asked: Asked, given: dict[str, Any], served: ServerLimits) -> As
 
 def _logprobs(given: dict[str, Any], chat: bool) -> int | None:
     if not chat:
-        return None if given.get("logprobs", False) is False else _whole(given, "logprobs", 0, TOP)
-    count = _whole(given, "top_logprobs", 0, TOP) if "top_logprobs" in given else 0
+        return None if given.get("logprobs", False) is False else _whole(given, "logprobs", 0, MAX_TOP)
+    count = _whole(given, "top_logprobs", 0, MAX_TOP) if "top_logprobs" in given else 0
     if not _flag(given, "logprobs"):
         if count:
             raise Refused("invalid_value", "top_logprobs goes with logprobs only", "top_logprobs")
@@ -165,13 +165,13 @@ def _logprobs(given: dict[str, Any], chat: bool) -> int | None:
 
 
 def answer_limit(asked: int | None, length: int, positions: int | None, output_len: int) -> int:
-    """Return the most tokens of an answer to a prompt of `length` tokens: those `asked` for, else `output_len`, as far
-    as the model has `positions` for it. Raises Refused where it has not enough of them."""
-    left = None if positions is None else positions - length
-    limit = asked
-    if limit is None:
-        limit = output_len if left is None else min(output_len, max(1, left))
-    if left is not None and limit > left:
+    """Return the maximum of tokens of an answer: `asked`, else `output_len`.
+
+    Raises Refused where the model has not enough `positions` for it.
+    """
+    left = math.inf if positions is None else positions - length
+    limit = int(min(output_len, max(1, left))) if asked is None else asked
+    if limit > left:
         message = f"the prompt's {length} tokens and {limit} of the answer exceed the model's {positions} positions"
         raise Refused("context_length_exceeded", message)
     return limit
@@ -180,30 +180,30 @@ def answer_limit(asked: int | None, length: int, positions: int | None, output_l
 # Parameters
 
 
-def _effective(fields: Mapping[str, Any], carried_out: Collection[str], *places: str) -> dict[str, Any]:
+def _effective(fields: Mapping[str, Any], carried_out: Collection[str], *parts: str) -> dict[str, Any]:
     """Return the fields that are to be carried out. Raises Refused for any other whose value may have an effect."""
-    found = {key: value for key, value in fields.items() if key in carried_out and value is not None}
-    neutral = {key: values for place in places for key, values in _NEUTRAL[place].items()}
+    effective = {key: value for key, value in fields.items() if key in carried_out and value is not None}
+    neutral = {key: values for part in parts for key, values in _NEUTRAL[part].items()}
     for key, value in fields.items():
-        if key in found or _is_neutral(value, neutral.get(key)):
+        if key in effective or _is_neutral(value, neutral.get(key)):
             continue
         shown = f"={json.dumps(value[:40] if isinstance(value, str) else value)[:40]}"
         name = key[:60] + (shown if isinstance(value, str | int | float) else "")
-        if places[0] == "the body":
+        if parts[0] == "the body":
             raise Refused("unsupported_parameter", f"{name} is not supported", key[:60])
-        if places[0] == "stream_options":
-            raise Refused("unsupported_parameter", f"stream_options.{name} is not supported", places[0])
-        raise Refused("unsupported_parameter", f"{name} in {places[0]} is not supported", "messages")
-    return found
+        if parts[0] == "stream_options":
+            raise Refused("unsupported_parameter", f"stream_options.{name} is not supported", parts[0])
+        raise Refused("unsupported_parameter", f"{name} in {parts[0]} is not supported", "messages")
+    return effective
 
 
-def _is_neutral(value: Any, known: tuple[Any, ...] | None) -> bool:
-    """Tell whether a value has no effect; `known` are those of its name."""
-    if value is None or known is _ANY:
+def _is_neutral(value: Any, neutral: tuple[Any, ...] | None) -> bool:
+    """Tell whether a value has no effect; `neutral` are such values of its name."""
+    if value is None or neutral is _ANY:
         return True
     if value in ("", [], {}):
-        return known != ()
-    return any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in known or ())
+        return neutral != ()
+    return any(value == other and isinstance(value, bool) == isinstance(other, bool) for other in neutral or ())
 
 
 def _flag(body: dict[str, Any], key: str, name: str | None = None) -> bool:
@@ -213,47 +213,42 @@ def _flag(body: dict[str, Any], key: str, name: str | None = None) -> bool:
     return bool(value)
 
 
-def _whole(body: dict[str, Any], key: str, least: int | None, most: int = MOST) -> int:
+def _whole(body: dict[str, Any], key: str, low: int | None, high: int = MOST) -> int:
     value = body[key]
-    if not isinstance(value, int) or isinstance(value, bool) or (least is not None and not least <= value <= most):
-        limits = f" from {least} to {most:,}" if least is not None else ""
+    if not isinstance(value, int) or isinstance(value, bool) or (low is not None and not low <= value <= high):
+        limits = f" from {low} to {high:,}" if low is not None else ""
         raise Refused("invalid_value", f"{key} must be a whole number{limits}", key)
     return value
 
 
-def _number(body: dict[str, Any], key: str, default: float, most: float) -> float:
+def _number(body: dict[str, Any], key: str, default: float, high: float) -> float:
     value = body.get(key, default)
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or not 0 <= value <= most:
-        raise Refused("invalid_value", f"{key} must be a number from 0 to {most:g}", key)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= high:  # NaN is none of these
+        raise Refused("invalid_value", f"{key} must be a number from 0 to {high:g}", key)
     return float(value)
 
 
-def _text(prompt: Any) -> str:
-    if not isinstance(prompt, str):
-        raise Refused("invalid_type", "prompt must be a single text; write one line for each prompt", "prompt")
-    return _unicode(prompt, "prompt")
-
-
-def _prompts(prompt: Any, served: ServerLimits) -> tuple[Prompt, ...]:
+def _prompts(prompt: Any, served: ServerLimits | None) -> tuple[Prompt, ...]:
     """Return the prompts of a server's request: a text, token ids, or a list of either."""
     if isinstance(prompt, str):
         return (_unicode(prompt, "prompt"),)
+    if served is None:
+        raise Refused("invalid_type", "prompt must be a single text; write one line for each prompt", "prompt")
     if isinstance(prompt, list) and prompt:
-        if all(isinstance(one, str) for one in prompt):
-            return tuple(_unicode(one, "prompt") for one in prompt)
-        if all(isinstance(one, list) for one in prompt):
-            return tuple(_ids(one, served) for one in prompt)
+        if all(isinstance(item, str) for item in prompt):
+            return tuple(_unicode(item, "prompt") for item in prompt)
+        if all(isinstance(item, list) for item in prompt):
+            return tuple(_ids(item, served) for item in prompt)
         return (_ids(prompt, served),)
     raise Refused("invalid_type", "prompt must be a text, a list of token ids, or a list of either", "prompt")
 
 
 def _ids(ids: list[Any], served: ServerLimits) -> list[int]:
-    if not ids or not all(type(one) is int for one in ids):
+    if not ids or not all(type(token) is int for token in ids):
         raise Refused("invalid_type", "prompt must be a text, a list of token ids, or a list of either", "prompt")
     if min(ids) < 0 or max(ids) >= served.vocab_size:
-        found = min(ids) if min(ids) < 0 else max(ids)
-        raise Refused("invalid_value", f"prompt has token {found}: ids are from 0 to {served.vocab_size - 1}", "prompt")
+        wrong = min(ids) if min(ids) < 0 else max(ids)
+        raise Refused("invalid_value", f"prompt has token {wrong}: ids are from 0 to {served.vocab_size - 1}", "prompt")
     return ids
 
 
@@ -270,17 +265,17 @@ def _stop(stop: Any) -> tuple[str, ...]:
     texts = [stop] if isinstance(stop, str) else [] if stop is None else stop
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
         raise Refused("invalid_value", "stop must be a text or a list of texts, none of them empty", "stop")
-    if len(texts) > STOPS or max(map(len, texts), default=0) > STOP:
-        raise Refused("invalid_value", f"stop has at most {STOPS} texts of {STOP:,} characters", "stop")
+    if len(texts) > MAX_STOPS or max(map(len, texts), default=0) > MAX_STOP:
+        raise Refused("invalid_value", f"stop has at most {MAX_STOPS} texts of {MAX_STOP:,} characters", "stop")
     return tuple(_unicode(text, "stop") for text in texts)
 
 
 def _messages(messages: Any) -> list[dict[str, Any]]:
     if not isinstance(messages, list) or not messages:
         raise Refused("invalid_type", "messages must be a non-empty list", "messages")
-    if len(messages) > MESSAGES:
+    if len(messages) > MAX_MESSAGES:
         raise Refused(
-            "invalid_value", f"messages: {len(messages):,} of them, and at most {MESSAGES:,} are taken", "messages"
+            "invalid_value", f"messages: {len(messages):,} of them, and at most {MAX_MESSAGES:,} are taken", "messages"
         )
     return [_message(message) for message in messages]
 
@@ -289,7 +284,10 @@ def _message(message: Any) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise Refused("invalid_value", "a message must be an object with a role", "messages")
     given = _effective(message, ("role", "content", "name", "tool_calls", "tool_call_id"), "a message")
-    calls = [_tool_call(call) for call in _list(given.get("tool_calls", []))]
+    calls = given.get("tool_calls", [])
+    if not isinstance(calls, list):
+        raise Refused("invalid_type", "tool_calls of a message must be a list", "messages")
+    calls = [_tool_call(call) for call in calls]
     content = given.get("content", "" if calls else None)
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     text = ""
@@ -298,23 +296,17 @@ def _message(message: Any) -> dict[str, Any]:
             raise Refused("unsupported_parameter", "a message's content must be text", "messages")
         _effective(part, ("type", "text"), "a part of a message")
         text += part["text"]
-    found: dict[str, Any] = {"role": _unicode(given["role"], "messages"), "content": _unicode(text, "messages")}
+    checked: dict[str, Any] = {"role": _unicode(given["role"], "messages"), "content": _unicode(text, "messages")}
     for key in ("name", "tool_call_id"):
         if key in given:
             if not isinstance(given[key], str):
                 raise Refused("invalid_type", f"{key} of a message must be a text", "messages")
-            found[key] = _unicode(given[key], "messages")
-    return found | ({"tool_calls": calls} if calls else {})
-
-
-def _list(value: Any) -> list[Any]:
-    if not isinstance(value, list):
-        raise Refused("invalid_type", "tool_calls of a message must be a list", "messages")
-    return value
+            checked[key] = _unicode(given[key], "messages")
+    return checked | ({"tool_calls": calls} if calls else {})
 
 
 def _tool_call(call: Any) -> dict[str, Any]:
-    """Return a call of an earlier answer as chat templates take it: its arguments as an object."""
+    """Return a call of an earlier answer for chat templates: its arguments as an object."""
     function = call.get("function") if isinstance(call, dict) and call.get("type", "function") == "function" else None
     name, arguments = (function.get(key) for key in ("name", "arguments")) if isinstance(function, dict) else (0, 0)
     identity = call.get("id", "") if isinstance(call, dict) else 0
@@ -340,34 +332,31 @@ def completion_object(
     model: str,
     chat: bool,
     choices: list[dict[str, Any]],
-    tokens: tuple[int, int],
-    cached: int | None = None,
+    usage: dict[str, Any],
 ) -> dict[str, Any]:
-    """Return the body of an answer; `tokens` counts those of the prompts and of the answers, `cached` those of the
-    prompts that were reused, if anything may be."""
+    """Return the body of an answer; `usage` is a `usage_object`."""
     return {
         "id": identity,
         "object": "chat.completion" if chat else "text_completion",
         "created": created,
         "model": model,
         "choices": choices,
-        "usage": usage_object(tokens, cached),
+        "usage": usage,
     }
 
 
 def usage_object(tokens: tuple[int, int], cached: int | None = None) -> dict[str, Any]:
-    """Return the numbers of tokens of the prompts, of the answers and of both; and of those of the prompts that were
-    reused."""
-    found = {"prompt_tokens": tokens[0], "completion_tokens": tokens[1], "total_tokens": sum(tokens)}
-    return found | ({} if cached is None else {"prompt_tokens_details": {"cached_tokens": cached}})
+    """Return the numbers of tokens of prompts and answers, and `cached`."""
+    usage = {"prompt_tokens": tokens[0], "completion_tokens": tokens[1], "total_tokens": sum(tokens)}
+    return usage | ({} if cached is None else {"prompt_tokens_details": {"cached_tokens": cached}})
 
 
 def choice_object(
     index: int, chat: bool, text: str, finish_reason: str, logprobs: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """Return one answer; `finish_reason` is ``stop`` or ``length``."""
-    said = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
-    return {"index": index, **said, "logprobs": logprobs, "finish_reason": finish_reason}
+    content = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+    return {"index": index, **content, "logprobs": logprobs, "finish_reason": finish_reason}
 
 
 def error_object(
@@ -380,33 +369,31 @@ def error_object(
 def text_logprobs(
     scores: Sequence[TokenScore], top: int, prompt: EchoedPrompt | None = None, offset: int = 0
 ) -> dict[str, Any]:
-    """Return log-probabilities as ``/v1/completions`` has them, of the tokens of a prompt, if it is echoed, and of an
-    answer; the first token of a prompt has none. Text begins at `offset`."""
-    tokens = [one.token for one in scores]
-    values: list[float | None] = [_finite(one.logprob) for one in scores]
-    tops: list[dict[str, float] | None] = [_top(one) for one in scores]
+    """Return log-probabilities in the form of ``/v1/completions``, with those of an echoed prompt.
+
+    The first token of a prompt has none. Text begins at `offset`.
+    """
+    every = [*(prompt.scores if prompt is not None else ()), *scores]
+    tokens = [score.token for score in every]
+    values: list[float | None] = [_finite(score.logprob) for score in every]
+    tops: list[dict[str, float] | None] = [_top(score) for score in every]
     if prompt is not None:
-        tokens = [prompt.first, *(one.token for one in prompt.scores), *tokens]
-        values = [None, *(_finite(one.logprob) for one in prompt.scores), *values]
-        tops = [None, *map(_top, prompt.scores), *tops]
-    offsets = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += characters(token)
+        tokens, values, tops = [prompt.first, *tokens], [None, *values], [None, *tops]
+    offsets = list(accumulate(map(characters, tokens), initial=offset))[:-1]
     return {"tokens": tokens, "token_logprobs": values, "top_logprobs": tops if top else None, "text_offset": offsets}
 
 
 def characters(token: str) -> int:
-    """Return the length of a token's text; of a part of a character it is one."""
+    """Return the length of a token's text; a part of a character counts 1."""
     return 1 if token.startswith(PART) else len(token)
 
 
 def _top(score: TokenScore) -> dict[str, float]:
-    """Return the alternatives by text, the best of those with one text, and the token itself."""
-    found: dict[str, float] = {}
+    """Return the log-probabilities of the alternatives and the token by text; of one text, the best."""
+    by_text: dict[str, float] = {}
     for token, value in [*score.top, (score.token, score.logprob)]:
-        found.setdefault(token, _finite(value))
-    return found
+        by_text.setdefault(token, _finite(value))
+    return by_text
 
 
 def chat_logprobs(scores: Sequence[TokenScore]) -> dict[str, Any]:
@@ -418,11 +405,11 @@ def chat_logprobs(scores: Sequence[TokenScore]) -> dict[str, Any]:
         return {"token": token, "logprob": _finite(logprob), "bytes": list(octets)}
 
     content = [
-        entry(one.token, one.logprob) | {"top_logprobs": [entry(token, value) for token, value in one.top]}
-        for one in scores
+        entry(score.token, score.logprob) | {"top_logprobs": [entry(token, value) for token, value in score.top]}
+        for score in scores
     ]
     return {"content": content, "refusal": None}
 
 
 def _finite(value: float) -> float:
-    return max(LEAST_LOGPROB, value)
+    return max(MIN_LOGPROB, value)

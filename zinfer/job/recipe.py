@@ -10,9 +10,9 @@ from collections.abc import Collection, Iterator
 from importlib.resources import files
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, Field, ValidationError, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from zinfer.core.case import BITS_BEFORE, MOST, Case, LoadFormat, Workload, resident_bytes
 from zinfer.core.engine import (
@@ -44,13 +44,13 @@ from zinfer.system.printable import printable
 
 ENGINE_RECIPES, SWEEP_RECIPES = Path("engines"), Path("sweeps")
 RECIPE_BYTES = 64 << 10  # largest recipe file
-LOADS, CASES, POINTS = 1000, 2000, 10_000  # most processes of a sweep; these at each pair of lengths; and each batch
-AXIS = 1000  # most values of an axis
-DESCRIPTION = 4000  # most characters
+LOADS, CASES, POINTS = 1000, 2000, 10_000  # maximum of processes; of these at each pair of lengths; and each batch
+AXIS = 1000  # maximum of values of an axis
+DESCRIPTION = 4000  # maximum of characters
 
 
 class RecipeError(ZinferError):
-    """A recipe, or an axis on the command line, that cannot be understood."""
+    """Recipe, or axis on the command line, that cannot be understood."""
 
 
 def _plain(name: str) -> str:
@@ -67,15 +67,30 @@ def _finite(value: Option) -> Option:
     return _plain(value) if isinstance(value, str) else value
 
 
+def _as_tuple(value: Any) -> Any:
+    return value if isinstance(value, list | tuple) else (value,)
+
+
+def _budget(text: str) -> str:
+    resident_bytes(text, 0)
+    return text
+
+
+T = TypeVar("T")
+_UNIQUE = AfterValidator(lambda values: tuple(dict.fromkeys(values)))
+OptionalAxis = Annotated[tuple[T, ...], Field(max_length=AXIS), BeforeValidator(_as_tuple), _UNIQUE]
+Axis = Annotated[OptionalAxis[T], Field(min_length=1)]
 Name = Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_plain)]
 Whole = Annotated[int, Field(ge=1, le=MOST)]
 Setting = Annotated[Option, AfterValidator(_finite)]
-_SOME = Field(min_length=1, max_length=AXIS)
+Settings = Annotated[tuple[Setting, ...], Field(min_length=1, max_length=AXIS), BeforeValidator(_as_tuple)]
+Budget = Annotated[Name, AfterValidator(_budget)]
+Lengths = Annotated[Name, AfterValidator(lambda text: LengthDistribution.parse(text).describe())]
 _DEFAULT_LENGTHS = (((512,), (32,)), ([512], [32]))  # as a header of a sweep has them
 
 
 class EngineRecipe(Frozen):
-    """An engine by name, and its options that differ from the engine's defaults."""
+    """Engine by name, and its options that differ from the defaults."""
 
     engine: Name
     description: str = Field(default="", max_length=DESCRIPTION)
@@ -102,30 +117,18 @@ class SweepLoad(Frozen):
 
     @property
     def conflict(self) -> str | None:
-        """Reason why the options contradict each other, the offload, the format of the weights, or the part of them
-        that stays on the GPU; None if they do not."""
+        """Reason why the options contradict each other or the load; None if they do not."""
         return conflict(self.engine, self.options, self.offload, self.weights, self.gpu_weights)
 
     @property
     def draft_model(self) -> str | None:
-        """Name of the model that drafts; None if none does."""
+        """Name of the draft model; None without one."""
         return draft_model(self.engine, self.options)
 
     def case(self, load_format: LoadFormat, dtype: Dtype, input_len: int, output_len: int) -> Case:
         """Return the load's case at batch size 1."""
-        return Case(
-            model=self.model,
-            engine=self.engine,
-            offload=self.offload,
-            workload=Workload(batch_size=1, input_len=input_len, output_len=output_len),
-            dtype=dtype,
-            load_format=load_format,
-            layers=self.layers,
-            gpu_weights=self.gpu_weights,
-            options=self.options,
-            allow_nan=self.allow_nan,
-            weights=self.weights,
-        )
+        workload = Workload(batch_size=1, input_len=input_len, output_len=output_len)
+        return Case(**dict(self) | {"dtype": dtype}, load_format=load_format, workload=workload)
 
 
 class Sweep(Frozen):
@@ -141,29 +144,29 @@ class Sweep(Frozen):
     """
 
     description: str = Field(default="", max_length=DESCRIPTION)
-    model: Annotated[tuple[Name, ...], _SOME]
-    engine: Annotated[tuple[Name, ...], _SOME] = ("stream",)
-    offload: Annotated[tuple[Offload, ...], _SOME] = ("none", "cpu")
+    model: Axis[Name]
+    engine: Axis[Name] = ("stream",)
+    offload: Axis[Offload] = ("none", "cpu")
     batch_size: Annotated[tuple[Whole, ...], Field(max_length=AXIS)] | str = "auto"
-    input_len: Annotated[tuple[Whole, ...], _SOME] = (512,)
-    output_len: Annotated[tuple[Whole, ...], _SOME] = (32,)
+    input_len: Axis[Whole] = (512,)
+    output_len: Axis[Whole] = (32,)
     requests: Name | None = None
-    request_lengths: tuple[Name, ...] = Field(default=(), max_length=AXIS)
+    request_lengths: OptionalAxis[Lengths] = ()
     num_requests: RequestCount | None = None  # of a file: its first ones; "10x": ten times those in flight
-    in_flight: tuple[InFlight, ...] = Field(default=(), max_length=AXIS)
-    request_rate: tuple[RequestRate, ...] = Field(default=(), max_length=AXIS)
+    in_flight: OptionalAxis[InFlight] = ()
+    request_rate: OptionalAxis[RequestRate] = ()
     request_order: Order = "given"
     seed: int = Field(default=0, ge=0, le=MOST)  # of the lengths, the arrivals and the tokens of requests
-    sla: tuple[Name, ...] = Field(default=(), max_length=AXIS)
+    sla: OptionalAxis[Name] = ()
     rounds: int = Field(default=1, ge=1, le=100)
     dtype: Dtype | None = None
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
-    layers: Annotated[tuple[Whole | None, ...], _SOME] = (None,)
-    gpu_weights: Annotated[tuple[Name | None, ...], _SOME] = (None,)  # of offloaded weights: else all are on the GPU
-    options: dict[Name, Annotated[tuple[Setting, ...], _SOME]] = Field(default_factory=dict, max_length=100)
-    weights: Annotated[tuple[Weights, ...], _SOME] = ("as-released",)  # formats that the layers' weights are given
+    layers: Axis[Whole | None] = (None,)
+    gpu_weights: Axis[Budget | None] = (None,)  # of offloaded weights: else all are on the GPU
+    options: dict[Name, Settings] = Field(default_factory=dict, max_length=100)
+    weights: Axis[Weights] = ("as-released",)  # formats that the layers' weights are given
     allow_nan: bool = False  # load weights with NaN or infinity, too
-    machine: tuple[Name, ...] = Field(default=(), max_length=100)  # to plan for; a sweep runs on this machine
+    machine: OptionalAxis[Name] = Field(default=(), max_length=100)  # to plan for; a sweep runs on this machine
     published: tuple[Published, ...] = Field(default=(), max_length=100)
     repeats: int = Field(default=3, ge=1, le=MOST)
     tolerance: float = Field(default=0.02, gt=0, le=100)  # repeats stop at this 95% half-width, as a share of the mean
@@ -172,22 +175,24 @@ class Sweep(Frozen):
     @model_validator(mode="before")
     @classmethod
     def _bits_before(cls, fields: Any) -> Any:
-        """Read the option `weight_bits` of earlier versions, which only planned with it, as formats."""
+        """Read the option `weight_bits` of earlier versions as formats."""
         options = fields.get("options") if isinstance(fields, dict) else None
         if not isinstance(options, dict) or "weight_bits" not in options or "weights" in fields:
             return fields
         options = dict(options)
         bits = options.pop("weight_bits")
         bits = bits if isinstance(bits, list | tuple) else (bits,)
-        if not all(type(one) is int and one in BITS_BEFORE for one in bits):
+        if not all(type(width) is int and width in BITS_BEFORE for width in bits):
             raise ValueError("weight_bits: write weights instead, and as-released, int4, int8 or fp8")
-        return fields | {"options": options, "weights": tuple(BITS_BEFORE[one] for one in bits)}
+        return fields | {"options": options, "weights": tuple(BITS_BEFORE[width] for width in bits)}
 
     @model_validator(mode="before")
     @classmethod
     def _only_requests(cls, fields: Any) -> Any:
-        """Leave out equal batches where requests are asked for and no batch size is; without either loop, as many
-        requests are in flight as there is room for."""
+        """Leave out equal batches of requests without a batch size.
+
+        Without a closed or open loop, as many requests are in flight as there is room for.
+        """
         if not isinstance(fields, dict) or not (fields.get("requests") or fields.get("request_lengths")):
             return fields
         fields = dict(fields)
@@ -201,14 +206,6 @@ class Sweep(Frozen):
                 raise ValueError("input_len and output_len are for equal batches: name a batch_size, too")
         return fields
 
-    @field_validator(
-        "model", "engine", "offload", "input_len", "output_len", "layers", "gpu_weights", "weights", "machine",
-        "request_lengths", "in_flight", "request_rate", "sla", mode="before",
-    )  # fmt: skip
-    @classmethod
-    def _axis(cls, value: Any) -> Any:
-        return value if isinstance(value, list | tuple) else (value,)
-
     @field_validator("batch_size", mode="before")
     @classmethod
     def _batches(cls, value: Any) -> Any:
@@ -221,37 +218,13 @@ class Sweep(Frozen):
             raise ValueError(f"batch sizes are 1 to {AXIS:,} whole numbers from 1 to {MOST:,}")
         return tuple(sorted(set(sizes)))
 
-    @field_validator("gpu_weights")
-    @classmethod
-    def _known_budgets(cls, value: tuple[str | None, ...]) -> tuple[str | None, ...]:
-        for budget in value:
-            resident_bytes(budget, 0)
-        return value
-
-    @field_validator("request_lengths")
-    @classmethod
-    def _known_distributions(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        return tuple(LengthDistribution.parse(text).describe() for text in value)
-
-    @field_validator(
-        "model", "engine", "offload", "input_len", "output_len", "layers", "gpu_weights", "weights", "machine",
-        "request_lengths", "in_flight", "request_rate", "sla",
-    )  # fmt: skip
-    @classmethod
-    def _once(cls, value: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Leave out values that an axis has twice."""
-        return tuple(dict.fromkeys(value))
-
     @field_validator("options", mode="before")
     @classmethod
-    def _option_axes(cls, value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        return {key: tuple(v) if isinstance(v, list | tuple) else (v,) for key, v in without_retired(value).items()}
+    def _without_retired(cls, value: Any) -> Any:
+        return without_retired(value) if isinstance(value, dict) else value
 
     @model_validator(mode="after")
     def _bounded(self) -> Self:
-        """Refuse a product of axes that nobody could measure, before it is multiplied out."""
         budgets = sum(1 if offload == "none" else len(self.gpu_weights) for offload in self.offload)
         loads = len(self.model) * len(self.layers) * len(self.engine) * len(self.weights) * budgets
         loads *= math.prod(map(len, self.options.values()))
@@ -267,7 +240,7 @@ class Sweep(Frozen):
         return self
 
     def _request_loads(self) -> int:
-        """Return the number of loads of requests on each load of the model; check them. Raises ValueError."""
+        """Check the loads of requests; return their number on each load of the model. Raises ValueError."""
         sources = len(self.request_lengths) + (self.requests is not None)
         if not sources:
             for name in ("num_requests", "in_flight", "request_rate", "request_order", "seed", "sla"):
@@ -275,7 +248,7 @@ class Sweep(Frozen):
                     raise ValueError(f"{name} is for loads of requests only: add requests (a file) or request_lengths")
             if self.batch_size == ():
                 raise ValueError("batch_size: a sweep without requests needs one")
-        numbers = [one for one in self.in_flight if isinstance(one, int)]
+        numbers = [number for number in self.in_flight if isinstance(number, int)]
         if self.request_order != "given" and (self.request_rate or len(numbers) < len(self.in_flight)):
             raise ValueError(ONLY_NUMBERS)
         if isinstance(self.num_requests, str):
@@ -286,54 +259,49 @@ class Sweep(Frozen):
         return sources * (len(self.in_flight) + len(self.request_rate))
 
     def loads(self, planning: bool = False) -> Iterator[SweepLoad]:
-        """Yield the loads one after the other, with the engine recipes resolved and the options validated.
+        """Yield the loads, with engine recipes resolved and options validated.
 
         With `planning` any engine takes the options of `PlanOptions`, which it may lack. Raises OptionError for an
         unknown option and for a wrong value, RecipeError for an unknown engine.
         """
         recipes = [engine_recipe(name) for name in self.engine]
-        for model in self.model:
-            for layers in self.layers:
-                for recipe, weights in product(recipes, self.weights):
-                    for offload in self.offload:
-                        budgets = self._budgets(recipe.engine, offload, {one.engine for one in recipes})
-                        for budget, options in product(budgets, _product(recipe.options, self.options)):
-                            yield SweepLoad(
-                                model=model,
-                                engine=recipe.engine,
-                                offload=offload,
-                                dtype=self.dtype,
-                                layers=layers,
-                                gpu_weights=budget,
-                                options=resolve_options(recipe.engine, options, planning),
-                                allow_nan=self.allow_nan,
-                                weights=weights,
-                            )
+        axes = self.model, self.layers, recipes, self.weights, self.offload
+        for model, layers, recipe, weights, offload in product(*axes):
+            budgets = self._budgets(recipe.engine, offload, {each.engine for each in recipes})
+            for budget, values in product(budgets, [*product(*self.options.values())]):
+                options = recipe.options | dict(zip(self.options, values, strict=True))
+                yield SweepLoad(
+                    model=model,
+                    engine=recipe.engine,
+                    offload=offload,
+                    dtype=self.dtype,
+                    layers=layers,
+                    gpu_weights=budget,
+                    options=resolve_options(recipe.engine, options, planning),
+                    allow_nan=self.allow_nan,
+                    weights=weights,
+                )
 
     def _budgets(self, engine: str, offload: str, engines: Collection[str]) -> tuple[str | None, ...]:
-        """Return the shares of the weights that stay on the GPU: the axis, but nothing where all stay, nor for an
-        engine that keeps none beside others of `engines` that do."""
+        """Return the shares of the weights that stay on the GPU.
+
+        It is the axis, but None where all weights stay, and for an engine without shares if others of `engines` have
+        them.
+        """
         able = {name for name in engines if name in ENGINES and ENGINES[name].gpu_weights}
         unable = bool(able) and engine in ENGINES and engine not in able
         return (None,) if offload == "none" or unable else self.gpu_weights
 
     def lengths(self) -> Iterator[tuple[int, int]]:
-        """Yield the pairs of input and output length of equal batches, in tokens; none if the sweep has no batches."""
-        for input_len in self.input_len if self.batch_size else ():
-            for output_len in self.output_len:
-                yield input_len, output_len
-
-
-def _product(fixed: dict[str, Option], axes: dict[str, tuple[Option, ...]]) -> list[dict[str, Option]]:
-    combined: list[dict[str, Option]] = [dict(fixed)]
-    for key, values in axes.items():
-        combined = [options | {key: value} for options in combined for value in values]
-    return combined
+        """Yield the input and output lengths of equal batches, in tokens; none if the sweep has no batches."""
+        yield from product(self.input_len if self.batch_size else (), self.output_len)
 
 
 def automatic(batch_size: str) -> tuple[int, tuple[int, ...]]:
-    """Return the factor of ``auto`` (2) or ``auto*N``, 0 for ``best``, and the batches that are listed before it in
-    ``1,8,auto``. Raises RecipeError for anything else."""
+    """Return the factor of ``auto`` or ``auto*N``, and the batches before it. The factor of ``best`` is 0.
+
+    Raises RecipeError for anything else.
+    """
     *listed, last = batch_size.split(",")
     match = re.fullmatch(r"auto(?:\*([2-9]|\d\d+))?|best", last)
     if match is None or (listed and match[1]):
@@ -344,17 +312,19 @@ def automatic(batch_size: str) -> tuple[int, tuple[int, ...]]:
 
 
 def parse_batches(text: str) -> tuple[int, ...] | str:
-    """Return the batch sizes of ``1,2,4``; ``1-64*2`` (1, 2, 4, .. 64); ``8-32+8`` (8, 16, 24, 32); mixed with commas.
-    ``auto``, ``auto*4``, ``1,2,auto`` and ``best`` stay text. Raises RecipeError."""
+    """Return the batch sizes of ``1,2,4``, ``1-64*2`` (1, 2, 4, .. 64) or ``8-32+8`` (8, 16, 24, 32), also mixed.
+
+    ``auto``, ``auto*4``, ``1,2,auto`` and ``best`` stay text. Raises RecipeError.
+    """
     if text.split(",")[-1].startswith(("auto", "best")):
         automatic(text)
         return text
-    found: list[int] = []
+    sizes: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"\s*([0-9]{1,12})(?:-([0-9]{1,12})([*+])([0-9]{1,12}))?\s*", part)
         if match is None:
-            told = text if len(text) <= 80 else f"{text[:80]}…"
-            raise RecipeError(f"--batch-size {told!r}: write auto, best, 1,2,4, 1-64*2 (doubling), or 8-64+8 (steps)")
+            shown = text if len(text) <= 80 else f"{text[:80]}…"
+            raise RecipeError(f"--batch-size {shown!r}: write auto, best, 1,2,4, 1-64*2 (doubling), or 8-64+8 (steps)")
         value, end = int(match[1]), int(match[2] or match[1])
         step = int(match[4] or 1)
         if value < 1:
@@ -366,13 +336,13 @@ def parse_batches(text: str) -> tuple[int, ...] | str:
                 f"--batch-size: {part.strip()} is more than {AXIS:,} batch sizes, or a batch above {MOST:,}"
             )
         while value <= end:
-            found.append(value)
+            sizes.append(value)
             if match[3] is None:
                 break
             value = value * step if match[3] == "*" else value + step
-        if len(found) > AXIS:
+        if len(sizes) > AXIS:
             raise RecipeError(f"--batch-size: more than {AXIS:,} batch sizes")
-    return tuple(sorted(set(found)))
+    return tuple(sorted(set(sizes)))
 
 
 def parse_option(text: str) -> Option:
@@ -399,17 +369,15 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def with_options(fields: dict[str, Any], options: dict[str, Any], origin: str) -> dict[str, Any]:
-    """Return the fields of a recipe with `options` in place of its own. Raises RecipeError where its own are no
-    table."""
-    own = fields.get("options", {})
-    if not isinstance(own, dict):
+    """Return the fields of a recipe with `options` before its own. Raises RecipeError if these are no table."""
+    recorded = fields.get("options", {})
+    if not isinstance(recorded, dict):
         raise RecipeError(f"{origin}: options: write a table, [options]")
-    return fields | {"options": own | options}
+    return fields | {"options": recorded | options}
 
 
 def make_sweep(fields: dict[str, Any], origin: str) -> Sweep:
-    """Make a Sweep of plain data. Raises RecipeError that names `origin` and, for an unknown key, lists the known
-    ones."""
+    """Make a Sweep of plain data. Raises RecipeError with `origin` and, for an unknown key, the keys to choose from."""
     try:
         return Sweep.model_validate(fields)
     except ValidationError as error:
@@ -417,35 +385,26 @@ def make_sweep(fields: dict[str, Any], origin: str) -> Sweep:
 
 
 def _recipes(folder: Path) -> dict[str, Path]:
-    """Return the recipes of a folder by name: those of the current directory, and those that come with zinfer."""
+    """Return the recipes of a folder by name: of the current directory, then of the package."""
     shipped = Path(str(files("zinfer") / "catalog")) / folder.name
     return {path.stem: path for root in (shipped, folder) for path in sorted(root.glob("*.toml"))}
 
 
-def sweep_recipes() -> tuple[Path, ...]:
-    """Return the sweep recipes that `sweep_recipe` finds by name, sorted by it."""
-    return tuple(path for _, path in sorted(_recipes(SWEEP_RECIPES).items()))
-
-
-def engine_recipes() -> tuple[Path, ...]:
-    """Return the engine recipes that `engine_recipe` finds by name, sorted by it."""
-    return tuple(path for _, path in sorted(_recipes(ENGINE_RECIPES).items()))
-
-
 def sweep_recipe(name: str) -> Path:
-    """Return the file of a sweep recipe: `name` itself if it ends in ``.toml``, else ``sweeps/<name>.toml`` of the
-    current directory, or the recipe of that name that comes with zinfer. Raises RecipeError, with the known names."""
+    """Return the file of a sweep recipe: `name` itself if it ends in ``.toml``, else the recipe of that name.
+
+    A recipe is ``sweeps/<name>.toml`` of the current directory, or of the package. Raises RecipeError, with the names.
+    """
     if name.endswith(".toml"):
         return Path(name)
-    known = _recipes(SWEEP_RECIPES)
-    if name not in known:
-        raise RecipeError(f"no recipe {name[:80]!r}; choose from {', '.join(sorted(known))}, or name a .toml file")
-    return known[name]
+    recipes = _recipes(SWEEP_RECIPES)
+    if name not in recipes:
+        raise RecipeError(f"no recipe {name[:80]!r}; choose from {', '.join(sorted(recipes))}, or name a .toml file")
+    return recipes[name]
 
 
 def engine_recipe(name: str) -> EngineRecipe:
-    """Return the recipe `engines/<name>.toml` of the current directory, or that comes with zinfer, or the engine `name`
-    with its defaults. Raises RecipeError."""
+    """Return the recipe ``engines/<name>.toml``, or the engine `name` with its defaults. Raises RecipeError."""
     recipes = _recipes(ENGINE_RECIPES)
     if (path := recipes.get(name)) is not None:
         try:

@@ -23,6 +23,7 @@ from zinfer.job.batch.openai import Fault, read_requests
 from zinfer.job.recipe import Sweep
 from zinfer.system import documents
 
+LENGTHS = ("input_len", "output_len")
 TEXT_TOKEN = 4  # characters of a token, roughly: what a plan reckons with before the tokenizer is loaded
 
 
@@ -31,8 +32,10 @@ class RequestsError(ZinferError):
 
 
 class AskedRequest(NamedTuple):
-    """A request: its prompt, a text or a chat's messages, or None for `input_len` random tokens; and the tokens of its
-    answer, which are sampled as it asks. The `input_len` of a text is an estimate."""
+    """Request of a load: its prompt, a text or a chat's messages, or None for `input_len` random tokens.
+
+    Its answer has `output_len` tokens, sampled as it asks. The `input_len` of a text is an estimate.
+    """
 
     prompt: Any
     input_len: int
@@ -54,14 +57,14 @@ class RequestSet(NamedTuple):
     def mean_lengths(self) -> tuple[int, int]:
         """Mean tokens of a prompt and of an answer, rounded up."""
         count = len(self.requests)
-        known, asked = sum(one.input_len for one in self.requests), sum(one.output_len for one in self.requests)
-        return -(-known // count), -(-asked // count)
+        prompts, answers = (sum(getattr(request, name) for request in self.requests) for name in LENGTHS)
+        return -(-prompts // count), -(-answers // count)
 
     @property
     def longest(self) -> AskedRequest | None:
         """Longest request whose tokens are known; None if there is only text."""
-        known = [one for one in self.requests if one.prompt is None]
-        return max(known, key=lambda one: one.input_len + one.output_len, default=None)
+        exact = [request for request in self.requests if request.prompt is None]
+        return max(exact, key=lambda request: request.input_len + request.output_len, default=None)
 
 
 class _LengthLine(Frozen):
@@ -76,17 +79,16 @@ def request_sets(sweep: Sweep) -> tuple[RequestSet, ...]:
     """
     loops: list[dict[str, int | float | str]] = [{"in_flight": number} for number in sweep.in_flight]
     loops += [{"request_rate": rate} for rate in sweep.request_rate]
-    found = []
+    sets = []
     for source in _sources(sweep):
         for loop in loops:
-            name, own = source(count_of(sweep.num_requests, loop.get("in_flight")))
-            fields = {"source": name, "requests": len(own), "seed": sweep.seed, "order": sweep.request_order} | loop
-            found.append(RequestSet(RequestLoad.model_validate(fields), own))
-    return tuple(found)
+            name, requests = source(count_of(sweep.num_requests, loop.get("in_flight")))
+            fields = {"source": name, "requests": len(requests), "seed": sweep.seed, "order": sweep.request_order}
+            sets.append(RequestSet(RequestLoad.model_validate(fields | loop), requests))
+    return tuple(sets)
 
 
 def _sources(sweep: Sweep) -> Iterator[Source]:
-    """Yield the sources of requests."""
     if sweep.requests is not None:
         path = Path(sweep.requests)
         yield partial(_of_file, path, read_file(path), isinstance(sweep.num_requests, str))
@@ -94,16 +96,16 @@ def _sources(sweep: Sweep) -> Iterator[Source]:
         yield partial(_drawn, LengthDistribution.parse(text), sweep.seed)
 
 
-def _of_file(path: Path, known: Asked, exactly: bool, count: int | None) -> tuple[str, Asked]:
-    if exactly and count is not None and count > len(known):
-        raise RequestsError(f"{path} has {len(known):,} requests, and {count:,} are asked for")
-    digest = sha256(repr(known[:count]).encode(errors="replace")).hexdigest()[:12]
-    return f"{path.name} {digest}", known[:count]
+def _of_file(path: Path, requests: Asked, exactly: bool, count: int | None) -> tuple[str, Asked]:
+    if exactly and count is not None and count > len(requests):
+        raise RequestsError(f"{path} has {len(requests):,} requests, and {count:,} are asked for")
+    digest = sha256(repr(requests[:count]).encode(errors="replace")).hexdigest()[:12]
+    return f"{path.name} {digest}", requests[:count]
 
 
 def _drawn(wanted: LengthDistribution, seed: int, count: int | None) -> tuple[str, Asked]:
     lengths = wanted.draw(count or DEFAULT_REQUESTS, seed)
-    return wanted.describe(), tuple(AskedRequest(None, *one) for one in lengths)
+    return wanted.describe(), tuple(AskedRequest(None, *pair) for pair in lengths)
 
 
 def read_file(path: Path) -> Asked:
@@ -119,17 +121,17 @@ def read_file(path: Path) -> Asked:
     if not 1 <= len(numbered) <= MAX_REQUESTS:
         raise RequestsError(f"{path} has {len(numbered):,} requests: a load has 1 to {MAX_REQUESTS:,}")
     if b'"custom_id"' in numbered[0][1]:
-        return tuple(_asked(path, one) for one in read_requests(content))
-    found = []
+        return tuple(_asked(path, request) for request in read_requests(content))
+    requests = []
     for number, line in numbered:
         name = f"{path}, line {number}"
         try:
-            one = documents.validate(_LengthLine, documents.parse_json(line, name), name)
+            lengths = documents.validate(_LengthLine, documents.parse_json(line, name), name)
         except documents.DocumentError as error:
             more = "; write input_len and output_len, or a request with a custom_id"
             raise error.converted(RequestsError, more) from None
-        found.append(AskedRequest(None, one.input_len, one.output_len))
-    return tuple(found)
+        requests.append(AskedRequest(None, lengths.input_len, lengths.output_len))
+    return tuple(requests)
 
 
 def _asked(path: Path, request: Any) -> AskedRequest:
@@ -138,6 +140,6 @@ def _asked(path: Path, request: Any) -> AskedRequest:
         raise RequestsError(f"{path}: request{name}: {request.message}")
     if request.asked.output_len is None:
         raise RequestsError(f"{path}: request {request.custom_id[:60]!r} has no max_tokens: a load has exact lengths")
-    text = request.prompt if isinstance(request.prompt, str) else "".join(str(one) for one in request.prompt)
+    text = request.prompt if isinstance(request.prompt, str) else "".join(map(str, request.prompt))
     asked = request.asked.request((), request.asked.output_len)
     return AskedRequest(request.prompt, max(1, len(text) // TEXT_TOKEN), asked.left, asked.sampling)

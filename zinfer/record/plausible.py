@@ -1,11 +1,12 @@
 """Plausibility of records: the one place that decides which recorded values are believed.
 
 A line may be whole and sealed and still hold a time of 0 ms, 10^300 bytes or a name of a million characters, because it
-was made by hand or by a program with a fault. Such a record is left out, with its file and line, so that no answer is
-computed from it and no reader has to guard against it. Every reader of records goes through `implausible`.
+was made by hand or by a faulty program. Readers leave such a record out and name its file and line, so that nothing
+behind them has to guard against it.
 """
 
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any, TypeGuard, get_args
 
 from pydantic import BaseModel
@@ -16,12 +17,12 @@ from zinfer.record.requests import RequestPoint
 
 LARGEST = 1e18  # of any number
 LONGEST = 20_000  # characters of any text: messages of errors are cut to less
-ITEMS = 1_000_000  # most items of a list
-DEPTH = 20  # deepest nesting of what has no fields of its own
+ITEMS = 1_000_000  # of a list
+DEPTH = 20  # of nested lists and objects
 SHORTEST_MS, LONGEST_MS = 1e-4, 1e10  # a hundred ns, which no clock of Python resolves, and four months
 NAME = 1024  # characters of the name of a model, a machine, an engine
 NAMES = frozenset({"machine", "model", "engine", "device", "gpu_weights", "name"})
-DRIFT_MS = 1e7  # a timeline's spans begin at most so long before their step
+DRIFT_MS = 1e7  # a timeline's spans may begin so long before their step
 
 _TIMES = ("ttft_ms", "step_ms", "recompute_ms", "memory_ms", "disk_ms")
 _POSITIVE = (
@@ -34,7 +35,7 @@ _NOT_NEGATIVE = (
     "streamed_bytes_per_step", "wire_bytes_per_step", "nvme_bytes_per_step", "pinned_bytes", "kept_bytes", "spread",
     "bound", "tokens", "first_differences",
 )  # fmt: skip
-# Field of a record, whatever its kind -> the least and the largest value that is believed, of each sample in a list.
+# Field of any record -> the smallest and the largest value that is believed, of each sample in a list.
 _RANGES = (
     dict.fromkeys(_TIMES, (SHORTEST_MS, LONGEST_MS))
     | dict.fromkeys(_POSITIVE, (1e-9, LARGEST))
@@ -45,14 +46,13 @@ _RANGES = (
 
 def implausible(record: BaseModel) -> str | None:
     """Return the first reason, as ``field: fault``, not to believe a record; None if there is none."""
-    fault = next(_of_point(record), None) if isinstance(record, Recorded) else None
-    if fault is None:
-        fault = next(_of_fields(record, "", ""), None)
+    faults = _of_point(record) if isinstance(record, Recorded) else ()
+    fault = next(chain(faults, _of_fields(record, "", "")), None)
     return None if fault is None else fault[:300]
 
 
 def _of_point(point: Recorded) -> Iterator[str]:
-    """Yield the faults that lie in several fields of a point, or in those that are no quantities of their own."""
+    """Yield the faults between fields, and in settings, readings and predictions."""
     if isinstance(point, Measurement):
         yield from _of_samples(point)
     if isinstance(point, RequestPoint):
@@ -73,7 +73,6 @@ def _of_point(point: Recorded) -> Iterator[str]:
 
 
 def _of_requests(point: RequestPoint) -> Iterator[str]:
-    """Yield the faults of times and counts that contradict each other."""
     counts = point.counts
     if point.pass_ms and not SHORTEST_MS <= point.pass_ms[0] <= point.pass_ms[-1] <= LONGEST_MS:
         yield f"pass_ms: passes from {point.pass_ms[0]} to {point.pass_ms[-1]} ms"
@@ -90,7 +89,6 @@ def _of_requests(point: RequestPoint) -> Iterator[str]:
 
 
 def _of_samples(point: Measurement) -> Iterator[str]:
-    """Yield the faults of the samples and the timeline of equal sequences."""
     load = point.case.workload
     if len(point.ttft_ms) != len(point.step_ms):
         yield f"step_ms: {len(point.step_ms)} repeats, and ttft_ms has {len(point.ttft_ms)}"
@@ -130,12 +128,11 @@ def _number(value: Any) -> TypeGuard[int | float]:
 
 
 def _of_fields(value: Any, name: str, field: str, depth: int = 0) -> Iterator[str]:
-    """Yield a fault for each number, text or list in a record that is beyond the bounds of its `field`; `name` is the
-    path to it."""
+    """Yield a fault for each value beyond the bounds of its `field`; `name` is the path to it."""
     if isinstance(value, BaseModel):
-        for own in type(value).model_fields:
-            if own != "timeline":  # thousands of spans, which `_of_point` has seen
-                yield from _of_fields(getattr(value, own), f"{name}.{own}".lstrip("."), own, depth)
+        for key in type(value).model_fields:
+            if key != "timeline":  # thousands of spans, which `_of_point` has seen
+                yield from _of_fields(getattr(value, key), f"{name}.{key}".lstrip("."), key, depth)
     elif isinstance(value, str):
         if len(value) > (NAME if field in NAMES else LONGEST):
             yield f"{name}: a text of {len(value):,} characters"

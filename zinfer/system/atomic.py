@@ -7,17 +7,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from zinfer.system import lease
+from zinfer.system import scratch
 
 
 @contextmanager
 def writing(path: Path, private: bool = False) -> Iterator[BinaryIO]:
-    """Open a stream whose content replaces `path`, on disk, when the block ends without an exception; else `path`
-    stays, and so do its permissions.
+    """Open a stream that replaces `path` when the block ends without exception.
 
-    Makes the folder. With `private` only the user may read the file. A path that is no regular file (a pipe, a
-    terminal) is written to directly; a link keeps pointing at its file, which is replaced. What a kill leaves of the
-    new content is removed at the next start (`zinfer.system.lease`). Raises OSError, also for a pipe that nobody reads.
+    Otherwise `path` stays; its permissions always do. Makes the folder. With `private` only the user may read the file.
+    A path that is no regular file (a pipe, a terminal) is written to directly; a link keeps pointing at its file, which
+    is replaced. What a kill leaves of the new content is removed at the next start (`zinfer.system.scratch`). Raises
+    OSError, also where nobody reads a pipe.
     """
     if path.exists() and not path.is_file():
         with _open_device(path) as stream:
@@ -26,9 +26,9 @@ def writing(path: Path, private: bool = False) -> Iterator[BinaryIO]:
     if path.is_symlink():
         path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = lease.part_of(path)
-    try:
-        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600 if private else 0o666)
+    with scratch.unfinished(path) as part:
+        mode = 0o600 if private else 0o666
+        descriptor = os.open(part.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
         with open(descriptor, "wb") as stream:
             if not private:
                 with suppress(OSError):  # a new file, or one of somebody else
@@ -36,14 +36,12 @@ def writing(path: Path, private: bool = False) -> Iterator[BinaryIO]:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
-        part.replace(path)
-    finally:
-        lease.release(part)
+        part.path.replace(path)
     sync_folder(path.parent)
 
 
 def _open_device(path: Path) -> BinaryIO:
-    """Open what is no regular file for writing, without waiting for a reader. Raises OSError."""
+    """Open a pipe or device for writing, without waiting for a reader. Raises OSError."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     except OSError as error:
@@ -60,7 +58,7 @@ def write(path: Path, content: str | bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync `folder` so that a new file's name survives a power cut, on file systems that can."""
+    """Sync `folder`, so that a new file's name survives a power cut."""
     with suppress(OSError):
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
         try:

@@ -1,5 +1,6 @@
-"""Reading files that others wrote: regular files of bounded size, JSON and TOML of bounded depth and digits, and values
-checked field by field. Every fault is a DocumentError whose one line names the file, the field and the fault.
+"""Reader of files that others wrote: of bounded size, depth and digits, with values checked field by field.
+
+Every fault is a DocumentError whose one line names the file, the field and the fault.
 """
 
 import errno
@@ -9,6 +10,7 @@ import os
 import re
 import stat
 import tomllib
+from collections import Counter
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, NoReturn, TypeVar
@@ -26,19 +28,14 @@ MAX_DIGITS = 19  # of an integer: 64 bits
 _LONG_KEY = re.compile(rf"""(?<![\w-])(?:(?:[\w-]++|"[^"\n]*+"|'[^'\n]*+')[ \t]*+\.[ \t]*+){{{MAX_DEPTH}}}""")
 _LEVEL = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 _NO_BRACKETS = bytes(byte for byte in range(256) if byte not in _LEVEL)
-_MISUSED = (
-    errno.EISDIR,
-    errno.ENOTDIR,
-    errno.ENAMETOOLONG,
-    errno.ELOOP,
-    errno.ENXIO,
-)  # faults of the name, not of the machine
+# Faults of the name, not of the machine.
+_MISUSED = (errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP, errno.ENXIO)
 
 Value = TypeVar("Value", bound=BaseModel)
 
 
 class Bounds(NamedTuple):
-    """Most values of a JSON document: of all of them, and of those of its texts, lists and objects."""
+    """Maximum of values of a JSON document, and of `composed` ones: texts, lists and objects."""
 
     values: int = 1 << 26
     composed: int = 1 << 22  # each takes memory and time of its own
@@ -48,11 +45,11 @@ FILES = Bounds()
 
 
 class DocumentError(ZinferError):
-    """A file that cannot be read, parsed, or believed; the message names the file, the field and the fault."""
+    """File that cannot be read, parsed, or believed; the message names the file, the field and the fault."""
 
 
 class UnreadableError(DocumentError):
-    """A file that this user, or this machine, cannot read."""
+    """File that this user, or this machine, cannot read."""
 
     exit_code = ENVIRONMENT
 
@@ -93,7 +90,7 @@ def _unread(path: Path, error: OSError) -> DocumentError:
 
 
 def read_bytes(path: Path, limit: int = MAX_BYTES) -> bytes:
-    """Return the content of the regular file `path`, of at most `limit` bytes.
+    """Return the content of a regular file of at most `limit` bytes.
 
     Raises DocumentError, as `open_regular` does; FileNotFoundError if there is no such file.
     """
@@ -156,13 +153,13 @@ def parse_toml(content: bytes, name: object) -> dict[str, Any]:
     if _LONG_KEY.search(text):
         _too_deep(name)
     try:
-        found = tomllib.loads(text)
+        tables = tomllib.loads(text)
     except RecursionError:
         _too_deep(name)
     except ValueError as error:
         raise DocumentError(f"{name} is damaged: {error}") from None
-    _check_depth(found, name)
-    return found
+    _check_depth(tables, name)
+    return tables
 
 
 def read_object(path: Path, limit: int = MAX_BYTES, infinite: bool = False, digits: int = MAX_DIGITS) -> dict[str, Any]:
@@ -182,13 +179,12 @@ def validate(kind: type[Value], fields: object, name: object) -> Value:
 
 
 def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object of `pairs`: the hook of `json.loads` that raises ValueError for a key that comes twice."""
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+    """Return the object of `pairs`: a hook of `json.loads` that raises ValueError for a key that comes twice."""
+    fields = dict(pairs)
+    if len(fields) != len(pairs):
+        ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
         raise ValueError(f"it has {twice[:60]!r} twice")
-    return found
+    return fields
 
 
 def _check_depth(value: object, name: object) -> None:
@@ -207,7 +203,7 @@ def _check_depth(value: object, name: object) -> None:
 
 
 def _check_size(content: bytes, name: object, bounds: Bounds) -> None:
-    """Raise DocumentError for a JSON text with more values than `bounds`, or more levels than MAX_DEPTH.
+    """Raise DocumentError for JSON with too many values or levels.
 
     Looks at commas and brackets outside of strings alone, at the speed of memory: parsing takes a hundred times as
     long. What is not JSON may pass, up to where the parser stops.

@@ -1,7 +1,7 @@
 """Ends of a process: at a signal, with its parent, and together with all that it started.
 
 A command that is interrupted says so in one line, gives the terminal its cursor back, ends its workers, removes what it
-owns (`zinfer.system.lease`) and ends with 128 and the signal's number, within three seconds whatever it is at: a
+owns (`zinfer.system.scratch`) and ends with 128 and the signal's number, within three seconds whatever it is at: a
 Python handler waits for the end of a call into C, so a thread sees to it that none is waited for too long.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
-from zinfer.system import lease
+from zinfer.system import scratch
 
 PARENT = "ZINFER_PARENT"  # environment variable: the process to end with
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -36,7 +36,7 @@ _handed_back = -RECENT_S
 
 
 def at_end(callback: Callable[[], object]) -> Callable[[], None]:
-    """Have `callback` called when a signal ends this process; return a function that takes it back."""
+    """Call `callback` when a signal ends this process; return a function that cancels this."""
     _callbacks.append(callback)
 
     def forget() -> None:
@@ -47,8 +47,11 @@ def at_end(callback: Callable[[], object]) -> Callable[[], None]:
 
 
 def handle_signals() -> None:
-    """End this process in order at SIGINT and SIGTERM, unless it was started with these ignored. For the main thread
-    of a command; a context that handles a signal itself (`zinfer.job.signals`) replaces this for its time."""
+    """End this process in order at SIGINT and SIGTERM. One that was started with these ignored goes on.
+
+    For the main thread of a command; a context that handles a signal itself (`zinfer.job.signals`) replaces this for
+    its time.
+    """
     atexit.register(_ignore_signals)  # the first one is called last
     for number in SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:
@@ -60,24 +63,23 @@ def handle_signals() -> None:
 
 
 def _ignore_signals() -> None:
-    """Ignore signals while Python ends, which would else end it with another exit code."""
+    """Ignore signals, which would change the exit code, while Python ends."""
     for number in SIGNALS:
         with suppress(ValueError):
             signal.signal(number, signal.SIG_IGN)
 
 
 def handed_back() -> None:
-    """Note that a context which handled signals itself has put the handler back: a signal that it took is no reason to
-    end the process."""
+    """Note that a context has put the handler back: a signal that it handled does not end the process."""
     global _handed_back
     _handed_back = time.monotonic()
 
 
 @contextmanager
 def within(*seconds: float) -> Iterator[None]:
-    """End this process so many seconds after each signal, whatever it is at, while a context handles signals itself.
+    """End this process `seconds` after each signal, whatever it does. For contexts that handle signals themselves.
 
-    The first of `seconds` holds for the first signal, and the last one for all others.
+    The first of `seconds` is for the first signal, and the last one for all further ones.
     """
     waits = list(seconds)
     _limits.append(lambda: waits.pop(0) if len(waits) > 1 else waits[0])
@@ -88,20 +90,20 @@ def within(*seconds: float) -> Iterator[None]:
 
 
 def interruption(error: BaseException | None) -> int | None:
-    """Return the signal that `error`, or an exception that led to it, stands for; None if there is none in its chain.
+    """Return the signal that `error`, or its cause, stands for; None if there is none.
 
     A KeyboardInterrupt that names no signal stands for SIGINT.
     """
-    known: set[int] = set()
+    seen: set[int] = set()
     waiting = [error]
     while waiting:
-        one = waiting.pop()
-        if one is None or id(one) in known:
+        cause = waiting.pop()
+        if cause is None or id(cause) in seen:
             continue
-        if isinstance(one, KeyboardInterrupt):
-            return int(getattr(one, "signal", signal.SIGINT))
-        known.add(id(one))
-        waiting += [*getattr(one, "exceptions", ()), one.__context__, one.__cause__]
+        if isinstance(cause, KeyboardInterrupt):
+            return int(getattr(cause, "signal", signal.SIGINT))
+        seen.add(id(cause))
+        waiting += [*getattr(cause, "exceptions", ()), cause.__context__, cause.__cause__]
     return None
 
 
@@ -111,12 +113,12 @@ def _arrived(number: int, _frame: FrameType | None) -> None:
 
 def _watch(reader: int) -> None:
     """Wait for signals; end the process where the main thread does not come to do so in time."""
-    number, deadline, own = 0, math.inf, False  # `own`: the handler of this module has to end the process
+    number, deadline, ours = 0, math.inf, False  # `ours`: the handler of this module has to end the process
     while True:
         left = max(0.0, deadline - time.monotonic())
         if not select.select([reader], [], [], None if deadline == math.inf else left)[0]:
             deadline = math.inf
-            if own or _limits:
+            if ours or _limits:
                 if not _ending:
                     threading.Thread(target=_end, args=(number,), daemon=True).start()
                 time.sleep(PATIENCE_S)
@@ -125,13 +127,13 @@ def _watch(reader: int) -> None:
             for number in filter(SIGNALS.__contains__, os.read(reader, 64)):
                 allowed = _limits[-1]() if _limits else math.inf
                 if signal.getsignal(number) is _arrived:  # a context may have had it: this thread may be late
-                    own = time.monotonic() - _handed_back >= RECENT_S
-                    allowed = PATIENCE_S if own else math.inf
+                    ours = time.monotonic() - _handed_back >= RECENT_S
+                    allowed = PATIENCE_S if ours else math.inf
                 deadline = min(deadline, time.monotonic() + allowed)
 
 
 def _end(number: int) -> None:
-    """Do what has to be done last, and exit; the second signal exits at once."""
+    """Run the callbacks, remove scratch, and exit; a second signal exits at once."""
     global _ending
     if not _ending:
         _ending = True
@@ -144,13 +146,15 @@ def _end(number: int) -> None:
             with suppress(Exception):
                 callback()
         with suppress(Exception):
-            lease.end()
+            scratch.cleanup()
     os._exit(128 + number)
 
 
 def with_parent() -> None:
-    """End this process with its parent, whose id is in the environment (`PARENT`), if there is one; and everything that
-    this process starts with it, compilers for example, if it leads a process group. Linux alone can do the former."""
+    """End this process with the parent that the environment names (`PARENT`).
+
+    All that it starts, such as compilers, ends with it if it leads a process group.
+    """
     parent = os.environ.pop(PARENT, "")
     if not parent.isdigit():
         return
@@ -165,7 +169,7 @@ def with_parent() -> None:
 
 
 def _keep() -> None:
-    """Start a shell that ends this process's group when this process has ended, however it did.
+    """Start a shell that ends this process's group after this process.
 
     The request of `with_parent` is not inherited: a compiler that was started would go on for minutes.
     """

@@ -1,5 +1,4 @@
-"""Hardware of this machine, read and not measured, without torch: GPUs from NVML, processor and memory from the
-kernel."""
+"""Hardware of this machine, read and not measured, without torch: GPUs from NVML, the rest from the kernel."""
 
 import contextlib
 import os
@@ -19,13 +18,15 @@ GROWN = 0.9  # share of a control group's limit: a host with less memory than th
 
 
 def slug() -> str:
-    """Return a name for this machine that says its hardware and not its owner: ``nvidia-h100-80gb-hbm3`` (``-x4`` for
-    four GPUs) or ``cpu-amd-epyc-2-cores``. Measures nothing and does not import torch."""
+    """Return a name for this machine by its hardware: ``nvidia-h100-80gb-hbm3-x4`` or ``cpu-amd-epyc-2-cores``.
+
+    Measures nothing and does not import torch.
+    """
     return name_of(gpus())
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Return the GPUs that this process may use, as NVML describes them: name, memory, driver, PCIe, NVLink, power."""
+    """Return the GPUs that this process may use: name, memory, driver, PCIe, NVLink and power, by NVML."""
     if package_version("torch").endswith("+cpu"):  # torch without CUDA cannot use a driver
         return []
     with _nvml() as nvml:
@@ -35,7 +36,7 @@ def gpus() -> list[dict[str, Any]]:
 
 
 def driver_version() -> str:
-    """Return the version of NVIDIA's driver; empty if there is none, or one that NVML cannot talk to."""
+    """Return the version of NVIDIA's driver; empty if NVML reaches none."""
     with _nvml() as nvml:
         if nvml is not None:
             with contextlib.suppress(nvml.NVMLError):
@@ -45,7 +46,7 @@ def driver_version() -> str:
 
 @contextlib.contextmanager
 def _nvml() -> Iterator[Any]:
-    """Yield NVML, and close it at the end; yield None without a driver, or with one that NVML cannot talk to.
+    """Yield NVML, or None without a driver, and close it.
 
     An NVML that stays open works in no process that is forked from this one.
     """
@@ -63,8 +64,7 @@ def _nvml() -> Iterator[Any]:
 
 
 def _visible(nvml: Any) -> list[Any]:
-    """Return the NVML handles of the GPUs in CUDA_VISIBLE_DEVICES; as in CUDA, the list ends at the first invalid
-    entry."""
+    """Return the NVML handles of CUDA_VISIBLE_DEVICES; as in CUDA, the list ends at the first invalid entry."""
     count = nvml.nvmlDeviceGetCount()
     handles = []
     for entry in os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(","):
@@ -93,11 +93,11 @@ def _gpu_facts(nvml: Any, handle: Any) -> dict[str, Any]:
         "nvlinks": lambda: sum(_nvlink(nvml, handle, link) for link in range(nvml.NVML_NVLINK_MAX_LINKS)),
         "c2c": lambda: bool(nvml.nvmlDeviceGetC2cModeInfoV(handle).isC2cEnabled),
     }
-    found = {}
+    answers = {}
     for key, read in facts.items():
         with contextlib.suppress(nvml.NVMLError, AttributeError):  # not every GPU and driver answers every question
-            found[key] = read()
-    return found
+            answers[key] = read()
+    return answers
 
 
 def _nvlink(nvml: Any, handle: Any, link: int) -> bool:
@@ -143,18 +143,18 @@ def name_of(devices: list[dict[str, Any]]) -> str:
 
 
 def cpu_model() -> str:
-    """Return the CPU's name, or its architecture if the kernel gives no name (as on Arm)."""
+    """Return the CPU's name, or its architecture (as on Arm)."""
     match = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     return match[1].strip() if match else platform.machine()
 
 
 def peak_bytes() -> int:
-    """Return the most memory that this process has held, in bytes; what it shares with others counts."""
+    """Return the peak memory of this process in bytes, shared memory included."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def shared_bytes() -> int:
-    """Return the memory that this process maps from files in memory now (RssShmem), in bytes."""
+    """Return this process's memory from files in memory (RssShmem), in bytes."""
     match = re.search(r"^RssShmem:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
     return int(match[1]) * 1024 if match else 0
 
@@ -165,17 +165,16 @@ def memory_total() -> int:
 
 
 def memory_limit(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """Return the smallest memory limit of this process's control group and its ancestors, in bytes; None if there is
-    none."""
+    """Return the smallest memory limit of this process's control groups in bytes; None if there is none."""
     return min((limit for limit, _ in _memory_groups(groups, root)), default=None)
 
 
 def _memory_groups(groups: Path, root: Path) -> list[tuple[int, int]]:
-    """Return the limit and use, in bytes, of this process's control group and of each ancestor that has a limit.
+    """Return limit and use, in bytes, of each control group with a limit.
 
     Version 2 writes ``max`` for no limit, version 1 a number near 2^63.
     """
-    found = []
+    limited = []
     for line in groups.read_text().splitlines() if groups.exists() else ():
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
@@ -186,13 +185,12 @@ def _memory_groups(groups: Path, root: Path) -> list[tuple[int, int]]:
             with contextlib.suppress(OSError, ValueError):
                 limit = int((folder / level / file).read_text())
                 if limit < 1 << 60:
-                    found.append((limit, _in_use(folder / level)))
-    return found
+                    limited.append((limit, _in_use(folder / level)))
+    return limited
 
 
 def _in_use(group: Path) -> int:
-    """Return the bytes that a control group holds and cannot give back, which excludes its page cache; 0 if the kernel
-    does not report them."""
+    """Return the bytes that a control group holds, without its page cache; 0 if the kernel does not report them."""
     with contextlib.suppress(OSError, ValueError):
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         total = "total_" if "total_cache" in stat else ""  # version 1: sums that include the child groups
@@ -204,8 +202,7 @@ def _in_use(group: Path) -> int:
 
 
 def available_bytes(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the host memory that this process can still get, in bytes: page cache and swap count, memory that others
-    hold does not.
+    """Return the host memory that is left, page cache and swap included.
 
     If a control group's limit exceeds all memory there is, the limit alone counts: some hosts add memory as it is used.
     """
@@ -216,7 +213,6 @@ def available_bytes(proc: Path = Path("/proc"), root: Path = Path("/sys/fs/cgrou
 
 
 def _free_bytes(proc: Path, root: Path) -> int:
-    """Return the bytes that are free on this host and in the control groups of this process."""
     fields = dict(line.split(":", 1) for line in (proc / "meminfo").read_text().splitlines())
     texts = fields["MemTotal"], fields.get("MemAvailable", fields["MemTotal"]), fields.get("SwapFree", "0")
     total, *free = (int(text.split()[0]) * 1024 for text in texts)
@@ -228,8 +224,10 @@ def _free_bytes(proc: Path, root: Path) -> int:
 
 
 def host_bytes() -> int:
-    """Return the memory that a process may use, in bytes: all of it, or the control group's limit if that is lower, or
-    so much higher (see GROWN) that the host must be one that adds memory as it is used."""
+    """Return the memory that a process may use, in bytes: all of it, or the control group's limit.
+
+    The limit counts if it is lower, or so much higher (see GROWN) that the host must add memory as it is used.
+    """
     total, limit = memory_total(), memory_limit()
     if limit is None or total < limit <= total / GROWN:
         return total
@@ -237,7 +235,7 @@ def host_bytes() -> int:
 
 
 def address_limit() -> int | None:
-    """Return the limit on what this process may map (``ulimit -v``), in bytes; None if there is none."""
+    """Return the limit on addresses (``ulimit -v``), in bytes; None if there is none."""
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     return None if limit == resource.RLIM_INFINITY else limit
 
@@ -250,8 +248,8 @@ def allowed_bytes() -> int:
 
 def no_memory(cause: str = "") -> str:
     """Return the line of an error for want of host memory: with its `cause`, and the limit of ``ulimit -v``."""
-    told = ": ".join(filter(None, ("host memory ran out", address_words())))
-    return told + (f" ({cause})" if cause else "")
+    line = ": ".join(filter(None, ("host memory ran out", address_words())))
+    return line + (f" ({cause})" if cause else "")
 
 
 def address_words() -> str:
@@ -267,8 +265,10 @@ class NumaNode(NamedTuple):
 
 
 def numa_node(pci: str, root: Path = Path("/sys")) -> NumaNode | None:
-    """Return the NUMA node of the device at a PCI address (``0000:3b:00.0``). None if the machine has only one, if the
-    kernel does not know, or if this process may use none of the node's CPUs."""
+    """Return the NUMA node of the device at a PCI address (``0000:3b:00.0``).
+
+    None if the machine has only one, if the kernel does not know, or if this process may use none of the node's CPUs.
+    """
     nodes = root / "devices/system/node"
     try:
         number = int((root / "bus/pci/devices" / pci / "numa_node").read_text())  # -1: unknown, and no such folder
@@ -285,20 +285,19 @@ def _cpus(text: str) -> frozenset[int]:
 
 
 def drives(nvme_path: str) -> list[Path]:
-    """Return the folders that ``--nvme-path`` names: itself if there is such a folder, else those between its commas,
-    one on each drive."""
+    """Return the folders that ``--nvme-path`` names, one on each drive: a folder, or several with commas between."""
     if Path(nvme_path).is_dir():
         return [Path(nvme_path)]
-    return [Path(one) for one in nvme_path.split(",") if one] or [Path(nvme_path)]
+    return [Path(folder) for folder in nvme_path.split(",") if folder] or [Path(nvme_path)]
 
 
 def free_bytes(folders: list[Path]) -> int:
-    """Return the bytes of files that the drives of `folders` have room for, if they are spread evenly over these."""
+    """Return the room of the drives of `folders`, in bytes, spread evenly."""
     return len(folders) * min(shutil.disk_usage(folder).free for folder in folders)
 
 
 def attending_cpus(cpus: int) -> int:
-    """Return on how many of `cpus` CPUs attention runs: one of many is left to everything else.
+    """Return the number of `cpus` CPUs that attention uses: of many, all but one.
 
     The threads wait for each other after every product. One that shares its CPU with another program holds up all, by
     milliseconds each time; and the others read memory as fast without it.
@@ -308,20 +307,19 @@ def attending_cpus(cpus: int) -> int:
 
 def cache_bytes(root: Path = Path("/sys")) -> int:
     """Return the last-level caches of all processors together, in bytes; 0 if the kernel does not report them."""
-    found: dict[tuple[int, str], int] = {}
+    sizes: dict[tuple[int, str], int] = {}
     for cache in (root / "devices/system/cpu").glob("cpu[0-9]*/cache/index[0-9]*"):
         try:
             level, cores, size = ((cache / name).read_text().strip() for name in ("level", "shared_cpu_list", "size"))
-            found[int(level), cores] = parse_bytes(f"{size}iB")
+            sizes[int(level), cores] = parse_bytes(f"{size}iB")
         except (OSError, ValueError):
             continue
-    last = max((level for level, _ in found), default=0)
-    return sum(size for (level, _), size in found.items() if level == last)
+    last = max((level for level, _ in sizes), default=0)
+    return sum(size for (level, _), size in sizes.items() if level == last)
 
 
 def host_facts() -> dict[str, Any]:
-    """Return the processor, cores that this process may use, caches (bytes), NUMA nodes and memory (bytes), for a
-    machine's details."""
+    """Return processor, usable cores, caches, NUMA nodes and memory of this host."""
     return {
         "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)),

@@ -16,28 +16,29 @@ from zinfer.system.host import allowed_bytes, gpus, host_bytes, host_facts, slug
 RESULTS = Path("sweeps/results")
 PROBE = (sys.executable, "-m", "zinfer", "probe")
 LITTLE = "64MiB"  # host memory of a second try of the probe
-ALIKE = 0.1  # largest relative difference in memory of hosts that are taken for the same one
-ROUND = 10 << 30  # bytes of memory from which on whole GiB tell hosts apart that are not alike
+ALIKE = 0.1  # hosts whose memory differs by no more than this share are taken for the same one
+ROUND = 10 << 30  # bytes of memory from which on a name has GiB, and not MiB
 
 
 def name() -> str:
-    """Return the name of this machine: its slug, ``nvidia-h200``; with cores and memory,
-    ``nvidia-h200-16-cores-126-gib``, if another host's figures are stored under the slug."""
-    own, cores, memory = slug(), host_facts()["cores"], host_bytes()
+    """Return the name of this machine: its slug, ``nvidia-h200``, or ``nvidia-h200-16-cores-126-gib``.
 
-    def is_this(known: Machine) -> bool:
-        """Tell whether figures may be this host's."""
-        recorded = known.details.get("host")
+    The latter is for a host whose slug has the figures of another host.
+    """
+    short, cores, memory = slug(), host_facts()["cores"], host_bytes()
+
+    def is_this(machine: Machine) -> bool:
+        recorded = machine.details.get("host")
         return not isinstance(recorded, dict) or (
-            recorded.get("cores") == cores and abs((known.host_bytes or 0) / memory - 1) <= ALIKE
+            recorded.get("cores") == cores and abs((machine.host_bytes or 0) / memory - 1) <= ALIKE
         )
 
     try:
-        if is_this(machines.load(RESULTS / own)):
-            return own
+        if is_this(machines.load(RESULTS / short)):
+            return short
     except MachineError:
-        return own
-    stem = f"{own}-{cores}-cores-"
+        return short
+    stem = f"{short}-{cores}-cores-"
     for path in sorted(RESULTS.glob(f"{stem}*")):
         with suppress(MachineError):
             if is_this(machines.load(path)):
@@ -51,27 +52,28 @@ def results_folder() -> Path:
 
 
 def this_machine() -> Machine:
-    """Return the description that `zinfer probe` wrote of this machine, with no more host memory than this process may
-    use now. If there is none, the probe runs now, in its own process.
+    """Return this machine as probed, with the host memory usable now.
 
-    (A probe in this process would leave a CUDA context behind, whose GPU memory a measurement would lack.) A probe that
-    is killed, as the kernel does where memory is short, runs again with less of it; if that is killed, too, the machine
-    is described without rates, and the next call tries again. stderr gets a line about it. Raises MachineError if the
-    probe fails.
+    If there is none, the probe runs now, in a process of its own: a CUDA context in this one would take GPU memory from
+    a measurement. A probe that is killed, as the kernel does where memory is short, runs again with less of it; if that
+    is killed, too, the machine is described without rates, and the next call tries again. stderr gets a line about it.
+    Raises MachineError if the probe fails.
     """
     path = results_folder() / "machine.json"
     if not path.is_file() and _probe(path) == -signal.SIGKILL:
-        _say("the probe was killed, as happens where host memory is short: measuring again with little memory")
+        _warn("the probe was killed, as happens where host memory is short: measuring again with little memory")
         if _probe(path, "--quick", "--memory", LITTLE) == -signal.SIGKILL:
-            _say("the probe was killed again: going on without this machine's rates, so nothing is predicted")
+            _warn("the probe was killed again: going on without this machine's rates, so nothing is predicted")
             return unmeasured()
-    found, now = machines.load(path), allowed_bytes()
-    return found.model_copy(update={"host_bytes": now if found.host_bytes is None else min(now, found.host_bytes)})
+    machine, now = machines.load(path), allowed_bytes()
+    return machine.model_copy(update={"host_bytes": min(now, machine.host_bytes or now)})
 
 
 def _probe(path: Path, *words: str) -> int:
-    """Run the probe in a process that ends with this one, and return its exit code. Raises MachineError if it fails
-    otherwise than by being killed."""
+    """Run the probe in a process that ends with this one; return its exit code, 0 or that of a kill.
+
+    Raises MachineError if it fails otherwise.
+    """
     command = [*PROBE, "-o", str(path), *words]
     env = {**os.environ, PARENT: str(os.getpid())}
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, env=env, start_new_session=True) as process:
@@ -87,12 +89,12 @@ def _probe(path: Path, *words: str) -> int:
     return code
 
 
-def _say(line: str) -> None:
+def _warn(line: str) -> None:
     print(line, file=sys.stderr)
 
 
 def unmeasured() -> Machine:
-    """Return this machine as it is described without a measurement: its memories, and no rates."""
+    """Return the description of this machine without a measurement: its memories, and no rates."""
     devices = gpus()
     fields: dict[str, Any] = {}
     if devices:

@@ -9,8 +9,7 @@ from zinfer.system import documents
 
 
 def load(reference: str | Path) -> Machine:
-    """Return the machine of a catalogue name, or of the path of a `machine.json` (or its folder) that `zinfer probe`
-    wrote.
+    """Return the machine of a catalogue name, a `machine.json` or its folder.
 
     Raises MachineError, in one line, for anything else.
     """

@@ -1,4 +1,4 @@
-"""Text that a checkpoint, a record, a recipe or a file name brings along, made harmless where it leaves zinfer.
+"""Filter of foreign text: escapes what a terminal or page would obey.
 
 Control characters, bidirectional overrides and characters without width can move a terminal's cursor, change its
 title, hide or reorder what is read, or make an SVG file that is no XML. `printable` writes each of them as JSON does
@@ -34,7 +34,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class TextError(ZinferError):
-    """Text of the command line or of stdin that is no text; the message says where."""
+    """Bytes of the command line or of stdin that are no text; the message says where."""
 
 
 def printable(text: str) -> str:
@@ -43,22 +43,22 @@ def printable(text: str) -> str:
 
 
 def generated(text: str) -> str:
-    """Return the text of a model for a terminal: as `printable`, but with the joiners that some scripts need."""
+    """Return a model's text for a terminal: `printable`, with the joiners that some scripts need."""
     return "".join(part if part in _JOINERS else printable(part) for part in re.split(f"([{_JOINERS}])", text) if part)
 
 
 def markdown(text: str) -> str:
-    """Return `text` as one line of Markdown without markup, HTML, links, pictures or formulas, fit for a table."""
+    """Return `text` as a line of Markdown without markup or HTML."""
     return _MARKUP.sub(r"\\\1", escape(printable(" ".join(text.split())), quote=False))
 
 
-def _escaped(found: re.Match[str]) -> str:
-    units = found[0].encode("utf-16-be", "surrogatepass")
+def _escaped(match: re.Match[str]) -> str:
+    units = match[0].encode("utf-16-be", "surrogatepass")
     return "".join(f"\\u{units[at]:02x}{units[at + 1]:02x}" for at in range(0, len(units), 2))
 
 
 class Guard:
-    """Text stream that writes `printable` text to `unguarded`, the stream that it stands for.
+    """Text stream that writes `printable` text to the stream `unguarded`.
 
     Characters that the stream's encoding lacks are replaced. It calls itself UTF-8, so that click does not go around it
     where the true encoding is ASCII.
@@ -91,7 +91,7 @@ class Guard:
 
 
 class Droppable:
-    """Text stream that drops what `stream` cannot write, as stderr on a full disk: nobody could be told of it."""
+    """Text stream that drops what `stream` cannot write."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -125,23 +125,21 @@ def unguarded(stream: TextIO) -> TextIO:
 
 
 def show_generated(text: str) -> None:
-    """Print the text of a model to stdout without a newline: as it is into a file or a pipe, `generated` on a
-    terminal."""
+    """Print a model's text without a newline: unchanged into a file or a pipe, `generated` on a terminal."""
     stream = unguarded(sys.stdout)
     stream.write(_encodable(generated(text) if stream.isatty() else text, stream))
     stream.flush()
 
 
 def shows_unicode() -> bool:
-    """Tell whether stdout takes every character: JSON is written in ASCII where it does not, so that it keeps its
-    value."""
+    """Tell whether stdout takes every character; JSON is written in ASCII otherwise, to keep its value."""
     encoding = getattr(unguarded(sys.stdout), "encoding", None) or "utf-8"
     return encoding.lower().replace("-", "").startswith("utf")
 
 
 @contextmanager
 def guarded() -> Iterator[None]:
-    """Put a `Guard` before stdout and stderr, and read stdin so that `text_lines` can tell what is no text."""
+    """Put a `Guard` before stdout and stderr; let stdin keep bad bytes."""
     streams = sys.stdout, sys.stderr
     if isinstance(sys.stdin, TextIOWrapper):
         sys.stdin.reconfigure(errors="surrogateescape")
@@ -157,7 +155,7 @@ def guarded() -> Iterator[None]:
 
 
 def _encodable(text: str, stream: TextIO) -> str:
-    """Return `text` with a ``?`` for each character that the encoding of `stream` lacks."""
+    """Return `text` with a ``?`` for each character that `stream` lacks."""
     encoding = getattr(stream, "encoding", None) or "utf-8"
     try:
         return text.encode(encoding, "replace").decode(encoding)
@@ -182,7 +180,7 @@ def text_lines(stream: TextIO, name: str) -> Iterator[str]:
 
 
 def refuse_surrogates(arguments: Iterable[str]) -> None:
-    """Raise TextError for an argument of the command line whose bytes are not UTF-8."""
+    """Raise TextError for an argument that is not UTF-8."""
     for argument in arguments:
         if _SURROGATE.search(argument):
             raise TextError(f"the argument '{argument[:80]}' is not UTF-8 text")

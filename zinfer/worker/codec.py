@@ -1,4 +1,4 @@
-"""Lossless codec measured alone, on weights of known distributions and on those of checkpoints.
+"""Measurement of the lossless codec, on drawn weights and on checkpoints.
 
 Weights are laid end to end and coded as one tensor, so that the time is the codec's and not that of many launches. A
 pass decodes at least `SIZE` bytes, each copy from and to memory of its own: far more than a cache holds.
@@ -36,7 +36,7 @@ _FP8 = "F8_E4M3"
 
 @dataclass(frozen=True)
 class Stored:
-    """Matrices of a checkpoint's layers (of the whole checkpoint if no name has a layer's number)."""
+    """Matrices of a checkpoint's layers, or of all if these have no numbers."""
 
     name: str
     model_type: str  # from config.json; "" if unknown
@@ -54,10 +54,10 @@ class Stored:
 
 
 def find(path: Path, cast: bool = False) -> Stored:
-    """Find the matrices to code in `path`, a checkpoint's folder or one safetensors file: those in bf16, or with `cast`
-    in any float type, cast to bf16; or those in FP8 (e4m3) if these have more weights.
+    """Find the matrices to code in a checkpoint or safetensors file.
 
-    Raises StudyError or CheckpointError where there is nothing to code.
+    These are the matrices in bf16, or with `cast` in any float type, cast to bf16; or those in FP8 (e4m3) if these have
+    more weights. Raises StudyError or CheckpointError where there is nothing to code.
     """
     if not path.exists() or not (path.is_dir() or path.suffix == ".safetensors"):
         raise StudyError(f"{path} is neither the folder of a checkpoint nor a .safetensors file")
@@ -87,17 +87,17 @@ def find(path: Path, cast: bool = False) -> Stored:
 
 
 def measure(checkpoints: Sequence[Path] = (), cast: bool = False, progress: Callable[[str], object] = str) -> Study:
-    """Measure the codec on drawn weights and on those of `checkpoints` (see `find`), on the GPU if there is one;
-    `progress` gets the name of each measurement.
+    """Measure the codec on drawn weights and `checkpoints` (see `find`). It runs on the GPU if there is one.
 
-    Raises StudyError where torch is missing, and the errors of `find`, before anything is measured.
+    `progress` gets the name of each measurement. Raises StudyError where torch is missing, and the errors of `find`,
+    before anything is measured.
     """
     try:
         import torch
     except ImportError:
         raise environment_error(StudyError("the measurement needs torch: pip install 'zinfer[engines]'")) from None
     stored = [find(path, cast) for path in checkpoints]
-    here = process.study_header("stream")
+    start = process.study_header("stream")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     progress("the link")
     link = probe.measure_link(device)
@@ -105,19 +105,21 @@ def measure(checkpoints: Sequence[Path] = (), cast: bool = False, progress: Call
     if device.type == "cuda":
         size = min(size, torch.cuda.mem_get_info()[0] // 8 // (2 * WIDTH) * 2 * WIDTH)
     rows = []
-    for name, told in DRAWN.items():
+    for name, description in DRAWN.items():
         progress(name)
-        rows.append(_measure(name, told, size, draw(name, size, device), size))
-    for one in stored:
-        progress(one.name)
-        values, told = read(one, size)
-        rows.append(_measure(one.name, told, one.bytes, values.to(device), size))
-    return Study(study="codec", link=link, rows=tuple(rows), **here)
+        rows.append(_measure(name, description, size, draw(name, size, device), size))
+    for checkpoint in stored:
+        progress(checkpoint.name)
+        values, description = read(checkpoint, size)
+        rows.append(_measure(checkpoint.name, description, checkpoint.bytes, values.to(device), size))
+    return Study(study="codec", link=link, rows=tuple(rows), **start)
 
 
 def draw(name: str, size: int, device: "torch.device") -> "torch.Tensor":
-    """Draw `size` bytes of the distribution `name` (see `DRAWN`), the same every time: bf16 ``[size // 2]``, rounded
-    from float32, or e4m3 ``[size]``."""
+    """Draw `size` bytes of the distribution `name`, the same every time.
+
+    Returns bf16 ``[size // 2]``, rounded from float32, or e4m3 ``[size]``.
+    """
     import torch
 
     if name == FP8:
@@ -143,7 +145,7 @@ def draw(name: str, size: int, device: "torch.device") -> "torch.Tensor":
 
 
 def read(stored: Stored, size: int) -> "tuple[torch.Tensor, str]":
-    """Read the matrices end to end, as bf16 or e4m3 on the CPU; return them and their description.
+    """Read the matrices end to end, in bf16 or e4m3; return them and their description.
 
     If they have more than `size` bytes, only the first rows of each matrix are read, in proportion.
     """
@@ -151,48 +153,48 @@ def read(stored: Stored, size: int) -> "tuple[torch.Tensor, str]":
     from safetensors import safe_open
 
     share = min(1.0, size / stored.bytes)
-    parts, told = [], [stored.model_type] if stored.model_type else []
+    parts, description = [], [stored.model_type] if stored.model_type else []
     with ExitStack() as stack:
         files = dict.fromkeys(info.file for info in stored.matrices.values())
         readers = {file: stack.enter_context(safe_open(file, framework="pt")) for file in files}
         for reader in readers.values():
             source = (reader.metadata() or {}).get("source")
-            told += [source] if source and source not in told else []
+            description += [source] if source and source not in description else []
         for name, info in stored.matrices.items():
             rows = readers[info.file].get_slice(name)[: math.ceil(info.shape[0] * share)]
             parts.append((rows.view(torch.uint8) if stored.fp8 else rows.to(torch.bfloat16)).view(-1))
     types = "/".join(sorted({info.dtype for info in stored.matrices.values()})).lower()
-    told.append(f"{len(parts)} matrices, stored as {types}" + f", the first {share:.1%} of each" * (share < 1))
+    description.append(f"{len(parts)} matrices, stored as {types}" + f", the first {share:.1%} of each" * (share < 1))
     values = torch.cat(parts)
-    return values.view(torch.float8_e4m3fn) if stored.fp8 else values, "; ".join(told)
+    return values.view(torch.float8_e4m3fn) if stored.fp8 else values, "; ".join(description)
 
 
-def _measure(name: str, told: str, total: int, values: "torch.Tensor", size: int) -> Coded:
+def _measure(name: str, description: str, total: int, values: "torch.Tensor", size: int) -> Coded:
     import torch
 
     bound, (encode, expected) = _bound(values), _ways(values)
-    found = encode()
+    coded = encode()
     row = Coded(
-        name=name, told=told, total_bytes=total, raw_bytes=values.nbytes, coded_bytes=values.nbytes, bound=bound,
+        name=name, told=description, total_bytes=total, raw_bytes=values.nbytes, coded_bytes=values.nbytes, bound=bound,
         status="no_smaller",
     )  # fmt: skip
-    if found is None:
+    if coded is None:
         return row
-    data, decode = found
+    data, decode = coded
     row = row.model_copy(update={"coded_bytes": data.numel()})
     copies = math.ceil(size / values.nbytes)
     jobs = [(data.clone(), torch.full_like(expected, torch.nan)) for _ in range(copies)]
-    del found, data
+    del coded, data
 
     def run() -> None:
         for source, out in jobs:
             decode(source, out)
 
     decoded = probe.rate(run, values.nbytes * len(jobs), values.device, REPEATS)
-    known = ~expected.isnan() if values.dtype == torch.float8_e4m3fn else torch.ones_like(expected, dtype=torch.bool)
-    wanted = expected.view(torch.int16)[known]
+    numbers = ~expected.isnan() if values.dtype == torch.float8_e4m3fn else torch.ones_like(expected, dtype=torch.bool)
+    wanted = expected.view(torch.int16)[numbers]
     for _, out in jobs:
-        if not torch.equal(out.view(torch.int16)[known], wanted) or not bool(out[~known].isnan().all()):
+        if not torch.equal(out.view(torch.int16)[numbers], wanted) or not bool(out[~numbers].isnan().all()):
             return row.model_copy(update={"status": "wrong_bits"})
     jobs.clear()
     encoded = probe.rate(encode, values.nbytes, values.device, REPEATS)
@@ -206,16 +208,19 @@ Decode = Callable[["torch.Tensor", "torch.Tensor"], None]  # from coded data to 
 def _ways(
     values: "torch.Tensor",
 ) -> "tuple[Callable[[], tuple[torch.Tensor, Decode] | None], torch.Tensor]":
-    """Return a function that encodes `values`, to data and a function that decodes them, or to None where these are as
-    large; and the weights that must come back: those of e4m3 as bf16, with scales of 1 as an engine multiplies them."""
+    """Return a function that encodes `values`, and the expected weights.
+
+    It returns data and a function that decodes them, or None where they are no smaller. Weights in e4m3 come back as
+    bf16, multiplied by scales of 1 as in an engine.
+    """
     import torch
 
     from zinfer.engine.quantization.dequantize import Codes
     from zinfer.engine.stream import codec, quantized
 
     def plain() -> tuple[torch.Tensor, Decode] | None:
-        found = codec.encode(values)
-        return None if found is None else (found.data, lambda data, out: codec.decode(data, found.layout, out))
+        coded = codec.encode(values)
+        return None if coded is None else (coded.data, lambda data, out: codec.decode(data, coded.layout, out))
 
     if values.dtype == torch.bfloat16:
         return plain, values
@@ -234,8 +239,7 @@ def _ways(
 
 
 def _bound(values: "torch.Tensor") -> float:
-    """Return the lower bound on the coded size of whole blocks, as a share, if exponents are coded one by one: the
-    entropy of each block's exponents; see `Coded`."""
+    """Return the lower bound on the coded size, as a share: the entropy of exponents; see `Coded`."""
     import torch
 
     from zinfer.engine.stream.codec import BITS, BLOCK

@@ -1,4 +1,4 @@
-"""Measurement behind `zinfer study reuse`: a prefill of everything against one that continues from a kept past."""
+"""Measurement of `zinfer study reuse`: a whole prefill against one that continues from a kept KV cache."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -28,10 +28,10 @@ class _Recording:
 
 
 def prefix_reuse(session: Session, request: PrefixReuse) -> PrefixReused:
-    """Time a round of warm-up, then rounds in which each way has its turn; the file is read from its disk each time, as
-    far as the file system can be told to.
+    """Time rounds in which each way has its turn, after a warm-up.
 
-    Raises EngineError where the engine cannot keep anything, and whatever running out of memory raises.
+    The file is read from its disk each time, where the file system allows it. Raises EngineError where the engine
+    cannot keep anything, and whatever running out of memory raises.
     """
     engine, context, new_tokens = session.engine, request.context, request.new_tokens
     if (why_not := engine.cannot_snapshot()) is not None:
@@ -49,7 +49,7 @@ def prefix_reuse(session: Session, request: PrefixReuse) -> PrefixReused:
         kept = loop.snapshot(0, context - new_tokens)
         stack.callback(kept.close)
         ways: dict[str, Callable[[], Sequence[KVSnapshot]]] = {"recompute": lambda: (), "memory": lambda: (kept,)}
-        path = None
+        path: Path | None = None
         loaded: list[KVSnapshot] = []
         if request.folder is not None:
             path = Path(request.folder) / f"zinfer-reuse-{os.getpid()}.safetensors"

@@ -65,7 +65,7 @@ def probe(
     progress: Callable[[str], object] = str,
     memory: int | None = None,
 ) -> Machine:
-    """Measure this machine, and the disk of the folder `nvme_path` if that is given, or several (`drives`) together.
+    """Measure this machine, and the drives of the folders `nvme_path` (`drives`), together.
 
     `quick` takes fewer samples of smaller blocks; `progress` gets the name of each measurement; `memory` is the host
     memory to measure with, in bytes, by default half of what can still be had (`available_bytes`). Page-locks
@@ -123,7 +123,7 @@ def probe(
         progress(f"disk at {nvme_path}")
         fields["nvme_bytes"] = free_bytes(folders)
         try:
-            details |= _probe_disks(folders, quick, cuda)
+            details["nvme"] = _probe_disks(folders, quick)
             fields["nvme_bandwidth"] = details["nvme"]["median"]
         except OSError as error:
             note += f"; no direct I/O at the offload path ({error.strerror})"
@@ -133,9 +133,11 @@ def probe(
 
 
 def measure_link(device: "torch.device | str") -> float:
-    """Return the bytes per second from pinned host memory to `device`: the median of five copies of 1 GiB; for the CPU,
-    of five copies of 256 MiB within memory. Copies are smaller where memory is short. Measured before each load, so
-    that a record has the link it ran on."""
+    """Return the bytes per second from pinned host memory to `device`.
+
+    It is the median of five copies of 1 GiB; for the CPU, of 256 MiB within memory. Copies are smaller where memory is
+    short. Measured before each load, so that a record has the link it ran on.
+    """
     import torch
 
     spare = max(MIB, available_bytes() // 8)
@@ -147,8 +149,10 @@ def measure_link(device: "torch.device | str") -> float:
 
 
 def measure_links(engine: "Engine") -> float | None:
-    """Return the bytes per second that the links of all GPUs bring at once, out of the very memory that the weights of
-    a loaded engine lie in: the median of five samples of a quarter of them. None where there is one link, or none."""
+    """Return the bytes per second of all links at once; None where there is one link, or none.
+
+    It is the median of five samples of a quarter of the weights, out of the memory that they lie in.
+    """
     amount = engine.bring()
     if amount is None:
         return None
@@ -156,8 +160,7 @@ def measure_links(engine: "Engine") -> float | None:
 
 
 def rate(work: Callable[[], object], amount: float, device: "torch.device", repeats: int) -> dict[str, Any]:
-    """Return the bytes per second of `work`, which moves `amount` bytes on `device`: median, spread and number of
-    samples."""
+    """Return median, spread and number of samples of a rate. `work` moves `amount` bytes on `device`."""
     return _entry(_rates(work, amount, _cuda_seconds if device.type == "cuda" else _cpu_seconds, repeats), "bytes")
 
 
@@ -184,27 +187,33 @@ def _cuda_seconds(work: Callable[[], object]) -> float:
     return float(start.elapsed_time(end)) / 1e3
 
 
-def _rates(work: Callable[[], object], amount: float, seconds: Seconds, repeats: int, least: int = 1) -> list[float]:
-    """Return `amount` per second for each sample of `work`, after a warm-up; fewer than `repeats` samples, but `least`,
-    if they take more than `BUDGET_S`."""
+def _rates(
+    work: Callable[[], object], amount: float, seconds: Seconds, repeats: int, min_samples: int = 1
+) -> list[float]:
+    """Return `amount` per second for each sample of `work`, after a warm-up.
+
+    These are `repeats` samples, or fewer, but `min_samples`, if they take more than `BUDGET_S`.
+    """
     seconds(work)
     rates: list[float] = []
     began = perf_counter()
-    while len(rates) < least or (len(rates) < repeats and perf_counter() - began < BUDGET_S):
+    while len(rates) < min_samples or (len(rates) < repeats and perf_counter() - began < BUDGET_S):
         rates.append(amount / seconds(work))
     return rates
 
 
 def _entry(rates: list[float], what: str) -> dict[str, Any]:
-    """Return median and relative spread (max - min over median) of a figure's samples, in `what` per second."""
+    """Return median and relative spread of samples, in `what` per second."""
     middle = median(rates)
     return {"median": middle, "spread": round((max(rates) - min(rates)) / middle, 4), "samples": len(rates), "of": what}
 
 
 @contextlib.contextmanager
 def _host_buffer(size: int, pinned: bool = False) -> Iterator["torch.Tensor"]:
-    """Provide `size` bytes of touched, page-aligned host memory; `pinned` memory is page-locked by registration, so
-    that torch's pinned allocator keeps none of it afterwards."""
+    """Provide `size` bytes of touched, page-aligned host memory.
+
+    `pinned` memory is page-locked by registration, so that torch's pinned allocator keeps none of it afterwards.
+    """
     import torch
 
     buffer = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
@@ -222,7 +231,7 @@ def _host_buffer(size: int, pinned: bool = False) -> Iterator["torch.Tensor"]:
 
 
 def _host_copy(size: int, repeats: int) -> list[float]:
-    """Return the bytes per second copied within host memory by torch's threads (read and written: twice as many)."""
+    """Return the bytes per second that torch copies within host memory."""
     import torch
 
     source, target = torch.ones(size // 4), torch.empty(size // 4)
@@ -230,8 +239,10 @@ def _host_copy(size: int, repeats: int) -> list[float]:
 
 
 def _attention(size: int, repeats: int, sharing: int) -> list[float]:
-    """Return the bytes per second of a bf16 KV cache in host memory that attention on the CPU reads; `sharing` query
-    heads share each head of the cache."""
+    """Return the bytes per second that CPU attention reads, in bf16.
+
+    `sharing` query heads share each head of the cache.
+    """
     work, amount = _attending(size, sharing)
     with _attending_threads():
         _warm_up(work)
@@ -240,7 +251,6 @@ def _attention(size: int, repeats: int, sharing: int) -> list[float]:
 
 @contextlib.contextmanager
 def _attending_threads() -> Iterator[None]:
-    """Let torch use as many threads as `stream` attends with."""
     import torch
 
     before = torch.get_num_threads()
@@ -252,8 +262,10 @@ def _attending_threads() -> Iterator[None]:
 
 
 def _attending(size: int, sharing: int = 1) -> tuple[Callable[[], object], int]:
-    """Return a function that computes attention of one new token of each sequence to 512 tokens, with 32 heads of 128,
-    and the bytes that it reads, about `size`."""
+    """Return a function that computes attention, and the bytes it reads.
+
+    It attends from one new token of each sequence to 512 tokens, with 32 heads of 128.
+    """
     import torch
 
     from zinfer.engine.stream.cpu_attention import host
@@ -263,13 +275,12 @@ def _attending(size: int, sharing: int = 1) -> tuple[Callable[[], object], int]:
     query = torch.ones((shape[0], 32, 1, shape[3]), dtype=torch.bfloat16)
     keys, values = (torch.ones(shape, dtype=torch.bfloat16) for _ in range(2))
     attend: Callable[..., object] = torch.nn.functional.scaled_dot_product_attention
-    work = partial(attend, query, *(host(one, one.device) for one in (keys, values)), enable_gqa=sharing > 1)
+    work = partial(attend, query, *(host(tensor, tensor.device) for tensor in (keys, values)), enable_gqa=sharing > 1)
     return work, 2 * keys.nbytes
 
 
 def _matmul(device: str, dtype: str, size: int, repeats: int) -> list[float]:
-    """Return the FLOPs per second of a product of two random ``[size, size]`` matrices (zeros would draw less power and
-    run faster)."""
+    """Return the FLOPs per second of a matrix product ``[size, size]``: random, since zeros run faster."""
     import torch
 
     left, right = (torch.randn(size, size, device=device).to(getattr(torch, dtype)) for _ in range(2))
@@ -280,7 +291,6 @@ def _matmul(device: str, dtype: str, size: int, repeats: int) -> list[float]:
 def _probe_gpu(
     largest: int, cache: int, repeats: int, details: dict[str, Any], progress: Callable[[str], object]
 ) -> dict[str, Any]:
-    """Measure every link of the current GPU, its memory and its matrix products; return them as fields of a Machine."""
     import torch
 
     free, total = torch.cuda.mem_get_info()
@@ -320,8 +330,7 @@ def _probe_gpu(
 def _probe_gpus(
     largest: int, repeats: int, details: dict[str, Any], progress: Callable[[str], object]
 ) -> dict[str, Any]:
-    """Measure the links of all GPUs at once, and what each gets from the others while all exchange; return them as
-    fields of a Machine."""
+    """Measure all links at once, and the exchange between GPUs; return them as fields of a Machine."""
     import torch
 
     count = torch.cuda.device_count()
@@ -331,16 +340,18 @@ def _probe_gpus(
     progress("all links at once")
     with _host_buffer(part * count, pinned=True) as host:
         copies = [(target[:part], host[n * part :][:part], [streams[n][0]]) for n, target in enumerate(targets)]
-        links = _entry(_rates(partial(_at_once, copies), TIMES * part * count, _settled, repeats), "bytes, all links")
+        rates = _rates(partial(_at_once, copies), TIMES * part * count, _gpu_seconds, repeats)
+    links = _entry(rates, "bytes, all links")
     progress("exchange between GPUs")
     copies = []
     for step in range(1, count):  # at any time each GPU is read by one other
         for n, target in enumerate(targets):
             other = (n + step) % count
-            place = slice(other * part, (other + 1) * part)
+            piece = slice(other * part, (other + 1) * part)
             # Streams of their own on both ends: copies in the two directions would wait for each other.
-            copies.append((target[place], targets[other][place], [streams[other][step], streams[n][count - step]]))
-    gather = _entry(_rates(partial(_at_once, copies), TIMES * part * (count - 1), _settled, repeats), "bytes, each GPU")
+            copies.append((target[piece], targets[other][piece], [streams[other][step], streams[n][count - step]]))
+    rates = _rates(partial(_at_once, copies), TIMES * part * (count - 1), _gpu_seconds, repeats)
+    gather = _entry(rates, "bytes, each GPU")
     details |= {"all_links": links, "gather": gather}
     return {"links_bandwidth": links["median"], "gather_bandwidth": gather["median"]}
 
@@ -357,8 +368,8 @@ def _at_once(copies: "list[tuple[torch.Tensor, torch.Tensor, list[torch.cuda.Str
                 target.copy_(source, non_blocking=True)
 
 
-def _settled(work: Callable[[], object]) -> float:
-    """Return the seconds of work on several GPUs, until all of them are done."""
+def _gpu_seconds(work: Callable[[], object]) -> float:
+    """Return the seconds of work until all GPUs are done."""
     import torch
 
     def wait() -> None:
@@ -373,7 +384,7 @@ def _settled(work: Callable[[], object]) -> float:
 
 
 def _link(target: "torch.Tensor", source: "torch.Tensor", repeats: int) -> dict[str, dict[str, Any]]:
-    """Return the rates of single copies, for each block size that the buffers hold, smallest first."""
+    """Return the rates of copies by block size, smallest first."""
     entries = {}
     for block in (block for block in BLOCKS if block <= len(source)):
         copy = partial(target[:block].copy_, source[:block], non_blocking=True)
@@ -382,8 +393,7 @@ def _link(target: "torch.Tensor", source: "torch.Tensor", repeats: int) -> dict[
 
 
 def _pinned_rate(entries: dict[str, dict[str, Any]]) -> float:
-    """Return the link's rate, the highest one: rates grow with the block, so a slower large block had to share the
-    link."""
+    """Return the highest rate: rates grow with the block, so a slower large block had to share the link."""
     return max(float(entry["median"]) for entry in entries.values())
 
 
@@ -395,7 +405,7 @@ def _device_copy(source: "torch.Tensor", repeats: int) -> list[float]:
 
 
 def _duplex(host: "torch.Tensor", device: "torch.Tensor", repeats: int) -> list[float]:
-    """Return the bytes per second each way while one stream copies in and another out; the slower one sets the time."""
+    """Return the bytes per second each way while both directions copy."""
     import torch
 
     half = len(host) // 2
@@ -415,7 +425,7 @@ def _duplex(host: "torch.Tensor", device: "torch.Tensor", repeats: int) -> list[
 
 
 def _together(host: "torch.Tensor", device: "torch.Tensor", cache: int, repeats: int) -> dict[str, dict[str, Any]]:
-    """Return the rates of copies to the device and of attention on the CPU while both run and share host memory."""
+    """Return the rates of the link and of CPU attention, together."""
     import torch
 
     attend, amount = _attending(cache)
@@ -438,10 +448,9 @@ def _together(host: "torch.Tensor", device: "torch.Tensor", cache: int, repeats:
     return {name: _entry(samples, "bytes") for name, samples in rates.items()}
 
 
-def _probe_disks(folders: list[Path], quick: bool, cuda: bool) -> dict[str, Any]:
-    """Return the bytes per second of direct reads from unnamed files in `folders`, each of a drive: as `stream` reads
-    layers, with as many requests in flight, of the same size, into memory of the same kind. With a GPU and one folder
-    also those that kvikio brings into GPU memory, if it is installed.
+def _probe_disks(folders: list[Path], quick: bool) -> dict[str, Any]:
+    """Measure direct reads of files in `folders`, one a drive: as `stream` reads layers, with as many requests in
+    flight, of the same size, into memory of the same kind.
 
     The files disappear when they are closed, however the process ends. Raises OSError where direct I/O is refused or a
     disk is full.
@@ -451,7 +460,7 @@ def _probe_disks(folders: list[Path], quick: bool, cuda: bool) -> dict[str, Any]
 
     size = min((512 if quick else 4096) * MIB, min(shutil.disk_usage(folder).free for folder in folders) // 4)
     noise = os.urandom(direct.REQUEST)
-    least = 1 if quick else 3  # a drive that others use, too, is now faster, now slower
+    min_samples = 1 if quick else 3  # a drive that others use, too, is now faster, now slower
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(tempfile.TemporaryFile(dir=folder, buffering=0)) for folder in folders]
         paths = [Path(f"/proc/self/fd/{file.fileno()}") for file in files]
@@ -475,36 +484,5 @@ def _probe_disks(folders: list[Path], quick: bool, cuda: bool) -> dict[str, Any]
                 stripes.read(part, block * direct.REQUEST, direct.REQUEST)
 
         with ThreadPoolExecutor(direct.THREADS) as pool:
-            rates = _rates(lambda: list(pool.map(read, range(direct.THREADS))), size, _cpu_seconds, 3, least)
-        found = {"nvme": _entry(rates, "bytes")}
-        if cuda and len(paths) == 1 and (other := _by_kvikio(paths[0], size, least)):
-            found["nvme_kvikio"] = other
-        return found
-
-
-def _by_kvikio(path: Path, size: int, least: int) -> dict[str, Any] | None:
-    """Return the bytes per second that kvikio brings into GPU memory, of the first `size` of a file: by GPUDirect
-    Storage or, as ``gpudirect`` says, without it, past the page cache, with as many requests in flight, of the same
-    size. None where kvikio is not installed; an ``error`` where it cannot read."""
-    import torch
-
-    try:
-        import kvikio
-        from kvikio import cufile_driver, defaults
-
-        size = min(size, torch.cuda.mem_get_info()[0] // 2 // direct.REQUEST * direct.REQUEST)
-        target = torch.empty(size, dtype=torch.uint8, device="cuda")
-        ways = {"num_threads": direct.THREADS, "task_size": direct.REQUEST, "auto_direct_io_read": True}
-
-        def read() -> None:
-            if (count := file.read(target)) != size:
-                raise OSError(errno.EIO, f"{count:,} bytes of {size:,} were read")
-
-        with defaults.set(ways), kvikio.CuFile(path, "r") as file:
-            entry = _entry(_rates(read, size, _cpu_seconds, 3, least), "bytes")
-            there = not defaults.is_compat_mode_preferred() and bool(cufile_driver.get("is_gds_available"))
-    except ImportError:
-        return None
-    except (OSError, RuntimeError) as error:  # a library that it lacks, the file, or cuFile: it has no class of its own
-        return {"error": f"{error}".partition("\n")[0]}
-    return entry | {"gpudirect": there}
+            rates = _rates(lambda: list(pool.map(read, range(direct.THREADS))), size, _cpu_seconds, 3, min_samples)
+        return _entry(rates, "bytes")

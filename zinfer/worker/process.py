@@ -32,7 +32,7 @@ from zinfer.core.request import Request
 from zinfer.plan.planner import Plan
 from zinfer.record.measurement import Measurement, Status
 from zinfer.record.requests import RequestPoint
-from zinfer.system import host, lease, local
+from zinfer.system import host, local, scratch
 from zinfer.system.ending import NO_GPU_MEMORY, NO_HOST_MEMORY, PARENT, at_end
 from zinfer.system.host import address_words, no_memory
 from zinfer.worker.failure import TaskFailure
@@ -221,7 +221,7 @@ class Worker(Client):
     def _obituary(self) -> WorkerDied:
         code = self._process.wait()
         self._unregister()
-        lease.sweep()  # what it owned
+        scratch.remove_abandoned()  # what it owned
         if code == -signal.SIGKILL and _count_oom_kills() > self._oom_kills:
             return WorkerDied("oom_host", "the kernel killed the worker: host memory ran out")
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
@@ -247,14 +247,14 @@ class Worker(Client):
         with suppress(subprocess.TimeoutExpired):  # the kernel may hold it, at a drive that does not answer
             self._process.wait(timeout=KILL_S)
         self._unregister()
-        lease.sweep()  # what it owned
+        scratch.remove_abandoned()  # what it owned
 
     def _abort(self) -> None:
         """End the worker within a second: others may wait for this process."""
         self._kill_group()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=1)
-        lease.sweep()
+        scratch.remove_abandoned()
 
     def _kill_group(self) -> None:
         with suppress(ProcessLookupError):

@@ -26,7 +26,7 @@ Step = Sequence[tuple[int, Sequence[int]]]  # numbers of layers, ascending, and 
 
 
 class Watched:
-    """Choices of a model's layers, and guesses of them, in one forward pass after another."""
+    """Observer of the experts that layers choose, and of guesses."""
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         self.chosen: dict[int, Tensor] = {}  # by layer, [T, K]
@@ -34,10 +34,10 @@ class Watched:
         self._routers, self._guess = Routers(), dict[int, Tensor]()
         self.count = 0  # experts of a layer
         for number, layer in enumerate(layers):
-            found = routed_experts(layer)
-            if len(found) == 1:
-                ((_, experts),) = found
-                self.count = max(one.shape[0] for one in experts.parameters(recurse=False))
+            modules = routed_experts(layer)
+            if len(modules) == 1:
+                ((_, experts),) = modules
+                self.count = max(weights.shape[0] for weights in experts.parameters(recurse=False))
                 self._routers.attach(number, layer, experts)
                 experts.register_forward_pre_hook(self._hook(number), with_kwargs=True)
 
@@ -58,41 +58,40 @@ class Watched:
 
 
 def side_by_side(steps: Sequence[Step], batch_size: int) -> list[Step]:
-    """Return the steps of `batch_size` rows, of which each reads its own part of the text, from those of one row."""
+    """Make the steps of `batch_size` rows of those of one row: each row reads a part of the text."""
     length = len(steps) // batch_size
     return [
         [
             (rows[0][0], sorted({expert for _, experts in rows for expert in experts}))
-            for rows in zip(*steps[place : length * batch_size : length], strict=True)
+            for rows in zip(*steps[token : length * batch_size : length], strict=True)
         ]
-        for place in range(length)
+        for token in range(length)
     ]
 
 
 def batch_sizes(spec: ModelSpec, tokens: int) -> list[int]:
-    """Return the rows of steps that bring experts on demand, with `tokens` tokens altogether: 1, 2, 4, .. and the most
-    that do."""
-    most = min(whole_tokens(spec) - 1, tokens)
-    return sorted({1 << power for power in range(most.bit_length())} | {max(1, most)})
+    """Return the batch sizes of steps that bring experts on demand: 1, 2, 4, .. and the largest, at most `tokens`."""
+    largest = min(whole_tokens(spec) - 1, tokens)
+    return sorted({1 << power for power in range(largest.bit_length())} | {max(1, largest)})
 
 
 def replay(steps: Iterable[Step], policy: Policy, room: int) -> float:
-    """Return the share of the needs of decode steps that a cache of `room` experts meets."""
+    """Return the hit rate of a cache of `room` experts."""
     cache, hits, needs = ExpertCache(policy), 0, 0
     for step in steps:
         cache.next_pass()
         for layer, experts in step:
             keys = [(layer, expert) for expert in sorted(set(experts))]
-            here = [key for key in keys if key in cache]
-            hits, needs = hits + len(here), needs + len(keys)
-            for key in (*here, *(key for key in keys if key not in here)):
+            cached = [key for key in keys if key in cache]
+            hits, needs = hits + len(cached), needs + len(keys)
+            for key in (*cached, *(key for key in keys if key not in cached)):
                 cache.settle(key, room)
     return hits / max(1, needs)
 
 
 @torch.inference_mode()
 def trace(spec: ModelSpec, pieces: Iterable[Sequence[int]]) -> Iterator[Watched]:
-    """Yield the choices for each of `pieces`, token numbers, of the model's checkpoint. Raises StudyError."""
+    """Yield the choices of the model's checkpoint for each of `pieces`. Raises StudyError."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     state = ModelState(spec, "safetensors")
     weights = {name: torch.empty_like(entry.tensor, device=device) for name, entry in state.entries.items()}
@@ -114,17 +113,17 @@ def trace(spec: ModelSpec, pieces: Iterable[Sequence[int]]) -> Iterator[Watched]
 
 
 def measure(
-    spec: ModelSpec, text: tuple[str, str], count: int, length: int, told: str, progress: Callable[[str], None]
+    spec: ModelSpec, text: tuple[str, str], count: int, length: int, about: str, progress: Callable[[str], None]
 ) -> Study:
-    """Measure `count` pieces of `length` tokens, evenly spread over `text`: its name and its content. Raises
-    StudyError."""
-    here = process.study_header("stream")
+    """Measure `count` pieces of `length` tokens of `text`, (name, content). Raises StudyError."""
+    start = process.study_header("stream")
     with TokenizerProcess(spec) as tokenizer:
         token_ids = tokenizer.encode_document(text[1])
     if len(token_ids) < count * length:
         raise StudyError(f"{text[0]} has {len(token_ids)} tokens, and {count} x {length} are asked for: take fewer")
     last = len(token_ids) - length
-    pieces = [token_ids[start : start + length] for start in (one * last // max(1, count - 1) for one in range(count))]
+    begins = [number * last // max(1, count - 1) for number in range(count)]
+    pieces = [token_ids[begin : begin + length] for begin in begins]
     steps: list[Step] = []
     watched = None
     for watched in trace(spec, pieces):
@@ -136,18 +135,18 @@ def measure(
     sizes = dict.fromkeys(max(1, round(share * every)) for share in SHARES)
     rows, touched = [], []
     for batch_size in batch_sizes(spec, len(steps)):
-        own = side_by_side(steps, batch_size)
+        batches = side_by_side(steps, batch_size)
         rows += [
-            Hits(policy=policy, experts=size, hits=replay(own, policy, size), batch_size=batch_size)
+            Hits(policy=policy, experts=size, hits=replay(batches, policy, size), batch_size=batch_size)
             for size in sizes
             for policy in POLICIES
         ]
         if batch_size > 1:
-            needs = sum(len(experts) for step in own for _, experts in step)
-            touched.append(Touched(batch_size=batch_size, share=needs / (len(own) * every)))
+            needs = sum(len(experts) for step in batches for _, experts in step)
+            touched.append(Touched(batch_size=batch_size, share=needs / (len(batches) * every)))
         progress(f"steps of {batch_size} tokens")
     return Study(
-        study="routing", model=spec.name, about=told, text=Text(name=text[0], tokens=len(steps)),
+        study="routing", model=spec.name, about=about, text=Text(name=text[0], tokens=len(steps)),
         num_layers=len(watched.chosen), num_experts=watched.count, experts_per_token=len(steps[0][0][1]),
-        guessed=watched.right / watched.guessed if watched.guessed else None, rows=(*rows, *touched), **here,
+        guessed=watched.right / watched.guessed if watched.guessed else None, rows=(*rows, *touched), **start,
     )  # fmt: skip

@@ -1,5 +1,4 @@
-"""Teacher forcing: feed fixed tokens to an engine, and record the logits of each step or compare them with recorded
-ones.
+"""Teacher forcing: feed fixed tokens to an engine, and record or compare the logits of each step.
 
 A reference's logits go to a file, step by step and in their own type; a comparison reads them back at the same step. So
 memory holds the logits of one step only, and the engines need not be loaded at the same time: the file takes rows ·
@@ -24,8 +23,10 @@ VALUES = 1 << 22  # logits that are compared at once: in 64 bits, and several ti
 
 
 class Forced:
-    """Sampler of teacher forcing: given tokens, ``[B, steps]``, or the most likely one where they are -1. `logits` are
-    those of the last step, ``[B, V]``."""
+    """Sampler of given tokens, ``[B, steps]``; -1 stands for the likeliest.
+
+    `logits` are those of the last step, ``[B, V]``.
+    """
 
     def __init__(self, tokens: Tensor) -> None:
         self._tokens = iter(tokens.unbind(1))
@@ -40,8 +41,10 @@ class Forced:
 def _follow(
     engine: Engine, prompts: Sequence[list[int]], tokens: Sequence[list[int] | None], steps: int, on_progress: Progress
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield, for each of `steps`, the logits ``[B, V]`` and the tokens ``[B]`` that come next: those of `tokens` or,
-    for a row without, the most likely ones. Raises NotFiniteError if logits are not numbers."""
+    """Yield logits ``[B, V]`` and next tokens ``[B]`` of each step.
+
+    These are `tokens` or, for a row without, the most likely ones. Raises NotFiniteError if logits are not numbers.
+    """
     token_ids = torch.tensor(prompts)
     sampler = Forced(torch.tensor([row or [-1] * steps for row in tokens], device=engine.device))
     loop = DecodeLoop(engine, sampler)
@@ -57,7 +60,7 @@ def _follow(
 
 
 def logits_record(session: Session, request: LogitsRecord) -> LogitsRecorded:
-    """Continue prompts, all of one length, and write the logits to a file."""
+    """Continue prompts of one length, and write the logits."""
     engine, steps, chosen = session.engine, request.steps, []
     with Path(request.file).open("wb") as out:
         for logits, tokens in _follow(engine, request.prompts, request.tokens, steps, session.on_progress):
@@ -72,22 +75,24 @@ def logits_record(session: Session, request: LogitsRecord) -> LogitsRecorded:
 
 
 def logits_compare(session: Session, request: LogitsCompare) -> LogitsCompared:
-    """Feed given tokens, and compare the logits of each step with the recorded ones."""
+    """Feed given tokens, and compare their logits with the recorded ones."""
     recorded, rows = request.logits, slice(request.first, request.first + len(request.prompts))
     steps, count, vocabulary = recorded.shape
     values = torch.from_file(recorded.file, size=steps * count * vocabulary, dtype=getattr(torch, recorded.dtype))
-    found: list[Tensor] = []
+    deviations: list[Tensor] = []
     following = _follow(session.engine, request.prompts, request.tokens, steps, session.on_progress)
     for reference, (logits, tokens) in zip(values.view(recorded.shape), following, strict=True):
         size = max(1, VALUES // vocabulary)
         parts = zip(reference[rows].to(logits.device).split(size), logits.split(size), tokens.split(size), strict=True)
-        found.append(torch.cat([deviation(*part) for part in parts]).cpu())
-    return LogitsCompared(rows=[[Position(*step) for step in row] for row in torch.stack(found, 1).tolist()])
+        deviations.append(torch.cat([deviation(*part) for part in parts]).cpu())
+    return LogitsCompared(rows=[[Position(*step) for step in row] for row in torch.stack(deviations, 1).tolist()])
 
 
 def deviation(reference: Tensor, logits: Tensor, tokens: Tensor) -> Tensor:
-    """Return the deviation of `logits` from those of the `reference`, ``[B, V]`` each, of any float type: the fields of
-    a `zinfer.record.study.Position`, computed in float64, ``[B, 5]``; `tokens`, ``[B]``, come next."""
+    """Return the deviation of `logits` from `reference`, ``[B, V]`` each.
+
+    It has the fields of a `zinfer.record.study.Position`, in float64, ``[B, 5]``; `tokens`, ``[B]``, come next.
+    """
     same = reference.argmax(-1) == logits.argmax(-1)
     expected, actual = reference.double(), logits.double()
     error = (actual - expected).square().mean(-1).sqrt() / expected.std(-1, correction=0)

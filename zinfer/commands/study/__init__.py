@@ -27,7 +27,7 @@ def command() -> None:
 
 
 def keep(run: "Study", output: Path | None) -> Path:
-    """Add a run to `output`, or to the machine's file in that folder or in sweeps/results; return the file."""
+    """Add a run to `output`, or to the machine's file; return the file."""
     from zinfer.record import study
     from zinfer.system.local import RESULTS
 

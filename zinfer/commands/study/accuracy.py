@@ -122,13 +122,15 @@ def command(debug: bool, /, output: Path | None, as_json: bool, **how: Any) -> N
     if signal:
         raise SystemExit(128 + signal)
     if failed := run.of(Failed):
-        reasons = "; ".join(f"{label(run, one.case)}: {one.status}: {one.error}" for one in failed)
+        reasons = "; ".join(f"{label(run, row.case)}: {row.status}: {row.error}" for row in failed)
         raise Failure(reasons, PARTIAL if compared(run) else NOTHING)
 
 
 def _copy(source: "Source", wanted: str, watch: "Watch") -> "Source":
-    """Return a quantised copy of the model: the one in the folder `wanted`, or the default one of a scheme, written if
-    it is missing. Raises Failure for a folder with another kind of model."""
+    """Return a quantised copy of the model: of the folder `wanted`, or the default one of a scheme.
+
+    That is written if it is missing. Raises Failure for a folder with another kind of model.
+    """
     from zinfer.checkpoint.quantization import SCHEMES
     from zinfer.checkpoint.source import find
     from zinfer.commands import pack
@@ -141,8 +143,8 @@ def _copy(source: "Source", wanted: str, watch: "Watch") -> "Source":
         if not (folder / "config.json").exists():
             pack.quantised(source, wanted, None, watch)
     copy = find(str(folder), source.spec.dtype, None, "safetensors")
-    one, other = ({**dict(spec), **_NOT_COMPARED} for spec in (source.spec, copy.spec))
-    if one != other:
+    ours, theirs = ({**dict(spec), **_NOT_COMPARED} for spec in (source.spec, copy.spec))
+    if ours != theirs:
         raise Failure(
             f"--weights {wanted}: it is another model than {source.spec.name}: its shape differs", ENVIRONMENT
         )
@@ -156,8 +158,10 @@ _NOT_COMPARED: dict[str, Any] = {
 
 
 def _plans(how: dict[str, Any], source: "Source", copies: "list[Source]") -> "tuple[Plan, list[Plan], str]":
-    """Return the reference's plan, those of the settings, and the engine's class as module:Class. Each of `copies` has
-    all settings, or the reference's own without any."""
+    """Return the plans of the reference and the settings, and the engine's module:Class.
+
+    Each of `copies` has all settings, or the reference's own without any.
+    """
     from zinfer.core.engine import OptionError, conflict
     from zinfer.job import recipe, sweep
     from zinfer.plan.planner import make_plan

@@ -42,7 +42,7 @@ def command(checkpoints: tuple[Path, ...], dtype: str | None, output: Path | Non
     keep(run, output)
     present(run, as_json)
     if not as_json:
-        others = [one.cells for one in codecs()]
+        others = [codec.cells for codec in codecs()]
         console().print(table("published by others, not measured here", PublishedCodec.columns, others))
     if names := wrong(run):
         raise Failure(f"{', '.join(names)}: the codec returned other bits", INTEGRITY)

@@ -90,7 +90,7 @@ def command(debug: bool, /, output: Path | None, as_json: bool, **how: Any) -> N
     runs: list[Study] = []
     with Watch() as watch:
         for job in jobs:
-            with _scratch(how["kv_cache_dir"]) as folder:
+            with _cache_folder(how["kv_cache_dir"]) as folder:
                 runs.append(_run(job, watch, debug, how | {"folder": folder}))
             keep(runs[-1], output)
     for run in runs:
@@ -103,9 +103,9 @@ def command(debug: bool, /, output: Path | None, as_json: bool, **how: Any) -> N
 
 
 @contextmanager
-def _scratch(folder: str | None) -> Iterator[str | None]:
-    """Make a temporary folder in `folder`, removed at the end even if the worker is killed; None without `folder`."""
-    from zinfer.system import lease
+def _cache_folder(folder: str | None) -> Iterator[str | None]:
+    """Make a scratch folder in `folder`; None without `folder`."""
+    from zinfer.system import scratch
 
     if folder is None:
         yield None
@@ -114,12 +114,11 @@ def _scratch(folder: str | None) -> Iterator[str | None]:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except FileExistsError:
         raise click.UsageError(f"--kv-cache-dir {folder} is not a folder") from None
-    with lease.folder(Path(folder), "reuse", ("*.safetensors", "*.part")) as found:
-        yield found.name
+    with scratch.folder(Path(folder), "reuse") as made:
+        yield made.name
 
 
 def _run(job: "LoadJob", watch: "Watch", debug: bool, how: dict[str, Any]) -> "Study":
-    """Measure one load, context after context; a context that cannot be measured gets a reason."""
     from zinfer.core.case import Workload
     from zinfer.record.study import Reload, Study
     from zinfer.worker.process import TaskFailed, Worker, WorkerDied, study_header
@@ -178,8 +177,7 @@ def _run(job: "LoadJob", watch: "Watch", debug: bool, how: dict[str, Any]) -> "S
 
 
 def _why_not(plan: "Plan") -> str | None:
-    """Return the reason why a context cannot be measured; None if it can."""
-    length, most = plan.case.workload.input_len, plan.model.max_position
-    if most is not None and length > most:
-        return f"{plan.model.name} has {most:,} positions"
+    length, positions = plan.case.workload.input_len, plan.model.max_position
+    if positions is not None and length > positions:
+        return f"{plan.model.name} has {positions:,} positions"
     return None if plan.fits else str(plan.why_not)

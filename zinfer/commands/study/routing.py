@@ -15,7 +15,7 @@ from zinfer.commands.study import keep, present
 @click.option("--length", type=click.IntRange(min=2), default=256, show_default=True, help="Tokens of a piece.")
 @options.record("routing")
 def command(model: str, prompt_file: str, samples: int, length: int, output: Path | None, as_json: bool) -> None:
-    """Measure which experts a trained mixture needs, and what a cache of them would meet.
+    """Measure the experts that a trained mixture needs, and a cache's hits.
 
     The experts that the routers of a checkpoint choose for each token of a text are replayed on a cache of experts: the
     share of needs that it meets, with each policy of expert_cache and for several sizes; and the share of right guesses
@@ -30,7 +30,7 @@ def command(model: str, prompt_file: str, samples: int, length: int, output: Pat
     from zinfer.worker import routing
 
     spec, text = find(model, None, None, "safetensors").spec, text_of(prompt_file)
-    told = describe(spec)
-    run = routing.measure(spec, text, samples, length, told, lambda what: click.echo(f"traced {what}", err=True))
+    progress = lambda what: click.echo(f"traced {what}", err=True)  # noqa: E731
+    run = routing.measure(spec, text, samples, length, describe(spec), progress)
     keep(run, output)
     present(run, as_json)

@@ -38,7 +38,7 @@ from zinfer.core.engine import DeepSpeedOptions
 from zinfer.core.progress import Progress, silent
 from zinfer.engine import EngineError
 from zinfer.engine.base import Work, is_step
-from zinfer.engine.decoder import Decoder, DecoderBatch, scratch
+from zinfer.engine.decoder import Decoder, DecoderBatch, offload_folder
 from zinfer.engine.deepspeed.quantized import GROUP, check_dequantizer, quantise, quantised_linear
 from zinfer.engine.deepspeed.world import Partition, World, check_async_io, check_dtype, modules_under_way
 from zinfer.engine.pinned import ALIGNMENT, PinnedArena, empty_pinned_cache, pinned_bytes, set_pinned_allocator
@@ -46,7 +46,7 @@ from zinfer.engine.positions import Probe
 from zinfer.engine.state import ModelState
 from zinfer.plan.planner import Plan
 from zinfer.record.measurement import Effective
-from zinfer.system.lease import OwnFolder
+from zinfer.system.scratch import Scratch
 
 if TYPE_CHECKING:
     from zinfer.engine.ranks import Group
@@ -63,7 +63,7 @@ class DeepSpeed(Decoder):
     several: ClassVar[str] = "zinfer.engine.deepspeed.team:DeepSpeedTeam"
     options: DeepSpeedOptions
     calls = 0  # forward passes of the model that have begun
-    _folder: OwnFolder | None = None
+    _folder: Scratch | None = None
     _world: World | None = None
     _engine: Any = None
     _arena: PinnedArena | None = None
@@ -104,7 +104,7 @@ class DeepSpeed(Decoder):
         }
         if case.offload == "nvme":
             check_async_io()
-            self._folder = scratch(self.plan.nvme_path, ("*.tensor.swp",))
+            self._folder = offload_folder(self.plan.nvme_path)
         config = self._config(layers)
         zero = {key: value for key, value in config["zero_optimization"].items() if key != "offload_param"}
         if case.offload == "cpu" and self.options.pin_memory:

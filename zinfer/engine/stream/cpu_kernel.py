@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from zinfer.system import lease
+from zinfer.system import scratch
 
 SOURCE = Path(__file__).with_name("attend.c")
 COMPILERS = ("cc", "gcc", "clang")
@@ -267,8 +267,8 @@ def _compiled(compiler: str) -> Path:
     place = folder / f"attend-{hashlib.sha256(made_of).hexdigest()[:16]}.so"
     if not place.is_file():
         folder.mkdir(parents=True, exist_ok=True)
-        with lease.folder(folder, "compile", ("attend-*", "cc?*")) as scratch:  # another process may compile too
-            made, env = scratch.path / place.name, {**os.environ, "TMPDIR": scratch.name}
+        with scratch.folder(folder, "compile") as made_in:  # another process may compile too
+            made, env = made_in.path / place.name, {**os.environ, "TMPDIR": made_in.name}
             subprocess.run([compiler, *FLAGS, str(SOURCE), "-o", str(made)], check=True, capture_output=True, env=env)
             made.replace(place)
     return place

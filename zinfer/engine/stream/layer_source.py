@@ -17,7 +17,7 @@ from zinfer.checkpoint.source import revision_of
 from zinfer.core.engine import StreamOptions
 from zinfer.core.progress import Progress
 from zinfer.engine import EngineError
-from zinfer.engine.decoder import scratch
+from zinfer.engine.decoder import offload_folder
 from zinfer.engine.direct import Stripes
 from zinfer.engine.pinned import PinnedArena, check_free, lay_out
 from zinfer.engine.quantization.dequantize import Codes
@@ -37,7 +37,7 @@ from zinfer.engine.stream.packed_layer import LayerMemory, PackedLayer, pack, pl
 from zinfer.engine.stream.prefetch import PrefetchRing
 from zinfer.plan.planner import Plan
 from zinfer.system.host import drives
-from zinfer.system.lease import OwnFolder
+from zinfer.system.scratch import Scratch
 
 if TYPE_CHECKING:
     from zinfer.engine.ranks import Group
@@ -64,7 +64,7 @@ class LayerSource:
     disk: DiskLayers | None = None
     expert_images: dict[int, LayerImages]
     from_folder = False  # layers are read as `zinfer pack` stored them
-    _folders: tuple[OwnFolder, ...] = ()  # files of layers, written for this process alone, one a drive
+    _folders: tuple[Scratch, ...] = ()  # files of layers, written for this process alone, one a drive
 
     def __init__(
         self,
@@ -293,9 +293,9 @@ class LayerSource:
             copy_into(resident, state.load(self._device, self._progress, layers=False))
         else:
             if self._plan.nvme_path is None:
-                scratch(None, ())  # raises
+                offload_folder(None)  # raises
             for drive in drives(str(self._plan.nvme_path)):
-                self._folders = (*self._folders, scratch(str(drive), (packed.DATA,)))
+                self._folders = (*self._folders, offload_folder(str(drive)))
             paths = [folder.path / packed.DATA for folder in self._folders]
             images, sums = disk.write(paths, self._packed_one_by_one(resident))
         ring_bytes, pin = self._plan.placement.disk_ring_bytes, self._device.type == "cuda"

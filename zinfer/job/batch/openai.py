@@ -27,6 +27,7 @@ from zinfer.job.openai import (
     completion_object,
     error_object,
     read_body,
+    usage_object,
 )
 from zinfer.record.jsonl import Garbled
 from zinfer.system.documents import DocumentError, parse_json
@@ -178,7 +179,9 @@ def answer(
     """
     key, chat = line.id.removeprefix("batch_req_"), line.asked.chat
     choices = [choice_object(0, chat, text, finish_reason)]
-    body = completion_object(f"{'chatcmpl' if chat else 'cmpl'}-{key}", created, model, chat, choices, tokens)
+    body = completion_object(
+        f"{'chatcmpl' if chat else 'cmpl'}-{key}", created, model, chat, choices, usage_object(tokens)
+    )
     return _output(line.id, line.custom_id, {"status_code": 200, "request_id": f"req_{key}", "body": body}, None)
 
 

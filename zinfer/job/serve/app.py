@@ -1,8 +1,8 @@
 """HTTP side of the server: OpenAI's endpoints, their checks, and answers whole or as server-sent events.
 
-A request becomes an `Exchange`, whose rows go to the dispatcher. News of rows come to the event loop by `deliver`; the
-handler of the request wakes up, or, for a stream, sends all text that has come since the last time: a client that reads
-slowly gets fewer, larger events, and what is kept for it is no more than its answer.
+A request becomes an `Exchange`, whose rows go to the dispatcher. Updates of rows come to the event loop by `deliver`;
+the handler of the request wakes up, or, for a stream, sends all text that has come since the last time: a client that
+reads slowly gets fewer, larger events, and what is kept for it is no more than its answer.
 """
 
 import asyncio
@@ -10,12 +10,12 @@ import hmac
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
@@ -47,6 +47,25 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 
+class Settings(NamedTuple):
+    """Settings of a server: the model's name, its key, and its limits.
+
+    `output_len` is the limit of an answer to a request that names none; `drain_s` are the seconds that running requests
+    have at the end; KV caches of earlier requests may take `cache_size` bytes of host memory. Web pages of `origins`
+    may use it.
+    """
+
+    model: str
+    key: str | None = None
+    rows: int | None = None
+    max_waiting: int = 1024
+    max_bytes: int = 16 << 20
+    output_len: int = 256
+    drain_s: float = 30.0
+    cache_size: int = 0
+    origins: tuple[str, ...] = ()
+
+
 class HttpError(Exception):
     """A request that is answered with an error of OpenAI's form."""
 
@@ -56,18 +75,20 @@ class HttpError(Exception):
         super().__init__(message)
         self.status, self.code, self.param, self.retry_s = status, code, param, retry_s
 
+    @classmethod
+    def of(cls, failure: Failure) -> Self:
+        return cls(failure.status, failure.code, failure.message, failure.param)
+
+    def body(self) -> dict[str, Any]:
+        kinds = {401: "authentication_error", 429: "rate_limit_error"}
+        kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return openai.error_object(str(self), self.code, self.param, kind)
+
     def response(self) -> Response:
-        """Return the error as a response."""
         headers = {} if self.retry_s is None else {"retry-after": str(self.retry_s)}
         if self.status == 401:
             headers["www-authenticate"] = "Bearer"
-        return _json(_error(self.status, self.code, str(self), self.param), self.status, headers)
-
-
-def _error(status: int, code: str | None, message: str, param: str | None = None) -> dict[str, Any]:
-    kinds = {401: "authentication_error", 429: "rate_limit_error"}
-    kind = kinds.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return openai.error_object(message, code, param, kind)
+        return _json(self.body(), self.status, headers)
 
 
 def _json(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -76,7 +97,7 @@ def _json(content: Any, status: int = 200, headers: dict[str, str] | None = None
 
 @dataclass
 class Choice:
-    """One answer of a request as far as it is known to the event loop; of a stream, the part that was not sent yet."""
+    """One answer of a request as the event loop knows it; of a stream, the part that was not sent yet."""
 
     text: str = ""
     scores: list[TokenScore] = field(default_factory=list)
@@ -126,7 +147,7 @@ class Exchange:
 
     @property
     def failure(self) -> Failure | None:
-        return next((choice.failure for choice in self.choices.values() if choice.failure is not None), None)
+        return next(filter(None, (choice.failure for choice in self.choices.values())), None)
 
     @property
     def tokens(self) -> tuple[int, int]:
@@ -137,10 +158,10 @@ class Exchange:
         ]
         return sum(prompt for prompt, _ in lengths[:: self.asked.n]), sum(answer for _, answer in lengths)
 
-    @property
-    def cached(self) -> int:
-        """Number of tokens of the prompts, each counted once, that were reused."""
-        return sum(one.cached_tokens for one in list(self.choices.values())[:: self.asked.n])
+    def usage(self) -> dict[str, Any]:
+        """Return the numbers of tokens so far, and of reused ones."""
+        cached = sum(choice.cached_tokens for choice in list(self.choices.values())[:: self.asked.n])
+        return openai.usage_object(self.tokens, cached)
 
     def body(self) -> dict[str, Any]:
         """Return the whole answer."""
@@ -151,11 +172,9 @@ class Exchange:
             )
             for index, (row, choice) in enumerate(self.choices.items())
         ]  # fmt: skip
-        about = self.id, self.created, self.model, self.asked.chat
-        return openai.completion_object(*about, choices, self.tokens, self.cached)
+        return openai.completion_object(self.id, self.created, self.model, self.asked.chat, choices, self.usage())
 
     def _echo(self, row: Row, choice: Choice) -> str:
-        """Return the text of the prompt if it belongs to the answer."""
         if not self.asked.echo or choice.prompt is None:
             return ""
         return row.prompt if isinstance(row.prompt, str) else choice.prompt.text
@@ -167,40 +186,40 @@ class Exchange:
         if self.asked.chat:
             return openai.chat_logprobs(choice.scores)
         prompt = choice.prompt if self.asked.echo else None
-        found = openai.text_logprobs(choice.scores, top, prompt, choice.length)
-        choice.length += sum(map(openai.characters, found["tokens"]))
-        return found
+        logprobs = openai.text_logprobs(choice.scores, top, prompt, choice.length)
+        choice.length += sum(map(openai.characters, logprobs["tokens"]))
+        return logprobs
 
     def chunks(self) -> list[dict[str, Any]]:
-        """Return what has come since the last time as chunks of a stream, and forget it."""
-        found = []
+        """Return the unsent text as choices of a stream, and discard it."""
+        chunks = []
         for index, (row, choice) in enumerate(self.choices.items()):
-            news = choice.text or choice.scores or choice.finish_reason or not choice.begun
-            if choice.sent or not news or (choice.failure is not None and not choice.text):
+            update = choice.text or choice.scores or choice.finish_reason or not choice.begun
+            if choice.sent or not update or (choice.failure is not None and not choice.text):
                 continue
             text = self._echo(row, choice) + choice.text
             if self.asked.chat:
-                said: dict[str, Any] = {} if choice.begun else {"role": "assistant"}
-                part: dict[str, Any] = {"delta": said | ({"content": text} if text or said else {})}
+                role: dict[str, Any] = {} if choice.begun else {"role": "assistant"}
+                part: dict[str, Any] = {"delta": role | ({"content": text} if text or role else {})}
             else:
                 part = {"text": text}
             logprobs = self._logprobs(choice) if choice.scores or choice.prompt is not None else None
-            found.append({"index": index, **part, "logprobs": logprobs, "finish_reason": choice.finish_reason})
+            chunks.append({"index": index, **part, "logprobs": logprobs, "finish_reason": choice.finish_reason})
             choice.text, choice.scores, choice.prompt, choice.begun = "", [], None, True
             choice.sent = choice.over
-        return found
+        return chunks
 
     def chunk(self, choices: list[dict[str, Any]], usage: bool = False) -> dict[str, Any]:
         """Return one event of a stream; `usage` asks for the numbers of tokens so far."""
         kind = "chat.completion.chunk" if self.asked.chat else "text_completion"
         body = {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices}
-        usage = usage or self.asked.usages
-        told = {"usage": openai.usage_object(self.tokens, self.cached) if usage else None}
-        return body | (told if usage or self.asked.usage else {})
+        if usage or self.asked.usages:
+            return body | {"usage": self.usage()}
+        return body | ({"usage": None} if self.asked.usage else {})
 
 
 class Desk:
-    """The requests under way, between the event loop and the dispatcher."""
+    """Requests under way, between the event loop and the dispatcher."""
 
     def __init__(self) -> None:
         self.exchanges: dict[Row, Exchange] = {}
@@ -208,10 +227,12 @@ class Desk:
         self.parsers = [(size, ThreadPoolExecutor(1, "parser")) for size in LARGE]
         self.dispatcher: Dispatcher
 
-    async def aside(self, size: int, read: Callable[[], Asked]) -> Asked:
-        """Return what reading a body of `size` bytes gives; large ones are read in a thread."""
-        threads = [thread for least, thread in self.parsers if size >= least]
-        return await asyncio.get_running_loop().run_in_executor(threads[-1], read) if threads else read()
+    async def parse(self, body: bytes, chat: bool, limits: ServerLimits) -> Asked:
+        """Return the request in a body; a large one is read in a thread. Raises Refused and DocumentError."""
+        threads = [thread for size, thread in self.parsers if len(body) >= size]
+        if not threads:
+            return _read(body, chat, limits)
+        return await asyncio.get_running_loop().run_in_executor(threads[-1], _read, body, chat, limits)
 
     def deliver(self, updates: Iterable[tuple[Row, Update]]) -> None:
         """Take updates of rows; in the event loop."""
@@ -228,23 +249,22 @@ class Desk:
         try:
             self.dispatcher.submit(exchange.rows)
         except BaseException:
-            self._forget(exchange)
+            self._remove(exchange)
             raise
 
     def close(self, exchange: Exchange) -> None:
-        """Forget a request; what is not answered is dropped."""
-        self._forget(exchange)
+        """End a request; what is not answered is dropped."""
+        self._remove(exchange)
         self.held -= exchange.size
         if not exchange.over:
             self.dispatcher.drop(row for row, choice in exchange.choices.items() if not choice.over)
 
-    def _forget(self, exchange: Exchange) -> None:
+    def _remove(self, exchange: Exchange) -> None:
         for row in exchange.rows:
             self.exchanges.pop(row, None)
 
 
 async def _until_gone(receive: Receive) -> None:
-    """Wait until the client has gone away; what else it sends is ignored."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -271,8 +291,11 @@ class Events(Response):
             self._desk.close(self._exchange)
 
     async def _parts(self, gone: "asyncio.Future[None]") -> AsyncIterator[Message | Response]:
-        """Yield the messages of the response; a response in their place where the request fails before any text. Ends
-        where the client is gone."""
+        """Yield the messages of the response, or one response of an error. That is for a request that fails before any
+        text.
+
+        Ends where the client is gone.
+        """
         exchange, begun = self._exchange, False
         while not gone.done():
             changed = await _changed(exchange, gone, QUIET_S)
@@ -280,18 +303,18 @@ class Events(Response):
                 return
             failure, chunks = exchange.failure, exchange.chunks()
             if failure is not None and not begun and not chunks:
-                yield HttpError(failure.status, failure.code, failure.message, failure.param).response()
+                yield HttpError.of(failure).response()
                 return
             if not begun:
                 yield {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
                 begun = True
-            lines = [exchange.chunk([one]) for one in chunks]
+            lines = [exchange.chunk([chunk]) for chunk in chunks]
             over = exchange.over or failure is not None
             if over and exchange.asked.usage and failure is None:
                 lines.append(exchange.chunk([], usage=True))
             text = "".join(f"data: {json.dumps(line)}\n\n" for line in lines)
             if failure is not None:
-                text += f"data: {json.dumps(_error(failure.status, failure.code, failure.message))}\n\n"
+                text += f"data: {json.dumps(HttpError.of(failure.model_copy(update={'param': None})).body())}\n\n"
             elif over:
                 text += "data: [DONE]\n\n"
             if not changed and not text:
@@ -303,20 +326,20 @@ class Events(Response):
 
 
 async def _changed(exchange: Exchange, gone: "asyncio.Future[None]", patience_s: float | None = None) -> bool:
-    """Wait for news of a request, for its client's end, or for the time; return True for news."""
+    """Wait for an update, the client's end, or `patience_s`; return True for an update."""
     waiter = asyncio.ensure_future(exchange.changed.wait())
     try:
         both: set[asyncio.Future[Any]] = {waiter, gone}
         await asyncio.wait(both, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
-        found = exchange.changed.is_set()
+        changed = exchange.changed.is_set()
         exchange.changed.clear()
-        return found
+        return changed
     finally:
         waiter.cancel()
 
 
 class Gate:
-    """Outermost layer: the key, the count of requests, and a line about each."""
+    """Outermost layer of the application: the key, the count of requests, and a line about each."""
 
     def __init__(self, app: Any, key: str | None, metrics: Metrics, log: Callable[[str], None]) -> None:
         self._app, self._metrics, self._log = app, metrics, log
@@ -355,7 +378,7 @@ class Gate:
 
 
 def _line(scope: Scope, status: int, seconds: float) -> str:
-    """Return a line about a request that has ended, without anything of its content."""
+    """Return a log line of an ended request, without its content."""
     line = f"{scope['method']} {scope['raw_path'].decode('latin-1')[:100]} {status or 'gone'}"
     if (exchange := scope.get(EXCHANGE)) is not None:
         prompts, answers = exchange.tokens
@@ -363,30 +386,18 @@ def _line(scope: Scope, status: int, seconds: float) -> str:
     return f"{line} {seconds:.2f} s"
 
 
-def make_app(
-    desk: Desk,
-    model: str,
-    limits: ServerLimits,
-    metrics: Metrics,
-    *,
-    key: str | None,
-    most_bytes: int,
-    origins: Sequence[str] = (),
-    log: Callable[[str], None] = lambda _line: None,
-) -> Any:
-    """Return the ASGI application: `model` is the name of the one that is served, `most_bytes` the largest body. Pages
-    of the `origins` may use it; `log` gets a line about each request."""
+def make_app(desk: Desk, settings: Settings, limits: ServerLimits, metrics: Metrics, log: Callable[[str], None]) -> Any:
+    """Return the ASGI application; `log` gets a line about each request."""
+    model = settings.model
     app = FastAPI(openapi_url=None, redirect_slashes=False)
     began = int(time.time())
     about = {"id": model, "object": "model", "created": began, "owned_by": "zinfer"}
 
-    @app.exception_handler(HttpError)
-    async def refused(_request: Request, error: HttpError) -> Response:
-        return error.response()
+    async def answer_error(_request: Request, error: Exception) -> Response:
+        return next(of(error) for kind, of in _ERRORS.items() if isinstance(error, kind)).response()
 
-    @app.exception_handler(Exception)
-    async def failed(_request: Request, _error: Exception) -> Response:
-        return HttpError(500, "internal_error", "the server failed").response()
+    for kind in _ERRORS:
+        app.add_exception_handler(kind, answer_error)
 
     @app.exception_handler(HTTPException)
     async def not_there(request: Request, error: HTTPException) -> Response:
@@ -395,17 +406,9 @@ def make_app(
                     405: f"{request.method[:20]} is not for {request.url.path[:60]}"}  # fmt: skip
         codes = {404: "not_found", 405: "method_not_allowed"}
         message = messages.get(error.status_code, str(error.detail))
-        found = HttpError(error.status_code, codes.get(error.status_code), message).response()
-        found.headers.update(error.headers or {})
-        return found
-
-    @app.post(openai.COMPLETIONS)
-    async def completions(request: Request) -> Response:
-        return await answered(request, chat=False)
-
-    @app.post(openai.CHAT)
-    async def chat_completions(request: Request) -> Response:
-        return await answered(request, chat=True)
+        response = HttpError(error.status_code, codes.get(error.status_code), message).response()
+        response.headers.update(error.headers or {})
+        return response
 
     @app.api_route("/v1/models", methods=["GET", "HEAD"])
     async def models() -> Response:
@@ -419,32 +422,28 @@ def make_app(
 
     @app.api_route("/health", methods=["GET", "HEAD"])
     async def health() -> Response:
-        one = desk.dispatcher
-        if one.state != "ready":
-            return _json({"status": one.state}, 503)
-        reasons = {"completions": one.cannot_complete, "chat": one.cannot_chat, "prefix_reuse": one.cannot_reuse}
-        told = {name: "on" if why_not is None else f"off: {why_not}" for name, why_not in reasons.items()}
-        return _json({"status": "ok", "worker": "running" if one.unfinished else "idle"} | told)
+        it = desk.dispatcher
+        if it.state != "ready":
+            return _json({"status": it.state}, 503)
+        reasons = {"completions": it.cannot_complete, "chat": it.cannot_chat, "prefix_reuse": it.cannot_reuse}
+        features = {name: "on" if why_not is None else f"off: {why_not}" for name, why_not in reasons.items()}
+        return _json({"status": "ok", "worker": "running" if it.unfinished else "idle"} | features)
 
     @app.get("/metrics")
     async def prometheus() -> Response:
         return Response(metrics.text(), media_type=metrics.content_type)
 
     async def answered(request: Request, chat: bool) -> Response:
-        body = await _body(request, most_bytes, desk)
+        body = await _body(request, settings.max_bytes, desk)
         try:
-            asked = await desk.aside(len(body), partial(_read, body, chat, limits))
+            asked = await desk.parse(body, chat, limits)
             if asked.model is not None and asked.model != model:
                 raise _no_model(asked.model, model)
             client = request.client.host if request.client else ""
             exchange = request.scope[EXCHANGE] = Exchange(asked, model, len(body), client)
             desk.open(exchange)
-        except BaseException as error:
+        except BaseException:
             desk.held -= len(body)
-            if isinstance(error, QueueFull):
-                raise _full() from None
-            if isinstance(error, Unavailable):
-                raise HttpError(503, "unavailable", str(error), retry_s=RETRY_S if error.retry else None) from None
             raise
         del body, asked
         if exchange.asked.stream:
@@ -459,14 +458,16 @@ def make_app(
             gone.cancel()
             desk.close(exchange)
         if (failure := exchange.failure) is not None:
-            raise HttpError(failure.status, failure.code, failure.message, failure.param)
+            raise HttpError.of(failure)
         return _json(exchange.body())
 
-    gate = Gate(app, key, metrics, log)
-    if not origins:
+    app.add_route(openai.COMPLETIONS, partial(answered, chat=False), ["POST"])
+    app.add_route(openai.CHAT, partial(answered, chat=True), ["POST"])
+    gate = Gate(app, settings.key, metrics, log)
+    if not settings.origins:
         return gate
     return CORSMiddleware(
-        gate, allow_origins=origins, allow_methods=["GET", "HEAD", "POST"], allow_headers=["*"],
+        gate, allow_origins=settings.origins, allow_methods=["GET", "HEAD", "POST"], allow_headers=["*"],
         expose_headers=["Retry-After"],
     )  # fmt: skip
 
@@ -480,26 +481,34 @@ def _full() -> HttpError:
 
 
 def _read(body: bytes, chat: bool, limits: ServerLimits) -> Asked:
-    try:
-        fields = parse_json(body, "the body", bounds=BODY)
-        if not isinstance(fields, dict):
-            raise Refused("invalid_json", "the body is not a JSON object")
-        return openai.read_body(fields, chat, limits)
-    except Refused as refused:
-        raise HttpError(400, refused.code, str(refused), refused.param) from None
-    except DocumentError as error:
-        raise HttpError(400, "invalid_json", str(error)[:300]) from None
+    fields = parse_json(body, "the body", bounds=BODY)
+    if not isinstance(fields, dict):
+        raise Refused("invalid_json", "the body is not a JSON object")
+    return openai.read_body(fields, chat, limits)
 
 
-async def _body(request: Request, most: int, desk: Desk) -> bytes:
-    """Return the body of a request, whose bytes the `desk` counts. Raises HttpError for one that is not declared as
-    JSON, which a page in a browser could send unasked, that is too large or comes too slowly, and if all requests
-    together hold too much."""
+# Errors of requests, and how they are answered; the first kind that matches counts.
+_ERRORS: dict[type[Exception], Callable[[Any], HttpError]] = {
+    HttpError: lambda error: error,
+    Refused: lambda error: HttpError(400, error.code, str(error), error.param),
+    DocumentError: lambda error: HttpError(400, "invalid_json", str(error)[:300]),
+    QueueFull: lambda _error: _full(),
+    Unavailable: lambda error: HttpError(503, "unavailable", str(error), retry_s=RETRY_S if error.retry else None),
+    Exception: lambda _error: HttpError(500, "internal_error", "the server failed"),
+}
+
+
+async def _body(request: Request, max_bytes: int, desk: Desk) -> bytes:
+    """Return the body of a request, whose bytes the `desk` counts.
+
+    Raises HttpError for one that is not declared as JSON, which a page in a browser could send unasked, that is too
+    large or comes too slowly, and if all requests together hold too much.
+    """
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise HttpError(415, "unsupported_media_type", "send the body as `Content-Type: application/json`")
-    too_large = HttpError(413, "request_too_large", f"the body may have {most:,} bytes at most")
+    too_large = HttpError(413, "request_too_large", f"the body may have {max_bytes:,} bytes at most")
     with suppress(ValueError):
-        if int(request.headers.get("content-length", "0")) > most:
+        if int(request.headers.get("content-length", "0")) > max_bytes:
             raise too_large
     parts, size = [], 0
     try:
@@ -507,9 +516,9 @@ async def _body(request: Request, most: int, desk: Desk) -> bytes:
             async for part in request.stream():
                 size += len(part)
                 desk.held += len(part)
-                if size > most:
+                if size > max_bytes:
                     raise too_large
-                if desk.held > HELD * most:
+                if desk.held > HELD * max_bytes:
                     raise _full()
                 parts.append(part)
         return b"".join(parts)

@@ -21,15 +21,14 @@ HEAD_S = 20.0  # seconds in which the head of a request must have come, from its
 IDLE_S = 75.0  # seconds that a connection is kept for the next request: longer than the minute of most proxies
 STALLED_S = 60.0  # seconds in which a client must have read part of an answer
 SPARE_FILES = 64  # open files of the process that are no connections: the worker's pipes, libraries, logs
-MOST = 16_384  # connections whatever the limit on files, for each takes memory: some 25 kB
+MAX_CONNECTIONS = 16_384  # connections whatever the limit on files, for each takes memory: some 25 kB
 AT_ONCE = 64  # connections that are taken in together
 SHORT_S = 1.0  # seconds without new connections after the system had no file or memory for one
 _SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Connection(H11Protocol):
-    """A connection of one client. It is aborted where the head of a request, the next request, or the reading of an
-    answer takes too long."""
+    """Connection of a client, aborted if sending or reading takes too long."""
 
     def __init__(self, listener: "Listener", loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(config=listener.config, server_state=listener.server_state, app_state={}, _loop=loop)
@@ -71,10 +70,10 @@ class Connection(H11Protocol):
             self._await_head(HEAD_S if self.transport.is_closing() else IDLE_S)
 
     def timeout_keep_alive_handler(self) -> None:
-        """Leave the end of the wait to this class's own timer, which also ends one whose answer is not read."""
+        """Do nothing: this class's timer ends the wait, also of unread answers."""
 
     def shutdown(self) -> None:
-        """End after the request under way, or at once if there is none."""
+        """End after the current request, or at once without one."""
         if self.answers:
             self.cycle.keep_alive = False
         else:
@@ -107,18 +106,18 @@ class Connection(H11Protocol):
 
 
 class Listener(uvicorn.Server):
-    """Server of uvicorn that takes in as many connections as there are files for, one after the other.
+    """Server of uvicorn that accepts connections within the limit on files.
 
     Where there is no room for one that comes, that which has waited longest for the whole of a request is closed; while
     all have one under way, others wait in the kernel's queue. Signals are left to the caller.
     """
 
-    def __init__(self, config: uvicorn.Config, last_s: float, say: Callable[[str], None]) -> None:
+    def __init__(self, config: uvicorn.Config, last_s: float, on_message: Callable[[str], None]) -> None:
         super().__init__(config)
         self._last_s = last_s
         self.idle: dict[Connection, None] = {}  # without a whole request, those that wait longest first
-        self.most = most_connections()
-        self._say, self._said_at = say, -60.0
+        self.max_connections = max_connections()
+        self._on_message, self._complained_at = on_message, -60.0
         self._room = asyncio.Event()
         self._accepting: asyncio.Task[None] | None = None
 
@@ -132,8 +131,7 @@ class Listener(uvicorn.Server):
             self._accepting = asyncio.ensure_future(self._accept(bound))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End: clients have `last_s` seconds to read their answers. Then, or where one has not sent its body, the
-        connection is aborted, so that its task ends by itself."""
+        """End: clients have `last_s` seconds to read their answers, then connections are aborted."""
         if self._accepting is not None:
             self._accepting.cancel()
             await asyncio.gather(self._accepting, return_exceptions=True)
@@ -157,18 +155,18 @@ class Listener(uvicorn.Server):
         bound.setblocking(False)
         while True:
             await _readable(bound)
-            while len(self.server_state.connections) >= self.most:
+            while len(self.server_state.connections) >= self.max_connections:
                 self._room.clear()
                 self._drop_idle()
                 await self._room.wait()
-            taken, short = list[socket.socket](), None
+            accepted, short = list[socket.socket](), None
             try:
-                while len(taken) < min(AT_ONCE, self.most - len(self.server_state.connections)):
-                    taken.append(bound.accept()[0])
+                while len(accepted) < min(AT_ONCE, self.max_connections - len(self.server_state.connections)):
+                    accepted.append(bound.accept()[0])
             except OSError as error:  # there is no other one, or its client was gone before
                 short = error if error.errno in _SHORT else None
             make = partial(Connection, self, loop)
-            connected = (loop.connect_accepted_socket(make, one) for one in taken)
+            connected = (loop.connect_accepted_socket(make, client) for client in accepted)
             await asyncio.gather(*connected, return_exceptions=True)  # a client may be gone
             if short is not None:
                 self._complain(short)
@@ -176,20 +174,19 @@ class Listener(uvicorn.Server):
                 await asyncio.sleep(SHORT_S)
 
     def _drop_idle(self) -> None:
-        """Close the connection that has waited longest for a request, if any does."""
         if self.idle:
             oldest = next(iter(self.idle))
             del self.idle[oldest]
             oldest.transport.abort()
 
     def _complain(self, error: OSError) -> None:
-        if time.monotonic() - self._said_at >= 60:
-            self._said_at = time.monotonic()
-            self._say(f"connections wait: {error.strerror}")
+        if time.monotonic() - self._complained_at >= 60:
+            self._complained_at = time.monotonic()
+            self._on_message(f"connections wait: {error.strerror}")
 
 
 async def _readable(bound: socket.socket) -> None:
-    """Wait until a client connects. (A `sock_accept` of asyncio that is cancelled as one comes prints a traceback.)"""
+    """Wait until a client connects: a `sock_accept` of asyncio that is cancelled prints a traceback."""
     loop, came = asyncio.get_running_loop(), asyncio.Event()
     loop.add_reader(bound, came.set)
     try:
@@ -198,13 +195,17 @@ async def _readable(bound: socket.socket) -> None:
         loop.remove_reader(bound)
 
 
-def most_connections() -> int:
+def max_connections() -> int:
     """Raise the limit on open files as far as this user may; return the connections that it leaves room for."""
-    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-        soft = most
-    return MOST if soft == resource.RLIM_INFINITY else max(SPARE_FILES // 4, min(MOST, soft - SPARE_FILES))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    return (
+        MAX_CONNECTIONS
+        if soft == resource.RLIM_INFINITY
+        else max(SPARE_FILES // 4, min(MAX_CONNECTIONS, soft - SPARE_FILES))
+    )
 
 
 def config(app: Any) -> uvicorn.Config:

@@ -430,7 +430,7 @@ class Dispatcher:
         with self._driver.lend() as worker:
             started = worker.ask(BatchStart(load=self._load, rows=self._max_rows, arrivals=True, cache_size=size))
         self._positions, self._cannot_score, self.kept_bytes = started.positions, started.cannot_score, 0
-        self._tokenizer.most = min(started.positions, self.plan.model.max_position or started.positions)
+        self._tokenizer.max_tokens = min(started.positions, self.plan.model.max_position or started.positions)
         if size and started.cannot_reuse != self.cannot_reuse:
             self.cannot_reuse = started.cannot_reuse
             self._on_message(f"every prompt is computed whole: {self.cannot_reuse}")

@@ -1,5 +1,6 @@
 """Metrics of a server, in the format of Prometheus."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -20,28 +21,37 @@ class Metrics:
     content_type = CONTENT_TYPE_LATEST
 
     def __init__(self) -> None:
-        own = self.registry = CollectorRegistry()
-        self._requests = Counter("zinfer_requests", "HTTP requests.", ["path", "status"], registry=own)
-        self._prompt_tokens = Counter("zinfer_prompt_tokens", "Tokens of prompts of ended rows.", registry=own)
-        help_text = "Those of them whose KV cache was reused."
-        self._cached_tokens = Counter("zinfer_prompt_tokens_cached", help_text, registry=own)
-        self._tokens = Counter("zinfer_generated_tokens", "Tokens generated.", registry=own)
-        self._passes = Counter("zinfer_passes", "Passes of the model's weights.", registry=own)
-        self._seconds = Counter("zinfer_pass_seconds", "Seconds of all passes.", registry=own)
-        self._read = Counter("zinfer_kv_positions_read", "Positions of KV cache read.", registry=own)
-        self._padded = Counter("zinfer_kv_positions_padded", "Those of them that were padding.", registry=own)
-        self._drafted = Counter("zinfer_drafts_verified", "Tokens that were guessed and verified.", registry=own)
-        self._accepted = Counter("zinfer_drafts_right", "Those of them that were right.", registry=own)
-        self._restarts = Counter("zinfer_worker_restarts", "Workers started in place of one that died.", registry=own)
-        self._ttft = Histogram("zinfer_ttft_seconds", "Time to first token.", buckets=SECONDS, registry=own)
-        self._tpot = Histogram("zinfer_tpot_seconds", "Time per output token after it.", buckets=SECONDS, registry=own)
-        self._e2e = Histogram("zinfer_e2e_seconds", "Time to the end of a row.", buckets=SECONDS, registry=own)
-        self._kept = Gauge("zinfer_kv_cache_kept_bytes", "Host memory of kept KV caches.", registry=own)
-        self._running = Gauge("zinfer_rows_running", "Rows that run.", registry=own)
-        self._waiting = Gauge("zinfer_rows_waiting", "Rows without a token.", registry=own)
+        self.registry = CollectorRegistry()
+
+        def counter(name: str, help_text: str, labels: Sequence[str] = ()) -> Counter:
+            return Counter(f"zinfer_{name}", help_text, labels, registry=self.registry)
+
+        def seconds(name: str, help_text: str) -> Histogram:
+            return Histogram(f"zinfer_{name}_seconds", help_text, buckets=SECONDS, registry=self.registry)
+
+        def gauge(name: str, help_text: str) -> Gauge:
+            return Gauge(f"zinfer_{name}", help_text, registry=self.registry)
+
+        self._requests = counter("requests", "HTTP requests.", ["path", "status"])
+        self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts of ended rows.")
+        self._cached_tokens = counter("prompt_tokens_cached", "Prompt tokens whose KV cache was reused.")
+        self._tokens = counter("generated_tokens", "Tokens generated.")
+        self._passes = counter("passes", "Passes of the model's weights.")
+        self._seconds = counter("pass_seconds", "Seconds of all passes.")
+        self._read = counter("kv_positions_read", "Positions of KV cache read.")
+        self._padded = counter("kv_positions_padded", "Positions of KV cache read that were padding.")
+        self._drafted = counter("drafts_verified", "Drafted tokens verified.")
+        self._accepted = counter("drafts_right", "Drafted tokens that were right.")
+        self._restarts = counter("worker_restarts", "Workers started in place of one that died.")
+        self._ttft = seconds("ttft", "Time to first token.")
+        self._tpot = seconds("tpot", "Time per output token after the first.")
+        self._e2e = seconds("e2e", "Time to the end of a row.")
+        self._kept = gauge("kv_cache_kept_bytes", "Host memory of kept KV caches.")
+        self._running = gauge("rows_running", "Rows that run.")
+        self._waiting = gauge("rows_waiting", "Rows without a token.")
 
     def watch(self, dispatcher: "Dispatcher") -> None:
-        """Read the numbers of rows, and the bytes kept of them, from a dispatcher."""
+        """Read the gauges from a dispatcher."""
         self._running.set_function(lambda: dispatcher.running)
         self._waiting.set_function(lambda: dispatcher.waiting)
         self._kept.set_function(lambda: dispatcher.kept_bytes)
@@ -51,11 +61,11 @@ class Metrics:
         self._requests.labels(path, str(status)).inc()
 
     def first_token(self, seconds: float) -> None:
-        """Take the time to the first token of a row."""
+        """Observe the time to the first token of a row."""
         self._ttft.observe(seconds)
 
     def ended(self, row: Row, seconds: float, since_first: float) -> None:
-        """Take the time of a row that has ended, and that since its first token."""
+        """Observe the time of an ended row, and since its first token."""
         self._e2e.observe(seconds)
         self._prompt_tokens.inc(len(row.request.prompt_ids))
         self._cached_tokens.inc(row.cached)

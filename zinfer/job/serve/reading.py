@@ -1,4 +1,4 @@
-"""Reading of prompts beside the worker: texts and messages to token ids, for the dispatcher.
+"""Readers of prompts: texts and messages to token ids for the dispatcher, while the worker runs.
 
 Two threads have prompts read by a `TokenizerProcess`, each in a child of its own: one those that are short, within half
 a second of CPU time, and one those that are long, or took longer. So a prompt that takes seconds holds up long ones
@@ -8,6 +8,7 @@ alone, and no pass of the worker. In both, clients take turns: who sends many, o
 import threading
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 from zinfer.core.errors import error_line
@@ -15,16 +16,16 @@ from zinfer.generation.tokenizer_process import QUICK_CHARACTERS, Refusal, chara
 
 UNREAD = "tokenizer_failed"  # code of prompts that nobody could read
 SLOW = 1_000_000  # characters that a prompt counts as that took longer than a short one may
-MOST_CLIENTS = 4096  # clients whose turns are remembered
+MAX_CLIENTS = 4096  # clients whose turns are remembered
 
 Ids = list[int] | Refusal
 Asked = tuple[Any, Any]  # a prompt, and whose it is
 
 
 class Tokenizes(Protocol):
-    """A `zinfer.generation.tokenizer_process.TokenizerProcess`, as far as it is used here."""
+    """Part of a `zinfer.generation.tokenizer_process.TokenizerProcess` that readers use."""
 
-    most: int | None
+    max_tokens: int | None
 
     def encode_quickly(self, prompts: Sequence[Any]) -> list[Ids] | None: ...
     def encode_alone(self, prompt: Any) -> Ids: ...
@@ -32,7 +33,7 @@ class Tokenizes(Protocol):
 
 
 class _Part(NamedTuple):
-    """Prompts of one client that are read together, and their characters."""
+    """Prompts of one client to read together, and their characters."""
 
     client: Hashable
     asked: list[Asked]
@@ -40,7 +41,10 @@ class _Part(NamedTuple):
 
 
 class _Queue:
-    """Parts that wait. The next one is of the client for whom the least was read; who was away gains nothing by it."""
+    """Queue of parts, fair to clients: the next one is of the client for whom least was read.
+
+    A client that was away for a while gains nothing by it.
+    """
 
     def __init__(self) -> None:
         self._waiting: dict[Hashable, deque[_Part]] = {}
@@ -52,7 +56,7 @@ class _Queue:
             self._read[part.client] = max(self._read.get(part.client, 0), self._now)
         self._waiting.setdefault(part.client, deque()).append(part)
 
-    def take(self) -> _Part | None:
+    def get(self) -> _Part | None:
         if not self._waiting:
             return None
         client = min(self._waiting, key=self._read.__getitem__)
@@ -61,8 +65,8 @@ class _Queue:
         if not self._waiting[client]:
             del self._waiting[client]
         self.charge(client, 1 + part.size)
-        if len(self._read) > MOST_CLIENTS:
-            self._read = {one: size for one, size in self._read.items() if one in self._waiting or size > self._now}
+        if len(self._read) > MAX_CLIENTS:
+            self._read = {name: size for name, size in self._read.items() if name in self._waiting or size > self._now}
         return part
 
     def charge(self, client: Hashable, size: int) -> None:
@@ -70,36 +74,39 @@ class _Queue:
 
 
 class Reader:
-    """Threads that read prompts. `found` gets token ids, or the reason why there are none, with whose they are, from a
-    thread; prompts of whom `wanted` denies are left out."""
+    """Threads that read prompts.
+
+    `on_read` gets each owner with its token ids, or the reason why there are none, from a thread; prompts of owners
+    that `wanted` denies are left out.
+    """
 
     def __init__(
-        self, tokenizer: Tokenizes, found: Callable[[list[tuple[Any, Ids]]], None], wanted: Callable[[Any], bool]
+        self, tokenizer: Tokenizes, on_read: Callable[[list[tuple[Any, Ids]]], None], wanted: Callable[[Any], bool]
     ) -> None:
-        self._tokenizer, self._found, self._wanted = tokenizer, found, wanted
+        self._tokenizer, self._on_read, self._wanted = tokenizer, on_read, wanted
         self._changed = threading.Condition()
         self._short, self._long = _Queue(), _Queue()
         self._closed = False
         self._threads = [
-            threading.Thread(target=self._run, args=one, daemon=True, name="reader")
-            for one in ((self._short, self._read_short), (self._long, self._read_long))
+            threading.Thread(target=self._run, args=args, daemon=True, name="reader")
+            for args in ((self._short, self._read_short), (self._long, self._read_long))
         ]
         for thread in self._threads:
             thread.start()
 
     def add(self, asked: Iterable[Asked], client: Hashable = None) -> None:
-        """Have the prompts of a client read, each for somebody."""
-        owners = list(asked)
-        place = 0
+        """Queue the prompts of a client, each with its owner."""
+        waiting = list(asked)
+        coming = iter(waiting)
         with self._changed:
-            for part in parts([prompt for prompt, _ in owners]):
-                own, place = owners[place : place + len(part)], place + len(part)
+            for part in parts([prompt for prompt, _ in waiting]):
                 size = sum(map(characters, part))
-                (self._long if size > QUICK_CHARACTERS else self._short).put(_Part(client, own, size))
+                queue = self._long if size > QUICK_CHARACTERS else self._short
+                queue.put(_Part(client, [*islice(coming, len(part))], size))
             self._changed.notify_all()
 
     def close(self) -> None:
-        """End the process and the threads; prompts that wait are forgotten."""
+        """End the process and the threads; prompts that wait are discarded."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -110,32 +117,32 @@ class Reader:
     def _run(self, queue: _Queue, read: Callable[[_Part], None]) -> None:
         while True:
             with self._changed:
-                while (part := queue.take()) is None and not self._closed:
+                while (part := queue.get()) is None and not self._closed:
                     self._changed.wait()
                 if self._closed or part is None:
                     return
-            asked = [one for one in part.asked if self._wanted(one[1])]
+            asked = [(prompt, owner) for prompt, owner in part.asked if self._wanted(owner)]
             if asked:
                 try:
                     read(part._replace(asked=asked))
                 except Exception as error:  # of the process, not of a prompt: nobody may wait for ever
-                    self._tell(asked, [Refusal(UNREAD, error_line(error))] * len(asked))
+                    self._report(asked, [Refusal(UNREAD, error_line(error))] * len(asked))
 
     def _read_short(self, part: _Part) -> None:
         ids = self._tokenizer.encode_quickly([prompt for prompt, _ in part.asked])
         if ids is not None:
-            self._tell(part.asked, ids)
+            self._report(part.asked, ids)
             return
         with self._changed:
             self._short.charge(part.client, SLOW)
             queue = self._short if len(part.asked) > 1 else self._long
-            for one in part.asked:  # one of several is to blame, which shows when each is read alone
-                queue.put(_Part(part.client, [one], SLOW // len(part.asked)))
+            for asked in part.asked:  # one of several is to blame, which shows when each is read alone
+                queue.put(_Part(part.client, [asked], SLOW // len(part.asked)))
             self._changed.notify_all()
 
     def _read_long(self, part: _Part) -> None:
-        self._tell(part.asked, [self._tokenizer.encode_alone(prompt) for prompt, _ in part.asked])
+        self._report(part.asked, [self._tokenizer.encode_alone(prompt) for prompt, _ in part.asked])
 
-    def _tell(self, asked: list[Asked], ids: Sequence[Ids]) -> None:
+    def _report(self, asked: list[Asked], ids: Sequence[Ids]) -> None:
         if not self._closed:
-            self._found([(owner, one) for (_, owner), one in zip(asked, ids, strict=True)])
+            self._on_read([(owner, result) for (_, owner), result in zip(asked, ids, strict=True)])

@@ -8,11 +8,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 from zinfer.core.case import Workload
 from zinfer.job.openai import ServerLimits
-from zinfer.job.serve.app import Desk, make_app
+from zinfer.job.serve.app import Desk, Settings, make_app
 from zinfer.job.serve.connections import Listener, config
 from zinfer.job.serve.dispatcher import Dispatcher
 from zinfer.job.serve.metrics import Metrics
@@ -28,24 +28,8 @@ GRACE_S = 5  # seconds after those, and after the drain, in which the process en
 SECOND_S = 2.0  # the same after a second signal
 
 
-class Settings(NamedTuple):
-    """Settings of a server: the model's name, its key, and its limits. `output_len` is the limit of an answer to a
-    request that names none; `drain_s` are the seconds that running requests have at the end; KV caches of earlier
-    requests may take `cache_size` bytes of host memory. Web pages of `origins` may use it."""
-
-    model: str
-    key: str | None = None
-    rows: int | None = None
-    most_waiting: int = 1024
-    most_bytes: int = 16 << 20
-    output_len: int = 256
-    drain_s: float = 30.0
-    cache_size: int = 0
-    origins: tuple[str, ...] = ()
-
-
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at an address, port 0 for any free one. Raises OSError."""
+    """Return a socket that listens at an address; port 0 is any free one. Raises OSError."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     bound = socket.socket(family, kind, protocol)
     try:
@@ -59,8 +43,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class Log:
-    """Lines about requests, which a thread writes: the event loop waits for no terminal. Where lines come faster than
-    they are written, some are left out."""
+    """Log of requests, written by a thread: the event loop waits for no terminal, and too many lines are left out."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self._write = write
@@ -84,7 +67,7 @@ class Log:
 
 
 class HttpServer:
-    """A server of one model; `run` serves until it is told to end."""
+    """HTTP server of one model."""
 
     def __init__(
         self,
@@ -95,34 +78,30 @@ class HttpServer:
         bound: socket.socket,
         tokenizer: Tokenizes,
         *,
-        say: Callable[[str], None] = lambda _text: None,
-        loading: Callable[[], None] = lambda: None,
-        ready: Callable[[], None] = lambda: None,
+        on_message: Callable[[str], None] = lambda _text: None,
+        on_loading: Callable[[], None] = lambda: None,
+        on_ready: Callable[[], None] = lambda: None,
         log: Callable[[str], None] | None = None,
     ) -> None:
-        self._settings, self._socket, self._say = settings, bound, say
+        self._settings, self._socket, self._on_message = settings, bound, on_message
         self.metrics, self.desk = Metrics(), Desk()
         self.dispatcher = self.desk.dispatcher = Dispatcher(
             plan, make_worker, load, self.metrics, self._post, tokenizer, max_rows=settings.rows,
-            max_waiting=settings.most_waiting, output_len=settings.output_len, cache_size=settings.cache_size,
-            on_message=say, on_loading=loading, on_ready=ready,
+            max_waiting=settings.max_waiting, output_len=settings.output_len, cache_size=settings.cache_size,
+            on_message=on_message, on_loading=on_loading, on_ready=on_ready,
             on_end=lambda: self._from_outside(self._end),
         )  # fmt: skip
         self.metrics.watch(self.dispatcher)
-        limits = ServerLimits(plan.model.vocab_size, settings.most_waiting)
-        app = make_app(
-            self.desk, settings.model, limits, self.metrics, key=settings.key, most_bytes=settings.most_bytes,
-            origins=settings.origins, log=(lambda _line: None) if log is None else Log(log).add,
-        )  # fmt: skip
-        self._listener = Listener(config(app), LAST_S, say)
+        limits = ServerLimits(plan.model.vocab_size, settings.max_waiting)
+        app = make_app(self.desk, settings, limits, self.metrics, Log(log).add if log else lambda _line: None)
+        self._listener = Listener(config(app), LAST_S, on_message)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._draining: asyncio.Task[None] | None = None
         self.signal: int | None = None  # signal that ended it
 
     @property
     def port(self) -> int:
-        found: int = self._socket.getsockname()[1]
-        return found
+        return int(self._socket.getsockname()[1])
 
     def run(self) -> str | None:
         """Serve until a signal, `drain`, or the worker ends it for good; return the worker's fault, if it was that."""
@@ -131,8 +110,10 @@ class HttpServer:
         return self.dispatcher.fault
 
     def drain(self) -> None:
-        """Begin to end: requests that run may end within the time for it, new ones are refused. A second call ends them
-        at once. For any thread, and for handlers of signals."""
+        """Begin to end: running requests have their time, new ones are refused. A second call ends them at once.
+
+        For any thread, and for handlers of signals.
+        """
         self._from_outside(self._drain)
 
     async def _run(self) -> None:
@@ -143,11 +124,10 @@ class HttpServer:
         finally:
             await asyncio.to_thread(self.dispatcher.stop)
 
-    def _post(self, news: Any) -> None:
-        self._from_outside(self.desk.deliver, news)
+    def _post(self, updates: Any) -> None:
+        self._from_outside(self.desk.deliver, updates)
 
     def _from_outside(self, call: Callable[..., object], *values: Any) -> None:
-        """Have the event loop call a function, unless it has ended."""
         if self._loop is not None:
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(call, *values)
@@ -164,26 +144,25 @@ class HttpServer:
         self._draining = asyncio.ensure_future(self._drained())
 
     async def _drained(self) -> None:
-        """Wait for the rows under way, for the time that they have; then end."""
         if self.dispatcher.unfinished:
-            self._say(f"ending: {self.dispatcher.unfinished} rows have {self._settings.drain_s:g} s")
+            self._on_message(f"ending: {self.dispatcher.unfinished} rows have {self._settings.drain_s:g} s")
         until = time.monotonic() + self._settings.drain_s
         while self.dispatcher.unfinished and time.monotonic() < until and not self._listener.should_exit:
             await asyncio.sleep(0.05)
         await asyncio.to_thread(self.dispatcher.stop)
 
     def _end(self) -> None:
-        """Close the socket and the connections, once all answers and failures are sent; the dispatcher has ended."""
+        """Close socket and connections once all answers and failures are sent; the dispatcher has ended."""
         self._listener.should_exit = True
 
 
 @contextmanager
 def _signals(arrived: Callable[[int], None]) -> Iterator[None]:
-    """Call `arrived` for SIGINT and SIGTERM; not in other threads than the main one, which alone can."""
+    """Call `arrived` for SIGINT and SIGTERM if in the main thread."""
     before = {}
     with suppress(ValueError):
         for number in ending.SIGNALS:
-            before[number] = signal.signal(number, lambda found, _frame: arrived(found))
+            before[number] = signal.signal(number, lambda arriving, _frame: arrived(arriving))
     try:
         yield
     finally:

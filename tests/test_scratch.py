@@ -1,0 +1,258 @@
+"""Scratch: what a killed process left goes at the next start, and nothing else ever does."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from tests import PATIENCE_S, environment
+from zinfer.cli import cli
+from zinfer.system import atomic, scratch
+
+# Each makes something in the folder of its first argument, says so, and waits for its end.
+WEIGHTS = """
+import os, sys, time
+from pathlib import Path
+from zinfer.system import scratch
+made = scratch.folder(Path(sys.argv[1]), "weights")
+(made.path / "deep").mkdir()
+(made.path / "deep" / "layer.dat").write_bytes(b"x" * 1000)
+print(made.path, flush=True)
+time.sleep(600)
+"""
+FILE = """
+import sys, time
+from pathlib import Path
+from zinfer.system import atomic
+with atomic.writing(Path(sys.argv[1]) / "good.txt") as stream:
+    stream.write(b"half")
+    stream.flush()
+    print(next(Path(sys.argv[1]).glob("*.part")), flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    yield tmp_path / "state" / "zinfer" / "scratch"
+    scratch.cleanup()
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "place").mkdir()
+    return tmp_path / "place"
+
+
+def killed(script: str, place: Path) -> Path:
+    """Run `script` until it has made its path, kill it, and return the path."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(place)], stdout=subprocess.PIPE, env=environment(), text=True
+    )
+    assert process.stdout is not None
+    path = Path(process.stdout.readline().strip())
+    scratch.remove_abandoned()
+    assert path.exists(), "removed while its process lives"
+    process.send_signal(signal.SIGKILL)
+    process.wait(timeout=PATIENCE_S)
+    process.stdout.close()
+    return path
+
+
+def entry(state: Path, path: Path | str, name: str, boot: str | None = None, host: str | None = None) -> Path:
+    """Write an entry that no process holds."""
+    state.mkdir(parents=True, exist_ok=True, mode=0o700)
+    boot, host = boot or scratch._host()[0], host or scratch._host()[1]
+    (state / f"{name}.scratch").write_text(json.dumps([boot, host, str(path)]))
+    return state / f"{name}.scratch"
+
+
+@pytest.mark.parametrize("script", [WEIGHTS, FILE])
+def test_a_killed_process_leaves_nothing_for_good(place: Path, state: Path, script: str) -> None:
+    (place / "good.txt").write_text("good")
+    path, messages = killed(script, place), list[str]()
+    assert path.exists()
+    scratch.remove_abandoned(messages.append)
+    assert [file.name for file in place.iterdir()] == ["good.txt"]
+    assert (place / "good.txt").read_text() == "good"
+    assert len(messages) == 1
+    assert str(path) in messages[0]
+    assert list(state.iterdir()) == []
+
+
+def test_the_next_command_says_what_it_removed(place: Path) -> None:
+    path = killed(WEIGHTS, place)
+    result = CliRunner().invoke(cli, ["export", str(place / "nothing")])
+    assert result.exit_code == 4
+    assert f"removed {path} (" in result.stderr
+    assert not path.exists()
+
+
+def test_a_target_of_a_link_stays(place: Path, tmp_path: Path) -> None:
+    path, thesis = killed(WEIGHTS, place), tmp_path / "thesis"
+    thesis.mkdir()
+    (thesis / "chapter.txt").write_text("years of work")
+    (path / "link").symlink_to(thesis)
+    scratch.remove_abandoned()
+    assert not path.exists()
+    assert (thesis / "chapter.txt").read_text() == "years of work"
+
+
+def test_an_entry_names_only_what_bears_its_name(place: Path, state: Path) -> None:
+    thesis = place / "thesis.txt"
+    thesis.write_text("years")
+    names = [entry(state, path, f"name{number}") for number, path in enumerate((thesis, place, place / "none"))]
+    (state / "torn.scratch").write_text("")
+    scratch.remove_abandoned()
+    assert thesis.read_text() == "years"
+    assert not [name for name in names if name.exists()]
+    assert not (state / "torn.scratch").exists()
+
+
+@pytest.mark.parametrize("kind", ["open", "link"])
+def test_a_state_folder_that_others_may_write_to_is_not_used(place: Path, state: Path, kind: str) -> None:
+    part = place / "x.abcd.part"
+    part.write_text("x")
+    entry(state, part, "abcd")
+    if kind == "open":
+        state.chmod(0o770)
+    else:
+        state.rename(state.with_name("elsewhere"))
+        state.symlink_to("elsewhere")
+    scratch.remove_abandoned()
+    assert part.exists()
+    with scratch.folder(place, "weights") as made:
+        assert made.path.is_dir()
+    assert len(list(state.iterdir())) == 1
+
+
+def test_what_another_host_left_on_a_shared_drive_stays(place: Path, state: Path) -> None:
+    part = place / "x.abcd.part"
+    part.write_text("x")
+    entry(state, part, "abcd", "another boot", "another host")
+    scratch.remove_abandoned()
+    assert part.exists()
+    entry(state, part, "abcd", "another boot")  # of this host before it was started again
+    scratch.remove_abandoned()
+    assert not part.exists()
+
+
+def test_a_drive_that_is_not_mounted_is_waited_for(place: Path, state: Path) -> None:
+    path = killed(WEIGHTS, place)
+    place.rename(place.with_name("away"))
+    scratch.remove_abandoned()
+    assert len(list(state.iterdir())) == 1
+    place.with_name("away").rename(place)
+    scratch.remove_abandoned()
+    assert not path.exists()
+
+
+def test_a_drive_that_is_away_when_its_process_ends_is_waited_for(place: Path, state: Path) -> None:
+    script = WEIGHTS.replace("time.sleep(600)", "os.rename(sys.argv[1], sys.argv[1] + '-away'); made.cleanup()")
+    command = [sys.executable, "-c", script, str(place)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
+    assert len(list(state.iterdir())) == 1
+    place.with_name("place-away").rename(place)
+    assert Path(done.stdout.strip()).is_dir()
+    scratch.remove_abandoned()
+    assert [*place.iterdir(), *state.iterdir()] == []
+
+
+def test_a_process_that_ends_in_order_leaves_nothing(place: Path, state: Path) -> None:
+    with scratch.folder(place, "weights") as made:
+        (made.path / "layer.dat").write_text("x")
+        assert made.path.stat().st_mode & 0o777 == 0o700
+        assert len(list(state.iterdir())) == 1
+    atomic.write(place / "file", "x")
+    scratch.folder(place, "weights")
+    scratch.cleanup()
+    assert [file.name for file in place.iterdir()] == ["file"]
+    assert list(state.iterdir()) == []
+
+
+def test_without_a_state_folder_everything_else_works(place: Path, tmp_path: Path) -> None:
+    (tmp_path / "state").write_text("a file")
+    atomic.write(place / "file", "x")
+    with scratch.folder(place, "weights") as made:
+        (made.path / "layer.dat").write_text("x")
+    scratch.remove_abandoned()
+    assert [file.name for file in place.iterdir()] == ["file"]
+
+
+def test_a_file_goes_with_the_folder_of_another_process(place: Path, state: Path) -> None:
+    """A worker writes into a folder of its command, and is killed; the command ends in order."""
+    with scratch.folder(place, "reuse") as made:
+        assert killed(FILE, made.path).is_file()
+    assert not [*place.iterdir()]
+    scratch.remove_abandoned()
+    assert not [*state.iterdir()]
+
+
+READ_ONLY = """
+import errno, sys
+from pathlib import Path
+from zinfer.system import atomic
+
+def refuse(*_path, **_settings):
+    raise OSError(errno.EROFS, "Read-only file system")
+
+try:
+    with atomic.writing(Path(sys.argv[1]) / "good.txt") as stream:
+        Path.replace = Path.unlink = refuse
+        stream.write(b"new")
+except OSError as error:
+    print(error)
+"""
+
+
+def test_half_a_file_on_a_drive_that_became_read_only_goes_at_the_next_start(place: Path, state: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", READ_ONLY, str(place)], env=environment(), capture_output=True, text=True,
+        timeout=PATIENCE_S, check=True,
+    )  # fmt: skip
+    assert "Read-only" in done.stdout
+    assert [*place.iterdir()]
+    scratch.remove_abandoned()
+    assert not [*place.iterdir(), *state.iterdir()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["command", "worker", "both"])
+def test_a_killed_run_leaves_no_weights_on_the_drive(
+    place: Path, checkpoint: Callable[..., Path], tmp_path: Path, victim: str
+) -> None:
+    from tests.command import zinfer_process as zinfer
+    from zinfer.core.machine import Machine
+    from zinfer.system.host import slug
+
+    machine = Machine(name=slug(), source="measured", host_bytes=20 << 30, h2d_bandwidth=8e9, hbm_bandwidth=16e9)
+    file = tmp_path / "sweeps" / "results" / slug() / "machine.json"
+    file.parent.mkdir(parents=True)
+    file.write_text(machine.model_dump_json())
+    words = ["run", "-m", str(checkpoint("llama")), "--engine", "accelerate", "--offload", "nvme"]
+    words += ["--nvme-path", str(place), "-p", "x", "--output-len", "900", "--ignore-eos"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "zinfer", *words], cwd=tmp_path, env=environment(), stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + PATIENCE_S
+    while not list(place.glob("zinfer-weights-*/index.json")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    assert len(children) == 1
+    for number in [process.pid] * (victim != "worker") + [int(children[0])] * (victim != "command"):
+        os.kill(number, signal.SIGKILL)
+    process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == (5 if victim == "worker" else -signal.SIGKILL)
+    if victim != "worker":
+        while Path(f"/proc/{children[0]}").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert f"removed {place}" in zinfer(tmp_path, "export", "nothing").stderr
+    assert list(place.iterdir()) == []

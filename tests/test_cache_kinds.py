@@ -21,7 +21,7 @@ from tests.test_parity import OUTPUT_LEN, greedy, load, prompts
 from zinfer.core.model import ModelError
 from zinfer.engine import EngineError
 from zinfer.engine import cache as kv_cache
-from zinfer.engine.cache import LEAST_SPARE, CacheFullError, FixedLayer, QuantizedLayer, RowCache, make_cache
+from zinfer.engine.cache import MIN_SPARE, CacheFullError, FixedLayer, QuantizedLayer, RowCache, make_cache
 
 LENGTHS = (13, 5, 9)  # of the prompts: longer than the windows, and shorter
 _SHAPE: dict[str, Any] = {
@@ -114,7 +114,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_tokens_are_those_of_transformers(
     name: str, way: str, at_once: int, kind: Kinds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zinfer.engine.cache.LEAST_SPARE", 2)  # the window moves every other step
+    monkeypatch.setattr("zinfer.engine.cache.MIN_SPARE", 2)  # the window moves every other step
     offload, options = WAYS[way]
     if options and name in STATES_ONLY:
         with pytest.raises(EngineError, match=r"fixed size.* kv_offload=cpu"):
@@ -140,7 +140,7 @@ def test_8_bits_are_what_the_record_says(
 ) -> None:
     """Every layer with keys and values has them in 8 bits, and the logits are close to exact ones."""
     monkeypatch.setattr("zinfer.engine.stream.DEQUANTIZED_BYTES", 1)  # a row at a time
-    monkeypatch.setattr("zinfer.engine.cache.LEAST_SPARE", 2)
+    monkeypatch.setattr("zinfer.engine.cache.MIN_SPARE", 2)
     if name in STATES_ONLY:
         with pytest.raises(EngineError, match=f"no keys and values.* kv_cache_dtype={storage}"):
             load("stream", kind(name), "cpu", tmp_path, kv_cache_dtype=storage)
@@ -177,11 +177,11 @@ def test_a_sliding_window_layer_reads_and_keeps_its_window_only(kind: Kinds, tmp
         assert torch.equal(tokens, expected(kind("mistral"), (40, 33)))
     a_token = 2 * 2 * 16 * 4  # of a layer, in bytes
     assert over_link.effective().settings["kv_bytes_per_step"] == 6 * 2 * 7 * a_token
-    room = 6 * 2 * (7 + LEAST_SPARE) * a_token
+    room = 6 * 2 * (7 + MIN_SPARE) * a_token
     for engine in (over_link, by_cpu):
         assert engine.batches[0].memory.size == room
     layers = here.batches[0].cache.layers
-    assert sum(layer._keys.nbytes + layer._values.nbytes for layer in layers) == room
+    assert sum(part.nbytes for layer in layers for part in layer.memories) == room
     assert {layer.keys.shape[2] for layer in layers} == {7}
     assert "the last 8 positions only" in str(here.cannot_snapshot())
     for engine in (over_link, by_cpu, here):
@@ -278,8 +278,8 @@ def _chunks(made: RowCache) -> list[list[int]]:
     """The bytes of each chunk of memory, and the layers that lie in it."""
     found: dict[int, list[int]] = {}
     for index, layer in made.attention.items():
-        (place,) = {memory.untyped_storage().data_ptr() for memory in layer._memories()}
-        found.setdefault(place, [layer._memories()[0].untyped_storage().nbytes()]).append(index)
+        (place,) = {memory.untyped_storage().data_ptr() for memory in layer.memories}
+        found.setdefault(place, [layer.memories[0].untyped_storage().nbytes()]).append(index)
     return list(found.values())
 
 
@@ -313,7 +313,7 @@ def test_memory_is_taken_for_several_layers_at_a_time(storage: str, monkeypatch:
 
 
 def test_layers_with_a_window_take_less_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache, "LEAST_SPARE", 3)
+    monkeypatch.setattr(kv_cache, "MIN_SPARE", 3)
     config = AutoConfig.for_model("gemma2", **_SHAPE, sliding_window=6, layer_types=_ALTERNATE)
     whole, window = (2 * 4 * 2 * room * 16 * 2 for room in (32, 8))
     monkeypatch.setattr(kv_cache, "CHUNK_BYTES", 2 * (whole + window))

@@ -149,7 +149,7 @@ def test_rows_that_come_and_go_get_the_text_of_the_row_alone(
     if options.get("kv_offload") == "auto":
         keep_here(monkeypatch, 3)
     engine = load(name, saved(kind), offload, tmp_path, **options)
-    assert engine.cannot_regroup() is None
+    assert engine.cannot_move_rows() is None
     sizes = list[tuple[int, int]]()  # shortest and longest row of a pass
     forward = engine.forward
 

@@ -45,7 +45,7 @@ from zinfer.engine.quantization.dequantize import expand
 from zinfer.engine.stream import few_experts, graphs, packed_product
 from zinfer.engine.stream.codec import BLOCK, encode
 from zinfer.engine.stream.quantized import pieces, unpack
-from zinfer.engine.transfer import landed
+from zinfer.engine.transfer import to_device
 from zinfer.engine.triton_check import trouble
 from zinfer.generation import draft_model
 from zinfer.plan.plan import make_plan
@@ -194,7 +194,7 @@ def test_without_a_compiler_coded_weights_are_refused(
         monkeypatch.setattr(place, lambda: "no compiler")
     with pytest.raises(EngineError, match=r"none runs here: no compiler; install .*--weight-codec none"):
         load("stream", checkpoint("llama"), "cpu", tmp_path, dtype="bfloat16", weight_codec="lossless")
-    assert torch.equal(landed(torch.arange(3), torch.device("cuda")).cpu(), torch.arange(3))
+    assert torch.equal(to_device(torch.arange(3), torch.device("cuda")).cpu(), torch.arange(3))
 
 
 @pytest.mark.parametrize("architecture", ["llama", "opt", "mixtral", "bloom"])

@@ -89,7 +89,7 @@ def test_rows_that_must_stay_alike_get_as_many_drafts_as_the_one_with_fewest(
 ) -> None:
     small(monkeypatch)
     engine = load("stream", kind(name), "cpu", tmp_path)
-    assert WHY.get(name, "window of 8 tokens") in str(engine.one_length())
+    assert WHY.get(name, "window of 8 tokens") in str(engine.equal_lengths())
     plain, rows = alike(6, 5, 14), alike(6, 5, 14)
     known = answers(engine, rows)
     without = ContinuousScheduler(engine, Words(), LOAD)  # type: ignore[arg-type]

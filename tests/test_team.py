@@ -210,7 +210,7 @@ def test_rows_of_different_lengths_move_and_are_copied_together(team: Engine, si
     for engine in (team, single):
         one, first = passes.prefill(engine, torch.tensor([[5, 6, 7, 8, 9, 10, 11]]), torch.ones(1, 7).long(), 9)
         two, second = passes.prefill(engine, torch.tensor([[9, 8, 7], [4, 5, 6]]), torch.ones(2, 3).long(), 9)
-        batch = engine.regroup([(two, [1, 0]), (one, [0])], 20)
+        batch = engine.move_rows([(two, [1, 0]), (one, [0])], 20)
         assert (batch.length, batch.batch_size, len(engine.batches)) == (7, 3, 1)
         tokens = torch.cat([second[[1, 0]], first]).argmax(-1)
         steps = [passes.decode(engine, batch, tokens)]

@@ -106,7 +106,7 @@ class Transport(Frozen):
     blocks: bool = False  # prompts pass a layer in blocks while its weights are there, so that they cross the link once
     coded_at_rest: bool = False  # weights that cross the link coded lie coded in host memory and on the GPU, too
     from_codes: bool = False  # quantised layers that stay on the GPU are multiplied from their codes
-    outside_trips: int = 0  # trips a pass of the weights outside the layers, where these are offloaded too
+    outside_passes: int = 0  # trips a pass of the weights outside the layers, where these are offloaded too
     divided: bool = False  # of several GPUs each has a part of all weights, and gathers a copy of what it computes with
     graphs: bool = False  # decode steps in which no weight crosses the link are launched as CUDA graphs
     shares_memory: bool = False  # gives free GPU memory away, to rows, buffers and layers, and so leaves a margin
@@ -248,7 +248,7 @@ class DeepSpeedOptions(EngineOptions):
 
     def transport(self) -> Transport:
         # Embeddings that are offloaded, too, are fetched for both of their uses.
-        return Transport(fetched="layer", outside_trips=0 if self.tuned else 2, divided=True)
+        return Transport(fetched="layer", outside_passes=0 if self.tuned else 2, divided=True)
 
 
 class AccelerateOptions(EngineOptions):

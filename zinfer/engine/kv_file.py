@@ -3,8 +3,8 @@
 A file is either whole or absent, its header alone describes it, and many threads read it straight into the memory that
 the GPU copies from. Nothing is unpickled.
 
-A checksum tells nothing of who wrote a file: whoever can put one there decides what the model has "read". So only
-regular files of this user in a folder that nobody else may write to are believed.
+A checksum does not say who wrote a file, and its writer decides what the model has "read". So only regular files of
+this user are believed, in a folder that nobody else may write to.
 """
 
 import json
@@ -30,12 +30,13 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def private_folder(folder: Path) -> None:
-    """Make `folder`, for this user alone, if there is none. Raises CheckpointError for one that others may write to,
-    OSError where it cannot be made."""
-    if not folder.exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileExistsError):
-            folder.mkdir(mode=0o700)
+    """Make `folder` for this user alone, unless it exists.
+
+    Raises CheckpointError for one that others may write to, OSError where it cannot be made.
+    """
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
     status = folder.stat()
     if not stat.S_ISDIR(status.st_mode):
         raise CheckpointError(f"{folder} is not a folder")
@@ -43,8 +44,10 @@ def private_folder(folder: Path) -> None:
 
 
 def check_own(path: Path) -> None:
-    """Raise CheckpointError unless `path` is a regular file, no link, that this user alone may write; OSError where
-    there is none."""
+    """Raise CheckpointError unless `path` is a regular file, no link, that this user alone may write.
+
+    Raises OSError where there is none.
+    """
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(f"{path} is not a regular file")
@@ -52,7 +55,7 @@ def check_own(path: Path) -> None:
 
 
 def _check_owner(path: Path, status: os.stat_result, theirs: str = "", shared: str = "") -> None:
-    """Raise CheckpointError, with advice, if `path` belongs to somebody else, or if others may write to it."""
+    """Raise CheckpointError, with advice, if `path` belongs to another user, or others may write to it."""
     if status.st_uid != os.geteuid():
         raise CheckpointError(f"{path} belongs to another user{theirs}")
     if status.st_mode & 0o022:
@@ -93,9 +96,9 @@ def read(path: Path, first: int, pin: bool) -> KVSnapshot:
             for name in header
             if name != "__metadata__"
         }
-        ends = [(info.start, info.end) for info in sorted(tensors.values(), key=lambda one: one.start)]
-        apart = all(end <= begin for (_, end), (begin, _) in pairwise(ends))  # so memory is no more than the file
-        if not apart or any(block.size != tensors[name].end - tensors[name].start for name, block in blocks.items()):
+        ranges = sorted((info.start, info.end) for info in tensors.values())
+        overlap = any(end > begin for (_, end), (begin, _) in pairwise(ranges))  # memory is no more than the file
+        if overlap or any(block.size != tensors[name].end - tensors[name].start for name, block in blocks.items()):
             raise ValueError
         kept = KVSnapshot(first, blocks, pin)
     except (KeyError, IndexError, StopIteration, TypeError, ValueError, OverflowError, RuntimeError):
@@ -119,12 +122,12 @@ def read_label(path: Path) -> dict[str, Any]:
     """
     header = _header(path)
     try:
-        found = json.loads(header["__metadata__"]["told"])
+        label = json.loads(header["__metadata__"]["told"])
     except (KeyError, TypeError, ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        label = None
+    if not isinstance(label, dict):
         raise CheckpointError(f"{path} is not a kept conversation")
-    return found
+    return label
 
 
 def data_bytes(path: Path) -> int:
@@ -133,7 +136,7 @@ def data_bytes(path: Path) -> int:
 
 
 def drop_from_page_cache(path: Path) -> None:
-    """Drop the file from the page cache, so that the next read comes from disk where the file system supports that."""
+    """Drop the file from the page cache, so that the next read comes from disk if the file system supports it."""
     with path.open("rb") as stream, suppress(OSError):
         os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -149,8 +152,7 @@ def _header(path: Path) -> dict[str, Any]:
 
 
 def _checksum(header: Mapping[str, Any], data: memoryview) -> int:
-    """Return the CRC-32 of the CRC-32s of the data's chunks, which all cores compute, and of the header without the
-    checksum itself."""
+    """Return the CRC-32 of the CRC-32s of the data's chunks, by all cores, and the header without its checksum."""
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         chunks = list(pool.map(zlib.crc32, (data[begin : begin + CHUNK] for begin in range(0, len(data), CHUNK))))
     metadata = {key: value for key, value in header["__metadata__"].items() if key != "crc32"}

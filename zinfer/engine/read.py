@@ -1,4 +1,4 @@
-"""Parallel file reads: many threads, since one alone gets a fraction of the rate of a disk or the page cache.
+"""Parallel reads of checkpoints: one thread alone gets a fraction of the rate of a disk or the page cache.
 
 A checkpoint is read one group of tensors (a decoder layer) at a time. The next group is read while the current one is
 used, so that a load takes as long as the slower of the two.
@@ -48,17 +48,17 @@ _NOT_FINITE: dict[str, tuple[int, int, int]] = {
 }  # fmt: skip
 
 
-def groups_read(checkpoint: Checkpoint, groups: list[Group], visits: Iterable[Visit] = ()) -> Generator[dict[str, Any]]:
+def read_groups(checkpoint: Checkpoint, groups: list[Group], visits: Iterable[Visit] = ()) -> Generator[dict[str, Any]]:
     """Yield the tensors of each group, by name, valid until the next group is requested.
 
     They lie in one of two buffers while threads fill the other. If free memory is less than twice both buffers, the
-    tensors come as from `groups_mapped`. Before a group comes, each of `visits` got all bytes of its tensors, in the
-    threads that read them; an exception of a visit is raised here.
+    tensors come as from `map_groups`. Each of `visits` gets all bytes of a group's tensors before the group comes, in
+    the threads that read them; an exception of a visit is raised here.
     """
     layouts = [lay_out((name, empty_tensor(name, checkpoint.tensors[name])) for name in group) for group in groups]
     largest = max((size for _, size in layouts), default=0)
     if 4 * largest > available_bytes():  # the system can drop a mapped file's pages when memory is short, not buffers
-        yield from groups_mapped(checkpoint, groups, visits)
+        yield from map_groups(checkpoint, groups, visits)
         return
     buffers = [PinnedArena(largest, pin=False, grow=True) for _ in range(2)]  # new memory is slow
 
@@ -81,11 +81,11 @@ def groups_read(checkpoint: Checkpoint, groups: list[Group], visits: Iterable[Vi
             yield tensors
 
 
-def groups_mapped(
-    checkpoint: Checkpoint, groups: list[Group], visits: Iterable[Visit] = ()
-) -> Generator[dict[str, Any]]:
-    """Yield the tensors of each group, by name, as slices of mapped files: they may be kept, and are read when used;
-    with `visits`, which work as in `groups_read`, also before."""
+def map_groups(checkpoint: Checkpoint, groups: list[Group], visits: Iterable[Visit] = ()) -> Generator[dict[str, Any]]:
+    """Yield the tensors of each group, by name, as slices of mapped files, which may be kept.
+
+    They are read when used, and before if there are `visits`, which work as in `read_groups`.
+    """
     for group in groups:
         if visits:
             _visit_mapped(checkpoint, group, visits)
@@ -104,16 +104,14 @@ def _visit_mapped(checkpoint: Checkpoint, group: Group, visits: Iterable[Visit])
             for each in visits:
                 each(name, begin, part)
 
-    by_file: dict[Path, list[str]] = {}
-    for name in group:
-        by_file.setdefault(checkpoint.tensors[name].file, []).append(name)
-    for file, names in by_file.items():
+    for file in {checkpoint.tensors[name].file for name in group}:
         with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ) as mapped:
             with memoryview(mapped) as whole, reading() as pool:
                 jobs = [
                     pool.submit(visit, name, whole, begin)
-                    for name in names
-                    for begin in range(0, checkpoint.tensors[name].end - checkpoint.tensors[name].start, CHUNK)
+                    for name in group
+                    if (info := checkpoint.tensors[name]).file == file
+                    for begin in range(0, info.end - info.start, CHUNK)
                 ]
                 faults = [fault for job in jobs if (fault := job.exception()) is not None]
             if faults:
@@ -121,47 +119,41 @@ def _visit_mapped(checkpoint: Checkpoint, group: Group, visits: Iterable[Visit])
 
 
 def check_finite(checkpoint: Checkpoint, name: str, begin: int, part: memoryview) -> None:
-    """Raise CheckpointError if bytes of a stored tensor, from byte `begin` of it on, hold NaN or infinity.
+    """Raise CheckpointError if bytes of a stored tensor, from byte `begin` on, hold NaN or infinity.
 
-    Types other than floating-point ones are not checked: integers, and the codes of quantised weights.
+    Only floating-point types are checked, not integers and the codes of quantised weights.
     """
     info = checkpoint.tensors[name]
-    if (
-        info.dtype in _NOT_FINITE
-        and (found := _first_not_finite(info.dtype, np.frombuffer(part, np.uint8))) is not None
-    ):
-        number = (begin + found) // _NOT_FINITE[info.dtype][0]
-        raise not_finite(f"{info.file}: {name}", number)
+    if info.dtype not in _NOT_FINITE:
+        return
+    if (number := _first_not_finite(info.dtype, np.frombuffer(part, np.uint8))) is not None:
+        raise not_finite(f"{info.file}: {name}", begin // _NOT_FINITE[info.dtype][0] + number)
 
 
 def not_finite(where: str, number: int) -> CheckpointError:
-    """Return the error for a tensor whose value `number` is no number; `where` names file and tensor."""
+    """Return the error for NaN or infinity at value `number` of a tensor; `where` names file and tensor."""
     return CheckpointError(
         f"{where} holds NaN or infinity (value {number:,}): the weights are damaged; --allow-nan loads them as they are"
     )
 
 
 def first_not_finite(tensor: Tensor) -> int | None:
-    """Return the number of the first value of a tensor on the CPU that is NaN or infinite; None if there is none, or if
-    the tensor is of no floating-point type."""
+    """Return the index of the first NaN or infinity of a tensor on the CPU; None if there is none."""
     name = next((name for name, dtype in DTYPES.items() if dtype == tensor.dtype), "")
     if name not in _NOT_FINITE or not tensor.numel():
         return None
-    array: Any = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
-    found = _first_not_finite(name, array)
-    return None if found is None else found // _NOT_FINITE[name][0]
+    return _first_not_finite(name, tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
 
 
 def _first_not_finite(dtype: str, content: Any) -> int | None:
-    """Return the offset of the first value of `content` (uint8 ``[n]``) that is NaN or infinite; None without one."""
+    """Return the index of the first NaN or infinity in `content` (uint8 ``[n]``); None without one."""
     size, positive, negative = _NOT_FINITE[dtype]
     signed, unsigned = content.view(f"<i{size}"), content.view(f"<u{size}")
     step = BLOCK // size
     for begin in range(0, len(signed), step):
-        one, other = signed[begin : begin + step], unsigned[begin : begin + step]
-        if one.max() >= positive or other.max() >= negative:
-            first = begin + int(np.flatnonzero((one >= positive) | (other >= negative))[0])
-            return first * size
+        block, bits = signed[begin : begin + step], unsigned[begin : begin + step]
+        if block.max() >= positive or bits.max() >= negative:
+            return begin + int(np.flatnonzero((block >= positive) | (bits >= negative))[0])
     return None
 
 
@@ -180,7 +172,7 @@ def empty_tensor(name: str, info: TensorInfo) -> Tensor:
 
 @contextmanager
 def reading() -> Iterator[ThreadPoolExecutor]:
-    """Provide the threads for `fill`. Reads that have not begun when the ``with`` block ends are cancelled."""
+    """Provide the threads for `fill`; the end of the block cancels reads that have not begun."""
     pool = ThreadPoolExecutor(THREADS, thread_name_prefix="zinfer-read")
     try:
         yield pool

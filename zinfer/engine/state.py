@@ -57,9 +57,9 @@ from zinfer.engine.read import (
     check_finite,
     empty_tensor,
     first_not_finite,
-    groups_mapped,
-    groups_read,
+    map_groups,
     not_finite,
+    read_groups,
 )
 
 logging.disable_progress_bar()
@@ -111,7 +111,7 @@ class ModelState:
     are rounded where `spec.weights` asks for another format than that of the checkpoint.
 
     Weights with NaN or infinity are refused while they are read, unless `allow_nan`. `visits` get all bytes that are
-    read, as in `groups_read`.
+    read, as in `read_groups`.
     """
 
     def __init__(
@@ -511,7 +511,7 @@ class _Stored:
                 yield name, self._state.entries[name].tensor
         groups = [group for inside, group in self._groups if layers or not inside]
         parts = [tuple(part for name in group for part in self._parts(name)) for group in groups]
-        with closing((groups_mapped if mapped else groups_read)(self._checkpoint, parts, self._visits)) as contents:
+        with closing((map_groups if mapped else read_groups)(self._checkpoint, parts, self._visits)) as contents:
             for group, found in zip(groups, contents, strict=True):
                 taken = set[str]()
                 for target, order in self.in_rows.items() if stored else ():

@@ -370,7 +370,7 @@ def _weights_placement(case: Case, model: ModelSpec, machine: Machine, automatic
         largest = round(max(model.layer_parameters) * model.dtype_bytes * common.wire_ratio)
         update["disk_ring_bytes"] = max(1, DISK_RING_LAYERS * largest)
         update["held_bytes"] = parse_share(options.host_weights, model.streamed_bytes)
-    if trips := transport.outside_trips:
+    if trips := transport.outside_passes:
         slots = max(whole, model.other_bytes / model.layer_bytes)
         update |= {"resident_others": False, "also_streamed": trips * model.other_bytes, "slots": slots}
     found = common.model_copy(update=update)

@@ -14,7 +14,7 @@ from zinfer.core.progress import Progress
 from zinfer.engine import EngineError
 from zinfer.engine.base import Work
 from zinfer.engine.deepspeed import DeepSpeed
-from zinfer.engine.team import Member, Passed, RankWork, Team, TeamBatch
+from zinfer.engine.team import Member, PassResult, RankWork, Team, TeamBatch
 from zinfer.plan.plan import Plan
 
 
@@ -43,7 +43,7 @@ class DeepSpeedMember(Member[DeepSpeed]):
         self.engine.close()  # needs the others' company until then
         self.group.leave()
 
-    def forward(self, works: Sequence[Share]) -> Passed:
+    def forward(self, works: Sequence[Share]) -> PassResult:
         """Run the forward passes of each work, and as many of nobody's as are missing."""
         found: list[Tensor] = []
         with self.group.undivided():
@@ -53,7 +53,7 @@ class DeepSpeedMember(Member[DeepSpeed]):
                     found += self.engine.forward(self.works([work]))
                 while self.engine.calls < before + passes:
                     self.engine.idle_pass()
-        return Passed(found)
+        return PassResult(found)
 
 
 class DeepSpeedTeam(Team[DeepSpeed]):

@@ -30,7 +30,7 @@ from zinfer.core.progress import Progress, silent
 from zinfer.core.units import gb
 from zinfer.engine import EngineError
 from zinfer.engine.quantization.quantize import group_size, quantize
-from zinfer.engine.read import DTYPES, as_bytes, check_finite, groups_read
+from zinfer.engine.read import DTYPES, as_bytes, check_finite, read_groups
 from zinfer.engine.state import ModelState
 from zinfer.system import atomic
 from zinfer.system.documents import DocumentError, open_regular, read_object
@@ -262,7 +262,7 @@ def _write_shards(
         groups = list(_groups(checkpoint, shard))
         with atomic.writing(folder / file) as stream:
             stream.write(header)
-            for content in groups_read(checkpoint, groups, [partial(check_finite, checkpoint)]):
+            for content in read_groups(checkpoint, groups, [partial(check_finite, checkpoint)]):
                 for name, stored in content.items():
                     tensor = stored if isinstance(stored, Tensor) else stored[...]
                     parts = {name: tensor}

@@ -400,7 +400,7 @@ class Graphs:
         seats = tuple(self._seat_of(part.batch) for part in parts)
         for seat, part in zip(seats, parts, strict=True):
             for layer in _layers(part.batch) if seat.within else ():
-                layer.settle(part.batch.length, part.token_ids.shape[1])
+                layer.reserve(part.batch.length, part.token_ids.shape[1])
         found = self._sets.setdefault(tuple(map(id, seats)), Together(seats))
         count, _ = shape = _shape(parts)
         ends = tuple(end_of(part.batch.length + count, part.batch.capacity) for part in parts)

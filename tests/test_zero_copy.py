@@ -50,14 +50,14 @@ def test_without_a_gpu_no_kernel_runs_and_the_reason_is_given() -> None:
 def test_a_zero_copy_transfer_overtakes_waiting_copies() -> None:
     if not torch.cuda.is_available():
         pytest.skip("only a GPU's copies wait in line")
-    from zinfer.engine.zero_copy import lift
+    from zinfer.engine.zero_copy import zero_copy
 
     gpu = torch.device("cuda")
     weights = torch.empty(1 << 30, dtype=torch.uint8).pin_memory()
     slot, aside = torch.empty_like(weights, device=gpu), torch.cuda.Stream()
     shapes = ((3, 1, 77), (120, 1, 14336), (1,), (5, 0), (64, 8, 1, 128))
     for shape in shapes:  # compiles the kernel and locks the buffers' pages: both would wait for the copies
-        lift(torch.randn(shape).bfloat16(), gpu)
+        zero_copy(torch.randn(shape).bfloat16(), gpu)
     torch.cuda.synchronize()
     for shape in shapes * 3:
         with torch.cuda.stream(aside):
@@ -67,7 +67,7 @@ def test_a_zero_copy_transfer_overtakes_waiting_copies() -> None:
         copied.record(aside)
         tensor = torch.randn(shape).bfloat16()
         with torch.inference_mode(len(shape) == 3):
-            found = lift(tensor, gpu)
+            found = zero_copy(tensor, gpu)
         torch.cuda.current_stream().synchronize()
         assert not copied.query()  # it did not wait for them
         assert torch.equal(found.cpu(), tensor)

@@ -42,6 +42,13 @@ def single(checkpoint: Checkpoints, tmp_path: Path) -> Iterator[Engine]:
     loaded.close()
 
 
+def check_alone(engine: Engine, rows: list[Sequence], limits: list[int]) -> None:
+    """Check that rows got the tokens that each gets alone, up to its limit."""
+    for row, limit in zip(rows, limits, strict=True):
+        assert (row.error, row.finish_reason) == (None, "length")
+        assert row.output_ids == alone(engine, row.prompt_ids, limit), row.key
+
+
 def test_tokens_are_those_of_transformers(team: Engine, checkpoint: Checkpoints) -> None:
     for lengths, expected in zip(BATCHES, reference(checkpoint("llama")), strict=True):
         assert torch.equal(greedy(team, lengths), expected)
@@ -49,9 +56,9 @@ def test_tokens_are_those_of_transformers(team: Engine, checkpoint: Checkpoints)
     assert found.settings["gpus"] == 2
     assert found.wire_bytes_per_step == found.host_weight_bytes == found.streamed_bytes_per_step
     assert team.bring() == sum(image.end - image.start for image in team._engine.ring.images[::4])  # type: ignore[attr-defined]
-    own, other = team._all("host_memory")  # type: ignore[attr-defined]
-    assert all(found.host_weight_bytes <= shared < peak for peak, shared in (own, other))
-    assert team.host_memory() == pytest.approx(own[0] + other[0] - other[1], rel=0.05), "the weights once"
+    leader, other = team._all("host_memory")  # type: ignore[attr-defined]
+    assert all(found.host_weight_bytes <= shared < peak for peak, shared in (leader, other))
+    assert team.host_memory() == pytest.approx(leader[0] + other[0] - other[1], rel=0.05), "the weights once"
     team.clear()
 
 
@@ -84,9 +91,7 @@ def test_sequences_that_come_and_go(team: Engine, single: Engine, monkeypatch: P
     found = run(running, [rows[:5], rows[5:6], rows[6:]])
     assert running.schedule.tally.merged > 0
     running.end()
-    for one, limit in zip(found, limits, strict=True):
-        assert (one.error, one.finish_reason) == (None, "length")
-        assert one.output_ids == alone(single, one.prompt_ids, limit), one.key
+    check_alone(single, found, limits)
 
 
 def test_drafts_are_verified(team: Engine, single: Engine, monkeypatch: Patch) -> None:
@@ -159,8 +164,7 @@ def test_running_rows_outlast_a_pass_without_memory_on_one_rank(
     assert lost == asked
     assert running.schedule.tally.retries == len(asked) == 2
     running.end()
-    for one, limit in zip(found, limits, strict=True):
-        assert one.output_ids == alone(single, one.prompt_ids, limit), one.key
+    check_alone(single, found, limits)
 
 
 def test_a_step_has_a_timeline_with_gathers(team: Engine) -> None:
@@ -233,12 +237,10 @@ def test_kept_prefixes_are_reused(team: Engine, single: Engine, monkeypatch: Pat
     finish(running, rows)
     longer = sum(len(one.prompt_ids) for one in again)
     assert finish(running, again) < longer
-    for one in again:
-        assert one.output_ids == alone(single, one.prompt_ids, 5), one.key
+    check_alone(single, again, [5] * len(again))
     running.end()
 
 
 def test_rows_wait_in_host_memory_and_come_back(team: Engine, single: Engine, monkeypatch: Patch) -> None:
     found, limits = suspended(team, monkeypatch)
-    for one, limit in zip(found, limits, strict=True):
-        assert one.output_ids == alone(single, one.prompt_ids, limit), one.key
+    check_alone(single, found, limits)

@@ -13,16 +13,14 @@ from torch import Tensor
 
 from tests import PATIENCE_S, quantized
 from tests.checkpoints import save_checkpoint
-from tests.steered import steered
 from tests.test_parity import BATCHES, MACHINE, OUTPUT_LEN, greedy, load, prompts, reference
 from zinfer.checkpoint import resolve
-from zinfer.core.case import Case, Option, Workload
+from zinfer.core.case import Case, Workload
 from zinfer.core.engine import OptionError, parse_options, settle
-from zinfer.core.model import Dtype
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine
 from zinfer.engine.ranks import Leader
-from zinfer.engine.stream import Stream, codec, packed_layer
+from zinfer.engine.stream import codec, packed_layer
 from zinfer.engine.stream.team import StreamMember
 from zinfer.generation import passes
 from zinfer.plan.plan import make_plan
@@ -55,27 +53,6 @@ def check_alike(team: Engine, single: Engine, rounding: float = 0.0) -> None:
         assert torch.allclose(mine, theirs, rtol=0, atol=rounding * float(theirs.abs().max()))
 
 
-def loaded(
-    directory: Path,
-    here: int | None = None,
-    gpu_weights: str | None = None,
-    dtype: Dtype = "bfloat16",
-    **options: Option,
-) -> Engine:
-    case = Case(
-        model=str(directory),
-        engine="stream",
-        offload="cpu",
-        workload=Workload(batch_size=3, input_len=9, output_len=OUTPUT_LEN),
-        dtype=dtype,
-        load_format="safetensors",
-        gpu_weights=gpu_weights,
-        options=tuple(sorted(options.items())),
-    )
-    plan = make_plan(case, resolve.from_directory(directory).with_dtype(dtype), MACHINE)
-    return Stream.start(steered(plan, here))
-
-
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "coded, part stays": ("llama", {"weight_codec": "lossless", "gpu_weights": "50%"}),
     "fp8, kv over the link": ("fp8", {"weight_codec": "lossless", "kv_offload": "cpu", "kv_attention": "gpu"}),
@@ -102,7 +79,8 @@ def test_logits_are_those_of_one_rank(way: str, checkpoint: Checkpoints, tmp_pat
     monkeypatch.setattr(packed_layer, "PIECE", 3 * codec.BLOCK * 2)
     name, options = WAYS[way]
     folder = quantized.fp8(save_checkpoint("llama", tmp_path)) if name == "fp8" else checkpoint(name, 128)
-    single, team = loaded(folder, **options), loaded(folder, **options, gpus=2)
+    options = {"dtype": "bfloat16"} | options
+    single, team = (load("stream", folder, "cpu", tmp_path, **options, **more) for more in ({}, {"gpus": 2}))
     check_alike(team, single, rounding(options))
     one, two = single.effective(), team.effective()
     same = ("streamed_bytes_per_step", "wire_bytes_per_step", "host_weight_bytes")

@@ -15,20 +15,19 @@ class EngineError(ZinferError):
 
 
 def kind(name: str, weights: Weights = "as-released") -> EngineKind:
-    """Return the entry of engine `name` in `ENGINES`, once everything that it requires for `weights` is found
-    installed.
+    """Return the entry of engine `name` in `ENGINES`, if all that it requires for `weights` is installed.
 
     Raises EngineError when there is no such engine, or when a package is missing.
     """
     if name not in ENGINES:
         raise EngineError(f"no engine {name!r}{did_you_mean(name, ENGINES)}; there are {', '.join(ENGINES)}")
-    found = ENGINES[name]
-    missing = [wanted for wanted in found.requires if not any(map(util.find_spec, wanted.split("|")))]
+    entry = ENGINES[name]
+    missing = [wanted for wanted in entry.requires if not any(map(util.find_spec, wanted.split("|")))]
     if missing:
         packages = ", ".join(" or ".join(wanted.split("|")) for wanted in missing)
-        raise not_here(EngineError(f"engine {name} needs {packages}: pip install 'zinfer[{found.extra}]'"))
-    if weights in found.own_formats and found.own_package and util.find_spec(found.own_package) is None:
-        package = found.own_package
+        raise not_here(EngineError(f"engine {name} needs {packages}: pip install 'zinfer[{entry.extra}]'"))
+    package = entry.own_package
+    if weights in entry.own_formats and package and util.find_spec(package) is None:
         needs = f"engine {name} needs {package} for --weights {weights}: pip install 'zinfer[{package}]'"
         raise not_here(EngineError(needs))
-    return found
+    return entry

@@ -107,7 +107,7 @@ class WindowIndex:
         self._bases = {length: first for length, first in self._bases.items() if length >= start} | {end: base}
         return SlotAllocation(moved, past, slice(0 if moved else start - base, end - base))
 
-    def place(self, start: int) -> int:
+    def next_slot(self, start: int) -> int:
         """Return the slot of position `start`, the next one."""
         return start - self._bases[start]
 
@@ -351,7 +351,7 @@ class FixedLayer(DynamicLayer):  # type: ignore[misc]
         self.is_initialized = True
 
     def _specs(self, *states: Tensor) -> list[TensorSpec]:
-        return [((self.batch_size, one.shape[1], self.slots.room, one.shape[3]), one.dtype) for one in states]
+        return [((self.batch_size, part.shape[1], self.slots.room, part.shape[3]), part.dtype) for part in states]
 
     def reserve(self, length: int, count: int) -> None:
         """Reserve `count` slots for all rows, at position `length`: what is kept moves now, if it has to.
@@ -681,16 +681,18 @@ class RowCache(Cache):  # type: ignore[misc]
 
     def window(self, rows: slice, length: int, layer: int | None = None) -> None:
         """Continue at position `length` of `rows` only: in `layer`, or in all layers."""
-        for one in self.layers if layer is None else (self.layers[layer],):
-            if not isinstance(one, _DUMMY):
-                one.window(rows, length)
+        for chosen in self._chosen(layer):
+            chosen.window(rows, length)
 
     def keep_rows(self, rows: Tensor, length: int, layer: int | None = None) -> None:
         """Keep `rows` only (indices ``[b]``, rising) at position `length`, in `layer` or all, and free the others."""
-        for one in self.layers if layer is None else (self.layers[layer],):
-            if not isinstance(one, _DUMMY):
-                one.keep_rows(rows)
-                one.window(slice(0, len(rows)), length)
+        for chosen in self._chosen(layer):
+            chosen.keep_rows(rows)
+            chosen.window(slice(0, len(rows)), length)
+
+    def _chosen(self, layer: int | None) -> list[Any]:
+        layers = self.layers if layer is None else [self.layers[layer]]
+        return [chosen for chosen in layers if not isinstance(chosen, _DUMMY)]
 
     def gather(self, index: int, sources: Sequence[RowSource], length: int) -> None:
         """Fill layer `index` with rows of other caches, of which the longest has `length` positions.

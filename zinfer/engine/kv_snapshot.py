@@ -7,7 +7,7 @@ the snapshot of another.
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -18,30 +18,6 @@ if TYPE_CHECKING:  # transformers takes seconds to import, and every engine impo
     from zinfer.engine.cache import FixedLayer
 
 HALVES = ("keys", "values")
-
-
-class Past(Protocol):
-    """Computed keys and values of a batch: `length` positions from `first` on."""
-
-    @property
-    def first(self) -> int: ...
-    @property
-    def length(self) -> int: ...
-
-    def fits(self, layers: int, batch_size: int) -> bool:
-        """Tell whether they belong to `batch_size` sequences and a model of `layers` decoder layers."""
-        ...
-
-    def put(self, layers: "Sequence[FixedLayer]", device: torch.device) -> None:
-        """Append them to `layers`, which hold exactly the earlier positions.
-
-        The copies run on the current stream; snapshots must not be closed until they have run.
-        """
-        ...
-
-    def select(self, rows: Sequence[int]) -> "Past":
-        """Copy some sequences, in this order. Raises MemoryError."""
-        ...
 
 
 class Borrowed(NamedTuple):
@@ -144,6 +120,7 @@ class KVSnapshot:
         return self._filled(self.first + start, states, self.pinned)
 
     def select(self, rows: Sequence[int]) -> Self:
+        """Copy some sequences, in this order. Raises MemoryError."""
         states = {name: block.view(self.memory)[list(rows), :, : self.length] for name, block in self.blocks.items()}
         return self._filled(self.first, states, False)
 
@@ -153,10 +130,15 @@ class KVSnapshot:
         return self.blocks[name].view(self.memory).to(device, non_blocking=True)[:, :, : self.length]
 
     def put(self, layers: "Sequence[FixedLayer]", device: torch.device) -> None:
+        """Append the positions to `layers`, which hold exactly the earlier ones.
+
+        The copies run on the current stream; the snapshot must not be closed until they have run.
+        """
         for index, layer in enumerate(layers):
             layer.update(*(self.states(f"{index}.{half}", device) for half in HALVES))
 
     def fits(self, layers: int, batch_size: int) -> bool:
+        """Tell whether it belongs to `batch_size` sequences and a model of `layers` decoder layers."""
         return len(self.blocks) == 2 * layers and all(block.shape[0] == batch_size for block in self.blocks.values())
 
     def close(self) -> None:
@@ -213,6 +195,9 @@ class RowsPast:
                         states[row, :, begin : begin + part.length] = part.states(name, device)[0]
                 both.append(states)
             layer.update(*both)
+
+
+Past = KVSnapshot | RowsPast  # computed keys and values of a batch: `length` positions from `first` on
 
 
 def _borrowed(first: int, length: int, blocks: Mapping[str, TensorPlace], memory: Tensor) -> KVSnapshot:

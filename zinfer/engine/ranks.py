@@ -37,7 +37,7 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from zinfer.core.errors import lacks_memory, one_line
 from zinfer.core.units import counted
 from zinfer.engine import EngineError
-from zinfer.engine.pinned import ALIGNMENT, PAGE, PinnedArena, TensorPlace, shared_memory
+from zinfer.engine.pinned import ALIGNMENT, HUGE, PinnedArena, TensorPlace, shared_memory
 from zinfer.plan.plan import Plan
 from zinfer.system import lease
 from zinfer.system.ending import MEMORY_CODES, NO_GPU_MEMORY, NO_HOST_MEMORY, PARENT
@@ -67,7 +67,7 @@ class SharedTensors:
             places.append(TensorPlace(end, tensor.shape, tensor.dtype))
             end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
         if end > os.fstat(self._file).st_size:
-            os.ftruncate(self._file, -(-end // PAGE) * PAGE)
+            os.ftruncate(self._file, -(-end // HUGE) * HUGE)
         for target, tensor in zip(self.take(places), tensors, strict=True):
             target.copy_(tensor)
         return places

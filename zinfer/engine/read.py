@@ -4,7 +4,6 @@ A checkpoint is read one group of tensors (a decoder layer) at a time. The next 
 used, so that a load takes as long as the slower of the two.
 """
 
-import mmap
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -88,34 +87,28 @@ def map_groups(checkpoint: Checkpoint, groups: list[Group], visits: Iterable[Vis
     """
     for group in groups:
         if visits:
-            _visit_mapped(checkpoint, group, visits)
+            _visit(checkpoint, group, visits)
         with ExitStack() as stack:
             files = {checkpoint.tensors[name].file for name in group}
             readers = {file: stack.enter_context(safe_open(file, framework="pt")) for file in files}
             yield {name: readers[checkpoint.tensors[name].file].get_slice(name) for name in group}
 
 
-def _visit_mapped(checkpoint: Checkpoint, group: Group, visits: Iterable[Visit]) -> None:
-    """Give `visits` all bytes of the tensors of a group, from the mapped files."""
+def _visit(checkpoint: Checkpoint, group: Group, visits: Iterable[Visit]) -> None:
+    """Read the tensors of a group, a chunk a thread, and give all bytes to `visits`."""
 
-    def visit(name: str, whole: memoryview, begin: int) -> None:
+    def visit(name: str, begin: int) -> None:
         info = checkpoint.tensors[name]
-        with whole[info.start + begin : min(info.end, info.start + begin + CHUNK)] as part:
-            for each in visits:
-                each(name, begin, part)
+        part = memoryview(bytearray(min(CHUNK, info.end - info.start - begin)))
+        _read(info.file, part, info.start + begin)
+        for each in visits:
+            each(name, begin, part)
 
-    for file in {checkpoint.tensors[name].file for name in group}:
-        with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ) as mapped:
-            with memoryview(mapped) as whole, reading() as pool:
-                jobs = [
-                    pool.submit(visit, name, whole, begin)
-                    for name in group
-                    if (info := checkpoint.tensors[name]).file == file
-                    for begin in range(0, info.end - info.start, CHUNK)
-                ]
-                faults = [fault for job in jobs if (fault := job.exception()) is not None]
-            if faults:
-                raise faults[0]
+    sizes = {name: checkpoint.tensors[name].end - checkpoint.tensors[name].start for name in group}
+    with reading() as pool:
+        jobs = [pool.submit(visit, name, begin) for name in group for begin in range(0, sizes[name], CHUNK)]
+        for job in jobs:
+            job.result()
 
 
 def check_finite(checkpoint: Checkpoint, name: str, begin: int, part: memoryview) -> None:

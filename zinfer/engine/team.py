@@ -427,9 +427,9 @@ class Team(Engine, Generic[E]):
         counted = {"pinned_bytes": pinned, "settings": settings}
         return first.model_copy(update=counted | {"gpu_weight_bytes": sum(rank.gpu_weight_bytes for rank in ranks)})
 
-    def _settings(self, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    def _settings(self, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """Return the settings of all ranks together."""
-        return dict(found[0])
+        return dict(ranks[0])
 
     def give_back(self) -> None:
         self._all("give_back")

@@ -11,13 +11,14 @@ from zinfer.core.model import Weights
 
 
 class EngineError(ZinferError):
-    """An engine that cannot be used for what was asked; the message says what to do next."""
+    """Engine that cannot be used as asked. The message says what to do."""
 
 
 def kind(name: str, weights: Weights = "as-released") -> EngineKind:
-    """Return the entry of engine `name` in `ENGINES`, if all that it requires for `weights` is installed.
+    """Return an entry of `ENGINES`.
 
-    Raises EngineError when there is no such engine, or when a package is missing.
+    All that it requires for `weights` must be installed. Raises EngineError when there is no such engine, or when a
+    package is missing.
     """
     if name not in ENGINES:
         raise EngineError(f"no engine {name!r}{did_you_mean(name, ENGINES)}; there are {', '.join(ENGINES)}")

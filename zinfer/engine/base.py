@@ -1,4 +1,4 @@
-"""Contract of an engine: one verb, `Engine.forward`, computes a pass of the weights for any mixture of work.
+"""Contract of an engine: `Engine.forward` computes a pass for any work.
 
 The running sequences live in micro-batches, which the engine makes (`Engine.admit`) and the caller holds. So the
 caller, a scheduler, decides what each pass carries, and one loop, one clock and one sampler serve all engines.
@@ -38,7 +38,7 @@ class MicroBatch:
 
     @property
     def host_rows(self) -> int:
-        """Number of rows with their KV cache in host memory: moving them is slow."""
+        """Rows with their KV cache in host memory, which move slowly."""
         return 0
 
 
@@ -60,12 +60,12 @@ class Engine(ABC):
 
     @property
     def one_pass(self) -> bool:
-        """True if several works share one pass of the weights, instead of one each."""
+        """True if several works share one pass of the weights."""
         return False
 
     @property
     def joins(self) -> bool:
-        """True if decode steps of several micro-batches also share a forward pass of the model."""
+        """True if micro-batches that decode share a forward pass of the model."""
         return False
 
     def __init__(self, plan: Plan, progress: Progress = silent) -> None:
@@ -79,12 +79,12 @@ class Engine(ABC):
 
     @classmethod
     def start(cls, plan: Plan, progress: Progress = silent) -> "Engine":
-        """Load the engine that `plan` describes: of this class, or on several GPUs of `several`."""
+        """Load the engine that `plan` describes, on several GPUs that of `several`."""
         return (cls if plan.placement.gpus == 1 or not cls.several else load(cls.several))(plan, progress)
 
     @classmethod
     def unable(cls) -> str | None:
-        """Return why this machine cannot run the installed engine; None if it can."""
+        """Return why this machine cannot run the installed engine."""
         return None
 
     @property
@@ -115,26 +115,28 @@ class Engine(ABC):
 
     @abstractmethod
     def forward(self, works: Sequence[Work]) -> list[Tensor]:
-        """Compute one pass: the next ``[B, n]`` tokens of each work, appended to its micro-batch's KV cache.
+        """Compute the next ``[B, n]`` tokens of each work in one pass.
 
-        Returns the logits of each work's last `keep` positions, ``[B, keep, V]``, on the device. A micro-batch may
-        occur once. Raises EngineError for work that the engine cannot do (`Engine.cannot_chunk`), IndexError beyond the
-        capacity. After any exception the works' micro-batches must be retired.
+        They are appended to its micro-batch's KV cache. Returns the logits of each work's last `keep` positions, ``[B,
+        keep, V]``, on the device. A micro-batch may occur once. Raises EngineError for work that the engine cannot do
+        (`Engine.cannot_chunk`), IndexError beyond the capacity. After any exception the works' micro-batches must be
+        retired.
         """
 
     @abstractmethod
     def retire(self, batch: MicroBatch, rows: Sequence[int] | None = None) -> None:
-        """Free the KV cache of a micro-batch, or of its `rows` only; the other rows close up, in their order.
+        """Free the KV cache of a micro-batch, or of its `rows` only.
 
-        Retiring a micro-batch a second time does nothing.
+        The other rows close up, in their order. Retiring a micro-batch a second time does nothing.
         """
 
     def move_rows(self, sources: Sequence[tuple[MicroBatch, Sequence[int]]], capacity: int) -> MicroBatch:
-        """Move rows of micro-batches into a new one, with room for `capacity` positions; compute nothing.
+        """Move rows of micro-batches into a new one; compute nothing.
 
-        This merges, splits, compacts and enlarges micro-batches. Rows keep the order given. Padding and forgotten
-        positions go as far as the longest row permits: the new micro-batch is left-padded, and all its positions belong
-        to its prompt. The sources keep their other rows, closed up; a source without rows is retired.
+        It has room for `capacity` positions. This merges, splits, compacts and enlarges micro-batches. Rows keep the
+        order given. Padding and forgotten positions go as far as the longest row permits: the new micro-batch is
+        left-padded, and all its positions belong to its prompt. The sources keep their other rows, closed up; a source
+        without rows is retired.
 
         Raises EngineError where `cannot_move_rows` gives a reason, and for rows that are not computed yet; memory
         errors as `admit` does. After any exception all micro-batches that took part must be retired.
@@ -142,14 +144,15 @@ class Engine(ABC):
         raise EngineError(self.cannot_move_rows() or "there is nothing to move")
 
     def expect(self, load: Workload | None) -> None:
-        """Make room for micro-batches that come and go, together as large as `load`; None: for the admitted ones.
+        """Make room for micro-batches that come and go.
 
-        An engine that gives free memory away then does so once, not at every `admit`.
+        Together they are as large as `load`; None: the admitted ones. An engine that gives free memory away then does
+        so once, not at every `admit`.
         """
         self.expected = load
 
     def rollback(self, batch: MicroBatch, lengths: Tensor) -> None:
-        """Forget positions (rejected drafts): keep the first `lengths`, ``[B]``, of each row's positions in the cache.
+        """Forget positions (rejected drafts): keep the first `lengths` ``[B]`` of each row.
 
         The micro-batch's new length is the largest of them; shorter rows have padding in between, which nothing attends
         to. Positions that the last `forward` added, or had begun to add when it raised, can be forgotten. Raises
@@ -164,23 +167,23 @@ class Engine(ABC):
         return f"engine {self.plan.case.engine} keeps the rows of a micro-batch together"
 
     def cannot_pad(self) -> str | None:
-        """Return why all rows of a micro-batch must be of one length; None if shorter ones are padded."""
+        """Return why all rows of a micro-batch must be of one length."""
         return None
 
     def cannot_chunk(self) -> str | None:
-        """Return why a pass cannot compute part of a prompt, or several tokens after a prompt."""
+        """Return why a pass cannot compute a chunk of a prompt."""
         return f"engine {self.plan.case.engine} computes whole prompts and single tokens"
 
     def cannot_draft(self) -> str | None:
-        """Return why a pass cannot verify drafts: several tokens, of which each row keeps some."""
+        """Return why a pass cannot verify drafts."""
         return f"engine {self.plan.case.engine} cannot forget positions"
 
     def equal_lengths(self) -> str | None:
-        """Return why `rollback` must keep as many positions of each row; None if they may differ."""
+        """Return why `rollback` must keep as many positions of each row."""
         return None
 
     def cannot_score(self) -> str | None:
-        """Return why a pass cannot return the logits of all positions of a prompt."""
+        """Return why a pass cannot return logits of all prompt positions."""
         return None
 
     def cannot_snapshot(self) -> str | None:
@@ -188,20 +191,21 @@ class Engine(ABC):
         return f"engine {self.plan.case.engine} keeps no keys and values"
 
     def snapshot(self, batch: MicroBatch, first: int, last: int, row: int | None = None) -> KVSnapshot:
-        """Copy keys and values of computed positions `first` up to `last` (excluded) to host memory.
+        """Copy keys and values of some positions to host memory.
 
-        They are those of all rows, padding counted, or of one `row`, whose first token then is position 0. Raises
-        EngineError where `cannot_snapshot` gives a reason, MemoryError where there is no room.
+        These are `first` to `last` (excluded), computed before. They are those of all rows, padding counted, or of one
+        `row`, whose first token then is position 0. Raises EngineError where `cannot_snapshot` gives a reason,
+        MemoryError where there is no room.
         """
         raise EngineError(self.cannot_snapshot() or "there is nothing to copy")
 
     @property
     def warming(self) -> bool:
-        """True while decode steps take longer than later ones will, since they are recorded and compared."""
+        """True while decode steps are slower, since they are recorded and compared."""
         return False
 
     def timeline(self, works: Sequence[Work]) -> tuple[Span, ...]:
-        """Run one more pass, of `works`, and return its spans; without tracing run nothing and return none.
+        """Run one more pass and return its spans; nothing without tracing.
 
         Spans cover all that was under way during the pass, also copies that began before it or end after it. A span
         begins when its stream has finished waiting: time that no span of a lane covers counts as idle.
@@ -210,23 +214,23 @@ class Engine(ABC):
 
     @abstractmethod
     def effective(self) -> Effective:
-        """Return the weight bytes on each tier and the bytes that a decode step streams, counted and not planned."""
+        """Return the bytes on each tier, and those that a step streams. They are counted, not planned."""
 
     def give_back(self) -> None:
-        """Give memory that PyTorch holds, and no tensor uses, back to the device."""
+        """Give unused memory of PyTorch back to the device."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def reset_peak(self) -> None:
-        """Give unused memory back, and measure the peak of the device's memory from now on."""
+        """Give unused memory back, and begin to measure the peak anew."""
         self.give_back()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
 
     def device_memory(self) -> tuple[int, int] | None:
-        """Return the peak bytes of tensors and the bytes in use by anybody on the GPU; of several GPUs the largest.
+        """Return the GPU's peak bytes of tensors, and its bytes in use.
 
-        None without a GPU, and where the device is lost.
+        Of several GPUs these are the largest. None without a GPU, and where the device is lost.
         """
         if self.device.type != "cuda":
             return None
@@ -236,14 +240,14 @@ class Engine(ABC):
         return None
 
     def bring(self) -> int | None:
-        """Copy a sample of the weights over the links of all GPUs at once, alone; return its bytes.
+        """Copy a sample of the weights over all links at once.
 
-        None where there is one link, or none.
+        Returns its bytes. None where there is one link, or none.
         """
         return None
 
     def host_memory(self) -> int:
-        """Return the peak of host memory that the processes of the engine have held, in bytes."""
+        """Return the peak of host memory of the engine's processes, in bytes."""
         return peak_bytes()
 
     def is_live(self, batch: MicroBatch) -> bool:
@@ -271,7 +275,7 @@ def _check_live(batches: Sequence[MicroBatch], live: Sequence[MicroBatch]) -> No
 
 
 def check_works(works: Sequence[Work], live: Sequence[MicroBatch]) -> None:
-    """Raise ValueError unless works are of different `live` micro-batches, with tokens for all of their rows.
+    """Raise ValueError unless works are complete and of different `live` micro-batches.
 
     Raises IndexError for tokens beyond a capacity.
     """
@@ -285,7 +289,10 @@ def check_works(works: Sequence[Work], live: Sequence[MicroBatch]) -> None:
 
 
 def check_sources(sources: Sequence[tuple[MicroBatch, Sequence[int]]], live: Sequence[MicroBatch]) -> None:
-    """Raise ValueError unless rows to move are of different `live` micro-batches, EngineError if none is computed."""
+    """Raise ValueError unless rows to move are of different `live` micro-batches.
+
+    Raises EngineError for rows that are not computed.
+    """
     _check_live([batch for batch, _ in sources], live)
     for batch, rows in sources:
         if not rows or len(set(rows)) < len(rows) or not all(0 <= row < batch.batch_size for row in rows):
@@ -295,7 +302,7 @@ def check_sources(sources: Sequence[tuple[MicroBatch, Sequence[int]]], live: Seq
 
 
 def is_step(works: Sequence[Work]) -> bool:
-    """Tell whether a pass is a decode step: one token a row, or several to verify behind the prompt."""
+    """Tell whether a pass decodes. Each row has one token, or several to verify behind the prompt."""
     sizes = [(work.batch, work.token_ids.shape[1]) for work in works]
     return all(batch.length and (count == 1 or batch.length >= batch.prompt_len) for batch, count in sizes)
 

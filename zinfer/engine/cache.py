@@ -52,7 +52,7 @@ class SlotAllocation(NamedTuple):
     new: slice
 
     def store(self, memory: Tensor, states: Tensor) -> Tensor:
-        """Write `states` ``[.., n, D]`` into `memory` ``[.., room, D]``; return all states that the new ones see."""
+        """Write `states` ``[.., n, D]`` into `memory`. Returns all states that the new ones see."""
         if not self.moved:
             memory[..., self.new, :] = states
             return self.seen(memory)
@@ -62,19 +62,20 @@ class SlotAllocation(NamedTuple):
         return states
 
     def seen(self, memory: Tensor) -> Tensor:
-        """Return the states that the new positions see; they are in `memory` unless the past moves."""
+        """Return the states that the new positions see. They are in `memory` unless the past moves."""
         return memory[..., self.past.start : self.new.stop, :]
 
     def kept(self, states: Tensor) -> Tensor:
-        """Return the last positions of the seen `states` ``[.., n, D]``, which stay in memory."""
+        """Return the last of the seen `states`, which stay in memory."""
         return states[..., states.shape[-2] - (self.new.stop - self.new.start) :, :]
 
 
 class WindowIndex:
-    """Map from positions to the `room` slots of a layer, the same for all rows.
+    """Map from positions to the `room` slots of a layer.
 
-    Without a `window` each position has its own slot. With one there is room for the last positions, in order, and the
-    visible ones move to the front when it is full. `window` counts the tokens that a token attends to, itself included.
+    It is the same for all rows. Without a `window` each position has its own slot. With one there is room for the last
+    positions, in order, and the visible ones move to the front when it is full. `window` counts the tokens that a token
+    attends to, itself included.
     """
 
     def __init__(self, capacity: int, window: int | None = None) -> None:
@@ -85,11 +86,11 @@ class WindowIndex:
         self._bases = {0: 0}  # number of stored positions -> position in the first slot
 
     def first(self, length: int) -> int:
-        """Return the first position that the next token after `length` positions still sees."""
+        """Return the first position that the next token still sees."""
         return 0 if self.window is None else max(0, length - self.window + 1)
 
     def held(self, length: int) -> slice:
-        """Return the slots of all positions that the next token after `length` positions sees."""
+        """Return the slots of all positions that the next token sees."""
         base = self._bases[length]
         return slice(self.first(length) - base, length - base)
 
@@ -126,7 +127,7 @@ class WindowIndex:
         return moved
 
     def begin(self, length: int) -> int:
-        """Begin with `length` positions stored elsewhere; return how many need slots: the last, in the first slots."""
+        """Begin with `length` positions stored elsewhere. Returns how many of them, the last ones, need slots."""
         if length > self.capacity:
             raise _full(self.capacity, length)
         self._bases = {length: self.first(length)}
@@ -153,7 +154,7 @@ class RowMask:
         return RowMask(self.real[rows])
 
     def order(self, count: int) -> Tensor:
-        """Return the order of each row's last `count` positions, ``[b, count]``: forgotten ones first."""
+        """Sort each row's last `count` positions, ``[b, count]``: forgotten ones first."""
         if count not in self._orders:
             last = self.real[:, self.real.shape[1] - count :]
             self._orders[count] = last.long().argsort(dim=-1, stable=True)
@@ -161,7 +162,7 @@ class RowMask:
 
 
 def _wide_views(*tensors: Tensor) -> list[Tensor]:
-    """View the bits of `tensors` ``[.., D]`` of one type as fewer and wider numbers, for copies."""
+    """View tensors of one type as fewer, wider numbers, for copies."""
 
     def in_blocks(states: Tensor, size: int) -> bool:  # whether the numbers lie in memory in whole blocks of `size`
         *steps, last = states.stride()
@@ -175,7 +176,7 @@ def _wide_views(*tensors: Tensor) -> list[Tensor]:
 
 
 def copy_slots(memory: Tensor, rows: Tensor, held: slice, mask: RowMask | None) -> Tensor:
-    """Copy the slots `held` of `rows` ``[b]`` out of `memory` ``[B, heads, room, D]``, forgotten positions first."""
+    """Copy slots of rows ``[b]`` out of `memory` ``[B, heads, room, D]``. Forgotten positions come first."""
     (bits,) = _wide_views(memory)
     if mask is None:
         return bits[rows, :, held].view(memory.dtype)
@@ -185,7 +186,7 @@ def copy_slots(memory: Tensor, rows: Tensor, held: slice, mask: RowMask | None) 
 
 
 class RowSource(NamedTuple):
-    """Rows ``[b]`` of a cache, or of a layer, at position `length`, from which others are filled."""
+    """Rows ``[b]`` of a cache or layer at position `length`, to copy."""
 
     cache: Any
     rows: Tensor
@@ -217,7 +218,7 @@ class ChunkAllocator:
         self._alike = True  # until layers differ in their heads: then each gets memory of its own
 
     def allocate(self, layer: int, specs: Sequence[TensorSpec], device: torch.device) -> list[Tensor]:
-        """Allocate the tensors of `layer`; later layers are expected to hold as many rows."""
+        """Allocate the tensors of `layer`, and a chunk for later layers."""
         sizes = [prod(shape) * dtype.itemsize for shape, dtype in specs]
         need, rest = sum(map(_aligned, sizes)), self._rest
         if rest is None or layer != self._next or len(rest) < need or rest.device != device:
@@ -233,7 +234,7 @@ class ChunkAllocator:
         return tensors
 
     def _chunk_bytes(self, layer: int, sizes: Sequence[int]) -> int:
-        """Return the bytes of a chunk for `layer`, whose tensors have `sizes`, and later layers that fit."""
+        """Return the bytes of `layer`, and of later ones that fit."""
         total = 0
         for room in self._rooms[layer:] if self._alike else self._rooms[layer : layer + 1]:
             more = sum(_aligned(size * room // self._rooms[layer]) for size in sizes)
@@ -248,9 +249,9 @@ def _aligned(size: int) -> int:
 
 
 class FixedLayer(DynamicLayer):  # type: ignore[misc]
-    """Keys and values of one decoder layer, ``[B, kv_heads, room, head_dim]`` each; their head_dim may differ.
+    """Keys and values of one decoder layer, ``[B, kv_heads, room, head_dim]`` each.
 
-    `window` limits what is written and seen to some of the rows.
+    Their head_dim may differ. `window` limits what is written and seen to some of the rows.
     """
 
     def __init__(
@@ -283,7 +284,7 @@ class FixedLayer(DynamicLayer):  # type: ignore[misc]
         self.window(slice(0, self.batch_size), length)
 
     def keep_rows(self, rows: Tensor) -> None:
-        """Keep `rows` only (indices ``[b]``, rising), as rows 0, 1, .., and free the others' memory."""
+        """Keep `rows` only (indices ``[b]``, rising), and free the others' memory."""
         self.batch_size = len(rows)
         if self.is_initialized:
             old = self.memories
@@ -294,14 +295,14 @@ class FixedLayer(DynamicLayer):  # type: ignore[misc]
         self.window(slice(0, self.batch_size), self.length)
 
     def stored(self, rows: Tensor, length: int, mask: RowMask | None) -> list[Tensor]:
-        """Copy what `memories` hold of `rows` at position `length`, ``[b, kv_heads, n, *]``, as `copy_slots` does."""
+        """Copy `memories` of `rows` at position `length`, as `copy_slots` does. They are ``[b, kv_heads, n, *]``."""
         held = self.slots.held(length)
         return [copy_slots(memory, rows, held, mask) for memory in self.memories]
 
     def fill(self, blocks: Sequence[Sequence[Tensor]], length: int, dtype: torch.dtype) -> None:
-        """Fill all rows with the last positions up to `length` of `blocks`; what they lack is padding.
+        """Fill all rows with the last positions of `blocks`, up to `length`.
 
-        Each block is what `stored` returned of some rows, of a model in `dtype`.
+        What they lack is padding. Each block is what `stored` returned of some rows, of a model in `dtype`.
         """
         first = blocks[0]
         self._take_memory(first[0], first[len(first) // 2], dtype)
@@ -317,7 +318,7 @@ class FixedLayer(DynamicLayer):  # type: ignore[misc]
         self.window(slice(0, self.batch_size), length)
 
     def gather(self, sources: Sequence[RowSource], length: int) -> None:
-        """Fill the layer with rows of others, of which the longest has `length` positions."""
+        """Fill the layer with rows of others; the longest has `length` positions."""
         if all(source.cache.is_initialized for source in sources):
             blocks = [source.cache.stored(source.rows, source.length, source.mask) for source in sources]
             self.fill(blocks, length, sources[0].cache.dtype)
@@ -330,7 +331,7 @@ class FixedLayer(DynamicLayer):  # type: ignore[misc]
         return self.length if self.is_initialized else 0
 
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
-        """Return the number of keys that the next `query_length` tokens see, and the position of the first key."""
+        """Return the number of visible keys, and the position of the first."""
         count = query_length if isinstance(query_length, int) else query_length.shape[0]  # positions, before 5.4
         length = self.get_seq_length()
         first = self.slots.first(length)
@@ -340,7 +341,7 @@ class FixedLayer(DynamicLayer):  # type: ignore[misc]
         self._take_memory(key_states, key_states if value_states is None else value_states, key_states.dtype)
 
     def _take_memory(self, keys: Tensor, values: Tensor, dtype: torch.dtype) -> None:
-        """Allocate all rows for states like `keys` and `values`, of a model in `dtype`."""
+        """Allocate all rows, for states like `keys` and `values`."""
         self.dtype, self.device = dtype, keys.device
         specs = self._specs(keys, values)
         spare, self.spare = self.spare, None
@@ -354,9 +355,9 @@ class FixedLayer(DynamicLayer):  # type: ignore[misc]
         return [((self.batch_size, part.shape[1], self.slots.room, part.shape[3]), part.dtype) for part in states]
 
     def reserve(self, length: int, count: int) -> None:
-        """Reserve `count` slots for all rows, at position `length`: what is kept moves now, if it has to.
+        """Reserve `count` slots for all rows, at position `length`.
 
-        Raises EngineError as `WindowIndex.reserve` does.
+        What is kept moves now, if it has to. Raises EngineError as `WindowIndex.reserve` does.
         """
         moved = self.slots.reserve(length, count)
         if moved is not None:
@@ -379,7 +380,7 @@ class FixedLayer(DynamicLayer):  # type: ignore[misc]
         return seen
 
     def store(self, keys: Tensor, values: Tensor) -> "Sequence[Tensor | QuantizedKV]":
-        """Store new keys and values as `update` does; return what they see as it is stored."""
+        """Store as `update` does; return what the new positions see as stored."""
         return self.update(keys, values)
 
 
@@ -387,13 +388,13 @@ DequantizeKV = Callable[[Tensor, Tensor, torch.dtype], Tensor]
 
 
 def dequantize_kv(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return int8 `numbers` ``[rows, heads, n, D]`` times float32 `scales` ``[rows, heads, n, 1]``, in `dtype`."""
+    """Multiply int8 numbers by float32 scales. These are ``[rows, heads, n, D]`` and ``[rows, heads, n, 1]``."""
     return torch.mul(numbers, scales, out=torch.empty(numbers.shape, dtype=dtype, device=numbers.device))  # one pass
 
 
 @dataclass(frozen=True)
 class QuantizedKV:
-    """Keys or values in 8 bits, `numbers` ``[rows, heads, n, D]``, with their `scales` ``[rows, heads, n, 1]``."""
+    """Keys or values in 8 bits. Numbers are ``[rows, heads, n, D]``, scales ``[rows, heads, n, 1]``."""
 
     numbers: Tensor
     scales: Tensor
@@ -412,18 +413,19 @@ class QuantizedKV:
         return len(self.numbers)
 
     def dequantize(self) -> Tensor:
-        """Return numbers times scales, in the model's type, in memory of their own."""
+        """Return numbers times scales in the model's type, in new memory."""
         if self.numbers.dtype != torch.int8:
             return self.numbers.to(self.dtype).mul_(self.scales)
         return self.kernel(self.numbers, self.scales, self.dtype)
 
 
 class QuantizedLayer(FixedLayer):
-    """Keys and values in 8 bits, each head of each token with its own scale. `storage` is int8 or float8_e4m3fn.
+    """Keys and values in 8 bits, with a scale for each head.
 
-    The prompt's attention sees exact keys and values. A later pass sees the stored ones, converted to the model's type
-    in memory of their own, so attention should have few rows at a time. This saves memory, not time: attention over a
-    cache in 16 bits reads 2 bytes a value; here a step reads 1, writes 2 and reads these 2.
+    `storage` is int8 or float8_e4m3fn. The prompt's attention sees exact keys and values. A later pass sees the stored
+    ones, converted to the model's type in memory of their own, so attention should have few rows at a time. This saves
+    memory, not time: attention over a cache in 16 bits reads 2 bytes a value; here a step reads 1, writes 2 and reads
+    these 2.
     """
 
     def __init__(
@@ -443,7 +445,7 @@ class QuantizedLayer(FixedLayer):
 
     @property
     def dequantized_bytes(self) -> int:
-        """Bytes of a row's keys and values in the model's type; 0 before any are stored."""
+        """Bytes of a row's keys and values in the model's type."""
         if not self.is_initialized or not self.batch_size:
             return 0
         return sum(numbers[0].numel() * self.dtype.itemsize for numbers in self.memories[::2])
@@ -484,7 +486,7 @@ _INDEXED = getattr(cache_utils, "DynamicIndexedLayer", None)  # a layer with the
 
 
 class _StateRows:
-    """Mixin that narrows a layer of `transformers` with a state of fixed size to some rows.
+    """Mixin that narrows a layer with a fixed-size state to some rows.
 
     `_of_rows` puts it before the layer's own class, whose writes in place reach the states of all rows. `attention` has
     the keys and values of a layer that has these as well.
@@ -513,7 +515,7 @@ class _StateRows:
             self.attention.window(rows, length)
 
     def keep_rows(self, rows: Tensor) -> None:
-        """Keep `rows` only (indices ``[b]``, rising), as rows 0, 1, ..; `window` must follow."""
+        """Keep `rows` only (indices ``[b]``, rising); `window` must follow."""
         self.batch_size = len(rows)
         for whole in self._whole.values():
             for number, states in whole.items():
@@ -522,7 +524,7 @@ class _StateRows:
             self.attention.keep_rows(rows)
 
     def gathered(self, sources: Sequence[RowSource], length: int) -> Any:
-        """Return a layer that replaces this one, with the states of rows of other layers."""
+        """Return a replacement of this layer with states of other layers."""
         first = sources[0].cache
         made: Any = object.__new__(type(first))
         vars(made).update(vars(first))
@@ -573,7 +575,7 @@ class _AttentionOf:
 
 
 class _MixedRows(_StateRows, _AttentionOf):
-    """Mixin for a layer with a state that also has keys and values."""
+    """Mixin for a layer with a state and keys and values."""
 
     def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         self.is_initialized = True
@@ -581,7 +583,7 @@ class _MixedRows(_StateRows, _AttentionOf):
 
 
 def _of_rows(layer: Any, batch_size: int, attention: FixedLayer | None) -> Any:
-    """Return `layer` of `transformers`, with a state of fixed size, as one that can be narrowed to some rows."""
+    """Narrow `layer`, of `transformers` with a state of fixed size, to rows."""
     kind, mixin = type(layer), _StateRows if attention is None else _MixedRows
     made: Any = object.__new__(type(f"{kind.__name__}OfRows", (mixin, kind), {}))
     vars(made).update(vars(layer))
@@ -591,7 +593,7 @@ def _of_rows(layer: Any, batch_size: int, attention: FixedLayer | None) -> Any:
 
 
 class IndexedLayer(_AttentionOf, DynamicLayer):  # type: ignore[misc]
-    """Keys and values of sparse attention, in `attention`, and the keys by which its indexer chooses.
+    """Keys and values of sparse attention, and the keys of its indexer.
 
     An indexer's keys, ``[B, 1, capacity, D]``, are read whole at every step: they stay on the device for all rows, also
     for rows with their keys and values in host memory. Rows choose as each would alone: `alone` tells what `rows` would
@@ -626,7 +628,7 @@ class IndexedLayer(_AttentionOf, DynamicLayer):  # type: ignore[misc]
         self.attention.window(rows, length)
 
     def keep_rows(self, rows: Tensor) -> None:
-        """Keep `rows` only (indices ``[b]``, rising), as rows 0, 1, ..; `window` must follow."""
+        """Keep `rows` only (indices ``[b]``, rising); `window` must follow."""
         self.batch_size = len(rows)
         self._index, self._positions = (
             memory[rows.to(memory.device)] if memory.numel() else memory for memory in (self._index, self._positions)
@@ -634,7 +636,7 @@ class IndexedLayer(_AttentionOf, DynamicLayer):  # type: ignore[misc]
         self.attention.keep_rows(rows)
 
     def gather(self, sources: Sequence[RowSource], length: int) -> None:
-        """Fill the memory of the indexer with rows of other layers, of which the longest has `length` positions."""
+        """Fill the indexer's memory with rows of others. The longest has `length` positions."""
         self._index = self._gathered([source.cache._index for source in sources], sources, length)
         self._positions = self._gathered([source.cache._positions for source in sources], sources, length)
 
@@ -651,7 +653,7 @@ class IndexedLayer(_AttentionOf, DynamicLayer):  # type: ignore[misc]
         return whole
 
     def update_indexer(self, states: Tensor) -> Tensor:
-        """Store keys of the indexer ``[b, n, D]`` behind the first `length`; return all keys of these rows."""
+        """Store keys of the indexer ``[b, n, D]``. Returns all keys of these rows."""
         end = self.length + states.shape[1]
         if end > self.capacity:
             raise _full(self.capacity, end)
@@ -663,7 +665,7 @@ class IndexedLayer(_AttentionOf, DynamicLayer):  # type: ignore[misc]
 
     @property
     def indexer_position_ids(self) -> Tensor | None:
-        """Position ids of the first `length` tokens, ``[axes, b, length]``; None if the model keeps none here."""
+        """Position ids of the first `length` tokens, ``[axes, b, length]``, if kept."""
         if not self.length or not self._positions.numel():
             return None
         return self._positions[self.rows, :, : self.length, 0].transpose(0, 1)
@@ -677,15 +679,15 @@ class IndexedLayer(_AttentionOf, DynamicLayer):  # type: ignore[misc]
 
 
 class RowCache(Cache):  # type: ignore[misc]
-    """Cache that can be narrowed to some of the rows, layer by layer."""
+    """Cache that can be narrowed to some rows, layer by layer."""
 
     def window(self, rows: slice, length: int, layer: int | None = None) -> None:
-        """Continue at position `length` of `rows` only: in `layer`, or in all layers."""
+        """Continue at position `length` of `rows` only, in `layer` or all."""
         for chosen in self._chosen(layer):
             chosen.window(rows, length)
 
     def keep_rows(self, rows: Tensor, length: int, layer: int | None = None) -> None:
-        """Keep `rows` only (indices ``[b]``, rising) at position `length`, in `layer` or all, and free the others."""
+        """Keep `rows` only (indices ``[b]``, rising), in `layer` or all."""
         for chosen in self._chosen(layer):
             chosen.keep_rows(rows)
             chosen.window(slice(0, len(rows)), length)
@@ -695,7 +697,7 @@ class RowCache(Cache):  # type: ignore[misc]
         return [chosen for chosen in layers if not isinstance(chosen, _DUMMY)]
 
     def gather(self, index: int, sources: Sequence[RowSource], length: int) -> None:
-        """Fill layer `index` with rows of other caches, of which the longest has `length` positions.
+        """Fill layer `index` with rows of others; the longest has `length` positions.
 
         A layer with a state is made like that of the first source.
         """
@@ -791,7 +793,7 @@ def _window(layer: DynamicLayer) -> int | None:
 
 
 def other_layers(cache: Cache) -> set[type]:
-    """Return the kinds of layers in `cache` of `transformers` with other content than keys, values and states."""
+    """Return the kinds of layers that hold anything but keys and states."""
     plain = (DynamicLayer, DynamicSlidingWindowLayer)
     layers = [layer for layer in cache.layers if not isinstance(layer, _DUMMY) and not _has_states(layer)]
     return {type(layer) for layer in layers if type(layer) not in plain}

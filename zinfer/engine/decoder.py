@@ -1,4 +1,4 @@
-"""Passes over any `transformers` decoder; an engine on top of it only places the weights.
+"""Passes over any `transformers` decoder; subclasses only place its weights.
 
 No code is for one architecture: whatever `AutoModelForCausalLM` builds runs. Positions follow the attention mask, so
 that left-padded rows count from their own first token, as in `generate`.
@@ -36,7 +36,7 @@ CACHE_NAMES = ("past_key_values", "cache_params")  # names of the cache argument
 
 
 class DecoderBatch(MicroBatch):
-    """Micro-batch of a `Decoder`: its KV cache, and the mask of its real positions.
+    """Micro-batch of a `Decoder`: a KV cache and a mask of positions.
 
     `cache` is None where the model makes its own; `state` is what the forward pass takes as its cache. `mask`, ``[B,
     capacity]``, has 0 at padding and at forgotten positions; it is None while there is neither, since every kernel can
@@ -64,7 +64,10 @@ class DecoderBatch(MicroBatch):
         return self.mask
 
     def positions(self, count: int, device: torch.device) -> Tensor:
-        """Return the positions of each row's next `count` tokens, ``[B, count]``, counted from 0; padding is at 0."""
+        """Return the positions of each row's next `count` tokens, ``[B, count]``.
+
+        They count from 0; padding is at 0.
+        """
         if self.mask is None:
             return torch.arange(self.length, self.length + count, device=device).expand(self.batch_size, count)
         if self._before is None:
@@ -79,7 +82,7 @@ class DecoderBatch(MicroBatch):
         self._rows_alone = {}
 
     def rollback(self, lengths: Tensor) -> None:
-        """Keep the first `lengths`, ``[B]``, positions of each row; rows shorter than the longest are padded."""
+        """Keep the first `lengths` ``[B]`` positions of each row. Rows shorter than the longest are padded."""
         length = int(lengths.max())
         if int(lengths.min()) < length:
             mask = self._need_mask(lengths.device)
@@ -95,13 +98,13 @@ class DecoderBatch(MicroBatch):
         self._rows_alone = {}
 
     def real(self, rows: Tensor) -> Tensor:
-        """Tell which computed positions of `rows` are neither padding nor forgotten: bool ``[b, length]``."""
+        """Tell which positions of `rows` are real: bool ``[b, length]``. Others are padding or forgotten."""
         if self.mask is None:
             return torch.ones((len(rows), self.length), dtype=torch.bool, device=rows.device)
         return self.mask[rows, : self.length].bool()
 
     def alone(self, rows: slice, count: int) -> list[Alone] | None:
-        """Return what `rows` would have alone of the next pass, of `count` tokens; None if it is what they have."""
+        """Return what `rows` would have alone of the next pass. None if it is what they have."""
         as_alone = count >= self.prompt_len if not self.length else count == 1 and self.length >= self.prompt_len
         if self.mask is None and as_alone:
             return None
@@ -111,7 +114,7 @@ class DecoderBatch(MicroBatch):
         return self._rows_alone[key]
 
     def _group_alone(self, rows: slice, count: int) -> list[Alone]:
-        """Group `rows` by what they have alone; a row with forgotten positions is a group of its own."""
+        """Group `rows` by what they have alone. A row with forgotten positions is a group of its own."""
         end = self.length + count
         size, number = max(end, self.prompt_len), rows.stop - rows.start
         mask = torch.ones((number, size)) if self.mask is None else self.mask[rows, :size].cpu()
@@ -135,13 +138,13 @@ class DecoderBatch(MicroBatch):
         return kept.nonzero()[:, 0]
 
     def show(self, rows: slice | None = None) -> None:
-        """Narrow the cache to `rows`, or make it show all rows, at the batch's length."""
+        """Narrow the cache to `rows`, or all rows, at the batch's length."""
         if isinstance(self.cache, RowCache):
             self.cache.window(rows or slice(0, self.batch_size), self.length)
 
 
 class MovedRows(NamedTuple):
-    """Rows ``[b]`` that move to another micro-batch, with a `mask` if positions of them were forgotten."""
+    """Rows ``[b]`` that move to another micro-batch. They have a `mask` if positions of them were forgotten."""
 
     batch: DecoderBatch
     rows: Tensor
@@ -149,7 +152,7 @@ class MovedRows(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Rows of a work that go through the model together, with their positions ``[b, n]``."""
+    """Rows of a work that go through the model together."""
 
     batch: DecoderBatch
     rows: slice
@@ -184,7 +187,7 @@ class Decoder(Engine):
         """Build `model`, with its weights in place."""
 
     def _ready(self, first: nn.Module | None = None) -> None:
-        """Make `model` ready to run, and probe it with its `first` layer, unless that is done."""
+        """Make `model` ready to run, and probe it with its `first` layer."""
         self.model.eval()
         for module in self.model.modules():
             for leaf, buffer in module._buffers.items():
@@ -220,7 +223,7 @@ class Decoder(Engine):
         self._counts_padding |= self.model.config.get_text_config(decoder=True).model_type in COUNTS_PADDING
 
     def _lengths(self, parts: "Sequence[Part]") -> Tensor | None:
-        """Return the lengths by which a pass turns its positions, ``[B, n]``; None if it takes none."""
+        """Return the lengths by which a pass turns its positions, ``[B, n]``."""
         if not self._by_lengths:
             return None
         return torch.cat([torch.maximum(part.batch.prompts[part.rows, None], part.positions + 1) for part in parts])
@@ -260,7 +263,7 @@ class Decoder(Engine):
     def _make_batch(
         self, mask: Tensor, capacity: int, moved: Sequence[tuple[DecoderBatch, Tensor]] = ()
     ) -> DecoderBatch:
-        """Make a micro-batch and its cache; rows of `moved` (batches and places) will leave their memory for it."""
+        """Make a micro-batch and its cache. Rows of `moved` (batches and indices) will leave their memory for it."""
         cache = None if self._own_cache else make_cache(self.model.config, len(mask), capacity)
         return DecoderBatch(mask, capacity, cache, self._state_of(cache))
 
@@ -284,7 +287,7 @@ class Decoder(Engine):
 
     @cached_property
     def _kinds_of_layers(self) -> list[Any]:
-        """Layers of a `RowCache` of the model; none if it takes another cache."""
+        """Layers of a `RowCache` of the model, if it takes one."""
         cache = None if self._own_cache else make_cache(self.model.config, 1, 1)
         return cache.layers if isinstance(cache, RowCache) else []
 
@@ -300,7 +303,7 @@ class Decoder(Engine):
         return [layer.slots.window for layer in attention.values() if layer.slots.window]
 
     def _probed(self, first: nn.Module, device: torch.device) -> Probe:
-        """Probe what the model can do with positions; weights outside of the layers must be on `device`."""
+        """Probe the model on `device`, which holds the weights outside the layers."""
         if "attention_mask" not in self._accepted:
             return Probe(padding=False, gaps=False, moves=False)
         if not self._counts:
@@ -455,24 +458,24 @@ class Decoder(Engine):
         return [Part(batch, rows, token_ids[rows], positions[rows], keep) for rows in self._rows(batch, count)]
 
     def check_chunk(self, batch: MicroBatch, count: int) -> None:
-        """Raise EngineError if `count` tokens of a row are a chunk that the model does not take."""
+        """Raise EngineError for a chunk of `count` tokens that cannot be computed."""
         whole = batch.length == 0 and count >= batch.prompt_len
         chunked = not whole and (count > 1 or batch.length < batch.prompt_len)
         if chunked and (why_not := self.cannot_chunk()) is not None:
             raise EngineError(why_not)
 
     def _rows(self, batch: DecoderBatch, count: int) -> list[slice]:
-        """Split the rows of `batch` into slices that go through the model in turn, `count` tokens of each row."""
+        """Split rows into slices that go through the model in turn."""
         rows = slice(0, batch.batch_size)
         return [rows] if count == 1 or not isinstance(batch.cache, RowCache) else self._split(rows, count)
 
     def _split(self, rows: slice, count: int) -> list[slice]:
-        """Split `rows` so that activations of `count` tokens a row stay within bounds."""
+        """Split `rows` so that activations stay within bounds."""
         at_once = self.plan.placement.prefill_rows(rows.stop - rows.start, count)
         return [slice(start, min(start + at_once, rows.stop)) for start in range(rows.start, rows.stop, at_once)]
 
     def _run(self, parts: Sequence[Part]) -> list[Tensor]:
-        """Run a forward pass for each part; return their logits ``[b, keep, V]``."""
+        """Run a forward pass for each part; return logits ``[b, keep, V]``."""
         return [self._alone(part) for part in parts]
 
     def _alone(self, part: Part) -> Tensor:
@@ -480,7 +483,7 @@ class Decoder(Engine):
         return self._pass(part)
 
     def _pass(self, part: Part) -> Tensor:
-        """Run one forward pass of a part, to whose rows the cache is narrowed."""
+        """Run a forward pass of a part. The cache is narrowed to it."""
         batch, rows, token_ids, positions, keep = part
         end = batch.length + token_ids.shape[1]
         inputs: dict[str, object] = {
@@ -545,10 +548,10 @@ class Decoder(Engine):
 
 
 def scratch(nvme_path: str | None, made: Sequence[str]) -> OwnFolder:
-    """Make a folder for offloaded weights inside `nvme_path`, for files that match the patterns `made`.
+    """Make a folder for offloaded weights inside `nvme_path`.
 
-    Its `cleanup` removes it, or if this process is killed the next start. Raises EngineError unless `nvme_path` names a
-    folder that exists.
+    It is for files that match the patterns `made`. Its `cleanup` removes it, or if this process is killed the next
+    start. Raises EngineError unless `nvme_path` names a folder that exists.
     """
     if nvme_path is None or not Path(nvme_path).is_dir():
         what = f"{nvme_path!r} is not a folder" if nvme_path else "it needs one"

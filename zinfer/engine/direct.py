@@ -1,7 +1,8 @@
-"""Direct reads by many threads, past the page cache (O_DIRECT), at the full rate of the drives.
+"""Direct reads by many threads, past the page cache (O_DIRECT).
 
-The page cache would hold weights a second time, and drop them before the next pass needs them. A file system that
-refuses direct I/O is read through the cache all the same, and the pages are dropped behind the reads.
+They reach the full rate of the drives. The page cache would hold weights a second time, and drop them before the next
+pass needs them. A file system that refuses direct I/O is read through the cache all the same, and the pages are dropped
+behind the reads.
 
 Direct reads begin and end at whole pages, in the file and in memory: `aligned` gives the range to read. The memory
 should lie in huge pages, as that of `PinnedArena` does: a request into scattered pages is split into many, which cost a
@@ -47,7 +48,7 @@ class DirectFile:
             raise not_here(CheckpointError(f"{path} cannot be read: {error.strerror}")) from None
 
     def _open_direct(self) -> int:
-        """Return a descriptor for direct reads; -1 if the file system refuses them, some only when they are tried."""
+        """Return a descriptor for direct reads; -1 if the file system refuses. Some refuse only when they are tried."""
         try:
             file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
         except OSError as error:
@@ -65,15 +66,15 @@ class DirectFile:
 
     @property
     def identity(self) -> Identity:
-        """Facts that differ once the content of the file has changed; no program can set them all back."""
+        """Facts that differ once the content of the file has changed. No program can set them all back."""
         status = os.fstat(self._file)
         return status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns
 
     def read(self, part: memoryview, offset: int, need: int) -> None:
-        """Read at least `need` bytes from `offset` on into `part`: a file may end within its last page.
+        """Read at least `need` bytes from `offset` on into `part`.
 
-        Direct reads want `part`, its length and `offset` at whole pages. Raises OSError, with the path, and
-        CheckpointError where the file ends too early.
+        A file may end within its last page. Direct reads want `part`, its length and `offset` at whole pages. Raises
+        OSError, with the path, and CheckpointError where the file ends too early.
         """
         done = 0
         while done < need:
@@ -126,7 +127,7 @@ class StripedFile:
         return self._files[start // REQUEST % len(self._files)].path
 
     def requests(self, start: int, end: int) -> Iterator[tuple[int, int]]:
-        """Split the bytes `start` to `end` into ranges of one read each, in order."""
+        """Split the bytes `start` to `end` into ranges of one read."""
         while start < end:
             stop = min(end, start - start % REQUEST + REQUEST)
             yield start, stop
@@ -150,9 +151,9 @@ class StripedFile:
 
 
 class StripedWriter:
-    """Writer of the files that `StripedFile` reads; nothing stays in the page cache.
+    """Writer of the files of a `StripedFile`.
 
-    Raises CheckpointError where a drive is full or cannot be written to.
+    Nothing stays in the page cache. Raises CheckpointError where a drive is full or cannot be written to.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -177,7 +178,7 @@ class StripedWriter:
             self._end, content = self._end + count, content[count:]
 
     def flush(self) -> None:
-        """Bring all bytes to the drives, and drop them from the page cache."""
+        """Write all bytes to the drives; drop them from the page cache."""
         for path, file in zip(self._paths, self._files, strict=True):
             try:
                 os.fdatasync(file)

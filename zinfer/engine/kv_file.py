@@ -1,4 +1,4 @@
-"""KV snapshots on disk: one safetensors file each, with a checksum over everything in it.
+"""KV snapshots on disk: one safetensors file each, with a checksum.
 
 A file is either whole or absent, its header alone describes it, and many threads read it straight into the memory that
 the GPU copies from. Nothing is unpickled.
@@ -44,7 +44,7 @@ def private_folder(folder: Path) -> None:
 
 
 def check_own(path: Path) -> None:
-    """Raise CheckpointError unless `path` is a regular file, no link, that this user alone may write.
+    """Raise CheckpointError unless this user alone may write the regular file.
 
     Raises OSError where there is none.
     """
@@ -55,7 +55,7 @@ def check_own(path: Path) -> None:
 
 
 def _check_owner(path: Path, status: os.stat_result, theirs: str = "", shared: str = "") -> None:
-    """Raise CheckpointError, with advice, if `path` belongs to another user, or others may write to it."""
+    """Raise CheckpointError, with advice, if other users may write to `path`."""
     if status.st_uid != os.geteuid():
         raise CheckpointError(f"{path} belongs to another user{theirs}")
     if status.st_mode & 0o022:
@@ -63,9 +63,10 @@ def _check_owner(path: Path, status: os.stat_result, theirs: str = "", shared: s
 
 
 def write(kept: KVSnapshot, path: Path, label: Mapping[str, Any]) -> int:
-    """Write `kept` to `path`, whole or not at all, and return the size of the file in bytes.
+    """Write `kept` to `path`, whole or not at all.
 
-    The file is safetensors; its metadata hold `label` (JSON) and a CRC-32 of everything. Raises OSError.
+    Returns the size of the file in bytes. The file is safetensors; its metadata hold `label` (JSON) and a CRC-32 of
+    everything. Raises OSError.
     """
     header: dict[str, Any] = {"__metadata__": {"told": json.dumps(dict(label))}}
     for name, block in kept.blocks.items():
@@ -82,7 +83,7 @@ def write(kept: KVSnapshot, path: Path, label: Mapping[str, Any]) -> int:
 
 
 def read(path: Path, first: int, pin: bool) -> KVSnapshot:
-    """Read the snapshot that `write` wrote to `path`, with many threads; its first position is `first`.
+    """Read a snapshot from `path`, whose first position is `first`.
 
     Raises CheckpointError for a file that is cut off or damaged or that others may have written, OSError for one that
     cannot be read, and MemoryError where the host has no room for it.
@@ -136,7 +137,7 @@ def data_bytes(path: Path) -> int:
 
 
 def drop_from_page_cache(path: Path) -> None:
-    """Drop the file from the page cache, so that the next read comes from disk if the file system supports it."""
+    """Drop the file from the page cache, where the system can."""
     with path.open("rb") as stream, suppress(OSError):
         os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -152,7 +153,7 @@ def _header(path: Path) -> dict[str, Any]:
 
 
 def _checksum(header: Mapping[str, Any], data: memoryview) -> int:
-    """Return the CRC-32 of the CRC-32s of the data's chunks, by all cores, and the header without its checksum."""
+    """Return a CRC-32 of the data and the header. All cores compute it; the header comes without its checksum."""
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         chunks = list(pool.map(zlib.crc32, (data[begin : begin + CHUNK] for begin in range(0, len(data), CHUNK))))
     metadata = {key: value for key, value in header["__metadata__"].items() if key != "crc32"}

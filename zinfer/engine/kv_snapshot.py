@@ -1,4 +1,4 @@
-"""KV snapshots: keys and values in host memory, from which a later prefill continues.
+"""KV snapshots: keys and values in host memory, where a prefill continues.
 
 Prefill of a position takes a pass through the whole model; to copy it back takes only its keys and values. They lie
 layer by layer in one block of exactly their size. The layout does not depend on the engine: an engine can continue from
@@ -31,7 +31,7 @@ class Borrowed(NamedTuple):
 
 
 class KVSnapshot:
-    """Keys and values of a batch, ``[B, kv_heads, length, head_dim]`` each, for every decoder layer.
+    """Keys and values of all decoder layers, ``[B, kv_heads, length, head_dim]`` each.
 
     They are in page-locked memory if `pin`, until it is closed. A pickled one borrows the memory of what it was.
     """
@@ -54,9 +54,10 @@ class KVSnapshot:
         rows: slice = slice(None),
         pad: int = 0,
     ) -> Self:
-        """Copy the positions from `first` to `last` (exclusive) of `rows` out of `layers`, counted from `pad`.
+        """Copy positions `first` to `last` (exclusive) of `rows` out of `layers`.
 
-        The copy is complete on return. Raises MemoryError where the host has no room for it.
+        They count from position `pad`. The copy is complete on return. Raises MemoryError where the host has no room
+        for it.
         """
         states = {
             f"{index}.{half}": part[rows, :, pad + first : pad + last]
@@ -84,9 +85,10 @@ class KVSnapshot:
     def joined(
         cls, parts: Sequence[tuple["KVSnapshot", Sequence[int]]], count: int, first: int, last: int, pin: bool
     ) -> Self:
-        """Join snapshots, each with the numbers of its rows, into one of `count` rows. Raises MemoryError.
+        """Join snapshots, each with its row numbers, into one of `count` rows.
 
-        It has the positions from `first` to `last`, at which all of them end; what none of them has is zero.
+        Raises MemoryError. It has the positions from `first` to `last`, at which all of them end; what none of them has
+        is zero.
         """
         states = dict[str, Tensor]()
         for name, block in parts[0][0].blocks.items():
@@ -106,7 +108,7 @@ class KVSnapshot:
         return self._arena.pinned
 
     def head(self, length: int) -> "KVSnapshot":
-        """Return a snapshot of the first `length` positions only, in the same memory."""
+        """Return the first `length` positions, in the same memory."""
         part = object.__new__(type(self))
         part.__dict__.update(self.__dict__, length=length)
         return part
@@ -115,7 +117,7 @@ class KVSnapshot:
         return _borrowed, (self.first, self.length, self.blocks, self.memory)
 
     def cut(self, start: int, end: int) -> Self:
-        """Copy the positions from `start` up to `end`, counted from the snapshot's first. Raises MemoryError."""
+        """Copy positions `start` to `end`, counted from the first. Raises MemoryError."""
         states = {name: block.view(self.memory)[:, :, start:end] for name, block in self.blocks.items()}
         return self._filled(self.first + start, states, self.pinned)
 
@@ -138,7 +140,7 @@ class KVSnapshot:
             layer.update(*(self.states(f"{index}.{half}", device) for half in HALVES))
 
     def fits(self, layers: int, batch_size: int) -> bool:
-        """Tell whether it belongs to `batch_size` sequences and a model of `layers` decoder layers."""
+        """Tell whether it has `batch_size` sequences and `layers` decoder layers."""
         return len(self.blocks) == 2 * layers and all(block.shape[0] == batch_size for block in self.blocks.values())
 
     def close(self) -> None:
@@ -149,7 +151,7 @@ class KVSnapshot:
 
 
 class RowsPast:
-    """First `length` positions of left-padded rows that begin differently, each of several snapshots.
+    """First `length` positions of left-padded rows, each of its own snapshots.
 
     `rows` are the snapshots of each row, of one sequence each, in order from its first token on; they hold at least
     what the row has behind its padding, `pads` positions.
@@ -214,7 +216,7 @@ def _cut_to(parts: Sequence[KVSnapshot], length: int) -> Iterator[KVSnapshot]:
 
 
 def _end_to_end(states: Mapping[str, Tensor]) -> dict[str, TensorPlace]:
-    """Lay blocks out without gaps, as safetensors requires; all tensors have one type, so that all are aligned."""
+    """Lay blocks out without gaps, as safetensors requires. All are aligned, since they have one type."""
     ends = [0, *accumulate(tensor.nbytes for tensor in states.values())]
     items = zip(ends, states.items(), strict=False)
     return {name: TensorPlace(start, tensor.shape, tensor.dtype) for start, (name, tensor) in items}

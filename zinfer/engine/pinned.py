@@ -1,4 +1,4 @@
-"""Pinned memory for weights: one mapping of exactly the requested size, page-locked when a GPU reads it.
+"""Pinned memory: one mapping of exactly the requested size, page-locked for GPUs.
 
 torch's pinned allocator rounds every block up to a power of two (BLOOM-176B's 352 GB become about 497 GB) and pins at
 1-2 GB/s. The arena maps the range, advises huge pages, touches the pages with all cores and registers the range: this
@@ -55,13 +55,13 @@ class TensorPlace:
         return prod(self.shape) * self.dtype.itemsize
 
     def view(self, memory: Tensor, base: int = 0) -> Tensor:
-        """Return the tensor as a view of `memory` (uint8 ``[n]``), in which the range begins at byte `base`."""
+        """View the tensor in `memory` (uint8), where the range begins at `base`."""
         start = base + self.offset
         return memory[start : start + self.size].view(self.dtype).view(self.shape)
 
 
 def lay_out(tensors: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, TensorPlace], int]:
-    """Return aligned blocks for named tensors, which may be on the meta device, and their bytes together."""
+    """Return aligned blocks for named tensors, and their bytes together. The tensors may be on the meta device."""
     blocks, end = {}, 0
     for name, tensor in tensors:
         blocks[name] = block = TensorPlace(end, tensor.shape, tensor.dtype)
@@ -110,9 +110,9 @@ class PinnedArena:
 
     @classmethod
     def attach(cls, size: int, shared: int) -> Self:
-        """Map every page of the first `size` bytes of a file, an arena that another process has sealed.
+        """Map every page of the first `size` bytes of a shared arena.
 
-        Raises MemoryError as the class does.
+        Another process has sealed it. Raises MemoryError as the class does.
         """
         arena = cls(0, False, spread=True)
         if os.fstat(shared).st_size < size:
@@ -126,7 +126,7 @@ class PinnedArena:
 
     @property
     def numa_node(self) -> int | None:
-        """Number of the NUMA node whose CPUs touch the memory; None for all nodes."""
+        """NUMA node whose CPUs touch the memory; None for all nodes."""
         return self._node.number if self._node is not None else None
 
     def take(self, size: int, progress: Progress = silent) -> Tensor:
@@ -146,7 +146,7 @@ class PinnedArena:
         return self.memory[start:end]
 
     def seal(self) -> None:
-        """Set `size` to the bytes taken, free the rest, and page-lock the memory if `pin` was given."""
+        """Set `size` to the bytes taken, free the rest, and page-lock. It does the latter if `pin` was given."""
         self._stop()
         self.size = self.used
         excess = self.used + -self.used % PAGE
@@ -158,7 +158,7 @@ class PinnedArena:
             self.lock()
 
     def _touch(self, end: int) -> None:
-        """Make every page up to `end` present, in parallel: some hosts hand memory out slowly at its first use."""
+        """Make every page up to `end` present, in parallel. Some hosts hand memory out slowly at its first use."""
         if self._threads is None:
             # The system takes memory from the node of the CPU that touches it.
             cpus = self._node.cpus if self._node is not None else frozenset(os.sched_getaffinity(0))
@@ -197,7 +197,7 @@ class PinnedArena:
         self._unlock.atexit = False
 
     def views(self, blocks: Mapping[str, TensorPlace], base: int = 0) -> dict[str, Tensor]:
-        """Return the tensors of a layout that begins at byte `base`, as views."""
+        """View the tensors of a layout that begins at byte `base`."""
         return {name: block.view(self.memory, base) for name, block in blocks.items()}
 
     def close(self) -> None:
@@ -222,8 +222,10 @@ def check_free(size: int) -> None:
 
 
 def shared_memory() -> int:
-    """Return the descriptor of an empty file in memory, for a shared arena; programs that are started do not inherit
-    it. Raises MemoryError where the system has none."""
+    """Return the descriptor of an empty file in memory.
+
+    Programs that are started do not inherit it. Raises MemoryError where the system has none.
+    """
     try:
         return os.memfd_create("zinfer")
     except (AttributeError, OSError) as error:
@@ -231,10 +233,11 @@ def shared_memory() -> int:
 
 
 def _map(size: int, shared: int | None = None) -> tuple[mmap.mmap, Tensor]:
-    """Map `size` bytes that are not present yet, of the file `shared` if given; return mapping and memory, uint8.
+    """Map `size` bytes, of the file `shared` if given.
 
-    A file's mapping begins where a huge page can. The mapping reserves nothing, since some hosts have little memory at
-    first and more as it is used; `check_free` makes sure that there is enough.
+    Returns the mapping and its memory, uint8. A file's mapping begins where a huge page can. The mapping reserves
+    nothing, since some hosts have little memory at first and more as it is used; `check_free` makes sure that there is
+    enough.
     """
     more = 0 if shared is None else HUGE
     unreserved = getattr(mmap, "MAP_NORESERVE", 0x4000)
@@ -256,7 +259,7 @@ def _map(size: int, shared: int | None = None) -> tuple[mmap.mmap, Tensor]:
 
 
 def _map_file(file: int, address: int, size: int, flags: int) -> None:
-    """Map the first `size` bytes of a file at `address`, over what is mapped there. Raises OSError."""
+    """Map the first `size` bytes of a file at `address`. Raises OSError."""
     library = ctypes.CDLL(None, use_errno=True)
     library.mmap.restype = ctypes.c_void_p
     library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
@@ -284,7 +287,7 @@ def _node_of_gpu() -> NumaNode | None:
 
 
 def _forget_error() -> None:
-    """Clear the CUDA runtime's last error, which the next kernel launch would report; torch has no function for it."""
+    """Clear the CUDA runtime's last error, which the next launch would report. torch has no function for it."""
     with suppress(OSError, AttributeError):
         maps = Path("/proc/self/maps").read_text().splitlines()
         for library in {line.split()[-1] for line in maps if "libcudart" in line}:
@@ -298,7 +301,7 @@ def _stay_on(cpus: frozenset[int]) -> None:
 
 
 def set_pinned_allocator() -> str:
-    """Set torch's pinned allocator to the cheapest that it knows for large blocks; return its settings."""
+    """Set torch's pinned allocator to the cheapest it knows for large blocks. Returns its settings."""
     settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     if not torch.cuda.is_available():
         return settings

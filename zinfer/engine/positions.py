@@ -1,4 +1,4 @@
-"""Probe of models that number positions themselves, since their forward pass takes no position ids.
+"""Probe of models that number positions themselves, without position ids.
 
 Some count the tokens that the attention mask shows (BLOOM), others columns of the batch. Then padding in front of a row
 may change its text (BART adds the column to each token), or rows must keep their columns, since their keys carry them
@@ -25,7 +25,7 @@ ALIKE = 1e-2  # difference of states, as a share of their norm, that rounding ma
 
 
 class Probe(NamedTuple):
-    """Abilities of a model: chunks of tokens, padding, forgotten positions (gaps), rows moved to other columns."""
+    """Abilities of a model with chunks, padding, forgotten positions and moved rows."""
 
     chunks: bool = True
     padding: bool = True
@@ -45,13 +45,13 @@ def probe(
     make: Callable[[], RowCache],
     vocab_size: int,
 ) -> Probe:
-    """Probe `model` on `device`, up to its layer `first`; `make` returns a cache of one row.
+    """Probe `model` up to its layer `first`; `make` returns a cache.
 
     Raises torch.OutOfMemoryError.
     """
 
     def entering(pads: int, past: int, count: int, gap: bool = False) -> Mapping[str, Tensor]:
-        """Return the numbers that enter the layer for `count` tokens behind `past` ones, by argument.
+        """Return the numbers that enter the layer, by argument.
 
         The states ``[count, H]`` come as ``hidden_states``; nothing comes if the model fails.
         """
@@ -129,7 +129,7 @@ class _Scaled:
 
 
 def scale_by_positions(layers: Iterable[nn.Module]) -> None:
-    """Make attention that scales queries by columns of the cache, padding included, scale them by positions."""
+    """Scale queries by positions, not by columns of the cache."""
     for layer in layers:
         for module in layer.modules():
             plain = not getattr(module, "use_rope", True) and not hasattr(module, "qk_norm")
@@ -138,7 +138,7 @@ def scale_by_positions(layers: Iterable[nn.Module]) -> None:
 
 
 def asks_length(layers: Iterable[nn.Module]) -> bool:
-    """Tell whether modules of layers ask the cache for its length, by the names in their code."""
+    """Tell whether code of the layers asks the cache for its length."""
 
     def asks(module: nn.Module) -> bool:
         code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
@@ -148,7 +148,7 @@ def asks_length(layers: Iterable[nn.Module]) -> bool:
 
 
 def _numbers(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the floating-point tensors among arguments and within tuples of them, but for masks."""
+    """Return the floating-point tensors among arguments, but for masks."""
     values = {
         f"{name} {place}": part
         for name, value in arguments.items()
@@ -161,7 +161,7 @@ def _numbers(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
 
 
 def _alike(calls: Mapping[str, Tensor], others: Mapping[str, Tensor], name: str) -> bool:
-    """Tell whether two calls got the same numbers; tensors of other shapes, such as of all keys, are not compared."""
+    """Tell whether two calls got the same numbers. Tensors of other shapes, such as of all keys, are not compared."""
     if name not in calls or name not in others:
         return False
     first, second = calls[name], others[name]

@@ -1,4 +1,4 @@
-"""Entry of a follower's process: ``python -m zinfer.engine.rank SOCKET ORDERS ANSWERS`` (three descriptors)."""
+"""Entry of a follower's process, with three descriptors: socket, orders, answers."""
 
 import sys
 

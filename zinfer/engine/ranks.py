@@ -1,4 +1,4 @@
-"""Processes of several GPUs of a host: their start, their messages, and their end.
+"""Processes of several GPUs: their start, their messages and their end.
 
 Rank 0 is the worker's process (`Leader`); it starts the others (`Follower`), one for each further GPU, and they serve
 its commands. Orders and answers go through a socket to each, their tensors through memory that the two share
@@ -54,7 +54,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class SharedTensors:
-    """Memory that two processes share, for the tensors of one message at a time. It grows as they need it."""
+    """Memory that two processes share, for the tensors of one message. It grows as they need it."""
 
     def __init__(self, file: int) -> None:
         self._file = file
@@ -178,7 +178,7 @@ class Group(ABC):
 
     @abstractmethod
     def agree(self) -> None:
-        """Wait for all ranks; the leader raises the error of a follower that failed."""
+        """Wait for all ranks; the leader raises the error of a follower."""
 
     def join(self) -> None:
         """Form the process group of `torch.distributed`."""
@@ -211,9 +211,9 @@ class Group(ABC):
 
     @contextmanager
     def undivided(self) -> Iterator[None]:
-        """End all processes where the block fails, since the other ranks would wait for this one forever.
+        """End all processes where the block fails.
 
-        The exit code tells a lack of memory (`zinfer.system.ending`).
+        The other ranks would wait for this one forever. The exit code tells a lack of memory (`zinfer.system.ending`).
         """
         try:
             with _losses():  # the end of another one may be the cause
@@ -233,7 +233,7 @@ class Group(ABC):
 
 @contextmanager
 def _losses() -> Iterator[None]:
-    """Wait for the end of this process where an exchange fails because another rank is gone.
+    """Wait for the end of this process, where another rank is gone.
 
     The thread that watches the followers ends it; in a follower the kernel does so.
     """
@@ -271,7 +271,7 @@ class Follower(Group):
 
 
 class Leader(Group):
-    """Rank 0, which starts the others when it is made, each as a `member`.
+    """Rank 0, which starts the others, each as a `member`.
 
     Raises EngineError where the host has fewer GPUs than `plan` wants.
     """
@@ -343,7 +343,7 @@ class Leader(Group):
                 self._lost()
 
     def answers(self) -> list[Any]:
-        """Return the next answer of each follower; raise the first that is an exception.
+        """Return the next answer of each follower; raise the first exception.
 
         Tensors of an answer are views that the next answer overwrites.
         """
@@ -392,7 +392,7 @@ class Leader(Group):
 
 
 def _visible(rank: int) -> dict[str, str]:
-    """Return the environment in which the GPU `rank` of this process is the first, and its peers are visible too."""
+    """Return the environment in which GPU `rank` is the first. Its peers are visible, too."""
     if not torch.cuda.is_available():
         return {}
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")

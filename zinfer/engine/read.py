@@ -1,4 +1,4 @@
-"""Parallel reads of checkpoints: one thread alone gets a fraction of the rate of a disk or the page cache.
+"""Parallel reads of checkpoints: one thread gets a fraction of the rate.
 
 A checkpoint is read one group of tensors (a decoder layer) at a time. The next group is read while the current one is
 used, so that a load takes as long as the slower of the two.
@@ -48,7 +48,7 @@ _NOT_FINITE: dict[str, tuple[int, int, int]] = {
 
 
 def read_groups(checkpoint: Checkpoint, groups: list[Group], visits: Iterable[Visit] = ()) -> Generator[dict[str, Any]]:
-    """Yield the tensors of each group, by name, valid until the next group is requested.
+    """Yield the tensors of each group, by name, until the next request.
 
     They lie in one of two buffers while threads fill the other. If free memory is less than twice both buffers, the
     tensors come as from `map_groups`. Each of `visits` gets all bytes of a group's tensors before the group comes, in
@@ -81,9 +81,9 @@ def read_groups(checkpoint: Checkpoint, groups: list[Group], visits: Iterable[Vi
 
 
 def map_groups(checkpoint: Checkpoint, groups: list[Group], visits: Iterable[Visit] = ()) -> Generator[dict[str, Any]]:
-    """Yield the tensors of each group, by name, as slices of mapped files, which may be kept.
+    """Yield the tensors of each group as slices of mapped files.
 
-    They are read when used, and before if there are `visits`, which work as in `read_groups`.
+    They may be kept. They are read when used, and before if there are `visits`, which work as in `read_groups`.
     """
     for group in groups:
         if visits:
@@ -95,7 +95,7 @@ def map_groups(checkpoint: Checkpoint, groups: list[Group], visits: Iterable[Vis
 
 
 def _visit(checkpoint: Checkpoint, group: Group, visits: Iterable[Visit]) -> None:
-    """Read the tensors of a group, a chunk a thread, and give all bytes to `visits`."""
+    """Give the tensors of a group to `visits`, in chunks."""
 
     def visit(name: str, begin: int) -> None:
         info = checkpoint.tensors[name]
@@ -112,9 +112,10 @@ def _visit(checkpoint: Checkpoint, group: Group, visits: Iterable[Visit]) -> Non
 
 
 def check_finite(checkpoint: Checkpoint, name: str, begin: int, part: memoryview) -> None:
-    """Raise CheckpointError if bytes of a stored tensor, from byte `begin` on, hold NaN or infinity.
+    """Raise CheckpointError if bytes of a tensor hold NaN or infinity.
 
-    Only floating-point types are checked, not integers and the codes of quantised weights.
+    They begin at byte `begin` of it. Only floating-point types are checked, not integers and the codes of quantised
+    weights.
     """
     info = checkpoint.tensors[name]
     if info.dtype not in _NOT_FINITE:
@@ -124,14 +125,14 @@ def check_finite(checkpoint: Checkpoint, name: str, begin: int, part: memoryview
 
 
 def not_finite(where: str, number: int) -> CheckpointError:
-    """Return the error for NaN or infinity at value `number` of a tensor; `where` names file and tensor."""
+    """Return the error for NaN or infinity in a tensor. `where` names file and tensor, `number` the value."""
     return CheckpointError(
         f"{where} holds NaN or infinity (value {number:,}): the weights are damaged; --allow-nan loads them as they are"
     )
 
 
 def first_not_finite(tensor: Tensor) -> int | None:
-    """Return the index of the first NaN or infinity of a tensor on the CPU; None if there is none."""
+    """Return the index of the first NaN or infinity, if any."""
     name = next((name for name, dtype in DTYPES.items() if dtype == tensor.dtype), "")
     if name not in _NOT_FINITE or not tensor.numel():
         return None
@@ -139,7 +140,7 @@ def first_not_finite(tensor: Tensor) -> int | None:
 
 
 def _first_not_finite(dtype: str, content: Any) -> int | None:
-    """Return the index of the first NaN or infinity in `content` (uint8 ``[n]``); None without one."""
+    """Return the index of the first NaN or infinity, if any."""
     size, positive, negative = _NOT_FINITE[dtype]
     signed, unsigned = content.view(f"<i{size}"), content.view(f"<u{size}")
     step = BLOCK // size
@@ -165,7 +166,7 @@ def empty_tensor(name: str, info: TensorInfo) -> Tensor:
 
 @contextmanager
 def reading() -> Iterator[ThreadPoolExecutor]:
-    """Provide the threads for `fill`; the end of the block cancels reads that have not begun."""
+    """Provide the threads for `fill`. The end of the block cancels reads that have not begun."""
     pool = ThreadPoolExecutor(THREADS, thread_name_prefix="zinfer-read")
     try:
         yield pool
@@ -180,7 +181,7 @@ def fill(
     start: int,
     visits: Iterable[Callable[[int, memoryview], None]] = (),
 ) -> list[Future[None]]:
-    """Start filling `memory` (uint8 ``[n]``) with the bytes of `file` from offset `start` on.
+    """Start filling `memory` (uint8) with bytes of `file` from `start` on.
 
     Each chunk goes to `visits`, with its offset in `memory`, in the thread that read it. The futures raise OSError
     where the file cannot be read, CheckpointError where it ends too early, and what a visit raises.
@@ -197,7 +198,7 @@ def fill(
 
 
 def as_bytes(memory: Tensor) -> memoryview:
-    """Return a view of the bytes of a uint8 tensor on the CPU."""
+    """View the bytes of a uint8 tensor on the CPU."""
     array: Any = memory.numpy()
     return memoryview(array)
 

@@ -1,4 +1,4 @@
-"""Rotary positions whose angles depend on the length of a sequence: dynamic NTK and longrope.
+"""Rotary positions whose angles depend on a length: dynamic NTK, longrope.
 
 `transformers` turns all rows of a batch by the length of the longest one (`dynamic_rope_update` of
 `transformers.modeling_rope_utils`). Here each position is turned as in the row alone: positions of a prompt by the
@@ -25,7 +25,7 @@ _LENGTHS: ContextVar[Tensor | None] = ContextVar("lengths", default=None)
 
 @contextmanager
 def turned_by(lengths: Tensor | None) -> Iterator[None]:
-    """Turn the positions of a pass by `lengths` ``[B, n]``; by each row's largest position without them."""
+    """Turn the positions of a pass by `lengths` ``[B, n]``. Without them each row is turned by its largest position."""
     token = _LENGTHS.set(lengths)
     try:
         yield
@@ -34,7 +34,7 @@ def turned_by(lengths: Tensor | None) -> Iterator[None]:
 
 
 def follow_lengths(model: PreTrainedModel) -> dict[str, int]:
-    """Make the rotary embeddings of `model` turn positions by lengths, where their angles depend on one.
+    """Make rotary embeddings of `model` turn positions by lengths, where needed.
 
     Returns the kinds of these embeddings, `DYNAMIC` and `LONGROPE`, each with the tokens up to which a sequence is
     turned by the model's own angles, or by those for short sequences.
@@ -58,7 +58,7 @@ def follow_lengths(model: PreTrainedModel) -> dict[str, int]:
 
 
 def recomputes(model: PreTrainedModel) -> bool:
-    """Tell whether `generate` recomputes a sequence that grows beyond the switch of longrope.
+    """Tell whether `generate` recomputes a sequence beyond the switch of longrope.
 
     The names in the model's code tell. With other models the earlier keys stay as they are.
     """
@@ -67,7 +67,7 @@ def recomputes(model: PreTrainedModel) -> bool:
 
 
 class _ByLengths:
-    """Forward pass of a rotary embedding, `module`, in which each position is turned by a length of its own."""
+    """Rotary embedding in which each position is turned by its own length."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module: Any = module
@@ -99,7 +99,7 @@ class _ByLengths:
         return self._dynamic(x, positions, lengths, named) if kind == DYNAMIC else self._turn(x, positions, **named)
 
     def _longrope(self, x: Tensor, positions: Tensor, lengths: Tensor, switch: int, named: dict[str, str]) -> Any:
-        """Turn all positions both ways, and choose: the CPU then waits for no length on the device."""
+        """Turn all positions both ways, and choose. So the CPU waits for no length on the device."""
         short = self._turn(x, positions.clamp(max=switch - 1), **named)
         long = self._by_length(x, positions, switch + 1, named)
         choice = (lengths > switch)[..., None]
@@ -123,7 +123,7 @@ class _ByLengths:
         return whole
 
     def _by_length(self, x: Tensor, positions: Tensor, length: int, named: dict[str, str]) -> Any:
-        """Turn positions below `length` as the module does in a sequence of that length."""
+        """Turn positions as in a sequence of `length` tokens."""
         last = positions.new_full((*positions.shape[:-1], 1), length - 1)
         return _each(lambda part: part[..., :-1, :], self._turn(x, torch.cat([positions, last], -1), **named))
 
@@ -134,5 +134,5 @@ def _put(target: Tensor, chosen: Tensor, values: Tensor) -> Tensor:
 
 
 def _each(function: Callable[..., Tensor], *results: Any) -> Any:
-    """Apply a function to results of an embedding: cosines and sines, or one tensor, ``[.., B, n, D]``."""
+    """Apply a function to cosines and sines, or to one tensor. They are ``[.., B, n, D]``."""
     return tuple(map(function, *results)) if isinstance(results[0], tuple) else function(*results)

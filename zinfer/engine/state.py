@@ -1,4 +1,4 @@
-"""State of a model: every parameter and persistent buffer, loaded from a checkpoint and accounted for.
+"""State of a model: every parameter and persistent buffer, accounted for.
 
 A load is refused, before any weight is read, unless the checkpoint and the model agree: every entry of the model's
 state is stored exactly once (tied entries under any of their names), and no stored tensor is left over that would
@@ -73,7 +73,7 @@ COMPARED_BYTES = 64 << 20  # bytes compared at a time, of two stored copies of a
 
 @dataclass(frozen=True)
 class Entry:
-    """Parameter or persistent buffer of a model; one that several modules share is one entry."""
+    """Parameter or persistent buffer of a model. Modules that share one have the same entry."""
 
     names: tuple[str, ...]  # names in the model's state; several for a tied entry
     places: tuple[Place, ...]  # the modules that hold it, in the order of `names`
@@ -90,7 +90,7 @@ class Entry:
         return leaf in module._parameters
 
     def put(self, tensor: Tensor) -> Tensor:
-        """Put `tensor` into every module that uses the entry; return it as the modules hold it."""
+        """Put `tensor` into all modules that use the entry. Returns it as they hold it."""
         if self.is_parameter and not isinstance(tensor, nn.Parameter):
             tensor = nn.Parameter(tensor, requires_grad=False)
         for module, leaf in self.places:
@@ -133,7 +133,7 @@ class ModelState:
 
     @cached_property
     def entries(self) -> dict[str, Entry]:
-        """All entries by their first name, parameters first, in the order of the model's modules."""
+        """All entries by their first name, in the order of the modules. Parameters come first."""
         by_tensor: dict[int, list[tuple[str, Place, Tensor]]] = defaultdict(list)
         for kind in ("_parameters", "_buffers"):
             for path, module in self.model.named_modules(remove_duplicate=False):
@@ -152,14 +152,15 @@ class ModelState:
         return int(name.removeprefix(prefix).split(".", 1)[0]) if name.startswith(prefix) else None
 
     def of_layer(self, index: int) -> dict[str, Entry]:
-        """Return the entries that only decoder layer `index` uses, by their names within the layer."""
+        """Return the entries of decoder layer `index` alone, by name within it."""
         start = len(f"{self.stack}.{index}.")
         return {entry.name[start:]: entry for entry in self.entries.values() if entry.layer == index}
 
     def stored_rows(self) -> dict[str, tuple[str, ...]]:
-        """Return the stored tensors that make up the rows of an entry of a decoder layer, by its name.
+        """Return the stored tensors that make up the rows of entries.
 
-        They are one tensor, or a matrix for each expert. Entries made in another way have none.
+        Only entries of decoder layers are named. They are one tensor, or a matrix for each expert. Entries made in
+        another way have none.
         """
         return {} if self._checkpoint is None else self._checkpoint.in_rows
 
@@ -171,19 +172,21 @@ class ModelState:
     def load(
         self, device: torch.device, progress: Progress = silent, mapped: bool = False, layers: bool = True
     ) -> Generator[tuple[str, Tensor]]:
-        """Yield (name, tensor) of every entry once, entries outside the layers first, or alone if not `layers`.
+        """Yield (name, tensor) of every entry once.
 
-        A tensor is valid until the next one is requested, and the model must not change until the last one. A caller
-        that stops early has to close the generator, which reads ahead. With `mapped`, the tensors of a checkpoint may
-        be kept: they are views of its files, read when they are used. Raises CheckpointError for tensors that cannot be
-        converted, and at the end if an entry did not come.
+        Entries outside the layers come first, or alone if not `layers`. A tensor is valid until the next one is
+        requested, and the model must not change until the last one. A caller that stops early has to close the
+        generator, which reads ahead. With `mapped`, the tensors of a checkpoint may be kept: they are views of its
+        files, read when they are used. Raises CheckpointError for tensors that cannot be converted, and at the end if
+        an entry did not come.
         """
         return cast("Generator[tuple[str, Tensor]]", self._load(device, progress, mapped, layers, False))
 
     def load_stored(self, device: torch.device, progress: Progress = silent) -> Generator[tuple[str, Loaded]]:
-        """Yield the entries as `load` does, quantised ones of decoder layers as `Codes`.
+        """Yield the entries as `load` does, quantised ones as `Codes`.
 
-        Codes come in the order of their rows, where they can cross the link as stored.
+        The latter are in decoder layers. Codes come in the order of their rows, where they can cross the link as
+        stored.
         """
         return self._load(device, progress, False, True, True)
 
@@ -216,7 +219,7 @@ class ModelState:
     def _rounded(
         self, source: Generator[tuple[str, Loaded]], device: torch.device, stored: bool
     ) -> Generator[tuple[str, Loaded]]:
-        """Yield the entries of `source`, rounded to zinfer's own format where they have one."""
+        """Round the entries of `source` that get a format of zinfer."""
         with closing(source) as tensors:
             for name, tensor in tensors:
                 matrices = self._coded.get(name)
@@ -226,12 +229,12 @@ class ModelState:
                     yield name, rounded_entry(name, tensor.to(device), matrices, self.spec.weights, stored)
 
     def _dummy(self, device: torch.device, layers: bool, stored: bool) -> Generator[tuple[str, Loaded]]:
-        """Yield random parameters, normally distributed at the scale of a fresh initialisation, made on `device`.
+        """Yield random parameters at the scale of a fresh initialisation.
 
-        The standard deviation is the configuration's `initializer_range`; the mean is zero, for norm scales one.
-        Quantised entries get codes and scales that make such weights, in the type that they are stored in. Buffers keep
-        their initial values. The seed is the name: every engine and every run gets the same model.
-        Constants would compress, and multiply, unlike real weights.
+        They are normally distributed, and made on `device`. The standard deviation is the configuration's
+        `initializer_range`; the mean is zero, for norm scales one. Quantised entries get codes and scales that make
+        such weights, in the type that they are stored in. Buffers keep their initial values. The seed is the name:
+        every engine and every run gets the same model. Constants would compress, and multiply, unlike real weights.
         """
         std = getattr(self.model.config.get_text_config(), "initializer_range", None) or 0.02
         modules = self.model.named_modules()
@@ -257,7 +260,7 @@ class ModelState:
 def by_layer(
     state: ModelState, loaded: Iterator[tuple[str, AnyLoaded]]
 ) -> Iterator[tuple[int | None, Iterator[tuple[str, AnyLoaded]]]]:
-    """Group loaded tensors by decoder layer: yield its number, and its tensors by their names within it.
+    """Group loaded tensors by decoder layer: its number, and named tensors.
 
     Entries outside the layers come with None and with their whole names. A tensor is valid until the next request to
     either iterator.
@@ -281,7 +284,7 @@ def by_layer(
 
 
 def _keep_types(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Cast the meta parameters and the buffers of `model` that `transformers` keeps in float32."""
+    """Cast what `transformers` keeps in float32."""
     plan = model._get_dtype_plan(dtype)
     if not plan:
         return
@@ -340,14 +343,14 @@ class _Stored:
         self._account()
 
     def _may_overflow(self, name: str, dtype: torch.dtype) -> bool:
-        """Tell whether the weight `name` may hold numbers that are infinite as `dtype`."""
+        """Tell whether a weight may hold numbers that are infinite as `dtype`."""
         if name in self._quantized:  # products of codes and scales
             return True
         stored = DTYPES[self._tensors[name].dtype]
         return dtype.is_floating_point and stored.is_floating_point and torch.finfo(stored).max > torch.finfo(dtype).max
 
     def _sources(self) -> dict[str, list[str]]:
-        """Return the stored tensors that make each entry, by the name that transformers gives them.
+        """Return the stored tensors of each entry, by its name in transformers.
 
         Raises CheckpointError for a tensor that belongs to no entry, is the second one of an entry, or has a type of
         another kind than its entry.
@@ -386,13 +389,13 @@ class _Stored:
         return sources
 
     def _is_sliced_away(self, target: str) -> bool:
-        """Tell whether `target` is in a decoder layer that a slice of the model leaves out."""
+        """Tell whether `target` is in a layer that a slice leaves out."""
         stack, prefix = self._state.stack, f"{self._state.model.base_model_prefix}."
         match = re.match(rf"(?:{re.escape(stack)}|{re.escape(stack.removeprefix(prefix))})\.(\d+)\.", target)
         return match is not None and self._state.spec.num_layers <= int(match[1]) < self._state.spec.total_layers
 
     def _surplus(self, unknown: Mapping[str, str]) -> list[str]:
-        """Return the stored names of the `unknown` targets that are left out with a line.
+        """Return the stored names of targets to leave out with a line.
 
         Others are left out without one: what transformers ignores, what the model computes itself, and parts of a
         larger model around it (a vision tower). Raises CheckpointError for tensors that would change the text.
@@ -422,7 +425,7 @@ class _Stored:
         return sorted(unknown[target] for target in left)
 
     def _is_table(self, target: str, shape: tuple[int, ...]) -> bool:
-        """Tell whether `target` is a mask or a table of positions that the model computes."""
+        """Tell whether the model computes `target`, a mask or position table."""
         if TABLE.search(target) is None or self._owner(target)[0]._parameters:
             return False
         if target.endswith("masked_bias"):
@@ -430,9 +433,9 @@ class _Stored:
         return not target.endswith(".bias") or (len(shape) == 4 and shape[:2] == (1, 1) and shape[2] == shape[3])
 
     def _belongs(self, target: str) -> bool:
-        """Tell whether `target` would change the text, since it belongs to a module that the model has.
+        """Tell whether `target` belongs to a module of the model.
 
-        Heads beside the base model, and layers that predict several tokens, do not.
+        It would change the text. Heads beside the base model, and layers that predict several tokens, do not.
         """
         owner, rest = self._owner(target)
         if len(rest) == 1:
@@ -446,7 +449,7 @@ class _Stored:
         return True
 
     def _owner(self, target: str) -> tuple[nn.Module, list[str]]:
-        """Return the innermost module that `target` names, and the rest of the name.
+        """Return the innermost module of a name, and the rest of it.
 
         Names may lack the prefix of the base model.
         """
@@ -494,16 +497,17 @@ class _Stored:
             raise CheckpointError(f"{self._directory} lacks {_some(missing)}")
 
     def notes(self) -> Iterator[str]:
-        """Yield lines for the user: what is left out of the folder, and which sources of weights are not read."""
+        """Yield lines for the user on what is not read."""
         if self.left_out:
             architecture = self._state.spec.architecture
             yield f"left out {_some(self.left_out)} of {self._directory}: no part of a {architecture} model"
         yield from self._checkpoint.disagreements()
 
     def read(self, mapped: bool, layers: bool, stored: bool = False) -> Generator[tuple[str, Loaded]]:
-        """Yield (name, tensor) of the entries, on the CPU, in their types; entries outside the layers come first.
+        """Yield (name, tensor) of the entries on the CPU, in their types.
 
-        With `stored`, entries that are stored quantised come as the matrices of their rows.
+        Entries outside the layers come first. With `stored`, entries that are stored quantised come as the matrices of
+        their rows.
         """
         for name in self._initial:
             if layers or self._state.entries[name].layer is None:
@@ -534,7 +538,7 @@ class _Stored:
     def _codes(
         self, names: Iterable[str], stored: Mapping[str, Tensor], dtype: torch.dtype
     ) -> tuple[Codes, ...] | None:
-        """Return quantised weights of an entry in `dtype` as stored; None if one of them cannot cross the link so."""
+        """Return quantised weights of an entry as stored. None if one of them cannot cross the link so."""
         weights = []
         for name in names:
             weight = self._quantized[name]
@@ -545,7 +549,7 @@ class _Stored:
         return tuple(weights)
 
     def _dequantized(self, names: Iterable[str], stored: Callable[[str], Any]) -> dict[str, Any]:
-        """Return weights by name, made of `stored` tensors; unquantised ones as they are."""
+        """Return weights by name, made of `stored` tensors."""
         weights = {name: stored(name) for name in names if name not in self._quantized}
         for name in names:
             if (weight := self._quantized.get(name)) is not None:
@@ -555,9 +559,10 @@ class _Stored:
         return weights
 
     def _converted(self, content: dict[str, Any], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """Convert stored tensors as transformers does: yield (name, tensor) of the entries, once for a tied entry.
+        """Convert stored tensors as transformers does: yield (name, tensor).
 
-        The model is left as it was. Raises CheckpointError for shapes that do not fit and conversions that fail.
+        A tied entry comes once. The model is left as it was. Raises CheckpointError for shapes that do not fit and
+        conversions that fail.
         """
         model, spec = self._state.model, self._state.spec
         load_config = LoadStateDictConfig(
@@ -588,9 +593,10 @@ class _Stored:
 def _row_order(
     stored: Iterable[str], patterns: Mapping[str, str], converters: Iterable[WeightConverter]
 ) -> tuple[str, ...] | None:
-    """Return the tensors of an entry in the order of their rows; None if it is not made of rows.
+    """Return the tensors of an entry in the order of its rows.
 
-    They are one tensor that needs no conversion, or the matrices of experts, expert by expert.
+    None if it is not made of rows. They are one tensor that needs no conversion, or the matrices of experts, expert by
+    expert.
     """
     names = list(stored)
     if len(names) == 1 and names[0] not in patterns:
@@ -611,7 +617,7 @@ def _row_order(
 
 
 class _Around:
-    """Multimodal model of a checkpoint of which only the text model is used."""
+    """Multimodal model of which only the text model is used."""
 
     def __init__(self, model: PreTrainedModel, path: str, text_path: str) -> None:
         self._model, self._inside = model, f"{path}."
@@ -621,7 +627,7 @@ class _Around:
 
     @classmethod
     def of(cls, config: Mapping[str, Any], text: PreTrainedModel) -> "_Around | None":
-        """Return the model named in a checkpoint's `config` if `text` is a part of it, else None."""
+        """Return the model named in `config`, if `text` is part of it."""
         parts = {type(module): f"{path}." if path else "" for path, module in text.named_modules()}
         wanted = [type(text), *([type(text.get_decoder())] if hasattr(text, "get_decoder") else [])]
         for name in config.get("architectures") or ():
@@ -640,7 +646,7 @@ class _Around:
         return None
 
     def elsewhere(self, unknown: Mapping[str, str]) -> set[str]:
-        """Return the `unknown` targets (target -> stored name) that are entries of the model's other parts."""
+        """Return the `unknown` targets that are entries of the model's other parts. They map to stored names."""
         model = self._model
         entries = model.state_dict(keep_vars=True)
         converters = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightConverter)]
@@ -663,7 +669,7 @@ def _kind(dtype: torch.dtype) -> str:
 
 
 def _same_kind(directory: str | None, name: str, info: TensorInfo, target: str, tensor: Tensor) -> None:
-    """Raise CheckpointError where stored numbers are of another kind than the model's, such as bare codes."""
+    """Raise CheckpointError for numbers of another kind than the model's."""
     if info.dtype in DTYPES and _kind(DTYPES[info.dtype]) == _kind(tensor.dtype):
         return
     raise CheckpointError(
@@ -684,7 +690,7 @@ def _equal_bytes(info: TensorInfo, other: TensorInfo) -> bool:
 
 
 def _some(names: Iterable[str]) -> str:
-    """Return up to three of `names` and the number of others, in one line."""
+    """Return up to three of `names`, and the number of others."""
     ordered = sorted(names)
     more = f" and {len(ordered) - 3} more" if len(ordered) > 3 else ""
     return ", ".join(ordered[:3]) + more

@@ -1,4 +1,4 @@
-"""Several GPUs of a host as one engine: each computes its own rows of every micro-batch.
+"""Several GPUs of a host as one engine, each with its rows.
 
 A rank is a whole engine with its own micro-batches; its weights come in parts over all links. `Team`, the engine that
 the worker sees, divides the rows between the ranks, and has all of them do one thing at a time (`Member`): so every
@@ -38,14 +38,14 @@ class RankWork(NamedTuple):
 
 
 class PassResult(NamedTuple):
-    """A rank's logits of each work, None if the pass must run once more; and its recording, if asked for."""
+    """Logits of a rank's works, and its recording. Logits are None if the pass must run once more."""
 
     logits: list[Tensor] | None
     recording: Any = None
 
 
 class Member(Generic[E]):
-    """A rank's end of a team: loads an engine, and obeys the leader's orders. Micro-batches have keys."""
+    """A rank's end of a team: an engine that obeys the leader. Micro-batches have keys."""
 
     def __init__(self, plan: Plan, progress: Progress, group: Group) -> None:
         self.group = group
@@ -58,7 +58,7 @@ class Member(Generic[E]):
 
     @abstractmethod
     def forward(self, works: Sequence[Any]) -> PassResult:
-        """Take part in a pass, with the works that `Team.orders` gives this rank."""
+        """Take part in a pass, with the works of `Team.orders`."""
 
     def obey(self, name: str, *values: Any) -> Any:
         """Call the method `name` of this object, or else of its engine."""
@@ -72,7 +72,7 @@ class Member(Generic[E]):
         torch.set_num_threads(number)
 
     def admit(self, key: int, mask: Tensor, capacity: int, past: Sequence[Past], answered: Sequence[int]) -> int:
-        """Make a micro-batch; return the number of its rows with their KV cache in host memory."""
+        """Make a micro-batch; return the number of its host rows."""
         self._batches[key] = batch = self.engine.admit(mask, capacity, past, answered)
         if past and self.engine.device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # the copies have run
@@ -82,14 +82,14 @@ class Member(Generic[E]):
         return self.engine.snapshot(self._batches[key], first, last, row)
 
     def move_rows(self, key: int, sources: Sequence[tuple[int, Sequence[int]]], capacity: int) -> tuple[int, int]:
-        """Move rows to a new micro-batch; return its length, and its rows in host memory."""
+        """Move rows to a new micro-batch; return its length and host rows."""
         batch = self.engine.move_rows([(self._batches[source], rows) for source, rows in sources], capacity)
         self._batches[key] = batch
         self._drop_retired()
         return batch.length, batch.host_rows
 
     def retire(self, key: int, rows: Sequence[int] | None) -> int:
-        """Retire a micro-batch, or rows of it; return the number of its rows left in host memory."""
+        """Retire a micro-batch, or rows of it; return its host rows left."""
         if key in self._batches:
             self.engine.retire(self._batches[key], rows)
             self._drop_retired()
@@ -116,7 +116,7 @@ class Member(Generic[E]):
         self.engine.reset_peak()
 
     def host_memory(self) -> tuple[int, int]:
-        """Return the peak memory of this process, and the bytes of it that others share."""
+        """Return the peak memory of this process, and its shared bytes."""
         return peak_bytes(), shared_bytes()
 
     def _drop_retired(self) -> None:
@@ -179,7 +179,7 @@ class TeamBatch(MicroBatch):
 
 
 class Team(Engine, Generic[E]):
-    """Engine on `Placement.gpus` GPUs, or as many processes of the CPU without GPUs. Each is a `member`."""
+    """Engine on `Placement.gpus` GPUs, or processes of the CPU. Each is a `member`."""
 
     member: ClassVar[type[Member[Any]]]
     shares_weights: ClassVar[bool] = False  # True if weights lie in memory that all ranks share
@@ -221,7 +221,7 @@ class Team(Engine, Generic[E]):
         return self._engine.loaded_bytes
 
     def _run(self, orders: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Have each rank obey its order, a name and values; return the answers in the order of ranks.
+        """Have each rank obey its order (a name, values); return the answers.
 
         Raises the first exception of a rank once all have answered.
         """
@@ -253,7 +253,7 @@ class Team(Engine, Generic[E]):
     # Micro-batches
 
     def _room(self, _rows: int, _length: int, _capacity: int) -> AbstractContextManager[None]:
-        """Make room in all ranks for one more micro-batch, which the block makes; it may fail in some of them."""
+        """Make room in all ranks for a micro-batch that the block makes. That may fail in some of them."""
         return nullcontext()
 
     def admit(
@@ -306,7 +306,7 @@ class Team(Engine, Generic[E]):
                 part.close()
 
     def _divide(self, rows: int, capacity: int) -> list[int]:
-        """Return a rank for each of `rows`: the first ranks get the first rows, the emptiest ones most of them."""
+        """Choose a rank for each of `rows`. The emptiest ranks get most rows, the first ranks the first rows."""
         ranks = range(self._group.size)
         used = [sum(batch.capacity * len(batch.rows_of(rank)) for batch in self.batches) for rank in ranks]
         chosen = []
@@ -377,7 +377,7 @@ class Team(Engine, Generic[E]):
         return self._passes(works, "forward")[0]
 
     def orders(self, works: Sequence[Work]) -> list[list[Any]]:
-        """Return what each rank does in a pass, for `Member.forward`; a rank without rows has nothing to compute."""
+        """Return what each rank does in a pass, for `Member.forward`. A rank without rows has nothing to compute."""
         orders: list[list[Any]] = [[] for _ in range(self._group.size)]
         for batch, token_ids, keep in works:
             assert isinstance(batch, TeamBatch)
@@ -386,7 +386,7 @@ class Team(Engine, Generic[E]):
         return orders
 
     def _passes(self, works: Sequence[Work], name: str) -> tuple[list[Tensor], list[Any]]:
-        """Run a pass; return the logits ``[B, keep, V]`` of each work, on this device, and the ranks' recordings."""
+        """Run a pass; return logits ``[B, keep, V]`` of each work. Returns the recordings of the ranks, too."""
         check_works(works, self.batches)
         orders = self.orders(works)
         logits: list[list[Tensor]] = [[] for _ in orders]
@@ -408,7 +408,7 @@ class Team(Engine, Generic[E]):
         return [self._joined(work.batch, parts_of) for work in works], recordings
 
     def _joined(self, batch: MicroBatch, parts: Sequence[Iterator[Tensor]]) -> Tensor:
-        """Join the logits of a micro-batch, whose parts come next from each of its ranks."""
+        """Join the logits of a micro-batch, the next part of each rank."""
         assert isinstance(batch, TeamBatch)
         mine = {rank: next(parts[rank]) for rank in sorted(batch.lengths)}
         first = next(iter(mine.values()))

@@ -23,7 +23,7 @@ def cannot_run(device: torch.device) -> str | None:
 
 
 def alike(result: Tensor, expected: Tensor) -> bool:
-    """Tell whether results ``[tokens, H]`` differ by rounding alone; padding may be NaN in both."""
+    """Tell whether results ``[tokens, H]`` differ by rounding alone. Padding may be NaN in both."""
     first, second = (torch.nan_to_num(states.double(), 0.0, 0.0, 0.0) for states in (result, expected))
     error = (first - second).norm() / second.norm().clamp(min=1e-30)
     return float(error) < TOLERANCE[result.dtype.itemsize]
@@ -31,7 +31,7 @@ def alike(result: Tensor, expected: Tensor) -> bool:
 
 @cache
 def trouble() -> str | None:
-    """Return the error of our smallest kernel on the current GPU, in one line; None if it runs."""
+    """Return the error of our smallest kernel, in one line, if any."""
     try:
         from zinfer.engine.zero_copy import UNIT, copy
 

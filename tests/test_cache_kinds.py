@@ -152,12 +152,12 @@ def test_8_bits_are_what_the_record_says(
     for way in ways:
         engine = load("stream", kind(name), "cpu", tmp_path, **way)
         token_ids, mask = prompts(LENGTHS)
-        logits = [prefill(one, token_ids, mask, reserve=OUTPUT_LEN) for one in (engine, exact)]
+        logits = [prefill(loaded, token_ids, mask, reserve=OUTPUT_LEN) for loaded in (engine, exact)]
         assert torch.allclose(logits[0], logits[1], atol=1e-3), "the prompt's attention sees exact keys"
         errors = []
         for _ in range(OUTPUT_LEN - 1):
             token = logits[1].argmax(-1)
-            logits = [decode(one, token) for one in (engine, exact)]
+            logits = [decode(loaded, token) for loaded in (engine, exact)]
             errors.append(float((logits[0] - logits[1]).norm() / logits[1].norm()))
         assert max(errors) > 0
         assert sum(errors) / len(errors) < (0.1 if storage == "int8" else 0.4)
@@ -168,11 +168,11 @@ def test_8_bits_are_what_the_record_says(
 
 def test_a_sliding_window_layer_reads_and_keeps_its_window_only(kind: Kinds, tmp_path: Path) -> None:
     """The prompt has 40 tokens, the window 8: the cache stores 7, and a step adds to the 7 tokens before it."""
-    over_link, by_cpu, here = (
+    over_link, by_cpu, on_device = (
         load("stream", kind("mistral"), "cpu", tmp_path, **WAYS[way][1])
         for way in ("kv over the link", "kv by the cpu", "cpu")
     )
-    for engine in (over_link, by_cpu, here):
+    for engine in (over_link, by_cpu, on_device):
         tokens = greedy(engine, (40, 33))
         assert torch.equal(tokens, expected(kind("mistral"), (40, 33)))
     a_token = 2 * 2 * 16 * 4  # of a layer, in bytes
@@ -180,11 +180,11 @@ def test_a_sliding_window_layer_reads_and_keeps_its_window_only(kind: Kinds, tmp
     room = 6 * 2 * (7 + MIN_SPARE) * a_token
     for engine in (over_link, by_cpu):
         assert engine.batches[0].memory.size == room
-    layers = here.batches[0].cache.layers
+    layers = on_device.batches[0].cache.layers
     assert sum(part.nbytes for layer in layers for part in layer.memories) == room
     assert {layer.keys.shape[2] for layer in layers} == {7}
-    assert "the last 8 positions only" in str(here.cannot_snapshot())
-    for engine in (over_link, by_cpu, here):
+    assert "the last 8 positions only" in str(on_device.cannot_snapshot())
+    for engine in (over_link, by_cpu, on_device):
         engine.close()
 
 
@@ -254,10 +254,7 @@ def test_a_window_equals_that_of_transformers(window: int, counts: list[int], st
     layer = FixedLayer(3, capacity, window) if storage is None else QuantizedLayer(3, capacity, storage, window)
     theirs = DynamicSlidingWindowLayer(sliding_window=window)
     for count in counts:
-        keys, values = (
-            torch.randn(3, 2, count, 6, generator=generator),
-            torch.randn(3, 2, count, 4, generator=generator),
-        )
+        keys, values = (torch.randn(3, 2, count, width, generator=generator) for width in (6, 4))
         length = theirs.get_seq_length()
         assert layer.get_mask_sizes(count) == theirs.get_mask_sizes(count)
         expected = theirs.update(keys, values)
@@ -266,9 +263,9 @@ def test_a_window_equals_that_of_transformers(window: int, counts: list[int], st
             layer.window(rows, length)
             assert layer.get_seq_length() == length
             seen.append(layer.update(keys[rows], values[rows]))
-        for found, exact in zip(map(torch.cat, zip(*seen, strict=True)), expected, strict=True):
-            assert found.shape == exact.shape
-            assert torch.allclose(found, exact, atol=0.0 if storage is None else 0.05)
+        for seen_states, exact in zip(map(torch.cat, zip(*seen, strict=True)), expected, strict=True):
+            assert seen_states.shape == exact.shape
+            assert torch.allclose(seen_states, exact, atol=0.0 if storage is None else 0.05)
         layer.window(slice(0, 3), length + count)
     with pytest.raises(CacheFullError, match=f"holds {capacity} tokens"):
         layer.update(keys[:, :, :1], values[:, :, :1])
@@ -276,11 +273,11 @@ def test_a_window_equals_that_of_transformers(window: int, counts: list[int], st
 
 def _chunks(made: RowCache) -> list[list[int]]:
     """The bytes of each chunk of memory, and the layers that lie in it."""
-    found: dict[int, list[int]] = {}
+    chunks: dict[int, list[int]] = {}
     for index, layer in made.attention.items():
         (place,) = {memory.untyped_storage().data_ptr() for memory in layer.memories}
-        found.setdefault(place, [layer.memories[0].untyped_storage().nbytes()]).append(index)
-    return list(found.values())
+        chunks.setdefault(place, [layer.memories[0].untyped_storage().nbytes()]).append(index)
+    return list(chunks.values())
 
 
 def _filled(config: Any, rows: int, storage: str = "auto", width: Callable[[int], int] = lambda _: 16) -> RowCache:
@@ -306,8 +303,8 @@ def test_memory_is_taken_for_several_layers_at_a_time(storage: str, monkeypatch:
     assert _chunks(made) == [[16 * row, 0, 1, 2, 3], [12 * row, 4, 5, 6]]
     new = torch.zeros(4, 2, 1, 16, dtype=torch.bfloat16)
     for layer in made.attention.values():
-        for found in layer.update(new, new):
-            assert torch.equal(found[:, 1, :5, 7].round(), kept[:, None].expand(4, 5).to(torch.bfloat16))
+        for states in layer.update(new, new):
+            assert torch.equal(states[:, 1, :5, 7].round(), kept[:, None].expand(4, 5).to(torch.bfloat16))
     made.keep_rows(torch.tensor([], dtype=torch.long), 6)
     assert sum(size for size, *_ in _chunks(made)) == 0
 
@@ -323,5 +320,5 @@ def test_layers_with_a_window_take_less_of_a_chunk(monkeypatch: pytest.MonkeyPat
 def test_layers_that_differ_in_their_heads_take_their_own_memory() -> None:
     """The first chunk was taken for layers like the first; it holds as many as it can."""
     each = 2 * 4 * 2 * 32 * 2
-    found = _chunks(_filled(AutoConfig.for_model("llama", **_SHAPE), 4, width=lambda index: 16 if index < 2 else 48))
-    assert found == [[6 * 16 * each, 0, 1, 2], [48 * each, 3], [48 * each, 4], [48 * each, 5]]
+    chunks = _chunks(_filled(AutoConfig.for_model("llama", **_SHAPE), 4, width=lambda index: 16 if index < 2 else 48))
+    assert chunks == [[6 * 16 * each, 0, 1, 2], [48 * each, 3], [48 * each, 4], [48 * each, 5]]

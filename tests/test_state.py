@@ -286,8 +286,8 @@ def test_float32_entries_of_shared_modules_stay_their_own(glm: Path) -> None:
     empty = empty_model(resolve.from_directory(glm).with_dtype("bfloat16"))
     for name in ("again", "and_again"):  # the same modules under further names
         empty.model.add_module(name, empty.model.layers)
-    found = ModelState(resolve.from_directory(glm).with_dtype("bfloat16"), "dummy", empty).entries
-    biases = [entry for name, entry in found.items() if name.endswith("e_score_correction_bias")]
+    entries = ModelState(resolve.from_directory(glm).with_dtype("bfloat16"), "dummy", empty).entries
+    biases = [entry for name, entry in entries.items() if name.endswith("e_score_correction_bias")]
     assert len(biases) == 5
     assert all(entry.tensor.dtype == torch.float32 and len(entry.places) == 3 for entry in biases)
     assert len({id(module._buffers[leaf]) for entry in biases for module, leaf in entry.places}) == 5

@@ -33,15 +33,15 @@ Patch = pytest.MonkeyPatch
 def one_by_one(engine: Engine, token_ids: Tensor, mask: Tensor, ways: Sequence[int]) -> list[Tensor]:
     """Return the logits of a prefill and of the decode steps that follow it, ``[B, V]`` each; for `ways` rows at a
     time."""
-    found: list[list[Tensor]] = []
+    logits_of: list[list[Tensor]] = []
     for rows in torch.arange(len(token_ids)).split(list(ways)):
         batch, logits = passes.prefill(engine, token_ids[rows], mask[rows], OUTPUT_LEN)
         steps = [logits]
         while len(steps) < OUTPUT_LEN:
             steps.append(passes.decode(engine, batch, steps[-1].argmax(-1)))
         engine.retire(batch)
-        found.append(steps)
-    return [torch.cat(parts) for parts in zip(*found, strict=True)]
+        logits_of.append(steps)
+    return [torch.cat(parts) for parts in zip(*logits_of, strict=True)]
 
 
 def check_alike(team: Engine, single: Engine, rounding: float = 0.0) -> None:
@@ -82,14 +82,14 @@ def test_logits_are_those_of_one_rank(way: str, checkpoint: Checkpoints, tmp_pat
     options = {"dtype": "bfloat16"} | options
     single, team = (load("stream", folder, "cpu", tmp_path, **options, **more) for more in ({}, {"gpus": 2}))
     check_alike(team, single, rounding(options))
-    one, two = single.effective(), team.effective()
+    alone, shared = single.effective(), team.effective()
     same = ("streamed_bytes_per_step", "wire_bytes_per_step", "host_weight_bytes")
-    assert [getattr(one, name) for name in same] == [getattr(two, name) for name in same]
-    assert one.settings["weight_codec"] == two.settings["weight_codec"] == options.get("weight_codec", "none")
+    assert [getattr(alone, name) for name in same] == [getattr(shared, name) for name in same]
+    assert alone.settings["weight_codec"] == shared.settings["weight_codec"] == options.get("weight_codec", "none")
     kept = 2 if "gpu_weights" in options else 0
-    assert one.settings["resident_layers"] == two.settings["resident_layers"] == kept
-    assert two.settings["kv_attention"] == options.get("kv_attention", "gpu")
-    assert two.settings["kv_host_rows"] == (3 - options.get("here", 0) if "kv_attention" in options else 0)
+    assert alone.settings["resident_layers"] == shared.settings["resident_layers"] == kept
+    assert shared.settings["kv_attention"] == options.get("kv_attention", "gpu")
+    assert shared.settings["kv_host_rows"] == (3 - options.get("here", 0) if "kv_attention" in options else 0)
     team.close()
     single.close()
 

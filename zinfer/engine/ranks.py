@@ -42,15 +42,24 @@ from zinfer.plan.plan import Plan
 from zinfer.system import lease
 from zinfer.system.ending import MEMORY_CODES, NO_GPU_MEMORY, NO_HOST_MEMORY, PARENT
 
-GATHER_S = 600.0  # for all ranks to take part in a gather, or to start
-END_S = 20.0  # for a follower to end in order
-LOST_S = 10.0  # for the thread that watches a follower to notice its end
 COMMAND = (sys.executable, "-m", "zinfer.engine.rank")
 # Addresses of this host alone; multicast over NVLink (NVLS) hangs on some hosts, and gains nothing here.
 QUIET = {"NCCL_NVLS_ENABLE": "0", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
 
 # Its name from torch 2.13 on, and the earlier one.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+@dataclass(frozen=True)
+class Waits:
+    """Seconds to wait, each far longer than what was ever seen."""
+
+    gather: float = 600.0  # for all ranks to take part in a gather, or to start
+    end: float = 20.0  # for a follower to end in order
+    lost: float = 10.0  # for the thread that watches a follower to notice its end
+
+
+WAITS = Waits()
 
 
 class SharedTensors:
@@ -191,7 +200,7 @@ class Group(ABC):
                 store=FileStore(self._store, self.size),
                 rank=self.rank,
                 world_size=self.size,
-                timeout=timedelta(seconds=GATHER_S),
+                timeout=timedelta(seconds=WAITS.gather),
                 device_id=torch.device("cuda", torch.cuda.current_device()) if cuda else None,
             )
         self._joined = True
@@ -241,7 +250,7 @@ def _losses() -> Iterator[None]:
         yield
     except RuntimeError as error:
         if _exit_code(error) not in MEMORY_CODES:
-            time.sleep(LOST_S)
+            time.sleep(WAITS.lost)
         raise
 
 
@@ -360,7 +369,7 @@ class Leader(Group):
         return answers
 
     def _lost(self) -> NoReturn:
-        time.sleep(LOST_S)  # the watching thread ends this process
+        time.sleep(WAITS.lost)  # the watching thread ends this process
         raise EngineError("a process of another GPU ended")
 
     def dismiss(self) -> None:
@@ -375,7 +384,7 @@ class Leader(Group):
         """Let the followers end in order; kill those that do not. Safe to call twice."""
         self.dismiss()
         self.leave()
-        deadline = time.monotonic() + END_S
+        deadline = time.monotonic() + WAITS.end
         for process in self._processes:
             try:
                 process.wait(timeout=max(0.0, deadline - time.monotonic()))

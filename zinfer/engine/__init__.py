@@ -15,11 +15,7 @@ class EngineError(ZinferError):
 
 
 def kind(name: str, weights: Weights = "as-released") -> EngineKind:
-    """Return an entry of `ENGINES`.
-
-    All that it requires for `weights` must be installed. Raises EngineError when there is no such engine, or when a
-    package is missing.
-    """
+    """Return an entry of `ENGINES`. Raises EngineError unless it and its packages for `weights` exist."""
     if name not in ENGINES:
         raise EngineError(f"no engine {name!r}{did_you_mean(name, ENGINES)}; there are {', '.join(ENGINES)}")
     entry = ENGINES[name]

@@ -42,10 +42,7 @@ def _full(capacity: int, token: int) -> CacheFullError:
 
 
 class SlotAllocation(NamedTuple):
-    """Slots of new positions: `new`, behind the slots `past` that they see.
-
-    If `moved`, the past moves to the front, and `new` are the slots of everything kept.
-    """
+    """Slots of new positions: `new`, behind the seen `past`. If `moved`, the past moves to the front."""
 
     moved: bool
     past: slice
@@ -113,11 +110,7 @@ class WindowIndex:
         return start - self._bases[start]
 
     def reserve(self, start: int, count: int) -> slice | None:
-        """Reserve `count` slots for all rows, from position `start` on.
-
-        Returns the slots whose content must move to the front now, None if there is room. Raises EngineError for more
-        positions than a window moves for.
-        """
+        """Reserve `count` slots for all rows. Returns the slots whose content must move to the front first."""
         if start + count - self._bases[start] <= self.room:
             return None
         if start + count - self.first(start) > self.room:
@@ -249,10 +242,7 @@ def _aligned(size: int) -> int:
 
 
 class FixedLayer(DynamicLayer):  # type: ignore[misc]
-    """Keys and values of one decoder layer, ``[B, kv_heads, room, head_dim]`` each.
-
-    Their head_dim may differ. `window` limits what is written and seen to some of the rows.
-    """
+    """Keys and values of one decoder layer, ``[B, kv_heads, room, head_dim]`` each. Their head_dim may differ."""
 
     def __init__(
         self, batch_size: int, capacity: int, window: int | None = None, allocate: Allocator = allocate_each
@@ -300,10 +290,7 @@ class FixedLayer(DynamicLayer):  # type: ignore[misc]
         return [copy_slots(memory, rows, held, mask) for memory in self.memories]
 
     def fill(self, blocks: Sequence[Sequence[Tensor]], length: int, dtype: torch.dtype) -> None:
-        """Fill all rows with the last positions of `blocks`, up to `length`.
-
-        What they lack is padding. Each block is what `stored` returned of some rows, of a model in `dtype`.
-        """
+        """Fill all rows with the last positions of `blocks`, from `stored`. What they lack is padding."""
         first = blocks[0]
         self._take_memory(first[0], first[len(first) // 2], dtype)
         count = self.slots.begin(length)
@@ -355,10 +342,7 @@ class FixedLayer(DynamicLayer):  # type: ignore[misc]
         return [((self.batch_size, part.shape[1], self.slots.room, part.shape[3]), part.dtype) for part in states]
 
     def reserve(self, length: int, count: int) -> None:
-        """Reserve `count` slots for all rows, at position `length`.
-
-        What is kept moves now, if it has to. Raises EngineError as `WindowIndex.reserve` does.
-        """
+        """Reserve `count` slots for all rows, at position `length`. What is kept moves now, if it has to."""
         moved = self.slots.reserve(length, count)
         if moved is not None:
             for memory in self.memories:
@@ -697,10 +681,7 @@ class RowCache(Cache):  # type: ignore[misc]
         return [chosen for chosen in layers if not isinstance(chosen, _DUMMY)]
 
     def gather(self, index: int, sources: Sequence[RowSource], length: int) -> None:
-        """Fill layer `index` with rows of others; the longest has `length` positions.
-
-        A layer with a state is made like that of the first source.
-        """
+        """Fill layer `index` with rows of others; the longest has `length` positions."""
         layer = self.layers[index]
         if isinstance(layer, _DUMMY):
             return

@@ -64,10 +64,7 @@ class DecoderBatch(MicroBatch):
         return self.mask
 
     def positions(self, count: int, device: torch.device) -> Tensor:
-        """Return the positions of each row's next `count` tokens, ``[B, count]``.
-
-        They count from 0; padding is at 0.
-        """
+        """Return the positions of each row's next tokens, ``[B, count]``. They count from 0; padding is at 0."""
         if self.mask is None:
             return torch.arange(self.length, self.length + count, device=device).expand(self.batch_size, count)
         if self._before is None:

@@ -151,10 +151,7 @@ class StripedFile:
 
 
 class StripedWriter:
-    """Writer of the files of a `StripedFile`.
-
-    Nothing stays in the page cache. Raises CheckpointError where a drive is full or cannot be written to.
-    """
+    """Writer of the files of a `StripedFile`. Raises CheckpointError where a drive is full or cannot be written to."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths, self._end = paths, 0

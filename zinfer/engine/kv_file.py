@@ -30,10 +30,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def private_folder(folder: Path) -> None:
-    """Make `folder` for this user alone, unless it exists.
-
-    Raises CheckpointError for one that others may write to, OSError where it cannot be made.
-    """
+    """Make `folder` for this user alone. Raises CheckpointError if others may write to it, OSError."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
@@ -44,10 +41,7 @@ def private_folder(folder: Path) -> None:
 
 
 def check_own(path: Path) -> None:
-    """Raise CheckpointError unless this user alone may write the regular file.
-
-    Raises OSError where there is none.
-    """
+    """Raise CheckpointError unless this user alone may write the regular file. Raises OSError without one."""
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(f"{path} is not a regular file")
@@ -117,10 +111,7 @@ def read(path: Path, first: int, pin: bool) -> KVSnapshot:
 
 
 def read_label(path: Path) -> dict[str, Any]:
-    """Return the label that `write` was given, from the header alone.
-
-    Raises CheckpointError for a file that is cut off, that `write` did not write, or that others may have written.
-    """
+    """Return the label that `write` was given. Raises CheckpointError for files that are not believed."""
     header = _header(path)
     try:
         label = json.loads(header["__metadata__"]["told"])

@@ -54,11 +54,7 @@ class KVSnapshot:
         rows: slice = slice(None),
         pad: int = 0,
     ) -> Self:
-        """Copy positions `first` to `last` (exclusive) of `rows` out of `layers`.
-
-        They count from position `pad`. The copy is complete on return. Raises MemoryError where the host has no room
-        for it.
-        """
+        """Copy positions `first` to `last` (exclusive) of `rows` out of `layers`. They count from position `pad`."""
         states = {
             f"{index}.{half}": part[rows, :, pad + first : pad + last]
             for index, layer in enumerate(layers)
@@ -132,10 +128,7 @@ class KVSnapshot:
         return self.blocks[name].view(self.memory).to(device, non_blocking=True)[:, :, : self.length]
 
     def put(self, layers: "Sequence[FixedLayer]", device: torch.device) -> None:
-        """Append the positions to `layers`, which hold exactly the earlier ones.
-
-        The copies run on the current stream; the snapshot must not be closed until they have run.
-        """
+        """Append the positions to `layers`, on the current stream. Until then the snapshot must not be closed."""
         for index, layer in enumerate(layers):
             layer.update(*(self.states(f"{index}.{half}", device) for half in HALVES))
 

@@ -110,10 +110,7 @@ class PinnedArena:
 
     @classmethod
     def attach(cls, size: int, shared: int) -> Self:
-        """Map every page of the first `size` bytes of a shared arena.
-
-        Another process has sealed it. Raises MemoryError as the class does.
-        """
+        """Map every page of the first `size` bytes of a shared arena. Another process has sealed it."""
         arena = cls(0, False, spread=True)
         if os.fstat(shared).st_size < size:
             raise ValueError(f"the arena has less than {gb(size)}")
@@ -222,10 +219,7 @@ def check_free(size: int) -> None:
 
 
 def shared_memory() -> int:
-    """Return the descriptor of an empty file in memory.
-
-    Programs that are started do not inherit it. Raises MemoryError where the system has none.
-    """
+    """Return the descriptor of an empty file in memory. Programs that are started do not inherit it."""
     try:
         return os.memfd_create("zinfer")
     except (AttributeError, OSError) as error:
@@ -270,10 +264,7 @@ def _map_file(file: int, address: int, size: int, flags: int) -> None:
 
 
 def _make_huge(memory: Tensor) -> None:
-    """Make huge pages of a file's mapping, where the system allows it.
-
-    Most systems have them for private memory alone unless asked for each (Linux 6.1, MADV_COLLAPSE).
-    """
+    """Make huge pages of a file's mapping. Most systems must be asked for each (Linux 6.1, MADV_COLLAPSE)."""
     memory[::HUGE].zero_()  # what has no page at all is not made huge
     library = ctypes.CDLL(None)
     library.madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.numel()), COLLAPSE)

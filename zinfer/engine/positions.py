@@ -45,16 +45,10 @@ def probe(
     make: Callable[[], RowCache],
     vocab_size: int,
 ) -> Probe:
-    """Probe `model` up to its layer `first`; `make` returns a cache.
-
-    Raises torch.OutOfMemoryError.
-    """
+    """Probe `model` up to its layer `first`; `make` returns a cache. Raises torch.OutOfMemoryError."""
 
     def entering(pads: int, past: int, count: int, gap: bool = False) -> Mapping[str, Tensor]:
-        """Return the numbers that enter the layer, by argument.
-
-        The states ``[count, H]`` come as ``hidden_states``; nothing comes if the model fails.
-        """
+        """Return the numbers that enter the layer, by argument. Nothing comes if the model fails."""
         cache = make()
         if past:  # what the keys are does not matter
             keys = torch.zeros((1, 1, pads + past, 1), device=device)

@@ -52,7 +52,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 @dataclass(frozen=True)
 class Waits:
-    """Seconds to wait, each far longer than what was ever seen."""
+    """Seconds to wait; chosen with room for slow hosts, not measured."""
 
     gather: float = 600.0  # for all ranks to take part in a gather, or to start
     end: float = 20.0  # for a follower to end in order
@@ -220,10 +220,7 @@ class Group(ABC):
 
     @contextmanager
     def undivided(self) -> Iterator[None]:
-        """End all processes where the block fails.
-
-        The other ranks would wait for this one forever. The exit code tells a lack of memory (`zinfer.system.ending`).
-        """
+        """End all processes where the block fails. The other ranks would wait for this one forever."""
         try:
             with _losses():  # the end of another one may be the cause
                 yield
@@ -242,10 +239,7 @@ class Group(ABC):
 
 @contextmanager
 def _losses() -> Iterator[None]:
-    """Wait for the end of this process, where another rank is gone.
-
-    The thread that watches the followers ends it; in a follower the kernel does so.
-    """
+    """Wait for the end of this process, where another rank is gone. The watching thread, or the kernel, ends it."""
     try:
         yield
     except RuntimeError as error:
@@ -280,10 +274,7 @@ class Follower(Group):
 
 
 class Leader(Group):
-    """Rank 0, which starts the others, each as a `member`.
-
-    Raises EngineError where the host has fewer GPUs than `plan` wants.
-    """
+    """Rank 0, which starts the others, each as a `member`. Raises EngineError without enough GPUs."""
 
     def __init__(self, plan: Plan, member: Callable[..., Any]) -> None:
         size = plan.placement.gpus
@@ -352,10 +343,7 @@ class Leader(Group):
                 self._lost()
 
     def answers(self) -> list[Any]:
-        """Return the next answer of each follower; raise the first exception.
-
-        Tensors of an answer are views that the next answer overwrites.
-        """
+        """Return the next answer of each follower; raise the first exception. Tensors last until the next answer."""
         answers: list[Any] = []
         for channel in self._channels:
             try:

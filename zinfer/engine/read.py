@@ -81,10 +81,7 @@ def read_groups(checkpoint: Checkpoint, groups: list[Group], visits: Iterable[Vi
 
 
 def map_groups(checkpoint: Checkpoint, groups: list[Group], visits: Iterable[Visit] = ()) -> Generator[dict[str, Any]]:
-    """Yield the tensors of each group as slices of mapped files.
-
-    They may be kept. They are read when used, and before if there are `visits`, which work as in `read_groups`.
-    """
+    """Yield the tensors of each group as slices of mapped files. They may be kept, and are read when used."""
     for group in groups:
         if visits:
             _visit(checkpoint, group, visits)
@@ -112,11 +109,7 @@ def _visit(checkpoint: Checkpoint, group: Group, visits: Iterable[Visit]) -> Non
 
 
 def check_finite(checkpoint: Checkpoint, name: str, begin: int, part: memoryview) -> None:
-    """Raise CheckpointError if bytes of a tensor hold NaN or infinity.
-
-    They begin at byte `begin` of it. Only floating-point types are checked, not integers and the codes of quantised
-    weights.
-    """
+    """Raise CheckpointError if bytes of a tensor hold NaN or infinity. They begin at byte `begin` of it."""
     info = checkpoint.tensors[name]
     if info.dtype not in _NOT_FINITE:
         return
@@ -152,10 +145,7 @@ def _first_not_finite(dtype: str, content: Any) -> int | None:
 
 
 def empty_tensor(name: str, info: TensorInfo) -> Tensor:
-    """Return the tensor without its data, on the meta device.
-
-    Raises CheckpointError for a type that cannot be read, and where type and size disagree.
-    """
+    """Return the tensor without its data. Raises CheckpointError for an unknown type, or a wrong size."""
     if info.dtype not in DTYPES:
         raise CheckpointError(f"{info.file}: {name} is of type {info.dtype}, which cannot be read")
     tensor = torch.empty(info.shape, dtype=DTYPES[info.dtype], device="meta")

@@ -58,10 +58,7 @@ def follow_lengths(model: PreTrainedModel) -> dict[str, int]:
 
 
 def recomputes(model: PreTrainedModel) -> bool:
-    """Tell whether `generate` recomputes a sequence beyond the switch of longrope.
-
-    The names in the model's code tell. With other models the earlier keys stay as they are.
-    """
+    """Tell whether `generate` recomputes a sequence beyond the switch of longrope. The model's code names it."""
     code = getattr(type(model).prepare_inputs_for_generation, "__code__", None)
     return "original_max_position_embeddings" in getattr(code, "co_names", ())
 

@@ -157,11 +157,7 @@ class ModelState:
         return {entry.name[start:]: entry for entry in self.entries.values() if entry.layer == index}
 
     def stored_rows(self) -> dict[str, tuple[str, ...]]:
-        """Return the stored tensors that make up the rows of entries.
-
-        Only entries of decoder layers are named. They are one tensor, or a matrix for each expert. Entries made in
-        another way have none.
-        """
+        """Return the stored tensors that make up the rows of entries. They are one, or one for each expert."""
         return {} if self._checkpoint is None else self._checkpoint.in_rows
 
     @property
@@ -183,11 +179,7 @@ class ModelState:
         return cast("Generator[tuple[str, Tensor]]", self._load(device, progress, mapped, layers, False))
 
     def load_stored(self, device: torch.device, progress: Progress = silent) -> Generator[tuple[str, Loaded]]:
-        """Yield the entries as `load` does, quantised ones as `Codes`.
-
-        The latter are in decoder layers. Codes come in the order of their rows, where they can cross the link as
-        stored.
-        """
+        """Yield the entries as `load` does, quantised ones as `Codes`. Codes come in the order of their rows."""
         return self._load(device, progress, False, True, True)
 
     def _load(
@@ -350,11 +342,7 @@ class _Stored:
         return dtype.is_floating_point and stored.is_floating_point and torch.finfo(stored).max > torch.finfo(dtype).max
 
     def _sources(self) -> dict[str, list[str]]:
-        """Return the stored tensors of each entry, by its name in transformers.
-
-        Raises CheckpointError for a tensor that belongs to no entry, is the second one of an entry, or has a type of
-        another kind than its entry.
-        """
+        """Return the stored tensors of each entry, by its name in transformers. Raises CheckpointError."""
         model = self._state.model
         wanted = {name: entry for entry in self._state.entries.values() for name in entry.names}
         meta = {name: entry.tensor for name, entry in wanted.items()}
@@ -433,10 +421,7 @@ class _Stored:
         return not target.endswith(".bias") or (len(shape) == 4 and shape[:2] == (1, 1) and shape[2] == shape[3])
 
     def _belongs(self, target: str) -> bool:
-        """Tell whether `target` belongs to a module of the model.
-
-        It would change the text. Heads beside the base model, and layers that predict several tokens, do not.
-        """
+        """Tell whether `target` belongs to a module of the model. Other heads do not."""
         owner, rest = self._owner(target)
         if len(rest) == 1:
             return True
@@ -449,10 +434,7 @@ class _Stored:
         return True
 
     def _owner(self, target: str) -> tuple[nn.Module, list[str]]:
-        """Return the innermost module of a name, and the rest of it.
-
-        Names may lack the prefix of the base model.
-        """
+        """Return the innermost module of a name, and the rest of it. Names may lack the base model."""
         model, parts = self._state.model, target.split(".")
         module, rest = cast("nn.Module", model), parts
         if parts[0] not in model._modules and parts[0] in model.base_model._modules:
@@ -479,10 +461,7 @@ class _Stored:
         self._state.__dict__.pop("entries", None)
 
     def _account(self) -> None:
-        """Check the checkpoint: convert it without its data.
-
-        Raises CheckpointError where shapes do not fit, a conversion fails, or entries are missing.
-        """
+        """Check the checkpoint: convert it without its data. Raises CheckpointError."""
         missing = set(self._state.entries)
         for _, group in self._groups:
             content = self._dequantized(group, lambda name: empty_tensor(name, self._checkpoint.tensors[name]))
@@ -504,11 +483,7 @@ class _Stored:
         yield from self._checkpoint.disagreements()
 
     def read(self, mapped: bool, layers: bool, stored: bool = False) -> Generator[tuple[str, Loaded]]:
-        """Yield (name, tensor) of the entries on the CPU, in their types.
-
-        Entries outside the layers come first. With `stored`, entries that are stored quantised come as the matrices of
-        their rows.
-        """
+        """Yield (name, tensor) of the entries on the CPU. Entries outside the layers come first."""
         for name in self._initial:
             if layers or self._state.entries[name].layer is None:
                 yield name, self._state.entries[name].tensor
@@ -559,11 +534,7 @@ class _Stored:
         return weights
 
     def _converted(self, content: dict[str, Any], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """Convert stored tensors as transformers does: yield (name, tensor).
-
-        A tied entry comes once. The model is left as it was. Raises CheckpointError for shapes that do not fit and
-        conversions that fail.
-        """
+        """Convert stored tensors as transformers does: yield (name, tensor). The model is left as it was."""
         model, spec = self._state.model, self._state.spec
         load_config = LoadStateDictConfig(
             dtype=getattr(torch, spec.dtype), device_map={"": device}, weight_mapping=self._mapping
@@ -593,11 +564,7 @@ class _Stored:
 def _row_order(
     stored: Iterable[str], patterns: Mapping[str, str], converters: Iterable[WeightConverter]
 ) -> tuple[str, ...] | None:
-    """Return the tensors of an entry in the order of its rows.
-
-    None if it is not made of rows. They are one tensor that needs no conversion, or the matrices of experts, expert by
-    expert.
-    """
+    """Return the tensors of an entry in the order of its rows. None if it is not made of rows."""
     names = list(stored)
     if len(names) == 1 and names[0] not in patterns:
         return tuple(names)

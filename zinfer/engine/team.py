@@ -221,10 +221,7 @@ class Team(Engine, Generic[E]):
         return self._engine.loaded_bytes
 
     def _run(self, orders: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Have each rank obey its order (a name, values); return the answers.
-
-        Raises the first exception of a rank once all have answered.
-        """
+        """Have each rank obey its order (a name, values). Raises the first exception once all have answered."""
         assert self._member is not None
         self._group.order(orders[1:])
         failed: Exception | None = None

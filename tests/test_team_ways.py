@@ -80,7 +80,8 @@ def test_logits_are_those_of_one_rank(way: str, checkpoint: Checkpoints, tmp_pat
     name, options = WAYS[way]
     folder = quantized.fp8(save_checkpoint("llama", tmp_path)) if name == "fp8" else checkpoint(name, 128)
     options = {"dtype": "bfloat16"} | options
-    single, team = (load("stream", folder, "cpu", tmp_path, **options, **more) for more in ({}, {"gpus": 2}))
+    single = load("stream", folder, "cpu", tmp_path, **options)
+    team = load("stream", folder, "cpu", tmp_path, **options, gpus=2)
     check_alike(team, single, rounding(options))
     alone, shared = single.effective(), team.effective()
     same = ("streamed_bytes_per_step", "wire_bytes_per_step", "host_weight_bytes")

@@ -157,8 +157,9 @@ class Channel:
         return _Unpickler(io.BytesIO(content), self._incoming.take(places)).load()
 
     def close(self) -> None:
-        for end in (self._connection, self._outgoing, self._incoming):
-            end.close()
+        self._connection.close()
+        self._outgoing.close()
+        self._incoming.close()
 
 
 @dataclass(frozen=True)

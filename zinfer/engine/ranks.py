@@ -75,8 +75,9 @@ class SharedTensors:
         for tensor in tensors:
             places.append(TensorPlace(end, tensor.shape, tensor.dtype))
             end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-        if end > os.fstat(self._file).st_size:
-            os.ftruncate(self._file, -(-end // HUGE) * HUGE)
+        size = -(-max(end, 1) // HUGE) * HUGE
+        if places and size > os.fstat(self._file).st_size:
+            os.ftruncate(self._file, size)
         for target, tensor in zip(self.take(places), tensors, strict=True):
             target.copy_(tensor)
         return places

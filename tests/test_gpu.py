@@ -646,7 +646,9 @@ def test_two_gpus_give_the_logits_of_one(way: str, checkpoint: Checkpoints, tmp_
     """Coded and released weights, layers that stay, and a KV cache in host memory."""
     name, options = test_team_ways.WAYS[way]
     folder = quantized.fp8(save_checkpoint("llama", tmp_path, 512)) if name == "fp8" else checkpoint(name, 512)
-    single, team = test_team_ways.loaded(folder, **options), test_team_ways.loaded(folder, **options, gpus=2)
+    options = {"dtype": "bfloat16"} | options
+    single = load("stream", folder, "cpu", tmp_path, **options)
+    team = load("stream", folder, "cpu", tmp_path, **options, gpus=2)
     for _ in range(TURNS):
         test_team_ways.check_alike(team, single, test_team_ways.rounding(options))
     team.close()

@@ -271,7 +271,7 @@ def _check_live(batches: Sequence[MicroBatch], live: Sequence[MicroBatch]) -> No
     """Raise ValueError unless `batches` are different `live` ones."""
     ids = {id(batch) for batch in batches}
     if len(ids) < len(batches) or not ids <= {id(batch) for batch in live}:
-        raise ValueError("micro-batches must be admitted and not retired, each of them once")
+        raise ValueError("rows come from micro-batches admitted and not retired, each of them once")
 
 
 def check_works(works: Sequence[Work], live: Sequence[MicroBatch]) -> None:

@@ -90,10 +90,6 @@ def test_memory_is_touched_from_the_gpus_node(monkeypatch: pytest.MonkeyPatch) -
     made.close()
 
 
-def test_a_chunk_is_touched_by_one_thread() -> None:
-    assert CHUNK // PAGE < 32768, "torch splits what is larger among threads that are bound nowhere"
-
-
 def test_the_gpus_address_is_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = SimpleNamespace(pci_domain_id=1, pci_bus_id=0x3B, pci_device_id=0)
     asked: list[str] = []
@@ -124,9 +120,6 @@ def test_an_arena_may_be_larger_than_the_memory_at_hand() -> None:
     limit.seal()
     assert limit.size == PAGE
     limit.close()
-
-
-def test_a_failed_mapping_is_a_memory_error() -> None:
     with pytest.raises(MemoryError, match=r"refused to map .* vm.overcommit_memory"):
         PinnedArena(1 << 60, pin=False, grow=True)
 
@@ -141,8 +134,6 @@ def test_a_refusal_of_the_driver_names_its_cause(size: int, hint: bool, monkeypa
         PinnedArena(size, pin=True)
     assert ("549.8 GB at once" in str(error.value)) is hint
     assert ("1099.5 GB more are free" in str(error.value)) is not hint
-    assert "memlock" not in str(error.value)
-    assert "ulimit" not in str(error.value)
 
 
 def test_the_whole_arena_is_locked_in_one_piece_and_let_go(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,8 +209,8 @@ def test_a_shared_arena_is_one_copy_for_all_processes() -> None:
     arena.seal()
     assert os.fstat(file).st_size == 3 * PAGE, "memory touched ahead is given back"
     words = [sys.executable, "-c", READ, str(file), str(arena.size)]
-    found = subprocess.run(words, pass_fds=[file], capture_output=True, text=True, check=True)
-    assert found.stdout.split() == [str(3 * PAGE), str(3 * PAGE), str(2 * 3 * PAGE)]
+    process = subprocess.run(words, pass_fds=[file], capture_output=True, text=True, check=True)
+    assert process.stdout.split() == [str(3 * PAGE), str(3 * PAGE), str(2 * 3 * PAGE)]
     assert int(arena.memory[0]) == 9
     with pytest.raises(ValueError, match="less than"):
         PinnedArena.attach(4 * PAGE, file)

@@ -21,7 +21,7 @@ from tools.conformance.small import Subject, save, small_model
 from zinfer.core.model import ModelError
 from zinfer.engine import EngineError
 from zinfer.engine import cache as kv_cache
-from zinfer.engine.cache import LEAST_SPARE, CacheFullError, FixedLayer, QuantizedLayer, RowCache, make_cache
+from zinfer.engine.cache import MIN_SPARE, CacheFullError, FixedLayer, QuantizedLayer, RowCache, make_cache
 
 LENGTHS = (13, 5, 9)  # of the prompts: longer than the windows, and shorter
 _SHAPE: dict[str, Any] = {
@@ -114,7 +114,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 def test_tokens_are_those_of_transformers(
     name: str, way: str, at_once: int, kind: Kinds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zinfer.engine.cache.LEAST_SPARE", 2)  # the window moves every other step
+    monkeypatch.setattr("zinfer.engine.cache.MIN_SPARE", 2)  # the window moves every other step
     offload, options = WAYS[way]
     if options and name in STATES_ONLY:
         with pytest.raises(EngineError, match=r"fixed size.* kv_offload=cpu"):
@@ -140,7 +140,7 @@ def test_8_bits_are_what_the_record_says(
 ) -> None:
     """Every layer with keys and values has them in 8 bits, and the logits are close to exact ones."""
     monkeypatch.setattr("zinfer.engine.stream.DEQUANTIZED_BYTES", 1)  # a row at a time
-    monkeypatch.setattr("zinfer.engine.cache.LEAST_SPARE", 2)
+    monkeypatch.setattr("zinfer.engine.cache.MIN_SPARE", 2)
     if name in STATES_ONLY:
         with pytest.raises(EngineError, match=f"no keys and values.* kv_cache_dtype={storage}"):
             load("stream", kind(name), "cpu", tmp_path, kv_cache_dtype=storage)
@@ -152,12 +152,12 @@ def test_8_bits_are_what_the_record_says(
     for way in ways:
         engine = load("stream", kind(name), "cpu", tmp_path, **way)
         token_ids, mask = prompts(LENGTHS)
-        logits = [prefill(one, token_ids, mask, reserve=OUTPUT_LEN) for one in (engine, exact)]
+        logits = [prefill(loaded, token_ids, mask, reserve=OUTPUT_LEN) for loaded in (engine, exact)]
         assert torch.allclose(logits[0], logits[1], atol=1e-3), "the prompt's attention sees exact keys"
         errors = []
         for _ in range(OUTPUT_LEN - 1):
             token = logits[1].argmax(-1)
-            logits = [decode(one, token) for one in (engine, exact)]
+            logits = [decode(loaded, token) for loaded in (engine, exact)]
             errors.append(float((logits[0] - logits[1]).norm() / logits[1].norm()))
         assert max(errors) > 0
         assert sum(errors) / len(errors) < (0.1 if storage == "int8" else 0.4)
@@ -168,23 +168,23 @@ def test_8_bits_are_what_the_record_says(
 
 def test_a_sliding_window_layer_reads_and_keeps_its_window_only(kind: Kinds, tmp_path: Path) -> None:
     """The prompt has 40 tokens, the window 8: the cache stores 7, and a step adds to the 7 tokens before it."""
-    over_link, by_cpu, here = (
+    over_link, by_cpu, on_device = (
         load("stream", kind("mistral"), "cpu", tmp_path, **WAYS[way][1])
         for way in ("kv over the link", "kv by the cpu", "cpu")
     )
-    for engine in (over_link, by_cpu, here):
+    for engine in (over_link, by_cpu, on_device):
         tokens = greedy(engine, (40, 33))
         assert torch.equal(tokens, expected(kind("mistral"), (40, 33)))
     a_token = 2 * 2 * 16 * 4  # of a layer, in bytes
     assert over_link.effective().settings["kv_bytes_per_step"] == 6 * 2 * 7 * a_token
-    room = 6 * 2 * (7 + LEAST_SPARE) * a_token
+    room = 6 * 2 * (7 + MIN_SPARE) * a_token
     for engine in (over_link, by_cpu):
         assert engine.batches[0].memory.size == room
-    layers = here.batches[0].cache.layers
-    assert sum(layer._keys.nbytes + layer._values.nbytes for layer in layers) == room
+    layers = on_device.batches[0].cache.layers
+    assert sum(part.nbytes for layer in layers for part in layer.memories) == room
     assert {layer.keys.shape[2] for layer in layers} == {7}
-    assert "the last 8 positions only" in str(here.cannot_snapshot())
-    for engine in (over_link, by_cpu, here):
+    assert "the last 8 positions only" in str(on_device.cannot_snapshot())
+    for engine in (over_link, by_cpu, on_device):
         engine.close()
 
 
@@ -254,10 +254,7 @@ def test_a_window_equals_that_of_transformers(window: int, counts: list[int], st
     layer = FixedLayer(3, capacity, window) if storage is None else QuantizedLayer(3, capacity, storage, window)
     theirs = DynamicSlidingWindowLayer(sliding_window=window)
     for count in counts:
-        keys, values = (
-            torch.randn(3, 2, count, 6, generator=generator),
-            torch.randn(3, 2, count, 4, generator=generator),
-        )
+        keys, values = (torch.randn(3, 2, count, width, generator=generator) for width in (6, 4))
         length = theirs.get_seq_length()
         assert layer.get_mask_sizes(count) == theirs.get_mask_sizes(count)
         expected = theirs.update(keys, values)
@@ -266,9 +263,9 @@ def test_a_window_equals_that_of_transformers(window: int, counts: list[int], st
             layer.window(rows, length)
             assert layer.get_seq_length() == length
             seen.append(layer.update(keys[rows], values[rows]))
-        for found, exact in zip(map(torch.cat, zip(*seen, strict=True)), expected, strict=True):
-            assert found.shape == exact.shape
-            assert torch.allclose(found, exact, atol=0.0 if storage is None else 0.05)
+        for seen_states, exact in zip(map(torch.cat, zip(*seen, strict=True)), expected, strict=True):
+            assert seen_states.shape == exact.shape
+            assert torch.allclose(seen_states, exact, atol=0.0 if storage is None else 0.05)
         layer.window(slice(0, 3), length + count)
     with pytest.raises(CacheFullError, match=f"holds {capacity} tokens"):
         layer.update(keys[:, :, :1], values[:, :, :1])
@@ -276,11 +273,11 @@ def test_a_window_equals_that_of_transformers(window: int, counts: list[int], st
 
 def _chunks(made: RowCache) -> list[list[int]]:
     """The bytes of each chunk of memory, and the layers that lie in it."""
-    found: dict[int, list[int]] = {}
+    chunks: dict[int, list[int]] = {}
     for index, layer in made.attention.items():
-        (place,) = {memory.untyped_storage().data_ptr() for memory in layer._memories()}
-        found.setdefault(place, [layer._memories()[0].untyped_storage().nbytes()]).append(index)
-    return list(found.values())
+        (place,) = {memory.untyped_storage().data_ptr() for memory in layer.memories}
+        chunks.setdefault(place, [layer.memories[0].untyped_storage().nbytes()]).append(index)
+    return list(chunks.values())
 
 
 def _filled(config: Any, rows: int, storage: str = "auto", width: Callable[[int], int] = lambda _: 16) -> RowCache:
@@ -306,14 +303,14 @@ def test_memory_is_taken_for_several_layers_at_a_time(storage: str, monkeypatch:
     assert _chunks(made) == [[16 * row, 0, 1, 2, 3], [12 * row, 4, 5, 6]]
     new = torch.zeros(4, 2, 1, 16, dtype=torch.bfloat16)
     for layer in made.attention.values():
-        for found in layer.update(new, new):
-            assert torch.equal(found[:, 1, :5, 7].round(), kept[:, None].expand(4, 5).to(torch.bfloat16))
+        for states in layer.update(new, new):
+            assert torch.equal(states[:, 1, :5, 7].round(), kept[:, None].expand(4, 5).to(torch.bfloat16))
     made.keep_rows(torch.tensor([], dtype=torch.long), 6)
     assert sum(size for size, *_ in _chunks(made)) == 0
 
 
 def test_layers_with_a_window_take_less_of_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache, "LEAST_SPARE", 3)
+    monkeypatch.setattr(kv_cache, "MIN_SPARE", 3)
     config = AutoConfig.for_model("gemma2", **_SHAPE, sliding_window=6, layer_types=_ALTERNATE)
     whole, window = (2 * 4 * 2 * room * 16 * 2 for room in (32, 8))
     monkeypatch.setattr(kv_cache, "CHUNK_BYTES", 2 * (whole + window))
@@ -323,5 +320,5 @@ def test_layers_with_a_window_take_less_of_a_chunk(monkeypatch: pytest.MonkeyPat
 def test_layers_that_differ_in_their_heads_take_their_own_memory() -> None:
     """The first chunk was taken for layers like the first; it holds as many as it can."""
     each = 2 * 4 * 2 * 32 * 2
-    found = _chunks(_filled(AutoConfig.for_model("llama", **_SHAPE), 4, width=lambda index: 16 if index < 2 else 48))
-    assert found == [[6 * 16 * each, 0, 1, 2], [48 * each, 3], [48 * each, 4], [48 * each, 5]]
+    chunks = _chunks(_filled(AutoConfig.for_model("llama", **_SHAPE), 4, width=lambda index: 16 if index < 2 else 48))
+    assert chunks == [[6 * 16 * each, 0, 1, 2], [48 * each, 3], [48 * each, 4], [48 * each, 5]]

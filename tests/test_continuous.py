@@ -15,7 +15,7 @@ from tests.test_passes import WAYS, keep_here, small_blocks
 from zinfer.core.case import Workload
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, Work
-from zinfer.engine.cache import Slots
+from zinfer.engine.cache import WindowIndex
 from zinfer.engine.stream import Stream, packed_layer
 from zinfer.generation import passes, schedule, scheduler
 from zinfer.generation.schedule import PassTimes
@@ -145,7 +145,7 @@ def test_tokens_are_those_of_each_sequence_alone(
 )
 def test_layers_of_every_kind_take_part(name: str, kind: kinds.Kinds, tmp_path: Path, monkeypatch: Patch) -> None:
     small(monkeypatch)
-    monkeypatch.setattr("zinfer.engine.cache.LEAST_SPARE", 4)
+    monkeypatch.setattr("zinfer.engine.cache.MIN_SPARE", 4)
     engine = load("stream", kind(name), "cpu", tmp_path)
     running = ContinuousScheduler(engine, Words(), LOAD)  # type: ignore[arg-type]
     running.schedule.step = 8
@@ -179,7 +179,7 @@ def test_rows_wait_in_host_memory_and_come_back(checkpoint: Checkpoints, tmp_pat
     engine.close()
 
 
-@pytest.mark.parametrize("verb", ["forward", "admit", "regroup"])
+@pytest.mark.parametrize("verb", ["forward", "admit", "move_rows"])
 def test_a_shortage_of_memory_costs_no_sequence(
     verb: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
@@ -219,7 +219,7 @@ def fall_short(
     times. Returns the keys of the rows whose prompts were in these passes, and of those that lost what they had."""
     asked: list[set[int]] = []
     lost: list[set[int]] = []
-    left, add, compute, lose = 0, Slots.add, running._compute, running.schedule.lost
+    left, add, compute, lose = 0, WindowIndex.add, running._compute, running.schedule.lost
 
     def keys(groups: list[schedule.Group]) -> set[int]:
         return {row.key for group in groups for row in group.rows if row is not None}
@@ -232,7 +232,7 @@ def fall_short(
             left = stored
         return compute(works, *arguments)
 
-    def added(self: Slots, start: int, count: int) -> Any:
+    def added(self: WindowIndex, start: int, count: int) -> Any:
         nonlocal left
         left -= 1
         if left == 0:
@@ -244,7 +244,7 @@ def fall_short(
         return lose(groups)
 
     patch.setattr(running, "_compute", computed)
-    patch.setattr(Slots, "add", added)
+    patch.setattr(WindowIndex, "add", added)
     patch.setattr(running.schedule, "lost", lost_of)
     return asked, lost
 
@@ -285,7 +285,7 @@ def test_layers_of_every_kind_outlast_a_pass_without_memory(
     name: str, kind: kinds.Kinds, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     small(monkeypatch)
-    monkeypatch.setattr("zinfer.engine.cache.LEAST_SPARE", 4)
+    monkeypatch.setattr("zinfer.engine.cache.MIN_SPARE", 4)
     engine = load("stream", kind(name), "cpu", tmp_path)
     running = ContinuousScheduler(engine, Words(), LOAD)  # type: ignore[arg-type]
     running.schedule.step = 8
@@ -310,20 +310,20 @@ def test_a_window_that_a_failed_pass_may_have_moved_cannot_go_back(
     way: str, kind: kinds.Kinds, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """Memory falls short between the note that the window moves and the move."""
-    monkeypatch.setattr("zinfer.engine.cache.LEAST_SPARE", 4)
+    monkeypatch.setattr("zinfer.engine.cache.MIN_SPARE", 4)
     options: dict[str, Any] = {} if way == "here" else {"kv_offload": "cpu", "kv_attention": "cpu"}
     engine = load("stream", kind("gemma2"), "cpu", tmp_path, **options)
     ids = torch.tensor([[5, 9, 11, 30, 7, 8, 21, 40]])
     batch, _ = passes.prefill(engine, ids, torch.ones_like(ids), 12)
-    add, token = Slots.add, torch.tensor([6])
+    add, token = WindowIndex.add, torch.tensor([6])
 
-    def added(self: Slots, start: int, count: int) -> Any:
+    def added(self: WindowIndex, start: int, count: int) -> Any:
         step = add(self, start, count)
         if step.moved:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return step
 
-    monkeypatch.setattr(Slots, "add", added)
+    monkeypatch.setattr(WindowIndex, "add", added)
     passes.decode(engine, batch, token)
     with pytest.raises(torch.OutOfMemoryError):  # the first slots of the window are free, the last ones are taken
         passes.decode(engine, batch, token)

@@ -40,11 +40,11 @@ def test_rows_go_to_the_device_once_passes_have_shown_that_there_is_room(
     monkeypatch.setattr(DeviceRoom, "unused_bytes", lambda _: 2 * row + row // 2)
     engine.expect(LOAD)
     first, second = admitted(engine, 1), admitted(engine, 2)
-    assert (first.hosted, second.hosted) == (0, 1)  # as planned: nothing is known yet
+    assert (first.host_rows, second.host_rows) == (0, 1)  # as planned: nothing is known yet
     third = engine.admit(torch.ones(1, 4, dtype=torch.int64), CAPACITY)
-    assert third.hosted == 0
+    assert third.host_rows == 0
     waiting = engine.admit(torch.ones(2, 4, dtype=torch.int64), CAPACITY)
-    assert waiting.hosted == 1  # what the third row will take is promised
+    assert waiting.host_rows == 1  # what the third row will take is promised
     asked = torch.arange(4, 8)[None]
     logits = [engine.forward([Work(batch, asked.expand(batch.batch_size, -1))])[0] for batch in (third, waiting)]
     assert torch.allclose(logits[0].expand(2, -1, -1), logits[1], atol=1e-5)
@@ -52,11 +52,11 @@ def test_rows_go_to_the_device_once_passes_have_shown_that_there_is_room(
         engine.retire(batch)
     monkeypatch.setattr(DeviceRoom, "unused_bytes", lambda _: 0)
     again = admitted(engine, 3)
-    assert again.hosted == 1  # what was given is kept
+    assert again.host_rows == 1  # what was given is kept
     engine.expect(None)
     engine.clear()
     engine.expect(LOAD)
-    assert admitted(engine, 3).hosted == 1
+    assert admitted(engine, 3).host_rows == 1
     engine.close()
 
 
@@ -71,7 +71,7 @@ def test_no_room_is_given_after_memory_fell_short(
     batch = admitted(engine, 1)
     for token in (5, 6):
         engine.forward([Work(batch, torch.tensor([[token]]))])
-    assert admitted(engine, 2).hosted == 0
+    assert admitted(engine, 2).host_rows == 0
 
     def short(*_args: Any, **_options: Any) -> Any:
         raise torch.OutOfMemoryError("no more")
@@ -81,7 +81,7 @@ def test_no_room_is_given_after_memory_fell_short(
         with pytest.raises(torch.OutOfMemoryError):
             engine.forward([Work(batch, torch.tensor([[7]]))])
     for rows in (2, 1):  # though rows that got room still have it
-        assert admitted(engine, rows).hosted == rows
+        assert admitted(engine, rows).host_rows == rows
         assert engine._room.positions == 0
     engine.close()
 

@@ -189,7 +189,7 @@ def test_rows_come_pause_and_leave(
     monkeypatch.setattr(running.drafts, "propose", now_and_then)
     moved = Counter[str]()
     assert engine.draft is not None
-    for name in ("regroup", "retire", "rollback"):
+    for name in ("move_rows", "retire", "rollback"):
         method = getattr(engine.draft, name)
 
         def counted(*args: Any, name: str = name, method: Any = method) -> Any:
@@ -210,7 +210,7 @@ def test_rows_come_pause_and_leave(
         if not running.running:
             break
     assert running.schedule.tally.suspended > 0
-    assert min(moved[name] for name in ("regroup", "retire", "rollback")) > 3
+    assert min(moved[name] for name in ("move_rows", "retire", "rollback")) > 3
     running.end()
     engine.close()
     assert {one.key: one.output_ids for one in done} == {key: ids for key, ids in known.items() if key != 3}

@@ -23,10 +23,8 @@ from zinfer.core.case import Workload
 from zinfer.core.model import ModelError, check_positions, stretched
 from zinfer.engine import EngineError
 from zinfer.engine.base import Work
-from zinfer.engine.rotary import turned_by
 from zinfer.generation import scheduler
 from zinfer.generation.scheduler import ContinuousScheduler, DecodeLoop
-from zinfer.generation.tokenizer import Tokenizer
 
 SWITCH = 24
 FACTORS = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
@@ -51,17 +49,15 @@ Ids = list[int]
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     """Return a function that makes a checkpoint of one of `KINDS`, once."""
-    made: dict[str, Path] = {}
 
-    def get(kind: str) -> Path:
-        if kind not in made:
-            architecture, rope, positions, others = KINDS[kind]
-            settings = {"num_hidden_layers": 2, "max_position_embeddings": positions, **others}
-            settings["rope_parameters"] = {"rope_theta": 1e4, **rope}
-            made[kind] = save_config(tmp_path_factory.mktemp(kind), architecture, **settings)
-        return made[kind]
+    @cache
+    def make(kind: str) -> Path:
+        architecture, rope, positions, others = KINDS[kind]
+        settings = {"num_hidden_layers": 2, "max_position_embeddings": positions, **others}
+        settings["rope_parameters"] = {"rope_theta": 1e4, **rope}
+        return save_config(tmp_path_factory.mktemp(kind), architecture, **settings)
 
-    return get
+    return make
 
 
 @cache
@@ -89,10 +85,10 @@ def rows_of(lengths: Sequence[int], left: int = 14) -> list[scheduler.Sequence]:
 
 
 def check(directory: Path, rows: Sequence[scheduler.Sequence], limits: Sequence[int]) -> None:
-    assert len({tuple(one.output_ids) for one in rows}) > len(rows) // 2  # texts that tell angles apart
-    for one, limit in zip(rows, limits, strict=True):
-        assert (one.error, one.finish_reason) == (None, "length")
-        assert one.output_ids == alone(directory, one.prompt_ids, limit), (one.key, len(one.prompt_ids))
+    assert len({tuple(row.output_ids) for row in rows}) > len(rows) // 2  # texts that tell angles apart
+    for row, limit in zip(rows, limits, strict=True):
+        assert (row.error, row.finish_reason) == (None, "length")
+        assert row.output_ids == alone(directory, row.prompt_ids, limit), (row.key, len(row.prompt_ids))
 
 
 @pytest.mark.parametrize(
@@ -149,7 +145,7 @@ def test_rows_that_come_and_go_get_the_text_of_the_row_alone(
     if options.get("kv_offload") == "auto":
         keep_here(monkeypatch, 3)
     engine = load(name, saved(kind), offload, tmp_path, **options)
-    assert engine.cannot_regroup() is None
+    assert engine.cannot_move_rows() is None
     sizes = list[tuple[int, int]]()  # shortest and longest row of a pass
     forward = engine.forward
 
@@ -162,9 +158,9 @@ def test_rows_that_come_and_go_get_the_text_of_the_row_alone(
     running = ContinuousScheduler(engine, Words(), LOAD)  # type: ignore[arg-type]
     running.schedule.step = 8
     rows = rows_of((5, 60, 22, 33, 11, 24, 25, 45, 17, 30))
-    limits = [one.left for one in rows]
+    limits = [row.left for row in rows]
     run(running, [rows[:5], rows[5:6], rows[6:]])
-    assert any(least <= SWITCH < 32 < most for least, most in sizes)
+    assert any(shortest <= SWITCH < 32 < longest for shortest, longest in sizes)
     assert running.schedule.tally.merged
     assert (running.schedule.tally.again > 0) == (kind in ("phi3", "phimoe"))  # rows that cross the switch
     running.end()
@@ -181,9 +177,9 @@ def test_half_generated_rows_go_on_with_the_text_of_the_row_alone(
     engine = load("stream", saved(kind), "cpu", tmp_path)
     running = ContinuousScheduler(engine, Words(), LOAD)  # type: ignore[arg-type]
     rows = rows_of((20, 40, 30, 9, 22))
-    for one, known in zip(rows, (6, 9, 4, 2, 2), strict=True):
-        one.output_ids = alone(saved(kind), one.prompt_ids, known)
-    limits = [one.left + len(one.output_ids) for one in rows]
+    for row, generated in zip(rows, (6, 9, 4, 2, 2), strict=True):
+        row.output_ids = alone(saved(kind), row.prompt_ids, generated)
+    limits = [row.left + len(row.output_ids) for row in rows]
     running.add(rows)
     for _ in range(8):
         running.step()
@@ -203,9 +199,9 @@ def test_drafts_leave_the_text_of_the_row_alone(
     small(monkeypatch)
     engine = load("stream", saved(kind), "cpu", tmp_path)
     rows = rows_of((5, 50, 20, 23, 28, 31))
-    limits = [one.left for one in rows]
-    known = {one.key: (one.prompt_ids, alone(saved(kind), one.prompt_ids, one.left)) for one in rows}
-    running = drafting(engine, monkeypatch, known, wrong)
+    limits = [row.left for row in rows]
+    answers = {row.key: (row.prompt_ids, alone(saved(kind), row.prompt_ids, row.left)) for row in rows}
+    running = drafting(engine, monkeypatch, answers, wrong)
     run(running, [rows[:4], rows[4:]])
     assert running.drafts is not None
     assert running.drafts.accepted
@@ -225,36 +221,15 @@ def test_kept_prefixes_serve_rows_with_the_same_keys_alone(
     token_ids, _ = prompts((70,))
     ids = token_ids[0].tolist()
     rows = [scheduler.Sequence(ids[:length], 6, key=key) for key, length in enumerate((14, 18, 60, 61, 20, 19, 65))]
-    for one in rows:  # one after the other, so that each may find what was kept of those before
-        run(running, [[one]])
-    cached = {len(one.prompt_ids): one.cached for one in rows}
+    for row in rows:  # one after the other, so that each may find what earlier ones kept
+        run(running, [[row]])
+    cached = {len(row.prompt_ids): row.cached for row in rows}
     assert cached[18] >= 14
     assert cached[60] == cached[61] == cached[65] == 0
     assert cached[20] >= 18
     running.end()
     engine.close()
     check(saved(kind), rows, [6] * len(rows))
-
-
-@pytest.mark.parametrize("kind", ["dynamic", "phi3"])
-def test_conversations_that_grow_beyond_the_first_angles_go_on(kind: str, saved: Saved, tmp_path: Path) -> None:
-    engine = load("stream", saved(kind), "cpu", tmp_path)
-    token_ids, _ = prompts((90,))
-    ids = token_ids[0].tolist()
-    talk = ContinuousScheduler(engine, Tokenizer(engine.plan.model), LOAD, 1, cache_size=1 << 24)
-    reloaded = []
-    for length in (10, 21, 40, 60, 15):
-        turn = scheduler.Sequence(ids[:length], 9, ignore_eos=True, key=length)
-        talk.add([turn])
-        while talk.running:
-            talk.step()
-        talk.release()
-        assert turn.output_ids == alone(saved(kind), ids[:length], 9), length
-        reloaded.append(turn.cached)
-    assert reloaded[1] == 10
-    assert reloaded[2:4] == [0, 0]
-    assert reloaded[4] > 0
-    engine.close()
 
 
 def test_a_decode_loop_never_goes_on_with_other_keys(saved: Saved, tmp_path: Path) -> None:
@@ -268,14 +243,6 @@ def test_a_decode_loop_never_goes_on_with_other_keys(saved: Saved, tmp_path: Pat
     with pytest.raises(EngineError, match=r"beyond 24 tokens .*longrope"):
         loop.step()
     assert not loop.active
-    engine.close()
-
-
-def test_a_pass_whose_positions_are_of_other_rows_is_refused(saved: Saved, tmp_path: Path) -> None:
-    engine = load("stream", saved("dynamic"), "cpu", tmp_path)
-    rotary = engine.model.model.rotary_emb  # type: ignore[attr-defined]
-    with turned_by(torch.ones((2, 3), dtype=torch.int64)), pytest.raises(EngineError, match="other lengths"):
-        rotary(torch.zeros(1), torch.ones((3, 3), dtype=torch.int64))
     engine.close()
 
 

@@ -18,7 +18,7 @@ from zinfer.checkpoint.resolve import from_directory
 from zinfer.cli import cli
 from zinfer.core.case import Case, Workload
 from zinfer.engine import read
-from zinfer.engine.read import _NOT_FINITE, DTYPES, check_finite, first_not_finite, groups_mapped, groups_read
+from zinfer.engine.read import _NOT_FINITE, DTYPES, check_finite, first_not_finite, map_groups, read_groups
 from zinfer.engine.state import ModelState
 from zinfer.engine.stream import packed
 from zinfer.worker.inline import InlineWorker
@@ -78,7 +78,7 @@ def test_a_weight_that_is_no_number_is_refused(value: float, folder: Path) -> No
     assert not weights(folder, allow_nan=True)[WEIGHT].isfinite().all()
 
 
-@pytest.mark.parametrize("source", [groups_read, groups_mapped])
+@pytest.mark.parametrize("source", [read_groups, map_groups])
 def test_mapped_files_are_checked_too(source: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read, "CHUNK", 64)
     spoil(folder, float("nan"))
@@ -93,7 +93,7 @@ def test_mapped_files_are_checked_too(source: Any, folder: Path, monkeypatch: py
 
     groups = [tuple(name for name in opened.tensors if name != WEIGHT), (WEIGHT,)]
     contents = source(opened, groups, [count, check])
-    if source is groups_mapped:
+    if source is map_groups:
         next(contents)
     with pytest.raises(CheckpointError, match="holds NaN or infinity"):
         list(contents)

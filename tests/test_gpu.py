@@ -43,7 +43,7 @@ from zinfer.engine.quantization.dequantize import expand
 from zinfer.engine.stream import few_experts, graphs, packed_product
 from zinfer.engine.stream.codec import BLOCK, encode
 from zinfer.engine.stream.quantized import pieces, unpack
-from zinfer.engine.transfer import landed
+from zinfer.engine.transfer import to_device
 from zinfer.engine.triton_check import trouble
 from zinfer.generation import draft_model
 from zinfer.plan.planner import make_plan
@@ -192,7 +192,7 @@ def test_without_a_compiler_coded_weights_are_refused(
         monkeypatch.setattr(place, lambda: "no compiler")
     with pytest.raises(EngineError, match=r"none runs here: no compiler; install .*--weight-codec none"):
         load("stream", checkpoint("llama"), "cpu", tmp_path, dtype="bfloat16", weight_codec="lossless")
-    assert torch.equal(landed(torch.arange(3), torch.device("cuda")).cpu(), torch.arange(3))
+    assert torch.equal(to_device(torch.arange(3), torch.device("cuda")).cpu(), torch.arange(3))
 
 
 @pytest.mark.parametrize("architecture", ["llama", "opt", "mixtral", "bloom"])
@@ -626,7 +626,9 @@ def test_two_gpus_give_the_logits_of_one(way: str, checkpoint: Checkpoints, tmp_
     """Coded and released weights, resident layers, KV cache in host memory."""
     name, options = test_team_ways.WAYS[way]
     folder = quantized.fp8(save_checkpoint("llama", tmp_path, 512)) if name == "fp8" else checkpoint(name, 512)
-    single, team = test_team_ways.loaded(folder, **options), test_team_ways.loaded(folder, **options, gpus=2)
+    options = {"dtype": "bfloat16"} | options
+    single = load("stream", folder, "cpu", tmp_path, **options)
+    team = load("stream", folder, "cpu", tmp_path, **options, gpus=2)
     for _ in range(TURNS):
         test_team_ways.check_alike(team, single, test_team_ways.rounding(options))
     team.close()

@@ -178,7 +178,7 @@ def test_sliding_windows_are_recorded(
 ) -> None:
     """In all layers, and in every other one of models that take a mask for each kind of layer; the window moves to the
     front before one of four steps."""
-    monkeypatch.setattr("zinfer.engine.cache.LEAST_SPARE", 4)
+    monkeypatch.setattr("zinfer.engine.cache.MIN_SPARE", 4)
     monkeypatch.setitem(kinds.KINDS, "gpt_oss", OWN_ATTENTION)
     engine: Any = load("stream", kind(name), "none", tmp_path, tokens=max(kinds.LENGTHS))
     expected = kinds.expected(kind(name))

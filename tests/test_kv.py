@@ -18,7 +18,7 @@ from tests.test_passes import keep_here
 from zinfer.core.case import Workload
 from zinfer.core.engine import OptionError
 from zinfer.engine.base import Work
-from zinfer.engine.cache import QuantizedLayer, widened
+from zinfer.engine.cache import QuantizedLayer, dequantize_kv
 from zinfer.engine.stream import cpu_kernel
 from zinfer.engine.stream.cpu_attention import Hosted, host
 from zinfer.engine.stream.kv import CpuCache, HostPool
@@ -181,9 +181,9 @@ def test_operations_with_a_hosted_tensor_run_on_the_cpu_until_one_has_a_paramete
     assert there.shape == (2, 3, 4)
     assert there.data_ptr() == values.data_ptr()
     linear = torch.nn.Linear(4, 5)
-    landed = linear(there)
-    assert type(landed) is torch.Tensor
-    assert torch.equal(landed, linear(values))
+    computed = linear(there)
+    assert type(computed) is torch.Tensor
+    assert torch.equal(computed, linear(values))
     device = torch.zeros(2, 3, 4)
     assert type(device.add_(there)) is torch.Tensor
     assert torch.equal(device, values)
@@ -224,9 +224,9 @@ def test_a_quantised_cache_is_half_as_large_and_nearly_as_good(
         # Weights twenty times wider than a fresh model's: attention is sharp, and magnifies what is rounded.
         assert 0 < error < (0.1 if storage == "int8" else 0.5)
     layer = engine.batches[0].cache.layers[0]
-    kept = sum(part.nbytes for pair in layer._stored for part in pair)
+    kept = sum(part.nbytes for part in layer.memories)
     whole = exact.batches[0].cache.layers[0]
-    assert kept < 0.35 * (whole._keys.nbytes + whole._values.nbytes)  # of float32, with a scale for 16 values
+    assert kept < 0.35 * sum(part.nbytes for part in whole.memories)  # of float32, with a scale for 16 values
     engine.close()
     exact.close()
 
@@ -305,7 +305,7 @@ def test_rows_whose_cache_crosses_the_link_share_a_forward_pass(
     shares = tokens.split([5, 3, 1])
     expected = _each_alone(engine, loads, shares)
     batches = [passes.prefill(engine, token_ids, mask, 8)[0] for token_ids, mask in loads]
-    assert [batch.hosted for batch in batches] == [2, 3, 1]
+    assert [batch.host_rows for batch in batches] == [2, 3, 1]
     for step in range(3):
         calls.clear()
         works = [Work(batch, rows[:, step : step + 1]) for batch, rows in zip(batches, shares, strict=True)]
@@ -335,7 +335,7 @@ def test_rows_in_8_bits_share_a_forward_pass(
     def widen(numbers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         live[:] = [one for one in live if one() is not None]
         most.append(len(live))
-        found = widened(numbers, scales, dtype)
+        found = dequantize_kv(numbers, scales, dtype)
         assert len(found) == 1
         live.append(weakref.ref(found))
         return found
@@ -348,7 +348,7 @@ def test_rows_in_8_bits_share_a_forward_pass(
     monkeypatch.setattr("zinfer.engine.stream.DEQUANTIZED_BYTES", 1)
     engine._widen = widen
     batches = [passes.prefill(engine, token_ids, mask, 8)[0] for token_ids, mask in loads]
-    assert sum(batch.hosted for batch in batches) == (9 - here if hosted else 0)
+    assert sum(batch.host_rows for batch in batches) == (9 - here if hosted else 0)
     assert engine.joins
     for step in range(3):
         calls.clear()
@@ -412,7 +412,7 @@ def test_rows_that_the_cpu_attends_to_share_a_forward_pass(
         batch, logits = passes.prefill(engine, token_ids, mask, 8)
         assert torch.allclose(logits, steps[0], atol=2e-4)
         batches.append(batch)
-    assert [batch.hosted for batch in batches] == [1, 2, 1]
+    assert [batch.host_rows for batch in batches] == [1, 2, 1]
     quantised: list[int] = []
 
     def coded(states: torch.Tensor) -> torch.Tensor:
@@ -501,7 +501,7 @@ def test_rows_that_come_and_go_keep_to_the_host_memory_of_the_plan(
     engine: Any = load("stream", checkpoint("llama"), "cpu", tmp_path, kv_offload="auto", kv_attention="cpu")
     expected = Workload(batch_size=40, input_len=20, output_len=12)
     batch, _ = passes.prefill(engine, *prompts((20,) * 40), 12)
-    assert batch.hosted == 14
+    assert batch.host_rows == 14
     engine.retire(batch)
     dice = random.Random(3)
     rows = [
@@ -512,10 +512,10 @@ def test_rows_that_come_and_go_keep_to_the_host_memory_of_the_plan(
     planned = engine.plan.model.kv_bytes(14, expected.total_len)
     most, merged = 0, 0
     while running.running:
-        before = sum(one.hosted for one in engine.batches)
+        before = sum(one.host_rows for one in engine.batches)
         running.step()
         merged = max(merged, running.schedule.tally.merged)
-        hosted = sum(one.hosted for one in engine.batches)
+        hosted = sum(one.host_rows for one in engine.batches)
         most = max(most, engine._kv_pool.size)
         assert hosted <= 20, before
     assert merged > 0

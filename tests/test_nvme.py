@@ -34,7 +34,7 @@ from zinfer.core.case import Case, LoadFormat, Offload, Workload
 from zinfer.core.engine import OptionError, conflict, resolve_options
 from zinfer.core.machine import override
 from zinfer.engine import direct
-from zinfer.engine.direct import PAGE, Stripes, StripeWriter
+from zinfer.engine.direct import PAGE, StripedFile, StripedWriter
 from zinfer.engine.stream import Stream, codec, disk, packed, packed_layer
 from zinfer.engine.stream.disk import DiskLayers, DiskRing
 from zinfer.plan.planner import Plan, make_plan
@@ -332,7 +332,7 @@ def test_memory_that_is_being_copied_is_not_read_into(tmp_path: Path) -> None:
     images = [packed_layer.plain([("weight", weight)], 0) for weight in weights]
     path = tmp_path / "layers.bin"
     places, sums = disk.write([path], zip(range(5), images, weights, strict=True))
-    layers, copies, seen = DiskLayers(Stripes([path]), places, sums, 0, False), deque[tuple[Copying, Any]](), 0
+    layers, copies, seen = DiskLayers(StripedFile([path]), places, sums, 0, False), deque[tuple[Copying, Any]](), 0
     layers.begin(cycle(image.pieces[0] for image in places))
     assert layers.ring_bytes == 6 * PAGE, "room for two"
     for turn in range(12):
@@ -391,7 +391,7 @@ def test_stripes_are_the_bytes_that_were_written(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(direct, "REQUEST", 2 * PAGE)
         paths = [folder / f"{number}.bin" for number in range(drives)]
-        with StripeWriter(paths) as writer:
+        with StripedWriter(paths) as writer:
             for stop in accumulate(lengths):
                 writer.write(memoryview(content)[writer._end : stop])
             writer.flush()
@@ -400,7 +400,11 @@ def test_stripes_are_the_bytes_that_were_written(
         assert max(sizes) - min(sizes) <= 2 * PAGE
         first, last = sorted(round(one * len(content)) for one in where)
         begin, end = direct.aligned(first, last)
-        with Stripes(paths) as stripes, mmap.mmap(-1, max(PAGE, end - begin)) as memory, memoryview(memory) as whole:
+        with (
+            StripedFile(paths) as stripes,
+            mmap.mmap(-1, max(PAGE, end - begin)) as memory,
+            memoryview(memory) as whole,
+        ):
             for start, stop in stripes.requests(begin, end):
                 with whole[start - begin : stop - begin] as part:
                     stripes.read(part, start, min(stop, last) - start)
@@ -611,8 +615,8 @@ def from_disk(folder: Path, ring_bytes: int, kept: set[int]) -> Callable[..., Di
                 yield index, replace(image, pieces=pieces), source[image.start : image.end]
 
         places, sums = disk.write([folder / "layers.bin"], layers())
-        ring = DiskRing(DiskLayers(Stripes([folder / "layers.bin"]), places, sums, ring_bytes, False), depth, device,
-                        queues)  # fmt: skip
+        content = DiskLayers(StripedFile([folder / "layers.bin"]), places, sums, ring_bytes, False)
+        ring = DiskRing(content, depth, device, queues)
         ring.hold(kept)
         return ring
 

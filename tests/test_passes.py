@@ -106,7 +106,7 @@ def test_windows_see_the_same_in_chunks(
     name: str, way: str, kind: kinds.Kinds, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     small_blocks(monkeypatch)
-    monkeypatch.setattr("zinfer.engine.cache.LEAST_SPARE", 4)
+    monkeypatch.setattr("zinfer.engine.cache.MIN_SPARE", 4)
     if not isinstance(make_cache(AutoConfig.from_pretrained(kind(name)), 1, 1), RowCache):
         pytest.skip("the cache that this transformers makes for it is not ours")
     engine_name, offload, options = WAYS[way]

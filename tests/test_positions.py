@@ -1,4 +1,4 @@
-"""Models that number positions by themselves: what they can do is found out, and what they cannot is not asked."""
+"""Models that number positions by themselves: a probe finds what they can do, and nobody asks for more."""
 
 from collections.abc import Callable
 from functools import cache
@@ -69,10 +69,10 @@ def test_requests_of_any_lengths_have_the_tokens_of_each_alone(
     running = ContinuousScheduler(engine, Words(), LOAD)  # type: ignore[arg-type]
     running.schedule.step = 8
     rows = sequences(9, 4, longest=6)
-    limits = [one.left for one in rows]
-    found = run(running, [rows[:5], rows[5:]], every=2)
+    limits = [row.left for row in rows]
+    done = run(running, [rows[:5], rows[5:]], every=2)
     running.end()
-    check(engine, found, limits)
+    check(engine, done, limits)
     engine.close()
 
 
@@ -89,18 +89,18 @@ def test_rows_that_must_stay_alike_get_as_many_drafts_as_the_one_with_fewest(
 ) -> None:
     small(monkeypatch)
     engine = load("stream", kind(name), "cpu", tmp_path)
-    assert WHY.get(name, "window of 8 tokens") in str(engine.one_length())
+    assert WHY.get(name, "window of 8 tokens") in str(engine.equal_lengths())
     plain, rows = alike(6, 5, 14), alike(6, 5, 14)
-    known = answers(engine, rows)
+    expected = answers(engine, rows)
     without = ContinuousScheduler(engine, Words(), LOAD)  # type: ignore[arg-type]
     run(without, [plain[:4], plain[4:]], every=2)
-    running = drafting(engine, monkeypatch, known, 0.2)
-    found = run(running, [rows[:4], rows[4:]], every=2)
+    running = drafting(engine, monkeypatch, expected, 0.2)
+    done = run(running, [rows[:4], rows[4:]], every=2)
     assert running.drafts is not None
     assert 0 < running.drafts.accepted < running.drafts.drafted
     assert running.schedule.tally.passes < without.schedule.tally.passes
     running.end()
-    check_answers(found, known)
+    check_answers(done, expected)
     engine.close()
 
 

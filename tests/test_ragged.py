@@ -102,7 +102,7 @@ def test_rows_on_the_device_join_those_of_others_though_the_cpu_attends_to_the_r
     monkeypatch.setattr("zinfer.engine.stream.cpu_attention.attend", counted)
     keep_here(monkeypatch, 3)
     engine = load("stream", checkpoint(name), "cpu", tmp_path, kv_offload="auto", kv_attention="cpu")
-    hosted = [batch.hosted for batch, *_ in batches(engine)]
+    hosted = [batch.host_rows for batch, *_ in batches(engine)]
     engine.clear()
     assert hosted == [0, 1, 1, 3]
     calls.clear()
@@ -125,7 +125,7 @@ def test_layers_of_other_kinds_join_or_not(
 ) -> None:
     """Windows move while rows decode; layers that have more than keys and values, or a mask of their own, do not
     join. DeepSeek-V3 stores what keys and values are made of, in late versions of `transformers`."""
-    monkeypatch.setattr("zinfer.engine.cache.LEAST_SPARE", 4)
+    monkeypatch.setattr("zinfer.engine.cache.MIN_SPARE", 4)
     engine = load("stream", kind(name), "cpu", tmp_path)
     check(engine, joins=joins)
     engine.close()

@@ -19,7 +19,7 @@ from tests import PATIENCE_S
 from zinfer.checkpoint import resolve
 from zinfer.checkpoint.headers import Checkpoint, CheckpointError
 from zinfer.engine import read
-from zinfer.engine.read import Group, groups_mapped, groups_read
+from zinfer.engine.read import Group, map_groups, read_groups
 from zinfer.engine.state import ModelState
 
 GROUPS: list[Group] = [("big", "odd"), ("flags", "scalar", "none"), ("wide",), ("last",)]
@@ -61,12 +61,12 @@ def test_every_tensor_arrives(chunk: int, opened: Checkpoint, monkeypatch: pytes
     groups = GROUPS if chunk > 1 else GROUPS[1:2]
     monkeypatch.setattr(read, "CHUNK", chunk)
     found: dict[str, Tensor] = {}
-    for group, tensors in zip(groups, groups_read(opened, groups), strict=True):
+    for group, tensors in zip(groups, read_groups(opened, groups), strict=True):
         assert tuple(tensors) == group
         found |= {name: tensor.clone() for name, tensor in tensors.items()}
     assert all(same(tensor, TENSORS[name]) for name, tensor in found.items())
     assert readers() == []
-    assert list(groups_read(opened, [])) == []
+    assert list(read_groups(opened, [])) == []
 
 
 def test_the_next_group_is_read_while_one_is_used(opened: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +78,7 @@ def test_the_next_group_is_read_while_one_is_used(opened: Checkpoint, monkeypatc
 
     monkeypatch.setattr(read, "_read", tell)
     groups: list[tuple[str, ...]] = [("big",), ("wide",), ("last",)]
-    source = groups_read(opened, groups)
+    source = read_groups(opened, groups)
     for begun in (2, 3, 3):
         tensors = next(source)
         for _ in range(begun):
@@ -100,7 +100,7 @@ def test_who_stops_early_leaves_no_thread(opened: Checkpoint, monkeypatch: pytes
     monkeypatch.setattr(read, "_read", slowly)
     monkeypatch.setattr(read, "CHUNK", 100)
     monkeypatch.setattr(read, "THREADS", 2)
-    source = groups_read(opened, [("odd",), ("last",)])
+    source = read_groups(opened, [("odd",), ("last",)])
     next(source)
     assert readers() != []
     source.close()
@@ -122,7 +122,7 @@ def test_a_file_that_shrinks_meanwhile_is_named(opened: Checkpoint) -> None:
     file = opened.tensors["last"].file
     os.truncate(file, file.stat().st_size - 8)
     with pytest.raises(CheckpointError, match=r"model\.safetensors is cut off: copy it again"):
-        for _ in groups_read(opened, GROUPS):
+        for _ in read_groups(opened, GROUPS):
             pass
     assert readers() == []
 
@@ -133,14 +133,14 @@ def test_a_disk_that_fails_is_an_error_of_the_reader(opened: Checkpoint, monkeyp
 
     monkeypatch.setattr(os, "preadv", fail)
     with pytest.raises(OSError, match="Input/output error"):
-        next(groups_read(opened, GROUPS))
+        next(read_groups(opened, GROUPS))
     assert readers() == []
 
 
 def test_short_of_memory_files_are_mapped(opened: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(read, "available_bytes", lambda: 1000)
     monkeypatch.setattr(read, "PinnedArena", None)
-    for source in (groups_read, groups_mapped):
+    for source in (read_groups, map_groups):
         found: dict[str, Any] = {}
         for tensors in source(opened, GROUPS):
             found |= {name: part[...] for name, part in tensors.items() if TENSORS[name].dim()}
@@ -157,7 +157,7 @@ def test_a_header_that_is_wrong_is_refused(change: dict[str, Any], says: str, op
     wrong = info._replace(**change)
     spoilt = Checkpoint(opened.directory, opened.config, {**opened.tensors, "big": wrong})
     with pytest.raises(CheckpointError, match=says):
-        next(groups_read(spoilt, GROUPS))
+        next(read_groups(spoilt, GROUPS))
 
 
 def test_the_revision_changes_with_any_matrix(checkpoint: Callable[..., Path], tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from tests.test_parity import load
 from tests.test_passes import WAYS, alone, keep_here, sequences, small_blocks
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, MicroBatch, Work
-from zinfer.engine.cache import Gaps, RowCache, make_cache, taken
+from zinfer.engine.cache import RowCache, RowMask, copy_slots, make_cache
 from zinfer.generation import passes
 
 Checkpoints = Callable[..., Path]
@@ -85,23 +85,23 @@ def test_rows_are_merged_split_and_compacted(
     if way in MIXED:
         keep_here(monkeypatch, 2)
     engine = load(name, checkpoint(architecture), offload, tmp_path, **options)
-    assert engine.cannot_regroup() is None
+    assert engine.cannot_move_rows() is None
     rows = Rows(engine, 0.05 if way in EIGHT_BITS else 1e-4)
     one = rows.begin("a", FIRST, 1, 2)
     two = rows.begin("b", SECOND, 2, 1)
-    merged = engine.regroup([(one, [0, 1, 2]), (two, [0, 1])], 24)
+    merged = engine.move_rows([(one, [0, 1, 2]), (two, [0, 1])], 24)
     assert engine.batches == [merged]
     assert (merged.length, merged.capacity) == (14, 24)
     names = ["a0", "a1", "a2", "b0", "b1"]
     rows.step({merged: names})
     rows.step({merged: names})
-    part = engine.regroup([(merged, [1, 4])], 24)  # the short ones: much padding goes
+    part = engine.move_rows([(merged, [1, 4])], 24)  # the short ones: much padding goes
     assert (part.length, merged.batch_size) == (9, 3)
     rows.step({merged: ["a0", "a2", "b0"], part: ["a1", "b1"]})
     engine.retire(merged, [0])
     rows.step({part: ["a1", "b1"], merged: ["a2", "b0"]})
     third = rows.begin("c", (6,), 3, 0)
-    back = engine.regroup([(part, [1]), (merged, [1]), (third, [0])], 30)
+    back = engine.move_rows([(part, [1]), (merged, [1]), (third, [0])], 30)
     names = ["b1", "b0", "c0"]
     for _ in range(3):
         rows.step({back: names, part: ["a1"], merged: ["a2"]})
@@ -114,23 +114,23 @@ def test_rows_are_merged_split_and_compacted(
 def test_every_kind_of_layer_moves_or_says_why_not(
     name: str, kind: kinds.Kinds, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr("zinfer.engine.cache.LEAST_SPARE", 4)
+    monkeypatch.setattr("zinfer.engine.cache.MIN_SPARE", 4)
     engine = load("stream", kind(name), "cpu", tmp_path)
-    why_not = engine.cannot_regroup()
+    why_not = engine.cannot_move_rows()
     if why_not is not None:
         cache = None if engine._own_cache else make_cache(engine.model.config, 1, 1)  # type: ignore[attr-defined]
         assert not isinstance(cache, RowCache) or "padding" in why_not
         with pytest.raises(EngineError, match=why_not.split("(")[0]):
-            engine.regroup([], 1)
+            engine.move_rows([], 1)
         engine.close()
         return
     rows = Rows(engine)
     one = rows.begin("a", (9, 9), 1, 3, 12)
     two = rows.begin("b", (4,), 2, 5, 12)
-    merged = engine.regroup([(two, [0]), (one, [1])], 24)
+    merged = engine.move_rows([(two, [0]), (one, [1])], 24)
     for _ in range(4):
         rows.step({merged: ["b0", "a1"], one: ["a0"]})
-    merged = engine.regroup([(one, [0]), (merged, [0, 1])], 26)
+    merged = engine.move_rows([(one, [0]), (merged, [0, 1])], 26)
     for _ in range(3):
         rows.step({merged: ["a0", "b0", "a1"]})
     engine.close()
@@ -151,10 +151,10 @@ def test_forgotten_positions_are_left_behind(
     engine.rollback(batch, torch.tensor([14, 11, 11]))
     rows.made["a0"] += 3
     rows.step({batch: ["a0", "a1", "a2"]})
-    moved = engine.regroup([(batch, [0, 1, 2])], 30)
+    moved = engine.move_rows([(batch, [0, 1, 2])], 30)
     assert moved.length == 15
     rows.step({moved: ["a0", "a1", "a2"]})
-    short = engine.regroup([(moved, [1, 2])], 30)
+    short = engine.move_rows([(moved, [1, 2])], 30)
     assert short.length == 11
     rows.step({moved: ["a0"], short: ["a1", "a2"]})
     engine.close()
@@ -172,14 +172,14 @@ def test_rows_that_cannot_be_moved_are_refused(checkpoint: Checkpoints, tmp_path
     ]
     for sources in refused:
         with pytest.raises(ValueError, match="row"):
-            engine.regroup(sources, 20)
+            engine.move_rows(sources, 20)
     with pytest.raises(ValueError, match="does not fit"):
-        engine.regroup([(batch, [0])], 4)
+        engine.move_rows([(batch, [0])], 4)
     with pytest.raises(ValueError, match="admitted"):
-        engine.regroup([(MicroBatch(1, 1, 1), [0])], 4)
+        engine.move_rows([(MicroBatch(1, 1, 1), [0])], 4)
     empty = engine.admit(torch.ones(1, 4, dtype=torch.int64), 8)
     with pytest.raises(EngineError, match="are computed"):
-        engine.regroup([(empty, [0])], 8)
+        engine.move_rows([(empty, [0])], 8)
     engine.close()
 
 
@@ -191,8 +191,8 @@ def test_slots_are_taken_bit_by_bit(size: int, dtype: torch.dtype) -> None:
     real = torch.rand(2, 8) > 0.4
     rows, held = torch.tensor([3, 1]), slice(2, 7)
     for memory in (whole[..., :size].contiguous(), whole[..., 2:], whole[:, :, 1:, :size]):
-        assert torch.equal(taken(memory, rows, held, None), memory[rows, :, held])
-        found = taken(memory, rows, held, Gaps(real))
+        assert torch.equal(copy_slots(memory, rows, held, None), memory[rows, :, held])
+        found = copy_slots(memory, rows, held, RowMask(real))
         for row, own, states in zip(rows.tolist(), real[:, -5:], found, strict=True):
             order = [*range(2, 7)]
             order = [slot for slot, kept in zip(order, own, strict=True) if not kept] + [

@@ -87,7 +87,7 @@ class Engine:
             if kind == "admit":
                 assert len(group.rows) >= 1
                 self.live[group] = len(group.rows), group.length, group.capacity
-            elif kind == "regroup":
+            elif kind == "move_rows":
                 assert self.able.regroups
                 for source, places in sources:
                     rows, length, _ = self.live.pop(source)
@@ -119,7 +119,7 @@ class Engine:
                 assert kind == "retire" or not self.able.snapshots or not group.running
                 self.live.pop(group, None) or self.kept.pop(group)
         assert {id(group) for group in schedule.groups} == {id(group) for group in self.live}
-        assert len(planned.works) <= 1 or self.able.one_trip
+        assert len(planned.works) <= 1 or self.able.one_pass
         assert len({id(work.group) for work in planned.works}) == len(planned.works)
         for group, count in planned.works:
             rows, length, capacity = self.live[group]
@@ -278,8 +278,8 @@ def test_rows_end_early() -> None:
 @pytest.mark.parametrize(
     "able",
     [
-        Abilities(one_trip=False),
-        Abilities(one_trip=False, regroups=False, chunks=False, snapshots=False),
+        Abilities(one_pass=False),
+        Abilities(one_pass=False, regroups=False, chunks=False, snapshots=False),
         Abilities(regroups="rarely"),
         Abilities(chunks=False, snapshots=False),
     ],
@@ -291,7 +291,7 @@ def test_engines_that_can_do_less_go_on_with_what_they_can(able: Abilities) -> N
     tally, passes = simulate(rows, Limits(80_000), able)
     assert sum(one.tokens for one in passes) == sum(left)
     assert tally.again == 0
-    if able.one_trip is False and able.regroups:
+    if able.one_pass is False and able.regroups:
         assert tally.passes < 4 * max(left)
 
 
@@ -403,7 +403,7 @@ WAYS = [
     pytest.param(Limits(1_000_000, 64), Abilities(), id="rows"),
     pytest.param(Limits(12_000), Abilities(), id="positions"),
     pytest.param(Limits(12_000), Abilities(regroups="rarely", snapshots=False), id="in host memory"),
-    pytest.param(Limits(1_000_000, 64), Abilities(one_trip=False), id="a trip each"),
+    pytest.param(Limits(1_000_000, 64), Abilities(one_pass=False), id="a trip each"),
     pytest.param(Limits(1_000_000, 64), Abilities(snapshots=False, chunks=False), id="no chunks"),
 ]
 

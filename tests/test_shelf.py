@@ -22,6 +22,9 @@ MODEL = {"model": "tiny", "revision": "r1"}
 TOKENS = torch.randint(4, 128, (40,), generator=torch.Generator().manual_seed(2)).tolist()
 
 
+HEADERS = b"[1,2]", b"12", b'{"a":' * 5000 + b"1" + b"}" * 5000, b'{"a": {"data_offsets": [0, 1.5]}}'
+
+
 @pytest.fixture(scope="module")
 def engine(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
     loaded = load("stream", checkpoint("llama"), "none", tmp_path_factory.mktemp("engine"))
@@ -29,149 +32,149 @@ def engine(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFac
     loaded.close()
 
 
+class Bench:
+    """Prefix caches of an engine, and what they say."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self.messages = engine, list[str]()
+
+    def size(self, positions: int) -> int:
+        return self.engine.plan.model.kv_bytes(1, positions)
+
+    def cache(self, positions: int = 1000, **fields: Any) -> PrefixCache:
+        """Return a prefix cache with memory for a number of positions."""
+        defaults: dict[str, Any] = {"identity": MODEL, "size": self.size(positions), "folder_size": 1 << 30}
+        return PrefixCache(**(defaults | {"say": self.messages.append} | fields))
+
+    def run(self, tokens: list[int], cache: PrefixCache | None = None) -> tuple[torch.Tensor, int]:
+        """Return the logits after `tokens`, which are kept then, and the number of cached ones."""
+        parts = cache.find(tokens) if cache else []
+        ids = torch.tensor([tokens])
+        logits = prefill(self.engine, ids, torch.ones_like(ids), past=parts)
+        if cache:
+            cache.keep(tokens, self.engine, self.engine.batches[-1])
+        return logits, sum(part.length for part in parts)
+
+    def check(self, cache: PrefixCache, tokens: list[int], cached: int) -> None:
+        logits, found = self.run(tokens, cache)
+        assert found == cached
+        assert torch.allclose(logits, self.run(tokens)[0], atol=1e-4)
+
+
 @pytest.fixture
-def told() -> list[str]:
-    return []
+def bench(engine: Engine) -> Bench:
+    return Bench(engine)
 
 
-def shelf(engine: Engine, told: list[str], positions: int = 1000, **fields: Any) -> PrefixCache:
-    """Return a prefix cache with memory for a number of positions."""
-    size = engine.plan.model.kv_bytes(1, positions)
-    known: dict[str, Any] = {"identity": MODEL, "size": size, "folder_size": 1 << 30, "say": told.append}
-    return PrefixCache(**(known | fields))
-
-
-def run(engine: Engine, tokens: list[int], own: PrefixCache | None = None) -> tuple[torch.Tensor, int]:
-    """Return the logits after `tokens`, which are kept then, and the number of them that were found in the cache."""
-    parts = own.find(tokens) if own else []
-    ids = torch.tensor([tokens])
-    logits = prefill(engine, ids, torch.ones_like(ids), past=parts)
-    known = sum(part.length for part in parts)
-    if own:
-        own.keep(tokens, engine, engine.batches[-1])
-    return logits, known
-
-
-def check(engine: Engine, own: PrefixCache, tokens: list[int], known: int) -> None:
-    logits, found = run(engine, tokens, own)
-    assert found == known
-    assert torch.allclose(logits, run(engine, tokens)[0], atol=1e-4)
-
-
-def test_each_turn_finds_the_one_before_and_an_edited_one_their_beginning(engine: Engine, told: list[str]) -> None:
-    own = shelf(engine, told)
-    check(engine, own, TOKENS[:10], 0)
-    check(engine, own, TOKENS[:20], 10)
-    check(engine, own, TOKENS[:35], 20)
-    assert own.held == engine.plan.model.kv_bytes(1, 35), "no position is there twice"
-    check(engine, own, TOKENS[:35], 34)
-    check(engine, own, [*TOKENS[:25], 5, 6, 7, 8], 25)
-    check(engine, own, [*TOKENS[:25], 5, 6, 7, 8, 9], 29)
-    check(engine, own, TOKENS[:3], 2)
-    assert told == []
-    own.close()
-    assert own.held == 0
+def test_each_turn_finds_the_one_before_and_an_edited_one_their_beginning(bench: Bench) -> None:
+    cache = bench.cache()
+    bench.check(cache, TOKENS[:10], 0)
+    bench.check(cache, TOKENS[:20], 10)
+    bench.check(cache, TOKENS[:35], 20)
+    assert cache.held == bench.size(35), "no position is there twice"
+    bench.check(cache, TOKENS[:35], 34)
+    bench.check(cache, [*TOKENS[:25], 5, 6, 7, 8], 25)
+    bench.check(cache, [*TOKENS[:25], 5, 6, 7, 8, 9], 29)
+    bench.check(cache, TOKENS[:3], 2)
+    assert bench.messages == []
+    cache.close()
+    assert cache.held == 0
 
 
 @pytest.mark.parametrize("piece", [1, 7, 1 << 30])
-def test_the_last_token_is_always_computed(engine: Engine, told: list[str], piece: int) -> None:
+def test_the_last_token_is_always_computed(bench: Bench, piece: int) -> None:
     """Its logits are those of the next token, so `matched` and `find` leave it out, however much is kept."""
-    own = shelf(engine, told, piece=piece)
-    run(engine, TOKENS[:20], own)
+    cache = bench.cache(piece=piece)
+    bench.run(TOKENS[:20], cache)
     for count in (1, 2, 7, 8, 19, 20):
-        assert own.matched(TOKENS[:count]) == sum(part.length for part in own.find(TOKENS[:count])) == count - 1
-    for asked, known in (([], 0), (TOKENS[:21], 20), ([*TOKENS[:19], 5], 19), ([5], 0)):
-        assert own.matched(asked) == sum(part.length for part in own.find(asked)) == known
-    assert told == []
-    own.close()
+        assert cache.matched(TOKENS[:count]) == sum(part.length for part in cache.find(TOKENS[:count])) == count - 1
+    for asked, cached in (([], 0), (TOKENS[:21], 20), ([*TOKENS[:19], 5], 19), ([5], 0)):
+        assert cache.matched(asked) == sum(part.length for part in cache.find(asked)) == cached
+    assert bench.messages == []
 
 
-def test_the_least_recently_used_goes_first_and_its_end_before_its_beginning(engine: Engine, told: list[str]) -> None:
-    own = shelf(engine, told, positions=40)
+def test_the_least_recently_used_goes_first_and_its_end_before_its_beginning(bench: Bench) -> None:
+    cache = bench.cache(positions=40)
     other, third = TOKENS[::-1], [7, *TOKENS[5:]]
-    run(engine, TOKENS[:10], own)
-    run(engine, TOKENS[:20], own)
-    run(engine, other[:20], own)
-    assert own.held == engine.plan.model.kv_bytes(1, 40)
-    run(engine, third[:10], own)  # takes the place of the first one's end
-    assert own.held == engine.plan.model.kv_bytes(1, 40)
-    assert sum(part.length for part in own.find(TOKENS)) == 10
-    assert sum(part.length for part in own.find(other)) == 20
-    run(engine, third[:39], own)
-    assert sum(part.length for part in own.find(other)) == 0
-    assert told == []
-    run(engine, [8, *TOKENS, 5], own)
-    assert "limited" in told[0]
-    own.close()
+    bench.run(TOKENS[:10], cache)
+    bench.run(TOKENS[:20], cache)
+    bench.run(other[:20], cache)
+    assert cache.held == bench.size(40)
+    bench.run(third[:10], cache)  # takes the place of the first one's end
+    assert cache.held == bench.size(40)
+    assert sum(part.length for part in cache.find(TOKENS)) == 10
+    assert sum(part.length for part in cache.find(other)) == 20
+    bench.run(third[:39], cache)
+    assert sum(part.length for part in cache.find(other)) == 0
+    assert bench.messages == []
+    bench.run([8, *TOKENS, 5], cache)
+    assert "limited" in bench.messages[0]
 
 
-def test_a_beginning_that_two_share_is_there_once_and_the_end_may_go_alone(engine: Engine, told: list[str]) -> None:
+def test_a_beginning_that_two_share_is_there_once_and_the_end_may_go_alone(bench: Bench) -> None:
     """A second conversation parts from the first within a node; ends of both go before the common beginning."""
-    own = shelf(engine, told, positions=50, piece=8)
-    check(engine, own, TOKENS[:20], 0)
+    cache = bench.cache(positions=50, piece=8)
+    bench.check(cache, TOKENS[:20], 0)
     other = [*TOKENS[:13], *TOKENS[29:13:-1]]
-    check(engine, own, other, 13)
-    assert own.held == engine.plan.model.kv_bytes(1, 20 + len(other) - 13)
-    check(engine, own, TOKENS[:20], 19)
-    check(engine, own, other, len(other) - 1)
-    assert own.matched([*TOKENS[:20], 5]) == 20
-    check(engine, own, [*other, *TOKENS[:20]], len(other))  # 50 positions: the end of the first one goes
-    assert own.matched([*TOKENS[:20], 5]) == 13
-    assert own.held <= engine.plan.model.kv_bytes(1, 50)
-    check(engine, own, TOKENS[:20], 13)
-    assert own.matched([*other, 5]) == len(other)
-    own.close()
-    assert (own.held, own.matched(TOKENS)) == (0, 0)
+    bench.check(cache, other, 13)
+    assert cache.held == bench.size(20 + len(other) - 13)
+    bench.check(cache, TOKENS[:20], 19)
+    bench.check(cache, other, len(other) - 1)
+    assert cache.matched([*TOKENS[:20], 5]) == 20
+    bench.check(cache, [*other, *TOKENS[:20]], len(other))  # 50 positions: the end of the first one goes
+    assert cache.matched([*TOKENS[:20], 5]) == 13
+    assert cache.held <= bench.size(50)
+    bench.check(cache, TOKENS[:20], 13)
+    assert cache.matched([*other, 5]) == len(other)
+    cache.close()
+    assert (cache.held, cache.matched(TOKENS)) == (0, 0)
 
 
-def test_host_memory_that_others_need_is_given_back(
-    engine: Engine, told: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_host_memory_that_others_need_is_given_back(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     free = 0
-    each = engine.plan.model.kv_bytes(1, 1)
-    own = shelf(engine, told, piece=8, spare=100)
-    monkeypatch.setattr("zinfer.generation.prefix_cache.available_bytes", lambda: free - own.held)
-    run(engine, TOKENS[:10], own)
-    assert own.held == 0, "no memory but what is to stay free"
+    each = bench.size(1)
+    cache = bench.cache(piece=8, spare=100)
+    monkeypatch.setattr("zinfer.generation.prefix_cache.available_bytes", lambda: free - cache.held)
+    bench.run(TOKENS[:10], cache)
+    assert cache.held == 0, "no memory but what is to stay free"
     free = 100 + 20 * each
-    run(engine, TOKENS[:20], own)
-    assert own.held == 20 * each
-    own.give_way(0)
-    assert own.held == 20 * each
-    own.give_way(5 * each)
-    assert own.matched(TOKENS) == 8, "the last 12 positions are in two nodes"
-    own.give_way(1 << 40)
-    assert own.held == 0
-    own.close()
+    bench.run(TOKENS[:20], cache)
+    assert cache.held == 20 * each
+    cache.give_way(0)
+    assert cache.held == 20 * each
+    cache.give_way(5 * each)
+    assert cache.matched(TOKENS) == 8, "the last 12 positions are in two nodes"
+    cache.give_way(1 << 40)
+    assert cache.held == 0
 
 
-def test_the_disk_gives_it_back_after_a_restart(engine: Engine, told: list[str], tmp_path: Path) -> None:
+def test_the_disk_gives_it_back_after_a_restart(bench: Bench, tmp_path: Path) -> None:
     folder = tmp_path / "kv"
-    own = shelf(engine, told, folder=folder)
-    run(engine, TOKENS[:10], own)
-    run(engine, TOKENS[:30], own)
-    own.close()
+    cache = bench.cache(folder=folder)
+    bench.run(TOKENS[:10], cache)
+    bench.run(TOKENS[:30], cache)
+    cache.close()
     assert len(list(folder.iterdir())) == 2
-    again = shelf(engine, told, folder=folder)
+    again = bench.cache(folder=folder)
     assert again.held == 0, "nothing is read before it is needed"
-    check(engine, again, [*TOKENS[:9], 5, 6], 9)
-    check(engine, again, TOKENS[:35], 30)
+    bench.check(again, [*TOKENS[:9], 5, 6], 9)
+    bench.check(again, TOKENS[:35], 30)
     again.close()
-    small = shelf(engine, told, positions=12, folder=folder)
-    check(engine, small, TOKENS[:36], 10)  # as far as memory goes
+    small = bench.cache(positions=12, folder=folder)
+    bench.check(small, TOKENS[:36], 10)  # as far as memory goes
     small.close()
-    assert told == []
+    assert bench.messages == []
 
 
-def test_memory_gives_way_to_what_is_on_disk(engine: Engine, told: list[str], tmp_path: Path) -> None:
-    own = shelf(engine, told, positions=25, folder=tmp_path)
-    run(engine, TOKENS[:20], own)
-    run(engine, TOKENS[::-1][:20], own)
-    check(engine, own, TOKENS[:21], 20)
-    check(engine, own, TOKENS[::-1][:21], 20)
-    assert own.held <= engine.plan.model.kv_bytes(1, 25)
-    own.close()
-    assert told == []
+def test_memory_gives_way_to_what_is_on_disk(bench: Bench, tmp_path: Path) -> None:
+    cache = bench.cache(positions=25, folder=tmp_path)
+    bench.run(TOKENS[:20], cache)
+    bench.run(TOKENS[::-1][:20], cache)
+    bench.check(cache, TOKENS[:21], 20)
+    bench.check(cache, TOKENS[::-1][:21], 20)
+    assert cache.held <= bench.size(25)
+    cache.close()
+    assert bench.messages == []
 
 
 @pytest.mark.parametrize(
@@ -183,91 +186,78 @@ def test_memory_gives_way_to_what_is_on_disk(engine: Engine, told: list[str], tm
         (lambda content: content.replace(b'tokens\\": [', b'tokens\\": [1'), "is damaged|header"),
         (lambda content: b"x" * 100, "not a safetensors file"),
         (lambda content: b"", "not a safetensors file"),
+        *((lambda _, header=header: len(header).to_bytes(8, "little") + header, "") for header in HEADERS),
     ],
 )
 def test_a_damaged_file_costs_a_line_and_is_written_again(
-    change: Callable[[bytes], bytes], message: str | None, engine: Engine, told: list[str], tmp_path: Path
+    change: Callable[[bytes], bytes], message: str | None, bench: Bench, tmp_path: Path
 ) -> None:
-    own = shelf(engine, told, folder=tmp_path)
-    run(engine, TOKENS[:20], own)
-    own.close()
+    cache = bench.cache(folder=tmp_path)
+    bench.run(TOKENS[:20], cache)
+    cache.close()
     (path,) = tmp_path.iterdir()
     path.write_bytes(change(path.read_bytes()))
-    again = shelf(engine, told, folder=tmp_path)
-    check(engine, again, TOKENS[:20], 0)
+    again = bench.cache(folder=tmp_path)
+    bench.check(again, TOKENS[:20], 0)
     again.close()
     if message is not None:
-        assert len(told) == 1
-        assert told[0].startswith("skipped: ")
-        assert any(words in told[0] for words in message.split("|"))
-    third = shelf(engine, told, folder=tmp_path)
-    check(engine, third, TOKENS[:21], 20)
-    third.close()
+        assert len(bench.messages) == 1
+        assert bench.messages[0].startswith("skipped: ")
+        assert any(words in bench.messages[0] for words in message.split("|"))
+    third = bench.cache(folder=tmp_path)
+    bench.check(third, TOKENS[:21], 20)
 
 
-def test_files_of_others_are_left_alone(engine: Engine, told: list[str], tmp_path: Path) -> None:
-    own = shelf(engine, told, folder=tmp_path)
-    run(engine, TOKENS[:20], own)
-    own.close()
-    other = shelf(engine, told, folder=tmp_path, identity=MODEL | {"revision": "r2"})
-    check(engine, other, TOKENS[:20], 0)
+def test_files_of_others_are_left_alone(bench: Bench, tmp_path: Path) -> None:
+    cache = bench.cache(folder=tmp_path)
+    bench.run(TOKENS[:20], cache)
+    cache.close()
+    other = bench.cache(folder=tmp_path, identity=MODEL | {"revision": "r2"})
+    bench.check(other, TOKENS[:20], 0)
     other.close()
-    assert [mentions(note, "skipped", "1 files", str(tmp_path)) for note in told] == [True]
+    assert [mentions(note, "skipped", "1 files", str(tmp_path)) for note in bench.messages] == [True]
     assert len(list(tmp_path.iterdir())) == 2
-    told.clear()
+    bench.messages.clear()
     (tmp_path / "0.safetensors").write_bytes(b"\x02\0\0\0\0\0\0\0{}")
-    own = shelf(engine, told, folder=tmp_path)
-    check(engine, own, TOKENS[:21], 20)
-    own.close()
-    assert "0.safetensors" in told[0]
+    cache = bench.cache(folder=tmp_path)
+    bench.check(cache, TOKENS[:21], 20)
+    cache.close()
+    assert "0.safetensors" in bench.messages[0]
 
 
-def test_the_disk_has_a_budget_and_may_fail(engine: Engine, told: list[str], tmp_path: Path) -> None:
-    own = shelf(engine, told, folder=tmp_path)
-    run(engine, TOKENS[:20], own)
+def test_the_disk_has_a_budget_and_may_fail(bench: Bench, tmp_path: Path) -> None:
+    cache = bench.cache(folder=tmp_path)
+    bench.run(TOKENS[:20], cache)
     (first,) = tmp_path.iterdir()
-    own.close()
-    tight = shelf(engine, told, folder=tmp_path, folder_size=first.stat().st_size * 3 // 2)
-    run(engine, TOKENS[::-1][:20], tight)
+    cache.close()
+    tight = bench.cache(folder=tmp_path, folder_size=first.stat().st_size * 3 // 2)
+    bench.run(TOKENS[::-1][:20], tight)
     assert first.exists() is False
     assert len(list(tmp_path.iterdir())) == 1
-    check(engine, tight, TOKENS[::-1][:21], 20)
+    bench.check(tight, TOKENS[::-1][:21], 20)
     tight.close()
-    assert told == []
-    none = shelf(engine, told, folder=tmp_path, folder_size=10)
-    run(engine, [9, *TOKENS], none)
-    assert "are not written" in told.pop()
-    check(engine, none, [9, *TOKENS, 3], 41)
+    assert bench.messages == []
+    none = bench.cache(folder=tmp_path, folder_size=10)
+    bench.run([9, *TOKENS], none)
+    assert "are not written" in bench.messages.pop()
+    bench.check(none, [9, *TOKENS, 3], 41)
     none.close()
-    told.clear()
+    bench.messages.clear()
     blocked = tmp_path / "file"
     blocked.write_text("")
-    run(engine, TOKENS, shelf(engine, told, folder=blocked))
-    assert len(told) == 1
-    assert told[0].endswith(f"neither read from disk nor written to it: {blocked} is not a folder")
+    bench.run(TOKENS, bench.cache(folder=blocked))
+    assert len(bench.messages) == 1
+    assert bench.messages[0].endswith(f"neither read from disk nor written to it: {blocked} is not a folder")
 
 
-def test_files_that_vanish_are_missed_without_harm(engine: Engine, told: list[str], tmp_path: Path) -> None:
-    own = shelf(engine, told, folder=tmp_path)
-    run(engine, TOKENS[:20], own)
-    own.close()
-    again = shelf(engine, told, folder=tmp_path)
+def test_files_that_vanish_are_missed_without_harm(bench: Bench, tmp_path: Path) -> None:
+    cache = bench.cache(folder=tmp_path)
+    bench.run(TOKENS[:20], cache)
+    cache.close()
+    again = bench.cache(folder=tmp_path)
     shutil.rmtree(tmp_path)
-    check(engine, again, TOKENS[:21], 0)
-    assert told[0].startswith("skipped: ")
-    again.close()
-
-
-@pytest.mark.parametrize(
-    "header", ["[1,2]", "12", '{"a":' * 5000 + "1" + "}" * 5000, '{"a": {"data_offsets": [0, 1.5]}}']
-)
-def test_a_file_with_a_wrong_header_costs_a_line(engine: Engine, told: list[str], tmp_path: Path, header: str) -> None:
-    text = header.encode()
-    (tmp_path / "bad.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
-    own = shelf(engine, told, folder=tmp_path)
-    assert len(told) == 1
-    assert "skipped: " in told[0]
-    check(engine, own, TOKENS[:10], 0)
+    bench.check(again, TOKENS[:21], 0)
+    assert bench.messages[0].startswith("skipped: ")
 
 
 def test_a_file_takes_no_more_memory_than_it_has(tmp_path: Path) -> None:
@@ -280,22 +270,15 @@ def test_a_file_takes_no_more_memory_than_it_has(tmp_path: Path) -> None:
         kv_file.read(path, 0, pin=False)
 
 
-def test_files_of_conversations_are_private(engine: Engine, told: list[str], tmp_path: Path) -> None:
-    check(engine, shelf(engine, told, folder=tmp_path), TOKENS[:10], 0)
-    (path,) = tmp_path.iterdir()
-    assert path.stat().st_mode & 0o777 == 0o600
-
-
 @pytest.mark.parametrize("way", ["fifo", "link", "group", "everyone", "owner"])
-def test_a_file_that_others_may_have_written_is_not_believed(
-    engine: Engine, told: list[str], tmp_path: Path, way: str
-) -> None:
+def test_a_file_that_others_may_have_written_is_not_believed(bench: Bench, tmp_path: Path, way: str) -> None:
     folder = tmp_path / "kv"
-    first = shelf(engine, told, folder=folder)
-    check(engine, first, TOKENS[:10], 0)
+    first = bench.cache(folder=folder)
+    bench.check(first, TOKENS[:10], 0)
     first.close()
     assert folder.stat().st_mode & 0o777 == 0o700
     (path,) = folder.iterdir()
+    assert path.stat().st_mode & 0o777 == 0o600
     if way == "owner":
         if os.geteuid():
             pytest.skip("only root can give files away")
@@ -305,25 +288,22 @@ def test_a_file_that_others_may_have_written_is_not_believed(
     else:
         path.rename(tmp_path / "moved")
         os.mkfifo(path) if way == "fifo" else path.symlink_to(tmp_path / "moved")
-    second = shelf(engine, told, folder=folder)
-    assert len(told) == 1
-    assert told[0].startswith(f"skipped: {path} ")
+    second = bench.cache(folder=folder)
+    assert len(bench.messages) == 1
+    assert bench.messages[0].startswith(f"skipped: {path} ")
     assert second.find(TOKENS[:10]) == []
-    second.close()
 
 
 @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770])
-def test_a_folder_that_others_may_write_to_is_not_used(
-    engine: Engine, told: list[str], tmp_path: Path, mode: int
-) -> None:
-    first = shelf(engine, told, folder=tmp_path / "kv")
-    run(engine, TOKENS[:10], first)
+def test_a_folder_that_others_may_write_to_is_not_used(bench: Bench, tmp_path: Path, mode: int) -> None:
+    first = bench.cache(folder=tmp_path / "kv")
+    bench.run(TOKENS[:10], first)
     first.close()
     (tmp_path / "kv").chmod(mode)
     before = list((tmp_path / "kv").iterdir())
-    second = shelf(engine, told, folder=tmp_path / "kv")
-    assert len(told) == 1
-    assert mentions(told[0], "can be written to by other users", "chmod go-w")
-    check(engine, second, TOKENS[:20], 0)
+    second = bench.cache(folder=tmp_path / "kv")
+    assert len(bench.messages) == 1
+    assert mentions(bench.messages[0], "can be written to by other users", "chmod go-w")
+    bench.check(second, TOKENS[:20], 0)
     second.close()
     assert list((tmp_path / "kv").iterdir()) == before

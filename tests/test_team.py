@@ -42,16 +42,23 @@ def single(checkpoint: Checkpoints, tmp_path: Path) -> Iterator[Engine]:
     loaded.close()
 
 
+def check_alone(engine: Engine, rows: list[Sequence], limits: list[int]) -> None:
+    """Check that rows got the tokens that each gets alone, up to its limit."""
+    for row, limit in zip(rows, limits, strict=True):
+        assert (row.error, row.finish_reason) == (None, "length")
+        assert row.output_ids == alone(engine, row.prompt_ids, limit), row.key
+
+
 def test_tokens_are_those_of_transformers(team: Engine, checkpoint: Checkpoints) -> None:
     for lengths, expected in zip(BATCHES, reference(checkpoint("llama")), strict=True):
         assert torch.equal(greedy(team, lengths), expected)
-    found = team.effective()
-    assert found.settings["gpus"] == 2
-    assert found.wire_bytes_per_step == found.host_weight_bytes == found.streamed_bytes_per_step
+    effective = team.effective()
+    assert effective.settings["gpus"] == 2
+    assert effective.wire_bytes_per_step == effective.host_weight_bytes == effective.streamed_bytes_per_step
     assert team.bring() == sum(image.end - image.start for image in team._engine.ring.images[::4])  # type: ignore[attr-defined]
-    own, other = team._all("host_memory")  # type: ignore[attr-defined]
-    assert all(found.host_weight_bytes <= shared < peak for peak, shared in (own, other))
-    assert team.host_memory() == pytest.approx(own[0] + other[0] - other[1], rel=0.05), "the weights once"
+    leader, other = team._all("host_memory")  # type: ignore[attr-defined]
+    assert all(effective.host_weight_bytes <= shared < peak for peak, shared in (leader, other))
+    assert team.host_memory() == pytest.approx(leader[0] + other[0] - other[1], rel=0.05), "the weights once"
     team.clear()
 
 
@@ -80,25 +87,23 @@ def test_sequences_that_come_and_go(team: Engine, single: Engine, monkeypatch: P
     running = ContinuousScheduler(team, Words(), LOAD)  # type: ignore[arg-type]
     running.schedule.step = 8
     rows = sequences(14, 3)
-    limits = [one.left for one in rows]
-    found = run(running, [rows[:5], rows[5:6], rows[6:]])
+    limits = [row.left for row in rows]
+    done = run(running, [rows[:5], rows[5:6], rows[6:]])
     assert running.schedule.tally.merged > 0
     running.end()
-    for one, limit in zip(found, limits, strict=True):
-        assert (one.error, one.finish_reason) == (None, "length")
-        assert one.output_ids == alone(single, one.prompt_ids, limit), one.key
+    check_alone(single, done, limits)
 
 
 def test_drafts_are_verified(team: Engine, single: Engine, monkeypatch: Patch) -> None:
     small(monkeypatch)
     rows = sequences(9, 3)
-    known = {one.key: (one.prompt_ids, alone(single, one.prompt_ids, one.left)) for one in rows}
-    running = drafting(team, monkeypatch, known, 0.4)
-    found = run(running, [rows[:5], rows[5:]])
+    answers = {row.key: (row.prompt_ids, alone(single, row.prompt_ids, row.left)) for row in rows}
+    running = drafting(team, monkeypatch, answers, 0.4)
+    done = run(running, [rows[:5], rows[5:]])
     assert running.drafts is not None
     assert 0 < running.drafts.accepted < running.drafts.drafted
     running.end()
-    assert [one.output_ids for one in found] == [known[one.key][1] for one in found]
+    assert [row.output_ids for row in done] == [answers[row.key][1] for row in done]
 
 
 @pytest.mark.parametrize("fault", [MemoryError("no room"), EngineError("not this")])
@@ -152,15 +157,14 @@ def test_running_rows_outlast_a_pass_without_memory_on_one_rank(
     running = ContinuousScheduler(team, Words(), LOAD)  # type: ignore[arg-type]
     running.schedule.step = 8
     rows = alike(12, 9, 12)
-    limits = [one.left for one in rows]
+    limits = [row.left for row in rows]
     with monkeypatch.context() as patch:
         asked, lost = fall_short(running, patch, prompts=True)
-        found = run(running, [rows[:6], rows[6:]])
+        done = run(running, [rows[:6], rows[6:]])
     assert lost == asked
     assert running.schedule.tally.retries == len(asked) == 2
     running.end()
-    for one, limit in zip(found, limits, strict=True):
-        assert one.output_ids == alone(single, one.prompt_ids, limit), one.key
+    check_alone(single, done, limits)
 
 
 def test_a_step_has_a_timeline_with_gathers(team: Engine) -> None:
@@ -170,16 +174,16 @@ def test_a_step_has_a_timeline_with_gathers(team: Engine) -> None:
     spans = team.timeline([Work(batch, logits.argmax(-1)[:, None])])
     within_ms = (perf_counter() - begun) * 1e3
     layers = team.plan.model.num_layers
-    own = by_rank(spans)
-    assert [one[0].rank for one in own] == [0, 1]
-    for rank in own:
-        assert [one.layer for one in rank if one.lane == "gather"] == list(range(layers))
-        assert sum(one.lane == "compute" for one in rank) == layers
-        assert -within_ms < min(one.start_ms for one in rank) < max(one.end_ms for one in rank) < within_ms
+    ranks = by_rank(spans)
+    assert [rank[0].rank for rank in ranks] == [0, 1]
+    for rank in ranks:
+        assert [span.layer for span in rank if span.lane == "gather"] == list(range(layers))
+        assert sum(span.lane == "compute" for span in rank) == layers
+        assert -within_ms < min(span.start_ms for span in rank) < max(span.end_ms for span in rank) < within_ms
     # On one clock: a gather ends in no rank before it has begun in all of them.
     for layer in range(layers):
-        alike = [one for one in spans if (one.lane, one.layer) == ("gather", layer)]
-        assert max(one.start_ms for one in alike) < min(one.end_ms for one in alike)
+        gathers = [span for span in spans if (span.lane, span.layer) == ("gather", layer)]
+        assert max(span.start_ms for span in gathers) < min(span.end_ms for span in gathers)
     team.clear()
 
 
@@ -206,11 +210,11 @@ def test_kv_caches_are_copied_and_reloaded(team: Engine, single: Engine) -> None
 
 def test_rows_of_different_lengths_move_and_are_copied_together(team: Engine, single: Engine) -> None:
     """After a move each rank counts its own positions."""
-    found = []
+    results = []
     for engine in (team, single):
-        one, first = passes.prefill(engine, torch.tensor([[5, 6, 7, 8, 9, 10, 11]]), torch.ones(1, 7).long(), 9)
-        two, second = passes.prefill(engine, torch.tensor([[9, 8, 7], [4, 5, 6]]), torch.ones(2, 3).long(), 9)
-        batch = engine.regroup([(two, [1, 0]), (one, [0])], 20)
+        long, first = passes.prefill(engine, torch.tensor([[5, 6, 7, 8, 9, 10, 11]]), torch.ones(1, 7).long(), 9)
+        short, second = passes.prefill(engine, torch.tensor([[9, 8, 7], [4, 5, 6]]), torch.ones(2, 3).long(), 9)
+        batch = engine.move_rows([(short, [1, 0]), (long, [0])], 20)
         assert (batch.length, batch.batch_size, len(engine.batches)) == (7, 3, 1)
         tokens = torch.cat([second[[1, 0]], first]).argmax(-1)
         steps = [passes.decode(engine, batch, tokens)]
@@ -219,8 +223,8 @@ def test_rows_of_different_lengths_move_and_are_copied_together(team: Engine, si
         steps.append(passes.decode(engine, batch, steps[-1].argmax(-1)))
         engine.clear()
         real = [kept.states(name, torch.device("cpu"))[0, :, 4:] for name in kept.blocks]  # of the first row
-        found.append(steps + real)
-    for mine, theirs in zip(*found, strict=True):
+        results.append(steps + real)
+    for mine, theirs in zip(*results, strict=True):
         assert torch.allclose(mine, theirs, atol=1e-5)
 
 
@@ -229,16 +233,14 @@ def test_kept_prefixes_are_reused(team: Engine, single: Engine, monkeypatch: Pat
     running = keeping(team, monkeypatch)
     assert running.cannot_reuse is None
     rows = sequences(6, 4, longest=20)
-    again = [Sequence([*one.prompt_ids, 7, 8, 9], 5, key=10 + one.key) for one in rows]
+    again = [Sequence([*row.prompt_ids, 7, 8, 9], 5, key=10 + row.key) for row in rows]
     finish(running, rows)
-    longer = sum(len(one.prompt_ids) for one in again)
+    longer = sum(len(row.prompt_ids) for row in again)
     assert finish(running, again) < longer
-    for one in again:
-        assert one.output_ids == alone(single, one.prompt_ids, 5), one.key
+    check_alone(single, again, [5] * len(again))
     running.end()
 
 
 def test_rows_wait_in_host_memory_and_come_back(team: Engine, single: Engine, monkeypatch: Patch) -> None:
-    found, limits = suspended(team, monkeypatch)
-    for one, limit in zip(found, limits, strict=True):
-        assert one.output_ids == alone(single, one.prompt_ids, limit), one.key
+    done, limits = suspended(team, monkeypatch)
+    check_alone(single, done, limits)

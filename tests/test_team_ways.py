@@ -14,15 +14,13 @@ from torch import Tensor
 from tests import PATIENCE_S, quantized
 from tests.checkpoints import save_checkpoint
 from tests.test_parity import BATCHES, MACHINE, OUTPUT_LEN, greedy, load, prompts, reference
-from tools.steered import steered
 from zinfer.checkpoint import resolve
-from zinfer.core.case import Case, Option, Workload
+from zinfer.core.case import Case, Workload
 from zinfer.core.engine import OptionError, parse_options, resolve_options
-from zinfer.core.model import Dtype
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine
 from zinfer.engine.ranks import Leader
-from zinfer.engine.stream import Stream, codec, packed_layer
+from zinfer.engine.stream import codec, packed_layer
 from zinfer.engine.stream.team import StreamMember
 from zinfer.generation import passes
 from zinfer.plan.planner import make_plan
@@ -35,15 +33,15 @@ Patch = pytest.MonkeyPatch
 def one_by_one(engine: Engine, token_ids: Tensor, mask: Tensor, ways: Sequence[int]) -> list[Tensor]:
     """Return the logits of a prefill and of the decode steps that follow it, ``[B, V]`` each; for `ways` rows at a
     time."""
-    found: list[list[Tensor]] = []
+    logits_of: list[list[Tensor]] = []
     for rows in torch.arange(len(token_ids)).split(list(ways)):
         batch, logits = passes.prefill(engine, token_ids[rows], mask[rows], OUTPUT_LEN)
         steps = [logits]
         while len(steps) < OUTPUT_LEN:
             steps.append(passes.decode(engine, batch, steps[-1].argmax(-1)))
         engine.retire(batch)
-        found.append(steps)
-    return [torch.cat(parts) for parts in zip(*found, strict=True)]
+        logits_of.append(steps)
+    return [torch.cat(parts) for parts in zip(*logits_of, strict=True)]
 
 
 def check_alike(team: Engine, single: Engine, rounding: float = 0.0) -> None:
@@ -53,27 +51,6 @@ def check_alike(team: Engine, single: Engine, rounding: float = 0.0) -> None:
     both = one_by_one(team, token_ids, mask, [3])
     for mine, theirs in zip(both, one_by_one(single, token_ids, mask, [2, 1]), strict=True):
         assert torch.allclose(mine, theirs, rtol=0, atol=rounding * float(theirs.abs().max()))
-
-
-def loaded(
-    directory: Path,
-    here: int | None = None,
-    gpu_weights: str | None = None,
-    dtype: Dtype = "bfloat16",
-    **options: Option,
-) -> Engine:
-    case = Case(
-        model=str(directory),
-        engine="stream",
-        offload="cpu",
-        workload=Workload(batch_size=3, input_len=9, output_len=OUTPUT_LEN),
-        dtype=dtype,
-        load_format="safetensors",
-        gpu_weights=gpu_weights,
-        options=tuple(sorted(options.items())),
-    )
-    plan = make_plan(case, resolve.from_directory(directory).with_dtype(dtype), MACHINE)
-    return Stream.start(steered(plan, here))
 
 
 WAYS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -102,16 +79,18 @@ def test_logits_are_those_of_one_rank(way: str, checkpoint: Checkpoints, tmp_pat
     monkeypatch.setattr(packed_layer, "PIECE", 3 * codec.BLOCK * 2)
     name, options = WAYS[way]
     folder = quantized.fp8(save_checkpoint("llama", tmp_path)) if name == "fp8" else checkpoint(name, 128)
-    single, team = loaded(folder, **options), loaded(folder, **options, gpus=2)
+    options = {"dtype": "bfloat16"} | options
+    single = load("stream", folder, "cpu", tmp_path, **options)
+    team = load("stream", folder, "cpu", tmp_path, **options, gpus=2)
     check_alike(team, single, rounding(options))
-    one, two = single.effective(), team.effective()
+    alone, shared = single.effective(), team.effective()
     same = ("streamed_bytes_per_step", "wire_bytes_per_step", "host_weight_bytes")
-    assert [getattr(one, name) for name in same] == [getattr(two, name) for name in same]
-    assert one.settings["weight_codec"] == two.settings["weight_codec"] == options.get("weight_codec", "none")
+    assert [getattr(alone, name) for name in same] == [getattr(shared, name) for name in same]
+    assert alone.settings["weight_codec"] == shared.settings["weight_codec"] == options.get("weight_codec", "none")
     kept = 2 if "gpu_weights" in options else 0
-    assert one.settings["resident_layers"] == two.settings["resident_layers"] == kept
-    assert two.settings["kv_attention"] == options.get("kv_attention", "gpu")
-    assert two.settings["kv_host_rows"] == (3 - options.get("here", 0) if "kv_attention" in options else 0)
+    assert alone.settings["resident_layers"] == shared.settings["resident_layers"] == kept
+    assert shared.settings["kv_attention"] == options.get("kv_attention", "gpu")
+    assert shared.settings["kv_host_rows"] == (3 - options.get("here", 0) if "kv_attention" in options else 0)
     team.close()
     single.close()
 

@@ -14,7 +14,7 @@ from tests.checkpoints import ARCHITECTURES, save_config
 from tests.interpreter import interpreted
 from tests.running import decode, prefill
 from tests.test_parity import load
-from zinfer.engine.cache import widened
+from zinfer.engine.cache import dequantize_kv
 
 SHAPES = ((1, 1, 1, 64), (2, 3, 37, 128), (1, 2, 130, 80), (3, 2, 9, 1), (1, 1, 3, 5000), (0, 2, 4, 16), (2, 1, 0, 16))
 DTYPES = torch.float32, torch.bfloat16, torch.float16
@@ -53,7 +53,7 @@ def by_kernel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_the_kernel_gives_what_pytorch_gives(dtype: torch.dtype, by_kernel: dict[str, Any]) -> None:
     for shape in SHAPES:
         found = by_kernel["kernel"][dtype, shape]
-        assert same(found, widened(*inputs(shape), dtype))
+        assert same(found, dequantize_kv(*inputs(shape), dtype))
         assert found.is_contiguous()
 
 
@@ -70,7 +70,7 @@ def test_the_kernel_gives_what_pytorch_gives_on_a_gpu(shape: tuple[int, ...], dt
     from zinfer.engine.stream.widen_kernel import widen
 
     numbers, scales = inputs(shape, "cuda")
-    assert same(widen(numbers, scales, dtype), widened(numbers, scales, dtype))
+    assert same(widen(numbers, scales, dtype), dequantize_kv(numbers, scales, dtype))
 
 
 def run(folder: Path) -> list[Tensor]:

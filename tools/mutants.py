@@ -86,8 +86,8 @@ MUTANTS = (
     Mutant(
         "a rollback forgets one position too few",
         "zinfer/engine/cache.py",
-        "        self.slots.back(length)\n",
-        "        self.slots.back(length + 1)\n",
+        "        self.slots.rollback(length)\n",
+        "        self.slots.rollback(length + 1)\n",
         ("tests/test_passes.py::test_rejected_drafts_leave_nothing_behind",),
     ),
     Mutant(

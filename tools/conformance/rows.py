@@ -26,7 +26,7 @@ def side_by_side(engine: Engine, known: Reference) -> Tensor:
     every = list(range(len(known.prompts)))
     sets = [every] if engine.cannot_pad() is None else [[row] for row in every]
     errors = torch.full((len(every), OUTPUT_LEN), torch.inf)
-    for together in [sets] if engine.one_trip else [[one] for one in sets]:
+    for together in [sets] if engine.one_pass else [[one] for one in sets]:
         _run(engine, known, together, errors)
     return errors
 

@@ -10,7 +10,7 @@ from zinfer.core.errors import ZinferError, did_you_mean, environment_error
 
 
 class EngineError(ZinferError):
-    """An engine that cannot be used for what was asked; the message says what to do next."""
+    """Engine that cannot be used as asked. The message says what to do."""
 
 
 def kind(name: str) -> EngineKind:

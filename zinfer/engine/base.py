@@ -1,7 +1,7 @@
-"""The contract of an engine: one verb. `Engine.forward` computes one pass of the weights for any mixture of work.
+"""Contract of an engine: `Engine.forward` computes a pass for any work.
 
-The running sequences live in micro-batches, which the engine makes (`admit`) and the caller holds; so a scheduler above
-decides what each pass carries, and one loop, one clock and one sampler serve all engines.
+The running sequences live in micro-batches, which the engine makes (`Engine.admit`) and the caller holds. So the
+caller, a scheduler, decides what each pass carries, and one loop, one clock and one sampler serve all engines.
 """
 
 from abc import ABC, abstractmethod
@@ -24,7 +24,7 @@ from zinfer.system.host import peak_bytes
 
 
 class MicroBatch:
-    """A rectangle of sequences with a KV cache of its own (FlexGen's term, arXiv:2303.06865). Engines make it.
+    """Rectangle of sequences with a KV cache (FlexGen's term, arXiv:2303.06865).
 
     Every sequence has `length` tokens in the cache, padding included, and there is room for `capacity`. The first
     `prompt_len` of them are the prompt's.
@@ -37,13 +37,13 @@ class MicroBatch:
         self.length = 0
 
     @property
-    def hosted(self) -> int:
-        """Number of rows with their KV cache in host memory: moving them is slow."""
+    def host_rows(self) -> int:
+        """Rows with their KV cache in host memory, which move slowly."""
         return 0
 
 
 class Work(NamedTuple):
-    """The tokens that a pass computes for one micro-batch."""
+    """Tokens that a pass computes for one micro-batch."""
 
     batch: MicroBatch
     token_ids: Tensor  # [B, n] int64: a chunk of prompts (n large), one token (decode), k + 1 (verify k drafts)
@@ -51,24 +51,21 @@ class Work(NamedTuple):
 
 
 class Engine(ABC):
-    """A model ready to run. Constructed means loaded; every error of loading is raised by the constructor."""
+    """Model ready to run. Constructed means loaded: the constructor raises every error of loading."""
 
     draft: "Engine | None" = None  # engine of the model that drafts for this one
     several: ClassVar[str] = ""  # ``module:Class`` of the engine that does the same on several GPUs, if there is one
-
-    # Most tokens of a sequence whose keys any other may have that begins with the same tokens; None: of all.
-    alike_until: int | None = None
-    # Most tokens of a sequence that goes on as it is: a longer one is computed anew, as `generate` does; None: of all.
-    recompute_beyond: int | None = None
+    max_shared_prefix: int | None = None  # tokens up to which sequences that begin alike have the same keys
+    recompute_beyond: int | None = None  # tokens beyond which a sequence is computed anew, as `generate` does
 
     @property
-    def one_trip(self) -> bool:
-        """True if several works share one trip of the weights, instead of one each."""
+    def one_pass(self) -> bool:
+        """True if several works share one pass of the weights."""
         return False
 
     @property
     def joins(self) -> bool:
-        """True if decode steps of several micro-batches share a forward pass of the model, too."""
+        """True if micro-batches that decode share a forward pass of the model."""
         return False
 
     def __init__(self, plan: Plan, progress: Progress = silent) -> None:
@@ -91,19 +88,20 @@ class Engine(ABC):
 
     @classmethod
     def start(cls, plan: Plan, progress: Progress = silent) -> "Engine":
-        """Return the engine that does what `plan` says: one of this class, or on several GPUs of `several`."""
+        """Load the engine that `plan` describes, on several GPUs that of `several`."""
         return (cls if plan.placement.gpus == 1 or not cls.several else load(cls.several))(plan, progress)
 
     @classmethod
     def unable(cls) -> str | None:
-        """Return the reason why this machine cannot run the engine though its packages are installed; None if it
-        can."""
+        """Return why this machine cannot run the installed engine."""
         return None
 
     @property
     def loaded_bytes(self) -> int:
-        """Weight bytes that the load read, or made at random, as they are stored. Weights that are given a format here
-        are read in 16 or 32 bits; random ones are made in it."""
+        """Weight bytes that the load read, or made at random, as stored.
+
+        Weights that are quantised while they load are read in 16 or 32 bits; random ones are made quantised.
+        """
         spec = self.plan.model
         rounded = spec.weights != "as-released" and self.plan.case.load_format == "safetensors"
         return spec.weight_bytes if rounded else spec.stored_bytes
@@ -115,106 +113,108 @@ class Engine(ABC):
         """Reserve the KV cache of a new micro-batch; compute nothing.
 
         `attention_mask` ``[B, S]`` belongs to its left-padded prompts (1 token, 0 padding); `capacity` counts the
-        prompt and all tokens that will follow it. `past` holds the first positions of these prompts, computed before,
-        one snapshot after the other: the batch begins with them in its cache, and its `length` says how many they are;
-        one position at least must be left to compute. No snapshot may be closed before the first `forward` has run.
-        `answered` counts the tokens at the end of each prompt that are of its answer, computed before, one at a time.
+        prompt and all tokens that will follow it. `past` has snapshots, in order, of the first positions of these
+        prompts: the batch begins with them in its cache, and they are its `length`; one position at least must be left
+        to compute. No snapshot may be closed before the first `forward` has run. `answered` counts the tokens at the
+        end of each prompt that belong to its answer, computed before, one at a time.
 
-        Raises EngineError for a past that does not belong to these rows, and where `cannot_snapshot` gives a reason;
-        torch.OutOfMemoryError or MemoryError without room.
+        Raises EngineError for a past of other rows, and where `cannot_snapshot` gives a reason; torch.OutOfMemoryError
+        or MemoryError without room.
         """
 
     @abstractmethod
     def forward(self, works: Sequence[Work]) -> list[Tensor]:
-        """Compute one pass: the next ``[B, n]`` tokens of each work, appended to its micro-batch's KV cache.
+        """Compute the next ``[B, n]`` tokens of each work in one pass.
 
-        Returns the logits of each work's last `keep` positions, ``[B, keep, V]``, on the device. A micro-batch may
-        occur once. Raises EngineError for work that the engine cannot do (`Engine.cannot_chunk`), IndexError beyond the
-        capacity. After any exception the works' micro-batches must be retired.
+        They are appended to its micro-batch's KV cache. Returns the logits of each work's last `keep` positions, ``[B,
+        keep, V]``, on the device. A micro-batch may occur once. Raises EngineError for work that the engine cannot do
+        (`Engine.cannot_chunk`), IndexError beyond the capacity. After any exception the works' micro-batches must be
+        retired.
         """
 
     @abstractmethod
     def retire(self, batch: MicroBatch, rows: Sequence[int] | None = None) -> None:
-        """Free the KV cache of a micro-batch, or of its `rows` only; the other rows close up, in their order.
+        """Free the KV cache of a micro-batch, or of its `rows` only.
 
-        Retiring a micro-batch a second time does nothing.
+        The other rows close up, in their order. Retiring a micro-batch a second time does nothing.
         """
 
-    def regroup(self, sources: Sequence[tuple[MicroBatch, Sequence[int]]], capacity: int) -> MicroBatch:
-        """Move rows of micro-batches into a new one, in the order given, with room for `capacity` positions; compute
-        nothing.
+    def move_rows(self, sources: Sequence[tuple[MicroBatch, Sequence[int]]], capacity: int) -> MicroBatch:
+        """Move rows of micro-batches into a new one; compute nothing.
 
-        So micro-batches are merged and split, and one is compacted or given more room. Padding and forgotten positions
-        go as far as the longest row permits: the new micro-batch is left-padded, and all its positions belong to its
-        prompt. The sources keep their other rows, closed up; one that has none left is retired.
+        It has room for `capacity` positions. This merges, splits, compacts and enlarges micro-batches. Rows keep the
+        order given. Padding and forgotten positions go as far as the longest row permits: the new micro-batch is
+        left-padded, and all its positions belong to its prompt. The sources keep their other rows, closed up; a source
+        without rows is retired.
 
-        Raises EngineError where `cannot_regroup` gives a reason, and for rows that are not computed yet; memory errors
-        as `admit` does. After any exception all micro-batches that took part must be retired.
+        Raises EngineError where `cannot_move_rows` gives a reason, and for rows that are not computed yet; memory
+        errors as `admit` does. After any exception all micro-batches that took part must be retired.
         """
-        raise EngineError(self.cannot_regroup() or "there is nothing to move")
-
-    def cannot_regroup(self) -> str | None:
-        """Return the reason why the engine cannot move rows from one micro-batch to another; None if it can."""
-        return f"engine {self.plan.case.engine} keeps the rows of a micro-batch together"
+        raise EngineError(self.cannot_move_rows() or "there is nothing to move")
 
     def expect(self, load: Workload | None) -> None:
-        """Make room for micro-batches that come and go, and are together as large as `load` at most; None: for those
-        that are admitted. An engine that gives free memory away then does so once, not at every `admit`."""
+        """Make room for micro-batches that come and go.
+
+        Together they are as large as `load`; None: the admitted ones. An engine that gives free memory away then does
+        so once, not at every `admit`.
+        """
         self.expected = load
 
     def rollback(self, batch: MicroBatch, lengths: Tensor) -> None:
-        """Forget positions (rejected drafts): keep the first `lengths`, ``[B]``, of each row's positions in the cache.
+        """Forget positions (rejected drafts): keep the first `lengths` ``[B]`` of each row.
 
         The micro-batch's new length is the largest of them; shorter rows have padding in between, which nothing attends
-        to. Positions that the last `forward` has added can be forgotten, and those that it had begun to add if it
-        raised; raises EngineError for others that cannot, and for lengths that differ where `one_length` gives a
-        reason.
+        to. Positions that the last `forward` added, or had begun to add when it raised, can be forgotten. Raises
+        EngineError for others that cannot, and for lengths that differ where `equal_lengths` gives a reason.
         """
         raise EngineError(f"engine {self.plan.case.engine} cannot forget positions")
 
+    # What the engine, or its model, cannot do: the reason, or None where it can.
+
+    def cannot_move_rows(self) -> str | None:
+        """Return why rows cannot move from one micro-batch to another."""
+        return f"engine {self.plan.case.engine} keeps the rows of a micro-batch together"
+
     def cannot_pad(self) -> str | None:
-        """Return the reason why all rows of a micro-batch must be of one length; None if shorter ones are padded."""
+        """Return why all rows of a micro-batch must be of one length."""
         return None
 
     def cannot_chunk(self) -> str | None:
-        """Return the reason why a pass cannot compute part of a prompt, or several tokens after a prompt; None if it
-        can."""
+        """Return why a pass cannot compute a chunk of a prompt."""
         return f"engine {self.plan.case.engine} computes whole prompts and single tokens"
 
     def cannot_draft(self) -> str | None:
-        """Return the reason why a pass cannot verify drafts, several tokens of which each row keeps some; None if it
-        can."""
+        """Return why a pass cannot verify drafts."""
         return f"engine {self.plan.case.engine} cannot forget positions"
 
-    def one_length(self) -> str | None:
-        """Return the reason why `rollback` must keep as many positions of each row; None if each may keep its own."""
+    def equal_lengths(self) -> str | None:
+        """Return why `rollback` must keep as many positions of each row."""
         return None
 
     def cannot_score(self) -> str | None:
-        """Return the reason why a pass cannot return the logits of all positions of a prompt; None if it can."""
+        """Return why a pass cannot return logits of all prompt positions."""
         return None
 
     def cannot_snapshot(self) -> str | None:
-        """Return the reason why the engine can neither copy computed keys and values nor continue from a copy; None if
-        it can."""
+        """Return why computed keys and values cannot be copied, and continued from."""
         return f"engine {self.plan.case.engine} keeps no keys and values"
 
     def snapshot(self, batch: MicroBatch, first: int, last: int, row: int | None = None) -> KVSnapshot:
-        """Copy to host memory the keys and values of positions `first` up to `last` (excluded), which are computed: of
-        all rows, padding counted, or of one `row` alone, whose first token then is position 0.
+        """Copy keys and values of some positions to host memory.
 
-        Raises EngineError where `cannot_snapshot` gives a reason, MemoryError where there is no room.
+        These are `first` to `last` (excluded), computed before. They are those of all rows, padding counted, or of one
+        `row`, whose first token then is position 0. Raises EngineError where `cannot_snapshot` gives a reason,
+        MemoryError where there is no room.
         """
         raise EngineError(self.cannot_snapshot() or "there is nothing to copy")
 
     @property
     def warming(self) -> bool:
-        """True while decode steps like the latest one take longer than later ones will, such as those that are recorded
-        and compared."""
+        """True while decode steps are slower, since they are recorded and compared."""
         return False
 
     def timeline(self, works: Sequence[Work]) -> tuple[Span, ...]:
-        """Run one more pass, of `works`, and return its spans; run nothing and return none if the engine cannot trace.
+        """Run one more pass and return its spans; nothing without tracing.
 
         Spans cover all that was under way during the pass, also copies that began before it or end after it. A span
         begins when its stream has finished waiting: time that no span of a lane covers counts as idle.
@@ -223,22 +223,24 @@ class Engine(ABC):
 
     @abstractmethod
     def effective(self) -> Effective:
-        """Return the weight bytes on each tier and the bytes that a decode step streams, counted and not planned."""
+        """Return the bytes on each tier, and those that a step streams. They are counted, not planned."""
 
     def give_back(self) -> None:
-        """Give memory that PyTorch holds, and no tensor uses, back to the device."""
+        """Give unused memory of PyTorch back to the device."""
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def reset_peak(self) -> None:
-        """Give unused memory back, and measure the peak of the device's memory from now on."""
+        """Give unused memory back, and begin to measure the peak anew."""
         self.give_back()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
 
     def device_memory(self) -> tuple[int, int] | None:
-        """Return the peak of the bytes that tensors held, and the bytes in use by anybody, on the GPU; of several GPUs
-        the largest of each. None without a GPU, and where the device is lost."""
+        """Return the GPU's peak bytes of tensors, and its bytes in use.
+
+        Of several GPUs these are the largest. None without a GPU, and where the device is lost.
+        """
         if self.device.type != "cuda":
             return None
         with suppress(RuntimeError):
@@ -247,13 +249,23 @@ class Engine(ABC):
         return None
 
     def bring(self) -> int | None:
-        """Copy a sample of the weights over the links of all GPUs at once, with nothing else under way, and wait for
-        it; return its bytes. None where there is one link, or none."""
+        """Copy a sample of the weights over all links at once.
+
+        Returns its bytes. None where there is one link, or none.
+        """
         return None
 
     def host_memory(self) -> int:
-        """Return the most host memory that the processes of the engine have held, in bytes."""
+        """Return the peak of host memory of the engine's processes, in bytes."""
         return peak_bytes()
+
+    def is_live(self, batch: MicroBatch) -> bool:
+        """Tell whether a micro-batch is admitted and not retired."""
+        return any(batch is live for live in self.batches)
+
+    def discard(self, batch: MicroBatch) -> None:
+        """Take a micro-batch off the live ones."""
+        self.batches = [live for live in self.batches if live is not batch]
 
     def clear(self) -> None:
         """Retire every micro-batch; weights stay. For callers that lost track of them in an exception."""
@@ -264,15 +276,21 @@ class Engine(ABC):
         """Free everything, page-locked memory included. Safe to call twice."""
 
 
+def _check_live(batches: Sequence[MicroBatch], live: Sequence[MicroBatch]) -> None:
+    """Raise ValueError unless `batches` are different `live` ones."""
+    ids = {id(batch) for batch in batches}
+    if len(ids) < len(batches) or not ids <= {id(batch) for batch in live}:
+        raise ValueError("rows come from micro-batches admitted and not retired, each of them once")
+
+
 def check_works(works: Sequence[Work], live: Sequence[MicroBatch]) -> None:
-    """Raise ValueError unless the works belong to different `live` micro-batches and have tokens for all of their rows,
-    IndexError for tokens beyond a capacity."""
-    seen: set[int] = set()
+    """Raise ValueError unless works are complete and of different `live` micro-batches.
+
+    Raises IndexError for tokens beyond a capacity.
+    """
+    _check_live([work.batch for work in works], live)
     for work in works:
         batch, (rows, count) = work.batch, work.token_ids.shape
-        if id(batch) in seen or all(batch is not one for one in live):
-            raise ValueError("a pass takes micro-batches that are admitted and not retired, each of them once")
-        seen.add(id(batch))
         if rows != batch.batch_size or not 1 <= work.keep <= count:
             raise ValueError(f"{rows} rows of {count} tokens, logits of {work.keep}, for a batch of {batch.batch_size}")
         if batch.length + count > batch.capacity:
@@ -280,13 +298,12 @@ def check_works(works: Sequence[Work], live: Sequence[MicroBatch]) -> None:
 
 
 def check_sources(sources: Sequence[tuple[MicroBatch, Sequence[int]]], live: Sequence[MicroBatch]) -> None:
-    """Raise ValueError unless the sources of a regrouping are rows of different `live` micro-batches, EngineError for
-    rows of which nothing is computed."""
-    seen: set[int] = set()
+    """Raise ValueError unless rows to move are of different `live` micro-batches.
+
+    Raises EngineError for rows that are not computed.
+    """
+    _check_live([batch for batch, _ in sources], live)
     for batch, rows in sources:
-        if id(batch) in seen or all(batch is not one for one in live):
-            raise ValueError("rows come from micro-batches that are admitted and not retired, each of them once")
-        seen.add(id(batch))
         if not rows or len(set(rows)) < len(rows) or not all(0 <= row < batch.batch_size for row in rows):
             raise ValueError(f"rows {list(rows)} of a batch of {batch.batch_size}")
         if not batch.length:
@@ -294,8 +311,7 @@ def check_sources(sources: Sequence[tuple[MicroBatch, Sequence[int]]], live: Seq
 
 
 def is_step(works: Sequence[Work]) -> bool:
-    """Tell whether a pass is a decode step: one token a row, with earlier ones in the cache, or several that are
-    verified behind the prompt."""
+    """Tell whether a pass decodes. Each row has one token, or several to verify behind the prompt."""
     sizes = [(work.batch, work.token_ids.shape[1]) for work in works]
     return all(batch.length and (count == 1 or batch.length >= batch.prompt_len) for batch, count in sizes)
 

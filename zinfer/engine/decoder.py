@@ -1,7 +1,7 @@
-"""Passes over any `transformers` decoder; an engine on top of it only places the weights.
+"""Passes over any `transformers` decoder; subclasses only place its weights.
 
-There is no code for single architectures: whatever `AutoModelForCausalLM` builds runs. Positions follow the attention
-mask, so that left-padded rows count from their own first token, as `generate` does it.
+No code is for one architecture: whatever `AutoModelForCausalLM` builds runs. Positions follow the attention mask, so
+that left-padded rows count from their own first token, as in `generate`.
 """
 
 import inspect
@@ -20,14 +20,13 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from zinfer.checkpoint.architecture import COUNTS_PADDING, decoder_layers
 from zinfer.core.progress import Progress, silent
-from zinfer.engine import EngineError
+from zinfer.engine import EngineError, rotary
 from zinfer.engine.base import Engine, MicroBatch, Work, check_sources, check_works
-from zinfer.engine.cache import CacheFullError, FixedLayer, Gaps, IndexedLayer, RowCache, Source, make_cache
+from zinfer.engine.cache import CacheFullError, FixedLayer, IndexedLayer, RowCache, RowMask, RowSource, make_cache
 from zinfer.engine.choice import Alone
 from zinfer.engine.kv_snapshot import KVSnapshot, Past
 from zinfer.engine.positions import PADS, TOKENS, Probe, asks_length, probe, scale_by_positions
-from zinfer.engine.rotary import DYNAMIC, LONGROPE, follow_lengths, recomputes, start_of, switch_of, turned_by
-from zinfer.engine.transfer import landed, landed_together
+from zinfer.engine.transfer import to_device, to_device_together
 from zinfer.plan.planner import Plan
 from zinfer.system import scratch
 from zinfer.system.scratch import Scratch
@@ -37,7 +36,7 @@ CACHE_NAMES = ("past_key_values", "cache_params")  # names of the cache argument
 
 
 class DecoderBatch(MicroBatch):
-    """A micro-batch of a `Decoder`: its KV cache, and the mask of its real positions.
+    """Micro-batch of a `Decoder`: a KV cache and a mask of positions.
 
     `cache` is None where the model makes its own; `state` is what the forward pass takes as its cache. `mask`, ``[B,
     capacity]``, has 0 at padding and at forgotten positions; it is None while there is neither, since every kernel can
@@ -52,10 +51,10 @@ class DecoderBatch(MicroBatch):
         self._before: Tensor | None = None  # [B, 1]: real positions among the first `length`
         self.torn = False  # True after a pass that failed: some layers may hold its positions
         self._rows_alone: dict[tuple[int, int, int], list[Alone]] = {}  # of the next pass: first row, last, tokens
-        own = ref(self)
+        batch = ref(self)
         for layer in cache.layers if isinstance(cache, RowCache) else ():
             if isinstance(layer, IndexedLayer):
-                layer.alone = lambda rows, count: own().alone(rows, count)  # type: ignore[union-attr]
+                layer.alone = lambda rows, count: batch().alone(rows, count)  # type: ignore[union-attr]
         if not bool(mask.all()):
             self._need_mask(mask.device, mask.dtype)[:, : self.prompt_len] = mask
 
@@ -65,8 +64,7 @@ class DecoderBatch(MicroBatch):
         return self.mask
 
     def positions(self, count: int, device: torch.device) -> Tensor:
-        """Return the positions of the next `count` tokens of each row, ``[B, count]``: real ones counted from 0,
-        padding at 0."""
+        """Return the positions of each row's next tokens, ``[B, count]``. They count from 0; padding is at 0."""
         if self.mask is None:
             return torch.arange(self.length, self.length + count, device=device).expand(self.batch_size, count)
         if self._before is None:
@@ -75,14 +73,13 @@ class DecoderBatch(MicroBatch):
         return (counted - 1).clamp(min=0)
 
     def advance(self, count: int) -> None:
-        """Count `count` more tokens in each row."""
         if self._before is not None and self.mask is not None:
             self._before = self._before + self.mask[:, self.length : self.length + count].sum(-1, keepdim=True)
         self.length += count
         self._rows_alone = {}
 
     def rollback(self, lengths: Tensor) -> None:
-        """Keep the first `lengths`, ``[B]``, positions of each row; rows shorter than the longest are padded."""
+        """Keep the first `lengths` ``[B]`` positions of each row. Rows shorter than the longest are padded."""
         length = int(lengths.max())
         if int(lengths.min()) < length:
             mask = self._need_mask(lengths.device)
@@ -91,51 +88,45 @@ class DecoderBatch(MicroBatch):
             self.mask[:, max(length, self.prompt_len) :] = 1
         self.length, self._before, self._rows_alone = length, None, {}
 
-    def keep_rows(self, rows: Tensor) -> None:
-        """Keep `rows` only, indices ``[b]``."""
-        self.closed_up(rows)
-        if isinstance(self.cache, RowCache):
-            self.cache.keep_rows(rows, self.length)
-
-    def closed_up(self, rows: Tensor) -> None:
+    def note_kept(self, rows: Tensor) -> None:
         """Note that the cache keeps `rows` only, indices ``[b]``."""
         self.batch_size, self.prompts = len(rows), self.prompts[rows]
         self.mask, self._before = None if self.mask is None else self.mask[rows], None
         self._rows_alone = {}
 
     def real(self, rows: Tensor) -> Tensor:
-        """Return which of the computed positions of `rows` are neither padding nor forgotten: bool ``[b, length]``."""
+        """Tell which positions of `rows` are real: bool ``[b, length]``. Others are padding or forgotten."""
         if self.mask is None:
             return torch.ones((len(rows), self.length), dtype=torch.bool, device=rows.device)
         return self.mask[rows, : self.length].bool()
 
     def alone(self, rows: slice, count: int) -> list[Alone] | None:
-        """Return what `rows` would have alone of the next pass, of `count` tokens; None if it is what they have."""
+        """Return what `rows` would have alone of the next pass. None if it is what they have."""
         as_alone = count >= self.prompt_len if not self.length else count == 1 and self.length >= self.prompt_len
         if self.mask is None and as_alone:
             return None
         key = rows.start, rows.stop, count
         if key not in self._rows_alone:
-            self._rows_alone[key] = self._divided(rows, count)
+            self._rows_alone[key] = self._group_alone(rows, count)
         return self._rows_alone[key]
 
-    def _divided(self, rows: slice, count: int) -> list[Alone]:
+    def _group_alone(self, rows: slice, count: int) -> list[Alone]:
+        """Group `rows` by what they have alone. A row with forgotten positions is a group of its own."""
         end = self.length + count
         size, number = max(end, self.prompt_len), rows.stop - rows.start
         mask = torch.ones((number, size)) if self.mask is None else self.mask[rows, :size].cpu()
         real = mask.bool()
-        known, before, prompt = (real[:, :last].sum(-1).tolist() for last in (end, self.length, self.prompt_len))
-        found = dict[tuple[int, int, int], Alone]()
-        for row, counts in enumerate(zip(known, before, prompt, strict=True)):
-            pad, own = end - counts[0], real[row, :end]
-            if bool(own[pad:].all()):
-                found.setdefault(counts, Alone([], slice(pad, end), *counts[1:])).rows.append(row)
+        counts = [real[:, :last].sum(-1).tolist() for last in (end, self.length, self.prompt_len)]
+        groups = dict[tuple[int, int, int], Alone]()
+        for row, (total, before, prompt) in enumerate(zip(*counts, strict=True)):
+            pad, shown = end - total, real[row, :end]
+            if bool(shown[pad:].all()):
+                groups.setdefault((total, before, prompt), Alone([], slice(pad, end), before, prompt)).rows.append(row)
             else:
-                places = own.nonzero()[:, 0]
-                found[row, -1, -1] = Alone(
-                    [row], places if self.mask is None else places.to(self.mask.device), *counts[1:]
-                )
-        return list(found.values())
+                columns = shown.nonzero()[:, 0]
+                columns = columns if self.mask is None else columns.to(self.mask.device)
+                groups[row, -1, -1] = Alone([row], columns, before, prompt)
+        return list(groups.values())
 
     def others(self, rows: Tensor) -> Tensor:
         """Return the indices of all rows but `rows`, ``[b]``."""
@@ -144,21 +135,21 @@ class DecoderBatch(MicroBatch):
         return kept.nonzero()[:, 0]
 
     def show(self, rows: slice | None = None) -> None:
-        """Narrow the cache to `rows`, or make it show all rows, at the batch's length."""
+        """Narrow the cache to `rows`, or all rows, at the batch's length."""
         if isinstance(self.cache, RowCache):
             self.cache.window(rows or slice(0, self.batch_size), self.length)
 
 
 class MovedRows(NamedTuple):
-    """Rows ``[b]`` on their way to another micro-batch, and which of their positions were forgotten."""
+    """Rows ``[b]`` that move to another micro-batch. They have a `mask` if positions of them were forgotten."""
 
     batch: DecoderBatch
     rows: Tensor
-    gaps: Gaps | None
+    mask: RowMask | None
 
 
 class Part(NamedTuple):
-    """Rows of a work that go through the model together, with their positions ``[b, n]``."""
+    """Rows of a work that go through the model together."""
 
     batch: DecoderBatch
     rows: slice
@@ -168,9 +159,11 @@ class Part(NamedTuple):
 
 
 class Decoder(Engine):
-    """Engine whose `model` is a `transformers` causal language model. Subclasses put its weights in place in `_load`,
-    which ends with `_ready`; attributes that `close` frees have a default in the class, since a load may fail
-    half-way."""
+    """Engine whose `model` is a causal language model of `transformers`.
+
+    Subclasses put its weights in place in `_load`, which ends with `_ready`. Attributes that `close` frees have a
+    default in the class, since a load may fail half-way.
+    """
 
     model: PreTrainedModel
     _probe = Probe()  # until the weights are in place
@@ -191,7 +184,7 @@ class Decoder(Engine):
         """Build `model`, with its weights in place."""
 
     def _ready(self, first: nn.Module | None = None) -> None:
-        """Make `model` ready to run, and probe it with its `first` layer, unless that is done."""
+        """Make `model` ready to run, and probe it with its `first` layer."""
         self.model.eval()
         for module in self.model.modules():
             for leaf, buffer in module._buffers.items():
@@ -201,8 +194,7 @@ class Decoder(Engine):
             self._probe = self._probed(first, self.device)
 
     def _inspect(self) -> None:
-        """Find out which arguments `model` takes; its weights are not needed. Raises EngineError if it takes no
-        cache."""
+        """Inspect the arguments that `model` takes; needs no weights. Raises EngineError if it takes no cache."""
         accepted = inspect.signature(self.model.forward).parameters
         self._accepted = frozenset(accepted)
         self._cache_name = next((name for name in CACHE_NAMES if name in accepted), "")
@@ -215,28 +207,23 @@ class Decoder(Engine):
         # Modules of a few models keep states of the batch themselves, besides what is in the cache.
         self._in_modules = any(hasattr(module, "_setup_cache") for module in self.model.modules())
         self._own_cache = self._in_modules or not takes_default()
-        self._follow_lengths()
-        self._masks_window = masks_window(self.model)
+        limits = rotary.follow_lengths(self.model)
+        self._by_lengths = bool(limits)
+        self.max_shared_prefix = min(limits.values(), default=None)
+        self.recompute_beyond = limits.get(rotary.LONGROPE) if rotary.recomputes(self.model) else None
+        modules = {sys.modules[type(module).__module__] for module in self.model.modules()}
+        # Whether the model's code makes masks that end with a window: the names of what it imports tell.
+        self._masks_window = any(mask in vars(module) for module in modules for mask in WINDOW_MASKS)
         _, layers = decoder_layers(self.model)
         scale_by_positions(layers)
         self._counts_padding = "position_ids" in accepted and asks_length(layers)
         self._counts_padding |= self.model.config.get_text_config(decoder=True).model_type in COUNTS_PADDING
 
-    def _follow_lengths(self) -> None:
-        """Have angles of positions follow the length of each row, and find out how far rows are alike."""
-        kinds = follow_lengths(self.model)
-        switch = switch_of(self.model) if LONGROPE in kinds else None
-        start = start_of(self.model) if DYNAMIC in kinds else None
-        self._by_lengths = bool(kinds)
-        self.alike_until = min((one for one in (switch, start) if one is not None), default=None)
-        self.recompute_beyond = switch if recomputes(self.model) else None
-
     def _lengths(self, parts: "Sequence[Part]") -> Tensor | None:
-        """Return the lengths that the positions of a pass are turned by, ``[B, n]``; None if it takes none."""
+        """Return the lengths by which a pass turns its positions, ``[B, n]``."""
         if not self._by_lengths:
             return None
-        found = [torch.maximum(part.batch.prompts[part.rows, None], part.positions + 1) for part in parts]
-        return torch.cat(found)
+        return torch.cat([torch.maximum(part.batch.prompts[part.rows, None], part.positions + 1) for part in parts])
 
     def _call(self, batch: DecoderBatch, **inputs: object) -> Tensor:
         """Run one forward pass and return its logits ``[B, n, V]``."""
@@ -250,13 +237,15 @@ class Decoder(Engine):
     def admit(
         self, attention_mask: Tensor, capacity: int, past: Sequence[Past] = (), answered: Sequence[int] = ()
     ) -> DecoderBatch:
-        known = self._check_past(past, *attention_mask.shape)
-        self._check_padding(attention_mask)
+        length = self._check_past(past, *attention_mask.shape)
+        padded = int(attention_mask.sum(-1).min()) < attention_mask.shape[1]
+        if padded and (why_not := self.cannot_pad()) is not None:
+            raise EngineError(f"{why_not}: its prompts must be of one length in a batch")
         if self._in_modules and self.batches:
             raise EngineError(f"modules of {self.plan.model.name} hold the state of one batch: retire the other first")
-        batch = self._make_batch(landed(attention_mask, self.device), capacity)
+        batch = self._make_batch(to_device(attention_mask, self.device), capacity)
         if answered and self.recompute_beyond is None:
-            batch.prompts = batch.prompts - landed(torch.tensor(list(answered)), self.device)
+            batch.prompts = batch.prompts - to_device(torch.tensor(list(answered)), self.device)
         self.batches.append(batch)
         try:
             for part in past:
@@ -265,24 +254,18 @@ class Decoder(Engine):
         except BaseException:
             self.retire(batch)
             raise
-        batch.advance(known)
+        batch.advance(length)
         return batch
 
     def _make_batch(
         self, mask: Tensor, capacity: int, moved: Sequence[tuple[DecoderBatch, Tensor]] = ()
     ) -> DecoderBatch:
-        """Return a micro-batch with its cache, not admitted yet; rows of `moved`, batches and places, move to it and
-        leave their memory."""
+        """Make a micro-batch and its cache. Rows of `moved` (batches and indices) will leave their memory for it."""
         cache = None if self._own_cache else make_cache(self.model.config, len(mask), capacity)
         return DecoderBatch(mask, capacity, cache, self._state_of(cache))
 
     def _state_of(self, cache: Cache | None) -> Any:
         return DynamicCache(config=self.model.config) if self._in_modules else cache
-
-    def _check_padding(self, mask: Tensor) -> None:
-        """Raise EngineError if the batch's padding would lead to wrong text."""
-        if int(mask.sum(-1).min()) < mask.shape[1] and (why_not := self.cannot_pad()) is not None:
-            raise EngineError(f"{why_not}: its prompts must be of one length in a batch")
 
     def _check_past(self, past: Sequence[Past], batch_size: int, length: int) -> int:
         """Return the number of positions that `past` holds. Raises EngineError if the batch cannot continue from it."""
@@ -290,19 +273,18 @@ class Decoder(Engine):
             return 0
         if (why_not := self.cannot_snapshot()) is not None:
             raise EngineError(why_not)
-        known, layers = 0, self.plan.model.num_layers
+        end = 0
         for part in past:
-            if part.first != known or not part.fits(layers, batch_size):
+            if part.first != end or not part.fits(self.plan.model.num_layers, batch_size):
                 raise EngineError("the snapshots belong to other rows or another model, or are not in order")
-            known += part.length
-        if known >= length:
-            raise EngineError(f"snapshots hold {known} positions of a prompt of {length}: one at least must be new")
-        return known
+            end += part.length
+        if end >= length:
+            raise EngineError(f"snapshots hold {end} positions of a prompt of {length}: one at least must be new")
+        return end
 
     @cached_property
     def _kinds_of_layers(self) -> list[Any]:
-        """Return the layers of a cache of the model; none if it makes its own, or holds more than keys, values and
-        states."""
+        """Layers of a `RowCache` of the model, if it takes one."""
         cache = None if self._own_cache else make_cache(self.model.config, 1, 1)
         return cache.layers if isinstance(cache, RowCache) else []
 
@@ -315,10 +297,10 @@ class Decoder(Engine):
     def _windows(self) -> list[int]:
         """Sliding windows of the layers, in tokens."""
         attention = RowCache(layers=self._kinds_of_layers).attention
-        return [one.slots.window for one in attention.values() if one.slots.window]
+        return [layer.slots.window for layer in attention.values() if layer.slots.window]
 
     def _probed(self, first: nn.Module, device: torch.device) -> Probe:
-        """Find out what the model can do with positions; weights outside of the layers must be on `device`."""
+        """Probe the model on `device`, which holds the weights outside the layers."""
         if "attention_mask" not in self._accepted:
             return Probe(padding=False, gaps=False, moves=False)
         if not self._counts:
@@ -353,7 +335,7 @@ class Decoder(Engine):
             return f"layers of {self.plan.model.name} hold a state that cannot forget single tokens"
         return self.cannot_chunk()
 
-    def one_length(self) -> str | None:
+    def equal_lengths(self) -> str | None:
         name, windows = self.plan.model.name, self._windows
         local = "local" in getattr(self.model.config, "attention_layers", ())  # GPT-Neo cuts its window out by itself
         if windows or local:
@@ -363,7 +345,7 @@ class Decoder(Engine):
             return f"all rows of a batch keep as many drafts with {name}, since it counts gaps between tokens"
         return None
 
-    def cannot_regroup(self) -> str | None:
+    def cannot_move_rows(self) -> str | None:
         name = self.plan.model.name
         if not self._kinds_of_layers:
             return f"the layers of {name} keep their cache whole"
@@ -374,24 +356,24 @@ class Decoder(Engine):
         return None
 
     @torch.inference_mode()
-    def regroup(self, sources: Sequence[tuple[MicroBatch, Sequence[int]]], capacity: int) -> DecoderBatch:
-        if (why_not := self.cannot_regroup()) is not None:
+    def move_rows(self, sources: Sequence[tuple[MicroBatch, Sequence[int]]], capacity: int) -> DecoderBatch:
+        if (why_not := self.cannot_move_rows()) is not None:
             raise EngineError(why_not)
         check_sources(sources, self.batches)
         batches = [batch for batch, _ in sources if isinstance(batch, DecoderBatch)]
-        places = landed_together([torch.tensor(list(rows)) for _, rows in sources], self.device)
-        moved = list(zip(batches, places, strict=True))
+        indices = to_device_together([torch.tensor(list(rows)) for _, rows in sources], self.device)
+        moved = list(zip(batches, indices, strict=True))
         real = [batch.real(rows) for batch, rows in moved]
-        counts = torch.cat([one.sum(-1) for one in real])
-        broken = [(one.long().diff(dim=-1) < 0).any() for one in real]
-        length, *found = torch.stack([counts.max(), *broken]).tolist()  # the CPU waits for the device once
+        counts = torch.cat([rows.sum(-1) for rows in real])
+        gaps = [(rows.long().diff(dim=-1) < 0).any() for rows in real]
+        length, *broken = torch.stack([counts.max(), *gaps]).tolist()  # the CPU waits for the device once
         mask = (torch.arange(length, device=self.device) >= length - counts[:, None]).long()
-        gaps = [Gaps(one) if has_gaps else None for one, has_gaps in zip(real, found, strict=True)]
+        masks = [RowMask(rows) if has_gaps else None for rows, has_gaps in zip(real, broken, strict=True)]
         emptied = [batch for batch, rows in moved if len(rows) == batch.batch_size]
         target = self._make_batch(mask, capacity, moved)
         target.prompts = torch.cat([batch.prompts[rows] for batch, rows in moved])
         self.batches.append(target)
-        self._move(target, [MovedRows(*one, gap) for one, gap in zip(moved, gaps, strict=True)], length)
+        self._move(target, [MovedRows(*rows, mask) for rows, mask in zip(moved, masks, strict=True)], length)
         target.advance(length)
         target.show()
         for batch in emptied:
@@ -399,18 +381,18 @@ class Decoder(Engine):
         return target
 
     def _move(self, target: DecoderBatch, moved: "Sequence[MovedRows]", length: int) -> None:
-        """Fill the cache of `target` with rows of others, layer by layer, and take the rows from these."""
+        """Move rows of others into the cache of `target`, layer by layer."""
         assert isinstance(target.cache, RowCache)
         others = [batch.others(rows) for batch, rows, _ in moved]
-        sources = [Source(batch.cache, rows, gaps, batch.length) for batch, rows, gaps in moved]
+        sources = [RowSource(batch.cache, rows, mask, batch.length) for batch, rows, mask in moved]
         for index in range(len(target.cache.layers)):
             target.cache.gather(index, sources, length)
             for (batch, *_), kept in zip(moved, others, strict=True):
                 assert isinstance(batch.cache, RowCache)
-                batch.cache.keep_in_layer(index, kept, batch.length)
+                batch.cache.keep_rows(kept, batch.length, index)
         for (batch, rows, _), kept in zip(moved, others, strict=True):
             if len(rows) < batch.batch_size:
-                batch.closed_up(kept)
+                batch.note_kept(kept)
 
     def cannot_snapshot(self) -> str | None:
         layers = self._kinds_of_layers
@@ -443,34 +425,28 @@ class Decoder(Engine):
     @torch.inference_mode()
     def forward(self, works: Sequence[Work]) -> list[Tensor]:
         check_works(works, self.batches)
-        tokens = landed_together([work.token_ids for work in works], self.device)
+        tokens = to_device_together([work.token_ids for work in works], self.device)
         split = [self._parts(work._replace(token_ids=ids)) for work, ids in zip(works, tokens, strict=True)]
-        for work in works:
-            work.batch.torn = True  # type: ignore[attr-defined]
+        sizes = [(parts[0].batch, ids.shape[1]) for parts, ids in zip(split, tokens, strict=True)]
+        for batch, _ in sizes:
+            batch.torn = True
         try:
             logits = iter(self._run([part for parts in split for part in parts]))
-            found = [torch.cat([next(logits) for _ in parts]) for parts in split]
-            for work in works:
-                self._check_length(work)
+            joined = [torch.cat([next(logits) for _ in parts]) for parts in split]
+            for batch, count in sizes:
+                if isinstance(batch.cache, RowCache) and not batch.cache.has_length(batch.length + count):
+                    raise CacheFullError
         except CacheFullError:
-            raise self._other_tokens() from None
-        for work in works:
-            work.batch.advance(work.token_ids.shape[1])  # type: ignore[attr-defined]
-            work.batch.show()  # type: ignore[attr-defined]
-            work.batch.torn = False  # type: ignore[attr-defined]
-        return found
-
-    def _check_length(self, work: Work) -> None:
-        cache = getattr(work.batch, "cache", None)
-        if isinstance(cache, RowCache) and not cache.has_length(work.batch.length + work.token_ids.shape[1]):
-            raise self._other_tokens()
-
-    def _other_tokens(self) -> EngineError:
-        return EngineError(f"{self.plan.model.name} computes other tokens than those of its prompt")
+            message = f"{self.plan.model.name} computes other tokens than those of its prompt"
+            raise EngineError(message) from None
+        for batch, count in sizes:
+            batch.advance(count)
+            batch.show()
+            batch.torn = False
+        return joined
 
     def _parts(self, work: Work) -> list[Part]:
-        """Split a work into parts whose rows go through the model together. Raises EngineError for work that it cannot
-        do."""
+        """Split a work into parts whose rows go through the model together. Raises EngineError as `check_chunk`."""
         batch, token_ids, keep = work
         assert isinstance(batch, DecoderBatch)
         count = token_ids.shape[1]
@@ -479,25 +455,24 @@ class Decoder(Engine):
         return [Part(batch, rows, token_ids[rows], positions[rows], keep) for rows in self._rows(batch, count)]
 
     def check_chunk(self, batch: MicroBatch, count: int) -> None:
-        """Raise EngineError if `count` tokens of a row are part of a prompt, or several, and the model takes none."""
+        """Raise EngineError for a chunk of `count` tokens that cannot be computed."""
         whole = batch.length == 0 and count >= batch.prompt_len
         chunked = not whole and (count > 1 or batch.length < batch.prompt_len)
         if chunked and (why_not := self.cannot_chunk()) is not None:
             raise EngineError(why_not)
 
     def _rows(self, batch: DecoderBatch, count: int) -> list[slice]:
-        """Return the rows of `batch` as slices that go through the model one after the other, `count` tokens of each
-        row."""
+        """Split rows into slices that go through the model in turn."""
         rows = slice(0, batch.batch_size)
         return [rows] if count == 1 or not isinstance(batch.cache, RowCache) else self._split(rows, count)
 
     def _split(self, rows: slice, count: int) -> list[slice]:
-        """Split `rows` so that activations of `count` tokens a row stay within bounds."""
+        """Split `rows` so that activations stay within bounds."""
         at_once = self.plan.placement.prefill_rows(rows.stop - rows.start, count)
         return [slice(start, min(start + at_once, rows.stop)) for start in range(rows.start, rows.stop, at_once)]
 
     def _run(self, parts: Sequence[Part]) -> list[Tensor]:
-        """Run a forward pass for each part; return their logits ``[b, keep, V]``."""
+        """Run a forward pass for each part; return logits ``[b, keep, V]``."""
         return [self._alone(part) for part in parts]
 
     def _alone(self, part: Part) -> Tensor:
@@ -505,7 +480,7 @@ class Decoder(Engine):
         return self._pass(part)
 
     def _pass(self, part: Part) -> Tensor:
-        """Run one forward pass of a part, to whose rows the cache is narrowed."""
+        """Run a forward pass of a part. The cache is narrowed to it."""
         batch, rows, token_ids, positions, keep = part
         end = batch.length + token_ids.shape[1]
         inputs: dict[str, object] = {
@@ -519,7 +494,7 @@ class Decoder(Engine):
         if self._cache_name == "cache_params" and batch.length:
             inputs["attention_mask"] = None  # the state has taken the padding in already, as in `generate`
         inputs = {name: value for name, value in inputs.items() if name in self._accepted}
-        with turned_by(self._lengths([part])):
+        with rotary.turned_by(self._lengths([part])):
             return self._call(batch, **inputs)[:, -keep:]
 
     @torch.inference_mode()
@@ -528,19 +503,19 @@ class Decoder(Engine):
         assert isinstance(batch, DecoderBatch)
         if not isinstance(cache, RowCache) or not cache.only_keys:
             raise EngineError(f"layers of {self.plan.model.name} hold a state that cannot forget single positions")
-        least, length = int(lengths.min()), int(lengths.max())
-        if not 0 < least <= length <= batch.length:
-            raise ValueError(f"rows of {batch.length} positions cannot be rolled back to {least} to {length}")
-        if least < length and (why_not := self.one_length()) is not None:
+        shortest, length = int(lengths.min()), int(lengths.max())
+        if not 0 < shortest <= length <= batch.length:
+            raise ValueError(f"rows of {batch.length} positions cannot be rolled back to {shortest} to {length}")
+        if shortest < length and (why_not := self.equal_lengths()) is not None:
             raise EngineError(why_not)
         if batch.torn and self._windows:
             raise EngineError("a pass that failed may have moved the windows of some layers")
         cache.rollback(length)
-        batch.rollback(landed(lengths, self.device))
+        batch.rollback(to_device(lengths, self.device))
 
     @torch.inference_mode()
     def retire(self, batch: MicroBatch, rows: Sequence[int] | None = None) -> None:
-        if all(batch is not one for one in self.batches):
+        if not self.is_live(batch):
             return
         assert isinstance(batch, DecoderBatch)
         kept = [] if rows is None else sorted(set(range(batch.batch_size)) - set(rows))
@@ -549,35 +524,30 @@ class Decoder(Engine):
                 raise EngineError(f"{self.plan.model.name} keeps its cache whole: all rows are retired at once")
             self._keep_rows(batch, kept)
         elif not kept:
-            self.batches = [one for one in self.batches if one is not batch]
+            self.discard(batch)
             self._free(batch)
 
     def _keep_rows(self, batch: DecoderBatch, kept: Sequence[int]) -> None:
-        """Keep the rows `kept` of a micro-batch."""
-        batch.keep_rows(landed(torch.tensor(kept), self.device))
+        assert isinstance(batch.cache, RowCache)
+        rows = to_device(torch.tensor(kept), self.device)
+        batch.note_kept(rows)
+        batch.cache.keep_rows(rows, batch.length)
 
     def _free(self, batch: DecoderBatch) -> None:
-        """Free a micro-batch's cache."""
+        """Free the cache of a micro-batch."""
         batch.cache = batch.state = batch.mask = None
 
     def close(self) -> None:
         self.clear()
         if hasattr(self, "model"):
             del self.model
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-
-def masks_window(model: PreTrainedModel) -> bool:
-    """Tell whether the code of a model makes masks that end with a window: the names of what it imports tell."""
-    modules = {type(module).__module__ for module in model.modules()}
-    return any(mask in vars(sys.modules[name]) for name in modules for mask in WINDOW_MASKS)
+        self.give_back()
 
 
 def offload_folder(nvme_path: str | None) -> Scratch:
     """Make a scratch folder for offloaded weights inside `nvme_path`.
 
-    Raises EngineError unless `nvme_path` names a folder that exists.
+    Its `cleanup` removes it, or if this process is killed the next start. Raises EngineError unless `nvme_path` names a folder that exists.
     """
     if nvme_path is None or not Path(nvme_path).is_dir():
         what = f"{nvme_path!r} is not a folder" if nvme_path else "it needs one"

@@ -1,12 +1,13 @@
-"""Direct reads: files that many threads read at once, past the page cache (O_DIRECT), at the full rate of the drives.
+"""Direct reads by many threads, past the page cache (O_DIRECT).
 
-The page cache would hold weights a second time, and drop them before the next pass needs them. A file system that
-refuses direct I/O is read through the cache all the same, and the pages are dropped behind the reads.
+They reach the full rate of the drives. The page cache would hold weights a second time, and drop them before the next
+pass needs them. A file system that refuses direct I/O is read through the cache all the same, and the pages are dropped
+behind the reads.
 
 Direct reads begin and end at whole pages, in the file and in memory: `aligned` gives the range to read. The memory
 should lie in huge pages, as that of `PinnedArena` does: a request into scattered pages is split into many, which cost a
 third of the rate of a virtio disk. Into huge pages fio with io_uring or libaio read that disk no faster than these
-threads, at the same size and number of requests (five rounds in turns).
+threads, at the same size and number of requests.
 """
 
 import errno
@@ -47,33 +48,33 @@ class DirectFile:
             raise environment_error(CheckpointError(f"{path} cannot be read: {error.strerror}")) from None
 
     def _open_direct(self) -> int:
-        """Return a descriptor for direct reads; -1 if the file system refuses them, some only when they are tried."""
-        file = -1
+        """Return a descriptor for direct reads; -1 if the file system refuses. Some refuse only when they are tried."""
         try:
             file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # a fault of the file, or of the drive
+                raise
+            return -1
+        try:
             with mmap.mmap(-1, PAGE) as page:
                 os.preadv(file, [page], 0)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # a fault of the file, or of the drive
-                if file < 0:
-                    raise
-                return file
-            if file >= 0:
+            if error.errno == errno.EINVAL:
                 os.close(file)
-            return -1
+                return -1
         return file
 
     @property
     def identity(self) -> Identity:
-        """Facts that differ once the content of the file has changed; no program can set them all back."""
+        """Facts that differ once the content of the file has changed. No program can set them all back."""
         status = os.fstat(self._file)
         return status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns
 
     def read(self, part: memoryview, offset: int, need: int) -> None:
-        """Read the bytes from `offset` on into `part`, at least `need` of them: a file may end within its last page.
+        """Read at least `need` bytes from `offset` on into `part`.
 
-        Direct reads want `part`, its length and `offset` at whole pages. Raises OSError, with the path, and
-        CheckpointError where the file ends too early.
+        A file may end within its last page. Direct reads want `part`, its length and `offset` at whole pages. Raises
+        OSError, with the path, and CheckpointError where the file ends too early.
         """
         done = 0
         while done < need:
@@ -97,9 +98,11 @@ class DirectFile:
             self._file = -1
 
 
-class Stripes:
-    """Bytes spread evenly over `files`, on drives of their own: stripe n, of `REQUEST` bytes, lies in file n modulo
-    their number. With one file the bytes are those of the file."""
+class StripedFile:
+    """Bytes spread evenly over files on several drives.
+
+    Stripe n, of `REQUEST` bytes, lies in file n modulo their number. With one file the bytes are those of the file.
+    """
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._files: list[DirectFile] = []
@@ -120,11 +123,11 @@ class Stripes:
         return tuple(file.identity for file in self._files)
 
     def name(self, start: int) -> Path:
-        """Return the path of the file that holds byte `start`."""
+        """Return the path of the file with byte `start`."""
         return self._files[start // REQUEST % len(self._files)].path
 
     def requests(self, start: int, end: int) -> Iterator[tuple[int, int]]:
-        """Yield the ranges of bytes, in order, that one read each brings of the bytes `start` to `end`."""
+        """Split the bytes `start` to `end` into ranges of one read."""
         while start < end:
             stop = min(end, start - start % REQUEST + REQUEST)
             yield start, stop
@@ -147,11 +150,8 @@ class Stripes:
             file.close()
 
 
-class StripeWriter:
-    """Files that `Stripes` reads, written from the beginning on; nothing stays in the page cache.
-
-    Raises CheckpointError where a drive is full or cannot be written to.
-    """
+class StripedWriter:
+    """Writer of the files of a `StripedFile`. Raises CheckpointError where a drive is full or cannot be written to."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         self._paths, self._end = paths, 0
@@ -164,7 +164,6 @@ class StripeWriter:
                 raise _unwritten(path, error) from None
 
     def write(self, content: memoryview) -> None:
-        """Append bytes."""
         while content:
             number, within = divmod(self._end, REQUEST)
             which = number % len(self._files)
@@ -176,7 +175,7 @@ class StripeWriter:
             self._end, content = self._end + count, content[count:]
 
     def flush(self) -> None:
-        """Bring all bytes to the drives, and drop them from the page cache."""
+        """Write all bytes to the drives; drop them from the page cache."""
         for path, file in zip(self._paths, self._files, strict=True):
             try:
                 os.fdatasync(file)

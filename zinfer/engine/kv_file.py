@@ -1,10 +1,10 @@
-"""KV snapshots on disk: one safetensors file each, with a checksum over everything in it.
+"""KV snapshots on disk: one safetensors file each, with a checksum.
 
 A file is either whole or absent, its header alone describes it, and many threads read it straight into the memory that
 the GPU copies from. Nothing is unpickled.
 
-A checksum tells nothing of who wrote a file: whoever can put one there decides what the model has "read". So only
-regular files of this user in a folder that nobody else may write to are believed.
+A checksum does not say who wrote a file, and its writer decides what the model has "read". So only regular files of
+this user are believed, in a folder that nobody else may write to.
 """
 
 import json
@@ -30,12 +30,10 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def private_folder(folder: Path) -> None:
-    """Make `folder`, for this user alone, if there is none. Raises CheckpointError for one that others may write to,
-    OSError where it cannot be made."""
-    if not folder.exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileExistsError):
-            folder.mkdir(mode=0o700)
+    """Make `folder` for this user alone. Raises CheckpointError if others may write to it, OSError."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
     status = folder.stat()
     if not stat.S_ISDIR(status.st_mode):
         raise CheckpointError(f"{folder} is not a folder")
@@ -43,8 +41,7 @@ def private_folder(folder: Path) -> None:
 
 
 def check_own(path: Path) -> None:
-    """Raise CheckpointError unless `path` is a regular file, no link, that this user alone may write; OSError where
-    there is none."""
+    """Raise CheckpointError unless this user alone may write the regular file. Raises OSError without one."""
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode):
         raise CheckpointError(f"{path} is not a regular file")
@@ -52,7 +49,7 @@ def check_own(path: Path) -> None:
 
 
 def _check_owner(path: Path, status: os.stat_result, theirs: str = "", shared: str = "") -> None:
-    """Raise CheckpointError, with advice, if `path` belongs to somebody else, or if others may write to it."""
+    """Raise CheckpointError, with advice, if other users may write to `path`."""
     if status.st_uid != os.geteuid():
         raise CheckpointError(f"{path} belongs to another user{theirs}")
     if status.st_mode & 0o022:
@@ -60,9 +57,10 @@ def _check_owner(path: Path, status: os.stat_result, theirs: str = "", shared: s
 
 
 def write(kept: KVSnapshot, path: Path, label: Mapping[str, Any]) -> int:
-    """Write `kept` to `path`, whole or not at all, and return the size of the file in bytes.
+    """Write `kept` to `path`, whole or not at all.
 
-    The file is safetensors; its metadata hold `label` (JSON) and a CRC-32 of everything. Raises OSError.
+    Returns the size of the file in bytes. The file is safetensors; its metadata hold `label` (JSON) and a CRC-32 of
+    everything. Raises OSError.
     """
     header: dict[str, Any] = {"__metadata__": {"told": json.dumps(dict(label))}}
     for name, block in kept.blocks.items():
@@ -79,7 +77,7 @@ def write(kept: KVSnapshot, path: Path, label: Mapping[str, Any]) -> int:
 
 
 def read(path: Path, first: int, pin: bool) -> KVSnapshot:
-    """Read the snapshot that `write` wrote to `path`, with many threads; its first position is `first`.
+    """Read a snapshot from `path`, whose first position is `first`.
 
     Raises CheckpointError for a file that is cut off or damaged or that others may have written, OSError for one that
     cannot be read, and MemoryError where the host has no room for it.
@@ -93,9 +91,9 @@ def read(path: Path, first: int, pin: bool) -> KVSnapshot:
             for name in header
             if name != "__metadata__"
         }
-        ends = [(info.start, info.end) for info in sorted(tensors.values(), key=lambda one: one.start)]
-        apart = all(end <= begin for (_, end), (begin, _) in pairwise(ends))  # so memory is no more than the file
-        if not apart or any(block.size != tensors[name].end - tensors[name].start for name, block in blocks.items()):
+        ranges = sorted((info.start, info.end) for info in tensors.values())
+        overlap = any(end > begin for (_, end), (begin, _) in pairwise(ranges))  # memory is no more than the file
+        if overlap or any(block.size != tensors[name].end - tensors[name].start for name, block in blocks.items()):
             raise ValueError
         kept = KVSnapshot(first, blocks, pin)
     except (KeyError, IndexError, StopIteration, TypeError, ValueError, OverflowError, RuntimeError):
@@ -113,18 +111,15 @@ def read(path: Path, first: int, pin: bool) -> KVSnapshot:
 
 
 def read_label(path: Path) -> dict[str, Any]:
-    """Return the label that `write` was given, from the header alone.
-
-    Raises CheckpointError for a file that is cut off, that `write` did not write, or that others may have written.
-    """
+    """Return the label that `write` was given. Raises CheckpointError for files that are not believed."""
     header = _header(path)
     try:
-        found = json.loads(header["__metadata__"]["told"])
+        label = json.loads(header["__metadata__"]["told"])
     except (KeyError, TypeError, ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        label = None
+    if not isinstance(label, dict):
         raise CheckpointError(f"{path} is not a kept conversation")
-    return found
+    return label
 
 
 def data_bytes(path: Path) -> int:
@@ -133,7 +128,7 @@ def data_bytes(path: Path) -> int:
 
 
 def drop_from_page_cache(path: Path) -> None:
-    """Drop the file from the page cache, so that the next read comes from disk where the file system supports that."""
+    """Drop the file from the page cache, where the system can."""
     with path.open("rb") as stream, suppress(OSError):
         os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
@@ -149,8 +144,7 @@ def _header(path: Path) -> dict[str, Any]:
 
 
 def _checksum(header: Mapping[str, Any], data: memoryview) -> int:
-    """Return the CRC-32 of the CRC-32s of the data's chunks, which all cores compute, and of the header without the
-    checksum itself."""
+    """Return a CRC-32 of the data and the header. All cores compute it; the header comes without its checksum."""
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
         chunks = list(pool.map(zlib.crc32, (data[begin : begin + CHUNK] for begin in range(0, len(data), CHUNK))))
     metadata = {key: value for key, value in header["__metadata__"].items() if key != "crc32"}

@@ -1,13 +1,13 @@
-"""KV snapshots: keys and values of a conversation, kept in host memory, from which a later prefill continues.
+"""KV snapshots: keys and values in host memory, where a prefill continues.
 
-To prefill a position takes a pass through the whole model; to copy it back takes only its keys and values. They lie
+Prefill of a position takes a pass through the whole model; to copy it back takes only its keys and values. They lie
 layer by layer in one block of exactly their size. The layout does not depend on the engine: an engine can continue from
-a snapshot that another one made.
+the snapshot of another.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from copy import copy
-from typing import TYPE_CHECKING, NamedTuple, Protocol, Self
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -20,30 +20,8 @@ if TYPE_CHECKING:  # transformers takes seconds to import, and every engine impo
 HALVES = ("keys", "values")
 
 
-class Past(Protocol):
-    """Keys and values of `length` positions of a batch from `first` on, computed before."""
-
-    @property
-    def first(self) -> int: ...
-    @property
-    def length(self) -> int: ...
-
-    def fits(self, layers: int, batch_size: int) -> bool:
-        """Tell whether they belong to `batch_size` sequences and a model of `layers` decoder layers."""
-        ...
-
-    def put(self, layers: "Sequence[FixedLayer]", device: torch.device) -> None:
-        """Append them to `layers`, which hold exactly the positions before. The copies run on the current stream,
-        before its next work; snapshots must not be closed until they have run."""
-        ...
-
-    def select(self, rows: Sequence[int]) -> "Past":
-        """Return those of some sequences, in this order. Raises MemoryError."""
-        ...
-
-
 class Borrowed(NamedTuple):
-    """Memory of a snapshot that somebody else owns."""
+    """Memory of a snapshot that another object owns."""
 
     memory: Tensor
     pinned: bool = False
@@ -53,8 +31,10 @@ class Borrowed(NamedTuple):
 
 
 class KVSnapshot:
-    """Keys and values of a batch for `length` positions from `first` on: ``[B, kv_heads, length, head_dim]`` each, for
-    every decoder layer, in page-locked memory if `pin`, until it is closed."""
+    """Keys and values of all decoder layers, ``[B, kv_heads, length, head_dim]`` each.
+
+    They are in page-locked memory if `pin`, until it is closed. A pickled one borrows the memory of what it was.
+    """
 
     def __init__(
         self, first: int, blocks: Mapping[str, TensorPlace], pin: bool, borrowed: Tensor | None = None
@@ -74,11 +54,7 @@ class KVSnapshot:
         rows: slice = slice(None),
         pad: int = 0,
     ) -> Self:
-        """Copy the positions from `first` to `last` (exclusive) of `rows` out of `layers`, counted from position `pad`;
-        the copy is complete on return.
-
-        Raises MemoryError where the host has no room for it.
-        """
+        """Copy positions `first` to `last` (exclusive) of `rows` out of `layers`. They count from position `pad`."""
         states = {
             f"{index}.{half}": part[rows, :, pad + first : pad + last]
             for index, layer in enumerate(layers)
@@ -88,7 +64,7 @@ class KVSnapshot:
 
     @classmethod
     def _filled(cls, first: int, states: Mapping[str, Tensor], pin: bool) -> Self:
-        """Return a snapshot with a copy of `states`, whose first position is `first`."""
+        """Copy `states`, whose first position is `first`."""
         kept = cls(first, _end_to_end(states), pin)
         try:
             for name, block in kept.blocks.items():
@@ -105,9 +81,11 @@ class KVSnapshot:
     def joined(
         cls, parts: Sequence[tuple["KVSnapshot", Sequence[int]]], count: int, first: int, last: int, pin: bool
     ) -> Self:
-        """Return a copy of the positions from `first` to `last` of a batch of `count` rows, which are in several
-        snapshots, each with the numbers of its rows, that end together; what none of them has is zero. Raises
-        MemoryError."""
+        """Join snapshots, each with its row numbers, into one of `count` rows.
+
+        Raises MemoryError. It has the positions from `first` to `last`, at which all of them end; what none of them has
+        is zero.
+        """
         states = dict[str, Tensor]()
         for name, block in parts[0][0].blocks.items():
             _, heads, _, size = block.shape
@@ -126,31 +104,36 @@ class KVSnapshot:
         return self._arena.pinned
 
     def head(self, length: int) -> "KVSnapshot":
-        """Return a snapshot of the first `length` positions only, in the same memory."""
-        part = copy(self)
-        part.length = length
+        """Return the first `length` positions, in the same memory."""
+        part = object.__new__(type(self))
+        part.__dict__.update(self.__dict__, length=length)
         return part
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _borrowed, (self.first, self.length, self.blocks, self.memory)
+
     def cut(self, start: int, end: int) -> Self:
-        """Return a copy of the positions from `start` up to `end`, counted from the snapshot's first one, in memory of
-        its own. Raises MemoryError."""
+        """Copy positions `start` to `end`, counted from the first. Raises MemoryError."""
         states = {name: block.view(self.memory)[:, :, start:end] for name, block in self.blocks.items()}
         return self._filled(self.first + start, states, self.pinned)
 
     def select(self, rows: Sequence[int]) -> Self:
+        """Copy some sequences, in this order. Raises MemoryError."""
         states = {name: block.view(self.memory)[list(rows), :, : self.length] for name, block in self.blocks.items()}
         return self._filled(self.first, states, False)
 
     def states(self, name: str, device: torch.device) -> Tensor:
-        """Return one of the blocks on `device`, ``[B, kv_heads, length, head_dim]``: copied whole, which the link does
-        at its full rate, and cut there."""
+        """Copy a block ``[B, kv_heads, length, head_dim]`` to `device`."""
+        # Copied whole, which the link does at its full rate, and cut there.
         return self.blocks[name].view(self.memory).to(device, non_blocking=True)[:, :, : self.length]
 
     def put(self, layers: "Sequence[FixedLayer]", device: torch.device) -> None:
+        """Append the positions to `layers`, on the current stream. Until then the snapshot must not be closed."""
         for index, layer in enumerate(layers):
             layer.update(*(self.states(f"{index}.{half}", device) for half in HALVES))
 
     def fits(self, layers: int, batch_size: int) -> bool:
+        """Tell whether it has `batch_size` sequences and `layers` decoder layers."""
         return len(self.blocks) == 2 * layers and all(block.shape[0] == batch_size for block in self.blocks.values())
 
     def close(self) -> None:
@@ -161,10 +144,10 @@ class KVSnapshot:
 
 
 class RowsPast:
-    """First `length` positions of left-padded rows, each put together from snapshots of its own.
+    """First `length` positions of left-padded rows, each of its own snapshots.
 
     `rows` are the snapshots of each row, of one sequence each, in order from its first token on; they hold at least
-    what the row has behind its padding, `pads` positions. So rows with different beginnings begin together.
+    what the row has behind its padding, `pads` positions.
     """
 
     first = 0
@@ -182,8 +165,8 @@ class RowsPast:
         self.blocks = blocks or next((part.blocks for parts, _ in self.rows for part in parts), {})
 
     def select(self, rows: Sequence[int]) -> "RowsPast":
-        own = [self.rows[row] for row in rows]
-        return RowsPast([parts for parts, _ in own], [pad for _, pad in own], self.length, self.blocks)
+        chosen = [self.rows[row] for row in rows]
+        return RowsPast([parts for parts, _ in chosen], [pad for _, pad in chosen], self.length, self.blocks)
 
     def fits(self, layers: int, batch_size: int) -> bool:
         def whole(parts: Sequence[KVSnapshot], pad: int) -> bool:
@@ -209,48 +192,11 @@ class RowsPast:
             layer.update(*both)
 
 
-class Sent(NamedTuple):
-    """Positions of a batch on their way to another process: `memory` has the bytes of the snapshots, each once."""
-
-    snapshots: list[tuple[int, int, dict[str, TensorPlace]]]  # first position, length, blocks
-    memory: list[int]  # number of each snapshot's bytes
-    rows: list[tuple[list[int], int]] | None  # snapshots and padding of each row; None: one snapshot of all rows
-    length: int
-    blocks: dict[str, TensorPlace]
+Past = KVSnapshot | RowsPast  # computed keys and values of a batch: `length` positions from `first` on
 
 
-def sent(past: Past) -> tuple[Sent, list[Tensor]]:
-    """Return a `KVSnapshot` or a `RowsPast` in a form that another process can have, and the bytes that it needs."""
-    snapshots, memory, places = list[KVSnapshot](), list[Tensor](), dict[int, int]()
-
-    def number(one: KVSnapshot) -> int:
-        snapshots.append(one)
-        places.setdefault(one.memory.data_ptr(), len(memory))
-        if places[one.memory.data_ptr()] == len(memory):
-            memory.append(one.memory)
-        return len(snapshots) - 1
-
-    rows = None
-    if isinstance(past, RowsPast):
-        rows = [([number(one) for one in parts], pad) for parts, pad in past.rows]
-    else:
-        assert isinstance(past, KVSnapshot)
-        number(past)
-    told = [(one.first, one.length, dict(one.blocks)) for one in snapshots]
-    return Sent(
-        told, [places[one.memory.data_ptr()] for one in snapshots], rows, past.length, dict(past.blocks)
-    ), memory
-
-
-def received(past: Sent, memory: Sequence[Tensor]) -> Past:
-    """Return what another process has `sent`, over its bytes, for as long as these last."""
-    snapshots = []
-    for (first, length, blocks), place in zip(past.snapshots, past.memory, strict=True):
-        snapshots.append(KVSnapshot(first, blocks, False, memory[place]).head(length))
-    if past.rows is None:
-        return snapshots[0]
-    rows = [[snapshots[one] for one in parts] for parts, _ in past.rows]
-    return RowsPast(rows, [pad for _, pad in past.rows], past.length, past.blocks)
+def _borrowed(first: int, length: int, blocks: Mapping[str, TensorPlace], memory: Tensor) -> KVSnapshot:
+    return KVSnapshot(first, blocks, False, memory).head(length)
 
 
 def _cut_to(parts: Sequence[KVSnapshot], length: int) -> Iterator[KVSnapshot]:
@@ -263,13 +209,7 @@ def _cut_to(parts: Sequence[KVSnapshot], length: int) -> Iterator[KVSnapshot]:
 
 
 def _end_to_end(states: Mapping[str, Tensor]) -> dict[str, TensorPlace]:
-    """Return blocks without gaps, as safetensors requires; all tensors have one type, so that all are aligned."""
-
-    def laid_out() -> Iterator[tuple[str, TensorPlace]]:
-        end = 0
-        for name, tensor in states.items():
-            block = TensorPlace(end, tensor.shape, tensor.dtype)
-            end += block.size
-            yield name, block
-
-    return dict(laid_out())
+    """Lay blocks out without gaps, as safetensors requires. All are aligned, since they have one type."""
+    ends = [0, *accumulate(tensor.nbytes for tensor in states.values())]
+    items = zip(ends, states.items(), strict=False)
+    return {name: TensorPlace(start, tensor.shape, tensor.dtype) for start, (name, tensor) in items}

@@ -1,8 +1,8 @@
-"""Pinned memory for weights: one mapping of exactly the requested size, page-locked when a GPU reads it.
+"""Pinned memory: one mapping of exactly the requested size, page-locked for GPUs.
 
 torch's pinned allocator rounds every block up to a power of two (BLOOM-176B's 352 GB become about 497 GB) and pins at
-1-2 GB/s. The arena maps the range, advises huge pages, touches the pages with all cores and registers the finished
-range: this needs no extra memory and takes a fraction of the time. Copies from it run at full link speed.
+1-2 GB/s. The arena maps the range, advises huge pages, touches the pages with all cores and registers the range: this
+needs no extra memory and takes a fraction of the time. Copies from it run at full link speed.
 """
 
 import ctypes
@@ -55,20 +55,16 @@ class TensorPlace:
         return prod(self.shape) * self.dtype.itemsize
 
     def view(self, memory: Tensor, base: int = 0) -> Tensor:
-        """Return the tensor as a view of `memory` (uint8 ``[n]``), in which the range begins at byte `base`."""
+        """View the tensor in `memory` (uint8), where the range begins at `base`."""
         start = base + self.offset
         return memory[start : start + self.size].view(self.dtype).view(self.shape)
 
 
 def lay_out(tensors: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, TensorPlace], int]:
-    """Return aligned blocks for named tensors, in order, and the bytes that they take together.
-
-    Only shape and dtype count: the tensors may be on the meta device.
-    """
+    """Return aligned blocks for named tensors, and their bytes together. The tensors may be on the meta device."""
     blocks, end = {}, 0
     for name, tensor in tensors:
-        block = TensorPlace(end, tensor.shape, tensor.dtype)
-        blocks[name] = block
+        blocks[name] = block = TensorPlace(end, tensor.shape, tensor.dtype)
         end += -(-block.size // ALIGNMENT) * ALIGNMENT
     return blocks, end
 
@@ -76,15 +72,14 @@ def lay_out(tensors: Iterable[tuple[str, Tensor]]) -> tuple[dict[str, TensorPlac
 class PinnedArena:
     """Host memory of `size` bytes, all pages present, and page-locked if `pin`.
 
-    The memory lies on the GPU's NUMA node as far as that has room; with `spread`, meant for data that all CPUs read, on
-    all nodes. With `grow`, `size` is only a limit: `take` hands memory out and makes it present then or, where plenty
-    is free, a little ahead, while the caller fills what it took; `seal` ends that and page-locks what was taken.
+    The memory lies on the GPU's NUMA node as far as that has room; with `spread`, for data that all CPUs read, on all
+    nodes. With `grow`, `size` is only a limit: `take` hands memory out and makes it present then or, where plenty is
+    free, a little ahead; `seal` ends that and page-locks what was taken.
 
-    Raises MemoryError, with the bytes requested and the bytes available, before it touches more memory than is free,
-    and where the driver refuses to lock that much. The memory is anonymous: it goes with the process, however that
-    ends, and is neither inherited by children nor part of a core dump. It is private unless `shared` is given, an empty
-    file of `shared_memory`: then it is that file's, lies on all nodes, and goes with the last process that has it.
-    Other processes map it with `PinnedArena.attach`. An arena that is dropped without `close` unlocks its memory, too.
+    Raises MemoryError before it touches more memory than is free, and where the driver refuses to lock that much. The
+    memory goes with the process, however that ends, and is neither inherited by children nor part of a core dump. It is
+    private unless `shared` is given, an empty file of `shared_memory`: then it lies on all nodes, goes with the last
+    process that has it, and other processes map it with `attach`. An arena dropped without `close` unlocks it, too.
     """
 
     def __init__(
@@ -103,7 +98,6 @@ class PinnedArena:
         if shared is not None:
             os.ftruncate(shared, max(size, PAGE))
         self._map: mmap.mmap | None
-        self.memory: Tensor
         self._map, self.memory = _map(max(size, PAGE), shared)
         self.pinned, self._pin = False, pin
         self._ahead = AHEAD if grow else 0
@@ -116,8 +110,7 @@ class PinnedArena:
 
     @classmethod
     def attach(cls, size: int, shared: int) -> Self:
-        """Map the first `size` bytes of an arena that another process has sealed, by its file, every page of them.
-        Raises MemoryError as the class does."""
+        """Map every page of the first `size` bytes of a shared arena. Another process has sealed it."""
         arena = cls(0, False, spread=True)
         if os.fstat(shared).st_size < size:
             raise ValueError(f"the arena has less than {gb(size)}")
@@ -130,7 +123,7 @@ class PinnedArena:
 
     @property
     def numa_node(self) -> int | None:
-        """Number of the NUMA node whose CPUs touch the memory; None where CPUs of all nodes do."""
+        """NUMA node whose CPUs touch the memory; None for all nodes."""
         return self._node.number if self._node is not None else None
 
     def take(self, size: int, progress: Progress = silent) -> Tensor:
@@ -150,7 +143,7 @@ class PinnedArena:
         return self.memory[start:end]
 
     def seal(self) -> None:
-        """Take no more: set `size` to the bytes taken, free the rest, and page-lock the memory if `pin` was given."""
+        """Set `size` to the bytes taken, free the rest, and page-lock. It does the latter if `pin` was given."""
         self._stop()
         self.size = self.used
         excess = self.used + -self.used % PAGE
@@ -162,8 +155,9 @@ class PinnedArena:
             self.lock()
 
     def _touch(self, end: int) -> None:
-        """Make every page up to `end` present, in parallel: some hosts hand memory out slowly at its first use."""
+        """Make every page up to `end` present, in parallel. Some hosts hand memory out slowly at its first use."""
         if self._threads is None:
+            # The system takes memory from the node of the CPU that touches it.
             cpus = self._node.cpus if self._node is not None else frozenset(os.sched_getaffinity(0))
             self._threads = ThreadPoolExecutor(len(cpus), initializer=_stay_on, initargs=(cpus,))
         memory, shared = self.memory, self._shared is not None
@@ -200,7 +194,7 @@ class PinnedArena:
         self._unlock.atexit = False
 
     def views(self, blocks: Mapping[str, TensorPlace], base: int = 0) -> dict[str, Tensor]:
-        """Return the tensors of a layout that begins at byte `base`, as views."""
+        """View the tensors of a layout that begins at byte `base`."""
         return {name: block.view(self.memory, base) for name, block in blocks.items()}
 
     def close(self) -> None:
@@ -214,20 +208,18 @@ class PinnedArena:
 
 
 def _unlock(address: int) -> None:
-    """Unlock the memory that was page-locked from `address` on."""
     torch.cuda.cudart().cudaHostUnregister(address)
 
 
 def check_free(size: int) -> None:
-    """Raise MemoryError, with advice on how to load less, unless `size` bytes of host memory are free."""
+    """Raise MemoryError, with advice, unless `size` bytes of host memory are free."""
     free = available_bytes()
     if size > free:
         raise MemoryError(f"{gb(size)} of host memory are needed, {gb(free)} are free. {LESS}")
 
 
 def shared_memory() -> int:
-    """Return the descriptor of an empty file in memory, for a shared arena; programs that are started do not inherit
-    it. Raises MemoryError where the system has none."""
+    """Return the descriptor of an empty file in memory. Programs that are started do not inherit it."""
     try:
         return os.memfd_create("zinfer")
     except (AttributeError, OSError) as error:
@@ -235,18 +227,18 @@ def shared_memory() -> int:
 
 
 def _map(size: int, shared: int | None = None) -> tuple[mmap.mmap, Tensor]:
-    """Map `size` bytes that are not present yet, of the file `shared` if one is given; return what holds the mapping,
-    and its memory, uint8 ``[size]``. A file's mapping begins where a huge page can.
+    """Map `size` bytes, of the file `shared` if given.
 
-    The mapping reserves nothing, since some hosts have little memory at first and more as it is used; `check_free`
-    makes sure that there is enough.
+    Returns the mapping and its memory, uint8. A file's mapping begins where a huge page can. The mapping reserves
+    nothing, since some hosts have little memory at first and more as it is used; `check_free` makes sure that there is
+    enough.
     """
     more = 0 if shared is None else HUGE
     unreserved = getattr(mmap, "MAP_NORESERVE", 0x4000)
     try:
-        found = mmap.mmap(-1, size + more, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | unreserved)
+        mapping = mmap.mmap(-1, size + more, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | unreserved)
         with torch.inference_mode(False):  # threads that are not in that mode write to it
-            whole = torch.frombuffer(found, dtype=torch.uint8)
+            whole = torch.frombuffer(mapping, dtype=torch.uint8)
         offset = -whole.data_ptr() % HUGE if more else 0
         if shared is not None:
             _map_file(shared, whole.data_ptr() + offset, size, mmap.MAP_SHARED | unreserved)
@@ -256,12 +248,12 @@ def _map(size: int, shared: int | None = None) -> tuple[mmap.mmap, Tensor]:
     # A fork of a process copies its page-locked memory, hence DONTFORK; huge pages are touched and locked faster.
     for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK, mmap.MADV_DONTDUMP):
         with suppress(OSError):  # a kernel that does not know the advice
-            found.madvise(advice)
-    return found, whole[offset : offset + size]
+            mapping.madvise(advice)
+    return mapping, whole[offset : offset + size]
 
 
 def _map_file(file: int, address: int, size: int, flags: int) -> None:
-    """Map the first `size` bytes of a file at `address`, in place of what is mapped there. Raises OSError."""
+    """Map the first `size` bytes of a file at `address`. Raises OSError."""
     library = ctypes.CDLL(None, use_errno=True)
     library.mmap.restype = ctypes.c_void_p
     library.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
@@ -272,15 +264,13 @@ def _map_file(file: int, address: int, size: int, flags: int) -> None:
 
 
 def _make_huge(memory: Tensor) -> None:
-    """Make the pages of a file's mapping present, as huge ones: most systems have those for private memory alone unless
-    they are asked for one by one (Linux 6.1, MADV_COLLAPSE). A system that refuses leaves the pages as they are."""
+    """Make huge pages of a file's mapping. Most systems must be asked for each (Linux 6.1, MADV_COLLAPSE)."""
     memory[::HUGE].zero_()  # what has no page at all is not made huge
     library = ctypes.CDLL(None)
     library.madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.numel()), COLLAPSE)
 
 
 def _node_of_gpu() -> NumaNode | None:
-    """Return the NUMA node of the current GPU; None without a GPU."""
     if not torch.cuda.is_available():
         return None
     gpu: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -288,10 +278,7 @@ def _node_of_gpu() -> NumaNode | None:
 
 
 def _forget_error() -> None:
-    """Clear the CUDA runtime's last error, which was handled: the next kernel launch would report it as its own.
-
-    torch has no function for it.
-    """
+    """Clear the CUDA runtime's last error, which the next launch would report. torch has no function for it."""
     with suppress(OSError, AttributeError):
         maps = Path("/proc/self/maps").read_text().splitlines()
         for library in {line.split()[-1] for line in maps if "libcudart" in line}:
@@ -299,13 +286,13 @@ def _forget_error() -> None:
 
 
 def _stay_on(cpus: frozenset[int]) -> None:
-    """Keep the calling thread, and no other, on `cpus`: the system takes the memory it touches from their node."""
+    """Keep the calling thread, and no other, on `cpus`."""
     with suppress(OSError):
         os.sched_setaffinity(0, cpus)
 
 
 def set_pinned_allocator() -> str:
-    """Make large blocks of torch's pinned allocator as cheap as this torch can; return the settings then in force."""
+    """Set torch's pinned allocator to the cheapest it knows for large blocks. Returns its settings."""
     settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     if not torch.cuda.is_available():
         return settings

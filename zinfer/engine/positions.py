@@ -1,12 +1,12 @@
-"""Probe of models that number the positions of their tokens themselves, since their forward pass takes no position ids.
+"""Probe of models that number positions themselves, without position ids.
 
-Some count the tokens that the attention mask shows (BLOOM), others places in the batch. Then padding in front of a row
-may change its text (BART adds the place to each token), or rows must stay where they are, since their keys carry the
-place (RoFormer); and forgotten positions in between count, which makes tokens more distant than they are (MPT). What
-enters the first layer tells all this, and needs the embeddings alone.
+Some count the tokens that the attention mask shows (BLOOM), others columns of the batch. Then padding in front of a row
+may change its text (BART adds the column to each token), or rows must keep their columns, since their keys carry them
+(RoFormer); and forgotten positions in between count, which makes tokens more distant than they are (MPT). The inputs of
+the first layer tell all this, and need the embeddings alone.
 
-Layers that are told positions may count places in the cache all the same, by asking it for its length. Those of Llama 4
-scale queries by them: here they do so by the positions.
+Layers that get position ids may count columns of the cache all the same, by asking it for its length. Llama 4 scales
+queries by them: here it does so by the positions.
 """
 
 import inspect
@@ -25,8 +25,7 @@ ALIKE = 1e-2  # difference of states, as a share of their norm, that rounding ma
 
 
 class Probe(NamedTuple):
-    """Abilities of a model: to take several tokens behind others, padding before a row, forgotten positions within it,
-    and rows whose keys and values have moved to other places."""
+    """Abilities of a model with chunks, padding, forgotten positions and moved rows."""
 
     chunks: bool = True
     padding: bool = True
@@ -46,22 +45,18 @@ def probe(
     make: Callable[[], RowCache],
     vocab_size: int,
 ) -> Probe:
-    """Probe `model` on `device`, whose layer `first` comes first; `make` returns a cache of one row.
+    """Probe `model` up to its layer `first`; `make` returns a cache. Raises torch.OutOfMemoryError."""
 
-    Runs the model up to its first layer only. Raises torch.OutOfMemoryError.
-    """
-
-    def entering(pads: int, known: int, count: int, gap: bool = False) -> Mapping[str, Tensor]:
-        """Return what enters for `count` tokens behind `known` ones: numbers, by the name of the layer's argument; the
-        states ``[count, H]`` as ``hidden_states``. Nothing if the model fails."""
+    def entering(pads: int, past: int, count: int, gap: bool = False) -> Mapping[str, Tensor]:
+        """Return the numbers that enter the layer, by argument. Nothing comes if the model fails."""
         cache = make()
-        if known:  # what the keys are does not matter
-            keys = torch.zeros((1, 1, pads + known, 1), device=device)
+        if past:  # what the keys are does not matter
+            keys = torch.zeros((1, 1, pads + past, 1), device=device)
             for layer in cache.attention.values():
-                layer.fill([(keys, keys)], pads + known, model.dtype)
-        begin = vocab_size // 2 + known
-        token_ids = [*([0] * pads if not known else []), *range(begin, begin + count)]
-        mask = [*[0] * pads, *[1] * (known + count)]
+                layer.fill([(keys, keys)], pads + past, model.dtype)
+        begin = vocab_size // 2 + past
+        token_ids = [*([0] * pads if not past else []), *range(begin, begin + count)]
+        mask = [*[0] * pads, *[1] * (past + count)]
         if gap:
             mask[1] = 0
         inputs: dict[str, Any] = {
@@ -77,7 +72,7 @@ def probe(
             name, states = next(iter(given.items()))
             if isinstance(states, Tensor):
                 seen.update({"hidden_states": states[0, -count:].float()})
-            seen.update(_numbers({key: one for key, one in given.items() if key != name}))
+            seen.update(_numbers({key: value for key, value in given.items() if key != name}))
             raise _Entered
 
         handle = first.register_forward_pre_hook(stop, with_kwargs=True, prepend=True)
@@ -95,18 +90,18 @@ def probe(
 
     with torch.inference_mode():
         prompt, padded = entering(0, 0, TOKENS), entering(PADS, 0, TOKENS)
-        step, later = entering(0, TOKENS, 1), entering(PADS, TOKENS, 1)
-        apart = entering(0, TOKENS, 1, gap=True)
+        step, padded_step = entering(0, TOKENS, 1), entering(PADS, TOKENS, 1)
+        gap_step = entering(0, TOKENS, 1, gap=True)
         return Probe(
             chunks=bool(entering(0, TOKENS, 2)),
-            padding=_alike(prompt, padded, "hidden_states") and _alike(step, later, "hidden_states"),
-            gaps=not all(_alike(step, apart, name) for name in step),
-            moves=all(_alike(step, later, name) for name in step if name in later),
+            padding=_alike(prompt, padded, "hidden_states") and _alike(step, padded_step, "hidden_states"),
+            gaps=not all(_alike(step, gap_step, name) for name in step),
+            moves=all(_alike(step, padded_step, name) for name in step if name in padded_step),
         )
 
 
 class _Scaled:
-    """Attention whose queries are scaled by the positions that its `layer` is told."""
+    """Attention whose queries are scaled by the position ids of its `layer`."""
 
     def __init__(self, layer: nn.Module, attention: Any) -> None:
         self._attention, self._positions = attention, torch.empty(0)
@@ -115,11 +110,11 @@ class _Scaled:
         forward = layer.forward
 
         @wraps(forward)
-        def told(*args: Any, **named: Any) -> Any:  # behind the hooks, in which another pass may take its turn
+        def noting_positions(*args: Any, **named: Any) -> Any:  # behind the hooks, where another pass may take turns
             self._positions = named["position_ids"]
             return forward(*args, **named)
 
-        layer.forward = told
+        layer.forward = noting_positions
 
     def _scale(self, _module: nn.Module, _args: tuple[Any, ...], queries: Tensor) -> Tensor:
         steps = torch.floor((self._positions.float() + 1.0) / self._attention.floor_scale)
@@ -128,7 +123,7 @@ class _Scaled:
 
 
 def scale_by_positions(layers: Iterable[nn.Module]) -> None:
-    """Have attention that scales queries by their places in the cache, padding counted, scale them by positions."""
+    """Scale queries by positions, not by columns of the cache."""
     for layer in layers:
         for module in layer.modules():
             plain = not getattr(module, "use_rope", True) and not hasattr(module, "qk_norm")
@@ -137,30 +132,31 @@ def scale_by_positions(layers: Iterable[nn.Module]) -> None:
 
 
 def asks_length(layers: Iterable[nn.Module]) -> bool:
-    """Tell whether modules of layers ask the cache for its length: by the names in their code."""
-    modules = {type(module): module for layer in layers for module in layer.modules()}
-    asking = [
-        module for kind, module in modules.items()
-        if "get_seq_length" in getattr(getattr(inspect.unwrap(kind.forward), "__code__", None), "co_names", ())
-    ]  # fmt: skip
-    return any(not hasattr(module, "attn_temperature_tuning") for module in asking)
+    """Tell whether code of the layers asks the cache for its length."""
+
+    def asks(module: nn.Module) -> bool:
+        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+        return "get_seq_length" in getattr(code, "co_names", ()) and not hasattr(module, "attn_temperature_tuning")
+
+    return any(asks(module) for layer in layers for module in layer.modules())
 
 
-def _numbers(given: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the floating-point tensors among arguments and within tuples of them, but for masks."""
-    found = dict[str, Tensor]()
-    for name, value in given.items():
-        if "mask" in name:
-            continue
-        values = value if isinstance(value, tuple | list) else (value,)
-        found |= {f"{name} {place}": one.float() for place, one in enumerate(values)
-                  if isinstance(one, Tensor) and one.is_floating_point()}  # fmt: skip
-    return found
+def _numbers(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the floating-point tensors among arguments, but for masks."""
+    values = {
+        f"{name} {place}": part
+        for name, value in arguments.items()
+        for place, part in enumerate(value if isinstance(value, tuple | list) else (value,))
+        if "mask" not in name
+    }
+    return {
+        name: part.float() for name, part in values.items() if isinstance(part, Tensor) and part.is_floating_point()
+    }
 
 
-def _alike(one: Mapping[str, Tensor], other: Mapping[str, Tensor], name: str) -> bool:
-    """Tell whether two calls got the same numbers; those of other shape, such as of all keys, are not compared."""
-    if name not in one or name not in other:
+def _alike(calls: Mapping[str, Tensor], others: Mapping[str, Tensor], name: str) -> bool:
+    """Tell whether two calls got the same numbers. Tensors of other shapes, such as of all keys, are not compared."""
+    if name not in calls or name not in others:
         return False
-    here, there = one[name], other[name]
-    return here.shape != there.shape or bool((here - there).norm() <= ALIKE * here.norm())
+    first, second = calls[name], others[name]
+    return first.shape != second.shape or bool((first - second).norm() <= ALIKE * first.norm())

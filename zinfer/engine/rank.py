@@ -1,4 +1,4 @@
-"""Entry of a follower's process: ``python -m zinfer.engine.rank DESCRIPTOR`` (`zinfer.engine.ranks`)."""
+"""Entry of a follower's process, with three descriptors: socket, orders, answers."""
 
 import sys
 
@@ -8,4 +8,4 @@ if __name__ == "__main__":
     with_parent()
     from zinfer.engine.team import follow
 
-    follow(int(sys.argv[1]))
+    follow(*map(int, sys.argv[1:]))

@@ -1,10 +1,9 @@
-"""Parallel file reads: many threads, since one alone gets a fraction of the rate of a disk or the page cache.
+"""Parallel reads of checkpoints: one thread gets a fraction of the rate.
 
 A checkpoint is read one group of tensors (a decoder layer) at a time. The next group is read while the current one is
 used, so that a load takes as long as the slower of the two.
 """
 
-import mmap
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -48,17 +47,17 @@ _NOT_FINITE: dict[str, tuple[int, int, int]] = {
 }  # fmt: skip
 
 
-def groups_read(checkpoint: Checkpoint, groups: list[Group], visits: Iterable[Visit] = ()) -> Generator[dict[str, Any]]:
-    """Yield the tensors of each group, by name, valid until the next group is requested.
+def read_groups(checkpoint: Checkpoint, groups: list[Group], visits: Iterable[Visit] = ()) -> Generator[dict[str, Any]]:
+    """Yield the tensors of each group, by name, until the next request.
 
     They lie in one of two buffers while threads fill the other. If free memory is less than twice both buffers, the
-    tensors come as from `groups_mapped`. Before a group comes, each of `visits` got all bytes of its tensors, in the
-    threads that read them; an exception of a visit is raised here.
+    tensors come as from `map_groups`. Each of `visits` gets all bytes of a group's tensors before the group comes, in
+    the threads that read them; an exception of a visit is raised here.
     """
     layouts = [lay_out((name, empty_tensor(name, checkpoint.tensors[name])) for name in group) for group in groups]
     largest = max((size for _, size in layouts), default=0)
     if 4 * largest > available_bytes():  # the system can drop a mapped file's pages when memory is short, not buffers
-        yield from groups_mapped(checkpoint, groups, visits)
+        yield from map_groups(checkpoint, groups, visits)
         return
     buffers = [PinnedArena(largest, pin=False, grow=True) for _ in range(2)]  # new memory is slow
 
@@ -81,95 +80,72 @@ def groups_read(checkpoint: Checkpoint, groups: list[Group], visits: Iterable[Vi
             yield tensors
 
 
-def groups_mapped(
-    checkpoint: Checkpoint, groups: list[Group], visits: Iterable[Visit] = ()
-) -> Generator[dict[str, Any]]:
-    """Yield the tensors of each group, by name, as slices of mapped files: they may be kept, and are read when used;
-    with `visits`, which work as in `groups_read`, also before."""
+def map_groups(checkpoint: Checkpoint, groups: list[Group], visits: Iterable[Visit] = ()) -> Generator[dict[str, Any]]:
+    """Yield the tensors of each group as slices of mapped files. They may be kept, and are read when used."""
     for group in groups:
         if visits:
-            _visit_mapped(checkpoint, group, visits)
+            _visit(checkpoint, group, visits)
         with ExitStack() as stack:
             files = {checkpoint.tensors[name].file for name in group}
             readers = {file: stack.enter_context(safe_open(file, framework="pt")) for file in files}
             yield {name: readers[checkpoint.tensors[name].file].get_slice(name) for name in group}
 
 
-def _visit_mapped(checkpoint: Checkpoint, group: Group, visits: Iterable[Visit]) -> None:
-    """Give `visits` all bytes of the tensors of a group, from the mapped files."""
+def _visit(checkpoint: Checkpoint, group: Group, visits: Iterable[Visit]) -> None:
+    """Give the tensors of a group to `visits`, in chunks."""
 
-    def visit(name: str, whole: memoryview, begin: int) -> None:
+    def visit(name: str, begin: int) -> None:
         info = checkpoint.tensors[name]
-        with whole[info.start + begin : min(info.end, info.start + begin + CHUNK)] as part:
-            for each in visits:
-                each(name, begin, part)
+        part = memoryview(bytearray(min(CHUNK, info.end - info.start - begin)))
+        _read(info.file, part, info.start + begin)
+        for each in visits:
+            each(name, begin, part)
 
-    by_file: dict[Path, list[str]] = {}
-    for name in group:
-        by_file.setdefault(checkpoint.tensors[name].file, []).append(name)
-    for file, names in by_file.items():
-        with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ) as mapped:
-            with memoryview(mapped) as whole, reading() as pool:
-                jobs = [
-                    pool.submit(visit, name, whole, begin)
-                    for name in names
-                    for begin in range(0, checkpoint.tensors[name].end - checkpoint.tensors[name].start, CHUNK)
-                ]
-                faults = [fault for job in jobs if (fault := job.exception()) is not None]
-            if faults:
-                raise faults[0]
+    sizes = {name: checkpoint.tensors[name].end - checkpoint.tensors[name].start for name in group}
+    with reading() as pool:
+        jobs = [pool.submit(visit, name, begin) for name in group for begin in range(0, sizes[name], CHUNK)]
+        for job in jobs:
+            job.result()
 
 
 def check_finite(checkpoint: Checkpoint, name: str, begin: int, part: memoryview) -> None:
-    """Raise CheckpointError if bytes of a stored tensor, from byte `begin` of it on, hold NaN or infinity.
-
-    Types other than floating-point ones are not checked: integers, and the codes of quantised weights.
-    """
+    """Raise CheckpointError if bytes of a tensor hold NaN or infinity. They begin at byte `begin` of it."""
     info = checkpoint.tensors[name]
-    if (
-        info.dtype in _NOT_FINITE
-        and (found := _first_not_finite(info.dtype, np.frombuffer(part, np.uint8))) is not None
-    ):
-        number = (begin + found) // _NOT_FINITE[info.dtype][0]
-        raise not_finite(f"{info.file}: {name}", number)
+    if info.dtype not in _NOT_FINITE:
+        return
+    if (number := _first_not_finite(info.dtype, np.frombuffer(part, np.uint8))) is not None:
+        raise not_finite(f"{info.file}: {name}", begin // _NOT_FINITE[info.dtype][0] + number)
 
 
 def not_finite(where: str, number: int) -> CheckpointError:
-    """Return the error for a tensor whose value `number` is no number; `where` names file and tensor."""
+    """Return the error for NaN or infinity in a tensor. `where` names file and tensor, `number` the value."""
     return CheckpointError(
         f"{where} holds NaN or infinity (value {number:,}): the weights are damaged; --allow-nan loads them as they are"
     )
 
 
 def first_not_finite(tensor: Tensor) -> int | None:
-    """Return the number of the first value of a tensor on the CPU that is NaN or infinite; None if there is none, or if
-    the tensor is of no floating-point type."""
+    """Return the index of the first NaN or infinity, if any."""
     name = next((name for name, dtype in DTYPES.items() if dtype == tensor.dtype), "")
     if name not in _NOT_FINITE or not tensor.numel():
         return None
-    array: Any = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
-    found = _first_not_finite(name, array)
-    return None if found is None else found // _NOT_FINITE[name][0]
+    return _first_not_finite(name, tensor.detach().contiguous().view(-1).view(torch.uint8).numpy())
 
 
 def _first_not_finite(dtype: str, content: Any) -> int | None:
-    """Return the offset of the first value of `content` (uint8 ``[n]``) that is NaN or infinite; None without one."""
+    """Return the index of the first NaN or infinity, if any."""
     size, positive, negative = _NOT_FINITE[dtype]
     signed, unsigned = content.view(f"<i{size}"), content.view(f"<u{size}")
     step = BLOCK // size
     for begin in range(0, len(signed), step):
-        one, other = signed[begin : begin + step], unsigned[begin : begin + step]
-        if one.max() >= positive or other.max() >= negative:
-            first = begin + int(np.flatnonzero((one >= positive) | (other >= negative))[0])
-            return first * size
+        block, bits = signed[begin : begin + step], unsigned[begin : begin + step]
+        if block.max() >= positive or bits.max() >= negative:
+            return begin + int(np.flatnonzero((block >= positive) | (bits >= negative))[0])
     return None
 
 
 def empty_tensor(name: str, info: TensorInfo) -> Tensor:
-    """Return the tensor without its data, on the meta device.
-
-    Raises CheckpointError for a type that cannot be read, and where type and size disagree.
-    """
+    """Return the tensor without its data. Raises CheckpointError for an unknown type, or a wrong size."""
     if info.dtype not in DTYPES:
         raise CheckpointError(f"{info.file}: {name} is of type {info.dtype}, which cannot be read")
     tensor = torch.empty(info.shape, dtype=DTYPES[info.dtype], device="meta")
@@ -180,7 +156,7 @@ def empty_tensor(name: str, info: TensorInfo) -> Tensor:
 
 @contextmanager
 def reading() -> Iterator[ThreadPoolExecutor]:
-    """Provide the threads for `fill`. Reads that have not begun when the ``with`` block ends are cancelled."""
+    """Provide the threads for `fill`. The end of the block cancels reads that have not begun."""
     pool = ThreadPoolExecutor(THREADS, thread_name_prefix="zinfer-read")
     try:
         yield pool
@@ -195,7 +171,7 @@ def fill(
     start: int,
     visits: Iterable[Callable[[int, memoryview], None]] = (),
 ) -> list[Future[None]]:
-    """Start filling `memory` (uint8 ``[n]``) with the bytes of `file` from offset `start` on.
+    """Start filling `memory` (uint8) with bytes of `file` from `start` on.
 
     Each chunk goes to `visits`, with its offset in `memory`, in the thread that read it. The futures raise OSError
     where the file cannot be read, CheckpointError where it ends too early, and what a visit raises.
@@ -212,7 +188,7 @@ def fill(
 
 
 def as_bytes(memory: Tensor) -> memoryview:
-    """Return a view of the bytes of a uint8 tensor on the CPU."""
+    """View the bytes of a uint8 tensor on the CPU."""
     array: Any = memory.numpy()
     return memoryview(array)
 

@@ -1,11 +1,10 @@
-"""State of a model: every parameter and persistent buffer, loaded from a checkpoint and accounted for.
+"""State of a model: every parameter and persistent buffer, accounted for.
 
 A load is refused, before any weight is read, unless the checkpoint and the model agree: every entry of the model's
 state is stored exactly once (tied entries under any of their names), and no stored tensor is left over that would
 change the text: one of a module or layer that the model has, or of an adapter. What the model computes itself (masks,
-tables of positions) is left out; other parts, such as the head of a reward model, are left out with a line. Types are
-those that `transformers` would load: the model's dtype, but float32 for the entries that it keeps so (router biases,
-gates, sinks).
+tables of positions) is left out; other parts, such as the head of a reward model, are left out with a line. Entries
+have the types of `transformers`: the model's dtype, or float32 (router biases, gates, sinks).
 
 A checkpoint's tensors pass through `transformers`' own conversion (names differ between versions; Mixtral's experts are
 stored one by one and used fused), one decoder layer at a time. While one layer is used, many threads read the next, so
@@ -57,9 +56,9 @@ from zinfer.engine.read import (
     check_finite,
     empty_tensor,
     first_not_finite,
-    groups_mapped,
-    groups_read,
+    map_groups,
     not_finite,
+    read_groups,
 )
 
 logging.disable_progress_bar()
@@ -74,7 +73,7 @@ COMPARED_BYTES = 64 << 20  # bytes compared at a time, of two stored copies of a
 
 @dataclass(frozen=True)
 class Entry:
-    """A parameter or persistent buffer of a model; one that several modules share is one entry."""
+    """Parameter or persistent buffer of a model. Modules that share one have the same entry."""
 
     names: tuple[str, ...]  # names in the model's state; several for a tied entry
     places: tuple[Place, ...]  # the modules that hold it, in the order of `names`
@@ -91,27 +90,24 @@ class Entry:
         return leaf in module._parameters
 
     def put(self, tensor: Tensor) -> Tensor:
-        """Put `tensor` into every module that uses the entry; return it as the modules hold it."""
-        held = tensor
+        """Put `tensor` into all modules that use the entry. Returns it as they hold it."""
         if self.is_parameter and not isinstance(tensor, nn.Parameter):
-            held = nn.Parameter(tensor, requires_grad=False)
+            tensor = nn.Parameter(tensor, requires_grad=False)
         for module, leaf in self.places:
-            _table(module, leaf)[leaf] = held
-        return held
+            _table(module, leaf)[leaf] = tensor
+        return tensor
 
 
 class ModelState:
     """Entries of the model that `spec` describes, loaded as `load_format` says.
 
-    `model` has its parameters on the meta device and its buffers on the CPU until the loading engine puts tensors in
-    their place. Raises ModelError where transformers cannot build the model, and CheckpointError, in one line and
-    before weights are read, where the checkpoint does not account for all of its state.
+    `model` has its parameters on the meta device and its buffers on the CPU until the engine puts tensors in their
+    place. Raises ModelError where transformers cannot build the model, and CheckpointError, in one line and before
+    weights are read, where the checkpoint does not account for all of its state.
 
-    Entries that the configuration of `spec` describes as quantised have random codes if the weights are dummy ones, and
-    are rounded where `spec.weights` asks for another format than that of the checkpoint.
-
-    Weights with NaN or infinity are refused while they are read, unless `allow_nan`. `visits` get all bytes that are
-    read, as in `groups_read`.
+    Quantised entries have random codes with load format "dummy", and are rounded where `spec.weights` names another
+    format than the checkpoint's. Weights with NaN or infinity are refused while they are read, unless `allow_nan`.
+    `visits` get all bytes that are read, as in `read_groups`.
     """
 
     def __init__(
@@ -137,19 +133,18 @@ class ModelState:
 
     @cached_property
     def entries(self) -> dict[str, Entry]:
-        """All entries by their first name, parameters first, in the order of the model's modules."""
-        found: dict[int, list[tuple[str, Place, Tensor]]] = defaultdict(list)
+        """All entries by their first name, in the order of the modules. Parameters come first."""
+        by_tensor: dict[int, list[tuple[str, Place, Tensor]]] = defaultdict(list)
         for kind in ("_parameters", "_buffers"):
             for path, module in self.model.named_modules(remove_duplicate=False):
                 for leaf, tensor in getattr(module, kind).items():
                     if tensor is not None and leaf not in module._non_persistent_buffers_set:
-                        found[id(tensor)].append((f"{path}.{leaf}" if path else leaf, (module, leaf), tensor))
+                        by_tensor[id(tensor)].append((f"{path}.{leaf}" if path else leaf, (module, leaf), tensor))
         entries = {}
-        for held in found.values():
-            names = tuple(name for name, _, _ in held)
+        for uses in by_tensor.values():
+            names, places, tensors = zip(*uses, strict=True)
             layers = {self._layer_of(name) for name in names}
-            alone = layers.pop() if len(layers) == 1 else None
-            entries[names[0]] = Entry(names, tuple(place for _, place, _ in held), held[0][2], alone)
+            entries[names[0]] = Entry(names, places, tensors[0], layers.pop() if len(layers) == 1 else None)
         return entries
 
     def _layer_of(self, name: str) -> int | None:
@@ -157,38 +152,34 @@ class ModelState:
         return int(name.removeprefix(prefix).split(".", 1)[0]) if name.startswith(prefix) else None
 
     def of_layer(self, index: int) -> dict[str, Entry]:
-        """Return the entries that decoder layer `index` alone uses, by their names within the layer."""
+        """Return the entries of decoder layer `index` alone, by name within it."""
         start = len(f"{self.stack}.{index}.")
         return {entry.name[start:]: entry for entry in self.entries.values() if entry.layer == index}
 
     def stored_rows(self) -> dict[str, tuple[str, ...]]:
-        """Return the stored tensors whose rows, one after the other, are an entry of a decoder layer, by the entry's
-        name: one tensor, or a matrix for each expert. Entries that are made in another way, and a state without a
-        checkpoint, have none."""
+        """Return the stored tensors that make up the rows of entries. They are one, or one for each expert."""
         return {} if self._checkpoint is None else self._checkpoint.in_rows
 
     @property
     def outside(self) -> dict[str, Entry]:
-        """Entries outside the decoder layers and those that several layers share, by name."""
+        """Entries outside the decoder layers, or shared by several, by name."""
         return {name: entry for name, entry in self.entries.items() if entry.layer is None}
 
     def load(
         self, device: torch.device, progress: Progress = silent, mapped: bool = False, layers: bool = True
     ) -> Generator[tuple[str, Tensor]]:
-        """Yield (name, tensor) of every entry once, entries outside the layers first; with ``layers=False`` only those.
+        """Yield (name, tensor) of every entry once.
 
-        A tensor is valid until the next one is requested, and the model must not change until the last one. A caller
-        that stops early has to close the generator, which reads ahead. With `mapped`, the tensors of a checkpoint may
-        be kept: they are views of its files, read when they are used. Raises CheckpointError for tensors that cannot be
-        converted, and at the end if an entry did not come.
+        Entries outside the layers come first, or alone if not `layers`. A tensor is valid until the next one is
+        requested, and the model must not change until the last one. A caller that stops early has to close the
+        generator, which reads ahead. With `mapped`, the tensors of a checkpoint may be kept: they are views of its
+        files, read when they are used. Raises CheckpointError for tensors that cannot be converted, and at the end if
+        an entry did not come.
         """
-        for name, tensor in self._load(device, progress, mapped, layers, False):
-            assert isinstance(tensor, Tensor)
-            yield name, tensor
+        return cast("Generator[tuple[str, Tensor]]", self._load(device, progress, mapped, layers, False))
 
     def load_stored(self, device: torch.device, progress: Progress = silent) -> Generator[tuple[str, Loaded]]:
-        """Yield the entries as `load` does; those of decoder layers that are stored quantised as `Codes`, in the order
-        of their rows, where they can cross the link so."""
+        """Yield the entries as `load` does, quantised ones as `Codes`. Codes come in the order of their rows."""
         return self._load(device, progress, False, True, True)
 
     def _load(
@@ -220,7 +211,7 @@ class ModelState:
     def _rounded(
         self, source: Generator[tuple[str, Loaded]], device: torch.device, stored: bool
     ) -> Generator[tuple[str, Loaded]]:
-        """Yield the entries of `source`, those of a format of zinfer's own rounded to it."""
+        """Round the entries of `source` that get a format of zinfer."""
         with closing(source) as tensors:
             for name, tensor in tensors:
                 matrices = self._coded.get(name)
@@ -230,12 +221,12 @@ class ModelState:
                     yield name, rounded_entry(name, tensor.to(device), matrices, self.spec.weights, stored)
 
     def _dummy(self, device: torch.device, layers: bool, stored: bool) -> Generator[tuple[str, Loaded]]:
-        """Yield random parameters, normally distributed at the scale of a fresh initialisation, made on `device`.
+        """Yield random parameters at the scale of a fresh initialisation.
 
-        The standard deviation is the configuration's `initializer_range`; the mean is zero, for norm scales one.
-        Quantised entries get codes and scales that make such weights, in the type that they are stored in. Buffers keep
-        their initial values. The seed is the name: every engine and every run gets the same model.
-        Constants would compress, and multiply, unlike real weights.
+        They are normally distributed, and made on `device`. The standard deviation is the configuration's
+        `initializer_range`; the mean is zero, for norm scales one. Quantised entries get codes and scales that make
+        such weights, in the type that they are stored in. Buffers keep their initial values. The seed is the name:
+        every engine and every run gets the same model. Constants would compress, and multiply, unlike real weights.
         """
         std = getattr(self.model.config.get_text_config(), "initializer_range", None) or 0.02
         modules = self.model.named_modules()
@@ -261,10 +252,10 @@ class ModelState:
 def by_layer(
     state: ModelState, loaded: Iterator[tuple[str, AnyLoaded]]
 ) -> Iterator[tuple[int | None, Iterator[tuple[str, AnyLoaded]]]]:
-    """Group the tensors of `loaded` by decoder layer: yield its number, and its tensors by their names within it.
+    """Group loaded tensors by decoder layer: its number, and named tensors.
 
-    Entries outside the layers come with None as number and with their whole names. A tensor is valid until the next one
-    is requested, from either iterator.
+    Entries outside the layers come with None and with their whole names. A tensor is valid until the next request to
+    either iterator.
     """
     ahead = next(loaded, None)
 
@@ -285,7 +276,7 @@ def by_layer(
 
 
 def _keep_types(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Cast the meta parameters and the buffers of `model` that `transformers` keeps in float32."""
+    """Cast what `transformers` keeps in float32."""
     plan = model._get_dtype_plan(dtype)
     if not plan:
         return
@@ -293,22 +284,20 @@ def _keep_types(model: PreTrainedModel, dtype: torch.dtype) -> None:
     # Tied tensors stay tied. Replaced tensors are kept until the end: a new tensor must not get the id of an old one.
     changed: dict[int, tuple[Tensor, Tensor]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
-        for held in (module._parameters, module._buffers):
-            for leaf, tensor in held.items():
+        for table in (module._parameters, module._buffers):
+            for leaf, tensor in table.items():
                 match = pattern.search(f"{path}.{leaf}")
                 if tensor is None or match is None or not tensor.is_floating_point():
                     continue
-                wanted = plan[group_to_glob[match.lastgroup]]
-                if id(tensor) not in changed and tensor.dtype != wanted:
-                    cast = tensor.to(wanted)
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    changed[id(tensor)] = tensor, nn.Parameter(cast, requires_grad=False) if is_parameter else cast
-                if id(tensor) in changed:
-                    held[leaf] = changed[id(tensor)][1]
+                if id(tensor) not in changed:
+                    new = tensor.to(plan[group_to_glob[match.lastgroup]])
+                    is_new_parameter = new is not tensor and isinstance(tensor, nn.Parameter)
+                    changed[id(tensor)] = tensor, nn.Parameter(new, requires_grad=False) if is_new_parameter else new
+                table[leaf] = changed[id(tensor)][1]
 
 
 class _Stored:
-    """A checkpoint checked against a model's state, and the conversion of its tensors into that state."""
+    """Checkpoint that is checked against a model's state, and converted into it."""
 
     def __init__(self, checkpoint: Checkpoint, state: ModelState, allow_nan: bool, visits: Iterable[Visit]) -> None:
         self._checkpoint, self._state = checkpoint, state
@@ -346,16 +335,14 @@ class _Stored:
         self._account()
 
     def _may_overflow(self, name: str, dtype: torch.dtype) -> bool:
-        """Tell whether the weight `name` may hold numbers that are infinite as `dtype`."""
-        stored = DTYPES[self._tensors[name].dtype]
+        """Tell whether a weight may hold numbers that are infinite as `dtype`."""
         if name in self._quantized:  # products of codes and scales
             return True
+        stored = DTYPES[self._tensors[name].dtype]
         return dtype.is_floating_point and stored.is_floating_point and torch.finfo(stored).max > torch.finfo(dtype).max
 
     def _sources(self) -> dict[str, list[str]]:
-        """Return the stored tensors that make each entry, by the name of the model's state that transformers gives
-        them. Raises CheckpointError for a tensor that belongs to no entry, is the second one of an entry, or has a type
-        of another kind than its entry."""
+        """Return the stored tensors of each entry, by its name in transformers. Raises CheckpointError."""
         model = self._state.model
         wanted = {name: entry for entry in self._state.entries.values() for name in entry.names}
         meta = {name: entry.tensor for name, entry in wanted.items()}
@@ -373,12 +360,10 @@ class _Stored:
             if target not in meta:
                 unknown[target] = name
                 continue
-            if converter is None and target in whole:
-                raise CheckpointError(f"{self._directory} stores {target} twice: as {whole[target]} and {name}")
-            if converter is None:
-                whole[target] = name
-            else:
+            if converter is not None:
                 patterns[name] = converter
+            elif whole.setdefault(target, name) != name:
+                raise CheckpointError(f"{self._directory} stores {target} twice: as {whole[target]} and {name}")
             _same_kind(self._directory, name, info, target, meta[target])
             sources[target].append(name)
         self.left_out = self._surplus(
@@ -392,27 +377,25 @@ class _Stored:
         return sources
 
     def _is_sliced_away(self, target: str) -> bool:
-        """Tell whether `target` belongs to a decoder layer that a slice of the model leaves out."""
+        """Tell whether `target` is in a layer that a slice leaves out."""
         stack, prefix = self._state.stack, f"{self._state.model.base_model_prefix}."
         match = re.match(rf"(?:{re.escape(stack)}|{re.escape(stack.removeprefix(prefix))})\.(\d+)\.", target)
         return match is not None and self._state.spec.num_layers <= int(match[1]) < self._state.spec.total_layers
 
     def _surplus(self, unknown: Mapping[str, str]) -> list[str]:
-        """Return the stored names of the `unknown` targets that are left out with a line.
+        """Return the stored names of targets to leave out with a line.
 
         Others are left out without one: what transformers ignores, what the model computes itself, and parts of a
         larger model around it (a vision tower). Raises CheckpointError for tensors that would change the text.
         """
-        if not unknown:
-            return []
         model = self._state.model
-        found = SimpleNamespace(missing_keys=set[str](), unexpected_keys=set(unknown))
-        model._adjust_missing_and_unexpected_keys(found)
+        keys = SimpleNamespace(missing_keys=set[str](), unexpected_keys=set(unknown))
+        model._adjust_missing_and_unexpected_keys(keys)
         prefix = f"{model.base_model_prefix}."
         buffers = {name for name, _ in model.named_buffers()}
         left = {
             name
-            for name in found.unexpected_keys
+            for name in keys.unexpected_keys
             if not {name, prefix + name} & buffers and not self._is_table(name, self._tensors[unknown[name]].shape)
         }
         if left and self._around is not None:
@@ -430,7 +413,7 @@ class _Stored:
         return sorted(unknown[target] for target in left)
 
     def _is_table(self, target: str, shape: tuple[int, ...]) -> bool:
-        """Tell whether `target` is a mask or a table of positions that the model computes itself."""
+        """Tell whether the model computes `target`, a mask or position table."""
         if TABLE.search(target) is None or self._owner(target)[0]._parameters:
             return False
         if target.endswith("masked_bias"):
@@ -438,8 +421,7 @@ class _Stored:
         return not target.endswith(".bias") or (len(shape) == 4 and shape[:2] == (1, 1) and shape[2] == shape[3])
 
     def _belongs(self, target: str) -> bool:
-        """Tell whether `target` would change the text, as all that is of a module that the model has. Heads beside the
-        base model, and layers that predict several tokens, do not."""
+        """Tell whether `target` belongs to a module of the model. Other heads do not."""
         owner, rest = self._owner(target)
         if len(rest) == 1:
             return True
@@ -452,8 +434,7 @@ class _Stored:
         return True
 
     def _owner(self, target: str) -> tuple[nn.Module, list[str]]:
-        """Return the innermost module of the model that `target` names, and the rest of the name. Names may lack the
-        prefix of the base model."""
+        """Return the innermost module of a name, and the rest of it. Names may lack the base model."""
         model, parts = self._state.model, target.split(".")
         module, rest = cast("nn.Module", model), parts
         if parts[0] not in model._modules and parts[0] in model.base_model._modules:
@@ -463,8 +444,7 @@ class _Stored:
         return module, rest
 
     def _untie(self, sources: Mapping[str, list[str]]) -> None:
-        """Untie names that the configuration ties but the checkpoint stores with different values: each gets an entry
-        of its own, as in transformers."""
+        """Untie names that are stored with different values, as in transformers."""
         for entry in list(self._state.entries.values()):
             stored = [name for name in entry.names if name in sources]
             if len(stored) < 2:
@@ -481,90 +461,80 @@ class _Stored:
         self._state.__dict__.pop("entries", None)
 
     def _account(self) -> None:
-        """Convert the checkpoint without its data, to check it. Raises CheckpointError where shapes do not fit, a
-        conversion fails, or entries are missing."""
+        """Check the checkpoint: convert it without its data. Raises CheckpointError."""
         missing = set(self._state.entries)
         for _, group in self._groups:
             content = self._dequantized(group, lambda name: empty_tensor(name, self._checkpoint.tensors[name]))
             missing -= {name for name, _ in self._converted(content, torch.device("meta"))}
-        needed = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set[str]())
-        self._state.model._adjust_missing_and_unexpected_keys(needed)
+        keys = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set[str]())
+        self._state.model._adjust_missing_and_unexpected_keys(keys)
         entries = self._state.entries
         # A buffer that transformers does not miss has the value that the model computed for it.
-        self._initial = sorted(name for name in missing - needed.missing_keys if not entries[name].is_parameter)
+        self._initial = sorted(name for name in missing - keys.missing_keys if not entries[name].is_parameter)
         missing -= set(self._initial)
         if missing:
             raise CheckpointError(f"{self._directory} lacks {_some(missing)}")
 
     def notes(self) -> Iterator[str]:
-        """Yield lines for the user: what is left out of the folder, and which sources of weights are not read."""
+        """Yield lines for the user on what is not read."""
         if self.left_out:
             architecture = self._state.spec.architecture
             yield f"left out {_some(self.left_out)} of {self._directory}: no part of a {architecture} model"
         yield from self._checkpoint.disagreements()
 
     def read(self, mapped: bool, layers: bool, stored: bool = False) -> Generator[tuple[str, Loaded]]:
-        """Yield (name, tensor) of the entries, on the CPU, in the types of the entries; entries outside the layers
-        come first. With `stored`, entries that are stored quantised come as the matrices of their rows."""
+        """Yield (name, tensor) of the entries on the CPU. Entries outside the layers come first."""
         for name in self._initial:
             if layers or self._state.entries[name].layer is None:
                 yield name, self._state.entries[name].tensor
         groups = [group for inside, group in self._groups if layers or not inside]
         parts = [tuple(part for name in group for part in self._parts(name)) for group in groups]
-        with closing((groups_mapped if mapped else groups_read)(self._checkpoint, parts, self._visits)) as contents:
-            for group, found in zip(groups, contents, strict=True):
-                taken = set[str]()
+        with closing((map_groups if mapped else read_groups)(self._checkpoint, parts, self._visits)) as contents:
+            for group, tensors in zip(groups, contents, strict=True):
+                yielded = set[str]()
                 for target, order in self.in_rows.items() if stored else ():
                     entry = self._names[target]
-                    if not self._quantized.keys() >= set(order):
+                    if order[0] not in group or not self._quantized.keys() >= set(order):
                         continue
-                    if order[0] in group and (codes := self._codes(order, found, entry.tensor.dtype)) is not None:
-                        taken.update(order)
+                    if (codes := self._codes(order, tensors, entry.tensor.dtype)) is not None:
+                        yielded.update(order)
                         yield entry.name, codes
-                content = self._dequantized([name for name in group if name not in taken], found.__getitem__)
+                content = self._dequantized([name for name in group if name not in yielded], tensors.__getitem__)
                 for name, tensor in self._converted(content, torch.device("cpu")):
                     if name in self._narrowed and (number := first_not_finite(tensor)) is not None:
                         raise not_finite(f"{self._directory}: {name} as {str(tensor.dtype)[6:]}", number)
                     yield name, tensor
 
     def _parts(self, name: str) -> tuple[str, ...]:
-        """Return the stored tensors that a weight is made of."""
+        """Return the stored tensors of a weight."""
         weight = self._quantized.get(name)
         return (name,) if weight is None else tuple(weight.parts.values())
 
     def _codes(
         self, names: Iterable[str], stored: Mapping[str, Tensor], dtype: torch.dtype
     ) -> tuple[Codes, ...] | None:
-        """Return quantised weights of an entry in `dtype` as they are stored; None if one of them cannot cross the link
-        so."""
-        found = []
+        """Return quantised weights of an entry as stored. None if one of them cannot cross the link so."""
+        weights = []
         for name in names:
             weight = self._quantized[name]
             codes = canonical(weight, {role: stored[part] for role, part in weight.parts.items()})
             if not (weight.in_whole_bytes and codes.fit(dtype)):  # dequantised, where each value is checked
                 return None
-            found.append(codes)
-        return tuple(found)
+            weights.append(codes)
+        return tuple(weights)
 
     def _dequantized(self, names: Iterable[str], stored: Callable[[str], Any]) -> dict[str, Any]:
-        """Return weights by name, made of `stored` tensors; those that are not quantised as they are."""
-        found = dict[str, Any]()
+        """Return weights by name, made of `stored` tensors."""
+        weights = {name: stored(name) for name in names if name not in self._quantized}
         for name in names:
-            weight = self._quantized.get(name)
-            if weight is None:
-                found[name] = stored(name)
-                continue
-            parts = {role: stored(part) for role, part in weight.parts.items()}
-            found[name] = dequantize(
-                weight, {role: part if isinstance(part, Tensor) else part[...] for role, part in parts.items()}
-            )
-        return found
+            if (weight := self._quantized.get(name)) is not None:
+                parts = {role: stored(part) for role, part in weight.parts.items()}
+                tensors = {role: part if isinstance(part, Tensor) else part[...] for role, part in parts.items()}
+                weights[name] = dequantize(weight, tensors)
+        return weights
 
     def _converted(self, content: dict[str, Any], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """Convert stored tensors as transformers does: yield (name, tensor) of the entries, once for a tied entry.
-
-        The model is left as it was. Raises CheckpointError for shapes that do not fit and conversions that fail.
-        """
+        """Convert stored tensors as transformers does: yield (name, tensor). The model is left as it was."""
         model, spec = self._state.model, self._state.spec
         load_config = LoadStateDictConfig(
             dtype=getattr(torch, spec.dtype), device_map={"": device}, weight_mapping=self._mapping
@@ -594,38 +564,37 @@ class _Stored:
 def _row_order(
     stored: Iterable[str], patterns: Mapping[str, str], converters: Iterable[WeightConverter]
 ) -> tuple[str, ...] | None:
-    """Return the tensors that make an entry in the order of their rows: one that needs no conversion, or the matrices
-    of experts, expert by expert; None if the entry is made in another way."""
+    """Return the tensors of an entry in the order of its rows. None if it is not made of rows."""
     names = list(stored)
     if len(names) == 1 and names[0] not in patterns:
         return tuple(names)
-    own = {patterns.get(name) for name in names}
-    rule = next((rule for rule in converters if own <= set(rule.source_patterns)), None)
+    used = {patterns.get(name) for name in names}
+    rule = next((rule for rule in converters if used <= set(rule.source_patterns)), None)
     if rule is None or not merges_experts(rule):
         return None
-    found = dict[tuple[int, int], str]()
+    matrices = dict[tuple[int, int], str]()
     for name in names:
         number = re.search(re.escape(patterns[name]).replace(r"\*", r"(\d+)") + "$", name)
         if number is None or number.lastindex != 1:
             return None
-        found[int(number[1]), rule.source_patterns.index(patterns[name])] = name
-    experts = len(names) // len(rule.source_patterns)
-    every = [(expert, part) for expert in range(experts) for part in range(len(rule.source_patterns))]
-    return tuple(found[key] for key in every) if sorted(found) == every and len(found) == len(names) else None
+        matrices[int(number[1]), rule.source_patterns.index(patterns[name])] = name
+    parts = len(rule.source_patterns)
+    every = [divmod(matrix, parts) for matrix in range(len(names))]
+    return tuple(matrices[key] for key in every) if sorted(matrices) == every and len(names) % parts == 0 else None
 
 
 class _Around:
-    """Multimodal model of a checkpoint of which only the text model is used."""
+    """Multimodal model of which only the text model is used."""
 
-    def __init__(self, model: PreTrainedModel, path: str, own: str) -> None:
+    def __init__(self, model: PreTrainedModel, path: str, text_path: str) -> None:
         self._model, self._inside = model, f"{path}."
         self._rules = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
         # First the whole model's names of the text model's tensors, then the names that the text model gives them.
-        self.renamings = [*self._rules, WeightRenaming(f"^{re.escape(self._inside)}", own)]
+        self.renamings = [*self._rules, WeightRenaming(f"^{re.escape(self._inside)}", text_path)]
 
     @classmethod
     def of(cls, config: Mapping[str, Any], text: PreTrainedModel) -> "_Around | None":
-        """Return the model named in `architectures` of a checkpoint's `config` if `text` is a part of it, else None."""
+        """Return the model named in `config`, if `text` is part of it."""
         parts = {type(module): f"{path}." if path else "" for path, module in text.named_modules()}
         wanted = [type(text), *([type(text.get_decoder())] if hasattr(text, "get_decoder") else [])]
         for name in config.get("architectures") or ():
@@ -644,15 +613,15 @@ class _Around:
         return None
 
     def elsewhere(self, unknown: Mapping[str, str]) -> set[str]:
-        """Return the `unknown` targets (target -> stored name) that are entries of the other parts of the model."""
-        entries = self._model.state_dict(keep_vars=True)
-        converters = [rule for rule in get_model_conversion_mapping(self._model) if isinstance(rule, WeightConverter)]
-        found = set()
-        for target, stored in unknown.items():
-            own = rename_source_key(stored, self._rules, converters, self._model.base_model_prefix, entries)[0]
-            if own in entries and not own.startswith(self._inside):
-                found.add(target)
-        return found
+        """Return the `unknown` targets that are entries of the model's other parts. They map to stored names."""
+        model = self._model
+        entries = model.state_dict(keep_vars=True)
+        converters = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightConverter)]
+        names = {
+            target: rename_source_key(stored, self._rules, converters, model.base_model_prefix, entries)[0]
+            for target, stored in unknown.items()
+        }
+        return {target for target, name in names.items() if name in entries and not name.startswith(self._inside)}
 
 
 def _table(module: nn.Module, leaf: str) -> dict[str, Any]:
@@ -667,8 +636,7 @@ def _kind(dtype: torch.dtype) -> str:
 
 
 def _same_kind(directory: str | None, name: str, info: TensorInfo, target: str, tensor: Tensor) -> None:
-    """Raise CheckpointError where stored numbers are of another kind than the model's: 8-bit codes without their
-    scales, for example."""
+    """Raise CheckpointError for numbers of another kind than the model's."""
     if info.dtype in DTYPES and _kind(DTYPES[info.dtype]) == _kind(tensor.dtype):
         return
     raise CheckpointError(
@@ -677,23 +645,19 @@ def _same_kind(directory: str | None, name: str, info: TensorInfo, target: str, 
     )
 
 
-def _equal_bytes(one: TensorInfo, other: TensorInfo) -> bool:
+def _equal_bytes(info: TensorInfo, other: TensorInfo) -> bool:
     """Tell whether two stored tensors are the same to the bit."""
-    if (one.dtype, one.shape) != (other.dtype, other.shape):
+    if (info.dtype, info.shape) != (other.dtype, other.shape):
         return False
-    size = one.end - one.start
-    with one.file.open("rb") as first, other.file.open("rb") as second:
-        first.seek(one.start)
+    with info.file.open("rb") as first, other.file.open("rb") as second:
+        first.seek(info.start)
         second.seek(other.start)
-        for done in range(0, size, COMPARED_BYTES):
-            count = min(COMPARED_BYTES, size - done)
-            if first.read(count) != second.read(count):
-                return False
-    return True
+        sizes = (min(COMPARED_BYTES, info.end - begin) for begin in range(info.start, info.end, COMPARED_BYTES))
+        return all(first.read(size) == second.read(size) for size in sizes)
 
 
 def _some(names: Iterable[str]) -> str:
-    """Return up to three of `names` and the number of the others, in one line."""
+    """Return up to three of `names`, and the number of others."""
     ordered = sorted(names)
     more = f" and {len(ordered) - 3} more" if len(ordered) > 3 else ""
     return ", ".join(ordered[:3]) + more

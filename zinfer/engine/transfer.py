@@ -1,4 +1,4 @@
-"""Transfer of small tensors between host memory and the device, beside weights that stream over the same link."""
+"""Transfer of small tensors while weights stream over the same link."""
 
 from collections.abc import Sequence
 
@@ -8,28 +8,27 @@ from torch import Tensor
 from zinfer.engine.triton_check import trouble
 
 
-def fetched(*tensors: Tensor) -> list[Tensor]:
-    """Return copies of `tensors` in host memory, page-locked (several times as fast) if they come from a GPU."""
-    found = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
+def to_host(*tensors: Tensor) -> list[Tensor]:
+    """Copy `tensors` to host memory, page-locked if they come from a GPU. That is several times as fast."""
+    copies = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
     if tensors[0].is_cuda:
         torch.cuda.current_stream(tensors[0].device).synchronize()
-    return found
+    return copies
 
 
-def landed(tensor: Tensor, home: torch.device) -> Tensor:
-    """Return the tensor `tensor` on the device `home`; one from host memory does not wait there for weights that were
-    to come before it."""
-    if home.type != "cuda" or tensor.device.type != "cpu" or trouble() is not None:
-        return tensor.to(home)
-    from zinfer.engine.zero_copy import lift
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy `tensor` to `device`, past weights that stream."""
+    if device.type != "cuda" or tensor.device.type != "cpu" or trouble() is not None:
+        return tensor.to(device)
+    from zinfer.engine.zero_copy import zero_copy
 
-    return lift(tensor, home)
+    return zero_copy(tensor, device)
 
 
-def landed_together(tensors: Sequence[Tensor], home: torch.device) -> list[Tensor]:
-    """Return `tensors`, of one type, on the device `home`: by one transfer, if all come from host memory."""
-    if home.type != "cuda" or not tensors or any(one.device.type != "cpu" for one in tensors):
-        return [landed(one, home) for one in tensors]
-    flat = landed(torch.cat([one.flatten() for one in tensors]), home)
-    parts = flat.split([one.numel() for one in tensors])
-    return [part.view(one.shape) for part, one in zip(parts, tensors, strict=True)]
+def to_device_together(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    """Copy `tensors` of one type to `device`, by one transfer if possible."""
+    if device.type != "cuda" or not tensors or any(tensor.device.type != "cpu" for tensor in tensors):
+        return [to_device(tensor, device) for tensor in tensors]
+    flat = to_device(torch.cat([tensor.flatten() for tensor in tensors]), device)
+    parts = flat.split([tensor.numel() for tensor in tensors])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

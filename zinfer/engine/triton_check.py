@@ -1,5 +1,7 @@
-"""Check that Triton kernels run on this machine, and compute what others do. Besides a GPU they need a C compiler and
-Python's headers, for the code that launches them, and some machines have the GPU only."""
+"""Check that Triton kernels run on this machine, and compute correctly.
+
+Besides a GPU they need a C compiler and Python's headers, for the code that launches them; some machines lack these.
+"""
 
 import os
 from functools import cache
@@ -14,22 +16,22 @@ TOLERANCE = {2: 0.03, 4: 1e-4}
 
 
 def cannot_run(device: torch.device) -> str | None:
-    """Return the reason why no kernel runs on a device; None if kernels run."""
+    """Return why no kernel runs on a device; None if kernels run."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         return None
     return trouble() if device.type == "cuda" else "no GPU"
 
 
-def alike(found: Tensor, expected: Tensor) -> bool:
-    """Tell whether results ``[tokens, H]`` differ by rounding alone; padding may be NaN in both."""
-    one, other = (torch.nan_to_num(states.double(), 0.0, 0.0, 0.0) for states in (found, expected))
-    error = (one - other).norm() / other.norm().clamp(min=1e-30)
-    return float(error) < TOLERANCE[found.dtype.itemsize]
+def alike(result: Tensor, expected: Tensor) -> bool:
+    """Tell whether results ``[tokens, H]`` differ by rounding alone. Padding may be NaN in both."""
+    first, second = (torch.nan_to_num(states.double(), 0.0, 0.0, 0.0) for states in (result, expected))
+    error = (first - second).norm() / second.norm().clamp(min=1e-30)
+    return float(error) < TOLERANCE[result.dtype.itemsize]
 
 
 @cache
 def trouble() -> str | None:
-    """Return the error, in one line, of our smallest kernel on the current GPU; None if it runs."""
+    """Return the error of our smallest kernel, in one line, if any."""
     try:
         from zinfer.engine.zero_copy import UNIT, copy
 

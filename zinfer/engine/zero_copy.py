@@ -1,9 +1,9 @@
 # mypy: disable-error-code="import-not-found, import-untyped, no-untyped-call, no-untyped-def, untyped-decorator"
-"""Zero-copy transfer of small tensors to the GPU, which does not wait for the weights.
+"""Zero-copy transfer of small tensors to the GPU, past streaming weights.
 
 Copies to the GPU run one after the other, and the prefetch ring always has a layer's worth of them queued: another copy
 would arrive after the next layer's weights, and the GPU would idle until then. A kernel that reads page-locked memory
-itself does not queue: it takes only the time of its own bytes.
+does not queue: it takes only the time of its own bytes.
 """
 
 from collections import deque
@@ -21,8 +21,8 @@ UNIT = 64  # bytes; buffers are multiples of it, so that every thread reads 16 b
 _staged: deque[tuple[Tensor, Any]] = deque()  # page-locked buffers, least recently used first, with their last read
 
 
-def lift(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy `tensor` from the CPU to the GPU `device`, in the order of its current stream, without waiting."""
+def zero_copy(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy `tensor` to the GPU `device` without waiting. The copy is in the order of the current stream."""
     size = prod(tensor.shape) * tensor.itemsize
     room = -(-size // UNIT) * UNIT
     staged, read = _buffer(room), torch.cuda.Event()
@@ -35,14 +35,14 @@ def lift(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def copy(source: Tensor, out: Tensor) -> None:
-    """Copy `source` to `out`, both uint8 and a multiple of `UNIT` bytes, with a kernel on the current stream."""
+    """Copy `source` to `out` with a kernel. Both are uint8 and a multiple of `UNIT` bytes."""
     words = out.numel() // 4
     if words:
         _copy[(triton.cdiv(words, BLOCK),)](source.view(torch.int32), out.view(torch.int32), words, BLOCK=BLOCK)
 
 
 def _buffer(size: int) -> Tensor:
-    """Return a page-locked buffer of at least `size` bytes that no kernel reads any more; drop those too small."""
+    """Return a page-locked buffer of `size` bytes that no kernel reads. It drops those too small."""
     while _staged and _staged[0][1].query():
         staged, _ = _staged.popleft()
         if staged.numel() >= size:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zinfer.core.model import ModelError, ModelSpec
 from zinfer.engine.base import Engine, MicroBatch, Work
-from zinfer.engine.transfer import landed
+from zinfer.engine.transfer import to_device
 from zinfer.generation.drafts import Drafter, DraftRow, NgramDrafter
 from zinfer.generation.sampling import choose
 from zinfer.generation.tokenizer_process import TokenizerProcess
@@ -146,7 +146,7 @@ class ModelDrafter:
         stay = [(batch, [place for place, key in enumerate(keys) if key is not None]) for batch, keys in self._parts]
         stay = [(batch, places) for batch, places in stay if places]
         if len(stay) > 1:
-            batch = engine.regroup(stay, self._capacity())
+            batch = engine.move_rows(stay, self._capacity())
         else:
             ((batch, places),) = stay
             engine.retire(batch, [place for place in range(batch.batch_size) if place not in places])
@@ -161,7 +161,7 @@ class ModelDrafter:
 
     def _embedded(self, token_ids: Tensor) -> Tensor:
         """Return token ids that the model has: padding of a larger vocabulary is none of a text."""
-        return landed(token_ids, self._engine.device).clamp(max=self._spec.vocab_size - 1)
+        return to_device(token_ids, self._engine.device).clamp(max=self._spec.vocab_size - 1)
 
     def _run(self, rows: Mapping[int, DraftRow], counts: Mapping[int, int]) -> dict[int, list[int]]:
         """Compute the tokens that rows lack, and draft."""
@@ -172,7 +172,7 @@ class ModelDrafter:
         lacking = [[*row.token_ids[first:-1]] for row, first in zip(asked, known, strict=True)]
         most, count = max(map(len, lacking)), max(counts.values())
         if batch.length + most + count + 1 > batch.capacity:  # gaps are closed up
-            batch = engine.regroup([(batch, range(len(keys)))], self._capacity())
+            batch = engine.move_rows([(batch, range(len(keys)))], self._capacity())
             self._parts = [(batch, keys)]
         if most:
             tokens = torch.tensor([[*ids, *[0] * (most - len(ids))] for ids in lacking])
@@ -183,7 +183,7 @@ class ModelDrafter:
                 if key is not None:
                     self._computed[key] += len(ids)
         self._start = batch.length
-        columns = [landed(torch.tensor([row.token_ids[-1] for row in asked]), engine.device)]
+        columns = [to_device(torch.tensor([row.token_ids[-1] for row in asked]), engine.device)]
         for ahead in range(count + 1):  # the last draft is computed, too, so that no row lacks it
             (logits,) = engine.forward([Work(batch, self._embedded(columns[-1][:, None]))])
             if ahead < count:

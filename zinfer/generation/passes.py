@@ -6,7 +6,7 @@ from torch import Tensor
 
 from zinfer.engine.base import Engine, MicroBatch, Work
 from zinfer.engine.kv_snapshot import Past
-from zinfer.engine.transfer import landed
+from zinfer.engine.transfer import to_device
 
 
 def prefill(
@@ -20,7 +20,7 @@ def prefill(
     """
     batch = engine.admit(attention_mask, token_ids.shape[1] + reserve, past)
     try:
-        (logits,) = engine.forward([Work(batch, landed(token_ids[:, batch.length :], engine.device))])
+        (logits,) = engine.forward([Work(batch, to_device(token_ids[:, batch.length :], engine.device))])
     except BaseException:
         engine.retire(batch)
         raise

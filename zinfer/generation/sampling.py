@@ -35,13 +35,13 @@ def waiting_times(samplings: Sequence[Sampling], places: Sequence[int], size: in
     row's seed, its place, and a token."""
     import torch
 
-    from zinfer.engine.transfer import landed
+    from zinfer.engine.transfer import to_device
 
     words = []
     for sampling, place in zip(samplings, places, strict=True):
         digest = blake2b(f"{sampling.seed}/{place}".encode(), digest_size=8).digest()
         words.append([int.from_bytes(digest[:4]), int.from_bytes(digest[4:])])
-    first, second = landed(torch.tensor(words), device).t()[:, :, None]
+    first, second = to_device(torch.tensor(words), device).t()[:, :, None]
     hashed = _mixed(_mixed(torch.arange(size, device=device) ^ first) + second & 0xFFFFFFFF)
     return -torch.log1p(-((hashed.float() + 0.5) / 2**32).clamp(max=1 - 2**-24))  # finite
 
@@ -66,13 +66,13 @@ def scores(logits: "Tensor", tokens: Sequence[int], count: int) -> list[Score]:
     it; temperature and nucleus play no part in them."""
     import torch
 
-    from zinfer.engine.transfer import landed
+    from zinfer.engine.transfer import to_device
 
     found: list[Score] = []
     size = max(1, CHUNK // logits.shape[-1])
     for start in range(0, len(tokens), size):
         part = torch.log_softmax(logits[start : start + size].float(), dim=-1)
-        ids = landed(torch.tensor(tokens[start : start + size]), logits.device)
+        ids = to_device(torch.tensor(tokens[start : start + size]), logits.device)
         own = part.gather(-1, ids[:, None])[:, 0].tolist()
         best = part.topk(min(count, part.shape[-1]), dim=-1)
         rows = zip(ids.tolist(), own, best.indices.tolist(), best.values.tolist(), strict=True)
@@ -95,7 +95,7 @@ def choose(logits: "Tensor", samplings: Sequence[Sampling], places: Sequence[int
     """
     import torch
 
-    from zinfer.engine.transfer import landed
+    from zinfer.engine.transfer import to_device
 
     ids, finite = greedy(logits)
     drawn = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0]
@@ -104,7 +104,7 @@ def choose(logits: "Tensor", samplings: Sequence[Sampling], places: Sequence[int
         alike = [row for row in drawn if (samplings[row].top_p < 1) == nucleus]
         for start in range(0, len(alike), size):
             part = alike[start : start + size]
-            rows = landed(torch.tensor(part), logits.device)
+            rows = to_device(torch.tensor(part), logits.device)
             ids[rows] = _draw(logits[rows], [samplings[row] for row in part], [places[row] for row in part], nucleus)
     return ids, finite
 
@@ -113,10 +113,10 @@ def _draw(logits: "Tensor", samplings: Sequence[Sampling], places: Sequence[int]
     """Draw a token for each row of ``[n, V]`` logits, with a nucleus for all of them or for none: ``[n]`` ids."""
     import torch
 
-    from zinfer.engine.transfer import landed
+    from zinfer.engine.transfer import to_device
 
     def column(values: list[float]) -> "Tensor":
-        return landed(torch.tensor(values), logits.device)[:, None]
+        return to_device(torch.tensor(values), logits.device)[:, None]
 
     best = logits.max(-1, keepdim=True).values.float()
     temperature = column([max(sampling.temperature, 1e-6) for sampling in samplings])

@@ -159,12 +159,12 @@ class Group:
         return max((row.left for row in self.rows if row is not None), default=0)
 
 
-MoveKind = Literal["admit", "regroup", "split", "retire", "suspend", "resume", "recompute", "yield"]
+MoveKind = Literal["admit", "move_rows", "split", "retire", "suspend", "resume", "recompute", "yield"]
 
 
 class Move(NamedTuple):
-    """A change of micro-batches before a pass. `admit`, `resume`, `regroup` and `split` make `group`, the latter two of
-    rows at places of other groups, `sources`: of all that have not ended, or, `split`, of some. The first `length`
+    """A change of micro-batches before a pass. `admit`, `resume`, `move_rows` and `split` make `group`, the latter two
+    of rows at places of other groups, `sources`: of all that have not ended, or, `split`, of some. The first `length`
     positions of an admitted group are not computed, but taken from what is kept. `suspend` moves a group's KV cache to
     host memory, `retire` and `recompute` free it, `yield` that of the rows of `group`, which wait again, in another."""
 
@@ -192,7 +192,7 @@ class Abilities(NamedTuple):
     micro-batches, keys and values kept in host memory, rows of unlike length in a micro-batch (`pads`). `regroups` is
     "rarely" where moving rows of some groups, `Group.hosted`, is slow."""
 
-    one_trip: bool = True
+    one_pass: bool = True
     chunks: bool = True
     regroups: bool | Literal["rarely"] = True
     snapshots: bool = True
@@ -525,10 +525,10 @@ class Schedule:
             self._compact(moves)
             self._merge(moves)
         self._grow(moves)
-        if self.able.one_trip:
+        if self.able.one_pass:
             self._make_way(moves)
         works = [GroupWork(group, 1) for group in self.groups if group.running]
-        if self.able.one_trip:
+        if self.able.one_pass:
             works += self._prompts(moves, works)
             return PassPlan(moves, works)
         unfinished = [group for group in self.groups if not group.running]
@@ -728,7 +728,7 @@ class Schedule:
         made = Group(rows, real, length, self._capacity(length, left), length)
         made.hosted = any(group.hosted for group in sources)
         self.groups = [group for group in self.groups if all(group is not one for one in sources)] + [made]
-        moves.append(Move("regroup", made, taken))
+        moves.append(Move("move_rows", made, taken))
         return made
 
     def _capacity(self, length: int, left: int) -> int:
@@ -758,9 +758,9 @@ class Schedule:
     def _merge(self, moves: list[Move]) -> None:
         """Merge neighbours in length while that adds little padding and saves more time than it takes, or there are too
         many groups."""
-        most, most_hosted = (self.times.groups, self.times.hosted_groups) if self.able.one_trip else (1, 1)
+        most, most_hosted = (self.times.groups, self.times.hosted_groups) if self.able.one_pass else (1, 1)
         few = min(FEW_GROUPS, most)
-        limit = MERGES if self.able.one_trip else 1 << 20
+        limit = MERGES if self.able.one_pass else 1 << 20
         for _ in range(limit):
             running = [group for group in self.groups if group.running]
             hosted = sum(group.hosted for group in running)
@@ -866,7 +866,7 @@ class Schedule:
     def _prompts(self, moves: list[Move], decoding: Sequence[GroupWork]) -> list[GroupWork]:
         """Return the works of prompts for a pass with the works `decoding`; new groups are admitted."""
         budget, hidden = self.times.tokens, 0
-        if self.able.one_trip:
+        if self.able.one_pass:
             load = load_of_pass(decoding)
             hidden = self.times.room(load._replace(prompts=load.prompts + 1))
             budget = max(hidden, min(self._flow(), hidden + self.times.tokens_in(self.times.seconds(load))))
@@ -899,9 +899,9 @@ class Schedule:
                 break
             works.append(work)
             budget -= work.tokens * len(work.group.rows)
-            if not self.able.one_trip:
+            if not self.able.one_pass:
                 break
-        if self.able.one_trip:
+        if self.able.one_pass:
             self._debt = max(0.0, self._debt - self.times.prompt_seconds(began - budget - hidden))
         return works
 
@@ -999,7 +999,7 @@ class Schedule:
         if it is `alone`; `begun` tells whether the pass has other prompts."""
         if not self.waiting or self.suspended:
             return None
-        if self.able.regroups is False and not self.able.one_trip and self.groups:
+        if self.able.regroups is False and not self.able.one_pass and self.groups:
             return None
         first = self.waiting[0]
         places = self.limits.rows - sum(len(group.alive) for group in self.groups)
@@ -1011,7 +1011,7 @@ class Schedule:
         empty = not self.groups
         taken, width, end = list[Row](), 0, 0
         new = list[int]()  # positions of each that are computed; the group begins where the row with most of them does
-        alike, front = (ALIKE, FRONT) if self.able.one_trip else (0.0, 1 << 20)
+        alike, front = (ALIKE, FRONT) if self.able.one_pass else (0.0, 1 << 20)
         for row in self.waiting[:front]:
             longest, shortest = max(width, row.length), min([row.length, *(one.length for one in taken)])
             fresh = row.length - self.reusable(row)

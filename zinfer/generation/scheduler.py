@@ -246,7 +246,7 @@ class ContinuousScheduler:
             raise EngineError(why_not)
         self.engine, self._tokenizer = engine, tokenizer
         self.drafts = None if drafter is None else Drafts(drafter)
-        self._one_length = engine.one_length() is not None  # rows of a group get as many tokens of a pass
+        self._one_length = engine.equal_lengths() is not None  # rows of a group get as many tokens of a pass
         self.sequences: dict[int, Sequence] = {}  # those that have not ended, by key
         engine.clear()
         engine.expect(load)
@@ -482,14 +482,14 @@ class ContinuousScheduler:
             mask = torch.tensor([[0] * (group.width - count) + [1] * count for count in self._lengths(group)])
             answered = [0 if row is None else len(self.sequences[row.key].output_ids) for row in group.rows]
             self._hold(group, engine.admit(mask, group.capacity, self._past(group), answered))
-        elif move.kind == "regroup":
+        elif move.kind == "move_rows":
             sources = [(self._batches[id(source)], places) for source, places in move.sources]
-            self._hold(group, engine.regroup(sources, group.capacity))
+            self._hold(group, engine.move_rows(sources, group.capacity))
             for source, _ in move.sources:
                 engine.retire(self._batches.pop(id(source)))  # rows that have ended
         elif move.kind == "split":
             ((source, places),) = move.sources
-            self._hold(group, engine.regroup([(self._batches[id(source)], places)], group.capacity))
+            self._hold(group, engine.move_rows([(self._batches[id(source)], places)], group.capacity))
         elif move.kind == "yield":
             ((source, places),) = move.sources
             self._keep_some(group, source, places)
@@ -515,7 +515,7 @@ class ContinuousScheduler:
 
     def _hold(self, group: Group, batch: MicroBatch) -> None:
         self._batches[id(group)] = batch
-        group.hosted = batch.hosted > 0
+        group.hosted = batch.host_rows > 0
 
     # Kept prefixes
 
@@ -540,7 +540,7 @@ class ContinuousScheduler:
 
     def _alike(self, length: int) -> bool:
         """Tell whether a row of `length` tokens has the keys of others that begin with its tokens."""
-        most = self.engine.alike_until
+        most = self.engine.max_shared_prefix
         return most is None or length <= most
 
     def _past(self, group: Group) -> tuple[RowsPast, ...]:
@@ -840,9 +840,9 @@ def group_positions(plan: "Plan") -> int:
 
 def abilities(engine: Engine, hosted: bool = False) -> Abilities:
     """Return what the scheduler may ask of `engine`; `hosted`: rows have their KV cache in host memory."""
-    moves = engine.cannot_regroup() is None
+    moves = engine.cannot_move_rows() is None
     return Abilities(
-        one_trip=engine.one_trip,
+        one_pass=engine.one_pass,
         chunks=engine.cannot_chunk() is None,
         regroups="rarely" if moves and hosted else moves,
         snapshots=engine.cannot_snapshot() is None,

@@ -464,7 +464,7 @@ def _probe_disks(folders: list[Path], quick: bool) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(tempfile.TemporaryFile(dir=folder, buffering=0)) for folder in folders]
         paths = [Path(f"/proc/self/fd/{file.fileno()}") for file in files]
-        stripes = stack.enter_context(direct.Stripes(paths))
+        stripes = stack.enter_context(direct.StripedFile(paths))
         if not stripes.direct:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         began, blocks = perf_counter(), 0

@@ -14,7 +14,7 @@ from zinfer.core.progress import Progress
 from zinfer.engine import EngineError
 from zinfer.engine.base import Work
 from zinfer.engine.deepspeed import DeepSpeed
-from zinfer.engine.team import Member, Passed, RankWork, Team, TeamBatch
+from zinfer.engine.team import Member, PassResult, RankWork, Team, TeamBatch
 from zinfer.plan.planner import Plan
 
 
@@ -43,7 +43,7 @@ class DeepSpeedMember(Member[DeepSpeed]):
         self.engine.close()  # needs the others' company until then
         self.group.leave()
 
-    def forward(self, works: Sequence[Share]) -> Passed:
+    def forward(self, works: Sequence[Share]) -> PassResult:
         """Run each work's forward passes, and idle ones up to their number."""
         logits: list[Tensor] = []
         with self.group.undivided():
@@ -53,7 +53,7 @@ class DeepSpeedMember(Member[DeepSpeed]):
                     logits += self.engine.forward(self.works([work]))
                 while self.engine.calls < before + passes:
                     self.engine.idle_pass()
-        return Passed(logits)
+        return PassResult(logits)
 
 
 class DeepSpeedTeam(Team[DeepSpeed]):

@@ -31,7 +31,7 @@ from zinfer.core.progress import Progress, silent
 from zinfer.core.units import gb
 from zinfer.engine import EngineError
 from zinfer.engine.quantization.quantize import group_size, quantize
-from zinfer.engine.read import check_finite, empty_tensor, groups_read
+from zinfer.engine.read import check_finite, empty_tensor, read_groups
 from zinfer.engine.state import ModelState
 from zinfer.system import atomic
 from zinfer.system.documents import DocumentError, open_regular, read_object
@@ -209,7 +209,7 @@ def _shards(
     total, done = sum(info.end - info.start for info in checkpoint.tensors.values()), 0
     pending: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
     groups = list(_groups(checkpoint))
-    for content in groups_read(checkpoint, groups, [partial(check_finite, checkpoint)]):
+    for content in read_groups(checkpoint, groups, [partial(check_finite, checkpoint)]):
         for name, stored in content.items():
             tensor = stored if isinstance(stored, Tensor) else stored[...]
             moved = tensor.to(device) if name in choice.names else tensor.clone()

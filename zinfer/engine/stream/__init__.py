@@ -23,14 +23,14 @@ from zinfer.engine import EngineError
 from zinfer.engine.base import MicroBatch, Work, is_step
 from zinfer.engine.cache import (
     STORAGE,
+    DequantizeKV,
     FixedLayer,
     QuantizedLayer,
     RowCache,
-    Widen,
+    dequantize_kv,
     make_cache,
     other_layers,
     shares_keys,
-    widened,
 )
 from zinfer.engine.decoder import Decoder, DecoderBatch, MovedRows, Part
 from zinfer.engine.pinned import ALIGNMENT
@@ -86,7 +86,7 @@ class StreamBatch(DecoderBatch):
         return self.batch_size if self.host is None else self.host.rows.start
 
     @property
-    def hosted(self) -> int:
+    def host_rows(self) -> int:
         return self.batch_size - self.here
 
 
@@ -124,7 +124,7 @@ class Stream(Decoder):
         recorder = graphs.recorder_of(self.device) if recorded else None
         self._graphs = Graphs(self.model, self._ragged, (self._cache_name, self._accepted), recorder, self._trip)
         self._few_experts = FewExperts(self.model, self.device) if self.options.experts_kernel == "auto" else None
-        self._widen = _widen_on(self.device) if self.options.kv_cache_dtype in STORAGE else widened
+        self._widen = _widen_on(self.device) if self.options.kv_cache_dtype in STORAGE else dequantize_kv
         for option, any_model in {"kv_offload": ("none", "auto"), "kv_cache_dtype": ("auto", "bf16")}.items():
             if getattr(self.options, option) not in any_model and (why_not := self._cannot_have(option)) is not None:
                 raise EngineError(why_not)
@@ -191,7 +191,9 @@ class Stream(Decoder):
             raise EngineError(f"draft={name}: a model drafts for run, batch, serve and loads of requests alone")
         self.draft = Stream(plan, self.progress)
         self.draft._graphs.wait = FIRST_STEPS
-        if (why_not := self.draft.cannot_draft() or self.draft.cannot_regroup() or self.draft.one_length()) is not None:
+        if (
+            why_not := self.draft.cannot_draft() or self.draft.cannot_move_rows() or self.draft.equal_lengths()
+        ) is not None:
             raise EngineError(f"draft={name}: {why_not}")
 
     def _on_demand(self) -> dict[int, Experts]:
@@ -220,7 +222,7 @@ class Stream(Decoder):
         return super().loaded_bytes if found is None else found
 
     @cached_property
-    def one_trip(self) -> bool:
+    def one_pass(self) -> bool:
         # Where a token goes through layers repeatedly, or modules hold the state of a batch, each work has a trip.
         return not self._in_modules and len(DynamicCache(config=self.model.config).layers) == len(self._layers)
 
@@ -278,7 +280,7 @@ class Stream(Decoder):
         """Return how many of `rows` with room for `capacity` tokens each go to host memory. The rows `moved` leave room
         where they were."""
         if self.expected is None:
-            there = sum(batch.hosted for batch in self.batches)
+            there = sum(batch.host_rows for batch in self.batches)
             least: int = max(0, placement.host_rows(load.batch_size) - there)
             return min(rows, least)
         room = (load.batch_size - placement.host_rows(load.batch_size)) * load.total_len
@@ -503,7 +505,7 @@ class Stream(Decoder):
         ring, why_not = self._ring, None
         if ring is not None and (ring.streamed or self._pool is not None or self._group is not None):
             why_not = "weights cross the link"
-        elif any(batch.hosted for batch in self.batches):
+        elif any(batch.host_rows for batch in self.batches):
             why_not = "keys and values are in host memory"
         else:
             why_not = next(filter(None, map(self._graphs.cannot, parts)), None)
@@ -531,7 +533,7 @@ class Stream(Decoder):
             return [self._together_or_alone(parts) for parts in passes]
         parts = [part for some in passes for part in some]
         hosted = any(part.batch.host is not None for part in parts)  # type: ignore[attr-defined]
-        if not (self.one_trip or hosted) or (len(passes) == 1 and not hosted):
+        if not (self.one_pass or hosted) or (len(passes) == 1 and not hosted):
             return [self._eager(some)() for some in passes]
         fetches = [fetch for part in parts if (fetch := _fetch(part)) is not None]
         self._begin_trip(parts)
@@ -639,7 +641,7 @@ class Stream(Decoder):
         return self._ring
 
     def _forward(self, works: Sequence[Work]) -> list[Tensor]:
-        self._kv_rows = max(self._kv_rows, sum(batch.hosted for batch in self.batches))
+        self._kv_rows = max(self._kv_rows, sum(batch.host_rows for batch in self.batches))
         ring = self._ring
         if ring is None:
             return super().forward(works)
@@ -847,10 +849,10 @@ def _on_cpu(part: Part) -> bool:
     return isinstance(host, CpuCache) and is_decode(part) and part.rows == host.rows
 
 
-def _widen_on(device: torch.device) -> Widen:
+def _widen_on(device: torch.device) -> DequantizeKV:
     """Return what widens a KV cache of 8-bit numbers on a device: zinfer's kernel, or PyTorch where none runs."""
     if cannot_run(device) is not None:
-        return widened
+        return dequantize_kv
     from zinfer.engine.stream.widen_kernel import widen
 
     return widen

@@ -20,7 +20,7 @@ from zinfer.engine.stream import stacked
 from zinfer.engine.stream.cpu_kernel import attend, attends, dots, mix, suits, widened
 from zinfer.engine.stream.meanwhile import arriving, meanwhile, settle
 from zinfer.engine.stream.stacked import RESHAPES, TURNS, NotStackedError, Stacked, stack
-from zinfer.engine.transfer import fetched, landed
+from zinfer.engine.transfer import to_device, to_host
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's <malloc.h>
 
@@ -53,7 +53,7 @@ class Hosted(Tensor):
                 return arriving(operand)[0]
             if isinstance(operand, Hosted):
                 operand = operand.as_subclass(Tensor)
-                return landed(operand, home) if lands else operand
+                return to_device(operand, home) if lands else operand
             return operand if lands else _fetched(operand)
 
         with torch._C.DisableTorchFunctionSubclass():
@@ -408,7 +408,7 @@ def _fetched(operand: Tensor) -> Tensor:
     if operand.device.type == "cpu":
         return operand
     if not hasattr(operand, "_on_host"):
-        (operand._on_host,) = fetched(operand)  # type: ignore[attr-defined]
+        (operand._on_host,) = to_host(operand)  # type: ignore[attr-defined]
         operand._on_host._is_copy = True  # type: ignore[attr-defined]
     return operand._on_host  # type: ignore[attr-defined,no-any-return]
 

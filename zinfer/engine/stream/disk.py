@@ -25,7 +25,7 @@ from torch import Tensor
 
 from zinfer.checkpoint.headers import CheckpointError
 from zinfer.core.progress import Progress, silent
-from zinfer.engine.direct import PAGE, THREADS, Stripes, StripeWriter, aligned
+from zinfer.engine.direct import PAGE, THREADS, StripedFile, StripedWriter, aligned
 from zinfer.engine.pinned import PinnedArena
 from zinfer.engine.read import as_bytes
 from zinfer.engine.stream.packed_layer import Chunk, PackedLayer
@@ -60,7 +60,7 @@ class DiskLayers:
 
     def __init__(
         self,
-        files: Stripes,
+        files: StripedFile,
         images: Sequence[PackedLayer],
         sums: Sequence[Sequence[int]],
         ring_bytes: int,
@@ -354,7 +354,7 @@ def write(
     until the next one comes. Raises CheckpointError where a drive is full.
     """
     images, sums, end = dict[int, PackedLayer](), dict[int, list[int]](), 0
-    with StripeWriter(paths) as writer:
+    with StripedWriter(paths) as writer:
         for index, image, memory in layers:
             content = as_bytes(memory)[: image.end]
             sums[index] = [zlib.crc32(content[piece.start : piece.end]) for piece in image.pieces]

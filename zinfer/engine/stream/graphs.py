@@ -252,7 +252,7 @@ class Seat:
         self.slot.fill_(batch.length)
         layers = _layers(batch)
         for window, slot in self.within.items():
-            slot.fill_(layers[self.windows.index(window)].slots.place(batch.length))
+            slot.fill_(layers[self.windows.index(window)].slots.next_slot(batch.length))
         if batch.mask is not None:
             self.mask.copy_(batch.mask)
         elif self._padded:
@@ -266,7 +266,7 @@ class Seat:
     @staticmethod
     def places(batch: DecoderBatch) -> list[int]:
         """Return the slot of the next token in each layer."""
-        return [layer.slots.place(batch.length) for layer in _layers(batch)]
+        return [layer.slots.next_slot(batch.length) for layer in _layers(batch)]
 
     def layers(self, end: int, count: int, dtype: torch.dtype) -> list[StaticLayer]:
         """Return the layers of a pass of `count` tokens a row that sees the first `end` positions."""
@@ -400,7 +400,7 @@ class Graphs:
         seats = tuple(self._seat_of(part.batch) for part in parts)
         for seat, part in zip(seats, parts, strict=True):
             for layer in _layers(part.batch) if seat.within else ():
-                layer.settle(part.batch.length, part.token_ids.shape[1])
+                layer.reserve(part.batch.length, part.token_ids.shape[1])
         found = self._sets.setdefault(tuple(map(id, seats)), Together(seats))
         count, _ = shape = _shape(parts)
         ends = tuple(end_of(part.batch.length + count, part.batch.capacity) for part in parts)

@@ -19,7 +19,15 @@ from torch.nn.functional import pad
 from transformers.cache_utils import DynamicLayer
 
 from zinfer.core.progress import Progress, silent
-from zinfer.engine.cache import FixedLayer, Gaps, Narrow, QuantizedLayer, Slots, Step, taken
+from zinfer.engine.cache import (
+    FixedLayer,
+    QuantizedKV,
+    QuantizedLayer,
+    RowMask,
+    SlotAllocation,
+    WindowIndex,
+    copy_slots,
+)
 from zinfer.engine.pinned import ALIGNMENT, PinnedArena
 from zinfer.engine.stream.cpu_attention import code, host, keep_freed
 from zinfer.engine.stream.cpu_kernel import coded, library, numbers_of, with_scales, without_scales
@@ -204,8 +212,8 @@ class HostCache(ABC):
         self.capacity, self._windows = capacity, windows or {}
         self._memory, self._sender = memory, sender
 
-    def _slots(self, layer: int) -> Slots:
-        return Slots(self.capacity, self._windows.get(layer))
+    def _slots(self, layer: int) -> WindowIndex:
+        return WindowIndex(self.capacity, self._windows.get(layer))
 
     @abstractmethod
     def extend(self, layer: int, rows: slice, keys: Tensor, values: Tensor, start: int) -> tuple[Tensor, Tensor]:
@@ -252,7 +260,7 @@ class CpuCache(HostCache):
         self._device, self._in_8_bits = device, in_8_bits
         keep_freed()
         self.place = "cpu" if library() is not None else "cpu, torch"
-        self._places: dict[int, tuple[Slots, Tensor, Tensor]] = {}  # layer -> slots, keys, values
+        self._places: dict[int, tuple[WindowIndex, Tensor, Tensor]] = {}  # layer -> slots, keys, values
         self._sent: list[Any] = []  # events behind copies of prompts' keys that may be under way
 
     def extend(self, layer: int, rows: slice, keys: Tensor, values: Tensor, start: int) -> tuple[Tensor, Tensor]:
@@ -314,7 +322,7 @@ class CpuCache(HostCache):
 
     def rollback(self, length: int) -> None:
         for slots, _, _ in self._places.values():
-            slots.back(length)
+            slots.rollback(length)
 
     def keep_rows(self, rows: Sequence[int], first: int) -> None:
         self._sender.finish()
@@ -328,7 +336,7 @@ class CpuCache(HostCache):
         self.rows = slice(first, first + len(rows))
         self.parts = [self.rows]
 
-    def _take(self, layer: int, slots: Slots, stored: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def _take(self, layer: int, slots: WindowIndex, stored: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         rows = self.rows.stop - self.rows.start
         shapes = [(rows, states.shape[1], slots.room, states.shape[3]) for states in stored]
         keys, values = (prod(shape) * states.itemsize for shape, states in zip(shapes, stored, strict=True))
@@ -338,7 +346,7 @@ class CpuCache(HostCache):
         return memory[:keys].view(dtype).view(shapes[0]), memory[begin:].view(dtype).view(shapes[1])
 
 
-def _stored(step: Step, memory: Tensor, states: Tensor) -> Tensor:
+def _stored(step: SlotAllocation, memory: Tensor, states: Tensor) -> Tensor:
     """Return all states that the new ones see; these are stored once they have arrived."""
     if step.moved:
         return step.store(memory, states)
@@ -392,7 +400,7 @@ class LinkCache(HostCache):
         self._ring, self._cuda, self.shared, self._version = ring, ring.on_gpu, shared, 0
         # By layer and first row of a part: slots, memory (uint8 [room, bytes of a position]) and bytes of a position's
         # keys; the number of stored tokens; the event behind the last copy.
-        self._places: dict[tuple[int, int], tuple[Slots, Tensor, int]] = {}
+        self._places: dict[tuple[int, int], tuple[WindowIndex, Tensor, int]] = {}
         self._lengths: dict[tuple[int, int], int] = {}
         self._forms: dict[int, tuple[torch.dtype, tuple[int, int], tuple[int, int]]] = {}  # type, heads and widths
         self._written: dict[tuple[int, int], Any] = {}
@@ -441,7 +449,7 @@ class LinkCache(HostCache):
 
     def rollback(self, length: int) -> None:
         for key, (slots, _, _) in self._places.items():
-            slots.back(length)
+            slots.rollback(length)
             self._lengths[key] = length
 
     def keep_rows(self, rows: Sequence[int], first: int) -> None:
@@ -520,7 +528,7 @@ class LinkCache(HostCache):
         """Free the buffers of the ring that hold keys and values of the current layer."""
         self._ring.hand_back()
 
-    def _joined(self, step: Step, layer: int, place: Tensor, new: Tensor) -> Tensor:
+    def _joined(self, step: SlotAllocation, layer: int, place: Tensor, new: Tensor) -> Tensor:
         """Return the positions that those of `new` see, followed by `new`, ``[n, bytes]``: on a GPU, in the ring's
         buffer."""
         held = self._ring.borrow(layer)
@@ -566,7 +574,7 @@ class SplitLayer(FixedLayer):
         if isinstance(self._host, LinkCache) and self.rows.stop > self.batch_size:
             self._host.hand_back()
 
-    def stored(self, rows: Tensor, length: int, gaps: Gaps | None) -> list[Tensor]:
+    def stored(self, rows: Tensor, length: int, gaps: RowMask | None) -> list[Tensor]:
         here = rows < self.batch_size
         if bool(here.all()):
             return self.here.stored(rows, length, gaps)
@@ -576,7 +584,7 @@ class SplitLayer(FixedLayer):
             blocks = [part for half in blocks for part in without_scales(half)]
         if gaps is not None:
             every, of_there = torch.arange(len(blocks[0]), device=rows.device), gaps.of(~here)
-            blocks = [taken(half, every, slice(0, half.shape[2]), of_there) for half in blocks]
+            blocks = [copy_slots(half, every, slice(0, half.shape[2]), of_there) for half in blocks]
         if not bool(here.any()):
             return blocks
         mine_of = self.here.stored(rows[here], length, None if gaps is None else gaps.of(here))
@@ -629,7 +637,7 @@ class SplitLayer(FixedLayer):
         self.length += keys.shape[2]
         return self._host.add(self._index, self.rows, (keys, values), start)
 
-    def store(self, keys: Tensor, values: Tensor) -> Sequence[Tensor | Narrow]:
+    def store(self, keys: Tensor, values: Tensor) -> Sequence[Tensor | QuantizedKV]:
         if self.rows.stop > self.batch_size:
             return self.update(keys, values)
         self.length += keys.shape[2]

@@ -18,7 +18,7 @@ from zinfer.core.engine import StreamOptions
 from zinfer.core.progress import Progress
 from zinfer.engine import EngineError
 from zinfer.engine.decoder import offload_folder
-from zinfer.engine.direct import Stripes
+from zinfer.engine.direct import StripedFile
 from zinfer.engine.pinned import PinnedArena, check_free, lay_out
 from zinfer.engine.quantization.dequantize import Codes
 from zinfer.engine.state import Entry, Loaded, ModelState, by_layer
@@ -299,7 +299,7 @@ class LayerSource:
             paths = [folder.path / packed.DATA for folder in self._folders]
             images, sums = disk.write(paths, self._packed_one_by_one(resident))
         ring_bytes, pin = self._plan.placement.disk_ring_bytes, self._device.type == "cuda"
-        files = Stripes(paths)
+        files = StripedFile(paths)
         try:
             return DiskLayers(files, images, sums, ring_bytes, pin)
         except BaseException:

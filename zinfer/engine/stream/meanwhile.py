@@ -20,7 +20,7 @@ from greenlet import getcurrent, greenlet
 from torch import Tensor
 
 from zinfer.engine.stream.cpu_kernel import store
-from zinfer.engine.transfer import fetched
+from zinfer.engine.transfer import to_host
 
 PAUSED = object()  # what a pass hands to its parent when it pauses
 _put_off: list[Callable[[], object]] = []  # of the pass that runs now, until it pauses or settles
@@ -46,7 +46,7 @@ def arriving(*tensors: Tensor) -> list[Tensor]:
     """Return copies of `tensors` in host memory. Those from a GPU are contiguous in a pass that may pause, and complete
     once the work that was put off is done."""
     if not (may_pause() and tensors[0].is_cuda):
-        return fetched(*tensors)
+        return to_host(*tensors)
     found = [tensor.contiguous().to("cpu", non_blocking=True) for tensor in tensors]
     event = torch.cuda.Event()
     event.record()

@@ -34,7 +34,7 @@ from zinfer.core.units import gb
 from zinfer.engine import EngineError
 from zinfer.engine.pinned import ALIGNMENT, PinnedArena, TensorPlace, check_free, lay_out
 from zinfer.engine.quantization.dequantize import Codes, table
-from zinfer.engine.read import DTYPES, as_bytes, fill, groups_mapped, reading
+from zinfer.engine.read import DTYPES, as_bytes, fill, map_groups, reading
 from zinfer.engine.state import Entry, Loaded, ModelState, by_layer
 from zinfer.engine.stream import codec
 from zinfer.engine.stream.codec import Layout
@@ -326,7 +326,7 @@ def _check_source(folder: Path, content: _Index, checkpoint: Checkpoint, progres
         files.setdefault(checkpoint.tensors[name].file, []).append(name)
     sums = _Sums()
     groups = [tuple(sorted(names)) for _, names in sorted(files.items())]
-    for done, _ in enumerate(groups_mapped(checkpoint, groups, [sums]), start=1):
+    for done, _ in enumerate(map_groups(checkpoint, groups, [sums]), start=1):
         progress("comparing the checkpoint with its packed layers", done / len(groups))
     found = sums.tensors
     for name, checksum in content.tensors.items():

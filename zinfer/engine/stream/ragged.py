@@ -33,7 +33,7 @@ from zinfer.engine.stream.cpu_attention import attend_all, hosted_rows
 from zinfer.engine.stream.kv import PartLayer, SplitLayer
 from zinfer.engine.stream.meanwhile import arriving, stored_together
 from zinfer.engine.stream.stacked import stack
-from zinfer.engine.transfer import fetched, landed
+from zinfer.engine.transfer import to_device, to_host
 
 NAME = "zinfer_ragged"  # name of the attention function
 MASKED = {"full_attention", "sliding_attention"}  # kinds of layers whose mask is that of the cache's positions
@@ -119,7 +119,7 @@ class HostedLayer(RaggedLayer):
         asked = query.reshape(rows, key.shape[1], shared * tokens, query.shape[-1])
         mixed = attend_all(asked, blocks, self._biases(blocks, shared if tokens > 1 else 1), scaling)
         apart = mixed.to(dtype).view(rows, key.shape[1], shared, tokens, -1)
-        return landed(apart.permute(0, 3, 1, 2, 4).reshape(rows, tokens, query.shape[1], -1), home)
+        return to_device(apart.permute(0, 3, 1, 2, 4).reshape(rows, tokens, query.shape[1], -1), home)
 
     def _biases(self, blocks: Sequence[tuple[Tensor, Tensor]], heads: int) -> list[Tensor]:
         """Return the bias of all rows, ``[B, 1, 1 or heads * n, m]``, m the most positions that one sees; none if
@@ -320,7 +320,7 @@ class Bias:
             seen = [None if one is None else one.of(length, heads) for one, length in zip(masks, lengths, strict=True)]
             tokens = max(one.shape[2] for one in seen if one is not None)
             made = torch.zeros((sum(rows), 1, tokens, max(lengths)))
-            there = fetched(*(one for one in seen if one is not None))
+            there = to_host(*(one for one in seen if one is not None))
             first = 0
             for one, count, length in zip(seen, rows, lengths, strict=True):
                 if one is not None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from zinfer.engine.cache import Narrow
+from zinfer.engine.cache import QuantizedKV
 
 RESHAPES = {Tensor.reshape, Tensor.view, torch.reshape}
 TURNS = {Tensor.transpose, torch.transpose, Tensor.mT.__get__}  # type: ignore[attr-defined]
@@ -28,7 +28,7 @@ class Stacked(Tensor):
     """Keys or values ``[B, heads, n, D]`` of several micro-batches, n that of the longest: each of `blocks`, ``[b,
     heads, up to n, D]``, stands at the end of its rows. Made by `stack`."""
 
-    blocks: tuple[Tensor | Narrow, ...]
+    blocks: tuple[Tensor | QuantizedKV, ...]
     turned: bool  # True if the last two dimensions are exchanged
 
     @classmethod
@@ -74,14 +74,14 @@ class Stacked(Tensor):
         heads, first = self.blocks[0].shape[1], 0
         for block in self.blocks:
             last = first + len(block) * (heads if flat else 1)
-            wide = block.wide() if isinstance(block, Narrow) else block
+            wide = block.dequantize() if isinstance(block, QuantizedKV) else block
             shaped = wide.flatten(0, 1) if flat else wide
             yield slice(first, last), shaped.transpose(-1, -2) if self.turned else shaped
             del wide, shaped
             first = last
 
 
-def stack(blocks: Sequence[Tensor | Narrow], dtype: torch.dtype) -> Stacked:
+def stack(blocks: Sequence[Tensor | QuantizedKV], dtype: torch.dtype) -> Stacked:
     """Return `Stacked` of `blocks`, each ``[b, heads, n, D]`` on one device, n its own."""
     rows, longest = sum(len(block) for block in blocks), max(block.shape[2] for block in blocks)
     shape = (rows, blocks[0].shape[1], longest, blocks[0].shape[3])

@@ -13,7 +13,7 @@ from zinfer.engine.base import Work
 from zinfer.engine.stream import Stream, together
 from zinfer.engine.stream.gather import GatherRing
 from zinfer.engine.stream.trace import joined
-from zinfer.engine.team import Member, Passed, RankWork, Team
+from zinfer.engine.team import Member, PassResult, RankWork, Team
 from zinfer.plan.bytes import Placement
 from zinfer.plan.planner import Plan
 from zinfer.record.measurement import Span
@@ -49,16 +49,16 @@ class StreamMember(Member[Stream]):
         self.engine.given = placement
         self.engine.expect(load)
 
-    def forward(self, works: Sequence[RankWork]) -> Passed:
+    def forward(self, works: Sequence[RankWork]) -> PassResult:
         """Run one trip, with these works."""
         before = self._ring.trips
         try:
-            return Passed(self.engine.attempt(self.works(works)) if works else [])
+            return PassResult(self.engine.attempt(self.works(works)) if works else [])
         finally:
             if self._ring.trips == before:
                 self._ring.idle_trip()
 
-    def watched(self, works: Sequence[RankWork]) -> Passed:
+    def watched(self, works: Sequence[RankWork]) -> PassResult:
         """Run one trip as `forward` does, and trace it."""
         with self._ring.watched() as trace:
             return self.forward(works)._replace(recording=trace.recording())
@@ -67,7 +67,7 @@ class StreamMember(Member[Stream]):
 class StreamTeam(Team[Stream]):
     """Engine `stream` on several GPUs."""
 
-    one_copy: ClassVar[bool] = True
+    shares_weights: ClassVar[bool] = True
     member = StreamMember
 
     def __init__(self, plan: Plan, progress: Progress = silent) -> None:

@@ -16,11 +16,11 @@ SIZES = (64, 4096, 4096 + 64, 3 * 4096 + 192)
 
 @pytest.mark.slow
 def test_the_kernel_copies_all_and_no_more(tmp_path: Path) -> None:
-    interpreted(__name__, tmp_path / "found")
-    for size, (source, found) in zip(SIZES, torch.load(tmp_path / "found"), strict=True):
+    interpreted(__name__, tmp_path / "copies")
+    for size, (source, copied) in zip(SIZES, torch.load(tmp_path / "copies"), strict=True):
         assert source.numel() == size
-        assert torch.equal(found[:size], source)
-        assert bool((found[size:] == 7).all())
+        assert torch.equal(copied[:size], source)
+        assert bool((copied[size:] == 7).all())
 
 
 def test_the_kernel_compiles_for_an_h100(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,37 +50,37 @@ def test_without_a_gpu_no_kernel_runs_and_the_reason_is_given() -> None:
 def test_a_zero_copy_transfer_overtakes_waiting_copies() -> None:
     if not torch.cuda.is_available():
         pytest.skip("only a GPU's copies wait in line")
-    from zinfer.engine.zero_copy import lift
+    from zinfer.engine.zero_copy import zero_copy
 
     gpu = torch.device("cuda")
     weights = torch.empty(1 << 30, dtype=torch.uint8).pin_memory()
-    slot, aside = torch.empty_like(weights, device=gpu), torch.cuda.Stream()
+    target, second = torch.empty_like(weights, device=gpu), torch.cuda.Stream()
     shapes = ((3, 1, 77), (120, 1, 14336), (1,), (5, 0), (64, 8, 1, 128))
     for shape in shapes:  # compiles the kernel and locks the buffers' pages: both would wait for the copies
-        lift(torch.randn(shape).bfloat16(), gpu)
+        zero_copy(torch.randn(shape).bfloat16(), gpu)
     torch.cuda.synchronize()
     for shape in shapes * 3:
-        with torch.cuda.stream(aside):
+        with torch.cuda.stream(second):
             for _ in range(4):
-                slot.copy_(weights, non_blocking=True)
+                target.copy_(weights, non_blocking=True)
         copied = torch.cuda.Event()
-        copied.record(aside)
+        copied.record(second)
         tensor = torch.randn(shape).bfloat16()
         with torch.inference_mode(len(shape) == 3):
-            found = lift(tensor, gpu)
+            copied_tensor = zero_copy(tensor, gpu)
         torch.cuda.current_stream().synchronize()
         assert not copied.query()  # it did not wait for them
-        assert torch.equal(found.cpu(), tensor)
+        assert torch.equal(copied_tensor.cpu(), tensor)
 
 
 def main(path: Path) -> None:
     """Run the kernel on bytes of `SIZES`, with memory behind them that it must not touch."""
     from zinfer.engine.zero_copy import copy
 
-    found = []
+    copies = []
     for size in SIZES:
         source = torch.randint(256, (size,), dtype=torch.uint8)
         out = torch.full((size + 64,), 7, dtype=torch.uint8)
         copy(source, out[:size])
-        found.append((source, out))
-    torch.save(found, path)
+        copies.append((source, out))
+    torch.save(copies, path)

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from zinfer.core.engine import piece_factor
+from zinfer.core.engine import chunk_factor
 from zinfer.engine.stream import product_kernel, quantized
-from zinfer.engine.stream.packed_layer import PIECE
+from zinfer.engine.stream.packed_layer import CHUNK_BYTES
 from zinfer.engine.stream.quantized import CodesLayout, Run
 
 SHAPES = (43008, 14336), (14336, 14336), (57344, 14336), (14336, 57344)  # rows and columns
@@ -28,7 +28,7 @@ TILES = (64, 4, 2048), (128, 3, 1024), (128, 4, 512), (128, 4, 2048), (128, 5, 1
 
 def weight_of(rows: int, columns: int) -> tuple[Run, Tensor]:
     """Return a random matrix in int4, in chunks as a packed layer has them, and their bytes on the GPU."""
-    most = max(1, PIECE * piece_factor(4) // (2 * columns))
+    most = max(1, CHUNK_BYTES * chunk_factor(4) // (2 * columns))
     count = -(-rows // most)
     first, last = (
         CodesLayout(
@@ -60,8 +60,8 @@ def unpacked(run: Run, data: Tensor, out: Tensor) -> Tensor:
 
 def product(run: Run, data: Tensor, states: Tensor, out: Tensor) -> None:
     """Put the product of `states` ``[tokens, columns]`` with a weight into `out`, from its codes."""
-    paired = product_kernel.paired(states, run.layout.bits)
-    product_kernel.multiply(paired, data, run, None, out, len(states))
+    pair_columns = product_kernel.pair_columns(states, run.layout.bits)
+    product_kernel.multiply(pair_columns, data, run, None, out, len(states))
 
 
 def microseconds(calls: Sequence[Callable[[], object]], repeats: int = 20) -> float:
@@ -103,7 +103,7 @@ def show(rows: int, columns: int, tokens: Sequence[int], beside: bool = True) ->
 
 def show_experts(rows: int, columns: int, count: int = 128) -> None:
     """Print a line for each number of pairs of a token and an expert, at random; experts are ``[rows, columns]``."""
-    size, whole = PIECE * piece_factor(4) // (2 * columns) // 32 * 32, count * rows
+    size, whole = CHUNK_BYTES * chunk_factor(4) // (2 * columns) // 32 * 32, count * rows
     first, last = (
         CodesLayout(
             each, columns, 4, "e2m1", (32, 1), (each // 32, columns), torch.uint8, "e8m0", False, False, 1.0, 1.0,

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tests import mentions
 from zinfer.checkpoint import resolve
 from zinfer.core.case import Case, Workload
-from zinfer.core.engine import PIECE_BYTES
+from zinfer.core.engine import CHUNK_BYTES
 from zinfer.core.machine import FIGURES, Machine, override
 from zinfer.plan.cost import (
     CODED_BOUND,
@@ -21,8 +21,8 @@ from zinfer.plan.cost import (
     Efficiency,
     Placement,
     Times,
+    chunk_bytes,
     contended_rates,
-    piece_bytes,
     prefill,
     step,
     tiers,
@@ -357,18 +357,18 @@ def test_whatever_comes_through_the_ring_is_unpacked_and_what_several_gpus_share
 def test_what_the_ring_cannot_hold_while_layers_that_stay_compute_comes_late() -> None:
     """Coded layers, so that the GPU is busy with those that stay, too, and longer than the link with two others."""
     kept, layer = 68, BLOOM.layer_bytes
-    ring = Placement(tier="host", wire_ratio=0.67, kept_ratio=0.67, layer_pieces=-(-layer // PIECE_BYTES), ring_depth=6,
+    ring = Placement(tier="host", wire_ratio=0.67, kept_ratio=0.67, layer_chunks=-(-layer // CHUNK_BYTES), ring_depth=6,
                      resident_bytes=kept * layer)  # fmt: skip
 
     def times(depth: int, batch_size: int = 8, **fields: Any) -> Times:
         setup = ring.model_copy(update={"ring_depth": depth, **fields})
         return step(setup, BLOOM, linked(20e9), batch_size, 528, PHYSICS)
 
-    shallow, deep = times(6), times(ring.layer_pieces)
+    shallow, deep = times(6), times(ring.layer_chunks)
     on_gpu = deep.limits["unpacking"] + deep.limits["hbm"]
     assert seconds(deep) == pytest.approx(max(on_gpu, deep.limits["link"]))
     each = deep.limits["link"] / 2
-    held = 6 * piece_bytes(ring, BLOOM) / 20e9 + deep.limits["unpacking"] / 70
+    held = 6 * chunk_bytes(ring, BLOOM) / 20e9 + deep.limits["unpacking"] / 70
     assert held < each / 2
     assert seconds(shallow) == pytest.approx(on_gpu + 2 * (each - held), rel=1e-3)
     assert shallow.bound_by == "link"
@@ -378,11 +378,11 @@ def test_what_the_ring_cannot_hold_while_layers_that_stay_compute_comes_late() -
     cached = times(6, batch_size=2, kv_host_share=1.0)  # one copy a layer takes a buffer as well
     on_gpu = cached.limits["unpacking"] + cached.limits["hbm"]
     cache = (cached.limits["link"] - deep.limits["link"]) / 70
-    less = held - piece_bytes(ring, BLOOM) / 20e9
+    less = held - chunk_bytes(ring, BLOOM) / 20e9
     assert seconds(cached) == pytest.approx(on_gpu + 2 * (each + cache - less), rel=1e-3)
     ring = ring.model_copy(update={"blocks": True})
     apart = prefill(ring, BLOOM, linked(20e9), 64, 2048, PHYSICS)
-    whole = prefill(ring.model_copy(update={"ring_depth": ring.layer_pieces}), BLOOM, linked(20e9), 64, 2048, PHYSICS)
+    whole = prefill(ring.model_copy(update={"ring_depth": ring.layer_chunks}), BLOOM, linked(20e9), 64, 2048, PHYSICS)
     assert seconds(apart) - seconds(whole) == pytest.approx(2 * (each - held), rel=0.01)
 
 
@@ -489,9 +489,9 @@ def test_a_ring_that_the_cache_comes_through_is_paid_for(
     setup = placement_of(case, BLOOM, place)
     depth, resident = split_free_memory(case, BLOOM, place)
     part = BLOOM.kv_bytes(setup.prefill_rows(200, lengths[0]), sum(lengths)) // BLOOM.num_layers
-    ring = depth * max(part, round(PIECE_BYTES * setup.wire_ratio))
+    ring = depth * max(part, round(CHUNK_BYTES * setup.wire_ratio))
     here = 200 - rows_on_host(case, place)
-    others = cost_of(setup, case, place) - setup.buffers * max(part, round(PIECE_BYTES * setup.wire_ratio))
+    others = cost_of(setup, case, place) - setup.buffers * max(part, round(CHUNK_BYTES * setup.wire_ratio))
     assert others + ring + (resident if gpu_weights else 0) * setup.kept_ratio <= place.gpu_bytes
     assert here == 0 or offload == "auto"
 
@@ -506,7 +506,7 @@ def test_the_ring_holds_a_layer_while_the_cpu_attends() -> None:
     split = (("kv_offload", "auto"),)
     for size, deep in ((8, False), (100, True)):
         setup = placement_of(asked(batch_size=size, options=split), BLOOM, place)
-        assert (setup.buffers * piece_bytes(setup, BLOOM) >= BLOOM.layer_bytes) is deep
+        assert (setup.buffers * chunk_bytes(setup, BLOOM) >= BLOOM.layer_bytes) is deep
         assert setup.kv_on_cpu is deep
 
 

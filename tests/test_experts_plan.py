@@ -16,7 +16,7 @@ from zinfer.analysis.routing import routing_of
 from zinfer.checkpoint import resolve
 from zinfer.cli import cli
 from zinfer.core.case import Case, Workload
-from zinfer.core.engine import PIECE_BYTES, OptionError, parse_options
+from zinfer.core.engine import CHUNK_BYTES, OptionError, parse_options
 from zinfer.core.machine import Machine
 from zinfer.core.model import ModelSpec, Routing
 from zinfer.plan import cost
@@ -159,8 +159,8 @@ def test_the_ring_holds_two_layers_without_their_routed_experts() -> None:
     large = MIXTRAL.model_copy(update={"layers": tuple(one.model_copy(update={"parameters": one.parameters + (1 << 28)})
                                                        for one in MIXTRAL.layers)})  # fmt: skip
     setup = plan(model=large, experts="on-demand").placement
-    assert setup.layer_pieces == -(-large.dense_layer_bytes // PIECE_BYTES) > DENSE_DEPTH
-    assert setup.ring_depth == 2 * setup.layer_pieces
+    assert setup.layer_chunks == -(-large.dense_layer_bytes // CHUNK_BYTES) > DENSE_DEPTH
+    assert setup.ring_depth == 2 * setup.layer_chunks
 
 
 def test_the_table_says_which_experts_come() -> None:

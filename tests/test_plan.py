@@ -77,7 +77,7 @@ def test_several_gpus_copy_a_layer_in_larger_pieces_and_have_buffers_for_layers_
 ) -> None:
     machine = BIG.model_copy(update={"gpu_count": 8})
     found = planned("bloom-176b", machine, gpu_weights="10%", options=(("gpus", gpus),)).placement
-    assert (found.layer_pieces, found.ring_depth) == (pieces, most)
+    assert (found.layer_chunks, found.ring_depth) == (pieces, most)
 
 
 def test_weights_that_stay_on_the_gpu_are_not_streamed() -> None:

@@ -578,7 +578,7 @@ def test_the_load_is_what_the_machine_has_room_for() -> None:
     assert load_of(PLAN, needs, at_most=30).batch_size == 30
     hosted = load_of(plan_of(kv_offload="cpu", kv_attention="gpu"), needs)
     assert 1 <= hosted.batch_size <= MOST_ROWS
-    assert PLAN.at(load).placement.ring_depth >= PLAN.placement.layer_pieces  # the link goes on while a layer computes
+    assert PLAN.at(load).placement.ring_depth >= PLAN.placement.layer_chunks  # the link goes on while a layer computes
 
 
 @pytest.mark.parametrize(("share", "rows"), [("25%", 41), ("27%", 43)])

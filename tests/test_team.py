@@ -48,7 +48,7 @@ def test_tokens_are_those_of_transformers(team: Engine, checkpoint: Checkpoints)
     found = team.effective()
     assert found.settings["gpus"] == 2
     assert found.wire_bytes_per_step == found.host_weight_bytes == found.streamed_bytes_per_step
-    assert team.bring() == sum(image.end - image.start for image in team._engine.ring.images[::4])  # type: ignore[attr-defined]
+    assert team.bring() == sum(image.end - image.start for image in team._engine.ring.layers[::4])  # type: ignore[attr-defined]
     own, other = team._all("host_memory")  # type: ignore[attr-defined]
     assert all(found.host_weight_bytes <= shared < peak for peak, shared in (own, other))
     assert team.host_memory() == pytest.approx(own[0] + other[0] - other[1], rel=0.05), "the weights once"

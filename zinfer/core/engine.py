@@ -74,21 +74,21 @@ RETIRED = {
     "prefill_tokens": f"up to {PREFILL_TOKENS:,} prompt tokens are in one forward pass",
 }
 
-PIECE_BYTES = 128 << 20  # bytes of a layer that cross the link in one copy, unpacked
+CHUNK_BYTES = 128 << 20  # bytes of a layer that cross the link in one copy, unpacked
 LARGE_LAYER = 3 << 30  # bytes of a layer, unpacked, beyond which it is cut into fewer pieces
 
 
-LEAST_PIECES = 8  # pieces that a layer is cut into, at least, where several GPUs would have it in larger ones
+MIN_CHUNKS = 8  # pieces that a layer is cut into, at least, where several GPUs would have it in larger ones
 KEPT_BUFFERS = 3  # ring buffers of several GPUs for layers that stay: one unpacked, one gathered, one to spare
 
 
-def piece_factor(bits: float, layer_bytes: int = 0, gpus: int = 1) -> int:
-    """Return how many times `PIECE_BYTES` cross the link in one copy, since each copy, and each unpacking, costs
+def chunk_factor(bits: float, layer_bytes: int = 0, gpus: int = 1) -> int:
+    """Return how many times `CHUNK_BYTES` cross the link in one copy, since each copy, and each unpacking, costs
     launches: four times as many where a weight takes 4 bits there, twice as many of a large layer (`layer_bytes`,
     unpacked). With several `gpus`, each of which copies its part of a piece and launches the gather of all parts
-    besides, as many times as there are GPUs, or fewer, so that a layer has `LEAST_PIECES` pieces."""
+    besides, as many times as there are GPUs, or fewer, so that a layer has `MIN_CHUNKS` pieces."""
     alone = 4 if bits <= 5 else 2 if layer_bytes > LARGE_LAYER else 1
-    return max(alone, min(gpus, layer_bytes // (LEAST_PIECES * PIECE_BYTES)))
+    return max(alone, min(gpus, layer_bytes // (MIN_CHUNKS * CHUNK_BYTES)))
 
 
 # Tokens of a pass, at most, in which a kernel multiplies quantised layers that stay on the GPU from their codes; and

@@ -19,7 +19,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from zinfer.core.engine import CODED_PAIRS, CODED_TOKENS, PIECE_BYTES, PREFILL_TOKENS, piece_factor
+from zinfer.core.engine import CHUNK_BYTES, CODED_PAIRS, CODED_TOKENS, PREFILL_TOKENS, chunk_factor
 from zinfer.core.machine import Machine
 from zinfer.core.model import ModelSpec
 from zinfer.core.units import counted
@@ -97,7 +97,7 @@ class Placement(Frozen):
     kv_cpu_share: float = Field(default=1.0, gt=0, le=1)  # share of the CPU's cores, and of their rate, that attends
     buffers: int = 0  # ring buffers that a KV cache on the link adds to; 0: it takes two whole layers' worth
     ring_depth: int = 0  # buffers between link and slot; 0 without a ring
-    layer_pieces: int = 1  # pieces that a layer crosses the link in, besides experts on demand
+    layer_chunks: int = 1  # pieces that a layer crosses the link in, besides experts on demand
     experts: Literal["all", "on-demand"] = "all"  # routed experts that cross the link in a step
     whole_tokens: int = 0  # tokens in a pass from which on it brings all experts, since it needs nearly all
     layer_experts: int = 0  # routed experts of a layer that come on demand; 0 if all come with their layer
@@ -128,7 +128,7 @@ class Placement(Frozen):
     @property
     def holds_layer(self) -> bool:
         """True if the buffers between link and slot hold a whole layer."""
-        return self.ring_depth >= self.layer_pieces and self.expert_buffers >= self.layer_experts
+        return self.ring_depth >= self.layer_chunks and self.expert_buffers >= self.layer_experts
 
     def host_rows(self, batch_size: int) -> int:
         """Return how many sequences of the batch have their KV cache in host memory: its last ones."""
@@ -404,7 +404,7 @@ def _pass(
     if setup.tier == "nvme":
         if machine.nvme_bandwidth is None:
             return Times()
-        there = setup.disk_ring_bytes * ready / max(1, setup.ring_depth * piece_bytes(setup, model))
+        there = setup.disk_ring_bytes * ready / max(1, setup.ring_depth * chunk_bytes(setup, model))
         limits["nvme"] = max(0.0, from_disk - there) / machine.nvme_bandwidth
     found = _slowest(limits)
     if setup.divided and not factors.perfect and found.seconds is not None and "gather" in limits:
@@ -464,7 +464,7 @@ def _late(
         layers *= 1 - min(setup.resident_bytes, model.streamed_bytes) / model.streamed_bytes
     if not layers or not over_link:
         return 0.0
-    held = max(1, setup.ring_depth - parts) * piece_bytes(setup, model)
+    held = max(1, setup.ring_depth - parts) * chunk_bytes(setup, model)
     held += round(setup.expert_buffers * model.expert_bytes * setup.wire_ratio)
     ahead = brought / over_link * held * setup.gpus + unpacking / model.num_layers
     weights = min(over_link, wire_bytes(setup, model))
@@ -593,25 +593,25 @@ def _kv_buffers(setup: Placement, model: ModelSpec, batch_size: int, input_len: 
     """Return the GPU bytes that a KV cache on its way over the link takes, besides the buffers of the weights."""
     if not setup.buffers:
         return 2 * round(model.largest_kv_layer_bytes(batch_size, length) * setup.kv_ratio * setup.kv_host_share)
-    return setup.buffers * (buffer_bytes(setup, model, batch_size, input_len, length) - piece_bytes(setup, model))
+    return setup.buffers * (buffer_bytes(setup, model, batch_size, input_len, length) - chunk_bytes(setup, model))
 
 
-def piece_bytes(setup: Placement, model: ModelSpec) -> int:
+def chunk_bytes(setup: Placement, model: ModelSpec) -> int:
     """Return the bytes of a layer that cross the link at a time and wait in one ring buffer."""
     size = model.dense_layer_bytes if setup.experts == "on-demand" else model.layer_bytes
-    return round(min(largest_piece(model, size, setup.gpus), size) * setup.wire_ratio)
+    return round(min(largest_chunk(model, size, setup.gpus), size) * setup.wire_ratio)
 
 
-def largest_piece(model: ModelSpec, layer_bytes: int, gpus: int) -> int:
+def largest_chunk(model: ModelSpec, layer_bytes: int, gpus: int) -> int:
     """Return the most bytes that `gpus` together copy over their links at a time, unpacked, of a layer that has
     `layer_bytes`."""
-    return PIECE_BYTES * piece_factor(8 * model.dtype_bytes * model.stored_ratio, layer_bytes, gpus)
+    return CHUNK_BYTES * chunk_factor(8 * model.dtype_bytes * model.stored_ratio, layer_bytes, gpus)
 
 
 def buffer_bytes(setup: Placement, model: ModelSpec, batch_size: int, input_len: int, length: int) -> int:
     """Return the size of one ring buffer, in bytes; it also takes the KV cache, of `length` tokens, of sequences
     prefilled together."""
-    piece = piece_bytes(setup, model)
+    piece = chunk_bytes(setup, model)
     if not setup.kv_host_share or setup.kv_on_cpu:
         return piece
     rows = setup.prefill_rows(batch_size, input_len)

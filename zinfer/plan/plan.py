@@ -264,7 +264,7 @@ def placement_of(
     ways, context = [], case.workload.input_len + case.workload.output_len // 2
     for on_cpu in either if options.kv_attention == "auto" else [options.kv_attention == "cpu"]:
         # While the CPU attends, the weights that arrive wait in the ring: a layer at most.
-        pieces = bare.layer_pieces if on_cpu else RING_DEPTH
+        pieces = bare.layer_chunks if on_cpu else RING_DEPTH
         least = _weights_placement(case, model, machine, 0, pieces).model_copy(update={"kv_on_cpu": on_cpu})
         here = _rows_on_gpu(least, case, model, machine, factors) if options.kv_offload == "auto" else 0
         split = {"kv_host_share": (batch_size - here) / batch_size, "kv_on_cpu": on_cpu}
@@ -331,7 +331,7 @@ def _weights_placement(case: Case, model: ModelSpec, machine: Machine, automatic
         gpus=options.gpus,
         codec="lossless" if coded and case.offload != "none" else "none",
         wire_ratio=own or (wire if coded else 1.0),
-        layer_pieces=-(-model.layer_bytes // cost.largest_piece(model, model.layer_bytes, options.gpus)),
+        layer_chunks=-(-model.layer_bytes // cost.largest_chunk(model, model.layer_bytes, options.gpus)),
         kv_ratio=(1 + 4 / max(1, model.head_dim)) / model.dtype_bytes if options.kv_in_8_bits else 1.0,
         overlapped=transport.overlapped,
         blocks=transport.blocks,
@@ -357,7 +357,7 @@ def _weights_placement(case: Case, model: ModelSpec, machine: Machine, automatic
     if transport.fetched == "pieces" and experts_on_demand(case, model, machine, common.wire_ratio):
         update |= _expert_buffers(common, model, machine, depth) | {"graphs": False}  # the CPU gets to know each choice
     elif transport.fetched == "pieces":
-        buffers = depth * cost.piece_bytes(common, model) if machine.gpu_count else 0
+        buffers = depth * cost.chunk_bytes(common, model) if machine.gpu_count else 0
         update |= {"slots": 1 + buffers / model.layer_bytes, "ring_depth": depth}
         update["buffers"] = depth if machine.gpu_count else 1
     elif transport.fetched == "layer":
@@ -387,8 +387,8 @@ def _expert_buffers(common: Placement, model: ModelSpec, machine: Machine, count
     """Return the fields of a placement with experts on demand: a slot for a layer, a short ring for all but experts,
     and `count` buffers for experts, or as many as hold what the ring of whole layers holds at least."""
     common = common.model_copy(update={"experts": "on-demand"})
-    piece, expert = cost.piece_bytes(common, model), max(1, round(model.expert_bytes * common.wire_ratio))
-    largest = cost.largest_piece(model, model.dense_layer_bytes, common.gpus)
+    piece, expert = cost.chunk_bytes(common, model), max(1, round(model.expert_bytes * common.wire_ratio))
+    largest = cost.largest_chunk(model, model.dense_layer_bytes, common.gpus)
     least = -(-RING_DEPTH * round(largest * common.wire_ratio) // expert)
     count = max(2, min(model.num_experts, max(count, least)))
     pieces = max(1, -(-model.dense_layer_bytes // largest))
@@ -400,7 +400,7 @@ def _expert_buffers(common: Placement, model: ModelSpec, machine: Machine, count
         "experts": "on-demand",
         "whole_tokens": cost.whole_tokens(model),
         "layer_experts": model.num_experts,
-        "layer_pieces": pieces,
+        "layer_chunks": pieces,
         "expert_buffers": count,
         "ring_depth": depth,
         "buffers": depth if machine.gpu_count else 1,
@@ -434,7 +434,7 @@ def split_free_memory(
     own = setup.rows(load.batch_size)
     buffer = cost.buffer_bytes(setup, model, own, load.input_len, load.total_len)
     buffer *= setup.gpus  # each GPU has whole ones
-    wanted = setup.layer_pieces + (KEPT_BUFFERS if setup.gpus > 1 else 0)
+    wanted = setup.layer_chunks + (KEPT_BUFFERS if setup.gpus > 1 else 0)
     more = max(0, min(wanted - depth, free // buffer)) if machine.gpu_count else 0
     if setup.ring_depth:
         free -= more * buffer
@@ -574,7 +574,7 @@ def _times(
     if factors is None:
         # The ring may be full when a batch begins, and again when its prefill ends.
         factors, machine = LIMITS, machine.at_peak()
-        first = setup.ring_depth * cost.piece_bytes(setup, model)
+        first = setup.ring_depth * cost.chunk_bytes(setup, model)
         ready = first // max(1, load.output_len - 1)
     return (
         cost.prefill(setup, model, machine, load.batch_size, load.input_len, factors, first),

@@ -148,8 +148,8 @@ def test_calls_that_kernels_do_not_serve_go_to_transformers(few: Any) -> None:
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
-        (RuntimeError("no code for\nthis GPU"), "the kernels failed: RuntimeError: no code for this GPU"),
-        (None, "the kernels' results differ from those of transformers"),
+        (RuntimeError("no code for\nthis GPU"), "the kernel failed: RuntimeError: no code for this GPU"),
+        (None, "the kernel's results differ from those of transformers"),
     ],
 )
 def test_kernels_that_fail_are_given_up(fault: Exception | None, reason: str, few: Any, monkeypatch: Patch) -> None:

@@ -4,13 +4,11 @@ bit."""
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from tests import mentions, trained
 from tests.results import codec_run, sweep
@@ -124,20 +122,6 @@ def test_weights_that_do_not_shrink_are_a_finding() -> None:
     row = codec._measure("noise", "any bits", noise.nbytes, noise, noise.nbytes)
     assert (row.status, row.ratio, row.decode) == ("no_smaller", 1.0, None)
     assert pays(row, 5e9) == "no, as large"
-
-
-def test_small_weights_are_decoded_in_many_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    places: set[tuple[int, int]] = set()
-    decode = coder.decode
-
-    def watched(data: Tensor, layout: Any, out: Tensor) -> None:
-        places.add((data.data_ptr(), out.data_ptr()))
-        decode(data, layout, out)
-
-    monkeypatch.setattr(coder, "decode", watched)
-    values = codec.draw("gaussian", 2 * MIB, torch.device("cpu"))
-    assert codec._measure("small", "", values.nbytes, values, 5 * MIB).status == "ok"
-    assert len({data for data, _ in places}) == len({out for _, out in places}) == 3
 
 
 def test_the_matrices_of_layers_are_taken(file: Path) -> None:

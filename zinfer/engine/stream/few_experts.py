@@ -20,10 +20,9 @@ from transformers import PreTrainedModel
 from transformers.integrations import moe
 
 from zinfer.core.engine import CODED_PAIRS
-from zinfer.core.errors import one_line
 from zinfer.engine.stream.packed_experts import through_interface
-from zinfer.engine.stream.packed_product import LazyWeight, StackedCodes
-from zinfer.engine.triton_check import alike, cannot_run
+from zinfer.engine.stream.packed_product import CheckedKernel, LazyWeight, StackedCodes
+from zinfer.engine.triton_check import cannot_run
 
 NAME = "zinfer_few"  # name of the implementation
 ATTRIBUTE = "zinfer_few_experts"  # of a module of experts
@@ -43,16 +42,12 @@ def pays(tokens: int, each: int, experts: int) -> bool:
     return 0 < pairs <= min(MAX_PAIRS, MAX_READS * touched)
 
 
-class FewExperts:
-    """Dispatch of a model's experts: to the kernels in passes of few tokens, else to what `transformers` chose.
-
-    `status` is ``on``, the reason why the kernels are not used, or None for a model without such experts.
-    """
+class FewExperts(CheckedKernel):
+    """Dispatch of a model's experts: to the kernels in passes of few tokens, else to transformers."""
 
     def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
         modules = [module for module in model.modules() if through_interface(module)]
-        self.status = (cannot_run(device) or "on") if modules else None
-        self._checked = set[tuple[object, ...]]()
+        super().__init__((cannot_run(device) or "on") if modules else None, "transformers")
         self._chosen: dict[int, str | None] = {}  # the implementation that transformers chose, by the id of its config
         if self.status != "on":
             return
@@ -71,22 +66,8 @@ class FewExperts:
         chosen = self._implementation(module)
         if self.status != "on" or kwargs or not _serves(module, *args):
             return chosen(module, *args, **kwargs)
-        kind = _kind(module, *args)
-        try:
-            output = _compute(module, *args)
-            if kind in self._checked:
-                return output
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            self.status = f"the kernels failed: {one_line(error)[:120]}"
-            return chosen(module, *args)
-        expected = chosen(module, *args)
-        if alike(output, expected):
-            self._checked.add(kind)
-            return output
-        self.status = "the kernels' results differ from those of transformers"
-        return expected
+        output = self.checked(_kind(module, *args), lambda: _compute(module, *args), lambda: chosen(module, *args))
+        return chosen(module, *args) if output is None else output
 
     def _implementation(self, module: nn.Module) -> Implementation:
         """Return the implementation that transformers chose for a module of experts."""

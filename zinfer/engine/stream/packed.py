@@ -161,7 +161,7 @@ class _StoredLayer(BaseModel):
 
     @property
     def fault(self) -> str | None:
-        """What is wrong with the layer's places; None if they are sound."""
+        """Fault of the layer's places; None if they are sound."""
         if any(dtype not in _TYPES for _, _, dtype in self.blocks.values()):
             return "a type is unknown"
         if len(self.crc32) != len(self.chunks):

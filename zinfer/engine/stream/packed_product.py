@@ -133,12 +133,44 @@ def _whole_bytes(layout: CodesLayout) -> bool:
     return layout.grid[1] == 1 or layout.block[1] * layout.bits % 8 == 0
 
 
-class PackedProducts:
-    """Products with the weights of layers that stay; `status` is ``on``, or why the kernel is not used."""
+class CheckedKernel:
+    """Kernel that is given up if it fails, or differs in the first call of a kind.
+
+    `status` is ``on``, the reason why it is not used, or None where nothing is for it; `reference` names what the
+    results are compared with.
+    """
+
+    def __init__(self, status: str | None, reference: str) -> None:
+        self.status, self._reference = status, reference
+        self._checked = set[object]()
+
+    def checked(self, kind: object, kernel: Callable[[], Tensor], plain: Callable[[], Tensor]) -> Tensor | None:
+        """Return the kernel's result, or `plain`'s if it differs; None if the kernel fails."""
+        try:
+            result = kernel()
+            if kind in self._checked:
+                return result
+            expected = plain()
+            same = alike(result, expected)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:
+            self.status = f"the kernel failed: {one_line(error)[:120]}"
+            return None
+        if not same:
+            self.status = f"the kernel's results differ from those of {self._reference}"
+            return expected
+        self._checked.add(kind)
+        return result
+
+
+class PackedProducts(CheckedKernel):
+    """Products with the weights of resident layers."""
+
+    status: str
 
     def __init__(self, device: torch.device) -> None:
-        self.status = cannot_run(device) or "on"
-        self._checked = set[tuple[object, ...]]()
+        super().__init__(cannot_run(device) or "on", "unpacked weights")
 
     def weights(
         self, ring: PrefetchRing, index: int, entries: Mapping[str, Entry]
@@ -181,22 +213,7 @@ class PackedProducts:
         if self.status != "on" or states.device != data.device or not _serves(parts, states, bias):
             return None
         kind = tuple(run for _, run in parts), bias is None, -(-states.numel() // states.shape[-1] // 16)
-        try:
-            product = _compute(parts, data, states, bias)
-            if kind in self._checked:
-                return product
-            expected = plain()
-            same = alike(product, expected)
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:
-            self.status = f"the kernel failed: {one_line(error)[:120]}"
-            return None
-        if not same:
-            self.status = "the kernel's results differ from those of unpacked weights"
-            return expected
-        self._checked.add(kind)
-        return product
+        return self.checked(kind, lambda: _compute(parts, data, states, bias), plain)
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,7 @@ ROWS_DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "more scales": (rows("grid", [1 << 20, 1]), "do not fit their scales"),
     "block": (rows("block", [0, 32]), "images.1.pieces.0.3"),
     "table": (rows("table", "e2m1"), "do not fit their scales"),
-    "another table": (rows("table", "load"), "do not fit their scales"),
+    "another table": (rows("table", "load"), "images.1.pieces.0.3"),
     "types": (rows("scale_dtype", "uint8"), "do not fit their scales"),
     "bits": (rows("bits", 16), "images.1.pieces.0.3"),
     "uncoded": (rows("coded", None), "not as long as its layout"),

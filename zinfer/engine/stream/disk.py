@@ -102,12 +102,12 @@ class DiskLayers:
     @property
     def kept_bytes(self) -> int:
         """Bytes of the layers that host memory keeps."""
-        return sum(self.layers[index].end - self.layers[index].start for index in self._kept)
+        return sum(self.layers[index].size for index in self._kept)
 
     @property
     def file_bytes(self) -> int:
         """Bytes of all layers."""
-        return sum(packed.end - packed.start for packed in self.layers)
+        return sum(packed.size for packed in self.layers)
 
     @property
     def ring_bytes(self) -> int:
@@ -401,7 +401,7 @@ class DiskRing(PrefetchRing):
 
     def _copy_of(self, index: int) -> Tensor:
         packed = self.layers[index]
-        content = torch.empty(packed.end - packed.start, dtype=torch.uint8, device=self._device)
+        content = torch.empty(packed.size, dtype=torch.uint8, device=self._device)
         on_disk = [chunk for chunk in packed.chunks if not self.disk.in_memory(chunk)]
         if on_disk:
             self.disk.begin(on_disk)

@@ -53,10 +53,7 @@ LAYERS_AHEAD = 3  # layers that are read while one is checked: a checksum takes 
 Count = Annotated[int, Field(ge=0, le=1 << 62, strict=True)]
 Size = Annotated[int, Field(ge=1, le=1 << 40, strict=True)]
 _TYPES = {str(dtype)[6:]: dtype for dtype in DTYPES.values()}
-_FLOATS = ("bfloat16", "float16", "float32")
-# Tables of codes, as `zinfer.engine.quantization.dequantize.table` names them, and those of scales.
-_TABLES = ("e2m1", "e4m3", "e5m2", "int8", "middle4", "middle8", "whole4", "whole8")
-_SCALE_TABLES = ("e8m0", "e4m3")
+Float = Literal["bfloat16", "float16", "float32"]
 
 
 class _StoredRows(BaseModel):
@@ -67,16 +64,16 @@ class _StoredRows(BaseModel):
     rows: Size
     columns: Size
     bits: Literal[4, 8]
-    table: str
+    table: Literal["e2m1", "e4m3", "e5m2", "int8", "middle4", "middle8", "whole4", "whole8"]  # of codes
     block: tuple[Size, Size]
     grid: tuple[Size, Size]
-    scale_dtype: str
-    scale_table: str
+    scale_dtype: Float | Literal["uint8"]
+    scale_table: Literal["", "e8m0", "e4m3"]
     zeros: bool
     divisor: FiniteFloat
     factor: FiniteFloat
-    inner: str
-    dtype: str
+    inner: Float
+    dtype: Float
     coded: list[Count] | None  # number of values and sections of a `Layout`
 
     @classmethod
@@ -91,15 +88,11 @@ class _StoredRows(BaseModel):
 
     @property
     def sound(self) -> bool:
-        """True if tables, types, scales and coded data fit each other."""
+        """True if table, scales and coded data fit the rows."""
         fits = (
-            self.table in _TABLES
-            and len(table(self.table, torch.device("cpu"))) == 1 << self.bits
+            len(table(self.table, torch.device("cpu"))) == 1 << self.bits
             and self.columns * self.bits % 8 == 0
-            and self.scale_table in (*_SCALE_TABLES, "")
-            and self.scale_dtype in (("uint8",) if self.scale_table else _FLOATS)
-            and self.inner in _FLOATS
-            and self.dtype in _FLOATS
+            and (self.scale_dtype == "uint8") == bool(self.scale_table)
             and self.divisor != 0
             and all(
                 count in (1, -(-size // block))

@@ -94,6 +94,11 @@ class PackedLayer:
         return self.chunks[-1].end
 
     @property
+    def size(self) -> int:
+        """Bytes in the source."""
+        return self.end - self.start
+
+    @property
     def coded(self) -> bool:
         """True if a chunk is encoded."""
         return any(chunk.layout is not None for chunk in self.chunks)

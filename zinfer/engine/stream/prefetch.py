@@ -167,15 +167,8 @@ class PrefetchRing:
                 views[name] = weight
                 self._deferred.setdefault(index, {})[name] = chunks
         self._attached.append([(entries[name].put(views[name]), block) for name, block in packed.blocks.items()])
-
-        def before(_module: nn.Module, _args: Any) -> None:
-            self._begin_call(index)
-
-        def after(_module: nn.Module, _args: Any, output: Any) -> Any:
-            return self._end_call(index, output)
-
-        layer.register_forward_pre_hook(before)
-        layer.register_forward_hook(after)
+        layer.register_forward_pre_hook(lambda _module, _args: self._begin_call(index))
+        layer.register_forward_hook(lambda _module, _args, output: self._end_call(index, output))
 
     @property
     def has_deferred_weights(self) -> bool:

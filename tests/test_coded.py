@@ -24,12 +24,13 @@ from zinfer.core.errors import ZinferError
 from zinfer.core.model import Matrix, ModelSpec, Weights
 from zinfer.engine import base
 from zinfer.engine.base import Engine
-from zinfer.engine.quantization import quantize as own
+from zinfer.engine.quantization import quantize
 from zinfer.engine.quantization.dequantize import expand
 from zinfer.engine.quantization.loading import CodedMatrix, random_parts
 from zinfer.engine.state import ModelState
 from zinfer.engine.stream import codec
 from zinfer.plan.planner import make_plan
+from zinfer.record.measurement import Effective
 
 CPU = torch.device("cpu")
 STD = 0.05
@@ -73,21 +74,20 @@ def bare(folder: Path, architecture: str, quantised: dict[str, Any], **others: A
 
 
 def both(spec: ModelSpec, load_format: LoadFormat = "dummy") -> tuple[dict[str, Tensor], dict[str, Tensor], set[str]]:
-    """Return the entries of a model as they are loaded, those that cross the link as codes expanded, and the names of
-    these."""
+    """Return a model's entries as loaded, and as they cross the link, codes expanded; and the names of the latter."""
     state = ModelState(spec, load_format)
     plain = {name: tensor.clone() for name, tensor in state.load(CPU)}
-    found, coded = dict[str, Tensor](), set[str]()
-    for name, one in state.load_stored(CPU):
-        if isinstance(one, Tensor):
-            found[name] = one.clone()
+    expanded, coded = dict[str, Tensor](), set[str]()
+    for name, loaded in state.load_stored(CPU):
+        if isinstance(loaded, Tensor):
+            expanded[name] = loaded.clone()
         else:
             coded.add(name)
             entry = state.entries[name].tensor
-            found[name] = torch.cat([expand(codes, entry.dtype) for codes in one]).view(entry.shape)
-    assert plain.keys() == found.keys() == state.entries.keys()
-    assert all(torch.equal(tensor, found[name]) for name, tensor in plain.items())
-    return plain, found, coded
+            expanded[name] = torch.cat([expand(codes, entry.dtype) for codes in loaded]).view(entry.shape)
+    assert plain.keys() == expanded.keys() == state.entries.keys()
+    assert all(torch.equal(tensor, expanded[name]) for name, tensor in plain.items())
+    return plain, expanded, coded
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -109,11 +109,10 @@ def test_dummy_weights_of_a_format_are_spread_like_others(name: str, tmp_path: P
 
 def test_dummy_codes_in_fp8_are_coded_like_rounded_weights() -> None:
     """Exponents of random codes vary as those of normally distributed weights, rounded with scales for blocks."""
-    found = Quantization({"quantization_config": FP8 | {"weight_block_size": [128, 128]}}, "bfloat16").weight(
-        Matrix("up", 1024, 2048), "layers.0.up"
-    )
-    assert found is not None
-    codes = random_parts(CodedMatrix("layers.0.up", *found), 0.02, torch.Generator())["codes"]
+    config = Quantization({"quantization_config": FP8 | {"weight_block_size": [128, 128]}}, "bfloat16")
+    matrix = config.weight(Matrix("up", 1024, 2048), "layers.0.up")
+    assert matrix is not None
+    codes = random_parts(CodedMatrix("layers.0.up", *matrix), 0.02, torch.Generator())["codes"]
     weights = torch.randn(1024, 2048, generator=torch.Generator().manual_seed(1)).unflatten(0, (8, 128))
     blocks = weights.unflatten(2, (16, 128))  # [8, 128, 16, 128]
     rounded = (blocks / (blocks.abs().amax((1, 3), keepdim=True) / 448)).to(torch.float8_e4m3fn)
@@ -126,13 +125,26 @@ def test_dummy_codes_in_fp8_are_coded_like_rounded_weights() -> None:
     assert 0.82 < sizes[0] < 0.835
 
 
-def load(spec: ModelSpec, load_format: LoadFormat, codec: str, **fields: Any) -> Engine:
+def load(spec: ModelSpec, load_format: LoadFormat, codec: str) -> Engine:
     case = Case(
         model=spec.name, engine="stream", offload="cpu", dtype=spec.dtype, load_format=load_format,
         workload=Workload(batch_size=3, input_len=9, output_len=OUTPUT_LEN), weights=spec.weights,
-        options=(("weight_codec", codec),), **fields,
+        options=(("weight_codec", codec),),
     )  # fmt: skip
     return base.load(engine.kind("stream").target)(make_plan(case, spec, MACHINE))
+
+
+def streamed(spec: ModelSpec) -> tuple[Effective, int]:
+    """Stream dummy weights uncoded, then coded, with the same tokens; return what happened, and the bytes read."""
+    batches = []
+    for codec_ in ("none", "lossless"):
+        loaded = load(spec, "dummy", codec_)
+        batches.append(greedy(loaded, (5, 9, 3)))
+        effective, read = loaded.effective(), loaded.loaded_bytes
+        loaded.close()
+    assert torch.equal(*batches)
+    assert effective.wire_bytes_per_step == pytest.approx(spec.stored_ratio * spec.streamed_bytes, rel=0.06)
+    return effective, read
 
 
 MLA = {
@@ -172,18 +184,11 @@ def test_a_released_model_of_the_catalogue_runs_with_dummy_codes(name: str, monk
     monkeypatch.setattr(resolving, "_catalogue", lambda: {name: entry | {"config": entry["config"] | SMALL[name]}})
     counted = shapes.packed(shapes.measured(name))
     monkeypatch.setattr(resolving, "_shapes", lambda: {name: counted})
-    source = find(name, None, SMALL[name]["num_hidden_layers"] - 1, "dummy")
-    spec, found = source.spec, []
+    spec = find(name, None, SMALL[name]["num_hidden_layers"] - 1, "dummy").spec
     _, _, coded = both(spec)
     experts = [entry for entry in coded if ".experts." in entry]
     assert len(experts) == 2 * sum(layer.expert_parameters > 0 for layer in spec.layers) > 0
-    for weight_codec in ("none", "lossless"):
-        loaded = load(spec, "dummy", weight_codec)
-        found.append(greedy(loaded, (5, 9, 3)))
-        effective = loaded.effective()
-        loaded.close()
-    assert torch.equal(*found)
-    assert effective.wire_bytes_per_step == pytest.approx(spec.stored_ratio * spec.streamed_bytes, rel=0.06)
+    streamed(spec)
     assert spec.stored_ratio < 0.56
 
 
@@ -191,15 +196,9 @@ def test_a_released_model_of_the_catalogue_runs_with_dummy_codes(name: str, monk
 def test_dummy_weights_stream_as_they_are_stored(weights: Weights, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(SHAPE | {"model_type": "llama", "initializer_range": 0.4}))
-    spec, found = resolve(str(path), weights=weights), []
-    for wire in ("none", "lossless"):
-        loaded = load(spec, "dummy", wire)
-        found.append(greedy(loaded, (5, 9, 3)))
-        effective = loaded.effective()
-        assert loaded.loaded_bytes == spec.stored_bytes < spec.weight_bytes
-        loaded.close()
-    assert torch.equal(*found)
-    assert effective.wire_bytes_per_step == pytest.approx(spec.stored_ratio * spec.streamed_bytes, rel=0.06)
+    spec = resolve(str(path), weights=weights)
+    effective, read = streamed(spec)
+    assert read == spec.stored_bytes < spec.weight_bytes
     assert effective.host_weight_bytes < 1.06 * spec.stored_ratio * spec.streamed_bytes
     assert revision_of(spec, "dummy") != revision_of(resolve(str(path)), "dummy")
 
@@ -220,7 +219,7 @@ def test_weights_in_16_bits_are_rounded_while_they_load(
             assert torch.equal(tensor, before[name]), name
             continue
         rows = before[name].flatten(0, -2)
-        size = own.group_size(rows.shape[1], weights)  # type: ignore[arg-type]
+        size = quantize.group_size(rows.shape[1], weights)  # type: ignore[arg-type]
         half = {"int4": 7.5, "int8": 127.5}.get(weights, 14)
         steps = rows.float().unflatten(-1, (-1, size)).abs().amax(-1, keepdim=True) / half
         error = (tensor.flatten(0, -2).float() - rows.float()).unflatten(-1, (-1, size)).abs()

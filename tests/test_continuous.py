@@ -595,12 +595,12 @@ def test_an_engine_that_cannot_reuse_says_why(
 def test_the_ring_holds_two_layers_for_requests_and_one_for_a_batch(
     checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(packed_layer, "PIECE", 4096)
+    monkeypatch.setattr(packed_layer, "CHUNK_BYTES", 4096)
     engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
     assert isinstance(engine, Stream)
     ring, ids = engine.ring, torch.randint(4, 90, (2, 5))
     assert ring is not None
-    pieces = max(len(image.pieces) for image in ring.images)
+    pieces = max(len(image.chunks) for image in ring.layers)
 
     def depth_for_a_batch() -> int:
         batch, _ = passes.prefill(engine, ids, torch.ones_like(ids), 1)

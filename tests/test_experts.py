@@ -28,11 +28,11 @@ from zinfer.core.case import Case, Workload
 from zinfer.engine import EngineError, base
 from zinfer.engine.pinned import PinnedArena
 from zinfer.engine.state import Entry
-from zinfer.engine.stream import Stream, expert_images, packed_layer
+from zinfer.engine.stream import Stream, packed_experts
 from zinfer.engine.stream import experts as on_demand
-from zinfer.engine.stream.expert_images import UNIT, Experts, Key
 from zinfer.engine.stream.experts import HALF_LIFE, ExpertCache, ExpertPool
-from zinfer.engine.stream.packed_layer import PackedLayer, plain
+from zinfer.engine.stream.packed_experts import UNIT, Experts, Key
+from zinfer.engine.stream.packed_layer import Chunk, PackedLayer, plain
 from zinfer.engine.stream.prefetch import PrefetchRing, Transfer
 from zinfer.engine.stream.routers import NO_ROUTER, Routers
 from zinfer.plan.placement import TUNING, WHOLE_EXPERTS
@@ -81,14 +81,14 @@ def load(
 
 
 def poisoned(loaded: Stream) -> None:
-    """Fill the slot with NaN before each call of a layer's experts: nothing there but what is brought may be read."""
+    """Fill the layer buffer with NaN before each call of a layer's experts: only what is brought may be read."""
     pool = loaded._pool
     assert pool is not None
     bring = pool.bring
 
     def brought(layer: int, chosen: Tensor) -> None:
         pool._filled = -1, set()
-        pool._slot.fill_(255)
+        pool.layer_buffer.fill_(255)
         bring(layer, chosen)
 
     pool.bring = brought  # type: ignore[method-assign]
@@ -97,14 +97,7 @@ def poisoned(loaded: Stream) -> None:
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: Patch) -> None:
     """Have the experts of small models come in several parts."""
-    monkeypatch.setattr(expert_images, "PART", 40)
-
-
-def poison(loaded: Stream) -> None:
-    """Fill the slot with NaN: nothing of earlier passes may be read."""
-    assert loaded._pool is not None
-    loaded._pool._filled = -1, set()
-    loaded._pool._slot.fill_(255)
+    monkeypatch.setattr(packed_experts, "PART_BYTES", 40)
 
 
 @pytest.fixture
@@ -116,8 +109,8 @@ def queued(monkeypatch: Patch) -> None:
 def steps(loaded: Stream, length: int = 7, count: int = 6) -> list[Tensor]:
     """Return the logits of a prompt and of its continuation by fixed tokens, with one sequence."""
     token_ids, mask = prompts((length,))
-    found = [prefill(loaded, token_ids, mask, reserve=count)]
-    return found + [decode(loaded, torch.tensor([9 * step + 4])) for step in range(count)]
+    first = prefill(loaded, token_ids, mask, reserve=count)
+    return [first, *(decode(loaded, torch.tensor([9 * step + 4])) for step in range(count))]
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -128,10 +121,10 @@ def test_tokens_are_those_of_transformers(name: str, mixture: Kinds, queued: Non
     for lengths, expected in zip(BATCHES, reference(mixture(name)), strict=True):
         assert torch.equal(greedy(loaded, lengths), expected)
         loaded.clear()
-    told = loaded.effective()
-    assert told.settings["experts"] == "on-demand"
-    assert told.settings["cached_experts"] > 0
-    assert told.settings["experts_hits_per_step"] > 0 < told.settings["experts_fetched_per_step"]
+    settings = loaded.effective().settings
+    assert settings["experts"] == "on-demand"
+    assert settings["cached_experts"] > 0
+    assert settings["experts_hits_per_step"] > 0 < settings["experts_fetched_per_step"]
     loaded.close()
 
 
@@ -142,15 +135,17 @@ def waiting(monkeypatch: Patch) -> None:
     monkeypatch.setattr(
         "zinfer.engine.stream.layer_source.PrefetchRing", partial(PrefetchRing, queues=FakeQueues(passed=passed))
     )
-    monkeypatch.setattr(on_demand, "GUESSED", 1 << 12)
+    monkeypatch.setattr(on_demand, "GUESS_BYTES", 1 << 12)
 
 
 Brought = list[tuple[int, Tensor]]
 
 
-def foretold(loaded: Stream, calls: Brought, wrong: bool, patch: Patch) -> Brought:
-    """Have the guesses of an engine be what it chooses, as `calls` tell in order, or the first experts that it does not
-    choose; return a list that gets its choices."""
+def foretell(loaded: Stream, calls: Brought, wrong: bool, patch: Patch) -> Brought:
+    """Make an engine guess its choices, `calls` in order, or if `wrong` experts that it does not choose.
+
+    Return a list that gets its choices.
+    """
     pool, seen = loaded._pool, Brought()
     assert pool is not None
     bring = pool.bring
@@ -159,11 +154,11 @@ def foretold(loaded: Stream, calls: Brought, wrong: bool, patch: Patch) -> Broug
         seen.append((layer, chosen.clone()))
         bring(layer, chosen)
 
-    def guess(own: Routers, layer: int, states: Tensor) -> tuple[int, Tensor] | None:
+    def guess(_routers: Routers, layer: int, states: Tensor) -> tuple[int, Tensor] | None:
         if len(seen) >= len(calls) or calls[len(seen)][0] <= layer:
             return None
         following, chosen = calls[len(seen)]
-        others = [one for one in range(8) if one not in chosen.unique().tolist()]
+        others = [expert for expert in range(8) if expert not in chosen.unique().tolist()]
         return following, torch.tensor([others]) if wrong else chosen
 
     patch.setattr(pool, "bring", brought)
@@ -178,14 +173,14 @@ def test_guesses_change_no_token_whether_right_or_wrong(
     """With an expert cache that thrashes, and none; with prompts of several rows, and steps of tokens that route
     apart."""
     loaded, counts = load(mixture("mixtral"), share=share), []
+    poisoned(loaded)
     assert loaded._pool is not None
     calls = Brought()
     monkeypatch.setattr(on_demand, "TRIALS", 1 << 30)  # wrong guesses do not end
     for wrong in (None, False, True):
         with monkeypatch.context() as patch:
-            seen, before = foretold(loaded, calls, wrong is True, patch), loaded._pool.counts
+            seen, before = foretell(loaded, calls, wrong is True, patch), loaded._pool.counts
             for lengths, expected in zip(BATCHES, reference(mixture("mixtral")), strict=True):
-                poison(loaded)
                 assert torch.equal(greedy(loaded, lengths), expected)
                 loaded.clear()
             calls = seen
@@ -211,17 +206,17 @@ def test_a_layers_own_states_give_its_own_choice(name: str, mixture: Kinds, wait
     assert pool._routers is not None
     assert pool.guessing == loaded.effective().settings["expert_guess"] == "on"
     model = loaded.plan.model
-    least = len(pool.images) * (model.num_experts + 1) * model.hidden_size * 4  # routers and norms
-    assert least <= pool.router_bytes <= 1.05 * least
+    size = len(pool.layers) * (model.num_experts + 1) * model.hidden_size * 4  # routers and norms
+    assert size <= pool.router_bytes <= 1.05 * size
     assert loaded.effective().settings["experts_guessed_per_step"] > 0
     bring, routers, checked = pool.bring, pool._routers, []
 
     def brought(layer: int, chosen: Tensor) -> None:
         if not pool.scanning:
             following, routers._following[layer] = routers._following.get(layer), layer
-            found = routers.guess(layer, routers._states[layer])
-            assert found is not None
-            assert torch.equal(found[1], chosen)
+            guess = routers.guess(layer, routers._states[layer])
+            assert guess is not None
+            assert torch.equal(guess[1], chosen)
             checked.append(layer)
             del routers._following[layer]
             if following is not None:
@@ -229,9 +224,8 @@ def test_a_layers_own_states_give_its_own_choice(name: str, mixture: Kinds, wait
         bring(layer, chosen)
 
     monkeypatch.setattr(pool, "bring", brought)
-    for one, other in zip(steps(loaded), expected, strict=True):
-        assert close(one, other)
-    assert set(checked) == set(pool.images)
+    assert all(close(*step) for step in zip(steps(loaded), expected, strict=True))
+    assert set(checked) == set(pool.layers)
     assert not routers._states, "a long pass would hold them"
     loaded.close()
 
@@ -275,21 +269,21 @@ def test_a_router_is_found_or_there_are_no_guesses(kind: str) -> None:
         for number, layer in enumerate(layers):
             chosen = layer(states)
             routers.see(number, chosen)
-            taken = routers.take(number)
-    found = None if taken is None else routers.guess(0, taken)
+            latest = routers.take_states(number)
+    assert latest is not None or kind in ("inside", "both")
+    guess = None if latest is None else routers.guess(0, latest)
     if kind in ("inside", "both"):
-        assert found is None
+        assert guess is None
         assert routers.why_not == NO_ROUTER
         assert not any(module._forward_hooks for layer in layers for module in layer.modules())
     else:
         assert routers.why_not is None
-        assert found is not None
-        assert found[0] == 1
-        assert torch.equal(found[1], chosen), "the same states went into both layers"
+        assert guess is not None
+        assert guess[0] == 1
+        assert torch.equal(guess[1], chosen), "the same states went into both layers"
         layers[1].router.weight.data.zero_()
         layers[1].norm.weight.data.zero_()
-        assert taken is not None
-        again = routers.guess(0, taken)
+        again = None if latest is None else routers.guess(0, latest)
         assert again is not None
         assert torch.equal(again[1], chosen), "copies have memory of their own"
     routers.close()
@@ -297,16 +291,16 @@ def test_a_router_is_found_or_there_are_no_guesses(kind: str) -> None:
 
 def test_a_step_brings_the_bytes_of_the_experts_that_were_chosen(mixture: Kinds) -> None:
     whole, few = load(mixture("mixtral"), "all"), load(mixture("mixtral"))
-    for one, other in zip(steps(whole), steps(few), strict=True):
-        assert close(one, other)
-    all_of_it, told, spec = whole.effective(), few.effective(), few.plan.model
+    assert all(close(*step) for step in zip(steps(whole), steps(few), strict=True))
+    stream, spec = few.effective(), few.plan.model
+    all_of_it = whole.effective()
     dense = spec.streamed_bytes - spec.routed_bytes
     assert all_of_it.settings["experts"] == "all"
     assert all_of_it.wire_bytes_per_step == pytest.approx(spec.streamed_bytes, rel=0.02)
-    assert told.wire_bytes_per_step == told.streamed_bytes_per_step
-    assert told.wire_bytes_per_step == pytest.approx(dense + 4 * 2 * spec.expert_bytes, rel=0.02)
-    assert told.settings["experts_fetched_per_step"] == told.settings["experts_misses_per_step"] == 4 * 2
-    assert told.host_weight_bytes == pytest.approx(all_of_it.host_weight_bytes, rel=0.02)
+    assert stream.wire_bytes_per_step == stream.streamed_bytes_per_step
+    assert stream.wire_bytes_per_step == pytest.approx(dense + 4 * 2 * spec.expert_bytes, rel=0.02)
+    assert stream.settings["experts_fetched_per_step"] == stream.settings["experts_misses_per_step"] == 4 * 2
+    assert stream.host_weight_bytes == pytest.approx(all_of_it.host_weight_bytes, rel=0.02)
     assert few.planner.at(few.plan.case.with_batch(1).workload).streamed_bytes == pytest.approx(
         dense + 4 * 2 * spec.expert_bytes, abs=4
     )
@@ -320,22 +314,21 @@ def test_everything_may_stay_and_nothing_comes_twice(mixture: Kinds, queued: Non
     pool = loaded._pool
     assert pool is not None
     before = pool.counts.fetched
-    for one, other in zip(steps(loaded), expected, strict=True):
-        assert torch.equal(one, other)
+    assert all(torch.equal(*step) for step in zip(steps(loaded), expected, strict=True))
     assert pool.counts.fetched == before <= 4 * 8
-    told = loaded.effective()
-    assert told.wire_bytes_per_step == 0
-    assert told.gpu_weight_bytes > told.host_weight_bytes * before / 32
+    effective = loaded.effective()
+    assert effective.wire_bytes_per_step == 0
+    assert effective.gpu_weight_bytes > effective.host_weight_bytes * before / 32
     loaded.close()
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
 def test_micro_batches_decode_together(name: str, mixture: Kinds, queued: None) -> None:
-    """Prompts of one pass and steps of others; rows that share a pass, and passes that share a trip."""
+    """Prompts of one pass and steps of others; rows that share a pass, and passes that share a pass."""
     loaded = load(mixture(name), share="30%")
     poisoned(loaded)
     test_ragged.check(loaded, None)
-    loaded._ragged.able = False  # each micro-batch has a pass of its own: a layer is called several times in a trip
+    loaded._ragged.able = False  # each micro-batch has a pass of its own: a layer is called several times in a pass
     test_ragged.check(loaded, False)
     loaded.close()
 
@@ -348,35 +341,28 @@ def test_rows_with_their_cache_in_host_memory(mixture: Kinds, queued: None) -> N
     loaded.close()
 
 
-def test_a_pass_that_fails_leaves_a_pool_that_works(mixture: Kinds, queued: None, monkeypatch: Patch) -> None:
-    loaded = load(mixture("mixtral"), share="30%")
-    expected = steps(loaded)
-    with monkeypatch.context() as broken:
-        broken.setattr(ExpertPool, "_settle", no_room)
-        with pytest.raises(torch.OutOfMemoryError):
-            steps(loaded)
-    for one, other in zip(steps(loaded), expected, strict=True):
-        assert torch.equal(one, other)
-    loaded.close()
+def no_room(*_: object) -> None:
+    raise torch.OutOfMemoryError("no room")
 
 
-def test_buffers_that_there_is_no_room_for_leave_an_engine_that_works(
-    mixture: Kinds, queued: None, monkeypatch: Patch
+@pytest.mark.parametrize("missing", ["in a pass", "for buffers"])
+def test_a_lack_of_memory_leaves_an_engine_that_works(
+    missing: str, mixture: Kinds, queued: None, monkeypatch: Patch
 ) -> None:
     loaded = load(mixture("mixtral"), share="30%")
     expected = steps(loaded)
     assert loaded._pool is not None
     with monkeypatch.context() as short_of_memory:
-        short_of_memory.setattr(FakeQueues, "event", no_room)
-        with pytest.raises(torch.OutOfMemoryError):
-            loaded._pool.resize(3, 3)
-    for one, other in zip(steps(loaded), expected, strict=True):
-        assert torch.equal(one, other)
+        if missing == "in a pass":
+            short_of_memory.setattr(ExpertPool, "_retain", no_room)
+            with pytest.raises(torch.OutOfMemoryError):
+                steps(loaded)
+        else:
+            short_of_memory.setattr(FakeQueues, "event", no_room)
+            with pytest.raises(torch.OutOfMemoryError):
+                loaded._pool.resize(3, 3)
+    assert all(torch.equal(*step) for step in zip(steps(loaded), expected, strict=True))
     loaded.close()
-
-
-def no_room(*_: object) -> None:
-    raise torch.OutOfMemoryError("no room")
 
 
 @pytest.mark.parametrize("source", ["bf16", "fp8"])
@@ -387,55 +373,47 @@ def test_coded_experts_give_the_logits_of_whole_layers(
     monkeypatch.setattr("zinfer.engine.stream.codec.MIN_NUMEL", 1 << 12)
     monkeypatch.setattr("zinfer.engine.stream.codec.BLOCK", 1 << 12)
     directory = mixture("mixtral") if source == "bf16" else test_quantized.FORMATS["fp8 of experts"](tmp_path / "m")
-    found, wire = [], []
+    logits, wire = [], []
     for experts in ("all", "on-demand"):
         loaded = load(directory, experts, dtype="bfloat16", weight_codec="lossless")
         if loaded._pool is not None:
-            assert any(images.coded for images in loaded._pool.images.values())
+            assert any(packed.coded for packed in loaded._pool.layers.values())
             assert loaded._pool.buffer_bytes < 0.8 * loaded.plan.model.expert_bytes
-        found.append(steps(loaded))
+        logits.append(steps(loaded))
         if loaded._pool is not None and loaded._ring is not None:
-            assert loaded._ring.depth >= 2 * max(len(image.pieces) for image in loaded._ring.images)
+            assert loaded._ring.depth >= 2 * max(len(packed.chunks) for packed in loaded._ring.layers)
         wire.append(loaded.effective().wire_bytes_per_step or 0)
         loaded.close()
-    for one, other in zip(*found, strict=True):
-        assert torch.equal(one, other)
+    assert all(torch.equal(*step) for step in zip(*logits, strict=True))
     assert wire[1] < wire[0]
 
 
 def test_an_expert_is_unpacked_as_its_parts_come(monkeypatch: Patch) -> None:
     bench = Bench(1, 4, FakeQueues(), monkeypatch)
-    image = bench.pool.images[0].experts[2]
-    assert len(image.parts) > 1
-    assert image.parts[-1] == image.size
-    for piece in image.pieces:
-        part = image.part_of(piece)
-        assert piece.end - image.start <= image.parts[part]
-        assert part == 0 or image.parts[part - 1] < piece.end - image.start
-    monkeypatch.setattr(expert_images, "PART", 16 << 20)
-    assert type(image)(image.pieces, image.unpacked).parts == (image.size,), "small copies would slow the link"
+    packed = bench.pool.layers[0].experts[2]
+    assert len(packed.parts) > 1
+    assert packed.parts[-1] == packed.size
+    for chunk in packed.chunks:
+        part = packed.part_of(chunk)
+        assert chunk.end - packed.start <= packed.parts[part]
+        assert part == 0 or packed.parts[part - 1] < chunk.end - packed.start
+    monkeypatch.setattr(packed_experts, "PART_BYTES", 16 << 20)
+    whole = type(packed)(packed.chunks, packed.unpacked_bytes)
+    assert whole.parts == (packed.size,), "small copies would slow the link"
     bench.close()
-
-
-def test_the_timeline_shows_experts(mixture: Kinds) -> None:
-    loaded = load(mixture("mixtral"))
-    token_ids, mask = prompts((5,))
-    prefill(loaded, token_ids, mask, reserve=3)
-    spans = loaded.timeline([base.Work(loaded.batches[-1], torch.tensor([[7]]))])
-    assert {span.layer for span in spans if span.lane == "unpack"} == {0, 1, 2, 3}
-    loaded.close()
 
 
 def test_the_timeline_tells_chosen_and_guessed_experts_apart(mixture: Kinds, waiting: None) -> None:
     loaded = load(mixture("mixtral"))
     token_ids, mask = prompts((5,))
     prefill(loaded, token_ids, mask, reserve=9)
-    found = set[tuple[str | None, bool]]()
+    copies = set[tuple[str | None, bool]]()
     for token in range(6):
         spans = loaded.timeline([base.Work(loaded.batches[-1], torch.tensor([[token]]))])
-        found |= {(span.carries, span.layer == 0) for span in spans if span.lane == "copy" and span.start_ms > 0}
+        copies |= {(span.carries, span.layer == 0) for span in spans if span.lane == "copy" and span.start_ms > 0}
         assert all(span.carries is None for span in spans if span.lane != "copy")
-    assert found == {(None, True), (None, False), ("expert", True), ("expert", False), ("guess", False)}
+        assert {span.layer for span in spans if span.lane == "unpack"} == {0, 1, 2, 3}
+    assert copies == {(None, True), (None, False), ("expert", True), ("expert", False), ("guess", False)}
     loaded.close()
 
 
@@ -445,7 +423,7 @@ def test_models_without_such_experts_are_refused_or_streamed_whole(
     with pytest.raises(EngineError, match="cannot come on demand: it has none; take experts=all"):
         load(checkpoint("llama"))
     with monkeypatch.context() as unsupported_kind:
-        unsupported_kind.setattr(expert_images, "through_interface", lambda module: False)
+        unsupported_kind.setattr(packed_experts, "through_interface", lambda module: False)
         with pytest.raises(EngineError, match=r"do not go through the ExpertsInterface .*experts=all"):
             load(mixture("mixtral"))
         monkeypatch.setattr("zinfer.plan.placement.TUNING", replace(TUNING, min_expert_bytes=1))
@@ -472,24 +450,24 @@ def test_a_weight_that_is_not_stacked_or_shared_is_not_taken_apart() -> None:
         forward.__wrapped__ = None  # type: ignore[attr-defined]
 
     def entries(module: nn.Module) -> dict[str, Entry]:
-        return {f"0.{name}": Entry((name,), ((module, name),), one, 0) for name, one in module.named_parameters()}
+        return {f"0.{name}": Entry((name,), ((module, name),), weight, 0) for name, weight in module.named_parameters()}
 
-    def found(module: nn.Module, known: dict[str, Entry] | None = None) -> Any:
-        return expert_images.find_experts(nn.Sequential(module), entries(module) if known is None else known)
+    def find(module: nn.Module, given: dict[str, Entry] | None = None) -> Any:
+        return packed_experts.find_experts(nn.Sequential(module), entries(module) if given is None else given)
 
     good = Mixture((4, 8, 8), (4, 8, 8), (4, 3), (8, 8))
     several = nn.Sequential(Mixture((4, 8, 8), (4, 8, 8)), Mixture((4, 8, 8), (4, 8, 8)))
-    assert list(found(good).weights) == ["0.w0", "0.w1", "0.w2"]
-    assert found(nn.Linear(2, 2)) is None
-    assert "stacked" in found(Mixture((4, 8, 8)))
-    assert "no multiple of 16" in found(Mixture((4, 1, 3), (4, 8, 8)))
-    assert "shared between layers" in found(good, {})
-    assert expert_images.find_experts(several, {}) == "a layer has several modules of experts"
+    assert list(find(good).weights) == ["0.w0", "0.w1", "0.w2"]
+    assert find(nn.Linear(2, 2)) is None
+    assert "stacked" in find(Mixture((4, 8, 8)))
+    assert "no multiple of 16" in find(Mixture((4, 1, 3), (4, 8, 8)))
+    assert "shared between layers" in find(good, {})
+    assert packed_experts.find_experts(several, {}) == "a layer has several modules of experts"
 
 
 @pytest.mark.parametrize("name", sorted(WHOLE_EXPERTS))
 def test_plans_know_the_experts_that_come_with_their_layer(name: str) -> None:
-    assert not any(map(expert_images.through_interface, small_model(Subject(name)).modules()))
+    assert not any(map(packed_experts.through_interface, small_model(Subject(name)).modules()))
 
 
 # The cache's order
@@ -497,37 +475,28 @@ def test_plans_know_the_experts_that_come_with_their_layer(name: str) -> None:
 
 def test_least_recently_used_experts_make_room_first() -> None:
     cached = ExpertCache("lru")
-    for expert in range(3):
-        cached.use((0, expert))
-        cached.add((0, expert))
-    cached.use((0, 0))
-    cached.use((1, 0))
-    assert cached.replace_for((1, 0)) == (0, 1)
-    cached.use((1, 1))
-    assert cached.replace_for((1, 1)) == (0, 2)
+    for expert in (0, 1, 2, 0):
+        assert cached.insert((0, expert), 3) is None
+    assert cached.insert((1, 0), 3) == (0, 1)
+    assert cached.insert((1, 1), 3) == (0, 2)
     assert set(cached) == {(0, 0), (1, 0), (1, 1)}
     cached.clear()
-    assert cached.replace_for((0, 0)) is None
+    assert cached.insert((0, 0), 0) == (0, 0)
     assert len(cached) == 0
 
 
 def test_experts_used_most_stay_until_their_uses_are_old() -> None:
     cached = ExpertCache("lfu")
     often, seldom, new = (0, 0), (0, 1), (0, 2)
-    for key, times in ((often, 5), (seldom, 2)):
-        for _ in range(times):
-            cached.use(key)
-        cached.add(key)
-    cached.use(new)
-    assert cached.replace_for(new) is None, "used once, all others more"
-    cached.use(new)
-    cached.use(new)
-    assert cached.replace_for(new) == seldom
+    for key in (*[often] * 5, *[seldom] * 2):
+        assert cached.insert(key, 2) is None
+    assert cached.insert(new, 2) == new, "used once, all others more"
+    assert cached.insert(new, 2, counts=False) == new
+    assert cached.insert(new, 2) == seldom
     for _ in range(4 * HALF_LIFE):
         cached.next_pass()
-    for _ in range(2):
-        cached.use(seldom)
-    assert cached.replace_for(seldom) in (often, new), "two uses now are more than five long ago"
+    assert cached.insert(seldom, 2) == new
+    assert cached.insert(new, 2) == often, "one use now is more than five long ago"
 
 
 @settings(max_examples=30, deadline=None)
@@ -536,15 +505,9 @@ def test_the_order_survives_any_use(policy: Any, uses: list[int]) -> None:
     cached = ExpertCache(policy)
     for number, expert in enumerate(uses):
         key = (0, expert)
-        cached.use(key)
-        if key not in cached:
-            if len(cached) < 4:
-                cached.add(key)
-            else:
-                gone = cached.replace_for(key)
-                assert gone != key
-                assert (gone is None) == (key not in cached)
-                assert policy == "lfu" or gone is not None
+        evicted = cached.insert(key, 4)
+        assert (evicted == key) == (key not in cached)
+        assert policy == "lfu" or evicted != key
         if number % 7 == 0:
             cached.next_pass()
         assert len(cached) <= 4
@@ -561,46 +524,47 @@ class Bench:
         self.queues, self.layers, self.count = queues, layers, count
         self.modules = [nn.Module() for _ in range(layers)]
         self.weights: list[dict[str, Tensor]] = []
-        images, experts, dense = {}, {}, list[PackedLayer]()
+        packed, experts, dense = {}, {}, list[PackedLayer]()
         end = 0
         for layer, module in enumerate(self.modules):
-            own = {name: torch.randint(0, 255, (count, 3, 16), dtype=torch.uint8) for name in ("up", "down")}
-            own["bias"] = torch.randint(0, 255, (count, 5), dtype=torch.uint8)
-            self.weights.append(own)
-            for name, tensor in own.items():
+            weights = {name: torch.randint(0, 255, (count, 3, 16), dtype=torch.uint8) for name in ("up", "down")}
+            weights["bias"] = torch.randint(0, 255, (count, 5), dtype=torch.uint8)
+            self.weights.append(weights)
+            for name, tensor in weights.items():
                 module.register_parameter(name, nn.Parameter(tensor.to("meta"), requires_grad=False))
-            entries = {name: Entry((name,), ((module, name),), tensor, layer) for name, tensor in own.items()}
+            entries = {name: Entry((name,), ((module, name),), tensor, layer) for name, tensor in weights.items()}
             dense.append(plain([("dense", torch.empty(40, dtype=torch.uint8))], end))
             experts[layer] = Experts(module, entries, count)
-            images[layer], end = expert_images.plain_experts(experts[layer], dense[-1].end)
+            packed[layer], end = packed_experts.lay_out_experts(experts[layer], dense[-1].end)
         self.arena = PinnedArena(end, pin=False)
-        for layer, own in enumerate(self.weights):
-            for name, tensor in own.items():
-                expert_images.fill_plain(images[layer], name, tensor, self.arena.memory)
+        for layer, weights in enumerate(self.weights):
+            for name, tensor in weights.items():
+                packed_experts.fill_experts(packed[layer], name, tensor, self.arena.memory)
         self.ring = PrefetchRing(self.arena.memory, dense, 3, CPU, queues)
-        self.pool = ExpertPool(self.arena.memory, images, CPU, self.ring)
+        self.pool = ExpertPool(self.arena.memory, packed, CPU, self.ring)
         self.pool._cache, self.pool._routers = ExpertCache(policy), None
-        real_write, real_unpack, pool = ExpertPool._write, packed_layer.unpack, self.pool
+        real_write, real_unpack, pool = ExpertPool._write, Chunk.unpack, self.pool
 
-        def write(own: ExpertPool, key: Key, number: int, start: int, end: int) -> None:
+        def write(pool: ExpertPool, key: Key, number: int, start: int, end: int) -> None:
             for unit in range(start, end, UNIT):
-                queues.write(own._buffer(number)[unit : unit + UNIT])
-            real_write(own, key, number, start, end)
+                queues.write(pool._buffer(number)[unit : unit + UNIT])
+            real_write(pool, key, number, start, end)
 
-        def unpack(piece: packed_layer.Chunk, content: Tensor, slot: Tensor) -> None:
-            assert content.data_ptr() >= pool._memory.data_ptr()
-            for unit in range(0, piece.size, UNIT):
-                queues.read(content[unit : unit + UNIT])
-            real_unpack(piece, content, slot)
+        def unpack(chunk: Chunk, content: Tensor, layer_buffer: Tensor) -> None:
+            if layer_buffer is pool.layer_buffer:
+                assert content.data_ptr() >= pool._memory.data_ptr()
+                for unit in range(0, chunk.size, UNIT):
+                    queues.read(content[unit : unit + UNIT])
+            real_unpack(chunk, content, layer_buffer)
 
         patch.setattr(ExpertPool, "_write", write)
-        patch.setattr(on_demand, "unpack", unpack)
-        for layer, one in experts.items():
-            for name, block in images[layer].blocks.items():
-                one.weights[name].put(block.view(self.pool._slot))
+        patch.setattr(Chunk, "unpack", unpack)
+        for layer, routed in experts.items():
+            for name, block in packed[layer].blocks.items():
+                routed.weights[name].put(block.view(self.pool.layer_buffer))
 
     def foretell(self, guesses: Iterable[list[int]]) -> "Foretold":
-        """Have the pool get `guesses`, one in each call of a layer but the last one."""
+        """Give the pool `guesses`, one in each call of a layer but the last one."""
         self.pool._routers = foretold = Foretold(guesses, self.layers)
         return foretold
 
@@ -630,7 +594,7 @@ class Foretold(Routers):
         super().__init__()
         self.guesses, self.layers = iter(guesses), layers
 
-    def take(self, number: int) -> Tensor | None:
+    def take_states(self, number: int) -> Tensor | None:
         return torch.empty(0)
 
     def guess(self, number: int, states: Tensor) -> tuple[int, Tensor] | None:
@@ -701,15 +665,15 @@ def test_no_buffer_is_read_early_or_overwritten_late(
     """Passes of any mixture: that bring all experts or those chosen, end early, and call a layer several times; with
     guesses, whose copies end at any point."""
     with Patch.context() as patch:
-        patch.setattr(expert_images, "PART", 40)
-        patch.setattr(on_demand, "GUESSED", 32)
+        patch.setattr(packed_experts, "PART_BYTES", 40)
+        patch.setattr(on_demand, "GUESS_BYTES", 32)
         bench = Bench(3, count, FakeQueues(passed=passed), patch, policy)
         bench.pool.resize(staging, cached)
-        bench.foretell([[one % count for one in own] for own in guesses])
+        bench.foretell([[expert % count for expert in guess] for guess in guesses])
         for scanning, calls in passes:
             bench.pool.begin(scanning)
             for number, chosen in enumerate(calls):
-                bench.use(number * 3 // max(1, len(calls)), [one % count for one in chosen])
+                bench.use(number * 3 // max(1, len(calls)), [expert % count for expert in chosen])
         bench.close()
 
 
@@ -726,7 +690,7 @@ def test_the_clocks_see_a_wait_that_is_missing_for_a_guess(forget: str, message:
     """Only guessed experts cross in several copies here, and the missing wait is that before one of them."""
     queues = FakeQueues()
     bench = Bench(2, 4, queues, monkeypatch)
-    monkeypatch.setattr(on_demand, "GUESSED", 1 << 10)
+    monkeypatch.setattr(on_demand, "GUESS_BYTES", 1 << 10)
     bench.foretell([[3]] * 9)
     for forgotten in ("", forget):
         bench.pool.begin(False)
@@ -736,13 +700,13 @@ def test_the_clocks_see_a_wait_that_is_missing_for_a_guess(forget: str, message:
             bench.use(1, [3])
             assert bench.pool.counts.right == 1
             continue
-        take = ExpertPool._take_guess
+        receive = ExpertPool._receive_guess
 
-        def deaf(own: ExpertPool, take: Callable[[ExpertPool], bool] = take) -> bool:
+        def deaf(pool: ExpertPool, receive: Callable[[ExpertPool], bool] = receive) -> bool:
             queues.forget_waits = forget
-            return take(own)
+            return receive(pool)
 
-        monkeypatch.setattr(ExpertPool, "_take_guess", deaf)
+        monkeypatch.setattr(ExpertPool, "_receive_guess", deaf)
         queues.finish = lambda: None  # type: ignore[method-assign]
         with pytest.raises(Race, match=message):
             bench.use(1, [3])
@@ -753,20 +717,20 @@ def test_guessed_experts_come_last_and_end_with_the_choice(monkeypatch: Patch) -
     log, queues = list[tuple[Key, int, int]](), FakeQueues()
     bench, real = Bench(3, 6, queues, monkeypatch), ExpertPool._copy
     bench.pool.resize(4, 0)
-    size = bench.pool.images[1].experts[0].size
-    monkeypatch.setattr(on_demand, "GUESSED", 32)
+    size = bench.pool.layers[1].experts[0].size
+    monkeypatch.setattr(on_demand, "GUESS_BYTES", 32)
 
     def copied(pool: ExpertPool, key: Key, start: int, end: int) -> None:
         log.append((key, start, end))
         real(pool, key, start, end)
 
-    used, use = list[Key](), ExpertPool._use
+    used, use = list[Key](), ExpertPool._unpack
 
     def using(pool: ExpertPool, key: Key) -> None:
         used.append(key)
         use(pool, key)
 
-    monkeypatch.setattr(ExpertPool, "_use", using)
+    monkeypatch.setattr(ExpertPool, "_unpack", using)
     monkeypatch.setattr(ExpertPool, "_copy", copied)
     bench.foretell([[4, 2], [5]])
     bench.pool.begin(False)
@@ -802,7 +766,7 @@ def test_guesses_that_cost_more_than_they_save_end(monkeypatch: Patch) -> None:
             guesses.flight.append((never if layer < late else queues.event(), key, 8))
             guesses.judge(layer, {layer} if 3 - layer <= right else set())
             guesses.clear()
-        assert guesses.cost_too_much == ends, (right, late)
+        assert guesses.unprofitable == ends, (right, late)
     bench = Bench(2, 4, queues, monkeypatch)
     bench.pool.resize(3, 0)
     bench.foretell([[2]] * 99)
@@ -853,9 +817,9 @@ def test_experts_that_are_asked_for_come_before_what_later_layers_need(monkeypat
     bench.pool.resize(4, 0)
     copy, real = PrefetchRing._copy, ExpertPool._copy
 
-    def copied(ring: PrefetchRing, one: Transfer) -> None:
-        log.append(f"layer {one.layer}")
-        copy(ring, one)
+    def copied(ring: PrefetchRing, transfer: Transfer) -> None:
+        log.append(f"layer {transfer.layer}")
+        copy(ring, transfer)
 
     def fetched(pool: ExpertPool, key: Key, start: int, end: int) -> None:
         log.append(f"expert {key}")
@@ -871,7 +835,7 @@ def test_experts_that_are_asked_for_come_before_what_later_layers_need(monkeypat
     bench.pool.begin(False)
     assert log == ["layer 0", "layer 1", "layer 2"]
     log.clear()
-    with bench.ring.trip():
+    with bench.ring.weight_pass():
         for layer in layers:
             layer()
     assert log[:4] == ["router of 0", "expert (0, 0)", "expert (0, 3)", "layer 3"]

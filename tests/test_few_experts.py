@@ -16,10 +16,11 @@ from transformers.integrations import moe
 from tests.checkpoints import save_config
 from tests.interpreter import interpreted
 from tests.running import error
+from tests.test_codec import compile_for_h100
 from tests.test_experts import MIXTURES, load, steps
 from zinfer.engine.stream import few_experts
-from zinfer.engine.stream.expert_images import through_interface
 from zinfer.engine.stream.few_experts import NAME, FewExperts, pays
+from zinfer.engine.stream.packed_experts import through_interface
 
 CPU = torch.device("cpu")
 Patch = pytest.MonkeyPatch
@@ -30,7 +31,6 @@ SIZES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"hidden_size": 64, "intermediate_size": 40},
     "deepseek_v3": {"hidden_size": 64, "moe_intermediate_size": 48},
 }
-CALLS = {torch.float32: (2,), torch.bfloat16: (2,)}  # numbers of tokens
 
 
 def experts_of(name: str, **other: Any) -> tuple[Any, nn.Module]:
@@ -61,21 +61,19 @@ def by_kernel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return what `main` saved."""
     path = tmp_path_factory.mktemp("few") / "results"
     interpreted(__name__, path)
-    found: dict[str, Any] = torch.load(path)
-    return found
+    results: dict[str, Any] = torch.load(path)
+    return results
 
 
 @pytest.mark.parametrize("name", SIZES)
 def test_experts_are_those_of_transformers(name: str, by_kernel: dict[str, Any]) -> None:
-    for tokens in CALLS[torch.float32]:
-        found, expected, _ = by_kernel[f"{name} float32 {tokens}"]
-        assert found.shape == expected.shape
-        assert error(found, expected) < 1e-5
-    for tokens in CALLS[torch.bfloat16]:
-        found, expected, same_steps = by_kernel[f"{name} bfloat16 {tokens}"]
-        assert found.dtype == torch.bfloat16
-        assert error(found, expected) < 0.02
-        assert error(found, same_steps) < 0.002, "results are rounded at other places"
+    output, expected, _ = by_kernel[f"{name} float32"]
+    assert output.shape == expected.shape
+    assert error(output, expected) < 1e-5
+    output, expected, same_steps = by_kernel[f"{name} bfloat16"]
+    assert output.dtype == torch.bfloat16
+    assert error(output, expected) < 0.02
+    assert error(output, same_steps) < 0.002, "results are rounded at other places"
 
 
 def test_experts_without_a_gate_and_columns_that_are_split(by_kernel: dict[str, Any]) -> None:
@@ -89,11 +87,10 @@ def test_numbers_that_name_no_expert_add_nothing(by_kernel: dict[str, Any]) -> N
 
 def test_an_engine_gives_the_same_logits(by_kernel: dict[str, Any]) -> None:
     """Few tokens of the prompt and of the steps by the kernels, experts on demand whose other places hold NaN."""
-    ran, told, found, expected = by_kernel["engine"]
+    ran, statuses, logits, expected = by_kernel["engine"]
     assert ran > 0
-    assert told == {"auto": "on", "off": "off"}
-    for one, other in zip(found, expected, strict=True):
-        assert error(one, other) < 1e-5
+    assert statuses == {"auto": "on", "off": "off"}
+    assert all(error(*step) < 1e-5 for step in zip(logits, expected, strict=True))
 
 
 def test_kernels_are_for_few_tokens() -> None:
@@ -108,20 +105,20 @@ def few(monkeypatch: Patch) -> FewExperts:
     """Dispatch of a model whose module of experts is `few.module`, with kernels that count their calls."""
     monkeypatch.setattr(few_experts, "cannot_run", lambda device: None)
     model, module = experts_of("mixtral")
-    found: Any = FewExperts(model, CPU)
-    found.model, found.module, found.calls = model, module, 0
+    dispatch: Any = FewExperts(model, CPU)
+    dispatch.model, dispatch.module, dispatch.calls = model, module, 0
 
     def counted(module: Any, *args: Tensor) -> Tensor:
-        found.calls += 1
+        dispatch.calls += 1
         return eager(module, *args)
 
     monkeypatch.setattr(few_experts, "_compute", counted)
-    return found  # type: ignore[no-any-return]
+    return dispatch  # type: ignore[no-any-return]
 
 
 def eager(module: Any, *args: Any) -> Tensor:
-    found: Tensor = type(module).forward.__wrapped__(module, *args)
-    return found
+    output: Tensor = type(module).forward.__wrapped__(module, *args)
+    return output
 
 
 def test_calls_that_kernels_do_not_serve_go_to_transformers(few: Any) -> None:
@@ -151,8 +148,8 @@ def test_calls_that_kernels_do_not_serve_go_to_transformers(few: Any) -> None:
 @pytest.mark.parametrize(
     ("fault", "reason"),
     [
-        (RuntimeError("no code for\nthis GPU"), "the kernels failed: RuntimeError: no code for this GPU"),
-        (None, "the kernels' results differ from those of transformers"),
+        (RuntimeError("no code for\nthis GPU"), "the kernel failed: RuntimeError: no code for this GPU"),
+        (None, "the kernel's results differ from those of transformers"),
     ],
 )
 def test_kernels_that_fail_are_given_up(fault: Exception | None, reason: str, few: Any, monkeypatch: Patch) -> None:
@@ -190,37 +187,27 @@ def test_without_a_gpu_models_are_left_as_they_are() -> None:
     assert FewExperts(nn.Linear(2, 2), CPU).status is None
 
 
-def test_the_kernels_compile_for_an_h100(tmp_path: Path, monkeypatch: Patch) -> None:
+def test_the_kernels_compile_for_an_h100() -> None:
     """Weights are read 16 bytes a thread, whichever side is contiguous."""
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
-    import triton
     import triton.language as tl
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     from zinfer.engine.stream import expert_kernel as kernel
 
-    pointers = {"states": "*bf16", "weights": "*bf16", "experts": "*i64", "out": "*fp32", "bias": "*bf16"}
-    jobs: list[tuple[Any, dict[str, Any], dict[str, str]]] = []
+    pointers = dict.fromkeys(("states", "weights", "bias"), "*bf16") | {"experts": "*i64", "out": "*fp32"}
     for rows, columns, matrices, transposed in ((14336, 4096, 2, False), (5760, 2880, 1, True)):
         tiles = kernel.Tiles.of(rows, columns, 2, transposed, matrices)
-        known: dict[str, Any] = {
+        constants: dict[str, Any] = {
             "EXPERTS": 8, "ROWS": rows, "COLUMNS": columns, "EACH": 2, "GATED": matrices == 2, "ONCE": True,
             "TRANSPOSED": transposed, "TYPE": tl.bfloat16, "BLOCK_ROWS": tiles.rows, "BLOCK_COLUMNS": tiles.columns,
         }  # fmt: skip
-        jobs.append((kernel._multiply, known, pointers | ({"out": "*bf16"} if matrices == 2 else {})))
-    known = {
+        types = pointers | ({"out": "*bf16"} if matrices == 2 else {})
+        compile_for_h100(kernel._multiply, constants, types, num_warps=kernel.WARPS)
+    constants = {
         "EXPERTS": 8, "ROWS": 4096, "EACH": 2, "BIASED": True, "WEIGHTED": True, "PRODUCT": tl.float32,
         "BLOCK": kernel.COMBINED,
     }  # fmt: skip
-    jobs.append((kernel._combine, known, pointers | {"partial": "*fp32", "weights": "*fp32", "out": "*bf16"}))
-    for function, constants, types in jobs:
-        types = {name: "constexpr" if name in constants else types.get(name, "i32") for name in function.arg_names}
-        aligned = {(index,): [["tt.divisibility", 16]] for index, kind in enumerate(types.values()) if "*" in kind}
-        source = ASTSource(function, types, constants, aligned)
-        options = {"num_warps": kernel.WARPS}
-        assert triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["cubin"]
+    types = pointers | {"partial": "*fp32", "weights": "*fp32", "out": "*bf16"}
+    compile_for_h100(kernel._combine, constants, types, num_warps=kernel.WARPS)
 
 
 def main(path: Path) -> None:
@@ -232,17 +219,15 @@ def main(path: Path) -> None:
 
     def both(module: Any, *args: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         assert few_experts._serves(module, *args)
-        found = few_experts._compute(module, *args)
-        return found, eager(module, *args), moe.batched_mm_experts_forward(module, *args)
+        output = few_experts._compute(module, *args)
+        return output, eager(module, *args), moe.batched_mm_experts_forward(module, *args)
 
-    kernel.TILE, least, tile = 1 << 14, kernel.LEAST_READ, kernel.TILE  # the interpreter is slow for each tile
+    kernel.TILE, min_read, tile = 1 << 14, kernel.MIN_READ, kernel.TILE  # the interpreter is slow for each tile
     for name in SIZES:
         module: Any = experts_of(name)[1]
         assert few_experts._plain_gate(module) == (name != "gpt_oss")
-        for dtype, counts in CALLS.items():
-            module.to(dtype)
-            for tokens in counts:
-                results[f"{name} {str(dtype)[6:]} {tokens}"] = both(module, *call(module, tokens, dtype))
+        for dtype in (torch.float32, torch.bfloat16):
+            results[f"{name} {str(dtype)[6:]}"] = both(module.to(dtype), *call(module, 2, dtype))
     kernel.TILE = tile
     module = experts_of("mixtral")[1]
     states, chosen, weights = call(module, 2, torch.float32)
@@ -251,14 +236,14 @@ def main(path: Path) -> None:
     chosen[0, 1] = len(module.down_proj)
     results["beyond"] = few_experts._compute(module, states, chosen, weights), expected
 
-    kernel.LEAST_READ = 64
+    kernel.MIN_READ = 64
     results["splits"] = kernel.Tiles.of(72, 192, 2, False).splits
     module = experts_of("mixtral", intermediate_size=192)[1]
     module.has_gate, module.up_proj = False, nn.Parameter(module.gate_up_proj[:, :192].contiguous())
-    one = call(module, 1, torch.float32)
-    results["no gate"] = few_experts._compute(module, *one), moe.batched_mm_experts_forward(module, *one)
+    args = call(module, 1, torch.float32)
+    results["no gate"] = few_experts._compute(module, *args), moe.batched_mm_experts_forward(module, *args)
 
-    kernel.LEAST_READ, kernel.TILE = least, 1 << 14
+    kernel.MIN_READ, kernel.TILE = min_read, 1 << 14
     compute, ran = few_experts._compute, 0
 
     def counted(*args: Any) -> Tensor:
@@ -268,11 +253,11 @@ def main(path: Path) -> None:
 
     few_experts._compute = counted  # type: ignore[assignment]
     directory = save_config(path.parent, "mixtral", **MIXTURES["mixtral"] | {"num_hidden_layers": 1})
-    told, logits = {}, []
+    statuses, logits = {}, []
     for option in ("auto", "off"):
         loaded = load(directory, share="40%", experts_kernel=option)
         logits.append(steps(loaded, 2, 1))
-        told[option] = loaded.effective().settings["experts_kernel"]
+        statuses[option] = loaded.effective().settings["experts_kernel"]
         loaded.close()
-    results["engine"] = ran, told, *logits
+    results["engine"] = ran, statuses, *logits
     torch.save(results, path)

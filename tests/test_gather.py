@@ -1,5 +1,5 @@
-"""The ring of several GPUs: of every piece a part comes over each link, and whatever happens in a trip, all ranks
-gather the same pieces in the same order."""
+"""The ring of several GPUs: of every chunk a part comes over each link, and whatever happens in a pass, all ranks
+gather the same chunks in the same order."""
 
 from collections.abc import Callable
 from itertools import cycle, islice
@@ -13,13 +13,13 @@ from torch import Tensor
 
 from tests.test_ring import Answer, Bench, FakeQueues, Race
 from zinfer.engine.stream import packed_layer
-from zinfer.engine.stream.gather import GatherRing, share
+from zinfer.engine.stream.gather import GatherRing, part_bytes
 from zinfer.engine.stream.packed_layer import PackedLayer
 from zinfer.engine.stream.prefetch import PrefetchRing
 
 
 class FakeRanks:
-    """Rank `rank` of `size` whose peers are always there with their part of the next piece, in the order of layers: a
+    """Rank `rank` of `size` whose peers are always there with their part of the next chunk, in the order of layers: a
     gather of anything else is a gather that the other ranks do not make."""
 
     def __init__(self, rank: int, size: int, queues: FakeQueues) -> None:
@@ -27,21 +27,21 @@ class FakeRanks:
         self.order: Any = iter(())
         self.count = 0
 
-    def knows(self, source: Tensor, images: list[PackedLayer]) -> None:
-        self._source, self._pieces = source, [piece for image in images for piece in image.pieces]
+    def knows(self, source: Tensor, layers: list[PackedLayer]) -> None:
+        self._source, self._chunks = source, [chunk for packed in layers for chunk in packed.chunks]
         self.again()
 
     def again(self) -> None:
-        """Begin with the first piece, as all ranks do where one says so."""
-        self.order = cycle(self._pieces)
+        """Begin with the first chunk, as all ranks do where one says so."""
+        self.order = cycle(self._chunks)
 
     def gather(self, whole: Tensor, part: Tensor) -> None:
-        piece = next(self.order)
-        size = share(piece.size, self.size)
+        chunk = next(self.order)
+        size = part_bytes(chunk.size, self.size)
         assert (whole.numel(), part.numel()) == (size * self.size, size)
-        expected = self._source[piece.start : piece.end]
-        own = expected[self.rank * size : (self.rank + 1) * size]
-        assert torch.equal(part[: own.numel()], own), "a part of another piece"
+        expected = self._source[chunk.start : chunk.end]
+        content = expected[self.rank * size : (self.rank + 1) * size]
+        assert torch.equal(part[: content.numel()], content), "a part of another chunk"
         self._queues.write(whole)
         whole[: expected.numel()] = expected
         self.count += 1
@@ -50,21 +50,21 @@ class FakeRanks:
 class GatherBench(Bench):
     def buffers(self) -> list[Tensor]:
         assert isinstance(self.ring, GatherRing)
-        return [*self.ring._buffers, *self.ring._aside.buffers]
+        return [*self.ring._buffers, *self.ring._staging.buffers]
 
 
 def bench(
     sizes: list[int], depth: int, patch: pytest.MonkeyPatch, rank: int = 0, size: int = 2, forget: str = ""
 ) -> tuple[Bench, FakeRanks]:
-    patch.setattr(packed_layer, "PIECE", 1024)
+    patch.setattr(packed_layer, "CHUNK_BYTES", 1024)
     queues = FakeQueues(forget_waits=forget)
     ranks = FakeRanks(rank, size, queues)
 
     def make(
-        source: Tensor, images: list[PackedLayer], depth: int, device: torch.device, queues: FakeQueues
+        source: Tensor, layers: list[PackedLayer], depth: int, device: torch.device, queues: FakeQueues
     ) -> PrefetchRing:
-        ranks.knows(source, images)
-        return GatherRing(source, images, depth, device, ranks, queues)
+        ranks.knows(source, layers)
+        return GatherRing(source, layers, depth, device, ranks, queues)
 
     return GatherBench(sizes, depth, queues, patch, make), ranks
 
@@ -75,7 +75,7 @@ def bench(
     depth=st.integers(2, 7),
     place=st.sampled_from([(0, 2), (1, 2), (0, 3), (2, 3)]),
     kept=st.sets(st.integers(0, 4)),
-    trips=st.lists(
+    passes=st.lists(
         st.one_of(
             st.tuples(st.integers(1, 3), st.integers(0, 2), st.integers(0, 2)),
             st.sampled_from(["idle", "fails"]),
@@ -85,15 +85,15 @@ def bench(
     ),
 )
 def test_every_trip_has_the_same_gathers(
-    sizes: list[int], depth: int, place: tuple[int, int], kept: set[int], trips: list[Any]
+    sizes: list[int], depth: int, place: tuple[int, int], kept: set[int], passes: list[Any]
 ) -> None:
-    """Trips of any mixture, idle ones and ones that fail half-way: the weights are right, no buffer is overwritten
-    early, and after each trip the same number of pieces was gathered."""
+    """Passes of any mixture, idle ones and ones that fail half-way: the weights are right, no buffer is overwritten
+    early, and after each pass the same number of chunks was gathered."""
     with pytest.MonkeyPatch.context() as patch:
         one, ranks = bench(sizes, depth, patch, *place)
         ring = one.ring
         assert isinstance(ring, GatherRing)
-        pieces = sum(len(image.pieces) for image in ring.images)
+        chunks = sum(len(packed.chunks) for packed in ring.layers)
         layers = kept & set(range(len(sizes)))
         if layers:
             ring.keep(layers)
@@ -101,24 +101,24 @@ def test_every_trip_has_the_same_gathers(
             ranks.count = 0
             ring.start()
         assert ring.depth == depth or depth == 2, "buffers for layers that stay are some of the ring's"
-        first = 0 if 0 in layers else min(len(ring._buffers), len(ring.images[0].pieces))
-        whole = sum(image.slot_bytes for index, image in enumerate(ring.images) if index not in layers)
-        for number, trip in enumerate(trips):
+        first = 0 if 0 in layers else min(len(ring._buffers), len(ring.layers[0].chunks))
+        whole = sum(packed.unpacked_bytes for index, packed in enumerate(ring.layers) if index not in layers)
+        for number, run_pass in enumerate(passes):
             before = ring.bytes_copied
-            if trip == "idle":
-                ring.idle_trip()
-            elif trip == "fails":
+            if run_pass == "idle":
+                ring.idle_pass()
+            elif run_pass == "fails":
                 one.layers[0].due = number % 2
-                with pytest.raises(MemoryError), ring.trip(1, fetches=[Answer(0, number)]):  # noqa: PT012
+                with pytest.raises(MemoryError), ring.weight_pass(1, fetches=[Answer(0, number)]):  # noqa: PT012
                     one.layers[0]()
                     raise MemoryError
             else:
-                calls, count, beside = trip
+                calls, count, second = run_pass
                 one.borrowed.clear()
-                one.trip(calls, [Answer(fetch, number) for fetch in range(count)], beside)
+                one.run_pass(calls, [Answer(fetch, number) for fetch in range(count)], second)
                 assert one.borrowed == [[f, layer, number, 7] for layer in range(len(sizes)) for f in range(count)]
             assert ring.bytes_copied - before == whole
-            assert (ring.trips, ranks.count) == (number + 1, (number + 1) * pieces + first)
+            assert (ring.passes, ranks.count) == (number + 1, (number + 1) * chunks + first)
         one.close()
 
 
@@ -129,7 +129,7 @@ def test_a_wait_that_is_missing_is_seen(forget: str, kept: list[int], monkeypatc
         one, ranks = bench([2600, 2600, 2600], 3, monkeypatch, forget=forget)
         one.ring.keep(kept)
         ranks.again()
-        one.trip()
+        one.run_pass()
 
 
 def test_copies_go_on_while_a_layer_that_stays_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +142,7 @@ def test_copies_go_on_while_a_layer_that_stays_is_gathered(monkeypatch: pytest.M
     def turn(layer: int) -> None:
         issued[layer] = one.ring._issued
 
-    with one.ring.trip(turn=turn):
+    with one.ring.weight_pass(turn=turn):
         for layer, weight in zip(one.layers, one.weights, strict=True):
             assert torch.equal(layer(), weight)
     assert (len(one.ring._buffers), one.ring.depth) == (4, 6)
@@ -155,8 +155,8 @@ def test_links_are_measured_with_parts_of_some_layers(rank: int, monkeypatch: py
     one, ranks = bench([5000, 700, 900, 800, 1300, 600], 3, monkeypatch, rank=rank)
     ring, before = one.ring, ranks.count
     assert isinstance(ring, GatherRing)
-    pieces = [(index, number) for index in (0, 4) for number in range(len(ring.images[index].pieces))]
-    assert ring.bring() == sum(ring._part(*piece).numel() for piece in pieces)
+    chunks = [(index, number) for index in (0, 4) for number in range(len(ring.layers[index].chunks))]
+    assert ring.bring() == sum(ring._part(*chunk).numel() for chunk in chunks)
     assert ranks.count == before, "nothing is gathered"
     one.close()
 
@@ -164,11 +164,11 @@ def test_links_are_measured_with_parts_of_some_layers(rank: int, monkeypatch: py
 def test_a_fetch_wider_than_a_buffer_leaves_what_was_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
     one, ranks = bench([1300, 1300], 3, monkeypatch)
     before = ranks.count
-    with one.ring.trip(1, fetches=[Answer(0, 0, nbytes=1 << 14)]):
+    with one.ring.weight_pass(1, fetches=[Answer(0, 0, nbytes=1 << 14)]):
         assert one.ring.buffer_bytes == 1 << 14
         assert ranks.count - before <= 3
     one.ring.resize(3)
-    one.trip()
+    one.run_pass()
     assert one.ring.buffer_bytes == 1 << 14, "no rank begins anew for itself"
     one.close()
 
@@ -180,11 +180,11 @@ def test_what_all_ranks_change_begins_anew(
     change: Callable[[GatherRing], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one, ranks = bench([1300, 700], 3, monkeypatch)
-    one.trip()
+    one.run_pass()
     assert isinstance(one.ring, GatherRing)
     change(one.ring)
     ranks.again()
     one.ring.start()
-    one.trip()
-    assert list(islice(ranks.order, 1)) == [one.ring.images[1].pieces[0]], "one piece of the next trip came ahead"
+    one.run_pass()
+    assert list(islice(ranks.order, 1)) == [one.ring.layers[1].chunks[0]], "one chunk of the next trip came ahead"
     one.close()

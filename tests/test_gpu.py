@@ -42,7 +42,7 @@ from zinfer.engine.cache import RowCache, make_cache
 from zinfer.engine.quantization.dequantize import expand
 from zinfer.engine.stream import few_experts, graphs, packed_product
 from zinfer.engine.stream.codec import BLOCK, encode
-from zinfer.engine.stream.quantized import pieces, unpack
+from zinfer.engine.stream.quantized import encode_chunks, unpack
 from zinfer.engine.transfer import to_device
 from zinfer.engine.triton_check import trouble
 from zinfer.generation import draft_model
@@ -396,7 +396,7 @@ def test_quantised_weights_are_unpacked_as_on_the_cpu(name: str, tmp_path: Path)
     for entry, expected, several in test_quantized.matrices(directory):
         out, place = torch.full_like(expected, float("nan"), device=device).view(-1), 0
         for codes in several or ():
-            for layout, data in pieces(codes.to(device), expected.dtype, 4000):
+            for layout, data in encode_chunks(codes.to(device), expected.dtype, 4000):
                 unpack(data, layout, out[place : place + layout.numel])
                 place += layout.numel
         assert torch.equal(out.view(expected.shape).cpu(), expected), entry
@@ -483,7 +483,7 @@ def test_layers_that_stay_packed_give_the_same_tokens(name: str, share: str, tmp
     for option in ("off", "auto"):
         engine = test_packed_product.start(directory, tmp_path, share, cuda_graphs="auto", kernel=option == "auto")
         found += [tokens(engine, lengths) for lengths in ((9, 5, 7), (6,), (9, 5, 7))]
-        assert test_packed_product.told(engine) == {"off": "no packed weights", "auto": "on"}[option]
+        assert test_packed_product.status_of(engine) == {"off": "no packed weights", "auto": "on"}[option]
         if share == "100%" and (option == "auto" or "experts" not in name):  # transformers' experts wait for the GPU
             assert not re.search("cannot be recorded|differ", str(engine.effective().settings["cuda_graphs"]))
         engine.close()

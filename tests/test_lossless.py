@@ -4,13 +4,11 @@ bit."""
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from tests import mentions
 from tests.results import codec_run, sweep
@@ -63,8 +61,8 @@ def invoke(*arguments: object) -> Result:
 
 
 def test_drawn_weights_shrink_nearly_to_the_bound() -> None:
-    found = codec.measure()
-    rows = found.of(Coded)
+    measured = codec.measure()
+    rows = measured.of(Coded)
     assert [row.name for row in rows] == list(codec.DRAWN)
     for row in rows:
         assert row.status == "ok"
@@ -77,9 +75,9 @@ def test_drawn_weights_shrink_nearly_to_the_bound() -> None:
     assert 0.818 < fp8 < 0.820
     assert 0.658 < gaussian < 0.660 < scaled < 0.69  # 2.55 bits of exponent
     assert gaussian < laplace < 0.69
-    assert found.link == 5e9
-    assert found.versions["torch"] == torch.__version__
-    assert wrong(found) == ()
+    assert measured.link == 5e9
+    assert measured.versions["torch"] == torch.__version__
+    assert wrong(measured) == ()
 
 
 def test_drawn_weights_are_the_same_every_time() -> None:
@@ -109,10 +107,10 @@ def test_a_decoder_that_lies_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     result = invoke("-o", "codec.jsonl")
     assert result.exit_code == 6
     assert "gaussian, row-scaled, laplace, gaussian in fp8: the codec returned other bits" in result.stderr
-    found = study.last(Path("codec.jsonl"), "codec")
-    assert wrong(found) == tuple(codec.DRAWN)
-    assert {(row.status, row.decode) for row in found.of(Coded)} == {("wrong_bits", None)}
-    assert show(found).cells[0][-1] == "FAILED"
+    measured = study.last(Path("codec.jsonl"), "codec")
+    assert wrong(measured) == tuple(codec.DRAWN)
+    assert {(row.status, row.decode) for row in measured.of(Coded)} == {("wrong_bits", None)}
+    assert show(measured).cells[0][-1] == "FAILED"
 
 
 def test_a_decoder_that_does_nothing_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,39 +125,25 @@ def test_weights_that_do_not_shrink_are_a_finding() -> None:
     assert pays(row, 5e9) == "no, as large"
 
 
-def test_small_weights_are_decoded_in_many_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    places: set[tuple[int, int]] = set()
-    decode = coder.decode
-
-    def watched(data: Tensor, layout: Any, out: Tensor) -> None:
-        places.add((data.data_ptr(), out.data_ptr()))
-        decode(data, layout, out)
-
-    monkeypatch.setattr(coder, "decode", watched)
-    values = codec.draw("gaussian", 2 * MIB, torch.device("cpu"))
-    assert codec._measure("small", "", values.nbytes, values, 5 * MIB).status == "ok"
-    assert len({data for data, _ in places}) == len({out for _, out in places}) == 3
-
-
 def test_the_matrices_of_layers_are_taken(file: Path) -> None:
-    found = codec.find(file)
-    assert (found.name, set(found.matrices)) == ("small-1.5", {f"model.layers.0.{n}.weight" for n in ("up", "down")})
-    values, told = codec.read(found, found.bytes)
+    source = codec.find(file)
+    assert (source.name, set(source.matrices)) == ("small-1.5", {f"model.layers.0.{n}.weight" for n in ("up", "down")})
+    values, about = codec.read(source, source.bytes)
     stored = load_file(file)
-    assert torch.equal(values.sort().values, torch.cat([stored[n].view(-1) for n in found.matrices]).sort().values)
-    assert told == "made up; 2 matrices, stored as bf16"
+    assert torch.equal(values.sort().values, torch.cat([stored[n].view(-1) for n in source.matrices]).sort().values)
+    assert about == "made up; 2 matrices, stored as bf16"
     with_casts = codec.find(file, cast=True)
     assert len(with_casts.matrices) == 3
     assert codec.read(with_casts, with_casts.bytes)[1].endswith("3 matrices, stored as bf16/f32")
 
 
 def test_a_part_of_each_matrix_of_a_large_checkpoint_is_taken(file: Path) -> None:
-    found = codec.find(file)
-    values, told = codec.read(found, found.bytes // 4)
-    assert values.nbytes == found.bytes // 4
-    assert told.endswith("the first 25.0% of each")
+    source = codec.find(file)
+    values, about = codec.read(source, source.bytes // 4)
+    assert values.nbytes == source.bytes // 4
+    assert about.endswith("the first 25.0% of each")
     stored = load_file(file)
-    first = next(iter(found.matrices))
+    first = next(iter(source.matrices))
     assert torch.equal(values[: stored[first].numel() // 4], stored[first].view(-1)[: stored[first].numel() // 4])
 
 
@@ -171,11 +155,11 @@ def test_codes_in_fp8_are_measured_with_their_expansion(tmp_path: Path) -> None:
     part = codes.view(torch.float8_e4m3fn)[: 2 * MIB - 2048].view(-1, 1024)
     others = {"model.layers.0.norm.weight": torch.ones(9), "model.layers.0.down.weight_scale": part[:128].clone()}
     save_file({"model.layers.0.up.weight": part} | others, path)
-    found = codec.find(path)
-    assert (found.fp8, found.bytes) == (True, 2 * MIB - 2048)
-    values, told = codec.read(found, found.bytes)
-    row = codec._measure(found.name, told, found.bytes, values, found.bytes)
-    assert (row.status, told) == ("ok", "1 matrices, stored as f8_e4m3")
+    source = codec.find(path)
+    assert (source.fp8, source.bytes) == (True, 2 * MIB - 2048)
+    values, about = codec.read(source, source.bytes)
+    row = codec._measure(source.name, about, source.bytes, values, source.bytes)
+    assert (row.status, about) == ("ok", "1 matrices, stored as f8_e4m3")
     assert row.bound < row.ratio < 0.835
     noise = torch.randint(256, (MIB,), dtype=torch.uint8).view(torch.float8_e4m3fn)
     assert codec._measure("noise", "any codes", MIB, noise, MIB).status == "no_smaller"
@@ -229,10 +213,10 @@ def test_the_record_lies_where_the_machines_results_are(file: Path) -> None:
     result = invoke(file, "--json")
     assert result.exit_code == 0, result.output
     (written,) = Path("sweeps/results").glob("*/codec.jsonl")
-    found = study.last(written, "codec")
-    assert written.parent.name == found.machine
-    assert json.loads(result.stdout) == json.loads(found.model_dump_json())
-    assert [row.name for row in found.of(Coded)] == [*codec.DRAWN, "small-1.5"]
+    measured = study.last(written, "codec")
+    assert written.parent.name == measured.machine
+    assert json.loads(result.stdout) == json.loads(measured.model_dump_json())
+    assert [row.name for row in measured.of(Coded)] == [*codec.DRAWN, "small-1.5"]
 
 
 def test_the_table_has_a_line_for_each_and_what_others_published(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +227,7 @@ def test_the_table_has_a_line_for_each_and_what_others_published(file: Path, mon
     assert [line[0] for line in lines[:5]] == [*codec.DRAWN, "small-1.5"]
     assert lines[0][2:4] == [f"{study.last(Path(), 'codec').of(Coded)[0].ratio:.1%}", "65.9%"]
     assert "not measured here" in result.stdout
-    assert {line[0] for line in lines} >= {one.codec for one in codecs()}
+    assert {line[0] for line in lines} >= {published.codec for published in codecs()}
     assert "measuring laplace" in result.stderr
 
 
@@ -256,11 +240,11 @@ def test_the_table_has_a_line_for_each_and_what_others_published(file: Path, mon
     ],
 )
 def test_it_pays_where_decoding_outruns_the_link(decode: float, gain: float, verdict: str) -> None:
-    found = codec_run("gaussian", decode=Rate(median=decode, spread=0.02, samples=20, of="bytes"))
-    (row,) = found.of(Coded)
+    measured = codec_run("gaussian", decode=Rate(median=decode, spread=0.02, samples=20, of="bytes"))
+    (row,) = measured.of(Coded)
     assert row.decode is not None
-    assert gain_of(row, found.link or 0) == pytest.approx(gain)
-    assert pays(row, found.link or 0) == verdict
+    assert gain_of(row, measured.link or 0) == pytest.approx(gain)
+    assert pays(row, measured.link or 0) == verdict
 
 
 def test_cells_are_text_with_units() -> None:
@@ -284,17 +268,17 @@ def test_the_report_shows_measured_and_published_apart(tmp_path: Path) -> None:
     assert "Lossless coding" not in text()
     study.append(folder / "codec.jsonl", codec_run("gaussian"))
     study.append(folder / "codec.jsonl", codec_run("gaussian", status="wrong_bits", decode=None))
-    told = text()
-    assert mentions(told, "Lossless coding", "h100")
-    assert "FAILED" in told
-    assert told.index("FAILED") < told.index("not measured here") < told.index("DFloat11")
+    page = text()
+    assert mentions(page, "Lossless coding", "h100")
+    assert "FAILED" in page
+    assert page.index("FAILED") < page.index("not measured here") < page.index("DFloat11")
     (folder / "codec.jsonl").write_text("{")
     assert "codec.jsonl, line 1: not a whole record" in text()
 
 
 def test_published_sizes_have_a_source() -> None:
-    assert {one.codec for one in codecs()} == {"DFloat11", "nvCOMP, ANS"}
-    assert all(0.5 < one.low <= one.high < 1 and "arXiv" in one.source for one in codecs())
+    assert {published.codec for published in codecs()} == {"DFloat11", "nvCOMP, ANS"}
+    assert all(0.5 < size.low <= size.high < 1 and "arXiv" in size.source for size in codecs())
     assert codecs()[0].cells[1] == "67.6-69.5%"
 
 
@@ -303,9 +287,9 @@ def test_a_model_trained_here_is_weights_to_measure(tmp_path: Path, monkeypatch:
     path = tmp_path / "out" / "trained"
     source = trained.train(path, steps=2, batch=2, hidden_size=256, layers=1)
     assert mentions(source, "Llama", "1 million weights", "0.0 million bytes")
-    found = codec.find(path)
-    assert len(found.matrices) == 7
-    assert codec.read(found, found.bytes)[1] == f"llama; {source}; 7 matrices, stored as bf16"
+    checkpoint = codec.find(path)
+    assert len(checkpoint.matrices) == 7
+    assert codec.read(checkpoint, checkpoint.bytes)[1] == f"llama; {source}; 7 matrices, stored as bf16"
     spec = from_directory(path)
     assert (spec.head_dim, spec.dtype, spec.max_position) == (64, "bfloat16", trained.LENGTH)
     tokenizer = load_tokenizer(path)
@@ -323,9 +307,9 @@ def test_text_that_is_held_out_is_not_trained_on() -> None:
 @pytest.mark.gpu
 def test_the_codec_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    found = codec.measure()
-    assert wrong(found) == ()
-    for row in found.of(Coded):
+    measured = codec.measure()
+    assert wrong(measured) == ()
+    for row in measured.of(Coded):
         assert row.decode is not None
         assert row.decode.samples >= 10
-        assert row.decode.median > (found.link or 0)
+        assert row.decode.median > (measured.link or 0)

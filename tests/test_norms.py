@@ -47,18 +47,18 @@ def test_norms_are_found_and_give_the_same(name: str, dtype: torch.dtype) -> Non
     model = model_of(name, dtype)
     count, way = KINDS[name]
     norms = Norms(model, CPU)
-    assert len(norms.found) == count
+    assert len(norms.modules) == count
     # In float32 both ways are the same.
-    assert dtype == torch.float32 or all(norm is way for _, norm in norms.found)
+    assert dtype == torch.float32 or all(norm is way for _, norm in norms.modules)
     dice = torch.Generator().manual_seed(2)
-    for module, _ in norms.found:
+    for module, _ in norms.modules:
         (weight,) = module.parameters()
         states = torch.randn((3, 1, len(weight)), generator=dice).to(dtype)
         expected = module(states)
         with norms.fused():
-            found = module(states)
-        assert found.dtype == expected.dtype
-        assert torch.allclose(found, expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
+            output = module(states)
+        assert output.dtype == expected.dtype
+        assert torch.allclose(output, expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
         assert "forward" not in vars(module)
 
 
@@ -84,7 +84,7 @@ class Gated(Centered):
 def test_what_computes_something_else_stays(other: type[nn.Module]) -> None:
     model = model_of("llama", torch.float32)
     model.model.norm = other()
-    assert len(Norms(model, CPU).found) == KINDS["llama"][0] - 1
+    assert len(Norms(model, CPU).modules) == KINDS["llama"][0] - 1
 
 
 @pytest.mark.parametrize("way", ["differs", "fails"])
@@ -104,7 +104,7 @@ def test_a_pass_that_goes_wrong_with_them_is_recorded_without(
 
     def spoiled(self: Norms, *args: Any) -> None:
         real(self, *args)
-        self.found = [(module, wrong) for module, _ in self.found]
+        self.modules = [(module, wrong) for module, _ in self.modules]
 
     monkeypatch.setattr(Norms, "__init__", spoiled)
     directory = checkpoint("llama")

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import accumulate, cycle
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from zinfer.checkpoint.resolve import from_directory, resolve
 from zinfer.checkpoint.source import revision_of
 from zinfer.core.case import Case, LoadFormat, Offload, Workload
 from zinfer.core.engine import OptionError, conflict, resolve_options
-from zinfer.core.machine import override
+from zinfer.core.machine import Machine, override
 from zinfer.engine import direct
 from zinfer.engine.direct import PAGE, StripedFile, StripedWriter
 from zinfer.engine.stream import Stream, codec, disk, packed, packed_layer
@@ -62,56 +63,60 @@ def drive(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return a function that makes a small model, as a form of weights releases it."""
-    made: dict[str, Path] = {}
+    """Return a function that makes a small model, stored in a format of weights."""
 
-    def make(form: str) -> Path:
-        if form not in made:
-            folder = save_checkpoint("llama", tmp_path_factory.mktemp(form) / "m", hidden_size=128)
-            made[form] = {"bf16": lambda: folder, "fp8": lambda: quantized.fp8(folder),
-                          "gptq": lambda: quantized.columns(folder, "gptq")[0]}[form]()  # fmt: skip
-        return made[form]
+    @cache
+    def make(stored: str) -> Path:
+        folder = save_checkpoint("llama", tmp_path_factory.mktemp(stored) / "m", hidden_size=128)
+        if stored == "bf16":
+            return folder
+        return quantized.fp8(folder) if stored == "fp8" else quantized.columns(folder, "gptq")[0]
 
     return make
 
 
 def tokens(engine: Any) -> list[torch.Tensor]:
-    found = []
+    batches = []
     for lengths in BATCHES:
-        found.append(greedy(engine, lengths))
+        batches.append(greedy(engine, lengths))
         engine.clear()
-    return found
+    return batches
 
 
 def equal(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> bool:
-    return all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+    return all(torch.equal(*pair) for pair in zip(ours, theirs, strict=True))
+
+
+def in_memory(folder: Path, drive: Path, codec_: str = "auto") -> tuple[list[torch.Tensor], Effective]:
+    """Return the tokens of a model whose layers are in host memory, and what happened."""
+    engine = load("stream", folder, "cpu", drive, "bfloat16", weight_codec=codec_)
+    expected, effective = tokens(engine), engine.effective()
+    engine.close()
+    return expected, effective
 
 
 @pytest.mark.parametrize("share", ["0%", "34%", "100%"])
 @pytest.mark.parametrize(
-    ("form", "codec_"), [("bf16", "none"), ("bf16", "lossless"), ("fp8", "lossless"), ("gptq", "lossless")]
+    ("stored", "codec_"), [("bf16", "none"), ("bf16", "lossless"), ("fp8", "lossless"), ("gptq", "lossless")]
 )
 def test_tokens_are_those_of_host_memory(
-    form: str, codec_: str, share: str, models: Callable[[str], Path], drive: Path
+    stored: str, codec_: str, share: str, models: Callable[[str], Path], drive: Path
 ) -> None:
-    folder = models(form)
-    known = load("stream", folder, "cpu", drive, "bfloat16", weight_codec=codec_)
-    expected, cpu = tokens(known), known.effective()
-    known.close()
+    folder = models(stored)
+    expected, cpu = in_memory(folder, drive, codec_)
     engine = load("stream", folder, "nvme", drive, "bfloat16", weight_codec=codec_, host_weights=share)
     try:
         assert equal(tokens(engine), expected)
-        found = engine.effective()
+        nvme = engine.effective()
         (written,) = drive.glob(f"zinfer-weights-*/{packed.DATA}")
-        assert found.nvme_weight_bytes <= written.stat().st_size < found.nvme_weight_bytes + 3 * PAGE
-        assert (found.streamed_bytes_per_step, found.wire_bytes_per_step) == (
-            cpu.streamed_bytes_per_step, cpu.wire_bytes_per_step,
-        )  # fmt: skip
+        assert nvme.nvme_weight_bytes <= written.stat().st_size < nvme.nvme_weight_bytes + 3 * PAGE
+        assert nvme.streamed_bytes_per_step == cpu.streamed_bytes_per_step
+        assert nvme.wire_bytes_per_step == cpu.wire_bytes_per_step
         layers, kept = engine.plan.model.num_layers, {"0%": 0, "34%": 1, "100%": 3}[share]
-        assert found.settings["host_layers"] == kept
-        assert found.settings["disk_reads"] == "direct"
-        assert found.nvme_bytes_per_step == pytest.approx(found.wire_bytes * (layers - kept) / layers, rel=0.02)
-        assert found.host_weight_bytes == pytest.approx(found.nvme_weight_bytes * kept / layers, rel=0.02)
+        assert nvme.settings["host_layers"] == kept
+        assert nvme.settings["disk_reads"] == "direct"
+        assert nvme.nvme_bytes_per_step == pytest.approx(nvme.wire_bytes * (layers - kept) / layers, rel=0.02)
+        assert nvme.host_weight_bytes == pytest.approx(nvme.nvme_weight_bytes * kept / layers, rel=0.02)
     finally:
         engine.close()
     assert not list(drive.iterdir())
@@ -127,9 +132,7 @@ def write(folder: Path) -> Path:
 
 def test_packed_layers_are_read_where_they_are(models: Callable[[str], Path], drive: Path) -> None:
     folder = models("bf16")
-    known = load("stream", folder, "cpu", drive, "bfloat16")
-    expected = tokens(known)
-    known.close()
+    expected, _ = in_memory(folder, drive)
     data = write(folder)
     engine = load("stream", folder, "nvme", drive, "bfloat16", weight_codec="lossless", host_weights="40%")
     try:
@@ -144,9 +147,7 @@ def test_packed_layers_are_read_where_they_are(models: Callable[[str], Path], dr
 
 def test_layers_on_the_gpu_and_keys_in_host_memory_go_with_it(models: Callable[[str], Path], drive: Path) -> None:
     folder = models("bf16")
-    known = load("stream", folder, "cpu", drive, "bfloat16")
-    expected = tokens(known)
-    known.close()
+    expected, _ = in_memory(folder, drive)
     engine = load("stream", folder, "nvme", drive, "bfloat16", here=1, kv_offload="cpu", host_weights="40%")
     try:
         assert equal(tokens(engine), expected)
@@ -158,17 +159,17 @@ def test_layers_on_the_gpu_and_keys_in_host_memory_go_with_it(models: Callable[[
     assert torch.equal(greedy(engine, (4, 3)), two)
     assert engine.ring is not None
     assert len(engine.ring.streamed) == 2
-    found = engine.effective()
-    assert found.settings["host_layers"] == 1
-    assert found.nvme_bytes_per_step * 2 == found.wire_bytes
+    effective = engine.effective()
+    assert effective.settings["host_layers"] == 1
+    assert effective.nvme_bytes_per_step * 2 == effective.wire_bytes
     engine.close()
 
 
 def tokens_of_two(wanted: Plan) -> torch.Tensor:
     engine = Stream(wanted)
-    found = greedy(engine, (4, 3))
+    two = greedy(engine, (4, 3))
     engine.close()
-    return found
+    return two
 
 
 def plan(
@@ -224,13 +225,13 @@ def fault_of(run: Callable[[], object]) -> str:
 def test_a_fault_of_a_disk_is_one_line_and_never_text(
     fault: str, models: Callable[[str], Path], drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    instead, says = FAULTS[fault]
+    instead, message = FAULTS[fault]
     engine = Stream(plan(models("bf16"), drive, host_weights="0%"))
     with monkeypatch.context() as patch:
         reads(patch, instead)
-        assert says in fault_of(lambda: greedy(engine, (4, 3)))
+        assert message in fault_of(lambda: greedy(engine, (4, 3)))
         engine.clear()
-        assert says in fault_of(lambda: greedy(engine, (4, 3)))
+        assert message in fault_of(lambda: greedy(engine, (4, 3)))
     engine.clear()
     first = greedy(engine, (4, 3))  # the drive is well again
     engine.clear()
@@ -239,11 +240,11 @@ def test_a_fault_of_a_disk_is_one_line_and_never_text(
     if fault != "other bytes come":  # what was checked once is not checked again while the file is the same
         with monkeypatch.context() as patch:
             reads(patch, instead)
-            assert says in fault_of(lambda: greedy(engine, (4, 3)))
+            assert message in fault_of(lambda: greedy(engine, (4, 3)))
     engine.close()
     with monkeypatch.context() as patch:  # while layers are read into host memory
         reads(patch, instead)
-        assert says in fault_of(lambda: Stream.start(plan(models("bf16"), drive, host_weights="100%")))
+        assert message in fault_of(lambda: Stream.start(plan(models("bf16"), drive, host_weights="100%")))
     assert not list(drive.iterdir())
 
 
@@ -272,8 +273,8 @@ def test_damaged_packed_layers_are_refused(damage: str, models: Callable[[str], 
     content[len(content) // 3] ^= 1
     data.write_bytes(content if damage == "changed" else content[:-100])
     options: dict[str, Any] = {"weight_codec": "lossless", "host_weights": "0%"}
-    says = fault_of(lambda: greedy(Stream.start(plan(models("bf16"), drive, **options)), (4, 3)))
-    assert ("layer 1 is damaged" if damage == "changed" else "is cut off") in says
+    message = fault_of(lambda: greedy(Stream.start(plan(models("bf16"), drive, **options)), (4, 3)))
+    assert ("layer 1 is damaged" if damage == "changed" else "is cut off") in message
 
 
 def test_a_disk_that_fills_while_layers_are_written_leaves_nothing(
@@ -289,9 +290,9 @@ def test_a_disk_that_fills_while_layers_are_written_leaves_nothing(
         return count
 
     monkeypatch.setattr(os, "pwrite", pwrite)
-    says = fault_of(lambda: Stream.start(plan(models("bf16"), drive)))
-    assert f"takes no more weights ({os.strerror(errno.ENOSPC)})" in says
-    assert "--nvme-path" in says
+    message = fault_of(lambda: Stream.start(plan(models("bf16"), drive)))
+    assert f"takes no more weights ({os.strerror(errno.ENOSPC)})" in message
+    assert "--nvme-path" in message
     assert not list(drive.iterdir())
 
 
@@ -329,20 +330,20 @@ class Copying:
 
 def test_memory_that_is_being_copied_is_not_read_into(tmp_path: Path) -> None:
     weights = [torch.full((3 * PAGE,), number, dtype=torch.uint8) for number in range(5)]
-    images = [packed_layer.plain([("weight", weight)], 0) for weight in weights]
+    plain = [packed_layer.plain([("weight", weight)], 0) for weight in weights]
     path = tmp_path / "layers.bin"
-    places, sums = disk.write([path], zip(range(5), images, weights, strict=True))
+    places, sums = disk.write([path], zip(range(5), plain, weights, strict=True))
     layers, copies, seen = DiskLayers(StripedFile([path]), places, sums, 0, False), deque[tuple[Copying, Any]](), 0
-    layers.begin(cycle(image.pieces[0] for image in places))
+    layers.begin(cycle(place.chunks[0] for place in places))
     assert layers.ring_bytes == 6 * PAGE, "room for two"
     for turn in range(12):
-        content = layers.source(places[turn % 5].pieces[0])
+        content = layers.source(places[turn % 5].chunks[0])
         assert bool((content == turn % 5).all())
         copies.append((Copying(), content))
         layers.release(copies[-1][0])  # type: ignore[arg-type]
         if len(copies) == 2:
             time.sleep(0.02)
-            assert not layers.ready(places[(turn + 1) % 5].pieces[0]), "no room"
+            assert not layers.ready(places[(turn + 1) % 5].chunks[0]), "no room"
             copying, content = copies.popleft()
             assert bool((content == (turn - 1) % 5).all())
             copying.end.set()
@@ -398,7 +399,7 @@ def test_stripes_are_the_bytes_that_were_written(
         sizes = [path.stat().st_size for path in paths]
         assert sum(sizes) == len(content)
         assert max(sizes) - min(sizes) <= 2 * PAGE
-        first, last = sorted(round(one * len(content)) for one in where)
+        first, last = sorted(round(share * len(content)) for share in where)
         begin, end = direct.aligned(first, last)
         with (
             StripedFile(paths) as stripes,
@@ -434,34 +435,38 @@ def test_plans_know_the_disk() -> None:
     spec = resolve("llama-3.1-405b", None, None)
     case = Case(model="llama-3.1-405b", engine="stream", offload="nvme", options=(("weight_codec", "none"),),
                 workload=Workload(batch_size=4, input_len=512, output_len=32))  # fmt: skip
-    auto = make_plan(case, spec, machine, "/drive", Efficiency(link_share=1.0))
-    setup = auto.placement
+
+    def planned(machine: Machine = machine, link: float | None = 1.0, **update: Any) -> Plan:
+        factors = None if link is None else Efficiency(link_share=link)
+        return make_plan(case.model_copy(update=update), spec, machine, "/drive", factors)
+
+    auto = planned()
+    layers = auto.placement.host_layers
     assert auto.fits, auto.why_not
     assert not make_plan(case.model_copy(update={"offload": "cpu"}), spec, machine).fits
     assert 0.85 * 512 * 2**30 < auto.host.total <= 0.9 * 512 * 2**30
-    kept = len(setup.host_layers) / spec.num_layers
-    assert auto.host.weights == setup.held_bytes == pytest.approx(kept * spec.streamed_bytes, rel=1e-6)
+    kept = len(layers) / spec.num_layers
+    assert auto.host.weights == auto.placement.held_bytes == pytest.approx(kept * spec.streamed_bytes, rel=1e-6)
     assert auto.nvme.total == spec.streamed_bytes
     assert auto.bound_by == "nvme"
     assert auto.step_s == pytest.approx((1 - kept) * spec.streamed_bytes / 12e9)
-    gaps = np.diff([-1, *sorted(set(range(spec.num_layers)) - set(setup.host_layers)), spec.num_layers])
+    gaps = np.diff([-1, *sorted(set(range(spec.num_layers)) - set(layers)), spec.num_layers])
     assert max(gaps) - min(gaps) <= 2, "evenly spread"
-    quick = make_plan(case, spec, override(machine, "nvme_bandwidth=60GB/s"), "/drive", Efficiency(link_share=1.0))
+    quick = planned(override(machine, "nvme_bandwidth=60GB/s"))
     assert quick.bound_by == "link"
     assert quick.step_s == pytest.approx(spec.streamed_bytes / (machine.h2d_bandwidth or 0))
-    none = case.model_copy(update={"options": (("host_weights", "0%"), ("weight_codec", "none"))})
-    bare = make_plan(none, spec, machine, "/drive", Efficiency(link_share=1.0))
+    bare = planned(options=(("host_weights", "0%"), ("weight_codec", "none")))
     assert not bare.placement.host_layers
     assert bare.step_s == pytest.approx(spec.streamed_bytes / 12e9)
-    coded = make_plan(case.model_copy(update={"options": ()}), spec, machine, "/drive", Efficiency(link_share=1.0))
+    coded = planned(options=())
     assert coded.nvme.total == pytest.approx(0.67 * spec.streamed_bytes)
-    assert len(coded.placement.host_layers) > len(setup.host_layers)
-    limit = make_plan(case, spec, machine, "/drive")
+    assert len(coded.placement.host_layers) > len(layers)
+    limit = planned(link=None)
     assert limit.step_s is not None
     assert auto.step_s is not None
     assert 0.9 * auto.step_s < limit.step_s <= auto.step_s
-    resident = make_plan(case.model_copy(update={"gpu_weights": "10%"}), spec, machine, "/drive")
-    assert not set(resident.placement.resident_layers) & set(resident.placement.host_layers)
+    resident = planned(link=None, gpu_weights="10%").placement
+    assert not set(resident.resident_layers) & set(resident.host_layers)
 
 
 TWICE = """
@@ -483,9 +488,9 @@ def steps(plan):
     engine = Stream.start(plan)
     prefill(engine, torch.ones(2, 4, dtype=torch.long), torch.ones(2, 4, dtype=torch.long), reserve=2)
     decode(engine, torch.ones(2, dtype=torch.long))
-    found = engine.effective()
+    effective = engine.effective()
     engine.close()
-    return found
+    return effective
 
 
 steps(small)  # all that is imported and kept
@@ -513,14 +518,14 @@ def test_a_model_of_twice_the_limit_of_memory_runs(tmp_path: Path, drive: Path) 
         plan(folder, drive, host_weights="9MB", **how),
     ]  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "-c", TWICE], input="\n".join(one.model_dump_json() for one in plans), capture_output=True,
+        [sys.executable, "-c", TWICE], input="\n".join(plan.model_dump_json() for plan in plans), capture_output=True,
         text=True, env=environment(OMP_NUM_THREADS="1", MALLOC_ARENA_MAX="1"), timeout=PATIENCE_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found = Effective.model_validate_json(done.stdout)
-    assert found.nvme_weight_bytes > 130e6
-    assert found.settings["host_layers"] == 1
-    assert found.nvme_bytes_per_step == found.nvme_weight_bytes * 15 / 16
+    effective = Effective.model_validate_json(done.stdout)
+    assert effective.nvme_weight_bytes > 130e6
+    assert effective.settings["host_layers"] == 1
+    assert effective.nvme_bytes_per_step == effective.nvme_weight_bytes * 15 / 16
     assert not list(drive.iterdir())
 
 
@@ -531,14 +536,14 @@ REFUSED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("says", sorted(REFUSED))
-def test_what_does_not_go_together_is_refused_in_one_line(says: str) -> None:
-    options = dict(REFUSED[says])
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_does_not_go_together_is_refused_in_one_line(message: str) -> None:
+    options = dict(REFUSED[message])
     offload: Offload = options.pop("offload")
-    found = conflict("stream", resolve_options("stream", options), offload)
-    assert found is not None
-    assert found.startswith(says)
-    assert "\n" not in found
+    line = conflict("stream", resolve_options("stream", options), offload)
+    assert line is not None
+    assert line.startswith(message)
+    assert "\n" not in line
 
 
 def test_shares_of_host_memory_are_checked() -> None:
@@ -553,22 +558,22 @@ def test_shares_of_host_memory_are_checked() -> None:
     sizes=st.lists(st.sampled_from([40, 512, 1300, 2600, 9000]), min_size=1, max_size=5),
     depth=st.integers(2, 7),
     ring=st.integers(0, 60_000),
-    trips=st.lists(st.tuples(st.integers(1, 3), st.integers(0, 2), st.integers(0, 2)), min_size=1, max_size=5),
+    passes=st.lists(st.tuples(st.integers(1, 3), st.integers(0, 2), st.integers(0, 2)), min_size=1, max_size=5),
     kept=st.sets(st.integers(0, 4)),
 )
 def test_no_buffer_is_read_early_or_overwritten_late(
-    sizes: list[int], depth: int, ring: int, trips: list[tuple[int, int, int]], kept: set[int],
+    sizes: list[int], depth: int, ring: int, passes: list[tuple[int, int, int]], kept: set[int],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:  # fmt: skip
-    """Trips of any mixture, with layers from disk and from host memory, and a host's ring of any size."""
+    """Passes of any mixture, with layers from disk and from host memory, and a host's ring of any size."""
     folder = tmp_path_factory.mktemp("layers")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packed_layer, "PIECE", 5000)
+        patch.setattr(packed_layer, "CHUNK_BYTES", 5000)
         bench = Bench(sizes, depth, FakeQueues(), patch, from_disk(folder, ring, kept & set(range(len(sizes)))))
-        for number, (calls, count, beside) in enumerate(trips):
+        for number, (calls, count, second) in enumerate(passes):
             fetches = [Answer(one, number) for one in range(count)]
             bench.borrowed.clear()
-            bench.trip(calls, fetches, beside)
+            bench.run_pass(calls, fetches, second)
             assert bench.borrowed == [[one, layer, number, 7] for layer in range(len(sizes)) for one in range(count)]
         bench.close()
 
@@ -581,25 +586,25 @@ def test_a_trace_shows_the_reads_of_a_disk_beside_the_copies(tmp_path: Path, mon
         time.sleep(0.02)
         return real(file, parts, offset)
 
-    monkeypatch.setattr(packed_layer, "PIECE", 5000)
+    monkeypatch.setattr(packed_layer, "CHUNK_BYTES", 5000)
     bench = Bench([9000] * 6, 3, FakeQueues(), monkeypatch, from_disk(tmp_path, 20_000, {1, 4}))
-    bench.trip()
+    bench.run_pass()
     monkeypatch.setattr(os, "preadv", preadv)
     for _ in range(2):
         with bench.ring.watched() as trace:
-            bench.trip()
+            bench.run_pass()
         spans = trace.spans()
     bench.close()
     reads = [span for span in spans if span.lane == "disk"]
     assert {span.layer for span in reads} == {0, 2, 3, 5}
-    assert len(reads) <= 10, "one for each piece at most"
+    assert len(reads) <= 10, "one for each chunk at most"
     assert [span.start_ms for span in reads] == sorted(span.start_ms for span in reads)
     assert all(span.end_ms > 0 for span in reads), "none that was over before the step"
     assert share(spans, "disk") > 0.6
     assert waits(spans).reading_ms > 0.6 * waits(spans).total_ms > 0.3 * length_ms(spans)
     for layer in (2, 3):
         last = max(span.end_ms for span in spans if (span.lane, span.layer) == ("copy", layer))
-        read = [span for span in reads if span.layer == layer and span.start_ms < last]  # others are the next trip's
+        read = [span for span in reads if span.layer == layer and span.start_ms < last]  # others are the next pass's
         assert read
         assert max(span.end_ms for span in read) <= last, "a piece is copied once it is there"
 
@@ -607,14 +612,14 @@ def test_a_trace_shows_the_reads_of_a_disk_beside_the_copies(tmp_path: Path, mon
 def from_disk(folder: Path, ring_bytes: int, kept: set[int]) -> Callable[..., DiskRing]:
     """Return a function that makes a ring as `Bench` wants one, whose layers come from a file in `folder`."""
 
-    def make(source: torch.Tensor, images: list[Any], depth: int, device: torch.device, queues: Any) -> DiskRing:
-        def layers() -> Any:
-            for index, image in enumerate(images):
-                pieces = tuple(replace(piece, start=piece.start - image.start, end=piece.end - image.start)
-                               for piece in image.pieces)  # fmt: skip
-                yield index, replace(image, pieces=pieces), source[image.start : image.end]
+    def make(source: torch.Tensor, layers: list[Any], depth: int, device: torch.device, queues: Any) -> DiskRing:
+        def from_zero() -> Any:
+            for index, layer in enumerate(layers):
+                chunks = tuple(replace(chunk, start=chunk.start - layer.start, end=chunk.end - layer.start)
+                               for chunk in layer.chunks)  # fmt: skip
+                yield index, replace(layer, chunks=chunks), source[layer.start : layer.end]
 
-        places, sums = disk.write([folder / "layers.bin"], layers())
+        places, sums = disk.write([folder / "layers.bin"], from_zero())
         content = DiskLayers(StripedFile([folder / "layers.bin"]), places, sums, ring_bytes, False)
         ring = DiskRing(content, depth, device, queues)
         ring.hold(kept)

@@ -8,6 +8,7 @@ The kernel runs in a process of its own (`tests.interpreter`). The other tests c
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.nn import functional
 from tests import quantized, test_continuous, test_drafts, test_quantized
 from tests.interpreter import interpreted
 from tests.running import error
+from tests.test_codec import compile_for_h100
 from tests.test_experts import queued as queued  # the fixture
 from tests.test_graphs import Rerun, status
 from tests.test_graphs import recorder as recorder  # the fixture
@@ -32,7 +34,7 @@ from zinfer.engine.pinned import PinnedArena
 from zinfer.engine.quantization.dequantize import Codes, expand
 from zinfer.engine.stream import few_experts, packed_layer, packed_product
 from zinfer.engine.stream.packed_product import LazyWeight, Parts
-from zinfer.engine.stream.quantized import Run, pieces, unpack
+from zinfer.engine.stream.quantized import TRANSPOSED_ROWS, CodesLayout, Run, encode_chunks, unpack
 from zinfer.plan.planner import make_plan
 
 Patch = pytest.MonkeyPatch
@@ -88,17 +90,17 @@ def codes_of(name: str) -> Codes:
     return Codes(numbers, columns, bits, table, scales, block, inner, coded, **given)
 
 
-def chunks_of(codes: Codes, dtype: torch.dtype, most: int) -> tuple[Run, Tensor]:
+def chunks_of(codes: Codes, dtype: torch.dtype, max_bytes: int) -> tuple[Run, Tensor]:
     """Return a matrix in chunks, as a packed layer has them, and their bytes."""
-    found = pieces(codes, dtype, most)
-    stride = -(-found[0][0].size // 256) * 256
-    data, run = torch.zeros(stride * len(found), dtype=torch.uint8), None
-    for number, (layout, own) in enumerate(found):
-        data[number * stride :][: own.numel()] = own
+    chunks = encode_chunks(codes, dtype, max_bytes)
+    stride = -(-chunks[0][0].size // 256) * 256
+    data, run = torch.zeros(stride * len(chunks), dtype=torch.uint8), None
+    for number, (layout, content) in enumerate(chunks):
+        data[number * stride :][: content.numel()] = content
         run = Run(layout, layout) if run is None else run.continued(layout, number * stride)
         assert run is not None
     assert run is not None
-    assert run.count == len(found)
+    assert run.count == len(chunks)
     return run, data
 
 
@@ -107,8 +109,8 @@ def by_kernel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return what `main` saved."""
     path = tmp_path_factory.mktemp("packed") / "results"
     interpreted(__name__, path)
-    found: dict[str, Any] = torch.load(path)
-    return found
+    results: dict[str, Any] = torch.load(path)
+    return results
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -123,8 +125,8 @@ def test_products_are_those_of_unpacked_weights(name: str, by_kernel: dict[str, 
 @pytest.mark.parametrize("name", STACKS)
 def test_products_with_stacked_experts_are_those_of_unpacked_weights(name: str, by_kernel: dict[str, Any]) -> None:
     weights, of_tokens, of_pairs, states, experts, columns, chosen = by_kernel[name]
-    for own, pairs in ((states.repeat_interleave(2, 0), of_tokens), (columns, of_pairs)):
-        expected = torch.einsum("pi,poi->po", own.double(), weights.double()[experts.flatten()])
+    for inputs, pairs in ((states.repeat_interleave(2, 0), of_tokens), (columns, of_pairs)):
+        expected = torch.einsum("pi,poi->po", inputs.double(), weights.double()[experts.flatten()])
         assert error(pairs, expected) < (1e-6 if weights.dtype == FP32 else 0.004)
     assert torch.equal(of_pairs, weights.float()[experts.flatten(), :, chosen]), "unit vectors read weights to the bit"
 
@@ -135,22 +137,19 @@ def test_cases_have_chunks_and_columns_that_are_split(by_kernel: dict[str, Any])
 
 
 def test_an_engine_computes_by_the_kernel(by_kernel: dict[str, Any]) -> None:
-    ran, told, found, expected = by_kernel["engine"]
+    ran, statuses, tokens, expected = by_kernel["engine"]
     assert ran > 0
-    assert told == ["on", "no packed weights"]
-    assert torch.equal(found, expected)
+    assert statuses == ["on", "no packed weights"]
+    assert torch.equal(tokens, expected)
 
 
 def test_an_engine_computes_experts_by_the_kernel(by_kernel: dict[str, Any]) -> None:
     """Steps of two tokens with two experts each; the prompts have too many for so few experts."""
-    pairs, told, found, expected = by_kernel["engine of experts"]
+    pairs, statuses, tokens, expected = by_kernel["engine of experts"]
     assert pairs == 2 * 2 * 2 * 2 * (FEW[1] - 1), "matrices, layers, tokens, experts, steps"
-    assert told == [["on", "on"], ["no packed weights", "on"]]
-    assert torch.equal(found, expected)
-
-
-def test_an_engine_computes_other_experts_in_the_slot(by_kernel: dict[str, Any]) -> None:
-    assert torch.equal(*by_kernel["engine of experts in the slot"])
+    assert statuses == [["on", "on"], ["no packed weights", "on"]]
+    assert torch.equal(tokens, expected)
+    assert torch.equal(*by_kernel["engine of unpacked experts"])
 
 
 def by_codes(parts: Parts, data: Tensor, states: Tensor, bias: Tensor | None) -> Tensor:
@@ -180,23 +179,22 @@ class Kernel:
 
 @pytest.fixture
 def kernel(monkeypatch: Patch) -> Kernel:
-    found = Kernel()
+    double = Kernel()
     monkeypatch.setattr(packed_product, "cannot_run", lambda _device: None)
-    monkeypatch.setattr(packed_product, "_compute", found)
-    return found
+    monkeypatch.setattr(packed_product, "_compute", double)
+    return double
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Make a checkpoint in one of the formats of `test_quantized`, once."""
-    folder, known = tmp_path_factory.mktemp("formats"), dict[str, Path]()
+    folder = tmp_path_factory.mktemp("formats")
 
+    @cache
     def make(name: str) -> Path:
         if name in quantized.COMPRESSED:
             pytest.importorskip("compressed_tensors")
-        if name not in known:
-            known[name] = test_quantized.FORMATS[name](folder / name)
-        return known[name]
+        return test_quantized.FORMATS[name](folder / name)
 
     return make
 
@@ -210,8 +208,10 @@ def unread() -> Iterator[None]:
 
 
 def start(directory: Path, scratch: Path, share: str = "100%", **options: Any) -> Any:
-    """Load an engine that keeps `share` of the weights on the device, quantised, and reads their codes if `kernel`; its
-    slot holds NaN before a layer is put there."""
+    """Load an engine that keeps `share` of the weights quantised on the device, and reads their codes if `kernel`.
+
+    Its layer buffer holds NaN before a layer is unpacked.
+    """
     here, reads = options.pop("here", None), options.pop("kernel", True)
     options = {"dtype": "float32", "weight_codec": "lossless"} | options
     with nullcontext() if reads else unread():
@@ -222,23 +222,23 @@ def start(directory: Path, scratch: Path, share: str = "100%", **options: Any) -
     put = engine._ring._unpack
 
     def unpacked(index: int) -> None:
-        engine._ring._slot.fill_(255)
+        engine._ring.layer_buffer.fill_(255)
         put(index)
 
     engine._ring._unpack = unpacked
     return engine
 
 
-def told(engine: Engine) -> object:
+def status_of(engine: Engine) -> object:
     return engine.effective().settings.get("packed_kernel")
 
 
 def run(engine: Any) -> Tensor:
     """Return the tokens of a batch, twice, and close the engine."""
-    found = [greedy(engine, LENGTHS) for _ in range(2)]
-    assert torch.equal(*found)
+    tokens = [greedy(engine, LENGTHS) for _ in range(2)]
+    assert torch.equal(*tokens)
     engine.close()
-    return found[0]
+    return tokens[0]
 
 
 @pytest.mark.parametrize("share", ["60%", "100%"])
@@ -246,13 +246,13 @@ def run(engine: Any) -> Tensor:
 def test_layers_that_stay_give_the_same_tokens(
     name: str, share: str, made: Callable[[str], Path], tmp_path: Path, kernel: Kernel, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(packed_layer, "PIECE", 4000)  # a matrix is several chunks
+    monkeypatch.setattr(packed_layer, "CHUNK_BYTES", 4000)  # a matrix is several chunks
     expected = run(start(made(name), tmp_path, share, kernel=False))
     assert kernel.calls == 0
     engine = start(made(name), tmp_path, share)
     first = greedy(engine, LENGTHS)
     served = name not in ("gptq in order", "mxfp4 of experts")  # columns in an order of their own; no matrix alone
-    assert told(engine) == ("no weights that it reads" if name == "gptq in order" else "on")
+    assert status_of(engine) == ("no weights that it reads" if name == "gptq in order" else "on")
     assert bool(engine._ring.streamed) == (share == "60%")
     assert torch.equal(first, expected)
     assert torch.equal(run(engine), expected)
@@ -264,7 +264,7 @@ def test_every_matrix_of_bloom_is_read_from_its_codes(
     weights: Weights, checkpoint: Callable[..., Path], kernel: Kernel
 ) -> None:
     """Weights that are rounded while they load, with biases; prompts and steps are few tokens."""
-    spec, found = resolve(str(checkpoint("bloom")), "float32", weights=weights), list[Tensor]()
+    spec, tokens = resolve(str(checkpoint("bloom")), "float32", weights=weights), list[Tensor]()
     for option in ("off", "auto"):
         case = Case(
             model=spec.name, engine="stream", offload="cpu", dtype=spec.dtype, load_format="safetensors",
@@ -273,25 +273,25 @@ def test_every_matrix_of_bloom_is_read_from_its_codes(
         )  # fmt: skip
         with nullcontext() if option == "auto" else unread():
             engine = base.load(kind("stream").target).start(make_plan(case, spec, MACHINE))
-        found.append(greedy(engine, LENGTHS))
+        tokens.append(greedy(engine, LENGTHS))
         engine.close()
-    assert torch.equal(*found)
+    assert torch.equal(*tokens)
     assert kernel.calls == OUTPUT_LEN * 4 * spec.num_layers
 
 
-def test_many_tokens_are_computed_in_the_slot(
+def test_many_tokens_are_multiplied_unpacked(
     made: Callable[[str], Path], tmp_path: Path, kernel: Kernel, monkeypatch: Patch
 ) -> None:
     expected, calls = run(start(made("int4 groups"), tmp_path, kernel=False)), []
-    for most in (2, 3, 27):  # three rows decode together, and their prompts have 27 tokens
-        monkeypatch.setattr(packed_product, "CODED_TOKENS", most)
+    for max_tokens in (2, 3, 27):  # three rows decode together, and their prompts have 27 tokens
+        monkeypatch.setattr(packed_product, "CODED_TOKENS", max_tokens)
         kernel.calls = 0
         assert torch.equal(run(start(made("int4 groups"), tmp_path)), expected)
         calls.append(kernel.calls)
     assert calls[0] == 0 < calls[1] < calls[2]
 
 
-def test_weights_that_are_read_beside_a_product_are_in_the_slot(
+def test_weights_that_are_read_without_a_product_are_unpacked(
     made: Callable[[str], Path], tmp_path: Path, kernel: Kernel
 ) -> None:
     """Modules whose forward pass is another one, reads the weight after a product, or is hooked."""
@@ -300,9 +300,10 @@ def test_weights_that_are_read_beside_a_product_are_in_the_slot(
     for layer in engine._layers:
         assert isinstance(layer.mlp.up_proj.weight, LazyWeight)
         query, out, up = layer.self_attn.q_proj, layer.self_attn.o_proj, layer.mlp.up_proj
-        query.forward = lambda states, own=query: states @ own.weight.view(own.out_features, -1).t()
-        out.forward = lambda states, own=out: (
-            (functional.linear(states, own.weight) + functional.linear(input=states, weight=own.weight[:]) * 0.5) / 1.5
+        query.forward = lambda states, module=query: states @ module.weight.view(module.out_features, -1).t()
+        out.forward = lambda states, module=out: (
+            (functional.linear(states, module.weight) + functional.linear(input=states, weight=module.weight[:]) * 0.5)
+            / 1.5
         )
         up.register_forward_hook(lambda _module, _args, output: output * 1)
     assert torch.equal(run(engine), expected)
@@ -323,7 +324,7 @@ def test_a_kernel_that_fails_is_given_up(
     expected = run(start(made("int4 groups"), tmp_path, kernel=False))
     engine = start(made("int4 groups"), tmp_path)
     assert torch.equal(greedy(engine, LENGTHS), expected)
-    assert told(engine) == reason
+    assert status_of(engine) == reason
     assert torch.equal(run(engine), expected)
     assert kernel.calls == 1
 
@@ -336,7 +337,7 @@ def test_a_lack_of_memory_is_the_callers(made: Callable[[str], Path], tmp_path: 
     kernel.fault = None
     engine.clear()
     assert run(engine).shape
-    assert told(start(made("int4 groups"), tmp_path, "0%")) is None
+    assert status_of(start(made("int4 groups"), tmp_path, "0%")) is None
 
 
 def test_recorded_steps_compute_from_codes(
@@ -344,30 +345,30 @@ def test_recorded_steps_compute_from_codes(
 ) -> None:
     expected = run(start(made("int4 groups"), tmp_path, kernel=False, cuda_graphs="off"))
     engine = start(made("int4 groups"), tmp_path)
-    found = greedy(engine, LENGTHS)
+    tokens = greedy(engine, LENGTHS)
     assert status(engine) == "on"
     assert recorder.replayed > 0
-    assert torch.equal(found, expected)
+    assert torch.equal(tokens, expected)
     engine.close()
 
 
-@pytest.mark.parametrize("most", [1, 2, 64])
+@pytest.mark.parametrize("max_tokens", [1, 2, 64])
 def test_rows_with_their_cache_in_host_memory(
-    most: int, made: Callable[[str], Path], tmp_path: Path, kernel: Kernel, monkeypatch: Patch, queued: None
+    max_tokens: int, made: Callable[[str], Path], tmp_path: Path, kernel: Kernel, monkeypatch: Patch, queued: None
 ) -> None:
-    """Two calls of a layer in a trip, in two queues: both, the first, or neither of them by the kernel."""
-    monkeypatch.setattr(packed_product, "CODED_TOKENS", most)
+    """Two calls of a layer in a pass, in two queues: both, the first, or neither of them by the kernel."""
+    monkeypatch.setattr(packed_product, "CODED_TOKENS", max_tokens)
     options: dict[str, Any] = {"kv_offload": "auto", "kv_attention": "cpu", "here": 1}
-    found = list[Tensor]()
+    tokens = list[Tensor]()
     for option in ("off", "auto"):
         engine = start(made("int4 groups"), tmp_path, kernel=option == "auto", **options)
         every = {"resident_layers": tuple(range(len(engine._layers)))}
         engine.given = engine.plan.placement.model_copy(update=every)
-        found.append(greedy(engine, LENGTHS))
+        tokens.append(greedy(engine, LENGTHS))
         assert not engine._ring.streamed
         assert engine._kv_rows == 2
         engine.close()
-    assert torch.equal(*found)
+    assert torch.equal(*tokens)
     assert kernel.calls > 0
 
 
@@ -379,23 +380,23 @@ def test_drafts_leave_the_tokens_as_they_are(
     test_continuous.small(monkeypatch)
     engine = start(made("int4 groups"), tmp_path)
     rows = test_continuous.sequences(9, 3)
-    known = test_drafts.answers(engine, rows)
-    alone, running = kernel.calls, test_drafts.drafting(engine, monkeypatch, known, 0.4)
-    found = test_continuous.run(running, [rows[:5], rows[5:]])
+    answers = test_drafts.answers(engine, rows)
+    alone, running = kernel.calls, test_drafts.drafting(engine, monkeypatch, answers, 0.4)
+    tokens = test_continuous.run(running, [rows[:5], rows[5:]])
     assert running.drafts is not None
     assert running.drafts.accepted > 0
     assert 0 < alone < kernel.calls
-    assert told(engine) == "on"
+    assert status_of(engine) == "on"
     running.end()
     engine.close()
-    test_drafts.check(found, known)
+    test_drafts.check(tokens, answers)
 
 
 def test_without_a_gpu_weights_are_ordinary(made: Callable[[str], Path], tmp_path: Path) -> None:
     engine = start(made("int4 groups"), tmp_path)
     assert not any(isinstance(one, LazyWeight) for one in engine.model.parameters())
     greedy(engine, LENGTHS)
-    assert told(engine) == "no GPU"
+    assert status_of(engine) == "no GPU"
     engine.close()
 
 
@@ -404,29 +405,29 @@ def test_the_rows_of_a_weight_are_runs_of_alike_chunks() -> None:
     several = [codes_of("nvfp4"), replace(codes_of("nvfp4"), divisor=2.5)]
     arena = PinnedArena(1 << 20, pin=False, grow=True)
     shape = torch.empty(74, 96, dtype=BF16, device="meta")
-    image = packed_layer.pack({"norm": torch.ones(96)}, arena, {"weight": (shape, several)})
-    place = image.blocks["weight"]
-    own = [piece for piece in image.pieces if piece.layout is not None]
-    assert [len(found) for found in (own, packed_product.parts_of(own, place, image.start) or ())] == [2, 2]
-    parts = packed_product.parts_of(own, place, image.start)
+    packed = packed_layer.pack({"norm": torch.ones(96)}, arena, {"weight": (shape, several)})
+    place = packed.blocks["weight"]
+    chunks = [chunk for chunk in packed.chunks if chunk.layout is not None]
+    assert [len(parts) for parts in (chunks, packed_product.parts_of(chunks, place, packed.start) or ())] == [2, 2]
+    parts = packed_product.parts_of(chunks, place, packed.start)
     assert parts is not None
     states = torch.randn(3, 96, generator=torch.Generator().manual_seed(1)).to(BF16)
     expected = functional.linear(states, torch.cat([expand(codes, BF16) for codes in several]))
-    assert torch.equal(by_codes(parts, arena.memory[image.start :], states, None), expected)
+    assert torch.equal(by_codes(parts, arena.memory[packed.start :], states, None), expected)
 
-    def served(pieces: list[packed_layer.Chunk], other: Any = place) -> bool:
-        return packed_product.parts_of(pieces, other, image.start) is not None
+    def served(chunks: list[packed_layer.Chunk], other: Any = place) -> bool:
+        return packed_product.parts_of(chunks, other, packed.start) is not None
 
-    layout: Any = own[1].layout
-    assert served(own)
-    assert not served(own[:1]), "rows are missing"
-    assert not served(own[::-1]), "rows are in another order"
-    assert not served([*own[:1], replace(own[1], layout=None)])
-    assert not served([*own[:1], replace(own[1], layout=replace(layout, order=True))])
-    assert not served([*own[:1], replace(own[1], layout=replace(layout, block=(1, 3)))]), "a byte has two scales"
-    assert served(own, replace(place, shape=torch.Size((2, 37, 96)))), "a stack of matrices"
-    assert not served(own, replace(place, shape=torch.Size((2, 37, 2, 48))))
-    assert not served(own, replace(place, dtype=FP16))
+    layout: Any = chunks[1].layout
+    assert served(chunks)
+    assert not served(chunks[:1]), "rows are missing"
+    assert not served(chunks[::-1]), "rows are in another order"
+    assert not served([*chunks[:1], replace(chunks[1], layout=None)])
+    assert not served([*chunks[:1], replace(chunks[1], layout=replace(layout, order=True))])
+    assert not served([*chunks[:1], replace(chunks[1], layout=replace(layout, block=(1, 3)))]), "a byte has two scales"
+    assert served(chunks, replace(place, shape=torch.Size((2, 37, 96)))), "a stack of matrices"
+    assert not served(chunks, replace(place, shape=torch.Size((2, 37, 2, 48))))
+    assert not served(chunks, replace(place, dtype=FP16))
     arena.close()
 
 
@@ -471,22 +472,15 @@ def test_tensors_of_another_kind_decide_what_is_done_with_a_lazy_weight() -> Non
 
     weight = LazyWeight(torch.ones(3, 3), lambda: filled.append(1), lambda states, _bias: states)
     other = torch.ones(3, 3).as_subclass(Other)
-    kind, before, found = torch.matmul(weight, other)
-    assert (kind, before, float(found.sum())) == ("other", 1, 27)
-    kind, _, found = functional.linear(other, weight)
+    kind, before, output = torch.matmul(weight, other)
+    assert (kind, before, float(output.sum())) == ("other", 1, 27)
+    kind, _, output = functional.linear(other, weight)
     assert kind == "other"
-    assert float(found.sum()) == 9, "its product is offered to the weight"
+    assert float(output.sum()) == 9, "its product is offered to the weight"
 
 
-def test_the_kernel_compiles_for_an_h100(tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+def test_the_kernel_compiles_for_an_h100() -> None:
     from zinfer.engine.stream import product_kernel as kernel
-    from zinfer.engine.stream.quantized import TURNED_ROWS, CodesLayout
 
     def layout(rows: int, bits: int, table: str, group: int) -> CodesLayout:
         return CodesLayout(rows, 4096, bits, table, (1, group), (rows, 4096 // group), BF16, "", False, False, 1.0, 1.0,
@@ -496,28 +490,18 @@ def test_the_kernel_compiles_for_an_h100(tmp_path: Path, monkeypatch: Patch) -> 
         "data": "*u8", "zeros": "*i16", "scale_table": "*fp32", "out": "*fp32", "divisor": "fp32", "factor": "fp32",
         "experts": "*i64",
     }  # fmt: skip
-
-    def check(function: Any, constants: dict[str, Any], warps: int) -> None:
-        constants["INTERPRETED"] = False
-        types = {name: "constexpr" if name in constants else pointers.get(name, "i32") for name in function.arg_names}
-        aligned = {(index,): [["tt.divisibility", 16]] for index, kind in enumerate(types.values()) if "*" in kind}
-        compiled = triton.compile(
-            ASTSource(function, types, constants, aligned), target=GPUTarget("cuda", 90, 32),
-            options={"num_warps": warps, "num_stages": kernel.STAGES},
-        )  # fmt: skip
-        assert compiled.asm["cubin"]
-
     for bits, table, group in ((4, "middle4", 128), (8, "int8", 4096)):
         first = layout(500, bits, table, group)
         run = Run(first, layout(100, bits, table, group), 3, -(-first.size // 256) * 256)
-        tiles, function = kernel.Tiles.of(run), kernel._multiply
+        tiles = kernel.Tiles.of(run)
         constants = kernel.constants(run) | {
             "EXPERTS": 0, "EACH_TOKEN": 1, "TOKENS": 16, "BIASED": True, "WHOLE": False, "BLOCK_ROWS": tiles.rows,
-            "BLOCK": tiles.bytes, "FAST": bits == 4,
+            "BLOCK": tiles.bytes, "FAST": bits == 4, "INTERPRETED": False,
         }  # fmt: skip
-        check(function, constants, tiles.rows // kernel.WARP_ROWS)
+        warps = tiles.rows // kernel.WARP_ROWS
+        compile_for_h100(kernel._multiply, constants, pointers, num_warps=warps, num_stages=kernel.STAGES)
     # Experts of gpt-oss-120b, whose rows of codes are inputs.
-    pointers["scales"], rows = "*u8", (128 * 2880, 11648)
+    rows = (128 * 2880, 11648)
     first, last = (
         CodesLayout(size, 5760, 4, "e2m1", (32, 1), (size // 32, 5760), torch.uint8, "e8m0", False, False, 1.0, 1.0,
                     BF16, BF16)
@@ -525,9 +509,12 @@ def test_the_kernel_compiles_for_an_h100(tmp_path: Path, monkeypatch: Patch) -> 
     )  # fmt: skip
     run = Run(first, last, -(-rows[0] // rows[1]), -(-first.size // 256) * 256)
     assert run.rows == rows[0]
-    more = {"EXPERTS": 128, "EACH_TOKEN": 4, "GROUP_ROWS": TURNED_ROWS, "BLOCK_ROWS": kernel.TILE_ROWS,
-            "BLOCK": kernel.TURNED_BYTES}  # fmt: skip
-    check(kernel._multiply_turned, kernel.constants(run) | more, 4)
+    constants = kernel.constants(run) | {
+        "EXPERTS": 128, "EACH_TOKEN": 4, "GROUP_ROWS": TRANSPOSED_ROWS, "BLOCK_ROWS": kernel.TILE_ROWS,
+        "BLOCK": kernel.TRANSPOSED_BYTES, "INTERPRETED": False,
+    }  # fmt: skip
+    types = pointers | {"scales": "*u8"}
+    compile_for_h100(kernel._multiply_transposed, constants, types, num_warps=4, num_stages=kernel.STAGES)
 
 
 def main(path: Path) -> None:
@@ -536,10 +523,10 @@ def main(path: Path) -> None:
 
     torch.set_grad_enabled(False)
     results: dict[str, Any] = {"chunks": set(), "splits": set()}
-    for name, (rows, columns, *_, dtype, _, most, count) in CASES.items():
-        product_kernel.LEAST_STEPS = 1 if name == "columns that are split" else 8
+    for name, (rows, columns, *_, dtype, _, max_bytes, count) in CASES.items():
+        product_kernel.MIN_STEPS = 1 if name == "columns that are split" else 8
         codes = codes_of(name)
-        run, data = chunks_of(codes, dtype, most)
+        run, data = chunks_of(codes, dtype, max_bytes)
         results["chunks"].add(run.count)
         results["splits"].add(product_kernel.Tiles.of(run).splits)
         dice = torch.Generator().manual_seed(rows)
@@ -552,9 +539,9 @@ def main(path: Path) -> None:
         single = packed_product._compute(((0, run),), data, unit, None)
         results[name] = expand(codes, dtype), products, single, states, bias, chosen
 
-    for name, (count, transposed, (rows, columns, *_, dtype, _, most)) in STACKS.items():
-        product_kernel.TURNED_BYTES = 16
-        run, data = chunks_of(codes_of(name), dtype, most)
+    for name, (count, transposed, (rows, columns, *_, dtype, _, max_bytes)) in STACKS.items():
+        product_kernel.TRANSPOSED_BYTES = 16
+        run, data = chunks_of(codes_of(name), dtype, max_bytes)
         matrices = expand(codes_of(name), dtype).view(count, rows // count, columns)
         weights = matrices.transpose(1, 2) if transposed else matrices
         dice = torch.Generator().manual_seed(rows)
@@ -563,12 +550,12 @@ def main(path: Path) -> None:
         unit = torch.zeros(4, weights.shape[2], dtype=dtype)
         unit[range(4), chosen] = 1
         of_tokens, of_pairs = (
-            product_kernel.multiply_experts(own, data, run, experts, count, transposed) for own in (states, unit)
+            product_kernel.multiply_experts(inputs, data, run, experts, count, transposed) for inputs in (states, unit)
         )
         results["splits"].add(-of_tokens.shape[1] if transposed else of_tokens.shape[1])
         results[name] = weights, of_tokens.sum(1), of_pairs.sum(1), states, experts, unit, chosen
 
-    compute, ran, found, status = packed_product._compute, 0, [], []
+    compute, ran, tokens, status = packed_product._compute, 0, [], []
 
     def counted(*args: Any) -> Tensor:
         nonlocal ran
@@ -579,12 +566,12 @@ def main(path: Path) -> None:
     directory = test_quantized.FORMATS["gptq"](path.parent / "m")
     for option in ("auto", "off"):
         engine = start(directory, path.parent, kernel=option == "auto")
-        found.append(greedy(engine, LENGTHS))
-        status.append(told(engine))
+        tokens.append(greedy(engine, LENGTHS))
+        status.append(status_of(engine))
         engine.close()
-    results["engine"] = ran, status, *found
+    results["engine"] = ran, status, *tokens
 
-    multiply, pairs, found, status = product_kernel.multiply_experts, 0, [], []
+    multiply, pairs, tokens, status = product_kernel.multiply_experts, 0, [], []
 
     def multiplied(*args: Any) -> Tensor:
         nonlocal pairs
@@ -595,15 +582,15 @@ def main(path: Path) -> None:
     directory = test_quantized.FORMATS["mxfp4 of experts"](path.parent / "experts")
     for option in ("auto", "off"):
         engine = start(directory, path.parent, kernel=option == "auto", experts="all")
-        found.append(greedy(engine, *FEW))
+        tokens.append(greedy(engine, *FEW))
         settings = engine.effective().settings
         status.append([settings[name] for name in ("packed_kernel", "experts_kernel")])
         engine.close()
-    results["engine of experts"] = pairs, status, *found
-    # The kernel of plain experts reads the slot, which has to be filled first.
+    results["engine of experts"] = pairs, status, *tokens
+    # The kernel of plain experts reads the layer buffer, which has to be filled first.
     packed_product.StackedCodes.ready = lambda *_: False  # type: ignore[method-assign]
     few_experts.pays = lambda *_: True
     engine = start(directory, path.parent, experts="all")
-    results["engine of experts in the slot"] = greedy(engine, *FEW), found[0]
+    results["engine of unpacked experts"] = greedy(engine, *FEW), tokens[0]
     engine.close()
     torch.save(results, path)

@@ -238,7 +238,7 @@ def test_works_share_a_trip_of_the_weights(way: str, checkpoint: Checkpoints, tm
     engine: Any = load(name, checkpoint("llama"), offload, tmp_path, **options)
     token_ids, mask = sequences(FIRST, 4, 1)
     batches = [engine.admit(mask, 13) for _ in range(3)]
-    before, whole = engine._ring.bytes_copied, sum(piece.size for one in engine._ring.images for piece in one.pieces)
+    before, whole = engine._ring.bytes_copied, sum(piece.size for one in engine._ring.layers for piece in one.chunks)
     engine.forward([Work(batches[0], token_ids[:, :9]), Work(batches[1], token_ids[:, :4])])
     assert engine._ring.bytes_copied - before == whole
     engine.forward(

@@ -28,7 +28,7 @@ from zinfer.engine.quantization import dequantize as values
 from zinfer.engine.quantization.dequantize import Codes, dequantize, expand, table
 from zinfer.engine.state import ModelState
 from zinfer.engine.stream import codec as lossless
-from zinfer.engine.stream.quantized import joined, pieces, unpack
+from zinfer.engine.stream.quantized import encode_chunks, join, unpack
 from zinfer.plan.planner import make_plan
 
 EXPERTS: dict[str, Any] = {
@@ -226,7 +226,7 @@ def test_weights_cross_the_link_as_they_are_stored(name: str, made: Callable[[st
     for entry, expected, several in loaded:
         out, place = torch.empty_like(expected).view(-1), 0
         for codes in several or ():
-            for layout, data in pieces(codes, expected.dtype, 4000):
+            for layout, data in encode_chunks(codes, expected.dtype, 4000):
                 unpack(data, layout, out[place : place + layout.numel])
                 place += layout.numel
         assert place == expected.numel()
@@ -244,12 +244,12 @@ def test_matrices_of_an_entry_are_joined_where_their_scales_allow_it(
     for entry, expected, several in matrices(made(name)):
         assert several
         for most in (1 << 30, 20_000):
-            whole = list(joined(several, expected.dtype.itemsize, most))
+            whole = list(join(several, expected.dtype.itemsize, most))
             assert all(codes.rows * codes.columns * 2 <= most for codes in whole) or len(whole) == len(several)
             assert len(whole) == 1 or most < 1 << 30, entry
             out, place, coded = torch.empty_like(expected).view(-1), 0, 0
             for codes in whole:
-                for layout, data in pieces(codes, expected.dtype, most, 2 * place):
+                for layout, data in encode_chunks(codes, expected.dtype, most, 2 * place):
                     unpack(data.clone(), layout, out[place : place + layout.numel])
                     place, coded = place + layout.numel, coded + (layout.coded is not None)
             assert torch.equal(out.view(expected.shape), expected), entry
@@ -270,7 +270,7 @@ def test_the_kernel_unpacks_every_format(names: tuple[str, ...], made: Callable[
     for name in names:
         entry = next(iter(matrices(made(name))), None)
         if entry is not None and entry[2]:
-            layout, data = pieces(entry[2][0], entry[1].dtype, 500)[0]  # few rows: the interpreter is slow
+            layout, data = encode_chunks(entry[2][0], entry[1].dtype, 500)[0]  # few rows: the interpreter is slow
             codes, rows = layout.views(data).to(torch.device("cpu")), min(2, layout.rows)
             codes = replace(codes, numbers=codes.numbers[:rows])
             jobs.append((name, codes, entry[1].flatten(0, -2)[:rows]))

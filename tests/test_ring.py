@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from zinfer.engine.pinned import PinnedArena
 from zinfer.engine.state import Entry
-from zinfer.engine.stream import packed_layer, prefetch
-from zinfer.engine.stream.packed_layer import PackedLayer, plain
+from zinfer.engine.stream import packed_layer
+from zinfer.engine.stream.packed_layer import Chunk, PackedLayer, plain
 from zinfer.engine.stream.prefetch import PrefetchRing, Transfer
 
 CPU = torch.device("cpu")
@@ -59,7 +59,7 @@ class FakeQueues:
 
     def __init__(self, forget_waits: str = "", passed: Iterable[bool] = ()) -> None:
         self.passed = iter(passed)
-        self._clocks: dict[str, Clock] = {"compute": {}, "copy": {}, "beside": {}, "gather": {}}
+        self._clocks: dict[str, Clock] = {"compute": {}, "copy": {}, "second": {}, "gather": {}}
         self._current = "compute"
         self.forget_waits = forget_waits
         self.writes: dict[int, tuple[str, int]] = {}  # a buffer's last write: queue and time
@@ -83,8 +83,8 @@ class FakeQueues:
         self._current = before
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
-        self._current = "beside"
+    def second_stream(self) -> Iterator[None]:
+        self._current = "second"
         yield
         self._current = "compute"
 
@@ -96,12 +96,12 @@ class FakeQueues:
 
     def read_behind(self) -> None:
         """Raise Race unless all that the second queue was given comes before what the first one is given next."""
-        self._after(("beside", self._clocks["beside"].get("beside", 0)), "the second queue is not waited for")
+        self._after(("second", self._clocks["second"].get("second", 0)), "the second queue is not waited for")
 
     def finish(self) -> None:
-        known = {queue: clock.get(queue, 0) for queue, clock in self._clocks.items()}
+        done = {queue: clock.get(queue, 0) for queue, clock in self._clocks.items()}
         for clock in self._clocks.values():
-            clock.update(known)
+            clock.update(done)
 
     def _now(self) -> tuple[str, int]:
         clock = self._clocks[self._current]
@@ -141,17 +141,17 @@ class Layer(nn.Module):
 
 @dataclass(frozen=True)
 class Answer:
-    """A fetch whose bytes tell the layer and the trip that they are for."""
+    """A fetch whose bytes tell the layer and the pass that they are for."""
 
     number: int
-    trip: int = 0
+    run_pass: int = 0
     nbytes: int = 4
 
     def transfer(self, layer: int) -> Transfer | None:
-        return Transfer(layer, lambda: torch.tensor([self.number, layer, self.trip % 250, 7], dtype=torch.uint8))
+        return Transfer(layer, lambda: torch.tensor([self.number, layer, self.run_pass % 250, 7], dtype=torch.uint8))
 
     def following(self) -> "Answer":
-        return Answer(self.number, self.trip + 1)
+        return Answer(self.number, self.run_pass + 1)
 
 
 class Bench:
@@ -171,13 +171,13 @@ class Bench:
     ) -> None:
         self.queues = queues
         weights = [torch.arange(size, dtype=torch.uint8) + index for index, size in enumerate(sizes)]
-        images: list[PackedLayer] = []
+        layers: list[PackedLayer] = []
         for weight in weights:
-            images.append(plain([("weight", weight)], images[-1].end if images else 0))
-        self.arena = PinnedArena(images[-1].end, pin=False)
-        for weight, image in zip(weights, images, strict=True):
-            self.arena.views(image.blocks, image.start)["weight"].copy_(weight)
-        real_copy, real_unpack = PrefetchRing._copy, packed_layer.unpack
+            layers.append(plain([("weight", weight)], layers[-1].end if layers else 0))
+        self.arena = PinnedArena(layers[-1].end, pin=False)
+        for weight, packed in zip(weights, layers, strict=True):
+            self.arena.views(packed.blocks, packed.start)["weight"].copy_(weight)
+        real_copy, real_unpack = PrefetchRing._copy, Chunk.unpack
 
         def copy(ring: PrefetchRing, transfer: Transfer) -> None:
             buffer = ring._buffers[ring._issued % len(ring._buffers)]
@@ -186,17 +186,17 @@ class Bench:
                 transfer.before()
                 queues.write(buffer)
 
-            real_copy(ring, Transfer(transfer.layer, transfer.source, transfer.piece, transfer.ready, before))
+            real_copy(ring, Transfer(transfer.layer, transfer.source, transfer.chunk, transfer.ready, before))
 
-        def unpack(piece: packed_layer.Chunk, content: Tensor, slot: Tensor) -> None:
+        def unpack(chunk: Chunk, content: Tensor, layer_buffer: Tensor) -> None:
             if any(content.data_ptr() == buffer.data_ptr() for buffer in self.buffers()):
                 queues.read(content)
-            queues.write(slot)
-            real_unpack(piece, content, slot)
+            queues.write(layer_buffer)
+            real_unpack(chunk, content, layer_buffer)
 
         monkeypatch.setattr(PrefetchRing, "_copy", copy)
-        monkeypatch.setattr(prefetch, "unpack", unpack)
-        self.ring = ring(self.arena.memory, images, depth, CPU, queues=queues)
+        monkeypatch.setattr(Chunk, "unpack", unpack)
+        self.ring = ring(self.arena.memory, layers, depth, CPU, queues=queues)
         self.weights, self.layers = weights, [Layer(index) for index in range(len(sizes))]
         self.borrowed: list[list[int]] = []
         for index, layer in enumerate(self.layers):
@@ -214,18 +214,20 @@ class Bench:
         if self.hands_back:
             self.ring.hand_back()
 
-    def trip(self, calls: int = 1, fetches: Sequence[Answer] = (), beside: int = 0) -> None:
-        """One trip in which every layer is called `beside` times in the second queue, then so often in the first one,
-        where the last call borrows all fetches."""
-        with self.ring.trip(calls + beside, fetches=fetches):
+    def run_pass(self, calls: int = 1, fetches: Sequence[Answer] = (), second: int = 0) -> None:
+        """Call every layer `second` times in the second queue, then `calls` times in the first, in one pass.
+
+        The last call borrows all fetches.
+        """
+        with self.ring.weight_pass(calls + second, fetches=fetches):
             for number, (layer, weight) in enumerate(zip(self.layers, self.weights, strict=True)):
-                if beside and self.brings:
+                if second and self.brings:
                     self.ring.bring_layer(number)
-                for call in range(calls + beside):
-                    layer.due = len(fetches) if call == calls + beside - 1 and calls else 0
-                    with self.ring.beside() if call < beside else nullcontext():
+                for call in range(calls + second):
+                    layer.due = len(fetches) if call == calls + second - 1 and calls else 0
+                    with self.ring.second_stream() if call < second else nullcontext():
                         assert torch.equal(layer(), weight)
-                        self.queues.read(self.ring._slot)
+                        self.queues.read(self.ring.layer_buffer)
         self.queues.read_behind()
 
     def close(self) -> None:
@@ -234,48 +236,33 @@ class Bench:
 
 
 @pytest.fixture(autouse=True)
-def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_layer, "PIECE", 512)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_layer, "CHUNK_BYTES", 512)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     sizes=st.lists(st.sampled_from([40, 512, 1300, 2600]), min_size=1, max_size=5),
     depth=st.integers(2, 7),
-    trips=st.lists(st.tuples(st.integers(1, 3), st.integers(0, 2), st.integers(0, 2)), min_size=1, max_size=6),
+    passes=st.lists(st.tuples(st.integers(1, 3), st.integers(0, 2), st.integers(0, 2)), min_size=1, max_size=6),
+    hands_back=st.booleans(),
 )
 def test_no_buffer_is_read_early_or_overwritten_late(
-    sizes: list[int], depth: int, trips: list[tuple[int, int, int]]
+    sizes: list[int], depth: int, passes: list[tuple[int, int, int]], hands_back: bool
 ) -> None:
-    """Trips of any mixture: calls of a layer that share its weights, and what is fetched besides, guessed or not."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packed_layer, "PIECE", 512)
-        bench = Bench(sizes, depth, FakeQueues(), patch)
-        for number, (calls, count, beside) in enumerate(trips):
-            fetches = [Answer(one, number) for one in range(count)]
-            bench.borrowed.clear()
-            bench.trip(calls, fetches, beside)
-            assert bench.borrowed == [[one, layer, number, 7] for layer in range(len(sizes)) for one in range(count)]
-        bench.close()
+    """Passes of any mixture: calls of a layer that share its weights, and fetches, guessed or not.
 
-
-@settings(max_examples=40, deadline=None)
-@given(
-    sizes=st.lists(st.sampled_from([40, 512, 1300]), min_size=1, max_size=4),
-    depth=st.integers(2, 4),
-    trips=st.lists(st.tuples(st.integers(1, 2), st.integers(0, 6)), min_size=1, max_size=4),
-)
-def test_fetches_that_are_handed_back_need_no_more_buffers(
-    sizes: list[int], depth: int, trips: list[tuple[int, int]]
-) -> None:
+    Fetches that are handed back one by one need no more buffers.
+    """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packed_layer, "PIECE", 512)
+        patch.setattr(packed_layer, "CHUNK_BYTES", 512)
         bench = Bench(sizes, depth, FakeQueues(), patch)
-        bench.hands_back = True
-        for number, (calls, count) in enumerate(trips):
+        bench.hands_back = hands_back
+        for number, (calls, count, second) in enumerate(passes):
+            count = 3 * count if hands_back else count
             bench.borrowed.clear()
-            bench.trip(calls, [Answer(one, number) for one in range(count)])
-            assert bench.borrowed == [[one, layer, number, 7] for layer in range(len(sizes)) for one in range(count)]
+            bench.run_pass(calls, [Answer(fetch, number) for fetch in range(count)], second)
+            assert bench.borrowed == [[f, layer, number, 7] for layer in range(len(sizes)) for f in range(count)]
         bench.close()
 
 
@@ -283,21 +270,21 @@ def test_fetches_that_are_handed_back_need_no_more_buffers(
 def test_the_clocks_see_a_wait_that_is_missing(forget: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench([2600, 2600, 2600], 3, FakeQueues(forget_waits=forget), monkeypatch)
     with pytest.raises(Race, match=message):
-        bench.trip()
+        bench.run_pass()
 
 
 def test_the_clocks_see_a_missing_wait_between_the_compute_queues(monkeypatch: pytest.MonkeyPatch) -> None:
-    deaf = Bench([512, 512], 3, FakeQueues(forget_waits="beside"), monkeypatch)
+    deaf = Bench([512, 512], 3, FakeQueues(forget_waits="second"), monkeypatch)
     with pytest.raises(Race, match="before its content"):
-        deaf.trip(1, (), 1)
+        deaf.run_pass(1, (), 1)
     bench = Bench([512, 512], 3, FakeQueues(), monkeypatch)
-    bench.trip(1, (), 1)
+    bench.run_pass(1, (), 1)
     monkeypatch.setattr(PrefetchRing, "_join", lambda *_: None)
     with pytest.raises(Race, match="overwritten before"):
-        bench.trip(1, (), 1)
+        bench.run_pass(1, (), 1)
 
 
-@pytest.mark.parametrize("filling", ["compute", "beside"])
+@pytest.mark.parametrize("filling", ["compute", "second"])
 def test_weights_that_one_queue_fills_in_are_there_for_the_other(filling: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call in the second queue pauses; calls in the first one come before it goes on."""
     queues = FakeQueues()
@@ -305,48 +292,48 @@ def test_weights_that_one_queue_fills_in_are_there_for_the_other(filling: str, m
     ring = bench.ring
 
     def fill_in() -> None:
-        assert ring._trip is not None
-        ring._trip.left = {"weight": ()}
-        ring._fill_in(0, "weight")
-        assert not ring._trip.left
+        assert ring._pass is not None
+        ring._pass.deferred = {"weight": ()}
+        ring.fill_in(0, "weight")
+        assert not ring._pass.deferred
 
-    monkeypatch.setattr(PrefetchRing, "_unpack_kept", lambda *_: queues.write(ring._slot))
-    with ring.trip(2):
+    monkeypatch.setattr(PrefetchRing, "_unpack_resident", lambda *_: queues.write(ring.layer_buffer))
+    with ring.weight_pass(2):
         ring.bring_layer(0)
-        with ring.beside():
-            ring._acquire(0)
-            if filling == "beside":
+        with ring.second_stream():
+            ring._begin_call(0)
+            if filling == "second":
                 fill_in()
-        ring._acquire(0)
+        ring._begin_call(0)
         if filling == "compute":
             fill_in()
-        queues.read(ring._slot)
-        with ring.beside():
-            queues.read(ring._slot)
+        queues.read(ring.layer_buffer)
+        with ring.second_stream():
+            queues.read(ring.layer_buffer)
         bench.layers[1]()
     bench.close()
 
 
-def test_a_layer_comes_into_the_slot_in_the_first_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_is_unpacked_in_the_first_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench([512, 512], 3, FakeQueues(), monkeypatch)
     bench.brings = False
     with pytest.raises(RuntimeError, match="must come in the first queue"):
-        bench.trip(1, (), 1)
+        bench.run_pass(1, (), 1)
 
 
 def test_a_buffer_given_back_too_early_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench([2600, 2600, 2600], 3, FakeQueues(), monkeypatch)
-    take = PrefetchRing._take
+    take = PrefetchRing._receive
 
-    def careless(ring: PrefetchRing, index: int, piece: packed_layer.Chunk | None) -> Tensor:
-        content = take(ring, index, piece)
-        ring._give_back()  # before it is read
+    def careless(ring: PrefetchRing, index: int, chunk: Chunk | None) -> Tensor:
+        content = take(ring, index, chunk)
+        ring._free_oldest()  # before it is read
         ring._returned -= 1
         return content
 
-    monkeypatch.setattr(PrefetchRing, "_take", careless)
+    monkeypatch.setattr(PrefetchRing, "_receive", careless)
     with pytest.raises(Race):
-        bench.trip()
+        bench.run_pass()
 
 
 def test_what_a_trip_did_not_guess_costs_a_new_beginning_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,15 +346,15 @@ def test_what_a_trip_did_not_guess_costs_a_new_beginning_and_nothing_else(monkey
 
     monkeypatch.setattr(PrefetchRing, "_begin", counted)
     bench = Bench([1300, 40, 2600], 4, FakeQueues(), monkeypatch)
-    bench.trip()
-    bench.trip(2)
+    bench.run_pass()
+    bench.run_pass(2)
     assert begun == [0], "trips of weights alone follow each other"
-    bench.trip(1, [Answer(0, 5)])
-    bench.trip(1, [Answer(0, 6)])
-    bench.trip(1, [Answer(0, 7)])
+    bench.run_pass(1, [Answer(0, 5)])
+    bench.run_pass(1, [Answer(0, 6)])
+    bench.run_pass(1, [Answer(0, 7)])
     assert begun == [0, 1], "and so do fetches that go on as they did"
-    bench.trip(1, [Answer(0, 9)])
-    bench.trip()
+    bench.run_pass(1, [Answer(0, 9)])
+    bench.run_pass()
     assert begun == [0, 1, 1, 0]
     assert [one[2] for one in bench.borrowed] == [5] * 3 + [6] * 3 + [7] * 3 + [9] * 3
     bench.close()
@@ -375,13 +362,13 @@ def test_what_a_trip_did_not_guess_costs_a_new_beginning_and_nothing_else(monkey
 
 def test_a_trip_that_fails_leaves_a_ring_that_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     bench = Bench([1300, 40, 2600], 4, FakeQueues(), monkeypatch)
-    with pytest.raises(MemoryError), bench.ring.trip():  # noqa: PT012
+    with pytest.raises(MemoryError), bench.ring.weight_pass():  # noqa: PT012
         bench.layers[0]()
         raise MemoryError
-    with bench.ring.trip():  # left after its first layer
+    with bench.ring.weight_pass():  # left after its first layer
         bench.layers[0]()
-    with pytest.raises(RuntimeError, match="a trip is under way"), bench.ring.trip(), bench.ring.trip():
+    with pytest.raises(RuntimeError, match="a pass is under way"), bench.ring.weight_pass(), bench.ring.weight_pass():
         pass
     for _ in range(3):
-        bench.trip()
+        bench.run_pass()
     bench.close()

@@ -133,7 +133,7 @@ def test_a_cache_that_holds_all_misses_each_expert_once(policy: Policy) -> None:
     assert routing.replay(steps, policy, 99) == pytest.approx(1 - (4 + 3) / needs)
     assert routing.replay(steps, policy, 0) == 0
     cache = ExpertCache(policy)
-    assert cache.settle((0, 0), 0) == (0, 0), "no room: it leaves at once"
+    assert cache.insert((0, 0), 0) == (0, 0), "no room: it leaves at once"
 
 
 def test_the_policy_is_the_one_that_met_more_needs() -> None:

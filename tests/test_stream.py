@@ -23,7 +23,7 @@ from zinfer.engine.state import Entry
 from zinfer.engine.stream import Stream, codec, packed_layer
 from zinfer.engine.stream.interleave import interleave
 from zinfer.engine.stream.meanwhile import later, meanwhile, settle, store_later, stored_together
-from zinfer.engine.stream.packed_layer import PackedLayer, pack, plain, unpack
+from zinfer.engine.stream.packed_layer import PackedLayer, pack, plain
 from zinfer.engine.stream.prefetch import PrefetchRing
 from zinfer.plan.planner import make_plan
 from zinfer.worker.session import not_as_asked
@@ -53,7 +53,7 @@ def bits(tensor: Tensor) -> Tensor:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Code small tensors, too, and make chunks small, so that a matrix of a test has several."""
     monkeypatch.setattr(codec, "MIN_NUMEL", 0)
-    monkeypatch.setattr(packed_layer, "PIECE", 3 * codec.BLOCK * 2)
+    monkeypatch.setattr(packed_layer, "CHUNK_BYTES", 3 * codec.BLOCK * 2)
 
 
 def packed(layers: list[dict[str, Tensor]]) -> tuple[PinnedArena, list[PackedLayer]]:
@@ -81,13 +81,13 @@ def test_layers_come_back_bit_for_bit(make: Callable[..., tuple[PinnedArena, lis
     stored = sum(tensor.nbytes for tensors in layers for tensor in tensors.values())
     assert 0 <= arena.size - images[-1].end < 256
     assert all(one.end <= other.start for one, other in pairwise(images))
-    assert all(len(one.pieces) >= 3 for one in images)
+    assert all(len(one.chunks) >= 3 for one in images)
     assert {one.coded for one in images} == {make is packed}
     assert arena.size < (0.75 if make is packed else 1.05) * stored
-    slot = torch.zeros(max(one.slot_bytes for one in images), dtype=torch.uint8)
+    slot = torch.zeros(max(one.unpacked_bytes for one in images), dtype=torch.uint8)
     for tensors, one in zip(layers, images, strict=True):
-        for piece in one.pieces:
-            unpack(piece, arena.memory[piece.start : piece.end], slot)
+        for piece in one.chunks:
+            piece.unpack(arena.memory[piece.start : piece.end], slot)
         for name, tensor in tensors.items():
             assert torch.equal(bits(one.blocks[name].view(slot)), bits(tensor)), name
     arena.close()
@@ -146,19 +146,19 @@ def test_the_ring_shows_each_layer_its_own_weights_step_after_step(
         ring.start()
         before = ring.bytes_copied
         for _ in range(2):
-            with ring.trip():
+            with ring.weight_pass():
                 assert all(same(layer(), own) for layer, own in zip(layers, tensors, strict=True))
-        moved = sum(piece.size for index in ring.streamed for piece in ring.images[index].pieces)
+        moved = sum(piece.size for index in ring.streamed for piece in ring.layers[index].chunks)
         assert ring.bytes_copied - before == 2 * moved
-        assert ring.kept_bytes == sum(ring.images[index].end - ring.images[index].start for index in resident)
-    with pytest.raises(RuntimeError, match="layer 1 is next"), ring.trip():  # noqa: PT012
+        assert ring.kept_bytes == sum(ring.layers[index].end - ring.layers[index].start for index in resident)
+    with pytest.raises(RuntimeError, match="layer 1 is next"), ring.weight_pass():  # noqa: PT012
         layers[0]()
         layers[2]()
-    with pytest.raises(RuntimeError, match="outside of a trip"):
+    with pytest.raises(RuntimeError, match="outside of a pass"):
         layers[0]()
-    with ring.trip():  # left half-way
+    with ring.weight_pass():  # left half-way
         assert same(layers[0](), tensors[0])
-    with ring.trip():
+    with ring.weight_pass():
         assert all(same(layer(), own) for layer, own in zip(layers, tensors, strict=True))
     ring.close()
     arena.close()
@@ -205,9 +205,9 @@ def test_interleaved_passes_share_a_layers_weights() -> None:
         found = interleave(ring, passes, lambda part, layer: order.append((layer, part)))
         assert [int(one) for one in found] == [0, 1, 2, 3]
         assert order == [(layer, part) for layer in range(3) for part in range(4)]
-        assert ring.bytes_copied - before == sum(piece.size for one in ring.images for piece in one.pieces)
+        assert ring.bytes_copied - before == sum(piece.size for one in ring.layers for piece in one.chunks)
         order.clear()
-    with ring.trip():
+    with ring.weight_pass():
         assert all(same(layer(), own) for layer, own in zip(layers, tensors, strict=True))
     ring.close()
     arena.close()
@@ -259,7 +259,7 @@ def test_a_pass_whose_rows_the_cpu_attends_to_pauses_while_others_go_on() -> Non
     with torch.inference_mode():
         for _ in range(2):
             order.clear()
-            found = interleave(ring, [launched, attending], lambda *_: None, beside=1)
+            found = interleave(ring, [launched, attending], lambda *_: None, on_cpu=1)
             assert [int(one) for one in found] == [0, 1]
             each = ("asks", "launched", "has")
             last = [(3, "settled"), (3, "at the end")]
@@ -296,11 +296,11 @@ def test_a_failure_beside_a_pass_that_pauses_ends_both(where: str) -> None:
         return fail("launched")
 
     with pytest.raises(MemoryError, match="no more"):
-        interleave(ring, [launched, attending], lambda *_: None, beside=1)
+        interleave(ring, [launched, attending], lambda *_: None, on_cpu=1)
     settle()  # nothing of it is left
     others = {"launched": ["attention", "put off"], "attention": ["launched", "put off"], "put off": ["launched"]}
     assert sorted(done) == others[where]
-    with ring.trip():
+    with ring.weight_pass():
         assert all(same(layer(), own) for layer, own in zip(layers, tensors, strict=True))
     ring.close()
     arena.close()
@@ -323,7 +323,7 @@ def test_a_pass_that_fails_ends_all_and_the_ring_goes_on() -> None:
     with pytest.raises(MemoryError, match="no more"):
         interleave(ring, [lambda rows=rows: forward(rows) for rows in range(4)], lambda *_: None)  # type: ignore[misc]
     assert sorted(left) == [0, 1, 2, 3]
-    with ring.trip():
+    with ring.weight_pass():
         assert all(same(layer(), own) for layer, own in zip(layers, tensors, strict=True))
     ring.close()
     arena.close()
@@ -423,7 +423,7 @@ def test_a_prefill_in_blocks_streams_the_weights_once(
     assert ring is not None
     before = ring.bytes_copied
     prefill(engine, torch.full((3, 5), 9), torch.ones(3, 5, dtype=torch.int64), reserve=4)
-    assert ring.bytes_copied - before == sum(piece.size for one in ring.images for piece in one.pieces)
+    assert ring.bytes_copied - before == sum(piece.size for one in ring.layers for piece in one.chunks)
     engine.close()
 
 
@@ -473,7 +473,7 @@ def test_chunks_are_of_one_size_and_those_of_large_layers_and_of_several_gpus_ar
     blocks: tuple[int, int], gpus: int, chunks: tuple[list[int], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     block = codec.BLOCK * 2  # bytes
-    monkeypatch.setattr(packed_layer, "PIECE", 2 * block)
+    monkeypatch.setattr(packed_layer, "CHUNK_BYTES", 2 * block)
     monkeypatch.setattr("zinfer.core.engine.CHUNK_BYTES", 2 * block)
     monkeypatch.setattr("zinfer.core.engine.LARGE_LAYER", 50 * block)
     weights = {
@@ -481,10 +481,10 @@ def test_chunks_are_of_one_size_and_those_of_large_layers_and_of_several_gpus_ar
     }
     memory = packed_layer.LayerMemory(torch.device("cpu"))
     image = pack(weights, memory, gpus=gpus)
-    sizes = [piece.layout.numel // codec.BLOCK for piece in image.pieces if isinstance(piece.layout, codec.Layout)]
+    sizes = [piece.layout.numel // codec.BLOCK for piece in image.chunks if isinstance(piece.layout, codec.Layout)]
     assert sizes == [*chunks[0], *chunks[1]]
-    content, slot = memory.whole(), torch.zeros(image.slot_bytes, dtype=torch.uint8)
-    for piece in image.pieces:
-        unpack(piece, content[piece.start :], slot)
+    content, slot = memory.whole(), torch.zeros(image.unpacked_bytes, dtype=torch.uint8)
+    for piece in image.chunks:
+        piece.unpack(content[piece.start :], slot)
     for name, tensor in weights.items():
         assert torch.equal(image.blocks[name].view(slot), tensor)

@@ -76,7 +76,7 @@ def rounding(options: dict[str, Any]) -> float:
 )
 def test_logits_are_those_of_one_rank(way: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(codec, "MIN_NUMEL", 0)
-    monkeypatch.setattr(packed_layer, "PIECE", 3 * codec.BLOCK * 2)
+    monkeypatch.setattr(packed_layer, "CHUNK_BYTES", 3 * codec.BLOCK * 2)
     name, options = WAYS[way]
     folder = quantized.fp8(save_checkpoint("llama", tmp_path)) if name == "fp8" else checkpoint(name, 128)
     options = {"dtype": "bfloat16"} | options

@@ -232,7 +232,7 @@ def _ways(
     codes = Codes(numbers, width, 8, "e4m3", scales, (SIDE, SIDE), torch.bfloat16)
 
     def scaled() -> tuple[torch.Tensor, Decode] | None:
-        ((layout, data),) = quantized.pieces(codes, torch.bfloat16, 2 * len(values))
+        ((layout, data),) = quantized.encode_chunks(codes, torch.bfloat16, 2 * len(values))
         return None if layout.coded is None else (data, lambda data, out: quantized.unpack(data, layout, out))
 
     return scaled, values.to(torch.bfloat16)

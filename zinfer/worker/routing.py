@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from zinfer.core.model import ModelSpec
 from zinfer.engine.state import ModelState
-from zinfer.engine.stream.expert_images import routed_experts
 from zinfer.engine.stream.experts import ExpertCache, Policy
+from zinfer.engine.stream.packed_experts import routed_experts
 from zinfer.engine.stream.routers import Routers
 from zinfer.generation.tokenizer_process import TokenizerProcess
 from zinfer.plan.bytes import whole_tokens
@@ -46,7 +46,7 @@ class Watched:
             chosen = [*args, *kwargs.values()][1]
             self._routers.see(number, chosen)
             self.chosen[number] = chosen
-            guess, states = self._guess.pop(number, None), self._routers.take(number)
+            guess, states = self._guess.pop(number, None), self._routers.take_states(number)
             if guess is not None:
                 self.guessed += guess.numel()
                 self.right += int((guess.unsqueeze(-1) == chosen.unsqueeze(-2)).sum())
@@ -82,10 +82,10 @@ def replay(steps: Iterable[Step], policy: Policy, room: int) -> float:
         cache.next_pass()
         for layer, experts in step:
             keys = [(layer, expert) for expert in sorted(set(experts))]
-            cached = [key for key in keys if key in cache]
-            hits, needs = hits + len(cached), needs + len(keys)
-            for key in (*cached, *(key for key in keys if key not in cached)):
-                cache.settle(key, room)
+            here = [key for key in keys if key in cache]
+            hits, needs = hits + len(here), needs + len(keys)
+            for key in (*here, *(key for key in keys if key not in here)):
+                cache.insert(key, room)
     return hits / max(1, needs)
 
 

@@ -40,14 +40,15 @@ from zinfer.engine.stream import graphs
 from zinfer.engine.stream.cpu_kernel import library
 from zinfer.engine.stream.device_room import DeviceRoom, layers_ahead
 from zinfer.engine.stream.disk import DiskRing
-from zinfer.engine.stream.expert_images import Experts, find_experts
 from zinfer.engine.stream.experts import ExpertCounts, ExpertPool
 from zinfer.engine.stream.few_experts import FewExperts
 from zinfer.engine.stream.graphs import Graphs
 from zinfer.engine.stream.interleave import interleave
 from zinfer.engine.stream.kv import CpuCache, HostCache, HostMemory, HostPool, LinkCache, PartFetch, Sender, SplitLayer
-from zinfer.engine.stream.layer_source import LayerSource, copy_into
+from zinfer.engine.stream.layer_source import LayerSource
+from zinfer.engine.stream.packed_experts import Experts, find_experts
 from zinfer.engine.stream.packed_product import PackedProducts
+from zinfer.engine.stream.packing import copy_into
 from zinfer.engine.stream.prefetch import PrefetchRing
 from zinfer.engine.stream.ragged import (
     NotRaggedError,
@@ -167,8 +168,8 @@ class Stream(Decoder):
             ring.products = PackedProducts(self.device)
         for number, layer in enumerate(self._layers):
             ring.attach(number, layer, self._weights.of_layer(number))
-        if source.arena is not None and source.expert_images:
-            self._pool = ExpertPool(source.arena.memory, source.expert_images, self.device, ring)
+        if source.arena is not None and source.packed_experts:
+            self._pool = ExpertPool(source.arena.memory, source.packed_experts, self.device, ring)
             for number, experts in self._experts.items():
                 self._pool.attach(number, self._layers[number], experts)
         if self._group is None:
@@ -322,10 +323,10 @@ class Stream(Decoder):
             # With experts on demand the next layer is there when its turn comes.
             layers = 2 if self._pool is not None or self._holds_two_layers(ring) else 1
             aside = 0 if self._group is None else max(0, placement.ring_depth - placement.layer_chunks)
-            buffers = max(buffers, *(layers * len(image.pieces) + aside for image in ring.images))
+            buffers = max(buffers, *(layers * len(image.chunks) + aside for image in ring.layers))
         pool, experts = self._pool, (placement.expert_buffers, placement.cached_experts)
         ring.resize(min(buffers, ring.depth))  # shrink before anything grows
-        if set(placement.resident_layers) != set(range(len(ring.images))) - set(ring.streamed):
+        if set(placement.resident_layers) != set(range(len(ring.layers))) - set(ring.streamed):
             self._graphs.clear()
         if pool is not None:
             pool.resize(min(experts[0], pool.staging), min(experts[1], pool.cached))
@@ -524,7 +525,7 @@ class Stream(Decoder):
         return run
 
     def _trip(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._ring is None else self._ring.trip()
+        return nullcontext() if self._ring is None else self._ring.weight_pass()
 
     def _run_eager(self, passes: Sequence[Sequence[Part]]) -> list[Tensor]:
         """Run passes as `_run_passes` does, without graphs."""
@@ -616,8 +617,8 @@ class Stream(Decoder):
             return
         if not any(isinstance(batch.host, CpuCache) for batch in self.batches):
             return
-        layers = layers_ahead(ring.streamed, len(ring.images))
-        wanted = ceil(layers * max(len(image.pieces) for image in ring.images))
+        layers = layers_ahead(ring.streamed, len(ring.layers))
+        wanted = ceil(layers * max(len(image.chunks) for image in ring.layers))
         before = ring.depth
         try:
             ring.resize(room.deepen(before, wanted, ring.buffer_bytes))  # the next trip begins anew
@@ -726,7 +727,7 @@ class Stream(Decoder):
         experts = round(self._experts_per_step("delivered"))
         if self._ring is None or not self._streamed_per_step or self.plan.placement.codec != "lossless":
             return self._streamed_per_step + experts
-        layers = [self._ring.images[index] for index in self._ring.streamed]
+        layers = [self._ring.layers[index] for index in self._ring.streamed]
         return sum(block.size for image in layers for block in image.blocks.values()) + experts
 
     def _experts_per_step(self, name: str) -> float:
@@ -754,11 +755,11 @@ class Stream(Decoder):
     def _packed_settings(self) -> dict[str, Option]:
         """Return how products with layers that stay packed were computed; nothing where none does."""
         ring = self._ring
-        if ring is None or self.plan.model.stored_ratio == 1 or len(ring.streamed) == len(ring.images):
+        if ring is None or self.plan.model.stored_ratio == 1 or len(ring.streamed) == len(ring.layers):
             return {}
         if ring.products is None:
             return {"packed_kernel": "no packed weights" if self._group is None else "several GPUs share the layers"}
-        served = ring.products.status != "on" or ring.has_lazy_weights
+        served = ring.products.status != "on" or ring.has_deferred_weights
         return {"packed_kernel": ring.products.status if served else "no weights that it reads"}
 
     def effective(self) -> Effective:
@@ -793,7 +794,8 @@ class Stream(Decoder):
             settings={
                 "ring_depth": self._ring.depth,
                 "buffer_bytes": self._ring.buffer_bytes,
-                "slot_bytes": self._ring.slot_bytes + (0 if pool is None else pool.slot_bytes + pool.router_bytes),
+                "slot_bytes": self._ring.layer_buffer.nbytes
+                + (0 if pool is None else pool.layer_buffer.nbytes + pool.router_bytes),
                 "resident_layers": len(self._layers) - len(self._ring.streamed),
                 **source.settings(),
                 **self._expert_settings(),

@@ -55,11 +55,9 @@ _SHIFTS = [2 * (lane // 2) + 16 * (lane % 2) for lane in range(ROW)]
 
 @dataclass(frozen=True)
 class Layout:
-    """Places of the parts of encoded data, known on the host, so that no decode waits for the device.
-
-    `sections` are the offsets of levels 2 to `LEVELS`, of the bytes, of the tail and of the end, in units of 16 bytes.
-    `bits` are those of a value before it is coded: 16 of bf16, 8 of e4m3.
-    """
+    """Places of the parts of encoded data. The host has them, so that no decode waits for the device. `sections` are
+    the offsets of levels 2 to `LEVELS`, of the bytes, of the tail and of the end, in units of 16 bytes. `bits` are
+    those of a value before it is coded: 16 of bf16, 8 of e4m3."""
 
     numel: int
     sections: tuple[int, ...]
@@ -80,8 +78,13 @@ class Layout:
         return self.sections[-1] * 16
 
     @property
+    def nbytes(self) -> int:
+        """Size of the values, in bytes."""
+        return self.numel * self.bits // 8
+
+    @property
     def sound(self) -> bool:
-        """True if the parts follow each other and each has room for its data."""
+        """True if the parts are in order and large enough."""
         if len(self.sections) != LEVELS + 2 or self.bits not in _MANTISSA:
             return False
         *_, rest, tail, end = self.sections
@@ -106,23 +109,23 @@ class Encoded:
 
 
 def worth_coding(tensor: Tensor) -> bool:
-    """Tell whether coding `tensor` can save more than its launch costs; never for norms, biases and non-bf16 types."""
+    """Tell whether coding saves more than its launch costs. Never for norms, biases and non-bf16 types."""
     return tensor.dtype == torch.bfloat16 and tensor.numel() >= max(MIN_NUMEL, BLOCK)
 
 
 def worth_joining(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the matrices among `tensors` that are worth coding as one: bf16, a block each, and together as many values
-    as `worth_coding` asks for; none if they are fewer."""
-    found = {name: one for name, one in tensors.items() if one.dtype == torch.bfloat16 and one.numel() >= BLOCK}
-    return found if sum(one.numel() for one in found.values()) >= MIN_NUMEL else {}
+    """Return the bf16 matrices that are worth coding as one, if any. Each has a block of values at least, and together
+    they have as many as `worth_coding` asks for."""
+    matrices = {
+        name: tensor for name, tensor in tensors.items() if tensor.dtype == torch.bfloat16 and tensor.numel() >= BLOCK
+    }
+    return matrices if sum(tensor.numel() for tensor in matrices.values()) >= MIN_NUMEL else {}
 
 
 def encode(tensor: Tensor) -> Encoded | None:
-    """Encode `tensor`; return None if it is neither bf16 nor e4m3, has less than one block, or does not get smaller.
-
-    Runs on the tensor's device, one chunk at a time: besides the result it takes about 1.2 GB on a GPU, 10 MB on a CPU,
-    and at its peak the streams (0.09 bytes a value) twice. A tensor that is not contiguous is copied.
-    """
+    """Encode a bf16 or e4m3 tensor; return None if it does not shrink. Runs on the tensor's device, one chunk at a
+    time: besides the result it takes about 1.2 GB on a GPU, 10 MB on a CPU, and at its peak the streams (0.09 bytes a
+    value) twice. A tensor that is not contiguous is copied."""
     blocks = tensor.numel() // BLOCK
     if tensor.dtype not in BITS or not blocks:
         return None
@@ -143,8 +146,8 @@ def encode(tensor: Tensor) -> Encoded | None:
         counts.append(count)
         data[start * width // 16 : end * width // 16] = _pack_mantissas(chunk)
         data[level_1 + start // 4 : level_1 + end // 4] = _pack(symbols[0])
-        for stream, more in zip(streams, symbols[1:], strict=True):
-            stream.append(more)
+        for stream, escaped in zip(streams, symbols[1:], strict=True):
+            stream.append(escaped)
         if head + sum(_units(stream.size) for stream in streams) >= limit:
             return None
     parts = [*(stream.close() for stream in streams), bits[coded:].view(torch.uint8)]
@@ -155,30 +158,21 @@ def encode(tensor: Tensor) -> Encoded | None:
         return None
     parts.insert(0, _records(count, torch.cat(tables)))
     for (begin, end), part in zip(pairwise((records, *sections)), parts, strict=True):
-        place = data[begin * 16 : end * 16]
-        place[: part.numel()] = part
-        place[part.numel() :] = 0
+        section = data[begin * 16 : end * 16]
+        section[: part.numel()] = part
+        section[part.numel() :] = 0
     layout = Layout(bits.numel(), sections, width)
     return Encoded(data[: layout.size], tensor.shape, layout)
 
 
 def decode(data: Tensor, layout: Layout, out: Tensor) -> None:
-    """Decode `data` (uint8) into `out` (bf16 or e4m3, contiguous, ``layout.numel`` values).
+    """Decode `data` (uint8) into `out` (bf16 or e4m3, ``layout.numel`` values).
 
     For bf16 on a GPU this is one launch on the current stream, and a copy if there is a tail; it allocates nothing and
     does not wait. The kernel for e4m3 also multiplies with scales (`zinfer.engine.stream.expand`); here a GPU decodes
-    e4m3 as a CPU does. Raises ValueError where data, layout and out do not fit together or do not begin at multiples of
-    16 bytes.
+    e4m3 as a CPU does. Data and `out` are contiguous and begin at multiples of 16 bytes; the layout of stored data is
+    checked where it is read (`zinfer.engine.stream.packed`).
     """
-    if (
-        not layout.sound
-        or (data.dtype, BITS.get(out.dtype)) != (torch.uint8, layout.bits)
-        or (data.numel() < layout.size or out.numel() != layout.numel)
-        or not (data.is_contiguous() and out.is_contiguous() and data.device == out.device)
-        or (data.data_ptr() % 16 or out.data_ptr() % 16)
-    ):
-        ours, theirs = (f"{t.dtype} {tuple(t.shape)} on {t.device} at {t.data_ptr():#x}" for t in (data, out))
-        raise ValueError(f"{layout} does not fit data ({ours}) and out ({theirs})")
     values = out.view(-1)
     if out.is_cuda and layout.bits == 16:
         from zinfer.engine.stream.decode import launch
@@ -191,7 +185,7 @@ def decode(data: Tensor, layout: Layout, out: Tensor) -> None:
 
 
 class _Stream:
-    """Stream of a level's codes (`packed`), or of the last exponent bytes, appended chunk after chunk."""
+    """Codes of a level (`packed`), or the last exponent bytes."""
 
     def __init__(self, packed: bool) -> None:
         self._packed = packed
@@ -229,8 +223,9 @@ def _commonest(exponents: Tensor) -> Tensor:
 
 
 def _levels(exponents: Tensor, tables: Tensor) -> tuple[list[Tensor], Tensor]:
-    """Return the codes of levels 1, 2, .. and the remaining exponents, all uint8 with one code a byte; and the number
-    of codes in levels 2, .. and of remaining exponents of each block (int64 ``[blocks, LEVELS]``)."""
+    """Return the codes of levels 1, 2, .., then the remaining exponents; and counts. The former are uint8 with one code
+    a byte. Counts are the number of codes in levels 2, .. and of remaining exponents of each block (int64 ``[blocks,
+    LEVELS]``)."""
     streams: list[Tensor] = []
     counts: list[Tensor] = []
     symbols = exponents.view(-1, BLOCK)
@@ -303,7 +298,7 @@ def _pack_mantissas(bits: Tensor) -> Tensor:
 
 
 def _unpack_mantissas(mantissas: Tensor, width: int) -> Tensor:
-    """Return sign and mantissa at their places in a value of `width` bits: int16 or uint8 ``[n]``."""
+    """Return sign and mantissa in values of `width` bits: int16 or uint8 ``[n]``."""
     if width == 8:
         pairs = mantissas.view(-1, 1, 2)
         bits = torch.cat([pairs & 15, pairs >> 4], 1).view(-1)
@@ -313,8 +308,7 @@ def _unpack_mantissas(mantissas: Tensor, width: int) -> Tensor:
 
 
 def _decode_blocks(data: Tensor, layout: Layout, out: Tensor) -> None:
-    """Decode as the Triton kernel does, in plain torch: deepest level first, one chunk at a time. Waits for the
-    device."""
+    """Decode in plain torch, deepest level first, one chunk at a time. Waits for the device."""
     blocks, width = layout.blocks, layout.bits
     level_1, dtype = blocks * BLOCK * width // 16, torch.int16 if width == 16 else torch.uint8
     words = data[layout.records * 16 :][: (blocks + 1) * 8 * LEVELS].view(torch.int32).view(-1, 2 * LEVELS)

@@ -27,11 +27,9 @@ WARPS = 2
 
 
 def launch(data: Tensor, out: Tensor, blocks: int, offsets: Sequence[int], **constants: int) -> None:
-    """Decode the whole blocks of `data` (uint8) into `out` (bf16 ``[numel]``) on the current stream, without the tail.
-
-    `offsets` are those of levels 2 to 4, of the bytes and of the tail, in units of 16 bytes; `constants` are the
-    codec's BLOCK, LEVELS and MAX_ESCAPES. Checks nothing: `codec.decode` does.
-    """
+    """Decode the whole blocks of `data` (uint8) into `out` (bf16 ``[numel]``). The tail is left out. Runs on the
+    current stream. `offsets` are those of levels 2 to 4, of the bytes and of the tail, in units of 16 bytes;
+    `constants` are the codec's BLOCK, LEVELS and MAX_ESCAPES. Checks nothing: `codec.decode` does."""
     _decode[(blocks,)](
         data,
         out,
@@ -102,8 +100,9 @@ def escapes(
     MAX_ESCAPES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Unpack the deeper levels of a block into its `part` of the output (a pointer to words), two bytes a value; return
-    the place in bytes of the first exponent of an escape of level 1. `words` are all data, `record` is the block's."""
+    """Unpack a block's deeper levels; return the first exponent's place. That is the place, in bytes, of the exponent
+    of level 1's first escape. `part` of the output is a pointer to words, two bytes a value; `words` are all data,
+    `record` is the block's."""
     sections = (level_2, level_3, level_4, rest, tail)
     # Place of the deepest escapes: bytes of `data`.
     start = tl.load(record + LEVELS - 1).to(tl.int64)
@@ -122,14 +121,14 @@ def escapes(
         skipped = (start >> 4).to(tl.int64)
         size = tl.maximum(tl.cast(sections[level] - sections[level - 1], tl.int64) * 4 - skipped, 0)
         rows = tl.minimum((lead + count + 15) // 16, size).to(tl.int32)
-        own = (0xFFFF << (lead + 1 & ~1)) & 0xFFFF | 0xFFFF << (lead & ~1) << 16
+        inside = (0xFFFF << (lead + 1 & ~1)) & 0xFFFF | 0xFFFF << (lead & ~1) << 16
         codes = words + tl.cast(sections[level - 1], tl.int64) * 4 + skipped
         table = tl.load(record + LEVELS + level)
         target = BLOCK // 2 - 4 - rows * 4 if level % 2 else 0  # a window reads one word too many
         for tile in range(0, rows, ROWS):
             index = tile + row
             code = tl.load(codes + index, mask=index < rows, other=0)
-            code = tl.where(index == 0, code & own.to(tl.uint32), code)
+            code = tl.where(index == 0, code & inside.to(tl.uint32), code)
             first, second, position = exponents(code, table, source, position, last)
             quad = (first | first >> 8) & 0xFFFF | (second | second >> 8) << 16
             tl.store(part + target + index[:, None] * 4 + column, quad, mask=(index < rows)[:, None])
@@ -169,17 +168,17 @@ def exponents(codes, table, source, position, last):
 
 @triton.jit
 def _pair(codes, table, window, shift):
-    """Return the exponents of two values, whose codes are bits 0-1 and 16-17, in the low bytes of half-words; and the
-    `shift` to the next unused byte of the `window`."""
+    """Return the exponents of two values, and the `shift` behind them. They are in the low bytes of half-words; the
+    codes are bits 0-1 and 16-17. `shift` leads to the next unused byte of the `window`."""
     low = codes & 0x10001
     high = codes >> 1 & 0x10001
     escaped = low & high
     # The table ascends, so that no half-word borrows from the other.
     base = table & 0xFF
-    known = base * 0x10001 + low * ((table >> 8 & 0xFF) - base) + high * ((table >> 16 & 0xFF) - base)
+    listed = base * 0x10001 + low * ((table >> 8 & 0xFF) - base) + high * ((table >> 16 & 0xFF) - base)
     first = (window >> shift).to(tl.uint32) & 0xFF
     shift += (escaped & 1) * 8
     second = (window >> shift).to(tl.uint32) & 0xFF
     shift += (escaped >> 16) * 8
     mask = escaped * 0xFFFF
-    return known ^ (known ^ (first | second << 16)) & mask, shift
+    return listed ^ (listed ^ (first | second << 16)) & mask, shift

@@ -29,8 +29,8 @@ _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: 
 
 
 def launch(codes: Codes, out: Tensor, table: Tensor, scale_table: Tensor | None, block: int = BLOCK) -> None:
-    """Unpack `codes` into `out` ``[rows, columns]`` on the current stream, `block` values in a program; the tables are
-    float32."""
+    """Unpack `codes` into `out` ``[rows, columns]``, `block` values a program. The tables are float32. Runs on the
+    current stream."""
     rows, columns = out.shape
     zeros = codes.zeros
     whole_rows, whole_columns = codes.scales.shape[0] == 1, codes.scales.shape[1] == 1
@@ -64,10 +64,10 @@ def launch(codes: Codes, out: Tensor, table: Tensor, scale_table: Tensor | None,
 def launch_coded(
     codes: Codes, layout: codec.Layout, out: Tensor, scale_table: Tensor | None, block: int = BLOCK
 ) -> None:
-    """Decode `codes`, whose numbers are those of e4m3 as `layout` describes them (uint8 ``[layout.size]``), into `out`
-    ``[rows, columns]`` (bf16 or fp16, from a multiple of 16 bytes on), on the current stream.
+    """Decode e4m3 `codes`, coded as `layout` describes, into `out` ``[rows, columns]``.
 
-    This is one launch, and another one if there is a tail, with `block` values in a program. Checks nothing:
+    Their numbers are uint8 ``[layout.size]``; `out` is bf16 or fp16, from a multiple of 16 bytes on. This is one launch
+    on the current stream, and another one if there is a tail, with `block` values in a program. Checks nothing:
     `zinfer.engine.stream.quantized.unpack` does.
     """
     columns, rest = codes.columns, layout.numel % codec.BLOCK
@@ -177,7 +177,7 @@ def _expand_blocks(
     MAX_ESCAPES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Decode one block of e4m3 codes and multiply it with its scales; `ALIGNED` means that each 16 values share one."""
+    """Decode a block of e4m3 codes and multiply with scales. If `ALIGNED`, each 16 values share a scale."""
     TYPE: tl.constexpr = out.dtype.element_ty
     block = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, ROWS)
@@ -209,15 +209,15 @@ def _expand_blocks(
         else:
             begin = value + index[:, None] * 16 + column * 4
             place = _place(begin, columns, scale_columns, SCALE_ROWS, SCALE_COLUMNS)
-            one = 256.0 * _scale(scales, scale_table, place, place >= 0, CODED)
+            even = 256.0 * _scale(scales, scale_table, place, place >= 0, CODED)
             place = _place(begin + 1, columns, scale_columns, SCALE_ROWS, SCALE_COLUMNS)
-            other = 256.0 * _scale(scales, scale_table, place, place >= 0, CODED)
-            first = _pair(first, one, other, INNER, TYPE)
+            odd = 256.0 * _scale(scales, scale_table, place, place >= 0, CODED)
+            first = _pair(first, even, odd, INNER, TYPE)
             place = _place(begin + 2, columns, scale_columns, SCALE_ROWS, SCALE_COLUMNS)
-            one = 256.0 * _scale(scales, scale_table, place, place >= 0, CODED)
+            even = 256.0 * _scale(scales, scale_table, place, place >= 0, CODED)
             place = _place(begin + 3, columns, scale_columns, SCALE_ROWS, SCALE_COLUMNS)
-            other = 256.0 * _scale(scales, scale_table, place, place >= 0, CODED)
-            second = _pair(second, one, other, INNER, TYPE)
+            odd = 256.0 * _scale(scales, scale_table, place, place >= 0, CODED)
+            second = _pair(second, even, odd, INNER, TYPE)
         tl.debug_barrier()
         pairs = tl.reshape(tl.join(first, second), (ROWS, 8))
         tl.store(part + index[:, None] * 8 + tl.arange(0, 8)[None, :], pairs)
@@ -239,7 +239,7 @@ def _expand_tail(
     INNER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Expand the `count` values of e4m3 after the last whole block, number `first` and those that follow."""
+    """Expand the `count` values behind the last whole block, from `first` on."""
     TYPE: tl.constexpr = out.dtype.element_ty
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = index < count
@@ -272,7 +272,7 @@ def _scale(scales, scale_table, place, inside, CODED: tl.constexpr):
 
 @triton.jit
 def _pair(pair, first, second, INNER: tl.constexpr, TYPE: tl.constexpr):
-    """Return two numbers, in half-words of `pair` as `_number` takes them, times their scales, as `TYPE`."""
+    """Multiply two numbers, in half-words of `pair`, with their scales."""
     return _bits(_number(pair & 0xFFFF) * first, INNER, TYPE) | _bits(_number(pair >> 16) * second, INNER, TYPE) << 16
 
 
@@ -285,7 +285,7 @@ def _number(bits):
 
 @triton.jit
 def _bits(value, INNER: tl.constexpr, TYPE: tl.constexpr):
-    """Return the bits (uint32) of float32 values that are rounded to `INNER` and then to `TYPE`, one of 16 bits."""
+    """Return the bits (uint32) of float32 values rounded to `INNER`, then `TYPE`."""
     if INNER != TYPE:
         value = rounded(value, INNER).to(tl.float32)
     return rounded(value, TYPE).to(tl.uint16, bitcast=True).to(tl.uint32)
@@ -293,8 +293,10 @@ def _bits(value, INNER: tl.constexpr, TYPE: tl.constexpr):
 
 @triton.jit
 def rounded(value, TYPE: tl.constexpr):
-    """Return float32 values in another type, rounded to the nearest, to even ones in between; bf16 by its bits, since
-    Triton's interpreter cuts them off. NaN stays NaN."""
+    """Return float32 values in another type, rounded to nearest even; NaN stays NaN.
+
+    bf16 is rounded by its bits, since Triton's interpreter truncates them.
+    """
     if tl.bfloat16 == TYPE:
         bits = value.to(tl.uint32, bitcast=True)
         bits = tl.where(value == value, bits + 0x7FFF + (bits >> 16 & 1) >> 16, 0x7FC0)
@@ -304,7 +306,7 @@ def rounded(value, TYPE: tl.constexpr):
 
 @triton.jit
 def added(states, weight, total, INTERPRETED: tl.constexpr):
-    """Return `total` and the product, all bits of float32 counted; the interpreter multiplies no bf16."""
+    """Return `total` plus the product, in full float32; the interpreter multiplies no bf16."""
     if INTERPRETED:
         return tl.dot(states.to(tl.float32), weight.to(tl.float32), total)
     return tl.dot(states, weight, total, input_precision="ieee")

@@ -1,9 +1,9 @@
 # mypy: disable-error-code="import-not-found, import-untyped, no-untyped-call, no-untyped-def, untyped-decorator"
-"""Triton kernels that compute routed experts for a few tokens at the speed of the GPU's memory.
+"""Triton kernels that compute routed experts for a few tokens.
 
 A pair is a token and one of its experts. `_multiply` multiplies each pair's hidden states with its expert's matrix, as
 many rows at a time as make a tile of some 8 KiB; the weights are read once, 16 bytes a thread, and several programs on
-each multiprocessor keep some 64 KiB of them on their way. Pairs are the fastest axis of the grid: those that share an
+each multiprocessor keep some 64 KiB of them in flight. Pairs are the fastest axis of the grid: those that share an
 expert read a tile at about the same time, so that it comes from the L2 cache for all but one. No row is sorted, padded,
 or moved, and the host never waits for the router, so a CUDA graph can hold the kernels.
 
@@ -25,16 +25,16 @@ from zinfer.engine.stream.expand import rounded
 
 TILE = 4096  # weights of a tile: 32 a thread, which leaves registers for their sums and for 4 to 8 programs at a time
 WARPS = 4
-LONGEST = 1024  # weights along a tile's contiguous side, at most: those that all threads read at 16 bytes each
-PROGRAMS = 4096  # programs of a launch, at least, if they have enough to read: four waves of an H100
-LEAST_READ = 16384  # weights of a program, at least, where columns are split
+MAX_LENGTH = 1024  # weights along a tile's contiguous side: those that all threads read at 16 bytes each
+MIN_PROGRAMS = 4096  # of a launch, if they have enough to read: four waves of an H100
+MIN_READ = 16384  # weights of a program where columns are split
 COMBINED = 256  # values of a program that adds partial sums
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Division of a matrix ``[rows, columns]`` of each expert into tiles, and of its columns among programs."""
+    """Division of an expert's matrix into tiles, and among programs."""
 
     rows: int
     columns: int
@@ -43,29 +43,28 @@ class Tiles:
 
     @classmethod
     def of(cls, rows: int, columns: int, pairs: int, transposed: bool, matrices: int = 1) -> "Tiles":
-        """Choose tiles for `pairs` pairs; `matrices`, if they are not 1, are read side by side, and no column is
-        split."""
+        """Choose tiles for `pairs` pairs; several `matrices` are read together, and no column is split."""
         contiguous, other = (rows, columns) if transposed else (columns, rows)
-        length = _divisor(contiguous, LONGEST if not transposed else LONGEST // 8)
+        length = _divisor(contiguous, MAX_LENGTH if not transposed else MAX_LENGTH // 8)
         count = min(TILE // length, triton.next_power_of_2(other))
-        tall, wide = (length, count) if transposed else (count, length)
-        blocks, steps = triton.cdiv(rows, tall) * pairs, triton.cdiv(columns, wide)
+        tile_rows, tile_columns = (length, count) if transposed else (count, length)
+        blocks, steps = triton.cdiv(rows, tile_rows) * pairs, triton.cdiv(columns, tile_columns)
         splits = 1
         if matrices == 1:
-            least = max(1, LEAST_READ // (tall * wide))
-            splits = max(1, min(triton.cdiv(PROGRAMS, blocks), steps // least))
+            min_steps = max(1, MIN_READ // (tile_rows * tile_columns))
+            splits = max(1, min(triton.cdiv(MIN_PROGRAMS, blocks), steps // min_steps))
         each = triton.cdiv(steps, splits)
-        return cls(tall, wide, each, triton.cdiv(steps, each))
+        return cls(tile_rows, tile_columns, each, triton.cdiv(steps, each))
 
 
-def _divisor(size: int, most: int) -> int:
-    """Return the length of a tile's side: the largest power of two up to `most` that divides `size`, or the next one
-    above it, up to 256, where that is small."""
-    largest = min(most, size & -size)
-    return largest if largest >= 64 else min(most, 256, triton.next_power_of_2(size))
+def _divisor(size: int, limit: int) -> int:
+    """Return the length of a tile's side, a power of two. It is the largest one up to `limit` that divides `size`, or
+    where that is small the next one above `size`, up to 256."""
+    largest = min(limit, size & -size)
+    return largest if largest >= 64 else min(limit, 256, triton.next_power_of_2(size))
 
 
-def gated(states: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+def multiply_gated(states: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
     """Return ``silu(gate) * up`` of each pair, ``[pairs, rows]``.
 
     `states` is ``[tokens, columns]``, `weights` ``[E, 2 * rows, columns]``, gate before up, `experts` ``[tokens, k]``.
@@ -78,12 +77,10 @@ def gated(states: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
     return out
 
 
-def multiplied(states: Tensor, weights: Tensor, experts: Tensor, transposed: bool) -> Tensor:
-    """Return partial products of each pair, float32 ``[pairs, splits, rows]``, to be added along `splits`.
-
+def multiply(states: Tensor, weights: Tensor, experts: Tensor, transposed: bool) -> Tensor:
+    """Return partial products of each pair, float32 ``[pairs, splits, rows]``. They are to be added along `splits`.
     `states` is ``[tokens, columns]``, or ``[pairs, columns]``; `weights` are ``[E, rows, columns]``, or if `transposed`
-    ``[E, columns, rows]``.
-    """
+    ``[E, columns, rows]``."""
     rows, columns = weights.shape[1:] if not transposed else (weights.shape[2], weights.shape[1])
     pairs = experts.numel()
     tiles = Tiles.of(rows, columns, pairs, transposed)
@@ -124,14 +121,12 @@ def _launch(
     )
 
 
-def combined(
+def combine(
     partial: Tensor, experts: Tensor, count: int, bias: Tensor | None, weights: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """Return the sums of `partial`, ``[pairs, splits, rows]``, as `dtype`: ``[pairs, rows]``, or with `weights`,
-    ``[tokens, k]``, the weighted sums of the pairs of each token, ``[tokens, rows]``.
-
-    `bias` is ``[E, rows]`` with ``E = count``. An expert whose number is not below `count` adds nothing.
-    """
+    """Return the sums of `partial`, ``[pairs, splits, rows]``, as `dtype`: ``[pairs, rows]``. With `weights`,
+    ``[tokens, k]``, they are the weighted sums of the pairs of each token, ``[tokens, rows]``. `bias` is ``[E, rows]``
+    with ``E = count``. An expert whose number is not below `count` adds nothing."""
     pairs, splits, rows = partial.shape
     each = 1 if weights is None else weights.shape[1]
     out = torch.empty((pairs // each, rows), dtype=dtype, device=partial.device)
@@ -173,8 +168,8 @@ def _multiply(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """Multiply a block of rows of an expert's matrix, `steps` tiles of it, with the states of one pair; `ONCE` means
-    that no other pair has the same expert."""
+    """Multiply tiles of an expert's matrix with the states of one pair. `ONCE` means that no other pair has the same
+    expert."""
     pair = tl.program_id(0)
     expert = tl.load(experts + pair).to(tl.int64)
     expert = tl.minimum(tl.maximum(expert, 0), EXPERTS - 1)
@@ -244,7 +239,7 @@ def _combine(
     PRODUCT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add the partial sums of `EACH` pairs, one after the other, with bias and weight."""
+    """Add partial sums of `EACH` pairs in order, with bias and weight."""
     TYPE: tl.constexpr = out.dtype.element_ty
     token = tl.program_id(0)
     row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -256,12 +251,12 @@ def _combine(
         for split in range(splits):
             value += tl.load(partial + (pair * splits + split) * ROWS + row, mask=inside, other=0.0)
         expert = tl.load(experts + pair).to(tl.int64)
-        known = (expert >= 0) & (expert < EXPERTS)
+        valid = (expert >= 0) & (expert < EXPERTS)
         value = rounded(value, TYPE).to(tl.float32)
         if BIASED:
-            own = tl.load(bias + tl.where(known, expert, 0) * ROWS + row, mask=inside, other=0.0).to(tl.float32)
-            value = rounded(value + own, TYPE).to(tl.float32)
+            bias_value = tl.load(bias + tl.where(valid, expert, 0) * ROWS + row, mask=inside, other=0.0).to(tl.float32)
+            value = rounded(value + bias_value, TYPE).to(tl.float32)
         if WEIGHTED:
             value = rounded(value * tl.load(weights + pair).to(tl.float32), PRODUCT).to(tl.float32)
-        total += tl.where(known, value, 0.0)
+        total += tl.where(valid, value, 0.0)
     tl.store(out + token * ROWS + row, rounded(total, TYPE), mask=inside)

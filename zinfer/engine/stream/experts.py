@@ -3,15 +3,15 @@
 Attention, router, shared experts, norms and dense layers come through the ring (`zinfer.engine.stream.prefetch`). Each
 routed expert is a run of bytes of its own in host memory, encoded like a layer. When a layer's router has chosen, the
 CPU reads the choice (a few numbers, the only thing that it waits for), and the copy queue brings the experts that are
-not on the device into the buffers of a pool. They are unpacked into the layer's slot, in which each expert has its
-place, and the model's own function computes: it reads the places of the chosen experts and no others.
+not on the device into the buffers of a pool. They are unpacked into a layer buffer, in which each expert has its place,
+and the model's own function computes: it reads the places of the chosen experts and no others.
 
-While a choice is awaited, the link has brought all that is needed and would idle. It brings experts that the router is
-guessed to choose then (`zinfer.engine.stream.routers`), in small copies, and no more as soon as the choice is known: a
-wrong guess costs the rest of a copy under way.
+While a choice is awaited, the link has brought all that is needed and would idle. It brings experts that the router
+probably chooses (`zinfer.engine.stream.routers`), in small copies, and stops as soon as the choice is there: a wrong
+guess costs the rest of a copy under way.
 
-A pass with so many tokens that they touch nearly all experts brings all of them, in order and ahead of compute, without
-waiting for any router. Buffers that hold experts of earlier passes are the cache.
+A pass whose many tokens touch nearly all experts brings all of them, in order and ahead of compute, without waiting for
+any router. Buffers that hold experts of earlier passes are the cache.
 
 The classes of experts that `transformers` dispatches through its `ExpertsInterface` give the place for it, without code
 for architectures: they keep their weights stacked, ``[E, ..]``, get the hidden states, the indices of the chosen
@@ -32,34 +32,31 @@ from torch import Tensor, nn
 
 from zinfer.core.case import spread
 from zinfer.engine.pinned import ALIGNMENT
-from zinfer.engine.stream.expert_images import ExpertImage, Experts, Key, LayerImages
-from zinfer.engine.stream.packed_layer import unpack
+from zinfer.engine.stream.packed_experts import Experts, Key, PackedExpert, PackedExperts
 from zinfer.engine.stream.prefetch import Event, PrefetchRing, Queues
 from zinfer.engine.stream.routers import Routers
 from zinfer.engine.stream.trace import mark
 
-GUESSED = 8 << 20  # bytes of a guessed expert in one copy: little waits for it if the guess is wrong
-AHEAD = 2  # such copies that are issued and not done, at most, so that the link does not wait for the CPU
+GUESS_BYTES = 8 << 20  # bytes of a guessed expert in one copy: little waits for it if the guess is wrong
+GUESSES_IN_FLIGHT = 2  # such copies that are issued and not done, so that the link does not wait for the CPU
 TRIALS = 64  # layers whose guesses are judged before wrong ones may end them
 FADING = 0.98  # weight of what guesses brought before the latest layer
 END = maxsize, 0  # behind all experts, in the order of layers
-HALF_LIFE = 32  # passes after which a use of an expert counts half, for the cache that keeps those used most
+HALF_LIFE = 32  # passes after which a use of an expert counts half, for the cache of the most used ones
 
 Policy = Literal["lru", "lfu"]
 
 
 class ExpertCache:
-    """Order in which experts that stay on the device make room for others.
-
-    Policy `lru` drops the one not used for longest, `lfu` the one used least, each use weighted by its age: after
-    `HALF_LIFE` passes it counts half. With `lfu` an expert used less than all that stay is not taken in.
-    """
+    """Experts that stay on the device, in their order of eviction. Policy `lru` evicts the one not used for longest,
+    `lfu` the one used least, each use weighted by its age: after `HALF_LIFE` passes it counts half. With `lfu` an
+    expert used less than all that stay is rejected."""
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._ranks: dict[Key, float] = {}  # of all experts ever used; the lowest goes first
         self._inside: set[Key] = set()
-        self._order: list[tuple[float, int, Key]] = []  # a heap; entries of an earlier rank are void
+        self._order: list[tuple[float, int, Key]] = []  # a heap; entries of an earlier rank are stale
         self._uses = self._passes = 0
 
     def __len__(self) -> int:
@@ -74,12 +71,35 @@ class ExpertCache:
     def next_pass(self) -> None:
         self._passes += 1
 
-    def rank(self, key: Key) -> float:
-        """Return a number that is the lower the sooner an expert makes room; 0 if it was never used."""
-        return self._ranks.get(key, 0.0)
+    def insert(self, key: Key, capacity: int, counts: bool = True) -> Key | None:
+        """Insert `key`, which was used; return the evicted key (`key` itself if rejected), or None.
 
-    def use(self, key: Key) -> None:
-        """Note a use of an expert, whether it stays or not."""
+        Unless this use `counts`, it evicts no other expert.
+        """
+        if counts:
+            self._use(key)
+        if key in self:
+            return None
+        if len(self) < capacity:
+            self._add(key)
+            return None
+        if not capacity or not counts:
+            return key
+        while self._is_stale(self._order[0]):
+            heappop(self._order)
+        if self._ranks[key] < self._order[0][0]:
+            return key
+        evicted = heappop(self._order)[2]
+        self._inside.remove(evicted)
+        self._add(key)
+        return evicted
+
+    def clear(self) -> None:
+        """Evict all experts, and keep the counts of their uses."""
+        self._inside.clear()
+        self._order.clear()
+
+    def _use(self, key: Key) -> None:
         self._uses += 1
         rank = float(self._uses)
         if self._policy == "lfu":  # log2 of the weighted uses, had they been weighted at pass 0: ages alike for all
@@ -88,80 +108,38 @@ class ExpertCache:
             rank = now if before is None else log2(2 ** (before - now) + 1) + now
         self._ranks[key] = rank
         if key in self._inside:
-            self._enter(key)
+            self._add(key)
 
-    def add(self, key: Key) -> None:
+    def _add(self, key: Key) -> None:
         self._inside.add(key)
-        self._enter(key)
-
-    def replace_for(self, key: Key) -> Key | None:
-        """Take in `key`, which was used, in place of the expert that goes first; return that one, None if `key` would
-        go before it."""
-        while self._order:
-            rank, _, first = self._order[0]
-            if self._void(self._order[0]):
-                heappop(self._order)
-                continue
-            if self.rank(key) < rank:
-                return None
-            heappop(self._order)
-            self._inside.remove(first)
-            self.add(key)
-            return first
-        return None
-
-    def settle(self, key: Key, room: int, counts: bool = True) -> Key | None:
-        """Decide on an expert that was used, in a cache with `room` for so many: return the one that leaves, `key`
-        itself perhaps; None if nobody has to. Unless this use `counts`, it drives no other one out."""
-        if counts:
-            self.use(key)
-        if key in self:
-            return None
-        if len(self) < room:
-            self.add(key)
-            return None
-        gone = self.replace_for(key) if room and counts else None
-        return key if gone is None else gone
-
-    def clear(self) -> None:
-        """Drop all experts; their uses are remembered."""
-        self._inside.clear()
-        self._order.clear()
-
-    def _void(self, entry: tuple[float, int, Key]) -> bool:
-        return entry[2] not in self._inside or self.rank(entry[2]) != entry[0]
-
-    def _enter(self, key: Key) -> None:
-        heappush(self._order, (self.rank(key), self._uses, key))
+        heappush(self._order, (self._ranks.get(key, 0.0), self._uses, key))
         if len(self._order) > 64 + 4 * len(self._inside):
-            self._order = [one for one in self._order if not self._void(one)]
+            self._order = [entry for entry in self._order if not self._is_stale(entry)]
             heapify(self._order)
+
+    def _is_stale(self, entry: tuple[float, int, Key]) -> bool:
+        return entry[2] not in self._inside or self._ranks.get(entry[2], 0.0) != entry[0]
 
 
 class ExpertCounts(NamedTuple):
-    """Counts of experts since the load: copied bytes, as they cross the link and as they are in the slot, copies, and
-    needs of a pass met by the cache, or not; a pass that brings all experts has neither hits nor misses. Copies of
-    guessed experts that were begun, and those among them that were needed; of the others only bytes on the link
-    count."""
+    """Counts of experts since the load; of guessed experts that were not needed, only bytes on the link count."""
 
-    wire: int = 0
-    delivered: int = 0
-    fetched: int = 0
-    hits: int = 0
+    wire: int = 0  # bytes that crossed the link
+    delivered: int = 0  # bytes, unpacked
+    fetched: int = 0  # copies
+    hits: int = 0  # needs that the cache met; none in a pass that brings all experts
     misses: int = 0
-    guessed: int = 0
-    right: int = 0
+    guessed: int = 0  # copies of guessed experts that were begun
+    right: int = 0  # of these, those that were needed
 
     def since(self, before: "ExpertCounts") -> "ExpertCounts":
         return ExpertCounts(*(now - then for now, then in zip(self, before, strict=True)))
 
 
 class _Guesses:
-    """Guessed experts whose copies were begun and that no layer has chosen yet, and what guesses were worth.
-
-    A right guess saves the time in which its bytes crossed the link before the choice was known. A wrong one costs the
-    time of what is still under way then. Guesses end once they cost more than they save.
-    """
+    """Guessed experts whose copies were begun, and their worth. A right guess saves the time in which its bytes crossed
+    the link before the choice was known. A wrong one costs the time of what is still under way then. Guesses end once
+    they cost more than they save."""
 
     def __init__(self) -> None:
         self.wanted: deque[Key] = deque()  # experts to copy, the most probable ones first
@@ -171,7 +149,7 @@ class _Guesses:
         self._balance = 0.0  # bytes saved, less bytes that cost
 
     @property
-    def cost_too_much(self) -> bool:
+    def unprofitable(self) -> bool:
         return self._layers >= TRIALS and self._balance < 0
 
     def under_way(self) -> int:
@@ -186,46 +164,46 @@ class _Guesses:
         if not begun:
             return
         self.under_way()
-        late = Counter[bool]()
-        for _, key, size in self.flight:
-            late[key in begun and key[1] in chosen] += size
-        saved = sum(size for key, size in begun.items() if key[1] in chosen) - late[True]
-        self._balance = FADING * self._balance + saved - late[False]
+        right = {key for key in begun if key[1] in chosen}
+        late = sum(size for _, key, size in self.flight if key in right)
+        wasted = sum(size for _, key, size in self.flight if key not in right)
+        self._balance = FADING * self._balance + sum(begun[key] for key in right) - late - wasted
         self._layers += 1
 
     def clear(self) -> None:
-        """Forget the copies that were begun."""
+        """Drop the copies that were begun."""
         self.wanted.clear()
         self.begun.clear()
         self.flight.clear()
 
 
 class ExpertPool:
-    """Buffers on the device that experts arrive in, from `source` (uint8, host memory), and the slot that the layers of
-    `images`, by number, compute from.
+    """Buffers that experts arrive in, and their layer buffer.
 
-    A buffer is free, or holds an expert that is coming (asked for, or ahead of compute, and not used yet), or one that
-    stays. At most `staging` are coming. An expert crosses the link in parts, so that the first ones are unpacked while
-    the last ones come. The rules of `zinfer.engine.stream.prefetch` hold here, too: a part of a buffer is read behind
-    its event `arrived`; a buffer is written behind its event `freed`, recorded behind its last read; and a copy into
-    it is issued only once that has been recorded, since only then it is free. A guessed expert is coming, too, and
-    makes room for one that is needed. Without queues there are no buffers and no guesses, and experts are unpacked from
-    where they are; everything else is the same.
+    They come from `source` (uint8, host memory); `layers` are the packed experts of each layer, by number. A buffer is
+    free, or holds an expert that is coming (asked for, or ahead of compute, and not used yet), or one that stays. At
+    most `staging` are coming. An expert crosses the link in parts, so that the first ones are unpacked while the last
+    ones come. The rules of `zinfer.engine.stream.prefetch` hold here, too: a part of a buffer is read behind its event
+    `arrived`; a buffer is written behind its event `freed`, recorded behind its last read; and a copy into it is issued
+    only once that has been recorded, since only then it is free. A guessed expert is coming, too, and makes room for
+    one that is needed. Without queues there are no buffers and no guesses, and experts are unpacked from where they
+    are; everything else is the same.
     """
 
     def __init__(
         self,
         source: Tensor,
-        images: Mapping[int, LayerImages],
+        layers: Mapping[int, PackedExperts],
         device: torch.device,
         ring: PrefetchRing,
     ) -> None:
-        self.images = images
+        self.layers = layers
         self.counts = ExpertCounts()
         self.scanning = False  # the pass under way brings all experts in order
         self._source, self._device, self._ring, self._queues = source, device, ring, ring.queues
-        self._slot = torch.empty(max(one.slot_bytes for one in images.values()), dtype=torch.uint8, device=device)
-        self._filled: tuple[int, set[int]] = -1, set()  # layer in the slot, and its experts that are there
+        size = max(packed.unpacked_bytes for packed in layers.values())
+        self.layer_buffer = torch.empty(size, dtype=torch.uint8, device=device)
+        self._filled: tuple[int, set[int]] = -1, set()  # layer in the layer buffer, and its experts that are there
         self._cache = ExpertCache("lfu")
         self._at: dict[Key, int] = {}  # number of the buffer of each expert that is coming or stays
         self._coming: dict[Key, None] = {}  # experts whose copy was issued and that were not used yet, in order
@@ -244,40 +222,25 @@ class ExpertPool:
         # Points in the copy queue: behind the latest expert that was used, and behind all that was issued with it.
         self._needed: Event | None = None
         self._tail = None if self._queues is None else self._queues.event()
-        self._staging = self._cached = 0
-        # All experts in the order of the layers, and those of them that passes which bring all keep: as many of each
-        # layer.
-        self._keys = [(layer, one) for layer in sorted(images) for one in range(len(images[layer].experts))]
+        self.staging = self.cached = 0  # buffers of coming experts, and of those that stay
+        # All experts in the order of the layers; a pass that brings all keeps as many of each layer.
+        self._keys = [(layer, expert) for layer in sorted(layers) for expert in range(len(layers[layer].experts))]
         self._spread = frozenset[Key]()
-        whole = max((image.size for one in images.values() for image in one.experts), default=0)
-        self.buffer_bytes = -(-whole // ALIGNMENT) * ALIGNMENT
+        largest = max((self._packed(key).size for key in self._keys), default=0)
+        self.buffer_bytes = -(-largest // ALIGNMENT) * ALIGNMENT
         self.resize(2, 0)
-
-    @property
-    def staging(self) -> int:
-        """Number of buffers that experts may be coming in."""
-        return self._staging
-
-    @property
-    def slot_bytes(self) -> int:
-        return self._slot.nbytes
 
     @property
     def kept_bytes(self) -> int:
         """Bytes of the experts that stay on the device."""
-        return sum(self.images[layer].experts[expert].size for layer, expert in self._cache)
-
-    @property
-    def cached(self) -> int:
-        """Number of buffers for experts that stay."""
-        return self._cached
+        return sum(self.layers[layer].experts[expert].size for layer, expert in self._cache)
 
     @property
     def guessing(self) -> str:
         """State of guesses: ``on``, or the reason why there are none."""
         if self._routers is None:
             return "off"
-        if self._guesses.cost_too_much:
+        if self._guesses.unprofitable:
             return "ended: wrong guesses cost more than right ones saved"
         return self._routers.why_not or "on"
 
@@ -287,11 +250,11 @@ class ExpertPool:
         return 0 if self._routers is None else self._routers.nbytes
 
     def attach(self, layer: int, module: nn.Module, experts: Experts) -> None:
-        """Make the weights of the experts of `module`, the decoder layer number `layer`, views of the slot, and bring
-        those that its router chose before they compute."""
-        blocks = self.images[layer].blocks
+        """Make a layer's experts views of the layer buffer. Those chosen come before they compute. `layer` is the
+        number of decoder layer `module`."""
+        blocks = self.layers[layer].blocks
         for name, entry in experts.weights.items():
-            entry.put(blocks[name].view(self._slot))
+            entry.put(blocks[name].view(self.layer_buffer))
         signature, computed = inspect.signature(type(experts.module).forward), experts.module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -307,28 +270,27 @@ class ExpertPool:
             self._routers.attach(layer, module, experts.module)
 
     def resize(self, staging: int, cached: int) -> None:
-        """Have `staging` buffers for experts that are coming, two at least, and `cached` for those that stay; if that
-        changes anything, wait for the device and drop all experts."""
-        every = sum(len(one.experts) for one in self.images.values())
-        staging, cached = max(2, staging), min(cached, every)
-        if (staging, cached) == (self._staging, self._cached):
+        """Have `staging` buffers for coming experts, and `cached` for resident ones. There are at least two of the
+        former. If that changes anything, it waits for the device and drops all experts."""
+        staging, cached = max(2, staging), min(cached, len(self._keys))
+        if (staging, cached) == (self.staging, self.cached):
             return
         if self._queues is not None:
             self._queues.finish()
         self._cache.clear()
         self._at, self._coming, self._ahead = {}, {}, iter(())
         self._asked.clear()
-        self._forget_guesses()
+        self._discard_guesses()
         self._free.clear()
-        self._staging = self._cached = 0  # until all of them are there: the device may be short of memory
+        self.staging = self.cached = 0  # until all of them are there: the device may be short of memory
         self._memory = torch.empty(0, dtype=torch.uint8)
         count = staging + cached
         if self._queues is not None:
             self._memory = torch.empty(count * self.buffer_bytes, dtype=torch.uint8, device=self._device)
-            most = max(len(image.parts) for one in self.images.values() for image in one.experts)
-            self._arrived = [[self._queues.event() for _ in range(most)] for _ in range(count)]
+            parts = max(len(self._packed(key).parts) for key in self._keys)
+            self._arrived = [[self._queues.event() for _ in range(parts)] for _ in range(count)]
             self._freed = [self._queues.event() for _ in range(count)]
-        self._staging, self._cached = staging, cached
+        self.staging, self.cached = staging, cached
         self._free.extend(range(count))
         self._spread = frozenset(self._keys[place] for place in spread(cached, len(self._keys)))
 
@@ -338,8 +300,8 @@ class ExpertPool:
         self._asked.clear()
         while self._coming:
             self._drop(next(iter(self._coming)))
-        self._forget_guesses()
-        self._ring.holds = frozenset() if scanning else frozenset(self.images)
+        self._discard_guesses()
+        self._ring.holds = frozenset() if scanning else frozenset(self.layers)
         self._ahead, self._reached = iter(()), (-1, -1)
         if scanning:
             self._ahead = iter(self._keys)
@@ -348,11 +310,11 @@ class ExpertPool:
             self._cache.next_pass()
 
     def bring(self, layer: int, chosen: Tensor) -> None:
-        """Have the experts of `layer` whose numbers are in `chosen` in the slot, or all in a pass that brings all."""
-        count = len(self.images[layer].experts)
+        """Bring the `chosen` experts of a layer, or all."""
+        count = len(self.layers[layer].experts)
         numbers: Iterable[int] = range(count)
         if not self.scanning:
-            with self._ring.aside(layer):
+            with self._ring.untimed(layer):
                 self._choice.send(chosen)
                 self._copy_guesses(self._choice.event)
                 numbers = sorted(set(self._choice.numbers(count)))
@@ -360,11 +322,11 @@ class ExpertPool:
         if self._filled[0] != layer:
             self._filled = layer, set()
         missing = [(layer, expert) for expert in numbers if expert not in self._filled[1]]
-        here = [key for key in missing if key in self._cache]
+        cached = [key for key in missing if key in self._cache]
         # What was guessed is there first, and is unpacked while the rest comes.
         others = sorted((key for key in missing if key not in self._cache), key=lambda key: key not in self._at)
         if not self.scanning:
-            self._count(hits=len(here), misses=len(others))
+            self._count(hits=len(cached), misses=len(others))
         for key in others:
             self._complete(key)
         self._asked.extend(key for key in others if key not in self._at and not self._will_come(key))
@@ -376,9 +338,9 @@ class ExpertPool:
             self._guess_next(layer)
         if self._unpacked is not None:
             self._unpacked.wait()  # if another queue unpacked the experts that are there
-        if brought := (*here, *others):
+        if brought := (*cached, *others):
             for key in brought:
-                self._use(key)
+                self._unpack(key)
             self._filled[1].update(expert for _, expert in brought)
             if self._unpacked is not None:
                 self._unpacked.record()
@@ -390,16 +352,16 @@ class ExpertPool:
             del module.forward  # it holds the module, and the pool
         self._attached = []
         self._at, self._coming, self._ahead = {}, {}, iter(())
-        self._forget_guesses()
+        self._discard_guesses()
         if self._routers is not None:
             self._routers.close()
-        self._source = self._memory = self._slot = torch.empty(0, dtype=torch.uint8)
+        self._source = self._memory = self.layer_buffer = torch.empty(0, dtype=torch.uint8)
 
     def _buffer(self, number: int) -> Tensor:
         return self._memory[number * self.buffer_bytes : (number + 1) * self.buffer_bytes]
 
-    def _image(self, key: Key) -> ExpertImage:
-        return self.images[key[0]].experts[key[1]]
+    def _packed(self, key: Key) -> PackedExpert:
+        return self.layers[key[0]].experts[key[1]]
 
     def _will_come(self, key: Key) -> bool:
         return self.scanning and key > self._reached
@@ -421,15 +383,14 @@ class ExpertPool:
                 self._complete(following)
             else:
                 self._begin_copy(following)
-                self._count(delivered=self._image(following).unpacked, fetched=1)
-                self._copy(following, 0, self._image(following).size)
+                self._count(delivered=self._packed(following).unpacked_bytes, fetched=1)
+                self._copy(following, 0, self._packed(following).size)
 
     @property
     def _has_room(self) -> bool:
-        return bool(self._free) and len(self._coming) < self._staging
+        return bool(self._free) and len(self._coming) < self.staging
 
     def _begin_copy(self, key: Key) -> None:
-        """Give an expert a free buffer."""
         number = self._free.popleft()
         self._at[key], self._coming[key] = number, None
         if self._queues is not None:
@@ -437,14 +398,14 @@ class ExpertPool:
                 self._freed[number].wait()  # rule 2
 
     def _copy(self, key: Key, start: int, end: int) -> None:
-        """Issue the copy of bytes `start` to `end` of an expert into its buffer."""
-        image, number = self._image(key), self._at[key]
+        """Copy bytes `start` to `end` of an expert into its buffer."""
+        packed, number = self._packed(key), self._at[key]
         self._count(wire=end - start)
         if self._queues is None:
             return
         with self._queues.copying():
             begin = mark(self._device.type == "cuda")
-            for part, stop in enumerate(image.parts):
+            for part, stop in enumerate(packed.parts):
                 if start < stop <= end:
                     self._write(key, number, start, stop)
                     self._arrived[number][part].record()
@@ -455,53 +416,58 @@ class ExpertPool:
         self._ring.note(("copy", key[0], begin, end_mark, "guess" if key in self._guesses.begun else "expert"))
 
     def _complete(self, key: Key) -> None:
-        """Issue the copy of what is left of a guessed expert, which is needed."""
+        """Copy what is left of a guessed expert, which is needed."""
         begun = self._guesses.begun.pop(key, None)
         if begun is None:
             return
-        self._count(right=1, delivered=self._image(key).unpacked, fetched=1)
-        if begun < self._image(key).size:
-            self._copy(key, begun, self._image(key).size)
+        self._count(right=1, delivered=self._packed(key).unpacked_bytes, fetched=1)
+        if begun < self._packed(key).size:
+            self._copy(key, begun, self._packed(key).size)
 
     def _guess_next(self, layer: int) -> None:
-        """Have the device guess what the layer behind `layer` will choose, before it waits for experts."""
+        """Guess the next layer's choice before the device waits for experts."""
         assert self._routers is not None
-        states = self._routers.take(layer)
+        states = self._routers.take_states(layer)
         if self.scanning or states is None or self.guessing != "on":
             return
-        with self._ring.aside(layer):
-            found = self._routers.guess(layer, states)
-            if found is not None:
-                self._guessed_layer, chosen = found
+        with self._ring.untimed(layer):
+            guess = self._routers.guess(layer, states)
+            if guess is not None:
+                self._guessed_layer, chosen = guess
                 self._guess.send(chosen)
 
     def _copy_guesses(self, choice: Event | None) -> None:
-        """Copy guessed experts while nothing else is under way, until `choice` is passed."""
+        """Copy guessed experts while nothing else is, until `choice` is passed."""
         guesses = self._guesses
         if choice is None or self._needed is None or not (self._guess.sent or guesses.wanted):
             return
         self._needed.synchronize()  # nothing is chosen before
         while not choice.query():
-            if self._guess.sent and not self._take_guess():
+            if self._guess.sent and not self._receive_guess():
                 continue
-            if guesses.wanted and self._tail is not None and self._tail.query() and guesses.under_way() < AHEAD:
+            if (
+                guesses.wanted
+                and self._tail is not None
+                and self._tail.query()
+                and guesses.under_way() < GUESSES_IN_FLIGHT
+            ):
                 self._copy_guess()
             if not guesses.wanted:
                 return
 
-    def _take_guess(self) -> bool:
-        """Take the experts of the latest guess, most votes of tokens first; return False if the device is not there
-        yet."""
+    def _receive_guess(self) -> bool:
+        """Queue the guessed experts, most votes first; False if none arrived."""
         event, layer = self._guess.event, self._guessed_layer
         if event is None or not event.query():
             return False
-        votes = Counter(self._guess.numbers(len(self.images[layer].experts)))
-        own = ((layer, expert) for expert, _ in votes.most_common())
-        self._guesses.wanted.extend(key for key in own if key not in self._at and key not in self._guesses.wanted)
+        votes = Counter(self._guess.numbers(len(self.layers[layer].experts)))
+        wanted = self._guesses.wanted
+        keys = ((layer, expert) for expert, _ in votes.most_common())
+        wanted.extend(key for key in keys if key not in self._at and key not in wanted)
         return True
 
     def _copy_guess(self) -> None:
-        """Issue one copy of the expert that comes first among those guessed."""
+        """Issue one copy of the first guessed expert."""
         guesses = self._guesses
         key = guesses.wanted[0]
         if key not in guesses.begun:
@@ -511,8 +477,8 @@ class ExpertPool:
             self._begin_copy(key)
             guesses.begun[key] = 0
             self._count(guessed=1)
-        start, size = guesses.begun[key], self._image(key).size
-        end = min(start + GUESSED, size)
+        start, size = guesses.begun[key], self._packed(key).size
+        end = min(start + GUESS_BYTES, size)
         self._copy(key, start, end)
         guesses.begun[key] = end
         assert self._queues is not None
@@ -524,7 +490,7 @@ class ExpertPool:
             guesses.wanted.popleft()
 
     def _end_guesses(self, layer: int, chosen: set[int]) -> None:
-        """Give up the guesses for `layer`, and those for layers before it, that it has not chosen."""
+        """Drop wrong guesses for `layer`, and those for layers before it."""
         guesses = self._guesses
         guesses.judge(layer, chosen)
         if self._guessed_layer <= layer:
@@ -533,19 +499,18 @@ class ExpertPool:
         for key in [key for key in guesses.begun if key[0] < layer or (key[0] == layer and key[1] not in chosen)]:
             self._drop(key)
 
-    def _forget_guesses(self) -> None:
+    def _discard_guesses(self) -> None:
         self._guesses.clear()
         self._guess.sent = False
         self._needed = None
 
     def _write(self, key: Key, number: int, start: int, end: int) -> None:
-        """Copy bytes `start` to `end` of an expert into buffer `number`."""
-        first = self._image(key).start
+        first = self._packed(key).start
         source = self._source[first + start : first + end]
         self._buffer(number)[start:end].copy_(source, non_blocking=True)
 
-    def _use(self, key: Key) -> None:
-        """Unpack an expert into its place in the slot; it stays then, or makes room."""
+    def _unpack(self, key: Key) -> None:
+        """Unpack an expert into the layer buffer; it stays then, or makes room."""
         while key not in self._at:  # it was asked for, or dropped
             if key not in self._asked and not self._will_come(key):
                 self._asked.appendleft(key)
@@ -553,55 +518,53 @@ class ExpertPool:
                 self._drop(next(reversed(self._coming)))
             self._issue()
         self._complete(key)
-        number, image = self._at[key], self._image(key)
+        number, packed = self._at[key], self._packed(key)
         if self._queues is None:
-            content = self._source[image.start : image.start + image.size]
+            content = self._source[packed.start : packed.start + packed.size]
         else:
             self._freed[number].wait()  # another queue may have read it before: the event is behind both then
             content = self._buffer(number)
-        for part, pieces in groupby(image.pieces, image.part_of):
+        for part, chunks in groupby(packed.chunks, packed.part_of):
             if self._queues is not None:
-                with self._ring.aside(key[0]):
+                with self._ring.untimed(key[0]):
                     self._arrived[number][part].wait()  # rule 1
-            with self._ring.aside(key[0], unpacks=True):
-                for piece in pieces:
-                    unpack(piece, content[piece.start - image.start :], self._slot)
+            with self._ring.untimed(key[0], unpacks=True):
+                for chunk in chunks:
+                    chunk.unpack(content[chunk.start - packed.start :], self.layer_buffer)
         if self._queues is not None:
             self._freed[number].record()  # rule 2
-            self._needed = self._arrived[number][len(image.parts) - 1]
-        self._settle(key)
+            self._needed = self._arrived[number][len(packed.parts) - 1]
+        self._retain(key)
         self._issue()
 
-    def _settle(self, key: Key) -> None:
-        """Decide on the buffer of an expert that was used: it stays, in place of another perhaps, or is free."""
+    def _retain(self, key: Key) -> None:
+        """Keep a used expert in its buffer, or free a buffer."""
         self._coming.pop(key, None)
         if self.scanning and key not in self._cache and key not in self._spread:
-            gone: Key | None = key
-        else:  # a pass that brings all experts drives none out: it would leave only those of the last layers
-            gone = self._cache.settle(key, self._cached, counts=not self.scanning)
-        if gone is not None:
-            self._free.append(self._at.pop(gone))
+            evicted: Key | None = key
+        else:  # a pass that brings all experts evicts none: it would leave only those of the last layers
+            evicted = self._cache.insert(key, self.cached, counts=not self.scanning)
+        if evicted is not None:
+            self._free.append(self._at.pop(evicted))
 
     def _drop(self, key: Key) -> None:
-        """Give up the copy of an expert that was not used."""
         self._guesses.begun.pop(key, None)
         del self._coming[key]
         self._free.append(self._at.pop(key))
 
     def _count(self, **more: int) -> None:
-        self.counts = self.counts._replace(**{name: getattr(self.counts, name) + one for name, one in more.items()})
+        self.counts = self.counts._replace(**{name: getattr(self.counts, name) + add for name, add in more.items()})
 
 
 class _Choice:
-    """Experts that a router chose, as the CPU gets to know them: one small copy from the device."""
+    """Experts that a router chose, copied to the host."""
 
     def __init__(self, queues: Queues | None) -> None:
-        self.sent = False  # a choice is on its way, or there, and was not taken
+        self.sent = False  # a choice is on its way, or there, and was not read
         self.event = None if queues is None else queues.event()  # behind the copy
         self._memory = self._host = torch.empty((0, 1), dtype=torch.int64)
 
     def send(self, chosen: Tensor) -> None:
-        """Have the device copy `chosen`, ``[.., K]``, to the host."""
         self.sent = True
         chosen = chosen.reshape(-1, chosen.shape[-1])
         if self.event is None:
@@ -615,7 +578,7 @@ class _Choice:
         self.event.record()
 
     def numbers(self, count: int) -> list[int]:
-        """Return the numbers below `count` that were sent, each token's first choice first; wait for them."""
+        """Wait for the numbers, and return those below `count`. Each token's first choice comes first."""
         if self.event is not None:
             self.event.synchronize()
         self.sent = False

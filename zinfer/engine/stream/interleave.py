@@ -1,8 +1,6 @@
-"""Several forward passes side by side, a decoder layer at a time, so that a layer's weights come once for all of them.
-
-Each pass is a coroutine (a greenlet) that stops before every decoder layer: no model needs to know. While it stops it
-holds its hidden states; what a layer needs beyond them exists for one pass at a time.
-"""
+"""Interleaved forward passes, so that a layer's weights come once for all. Each forward pass is a coroutine (a
+greenlet) that stops before every decoder layer, without code for models. While it stops it holds its hidden states;
+what a layer needs beyond them exists for one forward pass at a time."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -21,18 +19,18 @@ def interleave(
     passes: Sequence[Callable[[], Tensor]],
     enter: Callable[[int, int], None],
     fetches: Sequence[Fetch] = (),
-    beside: int = 0,
+    on_cpu: int = 0,
 ) -> list[Tensor]:
-    """Run `passes`, each a forward pass through all layers of `ring` in order, in one trip; return their results.
+    """Run several forward passes in one pass of the weights.
 
-    `enter` gets the number of a pass and of the layer that it is about to compute. `fetches` are the trip's transfers
-    besides weights, in the order in which the passes borrow them. An exception of one pass ends all.
+    `enter` gets the number of a forward pass and of the layer that it is about to compute. `fetches` are the transfers
+    besides weights, in the order in which the forward passes borrow them. An exception of one forward pass ends all.
 
-    The CPU attends to rows of the last `beside` passes, not all of them. They begin each layer, in the ring's second
-    queue, and may pause in it (`zinfer.engine.stream.meanwhile`) while the others are launched.
+    The CPU attends to rows of the last `on_cpu` of `passes`, not all of them. They begin each layer, in the ring's
+    second queue, and may pause in it (`zinfer.engine.stream.meanwhile`) while the others are launched.
     """
     outputs: dict[int, Tensor] = {}
-    first = len(passes) - beside
+    first = len(passes) - on_cpu
 
     def runner(number: int) -> Callable[[], None]:
         def run() -> None:
@@ -50,19 +48,19 @@ def interleave(
         enter(numbers[current], layer)
 
     def go_on(number: int) -> Any:
-        """Run a pass up to its next layer, which is returned, or until it pauses, or ends (None)."""
-        with ring.beside() if number >= first else nullcontext():
+        """Run a forward pass up to its next layer; return that. PAUSED if it pauses before, None if it ends."""
+        with ring.second_stream() if number >= first else nullcontext():
             return workers[number].switch()
 
     order = [*range(first, len(passes)), *range(first)]
-    with ring.trip(len(passes), turn, fetches):
+    with ring.weight_pass(len(passes), turn, fetches):
         try:
             layer: int | None = None
             while len(outputs) < len(passes):
-                if beside and layer is not None:
+                if on_cpu and layer is not None:
                     ring.bring_layer(layer)
                 stops = {number: go_on(number) for number in order}
-                for number in order[:beside]:
+                for number in order[:on_cpu]:
                     while stops[number] is PAUSED:
                         stops[number] = go_on(number)
                 layer = stops[order[-1]]

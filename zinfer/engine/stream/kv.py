@@ -397,7 +397,7 @@ class LinkCache(HostCache):
         shared: bool = False,
     ) -> None:
         super().__init__(memory, sender, parts, capacity, windows)
-        self._ring, self._cuda, self.shared, self._version = ring, ring.on_gpu, shared, 0
+        self._ring, self._cuda, self.shared, self._version = ring, ring.queues is not None, shared, 0
         # By layer and first row of a part: slots, memory (uint8 [room, bytes of a position]) and bytes of a position's
         # keys; the number of stored tokens; the event behind the last copy.
         self._places: dict[tuple[int, int], tuple[WindowIndex, Tensor, int]] = {}

@@ -1,12 +1,12 @@
-"""Source of a pass: the weights of the layers off the device, packed as they cross the link.
+"""Source of the weights that are off the device: the layers, packed as they cross the link.
 
 They lie in an arena of host memory, of this process or of all ranks together, or in files of which host memory keeps a
-part. Layers that stay on the device with every batch lie there alone. Layers come from the checkpoint, stored layer by
-layer there or not, or from the folder of `zinfer pack`. Of a layer whose experts come on demand, each expert is packed
-apart.
+part. Layers that stay on the device with every batch lie there alone. Layers come from the checkpoint
+(`zinfer.engine.stream.packing`), or from the folder of `zinfer pack`.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,24 +16,16 @@ from torch import Tensor
 from zinfer.checkpoint.source import revision_of
 from zinfer.core.engine import StreamOptions
 from zinfer.core.progress import Progress
-from zinfer.engine import EngineError
 from zinfer.engine.decoder import offload_folder
 from zinfer.engine.direct import StripedFile
 from zinfer.engine.pinned import PinnedArena, check_free, lay_out
-from zinfer.engine.quantization.dequantize import Codes
-from zinfer.engine.state import Entry, Loaded, ModelState, by_layer
+from zinfer.engine.state import ModelState
 from zinfer.engine.stream import disk, packed
 from zinfer.engine.stream.disk import DiskLayers, DiskRing
-from zinfer.engine.stream.expert_images import (
-    Experts,
-    LayerImages,
-    fill_plain,
-    pack_experts,
-    padding,
-    plain_experts,
-)
-from zinfer.engine.stream.gather import GatherRing, own_parts
-from zinfer.engine.stream.packed_layer import LayerMemory, PackedLayer, pack, plain
+from zinfer.engine.stream.gather import GatherRing, parts_of_rank
+from zinfer.engine.stream.packed_experts import Experts, PackedExperts, padding
+from zinfer.engine.stream.packed_layer import LayerMemory, PackedLayer
+from zinfer.engine.stream.packing import copy_into, dense_tensors, pack_layers
 from zinfer.engine.stream.prefetch import PrefetchRing
 from zinfer.plan.planner import Plan
 from zinfer.system.host import drives
@@ -45,24 +37,21 @@ if TYPE_CHECKING:
 DEPTH = 2  # buffers of a new ring; prefill makes it deeper
 
 
-class _Staying(NamedTuple):
-    """Word of the leader of a group that it gives all ranks the bytes of a layer that stays."""
+class _ResidentLayer(NamedTuple):
+    """Message of a group's leader: all ranks get a resident layer's bytes."""
 
-    layer: int  # its number
-    image: PackedLayer
+    number: int
+    layer: PackedLayer
     size: int  # bytes
 
 
 class LayerSource:
-    """Layers of `state` off the device, as `plan` and `options` say.
-
-    `experts` are the routed ones that come on demand, by layer. With `group`, its leader loads the arena, and the other
-    ranks map it.
-    """
+    """Layers off the device, as `plan` and `options` say. `experts` come on demand, by layer. With `group`, its leader
+    loads the arena, and the other ranks map it."""
 
     arena: PinnedArena | None = None
     disk: DiskLayers | None = None
-    expert_images: dict[int, LayerImages]
+    packed_experts: dict[int, PackedExperts]
     from_folder = False  # layers are read as `zinfer pack` stored them
     _folders: tuple[Scratch, ...] = ()  # files of layers, written for this process alone, one a drive
 
@@ -78,48 +67,40 @@ class LayerSource:
     ) -> None:
         self._plan, self._options, self._device, self._progress, self._group = plan, options, device, progress, group
         self._state, self._experts = state, experts
-        self.expert_images = {}
+        self.packed_experts = {}
         self._staying = frozenset(plan.placement.resident_layers if plan.placement.moved else ())
-        self._kept: dict[int, Tensor] = {}  # their bytes, on the device, until the ring has them
-        self._alone_bytes = 0  # of all ranks together
+        self._resident: dict[int, Tensor] = {}  # their bytes, on the device, until the ring has them
+        self._resident_bytes = 0  # of all ranks together
 
     @property
     def lossless(self) -> bool:
-        """True if weights are encoded where that makes them smaller."""
+        """True if weights are encoded where that shrinks them."""
         return self._plan.placement.codec == "lossless"
 
     def load(self, resident: Mapping[str, Tensor]) -> PrefetchRing:
-        """Load the layers, and the weights outside of them into `resident`, by name; return the ring that brings the
-        layers to the device.
-
-        Raises EngineError, CheckpointError, OSError, and MemoryError where host memory is too small.
-        """
-        group = self._group
+        """Load the layers, and other weights into `resident`; return the ring. Raises EngineError, CheckpointError,
+        OSError, and MemoryError where host memory is too small."""
         ring: PrefetchRing
         if self._plan.case.offload == "nvme":
             self.disk = self._in_files(resident)
             ring = disk_ring = DiskRing(self.disk, DEPTH, self._device)
             disk_ring.hold(self._plan.placement.host_layers, self._progress)
         else:
-            images = self._in_memory(resident) if group is None else self._shared(group, resident)
+            layers = self._in_memory(resident) if self._group is None else self._shared(self._group, resident)
             assert self.arena is not None
-            source = self.arena.memory
-            if group is None:
-                ring = PrefetchRing(source, images, DEPTH, self._device)
-            else:
-                ring = GatherRing(source, images, DEPTH, self._device, group)
-        for index in sorted(self._kept):
-            ring.keep_alone(index, self._kept.pop(index))
+            make = PrefetchRing if self._group is None else partial(GatherRing, ranks=self._group)
+            ring = make(self.arena.memory, layers, DEPTH, self._device)
+        for index in sorted(self._resident):
+            ring.keep_only(index, self._resident.pop(index))
         del self._state, self._experts  # the engine alone keeps the model
         return ring
 
     @property
     def loaded_bytes(self) -> int | None:
-        """Bytes that were read, with those of the weights outside the layers, where they came from a folder of packed
-        layers; else None."""
+        """Bytes read from a folder of packed layers, other weights included. None for other loads."""
         if not self.from_folder:
             return None
-        return self.host_bytes + self._alone_bytes + self._plan.model.other_bytes
+        return self.host_bytes + self._resident_bytes + self._plan.model.other_bytes
 
     @property
     def host_bytes(self) -> int:
@@ -137,15 +118,17 @@ class LayerSource:
 
     def settings(self) -> dict[str, Any]:
         """Return where the layers are, for the record."""
-        found: dict[str, Any] = {"weight_codec": "lossless" if self.lossless else "none"}
-        if self.disk is None:
-            return found | {"numa_node": None if self.arena is None else self.arena.numa_node}
-        return found | {
-            "numa_node": None,
-            "host_layers": len(self.disk.layers),
-            "disk_ring_bytes": self.disk.ring_bytes,
-            "disk_reads": "direct" if self.disk.direct else "buffered: the file system refuses direct ones",
+        settings: dict[str, Any] = {
+            "weight_codec": "lossless" if self.lossless else "none",
+            "numa_node": None if self.arena is None else self.arena.numa_node,
         }
+        if self.disk is not None:
+            settings |= {
+                "host_layers": len(self.disk.host_layers),
+                "disk_ring_bytes": self.disk.ring_bytes,
+                "disk_reads": "direct" if self.disk.direct else "buffered: the file system refuses direct ones",
+            }
+        return settings
 
     def close(self) -> None:
         """Give memory and files back; the ring must be closed before."""
@@ -157,212 +140,121 @@ class LayerSource:
         self._folders = ()
 
     def _in_memory(self, resident: Mapping[str, Tensor]) -> list[PackedLayer]:
-        """Fill an arena with the layers, and `resident`; return the places of the layers."""
-        return self._coded(resident) if self.lossless else self._plain(resident)
+        """Load the layers into an arena, those that stay onto the device."""
+        count, pin = len(self._state.layers), self._device.type == "cuda" and self._group is None
+        size = sum(self._unpacked_bytes(number) for number in range(count) if number not in self._staying)
+        for experts in self._experts.values():
+            size += sum(entry.tensor.nbytes for entry in experts.weights.values()) + padding(experts)
+        shared = None if self._group is None else self._group.weights  # all ranks lock it later
+        self.arena = arena = PinnedArena(size, pin, self._progress, grow=True, shared=shared)
+        folder = self._folder()
+        self.from_folder = folder is not None
+        if folder is None:
+            check_free(round(size * self._plan.placement.wire_ratio))
+            packed_layers = self._pack(resident, self._memory_of)
+        else:
+            packed_layers = packed.read(folder, self._state, self._memory_of, self._progress)
+        layers: dict[int, PackedLayer] = {}
+        for number, layer, packed_experts, memory in packed_layers:
+            layers[number] = layer
+            if packed_experts is not None:
+                self.packed_experts[number] = packed_experts
+            if isinstance(memory, LayerMemory):
+                self._keep(number, layer, memory.whole().to(self._device))
+        if folder is not None:
+            copy_into(resident, self._state.load(self._device, self._progress, layers=False))
+        arena.seal()
+        return [layers[number] for number in range(count)]
+
+    def _memory_of(self, number: int) -> LayerMemory | PinnedArena:
+        assert self.arena is not None
+        if number not in self._staying:
+            return self.arena
+        return LayerMemory(torch.device("cpu") if self.from_folder else self._device)
+
+    def _pack(
+        self, resident: Mapping[str, Tensor], memory_of: Any
+    ) -> Iterator[tuple[int, PackedLayer, PackedExperts | None, Any]]:
+        gpus = self._plan.placement.gpus
+        return pack_layers(
+            self._state, self.lossless, self._device, memory_of, resident, self._progress, self._experts, gpus
+        )
 
     def _shared(self, group: "Group", resident: Mapping[str, Tensor]) -> list[PackedLayer]:
-        """Do as `_in_memory`, the leader of a group by loading, the others by what they get from it."""
-        images: list[PackedLayer]
+        """Load as a group's leader, or get the layers from it."""
+        layers: list[PackedLayer]
         group.agree()
         group.join()
         if group.rank == 0:
-            images = self._in_memory(resident)
+            layers = self._in_memory(resident)
             assert self.arena is not None
-            group.share((images, self.arena.size))
+            group.share((layers, self.arena.size))
         else:
-            while isinstance(told := group.share(None), _Staying):
-                content = torch.empty(told.size, dtype=torch.uint8, device=self._device)
-                self._put(told.layer, told.image, content)
-            images, size = told
+            while isinstance(message := group.share(None), _ResidentLayer):
+                content = torch.empty(message.size, dtype=torch.uint8, device=self._device)
+                self._keep(message.number, message.layer, content)
+            layers, size = message
             self.arena = PinnedArena.attach(size, group.weights)
         if self._device.type == "cuda":
             self.arena.lock()  # all ranks at once
         group.agree()
         for name in sorted(resident):
             group.broadcast(resident[name])
-        return images
+        return layers
 
-    def _new_arena(self, size: int, grow: bool = False) -> PinnedArena:
-        """Return an arena for the layers: that of this process, or one that all ranks share and lock later."""
-        if self._group is not None:
-            return PinnedArena(size, False, self._progress, grow, shared=self._group.weights)
-        return PinnedArena(size, self._device.type == "cuda", self._progress, grow)
-
-    def _plain(self, resident: Mapping[str, Tensor]) -> list[PackedLayer]:
-        """Do as `_in_memory`, uncoded."""
-        images: list[PackedLayer] = []
-        end, gpus = 0, self._plan.placement.gpus
-        for number in range(len(self._state.layers)):
-            if number in self._staying:
-                images.append(plain(self._layout(number), 0, gpus))
-                continue
-            images.append(plain(self._layout(number), end, gpus))
-            end = images[-1].end
-            if number in self._experts:
-                self.expert_images[number], end = plain_experts(self._experts[number], end)
-        self.arena = self._new_arena(end)
-        staying: dict[int, Tensor] = {}  # bytes of layers that are not whole yet: a buffer may come first
-        missing = {number: set(images[number].blocks) for number in self._staying}
-        for index, group in by_layer(self._state, self._state.load(self._device, self._progress)):
-            if index is None:
-                copy_into(resident, group)
-                continue
-            image = images[index]
-            if index in self._staying and index not in staying:
-                staying[index] = torch.empty(image.end, dtype=torch.uint8, device=self._device)
-            memory = staying.get(index, self.arena.memory)
-            for name, tensor in group:
-                if name in self._apart(index):
-                    fill_plain(self.expert_images[index], name, tensor, memory)
-                else:
-                    image.blocks[name].view(memory, image.start).copy_(tensor)
-                    missing.get(index, set()).discard(name)
-            if index in staying and not missing[index]:
-                self._put(index, image, staying.pop(index))
-        assert not staying, "state.load yields every entry, or raises"
-        return images
-
-    def _put(self, index: int, image: PackedLayer, content: Tensor) -> None:
-        """Keep a layer that stays on the device, its bytes `content` whole, or this rank's part of them: of a group the
-        leader gives all ranks its `content`."""
+    def _keep(self, number: int, layer: PackedLayer, content: Tensor) -> None:
+        """Keep a resident layer: its bytes, or this rank's part of them. The leader of a group gives all ranks its
+        `content`."""
         group = self._group
-        self._alone_bytes += content.numel()
+        self._resident_bytes += content.numel()
         if group is not None:
             if group.rank == 0:
-                group.share(_Staying(index, image, content.numel()))
+                group.share(_ResidentLayer(number, layer, content.numel()))
             with group.undivided():
                 group.broadcast(content)
-                content = torch.cat(own_parts(image, content, group.rank, group.size))
-        self._kept[index] = content
-
-    def _coded(self, resident: Mapping[str, Tensor]) -> list[PackedLayer]:
-        """Do as `_in_memory`, with packed layers, from their folder if there is one."""
-        state, count = self._state, len(self._state.layers)
-        raw = sum(lay_out(self._layout(index))[1] for index in range(count) if index not in self._staying)
-        for experts in self._experts.values():
-            raw += sum(entry.tensor.nbytes for entry in experts.weights.values()) + padding(experts)
-        self.arena = self._new_arena(raw, grow=True)
-        folder = None if self._experts else self._folder()  # packed layers hold their experts in one piece
-        self.from_folder = folder is not None
-        images: dict[int, PackedLayer] = {}
-        loaded: Iterator[tuple[str, Loaded]]
-        if folder is None:
-            check_free(round(raw * self._plan.placement.wire_ratio))
-            loaded = state.load_stored(self._device, self._progress)
-        else:
-
-            def put(index: int, image: PackedLayer, content: Tensor) -> None:
-                self._put(index, image, content.to(self._device))
-
-            stay = packed.Stay(self._staying, put)
-            images = dict(enumerate(packed.load(folder, state, self.arena, self._progress, stay)))
-            loaded = state.load(self._device, self._progress, layers=False)
-        for index, group in by_layer(state, loaded):
-            if index is None:
-                copy_into(resident, group)
-                continue
-            entries = state.of_layer(index)
-            tensors, coded = packed.on_device(group, entries, self._device)
-            if index in images or tensors.keys() | coded.keys() != entries.keys():
-                raise EngineError(f"layer {index} is not stored in one piece: use weight_codec=none")
-            apart = self._apart(index)
-            memory: LayerMemory | PinnedArena = LayerMemory(self._device) if index in self._staying else self.arena
-            images[index] = pack(
-                {name: tensor for name, tensor in tensors.items() if name not in apart},
-                memory,
-                {name: one for name, one in coded.items() if name not in apart},
-                self._plan.placement.gpus,
-            )
-            if isinstance(memory, LayerMemory):
-                del tensors, coded  # its bytes are there twice while they are put together
-                self._put(index, images[index], memory.whole())
-                continue
-            if apart:
-                codes = {name: matrices for name, (_, matrices) in coded.items() if name in apart}
-                self.expert_images[index] = pack_experts(self._experts[index], tensors, codes, self.arena)
-        self.arena.seal()
-        return [images[index] for index in range(count)]
+                content = torch.cat(parts_of_rank(layer, content, group.rank, group.size))
+        self._resident[number] = content
 
     def _in_files(self, resident: Mapping[str, Tensor]) -> DiskLayers:
-        """Return the layers in files, as `zinfer pack` stored them or newly written, and fill `resident`."""
-        folder, state = self._folder() if self.lossless else None, self._state
+        """Return the layers in files: those of `zinfer pack`, or new ones."""
+        folder = self._folder()
         self.from_folder = folder is not None
         if folder is not None:
-            path, images, sums = packed.places(folder, state)
+            path, layers, sums = packed.places(folder, self._state)
             paths = [path]
-            copy_into(resident, state.load(self._device, self._progress, layers=False))
+            copy_into(resident, self._state.load(self._device, self._progress, layers=False))
         else:
             if self._plan.nvme_path is None:
                 offload_folder(None)  # raises
             for drive in drives(str(self._plan.nvme_path)):
                 self._folders = (*self._folders, offload_folder(str(drive)))
             paths = [folder.path / packed.DATA for folder in self._folders]
-            images, sums = disk.write(paths, self._packed_one_by_one(resident))
+            layers, sums = disk.write(paths, self._one_by_one(resident))
         ring_bytes, pin = self._plan.placement.disk_ring_bytes, self._device.type == "cuda"
         files = StripedFile(paths)
         try:
-            return DiskLayers(files, images, sums, ring_bytes, pin)
+            return DiskLayers(files, layers, sums, ring_bytes, pin)
         except BaseException:
             files.close()
             raise
 
-    def _packed_one_by_one(self, resident: Mapping[str, Tensor]) -> Iterator[tuple[int, PackedLayer, Tensor]]:
-        """Yield the number, the places from byte 0 on and the bytes of each layer, packed as it crosses the link, and
-        fill `resident`."""
-        state = self._state
-        tensors: dict[int, dict[str, Tensor]] = {}  # parts of layers that are not whole yet: a buffer may come first
-        coded: dict[int, dict[str, tuple[Tensor, list[Codes]]]] = {}
-        device = self._device if self.lossless else torch.device("cpu")
-        load = state.load_stored if self.lossless else state.load
-        for index, group in by_layer(state, load(device, self._progress)):
-            if index is None:
-                copy_into(resident, group)
-                continue
-            entries = state.of_layer(index)
-            for parts, more in zip((tensors, coded), packed.on_device(group, entries, device), strict=True):
-                parts.setdefault(index, {}).update(more)  # type: ignore[attr-defined]
-            del more
-            if tensors[index].keys() | coded[index].keys() == entries.keys():
-                arena = PinnedArena(lay_out(self._layout(index))[1], pin=False, grow=True)
-                yield index, self._pack_into(arena, index, tensors.pop(index), coded.pop(index)), arena.memory
-                arena.close()
+    def _one_by_one(self, resident: Mapping[str, Tensor]) -> Iterator[tuple[int, PackedLayer, Tensor]]:
+        """Yield each layer's number, its places from byte 0 on, its bytes."""
 
-    def _pack_into(
-        self,
-        arena: PinnedArena,
-        index: int,
-        tensors: Mapping[str, Tensor],
-        coded: Mapping[str, tuple[Tensor, list[Codes]]],
-    ) -> PackedLayer:
-        """Put the weights of a layer into an empty `arena`, as they cross the link; return their places."""
-        if self.lossless:
-            return pack(tensors, arena, coded)
-        image = plain(self._layout(index), 0)
-        arena.take(arena.size)
-        for name, place in image.blocks.items():
-            place.view(arena.memory).copy_(tensors[name])
-        return image
+        def memory_of(number: int) -> PinnedArena:
+            return PinnedArena(self._unpacked_bytes(number), pin=False, grow=True)
 
-    def _layout(self, index: int) -> list[tuple[str, Tensor]]:
-        """Return the entries of a layer's image: names within it, and tensors that give shape and type."""
-        entries = self._state.of_layer(index)
-        return [(name, entry.tensor) for name, entry in entries.items() if name not in self._apart(index)]
+        for number, layer, _, arena in self._pack(resident, memory_of):
+            yield number, layer, arena.memory
+            arena.close()
 
-    def _apart(self, index: int) -> Mapping[str, Entry]:
-        """Return the weights of a layer's experts that come on demand, by their names within it."""
-        return self._experts[index].weights if index in self._experts else {}
+    def _unpacked_bytes(self, number: int) -> int:
+        return lay_out(dense_tensors(self._state.of_layer(number), self._experts.get(number)))[1]
 
     def _folder(self) -> Path | None:
-        """Return the folder of the checkpoint's packed layers; None if there is none."""
+        """Return the folder of packed layers; None if none serves."""
         spec, case = self._plan.model, self._plan.case
-        if case.load_format == "dummy":
+        if case.load_format == "dummy" or not self.lossless or self._experts:  # packed layers hold their experts
             return None
         revision = revision_of(spec, case.load_format)
         return packed.find(spec, revision, self._options.packed, case.allow_nan, self._progress)
-
-
-def copy_into(resident: Mapping[str, Tensor], loaded: Iterable[tuple[str, Loaded]]) -> None:
-    """Copy weights to their place on the device, by name."""
-    for name, tensor in loaded:
-        assert isinstance(tensor, Tensor)
-        resident[name].copy_(tensor)

@@ -1,4 +1,4 @@
-"""RMS norms of recorded passes, by PyTorch's own kernel instead of the seven that models' code launches.
+"""RMS norms of recorded passes, by PyTorch's kernel instead of models' seven.
 
 A decode step of a row or two spends as long on the launches of its norms as on reading a matrix, even in a CUDA graph.
 Whether a module is an RMS norm is found by what it computes, not by its name: with random weights it has to give what
@@ -7,6 +7,7 @@ Whether a module is an RMS norm is found by what it computes, not by its name: w
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -15,16 +16,16 @@ from torch.nn.functional import rms_norm
 from transformers import PreTrainedModel
 
 Norm = Callable[[Tensor, float, Tensor], Tensor]  # of a weight, an epsilon and states
-PLACES = 2  # last places of a value by which another order of the same sum may change it
+MAX_ULPS = 2  # units in the last place by which another order of the same sum may change a value
 
 
 def weighted_after(weight: Tensor, eps: float, states: Tensor) -> Tensor:
-    """Return the RMS norm of `states`, rounded, then multiplied by the weight, as Llama has it."""
+    """Return the RMS norm, rounded, then multiplied by the weight."""
     return weight * rms_norm(states, states.shape[-1:], eps=eps)
 
 
 def weighted_before(weight: Tensor, eps: float, states: Tensor) -> Tensor:
-    """Return the RMS norm of `states`, multiplied by the weight, then rounded, as gpt-oss has it."""
+    """Return the RMS norm, multiplied by the weight, then rounded."""
     return rms_norm(states, states.shape[-1:], weight, eps)
 
 
@@ -32,8 +33,8 @@ class Norms:
     """RMS norms of a model, and the kernels that compute the same."""
 
     def __init__(self, model: PreTrainedModel, device: torch.device) -> None:
-        kinds = dict[tuple[object, ...], Norm | None]()
-        self.found: list[tuple[nn.Module, Norm]] = []
+        kinds: dict[tuple[object, ...], Norm | None] = {}
+        self.modules: list[tuple[nn.Module, Norm]] = []
         for module in model.modules():
             if not _may_be(module):
                 continue
@@ -41,41 +42,39 @@ class Norms:
             if kind not in kinds:
                 kinds[kind] = _norm_of(module, model.dtype, device)
             if (norm := kinds[kind]) is not None:
-                self.found.append((module, norm))
+                self.modules.append((module, norm))
 
     def __len__(self) -> int:
-        return len(self.found)
+        return len(self.modules)
 
     @contextmanager
     def fused(self) -> Iterator[None]:
-        """Have the norms computed by one kernel or two each within."""
-        for module, norm in self.found:
+        """Compute the norms by fused kernels within the ``with`` block."""
+        for module, norm in self.modules:
             module.forward = _forward(module, norm)
         try:
             yield
         finally:
-            for module, _ in self.found:
+            for module, _ in self.modules:
                 del module.forward
 
 
 def _forward(module: nn.Module, norm: Norm) -> Callable[[Tensor], Tensor]:
-    """Return what takes the place of a module's forward pass: its weight is looked up in each call, since a layer that
-    is streamed has it in another place each time."""
+    """Return a forward pass that looks the weight up in each call. A layer that is streamed moves it."""
     return lambda states: norm(_weight(module), _eps(module), states)
 
 
 def _eps(module: nn.Module) -> float:
-    named = (getattr(module, name, None) for name in ("variance_epsilon", "eps"))
-    return next((one for one in named if isinstance(one, float)), 0.0)
+    values = (getattr(module, name, None) for name in ("variance_epsilon", "eps"))
+    return next((value for value in values if isinstance(value, float)), 0.0)
 
 
 def _weight(module: nn.Module) -> Tensor:
-    found: Tensor = module.weight  # type: ignore[assignment]
-    return found
+    return cast("Tensor", module.weight)
 
 
 def _may_be(module: nn.Module) -> bool:
-    """Tell whether a module has an epsilon, and nothing but one vector of weights."""
+    """Tell whether a module has an epsilon and one vector of weights."""
     if _eps(module) <= 0 or "forward" in vars(module):
         return False
     tensors = dict(module.named_parameters()) | dict(module.named_buffers())
@@ -83,11 +82,11 @@ def _may_be(module: nn.Module) -> bool:
 
 
 def _norm_of(module: nn.Module, dtype: torch.dtype, device: torch.device) -> Norm | None:
-    """Return the way that computes what a module does, by random states and weights; None if none does."""
+    """Return the norm that computes what a module does, or None. Both get random states and weights."""
     dice = torch.Generator().manual_seed(0)
-    size, own = len(_weight(module)), _weight(module).dtype
+    size = len(_weight(module))
     states = (4 * torch.randn((2, 1, size), generator=dice)).to(device, dtype)
-    weight = (1 + torch.randn(size, generator=dice) / 2).to(device, own)
+    weight = (1 + torch.randn(size, generator=dice) / 2).to(device, _weight(module).dtype)
     eps = _eps(module)
     try:
         with torch.no_grad():
@@ -96,11 +95,11 @@ def _norm_of(module: nn.Module, dtype: torch.dtype, device: torch.device) -> Nor
     except Exception:  # no norm of one tensor
         return None
     norm = min(errors, key=errors.__getitem__)
-    return norm if errors[norm] <= PLACES * torch.finfo(dtype).eps else None
+    return norm if errors[norm] <= MAX_ULPS * torch.finfo(dtype).eps else None
 
 
-def _error(found: Tensor, expected: object) -> float:
-    """Return the largest difference from what is expected, relative to it; infinity for another kind of result."""
-    if not isinstance(expected, Tensor) or (found.shape, found.dtype) != (expected.shape, expected.dtype):
+def _error(result: Tensor, expected: object) -> float:
+    """Return the largest relative difference; infinity for another kind of result."""
+    if not isinstance(expected, Tensor) or (result.shape, result.dtype) != (expected.shape, expected.dtype):
         return float("inf")
-    return float(((found - expected).abs() / expected.abs().clamp(min=1e-6)).max())
+    return float(((result - expected).abs() / expected.abs().clamp(min=1e-6)).max())

@@ -16,16 +16,15 @@ import os
 import shutil
 import zlib
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat
-from torch import Tensor
 
 from zinfer.checkpoint.headers import Checkpoint, CheckpointError
 from zinfer.core.model import ModelSpec
@@ -33,12 +32,13 @@ from zinfer.core.progress import Progress, silent
 from zinfer.core.units import gb
 from zinfer.engine import EngineError
 from zinfer.engine.pinned import ALIGNMENT, PinnedArena, TensorPlace, check_free, lay_out
-from zinfer.engine.quantization.dequantize import Codes, table
+from zinfer.engine.quantization.dequantize import table
 from zinfer.engine.read import DTYPES, as_bytes, fill, map_groups, reading
-from zinfer.engine.state import Entry, Loaded, ModelState, by_layer
+from zinfer.engine.state import ModelState
 from zinfer.engine.stream import codec
 from zinfer.engine.stream.codec import Layout
-from zinfer.engine.stream.packed_layer import Chunk, PackedLayer, pack
+from zinfer.engine.stream.packed_layer import Chunk, PackedLayer
+from zinfer.engine.stream.packing import AnyMemory, dense_tensors, pack_layers
 from zinfer.engine.stream.quantized import CodesLayout
 from zinfer.system import atomic
 from zinfer.system.documents import DocumentError, open_regular, read_object, validate
@@ -53,34 +53,31 @@ LAYERS_AHEAD = 3  # layers that are read while one is checked: a checksum takes 
 Count = Annotated[int, Field(ge=0, le=1 << 62, strict=True)]
 Size = Annotated[int, Field(ge=1, le=1 << 40, strict=True)]
 _TYPES = {str(dtype)[6:]: dtype for dtype in DTYPES.values()}
-_FLOATS = ("bfloat16", "float16", "float32")
-# Tables of codes, as `zinfer.engine.quantization.dequantize.table` names them, and those of scales.
-_TABLES = ("e2m1", "e4m3", "e5m2", "int8", "middle4", "middle8", "whole4", "whole8")
-_SCALE_TABLES = ("e8m0", "e4m3")
+Float = Literal["bfloat16", "float16", "float32"]
 
 
-class _Rows(BaseModel):
-    """Layout of a chunk of quantised rows (`CodesLayout`) without an order of its columns."""
+class _StoredRows(BaseModel):
+    """Layout of quantised rows as stored, without an order of columns."""
 
     model_config = ConfigDict(extra="forbid")
 
     rows: Size
     columns: Size
     bits: Literal[4, 8]
-    table: str
+    table: Literal["e2m1", "e4m3", "e5m2", "int8", "middle4", "middle8", "whole4", "whole8"]  # of codes
     block: tuple[Size, Size]
     grid: tuple[Size, Size]
-    scale_dtype: str
-    scale_table: str
+    scale_dtype: Float | Literal["uint8"]
+    scale_table: Literal["", "e8m0", "e4m3"]
     zeros: bool
     divisor: FiniteFloat
     factor: FiniteFloat
-    inner: str
-    dtype: str
+    inner: Float
+    dtype: Float
     coded: list[Count] | None  # number of values and sections of a `Layout`
 
     @classmethod
-    def of(cls, layout: CodesLayout) -> "_Rows":
+    def of(cls, layout: CodesLayout) -> "_StoredRows":
         """Return a layout as it is stored. Raises EngineError for one with an order."""
         if layout.order:
             raise EngineError("its columns are in another order than their scales, and cross the link as they are")
@@ -91,54 +88,134 @@ class _Rows(BaseModel):
 
     @property
     def sound(self) -> bool:
-        """True if tables and types are known, the scales are those of the rows, and coded data fit them."""
-        known = (
-            self.table in _TABLES
-            and len(table(self.table, torch.device("cpu"))) == 1 << self.bits
+        """True if table, scales and coded data fit the rows."""
+        fits = (
+            len(table(self.table, torch.device("cpu"))) == 1 << self.bits
             and self.columns * self.bits % 8 == 0
-            and self.scale_table in (*_SCALE_TABLES, "")
-            and self.scale_dtype in (("uint8",) if self.scale_table else _FLOATS)
-            and self.inner in _FLOATS
-            and self.dtype in _FLOATS
+            and (self.scale_dtype == "uint8") == bool(self.scale_table)
             and self.divisor != 0
             and all(
                 count in (1, -(-size // block))
                 for count, size, block in zip(self.grid, (self.rows, self.columns), self.block, strict=True)
             )
         )
-        if not known or self.coded is None:
-            return known
+        if not fits or self.coded is None:
+            return fits
         coded = Layout(self.coded[0], tuple(self.coded[1:]), 8) if self.coded else None
-        plain = (self.table, self.zeros, self.divisor, self.factor) == ("e4m3", False, 1.0, 1.0)
-        fits = coded is not None and coded.sound and coded.numel == self.rows * self.columns < codec.MAX_NUMEL
-        return plain and fits and self.dtype != "float32"
+        codable = (self.table, self.zeros, self.divisor, self.factor) == ("e4m3", False, 1.0, 1.0)
+        whole = coded is not None and coded.sound and coded.numel == self.rows * self.columns < codec.MAX_NUMEL
+        return codable and whole and self.dtype != "float32"
 
     @property
     def layout(self) -> CodesLayout:
-        return CodesLayout(
-            self.rows, self.columns, self.bits, self.table, self.block, self.grid, _TYPES[self.scale_dtype],
-            self.scale_table, self.zeros, False, self.divisor, self.factor, _TYPES[self.inner], _TYPES[self.dtype],
-            Layout(self.coded[0], tuple(self.coded[1:]), 8) if self.coded else None,
-        )  # fmt: skip
+        types = {name: _TYPES[getattr(self, name)] for name in ("scale_dtype", "inner", "dtype")}
+        coded = Layout(self.coded[0], tuple(self.coded[1:]), 8) if self.coded else None
+        return CodesLayout(**dict(self) | types | {"order": False, "coded": coded})
 
 
-class _Image(BaseModel):
+class _StoredLayer(BaseModel):
     """A packed layer in `packed.json`: bytes `start` to `end` of the data."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
 
     start: Count
     end: Count
-    slot_bytes: Count
-    blocks: dict[str, tuple[Count, list[Count], str]]  # name -> offset in the slot, shape, type
-    pieces: Annotated[list[tuple[Count, Count, Count, list[Count] | _Rows | None]], Field(min_length=1)]
+    unpacked_bytes: Count = Field(validation_alias="slot_bytes", serialization_alias="slot_bytes")
+    blocks: dict[str, tuple[Count, list[Count], str]]  # name -> offset in the layer buffer, shape, type
+    chunks: Annotated[
+        list[tuple[Count, Count, Count, list[Count] | _StoredRows | None]],
+        Field(min_length=1, validation_alias="pieces", serialization_alias="pieces"),
+    ]  # start, end, place in the layer buffer, layout
     crc32: list[Count]
+
+    @classmethod
+    def of(cls, layer: PackedLayer, content: memoryview, start: int) -> "_StoredLayer":
+        """Describe a layer packed as `content`, for byte `start` of the data."""
+        return cls(
+            start=start,
+            end=start + len(content),
+            unpacked_bytes=layer.unpacked_bytes,
+            blocks={
+                name: (place.offset, list(place.shape), str(place.dtype)[6:]) for name, place in layer.blocks.items()
+            },
+            chunks=[(chunk.start, chunk.end, chunk.place, _stored(chunk.layout)) for chunk in layer.chunks],
+            crc32=[zlib.crc32(content[chunk.start : chunk.end]) for chunk in layer.chunks],
+        )
+
+    def layer(self, start: int) -> PackedLayer:
+        blocks = {
+            name: TensorPlace(offset, torch.Size(shape), _TYPES[dtype])
+            for name, (offset, shape, dtype) in self.blocks.items()
+        }
+        chunks = tuple(
+            Chunk(start + begin, start + end, place, _layout(layout)) for begin, end, place, layout in self.chunks
+        )
+        return PackedLayer(chunks, blocks, self.unpacked_bytes)
+
+    @property
+    def fault(self) -> str | None:
+        """Fault of the layer's places; None if they are sound."""
+        if any(dtype not in _TYPES for _, _, dtype in self.blocks.values()):
+            return "a type is unknown"
+        if len(self.crc32) != len(self.chunks):
+            return "checksums are missing"
+        if any(isinstance(rows, _StoredRows) and not rows.sound for *_, rows in self.chunks):
+            return "quantised rows do not fit their scales"
+        layer = self.layer(0)
+        if any(
+            chunk.layout is not None
+            and (
+                chunk.layout.size != chunk.size
+                or chunk.start % 16
+                or chunk.place % 16
+                or (isinstance(chunk.layout, Layout) and not chunk.layout.sound)
+            )
+            for chunk in layer.chunks
+        ):
+            return "a chunk is not as long as its layout says"
+        if not _in_order([(chunk.start, chunk.end) for chunk in layer.chunks], self.end - self.start):
+            return "chunks overlap"
+        size = self.unpacked_bytes
+        unpacked = sorted((chunk.place, chunk.place + chunk.unpacked_bytes) for chunk in layer.chunks)
+        blocks = sorted((block.offset, block.offset + block.size) for block in layer.blocks.values())
+        if not _in_order(unpacked, size) or not _in_order(blocks, size):
+            return "tensors overlap"
+        if blocks and -(-blocks[-1][1] // ALIGNMENT) * ALIGNMENT != size:
+            return "its size is not that of its tensors"
+        covered = iter([*unpacked, (size, size)])
+        begin, end = next(covered)
+        for start, stop in blocks:
+            while start < stop:
+                while end <= start and begin < size:
+                    begin, end = next(covered)
+                if not begin <= start < end:
+                    return "a tensor has no data"
+                start = end
+        return None
+
+
+def _stored(layout: Layout | CodesLayout | None) -> list[int] | _StoredRows | None:
+    if isinstance(layout, CodesLayout):
+        return _StoredRows.of(layout)
+    return None if layout is None else [layout.numel, *layout.sections]
+
+
+def _layout(stored: list[int] | _StoredRows | None) -> Layout | CodesLayout | None:
+    if isinstance(stored, _StoredRows):
+        return stored.layout
+    return Layout(stored[0], tuple(stored[1:])) if stored else None
+
+
+def _in_order(ranges: Iterable[tuple[int, int]], size: int) -> bool:
+    """Tell whether ascending ranges are apart, and within `size` bytes."""
+    bounds = [0, *(bound for pair in ranges for bound in pair), size]
+    return all(before <= after for before, after in pairwise(bounds))
 
 
 class _Index(BaseModel):
     """Content of `packed.json`."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", populate_by_name=True)
 
     format: int
     revision: str
@@ -147,17 +224,21 @@ class _Index(BaseModel):
     files: dict[str, tuple[Count, Count, Count, Count]]  # name -> size, inode, times of change in ns
     tensors: dict[str, Count]  # name in the checkpoint -> CRC-32
     bytes: Count
-    images: list[_Image]
+    layers: list[_StoredLayer] = Field(validation_alias="images", serialization_alias="images")
     digest: str = ""  # SHA-256 of all other fields
 
     def signed(self) -> "_Index":
         """Return the index with its digest."""
-        content = json.dumps(self.model_dump(mode="json", exclude={"digest"}), sort_keys=True)
+        content = json.dumps(self.model_dump(mode="json", by_alias=True, exclude={"digest"}), sort_keys=True)
         return self.model_copy(update={"digest": hashlib.sha256(content.encode()).hexdigest()})
+
+    def write(self, folder: Path) -> None:
+        """Write `packed.json`, with a digest."""
+        atomic.write(folder / INDEX, self.signed().model_dump_json(by_alias=True))
 
 
 class _Sums:
-    """CRC-32 of each tensor, from the CRC-32s of its chunks, which arrive in any order from several threads."""
+    """CRC-32 of each tensor, from its chunks in any order."""
 
     def __init__(self) -> None:
         self._chunks: dict[str, dict[int, int]] = {}
@@ -174,17 +255,16 @@ class _Sums:
 
 
 def _identity(checkpoint: Checkpoint) -> dict[str, tuple[int, int, int, int]]:
-    """Return size, inode and times of change of each file of a checkpoint."""
-    found = {info.file.name: os.stat(info.file) for info in checkpoint.tensors.values()}
+    """Return size, inode and times of change of a checkpoint's files."""
+    files = {info.file.name: os.stat(info.file) for info in checkpoint.tensors.values()}
     return {
         name: (status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
-        for name, status in sorted(found.items())
+        for name, status in sorted(files.items())
     }
 
 
 def folder_name(spec: ModelSpec, revision: str) -> str:
-    """Return the name of the folder of a model's packed layers under `PACKED`; it differs for other weights, types and
-    slices."""
+    """Return the name of a model's folder under `PACKED`. It differs for other weights, types and slices."""
     return f"{Path(spec.name).name}-{spec.num_layers}l-{spec.dtype}-{revision}"
 
 
@@ -196,63 +276,43 @@ def write(
     progress: Progress = silent,
     allow_nan: bool = False,
 ) -> int:
-    """Pack the decoder layers of `spec`'s checkpoint, weights and persistent buffers, into `folder`; return the bytes
-    written. The tensors are encoded on `device`.
-
-    Raises CheckpointError for a checkpoint that does not fit the model, or that holds NaN or infinity (unless
-    `allow_nan`), and EngineError where the disk is too small; no files are left behind then.
-    """
+    """Pack the decoder layers of a checkpoint into `folder`; return the bytes written. The tensors are encoded on
+    `device`. Raises CheckpointError for a checkpoint that does not fit the model, or that holds NaN or infinity (unless
+    `allow_nan`), and EngineError where the disk is too small; no files are left behind then."""
     if spec.stored_ratio < 1 and not spec.fp8_ratio:
         raise EngineError(
             f"{spec.name} is stored quantised, not in FP8, and crosses the link so: there is nothing to pack"
         )
     sums, before = _Sums(), _identity(Checkpoint.open(Path(str(spec.directory))))
     state = ModelState(spec, "safetensors", allow_nan=allow_nan, visits=[sums])
-    layers = [state.of_layer(index) for index in range(len(state.layers))]
-    sizes = [lay_out((name, entry.tensor) for name, entry in layer.items())[1] for layer in layers]
+    sizes = [lay_out(dense_tensors(state.of_layer(number), None))[1] for number in range(len(state.layers))]
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
-    most = round(sum(sizes) * min(1.0, spec.stored_ratio + 0.01))
-    if free < most:
-        raise EngineError(f"{folder} has {gb(free)} free, and up to {gb(most)} are needed: name another folder with -o")
+    needed = round(sum(sizes) * min(1.0, spec.stored_ratio + 0.01))
+    if free < needed:
+        raise EngineError(
+            f"{folder} has {gb(free)} free, and up to {gb(needed)} are needed: name another folder with -o"
+        )
     (folder / INDEX).unlink(missing_ok=True)
-    images: dict[int, dict[str, Any]] = {}
+    layers: dict[int, _StoredLayer] = {}
     end = 0
+
+    def memory_of(number: int) -> PinnedArena:
+        return PinnedArena(sizes[number], pin=False, grow=True)
+
     with atomic.writing(folder / DATA) as stream:
-        for index, group in by_layer(state, state.load_stored(torch.device("cpu"), progress)):
-            if index is None:
-                continue
-            tensors, coded = on_device(group, layers[index], device)
-            if index in images or tensors.keys() | coded.keys() != layers[index].keys():
-                raise EngineError(f"layer {index} is not stored in one piece, so it cannot be packed")
-            arena = PinnedArena(sizes[index], pin=False, grow=True)
-            image = pack(tensors, arena, coded)
-            memory = as_bytes(arena.memory[: arena.used])
-            images[index] = _described(image, memory) | {"start": end, "end": end + arena.used}
-            stream.write(memory)
-            end += arena.used
-            del memory
+        for number, layer, _, arena in pack_layers(state, True, device, memory_of, None, progress):
+            content = as_bytes(arena.memory[: arena.used])
+            layers[number] = _StoredLayer.of(layer, content, end)
+            stream.write(content)
+            end += len(content)
+            del content
             arena.close()
-    content = _Index(
+    _Index(
         format=FORMAT, revision=revision, dtype=spec.dtype, allow_nan=allow_nan, files=before, tensors=sums.tensors,
-        bytes=end, images=[_Image.model_validate(images[index]) for index in range(len(layers))],
-    )  # fmt: skip
-    atomic.write(folder / INDEX, content.signed().model_dump_json())
+        bytes=end, layers=[layers[number] for number in range(len(layers))],
+    ).write(folder)  # fmt: skip
     return end
-
-
-def on_device(
-    group: Iterable[tuple[str, Loaded]], entries: Mapping[str, Entry], device: torch.device
-) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, list[Codes]]]]:
-    """Return the loaded entries of a layer on `device`, where coding is fast, as `pack` takes them; `entries` are those
-    of the layer."""
-    tensors, coded = dict[str, Tensor](), dict[str, tuple[Tensor, list[Codes]]]()
-    for name, loaded in group:  # valid until the next one comes
-        if isinstance(loaded, Tensor):
-            tensors[name] = loaded.to(device, copy=True)
-        else:
-            coded[name] = entries[name].tensor, [codes.to(device) for codes in loaded]
-    return tensors, coded
 
 
 def why_whole(spec: ModelSpec) -> str:
@@ -263,27 +323,10 @@ def why_whole(spec: ModelSpec) -> str:
         return f"weights in {spec.dtype} are not coded, only those in bfloat16"
     largest = max(spec.layer_parameters)
     if largest < codec.MIN_NUMEL:
-        least = f"{codec.MIN_NUMEL:,}"
-        return f"a layer has {largest:,} weights, and unpacking fewer than {least} takes longer than it saves"
+        return (
+            f"a layer has {largest:,} weights, and unpacking fewer than {codec.MIN_NUMEL:,} takes longer than it saves"
+        )
     return "the exponents of these weights vary too much, or no matrix of a layer has a block of weights"
-
-
-def _described(image: PackedLayer, memory: memoryview) -> dict[str, Any]:
-    """Return a packed layer as JSON, with the checksums of its chunks."""
-    blocks = {name: [block.offset, list(block.shape), str(block.dtype)[6:]] for name, block in image.blocks.items()}
-    places = [
-        _Rows.of(layout) if isinstance(layout, CodesLayout) else layout and [layout.numel, *layout.sections]
-        for layout in (piece.layout for piece in image.pieces)
-    ]
-    pieces = [[one.start, one.end, one.place, place] for one, place in zip(image.pieces, places, strict=True)]
-    sums = [zlib.crc32(part) for part in _parts(image, memory)]
-    return {"slot_bytes": image.slot_bytes, "blocks": blocks, "pieces": pieces, "crc32": sums}
-
-
-def _parts(image: PackedLayer, memory: memoryview) -> Iterator[memoryview]:
-    """Yield the bytes of a packed layer's chunks; `memory` begins where the layer does."""
-    for piece in image.pieces:
-        yield memory[piece.start - image.start : piece.end - image.start]
 
 
 def find(
@@ -302,12 +345,12 @@ def find(
         raise EngineError(f"{folder} holds no packed layers: make them with `zinfer pack --model {spec.name}`")
     content = _read(folder)
     wanted = {"revision": revision, "dtype": spec.dtype, "layers": spec.num_layers}
-    found = {"revision": content.revision, "dtype": content.dtype, "layers": len(content.images)}
-    if found != wanted:
-        unlike = ", ".join(
-            f"{key} {found[key]} instead of {wanted[key]}" for key in wanted if found[key] != wanted[key]
+    stored = {"revision": content.revision, "dtype": content.dtype, "layers": len(content.layers)}
+    if stored != wanted:
+        different = ", ".join(
+            f"{key} {stored[key]} instead of {wanted[key]}" for key in wanted if stored[key] != wanted[key]
         )
-        raise EngineError(f"{folder} is packed from other weights ({unlike}): pack these with `zinfer pack`")
+        raise EngineError(f"{folder} is packed from other weights ({different}): pack these with `zinfer pack`")
     if content.allow_nan and not allow_nan:
         raise EngineError(f"{folder} was packed with --allow-nan: add it here, or pack the weights again without it")
     if spec.directory is not None:
@@ -316,8 +359,8 @@ def find(
 
 
 def _check_source(folder: Path, content: _Index, checkpoint: Checkpoint, progress: Progress) -> None:
-    """Raise EngineError if a tensor of `checkpoint` is not the one that was packed. Reads it only if its files are not
-    those that were packed, or not as they were."""
+    """Raise EngineError if a tensor of `checkpoint` differs from the packed one. Reads it only if its files are not
+    those that were packed, or have changed."""
     now = _identity(checkpoint)
     if now == content.files:
         return
@@ -328,32 +371,28 @@ def _check_source(folder: Path, content: _Index, checkpoint: Checkpoint, progres
     groups = [tuple(sorted(names)) for _, names in sorted(files.items())]
     for done, _ in enumerate(map_groups(checkpoint, groups, [sums]), start=1):
         progress("comparing the checkpoint with its packed layers", done / len(groups))
-    found = sums.tensors
+    now_stored = sums.tensors
     for name, checksum in content.tensors.items():
-        if found.get(name) != checksum:
+        if now_stored.get(name) != checksum:
             raise EngineError(f"{folder} is packed from other weights ({name} has changed since): pack them again")
     with suppress(OSError):  # in a folder of somebody else, it is read again next time
-        kept = content.model_copy(update={"files": now}).signed()
-        atomic.write(folder / INDEX, kept.model_dump_json())
+        content.model_copy(update={"files": now}).write(folder)
 
 
 def _belonging(folder: Path, state: ModelState) -> tuple[_Index, Path]:
-    """Return the index of a folder's packed layers, and the path of their data, once both are found to fit `state`.
-
-    Raises EngineError unless they hold every entry of the layers with its shape and type, CheckpointError for data
-    that are cut off or missing.
-    """
+    """Return the index and the data's path of layers that fit `state`. Raises EngineError unless they hold every entry
+    of the layers with its shape and type, CheckpointError for data that are cut off or missing."""
     content = _read(folder)
-    if len(content.images) != len(state.layers):
+    if len(content.layers) != len(state.layers):
         raise EngineError(
-            f"{folder} has {len(content.images)} layers, and the model {len(state.layers)}: pack it again"
+            f"{folder} has {len(content.layers)} layers, and the model {len(state.layers)}: pack it again"
         )
-    for index, entry in enumerate(content.images):
-        wanted = {name: (item.tensor.shape, item.tensor.dtype) for name, item in state.of_layer(index).items()}
-        found = {name: (block.shape, block.dtype) for name, block in _image(entry, 0).blocks.items()}
-        if wanted != found:
-            name = min(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name))
-            raise EngineError(f"{folder}: {name} of layer {index} does not fit the model: pack it again")
+    for number, stored in enumerate(content.layers):
+        wanted = {name: (entry.tensor.shape, entry.tensor.dtype) for name, entry in state.of_layer(number).items()}
+        blocks = {name: (block.shape, block.dtype) for name, block in stored.layer(0).blocks.items()}
+        if wanted != blocks:
+            name = min(name for name in wanted.keys() | blocks.keys() if wanted.get(name) != blocks.get(name))
+            raise EngineError(f"{folder}: {name} of layer {number} does not fit the model: pack it again")
     path = folder / DATA
     try:
         with open_regular(path) as stream:
@@ -368,65 +407,55 @@ def _belonging(folder: Path, state: ModelState) -> tuple[_Index, Path]:
 
 
 def places(folder: Path, state: ModelState) -> tuple[Path, list[PackedLayer], list[list[int]]]:
-    """Return the data file of a folder's packed layers, which belong to `state`, their places in it, and the CRC-32 of
-    the chunks of each. Raises as `load` does, but reads nothing of the layers."""
+    """Return the data file, the layers' places, and their chunks' CRC-32. Raises as `read` does, but reads nothing of
+    the layers."""
     content, path = _belonging(folder, state)
-    return path, [_image(entry, entry.start) for entry in content.images], [entry.crc32 for entry in content.images]
+    return path, [stored.layer(stored.start) for stored in content.layers], [stored.crc32 for stored in content.layers]
 
 
-class Stay(NamedTuple):
-    """Layers that do not go into an arena, by number, and the function that takes the bytes of each."""
+def read(
+    folder: Path, state: ModelState, memory_of: Callable[[int], AnyMemory], progress: Progress = silent
+) -> Iterator[tuple[int, PackedLayer, None, AnyMemory]]:
+    """Read packed layers with many threads, and check them.
 
-    layers: Collection[int]
-    put: Callable[[int, PackedLayer, Tensor], None]
-
-
-def load(
-    folder: Path, state: ModelState, arena: PinnedArena, progress: Progress = silent, stay: Stay | None = None
-) -> list[PackedLayer]:
-    """Read the packed layers of `folder`, which belong to `state`, into `arena`, with many threads, and check them;
-    those of `stay` go to its function.
-
-    Raises EngineError unless they hold every entry of the layers with its shape and type, CheckpointError for data
-    that are cut off or damaged, with the number of the layer, and MemoryError, before anything is read, where memory is
-    too small for them.
+    Yields what `zinfer.engine.stream.packing.pack_layers` yields; `memory_of` names the memory that a layer is read
+    into. Raises EngineError unless the layers fit `state`, CheckpointError for data that are cut off or damaged, with
+    the number of the layer, and MemoryError, before anything is read, where memory is too small.
     """
     content, path = _belonging(folder, state)
-    staying = () if stay is None else stay.layers
-    check_free(sum(entry.end - entry.start for index, entry in enumerate(content.images) if index not in staying))
-    images: list[PackedLayer] = []
-    under_way: deque[tuple[int, Tensor, Future[int]]] = deque()
+    memories = [memory_of(number) for number in range(len(content.layers))]
+    in_host_memory = (isinstance(memory, PinnedArena) for memory in memories)
+    check_free(
+        sum(stored.end - stored.start for stored, counts in zip(content.layers, in_host_memory, strict=True) if counts)
+    )
+    under_way: deque[tuple[int, PackedLayer, Future[None]]] = deque()
     with (
         reading() as readers,
         ThreadPoolExecutor(len(os.sched_getaffinity(0))) as cores,
-        ThreadPoolExecutor(LAYERS_AHEAD) as layers,
+        ThreadPoolExecutor(LAYERS_AHEAD) as checkers,
     ):
 
-        def check(index: int, memory: memoryview, reads: list[Future[None]]) -> int:
-            entry = content.images[index]
+        def check(number: int, layer: PackedLayer, memory: memoryview, reads: list[Future[None]]) -> None:
             for done in reads:
                 done.result()
-            if list(cores.map(zlib.crc32, _parts(images[index], memory))) != entry.crc32:
-                raise CheckpointError(f"{path}: layer {index} is damaged: pack it again")
-            return entry.end
+            chunks = [memory[chunk.start - layer.start : chunk.end - layer.start] for chunk in layer.chunks]
+            if list(cores.map(zlib.crc32, chunks)) != content.layers[number].crc32:
+                raise CheckpointError(f"{path}: layer {number} is damaged: pack it again")
 
-        for index, entry in enumerate(content.images):
-            size = entry.end - entry.start
-            images.append(_image(entry, 0 if index in staying else arena.used))
-            memory = torch.empty(size, dtype=torch.uint8) if index in staying else arena.take(size)
-            reads = fill(readers, memory, path, entry.start)
-            under_way.append((index, memory, layers.submit(check, index, as_bytes(memory), reads)))
-            while len(under_way) > (LAYERS_AHEAD if index + 1 < len(content.images) else 0):
-                number, memory, checked = under_way.popleft()
-                progress("loading packed layers", checked.result() / content.bytes)
-                if stay is not None and number in staying:
-                    stay.put(number, images[number], memory)
-    return images
+        for number, (stored, memory) in enumerate(zip(content.layers, memories, strict=True)):
+            layer = stored.layer(memory.used)
+            part = memory.take(stored.end - stored.start)
+            reads = fill(readers, part, path, stored.start)
+            under_way.append((number, layer, checkers.submit(check, number, layer, as_bytes(part), reads)))
+            while len(under_way) > (LAYERS_AHEAD if number + 1 < len(content.layers) else 0):
+                done, checked_layer, checked = under_way.popleft()
+                checked.result()
+                progress("loading packed layers", content.layers[done].end / content.bytes)
+                yield done, checked_layer, None, memories[done]
 
 
 def _read(folder: Path) -> _Index:
-    """Return the content of a folder's `packed.json`. Raises EngineError for one of another format, and for one whose
-    layers do not follow each other in the data, or whose tensors are not where the chunks are."""
+    """Return the content of `packed.json`. Raises EngineError unless it is sound."""
     path = folder / INDEX
     try:
         fields = read_object(path, MAX_INDEX)
@@ -438,81 +467,10 @@ def _read(folder: Path) -> _Index:
     fault = None
     if content.signed().digest != content.digest:
         fault = "its own checksum differs"
-    elif [0, *(image.end for image in content.images)] != [*(image.start for image in content.images), content.bytes]:
+    elif [0, *(layer.end for layer in content.layers)] != [*(layer.start for layer in content.layers), content.bytes]:
         fault = "a layer is listed twice, or is missing"
-    for index, image in enumerate(content.images):
-        fault = fault or (f"layer {index}: {inside}" if (inside := _fault(image)) else None)
+    for number, layer in enumerate(content.layers):
+        fault = fault or (layer.fault and f"layer {number}: {layer.fault}")
     if fault:
         raise EngineError(f"{path} is damaged ({fault}): pack it again")
     return content
-
-
-def _fault(image: _Image) -> str | None:
-    """Return what is wrong with a packed layer's places; None if they are sound."""
-    if any(dtype not in _TYPES for _, _, dtype in image.blocks.values()):
-        return "a type is unknown"
-    if len(image.crc32) != len(image.pieces):
-        return "checksums are missing"
-    if any(isinstance(rows, _Rows) and not rows.sound for *_, rows in image.pieces):
-        return "quantised rows do not fit their scales"
-    packed = _image(image, 0)
-    if any(
-        piece.layout is not None
-        and (
-            piece.layout.size != piece.size
-            or piece.start % 16
-            or (isinstance(piece.layout, Layout) and not piece.layout.sound)
-        )
-        for piece in packed.pieces
-    ):
-        return "a chunk is not as long as its layout says"
-    source = [(piece.start, piece.end) for piece in packed.pieces]
-    if not _apart(source, image.end - image.start):
-        return "chunks overlap"
-    slot = sorted((piece.place, piece.place + _unpacked(piece)) for piece in packed.pieces)
-    blocks = sorted((block.offset, block.offset + block.size) for block in packed.blocks.values())
-    if not _apart(slot, image.slot_bytes) or not _apart(blocks, image.slot_bytes):
-        return "tensors overlap"
-    if blocks and -(-blocks[-1][1] // ALIGNMENT) * ALIGNMENT != image.slot_bytes:
-        return "its size is not that of its tensors"
-    covered = iter([*slot, (image.slot_bytes, image.slot_bytes)])
-    begin, end = next(covered)
-    for start, stop in blocks:
-        while start < stop:
-            while end <= start and begin < image.slot_bytes:
-                begin, end = next(covered)
-            if not begin <= start < end:
-                return "a tensor has no data"
-            start = end
-    return None
-
-
-def _unpacked(piece: Chunk) -> int:
-    """Return the bytes of a chunk in the slot."""
-    if isinstance(piece.layout, CodesLayout):
-        return piece.layout.nbytes
-    return piece.size if piece.layout is None else 2 * piece.layout.numel
-
-
-def _layout(stored: list[int] | _Rows | None) -> Layout | CodesLayout | None:
-    if isinstance(stored, _Rows):
-        return stored.layout
-    return Layout(stored[0], tuple(stored[1:])) if stored else None
-
-
-def _apart(ranges: Iterable[tuple[int, int]], size: int) -> bool:
-    """Tell whether ascending ranges are in order, do not overlap, and lie within `size` bytes."""
-    bounds = [0, *(bound for pair in ranges for bound in pair), size]
-    return all(one <= other for one, other in pairwise(bounds))
-
-
-def _image(entry: _Image, start: int) -> PackedLayer:
-    """Return the packed layer of an entry of the index, in an arena from `start` on."""
-    blocks = {
-        name: TensorPlace(offset, torch.Size(shape), getattr(torch, dtype))
-        for name, (offset, shape, dtype) in entry.blocks.items()
-    }
-    pieces = tuple(
-        Chunk(start + begin, start + end, place, _layout(layout)) for begin, end, place, layout in entry.pieces
-    )
-    return PackedLayer(pieces, blocks, entry.slot_bytes)

@@ -1,10 +1,10 @@
-"""Weight streaming: over the link in pieces, through a ring of buffers, into the one slot that layers compute in.
+"""Prefetch ring: chunks of weights cross the link into a ring of buffers, and are unpacked into the layer buffer.
 
-Two queues of the device take part. The copy queue fills the ring with the pieces of layer 0, 1, .., n-1, 0, 1, .. for
-ever, and with whatever else a layer needs (of a KV cache, say) behind them. The compute queue unpacks the pieces of a
-layer into the slot when the layer's turn comes, which takes a few per cent of the time the link needs for them, and
-computes. The CPU never waits and may run a whole pass ahead. So the link never rests, as long as the ring holds what it
-brings while a layer computes, and the parameters never move: they are views of the slot.
+Two queues of the device take part. The copy queue fills the ring with the chunks of layer 0, 1, .., n-1, 0, 1, .. for
+ever, and with whatever else a layer needs (of a KV cache, say) behind them. The compute queue unpacks the chunks of a
+layer into the layer buffer when the layer's turn comes, which takes a few per cent of the time the link needs for them,
+and computes. The CPU never waits and may run a whole pass ahead. So the link never rests, as long as the ring holds
+what it brings while a layer computes, and the parameters never move: they are views of the layer buffer.
 
 Three rules keep the two queues apart; `tests/test_ring.py` proves each on queues that record who waited for whom.
 
@@ -15,37 +15,34 @@ Three rules keep the two queues apart; `tests/test_ring.py` proves each on queue
 3. A copy into buffer b is issued only once `free[b]` has been recorded, since waiting for an event that nobody has
    recorded yet is no wait at all.
 
-Calls of layers that the CPU waits for, in the middle of attention, run in a second compute queue (`beside`), so that
-what the GPU computes for other calls is not waited for. Two more rules hold for the slot: the second queue waits until
-a layer is unpacked before it reads it, and the next layer is unpacked once the second queue has read this one.
+Calls of layers that the CPU waits for, in the middle of attention, run in a second compute queue (`second_stream`), so
+that what the GPU computes for other calls is not waited for. Two more rules hold for the layer buffer: the second queue
+waits until a layer is unpacked before it reads it, and the next layer is unpacked once the second queue has read this
+one.
 
-Of a layer that stays, weights whose products a kernel computes from their codes (`packed_product`) are left out of the
-slot until something reads them, in the queue that does.
-
-A *trip* is one pass of the weights: `with ring.trip(..):` around the forward pass, or around several that share it. A
-trip that ends in an exception leaves the ring to begin anew with the next one.
+A *pass* reads each layer once: ``with ring.weight_pass(..):`` around the forward pass, or around several that share the
+weights. A pass that ends in an exception leaves the ring to begin anew with the next one.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from zinfer.engine.pinned import TensorPlace
 from zinfer.engine.state import Entry
-from zinfer.engine.stream.packed_layer import Chunk, PackedLayer, unpack
-from zinfer.engine.stream.packed_product import LazyWeight, PackedProducts, Parts, Product, StackedCodes, parts_of
+from zinfer.engine.stream.packed_layer import Chunk, PackedLayer
 from zinfer.engine.stream.trace import Reads, Timed, Trace, mark
+from zinfer.record.measurement import Lane
 
 
 class Event(Protocol):
-    """A point in a queue, as `torch.cuda.Event` has it."""
+    """A point in a queue, as `torch.cuda.Event`."""
 
     def record(self) -> None: ...  # behind all work of the current queue
     def wait(self) -> None: ...  # make the current queue wait until the point is passed
@@ -54,33 +51,31 @@ class Event(Protocol):
 
 
 class Queues(Protocol):
-    """Compute queue of a device, which is the current one, a copy queue beside it, a second compute queue, and one for
-    what devices exchange."""
+    """Queues of a device; the compute queue is the current one."""
 
     def event(self) -> Event: ...
     def copying(self) -> AbstractContextManager[Any]: ...  # makes the copy queue the current one
-    def beside(self) -> AbstractContextManager[Any]: ...  # makes the second compute queue the current one
+    def second_stream(self) -> AbstractContextManager[Any]: ...  # makes the second compute queue the current one
     def gathering(self) -> AbstractContextManager[Any]: ...  # makes the queue between GPUs the current one
     def finish(self) -> None: ...  # makes the CPU wait for all of them
 
 
 class CudaQueues:
-    """The current CUDA stream, a stream of its own for copies, and one for calls that the CPU waits for: its kernels go
-    first."""
+    """CUDA streams: the current one, and one for copies; calls of `second_stream` and gathers go first."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
-        self._beside = torch.cuda.Stream(device, priority=-1)
+        self._copying = torch.cuda.Stream(device)
+        self._second = torch.cuda.Stream(device, priority=-1)
         self._gathering = torch.cuda.Stream(device, priority=-1)
 
     def event(self) -> Event:
         return torch.cuda.Event()
 
     def copying(self) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self._stream)
+        return torch.cuda.stream(self._copying)
 
-    def beside(self) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self._beside)
+    def second_stream(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._second)
 
     def gathering(self) -> AbstractContextManager[Any]:
         return torch.cuda.stream(self._gathering)
@@ -91,119 +86,94 @@ class CudaQueues:
 
 @dataclass(frozen=True)
 class Transfer:
-    """One copy over the link, for `layer`: `source` returns its bytes (uint8, host memory). `piece` is the piece of the
-    layer's weights that it carries, None if it carries something else. It is issued once `ready` returns True; `before`
-    first makes the copy queue wait for what it depends on."""
+    """One copy over the link, for `layer`. `source` returns its bytes (uint8, host memory); `chunk` is the chunk of the
+    weights that it carries, None if it carries something else. It is issued once `ready` returns True; `before` first
+    makes the copy queue wait for its needs."""
 
     layer: int
     source: Callable[[], Tensor]
-    piece: Chunk | None = None
+    chunk: Chunk | None = None
     ready: Callable[[], bool] = lambda: True
     before: Callable[[], None] = lambda: None
 
 
 class Fetch(Protocol):
-    """Data besides weights that all or some layers get in a trip, such as a KV cache; equal fetches bring the same
-    bytes."""
+    """Data besides weights that layers get in a pass. Equal fetches bring the same bytes."""
 
     @property
     def nbytes(self) -> int: ...  # bytes of the largest transfer
     def transfer(self, layer: int) -> Transfer | None: ...
-    def following(self) -> "Fetch": ...  # the same fetch for the next trip, one step on
+    def following(self) -> "Fetch": ...  # the same fetch for the next pass, one step on
+
+
+class Products(Protocol):
+    """Resident weights that are multiplied packed, and unpacked on demand."""
+
+    status: str  # ``on``, or the reason why there are none
+
+    def weights(
+        self, ring: "PrefetchRing", index: int, entries: Mapping[str, Entry]
+    ) -> dict[str, tuple[Tensor, tuple[Chunk, ...]]]: ...  # what modules hold instead of views, and chunks, by name
 
 
 class PrefetchRing:
-    """Ring of buffers that streams `images`, one a decoder layer, from `source` (uint8, host memory) to `device`, in
-    order.
-
-    `depth` is the number of buffers. Without a GPU there are none, and a piece is unpacked from where it is; `queues`
-    gives a ring without a GPU buffers all the same (for tests).
-    """
+    """Ring of buffers that streams packed layers to the device, in order. `source` (uint8, host memory) holds the bytes
+    of `layers`; `depth` is the number of buffers. Without a GPU there are none, and a chunk is unpacked from where it
+    is; `queues` gives a ring without a GPU buffers all the same (for tests)."""
 
     def __init__(
         self,
         source: Tensor,
-        images: list[PackedLayer],
+        layers: list[PackedLayer],
         depth: int,
         device: torch.device,
         queues: Queues | None = None,
     ) -> None:
         if depth < 2:
             raise ValueError(f"{depth} ring buffers: a ring needs two or more, one in use and one being filled")
-        self.images = images
+        self.layers = layers
         self.bytes_copied = 0  # weight bytes
         self.other_bytes_copied = 0
         self._source, self._device, self._cuda = source, device, device.type == "cuda"
-        self._queues: Queues | None = CudaQueues(device) if queues is None and self._cuda else queues
-        self._slot = torch.empty(max(image.slot_bytes for image in images), dtype=torch.uint8, device=device)
-        self._held_by: list[
-            list[tuple[Tensor, TensorPlace]]
-        ] = []  # by layer: its weights, and their places in the slot
-        self._kept: dict[int, Tensor] = {}  # layer -> its bytes as in the source, on the device
-        self._alone: set[int] = set()  # layers that lie nowhere else
-        self.products: PackedProducts | None = None  # with weights of layers that stay, if a kernel serves some
-        self._lazy: dict[int, dict[str, tuple[Chunk, ...]]] = {}  # layer -> pieces of its lazy weights, by their names
-        self._coming: Iterator[Transfer] = iter(())  # transfers still to be issued
-        self._flying: deque[Transfer] = deque()  # transfers issued and not taken; the last one may wait to be issued
+        self.queues: Queues | None = CudaQueues(device) if queues is None and self._cuda else queues
+        size = max(packed.unpacked_bytes for packed in layers)
+        self.layer_buffer = torch.empty(size, dtype=torch.uint8, device=device)
+        self._attached: list[list[tuple[Tensor, TensorPlace]]] = []  # by layer: weights and places in the layer buffer
+        self._resident: dict[int, Tensor] = {}  # layer -> its bytes as in the source, on the device
+        self._only_resident: set[int] = set()  # layers that are in no source
+        self.products: Products | None = None
+        self._deferred: dict[int, dict[str, tuple[Chunk, ...]]] = {}  # by layer: weights of `products`
+        self._pending: Iterator[Transfer] = iter(())  # transfers still to be issued
+        self._in_flight: deque[Transfer] = deque()  # transfers issued and not taken; the last one may wait to be issued
         self._issued = self._taken = self._returned = 0
         self._buffers: list[Tensor] = []
-        self._depth = self._buffer_bytes = 0
+        self._depth = self.buffer_bytes = 0  # number of buffers, and the size of each
         self._timed: deque[Timed] = deque(maxlen=256)  # latest copies, and gathers
         self._trace: Trace | None = None
-        self._next: tuple[Fetch, ...] | None = None  # fetches prefetched for the next trip; None: begin anew
-        self._trip: _Trip | None = None
+        self._next: tuple[Fetch, ...] | None = None  # fetches prefetched for the next pass; None: begin anew
+        self._pass: _Pass | None = None
         self.holds: frozenset[int] = frozenset()  # layers that hold back the copies of others until `resume`
         self._only: int | None = None  # the layer that does so now
         self.resize(depth)
 
     def attach(self, index: int, layer: nn.Module, entries: Mapping[str, Entry]) -> None:
-        """Make `layer`, number `index`, find its weights and buffers in the slot whenever it is called; `entries` are
-        those that its image holds, by the same names."""
-        image, whole = self.images[index], self._whole(index)
-        memory = self._slot if whole is None or image.coded else whole
-        views = {name: block.view(memory) for name, block in image.blocks.items()}
+        """Make the weights of `layer`, number `index`, views of the layer buffer. Hooks bring the layer there when it
+        is called. `entries` go by the names in its packed layer."""
+        packed, resident = self.layers[index], self._resident_content(index)
+        memory = self.layer_buffer if resident is None or packed.coded else resident
+        views = {name: block.view(memory) for name, block in packed.blocks.items()}
         if self.products is not None and self.products.status == "on":
-            views |= self._lazy_weights(index, self.products, entries)
-        self._held_by.append([(entries[name].put(views[name]), block) for name, block in image.blocks.items()])
-
-        def before(_module: nn.Module, _args: Any) -> None:
-            self._acquire(index)
-
-        def after(_module: nn.Module, _args: Any, output: Any) -> Any:
-            return self._release(index, output)
-
-        layer.register_forward_pre_hook(before)
-        layer.register_forward_hook(after)
-
-    def _lazy_weights(self, index: int, products: PackedProducts, entries: Mapping[str, Entry]) -> dict[str, Tensor]:
-        """Return the weights of layer `index` that `products` serves while the layer stays, by name."""
-        image, found = self.images[index], dict[str, Tensor]()
-        for name, block in image.blocks.items():
-            own = tuple(one for one in image.pieces if block.offset <= one.place < block.offset + block.size)
-            parts = parts_of(own, block, image.start) if entries[name].is_parameter else None
-            if parts is not None:
-                product: Product | None = partial(self._product, index, name, products, parts)
-                stacked = None
-                if len(block.shape) == 3:
-                    content = partial(self._whole_if_held, index)
-                    product, stacked = None, StackedCodes(products, parts, block.shape[0], content)
-                view, fill = block.view(self._slot), partial(self._fill_in, index, name)
-                found[name] = LazyWeight(view, fill, product, stacked)
-                self._lazy.setdefault(index, {})[name] = own
-        return found
+            for name, (weight, chunks) in self.products.weights(self, index, entries).items():
+                views[name] = weight
+                self._deferred.setdefault(index, {})[name] = chunks
+        self._attached.append([(entries[name].put(views[name]), block) for name, block in packed.blocks.items()])
+        layer.register_forward_pre_hook(lambda _module, _args: self._begin_call(index))
+        layer.register_forward_hook(lambda _module, _args, output: self._end_call(index, output))
 
     @property
-    def has_lazy_weights(self) -> bool:
-        """True if weights of layers that stay have products of their own."""
-        return any(index in self._lazy for index in self._kept)
-
-    @property
-    def on_gpu(self) -> bool:
-        return self._queues is not None
-
-    @property
-    def queues(self) -> Queues | None:
-        return self._queues
+    def has_deferred_weights(self) -> bool:
+        """True if weights of resident layers have products of their own."""
+        return any(index in self._deferred for index in self._resident)
 
     @property
     def depth(self) -> int:
@@ -211,146 +181,131 @@ class PrefetchRing:
         return self._depth
 
     @property
-    def buffer_bytes(self) -> int:
-        """Size of one ring buffer, in bytes."""
-        return self._buffer_bytes
-
-    @property
-    def slot_bytes(self) -> int:
-        return self._slot.nbytes
-
-    @property
     def streamed(self) -> tuple[int, ...]:
         """Numbers of the layers that pass through the ring."""
-        return tuple(index for index in range(len(self.images)) if index not in self._kept)
+        return tuple(index for index in range(len(self.layers)) if index not in self._resident)
 
     @property
     def kept_bytes(self) -> int:
         """Bytes of the layers that stay on the device."""
-        return sum(kept.nbytes for kept in self._kept.values())
+        return sum(content.nbytes for content in self._resident.values())
 
-    def resize(self, depth: int, least_bytes: int = 0) -> None:
-        """Change the ring to `depth` buffers, each as large as the largest piece and at least `least_bytes`; wait for
+    def resize(self, depth: int, min_bytes: int = 0) -> None:
+        """Change the number of buffers, and their size to the largest chunk. They have at least `min_bytes`. Waits for
         the device if that changes anything."""
-        size = max(least_bytes, *(piece.size for image in self.images for piece in image.pieces))
-        if (depth, size) == (self._depth, self._buffer_bytes):
+        size = max(min_bytes, *(chunk.size for packed in self.layers for chunk in packed.chunks))
+        if (depth, size) == (self._depth, self.buffer_bytes):
             return
-        self._settle()
-        if self._queues is not None:
-            del self._buffers[depth if size == self._buffer_bytes else 0 :]
-            self._depth, self._buffer_bytes = 0, size  # until all of them are there: the device may be short of memory
+        self._flush()
+        if self.queues is not None:
+            del self._buffers[depth if size == self.buffer_bytes else 0 :]
+            self._depth, self.buffer_bytes = 0, size  # until all of them are there: the device may be short of memory
             self._buffers += [
                 torch.empty(size, dtype=torch.uint8, device=self._device) for _ in range(depth - len(self._buffers))
             ]
-            self._arrived = [self._queues.event() for _ in range(depth)]
-            self._free = [self._queues.event() for _ in range(depth)]
-        self._depth, self._buffer_bytes = depth, size
+            self._arrived = [self.queues.event() for _ in range(depth)]
+            self._free = [self.queues.event() for _ in range(depth)]
+        self._depth, self.buffer_bytes = depth, size
 
     def keep(self, layers: Iterable[int]) -> None:
-        """Keep `layers` on the device from now on, and stream the others, but for those that lie nowhere else; wait for
+        """Keep `layers` on the device from now on, and stream the others. Those without a source stay, too. Waits for
         the device if that changes anything."""
-        wanted = self._alone.union(layers)
-        if wanted == self._kept.keys():
+        wanted = self._only_resident.union(layers)
+        if wanted == self._resident.keys():
             return
-        self._settle()
-        for index in set(self._kept) - wanted:
-            del self._kept[index]
-            self._show(index, self._slot)
-        for index in sorted(wanted - self._kept.keys()):
-            self._kept[index] = self._layer_bytes(index)
-            if not self.images[index].coded:
-                self._show(index, self._kept[index])
+        self._flush()
+        for index in set(self._resident) - wanted:
+            del self._resident[index]
+            self._point_to(index, self.layer_buffer)
+        for index in sorted(wanted - self._resident.keys()):
+            self._resident[index] = self._copy_of(index)
+            if not self.layers[index].coded:
+                self._point_to(index, self._resident[index])
 
-    def keep_alone(self, index: int, content: Tensor) -> None:
-        """Keep layer `index`, which is not attached yet and whose bytes `content`, on the device, lie nowhere else: the
-        source has none of them."""
-        self._kept[index] = content
-        self._alone.add(index)
+    def keep_only(self, index: int, content: Tensor) -> None:
+        """Keep a layer, not attached yet, whose bytes are in no source."""
+        self._resident[index] = content
+        self._only_resident.add(index)
 
     def start(self) -> None:
-        """Begin to fill the buffers for a trip of weights alone; the source must be complete by now."""
+        """Begin to fill the buffers for a pass of weights alone."""
         if self._next is None:
             self._begin(())
 
     @contextmanager
-    def trip(
+    def weight_pass(
         self, calls: int = 1, turn: Callable[[int], None] = lambda _layer: None, fetches: Sequence[Fetch] = ()
     ) -> Iterator[None]:
-        """Run one pass of the weights, in which each layer is called `calls` times in a row, in the order of the
-        layers.
-
-        `turn` gets a layer's number before each of its calls. A call that needs a fetch takes it by `borrow`, in the
-        order of `fetches`. The next trip is prefetched on the guess that it repeats this one, one step on; if it does
-        not, it waits for the device and begins anew.
-        """
+        """Run one pass: each layer is called `calls` times in a row. `turn` gets a layer's number before each of its
+        calls. A call takes its fetches by `borrow`, in the order of `fetches`. The next pass is prefetched on the guess
+        that it repeats this one, one step on; if it does not, it waits for the device and begins anew."""
         wanted = tuple(fetches)
-        if self._trip is not None:
-            raise RuntimeError("a trip is under way: forward passes that share the weights share a trip")
+        if self._pass is not None:
+            raise RuntimeError("a pass is under way: forward passes that share the weights share a pass")
         if self._next is None or self._next != wanted:
             self._begin(wanted)
-        self._trip, self._next = _Trip(calls, turn), None
+        self._pass, self._next = _Pass(calls, turn), None
         try:
             yield
-            if self._trip.whole:
+            if self._pass.complete:
                 self._next = tuple(fetch.following() for fetch in wanted)
         finally:
-            self._join(self._trip)
-            self._trip = None
+            self._join(self._pass)
+            self._pass = None
 
     def bring_layer(self, index: int) -> None:
-        """Bring layer `index` into the slot, unless it stays on the device: its calls in the trip under way follow, the
-        first one perhaps in the second compute queue."""
-        trip = self._under_way()
-        if trip.beside:
-            raise RuntimeError(f"decoder layer {index} is not in the slot: it must come in the first queue")
-        self._join(trip)
+        """Bring layer `index` into the layer buffer for its next calls. The first of them may run in the second compute
+        queue."""
+        now = self._under_way()
+        if now.in_second:
+            raise RuntimeError(f"decoder layer {index} is not in the layer buffer: it must come in the first queue")
+        self._join(now)
         self._only = index if index in self.holds else None
         self._unpack(index)
-        trip.held, trip.served = index, 0
-        if self._queues is not None:
-            trip.unpacked = self._queues.event()
-            trip.unpacked.record()
+        now.layer, now.calls_done = index, 0
+        if self.queues is not None:
+            now.unpacked = self.queues.event()
+            now.unpacked.record()
 
     @contextmanager
-    def beside(self) -> Iterator[None]:
-        """Run what is called within the ``with`` block, parts of a trip, in the second compute queue. Each layer must
-        have been brought, or called, outside of it first. The trip ends once the second queue has done its work,
-        too."""
-        trip = self._under_way()
-        if self._queues is None:
+    def second_stream(self) -> Iterator[None]:
+        """Run calls within the ``with`` block in the second compute queue. Each layer must have been brought, or
+        called, outside of it first. The pass ends once the second queue has done its work, too."""
+        now = self._under_way()
+        if self.queues is None:
             yield
             return
         begun = None
-        if not trip.used_beside:  # inputs come from the first queue
-            begun, trip.used_beside = self._queues.event(), True
+        if not now.second_used:  # inputs come from the first queue
+            begun, now.second_used = self.queues.event(), True
             begun.record()
-        with self._queues.beside():
+        with self.queues.second_stream():
             if begun is not None:
                 begun.wait()
-            if trip.unpacked is not None:  # the first queue may have filled in weights of the layer since
-                trip.unpacked.wait()
-            trip.beside = True
+            if now.unpacked is not None:  # the first queue may have filled in weights of the layer since
+                now.unpacked.wait()
+            now.in_second = True
             try:
                 yield
             finally:
-                trip.beside = False
+                now.in_second = False
 
-    def _join(self, trip: "_Trip") -> None:
-        """Make the compute queue wait for what the second one has been given."""
-        if trip.used_beside and self._queues is not None:
-            done = self._queues.event()
-            with self._queues.beside():
+    def _join(self, now: "_Pass") -> None:
+        """Make the compute queue wait for the second one."""
+        if now.second_used and self.queues is not None:
+            done = self.queues.event()
+            with self.queues.second_stream():
                 done.record()
             done.wait()
 
     def drop_fetches(self) -> None:
-        """Drop all transfers but those of weights, before memory that fetches read from is changed or freed."""
+        """Drop prefetched fetches before the memory that they read changes."""
         if self._next or self._next is None:
-            self._settle()
+            self._flush()
 
     @contextmanager
     def watched(self) -> Iterator[Trace]:
-        """Trace the work done within the ``with`` block; on a GPU, the work issued within it."""
+        """Trace the work done (on a GPU: issued) within the ``with`` block."""
         self._trace = Trace(self._cuda, self._timed, self._reads)
         try:
             yield self._trace
@@ -362,91 +317,94 @@ class PrefetchRing:
         return ()
 
     def borrow(self, index: int) -> Tensor:
-        """Return the next fetch of layer `index`, uint8, on the device until `hand_back`, or until the layer's call
-        ends."""
-        trip = self._under_way()
-        content = self._take(index, None)
-        trip.borrowed += 1
+        """Return the next fetch of a layer, uint8, on the device. It is valid until `hand_back`, or the end of the
+        layer's call."""
+        now = self._under_way()
+        content = self._receive(index, None)
+        now.borrowed += 1
         return content
 
     def hand_back(self) -> None:
-        """Free the fetches that the current call has borrowed: work that is queued from now on must not read them."""
-        trip = self._under_way()
-        while trip.borrowed:
-            trip.borrowed -= 1
-            self._give_back()
+        """Free the fetches that the current call has borrowed. Work that is queued from now on must not read them."""
+        now = self._under_way()
+        while now.borrowed:
+            now.borrowed -= 1
+            self._free_oldest()
 
     def resume(self) -> None:
-        """Issue the copies that a layer of `holds` held back, so that its own urgent ones came first."""
+        """Issue the copies that a layer of `holds` held back."""
         if self._only is not None:
             self._only = None
-            if self._queues is not None:
+            if self.queues is not None:
                 self._fill()
 
     def note(self, timed: Timed) -> None:
-        """Note work that may be issued long before its step, for the timeline."""
+        """Note work for the timeline, perhaps issued long before its step."""
         self._timed.append(timed)
         if self._trace is not None:
             self._trace.add(*timed)
 
     @contextmanager
-    def aside(self, index: int, unpacks: bool = False) -> Iterator[None]:
-        """Leave the time of a block out of the span of layer `index`'s computation, within its call; with `unpacks` the
-        block is a span of unpacking."""
-        trace = self._trace
-        if trace is not None:
-            trace.end("compute", index)
-            if unpacks:
-                trace.begin("unpack", index)
+    def untimed(self, index: int, unpacks: bool = False) -> Iterator[None]:
+        """Leave a block out of the span of a layer's computation. With `unpacks` it is a span of unpacking."""
+        if self._trace is not None:
+            self._trace.end("compute", index)
+        with self._span("unpack", index) if unpacks else nullcontext():
+            yield
+        if self._trace is not None:
+            self._trace.begin("compute", index)
+
+    @contextmanager
+    def _span(self, lane: Lane, index: int) -> Iterator[None]:
+        if self._trace is not None:
+            self._trace.begin(lane, index)
         yield
-        if trace is not None:
-            if unpacks:
-                trace.end("unpack", index)
-            trace.begin("compute", index)
+        if self._trace is not None:
+            self._trace.end(lane, index)
 
     def close(self) -> None:
-        if self._queues is not None:
-            self._queues.finish()
-        self._buffers, self._held_by, self._kept, self._lazy, self._next = [], [], {}, {}, None
-        self._coming = iter(())
-        self._flying.clear()
-        self._source = self._slot = torch.empty(0, dtype=torch.uint8)
+        if self.queues is not None:
+            self.queues.finish()
+        self._buffers, self._attached, self._resident, self._deferred, self._next = [], [], {}, {}, None
+        self.products, self._pending = None, iter(())
+        self._in_flight.clear()
+        self._source = self.layer_buffer = torch.empty(0, dtype=torch.uint8)
 
-    def _under_way(self) -> "_Trip":
-        if self._trip is None:
-            raise RuntimeError("a decoder layer was called outside of a trip of the weights")
-        return self._trip
+    def _under_way(self) -> "_Pass":
+        if self._pass is None:
+            raise RuntimeError("a decoder layer was called outside of a pass of the weights")
+        return self._pass
 
-    def _show(self, index: int, memory: Tensor) -> None:
-        for tensor, block in self._held_by[index]:
+    def _point_to(self, index: int, memory: Tensor) -> None:
+        for tensor, block in self._attached[index]:
             tensor.data = block.view(memory)
 
-    def _settle(self) -> None:
-        """Wait for the device and drop all transfers; the next trip begins anew."""
-        if self._queues is not None:
-            self._queues.finish()
+    def _flush(self) -> None:
+        """Wait for the device and drop all transfers."""
+        if self.queues is not None:
+            self.queues.finish()
         self._issued = self._taken = self._returned = 0
-        self._flying.clear()
+        self._in_flight.clear()
         self._timed.clear()
-        self._coming, self._next, self._only = iter(()), None, None
+        self._pending, self._next, self._only = iter(()), None, None
 
     def _begin(self, fetches: tuple[Fetch, ...]) -> None:
-        """Begin the transfers of a trip with `fetches`, and of those that follow it."""
-        self._settle()
+        """Begin the transfers of a pass, and of those that follow it."""
+        self._flush()
         if fetches:
             self.resize(self._depth, max(fetch.nbytes for fetch in fetches))
-        self._coming, self._next = self._trips(fetches), fetches
-        if self._queues is not None:
+        self._pending, self._next = self._all_transfers(fetches), fetches
+        if self.queues is not None:
             self._fill()
 
-    def _trips(self, fetches: tuple[Fetch, ...]) -> Iterator[Transfer]:
-        """Yield all transfers, trip after trip, without end."""
+    def _all_transfers(self, fetches: tuple[Fetch, ...]) -> Iterator[Transfer]:
+        """Yield all transfers, pass after pass, without end."""
         some = True
         while some:
             some = False
-            for index, image in enumerate(self.images):
-                pieces = () if index in self._kept else image.pieces
-                weights = (self._transfer(index, piece) for piece in pieces)
+            for index, packed in enumerate(self.layers):
+                chunks = () if index in self._resident else packed.chunks
+                weights = (self._transfer(index, chunk) for chunk in chunks)
                 others = (fetch.transfer(index) for fetch in fetches)
                 for transfer in (*weights, *others):
                     if transfer is not None:
@@ -454,33 +412,32 @@ class PrefetchRing:
                         yield transfer
             fetches = tuple(fetch.following() for fetch in fetches)
 
-    def _transfer(self, index: int, piece: Chunk) -> Transfer:
-        return Transfer(index, partial(self._bytes, piece), piece)
+    def _transfer(self, index: int, chunk: Chunk) -> Transfer:
+        return Transfer(index, partial(self._bytes, chunk), chunk)
 
-    def _bytes(self, piece: Chunk) -> Tensor:
-        return self._source[piece.start : piece.end]
+    def _bytes(self, chunk: Chunk) -> Tensor:
+        return self._source[chunk.start : chunk.end]
 
-    def _layer_bytes(self, index: int) -> Tensor:
-        """Return a copy of a layer's bytes on the device."""
-        image = self.images[index]
-        return self._source[image.start : image.end].to(self._device, copy=True)
+    def _copy_of(self, index: int) -> Tensor:
+        packed = self.layers[index]
+        return self._source[packed.start : packed.end].to(self._device, copy=True)
 
     def _fill(self) -> None:
-        """Issue copies into all free buffers; the device runs them as soon as the link is free."""
+        """Issue copies into all free buffers."""
         while self._issued < self._returned + self._depth:  # rule 3
-            if len(self._flying) == self._issued - self._taken:
-                following = next(self._coming, None)
+            if len(self._in_flight) == self._issued - self._taken:
+                following = next(self._pending, None)
                 if following is None:
                     return
-                self._flying.append(following)
-            if self._only not in (None, self._flying[-1].layer) or not self._flying[-1].ready():
+                self._in_flight.append(following)
+            if self._only not in (None, self._in_flight[-1].layer) or not self._in_flight[-1].ready():
                 return
-            self._copy(self._flying[-1])
+            self._copy(self._in_flight[-1])
 
     def _copy(self, transfer: Transfer) -> None:
-        assert self._queues is not None
+        assert self.queues is not None
         buffer = self._issued % self._depth
-        with self._queues.copying():
+        with self.queues.copying():
             if self._issued >= self._depth:
                 self._free[buffer].wait()  # rule 2
             transfer.before()
@@ -496,146 +453,118 @@ class PrefetchRing:
         return self._buffers[buffer]
 
     def _complete(self, _transfer: Transfer, buffer: int) -> None:
-        """Record that a buffer holds what it should; called with the copy queue as the current one."""
+        """Record in the copy queue that a buffer holds its bytes."""
         self._arrived[buffer].record()
 
-    def _take(self, index: int, piece: Chunk | None) -> Tensor:
-        """Return the next transfer's bytes on the device; it must be `piece` of layer `index` (None: a fetch)."""
-        if self._queues is not None:
+    def _receive(self, index: int, chunk: Chunk | None) -> Tensor:
+        """Return the next transfer's bytes on the device. It must be `chunk` of layer `index` (None: a fetch)."""
+        if self.queues is not None:
             self._fill()
-        elif not self._flying:
-            self._flying.extend(transfer for transfer in (next(self._coming, None),) if transfer is not None)
-        ready = self._flying and (self._queues is None or self._taken < self._issued)
-        following = self._flying[0] if ready else None
-        if following is None or following.layer != index or (following.piece is None) != (piece is None):
+        elif not self._in_flight:
+            self._in_flight.extend(transfer for transfer in (next(self._pending, None),) if transfer is not None)
+        ready = self._in_flight and (self.queues is None or self._taken < self._issued)
+        following = self._in_flight[0] if ready else None
+        if following is None or following.layer != index or (following.chunk is None) != (chunk is None):
             other = "nothing" if following is None else f"layer {following.layer}"
             raise RuntimeError(f"decoder layer {index} was called, {other} is next")
-        self._flying.popleft()
-        if piece is None:
+        self._in_flight.popleft()
+        if chunk is None:
             self.other_bytes_copied += following.source().numel()
         else:
-            self.bytes_copied += piece.size
+            self.bytes_copied += chunk.size
         number, self._taken = self._taken % self._depth, self._taken + 1
-        if self._queues is None:
+        if self.queues is None:
             return following.source()
         self._arrived[number].wait()  # rule 1
         return self._buffers[number]
 
-    def _give_back(self) -> None:
-        """Free the buffer that was taken first, as of this point in the compute queue."""
-        if self._queues is not None:
+    def _free_oldest(self) -> None:
+        """Free the buffer received first, behind all compute queued so far."""
+        if self.queues is not None:
             self._free[self._returned % self._depth].record()  # rule 2
             self._returned += 1
             self._fill()
 
-    def _acquire(self, index: int) -> None:
-        """Begin a call of layer `index`, which comes into the slot first unless it is there already."""
-        trip = self._under_way()
-        trip.turn(index)
-        if trip.held != index or trip.served == trip.calls:
+    def _begin_call(self, index: int) -> None:
+        now = self._under_way()
+        now.turn(index)
+        if now.layer != index or now.calls_done == now.calls:
             self.bring_layer(index)
-        trip.served += 1
-        if trip.used_beside and trip.unpacked is not None:
-            trip.unpacked.wait()
+        now.calls_done += 1
+        if now.second_used and now.unpacked is not None:
+            now.unpacked.wait()
         if self._trace is not None:
             self._trace.begin("compute", index)
 
-    def _release(self, index: int, output: Any) -> Any:
-        """End a call of layer `index`; return its output without the parts that nobody reads."""
-        trip = self._under_way()
+    def _end_call(self, index: int, output: Any) -> Any:
+        now = self._under_way()
         if self._trace is not None:
             self._trace.end("compute", index)
         self.resume()
         self.hand_back()
-        trip.whole = index == len(self.images) - 1 and trip.served == trip.calls
-        return _lean(output)
+        now.complete = index == len(self.layers) - 1 and now.calls_done == now.calls
+        return _without_attention(output)
 
     def _unpack(self, index: int) -> None:
-        image, kept, trip = self.images[index], self._whole(index), self._under_way()
-        trip.left = {}
-        if kept is None:
-            for piece in image.pieces:
-                self._put(index, piece, self._take(index, piece))
-                self._give_back()
-        elif image.coded:
-            trip.left = dict(self._lazy.get(index, {}))
-            left = {piece.start for pieces in trip.left.values() for piece in pieces}
-            with self._unpacking(index):
-                self._unpack_kept(index, [piece for piece in image.pieces if piece.start not in left])
+        packed, resident, now = self.layers[index], self._resident_content(index), self._under_way()
+        now.deferred = {}
+        if resident is None:
+            for chunk in packed.chunks:
+                self._unpack_chunk(index, chunk, self._receive(index, chunk))
+                self._free_oldest()
+        elif packed.coded:
+            now.deferred = dict(self._deferred.get(index, {}))
+            deferred = {chunk.start for chunks in now.deferred.values() for chunk in chunks}
+            with self._span("unpack", index):
+                self._unpack_resident(index, [chunk for chunk in packed.chunks if chunk.start not in deferred])
 
-    def _put(self, index: int, piece: Chunk, content: Tensor) -> None:
-        """Unpack a piece of layer `index`, whose bytes are `content`, into the slot."""
-        with self._unpacking(index):
-            unpack(piece, content, self._slot)
+    def _unpack_chunk(self, index: int, chunk: Chunk, content: Tensor) -> None:
+        with self._span("unpack", index):
+            chunk.unpack(content, self.layer_buffer)
 
-    def _unpack_kept(self, index: int, pieces: Iterable[Chunk]) -> None:
-        start, kept = self.images[index].start, self._kept[index]
-        for piece in pieces:
-            unpack(piece, kept[piece.start - start :], self._slot)
+    def _unpack_resident(self, index: int, chunks: Iterable[Chunk]) -> None:
+        start, content = self.layers[index].start, self._resident[index]
+        for chunk in chunks:
+            chunk.unpack(content[chunk.start - start :], self.layer_buffer)
 
-    def _fill_in(self, index: int, name: str) -> None:
-        """Put a lazy weight of layer `index` into the slot, if that has the layer without it."""
-        trip = self._trip
-        if trip is None or trip.held != index or name not in trip.left:
+    def fill_in(self, index: int, name: str) -> None:
+        """Unpack a deferred weight of the computing layer."""
+        now = self._pass
+        if now is None or now.layer != index or name not in now.deferred:
             return
-        with self.aside(index, unpacks=True):
-            self._unpack_kept(index, trip.left.pop(name))
-        if trip.unpacked is not None:
-            trip.unpacked.record()
+        with self.untimed(index, unpacks=True):
+            self._unpack_resident(index, now.deferred.pop(name))
+        if now.unpacked is not None:
+            now.unpacked.record()
 
-    def _product(
-        self, index: int, name: str, products: PackedProducts, parts: Parts, states: Tensor, bias: Tensor | None
-    ) -> Tensor | None:
-        """Return the product of `states` with a lazy weight of layer `index` from its codes; None if it is to be
-        computed in the slot."""
-        kept = self._whole_if_held(index)
-        if kept is None:
-            return None
+    def computing_content(self, index: int) -> Tensor | None:
+        """Return the bytes of a resident layer that computes now, else None."""
+        return self._resident_content(index) if self._pass is not None and self._pass.layer == index else None
 
-        def plain() -> Tensor:
-            self._fill_in(index, name)
-            return functional.linear(states, self.images[index].blocks[name].view(self._slot), bias)
-
-        return products.compute(parts, kept, states, bias, plain)
-
-    def _whole_if_held(self, index: int) -> Tensor | None:
-        """Return the bytes of a layer that stays on the device and computes now; None of any other."""
-        return self._whole(index) if self._trip is not None and self._trip.held == index else None
-
-    def _whole(self, index: int) -> Tensor | None:
-        """Return the bytes of a layer that stays on the device; None if they come through the buffers."""
-        return self._kept.get(index)
-
-    @contextmanager
-    def _unpacking(self, index: int) -> Iterator[None]:
-        if self._trace is None:
-            yield
-            return
-        self._trace.begin("unpack", index)
-        yield
-        self._trace.end("unpack", index)
+    def _resident_content(self, index: int) -> Tensor | None:
+        """Return the bytes of a resident layer; None if they are streamed."""
+        return self._resident.get(index)
 
 
 @dataclass
-class _Trip:
-    """State of the trip under way, for the hooks of the layers."""
+class _Pass:
+    """State of the pass under way, for the hooks of the layers."""
 
     calls: int  # calls of each layer, in a row
     turn: Callable[[int], None]
-    held: int | None = None  # number of the layer in the slot
-    served: int = 0  # calls of that layer so far
+    layer: int | None = None  # number of the layer in the layer buffer
+    calls_done: int = 0  # of that layer
     borrowed: int = 0  # buffers that its current call holds
-    whole: bool = False  # True after the last call of the last layer
-    left: dict[str, tuple[Chunk, ...]] = field(default_factory=dict)  # its lazy weights that are not in the slot yet
-    unpacked: Event | None = None  # point from which on the rest of the layer is in the slot
-    beside: bool = False  # True while the second compute queue is the current one
-    used_beside: bool = False
+    complete: bool = False  # True after the last call of the last layer
+    deferred: dict[str, tuple[Chunk, ...]] = field(default_factory=dict)  # its weights that are not unpacked yet
+    unpacked: Event | None = None  # point from which on the rest of the layer is in the layer buffer
+    in_second: bool = False  # True while the second compute queue is the current one
+    second_used: bool = False
 
 
-def _lean(output: Any) -> Any:
-    """Return a layer's output without attention probabilities, ``[B, heads, S, S]``. Some models return them besides
-    the hidden states and then hold them while the next layer computes, or, in a pass that waits, longer; nobody reads
-    them."""
+def _without_attention(output: Any) -> Any:
+    """Return a layer's output without attention probabilities, ``[B, heads, S, S]``. Some models return them and hold
+    them while the next layer computes; nobody reads them."""
     if not isinstance(output, tuple):
         return output
     return (output[0], *(None if isinstance(part, Tensor) and part.dim() == 4 else part for part in output[1:]))

@@ -1,10 +1,10 @@
 # mypy: disable-error-code="import-not-found, import-untyped, no-untyped-call, no-untyped-def, untyped-decorator"
-"""Triton kernels that multiply hidden states of a few tokens with quantised rows, from their codes and scales.
+"""Triton kernels that multiply few tokens with quantised rows, from their codes.
 
 `_multiply` reads the codes of a block of rows once, makes weights of them in registers, and multiplies them with all
 tokens by tensor cores, 16 or 32 tokens at a time. A weight is what `zinfer.engine.stream.expand` unpacks, to
 the bit: the same zero point, scale and rounding. Of two codes of 4 bits in a byte the first belongs to an even column,
-so even and odd columns are two products, and the states come with even columns before odd ones (`paired`).
+so even and odd columns are two products, and the states come with even columns before odd ones (`pair_columns`).
 
 Rows may lie in several chunks of equal size, the last one shorter, as a packed layer has them. Columns are split among
 programs where rows alone are too few to fill the GPU. Sums are in float32, without atomic additions: `_add` adds the
@@ -12,7 +12,7 @@ partial sums in order. The host never waits, so a CUDA graph can hold the kernel
 
 Of stacked experts, whose rows follow each other, each pair of a token and an expert is a product of its own
 (`multiply_experts`), as in `zinfer.engine.stream.expert_kernel`. Where a model keeps experts as ``[in, out]``, rows of
-codes are inputs, and `_multiply_turned` sums over rows.
+codes are inputs, and `_multiply_transposed` sums over rows.
 
 With TRITON_INTERPRET=1 in the environment the kernels run on a CPU.
 """
@@ -27,17 +27,17 @@ from torch import Tensor
 
 from zinfer.engine.quantization.dequantize import table
 from zinfer.engine.stream.expand import INTERPRETED, added, rounded
-from zinfer.engine.stream.quantized import TURNED_ROWS, Run
+from zinfer.engine.stream.quantized import TRANSPOSED_ROWS, Run
 
 ROWS = 128  # rows of a program
 BYTES = 64  # bytes of codes of a row that a program reads at a time
-WARP_ROWS = 16  # rows of a warp: with more of them weights take a detour through shared memory
+WARP_ROWS = 16  # rows of a warp: with more of them weights pass through shared memory
 STAGES = 4
-TILE_ROWS, TURNED_BYTES = 8, 512  # rows of a tile where rows are inputs, and bytes of codes of each
-TURNED_STEPS = 2  # steps of a program, at least, where rows are split
-MOST_AT_ONCE = 32  # tokens of a program; others read the same codes at about the same time, from the L2 cache
-PROGRAMS = 1024  # programs of a launch, at least, if they have enough to read: two waves of an H100
-LEAST_STEPS = 8  # reads of a program, at least, where columns are split
+TILE_ROWS, TRANSPOSED_BYTES = 8, 512  # rows of a tile where rows are inputs, and bytes of codes of each
+TRANSPOSED_STEPS = 2  # smallest number of steps of a program where rows are split
+MAX_TOKENS = 32  # of a program; others read the same codes at about the same time, from the L2 cache
+MIN_PROGRAMS = 1024  # of a launch, if they have enough to read: two waves of an H100
+MIN_STEPS = 8  # reads of a program where columns are split
 ADDED = 512  # values of a program that adds partial sums
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _MIDDLES = {"middle4": 8, "whole4": 0, "middle8": 128, "whole8": 0}
@@ -93,7 +93,7 @@ cvt.f32.f16 $2, one;
 cvt.f32.f16 $3, other;
 }}"""
 _FLOATS = tl.constexpr("=f,=f,=f,=f,r")
-_SMALL_FIRST, _SMALL_SECOND = (tl.constexpr(_SMALL.format(sign=one, rest=one - 3)) for one in (12, 8))
+_SMALL_FIRST, _SMALL_SECOND = (tl.constexpr(_SMALL.format(sign=sign, rest=sign - 3)) for sign in (12, 8))
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Tiles:
 
     @classmethod
     def of(cls, run: Run, count: int | None = None, pairs: int = 1) -> "Tiles":
-        """Choose tiles for `count` rows of `run`, all if None, in `pairs` products."""
+        """Choose tiles for `count` rows of `run` (None: all) in `pairs` products."""
         count, layout = run.rows if count is None else count, run.layout
         width = layout.columns * layout.bits // 8
         group = 0 if layout.grid[1] == 1 else layout.block[1] * layout.bits // 8
@@ -116,33 +116,34 @@ class Tiles:
             size = min(size, shared)
         rows = min(ROWS, max(16, triton.next_power_of_2(count)))
         blocks, steps = triton.cdiv(count, rows) * pairs, triton.cdiv(width, size)
-        splits = max(1, min(triton.cdiv(PROGRAMS, blocks), steps // LEAST_STEPS))
+        splits = max(1, min(triton.cdiv(MIN_PROGRAMS, blocks), steps // MIN_STEPS))
         each = triton.cdiv(steps, splits)
         return cls(rows, size, each, triton.cdiv(steps, each))
 
 
-def paired(states: Tensor, bits: int) -> Tensor:
-    """Return states ``[tokens, columns]`` as the kernels read them: for codes of 4 bits ``[2, tokens, columns / 2]``,
-    even columns and odd ones."""
-    found: Tensor = states if bits == 8 else states.unflatten(1, (-1, 2)).permute(2, 0, 1)
-    return found.contiguous()
+def pair_columns(states: Tensor, bits: int) -> Tensor:
+    """Return states ``[tokens, columns]`` as the kernels read them.
+
+    For codes of 4 bits that is ``[2, tokens, columns / 2]``, even columns and odd ones.
+    """
+    return (states if bits == 8 else states.unflatten(1, (-1, 2)).permute(2, 0, 1)).contiguous()
 
 
 def multiply_experts(states: Tensor, data: Tensor, run: Run, experts: Tensor, count: int, transposed: bool) -> Tensor:
-    """Return partial products of each pair, float32 ``[pairs, splits, rows]``, to be added along `splits`.
+    """Return partial products of each pair, float32 ``[pairs, splits, rows]``.
 
-    `states` is ``[tokens, columns]``, or ``[pairs, columns]``, `experts` ``[tokens, k]``; `run`, whose bytes are
-    `data`, has the rows of ``[count, rows, columns]``, or if `transposed` of ``[count, columns, rows]``. Checks
-    nothing: `zinfer.engine.stream.packed_product` does.
+    They are to be added along `splits`. `states` is ``[tokens, columns]``, or ``[pairs, columns]``, `experts`
+    ``[tokens, k]``; `run`, whose bytes are `data`, has the rows of ``[count, rows, columns]``, or if `transposed` of
+    ``[count, columns, rows]``. Checks nothing: `zinfer.engine.stream.packed_product` does.
     """
     pairs, layout, rows = experts.numel(), run.layout, run.rows // count
     if transposed:
-        return _multiply_turned_experts(states, data, run, experts, count)
+        return _multiply_transposed_experts(states, data, run, experts, count)
     tiles = Tiles.of(run, rows, pairs)
     out = torch.empty((pairs, tiles.splits, rows), dtype=torch.float32, device=states.device)
     tokens = len(states)
     _multiply[(pairs, triton.cdiv(rows, tiles.rows), tiles.splits)](
-        paired(states, layout.bits),
+        pair_columns(states, layout.bits),
         *_views(data, run),
         out,
         experts,
@@ -166,16 +167,15 @@ def multiply_experts(states: Tensor, data: Tensor, run: Run, experts: Tensor, co
     return out
 
 
-def _multiply_turned_experts(states: Tensor, data: Tensor, run: Run, experts: Tensor, count: int) -> Tensor:
-    """Do as `multiply_experts` with experts that are transposed."""
+def _multiply_transposed_experts(states: Tensor, data: Tensor, run: Run, experts: Tensor, count: int) -> Tensor:
     pairs, layout, inputs, tokens = experts.numel(), run.layout, run.rows // count, len(states)
     width = layout.columns * layout.bits // 8
-    size = min(TURNED_BYTES, max(16, triton.next_power_of_2(width)))
-    blocks, steps = triton.cdiv(width, size) * pairs, triton.cdiv(inputs, TURNED_ROWS)
-    splits = max(1, min(triton.cdiv(PROGRAMS, blocks), steps // TURNED_STEPS))
+    size = min(TRANSPOSED_BYTES, max(16, triton.next_power_of_2(width)))
+    blocks, steps = triton.cdiv(width, size) * pairs, triton.cdiv(inputs, TRANSPOSED_ROWS)
+    splits = max(1, min(triton.cdiv(MIN_PROGRAMS, blocks), steps // TRANSPOSED_STEPS))
     each = triton.cdiv(steps, splits)
     out = torch.empty((pairs, triton.cdiv(steps, each), layout.columns), dtype=torch.float32, device=states.device)
-    _multiply_turned[(pairs, triton.cdiv(width, size), out.shape[1])](
+    _multiply_transposed[(pairs, triton.cdiv(width, size), out.shape[1])](
         states,
         *_views(data, run),
         experts,
@@ -186,7 +186,7 @@ def _multiply_turned_experts(states: Tensor, data: Tensor, run: Run, experts: Te
         **constants(run),
         EXPERTS=count,
         EACH_TOKEN=pairs // tokens,
-        GROUP_ROWS=TURNED_ROWS,
+        GROUP_ROWS=TRANSPOSED_ROWS,
         BLOCK_ROWS=TILE_ROWS,
         BLOCK=size,
         num_warps=4,
@@ -196,14 +196,14 @@ def _multiply_turned_experts(states: Tensor, data: Tensor, run: Run, experts: Te
 
 
 def multiply(states: Tensor, data: Tensor, run: Run, bias: Tensor | None, out: Tensor, tokens: int) -> None:
-    """Put the products of `states`, as `paired` returns them, with the rows of `run` into `out` ``[tokens, rows]``,
-    whose last dimension is contiguous, on the current stream. `data` are the bytes from the first chunk on, `bias` is
-    ``[rows]``. Checks nothing: `zinfer.engine.stream.packed_product` does."""
+    """Multiply `states` with the rows of `run` into `out` ``[tokens, rows]``. `states` are those of `pair_columns`,
+    `data` the bytes from the first chunk on, `bias` is ``[rows]``; the last dimension of `out` is contiguous. Checks
+    nothing: `zinfer.engine.stream.packed_product` does."""
     layout, tiles = run.layout, Tiles.of(run)
     partial = out
     if tiles.splits > 1:
         partial = torch.empty((tiles.splits, tokens, run.rows), dtype=torch.float32, device=out.device)
-    padded = min(MOST_AT_ONCE, max(16, triton.next_power_of_2(tokens)))
+    padded = min(MAX_TOKENS, max(16, triton.next_power_of_2(tokens)))
     _multiply[(triton.cdiv(tokens, padded), triton.cdiv(run.rows, tiles.rows), tiles.splits)](
         states,
         *_views(data, run),
@@ -241,16 +241,16 @@ def multiply(states: Tensor, data: Tensor, run: Run, bias: Tensor | None, out: T
 
 
 def _views(data: Tensor, run: Run) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the bytes of `run`, as codes, scales and zero points, and the table of its scales; the codes again if that
-    is not read."""
+    """Return the bytes of `run` as codes, scales, zero points; and a table. Without a table of scales, which is not
+    read then, it is the codes again."""
     whole, name = data[: run.size], run.layout.scale_table
-    numbers = table(name, data.device) if name else whole
-    return whole, whole.view(run.layout.scale_dtype), whole.view(torch.int16), numbers
+    scale_table = table(name, data.device) if name else whole
+    return whole, whole.view(run.layout.scale_dtype), whole.view(torch.int16), scale_table
 
 
 @cache
 def constants(run: Run) -> dict[str, object]:
-    """Return what `_multiply` is compiled for, as far as it depends on `run`."""
+    """Return the constants of `_multiply` that depend on `run`."""
     layout, last = run.layout, run.last
     same = layout.scale_dtype == layout.inner == layout.dtype and layout.divisor == layout.factor == 1.0
     whole_numbers = layout.bits == 4 and layout.table in _MIDDLES
@@ -332,26 +332,26 @@ def _multiply(
     BLOCK_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Multiply a block of rows, `steps` times `BLOCK` bytes of each, with a block of tokens; with `EXPERTS` the rows of
-    one pair's expert with the states of that pair."""
+    """Multiply a block of rows with a block of tokens. A program reads `steps` times `BLOCK` bytes of each row. With
+    `EXPERTS` these are the rows of one pair's expert and the states of that pair."""
     EACH: tl.constexpr = 2 if FOUR else 1  # codes in a byte
     SHARED: tl.constexpr = GROUP % (EACH * BLOCK) == 0  # the columns of a read share a scale
     WHOLES: tl.constexpr = not SHARED and EACH * BLOCK % GROUP == 0 and GROUP % EACH == 0
     GROUPS: tl.constexpr = EACH * BLOCK // GROUP if WHOLES else 0  # scales of a read, if not one
     row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     ROWS: tl.constexpr = LENGTH // EXPERTS if EXPERTS > 0 else LENGTH  # of a product
-    known = tl.minimum(row, ROWS - 1)
+    clamped = tl.minimum(row, ROWS - 1)
     if EXPERTS > 0:
         token = tl.program_id(0) // EACH_TOKEN + tl.arange(0, TOKENS)
         real = (tl.arange(0, TOKENS) == 0)[:, None]
-        known += _expert(experts, EXPERTS) * ROWS
+        clamped += _expert(experts, EXPERTS) * ROWS
     else:
         token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
         real = (token < tokens)[:, None]
-    chunk = known // CHUNK
-    own = known % CHUNK
-    begin = chunk.to(tl.int64) * STRIDE + own.to(tl.int64) * WIDTH
-    scale_row = own // SCALE_ROWS * SCALE_COLUMNS if SCALE_ROWS > 0 else own * 0
+    chunk = clamped // CHUNK
+    within = clamped % CHUNK
+    begin = chunk.to(tl.int64) * STRIDE + within.to(tl.int64) * WIDTH
+    scale_row = within // SCALE_ROWS * SCALE_COLUMNS if SCALE_ROWS > 0 else within * 0
     at_end = chunk == CHUNKS - 1
     scale_row = scale_row.to(tl.int64)
     scale_place = (chunk.to(tl.int64) * STRIDE + tl.where(at_end, LAST_SCALES, SCALES)) // SCALE_BYTES + scale_row
@@ -368,9 +368,9 @@ def _multiply(
         else:
             code = tl.load(data + place, mask=(byte < WIDTH)[:, None], other=0, eviction_policy="evict_first")
             inside = inside & (byte < WIDTH)[None, :]
-        one = tl.load(state, mask=inside, other=0.0)
+        even = tl.load(state, mask=inside, other=0.0)
         if FOUR:
-            other = tl.load(state + tokens * WIDTH, mask=inside, other=0.0)
+            odd = tl.load(state + tokens * WIDTH, mask=inside, other=0.0)
         if SHARED:
             group = (step * (EACH * BLOCK) // GROUP if GROUP > 0 else 0) + tl.zeros([1], tl.int32)
         elif GROUPS > 0:
@@ -378,27 +378,27 @@ def _multiply(
         else:
             group = tl.minimum(byte, WIDTH - 1) * EACH // GROUP
         scale = tl.load(scales + scale_place[None, :] + group[:, None])
-        less = tl.zeros(scale.shape, tl.float32)
+        zero = tl.zeros(scale.shape, tl.float32)
         if ZEROS >= 0:
-            less += tl.load(zeros + zero_place[None, :] + group[:, None]).to(tl.float32)
+            zero += tl.load(zeros + zero_place[None, :] + group[:, None]).to(tl.float32)
         if FAST:
-            less = (0.0 - less - (MIDDLE + (128 if tl.bfloat16 == TYPE else 1024))).to(TYPE)
+            zero = (0.0 - zero - (MIDDLE + (128 if tl.bfloat16 == TYPE else 1024))).to(TYPE)
             if GROUPS > 0:
-                scale, less = _spread(scale, GROUPS, BLOCK, BLOCK_ROWS), _spread(less, GROUPS, BLOCK, BLOCK_ROWS)
-            total = tl.dot(one, _fast(code, scale, less, False, TYPE), total)
-            total = tl.dot(other, _fast(code, scale, less, True, TYPE), total)
+                scale, zero = _spread(scale, GROUPS, BLOCK, BLOCK_ROWS), _spread(zero, GROUPS, BLOCK, BLOCK_ROWS)
+            total = tl.dot(even, _fast(code, scale, zero, False, TYPE), total)
+            total = tl.dot(odd, _fast(code, scale, zero, True, TYPE), total)
         else:
             scale = _decoded(scale, scale_table, divisor, factor, CODED, DIVIDED, MULTIPLIED)
             if GROUPS > 0:
-                scale, less = _spread(scale, GROUPS, BLOCK, BLOCK_ROWS), _spread(less, GROUPS, BLOCK, BLOCK_ROWS)
+                scale, zero = _spread(scale, GROUPS, BLOCK, BLOCK_ROWS), _spread(zero, GROUPS, BLOCK, BLOCK_ROWS)
             if FOUR:
-                weight = _weight(code & 15, scale, less, TABLE, MIDDLE, INNER, TYPE, INTERPRETED)
-                total = added(one, weight, total, INTERPRETED)
-                weight = _weight(code >> 4, scale, less, TABLE, MIDDLE, INNER, TYPE, INTERPRETED)
-                total = added(other, weight, total, INTERPRETED)
+                weight = _weight(code & 15, scale, zero, TABLE, MIDDLE, INNER, TYPE, INTERPRETED)
+                total = added(even, weight, total, INTERPRETED)
+                weight = _weight(code >> 4, scale, zero, TABLE, MIDDLE, INNER, TYPE, INTERPRETED)
+                total = added(odd, weight, total, INTERPRETED)
             else:
-                weight = _weight(code, scale, less, TABLE, MIDDLE, INNER, TYPE, INTERPRETED)
-                total = added(one, weight, total, INTERPRETED)
+                weight = _weight(code, scale, zero, TABLE, MIDDLE, INNER, TYPE, INTERPRETED)
+                total = added(even, weight, total, INTERPRETED)
     line = tl.program_id(2) * tokens + token
     if EXPERTS > 0:
         line = tl.program_id(0) * tl.num_programs(2) + tl.program_id(2) + tl.arange(0, TOKENS)
@@ -406,7 +406,7 @@ def _multiply(
     inside = real & (row < ROWS)[None, :]
     if WHOLE:
         if BIASED:
-            total += tl.load(bias + known).to(tl.float32)[None, :]
+            total += tl.load(bias + clamped).to(tl.float32)[None, :]
         tl.store(out + place, rounded(total, TYPE), mask=inside)
     else:
         tl.store(out + place, total, mask=inside)
@@ -414,12 +414,12 @@ def _multiply(
 
 @triton.jit
 def _expert(experts, EXPERTS: tl.constexpr):
-    """Return the expert of the pair that is this program's."""
+    """Return the expert of this program's pair."""
     return tl.minimum(tl.maximum(tl.load(experts + tl.program_id(0)).to(tl.int32), 0), EXPERTS - 1)
 
 
 @triton.jit(do_not_specialize=["divisor", "factor", "steps"])
-def _multiply_turned(
+def _multiply_transposed(
     states,
     data,
     scales,
@@ -460,38 +460,38 @@ def _multiply_turned(
     BLOCK_ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Multiply the states of one pair with `BLOCK` bytes of codes of each of `steps` times `GROUP_ROWS` rows of its
-    expert, a row for each input. The rows of a step share a row of scales; `BLOCK_ROWS` of them are a tile."""
+    """Multiply one pair's states with its expert, a row an input. A program reads `BLOCK` bytes of each of `steps`
+    times `GROUP_ROWS` rows. Those of a step share a row of scales; `BLOCK_ROWS` of them are a tile."""
     EACH: tl.constexpr = 2 if FOUR else 1  # codes in a byte
     INPUTS: tl.constexpr = LENGTH // EXPERTS
     ALIGNED: tl.constexpr = INPUTS % GROUP_ROWS == 0 and CHUNK % GROUP_ROWS == 0  # a step's rows follow each other
     first_row = _expert(experts, EXPERTS) * INPUTS
     byte = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    known, inside = tl.minimum(byte, WIDTH - 1), (byte < WIDTH)[None, :]
+    clamped, inside = tl.minimum(byte, WIDTH - 1), (byte < WIDTH)[None, :]
     states += tl.program_id(0) // EACH_TOKEN * INPUTS
     total = tl.zeros([BLOCK_ROWS, BLOCK], tl.float32)
-    other = tl.zeros([BLOCK_ROWS, BLOCK], tl.float32)
+    odd = tl.zeros([BLOCK_ROWS, BLOCK], tl.float32)
     first = tl.program_id(2) * steps
     for step in range(first, tl.minimum(first + steps, tl.cdiv(INPUTS, GROUP_ROWS))):
         lead = first_row + step * GROUP_ROWS
-        chunk, own = (lead // CHUNK).to(tl.int64), lead % CHUNK
+        chunk, within = (lead // CHUNK).to(tl.int64), lead % CHUNK
         at_end = chunk == CHUNKS - 1
-        line = own // SCALE_ROWS * SCALE_COLUMNS if SCALE_ROWS > 0 else own * 0
+        line = within // SCALE_ROWS * SCALE_COLUMNS if SCALE_ROWS > 0 else within * 0
         scale_row = scales + (chunk * STRIDE + tl.where(at_end, LAST_SCALES, SCALES)) // SCALE_BYTES + line
         zero_row = zeros + (chunk * STRIDE + tl.where(at_end, LAST_ZEROS, ZEROS)) // 2 + line
-        column = known * EACH
+        column = clamped * EACH
         scale = tl.load(scale_row + (column // GROUP if GROUP > 0 else column * 0))
         scale = _decoded(scale, scale_table, divisor, factor, CODED, DIVIDED, MULTIPLIED)
-        less = _less(zero_row, column, GROUP, ZEROS)
+        zero = _zeros(zero_row, column, GROUP, ZEROS)
         if FOUR:
             second = tl.load(scale_row + ((column + 1) // GROUP if GROUP > 0 else column * 0))
             second = _decoded(second, scale_table, divisor, factor, CODED, DIVIDED, MULTIPLIED)
-            second_less = _less(zero_row, column + 1, GROUP, ZEROS)
+            second_zero = _zeros(zero_row, column + 1, GROUP, ZEROS)
         for part in tl.static_range(GROUP_ROWS // BLOCK_ROWS):
             row = step * GROUP_ROWS + part * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
             state = tl.load(states + row, mask=row < INPUTS, other=0.0).to(tl.float32)[:, None]
             if ALIGNED:
-                begin = chunk * STRIDE + (own + part * BLOCK_ROWS).to(tl.int64) * WIDTH
+                begin = chunk * STRIDE + (within + part * BLOCK_ROWS).to(tl.int64) * WIDTH
                 place = begin + (tl.arange(0, BLOCK_ROWS)[:, None] * WIDTH + byte[None, :])
             else:
                 row = first_row + tl.minimum(row, INPUTS - 1)
@@ -503,21 +503,21 @@ def _multiply_turned(
                 number = _small((code & 15).to(tl.uint16)) if INTERPRETED else _small_of(code, False)
                 total += number * scale[None, :] * state
                 number = _small((code >> 4).to(tl.uint16)) if INTERPRETED else _small_of(code, True)
-                other += number * second[None, :] * state
+                odd += number * second[None, :] * state
             else:
                 number = code & 15 if FOUR else code
-                weight = _weight(number, scale[None, :], less[None, :], TABLE, MIDDLE, INNER, TYPE, INTERPRETED)
+                weight = _weight(number, scale[None, :], zero[None, :], TABLE, MIDDLE, INNER, TYPE, INTERPRETED)
                 total += weight.to(tl.float32) * state
                 if FOUR:
                     number = code >> 4
                     weight = _weight(
-                        number, second[None, :], second_less[None, :], TABLE, MIDDLE, INNER, TYPE, INTERPRETED
+                        number, second[None, :], second_zero[None, :], TABLE, MIDDLE, INNER, TYPE, INTERPRETED
                     )
-                    other += weight.to(tl.float32) * state
+                    odd += weight.to(tl.float32) * state
     place = (tl.program_id(0) * tl.num_programs(2) + tl.program_id(2)).to(tl.int64) * (WIDTH * EACH) + byte * EACH
     tl.store(out + place, tl.sum(total, 0), mask=byte < WIDTH)
     if FOUR:
-        tl.store(out + place + 1, tl.sum(other, 0), mask=byte < WIDTH)
+        tl.store(out + place + 1, tl.sum(odd, 0), mask=byte < WIDTH)
 
 
 @triton.jit
@@ -530,7 +530,7 @@ def _decoded(
     DIVIDED: tl.constexpr,
     MULTIPLIED: tl.constexpr,
 ):
-    """Return scales as float32, from what is stored of them."""
+    """Return scales as float32, from their stored form."""
     scale = tl.load(scale_table + scale.to(tl.int32)) if CODED else scale.to(tl.float32)
     if DIVIDED:
         scale = tl.div_rn(scale, tl.zeros(scale.shape, tl.float32) + divisor)
@@ -538,7 +538,7 @@ def _decoded(
 
 
 @triton.jit
-def _less(zeros, column, GROUP: tl.constexpr, ZEROS: tl.constexpr):
+def _zeros(zeros, column, GROUP: tl.constexpr, ZEROS: tl.constexpr):
     """Return the zero points of columns, float32, from a row of them."""
     if ZEROS >= 0:
         return tl.load(zeros + (column // GROUP if GROUP > 0 else column * 0)).to(tl.float32)
@@ -556,14 +556,14 @@ def _spread(scales, GROUPS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexp
 def _weight(
     code,
     scale,
-    less,
+    zero,
     TABLE: tl.constexpr,
     MIDDLE: tl.constexpr,
     INNER: tl.constexpr,
     TYPE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Return the weights of codes (uint8), as unpacking gives them; `less` are zero points (float32)."""
+    """Return the weights of codes (uint8), as unpacking gives them; zero points are float32."""
     if MIDDLE >= 0:  # a code is in the mantissa of a number whose last place is one
         number = (code.to(tl.uint32) | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + MIDDLE)
     elif TABLE == "int8":
@@ -579,7 +579,7 @@ def _weight(
         else:
             tl.static_assert(TABLE == "e5m2")
             number = (code << 8).to(tl.float16, bitcast=True).to(tl.float32)
-    return _rounded(_rounded((number - less) * scale, INNER, INTERPRETED).to(tl.float32), TYPE, INTERPRETED)
+    return _rounded(_rounded((number - zero) * scale, INNER, INTERPRETED).to(tl.float32), TYPE, INTERPRETED)
 
 
 @triton.jit
@@ -591,7 +591,7 @@ def _small(code):
 
 @triton.jit
 def _small_of(code, SECOND: tl.constexpr):
-    """Return the same of the first or the `SECOND` codes of bytes."""
+    """Unpack the low (with `SECOND`, the high) nibble of each byte. The numbers are those of e2m1 over 16384."""
     if SECOND:
         return tl.inline_asm_elementwise(_SMALL_SECOND, _FLOATS, [code], dtype=tl.float32, is_pure=True, pack=4)
     else:
@@ -600,26 +600,26 @@ def _small_of(code, SECOND: tl.constexpr):
 
 @triton.jit
 def _rounded(value, TYPE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Do as `zinfer.engine.stream.expand.rounded`, by an instruction where there is one."""
+    """Round as `zinfer.engine.stream.expand.rounded`, by an instruction where there is one."""
     if INTERPRETED:
         return rounded(value, TYPE)
     return value.to(TYPE)
 
 
 @triton.jit
-def _fast(code, scale, less, SECOND: tl.constexpr, TYPE: tl.constexpr):
-    """Return the weights of the first or the `SECOND` codes of bytes; `less` is to be added to codes (`_PAIRS`)."""
+def _fast(code, scale, zero, SECOND: tl.constexpr, TYPE: tl.constexpr):
+    """Return the weights of the low (with `SECOND`, the high) nibbles; `zero` is added to codes (`_PAIRS`)."""
     if tl.bfloat16 == TYPE:
         pair: tl.constexpr = _BF16_SECOND if SECOND else _BF16_FIRST
-        return tl.inline_asm_elementwise(pair, _REGISTERS, [code, scale, less], dtype=tl.bfloat16, is_pure=True, pack=4)
+        return tl.inline_asm_elementwise(pair, _REGISTERS, [code, scale, zero], dtype=tl.bfloat16, is_pure=True, pack=4)
     else:
         half: tl.constexpr = _FP16_SECOND if SECOND else _FP16_FIRST
-        return tl.inline_asm_elementwise(half, _REGISTERS, [code, scale, less], dtype=tl.float16, is_pure=True, pack=4)
+        return tl.inline_asm_elementwise(half, _REGISTERS, [code, scale, zero], dtype=tl.float16, is_pure=True, pack=4)
 
 
 @triton.jit(do_not_specialize=["rows", "stride", "splits"])
 def _add(partial, bias, out, rows, stride, splits, BIASED: tl.constexpr, BLOCK: tl.constexpr):
-    """Add the partial sums of a token, one after the other, and the bias."""
+    """Add the partial sums of a token in order, and the bias."""
     token = tl.program_id(1).to(tl.int64)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows

@@ -20,8 +20,7 @@ NO_ROUTER = "no module of a layer chooses its experts by their hidden states alo
 
 
 class _Values(NamedTuple):
-    """Values of a tensor in memory, whatever their shape. They are the same as another's if memory was not given to
-    another tensor in between."""
+    """Values of a tensor in memory, whatever their shape. Equal ones are the same unless memory was reused."""
 
     address: int
     size: int
@@ -29,7 +28,7 @@ class _Values(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """A call of a module within a layer. Tensors are not held: in a long pass they are large."""
+    """A call of a module within a layer, without its tensors."""
 
     module: nn.Module
     given: _Values | None  # None if it was given other things than one tensor
@@ -39,8 +38,8 @@ class _Call(NamedTuple):
 
 
 class _Router(NamedTuple):
-    """A layer's router and the norm before it, as copies; `place` is that of the indices in the router's output, None
-    if it has no others, and `dims` the number of dimensions of the states that it takes."""
+    """Copies of a layer's router and the norm before it. `place` is that of the indices in the router's output, None if
+    it has no others, and `dims` the number of dimensions of the states that it takes."""
 
     norm: nn.Module | None
     gate: nn.Module
@@ -63,11 +62,12 @@ class Routers:
     @property
     def nbytes(self) -> int:
         """Bytes of the copies."""
-        modules = [module for one in self._routers.values() for module in (one.norm, one.gate) if module is not None]
+        pairs = [(router.norm, router.gate) for router in self._routers.values()]
+        modules = [module for pair in pairs for module in pair if module is not None]
         return sum(tensor.nbytes for module in modules for tensor in (*module.parameters(), *module.buffers()))
 
     def attach(self, number: int, layer: nn.Module, experts: nn.Module) -> None:
-        """Watch the first call of `layer`, whose routed experts are `experts`; layers come in their order."""
+        """Watch the first call of `layer`; attach layers in order."""
         if self._last is not None:
             self._following[self._last] = number
         self._last = number
@@ -85,8 +85,7 @@ class Routers:
         self._hooks[number] = [module.register_forward_hook(after, with_kwargs=True) for module in others]
 
     def see(self, number: int, chosen: Tensor) -> None:
-        """Find the router of layer `number` in the layer's first call, when its experts are about to compute with
-        `chosen`."""
+        """Find the router of a layer, whose experts are about to compute."""
         calls, wanted = self._calls.pop(number, None), _values(chosen)
         if calls is None:
             return
@@ -106,17 +105,16 @@ class Routers:
 
         (norm or gate.module).register_forward_pre_hook(keep, with_kwargs=True)
 
-    def take(self, number: int) -> Tensor | None:
-        """Return the hidden states that went into the norm of layer `number`, ``[.., H]``; they are not held any
-        longer."""
+    def take_states(self, number: int) -> Tensor | None:
+        """Return and drop the states that went into a layer's norm."""
         return self._states.pop(number, None)
 
     def guess(self, number: int, states: Tensor) -> tuple[int, Tensor] | None:
-        """Return the number of the layer behind layer `number`, whose norm got `states`, and the experts that it is
-        guessed to choose, ``[T, K]``; None without a guess."""
-        here, following = self._routers.get(number), self._following.get(number)
+        """Return the next layer's number and guessed experts, ``[T, K]``, or None. `states` went into the norm of layer
+        `number`."""
+        current, following = self._routers.get(number), self._following.get(number)
         router = None if following is None else self._routers.get(following)
-        if following is None or router is None or here is None or (router.norm is None) != (here.norm is None):
+        if following is None or router is None or current is None or (router.norm is None) != (current.norm is None):
             return None
         states = states if router.norm is None else router.norm(states)
         output = router.gate(states.reshape(-1, states.shape[-1]) if router.dims == 2 else states)
@@ -129,16 +127,17 @@ class Routers:
             kept.clear()
 
 
-def _values(one: Any) -> _Values | None:
-    return _Values(one.data_ptr(), one.numel(), one.dtype) if isinstance(one, Tensor) else None
+def _values(value: Any) -> _Values | None:
+    return _Values(value.data_ptr(), value.numel(), value.dtype) if isinstance(value, Tensor) else None
 
 
 def _copy(module: nn.Module) -> nn.Module:
-    """Return a copy of a module with memory of its own, and without hooks."""
-    memo: dict[int, Any] = {id(one): nn.Parameter(one.detach().clone(), False) for one in module.parameters()}
-    memo |= {id(one): one.clone() for one in module.buffers()}  # else the whole slot that they are in would be copied
+    memo: dict[int, Any] = {
+        id(parameter): nn.Parameter(parameter.detach().clone(), False) for parameter in module.parameters()
+    }
+    memo |= {id(buffer): buffer.clone() for buffer in module.buffers()}  # else the whole layer buffer would be copied
     copied = deepcopy(module, memo)
-    for one in copied.modules():
-        one._forward_hooks.clear()
-        one._forward_pre_hooks.clear()
+    for part in copied.modules():
+        part._forward_hooks.clear()
+        part._forward_pre_hooks.clear()
     return copied

@@ -17,16 +17,16 @@ from zinfer.engine.cache import QuantizedKV
 
 RESHAPES = {Tensor.reshape, Tensor.view, torch.reshape}
 TURNS = {Tensor.transpose, torch.transpose, Tensor.mT.__get__}  # type: ignore[attr-defined]
-MEASURES = {"size", "dim", "stride", "numel", "is_contiguous", "__get__", "__len__"}  # only ask for size or place
+MEASURES = {"size", "dim", "stride", "numel", "is_contiguous", "__get__", "__len__"}  # ask for size or place alone
 
 
 class NotStackedError(RuntimeError):
-    """The model does with its keys or values what cannot be done block by block; caches may hold part of the pass."""
+    """The model uses keys in a way that blocks cannot. Caches may hold part of the pass."""
 
 
 class Stacked(Tensor):
-    """Keys or values ``[B, heads, n, D]`` of several micro-batches, n that of the longest: each of `blocks`, ``[b,
-    heads, up to n, D]``, stands at the end of its rows. Made by `stack`."""
+    """Keys or values ``[B, heads, n, D]`` of several micro-batches. Each of `blocks`, ``[b, heads, up to n, D]``,
+    stands at the end of its rows; n is that of the longest. Made by `stack`."""
 
     blocks: tuple[Tensor | QuantizedKV, ...]
     turned: bool  # True if the last two dimensions are exchanged
@@ -34,42 +34,43 @@ class Stacked(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        one = args[0] if args else None
-        if isinstance(one, cls) and (func in RESHAPES or func in TURNS or getattr(func, "__name__", "") in MEASURES):
-            return one.seen(func, args[1:], kwargs)
+        stacked = args[0] if args else None
+        if isinstance(stacked, cls) and (
+            func in RESHAPES or func in TURNS or getattr(func, "__name__", "") in MEASURES
+        ):
+            return stacked.seen(func, args[1:], kwargs)
         if func not in PRODUCTS:
             raise NotStackedError(f"{getattr(func, '__name__', func)} of keys or values")
         with torch._C.DisableTorchFunctionSubclass():
             return PRODUCTS[func](*args, **kwargs)
 
     def seen(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return a view, or what `func` tells of the tensor's size or place."""
+        """Return a view, or the tensor's size or place."""
         with torch._C.DisableTorchFunctionSubclass():
             result = func(self.as_subclass(Tensor), *args, **kwargs)
         if not isinstance(result, Tensor):
             return result
         turned = self.turned != (func in TURNS)
         rows, heads = sum(len(block) for block in self.blocks), self.blocks[0].shape[1]
-        own = (max(block.shape[2] for block in self.blocks), self.blocks[0].shape[3])
-        whole = tuple(result.shape[-2:]) == (own[::-1] if turned else own)
+        matrix = (max(block.shape[2] for block in self.blocks), self.blocks[0].shape[3])
+        whole = tuple(result.shape[-2:]) == (matrix[::-1] if turned else matrix)
         if not whole or tuple(result.shape[:-2]) not in ((rows, heads), (rows * heads,)):
             raise NotStackedError(f"a view {list(result.shape)} of keys or values {list(self.shape)}")
         return self.like(result, turned)
 
     def like(self, content: Tensor, turned: bool) -> Self:
-        """Return `content`, which gives the shape, as a tensor of the same blocks."""
-        found = content.as_subclass(type(self))
-        found.blocks, found.turned = self.blocks, turned
-        return found
+        """Return a tensor of the same blocks, with the shape of `content`."""
+        stacked = content.as_subclass(type(self))
+        stacked.blocks, stacked.turned = self.blocks, turned
+        return stacked
 
     @property
     def padded(self) -> bool:
-        """True unless all blocks are of one length."""
         return len({block.shape[2] for block in self.blocks}) > 1
 
     def parts(self, rows: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Yield for each block its rows of `rows`, which has as many leading dimensions as this tensor, and the block,
-        shaped accordingly."""
+        """Yield the rows of each block in `rows`, and the block. The blocks get as many leading dimensions as `rows`
+        has."""
         flat = rows.dim() == 3
         heads, first = self.blocks[0].shape[1], 0
         for block in self.blocks:
@@ -82,32 +83,31 @@ class Stacked(Tensor):
 
 
 def stack(blocks: Sequence[Tensor | QuantizedKV], dtype: torch.dtype) -> Stacked:
-    """Return `Stacked` of `blocks`, each ``[b, heads, n, D]`` on one device, n its own."""
+    """Return `Stacked` of `blocks`, each ``[b, heads, n, D]``. Each has its own n."""
     rows, longest = sum(len(block) for block in blocks), max(block.shape[2] for block in blocks)
     shape = (rows, blocks[0].shape[1], longest, blocks[0].shape[3])
-    found = torch.empty(1, dtype=dtype, device=blocks[0].device).expand(shape).as_subclass(Stacked)
-    found.blocks, found.turned = tuple(blocks), False
-    return found
+    stacked = torch.empty(1, dtype=dtype, device=blocks[0].device).expand(shape).as_subclass(Stacked)
+    stacked.blocks, stacked.turned = tuple(blocks), False
+    return stacked
 
 
 def _product(of: Callable[[slice, slice, Tensor], Tensor], rows: Tensor, matrix: Tensor) -> Tensor:
-    """Return the product of `rows` and a stacked matrix: `of` a block's rows, its columns and the block. Columns of
-    padding are zeros."""
+    """Multiply `rows` with a stacked matrix; columns of padding are zeros. `of` does so for a block, from the block's
+    rows, its columns and the block."""
     if not isinstance(matrix, Stacked) or isinstance(rows, Stacked) or rows.shape[:-2] != matrix.shape[:-2]:
         raise NotStackedError(f"a product of {list(rows.shape)} and keys or values {list(matrix.shape)}")
-    found: list[Tensor] = []
     if not matrix.turned:  # values
-        for own, block in matrix.parts(rows):
-            found.append(of(own, slice(rows.shape[-1] - block.shape[-2], None), block))
-        return torch.cat(found)
+        columns = rows.shape[-1]
+        return torch.cat(
+            [of(part, slice(columns - block.shape[-2], None), block) for part, block in matrix.parts(rows)]
+        )
     longest = matrix.shape[-1]
     out: Tensor | None = None
-    for own, block in matrix.parts(rows):
-        columns = slice(longest - block.shape[-1], None)
-        scores = of(own, columns, block)
+    for part, block in matrix.parts(rows):
+        scores = of(part, slice(longest - block.shape[-1], None), block)
         if out is None:
             out = scores.new_zeros((*rows.shape[:-1], longest))
-        out[own, ..., columns] = scores
+        out[part, ..., longest - block.shape[-1] :] = scores
     assert out is not None
     return out
 
@@ -115,15 +115,15 @@ def _product(of: Callable[[slice, slice, Tensor], Tensor], rows: Tensor, matrix:
 def _matmul(input: Tensor, other: Tensor) -> Tensor:
     turned = isinstance(other, Stacked) and other.turned
     return _product(
-        lambda own, columns, block: input[own] @ block if turned else input[own][..., columns] @ block, input, other
+        lambda part, columns, block: input[part] @ block if turned else input[part][..., columns] @ block, input, other
     )
 
 
 def _baddbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     added = input.expand(*batch1.shape[:-1], batch2.shape[-1])
 
-    def of(own: slice, columns: slice, block: Tensor) -> Tensor:
-        return torch.baddbmm(added[own, :, columns], batch1[own], block, beta=beta, alpha=alpha)
+    def of(part: slice, columns: slice, block: Tensor) -> Tensor:
+        return torch.baddbmm(added[part, :, columns], batch1[part], block, beta=beta, alpha=alpha)
 
     if not (isinstance(batch2, Stacked) and batch2.turned):
         raise NotStackedError("a sum with a product of values")
@@ -138,16 +138,14 @@ def _attention(
         raise NotStackedError("attention to keys and values of several kinds")
     if is_causal or (attn_mask is None and key.padded):
         raise NotStackedError("attention without a mask that hides padding")
-    found = []
+    outputs = []
     mask = None if attn_mask is None else attn_mask.expand(len(query), *attn_mask.shape[1:])
-    for (own, keys), (_, values) in zip(key.parts(query), value.parts(query), strict=True):
-        hidden = None if mask is None else mask[own, ..., mask.shape[-1] - keys.shape[2] :]
-        found.append(
-            scaled_dot_product_attention(
-                query[own], keys, values, hidden, dropout_p, scale=scale, enable_gqa=enable_gqa
-            )
+    for (part, keys), (_, values) in zip(key.parts(query), value.parts(query), strict=True):
+        bias = None if mask is None else mask[part, ..., mask.shape[-1] - keys.shape[2] :]
+        outputs.append(
+            scaled_dot_product_attention(query[part], keys, values, bias, dropout_p, scale=scale, enable_gqa=enable_gqa)
         )
-    return torch.cat(found)
+    return torch.cat(outputs)
 
 
 PRODUCTS: dict[Any, Any] = {

@@ -51,12 +51,12 @@ class StreamMember(Member[Stream]):
 
     def forward(self, works: Sequence[RankWork]) -> PassResult:
         """Run one trip, with these works."""
-        before = self._ring.trips
+        before = self._ring.passes
         try:
             return PassResult(self.engine.attempt(self.works(works)) if works else [])
         finally:
-            if self._ring.trips == before:
-                self._ring.idle_trip()
+            if self._ring.passes == before:
+                self._ring.idle_pass()
 
     def watched(self, works: Sequence[RankWork]) -> PassResult:
         """Run one trip as `forward` does, and trace it."""

@@ -1,0 +1,203 @@
+"""Packed experts: each routed expert of a layer is a run of bytes of its own in host memory, encoded like a layer.
+
+The classes of experts that `transformers` dispatches through its `ExpertsInterface` keep their weights stacked, ``[E,
+..]``, so that experts are found and taken apart without code for architectures.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from zinfer.engine.pinned import ALIGNMENT, TensorPlace, lay_out
+from zinfer.engine.quantization.dequantize import Codes, expand
+from zinfer.engine.state import Entry
+from zinfer.engine.stream.packed_layer import Chunk, Memory, pack, plain
+
+UNIT = 16  # bytes; kernels that unpack write to multiples of it
+PART_BYTES = 16 << 20  # smallest copy of an expert that is unpacked once it has arrived: enough for the link's rate
+
+Key = tuple[int, int]  # numbers of a layer and of an expert in it
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Routed experts of a layer: their module, and its stacked weights. The weights go by their names within the
+    layer."""
+
+    module: nn.Module
+    weights: Mapping[str, Entry]
+    count: int
+
+
+def find_experts(layer: nn.Module, entries: Mapping[str, Entry]) -> Experts | str | None:
+    """Return the routed experts of `layer`, or why none come on demand. `entries` go by their names within the layer.
+    None if it has none."""
+    modules = routed_experts(layer)
+    if len(modules) != 1:
+        return "a layer has several modules of experts" if modules else None
+    ((path, module),) = modules
+    count = max((weight.shape[0] for weight in module.parameters(recurse=False) if weight.dim() == 3), default=0)
+    weights = {}
+    for leaf, parameter in module.named_parameters(recurse=False):
+        if parameter.dim() < 2 or parameter.shape[0] != count:
+            continue
+        entry = entries.get(f"{path}.{leaf}")
+        if entry is None:
+            return f"{path}.{leaf} is shared between layers"
+        if parameter.dim() == 3 and entry.tensor[0].nbytes % UNIT:
+            return f"an expert's part of {path}.{leaf} is no multiple of {UNIT} bytes"
+        weights[f"{path}.{leaf}"] = entry
+    if sum(entry.tensor.dim() == 3 for entry in weights.values()) < 2:
+        return f"{path} does not keep its matrices stacked"
+    return Experts(module, weights, count)
+
+
+def routed_experts(layer: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Return the modules of routed experts, by name within the layer."""
+    return [(name, module) for name, module in layer.named_modules() if through_interface(module)]
+
+
+def through_interface(module: nn.Module) -> bool:
+    """Tell whether `transformers` dispatches a module through its `ExpertsInterface`. The interface's decorator gives
+    the class these attributes."""
+    dispatched = hasattr(type(module).forward, "__wrapped__") and hasattr(module, "config")
+    return dispatched and hasattr(module, "has_gate") and hasattr(module, "is_transposed")
+
+
+@dataclass(frozen=True)
+class PackedExpert:
+    """Chunks of one expert, which follow each other in host memory."""
+
+    chunks: tuple[Chunk, ...]
+    unpacked_bytes: int
+
+    @property
+    def start(self) -> int:
+        return self.chunks[0].start
+
+    @property
+    def size(self) -> int:
+        """Bytes that cross the link."""
+        return self.chunks[-1].end - self.start
+
+    @cached_property
+    def parts(self) -> tuple[int, ...]:
+        """Ends of the copies, in bytes from the beginning: each brings a chunk, or several small ones."""
+        ends = [0]
+        for chunk in self.chunks:
+            if chunk.end - self.start - ends[-1] >= PART_BYTES:
+                ends.append(chunk.end - self.start)
+        return tuple(ends[1:]) if ends[-1] == self.size else (*ends[1:], self.size)
+
+    def part_of(self, chunk: Chunk) -> int:
+        """Return the number of the copy that brings the end of `chunk`."""
+        return bisect_left(self.parts, chunk.end - self.start)
+
+
+@dataclass(frozen=True)
+class PackedExperts:
+    """Packed experts of a layer, and the places of its stacked weights."""
+
+    experts: tuple[PackedExpert, ...]
+    blocks: Mapping[str, TensorPlace]
+    unpacked_bytes: int
+
+    @property
+    def coded(self) -> bool:
+        return any(chunk.layout is not None for expert in self.experts for chunk in expert.chunks)
+
+
+def padding(experts: Experts) -> int:
+    """Return the most bytes that aligning each expert's tensors adds."""
+    return (experts.count + 1) * ALIGNMENT * len(experts.weights)
+
+
+def lay_out_experts(experts: Experts, start: int) -> tuple[PackedExperts, int]:
+    """Lay out a layer's uncoded experts from byte `start` on. Return them, and the byte behind them."""
+    end = start
+
+    def chunks_of(name: str, number: int) -> Iterable[Chunk]:
+        nonlocal end
+        layer = plain([(name, experts.weights[name].tensor[number])], end)
+        end = layer.end
+        return layer.chunks
+
+    return _packed(experts, chunks_of), end
+
+
+def fill_experts(experts: PackedExperts, name: str, tensor: Tensor, memory: Tensor, base: int = 0) -> None:
+    """Copy the stacked weight `name` to its uncoded experts. `memory` begins at byte `base`."""
+    block, count = experts.blocks[name], len(experts.experts)
+    stride = block.size // count
+    rows = tensor.detach().contiguous().view(torch.uint8).view(count, -1)
+    for number, expert in enumerate(experts.experts):
+        first = block.offset + number * stride
+        for chunk in expert.chunks:
+            if first <= chunk.place < first + stride:
+                target = memory[chunk.start - base : chunk.end - base]
+                target.copy_(rows[number, chunk.place - first :][: chunk.size])
+
+
+def pack_experts(
+    experts: Experts, tensors: Mapping[str, Tensor], coded: Mapping[str, Sequence[Codes]], memory: Memory
+) -> PackedExperts:
+    """Append a layer's experts to `memory`, encoded where that shrinks them. `tensors` and `coded` are their stacked
+    weights, as `zinfer.engine.stream.packed_layer.pack` takes them."""
+
+    def chunks_of(name: str, number: int) -> Iterable[Chunk]:
+        if name not in coded:
+            return pack({name: tensors[name][number]}, memory).chunks
+        shape = experts.weights[name].tensor[number]
+        codes = _codes_of_expert(coded[name], number, experts.count)
+        if codes is not None:
+            return pack({}, memory, {name: (shape, codes)}).chunks
+        whole = torch.cat([expand(matrix, shape.dtype) for matrix in coded[name]])
+        return pack({name: whole.view(experts.count, *shape.shape)[number]}, memory).chunks
+
+    return _packed(experts, chunks_of)
+
+
+def _packed(experts: Experts, chunks_of: Callable[[str, int], Iterable[Chunk]]) -> PackedExperts:
+    """Pack all experts; `chunks_of` packs an expert's part of a weight."""
+    blocks, size = lay_out((name, entry.tensor) for name, entry in experts.weights.items())
+    unpacked = sum(block.size // experts.count for block in blocks.values())
+    packed = []
+    for number in range(experts.count):
+        chunks: list[Chunk] = []
+        for name, block in blocks.items():
+            chunks += _placed(chunks_of(name, number), block, number, experts.count)
+        packed.append(PackedExpert(tuple(chunks), unpacked))
+    return PackedExperts(tuple(packed), blocks, size)
+
+
+def _placed(chunks: Iterable[Chunk], block: TensorPlace, number: int, count: int) -> Iterator[Chunk]:
+    """Yield an expert's chunks of a stacked tensor at their final places. Uncoded ones end with the tensor: the next
+    expert's begins there."""
+    stride = block.size // count
+    for chunk in chunks:
+        end = chunk.end if chunk.layout is not None else min(chunk.end, chunk.start + stride - chunk.place)
+        yield replace(chunk, end=end, place=block.offset + number * stride + chunk.place)
+
+
+def _codes_of_expert(matrices: Sequence[Codes], number: int, count: int) -> list[Codes] | None:
+    """Return an expert's part of a stacked weight. None if its blocks of scales reach beyond one expert."""
+    if len(matrices) % count == 0:
+        each = len(matrices) // count
+        return list(matrices[number * each : (number + 1) * each])
+    if len(matrices) != 1 or matrices[0].rows % count:
+        return None
+    (codes,) = matrices
+    rows = codes.rows // count
+    scale_rows = slice(None)
+    if codes.scales.shape[0] > 1:
+        if rows % codes.block[0]:
+            return None
+        scale_rows = slice(number * rows // codes.block[0], (number + 1) * rows // codes.block[0])
+    numbers, scales = codes.numbers[number * rows :][:rows], codes.scales[scale_rows]
+    return [
+        replace(codes, numbers=numbers, scales=scales, zeros=None if codes.zeros is None else codes.zeros[scale_rows])
+    ]

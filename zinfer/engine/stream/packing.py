@@ -1,0 +1,130 @@
+"""Packing of decoder layers while a model loads: one loop for every codec and every place that layers go to.
+
+A codec packs a layer into the memory that its caller names: an arena of host memory, of one process or of all ranks,
+memory of the device for a layer that stays there, or memory whose bytes are then written to files. Uncoded is the
+identity codec, which copies each tensor to its place as it comes.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from zinfer.core.progress import Progress
+from zinfer.engine.quantization.dequantize import Codes
+from zinfer.engine.state import Entry, Loaded, ModelState, by_layer
+from zinfer.engine.stream.packed_experts import Experts, PackedExperts, fill_experts, lay_out_experts, pack_experts
+from zinfer.engine.stream.packed_layer import Memory, PackedLayer, pack, plain
+
+AnyMemory = TypeVar("AnyMemory", bound=Memory)
+
+
+class Codec(Protocol):
+    """Packs one layer, whose entries come one by one."""
+
+    def add(self, name: str, loaded: Loaded) -> None: ...  # `loaded` is valid until the next entry comes
+    def finish(self) -> tuple[PackedLayer, PackedExperts | None]: ...  # all entries have come
+
+
+class Identity:
+    """Codec that copies tensors to their places, uncoded."""
+
+    def __init__(self, entries: Mapping[str, Entry], experts: Experts | None, memory: Memory, gpus: int) -> None:
+        self._start = memory.used
+        self._layer = plain(dense_tensors(entries, experts), self._start, gpus)
+        self._experts, end = (None, self._layer.end)
+        if experts is not None:
+            self._experts, end = lay_out_experts(experts, end)
+        self._content = memory.take(end - self._start)
+
+    def add(self, name: str, loaded: Loaded) -> None:
+        assert isinstance(loaded, Tensor)
+        if name in self._layer.blocks:
+            self._layer.blocks[name].view(self._content).copy_(loaded)
+        elif self._experts is not None:
+            fill_experts(self._experts, name, loaded, self._content, self._start)
+
+    def finish(self) -> tuple[PackedLayer, PackedExperts | None]:
+        return self._layer, self._experts
+
+
+class Lossless:
+    """Codec that encodes tensors on `device` where that shrinks them."""
+
+    def __init__(
+        self, entries: Mapping[str, Entry], experts: Experts | None, memory: Memory, gpus: int, device: torch.device
+    ) -> None:
+        self._entries, self._experts, self._memory = entries, experts, memory
+        self._gpus, self._device = gpus, device
+        self._tensors: dict[str, Tensor] = {}
+        self._codes: dict[str, list[Codes]] = {}
+
+    def add(self, name: str, loaded: Loaded) -> None:
+        if isinstance(loaded, Tensor):
+            self._tensors[name] = loaded.to(self._device, copy=True)
+        else:
+            self._codes[name] = [codes.to(self._device) for codes in loaded]
+
+    def finish(self) -> tuple[PackedLayer, PackedExperts | None]:
+        on_demand = () if self._experts is None else self._experts.weights
+        tensors = {name: tensor for name, tensor in self._tensors.items() if name not in on_demand}
+        coded = {
+            name: (self._entries[name].tensor, codes) for name, codes in self._codes.items() if name not in on_demand
+        }
+        layer, experts = pack(tensors, self._memory, coded, self._gpus), None
+        if self._experts is not None:
+            experts = pack_experts(self._experts, self._tensors, self._codes, self._memory)
+        return layer, experts
+
+
+def dense_tensors(entries: Mapping[str, Entry], experts: Experts | None) -> list[tuple[str, Tensor]]:
+    """Return the names and shapes of a layer's tensors, without `experts`."""
+    on_demand = () if experts is None else experts.weights
+    return [(name, entry.tensor) for name, entry in entries.items() if name not in on_demand]
+
+
+def pack_layers(
+    state: ModelState,
+    lossless: bool,
+    device: torch.device,
+    memory_of: Callable[[int], AnyMemory],
+    resident: Mapping[str, Tensor] | None,
+    progress: Progress,
+    experts: Mapping[int, Experts] | None = None,
+    gpus: int = 1,
+) -> Iterator[tuple[int, PackedLayer, PackedExperts | None, AnyMemory]]:
+    """Load a model, and yield each packed layer once it is whole.
+
+    Yields its number, chunks, experts and memory, in any order. `memory_of` names the memory that a layer is packed
+    into. Entries outside the layers are copied to `resident`, by name, or skipped if that is None. `experts` come on
+    demand, by layer; `gpus` copy a layer together.
+    """
+    packers = dict[int, tuple[Codec, AnyMemory]]()
+    missing = dict[int, set[str]]()  # a buffer may come before the rest of its layer
+    loaded: Iterator[tuple[str, Loaded]] = (state.load_stored if lossless else state.load)(device, progress)
+    for index, group in by_layer(state, loaded):
+        if index is None:
+            if resident is not None:
+                copy_into(resident, group)
+            continue
+        if index not in packers:
+            entries, memory, on_demand = state.of_layer(index), memory_of(index), (experts or {}).get(index)
+            missing[index] = set(entries)
+            codec = Lossless(entries, on_demand, memory, gpus, device) if lossless else None
+            packers[index] = codec or Identity(entries, on_demand, memory, gpus), memory
+        for name, tensor in group:
+            packers[index][0].add(name, tensor)
+            missing[index].discard(name)
+        if not missing[index]:
+            packer, memory = packers.pop(index)
+            layer, packed_experts = packer.finish()
+            del packer  # its tensors, before the caller copies the layer
+            yield index, layer, packed_experts, memory
+
+
+def copy_into(resident: Mapping[str, Tensor], loaded: Iterable[tuple[str, Loaded]]) -> None:
+    """Copy weights to their places on the device, by name."""
+    for name, tensor in loaded:
+        assert isinstance(tensor, Tensor)
+        resident[name].copy_(tensor)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import dropout, pad, scaled_dot_product_attention, softmax
 
 from zinfer.engine.stream import cpu_kernel
-from zinfer.engine.stream.cpu_attention import Hosted, HostedCoded, HostedScores, code, host, hosted_rows
+from zinfer.engine.stream.cpu_attention import HostTensor, HostInt8Tensor, DeferredScores, code, host, stack_host_rows
 from zinfer.engine.stream.stacked import NotStackedError
 
 CPU = torch.device("cpu")
@@ -296,7 +296,7 @@ def test_attention_is_that_of_torch(groups: int, mask: str | None, length: int) 
     shared: dict[str, Any] = {"attn_mask": seen, "enable_gqa": groups != 8}
     expected = scaled_dot_product_attention(query.float(), keys.float(), values.float(), **_wide(shared))
     found = scaled_dot_product_attention(query, host(keys, CPU), host(values, CPU), **shared)
-    assert isinstance(found, Hosted)
+    assert isinstance(found, HostTensor)
     assert found.dtype == torch.bfloat16
     assert torch.allclose(found.float(), expected, atol=0.03)
 
@@ -310,7 +310,7 @@ def test_products_of_a_model_that_computes_attention_itself() -> None:
     query, keys, values, bias = noise(6, 1, 16), noise(6, 40, 16), noise(6, 40, 16), noise(6, 1, 40)
     there, far = host(keys, CPU), host(values, CPU)
     scores = bias.baddbmm(batch1=query, batch2=there.transpose(-1, -2), beta=1.0, alpha=0.25)
-    assert isinstance(scores, Hosted)
+    assert isinstance(scores, HostTensor)
     assert torch.allclose(scores.float(), torch.baddbmm(bias, query, keys.mT, alpha=0.25).float(), atol=0.05)
     chances = torch.softmax(scores, dim=-1, dtype=torch.float32).to(torch.bfloat16)
     for found in (torch.bmm(chances, far), torch.matmul(chances, far), chances @ far):
@@ -333,7 +333,7 @@ def stacked(monkeypatch: Patch) -> dict[str, tuple[Any, Tensor]]:
     for name in ("keys", "values"):
         blocks = [noise(rows, 12, length, 16) for rows, length in ((2, 40), (3, 33))]
         wide = torch.cat([pad(block, (0, 0, 40 - block.shape[2], 0)) for block in blocks])
-        found[name] = hosted_rows(blocks, CPU, torch.bfloat16), wide
+        found[name] = stack_host_rows(blocks, CPU, torch.bfloat16), wide
     return found
 
 
@@ -353,9 +353,9 @@ def test_attention_step_by_step_is_computed_at_once(
 ) -> None:
     (keys, plain_keys), (values, plain_values) = stacked["keys"], stacked["values"]
     expected = step_by_step(inputs[0].float(), plain_keys.float(), plain_values.float(), *map(Tensor.float, inputs[1:]))
-    monkeypatch.setattr(HostedScores, "computed", lambda _: pytest.fail("scores were computed by themselves"))
+    monkeypatch.setattr(DeferredScores, "computed", lambda _: pytest.fail("scores were computed by themselves"))
     found = step_by_step(inputs[0], keys, values, *inputs[1:])
-    assert type(found) is Hosted
+    assert type(found) is HostTensor
     assert (found.dtype, found.shape) == (torch.bfloat16, (60, 1, 16))
     assert torch.allclose(found.float(), expected, atol=0.02)
 
@@ -405,7 +405,7 @@ def test_whatever_else_a_model_does_with_scores_is_that_of_torch(
     found = use(torch.bmm(query, keys.reshape(60, -1, 16).mT), mask)
     expected = use(torch.bmm(query, plain.reshape(60, -1, 16).mT), mask)
     assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
-    found = found.as_subclass(Tensor) if type(found) is Hosted else found.computed().as_subclass(Tensor)
+    found = found.as_subclass(Tensor) if type(found) is HostTensor else found.computed().as_subclass(Tensor)
     assert torch.allclose(found.float(), expected.float(), atol=0.05, rtol=0.02)
 
 
@@ -420,7 +420,7 @@ def test_scores_that_are_changed_in_place_are_not_for_stacked_rows(
 
 
 @pytest.fixture
-def in_8_bits() -> tuple[HostedCoded, Tensor]:
+def in_8_bits() -> tuple[HostInt8Tensor, Tensor]:
     """Return 8-bit keys as a model sees them, and their exact values: 2 sequences, 3 heads, 40 tokens, 16 values."""
     content = cpu_kernel.coded(noise(2, 3, 50, 16)).view(torch.int8)[:, :, :40, :16]
     return code(content, CPU, torch.bfloat16), cpu_kernel.widened(content, torch.bfloat16)
@@ -442,21 +442,21 @@ def in_8_bits() -> tuple[HostedCoded, Tensor]:
         lambda keys: torch.empty_like(keys).copy_(keys),
     ],
 )
-def test_8_bit_tensors_report_the_models_type(use: Any, in_8_bits: tuple[HostedCoded, Tensor]) -> None:
+def test_8_bit_tensors_report_the_models_type(use: Any, in_8_bits: tuple[HostInt8Tensor, Tensor]) -> None:
     keys, exact = in_8_bits
     found, expected = use(keys), use(exact)
     assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
     assert torch.equal(found.as_subclass(Tensor), expected)
-    assert type(found) is Hosted
+    assert type(found) is HostTensor
     assert (keys.dtype, keys.shape, keys.size(1), len(keys)) == (torch.bfloat16, (2, 3, 40, 16), 3, 2)
 
 
-def test_products_of_attention_read_8_bits_directly(in_8_bits: tuple[HostedCoded, Tensor], monkeypatch: Patch) -> None:
+def test_products_of_attention_read_8_bits_directly(in_8_bits: tuple[HostInt8Tensor, Tensor], monkeypatch: Patch) -> None:
     keys, exact = in_8_bits
     query, bias = noise(6, 1, 16), noise(6, 1, 40)
-    monkeypatch.setattr(HostedCoded, "widened", lambda _: pytest.fail("a copy was made"))
+    monkeypatch.setattr(HostInt8Tensor, "widened", lambda _: pytest.fail("a copy was made"))
     flat = keys.reshape(6, 40, 16)
-    assert type(flat) is type(flat.transpose(-1, -2)) is type(flat.mT) is HostedCoded
+    assert type(flat) is type(flat.transpose(-1, -2)) is type(flat.mT) is HostInt8Tensor
     scores = bias.baddbmm(batch1=query, batch2=flat.mT, alpha=0.25)
     assert torch.allclose(
         scores.float(), torch.baddbmm(bias, query, exact.view(6, 40, 16).mT, alpha=0.25).float(), atol=0.05
@@ -576,7 +576,7 @@ FAULTS = """
 import gc
 gc.disable()
 import resource, torch
-from zinfer.engine.stream.cpu_attention import keep_freed
+from zinfer.engine.stream.cpu_attention import keep_freed_memory
 
 gc.freeze()
 
@@ -589,7 +589,7 @@ def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 returned = faults()
-keep_freed()
+keep_freed_memory()
 print(returned, faults())
 """
 

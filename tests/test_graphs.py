@@ -347,7 +347,7 @@ def test_rounding_that_grows_in_a_model_is_no_difference(
     believed unless the passes see every other position only, or have other experts in each layer, or logits that are
     not recorded so."""
     engine: Any = load("stream", directory := checkpoint("mixtral"), "none", tmp_path)
-    layers, real_seen, real_static = engine.model.model.layers, graphs.Seat.seen, graphs.Graphs._static
+    layers, real_seen, real_static = engine.model.model.layers, graphs.StaticKV.seen, graphs.Graphs._static
 
     def seen(self: Any, end: int, count: int) -> Tensor:
         found = real_seen(self, end, count)
@@ -372,7 +372,7 @@ def test_rounding_that_grows_in_a_model_is_no_difference(
         return compared[-1]
 
     monkeypatch.setattr(graphs, "alike", noted)
-    monkeypatch.setattr(graphs.Seat, "seen", seen)
+    monkeypatch.setattr(graphs.StaticKV, "seen", seen)
     monkeypatch.setattr(graphs.Graphs, "_static", static)
     recorder.off = 0.01 if wrong == "logits" else 0.0
     if wrong:

@@ -20,7 +20,7 @@ from zinfer.core.engine import OptionError
 from zinfer.engine.base import Work
 from zinfer.engine.cache import QuantizedLayer, widened
 from zinfer.engine.stream import cpu_kernel
-from zinfer.engine.stream.cpu_attention import Hosted, host
+from zinfer.engine.stream.cpu_attention import HostTensor, host
 from zinfer.engine.stream.kv import CpuCache, HostPool
 from zinfer.generation import passes
 from zinfer.generation.schedule import PassTimes
@@ -176,8 +176,8 @@ def test_operations_with_a_hosted_tensor_run_on_the_cpu_until_one_has_a_paramete
     values = torch.randn(2, 3, 4)
     there = host(values, CPU)
     scores = torch.cat([there.transpose(1, 2).reshape(2, 12), torch.ones(2, 1)], dim=1) * 2 + 1
-    assert isinstance(scores, Hosted)
-    assert isinstance(scores.softmax(-1).chunk(2)[0], Hosted)
+    assert isinstance(scores, HostTensor)
+    assert isinstance(scores.softmax(-1).chunk(2)[0], HostTensor)
     assert there.shape == (2, 3, 4)
     assert there.data_ptr() == values.data_ptr()
     linear = torch.nn.Linear(4, 5)
@@ -187,7 +187,7 @@ def test_operations_with_a_hosted_tensor_run_on_the_cpu_until_one_has_a_paramete
     device = torch.zeros(2, 3, 4)
     assert type(device.add_(there)) is torch.Tensor
     assert torch.equal(device, values)
-    assert type(there) is Hosted
+    assert type(there) is HostTensor
 
 
 @pytest.mark.parametrize("length", [1, 3])
@@ -201,7 +201,7 @@ def test_grouped_attention_is_torchs(length: int, mask: str | None) -> None:
     for scale in (None, 0.3):
         expected = attention(query, key, value, attn_mask=masks[mask], scale=scale, enable_gqa=True)
         found = attention(query, host(key, CPU), host(value, CPU), attn_mask=masks[mask], scale=scale, enable_gqa=True)
-        assert isinstance(found, Hosted)
+        assert isinstance(found, HostTensor)
         assert torch.allclose(found.as_subclass(torch.Tensor), expected, atol=1e-5)
 
 

@@ -18,7 +18,7 @@ from zinfer.core.case import Case, Workload
 from zinfer.generation.schedule import (
     AT_FIRST,
     CALM,
-    MOST_ROWS,
+    MAX_ROWS,
     Abilities,
     Group,
     GroupWork,
@@ -31,7 +31,7 @@ from zinfer.generation.schedule import (
     arrival_order,
     in_turn,
     like_order,
-    load_of,
+    largest_load,
     load_of_pass,
 )
 from zinfer.plan.cost import Efficiency
@@ -570,14 +570,14 @@ def test_prompts_do_not_hide_behind_the_unpacking_of_what_stays() -> None:
 
 def test_the_load_is_what_the_machine_has_room_for() -> None:
     needs = [(245, 106)] * 10_000
-    load = load_of(PLAN, needs)
+    load = largest_load(PLAN, needs)
     assert (load.input_len, load.output_len) == (245, 106)
     held = load.batch_size * load.total_len * SPEC.kv_bytes_per_token
     assert 0.3 * H100.gpu_bytes < held < 0.95 * H100.gpu_bytes
-    assert load_of(PLAN, needs[:7]).batch_size == 7
-    assert load_of(PLAN, needs, at_most=30).batch_size == 30
-    hosted = load_of(plan_of(kv_offload="cpu", kv_attention="gpu"), needs)
-    assert 1 <= hosted.batch_size <= MOST_ROWS
+    assert largest_load(PLAN, needs[:7]).batch_size == 7
+    assert largest_load(PLAN, needs, at_most=30).batch_size == 30
+    hosted = largest_load(plan_of(kv_offload="cpu", kv_attention="gpu"), needs)
+    assert 1 <= hosted.batch_size <= MAX_ROWS
     assert PLAN.at(load).placement.ring_depth >= PLAN.placement.layer_pieces  # the link goes on while a layer computes
 
 
@@ -588,8 +588,8 @@ def test_a_share_of_weights_that_leaves_no_margin_leaves_rows(share: str, rows: 
                 options=(("kv_offload", "auto"),))  # fmt: skip
     here = machines.load(RESULTS / "nvidia-h100-80gb-hbm3-x2" / "machine.json")
     plan = make_plan(case, from_catalogue("bloom-176b"), here)
-    assert load_of(plan, [(512, 16)] * 100).batch_size == rows
-    assert plan.at(load_of(plan, [(512, 16)] * 100)).fits
+    assert largest_load(plan, [(512, 16)] * 100).batch_size == rows
+    assert plan.at(largest_load(plan, [(512, 16)] * 100)).fits
 
 
 class Imperfect(PassTimes):

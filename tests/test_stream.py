@@ -22,7 +22,7 @@ from zinfer.engine.pinned import PAGE, PinnedArena
 from zinfer.engine.state import Entry
 from zinfer.engine.stream import Stream, codec, packed_layer
 from zinfer.engine.stream.interleave import interleave
-from zinfer.engine.stream.meanwhile import later, meanwhile, settle, store_later, stored_together
+from zinfer.engine.stream.host_work import defer, defer_store, flush, gathered_stores, run_async
 from zinfer.engine.stream.packed_layer import PackedLayer, pack, plain, unpack
 from zinfer.engine.stream.prefetch import PrefetchRing
 from zinfer.plan.plan import make_plan
@@ -232,20 +232,20 @@ def test_a_pass_whose_rows_the_cpu_attends_to_pauses_while_others_go_on() -> Non
             assert same(layer(), tensors[number])
             order.append((number, "asks"))
             done: list[str] = []
-            later(partial(done.append, "stored"))
+            defer(partial(done.append, "stored"))
             memory.zero_()
-            with stored_together():
+            with gathered_stores():
                 for row in range(2):
-                    store_later(memory[row : row + 1], torch.ones(1, 1, 1, 4))
+                    defer_store(memory[row : row + 1], torch.ones(1, 1, 1, 4))
             assert (done, float(memory.sum())) == ([], 0)
             with torch._C.DisableTorchFunctionSubclass():  # as in a function of a subclass
-                assert int(meanwhile(partial(attention, done))) == 7
+                assert int(run_async(partial(attention, done))) == 7
                 assert not torch._C._is_torch_function_enabled()
             order.append((number, "has"))
             told.clear()
-        later(partial(order.append, (3, "settled")))
-        settle()
-        later(partial(order.append, (3, "at the end")))
+        defer(partial(order.append, (3, "settled")))
+        flush()
+        defer(partial(order.append, (3, "at the end")))
         return torch.tensor(1)
 
     def launched() -> Tensor:
@@ -264,12 +264,12 @@ def test_a_pass_whose_rows_the_cpu_attends_to_pauses_while_others_go_on() -> Non
             each = ("asks", "launched", "has")
             last = [(3, "settled"), (3, "at the end")]
             assert order == [(number, one) for number in range(3) for one in each] + last
-    assert meanwhile(lambda: torch.tensor(threading.get_ident())) == threading.get_ident()  # no pass: at once
-    with stored_together():
-        store_later(memory, torch.full((2, 1, 1, 4), 2.0))
+    assert run_async(lambda: torch.tensor(threading.get_ident())) == threading.get_ident()  # no pass: at once
+    with gathered_stores():
+        defer_store(memory, torch.full((2, 1, 1, 4), 2.0))
         assert bool((memory == 1).all())
     assert bool((memory == 2).all())
-    store_later(memory, torch.full((2, 1, 1, 4), 3.0))
+    defer_store(memory, torch.full((2, 1, 1, 4), 3.0))
     assert bool((memory == 3).all())
     ring.close()
     arena.close()
@@ -288,8 +288,8 @@ def test_a_failure_beside_a_pass_that_pauses_ends_both(where: str) -> None:
 
     def attending() -> Tensor:
         layers[0]()
-        later(partial(fail, "put off"))
-        return meanwhile(partial(fail, "attention"))
+        defer(partial(fail, "put off"))
+        return run_async(partial(fail, "attention"))
 
     def launched() -> Tensor:
         layers[0]()
@@ -297,7 +297,7 @@ def test_a_failure_beside_a_pass_that_pauses_ends_both(where: str) -> None:
 
     with pytest.raises(MemoryError, match="no more"):
         interleave(ring, [launched, attending], lambda *_: None, beside=1)
-    settle()  # nothing of it is left
+    flush()  # nothing of it is left
     others = {"launched": ["attention", "put off"], "attention": ["launched", "put off"], "put off": ["launched"]}
     assert sorted(done) == others[where]
     with ring.trip():

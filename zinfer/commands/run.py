@@ -113,7 +113,7 @@ def command(
     from zinfer.core.units import counted, duration
     from zinfer.generation.dialogue import Dialogue
     from zinfer.generation.sampling import Sampling
-    from zinfer.generation.schedule import load_of
+    from zinfer.generation.schedule import largest_load
     from zinfer.plan.plan import make_plan
     from zinfer.worker.process import Worker, WorkerError
     from zinfer.worker.tasks import BatchStart, BatchStep
@@ -156,7 +156,7 @@ def command(
             if dialogue is not None:
                 watch.quiet()
                 opening = BatchStart(
-                    load=load_of(plan, [(length, output_len)], 1), rows=1, arrivals=True, cache_size=kv_cache_size,
+                    load=largest_load(plan, [(length, output_len)], 1), rows=1, arrivals=True, cache_size=kv_cache_size,
                     folder=kv_cache_dir, folder_size=kv_cache_dir_size,
                 )  # fmt: skip
                 limits = AnswerLimits(output_len, source.spec.max_position, sampling, ignore_eos)
@@ -168,7 +168,7 @@ def command(
             waiting = [
                 prompt_request(number, ids, output_len, sampling, ignore_eos) for number, ids in enumerate(prompt_ids)
             ]
-            workload = load_of(plan, [(len(ids), output_len) for ids in prompt_ids], size)
+            workload = largest_load(plan, [(len(ids), output_len) for ids in prompt_ids], size)
             with Stop() as stop:
                 worker.ask(BatchStart(load=workload, rows=size))
                 while not answers.all_ended and not stop.asked:

@@ -35,7 +35,7 @@ from zinfer.plan.cost import Efficiency, Placement
 from zinfer.plan.plan import CAUTIOUS, Plan, largest_batch, place, placement_of
 from zinfer.plan.search import best_batch
 
-MOST_ROWS = 4096  # rows that run at a time at most
+MAX_ROWS = 4096  # rows that run at a time at most
 FEW_SHARE = 0.5  # share of the rows that fit without a margin: memory is not kept free for one that leaves fewer
 STEP = 64  # positions by which the room of a group grows
 AT_FIRST = Efficiency(link_share=0.98, mfu=0.7, expert_mfu=0.45)  # until passes are measured: a bit less than recorded
@@ -154,7 +154,7 @@ class Group:
         return len(alive), max((self.real(place) for place in alive), default=0)
 
     @property
-    def most_left(self) -> int:
+    def max_remaining(self) -> int:
         """Most tokens that a row may still get."""
         return max((row.left for row in self.rows if row is not None), default=0)
 
@@ -775,7 +775,7 @@ class Schedule:
                 if one.hosted != other.hosted or count <= (most_hosted if one.hosted else few):
                     continue
                 added = rows * (longer - length)
-                gain = self.times.gained_by_merging((rows + more) * longer, added, one.most_left, other.most_left)
+                gain = self.times.gained_by_merging((rows + more) * longer, added, one.max_remaining, other.max_remaining)
                 fits = (rows + more) * self._capacity(longer, 1) <= self.limits.group
                 if fits and (gain > 0 or count > bound) and (best is None or added < best[0]):
                     best = added, (one, other)
@@ -798,20 +798,20 @@ class Schedule:
             if group not in self.groups:  # moved out of the way meanwhile
                 continue
             rows, length = group.compact
-            need = rows * self._capacity(length, group.most_left) - group.reserved
+            need = rows * self._capacity(length, group.max_remaining) - group.reserved
             while self._reserved + need > self.limits.positions and len(self.running) > 1:
                 if len(self.groups) > 1:
                     self._make_room(moves, group)
                 else:
                     self._split(moves, group)
                 rows, length = group.compact
-                need = rows * self._capacity(length, group.most_left) - group.reserved
+                need = rows * self._capacity(length, group.max_remaining) - group.reserved
             self._regroup(moves, [group])
 
     def _make_room(self, moves: list[Move], but: Group) -> None:
         """Move a group but `but` out of the engine: one that is not running yet, or the one with most to come."""
         others = [group for group in self.groups if group is not but]
-        victim = max(others, key=lambda group: (not group.running, group.most_left))
+        victim = max(others, key=lambda group: (not group.running, group.max_remaining))
         if not (self.able.snapshots and victim.running):
             moves.append(Move("recompute", victim))
             self.lost([victim])
@@ -861,7 +861,7 @@ class Schedule:
 
     def _in_turn(self, works: list[GroupWork]) -> list[GroupWork]:
         """Return the work of one group, the one furthest behind, where each group costs a trip of its own."""
-        return [max(works, key=lambda work: work.group.most_left)]
+        return [max(works, key=lambda work: work.group.max_remaining)]
 
     def _prompts(self, moves: list[Move], decoding: Sequence[GroupWork]) -> list[GroupWork]:
         """Return the works of prompts for a pass with the works `decoding`; new groups are admitted."""
@@ -987,7 +987,7 @@ class Schedule:
 
     def _usage(self) -> list[float]:
         if self.able.regroups is False:
-            ends = [(group.reserved, group.most_left) for group in self.groups]
+            ends = [(group.reserved, group.max_remaining) for group in self.groups]
             return [float(sum(size for size, end in ends if later < end)) for later in _TIMES]
         usage = self._need(self.running)
         usage[0] = max(usage[0], float(self._reserved))
@@ -1054,7 +1054,7 @@ class Schedule:
         return GroupWork(group, max(1, count))
 
 
-def load_of(plan: Plan, needs: Sequence[tuple[int, int]], at_most: int | None = None) -> Workload:
+def largest_load(plan: Plan, needs: Sequence[tuple[int, int]], at_most: int | None = None) -> Workload:
     """Return the largest load that rows with `needs` (known tokens, tokens to come) make together, each of the mean
     length: as many rows as the plan's machine has room for, and as are faster together, and no more than `at_most`. One
     row at least, since every row fits alone.
@@ -1065,7 +1065,7 @@ def load_of(plan: Plan, needs: Sequence[tuple[int, int]], at_most: int | None = 
     def at(rows: int) -> Case:
         return case.model_copy(update={"workload": Workload(batch_size=rows, input_len=known, output_len=left)})
 
-    most = min(len(needs), MOST_ROWS, at_most or MOST_ROWS)
+    most = min(len(needs), MAX_ROWS, at_most or MAX_ROWS)
     if plan_options(case.engine, case.options).kv_offload != "none":
         able = _most_rows(best_batch(at(1), model, machine, CAUTIOUS))
         if able < FEW_SHARE * min(most, largest_batch(at(1), model, machine)):

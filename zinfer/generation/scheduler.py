@@ -27,7 +27,7 @@ from zinfer.generation.running_text import RunningText
 from zinfer.generation.sampling import GREEDY, NotFiniteError, Sampling, Score, choose, scores
 from zinfer.generation.schedule import (
     EXPANDED_SHARE,
-    MOST_ROWS,
+    MAX_ROWS,
     Abilities,
     Group,
     GroupWork,
@@ -39,7 +39,7 @@ from zinfer.generation.schedule import (
     Schedule,
     arrival_order,
     like_order,
-    load_of,
+    largest_load,
     load_of_pass,
     positions_of,
 )
@@ -227,7 +227,7 @@ def _before_stop(tokenizer: Tokenizer, sequence: Sequence) -> str | None:
 class ContinuousScheduler:
     """Scheduler of sequences that come at any time, on an engine of its own: continuous batching.
 
-    `load` is the largest load to reckon with, all rows together (`zinfer.generation.schedule.load_of`); at most `rows`
+    `load` is the largest load to reckon with, all rows together (`zinfer.generation.schedule.largest_load`); at most `rows`
     run at a time. With `arrivals` requests share the rows, in the order in which they came; otherwise like rows begin
     together.
 
@@ -294,7 +294,7 @@ class ContinuousScheduler:
             return load.batch_size * load.total_len
         planned = positions_of(load)
         if rows is not None and load.batch_size == rows:  # not memory bounds the rows: longer ones have room, too
-            most = load_of(self.engine.plan, [(load.input_len, load.output_len)] * MOST_ROWS)
+            most = largest_load(self.engine.plan, [(load.input_len, load.output_len)] * MAX_ROWS)
             planned = max(planned, positions_of(most))
         if self.engine.device.type != "cuda":
             return planned
@@ -392,7 +392,7 @@ class ContinuousScheduler:
             return planned, {}
         most = min(group.capacity - group.length - 1 for group in running)
         if self.schedule.able.regroups is not True:  # gaps take room that is not made anew
-            most = min(group.capacity - group.length - group.most_left for group in running)
+            most = min(group.capacity - group.length - group.max_remaining for group in running)
         if (last := self.engine.plan.model.max_position) is not None:  # every row computes as many positions
             longest = max((row.length for group in running for row in group.rows if row is not None), default=0)
             most = min(most, last - longest)
@@ -653,7 +653,7 @@ class ContinuousScheduler:
         for group, _ in works:
             self._rest_drafts(group)
         lost = [group for group, _ in works if not (group.running and self._set_back(group))]
-        return lost or sorted((group for group, _ in works), key=lambda group: group.most_left)[-1:]
+        return lost or sorted((group for group, _ in works), key=lambda group: group.max_remaining)[-1:]
 
     def _set_back(self, group: Group) -> bool:
         """Have the engine forget the positions of a running group that a failed pass has stored; return False if it

@@ -18,7 +18,7 @@ from zinfer.core.requests import RequestLoad
 from zinfer.engine.base import Engine
 from zinfer.generation.drafts import Drafts, NgramDrafter
 from zinfer.generation.sampling import NotFiniteError
-from zinfer.generation.schedule import load_of
+from zinfer.generation.schedule import largest_load
 from zinfer.generation.scheduler import ContinuousScheduler
 from zinfer.generation.scheduler import Sequence as Request
 from zinfer.record.requests import PassCounts, RequestPoint, RequestSample
@@ -140,7 +140,7 @@ def run_load(
     """
     most = load.in_flight if isinstance(load.in_flight, int) else None
     needs = [(len(request.prompt_ids), request.left) for request in requests]
-    largest = load_of(engine.plan, needs, most)
+    largest = largest_load(engine.plan, needs, most)
 
     def scheduler() -> ContinuousScheduler:
         tokenizer = cast("Tokenizer", _NoText())

@@ -38,14 +38,14 @@ from zinfer.engine.rotary import turned_by
 from zinfer.engine.state import ModelState
 from zinfer.engine.stream import graphs
 from zinfer.engine.stream.cpu_kernel import library
-from zinfer.engine.stream.device_room import DeviceRoom, layers_ahead
+from zinfer.engine.stream.headroom import MemoryHeadroom, prefetch_distance
 from zinfer.engine.stream.disk import DiskRing
 from zinfer.engine.stream.expert_images import Experts, find_experts
 from zinfer.engine.stream.experts import ExpertCounts, ExpertPool
 from zinfer.engine.stream.few_experts import FewExperts
 from zinfer.engine.stream.graphs import Graphs
 from zinfer.engine.stream.interleave import interleave
-from zinfer.engine.stream.kv import CpuCache, HostCache, HostMemory, HostPool, LinkCache, PartFetch, Sender, SplitLayer
+from zinfer.engine.stream.kv import CpuCache, HostCache, HostMemory, HostPool, LinkCache, PartFetch, HostCopier, SplitLayer
 from zinfer.engine.stream.layer_source import LayerSource, copy_into
 from zinfer.engine.stream.packed_product import PackedProducts
 from zinfer.engine.stream.prefetch import PrefetchRing
@@ -113,7 +113,7 @@ class Stream(Decoder):
     def _load(self) -> None:
         plan = self.plan
         self._threads = torch.get_num_threads()
-        self._sender, self._room = Sender(self.device), DeviceRoom(self.device)
+        self._sender, self._room = HostCopier(self.device), MemoryHeadroom(self.device)
         self._weights = state = ModelState(plan.model, plan.case.load_format, allow_nan=plan.case.allow_nan)
         self.model, self._layers = state.model, state.layers
         self._inspect()
@@ -624,7 +624,7 @@ class Stream(Decoder):
             return
         if not any(isinstance(batch.host, CpuCache) for batch in self.batches):
             return
-        layers = layers_ahead(ring.streamed, len(ring.images))
+        layers = prefetch_distance(ring.streamed, len(ring.images))
         wanted = ceil(layers * max(len(image.pieces) for image in ring.images))
         before = ring.depth
         try:

@@ -1,7 +1,7 @@
 """CPU attention: a KV cache in host memory that the model uses as if it were on the GPU.
 
-The cache stays in host memory and the operation moves to the CPU: any operation with a `Hosted` tensor runs there. Its
-other operands (a query, a mask: small) are copied to the CPU, and its result is `Hosted` too, until an operation has a
+The cache stays in host memory and the operation moves to the CPU: any operation with a `HostTensor` tensor runs there. Its
+other operands (a query, a mask: small) are copied to the CPU, and its result is `HostTensor` too, until an operation has a
 parameter as operand: the output projection. That one runs on the GPU. Models need no change.
 """
 
@@ -18,14 +18,14 @@ from torch.utils._pytree import tree_map
 
 from zinfer.engine.stream import stacked
 from zinfer.engine.stream.cpu_kernel import attend, attends, dots, mix, suits, widened
-from zinfer.engine.stream.meanwhile import arriving, meanwhile, settle
+from zinfer.engine.stream.host_work import flush, run_async, to_host_async
 from zinfer.engine.stream.stacked import RESHAPES, TURNS, NotStackedError, Stacked, stack
 from zinfer.engine.transfer import fetched, landed
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's <malloc.h>
 
 
-class Hosted(Tensor):
+class HostTensor(Tensor):
     """A CPU tensor whose operations run on the CPU. Made by `host`."""
 
     home: torch.device  # the device that finally gets the results
@@ -34,24 +34,24 @@ class Hosted(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         operands = list(_tensors((args, kwargs)))
-        home = next(operand.home for operand in operands if isinstance(operand, Hosted))
+        home = next(operand.home for operand in operands if isinstance(operand, HostTensor))
         lands = any(isinstance(operand, nn.Parameter) for operand in operands)
         name = getattr(func, "__name__", "")
         changed = args[0] if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) else None
         changed = kwargs.get("out", changed)
         query = _query(func, args, kwargs)
         if func not in OURS and func not in STAYS and name not in MEASURES:
-            settle()
-        lands |= changed is not None and not isinstance(changed, Hosted)
+            flush()
+        lands |= changed is not None and not isinstance(changed, HostTensor)
 
         def bring(operand: Any) -> Any:
             if not isinstance(operand, Tensor):
                 return operand
-            if isinstance(operand, HostedRows):
+            if isinstance(operand, HostRowsTensor):
                 return operand
             if operand is query:
-                return arriving(operand)[0]
-            if isinstance(operand, Hosted):
+                return to_host_async(operand)[0]
+            if isinstance(operand, HostTensor):
                 operand = operand.as_subclass(Tensor)
                 return landed(operand, home) if lands else operand
             return operand if lands else _fetched(operand)
@@ -62,7 +62,7 @@ class Hosted(Tensor):
                 func = OURS.get(func, func)
             if not lands:
                 result = func(*args, **kwargs)
-                if isinstance(result, Hosted):
+                if isinstance(result, HostTensor):
                     return result
                 if _is_plain(result):
                     return host(result, home)
@@ -70,7 +70,7 @@ class Hosted(Tensor):
         return func(*args, **kwargs)  # a weight may have functions of its own
 
 
-class HostedCoded(Hosted):
+class HostInt8Tensor(HostTensor):
     """Tensor of 8-bit rows, made by `zinfer.engine.stream.cpu_kernel.coded`, that reports the type `wide`.
 
     Products of attention read the rows as they are; any other operation gets a copy in the type `wide`.
@@ -87,11 +87,11 @@ class HostedCoded(Hosted):
         if (
             func in OURS
             and args
-            and not isinstance(args[0], HostedCoded)
-            and not isinstance(kwargs.get("batch1"), HostedCoded)
+            and not isinstance(args[0], HostInt8Tensor)
+            and not isinstance(kwargs.get("batch1"), HostInt8Tensor)
         ):
             return super().__torch_function__(func, types, args, kwargs)
-        if args and isinstance(args[0], HostedCoded) and (func in VIEWS or getattr(func, "__name__", "") in MEASURES):
+        if args and isinstance(args[0], HostInt8Tensor) and (func in VIEWS or getattr(func, "__name__", "") in MEASURES):
             one = args[0]
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(one.as_subclass(Tensor), *args[1:], **kwargs)
@@ -99,12 +99,12 @@ class HostedCoded(Hosted):
                     return result
                 if result.data_ptr() == one.data_ptr() and _has_whole_rows(result, one.width):
                     return code(result, one.home, one.wide)
-        args, kwargs = _changed(lambda one: one.widened() if isinstance(one, HostedCoded) else one, (args, kwargs))
+        args, kwargs = _changed(lambda one: one.widened() if isinstance(one, HostInt8Tensor) else one, (args, kwargs))
         return func(*args, **kwargs)
 
-    def widened(self) -> Hosted:
+    def widened(self) -> HostTensor:
         """Return a copy in the type `wide`."""
-        settle()
+        flush()
         with torch._C.DisableTorchFunctionSubclass():
             content = self.as_subclass(Tensor)
             turned = content.stride(-1) != 1
@@ -112,7 +112,7 @@ class HostedCoded(Hosted):
             return host(wide.transpose(-1, -2) if turned else wide, self.home)
 
 
-class HostedRows(Stacked, Hosted):
+class HostRowsTensor(Stacked, HostTensor):
     """Stacked rows in host memory, of a type of `FLOATS` or as `coded` made them. Products of attention read the blocks
     where they are."""
 
@@ -126,7 +126,7 @@ class HostedRows(Stacked, Hosted):
             raise NotStackedError(f"{getattr(func, '__name__', func)} of keys or values")
         return super(Stacked, cls).__torch_function__(func, types, args, kwargs)
 
-    def like(self, content: Tensor, turned: bool) -> "HostedRows":
+    def like(self, content: Tensor, turned: bool) -> "HostRowsTensor":
         found = super().like(content, turned)
         found.home = self.home
         return found
@@ -159,13 +159,13 @@ class HostedRows(Stacked, Hosted):
         return rows.reshape(-1, self.blocks[0].shape[1], *rows.shape[-2:])
 
 
-class HostedScores(Hosted):
+class DeferredScores(HostTensor):
     """Scores of queries for keys in host memory, or the shares that a softmax makes of them, as a model that computes
     attention step by step handles them. They are computed together with the product that follows, by `attend`, or, if
     a model does anything else with them, when it does."""
 
     queries: Tensor  # [B, heads, n, D]
-    keys: HostedRows
+    keys: HostRowsTensor
     scale: float
     biases: tuple[Tensor, ...]  # float32, each expands to [B, heads, n, m]
     shares: bool  # True behind the softmax
@@ -213,7 +213,7 @@ class HostedScores(Hosted):
             return self._like(self.shape, torch.float32)
         if func == dropout and not (kwargs.get("training", True) and kwargs.get("p", 0.5)):
             return self
-        if func in MATRIX_PRODUCTS and isinstance(other, HostedRows) and self.shares and not (kwargs or other.turned):
+        if func in MATRIX_PRODUCTS and isinstance(other, HostRowsTensor) and self.shares and not (kwargs or other.turned):
             return self._mixed(other)
         return None
 
@@ -223,24 +223,24 @@ class HostedScores(Hosted):
         rows, heads = self.queries.shape[:2]
         return (rows, heads), (rows * heads,)
 
-    def _like(self, shape: Sequence[int], dtype: torch.dtype | None = None, **changed: Any) -> "HostedScores":
-        found = torch.empty(1, dtype=dtype or self.dtype).expand(shape).as_subclass(HostedScores)
+    def _like(self, shape: Sequence[int], dtype: torch.dtype | None = None, **changed: Any) -> "DeferredScores":
+        found = torch.empty(1, dtype=dtype or self.dtype).expand(shape).as_subclass(DeferredScores)
         for name in ("home", "queries", "keys", "scale", "biases", "shares"):
             setattr(found, name, changed.get(name, getattr(self, name)))
         return found
 
-    def _mixed(self, values: HostedRows) -> Tensor | None:
+    def _mixed(self, values: HostRowsTensor) -> Tensor | None:
         """Return the product of the shares with `values`; None if the compiled code does not compute it in one."""
         blocks = list(zip(self.keys.blocks, values.blocks, strict=True))
         if self.shape[:-2] != values.shape[:-2] or not attends(self.queries, blocks):
             return None
-        mixed = meanwhile(_attend(self.queries, blocks, self.biases, self.scale))
+        mixed = run_async(_attend(self.queries, blocks, self.biases, self.scale))
         with torch._C.DisableTorchFunctionSubclass():
             return host(mixed.to(self.dtype).view(*self.shape[:-1], -1), self.home)
 
-    def computed(self) -> Hosted:
+    def computed(self) -> HostTensor:
         """Return the scores, or shares, computed by themselves."""
-        settle()
+        flush()
         with torch._C.DisableTorchFunctionSubclass():
             found = self.keys.dots(self.queries).mul_(self.scale)
             for bias in self.biases:
@@ -256,8 +256,8 @@ def attend_all(
     them, while other passes go on; by torch where the compiled code cannot."""
     factor = queries.shape[-1] ** -0.5 if scale is None else scale
     if attends(queries, blocks):
-        return meanwhile(_attend(queries, blocks, biases, factor))
-    settle()
+        return run_async(_attend(queries, blocks, biases, factor))
+    flush()
     found, first, most = list[Tensor](), 0, max(keys.shape[2] for keys, _ in blocks)
     for keys, values in blocks:
         own = slice(first, first + len(keys))
@@ -275,21 +275,21 @@ def _attend(
 
 
 def _query(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
-    """Return the operand, on a GPU, that attention begins with, which `arriving` brings; None of other functions."""
+    """Return the operand, on a GPU, that attention begins with, which `to_host_async` brings; None of other functions."""
     if func in WITH_QUERY:
         name, place = WITH_QUERY[func]
         found = kwargs[name] if name in kwargs else args[place] if place < len(args) else None
-        if isinstance(found, Tensor) and not isinstance(found, Hosted) and found.is_cuda:
+        if isinstance(found, Tensor) and not isinstance(found, HostTensor) and found.is_cuda:
             return found
     return None
 
 
-def _scores(rows: Tensor, keys: HostedRows, scale: float = 1.0, added: Tensor | None = None) -> HostedScores:
+def _scores(rows: Tensor, keys: HostRowsTensor, scale: float = 1.0, added: Tensor | None = None) -> DeferredScores:
     """Return ``scale * rows @ keys^T + added``, to be computed later; `keys` are turned."""
     queries = keys.apart(rows)
     shape = (*rows.shape[:-1], keys.shape[-1])
     bias = () if added is None else (_bias(added, shape, queries.shape[:2]),)
-    found = torch.empty(1, dtype=rows.dtype).expand(shape).as_subclass(HostedScores)
+    found = torch.empty(1, dtype=rows.dtype).expand(shape).as_subclass(DeferredScores)
     found.home, found.queries, found.keys = keys.home, queries, keys
     found.scale, found.biases, found.shares = scale, bias, False
     return found
@@ -320,10 +320,10 @@ def _widened_once(added: Tensor) -> Tensor:
     return wide
 
 
-def hosted_rows(blocks: Sequence[Tensor], home: torch.device, dtype: torch.dtype) -> HostedRows:
-    """Return `HostedRows` of `blocks`, each ``[b, heads, n, D]`` on the CPU, n its own; they report the type
+def stack_host_rows(blocks: Sequence[Tensor], home: torch.device, dtype: torch.dtype) -> HostRowsTensor:
+    """Return `HostRowsTensor` of `blocks`, each ``[b, heads, n, D]`` on the CPU, n its own; they report the type
     `dtype`."""
-    found = stack(blocks, dtype).as_subclass(HostedRows)
+    found = stack(blocks, dtype).as_subclass(HostRowsTensor)
     found.blocks, found.turned, found.home = tuple(blocks), False, home
     return found
 
@@ -347,23 +347,23 @@ STAYS = {Tensor.view, *TURNS}  # views that never copy
 MEASURES = stacked.MEASURES | {"data_ptr"}
 
 
-def host(tensor: Tensor, home: torch.device) -> Hosted:
+def host(tensor: Tensor, home: torch.device) -> HostTensor:
     """Return a view of the CPU tensor `tensor` whose operations run on the CPU; their results belong on `home`."""
-    hosted = tensor.as_subclass(Hosted)
+    hosted = tensor.as_subclass(HostTensor)
     hosted.home = home
     return hosted
 
 
-def code(content: Tensor, home: torch.device, wide: torch.dtype) -> HostedCoded:
-    """Return a `HostedCoded` view of `content` (int8, whole rows, possibly transposed)."""
-    found = content.as_subclass(HostedCoded)
+def code(content: Tensor, home: torch.device, wide: torch.dtype) -> HostInt8Tensor:
+    """Return a `HostInt8Tensor` view of `content` (int8, whole rows, possibly transposed)."""
+    found = content.as_subclass(HostInt8Tensor)
     found.home, found.wide = home, wide
     found.width = content.size(-1) if content.stride(-1) == 1 else content.size(-2)
     return found
 
 
 @cache
-def keep_freed() -> None:
+def keep_freed_memory() -> None:
     """Make malloc keep freed memory in this process, up to 2 GiB; needs glibc.
 
     Otherwise attention's intermediate results, tens of MB, go back to the system at once, which hands out and clears
@@ -428,27 +428,27 @@ def _attention(
     rows = query.reshape(batch, groups, heads // groups * length, width)
     whole = (is_causal and length > 1) or (groups != heads and attn_mask is not None and attn_mask.shape[1] != 1)
     if whole or not (_suits(rows, key) and _suits(rows, value)):
-        settle()
-        if isinstance(key, HostedRows) or isinstance(value, HostedRows):
+        flush()
+        if isinstance(key, HostRowsTensor) or isinstance(value, HostRowsTensor):
             raise NotStackedError("causal attention of several tokens, or of heads that share keys")
         key, value = widened(key, query.dtype), widened(value, query.dtype)
         return scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    if isinstance(key, HostedRows) and key.padded and attn_mask is None:
+    if isinstance(key, HostRowsTensor) and key.padded and attn_mask is None:
         raise NotStackedError("attention without a mask that hides padding")
     blocks = [(key, value)]
-    if isinstance(key, HostedRows) and isinstance(value, HostedRows):
+    if isinstance(key, HostRowsTensor) and isinstance(value, HostRowsTensor):
         blocks = list(zip(key.blocks, value.blocks, strict=True))
     factor = width**-0.5 if scale is None else scale
     if attends(rows, blocks):
         biases = [] if attn_mask is None else [_widened_once(attn_mask)]
         if groups != heads and length > 1:  # queries of a group stand one behind the other
             biases = [bias.expand(*bias.shape[:2], length, -1).repeat(1, 1, heads // groups, 1) for bias in biases]
-        mixed = meanwhile(_attend(rows, blocks, biases, factor))
+        mixed = run_async(_attend(rows, blocks, biases, factor))
         return mixed.to(query.dtype).view(batch, heads, length, -1)
-    settle()
-    found = key.dots(rows) if isinstance(key, HostedRows) else dots(rows, key)
+    flush()
+    found = key.dots(rows) if isinstance(key, HostRowsTensor) else dots(rows, key)
     scores = found.view(batch, heads, length, -1).mul_(factor)
     if attn_mask is not None:
         scores = scores.masked_fill(~attn_mask, float("-inf")) if attn_mask.dtype == torch.bool else scores + attn_mask
@@ -456,25 +456,25 @@ def _attention(
     if length > 1 and attn_mask is not None:  # a padding's query sees nothing, and a NaN would go into its key
         chances = chances.masked_fill(scores.amax(-1, keepdim=True) == float("-inf"), 0)
     chances = chances.view(batch, groups, heads // groups * length, -1)
-    mixed = value.mix(chances) if isinstance(value, HostedRows) else mix(chances, value)
+    mixed = value.mix(chances) if isinstance(value, HostRowsTensor) else mix(chances, value)
     return mixed.to(query.dtype).view(batch, heads, length, -1)
 
 
 def _suits(rows: Tensor, matrix: Tensor) -> bool:
     """Tell whether the compiled code can compute a product of `rows` with keys or values."""
-    return isinstance(matrix, HostedRows) or suits(rows, matrix)
+    return isinstance(matrix, HostRowsTensor) or suits(rows, matrix)
 
 
 def _product(rows: Tensor, matrix: Tensor) -> Tensor | None:
     """Return ``rows @ matrix`` in float32 if the matrix, or its transpose, suits the compiled code; else None. Scores
     of stacked rows are computed later."""
     suited = rows.dim() == matrix.dim() > 1 and rows.shape[-1] == matrix.shape[-2]
-    if isinstance(matrix, HostedRows) and suited and matrix.turned and not isinstance(rows, HostedRows):
+    if isinstance(matrix, HostRowsTensor) and suited and matrix.turned and not isinstance(rows, HostRowsTensor):
         return _scores(rows, matrix)
-    settle()
-    if isinstance(matrix, HostedRows) and suited and not isinstance(rows, HostedRows):
+    flush()
+    if isinstance(matrix, HostRowsTensor) and suited and not isinstance(rows, HostRowsTensor):
         return matrix.mix(rows)
-    if isinstance(matrix, HostedRows) or isinstance(rows, HostedRows):
+    if isinstance(matrix, HostRowsTensor) or isinstance(rows, HostRowsTensor):
         raise NotStackedError(f"a product of {list(rows.shape)} and {list(matrix.shape)}, keys or values")
     if not suited:
         return None
@@ -493,7 +493,7 @@ def _baddbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, 
     found = _product(batch1, batch2)
     if found is None:
         return torch.baddbmm(input, batch1, batch2, beta=beta, alpha=alpha)
-    if isinstance(found, HostedScores):
+    if isinstance(found, DeferredScores):
         return _scores(batch1, found.keys, alpha, input if beta == 1 else input * beta)
     return found.mul_(alpha).add_(input, alpha=beta).to(batch1.dtype)
 
@@ -504,7 +504,7 @@ def _matmul(input: Tensor, other: Tensor) -> Tensor:
 
 
 def _as(dtype: torch.dtype, found: Tensor) -> Tensor:
-    return found if isinstance(found, HostedScores) else found.to(dtype)
+    return found if isinstance(found, DeferredScores) else found.to(dtype)
 
 
 # Replacements for the operations that attention to one new token consists of: one fused operation, or products.

@@ -36,7 +36,7 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in (*FLOATS, torch.int8)}
 SCALE_BYTES = 4
 TINIEST = 127 * torch.finfo(torch.float32).tiny  # smallest maximum of a row whose scale is still a normal number
-MOST_ROWS, WIDEST, MOST_COLUMNS = 128, 1024, 256  # ROWS, WIDTH and SPAN in attend.c
+MAX_ROWS, WIDEST, MOST_COLUMNS = 128, 1024, 256  # ROWS, WIDTH and SPAN in attend.c
 SHARES = 8  # heads of rows for each thread from which on `attend` shares them out evenly enough
 
 
@@ -150,7 +150,7 @@ def attends(queries: Tensor, blocks: Sequence[tuple[Tensor, Tensor]]) -> bool:
     return (
         rows * heads >= SHARES * torch.get_num_threads()
         and _are_read(queries)
-        and count <= MOST_ROWS
+        and count <= MAX_ROWS
         and len(dtypes) == 1
         and sum(len(keys) for keys, _ in blocks) == rows
         and all(
@@ -216,7 +216,7 @@ def suits(rows: Tensor, matrix: Tensor) -> bool:
     return (
         2 <= matrix.dim() == rows.dim() <= 4
         and rows.shape[:-2] == matrix.shape[:-2]
-        and rows.shape[-2] <= MOST_ROWS
+        and rows.shape[-2] <= MAX_ROWS
         and _are_read(rows)
         and _is_read(matrix)
         and library() is not None

@@ -4,7 +4,7 @@ A decode step of a few rows launches thousands of kernels, each of which takes P
 weight crosses the link, the kernels of a step are recorded once and launched as one from then on (a CUDA graph). A
 graph reads and writes the same memory each time, while the KV cache grows by a position a step. So the recorded pass
 sees a number of positions that is rounded up (`end_of`); a mask hides those that are not computed yet, and new keys and
-values go to the position that a tensor on the device holds (`Seat.slot`). When the rounded length is used up, the next
+values go to the position that a tensor on the device holds (`StaticKV.slot`). When the rounded length is used up, the next
 one is recorded. A layer with a sliding window is recorded with all slots that it has; when they are full, those that
 are kept move to the front before the step. A step that verifies drafts, or catches up, has several tokens a row, and
 each number of them a graph of its own.
@@ -209,7 +209,7 @@ class StaticLayer(DynamicLayer):  # type: ignore[misc]
         return self._end, 0
 
 
-class Seat:
+class StaticKV:
     """Memory of one micro-batch that graphs refer to: keys and values of all its layers, the position of the next token
     (`slot`), its slot in layers with each sliding window (`within`), and which positions are real (`mask`, ``[B,
     capacity]``). A later micro-batch of the same shape may take it over."""
@@ -317,11 +317,11 @@ class Graph:
 
 
 @dataclass(eq=False)
-class Together:
+class GraphSet:
     """Micro-batches that decode in one pass: the steps of each shape that they have computed without a graph, and their
     graphs, by the shape and the number of positions that each of them sees, the one used last at the end."""
 
-    seats: tuple[Seat, ...]
+    seats: tuple[StaticKV, ...]
     steps: Counter[Shape] = field(default_factory=Counter)
     replays: int = 0
     graphs: dict[tuple[Shape, tuple[int, ...]], Graph] = field(default_factory=dict)
@@ -348,9 +348,9 @@ class Graphs:
         self._why_not = None if recorder is not None else "no GPU"  # for good
         self.status = self._why_not or "no decode step yet"
         self.paused = False
-        self._seats = dict[int, tuple[DecoderBatch, Seat]]()  # by the id of their micro-batch
-        self._spare: list[Seat] = []
-        self._sets = dict[tuple[int, ...], Together]()  # by the ids of their seats
+        self._seats = dict[int, tuple[DecoderBatch, StaticKV]]()  # by the id of their micro-batch
+        self._spare: list[StaticKV] = []
+        self._sets = dict[tuple[int, ...], GraphSet]()  # by the ids of their seats
         self.wait = 1  # steps without a graph before a pass is recorded: fewer where recordings paid, else more
         self._checks, self._differences = 0, 0
         self._own = False  # kernels in the place of the model's own, until a pass fails or differs with them alone
@@ -401,7 +401,7 @@ class Graphs:
         for seat, part in zip(seats, parts, strict=True):
             for layer in _layers(part.batch) if seat.within else ():
                 layer.settle(part.batch.length, part.token_ids.shape[1])
-        found = self._sets.setdefault(tuple(map(id, seats)), Together(seats))
+        found = self._sets.setdefault(tuple(map(id, seats)), GraphSet(seats))
         count, _ = shape = _shape(parts)
         ends = tuple(end_of(part.batch.length + count, part.batch.capacity) for part in parts)
         graph = found.graphs.pop((shape, ends), None)
@@ -463,16 +463,16 @@ class Graphs:
         spare, self._spare = self._spare, []
         self._forget(spare)
 
-    def _seat_of(self, batch: DecoderBatch) -> Seat:
+    def _seat_of(self, batch: DecoderBatch) -> StaticKV:
         known = self._seats.get(id(batch))
         if known is not None and not known[1].fits(batch):
             self.drop(batch)
             known = None
         if known is None:
-            self._seats[id(batch)] = known = batch, Seat(batch)
+            self._seats[id(batch)] = known = batch, StaticKV(batch)
         return known[1]
 
-    def _forget(self, seats: Sequence[Seat]) -> None:
+    def _forget(self, seats: Sequence[StaticKV]) -> None:
         """Drop the graphs of all passes in which `seats` take part; the next recordings wait longer if these did not
         pay, else less long."""
         for key in [key for key, one in self._sets.items() if any(seat in one.seats for seat in seats)]:
@@ -481,7 +481,7 @@ class Graphs:
                 paid = gone.replays >= PAYS * len(gone.graphs)
                 self.wait = max(1, self.wait // 2) if paid else min(LONGEST_WAIT, 2 * self.wait)
 
-    def _replay(self, found: Together, graph: Graph, parts: Sequence[Part]) -> Tensor:
+    def _replay(self, found: GraphSet, graph: Graph, parts: Sequence[Part]) -> Tensor:
         torch.cat([part.token_ids for part in parts], out=graph.token_ids)
         torch.cat([part.positions for part in parts], out=graph.positions)
         for seat, part in zip(found.seats, parts, strict=True):
@@ -490,7 +490,7 @@ class Graphs:
         self.status = "on"
         return graph.replay()
 
-    def _both_ways(self, found: Together, parts: Sequence[Part], ends: tuple[int, ...], eager: Run) -> Tensor:
+    def _both_ways(self, found: GraphSet, parts: Sequence[Part], ends: tuple[int, ...], eager: Run) -> Tensor:
         """Compute a pass without a graph, then with one, recorded if need be; return the logits of the former."""
         assert self._recorder is not None
         logits, without_s = self._recorder.timed(eager)
@@ -517,7 +517,7 @@ class Graphs:
         torch._foreach_copy_(views, kept)  # the keys and values that go with the logits
         return logits
 
-    def _compared(self, found: Together, parts: Sequence[Part], ends: tuple[int, ...], eager: Computed) -> str | None:
+    def _compared(self, found: GraphSet, parts: Sequence[Part], ends: tuple[int, ...], eager: Computed) -> str | None:
         """Record a pass, if need be, and compare it with the same pass without a graph, `eager`; return what is wrong
         with it."""
         assert self._recorder is not None
@@ -545,7 +545,7 @@ class Graphs:
                 self._give_up(found, shape, "a step without them is faster")
         return None
 
-    def _give_up(self, found: Together, shape: Shape, reason: str, for_good: bool = False) -> None:
+    def _give_up(self, found: GraphSet, shape: Shape, reason: str, for_good: bool = False) -> None:
         """Use no graphs for steps of this shape of micro-batches of these sizes; with `for_good` for none any more, or
         for none of several tokens if that is such a step."""
         self._useless.add((shape, found.sizes))
@@ -557,7 +557,7 @@ class Graphs:
             self._why_not = reason
             self.clear()
 
-    def _record(self, found: Together, parts: Sequence[Part], ends: tuple[int, ...]) -> Graph:
+    def _record(self, found: GraphSet, parts: Sequence[Part], ends: tuple[int, ...]) -> Graph:
         """Record the pass of `parts` that sees the first `ends` positions of each."""
         assert self._recorder is not None
         count, keep = shape = _shape(parts)
@@ -581,7 +581,7 @@ class Graphs:
         self._own = len(self._norms) > 0 or self._attend is split_attention
         self.kernels = "on" if self._own else "none"
 
-    def _static(self, seats: Sequence[Seat], ends: Sequence[int], graph: Graph) -> Tensor:
+    def _static(self, seats: Sequence[StaticKV], ends: Sequence[int], graph: Graph) -> Tensor:
         """Run the pass that is recorded: nothing in it depends on a number that changes from step to step."""
         count = graph.token_ids.shape[1]
         dtype = self._model.dtype

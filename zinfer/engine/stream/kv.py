@@ -21,16 +21,16 @@ from transformers.cache_utils import DynamicLayer
 from zinfer.core.progress import Progress, silent
 from zinfer.engine.cache import FixedLayer, Gaps, Narrow, QuantizedLayer, Slots, Step, taken
 from zinfer.engine.pinned import ALIGNMENT, PinnedArena
-from zinfer.engine.stream.cpu_attention import code, host, keep_freed
+from zinfer.engine.stream.cpu_attention import code, host, keep_freed_memory
 from zinfer.engine.stream.cpu_kernel import coded, library, numbers_of, with_scales, without_scales
-from zinfer.engine.stream.meanwhile import arriving, settle, store_later
+from zinfer.engine.stream.host_work import defer_store, flush, to_host_async
 from zinfer.engine.stream.prefetch import PrefetchRing, Transfer
 
 GROWTH = 8  # a pool that has no room grows by an eighth at least
 IN_FLIGHT = 512 << 20  # bytes under way to the host at a time; they take as much device memory
 
 
-class Sender:
+class HostCopier:
     """Copies to the host, on a stream of their own beside compute, in order; without a GPU they are done at once.
 
     All batches share one sender, so that no copy of an earlier batch arrives in memory that is used anew.
@@ -195,7 +195,7 @@ class HostCache(ABC):
     def __init__(
         self,
         memory: HostMemory,
-        sender: Sender,
+        sender: HostCopier,
         parts: list[slice],
         capacity: int,
         windows: Mapping[int, int] | None = None,
@@ -235,13 +235,13 @@ class HostCache(ABC):
 
 
 class CpuCache(HostCache):
-    """Host cache that the CPU attends to: `Hosted` tensors in the order that attention reads them, ``[rows, kv_heads,
+    """Host cache that the CPU attends to: `HostTensor` tensors in the order that attention reads them, ``[rows, kv_heads,
     room, head_dim]``; with `in_8_bits`, in the format of `zinfer.engine.stream.cpu_kernel.coded`."""
 
     def __init__(
         self,
         memory: HostMemory,
-        sender: Sender,
+        sender: HostCopier,
         rows: slice,
         capacity: int,
         device: torch.device,
@@ -250,7 +250,7 @@ class CpuCache(HostCache):
     ) -> None:
         super().__init__(memory, sender, [rows], capacity, windows)
         self._device, self._in_8_bits = device, in_8_bits
-        keep_freed()
+        keep_freed_memory()
         self.place = "cpu" if library() is not None else "cpu, torch"
         self._places: dict[int, tuple[Slots, Tensor, Tensor]] = {}  # layer -> slots, keys, values
         self._sent: list[Any] = []  # events behind copies of prompts' keys that may be under way
@@ -260,7 +260,7 @@ class CpuCache(HostCache):
         if not start:
             self._send(layer, rows, stored)
             return keys, values
-        seen = self.add(layer, rows, arriving(*stored), start)
+        seen = self.add(layer, rows, to_host_async(*stored), start)
         if self._in_8_bits:
             return code(seen[0], self._device, keys.dtype), code(seen[1], self._device, keys.dtype)
         return host(seen[0], self._device), host(seen[1], self._device)
@@ -271,7 +271,7 @@ class CpuCache(HostCache):
 
     def add(self, layer: int, rows: slice, arrived: Sequence[Tensor], start: int) -> tuple[Tensor, Tensor]:
         """Store keys and values of positions `start` on, behind earlier ones, as `form` has them, in host memory or on
-        their way there (`arriving`); return all keys and values that these positions see, in 8 bits without scales."""
+        their way there (`to_host_async`); return all keys and values that these positions see, in 8 bits without scales."""
         slots, *places = self._places[layer]
         step = slots.add(start, arrived[0].shape[2])
         for event in self._sent:
@@ -279,7 +279,7 @@ class CpuCache(HostCache):
                 event.synchronize()
         self._sent = []
         if step.moved:  # the past moves, too
-            settle()
+            flush()
         own = self._own(rows)
         keys, values = (_stored(step, place[own], states) for place, states in zip(places, arrived, strict=True))
         return (numbers_of(keys), numbers_of(values)) if self._in_8_bits else (keys, values)
@@ -342,7 +342,7 @@ def _stored(step: Step, memory: Tensor, states: Tensor) -> Tensor:
     """Return all states that the new ones see; these are stored once they have arrived."""
     if step.moved:
         return step.store(memory, states)
-    store_later(memory[..., step.new, :], states)
+    defer_store(memory[..., step.new, :], states)
     return step.seen(memory)
 
 
@@ -381,7 +381,7 @@ class LinkCache(HostCache):
     def __init__(
         self,
         memory: HostMemory,
-        sender: Sender,
+        sender: HostCopier,
         ring: PrefetchRing,
         parts: list[slice],
         capacity: int,

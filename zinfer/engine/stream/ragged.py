@@ -29,9 +29,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from zinfer.engine.cache import FixedLayer, QuantizedLayer, RowCache
 from zinfer.engine.decoder import Part
-from zinfer.engine.stream.cpu_attention import attend_all, hosted_rows
+from zinfer.engine.stream.cpu_attention import attend_all, stack_host_rows
 from zinfer.engine.stream.kv import PartLayer, SplitLayer
-from zinfer.engine.stream.meanwhile import arriving, stored_together
+from zinfer.engine.stream.host_work import gathered_stores, to_host_async
 from zinfer.engine.stream.stacked import stack
 from zinfer.engine.transfer import fetched, landed
 
@@ -100,7 +100,7 @@ class RaggedLayer(DynamicLayer):  # type: ignore[misc]
         return torch.cat(found)
 
 
-class HostedLayer(RaggedLayer):
+class HostAttentionLayer(RaggedLayer):
     """The same of rows whose keys and values are in host memory, to which the CPU attends."""
 
     def attend(self, query: Tensor, scaling: float | None) -> Tensor:
@@ -108,9 +108,9 @@ class HostedLayer(RaggedLayer):
         del key.zinfer_layer  # type: ignore[attr-defined]
         self.attended = True
         home, dtype = query.device, query.dtype
-        key, value, query = arriving(*self._stores[0].form(key, value), query)
+        key, value, query = to_host_async(*self._stores[0].form(key, value), query)
         rows, blocks, first = len(query), list[tuple[Tensor, Tensor]](), 0
-        with stored_together():
+        with gathered_stores():
             for store, count in zip(self._stores, self._rows, strict=True):
                 own = slice(first, first + count)
                 first = own.stop
@@ -160,10 +160,10 @@ class StackedLayer(DynamicLayer):  # type: ignore[misc]
         device, dtype = key_states.device, key_states.dtype
         if self._on_cpu:  # all parts are stored in one form: one transfer
             form = self._layer(self._parts[0]).form(key_states, value_states)
-            key_states, value_states = arriving(*form)
+            key_states, value_states = to_host_async(*form)
         found: list[list[Any]] = [[], []]
         first = 0
-        with stored_together():
+        with gathered_stores():
             for part in self._parts:
                 rows = slice(first, first + len(part.token_ids))
                 first = rows.stop
@@ -172,7 +172,7 @@ class StackedLayer(DynamicLayer):  # type: ignore[misc]
                 store = layer.add if self._on_cpu else layer.store
                 for blocks, states in zip(found, store(key_states[rows], value_states[rows]), strict=True):
                     blocks.append(states)
-        keys, values = (hosted_rows(one, device, dtype) if self._on_cpu else stack(one, dtype) for one in found)
+        keys, values = (stack_host_rows(one, device, dtype) if self._on_cpu else stack(one, dtype) for one in found)
         return keys, values
 
     def _layer(self, part: Part) -> Any:
@@ -257,7 +257,7 @@ class Ragged:
         Raises NotRaggedError after a pass in which a layer did not attend.
         """
         biases = [None if mask is None else Bias(mask) for mask in masks]
-        kind = HostedLayer if on_cpu else RaggedLayer
+        kind = HostAttentionLayer if on_cpu else RaggedLayer
         layers = [kind(stores, rows, biases, by) for stores in zip(*caches, strict=True)]
         self.switch(True)
         try:

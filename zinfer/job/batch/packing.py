@@ -9,7 +9,7 @@ from typing import NamedTuple
 from zinfer.core.case import Case, Workload
 from zinfer.core.machine import Machine
 from zinfer.core.model import ModelSpec
-from zinfer.generation.schedule import MOST_ROWS, load_of
+from zinfer.generation.schedule import MAX_ROWS, largest_load
 from zinfer.plan import cost
 from zinfer.plan.plan import Plan, largest_batch, make_plan
 from zinfer.plan.search import best_batch
@@ -73,12 +73,12 @@ def typical_plan(
     positions = model.max_position or INPUT + OUTPUT
     output = max(1, min(OUTPUT, positions // 3))
     typical = RowDemand(max(1, min(INPUT, positions - output)), output)
-    count = min(MOST_ROWS, rows or MOST_ROWS, max(waiting, 256))
+    count = min(MAX_ROWS, rows or MAX_ROWS, max(waiting, 256))
     plan = best_plan(cases, [typical] * count, model, machine, nvme_path)
     if not plan.fits:
         return plan, None
     longest = -(-positions // sum(typical))  # typical requests in the place of one that takes all positions
-    return plan, load_of(plan, [typical] * max(count, longest), None if rows is None else max(rows, longest))
+    return plan, largest_load(plan, [typical] * max(count, longest), None if rows is None else max(rows, longest))
 
 
 def shaped(case: Case, need: RowDemand, rows: int = 1) -> Case:

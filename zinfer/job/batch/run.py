@@ -11,7 +11,7 @@ from typing import Any
 
 from zinfer.core.errors import ENVIRONMENT
 from zinfer.generation.sampling import Sampling
-from zinfer.generation.schedule import load_of
+from zinfer.generation.schedule import largest_load
 from zinfer.job.batch import openai
 from zinfer.job.batch.intake import RequestRow, needs, row_order
 from zinfer.job.batch.ledger import Ledger
@@ -151,7 +151,7 @@ class _Runner:
         rows = [*self._waiting, *self._sent.values()]
         self._waiting, self._sent = sorted(rows, key=row_order), {}
         limits = [most for most in (self._job.at_most, self._window) if most is not None]
-        load = load_of(self._job.plan, needs(rows), min(limits) if limits else None)
+        load = largest_load(self._job.plan, needs(rows), min(limits) if limits else None)
         self._ask(BatchStart(load=load, rows=self._job.at_most))
         self._started = True
         self.standing.running, self.standing.waiting = 0, len(rows)

@@ -4,7 +4,7 @@ of more rows.
 A plan leaves a margin for what it does not see, moments of a pass and gaps between tensors. Where requests come and go,
 passes show how much that is. PyTorch keeps all memory that it ever needed, so what the device still has free was never
 needed: after some passes it is given away. The ring comes first: where layers stay and the CPU attends, the link
-otherwise stops in each pass (`layers_ahead`). Then come rows whose keys and values would be in host memory.
+otherwise stops in each pass (`prefetch_distance`). Then come rows whose keys and values would be in host memory.
 """
 
 from collections.abc import Collection
@@ -15,7 +15,7 @@ SEASONED = 12  # passes after which the memory that they need has been seen: som
 LEFT_SHARE = 0.04  # share of the device's memory that stays free: gaps between tensors grow for a while
 
 
-class DeviceRoom:
+class MemoryHeadroom:
     """Room beyond a plan's: `positions` of it have been given to rows of the load that runs, and the ring has at least
     `ring_depth` buffers."""
 
@@ -63,7 +63,7 @@ class DeviceRoom:
         return free - int(LEFT_SHARE * total)
 
 
-def layers_ahead(streamed: Collection[int], count: int) -> float:
+def prefetch_distance(streamed: Collection[int], count: int) -> float:
     """Return how many layers the ring must hold so that the link never stops while `count` layers compute, of which
     those `streamed` come over it: 1 to 2.
 

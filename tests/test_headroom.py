@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.opened import engines_closed
 from tests.test_parity import load
 from tests.test_passes import keep_here
 from zinfer.core.case import Workload
@@ -15,6 +16,7 @@ from zinfer.engine.stream import headroom
 from zinfer.engine.stream.headroom import MemoryHeadroom, prefetch_distance
 from zinfer.generation import passes
 
+assert engines_closed  # a fixture of all tests
 Patch = pytest.MonkeyPatch
 CAPACITY = 8  # positions of each row
 LOAD = Workload(batch_size=6, input_len=4, output_len=4)
@@ -22,7 +24,7 @@ LOAD = Workload(batch_size=6, input_len=4, output_len=4)
 
 @pytest.fixture
 def seasoned(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(headroom, "SEASONED", 2)
+    monkeypatch.setattr(headroom, "MIN_PASSES", 2)
 
 
 def admitted(engine: Any, rows: int) -> Any:
@@ -57,7 +59,6 @@ def test_rows_go_to_the_device_once_passes_have_shown_that_there_is_room(
     engine.clear()
     engine.expect(LOAD)
     assert admitted(engine, 3).hosted == 1
-    engine.close()
 
 
 @pytest.mark.usefixtures("seasoned")
@@ -82,8 +83,7 @@ def test_no_room_is_given_after_memory_fell_short(
             engine.forward([Work(batch, torch.tensor([[7]]))])
     for rows in (2, 1):  # though rows that got room still have it
         assert admitted(engine, rows).hosted == rows
-        assert engine._room.positions == 0
-    engine.close()
+        assert engine._headroom.positions == 0
 
 
 @pytest.mark.usefixtures("seasoned")
@@ -111,7 +111,7 @@ def test_the_ring_gets_what_no_pass_has_needed_where_layers_stay(
     monkeypatch.setattr(MemoryHeadroom, "unused_bytes", lambda _: 1 << 30)
     assert torch.allclose(torch.cat(first + steps(1)), torch.cat([alone[0], alone[1], alone[0]]), atol=1e-4)
     assert ring.depth == planned + 3  # once, and a batch that begins does not take it back
-    engine._room.saw_shortage()
+    engine._headroom.note_shortage()
     steps(3)
     assert ring.depth == planned
     engine.expect(None)
@@ -120,7 +120,6 @@ def test_the_ring_gets_what_no_pass_has_needed_where_layers_stay(
     assert ring.depth == 12
     engine.expect(LOAD)
     assert ring.depth == planned
-    engine.close()
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def told() -> list[str]:
 def shelf(engine: Engine, told: list[str], positions: int = 1000, **fields: Any) -> PrefixCache:
     """Return a prefix cache with memory for a number of positions."""
     size = engine.plan.model.kv_bytes(1, positions)
-    known: dict[str, Any] = {"identity": MODEL, "size": size, "folder_size": 1 << 30, "say": told.append}
+    known: dict[str, Any] = {"identity": MODEL, "size": size, "folder_size": 1 << 30, "on_message": told.append}
     return PrefixCache(**(known | fields))
 
 
@@ -76,7 +76,7 @@ def test_each_turn_finds_the_one_before_and_an_edited_one_their_beginning(engine
 @pytest.mark.parametrize("piece", [1, 7, 1 << 30])
 def test_the_last_token_is_always_computed(engine: Engine, told: list[str], piece: int) -> None:
     """Its logits are those of the next token, so `matched` and `find` leave it out, however much is kept."""
-    own = shelf(engine, told, piece=piece)
+    own = shelf(engine, told, chunk=piece)
     run(engine, TOKENS[:20], own)
     for count in (1, 2, 7, 8, 19, 20):
         assert own.matched(TOKENS[:count]) == sum(part.length for part in own.find(TOKENS[:count])) == count - 1
@@ -107,7 +107,7 @@ def test_the_least_recently_used_goes_first_and_its_end_before_its_beginning(eng
 
 def test_a_beginning_that_two_share_is_there_once_and_the_end_may_go_alone(engine: Engine, told: list[str]) -> None:
     """A second conversation parts from the first within a node; ends of both go before the common beginning."""
-    own = shelf(engine, told, positions=50, piece=8)
+    own = shelf(engine, told, positions=50, chunk=8)
     check(engine, own, TOKENS[:20], 0)
     other = [*TOKENS[:13], *TOKENS[29:13:-1]]
     check(engine, own, other, 13)
@@ -129,7 +129,7 @@ def test_host_memory_that_others_need_is_given_back(
 ) -> None:
     free = 0
     each = engine.plan.model.kv_bytes(1, 1)
-    own = shelf(engine, told, piece=8, spare=100)
+    own = shelf(engine, told, chunk=8, min_free=100)
     monkeypatch.setattr("zinfer.generation.prefix_cache.available_bytes", lambda: free - own.held)
     run(engine, TOKENS[:10], own)
     assert own.held == 0, "no memory but what is to stay free"

@@ -11,8 +11,8 @@ from collections.abc import Collection
 
 import torch
 
-SEASONED = 12  # passes after which the memory that they need has been seen: some of them had prompts
-LEFT_SHARE = 0.04  # share of the device's memory that stays free: gaps between tensors grow for a while
+MIN_PASSES = 12  # passes after which the memory that they need has been seen: some of them had prompts
+FREE_SHARE = 0.04  # share of the device's memory that stays free: gaps between tensors grow for a while
 
 
 class MemoryHeadroom:
@@ -28,19 +28,19 @@ class MemoryHeadroom:
         self.positions = self.ring_depth = self._passes = 0
         self._short = False
 
-    def saw_pass(self) -> None:
+    def note_pass(self) -> None:
         """Count a pass that had enough memory."""
         self._passes += 1
 
-    def saw_shortage(self) -> None:
-        """Give no more room to this load, and take back what the ring and new rows would get: memory fell short."""
+    def note_shortage(self) -> None:
+        """Take the spare memory back from the ring and new rows: memory fell short."""
         self.positions = self.ring_depth = 0
         self._short = True
 
     @property
-    def seen(self) -> bool:
+    def known(self) -> bool:
         """True once passes have shown what they need, and while that has been there."""
-        return not self._short and self._passes >= SEASONED
+        return not self._short and self._passes >= MIN_PASSES
 
     def deepen(self, depth: int, wanted: int, buffer_bytes: int) -> int:
         """Return how many buffers a ring of `depth` has from now on: up to `wanted`, as far as there is room."""
@@ -48,29 +48,25 @@ class MemoryHeadroom:
         self.ring_depth = max(depth, min(wanted, depth + room))
         return self.ring_depth
 
-    def rows(self, most: int, row_bytes: int, promised: int) -> int:
-        """Return how many rows, `most` at most, of `row_bytes` each have room; `promised` bytes are still to be taken
-        by others."""
-        if not self.seen or not row_bytes:
+    def rows(self, max_rows: int, row_bytes: int, promised: int) -> int:
+        """Return how many rows of `row_bytes` each have room; others will still take `promised` bytes."""
+        if not self.known or not row_bytes:
             return 0
-        return max(0, min(most, (self.unused_bytes() - promised) // row_bytes))
+        return max(0, min(max_rows, (self.unused_bytes() - promised) // row_bytes))
 
     def unused_bytes(self) -> int:
-        """Return the bytes of the device that no pass has needed, less those that stay free; 0 without a GPU."""
+        """Return the device bytes that no pass has needed, less a margin; 0 without a GPU."""
         if self._device.type != "cuda":
             return 0
         free, total = torch.cuda.mem_get_info(self._device)
-        return free - int(LEFT_SHARE * total)
+        return free - int(FREE_SHARE * total)
 
 
 def prefetch_distance(streamed: Collection[int], count: int) -> float:
-    """Return how many layers the ring must hold so that the link never stops while `count` layers compute, of which
-    those `streamed` come over it: 1 to 2.
-
-    A pass takes the link's time if a layer's computation takes no more than its share of it: `len(streamed) / count` of
-    the time in which the link brings a layer. The link fills the ring while one streamed layer computes and those that
-    stay behind it.
-    """
+    """Return how many layers the ring must hold, 1 to 2, to keep the link busy. Of `count` layers those `streamed` come
+    over it. A pass takes the link's time if a layer's computation takes no more than its share of it: `len(streamed) /
+    count` of the time in which the link brings a layer. The link fills the ring while one streamed layer computes and
+    those that stay behind it."""
     if not 0 < len(streamed) < count:
         return 1.0
     places = sorted(streamed)

@@ -93,7 +93,7 @@ def defer(work: Callable[[], object]) -> None:
 
 
 def defer_store(target: Tensor, states: Tensor) -> None:
-    """Copy `states` to `target` in host memory, after all deferred work where the pass defers."""
+    """Copy `states` to `target` in host memory, after all deferred work."""
     deferred = _deferred()
     if deferred is not None:
         deferred.stores.append((target, states))
@@ -128,7 +128,11 @@ def run_async(work: Callable[[], Tensor]) -> Tensor:
     if not may_pause():
         flush()
         return work()
-    deferred, threads, inference = getcurrent().deferred.take(), torch.get_num_threads(), torch.is_inference_mode_enabled()
+    deferred, threads, inference = (
+        getcurrent().deferred.take(),
+        torch.get_num_threads(),
+        torch.is_inference_mode_enabled(),
+    )
 
     def run() -> Tensor:
         with torch.inference_mode(inference):

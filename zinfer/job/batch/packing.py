@@ -9,7 +9,8 @@ from typing import NamedTuple
 from zinfer.core.case import Case, Workload
 from zinfer.core.machine import Machine
 from zinfer.core.model import ModelSpec
-from zinfer.generation.schedule import MAX_ROWS, largest_load
+from zinfer.generation.schedule import largest_load
+from zinfer.generation.tuning import TUNED
 from zinfer.plan import cost
 from zinfer.plan.plan import Plan, largest_batch, make_plan
 from zinfer.plan.search import best_batch
@@ -73,7 +74,7 @@ def typical_plan(
     positions = model.max_position or INPUT + OUTPUT
     output = max(1, min(OUTPUT, positions // 3))
     typical = RowDemand(max(1, min(INPUT, positions - output)), output)
-    count = min(MAX_ROWS, rows or MAX_ROWS, max(waiting, 256))
+    count = min(TUNED.max_rows, rows or TUNED.max_rows, max(waiting, 256))
     plan = best_plan(cases, [typical] * count, model, machine, nvme_path)
     if not plan.fits:
         return plan, None

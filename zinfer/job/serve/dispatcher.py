@@ -1,7 +1,7 @@
 """Dispatcher: the thread that drives the server's worker, from the arrival of a request's rows to their last token.
 
 Rows are given to the worker's queue as they come; the worker begins them, at every pass, in the order that
-`zinfer.generation.schedule.in_turn` gives: requests share the memory, however many rows each has. The thread alone
+`zinfer.generation.schedule.fair_order` gives: requests share the memory, however many rows each has. The thread alone
 talks to the worker and sleeps while there is no row. Prompts that are texts are read beside it
 (`zinfer.job.serve.reading`): their rows come when they have token ids. A worker that dies is started again: rows of
 which no text was handed out go on with the tokens that they have, fewer of them at a time, so that a row that is to
@@ -20,7 +20,7 @@ from zinfer.core.case import Workload
 from zinfer.core.errors import ENVIRONMENT
 from zinfer.core.model import ModelError
 from zinfer.generation.sampling import Sampling
-from zinfer.generation.schedule import in_turn
+from zinfer.generation.schedule import fair_order
 from zinfer.generation.tokenizer_process import Refusal
 from zinfer.job.batch.run import FATAL, MANY
 from zinfer.job.openai import Asked, Prompt, Refused, answer_limit
@@ -379,7 +379,7 @@ class Dispatcher:
         new = self._waiting
         if self._window is not None:
             held = Counter(row.request for row in self._sent.values())
-            new = in_turn(new, held)[: max(self._window - len(self._sent), 0)]
+            new = fair_order(new, held)[: max(self._window - len(self._sent), 0)]
         self._waiting = _without(self._waiting, new)
         return new
 

@@ -240,7 +240,7 @@ class Together:
         self.prompts = [prompts(rows) for rows in lengths]
         sizes = [len(rows) for rows in lengths]
         self.shares = torch.arange(4, 4 + 3 * sum(sizes)).view(-1, 3).split(sizes)
-        self.expected = []
+        self.expected = list[list[torch.Tensor]]()
         for (token_ids, mask), rows in zip(self.prompts, self.shares, strict=True):
             steps = [prefill(engine, token_ids, mask, reserve=8)]
             self.expected.append(steps + [decode(engine, rows[:, step]) for step in range(3)])

@@ -398,7 +398,8 @@ class StoredPart:
     @staticmethod
     def rows_of(half: Tensor, count: int, rows: Sequence[int]) -> Tensor:
         """Return some of the `count` rows of keys or values ``[n, bytes]``: ``[n, rows, bytes of a row]``."""
-        return half.unflatten(1, (count, half.shape[1] // count))[:, rows]
+        by_row: Tensor = half.unflatten(1, (count, half.shape[1] // count))
+        return by_row[:, rows]
 
 
 class LinkCache(HostCache):

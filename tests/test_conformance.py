@@ -147,10 +147,9 @@ def _with_a_fault(watch: Any, init: Any, engine: Any, running: ContinuousSchedul
 
     def wrong(works: Sequence[Work]) -> list[torch.Tensor]:
         found = [logits.clone() for logits in forward(works)]
-        batches = {id(running._batches[id(group)]): group for group in running.schedule.groups}
+        batches = {id(batch.micro_batch): batch for batch in running.schedule.batches}
         for work, logits in zip(works, found, strict=True):
-            group = batches[id(work.batch)]
-            for place, row in enumerate(group.rows):
+            for place, row in enumerate(batches[id(work.batch)].rows):
                 if row is not None and row.key == 5 and len(running.sequences[5].output_ids) == 2:
                     logits[place, 0, 17] += 0.01 * logits.std()
         return found

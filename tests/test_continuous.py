@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests import test_cache_kinds as kinds
+from tests.opened import engines_closed
 from tests.test_parity import load
 from tests.test_passes import WAYS, keep_here, small_blocks
 from zinfer.core.case import Workload
@@ -17,11 +18,12 @@ from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, Work
 from zinfer.engine.cache import WindowIndex
 from zinfer.engine.stream import Stream, packed_layer
-from zinfer.generation import passes, schedule, scheduler
-from zinfer.generation.schedule import PassTimes
+from zinfer.generation import passes, schedule, scheduler, tuning
+from zinfer.generation.pass_times import PassTimes
 from zinfer.generation.scheduler import ContinuousScheduler
 from zinfer.generation.tokenizer import Tokenizer
 
+assert engines_closed  # a fixture of all tests
 Checkpoints = Callable[..., Path]
 Patch = pytest.MonkeyPatch
 kind = kinds.kind  # the fixture
@@ -73,14 +75,23 @@ def alike(count: int, length: int, limit: int) -> list[scheduler.Sequence]:
     ]
 
 
+def tune(patch: Patch, **values: Any) -> None:
+    """Change tuned numbers of the scheduler."""
+    patch.setattr(tuning, "TUNED", replace(tuning.TUNED, **values))
+
+
 def small(patch: Patch, budget: int = 17) -> None:
     """Make decisions that are made for thousands of tokens with few."""
-    patch.setattr(schedule, "LEAST_TOKENS", 6)
-    patch.setattr(schedule, "FURTHER", 1)
-    patch.setattr(schedule, "FEW_GROUPS", 2)
-    patch.setattr(schedule, "MOST_GROUPS", 3)
+    tune(patch, min_prompt_tokens=6, further_batch=1, few_batches=2, many_batches=3)
     patch.setattr(PassTimes, "room", lambda *_: budget)
     patch.setattr(PassTimes, "tokens", budget, raising=False)
+
+
+def begin(engine: Engine, step: int = 8, **settings: Any) -> ContinuousScheduler:
+    """Return a scheduler whose micro-batches grow by `step` positions."""
+    running = ContinuousScheduler(engine, Words(), LOAD, **settings)  # type: ignore[arg-type]
+    running.schedule.step = step
+    return running
 
 
 def run(
@@ -101,8 +112,7 @@ def run(
 
 def come_and_go(engine: Engine, count: int = 14) -> tuple[list[scheduler.Sequence], list[int], schedule.Tally]:
     """Run sequences that arrive in three groups; return them, the tokens that each may have, and what was counted."""
-    running = ContinuousScheduler(engine, Words(), LOAD)  # type: ignore[arg-type]
-    running.schedule.step = 8
+    running = begin(engine)
     rows = sequences(count, 3)
     limits = [one.left for one in rows]
     found = run(running, [rows[:5], rows[5:6], rows[6:]])
@@ -133,7 +143,6 @@ def test_tokens_are_those_of_each_sequence_alone(
         assert all(len(one.output_ids) == limit for one, limit in zip(found, limits, strict=True))
     else:
         check(engine, found, limits)
-    engine.close()
 
 
 @pytest.mark.parametrize(
@@ -147,22 +156,19 @@ def test_layers_of_every_kind_take_part(name: str, kind: kinds.Kinds, tmp_path: 
     small(monkeypatch)
     monkeypatch.setattr("zinfer.engine.cache.MIN_SPARE", 4)
     engine = load("stream", kind(name), "cpu", tmp_path)
-    running = ContinuousScheduler(engine, Words(), LOAD)  # type: ignore[arg-type]
-    running.schedule.step = 8
+    running = begin(engine)
     rows = sequences(9, 5)
     limits = [one.left for one in rows]
     found = run(running, [rows[:4], rows[4:]])
     running.end()
     check(engine, found, limits)
-    engine.close()
 
 
 def suspended(engine: Engine, patch: Patch) -> tuple[list[scheduler.Sequence], list[int]]:
     """Run eight rows of which some wait in host memory, and return them with their limits. Admission is made to expect
     that rows end at once, so that memory falls short."""
     small(patch, 60)
-    running = ContinuousScheduler(engine, Words(), LOAD)  # type: ignore[arg-type]
-    running.schedule.step = 4
+    running = begin(engine, step=4)
     running.schedule.limits = running.schedule.limits._replace(positions=90)
     running.schedule.ending = 0.5
     rows = alike(8, 8, 24)
@@ -176,7 +182,6 @@ def suspended(engine: Engine, patch: Patch) -> tuple[list[scheduler.Sequence], l
 def test_rows_wait_in_host_memory_and_come_back(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
     engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
     check(engine, *suspended(engine, monkeypatch))
-    engine.close()
 
 
 @pytest.mark.parametrize("verb", ["forward", "admit", "move_rows"])
@@ -185,8 +190,7 @@ def test_a_shortage_of_memory_costs_no_sequence(
 ) -> None:
     small(monkeypatch, 40)
     engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
-    running = ContinuousScheduler(engine, Words(), LOAD)  # type: ignore[arg-type]
-    running.schedule.step = 4
+    running = begin(engine, step=4)
     calls, whole, seen = 0, getattr(engine, verb), list[int]()
 
     def short(*arguments: Any) -> Any:
@@ -209,7 +213,6 @@ def test_a_shortage_of_memory_costs_no_sequence(
     running.end()
     monkeypatch.undo()
     check(engine, found, limits)
-    engine.close()
 
 
 def fall_short(
@@ -221,12 +224,12 @@ def fall_short(
     lost: list[set[int]] = []
     left, add, compute, lose = 0, WindowIndex.add, running._compute, running.schedule.lost
 
-    def keys(groups: list[schedule.Group]) -> set[int]:
-        return {row.key for group in groups for row in group.rows if row is not None}
+    def keys(batches: list[schedule.PlannedBatch]) -> set[int]:
+        return {row.key for batch in batches for row in batch.living}
 
-    def computed(works: list[schedule.GroupWork], *arguments: Any) -> Any:
+    def computed(works: list[schedule.PlannedWork], *arguments: Any) -> Any:
         nonlocal left
-        coming = [group for group, _ in works if not group.running]
+        coming = [batch for batch, _ in works if not batch.running]
         if len(asked) < 2 and len(coming) + 2 <= len(works) and prompts == bool(coming):
             asked.append(keys(coming))
             left = stored
@@ -239,9 +242,9 @@ def fall_short(
             raise torch.OutOfMemoryError("CUDA out of memory")
         return add(self, start, count)
 
-    def lost_of(groups: list[schedule.Group]) -> Any:
-        lost.append(keys(groups))
-        return lose(groups)
+    def lost_of(batches: list[schedule.PlannedBatch]) -> Any:
+        lost.append(keys(batches))
+        return lose(batches)
 
     patch.setattr(running, "_compute", computed)
     patch.setattr(WindowIndex, "add", added)
@@ -261,8 +264,7 @@ def test_running_rows_outlast_a_pass_without_memory(
     if options.get("kv_offload") == "auto":
         keep_here(monkeypatch, 3)
     engine = load(name, checkpoint("llama"), offload, tmp_path, **options)
-    running = ContinuousScheduler(engine, Words(), LOAD)  # type: ignore[arg-type]
-    running.schedule.step = 8
+    running = begin(engine)
     rows = alike(10, 9, 12)
     limits = [one.left for one in rows]
     with monkeypatch.context() as patch:
@@ -277,7 +279,6 @@ def test_running_rows_outlast_a_pass_without_memory(
     if way != "int8 by the cpu":
         check(engine, found, limits)
     assert [len(one.output_ids) for one in found] == limits
-    engine.close()
 
 
 @pytest.mark.parametrize("name", ["gemma2", "qwen3_next", "deepseek_v3"])
@@ -287,8 +288,7 @@ def test_layers_of_every_kind_outlast_a_pass_without_memory(
     small(monkeypatch)
     monkeypatch.setattr("zinfer.engine.cache.MIN_SPARE", 4)
     engine = load("stream", kind(name), "cpu", tmp_path)
-    running = ContinuousScheduler(engine, Words(), LOAD)  # type: ignore[arg-type]
-    running.schedule.step = 8
+    running = begin(engine)
     rows = sequences(12, 5)
     limits = [one.left for one in rows]
     with monkeypatch.context() as patch:
@@ -302,7 +302,6 @@ def test_layers_of_every_kind_outlast_a_pass_without_memory(
         assert all(any(keys < gone for gone in lost) for keys in asked)
     running.end()
     check(engine, found, limits)
-    engine.close()
 
 
 @pytest.mark.parametrize("way", ["here", "cpu"])
@@ -329,12 +328,11 @@ def test_a_window_that_a_failed_pass_may_have_moved_cannot_go_back(
         passes.decode(engine, batch, token)
     with pytest.raises(EngineError, match="a pass that failed"):
         engine.rollback(batch, torch.tensor([batch.length]))
-    engine.close()
 
 
 def test_memory_that_one_row_lacks_is_an_error(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
     engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
-    running = ContinuousScheduler(engine, Words(), LOAD)  # type: ignore[arg-type]
+    running = begin(engine)
 
     def short(_works: Sequence[Work]) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -345,18 +343,16 @@ def test_memory_that_one_row_lacks_is_an_error(checkpoint: Checkpoints, tmp_path
         running.step()
     assert not running.running
     assert engine.batches == []
-    engine.close()
 
 
 def test_a_step_with_nothing_to_do_runs_no_pass(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
     engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
-    running = ContinuousScheduler(engine, Words(), LOAD)  # type: ignore[arg-type]
+    running = begin(engine)
     monkeypatch.setattr(engine, "forward", None)
     assert running.step() == []
     assert running.schedule.tally.passes == 0
     assert Stream.forward(engine, []) == []  # type: ignore[arg-type]
     running.end()
-    engine.close()
 
 
 def test_stops_and_dropped_sequences_free_their_rows(
@@ -385,7 +381,6 @@ def test_stops_and_dropped_sequences_free_their_rows(
     assert other.output_ids == free[2].output_ids
     assert not gone.ended
     running.end()
-    engine.close()
 
 
 # Shares
@@ -399,15 +394,15 @@ def test_rows_that_are_given_up_go_on_as_if_they_had_not_been(
     """One request has all rows; others come, one after the other, and begin at once. What the first one's rows have
     computed is kept where it can be, else computed again."""
     small(monkeypatch)
-    monkeypatch.setattr(scheduler, "LEAST_KEPT", 2)
+    tune(monkeypatch, min_kept=2)
     name, offload, options = (WAYS | MORE)[way]
     engine = load(name, checkpoint("llama"), offload, tmp_path, **options)
-    running = ContinuousScheduler(engine, Words(), LOAD, 4, arrivals=True, cache_size=size)  # type: ignore[arg-type]
+    running = begin(engine, rows=4, arrivals=True, cache_size=size)
     rows = [replace(one, left=12 + one.key) for one in sequences(9, 7, longest=20)]
     others = [replace(one, left=3, key=20 + one.key, owner=1 + one.key) for one in sequences(3, 8, longest=20)]
     limits = [one.left for one in (*rows, *others)]
     running.add(rows)
-    while len(running.schedule.running) < 4 or any(group.length < 3 for group in running.schedule.groups):
+    while len(running.schedule.running) < 4 or any(batch.length < 3 for batch in running.schedule.batches):
         running.step()
     for other in others:
         running.add([other])
@@ -426,7 +421,6 @@ def test_rows_that_are_given_up_go_on_as_if_they_had_not_been(
     else:
         check(engine, [*rows, *others], limits)
     running.end()
-    engine.close()
 
 
 # Kept prefixes
@@ -453,10 +447,8 @@ def turns(seed: int, count: int = 6) -> list[list[scheduler.Sequence]]:
 
 
 def keeping(engine: Engine, patch: Patch, size: int = 1 << 20, **settings: Any) -> ContinuousScheduler:
-    patch.setattr(scheduler, "LEAST_KEPT", 2)
-    patch.setattr(scheduler, "PIECE", 5)
-    patch.setattr(schedule, "SLACK", 3)
-    return ContinuousScheduler(engine, Words(), LOAD, arrivals=True, cache_size=size, **settings)  # type: ignore[arg-type]
+    tune(patch, min_kept=2, kept_chunk=5, reuse_slack=3)
+    return begin(engine, arrivals=True, cache_size=size, **settings)
 
 
 def finish(running: ContinuousScheduler, rows: list[scheduler.Sequence]) -> int:
@@ -478,7 +470,6 @@ def test_kept_prefixes_are_reused_and_change_no_token(
     running = keeping(engine, monkeypatch)
     assert running.cannot_reuse is None
     assert running.prefixes is not None
-    running.schedule.step = 8
     for number, rows in enumerate(turns(7)):
         limits = [one.left for one in rows]
         computed = finish(running, rows)
@@ -492,7 +483,6 @@ def test_kept_prefixes_are_reused_and_change_no_token(
     assert running.schedule.tally.again == 0
     running.end()
     assert running.prefixes.held == 0
-    engine.close()
 
 
 def test_rows_that_wait_in_host_memory_had_a_kept_beginning(
@@ -500,8 +490,7 @@ def test_rows_that_wait_in_host_memory_had_a_kept_beginning(
 ) -> None:
     small(monkeypatch, 60)
     engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
-    running = keeping(engine, monkeypatch)
-    running.schedule.step = 4
+    running = keeping(engine, monkeypatch, step=4)
     rows = alike(8, 8, 16)
     finish(running, [scheduler.Sequence(one.prompt_ids[:6], 2, key=100 + one.key) for one in rows])
     running.schedule.limits = running.schedule.limits._replace(positions=90)
@@ -514,7 +503,6 @@ def test_rows_that_wait_in_host_memory_had_a_kept_beginning(
     assert sum(one.cached for one in rows) > 20
     running.end()
     check(engine, rows, limits)
-    engine.close()
 
 
 def test_scores_of_a_prompt_need_all_of_it(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
@@ -544,7 +532,6 @@ def test_scores_of_a_prompt_need_all_of_it(checkpoint: Checkpoints, tmp_path: Pa
     assert len(scored.prompt_scores) == 8
     assert scored.output_ids == free.output_ids == alone.output_ids
     running.end()
-    engine.close()
 
 
 def test_what_is_kept_has_a_budget_and_gives_way(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
@@ -569,7 +556,6 @@ def test_what_is_kept_has_a_budget_and_gives_way(checkpoint: Checkpoints, tmp_pa
     monkeypatch.setattr(engine, "snapshot", snapshot)
     check(engine, again, [4])
     running.end()
-    engine.close()
 
 
 def test_an_engine_that_cannot_reuse_says_why(
@@ -589,7 +575,6 @@ def test_an_engine_that_cannot_reuse_says_why(
             assert finish(running, [row]) == 5
             assert row.cached == 0
         running.end()
-        engine.close()
 
 
 def test_the_ring_holds_two_layers_for_requests_and_one_for_a_batch(
@@ -618,7 +603,6 @@ def test_the_ring_holds_two_layers_for_requests_and_one_for_a_batch(
     engine.plan = engine.plan.model_copy(update={"machine": machine})
     engine.expect(LOAD)
     assert ring.depth < 2 * pieces
-    engine.close()
 
 
 def test_long_answers_that_begin_first_have_room_where_places_bound_the_rows(
@@ -630,4 +614,3 @@ def test_long_answers_that_begin_first_have_room_where_places_bound_the_rows(
     bounded, alone = (ContinuousScheduler(engine, Words(), mean, rows) for rows in (4, None))  # type: ignore[arg-type]
     assert bounded.schedule.limits.positions >= 4 * (20 + 200)
     assert alone.schedule.limits.positions == schedule.positions_of(mean)
-    engine.close()

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from safetensors.torch import load_file, save_file
 
 from tests import test_cache_kinds as kinds
 from tests.command import zinfer
+from tests.opened import engines_closed
 from tests.test_cli import folder  # noqa: F401
-from tests.test_continuous import LOAD, Words, alike, greedy, run, sequences, small
+from tests.test_continuous import alike, begin, greedy, run, sequences, small
 from tests.test_drafts import DRAFTED
 from tests.test_graphs import Rerun, recorder
 from tests.test_parity import load
@@ -25,11 +27,13 @@ from zinfer.core.model import ModelError
 from zinfer.core.request import Sampling
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine
-from zinfer.generation import draft_model, schedule, scheduler
+from zinfer.generation import draft_model, scheduler, tuning
 from zinfer.generation.draft_model import check_same_tokens
 from zinfer.generation.drafts import DraftRow, Drafts
+from zinfer.generation.pass_times import PassTimes
 from zinfer.generation.scheduler import ContinuousScheduler
 
+assert engines_closed  # a fixture of all tests
 Checkpoints = Callable[..., Path]
 Patch = pytest.MonkeyPatch
 kind = kinds.kind  # the fixture
@@ -52,11 +56,9 @@ def like(directory: Path, target: Path, noise: float) -> Path:
 
 def drafting(engine: Engine, patch: Patch, **settings: Any) -> ContinuousScheduler:
     """Return a scheduler with the engine's model that drafts, for which drafting takes no time."""
-    patch.setattr(schedule.PassTimes, "room_for_drafts", lambda *_: 1000)
+    patch.setattr(PassTimes, "room_for_drafts", lambda *_: 1000)
     patch.setattr(Drafts, "_worth", lambda _drafts, counts, _rows: max(counts.values()))
-    running = ContinuousScheduler(engine, Words(), LOAD, **settings)  # type: ignore[arg-type]
-    running.schedule.step = 8
-    return running
+    return begin(engine, **settings)
 
 
 def rows_of(engine: Engine, rows: Sequence[scheduler.Sequence]) -> dict[int, list[int]]:
@@ -92,7 +94,6 @@ def test_tokens_are_those_of_decoding_one_by_one(
     running.end()
     assert engine.draft is not None
     assert engine.draft.batches == []
-    engine.close()
     assert {one.key: one.output_ids for one in found} == known
     assert accepted == drafted if noise == 0 else 0.2 * drafted < accepted < drafted
 
@@ -110,7 +111,6 @@ def test_a_model_drafts_for_two_ranks(checkpoint: Checkpoints, tmp_path: Path, m
     assert running.drafts is not None
     assert 0 < running.drafts.accepted < running.drafts.drafted
     running.end()
-    engine.close()
     assert {one.key: one.output_ids for one in found} == known
 
 
@@ -131,7 +131,6 @@ def test_steps_of_the_small_model_are_recorded(
     assert running.drafts is not None
     assert recorder.replayed > running.drafts.drafted / 5
     assert 0 < running.drafts.accepted < running.drafts.drafted
-    engine.close()
     assert {one.key: one.output_ids for one in found} == known
 
 
@@ -154,7 +153,6 @@ def test_rows_that_have_ended_stay_until_most_have(checkpoint: Checkpoints, tmp_
 
     monkeypatch.setattr(engine.draft, "forward", watched)
     found = run(running, [rows])
-    engine.close()
     assert {one.key: one.output_ids for one in found} == known
     sizes = sizes[sizes.index(8) :]  # rows have come one by one
     drafted = [size for place, size in enumerate(sizes) if not place or size != sizes[place - 1]]
@@ -169,17 +167,15 @@ def test_rows_come_pause_and_leave(
     """Rows are dropped, wait in host memory and come back, and others go on without drafts for a while; the KV cache of
     the model that drafts closes its gaps."""
     small(monkeypatch, 60)
-    monkeypatch.setattr(draft_model, "ROOM", 12)
-    monkeypatch.setattr(draft_model, "BACKLOG", 3)
+    monkeypatch.setattr(tuning, "DRAFTS", replace(tuning.DRAFTS, growth=12, backlog=3))
     engine = load("stream", checkpoint(architecture), "cpu", tmp_path, draft=str(checkpoint("llama")))
     rows = alike(9, 8, 30)
     known = rows_of(engine, rows)
-    running = drafting(engine, monkeypatch)
-    running.schedule.step = 4
+    running = drafting(engine, monkeypatch, step=4)
     running.schedule.limits = running.schedule.limits._replace(positions=90)
     running.schedule.ending = 0.5
     assert running.drafts is not None
-    monkeypatch.setattr(running.drafts, "most", 5)
+    monkeypatch.setattr(running.drafts, "max_drafts", 5)
     propose, calls = running.drafts.propose, Counter[int]()
 
     def now_and_then(rows: Mapping[int, DraftRow], room: int) -> dict[int, list[int]]:
@@ -205,14 +201,13 @@ def test_rows_come_pause_and_leave(
         done += [one for one in running.step() if one.ended]
         drafter = running.drafts.drafter
         assert isinstance(drafter, draft_model.ModelDrafter)
-        resting = {row.key for group in running.schedule.suspended for row in group.rows if row is not None}
+        resting = {row.key for batch in running.schedule.suspended for row in batch.living}
         assert not resting & drafter._computed.keys(), "rows in host memory have no memory on the device"
         if not running.running:
             break
     assert running.schedule.tally.suspended > 0
     assert min(moved[name] for name in ("move_rows", "retire", "rollback")) > 3
     running.end()
-    engine.close()
     assert {one.key: one.output_ids for one in done} == {key: ids for key, ids in known.items() if key != 3}
 
 
@@ -243,7 +238,7 @@ def test_drawn_tokens_ends_and_stops_are_those_without_drafts(
         for one in rows:
             one.stop = ("<3><5>", "<2><2>") if ends else ()
         if running.drafts is not None:
-            running.drafts.most = most
+            running.drafts.max_drafts = most
         whole = run(running, [rows])
         accepted += 0 if running.drafts is None else running.drafts.accepted
         running.end()
@@ -257,24 +252,6 @@ def test_drawn_tokens_ends_and_stops_are_those_without_drafts(
     assert accepted > 20
 
 
-def test_one_sequence_gets_drafts_turn_after_turn(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(Drafts, "_worth", lambda _drafts, counts, _rows: max(counts.values()))
-    engine = load("stream", checkpoint("bloom"), "cpu", tmp_path, draft=str(checkpoint("bloom")))
-    for one in sequences(3, 4):
-        expected = greedy(engine, one.prompt_ids, one.left)
-        alone, steps = ContinuousScheduler(engine, Words(), LOAD, 1), 0  # type: ignore[arg-type]
-        alone.add([one])
-        while alone.running:
-            alone.step()
-            steps += 1
-        alone.end()
-        assert one.output_ids == expected
-        assert steps <= len(expected) // 2
-    assert engine.draft is not None
-    assert engine.draft.batches == []
-    engine.close()
-
-
 def test_rows_beyond_the_positions_of_the_small_model_have_no_drafts(
     checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
@@ -286,7 +263,6 @@ def test_rows_beyond_the_positions_of_the_small_model_have_no_drafts(
     found = run(running, [rows])
     assert running.drafts is not None
     assert 0 < running.drafts.drafted < 3 * 16 * 24
-    engine.close()
     assert {one.key: one.output_ids for one in found} == known
 
 
@@ -311,7 +287,6 @@ def test_memory_that_is_short_for_drafts_ends_no_row(
     found = run(running, [rows])
     assert running.drafts is not None
     assert running.drafts.accepted > 5
-    engine.close()
     assert {one.key: one.output_ids for one in found} == known
 
 
@@ -331,7 +306,7 @@ class Timed:
         self.calls.append(max(counts.values()))
         return {key: [7] * count for key, count in counts.items()}
 
-    def forget(self, key: int) -> None: ...
+    def discard(self, key: int) -> None: ...
 
 
 @pytest.mark.parametrize(
@@ -356,7 +331,7 @@ def test_drafts_are_as_many_as_pay(token_s: float | None, pass_s: float, right: 
         for key, ids in found.items():
             wrong = torch.rand(len(ids), generator=dice) >= right
             accepted = int(wrong.long().argmax()) if bool(wrong.any()) else len(ids)
-            drafts.saw(key, len(ids), accepted)
+            drafts.observe(key, len(ids), accepted)
             tokens += accepted
         drafts.passed(pass_s if found else 1.0)
         sizes.append(max(map(len, found.values()), default=0))
@@ -374,7 +349,7 @@ def test_drafts_that_are_never_right_are_given_up_at_once(rows: int, pass_s: flo
         took = pass_s if found else 1.0
         seconds += took + 0.004 * max(map(len, found.values()), default=0)
         for key, ids in found.items():
-            drafts.saw(key, len(ids), 0)
+            drafts.observe(key, len(ids), 0)
         drafts.passed(took)
     assert drafts.drafted > 0
     assert seconds < 64 * 1.02

@@ -12,18 +12,23 @@ import torch
 
 from tests import test_cache_kinds as kinds
 from tests.command import zinfer
+from tests.opened import engines_closed
 from tests.test_cli import folder  # noqa: F401
-from tests.test_continuous import LOAD, MORE, Words, alike, greedy, keeping, run, sequences, small
+from tests.test_continuous import LOAD, MORE, Words, alike, begin, greedy, keeping, run, sequences, small
 from tests.test_parity import load
 from tests.test_passes import WAYS, keep_here, small_blocks
+from zinfer.core.engine import MAX_DRAFTS
 from zinfer.core.request import Sampling
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, Work
-from zinfer.generation import schedule, scheduler
-from zinfer.generation.drafts import LONGEST, MOST, SHORTEST, DraftRow, Drafts, NgramDrafter
+from zinfer.generation import scheduler
+from zinfer.generation.drafts import DraftRow, Drafts, NgramDrafter
+from zinfer.generation.pass_times import PassTimes
 from zinfer.generation.sampling import choose
 from zinfer.generation.scheduler import ContinuousScheduler
+from zinfer.generation.tuning import DRAFTS
 
+assert engines_closed  # a fixture of all tests
 Checkpoints = Callable[..., Path]
 Patch = pytest.MonkeyPatch
 kind = kinds.kind  # the fixture
@@ -55,7 +60,7 @@ class Oracle:
         found = [one if dice.random() >= self._wrong else one % 80 + 7 for one in answer[at : at + count]]
         return found[: dice.randint(0, count)]
 
-    def forget(self, key: int) -> None:
+    def discard(self, key: int) -> None:
         assert key in self._answers
 
 
@@ -65,11 +70,9 @@ def answers(engine: Engine, rows: Sequence[scheduler.Sequence]) -> Answers:
 
 def drafting(engine: Engine, patch: Patch, known: Answers, wrong: float, **settings: Any) -> ContinuousScheduler:
     """Return a scheduler with an `Oracle`, for which any number of drafts hides behind the link."""
-    patch.setattr(schedule.PassTimes, "room_for_drafts", lambda *_: 1000)
+    patch.setattr(PassTimes, "room_for_drafts", lambda *_: 1000)
     patch.setattr(Drafts, "_worth", lambda _drafts, counts, _rows: max(counts.values()))
-    running = ContinuousScheduler(engine, Words(), LOAD, drafter=Oracle(known, wrong), **settings)  # type: ignore[arg-type]
-    running.schedule.step = 8
-    return running
+    return begin(engine, drafter=Oracle(known, wrong), **settings)
 
 
 def check(found: Sequence[scheduler.Sequence], known: Answers) -> None:
@@ -106,7 +109,6 @@ def test_tokens_are_those_of_decoding_one_by_one(
     if wrong == 0 and name == "stream":
         assert running.schedule.tally.passes < 20  # 25 without drafts
     running.end()
-    engine.close()
     check(found, known)
 
 
@@ -131,7 +133,6 @@ def test_tokens_of_a_cache_in_8_bits_are_those_without_drafts(
         )
         running.end()
         check(found, known)
-    engine.close()
 
 
 @pytest.mark.parametrize(
@@ -153,7 +154,6 @@ def test_models_that_attend_in_ways_of_their_own(
     rows = sequences(9, 5)
     known = answers(engine, rows)
     found = run(drafting(engine, monkeypatch, known, 0.3), [rows[:4], rows[4:]])
-    engine.close()
     check(found, known)
 
 
@@ -166,7 +166,6 @@ def test_no_row_goes_beyond_the_positions_of_its_model(
     rows = alike(4, 60, 4)[:1] + alike(4, 50, 14)[1:]
     known = answers(engine, rows)
     found = run(drafting(engine, monkeypatch, known, 0.2), [rows])
-    engine.close()
     check(found, known)
 
 
@@ -175,7 +174,6 @@ def test_models_that_cannot_forget_are_refused(name: str, kind: Any, tmp_path: P
     engine = load("stream", kind(name), "cpu", tmp_path)
     with pytest.raises(EngineError, match="state that cannot forget"):
         ContinuousScheduler(engine, Words(), LOAD, drafter=NgramDrafter())  # type: ignore[arg-type]
-    engine.close()
 
 
 def test_drawn_tokens_ends_and_scores_are_the_same(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
@@ -197,11 +195,10 @@ def test_drawn_tokens_ends_and_scores_are_the_same(checkpoint: Checkpoints, tmp_
     words.ends = frozenset({Counter(token for one in whole for token in one.output_ids[1:]).most_common(1)[0][0]})
     found: list[list[scheduler.Sequence]] = []
     for drafter in (None, Oracle(known, 0.2)):
-        monkeypatch.setattr(schedule.PassTimes, "room_for_drafts", lambda *_: 1000)
+        monkeypatch.setattr(PassTimes, "room_for_drafts", lambda *_: 1000)
         running = ContinuousScheduler(engine, words, LOAD, drafter=drafter)  # type: ignore[arg-type]
         found.append(run(running, [rows()]))
         running.end()
-    engine.close()
     assert any(one.finish_reason == "stop" for one in found[0])
     for one, other in zip(*found, strict=True):
         assert (one.output_ids, one.finish_reason, one.text) == (other.output_ids, other.finish_reason, other.text)
@@ -211,21 +208,6 @@ def test_drawn_tokens_ends_and_scores_are_the_same(checkpoint: Checkpoints, tmp_
         )
 
 
-def test_ties_go_to_the_same_token(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
-    """Half of the vocabulary has the logits of the other half."""
-    small(monkeypatch)
-    engine: Any = load("stream", checkpoint("llama"), "none", tmp_path)
-    with torch.inference_mode():
-        head = engine.model.get_output_embeddings().weight
-        half = len(head) // 2
-        head[half : 2 * half] = head[:half]
-    rows = sequences(8, 4)
-    known = answers(engine, rows)
-    found = run(drafting(engine, monkeypatch, known, 0.3), [rows])
-    engine.close()
-    check(found, known)
-
-
 def test_rows_with_gaps_wait_in_host_memory_and_come_back(
     checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
@@ -233,14 +215,12 @@ def test_rows_with_gaps_wait_in_host_memory_and_come_back(
     engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
     rows = alike(8, 8, 24)
     known = answers(engine, rows)
-    running = drafting(engine, monkeypatch, known, 0.3)
-    running.schedule.step = 4
+    running = drafting(engine, monkeypatch, known, 0.3, step=4)
     running.schedule.limits = running.schedule.limits._replace(positions=100)
     running.schedule.ending = 0.5
     found = run(running, [rows])
     assert running.schedule.tally.suspended > 0
     running.end()
-    engine.close()
     check(found, known)
 
 
@@ -251,13 +231,12 @@ def test_kept_prefixes_go_together_with_drafts(checkpoint: Checkpoints, tmp_path
     known = dict(answers(engine, first))
     second = [scheduler.Sequence(prompt + answer[:-1], 6, key=10 + key) for key, (prompt, answer) in known.items()]
     known |= answers(engine, second)
-    monkeypatch.setattr(schedule.PassTimes, "room_for_drafts", lambda *_: 1000)
+    monkeypatch.setattr(PassTimes, "room_for_drafts", lambda *_: 1000)
     running = keeping(engine, monkeypatch, drafter=Oracle(known, 0.3))
     found = run(running, [first])
     found += run(running, [second])
     assert sum(one.cached for one in second) > 20
     running.end()
-    engine.close()
     check(found, known)
 
 
@@ -292,7 +271,6 @@ def test_a_pass_that_verifies_is_a_step(name: str, checkpoint: Checkpoints, tmp_
     engine.forward([Work(batch, torch.full((1, 4), 7))])
     effective = engine.effective()
     assert effective.streamed_bytes_per_step == effective.host_weight_bytes > 0
-    engine.close()
 
 
 def test_n_grams_are_looked_up_in_all_tokens() -> None:
@@ -301,7 +279,7 @@ def test_n_grams_are_looked_up_in_all_tokens() -> None:
     for _ in range(300):
         count = dice.randint(1, 6)
         expected: list[int] = []
-        for size in range(LONGEST, SHORTEST - 1, -1):
+        for size in range(DRAFTS.longest, DRAFTS.shortest - 1, -1):
             places = [end for end in range(size, len(tokens)) if tokens[end - size : end] == tokens[-size:]]
             if places and size <= len(tokens):
                 whole = list(tokens)
@@ -311,7 +289,7 @@ def test_n_grams_are_looked_up_in_all_tokens() -> None:
                 break
         assert drafter.draft({0: DraftRow(tokens, 9)}, {0: count}) == {0: expected}
         tokens += [dice.randint(0, 3) for _ in range(dice.randint(1, 3))]
-    drafter.forget(0)
+    drafter.discard(0)
     assert drafter.draft({0: DraftRow([1, 2, 3], 9)}, {0: 4}) == {0: []}
 
 
@@ -324,18 +302,18 @@ def test_the_number_of_drafts_follows_what_is_accepted() -> None:
             sizes.append(max(map(len, found.values()), default=0))
             for key, tokens in found.items():
                 accepted = next((place for place in range(len(tokens)) if dice.random() > right), len(tokens))
-                drafts.saw(key, len(tokens), accepted)
+                drafts.observe(key, len(tokens), accepted)
             drafts.passed(1.0)
         return sizes
 
     sizes = drafts_of(1.0)[20:]
-    assert sizes.count(MOST) == len(sizes) - 1, "one pass without drafts is measured"
+    assert sizes.count(MAX_DRAFTS) == len(sizes) - 1, "one pass without drafts is measured"
     assert drafts_of(0.3)[:8].count(0) > 0, "sooner where fewer are right"
     assert sum(size > 0 for size in drafts_of(0.0)) < 15, "drafts that are never right are tried now and then"
-    assert 2 <= sorted(drafts_of(0.6))[30] < MOST
+    assert 2 <= sorted(drafts_of(0.6))[30] < MAX_DRAFTS
     drafts = Drafts(NgramDrafter())
     for _ in range(200):  # others were wrong; a new row, and one that was wrong itself, are tried all the same
-        drafts.saw(0, 4, 0)
+        drafts.observe(0, 4, 0)
     assert drafts.propose({0: DraftRow([1, 2, 3] * 4, 100)}, 1000)
     assert drafts.propose({1: DraftRow([1, 2, 3] * 4, 100)}, 1000)
     assert max(drafts_of(1.0, room=4 * 3)) == 3, "no more than there is time for"

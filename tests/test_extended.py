@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from zinfer.core.case import Workload
 from zinfer.core.model import ModelError, check_positions, stretched
 from zinfer.engine import EngineError
 from zinfer.engine.base import Work
-from zinfer.generation import scheduler
+from zinfer.generation import scheduler, tuning
 from zinfer.generation.scheduler import ContinuousScheduler, DecodeLoop
 
 SWITCH = 24
@@ -150,7 +151,7 @@ def test_rows_that_come_and_go_get_the_text_of_the_row_alone(
     forward = engine.forward
 
     def counted(works: Sequence[Work]) -> list[torch.Tensor]:
-        rows = [row.length for group in running.schedule.groups for row in group.rows if row is not None]
+        rows = [row.length for row in running.schedule.running]
         sizes.append((min(rows), max(rows)))
         return forward(works)
 
@@ -183,7 +184,7 @@ def test_half_generated_rows_go_on_with_the_text_of_the_row_alone(
     running.add(rows)
     for _ in range(8):
         running.step()
-    lost = [group for group in running.schedule.groups if group.running]
+    lost = [batch for batch in running.schedule.batches if batch.running]
     assert lost
     running._lose(lost)
     run(running, [])
@@ -214,7 +215,7 @@ def test_drafts_leave_the_text_of_the_row_alone(
 def test_kept_prefixes_serve_rows_with_the_same_keys_alone(
     kind: str, saved: Saved, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(scheduler, "LEAST_KEPT", 4)
+    monkeypatch.setattr(tuning, "TUNED", replace(tuning.TUNED, min_kept=4))
     engine = load("stream", saved(kind), "cpu", tmp_path)
     running = ContinuousScheduler(engine, Words(), LOAD, cache_size=1 << 24)  # type: ignore[arg-type]
     assert running.prefixes is not None

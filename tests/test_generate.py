@@ -21,7 +21,7 @@ from zinfer.engine.stream import Stream
 from zinfer.generation import scheduler
 from zinfer.generation.detokenizer import TextPieces
 from zinfer.generation.sampling import NotFiniteError
-from zinfer.generation.schedule import load_of
+from zinfer.generation.schedule import largest_load
 from zinfer.generation.tokenizer import Tokenizer, byte_tokenizer
 from zinfer.plan.planner import make_plan
 
@@ -58,7 +58,7 @@ def generate(
         )
         for number, prompt in enumerate(prompts)
     ]  # fmt: skip
-    load = load_of(engine.planner, [(len(one.prompt_ids), output_len) for one in sequences], batch_size)
+    load = largest_load(engine.planner, [(len(one.prompt_ids), output_len) for one in sequences], batch_size)
     running = scheduler.ContinuousScheduler(engine, tokenizer, load, batch_size)
     running.add(sequences)
     while running.running:

@@ -299,7 +299,7 @@ def always(monkeypatch: Patch) -> None:
     """Use CUDA graphs however fast they are, of lengths that grow."""
     timed = graphs.CudaRecorder.timed
     monkeypatch.setattr(graphs.CudaRecorder, "timed", lambda *own: (timed(*own)[0], 0.0))
-    monkeypatch.setattr(graphs, "BUCKET", 8)
+    monkeypatch.setattr(graphs, "TUNED", replace(graphs.TUNED, bucket=8))
 
 
 @pytest.mark.usefixtures("always")

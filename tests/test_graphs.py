@@ -3,6 +3,7 @@ recorded runs as before. `Rerun` takes the place of CUDA graphs; `test_gpu` reco
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +14,17 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests import test_cache_kinds as kinds
 from tests import test_continuous, test_drafts, test_ragged
+from tests.opened import engines_closed
 from tests.test_parity import BATCHES, OUTPUT_LEN, check, greedy, load, prompts, reference
 from tests.test_passes import close
 from zinfer.core.model import Dtype
 from zinfer.engine.base import Engine, Work
 from zinfer.engine.stream import graphs, ragged
-from zinfer.engine.stream.graphs import PAYS, Run, end_of
+from zinfer.engine.stream.graphs import TUNED, Run, end_of
 from zinfer.generation import passes
 from zinfer.plan.planner import make_plan
 
+assert engines_closed  # a fixture of all tests
 Checkpoints = Callable[..., Path]
 Patch = pytest.MonkeyPatch
 kind = kinds.kind  # the fixture
@@ -56,11 +59,16 @@ class Rerun:
         return run(), self.seconds if self.replayed > before else 1.0
 
 
+def tune(patch: Patch, **values: int) -> None:
+    """Change tuned numbers of graphs."""
+    patch.setattr(graphs, "TUNED", replace(graphs.TUNED, **values))
+
+
 @pytest.fixture
 def recorder(monkeypatch: Patch) -> Rerun:
     made = Rerun()
     monkeypatch.setattr(graphs, "recorder_of", lambda _device: made)
-    monkeypatch.setattr(graphs, "BUCKET", 4)
+    tune(monkeypatch, bucket=4)
     return made
 
 
@@ -87,7 +95,6 @@ def test_recorded_steps_give_the_tokens_of_transformers(
     steps = 2 * (len(reference(checkpoint(architecture))[0][0]) - 1)
     assert recorder.recorded == 3 + 3, "one for each 4 positions"
     assert recorder.replayed >= steps - 2, "all but the first step of each batch"
-    engine.close()
 
 
 @pytest.mark.parametrize("codec", ["none", "lossless"])
@@ -128,7 +135,6 @@ def test_several_micro_batches_are_recorded(
     test_ragged.check(engine, joins)
     assert status(engine) == "on"
     assert recorder.replayed > 10 * len(test_ragged.LENGTHS)
-    engine.close()
 
 
 def test_sequences_that_come_and_go_get_the_tokens_of_each_alone(
@@ -141,10 +147,9 @@ def test_sequences_that_come_and_go_get_the_tokens_of_each_alone(
     assert recorder.recorded
     test_continuous.check(engine, found, limits)
     engine.clear()
-    assert not engine._graphs._seats
-    assert not engine._graphs._sets
+    assert not engine._graphs._memories
+    assert not engine._graphs._graph_sets
     assert not engine._graphs._spare
-    engine.close()
 
 
 def test_positions_that_are_forgotten_are_hidden(checkpoint: Checkpoints, tmp_path: Path, recorder: Rerun) -> None:
@@ -188,7 +193,6 @@ def test_sliding_windows_are_recorded(
         assert status(engine) == "on"
     assert recorder.replayed >= 2 * (OUTPUT_LEN - 1) - 2, "all but the first step of each batch"
     assert engine._ragged.able == by_name
-    engine.close()
 
 
 VERIFIED = (3, 3, 1, 3, 2, 3, 2, 1, 2, 3, 1, 2, 1, 3, 3)  # tokens of a row in one step after the other
@@ -234,8 +238,7 @@ def test_tokens_of_drafts_are_those_of_decoding_one_by_one(
 ) -> None:
     """A row alone keeps its memory, and so its graphs; rows that advance by different lengths change it often."""
     test_continuous.small(monkeypatch)
-    monkeypatch.setattr(graphs, "LONGEST_WAIT", 1)
-    monkeypatch.setattr(graphs, "BUCKET", 64)
+    tune(monkeypatch, longest_wait=1, bucket=64)
     engine = load("stream", checkpoint("llama"), "none", tmp_path)
     rows = test_continuous.alike(count, 8, 80 if count == 1 else 40)
     known = test_drafts.answers(engine, rows)
@@ -252,17 +255,15 @@ def test_tokens_of_drafts_are_those_of_decoding_one_by_one(
 def test_graphs_are_bounded_in_number_and_the_one_used_last_stays(
     checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch, recorder: Rerun
 ) -> None:
-    monkeypatch.setattr(graphs, "MOST", 2)
-    monkeypatch.setattr(graphs, "BUCKET", 128)
+    tune(monkeypatch, max_graphs=2, bucket=128)
     engine: Any = load("stream", checkpoint("llama"), "none", tmp_path)
     batch, _ = passes.prefill(engine, *prompts((5, 3)), 64)
     kept = []
     for count in (1, 1, 2, 2, 1, 3, 3, 1, 1):
         engine.forward([Work(batch, torch.full((2, count), 9), count)])
-        ((_, together),) = engine._graphs._sets.items()
+        ((_, together),) = engine._graphs._graph_sets.items()
         kept.append([shape[0] for shape, _ in together.graphs])
     assert kept == [[], [1], [1], [1, 2], [2, 1], [2, 1], [1, 3], [3, 1], [3, 1]]
-    engine.close()
 
 
 @pytest.mark.parametrize("way", ["fails", "off"])
@@ -285,9 +286,7 @@ def test_steps_of_several_tokens_are_given_up_apart(
     assert not engine._graphs.takes_several
     assert engine._graphs.wanted
     assert recorder.kept[1] > 3, "single tokens are replayed"
-    assert not any(shape[0] > 1 for one in engine._graphs._sets.values() for shape, _ in one.graphs)
-    engine.close()
-    told.close()
+    assert not any(shape[0] > 1 for one in engine._graphs._graph_sets.values() for shape, _ in one.graphs)
 
 
 def test_a_micro_batch_of_the_same_shape_takes_memory_and_graphs_over(
@@ -313,7 +312,6 @@ def test_a_micro_batch_of_the_same_shape_takes_memory_and_graphs_over(
     assert len(engine._graphs._spare) == 1
     engine.clear()
     assert not engine._graphs._spare
-    engine.close()
 
 
 @pytest.mark.parametrize(
@@ -336,7 +334,6 @@ def test_graphs_that_are_of_no_use_are_given_up(
         check(engine, directory, "none")
     assert status(engine) == told
     assert recorder.recorded == {"fails": 0, "memory": 0, "off": 2, "slow": 2}[way]
-    engine.close()
 
 
 @pytest.mark.parametrize("wrong", ["", "positions", "experts", "logits"])
@@ -347,7 +344,7 @@ def test_rounding_that_grows_in_a_model_is_no_difference(
     believed unless the passes see every other position only, or have other experts in each layer, or logits that are
     not recorded so."""
     engine: Any = load("stream", directory := checkpoint("mixtral"), "none", tmp_path)
-    layers, real_seen, real_static = engine.model.model.layers, graphs.Seat.seen, graphs.Graphs._static
+    layers, real_seen, real_static = engine.model.model.layers, graphs.StaticKV.seen, graphs.Graphs._static
 
     def seen(self: Any, end: int, count: int) -> Tensor:
         found = real_seen(self, end, count)
@@ -372,7 +369,7 @@ def test_rounding_that_grows_in_a_model_is_no_difference(
         return compared[-1]
 
     monkeypatch.setattr(graphs, "alike", noted)
-    monkeypatch.setattr(graphs.Seat, "seen", seen)
+    monkeypatch.setattr(graphs.StaticKV, "seen", seen)
     monkeypatch.setattr(graphs.Graphs, "_static", static)
     recorder.off = 0.01 if wrong == "logits" else 0.0
     if wrong:
@@ -381,7 +378,6 @@ def test_rounding_that_grows_in_a_model_is_no_difference(
         greedy(engine, BATCHES[0])
     assert not compared[0]
     assert status(engine) == ("their logits differ from those of a step without them" if wrong else "on")
-    engine.close()
 
 
 def test_wrong_keys_of_a_replay_are_taken_back(
@@ -398,7 +394,6 @@ def test_wrong_keys_of_a_replay_are_taken_back(
     check(engine, checkpoint("llama"), "none")
     assert recorder.recorded
     assert str(status(engine)).startswith("their logits differ")
-    engine.close()
 
 
 def test_a_model_that_attends_in_its_own_way_gets_a_mask(
@@ -414,7 +409,6 @@ def test_a_model_that_attends_in_its_own_way_gets_a_mask(
     check(engine, checkpoint("llama"), "none")
     assert engine._ragged.able is False
     assert status(engine) == "on"
-    engine.close()
 
 
 @pytest.mark.parametrize(
@@ -436,23 +430,21 @@ def test_what_cannot_be_recorded_runs_as_before(
         (logits,) = engine.forward([Work(batch, logits.argmax(-1).view(len(mask), -1)[:, -1:])])
     assert status(engine) == told
     assert not recorder.recorded
-    engine.close()
 
 
 def test_without_a_gpu_nothing_is_recorded(checkpoint: Checkpoints, tmp_path: Path) -> None:
     engine = load("stream", checkpoint("llama"), "none", tmp_path)
     assert status(engine) == "no GPU"
-    engine.close()
 
 
 def test_graphs_that_do_not_pay_are_recorded_later(
     checkpoint: Checkpoints, tmp_path: Path, recorder: Rerun, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(graphs, "BUCKET", 128)
+    tune(monkeypatch, bucket=128)
     engine: Any = load("stream", checkpoint("llama"), "none", tmp_path)
     token_ids, mask = prompts((5, 3))
     waits = list[int]()
-    for steps in (4, 5, PAYS + 8):
+    for steps in (4, 5, TUNED.pays + 8):
         batch, _ = passes.prefill(engine, token_ids, mask, steps)
         for _ in range(steps):
             passes.decode(engine, batch, token_ids[:, 0])
@@ -461,7 +453,6 @@ def test_graphs_that_do_not_pay_are_recorded_later(
         waits.append(engine._graphs.wait)
     assert waits == [2, 4, 2]
     assert recorder.recorded == 3
-    engine.close()
 
 
 def test_recorded_lengths_grow_by_an_eighth_and_end_at_the_capacity() -> None:

@@ -28,7 +28,7 @@ from tests.test_serve import Reference
 from tests.test_serve_command import process
 from zinfer.engine.base import Engine
 from zinfer.generation import scheduler
-from zinfer.generation.schedule import load_of
+from zinfer.generation.schedule import largest_load
 from zinfer.generation.scheduler import ContinuousScheduler
 from zinfer.generation.tokenizer import Tokenizer
 
@@ -229,7 +229,7 @@ class Device:
 
     def __init__(self, loadgen: Any, engine: Engine, prompts: Sequence[list[int]], limits: Sequence[int]) -> None:
         self._loadgen, self._prompts, self._limits = loadgen, prompts, limits
-        largest = load_of(engine.planner, [(len(ids), limit) for ids, limit in zip(prompts, limits, strict=True)])
+        largest = largest_load(engine.planner, [(len(ids), limit) for ids, limit in zip(prompts, limits, strict=True)])
         self._running = ContinuousScheduler(engine, Tokenizer(engine.plan.model), largest)
         self._issued: queue.SimpleQueue[list[tuple[int, int]] | None] = queue.SimpleQueue()
         self.samples: dict[int, int] = {}  # place of its prompt, by the id of each query

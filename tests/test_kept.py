@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from tests.grid import covering
+from tests.opened import engines_closed
 from tests.running import decode, prefill, snapshot
 from tests.test_parity import OUTPUT_LEN, load, prompts
 from zinfer.checkpoint.headers import CheckpointError
@@ -21,6 +22,7 @@ from zinfer.engine.base import Engine
 from zinfer.engine.kv_file import read, read_label, write
 from zinfer.engine.kv_snapshot import KVSnapshot, RowsPast
 
+assert engines_closed  # a fixture of all tests
 Checkpoints = Callable[..., Path]
 ARCHITECTURES = ["bloom", "opt", "llama", "gpt_neox", "falcon", "falcon-old", "qwen2", "mixtral"]
 
@@ -68,7 +70,6 @@ def test_tokens_are_those_of_computing_everything(
     model.generation_config.eos_token_id = None
     theirs = model.generate(whole, attention_mask=ones, max_new_tokens=OUTPUT_LEN, do_sample=False)
     assert torch.equal(expected, theirs[:, whole.shape[1] :])
-    engine.close()
 
 
 def test_deepspeed_keeps_too(checkpoint: Checkpoints, tmp_path: Path) -> None:
@@ -77,7 +78,6 @@ def test_deepspeed_keeps_too(checkpoint: Checkpoints, tmp_path: Path) -> None:
     whole, ones = second_turn(token_ids, go_on(engine, token_ids, mask))
     kept = snapshot(engine, 0, 15)
     assert torch.equal(go_on(engine, whole, ones, (kept,)), go_on(engine, whole, ones))
-    engine.close()
 
 
 @pytest.mark.parametrize("at_once", [1, 2, 8])
@@ -93,7 +93,6 @@ def test_padded_rows_go_on_together_and_in_blocks(
     assert torch.equal(go_on(engine, token_ids, mask, (kept,)), expected)
     with pytest.raises(EngineError, match="other rows"):
         prefill(engine, token_ids[:2], mask[:2], past=(kept,))
-    engine.close()
 
 
 @pytest.mark.parametrize("architecture", ["bloom", "llama"])
@@ -124,7 +123,6 @@ def test_rows_with_beginnings_of_their_own_begin_together(
     for wrong in (RowsPast(*one) for one in others):
         with pytest.raises(EngineError, match="other rows"):
             prefill(engine, token_ids, mask, past=(wrong,))
-    engine.close()
 
 
 def test_snapshots_that_cannot_be_made_or_used_are_refused(checkpoint: Checkpoints, tmp_path: Path) -> None:
@@ -152,7 +150,6 @@ def test_snapshots_that_cannot_be_made_or_used_are_refused(checkpoint: Checkpoin
             snapshot(engine, 0, 9)
         with pytest.raises(EngineError, match=option):
             prefill(engine, token_ids, mask, past=(kept,))
-        engine.close()
 
 
 def test_a_file_gives_the_same_bits(checkpoint: Checkpoints, tmp_path: Path) -> None:
@@ -173,7 +170,6 @@ def test_a_file_gives_the_same_bits(checkpoint: Checkpoints, tmp_path: Path) -> 
     assert torch.equal(
         prefill(engine, token_ids, mask, past=(again.head(8),)), prefill(engine, token_ids, mask, past=(kept.head(8),))
     )
-    engine.close()
 
 
 def test_a_file_that_is_not_whole_is_refused(checkpoint: Checkpoints, tmp_path: Path) -> None:
@@ -219,4 +215,3 @@ def test_a_gpu_reloads_from_page_locked_memory(
         for _ in range(20):  # copies that came too late would show at some time
             assert torch.equal(go_on(engine, whole, ones, (part,)), expected)
         part.close()
-    engine.close()

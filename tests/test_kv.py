@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.grid import covering
+from tests.opened import engines_closed
 from tests.running import decode, prefill
 from tests.test_continuous import Words
 from tests.test_parity import BATCHES, greedy, load, prompts, reference
@@ -20,14 +21,14 @@ from zinfer.core.engine import OptionError
 from zinfer.engine.base import Work
 from zinfer.engine.cache import QuantizedLayer, dequantize_kv
 from zinfer.engine.stream import cpu_kernel
-from zinfer.engine.stream.cpu_attention import Hosted, host
 from zinfer.engine.stream.kv import CpuCache, HostPool
 from zinfer.generation import passes
-from zinfer.generation.schedule import PassTimes
+from zinfer.generation.pass_times import PassTimes
 from zinfer.generation.scheduler import ContinuousScheduler, Sequence
 from zinfer.system.host import attending_cpus
 from zinfer.worker.measure import Samples, measure
 
+assert engines_closed  # a fixture of all tests
 Checkpoints = Callable[..., Path]
 Patch = pytest.MonkeyPatch
 
@@ -43,7 +44,6 @@ def test_tokens_are_those_of_transformers(
     engine = load("stream", directory, "cpu", tmp_path, tokens=9 * at_once, kv_offload="cpu", kv_attention=attention)
     for lengths, expected in zip(BATCHES, reference(directory), strict=True):
         assert torch.equal(greedy(engine, lengths), expected)
-    engine.close()
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,6 @@ def test_sequences_split_between_gpu_and_host_memory(
         over_link = engine.plan.model.kv_bytes(there, read) if attention == "gpu" else 0
         assert told.settings["kv_bytes_per_step"] == over_link
         assert told.streamed_bytes_per_step >= 0.95 * engine.plan.model.streamed_bytes
-    engine.close()
 
 
 def test_prompts_of_one_token_are_prompts(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
@@ -79,8 +78,6 @@ def test_prompts_of_one_token_are_prompts(checkpoint: Checkpoints, tmp_path: Pat
     layers = there.plan.model.num_layers
     assert many[: 3 * layers] == [1] * 3 * layers, "prompts come a few rows at a time"
     assert set(many[3 * layers :]) == {3}, "and tokens for all rows at once"
-    there.close()
-    here.close()
 
 
 def _counted(extend: Callable[..., Any], many: list[int]) -> Callable[..., Any]:
@@ -99,7 +96,6 @@ def test_a_record_tells_where_the_cache_was(checkpoint: Checkpoints, tmp_path: P
         told = engine.effective().settings
         assert (told["kv_host_rows"], told["kv_attention"]) == (load_of_one.batch_size, place)
         assert (told["kv_bytes_per_step"] > 0) is (attention == "gpu")
-        engine.close()
 
 
 def test_a_record_of_requests_tells_how_many_had_their_cache_in_host_memory(
@@ -124,7 +120,6 @@ def test_a_record_of_requests_tells_how_many_had_their_cache_in_host_memory(
         assert told["kv_threads"]
     come_and_go(1)
     assert engine.effective().settings["kv_host_rows"] == 1
-    engine.close()
 
 
 def test_a_model_that_stays_can_have_its_cache_in_host_memory(checkpoint: Checkpoints, tmp_path: Path) -> None:
@@ -136,11 +131,6 @@ def test_a_model_that_stays_can_have_its_cache_in_host_memory(checkpoint: Checkp
     engine.close()
     with pytest.raises(OptionError, match=r"kv_attention=gpu .* needs offload cpu"):
         load("stream", directory, "none", tmp_path, kv_offload="cpu", kv_attention="gpu")
-
-
-def test_a_case_that_is_no_choice_is_refused(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match=r"^kv_offload=disk: choose from none, cpu, auto$"):
-        load("stream", checkpoint("llama"), "cpu", tmp_path, kv_offload="disk")
 
 
 def test_as_many_threads_attend_as_the_plan_says(
@@ -166,43 +156,6 @@ def test_as_many_threads_attend_as_the_plan_says(
         engine.clear()
         assert engine.effective().settings["kv_threads"] == threads
         assert torch.get_num_threads() == before
-        engine.close()
-
-
-CPU = torch.device("cpu")
-
-
-def test_operations_with_a_hosted_tensor_run_on_the_cpu_until_one_has_a_parameter() -> None:
-    values = torch.randn(2, 3, 4)
-    there = host(values, CPU)
-    scores = torch.cat([there.transpose(1, 2).reshape(2, 12), torch.ones(2, 1)], dim=1) * 2 + 1
-    assert isinstance(scores, Hosted)
-    assert isinstance(scores.softmax(-1).chunk(2)[0], Hosted)
-    assert there.shape == (2, 3, 4)
-    assert there.data_ptr() == values.data_ptr()
-    linear = torch.nn.Linear(4, 5)
-    computed = linear(there)
-    assert type(computed) is torch.Tensor
-    assert torch.equal(computed, linear(values))
-    device = torch.zeros(2, 3, 4)
-    assert type(device.add_(there)) is torch.Tensor
-    assert torch.equal(device, values)
-    assert type(there) is Hosted
-
-
-@pytest.mark.parametrize("length", [1, 3])
-@pytest.mark.parametrize("mask", [None, "bool", "float"])
-def test_grouped_attention_is_torchs(length: int, mask: str | None) -> None:
-    query, key, value = torch.randn(2, 8, length, 16), torch.randn(2, 2, 7, 16), torch.randn(2, 2, 7, 16)
-    allowed = torch.rand(2, 1, length, 7) > 0.3
-    allowed[..., 0] = True
-    masks = {None: None, "bool": allowed, "float": torch.zeros(allowed.shape).masked_fill(~allowed, -1e30)}
-    attention = torch.nn.functional.scaled_dot_product_attention
-    for scale in (None, 0.3):
-        expected = attention(query, key, value, attn_mask=masks[mask], scale=scale, enable_gqa=True)
-        found = attention(query, host(key, CPU), host(value, CPU), attn_mask=masks[mask], scale=scale, enable_gqa=True)
-        assert isinstance(found, Hosted)
-        assert torch.allclose(found.as_subclass(torch.Tensor), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("storage", ["int8", "fp8"])
@@ -227,23 +180,6 @@ def test_a_quantised_cache_is_half_as_large_and_nearly_as_good(
     kept = sum(part.nbytes for part in layer.memories)
     whole = exact.batches[0].cache.layers[0]
     assert kept < 0.35 * sum(part.nbytes for part in whole.memories)  # of float32, with a scale for 16 values
-    engine.close()
-    exact.close()
-
-
-@pytest.mark.parametrize(("storage", "most"), [(torch.int8, 0.004), (torch.float8_e4m3fn, 0.0625)])
-def test_the_error_of_quantisation_is_bounded(storage: torch.dtype, most: float) -> None:
-    layer = QuantizedLayer(2, 12, storage)
-    prompt, later = (torch.randn(2, 2, 3, length, 16) * torch.logspace(-2, 2, 3)[:, None, None] for length in (9, 1))
-    assert torch.equal(layer.update(prompt[0], prompt[1])[0], prompt[0])
-    found = layer.update(later[0], later[1])
-    for states, exact in zip(found, (torch.cat([prompt[i], later[i]], 2) for i in range(2)), strict=True):
-        largest = exact.abs().amax(-1, keepdim=True)
-        scale = largest if storage == torch.int8 else exact.abs().clamp(min=1e-3 * float(largest.max()))
-        assert float(((states - exact).abs() / scale).max()) <= most
-    assert layer.get_seq_length() == 10
-    with pytest.raises(IndexError, match="holds 12 tokens"):
-        layer.update(prompt[0], prompt[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -287,8 +223,39 @@ def test_in_8_bits_it_is_the_same_cache_wherever_it_is(
     arena, kept = split.batches[0].memory, alone.plan.model.kv_bytes(4 - here, 17)
     assert arena is not None
     assert arena.size == pytest.approx(kept * (1 + 4 / alone.plan.model.head_dim) / 4, abs=4096)
-    alone.close()
-    split.close()
+
+
+class Together:
+    """Micro-batches of other lengths, padded and not, and the logits that each has alone."""
+
+    def __init__(self, engine: Any, patch: Patch, *lengths: tuple[int, ...]) -> None:
+        self.engine, self.calls = engine, list[int]()  # rows in each forward pass of the model
+        model_call = type(engine.model).forward
+
+        def forward(model: Any, *args: Any, **kwargs: Any) -> Any:
+            self.calls.append(len(kwargs["input_ids"]))
+            return model_call(model, *args, **kwargs)
+
+        patch.setattr(type(engine.model), "forward", forward)
+        self.prompts = [prompts(rows) for rows in lengths]
+        sizes = [len(rows) for rows in lengths]
+        self.shares = torch.arange(4, 4 + 3 * sum(sizes)).view(-1, 3).split(sizes)
+        self.expected = list[list[torch.Tensor]]()
+        for (token_ids, mask), rows in zip(self.prompts, self.shares, strict=True):
+            steps = [prefill(engine, token_ids, mask, reserve=8)]
+            self.expected.append(steps + [decode(engine, rows[:, step]) for step in range(3)])
+            engine.clear()
+
+    def check(self, on_host: list[int], sizes: list[int], within: float) -> None:
+        """Decode together, `on_host` of each with rows in host memory, in forward passes of `sizes` rows."""
+        batches = [passes.prefill(self.engine, *one, 8)[0] for one in self.prompts]
+        assert [batch.host_rows for batch in batches] == on_host
+        for step in range(1, 4):
+            self.calls.clear()
+            works = [Work(batch, rows[:, step - 1 : step]) for batch, rows in zip(batches, self.shares, strict=True)]
+            for logits, steps in zip(self.engine.forward(works), self.expected, strict=True):
+                assert torch.allclose(logits[:, -1], steps[step], atol=within)
+            assert sorted(self.calls) == sizes
 
 
 @pytest.mark.parametrize(("architecture", "together"), [("llama", True), ("mixtral", True), ("bloom", False)])
@@ -299,22 +266,9 @@ def test_rows_whose_cache_crosses_the_link_share_a_forward_pass(
     keep_here(monkeypatch, 3)
     options: dict[str, Any] = {"kv_offload": "auto", "kv_attention": "gpu", "tokens": 14}
     engine: Any = load("stream", checkpoint(architecture), "cpu", tmp_path, **options)
-    calls = _calls(engine, monkeypatch)
-    loads = [prompts(lengths) for lengths in ((9, 5, 7, 4, 6), (7, 7, 7), (3,))]
-    tokens = torch.arange(4, 31).view(9, 3)
-    shares = tokens.split([5, 3, 1])
-    expected = _each_alone(engine, loads, shares)
-    batches = [passes.prefill(engine, token_ids, mask, 8)[0] for token_ids, mask in loads]
-    assert [batch.host_rows for batch in batches] == [2, 3, 1]
-    for step in range(3):
-        calls.clear()
-        works = [Work(batch, rows[:, step : step + 1]) for batch, rows in zip(batches, shares, strict=True)]
-        found = engine.forward(works)
-        assert sorted(calls) == ([9] if together else [1, 1, 1, 1, 2, 3])
-        assert engine._ragged.able is together
-        for logits, steps in zip(found, expected, strict=True):
-            assert torch.allclose(logits[:, -1], steps[1 + step], atol=2e-4)
-    engine.close()
+    rows = Together(engine, monkeypatch, (9, 5, 7, 4, 6), (7, 7, 7), (3,))
+    rows.check([2, 3, 1], [9] if together else [1, 1, 1, 1, 2, 3], 2e-4)
+    assert engine._ragged.able is together
 
 
 @pytest.mark.parametrize(
@@ -340,53 +294,17 @@ def test_rows_in_8_bits_share_a_forward_pass(
         live.append(weakref.ref(found))
         return found
 
-    calls = _calls(engine, monkeypatch)
-    loads = [prompts(lengths) for lengths in ((9, 5, 7, 4, 6), (7, 7, 7), (3,))]
-    tokens = torch.arange(4, 31).view(9, 3)
-    shares = tokens.split([5, 3, 1])
-    expected = _each_alone(engine, loads, shares)
+    rows = Together(engine, monkeypatch, (9, 5, 7, 4, 6), (7, 7, 7), (3,))
     monkeypatch.setattr("zinfer.engine.stream.DEQUANTIZED_BYTES", 1)
     engine._widen = widen
-    batches = [passes.prefill(engine, token_ids, mask, 8)[0] for token_ids, mask in loads]
-    assert sum(batch.host_rows for batch in batches) == (9 - here if hosted else 0)
     assert engine.joins
-    for step in range(3):
-        calls.clear()
-        works = [Work(batch, rows[:, step : step + 1]) for batch, rows in zip(batches, shares, strict=True)]
-        found = engine.forward(works)
-        assert sorted(calls, reverse=True) == ([here, 9 - here] if hosted else [9])
-        for logits, steps in zip(found, expected, strict=True):
-            assert torch.allclose(logits[:, -1], steps[1 + step], atol=3e-2 if hosted else 2e-4)
+    if hosted:
+        rows.check([0, 2, 1], [3, 6], 3e-2)
+    else:
+        rows.check([0, 0, 0], [9], 2e-4)
     if storage == "int8":
         assert len(most) == 3 * here * 2 * len(engine.batches[0].cache.layers)
         assert max(most) <= 1, "a row's keys may still be there while its values are widened"
-    engine.close()
-
-
-def _each_alone(
-    engine: Any, loads: list[tuple[torch.Tensor, torch.Tensor]], shares: tuple[torch.Tensor, ...]
-) -> list[list[torch.Tensor]]:
-    """Return the logits of each micro-batch alone: of its prompts, and of three steps with its share of the tokens."""
-    expected = []
-    for (token_ids, mask), rows in zip(loads, shares, strict=True):
-        steps = [prefill(engine, token_ids, mask, reserve=8)]
-        steps += [decode(engine, rows[:, step]) for step in range(3)]
-        engine.clear()
-        expected.append(steps)
-    return expected
-
-
-def _calls(engine: Any, monkeypatch: Patch) -> list[int]:
-    """Return the number of rows in each forward pass of the model from now on."""
-    calls: list[int] = []
-    model_call = type(engine.model).forward
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        calls.append(len(kwargs["input_ids"]))
-        return model_call(self, *args, **kwargs)
-
-    monkeypatch.setattr(type(engine.model), "forward", forward)
-    return calls
 
 
 @pytest.mark.parametrize(
@@ -402,35 +320,18 @@ def test_rows_that_the_cpu_attends_to_share_a_forward_pass(
     keep_here(monkeypatch, 4)
     options: dict[str, Any] = {"kv_offload": "auto", "kv_attention": "cpu", "kv_cache_dtype": storage}
     engine: Any = load("stream", checkpoint(architecture), "cpu", tmp_path, **options)
-    calls = _calls(engine, monkeypatch)
-    loads = [prompts(lengths) for lengths in ((9, 5, 7, 4, 6), (11, 11), (3,))]
-    tokens = torch.arange(4, 28).view(8, 3)
-    shares = tokens.split([5, 2, 1])
-    expected = _each_alone(engine, loads, shares)
-    batches = []
-    for (token_ids, mask), steps in zip(loads, expected, strict=True):
-        batch, logits = passes.prefill(engine, token_ids, mask, 8)
-        assert torch.allclose(logits, steps[0], atol=2e-4)
-        batches.append(batch)
-    assert [batch.host_rows for batch in batches] == [1, 2, 1]
+    rows = Together(engine, monkeypatch, (9, 5, 7, 4, 6), (11, 11), (3,))
     quantised: list[int] = []
 
-    def coded(states: torch.Tensor) -> torch.Tensor:
+    def quantize_rows(states: torch.Tensor) -> torch.Tensor:
         quantised.append(len(states))
-        return cpu_kernel.coded(states)
+        return cpu_kernel.quantize_rows(states)
 
-    monkeypatch.setattr("zinfer.engine.stream.kv.coded", coded)
-    for step in range(3):
-        calls.clear()
-        works = [Work(batch, rows[:, step : step + 1]) for batch, rows in zip(batches, shares, strict=True)]
-        found = engine.forward(works)
-        assert sorted(calls) == [4, 4], "those on the device, and those in host memory"
-        assert engine._stacks
-        for logits, steps in zip(found, expected, strict=True):
-            assert torch.allclose(logits[:, -1], steps[1 + step], atol=2e-4 if storage == "auto" else 3e-2)
-    layers = len(batches[0].cache.layers)  # type: ignore[attr-defined]
-    assert quantised == ([4] * 2 * layers * 3 if storage == "int8" else []), "keys of all micro-batches at once"
-    engine.close()
+    monkeypatch.setattr("zinfer.engine.stream.kv.quantize_rows", quantize_rows)
+    rows.check([1, 2, 1], [4, 4], 2e-4 if storage == "auto" else 3e-2)  # on the device, and in host memory
+    assert engine._stacks
+    steps = quantised[-3 * 2 * len(engine.batches[0].cache.layers) :]
+    assert set(steps) == ({4} if storage == "int8" else set()), "keys of all micro-batches at once"
 
 
 def test_a_quantised_cache_in_host_memory_needs_attention_on_the_cpu(checkpoint: Checkpoints, tmp_path: Path) -> None:
@@ -448,28 +349,28 @@ def test_a_pool_keeps_what_was_freed_and_joins_it() -> None:
     pool = HostPool(pin=False)
     pool.reserve(1 << 20)
     assert pool.size == pool.unused == 1 << 20
-    first = [pool.take(size) for size in (300_000, 100_000, 1, 500_000)]
+    first = [pool.allocate(size) for size in (300_000, 100_000, 1, 500_000)]
     ranges = sorted((block.start, block.start + block.size) for block in first)
     assert all(end <= start for (_, end), (start, _) in pairwise(ranges))
     for block in first:
         block.memory.fill_(block.size % 251)
     assert all(bool((block.memory == block.size % 251).all()) for block in first)
-    pool.give_back(first[0])
-    pool.give_back(first[2])
-    pool.give_back(first[1])
-    again = pool.take(400_000)  # of three blocks that were freed
+    pool.free(first[0])
+    pool.free(first[2])
+    pool.free(first[1])
+    again = pool.allocate(400_000)  # of three blocks that were freed
     assert pool.size == 1 << 20
     assert again.start == 0
-    pool.give_back(again)
-    pool.give_back(first[3])
+    pool.free(again)
+    pool.free(first[3])
     assert pool.unused == 1 << 20
     pool.reserve(2 << 20)  # nobody uses it: one piece again
     assert pool.size == 2 << 20
-    whole = pool.take(2 << 20)
-    more = pool.take(1000)
+    whole = pool.allocate(2 << 20)
+    more = pool.allocate(1000)
     assert (2 << 20) + 1000 <= pool.size < 2.5 * (1 << 20)
-    pool.give_back(more)
-    pool.give_back(whole)
+    pool.free(more)
+    pool.free(whole)
     pool.close()
     assert pool.size == 0
 
@@ -487,7 +388,6 @@ def test_host_memory_that_is_short_is_told_by_the_batch_that_needs_it(
     engine.expect(Workload(batch_size=4, input_len=9, output_len=4))
     with pytest.raises(MemoryError, match="short"):
         passes.prefill(engine, *prompts((9, 5)), 4)
-    engine.close()
 
 
 def test_rows_that_come_and_go_keep_to_the_host_memory_of_the_plan(
@@ -497,7 +397,7 @@ def test_rows_that_come_and_go_keep_to_the_host_memory_of_the_plan(
     more than the plan says, and rows on the device are never moved off it when they are merged."""
     keep_here(monkeypatch, 26)
     monkeypatch.setattr(PassTimes, "room", lambda *_: 120)
-    monkeypatch.setattr(PassTimes, "groups", property(lambda _: 6))
+    monkeypatch.setattr(PassTimes, "max_batches", property(lambda _: 6))
     engine: Any = load("stream", checkpoint("llama"), "cpu", tmp_path, kv_offload="auto", kv_attention="cpu")
     expected = Workload(batch_size=40, input_len=20, output_len=12)
     batch, _ = passes.prefill(engine, *prompts((20,) * 40), 12)
@@ -521,4 +421,3 @@ def test_rows_that_come_and_go_keep_to_the_host_memory_of_the_plan(
     assert merged > 0
     assert 0 < most <= 1.5 * planned
     assert all(row.finish_reason == "length" for row in rows)
-    engine.close()

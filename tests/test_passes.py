@@ -13,6 +13,7 @@ from transformers import AutoConfig
 
 from tests import test_cache_kinds as kinds
 from tests.grid import covering
+from tests.opened import engines_closed
 from tests.test_parity import load, prompts
 from zinfer.core.case import Offload
 from zinfer.engine import EngineError
@@ -22,6 +23,7 @@ from zinfer.generation import passes
 from zinfer.plan.bytes import ALLOWANCES
 from zinfer.plan.placement import Placer
 
+assert engines_closed  # a fixture of all tests
 Checkpoints = Callable[..., Path]
 Patch = pytest.MonkeyPatch
 kind = kinds.kind  # the fixture
@@ -98,7 +100,6 @@ def test_a_mixture_of_works_gives_each_its_logits(
     engine.retire(two)
     engine.retire(one)
     assert all(close(*pair) for pair in zip(alone(engine, first, first_mask), expected[0], strict=True))
-    engine.close()
 
 
 @pytest.mark.parametrize(("name", "way"), covering(CHUNKABLE, ["cpu", "kv by the cpu", "kv over the link"]))
@@ -118,7 +119,6 @@ def test_windows_see_the_same_in_chunks(
         (found,) = engine.forward([Work(batch, token_ids[:, batch.length : batch.length + count])])
         if batch.length >= 13:
             assert close(found[:, -1], expected[batch.length - 13])
-    engine.close()
 
 
 @pytest.mark.parametrize("name", STATEFUL)
@@ -145,7 +145,6 @@ def test_states_take_prompts_as_a_whole(name: str, kind: kinds.Kinds, tmp_path: 
         engine.forward([Work(two, token_ids[:, 13:15])])
     with pytest.raises(EngineError, match="cannot forget single positions"):
         engine.rollback(two, torch.tensor([13, 13, 13]))
-    engine.close()
 
 
 @pytest.mark.parametrize(("way", "kept"), covering([*WAYS], [(2, 2, 2), (1, 3, 0), (0, 0, 3)]))
@@ -174,7 +173,6 @@ def test_rejected_drafts_leave_nothing_behind(
         logits = passes.decode(engine, batch, token)
         for row, many in enumerate(kept):
             assert close(logits[row], expected[2 + many + step][row]), (row, step)
-    engine.close()
 
 
 @pytest.mark.parametrize(("way", "gone", "here"), covering([*WAYS], [(0,), (1, 3), (0, 1, 2), (2, 4)], [0, 2], times=2))
@@ -204,7 +202,6 @@ def test_rows_that_leave_do_not_disturb_the_others(
     assert close(logits, expected[6][rows[1:]])
     engine.retire(batch, range(len(rows) - 1))
     assert all(one is not batch for one in engine.batches)
-    engine.close()
 
 
 @pytest.mark.parametrize("name", ["gemma2", "qwen3_next", "falcon_h1"])
@@ -216,7 +213,6 @@ def test_rows_of_windows_and_states_leave_too(name: str, kind: kinds.Kinds, tmp_
     engine.retire(batch, [1])
     for step in range(13, 17):
         assert close(passes.decode(engine, batch, token_ids[[0, 2], step]), expected[step - 12][[0, 2]])
-    engine.close()
 
 
 def test_rows_in_8_bits_leave_too(checkpoint: Checkpoints, tmp_path: Path) -> None:
@@ -229,7 +225,6 @@ def test_rows_in_8_bits_leave_too(checkpoint: Checkpoints, tmp_path: Path) -> No
         for step in range(9, 13):
             found, wanted = passes.decode(engine, batch, token_ids[1:, step]), expected[step - 8][1:]
             assert torch.allclose(found, wanted, atol=2e-3 * float(wanted.abs().max()))
-        engine.close()
 
 
 @pytest.mark.parametrize("way", ["cpu", "kv over the link"])
@@ -245,7 +240,6 @@ def test_works_share_a_trip_of_the_weights(way: str, checkpoint: Checkpoints, tm
         [Work(batches[0], token_ids[:, 9:10]), Work(batches[1], token_ids[:, 4:9]), Work(batches[2], token_ids[:, :9])]
     )
     assert engine._ring.bytes_copied - before == 2 * whole
-    engine.close()
 
 
 def test_memory_of_the_next_batch_is_what_the_others_leave(checkpoint: Checkpoints, tmp_path: Path) -> None:
@@ -266,7 +260,6 @@ def test_memory_of_the_next_batch_is_what_the_others_leave(checkpoint: Checkpoin
     engine.retire(one)
     engine.retire(three)
     assert pool.unused == pool.size == size
-    engine.close()
 
 
 def test_work_that_makes_no_sense_is_refused(checkpoint: Checkpoints, tmp_path: Path) -> None:
@@ -290,7 +283,6 @@ def test_work_that_makes_no_sense_is_refused(checkpoint: Checkpoints, tmp_path: 
     engine.retire(batch)
     with pytest.raises(ValueError, match="admitted"):
         engine.forward([Work(batch, token_ids[:, :3])])
-    engine.close()
 
 
 def test_a_second_rollback_frees_the_gaps_of_the_first(checkpoint: Checkpoints, tmp_path: Path) -> None:
@@ -304,4 +296,3 @@ def test_a_second_rollback_frees_the_gaps_of_the_first(checkpoint: Checkpoints, 
     engine.rollback(batch, torch.tensor([10, 10, 10]))  # and back to where all rows agree
     for step in range(10, 16):
         assert close(passes.decode(engine, batch, token_ids[:, step]), expected[step - 8])
-    engine.close()

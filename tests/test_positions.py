@@ -120,6 +120,6 @@ def test_rows_that_must_stay_alike_do_not_forget_apart(kind: Kinds, tmp_path: Pa
 def test_a_row_whose_drafts_were_given_up_goes_on_drafting() -> None:
     drafts = Drafts(NgramDrafter())
     for _ in range(9):
-        drafts.saw(1, 3, 0, given_up=True)
-        drafts.saw(2, 3, 0)
+        drafts.observe(1, 3, 0, given_up=True)
+        drafts.observe(2, 3, 0)
     assert drafts._records[1].chance(0.5) > drafts._records[2].chance(0.5)

@@ -11,6 +11,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests import test_cache_kinds as kinds
+from tests.opened import engines_closed
 from tests.test_parity import load
 from tests.test_passes import close, keep_here
 from zinfer.engine.base import Engine, MicroBatch, Work
@@ -18,6 +19,7 @@ from zinfer.engine.stream import cpu_kernel, ragged
 from zinfer.engine.stream.stacked import NotStackedError, stack
 from zinfer.generation import passes
 
+assert engines_closed  # a fixture of all tests
 Checkpoints = Callable[..., Path]
 Patch = pytest.MonkeyPatch
 kind = kinds.kind  # the fixture
@@ -81,7 +83,6 @@ def test_rows_of_all_micro_batches_share_a_pass(
 ) -> None:
     engine = load("stream", checkpoint(name), offload, tmp_path)
     check(engine, joins=True)
-    engine.close()
 
 
 @pytest.mark.parametrize("shares", [0, 1 << 30])
@@ -91,7 +92,7 @@ def test_rows_on_the_device_join_those_of_others_though_the_cpu_attends_to_the_r
 ) -> None:
     """One row of the second micro-batch is on the device and one in host memory. The rows that the CPU attends to share
     another pass, and so they do where there are too few of them for one call of compiled code."""
-    monkeypatch.setattr(cpu_kernel, "SHARES", shares)
+    monkeypatch.setattr(cpu_kernel, "MIN_HEADS_PER_THREAD", shares)
     calls: list[int] = []
     attend = cpu_kernel.attend
 
@@ -109,7 +110,6 @@ def test_rows_on_the_device_join_those_of_others_though_the_cpu_attends_to_the_r
     check(engine, joins=True, passes_of={3, 5})
     able = not shares and cpu_kernel.library() is not None
     assert (3 in calls) is able  # all three micro-batches with rows in host memory at once
-    engine.close()
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,6 @@ def test_layers_of_other_kinds_join_or_not(
     monkeypatch.setattr("zinfer.engine.cache.MIN_SPARE", 4)
     engine = load("stream", kind(name), "cpu", tmp_path)
     check(engine, joins=joins)
-    engine.close()
 
 
 @pytest.mark.parametrize("own", ["keys", "mask", "option", "skips"])
@@ -153,7 +152,6 @@ def test_a_model_that_attends_in_its_own_way_is_found_out(
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, ragged.NAME, changed)
     check(engine, joins=False)
     assert engine._ragged.able is False  # type: ignore[attr-defined]
-    engine.close()
 
 
 @pytest.mark.parametrize(
@@ -180,7 +178,6 @@ def test_a_model_that_does_more_with_its_keys_than_attend_is_found_out(
     assert engine.joins
     check(engine, joins=False)
     assert not engine.joins
-    engine.close()
 
 
 @pytest.mark.parametrize("turned", [True, False])

@@ -9,6 +9,7 @@ import torch
 
 from tests import test_cache_kinds as kinds
 from tests.grid import covering
+from tests.opened import engines_closed
 from tests.test_parity import load
 from tests.test_passes import WAYS, alone, keep_here, sequences, small_blocks
 from zinfer.engine import EngineError
@@ -16,6 +17,7 @@ from zinfer.engine.base import Engine, MicroBatch, Work
 from zinfer.engine.cache import RowCache, RowMask, copy_slots, make_cache
 from zinfer.generation import passes
 
+assert engines_closed  # a fixture of all tests
 Checkpoints = Callable[..., Path]
 Patch = pytest.MonkeyPatch
 kind = kinds.kind  # the fixture
@@ -105,7 +107,6 @@ def test_rows_are_merged_split_and_compacted(
     names = ["b1", "b0", "c0"]
     for _ in range(3):
         rows.step({back: names, part: ["a1"], merged: ["a2"]})
-    engine.close()
 
 
 @pytest.mark.parametrize(
@@ -133,7 +134,6 @@ def test_every_kind_of_layer_moves_or_says_why_not(
     merged = engine.move_rows([(one, [0]), (merged, [0, 1])], 26)
     for _ in range(3):
         rows.step({merged: ["a0", "b0", "a1"]})
-    engine.close()
 
 
 @pytest.mark.parametrize("way", ["none", "kv auto by the cpu", "kv auto over the link"])
@@ -157,7 +157,6 @@ def test_forgotten_positions_are_left_behind(
     short = engine.move_rows([(moved, [1, 2])], 30)
     assert short.length == 11
     rows.step({moved: ["a0"], short: ["a1", "a2"]})
-    engine.close()
 
 
 def test_rows_that_cannot_be_moved_are_refused(checkpoint: Checkpoints, tmp_path: Path) -> None:
@@ -180,7 +179,6 @@ def test_rows_that_cannot_be_moved_are_refused(checkpoint: Checkpoints, tmp_path
     empty = engine.admit(torch.ones(1, 4, dtype=torch.int64), 8)
     with pytest.raises(EngineError, match="are computed"):
         engine.move_rows([(empty, [0])], 8)
-    engine.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8])

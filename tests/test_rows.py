@@ -4,6 +4,7 @@ it."""
 import json
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from zinfer.core.case import Case, Workload
 from zinfer.core.request import Request
 from zinfer.engine.base import Engine, Work
 from zinfer.engine.stream import Stream
-from zinfer.generation.schedule import PassTimes
+from zinfer.generation import tuning
+from zinfer.generation.pass_times import PassTimes
 from zinfer.generation.scheduler import ContinuousScheduler
 from zinfer.job.batch import run as jobs
 from zinfer.job.batch.ledger import Ledger
@@ -108,9 +110,7 @@ def test_greedy_answers_are_those_of_each_prompt_alone(
     dice = random.Random(4)
     monkeypatch.setattr(worker_side, "ANSWER_S", 0.0)
     monkeypatch.setattr(jobs, "AHEAD", 2)
-    monkeypatch.setattr("zinfer.generation.schedule.STEP", 8)
-    monkeypatch.setattr("zinfer.generation.schedule.LEAST_TOKENS", 5)
-    monkeypatch.setattr("zinfer.generation.schedule.FEW_GROUPS", 1)
+    monkeypatch.setattr(tuning, "TUNED", replace(tuning.TUNED, growth=8, min_prompt_tokens=5, few_batches=1))
     monkeypatch.setattr(PassTimes, "room", lambda *_: 11)
     directory = checkpoint(architecture)
     texts = ["".join(dice.choice("etaoin shrdlu") for _ in range(dice.randint(1, 30))) for _ in range(9)]

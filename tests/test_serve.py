@@ -6,6 +6,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,8 @@ from zinfer.checkpoint.resolve import from_directory
 from zinfer.checkpoint.tokenizer_files import ChatTemplate
 from zinfer.core.case import Case, Workload
 from zinfer.engine.stream import Stream
-from zinfer.generation import scheduler, tokenizer_process
-from zinfer.generation.schedule import PassTimes
+from zinfer.generation import tokenizer_process, tuning
+from zinfer.generation.pass_times import PassTimes
 from zinfer.generation.tokenizer_process import TokenizerProcess
 from zinfer.job.batch.packing import RowDemand, best_plan
 from zinfer.plan.planner import Plan
@@ -111,9 +112,8 @@ def client(server: Server) -> Iterator[openai.OpenAI]:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make decisions that are made for thousands of tokens with few."""
-    monkeypatch.setattr("zinfer.generation.schedule.LEAST_TOKENS", 6)
+    monkeypatch.setattr(tuning, "TUNED", replace(tuning.TUNED, min_prompt_tokens=6, min_kept=2))
     monkeypatch.setattr(PassTimes, "room", lambda *_: 11)
-    monkeypatch.setattr(scheduler, "LEAST_KEPT", 2)
 
 
 def free(server: Server, worker: InlineWorker) -> None:
@@ -255,7 +255,7 @@ def test_log_probabilities_of_an_echoed_prompt_are_those_of_transformers(
     client: openai.OpenAI, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts of several lengths, computed in chunks, and an answer of no, one, and three tokens."""
-    monkeypatch.setattr(scheduler, "SCORED_LOGITS", 128 * 12)
+    monkeypatch.setattr(tuning, "TUNED", replace(tuning.TUNED, scored_logits=128 * 12))
     ids = [reference.ids(text) for text in PROMPTS]
     for count in (0, 1, 3):
         found = client.completions.create(

@@ -84,7 +84,7 @@ def test_each_turn_finds_the_one_before_and_an_edited_one_their_beginning(bench:
 @pytest.mark.parametrize("piece", [1, 7, 1 << 30])
 def test_the_last_token_is_always_computed(bench: Bench, piece: int) -> None:
     """Its logits are those of the next token, so `matched` and `find` leave it out, however much is kept."""
-    cache = bench.cache(piece=piece)
+    cache = bench.cache(chunk=piece)
     bench.run(TOKENS[:20], cache)
     for count in (1, 2, 7, 8, 19, 20):
         assert cache.matched(TOKENS[:count]) == sum(part.length for part in cache.find(TOKENS[:count])) == count - 1
@@ -113,7 +113,7 @@ def test_the_least_recently_used_goes_first_and_its_end_before_its_beginning(ben
 
 def test_a_beginning_that_two_share_is_there_once_and_the_end_may_go_alone(bench: Bench) -> None:
     """A second conversation parts from the first within a node; ends of both go before the common beginning."""
-    cache = bench.cache(positions=50, piece=8)
+    cache = bench.cache(positions=50, chunk=8)
     bench.check(cache, TOKENS[:20], 0)
     other = [*TOKENS[:13], *TOKENS[29:13:-1]]
     bench.check(cache, other, 13)
@@ -133,7 +133,7 @@ def test_a_beginning_that_two_share_is_there_once_and_the_end_may_go_alone(bench
 def test_host_memory_that_others_need_is_given_back(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     free = 0
     each = bench.size(1)
-    cache = bench.cache(piece=8, spare=100)
+    cache = bench.cache(chunk=8, min_free=100)
     monkeypatch.setattr("zinfer.generation.prefix_cache.available_bytes", lambda: free - cache.held)
     bench.run(TOKENS[:10], cache)
     assert cache.held == 0, "no memory but what is to stay free"

@@ -3,6 +3,7 @@
 The kernels run in a process of their own (`tests.interpreter`).
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def test_recorded_steps_give_the_same_logits(by_kernel: dict[str, Any]) -> None:
 @pytest.mark.parametrize("shape", [*SHAPES, (1, 8, 4, 32768, 128, 128), (4, 8, 16, 640, 256, 256)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_gpu_computes_the_same(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    if max(shape[-2:]) * dtype.itemsize > split_attention.MOST_BYTES:
+    if max(shape[-2:]) * dtype.itemsize > split_attention.MAX_BYTES:
         pytest.skip("PyTorch computes it")
     query, keys, values = (one.cuda() for one in inputs(shape, dtype))
     for one in biases(shape, dtype).values():
@@ -133,7 +134,7 @@ def main(path: Path) -> None:
         split_attention.split_attention(*inputs(shape), attn_mask=None, scale=None)
     kernel._combine = own
 
-    split_attention.FEWEST_POSITIONS, graphs.BUCKET = 1, 4
+    split_attention.MIN_POSITIONS, graphs.TUNED = 1, replace(graphs.TUNED, bucket=4)
     attend, ran = kernel.attend, 0
 
     def counted(*args: Any) -> Tensor:

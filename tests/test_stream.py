@@ -16,13 +16,12 @@ from tests.test_parity import BATCHES, greedy, load
 from tests.test_ring import FakeQueues
 from tools.steered import steered
 from zinfer.core.case import Workload
-from zinfer.core.engine import OptionError
 from zinfer.engine.base import Engine, Work
 from zinfer.engine.pinned import PAGE, PinnedArena
 from zinfer.engine.state import Entry
 from zinfer.engine.stream import Stream, codec, packed_layer
+from zinfer.engine.stream.host_work import defer, defer_store, flush, gathered_stores, run_async
 from zinfer.engine.stream.interleave import interleave
-from zinfer.engine.stream.meanwhile import later, meanwhile, settle, store_later, stored_together
 from zinfer.engine.stream.packed_layer import PackedLayer, pack, plain
 from zinfer.engine.stream.prefetch import PrefetchRing
 from zinfer.plan.planner import make_plan
@@ -164,13 +163,6 @@ def test_the_ring_shows_each_layer_its_own_weights_step_after_step(
     arena.close()
 
 
-def test_a_ring_needs_two_buffers() -> None:
-    arena, images = packed([layer_tensors(0)])
-    with pytest.raises(ValueError, match="1 ring buffers"):
-        PrefetchRing(arena.memory, images, 1, CPU)
-    arena.close()
-
-
 def no_room() -> Tensor:
     raise torch.OutOfMemoryError("no room")
 
@@ -232,20 +224,20 @@ def test_a_pass_whose_rows_the_cpu_attends_to_pauses_while_others_go_on() -> Non
             assert same(layer(), tensors[number])
             order.append((number, "asks"))
             done: list[str] = []
-            later(partial(done.append, "stored"))
+            defer(partial(done.append, "stored"))
             memory.zero_()
-            with stored_together():
+            with gathered_stores():
                 for row in range(2):
-                    store_later(memory[row : row + 1], torch.ones(1, 1, 1, 4))
+                    defer_store(memory[row : row + 1], torch.ones(1, 1, 1, 4))
             assert (done, float(memory.sum())) == ([], 0)
             with torch._C.DisableTorchFunctionSubclass():  # as in a function of a subclass
-                assert int(meanwhile(partial(attention, done))) == 7
+                assert int(run_async(partial(attention, done))) == 7
                 assert not torch._C._is_torch_function_enabled()
             order.append((number, "has"))
             told.clear()
-        later(partial(order.append, (3, "settled")))
-        settle()
-        later(partial(order.append, (3, "at the end")))
+        defer(partial(order.append, (3, "settled")))
+        flush()
+        defer(partial(order.append, (3, "at the end")))
         return torch.tensor(1)
 
     def launched() -> Tensor:
@@ -264,12 +256,12 @@ def test_a_pass_whose_rows_the_cpu_attends_to_pauses_while_others_go_on() -> Non
             each = ("asks", "launched", "has")
             last = [(3, "settled"), (3, "at the end")]
             assert order == [(number, one) for number in range(3) for one in each] + last
-    assert meanwhile(lambda: torch.tensor(threading.get_ident())) == threading.get_ident()  # no pass: at once
-    with stored_together():
-        store_later(memory, torch.full((2, 1, 1, 4), 2.0))
+    assert run_async(lambda: torch.tensor(threading.get_ident())) == threading.get_ident()  # no pass: at once
+    with gathered_stores():
+        defer_store(memory, torch.full((2, 1, 1, 4), 2.0))
         assert bool((memory == 1).all())
     assert bool((memory == 2).all())
-    store_later(memory, torch.full((2, 1, 1, 4), 3.0))
+    defer_store(memory, torch.full((2, 1, 1, 4), 3.0))
     assert bool((memory == 3).all())
     ring.close()
     arena.close()
@@ -288,8 +280,8 @@ def test_a_failure_beside_a_pass_that_pauses_ends_both(where: str) -> None:
 
     def attending() -> Tensor:
         layers[0]()
-        later(partial(fail, "put off"))
-        return meanwhile(partial(fail, "attention"))
+        defer(partial(fail, "put off"))
+        return run_async(partial(fail, "attention"))
 
     def launched() -> Tensor:
         layers[0]()
@@ -297,7 +289,7 @@ def test_a_failure_beside_a_pass_that_pauses_ends_both(where: str) -> None:
 
     with pytest.raises(MemoryError, match="no more"):
         interleave(ring, [launched, attending], lambda *_: None, on_cpu=1)
-    settle()  # nothing of it is left
+    flush()  # nothing of it is left
     others = {"launched": ["attention", "put off"], "attention": ["launched", "put off"], "put off": ["launched"]}
     assert sorted(done) == others[where]
     with ring.weight_pass():
@@ -436,11 +428,6 @@ def test_weights_that_do_not_shrink_go_as_they_are(checkpoint: Callable[..., Pat
     assert coded.effective().wire_bytes_per_step == plain.effective().wire_bytes_per_step
     coded.close()
     plain.close()
-
-
-def test_an_unknown_codec_is_refused(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="weight_codec=zip: choose from auto, none, lossless"):
-        load("stream", checkpoint("llama"), "cpu", tmp_path, weight_codec="zip")
 
 
 def test_a_step_can_be_traced(checkpoint: Callable[..., Path], tmp_path: Path) -> None:

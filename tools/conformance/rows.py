@@ -11,9 +11,10 @@ from tests.test_continuous import Words, run, small
 from tests.test_drafts import Oracle
 from tools.conformance.reference import OUTPUT_LEN, Reference
 from zinfer.engine.base import Engine, Work
-from zinfer.generation import schedule, scheduler
+from zinfer.generation import scheduler
 from zinfer.generation.drafts import Drafts
-from zinfer.generation.schedule import Group
+from zinfer.generation.pass_times import PassTimes
+from zinfer.generation.schedule import PlannedBatch
 from zinfer.generation.scheduler import ContinuousScheduler
 
 SHORT = 5  # tokens of the rows that end early
@@ -64,7 +65,7 @@ def come_and_go(engine: Engine, known: Reference, drafts: bool = False, kept: bo
     oracle = Oracle({one.key: (one.prompt_ids, answers[one.key % count]) for one in rows}, WRONG)
     with pytest.MonkeyPatch.context() as patch:
         small(patch)
-        patch.setattr(schedule.PassTimes, "room_for_drafts", lambda *_: 1000)
+        patch.setattr(PassTimes, "room_for_drafts", lambda *_: 1000)
         patch.setattr(Drafts, "_worth", lambda _drafts, counts, _rows: max(counts.values()))
         running = ContinuousScheduler(
             engine, Words(), engine.plan.case.workload, drafter=oracle if drafts else None,  # type: ignore[arg-type]
@@ -101,26 +102,24 @@ class _Watch:
 
     def forward(self, works: Sequence[Work]) -> list[Tensor]:
         """Return the logits of `works`, the reference's where rows use them."""
-        groups: dict[int, Group] = {
-            id(self._running._batches[id(group)]): group for group in self._running.schedule.groups
-        }
+        batches = {id(batch.micro_batch): batch for batch in self._running.schedule.batches}
         return [
-            self._checked(groups[id(work.batch)], work, logits.clone())
+            self._checked(batches[id(work.batch)], work, logits.clone())
             for work, logits in zip(works, self._forward(works), strict=True)
         ]
 
-    def _checked(self, group: Group, work: Work, logits: Tensor) -> Tensor:
-        for place, row in enumerate(group.rows):
+    def _checked(self, batch: PlannedBatch, work: Work, logits: Tensor) -> Tensor:
+        for place, row in enumerate(batch.rows):
             sequence: Any = None if row is None else self._running.sequences.get(row.key)
-            if sequence is None or group.length + work.token_ids.shape[1] < group.width:
+            if sequence is None or batch.length + work.token_ids.shape[1] < batch.width:
                 continue
             own, first = sequence.key % len(self._known.prompts), len(sequence.output_ids)
             answer, fed = self._known.tokens[own].tolist(), work.token_ids[place].tolist()
-            for ahead in range(logits.shape[1] if group.running else 1):
+            for ahead in range(logits.shape[1] if batch.running else 1):
                 step = first + ahead
                 if step == OUTPUT_LEN or (ahead and fed[ahead] != answer[step - 1]):
                     break
-                at = ahead if group.running else -1
+                at = ahead if batch.running else -1
                 error = self._known.error(own, step, logits[place, at])
                 known = self.errors[sequence.key, step]
                 self.errors[sequence.key, step] = error if known == torch.inf else max(error, float(known))

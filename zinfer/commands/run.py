@@ -94,7 +94,7 @@ def command(
     from zinfer.core.model import check_positions
     from zinfer.core.request import Sampling
     from zinfer.generation.dialogue import Dialogue
-    from zinfer.generation.schedule import load_of
+    from zinfer.generation.schedule import largest_load
     from zinfer.job.driver import Driver
     from zinfer.plan.planner import Planner
     from zinfer.worker.process import WorkerError
@@ -132,7 +132,7 @@ def command(
                 if dialogue is not None:
                     watch.quiet()
                     opening = BatchStart(
-                        load=load_of(planner, [(length, output_len)], 1), rows=1, arrivals=True,
+                        load=largest_load(planner, [(length, output_len)], 1), rows=1, arrivals=True,
                         cache_size=how["kv_cache_size"], folder=how["kv_cache_dir"],
                         folder_size=how["kv_cache_dir_size"],
                     )  # fmt: skip
@@ -143,7 +143,7 @@ def command(
                 if sys.stdout.isatty() and not as_json:
                     watch.quiet()
                 rows = batch_size or max(1, min(len(texts), plan.max_batch_size))
-                workload = load_of(planner, [(len(ids), output_len) for ids in prompt_ids], rows)
+                workload = largest_load(planner, [(len(ids), output_len) for ids in prompt_ids], rows)
                 requests = [
                     prompt_request(number, ids, output_len, sampling, how["ignore_eos"])
                     for number, ids in enumerate(prompt_ids)

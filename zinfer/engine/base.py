@@ -155,7 +155,7 @@ class Engine(ABC):
     def expect(self, load: Workload | None) -> None:
         """Make room for micro-batches that come and go.
 
-        Together they are as large as `load`; None: the admitted ones. An engine that gives free memory away then does
+        GraphSet they are as large as `load`; None: the admitted ones. An engine that gives free memory away then does
         so once, not at every `admit`.
         """
         self.expected = load

@@ -547,7 +547,8 @@ class Decoder(Engine):
 def offload_folder(nvme_path: str | None) -> Scratch:
     """Make a scratch folder for offloaded weights inside `nvme_path`.
 
-    Its `cleanup` removes it, or if this process is killed the next start. Raises EngineError unless `nvme_path` names a folder that exists.
+    Its `cleanup` removes it, or if this process is killed the next start. Raises EngineError unless `nvme_path` names
+    a folder that exists.
     """
     if nvme_path is None or not Path(nvme_path).is_dir():
         what = f"{nvme_path!r} is not a folder" if nvme_path else "it needs one"

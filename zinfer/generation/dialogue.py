@@ -12,10 +12,8 @@ from zinfer.generation.tokenizer_process import Refusal, TokenizerProcess
 
 
 class Dialogue:
-    """Turns of a user and their answers, formatted by the model's chat template, or joined if it has none.
-
-    Raises ModelError where the model has several chat templates, and none was chosen.
-    """
+    """Turns of a user and their answers, formatted by the model's chat template. Without one they are joined. Raises
+    ModelError where the model has several chat templates, and none was chosen."""
 
     def __init__(self, tokenizer: TokenizerProcess, system: str | None = None) -> None:
         self._tokenizer, self.template = tokenizer, tokenizer.facts.template
@@ -26,11 +24,8 @@ class Dialogue:
         self._text, self._ids = "", list[int]()  # the conversation up to the last answer
 
     def ask(self, turn: str) -> list[int]:
-        """Return the tokens of the conversation and of `turn`, up to the beginning of its answer.
-
-        The turn becomes part of the conversation with `answered`. Raises ModelError for a conversation that the
-        template refuses, and for one without tokens.
-        """
+        """Return the tokens of the conversation and of `turn`. The turn becomes part of the conversation with
+        `answered`. Raises ModelError for a conversation that the template refuses, and for one without tokens."""
         self._asked = [*self._messages, {"role": "user", "content": turn}]
         whole = self._render(self._asked)
         ids = self._continued(whole) or self._tokenizer.encode_alone(whole, special=not self.template)

@@ -1,8 +1,8 @@
 """Drafts of a small model that stays on the device (speculative decoding with a draft model, Leviathan et al. 2023).
 
-Its engine keeps the running rows in one micro-batch, whatever groups the scheduler has: rows come, forget what was
-rejected, and leave. It works on a CUDA stream of its own, between the passes and during the first of a row, while the
-ring goes on bringing weights.
+Its engine keeps the running rows in one micro-batch, whatever the scheduler has: rows come, forget what was rejected,
+and leave. It works on a CUDA stream of its own, between the passes and during the first of a row, while the ring goes
+on bringing weights.
 
 Each token is drawn by the sampler with the waiting times that the row has for its place, as the large model's will be
 (`zinfer.generation.sampling`): so both draw the same one often, and the text is that without drafts.
@@ -18,14 +18,10 @@ from torch import Tensor
 from zinfer.core.model import ModelError, ModelSpec
 from zinfer.engine.base import Engine, MicroBatch, Work
 from zinfer.engine.transfer import to_device
+from zinfer.generation import tuning
 from zinfer.generation.drafts import Drafter, DraftRow, NgramDrafter
 from zinfer.generation.sampling import choose
 from zinfer.generation.tokenizer_process import TokenizerProcess
-
-BACKLOG = 64  # tokens of a row that are computed beside others; a row that lacks more is computed anew
-ROOM = 128  # positions by which the KV cache grows, and that it has at least behind the longest row
-ENDED = 0.5  # share of the rows that may have ended before the others get a micro-batch of their own
-RECENT = 5  # rounds of drafts whose median gives the seconds of a token
 
 
 class ModelDrafter:
@@ -60,24 +56,24 @@ class ModelDrafter:
     def draft(self, rows: Mapping[int, DraftRow], counts: Mapping[int, int]) -> dict[int, list[int]]:
         last = self._spec.max_position or 1 << 30
         counts = {key: count for key, count in counts.items() if 1 < len(rows[key].token_ids) <= last - count}
-        found: dict[int, list[int]] = {}
+        drafts: dict[int, list[int]] = {}
         if counts:
             with self._guarded():
-                self._settle({key: rows[key].token_ids for key in counts})
+                self._drop_rejected({key: rows[key].token_ids for key in counts})
                 self._begin({key: rows[key].token_ids[:-1] for key in counts})
                 self._join()
                 if self._stream is not None:
                     self._stream.synchronize()
                 began = time.monotonic()
-                found = self._run(rows, counts)
+                drafts = self._run(rows, counts)
                 seconds = (time.monotonic() - began) / max(counts.values())
-                self._recent = [*self._recent[1 - RECENT :], seconds]
-        return found
+                self._recent = [*self._recent[1 - tuning.DRAFTS.recent_rounds :], seconds]
+        return drafts
 
-    def forget(self, key: int) -> None:
+    def discard(self, key: int) -> None:
         if self._computed.pop(key, None) is not None:
             for _, keys in self._parts:
-                keys[:] = [None if one == key else one for one in keys]
+                keys[:] = [None if other == key else other for other in keys]
         if self._parts and not self._computed:
             self._clear()
 
@@ -107,16 +103,16 @@ class ModelDrafter:
         width = max(map(len, new.values()))
         mask = torch.tensor([[0] * (width - len(ids)) + [1] * len(ids) for ids in new.values()])
         tokens = torch.tensor([[0] * (width - len(ids)) + ids for ids in new.values()])
-        batch = self._engine.admit(mask, width + ROOM)
+        batch = self._engine.admit(mask, width + tuning.DRAFTS.growth)
         self._engine.forward([Work(batch, self._embedded(tokens))])
         if not self._parts:
             self._start = batch.length
         self._parts.append((batch, [*new]))
         self._computed |= {key: len(ids) for key, ids in new.items()}
 
-    def _settle(self, known: Mapping[int, Sequence[int]]) -> None:
-        """Forget the drafts that rows did not get, and rows that lack too many tokens; `known` are those of rows that
-        have drafts now."""
+    def _drop_rejected(self, known: Mapping[int, Sequence[int]]) -> None:
+        """Forget rejected drafts, and discard rows that lack too many tokens. `known` are the tokens of rows that have
+        drafts now."""
         if not self._parts:
             return
         (batch, keys), *_ = self._parts
@@ -124,24 +120,27 @@ class ModelDrafter:
         for key in keys:
             right = 0
             if key is not None:
-                ahead, own, computed = self._ahead.get(key, []), known.get(key, ()), self._computed[key]
-                while right < min(len(ahead), len(own) - 1 - computed) and own[computed + right] == ahead[right]:
+                ahead, known_ids, computed = self._ahead.get(key, []), known.get(key, ()), self._computed[key]
+                while (
+                    right < min(len(ahead), len(known_ids) - 1 - computed)
+                    and known_ids[computed + right] == ahead[right]
+                ):
                     right += 1
                 self._computed[key] += right
             kept.append(right)
         self._ahead = {}
         if self._start + min(kept) < batch.length:
             self._engine.rollback(batch, self._start + torch.tensor(kept))
-        for key, own in known.items():
-            if len(own) - self._computed.get(key, len(own)) > BACKLOG:
-                self.forget(key)
+        for key, known_ids in known.items():
+            if len(known_ids) - self._computed.get(key, len(known_ids)) > tuning.DRAFTS.backlog:
+                self.discard(key)
 
     def _join(self) -> None:
         """Make one micro-batch of all rows that have not ended. Ended ones stay in it until others come or most have
         ended: CUDA graphs are recorded for a number of rows."""
         engine = self._engine
         (_, first), *new = self._parts
-        if not new and first.count(None) <= ENDED * len(first):
+        if not new and first.count(None) <= tuning.DRAFTS.ended * len(first):
             return
         stay = [(batch, [place for place, key in enumerate(keys) if key is not None]) for batch, keys in self._parts]
         stay = [(batch, places) for batch, places in stay if places]
@@ -157,7 +156,7 @@ class ModelDrafter:
 
     def _capacity(self) -> int:
         """Return the positions of a micro-batch without gaps, with room for drafts."""
-        return (max(self._computed.values()) // ROOM + 2) * ROOM
+        return (max(self._computed.values()) // tuning.DRAFTS.growth + 2) * tuning.DRAFTS.growth
 
     def _embedded(self, token_ids: Tensor) -> Tensor:
         """Return token ids that the model has: padding of a larger vocabulary is none of a text."""
@@ -167,15 +166,15 @@ class ModelDrafter:
         """Compute the tokens that rows lack, and draft."""
         engine = self._engine
         ((batch, keys),) = self._parts
-        asked = [rows[key] if key in counts else DraftRow((0,), 0) for key in keys]  # type: ignore[index]
-        known = [self._computed[key] if key in counts else 0 for key in keys]  # type: ignore[index]
-        lacking = [[*row.token_ids[first:-1]] for row, first in zip(asked, known, strict=True)]
-        most, count = max(map(len, lacking)), max(counts.values())
-        if batch.length + most + count + 1 > batch.capacity:  # gaps are closed up
+        drafting = [rows[key] if key in counts else DraftRow((0,), 0) for key in keys]  # type: ignore[index]
+        computed = [self._computed[key] if key in counts else 0 for key in keys]  # type: ignore[index]
+        lacking = [[*row.token_ids[first:-1]] for row, first in zip(drafting, computed, strict=True)]
+        longest, count = max(map(len, lacking)), max(counts.values())
+        if batch.length + longest + count + 1 > batch.capacity:  # gaps are closed up
             batch = engine.move_rows([(batch, range(len(keys)))], self._capacity())
             self._parts = [(batch, keys)]
-        if most:
-            tokens = torch.tensor([[*ids, *[0] * (most - len(ids))] for ids in lacking])
+        if longest:
+            tokens = torch.tensor([[*ids, *[0] * (longest - len(ids))] for ids in lacking])
             sizes = batch.length + torch.tensor([len(ids) for ids in lacking])
             engine.forward([Work(batch, self._embedded(tokens))])
             engine.rollback(batch, sizes)
@@ -183,15 +182,15 @@ class ModelDrafter:
                 if key is not None:
                     self._computed[key] += len(ids)
         self._start = batch.length
-        columns = [to_device(torch.tensor([row.token_ids[-1] for row in asked]), engine.device)]
+        columns = [to_device(torch.tensor([row.token_ids[-1] for row in drafting]), engine.device)]
         for ahead in range(count + 1):  # the last draft is computed, too, so that no row lacks it
             (logits,) = engine.forward([Work(batch, self._embedded(columns[-1][:, None]))])
             if ahead < count:
-                places = [row.place + ahead for row in asked]
-                columns.append(choose(logits[:, 0, : self._vocab_size], [row.sampling for row in asked], places)[0])
-        found = dict(zip(keys, torch.stack(columns, dim=1).tolist(), strict=True))
-        self._ahead = {key: found[key] for key in counts}
-        return {key: found[key][1 : 1 + own] for key, own in counts.items()}
+                places = [row.place + ahead for row in drafting]
+                columns.append(choose(logits[:, 0, : self._vocab_size], [row.sampling for row in drafting], places)[0])
+        drafted = dict(zip(keys, torch.stack(columns, dim=1).tolist(), strict=True))
+        self._ahead = {key: drafted[key] for key in counts}
+        return {key: drafted[key][1 : 1 + number] for key, number in counts.items()}
 
 
 def drafter_of(engine: Engine) -> Drafter | None:
@@ -202,8 +201,7 @@ def drafter_of(engine: Engine) -> Drafter | None:
 
 
 def check_same_tokens(spec: ModelSpec) -> None:
-    """Raise ModelError unless the model that drafts for `spec`, if there is one, has the same tokens, special ones
-    among them."""
+    """Raise ModelError unless the draft model of `spec` has the same tokens, special ones included."""
     if spec.draft is None:
         return
     with TokenizerProcess(spec) as large, TokenizerProcess(spec.draft) as small:

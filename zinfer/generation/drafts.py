@@ -24,21 +24,7 @@ from typing import NamedTuple, Protocol
 
 from zinfer.core.engine import MAX_DRAFTS
 from zinfer.core.request import GREEDY, Sampling
-
-LONGEST, SHORTEST = 4, 2  # tokens of the suffix that is looked for, the longest first
-MOST = MAX_DRAFTS
-FIRST = 0.5  # chance of the first draft of all
-FIRST_DRAFTS = 4  # drafts of a row until the time of a pass with drafts is known
-LEAST_FIRST = 0.35  # least chance of a new row's draft, where drafting takes no time
-MEMORY = 0.9  # weight of what was verified before, at each further verification
-LONGEST_PAUSE = 64  # passes; a pause is twice as long as the one before
-RECENT = 9  # passes whose median gives the seconds of one
-MARGIN = 0.03  # gain from which on drafts pay that take time: chances are known roughly
-TRYING = 0.005  # share of the time in which they are tried where they do not pay
-# Passes with drafts before one without is measured, at first and then, where no draft is right: as many times more as a
-# pass gives tokens to a row, since so much less may it matter.
-FIRST_PLAIN, PLAIN = 3, 64
-WORTH = 0.03  # tokens gained for each row that a further draft is worth: a pass computes one in every row of it
+from zinfer.generation import tuning
 
 
 class DraftRow(NamedTuple):
@@ -59,17 +45,17 @@ class Drafter(Protocol):
         """Seconds in which a token of all rows is drafted; None while they are not known, or are none."""
 
     def begin(self, rows: Mapping[int, Sequence[int]]) -> None:
-        """Get ready for rows, by key, whose known tokens a pass is about to compute."""
+        """Prepare for rows, by key, whose known tokens a pass is about to compute."""
 
     def draft(self, rows: Mapping[int, DraftRow], counts: Mapping[int, int]) -> Mapping[int, list[int]]:
-        """Return up to so many tokens as `counts` has for some of `rows`, by key, which may follow those so far."""
+        """Return up to `counts` tokens for some of `rows`, by key."""
 
-    def forget(self, key: int) -> None:
-        """Forget a row."""
+    def discard(self, key: int) -> None:
+        """Discard a row."""
 
 
 class NgramDrafter:
-    """Drafts from a row's own tokens: those that followed its last `LONGEST` to `SHORTEST` tokens when they occurred
+    """Drafts from a row's own tokens: those that followed its last tokens when they occurred
     for the last time before. Where a repetition reaches the end, it goes on."""
 
     token_s = None  # it takes no time
@@ -84,21 +70,21 @@ class NgramDrafter:
         return {key: self._of_row(key, rows[key].token_ids, count) for key, count in counts.items()}
 
     def _of_row(self, key: int, token_ids: Sequence[int], count: int) -> list[int]:
-        known, behind = self._rows.get(key, (0, {}))
-        for end in range(max(1, known), len(token_ids)):  # n-grams that a token follows
-            for size in range(SHORTEST, min(LONGEST, end) + 1):
+        indexed, behind = self._rows.get(key, (0, {}))
+        for end in range(max(1, indexed), len(token_ids)):  # n-grams that a token follows
+            for size in range(tuning.DRAFTS.shortest, min(tuning.DRAFTS.longest, end) + 1):
                 behind[tuple(token_ids[end - size : end])] = end
         self._rows[key] = len(token_ids), behind
-        for size in range(min(LONGEST, len(token_ids)), SHORTEST - 1, -1):
+        for size in range(min(tuning.DRAFTS.longest, len(token_ids)), tuning.DRAFTS.shortest - 1, -1):
             start = behind.get(tuple(token_ids[len(token_ids) - size :]))
             if start is not None:
-                found: list[int] = []
-                for place in range(start, start + count):
-                    found.append(token_ids[place] if place < len(token_ids) else found[place - len(token_ids)])
-                return found
+                drafts: list[int] = []
+                for index in range(start, start + count):
+                    drafts.append(token_ids[index] if index < len(token_ids) else drafts[index - len(token_ids)])
+                return drafts
         return []
 
-    def forget(self, key: int) -> None:
+    def discard(self, key: int) -> None:
         self._rows.pop(key, None)
 
 
@@ -114,7 +100,7 @@ class _Record:
         return (self.accepted + before) / (self.verified + 1)
 
     def age(self) -> None:
-        self.verified, self.accepted = MEMORY * self.verified, MEMORY * self.accepted
+        self.verified, self.accepted = tuning.DRAFTS.memory * self.verified, tuning.DRAFTS.memory * self.accepted
 
     def add(self, verified: int, accepted: int) -> None:
         self.verified, self.accepted = self.verified + verified, self.accepted + accepted
@@ -125,7 +111,7 @@ class Drafts:
     """Drafts of all rows, by the row's key: how many are worth drafting and verifying, and what became of them."""
 
     drafter: Drafter
-    most: int = MOST
+    max_drafts: int = MAX_DRAFTS
     drafted: int = 0  # tokens that were verified
     accepted: int = 0
     checked: int = 0  # drafts up to the first wrong one of each verification, which alone say how often one is right
@@ -136,32 +122,32 @@ class Drafts:
     _with_drafts: bool = False  # the pass under way
     _rows: int = 0  # of that pass
     _right: int = 0  # drafts of it that were right
-    _until_plain: float = FIRST_PLAIN  # passes without a right draft until one without drafts is measured again
+    _until_plain: float = field(
+        default_factory=lambda: tuning.DRAFTS.first_plain
+    )  # passes without a right draft until one without drafts is measured again
     _pause: int = 0  # passes to come without drafts, since they take longer than they gain
     _next_pause: int = 1
 
     def _pass_s(self, with_drafts: bool) -> float | None:
         """Return the seconds of a pass with drafts or without: the median of the last ones; None before the first."""
-        known = sorted(self._seconds[with_drafts])
-        return known[len(known) // 2] if known else None
+        seconds = sorted(self._seconds[with_drafts])
+        return seconds[len(seconds) // 2] if seconds else None
 
     def propose(self, rows: Mapping[int, DraftRow], room: int) -> dict[int, list[int]]:
-        """Return the drafts of a pass, by key of its running rows; none where none are worth their work.
-
-        A pass computes as many positions in every row as in the one with most drafts: `room` is the number of rows
-        times drafts that there is time for. There are as many as give the most tokens a second, by the seconds of
-        passes with drafts and without, and of drafting. If there are none, a single one is tried now and then, since
-        texts and times change.
-        """
+        """Return the drafts of a pass, by key of its running rows; none where none are worth their work. A pass
+        computes as many positions in every row as in the one with most drafts: `room` is the number of rows times
+        drafts that there is time for. There are as many as give the most tokens a second, by the seconds of passes with
+        drafts and without, and of drafting. If there are none, a single one is tried now and then, since texts and
+        times change."""
         if self._with_drafts:
             self._all.age()
             self._until_plain -= self._rows / (self._rows + self._right)
-        found = self._propose(rows, room)
-        self._with_drafts, self._rows, self._right = bool(found), len(rows), 0
-        return found
+        proposed = self._propose(rows, room)
+        self._with_drafts, self._rows, self._right = bool(proposed), len(rows), 0
+        return proposed
 
     def _propose(self, rows: Mapping[int, DraftRow], room: int) -> dict[int, list[int]]:
-        room = min(self.most, room // max(1, len(rows)))
+        room = min(self.max_drafts, room // max(1, len(rows)))
         counts: dict[int, int] = {}
         for key, row in rows.items():
             count = min(room, row.left - 1)
@@ -171,14 +157,16 @@ class Drafts:
             return {}
         counts = {key: min(count, worth) for key, count in counts.items()}
         began = time.monotonic()
-        found = {key: drafts for key, drafts in self.drafter.draft(rows, counts).items() if drafts}
-        spent = time.monotonic() - began
-        self.seconds += spent
+        proposed = {key: drafts for key, drafts in self.drafter.draft(rows, counts).items() if drafts}
+        seconds = time.monotonic() - began
+        self.seconds += seconds
         if self._pause and (plain_s := self._pass_s(False)):  # it was a try, and may have had to begin anew
-            self._pause = max(self._pause, int(spent / (TRYING * plain_s)))
-        gains = self._gains({key: len(drafts) for key, drafts in found.items()})
-        count = max((place + 1 for place, gain in enumerate(gains) if gain >= WORTH * len(rows)), default=1)
-        return {key: drafts[:count] for key, drafts in found.items()}
+            self._pause = max(self._pause, int(seconds / (tuning.DRAFTS.trying * plain_s)))
+        gains = self._gains({key: len(drafts) for key, drafts in proposed.items()})
+        count = max(
+            (place + 1 for place, gain in enumerate(gains) if gain >= tuning.DRAFTS.worth * len(rows)), default=1
+        )
+        return {key: drafts[:count] for key, drafts in proposed.items()}
 
     def _record(self, key: int) -> _Record:
         return self._records.setdefault(key, _Record())
@@ -186,9 +174,9 @@ class Drafts:
     def _chance(self, key: int) -> float:
         """Return the chance of a row's draft. A row of which none was verified expects what the others had; where
         drafting takes no time, it is tried in any case."""
-        record, others = self._record(key), self._all.chance(FIRST)
+        record, others = self._record(key), self._all.chance(tuning.DRAFTS.first_chance)
         if not record.verified and self.drafter.token_s is None:
-            return max(others, LEAST_FIRST)
+            return max(others, tuning.DRAFTS.min_first_chance)
         return record.chance(others)
 
     def _gains(self, counts: Mapping[int, int]) -> list[float]:
@@ -200,19 +188,19 @@ class Drafts:
         ]
 
     def _worth(self, counts: Mapping[int, int], rows: int) -> int:
-        """Return how many of so many drafts of each row give the most tokens a second, of `rows` that get one anyway;
-        0 during a pause, and where a pass without drafts is to be measured."""
+        """Return the draft length that maximises tokens per second. It is 0 during a pause, and where a pass without
+        drafts is to be measured."""
         token_s, plain_s, drafted_s = self.drafter.token_s or 0.0, self._pass_s(False), self._pass_s(True)
         if self._pause:
             self._pause -= 1
             return 0
         if self._until_plain <= 0:
-            self._until_plain = PLAIN
+            self._until_plain = tuning.DRAFTS.plain
             return 0
         plain_s, drafted_s = plain_s or drafted_s, drafted_s or plain_s
         if not plain_s or not drafted_s:
-            return min(max(counts.values()), FIRST_DRAFTS)
-        tokens, seconds, best, worth = float(rows), drafted_s, (1 + MARGIN) * rows / plain_s, 0
+            return min(max(counts.values()), tuning.DRAFTS.first_drafts)
+        tokens, seconds, best, worth = float(rows), drafted_s, (1 + tuning.DRAFTS.margin) * rows / plain_s, 0
         for place, gain in enumerate(self._gains(counts)):
             tokens, seconds = tokens + gain, seconds + token_s
             if tokens / seconds > best:
@@ -220,23 +208,23 @@ class Drafts:
         if worth:
             self._next_pause = 1
             return worth
-        self._pause = max(self._next_pause, int((drafted_s + token_s - plain_s) / (TRYING * plain_s)))
-        self._next_pause = min(LONGEST_PAUSE, 2 * self._next_pause)
+        self._pause = max(self._next_pause, int((drafted_s + token_s - plain_s) / (tuning.DRAFTS.trying * plain_s)))
+        self._next_pause = min(tuning.DRAFTS.longest_pause, 2 * self._next_pause)
         return 1
 
     def begin(self, rows: Mapping[int, Sequence[int]]) -> None:
-        """Get ready for rows, by key, whose known tokens a pass is about to compute; not while there are no drafts."""
+        """Prepare for rows that a pass is about to compute; not during a pause."""
         if rows and not self._pause:
             self.drafter.begin(rows)
 
     def passed(self, seconds: float) -> None:
         """Note the seconds of a pass of running rows."""
-        known = self._seconds[self._with_drafts]
-        known[:] = [*known[1 - RECENT :], seconds]
+        recent = self._seconds[self._with_drafts]
+        recent[:] = [*recent[1 - tuning.DRAFTS.recent :], seconds]
         if not self._with_drafts:
-            self._until_plain = max(self._until_plain, PLAIN)
+            self._until_plain = max(self._until_plain, tuning.DRAFTS.plain)
 
-    def saw(self, key: int, drafted: int, accepted: int, given_up: bool = False) -> None:
+    def observe(self, key: int, drafted: int, accepted: int, given_up: bool = False) -> None:
         """Note that `accepted` of `drafted` tokens of a row were right; the first wrong one says nothing of those
         behind it. With `given_up` the next one was right, too, but another row's was not."""
         self.drafted += drafted
@@ -249,7 +237,7 @@ class Drafts:
         record.age()
         record.add(checked, accepted)
 
-    def forget(self, key: int) -> None:
-        """Forget a row."""
+    def discard(self, key: int) -> None:
+        """Discard a row."""
         self._records.pop(key, None)
-        self.drafter.forget(key)
+        self.drafter.discard(key)

@@ -12,12 +12,10 @@ from zinfer.engine.transfer import to_device
 def prefill(
     engine: Engine, token_ids: Tensor, attention_mask: Tensor, reserve: int = 0, past: Sequence[Past] = ()
 ) -> tuple[MicroBatch, Tensor]:
-    """Admit a micro-batch of left-padded prompts ``[B, S]`` (int64) with their mask (1 token, 0 padding) and compute
-    them; return the micro-batch, with room for `reserve` further tokens, and the last position's logits ``[B, V]``.
-
-    `past` holds first positions of these prompts, which are not computed again. If computing fails, the micro-batch is
-    retired. Raises the errors of `Engine.admit` and `Engine.forward`.
-    """
+    """Admit and compute left-padded prompts; return the micro-batch and the last logits ``[B, V]``. Token ids are int64
+    ``[B, S]``, their mask has 1 for a token, 0 for padding; there is room for `reserve` further tokens. `past` holds
+    first positions of these prompts, which are not computed again. If computing fails, the micro-batch is retired.
+    Raises the errors of `Engine.admit` and `Engine.forward`."""
     batch = engine.admit(attention_mask, token_ids.shape[1] + reserve, past)
     try:
         (logits,) = engine.forward([Work(batch, to_device(token_ids[:, batch.length :], engine.device))])

@@ -31,7 +31,7 @@ from zinfer.system.host import available_bytes
 
 FORMAT = 1
 OURS = re.compile(r"[0-9a-f]{32}\.safetensors")
-MOST_SNAPSHOTS = 8192  # in memory, each of which is a mapping: a process may have some 65,000
+MAX_SNAPSHOTS = 8192  # in memory, each of which is a mapping: a process may have some 65,000
 ABANDONED_S = 3600  # age at which an unfinished file is taken to have no writer any more
 
 
@@ -54,8 +54,7 @@ class KeptFolder(NamedTuple):
 
 
 def cache_identity(plan: Plan) -> dict[str, str]:
-    """Return the facts that tell the keys and values of a plan's model from those of all others, whichever engine
-    computed them."""
+    """Return facts that identify the keys and values of a plan's model, on any engine."""
     spec = plan.model
     return {
         "model": Path(spec.name).name,
@@ -66,13 +65,11 @@ def cache_identity(plan: Plan) -> dict[str, str]:
 
 
 class PrefixCache:
-    """Cache of up to `size` bytes in memory and `folder_size` bytes in `folder`, for the one model that `identity`
-    describes.
-
-    What is kept at a time is divided into nodes of at most `piece` tokens, so that the end of it may be dropped alone.
-    With `spare` that many bytes of host memory stay free, whatever the size is.
-    `say` gets a line of text for everything that cannot be kept or read; no error is raised for it.
-    """
+    """Cache of keys and values of one model, in memory and optionally on disk. It holds up to `size` bytes in memory
+    and `folder_size` bytes in `folder`, for the model that `identity` describes. What is kept at a time is divided into
+    nodes of at most `chunk` tokens, so that the end of it may be dropped alone. `min_free` bytes of host memory stay
+    free, whatever the size is. `on_message` gets a line of text for everything that cannot be kept or read; no error is
+    raised for it."""
 
     def __init__(
         self,
@@ -80,15 +77,15 @@ class PrefixCache:
         size: int,
         folder: Path | None = None,
         folder_size: int = 0,
-        say: Callable[[str], object] = str,
+        on_message: Callable[[str], object] = str,
         pin: bool = False,
-        piece: int = 1 << 30,
-        spare: int = 0,
+        chunk: int = 1 << 30,
+        min_free: int = 0,
     ) -> None:
         self.held = 0  # bytes in memory
         self.version = 0  # changes with what `matched` returns
         self._identity, self._size, self._folder, self._folder_size = dict(identity), size, folder, folder_size
-        self._say, self._pin, self._piece, self._spare = say, pin, piece, spare
+        self._on_message, self._pin, self._chunk, self._min_free = on_message, pin, chunk, min_free
         self._memory: dict[Node, None] = {}  # nodes in memory, the least recently used first
         self._tree = RadixTree(f"{FORMAT} {sorted(self._identity.items())}")
         self._clock = count(1)
@@ -98,18 +95,15 @@ class PrefixCache:
                 self._list(folder)
             except (CheckpointError, OSError) as error:
                 self._folder = None
-                self._say(f"conversations are neither read from disk nor written to it: {error}")
+                self._on_message(f"conversations are neither read from disk nor written to it: {error}")
 
     def matched(self, tokens: Sequence[int]) -> int:
-        """Return the number of tokens of the longest kept prefix of `tokens`, without the last one."""
+        """Return the length of the longest kept prefix of `tokens`, the last one left out."""
         return sum(length for _, length in self._tree.match(tokens[:-1]))
 
     def find(self, tokens: Sequence[int]) -> list[KVSnapshot]:
-        """Return the snapshots of the longest kept prefix of `tokens`, in order, loaded into memory.
-
-        The prefix leaves out at least the last token, which has to be computed. The snapshots are valid until the next
-        call of `find` or `keep`.
-        """
+        """Load and return the snapshots of the longest kept prefix, in order. The prefix leaves out at least the last
+        token, which has to be computed. The snapshots are valid until the next call of `find` or `keep`."""
         path = self._tree.match(tokens[:-1])
         spare = {node for node, _ in path}
         parts: list[KVSnapshot] = []
@@ -131,9 +125,9 @@ class PrefixCache:
         if len(whole) < len(path) and (head := self._split(*path[-1])) is not None:
             whole.append(head)
         begin = whole[-1].last if whole else 0
-        for first in range(begin, len(tokens), self._piece):
+        for first in range(begin, len(tokens), self._chunk):
             parent = whole[-1] if whole else self._tree.root
-            part = tuple(tokens[first : first + self._piece])
+            part = tuple(tokens[first : first + self._chunk])
             if (node := self._add(parent, part, set(whole), engine, batch, row)) is None:
                 break
             whole.append(node)
@@ -142,15 +136,15 @@ class PrefixCache:
             self._write(whole, self._folder)
 
     def give_way(self, size: int) -> None:
-        """Drop what was least recently used until `size` bytes of host memory are free, or nothing is left."""
-        while self._memory and available_bytes() < size + self._spare:
+        """Drop the least recently used nodes until `size` bytes of host memory are free."""
+        while self._memory and available_bytes() < size + self._min_free:
             self._drop_oldest(set())
 
     def close(self) -> None:
         """Free the memory, and forget everything; files stay."""
         for children in list(self._tree.root.children.values()):
             for node in list(children):
-                self._forget(node)
+                self._discard(node)
 
     def _add(
         self, parent: Node, tokens: tuple[int, ...], spare: set[Node], engine: Engine, batch: MicroBatch, row: int
@@ -159,12 +153,14 @@ class PrefixCache:
         first, last = parent.last, parent.last + len(tokens)
         size = engine.plan.model.kv_bytes(1, len(tokens))
         if not self._room(size, spare):
-            self._say(f"{gb(size)} more of the conversation are not kept: memory for it is limited to {gb(self._size)}")
+            self._on_message(
+                f"{gb(size)} more of the conversation are not kept: memory for it is limited to {gb(self._size)}"
+            )
             return None
         try:
             kept = engine.snapshot(batch, first, last, row)
         except (MemoryError, EngineError, torch.OutOfMemoryError) as error:  # the GPU needs memory for the copy, too
-            self._say(f"{gb(size)} of the conversation are not kept: {error}")
+            self._on_message(f"{gb(size)} of the conversation are not kept: {error}")
             return None
         node = self._tree.add(parent, tokens)
         self._hold(node, kept)
@@ -182,7 +178,7 @@ class PrefixCache:
                 stack.callback(first.close)
                 rest = node.kept.cut(count, len(node.tokens))
             except MemoryError as error:
-                self._say(f"a beginning that two conversations share is kept twice: {error}")
+                self._on_message(f"a beginning that two conversations share is kept twice: {error}")
                 return None
             stack.pop_all()
         node.kept.close()
@@ -198,7 +194,7 @@ class PrefixCache:
         self._memory.setdefault(node)
 
     def _touch(self, path: Iterable[Node]) -> None:
-        """Mark the nodes of `path` as used now, ends before beginnings, so that an end is dropped first."""
+        """Mark nodes as used now, ends before beginnings: an end is dropped first."""
         for node in reversed(list(path)):
             node.used = next(self._clock)
             if node in self._memory:
@@ -211,8 +207,8 @@ class PrefixCache:
         """Make room for `size` bytes in memory without dropping `spare`; return True if there is room."""
 
         def lacks() -> bool:
-            full = self.held + size > self._size or len(self._memory) >= MOST_SNAPSHOTS
-            return full or (self._spare > 0 and available_bytes() < size + self._spare)
+            full = self.held + size > self._size or len(self._memory) >= MAX_SNAPSHOTS
+            return full or (self._min_free > 0 and available_bytes() < size + self._min_free)
 
         while lacks():
             if not self._drop_oldest(spare):
@@ -226,7 +222,7 @@ class PrefixCache:
             return False
         self._free(oldest)
         if oldest.path is None:
-            self._forget(oldest)
+            self._discard(oldest)
         return True
 
     def _free(self, node: Node) -> None:
@@ -236,11 +232,11 @@ class PrefixCache:
             self.held -= node.size
             del self._memory[node]
 
-    def _forget(self, node: Node) -> None:
-        """Remove `node`, which is neither in memory nor on disk, and the nodes below it, which are useless now."""
+    def _discard(self, node: Node) -> None:
+        """Remove a node that is nowhere stored, and the nodes below it."""
         self.version += 1
-        for one in self._tree.remove(node):
-            self._free(one)
+        for child in self._tree.remove(node):
+            self._free(child)
 
     def _load(self, node: Node, spare: set[Node]) -> bool:
         """Load `node` into memory from its file; return True if that succeeded."""
@@ -254,11 +250,11 @@ class PrefixCache:
             if (node.kept.length, node.kept.nbytes) != (len(node.tokens), node.size):
                 raise CheckpointError(f"{node.path} is damaged")
         except MemoryError as error:
-            self._say(f"{node.path} is not read: {error}")
+            self._on_message(f"{node.path} is not read: {error}")
             return False
         except (CheckpointError, OSError) as error:
-            self._say(f"skipped: {error}")
-            self._forget(node)
+            self._on_message(f"skipped: {error}")
+            self._discard(node)
             return False
         return True
 
@@ -277,11 +273,11 @@ class PrefixCache:
                 else:
                     labels[name] = label, path
             except ValidationError:
-                self._say(f"skipped: {path} is not a kept conversation")
+                self._on_message(f"skipped: {path} is not a kept conversation")
             except (CheckpointError, OSError) as error:
-                self._say(f"skipped: {error}")
+                self._on_message(f"skipped: {error}")
         if others:
-            self._say(f"skipped: {others} files in {folder} are of other models or versions")
+            self._on_message(f"skipped: {others} files in {folder} are of other models or versions")
         for _name, (label, path) in sorted(labels.items(), key=lambda item: item[1][0].first):  # parents first
             parent = self._tree.get(label.parent)
             if parent is not None and parent.last == label.first:
@@ -293,14 +289,14 @@ class PrefixCache:
                     path.unlink()
 
     def _write(self, path: Sequence[Node], folder: Path) -> None:
-        """Write the nodes of `path` that are not on disk yet, as far as the disk's budget allows."""
+        """Write nodes that are not on disk yet, within the disk's budget."""
         for node in path:
             file = folder / f"{node.digest}.safetensors"
             if node.path is not None and file.exists():
                 continue
             try:
                 if node.kept is None or not self._room_on_disk(node.size, path, folder):
-                    self._say(f"{gb(node.size)} are not written: {folder} is limited to {gb(self._folder_size)}")
+                    self._on_message(f"{gb(node.size)} are not written: {folder} is limited to {gb(self._folder_size)}")
                     return
                 assert node.parent is not None
                 label = Label(
@@ -310,20 +306,20 @@ class PrefixCache:
                 kv_file.write(node.kept, file, label.model_dump())
                 node.path = file
             except OSError as error:
-                self._say(f"{folder} cannot be written: {error.strerror}")
+                self._on_message(f"{folder} cannot be written: {error.strerror}")
                 return
         self._touch(path)
 
     def _room_on_disk(self, size: int, spare: Sequence[Node], folder: Path) -> bool:
-        """Make room for `size` bytes in `folder` without deleting `spare`, but files of any model; return True if there
-        is room."""
+        """Make room for `size` bytes in `folder`; return True if there is room. Files of any model may go, but
+        `spare`."""
         names = {f"{node.digest}.safetensors" for node in spare}
         files = []
         for path in folder.glob("*.safetensors"):
             with suppress(FileNotFoundError):  # another process may make room, too
                 files += [(path, path.stat())] if OURS.fullmatch(path.name) else []
         total = sum(status.st_size for _, status in files)
-        for path, status in sorted(files, key=lambda one: one[1].st_mtime_ns):
+        for path, status in sorted(files, key=lambda entry: entry[1].st_mtime_ns):
             if total + size <= self._folder_size:
                 break
             if path.name in names:
@@ -334,5 +330,5 @@ class PrefixCache:
             if node is not None:
                 node.path = None
                 if node.kept is None:
-                    self._forget(node)
+                    self._discard(node)
         return total + size <= self._folder_size

@@ -14,7 +14,7 @@ from typing import Any
 
 
 def digest(before: str, tokens: Sequence[int] = ()) -> str:
-    """Return the digest, 32 hex digits, of `tokens` after `before`, which is a digest itself or a seed."""
+    """Return the digest, 32 hex digits, of `tokens` after `before`, a digest or seed."""
     return sha256(f"{before}\n{json.dumps(list(tokens))}".encode()).hexdigest()[:32]
 
 
@@ -55,18 +55,18 @@ class RadixTree:
     def match(self, tokens: Sequence[int]) -> list[tuple[Node, int]]:
         """Return the longest prefix of `tokens` in the tree: its nodes in order, each with the number of its matching
         tokens. Only the last node may match in part."""
-        found: list[tuple[Node, int]] = []
+        path: list[tuple[Node, int]] = []
         node, position = self.root, 0
         while position < len(tokens) and (children := node.children.get(tokens[position])):
             count, _, node = max(
                 ((common(child.tokens, tokens, position), child.used, child) for child in children),
-                key=lambda one: one[:2],
+                key=lambda candidate: candidate[:2],
             )
-            found.append((node, count))
+            path.append((node, count))
             position += count
             if count < len(node.tokens):
                 break
-        return found
+        return path
 
     def add(self, parent: Node, tokens: Sequence[int]) -> Node:
         """Return the node of `tokens` after `parent`; make it if it does not exist."""
@@ -85,10 +85,10 @@ class RadixTree:
         head.used = node.used
         node.tokens, node.first = node.tokens[count:], node.first + count
         self._hang(node, head)
-        for one in below:  # parents come before their children
-            assert one.parent is not None
-            one.digest = digest(one.parent.digest, one.tokens)
-            self._nodes[one.digest] = one
+        for child in below:  # parents come before their children
+            assert child.parent is not None
+            child.digest = digest(child.parent.digest, child.tokens)
+            self._nodes[child.digest] = child
         return head
 
     def remove(self, node: Node) -> list[Node]:
@@ -102,20 +102,20 @@ class RadixTree:
     def _take_off(self, node: Node) -> list[Node]:
         """Take `node` off its parent; return it and all nodes below it, whose names are forgotten."""
         if node.parent is not None:
-            beside = node.parent.children[node.tokens[0]]
-            beside.remove(node)
-            if not beside:
+            siblings = node.parent.children[node.tokens[0]]
+            siblings.remove(node)
+            if not siblings:
                 del node.parent.children[node.tokens[0]]
         gone = [node]
-        for one in gone:
-            for children in one.children.values():
+        for removed in gone:
+            for children in removed.children.values():
                 gone += children
-            self._nodes.pop(one.digest, None)
+            self._nodes.pop(removed.digest, None)
         return gone
 
 
 def common(first: Sequence[object], second: Sequence[object], start: int = 0) -> int:
-    """Return the length of the common prefix of `first` and of `second` from `start` on."""
+    """Return the length of the common prefix of `first` and `second[start:]`."""
     length = min(len(first), len(second) - start)
     if length and first[0] != second[start]:  # the common case, found without a copy
         return 0

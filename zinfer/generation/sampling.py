@@ -54,7 +54,7 @@ def _mixed(numbers: "Tensor") -> "Tensor":
 
 
 class Score(NamedTuple):
-    """Log-probability of a token, in nats, and those of the most likely ones in its place, by id, the best first."""
+    """Log-probability of a token, in nats, and of the likeliest in its place, best first."""
 
     token: int
     logprob: float
@@ -62,37 +62,35 @@ class Score(NamedTuple):
 
 
 def scores(logits: "Tensor", tokens: Sequence[int], count: int) -> list[Score]:
-    """Return the scores of `tokens`, one for each row of ``[n, V]`` logits, with the `count` most likely ones beside
-    it; temperature and nucleus play no part in them."""
+    """Return the scores of `tokens`, one for each row of ``[n, V]`` logits. Each has the `count` most likely ones
+    beside it; temperature and nucleus play no part in them."""
     import torch
 
     from zinfer.engine.transfer import to_device
 
-    found: list[Score] = []
+    token_scores: list[Score] = []
     size = max(1, CHUNK // logits.shape[-1])
     for start in range(0, len(tokens), size):
         part = torch.log_softmax(logits[start : start + size].float(), dim=-1)
         ids = to_device(torch.tensor(tokens[start : start + size]), logits.device)
-        own = part.gather(-1, ids[:, None])[:, 0].tolist()
+        chosen = part.gather(-1, ids[:, None])[:, 0].tolist()
         best = part.topk(min(count, part.shape[-1]), dim=-1)
-        rows = zip(ids.tolist(), own, best.indices.tolist(), best.values.tolist(), strict=True)
-        found += [Score(token, value, tuple(zip(top, tops, strict=True))) for token, value, top, tops in rows]
-    return found
+        rows = zip(ids.tolist(), chosen, best.indices.tolist(), best.values.tolist(), strict=True)
+        token_scores += [Score(token, value, tuple(zip(top, tops, strict=True))) for token, value, top, tops in rows]
+    return token_scores
 
 
 def greedy(logits: "Tensor") -> "tuple[Tensor, Tensor]":
-    """Return the most likely token of each row, ``[B, V]`` logits to ``[B]`` ids, and whether its logits are numbers,
-    ``[B]``; the first of equal logits counts."""
+    """Return the most likely ids ``[B]`` of ``[B, V]`` logits, and whether these are numbers. The first of equal logits
+    counts."""
     best, ids = logits.max(-1)
     return ids, best.isfinite()
 
 
 def choose(logits: "Tensor", samplings: Sequence[Sampling], places: Sequence[int]) -> "tuple[Tensor, Tensor]":
-    """Return the next token of each row, ``[B, V]`` logits to ``[B]`` ids, and whether its logits are numbers, ``[B]``.
-
-    `places` are the tokens that each row's output has so far. With a nucleus, tokens outside of it take no part in the
-    race (Holtzman et al. 2020, arXiv:1904.09751).
-    """
+    """Choose the next token of each row of ``[B, V]`` logits. Returns the ids, ``[B]``, and whether the logits are
+    numbers, ``[B]``. `places` are the tokens that each row's output has so far. With a nucleus, tokens outside of it
+    take no part in the race (Holtzman et al. 2020, arXiv:1904.09751)."""
     import torch
 
     from zinfer.engine.transfer import to_device
@@ -100,7 +98,7 @@ def choose(logits: "Tensor", samplings: Sequence[Sampling], places: Sequence[int
     ids, finite = greedy(logits)
     drawn = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0]
     size = max(1, CHUNK // logits.shape[-1])
-    for nucleus in (False, True):  # apart, so that a row is not sampled otherwise for its neighbours' sake
+    for nucleus in (False, True):  # one by one: neighbours do not change how a row is sampled
         alike = [row for row in drawn if (samplings[row].top_p < 1) == nucleus]
         for start in range(0, len(alike), size):
             part = alike[start : start + size]
@@ -110,7 +108,7 @@ def choose(logits: "Tensor", samplings: Sequence[Sampling], places: Sequence[int
 
 
 def _draw(logits: "Tensor", samplings: Sequence[Sampling], places: Sequence[int], nucleus: bool) -> "Tensor":
-    """Draw a token for each row of ``[n, V]`` logits, with a nucleus for all of them or for none: ``[n]`` ids."""
+    """Draw a token for each row of ``[n, V]`` logits: ``[n]`` ids. All rows have a nucleus, or none."""
     import torch
 
     from zinfer.engine.transfer import to_device

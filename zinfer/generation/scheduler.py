@@ -6,9 +6,9 @@ carries out the passes that `zinfer.generation.schedule.Schedule` plans.
 """
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Several
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -16,31 +16,29 @@ import torch
 from torch import Tensor
 
 from zinfer.core.case import Workload
+from zinfer.core.engine import MAX_DRAFTS
 from zinfer.core.request import GREEDY, Request
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, MicroBatch, Work
 from zinfer.engine.kv_snapshot import RowsPast
-from zinfer.generation import passes
+from zinfer.generation import passes, tuning
 from zinfer.generation.draft_model import drafter_of
-from zinfer.generation.drafts import MOST, Drafter, DraftRow, Drafts
+from zinfer.generation.drafts import Drafter, DraftRow, Drafts
+from zinfer.generation.pass_times import PassTimes
 from zinfer.generation.prefix_cache import KeptFolder, PrefixCache, cache_identity
 from zinfer.generation.running_text import RunningText
 from zinfer.generation.sampling import NotFiniteError, Score, choose, scores
 from zinfer.generation.schedule import (
-    EXPANDED_SHARE,
-    MOST_ROWS,
     Abilities,
-    Group,
-    GroupWork,
     Limits,
     Move,
-    PassPlan,
-    PassTimes,
-    Row,
+    PlannedBatch,
+    PlannedRow,
+    PlannedWork,
     Schedule,
     arrival_order,
+    largest_load,
     like_order,
-    load_of,
     load_of_pass,
     positions_of,
 )
@@ -57,17 +55,14 @@ Sampler = Callable[[Tensor], Tensor]  # logits [B, V] to the ids [B] that come n
 
 
 class DecodeLoop:
-    """The decode loop: a batch that is started, stepped and ended.
-
-    `tokens` are the ids chosen last, ``[B]``, on the device; `steps` counts the decode steps since the prefill. A batch
-    whose pass or sampler raises is ended.
-    """
+    """The decode loop: a batch that is started, stepped and ended. `tokens` are the ids chosen last, ``[B]``, on the
+    device; `steps` counts the decode steps since the prefill. A batch whose pass or sampler raises is ended."""
 
     def __init__(self, engine: Engine, sampler: Sampler) -> None:
         self.engine, self._sampler = engine, sampler
         self._batch: MicroBatch | None = None
         self.steps = 0
-        self._most_steps: int | None = None  # more cross the switch of longrope
+        self._max_steps: int | None = None  # more cross the switch of longrope
         self.tokens: Tensor
 
     @property
@@ -86,29 +81,30 @@ class DecodeLoop:
         """Prefill a batch and choose its first tokens, ``[B]``; a batch that was running is ended. The arguments are
         those of `zinfer.generation.passes.prefill`."""
         self.end()
-        most = self.engine.recompute_beyond
-        lengths = [] if most is None else mask.sum(-1).tolist()
-        self._most_steps = min((most - one for one in lengths if most is not None and one <= most), default=None)
+        switch = self.engine.recompute_beyond
+        lengths = [] if switch is None else mask.sum(-1).tolist()
+        steps = [switch - length for length in lengths if switch is not None and length <= switch]
+        self._max_steps = min(steps, default=None)
         self._batch, logits = passes.prefill(self.engine, token_ids, mask, reserve, past)
         self.steps = 0
-        return self._choose(logits)
+        with self._ended_on_failure():
+            self.tokens = self._sampler(logits)
+        return self.tokens
 
     def step(self) -> Tensor:
         """Run one decode step with the tokens chosen last; returns the next ones, ``[B]``. Raises EngineError where a
         row grows beyond the switch of longrope, since that needs other keys."""
-        if self._most_steps is not None and self.steps >= self._most_steps:
-            self._abandon()
+        if self._max_steps is not None and self.steps >= self._max_steps:
+            self.end()
             raise EngineError(
                 f"beyond {self.engine.recompute_beyond} tokens {self.engine.plan.model.name} turns all keys by other "
                 "angles (longrope), also those in the cache: prompts and their answers must stay on one side here"
             )
-        try:
+        with self._ended_on_failure():
             logits = passes.decode(self.engine, self.batch, self.tokens)
-        except BaseException:
-            self._abandon()
-            raise
-        self.steps += 1
-        return self._choose(logits)
+            self.steps += 1
+            self.tokens = self._sampler(logits)
+        return self.tokens
 
     def end(self) -> None:
         """Free the batch's KV cache. Safe to call twice."""
@@ -117,24 +113,21 @@ class DecodeLoop:
             self.engine.retire(batch)
 
     def snapshot(self, first: int, last: int) -> "KVSnapshot":
-        """Copy the keys and values of the computed positions from `first` up to `last` to host memory."""
+        """Copy keys and values of computed positions to host memory."""
         return self.engine.snapshot(self.batch, first, last)
 
     def timeline(self) -> tuple[Span, ...]:
         """Run one more decode step, traced, whose tokens count for nothing."""
         return self.engine.timeline([Work(self.batch, self.tokens[:, None])])
 
-    def _choose(self, logits: Tensor) -> Tensor:
+    @contextmanager
+    def _ended_on_failure(self) -> Iterator[None]:
         try:
-            self.tokens = self._sampler(logits)
+            yield
         except BaseException:
-            self._abandon()
+            with suppress(Exception):
+                self.end()
             raise
-        return self.tokens
-
-    def _abandon(self) -> None:
-        with suppress(Exception):
-            self.end()
 
 
 @dataclass(eq=False)
@@ -170,18 +163,14 @@ class Sequence(Request):
         return self.finish_reason is not None or self.error is not None
 
     @property
+    def known_ids(self) -> list[int]:
+        """Tokens of its prompt and of its output so far."""
+        return self.prompt_ids + self.output_ids
+
+    @property
     def before(self) -> list[int]:
         """Tokens whose text its own continues."""
         return [] if self.chat else self.prompt_ids
-
-
-def _draft_row(sequence: Sequence, most: int, recompute_beyond: int | None) -> DraftRow:
-    """Return a running sequence, which may get up to `most` tokens, as drafts are made for it; none may take it beyond
-    the switch of longrope (`Engine.recompute_beyond`)."""
-    known = sequence.prompt_ids + sequence.output_ids
-    if recompute_beyond is not None and len(known) <= recompute_beyond:
-        most = min(most, recompute_beyond + 1 - len(known))
-    return DraftRow(known, min(sequence.left, most), sequence.sampling, len(sequence.output_ids))
 
 
 def add_token(tokenizer: Tokenizer, sequence: Sequence, token: int, finite: bool) -> None:
@@ -206,7 +195,7 @@ def _before_stop(tokenizer: Tokenizer, sequence: Sequence) -> str | None:
     if not sequence.stop:
         return None
     text = sequence.running.of(tokenizer, sequence.output_ids, sequence.before)
-    seen, sequence.searched = sequence.searched, max(0, len(text.rstrip(UNFINISHED)) - LOOSE)
+    seen, sequence.searched = sequence.searched, max(0, len(text.rstrip(UNFINISHED)) - tuning.TUNED.loose_characters)
     if all(text.find(stop, max(0, seen - len(stop))) < 0 for stop in sequence.stop):
         return None
     text = tokenizer.decode(sequence.output_ids, sequence.before)
@@ -215,20 +204,16 @@ def _before_stop(tokenizer: Tokenizer, sequence: Sequence) -> str | None:
 
 
 class ContinuousScheduler:
-    """Scheduler of sequences that come at any time, on an engine of its own: continuous batching.
-
-    `load` is the largest load to reckon with, all rows together (`zinfer.generation.schedule.load_of`); at most `rows`
-    run at a time. With `arrivals` requests share the rows, in the order in which they came; otherwise like rows begin
-    together.
-
-    Keys and values of complete prompts and of rows that end or are dropped are kept in up to `cache_size` bytes of host
+    """Scheduler of sequences that come at any time, on an engine of its own: continuous batching. `load` is the largest
+    load to reckon with, all rows together (`zinfer.generation.schedule.largest_load`); at most `rows` run at a time.
+    With `arrivals` requests share the rows, in the order in which they came; otherwise like rows begin together. Keys
+    and values of complete prompts and of rows that end or are dropped are kept in up to `cache_size` bytes of host
     memory, in `prefixes`, and in `folder`; a later row reuses its longest prefix that is there. `cannot_reuse` is the
     reason why the engine does not, if it cannot. Where `rows` is 1 all rows are turns of one conversation: they are
     kept once they end, however short they are.
 
     With a `drafter`, by default the one that the engine's options ask for, a pass may give a row several tokens. Raises
-    EngineError then where `Engine.cannot_draft` gives a reason.
-    """
+    EngineError then where `Engine.cannot_draft` gives a reason."""
 
     def __init__(
         self,
@@ -246,55 +231,58 @@ class ContinuousScheduler:
             raise EngineError(why_not)
         self.engine, self._tokenizer = engine, tokenizer
         self.drafts = None if drafter is None else Drafts(drafter)
-        self._one_length = engine.equal_lengths() is not None  # rows of a group get as many tokens of a pass
+        self._one_length = engine.equal_lengths() is not None  # rows of a micro-batch get as many tokens of a pass
         self.sequences: dict[int, Sequence] = {}  # those that have not ended, by key
+        self.gained: dict[int, int] = {}  # tokens that the last pass gave to each sequence, by key
         engine.clear()
         engine.expect(load)
         placement = engine.planner.placement(load)
         times = PassTimes(placement, engine.plan.model, engine.plan.machine, load.input_len, engine.joins)
-        positions = self._positions(load, rows)
-        limits = Limits(positions, rows or 1 << 20, group_positions(engine.plan))
+        limits = Limits(self._kv_positions(load, rows), rows or 1 << 20, max_batch_positions(engine.plan))
         order = arrival_order if arrivals else like_order
         able = abilities(engine, placement.kv_host_share > 0)
         self.schedule = Schedule(times, limits, able, order, engine.recompute_beyond, reusable=self._reusable)
         if self.drafts is not None:
-            self.schedule.slack, self.schedule.ahead = SLACK, MOST
+            self.schedule.slack, self.schedule.ahead = tuning.TUNED.draft_slack, MAX_DRAFTS
         self.cannot_reuse = engine.cannot_snapshot() or engine.cannot_chunk()
         self.prefixes: PrefixCache | None = None
         self._matched: dict[int, tuple[int, int]] = {}  # by key: version of `prefixes`, tokens found there
         self._to_keep: list[tuple[list[int], MicroBatch, int]] = []  # tokens that are computed, and their row
         self._notes: list[str] = []
         self._one_by_one = rows == 1
-        self._least_kept = 1 if self._one_by_one else LEAST_KEPT
+        self._min_kept = 1 if self._one_by_one else tuning.TUNED.min_kept
         if cache_size and self.cannot_reuse is None:
-            where, size = folder or (None, 0)
+            path, size = folder or (None, 0)
             identity = {} if folder is None else cache_identity(engine.plan)  # memory holds this model alone
             self.prefixes = PrefixCache(
-                identity, cache_size, where, size, self._notes.append,
-                pin=engine.device.type == "cuda", piece=PIECE, spare=int(SPARE * host_bytes()),
-            )  # fmt: skip
-        self.gained: dict[int, int] = {}  # tokens that the last pass gave to each sequence, by key
-        self._batches: dict[int, MicroBatch] = {}  # by the id of their group
-        self._kept: dict[int, KVSnapshot] = {}  # of suspended groups, by the id of their group
+                identity,
+                cache_size,
+                path,
+                size,
+                self._notes.append,
+                pin=engine.device.type == "cuda",
+                chunk=tuning.TUNED.kept_chunk,
+                min_free=int(tuning.TUNED.kept_spare * host_bytes()),
+            )
 
-    def _positions(self, load: Workload, rows: int | None) -> int:
-        """Return the positions of KV cache that there is memory for: the plan's, and no more than a GPU has free. At
-        most `rows` rows run."""
-        if self.engine.planner.placement(load).kv_host_share:  # room is taken at once, for all tokens of a row
+    def _kv_positions(self, load: Workload, rows: int | None) -> int:
+        """Return the positions of KV cache that fit: the plan's, and no more than a GPU has free."""
+        plan, planner, tuned = self.engine.plan, self.engine.planner, tuning.TUNED
+        if planner.placement(load).kv_host_share:  # room is reserved at once, for all tokens of a row
             return load.batch_size * load.total_len
         planned = positions_of(load)
         if rows is not None and load.batch_size == rows:  # not memory bounds the rows: longer ones have room, too
-            most = load_of(self.engine.planner, [(load.input_len, load.output_len)] * MOST_ROWS)
-            planned = max(planned, positions_of(most))
+            planned = max(
+                planned, positions_of(largest_load(planner, [(load.input_len, load.output_len)] * tuned.max_rows))
+            )
         if self.engine.device.type != "cuda":
             return planned
         self.engine.give_back()
-        plan = self.engine.plan
         free = torch.cuda.mem_get_info()[0] * plan.placement.gpus  # they are alike
         room = plan.machine.gpu_bytes * plan.placement.gpus
         each = plan.model.kv_bytes(1, load.total_len) * plan.placement.kv_ratio / load.total_len
         each += draft_kv_bytes(plan.model, 1, load.total_len) / load.total_len
-        return max(load.total_len, min(planned, int((free - WORKING_SHARE * room) / max(1.0, each))))
+        return max(load.total_len, min(planned, int((free - tuned.working_share * room) / max(1.0, each))))
 
     def add(self, requests: Iterable[Request]) -> list[Sequence]:
         """Let requests wait, whose keys differ from all that have not ended; return their sequences."""
@@ -303,18 +291,22 @@ class ContinuousScheduler:
             for one in requests
         ]
         self.sequences |= {sequence.key: sequence for sequence in new}
-        self.schedule.add(Row(one.key, one.length, one.left, one.owner) for one in new)
+        self.schedule.add(PlannedRow(sequence.key, sequence.length, sequence.left, sequence.owner) for sequence in new)
         return new
 
     def drop(self, keys: Iterable[int]) -> None:
-        """Forget sequences, however far they are; their keys and values are kept as those of rows that ended."""
-        self._note_dropped(set(keys := list(keys)))
-        gone = [key for key in keys if self.sequences.pop(key, None) is not None]
+        """Discard sequences, however far they are; their keys and values are kept as those of rows that ended."""
+        gone = [key for key in dict.fromkeys(keys) if key in self.sequences]
+        self._note_dropped(set(gone))
         for key in gone:
-            self._matched.pop(key, None)
-            if self.drafts is not None:
-                self.drafts.forget(key)
+            self._discard(key)
         self.schedule.drop(gone)
+
+    def _discard(self, key: int) -> None:
+        del self.sequences[key]
+        self._matched.pop(key, None)
+        if self.drafts is not None:
+            self.drafts.discard(key)
 
     @property
     def running(self) -> bool:
@@ -322,209 +314,248 @@ class ContinuousScheduler:
         return bool(self.sequences)
 
     def step(self) -> list[Sequence]:
-        """Run a pass. Returns the sequences that got a token or ended with it.
-
-        Where memory falls short, the prompts that it was for are computed again, with less of it (without prompts the
-        rows of one group), and the other rows take the pass again; raises torch.OutOfMemoryError or MemoryError where
-        that does not help, and other errors of the engine, after which nothing runs any more.
-        """
+        """Run a pass; return the sequences that got a token or ended with it. On out-of-memory, the prompts that the
+        memory was for are computed again with less of it (without prompts the rows of one micro-batch), and the other
+        rows repeat the pass. Raises torch.OutOfMemoryError or MemoryError where that does not help, and other errors of
+        the engine, after which nothing runs any more."""
         self.schedule.times.joins = self.engine.joins  # a first pass may find out that it cannot
         try:
-            self._keep()
+            self._keep_noted()
+            return self._step()
         except BaseException:
             self.end()
             raise
-        planned = self.schedule.plan()
-        planned = planned._replace(works=[self._bounded(work) for work in planned.works])
+
+    def _step(self) -> list[Sequence]:
+        moves, planned = self.schedule.plan()
+        works = [self._bounded(work) for work in planned]
         began = time.monotonic()
-        touched: list[Sequence] | None = None
-        gained: dict[int, int] = {}
-        self.gained = gained
-        try:
-            if not self._carry_out(planned.moves):
-                planned = PassPlan([], [])
-            elif not planned.works:  # the weights need no trip
-                return []
-            else:
-                drafting = time.monotonic()
-                planned, drafts = self._drafted(planned)
-                computing = time.monotonic()
-                began += computing - drafting  # it says nothing of the seconds of a pass
-                try:
-                    touched = self._compute(planned.works, drafts, gained)
-                    self._forget_rejected(planned.works, gained)
-                    self._note_pass(planned.works, time.monotonic() - computing)
-                except (torch.OutOfMemoryError, MemoryError):
-                    if len(self.schedule.running) <= 1:
-                        raise
-        except BaseException:
-            self.end()
-            raise
-        if touched is None:
-            self._lose(self._cost_of(planned.works))  # not within the handler, which holds what failed
+        self.gained = {}
+        if not self._carry_out(moves) or not works:  # the weights need no pass
             return []
-        ended = [one.key for one in touched if one.ended]
-        self._note_computed(planned.works, gained)
-        self.schedule.done(planned.works, time.monotonic() - began, ended, gained)
+        drafting = time.monotonic()
+        works, drafts = self._drafted(works)
+        computing = time.monotonic()
+        began += computing - drafting  # it says nothing of the seconds of a pass
+        touched: list[Sequence] | None = None
+        try:
+            touched = self._compute(works, drafts)
+            self._roll_back(works)
+            if self.drafts is not None and all(batch.running for batch, _ in works):  # such passes drafting must pay in
+                self.drafts.passed(time.monotonic() - computing)
+        except (torch.OutOfMemoryError, MemoryError):
+            if len(self.schedule.running) <= 1:
+                raise
+        if touched is None:
+            self._lose(self._cost_of(works))  # not within the handler, which holds what failed
+            return []
+        ended = [sequence.key for sequence in touched if sequence.ended]
+        self._note_computed(works)
+        self.schedule.done(works, time.monotonic() - began, ended, self.gained)
         if self.drafts is not None:
             tally = self.schedule.tally
             tally.drafted, tally.accepted = self.drafts.drafted, self.drafts.accepted
         for key in ended:
-            del self.sequences[key]
-            if self.drafts is not None:
-                self.drafts.forget(key)
+            self._discard(key)
         return touched
 
     # Drafts
 
-    def _drafted(self, planned: PassPlan) -> tuple[PassPlan, dict[int, list[int]]]:
-        """Return the plan of a pass with room for drafts in the works of running groups, and the drafts by key."""
-        running = [group for group, _ in planned.works if group.running]
+    def _drafted(self, works: list[PlannedWork]) -> tuple[list[PlannedWork], dict[int, list[int]]]:
+        """Return the works with room for drafts, and the drafts by key."""
+        running = [batch for batch, _ in works if batch.running]
         if self.drafts is None or not running:
-            return planned, {}
-        most = min(group.capacity - group.length - 1 for group in running)
+            return works, {}
+        plan = self.engine.plan
+        max_drafts = min(batch.capacity - batch.length - 1 for batch in running)
         if self.schedule.able.regroups is not True:  # gaps take room that is not made anew
-            most = min(group.capacity - group.length - group.most_left for group in running)
-        if (last := self.engine.plan.model.max_position) is not None:  # every row computes as many positions
-            longest = max((row.length for group in running for row in group.rows if row is not None), default=0)
-            most = min(most, last - longest)
+            max_drafts = min(batch.capacity - batch.length - batch.max_remaining for batch in running)
+        alive = [row for batch in running for row in batch.living]
+        if (last := plan.model.max_position) is not None:  # every row computes as many positions
+            max_drafts = min(max_drafts, last - max((row.length for row in alive), default=0))
+        sequences = [sequence for row in alive if (sequence := self.sequences.get(row.key)) is not None]
         rows = {
-            row.key: _draft_row(one, 1 + most, self.engine.recompute_beyond)
-            for group in running for row in group.rows
-            if row is not None and (one := self.sequences.get(row.key)) is not None
-        }  # fmt: skip
-        room = min(
-            self.schedule.times.room_for_drafts(load_of_pass(planned.works)),
-            SCORED_LOGITS // self.engine.plan.model.vocab_size,
-        )
-        drafts = self.drafts.propose(rows, room)
+            sequence.key: _draft_row(sequence, 1 + max_drafts, self.engine.recompute_beyond) for sequence in sequences
+        }
+        room = self.schedule.times.room_for_drafts(load_of_pass(works))
+        drafts = self.drafts.propose(rows, min(room, tuning.TUNED.scored_logits // plan.model.vocab_size))
         if self._one_length:
-            drafts = {key: own for group in running for key, own in _as_short(group, drafts).items()}
+            drafts = {key: tokens for batch in running for key, tokens in _as_short(batch, drafts).items()}
         count = 1 + max(map(len, drafts.values()), default=0)
-        works = [GroupWork(group, count) if group.running else GroupWork(group, own) for group, own in planned.works]
-        return planned._replace(works=works), drafts
+        return [PlannedWork(batch, count if batch.running else tokens) for batch, tokens in works], drafts
 
-    def _begin_drafts(self, works: Several[GroupWork]) -> None:
-        """Get drafts ready for rows that get their first token in a pass."""
+    def _begin_drafts(self, works: Several[PlannedWork]) -> None:
+        """Prepare drafts for rows that get their first token in a pass."""
         if self.drafts is None:
             return
-        first = [group for group, count in works if not group.running and group.length + count >= group.width]
-        alive = [self.sequences.get(row.key) for group in first for row in group.rows if row is not None]
-        self.drafts.begin({one.key: one.prompt_ids + one.output_ids for one in alive if one and one.left > 1})
+        first = [batch for batch, count in works if not batch.running and batch.length + count >= batch.width]
+        alive = [self.sequences.get(row.key) for batch in first for row in batch.living]
+        self.drafts.begin({sequence.key: sequence.known_ids for sequence in alive if sequence and sequence.left > 1})
 
-    def _rest_drafts(self, group: Group) -> None:
+    def _rest_drafts(self, batch: PlannedBatch) -> None:
         """Free the memory of drafts for rows that do not run for a while."""
         if self.drafts is not None:
-            for row in filter(None, group.rows):
-                self.drafts.drafter.forget(row.key)
+            for row in batch.living:
+                self.drafts.drafter.discard(row.key)
 
-    def _note_pass(self, works: Several[GroupWork], seconds: float) -> None:
-        """Note the seconds of a pass in which all rows run, in which drafting must pay."""
-        if self.drafts is not None and works and all(group.running for group, _ in works):
-            self.drafts.passed(seconds)
-
-    def _forget_rejected(self, works: Several[GroupWork], gained: dict[int, int]) -> None:
+    def _roll_back(self, works: Several[PlannedWork]) -> None:
         """Have the engine forget the positions of drafts that were rejected."""
-        for group, count in works:
-            if not group.running or count == 1:
+        for batch, count in works:
+            if not batch.running or count == 1:
                 continue
-            kept = [1 if row is None else gained.get(row.key, 1) for row in group.rows]
+            kept = [1 if row is None else self.gained.get(row.key, 1) for row in batch.rows]
             if self._one_length:  # those of rows that have ended do not matter
                 kept = [max(kept)] * len(kept)
             if min(kept) < count:
-                self.engine.rollback(self._batches[id(group)], group.length + torch.tensor(kept))
+                self.engine.rollback(_micro_batch(batch), batch.length + torch.tensor(kept))
 
     def release(self) -> None:
         """Free the memory of sequences that have ended."""
-        self._keep()
+        self._keep_noted()
         self._carry_out([move for move in self.schedule.plan().moves if move.kind == "retire"])
 
     def end(self) -> None:
-        """Forget all sequences, and free their memory. Safe to call twice."""
+        """Discard all sequences, and free their memory. Safe to call twice."""
         with suppress(Exception):
             if self.drafts is not None:
                 for key in self.sequences:
-                    self.drafts.forget(key)
+                    self.drafts.discard(key)
         with suppress(Exception):
-            self._forget_prefixes()
-        for kept in self._kept.values():
+            self._discard_prefixes()
+        for batch in (*self.schedule.batches, *self.schedule.suspended):
             with suppress(Exception):
-                kept.close()
-        self._kept, self._batches, self.sequences, self._matched, self._to_keep = {}, {}, {}, {}, []
-        self.schedule.groups, self.schedule.waiting, self.schedule.suspended = [], [], []
+                if batch.snapshot is not None:
+                    batch.snapshot.close()
+        self.sequences, self._matched, self._to_keep = {}, {}, []
+        self.schedule.batches, self.schedule.waiting, self.schedule.suspended = [], [], []
         with suppress(Exception):
             self.engine.clear()
         self.engine.expect(None)
 
+    # Moves
+
     def _carry_out(self, moves: Several[Move]) -> bool:
-        """Make the moves before a pass; return False if there was no memory for one of them, which is then lost."""
-        for place, move in enumerate(moves):
+        """Make the moves before a pass; return False if one that lacked memory, and those behind it, are lost."""
+        for index, move in enumerate(moves):
             try:
                 self._move(move)
                 continue
             except (torch.OutOfMemoryError, MemoryError) as error:
                 if isinstance(error, MemoryError):  # host memory is needed for what runs
-                    self._forget_prefixes()
+                    self._discard_prefixes()
                 if len(self.schedule.running) <= 1:
                     raise
-            self._undo(moves[place:])
+            self._undo(moves[index:])
             return False
         return True
 
     def _move(self, move: Move) -> None:
-        group, engine = move.group, self.engine
-        if move.kind in ("suspend", "recompute", "yield"):
-            self._rest_drafts(group)
-        on_host = move.kind == "suspend" or engine.device.type != "cuda"
-        if self.prefixes is not None and on_host and move.kind not in ("retire", "recompute", "yield"):
-            self.prefixes.give_way(engine.plan.model.kv_bytes(len(group.rows), group.capacity))  # rows go first
-        if move.kind == "admit":
-            mask = torch.tensor([[0] * (group.width - count) + [1] * count for count in self._lengths(group)])
-            answered = [0 if row is None else len(self.sequences[row.key].output_ids) for row in group.rows]
-            self._hold(group, engine.admit(mask, group.capacity, self._past(group), answered))
-        elif move.kind == "move_rows":
-            sources = [(self._batches[id(source)], places) for source, places in move.sources]
-            self._hold(group, engine.move_rows(sources, group.capacity))
-            for source, _ in move.sources:
-                engine.retire(self._batches.pop(id(source)))  # rows that have ended
-        elif move.kind == "split":
-            ((source, places),) = move.sources
-            self._hold(group, engine.move_rows([(self._batches[id(source)], places)], group.capacity))
-        elif move.kind == "yield":
-            ((source, places),) = move.sources
-            self._keep_some(group, source, places)
-            if len(places) == self._batches[id(source)].batch_size:
+        kind, batch, sources = move
+        engine = self.engine
+        if kind in ("suspend", "recompute", "yield"):
+            self._rest_drafts(batch)
+        on_host = kind == "suspend" or engine.device.type != "cuda"
+        if self.prefixes is not None and on_host and kind not in ("retire", "recompute", "yield"):
+            self.prefixes.give_way(engine.plan.model.kv_bytes(len(batch.rows), batch.capacity))  # rows go first
+        if kind == "admit":
+            lengths = [0 if row is None else row.length for row in batch.rows]
+            mask = torch.tensor([[0] * (batch.width - length) + [1] * length for length in lengths])
+            answered = [0 if row is None else len(self.sequences[row.key].output_ids) for row in batch.rows]
+            self._hold(batch, engine.admit(mask, batch.capacity, self._past(batch), answered))
+        elif kind in ("move_rows", "split"):
+            moved = [(_micro_batch(source), indices) for source, indices in sources]
+            self._hold(batch, engine.move_rows(moved, batch.capacity))
+            if kind == "move_rows":
+                for source, _ in sources:
+                    self._drop(source)  # rows that have ended
+        elif kind == "yield":
+            ((source, indices),) = sources
+            self._keep_yielded(batch, source, indices)
+            if len(indices) == _micro_batch(source).batch_size:
                 self._drop(source)
             else:
-                engine.retire(self._batches[id(source)], places)
-        elif move.kind == "suspend":
-            self._kept[id(group)] = engine.snapshot(self._batches[id(group)], 0, group.length)
-            engine.retire(self._batches.pop(id(group)))
-        elif move.kind == "resume":
-            ((source, _),) = move.sources
-            snapshot = self._kept[id(source)]
-            real = [group.real(place) for place in range(len(group.rows))]
-            mask = torch.tensor([[0] * (group.length - count) + [1] * (count + 1) for count in real])
-            self._hold(group, engine.admit(mask, max(group.capacity, group.length + 1), [snapshot]))
+                engine.retire(_micro_batch(source), indices)
+        elif kind == "suspend":
+            batch.snapshot = engine.snapshot(_micro_batch(batch), 0, batch.length)
+            engine.retire(_micro_batch(batch))
+            batch.micro_batch = None
+        elif kind == "resume":
+            assert batch.snapshot is not None
+            counts = [batch.computed(index) for index in range(len(batch.rows))]
+            mask = torch.tensor([[0] * (batch.length - count) + [1] * (count + 1) for count in counts])
+            self._hold(batch, engine.admit(mask, max(batch.capacity, batch.length + 1), [batch.snapshot]))
             if engine.device.type == "cuda":
                 torch.cuda.synchronize()  # its copies have run
-            del self._kept[id(source)]
-            snapshot.close()
+            batch.snapshot.close()
+            batch.snapshot = None
         else:
-            self._drop(group)
+            self._drop(batch)
 
-    def _hold(self, group: Group, batch: MicroBatch) -> None:
-        self._batches[id(group)] = batch
-        group.hosted = batch.host_rows > 0
+    @staticmethod
+    def _hold(batch: PlannedBatch, micro_batch: MicroBatch) -> None:
+        batch.micro_batch, batch.on_host = micro_batch, micro_batch.host_rows > 0
+
+    def _drop(self, batch: PlannedBatch) -> None:
+        """Free the KV cache of a micro-batch, wherever it is."""
+        micro_batch, snapshot = batch.micro_batch, batch.snapshot
+        batch.micro_batch = batch.snapshot = None
+        if micro_batch is not None:
+            self.engine.retire(micro_batch)
+        if snapshot is not None:
+            snapshot.close()
+
+    def _undo(self, moves: Several[Move]) -> None:
+        """Give up planned moves, the first of which failed: their micro-batches are lost."""
+        for move in moves:
+            for source, _ in move.sources:
+                self._drop(source)
+            self._drop(move.batch)
+        made = [move.batch for move in moves if move.kind not in ("retire", "recompute")]
+        made += [source for move in moves if move.kind in ("split", "yield") for source, _ in move.sources]
+        live = (*self.schedule.batches, *self.schedule.suspended)
+        self._lose([batch for batch in dict.fromkeys(made) if batch in live])
+
+    def _cost_of(self, works: Several[PlannedWork]) -> list[PlannedBatch]:
+        """Return the micro-batches that lose their KV cache by a pass without enough memory. These are prompts, for
+        which it was reserved, and those of which the engine cannot forget what the pass has stored; without any, the
+        one with most to come."""
+        for batch, _ in works:
+            self._rest_drafts(batch)
+        lost = [batch for batch, _ in works if not (batch.running and self._set_back(batch))]
+        return lost or sorted((batch for batch, _ in works), key=lambda batch: batch.max_remaining)[-1:]
+
+    def _set_back(self, batch: PlannedBatch) -> bool:
+        """Have the engine forget what a failed pass has stored; return False if it cannot."""
+        try:
+            self.engine.rollback(_micro_batch(batch), torch.full((len(batch.rows),), batch.length))
+        except (EngineError, ValueError):
+            return False
+        return True
+
+    def _lose(self, batches: Several[PlannedBatch]) -> None:
+        """Let rows whose KV cache is lost wait again, with less memory to fill."""
+        schedule = self.schedule
+        schedule.tally.retries += 1
+        if batches:
+            schedule.fell_short(batches)
+        for batch in batches:
+            self._rest_drafts(batch)
+            self._drop(batch)
+        live = {id(batch.micro_batch) for batch in schedule.batches}
+        for micro_batch in [other for other in self.engine.batches if id(other) not in live]:
+            self.engine.retire(micro_batch)
+        schedule.lost(batches)
+        if batches:
+            self.engine.give_back()
 
     # Kept prefixes
 
     def take_notes(self) -> list[str]:
-        """Return what could not be kept or read since the last time, a line each."""
+        """Return messages about kept prefixes since the last call, a line each."""
         notes, self._notes[:] = list(self._notes), []
         return notes
 
-    def _reusable(self, row: Row) -> int:
+    def _reusable(self, row: PlannedRow) -> int:
         """Return how many of a row's first positions are kept and may be reused."""
         if self.prefixes is None:
             return 0
@@ -533,318 +564,261 @@ class ContinuousScheduler:
             sequence = self.sequences[row.key]
             # Scores of a prompt need the logits of all its positions.
             whole = sequence.scores_prompt or not self._alike(row.length)
-            count = 0 if whole else self.prefixes.matched(sequence.prompt_ids + sequence.output_ids)
-            count = count if count >= self._least_kept else 0
+            count = 0 if whole else self.prefixes.matched(sequence.known_ids)
+            count = count if count >= self._min_kept else 0
             self._matched[row.key] = self.prefixes.version, count
         return count
 
     def _alike(self, length: int) -> bool:
-        """Tell whether a row of `length` tokens has the keys of others that begin with its tokens."""
-        most = self.engine.max_shared_prefix
-        return most is None or length <= most
+        """Tell whether rows that begin alike have the same keys for `length` tokens."""
+        limit = self.engine.max_shared_prefix
+        return limit is None or length <= limit
 
-    def _past(self, group: Group) -> tuple[RowsPast, ...]:
-        """Return the kept keys and values that a group begins with; its length becomes what is there."""
-        rows = [row for row in group.rows if row is not None]  # all of them: the group is new
-        for row in rows:
+    def _past(self, batch: PlannedBatch) -> tuple[RowsPast, ...]:
+        """Return the kept keys and values that a new micro-batch begins with; its length becomes what is there."""
+        for row in batch.living:
             self._matched.pop(row.key, None)
-        if not group.length or self.prefixes is None:
+        if not batch.length or self.prefixes is None:
             return ()
-        sequences = [self.sequences[row.key] for row in rows]
-        found = [self.prefixes.find(one.prompt_ids + one.output_ids) for one in sequences]
-        pads = [group.width - row.length for row in rows]
-        kept = [pad + sum(part.length for part in parts) for pad, parts in zip(pads, found, strict=True)]
-        group.length = min(group.length, *kept)
+        sequences = [self.sequences[row.key] for row in batch.living]
+        kept = [self.prefixes.find(sequence.known_ids) for sequence in sequences]
+        pads = [batch.width - row.length for row in batch.living]
+        ends = [pad + sum(part.length for part in parts) for pad, parts in zip(pads, kept, strict=True)]
+        batch.length = min(batch.length, *ends)
         for sequence, pad in zip(sequences, pads, strict=True):
             if not sequence.output_ids:
-                sequence.cached = max(0, group.length - pad)
-        return (RowsPast(found, pads, group.length),) if group.length else ()
+                sequence.cached = max(0, batch.length - pad)
+        return (RowsPast(kept, pads, batch.length),) if batch.length else ()
 
-    def _note_computed(self, works: Several[GroupWork], gained: Mapping[int, int]) -> None:
-        """Note which prompts a pass has completed, and which rows have ended with it: they are kept before the next
-        one, so that no first token waits for that."""
+    def _note_computed(self, works: Several[PlannedWork]) -> None:
+        """Note completed prompts and ended rows, to keep them before the next pass. So no first token waits for
+        that."""
         if self.prefixes is None:
             return
-        for group, count in works:
-            if group.length + count < group.width:
+        for batch, count in works:
+            if batch.length + count < batch.width:
                 continue
-            for place, row in enumerate(group.rows):
+            whole = not batch.gaps and (len(batch.rows) == 1 or count == 1 or not batch.running)
+            for index, row in enumerate(batch.rows):
                 sequence = None if row is None else self.sequences.get(row.key)
                 if row is None or sequence is None or sequence.error is not None:
                     continue
-                scored = sequence.echo and sequence.logprobs is not None  # as those that are like it will be
-                alone = len(group.rows) == 1
-                whole = not group.gaps and (alone or count == 1 or not group.running)
-                wanted = (sequence.ended and whole) or not (group.running or self._one_by_one)
-                computed = row.length + (gained.get(row.key, 1) - 1 if group.running else 0)
-                if row.length >= self._least_kept and self._alike(computed) and not scored and wanted:
-                    known = (sequence.prompt_ids + sequence.output_ids)[:computed]
-                    self._to_keep.append((known, self._batches[id(group)], place))
+                if (sequence.ended and whole) or not (batch.running or self._one_by_one):
+                    computed = row.length + (self.gained.get(row.key, 1) - 1 if batch.running else 0)
+                    self._note(sequence, batch, index, computed)
 
     def _note_dropped(self, keys: Collection[int]) -> None:
         """Note rows that are dropped while they run: they are kept as those that end."""
-        if self.prefixes is None:
-            return
-        for group in self.schedule.groups:
-            for place, row in enumerate(group.rows):
-                if row is None or row.key not in keys or group.gaps or not group.running:
-                    continue
-                sequence, computed = self.sequences[row.key], group.real(place)
-                kept = computed >= self._least_kept and self._alike(computed)
-                if kept and not (sequence.echo and sequence.logprobs is not None):
-                    known = (sequence.prompt_ids + sequence.output_ids)[:computed]
-                    self._to_keep.append((known, self._batches[id(group)], place))
+        for batch in self.schedule.batches if self.prefixes is not None else ():
+            for index, row in enumerate(batch.rows):
+                if row is not None and row.key in keys and batch.running and not batch.gaps:
+                    self._note(self.sequences[row.key], batch, index, batch.computed(index))
 
-    def _keep_some(self, group: Group, source: Group, places: Several[int]) -> None:
-        """Keep what rows of `source` have computed, which go on later as those of `group`."""
-        for number, place in enumerate(places):
-            row, computed = group.rows[number], group.real(number)
+    def _note(self, sequence: Sequence, batch: PlannedBatch, index: int, computed: int) -> None:
+        scored = sequence.echo and sequence.logprobs is not None  # as those that are like it will be
+        if computed >= self._min_kept and self._alike(computed) and not scored:
+            self._to_keep.append((sequence.known_ids[:computed], _micro_batch(batch), index))
+
+    def _keep_yielded(self, batch: PlannedBatch, source: PlannedBatch, indices: Several[int]) -> None:
+        """Keep what rows that give way have computed."""
+        for number, index in enumerate(indices):
+            row, computed = batch.rows[number], batch.computed(number)
             if row is None:
                 continue
             sequence = self.sequences[row.key]
-            kept = self.prefixes is not None and computed >= self._least_kept and self._alike(row.length)
-            if self.prefixes is None or not kept or source.gaps or sequence.scores_prompt:
+            worth = computed >= self._min_kept and self._alike(row.length)
+            if self.prefixes is None or not worth or source.gaps or sequence.scores_prompt:
                 self.schedule.tally.again += computed
-                continue
-            known = (sequence.prompt_ids + sequence.output_ids)[:computed]
-            self.prefixes.keep(known, self.engine, self._batches[id(source)], place)
+            else:
+                self.prefixes.keep(sequence.known_ids[:computed], self.engine, _micro_batch(source), index)
 
-    def _keep(self) -> None:
+    def _keep_noted(self) -> None:
         """Keep the keys and values of rows that were noted."""
         noted, self._to_keep = self._to_keep, []
-        for known, batch, place in noted:
+        for token_ids, micro_batch, index in noted:
             if self.prefixes is not None:
-                self.prefixes.keep(known, self.engine, batch, place)
+                self.prefixes.keep(token_ids, self.engine, micro_batch, index)
 
-    def _forget_prefixes(self) -> None:
+    def _discard_prefixes(self) -> None:
         if self.prefixes is not None:
             self.prefixes.close()
 
-    def _drop(self, group: Group) -> None:
-        batch, kept = self._batches.pop(id(group), None), self._kept.pop(id(group), None)
-        if batch is not None:
-            self.engine.retire(batch)
-        if kept is not None:
-            kept.close()
+    # A pass
 
-    def _undo(self, moves: Several[Move]) -> None:
-        """Give up moves that were planned, the first of which failed: their groups are lost."""
-        for move in moves:
-            for source, _ in move.sources:
-                self._drop(source)
-            self._drop(move.group)
-        made = [move.group for move in moves if move.kind not in ("retire", "recompute")]
-        made += [source for move in moves if move.kind in ("split", "yield") for source, _ in move.sources]
-        live = {id(group) for group in (*self.schedule.groups, *self.schedule.suspended)}
-        self._lose([group for group in {id(group): group for group in made}.values() if id(group) in live])
-
-    def _cost_of(self, works: Several[GroupWork]) -> list[Group]:
-        """Return the groups whose rows a pass without enough memory costs their KV cache: prompts, for which it was
-        taken, and groups of which the engine cannot forget what the pass has stored. Without any it is the one with
-        most to come."""
-        for group, _ in works:
-            self._rest_drafts(group)
-        lost = [group for group, _ in works if not (group.running and self._set_back(group))]
-        return lost or sorted((group for group, _ in works), key=lambda group: group.most_left)[-1:]
-
-    def _set_back(self, group: Group) -> bool:
-        """Have the engine forget the positions of a running group that a failed pass has stored; return False if it
-        cannot."""
-        try:
-            self.engine.rollback(self._batches[id(group)], torch.full((len(group.rows),), group.length))
-        except (EngineError, ValueError):
-            return False
-        return True
-
-    def _lose(self, groups: Several[Group]) -> None:
-        """Let the rows of groups, whose KV cache is lost, wait again, with less memory to fill."""
-        schedule = self.schedule
-        schedule.tally.retries += 1
-        if groups:
-            schedule.fell_short(groups)
-        for group in groups:
-            self._rest_drafts(group)
-            self._drop(group)
-        live = {id(batch) for batch in self._batches.values()}
-        for batch in [one for one in self.engine.batches if id(one) not in live]:
-            self.engine.retire(batch)
-        schedule.lost(groups)
-        if groups:
-            self.engine.give_back()
-
-    def _lengths(self, group: Group) -> list[int]:
-        return [0 if row is None else row.length for row in group.rows]
-
-    def _tokens(self, group: Group, count: int, drafts: Mapping[int, list[int]]) -> Tensor:
+    def _token_ids(self, batch: PlannedBatch, count: int, drafts: Mapping[int, list[int]]) -> Tensor:
         """Return the next `count` token ids of each row, ``[B, count]``: of a prompt, or the last token and drafts."""
         padding, rows = self._tokenizer.padding, []
-        for row in group.rows:
+        for row in batch.rows:
             sequence = None if row is None else self.sequences.get(row.key)
             if sequence is None:
                 rows.append([padding] * count)
-            elif group.running:
-                known = sequence.output_ids or sequence.prompt_ids
-                rows.append((known[-1:] + drafts.get(sequence.key, []) + [padding] * count)[:count])
+            elif batch.running:
+                last = (sequence.output_ids or sequence.prompt_ids)[-1:]
+                rows.append((last + drafts.get(sequence.key, []) + [padding] * count)[:count])
             else:
-                known = sequence.prompt_ids + sequence.output_ids
-                skip = group.length - (group.width - len(known))
+                known = sequence.known_ids
+                skip = batch.length - (batch.width - len(known))
                 rows.append(([padding] * max(0, -skip) + known[max(0, skip) :])[:count])
         return torch.tensor(rows)
 
-    def _scored(self, group: Group) -> bool:
-        """Tell whether all positions of a group's prompts need logits, for their scores."""
-        sequences = (self.sequences.get(row.key) for row in group.rows if row is not None)
-        return not group.running and any(one is not None and one.scores_prompt for one in sequences)
+    def _scored(self, batch: PlannedBatch) -> bool:
+        """Tell whether all positions of a micro-batch's prompts need logits, for their scores."""
+        sequences = (self.sequences.get(row.key) for row in batch.living)
+        return not batch.running and any(sequence is not None and sequence.scores_prompt for sequence in sequences)
 
-    def _bounded(self, work: GroupWork) -> GroupWork:
-        """Return `work` with fewer tokens if the logits of all its positions would take too much memory."""
-        if not self.schedule.able.chunks or not self._scored(work.group):
+    def _bounded(self, work: PlannedWork) -> PlannedWork:
+        """Cut a work whose scored logits would take too much memory."""
+        if not self.schedule.able.chunks or not self._scored(work.batch):
             return work
-        most = SCORED_LOGITS // (self.engine.plan.model.vocab_size * len(work.group.rows))
-        return work._replace(tokens=max(1, min(work.tokens, most)))
+        max_tokens = tuning.TUNED.scored_logits // (self.engine.plan.model.vocab_size * len(work.batch.rows))
+        return work._replace(tokens=max(1, min(work.tokens, max_tokens)))
 
-    def _compute(
-        self, works: Several[GroupWork], drafts: Mapping[int, list[int]], gained: dict[int, int]
-    ) -> list[Sequence]:
-        """Run the pass; return the sequences that got a token. `gained` gets the number of tokens of each, by key."""
-        scored = [self._scored(group) for group, _ in works]
-        asked = [
-            Work(
-                self._batches[id(group)],
-                self._tokens(group, count, drafts),
-                count if all_positions or group.running else 1,
-            )
-            for (group, count), all_positions in zip(works, scored, strict=True)
-        ]
+    def _compute(self, works: Several[PlannedWork], drafts: Mapping[int, list[int]]) -> list[Sequence]:
+        """Run the pass; return the sequences that got a token, whose numbers are in `gained` then."""
+        scored = [self._scored(batch) for batch, _ in works]
+        asked = []
+        for (batch, count), whole in zip(works, scored, strict=True):
+            keep = count if whole or batch.running else 1
+            asked.append(Work(_micro_batch(batch), self._token_ids(batch, count, drafts), keep))
         self._begin_drafts(works)
-        found = self.engine.forward(asked)
-        touched: list[Sequence] = []
+        outputs = self.engine.forward(asked)
         chosen = list[tuple[list[Sequence | None], int, dict[tuple[int, int], Score]]]()
         tokens, finite = list[Tensor](), list[Tensor]()
-        for (group, count), all_positions, logits in zip(works, scored, found, strict=True):
-            if all_positions:
-                self._score_prompts(group, logits)
-            if group.length + count < group.width:  # prompts that are not complete
+        for (batch, count), whole, logits in zip(works, scored, outputs, strict=True):
+            if whole:
+                self._score_prompts(batch, logits)
+            if batch.length + count < batch.width:  # prompts that are not complete
                 continue
-            sequences = [None if row is None else self.sequences.get(row.key) for row in group.rows]
-            logits = logits if group.running else logits[:, -1:]
-            own_tokens, own_finite, own_scores = self._choose(sequences, logits)
-            tokens.append(own_tokens)
-            finite.append(own_finite)
-            chosen.append((sequences, logits.shape[1], own_scores))
-        del found
+            sequences = [None if row is None else self.sequences.get(row.key) for row in batch.rows]
+            logits = logits if batch.running else logits[:, -1:]
+            ids, numbers, token_scores = _choose(sequences, logits)
+            tokens.append(ids)
+            finite.append(numbers)
+            chosen.append((sequences, logits.shape[1], token_scores))
+        del outputs
         flat = torch.stack([torch.cat(tokens), torch.cat(finite)]).tolist() if chosen else [[], []]
-        first = 0  # of the tokens of a group
-        for sequences, count, scored_rows in chosen:
-            rows = [slice(first + place * count, first + (place + 1) * count) for place in range(len(sequences))]
+        touched, first = list[Sequence](), 0
+        for sequences, count, token_scores in chosen:
+            rows = [slice(first + row * count, first + (row + 1) * count) for row in range(len(sequences))]
             first += len(sequences) * count
-            ids, finites = ([whole[row] for row in rows] for whole in flat)
-            owns = [[] if one is None else drafts.get(one.key, [])[: len(row) - 1] for one, row in
-                    zip(sequences, ids, strict=True)]  # fmt: skip
-            right = [_right(own, row) for own, row in zip(owns, ids, strict=True)]
-            least = min((count for one, count in zip(sequences, right, strict=True) if one is not None), default=0)
-            for place, sequence in enumerate(sequences):
-                if sequence is None:
-                    continue
-                own, most = owns[place], least if self._one_length else right[place]
-                gained[sequence.key] = 0
-                for position, (token, fine) in enumerate(zip(ids[place], finites[place], strict=True)):
-                    add_token(self._tokenizer, sequence, token, fine)
-                    gained[sequence.key] += 1
-                    if (place, position) in scored_rows and fine:
-                        sequence.scores.append(scored_rows[place, position])
-                    if sequence.ended or position >= most:
-                        break
-                if own and self.drafts is not None:
-                    self.drafts.saw(sequence.key, len(own), gained[sequence.key] - 1, given_up=most < right[place])
-                touched.append(sequence)
+            ids_of, finite_of = ([whole[row] for row in rows] for whole in flat)
+            touched += self._accept(sequences, ids_of, finite_of, drafts, token_scores)
         return touched
 
-    @staticmethod
-    def _choose(
-        sequences: Several[Sequence | None], logits: Tensor
-    ) -> tuple[Tensor, Tensor, dict[tuple[int, int], Score]]:
-        """Return the token of each row and position of ``[B, n, V]`` logits, as if those before it were right, ``[B *
-        n]``, whether its logits are numbers, and the scores that are asked for, by row and position."""
-        count = logits.shape[1]
-        samplings = [GREEDY if one is None else one.sampling for one in sequences for _ in range(count)]
-        places = [0 if one is None else len(one.output_ids) + ahead for one in sequences for ahead in range(count)]
-        flat = logits.reshape(-1, logits.shape[-1])
-        tokens, finite = choose(flat, samplings, places)
-        asking = [one for one in sequences for _ in range(count)]
-        found = {divmod(number, count): score for number, score in _scores(asking, flat, tokens).items()}
-        return tokens, finite, found
+    def _accept(
+        self,
+        sequences: Several[Sequence | None],
+        ids: Several[list[int]],
+        finite: Several[list[int]],
+        drafts: Mapping[int, list[int]],
+        token_scores: Mapping[tuple[int, int], Score],
+    ) -> list[Sequence]:
+        """Give each sequence its tokens, up to the first that no draft foresaw; return the sequences."""
+        proposed = [
+            [] if sequence is None else drafts.get(sequence.key, [])[: len(row) - 1]
+            for sequence, row in zip(sequences, ids, strict=True)
+        ]
+        right = [_right(guesses, row) for guesses, row in zip(proposed, ids, strict=True)]
+        fewest = min((count for count, one in zip(right, sequences, strict=True) if one is not None), default=0)
+        touched = []
+        for index, sequence in enumerate(sequences):
+            if sequence is None:
+                continue
+            limit = fewest if self._one_length else right[index]
+            self.gained[sequence.key] = 0
+            for position, (token, number) in enumerate(zip(ids[index], finite[index], strict=True)):
+                add_token(self._tokenizer, sequence, token, bool(number))
+                self.gained[sequence.key] += 1
+                if (index, position) in token_scores and number:
+                    sequence.scores.append(token_scores[index, position])
+                if sequence.ended or position >= limit:
+                    break
+            if proposed[index] and self.drafts is not None:
+                accepted = self.gained[sequence.key] - 1
+                self.drafts.observe(sequence.key, len(proposed[index]), accepted, given_up=limit < right[index])
+            touched.append(sequence)
+        return touched
 
-    def _score_prompts(self, group: Group, logits: Tensor) -> None:
-        """Add the scores that `logits`, ``[B, count, V]`` of a group's next positions, have for tokens of prompts."""
+    def _score_prompts(self, batch: PlannedBatch, logits: Tensor) -> None:
+        """Add the scores that `logits`, ``[B, count, V]`` of a micro-batch's next positions, have for prompts."""
         count = logits.shape[1]
-        for place, row in enumerate(group.rows):
+        for index, row in enumerate(batch.rows):
             sequence = None if row is None else self.sequences.get(row.key)
             if sequence is None or not sequence.scores_prompt:
                 continue
-            first = group.length - (group.width - len(sequence.prompt_ids) - len(sequence.output_ids))
-            known = len(sequence.prompt_scores)  # the next score is that of token `known` + 1, from position `known`
+            first = batch.length - (batch.width - len(sequence.known_ids))
+            done = len(sequence.prompt_scores)  # the next score is that of token `done` + 1, from position `done`
             last = min(first + count, len(sequence.prompt_ids) - 1)
-            if first <= known < last:
-                part = logits[place, known - first : last - first]
-                sequence.prompt_scores += scores(
-                    part, sequence.prompt_ids[known + 1 : last + 1], sequence.logprobs or 0
-                )
+            if first <= done < last:
+                part = logits[index, done - first : last - first]
+                sequence.prompt_scores += scores(part, sequence.prompt_ids[done + 1 : last + 1], sequence.logprobs or 0)
+
+
+def _micro_batch(batch: PlannedBatch) -> MicroBatch:
+    assert batch.micro_batch is not None
+    return batch.micro_batch
+
+
+def _draft_row(sequence: Sequence, max_tokens: int, recompute_beyond: int | None) -> DraftRow:
+    """Return a running sequence, which may get up to `max_tokens` tokens, for a drafter. No draft may take it beyond
+    the switch of longrope (`Engine.recompute_beyond`)."""
+    known = sequence.known_ids
+    if recompute_beyond is not None and len(known) <= recompute_beyond:
+        max_tokens = min(max_tokens, recompute_beyond + 1 - len(known))
+    return DraftRow(known, min(sequence.left, max_tokens), sequence.sampling, len(sequence.output_ids))
 
 
 def _right(drafts: Several[int], tokens: Several[int]) -> int:
     """Return how many drafts of a row are right: the first ones that are the row's tokens."""
-    return next((place for place, one in enumerate(drafts) if one != tokens[place]), len(drafts))
+    return next((index for index, draft in enumerate(drafts) if draft != tokens[index]), len(drafts))
 
 
-def _as_short(group: Group, drafts: Mapping[int, list[int]]) -> dict[int, list[int]]:
-    """Return the drafts of a group's rows, as many of each row as of the one with fewest; none if that has none."""
-    keys = [row.key for row in group.rows if row is not None]
-    least = min((len(drafts.get(key, ())) for key in keys), default=0)
-    return {key: drafts[key][:least] for key in keys} if least else {}
+def _as_short(batch: PlannedBatch, drafts: Mapping[int, list[int]]) -> dict[int, list[int]]:
+    """Cut the drafts of a micro-batch's rows to those of the row with fewest."""
+    keys = [row.key for row in batch.living]
+    fewest = min((len(drafts.get(key, ())) for key in keys), default=0)
+    return {key: drafts[key][:fewest] for key in keys} if fewest else {}
 
 
-def _scores(sequences: Several[Sequence | None], logits: Tensor, tokens: Tensor) -> dict[int, Score]:
-    """Return the scores of `tokens`, chosen by ``[B, V]`` logits, for the places whose sequences ask for them."""
-    wanted = [place for place, one in enumerate(sequences) if one is not None and one.logprobs is not None]
-    if not wanted:
-        return {}
-    most = max(one.logprobs or 0 for one in sequences if one is not None)
-    found = dict(zip(wanted, scores(logits[wanted], tokens[wanted].tolist(), most), strict=True))
-    return {
-        place: score._replace(top=score.top[: one.logprobs])
-        for place, score in found.items()
-        if (one := sequences[place]) is not None
-    }
+def _choose(sequences: Several[Sequence | None], logits: Tensor) -> tuple[Tensor, Tensor, dict[tuple[int, int], Score]]:
+    """Choose the token of each row and position of ``[B, n, V]`` logits, as if earlier ones were right. Returns the
+    tokens ``[B * n]``, whether their logits are numbers, and the scores that are asked for, by row and position."""
+    count = logits.shape[1]
+    each = [sequence for sequence in sequences for _ in range(count)]
+    samplings = [GREEDY if sequence is None else sequence.sampling for sequence in each]
+    made = [0 if sequence is None else len(sequence.output_ids) for sequence in sequences]
+    places = [tokens + ahead for tokens in made for ahead in range(count)]
+    flat = logits.reshape(-1, logits.shape[-1])
+    tokens, finite = choose(flat, samplings, places)
+    asked = [None if sequence is None else sequence.logprobs for sequence in each]
+    scored = [(number, top_count) for number, top_count in enumerate(asked) if top_count is not None]
+    if not scored:
+        return tokens, finite, {}
+    rows = [number for number, _ in scored]
+    token_scores = scores(flat[rows], tokens[rows].tolist(), max(top_count for _, top_count in scored))
+    each_score = zip(scored, token_scores, strict=True)
+    by_place = {divmod(number, count): one._replace(top=one.top[:top_count]) for (number, top_count), one in each_score}
+    return tokens, finite, by_place
 
 
-LOOSE = 8  # last characters of a text, which the next token may change
-SLACK = 0.5  # room for forgotten positions, as a share of the tokens to come, where drafts are verified
-LEAST_KEPT = 16  # tokens of a prefix that is worth keeping and reusing
-SPARE = 0.02  # share of the host's memory that kept KV caches leave free
-PIECE = 512  # tokens whose keys and values are kept, and dropped, together at most
-SCORED_LOGITS = 1 << 27  # logits of one group that a pass keeps for the scores of prompts
-WORKING_SHARE = 0.08  # share of a GPU's memory that the KV cache leaves to the work of a pass
-
-
-def group_positions(plan: "Plan") -> int:
-    """Return the most positions of one micro-batch: attention of grouped heads with padding copies the keys and values
+def max_batch_positions(plan: "Plan") -> int:
+    """Return the most positions of one micro-batch. Attention of grouped heads with padding copies the keys and values
     of a layer for each query head."""
     model, memory = plan.model, plan.machine.device_bytes
     heads = model.num_heads // max(1, model.num_kv_heads)
     largest = model.largest_kv_layer_bytes(1, 1024) / 1024
     if heads <= 1 or not largest or not memory:
         return 1 << 62
-    return max(4096, int(EXPANDED_SHARE * memory / (heads * largest)))
+    return max(4096, int(tuning.TUNED.expanded_share * memory / (heads * largest)))
 
 
-def abilities(engine: Engine, hosted: bool = False) -> Abilities:
-    """Return what the scheduler may ask of `engine`; `hosted`: rows have their KV cache in host memory."""
+def abilities(engine: Engine, on_host: bool = False) -> Abilities:
+    """Return what the scheduler may ask of `engine`; `on_host`: rows have their KV cache in host memory."""
     moves = engine.cannot_move_rows() is None
     return Abilities(
         one_pass=engine.one_pass,
         chunks=engine.cannot_chunk() is None,
-        regroups="rarely" if moves and hosted else moves,
+        regroups="rarely" if moves and on_host else moves,
         snapshots=engine.cannot_snapshot() is None,
         pads=engine.cannot_pad() is None,
     )

@@ -21,7 +21,7 @@ from zinfer.core.requests import RequestLoad
 from zinfer.engine.base import Engine
 from zinfer.generation.drafts import Drafts, NgramDrafter
 from zinfer.generation.sampling import NotFiniteError
-from zinfer.generation.schedule import load_of
+from zinfer.generation.schedule import largest_load
 from zinfer.generation.scheduler import ContinuousScheduler
 from zinfer.record.requests import PassCounts, RequestPoint, RequestSample
 from zinfer.worker.failure import failure_of
@@ -141,7 +141,7 @@ def run_load(
     `ContinuousScheduler.step`, and NotFiniteError.
     """
     max_rows = load.in_flight if isinstance(load.in_flight, int) else None
-    largest = load_of(engine.planner, [(request.length, request.left) for request in requests], max_rows)
+    largest = largest_load(engine.planner, [(request.length, request.left) for request in requests], max_rows)
 
     def scheduler() -> ContinuousScheduler:
         tokenizer = cast("Tokenizer", _NoText())

@@ -8,7 +8,7 @@ layers and across steps: while the head turns the last layer's output into a tok
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import cached_property
+from functools import cached_property, partial
 from math import ceil
 from typing import TYPE_CHECKING, ClassVar
 
@@ -38,13 +38,22 @@ from zinfer.engine.rotary import turned_by
 from zinfer.engine.state import ModelState
 from zinfer.engine.stream import graphs
 from zinfer.engine.stream.cpu_kernel import library
-from zinfer.engine.stream.device_room import DeviceRoom, layers_ahead
 from zinfer.engine.stream.disk import DiskRing
 from zinfer.engine.stream.experts import ExpertCounts, ExpertPool
 from zinfer.engine.stream.few_experts import FewExperts
 from zinfer.engine.stream.graphs import Graphs
+from zinfer.engine.stream.headroom import MemoryHeadroom, prefetch_distance
 from zinfer.engine.stream.interleave import interleave
-from zinfer.engine.stream.kv import CpuCache, HostCache, HostMemory, HostPool, LinkCache, PartFetch, Sender, SplitLayer
+from zinfer.engine.stream.kv import (
+    CpuCache,
+    HostCache,
+    HostCopier,
+    HostMemory,
+    HostPool,
+    LinkCache,
+    PartFetch,
+    SplitLayer,
+)
 from zinfer.engine.stream.layer_source import LayerSource
 from zinfer.engine.stream.packed_experts import Experts, find_experts
 from zinfer.engine.stream.packed_product import PackedProducts
@@ -70,7 +79,7 @@ from zinfer.system.host import attending_cpus
 if TYPE_CHECKING:
     from zinfer.engine.ranks import Group
 
-VERIFIED = MAX_DRAFTS + 1  # tokens of a row that a decode step takes at most; more of them are a prompt's
+MAX_STEP_TOKENS = MAX_DRAFTS + 1  # tokens of a row that a decode step takes at most; more of them are a prompt's
 FIRST_STEPS = 8  # of a model that drafts, before its passes are recorded: one that is wrong is given up earlier
 DEQUANTIZED_BYTES = 1 << 30  # bytes of a quantised cache that are in the model's type at a time
 
@@ -82,13 +91,13 @@ class StreamBatch(DecoderBatch):
     memory: HostMemory | None = None
 
     @property
-    def here(self) -> int:
+    def device_rows(self) -> int:
         """Number of rows with their keys and values on the device; they are the first ones."""
         return self.batch_size if self.host is None else self.host.rows.start
 
     @property
     def host_rows(self) -> int:
-        return self.batch_size - self.here
+        return self.batch_size - self.device_rows
 
 
 class Stream(Decoder):
@@ -97,33 +106,38 @@ class Stream(Decoder):
 
     several: ClassVar[str] = "zinfer.engine.stream.team:StreamTeam"
     options: StreamOptions
-    _source: LayerSource | None = None  # of the layers that are not on the device
-    _ring: PrefetchRing | None = None
-    _pool: ExpertPool | None = None  # of experts that come on demand
-    _kv_pool: HostPool | None = None  # for keys and values of all micro-batches
-    # Most sequences at a time with their KV cache in host memory, device that attends to it, number of CPU threads
-    _kv_rows, _kv_place, _kv_threads = 0, "gpu", 0
-    _streamed_per_step = _fetched_per_step = _read_per_step = 0
-    given: Placement | None = None  # placement of the work of all ranks together, if this is one of several
 
     def __init__(self, plan: Plan, progress: Progress = silent, group: "Group | None" = None) -> None:
         self._group = group
+        self.given: Placement | None = None  # placement of the work of all ranks together, if this is one of several
+        self._source: LayerSource | None = None  # of the layers that are not on the device
+        self._ring: PrefetchRing | None = None
+        self._pool: ExpertPool | None = None  # of experts that come on demand
+        self._kv_pool: HostPool | None = None  # for keys and values of all micro-batches
+        self._recorded: Graphs | None = None
+        self._streamed_per_step = self._fetched_per_step = self._read_per_step = 0
+        self._reset_kv_use()
         super().__init__(plan, progress)
+
+    @property
+    def _graphs(self) -> Graphs:
+        assert self._recorded is not None
+        return self._recorded
 
     def _load(self) -> None:
         plan = self.plan
         self._threads = torch.get_num_threads()
-        self._sender, self._room = Sender(self.device), DeviceRoom(self.device)
-        self._weights = state = ModelState(plan.model, plan.case.load_format, allow_nan=plan.case.allow_nan)
+        self._copier, self._headroom = HostCopier(self.device), MemoryHeadroom(self.device)
+        state = ModelState(plan.model, plan.case.load_format, allow_nan=plan.case.allow_nan)
         self.model, self._layers = state.model, state.layers
         self._inspect()
         self._ragged = Ragged(self.model, self._accepted)
         self._ragged.able = self._ragged.able and not self._counts_padding
-        heads_apart = plan.model.num_heads == plan.model.num_kv_heads  # each has keys and values of its own
-        self._stacks = heads_apart and "attention_mask" in self._accepted and not self._own_cache
+        own_keys = plan.model.num_heads == plan.model.num_kv_heads  # each head has keys and values of its own
+        self._stacks = own_keys and "attention_mask" in self._accepted and not self._own_cache
         recorded = self.options.cuda_graphs == "auto" and self._group is None
         recorder = graphs.recorder_of(self.device) if recorded else None
-        self._graphs = Graphs(self.model, self._ragged, (self._cache_name, self._accepted), recorder, self._trip)
+        self._recorded = Graphs(self.model, self._ragged, (self._cache_name, self._accepted), recorder, self._ring_pass)
         self._few_experts = FewExperts(self.model, self.device) if self.options.experts_kernel == "auto" else None
         self._widen = _widen_on(self.device) if self.options.kv_cache_dtype in STORAGE else dequantize_kv
         for option, any_model in {"kv_offload": ("none", "auto"), "kv_cache_dtype": ("auto", "bf16")}.items():
@@ -133,7 +147,7 @@ class Stream(Decoder):
             raise EngineError(why_not)
         self._load_draft()
         streamed = plan.case.offload != "none"
-        self._experts = self._on_demand()
+        self._experts = self._on_demand(state)
         # Counts of experts of the latest decode steps since nothing ran: a step differs from the next one.
         self._expert_steps: deque[ExpertCounts] = deque(maxlen=256)
         if plan.placement.codec == "lossless" and self.device.type == "cuda" and (why := trouble()):
@@ -152,7 +166,7 @@ class Stream(Decoder):
                 self.plan, self.options, state, self._experts, self.device, self.progress, self._group
             )
             self._ring = self._source.load(resident)
-            self._attach(self._source, self._ring)
+            self._attach(self._source, self._ring, state)
         else:
             copy_into(resident, state.load(self.device, self.progress))
         for name, tensor in resident.items():
@@ -162,12 +176,12 @@ class Stream(Decoder):
         alike = all(type(layer) is FixedLayer for layer in self._kinds_of_layers)
         self._stacks = self._stacks and alike and self._probe.moves and self.cannot_pad() is None
 
-    def _attach(self, source: LayerSource, ring: PrefetchRing) -> None:
-        """Have the layers, and the experts that come on demand, take their weights from `ring`, and begin."""
+    def _attach(self, source: LayerSource, ring: PrefetchRing, state: ModelState) -> None:
+        """Connect layers, and experts that come on demand, to the ring, and start it."""
         if source.lossless and self._group is None:
             ring.products = PackedProducts(self.device)
         for number, layer in enumerate(self._layers):
-            ring.attach(number, layer, self._weights.of_layer(number))
+            ring.attach(number, layer, state.of_layer(number))
         if source.arena is not None and source.packed_experts:
             self._pool = ExpertPool(source.arena.memory, source.packed_experts, self.device, ring)
             for number, experts in self._experts.items():
@@ -176,15 +190,14 @@ class Stream(Decoder):
             ring.start()
 
     def _check_layerwise(self, group: "Group") -> None:
-        """Raise EngineError for a model that a pass may call otherwise than layer by layer."""
+        """Raise EngineError for a model that may not be called layer by layer."""
         trial = None if self._own_cache else make_cache(self.model.config, 1, 1)
         if not isinstance(trial, RowCache) or len(trial.layers) != len(self._layers):
             name = self.plan.model.name
             raise EngineError(f"gpus={group.size} is not for {name}: its layers keep their cache whole")
 
     def _load_draft(self) -> None:
-        """Load the model that drafts, if one does: all of it on the device, of several the first. Raises EngineError
-        for one that cannot."""
+        """Load the draft model on the device, of several the first. Raises EngineError for one that cannot draft."""
         name, plan = self.options.draft_model, self.planner.draft(self.plan.case.workload)
         if name is None or (self._group is not None and self._group.rank):
             return
@@ -197,17 +210,17 @@ class Stream(Decoder):
         ) is not None:
             raise EngineError(f"draft={name}: {why_not}")
 
-    def _on_demand(self) -> dict[int, Experts]:
-        """Return the routed experts that come on demand, by layer; with option ``auto`` none where they cannot, and the
-        plan is made anew. Raises EngineError if they were asked for."""
+    def _on_demand(self, state: ModelState) -> dict[int, Experts]:
+        """Return the routed experts that come on demand, by layer. With option ``auto`` there are none where they
+        cannot, and the plan is made anew. Raises EngineError if they were asked for."""
         asked = self.options.experts == "on-demand"
         if self.plan.placement.experts == "all" and not asked:
             return {}
-        found = {index: find_experts(layer, self._weights.of_layer(index)) for index, layer in enumerate(self._layers)}
-        reasons = [reason for reason in found.values() if isinstance(reason, str)]
-        if not any(found.values()) and not self.plan.model.num_experts:
+        layers = {index: find_experts(layer, state.of_layer(index)) for index, layer in enumerate(self._layers)}
+        reasons = [reason for reason in layers.values() if isinstance(reason, str)]
+        if not any(layers.values()) and not self.plan.model.num_experts:
             reasons = ["it has none"]
-        elif not any(found.values()):
+        elif not any(layers.values()):
             reasons = ["they do not go through the ExpertsInterface of transformers"]
         if reasons and asked:
             name = self.plan.model.name
@@ -215,16 +228,16 @@ class Stream(Decoder):
         if reasons:
             self.plan = self.planner.with_option("experts", "all").plan
             return {}
-        return {index: experts for index, experts in found.items() if isinstance(experts, Experts)}
+        return {index: experts for index, experts in layers.items() if isinstance(experts, Experts)}
 
     @property
     def loaded_bytes(self) -> int:
-        found = None if self._source is None else self._source.loaded_bytes
-        return super().loaded_bytes if found is None else found
+        read = None if self._source is None else self._source.loaded_bytes
+        return super().loaded_bytes if read is None else read
 
     @cached_property
     def one_pass(self) -> bool:
-        # Where a token goes through layers repeatedly, or modules hold the state of a batch, each work has a trip.
+        # Where a token goes through layers repeatedly, or modules hold the state of a batch, each work has a pass.
         return not self._in_modules and len(DynamicCache(config=self.model.config).layers) == len(self._layers)
 
     @property
@@ -245,23 +258,25 @@ class Stream(Decoder):
         if not self.batches:
             self._expert_steps.clear()
             if self.expected is None:
-                self._forget_kv_rows()
+                self._reset_kv_use()
         load = self.expected or together(self.batches, rows, length, capacity)
         placement = self._placement(load)
         self._graphs.make_room(rows, capacity)
         if self._ring is not None:
             self._share_out(self._ring, placement)
-        hosted = self._hosted(rows, capacity, load, placement, moved)
-        here, storage = rows - hosted, self.options.kv_cache_dtype
-        cache = None if self._own_cache else make_cache(self.model.config, rows, capacity, storage, here, self._widen)
+        on_host = self._host_rows(rows, capacity, load, placement, moved)
+        on_device, storage = rows - on_host, self.options.kv_cache_dtype
+        cache = None
+        if not self._own_cache:
+            cache = make_cache(self.model.config, rows, capacity, storage, on_device, self._widen)
         batch = StreamBatch(mask, capacity, cache, self._state_of(cache))
-        if hosted and (why_not := self._cannot_have("kv_offload")) is not None:
-            raise EngineError(f"{hosted} of {rows} rows need host memory: {why_not}")
-        self._graphs.seat(batch)
-        if hosted and isinstance(cache, RowCache) and cache.attention:
-            self._to_host_memory(batch, cache, slice(here, rows), placement, load)
+        if on_host and (why_not := self._cannot_have("kv_offload")) is not None:
+            raise EngineError(f"{on_host} of {rows} rows need host memory: {why_not}")
+        self._graphs.reuse_memory(batch)
+        if on_host and isinstance(cache, RowCache) and cache.attention:
+            self._to_host_memory(batch, cache, slice(on_device, rows), placement, load)
             assert batch.host is not None
-            self._kv_place = batch.host.place
+            self._kv_place = batch.host.attends_on
             if isinstance(batch.host, CpuCache):
                 self._kv_threads = max(1, round(placement.kv_cpu_share * attending_cpus(self._threads)))
                 # The number holds for all work of the CPU: teams of two sizes in turn end and start threads each time.
@@ -270,7 +285,7 @@ class Stream(Decoder):
             self._ring.start()
         return batch
 
-    def _hosted(
+    def _host_rows(
         self,
         rows: int,
         capacity: int,
@@ -278,36 +293,34 @@ class Stream(Decoder):
         placement: Placement,
         moved: Sequence[tuple[DecoderBatch, Tensor]],
     ) -> int:
-        """Return how many of `rows` with room for `capacity` tokens each go to host memory. The rows `moved` leave room
-        where they were."""
+        """Return how many of `rows` with room for `capacity` tokens go to host memory; rows `moved` leave room."""
         if self.expected is None:
-            there = sum(batch.host_rows for batch in self.batches)
-            least: int = max(0, placement.host_rows(load.batch_size) - there)
-            return min(rows, least)
+            missing: int = placement.host_rows(load.batch_size) - sum(batch.host_rows for batch in self.batches)
+            return min(rows, max(0, missing))
         room = (load.batch_size - placement.host_rows(load.batch_size)) * load.total_len
         if room == load.batch_size * load.total_len:
             return 0
-        used: int = sum(batch.here * batch.capacity for batch in self.batches)
-        for batch, places in moved:
-            assert isinstance(batch, StreamBatch)
-            used -= int((places < batch.here).sum()) * batch.capacity
-        here: int = min(rows, max(0, room + self._room.positions - used) // capacity)
-        if here < rows and self._group is None:
+        used: int = sum(batch.device_rows * batch.capacity for batch in self.batches)
+        for batch, indices in moved:
+            used -= int((indices < stream_batch(batch).device_rows).sum()) * batch.capacity
+        on_device: int = min(rows, max(0, room + self._headroom.positions - used) // capacity)
+        if on_device < rows and self._group is None:
             each = self.plan.model.kv_bytes(1, capacity) * placement.kv_ratio / capacity
-            promised = sum(batch.here * batch.capacity for batch in self.batches if not batch.length) + here * capacity
-            more = self._room.rows(rows - here, round(each * capacity), round(each * promised))
-            here += more
+            promised = sum(batch.device_rows * batch.capacity for batch in self.batches if not batch.length)
+            promised += on_device * capacity
+            more = self._headroom.rows(rows - on_device, round(each * capacity), round(each * promised))
+            on_device += more
             if more:
-                self._room.positions = max(self._room.positions, used + here * capacity - room)
-        return rows - here
+                self._headroom.positions = max(self._headroom.positions, used + on_device * capacity - room)
+        return rows - on_device
 
     def _placement(self, load: Workload) -> Placement:
         """Return the plan's placement of `load`, or the one given for all ranks."""
         return self.given or self.planner.placement(load)
 
     def _holds_two_layers(self, ring: PrefetchRing) -> bool:
-        """Tell whether the ring should hold two layers, for which the GPU has room: between passes of requests that
-        come and go, rows move, and the link goes on meanwhile."""
+        """Tell whether the ring should hold two layers, for which the GPU has room. Between passes of requests rows
+        move, and the link goes on meanwhile."""
         load = self.expected
         if load is None or self.given is not None or isinstance(ring, DiskRing):
             return False
@@ -318,12 +331,12 @@ class Stream(Decoder):
 
     def _share_out(self, ring: PrefetchRing, placement: Placement) -> None:
         """Give the ring its buffers, and the GPU its layers, as `placement` says."""
-        buffers = max(placement.ring_depth, self._room.ring_depth)
+        buffers = max(placement.ring_depth, self._headroom.ring_depth)
         if buffers >= placement.layer_chunks:  # room for a whole layer, whose tensors are cut one by one
             # With experts on demand the next layer is there when its turn comes.
             layers = 2 if self._pool is not None or self._holds_two_layers(ring) else 1
-            aside = 0 if self._group is None else max(0, placement.ring_depth - placement.layer_chunks)
-            buffers = max(buffers, *(layers * len(image.chunks) + aside for image in ring.layers))
+            staging = 0 if self._group is None else max(0, placement.ring_depth - placement.layer_chunks)
+            buffers = max(buffers, *(layers * len(image.chunks) + staging for image in ring.layers))
         pool, experts = self._pool, (placement.expert_buffers, placement.cached_experts)
         ring.resize(min(buffers, ring.depth))  # shrink before anything grows
         if set(placement.resident_layers) != set(range(len(ring.layers))) - set(ring.streamed):
@@ -342,30 +355,30 @@ class Stream(Decoder):
     ) -> None:
         """Move the KV cache of `rows`, the last ones of `batch`, to host memory."""
         on_cpu = placement.kv_on_cpu or self._ring is None
-        batch.memory = found = HostMemory(self._host_pool(placement, load))
+        batch.memory = memory = HostMemory(self._host_pool(placement, load))
         attention = cache.attention
-        windows = {index: one.slots.window for index, one in attention.items() if one.slots.window is not None}
+        windows = {index: layer.slots.window for index, layer in attention.items() if layer.slots.window is not None}
         host: HostCache
         if on_cpu or self._ring is None:
             in_8_bits = self.options.kv_cache_dtype in STORAGE
-            host = CpuCache(found, self._sender, rows, batch.capacity, self.device, in_8_bits, windows)
+            host = CpuCache(memory, self._copier, rows, batch.capacity, self.device, in_8_bits, windows)
         else:
             parts, shared = self._split(rows, batch.prompt_len), shares_keys(self.model.config)
-            host = LinkCache(found, self._sender, self._ring, parts, batch.capacity, windows, shared)
-        for index, here in attention.items():
-            cache.put(index, SplitLayer(index, here, host))
+            host = LinkCache(memory, self._copier, self._ring, parts, batch.capacity, windows, shared)
+        for index, on_device in attention.items():
+            cache.put(index, SplitLayer(index, on_device, host))
         batch.host = host
 
     def _host_pool(self, placement: Placement, load: Workload) -> HostPool:
-        """Return the memory for the keys and values that `placement` of `load` puts into host memory."""
+        """Return the pool for keys and values in host memory, with room for `load`."""
         on_cpu = placement.kv_on_cpu or self._ring is None
         pool = self._kv_pool
         if pool is None or (pool.spread != on_cpu and pool.unused == pool.size):
-            self._close_kv()  # memory made for the other device that attends is of no use
+            self._close_kv_pool()  # memory made for the other device that attends is of no use
             self._kv_pool = pool = HostPool(self.device.type == "cuda", on_cpu, self.progress)
         model, rows = self.plan.model, placement.host_rows(load.batch_size)
-        hosted = model.kv_bytes(rows, load.total_len) - model.index_bytes(rows, load.total_len)
-        pool.reserve(int(hosted * placement.kv_ratio) + 2 * ALIGNMENT * len(self._layers))
+        size = model.kv_bytes(rows, load.total_len) - model.index_bytes(rows, load.total_len)
+        pool.reserve(int(size * placement.kv_ratio) + 2 * ALIGNMENT * len(self._layers))
         return pool
 
     def place(self, placement: Placement) -> None:
@@ -382,10 +395,10 @@ class Stream(Decoder):
 
     def expect(self, load: Workload | None) -> None:
         super().expect(load)
-        self._room.begin()
+        self._headroom.begin()
         if load is None or self._own_cache:
             return
-        self._forget_kv_rows()
+        self._reset_kv_use()
         placement = self._placement(load)
         with suppress(MemoryError, torch.OutOfMemoryError):  # micro-batches will tell
             if self._ring is not None:
@@ -395,8 +408,8 @@ class Stream(Decoder):
                 if placement.kv_on_cpu or self._ring is None:
                     library()
 
-    def _forget_kv_rows(self) -> None:
-        """Begin anew to tell what was in host memory: with the first micro-batch, or with a load of requests."""
+    def _reset_kv_use(self) -> None:
+        """Start to count anew: most rows at a time with their KV cache in host memory, who attends, CPU threads."""
         self._kv_rows, self._kv_place, self._kv_threads = 0, "gpu", 0
 
     def _cannot_have(self, option: str) -> str | None:
@@ -415,23 +428,21 @@ class Stream(Decoder):
             return None
         return f"the layers of {name} keep {kept}: {option}={getattr(self.options, option)} is not for them"
 
-    def _rows_at_once(self, cache: RowCache, here: int) -> int:
-        """Return how many of the `here` rows on the GPU are attended to together: all, unless their keys are stored in
-        8 bits."""
-        layers = [getattr(layer, "here", layer) for layer in cache.attention.values()]
+    def _rows_at_once(self, cache: RowCache, rows: int) -> int:
+        """Return how many of `rows` on the GPU are attended to together: all, unless their keys are in 8 bits."""
+        layers = [getattr(layer, "device_layer", layer) for layer in cache.attention.values()]
         size = max((layer.dequantized_bytes for layer in layers if isinstance(layer, QuantizedLayer)), default=0)
-        return max(1, DEQUANTIZED_BYTES // size) if size else here
+        return max(1, DEQUANTIZED_BYTES // size) if size else rows
 
     def _rows(self, batch: DecoderBatch, count: int) -> list[slice]:
-        assert isinstance(batch, StreamBatch)
-        host, cache, here = batch.host, batch.cache, batch.here
+        cache, host, rows = batch.cache, stream_batch(batch).host, stream_batch(batch).device_rows
         if not isinstance(cache, RowCache):
             return super()._rows(batch, count)
-        step = batch.length and (count == 1 or (count <= VERIFIED and batch.length >= batch.prompt_len))
-        parts = [slice(0, here)] if here and step else self._split(slice(0, here), count) if here else []
-        if batch.length and here > (most := self._rows_at_once(cache, here)):
-            most = min(most, parts[0].stop)
-            parts = [slice(start, min(start + most, here)) for start in range(0, here, most)]
+        step = batch.length and (count == 1 or (count <= MAX_STEP_TOKENS and batch.length >= batch.prompt_len))
+        parts = [slice(0, rows)] if rows and step else self._split(slice(0, rows), count) if rows else []
+        if batch.length and rows > (at_once := self._rows_at_once(cache, rows)):
+            at_once = min(at_once, parts[0].stop)
+            parts = [slice(start, min(start + at_once, rows)) for start in range(0, rows, at_once)]
         if host is None:
             return parts
         if isinstance(host, LinkCache) or step:
@@ -441,20 +452,22 @@ class Stream(Decoder):
         return [*parts, *self._split(host.rows, whole)]
 
     def _run(self, parts: Sequence[Part]) -> list[Tensor]:
-        ragged = _alike([part for part in parts if self._ragged.takes(part)])
-        stacks = not ragged and self._stacks_on_device
-        stacked = _alike([part for part in parts if stacks and self._stacks_part(part)])
-        attended = [part for part in parts if _on_cpu(part)]  # by the CPU
-        apart = _alike([part for part in attended if self._ragged.takes(part, on_cpu=True)])
-        hosted = [] if apart else _alike([part for part in attended if self._stacks_part(part, on_cpu=True)])
-        shared = [some for some in (ragged, stacked, apart) if len(some) > 1] + ([hosted] if hosted else [])
-        together = {id(part) for some in shared for part in some}
-        passes = [*shared, *([part] for part in parts if id(part) not in together)]
-        passes.sort(key=lambda some: _on_cpu(some[0]))  # the GPU computes the others while the CPU attends
-        found = [split(*one) for one in zip(passes, self._run_passes(passes), strict=True)]
-        logits = {id(part): own for some, several in zip(passes, found, strict=True)
-                  for part, own in zip(some, several, strict=True)}  # fmt: skip
+        groups: dict[tuple[object, ...], list[Part]] = {}
+        for part in parts:
+            groups.setdefault(self._shared_pass(part), []).append(part)
+        passes = sorted(groups.values(), key=lambda some: _on_cpu(some[0]))  # the GPU computes while the CPU attends
+        logits: dict[int, Tensor] = {}
+        for some, output in zip(passes, self._run_passes(passes), strict=True):
+            logits |= zip(map(id, some), split(some, output), strict=True)
         return [logits[id(part)] for part in parts]
+
+    def _shared_pass(self, part: Part) -> tuple[object, ...]:
+        """Return the key of the forward pass that a part shares with others; one of its own if it cannot."""
+        on_cpu, count = _on_cpu(part), part.token_ids.shape[1]
+        if self._ragged.takes(part, on_cpu):
+            return "ragged", on_cpu, count
+        stacks = not self._ragged.able and (on_cpu or self._stacks_on_device)
+        return ("stacked", on_cpu, count) if stacks and self._stacks_part(part, on_cpu) else (id(part),)
 
     @property
     def warming(self) -> bool:
@@ -469,11 +482,10 @@ class Stream(Decoder):
         return self._stacks and not recorded
 
     def _stacks_part(self, part: Part, on_cpu: bool = False) -> bool:
-        """Tell whether a part can share a forward pass with others as rows of one rectangle: a decode step of all rows
-        that a micro-batch has on the device (in 8 bits also of some), or of all that the CPU attends to, which have
-        nothing but keys and values, in layers of one kind."""
-        batch, cache = part.batch, part.batch.cache
-        assert isinstance(batch, StreamBatch)
+        """Tell whether a part can be rows of a stacked rectangle. That is a decode step of all rows that a micro-batch
+        has on the device (in 8 bits also of some), or of all that the CPU attends to, which have nothing but keys and
+        values, in layers of one kind."""
+        batch, cache = stream_batch(part.batch), part.batch.cache
         if not (self._stacks and is_decode(part) and isinstance(cache, RowCache)):
             return False
         if any(layer.slots.window is not None for layer in cache.layers if isinstance(layer, FixedLayer)):
@@ -481,25 +493,27 @@ class Stream(Decoder):
         if on_cpu:
             whole = batch.host is not None and part.rows == batch.host.rows
             return whole and all(isinstance(layer, SplitLayer) for layer in cache.layers)
-        whole, here = part.rows == slice(0, batch.here), part.rows.stop <= batch.here
-        return here and all(takes_part(getattr(layer, "here", layer), whole) for layer in cache.layers)
+        if part.rows.stop > batch.device_rows:
+            return False
+        whole = part.rows == slice(0, batch.device_rows)
+        return all(takes_part(getattr(layer, "device_layer", layer), whole) for layer in cache.layers)
 
     def _run_passes(self, passes: Sequence[Sequence[Part]]) -> list[Tensor]:
         """Run a forward pass for each list of parts, which share it; return their logits."""
-        alone = [number for number, parts in enumerate(passes) if self._is_recordable(parts)]
-        found = dict[int, Tensor]()
-        for number in alone:
+        recordable = [number for number, parts in enumerate(passes) if self._is_recordable(parts)]
+        results = dict[int, Tensor]()
+        for number in recordable:
             logits = self._graphs.forward(passes[number], self._eager(passes[number]))
-            found[number] = logits if len(alone) == 1 else logits.clone()  # the next graph may use its memory
-        others = [number for number in range(len(passes)) if number not in found]
+            results[number] = logits if len(recordable) == 1 else logits.clone()  # the next graph may use its memory
+        others = [number for number in range(len(passes)) if number not in results]
         if others:
-            found |= zip(others, self._run_eager([passes[number] for number in others]), strict=True)
-        return [found[number] for number in range(len(passes))]
+            results |= zip(others, self._run_eager([passes[number] for number in others]), strict=True)
+        return [results[number] for number in range(len(passes))]
 
     def _is_recordable(self, parts: Sequence[Part]) -> bool:
         """Tell whether a pass is a decode step that can be recorded (`zinfer.engine.stream.graphs`)."""
         count = parts[0].token_ids.shape[1]
-        if count > (VERIFIED if self._graphs.takes_several else 1) or self.options.cuda_graphs == "off":
+        if count > (MAX_STEP_TOKENS if self._graphs.takes_several else 1) or self.options.cuda_graphs == "off":
             return False
         if any(part.batch.length < (1 if count == 1 else part.batch.prompt_len) for part in parts):
             return False
@@ -515,16 +529,16 @@ class Stream(Decoder):
         return why_not is None
 
     def _eager(self, parts: Sequence[Part]) -> Callable[[], Tensor]:
-        """Return a function that runs one forward pass of `parts`, in a trip of its own."""
+        """Return a function that runs one forward pass of `parts` alone."""
 
         def run() -> Tensor:
-            self._begin_trip(parts)
-            with self._trip():
+            self._begin_pass(parts)
+            with self._ring_pass():
                 return self._together_or_alone(parts)
 
         return run
 
-    def _trip(self) -> AbstractContextManager[None]:
+    def _ring_pass(self) -> AbstractContextManager[None]:
         return nullcontext() if self._ring is None else self._ring.weight_pass()
 
     def _run_eager(self, passes: Sequence[Sequence[Part]]) -> list[Tensor]:
@@ -533,11 +547,11 @@ class Stream(Decoder):
         if ring is None:
             return [self._together_or_alone(parts) for parts in passes]
         parts = [part for some in passes for part in some]
-        hosted = any(part.batch.host is not None for part in parts)  # type: ignore[attr-defined]
-        if not (self.one_pass or hosted) or (len(passes) == 1 and not hosted):
+        on_host = any(stream_batch(part.batch).host is not None for part in parts)
+        if not (self.one_pass or on_host) or (len(passes) == 1 and not on_host):
             return [self._eager(some)() for some in passes]
         fetches = [fetch for part in parts if (fetch := _fetch(part)) is not None]
-        self._begin_trip(parts)
+        self._begin_pass(parts)
 
         def enter(number: int, layer: int) -> None:
             self._ragged.switch(self._is_ragged(passes[number]))
@@ -545,14 +559,11 @@ class Stream(Decoder):
                 if isinstance(batch.cache, RowCache):
                     batch.cache.window(rows, batch.length, layer)
 
-        def one(some: Sequence[Part]) -> Callable[[], Tensor]:
-            return lambda: self._together_or_alone(some)
-
-        beside = sum(_on_cpu(some[0]) for some in passes)
-        if beside == len(passes) or self._pool is not None:  # one queue unpacks experts
-            beside = 0
+        on_cpu = sum(_on_cpu(some[0]) for some in passes)
+        if on_cpu == len(passes) or self._pool is not None:  # one queue unpacks experts
+            on_cpu = 0
         try:
-            return interleave(ring, [one(some) for some in passes], enter, fetches, beside)
+            return interleave(ring, [partial(self._together_or_alone, some) for some in passes], enter, fetches, on_cpu)
         finally:
             self._ragged.switch(False)
 
@@ -572,7 +583,7 @@ class Stream(Decoder):
             return self._joined(parts, cache, None)
 
     def _is_ragged(self, parts: Sequence[Part]) -> bool:
-        """Tell whether parts that share a forward pass do so by the attention of ragged passes."""
+        """Tell whether parts that share a forward pass do so by ragged attention."""
         return len(parts) > 1 and self._ragged.takes(parts[0], _on_cpu(parts[0]))
 
     def _joined(self, parts: Sequence[Part], cache: Cache, mask: Tensor | None) -> Tensor:
@@ -590,8 +601,8 @@ class Stream(Decoder):
             logits: Tensor = self.model(**inputs).logits
         return logits[:, -parts[0].keep :]
 
-    def _begin_trip(self, parts: Sequence[Part]) -> None:
-        """Have the experts of a trip come as the number of its tokens demands."""
+    def _begin_pass(self, parts: Sequence[Part]) -> None:
+        """Have experts come as the number of the pass's tokens demands."""
         if self._pool is not None:
             tokens = sum(part.token_ids.numel() for part in parts)
             self._pool.begin(tokens >= self.plan.placement.whole_tokens)
@@ -599,31 +610,31 @@ class Stream(Decoder):
     def forward(self, works: Sequence[Work]) -> list[Tensor]:
         while True:
             try:
-                found = self.attempt(works)
+                logits = self.attempt(works)
             except torch.OutOfMemoryError:
-                self._room.saw_shortage()
+                self._headroom.note_shortage()
                 raise
-            if found is not None:
-                self._room.saw_pass()
+            if logits is not None:
+                self._headroom.note_pass()
                 self._deepen_ring()
-                return found
+                return logits
 
     def _deepen_ring(self) -> None:
-        """Give the ring more buffers, in memory that no pass has needed, where the CPU attends and some layers stay."""
-        ring, room = self._ring, self._room
-        if self.expected is None or room.ring_depth or not room.seen:
+        """Give the ring more buffers in spare memory, where the CPU attends and some layers stay."""
+        ring, headroom = self._ring, self._headroom
+        if self.expected is None or headroom.ring_depth or not headroom.known:
             return
         if ring is None or isinstance(ring, DiskRing) or self._group is not None or self._pool is not None:
             return
         if not any(isinstance(batch.host, CpuCache) for batch in self.batches):
             return
-        layers = layers_ahead(ring.streamed, len(ring.layers))
+        layers = prefetch_distance(ring.streamed, len(ring.layers))
         wanted = ceil(layers * max(len(image.chunks) for image in ring.layers))
         before = ring.depth
         try:
-            ring.resize(room.deepen(before, wanted, ring.buffer_bytes))  # the next trip begins anew
+            ring.resize(headroom.deepen(before, wanted, ring.buffer_bytes))  # the next pass begins anew
         except torch.OutOfMemoryError:
-            room.saw_shortage()
+            headroom.note_shortage()
             ring.resize(before)
 
     def attempt(self, works: Sequence[Work]) -> list[Tensor] | None:
@@ -649,14 +660,14 @@ class Stream(Decoder):
         weights, others, step = ring.bytes_copied, ring.other_bytes_copied, is_step(works)
         from_disk = ring.disk_bytes if isinstance(ring, DiskRing) else 0
         experts = ExpertCounts() if self._pool is None else self._pool.counts
-        found = super().forward(works)
+        logits = super().forward(works)
         if step:
             if self._pool is not None:
                 self._expert_steps.append(self._pool.counts.since(experts))
             self._streamed_per_step = ring.bytes_copied - weights
             self._fetched_per_step = ring.other_bytes_copied - others
             self._read_per_step = ring.disk_bytes - from_disk if isinstance(ring, DiskRing) else 0
-        return found
+        return logits
 
     def rollback(self, batch: MicroBatch, lengths: Tensor) -> None:
         super().rollback(batch, lengths)
@@ -664,52 +675,49 @@ class Stream(Decoder):
             batch.host.rollback(batch.length)
 
     def _keep_rows(self, batch: DecoderBatch, kept: Sequence[int]) -> None:
-        assert isinstance(batch, StreamBatch)
         self._graphs.drop(batch)
-        host, here = batch.host, sum(row < batch.here for row in kept)
-        if host is not None and here == len(kept):
-            self._free_host(batch)
-        elif host is not None:
-            host.keep_rows(kept[here:], here)
+        self._keep_host_rows(stream_batch(batch), kept, stream_batch(batch).device_rows)
         super()._keep_rows(batch, kept)
 
     def _move(self, target: DecoderBatch, moved: Sequence[MovedRows], length: int) -> None:
-        kept = [(batch, batch.others(rows).tolist(), batch.here) for batch, rows, _ in moved]  # type: ignore[attr-defined]
+        sources = [(stream_batch(batch), batch.others(rows).tolist()) for batch, rows, _ in moved]
+        kept = [(batch, rows, batch.device_rows) for batch, rows in sources]
         for batch, *_ in kept:
             self._graphs.drop(batch)
         super()._move(target, moved, length)
-        for batch, rows, here in kept:
-            assert isinstance(batch, StreamBatch)
-            if batch.host is None or not rows:
-                continue
-            count = sum(row < here for row in rows)
-            if count == len(rows):
-                self._free_host(batch)
-            else:
-                batch.host.keep_rows(rows[count:], count)
+        for batch, rows, on_device in kept:
+            if rows:
+                self._keep_host_rows(batch, rows, on_device)
+
+    def _keep_host_rows(self, batch: StreamBatch, kept: Sequence[int], on_device: int) -> None:
+        """Keep rows in host memory; the first `on_device` rows of the micro-batch were on the device."""
+        first = sum(row < on_device for row in kept)
+        if batch.host is not None and first == len(kept):
+            self._free_host(batch)
+        elif batch.host is not None:
+            batch.host.keep_rows(kept[first:], first)
 
     def _free(self, batch: DecoderBatch) -> None:
-        assert isinstance(batch, StreamBatch)
-        self._free_host(batch)
+        self._free_host(stream_batch(batch))
         self._graphs.retire(batch)
         super()._free(batch)
 
     def _free_host(self, batch: StreamBatch) -> None:
-        """Give the host memory of a micro-batch back, for the next one that needs it."""
+        """Free the host memory of a micro-batch."""
         if batch.memory is None:
             return
-        self._sender.finish()
+        self._copier.finish()
         if isinstance(batch.host, LinkCache) and self._ring is not None:
             self._ring.drop_fetches()
         batch.memory.close()
         batch.host = batch.memory = None
-        if not any(isinstance(one.host, CpuCache) for one in self.batches):
+        if not any(isinstance(other.host, CpuCache) for other in self.batches):
             torch.set_num_threads(self._threads)
 
     def clear(self) -> None:
         super().clear()
-        if "_graphs" in self.__dict__:
-            self._graphs.clear()
+        if self._recorded is not None:
+            self._recorded.clear()
 
     def timeline(self, works: Sequence[Work]) -> tuple[Span, ...]:
         if self._ring is None:
@@ -804,7 +812,7 @@ class Stream(Decoder):
             },
         )
 
-    def _close_kv(self) -> None:
+    def _close_kv_pool(self) -> None:
         if self._kv_pool is not None:
             self._kv_pool.close()
             self._kv_pool = None
@@ -814,7 +822,7 @@ class Stream(Decoder):
             self.draft.close()
             self.draft = None
         self.clear()
-        self.__dict__.pop("_graphs", None)
+        self._recorded = None
         if self._pool is not None:
             self._pool.close()
             self._pool = None
@@ -822,32 +830,29 @@ class Stream(Decoder):
             self._ring.close()
             self._ring = None
         self._layers, self._experts = nn.ModuleList(), {}
-        self.__dict__.pop("_weights", None)
         super().close()
         if self._source is not None:
             self._source.close()
             self._source = None
-        self._close_kv()
+        self._close_kv_pool()
+
+
+def stream_batch(batch: MicroBatch) -> StreamBatch:
+    assert isinstance(batch, StreamBatch)
+    return batch
 
 
 def together(batches: Sequence[MicroBatch], rows: int, length: int, capacity: int) -> Workload:
-    """Return the workload of `batches` and one more, of `rows` prompts of `length` tokens with room for `capacity`, as
-    if they were one."""
+    """Return the workload of all micro-batches, and of one more, as if they were one."""
     lengths = [length, *(batch.prompt_len for batch in batches)]
     capacities = [capacity, *(batch.capacity for batch in batches)]
     size = rows + sum(batch.batch_size for batch in batches)
     return Workload(batch_size=size, input_len=max(lengths), output_len=max(1, max(capacities) - max(lengths)))
 
 
-def _alike(parts: Sequence[Part]) -> list[Part]:
-    """Return the parts with as many tokens a row as the one with most of them."""
-    most = max((part.token_ids.shape[1] for part in parts), default=0)
-    return [part for part in parts if part.token_ids.shape[1] == most]
-
-
 def _on_cpu(part: Part) -> bool:
-    """Tell whether a part is a decode step of rows that the CPU attends to."""
-    host = part.batch.host if isinstance(part.batch, StreamBatch) else None
+    """Tell whether the CPU attends to a part, a decode step."""
+    host = stream_batch(part.batch).host
     return isinstance(host, CpuCache) and is_decode(part) and part.rows == host.rows
 
 
@@ -862,7 +867,7 @@ def _widen_on(device: torch.device) -> DequantizeKV:
 
 def _fetch(part: Part) -> PartFetch | None:
     """Return the transfers of a part besides weights: keys and values from host memory; None if it has none."""
-    host = part.batch.host if isinstance(part.batch, StreamBatch) else None
+    host = stream_batch(part.batch).host
     if not isinstance(host, LinkCache) or not part.batch.length or part.rows not in host.parts:
         return None
     return host.fetch(part.rows, part.batch.length, part.token_ids.shape[1])

@@ -18,7 +18,7 @@ from zinfer.engine.stream.expand import INTERPRETED, added, rounded
 
 BLOCK = 64  # positions of a tile
 PROGRAMS = 264  # programs of a launch, at least, if there are positions for them: two a multiprocessor of an H100
-MOST_SPLITS = 64  # programs of a head, at most: what `_combine` adds at once
+MAX_SPLITS = 64  # programs of a head, at most: what `_combine` adds at once
 WARPS = 4
 LOWEST = tl.constexpr(-3.0e38)  # score of a position that is not there
 
@@ -29,7 +29,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, sca
     rows, heads, count, size = query.shape
     positions, width = values.shape[2:]
     blocks = triton.cdiv(positions, BLOCK)
-    splits = max(1, min(blocks, triton.cdiv(PROGRAMS, rows * heads), MOST_SPLITS))
+    splits = max(1, min(blocks, triton.cdiv(PROGRAMS, rows * heads), MAX_SPLITS))
     steps = triton.cdiv(blocks, splits)
     splits = triton.cdiv(blocks, steps)
     partial = torch.empty((rows * heads, splits, count, width), dtype=torch.float32, device=query.device)
@@ -132,9 +132,7 @@ def _attend(
         known = position < positions
         offset = position.to(tl.int64)
         tile = tl.load(
-            keys + offset[None, :] * keys_place + part[:, None],
-            mask=known[None, :] & (part < SIZE)[:, None],
-            other=0.0,
+            keys + offset[None, :] * keys_place + part[:, None], mask=known[None, :] & (part < SIZE)[:, None], other=0.0
         )
         score = added(states, tile, tl.zeros([ASKED, BLOCK], tl.float32), INTERPRETED) * scale
         if BIASED:
@@ -161,26 +159,19 @@ def _attend(
 
 @triton.jit(do_not_specialize=["splits"])
 def _combine(
-    partial,
-    sums,
-    out,
-    splits,
-    COUNT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    partial, sums, out, splits, COUNT: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Add what the splits of a head found for one query."""
+    """Add what the splits of a head content for one query."""
     pair = tl.program_id(0).to(tl.int64)
     asked = tl.program_id(1)
     column = tl.arange(0, BLOCK)
     split = tl.arange(0, SPLITS)
-    own = (pair * splits + split) * COUNT + asked
-    score = tl.load(sums + own, mask=split < splits, other=LOWEST)
+    entry = (pair * splits + split) * COUNT + asked
+    score = tl.load(sums + entry, mask=split < splits, other=LOWEST)
     share = tl.where(split < splits, tl.exp(score - tl.max(score, 0)), 0.0)
-    weight = tl.load(sums + tl.num_programs(0) * splits * COUNT + own, mask=split < splits, other=0.0)
+    weight = tl.load(sums + tl.num_programs(0) * splits * COUNT + entry, mask=split < splits, other=0.0)
     inside = (split < splits)[:, None] & (column < WIDTH)[None, :]
-    found = tl.load(partial + own[:, None] * WIDTH + column[None, :], mask=inside, other=0.0)
-    mixed = tl.sum(found * share[:, None], 0) / tl.sum(weight * share, 0)
+    content = tl.load(partial + entry[:, None] * WIDTH + column[None, :], mask=inside, other=0.0)
+    mixed = tl.sum(content * share[:, None], 0) / tl.sum(weight * share, 0)
     place = (pair * COUNT + asked) * WIDTH + column
     tl.store(out + place, rounded(mixed, out.dtype.element_ty), mask=column < WIDTH)

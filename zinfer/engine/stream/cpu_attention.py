@@ -1,8 +1,8 @@
 """CPU attention: a KV cache in host memory that the model uses as if it were on the GPU.
 
-The cache stays in host memory and the operation moves to the CPU: any operation with a `Hosted` tensor runs there. Its
-other operands (a query, a mask: small) are copied to the CPU, and its result is `Hosted` too, until an operation has a
-parameter as operand: the output projection. That one runs on the GPU. Models need no change.
+The cache stays in host memory and the operation moves to the CPU: any operation with a `HostTensor` runs there. Its
+other operands (a query, a mask: small) are copied to the CPU, and its result is a `HostTensor`, too, until an operation
+has a parameter as operand: the output projection. That one runs on the GPU. Models need no change.
 """
 
 import ctypes
@@ -17,16 +17,16 @@ from torch.nn.functional import dropout, scaled_dot_product_attention, softmax
 from torch.utils._pytree import tree_map
 
 from zinfer.engine.stream import stacked
-from zinfer.engine.stream.cpu_kernel import attend, attends, dots, mix, suits, widened
-from zinfer.engine.stream.meanwhile import arriving, meanwhile, settle
+from zinfer.engine.stream.cpu_kernel import attend, can_attend, can_multiply, dots, mix, widened
+from zinfer.engine.stream.host_work import flush, run_async, to_host_async
 from zinfer.engine.stream.stacked import RESHAPES, TURNS, NotStackedError, Stacked, stack
 from zinfer.engine.transfer import to_device, to_host
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from glibc's <malloc.h>
 
 
-class Hosted(Tensor):
-    """A CPU tensor whose operations run on the CPU. Made by `host`."""
+class HostTensor(Tensor):
+    """A CPU tensor whose operations run on the CPU. Made by `as_host_tensor`."""
 
     home: torch.device  # the device that finally gets the results
 
@@ -34,24 +34,24 @@ class Hosted(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         operands = list(_tensors((args, kwargs)))
-        home = next(operand.home for operand in operands if isinstance(operand, Hosted))
+        home = next(operand.home for operand in operands if isinstance(operand, HostTensor))
         lands = any(isinstance(operand, nn.Parameter) for operand in operands)
         name = getattr(func, "__name__", "")
         changed = args[0] if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) else None
         changed = kwargs.get("out", changed)
         query = _query(func, args, kwargs)
         if func not in OURS and func not in STAYS and name not in MEASURES:
-            settle()
-        lands |= changed is not None and not isinstance(changed, Hosted)
+            flush()
+        lands |= changed is not None and not isinstance(changed, HostTensor)
 
         def bring(operand: Any) -> Any:
             if not isinstance(operand, Tensor):
                 return operand
-            if isinstance(operand, HostedRows):
+            if isinstance(operand, HostRowsTensor):
                 return operand
             if operand is query:
-                return arriving(operand)[0]
-            if isinstance(operand, Hosted):
+                return to_host_async(operand)[0]
+            if isinstance(operand, HostTensor):
                 operand = operand.as_subclass(Tensor)
                 return to_device(operand, home) if lands else operand
             return operand if lands else _fetched(operand)
@@ -62,19 +62,17 @@ class Hosted(Tensor):
                 func = OURS.get(func, func)
             if not lands:
                 result = func(*args, **kwargs)
-                if isinstance(result, Hosted):
+                if isinstance(result, HostTensor):
                     return result
                 if _is_plain(result):
-                    return host(result, home)
-                return tree_map(lambda one: host(one, home) if _is_plain(one) else one, result)
+                    return as_host_tensor(result, home)
+                return tree_map(lambda item: as_host_tensor(item, home) if _is_plain(item) else item, result)
         return func(*args, **kwargs)  # a weight may have functions of its own
 
 
-class HostedCoded(Hosted):
-    """Tensor of 8-bit rows, made by `zinfer.engine.stream.cpu_kernel.coded`, that reports the type `wide`.
-
-    Products of attention read the rows as they are; any other operation gets a copy in the type `wide`.
-    """
+class HostInt8Tensor(HostTensor):
+    """Tensor of 8-bit rows, made by `zinfer.engine.stream.cpu_kernel.quantize_rows`, that reports the type `wide`.
+    Products of attention read the rows as they are; any other operation gets a copy in the type `wide`."""
 
     wide: torch.dtype
     width: int  # values in a row
@@ -87,34 +85,40 @@ class HostedCoded(Hosted):
         if (
             func in OURS
             and args
-            and not isinstance(args[0], HostedCoded)
-            and not isinstance(kwargs.get("batch1"), HostedCoded)
+            and not isinstance(args[0], HostInt8Tensor)
+            and not isinstance(kwargs.get("batch1"), HostInt8Tensor)
         ):
             return super().__torch_function__(func, types, args, kwargs)
-        if args and isinstance(args[0], HostedCoded) and (func in VIEWS or getattr(func, "__name__", "") in MEASURES):
-            one = args[0]
+        if (
+            args
+            and isinstance(args[0], HostInt8Tensor)
+            and (func in VIEWS or getattr(func, "__name__", "") in MEASURES)
+        ):
+            rows = args[0]
             with torch._C.DisableTorchFunctionSubclass():
-                result = func(one.as_subclass(Tensor), *args[1:], **kwargs)
+                result = func(rows.as_subclass(Tensor), *args[1:], **kwargs)
                 if not isinstance(result, Tensor):
                     return result
-                if result.data_ptr() == one.data_ptr() and _has_whole_rows(result, one.width):
-                    return code(result, one.home, one.wide)
-        args, kwargs = _changed(lambda one: one.widened() if isinstance(one, HostedCoded) else one, (args, kwargs))
+                if result.data_ptr() == rows.data_ptr() and _has_whole_rows(result, rows.width):
+                    return as_host_int8(result, rows.home, rows.wide)
+        args, kwargs = _changed(
+            lambda rows: rows.widened() if isinstance(rows, HostInt8Tensor) else rows, (args, kwargs)
+        )
         return func(*args, **kwargs)
 
-    def widened(self) -> Hosted:
+    def widened(self) -> HostTensor:
         """Return a copy in the type `wide`."""
-        settle()
+        flush()
         with torch._C.DisableTorchFunctionSubclass():
             content = self.as_subclass(Tensor)
             turned = content.stride(-1) != 1
             wide = widened(content.transpose(-1, -2) if turned else content, self.wide)
-            return host(wide.transpose(-1, -2) if turned else wide, self.home)
+            return as_host_tensor(wide.transpose(-1, -2) if turned else wide, self.home)
 
 
-class HostedRows(Stacked, Hosted):
-    """Stacked rows in host memory, of a type of `FLOATS` or as `coded` made them. Products of attention read the blocks
-    where they are."""
+class HostRowsTensor(Stacked, HostTensor):
+    """Stacked rows in host memory, of `FLOATS` or as `quantize_rows` returns them. Products of attention read the
+    blocks where they are."""
 
     blocks: tuple[Tensor, ...]
 
@@ -126,65 +130,66 @@ class HostedRows(Stacked, Hosted):
             raise NotStackedError(f"{getattr(func, '__name__', func)} of keys or values")
         return super(Stacked, cls).__torch_function__(func, types, args, kwargs)
 
-    def like(self, content: Tensor, turned: bool) -> "HostedRows":
-        found = super().like(content, turned)
-        found.home = self.home
-        return found
+    def like(self, content: Tensor, turned: bool) -> "HostRowsTensor":
+        view = super().like(content, turned)
+        view.home = self.home
+        return view
 
-    def dots(self, apart: Tensor) -> Tensor:
+    def dots(self, queries: Tensor) -> Tensor:
         """Return ``rows @ keys^T`` of rows ``[B, heads, n, D]``, float32."""
         longest = max(block.shape[2] for block in self.blocks)
-        out = torch.zeros((*apart.shape[:-1], longest))
+        out = torch.zeros((*queries.shape[:-1], longest))
         first = 0
         for block in self.blocks:
             last = first + len(block)
-            out[first:last, ..., longest - block.shape[2] :] = dots(apart[first:last], block)
+            out[first:last, ..., longest - block.shape[2] :] = dots(queries[first:last], block)
             first = last
         return out
 
     def mix(self, chances: Tensor) -> Tensor:
         """Return ``chances @ values`` of ``[.., n, m]`` chances, with as many leading dimensions as this tensor."""
-        apart = self.apart(chances)
-        found, first = [], 0
+        split = self.split_heads(chances)
+        mixed, first = [], 0
         for block in self.blocks:
             last = first + len(block)
-            found.append(mix(apart[first:last, ..., apart.shape[-1] - block.shape[2] :], block))
+            mixed.append(mix(split[first:last, ..., split.shape[-1] - block.shape[2] :], block))
             first = last
-        return torch.cat(found).view(*chances.shape[:-1], -1)
+        return torch.cat(mixed).view(*chances.shape[:-1], -1)
 
-    def apart(self, rows: Tensor) -> Tensor:
+    def split_heads(self, rows: Tensor) -> Tensor:
         """Return ``[.., n, D]`` rows, with as many leading dimensions as this tensor, as ``[B, heads, n, D]``."""
         if rows.shape[:-2] != self.shape[:-2]:
             raise NotStackedError(f"a product of {list(rows.shape)} and keys or values {list(self.shape)}")
         return rows.reshape(-1, self.blocks[0].shape[1], *rows.shape[-2:])
 
 
-class HostedScores(Hosted):
-    """Scores of queries for keys in host memory, or the shares that a softmax makes of them, as a model that computes
-    attention step by step handles them. They are computed together with the product that follows, by `attend`, or, if
-    a model does anything else with them, when it does."""
+class DeferredScores(HostTensor):
+    """Scores of queries for keys in host memory, or their softmax, not computed yet. They are computed together with
+    the product that follows, by `attend`, or, if a model does anything else with them, when it does."""
 
     queries: Tensor  # [B, heads, n, D]
-    keys: HostedRows
+    keys: HostRowsTensor
     scale: float
     biases: tuple[Tensor, ...]  # float32, each expands to [B, heads, n, m]
     shares: bool  # True behind the softmax
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, found = kwargs or {}, None
+        kwargs, result = kwargs or {}, None
         if args and isinstance(args[0], cls):
-            found = args[0]._later(func, args[1:], kwargs)
+            result = args[0]._deferred(func, args[1:], kwargs)
         elif func in SUMS and len(args) == 2 and isinstance(args[1], cls):
-            found = args[1]._later(func, args[:1], kwargs)
-        if found is not None:
-            return found
-        args, kwargs = _changed(lambda one: one.computed() if isinstance(one, cls) else one, (args, kwargs))
+            result = args[1]._deferred(func, args[:1], kwargs)
+        if result is not None:
+            return result
+        args, kwargs = _changed(
+            lambda operand: operand.computed() if isinstance(operand, cls) else operand, (args, kwargs)
+        )
         return func(*args, **kwargs)
 
-    def _later(self, func: Any, others: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Return the result of a function of these scores and `others` if nothing needs to be computed for it, or if it
-        is the product that ends attention; else None."""
+    def _deferred(self, func: Any, others: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Return the result of a function of these scores and `others` without computing them, if it can. The product
+        that ends attention is computed; None stands for anything else."""
         other, name = others[0] if others else None, getattr(func, "__name__", "")
         if name.endswith("_") and not name.endswith("__"):
             raise NotStackedError(f"{name} changes scores in place")
@@ -213,7 +218,12 @@ class HostedScores(Hosted):
             return self._like(self.shape, torch.float32)
         if func == dropout and not (kwargs.get("training", True) and kwargs.get("p", 0.5)):
             return self
-        if func in MATRIX_PRODUCTS and isinstance(other, HostedRows) and self.shares and not (kwargs or other.turned):
+        if (
+            func in MATRIX_PRODUCTS
+            and isinstance(other, HostRowsTensor)
+            and self.shares
+            and not (kwargs or other.turned)
+        ):
             return self._mixed(other)
         return None
 
@@ -223,48 +233,48 @@ class HostedScores(Hosted):
         rows, heads = self.queries.shape[:2]
         return (rows, heads), (rows * heads,)
 
-    def _like(self, shape: Sequence[int], dtype: torch.dtype | None = None, **changed: Any) -> "HostedScores":
-        found = torch.empty(1, dtype=dtype or self.dtype).expand(shape).as_subclass(HostedScores)
+    def _like(self, shape: Sequence[int], dtype: torch.dtype | None = None, **changed: Any) -> "DeferredScores":
+        scores = torch.empty(1, dtype=dtype or self.dtype).expand(shape).as_subclass(DeferredScores)
         for name in ("home", "queries", "keys", "scale", "biases", "shares"):
-            setattr(found, name, changed.get(name, getattr(self, name)))
-        return found
+            setattr(scores, name, changed.get(name, getattr(self, name)))
+        return scores
 
-    def _mixed(self, values: HostedRows) -> Tensor | None:
+    def _mixed(self, values: HostRowsTensor) -> Tensor | None:
         """Return the product of the shares with `values`; None if the compiled code does not compute it in one."""
         blocks = list(zip(self.keys.blocks, values.blocks, strict=True))
-        if self.shape[:-2] != values.shape[:-2] or not attends(self.queries, blocks):
+        if self.shape[:-2] != values.shape[:-2] or not can_attend(self.queries, blocks):
             return None
-        mixed = meanwhile(_attend(self.queries, blocks, self.biases, self.scale))
+        mixed = run_async(_attend(self.queries, blocks, self.biases, self.scale))
         with torch._C.DisableTorchFunctionSubclass():
-            return host(mixed.to(self.dtype).view(*self.shape[:-1], -1), self.home)
+            return as_host_tensor(mixed.to(self.dtype).view(*self.shape[:-1], -1), self.home)
 
-    def computed(self) -> Hosted:
+    def computed(self) -> HostTensor:
         """Return the scores, or shares, computed by themselves."""
-        settle()
+        flush()
         with torch._C.DisableTorchFunctionSubclass():
-            found = self.keys.dots(self.queries).mul_(self.scale)
+            scores = self.keys.dots(self.queries).mul_(self.scale)
             for bias in self.biases:
-                found += bias
-            found = softmax(found, dim=-1) if self.shares else found
-            return host(found.to(self.dtype).view(self.shape), self.home)
+                scores += bias
+            scores = softmax(scores, dim=-1) if self.shares else scores
+            return as_host_tensor(scores.to(self.dtype).view(self.shape), self.home)
 
 
 def attend_all(
     queries: Tensor, blocks: Sequence[tuple[Tensor, Tensor]], biases: Sequence[Tensor], scale: float | None
 ) -> Tensor:
-    """Return the attention of `queries` to all `blocks`, in float32, as `zinfer.engine.stream.cpu_kernel.attend` has
-    them, while other passes go on; by torch where the compiled code cannot."""
+    """Return the attention of `queries` to all `blocks`, in float32, as `cpu_kernel.attend` does. Other passes go on
+    meanwhile; torch computes what the compiled code cannot."""
     factor = queries.shape[-1] ** -0.5 if scale is None else scale
-    if attends(queries, blocks):
-        return meanwhile(_attend(queries, blocks, biases, factor))
-    settle()
-    found, first, most = list[Tensor](), 0, max(keys.shape[2] for keys, _ in blocks)
+    if can_attend(queries, blocks):
+        return run_async(_attend(queries, blocks, biases, factor))
+    flush()
+    mixed, first, longest = list[Tensor](), 0, max(keys.shape[2] for keys, _ in blocks)
     for keys, values in blocks:
-        own = slice(first, first + len(keys))
-        first = own.stop
-        seen = biases[0][own, ..., most - keys.shape[2] :] if biases else None
-        found.append(_attention(queries[own], keys, values, seen, scale=factor).float())
-    return torch.cat(found)
+        rows = slice(first, first + len(keys))
+        first = rows.stop
+        seen = biases[0][rows, ..., longest - keys.shape[2] :] if biases else None
+        mixed.append(_attention(queries[rows], keys, values, seen, scale=factor).float())
+    return torch.cat(mixed)
 
 
 def _attend(
@@ -275,28 +285,28 @@ def _attend(
 
 
 def _query(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
-    """Return the operand, on a GPU, that attention begins with, which `arriving` brings; None of other functions."""
+    """Return the query, on a GPU, that `to_host_async` brings; None of functions that do not begin attention."""
     if func in WITH_QUERY:
         name, place = WITH_QUERY[func]
-        found = kwargs[name] if name in kwargs else args[place] if place < len(args) else None
-        if isinstance(found, Tensor) and not isinstance(found, Hosted) and found.is_cuda:
-            return found
+        query = kwargs[name] if name in kwargs else args[place] if place < len(args) else None
+        if isinstance(query, Tensor) and not isinstance(query, HostTensor) and query.is_cuda:
+            return query
     return None
 
 
-def _scores(rows: Tensor, keys: HostedRows, scale: float = 1.0, added: Tensor | None = None) -> HostedScores:
+def _scores(rows: Tensor, keys: HostRowsTensor, scale: float = 1.0, added: Tensor | None = None) -> DeferredScores:
     """Return ``scale * rows @ keys^T + added``, to be computed later; `keys` are turned."""
-    queries = keys.apart(rows)
+    queries = keys.split_heads(rows)
     shape = (*rows.shape[:-1], keys.shape[-1])
     bias = () if added is None else (_bias(added, shape, queries.shape[:2]),)
-    found = torch.empty(1, dtype=rows.dtype).expand(shape).as_subclass(HostedScores)
-    found.home, found.queries, found.keys = keys.home, queries, keys
-    found.scale, found.biases, found.shares = scale, bias, False
-    return found
+    scores = torch.empty(1, dtype=rows.dtype).expand(shape).as_subclass(DeferredScores)
+    scores.home, scores.queries, scores.keys = keys.home, queries, keys
+    scores.scale, scores.biases, scores.shares = scale, bias, False
+    return scores
 
 
 def _bias(added: Tensor, shape: Sequence[int], leading: Sequence[int]) -> Tensor:
-    """Return what is added to scores of `shape`, whose rows and heads are `leading`, as `attend` takes it."""
+    """Return what is added to scores, as `attend` takes it. `leading` are the rows and heads of the scores' `shape`."""
     if torch.broadcast_shapes(added.shape, shape) != torch.Size(shape):
         raise NotStackedError(f"{list(added.shape)} added to scores {list(shape)}")
     wide = _widened_once(added)
@@ -306,8 +316,8 @@ def _bias(added: Tensor, shape: Sequence[int], leading: Sequence[int]) -> Tensor
 
 
 def _widened_once(added: Tensor) -> Tensor:
-    """Return a mask or bias in float32, -inf where a mask of bool is False. Copies that `_fetched` made, which nobody
-    changes, are converted once."""
+    """Return a mask or bias in float32, -inf where a bool is False. Copies that `_fetched` made, which nobody changes,
+    are converted once."""
     if added.dtype == torch.float32:
         return added
     known: Tensor | None = getattr(added, "_wide", None)
@@ -320,12 +330,12 @@ def _widened_once(added: Tensor) -> Tensor:
     return wide
 
 
-def hosted_rows(blocks: Sequence[Tensor], home: torch.device, dtype: torch.dtype) -> HostedRows:
-    """Return `HostedRows` of `blocks`, each ``[b, heads, n, D]`` on the CPU, n its own; they report the type
+def stack_host_rows(blocks: Sequence[Tensor], home: torch.device, dtype: torch.dtype) -> HostRowsTensor:
+    """Return `HostRowsTensor` of `blocks`, each ``[b, heads, n, D]`` on the CPU, n its own; they report the type
     `dtype`."""
-    found = stack(blocks, dtype).as_subclass(HostedRows)
-    found.blocks, found.turned, found.home = tuple(blocks), False, home
-    return found
+    stacked_rows = stack(blocks, dtype).as_subclass(HostRowsTensor)
+    stacked_rows.blocks, stacked_rows.turned, stacked_rows.home = tuple(blocks), False, home
+    return stacked_rows
 
 
 # Functions whose operand of that name, or at that place, is a query.
@@ -347,28 +357,26 @@ STAYS = {Tensor.view, *TURNS}  # views that never copy
 MEASURES = stacked.MEASURES | {"data_ptr"}
 
 
-def host(tensor: Tensor, home: torch.device) -> Hosted:
+def as_host_tensor(tensor: Tensor, home: torch.device) -> HostTensor:
     """Return a view of the CPU tensor `tensor` whose operations run on the CPU; their results belong on `home`."""
-    hosted = tensor.as_subclass(Hosted)
-    hosted.home = home
-    return hosted
+    view = tensor.as_subclass(HostTensor)
+    view.home = home
+    return view
 
 
-def code(content: Tensor, home: torch.device, wide: torch.dtype) -> HostedCoded:
-    """Return a `HostedCoded` view of `content` (int8, whole rows, possibly transposed)."""
-    found = content.as_subclass(HostedCoded)
-    found.home, found.wide = home, wide
-    found.width = content.size(-1) if content.stride(-1) == 1 else content.size(-2)
-    return found
+def as_host_int8(content: Tensor, home: torch.device, wide: torch.dtype) -> HostInt8Tensor:
+    """Return a `HostInt8Tensor` view of `content` (int8, whole rows, possibly transposed)."""
+    view = content.as_subclass(HostInt8Tensor)
+    view.home, view.wide = home, wide
+    view.width = content.size(-1) if content.stride(-1) == 1 else content.size(-2)
+    return view
 
 
 @cache
-def keep_freed() -> None:
-    """Make malloc keep freed memory in this process, up to 2 GiB; needs glibc.
-
-    Otherwise attention's intermediate results, tens of MB, go back to the system at once, which hands out and clears
-    their pages again in the next layer: that can take as long as attention itself.
-    """
+def keep_freed_memory() -> None:
+    """Make malloc keep freed memory in this process, up to 2 GiB; needs glibc. Otherwise attention's intermediate
+    results, tens of MB, go back to the system at once, which hands out and clears their pages again in the next layer:
+    that can take as long as attention itself."""
     with suppress(AttributeError, OSError):
         libc = ctypes.CDLL(None)
         libc.mallopt(M_MMAP_THRESHOLD, 1 << 30)
@@ -413,8 +421,8 @@ def _fetched(operand: Tensor) -> Tensor:
     return operand._on_host  # type: ignore[attr-defined,no-any-return]
 
 
-def _is_plain(one: Any) -> bool:
-    return isinstance(one, Tensor) and one.device.type == "cpu"
+def _is_plain(operand: Any) -> bool:
+    return isinstance(operand, Tensor) and operand.device.type == "cpu"
 
 
 def _attention(
@@ -427,84 +435,83 @@ def _attention(
     groups = key.shape[1]
     rows = query.reshape(batch, groups, heads // groups * length, width)
     whole = (is_causal and length > 1) or (groups != heads and attn_mask is not None and attn_mask.shape[1] != 1)
-    if whole or not (_suits(rows, key) and _suits(rows, value)):
-        settle()
-        if isinstance(key, HostedRows) or isinstance(value, HostedRows):
+    if whole or not (_can_multiply(rows, key) and _can_multiply(rows, value)):
+        flush()
+        if isinstance(key, HostRowsTensor) or isinstance(value, HostRowsTensor):
             raise NotStackedError("causal attention of several tokens, or of heads that share keys")
         key, value = widened(key, query.dtype), widened(value, query.dtype)
         return scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    if isinstance(key, HostedRows) and key.padded and attn_mask is None:
+    if isinstance(key, HostRowsTensor) and key.padded and attn_mask is None:
         raise NotStackedError("attention without a mask that hides padding")
     blocks = [(key, value)]
-    if isinstance(key, HostedRows) and isinstance(value, HostedRows):
+    if isinstance(key, HostRowsTensor) and isinstance(value, HostRowsTensor):
         blocks = list(zip(key.blocks, value.blocks, strict=True))
     factor = width**-0.5 if scale is None else scale
-    if attends(rows, blocks):
+    if can_attend(rows, blocks):
         biases = [] if attn_mask is None else [_widened_once(attn_mask)]
         if groups != heads and length > 1:  # queries of a group stand one behind the other
             biases = [bias.expand(*bias.shape[:2], length, -1).repeat(1, 1, heads // groups, 1) for bias in biases]
-        mixed = meanwhile(_attend(rows, blocks, biases, factor))
+        mixed = run_async(_attend(rows, blocks, biases, factor))
         return mixed.to(query.dtype).view(batch, heads, length, -1)
-    settle()
-    found = key.dots(rows) if isinstance(key, HostedRows) else dots(rows, key)
-    scores = found.view(batch, heads, length, -1).mul_(factor)
+    flush()
+    scores = key.dots(rows) if isinstance(key, HostRowsTensor) else dots(rows, key)
+    scores = scores.view(batch, heads, length, -1).mul_(factor)
     if attn_mask is not None:
         scores = scores.masked_fill(~attn_mask, float("-inf")) if attn_mask.dtype == torch.bool else scores + attn_mask
     chances = softmax(scores, dim=-1)
     if length > 1 and attn_mask is not None:  # a padding's query sees nothing, and a NaN would go into its key
         chances = chances.masked_fill(scores.amax(-1, keepdim=True) == float("-inf"), 0)
     chances = chances.view(batch, groups, heads // groups * length, -1)
-    mixed = value.mix(chances) if isinstance(value, HostedRows) else mix(chances, value)
+    mixed = value.mix(chances) if isinstance(value, HostRowsTensor) else mix(chances, value)
     return mixed.to(query.dtype).view(batch, heads, length, -1)
 
 
-def _suits(rows: Tensor, matrix: Tensor) -> bool:
-    """Tell whether the compiled code can compute a product of `rows` with keys or values."""
-    return isinstance(matrix, HostedRows) or suits(rows, matrix)
+def _can_multiply(rows: Tensor, matrix: Tensor) -> bool:
+    return isinstance(matrix, HostRowsTensor) or can_multiply(rows, matrix)
 
 
 def _product(rows: Tensor, matrix: Tensor) -> Tensor | None:
     """Return ``rows @ matrix`` in float32 if the matrix, or its transpose, suits the compiled code; else None. Scores
     of stacked rows are computed later."""
     suited = rows.dim() == matrix.dim() > 1 and rows.shape[-1] == matrix.shape[-2]
-    if isinstance(matrix, HostedRows) and suited and matrix.turned and not isinstance(rows, HostedRows):
+    if isinstance(matrix, HostRowsTensor) and suited and matrix.turned and not isinstance(rows, HostRowsTensor):
         return _scores(rows, matrix)
-    settle()
-    if isinstance(matrix, HostedRows) and suited and not isinstance(rows, HostedRows):
+    flush()
+    if isinstance(matrix, HostRowsTensor) and suited and not isinstance(rows, HostRowsTensor):
         return matrix.mix(rows)
-    if isinstance(matrix, HostedRows) or isinstance(rows, HostedRows):
+    if isinstance(matrix, HostRowsTensor) or isinstance(rows, HostRowsTensor):
         raise NotStackedError(f"a product of {list(rows.shape)} and {list(matrix.shape)}, keys or values")
     if not suited:
         return None
     turned = matrix.transpose(-1, -2)
-    if suits(rows, turned) or (matrix.dtype == torch.int8 and matrix.stride(-1) != 1):
+    if can_multiply(rows, turned) or (matrix.dtype == torch.int8 and matrix.stride(-1) != 1):
         return dots(rows, turned)
-    return mix(rows, matrix) if suits(rows, matrix) or matrix.dtype == torch.int8 else None
+    return mix(rows, matrix) if can_multiply(rows, matrix) or matrix.dtype == torch.int8 else None
 
 
 def _bmm(input: Tensor, mat2: Tensor) -> Tensor:
-    found = _product(input, mat2)
-    return torch.bmm(input, mat2) if found is None else _as(input.dtype, found)
+    product = _product(input, mat2)
+    return torch.bmm(input, mat2) if product is None else _as(input.dtype, product)
 
 
 def _baddbmm(input: Tensor, batch1: Tensor, batch2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    found = _product(batch1, batch2)
-    if found is None:
+    product = _product(batch1, batch2)
+    if product is None:
         return torch.baddbmm(input, batch1, batch2, beta=beta, alpha=alpha)
-    if isinstance(found, HostedScores):
-        return _scores(batch1, found.keys, alpha, input if beta == 1 else input * beta)
-    return found.mul_(alpha).add_(input, alpha=beta).to(batch1.dtype)
+    if isinstance(product, DeferredScores):
+        return _scores(batch1, product.keys, alpha, input if beta == 1 else input * beta)
+    return product.mul_(alpha).add_(input, alpha=beta).to(batch1.dtype)
 
 
 def _matmul(input: Tensor, other: Tensor) -> Tensor:
-    found = _product(input, other)
-    return torch.matmul(input, other) if found is None else _as(input.dtype, found)
+    product = _product(input, other)
+    return torch.matmul(input, other) if product is None else _as(input.dtype, product)
 
 
-def _as(dtype: torch.dtype, found: Tensor) -> Tensor:
-    return found if isinstance(found, HostedScores) else found.to(dtype)
+def _as(dtype: torch.dtype, product: Tensor) -> Tensor:
+    return product if isinstance(product, DeferredScores) else product.to(dtype)
 
 
 # Replacements for the operations that attention to one new token consists of: one fused operation, or products.

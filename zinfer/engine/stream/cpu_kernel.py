@@ -9,7 +9,7 @@ torch computes the same at a fraction of the rate.
 `attend` computes both, and the softmax between them, for the rows of several micro-batches at once. `store` copies new
 keys and values of all of them to where they are read.
 
-Matrices may be int8 if `coded` made them: each row has a scale of its own, in the four bytes behind it.
+Matrices may be int8 if `quantize_rows` made them: each row has a scale of its own, in the four bytes behind it.
 """
 
 import ctypes
@@ -36,13 +36,13 @@ FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in (*FLOATS, torch.int8)}
 SCALE_BYTES = 4
 TINIEST = 127 * torch.finfo(torch.float32).tiny  # smallest maximum of a row whose scale is still a normal number
-MOST_ROWS, WIDEST, MOST_COLUMNS = 128, 1024, 256  # ROWS, WIDTH and SPAN in attend.c
-SHARES = 8  # heads of rows for each thread from which on `attend` shares them out evenly enough
+MAX_ROWS, MAX_WIDTH, MAX_COLUMNS = 128, 1024, 256  # ROWS, WIDTH and SPAN in attend.c
+MIN_HEADS_PER_THREAD = 8  # heads of rows for each thread from which on `attend` shares them out evenly enough
 
 
 def dots(rows: Tensor, keys: Tensor) -> Tensor:
     """Return ``rows @ keys^T`` in float32: ``[.., n, m]``."""
-    if suits(rows, keys):
+    if can_multiply(rows, keys):
         return _run("dots", rows, keys, keys.shape[-2])
     rows, keys = _alike(rows, keys)
     return (rows @ keys.transpose(-1, -2)).float()
@@ -50,7 +50,7 @@ def dots(rows: Tensor, keys: Tensor) -> Tensor:
 
 def mix(rows: Tensor, values: Tensor) -> Tensor:
     """Return ``rows @ values`` in float32: ``[.., n, D]``."""
-    if suits(rows, values):
+    if can_multiply(rows, values):
         return _run("mix", rows, values, values.shape[-1])
     rows, values = _alike(rows, values)
     return (rows @ values).float()
@@ -70,27 +70,25 @@ def attend(
     queries: Tensor, blocks: Sequence[tuple[Tensor, Tensor]], biases: Sequence[Tensor] = (), scale: float = 1.0,
     threads: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return the attention of `queries`, ``[B, heads, n, D]``, to `blocks` of keys and values, ``[b, heads, m, D]`` and
-    ``[b, heads, m, E]``, each with the next b rows and an m of its own: float32 ``[B, heads, n, E]``.
-
-    `biases` are added to the scaled scores: float32, of a shape that expands to ``[B, heads, n, M]``, M the largest m;
-    a block has their last m columns. A query that sees nothing, since all is -inf, gets zeros. `threads` compute it,
-    by default as many as torch uses. `attends` tells whether the compiled code can do it.
-    """
+    """Return the attention of queries ``[B, heads, n, D]`` to blocks: float32 ``[B, heads, n, E]``. Each block is keys
+    ``[b, heads, m, D]`` and values ``[b, heads, m, E]`` of the next b rows, with an m of its own. `biases` are added to
+    the scaled scores: float32, of a shape that expands to ``[B, heads, n, M]``, M the largest m; a block has their last
+    m columns. A query that sees nothing, since all is -inf, gets zeros. `threads` compute it, by default as many as
+    torch uses. `can_attend` tells whether the compiled code can do it."""
     rows, heads, count, width = queries.shape
-    most, columns = max(keys.shape[2] for keys, _ in blocks), blocks[0][1].shape[-1]
+    longest, columns = max(keys.shape[2] for keys, _ in blocks), blocks[0][1].shape[-1]
     if len(biases) > 2:
         biases = [sum(biases[1:], biases[0])]
-    wide = [bias.expand(rows, heads, count, most) for bias in biases]
+    wide = [bias.expand(rows, heads, count, longest) for bias in biases]
     wide = [bias if bias.stride(-1) == 1 else bias.contiguous() for bias in wide]
     table, first = (_Block * len(blocks))(), 0
-    for made, (keys, values) in zip(table, blocks, strict=True):
-        made.keys, made.values = keys.data_ptr(), values.data_ptr()
-        made.rows, made.heads, made.tokens = keys.shape[:3]
-        made.of_keys[:], made.of_values[:] = keys.stride()[:3], values.stride()[:3]
-        for place, bias in enumerate(wide):
-            made.bias[place] = bias[first:, ..., most - keys.shape[2] :].data_ptr()
-            made.of_bias[place][:] = bias.stride()[:3]
+    for entry, (keys, values) in zip(table, blocks, strict=True):
+        entry.keys, entry.values = keys.data_ptr(), values.data_ptr()
+        entry.rows, entry.heads, entry.tokens = keys.shape[:3]
+        entry.of_keys[:], entry.of_values[:] = keys.stride()[:3], values.stride()[:3]
+        for index, bias in enumerate(wide):
+            entry.bias[index] = bias[first:, ..., longest - keys.shape[2] :].data_ptr()
+            entry.of_bias[index][:] = bias.stride()[:3]
         first += len(keys)
     queries, out = queries.to(torch.float32).contiguous(), torch.empty((rows, heads, count, columns))
     function = getattr(library(), f"attend_{NAMES[blocks[0][0].dtype]}")
@@ -110,8 +108,8 @@ class _Copy(ctypes.Structure):
 
 
 def store(copies: Sequence[tuple[Tensor, Tensor]], threads: int | None = None) -> None:
-    """Copy the second tensor of each pair to the first, both ``[b, heads, n, D]`` in host memory, with b and n of its
-    own: all of them at once, by as many threads as torch uses unless `threads` says how many."""
+    """Copy each pair's second tensor to its first, all at once. Both are ``[b, heads, n, D]`` in host memory, with b
+    and n of their own; `threads` do it, by default as many as torch uses."""
     plain = [(target, states) for target, states in copies if _copies(target, states)]
     plain = plain if len(plain) > 1 and library() is not None else []
     done = {id(target) for target, _ in plain}
@@ -126,8 +124,8 @@ def store(copies: Sequence[tuple[Tensor, Tensor]], threads: int | None = None) -
         size = target.itemsize
         made.to, made.from_, made.rows, made.heads = target.data_ptr(), states.data_ptr(), rows, heads
         made.size = tokens * width * size
-        for strides, one in ((made.of_to, target), (made.of_from, states)):
-            strides[:] = one.stride(0) * size, one.stride(1) * size
+        for strides, tensor in ((made.of_to, target), (made.of_from, states)):
+            strides[:] = tensor.stride(0) * size, tensor.stride(1) * size
         count += rows * heads
     library().store(table, ctypes.c_int64(count), ctypes.c_int(threads or torch.get_num_threads()))
 
@@ -138,26 +136,29 @@ def _copies(target: Tensor, states: Tensor) -> bool:
         target.dim() == 4
         and target.shape == states.shape
         and target.dtype == states.dtype
-        and all(one.stride(3) == 1 and (one.shape[2] == 1 or one.stride(2) == one.shape[3]) for one in (target, states))
+        and all(
+            tensor.stride(3) == 1 and (tensor.shape[2] == 1 or tensor.stride(2) == tensor.shape[3])
+            for tensor in (target, states)
+        )
     )
 
 
-def attends(queries: Tensor, blocks: Sequence[tuple[Tensor, Tensor]]) -> bool:
-    """Tell whether the compiled code can compute `attend`, and shares it out evenly among threads: else `dots` and
-    `mix` can, whose work is split further."""
+def can_attend(queries: Tensor, blocks: Sequence[tuple[Tensor, Tensor]]) -> bool:
+    """Tell whether `attend` can be computed, and shared out evenly among threads. Else `dots` and `mix` can, whose work
+    is split further."""
     rows, heads, count, width = queries.shape if queries.dim() == 4 else (0, 0, 0, 0)
-    dtypes = {one.dtype for keys, values in blocks for one in (keys, values)}
+    dtypes = {tensor.dtype for keys, values in blocks for tensor in (keys, values)}
     return (
-        rows * heads >= SHARES * torch.get_num_threads()
+        rows * heads >= MIN_HEADS_PER_THREAD * torch.get_num_threads()
         and _are_read(queries)
-        and count <= MOST_ROWS
+        and count <= MAX_ROWS
         and len(dtypes) == 1
         and sum(len(keys) for keys, _ in blocks) == rows
         and all(
             len(keys) == len(values)
             and keys.shape[1] == heads == values.shape[1]
             and keys.shape[2] == values.shape[2] > 0
-            and values.shape[-1] == blocks[0][1].shape[-1] <= MOST_COLUMNS
+            and values.shape[-1] == blocks[0][1].shape[-1] <= MAX_COLUMNS
             and keys.shape[-1] == width
             and _is_read(keys)
             and _is_read(values)
@@ -174,28 +175,26 @@ def _alike(rows: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
     return rows.to(dtype), matrix.to(dtype)
 
 
-def coded(states: Tensor) -> Tensor:
-    """Quantise the rows of `states` (``[.., D]``, any float type) to 8 bits: symmetric, rounded to nearest.
-
-    Returns uint8 ``[.., D + 4]``, each row with its scale; `numbers_of` it is a matrix for `dots` and `mix`.
-    """
+def quantize_rows(states: Tensor) -> Tensor:
+    """Quantise the rows of `states` (``[.., D]``, any float type) to 8 bits: symmetric, rounded to nearest. Returns
+    uint8 ``[.., D + 4]``, each row with its scale; `int8_of` it is a matrix for `dots` and `mix`."""
     scale = states.abs().amax(-1, keepdim=True).float().clamp_(min=TINIEST) / 127
-    return with_scales((states.float() / scale).round_().to(torch.int8), scale)
+    return join_scales((states.float() / scale).round_().to(torch.int8), scale)
 
 
-def with_scales(numbers: Tensor, scales: Tensor) -> Tensor:
-    """Return int8 `numbers` ``[.., D]`` and their float32 `scales` ``[.., 1]`` as `coded` does."""
+def join_scales(numbers: Tensor, scales: Tensor) -> Tensor:
+    """Return int8 `numbers` ``[.., D]`` and their float32 `scales` ``[.., 1]`` as `quantize_rows` does."""
     return torch.cat([numbers.view(torch.uint8), scales.view(torch.uint8)], dim=-1)
 
 
-def without_scales(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the int8 numbers ``[.., D]`` and the float32 scales ``[.., 1]`` of what `coded` returned."""
-    return numbers_of(rows), rows[..., rows.shape[-1] - SCALE_BYTES :].contiguous().view(torch.float32)
+def split_scales(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the int8 numbers ``[.., D]`` and the float32 scales ``[.., 1]`` of what `quantize_rows` returned."""
+    return int8_of(rows), rows[..., rows.shape[-1] - SCALE_BYTES :].contiguous().view(torch.float32)
 
 
-def numbers_of(rows: Tensor) -> Tensor:
-    """Return the int8 numbers ``[.., D]`` of what `coded` returned, a matrix for `dots` and `mix`, which find the
-    scales beside them."""
+def int8_of(rows: Tensor) -> Tensor:
+    """Return the int8 numbers ``[.., D]`` of quantised rows. It is a matrix for `dots` and `mix`, which find the scales
+    beside them."""
     return rows[..., : rows.shape[-1] - SCALE_BYTES].view(torch.int8)
 
 
@@ -210,13 +209,13 @@ def widened(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     return (matrix.float() * scale.view(torch.float32)).to(dtype)
 
 
-def suits(rows: Tensor, matrix: Tensor) -> bool:
+def can_multiply(rows: Tensor, matrix: Tensor) -> bool:
     """Tell whether the compiled code can compute the product: few rows, and up to two batch dimensions of a matrix
     whose rows are contiguous."""
     return (
         2 <= matrix.dim() == rows.dim() <= 4
         and rows.shape[:-2] == matrix.shape[:-2]
-        and rows.shape[-2] <= MOST_ROWS
+        and rows.shape[-2] <= MAX_ROWS
         and _are_read(rows)
         and _is_read(matrix)
         and library() is not None
@@ -232,7 +231,7 @@ def _is_read(matrix: Tensor) -> bool:
     """Tell whether the compiled code can read a matrix: its type, its width, and how its rows lie in host memory."""
     return (
         matrix.dtype in NAMES
-        and matrix.shape[-1] <= WIDEST
+        and matrix.shape[-1] <= MAX_WIDTH
         and matrix.stride(-1) == 1
         and (matrix.dtype in FLOATS or matrix.stride(-2) >= matrix.shape[-1] + SCALE_BYTES)
         and matrix.device.type == "cpu"
@@ -260,8 +259,8 @@ def library() -> Any:
 
 
 def _compiled(compiler: str) -> Path:
-    """Return the file that `compiler` makes of `attend.c`, from the cache if it is there. Raises OSError, and
-    CalledProcessError if the compiler fails."""
+    """Compile `attend.c`, or take it from the cache; return the file. Raises OSError, and CalledProcessError if the
+    compiler fails."""
     made_of = SOURCE.read_bytes() + " ".join((compiler, *FLAGS, _processor())).encode()
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zinfer"
     place = folder / f"attend-{hashlib.sha256(made_of).hexdigest()[:16]}.so"

@@ -4,10 +4,10 @@ A decode step of a few rows launches thousands of kernels, each of which takes P
 weight crosses the link, the kernels of a step are recorded once and launched as one from then on (a CUDA graph). A
 graph reads and writes the same memory each time, while the KV cache grows by a position a step. So the recorded pass
 sees a number of positions that is rounded up (`end_of`); a mask hides those that are not computed yet, and new keys and
-values go to the position that a tensor on the device holds (`Seat.slot`). When the rounded length is used up, the next
-one is recorded. A layer with a sliding window is recorded with all slots that it has; when they are full, those that
-are kept move to the front before the step. A step that verifies drafts, or catches up, has several tokens a row, and
-each number of them a graph of its own.
+values go to the position that a tensor on the device holds (`StaticKV.slot`). When the rounded length is used up, the
+next one is recorded. A layer with a sliding window is recorded with all slots that it has; when they are full, those
+that are kept move to the front before the step. A step that verifies drafts, or catches up, has several tokens a row,
+and each number of them a graph of its own.
 
 Models run unchanged. Those that take their attention function by name run as ragged passes do (`ragged`), several
 micro-batches in one graph. The others get the mask, one micro-batch at a time and one token a row, since a mask ``[B,
@@ -44,22 +44,29 @@ from zinfer.engine.stream.ragged import MASKED, Attend, Bias, NotRaggedError, Ra
 from zinfer.engine.stream.split_attention import split_attention
 from zinfer.engine.triton_check import cannot_run
 
-BUCKET = 128  # positions: least step by which recorded lengths grow
-GROWTH = 8  # a step is at most 1/8 of the length, so that reading what is masked costs little, and graphs stay few
-PAYS = 16  # replays that pay for a recording
-LONGEST_WAIT = 64  # steps of one shape that rows decode together, at most, before their pass is recorded
-MOST = 16  # graphs of one set of micro-batches, those used last
-CHECKS = 2  # steps that are computed both ways before graphs are believed; the first step of each graph always is
 DIFFERS = "their logits differ from those of a step without them"
-TRIES = 2  # differences between the two ways after which no more graphs are made
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Tuned numbers of graphs."""
+
+    bucket: int = 128  # positions: least step by which recorded lengths grow
+    growth: int = 8  # a step is at most 1/8 of the length: reading what is masked costs little, and graphs stay few
+    pays: int = 16  # replays that pay for a recording
+    longest_wait: int = 64  # steps of one shape that rows decode together, at most, before their pass is recorded
+    max_graphs: int = 16  # of one set of micro-batches, those used last
+    checks: int = 2  # steps computed both ways before graphs are believed; the first step of each graph always is
+    tries: int = 2  # differences between the two ways after which no more graphs are made
+    max_difference: float = 0.5  # of logits, relative to their norm, that rounding explains
+    # GPU bytes that have never been used, without which nothing is recorded: graphs keep memory (a pass's activations,
+    # a workspace, the kernels' arguments), which no plan counts, and must not take it from a prefill.
+    min_free: int = 512 << 20
+
+
+TUNED = Tuning()
 # Largest difference of logits between the two ways, relative to their norm, by bytes of a value: that of rounding.
 TOLERANCE = {2: 0.06, 4: 1e-3, 8: 1e-6}
-
-LARGEST = 0.5  # difference of logits that rounding explains, at most
-
-# GPU bytes that have never been used, without which nothing is recorded: graphs keep memory (a pass's activations, a
-# workspace, the kernels' arguments), which no plan counts, and must not take it from a prefill.
-LEAST_ROOM = 512 << 20
 
 Run = Callable[[], Tensor]
 Shape = tuple[int, int]  # tokens of each row in a step, and the number of last ones whose logits are wanted
@@ -104,7 +111,7 @@ class CudaRecorder:
     def _record(self, run: Run) -> Run:
         free, total = torch.cuda.mem_get_info(self._device)
         others = total - free - torch.cuda.memory_reserved(self._device)
-        if total - others - torch.cuda.max_memory_allocated(self._device) < LEAST_ROOM:
+        if total - others - torch.cuda.max_memory_allocated(self._device) < TUNED.min_free:
             raise torch.OutOfMemoryError("the next prefill may need the memory")
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
@@ -178,7 +185,7 @@ class ConstantsOnDevice(TorchFunctionMode):
 
 def end_of(length: int, capacity: int) -> int:
     """Return the number of positions that a recorded pass sees once `length` are computed."""
-    step = max(BUCKET, (1 << length.bit_length()) // (2 * GROWTH))
+    step = max(TUNED.bucket, (1 << length.bit_length()) // (2 * TUNED.growth))
     return min(capacity, -(-length // step) * step)
 
 
@@ -209,7 +216,7 @@ class StaticLayer(DynamicLayer):  # type: ignore[misc]
         return self._end, 0
 
 
-class Seat:
+class StaticKV:
     """Memory of one micro-batch that graphs refer to: keys and values of all its layers, the position of the next token
     (`slot`), its slot in layers with each sliding window (`within`), and which positions are real (`mask`, ``[B,
     capacity]``). A later micro-batch of the same shape may take it over."""
@@ -217,33 +224,34 @@ class Seat:
     def __init__(self, batch: DecoderBatch) -> None:
         self.rows, self.capacity = batch.batch_size, batch.capacity
         layers = _layers(batch)
-        self.memory = [layer.memory for layer in layers]
+        self.tensors = [layer.memory for layer in layers]
         self.windows = [_window(layer, batch.capacity) for layer in layers]
-        device = self.memory[0][0].device
+        device = self.tensors[0][0].device
         self.slot = torch.zeros(1, dtype=torch.int64, device=device)
         self.within = {window: torch.zeros_like(self.slot) for window in self.windows if window is not None}
         self.mask = torch.ones((self.rows, self.capacity), dtype=torch.int64, device=device)
-        self._places = torch.arange(self.capacity, device=device)
-        self._rooms = {window: pair[0].shape[2] for window, pair in zip(self.windows, self.memory, strict=True)}
+        self._positions = torch.arange(self.capacity, device=device)
+        self._rooms = {window: pair[0].shape[2] for window, pair in zip(self.windows, self.tensors, strict=True)}
         self._padded, self._clean = False, False
+
+    def _has_shape(self, batch: DecoderBatch) -> bool:
+        count = len(getattr(batch.cache, "layers", ()))
+        return (self.rows, self.capacity, len(self.tensors)) == (batch.batch_size, batch.capacity, count)
 
     def fits(self, batch: DecoderBatch) -> bool:
         """Tell whether a micro-batch has its keys and values in this memory."""
-        layers = _layers(batch)
-        return (self.rows, self.capacity, len(self.memory)) == (batch.batch_size, batch.capacity, len(layers)) and all(
-            own[0] is keys and own[1] is values
-            for own, (keys, values) in zip((layer.memory for layer in layers), self.memory, strict=True)
+        return self._has_shape(batch) and all(
+            layer.memory[0] is keys and layer.memory[1] is values
+            for layer, (keys, values) in zip(_layers(batch), self.tensors, strict=True)
         )
 
     def offer(self, batch: DecoderBatch) -> bool:
         """Offer the memory to a new micro-batch; return whether it has the same shape."""
-        cache = batch.cache
-        if not isinstance(cache, RowCache) or not all(type(layer) is FixedLayer for layer in cache.layers):
+        layers = batch.cache.layers if isinstance(batch.cache, RowCache) else [None]
+        if not all(type(layer) is FixedLayer for layer in layers) or not self._has_shape(batch):
             return False
-        if (self.rows, self.capacity, len(self.memory)) != (batch.batch_size, batch.capacity, len(cache.layers)):
-            return False
-        for layer, memory in zip(cache.layers, self.memory, strict=True):
-            layer.spare = memory
+        for layer, tensors in zip(layers, self.tensors, strict=True):
+            layer.spare = tensors
         self._clean = False
         return True
 
@@ -259,49 +267,46 @@ class Seat:
             self.mask.fill_(1)
         self._padded = batch.mask is not None
         if not self._clean:  # attention multiplies what is hidden by zero, so it must be numbers
-            hidden = zip(self.memory, self.places(batch), strict=True)
+            hidden = zip(self.tensors, self.slots_of(batch), strict=True)
             torch._foreach_zero_([part[:, :, place + count :] for pair, place in hidden for part in pair])
             self._clean = True
 
     @staticmethod
-    def places(batch: DecoderBatch) -> list[int]:
+    def slots_of(batch: DecoderBatch) -> list[int]:
         """Return the slot of the next token in each layer."""
         return [layer.slots.next_slot(batch.length) for layer in _layers(batch)]
 
     def layers(self, end: int, count: int, dtype: torch.dtype) -> list[StaticLayer]:
-        """Return the layers of a pass of `count` tokens a row that sees the first `end` positions."""
+        """Return the layers of a pass that sees the first `end` positions."""
         slots = {None: self.slots(count)} | {window: self.slots(count, window) for window in self.within}
         biases = {window: Bias(bias(self.seen_within(window, count), dtype)) for window in self.within}
         return [
             StaticLayer(*pair, slots[window], end if window is None else pair[0].shape[2], biases.get(window or 0))
-            for pair, window in zip(self.memory, self.windows, strict=True)
+            for pair, window in zip(self.tensors, self.windows, strict=True)
         ]
 
     def slots(self, count: int, window: int | None = None) -> Tensor:
-        """Return the slots of the next `count` tokens, in layers with a sliding `window` or in others: ``[count]``,
-        computed on the device."""
-        return (self.slot if window is None else self.within[window]) + self._places[:count]
+        """Return the slots of the next `count` tokens, ``[count]``, computed on the device."""
+        return (self.slot if window is None else self.within[window]) + self._positions[:count]
 
     def seen(self, end: int, count: int) -> Tensor:
-        """Return which of the first `end` positions each of the next `count` tokens of a row sees: bool ``[B, count,
-        end]``."""
-        return (self.mask[:, None, :end] != 0) & (self._places[:end] <= self.slots(count)[:, None])
+        """Return which of the first `end` positions each next token sees: bool ``[B, count, end]``."""
+        return (self.mask[:, None, :end] != 0) & (self._positions[:end] <= self.slots(count)[:, None])
 
     def seen_within(self, window: int, count: int) -> Tensor:
-        """Return which slots of a layer with a sliding `window` each of the next `count` tokens of a row sees: bool
-        ``[B, count, room]``."""
-        own, slots = self.slots(count, window)[:, None], self._places[: self._rooms[window]]
+        """Return which slots of a sliding `window` each next token sees: bool ``[B, count, room]``."""
+        own, slots = self.slots(count, window)[:, None], self._positions[: self._rooms[window]]
         real = self.mask[:, (slots + self.slot - self.within[window]).clamp(0, self.capacity - 1)] != 0
         return real[:, None] & (slots <= own) & (slots > own - window)
 
     @property
     def first_layers(self) -> int:
-        """Number of layers up to the one behind the first with each sliding window, and the first without any."""
+        """Number of layers that show what each kind of attention computes."""
         return max(map(self.windows.index, self.windows)) + 2
 
     def written(self, batch: DecoderBatch, count: int) -> list[Tensor]:
         """Return the keys and values of the next `count` positions: views of the memory."""
-        each = zip(self.memory, self.places(batch), strict=True)
+        each = zip(self.tensors, self.slots_of(batch), strict=True)
         return [part[:, :, place : place + count] for pair, place in each for part in pair]
 
 
@@ -317,11 +322,11 @@ class Graph:
 
 
 @dataclass(eq=False)
-class Together:
+class GraphSet:
     """Micro-batches that decode in one pass: the steps of each shape that they have computed without a graph, and their
     graphs, by the shape and the number of positions that each of them sees, the one used last at the end."""
 
-    seats: tuple[Seat, ...]
+    memories: tuple[StaticKV, ...]
     steps: Counter[Shape] = field(default_factory=Counter)
     replays: int = 0
     graphs: dict[tuple[Shape, tuple[int, ...]], Graph] = field(default_factory=dict)
@@ -329,11 +334,11 @@ class Together:
     @property
     def sizes(self) -> tuple[tuple[int, int], ...]:
         """Number of rows, and capacity, of each micro-batch."""
-        return tuple((seat.rows, seat.capacity) for seat in self.seats)
+        return tuple((memory.rows, memory.capacity) for memory in self.memories)
 
 
 class Graphs:
-    """Graphs of the decode passes of `model`. `trip` surrounds each pass that is recorded."""
+    """Graphs of the decode passes of `model`. `surrounding` is the context of each recorded pass."""
 
     def __init__(
         self,
@@ -341,19 +346,19 @@ class Graphs:
         ragged: Ragged,
         inputs: tuple[str, frozenset[str]],
         recorder: Recorder | None,
-        trip: Callable[[], AbstractContextManager[None]],
+        surrounding: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._model, self._ragged, self._recorder, self._trip = model, ragged, recorder, trip
+        self._model, self._ragged, self._recorder, self._surrounding = model, ragged, recorder, surrounding
         self._cache_name, self._accepted = inputs
         self._why_not = None if recorder is not None else "no GPU"  # for good
         self.status = self._why_not or "no decode step yet"
         self.paused = False
-        self._seats = dict[int, tuple[DecoderBatch, Seat]]()  # by the id of their micro-batch
-        self._spare: list[Seat] = []
-        self._sets = dict[tuple[int, ...], Together]()  # by the ids of their seats
+        self._memories = dict[int, tuple[DecoderBatch, StaticKV]]()  # by the id of their micro-batch
+        self._spare: list[StaticKV] = []
+        self._graph_sets = dict[tuple[int, ...], GraphSet]()  # by the ids of their memories
         self.wait = 1  # steps without a graph before a pass is recorded: fewer where recordings paid, else more
         self._checks, self._differences = 0, 0
-        self._own = False  # kernels in the place of the model's own, until a pass fails or differs with them alone
+        self._custom = False  # kernels in the place of the model's own, until a pass fails or differs with them alone
         self.kernels = "none"  # what became of them
         self._norms: Norms | None = None
         self._attend: Attend = scaled_dot_product_attention
@@ -369,8 +374,8 @@ class Graphs:
 
     @property
     def checking(self) -> bool:
-        """True while steps that can be recorded are recorded and compared, or wait for that."""
-        return self.wanted and bool(self._seats) and not self._useless and self._checks < CHECKS
+        """True while graphs are recorded and compared, or wait for that."""
+        return self.wanted and bool(self._memories) and not self._useless and self._checks < TUNED.checks
 
     @property
     def takes_several(self) -> bool:
@@ -378,41 +383,41 @@ class Graphs:
         return self._ragged.able and not self._single
 
     def make_room(self, rows: int, capacity: int) -> None:
-        """Free the memory of retired micro-batches, unless one of them had the shape of the next one."""
-        if all((seat.rows, seat.capacity) != (rows, capacity) for seat in self._spare):
+        """Free the memory of retired micro-batches, unless one has the next one's shape."""
+        if all((memory.rows, memory.capacity) != (rows, capacity) for memory in self._spare):
             self._free()
 
-    def seat(self, batch: DecoderBatch) -> None:
-        """Give a new micro-batch, whose cache has no memory yet, that of a retired one of the same shape, together with
-        its graphs; free all such memory if there is none."""
-        for number, seat in enumerate(self._spare):
-            if seat.offer(batch):
-                self._seats[id(batch)] = batch, self._spare.pop(number)
+    def reuse_memory(self, batch: DecoderBatch) -> None:
+        """Give a new micro-batch the memory and graphs of a retired one of its shape. All such memory is freed if there
+        is none."""
+        for number, memory in enumerate(self._spare):
+            if memory.offer(batch):
+                self._memories[id(batch)] = batch, self._spare.pop(number)
                 return
         self._free()
 
     def forward(self, parts: Sequence[Part], eager: Run) -> Tensor:
-        """Compute a decode pass of `parts`, whole micro-batches that `cannot` finds nothing against, all with as many
-        tokens a row; return its logits ``[rows, keep, V]``, to be copied before the next pass. `eager` computes it
-        without a graph."""
+        """Compute a decode pass of whole micro-batches; return its logits ``[rows, keep, V]``. They must be copied
+        before the next pass. `cannot` finds nothing against the parts, which have as many tokens a row; `eager`
+        computes the pass without a graph."""
         if self._why_not is not None or self.paused:
             return eager()
-        seats = tuple(self._seat_of(part.batch) for part in parts)
-        for seat, part in zip(seats, parts, strict=True):
-            for layer in _layers(part.batch) if seat.within else ():
+        memories = tuple(self._memory_of(part.batch) for part in parts)
+        for memory, part in zip(memories, parts, strict=True):
+            for layer in _layers(part.batch) if memory.within else ():
                 layer.reserve(part.batch.length, part.token_ids.shape[1])
-        found = self._sets.setdefault(tuple(map(id, seats)), Together(seats))
+        graph_set = self._graph_sets.setdefault(tuple(map(id, memories)), GraphSet(memories))
         count, _ = shape = _shape(parts)
         ends = tuple(end_of(part.batch.length + count, part.batch.capacity) for part in parts)
-        graph = found.graphs.pop((shape, ends), None)
-        if (shape, found.sizes) in self._useless or (graph is None and found.steps[shape] < self.wait):
-            found.steps[shape] += 1
+        graph = graph_set.graphs.pop((shape, ends), None)
+        if (shape, graph_set.sizes) in self._useless or (graph is None and graph_set.steps[shape] < self.wait):
+            graph_set.steps[shape] += 1
             return eager()
         if graph is not None:
-            found.graphs[shape, ends] = graph
-        if graph is None or self._checks < CHECKS:
-            return self._both_ways(found, parts, ends, eager)
-        logits = self._replay(found, graph, parts)
+            graph_set.graphs[shape, ends] = graph
+        if graph is None or self._checks < TUNED.checks:
+            return self._both_ways(graph_set, parts, ends, eager)
+        logits = self._replay(graph_set, graph, parts)
         for part in parts:
             for layer in _layers(part.batch):
                 layer.length = part.batch.length
@@ -439,101 +444,112 @@ class Graphs:
 
     def drop(self, batch: DecoderBatch) -> None:
         """Forget the graphs of a micro-batch whose memory changes."""
-        if id(batch) in self._seats:
-            self._forget([self._seats.pop(id(batch))[1]])
+        if id(batch) in self._memories:
+            self._discard([self._memories.pop(id(batch))[1]])
 
     def retire(self, batch: DecoderBatch) -> None:
-        """Keep the memory of a micro-batch that ends, if it has graphs, for the next one of its shape."""
-        if id(batch) not in self._seats:
+        """Keep the memory of a micro-batch that ends, if it has graphs."""
+        if id(batch) not in self._memories:
             return
-        _, seat = self._seats.pop(id(batch))
-        if seat.fits(batch) and any(one.graphs for one in self._sets.values() if seat in one.seats):
-            self._spare.append(seat)
+        _, memory = self._memories.pop(id(batch))
+        if memory.fits(batch) and any(
+            graph_set.graphs for graph_set in self._graph_sets.values() if memory in graph_set.memories
+        ):
+            self._spare.append(memory)
         else:
-            self._forget([seat])
+            self._discard([memory])
 
     def clear(self) -> None:
         """Forget all graphs, and free the memory of retired micro-batches."""
         self._free()
-        for batch, _ in list(self._seats.values()):
+        for batch, _ in list(self._memories.values()):
             self.drop(batch)
 
     def _free(self) -> None:
         """Free the memory of retired micro-batches."""
         spare, self._spare = self._spare, []
-        self._forget(spare)
+        self._discard(spare)
 
-    def _seat_of(self, batch: DecoderBatch) -> Seat:
-        known = self._seats.get(id(batch))
-        if known is not None and not known[1].fits(batch):
+    def _memory_of(self, batch: DecoderBatch) -> StaticKV:
+        entry = self._memories.get(id(batch))
+        if entry is not None and not entry[1].fits(batch):
             self.drop(batch)
-            known = None
-        if known is None:
-            self._seats[id(batch)] = known = batch, Seat(batch)
-        return known[1]
+            entry = None
+        if entry is None:
+            self._memories[id(batch)] = entry = batch, StaticKV(batch)
+        return entry[1]
 
-    def _forget(self, seats: Sequence[Seat]) -> None:
-        """Drop the graphs of all passes in which `seats` take part; the next recordings wait longer if these did not
+    def _discard(self, memories: Sequence[StaticKV]) -> None:
+        """Drop the graphs of all passes in which `memories` take part; the next recordings wait longer if these did not
         pay, else less long."""
-        for key in [key for key, one in self._sets.items() if any(seat in one.seats for seat in seats)]:
-            gone = self._sets.pop(key)
+        for key in [
+            key
+            for key, graph_set in self._graph_sets.items()
+            if any(memory in graph_set.memories for memory in memories)
+        ]:
+            gone = self._graph_sets.pop(key)
             if gone.graphs:
-                paid = gone.replays >= PAYS * len(gone.graphs)
-                self.wait = max(1, self.wait // 2) if paid else min(LONGEST_WAIT, 2 * self.wait)
+                paid = gone.replays >= TUNED.pays * len(gone.graphs)
+                self.wait = max(1, self.wait // 2) if paid else min(TUNED.longest_wait, 2 * self.wait)
 
-    def _replay(self, found: Together, graph: Graph, parts: Sequence[Part]) -> Tensor:
+    def _replay(self, graph_set: GraphSet, graph: Graph, parts: Sequence[Part]) -> Tensor:
         torch.cat([part.token_ids for part in parts], out=graph.token_ids)
         torch.cat([part.positions for part in parts], out=graph.positions)
-        for seat, part in zip(found.seats, parts, strict=True):
-            seat.feed(part.batch, part.token_ids.shape[1])
-        found.replays += 1
+        for memory, part in zip(graph_set.memories, parts, strict=True):
+            memory.feed(part.batch, part.token_ids.shape[1])
+        graph_set.replays += 1
         self.status = "on"
         return graph.replay()
 
-    def _both_ways(self, found: Together, parts: Sequence[Part], ends: tuple[int, ...], eager: Run) -> Tensor:
+    def _both_ways(self, graph_set: GraphSet, parts: Sequence[Part], ends: tuple[int, ...], eager: Run) -> Tensor:
         """Compute a pass without a graph, then with one, recorded if need be; return the logits of the former."""
         assert self._recorder is not None
         logits, without_s = self._recorder.timed(eager)
         count, _ = shape = _shape(parts)
         views, first = list[Tensor](), list[tuple[Tensor, Tensor]]()
-        for seat, part in zip(found.seats, parts, strict=True):
-            written = seat.written(part.batch, count)
-            first += [(view, view.clone()) for view in written[: 2 * seat.first_layers]]
+        for memory, part in zip(graph_set.memories, parts, strict=True):
+            written = memory.written(part.batch, count)
+            first += [(view, view.clone()) for view in written[: 2 * memory.first_layers]]
             views += written
         kept = [view.clone() for view in views]
-        why_not = self._compared(found, parts, ends, (logits, without_s, first))
-        if why_not is not None and self._own:
-            found.graphs.pop((shape, ends), None)
-            self._own = False
-            without = self._compared(found, parts, ends, (logits, without_s, first))
+        why_not = self._compared(graph_set, parts, ends, (logits, without_s, first))
+        if why_not is not None and self._custom:
+            graph_set.graphs.pop((shape, ends), None)
+            self._custom = False
+            without = self._compared(graph_set, parts, ends, (logits, without_s, first))
             if without is None:
                 self.kernels = f"off: {why_not}"
             else:
-                self._own = True  # it was not them
+                self._custom = True  # it was not them
             why_not = without
         if why_not is not None:
             self._differences += why_not == DIFFERS
-            self._give_up(found, shape, why_not, for_good=why_not != DIFFERS or self._differences >= TRIES)
+            self._give_up(graph_set, shape, why_not, for_good=why_not != DIFFERS or self._differences >= TUNED.tries)
         torch._foreach_copy_(views, kept)  # the keys and values that go with the logits
         return logits
 
-    def _compared(self, found: Together, parts: Sequence[Part], ends: tuple[int, ...], eager: Computed) -> str | None:
-        """Record a pass, if need be, and compare it with the same pass without a graph, `eager`; return what is wrong
-        with it."""
+    def _compared(
+        self, graph_set: GraphSet, parts: Sequence[Part], ends: tuple[int, ...], eager: Computed
+    ) -> str | None:
+        """Compare a recorded pass with `eager`, the same without a graph; return what is wrong with it."""
         assert self._recorder is not None
         shape, (logits, without_s, first) = _shape(parts), eager
         try:
-            graph = found.graphs.get((shape, ends)) or self._record(found, parts, ends)
-            replayed = self._replay(found, graph, parts)
+            graph = graph_set.graphs.get((shape, ends)) or self._record(graph_set, parts, ends)
+            replayed = self._replay(graph_set, graph, parts)
             same = alike(replayed, logits)
-            if not same and difference(replayed, logits) <= LARGEST and all(alike(*pair) for pair in first):
+            if (
+                not same
+                and difference(replayed, logits) <= TUNED.max_difference
+                and all(alike(*pair) for pair in first)
+            ):
                 replayed = replayed.clone()
-                same = alike(replayed, self._static(found.seats, ends, graph))  # what was recorded is repeated
+                same = alike(replayed, self._static(graph_set.memories, ends, graph))  # what was recorded is repeated
             with_s = self._recorder.timed(graph.replay)[1]
         except NotRaggedError:
             self._ragged.able = False  # its micro-batches run one by one from now on
         except torch.OutOfMemoryError:
-            self._give_up(found, shape, "no GPU memory for them")
+            self._give_up(graph_set, shape, "no GPU memory for them")
         except Exception as error:
             reason = str(error).strip().partition("\n")[0][:120] or type(error).__name__
             return f"a decode step cannot be recorded: {reason}"
@@ -542,14 +558,14 @@ class Graphs:
                 return DIFFERS
             self._checks += 1
             if with_s > without_s and self._recorder.timed(graph.replay)[1] > without_s:
-                self._give_up(found, shape, "a step without them is faster")
+                self._give_up(graph_set, shape, "a step without them is faster")
         return None
 
-    def _give_up(self, found: Together, shape: Shape, reason: str, for_good: bool = False) -> None:
+    def _give_up(self, graph_set: GraphSet, shape: Shape, reason: str, for_good: bool = False) -> None:
         """Use no graphs for steps of this shape of micro-batches of these sizes; with `for_good` for none any more, or
         for none of several tokens if that is such a step."""
-        self._useless.add((shape, found.sizes))
-        found.graphs = {key: graph for key, graph in found.graphs.items() if key[0] != shape}
+        self._useless.add((shape, graph_set.sizes))
+        graph_set.graphs = {key: graph for key, graph in graph_set.graphs.items() if key[0] != shape}
         self.status = reason
         if for_good and shape[0] > 1:
             self._single = True
@@ -557,7 +573,7 @@ class Graphs:
             self._why_not = reason
             self.clear()
 
-    def _record(self, found: Together, parts: Sequence[Part], ends: tuple[int, ...]) -> Graph:
+    def _record(self, graph_set: GraphSet, parts: Sequence[Part], ends: tuple[int, ...]) -> Graph:
         """Record the pass of `parts` that sees the first `ends` positions of each."""
         assert self._recorder is not None
         count, keep = shape = _shape(parts)
@@ -565,12 +581,12 @@ class Graphs:
         graph = Graph(torch.cat(token_ids), torch.cat(positions), keep)
         if self._norms is None:
             self._find_kernels(graph.token_ids.device)
-        for seat, part in zip(found.seats, parts, strict=True):
-            seat.feed(part.batch, count)
-        graph.replay = self._recorder.record(lambda: self._static(found.seats, ends, graph))
-        while len(found.graphs) >= MOST:
-            del found.graphs[next(iter(found.graphs))]
-        found.graphs[shape, ends] = graph
+        for memory, part in zip(graph_set.memories, parts, strict=True):
+            memory.feed(part.batch, count)
+        graph.replay = self._recorder.record(lambda: self._static(graph_set.memories, ends, graph))
+        while len(graph_set.graphs) >= TUNED.max_graphs:
+            del graph_set.graphs[next(iter(graph_set.graphs))]
+        graph_set.graphs[shape, ends] = graph
         return graph
 
     def _find_kernels(self, device: torch.device) -> None:
@@ -578,14 +594,14 @@ class Graphs:
         self._norms = Norms(self._model, device)
         if self._ragged.able and cannot_run(device) is None:
             self._attend = split_attention
-        self._own = len(self._norms) > 0 or self._attend is split_attention
-        self.kernels = "on" if self._own else "none"
+        self._custom = len(self._norms) > 0 or self._attend is split_attention
+        self.kernels = "on" if self._custom else "none"
 
-    def _static(self, seats: Sequence[Seat], ends: Sequence[int], graph: Graph) -> Tensor:
+    def _static(self, memories: Sequence[StaticKV], ends: Sequence[int], graph: Graph) -> Tensor:
         """Run the pass that is recorded: nothing in it depends on a number that changes from step to step."""
         count = graph.token_ids.shape[1]
         dtype = self._model.dtype
-        layers = [seat.layers(end, count, dtype) for seat, end in zip(seats, ends, strict=True)]
+        layers = [memory.layers(end, count, dtype) for memory, end in zip(memories, ends, strict=True)]
         inputs: dict[str, object] = {
             "input_ids": graph.token_ids,
             "position_ids": graph.positions,
@@ -593,26 +609,28 @@ class Graphs:
             "use_cache": True,
         }
         if not self._ragged.able:
-            seen = seats[0].seen(ends[0], count)
+            seen = memories[0].seen(ends[0], count)
             mask: object = seen[:, 0].long()
-            if seats[0].within:  # models with several kinds of layers take a mask for each
-                (window,) = seats[0].within
+            if memories[0].within:  # models with several kinds of layers take a mask for each
+                (window,) = memories[0].within
                 mask = {
                     "full_attention": bias(seen, dtype),
-                    "sliding_attention": bias(seats[0].seen_within(window, count), dtype),
+                    "sliding_attention": bias(memories[0].seen_within(window, count), dtype),
                 }
             inputs |= {"attention_mask": mask, self._cache_name: Cache(layers=layers[0])}
             return self._logits(inputs, graph)
-        masks = [bias(seat.seen(end, count), dtype) for seat, end in zip(seats, ends, strict=True)]
-        attend = self._attend if self._own else scaled_dot_product_attention
-        with self._ragged.cache(layers, [seat.rows for seat in seats], masks, attend) as cache:
+        masks = [bias(memory.seen(end, count), dtype) for memory, end in zip(memories, ends, strict=True)]
+        attend = self._attend if self._custom else scaled_dot_product_attention
+        with self._ragged.cache(layers, [memory.rows for memory in memories], masks, attend) as cache:
             return self._logits(inputs | {"attention_mask": None, self._cache_name: cache}, graph)
 
     def _logits(self, inputs: dict[str, object], graph: Graph) -> Tensor:
-        norms = self._norms.fused() if self._own and self._norms else nullcontext()
+        norms = self._norms.fused() if self._custom and self._norms else nullcontext()
         lengths = graph.positions + 1  # each token is turned as in a step of its own
-        with self._trip(), ConstantsOnDevice(), norms, turned_by(lengths):
-            logits: Tensor = self._model(**{name: one for name, one in inputs.items() if name in self._accepted}).logits
+        with self._surrounding(), ConstantsOnDevice(), norms, turned_by(lengths):
+            logits: Tensor = self._model(
+                **{name: value for name, value in inputs.items() if name in self._accepted}
+            ).logits
         return logits[:, -graph.keep :]
 
 
@@ -632,14 +650,14 @@ def _layers(batch: DecoderBatch) -> list[FixedLayer]:
     return layers
 
 
-def alike(found: Tensor, expected: Tensor) -> bool:
-    """Tell whether logits, or keys or values, ``[rows, ..]``, differ by no more than rounding makes in most models."""
-    return difference(found, expected) < TOLERANCE[found.dtype.itemsize]
+def alike(actual: Tensor, expected: Tensor) -> bool:
+    """Tell whether logits, keys or values ``[rows, ..]`` differ by rounding alone."""
+    return difference(actual, expected) < TOLERANCE[actual.dtype.itemsize]
 
 
-def difference(found: Tensor, expected: Tensor) -> float:
+def difference(actual: Tensor, expected: Tensor) -> float:
     """Return the difference of numbers ``[rows, ..]``, relative to their norm, of the median row: where experts are
     chosen, rounding alone may lead a row elsewhere."""
     expected = expected.double().flatten(1)
-    error = (found.double().flatten(1) - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-30)
+    error = (actual.double().flatten(1) - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-30)
     return float(error.median())

@@ -9,8 +9,7 @@ from typing import Any
 from greenlet import getcurrent, greenlet
 from torch import Tensor
 
-from zinfer.engine.stream import meanwhile
-from zinfer.engine.stream.meanwhile import PAUSED, PausingPass
+from zinfer.engine.stream.host_work import PAUSED, PausingPass
 from zinfer.engine.stream.prefetch import Fetch, PrefetchRing
 
 
@@ -27,7 +26,7 @@ def interleave(
     besides weights, in the order in which the forward passes borrow them. An exception of one forward pass ends all.
 
     The CPU attends to rows of the last `on_cpu` of `passes`, not all of them. They begin each layer, in the ring's
-    second queue, and may pause in it (`zinfer.engine.stream.meanwhile`) while the others are launched.
+    second queue, and may pause in it (`zinfer.engine.stream.host_work`) while the others are launched.
     """
     outputs: dict[int, Tensor] = {}
     first = len(passes) - on_cpu
@@ -64,9 +63,7 @@ def interleave(
                     while stops[number] is PAUSED:
                         stops[number] = go_on(number)
                 layer = stops[order[-1]]
-            meanwhile.settle()  # what was stored, and not attended to
         finally:
-            meanwhile.forget()
             for worker in workers:
                 if worker:  # begun and not finished: free its tensors now
                     worker.throw()

@@ -9,7 +9,6 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -29,20 +28,18 @@ from zinfer.engine.cache import (
     copy_slots,
 )
 from zinfer.engine.pinned import ALIGNMENT, PinnedArena
-from zinfer.engine.stream.cpu_attention import code, host, keep_freed
-from zinfer.engine.stream.cpu_kernel import coded, library, numbers_of, with_scales, without_scales
-from zinfer.engine.stream.meanwhile import arriving, settle, store_later
+from zinfer.engine.stream.cpu_attention import as_host_int8, as_host_tensor, keep_freed_memory
+from zinfer.engine.stream.cpu_kernel import int8_of, join_scales, library, quantize_rows, split_scales
+from zinfer.engine.stream.host_work import defer_store, flush, to_host_async
 from zinfer.engine.stream.prefetch import PrefetchRing, Transfer
 
 GROWTH = 8  # a pool that has no room grows by an eighth at least
 IN_FLIGHT = 512 << 20  # bytes under way to the host at a time; they take as much device memory
 
 
-class Sender:
-    """Copies to the host, on a stream of their own beside compute, in order; without a GPU they are done at once.
-
-    All batches share one sender, so that no copy of an earlier batch arrives in memory that is used anew.
-    """
+class HostCopier:
+    """Copies to the host, on a stream of their own beside compute, in order; without a GPU they are done at once. All
+    batches share one copier, so that no copy of an earlier batch arrives in memory that is used anew."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -115,22 +112,29 @@ class HostPool:
         if size > self.size:
             self._grow(size - self.size)
 
-    def take(self, size: int) -> Block:
-        """Take a block of `size` bytes, its content undefined: of the smallest free range that holds it, or of a new
+    def allocate(self, size: int) -> Block:
+        """Allocate a block of `size` bytes, its content undefined: of the smallest free range, or of a new
         arena. Raises MemoryError as `PinnedArena` does."""
-        taken = -(-size // ALIGNMENT) * ALIGNMENT
-        if not any(end - start >= taken for ranges in self._free.values() for start, end in ranges):
-            self._grow(max(taken, self.size // GROWTH))
-        arena, (start, end) = min(
-            ((arena, free) for arena, ranges in self._free.items() for free in ranges if free[1] - free[0] >= taken),
-            key=lambda one: one[1][1] - one[1][0],
-        )
+        aligned = -(-size // ALIGNMENT) * ALIGNMENT
+        if not (fitting := self._fitting(aligned)):
+            self._grow(max(aligned, self.size // GROWTH))
+            fitting = self._fitting(aligned)
+        _, start, end, arena = min(fitting, key=lambda free: free[0])
         ranges = self._free[arena]
-        place = ranges.index((start, end))
-        ranges[place : place + 1] = [(start + taken, end)] if start + taken < end else []
+        index = ranges.index((start, end))
+        ranges[index : index + 1] = [(start + aligned, end)] if start + aligned < end else []
         return Block(arena, start, size)
 
-    def give_back(self, block: Block) -> None:
+    def _fitting(self, size: int) -> list[tuple[int, int, int, PinnedArena]]:
+        """Return the free ranges of at least `size` bytes: their size, start, end and arena."""
+        return [
+            (end - start, start, end, arena)
+            for arena, ranges in self._free.items()
+            for start, end in ranges
+            if end - start >= size
+        ]
+
+    def free(self, block: Block) -> None:
         """Free a block."""
         end = block.start - (-block.size // ALIGNMENT) * ALIGNMENT
         merged: list[tuple[int, int]] = []
@@ -153,12 +157,12 @@ class HostPool:
         try:
             arena = PinnedArena(size, self._pin, self._progress, spread=self.spread)
         except MemoryError:
-            idle = [one for one, ranges in self._free.items() if ranges == [(0, one.size)]]
+            idle = [other for other, ranges in self._free.items() if ranges == [(0, other.size)]]
             if not idle:
                 raise
-            for one in idle:
-                del self._free[one]
-                one.close()
+            for other in idle:
+                del self._free[other]
+                other.close()
             arena = PinnedArena(size, self._pin, self._progress, spread=self.spread)
         self._free[arena] = [(0, size)]
 
@@ -175,42 +179,43 @@ class HostMemory:
         """Bytes for all layers."""
         return sum(block.size for block in self._blocks.values())
 
-    def take(self, layer: int, size: int) -> Tensor:
-        """Return the memory of a layer, uint8 ``[size]``, its content undefined unless it was taken before and is large
-        enough. Raises MemoryError as `PinnedArena` does."""
+    def allocate(self, layer: int, size: int) -> Tensor:
+        """Return uint8 ``[size]`` for a layer, with its content if it was large enough before. Raises MemoryError as
+        `PinnedArena` does."""
         block = self._blocks.get(layer)
         if block is None or block.size < size:
             if block is not None:
-                self._pool.give_back(self._blocks.pop(layer))
-            self._blocks[layer] = block = self._pool.take(size)
+                self._pool.free(self._blocks.pop(layer))
+            self._blocks[layer] = block = self._pool.allocate(size)
         return block.memory[:size]
 
     def close(self) -> None:
         """Give the blocks back. Their views must not be used afterwards."""
         for block in self._blocks.values():
-            self._pool.give_back(block)
+            self._pool.free(block)
         self._blocks = {}
 
 
 class HostCache(ABC):
-    """Keys and values of the `rows` of a batch in `memory`, for up to `capacity` tokens a sequence. Layers may differ
-    in their heads and widths, and keys from values. `windows` has the sliding windows, in tokens, by layer number."""
+    """Keys and values of a batch's `rows` in host memory. There is room for `capacity` tokens a sequence. Layers may
+    differ in their heads and widths, and keys from values. `windows` has the sliding windows, in tokens, by layer
+    number."""
 
-    place: str  # device that attends: gpu, cpu, or "cpu, torch" without a C compiler
+    attends_on: str  # gpu, cpu, or "cpu, torch" without a C compiler
     rows: slice
     parts: list[slice]  # rows that go through the model together in a decode step
 
     def __init__(
         self,
         memory: HostMemory,
-        sender: Sender,
+        copier: HostCopier,
         parts: list[slice],
         capacity: int,
         windows: Mapping[int, int] | None = None,
     ) -> None:
         self.rows, self.parts = slice(parts[0].start, parts[-1].stop), parts
         self.capacity, self._windows = capacity, windows or {}
-        self._memory, self._sender = memory, sender
+        self._memory, self._copier = memory, copier
 
     def _slots(self, layer: int) -> WindowIndex:
         return WindowIndex(self.capacity, self._windows.get(layer))
@@ -228,8 +233,8 @@ class HostCache(ABC):
 
     @abstractmethod
     def stored(self, layer: int, rows: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of `rows` of the batch, ``[b, kv_heads, n, head_dim]`` each, on the host or the
-        device: the positions that the next token after `length` ones sees. In 8 bits they are as `coded` has them."""
+        """Return keys and values of `rows`, ``[b, kv_heads, n, head_dim]`` each, on the host or the device: the
+        positions that the next token after `length` ones sees. In 8 bits they are as `quantize_rows` returns them."""
 
     @abstractmethod
     def rollback(self, length: int) -> None:
@@ -237,102 +242,101 @@ class HostCache(ABC):
 
     @abstractmethod
     def keep_rows(self, rows: Sequence[int], first: int) -> None:
-        """Keep `rows` of the batch only (rising, all of them rows of this cache), as rows `first`, `first` + 1, ..
-
-        Memory stays taken until the last row is gone."""
+        """Keep `rows` (rising) of this cache only, as rows `first`, `first` + 1, .. Memory stays reserved until the
+        last row is gone."""
 
 
 class CpuCache(HostCache):
-    """Host cache that the CPU attends to: `Hosted` tensors in the order that attention reads them, ``[rows, kv_heads,
-    room, head_dim]``; with `in_8_bits`, in the format of `zinfer.engine.stream.cpu_kernel.coded`."""
+    """Host cache that the CPU attends to: `HostTensor`s ``[rows, kv_heads, room, head_dim]``, in the order in which
+    attention reads them; with `in_8_bits`, in the format of `zinfer.engine.stream.cpu_kernel.quantize_rows`."""
 
     def __init__(
         self,
         memory: HostMemory,
-        sender: Sender,
+        copier: HostCopier,
         rows: slice,
         capacity: int,
         device: torch.device,
         in_8_bits: bool = False,
         windows: Mapping[int, int] | None = None,
     ) -> None:
-        super().__init__(memory, sender, [rows], capacity, windows)
+        super().__init__(memory, copier, [rows], capacity, windows)
         self._device, self._in_8_bits = device, in_8_bits
-        keep_freed()
-        self.place = "cpu" if library() is not None else "cpu, torch"
-        self._places: dict[int, tuple[WindowIndex, Tensor, Tensor]] = {}  # layer -> slots, keys, values
+        keep_freed_memory()
+        self.attends_on = "cpu" if library() is not None else "cpu, torch"
+        self._layers: dict[int, tuple[WindowIndex, Tensor, Tensor]] = {}  # layer -> slots, keys, values
         self._sent: list[Any] = []  # events behind copies of prompts' keys that may be under way
 
     def extend(self, layer: int, rows: slice, keys: Tensor, values: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        stored = self.form(keys, values)
+        stored = self.encode(keys, values)
         if not start:
             self._send(layer, rows, stored)
             return keys, values
-        seen = self.add(layer, rows, arriving(*stored), start)
+        seen = self.append(layer, rows, to_host_async(*stored), start)
         if self._in_8_bits:
-            return code(seen[0], self._device, keys.dtype), code(seen[1], self._device, keys.dtype)
-        return host(seen[0], self._device), host(seen[1], self._device)
+            return as_host_int8(seen[0], self._device, keys.dtype), as_host_int8(seen[1], self._device, keys.dtype)
+        return as_host_tensor(seen[0], self._device), as_host_tensor(seen[1], self._device)
 
-    def form(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values in the form in which they are stored, on their device."""
-        return (coded(keys), coded(values)) if self._in_8_bits else (keys, values)
+    def encode(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values as they are stored, on their device."""
+        return (quantize_rows(keys), quantize_rows(values)) if self._in_8_bits else (keys, values)
 
-    def add(self, layer: int, rows: slice, arrived: Sequence[Tensor], start: int) -> tuple[Tensor, Tensor]:
-        """Store keys and values of positions `start` on, behind earlier ones, as `form` has them, in host memory or on
-        their way there (`arriving`); return all keys and values that these positions see, in 8 bits without scales."""
-        slots, *places = self._places[layer]
+    def append(self, layer: int, rows: slice, arrived: Sequence[Tensor], start: int) -> tuple[Tensor, Tensor]:
+        """Store encoded keys and values of positions `start` on, which may be on their way to host memory. Returns all
+        keys and values that these positions see, in 8 bits without scales."""
+        slots, *stores = self._layers[layer]
         step = slots.add(start, arrived[0].shape[2])
         for event in self._sent:
             if event is not None:
                 event.synchronize()
         self._sent = []
         if step.moved:  # the past moves, too
-            settle()
-        own = self._own(rows)
-        keys, values = (_stored(step, place[own], states) for place, states in zip(places, arrived, strict=True))
-        return (numbers_of(keys), numbers_of(values)) if self._in_8_bits else (keys, values)
+            flush()
+        own = self._own_rows(rows)
+        keys, values = (_stored(step, store[own], states) for store, states in zip(stores, arrived, strict=True))
+        return (int8_of(keys), int8_of(values)) if self._in_8_bits else (keys, values)
 
     def fill(self, layer: int, rows: slice, blocks: Sequence[Tensor]) -> None:
         if self._in_8_bits:
-            blocks = with_scales(*blocks[:2]), with_scales(*blocks[2:])
+            blocks = join_scales(*blocks[:2]), join_scales(*blocks[2:])
         self._send(layer, rows, blocks)
 
-    def _own(self, rows: slice) -> slice:
+    def _own_rows(self, rows: slice) -> slice:
         """Return `rows` of the batch as rows of this cache."""
         return slice(rows.start - self.rows.start, rows.stop - self.rows.start)
 
     def _send(self, layer: int, rows: slice, stored: Sequence[Tensor]) -> None:
-        """Send the first positions of `rows`, in the form in which they are stored."""
-        if layer not in self._places:
+        """Send the first positions of `rows`, encoded."""
+        if layer not in self._layers:
             slots = self._slots(layer)
-            self._places[layer] = slots, *self._take(layer, slots, stored)
-        slots, *places = self._places[layer]
+            self._layers[layer] = slots, *self._take(layer, slots, stored)
+        slots, *stores = self._layers[layer]
         step = slots.add(0, stored[0].shape[2])
-        for place, states in zip(places, stored, strict=True):
+        for store, states in zip(stores, stored, strict=True):
             # One copy of whole rows: positions beyond the prompt have no meaning yet.
             wide = pad(step.kept(states), (0, 0, 0, slots.room - step.new.stop))
-            self._sent.append(self._sender.send(wide, place[self._own(rows)]))
+            self._sent.append(self._copier.send(wide, store[self._own_rows(rows)]))
 
     def stored(self, layer: int, rows: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
-        self._sender.finish()
-        slots, *places = self._places[layer]
+        self._copier.finish()
+        slots, *stores = self._layers[layer]
         own = [row - self.rows.start for row in rows]
-        keys, values = (place[own][:, :, slots.held(length)] for place in places)
+        keys, values = (store[own][:, :, slots.held(length)] for store in stores)
         return keys, values
 
     def rollback(self, length: int) -> None:
-        for slots, _, _ in self._places.values():
+        for slots, _, _ in self._layers.values():
             slots.rollback(length)
 
     def keep_rows(self, rows: Sequence[int], first: int) -> None:
-        self._sender.finish()
-        for layer, (slots, *places) in self._places.items():
-            for place in places:
+        self._copier.finish()
+        for layer, (slots, *stores) in self._layers.items():
+            for store in stores:
                 for to, row in enumerate(rows):
                     if row - self.rows.start != to:
-                        place[to].copy_(place[row - self.rows.start])
-            keys, values = (place[: len(rows)] for place in places)
-            self._places[layer] = slots, keys, values
+                        store[to].copy_(store[row - self.rows.start])
+            keys, values = (store[: len(rows)] for store in stores)
+            self._layers[layer] = slots, keys, values
         self.rows = slice(first, first + len(rows))
         self.parts = [self.rows]
 
@@ -341,7 +345,7 @@ class CpuCache(HostCache):
         shapes = [(rows, states.shape[1], slots.room, states.shape[3]) for states in stored]
         keys, values = (prod(shape) * states.itemsize for shape, states in zip(shapes, stored, strict=True))
         begin = -(-keys // ALIGNMENT) * ALIGNMENT
-        memory = self._memory.take(layer, begin + values)
+        memory = self._memory.allocate(layer, begin + values)
         dtype = stored[0].dtype
         return memory[:keys].view(dtype).view(shapes[0]), memory[begin:].view(dtype).view(shapes[1])
 
@@ -350,13 +354,13 @@ def _stored(step: SlotAllocation, memory: Tensor, states: Tensor) -> Tensor:
     """Return all states that the new ones see; these are stored once they have arrived."""
     if step.moved:
         return step.store(memory, states)
-    store_later(memory[..., step.new, :], states)
+    defer_store(memory[..., step.new, :], states)
     return step.seen(memory)
 
 
 @dataclass(frozen=True)
 class PartFetch:
-    """`Fetch` of the keys and values of one part of a `LinkCache`: the `length` positions that are stored; each trip
+    """`Fetch` of the keys and values of one part of a `LinkCache`: the `length` positions that are stored; each pass
     adds `count` tokens to them."""
 
     cache: "LinkCache"
@@ -376,120 +380,121 @@ class PartFetch:
         return replace(self, length=self.length + self.count)
 
 
+@dataclass
+class StoredPart:
+    """Keys and values of one part in one layer: memory, uint8 ``[room, bytes of a position]``, for `length` tokens."""
+
+    slots: WindowIndex
+    memory: Tensor
+    key_bytes: int  # of a position
+    length: int = 0
+    written: Any = None  # event behind the last copy
+
+    def held(self, length: int) -> Tensor:
+        """Return the positions that the next token after `length` ones sees, ``[n, bytes of a position]``."""
+        return self.memory[self.slots.held(length)]
+
+    def transfer(self, layer: int, length: int) -> Transfer:
+        return Transfer(
+            layer, source=lambda: self.held(length).view(-1), ready=lambda: self.length >= length, before=self._wait
+        )
+
+    def _wait(self) -> None:
+        if self.written is not None:
+            self.written.wait()
+
+    @staticmethod
+    def rows_of(half: Tensor, count: int, rows: Sequence[int]) -> Tensor:
+        """Return some of the `count` rows of keys or values ``[n, bytes]``: ``[n, rows, bytes of a row]``."""
+        by_row: Tensor = half.unflatten(1, (count, half.shape[1] // count))
+        return by_row[:, rows]
+
+
 class LinkCache(HostCache):
-    """Host cache that crosses the link for attention on the GPU, in `parts`, each a range of rows.
+    """Host cache that crosses the link for attention on the GPU. In a layer a part, a range of rows, is one range of
+    bytes, a position after the other: ``[room, K and V of its rows]``. A pass reads it in one copy, into a buffer of
+    `ring`, and adds to it in another. With `shared`, a later layer attends to the same keys, too, which the buffer no
+    longer holds by then: they are copied."""
 
-    In a layer a part is one range of bytes, a position after the other: ``[room, K and V of its rows]``. A pass reads
-    it in one copy, into a buffer of `ring`, and adds to it in another. With `shared`, a later layer attends to the same
-    keys, too, which the buffer no longer holds by then: they are copied.
-    """
-
-    place = "gpu"
+    attends_on = "gpu"
 
     def __init__(
         self,
         memory: HostMemory,
-        sender: Sender,
+        copier: HostCopier,
         ring: PrefetchRing,
         parts: list[slice],
         capacity: int,
         windows: Mapping[int, int] | None = None,
         shared: bool = False,
     ) -> None:
-        super().__init__(memory, sender, parts, capacity, windows)
+        super().__init__(memory, copier, parts, capacity, windows)
         self._ring, self._cuda, self.shared, self._version = ring, ring.queues is not None, shared, 0
-        # By layer and first row of a part: slots, memory (uint8 [room, bytes of a position]) and bytes of a position's
-        # keys; the number of stored tokens; the event behind the last copy.
-        self._places: dict[tuple[int, int], tuple[WindowIndex, Tensor, int]] = {}
-        self._lengths: dict[tuple[int, int], int] = {}
-        self._forms: dict[int, tuple[torch.dtype, tuple[int, int], tuple[int, int]]] = {}  # type, heads and widths
-        self._written: dict[tuple[int, int], Any] = {}
+        self._parts: dict[tuple[int, int], StoredPart] = {}  # by layer and first row
+        self._shapes: dict[int, tuple[torch.dtype, tuple[int, int], tuple[int, int]]] = {}  # type, heads and widths
 
     def fetch(self, part: slice, length: int, count: int) -> PartFetch:
-        """Return the fetch for a pass over the rows of `part`, which have `length` tokens stored and add `count`
-        tokens."""
+        """Return the fetch for a pass over `part`, with `length` tokens stored and `count` new ones."""
         return PartFetch(self, part, length, count, self._version)
 
     def part_bytes(self, part: slice) -> int:
-        """Return the bytes of the largest layer's keys and values of a part when the cache is full."""
-        return max((place.nbytes for (_, row), (_, place, _) in self._places.items() if row == part.start), default=0)
+        """Return the bytes of the largest layer of a full part."""
+        return max((one.memory.nbytes for (_, row), one in self._parts.items() if row == part.start), default=0)
 
     def transfer(self, layer: int, part: slice, length: int) -> Transfer | None:
         """Return the copy of a layer's keys and values of `length` tokens; None if the layer stores none."""
-        key = (layer, part.start)
-        if key not in self._places:
-            return None
-        return Transfer(
-            layer,
-            source=partial(self._stored, key, length),
-            ready=partial(self._reaches, key, length),
-            before=partial(self._wait, key),
-        )
+        stored = self._parts.get((layer, part.start))
+        return None if stored is None else stored.transfer(layer, length)
 
     def stored(self, layer: int, rows: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
-        self._sender.finish()
-        dtype, *forms = self._forms[layer]
-        found: dict[int, tuple[Tensor, Tensor]] = {}
+        self._copier.finish()
+        dtype, *shapes = self._shapes[layer]
+        states_of: dict[int, tuple[Tensor, Tensor]] = {}
         for part in self.parts:
-            own = [row for row in rows if part.start <= row < part.stop]
-            if not own:
+            indices = [row - part.start for row in rows if part.start <= row < part.stop]
+            if not indices:
                 continue
-            slots, place, keys = self._places[layer, part.start]
-            held, count = place[slots.held(length)], part.stop - part.start
-            halves = (held[:, :keys], held[:, keys:])
-            states = [
-                half.unflatten(1, (count, half.shape[1] // count))[:, [row - part.start for row in own]]
+            stored = self._parts[layer, part.start]
+            held = stored.held(length)
+            keys, values = (
+                stored.rows_of(half, part.stop - part.start, indices)
                 .view(dtype)
-                .view(len(held), len(own), *form)
+                .view(len(held), len(indices), *shape)
                 .permute(1, 2, 0, 3)
-                for half, form in zip(halves, forms, strict=True)
-            ]
-            found |= {row: (states[0][place], states[1][place]) for place, row in enumerate(own)}
-        return torch.stack([found[row][0] for row in rows]), torch.stack([found[row][1] for row in rows])
+                for half, shape in zip((held[:, : stored.key_bytes], held[:, stored.key_bytes :]), shapes, strict=True)
+            )
+            states_of |= {part.start + index: (keys[place], values[place]) for place, index in enumerate(indices)}
+        return torch.stack([states_of[row][0] for row in rows]), torch.stack([states_of[row][1] for row in rows])
 
     def rollback(self, length: int) -> None:
-        for key, (slots, _, _) in self._places.items():
-            slots.rollback(length)
-            self._lengths[key] = length
+        for stored in self._parts.values():
+            stored.slots.rollback(length)
+            stored.length = length
 
     def keep_rows(self, rows: Sequence[int], first: int) -> None:
-        self._sender.finish()
+        self._copier.finish()
         self._ring.drop_fetches()
-        kept = [[row - part.start for row in rows if part.start <= row < part.stop] for part in self.parts]
-        places, lengths, parts, begins = dict(self._places), dict(self._lengths), list[slice](), dict[int, int]()
-        self._places, self._lengths, self._written = {}, {}, {}
-        for part, own in zip(self.parts, kept, strict=True):
-            if not own:
+        old, parts, begins = self._parts, list[slice](), dict[int, int]()
+        self._parts = {}
+        for part in self.parts:
+            indices = [row - part.start for row in rows if part.start <= row < part.stop]
+            if not indices:
                 continue
-            start = parts[-1].stop if parts else first
-            parts.append(slice(start, start + len(own)))
-            for (layer, row), (slots, place, keys) in places.items():
+            start, count = parts[-1].stop if parts else first, part.stop - part.start
+            parts.append(slice(start, start + len(indices)))
+            for (layer, row), stored in old.items():
                 if row != part.start:
                     continue
-                count = part.stop - part.start
-                halves = (place[:, :keys], place[:, keys:])
-                each = [half.unflatten(1, (count, half.shape[1] // count))[:, own].flatten(1) for half in halves]
-                held = torch.cat(each, 1)
+                halves = stored.memory[:, : stored.key_bytes], stored.memory[:, stored.key_bytes :]
+                kept = torch.cat([stored.rows_of(half, count, indices).flatten(1) for half in halves], 1)
                 begin = begins.get(layer, 0)
-                target = self._memory.take(layer, begin + held.nbytes)[begin:].view(slots.room, -1)
-                target.copy_(held)
-                begins[layer] = begin + held.nbytes
-                key = (layer, start)
-                self._places[key] = slots, target, keys // count * len(own)
-                self._lengths[key] = lengths[layer, row]
+                memory = self._memory.allocate(layer, begin + kept.nbytes)[begin:].view(stored.slots.room, -1)
+                memory.copy_(kept)
+                begins[layer] = begin + kept.nbytes
+                key_bytes = stored.key_bytes // count * len(indices)
+                self._parts[layer, start] = StoredPart(stored.slots, memory, key_bytes, stored.length)
         self.parts, self.rows = parts, slice(first, first + len(rows))
         self._version += 1
-
-    def _stored(self, key: tuple[int, int], length: int) -> Tensor:
-        slots, place, _ = self._places[key]
-        return place[slots.held(length)].view(-1)
-
-    def _reaches(self, key: tuple[int, int], length: int) -> bool:
-        return self._lengths.get(key, 0) >= length
-
-    def _wait(self, key: tuple[int, int]) -> None:
-        if self._written.get(key) is not None:
-            self._written[key].wait()
 
     def extend(self, layer: int, rows: slice, keys: Tensor, values: Tensor, start: int) -> tuple[Tensor, Tensor]:
         key = (layer, rows.start)
@@ -497,21 +502,22 @@ class LinkCache(HostCache):
             raise ValueError(f"rows {rows.start} to {rows.stop} are not a part of the cache in host memory")
         packed = torch.cat([states.permute(2, 0, 1, 3).reshape(states.shape[2], -1) for states in (keys, values)], 1)
         new = packed.view(torch.uint8)
-        if key not in self._places:
+        if key not in self._parts:
             slots = self._slots(layer)
             size = slots.room * new.shape[1] // (rows.stop - rows.start)  # bytes of a row
-            memory = self._memory.take(layer, size * (self.rows.stop - self.rows.start))
+            memory = self._memory.allocate(layer, size * (self.rows.stop - self.rows.start))
             own = memory[size * (rows.start - self.rows.start) : size * (rows.stop - self.rows.start)]
             halves = [states.shape[1] * states.shape[3] for states in (keys, values)]
-            self._forms[layer] = keys.dtype, (keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3])
-            self._places[key] = slots, own.view(slots.room, -1), new.shape[1] * halves[0] // sum(halves)
-        slots, place, _ = self._places[key]
-        step = slots.add(start, new.shape[0])
-        seen = self._joined(step, layer, place, new) if start else new
+            self._shapes[layer] = keys.dtype, (keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3])
+            key_bytes = new.shape[1] * halves[0] // sum(halves)
+            self._parts[key] = StoredPart(slots, own.view(slots.room, -1), key_bytes)
+        stored = self._parts[key]
+        step = stored.slots.add(start, new.shape[0])
+        seen = self._joined(step, layer, new) if start else new
         # If the window moves, the positions that stay are written again, from the device, to the front.
         sent = step.kept(seen).clone() if step.moved else new
-        self._written[key] = self._sender.send(sent, place[step.new])
-        self._lengths[key] = start + new.shape[0]
+        stored.written = self._copier.send(sent, stored.memory[step.new])
+        stored.length = start + new.shape[0]
         if not start:
             return keys, values
         if self.shared and self._cuda:
@@ -525,10 +531,10 @@ class LinkCache(HostCache):
         )
 
     def hand_back(self) -> None:
-        """Free the buffers of the ring that hold keys and values of the current layer."""
+        """Free the ring's buffers with keys and values of the current layer."""
         self._ring.hand_back()
 
-    def _joined(self, step: SlotAllocation, layer: int, place: Tensor, new: Tensor) -> Tensor:
+    def _joined(self, step: SlotAllocation, layer: int, new: Tensor) -> Tensor:
         """Return the positions that those of `new` see, followed by `new`, ``[n, bytes]``: on a GPU, in the ring's
         buffer."""
         held = self._ring.borrow(layer)
@@ -543,17 +549,17 @@ class LinkCache(HostCache):
 
 
 class SplitLayer(FixedLayer):
-    """Cache of decoder layer `index`: the batch's first sequences in `here`, the others in `host`."""
+    """Cache of decoder layer `index`: the batch's first rows in `device_layer`, the others in `host`."""
 
-    def __init__(self, index: int, here: FixedLayer, host: HostCache) -> None:
-        super().__init__(here.batch_size, here.capacity, here.slots.window)
-        self.here = here
+    def __init__(self, index: int, device_layer: FixedLayer, host: HostCache) -> None:
+        super().__init__(device_layer.batch_size, device_layer.capacity, device_layer.slots.window)
+        self.device_layer = device_layer
         self._index, self._host = index, host
 
     def window(self, rows: slice, length: int) -> None:
         self.rows, self.length = rows, length
         if rows.stop <= self.batch_size:
-            self.here.window(rows, length)
+            self.device_layer.window(rows, length)
 
     def joins(self, rows: slice, on_cpu: bool = False) -> bool:
         """Tell whether a part of it, `rows`, can share a forward pass with others: on the device, or in host memory,
@@ -561,9 +567,9 @@ class SplitLayer(FixedLayer):
         `on_cpu`."""
         if on_cpu:
             return isinstance(self._host, CpuCache) and rows == self._host.rows
-        if isinstance(self.here, QuantizedLayer):
+        if isinstance(self.device_layer, QuantizedLayer):
             return bool(rows.stop <= self.batch_size)
-        if type(self.here) is not FixedLayer:
+        if type(self.device_layer) is not FixedLayer:
             return False
         if isinstance(self._host, LinkCache):
             return not self._host.shared
@@ -575,32 +581,32 @@ class SplitLayer(FixedLayer):
             self._host.hand_back()
 
     def stored(self, rows: Tensor, length: int, gaps: RowMask | None) -> list[Tensor]:
-        here = rows < self.batch_size
-        if bool(here.all()):
-            return self.here.stored(rows, length, gaps)
-        there = self._host.stored(self._index, rows[~here].tolist(), length)
-        blocks = [half.to(rows.device) for half in there]
-        if isinstance(self.here, QuantizedLayer):
-            blocks = [part for half in blocks for part in without_scales(half)]
+        on_device = rows < self.batch_size
+        if bool(on_device.all()):
+            return self.device_layer.stored(rows, length, gaps)
+        halves = self._host.stored(self._index, rows[~on_device].tolist(), length)
+        blocks = [half.to(rows.device) for half in halves]
+        if isinstance(self.device_layer, QuantizedLayer):
+            blocks = [part for half in blocks for part in split_scales(half)]
         if gaps is not None:
-            every, of_there = torch.arange(len(blocks[0]), device=rows.device), gaps.of(~here)
-            blocks = [copy_slots(half, every, slice(0, half.shape[2]), of_there) for half in blocks]
-        if not bool(here.any()):
+            every, host_gaps = torch.arange(len(blocks[0]), device=rows.device), gaps.of(~on_device)
+            blocks = [copy_slots(half, every, slice(0, half.shape[2]), host_gaps) for half in blocks]
+        if not bool(on_device.any()):
             return blocks
-        mine_of = self.here.stored(rows[here], length, None if gaps is None else gaps.of(here))
-        found = []
-        for mine, others in zip(mine_of, blocks, strict=True):
-            both = others.new_empty((len(rows), *others.shape[1:]))
-            both[here], both[~here] = mine, others
-            found.append(both)
-        return found
+        device_blocks = self.device_layer.stored(rows[on_device], length, None if gaps is None else gaps.of(on_device))
+        merged = []
+        for device_block, host_block in zip(device_blocks, blocks, strict=True):
+            both = host_block.new_empty((len(rows), *host_block.shape[1:]))
+            both[on_device], both[~on_device] = device_block, host_block
+            merged.append(both)
+        return merged
 
     def fill(self, blocks: Sequence[Sequence[Tensor]], length: int, dtype: torch.dtype) -> None:
         whole = [_padded(parts, length) for parts in zip(*blocks, strict=True)]
         if self.batch_size:
-            self.here.fill([[one[: self.batch_size] for one in whole]], length, dtype)
+            self.device_layer.fill([[block[: self.batch_size] for block in whole]], length, dtype)
         for part in self._host.parts:
-            self._host.fill(self._index, part, [one[part] for one in whole])
+            self._host.fill(self._index, part, [block[part] for block in whole])
         self.is_initialized, self.dtype = True, dtype
         self.window(slice(0, self.batch_size), length)
         self.length = length
@@ -609,44 +615,44 @@ class SplitLayer(FixedLayer):
         """Forget the positions from `length` on in the rows on the device; `HostCache.rollback` does so in the
         others."""
         if self.batch_size:
-            self.here.rollback(length)
+            self.device_layer.rollback(length)
         self.length = length
 
     def keep_rows(self, rows: Tensor) -> None:
         """Keep only those of `rows` that are on the device; `HostCache.keep_rows` keeps the others."""
-        self.here.keep_rows(rows[rows < self.batch_size])
-        self.batch_size = self.here.batch_size
+        self.device_layer.keep_rows(rows[rows < self.batch_size])
+        self.batch_size = self.device_layer.batch_size
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         start = self.length
         self.length += key_states.shape[2]
         self.is_initialized, self.dtype = True, key_states.dtype
         if self.rows.stop <= self.batch_size:
-            return self.here.update(key_states, value_states, *args, **kwargs)
+            return self.device_layer.update(key_states, value_states, *args, **kwargs)
         return self._host.extend(self._index, self.rows, key_states, value_states, start)
 
-    def form(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `CpuCache.form` of keys and values of rows that the CPU attends to."""
+    def encode(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return keys and values of rows that the CPU attends to, as `CpuCache.encode` does."""
         assert isinstance(self._host, CpuCache)
-        return self._host.form(keys, values)
+        return self._host.encode(keys, values)
 
-    def add(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store new keys and values of such rows, behind a prompt, as `CpuCache.add` does."""
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Store new keys and values of such rows, behind a prompt, as `CpuCache.append` does."""
         assert isinstance(self._host, CpuCache)
         start = self.length
         self.length += keys.shape[2]
-        return self._host.add(self._index, self.rows, (keys, values), start)
+        return self._host.append(self._index, self.rows, (keys, values), start)
 
     def store(self, keys: Tensor, values: Tensor) -> Sequence[Tensor | QuantizedKV]:
         if self.rows.stop > self.batch_size:
             return self.update(keys, values)
         self.length += keys.shape[2]
         self.is_initialized, self.dtype = True, keys.dtype
-        return self.here.store(keys, values)
+        return self.device_layer.store(keys, values)
 
 
 class PartLayer(DynamicLayer):  # type: ignore[misc]
-    """Layer of `rows` of a batch, at position `length`, in a forward pass that several parts share."""
+    """Layer narrowed to `rows`, for a forward pass that several parts share."""
 
     is_sliding = False
 
@@ -658,19 +664,12 @@ class PartLayer(DynamicLayer):  # type: ignore[misc]
         return self._length
 
     def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
-        self._whole.window(self._rows, self._length)
-        return self._whole.update(key_states, value_states)
+        return self.narrowed().update(key_states, value_states)
 
-    def form(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `CpuCache.form` of keys and values of rows that the CPU attends to."""
-        assert isinstance(self._whole, SplitLayer)
-        return self._whole.form(keys, values)
-
-    def add(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store new keys and values of such rows, behind a prompt, as `CpuCache.add` does."""
-        assert isinstance(self._whole, SplitLayer)
+    def narrowed(self) -> FixedLayer:
+        """Return the layer of the whole batch, narrowed to the rows."""
         self._whole.window(self._rows, self._length)
-        return self._whole.add(keys, values)
+        return self._whole
 
     def attended(self) -> None:
         """Free what `update` returned."""
@@ -679,5 +678,5 @@ class PartLayer(DynamicLayer):  # type: ignore[misc]
 
 
 def _padded(blocks: Sequence[Tensor], length: int) -> Tensor:
-    """Return blocks ``[b, kv_heads, n, D]`` one below the other, each padded with zeros in front to `length`."""
+    """Stack blocks ``[b, kv_heads, n, D]``, each padded with zeros in front to `length`."""
     return torch.cat([pad(block, (0, 0, length - block.shape[2], 0)) for block in blocks])

@@ -29,9 +29,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from zinfer.engine.cache import FixedLayer, QuantizedLayer, RowCache
 from zinfer.engine.decoder import Part
-from zinfer.engine.stream.cpu_attention import attend_all, hosted_rows
+from zinfer.engine.stream.cpu_attention import attend_all, stack_host_rows
+from zinfer.engine.stream.host_work import gathered_stores, to_host_async
 from zinfer.engine.stream.kv import PartLayer, SplitLayer
-from zinfer.engine.stream.meanwhile import arriving, stored_together
 from zinfer.engine.stream.stacked import stack
 from zinfer.engine.transfer import to_device, to_host
 
@@ -75,13 +75,18 @@ class RaggedLayer(DynamicLayer):  # type: ignore[misc]
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         return 1, 0
 
-    def attend(self, query: Tensor, scaling: float | None) -> Tensor:
-        """Store the new keys and values of each micro-batch and attend to all that it has; `query` is ``[B, heads, n,
-        head_dim]``, the result ``[B, n, heads, head_dim]``."""
+    def _take(self) -> tuple[Tensor, Tensor]:
+        """Return the new keys and values, which are kept no longer."""
         key, value, self.key, self.value = self.key, self.value, torch.empty(0), torch.empty(0)
         del key.zinfer_layer  # type: ignore[attr-defined]
         self.attended = True
-        found, first = [], 0
+        return key, value
+
+    def attend(self, query: Tensor, scaling: float | None) -> Tensor:
+        """Store new keys and values of each micro-batch, and attend to all that it has. `query` is ``[B, heads, n,
+        head_dim]``, the result ``[B, n, heads, head_dim]``."""
+        key, value = self._take()
+        outputs, first = [], 0
         for store, count, mask in zip(self._stores, self._rows, self._masks, strict=True):
             rows = slice(first, first + count)
             first = rows.stop
@@ -90,36 +95,34 @@ class RaggedLayer(DynamicLayer):  # type: ignore[misc]
             shared, tokens = query.shape[1] // keys.shape[1], query.shape[2]
             seen = None if mask is None else mask.of(keys.shape[2], shared if tokens > 1 else 1)
             # Query heads that share keys stand where several tokens would: no key is copied for them.
-            asked = query[rows].reshape(count, keys.shape[1], shared * tokens, query.shape[-1])
-            mixed = self._by(asked, keys, values, attn_mask=seen, scale=scaling)
-            apart = mixed.view(*keys.shape[:2], shared, tokens, values.shape[-1])
-            found.append(apart.permute(0, 3, 1, 2, 4).reshape(count, tokens, -1, values.shape[-1]))
+            queries = query[rows].reshape(count, keys.shape[1], shared * tokens, query.shape[-1])
+            mixed = self._by(queries, keys, values, attn_mask=seen, scale=scaling)
+            separated = mixed.view(*keys.shape[:2], shared, tokens, values.shape[-1])
+            outputs.append(separated.permute(0, 3, 1, 2, 4).reshape(count, tokens, -1, values.shape[-1]))
             del keys, values  # widened, they take memory of their own, which the next ones need
             if isinstance(store, PartLayer):
                 store.attended()
-        return torch.cat(found)
+        return torch.cat(outputs)
 
 
-class HostedLayer(RaggedLayer):
-    """The same of rows whose keys and values are in host memory, to which the CPU attends."""
+class HostAttentionLayer(RaggedLayer):
+    """Layer of several caches in host memory, to which the CPU attends."""
 
     def attend(self, query: Tensor, scaling: float | None) -> Tensor:
-        key, value, self.key, self.value = self.key, self.value, torch.empty(0), torch.empty(0)
-        del key.zinfer_layer  # type: ignore[attr-defined]
-        self.attended = True
+        key, value = self._take()
         home, dtype = query.device, query.dtype
-        key, value, query = arriving(*self._stores[0].form(key, value), query)
-        rows, blocks, first = len(query), list[tuple[Tensor, Tensor]](), 0
-        with stored_together():
+        key, value, query = to_host_async(*self._stores[0].narrowed().encode(key, value), query)
+        total, blocks, first = len(query), list[tuple[Tensor, Tensor]](), 0
+        with gathered_stores():
             for store, count in zip(self._stores, self._rows, strict=True):
-                own = slice(first, first + count)
-                first = own.stop
-                blocks.append(store.add(key[own], value[own]))
+                rows = slice(first, first + count)
+                first = rows.stop
+                blocks.append(store.narrowed().append(key[rows], value[rows]))
         shared, tokens = query.shape[1] // key.shape[1], query.shape[2]
-        asked = query.reshape(rows, key.shape[1], shared * tokens, query.shape[-1])
-        mixed = attend_all(asked, blocks, self._biases(blocks, shared if tokens > 1 else 1), scaling)
-        apart = mixed.to(dtype).view(rows, key.shape[1], shared, tokens, -1)
-        return to_device(apart.permute(0, 3, 1, 2, 4).reshape(rows, tokens, query.shape[1], -1), home)
+        queries = query.reshape(total, key.shape[1], shared * tokens, query.shape[-1])
+        mixed = attend_all(queries, blocks, self._biases(blocks, shared if tokens > 1 else 1), scaling)
+        separated = mixed.to(dtype).view(total, key.shape[1], shared, tokens, -1)
+        return to_device(separated.permute(0, 3, 1, 2, 4).reshape(total, tokens, query.shape[1], -1), home)
 
     def _biases(self, blocks: Sequence[tuple[Tensor, Tensor]], heads: int) -> list[Tensor]:
         """Return the bias of all rows, ``[B, 1, 1 or heads * n, m]``, m the most positions that one sees; none if
@@ -158,21 +161,22 @@ class StackedLayer(DynamicLayer):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
         device, dtype = key_states.device, key_states.dtype
-        if self._on_cpu:  # all parts are stored in one form: one transfer
-            form = self._layer(self._parts[0]).form(key_states, value_states)
-            key_states, value_states = arriving(*form)
-        found: list[list[Any]] = [[], []]
+        if self._on_cpu:  # all parts are stored alike: one transfer
+            key_states, value_states = to_host_async(*self._layer(self._parts[0]).encode(key_states, value_states))
+        stacked: list[list[Any]] = [[], []]
         first = 0
-        with stored_together():
+        with gathered_stores():
             for part in self._parts:
                 rows = slice(first, first + len(part.token_ids))
                 first = rows.stop
                 layer = self._layer(part)
                 layer.window(part.rows, part.batch.length)  # other parts may be rows of the same batch
-                store = layer.add if self._on_cpu else layer.store
-                for blocks, states in zip(found, store(key_states[rows], value_states[rows]), strict=True):
+                store = layer.append if self._on_cpu else layer.store
+                for blocks, states in zip(stacked, store(key_states[rows], value_states[rows]), strict=True):
                     blocks.append(states)
-        keys, values = (hosted_rows(one, device, dtype) if self._on_cpu else stack(one, dtype) for one in found)
+        keys, values = (
+            stack_host_rows(blocks, device, dtype) if self._on_cpu else stack(blocks, dtype) for blocks in stacked
+        )
         return keys, values
 
     def _layer(self, part: Part) -> Any:
@@ -188,8 +192,8 @@ class StackedLayer(DynamicLayer):  # type: ignore[misc]
 
 
 def stacked_inputs(parts: Sequence[Part], on_cpu: bool) -> tuple[Cache, Tensor | None]:
-    """Return the cache and the mask ``[B, n]`` of a pass of `parts`, decode steps of as many tokens, as one rectangle;
-    no mask if there is no padding."""
+    """Return cache and mask ``[B, n]`` of a pass of `parts` as one rectangle. They are decode steps of as many tokens;
+    there is no mask if there is no padding."""
     layers = getattr(parts[0].batch.cache, "layers", ())
     cache = Cache(layers=[StackedLayer(index, parts, on_cpu) for index in range(len(layers))])
     count = parts[0].token_ids.shape[1]
@@ -208,9 +212,9 @@ class Ragged:
     """Ragged passes of `model`; `able` is False if it is known that it cannot run them."""
 
     def __init__(self, model: PreTrainedModel, accepted: frozenset[str]) -> None:
-        every = (getattr(module, "config", None) for module in model.modules())
-        found = [config for config in every if isinstance(config, PreTrainedConfig)]
-        self._configs = list({id(config): config for config in found}.values())
+        candidates = (getattr(module, "config", None) for module in model.modules())
+        configs = [config for config in candidates if isinstance(config, PreTrainedConfig)]
+        self._configs = list({id(config): config for config in configs}.values())
         self._on = False
         text = model.config.get_text_config(decoder=True)
         self.able = (
@@ -252,12 +256,10 @@ class Ragged:
     ) -> Iterator[Cache]:
         """Make the model use the attention of ragged passes, with one cache for the layers of all `caches`, whose
         number of rows is in `rows`. `masks` are what `bias` returns of each; None hides nothing. `by` computes the
-        attention of a micro-batch, unless the CPU attends to all of them.
-
-        Raises NotRaggedError after a pass in which a layer did not attend.
-        """
+        attention of a micro-batch, unless the CPU attends to all of them. Raises NotRaggedError after a pass in which a
+        layer did not attend."""
         biases = [None if mask is None else Bias(mask) for mask in masks]
-        kind = HostedLayer if on_cpu else RaggedLayer
+        kind = HostAttentionLayer if on_cpu else RaggedLayer
         layers = [kind(stores, rows, biases, by) for stores in zip(*caches, strict=True)]
         self.switch(True)
         try:
@@ -293,7 +295,7 @@ def bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class Bias:
-    """Bias of attention ``[B, 1, count, n]`` in the forms that layers need, each made once in a pass."""
+    """Bias of attention ``[B, 1, count, n]`` in all forms that layers need."""
 
     def __init__(self, whole: Tensor) -> None:
         self._forms = {(whole.shape[-1], 1): whole}
@@ -314,17 +316,19 @@ class Bias:
     def joined(
         self, masks: "Sequence[Bias | None]", rows: Sequence[int], lengths: tuple[int, ...], heads: int
     ) -> Tensor:
-        """Return the biases of several micro-batches, with `rows` each, as one in host memory, in float32: the last
-        positions of the longest ones, of which each micro-batch has the last `lengths`."""
+        """Return the biases of several micro-batches as mask in host memory, in float32. It has the last positions of
+        the longest mask; each micro-batch, with its `rows`, has the last `lengths` of them."""
         if (lengths, heads) not in self._joined:
-            seen = [None if one is None else one.of(length, heads) for one, length in zip(masks, lengths, strict=True)]
-            tokens = max(one.shape[2] for one in seen if one is not None)
+            seen = [
+                None if mask is None else mask.of(length, heads) for mask, length in zip(masks, lengths, strict=True)
+            ]
+            tokens = max(mask.shape[2] for mask in seen if mask is not None)
             made = torch.zeros((sum(rows), 1, tokens, max(lengths)))
-            there = to_host(*(one for one in seen if one is not None))
+            fetched_masks = to_host(*(mask for mask in seen if mask is not None))
             first = 0
-            for one, count, length in zip(seen, rows, lengths, strict=True):
-                if one is not None:
-                    made[first : first + count, ..., max(lengths) - length :] = there.pop(0)
+            for mask, count, length in zip(seen, rows, lengths, strict=True):
+                if mask is not None:
+                    made[first : first + count, ..., max(lengths) - length :] = fetched_masks.pop(0)
                 first += count
             self._joined[lengths, heads] = made
         return self._joined[lengths, heads]
@@ -340,12 +344,12 @@ def layers_of(part: Part) -> Sequence[DynamicLayer]:
     """Return the layers of a part's cache, for its rows alone."""
     layers = part.batch.cache.layers if part.batch.cache is not None else ()
     kinds = SplitLayer, QuantizedLayer
-    return [PartLayer(one, part.rows, part.batch.length) if isinstance(one, kinds) else one for one in layers]
+    return [PartLayer(layer, part.rows, part.batch.length) if isinstance(layer, kinds) else layer for layer in layers]
 
 
 def takes_part(layer: DynamicLayer, whole: bool) -> bool:
-    """Tell whether rows of a layer on the device, all or not, can share a forward pass with rows of others: in 8 bits,
-    attended to a part at a time, also some of them."""
+    """Tell whether rows of a layer on the device can share a forward pass with others. In 8 bits, attended to a part at
+    a time, also some rows can; else all, `whole`."""
     return isinstance(layer, QuantizedLayer) or (type(layer) is FixedLayer and whole)
 
 

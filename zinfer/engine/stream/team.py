@@ -1,4 +1,4 @@
-"""`stream` on several GPUs of a host: a pass is one trip of the weights on every rank, whose parts of each layer are
+"""`stream` on several GPUs of a host: a pass brings the weights once to every rank, whose parts of each layer are
 gathered (`zinfer.engine.stream.gather`). The ranks place their weights and buffers alike, for the whole batch."""
 
 from collections.abc import Iterator, Sequence
@@ -50,7 +50,7 @@ class StreamMember(Member[Stream]):
         self.engine.expect(load)
 
     def forward(self, works: Sequence[RankWork]) -> PassResult:
-        """Run one trip, with these works."""
+        """Run one pass, with these works."""
         before = self._ring.passes
         try:
             return PassResult(self.engine.attempt(self.works(works)) if works else [])
@@ -59,7 +59,7 @@ class StreamMember(Member[Stream]):
                 self._ring.idle_pass()
 
     def watched(self, works: Sequence[RankWork]) -> PassResult:
-        """Run one trip as `forward` does, and trace it."""
+        """Run and trace one pass."""
         with self._ring.watched() as trace:
             return self.forward(works)._replace(recording=trace.recording())
 
@@ -127,9 +127,9 @@ class StreamTeam(Team[Stream]):
         with torch.inference_mode():
             return joined(self._passes(works, "watched")[1])
 
-    def _settings(self, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        settings = super()._settings(found)
+    def _settings(self, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        settings = super()._settings(ranks)
         for name in ("kv_host_rows", "kv_threads", "kv_bytes_per_step"):
-            settings[name] = sum(one[name] for one in found)
-        places = [one["kv_attention"] for one in found if one["kv_host_rows"]]
-        return settings | {"kv_attention": (places or ["gpu"])[0]}
+            settings[name] = sum(rank[name] for rank in ranks)
+        attending = [rank["kv_attention"] for rank in ranks if rank["kv_host_rows"]]
+        return settings | {"kv_attention": (attending or ["gpu"])[0]}

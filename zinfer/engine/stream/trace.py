@@ -38,9 +38,9 @@ Recording = tuple[float, tuple[Span, ...]]  # a trace's beginning by the host's 
 
 
 class Trace:
-    """Spans collected from the creation of the trace on, which waits for the current stream. `earlier` was issued
-    before it; some of that may still be under way. `reads` returns the latest reads from disk, those under way
-    included. `begun` is the time of its beginning by the host's clock, in s."""
+    """Spans of a pass, collected from the creation of the trace on. `earlier` was issued before it; some of that may
+    still be under way. `reads` returns the latest reads from disk, those under way included. `begun` is the time of its
+    beginning by the host's clock, in s."""
 
     def __init__(self, cuda: bool, earlier: Iterable[Timed] = (), reads: Callable[[], Reads] = tuple) -> None:
         self._cuda, self._reads = cuda, reads
@@ -96,11 +96,11 @@ class Trace:
 
 def joined(recordings: Sequence[Recording]) -> tuple[Span, ...]:
     """Return the spans of all ranks, which begin with the first one's trace; those that end before it are left out."""
-    found = []
+    joined_spans = []
     for rank, (begun, spans) in enumerate(recordings):
-        later_ms = (begun - recordings[0][0]) * 1e3
+        delay_ms = (begun - recordings[0][0]) * 1e3
         for span in spans:
-            start_ms, end_ms = span.start_ms + later_ms, span.end_ms + later_ms
+            start_ms, end_ms = span.start_ms + delay_ms, span.end_ms + delay_ms
             if end_ms > 0:
-                found.append(span._replace(rank=rank, start_ms=start_ms, end_ms=end_ms))
-    return tuple(found)
+                joined_spans.append(span._replace(rank=rank, start_ms=start_ms, end_ms=end_ms))
+    return tuple(joined_spans)

@@ -10,7 +10,8 @@ from typing import NamedTuple
 from zinfer.core.case import Case, Workload
 from zinfer.core.machine import Machine
 from zinfer.core.model import ModelSpec
-from zinfer.generation.schedule import MOST_ROWS, load_of
+from zinfer.generation.schedule import largest_load
+from zinfer.generation.tuning import TUNED
 from zinfer.plan.planner import Plan, Planner
 from zinfer.plan.times import Efficiency
 
@@ -72,13 +73,13 @@ def typical_plan(
     positions = model.max_position or INPUT + OUTPUT
     output = max(1, min(OUTPUT, positions // 3))
     typical = RowDemand(max(1, min(INPUT, positions - output)), output)
-    count = min(MOST_ROWS, rows or MOST_ROWS, max(waiting, 256))
+    count = min(TUNED.max_rows, rows or TUNED.max_rows, max(waiting, 256))
     plan = best_plan(cases, [typical] * count, model, machine, nvme_path)
     if not plan.fits:
         return plan, None
     longest = -(-positions // sum(typical))  # typical requests in the place of one that takes all positions
     at_most = None if rows is None else max(rows, longest)
-    return plan, load_of(plan.planner(), [typical] * max(count, longest), at_most)
+    return plan, largest_load(plan.planner(), [typical] * max(count, longest), at_most)
 
 
 def workload_of(need: RowDemand) -> Workload:

@@ -11,7 +11,7 @@ from typing import Any
 
 from zinfer.core.errors import ENVIRONMENT
 from zinfer.core.request import Update
-from zinfer.generation.schedule import load_of
+from zinfer.generation.schedule import largest_load
 from zinfer.job.batch import openai
 from zinfer.job.batch.ledger import Ledger
 from zinfer.job.batch.rows import Row, needs, row_order
@@ -155,7 +155,7 @@ class BatchJob:
         rows = [*self._waiting, *self._sent.values()]
         self._waiting, self._sent = sorted(rows, key=row_order), {}
         limits = [limit for limit in (self._max_rows, self._window.limit) if limit is not None]
-        load = load_of(self._planner, needs(rows), min(limits, default=None))
+        load = largest_load(self._planner, needs(rows), min(limits, default=None))
         with self._driver.lend() as worker:
             worker.ask(BatchStart(load=load, rows=self._max_rows))
         self._started = True

@@ -1,7 +1,7 @@
 """Dispatcher: the thread that feeds the server's worker.
 
 Rows are given to the worker's queue as they come; the worker begins them, at every pass, in the order that
-`zinfer.generation.schedule.in_turn` gives: requests share the memory, however many rows each has. The thread alone
+`zinfer.generation.schedule.fair_order` gives: requests share the memory, however many rows each has. The thread alone
 talks to the worker and sleeps while there is no row. Prompts that are texts are read beside it
 (`zinfer.job.serve.reading`): their rows come when they have token ids. A worker that dies is started again: rows of
 which no text was handed out go on with the tokens that they have, fewer of them at a time, so that a row that is to
@@ -319,7 +319,7 @@ class Dispatcher:
         new = self._waiting
         if self._window.limit is not None:
             held = Counter(row.request.owner for row in self._sent.values())
-            turns = schedule.in_turn((schedule.Row(row.key, 0, 0, row.request.owner) for row in new), held)
+            turns = schedule.fair_order((schedule.PlannedRow(row.key, 0, 0, row.request.owner) for row in new), held)
             by_key, count = {row.key: row for row in new}, max(self._window.limit - len(self._sent), 0)
             new = [by_key[turn.key] for turn in turns[:count]]
         self._waiting = _without(self._waiting, new)

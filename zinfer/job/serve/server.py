@@ -162,7 +162,7 @@ def _signals(arrived: Callable[[int], None]) -> Iterator[None]:
     before = {}
     with suppress(ValueError):
         for number in ending.SIGNALS:
-            before[number] = signal.signal(number, lambda arriving, _frame: arrived(arriving))
+            before[number] = signal.signal(number, lambda to_host_async, _frame: arrived(to_host_async))
     try:
         yield
     finally:

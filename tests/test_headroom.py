@@ -7,14 +7,16 @@ from typing import Any
 import pytest
 import torch
 
+from tests.opened import engines_closed
 from tests.test_parity import load
 from tests.test_passes import keep_here
 from zinfer.core.case import Workload
 from zinfer.engine.base import Work
-from zinfer.engine.stream import device_room
-from zinfer.engine.stream.device_room import DeviceRoom, layers_ahead
+from zinfer.engine.stream import headroom
+from zinfer.engine.stream.headroom import MemoryHeadroom, prefetch_distance
 from zinfer.generation import passes
 
+assert engines_closed  # a fixture of all tests
 Patch = pytest.MonkeyPatch
 CAPACITY = 8  # positions of each row
 LOAD = Workload(batch_size=6, input_len=4, output_len=4)
@@ -22,7 +24,7 @@ LOAD = Workload(batch_size=6, input_len=4, output_len=4)
 
 @pytest.fixture
 def seasoned(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(device_room, "SEASONED", 2)
+    monkeypatch.setattr(headroom, "MIN_PASSES", 2)
 
 
 def admitted(engine: Any, rows: int) -> Any:
@@ -37,7 +39,7 @@ def test_rows_go_to_the_device_once_passes_have_shown_that_there_is_room(
     keep_here(monkeypatch, 2)
     engine: Any = load("stream", checkpoint("llama"), "cpu", tmp_path, kv_offload="auto", kv_attention="cpu")
     row = engine.plan.model.kv_bytes(1, CAPACITY)
-    monkeypatch.setattr(DeviceRoom, "unused_bytes", lambda _: 2 * row + row // 2)
+    monkeypatch.setattr(MemoryHeadroom, "unused_bytes", lambda _: 2 * row + row // 2)
     engine.expect(LOAD)
     first, second = admitted(engine, 1), admitted(engine, 2)
     assert (first.host_rows, second.host_rows) == (0, 1)  # as planned: nothing is known yet
@@ -50,14 +52,13 @@ def test_rows_go_to_the_device_once_passes_have_shown_that_there_is_room(
     assert torch.allclose(logits[0].expand(2, -1, -1), logits[1], atol=1e-5)
     for batch in (third, waiting):
         engine.retire(batch)
-    monkeypatch.setattr(DeviceRoom, "unused_bytes", lambda _: 0)
+    monkeypatch.setattr(MemoryHeadroom, "unused_bytes", lambda _: 0)
     again = admitted(engine, 3)
     assert again.host_rows == 1  # what was given is kept
     engine.expect(None)
     engine.clear()
     engine.expect(LOAD)
     assert admitted(engine, 3).host_rows == 1
-    engine.close()
 
 
 @pytest.mark.usefixtures("seasoned")
@@ -66,7 +67,7 @@ def test_no_room_is_given_after_memory_fell_short(
 ) -> None:
     keep_here(monkeypatch, 1)
     engine: Any = load("stream", checkpoint("llama"), "cpu", tmp_path, kv_offload="auto", kv_attention="cpu")
-    monkeypatch.setattr(DeviceRoom, "unused_bytes", lambda _: 1 << 30)
+    monkeypatch.setattr(MemoryHeadroom, "unused_bytes", lambda _: 1 << 30)
     engine.expect(LOAD)
     batch = admitted(engine, 1)
     for token in (5, 6):
@@ -82,8 +83,7 @@ def test_no_room_is_given_after_memory_fell_short(
             engine.forward([Work(batch, torch.tensor([[7]]))])
     for rows in (2, 1):  # though rows that got room still have it
         assert admitted(engine, rows).host_rows == rows
-        assert engine._room.positions == 0
-    engine.close()
+        assert engine._headroom.positions == 0
 
 
 @pytest.mark.usefixtures("seasoned")
@@ -94,8 +94,8 @@ def test_the_ring_gets_what_no_pass_has_needed_where_layers_stay(
     engine: Any = load("stream", checkpoint("llama"), "cpu", tmp_path, **options)
     ring, tokens = engine.ring, torch.tensor([[5], [6], [7]])
     assert len(ring.streamed) == 2
-    monkeypatch.setattr("zinfer.engine.stream.layers_ahead", lambda _streamed, _count: 12.0)  # each is a piece
-    monkeypatch.setattr(DeviceRoom, "unused_bytes", lambda _: 3 * ring.buffer_bytes)
+    monkeypatch.setattr("zinfer.engine.stream.prefetch_distance", lambda _streamed, _count: 12.0)  # each is a piece
+    monkeypatch.setattr(MemoryHeadroom, "unused_bytes", lambda _: 3 * ring.buffer_bytes)
 
     def steps(count: int) -> list[torch.Tensor]:
         batch = admitted(engine, 3)
@@ -108,10 +108,10 @@ def test_the_ring_gets_what_no_pass_has_needed_where_layers_stay(
     engine.expect(LOAD)
     first = steps(2)
     assert ring.depth == planned + 3
-    monkeypatch.setattr(DeviceRoom, "unused_bytes", lambda _: 1 << 30)
+    monkeypatch.setattr(MemoryHeadroom, "unused_bytes", lambda _: 1 << 30)
     assert torch.allclose(torch.cat(first + steps(1)), torch.cat([alone[0], alone[1], alone[0]]), atol=1e-4)
     assert ring.depth == planned + 3  # once, and a batch that begins does not take it back
-    engine._room.saw_shortage()
+    engine._headroom.note_shortage()
     steps(3)
     assert ring.depth == planned
     engine.expect(None)
@@ -120,7 +120,6 @@ def test_the_ring_gets_what_no_pass_has_needed_where_layers_stay(
     assert ring.depth == 12
     engine.expect(LOAD)
     assert ring.depth == planned
-    engine.close()
 
 
 @pytest.mark.parametrize(
@@ -138,8 +137,8 @@ def test_the_ring_gets_what_no_pass_has_needed_where_layers_stay(
 def test_the_ring_holds_what_comes_while_layers_that_stay_compute(
     streamed: Sequence[int], count: int, layers: float
 ) -> None:
-    assert layers_ahead(streamed, count) == pytest.approx(layers)
+    assert prefetch_distance(streamed, count) == pytest.approx(layers)
 
 
 def test_without_a_gpu_no_memory_is_unused() -> None:
-    assert DeviceRoom(torch.device("cpu")).unused_bytes() == 0
+    assert MemoryHeadroom(torch.device("cpu")).unused_bytes() == 0

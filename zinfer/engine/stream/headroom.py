@@ -4,18 +4,18 @@ of more rows.
 A plan leaves a margin for what it does not see, moments of a pass and gaps between tensors. Where requests come and go,
 passes show how much that is. PyTorch keeps all memory that it ever needed, so what the device still has free was never
 needed: after some passes it is given away. The ring comes first: where layers stay and the CPU attends, the link
-otherwise stops in each pass (`layers_ahead`). Then come rows whose keys and values would be in host memory.
+otherwise stops in each pass (`prefetch_distance`). Then come rows whose keys and values would be in host memory.
 """
 
 from collections.abc import Collection
 
 import torch
 
-SEASONED = 12  # passes after which the memory that they need has been seen: some of them had prompts
-LEFT_SHARE = 0.04  # share of the device's memory that stays free: gaps between tensors grow for a while
+MIN_PASSES = 12  # passes after which the memory that they need has been seen: some of them had prompts
+FREE_SHARE = 0.04  # share of the device's memory that stays free: gaps between tensors grow for a while
 
 
-class DeviceRoom:
+class MemoryHeadroom:
     """Room beyond a plan's: `positions` of it have been given to rows of the load that runs, and the ring has at least
     `ring_depth` buffers."""
 
@@ -28,19 +28,19 @@ class DeviceRoom:
         self.positions = self.ring_depth = self._passes = 0
         self._short = False
 
-    def saw_pass(self) -> None:
+    def note_pass(self) -> None:
         """Count a pass that had enough memory."""
         self._passes += 1
 
-    def saw_shortage(self) -> None:
-        """Give no more room to this load, and take back what the ring and new rows would get: memory fell short."""
+    def note_shortage(self) -> None:
+        """Take the spare memory back from the ring and new rows: memory fell short."""
         self.positions = self.ring_depth = 0
         self._short = True
 
     @property
-    def seen(self) -> bool:
+    def known(self) -> bool:
         """True once passes have shown what they need, and while that has been there."""
-        return not self._short and self._passes >= SEASONED
+        return not self._short and self._passes >= MIN_PASSES
 
     def deepen(self, depth: int, wanted: int, buffer_bytes: int) -> int:
         """Return how many buffers a ring of `depth` has from now on: up to `wanted`, as far as there is room."""
@@ -48,29 +48,25 @@ class DeviceRoom:
         self.ring_depth = max(depth, min(wanted, depth + room))
         return self.ring_depth
 
-    def rows(self, most: int, row_bytes: int, promised: int) -> int:
-        """Return how many rows, `most` at most, of `row_bytes` each have room; `promised` bytes are still to be taken
-        by others."""
-        if not self.seen or not row_bytes:
+    def rows(self, max_rows: int, row_bytes: int, promised: int) -> int:
+        """Return how many rows of `row_bytes` each have room; others will still take `promised` bytes."""
+        if not self.known or not row_bytes:
             return 0
-        return max(0, min(most, (self.unused_bytes() - promised) // row_bytes))
+        return max(0, min(max_rows, (self.unused_bytes() - promised) // row_bytes))
 
     def unused_bytes(self) -> int:
-        """Return the bytes of the device that no pass has needed, less those that stay free; 0 without a GPU."""
+        """Return the device bytes that no pass has needed, less a margin; 0 without a GPU."""
         if self._device.type != "cuda":
             return 0
         free, total = torch.cuda.mem_get_info(self._device)
-        return free - int(LEFT_SHARE * total)
+        return free - int(FREE_SHARE * total)
 
 
-def layers_ahead(streamed: Collection[int], count: int) -> float:
-    """Return how many layers the ring must hold so that the link never stops while `count` layers compute, of which
-    those `streamed` come over it: 1 to 2.
-
-    A pass takes the link's time if a layer's computation takes no more than its share of it: `len(streamed) / count` of
-    the time in which the link brings a layer. The link fills the ring while one streamed layer computes and those that
-    stay behind it.
-    """
+def prefetch_distance(streamed: Collection[int], count: int) -> float:
+    """Return how many layers the ring must hold, 1 to 2, to keep the link busy. Of `count` layers those `streamed` come
+    over it. A pass takes the link's time if a layer's computation takes no more than its share of it: `len(streamed) /
+    count` of the time in which the link brings a layer. The link fills the ring while one streamed layer computes and
+    those that stay behind it."""
     if not 0 < len(streamed) < count:
         return 1.0
     places = sorted(streamed)

@@ -2,7 +2,7 @@
 queues that record who waited for whom."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from itertools import cycle
@@ -29,12 +29,10 @@ from zinfer.engine import EngineError, base
 from zinfer.engine.pinned import PinnedArena
 from zinfer.engine.state import Entry
 from zinfer.engine.stream import Stream, packed_experts
-from zinfer.engine.stream import experts as on_demand
 from zinfer.engine.stream.experts import HALF_LIFE, ExpertCache, ExpertPool
 from zinfer.engine.stream.packed_experts import UNIT, Experts, Key
 from zinfer.engine.stream.packed_layer import Chunk, PackedLayer, plain
 from zinfer.engine.stream.prefetch import PrefetchRing, Transfer
-from zinfer.engine.stream.routers import NO_ROUTER, Routers
 from zinfer.plan.placement import TUNING, WHOLE_EXPERTS
 from zinfer.plan.planner import make_plan
 
@@ -135,158 +133,6 @@ def waiting(monkeypatch: Patch) -> None:
     monkeypatch.setattr(
         "zinfer.engine.stream.layer_source.PrefetchRing", partial(PrefetchRing, queues=FakeQueues(passed=passed))
     )
-    monkeypatch.setattr(on_demand, "GUESS_BYTES", 1 << 12)
-
-
-Brought = list[tuple[int, Tensor]]
-
-
-def foretell(loaded: Stream, calls: Brought, wrong: bool, patch: Patch) -> Brought:
-    """Make an engine guess its choices, `calls` in order, or if `wrong` experts that it does not choose.
-
-    Return a list that gets its choices.
-    """
-    pool, seen = loaded._pool, Brought()
-    assert pool is not None
-    bring = pool.bring
-
-    def brought(layer: int, chosen: Tensor) -> None:
-        seen.append((layer, chosen.clone()))
-        bring(layer, chosen)
-
-    def guess(_routers: Routers, layer: int, states: Tensor) -> tuple[int, Tensor] | None:
-        if len(seen) >= len(calls) or calls[len(seen)][0] <= layer:
-            return None
-        following, chosen = calls[len(seen)]
-        others = [expert for expert in range(8) if expert not in chosen.unique().tolist()]
-        return following, torch.tensor([others]) if wrong else chosen
-
-    patch.setattr(pool, "bring", brought)
-    patch.setattr(Routers, "guess", guess)
-    return seen
-
-
-@pytest.mark.parametrize("share", [None, "40%"])
-def test_guesses_change_no_token_whether_right_or_wrong(
-    share: str | None, mixture: Kinds, waiting: None, monkeypatch: Patch
-) -> None:
-    """With an expert cache that thrashes, and none; with prompts of several rows, and steps of tokens that route
-    apart."""
-    loaded, counts = load(mixture("mixtral"), share=share), []
-    poisoned(loaded)
-    assert loaded._pool is not None
-    calls = Brought()
-    monkeypatch.setattr(on_demand, "TRIALS", 1 << 30)  # wrong guesses do not end
-    for wrong in (None, False, True):
-        with monkeypatch.context() as patch:
-            seen, before = foretell(loaded, calls, wrong is True, patch), loaded._pool.counts
-            for lengths, expected in zip(BATCHES, reference(mixture("mixtral")), strict=True):
-                assert torch.equal(greedy(loaded, lengths), expected)
-                loaded.clear()
-            calls = seen
-            counts.append(loaded._pool.counts.since(before))
-    _, right, wrong_ones = counts
-    assert right.right > 8
-    assert right.right > 0.7 * right.guessed
-    assert wrong_ones.guessed > 8 > wrong_ones.right == 0
-    assert right.hits + right.misses == wrong_ones.hits + wrong_ones.misses
-    if share is None:
-        assert (right.fetched, right.delivered) == (wrong_ones.fetched, wrong_ones.delivered), "only what was needed"
-        assert right.wire == right.delivered < wrong_ones.wire
-    loaded.close()
-
-
-@pytest.mark.parametrize("name", MIXTURES)
-def test_a_layers_own_states_give_its_own_choice(name: str, mixture: Kinds, waiting: None, monkeypatch: Patch) -> None:
-    """So norm, router and states are found, whatever the architecture; and guesses of the next layer are made."""
-    loaded = load(mixture(name))
-    expected = steps(loaded)
-    pool = loaded._pool
-    assert pool is not None
-    assert pool._routers is not None
-    assert pool.guessing == loaded.effective().settings["expert_guess"] == "on"
-    model = loaded.plan.model
-    size = len(pool.layers) * (model.num_experts + 1) * model.hidden_size * 4  # routers and norms
-    assert size <= pool.router_bytes <= 1.05 * size
-    assert loaded.effective().settings["experts_guessed_per_step"] > 0
-    bring, routers, checked = pool.bring, pool._routers, []
-
-    def brought(layer: int, chosen: Tensor) -> None:
-        if not pool.scanning:
-            following, routers._following[layer] = routers._following.get(layer), layer
-            guess = routers.guess(layer, routers._states[layer])
-            assert guess is not None
-            assert torch.equal(guess[1], chosen)
-            checked.append(layer)
-            del routers._following[layer]
-            if following is not None:
-                routers._following[layer] = following
-        bring(layer, chosen)
-
-    monkeypatch.setattr(pool, "bring", brought)
-    assert all(close(*step) for step in zip(steps(loaded), expected, strict=True))
-    assert set(checked) == set(pool.layers)
-    assert not routers._states, "a long pass would hold them"
-    loaded.close()
-
-
-class Choosing(nn.Module):
-    """A layer that chooses experts by a router of its own; `inside` chooses in the layer itself, `both` by two
-    things."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.kind = kind
-        self.norm, self.gate, self.experts = nn.LayerNorm(8), nn.Linear(8, 4), nn.Module()
-        self.router = Picking()
-
-    def forward(self, states: Tensor) -> Tensor:
-        if self.kind != "no norm":
-            states = self.norm(states)
-        if self.kind == "inside":
-            logits: Tensor = self.gate(states)
-            return logits.topk(2).indices
-        chosen: Tensor = self.router(states, 1) if self.kind == "both" else self.router(states)
-        return chosen
-
-
-class Picking(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(4, 8))
-
-    def forward(self, states: Tensor, number: int = 0) -> Tensor:
-        return (states @ self.weight.T).topk(2).indices
-
-
-@pytest.mark.parametrize("kind", ["norm", "no norm", "inside", "both"])
-def test_a_router_is_found_or_there_are_no_guesses(kind: str) -> None:
-    routers, layers = Routers(), [Choosing(kind), Choosing(kind)]
-    for number, layer in enumerate(layers):
-        routers.attach(number, layer, layer.experts)
-    for _ in range(2):
-        states = torch.randn(3, 8)
-        for number, layer in enumerate(layers):
-            chosen = layer(states)
-            routers.see(number, chosen)
-            latest = routers.take_states(number)
-    assert latest is not None or kind in ("inside", "both")
-    guess = None if latest is None else routers.guess(0, latest)
-    if kind in ("inside", "both"):
-        assert guess is None
-        assert routers.why_not == NO_ROUTER
-        assert not any(module._forward_hooks for layer in layers for module in layer.modules())
-    else:
-        assert routers.why_not is None
-        assert guess is not None
-        assert guess[0] == 1
-        assert torch.equal(guess[1], chosen), "the same states went into both layers"
-        layers[1].router.weight.data.zero_()
-        layers[1].norm.weight.data.zero_()
-        again = None if latest is None else routers.guess(0, latest)
-        assert again is not None
-        assert torch.equal(again[1], chosen), "copies have memory of their own"
-    routers.close()
 
 
 def test_a_step_brings_the_bytes_of_the_experts_that_were_chosen(mixture: Kinds) -> None:
@@ -403,7 +249,7 @@ def test_an_expert_is_unpacked_as_its_parts_come(monkeypatch: Patch) -> None:
     bench.close()
 
 
-def test_the_timeline_tells_chosen_and_guessed_experts_apart(mixture: Kinds, waiting: None) -> None:
+def test_the_timeline_tells_chosen_experts_apart(mixture: Kinds, waiting: None) -> None:
     loaded = load(mixture("mixtral"))
     token_ids, mask = prompts((5,))
     prefill(loaded, token_ids, mask, reserve=9)
@@ -413,7 +259,7 @@ def test_the_timeline_tells_chosen_and_guessed_experts_apart(mixture: Kinds, wai
         copies |= {(span.carries, span.layer == 0) for span in spans if span.lane == "copy" and span.start_ms > 0}
         assert all(span.carries is None for span in spans if span.lane != "copy")
         assert {span.layer for span in spans if span.lane == "unpack"} == {0, 1, 2, 3}
-    assert copies == {(None, True), (None, False), ("expert", True), ("expert", False), ("guess", False)}
+    assert copies == {(None, True), (None, False), ("expert", True), ("expert", False)}
     loaded.close()
 
 
@@ -542,7 +388,7 @@ class Bench:
                 packed_experts.fill_experts(packed[layer], name, tensor, self.arena.memory)
         self.ring = PrefetchRing(self.arena.memory, dense, 3, CPU, queues)
         self.pool = ExpertPool(self.arena.memory, packed, CPU, self.ring)
-        self.pool._cache, self.pool._routers = ExpertCache(policy), None
+        self.pool._cache = ExpertCache(policy)
         real_write, real_unpack, pool = ExpertPool._write, Chunk.unpack, self.pool
 
         def write(pool: ExpertPool, key: Key, number: int, start: int, end: int) -> None:
@@ -563,11 +409,6 @@ class Bench:
             for name, block in packed[layer].blocks.items():
                 routed.weights[name].put(block.view(self.pool.layer_buffer))
 
-    def foretell(self, guesses: Iterable[list[int]]) -> "Foretold":
-        """Give the pool `guesses`, one in each call of a layer but the last one."""
-        self.pool._routers = foretold = Foretold(guesses, self.layers)
-        return foretold
-
     def use(self, layer: int, chosen: list[int]) -> None:
         """Bring experts and check that they are in their places."""
         self.pool.bring(layer, torch.tensor(chosen))
@@ -585,21 +426,6 @@ class Bench:
         self.pool.close()
         self.ring.close()
         self.arena.close()
-
-
-class Foretold(Routers):
-    """Guesses that are given, for a pool without a model."""
-
-    def __init__(self, guesses: Iterable[list[int]], layers: int) -> None:
-        super().__init__()
-        self.guesses, self.layers = iter(guesses), layers
-
-    def take_states(self, number: int) -> Tensor | None:
-        return torch.empty(0)
-
-    def guess(self, number: int, states: Tensor) -> tuple[int, Tensor] | None:
-        following = next(self.guesses, [])
-        return (number + 1, torch.tensor([following])) if following and number + 1 < self.layers else None
 
 
 @pytest.mark.parametrize("staging", [2, 3, 5, 12])
@@ -647,7 +473,6 @@ def test_passes_that_bring_all_keep_as_many_experts_of_each_layer(cached: int, m
     staging=st.integers(1, 5),
     cached=st.integers(0, 9),
     policy=st.sampled_from(["lru", "lfu"]),
-    guesses=st.lists(st.lists(st.integers(0, 5), max_size=4), max_size=16),
     passed=st.lists(st.booleans(), max_size=90),
     passes=st.lists(
         st.tuples(st.booleans(), st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=6), max_size=4)), max_size=8
@@ -658,18 +483,14 @@ def test_no_buffer_is_read_early_or_overwritten_late(
     staging: int,
     cached: int,
     policy: Any,
-    guesses: list[list[int]],
     passed: list[bool],
     passes: list[tuple[bool, list[list[int]]]],
 ) -> None:
-    """Passes of any mixture: that bring all experts or those chosen, end early, and call a layer several times; with
-    guesses, whose copies end at any point."""
+    """Passes of any mixture: that bring all experts or those chosen, end early, and call a layer several times."""
     with Patch.context() as patch:
         patch.setattr(packed_experts, "PART_BYTES", 40)
-        patch.setattr(on_demand, "GUESS_BYTES", 32)
         bench = Bench(3, count, FakeQueues(passed=passed), patch, policy)
         bench.pool.resize(staging, cached)
-        bench.foretell([[expert % count for expert in guess] for guess in guesses])
         for scanning, calls in passes:
             bench.pool.begin(scanning)
             for number, chosen in enumerate(calls):
@@ -683,102 +504,6 @@ def test_the_clocks_see_a_wait_that_is_missing(forget: str, message: str, monkey
     bench.pool.begin(False)
     with pytest.raises(Race, match=message):
         bench.whole_pass()
-
-
-@pytest.mark.parametrize(("forget", "message"), [("compute", "before its content"), ("copy", "overwritten before")])
-def test_the_clocks_see_a_wait_that_is_missing_for_a_guess(forget: str, message: str, monkeypatch: Patch) -> None:
-    """Only guessed experts cross in several copies here, and the missing wait is that before one of them."""
-    queues = FakeQueues()
-    bench = Bench(2, 4, queues, monkeypatch)
-    monkeypatch.setattr(on_demand, "GUESS_BYTES", 1 << 10)
-    bench.foretell([[3]] * 9)
-    for forgotten in ("", forget):
-        bench.pool.begin(False)
-        bench.use(0, [0, 1])
-        queues.passed = iter([False, True, True])
-        if not forgotten:
-            bench.use(1, [3])
-            assert bench.pool.counts.right == 1
-            continue
-        receive = ExpertPool._receive_guess
-
-        def deaf(pool: ExpertPool, receive: Callable[[ExpertPool], bool] = receive) -> bool:
-            queues.forget_waits = forget
-            return receive(pool)
-
-        monkeypatch.setattr(ExpertPool, "_receive_guess", deaf)
-        queues.finish = lambda: None  # type: ignore[method-assign]
-        with pytest.raises(Race, match=message):
-            bench.use(1, [3])
-
-
-def test_guessed_experts_come_last_and_end_with_the_choice(monkeypatch: Patch) -> None:
-    """Behind all that is needed, as long as the choice is awaited; then what is missing of right ones comes first."""
-    log, queues = list[tuple[Key, int, int]](), FakeQueues()
-    bench, real = Bench(3, 6, queues, monkeypatch), ExpertPool._copy
-    bench.pool.resize(4, 0)
-    size = bench.pool.layers[1].experts[0].size
-    monkeypatch.setattr(on_demand, "GUESS_BYTES", 32)
-
-    def copied(pool: ExpertPool, key: Key, start: int, end: int) -> None:
-        log.append((key, start, end))
-        real(pool, key, start, end)
-
-    used, use = list[Key](), ExpertPool._unpack
-
-    def using(pool: ExpertPool, key: Key) -> None:
-        used.append(key)
-        use(pool, key)
-
-    monkeypatch.setattr(ExpertPool, "_unpack", using)
-    monkeypatch.setattr(ExpertPool, "_copy", copied)
-    bench.foretell([[4, 2], [5]])
-    bench.pool.begin(False)
-    bench.use(0, [0, 1])
-    assert [key for key, *_ in log] == [(0, 0), (0, 1)], "nothing is guessed before the choice is awaited"
-    log.clear()
-    # The choice is not known; the guess is; the link is done with what is needed. Then one copy is under way, then two.
-    queues.passed = iter([False, True, True, False, True, False, False, True, False])
-    bench.use(1, [4, 0])
-    assert log == [((1, 4), 0, 32), ((1, 4), 32, 64), ((1, 4), 64, size), ((1, 0), 0, size)]
-    assert (1, 2) not in bench.pool._at, "its copy was not begun"
-    log.clear()
-    queues.passed = iter([False, True, True, True])
-    bench.use(2, [4, 1])
-    assert log == [((2, 5), 0, 32), ((2, 1), 0, size), ((2, 4), 0, size)]
-    assert used == [(0, 0), (0, 1), (1, 4), (1, 0), (2, 1), (2, 4)], "a guessed one is unpacked first"
-    assert (2, 5) not in bench.pool._at
-    counts = bench.pool.counts
-    assert (counts.guessed, counts.right, counts.fetched, counts.misses) == (2, 1, 6, 6)
-    assert counts.wire == 6 * size + 32
-    bench.close()
-
-
-def test_guesses_that_cost_more_than_they_save_end(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(on_demand, "TRIALS", 3)
-    queues = FakeQueues()
-    never = FakeQueues(passed=cycle([False])).event()
-    for right, late, ends in ((3, 0, False), (0, 0, False), (0, 3, True), (2, 3, True), (2, 1, False)):
-        guesses = on_demand._Guesses()
-        for layer in range(3):  # each of 8 bytes; those that are late are under way when the choice is known
-            key = layer, layer
-            guesses.begun[key] = 8
-            guesses.flight.append((never if layer < late else queues.event(), key, 8))
-            guesses.judge(layer, {layer} if 3 - layer <= right else set())
-            guesses.clear()
-        assert guesses.unprofitable == ends, (right, late)
-    bench = Bench(2, 4, queues, monkeypatch)
-    bench.pool.resize(3, 0)
-    bench.foretell([[2]] * 99)
-    for _ in range(9):
-        bench.pool.begin(False)
-        bench.use(0, [0])
-        queues.passed = iter([False, True, True, False])  # the copy is still under way
-        bench.use(1, [1])
-        queues.passed = iter(())
-    assert bench.pool.counts.guessed == 3
-    assert "cost more" in bench.pool.guessing
-    bench.close()
 
 
 def test_a_pass_that_brings_all_runs_ahead_and_never_beyond_its_buffers(monkeypatch: Patch) -> None:
@@ -821,9 +546,9 @@ def test_experts_that_are_asked_for_come_before_what_later_layers_need(monkeypat
         log.append(f"layer {transfer.layer}")
         copy(ring, transfer)
 
-    def fetched(pool: ExpertPool, key: Key, start: int, end: int) -> None:
+    def fetched(pool: ExpertPool, key: Key) -> None:
         log.append(f"expert {key}")
-        real(pool, key, start, end)
+        real(pool, key)
 
     monkeypatch.setattr(PrefetchRing, "_copy", copied)
     monkeypatch.setattr(ExpertPool, "_copy", fetched)

@@ -18,7 +18,7 @@ from zinfer.cli import cli
 from zinfer.core.case import Case, Workload
 from zinfer.core.engine import CHUNK_BYTES, OptionError, parse_options
 from zinfer.core.machine import Machine
-from zinfer.core.model import ModelSpec, Routing
+from zinfer.core.model import ModelSpec
 from zinfer.plan.bytes import ALLOWANCES, Sizes, whole_tokens
 from zinfer.plan.placement import TUNING
 from zinfer.plan.planner import Plan, make_plan
@@ -198,7 +198,7 @@ def step_point(batch_size: int, hits: float, misses: float, **fields: Any) -> Me
 def test_a_step_is_planned_by_the_recorded_routing() -> None:
     """A trace comes first, then measured steps with real weights; what neither knows is as if all were alike."""
     touched = (Touched(batch_size=2, share=0.4), Touched(batch_size=8, share=0.7))
-    run = traced(touched=touched, guessed=0.75)
+    run = traced(touched=touched)
     routing = routing_of(MIXTRAL, [run, traced(num_layers=4), traced("other")], [step_point(4, 1, 1)])
     assert routing is not None
     known = MIXTRAL.model_copy(update={"routing": routing})
@@ -230,7 +230,6 @@ def test_measured_steps_tell_the_routing_if_no_trace_does() -> None:
     assert routing is not None
     assert routing.source == "the decode steps of 3 records, after prompts of random tokens"
     assert routing.touched == ((4, 140 / 256),)
-    assert routing.guessed == 0.75
     known = MIXTRAL.model_copy(update={"routing": routing})
     assert [known.hits("lru", 0.5, tokens) for tokens in (1, 4)] == pytest.approx([0.25, (40 / 120 + 40 / 160) / 2])
     assert known.hits("lfu", 0.5, 4) == 0.5, "nothing was measured of that policy"
@@ -246,21 +245,6 @@ def test_counts_of_experts_that_nobody_believes_are_left_out() -> None:
                   {"cached_experts": None}):  # fmt: skip
         effective = good.effective.model_copy(update={"settings": {**good.effective.settings, **wrong}})
         assert next(iter(wrong)) in (implausible(good.model_copy(update={"effective": effective})) or "")
-
-
-def test_right_guesses_use_the_time_in_which_the_link_awaits_a_choice() -> None:
-    """Launches take 2 ms a layer here, and with all but experts on the GPU the link has nothing else to bring."""
-    efficiency = Efficiency(layer_s=2e-3)
-
-    def step(guessed: float, **options: Any) -> float:
-        model = MIXTRAL.model_copy(update={"routing": Routing(source="s", guessed=guessed)})
-        planned = plan(model=model, share="50%", efficiency=efficiency, **options)
-        assert planned.bound_by == "link"
-        return planned.step_s or 0
-
-    waits = 32 * 2e-3
-    assert step(0) - step(1) == pytest.approx(waits, rel=0.05)
-    assert step(0) - step(0.5) == pytest.approx(waits / 2, rel=0.05)
 
 
 def test_the_table_says_what_the_routing_was_taken_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -522,7 +522,6 @@ def test_experts_on_demand_give_the_tokens_of_whole_layers(
     take_turns(engine, given)
     told = engine.effective().settings
     assert told["experts"] == "on-demand"
-    assert told["expert_guess"] == "on" or "cost more" in str(told["expert_guess"])
     engine.close()
 
 

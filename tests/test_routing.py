@@ -1,4 +1,4 @@
-"""Routing of mixtures: the record of a study, what a cache would have met, and the share of right guesses."""
+"""Routing of mixtures: the record of a study, and what a cache would have met."""
 
 import json
 from collections.abc import Callable
@@ -54,8 +54,6 @@ def test_a_run_is_recorded_and_shown(checkpoint: Callable[[str], Path]) -> None:
     run = study.last(path, "routing")
     assert (run.num_layers, run.num_experts, run.experts_per_token, run.text and run.text.tokens) == (4, 16, 3, 120)
     assert sizes(run) == (6, 16, 32, 48)
-    assert run.guessed is not None
-    assert 0 < run.guessed < 1
     assert hits(run, "lru", 6) == 0, "a step needs 12: in their order, each is dropped before it is needed again"
     assert 0 < hits(run, "lfu", 16) < hits(run, "lfu", 48) < 1
     assert [hits(run, "lru", size) for size in sizes(run)] == sorted(hits(run, "lru", size) for size in sizes(run))
@@ -65,7 +63,6 @@ def test_a_run_is_recorded_and_shown(checkpoint: Callable[[str], Path]) -> None:
     assert shares[-1] < 1 - (13 / 16) ** 11, "tokens of a text are alike"
     assert sum(row.batch_size == 11 for row in run.of(Hits)) == 8
     assert "hits with lfu" in shown
-    assert "% right; at random, 19% would be." in shown
     code, shown, path = measured(folder, "--json")
     assert code == 0
     assert json.loads(shown[shown.index("{") : shown.rindex("}") + 1])["text"]["tokens"] == 120
@@ -139,8 +136,6 @@ def test_a_cache_that_holds_all_misses_each_expert_once(policy: Policy) -> None:
 def test_the_policy_is_the_one_that_met_more_needs() -> None:
     run = study.last(Path(__file__).parents[1] / "sweeps" / "results", "routing")
     assert sum(hits(run, "lfu", size) for size in sizes(run)) > sum(hits(run, "lru", size) for size in sizes(run))
-    assert run.guessed is not None
-    assert run.guessed > 3 * (run.experts_per_token or 0) / (run.num_experts or 1)
 
 
 def test_hits_are_those_of_the_largest_cache_that_is_not_larger() -> None:

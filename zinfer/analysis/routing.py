@@ -36,7 +36,6 @@ def _traced(run: Study, every: int) -> Routing:
             )
             for policy in POLICIES
         },
-        guessed=run.guessed,
     )
 
 
@@ -44,7 +43,6 @@ def _measured(model: ModelSpec, points: Iterable[Measurement], every: int) -> Ro
     """Return the routing by experts' counts; equal points are averaged."""
     needs: dict[int, list[float]] = {}
     met: dict[ExpertPolicy, dict[tuple[int, float], list[float]]] = {}
-    guessed = right = 0.0
     used = 0
     for point in points:
         case, settings = point.case, {} if point.effective is None else point.effective.settings
@@ -57,8 +55,6 @@ def _measured(model: ModelSpec, points: Iterable[Measurement], every: int) -> Ro
             continue
         used, batch_size = used + 1, case.workload.batch_size
         needs.setdefault(batch_size, []).append((hits + misses) / every)
-        guessed += settings.get("experts_guessed_per_step", 0.0)
-        right += settings.get("experts_right_per_step", 0.0)
         if cached := settings.get("cached_experts", 0):
             shares_by_size = met.setdefault(settings["expert_cache"], {})
             shares_by_size.setdefault((batch_size, cached / every), []).append(hits / (hits + misses))
@@ -71,5 +67,4 @@ def _measured(model: ModelSpec, points: Iterable[Measurement], every: int) -> Ro
             policy: tuple((*place, fmean(shares)) for place, shares in sorted(shares_by_size.items()))
             for policy, shares_by_size in met.items()
         },
-        guessed=right / guessed if guessed else None,
     )

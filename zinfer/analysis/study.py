@@ -293,8 +293,6 @@ def _routing(run: Study) -> _Parts:
     won = sum(hits(run, "lru", size) >= hits(run, "lfu", size) for size in sizes(run))
     said = f"lru meets more needs at {won} of {len(cells)} sizes, lfu at the others."
     chance = (run.experts_per_token or 0) / (run.num_experts or 1)
-    if run.guessed is not None:
-        said += f" Guesses of the next layer's experts: {run.guessed:.0%} right; at random, {chance:.0%} would be."
     if touched := run.of(Touched):
         size, share = touched[-1].batch_size, touched[-1].share
         said += (

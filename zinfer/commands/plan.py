@@ -579,9 +579,6 @@ def _routing(plan: "Plan") -> str:
     if placement.cached_experts:
         hits = f"{model.hits('lfu', cached, tokens):.0%} cache hits"
         figures[recorded is not None and recorded.hit_rate("lfu", cached, tokens) is not None].append(hits)
-    if plan.efficiency is not None:  # limits take it that the link never waits for a router
-        right = f"{model.guess_accuracy:.0%} right guesses"
-        figures[recorded is not None and recorded.guessed is not None].append(right)
     parts = [f"{', '.join(figures[True])} by {recorded.source}"] if figures[True] and recorded is not None else []
     if figures[False]:
         parts.append(f"{', '.join(figures[False])} as if tokens chose evenly (`zinfer study routing`)")

@@ -68,7 +68,7 @@ class RetiredOptionWarning(UserWarning):
 # Options of earlier versions, and what zinfer does now in any case.
 RETIRED = {
     "expert_cache": "the experts used least leave the cache first",
-    "expert_guess": "experts are guessed as long as that saves time",
+    "expert_guess": "experts are not guessed",
     "experts_cpu": "the GPU computes all experts",
     "kv_threads": "as many CPU threads attend as make the shortest step",
     "library": "TensorRT runs the plan, or TensorRT-RTX where only that is installed",

@@ -131,7 +131,6 @@ class Routing(Frozen):
     touched: tuple[tuple[int, float], ...] = ()  # tokens of a step, ascending from 2 on, and the share of experts
     # By policy: tokens of a step, size of the cache as a share of all experts, and the share of needs that it meets.
     hits: Mapping[ExpertPolicy, tuple[tuple[int, float, float], ...]] = Field(default_factory=dict)
-    guessed: float | None = Field(default=None, ge=0, le=1)  # right guesses of the next layer's experts, as a share
 
     def hit_rate(self, policy: ExpertPolicy, cached: float, tokens: int) -> float | None:
         """Return the recorded share of needs that an expert cache meets.
@@ -220,13 +219,6 @@ class ModelSpec(Shape):
         """Return the expected hit rate of a cache of experts."""
         recorded = None if self.routing is None else self.routing.hit_rate(policy, cached, tokens)
         return cached if recorded is None else recorded
-
-    @property
-    def guess_accuracy(self) -> float:
-        """Expected share of right guesses of experts; k/E by chance."""
-        if self.routing is not None and self.routing.guessed is not None:
-            return self.routing.guessed
-        return self.experts_per_token / max(1, self.num_experts)
 
     @property
     def _routed(self) -> int:

@@ -264,7 +264,6 @@ class Placer:
         depth = max(TUNING.dense_depth, 2 * chunks)  # the next layer comes while the router of this one chooses
         buffers = depth * Sizes(base, model).chunk + count * expert if has_gpu else 0
         layer = model.dense_layer_bytes + model.expert_bytes * model.num_experts
-        routers = model.num_layers * model.num_experts * model.hidden_size * model.dtype_bytes  # they stay, for guesses
         return {
             "experts": "on-demand",
             "whole_tokens": whole_tokens(model),
@@ -273,7 +272,7 @@ class Placer:
             "expert_buffers": count,
             "ring_depth": depth,
             "kv_buffers": depth if has_gpu else 1,
-            "layer_buffers": (layer + buffers + routers) / model.layer_bytes,
+            "layer_buffers": (layer + buffers) / model.layer_bytes,
         }
 
     def split_free_memory(self, workload: Workload) -> tuple[int, int]:

@@ -284,7 +284,7 @@ class Timing:
             links = efficiency.link_share * min(gpus * link, measured)
             copying = limits["link"] = over_link / links
             if tokens is not None and chooses and not efficiency.perfect:
-                limits["link"] += self._router_wait_s(tokens, links)
+                limits["link"] += self._router_wait_s(links)
         if gpus > 1 and placement.tier == "host" and machine.gather_bandwidth is not None:  # resident layers, too
             gathered = placement.wire_ratio * model.streamed_bytes + (model.other_bytes if placement.divided else 0)
             limits["gather"] = gathered * (gpus - 1) / gpus / machine.gather_bandwidth
@@ -331,11 +331,11 @@ class Timing:
         in_turn = copies + max(limits["compute"], limits["launch"], resident)
         return times.model_copy(update={"seconds": max(times.seconds or 0.0, in_turn)})
 
-    def _router_wait_s(self, tokens: int, links: float) -> float:
+    def _router_wait_s(self, links: float) -> float:
         """Return the seconds in which the link waits for routers.
 
         In each layer these are its launches, the unpacking and reading of all but its experts, less the copy of these
-        for a later layer. Right guesses of missing experts use the time.
+        for a later layer.
         """
         model, placement = self.model, self.placement
         dense = model.streamed_bytes - model.routed_bytes
@@ -343,9 +343,7 @@ class Timing:
         unpacking = self._unpacking_s(dense if placement.wire_ratio < 1 else copied)
         launching = self.efficiency.layer_s * model.num_layers
         before = launching + unpacking + dense / (self.machine.hbm_bandwidth or inf)
-        idle = max(0.0, before - copied * placement.wire_ratio / links)
-        missing = self._sizes.missing_experts(tokens) * placement.wire_ratio / links
-        return idle - min(model.guess_accuracy * idle, missing)
+        return max(0.0, before - copied * placement.wire_ratio / links)
 
     def _late_s(self, on_gpu: float, unpacking: float, copying: float, over_link: int, kv_copies: int) -> float:
         """Return the seconds in which the GPU waits for late layers.

@@ -15,7 +15,6 @@ from zinfer.core.model import ModelSpec
 from zinfer.engine.state import ModelState
 from zinfer.engine.stream.experts import ExpertCache, Policy
 from zinfer.engine.stream.packed_experts import routed_experts
-from zinfer.engine.stream.routers import Routers
 from zinfer.generation.tokenizer_process import TokenizerProcess
 from zinfer.plan.bytes import whole_tokens
 from zinfer.record.study import POLICIES, Hits, Study, StudyError, Text, Touched
@@ -26,33 +25,21 @@ Step = Sequence[tuple[int, Sequence[int]]]  # numbers of layers, ascending, and 
 
 
 class Watched:
-    """Observer of the experts that layers choose, and of guesses."""
+    """Observer of the experts that layers choose."""
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         self.chosen: dict[int, Tensor] = {}  # by layer, [T, K]
-        self.right = self.guessed = 0
-        self._routers, self._guess = Routers(), dict[int, Tensor]()
         self.count = 0  # experts of a layer
         for number, layer in enumerate(layers):
             modules = routed_experts(layer)
             if len(modules) == 1:
                 ((_, experts),) = modules
                 self.count = max(weights.shape[0] for weights in experts.parameters(recurse=False))
-                self._routers.attach(number, layer, experts)
                 experts.register_forward_pre_hook(self._hook(number), with_kwargs=True)
 
     def _hook(self, number: int) -> Callable[..., None]:
         def before(_module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            chosen = [*args, *kwargs.values()][1]
-            self._routers.see(number, chosen)
-            self.chosen[number] = chosen
-            guess, states = self._guess.pop(number, None), self._routers.take_states(number)
-            if guess is not None:
-                self.guessed += guess.numel()
-                self.right += int((guess.unsqueeze(-1) == chosen.unsqueeze(-2)).sum())
-            following = None if states is None else self._routers.guess(number, states)
-            if following is not None:
-                self._guess[following[0]] = following[1]
+            self.chosen[number] = [*args, *kwargs.values()][1]
 
         return before
 
@@ -148,5 +135,5 @@ def measure(
     return Study(
         study="routing", model=spec.name, about=about, text=Text(name=text[0], tokens=len(steps)),
         num_layers=len(watched.chosen), num_experts=watched.count, experts_per_token=len(steps[0][0][1]),
-        guessed=watched.right / watched.guessed if watched.guessed else None, rows=(*rows, *touched), **start,
+        rows=(*rows, *touched), **start,
     )  # fmt: skip

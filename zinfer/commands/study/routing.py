@@ -18,8 +18,7 @@ def command(model: str, prompt_file: str, samples: int, length: int, output: Pat
     """Measure the experts that a trained mixture needs, and a cache's hits.
 
     The experts that the routers of a checkpoint choose for each token of a text are replayed on a cache of experts: the
-    share of needs that it meets, with each policy of expert_cache and for several sizes; and the share of right guesses
-    of the next layer's experts. Random weights route evenly and are refused.
+    share of needs that it meets, with each policy and for several sizes. Random weights route evenly and are refused.
 
     \b
     zinfer study routing --model ./my-mixture

@@ -185,7 +185,7 @@ class Stream(Decoder):
         if source.arena is not None and source.packed_experts:
             self._pool = ExpertPool(source.arena.memory, source.packed_experts, self.device, ring)
             for number, experts in self._experts.items():
-                self._pool.attach(number, self._layers[number], experts)
+                self._pool.attach(number, experts)
         if self._group is None:
             ring.start()
 
@@ -748,7 +748,7 @@ class Stream(Decoder):
         pool = self._pool
         if pool is None:
             return {"experts": "all"} if self.plan.model.num_experts > 1 and self._ring is not None else {}
-        names = ("fetched", "hits", "misses", "guessed", "right")
+        names = ("fetched", "hits", "misses")
         counts = {name: round(self._experts_per_step(name), 3) for name in names}
         return {
             "experts": "on-demand",
@@ -756,7 +756,6 @@ class Stream(Decoder):
             "expert_buffer_bytes": pool.buffer_bytes,
             "expert_cache": "lfu",
             "cached_experts": pool.cached,
-            "expert_guess": pool.guessing,
             **{f"experts_{name}_per_step": count for name, count in counts.items()},
         }
 
@@ -802,8 +801,7 @@ class Stream(Decoder):
             settings={
                 "ring_depth": self._ring.depth,
                 "buffer_bytes": self._ring.buffer_bytes,
-                "slot_bytes": self._ring.layer_buffer.nbytes
-                + (0 if pool is None else pool.layer_buffer.nbytes + pool.router_bytes),
+                "slot_bytes": self._ring.layer_buffer.nbytes + (0 if pool is None else pool.layer_buffer.nbytes),
                 "resident_layers": len(self._layers) - len(self._ring.streamed),
                 **source.settings(),
                 **self._expert_settings(),

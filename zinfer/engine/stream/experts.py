@@ -6,10 +6,6 @@ CPU reads the choice (a few numbers, the only thing that it waits for), and the 
 not on the device into the buffers of a pool. They are unpacked into a layer buffer, in which each expert has its place,
 and the model's own function computes: it reads the places of the chosen experts and no others.
 
-While a choice is awaited, the link has brought all that is needed and would idle. It brings experts that the router
-probably chooses (`zinfer.engine.stream.routers`), in small copies, and stops as soon as the choice is there: a wrong
-guess costs the rest of a copy under way.
-
 A pass whose many tokens touch nearly all experts brings all of them, in order and ahead of compute, without waiting for
 any router. Buffers that hold experts of earlier passes are the cache.
 
@@ -19,7 +15,7 @@ experts and their weights, and read no expert that is not among the indices.
 """
 
 import inspect
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from heapq import heapify, heappop, heappush
 from itertools import groupby
@@ -34,13 +30,8 @@ from zinfer.core.case import spread
 from zinfer.engine.pinned import ALIGNMENT
 from zinfer.engine.stream.packed_experts import Experts, Key, PackedExpert, PackedExperts
 from zinfer.engine.stream.prefetch import Event, PrefetchRing, Queues
-from zinfer.engine.stream.routers import Routers
 from zinfer.engine.stream.trace import mark
 
-GUESS_BYTES = 8 << 20  # bytes of a guessed expert in one copy: little waits for it if the guess is wrong
-GUESSES_IN_FLIGHT = 2  # such copies that are issued and not done, so that the link does not wait for the CPU
-TRIALS = 64  # layers whose guesses are judged before wrong ones may end them
-FADING = 0.98  # weight of what guesses brought before the latest layer
 END = maxsize, 0  # behind all experts, in the order of layers
 HALF_LIFE = 32  # passes after which a use of an expert counts half, for the cache of the most used ones
 
@@ -122,59 +113,16 @@ class ExpertCache:
 
 
 class ExpertCounts(NamedTuple):
-    """Counts of experts since the load; of guessed experts that were not needed, only bytes on the link count."""
+    """Counts of experts since the load."""
 
     wire: int = 0  # bytes that crossed the link
     delivered: int = 0  # bytes, unpacked
     fetched: int = 0  # copies
     hits: int = 0  # needs that the cache met; none in a pass that brings all experts
     misses: int = 0
-    guessed: int = 0  # copies of guessed experts that were begun
-    right: int = 0  # of these, those that were needed
 
     def since(self, before: "ExpertCounts") -> "ExpertCounts":
         return ExpertCounts(*(now - then for now, then in zip(self, before, strict=True)))
-
-
-class _Guesses:
-    """Guessed experts whose copies were begun, and their worth. A right guess saves the time in which its bytes crossed
-    the link before the choice was known. A wrong one costs the time of what is still under way then. Guesses end once
-    they cost more than they save."""
-
-    def __init__(self) -> None:
-        self.wanted: deque[Key] = deque()  # experts to copy, the most probable ones first
-        self.begun: dict[Key, int] = {}  # bytes whose copies were issued
-        self.flight: deque[tuple[Event, Key, int]] = deque()  # copies under way, and their bytes
-        self._layers = 0
-        self._balance = 0.0  # bytes saved, less bytes that cost
-
-    @property
-    def unprofitable(self) -> bool:
-        return self._layers >= TRIALS and self._balance < 0
-
-    def under_way(self) -> int:
-        """Return the number of copies that are not done."""
-        while self.flight and self.flight[0][0].query():
-            self.flight.popleft()
-        return len(self.flight)
-
-    def judge(self, layer: int, chosen: set[int]) -> None:
-        """Judge the guesses for `layer`, which has chosen."""
-        begun = {key: size for key, size in self.begun.items() if key[0] == layer}
-        if not begun:
-            return
-        self.under_way()
-        right = {key for key in begun if key[1] in chosen}
-        late = sum(size for _, key, size in self.flight if key in right)
-        wasted = sum(size for _, key, size in self.flight if key not in right)
-        self._balance = FADING * self._balance + sum(begun[key] for key in right) - late - wasted
-        self._layers += 1
-
-    def clear(self) -> None:
-        """Drop the copies that were begun."""
-        self.wanted.clear()
-        self.begun.clear()
-        self.flight.clear()
 
 
 class ExpertPool:
@@ -185,9 +133,8 @@ class ExpertPool:
     most `staging` are coming. An expert crosses the link in parts, so that the first ones are unpacked while the last
     ones come. The rules of `zinfer.engine.stream.prefetch` hold here, too: a part of a buffer is read behind its event
     `arrived`; a buffer is written behind its event `freed`, recorded behind its last read; and a copy into it is issued
-    only once that has been recorded, since only then it is free. A guessed expert is coming, too, and makes room for
-    one that is needed. Without queues there are no buffers and no guesses, and experts are unpacked from where they
-    are; everything else is the same.
+    only once that has been recorded, since only then it is free. Without queues there are no buffers, and experts are
+    unpacked from where they are; everything else is the same.
     """
 
     def __init__(
@@ -215,13 +162,8 @@ class ExpertPool:
         self._arrived: list[list[Event]] = []  # of each buffer: of each part
         self._freed: list[Event] = []
         self._unpacked = None if self._queues is None else self._queues.event()
-        self._routers = Routers() if self._queues is not None else None
-        self._guesses, self._guessed_layer = _Guesses(), -1
-        self._choice, self._guess = _Choice(self._queues), _Choice(self._queues)
+        self._choice = _Choice(self._queues)
         self._attached: list[nn.Module] = []  # modules of experts
-        # Points in the copy queue: behind the latest expert that was used, and behind all that was issued with it.
-        self._needed: Event | None = None
-        self._tail = None if self._queues is None else self._queues.event()
         self.staging = self.cached = 0  # buffers of coming experts, and of those that stay
         # All experts in the order of the layers; a pass that brings all keeps as many of each layer.
         self._keys = [(layer, expert) for layer in sorted(layers) for expert in range(len(layers[layer].experts))]
@@ -235,23 +177,8 @@ class ExpertPool:
         """Bytes of the experts that stay on the device."""
         return sum(self.layers[layer].experts[expert].size for layer, expert in self._cache)
 
-    @property
-    def guessing(self) -> str:
-        """State of guesses: ``on``, or the reason why there are none."""
-        if self._routers is None:
-            return "off"
-        if self._guesses.unprofitable:
-            return "ended: wrong guesses cost more than right ones saved"
-        return self._routers.why_not or "on"
-
-    @property
-    def router_bytes(self) -> int:
-        """Bytes of routers that stay on the device for guesses."""
-        return 0 if self._routers is None else self._routers.nbytes
-
-    def attach(self, layer: int, module: nn.Module, experts: Experts) -> None:
-        """Make a layer's experts views of the layer buffer. Those chosen come before they compute. `layer` is the
-        number of decoder layer `module`."""
+    def attach(self, layer: int, experts: Experts) -> None:
+        """Make a layer's experts views of the layer buffer. Those chosen come before they compute."""
         blocks = self.layers[layer].blocks
         for name, entry in experts.weights.items():
             entry.put(blocks[name].view(self.layer_buffer))
@@ -259,15 +186,11 @@ class ExpertPool:
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             given = list(signature.bind(experts.module, *args, **kwargs).arguments.values())[1:]
-            if self._routers is not None:
-                self._routers.see(layer, given[1])
             self.bring(layer, given[1])
             return computed(*args, **kwargs)
 
         experts.module.forward = forward
         self._attached.append(experts.module)
-        if self._routers is not None:
-            self._routers.attach(layer, module, experts.module)
 
     def resize(self, staging: int, cached: int) -> None:
         """Have `staging` buffers for coming experts, and `cached` for resident ones. There are at least two of the
@@ -280,7 +203,6 @@ class ExpertPool:
         self._cache.clear()
         self._at, self._coming, self._ahead = {}, {}, iter(())
         self._asked.clear()
-        self._discard_guesses()
         self._free.clear()
         self.staging = self.cached = 0  # until all of them are there: the device may be short of memory
         self._memory = torch.empty(0, dtype=torch.uint8)
@@ -300,7 +222,6 @@ class ExpertPool:
         self._asked.clear()
         while self._coming:
             self._drop(next(iter(self._coming)))
-        self._discard_guesses()
         self._ring.holds = frozenset() if scanning else frozenset(self.layers)
         self._ahead, self._reached = iter(()), (-1, -1)
         if scanning:
@@ -315,27 +236,17 @@ class ExpertPool:
         numbers: Iterable[int] = range(count)
         if not self.scanning:
             with self._ring.untimed(layer):
-                self._choice.send(chosen)
-                self._copy_guesses(self._choice.event)
-                numbers = sorted(set(self._choice.numbers(count)))
-            self._end_guesses(layer, set(numbers))
+                numbers = sorted(set(self._choice.read(chosen, count)))
         if self._filled[0] != layer:
             self._filled = layer, set()
         missing = [(layer, expert) for expert in numbers if expert not in self._filled[1]]
         cached = [key for key in missing if key in self._cache]
-        # What was guessed is there first, and is unpacked while the rest comes.
         others = sorted((key for key in missing if key not in self._cache), key=lambda key: key not in self._at)
         if not self.scanning:
             self._count(hits=len(cached), misses=len(others))
-        for key in others:
-            self._complete(key)
         self._asked.extend(key for key in others if key not in self._at and not self._will_come(key))
         self._issue()
         self._ring.resume()
-        if self._queues is not None and self._tail is not None and self._routers is not None:
-            with self._queues.copying():
-                self._tail.record()
-            self._guess_next(layer)
         if self._unpacked is not None:
             self._unpacked.wait()  # if another queue unpacked the experts that are there
         if brought := (*cached, *others):
@@ -352,9 +263,6 @@ class ExpertPool:
             del module.forward  # it holds the module, and the pool
         self._attached = []
         self._at, self._coming, self._ahead = {}, {}, iter(())
-        self._discard_guesses()
-        if self._routers is not None:
-            self._routers.close()
         self._source = self._memory = self.layer_buffer = torch.empty(0, dtype=torch.uint8)
 
     def _buffer(self, number: int) -> Tensor:
@@ -368,141 +276,36 @@ class ExpertPool:
 
     def _issue(self) -> None:
         """Issue copies into free buffers: first of experts that are needed, then of those that will be."""
-        while True:
-            if self._asked and not self._has_room and self._guesses.begun:
-                self._drop(next(reversed(self._guesses.begun)))
-            if not self._has_room:
-                return
+        while self._has_room:
             if self._asked:
                 following = self._asked.popleft()
             else:
                 self._reached = following = next(self._ahead, END)
                 if following == END:
                     return
-            if following in self._at:
-                self._complete(following)
-            else:
-                self._begin_copy(following)
-                self._count(delivered=self._packed(following).unpacked_bytes, fetched=1)
-                self._copy(following, 0, self._packed(following).size)
+            if following not in self._at:
+                self._copy(following)
 
     @property
     def _has_room(self) -> bool:
         return bool(self._free) and len(self._coming) < self.staging
 
-    def _begin_copy(self, key: Key) -> None:
-        number = self._free.popleft()
+    def _copy(self, key: Key) -> None:
+        """Copy an expert into a free buffer."""
+        number, packed = self._free.popleft(), self._packed(key)
         self._at[key], self._coming[key] = number, None
-        if self._queues is not None:
-            with self._queues.copying():
-                self._freed[number].wait()  # rule 2
-
-    def _copy(self, key: Key, start: int, end: int) -> None:
-        """Copy bytes `start` to `end` of an expert into its buffer."""
-        packed, number = self._packed(key), self._at[key]
-        self._count(wire=end - start)
+        self._count(wire=packed.size, delivered=packed.unpacked_bytes, fetched=1)
         if self._queues is None:
             return
         with self._queues.copying():
-            begin = mark(self._device.type == "cuda")
+            self._freed[number].wait()  # rule 2
+            begin, start = mark(self._device.type == "cuda"), 0
             for part, stop in enumerate(packed.parts):
-                if start < stop <= end:
-                    self._write(key, number, start, stop)
-                    self._arrived[number][part].record()
-                    start = stop
-            if start < end:
-                self._write(key, number, start, end)
-            end_mark = mark(self._device.type == "cuda")
-        self._ring.note(("copy", key[0], begin, end_mark, "guess" if key in self._guesses.begun else "expert"))
-
-    def _complete(self, key: Key) -> None:
-        """Copy what is left of a guessed expert, which is needed."""
-        begun = self._guesses.begun.pop(key, None)
-        if begun is None:
-            return
-        self._count(right=1, delivered=self._packed(key).unpacked_bytes, fetched=1)
-        if begun < self._packed(key).size:
-            self._copy(key, begun, self._packed(key).size)
-
-    def _guess_next(self, layer: int) -> None:
-        """Guess the next layer's choice before the device waits for experts."""
-        assert self._routers is not None
-        states = self._routers.take_states(layer)
-        if self.scanning or states is None or self.guessing != "on":
-            return
-        with self._ring.untimed(layer):
-            guess = self._routers.guess(layer, states)
-            if guess is not None:
-                self._guessed_layer, chosen = guess
-                self._guess.send(chosen)
-
-    def _copy_guesses(self, choice: Event | None) -> None:
-        """Copy guessed experts while nothing else is, until `choice` is passed."""
-        guesses = self._guesses
-        if choice is None or self._needed is None or not (self._guess.sent or guesses.wanted):
-            return
-        self._needed.synchronize()  # nothing is chosen before
-        while not choice.query():
-            if self._guess.sent and not self._receive_guess():
-                continue
-            if (
-                guesses.wanted
-                and self._tail is not None
-                and self._tail.query()
-                and guesses.under_way() < GUESSES_IN_FLIGHT
-            ):
-                self._copy_guess()
-            if not guesses.wanted:
-                return
-
-    def _receive_guess(self) -> bool:
-        """Queue the guessed experts, most votes first; False if none arrived."""
-        event, layer = self._guess.event, self._guessed_layer
-        if event is None or not event.query():
-            return False
-        votes = Counter(self._guess.numbers(len(self.layers[layer].experts)))
-        wanted = self._guesses.wanted
-        keys = ((layer, expert) for expert, _ in votes.most_common())
-        wanted.extend(key for key in keys if key not in self._at and key not in wanted)
-        return True
-
-    def _copy_guess(self) -> None:
-        """Issue one copy of the first guessed expert."""
-        guesses = self._guesses
-        key = guesses.wanted[0]
-        if key not in guesses.begun:
-            if key in self._at or not self._has_room:
-                guesses.wanted.popleft()
-                return
-            self._begin_copy(key)
-            guesses.begun[key] = 0
-            self._count(guessed=1)
-        start, size = guesses.begun[key], self._packed(key).size
-        end = min(start + GUESS_BYTES, size)
-        self._copy(key, start, end)
-        guesses.begun[key] = end
-        assert self._queues is not None
-        with self._queues.copying():
-            done = self._queues.event()
-            done.record()
-        guesses.flight.append((done, key, end - start))
-        if end == size:
-            guesses.wanted.popleft()
-
-    def _end_guesses(self, layer: int, chosen: set[int]) -> None:
-        """Drop wrong guesses for `layer`, and those for layers before it."""
-        guesses = self._guesses
-        guesses.judge(layer, chosen)
-        if self._guessed_layer <= layer:
-            self._guess.sent = False
-        guesses.wanted = deque(key for key in guesses.wanted if key[0] > layer)
-        for key in [key for key in guesses.begun if key[0] < layer or (key[0] == layer and key[1] not in chosen)]:
-            self._drop(key)
-
-    def _discard_guesses(self) -> None:
-        self._guesses.clear()
-        self._guess.sent = False
-        self._needed = None
+                self._write(key, number, start, stop)
+                self._arrived[number][part].record()
+                start = stop
+            end = mark(self._device.type == "cuda")
+        self._ring.note(("copy", key[0], begin, end, "expert"))
 
     def _write(self, key: Key, number: int, start: int, end: int) -> None:
         first = self._packed(key).start
@@ -517,7 +320,6 @@ class ExpertPool:
             if not self._has_room:
                 self._drop(next(reversed(self._coming)))
             self._issue()
-        self._complete(key)
         number, packed = self._at[key], self._packed(key)
         if self._queues is None:
             content = self._source[packed.start : packed.start + packed.size]
@@ -533,7 +335,6 @@ class ExpertPool:
                     chunk.unpack(content[chunk.start - packed.start :], self.layer_buffer)
         if self._queues is not None:
             self._freed[number].record()  # rule 2
-            self._needed = self._arrived[number][len(packed.parts) - 1]
         self._retain(key)
         self._issue()
 
@@ -548,7 +349,6 @@ class ExpertPool:
             self._free.append(self._at.pop(evicted))
 
     def _drop(self, key: Key) -> None:
-        self._guesses.begun.pop(key, None)
         del self._coming[key]
         self._free.append(self._at.pop(key))
 
@@ -557,29 +357,21 @@ class ExpertPool:
 
 
 class _Choice:
-    """Experts that a router chose, copied to the host."""
+    """Copy of a router's choice on the host."""
 
     def __init__(self, queues: Queues | None) -> None:
-        self.sent = False  # a choice is on its way, or there, and was not read
-        self.event = None if queues is None else queues.event()  # behind the copy
-        self._memory = self._host = torch.empty((0, 1), dtype=torch.int64)
+        self._copied = None if queues is None else queues.event()
+        self._memory = torch.empty((0, 1), dtype=torch.int64)
 
-    def send(self, chosen: Tensor) -> None:
-        self.sent = True
-        chosen = chosen.reshape(-1, chosen.shape[-1])
-        if self.event is None:
-            self._host = chosen
-            return
-        if self._memory.numel() < chosen.numel() or self._memory.dtype != chosen.dtype:
-            with torch.inference_mode(False):
-                self._memory = torch.empty(chosen.numel(), dtype=chosen.dtype, pin_memory=chosen.is_cuda)
-        self._host = self._memory[: chosen.numel()].view_as(chosen)
-        self._host.copy_(chosen, non_blocking=True)
-        self.event.record()
-
-    def numbers(self, count: int) -> list[int]:
-        """Wait for the numbers, and return those below `count`. Each token's first choice comes first."""
-        if self.event is not None:
-            self.event.synchronize()
-        self.sent = False
-        return [number for number in self._host.T.flatten().tolist() if 0 <= number < count]
+    def read(self, chosen: Tensor, count: int) -> list[int]:
+        """Wait for the chosen numbers, and return those below `count`."""
+        if self._copied is not None:
+            if self._memory.numel() < chosen.numel() or self._memory.dtype != chosen.dtype:
+                with torch.inference_mode(False):
+                    self._memory = torch.empty(chosen.numel(), dtype=chosen.dtype, pin_memory=chosen.is_cuda)
+            host = self._memory[: chosen.numel()]
+            host.copy_(chosen.flatten(), non_blocking=True)
+            self._copied.record()
+            self._copied.synchronize()
+            chosen = host
+        return [number for number in chosen.flatten().tolist() if 0 <= number < count]

@@ -90,6 +90,13 @@ def test_rows_of_many_kinds_are_chosen_for_at_once(monkeypatch: pytest.MonkeyPat
     assert other.tolist() == [alone[row] for row in order]
 
 
+def test_the_nucleus_is_the_fewest_tokens_that_reach_top_p() -> None:
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log().repeat(2000, 1)
+    for top_p, kept in ((0.4, {0}), (0.6, {0, 1}), (0.85, {0, 1, 2}), (1.0, {0, 1, 2, 3})):
+        ids, _ = choose(logits, [drawn(top_p=top_p)] * 2000, range(2000))
+        assert set(ids.tolist()) == kept
+
+
 def test_greedy_takes_the_first_of_equal_logits_and_tells_what_is_no_number() -> None:
     logits = torch.tensor([[0.0, 2, 2], [1, float("nan"), 0], [-1, -2, float("-inf")], [0, 1, float("inf")]])
     ids, finite = choose(logits, [GREEDY] * 4, [0] * 4)

@@ -44,7 +44,7 @@ class Bench:
     def cache(self, positions: int = 1000, **fields: Any) -> PrefixCache:
         """Return a prefix cache with memory for a number of positions."""
         defaults: dict[str, Any] = {"identity": MODEL, "size": self.size(positions), "folder_size": 1 << 30}
-        return PrefixCache(**(defaults | {"say": self.messages.append} | fields))
+        return PrefixCache(**(defaults | {"on_message": self.messages.append} | fields))
 
     def run(self, tokens: list[int], cache: PrefixCache | None = None) -> tuple[torch.Tensor, int]:
         """Return the logits after `tokens`, which are kept then, and the number of cached ones."""

@@ -22,7 +22,7 @@ ALLOWED = {
     "__main__:_interrupted": "the last line on stderr",
     "record.jsonl:AppendLog.open": "an append-only log",
     "record.jsonl:AppendLog._save": "lines of a log that was taken away, in a new file",
-    "record.jsonl:_keep_aside": "an append-only log",
+    "record.jsonl:_keep_garbled": "an append-only log",
     "record.jsonl:_append": "an append-only log",
     "record.jsonl:_cut": "cuts a torn line off a log",
     "job.batch.ledger:Ledger._begin": "replaces a log by its first line, which is synced before",

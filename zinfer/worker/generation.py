@@ -12,15 +12,9 @@ from zinfer.generation.prefix_cache import KeptFolder
 from zinfer.generation.sampling import Score
 from zinfer.generation.scheduler import ContinuousScheduler, Sequence
 from zinfer.worker.session import Session
-from zinfer.worker.tasks import Added, AddRequests, BatchStart, BatchStarted, BatchStep, BatchStepped
+from zinfer.worker.tasks import BatchStart, BatchStarted, BatchStep, BatchStepped
 
 ANSWER_S = 1.0  # seconds of decoding before an answer, unless a row ends
-
-
-def add_requests(session: Session, command: AddRequests) -> Added:
-    """Let requests wait for the next task that takes them."""
-    session.added += list(command.requests(session.added[-1] if session.added else None))
-    return Added()
 
 
 def batch_start(session: Session, command: BatchStart) -> BatchStarted:

@@ -24,7 +24,7 @@ from zinfer.record.measurement import Effective, Measurement, Status
 from zinfer.record.stats import relative_half_width
 from zinfer.worker.failure import TaskFailure, failure_of
 from zinfer.worker.process import WorkerDied, now, versions
-from zinfer.worker.tasks import TASKS, About, Facts, Load, Loaded, Measure, Measured
+from zinfer.worker.tasks import TASKS, About, Added, AddRequests, Facts, Load, Loaded, Measure, Measured
 
 if TYPE_CHECKING:
     from zinfer.engine.base import Engine
@@ -187,6 +187,12 @@ def facts_of(plan: Plan) -> Facts:
 def about(session: Session, _command: About) -> Facts:
     """Return the facts of the load."""
     return session.facts
+
+
+def add_requests(session: Session, command: AddRequests) -> Added:
+    """Let requests wait for the next task that takes them."""
+    session.added += list(command.requests(session.added[-1] if session.added else None))
+    return Added()
 
 
 def measure(session: Session, command: Measure) -> Measured:

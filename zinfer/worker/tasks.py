@@ -302,7 +302,7 @@ TASKS: Mapping[str, Task] = {
     "measure": Task(Measure, Measured, "zinfer.worker.session:measure"),
     "measure_requests": Task(MeasureRequests, RequestsMeasured, "zinfer.worker.requests:measure_requests"),
     "batch_start": Task(BatchStart, BatchStarted, "zinfer.worker.generation:batch_start"),
-    "add_requests": Task(AddRequests, Added, "zinfer.worker.generation:add_requests"),
+    "add_requests": Task(AddRequests, Added, "zinfer.worker.session:add_requests"),
     "batch_step": Task(BatchStep, BatchStepped, "zinfer.worker.generation:batch_step"),
     "prefix_reuse": Task(PrefixReuse, PrefixReused, "zinfer.worker.prefix_reuse:prefix_reuse"),
     "logits_record": Task(LogitsRecord, LogitsRecorded, "zinfer.worker.teacher_forcing:logits_record"),

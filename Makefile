@@ -55,9 +55,9 @@ demo: .venv/installed
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-# Run the tests that load no torch and draw no report.
+# Run the tests that load no torch and take no seconds: a minute on two cores.
 quick: setup
-	$(BIN)/python -m pytest --quick -n 2
+	$(BIN)/python -m pytest --quick -n 2 --dist loadfile
 
 # Compare small random models of every causal type of the installed transformers, in every way, with `generate`.
 conformance: setup

@@ -1,9 +1,7 @@
-"""Quick tests (``make quick``): all that load no torch, here and in the processes that they start, and draw little.
+"""Quick tests (``make quick``): those that load no torch, here and in processes that they start, and take no seconds.
 
-A file belongs to them if importing it imports no torch; in it a test does unless it is marked ``torch`` or uses the
-fixture `checkpoint`. torch cannot be imported in such a run, so that a test which does fails. Files that are marked
-``drawing`` make reports and figures for most of a minute, and those marked ``ends`` wait for processes that they kill:
-both are left out, too.
+A file belongs to them if importing it imports no torch; in it a test does unless it is marked ``torch`` or ``long`` or
+uses the fixture `checkpoint`. torch cannot be imported in such a run, so that a test which does fails.
 """
 
 import ast
@@ -81,9 +79,7 @@ class Quick:
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         heavy = [
-            item
-            for item in items
-            if any(map(item.get_closest_marker, ("torch", "drawing", "ends"))) or _makes_checkpoints(item)
+            item for item in items if any(map(item.get_closest_marker, ("torch", "long"))) or _makes_checkpoints(item)
         ]
         config.hook.pytest_deselected(items=heavy)
         items[:] = [item for item in items if item not in heavy]

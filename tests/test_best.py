@@ -120,7 +120,7 @@ def shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-@pytest.mark.drawing
+@pytest.mark.long
 @pytest.mark.parametrize("verb", ["best", "plot --format svg", "report"])
 def test_answers_are_for_this_machine(shipped: Path, verb: str) -> None:
     done = CliRunner().invoke(cli, verb.split())
@@ -234,7 +234,7 @@ def test_names_that_a_shell_would_read_are_quoted() -> None:
         assert "--option kv_offload=true" in command
 
 
-@pytest.mark.drawing
+@pytest.mark.long
 def test_no_verb_over_results_needs_torch_or_pyplot(results: Path, tmp_path: Path) -> None:
     script = (
         "import sys\n"

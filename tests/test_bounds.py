@@ -268,6 +268,7 @@ def test_studies_that_nobody_can_believe_are_left_out() -> None:
         assert [damage.line for damage in found.damaged] == [1]
 
 
+@pytest.mark.long
 def test_the_committed_records_are_believed() -> None:
     results = Path(__file__).parents[1] / "sweeps" / "results"
     records = read(results)

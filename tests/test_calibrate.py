@@ -320,6 +320,7 @@ def test_a_point_is_never_predicted_from_itself() -> None:
     assert (fit(odd, {"h100": H100})["stream"].error or 0) > 0.3
 
 
+@pytest.mark.long
 def test_leaving_a_point_out_is_a_fit_without_it() -> None:
     """Factors with a point left out equal those of a fit to all other points."""
     points, machines = committed.points()[::5], committed.machines()

@@ -20,7 +20,7 @@ from tools.campaign.shim import CHANGES, FAIL, FULL, KILL, SOURCE
 from tools.campaign.subject import Ended, children_of, descendants, python_path
 from zinfer.record import study
 
-pytestmark = pytest.mark.ends
+pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[1]
 

@@ -130,6 +130,7 @@ def test_connections_that_are_not_closed_are_seen(closes: bool) -> None:
             crowd.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", GREEDY)
 def test_a_greedy_client_sends_costly_requests_until_it_is_stopped(kind: str) -> None:
     with server() as port:

@@ -115,7 +115,7 @@ def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "out.jsonl"
 
 
-@pytest.mark.ends
+@pytest.mark.long
 def test_a_job_that_fails_is_named_and_the_others_count(output: Path) -> None:
     said: list[str] = []
     job, shards = MeasureShard(partial(first_fails, output)), Shard.all(2)
@@ -128,7 +128,7 @@ def test_a_job_that_fails_is_named_and_the_others_count(output: Path) -> None:
     assert len(read(output).points) == 10
 
 
-@pytest.mark.ends
+@pytest.mark.long
 def test_a_job_that_is_preempted_goes_on(output: Path) -> None:
     """Real jobs of submitit's local executor; the first gets the signal that Slurm sends before it takes a node."""
     told: list[int] = []
@@ -158,7 +158,7 @@ def test_a_job_that_is_preempted_goes_on(output: Path) -> None:
     assert [*output.parent.iterdir()] == [output]
 
 
-@pytest.mark.ends
+@pytest.mark.long
 def test_an_interrupt_keeps_what_the_jobs_have_written(output: Path) -> None:
     def interrupt(point: Measurement, resumed: bool) -> None:
         if point.case.workload.batch_size == 3:

@@ -59,7 +59,7 @@ def test_the_recipe_is_honest_and_short() -> None:
     assert len(recipe.batch_size) >= 3
 
 
-@pytest.mark.drawing
+@pytest.mark.long
 def test_the_demo_measures_draws_decides_and_explains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "sweeps" / "results" / slug()
     folder.mkdir(parents=True)

@@ -12,7 +12,7 @@ import pytest
 
 from tests import PATIENCE_S, environment
 
-pytestmark = pytest.mark.ends
+pytestmark = pytest.mark.long
 
 NUMBERS = [signal.SIGINT, signal.SIGTERM]
 SOON_S = 3.0

@@ -107,7 +107,7 @@ def test_the_clock_stands_in_one_place() -> None:
     assert clocks <= {"zinfer.worker.measure", "zinfer.worker.probe", "zinfer.engine.stream.trace"}
 
 
-@pytest.mark.drawing
+@pytest.mark.long
 def test_torch_is_never_imported_by_what_the_core_install_runs(tmp_path: Path) -> None:
     core = ["plan", "plot", "report", "best", "catalogue", "compare", "export", "batch", "study.reuse", "run", "serve"]
     script = (

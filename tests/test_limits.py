@@ -23,6 +23,7 @@ def usable() -> list[Any]:
     return [one for one in calibrate.fit_points(committed.points(), committed.machines()) if one.point.usable]
 
 
+@pytest.mark.long
 def test_no_measured_point_beats_its_limit(usable: list[Any]) -> None:
     assert len(usable) > 50
     faster = []
@@ -43,6 +44,7 @@ def test_no_measured_point_beats_its_limit(usable: list[Any]) -> None:
     assert faster == []
 
 
+@pytest.mark.long
 def test_a_limit_is_near_what_the_best_engine_reaches(usable: list[Any]) -> None:
     """A limit that nothing comes near is worthless: decode steps that stream come within a quarter. Where most layers
     stay, coded, the GPU is busy unpacking them, at a rate that no limit knows, and so is the CPU with the arithmetic of

@@ -44,7 +44,7 @@ def test_a_mutant_whose_source_has_changed_fails_loudly(example: Path, before: s
     assert (example / mutant.file).read_text() == SOURCE
 
 
-@pytest.mark.ends
+@pytest.mark.long
 def test_the_copy_is_what_is_tested(example: Path) -> None:
     tests = ("tests/test_sums.py::test_total",)
     assert run_tests(example, tests)[0] == 0

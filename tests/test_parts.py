@@ -91,6 +91,7 @@ def output(tmp_path: Path, measured: Path) -> Path:
     return tmp_path / "out.jsonl"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("total", [1, 2, LOADS, LOADS + 1])
 def test_shards_write_what_one_process_writes(tmp_path: Path, alone: Path, total: int) -> None:
     """Loads, rounds and batches, those found by doubling included, in the same order."""
@@ -130,6 +131,7 @@ def dying(monkeypatch: pytest.MonkeyPatch, path: Path, writes: int) -> None:
         monkeypatch.setattr(Store, name, partialmethod(write, before=vars(Store)[name]))
 
 
+@pytest.mark.long
 def test_a_shard_that_was_killed_at_any_line_goes_on(
     tmp_path: Path, alone: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,6 +291,7 @@ def test_a_damaged_point_is_measured_again(output: Path, alone: Path) -> None:
     assert sorted(map(repr, told(read(output)))) == sorted(map(repr, told(read(alone))))
 
 
+@pytest.mark.torch
 def test_the_command_measures_in_shards_what_it_measures_alone(folder: Path) -> None:
     words = [*SMALL, "--repeats", "1", "--batch-size", "1,2", "-o", "out.jsonl"]
     assert zinfer(folder, *words[:-1], "alone.jsonl").returncode == 0
@@ -314,6 +317,7 @@ def test_the_command_measures_in_shards_what_it_measures_alone(folder: Path) -> 
     assert [header.recipe for header in ours.headers] == [header.recipe for header in theirs.headers]
 
 
+@pytest.mark.torch
 def test_a_shard_without_a_load_has_nothing_to_do(folder: Path) -> None:
     words = [*SMALL, "--repeats", "1", "--batch-size", "1", "--offload", "none", "-o", "out.jsonl"]
     for shard in ("1/2", "2/2"):

@@ -130,7 +130,7 @@ def test_a_recipe_plans_bloom_on_several_machines(monkeypatch: pytest.MonkeyPatc
     assert "zinfer plan bloom-176b-machines" in str(refused.exception)
 
 
-@pytest.mark.drawing
+@pytest.mark.long
 def test_the_figure_is_dashed_and_the_same_every_time(tmp_path: Path) -> None:
     words = ("-m", "opt-30b", "--machine", "h100-80gb,gh200-96gb", "--calibrate", H100)
     for name in ("a.svg", "b.svg"):

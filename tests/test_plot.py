@@ -29,7 +29,7 @@ from zinfer.report.plot import figures as plot
 from zinfer.report.plot import style as chart
 from zinfer.report.plot.style import said
 
-pytestmark = pytest.mark.drawing
+pytestmark = pytest.mark.long
 
 CROWD = [
     point(

@@ -156,7 +156,7 @@ class Page(HTMLParser):
             self.alive.append(f"{tag} {attrs}")
 
 
-@pytest.mark.drawing
+@pytest.mark.long
 def test_figures_and_reports_of_hostile_names_are_inert(results: Path, tmp_path: Path) -> None:
     code, out, err, _ = run(["plot", str(results), "-o", "drawn", "--format", "svg"])
     assert code == 0, err

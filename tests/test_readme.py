@@ -36,6 +36,7 @@ TEXT = ROOT / pages.RESULTS / "nvidia-h100-80gb-hbm3" / "text"
 CODE = ROOT / "zinfer"
 
 
+@pytest.mark.long
 def test_pages_are_those_that_make_readme_writes(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -81,6 +82,7 @@ def test_the_header_of_a_sweep_has_its_description() -> None:
     assert Header(machine="h100").description == "", "as in records of earlier versions"
 
 
+@pytest.mark.long
 def test_figures_in_git_tell_of_the_points_of_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = tmp_path / "plots"
     monkeypatch.chdir(ROOT)

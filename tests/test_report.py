@@ -29,7 +29,7 @@ from zinfer.report.page import CONTRAST, DARK, LIGHT, TEXT_CONTRAST, contrast, r
 from zinfer.report.plot.style import PALETTE
 from zinfer.system.machines import load
 
-pytestmark = pytest.mark.drawing
+pytestmark = pytest.mark.long
 
 HOSTILE = '"><script>alert(1)</script><img src=http://example.com/x onerror=alert(1)> | `code` [a](b) # *b*'
 MACHINE = Machine(

@@ -16,7 +16,7 @@ from tests.results import case, point, sweep
 from tests.test_report import HOSTILE, WHOLE, invoke, store
 from zinfer.record.measurement import Measurement
 
-pytestmark = pytest.mark.drawing
+pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[1]
 WIDTHS = (1280, 400)

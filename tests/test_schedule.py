@@ -187,6 +187,7 @@ def rate(passes: list[Pass]) -> float:
 OTHERS: list[tuple[float, Callable[[], PassTimes], float]] = [(0.5, times, 0.1), (0.8, times, 0.1), (0.8, apart, 0.2)]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("sigma", "clock", "most_padding"),
     [
@@ -428,6 +429,7 @@ def test_requests_of_many_rows_share_them() -> None:
     served.until(lambda: served.rows[4] > 0, 1000)  # as soon as one has ended
 
 
+@pytest.mark.long
 def test_a_request_waits_for_few_rows_of_as_many_large_ones_as_there_is_room_for() -> None:
     """Each of those has one row, and as many to come, in the queue before it."""
     served = Served(Limits(1_000_000, 4))
@@ -464,6 +466,7 @@ def test_long_prompts_of_one_request_do_not_hold_up_short_ones_of_another() -> N
     served.finish()
 
 
+@pytest.mark.long
 def test_a_large_request_alone_is_as_fast_as_many_small_ones() -> None:
     """No row is kept free for others that might come, and none is given up."""
     dice = random.Random(8)
@@ -481,6 +484,7 @@ def test_rows_begin_in_turn() -> None:
     assert [row.key for row in fair_order(rows, {}, {0: 7, 1: 3, 2: 5})] == [3, 5, 0, 4, 1, 2]
 
 
+@pytest.mark.long
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 12), st.integers(1, 900), st.integers(1, 60),
                           st.integers(0, 20)), min_size=1, max_size=12),
        st.integers(2_000, 20_000), st.integers(1, 20),
@@ -500,6 +504,7 @@ def test_every_row_gets_its_tokens_whoever_comes(
     assert served.tokens == expected
 
 
+@pytest.mark.long
 @given(st.lists(st.tuples(st.integers(1, 900), st.integers(1, 200)), min_size=1, max_size=60),
        st.integers(2_000, 30_000), st.integers(1, 40), st.sampled_from([like_order, arrival_order]))  # fmt: skip
 @settings(max_examples=40, deadline=None)

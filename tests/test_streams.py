@@ -11,6 +11,7 @@ from tests.command import probed
 from tests.test_cli import TINY
 from zinfer.record.store import read
 
+pytestmark = pytest.mark.long
 WORDS = {
     0: ["plan", "--list", "models"],
     2: ["frobnicate"],

@@ -232,7 +232,7 @@ def test_a_failed_load_is_reported_once_and_the_next_runs(tmp_path: Path) -> Non
     assert exit_code(sweep, points[:1]) == 4
 
 
-@pytest.mark.ends
+@pytest.mark.long
 def test_thirty_kills_lose_and_double_nothing(tmp_path: Path) -> None:
     """SIGKILL at random moments of a sweep that is resumed each time; a point that was reported as stored must be on
     disk."""

@@ -146,7 +146,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.ends
+@pytest.mark.long
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_conversation_that_fails_harms_no_other(
     name: str, checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
@@ -187,7 +187,7 @@ READ_BADLY: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.ends
+@pytest.mark.long
 @pytest.mark.parametrize("name", READ_BADLY)
 def test_a_prompt_that_the_tokenizer_fails_at_harms_no_other(
     name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -218,7 +218,7 @@ LOADED_BADLY: dict[str, tuple[dict[str, Any], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.ends
+@pytest.mark.long
 @pytest.mark.parametrize("name", LOADED_BADLY)
 def test_a_tokenizer_that_cannot_be_loaded_is_one_line(
     name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -121,6 +121,7 @@ def found_in(source: str) -> set[str]:
     return finder.found
 
 
+@pytest.mark.long
 def test_nothing_writes_files_but_the_atomic_write_and_what_is_named() -> None:
     found = set()
     for path in sorted((ROOT / "zinfer").rglob("*.py")):

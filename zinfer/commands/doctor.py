@@ -20,7 +20,6 @@ PACKAGES = {
     "fastapi": "serve",
     "uvicorn": "serve",
     "prometheus-client": "serve",
-    "torchao": "torchao",
     "tensorrt": "tensorrt",
     "tensorrt-rtx": "tensorrt-rtx",
 }

@@ -53,7 +53,7 @@ SOURCE = "lognormal:20,6,max_input_len=50,max_output_len=12,sigma=0.5"
 
 @pytest.fixture(autouse=True)
 def _no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the collection of garbage before each point, which is most of the time without a model."""
+    """Skip garbage collection before each point. Without a model it takes most of the time."""
     monkeypatch.setattr("gc.collect", lambda: 0)
 
 
@@ -78,7 +78,7 @@ def measure(worker: InlineWorker, asked: RequestLoad, lengths: Sequence[Lengths]
 
 
 class Time:
-    """A clock on which a pass takes a second, and the sleeps that were asked for."""
+    """Fake clock on which a pass takes a second. It records the sleeps."""
 
     def __init__(self, engine: Any) -> None:
         self.now, self.slept, self.passes = 100.0, list[float](), 0
@@ -110,7 +110,7 @@ def worker_of(**options: Any) -> InlineWorker:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[RequestPoint, Time]]:
-    """Return a function that measures a load on an engine without a model, on a clock of its own."""
+    """Return a function that measures a load without a model. The engine has a clock of its own."""
 
     def run(asked: RequestLoad, **options: Any) -> tuple[RequestPoint, Time]:
         worker = worker_of(**options)
@@ -363,7 +363,7 @@ class Quick(InlineWorker):
 
 
 def swept(path: Path, sweep: Sweep, worker: Any = Quick, **seen: Any) -> Outcome:
-    """Run or resume a sweep on the engine without a model, with records in `path`."""
+    """Run or resume a sweep without a model, with records in `path`."""
     done = read(path) if path.is_file() else Records()
     sets = request_sets(sweep)
     jobs = prepare(sweep, MACHINE, lambda _load: Source(SPEC, "dummy", "r1"), lambda _load: TARGET, requests=sets)

@@ -129,7 +129,7 @@ def test_only_the_whole_key_is_accepted(server: Server) -> None:
 
 
 def test_a_body_must_be_declared_as_json(server: Server) -> None:
-    """A page in a browser could send any other to a server of this machine."""
+    """A browser page could send any other body to this server."""
     status, answer, _ = server.ask(TEXTS, ALL, KEY | {"content-type": "text/plain"})
     assert (status, answer["error"]["code"]) == (415, "unsupported_media_type")
 
@@ -196,7 +196,7 @@ def test_a_full_queue_refuses_and_loses_nothing() -> None:
 
 
 def test_a_request_of_many_rows_leaves_room_in_the_queue_and_comes_to_the_worker_once() -> None:
-    """It may fill the queue alone, and counts as a sixteenth of it beside others."""
+    """Alone it may fill the queue, beside others only a sixteenth."""
     gate, steps = threading.Event(), list[AddRequests]()
 
     class Noting(ServedRows):
@@ -307,7 +307,7 @@ def test_a_drain_has_an_end() -> None:
 
 
 def read_all(connection: socket.socket) -> bytes:
-    """All bytes of an answer, up to the end of its body or of the connection."""
+    """Read all bytes of an answer. They end with its body or with the connection."""
     connection.settimeout(60)
     found = b""
     while more := connection.recv(1 << 16):
@@ -398,8 +398,9 @@ async def many(port: int, count: int, ask: Callable[[int], dict[str, Any]]) -> l
 
 
 def check_load(count: int, **more: Any) -> None:
-    """Have `count` requests come at once, a tenth of which go away, and check that each other has its own answer or a
-    refusal, and that nothing is left of any."""
+    """Send `count` requests at once, a tenth of which are abandoned. Check that each other has its own answer or a
+    refusal, and that nothing is left of any.
+    """
     worker = ServedRows(steps=8)
     with serving(PLAN, lambda: worker, **more) as server:
         prompts = [f"a{1 + number % 30}/{1 + number % 40}/{number}" for number in range(count)]
@@ -450,7 +451,7 @@ def test_thousands_of_connections_at_once(waiting: int, monkeypatch: pytest.Monk
 
 @pytest.mark.slow
 def test_slow_readers_get_their_whole_text() -> None:
-    """Two hundred readers that take a few bytes at a time, each at its own pace; memory holds no more than answers."""
+    """Two hundred slow readers take a few bytes at a time; Memory holds no more than answers."""
     worker = ServedRows(steps=4)
 
     async def read(port: int, number: int) -> bytes:

@@ -132,7 +132,7 @@ class Lagging(Metronome):
 
 
 def test_work_counts_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TTFT ends when the first token exists, not when it is requested; So is each step's."""
+    """TTFT ends when the first token exists, not when it is requested. So is each step's."""
     engine, samples = Lagging(), Samples()
     monkeypatch.setattr(clock, "synchronize", engine.synchronize)
     run(engine, samples, repeats=2)

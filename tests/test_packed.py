@@ -220,15 +220,15 @@ def edit(name: str, value: Any) -> Callable[[dict[str, Any]], object]:
     return lambda content: content["images"][1].update({name: value})
 
 
-def block(place: int, value: Any) -> Callable[[dict[str, Any]], object]:
+def block(index: int, value: Any) -> Callable[[dict[str, Any]], object]:
     def change(content: dict[str, Any]) -> None:
-        next(iter(content["images"][1]["blocks"].values()))[place] = value
+        next(iter(content["images"][1]["blocks"].values()))[index] = value
 
     return change
 
 
-def chunk(place: int, value: Any) -> Callable[[dict[str, Any]], object]:
-    return lambda content: content["images"][1]["pieces"][0].__setitem__(place, value)
+def chunk(index: int, value: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda content: content["images"][1]["pieces"][0].__setitem__(index, value)
 
 
 INDEX_DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
@@ -337,7 +337,7 @@ def test_the_command_packs_and_the_engine_finds_it(
 
 
 def test_small_matrices_are_coded_as_one(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A 135M model's matrices are too small for a launch each; Those of a layer have more."""
+    """A 135M model's matrices are too small for a launch each. Those of a layer have more."""
     expected = tokens(str(spec.directory))
     monkeypatch.setattr(codec, "MIN_NUMEL", 150_000)
     done = CliRunner().invoke(cli, ["pack", "-m", str(spec.directory), "--dtype", "bf16"])

@@ -31,7 +31,7 @@ Patch = pytest.MonkeyPatch
 
 
 def one_by_one(engine: Engine, token_ids: Tensor, mask: Tensor, ways: Sequence[int]) -> list[Tensor]:
-    """Return the logits of prefill and decode steps, ``[B, V]`` each; For `ways` rows at a time."""
+    """Return the logits of prefill and decode steps, ``[B, V]`` each. A pass takes `ways` rows at a time."""
     logits_of: list[list[Tensor]] = []
     for rows in torch.arange(len(token_ids)).split(list(ways)):
         batch, logits = passes.prefill(engine, token_ids[rows], mask[rows], OUTPUT_LEN)

@@ -65,9 +65,9 @@ class Room:
 
 @pytest.fixture
 def room() -> Any:
-    created = Room()
-    yield created
-    created.reader.close()
+    found = Room()
+    yield found
+    found.reader.close()
 
 
 def test_a_short_prompt_waits_for_no_long_one(room: Room) -> None:

@@ -19,7 +19,7 @@ from zinfer.system import machines
 
 @pytest.fixture(scope="module")
 def usable() -> list[Any]:
-    """Return the committed points that were measured, each with its model, its machine and its placement."""
+    """Return the measured committed points. Each has its model, machine and placement."""
     return [one for one in calibrate.fit_points(committed.points(), committed.machines()) if one.point.usable]
 
 

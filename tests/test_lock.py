@@ -57,7 +57,7 @@ def lock(name: str) -> list[Locked]:
 
 
 def versions(name: str, machine: dict[str, str]) -> dict[str, str]:
-    """Return the version of each package of a lock that pip would install on `machine`."""
+    """Return the package versions that pip would install from a lock. `machine` holds the environment markers."""
     found: dict[str, str] = {}
     for one in lock(name):
         if one.requirement.marker is None or one.requirement.marker.evaluate(machine):

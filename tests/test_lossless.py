@@ -31,7 +31,7 @@ MIB = 1 << 20
 
 @pytest.fixture(autouse=True)
 def swift(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Use small buffers and few samples, so that it takes no time, in a folder apart from this machine's results."""
+    """Make the measurement fast with small buffers and few samples. Its results go to a temporary folder."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(codec, "SIZE", {"cpu": 2 * MIB})
     monkeypatch.setattr(probe, "BUDGET_S", 0.01)

@@ -27,7 +27,7 @@ PREFILL_S, STEP_S = 0.020, 0.005
 
 
 class Metronome(StepEngine):
-    """Prefill takes 20 ms, and the i-th call, if it is a decode step, 5 + i / 10, on a clock of its own."""
+    """Engine on a fake clock. Prefill takes 20 ms, the i-th call, if it is a decode step, 5 + i / 10."""
 
     def __init__(self) -> None:
         super().__init__(make_plan(CASE, SPEC, MACHINE))
@@ -132,7 +132,7 @@ class Lagging(Metronome):
 
 
 def test_work_counts_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TTFT is the time until the first token is there, not until it was asked for; so is each step's."""
+    """TTFT ends when the first token exists, not when it is requested. So is each step's."""
     engine, samples = Lagging(), Samples()
     monkeypatch.setattr(clock, "synchronize", engine.synchronize)
     run(engine, samples, repeats=2)
@@ -159,7 +159,7 @@ def test_a_gpu_is_waited_for_on_the_stream_that_computes(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("nan_at", [4, 5, 7])
 def test_output_that_is_no_number_ends_it(nan_at: int) -> None:
-    """In the prefill, a step, or the last step of the first run."""
+    """NaN in the prefill, a step, or the first run's last step."""
     engine, samples = Metronome(), Samples()
     engine.nan_at = nan_at
     run(engine, samples, repeats=2)
@@ -235,7 +235,7 @@ def test_rates_are_derived_from_the_samples() -> None:
 
 
 def test_the_link_is_busy_with_the_bytes_on_the_wire() -> None:
-    """Weights in 4 bits become 16 bits behind the link, whose share counts what crosses it."""
+    """4-bit weights cross the link as 16 bits. Its share counts what crosses it."""
     quantised = Effective(gpu_weight_bytes=0, streamed_bytes_per_step=69 * 10**9, wire_bytes_per_step=17_808_465_920)
     point = Measurement(
         case=CASE, status="ok", machine="m", ttft_ms=(400.0,), step_ms=((362.0,) * 3,), effective=quantised,

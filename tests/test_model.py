@@ -29,8 +29,7 @@ def build(spec: ModelSpec) -> torch.nn.Module:
 
 
 def cached_bytes_per_token(spec: ModelSpec, tokens: int = 3) -> int:
-    """Return the KV bytes that transformers itself keeps for one token, from the shapes of its cache after a forward
-    pass."""
+    """Return the KV bytes per token of transformers' own cache. They come from its shapes after a forward pass."""
     with torch.device("meta"):
         ids = torch.zeros(1, tokens, dtype=torch.long)
         cache = build(spec)(input_ids=ids, use_cache=True).past_key_values
@@ -47,7 +46,7 @@ NAMES = [
 
 @pytest.mark.parametrize("name", NAMES)
 def test_counts_are_those_of_the_transformers_model(name: str) -> None:
-    """The stored counts are those that `measure` finds now, and parameters are those of the model itself."""
+    """Stored counts equal those of `measure`. Parameters are those of the model itself."""
     spec = resolve.from_catalogue(name)
     assert json.loads(json.dumps(shapes.packed(measure(name, spec.config)))) == resolve._shapes()[name]
     real = build(spec)

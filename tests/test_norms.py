@@ -64,7 +64,7 @@ def test_norms_are_found_and_give_the_same(name: str, dtype: torch.dtype) -> Non
 
 
 class Centered(nn.Module):
-    """Norm whose name and weights are those of an RMS norm, and whose values are not."""
+    """Norm that resembles an RMS norm by name and weights only."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -63,7 +63,7 @@ def drive(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return a function that makes a small model, stored in a format of weights."""
+    """Return a function that saves a small model in a weight format."""
 
     @cache
     def make(stored: str) -> Path:
@@ -88,7 +88,7 @@ def equal(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> bool:
 
 
 def in_memory(folder: Path, drive: Path, codec_: str = "auto") -> tuple[list[torch.Tensor], Effective]:
-    """Return the tokens of a model whose layers are in host memory, and what happened."""
+    """Return tokens and effective placement of a model in host memory."""
     engine = load("stream", folder, "cpu", drive, "bfloat16", weight_codec=codec_)
     expected, effective = tokens(engine), engine.effective()
     engine.close()
@@ -508,7 +508,7 @@ print(steps(nvme).model_dump_json())
 
 @pytest.mark.slow  # imports everything in a process of its own
 def test_a_model_of_twice_the_limit_of_memory_runs(tmp_path: Path, drive: Path) -> None:
-    """All of a process's memory beyond its start is limited to half of the layers."""
+    """Limit the process's memory beyond its start to half the layers."""
     sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_attention_heads": 8, "num_key_value_heads": 8}
     folder = save_config(tmp_path / "large", "llama", num_hidden_layers=16, **sizes)
     little = save_config(tmp_path / "small", "llama")
@@ -565,7 +565,7 @@ def test_no_buffer_is_read_early_or_overwritten_late(
     sizes: list[int], depth: int, ring: int, passes: list[tuple[int, int, int]], kept: set[int],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:  # fmt: skip
-    """Passes of any mixture, with layers from disk and from host memory, and a host's ring of any size."""
+    """Mixed passes, layers from disk and host memory, any ring size."""
     folder = tmp_path_factory.mktemp("layers")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(packed_layer, "CHUNK_BYTES", 5000)
@@ -610,7 +610,7 @@ def test_a_trace_shows_the_reads_of_a_disk_beside_the_copies(tmp_path: Path, mon
 
 
 def from_disk(folder: Path, ring_bytes: int, kept: set[int]) -> Callable[..., DiskRing]:
-    """Return a function that makes a ring as `Bench` wants one, whose layers come from a file in `folder`."""
+    """Return a factory of disk rings for `Bench`. Their layers come from a file in `folder`."""
 
     def make(source: torch.Tensor, layers: list[Any], depth: int, device: torch.device, queues: Any) -> DiskRing:
         def from_zero() -> Any:

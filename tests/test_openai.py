@@ -79,7 +79,7 @@ def test_a_value_with_an_effect_is_refused_by_name(key: str, value: Any) -> None
 
 
 def test_special_tokens_are_those_of_the_endpoint() -> None:
-    """A prompt begins with them, and a chat has those of its template alone."""
+    """A completion's prompt begins with special tokens. A chat has those of its template alone."""
     with pytest.raises(Refused, match="add_special_tokens=false"):
         text(add_special_tokens=False)
     with pytest.raises(Refused, match="add_special_tokens=true"):

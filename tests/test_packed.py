@@ -92,7 +92,7 @@ def test_layers_that_stay_on_several_devices_come_from_packed_layers_too(
 
 @pytest.fixture
 def fp8(tmp_path: Path) -> ModelSpec:
-    """Return a model that is released in FP8, as `zinfer pack` takes it."""
+    """Return a model released in FP8, as `zinfer pack` takes it."""
     return resolve(str(quantized.fp8(save_checkpoint("llama", tmp_path / "fp8", hidden_size=256))), "bfloat16", None)
 
 
@@ -337,7 +337,7 @@ def test_the_command_packs_and_the_engine_finds_it(
 
 
 def test_small_matrices_are_coded_as_one(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The matrices of a 135M model have fewer weights than are worth a launch; those of a layer have more."""
+    """A 135M model's matrices are too small for a launch each. Those of a layer have more."""
     expected = tokens(str(spec.directory))
     monkeypatch.setattr(codec, "MIN_NUMEL", 150_000)
     done = CliRunner().invoke(cli, ["pack", "-m", str(spec.directory), "--dtype", "bf16"])

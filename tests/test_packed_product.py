@@ -91,7 +91,7 @@ def codes_of(name: str) -> Codes:
 
 
 def chunks_of(codes: Codes, dtype: torch.dtype, max_bytes: int) -> tuple[Run, Tensor]:
-    """Return a matrix in chunks, as a packed layer has them, and their bytes."""
+    """Return a matrix in chunks, like a packed layer's, and their bytes."""
     chunks = encode_chunks(codes, dtype, max_bytes)
     stride = -(-chunks[0][0].size // 256) * 256
     data, run = torch.zeros(stride * len(chunks), dtype=torch.uint8), None
@@ -201,14 +201,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 @contextmanager
 def unread() -> Iterator[None]:
-    """Let engines that load within unpack every layer, which no kernel reads from its codes."""
+    """Make engines loaded within unpack every layer. No kernel reads their codes."""
     with Patch.context() as patch:
         patch.setattr(stream, "PackedProducts", lambda _device: None)
         yield
 
 
 def start(directory: Path, scratch: Path, share: str = "100%", **options: Any) -> Any:
-    """Load an engine that keeps `share` of the weights quantised on the device, and reads their codes if `kernel`.
+    """Load an engine with `share` of its weights quantised on the device. It reads their codes if `kernel`.
 
     Its layer buffer holds NaN before a layer is unpacked.
     """
@@ -294,7 +294,7 @@ def test_many_tokens_are_multiplied_unpacked(
 def test_weights_that_are_read_without_a_product_are_unpacked(
     made: Callable[[str], Path], tmp_path: Path, kernel: Kernel
 ) -> None:
-    """Modules whose forward pass is another one, reads the weight after a product, or is hooked."""
+    """Modules with another forward pass, later reads of the weight, or hooks."""
     expected = run(start(made("int4 groups"), tmp_path, kernel=False))
     engine = start(made("int4 groups"), tmp_path)
     for layer in engine._layers:
@@ -460,7 +460,7 @@ def test_only_values_fill_a_lazy_weight() -> None:
 
 
 def test_tensors_of_another_kind_decide_what_is_done_with_a_lazy_weight() -> None:
-    """Whichever comes first, the weight is filled before the other kind's function gets it."""
+    """The weight is filled before the other kind's function gets it. Either kind may come first."""
     filled = list[int]()
 
     class Other(Tensor):
@@ -518,7 +518,7 @@ def test_the_kernel_compiles_for_an_h100() -> None:
 
 
 def main(path: Path) -> None:
-    """Compute products by the kernel, and an engine's tokens with and without it, and save them."""
+    """Save the kernel's products, and tokens with and without it."""
     from zinfer.engine.stream import product_kernel
 
     torch.set_grad_enabled(False)

@@ -98,8 +98,7 @@ def greedy(loaded: Engine, lengths: tuple[int, ...], count: int = OUTPUT_LEN) ->
 
 
 def check(loaded: Engine, directory: Path, offload: Offload) -> None:
-    """Check that two batches give the reference's tokens and that the engine streams the bytes that `offload`
-    promises."""
+    """Compare two batches with the reference. Also check that the engine streams the bytes that `offload` promises."""
     for lengths, expected in zip(BATCHES, reference(directory), strict=True):
         assert torch.equal(greedy(loaded, lengths), expected)
         loaded.clear()

@@ -52,7 +52,7 @@ def here(_nvme_path: str | None) -> Machine:
 def measure(
     plan: Sweep, output: Path, worker: FakeWorker, shard: Shard | None = None, signals: Any = None
 ) -> sweep.Outcome:
-    """Run `zinfer sweep --resume --force`, or a shard of it, on `MACHINE` with `worker`."""
+    """Run `zinfer sweep --resume --force`, or a shard, on `MACHINE` with `worker`."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(options, "this_machine", here)
         patch.setattr(process, "Worker", lambda *words, debug, **settings: worker(*words, **settings))
@@ -69,7 +69,7 @@ def part(output: Path, number: int, total: int) -> Path:
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Provide a folder with the records of the sweep in one process, and with three shards that have ended."""
+    """Provide records of a sweep in one process and in three shards."""
     folder = tmp_path_factory.mktemp("measured")
     measure(PLAN, folder / "alone.jsonl", Stamped(5))
     for shard in Shard.all(3):
@@ -94,7 +94,7 @@ def output(tmp_path: Path, measured: Path) -> Path:
 @pytest.mark.long
 @pytest.mark.parametrize("total", [1, 2, LOADS, LOADS + 1])
 def test_shards_write_what_one_process_writes(tmp_path: Path, alone: Path, total: int) -> None:
-    """Loads, rounds and batches, those found by doubling included, in the same order."""
+    """Loads, rounds and batches have the same order. Batches found by doubling are included."""
     output = tmp_path / "out.jsonl"
     for shard in reversed(Shard.all(total)):
         measure(PLAN, output, Stamped(5), shard)

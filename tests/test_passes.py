@@ -41,7 +41,7 @@ FIRST, SECOND = (9, 5, 7), (13, 4)
 
 
 def sequences(lengths: tuple[int, ...], more: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Left-padded prompts of `lengths` tokens, each with `more` behind it, and the prompts' mask."""
+    """Return left-padded prompts, `more` tokens after each, and the prompts' mask."""
     token_ids, mask = prompts(lengths)
     generator = torch.Generator().manual_seed(seed)
     return torch.cat([token_ids, torch.randint(4, 90, (len(lengths), more), generator=generator)], 1), mask
@@ -76,7 +76,7 @@ def keep_here(patch: Patch, here: int) -> None:
 def test_a_mixture_of_works_gives_each_its_logits(
     architecture: str, way: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    """A prompt in chunks beside rows that decode and rows whose drafts are verified."""
+    """Mix a chunked prompt with rows that decode or verify drafts."""
     small_blocks(monkeypatch)
     name, offload, options = WAYS[way]
     engine = load(name, checkpoint(architecture), offload, tmp_path, **options)
@@ -123,7 +123,9 @@ def test_windows_see_the_same_in_chunks(
 
 @pytest.mark.parametrize("name", STATEFUL)
 def test_states_take_prompts_as_a_whole(name: str, kind: kinds.Kinds, tmp_path: Path) -> None:
-    """Chunks of prompts are refused, as their states would differ from the whole prompt's. Steps share a trip."""
+    """Chunks of prompts are refused for models with states. The states would differ from the whole prompt's. Steps
+    share a trip.
+    """
     engine = load("stream", kind(name), "cpu", tmp_path)
     token_ids, mask = sequences((13, 5, 9), 4, 3)
     expected = alone(engine, token_ids, mask)
@@ -243,7 +245,7 @@ def test_works_share_a_trip_of_the_weights(way: str, checkpoint: Checkpoints, tm
 
 
 def test_memory_of_the_next_batch_is_what_the_others_leave(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    """Host memory of a micro-batch is its own while it runs, and the next one's when it is retired."""
+    """A running micro-batch keeps its host memory. It is the next one's when the batch is retired."""
     engine: Any = load("stream", checkpoint("llama"), "cpu", tmp_path, kv_offload="cpu", kv_attention="cpu")
     token_ids, mask = sequences(FIRST, 4, 1)
     one, _ = passes.prefill(engine, token_ids[:, :9], mask, 4)

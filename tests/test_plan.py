@@ -1,4 +1,4 @@
-"""Arithmetic of a plan, against published figures, and how often a sweep plans."""
+"""Plan arithmetic against published figures, and planning calls of a sweep."""
 
 from collections import Counter
 from collections.abc import Callable

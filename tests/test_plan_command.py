@@ -39,7 +39,7 @@ def test_every_option_is_an_axis() -> None:
 
 
 def test_drafts_count_by_their_acceptance() -> None:
-    """Geometric series of tokens, the time of drafting, and none where they do not pay."""
+    """Geometric series of tokens, drafting time, and no drafts without gain."""
     words = ("-m", "bloom-176b", "--machine", "h100-80gb", "--offload", "cpu", "--batch-size", "4")
     (plain,) = rows(*words)
     for acceptance in (0.0, 0.3, 0.7):

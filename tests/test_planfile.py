@@ -228,7 +228,7 @@ def test_no_plan_names_the_command_that_builds_one(folder: Path, key: PlanKey) -
 
 
 def _peak(folder: Path, directory: Path) -> int:
-    """Return the peak of anonymous memory (not pages of mapped files) during a build of `directory`."""
+    """Return the peak anonymous memory of a build. Pages of mapped files do not count."""
     process, peak = started(folder, "-m", str(directory), "--dtype", "bf16"), 0
     while process.poll() is None:
         used = re.search(r"RssAnon:\s+(\d+) kB", Path(f"/proc/{process.pid}/status").read_text())

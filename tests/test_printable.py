@@ -39,7 +39,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def harmful(text: str) -> set[str]:
-    """Return the characters of `text` that are controls, marks of direction, or have no width."""
+    """Return control, direction and zero-width characters of `text`."""
     bad = {letter for letter in text if unicodedata.category(letter) in ("Cc", "Cf", "Cs", "Zl", "Zp")}
     return bad - {"\n", "\t"}
 
@@ -116,7 +116,7 @@ def hostile(one: Measurement, **fields: Any) -> Measurement:
 
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
-    """Provide a folder of records and studies, and a machine, all of whose texts are hostile."""
+    """Provide records, studies and a machine with hostile texts."""
     folder = tmp_path / "sweeps" / "results" / "bad\x1b[31m <img src=x> $$ `x` ![](y) \u202e"
     folder.mkdir()
     points = [hostile(one) for one in sweep()[::3]]

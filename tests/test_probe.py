@@ -259,7 +259,7 @@ class CountedNvml(FakeNvml):
 
 
 def test_nvml_is_closed_after_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that is forked from one with an open NVML reads no driver: its results would have other settings."""
+    """A process forked with NVML open reads no driver. Its results would have other settings."""
     nvml = CountedNvml()
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     assert versions("stream")["driver"] == "580.1"
@@ -363,7 +363,7 @@ def test_machines_of_little_memory_keep_their_figures_apart(tmp_path: Path, monk
 def test_no_more_memory_is_planned_than_the_limit_in_force(
     recorded: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control group's limit has fallen since the probe, or the record came from elsewhere."""
+    """The control group's limit fell, or the record came from elsewhere."""
     monkeypatch.chdir(tmp_path)
     path = local.RESULTS / host.slug() / "machine.json"
     write(path, Machine(name=host.slug(), source="measured", host_bytes=recorded).model_dump_json())
@@ -427,7 +427,7 @@ def test_the_probe_takes_a_share_of_the_memory_that_is_left(
 
 
 def killed(times: int) -> tuple[str, ...]:
-    """Return a probe that is killed some times, before it writes a machine."""
+    """Return a probe killed `times` times before it writes a machine."""
     script = (
         "import os, sys, signal, json, pathlib\n"
         "tries = pathlib.Path('tries'); tries.write_text(tries.read_text() + ' '.join(sys.argv) + '\\n')\n"

@@ -36,7 +36,7 @@ FORMATS = {"int4": "pack-quantized", "int8": "int-quantized", "fp8": "float-quan
 
 
 def library(weight: Tensor, scheme: Scheme, size: int) -> tuple[dict[str, Tensor], Tensor]:
-    """Return what compressed-tensors stores of a weight, and the weight that it makes of that."""
+    """Return compressed-tensors' stored form of a weight, and the decoded weight."""
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
     from compressed_tensors.quantization.utils import calculate_qparams

@@ -71,7 +71,7 @@ def test_blocks_may_be_cut_at_the_end(tmp_path: Path) -> None:
 
 
 def test_cut_blocks_and_half_bytes_have_their_scales() -> None:
-    """Experts in one tensor whose last block is cut, or that share a scale; rows that end with half a byte."""
+    """Stacked experts whose last block is cut, or that share scales. Rows may end with half a byte."""
     codes = torch.randn(2, 5, 6).to(torch.float8_e4m3fn)
     blocks = torch.rand(2, 3, 2)
     spread = blocks.repeat_interleave(2, 1)[:, :5].repeat_interleave(3, 2)
@@ -136,7 +136,7 @@ def test_engines_generate_from_quantised_weights(name: str, offload: Any, tmp_pa
 
 
 def reordered(directory: Path) -> Path:
-    """Give each column of a checkpoint of compressed-tensors a group of its own choice (``actorder``)."""
+    """Give each column of a compressed-tensors checkpoint its own group (``actorder``)."""
 
     def change(tensors: dict[str, Tensor]) -> None:
         dice = torch.Generator().manual_seed(4)
@@ -220,7 +220,7 @@ def matrices(directory: Path) -> Iterator[tuple[str, Tensor, tuple[Codes, ...] |
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_weights_cross_the_link_as_they_are_stored(name: str, made: Callable[[str], Path]) -> None:
-    """Rows of codes, in chunks of a few rows, are unpacked to the weights, bit for bit."""
+    """Row chunks of codes unpack to the weights, bit for bit."""
     loaded = list(matrices(made(name)))
     assert loaded
     for entry, expected, several in loaded:

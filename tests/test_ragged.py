@@ -90,8 +90,9 @@ def test_rows_of_all_micro_batches_share_a_pass(
 def test_rows_on_the_device_join_those_of_others_though_the_cpu_attends_to_the_rest(
     name: str, shares: int, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    """One row of the second micro-batch is on the device and one in host memory. The rows that the CPU attends to share
-    another pass, and so they do where there are too few of them for one call of compiled code."""
+    """The second micro-batch has one device row and one host row. The rows that the CPU attends to share another pass,
+    and so they do where there are too few of them for one call of compiled code.
+    """
     monkeypatch.setattr(cpu_kernel, "MIN_HEADS_PER_THREAD", shares)
     calls: list[int] = []
     attend = cpu_kernel.attend
@@ -134,7 +135,7 @@ def test_layers_of_other_kinds_join_or_not(
 def test_a_model_that_attends_in_its_own_way_is_found_out(
     own: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    """Its rows are computed again, each micro-batch by itself, and never together any more."""
+    """Its rows are recomputed per micro-batch, and never batched together again."""
     engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
     real = ragged.attention
 

@@ -1,4 +1,4 @@
-"""Batch job on a real Ray of two nodes on this machine, which lose a task, a node, and the command itself."""
+"""Batch job on a real two-node Ray that loses its parts. A task, a node, and the command itself are lost."""
 
 import json
 import os
@@ -56,7 +56,7 @@ def test_without_ray_one_line_says_what_to_install(folder: Path, monkeypatch: py
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Provide a Ray of a head without CPUs, where the command runs, and of two nodes."""
+    """Provide a Ray of a head and two nodes. The command runs on the head, which has no CPUs."""
     pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
@@ -79,7 +79,7 @@ def start(folder: Path, cluster: Any) -> "subprocess.Popen[str]":
 
 @pytest.fixture
 def whole(folder: Path) -> dict[str, str]:
-    """Provide the answers of a job on one machine to requests of which one is long."""
+    """Return one machine's answers to requests, one of them long."""
     (folder / "prompts.jsonl").write_text(
         "".join(
             line(f"p{number}", prompt="ab" * (number % 7 + 1), max_tokens=LONG if number == 7 else 60, temperature=0)

@@ -43,7 +43,7 @@ def opened(tmp_path: Path) -> Checkpoint:
 
 @pytest.fixture(autouse=True)
 def no_other_readers() -> None:
-    """Collect sources that earlier tests have left in cycles of references, with their threads."""
+    """Collect sources, and their threads, that earlier tests left in cycles."""
     gc.collect()
     assert readers() == []
 
@@ -161,7 +161,7 @@ def test_a_header_that_is_wrong_is_refused(change: dict[str, Any], says: str, op
 
 
 def test_the_revision_changes_with_any_matrix(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    """Also where what ends the file, a norm that nobody trains, stays as it is."""
+    """The last tensor, an untrained norm, stays as it is."""
     directory = checkpoint("llama")
     other = tmp_path / directory.name
     shutil.copytree(directory, other)

@@ -80,7 +80,7 @@ def test_a_short_prompt_waits_for_no_long_one(room: Room) -> None:
 
 
 def test_a_prompt_that_takes_too_long_is_read_again_beside_the_short_ones(room: Room) -> None:
-    """Each of several that were read together is read alone first, since one is to blame."""
+    """Prompts that timed out together are read again one by one. One of them is to blame."""
     room.reader.add([("a", 1), ("b!", 2), ("c", 3)], "a")
     room.let("short", 4)
     room.wait(lambda: sorted(room.found) == [(1, [1]), (3, [1])])
@@ -107,7 +107,7 @@ def test_clients_take_turns(kind: str, room: Room) -> None:
 
 
 def test_bad_prompts_count_more_than_others(room: Room) -> None:
-    """A client that sends only such gets its next turn when another's good ones have been read."""
+    """A client of bad prompts waits until others' prompts are read."""
     for number in range(50):
         room.reader.add([(f"!{number}", ("bad", number))], "bad")
     for number in range(50):

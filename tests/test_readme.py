@@ -135,7 +135,7 @@ def test_the_readme_is_short() -> None:
 
 
 def by_hand(page: str) -> str:
-    """Return the text of a page without code, and without what cog writes."""
+    """Return a page's text without code and without cog's output."""
     text = re.sub(r"<!-- \[\[\[cog.*?\[\[\[end\]\]\] -->|```.*?```", "", TEXTS[page], flags=re.DOTALL)
     return re.sub(r"`[^`]*`", "", text)
 
@@ -152,7 +152,7 @@ def test_measured_numbers_stand_in_tables(page: str) -> None:
 
 
 def commands() -> list[str]:
-    """Return each ``zinfer ..`` of the code blocks, and of the text and tables if words follow the verb."""
+    """Return each ``zinfer ..`` command of code blocks, text and tables. In text and tables words follow the verb."""
     shell_lines = []
     for text in TEXTS.values():
         text = re.sub(r"<!-- \[\[\[cog.*?\[\[\[end\]\]\] -->", "", text, flags=re.DOTALL)
@@ -183,7 +183,7 @@ def texts_in(value: object) -> Iterator[str]:
 
 
 def test_documents_of_the_pages_run_commands_that_are_understood() -> None:
-    """Each shard of a document is one of as many as the document starts."""
+    """A document's shard count equals the number of shards it starts."""
     yaml = pytest.importorskip("yaml")
     blocks = re.findall(r"```yaml\n(.*?)```", TEXTS["docs/cluster.md"], flags=re.DOTALL)
     documents = [yaml.safe_load(block) for block in blocks]
@@ -222,7 +222,7 @@ def test_targets_of_make_exist(page: str) -> None:
 
 @cache
 def names_by_module() -> dict[str, dict[str, set[str]]]:
-    """Return the top-level names of each module of ``zinfer`` (without that prefix), and the attributes of classes."""
+    """Return ``zinfer``'s top-level names and class attributes, by module. Names of modules lack that prefix."""
     names = {}
     for path in CODE.rglob("*.py"):
         module = ".".join(path.relative_to(CODE).with_suffix("").parts).removesuffix(".__init__")
@@ -247,7 +247,7 @@ def _names(body: list[ast.stmt]) -> dict[str, set[str]]:
 
 
 def exists(name: str) -> bool:
-    """Tell whether `name` is a file, a module, a name in a module, or one that some module or class defines.
+    """Tell whether `name` is a file, module, or defined name.
 
     Files are named from the repository's root or from ``zinfer``; modules from ``zinfer``.
     """

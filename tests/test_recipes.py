@@ -47,7 +47,7 @@ def test_gpt_oss_fits_one_h100_with_125_gib_of_host_memory() -> None:
 
 
 def test_recipes_are_files_of_the_package() -> None:
-    """A link out of it would be broken wherever the package is copied alone."""
+    """A link out of the package would break in a copy."""
     assert not [path for path in SHIPPED.rglob("*") if path.is_symlink()]
     assert {path.parent.name for path in SHIPPED.rglob("*/*.toml")} == {"sweeps", "engines"}
     assert not [*ROOT.glob("sweeps/*.toml"), *ROOT.glob("engines/*.toml")], "these would hide the package's own"
@@ -105,7 +105,7 @@ def test_recipes_are_found_outside_the_checkout(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.slow
 def test_a_wheel_has_the_recipes(tmp_path: Path) -> None:
-    """Build and install a wheel as a user would, and read the recipes where no checkout is."""
+    """Install a built wheel and read its recipes without a checkout."""
     source = tmp_path / "source"
     tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
     for name in filter(None, tracked.split("\0")):

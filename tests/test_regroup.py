@@ -1,4 +1,4 @@
-"""Rows that move between micro-batches go on as each would alone, wherever their keys and values are."""
+"""Rows that move between micro-batches go on as if alone. Their keys and values may lie anywhere."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -35,7 +35,9 @@ FIRST, SECOND = (9, 5, 7), (13, 4)
 
 
 class Rows:
-    """Rows of several micro-batches, each with the tokens that follow and the logits that it has alone."""
+    """Rows of several micro-batches, with next tokens and expected logits. Each row's logits are those that it has
+    alone.
+    """
 
     def __init__(self, engine: Engine, within: float = 1e-4) -> None:
         self.engine, self.within = engine, within
@@ -60,7 +62,7 @@ class Rows:
         return batch
 
     def step(self, batches: dict[MicroBatch, list[str]]) -> None:
-        """Decode a token of every row of `batches` in one pass, and compare the logits."""
+        """Decode one token of every row, and compare the logits. All rows of `batches` share one pass."""
         works = []
         for batch, names in batches.items():
             assert batch.batch_size == len(names)
@@ -184,7 +186,7 @@ def test_rows_that_cannot_be_moved_are_refused(checkpoint: Checkpoints, tmp_path
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int8])
 @pytest.mark.parametrize("size", [64, 12, 6, 5])
 def test_slots_are_taken_bit_by_bit(size: int, dtype: torch.dtype) -> None:
-    """Whatever the number of bits of a position, and where they lie in memory."""
+    """Slots are copied bit by bit for any dtype and layout."""
     whole = torch.randint(-99, 99, (5, 3, 9, size + 2)).to(dtype)
     real = torch.rand(2, 8) > 0.4
     rows, held = torch.tensor([3, 1]), slice(2, 7)

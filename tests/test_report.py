@@ -58,7 +58,7 @@ class Report(NamedTuple):
     page: str  # HTML
 
     def rows(self, section: str, *heads: str) -> list[dict[str, str]]:
-        """Return the rows of the first Markdown table of a section that has columns `heads`, by column."""
+        """Return a section's first Markdown table with columns `heads`, by column."""
         parts = re.split(r"^## \d+\. (.+)$", self.text, flags=re.MULTILINE)
         for table in re.findall(r"(?:^\|.*\n)+", parts[parts.index(section) + 1], flags=re.MULTILINE):
             lines = [re.split(r" ?(?<!\\)\| ?", line.strip())[1:-1] for line in table.strip().split("\n")]
@@ -160,7 +160,7 @@ def test_the_summary_has_a_row_for_each_workload_then_decision_risks_and_signatu
 
 
 def test_nothing_is_recommended_that_had_no_alternative(tmp_path: Path) -> None:
-    """Neither a single configuration nor others that failed for another reason than memory make a choice."""
+    """A single configuration is no choice, whatever else failed. Only others short of memory count."""
     alone, size = [point(case(size, layers=None)) for size in (1, 2)], case(2, "deepspeed", layers=None)
     for nth, (others, verdict) in enumerate((
         ([], "no alternative measured"),

@@ -95,7 +95,7 @@ def hostile() -> list[Measurement]:
 
 
 def committed(folder: Path) -> Path:
-    """Write the report on the model with the most records of one machine."""
+    """Write the report on one machine's most measured model."""
     page = folder / "report.html"
     results = ROOT / "sweeps" / "results" / "nvidia-h100-80gb-hbm3"
     assert invoke("report", results, "--model", "bloom-176b", "-o", page).exit_code == 0

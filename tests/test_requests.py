@@ -53,7 +53,7 @@ SOURCE = "lognormal:20,6,max_input_len=50,max_output_len=12,sigma=0.5"
 
 @pytest.fixture(autouse=True)
 def _no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the collection of garbage before each point, which is most of the time without a model."""
+    """Skip garbage collection before each point. Without a model it takes most of the time."""
     monkeypatch.setattr("gc.collect", lambda: 0)
 
 
@@ -67,18 +67,18 @@ def rows(asked: RequestLoad) -> list[Lengths]:
 
 def measure(worker: InlineWorker, asked: RequestLoad, lengths: Sequence[Lengths], *sampling: Sampling) -> RequestPoint:
     """Measure random requests of these lengths."""
-    own = sampling or (GREEDY,) * len(lengths)
+    samplings = sampling or (GREEDY,) * len(lengths)
     requests = [
-        Request([], length.output_len, one, ignore_eos=True, key=key)
-        for key, (length, one) in enumerate(zip(lengths, own, strict=True))
+        Request([], length.output_len, row_sampling, ignore_eos=True, key=key)
+        for key, (length, row_sampling) in enumerate(zip(lengths, samplings, strict=True))
     ]
-    input_lens = [one.input_len for one in lengths]
+    input_lens = [length.input_len for length in lengths]
     command = MeasureRequests(case=worker.session.plan.case, load=asked, input_lens=input_lens)
     return worker.measure_requests(command, requests)
 
 
 class Time:
-    """A clock on which a pass takes a second, and the sleeps that were asked for."""
+    """Fake clock on which a pass takes a second. It records the sleeps."""
 
     def __init__(self, engine: Any) -> None:
         self.now, self.slept, self.passes = 100.0, list[float](), 0
@@ -110,7 +110,7 @@ def worker_of(**options: Any) -> InlineWorker:
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[RequestPoint, Time]]:
-    """Return a function that measures a load on an engine without a model, on a clock of its own."""
+    """Return a function that measures a load without a model. The engine has a clock of its own."""
 
     def run(asked: RequestLoad, **options: Any) -> tuple[RequestPoint, Time]:
         worker = worker_of(**options)
@@ -133,14 +133,16 @@ def test_a_closed_loop_keeps_its_requests_in_flight(in_flight: Any, measured: Me
     point, _ = measured(load(in_flight=in_flight))
     assert point.status == "ok", point.error
     asked = rows(point.requests)
-    assert [(one.input_len, one.tokens) for one in point.samples] == [(one.input_len, one.output_len) for one in asked]
-    assert sum(one.output_len for one in asked) == point.output_tokens
+    assert [(sample.input_len, sample.tokens) for sample in point.samples] == [
+        (request.input_len, request.output_len) for request in asked
+    ]
+    assert sum(request.output_len for request in asked) == point.output_tokens
     if in_flight == "auto":
         return
     for number, end in enumerate(point.pass_ms):
         start = point.pass_ms[number - 1] if number else 0.0
-        flying = [one for one in point.samples if one.arrived_ms <= start and one.passes[-1] >= number]
-        left = [one for one in point.samples if one.arrived_ms > start]
+        flying = [sample for sample in point.samples if sample.arrived_ms <= start and sample.passes[-1] >= number]
+        left = [sample for sample in point.samples if sample.arrived_ms > start]
         assert len(flying) == in_flight or (not left and len(flying) < in_flight), end
 
 
@@ -148,10 +150,12 @@ def test_the_longest_come_first_if_asked(measured: Measure) -> None:
     """The load then ends with short answers, and takes fewer passes."""
     given, _ = measured(load(in_flight=4, requests=30, seed=5))
     point, _ = measured(load(in_flight=4, requests=30, seed=5, order="longest-first"))
-    begun = sorted(point.samples, key=lambda one: (one.arrived_ms, one.runs[0][0]))
-    lengths = [one.output_len for one in begun]
+    begun = sorted(point.samples, key=lambda sample: (sample.arrived_ms, sample.runs[0][0]))
+    lengths = [sample.output_len for sample in begun]
     assert sorted(lengths[:4]) == sorted(lengths)[-4:]
-    assert [one.output_len for one in point.samples] == [one.output_len for one in given.samples], "by their numbers"
+    assert [sample.output_len for sample in point.samples] == [sample.output_len for sample in given.samples], (
+        "by their numbers"
+    )
     assert len(point.pass_ms) < len(given.pass_ms)
     assert point.requests.loop == "4 in flight, the longest first"
 
@@ -160,11 +164,11 @@ def test_an_open_loop_lets_requests_arrive_at_their_times(measured: Measure) -> 
     asked = load(request_rate=0.25, seed=3)
     point, fake = measured(asked)
     assert point.status == "ok", point.error
-    assert [one.arrived_ms / 1e3 for one in point.samples] == pytest.approx(asked.arrivals(), abs=1e-6)
+    assert [sample.arrived_ms / 1e3 for sample in point.samples] == pytest.approx(asked.arrivals(), abs=1e-6)
     assert fake.slept, "nothing ran while nothing had come"
     assert point.busy_ms == pytest.approx(1000 * len(point.pass_ms))
     assert point.wall_ms > point.busy_ms
-    assert all(one.passes[0] * 1000 <= point.wall_ms for one in point.samples)
+    assert all(sample.passes[0] * 1000 <= point.wall_ms for sample in point.samples)
     # a request that arrives within a pass waits for its end: its TTFT counts from its arrival, not from the next pass
     assert any(value % 1000 > 1 for value in point.of("ttft_ms"))
 
@@ -172,7 +176,7 @@ def test_an_open_loop_lets_requests_arrive_at_their_times(measured: Measure) -> 
 def test_arrivals_have_the_rate_and_follow_the_seed() -> None:
     many = load(requests=20_000, request_rate=2.0)
     times = many.arrivals()
-    gaps = [later - one for one, later in pairwise([0.0, *times])]
+    gaps = [later - earlier for earlier, later in pairwise([0.0, *times])]
     assert mean(gaps) == pytest.approx(0.5, rel=0.02)
     assert mean((gap - 0.5) ** 2 for gap in gaps) == pytest.approx(0.25, rel=0.05), "a Poisson process: variance 1/r^2"
     assert times == sorted(times) == many.arrivals()
@@ -191,27 +195,27 @@ def test_the_steady_rate_leaves_out_the_beginning_and_the_end() -> None:
 
 def test_all_at_once_wait_for_their_turn(measured: Measure) -> None:
     point, _ = measured(load(request_rate="inf"))
-    assert {one.arrived_ms for one in point.samples} == {0.0}
-    assert point.of("ttft_ms") == [point.pass_ms[one.passes[0]] for one in point.samples]
+    assert {sample.arrived_ms for sample in point.samples} == {0.0}
+    assert point.of("ttft_ms") == [point.pass_ms[sample.passes[0]] for sample in point.samples]
 
 
 def test_statistics_are_those_of_the_samples(measured: Measure) -> None:
     point, _ = measured(load(in_flight=4))
     ends = point.pass_ms
     by_hand: dict[str, list[float]] = {"ttft_ms": [], "tpot_ms": [], "itl_ms": [], "e2e_ms": []}
-    for one in point.samples:
-        times = [ends[number] for number in one.passes]
-        by_hand["ttft_ms"].append(times[0] - one.arrived_ms)
-        by_hand["e2e_ms"].append(times[-1] - one.arrived_ms)
+    for sample in point.samples:
+        times = [ends[number] for number in sample.passes]
+        by_hand["ttft_ms"].append(times[0] - sample.arrived_ms)
+        by_hand["e2e_ms"].append(times[-1] - sample.arrived_ms)
         by_hand["itl_ms"] += [later - before for before, later in pairwise(times)]
         if len(times) > 1:
             by_hand["tpot_ms"].append((times[-1] - times[0]) / (len(times) - 1))
     for metric in METRICS:
-        values, found = sorted(by_hand[metric]), point.summary(metric)
+        values, summary = sorted(by_hand[metric]), point.summary(metric)
         assert sorted(point.of(metric)) == values
-        assert found is not None
-        assert found.mean == pytest.approx(mean(values))
-        for percent, value in ((50, found.p50), (90, found.p90), (99, found.p99)):
+        assert summary is not None
+        assert summary.mean == pytest.approx(mean(values))
+        for percent, value in ((50, summary.p50), (90, summary.p90), (99, summary.p99)):
             below = sum(other <= value for other in values)
             assert value in values
             assert below >= percent / 100 * len(values) > below - sum(other == value for other in values)
@@ -245,16 +249,16 @@ def test_memory_that_falls_short_once_is_a_retry(measured: Measure) -> None:
 def test_requests_are_sampled_as_their_rows_say(monkeypatch: pytest.MonkeyPatch) -> None:
     worker, seen, real = worker_of(), list[Any](), clock_of_requests.run_load
 
-    def watched(engine: Any, own: Any, *args: Any, **options: Any) -> None:
-        seen.extend(own)
-        real(engine, own, *args, **options)
+    def watched(engine: Any, requests: Any, *args: Any, **options: Any) -> None:
+        seen.extend(requests)
+        real(engine, requests, *args, **options)
 
     monkeypatch.setattr(clock_of_requests, "run_load", watched)
     hot = Sampling(temperature=0.5, seed="7")
     two = load(in_flight=2).model_copy(update={"requests": 2})
     point = measure(worker, two, [Lengths(3, 4)] * 2, hot, GREEDY)
     assert point.status == "ok", point.error
-    assert [one.sampling for one in seen] == [hot, GREEDY]
+    assert [request.sampling for request in seen] == [hot, GREEDY]
 
 
 def test_a_request_that_the_model_has_no_positions_for_is_unsupported() -> None:
@@ -271,9 +275,9 @@ def test_lengths_are_drawn_by_seed_within_their_limits() -> None:
     chats = LengthDistribution.parse("lognormal:245,106, max_input_len=1500, max_output_len=400,sigma=0.8")
     drawn = chats.draw(8000, 0)
     assert drawn == chats.draw(8000, 0) != chats.draw(8000, 1)
-    for values, middle, most in (([a for a, _ in drawn], 245, 1500), ([b for _, b in drawn], 106, 400)):
+    for values, middle, limit in (([a for a, _ in drawn], 245, 1500), ([b for _, b in drawn], 106, 400)):
         assert mean(values) == pytest.approx(middle, rel=0.04)
-        assert 1 <= min(values) <= max(values) == most
+        assert 1 <= min(values) <= max(values) == limit
     assert LengthDistribution.parse(chats.describe()) == chats
     assert set(LengthDistribution.parse("fixed:32,8").draw(9, 0)) == {(32, 8)}
     even = LengthDistribution.parse("uniform:100,10,spread=0.2").draw(2000, 0)
@@ -299,13 +303,13 @@ def test_a_record_is_read_as_it_was_written(tmp_path: Path, measured: Measure) -
     other, _ = measured(load(request_rate=0.5))
     with Store.open(tmp_path / "r.jsonl") as store:
         store.append_header(Header(machine="test"))
-        for one in (point, other, point):
-            store.append(one)
-    found = read(tmp_path / "r.jsonl")
-    assert found.requests == (point, other, point)
-    assert (found.points, found.damaged) == ((), ())
-    assert latest(found.requests) == (point, other)
-    assert latest((*found.requests, point.model_copy(update={"status": "cancelled"}))) == (point, other)
+        for record in (point, other, point):
+            store.append(record)
+    records = read(tmp_path / "r.jsonl")
+    assert records.requests == (point, other, point)
+    assert (records.points, records.damaged) == ((), ())
+    assert latest(records.requests) == (point, other)
+    assert latest((*records.requests, point.model_copy(update={"status": "cancelled"}))) == (point, other)
     line = (tmp_path / "r.jsonl").read_bytes().splitlines()[1]
     assert len(line) < 4000, "samples are compact"
 
@@ -327,9 +331,9 @@ def test_records_that_cannot_be_are_left_out(
     point, _ = measured(load(in_flight=4))
     path = tmp_path / "r.jsonl"
     path.write_bytes(seal("requests", finite(point.model_dump()) | fields) + b"\n")
-    found = read(path)
-    assert found.requests == ()
-    assert reason in found.damaged[0].reason
+    records = read(path)
+    assert records.requests == ()
+    assert reason in records.damaged[0].reason
 
 
 def test_samples_are_rows() -> None:
@@ -340,9 +344,9 @@ def test_samples_are_rows() -> None:
             number += dice.randrange(3)
             runs.append((number, dice.randrange(1, 5)))
             number += runs[-1][1]
-        one = RequestSample(input_len=3, output_len=99, arrived_ms=1.5, runs=tuple(runs))
-        assert RequestSample.model_validate(one.model_dump()) == one
-        assert len(one.passes) == one.tokens == len(set(one.passes))
+        sample = RequestSample(input_len=3, output_len=99, arrived_ms=1.5, runs=tuple(runs))
+        assert RequestSample.model_validate(sample.model_dump()) == sample
+        assert len(sample.passes) == sample.tokens == len(set(sample.passes))
     for wrong in ([1], [1, 2, 3, 4], [1, 2, -0.5, -1, 2], [1, 2, 3, 5, 2, 6, 1], [1, 2, float("nan")], ["a", 2, 3]):
         with pytest.raises(ValueError, match="RequestSample"):
             RequestSample.model_validate(wrong)
@@ -363,7 +367,7 @@ class Quick(InlineWorker):
 
 
 def swept(path: Path, sweep: Sweep, worker: Any = Quick, **seen: Any) -> Outcome:
-    """Run or resume a sweep on the engine without a model, with records in `path`."""
+    """Run or resume a sweep without a model, with records in `path`."""
     done = read(path) if path.is_file() else Records()
     sets = request_sets(sweep)
     jobs = prepare(sweep, MACHINE, lambda _load: Source(SPEC, "dummy", "r1"), lambda _load: TARGET, requests=sets)
@@ -380,19 +384,19 @@ def small(**fields: Any) -> Sweep:
 def test_each_load_is_a_point_that_is_resumed(tmp_path: Path) -> None:
     path, sweep = tmp_path / "r.jsonl", small(in_flight=[2, "auto"], request_rate=["inf"], sla="ttft:p99:<=:1h")
     outcome = swept(path, sweep)
-    assert [one.requests.loop for one in outcome.requests] == ["2 in flight", "auto in flight", "all at once"]
-    assert [one.status for one in outcome.requests] == ["ok"] * 3
+    assert [point.requests.loop for point in outcome.requests] == ["2 in flight", "auto in flight", "all at once"]
+    assert [point.status for point in outcome.requests] == ["ok"] * 3
     assert outcome.points == [], "no equal batch was asked for"
     assert read(path).damaged == ()
     assert read(path).requests == tuple(outcome.requests)
-    assert all(one.model_revision == "r1" and one.sla == ("ttft:p99:<=:1h",) for one in outcome.requests)
+    assert all(point.model_revision == "r1" and point.sla == ("ttft:p99:<=:1h",) for point in outcome.requests)
     seen = list[bool]()
     again = swept(path, sweep, requests=lambda _point, resumed: seen.append(resumed))
     assert again.requests == outcome.requests
     assert seen == [True] * 3
     assert len(read(path).requests) == 3
     more = swept(path, small(in_flight=[2, 3]))
-    assert [one.requests.in_flight for one in more.requests] == [2, 3]
+    assert [point.requests.in_flight for point in more.requests] == [2, 3]
     assert len(read(path).requests) == 4, "only the new load was measured"
     assert exit_code(sweep, outcome.all) == 0
 
@@ -415,9 +419,9 @@ def test_equal_batches_and_requests_take_turns_with_the_model_loaded_anew(tmp_pa
     assert order == ["batch 2", "batch 4", "auto in flight"] * 3
     assert len(loads) == 3
     assert (len(outcome.points), len(outcome.requests)) == (6, 3)
-    found = read(path)
-    assert (len(found.points), len(found.requests)) == (6, 3)
-    assert {one.case.workload.output_len for one in found.points} == {6}
+    records = read(path)
+    assert (len(records.points), len(records.requests)) == (6, 3)
+    assert {point.case.workload.output_len for point in records.points} == {6}
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:6]))  # cut after the second round's first point
     order.clear()
@@ -440,9 +444,9 @@ def test_failures_are_records_and_the_rest_goes_on(tmp_path: Path) -> None:
 
     sweep = small(in_flight=[2, 3])
     outcome = swept(path, sweep, Dies)
-    assert [one.status for one in outcome.requests] == ["timeout", "ok"]
+    assert [point.status for point in outcome.requests] == ["timeout", "ok"]
     assert exit_code(sweep, outcome.all) == 3
-    assert [one.status for one in swept(path, sweep).requests] == ["ok", "ok"], "a timeout gets another try"
+    assert [point.status for point in swept(path, sweep).requests] == ["ok", "ok"], "a timeout gets another try"
 
     class Interrupts(Quick):
         def measure_requests(self, command: MeasureRequests, requests: Sequence[Request]) -> RequestPoint:
@@ -454,7 +458,7 @@ def test_failures_are_records_and_the_rest_goes_on(tmp_path: Path) -> None:
         swept(path, small(in_flight=[5]), Interrupts)
     kept = read(path).requests
     assert read(path).damaged == ()
-    assert [one.status for one in kept] == ["timeout", "ok", "ok", "cancelled"]
+    assert [point.status for point in kept] == ["timeout", "ok", "ok", "cancelled"]
 
 
 def test_a_load_that_is_refused_is_the_status_of_its_first_point(tmp_path: Path) -> None:
@@ -465,7 +469,9 @@ def test_a_load_that_is_refused_is_the_status_of_its_first_point(tmp_path: Path)
 
     worker = partial(InlineWorker, instead={Load: refuse})
     outcome = swept(tmp_path / "r.jsonl", small(in_flight=[2, 3]), worker)
-    assert [(one.status, one.stage, one.requests.in_flight) for one in outcome.requests] == [("oom_host", "load", 2)]
+    assert [(point.status, point.stage, point.requests.in_flight) for point in outcome.requests] == [
+        ("oom_host", "load", 2)
+    ]
 
 
 OPENAI = '{"custom_id": "%s", "method": "POST", "url": "/v1/completions", "body": {"prompt": "%s", "max_tokens": %d}}\n'
@@ -477,35 +483,37 @@ def test_requests_of_a_file_have_its_texts_and_lengths(tmp_path: Path) -> None:
     outcome = swept(tmp_path / "r.jsonl", small(request_lengths=(), requests=str(file), num_requests=3))
     (point,) = outcome.requests
     assert point.status == "ok", point.error
-    assert [(one.input_len, one.tokens) for one in point.samples] == [(3, 2), (6, 3), (9, 4)], "a byte is a token"
+    assert [(sample.input_len, sample.tokens) for sample in point.samples] == [(3, 2), (6, 3), (9, 4)], (
+        "a byte is a token"
+    )
     assert point.requests.source.startswith("mine.jsonl ")
     assert str(tmp_path) not in point.model_dump_json()
     lengths = tmp_path / "lengths.jsonl"
     lengths.write_text('{"input_len": 7, "output_len": 2}\n\n{"input_len": 5, "output_len": 3}\n')
     (point,) = swept(tmp_path / "r.jsonl", small(request_lengths=(), requests=str(lengths), num_requests=None)).requests
-    assert [(one.input_len, one.tokens) for one in point.samples] == [(7, 2), (5, 3)]
+    assert [(sample.input_len, sample.tokens) for sample in point.samples] == [(7, 2), (5, 3)]
 
 
 def test_requests_of_a_file_are_sampled_as_they_ask(tmp_path: Path) -> None:
     file, asked = tmp_path / "mine.jsonl", OPENAI.replace("%d", '%d, "temperature": %s, "top_p": 0.9, "seed": 7')
     file.write_text(asked % ("a", "012", 2, "0") + asked % ("b", "012", 2, "0.5") + OPENAI % ("c", "012", 2))
-    (own,) = request_sets(small(request_lengths=(), requests=str(file), num_requests=None))
-    temperatures = [one.sampling.temperature for one in own.requests]
+    (request_set,) = request_sets(small(request_lengths=(), requests=str(file), num_requests=None))
+    temperatures = [request.sampling.temperature for request in request_set.requests]
     assert temperatures == [0, 0.5, 1], "OpenAI's default is 1"
-    assert [one.sampling.top_p for one in own.requests] == [0.9, 0.9, 1]
-    assert [one.sampling.seed for one in own.requests[:2]] == ["7", "7"]
+    assert [request.sampling.top_p for request in request_set.requests] == [0.9, 0.9, 1]
+    assert [request.sampling.seed for request in request_set.requests[:2]] == ["7", "7"]
 
 
 def test_a_count_with_x_is_a_multiple_of_the_requests_in_flight(tmp_path: Path) -> None:
     asked = small(in_flight=(2, 5), num_requests="3x")
-    assert [(one.load.in_flight, one.load.requests, len(one.requests)) for one in request_sets(asked)] == [
+    assert [(each.load.in_flight, each.load.requests, len(each.requests)) for each in request_sets(asked)] == [
         (2, 6, 6), (5, 15, 15),
     ]  # fmt: skip
     assert small(num_requests="12").num_requests == 12, "as the command line gives a number"
     file = tmp_path / "mine.jsonl"
     file.write_text('{"input_len": 7, "output_len": 2}\n' * 10)
     fields = {"request_lengths": (), "requests": str(file), "num_requests": "3x"}
-    assert [one.load.requests for one in request_sets(small(in_flight=(2, 3), **fields))] == [6, 9]
+    assert [request_set.load.requests for request_set in request_sets(small(in_flight=(2, 3), **fields))] == [6, 9]
     with pytest.raises(RequestsError, match="has 10 requests, and 12 are asked for"):
         request_sets(small(in_flight=(2, 4), **fields))
 
@@ -594,24 +602,24 @@ def test_requests_have_a_table_of_their_own_in_the_report(recorded: Path, tmp_pa
 
 
 def test_equal_batches_and_requests_are_never_mixed(recorded: Path, tmp_path: Path) -> None:
-    found = read(recorded)
+    records = read(recorded)
     best, *loads = json.loads(invoke("best", recorded, "--json").stdout)
     assert best["best"]["batch_size"] == 4
     assert best["best"]["prefill_tok_s"] > 0
-    assert [one["requests"]["in_flight"] for one in loads] == [2, "auto"], "groups of their own"
+    assert [load["requests"]["in_flight"] for load in loads] == [2, "auto"], "groups of their own"
     rows = json.loads(invoke("export", recorded, "--format", "json").stdout)
     assert {row["batch_size"] for row in rows} == {4}
     done = invoke("export", recorded, "--requests", "--format", "json")
     rows = json.loads(done.stdout)
-    assert len(rows) == len(found.requests)
-    for row, point in zip(rows, found.requests, strict=True):
+    assert len(rows) == len(records.requests)
+    for row, point in zip(rows, records.requests, strict=True):
         summary = point.summary("e2e_ms")
         assert summary is not None
         assert row["e2e_ms_p99"] == summary.p99
         assert row["output_tok_s"] == point.output_tok_s
         assert row["goodput_request_s"] == goodput(point)
         assert row["passes"] == len(point.pass_ms)
-    table = request_table([("a", found.requests[0])], goodput)
+    table = request_table([("a", records.requests[0])], goodput)
     kinds = list(table.columns.values())
     fits = [
         cell is None or isinstance(cell, kind | int if kind is float else kind)
@@ -634,9 +642,9 @@ def test_best_ranks_configurations_of_the_same_requests(tmp_path: Path) -> None:
     swept(path, small(request_rate=[5.0]))
     with Store.open(path) as store:
         *closed_loop, open_loop = read(path).requests
-        first, second = sorted(closed_loop, key=lambda one: one.output_tok_s or 0, reverse=True)
+        first, second = sorted(closed_loop, key=lambda point: point.output_tok_s or 0, reverse=True)
         quick = tuple(ms / 2 for ms in first.pass_ms)
-        arrived = tuple(one.model_copy(update={"arrived_ms": one.arrived_ms / 2}) for one in first.samples)
+        arrived = tuple(sample.model_copy(update={"arrived_ms": sample.arrived_ms / 2}) for sample in first.samples)
         drafted = first.case.model_copy(update={"options": (("draft", "ngram"),)})
         lossy = first.case.model_copy(update={"options": (("kv_cache_dtype", "int8"),)})
         faster = {"pass_ms": quick, "samples": arrived, "busy_ms": first.busy_ms / 2, "waiting_ms": 0.0}
@@ -644,14 +652,14 @@ def test_best_ranks_configurations_of_the_same_requests(tmp_path: Path) -> None:
         store.append(first.model_copy(update={"case": lossy, **faster}))
         store.append(open_loop.model_copy(update={"case": drafted, "status": "crashed"}))
     closed, open_group = json.loads(invoke("best", path, "--json").stdout)
-    assert [one["options"] for one in closed["by_load"]] == [{"draft": "ngram"}, {}, {"kv_cache_dtype": "int8"}]
-    assert [one["loads"] for one in closed["by_load"]] == [1, 2, 1]
+    assert [load["options"] for load in closed["by_load"]] == [{"draft": "ngram"}, {}, {"kv_cache_dtype": "int8"}]
+    assert [load["loads"] for load in closed["by_load"]] == [1, 2, 1]
     assert closed["best"]["output_tok_s"] == pytest.approx(2 * (first.output_tok_s or 0), rel=0.01), (
         "times in microseconds"
     )
-    told = closed["by_load"][1]
-    assert told["output_tok_s"] == pytest.approx(((first.output_tok_s or 0) + (second.output_tok_s or 0)) / 2)
-    assert told["tpot_ms"]["mean"] == closed_loop[-1].tpot_ms
+    averaged = closed["by_load"][1]
+    assert averaged["output_tok_s"] == pytest.approx(((first.output_tok_s or 0) + (second.output_tok_s or 0)) / 2)
+    assert averaged["tpot_ms"]["mean"] == closed_loop[-1].tpot_ms
     assert open_group["requests"]["request_rate"] == 5
     assert "zinfer serve" in open_group["best"]["use_command"]
     done = invoke("best", path)
@@ -691,10 +699,10 @@ def test_the_printed_commands_are_of_the_same_load(
     seen = list[RequestLoad]()
 
     def sets(sweep: Sweep) -> None:
-        (one,) = request_sets(sweep)
-        (told,) = sweep.loads()
-        assert dict(told.options) == {"draft": "ngram"}
-        seen.append(one.load)
+        (request_set,) = request_sets(sweep)
+        (load,) = sweep.loads()
+        assert dict(load.options) == {"draft": "ngram"}
+        seen.append(request_set.load)
         raise RecipeError("enough")
 
     monkeypatch.setattr("zinfer.job.requests.request_sets", sets)
@@ -711,7 +719,7 @@ def test_goodput_counts_the_requests_that_keep_every_level(measured: Measure) ->
     point, _ = measured(load(request_rate=0.7, seed=2))
     ttft, e2e = point.of("ttft_ms"), point.of("e2e_ms")
     bounds = sorted(ttft)[20] / 1e3, sorted(e2e)[15] / 1e3
-    both = sum(one / 1e3 <= bounds[0] and other / 1e3 <= bounds[1] for one, other in zip(ttft, e2e, strict=True))
+    both = sum(first / 1e3 <= bounds[0] and other / 1e3 <= bounds[1] for first, other in zip(ttft, e2e, strict=True))
     levels = [
         Sla(metric="ttft", statistic="p99", at_most=True, bound=bounds[0]),
         Sla(metric="e2e", statistic="p99", at_most=True, bound=bounds[1]),
@@ -719,8 +727,8 @@ def test_goodput_counts_the_requests_that_keep_every_level(measured: Measure) ->
     assert 0 < both < 30
     assert goodput(point, levels) == pytest.approx(both / (point.wall_ms / 1e3))
     assert goodput(point) is None, "no level was asked for"
-    found = {one.sla.metric: one.actual for one in check(point, levels)}
-    assert found == {"ttft": pytest.approx(max(ttft) / 1e3), "e2e": pytest.approx(max(e2e) / 1e3)}
+    actual = {result.sla.metric: result.actual for result in check(point, levels)}
+    assert actual == {"ttft": pytest.approx(max(ttft) / 1e3), "e2e": pytest.approx(max(e2e) / 1e3)}
 
 
 @pytest.mark.parametrize(
@@ -755,29 +763,29 @@ def test_a_command_measures_requests_on_a_real_model(tmp_path: Path, monkeypatch
     words += ["--num-requests", "9", "--in-flight", "3", "--request-rate", "inf"]
     done = invoke(*words)
     assert done.returncode == 0, done.stderr
-    found = read(Path("r.jsonl")).requests
-    assert [one.status for one in found] == ["ok", "ok"]
-    drawn = LengthDistribution.parse(found[0].requests.source).draw(9, 0)
-    for point in found:
-        assert [(one.input_len, one.tokens) for one in point.samples] == drawn
+    points = read(Path("r.jsonl")).requests
+    assert [point.status for point in points] == ["ok", "ok"]
+    drawn = LengthDistribution.parse(points[0].requests.source).draw(9, 0)
+    for point in points:
+        assert [(sample.input_len, sample.tokens) for sample in point.samples] == drawn
         assert point.link_busy
     assert "TTFT p99" in done.stderr
     again = invoke(*words, "--resume", "--json")
     assert again.stderr.count("[recorded]") == 2
     row, _ = json.loads(again.stdout)
-    assert row["ttft_ms"]["p99"] == found[0].summary("ttft_ms").p99  # type: ignore[union-attr]
+    assert row["ttft_ms"]["p99"] == points[0].summary("ttft_ms").p99  # type: ignore[union-attr]
     plans = invoke(*words, "--dry-run")
     assert "9 requests of lognormal:12,4" in plans.stdout
 
 
 def test_tables_tell_the_source_of_requests_in_the_caption_or_where_there_are_several_in_each_row() -> None:
-    one, few = request_point(), request_point(requests=RequestLoad(source="fixed:20,3", requests=3, in_flight=1))
+    single, few = request_point(), request_point(requests=RequestLoad(source="fixed:20,3", requests=3, in_flight=1))
     other = request_point(requests=RequestLoad(source="lognormal:20,3", requests=3, in_flight=2))
-    _, _, rates, *_ = report_requests.section([one, few])
+    _, _, rates, *_ = report_requests.section([single, few])
     assert isinstance(rates, Table)
     assert "requests of fixed:20, 3," in rates.caption
     assert [row.cells[1:3] for row in rates.rows] == [("3", "2 in flight"), ("3", "1 in flight")]
-    _, _, rates, *_ = report_requests.section([one, other])
+    _, _, rates, *_ = report_requests.section([single, other])
     assert isinstance(rates, Table)
     assert "fixed" not in rates.caption
     assert [row.cells[1] for row in rates.rows] == ["3 of fixed:20, 3", "3 of lognormal:20, 3"]
@@ -788,8 +796,8 @@ def test_the_recipe_of_chats_has_equal_rows_of_the_same_means() -> None:
     (chats,) = request_sets(wanted)
     assert wanted.rounds == 3
     assert (len(chats.requests), chats.load.in_flight) == (1000, "auto")
-    assert max(one.input_len for one in chats.requests) <= 1500
-    assert max(one.output_len for one in chats.requests) <= 400
+    assert max(request.input_len for request in chats.requests) <= 1500
+    assert max(request.output_len for request in chats.requests) <= 400
     assert list(wanted.lengths()) == [(245, 106)]
     assert chats.mean_lengths == pytest.approx((245, 106), rel=0.05)
 

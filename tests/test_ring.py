@@ -95,7 +95,7 @@ class FakeQueues:
         self._current = before
 
     def read_behind(self) -> None:
-        """Raise Race unless all that the second queue was given comes before what the first one is given next."""
+        """Raise Race unless the second queue ends before the first goes on."""
         self._after(("second", self._clocks["second"].get("second", 0)), "the second queue is not waited for")
 
     def finish(self) -> None:
@@ -125,7 +125,7 @@ class FakeQueues:
 
 
 class Layer(nn.Module):
-    """A layer that hands out its weight, and reads the fetches that it is due."""
+    """Layer that returns its weight, and reads the fetches due."""
 
     def __init__(self, index: int) -> None:
         super().__init__()
@@ -141,7 +141,7 @@ class Layer(nn.Module):
 
 @dataclass(frozen=True)
 class Answer:
-    """A fetch whose bytes tell the layer and the pass that they are for."""
+    """Fetch whose bytes name its layer and pass."""
 
     number: int
     run_pass: int = 0
@@ -155,8 +155,9 @@ class Answer:
 
 
 class Bench:
-    """A ring over `sizes`, the layers' lengths in bytes, whose copies and reads `queues` watches. With `hands_back`
-    each fetch is handed back when it was read, else at the end of the call."""
+    """Ring over `sizes`, the layers' lengths in bytes. Its copies and reads are watched by `queues`. With `hands_back`
+    each fetch is handed back when it was read, else at the end of the call.
+    """
 
     hands_back = False
     brings = True  # each layer is brought before its calls in the second queue
@@ -215,7 +216,8 @@ class Bench:
             self.ring.hand_back()
 
     def run_pass(self, calls: int = 1, fetches: Sequence[Answer] = (), second: int = 0) -> None:
-        """Call every layer `second` times in the second queue, then `calls` times in the first, in one pass.
+        """Call every layer `second` times, then `calls` times, in one pass. The second queue's calls come before the
+        first's.
 
         The last call borrows all fetches.
         """

@@ -28,7 +28,7 @@ TEXT = "def f(x):\n    return x + 1  # a function\n" * 20
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Make the checkpoint of one of `MIXTURES`, or of a model without experts, with a tokenizer of bytes."""
+    """Save a checkpoint of one of `MIXTURES`, or without experts. Its tokenizer is one of bytes."""
 
     def make(name: str) -> Path:
         more = {"vocab_size": 256, "max_position_embeddings": 128}
@@ -102,7 +102,7 @@ def test_rows_of_a_step_read_their_own_parts_of_the_text() -> None:
 
 
 def test_a_replay_meets_what_the_engine_meets(checkpoint: Callable[[str], Path]) -> None:
-    """Two rows that read two parts of a text, each from its first token on."""
+    """Two rows read two parts of a text from their start."""
     folder, tokens, length = checkpoint("qwen3_moe"), list(TEXT.encode()), 20
     spec = resolve.from_directory(folder).with_dtype("float32")
     rows = tokens[:length], tokens[57 : 57 + length]

@@ -56,8 +56,10 @@ def test_the_longest_waits_draw_what_can_be_drawn(monkeypatch: pytest.MonkeyPatc
 
 
 def test_tokens_drawn_of_two_models_are_often_the_same() -> None:
-    """Tokens follow the first model alone, and are the second one's as often as the waiting times have it: nearly as
-    often as rejection sampling accepts (Leviathan et al. 2023), one minus the total variation distance."""
+    """Tokens follow the first model, and often equal the second's. They are the same as often as the waiting times have
+    it, which is nearly as often as rejection sampling accepts (Leviathan et al. 2023), one minus the total variation
+    distance.
+    """
     torch.manual_seed(1)
     count = 40_000
     for noise in (0.3, 1.0, 3.0):

@@ -61,7 +61,7 @@ def apart() -> PassTimes:
 
 
 def lengths(count: int, mean: float, most: int, sigma: float, dice: random.Random) -> list[int]:
-    """Lengths of a log-normal distribution whose mean, before they are cut to `most`, is `mean`."""
+    """Return log-normal lengths of mean `mean`, cut to `most`. `mean` holds before the cut."""
     return [max(1, min(most, round(dice.lognormvariate(log(mean) - sigma**2 / 2, sigma)))) for _ in range(count)]
 
 
@@ -284,7 +284,7 @@ def test_engines_that_can_do_less_go_on_with_what_they_can(able: Abilities) -> N
 
 
 def test_prompts_of_all_lengths_hide_behind_the_link() -> None:
-    """A pass never takes longer than the link but for the least number of tokens; a long prompt comes in chunks."""
+    """Beyond the minimum tokens a pass never exceeds the link's time. A long prompt comes in chunks."""
     clock = times()
     rows = [PlannedRow(0, 20_000, 50), *(PlannedRow(key, 300, 50) for key in range(1, 60))]
     _, passes = simulate(rows, Limits(1_000_000), order=arrival_order)
@@ -414,7 +414,7 @@ def test_a_request_of_many_rows_does_not_hold_up_one_of_one_token(limits: Limits
 
 
 def test_requests_of_many_rows_share_them() -> None:
-    """Rows go from one request to the next until each has a part; one with a quarter gives none up."""
+    """Rows move between requests until each has its share. One with a quarter gives none up."""
     served = Served(Limits(1_000_000, 64))
     for request, parts in ((0, 1), (1, 2), (2, 3), (3, 4)):
         served.add(request, 256, 20, 600)
@@ -431,7 +431,7 @@ def test_requests_of_many_rows_share_them() -> None:
 
 @pytest.mark.long
 def test_a_request_waits_for_few_rows_of_as_many_large_ones_as_there_is_room_for() -> None:
-    """Each of those has one row, and as many to come, in the queue before it."""
+    """Each large request runs one row and queues as many more."""
     served = Served(Limits(1_000_000, 4))
     for request in range(4):
         served.add(request, 100, 20, 20 + request)
@@ -468,7 +468,7 @@ def test_long_prompts_of_one_request_do_not_hold_up_short_ones_of_another() -> N
 
 @pytest.mark.long
 def test_a_large_request_alone_is_as_fast_as_many_small_ones() -> None:
-    """No row is kept free for others that might come, and none is given up."""
+    """No row is held back for later requests, or given up."""
     dice = random.Random(8)
     needs = list(zip(lengths(1000, 100, 900, 0.8, dice), lengths(1000, 60, 300, 0.8, dice), strict=True))
     one, each = ([PlannedRow(key, *need, request * key) for key, need in enumerate(needs)] for request in (0, 1))
@@ -587,7 +587,7 @@ def test_a_share_of_weights_that_leaves_no_margin_leaves_rows(share: str, rows: 
 
 
 class Imperfect(PassTimes):
-    """A machine on which a fifth of the shorter of link and work does not hide behind the longer."""
+    """Machine whose link and work overlap only in part. A fifth of the shorter does not hide behind the longer."""
 
     def seconds(self, load: PassLoad) -> float:
         return super().seconds(load) + 0.2 * min(self.link_s, self.work_seconds(load))

@@ -53,7 +53,7 @@ def place(tmp_path: Path) -> Path:
 
 
 def killed(script: str, place: Path) -> Path:
-    """Run `script` until it has made its path, kill it, and return the path."""
+    """Kill `script` once its path exists, and return the path."""
     process = subprocess.Popen(
         [sys.executable, "-c", script, str(place)], stdout=subprocess.PIPE, env=environment(), text=True
     )

@@ -129,7 +129,7 @@ def free(server: Server, worker: InlineWorker) -> None:
 def test_greedy_text_is_that_of_transformers(
     client: openai.OpenAI, reference: Reference, server: Server, worker: InlineWorker
 ) -> None:
-    """A list of texts, the same as token ids, and one of them as a stream, at once and with others beside it."""
+    """Texts, token ids and a stream get the same answers. They are asked at once."""
     expected = [reference.text(reference.greedy(reference.ids(text), 12)) for text in PROMPTS]
     ids = [reference.ids(text) for text in PROMPTS]
     kind: dict[str, Any] = {"model": NAME, "max_tokens": 12, "temperature": 0}
@@ -254,7 +254,7 @@ def test_answers_to_one_prompt_have_it_read_once(directory: Path, monkeypatch: p
 def test_log_probabilities_of_an_echoed_prompt_are_those_of_transformers(
     client: openai.OpenAI, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Prompts of several lengths, computed in chunks, and an answer of no, one, and three tokens."""
+    """Prompts come in chunks, with answers of zero, one and three tokens."""
     monkeypatch.setattr(tuning, "TUNED", replace(tuning.TUNED, scored_logits=128 * 12))
     ids = [reference.ids(text) for text in PROMPTS]
     for count in (0, 1, 3):
@@ -279,7 +279,7 @@ def test_log_probabilities_of_an_echoed_prompt_are_those_of_transformers(
 
 
 def test_the_end_token_has_a_log_probability_though_it_has_no_text(client: openai.OpenAI, reference: Reference) -> None:
-    """Clients that score an echoed prompt drop the last place, that of the answer's only token, whatever it is."""
+    """Scoring clients of an echoed prompt drop the answer's only token."""
     prompt = reference.ending()
     kind: dict[str, Any] = {"model": NAME, "max_tokens": 1, "temperature": 0}
     found = client.completions.create(prompt=prompt, logprobs=1, echo=True, **kind).choices[0]

@@ -58,7 +58,7 @@ def test_a_wrong_method_says_which_are_right(server: Server, method: str, path: 
 
 
 def test_a_slash_at_the_end_is_answered_and_leads_nowhere_else(server: Server) -> None:
-    """A redirect would send the client, and its key, to the host that its own header names."""
+    """A redirect would lead to the host of the client's header. The client would send its key there."""
     evil = KEY | {"host": "evil.example"}
     assert server.ask("/health/", None, {"host": "evil.example"})[0] == 200
     assert server.ask("/v1/models/", None, evil)[1]["data"][0]["id"] == NAME

@@ -159,7 +159,7 @@ class Served:
 
 @contextmanager
 def process(folder: Path, *words: str, until: str = "serving", files: int | None = None) -> Iterator[Served]:
-    """A server that has said a word, `until`, and may have so many open files."""
+    """Start a server and wait for the word `until`. `files` limits its open files."""
     command = [sys.executable, "-m", "zinfer", "serve", "--port", "0", *words]
     if files is not None:
         command = ["/bin/sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", *command]

@@ -45,7 +45,7 @@ def connected(server: Server, count: int) -> Iterator[list[socket.socket]]:
 
 
 def ended(connection: socket.socket) -> bool:
-    """Tell whether the server has closed a connection, after what it has sent."""
+    """Tell whether the server closed a connection after its answer."""
     try:
         while connection.recv(1 << 16):
             pass
@@ -71,7 +71,7 @@ def open_at(server: Server) -> int:
 
 
 def trickle(connection: socket.socket, content: Callable[[], bytes]) -> float:
-    """Send a little, again and again, until the server has closed the connection; return the seconds."""
+    """Send a little repeatedly until the server closes the connection. Returns the seconds."""
     began = time.monotonic()
     try:
         while time.monotonic() - began < 60:
@@ -83,7 +83,7 @@ def trickle(connection: socket.socket, content: Callable[[], bytes]) -> float:
 
 
 def test_the_head_of_a_request_must_come_in_time(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A connection that sends nothing, half a head, a byte of a head now and then, and one that is not HTTP."""
+    """Connections that are idle, half sent, slow, or not HTTP."""
     monkeypatch.setattr(connections, "HEAD_S", 0.3)
     with connected(server, 3) as (idle, half, slow):
         half.sendall(HEAD)
@@ -116,7 +116,7 @@ def test_a_body_that_was_refused_does_not_hold_its_connection(server: Server, mo
 
 
 def test_answers_that_nobody_reads_do_not_hold_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Thousands of requests at once on one connection, the answers to which fill all buffers."""
+    """Fill all buffers with thousands of requests on one connection."""
     monkeypatch.setattr(connections, "STALLED_S", 0.3)
     worker = ServedRows()
     with serving(PLAN, lambda: worker, key="secret", buffer=4096) as server:
@@ -163,7 +163,7 @@ def test_a_new_connection_takes_the_place_of_one_whose_body_does_not_come(monkey
 
 
 def test_a_client_that_comes_at_the_end_is_no_fault() -> None:
-    """It connects in the turn of the event loop in which the server stops taking clients in."""
+    """The client connects in the very turn that stops accepting clients."""
 
     async def run(bound: socket.socket) -> None:
         faults = list[dict[str, Any]]()
@@ -184,7 +184,7 @@ def test_a_client_that_comes_at_the_end_is_no_fault() -> None:
 def test_a_body_that_does_not_come_does_not_hold_up_the_end(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Its connection is closed with the last ones, and no traceback is written about it."""
+    """Its connection closes with the last ones, without a traceback."""
     monkeypatch.setattr("zinfer.job.serve.server.LAST_S", 0.3)
     worker = ServedRows()
     with serving(PLAN, lambda: worker) as server, connected(server, 1) as (slow,):

@@ -36,8 +36,8 @@ POISON = prompt_ids("a5/30")[0]
 @pytest.fixture(scope="module")
 def server() -> Any:
     worker = ServedRows()
-    with serving(PLAN, lambda: worker, key="secret", max_waiting=8, max_bytes=4096) as found:
-        yield found
+    with serving(PLAN, lambda: worker, key="secret", max_waiting=8, max_bytes=4096) as running:
+        yield running
 
 
 def parts(server: Server, body: dict[str, Any]) -> socket.socket:
@@ -48,7 +48,7 @@ def parts(server: Server, body: dict[str, Any]) -> socket.socket:
 
 
 @pytest.mark.parametrize(
-    ("path", "body", "status", "param", "said"),
+    ("path", "body", "status", "param", "message"),
     [
         (TEXTS, b"{", 400, None, "the body"),
         (TEXTS, b"\xff", 400, None, "UTF-8"),
@@ -100,12 +100,12 @@ def parts(server: Server, body: dict[str, Any]) -> socket.socket:
     ],
 )  # fmt: skip
 def test_a_bad_request_names_its_fault(
-    server: Server, path: str, body: Any, status: int, param: str | None, said: str
+    server: Server, path: str, body: Any, status: int, param: str | None, message: str
 ) -> None:
-    found, answer, _ = server.ask(path, body, KEY)
-    assert found == status, answer
+    actual, answer, _ = server.ask(path, body, KEY)
+    assert actual == status, answer
     error = answer["error"]
-    assert said in error["message"]
+    assert message in error["message"]
     assert error["param"] == param
     assert error["code"]
     assert error["type"] == "invalid_request_error"
@@ -129,7 +129,7 @@ def test_only_the_whole_key_is_accepted(server: Server) -> None:
 
 
 def test_a_body_must_be_declared_as_json(server: Server) -> None:
-    """A page in a browser could send any other to a server of this machine."""
+    """A browser page could send any other body to this server."""
     status, answer, _ = server.ask(TEXTS, ALL, KEY | {"content-type": "text/plain"})
     assert (status, answer["error"]["code"]) == (415, "unsupported_media_type")
 
@@ -175,28 +175,32 @@ def test_a_full_queue_refuses_and_loses_nothing() -> None:
     worker.before = hold
     with serving(PLAN, lambda: worker, rows=1, max_waiting=2) as server:
         prompts = [f"a3/{size}" for size in range(20, 32)]
-        found: dict[str, Any] = {}
+        answers: dict[str, Any] = {}
         threads = [
-            threading.Thread(target=lambda one=one: found.update({one: server.ask(TEXTS, {"prompt": one})}))
-            for one in prompts
+            threading.Thread(
+                target=lambda prompt=prompt: answers.update({prompt: server.ask(TEXTS, {"prompt": prompt})})
+            )
+            for prompt in prompts
         ]
         for thread in threads:
             thread.start()
-        server.wait(lambda: len(found) == 10)
-        for status, answer, headers in found.values():
+        server.wait(lambda: len(answers) == 10)
+        for status, answer, headers in answers.values():
             assert (status, answer["error"]["code"]) == (429, "queue_full")
             assert int(headers["retry-after"]) > 0
-        answered = set(prompts) - found.keys()
+        answered = set(prompts) - answers.keys()
         gate.set()
         for thread in threads:
             thread.join()
-        assert {one: found[one][1]["choices"][0]["text"] for one in answered} == {one: text(one) for one in answered}
+        assert {prompt: answers[prompt][1]["choices"][0]["text"] for prompt in answered} == {
+            prompt: text(prompt) for prompt in answered
+        }
         server.wait(lambda: server.metric("zinfer_requests_total") == len(prompts))
         assert server.dispatcher.unfinished == 0
 
 
 def test_a_request_of_many_rows_leaves_room_in_the_queue_and_comes_to_the_worker_once() -> None:
-    """It may fill the queue alone, and counts as a sixteenth of it beside others."""
+    """Alone it may fill the queue, beside others only a sixteenth."""
     gate, steps = threading.Event(), list[AddRequests]()
 
     class Noting(ServedRows):
@@ -213,12 +217,12 @@ def test_a_request_of_many_rows_leaves_room_in_the_queue_and_comes_to_the_worker
     with serving(PLAN, lambda: worker, rows=2, max_waiting=8) as server:
         stops = ["x" * 1000] * 16
         many = {"prompt": ["a2000/9", "a3/9"], "n": 4, "stop": stops, "max_tokens": 3}
-        found: list[Any] = []
-        waiting = [threading.Thread(target=lambda: found.append(server.ask(TEXTS, many))) for _ in range(2)]
+        answers: list[Any] = []
+        waiting = [threading.Thread(target=lambda: answers.append(server.ask(TEXTS, many))) for _ in range(2)]
         for number, thread in enumerate(waiting):
             thread.start()
             server.wait(lambda: server.dispatcher.waiting == 8 * (number + 1))  # noqa: B023
-        others = [threading.Thread(target=lambda: found.append(server.ask(TEXTS, ALL))) for _ in range(6)]
+        others = [threading.Thread(target=lambda: answers.append(server.ask(TEXTS, ALL))) for _ in range(6)]
         for thread in others:
             thread.start()
         server.wait(lambda: server.dispatcher.waiting == 22)
@@ -226,9 +230,9 @@ def test_a_request_of_many_rows_leaves_room_in_the_queue_and_comes_to_the_worker
         gate.set()
         for thread in (*waiting, *others):
             thread.join()
-        assert [one[0] for one in found] == [200] * 8
-    assert sum(len(one.changes) for one in steps) == 22
-    sent = "".join(one.model_dump_json() for one in steps)
+        assert [answer[0] for answer in answers] == [200] * 8
+    assert sum(len(step.changes) for step in steps) == 22
+    sent = "".join(step.model_dump_json() for step in steps)
     assert sent.count("x" * 1000) == 2 * 16
     assert len(sent) < 2 * 16_000 + 2 * 2000 * 3 + 22 * 400
 
@@ -258,15 +262,15 @@ def test_an_engine_that_reuses_no_prefixes_says_so() -> None:
             assert request.cache_size == 5000
             return super()._start(session, request).model_copy(update={"cannot_reuse": "it has states"})
 
-    told: list[str] = []
-    with serving(PLAN, Whole, cache_size=5000, say=told.append) as server:
+    messages: list[str] = []
+    with serving(PLAN, Whole, cache_size=5000, say=messages.append) as server:
         assert server.ask("/health")[:2] == (
             200, {"status": "ok", "worker": "idle", "completions": "on", "chat": "off: no prompt",
                   "prefix_reuse": "off: it has states"},
         )  # fmt: skip
         status, answer, _ = server.ask(TEXTS, ALL)
         assert (status, answer["usage"]["prompt_tokens_details"]) == (200, {"cached_tokens": 0})
-    assert told == ["every prompt is computed whole: it has states"]
+    assert messages == ["every prompt is computed whole: it has states"]
     with serving(PLAN, ServedRows) as server:
         assert "memory" in server.ask("/health")[1]["prefix_reuse"]
 
@@ -285,7 +289,7 @@ def test_a_drain_finishes_what_runs_and_refuses_what_comes() -> None:
         refused = waiting.getresponse()
         assert refused.status == 503
         assert b"shutting down" in refused.read()
-        streamed, whole = (read_all(one) for one in running)
+        streamed, whole = (read_all(connection) for connection in running)
         assert streamed.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
         assert json.loads(whole.partition(b"\r\n\r\n")[2])["choices"][0]["text"] == text("a3/28")
         waiting.close()
@@ -296,30 +300,30 @@ def test_a_drain_finishes_what_runs_and_refuses_what_comes() -> None:
 def test_a_drain_has_an_end() -> None:
     worker = ServedRows(pause_s=0.05)
     with serving(PLAN, lambda: worker, drain_s=0.2) as server:
-        one = parts(server, {"prompt": "a3/10000", "max_tokens": 10000})
+        connection = parts(server, {"prompt": "a3/10000", "max_tokens": 10000})
         server.wait(lambda: len(worker.alive) == 1)
         began = time.monotonic()
         server.server.drain()
-        found = read_all(one)
-        assert found.startswith(b"HTTP/1.1 503")
-        assert b"shut down" in found
+        received = read_all(connection)
+        assert received.startswith(b"HTTP/1.1 503")
+        assert b"shut down" in received
         assert time.monotonic() - began < 15
 
 
 def read_all(connection: socket.socket) -> bytes:
-    """All bytes of an answer, up to the end of its body or of the connection."""
+    """Read all bytes of an answer. They end with its body or with the connection."""
     connection.settimeout(60)
-    found = b""
+    received = b""
     while more := connection.recv(1 << 16):
-        found += more
-        head, _, rest = found.partition(b"\r\n\r\n")
+        received += more
+        head, _, rest = received.partition(b"\r\n\r\n")
         if b"chunked" in head:
             if rest.endswith(b"0\r\n\r\n"):
                 break
         elif len(rest) >= int(head.lower().partition(b"content-length: ")[2].split()[0]):
             break
     connection.close()
-    return found
+    return received
 
 
 class Poisoned(ServedRows):
@@ -344,21 +348,23 @@ def test_a_row_that_kills_the_worker_ends_alone(dies: bool, monkeypatch: pytest.
     with serving(PLAN, make) as server:
         prompts = [f"a{size}/{20 + size}" for size in range(1, 20) if size != 5] + ["a5/30"]
         _, answer, _ = server.ask(TEXTS, {"prompt": prompts[:10]})
-        assert [one["text"] for one in answer["choices"]] == [text(one) for one in prompts[:10]]
-        found: dict[str, Any] = {}
+        assert [choice["text"] for choice in answer["choices"]] == [text(prompt) for prompt in prompts[:10]]
+        answers: dict[str, Any] = {}
         threads = [
-            threading.Thread(target=lambda one=one: found.update({one: server.ask(TEXTS, {"prompt": one})}))
-            for one in prompts
+            threading.Thread(
+                target=lambda prompt=prompt: answers.update({prompt: server.ask(TEXTS, {"prompt": prompt})})
+            )
+            for prompt in prompts
         ]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        assert found["a5/30"][0] == 500
+        assert answers["a5/30"][0] == 500
         why = "it ended" if dies else "GPU memory ran out"
-        assert found["a5/30"][1]["error"]["message"] == f"the worker failed: {why}"
-        for one in prompts[:-1]:
-            assert (found[one][0], found[one][1]["choices"][0]["text"]) == (200, text(one))
+        assert answers["a5/30"][1]["error"]["message"] == f"the worker failed: {why}"
+        for prompt in prompts[:-1]:
+            assert (answers[prompt][0], answers[prompt][1]["choices"][0]["text"]) == (200, text(prompt))
         assert (server.metric("zinfer_worker_restarts_total") > 0) == dies
         assert server.ask("/health")[0] == 200
 
@@ -384,22 +390,23 @@ def test_a_reader_that_stops_is_left_and_holds_nobody_up(monkeypatch: pytest.Mon
 async def many(port: int, count: int, ask: Callable[[int], dict[str, Any]]) -> list[bytes]:
     """Send `count` requests at once, each on its own connection; return the answers."""
 
-    async def one(number: int) -> bytes:
+    async def fetch(number: int) -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(request(ask(number), "connection: close"))
         if number % 10 == 9:  # goes away at once
             writer.close()
             return b""
-        found = await reader.read()
+        received = await reader.read()
         writer.close()
-        return found
+        return received
 
-    return await asyncio.gather(*(one(number) for number in range(count)))
+    return await asyncio.gather(*(fetch(number) for number in range(count)))
 
 
 def check_load(count: int, **more: Any) -> None:
-    """Have `count` requests come at once, a tenth of which go away, and check that each other has its own answer or a
-    refusal, and that nothing is left of any."""
+    """Send `count` requests at once, a tenth of which are abandoned. Check that each other has its own answer or a
+    refusal, and that nothing is left of any.
+    """
     worker = ServedRows(steps=8)
     with serving(PLAN, lambda: worker, **more) as server:
         prompts = [f"a{1 + number % 30}/{1 + number % 40}/{number}" for number in range(count)]
@@ -417,10 +424,10 @@ def check_load(count: int, **more: Any) -> None:
             assert head.startswith(b"HTTP/1.1 200"), answer[:300]
             if number % 3 == 0:
                 lines = [line[6:] for line in body.split(b"\n") if line.startswith(b"data: {")]
-                found = "".join(json.loads(line)["choices"][0]["text"] for line in lines)
+                received = "".join(json.loads(line)["choices"][0]["text"] for line in lines)
             else:
-                found = json.loads(body)["choices"][0]["text"]
-            assert found == text(prompt, 30)
+                received = json.loads(body)["choices"][0]["text"]
+            assert received == text(prompt, 30)
         assert bool(refused) == (more.get("max_waiting", 1024) < count)
         server.wait(lambda: not server.server.desk.exchanges and server.dispatcher.unfinished == 0)
         server.wait(lambda: not (worker.alive or worker.queue))
@@ -439,30 +446,30 @@ def test_many_requests_at_once_are_answered_or_refused() -> None:
 @pytest.mark.parametrize("waiting", [100_000, 64])
 def test_thousands_of_connections_at_once(waiting: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "HEAD_S", PATIENCE_S)  # the clients of this process connect, then send
-    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     try:
-        free = most - len(os.listdir("/proc/self/fd")) - 200
+        free = hard - len(os.listdir("/proc/self/fd")) - 200
         check_load(min(10_000, free // 2), rows=256, max_waiting=waiting)
     finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, most))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.mark.slow
 def test_slow_readers_get_their_whole_text() -> None:
-    """Two hundred readers that take a few bytes at a time, each at its own pace; memory holds no more than answers."""
+    """Two hundred slow readers take a few bytes at a time. Memory holds no more than answers."""
     worker = ServedRows(steps=4)
 
     async def read(port: int, number: int) -> bytes:
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=256)
         body = {"prompt": f"a3/{100 + number}", "max_tokens": 300, "stream": True}
         writer.write(request(body, "connection: close"))
-        found, dice = b"", random.Random(number)
+        received, dice = b"", random.Random(number)
         while more := await reader.read(dice.randint(1, 200)):
-            found += more
+            received += more
             await asyncio.sleep(dice.random() * 0.01)
         writer.close()
-        return found
+        return received
 
     async def all_of_them(port: int) -> list[bytes]:
         return await asyncio.gather(*(read(port, number) for number in range(200)))
@@ -510,8 +517,8 @@ def test_no_bytes_break_the_server(server: Server) -> None:
             connection.sendall(content + b"\r\n\r\n")
             connection.shutdown(socket.SHUT_WR)
             connection.settimeout(10)
-            found = connection.recv(100)
-        assert found == b"" or found.startswith(b"HTTP/1.1 4")
+            received = connection.recv(100)
+        assert received == b"" or received.startswith(b"HTTP/1.1 4")
 
     check()
     assert server.ask("/health")[0] == 200

@@ -40,7 +40,7 @@ def test_what_is_no_shard_is_refused(text: str) -> None:
 
 
 def answer(output: Path, shard: Shard, leave_out: int = 0, **settings: object) -> Path:
-    """Answer a shard's requests but the last `leave_out`, last first, as a job whose rows end in any order does."""
+    """Answer a shard's requests in reverse, but the last `leave_out`. A job whose rows end in any order does so."""
     path = shard.path(output)
     own = [request for request in shard.of(REQUESTS) if isinstance(request, BatchLine)]
     identity = {"prompts": PROMPTS, "model": "m", "shard": str(shard)} | settings
@@ -162,8 +162,7 @@ def test_shards_that_are_not_one_whole_job_are_refused(output: Path, damage: Cal
 
 
 def test_torn_lines_are_left_out_and_said(output: Path) -> None:
-    """A line that a kill tore stays in the middle of a file only where somebody else wrote behind it; its request has
-    an answer further down."""
+    """Torn lines stay where another process appended behind them. Its request has an answer further down."""
     path = SHARDS[0].path(output)
     path.write_bytes(b'{"id":"batch_r\n' + path.read_bytes())
     merged = merge(output, PROMPTS, REQUESTS)

@@ -47,7 +47,7 @@ class Bench:
         return PrefixCache(**(defaults | {"on_message": self.messages.append} | fields))
 
     def run(self, tokens: list[int], cache: PrefixCache | None = None) -> tuple[torch.Tensor, int]:
-        """Return the logits after `tokens`, which are kept then, and the number of cached ones."""
+        """Compute and cache `tokens`. Return the logits after them, and how many were cached before."""
         parts = cache.find(tokens) if cache else []
         ids = torch.tensor([tokens])
         logits = prefill(self.engine, ids, torch.ones_like(ids), past=parts)
@@ -83,7 +83,7 @@ def test_each_turn_finds_the_one_before_and_an_edited_one_their_beginning(bench:
 
 @pytest.mark.parametrize("piece", [1, 7, 1 << 30])
 def test_the_last_token_is_always_computed(bench: Bench, piece: int) -> None:
-    """Its logits are those of the next token, so `matched` and `find` leave it out, however much is kept."""
+    """`matched` and `find` leave out the last token. Its logits are those of the next one."""
     cache = bench.cache(chunk=piece)
     bench.run(TOKENS[:20], cache)
     for count in (1, 2, 7, 8, 19, 20):

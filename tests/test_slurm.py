@@ -1,4 +1,4 @@
-"""Sweep over a real Slurm of one node, whose jobs are preempted, cancelled and left alone."""
+"""Sweep over a real one-node Slurm whose jobs are disturbed. They are preempted, cancelled and left alone."""
 
 import json
 import re
@@ -126,7 +126,7 @@ def test_what_sbatch_refuses_is_one_line(folder: Path, cluster: dict[str, str]) 
 def test_the_script_of_the_page_answers_all_prompts(
     folder: Path, cluster: dict[str, str], checkpoint: Callable[..., Path]
 ) -> None:
-    """The array of docs/cluster.md and the job that merges, as they stand but for the GPU."""
+    """Run the array and merge scripts of docs/cluster.md without GPUs."""
     page = (Path(__file__).parents[1] / "docs" / "cluster.md").read_text()
     (script,) = [block for block in re.findall(r"```sh\n(.*?)```", page, re.DOTALL) if "#SBATCH" in block]
     assert " --gpus-per-node=1" in script

@@ -1,4 +1,4 @@
-"""Attention of few queries by a kernel that splits the positions of a head: the results of PyTorch's own.
+"""Test the split-positions attention kernel against PyTorch. It is for few queries, with the results of PyTorch's own.
 
 The kernels run in a process of their own (`tests.interpreter`).
 """
@@ -103,7 +103,7 @@ def test_other_calls_go_to_pytorch(name: str) -> None:
 
 
 def main(path: Path) -> None:
-    """Compute the results that the tests look at, where the interpreter runs the kernels."""
+    """Compute the tests' results where the interpreter runs the kernels."""
     from zinfer.engine.stream import attention_kernel as kernel
 
     results: dict[str, Any] = {"kernel": {}, "splits": []}

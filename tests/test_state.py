@@ -117,7 +117,7 @@ GLM: dict[str, object] = {
 
 @pytest.fixture(scope="module")
 def glm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a mixture of experts with a persistent buffer in 5 of its 6 layers, with different values in each."""
+    """Save a mixture with a persistent buffer in 5 of 6 layers. Its values differ between layers."""
     return save_config(tmp_path_factory.mktemp("glm"), "glm4_moe", **GLM)
 
 
@@ -282,7 +282,7 @@ def test_a_reader_that_skips_a_layer_gets_the_next(glm: Path) -> None:
 
 
 def test_float32_entries_of_shared_modules_stay_their_own(glm: Path) -> None:
-    """A module that occurs twice is cast once, and no entry replaces another one."""
+    """A module that occurs twice is cast once, without replaced entries."""
     empty = empty_model(resolve.from_directory(glm).with_dtype("bfloat16"))
     for name in ("again", "and_again"):  # the same modules under further names
         empty.model.add_module(name, empty.model.layers)

@@ -43,7 +43,7 @@ def reason(line: bytes) -> str:
 
 
 def resealed(**changes: object) -> bytes:
-    """A point's line with other fields and a right checksum, as a zinfer of another version would write it."""
+    """Return a point's line with changed fields and a right checksum. A zinfer of another version would write it so."""
     fields = json.loads(encode(POINTS[0])) | changes
     fields.pop("checksum")
     return jsonl.seal("point", fields)

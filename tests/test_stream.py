@@ -35,7 +35,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def layer_tensors(seed: int) -> dict[str, Tensor]:
-    """Return two matrices that shrink, a bias, and an odd tensor that does not."""
+    """Return two compressible matrices, a bias, and an odd tensor."""
     return {
         "a_weight": normal(256, 256 + seed),
         "a_bias": normal(256),
@@ -50,7 +50,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Code small tensors, too, and make chunks small, so that a matrix of a test has several."""
+    """Code small tensors too, in small chunks. A matrix of a test then has several."""
     monkeypatch.setattr(codec, "MIN_NUMEL", 0)
     monkeypatch.setattr(packed_layer, "CHUNK_BYTES", 3 * codec.BLOCK * 2)
 
@@ -106,7 +106,7 @@ def test_an_arena_that_grows_keeps_what_it_holds_and_has_an_end() -> None:
 
 
 class Layer(nn.Module):
-    """Module with parameters, which returns them with their values at the time of the call."""
+    """Module that returns its parameters' values at each call."""
 
     def __init__(self, tensors: dict[str, Tensor]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`zinfer run` shows text as it comes, in the order of its prompts, and keeps it when it is interrupted."""
+"""`zinfer run` streams text in prompt order, and keeps it when interrupted."""
 
 import json
 import os
@@ -127,7 +127,7 @@ def test_pieces_wait_for_whole_characters() -> None:
 
 def test_pieces_go_on_where_a_tokenizer_takes_characters_back() -> None:
     class Fallback:
-        """Bytes that follow each other become characters only if all of them do, as with `ByteFallback`."""
+        """Adjacent bytes become characters only together, like `ByteFallback`."""
 
         def decode(self, ids: list[int], before: Any = ()) -> str:
             runs = [(kind, [*run]) for kind, run in groupby(ids, lambda one: one < 256)]
@@ -195,7 +195,7 @@ class Cleaned:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_sequence_ends_with_the_token_that_completes_a_stop(seed: int) -> None:
-    """Stops across tokens, in the middle of them, and of which a part came before and did not go on."""
+    """Stops across tokens, within tokens, and after a false start."""
     dice = random.Random(seed)
     tokenizer = Cleaned([dice.choice(["ab", "a", "b", "aab", " ", " .", ".", " n't", "é"]) for _ in range(300)])
     whole = tokenizer.decode(list(range(300)))

@@ -67,7 +67,7 @@ def test_a_reader_that_has_gone_ends_a_command_in_peace(tmp_path: Path, words: l
 @pytest.mark.torch
 @pytest.mark.parametrize("streams", ["<&- >&- 2>&-", "2>/dev/full"])
 def test_records_are_whole_whatever_the_streams(tmp_path: Path, streams: str) -> None:
-    """With stderr closed its number would be that of the next file that is opened: the records."""
+    """With stderr closed the next open file gets its number. That file is the records."""
     probed(tmp_path)
     done = shell(
         tmp_path, f'exec "$@" {streams}', ["sweep", *TINY, "--offload", "none", "--batch-size", "1,2", "-o", "r.jsonl"]

@@ -25,8 +25,7 @@ from zinfer.worker.tasks import Measure, Measured
 
 
 def drive(batches: Batches, edge: int, failure: Status = "oom_gpu", rate: Callable[[int], float] = float) -> list[Try]:
-    """Return the batches that are tried on a machine where `edge` is the largest that runs, at `rate` tokens a
-    second."""
+    """Return the batches tried at `rate` tokens a second. `edge` is the largest that runs."""
     tried: list[Try] = []
     answer: Answer | None = None
     while True:
@@ -177,7 +176,7 @@ def test_auto_reports_the_edge(tmp_path: Path) -> None:
 
 
 def test_an_edge_that_the_engine_sets_is_found_like_one_of_memory(tmp_path: Path) -> None:
-    """A TensorRT plan has a largest batch of its own, beyond which it answers `unsupported`."""
+    """A TensorRT plan answers `unsupported` beyond its own largest batch."""
     auto = Sweep(model=("fake",), offload=("cpu",))
     refused: dict[int, Status] = dict.fromkeys(range(6, 200), "unsupported")
     points = run_inline(tmp_path / "r.jsonl", auto, FakeWorker(edge=999, fails=refused))

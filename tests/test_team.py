@@ -43,7 +43,7 @@ def single(checkpoint: Checkpoints, tmp_path: Path) -> Iterator[Engine]:
 
 
 def check_alone(engine: Engine, rows: list[Sequence], limits: list[int]) -> None:
-    """Check that rows got the tokens that each gets alone, up to its limit."""
+    """Compare rows' tokens with each row alone, up to its limit."""
     for row, limit in zip(rows, limits, strict=True):
         assert (row.error, row.finish_reason) == (None, "length")
         assert row.output_ids == alone(engine, row.prompt_ids, limit), row.key
@@ -129,7 +129,7 @@ def test_a_pass_that_fails_on_one_rank_fails_alone(
 
 
 def test_a_rank_without_room_leaves_all_alike(team: Engine, checkpoint: Checkpoints, monkeypatch: Patch) -> None:
-    """A micro-batch that one rank has no room for is refused, and the others go on."""
+    """Refuse a micro-batch that one rank cannot hold. The others go on."""
     token_ids, mask = prompts(BATCHES[0])
     for verb in ("place", "admit"):
         batch, logits = passes.prefill(team, token_ids, mask, OUTPUT_LEN)
@@ -152,7 +152,7 @@ def test_a_rank_without_room_leaves_all_alike(team: Engine, checkpoint: Checkpoi
 def test_running_rows_outlast_a_pass_without_memory_on_one_rank(
     team: Engine, single: Engine, monkeypatch: Patch
 ) -> None:
-    """One rank fails within a layer, while the other one goes to the end."""
+    """One rank fails within a layer, the other finishes the pass."""
     small(monkeypatch)
     running = ContinuousScheduler(team, Words(), LOAD)  # type: ignore[arg-type]
     running.schedule.step = 8
@@ -188,7 +188,7 @@ def test_a_step_has_a_timeline_with_gathers(team: Engine) -> None:
 
 
 def test_kv_caches_are_copied_and_reloaded(team: Engine, single: Engine) -> None:
-    """A copy of all rows, and one of each row for itself, in engines of one rank and of two alike."""
+    """Copy all rows, and each row, in engines of both sizes. One has one rank, the other two."""
     token_ids, mask = prompts(BATCHES[0])
     expected = go_on(single, token_ids, mask)
     prefill(team, token_ids, mask)

@@ -31,8 +31,7 @@ Patch = pytest.MonkeyPatch
 
 
 def one_by_one(engine: Engine, token_ids: Tensor, mask: Tensor, ways: Sequence[int]) -> list[Tensor]:
-    """Return the logits of a prefill and of the decode steps that follow it, ``[B, V]`` each; for `ways` rows at a
-    time."""
+    """Return the logits of prefill and decode steps, ``[B, V]`` each. A pass takes `ways` rows at a time."""
     logits_of: list[list[Tensor]] = []
     for rows in torch.arange(len(token_ids)).split(list(ways)):
         batch, logits = passes.prefill(engine, token_ids[rows], mask[rows], OUTPUT_LEN)
@@ -45,8 +44,9 @@ def one_by_one(engine: Engine, token_ids: Tensor, mask: Tensor, ways: Sequence[i
 
 
 def check_alike(team: Engine, single: Engine, rounding: float = 0.0) -> None:
-    """Check that a team of two has the logits of one rank that computes the same rows together, the very same or up to
-    a share `rounding` of the largest."""
+    """Compare a team of two's logits with one rank's. The one rank computes the same rows together. They are the very
+    same, or differ by a share `rounding` of the largest.
+    """
     token_ids, mask = prompts(BATCHES[0])
     both = one_by_one(team, token_ids, mask, [3])
     for mine, theirs in zip(both, one_by_one(single, token_ids, mask, [2, 1]), strict=True):

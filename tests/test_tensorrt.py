@@ -56,7 +56,7 @@ def build_here(library: Library, spec: ModelSpec, max_seq_len: int = MAX_LEN) ->
 
 
 def network_of(library: Library, spec: ModelSpec, tensors: dict[str, Tensor]) -> Any:
-    """Return the library's definition of a model's network, and the `Net` that made it."""
+    """Return the library's network of a model, and its `Net`."""
     messages = Messages(library.module)
     network = library.module.Builder(messages.logger).create_network(1)
     net = make_network(library, network, empty_model(spec), spec, tensors, MAX_LEN)

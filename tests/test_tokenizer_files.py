@@ -48,7 +48,7 @@ def refused(folder: Path, says: str) -> None:
 
 
 def trap(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Put modules and pickles that leave a mark when they run into `folder`; return the path of the mark."""
+    """Put code that leaves a mark when run into `folder`. It is in modules and pickles. Returns the mark's path."""
     mark = folder.parent / "mark"
     code = f"open({str(mark)!r}, 'w').close()\n"
     for name in ("tokenization.py", "modeling.py", "generate.py", "configuration.py"):

@@ -64,7 +64,7 @@ def change(path: Path, **fields: Any) -> None:
 
 
 def slow(folder: Path) -> None:
-    """Save a tokenizer that transformers computes in Python, of a vocabulary of lines."""
+    """Save a pure-Python tokenizer of transformers with a line vocabulary."""
     from transformers import CTRLTokenizer
 
     (folder / "vocab.json").write_text(json.dumps({"a": 0, "b": 1, "ab": 2, "<unk>": 3, "x</w>": 4, "a@@": 5}))
@@ -151,7 +151,7 @@ HOSTILE = {
 def test_a_conversation_that_fails_harms_no_other(
     name: str, checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Again and again, before and behind good ones, and the text of a completion beside it."""
+    """Repeat a failing conversation among good ones and a completion's text."""
     monkeypatch.setattr(tokenizer_process, "PROMPT_S", 1.0)
     monkeypatch.setattr(tokenizer_process, "QUICK_S", 0.3)
     monkeypatch.setattr(tokenizer_process, "REQUEST_BYTES", 1 << 28)

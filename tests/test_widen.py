@@ -1,4 +1,4 @@
-"""A KV cache of 8-bit numbers is widened by a kernel as by PyTorch, to the bit.
+"""Test the dequantise kernel of 8-bit KV caches against PyTorch. Both agree to the bit.
 
 The kernel runs in a process of its own (`tests.interpreter`).
 """
@@ -21,7 +21,9 @@ DTYPES = torch.float32, torch.bfloat16, torch.float16
 
 
 def inputs(shape: tuple[int, ...], device: str = "cpu") -> tuple[Tensor, Tensor]:
-    """Return numbers and scales of a cache with room for other rows and positions: small and large scales, and NaN."""
+    """Return numbers and scales of a cache with spare room. It has other rows and positions, small and large scales,
+    and NaN.
+    """
     rows, heads, positions, size = shape
     dice = torch.Generator().manual_seed(size)
     numbers = torch.randint(-127, 128, (rows + 1, heads, positions + 5, size), generator=dice).to(torch.int8)
@@ -34,7 +36,7 @@ def inputs(shape: tuple[int, ...], device: str = "cpu") -> tuple[Tensor, Tensor]
 
 
 def same(found: Tensor, expected: Tensor) -> bool:
-    """Tell whether two tensors are of one type and shape and have the same values; NaN is one value."""
+    """Compare the dtype, shape and values of two tensors. NaN is one value."""
     return found.dtype == expected.dtype and torch.equal(found.isnan(), expected.isnan()) and torch.equal(
         found.nan_to_num(), expected.nan_to_num()
     )  # fmt: skip
@@ -74,7 +76,7 @@ def test_the_kernel_gives_what_pytorch_gives_on_a_gpu(shape: tuple[int, ...], dt
 
 
 def run(folder: Path) -> list[Tensor]:
-    """Return the logits of a prompt and eight steps of a model whose KV cache is in int8."""
+    """Return int8-KV logits of a prompt and eight steps."""
     directory = save_config(folder, "bloom", **ARCHITECTURES["bloom"])
     engine = load("stream", directory, "cpu", folder, kv_cache_dtype="int8")
     ids = torch.arange(14).reshape(2, 7) % 11 + 3
@@ -85,7 +87,7 @@ def run(folder: Path) -> list[Tensor]:
 
 
 def main(path: Path) -> None:
-    """Save what the kernel computes, and what an engine does that uses it."""
+    """Save the kernel's results, and those of an engine that uses it."""
     from zinfer.engine.stream import widen_kernel as kernel
 
     results: dict[str, Any] = {"kernel": {}}

@@ -228,7 +228,7 @@ def test_a_worker_that_dies_is_reported_with_its_cause(fail: str, told: str, sta
 def test_a_worker_is_not_blamed_for_memory_that_others_lacked(
     at_its_end: int, status: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The kernel's killer struck before the worker's last answer, and perhaps at its end, too."""
+    """The OOM killer struck before the worker's last answer. It may have struck at its end, too."""
     counts = [0]
     monkeypatch.setattr(process, "_count_oom_kills", lambda: counts[0])
     worker = Worker(TARGET, timeout_s=PATIENCE_S)
@@ -281,7 +281,7 @@ def test_kills_for_want_of_memory_count_in_the_own_group_alone(tmp_path: Path, m
 def test_a_failure_ends_a_command_with_the_code_of_its_kind(
     error: Exception, status: str, exit_code: int, line: str
 ) -> None:
-    """The files' fault is 2, this machine's is 5, and ours is 1: while it loads, and later."""
+    """The files' fault exits 2, this machine's 5, and ours 1. They do so while it loads, and later."""
 
     def fail(*_: object) -> Any:
         raise error
@@ -318,7 +318,7 @@ def test_loading_failures_are_points_of_their_own() -> None:
 def test_no_other_weights_are_loaded_than_those_of_the_start(
     when: str, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """A worker that takes the place of one that died would go on with its rows on other weights."""
+    """A replacing worker would resume its rows on other weights."""
     folder = shutil.copytree(checkpoint("llama"), tmp_path / "model")
     source = find(str(folder), None, None, "safetensors")
 
@@ -362,7 +362,7 @@ def test_a_worker_does_not_outlive_its_parent(tmp_path: Path) -> None:
 
 
 def test_nothing_of_a_failed_attempt_stays_in_memory() -> None:
-    """Leftovers would make the next batch of a bisection run out of memory too early."""
+    """Leftovers would make a bisection's next batch exhaust memory early."""
     held: list[weakref.ref[torch.Tensor]] = []
 
     class Hungry(FakeEngine):
@@ -436,7 +436,7 @@ MESSAGES: dict[str, tuple[Command[Any], Message]] = {
 
 @pytest.mark.parametrize("name", TASKS)
 def test_each_task_goes_through_json_and_comes_back_as_it_was(name: str) -> None:
-    """Its function gets the request that was sent, whoever asks gets the answer that it gave; all are in the table."""
+    """Functions get the request sent, callers get the answer given. All tasks are in the table."""
     request, answer = MESSAGES[name]
     task = TASKS[name]
     assert (task.command, task.answer) == (type(request), type(answer))

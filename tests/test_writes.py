@@ -69,7 +69,7 @@ def mode_of(call: ast.Call, position: int) -> str:
 
 
 def writes(call: ast.Call) -> bool:
-    """Tell whether a call may open a file for writing, or create, rename or remove one."""
+    """Tell whether a call may write, create, rename or remove files."""
     function = call.func
     if isinstance(function, ast.Name):
         return function.id == "open" and (bool(WRITING & set(mode := mode_of(call, 1))) or mode == "?")

@@ -74,7 +74,7 @@ def test_a_zero_copy_transfer_overtakes_waiting_copies() -> None:
 
 
 def main(path: Path) -> None:
-    """Run the kernel on bytes of `SIZES`, with memory behind them that it must not touch."""
+    """Run the kernel on `SIZES` bytes before memory it must spare."""
     from zinfer.engine.zero_copy import copy
 
     copies = []

@@ -84,7 +84,7 @@ def test_an_answer_torn_at_any_byte_is_given_again(output: Path, monkeypatch: py
     monkeypatch.setattr("os.fsync", lambda _descriptor: None)
     whole = output.read_bytes()
     start = whole.index(b"\n") + 1
-    aside = output.with_name("out.jsonl.damaged")
+    damaged = output.with_name("out.jsonl.damaged")
     for end in range(start, len(whole)):
         output.write_bytes(whole[:end])
         with Ledger.open(output, SETTINGS, 7) as ledger:
@@ -93,7 +93,7 @@ def test_an_answer_torn_at_any_byte_is_given_again(output: Path, monkeypatch: py
             assert len(ledger.damaged) == (end > start and len(kept) == 1)
             ledger.add(RECORDS[len(kept) :])
         assert [json.loads(line) for line in output.read_text().splitlines()] == RECORDS
-    assert whole[start:-2] in aside.read_bytes()
+    assert whole[start:-2] in damaged.read_bytes()
 
 
 def test_unfinished_rows_keep_their_tokens(output: Path) -> None:

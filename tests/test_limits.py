@@ -20,7 +20,7 @@ from zinfer.system import machines
 @pytest.fixture(scope="module")
 def usable() -> list[Any]:
     """Return the measured committed points. Each has its model, machine and placement."""
-    return [one for one in calibrate.fit_points(committed.points(), committed.machines()) if one.point.usable]
+    return [point for point in calibrate.fit_points(committed.points(), committed.machines()) if point.point.usable]
 
 
 @pytest.mark.long
@@ -70,12 +70,12 @@ def test_a_limit_is_near_what_the_best_engine_reaches(usable: list[Any]) -> None
 def test_no_plan_says_that_a_batch_fits_which_ran_out_of_memory(calibrated: bool) -> None:
     factors = calibrate.fit(committed.points(), committed.machines()) if calibrated else {}
     seen = 0
-    for own in groups(committed.points()).values():
-        for edge in rates.edges(own):
+    for group in groups(committed.points()).values():
+        for edge in rates.edges(group):
             if edge.smallest_oom is None or edge.largest_ok is None:
                 continue
             spec = resolve(edge.load.model, edge.load.dtype, edge.load.layers)
-            machine, efficiency = committed.machines()[own[0].machine], factors.get(edge.load.engine)
+            machine, efficiency = committed.machines()[group[0].machine], factors.get(edge.load.engine)
             largest = Planner(edge.load, spec, machine, efficiency).max_batch(edge.load.workload)
             assert 0.8 * edge.largest_ok < largest < edge.smallest_oom, edge.load.label()
             seen += 1
@@ -87,7 +87,7 @@ def test_peaks_are_of_the_datasheet_and_of_the_wire() -> None:
     assert h100.matmul_flops == pytest.approx(989.4e12)
     assert h100.hbm_bandwidth == pytest.approx(3.35e12)
     assert h100.h2d_bandwidth == PCIE_BANDWIDTH[5]
-    measured = next(one for one in committed.machines().values() if one.gpu_name == "NVIDIA H200").at_peak()
+    measured = next(value for value in committed.machines().values() if value.gpu_name == "NVIDIA H200").at_peak()
     assert (measured.matmul_flops, measured.h2d_bandwidth) == (989.4e12, PCIE_BANDWIDTH[5])
 
 
@@ -102,7 +102,7 @@ def test_peaks_leave_what_was_set_by_hand_and_what_has_none() -> None:
 
 def test_the_catalogue_is_below_its_peaks() -> None:
     for name in catalogue_names():
-        one = machines.load(name)
-        peak = one.at_peak()
+        machine = machines.load(name)
+        peak = machine.at_peak()
         for field in ("h2d_bandwidth", "hbm_bandwidth", "matmul_flops"):
-            assert (getattr(one, field) or 0) <= (getattr(peak, field) or 0), (name, field)
+            assert (getattr(machine, field) or 0) <= (getattr(peak, field) or 0), (name, field)

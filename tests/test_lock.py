@@ -43,13 +43,13 @@ class Locked(NamedTuple):
 
 def parse(text: str) -> list[Locked]:
     """Return the blocks of a lock. Raises ValueError for a line that is neither a requirement, a hash nor a comment."""
-    found = []
+    requirements = []
     for block in re.split(r"\n(?=\S)", re.sub(r"^\s*#.*\n", "", text, flags=re.MULTILINE).strip()):
         first, *rest = (line.strip().removesuffix("\\").strip() for line in block.splitlines())
         if not all(re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", line) for line in rest):
             raise ValueError(block)
-        found.append(Locked(Requirement(first), tuple(rest)))
-    return found
+        requirements.append(Locked(Requirement(first), tuple(rest)))
+    return requirements
 
 
 def lock(name: str) -> list[Locked]:
@@ -58,12 +58,12 @@ def lock(name: str) -> list[Locked]:
 
 def versions(name: str, machine: dict[str, str]) -> dict[str, str]:
     """Return the package versions that pip would install from a lock. `machine` holds the environment markers."""
-    found: dict[str, str] = {}
-    for one in lock(name):
-        if one.requirement.marker is None or one.requirement.marker.evaluate(machine):
-            assert one.name not in found, f"{one.name} twice"
-            found[one.name] = one.version
-    return found
+    pinned: dict[str, str] = {}
+    for requirement in lock(name):
+        if requirement.requirement.marker is None or requirement.requirement.marker.evaluate(machine):
+            assert requirement.name not in pinned, f"{requirement.name} twice"
+            pinned[requirement.name] = requirement.version
+    return pinned
 
 
 def asked(*extras: str) -> list[Requirement]:
@@ -78,10 +78,10 @@ def asked(*extras: str) -> list[Requirement]:
 def test_every_package_has_one_version_and_hashes(name: str) -> None:
     text = (FOLDER / f"{name}.txt").read_text()
     assert "://" not in text, "a lock names no index"
-    for one in lock(name):
-        assert re.fullmatch(r"==[\w.!+]+", str(one.requirement.specifier)), one
-        assert one.hashes, one
-        assert one.requirement.url is None
+    for requirement in lock(name):
+        assert re.fullmatch(r"==[\w.!+]+", str(requirement.requirement.specifier)), requirement
+        assert requirement.hashes, requirement
+        assert requirement.requirement.url is None
     for machine in MACHINES:
         assert versions(name, machine)
 
@@ -90,9 +90,9 @@ def test_every_package_has_one_version_and_hashes(name: str) -> None:
 def test_a_lock_is_what_setup_cfg_asks_for(name: str) -> None:
     """If this fails, run `make lock`."""
     for machine in MACHINES:
-        found = versions(name, machine)
+        pinned = versions(name, machine)
         for requirement in asked(*EXTRAS[name]):
-            version = found.get(canonical(requirement.name))
+            version = pinned.get(canonical(requirement.name))
             assert version is not None, f"{requirement} is not in requirements/{name}.txt"
             assert requirement.specifier.contains(version, prereleases=True), (requirement, version)
 
@@ -115,10 +115,12 @@ def test_a_build_for_cpus_lacks_what_cuda_alone_needs(name: str, gone: str, tmp_
     (tmp_path / "requirements").symlink_to(FOLDER)
     (tmp_path / ".venv").mkdir()
     subprocess.run(["/bin/sh", "-c", command], cwd=tmp_path, check=True)
-    left = {one.name: one for one in parse((tmp_path / ".venv" / f"{name}.txt").read_text())}
-    dropped = {one.name for one in lock(name)} - left.keys()
+    left = {requirement.name: requirement for requirement in parse((tmp_path / ".venv" / f"{name}.txt").read_text())}
+    dropped = {requirement.name for requirement in lock(name)} - left.keys()
     assert {"torch", "cuda-toolkit", "nvidia-cublas"} < dropped
-    assert all(re.match(r"torch$|cuda-|nvidia-" + (r"|triton$" if gone else ""), one) for one in dropped), dropped
+    assert all(re.match(r"torch$|cuda-|nvidia-" + (r"|triton$" if gone else ""), package) for package in dropped), (
+        dropped
+    )
     assert {"nvidia-ml-py", "numpy", "sympy", "networkx", "filelock", "fsspec", "jinja2"} < left.keys()
     assert ("triton" in left) is not gone.startswith("|")
     version = versions("run", MACHINES[0])["torch"]
@@ -137,7 +139,7 @@ def test_the_project_has_one_home() -> None:
     assert len(links) >= 4
     assert all(link.startswith(f"{home}/") for link in links)
     assert f"<{home}/security/advisories/new>" in (ROOT / "SECURITY.md").read_text()
-    oldest = {one.name: min(part.version for part in one.specifier) for one in asked("engines", "dev")}
+    oldest = {request.name: min(part.version for part in request.specifier) for request in asked("engines", "dev")}
     tried = (ROOT / "CONTRIBUTING.md").read_text().split("## Tested with")[1].split("\n## ")[0]
     for name in ("torch", "triton", "transformers"):
         assert re.search(rf"\| {re.escape(oldest[name])}[.+\d]", tried), f"{name} {oldest[name]} was not tried"

@@ -67,10 +67,10 @@ def test_the_command_lists_the_catalogue_and_the_sources_of_one() -> None:
     assert mentions(table, "h100-80gb", "79.2 GiB", "54.9 GB/s", "measured")
     assert mentions(table, "t4", "59.6 GiB (assumed)")
     assert mentions(table, "gb300", "447.0 GiB", "datasheet")
-    one = CliRunner().invoke(cli, ["plan", "--list", "machines", "dgx-spark"], env={"COLUMNS": "200"})
-    assert mentions(one.stdout, "hbm_bandwidth", "273.0 GB/s", "datasheet of the DGX Spark")
-    assert mentions(one.stdout, "host_bytes", "assumed: what is left")
-    assert mentions(one.stdout, "nvme_bytes", "unknown")
+    result = CliRunner().invoke(cli, ["plan", "--list", "machines", "dgx-spark"], env={"COLUMNS": "200"})
+    assert mentions(result.stdout, "hbm_bandwidth", "273.0 GB/s", "datasheet of the DGX Spark")
+    assert mentions(result.stdout, "host_bytes", "assumed: what is left")
+    assert mentions(result.stdout, "nvme_bytes", "unknown")
 
 
 def test_an_assumed_host_is_said_to_be_one() -> None:

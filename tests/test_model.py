@@ -98,8 +98,8 @@ def test_released_sizes_are_the_published_ones() -> None:
     active = {"deepseek-v3": 36.6, "qwen3-235b-a22b": 22, "gpt-oss-120b": 5.13, "gpt-oss-20b": 3.61}  # no embedding
     for name, count in active.items():
         spec = resolve.from_catalogue(name)
-        found = spec.active_parameters - spec.vocab_size * spec.hidden_size
-        assert found / 1e9 == pytest.approx(count, rel=0.03), name
+        actual = spec.active_parameters - spec.vocab_size * spec.hidden_size
+        assert actual / 1e9 == pytest.approx(count, rel=0.03), name
     gib = {"gpt-oss-120b": 60.8, "gpt-oss-20b": 12.8}
     for name, size in gib.items():
         assert resolve.from_catalogue(name).stored_bytes / 2**30 == pytest.approx(size, abs=0.05), name

@@ -36,10 +36,10 @@ def test_a_mutant_still_applies(mutant: Mutant, tmp_path: Path) -> None:
         assert f"def {name}(" in (ROOT / file).read_text(), f"{test} is gone"
 
 
-@pytest.mark.parametrize(("before", "found"), [("min(values)", 0), ("values", 2)])
-def test_a_mutant_whose_source_has_changed_fails_loudly(example: Path, before: str, found: int) -> None:
+@pytest.mark.parametrize(("before", "count"), [("min(values)", 0), ("values", 2)])
+def test_a_mutant_whose_source_has_changed_fails_loudly(example: Path, before: str, count: int) -> None:
     mutant = Mutant("m", "zinfer/sums.py", before, "0", ("tests/test_sums.py::test_total",))
-    with pytest.raises(LookupError, match=f"mutant no longer applies: m: .* {found} times"):
+    with pytest.raises(LookupError, match=f"mutant no longer applies: m: .* {count} times"):
         mutant.plant(example)
     assert (example / mutant.file).read_text() == SOURCE
 

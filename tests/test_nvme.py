@@ -571,10 +571,12 @@ def test_no_buffer_is_read_early_or_overwritten_late(
         patch.setattr(packed_layer, "CHUNK_BYTES", 5000)
         bench = Bench(sizes, depth, FakeQueues(), patch, from_disk(folder, ring, kept & set(range(len(sizes)))))
         for number, (calls, count, second) in enumerate(passes):
-            fetches = [Answer(one, number) for one in range(count)]
+            fetches = [Answer(index, number) for index in range(count)]
             bench.borrowed.clear()
             bench.run_pass(calls, fetches, second)
-            assert bench.borrowed == [[one, layer, number, 7] for layer in range(len(sizes)) for one in range(count)]
+            assert bench.borrowed == [
+                [index, layer, number, 7] for layer in range(len(sizes)) for index in range(count)
+            ]
         bench.close()
 
 

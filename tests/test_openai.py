@@ -39,7 +39,7 @@ def text(served: bool = True, **fields: Any) -> Asked:
     return read_body({"prompt": "x"} | fields, False, SERVED if served else None)
 
 
-def said(message: dict[str, Any]) -> Any:
+def parsed(message: dict[str, Any]) -> Any:
     (talk,) = chat(messages=[message]).prompts
     assert isinstance(talk, list)
     return talk[0]
@@ -101,11 +101,11 @@ def test_an_earlier_answer_is_taken_as_clients_keep_it() -> None:
     """All fields of OpenAI's and vLLM's answers that are null or empty."""
     kept: dict[str, Any] = {"role": "assistant", "content": "hi", "refusal": None, "annotations": [], "audio": None,
             "function_call": None, "tool_calls": None, "reasoning": None, "reasoning_content": ""}  # fmt: skip
-    assert said(kept) == {"role": "assistant", "content": "hi"}
-    assert said(kept | {"tool_calls": []}) == {"role": "assistant", "content": "hi"}
+    assert parsed(kept) == {"role": "assistant", "content": "hi"}
+    assert parsed(kept | {"tool_calls": []}) == {"role": "assistant", "content": "hi"}
     parts = [{"type": "text", "text": "h", "annotations": [], "cache_control": {"type": "ephemeral"}},
              {"type": "text", "text": "i", "prompt_cache_breakpoint": {"mode": "explicit"}, "extra": None}]  # fmt: skip
-    assert said(kept | {"content": parts}) == {"role": "assistant", "content": "hi"}
+    assert parsed(kept | {"content": parts}) == {"role": "assistant", "content": "hi"}
 
 
 def test_tool_calls_of_an_earlier_answer_reach_the_template() -> None:
@@ -113,9 +113,9 @@ def test_tool_calls_of_an_earlier_answer_reach_the_template() -> None:
     shown = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": {"a": [1, "é"]}}}
     for content in ({"content": None}, {}, {"content": ""}):
         message = {"role": "assistant", "tool_calls": [call]} | content
-        assert said(message) == {"role": "assistant", "content": "", "tool_calls": [shown]}
+        assert parsed(message) == {"role": "assistant", "content": "", "tool_calls": [shown]}
     answer = {"role": "tool", "tool_call_id": "c1", "content": "3", "name": "f"}
-    assert said(answer) == answer
+    assert parsed(answer) == answer
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_tool_calls_of_an_earlier_answer_reach_the_template() -> None:
 )  # fmt: skip
 def test_a_message_with_more_than_text_is_refused_by_name(message: dict[str, Any], why: str) -> None:
     with pytest.raises(Refused, match=why) as refused:
-        said(message)
+        parsed(message)
     assert refused.value.param == "messages"
 
 

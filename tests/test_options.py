@@ -120,8 +120,8 @@ def test_records_with_options_that_are_gone_can_be_read_and_planned() -> None:
     old = Case.model_validate_json(text)
     assert dict(old.options) == {"tuned": False, "old": 3}
     assert not read_options("deepspeed", old.options).model_dump()["tuned"]
-    spec, place = resolve.resolve("opt-30b", None, None), machines.load("h100-80gb")
-    assert make_plan(old, spec, place).step_s == make_plan(case("deepspeed", tuned=False), spec, place).step_s
+    spec, machine = resolve.resolve("opt-30b", None, None), machines.load("h100-80gb")
+    assert make_plan(old, spec, machine).step_s == make_plan(case("deepspeed", tuned=False), spec, machine).step_s
     assert read_options("stream", (("kv_offload", True), ("weight_codec", "none"))) == StreamOptions.model_validate(
         {"weight_codec": "none"}
     )
@@ -165,15 +165,15 @@ def test_no_planner_knows_an_engine_and_no_engine_plans() -> None:
 
 
 def test_a_plan_of_another_batch_is_that_batchs_plan() -> None:
-    spec, place = resolve.resolve("opt-66b", None, None), machines.load("h100-80gb")
-    first = make_plan(case(kv_offload="auto").model_copy(update={"gpu_weights": "auto"}), spec, place, "/nvme")
+    spec, machine = resolve.resolve("opt-66b", None, None), machines.load("h100-80gb")
+    first = make_plan(case(kv_offload="auto").model_copy(update={"gpu_weights": "auto"}), spec, machine, "/nvme")
     planner = first.planner()
     assert planner.plan is first
     for load in (
         Workload(batch_size=64, input_len=512, output_len=32),
         Workload(batch_size=3, input_len=9, output_len=4),
     ):
-        other = make_plan(first.case.model_copy(update={"workload": load}), spec, place, "/nvme")
+        other = make_plan(first.case.model_copy(update={"workload": load}), spec, machine, "/nvme")
         assert planner.at(load) == other
     assert first.placement.resident_layers
     assert sum(spec.layer_bytes for _ in first.placement.resident_layers) <= first.placement.resident_bytes
@@ -182,10 +182,10 @@ def test_a_plan_of_another_batch_is_that_batchs_plan() -> None:
 
 @pytest.mark.parametrize(("share", "layers"), [("0%", 0), ("50%", 32), ("100%", 64), ("10GiB", 5)])
 def test_layers_that_stay_are_spread_over_the_depth(share: str, layers: int) -> None:
-    spec, place = resolve.resolve("opt-66b", None, None), machines.load("h100-80gb")
-    stay = make_plan(case().model_copy(update={"gpu_weights": share}), spec, place).placement.resident_layers
+    spec, machine = resolve.resolve("opt-66b", None, None), machines.load("h100-80gb")
+    stay = make_plan(case().model_copy(update={"gpu_weights": share}), spec, machine).placement.resident_layers
     assert len(stay) == layers
-    assert max((later - one for one, later in pairwise(stay)), default=0) <= 64 // max(1, layers) + 1
+    assert max((later - earlier for earlier, later in pairwise(stay)), default=0) <= 64 // max(1, layers) + 1
 
 
 def test_a_retired_option_is_ignored_with_a_line_that_says_so(tmp_path: Path) -> None:
@@ -201,8 +201,8 @@ def test_a_retired_option_is_ignored_with_a_line_that_says_so(tmp_path: Path) ->
     lines = sorted(f"Warning: option {name} is gone and ignored: {instead}" for name, instead in RETIRED.items())
     assert sorted(given.stderr.splitlines()) == sorted(recipe.stderr.splitlines()) == lines
     assert given.stdout == recipe.stdout == without.stdout, "one load, not one for each value"
-    spec, place = resolve.resolve("mixtral-8x7b", None, None), machines.load("h100-80gb")
+    spec, machine = resolve.resolve("mixtral-8x7b", None, None), machines.load("h100-80gb")
     for name in RETIRED:
         assert not any(name in kind.options.model_fields for kind in ENGINES.values())
         recorded = case().model_copy(update={"options": ((name, 7),)})
-        assert make_plan(recorded, spec, place).placement == make_plan(case(), spec, place).placement
+        assert make_plan(recorded, spec, machine).placement == make_plan(case(), spec, machine).placement

@@ -220,15 +220,15 @@ def edit(name: str, value: Any) -> Callable[[dict[str, Any]], object]:
     return lambda content: content["images"][1].update({name: value})
 
 
-def block(place: int, value: Any) -> Callable[[dict[str, Any]], object]:
+def block(index: int, value: Any) -> Callable[[dict[str, Any]], object]:
     def change(content: dict[str, Any]) -> None:
-        next(iter(content["images"][1]["blocks"].values()))[place] = value
+        next(iter(content["images"][1]["blocks"].values()))[index] = value
 
     return change
 
 
-def chunk(place: int, value: Any) -> Callable[[dict[str, Any]], object]:
-    return lambda content: content["images"][1]["pieces"][0].__setitem__(place, value)
+def chunk(index: int, value: Any) -> Callable[[dict[str, Any]], object]:
+    return lambda content: content["images"][1]["pieces"][0].__setitem__(index, value)
 
 
 INDEX_DAMAGE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {

@@ -212,13 +212,13 @@ def start(directory: Path, scratch: Path, share: str = "100%", **options: Any) -
 
     Its layer buffer holds NaN before a layer is unpacked.
     """
-    here, reads = options.pop("here", None), options.pop("kernel", True)
+    device_rows, reads = options.pop("here", None), options.pop("kernel", True)
     options = {"dtype": "float32", "weight_codec": "lossless"} | options
     with nullcontext() if reads else unread():
-        engine: Any = load("stream", directory, "cpu", scratch, here=here, **options)
+        engine: Any = load("stream", directory, "cpu", scratch, here=device_rows, **options)
     plan = engine.plan
     case = plan.case.model_copy(update={"gpu_weights": share})
-    engine.plan = make_plan(case, plan.model, plan.machine) if here is None else plan
+    engine.plan = make_plan(case, plan.model, plan.machine) if device_rows is None else plan
     put = engine._ring._unpack
 
     def unpacked(index: int) -> None:
@@ -394,7 +394,7 @@ def test_drafts_leave_the_tokens_as_they_are(
 
 def test_without_a_gpu_weights_are_ordinary(made: Callable[[str], Path], tmp_path: Path) -> None:
     engine = start(made("int4 groups"), tmp_path)
-    assert not any(isinstance(one, LazyWeight) for one in engine.model.parameters())
+    assert not any(isinstance(parameter, LazyWeight) for parameter in engine.model.parameters())
     greedy(engine, LENGTHS)
     assert status_of(engine) == "no GPU"
     engine.close()
@@ -406,16 +406,16 @@ def test_the_rows_of_a_weight_are_runs_of_alike_chunks() -> None:
     arena = PinnedArena(1 << 20, pin=False, grow=True)
     shape = torch.empty(74, 96, dtype=BF16, device="meta")
     packed = packed_layer.pack({"norm": torch.ones(96)}, arena, {"weight": (shape, several)})
-    place = packed.blocks["weight"]
+    block = packed.blocks["weight"]
     chunks = [chunk for chunk in packed.chunks if chunk.layout is not None]
-    assert [len(parts) for parts in (chunks, packed_product.parts_of(chunks, place, packed.start) or ())] == [2, 2]
-    parts = packed_product.parts_of(chunks, place, packed.start)
+    assert [len(parts) for parts in (chunks, packed_product.parts_of(chunks, block, packed.start) or ())] == [2, 2]
+    parts = packed_product.parts_of(chunks, block, packed.start)
     assert parts is not None
     states = torch.randn(3, 96, generator=torch.Generator().manual_seed(1)).to(BF16)
     expected = functional.linear(states, torch.cat([expand(codes, BF16) for codes in several]))
     assert torch.equal(by_codes(parts, arena.memory[packed.start :], states, None), expected)
 
-    def served(chunks: list[packed_layer.Chunk], other: Any = place) -> bool:
+    def served(chunks: list[packed_layer.Chunk], other: Any = block) -> bool:
         return packed_product.parts_of(chunks, other, packed.start) is not None
 
     layout: Any = chunks[1].layout
@@ -425,9 +425,9 @@ def test_the_rows_of_a_weight_are_runs_of_alike_chunks() -> None:
     assert not served([*chunks[:1], replace(chunks[1], layout=None)])
     assert not served([*chunks[:1], replace(chunks[1], layout=replace(layout, order=True))])
     assert not served([*chunks[:1], replace(chunks[1], layout=replace(layout, block=(1, 3)))]), "a byte has two scales"
-    assert served(chunks, replace(place, shape=torch.Size((2, 37, 96)))), "a stack of matrices"
-    assert not served(chunks, replace(place, shape=torch.Size((2, 37, 2, 48))))
-    assert not served(chunks, replace(place, dtype=FP16))
+    assert served(chunks, replace(block, shape=torch.Size((2, 37, 96)))), "a stack of matrices"
+    assert not served(chunks, replace(block, shape=torch.Size((2, 37, 2, 48))))
+    assert not served(chunks, replace(block, dtype=FP16))
     arena.close()
 
 
@@ -467,7 +467,7 @@ def test_tensors_of_another_kind_decide_what_is_done_with_a_lazy_weight() -> Non
         @classmethod
         def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             with torch._C.DisableTorchFunctionSubclass():
-                plain = [one.as_subclass(Tensor) if isinstance(one, Other) else one for one in args]
+                plain = [arg.as_subclass(Tensor) if isinstance(arg, Other) else arg for arg in args]
             return "other", len(filled), function(*plain, **kwargs or {})
 
     weight = LazyWeight(torch.ones(3, 3), lambda: filled.append(1), lambda states, _bias: states)

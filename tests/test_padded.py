@@ -31,8 +31,8 @@ def source(tmp_path: Path) -> Path:
 
 
 def test_a_padded_model_has_the_logits_of_the_small_one(source: Path, tmp_path: Path) -> None:
-    told = pad(source, tmp_path / "large", hidden_size=1024, intermediate_size=2000, layers=5)
-    assert told == "drawn; padded with zeros to 0 GB: 3 layers of 5 change nothing"
+    facts = pad(source, tmp_path / "large", hidden_size=1024, intermediate_size=2000, layers=5)
+    assert facts == "drawn; padded with zeros to 0 GB: 3 layers of 5 change nothing"
     token_ids = torch.randint(0, 90, (3, 17))
     logits = [
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(token_ids).logits

@@ -45,7 +45,7 @@ class Stamped(FakeWorker):
         return Measured(point=point.model_copy(update={"started_at": f"{next(COUNTED):09}"}))
 
 
-def here(_nvme_path: str | None) -> Machine:
+def fake_machine(_nvme_path: str | None) -> Machine:
     return MACHINE
 
 
@@ -54,12 +54,12 @@ def measure(
 ) -> sweep.Outcome:
     """Run `zinfer sweep --resume --force`, or a shard, on `MACHINE` with `worker`."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(options, "this_machine", here)
+        patch.setattr(options, "this_machine", fake_machine)
         patch.setattr(process, "Worker", lambda *words, debug, **settings: worker(*words, **settings))
         return _measure(plan, output, None, False, True, True, shard, signals)
 
 
-def told(records: Records) -> list[Any]:
+def summary(records: Records) -> list[Any]:
     return [(point.case, point.status, len(point.ttft_ms)) for point in records.points]
 
 
@@ -101,7 +101,7 @@ def test_shards_write_what_one_process_writes(tmp_path: Path, alone: Path, total
     outcome = merge(PLAN, output)
     ours, theirs = read(output), read(alone)
     assert len(theirs.points) > 3 * LOADS * PLAN.rounds
-    assert told(ours) == told(theirs)
+    assert summary(ours) == summary(theirs)
     assert [header.model_copy(update={"started_at": ""}) for header in ours.headers] == [
         header.model_copy(update={"started_at": ""}) for header in theirs.headers
     ]
@@ -152,7 +152,7 @@ def test_a_shard_that_was_killed_at_any_line_goes_on(
         assert not output.exists()
     assert kills > 3
     merge(PLAN, output)
-    assert told(read(output)) == told(read(alone))
+    assert summary(read(output)) == summary(read(alone))
 
 
 def test_a_merge_that_was_killed_loses_and_doubles_nothing(output: Path, alone: Path) -> None:
@@ -163,7 +163,7 @@ def test_a_merge_that_was_killed_loses_and_doubles_nothing(output: Path, alone: 
                 merge(PLAN, output)
         assert len(read(output).headers) == writes
     merge(PLAN, output)
-    assert told(read(output)) == told(read(alone))
+    assert summary(read(output)) == summary(read(alone))
     assert len(read(output).headers) == 1
 
 
@@ -201,9 +201,9 @@ def lose(output: Path) -> None:
 
 
 def swap(output: Path) -> None:
-    one, other = part(output, 1, 3), part(output, 2, 3)
-    first, second = one.read_bytes(), other.read_bytes()
-    one.write_bytes(second)
+    part_1, other = part(output, 1, 3), part(output, 2, 3)
+    first, second = part_1.read_bytes(), other.read_bytes()
+    part_1.write_bytes(second)
     other.write_bytes(first)
 
 
@@ -222,9 +222,10 @@ def change(output: Path, **fields: Any) -> None:
     path = part(output, 2, 3)
     records = [decode(line) for line in path.read_bytes().splitlines()]
     changed = [
-        one.model_copy(update=fields) if fields.keys() <= type(one).model_fields.keys() else one for one in records
+        record.model_copy(update=fields) if fields.keys() <= type(record).model_fields.keys() else record
+        for record in records
     ]
-    path.write_bytes(b"".join(encode(one) + b"\n" for one in changed))
+    path.write_bytes(b"".join(encode(record) + b"\n" for record in changed))
 
 
 def of_another_sweep(output: Path) -> None:
@@ -288,7 +289,7 @@ def test_a_damaged_point_is_measured_again(output: Path, alone: Path) -> None:
     measure(PLAN, output, worker, Shard(2, 3))
     assert len(worker.measured) == 1
     merge(PLAN, output)
-    assert sorted(map(repr, told(read(output)))) == sorted(map(repr, told(read(alone))))
+    assert sorted(map(repr, summary(read(output)))) == sorted(map(repr, summary(read(alone))))
 
 
 @pytest.mark.torch

@@ -51,25 +51,25 @@ def alone(engine: Engine, token_ids: Tensor, mask: Tensor) -> list[Tensor]:
     """Logits ``[B, V]`` after the prompt and after each token behind it: a prefill, then a token at a time."""
     length = mask.shape[1]
     batch, logits = passes.prefill(engine, token_ids[:, :length], mask, token_ids.shape[1] - length)
-    found = [logits]
-    found += [passes.decode(engine, batch, token) for token in token_ids[:, length:].unbind(1)]
+    steps = [logits]
+    steps += [passes.decode(engine, batch, token) for token in token_ids[:, length:].unbind(1)]
     engine.retire(batch)
-    assert all(one is not batch for one in engine.batches)
-    return found
+    assert all(kept is not batch for kept in engine.batches)
+    return steps
 
 
-def close(found: Tensor, expected: Tensor) -> bool:
-    error = float((found - expected).abs().max() / expected.abs().max())
+def close(actual: Tensor, expected: Tensor) -> bool:
+    error = float((actual - expected).abs().max() / expected.abs().max())
     assert error < 1e-4, error
-    return found.shape == expected.shape
+    return actual.shape == expected.shape
 
 
 def small_blocks(patch: Patch, tokens: int = 9) -> None:
     patch.setattr("zinfer.plan.bytes.ALLOWANCES", replace(ALLOWANCES, block_values=1, block_tokens=tokens))
 
 
-def keep_here(patch: Patch, here: int) -> None:
-    patch.setattr(Placer, "_rows_on_gpu", lambda _self, _placement, workload: min(here, workload.batch_size))
+def keep_here(patch: Patch, device_rows: int) -> None:
+    patch.setattr(Placer, "_rows_on_gpu", lambda _self, _placement, workload: min(device_rows, workload.batch_size))
 
 
 @pytest.mark.parametrize(("way", "architecture"), covering([*WAYS], ["llama", "bloom"]))
@@ -91,11 +91,11 @@ def test_a_mixture_of_works_gives_each_its_logits(
             Work(one, first[:, one.length : one.length + mine], keep=mine),
             Work(two, second[:, two.length : two.length + yours]),
         ]
-        found = engine.forward(works)
-        for place in range(mine):
-            assert close(found[0][:, place], expected[0][one.length - 9 - mine + 1 + place]), (one.length, place)
+        logits = engine.forward(works)
+        for index in range(mine):
+            assert close(logits[0][:, index], expected[0][one.length - 9 - mine + 1 + index]), (one.length, index)
         if two.length >= 13:
-            assert close(found[1][:, -1], expected[1][two.length - 13])
+            assert close(logits[1][:, -1], expected[1][two.length - 13])
     assert (one.length, two.length) == (17, 17)
     engine.retire(two)
     engine.retire(one)
@@ -116,9 +116,9 @@ def test_windows_see_the_same_in_chunks(
     expected = alone(engine, token_ids, mask)
     batch = engine.admit(mask, token_ids.shape[1])
     for count in (4, 9, 1, 3, 1, 3):
-        (found,) = engine.forward([Work(batch, token_ids[:, batch.length : batch.length + count])])
+        (logits,) = engine.forward([Work(batch, token_ids[:, batch.length : batch.length + count])])
         if batch.length >= 13:
-            assert close(found[:, -1], expected[batch.length - 13])
+            assert close(logits[:, -1], expected[batch.length - 13])
 
 
 @pytest.mark.parametrize("name", STATEFUL)
@@ -136,13 +136,13 @@ def test_states_take_prompts_as_a_whole(name: str, kind: kinds.Kinds, tmp_path: 
     engine.retire(batch)
     one, _ = passes.prefill(engine, token_ids[:, :13], mask, 4)
     two = engine.admit(mask, 20)
-    found = engine.forward([Work(one, token_ids[:, 13:14]), Work(two, token_ids[:, :13])])
-    assert close(found[0][:, 0], expected[1])
-    assert close(found[1][:, 0], expected[0])
+    logits = engine.forward([Work(one, token_ids[:, 13:14]), Work(two, token_ids[:, :13])])
+    assert close(logits[0][:, 0], expected[1])
+    assert close(logits[1][:, 0], expected[0])
     for step in (1, 2, 3):
-        found = engine.forward([Work(two, token_ids[:, two.length, None]), Work(one, token_ids[:, one.length, None])])
-        assert close(found[1][:, 0], expected[step + 1])
-        assert close(found[0][:, 0], expected[step])
+        logits = engine.forward([Work(two, token_ids[:, two.length, None]), Work(one, token_ids[:, one.length, None])])
+        assert close(logits[1][:, 0], expected[step + 1])
+        assert close(logits[0][:, 0], expected[step])
     with pytest.raises(EngineError, match="take a prompt as a whole"):
         engine.forward([Work(two, token_ids[:, 13:15])])
     with pytest.raises(EngineError, match="cannot forget single positions"):
@@ -166,8 +166,8 @@ def test_rejected_drafts_leave_nothing_behind(
     accepted = torch.where(torch.arange(3) < wanted[:, None], token_ids[:, 10:13], drafts)
     logits = engine.forward([Work(batch, accepted, keep=3)])[0]
     for row, many in enumerate(kept):
-        for place in range(many):
-            assert close(logits[row, place], expected[2 + place][row])
+        for index in range(many):
+            assert close(logits[row, index], expected[2 + index][row])
     engine.rollback(batch, 10 + wanted)
     assert batch.length == 10 + max(kept)
     for step in range(4):
@@ -177,15 +177,17 @@ def test_rejected_drafts_leave_nothing_behind(
             assert close(logits[row], expected[2 + many + step][row]), (row, step)
 
 
-@pytest.mark.parametrize(("way", "gone", "here"), covering([*WAYS], [(0,), (1, 3), (0, 1, 2), (2, 4)], [0, 2], times=2))
+@pytest.mark.parametrize(
+    ("way", "gone", "device_rows"), covering([*WAYS], [(0,), (1, 3), (0, 1, 2), (2, 4)], [0, 2], times=2)
+)
 def test_rows_that_leave_do_not_disturb_the_others(
-    way: str, here: int, gone: tuple[int, ...], checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+    way: str, device_rows: int, gone: tuple[int, ...], checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     name, offload, options = WAYS[way]
     if "kv_offload" in options:
-        keep_here(monkeypatch, here)
+        keep_here(monkeypatch, device_rows)
         options = options | {"kv_offload": "auto"}
-    elif here:
+    elif device_rows:
         pytest.skip("all rows are on the device anyway")
     small_blocks(monkeypatch, 18)
     engine = load(name, checkpoint("bloom"), offload, tmp_path, **options)
@@ -203,7 +205,7 @@ def test_rows_that_leave_do_not_disturb_the_others(
     logits = passes.decode(engine, batch, token_ids[rows[1:], 14])
     assert close(logits, expected[6][rows[1:]])
     engine.retire(batch, range(len(rows) - 1))
-    assert all(one is not batch for one in engine.batches)
+    assert all(kept is not batch for kept in engine.batches)
 
 
 @pytest.mark.parametrize("name", ["gemma2", "qwen3_next", "falcon_h1"])
@@ -225,8 +227,8 @@ def test_rows_in_8_bits_leave_too(checkpoint: Checkpoints, tmp_path: Path) -> No
         batch, _ = passes.prefill(engine, token_ids[:, :9], mask, 4)
         engine.retire(batch, [0])
         for step in range(9, 13):
-            found, wanted = passes.decode(engine, batch, token_ids[1:, step]), expected[step - 8][1:]
-            assert torch.allclose(found, wanted, atol=2e-3 * float(wanted.abs().max()))
+            logits, wanted = passes.decode(engine, batch, token_ids[1:, step]), expected[step - 8][1:]
+            assert torch.allclose(logits, wanted, atol=2e-3 * float(wanted.abs().max()))
 
 
 @pytest.mark.parametrize("way", ["cpu", "kv over the link"])
@@ -235,7 +237,10 @@ def test_works_share_a_trip_of_the_weights(way: str, checkpoint: Checkpoints, tm
     engine: Any = load(name, checkpoint("llama"), offload, tmp_path, **options)
     token_ids, mask = sequences(FIRST, 4, 1)
     batches = [engine.admit(mask, 13) for _ in range(3)]
-    before, whole = engine._ring.bytes_copied, sum(piece.size for one in engine._ring.layers for piece in one.chunks)
+    before, whole = (
+        engine._ring.bytes_copied,
+        sum(piece.size for layer in engine._ring.layers for piece in layer.chunks),
+    )
     engine.forward([Work(batches[0], token_ids[:, :9]), Work(batches[1], token_ids[:, :4])])
     assert engine._ring.bytes_copied - before == whole
     engine.forward(

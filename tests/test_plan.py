@@ -68,13 +68,13 @@ def test_a_model_that_drafts_takes_its_weights_and_cache_on_the_gpu() -> None:
     assert "GPU memory" in str(full.why_not)
 
 
-@pytest.mark.parametrize(("gpus", "pieces", "most"), [(1, 19, 19), (2, 19, 22), (4, 10, 13), (8, 10, 13)])
+@pytest.mark.parametrize(("gpus", "pieces", "depth"), [(1, 19, 19), (2, 19, 22), (4, 10, 13), (8, 10, 13)])
 def test_several_gpus_copy_a_layer_in_larger_pieces_and_have_buffers_for_layers_that_stay(
-    gpus: int, pieces: int, most: int
+    gpus: int, pieces: int, depth: int
 ) -> None:
     machine = BIG.model_copy(update={"gpu_count": 8})
-    found = planned("bloom-176b", machine, gpu_weights="10%", options=(("gpus", gpus),)).placement
-    assert (found.layer_chunks, found.ring_depth) == (pieces, most)
+    placement = planned("bloom-176b", machine, gpu_weights="10%", options=(("gpus", gpus),)).placement
+    assert (placement.layer_chunks, placement.ring_depth) == (pieces, depth)
 
 
 def test_weights_that_stay_on_the_gpu_are_not_streamed() -> None:

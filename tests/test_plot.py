@@ -58,8 +58,8 @@ DATA = {
 
 
 def drawn(points: Sequence[Measurement]) -> dict[str, Figure]:
-    ((group, own),) = groups(points).items()
-    return plot.draw(group, own)
+    ((group, members),) = groups(points).items()
+    return plot.draw(group, members)
 
 
 @cache
@@ -92,8 +92,8 @@ def crosses(figure: Figure) -> set[float]:
 def results(tmp_path: Path) -> Path:
     for machine in ("h100", "h200"):
         with Store.open(tmp_path / "results" / machine / "bloom.jsonl") as store:
-            for one in sweep():
-                store.append(one.model_copy(update={"machine": machine}))
+            for row in sweep():
+                store.append(row.model_copy(update={"machine": machine}))
     return tmp_path / "results"
 
 
@@ -207,9 +207,9 @@ def test_the_timeline_shows_the_disk_above_the_link() -> None:
     figure = drawn([point(case(8, offload="nvme"), timeline=slow_disk())])["timeline"]
     for axes in figure.axes[:2]:
         assert [tick.get_text() for tick in axes.get_yticklabels()] == ["disk", "link", "compute"]
-    said = " ".join(text.get_text() for text in figure.axes[0].texts)
-    assert "Busy: disk 100.0%, link 51.8%, compute 7.8%" in said
-    assert "of them, the disk in" in said
+    labels = " ".join(text.get_text() for text in figure.axes[0].texts)
+    assert "Busy: disk 100.0%, link 51.8%, compute 7.8%" in labels
+    assert "of them, the disk in" in labels
 
 
 def slow_disk() -> tuple[Span, ...]:
@@ -313,10 +313,10 @@ def test_limits_are_dashed_and_lie_above_what_is_not_compressed() -> None:
 def test_link_share_counts_the_bytes_on_the_wire() -> None:
     wire = round(LAYERS_BYTES * 0.667)
     points = [
-        one.model_copy(update={"effective": one.effective.model_copy(update={"wire_bytes_per_step": wire})})
-        if one.effective and "lossless" in one.case.label()
-        else one
-        for one in sweep()
+        row.model_copy(update={"effective": row.effective.model_copy(update={"wire_bytes_per_step": wire})})
+        if row.effective and "lossless" in row.case.label()
+        else row
+        for row in sweep()
     ]
     (group, of_group), *_ = groups(points).items()
     lines = measured(plot.draw(group, of_group, ["link"])["link"].axes[0])
@@ -333,7 +333,7 @@ def test_the_title_asks_and_the_notes_say_what_was_measured() -> None:
 
 
 def test_series_differ_without_colour_and_engines_keep_theirs() -> None:
-    loads = {one.case.load for one in CROWD}
+    loads = {row.case.load for row in CROWD}
     looks = chart.series(sorted(loads, key=lambda load: (load.engine, load.offload, len(load.options))))
     within: dict[str, set[tuple[str, bool]]] = {}
     for load, look in looks.items():
@@ -400,13 +400,13 @@ def test_one_figure_can_be_asked_for(results: Path, tmp_path: Path) -> None:
     assert (done.exit_code, done.stdout) == (0, f"{tmp_path}/plots/h100/bloom-timeline.svg\n")
 
 
-@pytest.mark.parametrize(("name", "told"), [("nowhere", "does not exist"), (".", "zinfer sweep")])
-def test_without_results_there_is_one_message(tmp_path: Path, name: str, told: str) -> None:
+@pytest.mark.parametrize(("name", "message"), [("nowhere", "does not exist"), (".", "zinfer sweep")])
+def test_without_results_there_is_one_message(tmp_path: Path, name: str, message: str) -> None:
     done = CliRunner().invoke(cli, ["plot", str(tmp_path / name), "-o", str(tmp_path / "plots")])
     assert done.exit_code == 4
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1
-    assert told in done.stderr
+    assert message in done.stderr
     assert not (tmp_path / "plots").exists()
 
 
@@ -475,7 +475,7 @@ def test_a_noisy_winner_is_not_the_fastest_alone() -> None:
         point(case(8, output_len=2)).model_copy(update=noisy),
         point(case(8, offload="none", output_len=2)).model_copy(update=slower),
     ]
-    ((group, own),) = groups(points).items()
-    note = said(plot.draw(group, own, ["throughput"])["throughput"], "note")
+    ((group, members),) = groups(points).items()
+    note = said(plot.draw(group, members, ["throughput"])["throughput"], "note")
     assert mentions(note, "stream cpu", "±", "As fast within the noise: stream none at batch 8")
     assert "one repeat" in said(plot.draw(group, [point(case(8), repeats=1)], ["throughput"])["throughput"], "note")

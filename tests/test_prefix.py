@@ -7,54 +7,56 @@ from zinfer.generation.radix_tree import RadixTree, common, digest
 
 def test_the_longest_known_prefix_is_found() -> None:
     dice = random.Random(4)
-    tree, known = RadixTree("model"), list[tuple[int, ...]]()
+    tree, sequences = RadixTree("model"), list[tuple[int, ...]]()
     for _ in range(200):
         tokens = tuple(dice.randrange(3) for _ in range(dice.randrange(1, 12)))
-        found = tree.match(tokens)
-        length = sum(count for _, count in found)
-        assert length == max((common(one, tokens) for one in known), default=0)
-        assert [token for node, count in found for token in node.tokens[:count]] == list(tokens[:length])
-        assert all(count == len(node.tokens) for node, count in found[:-1])
-        whole = [node for node, count in found if count == len(node.tokens)]
+        match = tree.match(tokens)
+        length = sum(count for _, count in match)
+        assert length == max((common(sequence, tokens) for sequence in sequences), default=0)
+        assert [token for node, count in match for token in node.tokens[:count]] == list(tokens[:length])
+        assert all(count == len(node.tokens) for node, count in match[:-1])
+        whole = [node for node, count in match if count == len(node.tokens)]
         parent = whole[-1] if whole else tree.root
         if length < len(tokens):
             node = tree.add(parent, tokens[parent.last :])
             assert (node.first, node.last) == (parent.last, len(tokens))
             assert tree.get(node.digest) is node
             assert tree.add(parent, tokens[parent.last :]) is node
-        known.append(tokens)
+        sequences.append(tokens)
     for node in list(tree):
         if tree.get(node.digest) is not None:
             gone = tree.remove(node)
-            assert all(tree.get(one.digest) is None for one in gone)
-    assert tree.match(known[0]) == []
+            assert all(tree.get(node.digest) is None for node in gone)
+    assert tree.match(sequences[0]) == []
 
 
 def test_nodes_that_are_split_share_beginnings_and_keep_their_names() -> None:
     dice = random.Random(5)
-    tree, known = RadixTree("model"), list[tuple[int, ...]]()
+    tree, sequences = RadixTree("model"), list[tuple[int, ...]]()
     for _ in range(200):
         tokens = tuple(dice.randrange(3) for _ in range(dice.randrange(1, 12)))
-        found = tree.match(tokens)
-        length = sum(count for _, count in found)
-        assert length == max((common(one, tokens) for one in known), default=0)
-        parent = found[-1][0] if found else tree.root
-        if found and found[-1][1] < len(parent.tokens):
-            parent = tree.split(*found[-1])
+        match = tree.match(tokens)
+        length = sum(count for _, count in match)
+        assert length == max((common(sequence, tokens) for sequence in sequences), default=0)
+        parent = match[-1][0] if match else tree.root
+        if match and match[-1][1] < len(parent.tokens):
+            parent = tree.split(*match[-1])
         if length < len(tokens):
             tree.add(parent, tokens[length:])
-        known.append(tokens)
+        sequences.append(tokens)
         for node in tree:
             assert node.parent is not None
             assert node.first == node.parent.last
             assert node.digest == digest(node.parent.digest, node.tokens)
             assert tree.get(node.digest) is node
-    assert sum(len(node.tokens) for node in tree) == len({one[:end] for one in known for end in range(1, len(one) + 1)})
+    assert sum(len(node.tokens) for node in tree) == len(
+        {sequence[:end] for sequence in sequences for end in range(1, len(sequence) + 1)}
+    )
     for children in list(tree.root.children.values()):
         assert len(children) == 1
         tree.remove(children[0])
     assert not list(tree)
-    assert tree.match(known[0]) == []
+    assert tree.match(sequences[0]) == []
 
 
 def test_a_digest_tells_sequences_and_models_apart() -> None:

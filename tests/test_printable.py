@@ -100,18 +100,20 @@ def test_markdown_of_any_text_has_no_markup(text: str) -> None:
     rows = f"| a |\n| --- |\n| {markdown(text)} |\n"
     for source in (markdown(text), prose(text), rows):
         tokens = [inner for token in reader.parse(source) for inner in (token, *(token.children or ()))]
-        found = {token.type for token in tokens}
-        assert not found & {"html_inline", "html_block", "image", "link_open", "heading_open", "fence"}, source
+        kinds = {token.type for token in tokens}
+        assert not kinds & {"html_inline", "html_block", "image", "link_open", "heading_open", "fence"}, source
     assert len([token for token in reader.parse(rows) if token.type == "tr_open"]) == 2
 
 
-def hostile(one: Measurement, **fields: Any) -> Measurement:
+def hostile(measurement: Measurement, **fields: Any) -> Measurement:
     """Return a point whose every text is hostile."""
-    asked = one.case.model_copy(update={"model": EVIL, "gpu_weights": "25%"})
+    asked = measurement.case.model_copy(update={"model": EVIL, "gpu_weights": "25%"})
     texts = {"machine": EVIL, "error": EVIL, "model_revision": EVIL, "started_at": EVIL, "versions": {EVIL: EVIL}}
-    effective = one.effective and one.effective.model_copy(update={"shortfall": EVIL, "settings": {EVIL: EVIL}})
+    effective = measurement.effective and measurement.effective.model_copy(
+        update={"shortfall": EVIL, "settings": {EVIL: EVIL}}
+    )
     gpu = {"throttle_reasons": [EVIL], EVIL: EVIL, "energy_j": 5000.0}
-    return one.model_copy(update={"case": asked, "effective": effective, "gpu": gpu} | texts | fields)
+    return measurement.model_copy(update={"case": asked, "effective": effective, "gpu": gpu} | texts | fields)
 
 
 @pytest.fixture
@@ -119,7 +121,7 @@ def results(tmp_path: Path) -> Path:
     """Provide records, studies and a machine with hostile texts."""
     folder = tmp_path / "sweeps" / "results" / "bad\x1b[31m <img src=x> $$ `x` ![](y) \u202e"
     folder.mkdir()
-    points = [hostile(one) for one in sweep()[::3]]
+    points = [hostile(measurement) for measurement in sweep()[::3]]
     points.append(hostile(point(case(2)), timeline=traced()))
     odd = case(4, "stream", options=(("weight_codec", "lossless"), (EVIL, EVIL)))
     points.append(hostile(point(odd)))
@@ -131,9 +133,9 @@ def results(tmp_path: Path) -> Path:
     study.append(folder / "codec.jsonl", coded.model_copy(update=evil))
     reused = reuse_run(kept_point(512, 90.0, 50.0), kept_point(4096, 300.0, 60.0), kept_point(9, 1.0, 2.0), model=EVIL)
     study.append(folder / "reuse.jsonl", reused.model_copy(update=evil))
-    told = accuracy_run()
+    result = accuracy_run()
     text = Text(name=EVIL, tokens=9)
-    study.append(folder / "accuracy.jsonl", told.model_copy(update=evil | {"about": EVIL, "text": text}))
+    study.append(folder / "accuracy.jsonl", result.model_copy(update=evil | {"about": EVIL, "text": text}))
     machine = Machine(
         name=EVIL[:200], source="measured", gpu_name=EVIL, gpu_count=1, gpu_bytes=80 << 30, host_bytes=1 << 40,
         h2d_bandwidth=5e10, note=EVIL, sources={"h2d_bandwidth": EVIL}, details={"gpu": {"driver": EVIL}},
@@ -179,8 +181,8 @@ def test_figures_and_reports_of_hostile_names_are_inert(results: Path, tmp_path:
     page.feed(html)
     assert page.alive == []
     tokens = MarkdownIt("commonmark").enable("table").parse(text)
-    found = [inner for token in tokens for inner in (token, *(token.children or ()))]
-    alive = [t.content for t in found if t.type in ("html_inline", "html_block", "image", "link_open")]
+    inner_tokens = [inner for token in tokens for inner in (token, *(token.children or ()))]
+    alive = [t.content for t in inner_tokens if t.type in ("html_inline", "html_block", "image", "link_open")]
     assert alive == []
 
 
@@ -233,9 +235,9 @@ def test_no_verb_prints_what_a_terminal_obeys(words: list[str], results: Path) -
     ],
 )
 def test_a_terminal_of_any_encoding_gets_what_it_can_show(words: list[str], encoding: str, tmp_path: Path) -> None:
-    own = tmp_path / "own.jsonl"
-    own.write_bytes(b"".join(encode(one) + b"\n" for one in sweep()))
-    code, out, err, _ = run([word.replace("RESULTS", str(own)) for word in words], encoding=encoding)
+    file = tmp_path / "own.jsonl"
+    file.write_bytes(b"".join(encode(measurement) + b"\n" for measurement in sweep()))
+    code, out, err, _ = run([word.replace("RESULTS", str(file)) for word in words], encoding=encoding)
     assert code in (0, 2), err
     assert "Internal" not in err
     assert out + err

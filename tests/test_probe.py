@@ -330,13 +330,13 @@ def test_figures_of_another_host_are_left_to_it(
     monkeypatch.chdir(tmp_path)
     assert local.name() == host.slug()
     facts = {"host": host.host_facts()}
-    known = Machine(name=host.slug(), source="measured", host_bytes=host.host_bytes(), details=facts)
-    path = local.RESULTS / known.name / "machine.json"
-    write(path, known.model_copy(update=changes).model_dump_json())
+    machine = Machine(name=host.slug(), source="measured", host_bytes=host.host_bytes(), details=facts)
+    path = local.RESULTS / machine.name / "machine.json"
+    write(path, machine.model_copy(update=changes).model_dump_json())
     before = path.read_text()
     cores = facts["host"]["cores"]
     size = f"{host.host_bytes() >> 30}-gib" if host.host_bytes() >= local.ROUND else f"{host.host_bytes() >> 20}-mib"
-    expected = known.name if same else f"{known.name}-{cores}-cores-{size}"
+    expected = machine.name if same else f"{machine.name}-{cores}-cores-{size}"
     assert local.name() == expected
     assert CliRunner().invoke(command, ["--quick"]).exit_code == 0
     assert load(local.RESULTS / expected).name == local.this_machine().name == expected
@@ -354,9 +354,9 @@ def test_machines_of_little_memory_keep_their_figures_apart(tmp_path: Path, monk
         if not path.exists():
             facts = {"host": host.host_facts()}
             write(path, Machine(name=names[-1], source="measured", host_bytes=size, details=facts).model_dump_json())
-    own, cores = host.slug(), len(os.sched_getaffinity(0))
-    small = [f"{own}-{cores}-cores-{size}-mib" for size in (900, 300, 900, 300, 1100, 1900)]
-    assert names == [own, *small, own]
+    slug, cores = host.slug(), len(os.sched_getaffinity(0))
+    small = [f"{slug}-{cores}-cores-{size}-mib" for size in (900, 300, 900, 300, 1100, 1900)]
+    assert names == [slug, *small, slug]
 
 
 @pytest.mark.parametrize("recorded", [1 << 50, None])
@@ -438,17 +438,17 @@ def killed(times: int) -> tuple[str, ...]:
     return (sys.executable, "-c", script)
 
 
-@pytest.mark.parametrize(("times", "said"), [(0, 0), (1, 1), (2, 2)])
+@pytest.mark.parametrize(("times", "lines"), [(0, 0), (1, 1), (2, 2)])
 def test_a_probe_that_is_killed_for_memory_does_not_end_the_job(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], times: int, said: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], times: int, lines: int
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("tries").write_text("")
     monkeypatch.setattr(local, "PROBE", killed(times))
     machine = local.this_machine()
-    assert len(capsys.readouterr().err.splitlines()) == said
+    assert len(capsys.readouterr().err.splitlines()) == lines
     tries = Path("tries").read_text().splitlines()
-    assert ["--memory" in one for one in tries] == [False, True][: len(tries)]
+    assert ["--memory" in attempt for attempt in tries] == [False, True][: len(tries)]
     assert (machine.name, machine.source) == (("probed", "measured") if times < 2 else (local.name(), "datasheet"))
     if times == 2:
         from tests.inline import SPEC

@@ -69,11 +69,11 @@ def test_parts_are_those_of_compressed_tensors(
     weight[3, :columns] = 0
     weight[4, 0], weight[5, 1] = 0.5, -0.5  # outliers
     expected, values = library(weight, scheme, own.group_size(columns, scheme))
-    found = quantize(weight, scheme)
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
+    actual = quantize(weight, scheme)
+    assert actual.keys() == expected.keys()
+    for name, tensor in actual.items():
         if name == "weight_scale":  # the library's scale of zeros is another type's smallest step
-            tensor, expected[name] = (torch.cat([one[:3], one[4:]]) for one in (tensor, expected[name]))
+            tensor, expected[name] = (torch.cat([part[:3], part[4:]]) for part in (tensor, expected[name]))
         assert tensor.dtype == expected[name].dtype, name
         assert tensor.view(torch.uint8).equal(expected[name].view(torch.uint8)), name
     half_step = {"int4": 0.5 / 7.5, "int8": 0.5 / 127.5, "fp8": 1 / 16}[scheme]  # over the largest magnitude
@@ -111,7 +111,7 @@ def tiny(directory: Path, architecture: str = "llama", dtype: torch.dtype = torc
     """Save a checkpoint in 16 bits."""
     save_checkpoint(architecture, directory)
     for file in directory.glob("*.safetensors"):
-        save_file({name: one.to(dtype) for name, one in load_file(file).items()}, file, {"format": "pt"})
+        save_file({name: tensor.to(dtype) for name, tensor in load_file(file).items()}, file, {"format": "pt"})
     path = directory / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"dtype": str(dtype)[6:]}))
     return directory
@@ -121,7 +121,7 @@ def pack(*words: object) -> Result:
     return CliRunner().invoke(cli, ["pack", *map(str, words)])
 
 
-def said(result: Result) -> str:
+def output_of(result: Result) -> str:
     """Return the message of a command that refuses."""
     assert result.exit_code != 0
     assert isinstance(result.exception, ZinferError | SystemExit)
@@ -133,8 +133,8 @@ def said(result: Result) -> str:
 def logits(model: Any) -> Tensor:
     token_ids, mask = prompts(LENGTHS)
     with torch.inference_mode():
-        found: Tensor = model.eval()(token_ids, attention_mask=mask).logits[:, -1]
-    return found
+        output: Tensor = model.eval()(token_ids, attention_mask=mask).logits[:, -1]
+    return output
 
 
 @pytest.mark.parametrize(
@@ -167,11 +167,11 @@ def test_a_packed_folder_is_read_by_zinfer_and_by_transformers(
         whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     engine = load("stream", folder, "cpu", tmp_path, dtype="bfloat16")
     token_ids, mask = prompts(LENGTHS)
-    found = prefill(engine, token_ids, mask, reserve=1)
+    actual = prefill(engine, token_ids, mask, reserve=1)
     engine.close()
-    assert torch.equal(found, logits(whole))
+    assert torch.equal(actual, logits(whole))
     before = logits(AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)).float()
-    error = (found.float() - before).norm() / before.norm()
+    error = (actual.float() - before).norm() / before.norm()
     assert 0 < error < ({"int4": 0.6, "int8": 0.05, "fp8": 0.3}[scheme] if architecture == "llama" else 1)
     assert (0.35 < spec.fp8_ratio < 0.51) if scheme == "fp8" else (spec.fp8_ratio == 0)
     alike = {"name": "", "stored_ratio": 1, "fp8_ratio": 0, "directory": None, "config": {}}
@@ -212,8 +212,8 @@ def test_an_interrupted_copy_is_no_checkpoint_and_is_written_anew(
     with pytest.raises(ModelError, match=r"config\.json is missing"):
         from_directory(folder)
     assert pack("-m", source, "--weights", "int4", "-o", folder).exit_code == 0
-    own = {name for name in contents(folder) if not name.endswith(".part")}  # which the next start removes
-    assert own == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+    names = {name for name in contents(folder) if not name.endswith(".part")}  # which the next start removes
+    assert names == {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
                                      "generation_config.json", "zinfer-pack"}  # fmt: skip
     assert from_directory(folder).stored_ratio < 0.4
 
@@ -253,7 +253,7 @@ def with_nan(folder: Path) -> Path:
     ],
 )
 def test_what_cannot_be_quantised_is_refused_in_a_line(make: Any, says: str, tmp_path: Path) -> None:
-    assert says in said(pack("-m", make(tmp_path / "m"), "--weights", "int8", "-o", tmp_path / "copy"))
+    assert says in output_of(pack("-m", make(tmp_path / "m"), "--weights", "int8", "-o", tmp_path / "copy"))
     assert not (tmp_path / "copy").exists() or not contents(tmp_path / "copy")
 
 
@@ -263,14 +263,14 @@ def test_a_folder_with_other_files_stays_as_it_is(tmp_path: Path, monkeypatch: p
     other.mkdir()
     (other / "thesis.txt").write_text("my own")
     for folder in (source, other):
-        assert "holds other files" in said(pack("-m", source, "--weights", "int8", "-o", folder))
+        assert "holds other files" in output_of(pack("-m", source, "--weights", "int8", "-o", folder))
     assert contents(source) == before
     assert contents(other) == {"thesis.txt": b"my own"}
     for option, says in ((("--layers", 2), "has all layers"), (("--allow-nan",), "have no codes")):
         refused = pack("-m", source, "--weights", "int8", *option)
         assert (refused.exit_code, says in refused.output) == (2, True)
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
-    assert "free, and" in said(pack("-m", source, "--weights", "int8", "-o", tmp_path / "copy"))
+    assert "free, and" in output_of(pack("-m", source, "--weights", "int8", "-o", tmp_path / "copy"))
 
 
 def test_accuracy_compares_copies_with_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -291,14 +291,18 @@ def test_accuracy_compares_copies_with_the_model(tmp_path: Path, monkeypatch: py
         "--json", "-o", "out.jsonl",
     ])  # fmt: skip
     assert done.exit_code == 0, done.output
-    found = Study.model_validate_json(done.stdout)
-    errors = {label(found, one.case): one.error for one in found.of(Deviation) if one.along == "text"}
+    result = Study.model_validate_json(done.stdout)
+    errors = {
+        label(result, deviation.case): deviation.error
+        for deviation in result.of(Deviation)
+        if deviation.along == "text"
+    }
     copies = ["weights=int4", "weights=int8"]
     assert list(errors) == ["batch 2", *copies, "weights=mine"]
     noise, int4, int8, fp8 = errors.values()
     assert noise < int8 < fp8 < int4 < 1
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
     save_checkpoint("opt", Path("other"))
-    assert "another model than m" in said(
+    assert "another model than m" in output_of(
         CliRunner().invoke(cli, ["study", "accuracy", "-m", "m", "--weights", "other"])
     )

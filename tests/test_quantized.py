@@ -61,13 +61,13 @@ def test_blocks_may_be_cut_at_the_end(tmp_path: Path) -> None:
     config = json.loads((directory / "config.json").read_text())
     config["quantization_config"]["weight_block_size"] = [40, 40]
     (directory / "config.json").write_text(json.dumps(config))
-    for other in [one for one in tensors if one.endswith("_scale_inv") and one != f"{name}_scale_inv"]:
+    for other in [key for key in tensors if key.endswith("_scale_inv") and key != f"{name}_scale_inv"]:
         tensors[other] = tensors[other].amax().reshape(1)
     save_file(tensors, directory / "model.safetensors")
     whole = scales.repeat_interleave(40, 0)[:96].repeat_interleave(40, 1)[:, :64]
-    found = entries(directory)[name]
-    assert found.shape == plain[name].shape
-    assert torch.equal(found, (codes.float() * whole).to(torch.bfloat16))
+    actual = entries(directory)[name]
+    assert actual.shape == plain[name].shape
+    assert torch.equal(actual, (codes.float() * whole).to(torch.bfloat16))
 
 
 def test_cut_blocks_and_half_bytes_have_their_scales() -> None:
@@ -89,21 +89,21 @@ def test_cut_blocks_and_half_bytes_have_their_scales() -> None:
                                                          ("awq", 4, False)])  # fmt: skip
 def test_gptq_and_awq(method: str, bits: int, ordered: bool, tmp_path: Path) -> None:
     directory, expected = quantized.columns(llama(tmp_path / "m"), method, bits, ordered)
-    found = entries(directory)
+    actual = entries(directory)
     for name, weight in expected.items():
-        assert torch.equal(found[name], weight.to(torch.bfloat16)), name
+        assert torch.equal(actual[name], weight.to(torch.bfloat16)), name
 
 
 @pytest.mark.parametrize(
-    ("kind", "beside"),
+    ("kind", "separate"),
     [("FP8", False), ("FP8_PER_CHANNEL_PER_TOKEN", True), ("FP8_PB_WO", False), ("NVFP4", False), ("NVFP4", True)],
 )
-def test_checkpoints_of_modelopt(kind: str, beside: bool, tmp_path: Path) -> None:
-    directory, expected = quantized.modelopt(llama(tmp_path / "m"), kind, beside)
-    found = entries(directory)
+def test_checkpoints_of_modelopt(kind: str, separate: bool, tmp_path: Path) -> None:
+    directory, expected = quantized.modelopt(llama(tmp_path / "m"), kind, separate)
+    actual = entries(directory)
     assert len(expected) == 21
     for name, weight in expected.items():
-        assert torch.equal(found[name], weight), name
+        assert torch.equal(actual[name], weight), name
     for name, plain, several in matrices(directory):
         assert several is not None
         assert torch.equal(torch.cat([expand(codes, plain.dtype) for codes in several]), expected.pop(name)), name
@@ -128,7 +128,7 @@ def test_engines_generate_from_quantised_weights(name: str, offload: Any, tmp_pa
     for file in plain.glob("model*"):
         file.unlink()
     save_file({name: tensor.clone() for name, tensor in model.state_dict().items()}, plain / "model.safetensors")
-    engines = [load_engine(name, one, offload, tmp_path, dtype="bfloat16") for one in (directory, plain)]
+    engines = [load_engine(name, folder, offload, tmp_path, dtype="bfloat16") for folder in (directory, plain)]
     first, second = (greedy(engine, (5, 9, 3)) for engine in engines)
     assert torch.equal(first, second)
     for engine in engines:
@@ -140,7 +140,7 @@ def reordered(directory: Path) -> Path:
 
     def change(tensors: dict[str, Tensor]) -> None:
         dice = torch.Generator().manual_seed(4)
-        for name in [one for one in tensors if one.endswith("weight_packed")]:
+        for name in [key for key in tensors if key.endswith("weight_packed")]:
             columns = int(tensors[name.replace("packed", "shape")][1])
             order = torch.arange(columns, dtype=torch.int32) // 16
             tensors[name.replace("packed", "g_idx")] = order[torch.randperm(columns, generator=dice)]
@@ -224,12 +224,12 @@ def test_weights_cross_the_link_as_they_are_stored(name: str, made: Callable[[st
     loaded = list(matrices(made(name)))
     assert loaded
     for entry, expected, several in loaded:
-        out, place = torch.empty_like(expected).view(-1), 0
+        out, offset = torch.empty_like(expected).view(-1), 0
         for codes in several or ():
             for layout, data in encode_chunks(codes, expected.dtype, 4000):
-                unpack(data, layout, out[place : place + layout.numel])
-                place += layout.numel
-        assert place == expected.numel()
+                unpack(data, layout, out[offset : offset + layout.numel])
+                offset += layout.numel
+        assert offset == expected.numel()
         assert torch.equal(out.view(expected.shape), expected), entry
 
 
@@ -243,15 +243,15 @@ def test_matrices_of_an_entry_are_joined_where_their_scales_allow_it(
     monkeypatch.setattr(lossless, "MAX_ESCAPES", 1024 - 64)
     for entry, expected, several in matrices(made(name)):
         assert several
-        for most in (1 << 30, 20_000):
-            whole = list(join(several, expected.dtype.itemsize, most))
-            assert all(codes.rows * codes.columns * 2 <= most for codes in whole) or len(whole) == len(several)
-            assert len(whole) == 1 or most < 1 << 30, entry
-            out, place, coded = torch.empty_like(expected).view(-1), 0, 0
+        for max_bytes in (1 << 30, 20_000):
+            whole = list(join(several, expected.dtype.itemsize, max_bytes))
+            assert all(codes.rows * codes.columns * 2 <= max_bytes for codes in whole) or len(whole) == len(several)
+            assert len(whole) == 1 or max_bytes < 1 << 30, entry
+            out, offset, coded = torch.empty_like(expected).view(-1), 0, 0
             for codes in whole:
-                for layout, data in encode_chunks(codes, expected.dtype, most, 2 * place):
-                    unpack(data.clone(), layout, out[place : place + layout.numel])
-                    place, coded = place + layout.numel, coded + (layout.coded is not None)
+                for layout, data in encode_chunks(codes, expected.dtype, max_bytes, 2 * offset):
+                    unpack(data.clone(), layout, out[offset : offset + layout.numel])
+                    offset, coded = offset + layout.numel, coded + (layout.coded is not None)
             assert torch.equal(out.view(expected.shape), expected), entry
             assert (coded > 0) == name.startswith("fp8"), entry
 
@@ -276,21 +276,21 @@ def test_the_kernel_unpacks_every_format(names: tuple[str, ...], made: Callable[
             jobs.append((name, codes, entry[1].flatten(0, -2)[:rows]))
     torch.save(jobs, tmp_path / "jobs")
     interpreted(__name__, tmp_path)
-    for (name, _, expected), found in zip(jobs, torch.load(tmp_path / "results"), strict=True):
-        assert torch.equal(found, expected), name
+    for (name, _, expected), actual in zip(jobs, torch.load(tmp_path / "results"), strict=True):
+        assert torch.equal(actual, expected), name
 
 
 @pytest.mark.parametrize("name", ["fp8 of experts", "int4 groups", "mxfp4 of experts", "gptq in order"])
 def test_streamed_codes_give_the_tokens_of_dequantised_weights(
     name: str, made: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    directory, found = made(name), []
+    directory, results = made(name), []
     for codec in ("none", "lossless"):
         engine = load_engine("stream", directory, "cpu", tmp_path, dtype="bfloat16", weight_codec=codec)
-        found.append(greedy(engine, (5, 9, 3)))
+        results.append(greedy(engine, (5, 9, 3)))
         effective = engine.effective()
         engine.close()
-    assert torch.equal(*found)
+    assert torch.equal(*results)
     spec = from_directory(directory)
     assert spec.stored_ratio < 0.62
     assert effective.wire_bytes_per_step == pytest.approx(spec.stored_ratio * spec.streamed_bytes, rel=0.15)
@@ -304,18 +304,18 @@ def test_a_bare_config_counts_the_bytes_of_the_headers(name: str, made: Callable
     directory = made(name)
     bare = tmp_path / "config.json"
     bare.write_bytes((directory / "config.json").read_bytes())
-    found, expected = from_directory(bare), from_directory(directory)
+    actual, expected = from_directory(bare), from_directory(directory)
     exact = not name.startswith("modelopt")
-    assert found.stored_ratio == pytest.approx(expected.stored_ratio, rel=0.0 if exact else 0.02)
-    assert found.stored_ratio < 0.9
+    assert actual.stored_ratio == pytest.approx(expected.stored_ratio, rel=0.0 if exact else 0.02)
+    assert actual.stored_ratio < 0.9
     asked = Case(
         model="m", engine="stream", offload="cpu", workload=Workload(batch_size=1, input_len=8, output_len=4),
         options=(("weight_codec", "lossless"),),
     )  # fmt: skip
-    plans = [make_plan(asked, spec, MACHINE) for spec in (found, expected)]
+    plans = [make_plan(asked, spec, MACHINE) for spec in (actual, expected)]
     assert plans[0].host.total == pytest.approx(plans[1].host.total, rel=0.0 if exact else 0.02)
     assert plans[0].streamed_bytes == pytest.approx(plans[1].streamed_bytes, rel=0.0 if exact else 0.02)
-    assert plans[0].streamed_bytes < 0.9 * found.streamed_bytes
+    assert plans[0].streamed_bytes < 0.9 * actual.streamed_bytes
 
 
 def damaged(directory: Path, change: Callable[[dict[str, Tensor]], None], config: dict[str, Any] | None = None) -> None:
@@ -324,9 +324,9 @@ def damaged(directory: Path, change: Callable[[dict[str, Tensor]], None], config
     save_file(tensors, directory / "model.safetensors")
     if config is not None:
         path = directory / "config.json"
-        known = json.loads(path.read_text())
-        known["quantization_config"] |= config
-        path.write_text(json.dumps(known))
+        content = json.loads(path.read_text())
+        content["quantization_config"] |= config
+        path.write_text(json.dumps(content))
 
 
 def stored_codes(directory: Path) -> None:
@@ -355,8 +355,8 @@ def put(name: str, value: Tensor) -> Change:
     return lambda tensors: tensors.update({name: value})
 
 
-def at(name: str, place: Any, value: float) -> Change:
-    return lambda tensors: tensors[name].__setitem__(place, value)
+def at(name: str, index: Any, value: float) -> Change:
+    return lambda tensors: tensors[name].__setitem__(index, value)
 
 
 def lose(name: str) -> Change:

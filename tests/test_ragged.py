@@ -29,14 +29,14 @@ LENGTHS = ((5, 3), (9, 9), (12,), (1, 7, 4))  # of the prompts of each micro-bat
 def batches(engine: Engine, seed: int = 1) -> list[tuple[MicroBatch, Tensor, Tensor]]:
     """Return prefilled micro-batches, with their prompts' ids and masks."""
     torch.manual_seed(seed)
-    found = []
+    result = []
     for lengths in LENGTHS:
         width = max(lengths)
         ids = torch.randint(4, 90, (len(lengths), width))
         mask = (torch.arange(width) >= width - torch.tensor(lengths)[:, None]).long()
         batch, _ = passes.prefill(engine, ids, mask, 12)
-        found.append((batch, ids, mask))
-    return found
+        result.append((batch, ids, mask))
+    return result
 
 
 def check(engine: Engine, joins: bool | None, passes_of: Collection[int] = (8,)) -> None:
@@ -52,16 +52,16 @@ def check(engine: Engine, joins: bool | None, passes_of: Collection[int] = (8,))
     alone = list[list[Tensor]]()
     for batch, *_ in batches(engine):
         first = sum(map(len, LENGTHS[: len(alone)]))
-        own = tokens[:, first : first + batch.batch_size]
-        alone.append([passes.decode(engine, batch, own[step]) for step in range(10)])
+        ids = tokens[:, first : first + batch.batch_size]
+        alone.append([passes.decode(engine, batch, ids[step]) for step in range(10)])
         engine.retire(batch)
     together = batches(engine)
     sizes.clear()
     for step in range(10):
         rows = iter(tokens[step].split([len(lengths) for lengths in LENGTHS]))
         works = [Work(batch, next(rows)[:, None]) for batch, *_ in together]
-        for found, expected in zip(engine.forward(works), alone, strict=True):
-            assert close(found[:, -1], expected[step])
+        for actual, expected in zip(engine.forward(works), alone, strict=True):
+            assert close(actual[:, -1], expected[step])
     assert joins in (None, set(sizes) == set(passes_of)), sizes
     engine.clear()
 
@@ -131,20 +131,20 @@ def test_layers_of_other_kinds_join_or_not(
     check(engine, joins=joins)
 
 
-@pytest.mark.parametrize("own", ["keys", "mask", "option", "skips"])
+@pytest.mark.parametrize("change", ["keys", "mask", "option", "skips"])
 def test_a_model_that_attends_in_its_own_way_is_found_out(
-    own: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+    change: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """Its rows are recomputed per micro-batch, and never batched together again."""
     engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
     real = ragged.attention
 
     def changed(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Any:
-        if own == "keys":
+        if change == "keys":
             key = key * 1
-        elif own == "mask":
+        elif change == "mask":
             mask = torch.zeros(len(query), 1, 1, 1)
-        elif own == "option":
+        elif change == "option":
             options["softcap"] = 30.0
         elif module.layer_idx == 1:
             return query.transpose(1, 2), None
@@ -156,7 +156,7 @@ def test_a_model_that_attends_in_its_own_way_is_found_out(
 
 
 @pytest.mark.parametrize(
-    "own",
+    "change",
     [
         lambda keys: keys * 1,
         lambda keys: torch.cat([keys, keys]),
@@ -166,14 +166,14 @@ def test_a_model_that_attends_in_its_own_way_is_found_out(
     ],
 )
 def test_a_model_that_does_more_with_its_keys_than_attend_is_found_out(
-    own: Callable[[Tensor], Tensor], checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+    change: Callable[[Tensor], Tensor], checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     engine: Any = load("stream", checkpoint("bloom"), "cpu", tmp_path)
     update = ragged.StackedLayer.update
 
     def changed(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
         keys, values = update(*args, **options)
-        return own(keys), values
+        return change(keys), values
 
     monkeypatch.setattr(ragged.StackedLayer, "update", changed)
     assert engine.joins
@@ -185,22 +185,22 @@ def test_a_model_that_does_more_with_its_keys_than_attend_is_found_out(
 def test_products_of_stacked_rows_are_those_of_their_blocks(turned: bool) -> None:
     blocks = [torch.randn(rows, 3, count, 8) for rows, count in ((2, 5), (1, 7), (4, 1))]
     whole = torch.cat([pad(block, (0, 0, 7 - block.shape[2], 0)) for block in blocks])
-    one = stack(blocks, torch.float32)
-    assert one.shape == whole.shape
+    stacked = stack(blocks, torch.float32)
+    assert stacked.shape == whole.shape
     seen = torch.cat([torch.arange(7) >= 7 - block.shape[2] for block in blocks for _ in block]).view(7, 1, 1, 7)
     if turned:
         rows, added = torch.randn(7, 3, 2, 8), torch.randn(21, 1, 7)
         expected = rows @ whole.transpose(-1, -2)
-        assert torch.allclose((rows @ one.transpose(-1, -2)) * seen, expected * seen, atol=1e-5)
-        flat = one.reshape(21, -1, 8).transpose(1, 2)
-        found = added.baddbmm(rows.view(21, 2, 8), flat, beta=0.5, alpha=2.0).view(7, 3, 2, 7)
-        assert torch.allclose(found * seen, (expected * 2 + added.view(7, 3, 1, 7) / 2) * seen, atol=1e-5)
+        assert torch.allclose((rows @ stacked.transpose(-1, -2)) * seen, expected * seen, atol=1e-5)
+        flat = stacked.reshape(21, -1, 8).transpose(1, 2)
+        actual = added.baddbmm(rows.view(21, 2, 8), flat, beta=0.5, alpha=2.0).view(7, 3, 2, 7)
+        assert torch.allclose(actual * seen, (expected * 2 + added.view(7, 3, 1, 7) / 2) * seen, atol=1e-5)
         return
     chances = torch.rand(7, 3, 2, 7) * seen
-    assert torch.allclose(torch.matmul(chances, one), chances @ whole, atol=1e-5)
-    assert torch.allclose(torch.bmm(chances.view(21, 2, 7), one.view(21, 7, 8)).view(7, 3, 2, 8), chances @ whole)
+    assert torch.allclose(torch.matmul(chances, stacked), chances @ whole, atol=1e-5)
+    assert torch.allclose(torch.bmm(chances.view(21, 2, 7), stacked.view(21, 7, 8)).view(7, 3, 2, 8), chances @ whole)
     query, mask = torch.randn(7, 3, 1, 8), torch.where(seen, 0.0, -1e30)
     expected = scaled_dot_product_attention(query, whole, whole, mask)
-    assert torch.allclose(scaled_dot_product_attention(query, one, one, mask), expected, atol=1e-5)
+    assert torch.allclose(scaled_dot_product_attention(query, stacked, stacked, mask), expected, atol=1e-5)
     with pytest.raises(NotStackedError, match="without a mask"):
-        scaled_dot_product_attention(query, one, one)
+        scaled_dot_product_attention(query, stacked, stacked)

@@ -63,11 +63,11 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     for name, value in environment(HF_HUB_OFFLINE="1").items():
         monkeypatch.setenv(name, value)
     memory = {"object_store_memory": 100 << 20}
-    found = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **memory})
-    found.nodes = [found.add_node(num_cpus=2, **memory) for _ in range(2)]
-    found.wait_for_nodes()
-    yield found
-    found.shutdown()
+    running = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **memory})
+    running.nodes = [running.add_node(num_cpus=2, **memory) for _ in range(2)]
+    running.wait_for_nodes()
+    yield running
+    running.shutdown()
 
 
 def start(folder: Path, cluster: Any) -> "subprocess.Popen[str]":
@@ -91,11 +91,11 @@ def whole(folder: Path) -> dict[str, str]:
 
 
 def texts(path: Path) -> dict[str, str]:
-    found: dict[str, str] = {}
+    answers: dict[str, str] = {}
     for record in map(json.loads, path.read_text().splitlines()):
-        assert record["custom_id"] not in found, "answered twice"
-        found[record["custom_id"]] = record["response"]["body"]["choices"][0]["text"]
-    return found
+        assert record["custom_id"] not in answers, "answered twice"
+        answers[record["custom_id"]] = record["response"]["body"]["choices"][0]["text"]
+    return answers
 
 
 def wait_for_answers(folder: Path, count: int, process: "subprocess.Popen[str]") -> None:
@@ -108,14 +108,14 @@ def wait_for_answers(folder: Path, count: int, process: "subprocess.Popen[str]")
 
 def tasks() -> list[int]:
     """Return the processes that answer shards."""
-    found = []
+    result = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             if b"ray::answer_shard" in path.read_bytes():
-                found.append(int(path.parent.name))
+                result.append(int(path.parent.name))
         except OSError:
             continue
-    return found
+    return result
 
 
 @pytest.mark.slow
@@ -124,9 +124,9 @@ def test_a_shard_of_a_killed_task_is_done_again_and_no_row_twice(
 ) -> None:
     process = start(folder, cluster)
     wait_for_answers(folder, 6, process)
-    known = tasks()
-    assert len(known) == 2
-    os.kill(known[0], signal.SIGKILL)
+    earlier = tasks()
+    assert len(earlier) == 2
+    os.kill(earlier[0], signal.SIGKILL)
     _, stderr = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, stderr
     assert "2 nodes of Ray, 2 CPU each: 2 shards to answer" in stderr

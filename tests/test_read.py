@@ -52,19 +52,19 @@ def readers() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("zinfer-read")]
 
 
-def same(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and one.shape == other.shape and one.tolist() == other.tolist()
+def same(first: Tensor, other: Tensor) -> bool:
+    return first.dtype == other.dtype and first.shape == other.shape and first.tolist() == other.tolist()
 
 
 @pytest.mark.parametrize("chunk", [1, 1000, 16 << 20])
 def test_every_tensor_arrives(chunk: int, opened: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     groups = GROUPS if chunk > 1 else GROUPS[1:2]
     monkeypatch.setattr(read, "CHUNK", chunk)
-    found: dict[str, Tensor] = {}
+    arrived: dict[str, Tensor] = {}
     for group, tensors in zip(groups, read_groups(opened, groups), strict=True):
         assert tuple(tensors) == group
-        found |= {name: tensor.clone() for name, tensor in tensors.items()}
-    assert all(same(tensor, TENSORS[name]) for name, tensor in found.items())
+        arrived |= {name: tensor.clone() for name, tensor in tensors.items()}
+    assert all(same(tensor, TENSORS[name]) for name, tensor in arrived.items())
     assert readers() == []
     assert list(read_groups(opened, [])) == []
 
@@ -141,11 +141,11 @@ def test_short_of_memory_files_are_mapped(opened: Checkpoint, monkeypatch: pytes
     monkeypatch.setattr(read, "available_bytes", lambda: 1000)
     monkeypatch.setattr(read, "PinnedArena", None)
     for source in (read_groups, map_groups):
-        found: dict[str, Any] = {}
+        result: dict[str, Any] = {}
         for tensors in source(opened, GROUPS):
-            found |= {name: part[...] for name, part in tensors.items() if TENSORS[name].dim()}
-        assert all(same(tensor, TENSORS[name]) for name, tensor in found.items())
-        assert len(found) == len(TENSORS) - 1
+            result |= {name: part[...] for name, part in tensors.items() if TENSORS[name].dim()}
+        assert all(same(tensor, TENSORS[name]) for name, tensor in result.items())
+        assert len(result) == len(TENSORS) - 1
 
 
 @pytest.mark.parametrize(
@@ -173,6 +173,6 @@ def test_the_revision_changes_with_any_matrix(checkpoint: Callable[..., Path], t
             byte = file.read(1)
             file.seek(info.start)
             file.write(bytes([byte[0] ^ 1]))
-        found = Checkpoint.open(other).revision
-        assert found not in before, name
-        before.add(found)
+        revision = Checkpoint.open(other).revision
+        assert revision not in before, name
+        before.add(revision)

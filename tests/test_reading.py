@@ -65,9 +65,9 @@ class Room:
 
 @pytest.fixture
 def room() -> Any:
-    found = Room()
-    yield found
-    found.reader.close()
+    created = Room()
+    yield created
+    created.reader.close()
 
 
 def test_a_short_prompt_waits_for_no_long_one(room: Room) -> None:

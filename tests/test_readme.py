@@ -60,12 +60,12 @@ def rated(*starts: str, engine: str = "stream", step_s: float = 1.0) -> Entry:
     ],
 )
 def test_ratios_come_from_one_run(ours: list[str], theirs: list[str], given: bool) -> None:
-    one, other = rated(*ours), rated(*theirs, engine="deepspeed", step_s=2.0)
-    work = Workload((one, other), ("01", "11", "21", "31"))
+    first, other = rated(*ours), rated(*theirs, engine="deepspeed", step_s=2.0)
+    work = Workload((first, other), ("01", "11", "21", "31"))
     decode, output = work.ratios(other)
     assert decode.startswith(("2.0", "1.9")) is given
     assert (" to " in output) is (given and len(ours) > 1), "the range over several loads"
-    assert work.ratios(one) == ("", "")
+    assert work.ratios(first) == ("", "")
 
 
 def test_a_lossy_setting_is_marked_and_never_wins() -> None:
@@ -92,11 +92,11 @@ def test_figures_in_git_tell_of_the_points_of_the_records(tmp_path: Path, monkey
         file = pages.RESULTS / (f"{name.split('/')[0]}/reuse.json" if "/reuse-" in name else f"{record}.jsonl")
         words = ["plot", str(file), "-o", str(drawn), "--format", "svg", "--figure", *what]
         assert CliRunner().invoke(cli, words).exit_code == 0
-        told, kept = (
+        drawn_text, kept = (
             [part.text for part in ElementTree.parse(folder / f"{name}.svg").getroot()[:2]]
             for folder in (drawn, ROOT / "plots")
         )
-        assert told == kept, "make plots"
+        assert drawn_text == kept, "make plots"
 
 
 def test_a_fact_is_found_whole_and_in_its_place() -> None:
@@ -188,21 +188,21 @@ def test_documents_of_the_pages_run_commands_that_are_understood() -> None:
     blocks = re.findall(r"```yaml\n(.*?)```", TEXTS["docs/cluster.md"], flags=re.DOTALL)
     documents = [yaml.safe_load(block) for block in blocks]
     (shards, merge), node = documents[0]["spec"]["replicatedJobs"], documents[1]
-    own = shards["template"]["spec"]
-    assert own["completions"] == own["parallelism"]
+    spec = shards["template"]["spec"]
+    assert spec["completions"] == spec["parallelism"]
     assert merge["dependsOn"] == [{"name": shards["name"], "status": "Complete"}]
-    for part, total in ((shards, own["completions"]), (merge, None), (node, node["num_nodes"])):
+    for part, total in ((shards, spec["completions"]), (merge, None), (node, node["num_nodes"])):
         lines = [line.strip() for text in texts_in(part) for line in text.splitlines()]
         (words,) = [shlex.split(line.removesuffix("||")) for line in lines if line.startswith("zinfer batch")]
         for number in range(total or 1):
-            known = {"$((JOB_COMPLETION_INDEX + 1))": number + 1, "$((SKYPILOT_NODE_RANK + 1))": number + 1,
+            values = {"$((JOB_COMPLETION_INDEX + 1))": number + 1, "$((SKYPILOT_NODE_RANK + 1))": number + 1,
                      "$SKYPILOT_NUM_NODES": total}  # fmt: skip
-            told = " ".join(words)
-            for name, value in known.items():
-                told = told.replace(name, str(value))
+            joined = " ".join(words)
+            for name, value in values.items():
+                joined = joined.replace(name, str(value))
             command = cli.get_command(click.Context(cli), "batch")
             assert command is not None
-            given, *_ = command.make_parser(click.Context(command)).parse_args(shlex.split(told)[2:])
+            given, *_ = command.make_parser(click.Context(command)).parse_args(shlex.split(joined)[2:])
             assert (given.get("merge") or False) is (total is None)
             assert given.get("shard") == (None if total is None else str(Shard(number + 1, total)))
 
@@ -257,7 +257,7 @@ def exists(name: str) -> bool:
     first, *rest = name.split(".")
     if not rest:
         return first in modules or any(
-            first in names or any(first in own for own in names.values()) for names in modules.values()
+            first in names or any(first in attributes for attributes in names.values()) for names in modules.values()
         )
     if name in modules:
         return True

@@ -192,10 +192,10 @@ def test_slots_are_taken_bit_by_bit(size: int, dtype: torch.dtype) -> None:
     rows, held = torch.tensor([3, 1]), slice(2, 7)
     for memory in (whole[..., :size].contiguous(), whole[..., 2:], whole[:, :, 1:, :size]):
         assert torch.equal(copy_slots(memory, rows, held, None), memory[rows, :, held])
-        found = copy_slots(memory, rows, held, RowMask(real))
-        for row, own, states in zip(rows.tolist(), real[:, -5:], found, strict=True):
+        copied = copy_slots(memory, rows, held, RowMask(real))
+        for row, mask, states in zip(rows.tolist(), real[:, -5:], copied, strict=True):
             order = [*range(2, 7)]
-            order = [slot for slot, kept in zip(order, own, strict=True) if not kept] + [
-                slot for slot, kept in zip(order, own, strict=True) if kept
+            order = [slot for slot, kept in zip(order, mask, strict=True) if not kept] + [
+                slot for slot, kept in zip(order, mask, strict=True) if kept
             ]
             assert torch.equal(states, memory[row][:, order])

@@ -148,7 +148,7 @@ def test_the_summary_has_a_row_for_each_workload_then_decision_risks_and_signatu
     (row,) = report.rows("Summary", *SUMMARY)
     assert row["model"] == "bloom-176b, 14 of 70 layers, 512 in / 32 out"
     assert (row["machine"], row["configuration"]) == ("h100", "stream none, batch 8")
-    best = max(sweep(), key=lambda one: one.output_tok_s or 0)
+    best = max(sweep(), key=lambda measurement: measurement.output_tok_s or 0)
     assert row["tok/s"].startswith(rated(best.output_tok_s or 0))
     assert mentions(row["evidence"], "single run", "3 repeats")
     assert "fastest of 5 configurations" in row["verdict"]
@@ -249,10 +249,10 @@ def test_memory_and_bottleneck_are_predicted_beside_what_was_measured(report: Re
 
 def test_prices_give_costs_and_a_demand_gives_gpus(tmp_path: Path, report: Report) -> None:
     assert "Sizing and cost" not in report.sections
-    one = point(case(8, layers=None), repeats=1, gpu={"energy_j": 2560.0})
-    usd = 1e6 / (one.output_tok_s or 0) / 3600 * 3
+    priced = point(case(8, layers=None), repeats=1, gpu={"energy_j": 2560.0})
+    usd = 1e6 / (priced.output_tok_s or 0) / 3600 * 3
     lossy = point(case(8, layers=None, options=(("kv_cache_dtype", "int8"),)), 0.5, repeats=1)
-    store(tmp_path / "results" / "a.jsonl", [one, lossy, point(case(1, "deepspeed", layers=None), repeats=1)])
+    store(tmp_path / "results" / "a.jsonl", [priced, lossy, point(case(1, "deepspeed", layers=None), repeats=1)])
     prices = ("--gpu-hour-usd", 2, "--host-hour-usd", 1, "--demand", "2Mtok/day")
     document = written(tmp_path / "results", *prices)
     cost, fleet = (document.rows("Sizing and cost", head) for head in ("USD a million tokens", "servers"))
@@ -270,7 +270,9 @@ def test_prices_give_costs_and_a_demand_gives_gpus(tmp_path: Path, report: Repor
 
 
 def test_a_baseline_is_compared_with(described: Path, tmp_path: Path) -> None:
-    slower = [point(one.case, 1.1 * (one.tpot_ms or 0) / 1e3) for one in sweep() if one.usable][:4]
+    slower = [
+        point(measurement.case, 1.1 * (measurement.tpot_ms or 0) / 1e3) for measurement in sweep() if measurement.usable
+    ][:4]
     store(tmp_path / "main.jsonl", slower)
     rows = written(described, "--baseline", tmp_path / "main.jsonl").rows("Comparison", "verdict")
     assert [row["verdict"] for row in rows] == ["better"] * 4
@@ -363,8 +365,8 @@ def test_any_results_make_a_report_without_empty_sections(tmp_path: Path, kind: 
     headings = Outline(document.page).headings
     assert [heading.split(" ", 1)[1] for heading in headings] == document.sections
     assert not re.search(r"^## .*\n\n(?=## |\Z)", document.text, flags=re.MULTILINE)
-    assert ("no point succeeded" in document.text) is all(not one.usable for one in points)
-    usable = any(one.usable for one in points)
+    assert ("no point succeeded" in document.text) is all(not point.usable for point in points)
+    usable = any(point.usable for point in points)
     assert ("not described" in document.text) is (machine is None and usable)
     assert not re.search(r"\bNone\b(?! known)|\bnan\b|\binf\b", document.text.replace("stream none", "")), document.text
 
@@ -387,9 +389,9 @@ def test_the_figure_has_words_and_is_that_of_plot(described: Path, report: Repor
     assert shown.get("role") == "img"
     ids = {element.get("id"): element.text for element in shown.iter()}
     assert all(ids[name] for name in shown.attrib["aria-labelledby"].split())
-    for one in sweep():
-        said = f"batch {one.case.workload.batch_size}, {rated(one.output_tok_s or 0)} tok/s"
-        assert (said in words(shown, "desc")[0]) is one.usable
+    for measurement in sweep():
+        label = f"batch {measurement.case.workload.batch_size}, {rated(measurement.output_tok_s or 0)} tok/s"
+        assert (label in words(shown, "desc")[0]) is measurement.usable
     plots = described.parent / "plots"
     assert invoke("plot", described, "-o", plots, "--format", "svg", "--figure", "latency").exit_code == 0
     drawn = ElementTree.parse(plots / "h100" / "bloom-latency.svg").getroot()
@@ -397,7 +399,7 @@ def test_the_figure_has_words_and_is_that_of_plot(described: Path, report: Repor
         element.tag = element.tag.split("}")[-1]
     assert words(shown, "text") == words(drawn, "text") != []
     for tag, names in (("path", ("d",)), ("use", ("x", "y")), ("text", ("x", "y", "transform"))):
-        places = [[[found.get(name) for name in names] for found in figure.iter(tag)] for figure in (shown, drawn)]
+        places = [[[element.get(name) for name in names] for element in figure.iter(tag)] for figure in (shown, drawn)]
         assert places[0] == places[1] != []
 
 
@@ -448,9 +450,9 @@ def test_an_accuracy_belongs_to_its_model_engine_and_setting() -> None:
     whole = case(8, model="./m", layers=None)
     int8: dict[str, object] = {"options": (("kv_cache_dtype", "int8"),)}
     int4: dict[str, object] = {"weights": "int4"}
-    assert [one.along for one in deviations(run, whole.model_copy(update=int8))] == ["own", "text"]
+    assert [deviation.along for deviation in deviations(run, whole.model_copy(update=int8))] == ["own", "text"]
     others: tuple[dict[str, object], ...] = (int4, int8 | int4, int8 | {"model": "n"}, int8 | {"layers": 2}, {})
-    assert [deviations(run, whole.model_copy(update=one)) for one in others] == [()] * len(others)
+    assert [deviations(run, whole.model_copy(update=other)) for other in others] == [()] * len(others)
     random = run.asked.model_copy(update={"load_format": "dummy"})
     assert deviations(accuracy_run(case=random), whole.model_copy(update=int8)) == ()
     copy = run.of(study.Deviation)[1].model_copy(
@@ -502,8 +504,8 @@ def test_figures_follow_the_colours_of_the_page(report: Report) -> None:
         given = dict(value.split(":") for value in values.strip(";").split(";"))
         assert used == given.keys() - {"--paper"} != set()
         for name, colour in given.items():
-            least = TEXT_CONTRAST if name.startswith("--t") else CONTRAST
-            assert name == "--paper" or contrast(colour, paper) >= least
+            min_contrast = TEXT_CONTRAST if name.startswith("--t") else CONTRAST
+            assert name == "--paper" or contrast(colour, paper) >= min_contrast
 
 
 @pytest.mark.parametrize("paper", [LIGHT, DARK])

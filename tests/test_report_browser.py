@@ -79,8 +79,8 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     if CHROMIUM is None:
         reason = "no Chromium: apt-get install chromium"
         pytest.fail(reason) if os.environ.get("ZINFER_BROWSER") == "required" else pytest.skip(reason)
-    with browsing(tmp_path_factory.mktemp("chromium")) as found:
-        yield found
+    with browsing(tmp_path_factory.mktemp("chromium")) as running:
+        yield running
 
 
 def hostile() -> list[Measurement]:
@@ -128,7 +128,7 @@ def test_the_page_is_quiet_alone_and_fits(browser: Browser, report: Path, width:
     assert seen.ask(OUTSIDE) == []
     assert seen.ask(FAINT) == []
     drawn = seen.ask("[...document.querySelectorAll('.drawing svg')].map(e => e.getBoundingClientRect().width)")
-    assert all(min(width, 640) <= one + 1 for one in drawn), "legible: what does not fit scrolls"
+    assert all(min(width, 640) <= result + 1 for result in drawn), "legible: what does not fit scrolls"
 
 
 def test_tables_of_the_committed_records_need_no_scrolling(browser: Browser, tmp_path: Path) -> None:

@@ -43,8 +43,8 @@ def test_the_break_even(gains: tuple[float, ...], expected: float | None, words:
     contexts = (100, 200, 400, 800) if len(gains) > 2 else (100, 400)
     points = [point(context, 10 * gain, 10) for context, gain in zip(contexts, gains, strict=False)]
     points.append(Reload(context=9999, new_tokens=8, skipped="too long"))
-    found = break_even(points, "memory")
-    assert found == (None if expected is None else pytest.approx(expected, rel=2e-3))
+    actual = break_even(points, "memory")
+    assert actual == (None if expected is None else pytest.approx(expected, rel=2e-3))
     assert break_even(points, "disk") is None
     assert verdict(points, "disk") is None
     assert words is None or str(verdict(points, "memory")).endswith(words)
@@ -52,16 +52,16 @@ def test_the_break_even(gains: tuple[float, ...], expected: float | None, words:
 
 def test_of_runs_of_one_load_the_last_counts(tmp_path: Path) -> None:
     path = tmp_path / "reuse.jsonl"
-    for one in (run(point(8, 1, 1)), run(offload="none"), run(point(16, 1, 1), point(32, 1, 1))):
-        study.append(path, one)
+    for record in (run(point(8, 1, 1)), run(offload="none"), run(point(16, 1, 1), point(32, 1, 1))):
+        study.append(path, record)
     runs = study.read(path, "reuse").runs
-    assert [(one.asked.offload, len(one.rows)) for one in runs] == [("cpu", 1), ("none", 0), ("cpu", 2)]
-    assert [(one.asked.offload, len(one.rows)) for one in latest(runs)] == [("cpu", 2), ("none", 0)]
+    assert [(record.asked.offload, len(record.rows)) for record in runs] == [("cpu", 1), ("none", 0), ("cpu", 2)]
+    assert [(record.asked.offload, len(record.rows)) for record in latest(runs)] == [("cpu", 2), ("none", 0)]
 
 
 def test_cells_are_text_with_units() -> None:
-    found = point(2048, 1500, 30, disk_ms=(60.0,))
-    assert show(run(found)).cells[0] == (
+    sample = point(2048, 1500, 30, disk_ms=(60.0,))
+    assert show(run(sample)).cells[0] == (
         "2,048",
         "1.0 MB",
         "1.5 s",
@@ -72,7 +72,7 @@ def test_cells_are_text_with_units() -> None:
         "same",
         "0.25",
     )
-    assert len(show(run(found)).columns) == len(show(run(found)).cells[0])
+    assert len(show(run(sample)).columns) == len(show(run(sample)).cells[0])
     assert title(run(layers=4)) == "m, 4 of 8 layers, stream cpu"
 
 
@@ -83,11 +83,11 @@ def test_each_way_gives_the_same_token(name: str, checkpoint: Checkpoints, tmp_p
     (tmp_path / "kv").mkdir()
     worker = InlineWorker.around(engine, on_progress=lambda _what, share: beats.append(share))
     request = PrefixReuse(context=40, new_tokens=8, repeats=2, folder=str(tmp_path / "kv"))
-    found = worker.ask(request)
-    assert [len(samples) for samples in (found.recompute_ms, found.memory_ms, found.disk_ms)] == [2, 2, 2]
-    assert found.kept_bytes == engine.plan.model.kv_bytes(1, 32)
-    assert found.same_token is True
-    assert 0 <= found.max_difference < 1e-3
+    answer = worker.ask(request)
+    assert [len(samples) for samples in (answer.recompute_ms, answer.memory_ms, answer.disk_ms)] == [2, 2, 2]
+    assert answer.kept_bytes == engine.plan.model.kv_bytes(1, 32)
+    assert answer.same_token is True
+    assert 0 <= answer.max_difference < 1e-3
     assert beats == sorted(beats)
     assert beats[-1] == 1
     assert not list((tmp_path / "kv").iterdir())
@@ -108,25 +108,25 @@ def test_measured_recorded_and_drawn(folder: Path, monkeypatch: pytest.MonkeyPat
     result = zinfer(folder, *words, "--kv-cache-dir", "kv", "--layers", "2")
     assert result.returncode == 0, result.stderr
     path = folder / "sweeps" / "results" / slug() / "reuse.jsonl"
-    (found,) = study.read(path, "reuse").runs
-    assert found.machine == slug()
-    points = measured(found)
-    assert [one.context for one in points] == [16, 64, 256]
-    assert all(len(one.recompute_ms) == len(one.memory_ms) == len(one.disk_ms) == 2 for one in points)
-    assert found.of(Reload)[-1].skipped == "bloom-tiny has 2,048 positions"
-    assert found.link is not None
-    assert "torch" in found.versions
+    (recorded,) = study.read(path, "reuse").runs
+    assert recorded.machine == slug()
+    points = measured(recorded)
+    assert [point.context for point in points] == [16, 64, 256]
+    assert all(len(point.recompute_ms) == len(point.memory_ms) == len(point.disk_ms) == 2 for point in points)
+    assert recorded.of(Reload)[-1].skipped == "bloom-tiny has 2,048 positions"
+    assert recorded.link is not None
+    assert "torch" in recorded.versions
     assert points[-1].gain("memory") > 0  # type: ignore[operator]
     assert mentions(result.stdout, "4,096 tokens", "bloom-tiny", "2,048 positions")
     assert str(verdict(points, "disk")) in result.stdout
     assert "256 tokens measured" in result.stderr
     monkeypatch.chdir(folder)
     drawn = [CliRunner().invoke(cli, ["plot", where, "-o", where[-1]]) for where in ("sweeps/results", str(path))]
-    for one, out in zip(drawn, ("s", "l"), strict=True):
-        assert one.exit_code == 0, one.output
-        lines = one.stdout.split()
+    for command, out in zip(drawn, ("s", "l"), strict=True):
+        assert command.exit_code == 0, command.output
+        lines = command.stdout.split()
         assert lines == [f"{out}/{slug()}/reuse-bloom-tiny-2-of-8-layers-stream-cpu.{form}" for form in ("png", "svg")]
-    first, second = (Path(one.stdout.split()[1]).read_bytes() for one in drawn)
+    first, second = (Path(command.stdout.split()[1]).read_bytes() for command in drawn)
     assert first == second
     assert b"break-even" in first or verdict(points, "memory") is not None
 
@@ -162,23 +162,23 @@ def inline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., tup
 
 
 def test_samples_before_a_crash_stay(inline: Callable[..., tuple[Any, Study]]) -> None:
-    result, found = inline("--context", "16,32,64", "--new-tokens", "8", dies=32)
+    result, recorded = inline("--context", "16,32,64", "--new-tokens", "8", dies=32)
     assert result.exit_code == 3, result.output
     assert "2 of 3 context lengths failed" in result.stderr
-    assert [one.skipped for one in found.of(Reload)] == [None, *["oom_host: the kernel killed the worker"] * 2]
-    result, found = inline("--context", "16,32", "--new-tokens", "8", "-O", "kv_offload=cpu")
+    assert [reload.skipped for reload in recorded.of(Reload)] == [None, *["oom_host: the kernel killed the worker"] * 2]
+    result, recorded = inline("--context", "16,32", "--new-tokens", "8", "-O", "kv_offload=cpu")
     assert result.exit_code == 4
     assert "kv_offload=cpu is not kept" in result.stderr
-    assert [one.skipped for one in found.of(Reload)] == [
+    assert [reload.skipped for reload in recorded.of(Reload)] == [
         "unsupported: a KV cache with kv_offload=cpu is not kept", "16 tokens failed (unsupported)",
     ]  # fmt: skip
     assert len(study.read(Path("r.jsonl"), "reuse").runs) == 2
 
 
 def test_a_run_without_a_measured_context_leaves_earlier_ones(inline: Callable[..., tuple[Any, Study]]) -> None:
-    _, found = inline("--context", "16", "--new-tokens", "8")
+    _, recorded = inline("--context", "16", "--new-tokens", "8")
     result, last = inline("--context", "4k,8k")
-    assert (result.exit_code, last) == (4, found)
+    assert (result.exit_code, last) == (4, recorded)
     assert "bloom-tiny has 2,048 positions" in result.stderr
 
 

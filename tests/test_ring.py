@@ -358,7 +358,7 @@ def test_what_a_trip_did_not_guess_costs_a_new_beginning_and_nothing_else(monkey
     bench.run_pass(1, [Answer(0, 9)])
     bench.run_pass()
     assert begun == [0, 1, 1, 0]
-    assert [one[2] for one in bench.borrowed] == [5] * 3 + [6] * 3 + [7] * 3 + [9] * 3
+    assert [entry[2] for entry in bench.borrowed] == [5] * 3 + [6] * 3 + [7] * 3 + [9] * 3
     bench.close()
 
 

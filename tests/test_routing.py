@@ -57,8 +57,8 @@ def test_a_run_is_recorded_and_shown(checkpoint: Callable[[str], Path]) -> None:
     assert hits(run, "lru", 6) == 0, "a step needs 12: in their order, each is dropped before it is needed again"
     assert 0 < hits(run, "lfu", 16) < hits(run, "lfu", 48) < 1
     assert [hits(run, "lru", size) for size in sizes(run)] == sorted(hits(run, "lru", size) for size in sizes(run))
-    assert [one.batch_size for one in run.of(Touched)] == [2, 4, 8, 11], "from 12 tokens on all experts come"
-    shares = [3 / 16, *(one.share for one in run.of(Touched))]
+    assert [touched.batch_size for touched in run.of(Touched)] == [2, 4, 8, 11], "from 12 tokens on all experts come"
+    shares = [3 / 16, *(touched.share for touched in run.of(Touched))]
     assert shares == sorted(shares)
     assert shares[-1] < 1 - (13 / 16) ** 11, "tokens of a text are alike"
     assert sum(row.batch_size == 11 for row in run.of(Hits)) == 8
@@ -108,8 +108,8 @@ def test_a_replay_meets_what_the_engine_meets(checkpoint: Callable[[str], Path])
     rows = tokens[:length], tokens[57 : 57 + length]
     steps: list[routing.Step] = []
     for watched in routing.trace(spec, rows):
-        chosen = sorted((number, own.tolist()) for number, own in watched.chosen.items())
-        steps += ([(number, own[token]) for number, own in chosen] for token in range(length))
+        chosen = sorted((number, experts.tolist()) for number, experts in watched.chosen.items())
+        steps += ([(number, experts[token]) for number, experts in chosen] for token in range(length))
     engine: Any = test_experts.load(folder, share="60%")
     ids = torch.tensor(rows)
     batch, _ = passes.prefill(engine, ids[:, :1], torch.ones(2, 1, dtype=torch.int64), length)

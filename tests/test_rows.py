@@ -40,9 +40,9 @@ TEMPLATE += "[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
 def request(name: str, body: dict[str, Any], chat: bool = False) -> BatchLine:
     url = "/v1/chat/completions" if chat else "/v1/completions"
     line = json.dumps({"custom_id": name, "method": "POST", "url": url, "body": body})
-    (found,) = read_requests(line.encode())
-    assert isinstance(found, BatchLine), found
-    return found
+    (parsed,) = read_requests(line.encode())
+    assert isinstance(parsed, BatchLine), parsed
+    return parsed
 
 
 class Watched(InlineWorker):
@@ -90,13 +90,13 @@ def answers(
 ) -> tuple[dict[str, Any], Watched]:
     """The completions by custom_id, and the worker that gave them."""
     worker = Watched(directory)
-    prompts = worker.prompts([one.prompt for one in requests])
+    prompts = worker.prompts([request.prompt for request in requests])
     rows, faults = rows_of(requests, prompts, worker.spec.max_position, worker.spec.vocab_size, 20, {})
     assert not faults
     with Ledger.open(output, {}, 7) as ledger:
         BatchJob(plan_for(worker, directory, rows), rows, ledger, Driver(lambda: worker), **settings).run()
-    found = map(json.loads, output.read_text().splitlines())
-    return {one["custom_id"]: one["response"]["body"] for one in found}, worker
+    lines = map(json.loads, output.read_text().splitlines())
+    return {answer["custom_id"]: answer["response"]["body"] for answer in lines}, worker
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_greedy_answers_are_those_of_each_prompt_alone(
         request(str(key), {"prompt": prompt, "max_tokens": limit, "temperature": 0})
         for key, (prompt, limit) in enumerate(zip(texts, limits, strict=True))
     ]
-    found, worker = answers(directory, tmp_path / "out.jsonl", requests, max_rows=3)
+    actual, worker = answers(directory, tmp_path / "out.jsonl", requests, max_rows=3)
     assert len(worker.starts) == 1
     assert len(worker.steps) >= 9
     whole = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
@@ -132,7 +132,7 @@ def test_greedy_answers_are_those_of_each_prompt_alone(
         expected = whole_ids[0, ids.shape[1] :].tolist()
         stopped = 2 in expected
         expected = expected[: expected.index(2)] if stopped else expected
-        body = found[str(key)]
+        body = actual[str(key)]
         assert body["choices"][0]["text"] == tokenizer.decode(expected, skip_special_tokens=True)
         assert body["choices"][0]["finish_reason"] == ("stop" if stopped else "length")
         assert body["usage"] == {
@@ -148,9 +148,9 @@ def test_sampled_answers_do_not_depend_on_the_batch(checkpoint: Callable[..., Pa
     alike = [request(name, bodies[0] | {"seed": 5}) for name in ("x", "y")]
     directory = checkpoint("llama")
     together, _ = answers(directory, tmp_path / "a.jsonl", [*requests, *alike])
-    apart, worker = answers(directory, tmp_path / "b.jsonl", [*requests, *alike], max_rows=1)
+    separate, worker = answers(directory, tmp_path / "b.jsonl", [*requests, *alike], max_rows=1)
     assert worker.starts[0].rows == 1
-    assert together == apart
+    assert together == separate
     assert together["x"]["choices"] == together["y"]["choices"]
     assert len({body["choices"][0]["text"] for body in together.values()}) == 6
 
@@ -161,16 +161,16 @@ def test_a_row_ends_before_its_stop(checkpoint: Callable[..., Path], tmp_path: P
     text = free["free"]["choices"][0]["text"]
     tokens = free["free"]["usage"]["completion_tokens"]
     stops: dict[str, Any] = {"one": text[6:9], "first": [text[12:14], text[5:7]], "never": "\u2603", "all": text[0]}
-    found, _ = answers(
+    actual, _ = answers(
         directory, tmp_path / "b.jsonl", [request(name, body | {"stop": stop}) for name, stop in stops.items()]
     )
     for name, stop in stops.items():
-        choice, usage = found[name]["choices"][0], found[name]["usage"]
-        places = [text.index(one) for one in ([stop] if isinstance(stop, str) else stop) if one in text]
+        choice, usage = actual[name]["choices"][0], actual[name]["usage"]
+        places = [text.index(end) for end in ([stop] if isinstance(stop, str) else stop) if end in text]
         assert choice["text"] == (text[: min(places)] if places else text)
         assert choice["finish_reason"] == ("stop" if places else free["free"]["choices"][0]["finish_reason"])
         assert usage["completion_tokens"] <= tokens
-    assert found["all"]["choices"][0]["text"] == ""
+    assert actual["all"]["choices"][0]["text"] == ""
 
 
 def test_rows_go_on_with_their_tokens_however_often_the_worker_fails(
@@ -214,11 +214,11 @@ def test_a_row_that_is_not_a_number_fails_alone(checkpoint: Callable[..., Path])
     wanted, _ = rows_of(requests, [[5], [6], [7]], None, 128, 20, {})
     worker.load(plan_for(worker, directory, wanted))
     worker.ask(BatchStart(load=Workload(batch_size=3, input_len=1, output_len=2)))
-    found = worker.step(row.request for row in wanted)
+    results = worker.step(row.request for row in wanted)
     again = worker.step()
     worker.close()
-    failures = [one.failure and one.failure.message for one in found.rows]
+    failures = [row.failure and row.failure.message for row in results.rows]
     assert failures == [None, "the model's output is not a number", None]
-    assert [len(one.tokens) for one in found.rows] == [1, 0, 1]
-    assert {one.key for one in again.rows} == {0, 2}
+    assert [len(row.tokens) for row in results.rows] == [1, 0, 1]
+    assert {row.key for row in again.rows} == {0, 2}
     assert (again.running, again.waiting) == (0, 0)

@@ -18,11 +18,11 @@ def test_waiting_times_are_exponential_and_a_rows_own() -> None:
     times = waiting_times(seeds, places, 1000, torch.device("cpu"))
     assert bool((times > 0).all())
     assert len(set(times.flatten().tolist())) > 390_000
-    for least in (0.01, 0.5, 1.0, 3.0, 6.0):  # rows, tokens and all of them
-        share, wanted = (times > least).float(), torch.tensor(-least).exp()
+    for threshold in (0.01, 0.5, 1.0, 3.0, 6.0):  # rows, tokens and all of them
+        share, wanted = (times > threshold).float(), torch.tensor(-threshold).exp()
         assert (share.mean() - wanted).abs() < 5 * (wanted / 400_000).sqrt()
-        for one in (0, 1):
-            spread = share.mean(one).std() / (wanted * (1 - wanted) / times.shape[one]).sqrt()
+        for index in (0, 1):
+            spread = share.mean(index).std() / (wanted * (1 - wanted) / times.shape[index]).sqrt()
             assert 0.85 < spread < 1.15
     correlations = torch.corrcoef(times.t()[:300]) - torch.eye(300)
     assert correlations.abs().max() < 6 / 400**0.5
@@ -41,8 +41,8 @@ def test_sampling_follows_temperature_and_nucleus() -> None:
         (0.0, 1.0, (1, 0, 0, 0)),
     ):
         ids, finite = choose(logits, [Sampling(temperature=temperature, top_p=top_p)] * 4000, range(4000))
-        found = torch.bincount(ids, minlength=4) / 4000
-        assert torch.allclose(found, torch.tensor(shares, dtype=torch.float), atol=0.025)
+        actual = torch.bincount(ids, minlength=4) / 4000
+        assert torch.allclose(actual, torch.tensor(shares, dtype=torch.float), atol=0.025)
         assert bool(finite.all())
 
 
@@ -52,7 +52,7 @@ def test_the_longest_waits_draw_what_can_be_drawn(monkeypatch: pytest.MonkeyPatc
         logits = torch.full((2, 1000), float("-inf"))
         logits[:, 3:7] = torch.rand(2, 4)
         ids, _ = choose(logits, [Sampling(temperature=1), Sampling(temperature=1, top_p=0.5)], [0, 0])
-        assert all(3 <= one < 7 for one in ids.tolist())
+        assert all(3 <= token < 7 for token in ids.tolist())
 
 
 def test_tokens_drawn_of_two_models_are_often_the_same() -> None:
@@ -66,7 +66,7 @@ def test_tokens_drawn_of_two_models_are_often_the_same() -> None:
         first = 2 * torch.randn(6)
         second = first + noise * torch.randn(6)
         samplings, places = [drawn(seed=str(row)) for row in range(count)], [0] * count
-        ours, theirs = (choose(one.repeat(count, 1), samplings, places)[0] for one in (first, second))
+        ours, theirs = (choose(logits.repeat(count, 1), samplings, places)[0] for logits in (first, second))
         p, q = first.softmax(-1), second.softmax(-1)
         chi = float(((torch.bincount(ours, minlength=6) - p * count) ** 2 / (p * count)).sum())
         assert chi < 20.5, "5 degrees of freedom: larger in one of 1,000 cases"

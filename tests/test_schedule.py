@@ -41,8 +41,8 @@ H100 = machines.load(RESULTS / "nvidia-h100-80gb-hbm3" / "machine.json")
 SPEC = from_catalogue("llama-2-70b").slice(8)
 
 
-def plan_of(rows: int = 420, known: int = 256, left: int = 64, **options: str) -> Plan:
-    load = Workload(batch_size=rows, input_len=known, output_len=left)
+def plan_of(rows: int = 420, input_len: int = 256, left: int = 64, **options: str) -> Plan:
+    load = Workload(batch_size=rows, input_len=input_len, output_len=left)
     case = Case(model="llama-2-70b", engine="stream", offload="cpu", layers=8, workload=load,
                 options=tuple(options.items()))  # fmt: skip
     return make_plan(case, SPEC, H100, efficiency=Efficiency())
@@ -55,14 +55,14 @@ def times(plan: Plan = PLAN, joins: bool = True) -> PassTimes:
     return PassTimes(plan.placement, plan.model, plan.machine, joins=joins)
 
 
-def apart() -> PassTimes:
+def separate_passes() -> PassTimes:
     """Seconds where each batch has a forward pass of its own."""
     return times(joins=False)
 
 
-def lengths(count: int, mean: float, most: int, sigma: float, dice: random.Random) -> list[int]:
-    """Return log-normal lengths of mean `mean`, cut to `most`. `mean` holds before the cut."""
-    return [max(1, min(most, round(dice.lognormvariate(log(mean) - sigma**2 / 2, sigma)))) for _ in range(count)]
+def lengths(count: int, mean: float, longest: int, sigma: float, dice: random.Random) -> list[int]:
+    """Return log-normal lengths of mean `mean`, cut to `longest`. `mean` holds before the cut."""
+    return [max(1, min(longest, round(dice.lognormvariate(log(mean) - sigma**2 / 2, sigma)))) for _ in range(count)]
 
 
 class Engine:
@@ -91,7 +91,7 @@ class Engine:
                     assert length == source.length
                     assert list(places) == source.alive
                     assert rows == len(source.rows)
-                assert batch.length == max(source.computed(place) for source, places in sources for place in places)
+                assert batch.length == max(source.computed(index) for source, places in sources for index in places)
                 moved = sum(len(places) for _, places in sources)  # rows of the batch may be given up by now
                 self.live[batch] = moved, batch.length, batch.capacity
             elif kind == "split":
@@ -181,17 +181,21 @@ def simulate(
 
 
 def rate(passes: list[Pass]) -> float:
-    return sum(one.tokens for one in passes) / sum(one.seconds for one in passes)
+    return sum(step.tokens for step in passes) / sum(step.seconds for step in passes)
 
 
-OTHERS: list[tuple[float, Callable[[], PassTimes], float]] = [(0.5, times, 0.1), (0.8, times, 0.1), (0.8, apart, 0.2)]
+OTHERS: list[tuple[float, Callable[[], PassTimes], float]] = [
+    (0.5, times, 0.1),
+    (0.8, times, 0.1),
+    (0.8, separate_passes, 0.2),
+]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("sigma", "clock", "most_padding"),
     [
-        *(pytest.param(sigma, clock, most, marks=pytest.mark.slow) for sigma, clock, most in OTHERS),
+        *(pytest.param(sigma, clock, padding, marks=pytest.mark.slow) for sigma, clock, padding in OTHERS),
         (1.0, times, 0.1),
     ],
 )
@@ -201,27 +205,27 @@ def test_a_thousand_chats_run_as_fast_as_equal_rows(
     """While rows wait, mixed lengths reach the rate of equal ones; then the longest answers set the end. Where each
     batch has a forward pass of its own, there are fewer batches, and more padding."""
     dice = random.Random(1)
-    known, left = lengths(1000, 245, 1500, sigma, dice), lengths(1000, 106, 400, sigma, dice)
-    rows = [PlannedRow(key, *pair) for key, pair in enumerate(zip(known, left, strict=True))]
-    equal = PLAN.planner().at(Workload(batch_size=420, input_len=sum(known) // 1000, output_len=sum(left) // 1000))
+    input_lens, left = lengths(1000, 245, 1500, sigma, dice), lengths(1000, 106, 400, sigma, dice)
+    rows = [PlannedRow(key, *pair) for key, pair in enumerate(zip(input_lens, left, strict=True))]
+    equal = PLAN.planner().at(Workload(batch_size=420, input_len=sum(input_lens) // 1000, output_len=sum(left) // 1000))
     tally, passes = simulate(rows, Limits(1_900_000, 420), clock=clock)
-    full = [one for one in passes if one.waiting]
-    link_s = min(one.seconds for one in passes)
-    assert sum(one.tokens for one in passes) == sum(left)
+    full = [step for step in passes if step.waiting]
+    link_s = min(step.seconds for step in passes)
+    assert sum(step.tokens for step in passes) == sum(left)
     assert rate(full) >= 0.9 * (equal.output_tok_s or 0.0)
     assert tally.padding < most_padding
     assert (tally.again, tally.suspended) == (0, 0)
     # No order of the rows takes fewer passes than the longest answer has tokens.
     assert tally.seconds <= 1.06 * max(left) * link_s
-    assert max(one.batches for one in passes) <= 24
+    assert max(step.batches for step in passes) <= 24
 
 
 @pytest.mark.slow
 def test_a_long_queue_reaches_nine_tenths_of_equal_rows_as_a_whole() -> None:
     dice = random.Random(2)
-    known, left = lengths(4000, 245, 1500, 0.8, dice), lengths(4000, 106, 400, 0.8, dice)
-    rows = [PlannedRow(key, *pair) for key, pair in enumerate(zip(known, left, strict=True))]
-    equal = PLAN.planner().at(Workload(batch_size=420, input_len=sum(known) // 4000, output_len=sum(left) // 4000))
+    input_lens, left = lengths(4000, 245, 1500, 0.8, dice), lengths(4000, 106, 400, 0.8, dice)
+    rows = [PlannedRow(key, *pair) for key, pair in enumerate(zip(input_lens, left, strict=True))]
+    equal = PLAN.planner().at(Workload(batch_size=420, input_len=sum(input_lens) // 4000, output_len=sum(left) // 4000))
     tally, passes = simulate(rows, Limits(1_900_000, 420))
     assert rate(passes) >= 0.9 * (equal.output_tok_s or 0.0)
     assert tally.padding < 0.1
@@ -230,14 +234,14 @@ def test_a_long_queue_reaches_nine_tenths_of_equal_rows_as_a_whole() -> None:
 
 def test_rows_wait_for_memory_and_nothing_is_computed_again() -> None:
     dice = random.Random(3)
-    known, left = lengths(300, 245, 1500, 0.8, dice), lengths(300, 106, 400, 0.8, dice)
-    rows = [PlannedRow(key, *pair) for key, pair in enumerate(zip(known, left, strict=True))]
+    input_lens, left = lengths(300, 245, 1500, 0.8, dice), lengths(300, 106, 400, 0.8, dice)
+    rows = [PlannedRow(key, *pair) for key, pair in enumerate(zip(input_lens, left, strict=True))]
     tally, passes = simulate(rows, Limits(40_000))
-    assert max(one.reserved for one in passes) <= 1.03 * 40_000
+    assert max(step.reserved for step in passes) <= 1.03 * 40_000
     assert tally.again == 0
     assert tally.suspended < 0.05 * len(rows)  # moved to host memory and back
     assert tally.padding < 0.1
-    used = [one.reserved for one in passes if one.waiting]
+    used = [step.reserved for step in passes if step.waiting]
     assert sum(used) / len(used) > 0.6 * 40_000
 
 
@@ -247,7 +251,7 @@ def test_rows_that_were_expected_to_end_are_moved_out_of_the_way() -> None:
     tally, passes = simulate(rows, Limits(10_000), ending=0.02)
     assert tally.suspended > 0
     assert tally.again == 0
-    assert max(one.reserved for one in passes) <= 1.1 * 10_000
+    assert max(step.reserved for step in passes) <= 1.1 * 10_000
     cannot = Abilities(snapshots=False)
     again, _ = simulate([PlannedRow(key, 100, 300) for key in range(60)], Limits(10_000), cannot, ending=0.02)
     assert again.again > 0
@@ -258,9 +262,9 @@ def test_rows_end_early() -> None:
     dice = random.Random(5)
     ends = {key: dice.randint(1, 60) for key in range(200)}
     tally, passes = simulate(rows, Limits(60_000), ends=ends, ending=1 / 30)
-    assert sum(one.tokens for one in passes) == sum(ends.values())
+    assert sum(step.tokens for step in passes) == sum(ends.values())
     assert tally.padding < 0.1
-    assert tally.seconds < 1.5 * max(one.seconds for one in passes) * 80
+    assert tally.seconds < 1.5 * max(step.seconds for step in passes) * 80
 
 
 @pytest.mark.parametrize(
@@ -274,10 +278,10 @@ def test_rows_end_early() -> None:
 )
 def test_engines_that_can_do_less_go_on_with_what_they_can(able: Abilities) -> None:
     dice = random.Random(3)
-    known, left = lengths(120, 100, 1500, 0.8, dice), lengths(120, 40, 400, 0.8, dice)
-    rows = [PlannedRow(key, *pair) for key, pair in enumerate(zip(known, left, strict=True))]
+    input_lens, left = lengths(120, 100, 1500, 0.8, dice), lengths(120, 40, 400, 0.8, dice)
+    rows = [PlannedRow(key, *pair) for key, pair in enumerate(zip(input_lens, left, strict=True))]
     tally, passes = simulate(rows, Limits(80_000), able)
-    assert sum(one.tokens for one in passes) == sum(left)
+    assert sum(step.tokens for step in passes) == sum(left)
     assert tally.again == 0
     if able.one_pass is False and able.regroups:
         assert tally.passes < 4 * max(left)
@@ -288,7 +292,7 @@ def test_prompts_of_all_lengths_hide_behind_the_link() -> None:
     clock = times()
     rows = [PlannedRow(0, 20_000, 50), *(PlannedRow(key, 300, 50) for key in range(1, 60))]
     _, passes = simulate(rows, Limits(1_000_000), order=arrival_order)
-    assert max(one.seconds for one in passes) <= 1.1 * clock.link_s
+    assert max(step.seconds for step in passes) <= 1.1 * clock.link_s
     assert len(passes) < 20_000 / clock.room(PassLoad()) + 120
 
 
@@ -331,7 +335,7 @@ def test_kept_positions_are_not_computed_again() -> None:
         kept[key], new = history, new + turn
     whole = sum(row.length for row in rows)
     tally, passes = simulate(rows, Limits(4_000_000), order=arrival_order, kept=kept)
-    assert sum(one.tokens for one in passes) == 40 * len(rows)
+    assert sum(step.tokens for step in passes) == 40 * len(rows)
     assert new + tally.prompt_padding == tally.prompts < 1.5 * new
     assert tally.prompts < 0.25 * whole
     assert tally.again == 0
@@ -349,9 +353,9 @@ class Served:
         self.tokens: Counter[int] = Counter()
         self.seconds = 0.0
 
-    def add(self, request: int, count: int, known: int, left: int) -> None:
+    def add(self, request: int, count: int, input_len: int, left: int) -> None:
         first = len(self.left)
-        rows = [PlannedRow(first + number, known, left, request) for number in range(count)]
+        rows = [PlannedRow(first + number, input_len, left, request) for number in range(count)]
         self.left |= {row.key: left for row in rows}
         self.request_of |= {row.key: request for row in rows}
         self.schedule.add(rows)
@@ -368,13 +372,13 @@ class Served:
         self.schedule.done(works, seconds, ended)
         self.seconds += seconds
 
-    def until(self, fact: Callable[[], bool], most: int) -> int:
+    def until(self, fact: Callable[[], bool], max_passes: int) -> int:
         """Run passes until something is so; return their number."""
-        for count in range(most + 1):
+        for count in range(max_passes + 1):
             if fact():
                 return count
             self.step()
-        raise AssertionError(f"not within {most} passes: {self.tokens}, {self.rows}")
+        raise AssertionError(f"not within {max_passes} passes: {self.tokens}, {self.rows}")
 
     @property
     def rows(self) -> Counter[int]:
@@ -418,7 +422,7 @@ def test_requests_of_many_rows_share_them() -> None:
     served = Served(Limits(1_000_000, 64))
     for request, parts in ((0, 1), (1, 2), (2, 3), (3, 4)):
         served.add(request, 256, 20, 600)
-        served.until(lambda: min(served.rows[one] for one in range(parts)) >= 64 // parts - 1, 200)  # noqa: B023
+        served.until(lambda: min(served.rows[request] for request in range(parts)) >= 64 // parts - 1, 200)  # noqa: B023
         assert sum(served.rows.values()) == 64
     served.add(4, 256, 20, 600)
     before = served.schedule.tally.yielded
@@ -471,10 +475,10 @@ def test_a_large_request_alone_is_as_fast_as_many_small_ones() -> None:
     """No row is held back for later requests, or given up."""
     dice = random.Random(8)
     needs = list(zip(lengths(1000, 100, 900, 0.8, dice), lengths(1000, 60, 300, 0.8, dice), strict=True))
-    one, each = ([PlannedRow(key, *need, request * key) for key, need in enumerate(needs)] for request in (0, 1))
-    (whole, _), (apart, _) = (simulate(rows, Limits(60_000, 256), order=arrival_order) for rows in (one, each))
-    assert (whole.seconds, whole.passes) == (apart.seconds, apart.passes)
-    assert whole.yielded == apart.yielded == whole.again == 0
+    single, each = ([PlannedRow(key, *need, request * key) for key, need in enumerate(needs)] for request in (0, 1))
+    (whole, _), (separate, _) = (simulate(rows, Limits(60_000, 256), order=arrival_order) for rows in (single, each))
+    assert (whole.seconds, whole.passes) == (separate.seconds, separate.passes)
+    assert whole.yielded == separate.yielded == whole.again == 0
 
 
 def test_rows_begin_in_turn() -> None:
@@ -488,15 +492,15 @@ def test_rows_begin_in_turn() -> None:
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(1, 12), st.integers(1, 900), st.integers(1, 60),
                           st.integers(0, 20)), min_size=1, max_size=12),
        st.integers(2_000, 20_000), st.integers(1, 20),
-       st.sampled_from([one.values[1] for one in WAYS]))  # fmt: skip
+       st.sampled_from([way.values[1] for way in WAYS]))  # fmt: skip
 @settings(max_examples=25, deadline=None)
 def test_every_row_gets_its_tokens_whoever_comes(
-    arrivals: list[tuple[int, int, int, int, int]], positions: int, most: int, able: Any
+    arrivals: list[tuple[int, int, int, int, int]], positions: int, max_rows: int, able: Any
 ) -> None:
-    served = Served(Limits(positions, most), able)
+    served = Served(Limits(positions, max_rows), able)
     expected: Counter[int] = Counter()
-    for request, count, known, left, passes in arrivals:
-        served.add(request, count, known, left)
+    for request, count, input_len, left, passes in arrivals:
+        served.add(request, count, input_len, left)
         expected[request] += count * left
         for _ in range(passes):
             served.step()
@@ -509,11 +513,11 @@ def test_every_row_gets_its_tokens_whoever_comes(
        st.integers(2_000, 30_000), st.integers(1, 40), st.sampled_from([like_order, arrival_order]))  # fmt: skip
 @settings(max_examples=40, deadline=None)
 def test_every_row_gets_its_tokens(
-    needs: list[tuple[int, int]], positions: int, most: int, order: Callable[[PlannedRow], tuple[int, int, int]]
+    needs: list[tuple[int, int]], positions: int, max_rows: int, order: Callable[[PlannedRow], tuple[int, int, int]]
 ) -> None:
     rows = [PlannedRow(key, *need) for key, need in enumerate(needs)]
-    tally, passes = simulate(rows, Limits(positions, most), order=order)
-    assert sum(one.tokens for one in passes) == sum(left for _, left in needs)
+    tally, passes = simulate(rows, Limits(positions, max_rows), order=order)
+    assert sum(step.tokens for step in passes) == sum(left for _, left in needs)
     assert tally.again == 0
 
 
@@ -527,8 +531,8 @@ def test_seconds_are_the_plans_until_they_are_measured() -> None:
     assert 1000 < room < 8000
     assert clock.room(decode._replace(prompts=10)) < room
     assert clock.seconds(decode._replace(prompt_tokens=room)) == pytest.approx(clock.link_s, rel=0.01)
-    assert apart().max_batches < clock.max_batches <= 20
-    assert apart().room(decode) < room
+    assert separate_passes().max_batches < clock.max_batches <= 20
+    assert separate_passes().room(decode) < room
     for _ in range(40):
         clock.observe(PassLoad(10, 1000, 0, 1), 0.3)
     assert clock.link_s == pytest.approx(0.3, rel=0.01)
@@ -541,9 +545,9 @@ def test_seconds_are_the_plans_until_they_are_measured() -> None:
 
 
 def test_the_first_passes_are_expected_to_be_a_bit_slower_than_those_on_record() -> None:
-    found = fit(committed.points(), committed.machines())["stream"]
+    fitted = fit(committed.points(), committed.machines())["stream"]
     for name in ("link_share", "mfu", "expert_mfu"):
-        assert 0.85 * getattr(found, name) <= getattr(TUNED.at_first, name) <= getattr(found, name)
+        assert 0.85 * getattr(fitted, name) <= getattr(TUNED.at_first, name) <= getattr(fitted, name)
 
 
 def test_prompts_do_not_hide_behind_the_unpacking_of_what_stays() -> None:
@@ -553,10 +557,10 @@ def test_prompts_do_not_hide_behind_the_unpacking_of_what_stays() -> None:
                 options=(("weight_codec", "lossless"),))  # fmt: skip
     coded = make_plan(case, SPEC, big, efficiency=Efficiency())
     clock = times(coded)
-    one = clock.seconds(PassLoad(rows=4, positions=4 * 256, batches=1))
+    decode_s = clock.seconds(PassLoad(rows=4, positions=4 * 256, batches=1))
     assert coded.bound_by == "unpacking"
-    assert one == pytest.approx(coded.step_s or 0.0, rel=0.05)
-    assert one > 2 * clock.link_s
+    assert decode_s == pytest.approx(coded.step_s or 0.0, rel=0.05)
+    assert decode_s > 2 * clock.link_s
     assert clock.room(PassLoad(rows=4, positions=4 * 256, batches=1)) == 0
 
 
@@ -579,8 +583,8 @@ def test_a_share_of_weights_that_leaves_no_margin_leaves_rows(share: str, rows: 
     load = Workload(batch_size=1, input_len=512, output_len=16)
     case = Case(model="bloom-176b", engine="stream", offload="cpu", gpu_weights=share, workload=load,
                 options=(("kv_offload", "auto"),))  # fmt: skip
-    here = machines.load(RESULTS / "nvidia-h100-80gb-hbm3-x2" / "machine.json")
-    planner = Planner(case, from_catalogue("bloom-176b"), here)
+    machine = machines.load(RESULTS / "nvidia-h100-80gb-hbm3-x2" / "machine.json")
+    planner = Planner(case, from_catalogue("bloom-176b"), machine)
     load = largest_load(planner, [(512, 16)] * 100)
     assert load.batch_size == rows
     assert planner.at(load).fits
@@ -606,9 +610,9 @@ def test_work_that_hides_imperfectly_does_not_end_the_flow_of_prompts(hosted: fl
     able = Abilities(regroups="rarely", snapshots=False)
     schedule = Schedule(PassTimes(setup, spec, H100, 512), Limits(rows * load.total_len, rows), able, arrival_order)
     engine, truth = Engine(able), Imperfect(setup, spec, H100, 512)
-    here = round((1 - hosted) * rows) * load.total_len
+    device_positions = round((1 - hosted) * rows) * load.total_len
     coming, left = [PlannedRow(key, 512, 32) for key in range(600)], dict.fromkeys(range(600), 32)
-    found: list[tuple[float, int]] = []
+    passes: list[tuple[float, int]] = []
     batches, merged, seen = 0, 0, set[int]()
     while coming or schedule.busy:
         free = rows - len(schedule.running) - len(schedule.waiting)
@@ -618,8 +622,10 @@ def test_work_that_hides_imperfectly_does_not_end_the_flow_of_prompts(hosted: fl
         works, seconds = engine.run(schedule, truth)
         merged += sum(len(batch.alive) > 0 and batch not in schedule.batches for batch in before)
         used = sum(batch.reserved for batch in schedule.batches if id(batch) in seen and not batch.on_host)
-        for batch in [one for one in schedule.batches if id(one) not in seen]:  # as an engine fills its device first
-            batch.on_host = batch.on_host or used + batch.reserved > here
+        for batch in [
+            batch for batch in schedule.batches if id(batch) not in seen
+        ]:  # as an engine fills its device first
+            batch.on_host = batch.on_host or used + batch.reserved > device_positions
             used += 0 if batch.on_host else batch.reserved
         seen = {id(batch) for batch in schedule.batches}
         batches = max(batches, len(works))
@@ -627,18 +633,18 @@ def test_work_that_hides_imperfectly_does_not_end_the_flow_of_prompts(hosted: fl
         for key in alive:
             left[key] -= 1
         schedule.done(works, seconds, [key for key in alive if not left[key]])
-        found.append((seconds, len(alive)))
+        passes.append((seconds, len(alive)))
     assert not any(left.values())
-    full = found[32:-32]  # without the rows that begin first and end last
+    full = passes[32:-32]  # without the rows that begin first and end last
     reached = sum(tokens for _, tokens in full) / sum(seconds for seconds, _ in full)
     assert reached >= 0.7 * rows / truth.link_s
     assert schedule.tally.again == 0
     assert (batches <= most_batches, merged) == (True, 0)
 
 
-def calm_until(schedule: Schedule, goal: Limits, most: int = 100 * TUNED.calm) -> int:
+def calm_until(schedule: Schedule, goal: Limits, max_passes: int = 100 * TUNED.calm) -> int:
     """Run passes that have enough memory until the limits are `goal`; return how many there were."""
-    for number in range(most):
+    for number in range(max_passes):
         if schedule.limits == goal:
             return number
         schedule.done([], 1.0, [])
@@ -650,7 +656,7 @@ def test_limits_rise_again_after_memory_fell_short() -> None:
     schedule, engine = Schedule(times(), whole), Engine(Abilities())
     schedule.add(PlannedRow(key, 256, 64) for key in range(30))
     engine.run(schedule, times())
-    batch, reserved = schedule.batches[0], sum(one.reserved for one in schedule.batches)
+    batch, reserved = schedule.batches[0], sum(batch.reserved for batch in schedule.batches)
     assert 0 < reserved < whole.positions
     schedule.fell_short([batch])
     lowered = schedule.limits

@@ -52,8 +52,8 @@ class Reference:
         self.tokenizer = AutoTokenizer.from_pretrained(directory)
 
     def ids(self, text: str) -> list[int]:
-        found: list[int] = self.tokenizer(text).input_ids
-        return found
+        token_ids: list[int] = self.tokenizer(text).input_ids
+        return token_ids
 
     @torch.inference_mode()
     def logprobs(self, ids: list[int]) -> torch.Tensor:
@@ -65,16 +65,16 @@ class Reference:
             torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long), max_new_tokens=count,
             do_sample=False, pad_token_id=0,
         )  # fmt: skip
-        found = made[0, len(ids) :].tolist()
-        return [token for token in found if token != 2]
+        continuation = made[0, len(ids) :].tolist()
+        return [token for token in continuation if token != 2]
 
     @torch.inference_mode()
     def ending(self) -> list[int]:
         """A prompt after which the most likely token is the end token."""
         pairs = torch.cartesian_prod(torch.arange(4, 99), torch.arange(4, 99))
         ends = self.model(pairs).logits[:, -1].argmax(-1) == 2
-        found: list[int] = pairs[ends][0].tolist()
-        return found
+        prompt: list[int] = pairs[ends][0].tolist()
+        return prompt
 
     def text(self, ids: list[int]) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
@@ -82,9 +82,9 @@ class Reference:
 
 @pytest.fixture(scope="module")
 def directory(checkpoint: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found = Path(shutil.copytree(checkpoint("llama"), tmp_path_factory.mktemp("served") / "model"))
-    (found / "chat_template.jinja").write_text(TEMPLATE)
-    return found
+    folder = Path(shutil.copytree(checkpoint("llama"), tmp_path_factory.mktemp("served") / "model"))
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -99,14 +99,14 @@ def worker() -> InlineWorker:
 
 @pytest.fixture(scope="module")
 def server(directory: Path, worker: InlineWorker) -> Iterator[Server]:
-    with serving(plan_of(directory), lambda: worker, cache_size=1 << 22) as found:
-        yield found
+    with serving(plan_of(directory), lambda: worker, cache_size=1 << 22) as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=60) as found:
-        yield found
+    with openai.OpenAI(base_url=server.url, api_key="none", max_retries=0, timeout=60) as connected:
+        yield connected
 
 
 @pytest.fixture
@@ -156,8 +156,8 @@ def test_a_stop_ends_the_text_and_no_part_of_it_is_streamed(client: openai.OpenA
     stop = whole[5:8]
     expected = whole[: whole.index(stop)]
     kind: dict[str, Any] = {"model": NAME, "prompt": PROMPTS[0], "max_tokens": 12, "temperature": 0, "stop": [stop]}
-    found = client.completions.create(**kind).choices[0]
-    assert (found.text, found.finish_reason) == (expected, "stop")
+    choice = client.completions.create(**kind).choices[0]
+    assert (choice.text, choice.finish_reason) == (expected, "stop")
     assert "".join(event.choices[0].text for event in client.completions.create(stream=True, **kind)) == expected
 
 
@@ -167,17 +167,19 @@ def test_a_chat_is_rendered_and_streamed(client: openai.OpenAI, reference: Refer
     expected = reference.text(reference.greedy(rendered, 9))
     kind: dict[str, Any] = {"model": NAME, "messages": messages, "max_completion_tokens": 9, "temperature": 0}
     whole = client.chat.completions.create(logprobs=True, top_logprobs=2, **kind)
-    said = whole.choices[0].message
-    assert (said.role, said.content) == ("assistant", expected)
+    message = whole.choices[0].message
+    assert (message.role, message.content) == ("assistant", expected)
     assert whole.choices[0].logprobs is not None
-    tops = [[one.logprob for one in token.top_logprobs] for token in whole.choices[0].logprobs.content or ()]
+    tops = [
+        [top_logprob.logprob for top_logprob in token.top_logprobs] for token in whole.choices[0].logprobs.content or ()
+    ]
     assert all(len(top) == 2 and top[0] > top[1] for top in tops)
     assert whole.usage is not None
     assert len(tops) == whole.usage.completion_tokens
     events = list(client.chat.completions.create(stream=True, **kind))
     assert events[0].choices[0].delta.role == "assistant"
     assert "".join(event.choices[0].delta.content or "" for event in events) == expected
-    turns: Any = [*messages, said.model_dump(), {"role": "user", "content": "go on"}]  # with all its empty fields
+    turns: Any = [*messages, message.model_dump(), {"role": "user", "content": "go on"}]  # with all its empty fields
     ids = reference.tokenizer(f"[user]hi[assistant]{expected}[user]go on[assistant]", add_special_tokens=False)
     again = client.chat.completions.create(**kind | {"messages": turns, "max_completion_tokens": 3})
     assert again.choices[0].message.content == reference.text(reference.greedy(ids.input_ids, 3))
@@ -258,23 +260,23 @@ def test_log_probabilities_of_an_echoed_prompt_are_those_of_transformers(
     monkeypatch.setattr(tuning, "TUNED", replace(tuning.TUNED, scored_logits=128 * 12))
     ids = [reference.ids(text) for text in PROMPTS]
     for count in (0, 1, 3):
-        found = client.completions.create(
+        completion = client.completions.create(
             model=NAME, prompt=ids, max_tokens=count, temperature=0, logprobs=1, echo=True, seed=1
         )
-        for prompt, choice in zip(ids, found.choices, strict=True):
+        for prompt, choice in zip(ids, completion.choices, strict=True):
             whole = prompt + reference.greedy(prompt, count) if count else prompt
             table = reference.logprobs(whole)
             assert choice.logprobs is not None
             values, tops = choice.logprobs.token_logprobs or [], choice.logprobs.top_logprobs or []
             assert values[0] is None
             assert len(values) == len(whole)
-            expected = [float(table[place, token]) for place, token in enumerate(whole[1:])]
+            expected = [float(table[index, token]) for index, token in enumerate(whole[1:])]
             assert values[1:] == pytest.approx(expected, abs=1e-4)
             best = [float(row.max()) for row in table[: len(whole) - 1]]
             assert [max(top.values()) for top in tops[1:]] == pytest.approx(best, abs=1e-4)
             assert choice.text == reference.text(whole)
-        assert found.usage is not None
-        assert found.usage.completion_tokens == (0 if not count else sum(
+        assert completion.usage is not None
+        assert completion.usage.completion_tokens == (0 if not count else sum(
             len(reference.greedy(prompt, count)) for prompt in ids))  # fmt: skip
 
 
@@ -282,15 +284,17 @@ def test_the_end_token_has_a_log_probability_though_it_has_no_text(client: opena
     """Scoring clients of an echoed prompt drop the answer's only token."""
     prompt = reference.ending()
     kind: dict[str, Any] = {"model": NAME, "max_tokens": 1, "temperature": 0}
-    found = client.completions.create(prompt=prompt, logprobs=1, echo=True, **kind).choices[0]
-    assert (found.text, found.finish_reason) == (reference.text(prompt), "stop")
-    assert found.logprobs is not None
-    assert found.logprobs.tokens == [*map(chr, [token + 28 for token in prompt]), "</s>"]
+    choice = client.completions.create(prompt=prompt, logprobs=1, echo=True, **kind).choices[0]
+    assert (choice.text, choice.finish_reason) == (reference.text(prompt), "stop")
+    assert choice.logprobs is not None
+    assert choice.logprobs.tokens == [*map(chr, [token + 28 for token in prompt]), "</s>"]
     table = reference.logprobs(prompt)
     expected = [float(table[0, prompt[1]]), float(table[1, 2])]
-    assert (found.logprobs.token_logprobs or [])[1:] == pytest.approx(expected, abs=1e-4)
+    assert (choice.logprobs.token_logprobs or [])[1:] == pytest.approx(expected, abs=1e-4)
     events = list(client.completions.create(prompt=prompt, logprobs=1, stream=True, **kind))
-    assert [token for event in events if (one := event.choices[0].logprobs) for token in one.tokens or ()] == ["</s>"]
+    assert [
+        token for event in events if (logprobs := event.choices[0].logprobs) for token in logprobs.tokens or ()
+    ] == ["</s>"]
 
 
 def test_answers_have_exact_lengths_and_streams_count_their_tokens_for_load_generators(
@@ -307,9 +311,9 @@ def test_answers_have_exact_lengths_and_streams_count_their_tokens_for_load_gene
     events = list(client.completions.create(stream=True, stream_options=counts, **kind))
     usages = [event.usage for event in events if event.usage is not None]
     assert len(usages) == len(events)
-    told = [usage.completion_tokens for usage in usages]
-    assert told == sorted(told)
-    assert told[-2:] == [20, 20]
+    token_counts = [usage.completion_tokens for usage in usages]
+    assert token_counts == sorted(token_counts)
+    assert token_counts[-2:] == [20, 20]
     assert {usage.prompt_tokens for usage in usages} == {2}
     assert "".join(event.choices[0].text for event in events[:-1]) == whole.choices[0].text
 
@@ -327,15 +331,15 @@ def test_a_conversation_reuses_its_earlier_turns(
     messages: list[Any] = [{"role": "system", "content": "a long system prompt"}]
     for turn in ("hello", "and then?", "go on"):
         messages.append({"role": "user", "content": turn})
-        text = "".join(f"[{one['role']}]{one['content']}" for one in messages) + "[assistant]"
+        text = "".join(f"[{message['role']}]{message['content']}" for message in messages) + "[assistant]"
         ids = reference.tokenizer(text, add_special_tokens=False).input_ids
         expected = reference.text(reference.greedy(ids, 9))
-        found = client.chat.completions.create(messages=messages, **kind)
-        assert found.choices[0].message.content == expected
-        assert found.usage is not None
-        assert found.usage.prompt_tokens_details is not None
-        count = found.usage.prompt_tokens_details.cached_tokens or 0
-        assert whole <= count < len(ids) == found.usage.prompt_tokens
+        answer = client.chat.completions.create(messages=messages, **kind)
+        assert answer.choices[0].message.content == expected
+        assert answer.usage is not None
+        assert answer.usage.prompt_tokens_details is not None
+        count = answer.usage.prompt_tokens_details.cached_tokens or 0
+        assert whole <= count < len(ids) == answer.usage.prompt_tokens
         whole, cached = len(ids), cached + count
         messages.append({"role": "assistant", "content": expected})
     assert cached > whole
@@ -343,7 +347,7 @@ def test_a_conversation_reuses_its_earlier_turns(
     options: Any = {"stream": True, "stream_options": {"include_usage": True}}
     *events, last = client.chat.completions.create(messages=messages[:-1], n=2, **options, **kind)
     for index in range(2):
-        parts = [one.choices[0].delta.content or "" for one in events if one.choices[0].index == index]
+        parts = [event.choices[0].delta.content or "" for event in events if event.choices[0].index == index]
         assert "".join(parts) == expected
     assert last.usage.prompt_tokens_details.cached_tokens == whole - 1
     scored = client.completions.create(prompt=ids, logprobs=1, echo=True, **kind)

@@ -33,16 +33,16 @@ def lines() -> list[str]:
 @pytest.fixture(scope="module")
 def server(lines: list[str]) -> Iterator[Server]:
     worker = ServedRows()
-    with serving(PLAN, lambda: worker, key="secret", origins=(PAGE,), log=lines.append) as found:
-        yield found
+    with serving(PLAN, lambda: worker, key="secret", origins=(PAGE,), log=lines.append) as running:
+        yield running
 
 
 @pytest.mark.parametrize("path", ["/health", "/v1/models"])
 def test_a_probe_may_ask_for_the_head_alone(server: Server, path: str) -> None:
     whole, answer, headers = server.ask(path, None, KEY)
     assert whole == 200
-    found, empty, same = server.ask(path, None, KEY, method="HEAD")
-    assert (found, empty) == (200, "")
+    actual, empty, same = server.ask(path, None, KEY, method="HEAD")
+    assert (actual, empty) == (200, "")
     assert same["content-length"] == headers["content-length"] == str(len(json.dumps(answer)))
 
 
@@ -52,8 +52,8 @@ def test_a_probe_may_ask_for_the_head_alone(server: Server, path: str) -> None:
      ("DELETE", "/v1/models/x", "GET"), ("POST", "/metrics", "GET")],
 )  # fmt: skip
 def test_a_wrong_method_says_which_are_right(server: Server, method: str, path: str, allowed: str) -> None:
-    found, answer, headers = server.ask(path, b"{}", KEY, method=method)
-    assert (found, answer["error"]["code"]) == (405, "method_not_allowed")
+    actual, answer, headers = server.ask(path, b"{}", KEY, method=method)
+    assert (actual, answer["error"]["code"]) == (405, "method_not_allowed")
     assert set(headers["allow"].split(", ")) == set(allowed.split(", "))
 
 
@@ -62,24 +62,24 @@ def test_a_slash_at_the_end_is_answered_and_leads_nowhere_else(server: Server) -
     evil = KEY | {"host": "evil.example"}
     assert server.ask("/health/", None, {"host": "evil.example"})[0] == 200
     assert server.ask("/v1/models/", None, evil)[1]["data"][0]["id"] == NAME
-    found, answer, headers = server.ask(f"{TEXTS}/", ASKED, evil)
-    assert (found, answer["choices"][0]["text"]) == (200, text("a3/9", 4))
+    actual, answer, headers = server.ask(f"{TEXTS}/", ASKED, evil)
+    assert (actual, answer["choices"][0]["text"]) == (200, text("a3/9", 4))
     for path in ("/health//x", "/v1", "//evil.example/"):
-        found, _, headers = server.ask(path, None, evil)
-        assert found == 404
+        actual, _, headers = server.ask(path, None, evil)
+        assert actual == 404
         assert "location" not in headers
 
 
 def test_pages_of_an_allowed_origin_may_use_the_server(server: Server) -> None:
     asks = {"origin": PAGE, "access-control-request-method": "POST",
             "access-control-request-headers": "authorization,content-type"}  # fmt: skip
-    found, _, headers = server.ask(TEXTS, None, asks, method="OPTIONS")
-    assert (found, headers["access-control-allow-origin"]) == (200, PAGE)
+    actual, _, headers = server.ask(TEXTS, None, asks, method="OPTIONS")
+    assert (actual, headers["access-control-allow-origin"]) == (200, PAGE)
     assert "authorization" in headers["access-control-allow-headers"]
     assert "POST" in headers["access-control-allow-methods"]
     for body, more, expected in ((ASKED, KEY, 200), ({}, KEY, 400), (ASKED, {}, 401)):
-        found, _, headers = server.ask(TEXTS, body, {"origin": PAGE} | more)
-        assert (found, headers["access-control-allow-origin"]) == (expected, PAGE)
+        actual, _, headers = server.ask(TEXTS, body, {"origin": PAGE} | more)
+        assert (actual, headers["access-control-allow-origin"]) == (expected, PAGE)
     other = {"origin": "http://localhost:3001"}
     assert server.ask(TEXTS, None, asks | other, method="OPTIONS")[0] == 400
     assert "access-control-allow-origin" not in server.ask(TEXTS, ASKED, KEY | other)[2]
@@ -89,8 +89,8 @@ def test_no_page_may_use_it_by_default() -> None:
     worker = ServedRows()
     with serving(PLAN, lambda: worker) as server:
         asks = {"origin": PAGE, "access-control-request-method": "POST"}
-        found, _, headers = server.ask(TEXTS, None, asks, method="OPTIONS")
-        assert (found, headers["allow"]) == (405, "POST")
+        actual, _, headers = server.ask(TEXTS, None, asks, method="OPTIONS")
+        assert (actual, headers["allow"]) == (405, "POST")
         assert "access-control-allow-origin" not in server.ask(TEXTS, ASKED, {"origin": PAGE})[2]
 
 
@@ -113,8 +113,8 @@ def test_each_request_is_a_line_without_its_content(server: Server, lines: list[
 
 def test_a_client_that_went_away_is_told_in_the_log(server: Server, lines: list[str]) -> None:
     lines.clear()
-    with socket.create_connection(("127.0.0.1", server.server.port)) as one:
-        one.sendall(request({"prompt": "a3/100000", "max_tokens": 100_000}, "authorization: Bearer secret"))
+    with socket.create_connection(("127.0.0.1", server.server.port)) as connection:
+        connection.sendall(request({"prompt": "a3/100000", "max_tokens": 100_000}, "authorization: Bearer secret"))
         server.wait(lambda: server.dispatcher.running == 1)
     server.wait(lambda: len(lines) == 1)
     assert lines[0].startswith(f"POST {TEXTS} 499 0+0 tokens")
@@ -164,8 +164,8 @@ def test_health_tells_of_a_worker_that_is_loaded_again(server: Server) -> None:
         return workers[-1]
 
     with serving(PLAN, make) as server:
-        found: list[Any] = []
-        thread = threading.Thread(target=lambda: found.append(server.ask(TEXTS, ASKED | {"stream": True})))
+        answers: list[Any] = []
+        thread = threading.Thread(target=lambda: answers.append(server.ask(TEXTS, ASKED | {"stream": True})))
         thread.start()
         server.wait(lambda: len(workers) == 2)
         assert server.ask("/health")[:2] == (503, {"status": "loading"})
@@ -181,6 +181,6 @@ def test_health_tells_whether_texts_and_chats_are_served() -> None:
             return Refusal("invalid_prompt", "the tokenizer is broken")
 
     with serving(PLAN, ServedRows, tokenizer=Mute()) as server:
-        told = server.ask("/health")[1]
-        assert (told["status"], told["worker"]) == ("ok", "idle")
-        assert told["completions"] == told["chat"] == "off: the tokenizer is broken"
+        health = server.ask("/health")[1]
+        assert (health["status"], health["worker"]) == ("ok", "idle")
+        assert health["completions"] == health["chat"] == "off: the tokenizer is broken"

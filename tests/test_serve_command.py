@@ -34,9 +34,9 @@ def ask(port: int, path: str, body: Any = None, **headers: str) -> tuple[int, An
     given = {"content-type": "application/json"} | headers
     connection.request("GET" if body is None else "POST", path, content, given)
     response = connection.getresponse()
-    found = json.loads(response.read())
+    answer = json.loads(response.read())
     connection.close()
-    return response.status, found
+    return response.status, answer
 
 
 def wait(fact: Callable[[], bool]) -> None:
@@ -49,7 +49,7 @@ def wait(fact: Callable[[], bool]) -> None:
 def test_a_server_serves_until_a_signal(folder: Path, checkpoint: Checkpoints) -> None:
     with listen("127.0.0.1", 0) as free:
         port = free.getsockname()[1]
-    found: list[tuple[int, Any]] = []
+    answers: list[tuple[int, Any]] = []
     health: list[tuple[int, Any]] = []
 
     def client() -> None:
@@ -62,8 +62,8 @@ def test_a_server_serves_until_a_signal(folder: Path, checkpoint: Checkpoints) -
         try:
             wait(ready)
             health.append(ask(port, "/health"))
-            found.append(ask(port, "/v1/completions", BODY))
-            found.append(ask(port, "/v1/completions", BODY, authorization="Bearer secret"))
+            answers.append(ask(port, "/v1/completions", BODY))
+            answers.append(ask(port, "/v1/completions", BODY, authorization="Bearer secret"))
         finally:
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -78,14 +78,14 @@ def test_a_server_serves_until_a_signal(folder: Path, checkpoint: Checkpoints) -
     assert mentions(result.stderr, "listening at", f"http://127.0.0.1:{port}")
     assert mentions(result.stderr, "serving", str(checkpoint("llama")), "/v1")
     assert mentions(result.stderr, "has ended")
-    ((status, told),) = health
-    assert (status, told["status"], told["completions"], told["prefix_reuse"]) == (200, "ok", "on", "on")
-    assert told["chat"].startswith("off: the model has no chat template")
+    ((status, body),) = health
+    assert (status, body["status"], body["completions"], body["prefix_reuse"]) == (200, "ok", "on", "on")
+    assert body["chat"].startswith("off: the model has no chat template")
     assert mentions(result.stderr, "POST /v1/completions", "401", "s")
     assert mentions(result.stderr, "POST /v1/completions", "200", "9+9 tokens")
     assert str(BODY["prompt"]) not in result.stderr
-    assert found[0][0] == 401
-    status, answer = found[1]
+    assert answers[0][0] == 401
+    status, answer = answers[1]
     assert status == 200, answer
     batch = json.dumps({"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": BODY})
     (folder / "prompts.jsonl").write_text(batch)
@@ -137,24 +137,24 @@ class Served:
 
     @property
     def port(self) -> int:
-        (found,) = [re.search(r":(\d+)$", line) for line in self.lines if line.startswith("listening")][:1]
-        assert found is not None
-        return int(found[1])
+        (match,) = [re.search(r":(\d+)$", line) for line in self.lines if line.startswith("listening")][:1]
+        assert match is not None
+        return int(match[1])
 
     def said(self, word: str) -> int:
         """Number of lines on stderr with a word."""
         return sum(word in line for line in self.lines)
 
     def workers(self) -> list[int]:
-        found = []
+        pids = []
         for status in Path("/proc").glob("[0-9]*/stat"):
             try:
                 parent = int(status.read_text().rpartition(")")[2].split()[1])
                 if parent == self.process.pid:
-                    found.append(int(status.parent.name))
+                    pids.append(int(status.parent.name))
             except OSError:
                 continue
-        return found
+        return pids
 
 
 @contextmanager
@@ -194,8 +194,8 @@ def test_a_worker_that_is_killed_is_started_again(folder: Path, checkpoint: Chec
         expected = ask(server.port, "/v1/completions", BODY | {"max_tokens": 1500})[1]["choices"]
         answers: list[tuple[int, Any]] = []
 
-        def request(most: int) -> threading.Thread:
-            body = BODY | {"max_tokens": most}
+        def request(max_tokens: int) -> threading.Thread:
+            body = BODY | {"max_tokens": max_tokens}
             thread = threading.Thread(target=lambda: answers.append(ask(server.port, "/v1/completions", body)))
             thread.start()
             return thread

@@ -30,18 +30,18 @@ UNFINISHED = request(b'{"prompt": ', length=1000)
 @pytest.fixture
 def server() -> Iterator[Server]:
     worker = ServedRows()
-    with serving(PLAN, lambda: worker, key="secret") as found:
-        yield found
+    with serving(PLAN, lambda: worker, key="secret") as running:
+        yield running
 
 
 @contextmanager
 def connected(server: Server, count: int) -> Iterator[list[socket.socket]]:
     with ExitStack() as stack:
-        found = []
+        sockets = []
         for _ in range(count):
-            found.append(stack.enter_context(closing(socket.create_connection(("127.0.0.1", server.server.port)))))
-            found[-1].settimeout(60)
-        yield found
+            sockets.append(stack.enter_context(closing(socket.create_connection(("127.0.0.1", server.server.port)))))
+            sockets[-1].settimeout(60)
+        yield sockets
 
 
 def ended(connection: socket.socket) -> bool:
@@ -56,10 +56,10 @@ def ended(connection: socket.socket) -> bool:
 
 def status(connection: socket.socket) -> int:
     """Read an answer, all of it; return its status."""
-    found = b""
-    while b"\r\n\r\n" not in found:
-        found += connection.recv(1 << 16)
-    head, _, body = found.partition(b"\r\n\r\n")
+    received = b""
+    while b"\r\n\r\n" not in received:
+        received += connection.recv(1 << 16)
+    head, _, body = received.partition(b"\r\n\r\n")
     size = int(head.lower().partition(b"content-length: ")[2].split()[0])
     while len(body) < size:
         body += connection.recv(1 << 16)
@@ -98,9 +98,9 @@ def test_the_head_of_a_request_must_come_in_time(server: Server, monkeypatch: py
 def test_a_connection_is_kept_for_the_next_request_for_a_time(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "IDLE_S", 0.3)
     with connected(server, 2) as (kept, begun):
-        for one in (kept, begun):
-            one.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
-            assert status(one) == 200
+        for connection in (kept, begun):
+            connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert status(connection) == 200
         begun.sendall(HEAD)  # the next head has its own time
         assert ended(kept)
         begun.sendall(b"\r\n")
@@ -109,10 +109,10 @@ def test_a_connection_is_kept_for_the_next_request_for_a_time(server: Server, mo
 
 def test_a_body_that_was_refused_does_not_hold_its_connection(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "HEAD_S", 0.3)
-    with connected(server, 1) as (one,):
-        one.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000000\r\n\r\n")
-        assert status(one) == 401
-        assert trickle(one, lambda: b" ") < 30
+    with connected(server, 1) as (connection,):
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000000\r\n\r\n")
+        assert status(connection) == 401
+        assert trickle(connection, lambda: b" ") < 30
 
 
 def test_answers_that_nobody_reads_do_not_hold_a_connection(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,9 +143,9 @@ def test_a_new_connection_takes_the_place_of_the_one_that_waits_longest(monkeypa
             assert open_at(server) <= 6
             assert busy.recv(1 << 16)
         with connected(server, 5) as others:
-            for one in others:
-                one.sendall(stream)
-                assert one.recv(20).startswith(b"HTTP/1.1 200")
+            for other in others:
+                other.sendall(stream)
+                assert other.recv(20).startswith(b"HTTP/1.1 200")
             assert open_at(server) == 6
             busy.close()
             assert server.ask("/v1/completions", {"prompt": "a3/9"})[1]["choices"][0]["text"] == text("a3/9")
@@ -155,8 +155,8 @@ def test_a_new_connection_takes_the_place_of_one_whose_body_does_not_come(monkey
     monkeypatch.setattr(connections, "max_connections", lambda: 6)
     worker = ServedRows()
     with serving(PLAN, lambda: worker) as server, connected(server, 20) as slow:
-        for one in slow:
-            one.sendall(UNFINISHED)
+        for connection in slow:
+            connection.sendall(UNFINISHED)
         assert server.ask("/v1/completions", {"prompt": "a3/9"})[1]["choices"][0]["text"] == text("a3/9")
         assert all(map(ended, slow[:14]))
         assert open_at(server) <= 6
@@ -202,15 +202,15 @@ def test_idle_connections_take_neither_the_server_nor_its_end(folder: Path) -> N
     """1,100 of them where the process may have 1,024 files: others are answered, nothing is written about them, and
     SIGTERM ends the server. It answers while the model is loaded, too."""
     files = 1024
-    soft, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, max(soft, 2048)), most))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 2048)), hard))
     words = ["-m", "bloom-tiny", "--load-format", "dummy", "--offload", "cpu"]
     try:
         with process(folder, *words, until="listening", files=files) as server, ExitStack() as stack:
             for _ in range(1100):
-                one = stack.enter_context(closing(socket.socket()))
-                one.setblocking(False)
-                one.connect_ex(("127.0.0.1", server.port))
+                connection = stack.enter_context(closing(socket.socket()))
+                connection.setblocking(False)
+                connection.connect_ex(("127.0.0.1", server.port))
             for _ in range(3):
                 assert ask(server.port, "/health")[0] in (200, 503)
             began = time.monotonic()
@@ -219,4 +219,4 @@ def test_idle_connections_take_neither_the_server_nor_its_end(folder: Path) -> N
             assert time.monotonic() - began < 30
             assert len(server.lines) < 10, server.lines[:20]
     finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, most))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

@@ -29,7 +29,7 @@ SHARDS = Shard.all(TOTAL)
 @given(st.integers(0, 40), st.integers(1, 50))
 def test_shards_are_disjoint_complete_and_even(lines: int, total: int) -> None:
     parts = [shard.of(range(lines)) for shard in Shard.all(total)]
-    assert sorted(place for part in parts for place in part) == list(range(lines))
+    assert sorted(index for part in parts for index in part) == list(range(lines))
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
@@ -42,10 +42,10 @@ def test_what_is_no_shard_is_refused(text: str) -> None:
 def answer(output: Path, shard: Shard, leave_out: int = 0, **settings: object) -> Path:
     """Answer a shard's requests in reverse, but the last `leave_out`. A job whose rows end in any order does so."""
     path = shard.path(output)
-    own = [request for request in shard.of(REQUESTS) if isinstance(request, BatchLine)]
+    requests = [request for request in shard.of(REQUESTS) if isinstance(request, BatchLine)]
     identity = {"prompts": PROMPTS, "model": "m", "shard": str(shard)} | settings
     with Ledger.open(path, identity, 7 + shard.number) as ledger:
-        waiting = [request for request in own[: len(own) - leave_out] if request.id not in ledger.done]
+        waiting = [request for request in requests[: len(requests) - leave_out] if request.id not in ledger.done]
         ledger.add(failure(request, "oom_gpu", "no") for request in reversed(waiting))
         ledger.finish()
     return path
@@ -60,9 +60,9 @@ def output(tmp_path: Path) -> Path:
 
 def test_shards_come_together_in_the_order_of_the_requests(output: Path) -> None:
     merged = merge(output, PROMPTS, REQUESTS)
-    found = [json.loads(text) for text in output.read_text().splitlines()]
-    assert [record["custom_id"] for record in found] == [f"r{number}" for number in range(COUNT)]
-    assert [done.id for done in merged.done] == [record["id"] for record in found]
+    answers = [json.loads(text) for text in output.read_text().splitlines()]
+    assert [record["custom_id"] for record in answers] == [f"r{number}" for number in range(COUNT)]
+    assert [done.id for done in merged.done] == [record["id"] for record in answers]
     before = output.read_bytes(), job_path(output).read_bytes()
     merge(output, PROMPTS, REQUESTS)
     assert (output.read_bytes(), job_path(output).read_bytes()) == before
@@ -100,13 +100,13 @@ def repeat(output: Path) -> None:
 
 
 def mix(output: Path) -> None:
-    one, other = (shard.path(output) for shard in SHARDS[:2])
-    other.write_bytes(other.read_bytes() + one.read_bytes().splitlines(True)[0])
+    first, other = (shard.path(output) for shard in SHARDS[:2])
+    other.write_bytes(other.read_bytes() + first.read_bytes().splitlines(True)[0])
 
 
 def swap(output: Path) -> None:
-    one, other = (shard.path(output) for shard in SHARDS[:2])
-    for first, second in ((one, other), (job_path(one), job_path(other))):
+    path, other = (shard.path(output) for shard in SHARDS[:2])
+    for first, second in ((path, other), (job_path(path), job_path(other))):
         content = first.read_bytes()
         first.write_bytes(second.read_bytes())
         second.write_bytes(content)
@@ -185,10 +185,10 @@ def test_jobs_of_an_array_answer_what_one_job_does(folder: Path) -> None:
     assert "5 answers and 1 error in out.jsonl" in merged.stderr
 
     def texts(name: str) -> dict[str, Any]:
-        found = [json.loads(text) for text in (folder / name).read_text().splitlines()]
+        answers = [json.loads(text) for text in (folder / name).read_text().splitlines()]
         return {
             record["id"]: [record["custom_id"], record["error"], (record["response"]["body"]).get("choices")]
-            for record in found
+            for record in answers
         }
 
     assert texts("out.jsonl") == texts("whole.jsonl")

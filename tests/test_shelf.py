@@ -56,8 +56,8 @@ class Bench:
         return logits, sum(part.length for part in parts)
 
     def check(self, cache: PrefixCache, tokens: list[int], cached: int) -> None:
-        logits, found = self.run(tokens, cache)
-        assert found == cached
+        logits, count = self.run(tokens, cache)
+        assert count == cached
         assert torch.allclose(logits, self.run(tokens)[0], atol=1e-4)
 
 

@@ -33,8 +33,8 @@ WORDS = [*SMALL, "--repeats", "1", "--batch-size", f"1-{BATCHES}+1", "--offload"
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    with slurm(tmp_path_factory.mktemp("slurm")) as found:
-        yield environment(HF_HUB_OFFLINE="1") | found
+    with slurm(tmp_path_factory.mktemp("slurm")) as running:
+        yield environment(HF_HUB_OFFLINE="1") | running
 
 
 def start(folder: Path, cluster: dict[str, str], *more: str) -> "subprocess.Popen[str]":
@@ -141,9 +141,9 @@ def test_the_script_of_the_page_answers_all_prompts(
     assert done.returncode == 0, done.stderr
     merged, deadline = folder / "out.jsonl.job", time.monotonic() + PATIENCE_S
     while not merged.exists():
-        said = "".join(path.read_text() for path in sorted(folder.glob("slurm-*.out")))
-        assert time.monotonic() < deadline, said
+        output = "".join(path.read_text() for path in sorted(folder.glob("slurm-*.out")))
+        assert time.monotonic() < deadline, output
         time.sleep(0.2)
-    found = [json.loads(text) for text in (folder / "out.jsonl").read_text().splitlines()]
-    assert [record["custom_id"] for record in found] == [f"p{number}" for number in range(1, count)] + [None]
+    answers = [json.loads(text) for text in (folder / "out.jsonl").read_text().splitlines()]
+    assert [record["custom_id"] for record in answers] == [f"p{number}" for number in range(1, count)] + [None]
     assert len([*folder.glob("out-*-of-00008.jsonl")]) == 8

@@ -54,18 +54,18 @@ def by_kernel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return what `main` saved."""
     path = tmp_path_factory.mktemp("split") / "results"
     interpreted(__name__, path)
-    found: dict[str, Any] = torch.load(path)
-    return found
+    results: dict[str, Any] = torch.load(path)
+    return results
 
 
 @pytest.mark.parametrize("dtype", BIASES)
 def test_the_kernel_gives_what_pytorch_gives(dtype: torch.dtype, by_kernel: dict[str, Any]) -> None:
     results = {name: pair for name, pair in by_kernel["kernel"].items() if name[0] == dtype}
     assert len(results) == len(SHAPES) * len(BIASES[dtype])
-    for found, expected in results.values():
-        assert found.dtype == dtype
-        assert found.shape == expected.shape
-        assert error(found, expected) < {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 4e-3}[dtype]
+    for actual, expected in results.values():
+        assert actual.dtype == dtype
+        assert actual.shape == expected.shape
+        assert error(actual, expected) < {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 4e-3}[dtype]
 
 
 def test_positions_of_a_head_are_split_among_programs(by_kernel: dict[str, Any]) -> None:
@@ -73,11 +73,11 @@ def test_positions_of_a_head_are_split_among_programs(by_kernel: dict[str, Any])
 
 
 def test_recorded_steps_give_the_same_logits(by_kernel: dict[str, Any]) -> None:
-    ran, recorded, found, expected = by_kernel["engine"]
+    ran, recorded, actual, expected = by_kernel["engine"]
     assert ran > 0
     assert recorded > 0
-    for one, other in zip(found, expected, strict=True):
-        assert error(one, other) < 1e-5
+    for ours, other in zip(actual, expected, strict=True):
+        assert error(ours, other) < 1e-5
 
 
 @pytest.mark.gpu
@@ -86,20 +86,20 @@ def test_recorded_steps_give_the_same_logits(by_kernel: dict[str, Any]) -> None:
 def test_the_gpu_computes_the_same(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     if max(shape[-2:]) * dtype.itemsize > split_attention.MAX_BYTES:
         pytest.skip("PyTorch computes it")
-    query, keys, values = (one.cuda() for one in inputs(shape, dtype))
-    for one in biases(shape, dtype).values():
-        mask = None if one is None else one.cuda()
-        found = split_attention.split_attention(query, keys, values, attn_mask=mask, scale=None)
+    query, keys, values = (tensor.cuda() for tensor in inputs(shape, dtype))
+    for value in biases(shape, dtype).values():
+        mask = None if value is None else value.cuda()
+        actual = split_attention.split_attention(query, keys, values, attn_mask=mask, scale=None)
         wide = None if mask is None else mask.double()
         expected = scaled_dot_product_attention(query.double(), keys.double(), values.double(), attn_mask=wide)
-        assert error(found, expected) < (1e-6 if dtype == torch.float32 else 4e-3)
+        assert error(actual, expected) < (1e-6 if dtype == torch.float32 else 4e-3)
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_calls_go_to_pytorch(name: str) -> None:
     query, keys, values = inputs(OTHERS[name])
-    found = split_attention.split_attention(query, keys, values, attn_mask=None, scale=0.3)
-    assert torch.equal(found, scaled_dot_product_attention(query, keys, values, scale=0.3))
+    actual = split_attention.split_attention(query, keys, values, attn_mask=None, scale=0.3)
+    assert torch.equal(actual, scaled_dot_product_attention(query, keys, values, scale=0.3))
 
 
 def main(path: Path) -> None:
@@ -110,13 +110,13 @@ def main(path: Path) -> None:
     for shape in SHAPES:
         for dtype in BIASES:
             query, keys, values = inputs(shape, dtype)
-            for name, one in biases(shape, dtype).items():
+            for name, attn_bias in biases(shape, dtype).items():
                 if name not in BIASES[dtype]:
                     continue
-                found = split_attention.split_attention(query, keys, values, attn_mask=one, scale=None)
-                mask = None if one is None else one.double()
+                actual = split_attention.split_attention(query, keys, values, attn_mask=attn_bias, scale=None)
+                mask = None if attn_bias is None else attn_bias.double()
                 expected = scaled_dot_product_attention(query.double(), keys.double(), values.double(), attn_mask=mask)
-                results["kernel"][dtype, shape, name] = found, expected
+                results["kernel"][dtype, shape, name] = actual, expected
     launched = kernel._combine.__getitem__
 
     class Counted:
@@ -129,10 +129,10 @@ def main(path: Path) -> None:
 
             return launch
 
-    own, kernel._combine = kernel._combine, Counted()
+    original, kernel._combine = kernel._combine, Counted()
     for shape in SHAPES:
         split_attention.split_attention(*inputs(shape), attn_mask=None, scale=None)
-    kernel._combine = own
+    kernel._combine = original
 
     split_attention.MIN_POSITIONS, graphs.TUNED = 1, replace(graphs.TUNED, bucket=4)
     attend, ran = kernel.attend, 0

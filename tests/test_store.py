@@ -71,10 +71,10 @@ def test_a_record_torn_at_any_byte_is_cut_off_and_kept_aside(tmp_path: Path) -> 
         store.append(*points[:2])
     whole = file.read_bytes()
     start = whole.rindex(b"\n", 0, -1) + 1
-    aside = file.with_name(file.name + ".damaged")
+    damaged = file.with_name(file.name + ".damaged")
     for end in (*range(start, len(whole) - 9, 5), *range(len(whole) - 9, len(whole))):
         file.write_bytes(whole[:end])
-        aside.unlink(missing_ok=True)
+        damaged.unlink(missing_ok=True)
         kept = points[:2] if end == len(whole) - 1 else points[:1]  # only the newline is missing
         assert len(read(file).points) == len(kept)
         assert file.read_bytes() == whole[:end], "reading changes nothing"
@@ -84,7 +84,9 @@ def test_a_record_torn_at_any_byte_is_cut_off_and_kept_aside(tmp_path: Path) -> 
         records = read(file)
         assert records.points == (*kept, points[2])
         assert records.damaged == ()
-        assert not aside.exists() if end == start or len(kept) == 2 else aside.read_bytes() == whole[start:end] + b"\n"
+        assert (
+            not damaged.exists() if end == start or len(kept) == 2 else damaged.read_bytes() == whole[start:end] + b"\n"
+        )
 
 
 def test_every_flipped_bit_is_detected() -> None:
@@ -117,8 +119,8 @@ def test_a_flipped_byte_in_the_middle_costs_that_line_only(file: Path) -> None:
             with Store.open(file) as store:
                 assert store.damaged
         assert file.read_bytes() == broken
-    aside = file.with_name(file.name + ".damaged").read_bytes().splitlines()
-    assert len(set(aside)) == len(aside)
+    damaged = file.with_name(file.name + ".damaged").read_bytes().splitlines()
+    assert len(set(damaged)) == len(damaged)
 
 
 def test_a_garbled_last_line_is_cut_off_and_kept_aside(file: Path) -> None:
@@ -313,7 +315,7 @@ cases = st.builds(
     offload=st.sampled_from(["none", "cpu", "nvme"]),
     workload=st.builds(Workload, batch_size=counts, input_len=counts, output_len=counts),
     layers=st.none() | counts,
-    options=options.map(lambda found: tuple(sorted(found.items()))),
+    options=options.map(lambda chosen: tuple(sorted(chosen.items()))),
 )
 LANES: tuple[Literal["copy", "unpack", "compute"], ...] = ("copy", "unpack", "compute")
 measurements = st.builds(

@@ -67,8 +67,8 @@ def as_they_are(layers: list[dict[str, Tensor]]) -> tuple[PinnedArena, list[Pack
     for tensors in layers:
         images.append(plain(tensors.items(), images[-1].end if images else 0))
     arena = PinnedArena(images[-1].end, pin=False)
-    for tensors, one in zip(layers, images, strict=True):
-        for name, view in arena.views(one.blocks, one.start).items():
+    for tensors, layer in zip(layers, images, strict=True):
+        for name, view in arena.views(layer.blocks, layer.start).items():
             view.copy_(tensors[name])
     return arena, images
 
@@ -79,16 +79,16 @@ def test_layers_come_back_bit_for_bit(make: Callable[..., tuple[PinnedArena, lis
     arena, images = make(layers)
     stored = sum(tensor.nbytes for tensors in layers for tensor in tensors.values())
     assert 0 <= arena.size - images[-1].end < 256
-    assert all(one.end <= other.start for one, other in pairwise(images))
-    assert all(len(one.chunks) >= 3 for one in images)
-    assert {one.coded for one in images} == {make is packed}
+    assert all(layer.end <= other.start for layer, other in pairwise(images))
+    assert all(len(layer.chunks) >= 3 for layer in images)
+    assert {layer.coded for layer in images} == {make is packed}
     assert arena.size < (0.75 if make is packed else 1.05) * stored
-    slot = torch.zeros(max(one.unpacked_bytes for one in images), dtype=torch.uint8)
-    for tensors, one in zip(layers, images, strict=True):
-        for piece in one.chunks:
+    slot = torch.zeros(max(layer.unpacked_bytes for layer in images), dtype=torch.uint8)
+    for tensors, layer in zip(layers, images, strict=True):
+        for piece in layer.chunks:
             piece.unpack(arena.memory[piece.start : piece.end], slot)
         for name, tensor in tensors.items():
-            assert torch.equal(bits(one.blocks[name].view(slot)), bits(tensor)), name
+            assert torch.equal(bits(layer.blocks[name].view(slot)), bits(tensor)), name
     arena.close()
 
 
@@ -123,10 +123,10 @@ def ring_of(
     tensors = [layer_tensors(seed) for seed in range(count)]
     arena, images = make(tensors)
     ring = PrefetchRing(arena.memory, images, depth, CPU)
-    layers = [Layer(one) for one in tensors]
+    layers = [Layer(tensor) for tensor in tensors]
     for index, layer in enumerate(layers):
-        own = {name: Entry((name,), ((layer, name),), tensor, index) for name, tensor in tensors[index].items()}
-        ring.attach(index, layer, own)
+        entries = {name: Entry((name,), ((layer, name),), tensor, index) for name, tensor in tensors[index].items()}
+        ring.attach(index, layer, entries)
     ring.start()
     return ring, layers, tensors, arena
 
@@ -146,7 +146,7 @@ def test_the_ring_shows_each_layer_its_own_weights_step_after_step(
         before = ring.bytes_copied
         for _ in range(2):
             with ring.weight_pass():
-                assert all(same(layer(), own) for layer, own in zip(layers, tensors, strict=True))
+                assert all(same(layer(), expected) for layer, expected in zip(layers, tensors, strict=True))
         moved = sum(piece.size for index in ring.streamed for piece in ring.layers[index].chunks)
         assert ring.bytes_copied - before == 2 * moved
         assert ring.kept_bytes == sum(ring.layers[index].end - ring.layers[index].start for index in resident)
@@ -158,7 +158,7 @@ def test_the_ring_shows_each_layer_its_own_weights_step_after_step(
     with ring.weight_pass():  # left half-way
         assert same(layers[0](), tensors[0])
     with ring.weight_pass():
-        assert all(same(layer(), own) for layer, own in zip(layers, tensors, strict=True))
+        assert all(same(layer(), expected) for layer, expected in zip(layers, tensors, strict=True))
     ring.close()
     arena.close()
 
@@ -187,20 +187,20 @@ def test_interleaved_passes_share_a_layers_weights() -> None:
     order: list[tuple[int, int]] = []
 
     def forward(rows: int) -> Tensor:
-        for layer, own in zip(layers, tensors, strict=True):
-            assert same(layer(), own)
+        for layer, expected in zip(layers, tensors, strict=True):
+            assert same(layer(), expected)
         return torch.tensor(rows)
 
     for _ in range(2):
         before = ring.bytes_copied
         passes = [lambda rows=rows: forward(rows) for rows in range(4)]
-        found = interleave(ring, passes, lambda part, layer: order.append((layer, part)))
-        assert [int(one) for one in found] == [0, 1, 2, 3]
+        results = interleave(ring, passes, lambda part, layer: order.append((layer, part)))
+        assert [int(result) for result in results] == [0, 1, 2, 3]
         assert order == [(layer, part) for layer in range(3) for part in range(4)]
-        assert ring.bytes_copied - before == sum(piece.size for one in ring.layers for piece in one.chunks)
+        assert ring.bytes_copied - before == sum(piece.size for layer in ring.layers for piece in layer.chunks)
         order.clear()
     with ring.weight_pass():
-        assert all(same(layer(), own) for layer, own in zip(layers, tensors, strict=True))
+        assert all(same(layer(), expected) for layer, expected in zip(layers, tensors, strict=True))
     ring.close()
     arena.close()
 
@@ -209,11 +209,11 @@ def test_a_pass_whose_rows_the_cpu_attends_to_pauses_while_others_go_on() -> Non
     """It begins each layer; what it puts off, and its attention, are done by another thread before it goes on."""
     ring, layers, tensors, arena = ring_of(packed, 3)
     order: list[tuple[int, str]] = []
-    told, memory = threading.Event(), torch.zeros(2, 1, 1, 4)
+    resumed, memory = threading.Event(), torch.zeros(2, 1, 1, 4)
 
     def attention(done: list[str]) -> Tensor:
         assert bool((memory == 1).all())
-        assert told.wait(60)  # others went on meanwhile
+        assert resumed.wait(60)  # others went on meanwhile
         assert threading.current_thread() is not threading.main_thread()
         assert torch.is_inference_mode_enabled()
         assert done == ["stored"]
@@ -234,28 +234,28 @@ def test_a_pass_whose_rows_the_cpu_attends_to_pauses_while_others_go_on() -> Non
                 assert int(run_async(partial(attention, done))) == 7
                 assert not torch._C._is_torch_function_enabled()
             order.append((number, "has"))
-            told.clear()
+            resumed.clear()
         defer(partial(order.append, (3, "settled")))
         flush()
         defer(partial(order.append, (3, "at the end")))
         return torch.tensor(1)
 
     def launched() -> Tensor:
-        for number, (layer, own) in enumerate(zip(layers, tensors, strict=True)):
-            assert same(layer(), own)
+        for number, (layer, expected) in enumerate(zip(layers, tensors, strict=True)):
+            assert same(layer(), expected)
             assert torch._C._is_torch_function_enabled()
             order.append((number, "launched"))
-            told.set()
+            resumed.set()
         return torch.tensor(0)
 
     with torch.inference_mode():
         for _ in range(2):
             order.clear()
-            found = interleave(ring, [launched, attending], lambda *_: None, on_cpu=1)
-            assert [int(one) for one in found] == [0, 1]
+            results = interleave(ring, [launched, attending], lambda *_: None, on_cpu=1)
+            assert [int(result) for result in results] == [0, 1]
             each = ("asks", "launched", "has")
             last = [(3, "settled"), (3, "at the end")]
-            assert order == [(number, one) for number in range(3) for one in each] + last
+            assert order == [(number, part) for number in range(3) for part in each] + last
     assert run_async(lambda: torch.tensor(threading.get_ident())) == threading.get_ident()  # no pass: at once
     with gathered_stores():
         defer_store(memory, torch.full((2, 1, 1, 4), 2.0))
@@ -272,10 +272,10 @@ def test_a_failure_beside_a_pass_that_pauses_ends_both(where: str) -> None:
     ring, layers, tensors, arena = ring_of(packed, 2)
     done: list[str] = []
 
-    def fail(here: str) -> Tensor:
-        if here == where:
+    def fail(stage: str) -> Tensor:
+        if stage == where:
             raise MemoryError("no more")
-        done.append(here)
+        done.append(stage)
         return torch.tensor(0)
 
     def attending() -> Tensor:
@@ -293,7 +293,7 @@ def test_a_failure_beside_a_pass_that_pauses_ends_both(where: str) -> None:
     others = {"launched": ["attention", "put off"], "attention": ["launched", "put off"], "put off": ["launched"]}
     assert sorted(done) == others[where]
     with ring.weight_pass():
-        assert all(same(layer(), own) for layer, own in zip(layers, tensors, strict=True))
+        assert all(same(layer(), expected) for layer, expected in zip(layers, tensors, strict=True))
     ring.close()
     arena.close()
 
@@ -316,7 +316,7 @@ def test_a_pass_that_fails_ends_all_and_the_ring_goes_on() -> None:
         interleave(ring, [lambda rows=rows: forward(rows) for rows in range(4)], lambda *_: None)  # type: ignore[misc]
     assert sorted(left) == [0, 1, 2, 3]
     with ring.weight_pass():
-        assert all(same(layer(), own) for layer, own in zip(layers, tensors, strict=True))
+        assert all(same(layer(), expected) for layer, expected in zip(layers, tensors, strict=True))
     ring.close()
     arena.close()
 
@@ -339,14 +339,14 @@ def test_the_engine_gives_the_same_tokens_from_fewer_bytes(
     coded = load("stream", directory, "cpu", tmp_path, "bfloat16", weight_codec="lossless")
     for ours, theirs in zip(tokens(coded), tokens(raw), strict=True):
         assert torch.equal(ours, theirs)
-    told, plain = coded.effective(), raw.effective()
-    assert (told.settings["weight_codec"], plain.settings["weight_codec"]) == ("lossless", "none")
+    actual, plain = coded.effective(), raw.effective()
+    assert (actual.settings["weight_codec"], plain.settings["weight_codec"]) == ("lossless", "none")
     assert isinstance(coded, Stream)
     held = sum(parameter.nbytes for layer in coded._layers for parameter in layer.parameters())
-    assert told.streamed_bytes_per_step == held
+    assert actual.streamed_bytes_per_step == held
     assert plain.wire_bytes_per_step == plain.streamed_bytes_per_step == pytest.approx(held, rel=0.02)
-    assert (told.wire_bytes_per_step or 0) < 0.8 * told.streamed_bytes_per_step
-    assert told.host_weight_bytes == pytest.approx(told.wire_bytes_per_step, rel=0.02)
+    assert (actual.wire_bytes_per_step or 0) < 0.8 * actual.streamed_bytes_per_step
+    assert actual.host_weight_bytes == pytest.approx(actual.wire_bytes_per_step, rel=0.02)
     coded.close()
     raw.close()
 
@@ -366,16 +366,16 @@ def test_layers_that_stay_are_not_streamed_and_give_the_same_tokens(
     assert isinstance(loaded, Stream)
     for ours, theirs in zip(tokens(loaded), tokens(plain), strict=True):
         assert torch.equal(ours, theirs)
-    told, full = loaded.effective(), plain.effective()
+    actual, full = loaded.effective(), plain.effective()
     away = 3 if share == "auto" else 3 - resident  # with auto each batch may have other layers
-    assert told.host_weight_bytes == pytest.approx(full.host_weight_bytes * away / 3, rel=0.01)
-    assert told.pinned_bytes == 0
-    assert told.settings["resident_layers"] == resident
-    assert told.streamed_bytes_per_step == full.streamed_bytes_per_step * (3 - resident) // 3
-    assert told.wire_bytes_per_step == pytest.approx((full.wire_bytes_per_step or 0) * (3 - resident) / 3, rel=0.01)
-    kept = told.gpu_weight_bytes - full.gpu_weight_bytes
+    assert actual.host_weight_bytes == pytest.approx(full.host_weight_bytes * away / 3, rel=0.01)
+    assert actual.pinned_bytes == 0
+    assert actual.settings["resident_layers"] == resident
+    assert actual.streamed_bytes_per_step == full.streamed_bytes_per_step * (3 - resident) // 3
+    assert actual.wire_bytes_per_step == pytest.approx((full.wire_bytes_per_step or 0) * (3 - resident) / 3, rel=0.01)
+    kept = actual.gpu_weight_bytes - full.gpu_weight_bytes
     assert kept == pytest.approx(full.host_weight_bytes * resident / 3, rel=0.01)
-    assert not_as_asked(case, told, loaded.plan.model.streamed_bytes) is None
+    assert not_as_asked(case, actual, loaded.plan.model.streamed_bytes) is None
     if share == "67%":
         assert loaded._ring is not None
         loaded._ring.keep([])  # they are nowhere else
@@ -388,10 +388,10 @@ def test_resident_layers_change_with_the_batch(checkpoint: Callable[..., Path], 
     engine = load("stream", checkpoint("llama", hidden_size=256), "cpu", tmp_path)
     assert isinstance(engine, Stream)
     case = engine.plan.case.model_copy(update={"gpu_weights": "auto"})
-    for machine_bytes, most in ((3 << 30, 3), (2 << 30, 0)):
+    for machine_bytes, max_layers in ((3 << 30, 3), (2 << 30, 0)):
         machine = engine.plan.machine.model_copy(update={"host_bytes": machine_bytes})
         tight = type(engine)(engine.plan.model_copy(update={"case": case, "machine": machine}))
-        for batch_size, expected in ((1, most), (1 << 14, 0), (1, most)):
+        for batch_size, expected in ((1, max_layers), (1 << 14, 0), (1, max_layers)):
             workload = Workload(batch_size=batch_size, input_len=64, output_len=8)
             assert tight._ring is not None
             tight._share_out(tight._ring, tight.planner.placement(workload))
@@ -415,7 +415,7 @@ def test_a_prefill_in_blocks_streams_the_weights_once(
     assert ring is not None
     before = ring.bytes_copied
     prefill(engine, torch.full((3, 5), 9), torch.ones(3, 5, dtype=torch.int64), reserve=4)
-    assert ring.bytes_copied - before == sum(piece.size for one in ring.layers for piece in one.chunks)
+    assert ring.bytes_copied - before == sum(piece.size for layer in ring.layers for piece in layer.chunks)
     engine.close()
 
 
@@ -438,7 +438,7 @@ def test_a_step_can_be_traced(checkpoint: Callable[..., Path], tmp_path: Path) -
     computed = [span for span in spans if span.lane == "compute"]
     assert [span.layer for span in computed if span.layer is not None] == [0, 1, 2]
     assert list(dict.fromkeys(span.layer for span in spans if span.lane == "unpack")) == [0, 1, 2]
-    assert all(one.end_ms <= other.start_ms for one, other in pairwise(computed))
+    assert all(span.end_ms <= other.start_ms for span, other in pairwise(computed))
     assert isinstance(engine, Stream)
     assert engine._ring is not None
     assert engine._ring._trace is None

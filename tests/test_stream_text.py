@@ -48,14 +48,17 @@ def test_text_comes_in_pieces_that_make_the_whole(checkpoint: Checkpoints, monke
     monkeypatch.setattr(Answers, "add", watched)
     whole = CliRunner().invoke(cli, words(checkpoint, *PROMPTS, "--json"))
     assert whole.exit_code == 0, whole.output
-    found = json.loads(whole.stdout)
-    assert [(one["prompt"], one["finish_reason"]) for one in found] == [("Once upon", "length"), ("ab", "length")]
-    assert all(len(one["output_ids"]) == 9 for one in found)
+    answers = json.loads(whole.stdout)
+    assert [(answer["prompt"], answer["finish_reason"]) for answer in answers] == [
+        ("Once upon", "length"),
+        ("ab", "length"),
+    ]
+    assert all(len(answer["output_ids"]) == 9 for answer in answers)
     assert sum(map(bool, shown)) > 3
-    assert "".join(shown) == found[0]["output_text"]
+    assert "".join(shown) == answers[0]["output_text"]
     plain = CliRunner().invoke(cli, words(checkpoint, *PROMPTS))
     assert plain.exit_code == 0, plain.output
-    assert plain.stdout == "".join(one["prompt"] + one["output_text"] + "\n" for one in found)
+    assert plain.stdout == "".join(answer["prompt"] + answer["output_text"] + "\n" for answer in answers)
     assert mentions(plain.stderr, "18 tokens in", "tok/s")
 
 
@@ -80,10 +83,10 @@ def test_an_interrupt_keeps_the_text_so_far(
     assert count == 5
     assert mentions(result.stderr, "interrupted", "kept")
     if as_json:
-        (found,) = json.loads(result.stdout)
-        assert found["finish_reason"] == "interrupted"
-        assert found["output_ids"] == whole["output_ids"][:5]
-        assert whole["output_text"].startswith(found["output_text"])
+        (answer,) = json.loads(result.stdout)
+        assert answer["finish_reason"] == "interrupted"
+        assert answer["output_ids"] == whole["output_ids"][:5]
+        assert whole["output_text"].startswith(answer["output_text"])
     else:
         assert ("Once upon" + whole["output_text"]).startswith(result.stdout.rstrip("\n"))
         assert len(result.stdout) > len("Once upon\n")
@@ -114,11 +117,11 @@ def test_pieces_wait_for_whole_characters() -> None:
             return bytes(ids).decode(errors="replace")
 
     pieces, sequence = TextPieces(Bytes()), Sequence([1], 9)  # type: ignore[arg-type]
-    found = []
+    texts = []
     for byte in "aé b".encode():
         sequence.output_ids.append(byte)
-        found.append(pieces.add(sequence))
-    assert found == ["a", "", "é", "", " b"]
+        texts.append(pieces.add(sequence))
+    assert texts == ["a", "", "é", "", " b"]
     sequence.output_ids.append(0xC3)
     assert pieces.add(sequence) == ""
     sequence.finish_reason, sequence.text = "length", "aé b\ufffd"
@@ -130,7 +133,7 @@ def test_pieces_go_on_where_a_tokenizer_takes_characters_back() -> None:
         """Adjacent bytes become characters only together, like `ByteFallback`."""
 
         def decode(self, ids: list[int], before: Any = ()) -> str:
-            runs = [(kind, [*run]) for kind, run in groupby(ids, lambda one: one < 256)]
+            runs = [(kind, [*run]) for kind, run in groupby(ids, lambda token_id: token_id < 256)]
             return "".join(self._bytes(bytes(run)) if kind else "".join(map(chr, run)) for kind, run in runs)
 
         def _bytes(self, run: bytes) -> str:
@@ -139,11 +142,11 @@ def test_pieces_go_on_where_a_tokenizer_takes_characters_back() -> None:
             except UnicodeDecodeError:
                 return "\ufffd" * len(run)
 
-    pieces, sequence, found = TextPieces(Fallback()), Sequence([1], 9), []  # type: ignore[arg-type]
+    pieces, sequence, texts = TextPieces(Fallback()), Sequence([1], 9), []  # type: ignore[arg-type]
     for token in [*"é".encode(), *"à".encode(), 0xFF, 0x3B1, 0x3B2]:
         sequence.output_ids.append(token)
-        found.append(pieces.add(sequence))
-    assert found == ["", "é", "", "à", "", "\ufffd" * 5 + "α", "β"]
+        texts.append(pieces.add(sequence))
+    assert texts == ["", "é", "", "à", "", "\ufffd" * 5 + "α", "β"]
 
 
 @pytest.mark.parametrize("stops", [(), ("the en", "they"), ("\n\n",)])
@@ -160,21 +163,21 @@ def test_pieces_of_a_long_text_are_its_text_up_to_a_stop(stops: tuple[str, ...])
             return "".join(words[number] for number in ids).replace(" .", ".").replace(" ,", ",").replace(" n't", "n't")
 
     tokenizer = Words()
-    pieces, sequence, found = TextPieces(tokenizer), Sequence([1], 400, stop=stops), ""  # type: ignore[arg-type]
+    pieces, sequence, streamed = TextPieces(tokenizer), Sequence([1], 400, stop=stops), ""  # type: ignore[arg-type]
     for number in range(400):
         sequence.output_ids.append(number)
         whole = tokenizer.decode(sequence.output_ids)
-        ends = [place for stop in stops if (place := whole.find(stop)) >= 0]
+        ends = [index for stop in stops if (index := whole.find(stop)) >= 0]
         if ends or number == 399:
             sequence.finish_reason, sequence.text = "stop", whole[: min(ends)] if ends else whole
         before, tokenizer.decoded = tokenizer.decoded, 0
-        found += pieces.add(sequence)
+        streamed += pieces.add(sequence)
         assert tokenizer.decoded <= 2 * (16 + 16) + 16
         tokenizer.decoded += before
         if sequence.ended:
             break
-        assert whole.startswith(found)
-    assert found == sequence.text
+        assert whole.startswith(streamed)
+    assert streamed == sequence.text
     assert bool(stops) == (len(sequence.output_ids) < 400)
     assert not pieces._shown
 
@@ -199,13 +202,13 @@ def test_a_sequence_ends_with_the_token_that_completes_a_stop(seed: int) -> None
     dice = random.Random(seed)
     tokenizer = Cleaned([dice.choice(["ab", "a", "b", "aab", " ", " .", ".", " n't", "é"]) for _ in range(300)])
     whole = tokenizer.decode(list(range(300)))
-    stops = [whole[place : place + dice.randint(1, 9)] for place in dice.sample(range(100, 280), 2)]
+    stops = [whole[start : start + dice.randint(1, 9)] for start in dice.sample(range(100, 280), 2)]
     stops.append("aaaab" * 30)
     sequence = Sequence([], 300, stop=tuple(stops), ignore_eos=True)
     for number in range(300):
         add_token(tokenizer, sequence, number, True)  # type: ignore[arg-type]
         text = tokenizer.decode(list(range(number + 1)))
-        places = [place for stop in stops if (place := text.find(stop)) >= 0]
+        places = [index for stop in stops if (index := text.find(stop)) >= 0]
         assert sequence.ended == bool(places), number
         if places:
             assert (sequence.finish_reason, sequence.text) == ("stop", text[: min(places)])

@@ -73,6 +73,6 @@ def test_records_are_whole_whatever_the_streams(tmp_path: Path, streams: str) ->
         tmp_path, f'exec "$@" {streams}', ["sweep", *TINY, "--offload", "none", "--batch-size", "1,2", "-o", "r.jsonl"]
     )
     assert done.returncode == 0, done.stderr
-    found = read(tmp_path / "r.jsonl")
-    assert [point.status for point in found.points] == ["ok"] * 2
-    assert not found.damaged
+    records = read(tmp_path / "r.jsonl")
+    assert [point.status for point in records.points] == ["ok"] * 2
+    assert not records.damaged

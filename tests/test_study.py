@@ -74,8 +74,8 @@ def test_lines_and_documents_of_zinfer_0_1_are_read(name: str, path: Path) -> No
     document = path.with_name(f"{run.study}.json")
     whole = header | {group: rows}
     if run.study == "reuse":
-        own = {key: value for key, value in whole.items() if key not in ("machine", "device")}
-        whole = {"machine": run.machine, "device": run.device, "runs": [own, own]}
+        fields = {key: value for key, value in whole.items() if key not in ("machine", "device")}
+        whole = {"machine": run.machine, "device": run.device, "runs": [fields, fields]}
     document.write_text(json.dumps(whole, indent=1) + "\n")
     assert study.read(document, run.study) == ((run,) * (2 if run.study == "reuse" else 1), ())
     with pytest.raises(StoreError, match="JSON document"):
@@ -97,7 +97,9 @@ def test_committed_records_are_readable_and_shown(name: str) -> None:
 
 def test_committed_sweeps_are_readable_written_as_they_stand_and_of_their_machines() -> None:
     studies = {f"{name}.jsonl" for name in NAMES}
-    for file in [one for one in files(RESULTS) if one.parent != RESULTS]:  # the campaign's record belongs to no machine
+    for file in [
+        file for file in files(RESULTS) if file.parent != RESULTS
+    ]:  # the campaign's record belongs to no machine
         if file.name in studies:
             continue
         records, machine = read(file), machines.load(file.parent)
@@ -117,7 +119,7 @@ def test_of_a_run_with_a_damaged_line_nothing_is_taken(path: Path) -> None:
         header, group, rows = earlier(codec_run(*names))
         lines.append(seal("study.codec", header | {"lines": len(rows)}) + b"\n")
         lines += [seal(f"study.codec.{group}", row) + b"\n" for row in rows]
-    for nth, (left, told) in {
+    for nth, (left, count) in {
         0: (["c", "e"], 3),  # a header: its points belong to nobody
         4: (["a", "e"], 3),  # a point, the one after it, and their header
         7: (["a", "c"], 2),
@@ -126,7 +128,7 @@ def test_of_a_run_with_a_damaged_line_nothing_is_taken(path: Path) -> None:
         path.write_bytes(b"".join([*lines[:nth], changed, *lines[nth + 1 :]]))
         runs, damaged = study.read(path, "codec")
         assert [run.of(Coded)[0].name for run in runs] == left
-        assert len(damaged) == told
+        assert len(damaged) == count
         assert damaged[0].line <= nth + 1 <= damaged[-1].line
 
 

@@ -213,10 +213,10 @@ def test_workers_that_end_for_want_of_memory_leave_the_smaller_batches_to_others
     sweep = Sweep(model=("fake",), offload=("cpu",), batch_size=(2, 8), input_len=(8, 16, 32))
     worker = Ends(edge=4)
     points = run_inline(tmp_path / "r.jsonl", sweep, worker)
-    assert [one.status for one in points] == ["ok", "oom_gpu"] * 3
+    assert [point.status for point in points] == ["ok", "oom_gpu"] * 3
     assert worker.loads == 3
     points = run_inline(tmp_path / "s.jsonl", sweep, Ends(edge=4, fails={8: "crashed"}))
-    assert [one.status for one in points] == ["ok", "crashed"] * 2
+    assert [point.status for point in points] == ["ok", "crashed"] * 2
 
 
 def test_a_failed_load_is_reported_once_and_the_next_runs(tmp_path: Path) -> None:

@@ -28,9 +28,9 @@ ROWS = (
 )
 
 
-def drawn(found: Table, width: int) -> str:
+def drawn(shown: Table, width: int) -> str:
     console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(found)
+    console.print(shown)
     return console.export_text()
 
 
@@ -51,11 +51,11 @@ def test_no_width_cuts_a_cell(width: int) -> None:
 
 
 def test_columns_go_in_the_order_asked_for_before_rows_become_blocks() -> None:
-    found = table("", COLUMNS, ROWS, drop=("GPU peak", "link share"))
-    assert "left out" not in drawn(found, 100)
-    assert "left out for want of room: GPU peak (" in drawn(found, 66)
-    assert "left out for want of room: GPU peak, link share (" in " ".join(drawn(found, 60).split())
-    blocks = drawn(found, 40)
+    shown = table("", COLUMNS, ROWS, drop=("GPU peak", "link share"))
+    assert "left out" not in drawn(shown, 100)
+    assert "left out for want of room: GPU peak (" in drawn(shown, 66)
+    assert "left out for want of room: GPU peak, link share (" in " ".join(drawn(shown, 60).split())
+    blocks = drawn(shown, 40)
     assert "left out" not in blocks
     assert re.search(r"^  GPU peak +20.3 GiB$", blocks, re.M)
 

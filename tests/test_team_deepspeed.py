@@ -46,30 +46,30 @@ def test_tokens_are_those_of_transformers(team: Engine, checkpoint: Checkpoints)
     for lengths, expected in zip(BATCHES, reference(checkpoint("bloom")), strict=True):
         assert torch.equal(greedy(team, lengths), expected)
         team.clear()
-    spec, found = team.plan.model, team.effective()
-    assert found.settings["gpus"] == 2
-    assert found.host_weight_bytes == spec.streamed_bytes, "one copy"
-    assert found.streamed_bytes_per_step == pytest.approx(spec.streamed_bytes, rel=0.05), "the matrices, each once"
+    spec, effective = team.plan.model, team.effective()
+    assert effective.settings["gpus"] == 2
+    assert effective.host_weight_bytes == spec.streamed_bytes, "one copy"
+    assert effective.streamed_bytes_per_step == pytest.approx(spec.streamed_bytes, rel=0.05), "the matrices, each once"
     assert team.host_memory() > peak_bytes() + (64 << 20), "that of the second process, too"
-    vectors = found.host_weight_bytes - found.streamed_bytes_per_step
-    assert found.gpu_weight_bytes == pytest.approx(spec.other_bytes + 2 * vectors, rel=0.02), "parts, vectors twice"
+    vectors = effective.host_weight_bytes - effective.streamed_bytes_per_step
+    assert effective.gpu_weight_bytes == pytest.approx(spec.other_bytes + 2 * vectors, rel=0.02), "parts, vectors twice"
 
 
 def test_ranks_with_fewer_rows_or_none_take_part(team: Engine, checkpoint: Checkpoints) -> None:
     prompt = [5, 9, 11, 30]
     alike = alone(team, prompt, 6)
     rows = sequences(7, 3)
-    limits = [one.left for one in rows]
+    limits = [row.left for row in rows]
     with pytest.MonkeyPatch.context() as patch:
         small(patch)
         running = ContinuousScheduler(team, Words(), LOAD)  # type: ignore[arg-type]
         running.schedule.step = 8
-        found = run(running, [rows[:3], rows[3:4], rows[4:]])
+        outputs = run(running, [rows[:3], rows[3:4], rows[4:]])
         running.end()
     single = load("stream", checkpoint("bloom"), "none", Path())
     assert alone(single, prompt, 6) == alike
-    for one, limit in zip(found, limits, strict=True):
-        assert (one.error, one.output_ids) == (None, alone(single, one.prompt_ids, limit)), one.key
+    for output, limit in zip(outputs, limits, strict=True):
+        assert (output.error, output.output_ids) == (None, alone(single, output.prompt_ids, limit)), output.key
     single.close()
 
 

@@ -25,9 +25,9 @@ def spans(*rows: tuple[str, int | None, float, float]) -> tuple[Span, ...]:
 
 def test_copies_of_experts_are_told_apart_in_a_row() -> None:
     rows = ["copy", 1, 2.0, 3.5], ["copy", 1, 2.0, 3.5, "guess"]
-    one, other = stored(rows)
-    assert (one.carries, other.carries) == (None, "guess")
-    assert [span.row() for span in (one, other)] == [*rows]
+    first, other = stored(rows)
+    assert (first.carries, other.carries) == (None, "guess")
+    assert [span.row() for span in (first, other)] == [*rows]
     with pytest.raises(ValueError, match="lane"):
         stored([[*rows[0], "another"]])
 
@@ -35,9 +35,9 @@ def test_copies_of_experts_are_told_apart_in_a_row() -> None:
 def test_spans_of_several_gpus_are_told_apart_in_a_row() -> None:
     rows = [["gather", 1, 2.0, 3.5], ["gather", 1, 2.0, 3.5, None, 1], ["copy", 1, 2.0, 3.5, "guess", 3]]
     timeline = stored(rows)
-    assert [(one.rank, one.carries) for one in timeline] == [(0, None), (1, None), (3, "guess")]
+    assert [(span.rank, span.carries) for span in timeline] == [(0, None), (1, None), (3, "guess")]
     assert [span.row() for span in timeline] == rows
-    assert [len(own) for own in by_rank((*timeline, *timeline))] == [2, 2, 2]
+    assert [len(group) for group in by_rank((*timeline, *timeline))] == [2, 2, 2]
     assert by_rank(()) == ()
     for wrong in (rows[0][:3], [*rows[2], 1]):
         with pytest.raises(ValueError, match="4 to 6"):
@@ -105,8 +105,8 @@ def test_the_focus_is_where_the_link_waits_longest() -> None:
     assert focus(spans(*(("copy", n, 10 * n, 10 * n + 10) for n in range(10)))) == (0, 35)
     assert focus(STEP, layers=100) == (0, 70)
     experts = [
-        one._replace(carries="expert") if nth % 2 else one
-        for nth, one in enumerate(spans(*(("copy", n // 2, 5 * n, 5 * n + 5) for n in range(20))))
+        span._replace(carries="expert") if nth % 2 else span
+        for nth, span in enumerate(spans(*(("copy", n // 2, 5 * n, 5 * n + 5) for n in range(20))))
     ]
     assert focus(experts) == (0, 35), "several copies a layer"
 

@@ -106,16 +106,16 @@ def test_other_files_that_name_code_do_nothing(folder: Path, monkeypatch: pytest
         folder / "config.json", tokenizer_class="Trainer", auto_map={"AutoTokenizer": "tokenization.T"},
         _name_or_path="someone/other", custom_generate="someone/code", use_kernels=True,
     )  # fmt: skip
-    found = tokenizer(folder)
-    assert found.ends == {2}
+    loaded = tokenizer(folder)
+    assert loaded.ends == {2}
     assert not mark.exists()
 
 
 def test_a_warning_names_what_was_left_out(folder: Path) -> None:
     change(folder / "tokenizer_config.json", auto_map={"AutoTokenizer": ["t.T", None]}, tokenizer_class="Trainer")
-    with pytest.warns(CheckpointWarning) as told:
+    with pytest.warns(CheckpointWarning) as caught:
         tokenizer(folder)
-    texts = [str(one.message) for one in told]
+    texts = [str(warning.message) for warning in caught]
     assert any("tokenizer_config.json: auto_map left out: code" in text for text in texts)
     assert any("tokenizer_class 'Trainer' left out" in text for text in texts)
 

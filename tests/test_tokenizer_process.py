@@ -38,8 +38,8 @@ TEXTS = ["Once upon a time", "a", " ", "\u00e9\u6f22\U0001f600 x", "</s><pad>", 
 
 
 def spec_of(folder: Path | None, **fields: Any) -> ModelSpec:
-    known = {"directory": None if folder is None else str(folder), "vocab_size": 400, "max_position": None}
-    return SPEC.model_copy(update=known | fields)
+    defaults = {"directory": None if folder is None else str(folder), "vocab_size": 400, "max_position": None}
+    return SPEC.model_copy(update=defaults | fields)
 
 
 @pytest.fixture
@@ -49,8 +49,8 @@ def folder(checkpoint: Checkpoints, tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def process(checkpoint: Checkpoints) -> Iterator[TokenizerProcess]:
-    with TokenizerProcess(spec_of(checkpoint("llama")), ChatTemplate(TEMPLATES[0])) as found:
-        yield found
+    with TokenizerProcess(spec_of(checkpoint("llama")), ChatTemplate(TEMPLATES[0])) as running:
+        yield running
 
 
 def save(folder: Path, hf: Any) -> Path:
@@ -100,8 +100,8 @@ def test_ids_are_those_of_transformers(kind: str, checkpoint: Checkpoints, tmp_p
     with TokenizerProcess(spec_of(directory), ChatTemplate(TEMPLATES[0])) as process:
         for special in (True, False):
             expected = [list(hf(text, add_special_tokens=special).input_ids) for text in TEXTS]
-            found = process.encode(TEXTS, special)
-            assert [[] if isinstance(ids, Refusal) else ids for ids in found] == expected
+            encoded = process.encode(TEXTS, special)
+            assert [[] if isinstance(ids, Refusal) else ids for ids in encoded] == expected
         text = hf.apply_chat_template(CHAT, tokenize=False, add_generation_prompt=True)
         assert process.render(CHAT) == text
         assert process.encode([CHAT]) == [list(hf(text, add_special_tokens=False).input_ids)]
@@ -160,14 +160,14 @@ def test_a_conversation_that_fails_harms_no_other(
         supervisor = process._process.pid
         tries: list[list[Any]] = [[TALK, CHAT, "hi"], [CHAT], [CHAT, TALK]]
         for prompts in tries:
-            for prompt, found in zip(prompts, process.encode(prompts), strict=True):
+            for prompt, encoded in zip(prompts, process.encode(prompts), strict=True):
                 if prompt == CHAT:
-                    assert isinstance(found, Refusal)
-                    assert found.code == "invalid_prompt"
-                    assert "\n" not in found.message
-                    assert len(found.message) < 500
+                    assert isinstance(encoded, Refusal)
+                    assert encoded.code == "invalid_prompt"
+                    assert "\n" not in encoded.message
+                    assert len(encoded.message) < 500
                 else:
-                    assert found == good
+                    assert encoded == good
         assert process._process.pid == supervisor, "nothing was loaded again"
         assert time.monotonic() - began < 150, "the limit is one of CPU time"
 
@@ -198,10 +198,10 @@ def test_a_prompt_that_the_tokenizer_fails_at_harms_no_other(
     with TokenizerProcess(spec_of(folder)) as process:
         (before,) = process.encode(["a"])
         assert not isinstance(before, Refusal)
-        found = process.encode(["a", "z" * 200, "a"])
-        assert [found[0], found[2]] == [before, before]
-        assert isinstance(found[1], Refusal), found[1]
-        assert "\n" not in found[1].message
+        encoded = process.encode(["a", "z" * 200, "a"])
+        assert [encoded[0], encoded[2]] == [before, before]
+        assert isinstance(encoded[1], Refusal), encoded[1]
+        assert "\n" not in encoded[1].message
 
 
 LOADED_BADLY: dict[str, tuple[dict[str, Any], str]] = {
@@ -262,14 +262,14 @@ def test_a_prompt_is_bounded_before_it_is_read(checkpoint: Checkpoints) -> None:
         assert not asked
         assert len(process.encode(["x" * 60])[0]) == 60, "the dispatcher says no"
         process.max_tokens = 20
-        found = process.encode(["x" * 60, "y"])
-        assert isinstance(found[0], Refusal)
-        assert (found[0].code, len(found[1])) == ("context_length_exceeded", 1)
-        assert "60 tokens" in found[0].message
+        encoded = process.encode(["x" * 60, "y"])
+        assert isinstance(encoded[0], Refusal)
+        assert (encoded[0].code, len(encoded[1])) == ("context_length_exceeded", 1)
+        assert "60 tokens" in encoded[0].message
     with TokenizerProcess(spec_of(checkpoint("llama")), max_tokens=100) as process:
         before = time.process_time()
-        found = process.encode(["x" * 400, "\u00e9" * 500])
-        assert [one.code for one in found if isinstance(one, Refusal)] == ["context_length_exceeded"] * 2
+        encoded = process.encode(["x" * 400, "\u00e9" * 500])
+        assert [refusal.code for refusal in encoded if isinstance(refusal, Refusal)] == ["context_length_exceeded"] * 2
         assert time.process_time() - before < PATIENCE_S
 
 
@@ -332,8 +332,8 @@ def test_a_process_that_was_killed_is_started_again(checkpoint: Checkpoints) -> 
         process._process.wait()
         assert process.encode(["abc"]) == before
         os.kill(child, signal.SIGKILL)
-        found = process.encode(["abc"])
-        assert found == before or isinstance(found[0], Refusal)  # that one's child was killed
+        encoded = process.encode(["abc"])
+        assert encoded == before or isinstance(encoded[0], Refusal)  # that one's child was killed
         assert process.encode(["abc"]) == before
 
 
@@ -379,7 +379,7 @@ def test_parts_keep_the_order_and_a_long_prompt_is_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("generation", "config", "own", "ends", "line"),
+    ("generation", "config", "eos_token", "ends", "line"),
     [
         (None, None, "</s>", {2}, None),
         ([2], 2, "</s>", {2}, None),
@@ -392,12 +392,12 @@ def test_parts_keep_the_order_and_a_long_prompt_is_alone() -> None:
     ],
 )  # fmt: skip
 def test_a_text_ends_at_every_token_that_a_file_names(
-    generation: Any, config: Any, own: str, ends: set[int], line: str | None, folder: Path
+    generation: Any, config: Any, eos_token: str, ends: set[int], line: str | None, folder: Path
 ) -> None:
     from zinfer.generation.tokenizer import Tokenizer
 
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": generation}))
-    change(folder / "tokenizer_config.json", eos_token=own)
+    change(folder / "tokenizer_config.json", eos_token=eos_token)
     spec = spec_of(folder, config={"eos_token_id": config}, vocab_size=128)
     assert Tokenizer(spec).ends == ends
     with TokenizerProcess(spec) as process:
@@ -406,38 +406,38 @@ def test_a_text_ends_at_every_token_that_a_file_names(
 
 
 def test_the_template_is_that_of_the_first_file_that_has_one(folder: Path) -> None:
-    def found(wanted: str | None = None) -> ChatTemplate:
+    def find_template(wanted: str | None = None) -> ChatTemplate:
         return tokenizer_files.chat_template(folder, wanted)
 
-    assert found().text is None
-    assert found().names == ()
+    assert find_template().text is None
+    assert find_template().names == ()
     change(folder / "tokenizer_config.json", chat_template=None)
     (folder / "processor_config.json").write_text('{"chat_template": "P", "image_token": 7}')
-    assert found().text == "P"
+    assert find_template().text == "P"
     (folder / "chat_template.json").write_text('{"chat_template": "J"}')
-    assert found().text == "J"
+    assert find_template().text == "J"
     change(folder / "tokenizer_config.json", chat_template=[{"name": "rag", "template": "R"}])
-    assert found() == ChatTemplate(
+    assert find_template() == ChatTemplate(
         None, "the model's chat templates are rag, none the default: choose one with --chat-template", ("rag",)
     )
-    assert found("rag").text == "R"
+    assert find_template("rag").text == "R"
     change(folder / "tokenizer_config.json", chat_template={"default": "D", "rag": "R"})
-    assert (found().text, found("rag").text) == ("D", "R")
+    assert (find_template().text, find_template("rag").text) == ("D", "R")
     (folder / "additional_chat_templates").mkdir()
     (folder / "additional_chat_templates" / "tools.jinja").write_text("T")
-    assert found().names == ("tools",), "files replace those of the configuration, as in transformers"
+    assert find_template().names == ("tools",), "files replace those of the configuration, as in transformers"
     (folder / "chat_template.jinja").write_text("F")
-    assert (found().text, found("tools").text) == ("F", "T")
+    assert (find_template().text, find_template("tools").text) == ("F", "T")
     other = folder / "other.jinja"
     other.write_text("O")
-    assert found(str(other)).text == "O"
+    assert find_template(str(other)).text == "O"
     for wanted in ("absent", str(folder / "absent.jinja")):
         with pytest.raises(ModelError, match=r"no such file or chat template; the model's are default, tools"):
-            found(wanted)
+            find_template(wanted)
     other.write_text("a" * ((1 << 20) + 1))
     for wanted in (str(other), str(folder), "/dev/zero"):
         with pytest.raises(ModelError, match=r"larger than|cannot be read|not a regular file"):
-            found(wanted)
+            find_template(wanted)
     (folder / "chat_template.jinja").unlink()
     (folder / "additional_chat_templates" / "tools.jinja").write_bytes(b"\xff")
     with pytest.raises(ModelError, match=r"tools\.jinja is not UTF-8"):

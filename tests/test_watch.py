@@ -46,8 +46,8 @@ def test_the_clock_goes_on_after_a_finished_stage(clock: Time, monkeypatch: pyte
         with watch._bar.console.capture() as caught:
             watch._bar.console.print(watch._bar.get_renderable())
         seen.append(caught.get())
-    for text, told in zip(seen, ("0:01:05", "0:02:10", "0:03:15"), strict=True):
-        assert told in text
+    for text, remaining in zip(seen, ("0:01:05", "0:02:10", "0:03:15"), strict=True):
+        assert remaining in text
 
 
 def test_a_stage_tells_the_time_it_has_left(clock: Time) -> None:
@@ -88,22 +88,26 @@ def test_a_long_stage_is_a_line_where_there_is_no_terminal(
 
 
 def test_every_stage_of_a_worker_reaches_the_parent() -> None:
-    said = io.StringIO()
-    server = Server(said)
+    output = io.StringIO()
+    server = Server(output)
     for stage, share in (("starting", 0.0), ("compiling", 0.0), ("compiling", 0.1), ("loading weights", 0.0)):
         server._on_progress(stage, share)
-    assert [line.split('"')[3] for line in said.getvalue().splitlines()] == ["starting", "compiling", "loading weights"]
+    assert [line.split('"')[3] for line in output.getvalue().splitlines()] == [
+        "starting",
+        "compiling",
+        "loading weights",
+    ]
 
 
 def test_a_sweep_reports_its_points_of_all_and_the_time_left(tmp_path: Path) -> None:
     seen: list[Outlook] = []
     sweep = Sweep(model=("fake",), offload=("cpu",), batch_size=(1, 2, 4, 8, 16))
     run_inline(tmp_path / "r.jsonl", sweep, FakeWorker(edge=4, pause_s=0.01), Events(outlook=seen.append))
-    assert [(one.done, one.points) for one in seen] == [(0, 5), (1, 5), (2, 5), (3, 5), (4, 5)]
-    assert all(one.exact for one in seen)
+    assert [(progress.done, progress.points) for progress in seen] == [(0, 5), (1, 5), (2, 5), (3, 5), (4, 5)]
+    assert all(progress.exact for progress in seen)
     resumed: list[Outlook] = []
     run_inline(tmp_path / "r.jsonl", sweep, FakeWorker(edge=4), Events(outlook=resumed.append))
-    assert [one.done for one in resumed] == [0, 1, 2, 3, 4]
+    assert [progress.done for progress in resumed] == [0, 1, 2, 3, 4]
 
 
 def test_time_left_is_scaled_by_what_points_took() -> None:
@@ -121,8 +125,8 @@ def test_time_left_is_scaled_by_what_points_took() -> None:
     assert after.seconds_left is not None
     assert (after.done, after.points) == (1, 3)
     assert after.seconds_left > 2 * before.seconds_left
-    known = frozenset(job.cases[0].with_batch(size) for size in (1, 2, 4))
-    outlook = Forecast(sweep, [load._replace(recorded=known)]).outlook()
+    measured = frozenset(job.cases[0].with_batch(size) for size in (1, 2, 4))
+    outlook = Forecast(sweep, [load._replace(recorded=measured)]).outlook()
     assert outlook.seconds_left == 0
 
 

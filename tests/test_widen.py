@@ -31,14 +31,14 @@ def inputs(shape: tuple[int, ...], device: str = "cpu") -> tuple[Tensor, Tensor]
         -30, 3, (rows + 1, heads, positions + 5, 1), generator=dice
     )
     scales[1:, :, 3:4] = torch.nan
-    found = (one.to(device)[1:, :, 2 : 2 + positions] for one in (numbers, scales))
-    return next(found), next(found)
+    tensors = (tensor.to(device)[1:, :, 2 : 2 + positions] for tensor in (numbers, scales))
+    return next(tensors), next(tensors)
 
 
-def same(found: Tensor, expected: Tensor) -> bool:
+def same(actual: Tensor, expected: Tensor) -> bool:
     """Compare the dtype, shape and values of two tensors. NaN is one value."""
-    return found.dtype == expected.dtype and torch.equal(found.isnan(), expected.isnan()) and torch.equal(
-        found.nan_to_num(), expected.nan_to_num()
+    return actual.dtype == expected.dtype and torch.equal(actual.isnan(), expected.isnan()) and torch.equal(
+        actual.nan_to_num(), expected.nan_to_num()
     )  # fmt: skip
 
 
@@ -47,16 +47,16 @@ def by_kernel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """Return what `main` saved."""
     path = tmp_path_factory.mktemp("widen") / "results"
     interpreted(__name__, path)
-    found: dict[str, Any] = torch.load(path)
-    return found
+    results: dict[str, Any] = torch.load(path)
+    return results
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_kernel_gives_what_pytorch_gives(dtype: torch.dtype, by_kernel: dict[str, Any]) -> None:
     for shape in SHAPES:
-        found = by_kernel["kernel"][dtype, shape]
-        assert same(found, dequantize_kv(*inputs(shape), dtype))
-        assert found.is_contiguous()
+        actual = by_kernel["kernel"][dtype, shape]
+        assert same(actual, dequantize_kv(*inputs(shape), dtype))
+        assert actual.is_contiguous()
 
 
 def test_an_engine_with_the_kernel_gives_the_same_logits(by_kernel: dict[str, Any], tmp_path: Path) -> None:
@@ -81,9 +81,9 @@ def run(folder: Path) -> list[Tensor]:
     engine = load("stream", directory, "cpu", folder, kv_cache_dtype="int8")
     ids = torch.arange(14).reshape(2, 7) % 11 + 3
     first = prefill(engine, ids, torch.ones_like(ids), reserve=8)
-    found = [first, *(decode(engine, torch.tensor([3, 4])) for _ in range(8))]
+    logits = [first, *(decode(engine, torch.tensor([3, 4])) for _ in range(8))]
     engine.close()
-    return found
+    return logits
 
 
 def main(path: Path) -> None:

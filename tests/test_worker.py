@@ -185,14 +185,14 @@ def test_effective_placement_is_compared_with_the_request(
     gpu_weights: str | None, resident: int, streamed: int, shortfall: str | None, words: str | None
 ) -> None:
     asked = case().model_copy(update={"offload": "cpu", "gpu_weights": gpu_weights})
-    told = not_as_asked(
+    reason = not_as_asked(
         asked,
         Effective(
             gpu_weight_bytes=resident, host_weight_bytes=100, streamed_bytes_per_step=streamed, shortfall=shortfall
         ),
     )
-    assert (told is None) == (words is None)
-    assert words is None or words in str(told)
+    assert (reason is None) == (words is None)
+    assert words is None or words in str(reason)
 
 
 def test_offload_that_streams_nothing_is_not_ok() -> None:
@@ -202,7 +202,7 @@ def test_offload_that_streams_nothing_is_not_ok() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fail", "told", "stage"),
+    ("fail", "message", "stage"),
     [
         ("SIGKILL", "SIGKILL", "load"),
         pytest.param("SIGSEGV", "SIGSEGV", "decode", marks=pytest.mark.slow),
@@ -210,7 +210,7 @@ def test_offload_that_streams_nothing_is_not_ok() -> None:
         pytest.param("exit", "exit code 7", "load", marks=pytest.mark.slow),
     ],
 )
-def test_a_worker_that_dies_is_reported_with_its_cause(fail: str, told: str, stage: str) -> None:
+def test_a_worker_that_dies_is_reported_with_its_cause(fail: str, message: str, stage: str) -> None:
     asked = case(fail=fail, stage=stage)
     worker = Worker(TARGET, timeout_s=PATIENCE_S)
 
@@ -218,7 +218,7 @@ def test_a_worker_that_dies_is_reported_with_its_cause(fail: str, told: str, sta
         worker.load(make_plan(asked, SPEC, MACHINE))
         worker.measure(asked, repeats=1, tolerance=0.02)
 
-    with pytest.raises(WorkerDied, match=told) as death:
+    with pytest.raises(WorkerDied, match=message) as death:
         load_and_measure()
     worker.close()
     assert death.value.status == "crashed"
@@ -251,10 +251,10 @@ def test_kills_for_want_of_memory_count_in_the_own_group_alone(tmp_path: Path, m
     monkeypatch.setattr(process, "_OOM_FILES", {kinds: ((str(tmp_path), "memory.events"),)})
     assert process._count_oom_kills() == 0
     (tmp_path / "memory.events").write_text("low 1\noom 5\noom_kill 4\n")
-    own = tmp_path / path.strip("/")
-    own.mkdir(parents=True, exist_ok=True)
+    cgroup = tmp_path / path.strip("/")
+    cgroup.mkdir(parents=True, exist_ok=True)
     assert process._count_oom_kills() == 4  # a container may see no other group
-    (own / "memory.events").write_text("low 1\noom 3\noom_kill 2\n")
+    (cgroup / "memory.events").write_text("low 1\noom 3\noom_kill 2\n")
     assert process._count_oom_kills() == 2
 
 
@@ -347,14 +347,14 @@ def test_no_other_weights_are_loaded_than_those_of_the_start(
 
 
 def test_a_worker_does_not_outlive_its_parent(tmp_path: Path) -> None:
-    told = tmp_path / "pid"
+    pid_file = tmp_path / "pid"
     pid = os.fork()
     if pid == 0:
         worker = spawn(case())
-        told.write_text(str(worker._process.pid))
+        pid_file.write_text(str(worker._process.pid))
         os.kill(os.getpid(), 9)
     os.waitpid(pid, 0)
-    orphan = Path("/proc") / told.read_text()
+    orphan = Path("/proc") / pid_file.read_text()
     deadline = time.monotonic() + PATIENCE_S
     while orphan.exists() and "zombie" not in (orphan / "status").read_text() and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -380,7 +380,7 @@ def test_nothing_of_a_failed_attempt_stays_in_memory() -> None:
         with pytest.raises(TaskFailed, match="out of memory") as failed:
             worker.step([Request([1], 1)])
         assert failed.value.status == "oom_gpu"
-        assert [one() for one in held] == [None, None]
+        assert [reference() for reference in held] == [None, None]
     finally:
         gc.enable()
     assert point.status == "oom_gpu"
@@ -471,7 +471,9 @@ def test_requests_travel_in_messages_of_bounded_size() -> None:
     assert len(sent) > 10
     assert max(sent[1:]) < MESSAGE_BYTES
     added = worker.session.added
-    assert [vars(one) for one in added] == [vars(one) | {"prompt_ids": list(one.prompt_ids)} for one in requests]
+    assert [vars(request) for request in added] == [
+        vars(request) | {"prompt_ids": list(request.prompt_ids)} for request in requests
+    ]
     assert added[1].prompt_ids is added[2].prompt_ids is added[3].prompt_ids
     assert added[1].output_ids is not added[2].output_ids
     same = [Request(prompts[0], 9, stop=("x" * 1000,) * 16, key=key) for key in range(1000)]

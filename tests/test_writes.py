@@ -123,12 +123,12 @@ def found_in(source: str) -> set[str]:
 
 @pytest.mark.long
 def test_nothing_writes_files_but_the_atomic_write_and_what_is_named() -> None:
-    found = set()
+    writers = set()
     for path in sorted((ROOT / "zinfer").rglob("*.py")):
         module = ".".join(path.relative_to(ROOT / "zinfer").with_suffix("").parts)
-        found |= {f"{module}:{name}" for name in found_in(path.read_text())}
-    assert found - ALLOWED.keys() == set(), "write it with zinfer.system.atomic"
-    assert ALLOWED.keys() - found == set(), "these write no more"
+        writers |= {f"{module}:{name}" for name in found_in(path.read_text())}
+    assert writers - ALLOWED.keys() == set(), "write it with zinfer.system.atomic"
+    assert ALLOWED.keys() - writers == set(), "these write no more"
 
 
 @pytest.mark.parametrize(

@@ -41,21 +41,21 @@ FIELD_DAMAGE: dict[str, Callable[[random.Random, Any], Any]] = {
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """Return the paths of all fields and items in a JSON value."""
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [place for key, part in inside for place in [(*path, key), *places(part, (*path, key))]]
+    return [inner for key, part in inside for inner in [(*path, key), *places(part, (*path, key))]]
 
 
 def damage_field(dice: random.Random, value: dict[str, Any]) -> tuple[dict[str, Any], str]:
     """Return a JSON object with one field damaged, and the damage."""
-    copy, place = deepcopy(value), dice.choice(places(value))
+    copy, path = deepcopy(value), dice.choice(places(value))
     outer: Any = copy
-    for key in place[:-1]:
+    for key in path[:-1]:
         outer = outer[key]
-    name = ".".join(map(str, place))
+    name = ".".join(map(str, path))
     kind = dice.choice(["drop", *FIELD_DAMAGE])
     if kind == "drop":
-        del outer[place[-1]]
+        del outer[path[-1]]
     else:
-        outer[place[-1]] = FIELD_DAMAGE[kind](dice, outer[place[-1]])
+        outer[path[-1]] = FIELD_DAMAGE[kind](dice, outer[path[-1]])
     return copy, f"{name}: {kind}"
 
 
@@ -125,19 +125,19 @@ def _at_zero(dice: random.Random, header: dict[str, Any], data: bytes) -> tuple[
 def _shifted(dice: random.Random, header: dict[str, Any], data: bytes) -> tuple[Any, bytes]:
     """Place all tensors a byte later."""
     return {
-        name: entry if name == "__metadata__" else _moved(entry, *(place + 1 for place in entry["data_offsets"]))
+        name: entry if name == "__metadata__" else _moved(entry, *(offset + 1 for offset in entry["data_offsets"]))
         for name, entry in header.items()
     }, data + b"\0"
 
 
 def _exchanged(dice: random.Random, header: dict[str, Any], data: bytes) -> tuple[Any, bytes]:
     """Place a tensor over another one."""
-    one, other = dice.sample(_own(header), 2)
-    start, end = header[one]["data_offsets"]
+    first, other = dice.sample(_own(header), 2)
+    start, end = header[first]["data_offsets"]
     begin = min(header[other]["data_offsets"][0] + 1, max(0, len(data) - (end - start)))
     if begin == start:
         begin = start - 1 if start else start + 1
-    return header | {one: _moved(header[one], begin, begin + end - start)}, data
+    return header | {first: _moved(header[first], begin, begin + end - start)}, data
 
 
 def _hole(dice: random.Random, header: dict[str, Any], data: bytes) -> tuple[Any, bytes]:
@@ -146,7 +146,7 @@ def _hole(dice: random.Random, header: dict[str, Any], data: bytes) -> tuple[Any
     moved = {
         name: entry
         if name == "__metadata__" or entry["data_offsets"][0] < at
-        else _moved(entry, *(place + 8 for place in entry["data_offsets"]))
+        else _moved(entry, *(offset + 8 for offset in entry["data_offsets"]))
         for name, entry in header.items()
     }
     return moved, data[:at] + bytes(8) + data[at:]
@@ -154,24 +154,24 @@ def _hole(dice: random.Random, header: dict[str, Any], data: bytes) -> tuple[Any
 
 def _twice(dice: random.Random, header: dict[str, Any], data: bytes) -> tuple[Any, bytes]:
     """Name a tensor twice, with the data of another one."""
-    one, other = dice.sample(_own(header), 2)
-    return [*header.items(), (one, header[other])], data
+    first, other = dice.sample(_own(header), 2)
+    return [*header.items(), (first, header[other])], data
 
 
 def _renamed(dice: random.Random, header: dict[str, Any], data: bytes) -> tuple[Any, bytes]:
     """Give a tensor the name of a layer with an endless number."""
-    one = dice.choice(_own(header))
+    chosen = dice.choice(_own(header))
     number = dice.choice("123456789") * dice.choice([10, 25, 5000, 100_000])
     name = dice.choice(
         ["model.layers.{}.mlp.up_proj.weight", "h.{}.ln_1.bias", "model.layers.0.mlp.experts.{}.w1.weight"]
     )
-    return {name.format(number) if key == one else key: entry for key, entry in header.items()}, data
+    return {name.format(number) if key == chosen else key: entry for key, entry in header.items()}, data
 
 
 def _field(name: str, values: tuple[Any, ...]) -> Callable[..., tuple[Any, bytes]]:
     def damaged(dice: random.Random, header: dict[str, Any], data: bytes) -> tuple[Any, bytes]:
-        one = dice.choice(_own(header))
-        return header | {one: header[one] | {name: dice.choice(values)}}, data
+        key = dice.choice(_own(header))
+        return header | {key: header[key] | {name: dice.choice(values)}}, data
 
     return damaged
 

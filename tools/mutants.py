@@ -32,9 +32,9 @@ class Mutant(NamedTuple):
         """Change the file below `root`. Raises LookupError if it does not hold `before` exactly once."""
         path = root / self.file
         text = path.read_text()
-        if (found := text.count(self.before)) != 1:
+        if (count := text.count(self.before)) != 1:
             raise LookupError(
-                f"mutant no longer applies: {self.name}: {self.file} holds {self.before!r} {found} times, not once; "
+                f"mutant no longer applies: {self.name}: {self.file} holds {self.before!r} {count} times, not once; "
                 "renew it in tools/mutants.py"
             )
         path.write_text(text.replace(self.before, self.after))

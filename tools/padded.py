@@ -32,13 +32,13 @@ def shapes(config: Any) -> dict[str, Shape]:
     """Return the shapes of a Llama with untied embeddings, by name."""
     hidden, wide, head = config.hidden_size, config.intermediate_size, config.head_dim
     queries, keys = config.num_attention_heads * head, config.num_key_value_heads * head
-    found: dict[str, Shape] = {
+    result: dict[str, Shape] = {
         "model.embed_tokens.weight": (config.vocab_size, hidden),
         "model.norm.weight": (hidden,),
         "lm_head.weight": (config.vocab_size, hidden),
     }
     for layer in range(config.num_hidden_layers):
-        found |= {
+        result |= {
             f"model.layers.{layer}.{name}.weight": shape
             for name, shape in {
                 "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
@@ -47,7 +47,7 @@ def shapes(config: Any) -> dict[str, Shape]:
                 "mlp.gate_proj": (wide, hidden), "mlp.up_proj": (wide, hidden), "mlp.down_proj": (hidden, wide),
             }.items()
         }  # fmt: skip
-    return found
+    return result
 
 
 def pad(source: Path, folder: Path, hidden_size: int, intermediate_size: int, layers: int) -> str:
@@ -76,9 +76,9 @@ def pad(source: Path, folder: Path, hidden_size: int, intermediate_size: int, la
         offset += size
     folder.mkdir(parents=True, exist_ok=True)
     with safe_open(source / "model.safetensors", "pt") as weights:
-        told = (weights.metadata() or {}).get("source", "trained weights")
+        origin = (weights.metadata() or {}).get("source", "trained weights")
         added = f"padded with zeros to {offset / 1e9:.0f} GB: {layers - trained} layers of {layers} change nothing"
-        description = f"{told}; {added}"
+        description = f"{origin}; {added}"
         header = json.dumps({"__metadata__": {"source": description, "format": "pt"}, **entries}).encode()
         header += b" " * (-(8 + len(header)) % ALIGNMENT)
         path = folder / "model.safetensors"
@@ -95,8 +95,8 @@ def pad(source: Path, folder: Path, hidden_size: int, intermediate_size: int, la
             into.flush()
     config.dtype = torch.bfloat16
     config.save_pretrained(folder)
-    for one in source.glob("*token*"):
-        shutil.copy(one, folder)
+    for tokenizer_file in source.glob("*token*"):
+        shutil.copy(tokenizer_file, folder)
     return description
 
 
@@ -104,7 +104,7 @@ def prompts_of(texts: Sequence[str], count: int, input_len: int) -> list[str]:
     """Return the beginnings of continuations: places far from each other of `texts`, in turn."""
     places = count // len(texts)
     return [
-        text[place * ((len(text) - input_len) // places) :][:input_len] for place in range(places) for text in texts
+        text[index * ((len(text) - input_len) // places) :][:input_len] for index in range(places) for text in texts
     ]
 
 
@@ -119,7 +119,7 @@ def easy_first(source: Path, prompts: Sequence[str], output_len: int) -> list[st
     ids = [tokenizer(prompt)["input_ids"] for prompt in prompts]
     shortest = min(map(len, ids))
     done = model.generate(
-        torch.tensor([own[-shortest:] for own in ids], device=device), max_new_tokens=output_len, do_sample=False,
+        torch.tensor([row[-shortest:] for row in ids], device=device), max_new_tokens=output_len, do_sample=False,
         eos_token_id=None, pad_token_id=0, return_dict_in_generate=True, output_scores=True,
     )  # fmt: skip
     sure = model.compute_transition_scores(done.sequences, done.scores, normalize_logits=True).mean(-1)
@@ -146,6 +146,6 @@ if __name__ == "__main__":
     parser.add_argument("--layers", type=int, default=38)
     options = vars(parser.parse_args())
     print(pad(**options))
-    known = [(options["source"] / name).read_text(encoding="utf-8") for name in ("held-out.txt", "held-out-prose.txt")]
-    prompts = easy_first(options["source"], prompts_of(known, 96, 384), 64)
+    texts = [(options["source"] / name).read_text(encoding="utf-8") for name in ("held-out.txt", "held-out-prose.txt")]
+    prompts = easy_first(options["source"], prompts_of(texts, 96, 384), 64)
     (options["folder"] / "requests.jsonl").write_text(requests(prompts, 64), encoding="utf-8")

@@ -29,11 +29,11 @@ def packed(shape: Shape) -> dict[str, Any]:
 
 
 def main() -> None:
-    found = {}
+    counts = {}
     for name in resolve.catalogue_names():
         print(f"counting {name}", file=sys.stderr)
-        found[name] = packed(measured(name))
-    lines = (f"{json.dumps(name)}: {json.dumps(shape)}" for name, shape in found.items())
+        counts[name] = packed(measured(name))
+    lines = (f"{json.dumps(name)}: {json.dumps(shape)}" for name, shape in counts.items())
     FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 

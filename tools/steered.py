@@ -44,5 +44,5 @@ class SteeredPlanner(Planner):
 def steered(plan: Plan, here: int | None = None, tokens: int | None = None) -> Steered:
     """`plan` with another placement: for this batch, and any other."""
     fields = {name: getattr(plan, name) for name in Plan.model_fields}
-    own = Steered.model_construct(**fields, here=here, tokens=tokens)
-    return own.model_copy(update={"placement": own.steer(plan.placement, plan.case.workload.batch_size)})
+    result = Steered.model_construct(**fields, here=here, tokens=tokens)
+    return result.model_copy(update={"placement": result.steer(plan.placement, plan.case.workload.batch_size)})

@@ -53,8 +53,8 @@ def texts() -> tuple[bytes, bytes, bytes]:
         parts[number % HELD_OUT == 0].append(path.read_bytes())
     prose = [*dict.fromkeys(part.strip("\n").encode() for text in topics.values() for part in text.split("\n\n"))]
     kept = len(prose) - len(prose) // HELD_OUT_PROSE
-    known, unknown = b"\n\n".join(prose[:kept]), b"\n\n".join(prose[kept:])
-    return b"\n".join([*parts[0], known]), b"\n".join(parts[1]), unknown
+    training, unknown = b"\n\n".join(prose[:kept]), b"\n\n".join(prose[kept:])
+    return b"\n".join([*parts[0], training]), b"\n".join(parts[1]), unknown
 
 
 def tokenizer() -> PreTrainedTokenizerFast:

@@ -184,7 +184,7 @@ class Crowd:
 
     def open(self, kinds: Sequence[str]) -> int:
         """Return how many connections of these kinds the server has not closed."""
-        found = 0
+        count = 0
         for made, kind in self.held.items():
             if kind in kinds:
                 made.setblocking(False)
@@ -192,10 +192,10 @@ class Crowd:
                     while made.recv(1 << 16):
                         pass
                 except BlockingIOError:
-                    found += 1
+                    count += 1
                 except OSError:
                     pass
-        return found
+        return count
 
     def close(self) -> None:
         self._over.set()
@@ -225,7 +225,7 @@ def _values(_dice: random.Random) -> dict[str, Any]:
 
 
 def _stops(_dice: random.Random) -> dict[str, Any]:
-    return {"prompt": "abc", "n": 100, "max_tokens": 100, "stop": ["s" * 9000 + str(one) for one in range(100)]}
+    return {"prompt": "abc", "n": 100, "max_tokens": 100, "stop": ["s" * 9000 + str(number) for number in range(100)]}
 
 
 def _scored(_dice: random.Random) -> dict[str, Any]:

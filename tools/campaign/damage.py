@@ -75,11 +75,11 @@ def _spoil_checkpoint(lab: Lab, room: Room, dice: random.Random, result: Result)
         path.unlink()
         return f"{path.name} is missing", path.suffix != ".safetensors" and "index" not in path.name
     if kind == "swap" and len(shards) > 1:
-        one, other = dice.sample(shards, 2)
-        one.rename(folder / "third")
-        other.rename(one)
+        first, other = dice.sample(shards, 2)
+        first.rename(folder / "third")
+        other.rename(first)
         (folder / "third").rename(other)
-        return f"{one.name} and {other.name} exchanged", False
+        return f"{first.name} and {other.name} exchanged", False
     path = dice.choice(files)
     path.unlink()
     what = dice.choice(("folder", "fifo", "link to itself", "link to a device"))
@@ -116,7 +116,7 @@ def _spoil_record(room: Room, dice: random.Random, stale: bool) -> tuple[str, bo
         at = dice.choice([number for number, line in enumerate(lines) if b'"ttft_ms":[' in line])
         digits = re.search(rb'"ttft_ms":\[(\d)', lines[at])
         assert digits is not None
-        other = bytes([dice.choice([one for one in b"123456789" if one != digits[1][0]])])
+        other = bytes([dice.choice([digit for digit in b"123456789" if digit != digits[1][0]])])
         lines[at] = lines[at][: digits.start(1)] + other + lines[at][digits.end(1) :]
         path.write_bytes(b"\n".join(lines) + b"\n")
         return f"line {at + 1}: {STALE}", False
@@ -157,17 +157,17 @@ def _record(lab: Lab, number: int, room: Room, dice: random.Random, result: Resu
     else:
         verb = VERBS[name]
         ended = room.run(verb.words, seconds=LIMIT_S)
-        said = ended.stderr + "".join(path.read_text() for path in room.work.glob("reports/*.html"))
+        output = ended.stderr + "".join(path.read_text() for path in room.work.glob("reports/*.html"))
         stale = STALE in what
-        warned = "left out" in said.lower() and (not stale or what.partition(":")[0] in _lines(said))
+        warned = "left out" in output.lower() and (not stale or what.partition(":")[0] in _lines(output))
         same = verb.outcome(room, ended) == normal(lab, verb).outcome and not stale
         _judged(result, ended, same, blind or warned)
     result.faults = [f"{name}, {what}: {fault}" for fault in result.faults]
 
 
-def _lines(said: str) -> set[str]:
+def _lines(text: str) -> set[str]:
     """Return the damaged lines that were named, as ``line 3``."""
-    return {f"line {number}" for number in re.findall(r"results\.jsonl(?::|, line )(\d+)\b", said)}
+    return {f"line {number}" for number in re.findall(r"results\.jsonl(?::|, line )(\d+)\b", text)}
 
 
 def _resumed(lab: Lab, room: Room, what: str, result: Result) -> None:
@@ -177,16 +177,16 @@ def _resumed(lab: Lab, room: Room, what: str, result: Result) -> None:
     words = [word if word != "r.jsonl" else path.name for word in verb.words]
     ended = room.run([*words, "--resume"], seconds=LIMIT_S)
     result.faults += judge.words(ended) + (judge.refusal(ended) if ended.code not in (0, 3) else [])
-    after, aside = path.read_bytes().splitlines(), path.with_name(f"{path.name}.damaged")
-    kept_aside = aside.read_bytes().splitlines() if aside.is_file() else []
-    known = {*after, *kept_aside}
-    if lost := [line for line in before if line.strip() and line not in known]:
-        result.faults.append(f"{len(lost)} lines are gone, and not in {aside.name}")
+    after, damaged = path.read_bytes().splitlines(), path.with_name(f"{path.name}.damaged")
+    kept_aside = damaged.read_bytes().splitlines() if damaged.is_file() else []
+    expected = {*after, *kept_aside}
+    if lost := [line for line in before if line.strip() and line not in expected]:
+        result.faults.append(f"{len(lost)} lines are gone, and not in {damaged.name}")
     if STALE in what:
         if ended.code != 0:
             result.faults.append(f"the resume ends with {ended.code}: {ended.last_line[:300]}")
         if before[int(re.findall(r"\d+", what)[0]) - 1] not in kept_aside:
-            result.faults.append(f"the line counts, and is not in {aside.name}")
+            result.faults.append(f"the line counts, and is not in {damaged.name}")
         result.faults += judge.equal(dict(points(path)), normal(lab, verb).outcome, "points after the resume")
 
 
@@ -195,7 +195,7 @@ def _request(lab: Lab, number: int, room: Room, dice: random.Random, result: Res
     path = room.work / "requests.jsonl"
     lines = requests(24).splitlines()
     spoilt: set[int] = set()
-    told = []
+    messages = []
     for _ in range(dice.randint(1, 3)):
         at = dice.randrange(len(lines))
         spoilt.add(at)
@@ -212,22 +212,22 @@ def _request(lab: Lab, number: int, room: Room, dice: random.Random, result: Res
             what, other = "the id of another line", dice.randrange(len(lines))
             spoilt.add(other)
             lines[at] = lines[other]
-        told.append(f"line {at}: {what}")
+        messages.append(f"line {at}: {what}")
     path.write_bytes(b"\n".join(line.encode("latin-1", "replace") for line in lines) + b"\n")
-    room.tale.append(f"  {told}")
+    room.tale.append(f"  {messages}")
     result.struck += 1
     ended = room.run(verb.words, seconds=LIMIT_S)
     result.faults += judge.words(ended)
     if ended.code in CODES:
         wanted: dict[str, list[str]] = normal(lab, verb).outcome
-        found = answers(room.work / "out.jsonl")
+        actual = answers(room.work / "out.jsonl")
         whole = {f"r{at}" for at in range(24) if at not in spoilt}
         result.faults += judge.equal(
-            {name: found.get(name) for name in whole}, {name: wanted[name] for name in whole}, "answers of other lines"
+            {name: actual.get(name) for name in whole}, {name: wanted[name] for name in whole}, "answers of other lines"
         )
     else:
         result.faults += judge.refusal(ended)
-    result.faults = [f"{'; '.join(told)}: {fault}" for fault in result.faults]
+    result.faults = [f"{'; '.join(messages)}: {fault}" for fault in result.faults]
 
 
 def _damage_toml(dice: random.Random, path: Path) -> str:
@@ -296,7 +296,7 @@ def _option(lab: Lab, number: int, room: Room, dice: random.Random, result: Resu
     for word in VERBS[name].words[:2]:
         command = command.get_command(click.Context(command), word) if isinstance(command, click.Group) else command
     assert command is not None
-    choice = [one for one in command.params if isinstance(one, click.Option) and not one.is_flag]
+    choice = [param for param in command.params if isinstance(param, click.Option) and not param.is_flag]
     option, value = dice.choice(choice), dice.choice(VALUES).replace("\0", "")
     words = [*VERBS[name].words, option.opts[0], value]
     if name == "sweep":
@@ -334,7 +334,7 @@ def _kept(lab: Lab, number: int, room: Room, dice: random.Random, result: Result
         path.unlink()
         path.mkdir()
     elif way == "other":
-        others = [one for one in sorted(path.parent.iterdir()) if one != path and one.is_file()]
+        others = [sibling for sibling in sorted(path.parent.iterdir()) if sibling != path and sibling.is_file()]
         shutil.copy(dice.choice(others), path) if others else None
     else:
         path.write_bytes(content)
@@ -388,12 +388,12 @@ HOSTILE = (
 def _escape(lab: Lab, number: int, room: Room, dice: random.Random, result: Result) -> None:
     """Give a name or text that would steer the terminal."""
     text = dice.choice(HOSTILE)
-    place = ("results", "folder", "recipe", "prompt", "token", "requests", "machine")[number % 7]
-    room.tale.append(f"  {text!r} in {place}")
+    target = ("results", "folder", "recipe", "prompt", "token", "requests", "machine")[number % 7]
+    room.tale.append(f"  {text!r} in {target}")
     result.struck += 1
     terminal = dice.random() < 0.5
     words: tuple[str, ...] = ("best", "results.jsonl")
-    if place == "results":
+    if target == "results":
         path = room.work / "results.jsonl"
         lines = []
         field = dice.choice(("model", "machine", "error"))
@@ -410,7 +410,7 @@ def _escape(lab: Lab, number: int, room: Room, dice: random.Random, result: Resu
              ("export", "results.jsonl", "--format", "md"),
              ("plot", "results.jsonl", "--format", "svg", "--figure", "throughput", "-o", "figures"))
         )  # fmt: skip
-    elif place == "folder":
+    elif target == "folder":
         name = "m" + text.replace("/", "_").replace("\0", "")
         shutil.copytree(lab.model, room.work / name)
         words = dice.choice(
@@ -419,15 +419,15 @@ def _escape(lab: Lab, number: int, room: Room, dice: random.Random, result: Resu
                 ("run", "-m", f"./{name}", "-p", "x", "--output-len", "2"),
             )
         )
-    elif place == "recipe":
+    elif target == "recipe":
         path = room.work / "recipe.toml"
         path.write_text(f"description = {json.dumps(text)}\n" + path.read_text().replace("bloom-tiny", "bloom-tiny"))
         if dice.random() < 0.5:
             path.write_text(path.read_text().replace('"bloom-tiny"', json.dumps(f"no{text}")))
         words = ("plan", "recipe.toml")
-    elif place == "prompt":
+    elif target == "prompt":
         words = ("run", *ON_MODEL, "--offload", "none", "-p", text, "--output-len", "4", "--ignore-eos")
-    elif place == "token":
+    elif target == "token":
         shutil.copytree(lab.model, room.work / "model")
         path = room.work / "model" / "tokenizer.json"
         document = json.loads(path.read_text())
@@ -437,12 +437,12 @@ def _escape(lab: Lab, number: int, room: Room, dice: random.Random, result: Resu
         }
         path.write_text(json.dumps(document))
         words = ("run", "-m", "model", "--offload", "none", "-p", "!", "--output-len", "8", "--ignore-eos")
-    elif place == "requests":
+    elif target == "requests":
         asked: list[dict[str, object]] = [
             {"custom_id": text, "body": {"prompt": text, "max_tokens": 2}},
             {"custom_id": f"{text}2", "body": {"prompt": text, text: 1}},
         ]
-        sent = [json.dumps({"method": "POST", "url": "/v1/completions", **one}) for one in asked]
+        sent = [json.dumps({"method": "POST", "url": "/v1/completions", **request}) for request in asked]
         (room.work / "requests.jsonl").write_text("\n".join(sent) + "\n")
         words = VERBS["batch"].words
     else:
@@ -454,7 +454,7 @@ def _escape(lab: Lab, number: int, room: Room, dice: random.Random, result: Resu
     data = not terminal and words[0] in ("run", "export")  # what goes into a pipe is data
     result.faults += judge.escapes(ended.stderr + ("" if data else ended.stdout), terminal)
     result.faults += pages(room.work)
-    result.faults = [f"{words[0]}, {text!r} in {place}: {fault}" for fault in result.faults]
+    result.faults = [f"{words[0]}, {text!r} in {target}: {fault}" for fault in result.faults]
 
 
 def pages(folder: Path) -> list[str]:

@@ -208,8 +208,8 @@ def disturbed(lab: Lab, name: str, choice: Sequence[str], disturb: Disturb, numb
         result.faults += judge.code(ended, killed=name == "memory") + judge.words(ended)
         result.faults += judge.processes(room.reap())
         if ended.code == usual.code and name not in ("vanish", "dev-full", "two-jobs"):
-            told = "was not measured" in ended.output  # a probe without the drive's rate says so
-            if not told and (verb.name not in ("sweep", "batch") or not result.struck):
+            warned = "was not measured" in ended.output  # a probe without the drive's rate says so
+            if not warned and (verb.name not in ("sweep", "batch") or not result.struck):
                 result.faults += judge.equal(
                     verb.outcome(room, ended), usual.outcome, "results of a run that ends well"
                 )

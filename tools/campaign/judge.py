@@ -49,8 +49,8 @@ def before_zinfer(ended: Ended, sent: Iterable[int]) -> bool:
     """Tell whether SIGINT ended Python before a line of zinfer ran. It then shows a traceback of its own, which no
     program can prevent.
     """
-    own = "KeyboardInterrupt" in ended.output and f'File "{ROOT / "zinfer"}' not in ended.output
-    return own and signal.SIGINT in sent and ended.code in (1, 128 + signal.SIGINT)
+    early = "KeyboardInterrupt" in ended.output and f'File "{ROOT / "zinfer"}' not in ended.output
+    return early and signal.SIGINT in sent and ended.code in (1, 128 + signal.SIGINT)
 
 
 def words(ended: Ended) -> list[str]:
@@ -73,8 +73,8 @@ def refusal(ended: Ended) -> list[str]:
 def escapes(text: str, terminal: bool = False) -> list[str]:
     """Judge output that contains names of others: nothing may steer the terminal, or turn the text around."""
     left = SEQUENCE.sub("", text) if terminal else text
-    found = CONTROLS.search(left.replace("\r\n", "\n").replace("\r", "\n" if terminal else "\r"))
-    return [f"sends {found[0]!r} to the terminal: {_around(left, found[0])}"] if found else []
+    match = CONTROLS.search(left.replace("\r\n", "\n").replace("\r", "\n" if terminal else "\r"))
+    return [f"sends {match[0]!r} to the terminal: {_around(left, match[0])}"] if match else []
 
 
 def cursor(screen: str) -> list[str]:
@@ -89,9 +89,9 @@ def kept(before: bytes, after: bytes, name: str) -> list[str]:
     return [] if after.startswith(whole) else [f"{name} lost records that were on disk"]
 
 
-def once(found: Iterable[Hashable], wanted: Collection[Hashable], what: str) -> list[str]:
+def once(actual: Iterable[Hashable], wanted: Collection[Hashable], what: str) -> list[str]:
     """Judge points or answers by their names: each of `wanted` once, and no other."""
-    counts = Counter(found)
+    counts = Counter(actual)
     lost, doubled = set(wanted) - counts.keys(), [name for name, count in counts.items() if count > 1]
     faults = [f"{len(lost)} {what} lost: {_some(lost)}"] if lost else []
     faults += [f"{len(doubled)} {what} doubled: {_some(doubled)}"] if doubled else []
@@ -100,46 +100,48 @@ def once(found: Iterable[Hashable], wanted: Collection[Hashable], what: str) -> 
     return faults
 
 
-def equal(found: Any, wanted: Any, what: str) -> list[str]:
+def equal(actual: Any, wanted: Any, what: str) -> list[str]:
     """Judge a result by that of an undisturbed run."""
-    if found == wanted:
+    if actual == wanted:
         return []
-    if isinstance(found, Mapping) and isinstance(wanted, Mapping):
-        keys = [key for key in {**wanted, **found} if found.get(key) != wanted.get(key)]
+    if isinstance(actual, Mapping) and isinstance(wanted, Mapping):
+        keys = [key for key in {**wanted, **actual} if actual.get(key) != wanted.get(key)]
         first = keys[0]
-        return [f"{what} differ in {len(keys)}: {first}: {_short(found.get(first))} is not {_short(wanted.get(first))}"]
-    return [f"{what} differ: {_short(found)} is not {_short(wanted)}"]
+        return [
+            f"{what} differ in {len(keys)}: {first}: {_short(actual.get(first))} is not {_short(wanted.get(first))}"
+        ]
+    return [f"{what} differ: {_short(actual)} is not {_short(wanted)}"]
 
 
-def replies(found: Iterable[Reply], wanted: Mapping[str, str], allowed: Collection[int] | None = None) -> list[str]:
+def replies(actual: Iterable[Reply], wanted: Mapping[str, str], allowed: Collection[int] | None = None) -> list[str]:
     """Judge what clients of a server got: the whole text that is `wanted` after each prompt. With `allowed`, the server
     was disturbed: an answer may have one of these statuses, or be cut after a part of the right text (status 200)."""
     faults = Counter[str]()
-    for one in found:
-        right = wanted.get(one.prompt, "")
-        if one.text != right if one.whole else not right.startswith(one.text):
-            faults[f"another text after {one.prompt!r}: {_short(one.text)} is not {_short(right)}"] += 1
-        elif one.whole:
+    for reply in actual:
+        right = wanted.get(reply.prompt, "")
+        if reply.text != right if reply.whole else not right.startswith(reply.text):
+            faults[f"another text after {reply.prompt!r}: {_short(reply.text)} is not {_short(right)}"] += 1
+        elif reply.whole:
             continue
-        elif allowed is None or one.status not in allowed or one.waited_in_vain:
-            faults[f"status {one.status}: {one.fault[:200]}"] += 1
+        elif allowed is None or reply.status not in allowed or reply.waited_in_vain:
+            faults[f"status {reply.status}: {reply.fault[:200]}"] += 1
     return [f"{fault} ({count} times)" if count > 1 else fault for fault, count in faults.items()]
 
 
-def whole(found: bytes | None, allowed: Iterable[bytes | None], name: str) -> list[str]:
+def whole(actual: bytes | None, allowed: Iterable[bytes | None], name: str) -> list[str]:
     """Judge a file that is written at once: absent or as before, or all of the new one."""
-    if found in [*allowed]:
+    if actual in [*allowed]:
         return []
-    return [f"{name} is missing" if found is None else f"{name} is cut or mixed ({len(found)} bytes)"]
+    return [f"{name} is missing" if actual is None else f"{name} is cut or mixed ({len(actual)} bytes)"]
 
 
-def files(found: Collection[str], wanted: Collection[str], allowed: Sequence[str] = ()) -> list[str]:
+def files(actual: Collection[str], wanted: Collection[str], allowed: Sequence[str] = ()) -> list[str]:
     """Judge the files after the next start: those of an undisturbed run; any that match `allowed` may be there."""
 
-    def others(names: Collection[str], known: Collection[str]) -> list[str]:
-        return [name for name in sorted({*names} - {*known}) if not any(map(Path(name).match, allowed))]
+    def others(names: Collection[str], expected: Collection[str]) -> list[str]:
+        return [name for name in sorted({*names} - {*expected}) if not any(map(Path(name).match, allowed))]
 
-    extra, lost = others(found, wanted), others(wanted, found)
+    extra, lost = others(actual, wanted), others(wanted, actual)
     faults = [f"{len(extra)} files left behind: {_some(extra)}"] if extra else []
     return faults + ([f"{len(lost)} files missing: {_some(lost)}"] if lost else [])
 

@@ -133,11 +133,11 @@ def _after(room: Room, verb: Verb, usual: Normal, recorded: dict[str, bytes], ea
         faults += judge.kept(recorded.get(name, b""), content, name)
         recorded[name] = content
     for pattern in verb.at_once:
-        found = {str(path.relative_to(room.work)): path for path in room.work.glob(pattern) if path.is_file()}
-        for name in {*found, *usual.contents}:
+        files = {str(path.relative_to(room.work)): path for path in room.work.glob(pattern) if path.is_file()}
+        for name in {*files, *usual.contents}:
             if name not in usual.contents:
                 continue  # a draft: the next start may remove it
-            there = found[name].read_bytes() if name in found else None
+            there = files[name].read_bytes() if name in files else None
             if verb.good is None:
                 faults += judge.whole(there, (earlier.get(name), usual.contents[name]), name)
             elif there is not None and not verb.good(there):

@@ -131,7 +131,7 @@ class Room:
 
     def files(self) -> set[str]:
         """Return this room's files, without the harness and the cache."""
-        found = set()
+        names = set()
         for path in self.root.rglob("*"):
             name = str(path.relative_to(self.root))
             if name.startswith("tmp/torchinductor_"):
@@ -140,31 +140,31 @@ class Room:
                 continue  # Python's own test whether the folder can be written
             inside = not name.startswith("home/.cache") and (not path.is_dir() or path.is_symlink())
             if inside or name.startswith(("tmp/", "drive/")):
-                found.add(name)
-        return found
+                names.add(name)
+        return names
 
     def reap(self, grace: float = GRACE_S) -> dict[int, str]:
         """Wait for processes that lost their parent; end those that go on, and return their command lines."""
         began = time.monotonic()
         while left := children_of(os.getpid()):
             commands = [_command(child) for child in left]
-            slow = [_ends_by_itself(one) for one in commands if not one.startswith(judge.RAYS_AGENTS)]
+            slow = [_ends_by_itself(command) for command in commands if not command.startswith(judge.RAYS_AGENTS)]
             patience = grace + SLOW_S if grace and slow and all(slow) else grace
             if time.monotonic() - began > patience:
                 break
             _bury()
             time.sleep(0.02)
-        found = {}
+        commands_left = {}
         for child in left:
             if words := _command(child):
-                found[child] = words
+                commands_left[child] = words
             with suppress(ProcessLookupError):
                 os.kill(child, signal.SIGKILL)
         if left:
             time.sleep(0.02)
-            found |= self.reap(0)
+            commands_left |= self.reap(0)
         _bury()
-        return found
+        return commands_left
 
 
 def _command(process: int) -> str:
@@ -249,19 +249,19 @@ def digest(folder: Path, pattern: str = "**/*") -> dict[str, str]:
 
 def contents(room: Room, verb: Verb) -> dict[str, bytes]:
     """Return the files that a verb writes at once, by path."""
-    found = {}
+    files = {}
     for pattern in verb.at_once:
         for path in sorted(room.work.glob(pattern)):
             if path.is_file():
-                found[str(path.relative_to(room.work))] = path.read_bytes()
-    return found
+                files[str(path.relative_to(room.work))] = path.read_bytes()
+    return files
 
 
 def undisturbed(lab: Lab, verb: Verb) -> Normal:
     """Run a verb twice without disturbance. Raises RuntimeError if it fails or gives two results."""
     from tools.campaign import shim as faults
 
-    found: list[Normal] = []
+    normals: list[Normal] = []
     armed = lab.shim is not None and not verb.executed
     for attempt in range(2):
         with Room(lab, f"normal-{verb.name}") as room:
@@ -274,10 +274,10 @@ def undisturbed(lab: Lab, verb: Verb) -> Normal:
             if ended.code not in verb.codes or problems:
                 raise RuntimeError(f"undisturbed `{verb.name}`: {ended.code} {problems} {ended.output[-2000:]}")
             outcome, operations = verb.outcome(room, ended), lab.shim.operations if armed and lab.shim else 0
-            reads = found[0].operations if found else 0
+            reads = normals[0].operations if normals else 0
             written = lab.shim.written if armed and lab.shim else 0
             files, texts = frozenset(room.files()), contents(room, verb)
-            found.append(Normal(outcome, files, texts, ended.code or 0, ended.seconds, operations, reads, written))
-    if problems := judge.equal(found[1].outcome, found[0].outcome, f"undisturbed runs of `{verb.name}`"):
+            normals.append(Normal(outcome, files, texts, ended.code or 0, ended.seconds, operations, reads, written))
+    if problems := judge.equal(normals[1].outcome, normals[0].outcome, f"undisturbed runs of `{verb.name}`"):
         raise RuntimeError("; ".join(problems))
-    return found[1]
+    return normals[1]

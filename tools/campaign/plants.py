@@ -31,13 +31,13 @@ class Plant(NamedTuple):
 
 def everywhere(old: Any, new: Any) -> None:
     """Put `new` wherever a module of zinfer has `old`."""
-    found = 0
+    count = 0
     for name, module in list(sys.modules.items()):
         if name.split(".")[0] == "zinfer":
             for attribute in [key for key, value in vars(module).items() if value is old]:
                 setattr(module, attribute, new)
-                found += 1
-    if not found:
+                count += 1
+    if not count:
         raise LookupError(f"no module of zinfer has {old}")
 
 
@@ -105,10 +105,10 @@ def _text_of_another() -> None:
 
     def delivered(self: app.Desk, updates: Iterable[tuple[Any, Any]]) -> None:
         given = []
-        for row, one in updates:
-            if said := one.delta or one.text:
-                one, held[0] = one.model_copy(update={"text": held[0], "delta": held[0]}), said
-            given.append((row, one))
+        for row, update in updates:
+            if text := update.delta or update.text:
+                update, held[0] = update.model_copy(update={"text": held[0], "delta": held[0]}), text
+            given.append((row, update))
         deliver(self, given)
 
     app.Desk.deliver = delivered  # type: ignore[method-assign]

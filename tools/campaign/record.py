@@ -119,12 +119,12 @@ class Campaign(Start):
 
     def cells(self) -> list[list[str]]:
         """Return the rows under `COLUMNS` for a page: commands killed one by one, the other classes by their title."""
-        found = [
+        table = [
             [title(row.name), *(f"{number:,}" for number in (row.tried, row.struck, row.held, row.tried - row.held))]
             for row in self.rows
         ]
         sums = [sum(getattr(row, name) for row in self.rows) for name in ("tried", "struck", "held")]
-        return [*found, ["**all**", *(f"{number:,}" for number in (*sums, sums[0] - sums[2]))]]
+        return [*table, ["**all**", *(f"{number:,}" for number in (*sums, sums[0] - sums[2]))]]
 
 
 def last(path: Path) -> Campaign:
@@ -150,18 +150,18 @@ def markdown(campaign: Campaign) -> str:
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     where = f"{campaign.device}, {campaign.started_at[:10]}, zinfer {campaign.versions.get('zinfer', '')}"
     blind, skipped = (sum(getattr(row, name) for row in campaign.rows) for name in ("blind", "skipped"))
-    told = f"Seed {campaign.seed}; {campaign.seconds / 60:.0f} minutes; {where}."
+    text = f"Seed {campaign.seed}; {campaign.seconds / 60:.0f} minutes; {where}."
     if blind:
-        told += (
+        text += (
             f" {blind:,} damaged inputs count as held though they gave another result: another value of a"
             " configuration, a recipe or a record with a valid checksum is as good as the first. Single changed"
             " bytes of weights, which only a checksum of all could tell, were not tried."
         )
     if campaign.left:
-        told += f" The campaign was ended before {campaign.left:,} of {campaign.planned:,} planned cases had ended."
+        text += f" The campaign was ended before {campaign.left:,} of {campaign.planned:,} planned cases had ended."
     if skipped:
-        told += f" {skipped:,} cases could not be tried on this machine."
-    return f"{table}\n\n{told}"
+        text += f" {skipped:,} cases could not be tried on this machine."
+    return f"{table}\n\n{text}"
 
 
 def reliability() -> str:

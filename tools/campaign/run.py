@@ -40,13 +40,13 @@ def chosen(wanted: str | None) -> list[str]:
     """Return the names of the classes that `wanted` names, or begins. Raises UsageError for a name of none."""
     if not wanted:
         return list(CLASSES)
-    found: list[str] = []
+    classes: list[str] = []
     for part in wanted.split(","):
-        own = [name for name in CLASSES if name == part] or [name for name in CLASSES if name.startswith(part)]
-        if not own:
+        matches = [name for name in CLASSES if name == part] or [name for name in CLASSES if name.startswith(part)]
+        if not matches:
             raise click.UsageError(f"no class {part!r}: {', '.join(CLASSES)}")
-        found += own
-    return [*dict.fromkeys(found)]
+        classes += matches
+    return [*dict.fromkeys(classes)]
 
 
 def prepare(root: Path, seed: int, ordinary: float) -> Lab:
@@ -130,7 +130,7 @@ def prove(seed: int, jobs: int) -> int:
             faults = [fault for result in results for fault in result.faults]
             blind = [word for word in plant.words if not any(word in fault for fault in faults)]
             click.echo(
-                f"{'MISSED' if blind else 'seen'}: {plant.fault} {sum(not one.held for one in results)} of "
+                f"{'MISSED' if blind else 'seen'}: {plant.fault} {sum(not result.held for result in results)} of "
                 f"{len(results)} cases of {plant.seen_by} fail" + "".join(f", none says {word!r}" for word in blind)
             )
             click.echo("\n".join(f"  {fault[:200]}" for fault in faults[:3]))
@@ -149,13 +149,13 @@ def _furnish(lab: Lab, names: Sequence[str]) -> None:
 
 def _cases(names: Sequence[str], numbers: Iterable[int], tell: bool = False) -> list[tuple[str, int]]:
     """Return the cases of classes by name and number; with `tell` no class has more or fewer than the others."""
-    found = []
+    cases = []
     for number in numbers:
         for name in names:
             many, few = (1, 1) if tell else (MANY if name in damage.CLASSES else 1, FEW.get(name, 1))
             if number % few == 0:
-                found += [(name, many * number // few + part) for part in range(many)]
-    return found
+                cases += [(name, many * number // few + part) for part in range(many)]
+    return cases
 
 
 def _verbs(name: str) -> list[Verb]:
@@ -174,20 +174,20 @@ def _undisturbed(lab: Lab, wanted: Sequence[Verb], jobs: int) -> None:
         if os.fork() == 0:
             try:
                 _alone(lab)
-                found: Any = [(verb.words, kills.normal(lab, verb)) for verb in wanted[job::jobs]]
+                results: Any = [(verb.words, kills.normal(lab, verb)) for verb in wanted[job::jobs]]
             except BaseException:
-                found = traceback.format_exc()
+                results = traceback.format_exc()
             with suppress(BaseException), os.fdopen(writer, "wb") as stream:
-                pickle.dump(found, stream)
+                pickle.dump(results, stream)
             os._exit(0)
         os.close(writer)
         readers.append(reader)
     for reader in readers:
         with os.fdopen(reader, "rb") as stream:
-            found = pickle.load(stream)
-        if isinstance(found, str):
-            raise RuntimeError(found)
-        lab.normals.update(found)
+            results = pickle.load(stream)
+        if isinstance(results, str):
+            raise RuntimeError(results)
+        lab.normals.update(results)
 
 
 def _alone(lab: Lab) -> None:
@@ -266,12 +266,12 @@ def _spread(lab: Lab, cases: Sequence[tuple[str, int]], jobs: int, stop: _Stop, 
                 more = os.read(reader, 1 << 16)
                 readers[reader] += more
                 *lines, readers[reader] = readers[reader].split(b"\n")
-                for told in map(json.loads, lines):
-                    if isinstance(told, list):
-                        under_way[reader] = (*told, time.monotonic())
+                for record in map(json.loads, lines):
+                    if isinstance(record, list):
+                        under_way[reader] = (*record, time.monotonic())
                     else:
                         del under_way[reader]
-                        yield Result(**told)
+                        yield Result(**record)
                 if not more:
                     del readers[reader]
                     os.close(reader)

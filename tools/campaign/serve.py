@@ -50,21 +50,21 @@ def started(room: Room, result: Result, words: tuple[str, ...] = WORDS, **settin
     server = room.start(words, **settings)
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline and not server.wait(0.02):
-        if found := re.search(r"^serving .* at http://127\.0\.0\.1:(\d+)/", server.said, re.MULTILINE):
-            return server, int(found[1])
+        if match := re.search(r"^serving .* at http://127\.0\.0\.1:(\d+)/", server.said, re.MULTILINE):
+            return server, int(match[1])
     result.faults.append(f"the server does not come: {server.said[-300:]}")
     return server, 0
 
 
 def ended(room: Room, server: Subject, sent: list[int], killed: bool, result: Result) -> Ended:
     """Wait for the end of a server and judge it: code, words, how much it said, processes and files left."""
-    found = server.end(PATIENCE_S)
-    room.say(found)
-    result.faults += judge.code(found, sent, killed) + judge.words(found)
-    if len(found.stderr) > MOST_SAID:
-        result.faults.append(f"{len(found.stderr):,} characters on stderr: {found.stderr[:200]!r}")
+    ended_server = server.end(PATIENCE_S)
+    room.say(ended_server)
+    result.faults += judge.code(ended_server, sent, killed) + judge.words(ended_server)
+    if len(ended_server.stderr) > MOST_SAID:
+        result.faults.append(f"{len(ended_server.stderr):,} characters on stderr: {ended_server.stderr[:200]!r}")
     result.faults += judge.processes(room.reap(GRACE_S))
-    return found
+    return ended_server
 
 
 def told_to_end(room: Room, server: Subject, result: Result) -> None:
@@ -83,12 +83,12 @@ def workers(server: Subject) -> list[int]:
 
 def _memory(server: Subject) -> int:
     """Return the peak memory of the server and its worker, bytes."""
-    found = 0
+    total = 0
     for process in (server.pid, *server.victims()):
         with suppress(OSError, AttributeError):
             text = Path(f"/proc/{process}/status").read_text()
-            found += int(re.search(r"VmHWM:\s+(\d+) kB", text)[1]) << 10  # type: ignore[index]
-    return found
+            total += int(re.search(r"VmHWM:\s+(\d+) kB", text)[1]) << 10  # type: ignore[index]
+    return total
 
 
 def _answers(lab: Lab, port: int, dice: random.Random, result: Result, what: str) -> None:
@@ -211,7 +211,7 @@ def texts(room: Room, model: tuple[str, ...]) -> dict[str, str]:
     asked = [word for prompt in PROMPTS for word in ("-p", prompt)]
     done = room.run(("run", *model, "--offload", "none", *asked, "--output-len", str(TOKENS), "--json"))
     try:
-        return {prompt: told["output_text"] for prompt, told in zip(PROMPTS, json.loads(done.stdout), strict=True)}
+        return {prompt: answer["output_text"] for prompt, answer in zip(PROMPTS, json.loads(done.stdout), strict=True)}
     except (ValueError, TypeError, KeyError):
         raise RuntimeError(f"no texts to compare with: {done.output[-2000:]}") from None
 

@@ -149,10 +149,10 @@ class Subject:
             ready.register(self._master, select.POLLIN)
         while True:
             left = max(0.0, deadline - time.monotonic())
-            found = dict(ready.poll(left * 1e3))
-            if self._master in found and not self._read():
+            events = dict(ready.poll(left * 1e3))
+            if self._master in events and not self._read():
                 ready.unregister(self._master)
-            if self._watched in found:
+            if self._watched in events:
                 return True
             if left <= 0:
                 return False
@@ -187,13 +187,13 @@ class Subject:
 
     def victims(self, name: str = "") -> list[int]:
         """Return the computing processes below it."""
-        found = []
+        pids = []
         for process in descendants(self.pid):
             with suppress(OSError):
                 words = Path(f"/proc/{process}/cmdline").read_bytes()
                 if name.encode() in words if name else os.path.basename(words.split(b"\0")[0]) != b"sh":
-                    found.append(process)
-        return found
+                    pids.append(process)
+        return pids
 
     @property
     def said(self) -> str:
@@ -261,8 +261,8 @@ def shortened(stacks: str) -> list[str]:
     for thread in re.split(r"\n(?=(?:Current thread|Thread) 0x)", f"\n{stacks}"):
         frames = re.findall(r'^  File "([^"]*)", line (\d+) in (\S+)', thread, re.MULTILINE)
         if frames:
-            told = [f"{'/'.join(Path(file).parts[-2:])}:{line} {name}" for file, line, name in frames[:FRAMES]]
-            lines.append("  " + " > ".join(reversed(told)))
+            calls = [f"{'/'.join(Path(file).parts[-2:])}:{line} {name}" for file, line, name in frames[:FRAMES]]
+            lines.append("  " + " > ".join(reversed(calls)))
     return lines
 
 
@@ -282,22 +282,22 @@ def _written(path: Path) -> bool:
 
 def descendants(process: int) -> list[int]:
     """Return the processes below `process`, parents first, without those that have ended."""
-    found = [process]
-    for one in found:
-        found += children_of(one)
-    return found[1:]
+    processes = [process]
+    for parent in processes:
+        processes += children_of(parent)
+    return processes[1:]
 
 
 def children_of(parent: int) -> list[int]:
     """Return the processes whose parent is `parent`, without those that have ended."""
-    found = []
+    children = []
     for entry in os.listdir("/proc"):
         if entry.isdigit():
             with suppress(OSError, IndexError, ValueError):
                 fields = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()
                 if int(fields[1]) == parent and fields[0] not in "ZX":
-                    found.append(int(entry))
-    return found
+                    children.append(int(entry))
+    return children
 
 
 _HELD = {signal.SIGINT, signal.SIGTERM}
@@ -348,8 +348,8 @@ def _execute(
 def python_path() -> str:
     """Return PYTHONPATH for an executed process: this checkout, then the campaign's own entries, absolute, for the
     process runs in another folder."""
-    own = os.environ.get("PYTHONPATH", "")
-    entries = [os.path.abspath(entry) for entry in own.split(os.pathsep)] if own else []
+    inherited = os.environ.get("PYTHONPATH", "")
+    entries = [os.path.abspath(entry) for entry in inherited.split(os.pathsep)] if inherited else []
     return os.pathsep.join(dict.fromkeys([str(ROOT), *entries]))
 
 

@@ -38,16 +38,16 @@ def points(path: Path) -> Counter[str]:
 
 def answers(path: Path) -> dict[str, list[str]]:
     """Return the texts that a batch output has for each id."""
-    found: dict[str, list[str]] = {}
+    texts: dict[str, list[str]] = {}
     for line in path.read_bytes().splitlines() if path.is_file() else ():
         try:
             record = json.loads(line)
             choices = [choice.get("text") for choice in record["response"]["body"]["choices"]]
             text = json.dumps([choices, record["response"]["body"]["usage"], record["error"]])
-            found.setdefault(record["custom_id"], []).append(text)
+            texts.setdefault(record["custom_id"], []).append(text)
         except (ValueError, TypeError, KeyError):
-            found.setdefault("a line that is no answer", []).append(repr(line[:80]))
-    return found
+            texts.setdefault("a line that is no answer", []).append(repr(line[:80]))
+    return texts
 
 
 def requests(count: int, seed: int = 0) -> str:
@@ -72,7 +72,7 @@ def _batch(room: Room, _ended: Ended) -> dict[str, list[str]]:
 
 def _texts(_room: Room, ended: Ended) -> Any:
     try:
-        return [told["output_ids"] for told in json.loads(ended.stdout)]
+        return [answer["output_ids"] for answer in json.loads(ended.stdout)]
     except (ValueError, TypeError, KeyError):
         return f"no JSON: {ended.stdout[:200]}"
 
@@ -131,7 +131,7 @@ def _accuracy(room: Room, _ended: Ended) -> Any:
         rows = study.last(room.work / "accuracy.jsonl", "accuracy").of(study.Deviation)
     except StoreError as error:
         return str(error)
-    return [[one.case.label(), one.along, one.rows, f"{one.error:.6g}", f"{one.kl:.6g}"] for one in rows]
+    return [[row.case.label(), row.along, row.rows, f"{row.error:.6g}", f"{row.kl:.6g}"] for row in rows]
 
 
 DAMAGED = "*.damaged"

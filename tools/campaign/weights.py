@@ -82,17 +82,17 @@ def _resumed(verb: Verb, lab: Lab, room: Room, dice: random.Random, result: Resu
         if path.is_file() and path.read_bytes() != before:
             result.faults.append(f"{name} was refused, and has changed")
         return what
-    found = verb.outcome(room, done)
+    outcome = verb.outcome(room, done)
     if name == "r.jsonl":
         revisions = {point.model_revision for point in read(path).points}
-        result.faults += judge.equal(found, usual.outcome, "points")
+        result.faults += judge.equal(outcome, usual.outcome, "points")
         if len(revisions) > 1:
             result.faults.append(f"points of {len(revisions)} sets of weights are in one file")
     else:
         path.rename(room.work / "mixed.jsonl")
         path.with_name(f"{name}.job").unlink()
         again = room.run(_own(verb.words))
-        result.faults += judge.equal(found, verb.outcome(room, again), "answers of the changed weights")
+        result.faults += judge.equal(outcome, verb.outcome(room, again), "answers of the changed weights")
     return what
 
 
@@ -155,9 +155,9 @@ def _served(lab: Lab, room: Room, dice: random.Random, result: Result) -> str:
         room.tale.append(f"  {len(load.replies)} answers")
         if not ends:
             result.faults.append("the server goes on with a worker that cannot have the weights of the start")
-    found = ended(room, server, [], False, result)
-    if port and "weights" not in found.last_line:
-        result.faults.append(f"the server does not say why it ends: {found.last_line[:200]}")
+    outcome = ended(room, server, [], False, result)
+    if port and "weights" not in outcome.last_line:
+        result.faults.append(f"the server does not say why it ends: {outcome.last_line[:200]}")
     return what
 
 
@@ -167,15 +167,15 @@ PLACES: dict[str, Callable[[Lab, Room, random.Random, Result], str]] = {
 
 
 def _case(lab: Lab, number: int, keep: bool = False) -> Result:
-    place = [*PLACES][number % len(PLACES)]
+    name = [*PLACES][number % len(PLACES)]
     result, began = Result("weights", number), time.monotonic()
     with Room(lab, "weights", keep) as room:
         shutil.copytree(lab.model, room.work / "model")
-        what = PLACES[place](lab, room, lab.dice("weights", number), result)
-        room.tale.append(f"  {place}: {what}")
+        what = PLACES[name](lab, room, lab.dice("weights", number), result)
+        room.tale.append(f"  {name}: {what}")
         result.faults += judge.processes(room.reap())
         result.tale = room.tale
-    result.faults = [f"{place}, {what}: {fault}" for fault in result.faults]
+    result.faults = [f"{name}, {what}: {fault}" for fault in result.faults]
     result.seconds = time.monotonic() - began
     return result
 

@@ -37,12 +37,12 @@ def main(types: tuple[str, ...], jobs: int, output: Path | None) -> None:
 
     TYPE+wrapper names the multimodal model that contains the language model.
     """
-    told = conformance(types, jobs)
+    report = conformance(types, jobs)
     if types and output is not None and output.exists():
-        told["types"] = record.read(output)["types"] | told["types"]
+        report["types"] = record.read(output)["types"] | report["types"]
     if output is not None or not types:
-        record.write(told, output or record.RECORD)
-    if any(entry["verdict"] in ("crash", "differs") for entry in told["types"].values()):
+        record.write(report, output or record.RECORD)
+    if any(entry["verdict"] in ("crash", "differs") for entry in report["types"].values()):
         sys.exit(1)
 
 
@@ -69,21 +69,23 @@ def conformance(types: tuple[str, ...], jobs: int) -> dict[str, Any]:
     begun = time.monotonic()
     click.echo(f"{'':34} {' '.join(f'{way:8}' for way in WAYS)}")
     rows = run_all(chosen, jobs, _show)
-    told = record.to_json(rows, {name: way.says for name, way in WAYS.items()})
+    document = record.to_json(rows, {name: way.says for name, way in WAYS.items()})
     for wrapper, title in ((False, "types of AutoModelForCausalLM"), (True, "multimodal models around one")):
-        found = record.counts(told, wrapper)
-        if found:
-            click.echo(f"{found.total()} {title}: " + ", ".join(f"{n} {verdict}" for verdict, n in found.most_common()))
+        counts = record.counts(document, wrapper)
+        if counts:
+            click.echo(
+                f"{counts.total()} {title}: " + ", ".join(f"{n} {verdict}" for verdict, n in counts.most_common())
+            )
     click.echo(f"{time.monotonic() - begun:.0f} s")
-    return told
+    return document
 
 
 def _show(row: "Row") -> None:
     if "all" in row.outcomes:
-        told = f"{row.verdict}: {row.outcomes['all'].why}"
+        text = f"{row.verdict}: {row.outcomes['all'].why}"
     else:
-        told = " ".join(f"{SHORT[outcome.verdict]:8}" for outcome in row.outcomes.values())
-    click.echo(f"{row.subject.name:34} {told}")
+        text = " ".join(f"{SHORT[outcome.verdict]:8}" for outcome in row.outcomes.values())
+    click.echo(f"{row.subject.name:34} {text}")
     for why in dict.fromkeys(outcome.why for way, outcome in row.outcomes.items() if outcome.why and way != "all"):
         ways = ", ".join(way for way, outcome in row.outcomes.items() if outcome.why == why)
         click.echo(f"    {ways}: {why}")

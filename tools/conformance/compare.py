@@ -127,14 +127,14 @@ def compare(subject: Subject, scratch: Path, tell: Tell) -> None:
     """
     directory = scratch / subject.type
     try:
-        model_class, known = _saved(subject, directory, tell)
+        model_class, reference = _saved(subject, directory, tell)
     except CannotBuild as error:
         return tell("all", Outcome("cannot be built", _clean(error, scratch)))
     except CannotCompare as error:
         return tell("all", Outcome("cannot be compared", _clean(error, scratch)))
     except Exception as error:
         return tell("all", Outcome("cannot be compared", f"transformers: {_clean(error, scratch)} {_place(error)}"))
-    _note(known, tell)
+    _note(reference, tell)
     mixture = False
     with suppress(*REFUSALS):  # the ways will tell
         mixture = find(str(directory), "float32", None, "safetensors").spec.num_experts > 1
@@ -142,12 +142,12 @@ def compare(subject: Subject, scratch: Path, tell: Tell) -> None:
         if (way.experts and not mixture) or (way.engine != "stream" and subject.name not in SAMPLE):
             tell(name, Outcome("does not apply"))
         else:
-            tell(name, _outcome(way, directory, model_class, known, scratch, tell))
+            tell(name, _outcome(way, directory, model_class, reference, scratch, tell))
 
 
-def _note(known: Reference, tell: Tell) -> None:
-    tell("skipped", Outcome("right", str(known.skipped)))
-    tell("tolerance", Outcome("right", f"{known.tolerance:.1e}"))
+def _note(reference: Reference, tell: Tell) -> None:
+    tell("skipped", Outcome("right", str(reference.skipped)))
+    tell("tolerance", Outcome("right", f"{reference.tolerance:.1e}"))
 
 
 def _saved(subject: Subject, directory: Path, tell: Tell) -> tuple[type[PreTrainedModel], Reference]:
@@ -165,14 +165,14 @@ def _saved(subject: Subject, directory: Path, tell: Tell) -> tuple[type[PreTrain
 
 
 def _outcome(
-    way: Way, directory: Path, model_class: type[PreTrainedModel], known: Reference, scratch: Path, tell: Tell
+    way: Way, directory: Path, model_class: type[PreTrainedModel], expected: Reference, scratch: Path, tell: Tell
 ) -> Outcome:
     try:
         if way.rounded:
             directory, plain = rounded(directory, scratch)
-            known = reference(model_class, plain)
-            _note(known, tell)
-        errors, padding = run(way, directory, known, scratch)
+            expected = reference(model_class, plain)
+            _note(expected, tell)
+        errors, padding = run(way, directory, expected, scratch)
     except REFUSALS as error:
         return Outcome("refused", _clean(error, scratch))
     except CannotCompare:
@@ -182,34 +182,34 @@ def _outcome(
     tell("padding", Outcome("right", padding))
     if errors is None:
         return Outcome("does not apply")
-    wrong = ~(errors < known.tolerance)
+    wrong = ~(errors < expected.tolerance)
     if not bool(wrong.any()):
         return Outcome("right")
     step = int(wrong.any(0).nonzero()[0])
-    told = f"{int((~wrong).sum())} of {wrong.numel()} logits equal, all of the first {step} steps"
-    return Outcome("differs", f"{told}; rows {wrong.any(1).nonzero()[:, 0].tolist()} by {float(errors.max()):.2g}")
+    summary = f"{int((~wrong).sum())} of {wrong.numel()} logits equal, all of the first {step} steps"
+    return Outcome("differs", f"{summary}; rows {wrong.any(1).nonzero()[:, 0].tolist()} by {float(errors.max()):.2g}")
 
 
 def _clean(error: BaseException, scratch: Path) -> str:
     """Return an error's message in one line, without paths."""
     text = error.message if isinstance(error, click.ClickException) else str(error)
-    own = isinstance(error, (*REFUSALS, CannotBuild, CannotCompare))
+    expected = isinstance(error, (*REFUSALS, CannotBuild, CannotCompare))
     line = " ".join(text.split()).replace(f"{scratch}/", "")[:400]
-    return line if own else f"{type(error).__name__}: {line}"
+    return line if expected else f"{type(error).__name__}: {line}"
 
 
 def _place(error: BaseException) -> str:
     """Return the place of an error: the last lines in known packages that its traceback passes through."""
     frames = traceback.extract_tb(error.__traceback__)
     packages = ("zinfer/", "transformers/", "torch/", "tests/", "tools/")
-    told = [
+    lines = [
         f"{frame.filename[at:]}:{frame.lineno}"
         for frame in frames
         for at in (max(frame.filename.rfind(f"/{package}") for package in packages) + 1,)
         if at
     ]
-    ours = [place for place in told if place.startswith("zinfer/")]
-    return f"[{' < '.join(dict.fromkeys([*told[-1:], *ours[-1:]]))}]"
+    ours = [frame for frame in lines if frame.startswith("zinfer/")]
+    return f"[{' < '.join(dict.fromkeys([*lines[-1:], *ours[-1:]]))}]"
 
 
 def rounded(directory: Path, scratch: Path) -> tuple[Path, Path]:
@@ -226,8 +226,8 @@ def rounded(directory: Path, scratch: Path) -> tuple[Path, Path]:
         tensors |= {name: tensors[name].float() * scale for name, scale in scales.items()}
         save_file(tensors, file, {"format": "pt"})
     config = json.loads((plain / "config.json").read_text())
-    for one in (config, *(each for each in config.values() if isinstance(each, dict))):
-        one.pop("quantization_config", None)
+    for part in (config, *(each for each in config.values() if isinstance(each, dict))):
+        part.pop("quantization_config", None)
     (plain / "config.json").write_text(json.dumps(config))
     return copy, plain
 
@@ -261,10 +261,10 @@ def loaded(way: Way, directory: Path, scratch: Path) -> Iterator[Any]:
         running.close()
 
 
-def run(way: Way, directory: Path, known: Reference, scratch: Path) -> tuple[Tensor | None, str]:
+def run(way: Way, directory: Path, reference: Reference, scratch: Path) -> tuple[Tensor | None, str]:
     """Return the errors of zinfer's logits, ``[rows, OUTPUT_LEN]``. No errors if the way does not apply."""
     with loaded(way, directory, scratch) as running:
         padding = running.cannot_pad() or ""
         if not way.rows:
-            return side_by_side(running, known), padding
-        return come_and_go(running, known, way.drafts, way.kept), padding
+            return side_by_side(running, reference), padding
+        return come_and_go(running, reference, way.drafts, way.kept), padding

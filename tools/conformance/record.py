@@ -29,7 +29,7 @@ def to_json(rows: Iterable["Row"], ways: dict[str, str]) -> dict[str, Any]:
     """Return the record: versions, ways, and for each type its family, verdict, and the outcome of each way."""
     from zinfer import __version__
 
-    told = {
+    document = {
         row.subject.name: {
             "family": row.family,
             "verdict": row.verdict,
@@ -42,7 +42,7 @@ def to_json(rows: Iterable["Row"], ways: dict[str, str]) -> dict[str, Any]:
         for row in rows
     }
     versions = {"zinfer": __version__} | {name: version(name).split("+")[0] for name in ("torch", "transformers")}
-    return {"versions": versions, "ways": ways, "types": told}
+    return {"versions": versions, "ways": ways, "types": document}
 
 
 def write(record: dict[str, Any], path: Path) -> None:

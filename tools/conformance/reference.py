@@ -58,15 +58,15 @@ class _Forced(LogitsProcessor):  # type: ignore[misc]
         return chosen
 
 
-def difference(found: Tensor, expected: Tensor) -> float:
+def difference(actual: Tensor, expected: Tensor) -> float:
     """Return the largest difference of logits relative to their spread. Infinity where one of them is no number and the
     other is.
     """
-    found, expected = found.detach().float().cpu(), expected.float()
+    actual, expected = actual.detach().float().cpu(), expected.float()
     numbers = expected.isfinite()
-    if found.shape != expected.shape or not torch.equal(found.isfinite(), numbers):
+    if actual.shape != expected.shape or not torch.equal(actual.isfinite(), numbers):
         return torch.inf
-    return float((found - expected)[numbers].abs().max() / expected[numbers].std())
+    return float((actual - expected)[numbers].abs().max() / expected[numbers].std())
 
 
 def prompts(seed: int) -> list[list[int]]:
@@ -124,14 +124,14 @@ def _alone(model: PreTrainedModel, rows: list[list[int]], forced: Tensor | None 
         )
         tokens.append(output.sequences[0, len(row) :])
         logits.append(torch.cat(output.logits).float())
-    found, scores = torch.stack(tokens), torch.stack(logits)
+    generated, scores = torch.stack(tokens), torch.stack(logits)
     if not bool(torch.isfinite(scores.max(-1).values).all()) or bool(scores.isnan().any()):
         raise CannotCompare("transformers generates NaN")
-    if found.shape[1] != OUTPUT_LEN or (forced is None and not torch.equal(found, scores.argmax(-1))):
+    if generated.shape[1] != OUTPUT_LEN or (forced is None and not torch.equal(generated, scores.argmax(-1))):
         raise Monotonous("transformers generates other tokens than the largest logits are of")
-    if len({tuple(row.tolist()) for row in found}) < len(found) or len(found.unique()) < 6:
+    if len({tuple(row.tolist()) for row in generated}) < len(generated) or len(generated.unique()) < 6:
         raise Monotonous("transformers generates the same tokens whatever the prompt")
-    return found, scores
+    return generated, scores
 
 
 @torch.no_grad()

@@ -22,47 +22,47 @@ WRONG = 0.4  # share of wrong tokens in drafts
 CACHE_SIZE = 64 << 20  # bytes of kept keys and values
 
 
-def side_by_side(engine: Engine, known: Reference) -> Tensor:
+def side_by_side(engine: Engine, reference: Reference) -> Tensor:
     """Return the errors of the logits, ``[B, OUTPUT_LEN]``, of padded rows."""
-    every = list(range(len(known.prompts)))
+    every = list(range(len(reference.prompts)))
     sets = [every] if engine.cannot_pad() is None else [[row] for row in every]
     errors = torch.full((len(every), OUTPUT_LEN), torch.inf)
-    for together in [sets] if engine.one_pass else [[one] for one in sets]:
-        _run(engine, known, together, errors)
+    for together in [sets] if engine.one_pass else [[rows] for rows in sets]:
+        _run(engine, reference, together, errors)
     return errors
 
 
-def _run(engine: Engine, known: Reference, sets: Sequence[Sequence[int]], errors: Tensor) -> None:
+def _run(engine: Engine, reference: Reference, sets: Sequence[Sequence[int]], errors: Tensor) -> None:
     """Run a micro-batch of each of `sets` of rows; enter their `errors`."""
     engine.clear()
     works = []
     for rows in sets:
-        width = max(len(known.prompts[row]) for row in rows)
-        pads = [width - len(known.prompts[row]) for row in rows]
+        width = max(len(reference.prompts[row]) for row in rows)
+        pads = [width - len(reference.prompts[row]) for row in rows]
         mask = torch.tensor([[0] * pad + [1] * (width - pad) for pad in pads])
-        ids = torch.tensor([[0] * pad + known.prompts[row] for pad, row in zip(pads, rows, strict=True)])
+        ids = torch.tensor([[0] * pad + reference.prompts[row] for pad, row in zip(pads, rows, strict=True)])
         works.append(Work(engine.admit(mask, width + OUTPUT_LEN), ids.to(engine.device)))
     for step in range(OUTPUT_LEN):
         for rows, logits in zip(sets, engine.forward(works), strict=True):
-            for place, row in enumerate(rows):
-                errors[row, step] = known.error(row, step, logits[place, -1])
-        tokens = known.tokens.to(engine.device)
+            for index, row in enumerate(rows):
+                errors[row, step] = reference.error(row, step, logits[index, -1])
+        tokens = reference.tokens.to(engine.device)
         works = [Work(work.batch, tokens[list(rows), step, None]) for rows, work in zip(sets, works, strict=True)]
     engine.clear()
 
 
-def come_and_go(engine: Engine, known: Reference, drafts: bool = False, kept: bool = False) -> Tensor | None:
+def come_and_go(engine: Engine, reference: Reference, drafts: bool = False, kept: bool = False) -> Tensor | None:
     """Return the errors of the logits, ``[2 B, OUTPUT_LEN]``, of staggered rows. None if keys and values are to be
     `kept` for later rows, and cannot be.
 
     With `drafts`, passes verify tokens of the reference, some of them replaced by wrong ones.
     """
-    count, answers = len(known.prompts), known.tokens.tolist()
+    count, answers = len(reference.prompts), reference.tokens.tolist()
     rows = [
-        scheduler.Sequence(known.prompts[key % count], OUTPUT_LEN if key < count else SHORT, key=key)
+        scheduler.Sequence(reference.prompts[key % count], OUTPUT_LEN if key < count else SHORT, key=key)
         for key in range(2 * count)
     ]
-    oracle = Oracle({one.key: (one.prompt_ids, answers[one.key % count]) for one in rows}, WRONG)
+    oracle = Oracle({row.key: (row.prompt_ids, answers[row.key % count]) for row in rows}, WRONG)
     with pytest.MonkeyPatch.context() as patch:
         small(patch)
         patch.setattr(PassTimes, "room_for_drafts", lambda *_: 1000)
@@ -74,18 +74,18 @@ def come_and_go(engine: Engine, known: Reference, drafts: bool = False, kept: bo
         if kept and running.cannot_reuse is not None:
             return None
         running.schedule.step = 8  # positions that a micro-batch grows by
-        watch = _Watch(engine, running, known)
+        watch = _Watch(engine, running, reference)
         patch.setattr(engine, "forward", watch.forward)
         first, second = rows[:count], rows[count:]
         run(running, [[*first[::2], *second[1::2]], first[1::2], second[::2]], every=3)
         if running.drafts is not None:
             assert 0 < running.drafts.accepted < running.drafts.drafted
         if kept:
-            assert any(one.cached for one in rows)
+            assert any(row.cached for row in rows)
         running.end()
-    for one in rows:
-        if one.error is not None:
-            raise ValueError(f"row {one.key}: {one.error}")
+    for row in rows:
+        if row.error is not None:
+            raise ValueError(f"row {row.key}: {row.error}")
     watch.errors[count:, SHORT:] = 0
     return watch.errors
 
@@ -96,9 +96,9 @@ class _Watch:
     So all rows go on with the reference's tokens. Logits behind a wrong draft are no row's.
     """
 
-    def __init__(self, engine: Engine, running: ContinuousScheduler, known: Reference) -> None:
-        self._forward, self._running, self._known = engine.forward, running, known
-        self.errors = torch.full((2 * len(known.prompts), OUTPUT_LEN), torch.inf)
+    def __init__(self, engine: Engine, running: ContinuousScheduler, reference: Reference) -> None:
+        self._forward, self._running, self._known = engine.forward, running, reference
+        self.errors = torch.full((2 * len(reference.prompts), OUTPUT_LEN), torch.inf)
 
     def forward(self, works: Sequence[Work]) -> list[Tensor]:
         """Return the logits of `works`, the reference's where rows use them."""
@@ -109,19 +109,19 @@ class _Watch:
         ]
 
     def _checked(self, batch: PlannedBatch, work: Work, logits: Tensor) -> Tensor:
-        for place, row in enumerate(batch.rows):
+        for index, row in enumerate(batch.rows):
             sequence: Any = None if row is None else self._running.sequences.get(row.key)
             if sequence is None or batch.length + work.token_ids.shape[1] < batch.width:
                 continue
-            own, first = sequence.key % len(self._known.prompts), len(sequence.output_ids)
-            answer, fed = self._known.tokens[own].tolist(), work.token_ids[place].tolist()
+            prompt, first = sequence.key % len(self._known.prompts), len(sequence.output_ids)
+            answer, fed = self._known.tokens[prompt].tolist(), work.token_ids[index].tolist()
             for ahead in range(logits.shape[1] if batch.running else 1):
                 step = first + ahead
                 if step == OUTPUT_LEN or (ahead and fed[ahead] != answer[step - 1]):
                     break
                 at = ahead if batch.running else -1
-                error = self._known.error(own, step, logits[place, at])
-                known = self.errors[sequence.key, step]
-                self.errors[sequence.key, step] = error if known == torch.inf else max(error, float(known))
-                logits[place, at] = self._known.logits[own, step].to(logits)
+                error = self._known.error(prompt, step, logits[index, at])
+                previous = self.errors[sequence.key, step]
+                self.errors[sequence.key, step] = error if previous == torch.inf else max(error, float(previous))
+                logits[index, at] = self._known.logits[prompt, step].to(logits)
         return logits

@@ -83,8 +83,8 @@ def _default(config_class: type[PreTrainedConfig]) -> PreTrainedConfig:
 
 def _kinds(config: PreTrainedConfig) -> set[str]:
     """Return the kinds of layers that a configuration names."""
-    told = ((name, getattr(config, name, None)) for name in KINDS)
-    return {f"{name} {item}" for name, items in told if isinstance(items, list | tuple) for item in items
+    values = ((name, getattr(config, name, None)) for name in KINDS)
+    return {f"{name} {item}" for name, items in values if isinstance(items, list | tuple) for item in items
             if isinstance(item, str)}  # fmt: skip
 
 
@@ -92,10 +92,10 @@ def _small(config_class: type[PreTrainedConfig], depth: int) -> PreTrainedConfig
     default = _default(config_class)
     adjustment = ADJUSTMENTS.get(config_class.model_type)
     adjusted = adjustment.settings if adjustment is not None else {}
-    known = [field.name for field in fields(config_class)]
+    names = [field.name for field in fields(config_class)]
     layers = _value(default, "num_hidden_layers")
     settings: dict[str, Any] = {}
-    for name in known:
+    for name in names:
         value = _value(default, name)
         if name in adjusted:
             continue
@@ -110,10 +110,10 @@ def _small(config_class: type[PreTrainedConfig], depth: int) -> PreTrainedConfig
             size = _size(name, depth)
             if size is not None:
                 settings[name] = size if size == depth else min(value, size)
-    if "kv_lora_rank" in known and "num_key_value_heads" in known:  # heads of latent attention share no keys
+    if "kv_lora_rank" in names and "num_key_value_heads" in names:  # heads of latent attention share no keys
         settings["num_key_value_heads"] = settings.get("num_attention_heads")
-    settings |= {name: size for name, size in UNSET.items() if name in known and _value(default, name) is None}
-    special = [name for name in known if re.fullmatch(r".*(_token_id|_token_index|_index)", name)
+    settings |= {name: size for name, size in UNSET.items() if name in names and _value(default, name) is None}
+    special = [name for name in names if re.fullmatch(r".*(_token_id|_token_index|_index)", name)
                and isinstance(_value(default, name), int) and name not in settings]  # fmt: skip
     settings |= {name: 3 + index for index, name in enumerate(special)}
     if "mrope_section" in getattr(config_class, "ignore_keys_at_rope_validation", ()):
@@ -167,8 +167,8 @@ def _resolved(value: Any, depth: int) -> Any:
 
 
 def _size(name: str, depth: int) -> int | None:
-    found = next((size for pattern, size in SIZES if re.fullmatch(pattern, name)), None)
-    return depth if found == "depth" else found  # type: ignore[return-value]
+    size = next((size for pattern, size in SIZES if re.fullmatch(pattern, name)), None)
+    return depth if size == "depth" else size  # type: ignore[return-value]
 
 
 def cut(values: Sequence[Any], depth: int) -> list[Any]:

@@ -274,7 +274,7 @@ def _reuse(run: Study) -> _Parts:
 
 
 def hits(run: Study, policy: str, experts: int) -> float:
-    """Return the hit rate of a cache, at its next smaller measured size."""
+    """Return a cache's hit rate at the next smaller measured size."""
     rows = [row for row in run.of(Hits) if row.policy == policy and row.experts <= experts and row.batch_size == 1]
     return max(rows, key=lambda row: row.experts).hits if rows else 0.0
 

@@ -29,7 +29,7 @@ class Detokenizer:
         return new
 
     def rest(self) -> str:
-        """Return the text that `add` has not returned yet, even if its last character is not complete."""
+        """Return the text left, even if its last character is not complete."""
         before = decode(self._tokenizer, self._ids[self._start : self._done])
         return decode(self._tokenizer, self._ids[self._start :])[len(before) :]
 
@@ -72,7 +72,7 @@ class TextPieces:
 
 
 def _before_a_stop(text: str, stops: tuple[str, ...]) -> str:
-    """Return `text` without an end that may be the beginning of one of `stops`."""
+    """Return `text` without an end that may begin one of `stops`."""
     end = len(text)
     for stop in stops:
         place = text.find(stop[0], max(0, len(text) - len(stop) + 1))

@@ -12,8 +12,9 @@ from zinfer.generation.tokenizer_process import Refusal, TokenizerProcess
 
 
 class Dialogue:
-    """Turns of a user and their answers, formatted by the model's chat template. Without one they are joined. Raises
-    ModelError where the model has several chat templates, and none was chosen."""
+    """Turns of a user and answers, formatted by the chat template. Without one they are joined. Raises ModelError where
+    the model has several chat templates, and none was chosen.
+    """
 
     def __init__(self, tokenizer: TokenizerProcess, system: str | None = None) -> None:
         self._tokenizer, self.template = tokenizer, tokenizer.facts.template
@@ -46,8 +47,7 @@ class Dialogue:
         return self._tokenizer.render(messages)
 
     def _continued(self, whole: str) -> list[int] | None:
-        """Return the tokens so far followed by those of the text that `whole` adds; None if they do not decode to
-        `whole`."""
+        """Return the tokens so far and those that `whole` adds; None if they do not decode to `whole`."""
         if not self._ids or not whole.startswith(self._text):
             return None
         new = self._tokenizer.continuation(self._ids[-CONTEXT:], whole[len(self._text) :])

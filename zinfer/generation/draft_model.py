@@ -1,4 +1,5 @@
-"""Drafts of a small model that stays on the device (speculative decoding with a draft model, Leviathan et al. 2023).
+"""Drafts of a small model that stays on the device. This is speculative decoding with a draft model (Leviathan et al.
+2023).
 
 Its engine keeps the running rows in one micro-batch, whatever the scheduler has: rows come, forget what was rejected,
 and leave. It works on a CUDA stream of its own, between the passes and during the first of a row, while the ring goes
@@ -25,8 +26,9 @@ from zinfer.generation.tokenizer_process import TokenizerProcess
 
 
 class ModelDrafter:
-    """Drafts of the model that `engine` has loaded, for a model with `vocab_size` tokens. Rows that are longer than its
-    positions get none."""
+    """Drafts of `engine`'s model, for a model with `vocab_size` tokens. Rows that are longer than its positions get
+    none.
+    """
 
     def __init__(self, engine: Engine, vocab_size: int) -> None:
         self._engine, self._spec = engine, engine.plan.model
@@ -49,7 +51,7 @@ class ModelDrafter:
         return sorted(self._recent)[len(self._recent) // 2] if self._recent else None
 
     def begin(self, rows: Mapping[int, Sequence[int]]) -> None:
-        """Compute the known tokens of new rows, by key, beside what else runs; they join the others later."""
+        """Compute new rows' known tokens, by key, while other work runs; they join the others later."""
         with self._guarded():
             self._begin(rows)
 
@@ -201,7 +203,7 @@ def drafter_of(engine: Engine) -> Drafter | None:
 
 
 def check_same_tokens(spec: ModelSpec) -> None:
-    """Raise ModelError unless the draft model of `spec` has the same tokens, special ones included."""
+    """Raise ModelError unless `spec`'s draft model has the same tokens. Special ones are included."""
     if spec.draft is None:
         return
     with TokenizerProcess(spec) as large, TokenizerProcess(spec.draft) as small:

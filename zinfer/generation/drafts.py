@@ -45,7 +45,7 @@ class Drafter(Protocol):
         """Seconds in which a token of all rows is drafted; None while they are not known, or are none."""
 
     def begin(self, rows: Mapping[int, Sequence[int]]) -> None:
-        """Prepare for rows, by key, whose known tokens a pass is about to compute."""
+        """Prepare rows, by key, whose known tokens a pass will compute."""
 
     def draft(self, rows: Mapping[int, DraftRow], counts: Mapping[int, int]) -> Mapping[int, list[int]]:
         """Return up to `counts` tokens for some of `rows`, by key."""
@@ -90,13 +90,13 @@ class NgramDrafter:
 
 @dataclass
 class _Record:
-    """Drafts that were verified, and accepted ones among them, both weighted by age."""
+    """Counts of verified and of accepted drafts, both weighted by age."""
 
     verified: float = 0.0
     accepted: float = 0.0
 
     def chance(self, before: float) -> float:
-        """Return the chance of a draft, which was `before` when none was verified."""
+        """Return a draft's chance, `before` when none was verified."""
         return (self.accepted + before) / (self.verified + 1)
 
     def age(self) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 
 def digest(before: str, tokens: Sequence[int] = ()) -> str:
-    """Return the digest, 32 hex digits, of `tokens` after `before`, a digest or seed."""
+    """Hash `tokens` after `before`, a digest or seed, to 32 hex digits."""
     return sha256(f"{before}\n{json.dumps(list(tokens))}".encode()).hexdigest()[:32]
 
 
@@ -39,7 +39,7 @@ class Node:
 
 
 class RadixTree:
-    """Tree of nodes below a root without tokens, whose digest comes from `seed`."""
+    """Radix tree with an empty root, whose digest comes from `seed`."""
 
     def __init__(self, seed: str) -> None:
         self.root = Node((), 0, digest(seed))

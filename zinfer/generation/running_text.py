@@ -1,4 +1,4 @@
-"""Text of a sequence while its tokens grow, for stops and for streams."""
+"""Text of a growing sequence, for stops and for streams."""
 
 from typing import TYPE_CHECKING
 

@@ -103,7 +103,7 @@ class PlannedBatch:
         return sum(self.computed(index) for index in self.alive)
 
     def keep(self, kept: Sequence[int]) -> None:
-        """Count the positions that rows keep of a pass, one at least each; the others were forgotten."""
+        """Count the positions of a pass that rows keep, at least one; the others were forgotten."""
         longest = max(kept)
         self.length += longest
         self._pads = [pad + longest - count for pad, count in zip(self._pads, kept, strict=True)]
@@ -165,7 +165,7 @@ class Abilities(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Memory of the running rows, in positions of KV cache, padding and reserve included."""
+    """KV cache memory of running rows, in positions, padding and reserve included."""
 
     positions: int
     rows: int = 1 << 20
@@ -210,7 +210,7 @@ def load_of_pass(works: Sequence[PlannedWork]) -> PassLoad:
 
 
 class Demand(Protocol):
-    """Tokens that a row knows, and the most that it may still get."""
+    """Token count of a row, and its maximum of new tokens."""
 
     @property
     def length(self) -> int: ...
@@ -434,7 +434,7 @@ class Schedule:
     # Shares
 
     def _next_turn(self, request: int) -> None:
-        """Let a request wait behind those that have had as few rows for longer."""
+        """Queue a request behind those with as few rows for longer."""
         self._turn += 1
         self._since[request] = self._turn
         self._sorted = self._sorted and not self.shares
@@ -460,8 +460,9 @@ class Schedule:
         return bool(running) and all(row.request != self.waiting[0].request for row in running)
 
     def _make_way(self, moves: list[Move]) -> None:
-        """Take rows from requests with more than a quarter, for requests that wait without room. It takes as many as a
-        pass has prompt tokens for. What they have computed is kept if it can be."""
+        """Take rows from large requests for requests that wait without room. Large ones have more than a quarter. It
+        takes as many as a pass has prompt tokens for. What they have computed is kept if it can be.
+        """
         running, tuned = self.running, tuning.TUNED
         held = Counter(row.request for row in running)
         if not (self.shares and self.able.regroups) or len({*held, *(row.request for row in self.waiting)}) < 2:
@@ -501,7 +502,7 @@ class Schedule:
             self._give_up(moves, given)
 
     def _recompute(self, moves: list[Move]) -> None:
-        """Let running rows wait again whose next token needs other keys than they have."""
+        """Requeue running rows whose next token needs other keys."""
         if self.recompute_beyond is not None:
             rows = [row for batch in self.batches if batch.running for row in batch.living]
             grown = [row for row in rows if row.length == self.recompute_beyond + 1]
@@ -576,7 +577,7 @@ class Schedule:
                 self._regroup(moves, [batch])
 
     def _merge(self, moves: list[Move]) -> None:
-        """Merge neighbours in length where that pays, or there are too many micro-batches."""
+        """Merge neighbours in length if it pays, or micro-batches are too many."""
         tuned, one_pass = tuning.TUNED, self.able.one_pass
         max_batches, max_on_host = (self.times.max_batches, self.times.max_host_batches) if one_pass else (1, 1)
         few = min(tuned.few_batches, max_batches)
@@ -641,7 +642,7 @@ class Schedule:
         self.batches.remove(victim)
 
     def _split(self, moves: list[Move], batch: PlannedBatch) -> None:
-        """Split off the half of a micro-batch's rows with most tokens to come."""
+        """Split off the half of a micro-batch with most tokens to come."""
         indices = sorted(batch.alive, key=lambda index: batch.rows[index].left)  # type: ignore[union-attr]
         taken = tuple(sorted(indices[len(indices) // 2 :]))
         made = self._part(batch, taken)
@@ -718,7 +719,7 @@ class Schedule:
         return works
 
     def _share_of(self, budget: int, unfinished: Sequence[PlannedBatch]) -> int:
-        """Return the prompt tokens of a pass for each unfinished micro-batch or new request."""
+        """Return a pass's prompt tokens per unfinished micro-batch or new request."""
         requests = {row.request for batch in unfinished for row in batch.living}
         count = len(unfinished) + self._newcomer
         if not self.shares or len(requests) + self._newcomer < 2:
@@ -726,8 +727,9 @@ class Schedule:
         return min(budget, max(tuning.TUNED.min_prompt_tokens, budget // count))
 
     def _flow(self) -> int:
-        """Return the prompt tokens per pass that replace finishing rows at steady state. They are worth a longer pass;
-        more at once would end at once, and leave passes without prompts behind."""
+        """Return the prompt tokens per pass that replace finishing rows. They are worth a longer pass; more at once
+        would end at once, and leave passes without prompts behind.
+        """
         front = self.waiting[: tuning.TUNED.front]
         if not front:
             return 0
@@ -738,9 +740,10 @@ class Schedule:
         return ceil(ceil(rows / max(1.0, passes)) * sum(row.length for row in front) / len(front))
 
     def _overtime(self, load: PassLoad) -> int:
-        """Return the prompt tokens that may make the pass longer, where few hide. Free rows, which waiting ones could
+        """Return how many prompt tokens may lengthen the pass, where few hide. Free rows, which waiting ones could
         take, cost a share of each pass, and prompts may take as much time as these have cost (ski rental). A pass
-        becomes twice as long, or by `min_prompt_tokens`, at max_debt."""
+        becomes twice as long, or by `min_prompt_tokens`, at max_debt.
+        """
         running, tuned = load.rows, tuning.TUNED
         if not running or not self.waiting:
             return 0
@@ -751,7 +754,7 @@ class Schedule:
         return self.times.tokens_in(self._debt)
 
     def _resume(self, moves: list[Move], works: list[PlannedWork]) -> None:
-        """Bring suspended micro-batches back, as long as they fit with what is there."""
+        """Resume suspended micro-batches while they fit beside the running ones."""
         while self.suspended:
             batch = self.suspended[0]
             if self.batches and not self._fits(self._usage(), self._need(batch.living)):
@@ -767,7 +770,7 @@ class Schedule:
         return all(now + new <= self.limits.positions for now, new in zip(used, more, strict=True))
 
     def _need(self, rows: Iterable[PlannedRow]) -> list[float]:
-        """Return the positions that rows take at the `_TIMES` from now, each to its end."""
+        """Return the positions of rows at `_TIMES`, each to its end."""
         need = [0.0] * len(_TIMES)
         at_once = self.able.regroups is not True  # the room is reserved at once
         for row in rows:
@@ -782,7 +785,7 @@ class Schedule:
         return need
 
     def _held(self, rows: int, width: int, end: int) -> list[float]:
-        """Return the positions of a micro-batch that keeps its room for `end` passes."""
+        """Return a micro-batch's positions if it keeps its room for `end` passes."""
         return [rows * self._capacity(width, end) * float(passes < end) for passes in _TIMES]
 
     def _usage(self) -> list[float]:
@@ -856,9 +859,10 @@ class Schedule:
 
 
 def largest_load(planner: Planner, needs: Sequence[tuple[int, int]], max_rows: int | None = None) -> Workload:
-    """Return the largest load of rows with the mean of `needs` (known tokens, tokens to come). It has as many rows as
-    the plan's machine has room for, and as are faster together, and no more than `max_rows`; one at least, since every
-    row fits alone."""
+    """Return the largest load of rows with the mean of `needs`. A need is (known tokens, tokens to come). It has as
+    many rows as the plan's machine has room for, and as are faster together, and no more than `max_rows`; one at least,
+    since every row fits alone.
+    """
     known, left = (max(1, -(-sum(column) // len(needs))) for column in zip(*needs, strict=True))
     case, cautious, limits, tuned = planner.case, planner.cautious, planner.limits, tuning.TUNED
 
@@ -874,7 +878,7 @@ def largest_load(planner: Planner, needs: Sequence[tuple[int, int]], max_rows: i
         return at(max(1, min(row_limit, able)))
 
     def room(rows: int) -> tuple[bool, bool]:
-        """Tell whether there is room, and whether the ring then holds a layer: else the link waits for work."""
+        """Tell whether the load fits, with a layer in the ring: else the link waits for work."""
         padded = at(ceil(rows * tuned.padding))
         grown = padded.model_copy(update={"output_len": left + tuned.growth})
         taken = cautious.placer.device_bytes(cautious.placer.tiers(cautious.placer.bare(padded), grown))
@@ -886,10 +890,10 @@ def largest_load(planner: Planner, needs: Sequence[tuple[int, int]], max_rows: i
 
 
 def _best_rows(best: Plan) -> int:
-    """Return the rows of the best batch, or of the largest where no rate is known."""
+    """Return the best batch's rows, or the largest's without a rate."""
     return best.case.workload.batch_size if best.output_tok_s and best.fits else best.max_batch_size
 
 
 def positions_of(load: Workload) -> int:
-    """Return the positions that a load's rows may take, padding and growth included."""
+    """Return the positions a load may take, padding and growth included."""
     return ceil(load.batch_size * tuning.TUNED.padding) * (load.total_len + tuning.TUNED.growth)

@@ -204,16 +204,17 @@ def _before_stop(tokenizer: Tokenizer, sequence: Sequence) -> str | None:
 
 
 class ContinuousScheduler:
-    """Scheduler of sequences that come at any time, on an engine of its own: continuous batching. `load` is the largest
-    load to reckon with, all rows together (`zinfer.generation.schedule.largest_load`); at most `rows` run at a time.
-    With `arrivals` requests share the rows, in the order in which they came; otherwise like rows begin together. Keys
-    and values of complete prompts and of rows that end or are dropped are kept in up to `cache_size` bytes of host
-    memory, in `prefixes`, and in `folder`; a later row reuses its longest prefix that is there. `cannot_reuse` is the
-    reason why the engine does not, if it cannot. Where `rows` is 1 all rows are turns of one conversation: they are
-    kept once they end, however short they are.
+    """Scheduler of sequences that come at any time, on its own engine: continuous batching. `load` is the largest load
+    to reckon with, all rows together (`zinfer.generation.schedule.largest_load`); at most `rows` run at a time. With
+    `arrivals` requests share the rows, in the order in which they came; otherwise like rows begin together. Keys and
+    values of complete prompts and of rows that end or are dropped are kept in up to `cache_size` bytes of host memory,
+    in `prefixes`, and in `folder`; a later row reuses its longest prefix that is there. `cannot_reuse` is the reason
+    why the engine does not, if it cannot. Where `rows` is 1 all rows are turns of one conversation: they are kept once
+    they end, however short they are.
 
     With a `drafter`, by default the one that the engine's options ask for, a pass may give a row several tokens. Raises
-    EngineError then where `Engine.cannot_draft` gives a reason."""
+    EngineError then where `Engine.cannot_draft` gives a reason.
+    """
 
     def __init__(
         self,
@@ -393,7 +394,7 @@ class ContinuousScheduler:
         self.drafts.begin({sequence.key: sequence.known_ids for sequence in alive if sequence and sequence.left > 1})
 
     def _rest_drafts(self, batch: PlannedBatch) -> None:
-        """Free the memory of drafts for rows that do not run for a while."""
+        """Free the draft memory of rows that do not run for now."""
         if self.drafts is not None:
             for row in batch.living:
                 self.drafts.drafter.discard(row.key)
@@ -516,9 +517,10 @@ class ContinuousScheduler:
         self._lose([batch for batch in dict.fromkeys(made) if batch in live])
 
     def _cost_of(self, works: Several[PlannedWork]) -> list[PlannedBatch]:
-        """Return the micro-batches that lose their KV cache by a pass without enough memory. These are prompts, for
-        which it was reserved, and those of which the engine cannot forget what the pass has stored; without any, the
-        one with most to come."""
+        """Return the micro-batches whose KV cache an out-of-memory pass loses. These are prompts, for which it was
+        reserved, and those of which the engine cannot forget what the pass has stored; without any, the one with most
+        to come.
+        """
         for batch, _ in works:
             self._rest_drafts(batch)
         lost = [batch for batch, _ in works if not (batch.running and self._set_back(batch))]
@@ -533,7 +535,7 @@ class ContinuousScheduler:
         return True
 
     def _lose(self, batches: Several[PlannedBatch]) -> None:
-        """Let rows whose KV cache is lost wait again, with less memory to fill."""
+        """Requeue rows whose KV cache is lost, with less memory to fill."""
         schedule = self.schedule
         schedule.tally.retries += 1
         if batches:
@@ -556,7 +558,7 @@ class ContinuousScheduler:
         return notes
 
     def _reusable(self, row: PlannedRow) -> int:
-        """Return how many of a row's first positions are kept and may be reused."""
+        """Return how many first positions of a row may be reused. These are kept."""
         if self.prefixes is None:
             return 0
         version, count = self._matched.get(row.key, (-1, 0))
@@ -570,7 +572,7 @@ class ContinuousScheduler:
         return count
 
     def _alike(self, length: int) -> bool:
-        """Tell whether rows that begin alike have the same keys for `length` tokens."""
+        """Tell whether equal first `length` tokens give equal keys."""
         limit = self.engine.max_shared_prefix
         return limit is None or length <= limit
 
@@ -591,8 +593,7 @@ class ContinuousScheduler:
         return (RowsPast(kept, pads, batch.length),) if batch.length else ()
 
     def _note_computed(self, works: Several[PlannedWork]) -> None:
-        """Note completed prompts and ended rows, to keep them before the next pass. So no first token waits for
-        that."""
+        """Note completed prompts and ended rows, to keep before the next pass. So no first token waits for that."""
         if self.prefixes is None:
             return
         for batch, count in works:
@@ -662,7 +663,7 @@ class ContinuousScheduler:
         return torch.tensor(rows)
 
     def _scored(self, batch: PlannedBatch) -> bool:
-        """Tell whether all positions of a micro-batch's prompts need logits, for their scores."""
+        """Tell whether a micro-batch's prompts need logits everywhere, for their scores."""
         sequences = (self.sequences.get(row.key) for row in batch.living)
         return not batch.running and any(sequence is not None and sequence.scores_prompt for sequence in sequences)
 
@@ -713,7 +714,7 @@ class ContinuousScheduler:
         drafts: Mapping[int, list[int]],
         token_scores: Mapping[tuple[int, int], Score],
     ) -> list[Sequence]:
-        """Give each sequence its tokens, up to the first that no draft foresaw; return the sequences."""
+        """Append each sequence's tokens, up to the first without a matching draft; return the sequences."""
         proposed = [
             [] if sequence is None else drafts.get(sequence.key, [])[: len(row) - 1]
             for sequence, row in zip(sequences, ids, strict=True)
@@ -740,7 +741,7 @@ class ContinuousScheduler:
         return touched
 
     def _score_prompts(self, batch: PlannedBatch, logits: Tensor) -> None:
-        """Add the scores that `logits`, ``[B, count, V]`` of a micro-batch's next positions, have for prompts."""
+        """Add prompt scores from `logits`, ``[B, count, V]``. They are those of a micro-batch's next positions."""
         count = logits.shape[1]
         for index, row in enumerate(batch.rows):
             sequence = None if row is None else self.sequences.get(row.key)
@@ -760,8 +761,9 @@ def _micro_batch(batch: PlannedBatch) -> MicroBatch:
 
 
 def _draft_row(sequence: Sequence, max_tokens: int, recompute_beyond: int | None) -> DraftRow:
-    """Return a running sequence, which may get up to `max_tokens` tokens, for a drafter. No draft may take it beyond
-    the switch of longrope (`Engine.recompute_beyond`)."""
+    """Return a running sequence for a drafter. It may get up to `max_tokens` tokens. No draft may take it beyond the
+    switch of longrope (`Engine.recompute_beyond`).
+    """
     known = sequence.known_ids
     if recompute_beyond is not None and len(known) <= recompute_beyond:
         max_tokens = min(max_tokens, recompute_beyond + 1 - len(known))
@@ -774,15 +776,16 @@ def _right(drafts: Several[int], tokens: Several[int]) -> int:
 
 
 def _as_short(batch: PlannedBatch, drafts: Mapping[int, list[int]]) -> dict[int, list[int]]:
-    """Cut the drafts of a micro-batch's rows to those of the row with fewest."""
+    """Cut a micro-batch's drafts to the row with fewest."""
     keys = [row.key for row in batch.living]
     fewest = min((len(drafts.get(key, ())) for key in keys), default=0)
     return {key: drafts[key][:fewest] for key in keys} if fewest else {}
 
 
 def _choose(sequences: Several[Sequence | None], logits: Tensor) -> tuple[Tensor, Tensor, dict[tuple[int, int], Score]]:
-    """Choose the token of each row and position of ``[B, n, V]`` logits, as if earlier ones were right. Returns the
-    tokens ``[B * n]``, whether their logits are numbers, and the scores that are asked for, by row and position."""
+    """Choose tokens from ``[B, n, V]`` logits, trusting all earlier drafts. Returns the tokens ``[B * n]``, whether
+    their logits are numbers, and the scores that are asked for, by row and position.
+    """
     count = logits.shape[1]
     each = [sequence for sequence in sequences for _ in range(count)]
     samplings = [GREEDY if sequence is None else sequence.sampling for sequence in each]

@@ -83,7 +83,7 @@ class LoadJob:
 
     @property
     def plan(self) -> Plan:
-        """Plan of the longest case or load of requests, with which the worker loads."""
+        """Plan of the longest case or load, with which the worker loads."""
         return self.planner.plan
 
 

@@ -142,7 +142,7 @@ def _elsewhere(winners: Winners, factors: Mapping[str, Efficiency]) -> Iterator[
 
 
 def _ways(case: Case, spec: ModelSpec, place: Machine, factors: Efficiency) -> list[Plan]:
-    """Return plans with weights in host memory and with none offloaded, each at its best batch."""
+    """Return the best plans with host weights and with none offloaded."""
     cases = (case.model_copy(update={"offload": offload}) for offload in ("cpu", "none"))
     return [Planner(case, spec, place, factors).best(case.workload) for case in cases]
 

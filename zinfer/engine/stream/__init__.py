@@ -85,7 +85,7 @@ DEQUANTIZED_BYTES = 1 << 30  # bytes of a quantised cache that are in the model'
 
 
 class StreamBatch(DecoderBatch):
-    """A micro-batch whose last rows may have their keys and values in host memory: `host`, which uses `memory`."""
+    """Micro-batch whose last rows may have their KV cache in host memory. That cache is `host`, which uses `memory`."""
 
     host: HostCache | None = None
     memory: HostMemory | None = None
@@ -177,7 +177,7 @@ class Stream(Decoder):
         self._stacks = self._stacks and alike and self._probe.moves and self.cannot_pad() is None
 
     def _attach(self, source: LayerSource, ring: PrefetchRing, state: ModelState) -> None:
-        """Connect layers, and experts that come on demand, to the ring, and start it."""
+        """Connect layers and on-demand experts to the ring, and start it."""
         if source.lossless and self._group is None:
             ring.products = PackedProducts(self.device)
         for number, layer in enumerate(self._layers):
@@ -190,7 +190,7 @@ class Stream(Decoder):
             ring.start()
 
     def _check_layerwise(self, group: "Group") -> None:
-        """Raise EngineError for a model that may not be called layer by layer."""
+        """Raise EngineError for a model that cannot run layer by layer."""
         trial = None if self._own_cache else make_cache(self.model.config, 1, 1)
         if not isinstance(trial, RowCache) or len(trial.layers) != len(self._layers):
             name = self.plan.model.name
@@ -293,7 +293,7 @@ class Stream(Decoder):
         placement: Placement,
         moved: Sequence[tuple[DecoderBatch, Tensor]],
     ) -> int:
-        """Return how many of `rows` with room for `capacity` tokens go to host memory; rows `moved` leave room."""
+        """Return how many of `rows` become host rows. Each has room for `capacity` tokens; `moved` rows leave room."""
         if self.expected is None:
             missing: int = placement.host_rows(load.batch_size) - sum(batch.host_rows for batch in self.batches)
             return min(rows, max(0, missing))
@@ -315,12 +315,13 @@ class Stream(Decoder):
         return rows - on_device
 
     def _placement(self, load: Workload) -> Placement:
-        """Return the plan's placement of `load`, or the one given for all ranks."""
+        """Return the placement for `load`, or the one given for all ranks."""
         return self.given or self.planner.placement(load)
 
     def _holds_two_layers(self, ring: PrefetchRing) -> bool:
-        """Tell whether the ring should hold two layers, for which the GPU has room. Between passes of requests rows
-        move, and the link goes on meanwhile."""
+        """Tell whether the GPU has room for a ring of two layers. Between passes of requests rows move, and the link
+        goes on meanwhile.
+        """
         load = self.expected
         if load is None or self.given is not None or isinstance(ring, DiskRing):
             return False
@@ -330,7 +331,7 @@ class Stream(Decoder):
         return room > self.plan.model.layer_bytes
 
     def _share_out(self, ring: PrefetchRing, placement: Placement) -> None:
-        """Give the ring its buffers, and the GPU its layers, as `placement` says."""
+        """Allocate the ring's buffers and put layers on the GPU, by `placement`."""
         buffers = max(placement.ring_depth, self._headroom.ring_depth)
         if buffers >= placement.layer_chunks:  # room for a whole layer, whose tensors are cut one by one
             # With experts on demand the next layer is there when its turn comes.
@@ -353,7 +354,7 @@ class Stream(Decoder):
     def _to_host_memory(
         self, batch: StreamBatch, cache: RowCache, rows: slice, placement: Placement, load: Workload
     ) -> None:
-        """Move the KV cache of `rows`, the last ones of `batch`, to host memory."""
+        """Move the KV cache of `batch`'s last `rows` to host memory."""
         on_cpu = placement.kv_on_cpu or self._ring is None
         batch.memory = memory = HostMemory(self._host_pool(placement, load))
         attention = cache.attention
@@ -370,7 +371,7 @@ class Stream(Decoder):
         batch.host = host
 
     def _host_pool(self, placement: Placement, load: Workload) -> HostPool:
-        """Return the pool for keys and values in host memory, with room for `load`."""
+        """Return the host KV pool, with room for `load`."""
         on_cpu = placement.kv_on_cpu or self._ring is None
         pool = self._kv_pool
         if pool is None or (pool.spread != on_cpu and pool.unused == pool.size):
@@ -382,8 +383,7 @@ class Stream(Decoder):
         return pool
 
     def place(self, placement: Placement) -> None:
-        """Place weights and buffers as `placement` says, which counts the work of all ranks. Raises
-        torch.OutOfMemoryError."""
+        """Place weights and buffers by `placement`. It counts the work of all ranks. Raises torch.OutOfMemoryError."""
         self.given = placement
         if self._ring is not None:
             self._share_out(self._ring, placement)
@@ -462,7 +462,7 @@ class Stream(Decoder):
         return [logits[id(part)] for part in parts]
 
     def _shared_pass(self, part: Part) -> tuple[object, ...]:
-        """Return the key of the forward pass that a part shares with others; one of its own if it cannot."""
+        """Return the key that a part shares with others of its pass; one of its own if it cannot."""
         on_cpu, count = _on_cpu(part), part.token_ids.shape[1]
         if self._ragged.takes(part, on_cpu):
             return "ragged", on_cpu, count
@@ -475,8 +475,9 @@ class Stream(Decoder):
 
     @property
     def _stacks_on_device(self) -> bool:
-        """True if micro-batches on the device share a forward pass as one rectangle. Where no weight crosses the link
-        each has a graph of its own."""
+        """Tell whether micro-batches on the device share a pass as one rectangle. Where no weight crosses the link each
+        has a graph of its own.
+        """
         recorded = self._graphs.wanted and (self._ring is None or not self._ring.streamed)
         recorded = recorded and self.options.kv_cache_dtype not in STORAGE
         return self._stacks and not recorded
@@ -511,7 +512,7 @@ class Stream(Decoder):
         return [results[number] for number in range(len(passes))]
 
     def _is_recordable(self, parts: Sequence[Part]) -> bool:
-        """Tell whether a pass is a decode step that can be recorded (`zinfer.engine.stream.graphs`)."""
+        """Tell whether a pass is a decode step that can be recorded. See `zinfer.engine.stream.graphs`."""
         count = parts[0].token_ids.shape[1]
         if count > (MAX_STEP_TOKENS if self._graphs.takes_several else 1) or self.options.cuda_graphs == "off":
             return False
@@ -583,11 +584,11 @@ class Stream(Decoder):
             return self._joined(parts, cache, None)
 
     def _is_ragged(self, parts: Sequence[Part]) -> bool:
-        """Tell whether parts that share a forward pass do so by ragged attention."""
+        """Tell whether the parts of a pass use ragged attention."""
         return len(parts) > 1 and self._ragged.takes(parts[0], _on_cpu(parts[0]))
 
     def _joined(self, parts: Sequence[Part], cache: Cache, mask: Tensor | None) -> Tensor:
-        """Run one forward pass, a decode step of as many tokens in all `parts`; return its logits ``[B, n, V]``."""
+        """Run one pass, a decode step of `parts` with equal token counts; return its logits ``[B, n, V]``."""
         inputs: dict[str, object] = {
             "input_ids": torch.cat([part.token_ids for part in parts]),
             "attention_mask": mask,
@@ -620,7 +621,7 @@ class Stream(Decoder):
                 return logits
 
     def _deepen_ring(self) -> None:
-        """Give the ring more buffers in spare memory, where the CPU attends and some layers stay."""
+        """Add spare-memory ring buffers, where the CPU attends and some layers stay."""
         ring, headroom = self._ring, self._headroom
         if self.expected is None or headroom.ring_depth or not headroom.known:
             return
@@ -731,7 +732,7 @@ class Stream(Decoder):
             self._graphs.paused = False
 
     def _delivered(self) -> int:
-        """Return the weight bytes that a step brought, as they are in the slot; coded ones were fewer on the wire."""
+        """Return a step's weight bytes as they are in the layer buffer; coded ones were fewer on the wire."""
         experts = round(self._experts_per_step("delivered"))
         if self._ring is None or not self._streamed_per_step or self.plan.placement.codec != "lossless":
             return self._streamed_per_step + experts
@@ -739,7 +740,7 @@ class Stream(Decoder):
         return sum(block.size for image in layers for block in image.blocks.values()) + experts
 
     def _experts_per_step(self, name: str) -> float:
-        """Return the mean of a count of experts over the latest decode steps."""
+        """Return an expert count's mean over the latest decode steps."""
         steps = self._expert_steps
         return sum(getattr(step, name) for step in steps) / len(steps) if steps else 0.0
 
@@ -841,7 +842,7 @@ def stream_batch(batch: MicroBatch) -> StreamBatch:
 
 
 def together(batches: Sequence[MicroBatch], rows: int, length: int, capacity: int) -> Workload:
-    """Return the workload of all micro-batches, and of one more, as if they were one."""
+    """Return the workload of all micro-batches and new rows, as if one."""
     lengths = [length, *(batch.prompt_len for batch in batches)]
     capacities = [capacity, *(batch.capacity for batch in batches)]
     size = rows + sum(batch.batch_size for batch in batches)

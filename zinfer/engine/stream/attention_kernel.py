@@ -24,8 +24,10 @@ LOWEST = tl.constexpr(-3.0e38)  # score of a position that is not there
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """Return the attention of `query` ``[B, K, m, D]`` to `keys` ``[B, K, n, D]`` and `values` ``[B, K, n, E]``:
-    ``[B, K, m, E]``. `bias`, ``[B, 1, m or 1, n]``, is added to the scores; it must be finite."""
+    """Return the attention of `query` to `keys` and `values`. Of `query` ``[B, K, m, D]``, `keys` ``[B, K, n, D]`` and
+    `values` ``[B, K, n, E]`` it is ``[B, K, m, E]``. `bias`, ``[B, 1, m or 1, n]``, is added to the scores; it must be
+    finite.
+    """
     rows, heads, count, size = query.shape
     positions, width = values.shape[2:]
     blocks = triton.cdiv(positions, BLOCK)
@@ -107,8 +109,9 @@ def _attend(
     BLOCK: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Attend to `steps` tiles of the positions of one head of one row: the weighted sum of its values, by the largest
-    score, and beside it that score and the sum of the weights."""
+    """Attend to `steps` tiles of positions for one head of a row: the weighted sum of its values, by the largest score,
+    and beside it that score and the sum of the weights.
+    """
     TYPE: tl.constexpr = values.dtype.element_ty
     pair = tl.program_id(0)
     split = tl.program_id(1)

@@ -147,7 +147,7 @@ class HostRowsTensor(Stacked, HostTensor):
         return out
 
     def mix(self, chances: Tensor) -> Tensor:
-        """Return ``chances @ values`` of ``[.., n, m]`` chances, with as many leading dimensions as this tensor."""
+        """Return ``chances @ values``, with as many leading dimensions as this tensor. Chances are ``[.., n, m]``."""
         split = self.split_heads(chances)
         mixed, first = [], 0
         for block in self.blocks:
@@ -157,15 +157,16 @@ class HostRowsTensor(Stacked, HostTensor):
         return torch.cat(mixed).view(*chances.shape[:-1], -1)
 
     def split_heads(self, rows: Tensor) -> Tensor:
-        """Return ``[.., n, D]`` rows, with as many leading dimensions as this tensor, as ``[B, heads, n, D]``."""
+        """Reshape ``[.., n, D]`` rows to ``[B, heads, n, D]``. They have as many leading dimensions as this tensor."""
         if rows.shape[:-2] != self.shape[:-2]:
             raise NotStackedError(f"a product of {list(rows.shape)} and keys or values {list(self.shape)}")
         return rows.reshape(-1, self.blocks[0].shape[1], *rows.shape[-2:])
 
 
 class DeferredScores(HostTensor):
-    """Scores of queries for keys in host memory, or their softmax, not computed yet. They are computed together with
-    the product that follows, by `attend`, or, if a model does anything else with them, when it does."""
+    """Lazy scores of queries for keys in host memory, or their softmax. They are computed together with the product
+    that follows, by `attend`, or, if a model does anything else with them, when it does.
+    """
 
     queries: Tensor  # [B, heads, n, D]
     keys: HostRowsTensor
@@ -188,8 +189,9 @@ class DeferredScores(HostTensor):
         return func(*args, **kwargs)
 
     def _deferred(self, func: Any, others: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Return the result of a function of these scores and `others` without computing them, if it can. The product
-        that ends attention is computed; None stands for anything else."""
+        """Defer a function of these scores and `others`, if possible. The product that ends attention is computed; None
+        stands for anything else.
+        """
         other, name = others[0] if others else None, getattr(func, "__name__", "")
         if name.endswith("_") and not name.endswith("__"):
             raise NotStackedError(f"{name} changes scores in place")
@@ -262,8 +264,9 @@ class DeferredScores(HostTensor):
 def attend_all(
     queries: Tensor, blocks: Sequence[tuple[Tensor, Tensor]], biases: Sequence[Tensor], scale: float | None
 ) -> Tensor:
-    """Return the attention of `queries` to all `blocks`, in float32, as `cpu_kernel.attend` does. Other passes go on
-    meanwhile; torch computes what the compiled code cannot."""
+    """Return the float32 attention of `queries` to all `blocks`. It is what `cpu_kernel.attend` returns. Other passes
+    go on meanwhile; torch computes what the compiled code cannot.
+    """
     factor = queries.shape[-1] ** -0.5 if scale is None else scale
     if can_attend(queries, blocks):
         return run_async(_attend(queries, blocks, biases, factor))
@@ -280,7 +283,7 @@ def attend_all(
 def _attend(
     queries: Tensor, blocks: Sequence[tuple[Tensor, Tensor]], biases: Sequence[Tensor], scale: float
 ) -> Callable[[], Tensor]:
-    """Return a function that computes `attend`, by as many threads as the caller has."""
+    """Return a function that computes `attend` with the caller's thread count."""
     return partial(attend, queries, blocks, biases, scale, torch.get_num_threads())
 
 
@@ -316,8 +319,9 @@ def _bias(added: Tensor, shape: Sequence[int], leading: Sequence[int]) -> Tensor
 
 
 def _widened_once(added: Tensor) -> Tensor:
-    """Return a mask or bias in float32, -inf where a bool is False. Copies that `_fetched` made, which nobody changes,
-    are converted once."""
+    """Return a mask or bias in float32, -inf where False. Copies that `_fetched` made, which nobody changes, are
+    converted once.
+    """
     if added.dtype == torch.float32:
         return added
     known: Tensor | None = getattr(added, "_wide", None)
@@ -331,8 +335,7 @@ def _widened_once(added: Tensor) -> Tensor:
 
 
 def stack_host_rows(blocks: Sequence[Tensor], home: torch.device, dtype: torch.dtype) -> HostRowsTensor:
-    """Return `HostRowsTensor` of `blocks`, each ``[b, heads, n, D]`` on the CPU, n its own; they report the type
-    `dtype`."""
+    """Return `HostRowsTensor` of CPU `blocks`. Each is ``[b, heads, n, D]``, n its own; their type is `dtype`."""
     stacked_rows = stack(blocks, dtype).as_subclass(HostRowsTensor)
     stacked_rows.blocks, stacked_rows.turned, stacked_rows.home = tuple(blocks), False, home
     return stacked_rows
@@ -358,7 +361,7 @@ MEASURES = stacked.MEASURES | {"data_ptr"}
 
 
 def as_host_tensor(tensor: Tensor, home: torch.device) -> HostTensor:
-    """Return a view of the CPU tensor `tensor` whose operations run on the CPU; their results belong on `home`."""
+    """Return a view of `tensor` whose operations run on the CPU; their results belong on `home`."""
     view = tensor.as_subclass(HostTensor)
     view.home = home
     return view
@@ -395,8 +398,9 @@ def _tensors(operands: Any) -> Iterator[Tensor]:
 
 
 def _changed(change: Callable[[Any], Any], operands: Any) -> Any:
-    """Return the operands of a function, each replaced by what `change` returns of it. This takes a fraction of the
-    time of `torch.utils._pytree`, which knows other containers, too."""
+    """Map `change` over the operands of a function. This takes a fraction of the time of `torch.utils._pytree`, which
+    knows other containers, too.
+    """
     if type(operands) in (tuple, list):
         return type(operands)(_changed(change, operand) for operand in operands)
     if type(operands) is dict:
@@ -429,8 +433,9 @@ def _attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Compute `scaled_dot_product_attention` of query heads ``[B, H, n, D]`` that may share key heads ``[B, K, m, D]``:
-    the queries of a group are rows of one product, so that each key is read once."""
+    """Compute `scaled_dot_product_attention` where query heads share key heads. Queries are ``[B, H, n, D]``, keys
+    ``[B, K, m, D]``; the queries of a group are rows of one product, so that each key is read once.
+    """
     batch, heads, length, width = query.shape
     groups = key.shape[1]
     rows = query.reshape(batch, groups, heads // groups * length, width)
@@ -473,8 +478,9 @@ def _can_multiply(rows: Tensor, matrix: Tensor) -> bool:
 
 
 def _product(rows: Tensor, matrix: Tensor) -> Tensor | None:
-    """Return ``rows @ matrix`` in float32 if the matrix, or its transpose, suits the compiled code; else None. Scores
-    of stacked rows are computed later."""
+    """Return ``rows @ matrix`` in float32 by the compiled code, or None. It is None unless the matrix or
+    its transpose suits that code. Scores of stacked rows are computed later.
+    """
     suited = rows.dim() == matrix.dim() > 1 and rows.shape[-1] == matrix.shape[-2]
     if isinstance(matrix, HostRowsTensor) and suited and matrix.turned and not isinstance(rows, HostRowsTensor):
         return _scores(rows, matrix)

@@ -176,19 +176,20 @@ def _alike(rows: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_rows(states: Tensor) -> Tensor:
-    """Quantise the rows of `states` (``[.., D]``, any float type) to 8 bits: symmetric, rounded to nearest. Returns
-    uint8 ``[.., D + 4]``, each row with its scale; `int8_of` it is a matrix for `dots` and `mix`."""
+    """Quantise the rows of `states` (``[.., D]``, any float) to 8 bits: symmetric, rounded to nearest. Returns uint8
+    ``[.., D + 4]``, each row with its scale; `int8_of` it is a matrix for `dots` and `mix`.
+    """
     scale = states.abs().amax(-1, keepdim=True).float().clamp_(min=TINIEST) / 127
     return join_scales((states.float() / scale).round_().to(torch.int8), scale)
 
 
 def join_scales(numbers: Tensor, scales: Tensor) -> Tensor:
-    """Return int8 `numbers` ``[.., D]`` and their float32 `scales` ``[.., 1]`` as `quantize_rows` does."""
+    """Join int8 `numbers` and their float32 `scales` as `quantize_rows` does. They are ``[.., D]`` and ``[.., 1]``."""
     return torch.cat([numbers.view(torch.uint8), scales.view(torch.uint8)], dim=-1)
 
 
 def split_scales(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the int8 numbers ``[.., D]`` and the float32 scales ``[.., 1]`` of what `quantize_rows` returned."""
+    """Split what `quantize_rows` returns into numbers and scales: int8 ``[.., D]`` and float32 ``[.., 1]``."""
     return int8_of(rows), rows[..., rows.shape[-1] - SCALE_BYTES :].contiguous().view(torch.float32)
 
 
@@ -223,7 +224,7 @@ def can_multiply(rows: Tensor, matrix: Tensor) -> bool:
 
 
 def _are_read(rows: Tensor) -> bool:
-    """Tell whether the compiled code takes rows of this type from where they are."""
+    """Tell whether the compiled code reads such rows without a copy."""
     return rows.dtype in FLOATS and rows.device.type == "cpu"
 
 

@@ -78,10 +78,12 @@ class Recorder(Protocol):
     """Recorder of the work that a function gives the device."""
 
     def record(self, run: Run) -> Run:
-        """Return a function that repeats the work of `run`, on the same memory, and returns the same tensor."""
+        """Record `run`; return a function that replays it. The function works on the same memory, and returns the same
+        tensor.
+        """
 
     def timed(self, run: Run) -> tuple[Tensor, float]:
-        """Return the result of `run` and the seconds until the device has computed it."""
+        """Return the result of `run`, and its seconds on the device."""
 
 
 class CudaRecorder:
@@ -170,8 +172,9 @@ def recorder_of(device: torch.device) -> Recorder | None:
 
 
 class ConstantsOnDevice(TorchFunctionMode):
-    """Mode in which ``torch.tensor(number, device=..)``, a constant of a model, fills memory on the device. Otherwise
-    it copies the number from host memory, which cannot be recorded."""
+    """Mode in which a model's constants are filled on the device. That is ``torch.tensor(number, device=..)``.
+    Otherwise it copies the number from host memory, which cannot be recorded.
+    """
 
     def __torch_function__(
         self, function: Any, _types: Any, args: tuple[Any, ...] = (), options: dict[str, Any] | None = None
@@ -184,7 +187,7 @@ class ConstantsOnDevice(TorchFunctionMode):
 
 
 def end_of(length: int, capacity: int) -> int:
-    """Return the number of positions that a recorded pass sees once `length` are computed."""
+    """Return how many positions a recorded pass sees after `length` tokens."""
     step = max(TUNED.bucket, (1 << length.bit_length()) // (2 * TUNED.growth))
     return min(capacity, -(-length // step) * step)
 
@@ -256,7 +259,7 @@ class StaticKV:
         return True
 
     def feed(self, batch: DecoderBatch, count: int) -> None:
-        """Set what the next pass, of `count` tokens a row, reads besides tokens."""
+        """Set the inputs of the next pass besides tokens. It has `count` tokens a row."""
         self.slot.fill_(batch.length)
         layers = _layers(batch)
         for window, slot in self.within.items():
@@ -286,7 +289,7 @@ class StaticKV:
         ]
 
     def slots(self, count: int, window: int | None = None) -> Tensor:
-        """Return the slots of the next `count` tokens, ``[count]``, computed on the device."""
+        """Return the slots of the next `count` tokens, ``[count]``, on the device."""
         return (self.slot if window is None else self.within[window]) + self._positions[:count]
 
     def seen(self, end: int, count: int) -> Tensor:
@@ -383,13 +386,14 @@ class Graphs:
         return self._ragged.able and not self._single
 
     def make_room(self, rows: int, capacity: int) -> None:
-        """Free the memory of retired micro-batches, unless one has the next one's shape."""
+        """Free retired micro-batches' memory, unless one has the next one's shape."""
         if all((memory.rows, memory.capacity) != (rows, capacity) for memory in self._spare):
             self._free()
 
     def reuse_memory(self, batch: DecoderBatch) -> None:
-        """Give a new micro-batch the memory and graphs of a retired one of its shape. All such memory is freed if there
-        is none."""
+        """Reuse a retired micro-batch's memory and graphs for an equal shape. All such memory is freed if there is
+        none.
+        """
         for number, memory in enumerate(self._spare):
             if memory.offer(batch):
                 self._memories[id(batch)] = batch, self._spare.pop(number)
@@ -425,7 +429,7 @@ class Graphs:
         return logits
 
     def cannot(self, part: Part) -> str | None:
-        """Return the reason why a decode step of a part cannot be recorded; None if it can."""
+        """Return why a part's decode step cannot be recorded; None if it can."""
         batch, cache = part.batch, part.batch.cache
         if self._why_not is not None:
             return self._why_not
@@ -502,7 +506,7 @@ class Graphs:
         return graph.replay()
 
     def _both_ways(self, graph_set: GraphSet, parts: Sequence[Part], ends: tuple[int, ...], eager: Run) -> Tensor:
-        """Compute a pass without a graph, then with one, recorded if need be; return the logits of the former."""
+        """Compute a pass eagerly, then by a graph, recorded if need be; return the logits of the former."""
         assert self._recorder is not None
         logits, without_s = self._recorder.timed(eager)
         count, _ = shape = _shape(parts)
@@ -562,8 +566,9 @@ class Graphs:
         return None
 
     def _give_up(self, graph_set: GraphSet, shape: Shape, reason: str, for_good: bool = False) -> None:
-        """Use no graphs for steps of this shape of micro-batches of these sizes; with `for_good` for none any more, or
-        for none of several tokens if that is such a step."""
+        """Disable graphs for steps of this shape and these micro-batch sizes; with `for_good` for none any more, or for
+        none of several tokens if that is such a step.
+        """
         self._useless.add((shape, graph_set.sizes))
         graph_set.graphs = {key: graph for key, graph in graph_set.graphs.items() if key[0] != shape}
         self.status = reason
@@ -574,7 +579,7 @@ class Graphs:
             self.clear()
 
     def _record(self, graph_set: GraphSet, parts: Sequence[Part], ends: tuple[int, ...]) -> Graph:
-        """Record the pass of `parts` that sees the first `ends` positions of each."""
+        """Record the pass of `parts` that sees `ends` positions of each."""
         assert self._recorder is not None
         count, keep = shape = _shape(parts)
         token_ids, positions = ([getattr(part, name) for part in parts] for name in ("token_ids", "positions"))
@@ -590,7 +595,7 @@ class Graphs:
         return graph
 
     def _find_kernels(self, device: torch.device) -> None:
-        """Find the kernels that recorded passes have in the place of the model's own."""
+        """Choose the kernels that replace the model's own in recorded passes."""
         self._norms = Norms(self._model, device)
         if self._ragged.able and cannot_run(device) is None:
             self._attend = split_attention
@@ -656,8 +661,9 @@ def alike(actual: Tensor, expected: Tensor) -> bool:
 
 
 def difference(actual: Tensor, expected: Tensor) -> float:
-    """Return the difference of numbers ``[rows, ..]``, relative to their norm, of the median row: where experts are
-    chosen, rounding alone may lead a row elsewhere."""
+    """Return the median row's relative difference of numbers ``[rows, ..]``. It is relative to their norm: where
+    experts are chosen, rounding alone may lead a row elsewhere.
+    """
     expected = expected.double().flatten(1)
     error = (actual.double().flatten(1) - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-30)
     return float(error.median())

@@ -1,4 +1,4 @@
-"""CPU work of a forward pass, done by another thread while other passes are launched.
+"""CPU work of a pass, in another thread while other passes launch.
 
 A pass whose rows the CPU attends to waits, in each layer, for the device's query, then for attention. Both take longer
 than launching what the device computes for other passes. So the pass hands its work over and pauses (`run_async`);
@@ -103,7 +103,7 @@ def defer_store(target: Tensor, states: Tensor) -> None:
 
 @contextmanager
 def gathered_stores() -> Iterator[None]:
-    """Do all stores of the block in one call, at its end or later."""
+    """Batch the block's stores into one call, at its end or later."""
     if may_pause():
         yield
         return

@@ -38,8 +38,9 @@ IN_FLIGHT = 512 << 20  # bytes under way to the host at a time; they take as muc
 
 
 class HostCopier:
-    """Copies to the host, on a stream of their own beside compute, in order; without a GPU they are done at once. All
-    batches share one copier, so that no copy of an earlier batch arrives in memory that is used anew."""
+    """Device-to-host copier with a CUDA stream of its own, in order; without a GPU they are done at once. All batches
+    share one copier, so that no copy of an earlier batch arrives in memory that is used anew.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -180,8 +181,9 @@ class HostMemory:
         return sum(block.size for block in self._blocks.values())
 
     def allocate(self, layer: int, size: int) -> Tensor:
-        """Return uint8 ``[size]`` for a layer, with its content if it was large enough before. Raises MemoryError as
-        `PinnedArena` does."""
+        """Return a layer's uint8 ``[size]``. Its content stays if it was large enough before. Raises MemoryError as
+        `PinnedArena` does.
+        """
         block = self._blocks.get(layer)
         if block is None or block.size < size:
             if block is not None:
@@ -222,8 +224,9 @@ class HostCache(ABC):
 
     @abstractmethod
     def extend(self, layer: int, rows: slice, keys: Tensor, values: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """Store keys and values, ``[rows, kv_heads, n, head_dim]`` each, of positions `start` on; return all keys and
-        values that these positions see."""
+        """Store keys and values of positions `start` on. They are ``[rows, kv_heads, n, head_dim]`` each; return all
+        keys and values that these positions see.
+        """
 
     def fill(self, layer: int, rows: slice, blocks: Sequence[Tensor]) -> None:
         """Store the first positions of `rows`: keys and values, or what `FixedLayer.stored` returns of those in 8
@@ -233,8 +236,9 @@ class HostCache(ABC):
 
     @abstractmethod
     def stored(self, layer: int, rows: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of `rows`, ``[b, kv_heads, n, head_dim]`` each, on the host or the device: the
-        positions that the next token after `length` ones sees. In 8 bits they are as `quantize_rows` returns them."""
+        """Return keys and values of `rows`, on the host or the device. They are ``[b, kv_heads, n, head_dim]`` each:
+        the positions that the next token after `length` ones sees. In 8 bits they are as `quantize_rows` returns them.
+        """
 
     @abstractmethod
     def rollback(self, length: int) -> None:
@@ -242,8 +246,9 @@ class HostCache(ABC):
 
     @abstractmethod
     def keep_rows(self, rows: Sequence[int], first: int) -> None:
-        """Keep `rows` (rising) of this cache only, as rows `first`, `first` + 1, .. Memory stays reserved until the
-        last row is gone."""
+        """Keep only `rows` (rising) of this cache. They become rows `first`, `first` + 1, .. Memory stays reserved
+        until the last row is gone.
+        """
 
 
 class CpuCache(HostCache):
@@ -282,8 +287,9 @@ class CpuCache(HostCache):
         return (quantize_rows(keys), quantize_rows(values)) if self._in_8_bits else (keys, values)
 
     def append(self, layer: int, rows: slice, arrived: Sequence[Tensor], start: int) -> tuple[Tensor, Tensor]:
-        """Store encoded keys and values of positions `start` on, which may be on their way to host memory. Returns all
-        keys and values that these positions see, in 8 bits without scales."""
+        """Store encoded keys and values of positions `start` on. They may be on their way to host memory. Returns all
+        keys and values that these positions see, in 8 bits without scales.
+        """
         slots, *stores = self._layers[layer]
         step = slots.add(start, arrived[0].shape[2])
         for event in self._sent:
@@ -391,7 +397,7 @@ class StoredPart:
     written: Any = None  # event behind the last copy
 
     def held(self, length: int) -> Tensor:
-        """Return the positions that the next token after `length` ones sees, ``[n, bytes of a position]``."""
+        """Return the positions seen after `length` tokens, as ``[n, bytes a position]``."""
         return self.memory[self.slots.held(length)]
 
     def transfer(self, layer: int, length: int) -> Transfer:
@@ -434,7 +440,7 @@ class LinkCache(HostCache):
         self._shapes: dict[int, tuple[torch.dtype, tuple[int, int], tuple[int, int]]] = {}  # type, heads and widths
 
     def fetch(self, part: slice, length: int, count: int) -> PartFetch:
-        """Return the fetch for a pass over `part`, with `length` tokens stored and `count` new ones."""
+        """Return the fetch for `part`'s pass of `count` new tokens. It has `length` tokens stored."""
         return PartFetch(self, part, length, count, self._version)
 
     def part_bytes(self, part: slice) -> int:
@@ -535,8 +541,7 @@ class LinkCache(HostCache):
         self._ring.hand_back()
 
     def _joined(self, step: SlotAllocation, layer: int, new: Tensor) -> Tensor:
-        """Return the positions that those of `new` see, followed by `new`, ``[n, bytes]``: on a GPU, in the ring's
-        buffer."""
+        """Return the positions that `new` ones see, then `new`, ``[n, bytes]``: on a GPU in the ring's buffer."""
         held = self._ring.borrow(layer)
         past = step.past.stop - step.past.start
         if not self._cuda:
@@ -562,9 +567,9 @@ class SplitLayer(FixedLayer):
             self.device_layer.window(rows, length)
 
     def joins(self, rows: slice, on_cpu: bool = False) -> bool:
-        """Tell whether a part of it, `rows`, can share a forward pass with others: on the device, or in host memory,
-        from which they come over the link one after the other; or with others that the CPU attends to, if these are
-        `on_cpu`."""
+        """Tell whether part `rows` of it can share a pass with others: on the device, or in host memory, from which
+        they come over the link one after the other; or with others that the CPU attends to, if these are `on_cpu`.
+        """
         if on_cpu:
             return isinstance(self._host, CpuCache) and rows == self._host.rows
         if isinstance(self.device_layer, QuantizedLayer):
@@ -632,12 +637,12 @@ class SplitLayer(FixedLayer):
         return self._host.extend(self._index, self.rows, key_states, value_states, start)
 
     def encode(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values of rows that the CPU attends to, as `CpuCache.encode` does."""
+        """Encode keys and values of CPU-attended rows, as `CpuCache.encode` does."""
         assert isinstance(self._host, CpuCache)
         return self._host.encode(keys, values)
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store new keys and values of such rows, behind a prompt, as `CpuCache.append` does."""
+        """Append new keys and values of CPU-attended rows. `CpuCache.append` does the same."""
         assert isinstance(self._host, CpuCache)
         start = self.length
         self.length += keys.shape[2]
@@ -678,5 +683,5 @@ class PartLayer(DynamicLayer):  # type: ignore[misc]
 
 
 def _padded(blocks: Sequence[Tensor], length: int) -> Tensor:
-    """Stack blocks ``[b, kv_heads, n, D]``, each padded with zeros in front to `length`."""
+    """Stack blocks ``[b, kv_heads, n, D]``, zero-padded in front to `length`."""
     return torch.cat([pad(block, (0, 0, length - block.shape[2], 0)) for block in blocks])

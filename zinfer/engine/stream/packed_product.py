@@ -134,7 +134,7 @@ def _whole_bytes(layout: CodesLayout) -> bool:
 
 
 class CheckedKernel:
-    """Kernel that is given up if it fails, or differs in the first call of a kind.
+    """Kernel that is given up if it fails. It is also given up if it differs in the first call of a kind.
 
     `status` is ``on``, the reason why it is not used, or None where nothing is for it; `reference` names what the
     results are compared with.

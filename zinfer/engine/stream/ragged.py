@@ -83,8 +83,9 @@ class RaggedLayer(DynamicLayer):  # type: ignore[misc]
         return key, value
 
     def attend(self, query: Tensor, scaling: float | None) -> Tensor:
-        """Store new keys and values of each micro-batch, and attend to all that it has. `query` is ``[B, heads, n,
-        head_dim]``, the result ``[B, n, heads, head_dim]``."""
+        """Store each micro-batch's new keys and values, and attend to all. `query` is ``[B, heads, n, head_dim]``, the
+        result ``[B, n, heads, head_dim]``.
+        """
         key, value = self._take()
         outputs, first = [], 0
         for store, count, mask in zip(self._stores, self._rows, self._masks, strict=True):
@@ -125,8 +126,9 @@ class HostAttentionLayer(RaggedLayer):
         return to_device(separated.permute(0, 3, 1, 2, 4).reshape(total, tokens, query.shape[1], -1), home)
 
     def _biases(self, blocks: Sequence[tuple[Tensor, Tensor]], heads: int) -> list[Tensor]:
-        """Return the bias of all rows, ``[B, 1, 1 or heads * n, m]``, m the most positions that one sees; none if
-        nothing is hidden. The layers that see as many share it."""
+        """Return the bias of all rows. It is ``[B, 1, 1 or heads * n, m]``, m the most positions that one sees; none if
+        nothing is hidden. The layers that see as many share it.
+        """
         held = next((mask for mask in self._masks if mask is not None), None)
         if held is None:
             return []
@@ -192,8 +194,9 @@ class StackedLayer(DynamicLayer):  # type: ignore[misc]
 
 
 def stacked_inputs(parts: Sequence[Part], on_cpu: bool) -> tuple[Cache, Tensor | None]:
-    """Return cache and mask ``[B, n]`` of a pass of `parts` as one rectangle. They are decode steps of as many tokens;
-    there is no mask if there is no padding."""
+    """Return cache and mask ``[B, n]`` for `parts` as one rectangle. They are decode steps of as many tokens; there is
+    no mask if there is no padding.
+    """
     layers = getattr(parts[0].batch.cache, "layers", ())
     cache = Cache(layers=[StackedLayer(index, parts, on_cpu) for index in range(len(layers))])
     count = parts[0].token_ids.shape[1]
@@ -226,9 +229,10 @@ class Ragged:
         )
 
     def takes(self, part: Part, on_cpu: bool = False) -> bool:
-        """Tell whether a part can be joined with others of as many tokens: a decode step of a micro-batch's rows, which
+        """Tell whether a part can join others with equal token counts: a decode step of a micro-batch's rows, which
         have nothing but keys and values, on the device or coming there, or, `on_cpu`, of those that the CPU attends to.
-        Rows with a sliding window have one token."""
+        Rows with a sliding window have one token.
+        """
         batch, cache, count = part.batch, part.batch.cache, part.token_ids.shape[1]
         if not (self.able and is_decode(part) and isinstance(cache, RowCache)):
             return False
@@ -239,7 +243,7 @@ class Ragged:
         return (whole or split) and (count == 1 or all(layer.slots.window is None for layer in cache.layers))
 
     def switch(self, on: bool) -> None:
-        """Make the model use the attention of ragged passes, or its own again."""
+        """Switch the model to the attention of ragged passes, or back."""
         if on != self._on:
             self._on = on
             for config in self._configs:
@@ -254,10 +258,11 @@ class Ragged:
         by: Attend = scaled_dot_product_attention,
         on_cpu: bool = False,
     ) -> Iterator[Cache]:
-        """Make the model use the attention of ragged passes, with one cache for the layers of all `caches`, whose
-        number of rows is in `rows`. `masks` are what `bias` returns of each; None hides nothing. `by` computes the
-        attention of a micro-batch, unless the CPU attends to all of them. Raises NotRaggedError after a pass in which a
-        layer did not attend."""
+        """Switch the model to ragged attention over the layers of `caches`. They share one cache; their numbers of rows
+        are in `rows`. `masks` are what `bias` returns of each; None hides nothing. `by` computes the attention of a
+        micro-batch, unless the CPU attends to all of them. Raises NotRaggedError after a pass in which a layer did not
+        attend.
+        """
         biases = [None if mask is None else Bias(mask) for mask in masks]
         kind = HostAttentionLayer if on_cpu else RaggedLayer
         layers = [kind(stores, rows, biases, by) for stores in zip(*caches, strict=True)]
@@ -287,15 +292,16 @@ def bias_of(part: Part, dtype: torch.dtype) -> Tensor | None:
 
 
 def bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the bias of attention, ``[B, 1, count, n]``, for `count` tokens of each row: 0 where `seen`, bool ``[B,
-    count, n]``, is true, else the lowest number."""
+    """Return the attention bias of `count` tokens, ``[B, 1, count, n]``: 0 where `seen`, bool ``[B, count,
+    n]``, is true, else the lowest number.
+    """
     rows, count, end = seen.shape
     made = _aligned(rows, count, end, dtype, seen.device)
     return made.masked_fill_(~seen[:, None], torch.finfo(dtype).min)
 
 
 class Bias:
-    """Bias of attention ``[B, 1, count, n]`` in all forms that layers need."""
+    """Attention bias ``[B, 1, count, n]`` in all forms that layers need."""
 
     def __init__(self, whole: Tensor) -> None:
         self._forms = {(whole.shape[-1], 1): whole}
@@ -303,8 +309,9 @@ class Bias:
         self._joined: dict[tuple[tuple[int, ...], int], Tensor] = {}
 
     def of(self, length: int, heads: int) -> Tensor:
-        """Return the bias of the last `length` positions (those of a window), ``[B, 1, heads * count, length]``: as
-        many heads ask, each with all tokens."""
+        """Return the bias of the last `length` positions. They are those of a window; it is ``[B, 1, heads * count,
+        length]``: as many heads ask, each with all tokens.
+        """
         if (length, heads) not in self._forms:
             rows, _, count, end = self._whole.shape
             made = _aligned(rows, heads * count, length, self._whole.dtype, self._whole.device)
@@ -316,8 +323,9 @@ class Bias:
     def joined(
         self, masks: "Sequence[Bias | None]", rows: Sequence[int], lengths: tuple[int, ...], heads: int
     ) -> Tensor:
-        """Return the biases of several micro-batches as mask in host memory, in float32. It has the last positions of
-        the longest mask; each micro-batch, with its `rows`, has the last `lengths` of them."""
+        """Return several micro-batches' biases as a float32 mask in host memory. It has the last positions of the
+        longest mask; each micro-batch, with its `rows`, has the last `lengths` of them.
+        """
         if (lengths, heads) not in self._joined:
             seen = [
                 None if mask is None else mask.of(length, heads) for mask, length in zip(masks, lengths, strict=True)
@@ -335,8 +343,9 @@ class Bias:
 
 
 def _aligned(rows: int, tokens: int, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros ``[rows, 1, tokens, count]`` whose rows begin at multiples of 8 values: kernels of attention read a
-    bias in vectors, and fail at any other place."""
+    """Return zeros ``[rows, 1, tokens, count]`` with rows aligned to 8 values: kernels of attention read a bias in
+    vectors, and fail at any other place.
+    """
     return torch.zeros((rows, 1, tokens, -(-count // 8) * 8), dtype=dtype, device=device)[..., :count]
 
 
@@ -348,8 +357,9 @@ def layers_of(part: Part) -> Sequence[DynamicLayer]:
 
 
 def takes_part(layer: DynamicLayer, whole: bool) -> bool:
-    """Tell whether rows of a layer on the device can share a forward pass with others. In 8 bits, attended to a part at
-    a time, also some rows can; else all, `whole`."""
+    """Tell whether device rows of a layer can share a pass. In 8 bits, attended to a part at a time, also some rows
+    can; else all, `whole`.
+    """
     return isinstance(layer, QuantizedLayer) or (type(layer) is FixedLayer and whole)
 
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="import-not-found, import-untyped, no-untyped-call, no-untyped-def, untyped-decorator"
-"""Triton kernel that widens a KV cache of 8-bit numbers for attention, at the rate of the GPU's memory.
+"""Triton kernel that dequantises an 8-bit KV cache for attention. It works at the rate of the GPU's memory.
 
 PyTorch's product of tensors of three types converts value by value. This kernel reads each number once and writes it
 once in the model's type, with the same rounding.
@@ -19,8 +19,10 @@ WARPS = 4
 
 
 def widen(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return int8 `numbers` ``[rows, heads, n, D]`` times float32 `scales` ``[rows, heads, n, 1]`` in `dtype`,
-    contiguous. The D numbers of a head must lie side by side; rows, heads and positions may have others between."""
+    """Return int8 `numbers` times float32 `scales` in `dtype`, contiguous. They are ``[rows, heads, n, D]`` and
+    ``[rows, heads, n, 1]``. The D numbers of a head must lie side by side; rows, heads and positions may have others
+    between.
+    """
     rows, heads, positions, size = numbers.shape
     out = torch.empty(numbers.shape, dtype=dtype, device=numbers.device)
     columns = triton.next_power_of_2(size)

@@ -1,4 +1,4 @@
-"""Batch job on the nodes of a Ray cluster, a task a shard.
+"""Batch job on a Ray cluster's nodes, a task per shard.
 
 The nodes share the folder of the command. Ray gives the shard of a lost node to another one, where it goes on with the
 answers and tokens that its files hold. This process alone writes the job's own answers: those of the shards, as they
@@ -104,7 +104,7 @@ def answer_on_nodes(
     on_progress: Progress = silent,
     on_message: Callable[[str], None] = lambda _text: None,
 ) -> None:
-    """Answer the lines of a job on the nodes of a Ray cluster.
+    """Answer a job's lines on the nodes of a Ray cluster.
 
     `answer` answers a shard, but for the ids given, into its file beside `output`; it runs on the nodes. `identity` has
     the settings of the job for .job files. Raises ShardError for shards of another job, Interrupted on SIGINT and

@@ -26,7 +26,7 @@ class RowDemand(NamedTuple):
 
 
 def fitting(planner: Planner, needs: Sequence[RowDemand]) -> list[bool]:
-    """Tell for each of `needs` whether there is room for the row by itself, all of its tokens included."""
+    """Tell for each of `needs` whether that row alone fits, whole."""
 
     @cache
     def fits(need: RowDemand) -> bool:

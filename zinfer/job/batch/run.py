@@ -90,7 +90,7 @@ class BatchProgress:
 
 
 class BatchJob:
-    """Job that answers rows into a ledger, at most `max_rows` at a time."""
+    """Job that answers rows into a ledger, at most `max_rows` at once."""
 
     def __init__(
         self,

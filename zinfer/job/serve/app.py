@@ -151,7 +151,7 @@ class Exchange:
 
     @property
     def tokens(self) -> tuple[int, int]:
-        """Numbers of tokens of the prompts, each counted once, and of the answers that the client got."""
+        """Token counts of prompts, each counted once, and of delivered answers."""
         lengths = [
             (len(row.request.prompt_ids), choice.tokens) if self.asked.stream or choice.over else (0, 0)
             for row, choice in self.choices.items()

@@ -341,12 +341,12 @@ class _Fit:
         kind if there are none.
         """
         default = Efficiency()
-        factors: dict[str, float | None] = {}
+        medians: dict[str, float | None] = {}
         for name in _FACTORS:
             value = self._median(name, False, without) or self._median(name, True, without)
-            factors[name] = value or getattr(default, name)
-        factors |= {f"expert_{name}": self._median(name, True, without) for name in _ROUTED}
-        return default.model_copy(update=factors | {"points": self.points - (without is not None)})
+            medians[name] = value or getattr(default, name)
+        medians |= {f"expert_{name}": self._median(name, True, without) for name in _ROUTED}
+        return default.model_copy(update=medians | {"points": self.points - (without is not None)})
 
     def _median(self, name: str, routed: bool, without: FitPoint | None) -> float | None:
         values = self._values.get((name, routed), [])

@@ -75,8 +75,8 @@ def _before_a_stop(text: str, stops: tuple[str, ...]) -> str:
     """Return `text` without an end that may begin one of `stops`."""
     end = len(text)
     for stop in stops:
-        place = text.find(stop[0], max(0, len(text) - len(stop) + 1))
-        while place >= 0 and not stop.startswith(text[place:]):
-            place = text.find(stop[0], place + 1)
-        end = place if 0 <= place < end else end
+        start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+        while start >= 0 and not stop.startswith(text[start:]):
+            start = text.find(stop[0], start + 1)
+        end = start if 0 <= start < end else end
     return text[:end]

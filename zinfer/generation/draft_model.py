@@ -112,9 +112,8 @@ class ModelDrafter:
         self._parts.append((batch, [*new]))
         self._computed |= {key: len(ids) for key, ids in new.items()}
 
-    def _drop_rejected(self, known: Mapping[int, Sequence[int]]) -> None:
-        """Forget rejected drafts, and discard rows that lack too many tokens. `known` are the tokens of rows that have
-        drafts now."""
+    def _drop_rejected(self, ids_by_key: Mapping[int, Sequence[int]]) -> None:
+        """Forget rejected drafts, and discard rows that lack too many tokens. `ids_by_key` has rows with drafts."""
         if not self._parts:
             return
         (batch, keys), *_ = self._parts
@@ -122,7 +121,7 @@ class ModelDrafter:
         for key in keys:
             right = 0
             if key is not None:
-                ahead, known_ids, computed = self._ahead.get(key, []), known.get(key, ()), self._computed[key]
+                ahead, known_ids, computed = self._ahead.get(key, []), ids_by_key.get(key, ()), self._computed[key]
                 while (
                     right < min(len(ahead), len(known_ids) - 1 - computed)
                     and known_ids[computed + right] == ahead[right]
@@ -133,7 +132,7 @@ class ModelDrafter:
         self._ahead = {}
         if self._start + min(kept) < batch.length:
             self._engine.rollback(batch, self._start + torch.tensor(kept))
-        for key, known_ids in known.items():
+        for key, known_ids in ids_by_key.items():
             if len(known_ids) - self._computed.get(key, len(known_ids)) > tuning.DRAFTS.backlog:
                 self.discard(key)
 
@@ -144,13 +143,13 @@ class ModelDrafter:
         (_, first), *new = self._parts
         if not new and first.count(None) <= tuning.DRAFTS.ended * len(first):
             return
-        stay = [(batch, [place for place, key in enumerate(keys) if key is not None]) for batch, keys in self._parts]
+        stay = [(batch, [index for index, key in enumerate(keys) if key is not None]) for batch, keys in self._parts]
         stay = [(batch, places) for batch, places in stay if places]
         if len(stay) > 1:
             batch = engine.move_rows(stay, self._capacity())
         else:
             ((batch, places),) = stay
-            engine.retire(batch, [place for place in range(batch.batch_size) if place not in places])
+            engine.retire(batch, [index for index in range(batch.batch_size) if index not in places])
         for other, _ in self._parts:
             if other is not batch:
                 engine.retire(other)

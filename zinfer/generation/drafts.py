@@ -164,7 +164,7 @@ class Drafts:
             self._pause = max(self._pause, int(seconds / (tuning.DRAFTS.trying * plain_s)))
         gains = self._gains({key: len(drafts) for key, drafts in proposed.items()})
         count = max(
-            (place + 1 for place, gain in enumerate(gains) if gain >= tuning.DRAFTS.worth * len(rows)), default=1
+            (index + 1 for index, gain in enumerate(gains) if gain >= tuning.DRAFTS.worth * len(rows)), default=1
         )
         return {key: drafts[:count] for key, drafts in proposed.items()}
 
@@ -183,8 +183,8 @@ class Drafts:
         """Return the tokens to be expected of the first, second, .. drafts of all rows, which have so many."""
         chances = {key: self._chance(key) for key in counts}
         return [
-            sum(chances[key] ** (place + 1) for key, count in counts.items() if count > place)
-            for place in range(max(counts.values(), default=0))
+            sum(chances[key] ** (index + 1) for key, count in counts.items() if count > index)
+            for index in range(max(counts.values(), default=0))
         ]
 
     def _worth(self, counts: Mapping[int, int], rows: int) -> int:
@@ -201,10 +201,10 @@ class Drafts:
         if not plain_s or not drafted_s:
             return min(max(counts.values()), tuning.DRAFTS.first_drafts)
         tokens, seconds, best, worth = float(rows), drafted_s, (1 + tuning.DRAFTS.margin) * rows / plain_s, 0
-        for place, gain in enumerate(self._gains(counts)):
+        for index, gain in enumerate(self._gains(counts)):
             tokens, seconds = tokens + gain, seconds + token_s
             if tokens / seconds > best:
-                best, worth = tokens / seconds, place + 1
+                best, worth = tokens / seconds, index + 1
         if worth:
             self._next_pause = 1
             return worth

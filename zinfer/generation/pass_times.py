@@ -141,7 +141,9 @@ class PassTimes:
         if not self.known or seconds <= 0:
             return
         self._recent = [*self._recent[1 - tuning.TUNED.recent :], (load, seconds)]
-        load, seconds = sorted(self._recent, key=lambda one: one[1] / self.seconds(one[0]))[len(self._recent) // 2]
+        load, seconds = sorted(self._recent, key=lambda timed: timed[1] / self.seconds(timed[0]))[
+            len(self._recent) // 2
+        ]
         work = self.work_seconds(load)
         if work < 0.5 * self.link_s:  # the link's seconds show
             self.link_s *= min(2.0, max(0.5, seconds / self.link_s)) ** 0.25

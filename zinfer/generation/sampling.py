@@ -39,8 +39,8 @@ def waiting_times(samplings: Sequence[Sampling], places: Sequence[int], size: in
     from zinfer.engine.transfer import to_device
 
     words = []
-    for sampling, place in zip(samplings, places, strict=True):
-        digest = blake2b(f"{sampling.seed}/{place}".encode(), digest_size=8).digest()
+    for sampling, index in zip(samplings, places, strict=True):
+        digest = blake2b(f"{sampling.seed}/{index}".encode(), digest_size=8).digest()
         words.append([int.from_bytes(digest[:4]), int.from_bytes(digest[4:])])
     first, second = to_device(torch.tensor(words), device).t()[:, :, None]
     hashed = _mixed(_mixed(torch.arange(size, device=device) ^ first) + second & 0xFFFFFFFF)

@@ -586,19 +586,19 @@ class Schedule:
             on_host = sum(batch.on_host for batch in running)
             if len(running) - on_host <= few and on_host <= max_on_host:
                 return
-            ordered = sorted(((batch, *batch.compact) for batch in running), key=lambda one: (one[0].on_host, one[2]))
+            ordered = sorted(((batch, *batch.compact) for batch in running), key=lambda row: (row[0].on_host, row[2]))
             read = sum(rows * length for _, rows, length in ordered)
             padded = read - sum(batch.needed for batch in running)
             best: tuple[int, tuple[PlannedBatch, PlannedBatch]] | None = None
-            for (one, rows, length), (other, more, longer) in pairwise(ordered):
-                count, bound = (on_host, max_on_host) if one.on_host else (len(running) - on_host, max_batches)
-                if one.on_host != other.on_host or count <= (max_on_host if one.on_host else few):
+            for (shorter, rows, length), (other, more, longer) in pairwise(ordered):
+                count, bound = (on_host, max_on_host) if shorter.on_host else (len(running) - on_host, max_batches)
+                if shorter.on_host != other.on_host or count <= (max_on_host if shorter.on_host else few):
                     continue
                 added = rows * (longer - length)
-                gain = self.times.merge_gain((rows + more) * longer, added, one.max_remaining, other.max_remaining)
+                gain = self.times.merge_gain((rows + more) * longer, added, shorter.max_remaining, other.max_remaining)
                 fits = (rows + more) * self._capacity(longer, 1) <= self.limits.batch_positions
                 if fits and (gain > 0 or count > bound) and (best is None or added < best[0]):
-                    best = added, (one, other)
+                    best = added, (shorter, other)
             if best is None:
                 return
             too_many = best[1][0].on_host or len(running) - on_host > max_batches
@@ -863,11 +863,11 @@ def largest_load(planner: Planner, needs: Sequence[tuple[int, int]], max_rows: i
     many rows as the plan's machine has room for, and as are faster together, and no more than `max_rows`; one at least,
     since every row fits alone.
     """
-    known, left = (max(1, -(-sum(column) // len(needs))) for column in zip(*needs, strict=True))
+    input_len, left = (max(1, -(-sum(column) // len(needs))) for column in zip(*needs, strict=True))
     case, cautious, limits, tuned = planner.case, planner.cautious, planner.limits, tuning.TUNED
 
     def at(rows: int) -> Workload:
-        return Workload(batch_size=rows, input_len=known, output_len=left)
+        return Workload(batch_size=rows, input_len=input_len, output_len=left)
 
     row_limit = min(len(needs), tuned.max_rows, max_rows or tuned.max_rows)
     if plan_options(case.engine, case.options).kv_offload != "none":

@@ -199,7 +199,7 @@ def _before_stop(tokenizer: Tokenizer, sequence: Sequence) -> str | None:
     if all(text.find(stop, max(0, seen - len(stop))) < 0 for stop in sequence.stop):
         return None
     text = tokenizer.decode(sequence.output_ids, sequence.before)
-    places = [place for stop in sequence.stop if (place := text.find(stop)) >= 0]
+    places = [start for stop in sequence.stop if (start := text.find(stop)) >= 0]
     return text[: min(places)] if places else None
 
 
@@ -288,8 +288,8 @@ class ContinuousScheduler:
     def add(self, requests: Iterable[Request]) -> list[Sequence]:
         """Let requests wait, whose keys differ from all that have not ended; return their sequences."""
         new = [
-            one if isinstance(one, Sequence) else Sequence(**vars(one) | {"output_ids": list(one.output_ids)})
-            for one in requests
+            item if isinstance(item, Sequence) else Sequence(**vars(item) | {"output_ids": list(item.output_ids)})
+            for item in requests
         ]
         self.sequences |= {sequence.key: sequence for sequence in new}
         self.schedule.add(PlannedRow(sequence.key, sequence.length, sequence.left, sequence.owner) for sequence in new)
@@ -657,9 +657,9 @@ class ContinuousScheduler:
                 last = (sequence.output_ids or sequence.prompt_ids)[-1:]
                 rows.append((last + drafts.get(sequence.key, []) + [padding] * count)[:count])
             else:
-                known = sequence.known_ids
-                skip = batch.length - (batch.width - len(known))
-                rows.append(([padding] * max(0, -skip) + known[max(0, skip) :])[:count])
+                token_ids = sequence.known_ids
+                skip = batch.length - (batch.width - len(token_ids))
+                rows.append(([padding] * max(0, -skip) + token_ids[max(0, skip) :])[:count])
         return torch.tensor(rows)
 
     def _scored(self, batch: PlannedBatch) -> bool:
@@ -720,7 +720,7 @@ class ContinuousScheduler:
             for sequence, row in zip(sequences, ids, strict=True)
         ]
         right = [_right(guesses, row) for guesses, row in zip(proposed, ids, strict=True)]
-        fewest = min((count for count, one in zip(right, sequences, strict=True) if one is not None), default=0)
+        fewest = min((count for count, item in zip(right, sequences, strict=True) if item is not None), default=0)
         touched = []
         for index, sequence in enumerate(sequences):
             if sequence is None:
@@ -764,10 +764,10 @@ def _draft_row(sequence: Sequence, max_tokens: int, recompute_beyond: int | None
     """Return a running sequence for a drafter. It may get up to `max_tokens` tokens. No draft may take it beyond the
     switch of longrope (`Engine.recompute_beyond`).
     """
-    known = sequence.known_ids
-    if recompute_beyond is not None and len(known) <= recompute_beyond:
-        max_tokens = min(max_tokens, recompute_beyond + 1 - len(known))
-    return DraftRow(known, min(sequence.left, max_tokens), sequence.sampling, len(sequence.output_ids))
+    token_ids = sequence.known_ids
+    if recompute_beyond is not None and len(token_ids) <= recompute_beyond:
+        max_tokens = min(max_tokens, recompute_beyond + 1 - len(token_ids))
+    return DraftRow(token_ids, min(sequence.left, max_tokens), sequence.sampling, len(sequence.output_ids))
 
 
 def _right(drafts: Several[int], tokens: Several[int]) -> int:
@@ -800,7 +800,9 @@ def _choose(sequences: Several[Sequence | None], logits: Tensor) -> tuple[Tensor
     rows = [number for number, _ in scored]
     token_scores = scores(flat[rows], tokens[rows].tolist(), max(top_count for _, top_count in scored))
     each_score = zip(scored, token_scores, strict=True)
-    by_place = {divmod(number, count): one._replace(top=one.top[:top_count]) for (number, top_count), one in each_score}
+    by_place = {
+        divmod(number, count): score._replace(top=score.top[:top_count]) for (number, top_count), score in each_score
+    }
     return tokens, finite, by_place
 
 

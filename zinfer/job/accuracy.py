@@ -155,7 +155,7 @@ class AccuracyStudy:
         with TokenizerProcess(self.reference.model) as tokenizer:
             pieces, self.tokens = windows(tokenizer, self.text, self.samples, load.total_len)
             ends = frozenset(end.token for end in tokenizer.facts.ends)
-        rows = [AccuracyRow(piece[:cut], tokens) for piece in pieces for tokens in (None, piece[cut:])]
+        rows = [AccuracyRow(chunk[:cut], tokens) for chunk in pieces for tokens in (None, chunk[cut:])]
         return [rows[start : start + size] for start in range(0, len(rows), size)], ends
 
 

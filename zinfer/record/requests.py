@@ -52,7 +52,7 @@ class RequestSample(Frozen):
 
     @model_validator(mode="after")
     def _forwards(self) -> Self:
-        if any(first + max(1, count) > later for (first, count), (later, _) in pairwise(self.runs)):
+        if any(first + max(1, count) > next_first for (first, count), (next_first, _) in pairwise(self.runs)):
             raise ValueError("the passes of a request are not in order")
         if any(count in (0, -1) for _, count in self.runs):
             raise ValueError("a run of passes without tokens")

@@ -69,9 +69,9 @@ def replay(steps: Iterable[Step], policy: Policy, room: int) -> float:
         cache.next_pass()
         for layer, experts in step:
             keys = [(layer, expert) for expert in sorted(set(experts))]
-            here = [key for key in keys if key in cache]
-            hits, needs = hits + len(here), needs + len(keys)
-            for key in (*here, *(key for key in keys if key not in here)):
+            cached = [key for key in keys if key in cache]
+            hits, needs = hits + len(cached), needs + len(keys)
+            for key in (*cached, *(key for key in keys if key not in cached)):
                 cache.insert(key, room)
     return hits / max(1, needs)
 
@@ -90,8 +90,8 @@ def trace(spec: ModelSpec, pieces: Iterable[Sequence[int]]) -> Iterator[Watched]
     watched = Watched(state.layers)
     if not watched.count:
         raise StudyError(f"{spec.name} has no routed experts that transformers' ExpertsInterface dispatches")
-    for number, piece in enumerate(pieces):
-        token_ids = torch.tensor([piece], device=device)
+    for number, chunk in enumerate(pieces):
+        token_ids = torch.tensor([chunk], device=device)
         if number == 0:
             model(input_ids=token_ids, use_cache=False)  # which finds the routers
         watched.chosen.clear()

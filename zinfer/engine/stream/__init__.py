@@ -337,7 +337,7 @@ class Stream(Decoder):
             # With experts on demand the next layer is there when its turn comes.
             layers = 2 if self._pool is not None or self._holds_two_layers(ring) else 1
             staging = 0 if self._group is None else max(0, placement.ring_depth - placement.layer_chunks)
-            buffers = max(buffers, *(layers * len(image.chunks) + staging for image in ring.layers))
+            buffers = max(buffers, *(layers * len(packed.chunks) + staging for packed in ring.layers))
         pool, experts = self._pool, (placement.expert_buffers, placement.cached_experts)
         ring.resize(min(buffers, ring.depth))  # shrink before anything grows
         if set(placement.resident_layers) != set(range(len(ring.layers))) - set(ring.streamed):
@@ -630,7 +630,7 @@ class Stream(Decoder):
         if not any(isinstance(batch.host, CpuCache) for batch in self.batches):
             return
         layers = prefetch_distance(ring.streamed, len(ring.layers))
-        wanted = ceil(layers * max(len(image.chunks) for image in ring.layers))
+        wanted = ceil(layers * max(len(packed.chunks) for packed in ring.layers))
         before = ring.depth
         try:
             ring.resize(headroom.deepen(before, wanted, ring.buffer_bytes))  # the next pass begins anew
@@ -737,7 +737,7 @@ class Stream(Decoder):
         if self._ring is None or not self._streamed_per_step or self.plan.placement.codec != "lossless":
             return self._streamed_per_step + experts
         layers = [self._ring.layers[index] for index in self._ring.streamed]
-        return sum(block.size for image in layers for block in image.blocks.values()) + experts
+        return sum(block.size for packed in layers for block in packed.blocks.values()) + experts
 
     def _experts_per_step(self, name: str) -> float:
         """Return an expert count's mean over the latest decode steps."""

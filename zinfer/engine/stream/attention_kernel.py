@@ -120,9 +120,9 @@ def _attend(
     asked = tl.arange(0, ASKED)
     part = tl.arange(0, SIZE_BLOCK)
     column = tl.arange(0, WIDTH_BLOCK)
-    place = asked[:, None] * SIZE + part[None, :]
+    element = asked[:, None] * SIZE + part[None, :]
     inside = (asked < COUNT)[:, None] & (part < SIZE)[None, :]
-    states = tl.load(query + pair.to(tl.int64) * COUNT * SIZE + place, mask=inside, other=0.0)
+    states = tl.load(query + pair.to(tl.int64) * COUNT * SIZE + element, mask=inside, other=0.0)
     keys += row * keys_row + head * keys_head
     values += row * values_row + head * values_head
     bias += row * bias_row
@@ -132,32 +132,32 @@ def _attend(
     first = split * steps
     for step in range(first, tl.minimum(first + steps, tl.cdiv(positions, BLOCK))):
         position = step * BLOCK + tl.arange(0, BLOCK)
-        known = position < positions
+        valid = position < positions
         offset = position.to(tl.int64)
         tile = tl.load(
-            keys + offset[None, :] * keys_place + part[:, None], mask=known[None, :] & (part < SIZE)[:, None], other=0.0
+            keys + offset[None, :] * keys_place + part[:, None], mask=valid[None, :] & (part < SIZE)[:, None], other=0.0
         )
         score = added(states, tile, tl.zeros([ASKED, BLOCK], tl.float32), INTERPRETED) * scale
         if BIASED:
             where = bias + asked[:, None] * bias_query + position[None, :]
-            score += tl.load(where, mask=(asked < COUNT)[:, None] & known[None, :], other=0.0).to(tl.float32)
-        score = tl.where(known[None, :], score, LOWEST)
+            score += tl.load(where, mask=(asked < COUNT)[:, None] & valid[None, :], other=0.0).to(tl.float32)
+        score = tl.where(valid[None, :], score, LOWEST)
         higher = tl.maximum(largest, tl.max(score, 1))
-        weight = tl.where(known[None, :], tl.exp(score - higher[:, None]), 0.0)
+        weight = tl.where(valid[None, :], tl.exp(score - higher[:, None]), 0.0)
         fade = tl.exp(largest - higher)
         content = tl.load(
             values + offset[:, None] * values_place + column[None, :],
-            mask=known[:, None] & (column < WIDTH)[None, :],
+            mask=valid[:, None] & (column < WIDTH)[None, :],
             other=0.0,
         )
         total = total * fade + tl.sum(weight, 1)
         mixed = added(rounded(weight, TYPE), content, mixed * fade[:, None], INTERPRETED)
         largest = higher
-    own = (pair * tl.num_programs(1) + split).to(tl.int64) * COUNT + asked
-    tl.store(sums + own, largest, mask=asked < COUNT)
-    tl.store(sums + tl.num_programs(0) * tl.num_programs(1) * COUNT + own, total, mask=asked < COUNT)
-    place = own[:, None] * WIDTH + column[None, :]
-    tl.store(partial + place, mixed, mask=(asked < COUNT)[:, None] & (column < WIDTH)[None, :])
+    entry = (pair * tl.num_programs(1) + split).to(tl.int64) * COUNT + asked
+    tl.store(sums + entry, largest, mask=asked < COUNT)
+    tl.store(sums + tl.num_programs(0) * tl.num_programs(1) * COUNT + entry, total, mask=asked < COUNT)
+    element = entry[:, None] * WIDTH + column[None, :]
+    tl.store(partial + element, mixed, mask=(asked < COUNT)[:, None] & (column < WIDTH)[None, :])
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -176,5 +176,5 @@ def _combine(
     inside = (split < splits)[:, None] & (column < WIDTH)[None, :]
     content = tl.load(partial + entry[:, None] * WIDTH + column[None, :], mask=inside, other=0.0)
     mixed = tl.sum(content * share[:, None], 0) / tl.sum(weight * share, 0)
-    place = (pair * COUNT + asked) * WIDTH + column
-    tl.store(out + place, rounded(mixed, out.dtype.element_ty), mask=column < WIDTH)
+    element = (pair * COUNT + asked) * WIDTH + column
+    tl.store(out + element, rounded(mixed, out.dtype.element_ty), mask=column < WIDTH)

@@ -112,8 +112,8 @@ class HostInt8Tensor(HostTensor):
         with torch._C.DisableTorchFunctionSubclass():
             content = self.as_subclass(Tensor)
             turned = content.stride(-1) != 1
-            wide = widened(content.transpose(-1, -2) if turned else content, self.wide)
-            return as_host_tensor(wide.transpose(-1, -2) if turned else wide, self.home)
+            dequantized = widened(content.transpose(-1, -2) if turned else content, self.wide)
+            return as_host_tensor(dequantized.transpose(-1, -2) if turned else dequantized, self.home)
 
 
 class HostRowsTensor(Stacked, HostTensor):
@@ -290,8 +290,8 @@ def _attend(
 def _query(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
     """Return the query, on a GPU, that `to_host_async` brings; None of functions that do not begin attention."""
     if func in WITH_QUERY:
-        name, place = WITH_QUERY[func]
-        query = kwargs[name] if name in kwargs else args[place] if place < len(args) else None
+        name, index = WITH_QUERY[func]
+        query = kwargs[name] if name in kwargs else args[index] if index < len(args) else None
         if isinstance(query, Tensor) and not isinstance(query, HostTensor) and query.is_cuda:
             return query
     return None
@@ -312,10 +312,10 @@ def _bias(added: Tensor, shape: Sequence[int], leading: Sequence[int]) -> Tensor
     """Return what is added to scores, as `attend` takes it. `leading` are the rows and heads of the scores' `shape`."""
     if torch.broadcast_shapes(added.shape, shape) != torch.Size(shape):
         raise NotStackedError(f"{list(added.shape)} added to scores {list(shape)}")
-    wide = _widened_once(added)
-    if len(shape) == 4 or wide.dim() < 3:
-        return wide
-    return wide[None] if len(wide) == 1 else wide.view(*leading, *wide.shape[1:])
+    bias = _widened_once(added)
+    if len(shape) == 4 or bias.dim() < 3:
+        return bias
+    return bias[None] if len(bias) == 1 else bias.view(*leading, *bias.shape[1:])
 
 
 def _widened_once(added: Tensor) -> Tensor:
@@ -324,14 +324,14 @@ def _widened_once(added: Tensor) -> Tensor:
     """
     if added.dtype == torch.float32:
         return added
-    known: Tensor | None = getattr(added, "_wide", None)
-    if known is not None:
-        return known
+    cached: Tensor | None = getattr(added, "_wide", None)
+    if cached is not None:
+        return cached
     hidden = added.new_zeros(added.shape, dtype=torch.float32)
-    wide = hidden.masked_fill_(~added, float("-inf")) if added.dtype == torch.bool else added.float()
+    converted = hidden.masked_fill_(~added, float("-inf")) if added.dtype == torch.bool else added.float()
     if getattr(added, "_is_copy", False):
-        added._wide = wide  # type: ignore[attr-defined]
-    return wide
+        added._wide = converted  # type: ignore[attr-defined]
+    return converted
 
 
 def stack_host_rows(blocks: Sequence[Tensor], home: torch.device, dtype: torch.dtype) -> HostRowsTensor:
@@ -367,10 +367,10 @@ def as_host_tensor(tensor: Tensor, home: torch.device) -> HostTensor:
     return view
 
 
-def as_host_int8(content: Tensor, home: torch.device, wide: torch.dtype) -> HostInt8Tensor:
+def as_host_int8(content: Tensor, home: torch.device, dtype: torch.dtype) -> HostInt8Tensor:
     """Return a `HostInt8Tensor` view of `content` (int8, whole rows, possibly transposed)."""
     view = content.as_subclass(HostInt8Tensor)
-    view.home, view.wide = home, wide
+    view.home, view.wide = home, dtype
     view.width = content.size(-1) if content.stride(-1) == 1 else content.size(-2)
     return view
 

@@ -79,14 +79,14 @@ def attend(
     longest, columns = max(keys.shape[2] for keys, _ in blocks), blocks[0][1].shape[-1]
     if len(biases) > 2:
         biases = [sum(biases[1:], biases[0])]
-    wide = [bias.expand(rows, heads, count, longest) for bias in biases]
-    wide = [bias if bias.stride(-1) == 1 else bias.contiguous() for bias in wide]
+    expanded = [bias.expand(rows, heads, count, longest) for bias in biases]
+    expanded = [bias if bias.stride(-1) == 1 else bias.contiguous() for bias in expanded]
     table, first = (_Block * len(blocks))(), 0
     for entry, (keys, values) in zip(table, blocks, strict=True):
         entry.keys, entry.values = keys.data_ptr(), values.data_ptr()
         entry.rows, entry.heads, entry.tokens = keys.shape[:3]
         entry.of_keys[:], entry.of_values[:] = keys.stride()[:3], values.stride()[:3]
-        for index, bias in enumerate(wide):
+        for index, bias in enumerate(expanded):
             entry.bias[index] = bias[first:, ..., longest - keys.shape[2] :].data_ptr()
             entry.of_bias[index][:] = bias.stride()[:3]
         first += len(keys)
@@ -264,14 +264,14 @@ def _compiled(compiler: str) -> Path:
     compiler fails."""
     made_of = SOURCE.read_bytes() + " ".join((compiler, *FLAGS, _processor())).encode()
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zinfer"
-    place = folder / f"attend-{hashlib.sha256(made_of).hexdigest()[:16]}.so"
-    if not place.is_file():
+    built = folder / f"attend-{hashlib.sha256(made_of).hexdigest()[:16]}.so"
+    if not built.is_file():
         folder.mkdir(parents=True, exist_ok=True)
         with scratch.folder(folder, "compile") as made_in:  # another process may compile too
-            made, env = made_in.path / place.name, {**os.environ, "TMPDIR": made_in.name}
+            made, env = made_in.path / built.name, {**os.environ, "TMPDIR": made_in.name}
             subprocess.run([compiler, *FLAGS, str(SOURCE), "-o", str(made)], check=True, capture_output=True, env=env)
-            made.replace(place)
-    return place
+            made.replace(built)
+    return built
 
 
 def _processor() -> str:

@@ -259,12 +259,12 @@ class DiskLayers:
         try:
             for chunk in chunks:
                 begin, end = aligned(chunk.start, chunk.end)
-                place = self._wait_for_room(end - begin)
-                if place is None:
+                offset = self._wait_for_room(end - begin)
+                if offset is None:
                     return
                 began: list[float] = []
-                jobs = self._submit(self._bytes[place : place + end - begin], begin, chunk.end, end, began)
-                read = _Read(chunk, place, end - begin, jobs, len(jobs), began)
+                jobs = self._submit(self._bytes[offset : offset + end - begin], begin, chunk.end, end, began)
+                read = _Read(chunk, offset, end - begin, jobs, len(jobs), began)
                 with self._changed:
                     self._reads.append(read)
                     self._changed.notify_all()
@@ -302,11 +302,11 @@ class DiskLayers:
                 while self._reads and self._reads[0].free and self._reads[0].last is None:
                     self._reads.popleft()
                     self._given -= 1
-                place = self._free_place(size)
-                if place is None and not self._stopping:
+                offset = self._free_place(size)
+                if offset is None and not self._stopping:
                     self._changed.wait_for(lambda: self._stopping or self._reads[0].free)
-                if self._stopping or place is not None:
-                    return None if self._stopping else place
+                if self._stopping or offset is not None:
+                    return None if self._stopping else offset
                 oldest = self._reads[0]
                 event = oldest.last
             if event is not None:

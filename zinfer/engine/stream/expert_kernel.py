@@ -182,14 +182,14 @@ def _multiply(
     first = tl.program_id(2) * steps
     for step in range(first, tl.minimum(first + steps, tl.cdiv(COLUMNS, BLOCK_COLUMNS))):
         column = step * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-        place = column[None, :] * ROWS + row[:, None] if TRANSPOSED else row[:, None] * COLUMNS + column[None, :]
-        tile = _tile(weights + place, row, column, ROWS, COLUMNS, BLOCK_ROWS, BLOCK_COLUMNS, ONCE)
+        element = column[None, :] * ROWS + row[:, None] if TRANSPOSED else row[:, None] * COLUMNS + column[None, :]
+        tile = _tile(weights + element, row, column, ROWS, COLUMNS, BLOCK_ROWS, BLOCK_COLUMNS, ONCE)
         if COLUMNS % BLOCK_COLUMNS == 0:
             state = tl.load(states + column).to(tl.float32)[None, :]
         else:
             state = tl.load(states + column, mask=column < COLUMNS, other=0.0).to(tl.float32)[None, :]
         if GATED:
-            second = _tile(weights + MATRIX + place, row, column, ROWS, COLUMNS, BLOCK_ROWS, BLOCK_COLUMNS, ONCE)
+            second = _tile(weights + MATRIX + element, row, column, ROWS, COLUMNS, BLOCK_ROWS, BLOCK_COLUMNS, ONCE)
             other += second.to(tl.float32) * state
         total += tile.to(tl.float32) * state
     value = tl.sum(total, 1)
@@ -199,8 +199,8 @@ def _multiply(
         up = rounded(tl.sum(other, 1), TYPE).to(tl.float32)
         tl.store(out + pair * ROWS + row, rounded(gate * up, TYPE), mask=row < ROWS)
     else:
-        place = (pair * tl.num_programs(2) + tl.program_id(2)) * ROWS + row
-        tl.store(out + place, value, mask=row < ROWS)
+        element = (pair * tl.num_programs(2) + tl.program_id(2)) * ROWS + row
+        tl.store(out + element, value, mask=row < ROWS)
 
 
 @triton.jit

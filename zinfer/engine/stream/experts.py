@@ -214,7 +214,7 @@ class ExpertPool:
             self._freed = [self._queues.event() for _ in range(count)]
         self.staging, self.cached = staging, cached
         self._free.extend(range(count))
-        self._spread = frozenset(self._keys[place] for place in spread(cached, len(self._keys)))
+        self._spread = frozenset(self._keys[index] for index in spread(cached, len(self._keys)))
 
     def begin(self, scanning: bool) -> None:
         """Begin a pass; with `scanning` it brings all experts of all layers, in order."""

@@ -271,7 +271,7 @@ class StaticKV:
         self._padded = batch.mask is not None
         if not self._clean:  # attention multiplies what is hidden by zero, so it must be numbers
             hidden = zip(self.tensors, self.slots_of(batch), strict=True)
-            torch._foreach_zero_([part[:, :, place + count :] for pair, place in hidden for part in pair])
+            torch._foreach_zero_([part[:, :, begin + count :] for pair, begin in hidden for part in pair])
             self._clean = True
 
     @staticmethod
@@ -298,9 +298,9 @@ class StaticKV:
 
     def seen_within(self, window: int, count: int) -> Tensor:
         """Return which slots of a sliding `window` each next token sees: bool ``[B, count, room]``."""
-        own, slots = self.slots(count, window)[:, None], self._positions[: self._rooms[window]]
+        new_slots, slots = self.slots(count, window)[:, None], self._positions[: self._rooms[window]]
         real = self.mask[:, (slots + self.slot - self.within[window]).clamp(0, self.capacity - 1)] != 0
-        return real[:, None] & (slots <= own) & (slots > own - window)
+        return real[:, None] & (slots <= new_slots) & (slots > new_slots - window)
 
     @property
     def first_layers(self) -> int:
@@ -310,7 +310,7 @@ class StaticKV:
     def written(self, batch: DecoderBatch, count: int) -> list[Tensor]:
         """Return the keys and values of the next `count` positions: views of the memory."""
         each = zip(self.tensors, self.slots_of(batch), strict=True)
-        return [part[:, :, place : place + count] for pair, place in each for part in pair]
+        return [part[:, :, begin : begin + count] for pair, begin in each for part in pair]
 
 
 @dataclass(eq=False)

@@ -298,8 +298,8 @@ class CpuCache(HostCache):
         self._sent = []
         if step.moved:  # the past moves, too
             flush()
-        own = self._own_rows(rows)
-        keys, values = (_stored(step, store[own], states) for store, states in zip(stores, arrived, strict=True))
+        indices = self._own_rows(rows)
+        keys, values = (_stored(step, store[indices], states) for store, states in zip(stores, arrived, strict=True))
         return (int8_of(keys), int8_of(values)) if self._in_8_bits else (keys, values)
 
     def fill(self, layer: int, rows: slice, blocks: Sequence[Tensor]) -> None:
@@ -320,14 +320,14 @@ class CpuCache(HostCache):
         step = slots.add(0, stored[0].shape[2])
         for store, states in zip(stores, stored, strict=True):
             # One copy of whole rows: positions beyond the prompt have no meaning yet.
-            wide = pad(step.kept(states), (0, 0, 0, slots.room - step.new.stop))
-            self._sent.append(self._copier.send(wide, store[self._own_rows(rows)]))
+            padded = pad(step.kept(states), (0, 0, 0, slots.room - step.new.stop))
+            self._sent.append(self._copier.send(padded, store[self._own_rows(rows)]))
 
     def stored(self, layer: int, rows: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
         self._copier.finish()
         slots, *stores = self._layers[layer]
-        own = [row - self.rows.start for row in rows]
-        keys, values = (store[own][:, :, slots.held(length)] for store in stores)
+        indices = [row - self.rows.start for row in rows]
+        keys, values = (store[indices][:, :, slots.held(length)] for store in stores)
         return keys, values
 
     def rollback(self, length: int) -> None:
@@ -445,7 +445,7 @@ class LinkCache(HostCache):
 
     def part_bytes(self, part: slice) -> int:
         """Return the bytes of the largest layer of a full part."""
-        return max((one.memory.nbytes for (_, row), one in self._parts.items() if row == part.start), default=0)
+        return max((stored.memory.nbytes for (_, row), stored in self._parts.items() if row == part.start), default=0)
 
     def transfer(self, layer: int, part: slice, length: int) -> Transfer | None:
         """Return the copy of a layer's keys and values of `length` tokens; None if the layer stores none."""
@@ -469,7 +469,7 @@ class LinkCache(HostCache):
                 .permute(1, 2, 0, 3)
                 for half, shape in zip((held[:, : stored.key_bytes], held[:, stored.key_bytes :]), shapes, strict=True)
             )
-            states_of |= {part.start + index: (keys[place], values[place]) for place, index in enumerate(indices)}
+            states_of |= {part.start + index: (keys[number], values[number]) for number, index in enumerate(indices)}
         return torch.stack([states_of[row][0] for row in rows]), torch.stack([states_of[row][1] for row in rows])
 
     def rollback(self, length: int) -> None:
@@ -512,11 +512,11 @@ class LinkCache(HostCache):
             slots = self._slots(layer)
             size = slots.room * new.shape[1] // (rows.stop - rows.start)  # bytes of a row
             memory = self._memory.allocate(layer, size * (self.rows.stop - self.rows.start))
-            own = memory[size * (rows.start - self.rows.start) : size * (rows.stop - self.rows.start)]
+            row_memory = memory[size * (rows.start - self.rows.start) : size * (rows.stop - self.rows.start)]
             halves = [states.shape[1] * states.shape[3] for states in (keys, values)]
             self._shapes[layer] = keys.dtype, (keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3])
             key_bytes = new.shape[1] * halves[0] // sum(halves)
-            self._parts[key] = StoredPart(slots, own.view(slots.room, -1), key_bytes)
+            self._parts[key] = StoredPart(slots, row_memory.view(slots.room, -1), key_bytes)
         stored = self._parts[key]
         step = stored.slots.add(start, new.shape[0])
         seen = self._joined(step, layer, new) if start else new
@@ -529,11 +529,11 @@ class LinkCache(HostCache):
         if self.shared and self._cuda:
             seen = seen.clone()
         count, heads, _, width = keys.shape
-        wide = seen.view(packed.dtype)
+        values_of_rows = seen.view(packed.dtype)
         split = count * heads * width
         return (
-            wide[:, :split].view(len(wide), count, heads, width).permute(1, 2, 0, 3),
-            wide[:, split:].view(len(wide), *values.shape[:2], values.shape[3]).permute(1, 2, 0, 3),
+            values_of_rows[:, :split].view(len(values_of_rows), count, heads, width).permute(1, 2, 0, 3),
+            values_of_rows[:, split:].view(len(values_of_rows), *values.shape[:2], values.shape[3]).permute(1, 2, 0, 3),
         )
 
     def hand_back(self) -> None:

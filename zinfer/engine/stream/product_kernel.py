@@ -62,8 +62,8 @@ _REGISTERS = tl.constexpr("=r,=r,r,r,r,r,r")
 _SHIFT = "shr.u32 a, a, 4;\nshr.u32 b, b, 4;"
 
 
-def _pairs(kind: str, base: int, one: int, second: bool) -> tl.constexpr:
-    both = {"base": f"0x{base:04X}{base:04X}", "one": f"0x{one:04X}{one:04X}", "zero": "0x80008000"}
+def _pairs(kind: str, base: int, unit: int, second: bool) -> tl.constexpr:
+    both = {"base": f"0x{base:04X}{base:04X}", "one": f"0x{unit:04X}{unit:04X}", "zero": "0x80008000"}
     return tl.constexpr(_PAIRS.format(kind=kind, shift=_SHIFT if second else "", **both))
 
 
@@ -362,11 +362,11 @@ def _multiply(
         byte = step * BLOCK + tl.arange(0, BLOCK)
         state = states + token[:, None] * WIDTH + byte[None, :]
         inside = real
-        place = begin[None, :] + byte[:, None]
+        element = begin[None, :] + byte[:, None]
         if WIDTH % BLOCK == 0:
-            code = tl.load(data + place, eviction_policy="evict_first")
+            code = tl.load(data + element, eviction_policy="evict_first")
         else:
-            code = tl.load(data + place, mask=(byte < WIDTH)[:, None], other=0, eviction_policy="evict_first")
+            code = tl.load(data + element, mask=(byte < WIDTH)[:, None], other=0, eviction_policy="evict_first")
             inside = inside & (byte < WIDTH)[None, :]
         even = tl.load(state, mask=inside, other=0.0)
         if FOUR:
@@ -402,14 +402,14 @@ def _multiply(
     line = tl.program_id(2) * tokens + token
     if EXPERTS > 0:
         line = tl.program_id(0) * tl.num_programs(2) + tl.program_id(2) + tl.arange(0, TOKENS)
-    place = line[:, None].to(tl.int64) * stride + row[None, :]
+    element = line[:, None].to(tl.int64) * stride + row[None, :]
     inside = real & (row < ROWS)[None, :]
     if WHOLE:
         if BIASED:
             total += tl.load(bias + clamped).to(tl.float32)[None, :]
-        tl.store(out + place, rounded(total, TYPE), mask=inside)
+        tl.store(out + element, rounded(total, TYPE), mask=inside)
     else:
-        tl.store(out + place, total, mask=inside)
+        tl.store(out + element, total, mask=inside)
 
 
 @triton.jit
@@ -492,12 +492,12 @@ def _multiply_transposed(
             state = tl.load(states + row, mask=row < INPUTS, other=0.0).to(tl.float32)[:, None]
             if ALIGNED:
                 begin = chunk * STRIDE + (within + part * BLOCK_ROWS).to(tl.int64) * WIDTH
-                place = begin + (tl.arange(0, BLOCK_ROWS)[:, None] * WIDTH + byte[None, :])
+                element = begin + (tl.arange(0, BLOCK_ROWS)[:, None] * WIDTH + byte[None, :])
             else:
                 row = first_row + tl.minimum(row, INPUTS - 1)
                 begin = (row // CHUNK).to(tl.int64) * STRIDE + (row % CHUNK).to(tl.int64) * WIDTH
-                place = begin[:, None] + byte[None, :]
-            code = tl.load(data + place, mask=inside, other=0)
+                element = begin[:, None] + byte[None, :]
+            code = tl.load(data + element, mask=inside, other=0)
             if EXACT:
                 state *= 16384.0
                 number = _small((code & 15).to(tl.uint16)) if INTERPRETED else _small_of(code, False)
@@ -514,10 +514,10 @@ def _multiply_transposed(
                         number, second[None, :], second_zero[None, :], TABLE, MIDDLE, INNER, TYPE, INTERPRETED
                     )
                     odd += weight.to(tl.float32) * state
-    place = (tl.program_id(0) * tl.num_programs(2) + tl.program_id(2)).to(tl.int64) * (WIDTH * EACH) + byte * EACH
-    tl.store(out + place, tl.sum(total, 0), mask=byte < WIDTH)
+    element = (tl.program_id(0) * tl.num_programs(2) + tl.program_id(2)).to(tl.int64) * (WIDTH * EACH) + byte * EACH
+    tl.store(out + element, tl.sum(total, 0), mask=byte < WIDTH)
     if FOUR:
-        tl.store(out + place + 1, tl.sum(odd, 0), mask=byte < WIDTH)
+        tl.store(out + element + 1, tl.sum(odd, 0), mask=byte < WIDTH)
 
 
 @triton.jit

@@ -169,8 +169,10 @@ def _as_one(group: list[Codes]) -> Codes:
     return replace(first, numbers=numbers, scales=scales, zeros=zeros)
 
 
-def encode_chunks(codes: Codes, dtype: torch.dtype, max_bytes: int, place: int = 0) -> list[tuple[CodesLayout, Tensor]]:
-    """Return the layouts and data (uint8) of a matrix's chunks. Each has at most `max_bytes` unpacked. `place` is the
+def encode_chunks(
+    codes: Codes, dtype: torch.dtype, max_bytes: int, offset: int = 0
+) -> list[tuple[CodesLayout, Tensor]]:
+    """Return the layouts and data (uint8) of a matrix's chunks. Each has at most `max_bytes` unpacked. `offset` is the
     matrix's in the layer buffer: the kernel for coded ones writes from multiples of 16 bytes on."""
     step, chunks = rows_of_chunk(codes, dtype.itemsize, max_bytes), list[tuple[CodesLayout, Tensor]]()
     codable = worth_coding(codes, dtype)
@@ -185,11 +187,11 @@ def encode_chunks(codes: Codes, dtype: torch.dtype, max_bytes: int, place: int =
             codes.inner, dtype,
         )  # fmt: skip
         numbers = codes.numbers[rows]
-        if codable and place % UNIT == 0:
+        if codable and offset % UNIT == 0:
             coded = codec.encode(numbers.view(torch.float8_e4m3fn))
             if coded is not None:
                 layout, numbers = replace(layout, coded=coded.layout), coded.data
-        place += layout.nbytes
+        offset += layout.nbytes
         data = torch.zeros(layout.size, dtype=torch.uint8, device=codes.numbers.device)
         views = layout.views(data)
         for view, part in ((views.numbers, numbers), (views.scales, scales), (views.zeros, zeros),

@@ -206,8 +206,8 @@ def stacked_inputs(parts: Sequence[Part], on_cpu: bool) -> tuple[Cache, Tensor |
     masks = []
     for batch, rows, tokens, *_ in parts:
         end = batch.length + count
-        own = tokens.new_ones((len(tokens), end)) if batch.mask is None else batch.mask[rows, :end]
-        masks.append(pad(own, (longest - end, 0)))
+        mask = tokens.new_ones((len(tokens), end)) if batch.mask is None else batch.mask[rows, :end]
+        masks.append(pad(mask, (longest - end, 0)))
     return cache, torch.cat(masks)
 
 
@@ -286,8 +286,8 @@ def bias_of(part: Part, dtype: torch.dtype) -> Tensor | None:
     else:
         seen = (batch.mask[part.rows, :end] != 0)[:, None]
     if count > 1:
-        place = torch.arange(end, device=seen.device)
-        seen = seen & (place <= place[batch.length :, None])
+        position = torch.arange(end, device=seen.device)
+        seen = seen & (position <= position[batch.length :, None])
     return bias(seen, dtype)
 
 

@@ -75,10 +75,10 @@ class Stacked(Tensor):
         heads, first = self.blocks[0].shape[1], 0
         for block in self.blocks:
             last = first + len(block) * (heads if flat else 1)
-            wide = block.dequantize() if isinstance(block, QuantizedKV) else block
-            shaped = wide.flatten(0, 1) if flat else wide
+            dequantized = block.dequantize() if isinstance(block, QuantizedKV) else block
+            shaped = dequantized.flatten(0, 1) if flat else dequantized
             yield slice(first, last), shaped.transpose(-1, -2) if self.turned else shaped
-            del wide, shaped
+            del dequantized, shaped
             first = last
 
 

@@ -91,9 +91,9 @@ class StreamTeam(Team[Stream]):
     @contextmanager
     def _room(self, rows: int, length: int, capacity: int) -> Iterator[None]:
         whole = self.expected or together(self.batches, rows, length, capacity)
-        known = self._placed if whole == self._whole else None
+        placement = self._placed if whole == self._whole else None
         self._whole = None
-        self._place(known or self.planner.placement(whole))
+        self._place(placement or self.planner.placement(whole))
         try:
             yield
         except BaseException:

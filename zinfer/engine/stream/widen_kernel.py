@@ -64,13 +64,13 @@ def _widen(
     """Widen `TILE` positions of one head of one row."""
     pair = tl.program_id(0).to(tl.int64)
     row, head = pair // heads, pair % heads
-    place = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
+    position = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
     column = tl.arange(0, COLUMNS)
-    known = place < positions
-    inside = known[:, None] & (column < SIZE)[None, :]
+    valid = position < positions
+    inside = valid[:, None] & (column < SIZE)[None, :]
     numbers += row * row_of_numbers + head * head_of_numbers
     scales += row * row_of_scales + head * head_of_scales
-    number = tl.load(numbers + place[:, None] * place_of_numbers + column[None, :], mask=inside, other=0)
-    scale = tl.load(scales + place * place_of_scales, mask=known, other=0.0)
-    where = (pair * positions + place)[:, None] * SIZE + column[None, :]
+    number = tl.load(numbers + position[:, None] * place_of_numbers + column[None, :], mask=inside, other=0)
+    scale = tl.load(scales + position * place_of_scales, mask=valid, other=0.0)
+    where = (pair * positions + position)[:, None] * SIZE + column[None, :]
     tl.store(out + where, rounded(number.to(tl.float32) * scale[:, None], out.dtype.element_ty), mask=inside)

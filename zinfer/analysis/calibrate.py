@@ -3,7 +3,7 @@
 Each factor of an engine is read off the points where it alone decides: the share of the link from offloaded decode
 steps, the rate of unpacking from their timelines, the share of the GPU memory's bandwidth, the launch time of a layer
 and the share of the matmul rate from points without offload, the GPU memory from every point that ran. Models with
-routed experts have a share of the link and of the matmul rate of their own, so that they do not spoil those of others.
+routed experts have a share of the link and of the matmul rate of their own, so that they do not spoil others' shares.
 A prediction for a point that took part in the fit proves nothing, so `calibrate` predicts each point from factors
 fitted without it (leave-one-out cross-validation)::
 
@@ -150,7 +150,7 @@ class FitPoint:
     def unpack_share(self) -> float | None:
         """Return the unpacking rate of a traced step over the memory's bandwidth.
 
-        Resident ones are included. Steps with a second queue, those with experts on demand, and those that multiply
+        Resident ones are included. Steps with a second queue, those with experts on demand, and steps that multiply
         resident layers from their codes do not tell it.
         """
         placement, bandwidth = self.placement, self.machine.hbm_bandwidth

@@ -240,7 +240,7 @@ class Answers:
 
 
 def _encoded(tokenizer: "TokenizerProcess", texts: list[str]) -> list[list[int]]:
-    """Return the token ids of each prompt. Raises ModelError for one that has none."""
+    """Return the token ids of each prompt. Raises ModelError for a prompt without any."""
     from zinfer.core.model import ModelError
     from zinfer.generation.tokenizer_process import Refusal
 

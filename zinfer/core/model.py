@@ -61,7 +61,7 @@ class Matrix(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Number of values, those of all experts together."""
+        """Number of values, summed over all experts."""
         return max(1, self.experts) * self.rows * self.columns
 
 

@@ -232,7 +232,7 @@ class ModelState:
         modules = self.model.named_modules()
         norms = {f"{name}.weight" for name, module in modules if "norm" in type(module).__name__.lower()}
         generator = torch.Generator(device)
-        # Layer by layer, each in one piece with its buffers.
+        # Layer by layer, each in one block with its buffers.
         for name, entry in sorted(
             self.entries.items(), key=lambda item: -1 if item[1].layer is None else item[1].layer
         ):
@@ -428,7 +428,7 @@ class _Stored:
         if owner is self._state.layers and rest[0].isdigit():
             text, depth = text_config(self._checkpoint.config), self._state.spec.total_layers
             return not depth <= int(rest[0]) < depth + max((text.get(key) or 0 for key in AHEAD), default=0)
-        if owner is self._state.model:  # beside the base model, if names tell which tensors are inside
+        if owner is self._state.model:  # outside the base model, if names tell which tensors are inside
             inside = f"{self._state.model.base_model_prefix}."
             return HEAD.match(target) is None and not any(name.startswith(inside) for name in self._tensors)
         return True

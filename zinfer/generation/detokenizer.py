@@ -35,11 +35,11 @@ class Detokenizer:
 
 
 class TextPieces:
-    """Text of sequences, in the pieces that their tokens complete: joined, a sequence's pieces are its whole text.
+    """Text of sequences, in chunks that their tokens complete: joined, a sequence's chunks are its whole text.
 
-    Each piece is cut from the text of all tokens so far, unlike a `Detokenizer`'s: where a tokenizer cleans up spaces,
-    the pieces then still make the text that the sequence ends with. Only characters that a tokenizer takes back for
-    good, as Llama 2's does where invalid bytes follow them, stay in the pieces.
+    Each chunk is cut from the text of all tokens so far, unlike a `Detokenizer`'s: where a tokenizer cleans up spaces,
+    the chunks then still make the text that the sequence ends with. Only characters that a tokenizer takes back for
+    good, as Llama 2's does where invalid bytes follow them, stay in the chunks.
     """
 
     def __init__(self, tokenizer: "Tokenizer") -> None:

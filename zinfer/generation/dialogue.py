@@ -47,7 +47,7 @@ class Dialogue:
         return self._tokenizer.render(messages)
 
     def _continued(self, whole: str) -> list[int] | None:
-        """Return the tokens so far and those that `whole` adds; None if they do not decode to `whole`."""
+        """Return the tokens so far and the tokens that `whole` adds; None if they do not decode to `whole`."""
         if not self._ids or not whole.startswith(self._text):
             return None
         new = self._tokenizer.continuation(self._ids[-CONTEXT:], whole[len(self._text) :])

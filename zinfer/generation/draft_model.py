@@ -33,7 +33,7 @@ class ModelDrafter:
     def __init__(self, engine: Engine, vocab_size: int) -> None:
         self._engine, self._spec = engine, engine.plan.model
         self._vocab_size = min(vocab_size, self._spec.vocab_size)
-        # Micro-batches with the keys of their rows, None for one that has ended: all that have drafts, then new ones.
+        # Micro-batches with the keys of their rows, None for an ended row: all that have drafts, then new ones.
         self._parts: list[tuple[MicroBatch, list[int | None]]] = []
         self._computed: dict[int, int] = {}  # tokens of each row in the KV cache, without `_ahead`
         self._ahead: dict[int, list[int]] = {}  # last token and drafts of each row, from position `_start` on

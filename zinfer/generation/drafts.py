@@ -11,7 +11,7 @@ drafts are kept up to the first that differs from the choice. For a draft that i
 the rejection sampling of Leviathan et al. 2023 (arXiv:2211.17192): it is accepted with its probability, and otherwise
 the token is drawn from the others. A model that drafts draws by the same chance, and so the same token nearly as often
 as rejection sampling of its distribution would accept one. That would let the text of a seed depend on the number of
-drafts in each pass, and with it on measured times; here it does not.
+drafts in each pass, and with it on measured times; this drafter does not.
 
 The number of drafts follows what was accepted: `Drafts` weighs each row's next drafts by their chance, and a pass takes
 those that are worth it: within the work that hides behind the link, by the seconds of passes with drafts and without.
@@ -55,7 +55,7 @@ class Drafter(Protocol):
 
 
 class NgramDrafter:
-    """Drafts from a row's own tokens: those that followed its last tokens when they occurred
+    """Drafts from a row's own tokens: tokens that followed its last tokens when they occurred
     for the last time before. Where a repetition reaches the end, it goes on."""
 
     token_s = None  # it takes no time
@@ -180,7 +180,7 @@ class Drafts:
         return record.chance(others)
 
     def _gains(self, counts: Mapping[int, int]) -> list[float]:
-        """Return the tokens to be expected of the first, second, .. drafts of all rows, which have so many."""
+        """Return the expected tokens from all rows' first, second, .. drafts. `counts` has each row's drafts."""
         chances = {key: self._chance(key) for key in counts}
         return [
             sum(chances[key] ** (index + 1) for key, count in counts.items() if count > index)

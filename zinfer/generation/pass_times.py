@@ -21,8 +21,8 @@ class PassLoad(NamedTuple):
 
 
 class PassTimes:
-    """Seconds of a pass: those of the link, of launches on the CPU and of computing, which overlap. If the plan knows
-    no seconds, a pass takes `tokens` prompt tokens beside its rows. With `joins` the decode steps of all micro-batches
+    """Seconds of a pass: link, launches on the CPU, and computing, which overlap. If the plan knows
+    no seconds, a pass takes `tokens` prompt tokens and its rows. With `joins` the decode steps of all micro-batches
     share a forward pass, and only attention is launched for each."""
 
     def __init__(
@@ -79,13 +79,13 @@ class PassTimes:
         return max(self.link_s, self.work_seconds(load))
 
     def room(self, load: PassLoad) -> int:
-        """Return the prompt tokens that hide behind the link beside `load`; none if launching takes as long."""
+        """Return how many prompt tokens hide behind the link, next to `load`; none if launching takes as long."""
         if not self.known:
             return self.tokens
         return 0 if self.launch_seconds(load) > self.link_s else self._hidden_tokens(load)
 
     def room_for_drafts(self, load: PassLoad) -> int:
-        """Return how many tokens more hide behind the link beside `load`. They are of running rows."""
+        """Return how many tokens more of running rows hide behind the link, next to `load`."""
         return self._hidden_tokens(load) if self.known else 1 << 30
 
     def _hidden_tokens(self, load: PassLoad) -> int:
@@ -111,7 +111,7 @@ class PassTimes:
 
     @property
     def max_host_batches(self) -> int:
-        """The same of micro-batches in host memory, which share a forward pass. More of them than on the device:
+        """Gain of micro-batches in host memory, which share a forward pass. More of them than on the device:
         merging two takes keys and values over the link and back, which costs as much as many passes with one
         micro-batch more."""
         tuned, each = tuning.TUNED, self._joined_s

@@ -170,7 +170,7 @@ class PrefixCache:
 
     def _split(self, node: Node, count: int) -> Node | None:
         """Split a node after its first `count` tokens, for sharing; return the node of these, or None if it stays
-        whole: one that is on disk, or that there is no memory to copy.
+        whole: it is on disk, or there is no memory for a copy.
         """
         if self._folder is not None or node.path is not None or node.kept is None:
             return None

@@ -63,7 +63,7 @@ class Score(NamedTuple):
 
 
 def scores(logits: "Tensor", tokens: Sequence[int], count: int) -> list[Score]:
-    """Score `tokens`, one for each row of ``[n, V]`` logits. Each has the `count` most likely ones beside it;
+    """Score `tokens`, one for each row of ``[n, V]`` logits. Each score comes with the `count` likeliest tokens;
     temperature and nucleus play no part in them.
     """
     import torch

@@ -1,7 +1,7 @@
 """Continuous batching: which rows and which chunks of prompts go into the next pass, from lengths and seconds alone.
 
 A pass of streamed weights takes as long as the link needs for them, whatever it computes meanwhile. So each pass
-carries a token for every running row and, beside them, chunks of waiting prompts, up to the work that hides behind the
+carries a token for every running row and chunks of waiting prompts, up to the work that hides behind the
 link. Rows begin and end at every pass (Orca, Yu et al. 2022); chunks of prompts as in Sarathi-Serve (arXiv:2403.02310).
 
 Rows live in rectangles, the micro-batches of an engine: `PlannedBatch` is the plan of one. A row that has ended, and
@@ -13,7 +13,7 @@ Rows of requests that arrive share the memory by request, not by arrival: the ne
 that has fewest. Where there is no room for it, a request with more than a quarter of the rows gives some up, which go
 on later with the tokens that they have.
 
-Nothing here runs a model: `Schedule.plan` returns the `Move`s and the works of a pass, which
+This module runs no model: `Schedule.plan` returns the `Move`s and the works of a pass, which
 `zinfer.generation.scheduler.ContinuousScheduler` carries out; tests carry them out on a clock.
 """
 
@@ -406,7 +406,7 @@ class Schedule:
             self._calm, self._rose = 0, True
 
     def fell_short(self, lost: Iterable[PlannedBatch]) -> None:
-        """Lower the limits: memory was too little for all micro-batches, and `lost` are those that it was asked for.
+        """Lower the limits: memory was too little for all micro-batches, and `lost` had asked for it.
         Later passes raise the limits again, step by step; where memory falls short of that, they wait twice as long."""
         if self._whole is None:
             self._whole = self.limits
@@ -626,7 +626,7 @@ class Schedule:
                     self._split(moves, batch)
 
     def _make_room(self, moves: list[Move], but: PlannedBatch) -> None:
-        """Move a micro-batch out of the engine: one that is not running yet, or the one with most to come."""
+        """Move a micro-batch out of the engine: the one not running yet, or with most tokens to come."""
         others = [batch for batch in self.batches if batch is not but]
         victim = max(others, key=lambda batch: (not batch.running, batch.max_remaining))
         if not (self.able.snapshots and victim.running):

@@ -212,7 +212,7 @@ class ContinuousScheduler:
     why the engine does not, if it cannot. Where `rows` is 1 all rows are turns of one conversation: they are kept once
     they end, however short they are.
 
-    With a `drafter`, by default the one that the engine's options ask for, a pass may give a row several tokens. Raises
+    With a `drafter`, by default from the engine's options, a pass may give a row several tokens. Raises
     EngineError then where `Engine.cannot_draft` gives a reason.
     """
 
@@ -233,7 +233,7 @@ class ContinuousScheduler:
         self.engine, self._tokenizer = engine, tokenizer
         self.drafts = None if drafter is None else Drafts(drafter)
         self._one_length = engine.equal_lengths() is not None  # rows of a micro-batch get as many tokens of a pass
-        self.sequences: dict[int, Sequence] = {}  # those that have not ended, by key
+        self.sequences: dict[int, Sequence] = {}  # unfinished ones, by key
         self.gained: dict[int, int] = {}  # tokens that the last pass gave to each sequence, by key
         engine.clear()
         engine.expect(load)
@@ -296,7 +296,7 @@ class ContinuousScheduler:
         return new
 
     def drop(self, keys: Iterable[int]) -> None:
-        """Discard sequences, however far they are; their keys and values are kept as those of rows that ended."""
+        """Discard sequences, finished or not; their keys and values are kept as finished rows' are."""
         gone = [key for key in dict.fromkeys(keys) if key in self.sequences]
         self._note_dropped(set(gone))
         for key in gone:
@@ -405,7 +405,7 @@ class ContinuousScheduler:
             if not batch.running or count == 1:
                 continue
             kept = [1 if row is None else self.gained.get(row.key, 1) for row in batch.rows]
-            if self._one_length:  # those of rows that have ended do not matter
+            if self._one_length:  # values of ended rows do not matter
                 kept = [max(kept)] * len(kept)
             if min(kept) < count:
                 self.engine.rollback(_micro_batch(batch), batch.length + torch.tensor(kept))
@@ -436,7 +436,7 @@ class ContinuousScheduler:
     # Moves
 
     def _carry_out(self, moves: Several[Move]) -> bool:
-        """Make the moves before a pass; return False if one that lacked memory, and those behind it, are lost."""
+        """Make the moves before a pass; return False if a move lacked memory: it and later moves are lost."""
         for index, move in enumerate(moves):
             try:
                 self._move(move)
@@ -518,7 +518,7 @@ class ContinuousScheduler:
 
     def _cost_of(self, works: Several[PlannedWork]) -> list[PlannedBatch]:
         """Return the micro-batches whose KV cache an out-of-memory pass loses. These are prompts, for which it was
-        reserved, and those of which the engine cannot forget what the pass has stored; without any, the one with most
+        reserved, and batches that the engine cannot roll back; without any, the one with most
         to come.
         """
         for batch, _ in works:
@@ -609,14 +609,14 @@ class ContinuousScheduler:
                     self._note(sequence, batch, index, computed)
 
     def _note_dropped(self, keys: Collection[int]) -> None:
-        """Note rows that are dropped while they run: they are kept as those that end."""
+        """Note rows that are dropped while they run: they are kept as finished rows are."""
         for batch in self.schedule.batches if self.prefixes is not None else ():
             for index, row in enumerate(batch.rows):
                 if row is not None and row.key in keys and batch.running and not batch.gaps:
                     self._note(self.sequences[row.key], batch, index, batch.computed(index))
 
     def _note(self, sequence: Sequence, batch: PlannedBatch, index: int, computed: int) -> None:
-        scored = sequence.echo and sequence.logprobs is not None  # as those that are like it will be
+        scored = sequence.echo and sequence.logprobs is not None  # as similar rows will be
         if computed >= self._min_kept and self._alike(computed) and not scored:
             self._to_keep.append((sequence.known_ids[:computed], _micro_batch(batch), index))
 
@@ -741,7 +741,7 @@ class ContinuousScheduler:
         return touched
 
     def _score_prompts(self, batch: PlannedBatch, logits: Tensor) -> None:
-        """Add prompt scores from `logits`, ``[B, count, V]``. They are those of a micro-batch's next positions."""
+        """Add prompt scores from `logits`, ``[B, count, V]``. They belong to a micro-batch's next positions."""
         count = logits.shape[1]
         for index, row in enumerate(batch.rows):
             sequence = None if row is None else self.sequences.get(row.key)

@@ -20,7 +20,7 @@ class Tuning:
     padding: float = 1.1  # positions taken over positions needed: what admission expects of growth and padding
     expanded_share: float = 0.03  # of the device's memory, for keys and values that attention copies for its heads
     working_share: float = 0.08  # of a GPU's memory, which the KV cache leaves to the work of a pass
-    request_share: int = 4  # a request keeps one in so many of the rows while others wait
+    request_share: int = 4  # a request keeps at most this fraction (1 / n) of rows while others wait
     patience: int = 4  # passes after which prompts of a request without a row make a pass longer, or have their own
 
     # Prompts of a pass
@@ -94,7 +94,7 @@ class DraftTuning:
     worth: float = 0.03  # tokens gained for each row by a further draft: a pass computes one in every row of it
 
     # A model that drafts
-    backlog: int = 64  # tokens of a row that are computed beside others; a row that lacks more is computed anew
+    backlog: int = 64  # tokens of a row that are computed along with others; a row that lacks more is computed anew
     growth: int = 128  # positions by which its KV cache grows, and that it has at least behind the longest row
     ended: float = 0.5  # share of the rows that may have ended before the others get a micro-batch of their own
     recent_rounds: int = 5  # rounds of drafts whose median gives the seconds of a token

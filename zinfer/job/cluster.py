@@ -281,7 +281,7 @@ def run_shards(
     events: Events,
     on_message: Callable[[str], None] = lambda _text: None,
 ) -> list[str]:
-    """Run `job` for each shard, whose part is at `Shard.path` of `path`; return the errors of those that failed.
+    """Run `job` for each shard, whose part is at `Shard.path` of `path`; return the errors of failed shards.
 
     Raises Interrupted on SIGINT and SIGTERM, after the jobs were cancelled; ClusterError if none can be submitted.
     """

@@ -56,7 +56,7 @@ class Driver:
 
     @contextmanager
     def lend(self) -> Iterator[Client]:
-        """Lend the loaded worker, in whose calls signals are raised. One that dies is ended."""
+        """Lend the loaded worker, in whose calls signals are raised. A worker that dies is ended."""
         assert self._worker is not None
         try:
             with self._interruptible():

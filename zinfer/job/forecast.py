@@ -116,7 +116,7 @@ def _seconds(sweep: Sweep, planner: Planner, workload: Workload) -> float | None
 
 
 def _request_seconds(planner: Planner, requests: RequestSet) -> float | None:
-    """Return the seconds of a load of requests: those of equal rows of the mean lengths, as many as are in flight.
+    """Return the seconds of a load of requests: equal rows of the mean lengths, one for each in flight.
 
     An open loop lasts until its last request has come.
     """

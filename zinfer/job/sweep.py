@@ -190,7 +190,7 @@ def prepare(
     """Plan the sweep's loads, or the given ones of them.
 
     `resolve` finds a load's model and weights; `locate` its engine, or None for an engine without that offload: such a
-    combination is left out. `requests` are those of `zinfer.job.requests.request_sets`.
+    combination is left out. `requests` come from `zinfer.job.requests.request_sets`.
 
     Raises ModelError if lengths exceed a model's positions, unless `positions` is False.
     """
@@ -256,7 +256,7 @@ def run(
 ) -> Outcome:
     """Measure the points that `done` does not hold, and return all.
 
-    Each is appended to `store` at once. `signals` are those that interrupt it, by default SIGINT and SIGTERM. Raises
+    Each is appended to `store` at once. `signals` interrupt it, by default SIGINT and SIGTERM. Raises
     Interrupted on them, after the point under way is recorded as `cancelled`, and StoreError if a record cannot be
     written; no worker is left behind.
     """

@@ -32,11 +32,11 @@ class Tuning:
     ring_depth: int = 6  # minimum ring buffers: they hold what arrives while a layer of a decode step computes
     dense_depth: int = 3  # the same where experts come on demand: little is in flight, so that they come next
     disk_ring_layers: int = 2  # layers from disk that host memory has room for on their way
-    lossless_ratio: float = 0.67  # bytes of the lossless codec over those of bf16, on weights of a normal distribution
-    fp8_ratio: float = 0.83  # the same over those of FP8 codes (e4m3)
+    lossless_ratio: float = 0.67  # bytes of the lossless codec over bf16, on weights of a normal distribution
+    fp8_ratio: float = 0.83  # bytes of the lossless codec over FP8 codes (e4m3)
     host_share: float = 0.9  # of host memory, filled by ``host_weights=auto``: the rest is for all else that runs there
     # With ``auto`` experts come on demand where a step at batch 1 then brings at most this share of the bytes, and an
-    # expert has at least so many bytes on the wire: its copy and its unpacking take about 20 us of launches.
+    # expert has at least this many bytes on the wire: its copy and its unpacking take about 20 us of launches.
     fewer_share: float = 0.75
     min_expert_bytes: int = 1 << 20
     # Where all weights and a layer buffer take at most this share of the GPU's memory, experts stay with their layers:

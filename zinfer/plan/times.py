@@ -46,7 +46,7 @@ class Rates:
     cpu_time: float = 0.5
     link_keeps: float = 0.95  # link's rate while all cores attend: 0.95 measured with 16 cores, 0.92 with 64
     # Products that read codes of resident weights, as a share of the bandwidth of GPU memory; each further group of
-    # so many tokens reads them again.
+    # this many tokens reads them again.
     codes_rate: float = 0.5
     codes_at_once: int = 32
     unpacking: float = 0.4  # unpacking of coded weights, as a share of the bandwidth of GPU memory

@@ -29,7 +29,7 @@ class RequestSample(Frozen):
     """Request: its lengths, its arrival, and the passes of its tokens.
 
     Passes are runs of (number of the first pass, passes in a row that gave it one token each). A negative second number
-    belongs to one pass alone that gave it so many: with drafts that were right.
+    belongs to one pass alone, which gave it several tokens by right drafts.
 
     Stored as a row, ``[245,106,1503.2,17,106]``.
     """

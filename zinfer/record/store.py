@@ -86,7 +86,7 @@ def encode(record: Record) -> bytes:
 
 
 def decode(line: bytes) -> Record:
-    """Return the record of a line. Raises ValueError with the reason unless its bytes are those that `encode` wrote."""
+    """Return the record of a line. Raises ValueError with the reason unless its bytes are as `encode` wrote them."""
     return _validated(*unseal(line))
 
 

@@ -222,7 +222,7 @@ class Study(Start):
     link: float | None = None  # bytes a second, host to device
     logits_dtype: str = ""
     text: Text | None = None
-    samples: int | None = None  # pieces of the text
+    samples: int | None = None  # windows of the text
     rows: tuple[Row, ...]
 
     @model_validator(mode="after")

@@ -91,7 +91,7 @@ def rate(point: Measurement) -> tuple[str, str]:
 
 
 def rated(value: float, digits: int = 3) -> str:
-    """Return `value` with so many significant digits, zeros included: 76.0."""
+    """Return `value` with `digits` significant digits, zeros included: 76.0."""
     places = digits - 1 - floor(log10(value)) if value > 0 else 0
     return f"{round(value, places):,.{max(places, 0)}f}"
 

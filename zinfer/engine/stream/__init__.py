@@ -80,7 +80,7 @@ if TYPE_CHECKING:
     from zinfer.engine.ranks import Group
 
 MAX_STEP_TOKENS = MAX_DRAFTS + 1  # tokens of a row that a decode step takes at most; more of them are a prompt's
-FIRST_STEPS = 8  # of a model that drafts, before its passes are recorded: one that is wrong is given up earlier
+FIRST_STEPS = 8  # of a model that drafts, before its passes are recorded: a wrong kernel is given up earlier
 DEQUANTIZED_BYTES = 1 << 30  # bytes of a quantised cache that are in the model's type at a time
 
 
@@ -102,7 +102,7 @@ class StreamBatch(DecoderBatch):
 
 class Stream(Decoder):
     """Engine `stream`: all weights on the device (offload `none`), or the decoder layers streamed to it from host
-    memory (`cpu`), or from files (`nvme`), of which host memory keeps as many as it holds."""
+    memory (`cpu`), or from files (`nvme`), of which host memory keeps as many as fit."""
 
     several: ClassVar[str] = "zinfer.engine.stream.team:StreamTeam"
     options: StreamOptions
@@ -197,7 +197,7 @@ class Stream(Decoder):
             raise EngineError(f"gpus={group.size} is not for {name}: its layers keep their cache whole")
 
     def _load_draft(self) -> None:
-        """Load the draft model on the device, of several the first. Raises EngineError for one that cannot draft."""
+        """Load the draft model on the first device. Raises EngineError for a model that cannot draft."""
         name, plan = self.options.draft_model, self.planner.draft(self.plan.case.workload)
         if name is None or (self._group is not None and self._group.rank):
             return
@@ -281,7 +281,7 @@ class Stream(Decoder):
                 self._kv_threads = max(1, round(placement.kv_cpu_share * attending_cpus(self._threads)))
                 # The number holds for all work of the CPU: teams of two sizes in turn end and start threads each time.
                 torch.set_num_threads(self._kv_threads)
-        if self._ring is not None and self._group is None:  # the ranks of a group begin together, with a trip
+        if self._ring is not None and self._group is None:  # the ranks of a group begin together, with a pass
             self._ring.start()
         return batch
 
@@ -325,7 +325,7 @@ class Stream(Decoder):
         load = self.expected
         if load is None or self.given is not None or isinstance(ring, DiskRing):
             return False
-        if self.planner.placement(load).host_rows(load.batch_size):  # what comes beside the weights is guessed
+        if self.planner.placement(load).host_rows(load.batch_size):  # a guess of the other transfers' bytes
             return False
         room = self.plan.machine.device_bytes - self.planner.tiers(load).gpu.total
         return room > self.plan.model.layer_bytes

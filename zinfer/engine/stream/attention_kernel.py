@@ -2,8 +2,8 @@
 """Triton kernels of attention for few queries: keys and values are read by the whole GPU, not by a program a head.
 
 PyTorch's attention with a mask gives each head of each row to one multiprocessor, which reads the keys one block after
-the other. A row or two leave most of the GPU idle, and a step takes longer the longer the row is. Here the positions of
-a head are split among programs (as flash-decoding splits them, Dao et al. 2023); `_combine` adds what they found, each
+the other. A row or two leave most of the GPU idle, and a step takes longer the longer the row is. This kernel
+splits a head's positions among programs (as flash-decoding does, Dao et al. 2023); `_combine` adds their results, each
 by the largest score that it saw. Scores and sums are in float32, weights are rounded to the type of the values.
 
 With TRITON_INTERPRET=1 in the environment the kernels run on a CPU.
@@ -110,7 +110,7 @@ def _attend(
     INTERPRETED: tl.constexpr,
 ):
     """Attend to `steps` tiles of positions for one head of a row: the weighted sum of its values, by the largest score,
-    and beside it that score and the sum of the weights.
+    and with it that score and the sum of the weights.
     """
     TYPE: tl.constexpr = values.dtype.element_ty
     pair = tl.program_id(0)

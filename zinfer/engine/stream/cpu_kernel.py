@@ -73,7 +73,7 @@ def attend(
     """Return the attention of queries ``[B, heads, n, D]`` to blocks: float32 ``[B, heads, n, E]``. Each block is keys
     ``[b, heads, m, D]`` and values ``[b, heads, m, E]`` of the next b rows, with an m of its own. `biases` are added to
     the scaled scores: float32, of a shape that expands to ``[B, heads, n, M]``, M the largest m; a block has their last
-    m columns. A query that sees nothing, since all is -inf, gets zeros. `threads` compute it, by default as many as
+    m columns. A query that sees nothing, since all is -inf, gets zeros. `threads` compute it, by default the count that
     torch uses. `can_attend` tells whether the compiled code can do it."""
     rows, heads, count, width = queries.shape
     longest, columns = max(keys.shape[2] for keys, _ in blocks), blocks[0][1].shape[-1]
@@ -109,7 +109,7 @@ class _Copy(ctypes.Structure):
 
 def store(copies: Sequence[tuple[Tensor, Tensor]], threads: int | None = None) -> None:
     """Copy each pair's second tensor to its first, all at once. Both are ``[b, heads, n, D]`` in host memory, with b
-    and n of their own; `threads` do it, by default as many as torch uses."""
+    and n of their own; `threads` do it, by default torch's count."""
     plain = [(target, states) for target, states in copies if _copies(target, states)]
     plain = plain if len(plain) > 1 and library() is not None else []
     done = {id(target) for target, _ in plain}

@@ -278,7 +278,7 @@ def _pair(pair, first, second, INNER: tl.constexpr, TYPE: tl.constexpr):
 
 @triton.jit
 def _number(bits):
-    """Return numbers of e4m3 over 256, float32; their bits are at the places of those of fp16 (uint32)."""
+    """Return numbers of e4m3 over 256, float32; their bits lie where fp16 has them (uint32)."""
     number = bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
     return tl.where((bits & 0x7FFF) == 0x3F80, float("nan"), number)
 

@@ -3,7 +3,7 @@
 
 A pair is a token and one of its experts. `_multiply` multiplies each pair's hidden states with its expert's matrix, as
 many rows at a time as make a tile of some 8 KiB; the weights are read once, 16 bytes a thread, and several programs on
-each multiprocessor keep some 64 KiB of them in flight. Pairs are the fastest axis of the grid: those that share an
+each multiprocessor keep some 64 KiB of them in flight. Pairs are the fastest axis of the grid: pairs that share an
 expert read a tile at about the same time, so that it comes from the L2 cache for all but one. No row is sorted, padded,
 or moved, and the host never waits for the router, so a CUDA graph can hold the kernels.
 
@@ -25,7 +25,7 @@ from zinfer.engine.stream.expand import rounded
 
 TILE = 4096  # weights of a tile: 32 a thread, which leaves registers for their sums and for 4 to 8 programs at a time
 WARPS = 4
-MAX_LENGTH = 1024  # weights along a tile's contiguous side: those that all threads read at 16 bytes each
+MAX_LENGTH = 1024  # weights along a tile's contiguous side: as many as all threads read at 16 bytes each
 MIN_PROGRAMS = 4096  # of a launch, if they have enough to read: four waves of an H100
 MIN_READ = 16384  # weights of a program where columns are split
 COMBINED = 256  # values of a program that adds partial sums

@@ -103,7 +103,7 @@ class GatherRing(PrefetchRing):
         ] = {}  # layer that stays -> this rank's parts of its chunks, on the device
         self._staging = _Staging()
         self._to_gather: deque[tuple[int, int]] = deque()  # layers and numbers of chunks whose gathers are not issued
-        self._to_receive: deque[tuple[int, int]] = deque()  # those of the pass under way that are not taken yet
+        self._to_receive: deque[tuple[int, int]] = deque()  # rows of the pass under way that are not taken yet
         self._copied: deque[tuple[Event, int]] = deque()  # behind each copy without its gather: event, its buffer
         super().__init__(source, layers, depth, device, queues)
 

@@ -75,7 +75,7 @@ class HostCopier:
 
 
 class Block(NamedTuple):
-    """Range of bytes of one of a pool's arenas."""
+    """Byte range in one of a pool's arenas."""
 
     arena: PinnedArena
     start: int

@@ -360,7 +360,7 @@ def find(
 
 def _check_source(folder: Path, content: _Index, checkpoint: Checkpoint, progress: Progress) -> None:
     """Raise EngineError if a tensor of `checkpoint` differs from the packed one. Reads it only if its files are not
-    those that were packed, or have changed."""
+    the packed ones, or have changed."""
     now = _identity(checkpoint)
     if now == content.files:
         return

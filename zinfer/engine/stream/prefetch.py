@@ -389,7 +389,7 @@ class PrefetchRing:
         self._pending, self._next, self._only = iter(()), None, None
 
     def _begin(self, fetches: tuple[Fetch, ...]) -> None:
-        """Begin the transfers of a pass, and of those that follow it."""
+        """Begin the transfers of a pass and of later passes."""
         self._flush()
         if fetches:
             self.resize(self._depth, max(fetch.nbytes for fetch in fetches))

@@ -71,7 +71,7 @@ _BF16_FIRST, _BF16_SECOND = (_pairs("bf16x2", 0x4300, 0x3F80, second) for second
 _FP16_FIRST, _FP16_SECOND = (_pairs("f16x2", 0x6400, 0x3C00, second) for second in (False, True))
 
 # Four numbers of e2m1 over 16384 from the first or the second codes of four bytes: the bits of a code are put where
-# those of fp16 are, two at a time.
+# fp16 has them, two at a time.
 _SMALL = """{{
 .reg .b32 a, b, c, d;
 .reg .b16 one, other;
@@ -196,7 +196,7 @@ def _multiply_transposed_experts(states: Tensor, data: Tensor, run: Run, experts
 
 
 def multiply(states: Tensor, data: Tensor, run: Run, bias: Tensor | None, out: Tensor, tokens: int) -> None:
-    """Multiply `states` with the rows of `run` into `out` ``[tokens, rows]``. `states` are those of `pair_columns`,
+    """Multiply `states` with the rows of `run` into `out` ``[tokens, rows]``. `states` come from `pair_columns`,
     `data` the bytes from the first chunk on, `bias` is ``[rows]``; the last dimension of `out` is contiguous. Checks
     nothing: `zinfer.engine.stream.packed_product` does."""
     layout, tiles = run.layout, Tiles.of(run)
@@ -591,7 +591,7 @@ def _small(code):
 
 @triton.jit
 def _small_of(code, SECOND: tl.constexpr):
-    """Unpack the low (with `SECOND`, the high) nibble of each byte. The numbers are those of e2m1 over 16384."""
+    """Unpack the low (with `SECOND`, the high) nibble of each byte. The numbers are e2m1 over 16384."""
     if SECOND:
         return tl.inline_asm_elementwise(_SMALL_SECOND, _FLOATS, [code], dtype=tl.float32, is_pure=True, pack=4)
     else:

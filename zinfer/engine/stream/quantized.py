@@ -1,4 +1,4 @@
-"""Quantised matrices on the wire: rows of codes and their scales, as many bits as released, unpacked into the slot.
+"""Quantised matrices on the wire: rows of codes and scales in the released bits, unpacked into the layer buffer.
 
 A chunk holds whole rows. Its parts, each from a multiple of 16 bytes on: codes, scales, and, if there are some, zero
 points and the order of the columns. FP8 codes (e4m3) are coded losslessly (`zinfer.engine.stream.codec`) where that

@@ -9,7 +9,7 @@ Models that take their attention function by name (`_supports_attention_backend`
 it, without code for architectures. The function must be called once in each layer, with the very tensors that the cache
 returned and without a mask or bias of the model's own: `NotRaggedError` says that a model does something else.
 
-Rows that the CPU attends to have a pass of their own, in which it attends to those of all micro-batches at once.
+Rows that the CPU attends to have a pass of their own, in which it attends to all micro-batches' rows at once.
 
 Other models share a forward pass in another way: to the model all rows are one rectangle, left-padded to the longest,
 whose keys and values are `zinfer.engine.stream.stacked.Stacked`.
@@ -37,7 +37,7 @@ from zinfer.engine.transfer import to_device, to_host
 
 NAME = "zinfer_ragged"  # name of the attention function
 MASKED = {"full_attention", "sliding_attention"}  # kinds of layers whose mask is that of the cache's positions
-# Options of attention functions that change nothing for one token of a row whose keys are those that it sees.
+# Options of attention functions that change nothing for one token of a row that sees exactly its keys.
 HARMLESS = {
     "dropout", "scaling", "is_causal", "sliding_window", "position_ids", "cache_position", "use_cache",
     "output_attentions", "output_hidden_states", "return_dict", "layer_idx",
@@ -230,7 +230,7 @@ class Ragged:
 
     def takes(self, part: Part, on_cpu: bool = False) -> bool:
         """Tell whether a part can join others with equal token counts: a decode step of a micro-batch's rows, which
-        have nothing but keys and values, on the device or coming there, or, `on_cpu`, of those that the CPU attends to.
+        have nothing but keys and values, on the device or coming there, or, `on_cpu`, CPU-attended rows.
         Rows with a sliding window have one token.
         """
         batch, cache, count = part.batch, part.batch.cache, part.token_ids.shape[1]
@@ -344,7 +344,7 @@ class Bias:
 
 def _aligned(rows: int, tokens: int, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return zeros ``[rows, 1, tokens, count]`` with rows aligned to 8 values: kernels of attention read a bias in
-    vectors, and fail at any other place.
+    vectors, and fail at any other address.
     """
     return torch.zeros((rows, 1, tokens, -(-count // 8) * 8), dtype=dtype, device=device)[..., :count]
 

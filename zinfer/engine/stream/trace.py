@@ -95,7 +95,7 @@ class Trace:
 
 
 def joined(recordings: Sequence[Recording]) -> tuple[Span, ...]:
-    """Return all ranks' spans, from the begin of the first rank's trace; those that end before it are left out."""
+    """Return all ranks' spans, from the begin of the first rank's trace; earlier spans are left out."""
     joined_spans = []
     for rank, (begun, spans) in enumerate(recordings):
         delay_ms = (begun - recordings[0][0]) * 1e3

@@ -29,7 +29,7 @@ class JobChanged(ZinferError):
 
 
 def job_path(output: Path) -> Path:
-    """Return the path of the .job file beside `output`."""
+    """Return the path of the .job file next to `output`."""
     return output.with_name(output.name + ".job")
 
 
@@ -52,7 +52,7 @@ class Ledger(Closing):
     def open(cls, output: Path, settings: Mapping[str, Any], created: int, force: bool = False) -> Self:
         """Start or continue the job of `settings` in `output`. `created` is used if this is its first start.
 
-        With `force` the answers of another job stay, and this one adds those that are missing. Raises JobChanged if
+        With `force` the answers of another job stay, and this one adds missing answers. Raises JobChanged if
         `output` is another job's, StoreError if it is no batch output, another process writes it, or it cannot be
         written; nothing is changed then.
         """

@@ -1,7 +1,7 @@
 """Batch job on a Ray cluster's nodes, a task per shard.
 
 The nodes share the folder of the command. Ray gives the shard of a lost node to another one, where it goes on with the
-answers and tokens that its files hold. This process alone writes the job's own answers: those of the shards, as they
+answers and tokens that its files hold. This process alone writes the job's own answers: the shards' answers, as they
 come. A request is answered once, for its answer is written once.
 """
 
@@ -106,7 +106,7 @@ def answer_on_nodes(
 ) -> None:
     """Answer a job's lines on the nodes of a Ray cluster.
 
-    `answer` answers a shard, but for the ids given, into its file beside `output`; it runs on the nodes. `identity` has
+    `answer` answers a shard, but for the ids given, into its file by `output`; it runs on the nodes. `identity` has
     the settings of the job for .job files. Raises ShardError for shards of another job, Interrupted on SIGINT and
     SIGTERM, NodesError if the cluster or the model on a node cannot be had, JobFailed if a line gets no answer,
     StoreError if an answer cannot be written.

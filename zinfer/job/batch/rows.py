@@ -41,7 +41,7 @@ def rows_of(
     output_len: int,
     output_ids: Mapping[str, list[int]],
 ) -> tuple[list[Row], list[Fault]]:
-    """Return lines as rows, and faults for those that cannot be served.
+    """Return lines as rows, and faults for lines that cannot be served.
 
     `prompts` are the prompts' token ids, or the reasons why there are none; `positions` and `vocab_size` those of the
     model; `output_len` is the limit of a line that names none, as far as there are positions for it; `output_ids` are

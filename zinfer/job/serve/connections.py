@@ -115,7 +115,7 @@ class Listener(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, last_s: float, on_message: Callable[[str], None]) -> None:
         super().__init__(config)
         self._last_s = last_s
-        self.idle: dict[Connection, None] = {}  # without a whole request, those that wait longest first
+        self.idle: dict[Connection, None] = {}  # without a whole request, longest wait first
         self.max_connections = max_connections()
         self._on_message, self._complained_at = on_message, -60.0
         self._room = asyncio.Event()

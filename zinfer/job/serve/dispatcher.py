@@ -2,7 +2,7 @@
 
 Rows are given to the worker's queue as they come; the worker begins them, at every pass, in the order that
 `zinfer.generation.schedule.fair_order` gives: requests share the memory, however many rows each has. The thread alone
-talks to the worker and sleeps while there is no row. Prompts that are texts are read beside it
+talks to the worker and sleeps while there is no row. Prompts that are texts are read in another thread
 (`zinfer.job.serve.reading`): their rows come when they have token ids. A worker that dies is started again: rows of
 which no text was handed out go on with the tokens that they have, fewer of them at a time, so that a row that is to
 blame ends alone.
@@ -281,7 +281,7 @@ class Dispatcher:
         return True
 
     def _take_in(self, read: list[tuple[Row, Ids]]) -> None:
-        """Let rows whose prompts were read wait for the worker. Those that cannot be served fail."""
+        """Let rows whose prompts were read wait for the worker. Rows that cannot be served fail."""
         for row, ids in read:
             if (failure := self._accept(row, ids)) is None:
                 self._waiting.append(row)

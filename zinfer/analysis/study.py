@@ -167,8 +167,8 @@ def accuracy_cells(run: Study, rows: Sequence[Deviation]) -> list[tuple[str, ...
     lines: list[tuple[str, ...]] = []
     for row in rows:
         before, after, tokens = row.reference_perplexity, row.perplexity, first_difference(row)
-        both_known = before is not None and after is not None
-        change = f"{figures(before, 4)} {round(after / before - 1, 4) + 0.0:+.2%}" if both_known else ""  # type: ignore
+        comparable = before is not None and after is not None
+        change = f"{figures(before, 4)} {round(after / before - 1, 4) + 0.0:+.2%}" if comparable else ""  # type: ignore
         same = f"{row.first_differences.count(None) / row.rows:.0%} of {row.rows}" if row.first_differences else ""
         until = "" if tokens is None else f"all {row.case.workload.output_len}" if tokens == inf else str(tokens)
         lines.append((

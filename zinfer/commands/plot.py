@@ -59,8 +59,8 @@ def command(results: Path | None, machine: str | None, output: Path, formats: st
         raise click.BadParameter(f"{unknown[0]!r} is no figure: choose from {choice}, or all", param_hint="--figure")
     chosen = choose(results, machine)
     sweeps = chosen.read()
-    found_runs = (run for root in chosen.roots() if root.exists() for run in study.read(root, "reuse").runs)
-    runs = [run for run in found_runs if chosen.keeps(run.machine)]
+    all_runs = (run for root in chosen.roots() if root.exists() for run in study.read(root, "reuse").runs)
+    runs = [run for run in all_runs if chosen.keeps(run.machine)]
     try:
         if warning := usable(sweeps, chosen).warning:
             click.echo(warning, err=True)

@@ -292,7 +292,7 @@ class FixedLayer(DynamicLayer):  # type: ignore[misc]
     def fill(self, blocks: Sequence[Sequence[Tensor]], length: int, dtype: torch.dtype) -> None:
         """Fill all rows with the last positions of `blocks`, from `stored`. What they lack is padding."""
         first = blocks[0]
-        self._take_memory(first[0], first[len(first) // 2], dtype)
+        self._allocate_memory(first[0], first[len(first) // 2], dtype)
         count = self.slots.begin(length)
         row = 0
         for block in blocks:
@@ -325,9 +325,9 @@ class FixedLayer(DynamicLayer):  # type: ignore[misc]
         return length - first + count, first
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
-        self._take_memory(key_states, key_states if value_states is None else value_states, key_states.dtype)
+        self._allocate_memory(key_states, key_states if value_states is None else value_states, key_states.dtype)
 
-    def _take_memory(self, keys: Tensor, values: Tensor, dtype: torch.dtype) -> None:
+    def _allocate_memory(self, keys: Tensor, values: Tensor, dtype: torch.dtype) -> None:
         """Allocate all rows, for states like `keys` and `values`."""
         self.dtype, self.device = dtype, keys.device
         specs = self._specs(keys, values)

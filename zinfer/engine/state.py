@@ -364,7 +364,7 @@ class _Stored:
                 patterns[name] = converter
             elif whole.setdefault(target, name) != name:
                 raise CheckpointError(f"{self._directory} stores {target} twice: as {whole[target]} and {name}")
-            _same_kind(self._directory, name, info, target, meta[target])
+            _check_kind(self._directory, name, info, target, meta[target])
             sources[target].append(name)
         self.left_out = self._surplus(
             {target: name for target, name in unknown.items() if not self._is_sliced_away(target)}
@@ -635,7 +635,7 @@ def _kind(dtype: torch.dtype) -> str:
     return "boolean" if dtype == torch.bool else "complex" if dtype.is_complex else "integer"
 
 
-def _same_kind(directory: str | None, name: str, info: TensorInfo, target: str, tensor: Tensor) -> None:
+def _check_kind(directory: str | None, name: str, info: TensorInfo, target: str, tensor: Tensor) -> None:
     """Raise CheckpointError for numbers of another kind than the model's."""
     if info.dtype in DTYPES and _kind(DTYPES[info.dtype]) == _kind(tensor.dtype):
         return

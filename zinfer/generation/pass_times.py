@@ -111,7 +111,7 @@ class PassTimes:
 
     @property
     def max_host_batches(self) -> int:
-        """Gain of micro-batches in host memory, which share a forward pass. More of them than on the device:
+        """Maximum of micro-batches in host memory, which share a forward pass. More of them than on the device:
         merging two takes keys and values over the link and back, which costs as much as many passes with one
         micro-batch more."""
         tuned, each = tuning.TUNED, self._joined_s

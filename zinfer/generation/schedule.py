@@ -815,16 +815,16 @@ class Schedule:
         taken, width, end = list[PlannedRow](), 0, 0
         new = list[
             int
-        ]()  # positions of each that are computed; the batch begins where the row with most_new of them does
+        ]()  # positions of each that are computed; the batch begins where the row with max_new of them does
         alike, front = (tuned.alike, tuned.front) if able.one_pass else (0.0, 1 << 20)
         for row in self.waiting[:front]:
             longest, shortest = max(width, row.length), min([row.length, *(other.length for other in taken)])
             fresh = row.length - self.reusable(row)
-            most_new, fewest_new = max([fresh, *new]), min([fresh, *new])
-            unlike = shortest < alike * longest or fewest_new + tuned.reuse_slack < alike * most_new
+            max_new, min_new = max([fresh, *new]), min([fresh, *new])
+            unlike = shortest < alike * longest or min_new + tuned.reuse_slack < alike * max_new
             if not able.pads:
-                unlike = shortest < longest or fewest_new < most_new
-            if taken and (unlike or (len(taken) + 1) * most_new > budget):
+                unlike = shortest < longest or min_new < max_new
+            if taken and (unlike or (len(taken) + 1) * max_new > budget):
                 if self.order is like_order:
                     break
                 continue

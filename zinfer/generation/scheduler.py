@@ -800,10 +800,10 @@ def _choose(sequences: Several[Sequence | None], logits: Tensor) -> tuple[Tensor
     rows = [number for number, _ in scored]
     token_scores = scores(flat[rows], tokens[rows].tolist(), max(top_count for _, top_count in scored))
     each_score = zip(scored, token_scores, strict=True)
-    by_place = {
+    scores_by_index = {
         divmod(number, count): score._replace(top=score.top[:top_count]) for (number, top_count), score in each_score
     }
-    return tokens, finite, by_place
+    return tokens, finite, scores_by_index
 
 
 def max_batch_positions(plan: "Plan") -> int:

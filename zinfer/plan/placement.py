@@ -161,9 +161,9 @@ class Placer:
             coded_fp8 = model.fp8_ratio if model.dtype_bytes == 2 else 0.0  # a GPU decodes to 16 bits
             wire_ratio = model.stored_ratio - coded_fp8 * (1 - TUNING.fp8_ratio)
         kind = ENGINES.get(case.engine)
-        own_format = kind and kind.native_formats.get(case.weights)
-        own_ratio = own_format and own_format * 2 / model.dtype_bytes
-        wire_ratio = own_ratio or (wire_ratio if self._coded else 1.0)
+        native_format = kind and kind.native_formats.get(case.weights)
+        native_ratio = native_format and native_format * 2 / model.dtype_bytes
+        wire_ratio = native_ratio or (wire_ratio if self._coded else 1.0)
         # DeepSpeed unpacks float16 by an extension of its own.
         traffic = kind.unpack_traffic.get(case.weights, 0) if kind and model.dtype != "float16" else 0
         quantised = model.stored_ratio < 1 and not model.fp8_ratio and self._coded
@@ -174,7 +174,7 @@ class Placer:
             gpus=options.gpus,
             codec="lossless" if self._coded and case.offload != "none" else "none",
             wire_ratio=wire_ratio,
-            kept_ratio=wire_ratio if transport.coded_at_rest or own_ratio else 1.0,
+            kept_ratio=wire_ratio if transport.coded_at_rest or native_ratio else 1.0,
             layer_chunks=-(-model.layer_bytes // largest_chunk(model, model.layer_bytes, options.gpus)),
             kv_ratio=(1 + 4 / max(1, model.head_dim)) / model.dtype_bytes if options.kv_quantized else 1.0,
             overlapped=transport.overlapped,

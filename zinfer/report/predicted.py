@@ -32,7 +32,7 @@ _BOUNDS = (
     "model", "machine", "#decode step", "~step predicted", "~bound by", "#tok/s", "~tok/s predicted",
     "~at twice the link", "~gain", "~then bound by",
 )  # fmt: skip
-_PLACES = (
+_MACHINE_COLUMNS = (
     "machine", "#link", "configuration", "#batch", "#host memory", "#TTFT", "#TPOT", "bound by", "#tok/s",
     "#error band", "#over the first that fits",
 )  # fmt: skip
@@ -134,7 +134,7 @@ def _elsewhere(winners: Winners, efficiency: Mapping[str, Efficiency]) -> Iterat
             f"out: predicted. {case.engine} with its factors from these records, without offload or with "
             "weights in host memory (cpu), whichever is faster, at its best batch."
         )
-        yield Table(caption, _PLACES, tuple(_place(plan, first) for plan in plans))
+        yield Table(caption, _MACHINE_COLUMNS, tuple(_machine_row(plan, first) for plan in plans))
         lines = [f"{plan.machine.name}: {plan.why_not}" for plan in plans if plan.why_not]
         if base is not None:
             lines.append(f"Predicted for {plans[base].machine.name}: {advice(ways[base])}")
@@ -151,7 +151,7 @@ def _merit(plan: Plan) -> float:
     return plan.output_tok_s or 0.0 if plan.fits else -1.0
 
 
-def _place(plan: Plan, base: float | None) -> Row:
+def _machine_row(plan: Plan, base: float | None) -> Row:
     link, speed = plan.machine.h2d_bandwidth, plan.output_tok_s
     cells = (plan.machine.name, f"{gb(link)}/s" if link else "unknown")
     if not plan.fits:

@@ -308,7 +308,7 @@ def _probe_gpu(
         duplex = _entry(_duplex(host, device, repeats), "bytes each way")
         progress("link and CPU at once")
         with _attending_threads():
-            details["together"] = _together(host, device, cache, repeats)
+            details["together"] = _measure_concurrent(host, device, cache, repeats)
     progress("device memory")
     hbm = _entry(_device_copy(device, repeats), "bytes read and written")
     del device
@@ -426,7 +426,9 @@ def _duplex(host: "torch.Tensor", device: "torch.Tensor", repeats: int) -> list[
     return _rates(both, half, _cuda_seconds, repeats)
 
 
-def _together(host: "torch.Tensor", device: "torch.Tensor", cache: int, repeats: int) -> dict[str, dict[str, Any]]:
+def _measure_concurrent(
+    host: "torch.Tensor", device: "torch.Tensor", cache: int, repeats: int
+) -> dict[str, dict[str, Any]]:
     """Return the rates of the link and of CPU attention, together."""
     import torch
 

@@ -133,8 +133,8 @@ class Stream(Decoder):
         self._inspect()
         self._ragged = Ragged(self.model, self._accepted)
         self._ragged.able = self._ragged.able and not self._counts_padding
-        own_keys = plan.model.num_heads == plan.model.num_kv_heads  # each head has keys and values of its own
-        self._stacks = own_keys and "attention_mask" in self._accepted and not self._own_cache
+        heads_have_keys = plan.model.num_heads == plan.model.num_kv_heads  # each head has keys and values of its own
+        self._stacks = heads_have_keys and "attention_mask" in self._accepted and not self._own_cache
         recorded = self.options.cuda_graphs == "auto" and self._group is None
         recorder = graphs.recorder_of(self.device) if recorded else None
         self._recorded = Graphs(self.model, self._ragged, (self._cache_name, self._accepted), recorder, self._ring_pass)
@@ -276,7 +276,7 @@ class Stream(Decoder):
         if on_host and isinstance(cache, RowCache) and cache.attention:
             self._to_host_memory(batch, cache, slice(on_device, rows), placement, load)
             assert batch.host is not None
-            self._kv_place = batch.host.attends_on
+            self._kv_device = batch.host.attends_on
             if isinstance(batch.host, CpuCache):
                 self._kv_threads = max(1, round(placement.kv_cpu_share * attending_cpus(self._threads)))
                 # The number holds for all work of the CPU: teams of two sizes in turn end and start threads each time.
@@ -325,7 +325,7 @@ class Stream(Decoder):
         load = self.expected
         if load is None or self.given is not None or isinstance(ring, DiskRing):
             return False
-        if self.planner.placement(load).host_rows(load.batch_size):  # a guess of the other transfers' bytes
+        if self.planner.placement(load).host_rows(load.batch_size):  # what else crosses the link is guessed
             return False
         room = self.plan.machine.device_bytes - self.planner.tiers(load).gpu.total
         return room > self.plan.model.layer_bytes
@@ -410,7 +410,7 @@ class Stream(Decoder):
 
     def _reset_kv_use(self) -> None:
         """Start to count anew: most rows at a time with their KV cache in host memory, who attends, CPU threads."""
-        self._kv_rows, self._kv_place, self._kv_threads = 0, "gpu", 0
+        self._kv_rows, self._kv_device, self._kv_threads = 0, "gpu", 0
 
     def _cannot_have(self, option: str) -> str | None:
         """Return the reason why the model's cache cannot be as `option` says; None if it can."""
@@ -535,7 +535,7 @@ class Stream(Decoder):
         def run() -> Tensor:
             self._begin_pass(parts)
             with self._ring_pass():
-                return self._together_or_alone(parts)
+                return self._forward_parts(parts)
 
         return run
 
@@ -546,7 +546,7 @@ class Stream(Decoder):
         """Run passes as `_run_passes` does, without graphs."""
         ring = self._ring
         if ring is None:
-            return [self._together_or_alone(parts) for parts in passes]
+            return [self._forward_parts(parts) for parts in passes]
         parts = [part for some in passes for part in some]
         on_host = any(stream_batch(part.batch).host is not None for part in parts)
         if not (self.one_pass or on_host) or (len(passes) == 1 and not on_host):
@@ -564,11 +564,11 @@ class Stream(Decoder):
         if on_cpu == len(passes) or self._pool is not None:  # one queue unpacks experts
             on_cpu = 0
         try:
-            return interleave(ring, [partial(self._together_or_alone, some) for some in passes], enter, fetches, on_cpu)
+            return interleave(ring, [partial(self._forward_parts, some) for some in passes], enter, fetches, on_cpu)
         finally:
             self._ragged.switch(False)
 
-    def _together_or_alone(self, parts: Sequence[Part]) -> Tensor:
+    def _forward_parts(self, parts: Sequence[Part]) -> Tensor:
         """Run one forward pass of parts that share it, or of one; return its logits ``[B, keep, V]``."""
         self._ragged.switch(self._is_ragged(parts))
         on_cpu = _on_cpu(parts[0])
@@ -774,7 +774,7 @@ class Stream(Decoder):
         cache: dict[str, Option] = {
             "kv_offload": self.options.kv_offload,
             "kv_cache_dtype": self.options.kv_cache_dtype,
-            "kv_attention": self._kv_place,
+            "kv_attention": self._kv_device,
             "kv_host_rows": self._kv_rows,
             "kv_threads": self._kv_threads,
             "kv_bytes_per_step": self._fetched_per_step,

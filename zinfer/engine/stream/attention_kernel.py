@@ -92,10 +92,10 @@ def _attend(
     steps,
     keys_row,
     keys_head,
-    keys_place,
+    keys_position,
     values_row,
     values_head,
-    values_place,
+    values_position,
     bias_row,
     bias_query,
     HEADS: tl.constexpr,
@@ -135,7 +135,9 @@ def _attend(
         valid = position < positions
         offset = position.to(tl.int64)
         tile = tl.load(
-            keys + offset[None, :] * keys_place + part[:, None], mask=valid[None, :] & (part < SIZE)[:, None], other=0.0
+            keys + offset[None, :] * keys_position + part[:, None],
+            mask=valid[None, :] & (part < SIZE)[:, None],
+            other=0.0,
         )
         score = added(states, tile, tl.zeros([ASKED, BLOCK], tl.float32), INTERPRETED) * scale
         if BIASED:
@@ -146,7 +148,7 @@ def _attend(
         weight = tl.where(valid[None, :], tl.exp(score - higher[:, None]), 0.0)
         fade = tl.exp(largest - higher)
         content = tl.load(
-            values + offset[:, None] * values_place + column[None, :],
+            values + offset[:, None] * values_position + column[None, :],
             mask=valid[:, None] & (column < WIDTH)[None, :],
             other=0.0,
         )

@@ -54,7 +54,7 @@ class HostTensor(Tensor):
             if isinstance(operand, HostTensor):
                 operand = operand.as_subclass(Tensor)
                 return to_device(operand, home) if lands else operand
-            return operand if lands else _fetched(operand)
+            return operand if lands else _copy_to_host(operand)
 
         with torch._C.DisableTorchFunctionSubclass():
             args, kwargs = _changed(bring, (args, kwargs))
@@ -205,7 +205,7 @@ class DeferredScores(HostTensor):
         if len(others) == 1 and not (kwargs or self.shares):
             if func in SUMS and isinstance(other, Tensor) and other.is_floating_point():
                 with torch._C.DisableTorchFunctionSubclass():
-                    bias = _bias(_fetched(other), self.shape, self._leading[0])
+                    bias = _bias(_copy_to_host(other), self.shape, self._leading[0])
                 dtype = torch.promote_types(self.dtype, other.dtype)
                 return self._like(self.shape, dtype, biases=(*self.biases, bias))
             if func in FACTORS and isinstance(other, int | float) and not self.biases:
@@ -312,25 +312,25 @@ def _bias(added: Tensor, shape: Sequence[int], leading: Sequence[int]) -> Tensor
     """Return what is added to scores, as `attend` takes it. `leading` are the rows and heads of the scores' `shape`."""
     if torch.broadcast_shapes(added.shape, shape) != torch.Size(shape):
         raise NotStackedError(f"{list(added.shape)} added to scores {list(shape)}")
-    bias = _widened_once(added)
+    bias = _as_float_once(added)
     if len(shape) == 4 or bias.dim() < 3:
         return bias
     return bias[None] if len(bias) == 1 else bias.view(*leading, *bias.shape[1:])
 
 
-def _widened_once(added: Tensor) -> Tensor:
-    """Return a mask or bias in float32, -inf where False. Copies that `_fetched` made, which nobody changes, are
+def _as_float_once(added: Tensor) -> Tensor:
+    """Return a mask or bias in float32, -inf where False. Copies that `_copy_to_host` made, which nobody changes, are
     converted once.
     """
     if added.dtype == torch.float32:
         return added
-    cached: Tensor | None = getattr(added, "_wide", None)
+    cached: Tensor | None = getattr(added, "_as_float", None)
     if cached is not None:
         return cached
     hidden = added.new_zeros(added.shape, dtype=torch.float32)
     converted = hidden.masked_fill_(~added, float("-inf")) if added.dtype == torch.bool else added.float()
     if getattr(added, "_is_copy", False):
-        added._wide = converted  # type: ignore[attr-defined]
+        added._as_float = converted  # type: ignore[attr-defined]
     return converted
 
 
@@ -414,7 +414,7 @@ def _has_whole_rows(content: Tensor, width: int) -> bool:
     return (content.stride(-1), content.size(-1)) == (1, width) or (content.stride(-2), content.size(-2)) == (1, width)
 
 
-def _fetched(operand: Tensor) -> Tensor:
+def _copy_to_host(operand: Tensor) -> Tensor:
     """Return `operand` on the CPU. A tensor that all layers share (a mask, a bias; never changed in place) is copied
     once."""
     if operand.device.type == "cpu":
@@ -455,7 +455,7 @@ def _attention(
         blocks = list(zip(key.blocks, value.blocks, strict=True))
     factor = width**-0.5 if scale is None else scale
     if can_attend(rows, blocks):
-        biases = [] if attn_mask is None else [_widened_once(attn_mask)]
+        biases = [] if attn_mask is None else [_as_float_once(attn_mask)]
         if groups != heads and length > 1:  # queries of a group stand one behind the other
             biases = [bias.expand(*bias.shape[:2], length, -1).repeat(1, 1, heads // groups, 1) for bias in biases]
         mixed = run_async(_attend(rows, blocks, biases, factor))

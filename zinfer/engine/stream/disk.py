@@ -302,7 +302,7 @@ class DiskLayers:
                 while self._reads and self._reads[0].free and self._reads[0].last is None:
                     self._reads.popleft()
                     self._given -= 1
-                offset = self._free_place(size)
+                offset = self._free_offset(size)
                 if offset is None and not self._stopping:
                     self._changed.wait_for(lambda: self._stopping or self._reads[0].free)
                 if self._stopping or offset is not None:
@@ -313,7 +313,7 @@ class DiskLayers:
                 event.synchronize()
                 oldest.last = None
 
-    def _free_place(self, size: int) -> int | None:
+    def _free_offset(self, size: int) -> int | None:
         """Return a place behind the latest read; None without room."""
         if not self._reads:
             return 0

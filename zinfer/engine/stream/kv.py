@@ -298,7 +298,7 @@ class CpuCache(HostCache):
         self._sent = []
         if step.moved:  # the past moves, too
             flush()
-        indices = self._own_rows(rows)
+        indices = self._row_range(rows)
         keys, values = (_stored(step, store[indices], states) for store, states in zip(stores, arrived, strict=True))
         return (int8_of(keys), int8_of(values)) if self._in_8_bits else (keys, values)
 
@@ -307,7 +307,7 @@ class CpuCache(HostCache):
             blocks = join_scales(*blocks[:2]), join_scales(*blocks[2:])
         self._send(layer, rows, blocks)
 
-    def _own_rows(self, rows: slice) -> slice:
+    def _row_range(self, rows: slice) -> slice:
         """Return `rows` of the batch as rows of this cache."""
         return slice(rows.start - self.rows.start, rows.stop - self.rows.start)
 
@@ -315,13 +315,13 @@ class CpuCache(HostCache):
         """Send the first positions of `rows`, encoded."""
         if layer not in self._layers:
             slots = self._slots(layer)
-            self._layers[layer] = slots, *self._take(layer, slots, stored)
+            self._layers[layer] = slots, *self._allocate(layer, slots, stored)
         slots, *stores = self._layers[layer]
         step = slots.add(0, stored[0].shape[2])
         for store, states in zip(stores, stored, strict=True):
             # One copy of whole rows: positions beyond the prompt have no meaning yet.
             padded = pad(step.kept(states), (0, 0, 0, slots.room - step.new.stop))
-            self._sent.append(self._copier.send(padded, store[self._own_rows(rows)]))
+            self._sent.append(self._copier.send(padded, store[self._row_range(rows)]))
 
     def stored(self, layer: int, rows: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
         self._copier.finish()
@@ -346,7 +346,7 @@ class CpuCache(HostCache):
         self.rows = slice(first, first + len(rows))
         self.parts = [self.rows]
 
-    def _take(self, layer: int, slots: WindowIndex, stored: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def _allocate(self, layer: int, slots: WindowIndex, stored: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         rows = self.rows.stop - self.rows.start
         shapes = [(rows, states.shape[1], slots.room, states.shape[3]) for states in stored]
         keys, values = (prod(shape) * states.itemsize for shape, states in zip(shapes, stored, strict=True))

@@ -354,8 +354,8 @@ def _multiply(
     scale_row = within // SCALE_ROWS * SCALE_COLUMNS if SCALE_ROWS > 0 else within * 0
     at_end = chunk == CHUNKS - 1
     scale_row = scale_row.to(tl.int64)
-    scale_place = (chunk.to(tl.int64) * STRIDE + tl.where(at_end, LAST_SCALES, SCALES)) // SCALE_BYTES + scale_row
-    zero_place = (chunk.to(tl.int64) * STRIDE + tl.where(at_end, LAST_ZEROS, ZEROS)) // 2 + scale_row
+    scale_start = (chunk.to(tl.int64) * STRIDE + tl.where(at_end, LAST_SCALES, SCALES)) // SCALE_BYTES + scale_row
+    zero_start = (chunk.to(tl.int64) * STRIDE + tl.where(at_end, LAST_ZEROS, ZEROS)) // 2 + scale_row
     total = tl.zeros([TOKENS, BLOCK_ROWS], tl.float32)
     first = tl.program_id(2) * steps
     for step in range(first, tl.minimum(first + steps, tl.cdiv(WIDTH, BLOCK))):
@@ -377,10 +377,10 @@ def _multiply(
             group = tl.minimum(step * GROUPS + tl.arange(0, GROUPS), SCALE_COLUMNS - 1)
         else:
             group = tl.minimum(byte, WIDTH - 1) * EACH // GROUP
-        scale = tl.load(scales + scale_place[None, :] + group[:, None])
+        scale = tl.load(scales + scale_start[None, :] + group[:, None])
         zero = tl.zeros(scale.shape, tl.float32)
         if ZEROS >= 0:
-            zero += tl.load(zeros + zero_place[None, :] + group[:, None]).to(tl.float32)
+            zero += tl.load(zeros + zero_start[None, :] + group[:, None]).to(tl.float32)
         if FAST:
             zero = (0.0 - zero - (MIDDLE + (128 if tl.bfloat16 == TYPE else 1024))).to(TYPE)
             if GROUPS > 0:

@@ -139,11 +139,11 @@ def join(matrices: Iterable[Codes], itemsize: int, max_bytes: int) -> Iterator[C
     for matrix in matrices:
         rows = sum(codes.rows for codes in group) + matrix.rows
         if group and (not _continues(group[-1], matrix) or rows * matrix.columns * itemsize > max_bytes):
-            yield _as_one(group)
+            yield _concatenate(group)
             group = []
         group.append(matrix)
     if group:
-        yield _as_one(group)
+        yield _concatenate(group)
 
 
 def _continues(before: Codes, after: Codes) -> bool:
@@ -160,7 +160,7 @@ def _continues(before: Codes, after: Codes) -> bool:
     return kind(before) == kind(after) and before.order is after.order is None and whole_blocks
 
 
-def _as_one(group: list[Codes]) -> Codes:
+def _concatenate(group: list[Codes]) -> Codes:
     first = group[0]
     if len(group) == 1:
         return first

@@ -332,11 +332,11 @@ class Bias:
             ]
             tokens = max(mask.shape[2] for mask in seen if mask is not None)
             made = torch.zeros((sum(rows), 1, tokens, max(lengths)))
-            fetched_masks = to_host(*(mask for mask in seen if mask is not None))
+            host_masks = to_host(*(mask for mask in seen if mask is not None))
             first = 0
             for mask, count, length in zip(seen, rows, lengths, strict=True):
                 if mask is not None:
-                    made[first : first + count, ..., max(lengths) - length :] = fetched_masks.pop(0)
+                    made[first : first + count, ..., max(lengths) - length :] = host_masks.pop(0)
                 first += count
             self._joined[lengths, heads] = made
         return self._joined[lengths, heads]

@@ -53,10 +53,10 @@ def _widen(
     positions,
     row_of_numbers,
     head_of_numbers,
-    place_of_numbers,
+    numbers_stride,
     row_of_scales,
     head_of_scales,
-    place_of_scales,
+    scales_stride,
     SIZE: tl.constexpr,
     COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
@@ -70,7 +70,7 @@ def _widen(
     inside = valid[:, None] & (column < SIZE)[None, :]
     numbers += row * row_of_numbers + head * head_of_numbers
     scales += row * row_of_scales + head * head_of_scales
-    number = tl.load(numbers + position[:, None] * place_of_numbers + column[None, :], mask=inside, other=0)
-    scale = tl.load(scales + position * place_of_scales, mask=valid, other=0.0)
+    number = tl.load(numbers + position[:, None] * numbers_stride + column[None, :], mask=inside, other=0)
+    scale = tl.load(scales + position * scales_stride, mask=valid, other=0.0)
     where = (pair * positions + position)[:, None] * SIZE + column[None, :]
     tl.store(out + where, rounded(number.to(tl.float32) * scale[:, None], out.dtype.element_ty), mask=inside)

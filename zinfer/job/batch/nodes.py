@@ -180,19 +180,19 @@ class _Answers:
 
     def __init__(self, paths: Sequence[Path], ledger: Ledger) -> None:
         self.paths, self._ledger = paths, ledger
-        self._taken = dict.fromkeys(paths, 0)  # bytes
+        self._read_offsets = dict.fromkeys(paths, 0)  # bytes
 
     def take(self) -> None:
         """Append the answers that the ledger lacks. Raises StoreError."""
         for path in self.paths:
             try:
                 with path.open("rb") as file:
-                    file.seek(self._taken[path])
+                    file.seek(self._read_offsets[path])
                     content = file.read()
             except FileNotFoundError:
                 continue
             whole = content[: content.rfind(b"\n") + 1]
-            self._taken[path] += len(whole)
+            self._read_offsets[path] += len(whole)
             records = {}
             for line in whole.splitlines():
                 with suppress(Garbled):

@@ -141,7 +141,7 @@ class BatchJob:
         new = self._next()
         with self._driver.lend() as worker:
             step = worker.step((row.request for row in new), ending=self.progress.ending)
-        self._take(step)
+        self._apply_step(step)
 
     def _load(self) -> None:
         """Load the worker if need be. Raises JobFailed."""
@@ -170,7 +170,7 @@ class BatchJob:
         self._sent |= {row.request.key: row for row in new}
         return new
 
-    def _take(self, step: BatchStepped) -> None:
+    def _apply_step(self, step: BatchStepped) -> None:
         """Process the worker's answer. Tokens go to their rows, rows that ended to the disk."""
         progress = self.progress
         progress.running, progress.waiting = step.running, step.waiting + len(self._waiting)

@@ -267,7 +267,7 @@ class Dispatcher:
         try:
             if not self._driver.loaded:
                 self._restart()
-            self._take_in(read)
+            self._enqueue(read)
             new = self._next()
             if new or drop or self._sent:
                 self._sent |= {row.key: row for row in new}
@@ -275,12 +275,12 @@ class Dispatcher:
                 ending = self._stopped / (self._tokens + self._stopped + 1)
                 with self._driver.lend() as worker:
                     step = worker.step((row.request for row in new), drop=drop, ending=ending, answer_s=answer_s)
-                self._take(step)
+                self._apply_step(step)
         except WorkerError as error:
             self._retry(error)
         return True
 
-    def _take_in(self, read: list[tuple[Row, Ids]]) -> None:
+    def _enqueue(self, read: list[tuple[Row, Ids]]) -> None:
         """Let rows whose prompts were read wait for the worker. Rows that cannot be served fail."""
         for row, ids in read:
             if (failure := self._accept(row, ids)) is None:
@@ -325,7 +325,7 @@ class Dispatcher:
         self._waiting = _without(self._waiting, new)
         return new
 
-    def _take(self, step: BatchStepped) -> None:
+    def _apply_step(self, step: BatchStepped) -> None:
         """Process the worker's answer. Tokens go to their rows, updates to the server."""
         self.running, self.kept_bytes = step.running, step.kept_bytes
         self._metrics.stepped(step)

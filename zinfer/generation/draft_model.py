@@ -1,7 +1,7 @@
 """Drafts of a small model that stays on the device. This is speculative decoding with a draft model (Leviathan et al.
 2023).
 
-Its engine keeps the running rows in one micro-batch, whatever the scheduler has: rows come, forget what was rejected,
+Its engine keeps the running rows in one micro-batch, whatever the scheduler has: rows come, forget rejected drafts,
 and leave. It works on a CUDA stream of its own, between the passes and during the first of a row, while the ring goes
 on bringing weights.
 

@@ -13,7 +13,7 @@ the token is drawn from the others. A model that drafts draws by the same chance
 as rejection sampling of its distribution would accept one. That would let the text of a seed depend on the number of
 drafts in each pass, and with it on measured times; this drafter does not.
 
-The number of drafts follows what was accepted: `Drafts` weighs each row's next drafts by their chance, and a pass takes
+The number of drafts follows acceptance: `Drafts` weighs each row's next drafts by their chance, and a pass takes
 those that are worth it: within the work that hides behind the link, by the seconds of passes with drafts and without.
 """
 
@@ -28,7 +28,7 @@ from zinfer.generation import tuning
 
 
 class DraftRow(NamedTuple):
-    """A running row: its tokens so far, the most that it may still get, its sampling, and the number of tokens that its
+    """A running row: its tokens so far, its maximum of new tokens, its sampling, and the number of tokens that its
     output has."""
 
     token_ids: Sequence[int]

@@ -85,7 +85,7 @@ class PassTimes:
         return 0 if self.launch_seconds(load) > self.link_s else self._hidden_tokens(load)
 
     def room_for_drafts(self, load: PassLoad) -> int:
-        """Return how many tokens more of running rows hide behind the link, next to `load`."""
+        """Return how many tokens more hide behind the link, next to `load`. Running rows have them."""
         return self._hidden_tokens(load) if self.known else 1 << 30
 
     def _hidden_tokens(self, load: PassLoad) -> int:

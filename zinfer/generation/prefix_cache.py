@@ -218,7 +218,7 @@ class PrefixCache:
         return True
 
     def _drop_oldest(self, spare: set[Node]) -> bool:
-        """Drop from memory what was least recently used, but `spare`; return True if there was anything."""
+        """Drop the least recently used node, except `spare`, from memory; return True if there was any."""
         oldest = next((node for node in self._memory if node not in spare), None)
         if oldest is None:
             return False

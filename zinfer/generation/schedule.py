@@ -43,7 +43,7 @@ _TIMES = (0, *accumulate(repeat(16, 23), lambda passes, step: max(passes + step,
 
 @dataclass(eq=False)
 class PlannedRow:
-    """A sequence: its known tokens (prompt and output), the most that it may still get, and its request."""
+    """A sequence: its known tokens (prompt and output), its maximum of new tokens, and its request."""
 
     key: int
     length: int
@@ -243,7 +243,7 @@ R = TypeVar("R", bound=Shared)
 
 def fair_order(rows: Iterable[R], held: Mapping[int, int], since: Mapping[int, int] = MappingProxyType({})) -> list[R]:
     """Sort waiting rows so that requests take turns: the request with fewest rows comes first. `held` counts the rows
-    that each request has. Of several such requests it is the one that has had so few for longest, as `since` says in
+    that each request has. Of several such requests it is the one with so few for longest, as `since` says in
     turns; then the row that came first."""
     ordered = sorted(rows, key=attrgetter("key"))
     ranks, counts = list[tuple[int, int]](), Counter(held)
@@ -615,7 +615,7 @@ class Schedule:
         """Give room to full micro-batches; where there is none, move rows out of the way."""
         ahead = self.ahead if self.able.regroups is True else 0
         for batch in [other for other in self.batches if other.running and other.length + ahead >= other.capacity]:
-            while batch in self.batches:  # it may be moved out of the way meanwhile
+            while batch in self.batches:  # it may be moved out in between
                 rows, length = batch.compact
                 need = rows * self._capacity(length, batch.max_remaining) - batch.reserved
                 if self._reserved + need <= self.limits.positions or len(self.running) <= 1:

@@ -232,7 +232,7 @@ class ContinuousScheduler:
             raise EngineError(why_not)
         self.engine, self._tokenizer = engine, tokenizer
         self.drafts = None if drafter is None else Drafts(drafter)
-        self._one_length = engine.equal_lengths() is not None  # rows of a micro-batch get as many tokens of a pass
+        self._one_length = engine.equal_lengths() is not None  # rows of a micro-batch get equally many tokens of a pass
         self.sequences: dict[int, Sequence] = {}  # unfinished ones, by key
         self.gained: dict[int, int] = {}  # tokens that the last pass gave to each sequence, by key
         engine.clear()
@@ -372,7 +372,7 @@ class ContinuousScheduler:
         if self.schedule.able.regroups is not True:  # gaps take room that is not made anew
             max_drafts = min(batch.capacity - batch.length - batch.max_remaining for batch in running)
         alive = [row for batch in running for row in batch.living]
-        if (last := plan.model.max_position) is not None:  # every row computes as many positions
+        if (last := plan.model.max_position) is not None:  # every row computes equally many positions
             max_drafts = min(max_drafts, last - max((row.length for row in alive), default=0))
         sequences = [sequence for row in alive if (sequence := self.sequences.get(row.key)) is not None]
         rows = {
@@ -807,8 +807,8 @@ def _choose(sequences: Several[Sequence | None], logits: Tensor) -> tuple[Tensor
 
 
 def max_batch_positions(plan: "Plan") -> int:
-    """Return the most positions of one micro-batch. Attention of grouped heads with padding copies the keys and values
-    of a layer for each query head."""
+    """Return the maximum of positions in one micro-batch. Attention of grouped heads with padding copies a layer's keys
+    and values for each query head."""
     model, memory = plan.model, plan.machine.device_bytes
     heads = model.num_heads // max(1, model.num_kv_heads)
     largest = model.largest_kv_layer_bytes(1, 1024) / 1024
@@ -818,7 +818,7 @@ def max_batch_positions(plan: "Plan") -> int:
 
 
 def abilities(engine: Engine, on_host: bool = False) -> Abilities:
-    """Return what the scheduler may ask of `engine`; `on_host`: rows have their KV cache in host memory."""
+    """Return the abilities of `engine` for the scheduler; `on_host`: rows have their KV cache in host memory."""
     moves = engine.cannot_move_rows() is None
     return Abilities(
         one_pass=engine.one_pass,

@@ -58,7 +58,7 @@ class Tuning:
     recent: int = 5  # passes whose median corrects the seconds: single slow ones say nothing
 
     # Shortage of memory
-    lower: tuple[int, int] = 4, 5  # share of what was too much, which the limits allow from then on
+    lower: tuple[int, int] = 4, 5  # share of a load that was too large, which the limits allow from then on
     higher: tuple[int, int] = 9, 8  # by which lowered limits rise in a step
     calm: int = 256  # passes with enough memory before they rise
 
@@ -82,7 +82,7 @@ class DraftTuning:
     first_chance: float = 0.5  # of the first draft of all to be right
     first_drafts: int = 4  # of a row until the time of a pass with drafts is known
     min_first_chance: float = 0.35  # of a new row's draft, where drafting takes no time
-    memory: float = 0.9  # weight of what was verified before, at each further verification
+    memory: float = 0.9  # weight of earlier verifications, at each further one
     longest_pause: int = 64  # passes; a pause is twice as long as the one before
     recent: int = 9  # passes whose median gives the seconds of one
     margin: float = 0.03  # gain from which on drafts pay that take time: chances are known roughly

@@ -116,7 +116,7 @@ def _seconds(sweep: Sweep, planner: Planner, workload: Workload) -> float | None
 
 
 def _request_seconds(planner: Planner, requests: RequestSet) -> float | None:
-    """Return the seconds of a load of requests, taken as equal rows of the mean lengths, one for each in flight.
+    """Return the seconds of a load of requests. It is taken as equal rows of the mean lengths, one each in flight.
 
     An open loop lasts until its last request has come.
     """

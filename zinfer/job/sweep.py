@@ -128,7 +128,7 @@ def find_max_batch(limit: int, factor: int = 2, first: Iterable[int] = (), guess
 
 
 def find_best_batch(limit: int, first: Iterable[int] = (), guess: int = 0) -> Batches:
-    """Search for the batch with the most output tokens a second.
+    """Search for the batch with maximal output tokens a second.
 
     The largest comes first, as in `find_max_batch`; it need not be the best. Then it searches around the best of those
     measured, in steps of an eighth of the largest batch, halved while both neighbours are slower.

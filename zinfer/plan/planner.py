@@ -67,7 +67,7 @@ class Plan(Frozen):
 
     @property
     def holds(self) -> bool:
-        """True if the load can run on this machine and this batch fits."""
+        """True if the load can run and this batch fits."""
         return self.fits and self.case.workload.batch_size <= self.max_batch_size
 
     @property

@@ -856,7 +856,7 @@ def _on_cpu(part: Part) -> bool:
 
 
 def _widen_on(device: torch.device) -> DequantizeKV:
-    """Return what widens a KV cache of 8-bit numbers on a device: zinfer's kernel, or PyTorch where none runs."""
+    """Return the function that dequantises an 8-bit KV cache on a device: zinfer's kernel, or PyTorch's."""
     if cannot_run(device) is not None:
         return dequantize_kv
     from zinfer.engine.stream.widen_kernel import widen

@@ -166,7 +166,7 @@ def _attend(
 def _combine(
     partial, sums, out, splits, COUNT: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Add what the splits of a head content for one query."""
+    """Combine the splits of a head for one query."""
     pair = tl.program_id(0).to(tl.int64)
     asked = tl.program_id(1)
     column = tl.arange(0, BLOCK)

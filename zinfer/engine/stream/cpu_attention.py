@@ -309,7 +309,7 @@ def _scores(rows: Tensor, keys: HostRowsTensor, scale: float = 1.0, added: Tenso
 
 
 def _bias(added: Tensor, shape: Sequence[int], leading: Sequence[int]) -> Tensor:
-    """Return what is added to scores, as `attend` takes it. `leading` are the rows and heads of the scores' `shape`."""
+    """Return the bias of scores, as `attend` takes it. `leading` are the rows and heads of the scores' `shape`."""
     if torch.broadcast_shapes(added.shape, shape) != torch.Size(shape):
         raise NotStackedError(f"{list(added.shape)} added to scores {list(shape)}")
     bias = _as_float_once(added)

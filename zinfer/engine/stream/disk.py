@@ -201,13 +201,13 @@ class DiskLayers:
         return chunk.start in self._views
 
     def begin(self, chunks: Iterable[Chunk]) -> None:
-        """Drop what was read ahead, and read `chunks` from now on. None of them is kept in host memory."""
+        """Drop chunks read ahead, and read `chunks` from now on. None of them is kept in host memory."""
         self.stop()
         self._thread = threading.Thread(target=self._pump, args=(iter(chunks),), name="zinfer-pump", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Read no more, and drop what was read ahead. The device must have read its chunks."""
+        """Read no more, and drop chunks read ahead. The device must have read its chunks."""
         if self._thread is not None:
             with self._changed:
                 self._stopping = True

@@ -210,7 +210,7 @@ class GatherRing(PrefetchRing):
         return copied_bytes
 
     def abandon(self) -> None:
-        """Wait for the device and drop what was copied ahead."""
+        """Wait for the device and drop chunks copied ahead."""
         self._flush()
 
     def drop_fetches(self) -> None:
@@ -266,7 +266,7 @@ class GatherRing(PrefetchRing):
             yield from filter(None, (fetch.transfer(index) for fetch in fetches))
 
     def _enlarge(self, size: int) -> None:
-        """Enlarge the buffers of this rank, with what they hold."""
+        """Enlarge the buffers of this rank, with their content."""
         if size <= self.buffer_bytes:
             return
         if self.queues is not None:

@@ -52,7 +52,7 @@ class Tuning:
     """Tuned numbers of graphs."""
 
     bucket: int = 128  # positions: least step by which recorded lengths grow
-    growth: int = 8  # a step is at most 1/8 of the length: reading what is masked costs little, and graphs stay few
+    growth: int = 8  # a step is at most 1/8 of the length: reading masked positions costs little, and graphs stay few
     pays: int = 16  # replays that pay for a recording
     longest_wait: int = 64  # steps of one shape that rows decode together, at most, before their pass is recorded
     max_graphs: int = 16  # of one set of micro-batches, those used last
@@ -70,7 +70,7 @@ TOLERANCE = {2: 0.06, 4: 1e-3, 8: 1e-6}
 
 Run = Callable[[], Tensor]
 Shape = tuple[int, int]  # tokens of each row in a step, and the number of last ones whose logits are wanted
-# A pass: its logits, its seconds, and of the first layers the memory of new keys and values, with what it wrote there.
+# A pass: its logits, its seconds, and of the first layers the memory of new keys and values, with their content.
 Computed = tuple[Tensor, float, list[tuple[Tensor, Tensor]]]
 
 
@@ -139,7 +139,7 @@ class CudaRecorder:
 
     @staticmethod
     def _rehearse(run: Run) -> None:
-        """Run once what is to be recorded: it loads kernels and takes workspaces, which a recording cannot. Raises
+        """Run a pass once before its recording. Kernels and workspaces are had then. Raises
         RuntimeError if the host waits for the device in it, which would spoil the recording."""
         before = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("error")
@@ -269,7 +269,7 @@ class StaticKV:
         elif self._padded:
             self.mask.fill_(1)
         self._padded = batch.mask is not None
-        if not self._clean:  # attention multiplies what is hidden by zero, so it must be numbers
+        if not self._clean:  # attention multiplies hidden positions by zero, so they must be numbers
             hidden = zip(self.tensors, self.slots_of(batch), strict=True)
             torch._foreach_zero_([part[:, :, begin + count :] for pair, begin in hidden for part in pair])
             self._clean = True
@@ -535,7 +535,7 @@ class Graphs:
     def _compared(
         self, graph_set: GraphSet, parts: Sequence[Part], ends: tuple[int, ...], eager: Computed
     ) -> str | None:
-        """Compare a recorded pass with `eager`, the same without a graph; return what is wrong with it."""
+        """Compare a recorded pass with `eager`, the same without a graph; return the fault, if any."""
         assert self._recorder is not None
         shape, (logits, without_s, first) = _shape(parts), eager
         try:
@@ -548,7 +548,7 @@ class Graphs:
                 and all(alike(*pair) for pair in first)
             ):
                 replayed = replayed.clone()
-                same = alike(replayed, self._static(graph_set.memories, ends, graph))  # what was recorded is repeated
+                same = alike(replayed, self._static(graph_set.memories, ends, graph))  # the recorded work is repeated
             with_s = self._recorder.timed(graph.replay)[1]
         except NotRaggedError:
             self._ragged.able = False  # its micro-batches run one by one from now on

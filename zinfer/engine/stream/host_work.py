@@ -53,7 +53,7 @@ class PausingPass(greenlet):  # type: ignore[misc]
 
     def run(self) -> None:
         self._forward()
-        flush()  # what was stored, and not attended to
+        flush()  # stored positions without attention yet
 
 
 @cache
@@ -124,7 +124,7 @@ def flush() -> None:
 
 
 def run_async(work: Callable[[], Tensor]) -> Tensor:
-    """Return what `work` returns, after all deferred work; other passes go on meanwhile, if this one may pause."""
+    """Return the result of `work`, after all deferred work; other passes go on meanwhile, if this one may pause."""
     if not may_pause():
         flush()
         return work()

@@ -112,7 +112,7 @@ class PackedExperts:
 
 
 def padding(experts: Experts) -> int:
-    """Return the most bytes that aligning each expert's tensors adds."""
+    """Return the maximum of bytes that aligning each expert's tensors adds."""
     return (experts.count + 1) * ALIGNMENT * len(experts.weights)
 
 

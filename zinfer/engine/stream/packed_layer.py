@@ -173,12 +173,12 @@ def _store(memory: Memory, data: Tensor, offset: int, layout: codec.Layout | qua
 
 
 def _largest_chunk(layer_bytes: int, gpus: int, bits: float = 16) -> int:
-    """Return the most unpacked bytes of a chunk."""
+    """Return the maximum of a chunk's unpacked bytes."""
     return CHUNK_BYTES * chunk_factor(bits, layer_bytes, gpus)
 
 
 def _even_part(values: Tensor, max_bytes: int) -> int:
-    """Return how many values make a chunk: as many in each. Ring buffers are as large as the largest one."""
+    """Return how many values make a chunk, equal in all. Ring buffers are as large as the largest one."""
     count, limit = values.numel(), max_bytes // values.itemsize
     even = -(-count // -(-count // limit))
     return min(limit, -(-even // codec.BLOCK) * codec.BLOCK)

@@ -100,7 +100,7 @@ class RaggedLayer(DynamicLayer):  # type: ignore[misc]
             mixed = self._by(queries, keys, values, attn_mask=seen, scale=scaling)
             separated = mixed.view(*keys.shape[:2], shared, tokens, values.shape[-1])
             outputs.append(separated.permute(0, 3, 1, 2, 4).reshape(count, tokens, -1, values.shape[-1]))
-            del keys, values  # widened, they take memory of their own, which the next ones need
+            del keys, values  # dequantised, they take memory of their own, which the next ones need
             if isinstance(store, PartLayer):
                 store.attended()
         return torch.cat(outputs)
@@ -127,7 +127,7 @@ class HostAttentionLayer(RaggedLayer):
 
     def _biases(self, blocks: Sequence[tuple[Tensor, Tensor]], heads: int) -> list[Tensor]:
         """Return the bias of all rows. It is ``[B, 1, 1 or heads * n, m]``, m the most positions that one sees; none if
-        nothing is hidden. The layers that see as many share it.
+        nothing is hidden. Layers that see equally many share it.
         """
         held = next((mask for mask in self._masks if mask is not None), None)
         if held is None:
@@ -194,8 +194,8 @@ class StackedLayer(DynamicLayer):  # type: ignore[misc]
 
 
 def stacked_inputs(parts: Sequence[Part], on_cpu: bool) -> tuple[Cache, Tensor | None]:
-    """Return cache and mask ``[B, n]`` for `parts` as one rectangle. They are decode steps of as many tokens; there is
-    no mask if there is no padding.
+    """Return cache and mask ``[B, n]`` for `parts` as one rectangle. They are decode steps of equal token counts;
+    there is no mask if there is no padding.
     """
     layers = getattr(parts[0].batch.cache, "layers", ())
     cache = Cache(layers=[StackedLayer(index, parts, on_cpu) for index in range(len(layers))])

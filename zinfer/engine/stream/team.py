@@ -71,7 +71,7 @@ class StreamTeam(Team[Stream]):
     member = StreamMember
 
     def __init__(self, plan: Plan, progress: Progress = silent) -> None:
-        self._whole: Workload | None = None  # what the ranks are placed for
+        self._whole: Workload | None = None  # load that the ranks are placed for
         self._current: Placement | None = None
         super().__init__(plan, progress)
 

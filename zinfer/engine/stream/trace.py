@@ -66,7 +66,7 @@ class Trace:
         self._spans.append((lane, layer, begin, end, carries))
 
     def recording(self) -> "Recording":
-        """Return what was traced, as another process can have it. Waits for the device."""
+        """Return the trace in a form to send to another process. Waits for the device."""
         return self.begun, self.spans()
 
     def spans(self) -> tuple[Span, ...]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zinfer.engine.stream.expand import rounded
 
-TILE = 4096  # values that a program widens
+TILE = 4096  # values that a program dequantises
 WARPS = 4
 
 
@@ -61,7 +61,7 @@ def _widen(
     COLUMNS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Widen `TILE` positions of one head of one row."""
+    """Dequantise `TILE` positions of one head of one row."""
     pair = tl.program_id(0).to(tl.int64)
     row, head = pair // heads, pair % heads
     position = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)

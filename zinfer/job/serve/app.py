@@ -253,7 +253,7 @@ class Desk:
             raise
 
     def close(self, exchange: Exchange) -> None:
-        """End a request; what is not answered is dropped."""
+        """End a request; drop its unanswered rest."""
         self._remove(exchange)
         self.held -= exchange.size
         if not exchange.over:

@@ -108,7 +108,7 @@ class Connection(H11Protocol):
 class Listener(uvicorn.Server):
     """Server of uvicorn that accepts connections within the limit on files.
 
-    Where there is no room for one that comes, that which has waited longest for the whole of a request is closed; while
+    Without room for a new connection, the one waiting longest for the whole of a request is closed; while
     all have one under way, others wait in the kernel's queue. Signals are left to the caller.
     """
 

@@ -291,15 +291,15 @@ def _routing(run: Study) -> _Parts:
         for size in sizes(run)
     ]
     won = sum(hits(run, "lru", size) >= hits(run, "lfu", size) for size in sizes(run))
-    said = f"lru meets more needs at {won} of {len(cells)} sizes, lfu at the others."
+    summary = f"lru meets more needs at {won} of {len(cells)} sizes, lfu at the others."
     chance = (run.experts_per_token or 0) / (run.num_experts or 1)
     if touched := run.of(Touched):
         size, share = touched[-1].batch_size, touched[-1].share
-        said += (
+        summary += (
             f" A step of {size} tokens touches {share:.0%} of the experts; at random, {1 - (1 - chance) ** size:.0%}."
         )
     method = "Hits: share of the needs that a cache of that size meets."
-    return "Experts that a text needs", f"{run.model}: {run.about}", method, cells, (said,)
+    return "Experts that a text needs", f"{run.model}: {run.about}", method, cells, (summary,)
 
 
 _SHOWN: dict[str, Callable[[Study], _Parts]] = {

@@ -35,11 +35,11 @@ class Dialogue:
         self._open = whole, ids
         return list(ids)
 
-    def answered(self, answer: list[int], said: str) -> None:
+    def answered(self, answer: list[int], answer_text: str) -> None:
         """Add an answer to the conversation after the last turn: its tokens without the end token, and its text."""
         text, ids = self._open
-        self._messages = [*self._asked, {"role": "assistant", "content": said}]
-        self._text, self._ids = text + said, ids + answer
+        self._messages = [*self._asked, {"role": "assistant", "content": answer_text}]
+        self._text, self._ids = text + answer_text, ids + answer
 
     def _render(self, messages: list[dict[str, str]]) -> str:
         if not self.template:

@@ -545,11 +545,11 @@ class Schedule:
         rows = [row for batch in sources for row in batch.living]
         tokens = [batch.computed(index) for batch in sources for index in batch.alive]
         length = max(tokens)
-        made = PlannedBatch(rows, tokens, length, self._capacity(length, max(row.left for row in rows)), length)
-        made.on_host = any(batch.on_host for batch in sources)
-        self.batches = [batch for batch in self.batches if batch not in sources] + [made]
-        moves.append(Move("move_rows", made, tuple((batch, tuple(batch.alive)) for batch in sources)))
-        return made
+        new_batch = PlannedBatch(rows, tokens, length, self._capacity(length, max(row.left for row in rows)), length)
+        new_batch.on_host = any(batch.on_host for batch in sources)
+        self.batches = [batch for batch in self.batches if batch not in sources] + [new_batch]
+        moves.append(Move("move_rows", new_batch, tuple((batch, tuple(batch.alive)) for batch in sources)))
+        return new_batch
 
     def _capacity(self, length: int, left: int) -> int:
         """Return the capacity for `length` positions and up to `left` more tokens."""
@@ -645,10 +645,10 @@ class Schedule:
         """Split off the half of a micro-batch with most tokens to come."""
         indices = sorted(batch.alive, key=lambda index: batch.rows[index].left)  # type: ignore[union-attr]
         taken = tuple(sorted(indices[len(indices) // 2 :]))
-        made = self._part(batch, taken)
+        new_batch = self._part(batch, taken)
         batch.remove(taken)
-        self.batches.append(made)
-        moves.append(Move("split", made, ((batch, taken),)))
+        self.batches.append(new_batch)
+        moves.append(Move("split", new_batch, ((batch, taken),)))
 
     # Prompts
 

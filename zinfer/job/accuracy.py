@@ -99,8 +99,8 @@ class AccuracyStudy:
         reference's logits, Interrupted if a signal arrives; `rows` is empty if the reference had not run by then.
         """
         spec, load = self.reference.model, self.reference.case.workload
-        with scratch.folder(Path(tempfile.gettempdir()), "logits") as made:
-            folder = made.path
+        with scratch.folder(Path(tempfile.gettempdir()), "logits") as temporary:
+            folder = temporary.path
             needed = 2 * self.samples * load.output_len * spec.vocab_size * spec.dtype_bytes
             if needed > shutil.disk_usage(folder).free:
                 raise StudyError(

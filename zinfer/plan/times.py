@@ -312,9 +312,9 @@ class Timing:
         times = _slowest(limits)
         assert times.seconds is not None
         if placement.divided and not efficiency.perfect and "gather" in limits:
-            fetched: dict[Bound, float] = {bound: limits.get(bound, 0.0) for bound in ("link", "gather")}
-            if (seconds := sum(fetched.values())) > times.seconds:
-                times = _slowest(fetched).model_copy(update={"seconds": seconds, "limits": limits})
+            link_limits: dict[Bound, float] = {bound: limits.get(bound, 0.0) for bound in ("link", "gather")}
+            if (seconds := sum(link_limits.values())) > times.seconds:
+                times = _slowest(link_limits).model_copy(update={"seconds": seconds, "limits": limits})
         # One queue of the GPU unpacks a layer into the only buffer and computes it: these never overlap.
         queue = unpacking + max(limits["hbm"], limits["compute"])
         if unpacking and queue > (times.seconds or 0.0):

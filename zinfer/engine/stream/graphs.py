@@ -139,7 +139,7 @@ class CudaRecorder:
 
     @staticmethod
     def _rehearse(run: Run) -> None:
-        """Run a pass once before its recording. Kernels and workspaces are had then. Raises
+        """Run a pass once before its recording. That loads kernels and takes workspaces. Raises
         RuntimeError if the host waits for the device in it, which would spoil the recording."""
         before = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("error")

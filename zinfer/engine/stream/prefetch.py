@@ -399,16 +399,16 @@ class PrefetchRing:
 
     def _all_transfers(self, fetches: tuple[Fetch, ...]) -> Iterator[Transfer]:
         """Yield all transfers, pass after pass, without end."""
-        some = True
-        while some:
-            some = False
+        progressed = True
+        while progressed:
+            progressed = False
             for index, packed in enumerate(self.layers):
                 chunks = () if index in self._resident else packed.chunks
                 weights = (self._transfer(index, chunk) for chunk in chunks)
                 others = (fetch.transfer(index) for fetch in fetches)
                 for transfer in (*weights, *others):
                     if transfer is not None:
-                        some = True
+                        progressed = True
                         yield transfer
             fetches = tuple(fetch.following() for fetch in fetches)
 

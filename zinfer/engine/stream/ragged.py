@@ -296,8 +296,8 @@ def bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
     n]``, is true, else the lowest number.
     """
     rows, count, end = seen.shape
-    made = _aligned(rows, count, end, dtype, seen.device)
-    return made.masked_fill_(~seen[:, None], torch.finfo(dtype).min)
+    bias_tensor = _aligned(rows, count, end, dtype, seen.device)
+    return bias_tensor.masked_fill_(~seen[:, None], torch.finfo(dtype).min)
 
 
 class Bias:
@@ -314,10 +314,10 @@ class Bias:
         """
         if (length, heads) not in self._forms:
             rows, _, count, end = self._whole.shape
-            made = _aligned(rows, heads * count, length, self._whole.dtype, self._whole.device)
+            bias_tensor = _aligned(rows, heads * count, length, self._whole.dtype, self._whole.device)
             for head in range(heads):
-                made[:, :, head * count : (head + 1) * count].copy_(self._whole[..., end - length :])
-            self._forms[length, heads] = made
+                bias_tensor[:, :, head * count : (head + 1) * count].copy_(self._whole[..., end - length :])
+            self._forms[length, heads] = bias_tensor
         return self._forms[length, heads]
 
     def joined(
@@ -331,14 +331,14 @@ class Bias:
                 None if mask is None else mask.of(length, heads) for mask, length in zip(masks, lengths, strict=True)
             ]
             tokens = max(mask.shape[2] for mask in seen if mask is not None)
-            made = torch.zeros((sum(rows), 1, tokens, max(lengths)))
+            bias_tensor = torch.zeros((sum(rows), 1, tokens, max(lengths)))
             host_masks = to_host(*(mask for mask in seen if mask is not None))
             first = 0
             for mask, count, length in zip(seen, rows, lengths, strict=True):
                 if mask is not None:
-                    made[first : first + count, ..., max(lengths) - length :] = host_masks.pop(0)
+                    bias_tensor[first : first + count, ..., max(lengths) - length :] = host_masks.pop(0)
                 first += count
-            self._joined[lengths, heads] = made
+            self._joined[lengths, heads] = bias_tensor
         return self._joined[lengths, heads]
 
 

@@ -59,12 +59,12 @@ def rows_of(
         except Refused as refused:
             faults.append(_fault(line, refused.code, str(refused)))
             continue
-        made = output_ids.get(line.id, [])
-        if len(made) >= limit or not all(0 <= token < vocab_size for token in made):
-            made = []
+        ids = output_ids.get(line.id, [])
+        if len(ids) >= limit or not all(0 <= token < vocab_size for token in ids):
+            ids = []
         request = line.asked.request(prompt, limit, key=len(rows))
-        request.add(made)
-        rows.append(Row(line, request, saved=len(made)))
+        request.add(ids)
+        rows.append(Row(line, request, saved=len(ids)))
     return rows, faults
 
 

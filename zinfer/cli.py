@@ -43,7 +43,7 @@ GROUPS = {
 VERBS = {verb: line for group in GROUPS.values() for verb, line in group.items()}
 # Verbs of earlier releases, and what to write now.
 RETIRED = {"completion": 'eval "$(_ZINFER_COMPLETE=bash_source zinfer)" (zsh_source, fish_source)'}
-# Those that still run for one release, as the words that took their place.
+# Old command names that still run for one release, and their new names.
 RENAMED = {
     "codec": ("study", "codec"),
     "accuracy": ("study", "accuracy"),

@@ -3,7 +3,7 @@
 Each factor of an engine is read off the points where it alone decides: the share of the link from offloaded decode
 steps, the rate of unpacking from their timelines, the share of the GPU memory's bandwidth, the launch time of a layer
 and the share of the matmul rate from points without offload, the GPU memory from every point that ran. Models with
-routed experts have a share of the link and of the matmul rate of their own, so that they do not spoil those of others.
+routed experts have a share of the link and of the matmul rate of their own, so that they do not spoil others' shares.
 A prediction for a point that took part in the fit proves nothing, so `calibrate` predicts each point from factors
 fitted without it (leave-one-out cross-validation)::
 
@@ -150,7 +150,7 @@ class FitPoint:
     def unpack_share(self) -> float | None:
         """Return the unpacking rate of a traced step over the memory's bandwidth.
 
-        Resident ones are included. Steps with a second queue, those with experts on demand, and those that multiply
+        Resident ones are included. Steps with a second queue, those with experts on demand, and steps that multiply
         resident layers from their codes do not tell it.
         """
         placement, bandwidth = self.placement, self.machine.hbm_bandwidth
@@ -341,12 +341,12 @@ class _Fit:
         kind if there are none.
         """
         default = Efficiency()
-        factors: dict[str, float | None] = {}
+        medians: dict[str, float | None] = {}
         for name in _FACTORS:
             value = self._median(name, False, without) or self._median(name, True, without)
-            factors[name] = value or getattr(default, name)
-        factors |= {f"expert_{name}": self._median(name, True, without) for name in _ROUTED}
-        return default.model_copy(update=factors | {"points": self.points - (without is not None)})
+            medians[name] = value or getattr(default, name)
+        medians |= {f"expert_{name}": self._median(name, True, without) for name in _ROUTED}
+        return default.model_copy(update=medians | {"points": self.points - (without is not None)})
 
     def _median(self, name: str, routed: bool, without: FitPoint | None) -> float | None:
         values = self._values.get((name, routed), [])

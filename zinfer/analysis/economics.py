@@ -77,7 +77,7 @@ class Fleet(Frozen):
 def energy(point: Point) -> tuple[float, str] | None:
     """Return the energy in J an output token, and the method.
 
-    The reading spans prefill and decode of all repeats, so the tokens are those of all repeats, first ones included.
+    The reading spans prefill and decode of all repeats, so all repeats' tokens count, first ones included.
     """
     tokens = point.output_tokens
     if not point.usable or not tokens:

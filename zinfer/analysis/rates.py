@@ -1,8 +1,8 @@
 """Rates: the fastest engine and batch size, and whether offload pays. Pure functions over `Measurement`s.
 
 Offload costs speed at a given batch and makes room for a larger one, so a setting is judged at its **own best batch**,
-with the price at equal batch beside it. Functions take the points of one group, as `zinfer.analysis.group.groups` gives
-them; nothing here compares across groups.
+next to the price at equal batch. Functions take the points of one group, as `zinfer.analysis.group.groups` gives
+them; nothing in this module compares across groups.
 """
 
 from collections.abc import Sequence

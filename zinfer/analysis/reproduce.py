@@ -10,7 +10,7 @@ from zinfer.record.measurement import Measurement
 
 
 def commands(point: Point) -> tuple[str, str]:
-    """Return the shell commands that measure a point again and use its configuration."""
+    """Return shell commands that repeat a measurement and use its configuration."""
     return case_commands(point.case, None if isinstance(point, Measurement) else point.requests)
 
 

@@ -125,7 +125,7 @@ def groups(points: Iterable[RequestPoint]) -> dict[RequestGroup, tuple[RequestPo
     for point in points:  # one that did not get far does not know the number of all layers
         points_by_group.setdefault(group_of(point).model_copy(update={"total_layers": None}), []).append(point)
 
-    def place(group: RequestGroup) -> tuple[bool | int | float | str, ...]:
+    def sort_key(group: RequestGroup) -> tuple[bool | int | float | str, ...]:
         asked = group.requests
         loop = asked.in_flight if isinstance(asked.in_flight, int) else float("inf")
         whole = group.layers is not None, group.machine, group.model, group.layers or 0, group.dtype
@@ -133,7 +133,7 @@ def groups(points: Iterable[RequestPoint]) -> dict[RequestGroup, tuple[RequestPo
         return *whole, name, asked.request_rate is not None, loop, float(asked.request_rate or 0)
 
     result = {}
-    for group in sorted(points_by_group, key=place):
+    for group in sorted(points_by_group, key=sort_key):
         total = max((group_of(point).total_layers or 0 for point in points_by_group[group]), default=0) or None
         result[group.model_copy(update={"total_layers": total})] = tuple(points_by_group[group])
     return result
@@ -153,8 +153,8 @@ def ranked(points: Iterable[RequestPoint]) -> list[RequestRates]:
         for records in points_by_key.values()
     ]
 
-    def place(row: RequestRates) -> tuple[bool, float]:
+    def sort_key(row: RequestRates) -> tuple[bool, float]:
         e2e = row.point.summary("e2e_ms") if isinstance(row.point.requests.request_rate, float) else None
         return row.point.case.lossy, -row.mean if e2e is None else e2e.mean
 
-    return sorted(rows, key=place)
+    return sorted(rows, key=sort_key)

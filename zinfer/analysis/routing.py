@@ -64,7 +64,7 @@ def _measured(model: ModelSpec, points: Iterable[Measurement], every: int) -> Ro
         source=f"the decode steps of {counted(used, 'record')}, after prompts of random tokens",
         touched=tuple((size, min(1.0, fmean(shares))) for size, shares in sorted(needs.items()) if size > 1),
         hits={
-            policy: tuple((*place, fmean(shares)) for place, shares in sorted(shares_by_size.items()))
+            policy: tuple((*size_key, fmean(shares)) for size_key, shares in sorted(shares_by_size.items()))
             for policy, shares_by_size in met.items()
         },
     )

@@ -167,8 +167,8 @@ def accuracy_cells(run: Study, rows: Sequence[Deviation]) -> list[tuple[str, ...
     lines: list[tuple[str, ...]] = []
     for row in rows:
         before, after, tokens = row.reference_perplexity, row.perplexity, first_difference(row)
-        both_known = before is not None and after is not None
-        change = f"{figures(before, 4)} {round(after / before - 1, 4) + 0.0:+.2%}" if both_known else ""  # type: ignore
+        comparable = before is not None and after is not None
+        change = f"{figures(before, 4)} {round(after / before - 1, 4) + 0.0:+.2%}" if comparable else ""  # type: ignore
         same = f"{row.first_differences.count(None) / row.rows:.0%} of {row.rows}" if row.first_differences else ""
         until = "" if tokens is None else f"all {row.case.workload.output_len}" if tokens == inf else str(tokens)
         lines.append((
@@ -274,7 +274,7 @@ def _reuse(run: Study) -> _Parts:
 
 
 def hits(run: Study, policy: str, experts: int) -> float:
-    """Return the hit rate of a cache, at its next smaller measured size."""
+    """Return a cache's hit rate at the next smaller measured size."""
     rows = [row for row in run.of(Hits) if row.policy == policy and row.experts <= experts and row.batch_size == 1]
     return max(rows, key=lambda row: row.experts).hits if rows else 0.0
 
@@ -291,15 +291,15 @@ def _routing(run: Study) -> _Parts:
         for size in sizes(run)
     ]
     won = sum(hits(run, "lru", size) >= hits(run, "lfu", size) for size in sizes(run))
-    said = f"lru meets more needs at {won} of {len(cells)} sizes, lfu at the others."
+    summary = f"lru meets more needs at {won} of {len(cells)} sizes, lfu at the others."
     chance = (run.experts_per_token or 0) / (run.num_experts or 1)
     if touched := run.of(Touched):
         size, share = touched[-1].batch_size, touched[-1].share
-        said += (
+        summary += (
             f" A step of {size} tokens touches {share:.0%} of the experts; at random, {1 - (1 - chance) ** size:.0%}."
         )
     method = "Hits: share of the needs that a cache of that size meets."
-    return "Experts that a text needs", f"{run.model}: {run.about}", method, cells, (said,)
+    return "Experts that a text needs", f"{run.model}: {run.about}", method, cells, (summary,)
 
 
 _SHOWN: dict[str, Callable[[Study], _Parts]] = {

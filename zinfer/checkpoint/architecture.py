@@ -630,14 +630,14 @@ class _Watch(_NoData):
             self._product(seen, [arg for arg in (*args, *kwargs.values()) if isinstance(arg, Tensor)][-2:], out)
         return out
 
-    def _product(self, seen: _Seen, factors: list[Tensor], out: Tensor) -> None:
+    def _product(self, seen: _Seen, operands: list[Tensor], out: Tensor) -> None:
         """Count a matrix product if it belongs to an attention."""
         square = (self._tokens, self._tokens)
         if out.shape[-2:] == square:
             heads = out.numel() // (_ROWS * self._tokens**2)
             seen.heads = max(seen.heads, heads)
-            seen.products += heads * factors[0].shape[-1]
-        elif any(factor.shape[-2:] == square for factor in factors):
+            seen.products += heads * operands[0].shape[-1]
+        elif any(operand.shape[-2:] == square for operand in operands):
             seen.products += out.numel() // (_ROWS * self._tokens)
 
 

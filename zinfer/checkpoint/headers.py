@@ -152,7 +152,7 @@ def _is_gguf(path: Path) -> bool:
 
 
 def weightless_config(path: Path) -> Mapping[str, Any] | None:
-    """Return the configuration in `path` if no weights lie beside it. Raises CheckpointError."""
+    """Return the configuration in `path` if no weights lie next to it. Raises CheckpointError."""
     if not path.is_dir():
         return _config(path, "")
     weights = (SINGLE, INDEX, "*.safetensors", "*.gguf", ADAPTER, *_PICKLED)

@@ -1,4 +1,4 @@
-"""Quantisation schemes: the settings of a checkpoint that zinfer reads, and those that it makes.
+"""Quantisation schemes: the settings that zinfer reads from a checkpoint, and its own.
 
 `zinfer.checkpoint.quantized_tensors` finds the stored tensors of a weight, `zinfer.checkpoint.quantized_bytes` tells
 from the settings alone which matrices are quantised. Sources: the quantisers of transformers (fp8, mxfp4, gptq, awq),

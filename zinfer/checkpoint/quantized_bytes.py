@@ -219,7 +219,7 @@ def _names(settings: Mapping[str, Any], key: str) -> list[str]:
 
 
 def _four_bits(rows: int, columns: int, codes: str, scale: str, whole: str) -> dict[str, Header] | None:
-    """Return the tensors of 4-bit floats, with `whole` a scale of their scales."""
+    """Return the tensors of 4-bit floats. With `whole`, the scales have one scale."""
     size = 16 if whole else 32
     if columns % size:
         return None

@@ -148,7 +148,7 @@ def _answer(
         waiting = [line for line in lacking if not isinstance(line, Fault)]
         progress = None
         if waiting and ray is not None:
-            _ = tokenizer.facts  # one that cannot be loaded ends the command here, not on the nodes
+            _ = tokenizer.facts  # a tokenizer that cannot be loaded ends the command now, not on the nodes
             tokenizer.close()
             job = partial(_answer_on_node, debug, prompts, whole, model, force, how, None)
             with _ended_in_order(watch):

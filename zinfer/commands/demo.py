@@ -21,8 +21,8 @@ NOISY = 0.2  # half of the confidence interval, as a share of the mean, from whi
 @click.command("demo")
 @click.pass_context
 def command(ctx: click.Context) -> None:
-    """Measure a model of 15 MB with every engine on this machine (a GPU, or the CPU), draw the figures, name the best
-    configuration, and explain what all of it means. Takes two minutes; a second run goes on where the first one ended.
+    """Measure a 15 MB model with every engine of this machine. Draws the figures, names the best configuration, and
+    explains the results; runs on a GPU or the CPU. Takes two minutes; a second run goes on where the first one ended.
     """
     from zinfer.core.errors import PARTIAL
     from zinfer.record.store import read

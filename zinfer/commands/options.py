@@ -461,7 +461,7 @@ def located(wanted: "Sweep") -> "dict[SweepLoad, str]":
 def locate(load: "SweepLoad") -> str | None:
     """Return the target, module:Class, of a load's engine; None if the engine lacks that offload.
 
-    Raises EngineError for an engine that is not installed, and for one that keeps no share of the weights although
+    Raises EngineError for an engine that is not installed, and for one without a share of the weights although
     ``--gpu-weights`` asks for it.
     """
     from zinfer import engine

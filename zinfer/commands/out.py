@@ -41,7 +41,7 @@ class PlainConsole(Console):
 
 
 def console() -> Console:
-    """Return stdout for tables, as wide as the terminal or COLUMNS."""
+    """Return stdout for tables, with the width of the terminal or COLUMNS."""
     plain = PlainConsole()
     return plain if plain.is_terminal or "COLUMNS" in os.environ else PlainConsole(width=UNLIMITED)
 

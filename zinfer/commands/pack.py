@@ -60,9 +60,10 @@ def command(
     allow_nan: bool | None,
     **shapes: Any,
 ) -> None:
-    """Code a checkpoint's decoder layers once, so that `--engine stream -O weight_codec=lossless` reads a third fewer
-    bytes (a sixth of weights released in FP8) and codes nothing when it loads. Every tensor has a checksum. Prints the
-    folder; the engine finds the default folder by itself, another one with -O packed=FOLDER.
+    """Pack a checkpoint's decoder layers once, for faster loads and fewer bytes. With `--engine stream -O
+    weight_codec=lossless` it reads a third fewer bytes (a sixth of weights released in FP8) and codes nothing when it
+    loads. Every tensor has a checksum. Prints the folder; the engine finds the default folder by itself, another one
+    with -O packed=FOLDER.
 
     With --weights, write a checkpoint in the format of compressed-tensors, whose decoder layers are quantised without
     calibration: int4 with a scale for 128 columns, int8 and fp8 with one for each row. Every command takes the folder

@@ -236,7 +236,7 @@ def _print_machine(machine: "Machine", calibrated: bool) -> None:
 
 
 def _remarks(plans: "Sequence[Plan]") -> "Iterator[str]":
-    """Yield what a reader has to know of plans: why one does not fit, what it assumes, and that no engine runs it."""
+    """Yield notes on plans for a reader: why one does not fit, what it assumes, and that no engine runs it."""
     for plan in plans:
         if plan.why_not:
             yield plan.why_not

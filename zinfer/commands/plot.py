@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     help="Figures: throughput, latency, link, residency, timeline, reuse.",
 )
 def command(results: Path | None, machine: str | None, output: Path, formats: str, wanted: str) -> None:
-    """Draw the figures of each sweep of this machine, or in RESULTS (a file or a folder): throughput, latency and link
-    use over batch size, throughput over residency, and the timeline of a decode step where one was traced; and those of
-    `zinfer study reuse`.
+    """Draw the figures of this machine's sweeps, or of those in RESULTS. RESULTS is a file or a folder. The figures
+    show throughput, latency and link use over batch size, throughput over residency, and the timeline of a decode step
+    where one was traced; and the figures of `zinfer study reuse`.
 
     Prints the paths it wrote, DIR/<machine>/<sweep>-<figure>.<format>. Equal results give equal bytes.
     """
@@ -59,8 +59,8 @@ def command(results: Path | None, machine: str | None, output: Path, formats: st
         raise click.BadParameter(f"{unknown[0]!r} is no figure: choose from {choice}, or all", param_hint="--figure")
     chosen = choose(results, machine)
     sweeps = chosen.read()
-    found_runs = (run for root in chosen.roots() if root.exists() for run in study.read(root, "reuse").runs)
-    runs = [run for run in found_runs if chosen.keeps(run.machine)]
+    all_runs = (run for root in chosen.roots() if root.exists() for run in study.read(root, "reuse").runs)
+    runs = [run for run in all_runs if chosen.keeps(run.machine)]
     try:
         if warning := usable(sweeps, chosen).warning:
             click.echo(warning, err=True)

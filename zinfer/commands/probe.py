@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 @click.option("--memory", type=Size(), help="Host memory to measure with, as 1GiB.  [default: half of what is free]")
 @click.option("--json", "as_json", is_flag=True, help="Also print the machine as JSON.")
 def command(nvme_path: str | None, output: Path | None, quick: bool, memory: int | None, as_json: bool) -> None:
-    """Measure the links between this machine's memories, its compute rate and, with --nvme-path, a drive; write
-    machine.json."""
+    """Measure this machine's memory links, compute rate and, with --nvme-path, drive; write machine.json."""
     from zinfer.commands.files import write
     from zinfer.commands.out import console
     from zinfer.core.units import parse_bytes

@@ -49,8 +49,8 @@ def command(
     utilisation: float,
     spare: int,
 ) -> None:
-    """Write a report on this machine's results, or on RESULTS (a file or a folder): a page with the decision and its
-    risks, then the results, predictions and evidence behind it.
+    """Write a report on this machine's results, or on RESULTS. RESULTS is a file or a folder. The report is a page with
+    the decision and its risks, then the results, predictions and evidence behind it.
 
     The page needs no other file and no network. Prints the path it wrote. Equal results give equal bytes.
     """

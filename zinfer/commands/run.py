@@ -100,7 +100,7 @@ def command(
     from zinfer.worker.process import WorkerError
     from zinfer.worker.tasks import BatchStart
 
-    _check_together(chat, batch_size, temperature)
+    _check_options(chat, batch_size, temperature)
     sampling = Sampling(temperature=temperature, top_p=top_p, seed=str(how["seed"]))
     output_len = output_len or (ANSWER if chat else 32)
     texts = [] if chat and not (prompts or prompt_file) else _prompts(prompts, prompt_file)
@@ -240,7 +240,7 @@ class Answers:
 
 
 def _encoded(tokenizer: "TokenizerProcess", texts: list[str]) -> list[list[int]]:
-    """Return the token ids of each prompt. Raises ModelError for one that has none."""
+    """Return the token ids of each prompt. Raises ModelError for a prompt without any."""
     from zinfer.core.model import ModelError
     from zinfer.generation.tokenizer_process import Refusal
 
@@ -253,7 +253,7 @@ def _encoded(tokenizer: "TokenizerProcess", texts: list[str]) -> list[list[int]]
     return prompt_ids
 
 
-def _check_together(chat: bool, batch_size: int | None, temperature: float) -> None:
+def _check_options(chat: bool, batch_size: int | None, temperature: float) -> None:
     """Raise UsageError for options that exclude each other or have no effect."""
 
     def typed(*names: str) -> list[str]:

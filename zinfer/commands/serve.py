@@ -125,7 +125,7 @@ def command(
     if load is None:
         raise Failure(str(plan.why_not), ENVIRONMENT)
     target = next(iter(loads.values()))
-    ends = tokenizer.facts.differing_ends  # a tokenizer that cannot be loaded ends it here
+    ends = tokenizer.facts.differing_ends  # a tokenizer that cannot be loaded ends it now
     names = ("batch_size", "max_queue", "max_body", "output_len", "drain_s", "kv_cache_size", "origins")
     settings = Settings(plan.case.model, api_key, *(how[name] for name in names))
     try:

@@ -280,7 +280,7 @@ def _measure(
 
 
 def _recorded(output: Path, resume: bool) -> "Records":
-    """Return what the result file holds. Raises Failure if it has anything and is not to be resumed."""
+    """Return the content of the result file. Raises Failure if it has anything and is not to be resumed."""
     from zinfer.record.store import Records, read
 
     if not output.is_file() or not output.stat().st_size:

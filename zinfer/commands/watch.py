@@ -135,7 +135,7 @@ class Watch:
         self.message(f"loaded {gb(size)} in {duration(seconds)}: {gb(size / max(seconds, 1e-3), 2)}/s")
 
     def workers(self, target: str, timeout_s: float, debug: bool, revision: str = "") -> "Callable[[], Worker]":
-        """Return what starts workers whose progress is shown here. The arguments are those of `Worker`."""
+        """Return a factory of workers whose progress is printed. Its arguments are `Worker`'s."""
         from zinfer.worker.process import Worker
 
         return partial(
@@ -144,7 +144,7 @@ class Watch:
         )  # fmt: skip
 
     def point(self, point: Measurement, resumed: bool) -> None:
-        """Print a line about a finished point. `resumed` marks one that comes from a record."""
+        """Print a line about a finished point. `resumed` marks a point from a record."""
         workload = point.case.workload
         head = f"{point.case.label():24} {workload.input_len}/{workload.output_len}  batch {workload.batch_size:<6}"
         if point.output_tok_s is not None and point.tpot_ms is not None:
@@ -161,7 +161,7 @@ class Watch:
         self.message(self._counted() + head + tail + ("  [recorded]" if resumed else ""))
 
     def requests(self, point: RequestPoint, resumed: bool) -> None:
-        """Print a line about a finished load of requests. `resumed` marks one that comes from a record."""
+        """Print a line about a finished load of requests. `resumed` marks a load from a record."""
         head = f"{point.case.label():24} {point.requests.requests:,} requests, {point.requests.loop:<16}"
         if point.output_tok_s is None:
             tail = point.status + (f" ({point.error})" if point.error else "")

@@ -104,7 +104,7 @@ class Transport(Frozen):
     """Transport of an engine: where weights are kept, how they move. Plans are made from this."""
 
     fetched: Literal["two layers", "layer", "matrix", "chunks"] = "two layers"  # at a time; chunks: through a ring
-    overlapped: bool = True  # copies run beside compute
+    overlapped: bool = True  # copies run on a second stream
     blocks: bool = False  # prompts pass a layer in blocks while its weights are there, so that they cross the link once
     coded_at_rest: bool = False  # weights that cross the link coded lie coded in host memory and on the GPU, too
     from_codes: bool = False  # quantised layers that stay on the GPU are multiplied from their codes
@@ -378,7 +378,7 @@ def resolve_options(engine: str, given: Mapping[str, Option], planning: bool = F
 
 
 def without_retired(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `options` without those of `RETIRED`; warn about each of these."""
+    """Return `options` without `RETIRED` ones; warn about each of these."""
     for name in RETIRED.keys() & options.keys():
         warnings.warn(RetiredOptionWarning(f"option {name} is gone and ignored: {RETIRED[name]}"), stacklevel=2)
     return {name: value for name, value in options.items() if name not in RETIRED}

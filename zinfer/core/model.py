@@ -61,7 +61,7 @@ class Matrix(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Number of values, those of all experts together."""
+        """Number of values, summed over all experts."""
         return max(1, self.experts) * self.rows * self.columns
 
 
@@ -284,7 +284,7 @@ class ModelSpec(Shape):
         return sum(layer.kv_width for layer in self.layers) * self.dtype_bytes
 
     def largest_kv_layer_bytes(self, batch_size: int, length: int) -> int:
-        """Return the bytes of the KV cache in the layer that caches most."""
+        """Return the KV cache bytes of the layer that caches most."""
         values = max(layer.tokens(length) * layer.kv_width + layer.state for layer, _ in self._kinds)
         return batch_size * values * self.dtype_bytes
 

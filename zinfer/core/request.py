@@ -38,9 +38,9 @@ def nth_seed(seed: str, number: int) -> str:
 class Request:
     """One answer to generate: token ids, sampling and limits.
 
-    `left` tokens may follow those of `output_ids`. The text continues that of the prompt; with `chat` it is a text of
+    `left` tokens may follow `output_ids`. The text continues that of the prompt; with `chat` it is a text of
     its own. `stream` asks for new text as it comes, `logprobs` for the scores of tokens, with that many alternatives,
-    `echo` for the text of the prompt, and its scores. Requests of one `owner` share memory with those of others.
+    `echo` for the text of the prompt, and its scores. Requests of several `owner`s share memory.
     """
 
     prompt_ids: Sequence[int]

@@ -1,8 +1,8 @@
 """Loads of requests: their lengths, and how they arrive.
 
-A closed loop has so many requests in flight: the next one comes when one ends. An open loop has a rate: requests come
+A closed loop keeps N requests in flight: the next comes when one ends. An open loop has a rate: requests come
 at random times of a Poisson process, whatever the machine does meanwhile. Names follow `vllm bench serve` and GuideLLM
-(request rate, goodput), and lengths those of a sweep (`input_len`, `output_len`).
+(request rate, goodput), and lengths a sweep's (`input_len`, `output_len`).
 """
 
 import math
@@ -145,7 +145,7 @@ class RequestLoad(Frozen):
 
     `source` is the distribution of lengths, or the name and the checksum of a file.
 
-    One of two is set. `in_flight`, a closed loop: so many requests at a time, or as many as there is room for
+    One of two is set. `in_flight`, a closed loop: this many requests at a time, or as many as there is room for
     (``auto``). `request_rate`, an open loop: requests a second, or all at once (``inf``). `order` is that in which
     requests come in a closed loop of a number: as given, or those with the longest answers first, as a job comes whose
     requests are all known, so that it does not end with a few long answers alone.

@@ -14,7 +14,7 @@ class EngineError(ZinferError):
 
 
 def kind(name: str) -> EngineKind:
-    """Return the entry of engine `name` in `ENGINES`, once all that it requires is found installed.
+    """Return the entry of engine `name` in `ENGINES`. Checks that what it requires is installed.
 
     Raises EngineError when there is no such engine, or when a package is missing.
     """

@@ -3,7 +3,7 @@
 A fetch is a blocking copy, one weight at a time, on the stream that computes, and ends with freeing the device's cached
 memory (`set_module_tensor_to_device`). Nothing overlaps: a step takes copies, allocations and compute together.
 Page-locked memory, which a user can add, is worth a factor of six on PCIe; Accelerate pins nothing by itself.
-Weights outside the decoder layers, and those that several layers share, stay on the device, as a user's device map
+Weights outside the decoder layers, and weights shared by layers, stay on the device, as a user's device map
 would have it, and with `--gpu-weights` the first layers, as in the map that `device_map="auto"` makes for a limit of
 memory (`max_memory`): each weight lies in one place, on the device or off it.
 
@@ -32,8 +32,8 @@ from zinfer.system.scratch import Scratch
 class Accelerate(Decoder):
     """Engine `accelerate`: the model on the device, or most layers off it.
 
-    Offload `none` keeps it whole, `cpu` and `nvme` keep layers in host memory or in files, but those that stay. Files
-    are read through the page cache, as Accelerate does it: files that fit into free host memory are read from there.
+    Offload `none` keeps it whole, `cpu` and `nvme` keep all other layers in host memory or in files. Files are
+    read through the page cache, as Accelerate does it: files that fit into free host memory are read from there.
     """
 
     options: AccelerateOptions

@@ -79,7 +79,7 @@ class Engine(ABC):
 
     @property
     def plan(self) -> Plan:
-        """Plan that the engine was loaded with; `planner` has those of other workloads."""
+        """Plan that the engine was loaded with; `planner` makes other workloads' plans."""
         return self._plan
 
     @plan.setter
@@ -223,7 +223,7 @@ class Engine(ABC):
 
     @abstractmethod
     def effective(self) -> Effective:
-        """Return the bytes on each tier, and those that a step streams. They are counted, not planned."""
+        """Return the bytes on each tier and the bytes streamed a step. They are counted, not planned."""
 
     def give_back(self) -> None:
         """Give unused memory of PyTorch back to the device."""

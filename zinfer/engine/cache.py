@@ -292,7 +292,7 @@ class FixedLayer(DynamicLayer):  # type: ignore[misc]
     def fill(self, blocks: Sequence[Sequence[Tensor]], length: int, dtype: torch.dtype) -> None:
         """Fill all rows with the last positions of `blocks`, from `stored`. What they lack is padding."""
         first = blocks[0]
-        self._take_memory(first[0], first[len(first) // 2], dtype)
+        self._allocate_memory(first[0], first[len(first) // 2], dtype)
         count = self.slots.begin(length)
         row = 0
         for block in blocks:
@@ -325,9 +325,9 @@ class FixedLayer(DynamicLayer):  # type: ignore[misc]
         return length - first + count, first
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
-        self._take_memory(key_states, key_states if value_states is None else value_states, key_states.dtype)
+        self._allocate_memory(key_states, key_states if value_states is None else value_states, key_states.dtype)
 
-    def _take_memory(self, keys: Tensor, values: Tensor, dtype: torch.dtype) -> None:
+    def _allocate_memory(self, keys: Tensor, values: Tensor, dtype: torch.dtype) -> None:
         """Allocate all rows, for states like `keys` and `values`."""
         self.dtype, self.device = dtype, keys.device
         specs = self._specs(keys, values)
@@ -510,13 +510,13 @@ class _StateRows:
     def gathered(self, sources: Sequence[RowSource], length: int) -> Any:
         """Return a replacement of this layer with states of other layers."""
         first = sources[0].cache
-        made: Any = object.__new__(type(first))
-        vars(made).update(vars(first))
-        made.attention = self.attention
-        made.batch_size = sum(len(source.rows) for source in sources)
-        made._begun = set(first._begun)
-        made.has_previous_state = dict(first.has_previous_state)
-        made._whole = {
+        copy: Any = object.__new__(type(first))
+        vars(copy).update(vars(first))
+        copy.attention = self.attention
+        copy.batch_size = sum(len(source.rows) for source in sources)
+        copy._begun = set(first._begun)
+        copy.has_previous_state = dict(first.has_previous_state)
+        copy._whole = {
             name: {
                 number: torch.cat([source.cache._whole[name][number][source.rows] for source in sources])
                 for number in whole
@@ -524,9 +524,9 @@ class _StateRows:
             for name, whole in first._whole.items()
         }
         for name in STATES:
-            setattr(made, name, dict(getattr(first, name)))
-        made.window(slice(0, made.batch_size), length)
-        return made
+            setattr(copy, name, dict(getattr(first, name)))
+        copy.window(slice(0, copy.batch_size), length)
+        return copy
 
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         super().lazy_initialization(*args, **kwargs)  # type: ignore[misc]
@@ -569,11 +569,11 @@ class _MixedRows(_StateRows, _AttentionOf):
 def _of_rows(layer: Any, batch_size: int, attention: FixedLayer | None) -> Any:
     """Narrow `layer`, of `transformers` with a state of fixed size, to rows."""
     kind, mixin = type(layer), _StateRows if attention is None else _MixedRows
-    made: Any = object.__new__(type(f"{kind.__name__}OfRows", (mixin, kind), {}))
-    vars(made).update(vars(layer))
-    made.take_rows(batch_size)
-    made.attention = attention
-    return made
+    copy: Any = object.__new__(type(f"{kind.__name__}OfRows", (mixin, kind), {}))
+    vars(copy).update(vars(layer))
+    copy.take_rows(batch_size)
+    copy.attention = attention
+    return copy
 
 
 class IndexedLayer(_AttentionOf, DynamicLayer):  # type: ignore[misc]
@@ -758,7 +758,7 @@ def make_cache(
             return QuantizedLayer(rows, capacity, STORAGE[storage], windows[index], kernel, allocate)
         return FixedLayer(rows, capacity, windows[index], allocate)
 
-    def made(index: int, layer: Any) -> Any:
+    def make_layer(index: int, layer: Any) -> Any:
         if isinstance(layer, _DUMMY):
             return layer
         attention = keys_and_values(index) if index in windows else None
@@ -766,7 +766,7 @@ def make_cache(
             return _of_rows(layer, batch_size, attention)
         return IndexedLayer(batch_size, capacity, attention) if attention and type(layer) is _INDEXED else attention
 
-    return RowCache(layers=[made(index, layer) for index, layer in enumerate(default.layers)])
+    return RowCache(layers=[make_layer(index, layer) for index, layer in enumerate(default.layers)])
 
 
 def _window(layer: DynamicLayer) -> int | None:

@@ -101,7 +101,7 @@ class DirectFile:
 class StripedFile:
     """Bytes spread evenly over files on several drives.
 
-    Stripe n, of `REQUEST` bytes, lies in file n modulo their number. With one file the bytes are those of the file.
+    Stripe n, of `REQUEST` bytes, lies in file n modulo their number. With one file the bytes are the file's.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:

@@ -64,8 +64,8 @@ def write(kept: KVSnapshot, path: Path, label: Mapping[str, Any]) -> int:
     """
     header: dict[str, Any] = {"__metadata__": {"told": json.dumps(dict(label))}}
     for name, block in kept.blocks.items():
-        place = [block.offset, block.offset + block.size]
-        header[name] = {"dtype": _NAMES[block.dtype], "shape": list(block.shape), "data_offsets": place}
+        offsets = [block.offset, block.offset + block.size]
+        header[name] = {"dtype": _NAMES[block.dtype], "shape": list(block.shape), "data_offsets": offsets}
     data = as_bytes(kept.memory)
     header["__metadata__"]["crc32"] = str(_checksum(header, data))
     text = json.dumps(header).encode()

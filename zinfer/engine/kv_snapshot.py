@@ -68,7 +68,7 @@ class KVSnapshot:
         kept = cls(first, _end_to_end(states), pin)
         try:
             for name, block in kept.blocks.items():
-                # Made contiguous on the device: the link copies one contiguous piece at its full rate.
+                # Made contiguous on the device: the link copies one contiguous block at its full rate.
                 block.view(kept.memory).copy_(states[name].contiguous(), non_blocking=pin)
             if pin:
                 torch.cuda.current_stream().synchronize()

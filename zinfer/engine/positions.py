@@ -144,9 +144,9 @@ def asks_length(layers: Iterable[nn.Module]) -> bool:
 def _numbers(arguments: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the floating-point tensors among arguments, but for masks."""
     values = {
-        f"{name} {place}": part
+        f"{name} {index}": part
         for name, value in arguments.items()
-        for place, part in enumerate(value if isinstance(value, tuple | list) else (value,))
+        for index, part in enumerate(value if isinstance(value, tuple | list) else (value,))
         if "mask" not in name
     }
     return {

@@ -43,7 +43,7 @@ from zinfer.system import scratch
 from zinfer.system.ending import MEMORY_CODES, NO_GPU_MEMORY, NO_HOST_MEMORY, PARENT
 
 COMMAND = (sys.executable, "-m", "zinfer.engine.rank")
-# Addresses of this host alone; multicast over NVLink (NVLS) hangs on some hosts, and gains nothing here.
+# Addresses of this host alone; multicast over NVLink (NVLS) hangs on some hosts, and gains nothing for one host.
 QUIET = {"NCCL_NVLS_ENABLE": "0", "NCCL_SOCKET_IFNAME": "lo", "GLOO_SOCKET_IFNAME": "lo"}
 
 # Its name from torch 2.13 on, and the earlier one.
@@ -371,7 +371,7 @@ class Leader(Group):
                     channel.send(None)
 
     def close(self) -> None:
-        """Let the followers end in order; kill those that do not. Safe to call twice."""
+        """Let the followers end in order; kill the rest. Safe to call twice."""
         self.dismiss()
         self.leave()
         deadline = time.monotonic() + WAITS.end

@@ -52,7 +52,7 @@ def read_groups(checkpoint: Checkpoint, groups: list[Group], visits: Iterable[Vi
 
     They lie in one of two buffers while threads fill the other. If free memory is less than twice both buffers, the
     tensors come as from `map_groups`. Each of `visits` gets all bytes of a group's tensors before the group comes, in
-    the threads that read them; an exception of a visit is raised here.
+    the threads that read them; an exception of a visit is raised in this thread.
     """
     layouts = [lay_out((name, empty_tensor(name, checkpoint.tensors[name])) for name in group) for group in groups]
     largest = max((size for _, size in layouts), default=0)

@@ -100,7 +100,7 @@ class _ByLengths:
         short = self._turn(x, positions.clamp(max=switch - 1), **named)
         long = self._by_length(x, positions, switch + 1, named)
         choice = (lengths > switch)[..., None]
-        return _each(lambda far, near: torch.where(choice, far, near), long, short)
+        return _map(lambda far, near: torch.where(choice, far, near), long, short)
 
     def _dynamic(self, x: Tensor, positions: Tensor, lengths: Tensor, named: dict[str, str]) -> Any:
         """Turn the positions of each length together."""
@@ -115,14 +115,14 @@ class _ByLengths:
             chosen = lengths == length
             turned = self._by_length(x, positions[..., chosen][..., None, :], length, named)
             if whole is None:
-                whole = _each(lambda part: part.new_empty((*part.shape[:-3], *lengths.shape, part.shape[-1])), turned)
-            _each(lambda target, part: _put(target, chosen, part), whole, turned)  # noqa: B023 - called at once
+                whole = _map(lambda part: part.new_empty((*part.shape[:-3], *lengths.shape, part.shape[-1])), turned)
+            _map(lambda target, part: _put(target, chosen, part), whole, turned)  # noqa: B023 - called at once
         return whole
 
     def _by_length(self, x: Tensor, positions: Tensor, length: int, named: dict[str, str]) -> Any:
         """Turn positions as in a sequence of `length` tokens."""
         last = positions.new_full((*positions.shape[:-1], 1), length - 1)
-        return _each(lambda part: part[..., :-1, :], self._turn(x, torch.cat([positions, last], -1), **named))
+        return _map(lambda part: part[..., :-1, :], self._turn(x, torch.cat([positions, last], -1), **named))
 
 
 def _put(target: Tensor, chosen: Tensor, values: Tensor) -> Tensor:
@@ -130,6 +130,6 @@ def _put(target: Tensor, chosen: Tensor, values: Tensor) -> Tensor:
     return target
 
 
-def _each(function: Callable[..., Tensor], *results: Any) -> Any:
+def _map(function: Callable[..., Tensor], *results: Any) -> Any:
     """Apply a function to cosines and sines, or to one tensor. They are ``[.., B, n, D]``."""
     return tuple(map(function, *results)) if isinstance(results[0], tuple) else function(*results)

@@ -232,7 +232,7 @@ class ModelState:
         modules = self.model.named_modules()
         norms = {f"{name}.weight" for name, module in modules if "norm" in type(module).__name__.lower()}
         generator = torch.Generator(device)
-        # Layer by layer, each in one piece with its buffers.
+        # Layer by layer, each in one block with its buffers.
         for name, entry in sorted(
             self.entries.items(), key=lambda item: -1 if item[1].layer is None else item[1].layer
         ):
@@ -364,7 +364,7 @@ class _Stored:
                 patterns[name] = converter
             elif whole.setdefault(target, name) != name:
                 raise CheckpointError(f"{self._directory} stores {target} twice: as {whole[target]} and {name}")
-            _same_kind(self._directory, name, info, target, meta[target])
+            _check_kind(self._directory, name, info, target, meta[target])
             sources[target].append(name)
         self.left_out = self._surplus(
             {target: name for target, name in unknown.items() if not self._is_sliced_away(target)}
@@ -428,7 +428,7 @@ class _Stored:
         if owner is self._state.layers and rest[0].isdigit():
             text, depth = text_config(self._checkpoint.config), self._state.spec.total_layers
             return not depth <= int(rest[0]) < depth + max((text.get(key) or 0 for key in AHEAD), default=0)
-        if owner is self._state.model:  # beside the base model, if names tell which tensors are inside
+        if owner is self._state.model:  # outside the base model, if names tell which tensors are inside
             inside = f"{self._state.model.base_model_prefix}."
             return HEAD.match(target) is None and not any(name.startswith(inside) for name in self._tensors)
         return True
@@ -635,7 +635,7 @@ def _kind(dtype: torch.dtype) -> str:
     return "boolean" if dtype == torch.bool else "complex" if dtype.is_complex else "integer"
 
 
-def _same_kind(directory: str | None, name: str, info: TensorInfo, target: str, tensor: Tensor) -> None:
+def _check_kind(directory: str | None, name: str, info: TensorInfo, target: str, tensor: Tensor) -> None:
     """Raise CheckpointError for numbers of another kind than the model's."""
     if info.dtype in DTYPES and _kind(DTYPES[info.dtype]) == _kind(tensor.dtype):
         return

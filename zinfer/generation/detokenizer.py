@@ -29,17 +29,17 @@ class Detokenizer:
         return new
 
     def rest(self) -> str:
-        """Return the text that `add` has not returned yet, even if its last character is not complete."""
+        """Return the text left, even if its last character is not complete."""
         before = decode(self._tokenizer, self._ids[self._start : self._done])
         return decode(self._tokenizer, self._ids[self._start :])[len(before) :]
 
 
 class TextPieces:
-    """Text of sequences, in the pieces that their tokens complete: joined, a sequence's pieces are its whole text.
+    """Text of sequences, in chunks that their tokens complete: joined, a sequence's chunks are its whole text.
 
-    Each piece is cut from the text of all tokens so far, unlike a `Detokenizer`'s: where a tokenizer cleans up spaces,
-    the pieces then still make the text that the sequence ends with. Only characters that a tokenizer takes back for
-    good, as Llama 2's does where invalid bytes follow them, stay in the pieces.
+    Each chunk is cut from the text of all tokens so far, unlike a `Detokenizer`'s: where a tokenizer cleans up spaces,
+    the chunks then still make the text that the sequence ends with. Only characters that a tokenizer takes back for
+    good, as Llama 2's does where invalid bytes follow them, stay in the chunks.
     """
 
     def __init__(self, tokenizer: "Tokenizer") -> None:
@@ -72,11 +72,11 @@ class TextPieces:
 
 
 def _before_a_stop(text: str, stops: tuple[str, ...]) -> str:
-    """Return `text` without an end that may be the beginning of one of `stops`."""
+    """Return `text` without an end that may begin one of `stops`."""
     end = len(text)
     for stop in stops:
-        place = text.find(stop[0], max(0, len(text) - len(stop) + 1))
-        while place >= 0 and not stop.startswith(text[place:]):
-            place = text.find(stop[0], place + 1)
-        end = place if 0 <= place < end else end
+        start = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+        while start >= 0 and not stop.startswith(text[start:]):
+            start = text.find(stop[0], start + 1)
+        end = start if 0 <= start < end else end
     return text[:end]

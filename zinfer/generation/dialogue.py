@@ -12,8 +12,9 @@ from zinfer.generation.tokenizer_process import Refusal, TokenizerProcess
 
 
 class Dialogue:
-    """Turns of a user and their answers, formatted by the model's chat template. Without one they are joined. Raises
-    ModelError where the model has several chat templates, and none was chosen."""
+    """Turns of a user and answers, formatted by the chat template. Without one they are joined. Raises ModelError where
+    the model has several chat templates, and none was chosen.
+    """
 
     def __init__(self, tokenizer: TokenizerProcess, system: str | None = None) -> None:
         self._tokenizer, self.template = tokenizer, tokenizer.facts.template
@@ -34,11 +35,11 @@ class Dialogue:
         self._open = whole, ids
         return list(ids)
 
-    def answered(self, answer: list[int], said: str) -> None:
+    def answered(self, answer: list[int], answer_text: str) -> None:
         """Add an answer to the conversation after the last turn: its tokens without the end token, and its text."""
         text, ids = self._open
-        self._messages = [*self._asked, {"role": "assistant", "content": said}]
-        self._text, self._ids = text + said, ids + answer
+        self._messages = [*self._asked, {"role": "assistant", "content": answer_text}]
+        self._text, self._ids = text + answer_text, ids + answer
 
     def _render(self, messages: list[dict[str, str]]) -> str:
         if not self.template:
@@ -46,8 +47,7 @@ class Dialogue:
         return self._tokenizer.render(messages)
 
     def _continued(self, whole: str) -> list[int] | None:
-        """Return the tokens so far followed by those of the text that `whole` adds; None if they do not decode to
-        `whole`."""
+        """Return the tokens so far and the tokens that `whole` adds; None if they do not decode to `whole`."""
         if not self._ids or not whole.startswith(self._text):
             return None
         new = self._tokenizer.continuation(self._ids[-CONTEXT:], whole[len(self._text) :])

@@ -1,6 +1,7 @@
-"""Drafts of a small model that stays on the device (speculative decoding with a draft model, Leviathan et al. 2023).
+"""Drafts of a small model that stays on the device. This is speculative decoding with a draft model (Leviathan et al.
+2023).
 
-Its engine keeps the running rows in one micro-batch, whatever the scheduler has: rows come, forget what was rejected,
+Its engine keeps the running rows in one micro-batch, whatever the scheduler has: rows come, forget rejected drafts,
 and leave. It works on a CUDA stream of its own, between the passes and during the first of a row, while the ring goes
 on bringing weights.
 
@@ -25,13 +26,14 @@ from zinfer.generation.tokenizer_process import TokenizerProcess
 
 
 class ModelDrafter:
-    """Drafts of the model that `engine` has loaded, for a model with `vocab_size` tokens. Rows that are longer than its
-    positions get none."""
+    """Drafts of `engine`'s model, for a model with `vocab_size` tokens. Rows that are longer than its positions get
+    none.
+    """
 
     def __init__(self, engine: Engine, vocab_size: int) -> None:
         self._engine, self._spec = engine, engine.plan.model
         self._vocab_size = min(vocab_size, self._spec.vocab_size)
-        # Micro-batches with the keys of their rows, None for one that has ended: all that have drafts, then new ones.
+        # Micro-batches with the keys of their rows, None for an ended row: all that have drafts, then new ones.
         self._parts: list[tuple[MicroBatch, list[int | None]]] = []
         self._computed: dict[int, int] = {}  # tokens of each row in the KV cache, without `_ahead`
         self._ahead: dict[int, list[int]] = {}  # last token and drafts of each row, from position `_start` on
@@ -49,7 +51,7 @@ class ModelDrafter:
         return sorted(self._recent)[len(self._recent) // 2] if self._recent else None
 
     def begin(self, rows: Mapping[int, Sequence[int]]) -> None:
-        """Compute the known tokens of new rows, by key, beside what else runs; they join the others later."""
+        """Compute new rows' known tokens, by key, while other work runs; they join the others later."""
         with self._guarded():
             self._begin(rows)
 
@@ -110,9 +112,8 @@ class ModelDrafter:
         self._parts.append((batch, [*new]))
         self._computed |= {key: len(ids) for key, ids in new.items()}
 
-    def _drop_rejected(self, known: Mapping[int, Sequence[int]]) -> None:
-        """Forget rejected drafts, and discard rows that lack too many tokens. `known` are the tokens of rows that have
-        drafts now."""
+    def _drop_rejected(self, ids_by_key: Mapping[int, Sequence[int]]) -> None:
+        """Forget rejected drafts, and discard rows that lack too many tokens. `ids_by_key` has rows with drafts."""
         if not self._parts:
             return
         (batch, keys), *_ = self._parts
@@ -120,7 +121,7 @@ class ModelDrafter:
         for key in keys:
             right = 0
             if key is not None:
-                ahead, known_ids, computed = self._ahead.get(key, []), known.get(key, ()), self._computed[key]
+                ahead, known_ids, computed = self._ahead.get(key, []), ids_by_key.get(key, ()), self._computed[key]
                 while (
                     right < min(len(ahead), len(known_ids) - 1 - computed)
                     and known_ids[computed + right] == ahead[right]
@@ -131,7 +132,7 @@ class ModelDrafter:
         self._ahead = {}
         if self._start + min(kept) < batch.length:
             self._engine.rollback(batch, self._start + torch.tensor(kept))
-        for key, known_ids in known.items():
+        for key, known_ids in ids_by_key.items():
             if len(known_ids) - self._computed.get(key, len(known_ids)) > tuning.DRAFTS.backlog:
                 self.discard(key)
 
@@ -142,13 +143,13 @@ class ModelDrafter:
         (_, first), *new = self._parts
         if not new and first.count(None) <= tuning.DRAFTS.ended * len(first):
             return
-        stay = [(batch, [place for place, key in enumerate(keys) if key is not None]) for batch, keys in self._parts]
+        stay = [(batch, [index for index, key in enumerate(keys) if key is not None]) for batch, keys in self._parts]
         stay = [(batch, places) for batch, places in stay if places]
         if len(stay) > 1:
             batch = engine.move_rows(stay, self._capacity())
         else:
             ((batch, places),) = stay
-            engine.retire(batch, [place for place in range(batch.batch_size) if place not in places])
+            engine.retire(batch, [index for index in range(batch.batch_size) if index not in places])
         for other, _ in self._parts:
             if other is not batch:
                 engine.retire(other)
@@ -201,7 +202,7 @@ def drafter_of(engine: Engine) -> Drafter | None:
 
 
 def check_same_tokens(spec: ModelSpec) -> None:
-    """Raise ModelError unless the draft model of `spec` has the same tokens, special ones included."""
+    """Raise ModelError unless `spec`'s draft model has the same tokens. Special ones are included."""
     if spec.draft is None:
         return
     with TokenizerProcess(spec) as large, TokenizerProcess(spec.draft) as small:

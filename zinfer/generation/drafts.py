@@ -11,9 +11,9 @@ drafts are kept up to the first that differs from the choice. For a draft that i
 the rejection sampling of Leviathan et al. 2023 (arXiv:2211.17192): it is accepted with its probability, and otherwise
 the token is drawn from the others. A model that drafts draws by the same chance, and so the same token nearly as often
 as rejection sampling of its distribution would accept one. That would let the text of a seed depend on the number of
-drafts in each pass, and with it on measured times; here it does not.
+drafts in each pass, and with it on measured times; this drafter does not.
 
-The number of drafts follows what was accepted: `Drafts` weighs each row's next drafts by their chance, and a pass takes
+The number of drafts follows acceptance: `Drafts` weighs each row's next drafts by their chance, and a pass takes
 those that are worth it: within the work that hides behind the link, by the seconds of passes with drafts and without.
 """
 
@@ -28,7 +28,7 @@ from zinfer.generation import tuning
 
 
 class DraftRow(NamedTuple):
-    """A running row: its tokens so far, the most that it may still get, its sampling, and the number of tokens that its
+    """A running row: its tokens so far, its maximum of new tokens, its sampling, and the number of tokens that its
     output has."""
 
     token_ids: Sequence[int]
@@ -45,7 +45,7 @@ class Drafter(Protocol):
         """Seconds in which a token of all rows is drafted; None while they are not known, or are none."""
 
     def begin(self, rows: Mapping[int, Sequence[int]]) -> None:
-        """Prepare for rows, by key, whose known tokens a pass is about to compute."""
+        """Prepare rows, by key, whose known tokens a pass will compute."""
 
     def draft(self, rows: Mapping[int, DraftRow], counts: Mapping[int, int]) -> Mapping[int, list[int]]:
         """Return up to `counts` tokens for some of `rows`, by key."""
@@ -55,7 +55,7 @@ class Drafter(Protocol):
 
 
 class NgramDrafter:
-    """Drafts from a row's own tokens: those that followed its last tokens when they occurred
+    """Drafts from a row's own tokens: tokens that followed its last tokens when they occurred
     for the last time before. Where a repetition reaches the end, it goes on."""
 
     token_s = None  # it takes no time
@@ -90,13 +90,13 @@ class NgramDrafter:
 
 @dataclass
 class _Record:
-    """Drafts that were verified, and accepted ones among them, both weighted by age."""
+    """Counts of verified and of accepted drafts, both weighted by age."""
 
     verified: float = 0.0
     accepted: float = 0.0
 
     def chance(self, before: float) -> float:
-        """Return the chance of a draft, which was `before` when none was verified."""
+        """Return a draft's chance, `before` when none was verified."""
         return (self.accepted + before) / (self.verified + 1)
 
     def age(self) -> None:
@@ -164,7 +164,7 @@ class Drafts:
             self._pause = max(self._pause, int(seconds / (tuning.DRAFTS.trying * plain_s)))
         gains = self._gains({key: len(drafts) for key, drafts in proposed.items()})
         count = max(
-            (place + 1 for place, gain in enumerate(gains) if gain >= tuning.DRAFTS.worth * len(rows)), default=1
+            (index + 1 for index, gain in enumerate(gains) if gain >= tuning.DRAFTS.worth * len(rows)), default=1
         )
         return {key: drafts[:count] for key, drafts in proposed.items()}
 
@@ -180,11 +180,11 @@ class Drafts:
         return record.chance(others)
 
     def _gains(self, counts: Mapping[int, int]) -> list[float]:
-        """Return the tokens to be expected of the first, second, .. drafts of all rows, which have so many."""
+        """Return the expected tokens from all rows' first, second, .. drafts. `counts` has each row's drafts."""
         chances = {key: self._chance(key) for key in counts}
         return [
-            sum(chances[key] ** (place + 1) for key, count in counts.items() if count > place)
-            for place in range(max(counts.values(), default=0))
+            sum(chances[key] ** (index + 1) for key, count in counts.items() if count > index)
+            for index in range(max(counts.values(), default=0))
         ]
 
     def _worth(self, counts: Mapping[int, int], rows: int) -> int:
@@ -201,10 +201,10 @@ class Drafts:
         if not plain_s or not drafted_s:
             return min(max(counts.values()), tuning.DRAFTS.first_drafts)
         tokens, seconds, best, worth = float(rows), drafted_s, (1 + tuning.DRAFTS.margin) * rows / plain_s, 0
-        for place, gain in enumerate(self._gains(counts)):
+        for index, gain in enumerate(self._gains(counts)):
             tokens, seconds = tokens + gain, seconds + token_s
             if tokens / seconds > best:
-                best, worth = tokens / seconds, place + 1
+                best, worth = tokens / seconds, index + 1
         if worth:
             self._next_pause = 1
             return worth

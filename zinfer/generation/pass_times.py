@@ -21,8 +21,8 @@ class PassLoad(NamedTuple):
 
 
 class PassTimes:
-    """Seconds of a pass: those of the link, of launches on the CPU and of computing, which overlap. If the plan knows
-    no seconds, a pass takes `tokens` prompt tokens beside its rows. With `joins` the decode steps of all micro-batches
+    """Seconds of a pass: link, launches on the CPU, and computing, which overlap. If the plan knows
+    no seconds, a pass takes `tokens` prompt tokens and its rows. With `joins` the decode steps of all micro-batches
     share a forward pass, and only attention is launched for each."""
 
     def __init__(
@@ -79,13 +79,13 @@ class PassTimes:
         return max(self.link_s, self.work_seconds(load))
 
     def room(self, load: PassLoad) -> int:
-        """Return the prompt tokens that hide behind the link beside `load`; none if launching takes as long."""
+        """Return how many prompt tokens hide behind the link, next to `load`; none if launching takes as long."""
         if not self.known:
             return self.tokens
         return 0 if self.launch_seconds(load) > self.link_s else self._hidden_tokens(load)
 
     def room_for_drafts(self, load: PassLoad) -> int:
-        """Return the further tokens of running rows that hide behind the link beside `load`."""
+        """Return how many tokens more hide behind the link, next to `load`. Running rows have them."""
         return self._hidden_tokens(load) if self.known else 1 << 30
 
     def _hidden_tokens(self, load: PassLoad) -> int:
@@ -111,7 +111,7 @@ class PassTimes:
 
     @property
     def max_host_batches(self) -> int:
-        """The same of micro-batches in host memory, which share a forward pass. More of them than on the device:
+        """Maximum of micro-batches in host memory, which share a forward pass. More of them than on the device:
         merging two takes keys and values over the link and back, which costs as much as many passes with one
         micro-batch more."""
         tuned, each = tuning.TUNED, self._joined_s
@@ -141,7 +141,9 @@ class PassTimes:
         if not self.known or seconds <= 0:
             return
         self._recent = [*self._recent[1 - tuning.TUNED.recent :], (load, seconds)]
-        load, seconds = sorted(self._recent, key=lambda one: one[1] / self.seconds(one[0]))[len(self._recent) // 2]
+        load, seconds = sorted(self._recent, key=lambda timed: timed[1] / self.seconds(timed[0]))[
+            len(self._recent) // 2
+        ]
         work = self.work_seconds(load)
         if work < 0.5 * self.link_s:  # the link's seconds show
             self.link_s *= min(2.0, max(0.5, seconds / self.link_s)) ** 0.25

@@ -54,7 +54,7 @@ class KeptFolder(NamedTuple):
 
 
 def cache_identity(plan: Plan) -> dict[str, str]:
-    """Return facts that identify the keys and values of a plan's model, on any engine."""
+    """Return what identifies a model's keys and values on any engine."""
     spec = plan.model
     return {
         "model": Path(spec.name).name,
@@ -65,11 +65,12 @@ def cache_identity(plan: Plan) -> dict[str, str]:
 
 
 class PrefixCache:
-    """Cache of keys and values of one model, in memory and optionally on disk. It holds up to `size` bytes in memory
-    and `folder_size` bytes in `folder`, for the model that `identity` describes. What is kept at a time is divided into
+    """Cache of one model's keys and values, in memory and on disk. It holds up to `size` bytes in memory and
+    `folder_size` bytes in `folder`, for the model that `identity` describes. What is kept at a time is divided into
     nodes of at most `chunk` tokens, so that the end of it may be dropped alone. `min_free` bytes of host memory stay
     free, whatever the size is. `on_message` gets a line of text for everything that cannot be kept or read; no error is
-    raised for it."""
+    raised for it.
+    """
 
     def __init__(
         self,
@@ -98,7 +99,7 @@ class PrefixCache:
                 self._on_message(f"conversations are neither read from disk nor written to it: {error}")
 
     def matched(self, tokens: Sequence[int]) -> int:
-        """Return the length of the longest kept prefix of `tokens`, the last one left out."""
+        """Return the longest kept prefix of `tokens`, less the last token."""
         return sum(length for _, length in self._tree.match(tokens[:-1]))
 
     def find(self, tokens: Sequence[int]) -> list[KVSnapshot]:
@@ -136,7 +137,7 @@ class PrefixCache:
             self._write(whole, self._folder)
 
     def give_way(self, size: int) -> None:
-        """Drop the least recently used nodes until `size` bytes of host memory are free."""
+        """Evict least recently used nodes until `size` bytes are free."""
         while self._memory and available_bytes() < size + self._min_free:
             self._drop_oldest(set())
 
@@ -168,8 +169,9 @@ class PrefixCache:
         return node
 
     def _split(self, node: Node, count: int) -> Node | None:
-        """Split a node after its first `count` tokens, so that another can share them; return the node of these, or
-        None if it stays whole: one that is on disk, or that there is no memory to copy."""
+        """Split a node after its first `count` tokens, for sharing; return the node of these, or None if it stays
+        whole: it is on disk, or there is no memory for a copy.
+        """
         if self._folder is not None or node.path is not None or node.kept is None:
             return None
         with ExitStack() as stack:
@@ -216,7 +218,7 @@ class PrefixCache:
         return True
 
     def _drop_oldest(self, spare: set[Node]) -> bool:
-        """Drop from memory what was least recently used, but `spare`; return True if there was anything."""
+        """Drop the least recently used node, except `spare`, from memory; return True if there was any."""
         oldest = next((node for node in self._memory if node not in spare), None)
         if oldest is None:
             return False

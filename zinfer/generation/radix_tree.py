@@ -14,7 +14,7 @@ from typing import Any
 
 
 def digest(before: str, tokens: Sequence[int] = ()) -> str:
-    """Return the digest, 32 hex digits, of `tokens` after `before`, a digest or seed."""
+    """Hash `tokens` after `before`, a digest or seed, to 32 hex digits."""
     return sha256(f"{before}\n{json.dumps(list(tokens))}".encode()).hexdigest()[:32]
 
 
@@ -39,7 +39,7 @@ class Node:
 
 
 class RadixTree:
-    """Tree of nodes below a root without tokens, whose digest comes from `seed`."""
+    """Radix tree with an empty root, whose digest comes from `seed`."""
 
     def __init__(self, seed: str) -> None:
         self.root = Node((), 0, digest(seed))
@@ -79,7 +79,7 @@ class RadixTree:
     def split(self, node: Node, count: int) -> Node:
         """Split `node` after its first `count` tokens, some of them; return a new node with these, whose child `node`
         keeps the others. The digests of `node` and of all below it change."""
-        parent, below = node.parent, self._take_off(node)
+        parent, below = node.parent, self._unlink(node)
         assert parent is not None
         head = self.add(parent, node.tokens[:count])
         head.used = node.used
@@ -93,13 +93,13 @@ class RadixTree:
 
     def remove(self, node: Node) -> list[Node]:
         """Remove `node` and all nodes below it; return them."""
-        return self._take_off(node)
+        return self._unlink(node)
 
     def _hang(self, node: Node, parent: Node) -> None:
         node.parent = parent
         parent.children.setdefault(node.tokens[0], []).append(node)
 
-    def _take_off(self, node: Node) -> list[Node]:
+    def _unlink(self, node: Node) -> list[Node]:
         """Take `node` off its parent; return it and all nodes below it, whose names are forgotten."""
         if node.parent is not None:
             siblings = node.parent.children[node.tokens[0]]

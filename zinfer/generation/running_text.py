@@ -1,4 +1,4 @@
-"""Text of a sequence while its tokens grow, for stops and for streams."""
+"""Text of a growing sequence, for stops and for streams."""
 
 from typing import TYPE_CHECKING
 
@@ -15,12 +15,12 @@ class RunningText:
 
     def __init__(self) -> None:
         self._settled, self._text, self._head = 0, "", ""  # first tokens, their text, and that of the last of them
-        self._known: tuple[int, str] = 0, ""  # all tokens at the last time, and their text
+        self._latest: tuple[int, str] = 0, ""  # all tokens at the last time, and their text
 
     def of(self, tokenizer: "Tokenizer", ids: list[int], before: list[int]) -> str:
         """Return the text of `ids`, which continues that of `before`."""
-        if self._known[0] == len(ids):
-            return self._known[1]
+        if self._latest[0] == len(ids):
+            return self._latest[1]
         first = max(0, self._settled - CONTEXT)
         both = tokenizer.decode(ids[first:])
         if self._settled and self._text.endswith(self._head) and both.startswith(self._head):
@@ -30,5 +30,5 @@ class RunningText:
         if len(ids) >= self._settled + SETTLED and not text.endswith(UNFINISHED):
             self._settled, self._text = len(ids), text
             self._head = tokenizer.decode(ids[max(0, len(ids) - CONTEXT) :])
-        self._known = len(ids), text
+        self._latest = len(ids), text
         return text

@@ -31,15 +31,16 @@ class NotFiniteError(ZinferError):
 
 
 def waiting_times(samplings: Sequence[Sampling], places: Sequence[int], size: int, device: "device") -> "Tensor":
-    """Return exponentially distributed numbers for the tokens of each row, float32 ``[n, size]``: always the same for a
-    row's seed, its place, and a token."""
+    """Return exponentially distributed numbers for each row's tokens, float32 ``[n, size]``: always the same for a
+    row's seed, its place, and a token.
+    """
     import torch
 
     from zinfer.engine.transfer import to_device
 
     words = []
-    for sampling, place in zip(samplings, places, strict=True):
-        digest = blake2b(f"{sampling.seed}/{place}".encode(), digest_size=8).digest()
+    for sampling, index in zip(samplings, places, strict=True):
+        digest = blake2b(f"{sampling.seed}/{index}".encode(), digest_size=8).digest()
         words.append([int.from_bytes(digest[:4]), int.from_bytes(digest[4:])])
     first, second = to_device(torch.tensor(words), device).t()[:, :, None]
     hashed = _mixed(_mixed(torch.arange(size, device=device) ^ first) + second & 0xFFFFFFFF)
@@ -47,14 +48,14 @@ def waiting_times(samplings: Sequence[Sampling], places: Sequence[int], size: in
 
 
 def _mixed(numbers: "Tensor") -> "Tensor":
-    """Return a hash of numbers of 32 bits, different for different ones, in place: products stay within 64 bits."""
+    """Hash numbers of 32 bits one-to-one, in place: products stay within 64 bits."""
     for _ in range(2):
         numbers.bitwise_xor_(numbers >> 16).mul_(0x45D9F3B).bitwise_and_(0xFFFFFFFF)
     return numbers.bitwise_xor_(numbers >> 16)
 
 
 class Score(NamedTuple):
-    """Log-probability of a token, in nats, and of the likeliest in its place, best first."""
+    """Log-probability of a token, and the likeliest tokens. Both are in nats, the latter best first."""
 
     token: int
     logprob: float
@@ -62,8 +63,9 @@ class Score(NamedTuple):
 
 
 def scores(logits: "Tensor", tokens: Sequence[int], count: int) -> list[Score]:
-    """Return the scores of `tokens`, one for each row of ``[n, V]`` logits. Each has the `count` most likely ones
-    beside it; temperature and nucleus play no part in them."""
+    """Score `tokens`, one for each row of ``[n, V]`` logits. Each score comes with the `count` likeliest tokens;
+    temperature and nucleus play no part in them.
+    """
     import torch
 
     from zinfer.engine.transfer import to_device
@@ -81,8 +83,9 @@ def scores(logits: "Tensor", tokens: Sequence[int], count: int) -> list[Score]:
 
 
 def greedy(logits: "Tensor") -> "tuple[Tensor, Tensor]":
-    """Return the most likely ids ``[B]`` of ``[B, V]`` logits, and whether these are numbers. The first of equal logits
-    counts."""
+    """Return the likeliest ids ``[B]`` of ``[B, V]`` logits, and validity. Valid logits are numbers. The first of equal
+    logits counts.
+    """
     best, ids = logits.max(-1)
     return ids, best.isfinite()
 

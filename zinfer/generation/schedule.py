@@ -1,7 +1,7 @@
 """Continuous batching: which rows and which chunks of prompts go into the next pass, from lengths and seconds alone.
 
 A pass of streamed weights takes as long as the link needs for them, whatever it computes meanwhile. So each pass
-carries a token for every running row and, beside them, chunks of waiting prompts, up to the work that hides behind the
+carries a token for every running row and chunks of waiting prompts, up to the work that hides behind the
 link. Rows begin and end at every pass (Orca, Yu et al. 2022); chunks of prompts as in Sarathi-Serve (arXiv:2403.02310).
 
 Rows live in rectangles, the micro-batches of an engine: `PlannedBatch` is the plan of one. A row that has ended, and
@@ -13,7 +13,7 @@ Rows of requests that arrive share the memory by request, not by arrival: the ne
 that has fewest. Where there is no room for it, a request with more than a quarter of the rows gives some up, which go
 on later with the tokens that they have.
 
-Nothing here runs a model: `Schedule.plan` returns the `Move`s and the works of a pass, which
+This module runs no model: `Schedule.plan` returns the `Move`s and the works of a pass, which
 `zinfer.generation.scheduler.ContinuousScheduler` carries out; tests carry them out on a clock.
 """
 
@@ -43,7 +43,7 @@ _TIMES = (0, *accumulate(repeat(16, 23), lambda passes, step: max(passes + step,
 
 @dataclass(eq=False)
 class PlannedRow:
-    """A sequence: its known tokens (prompt and output), the most that it may still get, and its request."""
+    """A sequence: its known tokens (prompt and output), its maximum of new tokens, and its request."""
 
     key: int
     length: int
@@ -103,7 +103,7 @@ class PlannedBatch:
         return sum(self.computed(index) for index in self.alive)
 
     def keep(self, kept: Sequence[int]) -> None:
-        """Count the positions that rows keep of a pass, one at least each; the others were forgotten."""
+        """Count the positions of a pass that rows keep, at least one; the others were forgotten."""
         longest = max(kept)
         self.length += longest
         self._pads = [pad + longest - count for pad, count in zip(self._pads, kept, strict=True)]
@@ -165,7 +165,7 @@ class Abilities(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """Memory of the running rows, in positions of KV cache, padding and reserve included."""
+    """KV cache memory of running rows, in positions, padding and reserve included."""
 
     positions: int
     rows: int = 1 << 20
@@ -210,7 +210,7 @@ def load_of_pass(works: Sequence[PlannedWork]) -> PassLoad:
 
 
 class Demand(Protocol):
-    """Tokens that a row knows, and the most that it may still get."""
+    """Token count of a row, and its maximum of new tokens."""
 
     @property
     def length(self) -> int: ...
@@ -243,7 +243,7 @@ R = TypeVar("R", bound=Shared)
 
 def fair_order(rows: Iterable[R], held: Mapping[int, int], since: Mapping[int, int] = MappingProxyType({})) -> list[R]:
     """Sort waiting rows so that requests take turns: the request with fewest rows comes first. `held` counts the rows
-    that each request has. Of several such requests it is the one that has had so few for longest, as `since` says in
+    that each request has. Of several such requests it is the one with so few for longest, as `since` says in
     turns; then the row that came first."""
     ordered = sorted(rows, key=attrgetter("key"))
     ranks, counts = list[tuple[int, int]](), Counter(held)
@@ -406,7 +406,7 @@ class Schedule:
             self._calm, self._rose = 0, True
 
     def fell_short(self, lost: Iterable[PlannedBatch]) -> None:
-        """Lower the limits: memory was too little for all micro-batches, and `lost` are those that it was asked for.
+        """Lower the limits: memory was too little for all micro-batches, and `lost` had asked for it.
         Later passes raise the limits again, step by step; where memory falls short of that, they wait twice as long."""
         if self._whole is None:
             self._whole = self.limits
@@ -434,7 +434,7 @@ class Schedule:
     # Shares
 
     def _next_turn(self, request: int) -> None:
-        """Let a request wait behind those that have had as few rows for longer."""
+        """Queue a request behind those with as few rows for longer."""
         self._turn += 1
         self._since[request] = self._turn
         self._sorted = self._sorted and not self.shares
@@ -460,8 +460,9 @@ class Schedule:
         return bool(running) and all(row.request != self.waiting[0].request for row in running)
 
     def _make_way(self, moves: list[Move]) -> None:
-        """Take rows from requests with more than a quarter, for requests that wait without room. It takes as many as a
-        pass has prompt tokens for. What they have computed is kept if it can be."""
+        """Take rows from large requests for requests that wait without room. Large ones have more than a quarter. It
+        takes as many as a pass has prompt tokens for. What they have computed is kept if it can be.
+        """
         running, tuned = self.running, tuning.TUNED
         held = Counter(row.request for row in running)
         if not (self.shares and self.able.regroups) or len({*held, *(row.request for row in self.waiting)}) < 2:
@@ -501,7 +502,7 @@ class Schedule:
             self._give_up(moves, given)
 
     def _recompute(self, moves: list[Move]) -> None:
-        """Let running rows wait again whose next token needs other keys than they have."""
+        """Requeue running rows whose next token needs other keys."""
         if self.recompute_beyond is not None:
             rows = [row for batch in self.batches if batch.running for row in batch.living]
             grown = [row for row in rows if row.length == self.recompute_beyond + 1]
@@ -544,11 +545,11 @@ class Schedule:
         rows = [row for batch in sources for row in batch.living]
         tokens = [batch.computed(index) for batch in sources for index in batch.alive]
         length = max(tokens)
-        made = PlannedBatch(rows, tokens, length, self._capacity(length, max(row.left for row in rows)), length)
-        made.on_host = any(batch.on_host for batch in sources)
-        self.batches = [batch for batch in self.batches if batch not in sources] + [made]
-        moves.append(Move("move_rows", made, tuple((batch, tuple(batch.alive)) for batch in sources)))
-        return made
+        new_batch = PlannedBatch(rows, tokens, length, self._capacity(length, max(row.left for row in rows)), length)
+        new_batch.on_host = any(batch.on_host for batch in sources)
+        self.batches = [batch for batch in self.batches if batch not in sources] + [new_batch]
+        moves.append(Move("move_rows", new_batch, tuple((batch, tuple(batch.alive)) for batch in sources)))
+        return new_batch
 
     def _capacity(self, length: int, left: int) -> int:
         """Return the capacity for `length` positions and up to `left` more tokens."""
@@ -576,7 +577,7 @@ class Schedule:
                 self._regroup(moves, [batch])
 
     def _merge(self, moves: list[Move]) -> None:
-        """Merge neighbours in length where that pays, or there are too many micro-batches."""
+        """Merge neighbours in length if it pays, or micro-batches are too many."""
         tuned, one_pass = tuning.TUNED, self.able.one_pass
         max_batches, max_on_host = (self.times.max_batches, self.times.max_host_batches) if one_pass else (1, 1)
         few = min(tuned.few_batches, max_batches)
@@ -585,19 +586,19 @@ class Schedule:
             on_host = sum(batch.on_host for batch in running)
             if len(running) - on_host <= few and on_host <= max_on_host:
                 return
-            ordered = sorted(((batch, *batch.compact) for batch in running), key=lambda one: (one[0].on_host, one[2]))
+            ordered = sorted(((batch, *batch.compact) for batch in running), key=lambda row: (row[0].on_host, row[2]))
             read = sum(rows * length for _, rows, length in ordered)
             padded = read - sum(batch.needed for batch in running)
             best: tuple[int, tuple[PlannedBatch, PlannedBatch]] | None = None
-            for (one, rows, length), (other, more, longer) in pairwise(ordered):
-                count, bound = (on_host, max_on_host) if one.on_host else (len(running) - on_host, max_batches)
-                if one.on_host != other.on_host or count <= (max_on_host if one.on_host else few):
+            for (shorter, rows, length), (other, more, longer) in pairwise(ordered):
+                count, bound = (on_host, max_on_host) if shorter.on_host else (len(running) - on_host, max_batches)
+                if shorter.on_host != other.on_host or count <= (max_on_host if shorter.on_host else few):
                     continue
                 added = rows * (longer - length)
-                gain = self.times.merge_gain((rows + more) * longer, added, one.max_remaining, other.max_remaining)
+                gain = self.times.merge_gain((rows + more) * longer, added, shorter.max_remaining, other.max_remaining)
                 fits = (rows + more) * self._capacity(longer, 1) <= self.limits.batch_positions
                 if fits and (gain > 0 or count > bound) and (best is None or added < best[0]):
-                    best = added, (one, other)
+                    best = added, (shorter, other)
             if best is None:
                 return
             too_many = best[1][0].on_host or len(running) - on_host > max_batches
@@ -614,7 +615,7 @@ class Schedule:
         """Give room to full micro-batches; where there is none, move rows out of the way."""
         ahead = self.ahead if self.able.regroups is True else 0
         for batch in [other for other in self.batches if other.running and other.length + ahead >= other.capacity]:
-            while batch in self.batches:  # it may be moved out of the way meanwhile
+            while batch in self.batches:  # it may be moved out in between
                 rows, length = batch.compact
                 need = rows * self._capacity(length, batch.max_remaining) - batch.reserved
                 if self._reserved + need <= self.limits.positions or len(self.running) <= 1:
@@ -625,7 +626,7 @@ class Schedule:
                     self._split(moves, batch)
 
     def _make_room(self, moves: list[Move], but: PlannedBatch) -> None:
-        """Move a micro-batch out of the engine: one that is not running yet, or the one with most to come."""
+        """Move a micro-batch out of the engine: the one not running yet, or with most tokens to come."""
         others = [batch for batch in self.batches if batch is not but]
         victim = max(others, key=lambda batch: (not batch.running, batch.max_remaining))
         if not (self.able.snapshots and victim.running):
@@ -641,13 +642,13 @@ class Schedule:
         self.batches.remove(victim)
 
     def _split(self, moves: list[Move], batch: PlannedBatch) -> None:
-        """Split off the half of a micro-batch's rows with most tokens to come."""
+        """Split off the half of a micro-batch with most tokens to come."""
         indices = sorted(batch.alive, key=lambda index: batch.rows[index].left)  # type: ignore[union-attr]
         taken = tuple(sorted(indices[len(indices) // 2 :]))
-        made = self._part(batch, taken)
+        new_batch = self._part(batch, taken)
         batch.remove(taken)
-        self.batches.append(made)
-        moves.append(Move("split", made, ((batch, taken),)))
+        self.batches.append(new_batch)
+        moves.append(Move("split", new_batch, ((batch, taken),)))
 
     # Prompts
 
@@ -718,7 +719,7 @@ class Schedule:
         return works
 
     def _share_of(self, budget: int, unfinished: Sequence[PlannedBatch]) -> int:
-        """Return the prompt tokens of a pass for each unfinished micro-batch or new request."""
+        """Return a pass's prompt tokens per unfinished micro-batch or new request."""
         requests = {row.request for batch in unfinished for row in batch.living}
         count = len(unfinished) + self._newcomer
         if not self.shares or len(requests) + self._newcomer < 2:
@@ -726,8 +727,9 @@ class Schedule:
         return min(budget, max(tuning.TUNED.min_prompt_tokens, budget // count))
 
     def _flow(self) -> int:
-        """Return the prompt tokens per pass that replace finishing rows at steady state. They are worth a longer pass;
-        more at once would end at once, and leave passes without prompts behind."""
+        """Return the prompt tokens per pass that replace finishing rows. They are worth a longer pass; more at once
+        would end at once, and leave passes without prompts behind.
+        """
         front = self.waiting[: tuning.TUNED.front]
         if not front:
             return 0
@@ -738,9 +740,10 @@ class Schedule:
         return ceil(ceil(rows / max(1.0, passes)) * sum(row.length for row in front) / len(front))
 
     def _overtime(self, load: PassLoad) -> int:
-        """Return the prompt tokens that may make the pass longer, where few hide. Free rows, which waiting ones could
+        """Return how many prompt tokens may lengthen the pass, where few hide. Free rows, which waiting ones could
         take, cost a share of each pass, and prompts may take as much time as these have cost (ski rental). A pass
-        becomes twice as long, or by `min_prompt_tokens`, at max_debt."""
+        becomes twice as long, or by `min_prompt_tokens`, at max_debt.
+        """
         running, tuned = load.rows, tuning.TUNED
         if not running or not self.waiting:
             return 0
@@ -751,7 +754,7 @@ class Schedule:
         return self.times.tokens_in(self._debt)
 
     def _resume(self, moves: list[Move], works: list[PlannedWork]) -> None:
-        """Bring suspended micro-batches back, as long as they fit with what is there."""
+        """Resume suspended micro-batches while they fit beside the running ones."""
         while self.suspended:
             batch = self.suspended[0]
             if self.batches and not self._fits(self._usage(), self._need(batch.living)):
@@ -767,7 +770,7 @@ class Schedule:
         return all(now + new <= self.limits.positions for now, new in zip(used, more, strict=True))
 
     def _need(self, rows: Iterable[PlannedRow]) -> list[float]:
-        """Return the positions that rows take at the `_TIMES` from now, each to its end."""
+        """Return the positions of rows at `_TIMES`, each to its end."""
         need = [0.0] * len(_TIMES)
         at_once = self.able.regroups is not True  # the room is reserved at once
         for row in rows:
@@ -782,7 +785,7 @@ class Schedule:
         return need
 
     def _held(self, rows: int, width: int, end: int) -> list[float]:
-        """Return the positions of a micro-batch that keeps its room for `end` passes."""
+        """Return a micro-batch's positions if it keeps its room for `end` passes."""
         return [rows * self._capacity(width, end) * float(passes < end) for passes in _TIMES]
 
     def _usage(self) -> list[float]:
@@ -812,16 +815,16 @@ class Schedule:
         taken, width, end = list[PlannedRow](), 0, 0
         new = list[
             int
-        ]()  # positions of each that are computed; the batch begins where the row with most_new of them does
+        ]()  # positions of each that are computed; the batch begins where the row with max_new of them does
         alike, front = (tuned.alike, tuned.front) if able.one_pass else (0.0, 1 << 20)
         for row in self.waiting[:front]:
             longest, shortest = max(width, row.length), min([row.length, *(other.length for other in taken)])
             fresh = row.length - self.reusable(row)
-            most_new, fewest_new = max([fresh, *new]), min([fresh, *new])
-            unlike = shortest < alike * longest or fewest_new + tuned.reuse_slack < alike * most_new
+            max_new, min_new = max([fresh, *new]), min([fresh, *new])
+            unlike = shortest < alike * longest or min_new + tuned.reuse_slack < alike * max_new
             if not able.pads:
-                unlike = shortest < longest or fewest_new < most_new
-            if taken and (unlike or (len(taken) + 1) * most_new > budget):
+                unlike = shortest < longest or min_new < max_new
+            if taken and (unlike or (len(taken) + 1) * max_new > budget):
                 if self.order is like_order:
                     break
                 continue
@@ -856,14 +859,15 @@ class Schedule:
 
 
 def largest_load(planner: Planner, needs: Sequence[tuple[int, int]], max_rows: int | None = None) -> Workload:
-    """Return the largest load of rows with the mean of `needs` (known tokens, tokens to come). It has as many rows as
-    the plan's machine has room for, and as are faster together, and no more than `max_rows`; one at least, since every
-    row fits alone."""
-    known, left = (max(1, -(-sum(column) // len(needs))) for column in zip(*needs, strict=True))
+    """Return the largest load of rows with the mean of `needs`. A need is (known tokens, tokens to come). It has as
+    many rows as the plan's machine has room for, and as are faster together, and no more than `max_rows`; one at least,
+    since every row fits alone.
+    """
+    input_len, left = (max(1, -(-sum(column) // len(needs))) for column in zip(*needs, strict=True))
     case, cautious, limits, tuned = planner.case, planner.cautious, planner.limits, tuning.TUNED
 
     def at(rows: int) -> Workload:
-        return Workload(batch_size=rows, input_len=known, output_len=left)
+        return Workload(batch_size=rows, input_len=input_len, output_len=left)
 
     row_limit = min(len(needs), tuned.max_rows, max_rows or tuned.max_rows)
     if plan_options(case.engine, case.options).kv_offload != "none":
@@ -874,7 +878,7 @@ def largest_load(planner: Planner, needs: Sequence[tuple[int, int]], max_rows: i
         return at(max(1, min(row_limit, able)))
 
     def room(rows: int) -> tuple[bool, bool]:
-        """Tell whether there is room, and whether the ring then holds a layer: else the link waits for work."""
+        """Tell whether the load fits, with a layer in the ring: else the link waits for work."""
         padded = at(ceil(rows * tuned.padding))
         grown = padded.model_copy(update={"output_len": left + tuned.growth})
         taken = cautious.placer.device_bytes(cautious.placer.tiers(cautious.placer.bare(padded), grown))
@@ -886,10 +890,10 @@ def largest_load(planner: Planner, needs: Sequence[tuple[int, int]], max_rows: i
 
 
 def _best_rows(best: Plan) -> int:
-    """Return the rows of the best batch, or of the largest where no rate is known."""
+    """Return the best batch's rows, or the largest's without a rate."""
     return best.case.workload.batch_size if best.output_tok_s and best.fits else best.max_batch_size
 
 
 def positions_of(load: Workload) -> int:
-    """Return the positions that a load's rows may take, padding and growth included."""
+    """Return the positions a load may take, padding and growth included."""
     return ceil(load.batch_size * tuning.TUNED.padding) * (load.total_len + tuning.TUNED.growth)

@@ -199,21 +199,22 @@ def _before_stop(tokenizer: Tokenizer, sequence: Sequence) -> str | None:
     if all(text.find(stop, max(0, seen - len(stop))) < 0 for stop in sequence.stop):
         return None
     text = tokenizer.decode(sequence.output_ids, sequence.before)
-    places = [place for stop in sequence.stop if (place := text.find(stop)) >= 0]
+    places = [start for stop in sequence.stop if (start := text.find(stop)) >= 0]
     return text[: min(places)] if places else None
 
 
 class ContinuousScheduler:
-    """Scheduler of sequences that come at any time, on an engine of its own: continuous batching. `load` is the largest
-    load to reckon with, all rows together (`zinfer.generation.schedule.largest_load`); at most `rows` run at a time.
-    With `arrivals` requests share the rows, in the order in which they came; otherwise like rows begin together. Keys
-    and values of complete prompts and of rows that end or are dropped are kept in up to `cache_size` bytes of host
-    memory, in `prefixes`, and in `folder`; a later row reuses its longest prefix that is there. `cannot_reuse` is the
-    reason why the engine does not, if it cannot. Where `rows` is 1 all rows are turns of one conversation: they are
-    kept once they end, however short they are.
+    """Scheduler of sequences that come at any time, on its own engine: continuous batching. `load` is the largest load
+    to reckon with, all rows together (`zinfer.generation.schedule.largest_load`); at most `rows` run at a time. With
+    `arrivals` requests share the rows, in the order in which they came; otherwise like rows begin together. Keys and
+    values of complete prompts and of rows that end or are dropped are kept in up to `cache_size` bytes of host memory,
+    in `prefixes`, and in `folder`; a later row reuses its longest prefix that is there. `cannot_reuse` is the reason
+    why the engine does not, if it cannot. Where `rows` is 1 all rows are turns of one conversation: they are kept once
+    they end, however short they are.
 
-    With a `drafter`, by default the one that the engine's options ask for, a pass may give a row several tokens. Raises
-    EngineError then where `Engine.cannot_draft` gives a reason."""
+    With a `drafter`, by default from the engine's options, a pass may give a row several tokens. Raises
+    EngineError then where `Engine.cannot_draft` gives a reason.
+    """
 
     def __init__(
         self,
@@ -231,8 +232,8 @@ class ContinuousScheduler:
             raise EngineError(why_not)
         self.engine, self._tokenizer = engine, tokenizer
         self.drafts = None if drafter is None else Drafts(drafter)
-        self._one_length = engine.equal_lengths() is not None  # rows of a micro-batch get as many tokens of a pass
-        self.sequences: dict[int, Sequence] = {}  # those that have not ended, by key
+        self._one_length = engine.equal_lengths() is not None  # rows of a micro-batch get equally many tokens of a pass
+        self.sequences: dict[int, Sequence] = {}  # unfinished ones, by key
         self.gained: dict[int, int] = {}  # tokens that the last pass gave to each sequence, by key
         engine.clear()
         engine.expect(load)
@@ -287,15 +288,15 @@ class ContinuousScheduler:
     def add(self, requests: Iterable[Request]) -> list[Sequence]:
         """Let requests wait, whose keys differ from all that have not ended; return their sequences."""
         new = [
-            one if isinstance(one, Sequence) else Sequence(**vars(one) | {"output_ids": list(one.output_ids)})
-            for one in requests
+            item if isinstance(item, Sequence) else Sequence(**vars(item) | {"output_ids": list(item.output_ids)})
+            for item in requests
         ]
         self.sequences |= {sequence.key: sequence for sequence in new}
         self.schedule.add(PlannedRow(sequence.key, sequence.length, sequence.left, sequence.owner) for sequence in new)
         return new
 
     def drop(self, keys: Iterable[int]) -> None:
-        """Discard sequences, however far they are; their keys and values are kept as those of rows that ended."""
+        """Discard sequences, finished or not; their keys and values are kept as finished rows' are."""
         gone = [key for key in dict.fromkeys(keys) if key in self.sequences]
         self._note_dropped(set(gone))
         for key in gone:
@@ -371,7 +372,7 @@ class ContinuousScheduler:
         if self.schedule.able.regroups is not True:  # gaps take room that is not made anew
             max_drafts = min(batch.capacity - batch.length - batch.max_remaining for batch in running)
         alive = [row for batch in running for row in batch.living]
-        if (last := plan.model.max_position) is not None:  # every row computes as many positions
+        if (last := plan.model.max_position) is not None:  # every row computes equally many positions
             max_drafts = min(max_drafts, last - max((row.length for row in alive), default=0))
         sequences = [sequence for row in alive if (sequence := self.sequences.get(row.key)) is not None]
         rows = {
@@ -393,7 +394,7 @@ class ContinuousScheduler:
         self.drafts.begin({sequence.key: sequence.known_ids for sequence in alive if sequence and sequence.left > 1})
 
     def _rest_drafts(self, batch: PlannedBatch) -> None:
-        """Free the memory of drafts for rows that do not run for a while."""
+        """Free the draft memory of rows that do not run for now."""
         if self.drafts is not None:
             for row in batch.living:
                 self.drafts.drafter.discard(row.key)
@@ -404,7 +405,7 @@ class ContinuousScheduler:
             if not batch.running or count == 1:
                 continue
             kept = [1 if row is None else self.gained.get(row.key, 1) for row in batch.rows]
-            if self._one_length:  # those of rows that have ended do not matter
+            if self._one_length:  # values of ended rows do not matter
                 kept = [max(kept)] * len(kept)
             if min(kept) < count:
                 self.engine.rollback(_micro_batch(batch), batch.length + torch.tensor(kept))
@@ -435,7 +436,7 @@ class ContinuousScheduler:
     # Moves
 
     def _carry_out(self, moves: Several[Move]) -> bool:
-        """Make the moves before a pass; return False if one that lacked memory, and those behind it, are lost."""
+        """Make the moves before a pass; return False if a move lacked memory: it and later moves are lost."""
         for index, move in enumerate(moves):
             try:
                 self._move(move)
@@ -516,9 +517,10 @@ class ContinuousScheduler:
         self._lose([batch for batch in dict.fromkeys(made) if batch in live])
 
     def _cost_of(self, works: Several[PlannedWork]) -> list[PlannedBatch]:
-        """Return the micro-batches that lose their KV cache by a pass without enough memory. These are prompts, for
-        which it was reserved, and those of which the engine cannot forget what the pass has stored; without any, the
-        one with most to come."""
+        """Return the micro-batches whose KV cache an out-of-memory pass loses. These are prompts, for which it was
+        reserved, and batches that the engine cannot roll back; without any, the one with most
+        to come.
+        """
         for batch, _ in works:
             self._rest_drafts(batch)
         lost = [batch for batch, _ in works if not (batch.running and self._set_back(batch))]
@@ -533,7 +535,7 @@ class ContinuousScheduler:
         return True
 
     def _lose(self, batches: Several[PlannedBatch]) -> None:
-        """Let rows whose KV cache is lost wait again, with less memory to fill."""
+        """Requeue rows whose KV cache is lost, with less memory to fill."""
         schedule = self.schedule
         schedule.tally.retries += 1
         if batches:
@@ -556,7 +558,7 @@ class ContinuousScheduler:
         return notes
 
     def _reusable(self, row: PlannedRow) -> int:
-        """Return how many of a row's first positions are kept and may be reused."""
+        """Return how many first positions of a row may be reused. These are kept."""
         if self.prefixes is None:
             return 0
         version, count = self._matched.get(row.key, (-1, 0))
@@ -570,7 +572,7 @@ class ContinuousScheduler:
         return count
 
     def _alike(self, length: int) -> bool:
-        """Tell whether rows that begin alike have the same keys for `length` tokens."""
+        """Tell whether equal first `length` tokens give equal keys."""
         limit = self.engine.max_shared_prefix
         return limit is None or length <= limit
 
@@ -591,8 +593,7 @@ class ContinuousScheduler:
         return (RowsPast(kept, pads, batch.length),) if batch.length else ()
 
     def _note_computed(self, works: Several[PlannedWork]) -> None:
-        """Note completed prompts and ended rows, to keep them before the next pass. So no first token waits for
-        that."""
+        """Note completed prompts and ended rows, to keep before the next pass. So no first token waits for that."""
         if self.prefixes is None:
             return
         for batch, count in works:
@@ -608,14 +609,14 @@ class ContinuousScheduler:
                     self._note(sequence, batch, index, computed)
 
     def _note_dropped(self, keys: Collection[int]) -> None:
-        """Note rows that are dropped while they run: they are kept as those that end."""
+        """Note rows that are dropped while they run: they are kept as finished rows are."""
         for batch in self.schedule.batches if self.prefixes is not None else ():
             for index, row in enumerate(batch.rows):
                 if row is not None and row.key in keys and batch.running and not batch.gaps:
                     self._note(self.sequences[row.key], batch, index, batch.computed(index))
 
     def _note(self, sequence: Sequence, batch: PlannedBatch, index: int, computed: int) -> None:
-        scored = sequence.echo and sequence.logprobs is not None  # as those that are like it will be
+        scored = sequence.echo and sequence.logprobs is not None  # as similar rows will be
         if computed >= self._min_kept and self._alike(computed) and not scored:
             self._to_keep.append((sequence.known_ids[:computed], _micro_batch(batch), index))
 
@@ -656,13 +657,13 @@ class ContinuousScheduler:
                 last = (sequence.output_ids or sequence.prompt_ids)[-1:]
                 rows.append((last + drafts.get(sequence.key, []) + [padding] * count)[:count])
             else:
-                known = sequence.known_ids
-                skip = batch.length - (batch.width - len(known))
-                rows.append(([padding] * max(0, -skip) + known[max(0, skip) :])[:count])
+                token_ids = sequence.known_ids
+                skip = batch.length - (batch.width - len(token_ids))
+                rows.append(([padding] * max(0, -skip) + token_ids[max(0, skip) :])[:count])
         return torch.tensor(rows)
 
     def _scored(self, batch: PlannedBatch) -> bool:
-        """Tell whether all positions of a micro-batch's prompts need logits, for their scores."""
+        """Tell whether a micro-batch's prompts need logits everywhere, for their scores."""
         sequences = (self.sequences.get(row.key) for row in batch.living)
         return not batch.running and any(sequence is not None and sequence.scores_prompt for sequence in sequences)
 
@@ -713,13 +714,13 @@ class ContinuousScheduler:
         drafts: Mapping[int, list[int]],
         token_scores: Mapping[tuple[int, int], Score],
     ) -> list[Sequence]:
-        """Give each sequence its tokens, up to the first that no draft foresaw; return the sequences."""
+        """Append each sequence's tokens, up to the first without a matching draft; return the sequences."""
         proposed = [
             [] if sequence is None else drafts.get(sequence.key, [])[: len(row) - 1]
             for sequence, row in zip(sequences, ids, strict=True)
         ]
         right = [_right(guesses, row) for guesses, row in zip(proposed, ids, strict=True)]
-        fewest = min((count for count, one in zip(right, sequences, strict=True) if one is not None), default=0)
+        fewest = min((count for count, item in zip(right, sequences, strict=True) if item is not None), default=0)
         touched = []
         for index, sequence in enumerate(sequences):
             if sequence is None:
@@ -740,7 +741,7 @@ class ContinuousScheduler:
         return touched
 
     def _score_prompts(self, batch: PlannedBatch, logits: Tensor) -> None:
-        """Add the scores that `logits`, ``[B, count, V]`` of a micro-batch's next positions, have for prompts."""
+        """Add prompt scores from `logits`, ``[B, count, V]``. They belong to a micro-batch's next positions."""
         count = logits.shape[1]
         for index, row in enumerate(batch.rows):
             sequence = None if row is None else self.sequences.get(row.key)
@@ -760,12 +761,13 @@ def _micro_batch(batch: PlannedBatch) -> MicroBatch:
 
 
 def _draft_row(sequence: Sequence, max_tokens: int, recompute_beyond: int | None) -> DraftRow:
-    """Return a running sequence, which may get up to `max_tokens` tokens, for a drafter. No draft may take it beyond
-    the switch of longrope (`Engine.recompute_beyond`)."""
-    known = sequence.known_ids
-    if recompute_beyond is not None and len(known) <= recompute_beyond:
-        max_tokens = min(max_tokens, recompute_beyond + 1 - len(known))
-    return DraftRow(known, min(sequence.left, max_tokens), sequence.sampling, len(sequence.output_ids))
+    """Return a running sequence for a drafter. It may get up to `max_tokens` tokens. No draft may take it beyond the
+    switch of longrope (`Engine.recompute_beyond`).
+    """
+    token_ids = sequence.known_ids
+    if recompute_beyond is not None and len(token_ids) <= recompute_beyond:
+        max_tokens = min(max_tokens, recompute_beyond + 1 - len(token_ids))
+    return DraftRow(token_ids, min(sequence.left, max_tokens), sequence.sampling, len(sequence.output_ids))
 
 
 def _right(drafts: Several[int], tokens: Several[int]) -> int:
@@ -774,15 +776,16 @@ def _right(drafts: Several[int], tokens: Several[int]) -> int:
 
 
 def _as_short(batch: PlannedBatch, drafts: Mapping[int, list[int]]) -> dict[int, list[int]]:
-    """Cut the drafts of a micro-batch's rows to those of the row with fewest."""
+    """Cut a micro-batch's drafts to the row with fewest."""
     keys = [row.key for row in batch.living]
     fewest = min((len(drafts.get(key, ())) for key in keys), default=0)
     return {key: drafts[key][:fewest] for key in keys} if fewest else {}
 
 
 def _choose(sequences: Several[Sequence | None], logits: Tensor) -> tuple[Tensor, Tensor, dict[tuple[int, int], Score]]:
-    """Choose the token of each row and position of ``[B, n, V]`` logits, as if earlier ones were right. Returns the
-    tokens ``[B * n]``, whether their logits are numbers, and the scores that are asked for, by row and position."""
+    """Choose tokens from ``[B, n, V]`` logits, trusting all earlier drafts. Returns the tokens ``[B * n]``, whether
+    their logits are numbers, and the scores that are asked for, by row and position.
+    """
     count = logits.shape[1]
     each = [sequence for sequence in sequences for _ in range(count)]
     samplings = [GREEDY if sequence is None else sequence.sampling for sequence in each]
@@ -797,13 +800,15 @@ def _choose(sequences: Several[Sequence | None], logits: Tensor) -> tuple[Tensor
     rows = [number for number, _ in scored]
     token_scores = scores(flat[rows], tokens[rows].tolist(), max(top_count for _, top_count in scored))
     each_score = zip(scored, token_scores, strict=True)
-    by_place = {divmod(number, count): one._replace(top=one.top[:top_count]) for (number, top_count), one in each_score}
-    return tokens, finite, by_place
+    scores_by_index = {
+        divmod(number, count): score._replace(top=score.top[:top_count]) for (number, top_count), score in each_score
+    }
+    return tokens, finite, scores_by_index
 
 
 def max_batch_positions(plan: "Plan") -> int:
-    """Return the most positions of one micro-batch. Attention of grouped heads with padding copies the keys and values
-    of a layer for each query head."""
+    """Return the maximum of positions in one micro-batch. Attention of grouped heads with padding copies a layer's keys
+    and values for each query head."""
     model, memory = plan.model, plan.machine.device_bytes
     heads = model.num_heads // max(1, model.num_kv_heads)
     largest = model.largest_kv_layer_bytes(1, 1024) / 1024
@@ -813,7 +818,7 @@ def max_batch_positions(plan: "Plan") -> int:
 
 
 def abilities(engine: Engine, on_host: bool = False) -> Abilities:
-    """Return what the scheduler may ask of `engine`; `on_host`: rows have their KV cache in host memory."""
+    """Return the abilities of `engine` for the scheduler; `on_host`: rows have their KV cache in host memory."""
     moves = engine.cannot_move_rows() is None
     return Abilities(
         one_pass=engine.one_pass,

@@ -168,7 +168,7 @@ def load(wanted: dict[str, Any]) -> tuple[Checkpoint, dict[str, Any]]:
 
 
 def _name(hf: Any, token: int) -> str:
-    """Return the text of a token of the vocabulary; empty if a file names one that is not in it."""
+    """Return the text of a token of the vocabulary; empty if a file names a token that it lacks."""
     with suppress(Exception):
         return _unicode(hf.convert_ids_to_tokens(token) or "")
     return ""

@@ -20,7 +20,7 @@ class Tuning:
     padding: float = 1.1  # positions taken over positions needed: what admission expects of growth and padding
     expanded_share: float = 0.03  # of the device's memory, for keys and values that attention copies for its heads
     working_share: float = 0.08  # of a GPU's memory, which the KV cache leaves to the work of a pass
-    request_share: int = 4  # a request keeps one in so many of the rows while others wait
+    request_share: int = 4  # a request keeps at most this fraction (1 / n) of rows while others wait
     patience: int = 4  # passes after which prompts of a request without a row make a pass longer, or have their own
 
     # Prompts of a pass
@@ -58,7 +58,7 @@ class Tuning:
     recent: int = 5  # passes whose median corrects the seconds: single slow ones say nothing
 
     # Shortage of memory
-    lower: tuple[int, int] = 4, 5  # share of what was too much, which the limits allow from then on
+    lower: tuple[int, int] = 4, 5  # share of a load that was too large, which the limits allow from then on
     higher: tuple[int, int] = 9, 8  # by which lowered limits rise in a step
     calm: int = 256  # passes with enough memory before they rise
 
@@ -82,7 +82,7 @@ class DraftTuning:
     first_chance: float = 0.5  # of the first draft of all to be right
     first_drafts: int = 4  # of a row until the time of a pass with drafts is known
     min_first_chance: float = 0.35  # of a new row's draft, where drafting takes no time
-    memory: float = 0.9  # weight of what was verified before, at each further verification
+    memory: float = 0.9  # weight of earlier verifications, at each further one
     longest_pause: int = 64  # passes; a pause is twice as long as the one before
     recent: int = 9  # passes whose median gives the seconds of one
     margin: float = 0.03  # gain from which on drafts pay that take time: chances are known roughly
@@ -94,7 +94,7 @@ class DraftTuning:
     worth: float = 0.03  # tokens gained for each row by a further draft: a pass computes one in every row of it
 
     # A model that drafts
-    backlog: int = 64  # tokens of a row that are computed beside others; a row that lacks more is computed anew
+    backlog: int = 64  # tokens of a row that are computed along with others; a row that lacks more is computed anew
     growth: int = 128  # positions by which its KV cache grows, and that it has at least behind the longest row
     ended: float = 0.5  # share of the rows that may have ended before the others get a micro-batch of their own
     recent_rounds: int = 5  # rounds of drafts whose median gives the seconds of a token

@@ -1,6 +1,6 @@
 """Accuracy study: run a reference and the settings that are compared with it, each load in a process of its own.
 
-Every sample makes two rows: one that follows the reference's own greedy tokens, and one that follows the text. The
+Every sample makes two rows: one follows the reference's own greedy tokens, the other the text. The
 reference is also compared with itself, with its first batch in two halves. That shows how far floating point alone
 moves it when other kernels, or the same ones in another order, compute it; a deviation below that means nothing. (If it
 is 0, kernels do not depend on the batch. Any change of a setting still makes 16-bit values round elsewhere; in float32
@@ -93,14 +93,14 @@ class AccuracyStudy:
     rows: list[Deviation | Failed] = field(default_factory=list)
 
     def run(self) -> None:
-        """Run the reference, then every setting; one that fails, or that a signal cancels, becomes a row of its own.
+        """Run the reference, then every setting; a failed or cancelled setting becomes a row of its own.
 
         Raises WorkerError if the reference fails, StudyError if the text is too short or the disk has no room for the
         reference's logits, Interrupted if a signal arrives; `rows` is empty if the reference had not run by then.
         """
         spec, load = self.reference.model, self.reference.case.workload
-        with scratch.folder(Path(tempfile.gettempdir()), "logits") as made:
-            folder = made.path
+        with scratch.folder(Path(tempfile.gettempdir()), "logits") as temporary:
+            folder = temporary.path
             needed = 2 * self.samples * load.output_len * spec.vocab_size * spec.dtype_bytes
             if needed > shutil.disk_usage(folder).free:
                 raise StudyError(
@@ -155,12 +155,12 @@ class AccuracyStudy:
         with TokenizerProcess(self.reference.model) as tokenizer:
             pieces, self.tokens = windows(tokenizer, self.text, self.samples, load.total_len)
             ends = frozenset(end.token for end in tokenizer.facts.ends)
-        rows = [AccuracyRow(piece[:cut], tokens) for piece in pieces for tokens in (None, piece[cut:])]
+        rows = [AccuracyRow(chunk[:cut], tokens) for chunk in pieces for tokens in (None, chunk[cut:])]
         return [rows[start : start + size] for start in range(0, len(rows), size)], ends
 
 
 def windows(tokenizer: TokenizerProcess, text: str, count: int, length: int) -> tuple[list[list[int]], int]:
-    """Return `count` pieces of a text, and the number of its tokens. They have `length` tokens and are spread evenly.
+    """Return `count` windows of a text, and the number of its tokens. They have `length` tokens and are spread evenly.
 
     No two overlap. Each begins with the tokenizer's first token of a text, if it has one. Raises StudyError if the text
     is too short.

@@ -141,7 +141,7 @@ class Cluster:
         try:
             import submitit
         except ImportError:
-            raise _not_here("--cluster needs submitit: pip install 'zinfer[slurm]'") from None
+            raise _unavailable("--cluster needs submitit: pip install 'zinfer[slurm]'") from None
         if kind == "local" and words:
             raise ClusterError("--slurm-arg is for --cluster slurm")
         parameters = slurm_parameters(words) if kind == "slurm" else {"timeout_min": LONG_MIN}
@@ -154,9 +154,11 @@ class Cluster:
             self._executor.update_parameters(**parameters)
             folder.mkdir(parents=True, exist_ok=True)
         except RuntimeError:
-            raise _not_here("--cluster slurm needs a machine from which jobs are submitted: there is no srun") from None
+            raise _unavailable(
+                "--cluster slurm needs a machine from which jobs are submitted: there is no srun"
+            ) from None
         except OSError as error:
-            raise _not_here(f"cannot write {folder}: {error.strerror}") from None
+            raise _unavailable(f"cannot write {folder}: {error.strerror}") from None
         except (ValueError, TypeError) as error:
             raise ClusterError(f"--slurm-arg: {error_line(error)}") from None
         self._absent: dict[str, float] = {}  # id of a job that the queue does not list -> when that was seen first
@@ -169,7 +171,7 @@ class Cluster:
             with _errors_to(self.folder / "controllers.log") if self.kind == "local" else nullcontext():
                 return list(self._executor.map_array(job, shards))
         except (FailedJobError, FailedSubmissionError, OSError, subprocess.SubprocessError) as error:
-            raise _not_here(f"no job could be submitted: {error_line(error)}") from None
+            raise _unavailable(f"no job could be submitted: {error_line(error)}") from None
 
     def ended(self, jobs: Sequence[Any]) -> list[Any]:
         """Return the jobs that have ended, with a result or without."""
@@ -240,7 +242,7 @@ def _errors_to(path: Path) -> Iterator[None]:
         os.close(log)
 
 
-def _not_here(message: str) -> ClusterError:
+def _unavailable(message: str) -> ClusterError:
     error = ClusterError(message)
     error.exit_code = ENVIRONMENT
     return error
@@ -281,7 +283,7 @@ def run_shards(
     events: Events,
     on_message: Callable[[str], None] = lambda _text: None,
 ) -> list[str]:
-    """Run `job` for each shard, whose part is at `Shard.path` of `path`; return the errors of those that failed.
+    """Run `job` for each shard, whose part is at `Shard.path` of `path`; return the errors of failed shards.
 
     Raises Interrupted on SIGINT and SIGTERM, after the jobs were cancelled; ClusterError if none can be submitted.
     """

@@ -56,7 +56,7 @@ class Driver:
 
     @contextmanager
     def lend(self) -> Iterator[Client]:
-        """Lend the loaded worker, in whose calls signals are raised. One that dies is ended."""
+        """Lend the loaded worker, in whose calls signals are raised. A worker that dies is ended."""
         assert self._worker is not None
         try:
             with self._interruptible():
@@ -114,7 +114,7 @@ class Window:
         return self.limit
 
     def grow(self, ended: int) -> None:
-        """Take note of rows that ended. After as many as the limit it doubles."""
+        """Take note of rows that ended. The limit doubles after that many."""
         self._ended += ended
         if self.limit is None or self._ended < self.limit:
             return

@@ -66,7 +66,7 @@ class Forecast:
             load_s = OVERHEADS.start_s + planner.model.stored_bytes / OVERHEADS.load_bandwidth
             self._loads.append(0.0 if idle or not fits else load_s)
         self._done = 0
-        self._predicted = self._taken = 0.0  # seconds of the measured points: as planned, and in truth
+        self._predicted = self._measured = 0.0  # seconds of the measured points: as planned, and in truth
 
     def start(self, index: int) -> None:
         """Note that load number `index` runs: points that the loads before it did not reach are gone."""
@@ -82,7 +82,7 @@ class Forecast:
             return
         if planned is not None:
             self._predicted += planned + self._loads[index]
-            self._taken += taken_s
+            self._measured += taken_s
         self._loads[index] = 0.0
 
     def outlook(self) -> Outlook:
@@ -90,7 +90,7 @@ class Forecast:
         left = [seconds for points in self._left for seconds in points.values()]
         if None in left:
             return Outlook(self._done, self._done + len(left), self._exact, None)
-        scale = self._taken / self._predicted if self._predicted and self._taken else 1.0
+        scale = self._measured / self._predicted if self._predicted and self._measured else 1.0
         seconds_left = scale * (sum(self._loads) + sum(seconds or 0.0 for seconds in left))
         return Outlook(self._done, self._done + len(left), self._exact, seconds_left)
 
@@ -116,7 +116,7 @@ def _seconds(sweep: Sweep, planner: Planner, workload: Workload) -> float | None
 
 
 def _request_seconds(planner: Planner, requests: RequestSet) -> float | None:
-    """Return the seconds of a load of requests: those of equal rows of the mean lengths, as many as are in flight.
+    """Return the seconds of a load of requests. It is taken as equal rows of the mean lengths, one each in flight.
 
     An open loop lasts until its last request has come.
     """

@@ -97,7 +97,7 @@ class Asked(NamedTuple):
     ignore_eos: bool = False
 
     def request(self, prompt_ids: Sequence[int], limit: int, seed: str | None = None, **fields: Any) -> Request:
-        """Return the request to the worker for one answer of at most `limit` tokens."""
+        """Return the worker's request for one answer of at most `limit` tokens."""
         sampling = Sampling(temperature=self.temperature, top_p=self.top_p, seed=seed or self.seed or "0")
         return Request(
             prompt_ids, limit, sampling, self.stop, self.ignore_eos, chat=self.chat, stream=self.stream,
@@ -369,7 +369,7 @@ def error_object(
 def text_logprobs(
     scores: Sequence[TokenScore], top: int, prompt: EchoedPrompt | None = None, offset: int = 0
 ) -> dict[str, Any]:
-    """Return log-probabilities in the form of ``/v1/completions``, with those of an echoed prompt.
+    """Return log-probabilities in the form of ``/v1/completions``. Those of an echoed prompt are included.
 
     The first token of a prompt has none. Text begins at `offset`.
     """

@@ -1,6 +1,6 @@
 """Recipes: the points of a sweep (`sweeps/*.toml`) and the settings of an engine (`engines/*.toml`).
 
-Recipes of the current folder come first, then those of the package (`zinfer/catalog`). Both are plain data. Unknown
+Recipes of the current folder come first, then the package's (`zinfer/catalog`). Both are plain data. Unknown
 keys are errors that list the known ones; every list is an axis.
 """
 

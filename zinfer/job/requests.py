@@ -44,7 +44,7 @@ class AskedRequest(NamedTuple):
 
 
 Asked = tuple[AskedRequest, ...]
-Source = Callable[[int | None], tuple[str, Asked]]  # name of a source, and so many of its requests, or all of a file
+Source = Callable[[int | None], tuple[str, Asked]]  # name of a source, and a number of its requests, or all of a file
 
 
 class RequestSet(NamedTuple):

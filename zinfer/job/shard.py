@@ -57,7 +57,7 @@ class Shard(NamedTuple):
 
 
 def shards_begun(output: Path) -> list[Shard]:
-    """Return the shards of `output` that have a file, in order. Raises ShardError for those of two jobs."""
+    """Return the shards of `output` that have a file, in order. Raises ShardError for shards of two jobs."""
     pattern = re.compile(re.escape(output.stem) + r"-([0-9]{5})-of-([0-9]{5})" + re.escape(output.suffix))
     files = output.parent.iterdir() if output.parent.is_dir() else ()
     begun = sorted(Shard(*map(int, match.groups())) for path in files if (match := pattern.fullmatch(path.name)))

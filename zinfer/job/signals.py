@@ -29,7 +29,7 @@ class Interrupted(KeyboardInterrupt):
 
 @contextmanager
 def kept(thrown: list[KeyboardInterrupt]) -> Iterator[None]:
-    """Raise a signal's exception at the block's end if it got lost within.
+    """Raise at the block's end a signal's exception lost within it.
 
     A handler that raises notes its exception in `thrown`. It may be raised within any call of a library, which may turn
     it into an error of its own (pydantic does so without a cause) or drop it (as Python does in a finaliser).

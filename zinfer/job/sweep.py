@@ -83,7 +83,7 @@ class LoadJob:
 
     @property
     def plan(self) -> Plan:
-        """Plan of the longest case or load of requests, with which the worker loads."""
+        """Plan of the longest case or load, with which the worker loads."""
         return self.planner.plan
 
 
@@ -128,7 +128,7 @@ def find_max_batch(limit: int, factor: int = 2, first: Iterable[int] = (), guess
 
 
 def find_best_batch(limit: int, first: Iterable[int] = (), guess: int = 0) -> Batches:
-    """Search for the batch with the most output tokens a second.
+    """Search for the batch with maximal output tokens a second.
 
     The largest comes first, as in `find_max_batch`; it need not be the best. Then it searches around the best of those
     measured, in steps of an eighth of the largest batch, halved while both neighbours are slower.
@@ -190,7 +190,7 @@ def prepare(
     """Plan the sweep's loads, or the given ones of them.
 
     `resolve` finds a load's model and weights; `locate` its engine, or None for an engine without that offload: such a
-    combination is left out. `requests` are those of `zinfer.job.requests.request_sets`.
+    combination is left out. `requests` come from `zinfer.job.requests.request_sets`.
 
     Raises ModelError if lengths exceed a model's positions, unless `positions` is False.
     """
@@ -256,7 +256,7 @@ def run(
 ) -> Outcome:
     """Measure the points that `done` does not hold, and return all.
 
-    Each is appended to `store` at once. `signals` are those that interrupt it, by default SIGINT and SIGTERM. Raises
+    Each is appended to `store` at once. `signals` interrupt it, by default SIGINT and SIGTERM. Raises
     Interrupted on them, after the point under way is recorded as `cancelled`, and StoreError if a record cannot be
     written; no worker is left behind.
     """

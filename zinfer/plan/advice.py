@@ -12,7 +12,7 @@ from zinfer.plan.planner import Plan
 def advice(plans: Sequence[Plan]) -> str:
     """Advise in one sentence whether to stream.
 
-    `plans` are those of `Planner.best`, of one model, machine and pair of lengths.
+    `plans` come from `Planner.best`, of one model, machine and pair of lengths.
     """
     able = [plan for plan in plans if plan.holds and plan.output_tok_s]
     if not able:

@@ -72,7 +72,7 @@ class Placement(Frozen):
     resident_layers: tuple[int, ...] = ()  # numbers of whole layers that stay; spread so that the link never idles
     moved: bool = False  # layers that stay lie nowhere else: not in host memory, nor on disk
     held_bytes: int = 0  # bytes of layers that host memory keeps, if the weights are on disk
-    host_layers: tuple[int, ...] = ()  # numbers of these layers, spread among those that are read from disk
+    host_layers: tuple[int, ...] = ()  # numbers of these layers, spread among layers read from disk
     disk_ring_bytes: int = 0  # host memory that layers from disk arrive in, as they lie there; 0: two layers decoded
     codec: Literal["none", "lossless"] = "none"  # code of streamed weights on the wire
     kept_ratio: float = 1.0  # bytes of a streamed weight at rest over those of the model's dtype: 1 unless coded

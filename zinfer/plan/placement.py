@@ -32,11 +32,11 @@ class Tuning:
     ring_depth: int = 6  # minimum ring buffers: they hold what arrives while a layer of a decode step computes
     dense_depth: int = 3  # the same where experts come on demand: little is in flight, so that they come next
     disk_ring_layers: int = 2  # layers from disk that host memory has room for on their way
-    lossless_ratio: float = 0.67  # bytes of the lossless codec over those of bf16, on weights of a normal distribution
-    fp8_ratio: float = 0.83  # the same over those of FP8 codes (e4m3)
+    lossless_ratio: float = 0.67  # bytes of the lossless codec over bf16, on weights of a normal distribution
+    fp8_ratio: float = 0.83  # bytes of the lossless codec over FP8 codes (e4m3)
     host_share: float = 0.9  # of host memory, filled by ``host_weights=auto``: the rest is for all else that runs there
     # With ``auto`` experts come on demand where a step at batch 1 then brings at most this share of the bytes, and an
-    # expert has at least so many bytes on the wire: its copy and its unpacking take about 20 us of launches.
+    # expert has at least this many bytes on the wire: its copy and its unpacking take about 20 us of launches.
     fewer_share: float = 0.75
     min_expert_bytes: int = 1 << 20
     # Where all weights and a layer buffer take at most this share of the GPU's memory, experts stay with their layers:
@@ -161,9 +161,9 @@ class Placer:
             coded_fp8 = model.fp8_ratio if model.dtype_bytes == 2 else 0.0  # a GPU decodes to 16 bits
             wire_ratio = model.stored_ratio - coded_fp8 * (1 - TUNING.fp8_ratio)
         kind = ENGINES.get(case.engine)
-        own_format = kind and kind.native_formats.get(case.weights)
-        own_ratio = own_format and own_format * 2 / model.dtype_bytes
-        wire_ratio = own_ratio or (wire_ratio if self._coded else 1.0)
+        native_format = kind and kind.native_formats.get(case.weights)
+        native_ratio = native_format and native_format * 2 / model.dtype_bytes
+        wire_ratio = native_ratio or (wire_ratio if self._coded else 1.0)
         # DeepSpeed unpacks float16 by an extension of its own.
         traffic = kind.unpack_traffic.get(case.weights, 0) if kind and model.dtype != "float16" else 0
         quantised = model.stored_ratio < 1 and not model.fp8_ratio and self._coded
@@ -174,7 +174,7 @@ class Placer:
             gpus=options.gpus,
             codec="lossless" if self._coded and case.offload != "none" else "none",
             wire_ratio=wire_ratio,
-            kept_ratio=wire_ratio if transport.coded_at_rest or own_ratio else 1.0,
+            kept_ratio=wire_ratio if transport.coded_at_rest or native_ratio else 1.0,
             layer_chunks=-(-model.layer_bytes // largest_chunk(model, model.layer_bytes, options.gpus)),
             kv_ratio=(1 + 4 / max(1, model.head_dim)) / model.dtype_bytes if options.kv_quantized else 1.0,
             overlapped=transport.overlapped,

@@ -34,7 +34,7 @@ class Drafting(Frozen):
 
 
 class Plan(Frozen):
-    """A case on a machine, before anything runs. Everything here is predicted; `placement` is obeyed.
+    """A case on a machine, before anything runs. Everything in it is predicted; `placement` is obeyed.
 
     If an engine gives free GPU memory away, `placement` is a cautious one (`CAUTIOUS`): it may keep fewer layers and
     have fewer buffers than there is room for. The figures (bytes, seconds) are those of `placement`, but limits are
@@ -57,17 +57,17 @@ class Plan(Frozen):
     error: float | None = None  # error of the throughput, as a share; None: these are limits, not predictions
     efficiency: Efficiency | None = None  # the engine's distance from the limits; None: the figures are the limits
     nvme_path: str | None = None  # folder for the files of offload `nvme`
-    why_not: str | None = None  # reason why nothing of this load can run here; None if it can
+    why_not: str | None = None  # reason why this load cannot run on this machine; None if it can
     drafting: Drafting | None = None  # gain of drafts; None where they were not counted
 
     @property
     def fits(self) -> bool:
-        """True if the load can run here, with some batch."""
+        """True if the load can run on this machine, with some batch."""
         return self.why_not is None
 
     @property
     def holds(self) -> bool:
-        """True if the load can run here and this batch fits."""
+        """True if the load can run and this batch fits."""
         return self.fits and self.case.workload.batch_size <= self.max_batch_size
 
     @property

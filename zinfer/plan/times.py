@@ -46,7 +46,7 @@ class Rates:
     cpu_time: float = 0.5
     link_keeps: float = 0.95  # link's rate while all cores attend: 0.95 measured with 16 cores, 0.92 with 64
     # Products that read codes of resident weights, as a share of the bandwidth of GPU memory; each further group of
-    # so many tokens reads them again.
+    # this many tokens reads them again.
     codes_rate: float = 0.5
     codes_at_once: int = 32
     unpacking: float = 0.4  # unpacking of coded weights, as a share of the bandwidth of GPU memory
@@ -312,9 +312,9 @@ class Timing:
         times = _slowest(limits)
         assert times.seconds is not None
         if placement.divided and not efficiency.perfect and "gather" in limits:
-            fetched: dict[Bound, float] = {bound: limits.get(bound, 0.0) for bound in ("link", "gather")}
-            if (seconds := sum(fetched.values())) > times.seconds:
-                times = _slowest(fetched).model_copy(update={"seconds": seconds, "limits": limits})
+            link_limits: dict[Bound, float] = {bound: limits.get(bound, 0.0) for bound in ("link", "gather")}
+            if (seconds := sum(link_limits.values())) > times.seconds:
+                times = _slowest(link_limits).model_copy(update={"seconds": seconds, "limits": limits})
         # One queue of the GPU unpacks a layer into the only buffer and computes it: these never overlap.
         queue = unpacking + max(limits["hbm"], limits["compute"])
         if unpacking and queue > (times.seconds or 0.0):

@@ -61,7 +61,7 @@ def _rates(*names: str, unit: str = "") -> dict[str, _Column]:
 
 
 def _fields(model: type[BaseModel], holder: str, prefix: str = "") -> dict[str, _Column]:
-    """Return a column for each field of `model`, the attribute `holder` of a point."""
+    """Return a column per field of `model`, a point's attribute `holder`."""
     return {
         f"{prefix}{name}": _Column(_kind(field.annotation), partial(_field, f"{holder}.{name}"))
         for name, field in model.model_fields.items()

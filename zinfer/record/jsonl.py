@@ -45,7 +45,7 @@ class TakenAwayError(StoreError):
 
 
 class Garbled(ValueError):
-    """Error of a line whose bytes are not those that were written."""
+    """Error of a line whose bytes changed after they were written."""
 
 
 class Damage(NamedTuple):
@@ -75,7 +75,7 @@ def seal(kind: str, fields: dict[str, Any]) -> bytes:
 def unseal(line: bytes) -> tuple[str, dict[str, Any]]:
     """Return kind and fields of a sealed line.
 
-    Raises Garbled unless its bytes are those that `seal` wrote, ValueError for one of another schema version.
+    Raises Garbled unless its bytes are as `seal` wrote them, ValueError for one of another schema version.
     """
     for member in _CHECKSUM.finditer(line):
         if member[1] == _checksum(line[: member.start()], line[member.end() :]):
@@ -150,7 +150,7 @@ class AppendLog(Closing):
 
     Others may delete or overwrite the file all the same, for locks are only advice. So every `append`, and `check` at
     the end of a run, sees whether the file is still where it was and ends where this process left it; if not, all lines
-    are saved in a new file beside it.
+    are saved in a new file next to it.
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:

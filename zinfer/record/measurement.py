@@ -59,7 +59,7 @@ Moment = Annotated[float, Field(allow_inf_nan=False), AfterValidator(lambda valu
 
 
 class Span(NamedTuple):
-    """Work of one lane for a layer, in ms from the step's begin.
+    """Work of a lane for a layer, ms since the step began.
 
     No layer stands for the embedding, the head, and all else outside the layers. Of several GPUs, the step begins when
     it does on the first one. Reads from disk are timed by the host's clock, the rest by the device's.

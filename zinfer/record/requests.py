@@ -29,7 +29,7 @@ class RequestSample(Frozen):
     """Request: its lengths, its arrival, and the passes of its tokens.
 
     Passes are runs of (number of the first pass, passes in a row that gave it one token each). A negative second number
-    belongs to one pass alone that gave it so many: with drafts that were right.
+    belongs to one pass alone, which gave it several tokens by right drafts.
 
     Stored as a row, ``[245,106,1503.2,17,106]``.
     """
@@ -52,7 +52,7 @@ class RequestSample(Frozen):
 
     @model_validator(mode="after")
     def _forwards(self) -> Self:
-        if any(first + max(1, count) > later for (first, count), (later, _) in pairwise(self.runs)):
+        if any(first + max(1, count) > next_first for (first, count), (next_first, _) in pairwise(self.runs)):
             raise ValueError("the passes of a request are not in order")
         if any(count in (0, -1) for _, count in self.runs):
             raise ValueError("a run of passes without tokens")

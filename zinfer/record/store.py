@@ -51,7 +51,7 @@ class Records(NamedTuple):
         return cls(*(tuple(chain.from_iterable(field)) for field in fields))
 
     def those(self, wanted: Callable[[Recorded], bool]) -> Self:
-        """Return the wanted points and loads of requests, with all headers and faults."""
+        """Return wanted points and loads of requests, all headers and faults."""
         return self._replace(points=tuple(filter(wanted, self.points)), requests=tuple(filter(wanted, self.requests)))
 
     @property
@@ -86,7 +86,7 @@ def encode(record: Record) -> bytes:
 
 
 def decode(line: bytes) -> Record:
-    """Return the record of a line. Raises ValueError with the reason unless its bytes are those that `encode` wrote."""
+    """Return the record of a line. Raises ValueError with the reason unless its bytes are as `encode` wrote them."""
     return _validated(*unseal(line))
 
 

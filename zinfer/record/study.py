@@ -222,7 +222,7 @@ class Study(Start):
     link: float | None = None  # bytes a second, host to device
     logits_dtype: str = ""
     text: Text | None = None
-    samples: int | None = None  # pieces of the text
+    samples: int | None = None  # windows of the text
     rows: tuple[Row, ...]
 
     @model_validator(mode="after")
@@ -244,7 +244,7 @@ class Study(Start):
 
 
 class Runs(NamedTuple):
-    """Runs in the order of the file, and lines that could not be used."""
+    """Runs in file order, and lines that could not be used."""
 
     runs: tuple[Study, ...] = ()
     damaged: tuple[Damage, ...] = ()
@@ -264,7 +264,7 @@ def files(path: Path, study: str) -> tuple[Path, ...]:
 
 
 def append(path: Path, run: Start) -> None:
-    """Add a run to the file, made if need be, and sync it.
+    """Append a run to the file, made if need be, and sync.
 
     Raises StoreError if the file cannot be written, another process writes it, or it holds something else.
     """

@@ -1,4 +1,4 @@
-"""Section on cost and energy of a token, and GPUs for a demand."""
+"""Report section on a token's cost and energy, and on GPU counts."""
 
 from collections.abc import Iterator
 

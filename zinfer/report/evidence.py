@@ -41,7 +41,7 @@ def comparison(findings: Findings) -> Section:
 
 
 def evidence(findings: Findings) -> Section:
-    """Return the section on conduct, lines left out, and how to measure again."""
+    """Return the section on conduct, omitted lines, and how to repeat."""
     blocks: list[Block] = []
     for workload in (*findings.main, *findings.slices):
         rows = tuple(_conduct(load.label(), load_points) for load, load_points in by_load(workload.points).items())

@@ -91,7 +91,7 @@ def rate(point: Measurement) -> tuple[str, str]:
 
 
 def rated(value: float, digits: int = 3) -> str:
-    """Return `value` with so many significant digits, zeros included: 76.0."""
+    """Return `value` with `digits` significant digits, zeros included: 76.0."""
     places = digits - 1 - floor(log10(value)) if value > 0 else 0
     return f"{round(value, places):,.{max(places, 0)}f}"
 
@@ -111,11 +111,13 @@ def _figure(workload: WorkloadFindings) -> Iterator[Picture]:
     for figure in figures.draw(workload.group, workload.points, ("latency",)).values():
         title = "Latency against output tok/s, a line for each configuration from its smallest to its largest batch."
         timed = by_load([point for point in workload.points if point.usable])
-        descriptions = (f"{load.label()}: {'; '.join(map(_told, load_points))}" for load, load_points in timed.items())
+        descriptions = (
+            f"{load.label()}: {'; '.join(map(_description, load_points))}" for load, load_points in timed.items()
+        )
         yield Picture(title, f"{title} {'. '.join(descriptions)}.", style.render(figure, "svg").decode())
 
 
-def _told(point: Measurement) -> str:
+def _description(point: Measurement) -> str:
     return f"batch {point.case.workload.batch_size}, {rate(point)[0]} tok/s, TTFT {_mean(point.ttft_ms)}"
 
 

@@ -21,7 +21,7 @@ from zinfer.system.printable import printable
 LIGHT, DARK = "#ffffff", "#14171b"  # the page's paper
 CONTRAST, TEXT_CONTRAST = 3.0, 4.5  # least contrast with the paper, of graphics and of text: WCAG 2.2, 1.4.11 and 1.4.3
 # colours of figures that the page names; paper is white in them
-_OWN = {"#ffffff": "--paper", INK: "--ink", GREY: "--soft", GRID: "--grid"}
+_VARIABLES = {"#ffffff": "--paper", INK: "--ink", GREY: "--soft", GRID: "--grid"}
 _HEX = re.compile(r"#[0-9a-f]{6}\b")
 _SVG, _HREF = "{http://www.w3.org/2000/svg}", "{http://www.w3.org/1999/xlink}href"
 
@@ -86,7 +86,7 @@ def _style(element: Element) -> str:
     if paint := element.attrib.pop("fill", ""):  # colour of the pattern behind a hatch
         style = f"fill:{paint};{style}"
     style = re.sub(r"font-family:[^;]*;?", "", style)  # the page's own is narrower
-    return _HEX.sub(lambda match: f"var({_OWN.get(match[0], f'--{kind}{match[0][1:]}')})", style)
+    return _HEX.sub(lambda match: f"var({_VARIABLES.get(match[0], f'--{kind}{match[0][1:]}')})", style)
 
 
 def inks(styles: Iterable[str], paper: str) -> str:

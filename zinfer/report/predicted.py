@@ -32,7 +32,7 @@ _BOUNDS = (
     "model", "machine", "#decode step", "~step predicted", "~bound by", "#tok/s", "~tok/s predicted",
     "~at twice the link", "~gain", "~then bound by",
 )  # fmt: skip
-_PLACES = (
+_MACHINE_COLUMNS = (
     "machine", "#link", "configuration", "#batch", "#host memory", "#TTFT", "#TPOT", "bound by", "#tok/s",
     "#error band", "#over the first that fits",
 )  # fmt: skip
@@ -42,7 +42,7 @@ Winners = list[tuple[WorkloadFindings, Measurement, ModelSpec]]
 
 def predictions(findings: Findings) -> Section:
     """Return the section; empty without a known model and machine."""
-    factors, rows = calibrate.calibrate(_thinned(findings.points), findings.machines)
+    efficiency, rows = calibrate.calibrate(_thinned(findings.points), findings.machines)
     main, slices = (
         [
             (workload, top, spec)
@@ -52,9 +52,9 @@ def predictions(findings: Findings) -> Section:
         for workloads in (findings.main, findings.slices)
     )
     winners = main + slices
-    blocks: list[Block] = [_memory(winners), _bottlenecks(winners, factors), *_elsewhere(main, factors)]
+    blocks: list[Block] = [_memory(winners), _bottlenecks(winners, efficiency), *_elsewhere(main, efficiency)]
     if any(isinstance(block, Table) and block.rows for block in blocks):
-        blocks.append(Text(_trust(factors, rows)))
+        blocks.append(Text(_trust(efficiency, rows)))
     return section("predictions", "Memory, bottleneck and other machines", blocks)
 
 
@@ -89,18 +89,18 @@ def _memory(winners: Winners) -> Table:
     return Table(caption, _MEMORY, tuple(rows))
 
 
-def _bottlenecks(winners: Winners, factors: Mapping[str, Efficiency]) -> Table:
+def _bottlenecks(winners: Winners, efficiency: Mapping[str, Efficiency]) -> Table:
     """Return each fastest step's limit, and the gain from a doubled link."""
     rows = []
     for workload, point, spec in winners:
         case, machine = point.case, workload.machine
-        if machine is None or case.engine not in factors:
+        if machine is None or case.engine not in efficiency:
             continue
-        now, link = calibrate.predict(case, spec, machine, factors), machine.h2d_bandwidth
+        now, link = calibrate.predict(case, spec, machine, efficiency), machine.h2d_bandwidth
         if now.step_s is None or not now.output_tok_s:
             continue
         faster = override(machine, f"h2d_bandwidth={round(2 * link)}B/s") if link else machine
-        then = calibrate.predict(case, spec, faster, factors)
+        then = calibrate.predict(case, spec, faster, efficiency)
         gain = then.output_tok_s / now.output_tok_s if link and then.output_tok_s else None
         rows.append(Row((
             workload.group.title, workload.group.machine, duration(point.tpot_ms / 1e3) if point.tpot_ms else "",
@@ -114,17 +114,17 @@ def _bottlenecks(winners: Winners, factors: Mapping[str, Efficiency]) -> Table:
     return Table(caption, _BOUNDS, tuple(rows))
 
 
-def _elsewhere(winners: Winners, factors: Mapping[str, Efficiency]) -> Iterator[Block]:
+def _elsewhere(winners: Winners, efficiency: Mapping[str, Efficiency]) -> Iterator[Block]:
     """Yield each whole model's predictions on its own and other machines."""
     seen: set[str] = set()
     for workload, point, _ in winners:
         case = point.case.load.model_copy(update={"layers": None, "gpu_weights": None})
         spec = shape(case)
-        if case.model in seen or case.engine not in factors or spec is None or workload.machine is None:
+        if case.model in seen or case.engine not in efficiency or spec is None or workload.machine is None:
             continue
         seen.add(case.model)
         places = [workload.machine, *map(load_machine, MACHINES)]
-        ways = [_ways(case, spec, place, factors[case.engine]) for place in places]
+        ways = [_ways(case, spec, machine, efficiency[case.engine]) for machine in places]
         plans = [max(alternatives, key=_merit) for alternatives in ways]
         base = next((nth for nth, plan in enumerate(plans) if plan.fits and plan.output_tok_s), None)
         first = None if base is None else plans[base].output_tok_s
@@ -134,24 +134,24 @@ def _elsewhere(winners: Winners, factors: Mapping[str, Efficiency]) -> Iterator[
             f"out: predicted. {case.engine} with its factors from these records, without offload or with "
             "weights in host memory (cpu), whichever is faster, at its best batch."
         )
-        yield Table(caption, _PLACES, tuple(_place(plan, first) for plan in plans))
+        yield Table(caption, _MACHINE_COLUMNS, tuple(_machine_row(plan, first) for plan in plans))
         lines = [f"{plan.machine.name}: {plan.why_not}" for plan in plans if plan.why_not]
         if base is not None:
             lines.append(f"Predicted for {plans[base].machine.name}: {advice(ways[base])}")
         yield Items(tuple(lines))
 
 
-def _ways(case: Case, spec: ModelSpec, place: Machine, factors: Efficiency) -> list[Plan]:
-    """Return plans with weights in host memory and with none offloaded, each at its best batch."""
+def _ways(case: Case, spec: ModelSpec, machine: Machine, efficiency: Efficiency) -> list[Plan]:
+    """Return the best plans with host weights and with none offloaded."""
     cases = (case.model_copy(update={"offload": offload}) for offload in ("cpu", "none"))
-    return [Planner(case, spec, place, factors).best(case.workload) for case in cases]
+    return [Planner(case, spec, machine, efficiency).best(case.workload) for case in cases]
 
 
 def _merit(plan: Plan) -> float:
     return plan.output_tok_s or 0.0 if plan.fits else -1.0
 
 
-def _place(plan: Plan, base: float | None) -> Row:
+def _machine_row(plan: Plan, base: float | None) -> Row:
     link, speed = plan.machine.h2d_bandwidth, plan.output_tok_s
     cells = (plan.machine.name, f"{gb(link)}/s" if link else "unknown")
     if not plan.fits:
@@ -164,10 +164,10 @@ def _place(plan: Plan, base: float | None) -> Row:
     ), "predicted")  # fmt: skip
 
 
-def _trust(factors: Mapping[str, Efficiency], rows: tuple[calibrate.PredictedPoint, ...]) -> str:
+def _trust(efficiency: Mapping[str, Efficiency], rows: tuple[calibrate.PredictedPoint, ...]) -> str:
     """Return how well each point is predicted from the others."""
     parts = []
-    for engine in factors:
+    for engine in efficiency:
         errors = [abs(r.tok_s_error) for r in rows if r.case.engine == engine and r.tok_s_error is not None]
         if errors:
             parts.append(

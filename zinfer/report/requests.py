@@ -28,7 +28,7 @@ WORDS = (
 
 
 def section(points: Iterable[RequestPoint]) -> tuple[Block, ...]:
-    """Return the tables of each model or slice on each machine, if there are any."""
+    """Return the tables for each model or slice and machine."""
     groups: dict[str, list[RequestPoint]] = {}
     for point in points:
         groups.setdefault(f"{group_of(point).part}, {point.machine}", []).append(point)

@@ -170,7 +170,7 @@ def memory_limit(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/s
 
 
 def _memory_groups(groups: Path, root: Path) -> list[tuple[int, int]]:
-    """Return limit and use, in bytes, of each control group with a limit.
+    """Return limit and used bytes of each control group with a limit.
 
     Version 2 writes ``max`` for no limit, version 1 a number near 2^63.
     """

@@ -1,4 +1,4 @@
-"""Machines by name: those of the catalogue, and the descriptions that `zinfer probe` wrote."""
+"""Machines by name: the catalogue, and the descriptions that `zinfer probe` wrote."""
 
 import os
 from pathlib import Path

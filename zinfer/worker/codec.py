@@ -36,7 +36,7 @@ _FP8 = "F8_E4M3"
 
 @dataclass(frozen=True)
 class Stored:
-    """Matrices of a checkpoint's layers, or of all if these have no numbers."""
+    """Matrices of a checkpoint's layers, or all if no layer is numbered."""
 
     name: str
     model_type: str  # from config.json; "" if unknown

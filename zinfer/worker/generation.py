@@ -18,7 +18,7 @@ ANSWER_S = 1.0  # seconds of decoding before an answer, unless a row ends
 
 
 def batch_start(session: Session, command: BatchStart) -> BatchStarted:
-    """Begin a batch, in place of one that runs."""
+    """Begin a batch, in place of a running one."""
     if session.scheduler is not None:
         session.scheduler.end()
     session.added, session.sent, session.text = [], {}, TextPieces(session.tokenizer())
@@ -83,7 +83,7 @@ def batch_step(session: Session, command: BatchStep) -> BatchStepped:
 
 
 def _drop(session: Session, running: ContinuousScheduler, keys: Iterable[int]) -> dict[int, str]:
-    """Discard rows, however far they are. Return the texts of those that stream, by key."""
+    """Discard rows, finished or not. Return the texts of streaming rows, by key."""
     gone = set(keys)
     if not gone or session.text is None:
         return {}

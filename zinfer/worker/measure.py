@@ -24,7 +24,7 @@ from zinfer.record.measurement import Span, Status, spans
 if TYPE_CHECKING:
     from zinfer.engine.kv_snapshot import KVSnapshot
 
-WARM_UP_STEPS, MOST_WARM_UP_STEPS = 2, 6
+WARM_UP_STEPS, MAX_WARM_UP_STEPS = 2, 6
 SAMPLE_SECONDS = 0.25
 
 Clock = Callable[[], float]  # seconds
@@ -106,7 +106,7 @@ def measure(
         try:
             on_progress("warm-up", 0.0)
             loop.start(token_ids, mask, reserve=max(workload.output_len, WARM_UP_STEPS))
-            for step in range(max(WARM_UP_STEPS, min(MOST_WARM_UP_STEPS, workload.output_len - 1))):
+            for step in range(max(WARM_UP_STEPS, min(MAX_WARM_UP_STEPS, workload.output_len - 1))):
                 if step < WARM_UP_STEPS or engine.warming:  # the first ones also show the bytes that a step streams
                     loop.step()
             synchronize(engine.device)

@@ -275,7 +275,9 @@ def _attending(size: int, sharing: int = 1) -> tuple[Callable[[], object], int]:
     query = torch.ones((shape[0], 32, 1, shape[3]), dtype=torch.bfloat16)
     keys, values = (torch.ones(shape, dtype=torch.bfloat16) for _ in range(2))
     attend: Callable[..., object] = torch.nn.functional.scaled_dot_product_attention
-    work = partial(attend, query, *(as_host_tensor(one, one.device) for one in (keys, values)), enable_gqa=sharing > 1)
+    work = partial(
+        attend, query, *(as_host_tensor(part, part.device) for part in (keys, values)), enable_gqa=sharing > 1
+    )
     return work, 2 * keys.nbytes
 
 
@@ -306,7 +308,7 @@ def _probe_gpu(
         duplex = _entry(_duplex(host, device, repeats), "bytes each way")
         progress("link and CPU at once")
         with _attending_threads():
-            details["together"] = _together(host, device, cache, repeats)
+            details["together"] = _measure_concurrent(host, device, cache, repeats)
     progress("device memory")
     hbm = _entry(_device_copy(device, repeats), "bytes read and written")
     del device
@@ -347,9 +349,9 @@ def _probe_gpus(
     for step in range(1, count):  # at any time each GPU is read by one other
         for n, target in enumerate(targets):
             other = (n + step) % count
-            piece = slice(other * part, (other + 1) * part)
+            chunk = slice(other * part, (other + 1) * part)
             # Streams of their own on both ends: copies in the two directions would wait for each other.
-            copies.append((target[piece], targets[other][piece], [streams[other][step], streams[n][count - step]]))
+            copies.append((target[chunk], targets[other][chunk], [streams[other][step], streams[n][count - step]]))
     rates = _rates(partial(_at_once, copies), TIMES * part * (count - 1), _gpu_seconds, repeats)
     gather = _entry(rates, "bytes, each GPU")
     details |= {"all_links": links, "gather": gather}
@@ -424,7 +426,9 @@ def _duplex(host: "torch.Tensor", device: "torch.Tensor", repeats: int) -> list[
     return _rates(both, half, _cuda_seconds, repeats)
 
 
-def _together(host: "torch.Tensor", device: "torch.Tensor", cache: int, repeats: int) -> dict[str, dict[str, Any]]:
+def _measure_concurrent(
+    host: "torch.Tensor", device: "torch.Tensor", cache: int, repeats: int
+) -> dict[str, dict[str, Any]]:
     """Return the rates of the link and of CPU attention, together."""
     import torch
 

@@ -131,7 +131,7 @@ class Client(ABC):
             self.ask(message)
 
     def step(self, requests: Iterable[Request] = (), **fields: Any) -> BatchStepped:
-        """Add requests to the batch and run passes. The fields are those of `BatchStep`."""
+        """Add requests to the batch and run passes. The fields are `BatchStep`'s."""
         self.add(requests)
         return self.ask(BatchStep(**fields))
 

@@ -1,7 +1,7 @@
 """Measurement of routing: the experts that a mixture's routers choose for a text, and what a cache would have met.
 
-A forward pass over a piece of the text gives the choices of each of its tokens, which are those of a decode step that
-gets this token. The pieces follow each other through the cache, as requests do; a step of several rows has a token of
+A forward pass over a chunk of the text gives the choices of each of its tokens, which are those of a decode step that
+gets this token. The chunks follow each other through the cache, as requests do; a step of several rows has a token of
 as many places in the text, which move on together.
 """
 
@@ -69,16 +69,16 @@ def replay(steps: Iterable[Step], policy: Policy, room: int) -> float:
         cache.next_pass()
         for layer, experts in step:
             keys = [(layer, expert) for expert in sorted(set(experts))]
-            here = [key for key in keys if key in cache]
-            hits, needs = hits + len(here), needs + len(keys)
-            for key in (*here, *(key for key in keys if key not in here)):
+            cached = [key for key in keys if key in cache]
+            hits, needs = hits + len(cached), needs + len(keys)
+            for key in (*cached, *(key for key in keys if key not in cached)):
                 cache.insert(key, room)
     return hits / max(1, needs)
 
 
 @torch.inference_mode()
-def trace(spec: ModelSpec, pieces: Iterable[Sequence[int]]) -> Iterator[Watched]:
-    """Yield the choices of the model's checkpoint for each of `pieces`. Raises StudyError."""
+def trace(spec: ModelSpec, chunks: Iterable[Sequence[int]]) -> Iterator[Watched]:
+    """Yield the choices of the model's checkpoint for each of `chunks`. Raises StudyError."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     state = ModelState(spec, "safetensors")
     weights = {name: torch.empty_like(entry.tensor, device=device) for name, entry in state.entries.items()}
@@ -90,8 +90,8 @@ def trace(spec: ModelSpec, pieces: Iterable[Sequence[int]]) -> Iterator[Watched]
     watched = Watched(state.layers)
     if not watched.count:
         raise StudyError(f"{spec.name} has no routed experts that transformers' ExpertsInterface dispatches")
-    for number, piece in enumerate(pieces):
-        token_ids = torch.tensor([piece], device=device)
+    for number, chunk in enumerate(chunks):
+        token_ids = torch.tensor([chunk], device=device)
         if number == 0:
             model(input_ids=token_ids, use_cache=False)  # which finds the routers
         watched.chosen.clear()
@@ -102,7 +102,7 @@ def trace(spec: ModelSpec, pieces: Iterable[Sequence[int]]) -> Iterator[Watched]
 def measure(
     spec: ModelSpec, text: tuple[str, str], count: int, length: int, about: str, progress: Callable[[str], None]
 ) -> Study:
-    """Measure `count` pieces of `length` tokens of `text`, (name, content). Raises StudyError."""
+    """Measure `count` chunks of `length` tokens of `text`, (name, content). Raises StudyError."""
     start = process.study_header("stream")
     with TokenizerProcess(spec) as tokenizer:
         token_ids = tokenizer.encode_document(text[1])
@@ -110,10 +110,10 @@ def measure(
         raise StudyError(f"{text[0]} has {len(token_ids)} tokens, and {count} x {length} are asked for: take fewer")
     last = len(token_ids) - length
     begins = [number * last // max(1, count - 1) for number in range(count)]
-    pieces = [token_ids[begin : begin + length] for begin in begins]
+    chunks = [token_ids[begin : begin + length] for begin in begins]
     steps: list[Step] = []
     watched = None
-    for watched in trace(spec, pieces):
+    for watched in trace(spec, chunks):
         layers = sorted((number, chosen.tolist()) for number, chosen in watched.chosen.items())
         steps += ([(number, rows[token]) for number, rows in layers] for token in range(length))
         progress(f"{len(steps)} of {count * length} tokens")

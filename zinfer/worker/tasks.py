@@ -55,7 +55,7 @@ class Facts(Message):
     started_at: str = ""
     versions: dict[str, str] = Field(default_factory=dict)
     link_bandwidth: float | None = None  # bytes a second, host to device
-    all_links_bandwidth: float | None = None  # the same of several GPUs' links at once, once a point was measured
+    all_links_bandwidth: float | None = None  # rate of several GPUs' links at once, once a point was measured
     load_s: float | None = None
     load_bytes: int | None = None
 
@@ -166,9 +166,9 @@ class BatchStarted(Message):
 
 
 class BatchStart(Command[BatchStarted]):
-    """Begin a batch in place of one that runs.
+    """Begin a batch in place of a running one.
 
-    `load` is the largest load to reckon with; at most `rows` run at a time, those that came first before others if
+    `load` is the largest load to reckon with; at most `rows` run at a time, the earliest before others if
     `arrivals`. KV caches of earlier rows may take `cache_size` bytes of host memory, and `folder_size` bytes of the
     disk under `folder`.
     """
@@ -189,10 +189,10 @@ class BatchStepped(Message):
     rows: list[Update]
     running: int = 0  # rows that run now; `waiting`: rows that have not begun
     waiting: int = 0
-    read: int = 0  # positions of KV cache that were read; `padded`: those of them that were padding
+    read: int = 0  # positions of KV cache that were read; `padded`: padding among them
     padded: int = 0
     again: int = 0  # positions that were computed again
-    drafted: int = 0  # drafts that were verified; `accepted`: those of them that were right
+    drafted: int = 0  # drafts that were verified; `accepted`: right ones among them
     accepted: int = 0
     kept_bytes: int = 0  # host memory that kept KV caches take now
     dropped: dict[int, str] = Field(default_factory=dict)  # texts of dropped rows that stream, by key

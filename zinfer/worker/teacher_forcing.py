@@ -25,7 +25,7 @@ VALUES = 1 << 22  # logits that are compared at once: in 64 bits, and several ti
 class Forced:
     """Sampler of given tokens, ``[B, steps]``; -1 stands for the likeliest.
 
-    `logits` are those of the last step, ``[B, V]``.
+    `logits` are the last step's, ``[B, V]``.
     """
 
     def __init__(self, tokens: Tensor) -> None:

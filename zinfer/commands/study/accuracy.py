@@ -158,7 +158,7 @@ _NOT_COMPARED: dict[str, Any] = {
 
 
 def _plans(how: dict[str, Any], source: "Source", copies: "list[Source]") -> "tuple[Plan, list[Plan], str]":
-    """Return the plans of the reference and the settings, and the engine's module:Class.
+    """Return the plans of reference and settings, and the engine's module:Class.
 
     Each of `copies` has all settings, or the reference's own without any.
     """

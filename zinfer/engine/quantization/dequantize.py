@@ -63,7 +63,7 @@ class Codes:
         return self.divisor != 0 and scale * largest / abs(self.divisor) <= bound
 
     def part(self, start: int, count: int) -> "Codes":
-        """Return `count` rows from `start` on, whole blocks but for the last one, as views."""
+        """Return `count` rows from `start` on as views. All but the last have whole blocks."""
         first, last = start // self.block[0], -(-(start + count) // self.block[0])
         grid = slice(first, last) if len(self.scales) > 1 else slice(None)
         zeros = None if self.zeros is None else self.zeros[grid]

@@ -143,8 +143,8 @@ def random_parts(matrix: CodedMatrix, std: float, generator: torch.Generator) ->
     powers = DTYPES[headers["scales"].dtype] in POWERS
     if powers:
         wanted = 2.0 ** ceil(log2(wanted))
-    pool, own_std = _pool(name, round(wanted / std, 4), device)
-    scale = wanted if powers else std / own_std
+    pool, pool_std = _pool(name, round(wanted / std, 4), device)
+    scale = wanted if powers else std / pool_std
     parts: dict[str, Tensor] = {}
     for role, header in headers.items():
         dtype, shape = DTYPES[header.dtype], header.shape

@@ -80,12 +80,12 @@ if TYPE_CHECKING:
     from zinfer.engine.ranks import Group
 
 MAX_STEP_TOKENS = MAX_DRAFTS + 1  # tokens of a row that a decode step takes at most; more of them are a prompt's
-FIRST_STEPS = 8  # of a model that drafts, before its passes are recorded: one that is wrong is given up earlier
+FIRST_STEPS = 8  # of a model that drafts, before its passes are recorded: a wrong kernel is given up earlier
 DEQUANTIZED_BYTES = 1 << 30  # bytes of a quantised cache that are in the model's type at a time
 
 
 class StreamBatch(DecoderBatch):
-    """A micro-batch whose last rows may have their keys and values in host memory: `host`, which uses `memory`."""
+    """Micro-batch whose last rows may have their KV cache in host memory. That cache is `host`, which uses `memory`."""
 
     host: HostCache | None = None
     memory: HostMemory | None = None
@@ -102,7 +102,7 @@ class StreamBatch(DecoderBatch):
 
 class Stream(Decoder):
     """Engine `stream`: all weights on the device (offload `none`), or the decoder layers streamed to it from host
-    memory (`cpu`), or from files (`nvme`), of which host memory keeps as many as it holds."""
+    memory (`cpu`), or from files (`nvme`), of which host memory keeps as many as fit."""
 
     several: ClassVar[str] = "zinfer.engine.stream.team:StreamTeam"
     options: StreamOptions
@@ -133,8 +133,8 @@ class Stream(Decoder):
         self._inspect()
         self._ragged = Ragged(self.model, self._accepted)
         self._ragged.able = self._ragged.able and not self._counts_padding
-        own_keys = plan.model.num_heads == plan.model.num_kv_heads  # each head has keys and values of its own
-        self._stacks = own_keys and "attention_mask" in self._accepted and not self._own_cache
+        heads_have_keys = plan.model.num_heads == plan.model.num_kv_heads  # each head has keys and values of its own
+        self._stacks = heads_have_keys and "attention_mask" in self._accepted and not self._own_cache
         recorded = self.options.cuda_graphs == "auto" and self._group is None
         recorder = graphs.recorder_of(self.device) if recorded else None
         self._recorded = Graphs(self.model, self._ragged, (self._cache_name, self._accepted), recorder, self._ring_pass)
@@ -177,7 +177,7 @@ class Stream(Decoder):
         self._stacks = self._stacks and alike and self._probe.moves and self.cannot_pad() is None
 
     def _attach(self, source: LayerSource, ring: PrefetchRing, state: ModelState) -> None:
-        """Connect layers, and experts that come on demand, to the ring, and start it."""
+        """Connect layers and on-demand experts to the ring, and start it."""
         if source.lossless and self._group is None:
             ring.products = PackedProducts(self.device)
         for number, layer in enumerate(self._layers):
@@ -190,14 +190,14 @@ class Stream(Decoder):
             ring.start()
 
     def _check_layerwise(self, group: "Group") -> None:
-        """Raise EngineError for a model that may not be called layer by layer."""
+        """Raise EngineError for a model that cannot run layer by layer."""
         trial = None if self._own_cache else make_cache(self.model.config, 1, 1)
         if not isinstance(trial, RowCache) or len(trial.layers) != len(self._layers):
             name = self.plan.model.name
             raise EngineError(f"gpus={group.size} is not for {name}: its layers keep their cache whole")
 
     def _load_draft(self) -> None:
-        """Load the draft model on the device, of several the first. Raises EngineError for one that cannot draft."""
+        """Load the draft model on the first device. Raises EngineError for a model that cannot draft."""
         name, plan = self.options.draft_model, self.planner.draft(self.plan.case.workload)
         if name is None or (self._group is not None and self._group.rank):
             return
@@ -276,12 +276,12 @@ class Stream(Decoder):
         if on_host and isinstance(cache, RowCache) and cache.attention:
             self._to_host_memory(batch, cache, slice(on_device, rows), placement, load)
             assert batch.host is not None
-            self._kv_place = batch.host.attends_on
+            self._kv_device = batch.host.attends_on
             if isinstance(batch.host, CpuCache):
                 self._kv_threads = max(1, round(placement.kv_cpu_share * attending_cpus(self._threads)))
                 # The number holds for all work of the CPU: teams of two sizes in turn end and start threads each time.
                 torch.set_num_threads(self._kv_threads)
-        if self._ring is not None and self._group is None:  # the ranks of a group begin together, with a trip
+        if self._ring is not None and self._group is None:  # the ranks of a group begin together, with a pass
             self._ring.start()
         return batch
 
@@ -293,7 +293,7 @@ class Stream(Decoder):
         placement: Placement,
         moved: Sequence[tuple[DecoderBatch, Tensor]],
     ) -> int:
-        """Return how many of `rows` with room for `capacity` tokens go to host memory; rows `moved` leave room."""
+        """Return how many of `rows` become host rows. Each has room for `capacity` tokens; `moved` rows leave room."""
         if self.expected is None:
             missing: int = placement.host_rows(load.batch_size) - sum(batch.host_rows for batch in self.batches)
             return min(rows, max(0, missing))
@@ -315,28 +315,29 @@ class Stream(Decoder):
         return rows - on_device
 
     def _placement(self, load: Workload) -> Placement:
-        """Return the plan's placement of `load`, or the one given for all ranks."""
+        """Return the placement for `load`, or the one given for all ranks."""
         return self.given or self.planner.placement(load)
 
     def _holds_two_layers(self, ring: PrefetchRing) -> bool:
-        """Tell whether the ring should hold two layers, for which the GPU has room. Between passes of requests rows
-        move, and the link goes on meanwhile."""
+        """Tell whether the GPU has room for a ring of two layers. Between passes of requests rows move, and the link
+        goes on meanwhile.
+        """
         load = self.expected
         if load is None or self.given is not None or isinstance(ring, DiskRing):
             return False
-        if self.planner.placement(load).host_rows(load.batch_size):  # what comes beside the weights is guessed
+        if self.planner.placement(load).host_rows(load.batch_size):  # what else crosses the link is guessed
             return False
         room = self.plan.machine.device_bytes - self.planner.tiers(load).gpu.total
         return room > self.plan.model.layer_bytes
 
     def _share_out(self, ring: PrefetchRing, placement: Placement) -> None:
-        """Give the ring its buffers, and the GPU its layers, as `placement` says."""
+        """Allocate the ring's buffers and put layers on the GPU, by `placement`."""
         buffers = max(placement.ring_depth, self._headroom.ring_depth)
         if buffers >= placement.layer_chunks:  # room for a whole layer, whose tensors are cut one by one
             # With experts on demand the next layer is there when its turn comes.
             layers = 2 if self._pool is not None or self._holds_two_layers(ring) else 1
             staging = 0 if self._group is None else max(0, placement.ring_depth - placement.layer_chunks)
-            buffers = max(buffers, *(layers * len(image.chunks) + staging for image in ring.layers))
+            buffers = max(buffers, *(layers * len(packed.chunks) + staging for packed in ring.layers))
         pool, experts = self._pool, (placement.expert_buffers, placement.cached_experts)
         ring.resize(min(buffers, ring.depth))  # shrink before anything grows
         if set(placement.resident_layers) != set(range(len(ring.layers))) - set(ring.streamed):
@@ -353,7 +354,7 @@ class Stream(Decoder):
     def _to_host_memory(
         self, batch: StreamBatch, cache: RowCache, rows: slice, placement: Placement, load: Workload
     ) -> None:
-        """Move the KV cache of `rows`, the last ones of `batch`, to host memory."""
+        """Move the KV cache of `batch`'s last `rows` to host memory."""
         on_cpu = placement.kv_on_cpu or self._ring is None
         batch.memory = memory = HostMemory(self._host_pool(placement, load))
         attention = cache.attention
@@ -370,7 +371,7 @@ class Stream(Decoder):
         batch.host = host
 
     def _host_pool(self, placement: Placement, load: Workload) -> HostPool:
-        """Return the pool for keys and values in host memory, with room for `load`."""
+        """Return the host KV pool, with room for `load`."""
         on_cpu = placement.kv_on_cpu or self._ring is None
         pool = self._kv_pool
         if pool is None or (pool.spread != on_cpu and pool.unused == pool.size):
@@ -382,8 +383,7 @@ class Stream(Decoder):
         return pool
 
     def place(self, placement: Placement) -> None:
-        """Place weights and buffers as `placement` says, which counts the work of all ranks. Raises
-        torch.OutOfMemoryError."""
+        """Place weights and buffers by `placement`. It counts the work of all ranks. Raises torch.OutOfMemoryError."""
         self.given = placement
         if self._ring is not None:
             self._share_out(self._ring, placement)
@@ -410,7 +410,7 @@ class Stream(Decoder):
 
     def _reset_kv_use(self) -> None:
         """Start to count anew: most rows at a time with their KV cache in host memory, who attends, CPU threads."""
-        self._kv_rows, self._kv_place, self._kv_threads = 0, "gpu", 0
+        self._kv_rows, self._kv_device, self._kv_threads = 0, "gpu", 0
 
     def _cannot_have(self, option: str) -> str | None:
         """Return the reason why the model's cache cannot be as `option` says; None if it can."""
@@ -462,7 +462,7 @@ class Stream(Decoder):
         return [logits[id(part)] for part in parts]
 
     def _shared_pass(self, part: Part) -> tuple[object, ...]:
-        """Return the key of the forward pass that a part shares with others; one of its own if it cannot."""
+        """Return the key that a part shares with others of its pass; one of its own if it cannot."""
         on_cpu, count = _on_cpu(part), part.token_ids.shape[1]
         if self._ragged.takes(part, on_cpu):
             return "ragged", on_cpu, count
@@ -475,8 +475,9 @@ class Stream(Decoder):
 
     @property
     def _stacks_on_device(self) -> bool:
-        """True if micro-batches on the device share a forward pass as one rectangle. Where no weight crosses the link
-        each has a graph of its own."""
+        """Tell whether micro-batches on the device share a pass as one rectangle. Where no weight crosses the link each
+        has a graph of its own.
+        """
         recorded = self._graphs.wanted and (self._ring is None or not self._ring.streamed)
         recorded = recorded and self.options.kv_cache_dtype not in STORAGE
         return self._stacks and not recorded
@@ -511,7 +512,7 @@ class Stream(Decoder):
         return [results[number] for number in range(len(passes))]
 
     def _is_recordable(self, parts: Sequence[Part]) -> bool:
-        """Tell whether a pass is a decode step that can be recorded (`zinfer.engine.stream.graphs`)."""
+        """Tell whether a pass is a decode step that can be recorded. See `zinfer.engine.stream.graphs`."""
         count = parts[0].token_ids.shape[1]
         if count > (MAX_STEP_TOKENS if self._graphs.takes_several else 1) or self.options.cuda_graphs == "off":
             return False
@@ -534,7 +535,7 @@ class Stream(Decoder):
         def run() -> Tensor:
             self._begin_pass(parts)
             with self._ring_pass():
-                return self._together_or_alone(parts)
+                return self._forward_parts(parts)
 
         return run
 
@@ -545,7 +546,7 @@ class Stream(Decoder):
         """Run passes as `_run_passes` does, without graphs."""
         ring = self._ring
         if ring is None:
-            return [self._together_or_alone(parts) for parts in passes]
+            return [self._forward_parts(parts) for parts in passes]
         parts = [part for some in passes for part in some]
         on_host = any(stream_batch(part.batch).host is not None for part in parts)
         if not (self.one_pass or on_host) or (len(passes) == 1 and not on_host):
@@ -563,11 +564,11 @@ class Stream(Decoder):
         if on_cpu == len(passes) or self._pool is not None:  # one queue unpacks experts
             on_cpu = 0
         try:
-            return interleave(ring, [partial(self._together_or_alone, some) for some in passes], enter, fetches, on_cpu)
+            return interleave(ring, [partial(self._forward_parts, some) for some in passes], enter, fetches, on_cpu)
         finally:
             self._ragged.switch(False)
 
-    def _together_or_alone(self, parts: Sequence[Part]) -> Tensor:
+    def _forward_parts(self, parts: Sequence[Part]) -> Tensor:
         """Run one forward pass of parts that share it, or of one; return its logits ``[B, keep, V]``."""
         self._ragged.switch(self._is_ragged(parts))
         on_cpu = _on_cpu(parts[0])
@@ -583,11 +584,11 @@ class Stream(Decoder):
             return self._joined(parts, cache, None)
 
     def _is_ragged(self, parts: Sequence[Part]) -> bool:
-        """Tell whether parts that share a forward pass do so by ragged attention."""
+        """Tell whether the parts of a pass use ragged attention."""
         return len(parts) > 1 and self._ragged.takes(parts[0], _on_cpu(parts[0]))
 
     def _joined(self, parts: Sequence[Part], cache: Cache, mask: Tensor | None) -> Tensor:
-        """Run one forward pass, a decode step of as many tokens in all `parts`; return its logits ``[B, n, V]``."""
+        """Run one pass, a decode step of `parts` with equal token counts; return its logits ``[B, n, V]``."""
         inputs: dict[str, object] = {
             "input_ids": torch.cat([part.token_ids for part in parts]),
             "attention_mask": mask,
@@ -620,7 +621,7 @@ class Stream(Decoder):
                 return logits
 
     def _deepen_ring(self) -> None:
-        """Give the ring more buffers in spare memory, where the CPU attends and some layers stay."""
+        """Add spare-memory ring buffers, where the CPU attends and some layers stay."""
         ring, headroom = self._ring, self._headroom
         if self.expected is None or headroom.ring_depth or not headroom.known:
             return
@@ -629,7 +630,7 @@ class Stream(Decoder):
         if not any(isinstance(batch.host, CpuCache) for batch in self.batches):
             return
         layers = prefetch_distance(ring.streamed, len(ring.layers))
-        wanted = ceil(layers * max(len(image.chunks) for image in ring.layers))
+        wanted = ceil(layers * max(len(packed.chunks) for packed in ring.layers))
         before = ring.depth
         try:
             ring.resize(headroom.deepen(before, wanted, ring.buffer_bytes))  # the next pass begins anew
@@ -731,15 +732,15 @@ class Stream(Decoder):
             self._graphs.paused = False
 
     def _delivered(self) -> int:
-        """Return the weight bytes that a step brought, as they are in the slot; coded ones were fewer on the wire."""
+        """Return a step's weight bytes as they are in the layer buffer; coded ones were fewer on the wire."""
         experts = round(self._experts_per_step("delivered"))
         if self._ring is None or not self._streamed_per_step or self.plan.placement.codec != "lossless":
             return self._streamed_per_step + experts
         layers = [self._ring.layers[index] for index in self._ring.streamed]
-        return sum(block.size for image in layers for block in image.blocks.values()) + experts
+        return sum(block.size for packed in layers for block in packed.blocks.values()) + experts
 
     def _experts_per_step(self, name: str) -> float:
-        """Return the mean of a count of experts over the latest decode steps."""
+        """Return an expert count's mean over the latest decode steps."""
         steps = self._expert_steps
         return sum(getattr(step, name) for step in steps) / len(steps) if steps else 0.0
 
@@ -773,7 +774,7 @@ class Stream(Decoder):
         cache: dict[str, Option] = {
             "kv_offload": self.options.kv_offload,
             "kv_cache_dtype": self.options.kv_cache_dtype,
-            "kv_attention": self._kv_place,
+            "kv_attention": self._kv_device,
             "kv_host_rows": self._kv_rows,
             "kv_threads": self._kv_threads,
             "kv_bytes_per_step": self._fetched_per_step,
@@ -841,7 +842,7 @@ def stream_batch(batch: MicroBatch) -> StreamBatch:
 
 
 def together(batches: Sequence[MicroBatch], rows: int, length: int, capacity: int) -> Workload:
-    """Return the workload of all micro-batches, and of one more, as if they were one."""
+    """Return the workload of all micro-batches and new rows, as if one."""
     lengths = [length, *(batch.prompt_len for batch in batches)]
     capacities = [capacity, *(batch.capacity for batch in batches)]
     size = rows + sum(batch.batch_size for batch in batches)
@@ -855,7 +856,7 @@ def _on_cpu(part: Part) -> bool:
 
 
 def _widen_on(device: torch.device) -> DequantizeKV:
-    """Return what widens a KV cache of 8-bit numbers on a device: zinfer's kernel, or PyTorch where none runs."""
+    """Return the function that dequantises an 8-bit KV cache on a device: zinfer's kernel, or PyTorch's."""
     if cannot_run(device) is not None:
         return dequantize_kv
     from zinfer.engine.stream.widen_kernel import widen

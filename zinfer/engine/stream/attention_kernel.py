@@ -2,8 +2,8 @@
 """Triton kernels of attention for few queries: keys and values are read by the whole GPU, not by a program a head.
 
 PyTorch's attention with a mask gives each head of each row to one multiprocessor, which reads the keys one block after
-the other. A row or two leave most of the GPU idle, and a step takes longer the longer the row is. Here the positions of
-a head are split among programs (as flash-decoding splits them, Dao et al. 2023); `_combine` adds what they found, each
+the other. A row or two leave most of the GPU idle, and a step takes longer the longer the row is. This kernel
+splits a head's positions among programs (as flash-decoding does, Dao et al. 2023); `_combine` adds their results, each
 by the largest score that it saw. Scores and sums are in float32, weights are rounded to the type of the values.
 
 With TRITON_INTERPRET=1 in the environment the kernels run on a CPU.
@@ -24,8 +24,10 @@ LOWEST = tl.constexpr(-3.0e38)  # score of a position that is not there
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    """Return the attention of `query` ``[B, K, m, D]`` to `keys` ``[B, K, n, D]`` and `values` ``[B, K, n, E]``:
-    ``[B, K, m, E]``. `bias`, ``[B, 1, m or 1, n]``, is added to the scores; it must be finite."""
+    """Return the attention of `query` to `keys` and `values`. Of `query` ``[B, K, m, D]``, `keys` ``[B, K, n, D]`` and
+    `values` ``[B, K, n, E]`` it is ``[B, K, m, E]``. `bias`, ``[B, 1, m or 1, n]``, is added to the scores; it must be
+    finite.
+    """
     rows, heads, count, size = query.shape
     positions, width = values.shape[2:]
     blocks = triton.cdiv(positions, BLOCK)
@@ -90,10 +92,10 @@ def _attend(
     steps,
     keys_row,
     keys_head,
-    keys_place,
+    keys_position,
     values_row,
     values_head,
-    values_place,
+    values_position,
     bias_row,
     bias_query,
     HEADS: tl.constexpr,
@@ -107,8 +109,9 @@ def _attend(
     BLOCK: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Attend to `steps` tiles of the positions of one head of one row: the weighted sum of its values, by the largest
-    score, and beside it that score and the sum of the weights."""
+    """Attend to `steps` tiles of positions for one head of a row: the weighted sum of its values, by the largest score,
+    and with it that score and the sum of the weights.
+    """
     TYPE: tl.constexpr = values.dtype.element_ty
     pair = tl.program_id(0)
     split = tl.program_id(1)
@@ -117,9 +120,9 @@ def _attend(
     asked = tl.arange(0, ASKED)
     part = tl.arange(0, SIZE_BLOCK)
     column = tl.arange(0, WIDTH_BLOCK)
-    place = asked[:, None] * SIZE + part[None, :]
+    element = asked[:, None] * SIZE + part[None, :]
     inside = (asked < COUNT)[:, None] & (part < SIZE)[None, :]
-    states = tl.load(query + pair.to(tl.int64) * COUNT * SIZE + place, mask=inside, other=0.0)
+    states = tl.load(query + pair.to(tl.int64) * COUNT * SIZE + element, mask=inside, other=0.0)
     keys += row * keys_row + head * keys_head
     values += row * values_row + head * values_head
     bias += row * bias_row
@@ -129,39 +132,41 @@ def _attend(
     first = split * steps
     for step in range(first, tl.minimum(first + steps, tl.cdiv(positions, BLOCK))):
         position = step * BLOCK + tl.arange(0, BLOCK)
-        known = position < positions
+        valid = position < positions
         offset = position.to(tl.int64)
         tile = tl.load(
-            keys + offset[None, :] * keys_place + part[:, None], mask=known[None, :] & (part < SIZE)[:, None], other=0.0
+            keys + offset[None, :] * keys_position + part[:, None],
+            mask=valid[None, :] & (part < SIZE)[:, None],
+            other=0.0,
         )
         score = added(states, tile, tl.zeros([ASKED, BLOCK], tl.float32), INTERPRETED) * scale
         if BIASED:
             where = bias + asked[:, None] * bias_query + position[None, :]
-            score += tl.load(where, mask=(asked < COUNT)[:, None] & known[None, :], other=0.0).to(tl.float32)
-        score = tl.where(known[None, :], score, LOWEST)
+            score += tl.load(where, mask=(asked < COUNT)[:, None] & valid[None, :], other=0.0).to(tl.float32)
+        score = tl.where(valid[None, :], score, LOWEST)
         higher = tl.maximum(largest, tl.max(score, 1))
-        weight = tl.where(known[None, :], tl.exp(score - higher[:, None]), 0.0)
+        weight = tl.where(valid[None, :], tl.exp(score - higher[:, None]), 0.0)
         fade = tl.exp(largest - higher)
         content = tl.load(
-            values + offset[:, None] * values_place + column[None, :],
-            mask=known[:, None] & (column < WIDTH)[None, :],
+            values + offset[:, None] * values_position + column[None, :],
+            mask=valid[:, None] & (column < WIDTH)[None, :],
             other=0.0,
         )
         total = total * fade + tl.sum(weight, 1)
         mixed = added(rounded(weight, TYPE), content, mixed * fade[:, None], INTERPRETED)
         largest = higher
-    own = (pair * tl.num_programs(1) + split).to(tl.int64) * COUNT + asked
-    tl.store(sums + own, largest, mask=asked < COUNT)
-    tl.store(sums + tl.num_programs(0) * tl.num_programs(1) * COUNT + own, total, mask=asked < COUNT)
-    place = own[:, None] * WIDTH + column[None, :]
-    tl.store(partial + place, mixed, mask=(asked < COUNT)[:, None] & (column < WIDTH)[None, :])
+    entry = (pair * tl.num_programs(1) + split).to(tl.int64) * COUNT + asked
+    tl.store(sums + entry, largest, mask=asked < COUNT)
+    tl.store(sums + tl.num_programs(0) * tl.num_programs(1) * COUNT + entry, total, mask=asked < COUNT)
+    element = entry[:, None] * WIDTH + column[None, :]
+    tl.store(partial + element, mixed, mask=(asked < COUNT)[:, None] & (column < WIDTH)[None, :])
 
 
 @triton.jit(do_not_specialize=["splits"])
 def _combine(
     partial, sums, out, splits, COUNT: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Add what the splits of a head content for one query."""
+    """Combine the splits of a head for one query."""
     pair = tl.program_id(0).to(tl.int64)
     asked = tl.program_id(1)
     column = tl.arange(0, BLOCK)
@@ -173,5 +178,5 @@ def _combine(
     inside = (split < splits)[:, None] & (column < WIDTH)[None, :]
     content = tl.load(partial + entry[:, None] * WIDTH + column[None, :], mask=inside, other=0.0)
     mixed = tl.sum(content * share[:, None], 0) / tl.sum(weight * share, 0)
-    place = (pair * COUNT + asked) * WIDTH + column
-    tl.store(out + place, rounded(mixed, out.dtype.element_ty), mask=column < WIDTH)
+    element = (pair * COUNT + asked) * WIDTH + column
+    tl.store(out + element, rounded(mixed, out.dtype.element_ty), mask=column < WIDTH)

@@ -57,7 +57,7 @@ _SHIFTS = [2 * (lane // 2) + 16 * (lane % 2) for lane in range(ROW)]
 class Layout:
     """Places of the parts of encoded data. The host has them, so that no decode waits for the device. `sections` are
     the offsets of levels 2 to `LEVELS`, of the bytes, of the tail and of the end, in units of 16 bytes. `bits` are
-    those of a value before it is coded: 16 of bf16, 8 of e4m3."""
+    a value's before it is coded: 16 of bf16, 8 of e4m3."""
 
     numel: int
     sections: tuple[int, ...]

@@ -54,7 +54,7 @@ class HostTensor(Tensor):
             if isinstance(operand, HostTensor):
                 operand = operand.as_subclass(Tensor)
                 return to_device(operand, home) if lands else operand
-            return operand if lands else _fetched(operand)
+            return operand if lands else _copy_to_host(operand)
 
         with torch._C.DisableTorchFunctionSubclass():
             args, kwargs = _changed(bring, (args, kwargs))
@@ -112,8 +112,8 @@ class HostInt8Tensor(HostTensor):
         with torch._C.DisableTorchFunctionSubclass():
             content = self.as_subclass(Tensor)
             turned = content.stride(-1) != 1
-            wide = widened(content.transpose(-1, -2) if turned else content, self.wide)
-            return as_host_tensor(wide.transpose(-1, -2) if turned else wide, self.home)
+            dequantized = widened(content.transpose(-1, -2) if turned else content, self.wide)
+            return as_host_tensor(dequantized.transpose(-1, -2) if turned else dequantized, self.home)
 
 
 class HostRowsTensor(Stacked, HostTensor):
@@ -147,7 +147,7 @@ class HostRowsTensor(Stacked, HostTensor):
         return out
 
     def mix(self, chances: Tensor) -> Tensor:
-        """Return ``chances @ values`` of ``[.., n, m]`` chances, with as many leading dimensions as this tensor."""
+        """Return ``chances @ values``, with as many leading dimensions as this tensor. Chances are ``[.., n, m]``."""
         split = self.split_heads(chances)
         mixed, first = [], 0
         for block in self.blocks:
@@ -157,15 +157,16 @@ class HostRowsTensor(Stacked, HostTensor):
         return torch.cat(mixed).view(*chances.shape[:-1], -1)
 
     def split_heads(self, rows: Tensor) -> Tensor:
-        """Return ``[.., n, D]`` rows, with as many leading dimensions as this tensor, as ``[B, heads, n, D]``."""
+        """Reshape ``[.., n, D]`` rows to ``[B, heads, n, D]``. They have as many leading dimensions as this tensor."""
         if rows.shape[:-2] != self.shape[:-2]:
             raise NotStackedError(f"a product of {list(rows.shape)} and keys or values {list(self.shape)}")
         return rows.reshape(-1, self.blocks[0].shape[1], *rows.shape[-2:])
 
 
 class DeferredScores(HostTensor):
-    """Scores of queries for keys in host memory, or their softmax, not computed yet. They are computed together with
-    the product that follows, by `attend`, or, if a model does anything else with them, when it does."""
+    """Lazy scores of queries for keys in host memory, or their softmax. They are computed together with the product
+    that follows, by `attend`, or, if a model does anything else with them, when it does.
+    """
 
     queries: Tensor  # [B, heads, n, D]
     keys: HostRowsTensor
@@ -188,8 +189,9 @@ class DeferredScores(HostTensor):
         return func(*args, **kwargs)
 
     def _deferred(self, func: Any, others: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Return the result of a function of these scores and `others` without computing them, if it can. The product
-        that ends attention is computed; None stands for anything else."""
+        """Defer a function of these scores and `others`, if possible. The product that ends attention is computed; None
+        stands for anything else.
+        """
         other, name = others[0] if others else None, getattr(func, "__name__", "")
         if name.endswith("_") and not name.endswith("__"):
             raise NotStackedError(f"{name} changes scores in place")
@@ -203,7 +205,7 @@ class DeferredScores(HostTensor):
         if len(others) == 1 and not (kwargs or self.shares):
             if func in SUMS and isinstance(other, Tensor) and other.is_floating_point():
                 with torch._C.DisableTorchFunctionSubclass():
-                    bias = _bias(_fetched(other), self.shape, self._leading[0])
+                    bias = _bias(_copy_to_host(other), self.shape, self._leading[0])
                 dtype = torch.promote_types(self.dtype, other.dtype)
                 return self._like(self.shape, dtype, biases=(*self.biases, bias))
             if func in FACTORS and isinstance(other, int | float) and not self.biases:
@@ -262,8 +264,9 @@ class DeferredScores(HostTensor):
 def attend_all(
     queries: Tensor, blocks: Sequence[tuple[Tensor, Tensor]], biases: Sequence[Tensor], scale: float | None
 ) -> Tensor:
-    """Return the attention of `queries` to all `blocks`, in float32, as `cpu_kernel.attend` does. Other passes go on
-    meanwhile; torch computes what the compiled code cannot."""
+    """Return the float32 attention of `queries` to all `blocks`. It is what `cpu_kernel.attend` returns. Other passes
+    go on meanwhile; torch computes what the compiled code cannot.
+    """
     factor = queries.shape[-1] ** -0.5 if scale is None else scale
     if can_attend(queries, blocks):
         return run_async(_attend(queries, blocks, biases, factor))
@@ -280,15 +283,15 @@ def attend_all(
 def _attend(
     queries: Tensor, blocks: Sequence[tuple[Tensor, Tensor]], biases: Sequence[Tensor], scale: float
 ) -> Callable[[], Tensor]:
-    """Return a function that computes `attend`, by as many threads as the caller has."""
+    """Return a function that computes `attend` with the caller's thread count."""
     return partial(attend, queries, blocks, biases, scale, torch.get_num_threads())
 
 
 def _query(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
     """Return the query, on a GPU, that `to_host_async` brings; None of functions that do not begin attention."""
     if func in WITH_QUERY:
-        name, place = WITH_QUERY[func]
-        query = kwargs[name] if name in kwargs else args[place] if place < len(args) else None
+        name, index = WITH_QUERY[func]
+        query = kwargs[name] if name in kwargs else args[index] if index < len(args) else None
         if isinstance(query, Tensor) and not isinstance(query, HostTensor) and query.is_cuda:
             return query
     return None
@@ -306,33 +309,33 @@ def _scores(rows: Tensor, keys: HostRowsTensor, scale: float = 1.0, added: Tenso
 
 
 def _bias(added: Tensor, shape: Sequence[int], leading: Sequence[int]) -> Tensor:
-    """Return what is added to scores, as `attend` takes it. `leading` are the rows and heads of the scores' `shape`."""
+    """Return the bias of scores, as `attend` takes it. `leading` are the rows and heads of the scores' `shape`."""
     if torch.broadcast_shapes(added.shape, shape) != torch.Size(shape):
         raise NotStackedError(f"{list(added.shape)} added to scores {list(shape)}")
-    wide = _widened_once(added)
-    if len(shape) == 4 or wide.dim() < 3:
-        return wide
-    return wide[None] if len(wide) == 1 else wide.view(*leading, *wide.shape[1:])
+    bias = _as_float_once(added)
+    if len(shape) == 4 or bias.dim() < 3:
+        return bias
+    return bias[None] if len(bias) == 1 else bias.view(*leading, *bias.shape[1:])
 
 
-def _widened_once(added: Tensor) -> Tensor:
-    """Return a mask or bias in float32, -inf where a bool is False. Copies that `_fetched` made, which nobody changes,
-    are converted once."""
+def _as_float_once(added: Tensor) -> Tensor:
+    """Return a mask or bias in float32, -inf where False. Copies that `_copy_to_host` made, which nobody changes, are
+    converted once.
+    """
     if added.dtype == torch.float32:
         return added
-    known: Tensor | None = getattr(added, "_wide", None)
-    if known is not None:
-        return known
+    cached: Tensor | None = getattr(added, "_as_float", None)
+    if cached is not None:
+        return cached
     hidden = added.new_zeros(added.shape, dtype=torch.float32)
-    wide = hidden.masked_fill_(~added, float("-inf")) if added.dtype == torch.bool else added.float()
+    converted = hidden.masked_fill_(~added, float("-inf")) if added.dtype == torch.bool else added.float()
     if getattr(added, "_is_copy", False):
-        added._wide = wide  # type: ignore[attr-defined]
-    return wide
+        added._as_float = converted  # type: ignore[attr-defined]
+    return converted
 
 
 def stack_host_rows(blocks: Sequence[Tensor], home: torch.device, dtype: torch.dtype) -> HostRowsTensor:
-    """Return `HostRowsTensor` of `blocks`, each ``[b, heads, n, D]`` on the CPU, n its own; they report the type
-    `dtype`."""
+    """Return `HostRowsTensor` of CPU `blocks`. Each is ``[b, heads, n, D]``, n its own; their type is `dtype`."""
     stacked_rows = stack(blocks, dtype).as_subclass(HostRowsTensor)
     stacked_rows.blocks, stacked_rows.turned, stacked_rows.home = tuple(blocks), False, home
     return stacked_rows
@@ -358,16 +361,16 @@ MEASURES = stacked.MEASURES | {"data_ptr"}
 
 
 def as_host_tensor(tensor: Tensor, home: torch.device) -> HostTensor:
-    """Return a view of the CPU tensor `tensor` whose operations run on the CPU; their results belong on `home`."""
+    """Return a view of `tensor` whose operations run on the CPU; their results belong on `home`."""
     view = tensor.as_subclass(HostTensor)
     view.home = home
     return view
 
 
-def as_host_int8(content: Tensor, home: torch.device, wide: torch.dtype) -> HostInt8Tensor:
+def as_host_int8(content: Tensor, home: torch.device, dtype: torch.dtype) -> HostInt8Tensor:
     """Return a `HostInt8Tensor` view of `content` (int8, whole rows, possibly transposed)."""
     view = content.as_subclass(HostInt8Tensor)
-    view.home, view.wide = home, wide
+    view.home, view.wide = home, dtype
     view.width = content.size(-1) if content.stride(-1) == 1 else content.size(-2)
     return view
 
@@ -395,8 +398,9 @@ def _tensors(operands: Any) -> Iterator[Tensor]:
 
 
 def _changed(change: Callable[[Any], Any], operands: Any) -> Any:
-    """Return the operands of a function, each replaced by what `change` returns of it. This takes a fraction of the
-    time of `torch.utils._pytree`, which knows other containers, too."""
+    """Map `change` over the operands of a function. This takes a fraction of the time of `torch.utils._pytree`, which
+    knows other containers, too.
+    """
     if type(operands) in (tuple, list):
         return type(operands)(_changed(change, operand) for operand in operands)
     if type(operands) is dict:
@@ -410,7 +414,7 @@ def _has_whole_rows(content: Tensor, width: int) -> bool:
     return (content.stride(-1), content.size(-1)) == (1, width) or (content.stride(-2), content.size(-2)) == (1, width)
 
 
-def _fetched(operand: Tensor) -> Tensor:
+def _copy_to_host(operand: Tensor) -> Tensor:
     """Return `operand` on the CPU. A tensor that all layers share (a mask, a bias; never changed in place) is copied
     once."""
     if operand.device.type == "cpu":
@@ -429,8 +433,9 @@ def _attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Compute `scaled_dot_product_attention` of query heads ``[B, H, n, D]`` that may share key heads ``[B, K, m, D]``:
-    the queries of a group are rows of one product, so that each key is read once."""
+    """Compute `scaled_dot_product_attention` where query heads share key heads. Queries are ``[B, H, n, D]``, keys
+    ``[B, K, m, D]``; the queries of a group are rows of one product, so that each key is read once.
+    """
     batch, heads, length, width = query.shape
     groups = key.shape[1]
     rows = query.reshape(batch, groups, heads // groups * length, width)
@@ -450,7 +455,7 @@ def _attention(
         blocks = list(zip(key.blocks, value.blocks, strict=True))
     factor = width**-0.5 if scale is None else scale
     if can_attend(rows, blocks):
-        biases = [] if attn_mask is None else [_widened_once(attn_mask)]
+        biases = [] if attn_mask is None else [_as_float_once(attn_mask)]
         if groups != heads and length > 1:  # queries of a group stand one behind the other
             biases = [bias.expand(*bias.shape[:2], length, -1).repeat(1, 1, heads // groups, 1) for bias in biases]
         mixed = run_async(_attend(rows, blocks, biases, factor))
@@ -473,8 +478,9 @@ def _can_multiply(rows: Tensor, matrix: Tensor) -> bool:
 
 
 def _product(rows: Tensor, matrix: Tensor) -> Tensor | None:
-    """Return ``rows @ matrix`` in float32 if the matrix, or its transpose, suits the compiled code; else None. Scores
-    of stacked rows are computed later."""
+    """Return ``rows @ matrix`` in float32 by the compiled code, or None. It is None unless the matrix or
+    its transpose suits that code. Scores of stacked rows are computed later.
+    """
     suited = rows.dim() == matrix.dim() > 1 and rows.shape[-1] == matrix.shape[-2]
     if isinstance(matrix, HostRowsTensor) and suited and matrix.turned and not isinstance(rows, HostRowsTensor):
         return _scores(rows, matrix)

@@ -73,20 +73,20 @@ def attend(
     """Return the attention of queries ``[B, heads, n, D]`` to blocks: float32 ``[B, heads, n, E]``. Each block is keys
     ``[b, heads, m, D]`` and values ``[b, heads, m, E]`` of the next b rows, with an m of its own. `biases` are added to
     the scaled scores: float32, of a shape that expands to ``[B, heads, n, M]``, M the largest m; a block has their last
-    m columns. A query that sees nothing, since all is -inf, gets zeros. `threads` compute it, by default as many as
+    m columns. A query that sees nothing, since all is -inf, gets zeros. `threads` compute it, by default the count that
     torch uses. `can_attend` tells whether the compiled code can do it."""
     rows, heads, count, width = queries.shape
     longest, columns = max(keys.shape[2] for keys, _ in blocks), blocks[0][1].shape[-1]
     if len(biases) > 2:
         biases = [sum(biases[1:], biases[0])]
-    wide = [bias.expand(rows, heads, count, longest) for bias in biases]
-    wide = [bias if bias.stride(-1) == 1 else bias.contiguous() for bias in wide]
+    expanded = [bias.expand(rows, heads, count, longest) for bias in biases]
+    expanded = [bias if bias.stride(-1) == 1 else bias.contiguous() for bias in expanded]
     table, first = (_Block * len(blocks))(), 0
     for entry, (keys, values) in zip(table, blocks, strict=True):
         entry.keys, entry.values = keys.data_ptr(), values.data_ptr()
         entry.rows, entry.heads, entry.tokens = keys.shape[:3]
         entry.of_keys[:], entry.of_values[:] = keys.stride()[:3], values.stride()[:3]
-        for index, bias in enumerate(wide):
+        for index, bias in enumerate(expanded):
             entry.bias[index] = bias[first:, ..., longest - keys.shape[2] :].data_ptr()
             entry.of_bias[index][:] = bias.stride()[:3]
         first += len(keys)
@@ -109,7 +109,7 @@ class _Copy(ctypes.Structure):
 
 def store(copies: Sequence[tuple[Tensor, Tensor]], threads: int | None = None) -> None:
     """Copy each pair's second tensor to its first, all at once. Both are ``[b, heads, n, D]`` in host memory, with b
-    and n of their own; `threads` do it, by default as many as torch uses."""
+    and n of their own; `threads` do it, by default torch's count."""
     plain = [(target, states) for target, states in copies if _copies(target, states)]
     plain = plain if len(plain) > 1 and library() is not None else []
     done = {id(target) for target, _ in plain}
@@ -176,19 +176,20 @@ def _alike(rows: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def quantize_rows(states: Tensor) -> Tensor:
-    """Quantise the rows of `states` (``[.., D]``, any float type) to 8 bits: symmetric, rounded to nearest. Returns
-    uint8 ``[.., D + 4]``, each row with its scale; `int8_of` it is a matrix for `dots` and `mix`."""
+    """Quantise the rows of `states` (``[.., D]``, any float) to 8 bits: symmetric, rounded to nearest. Returns uint8
+    ``[.., D + 4]``, each row with its scale; `int8_of` it is a matrix for `dots` and `mix`.
+    """
     scale = states.abs().amax(-1, keepdim=True).float().clamp_(min=TINIEST) / 127
     return join_scales((states.float() / scale).round_().to(torch.int8), scale)
 
 
 def join_scales(numbers: Tensor, scales: Tensor) -> Tensor:
-    """Return int8 `numbers` ``[.., D]`` and their float32 `scales` ``[.., 1]`` as `quantize_rows` does."""
+    """Join int8 `numbers` and their float32 `scales` as `quantize_rows` does. They are ``[.., D]`` and ``[.., 1]``."""
     return torch.cat([numbers.view(torch.uint8), scales.view(torch.uint8)], dim=-1)
 
 
 def split_scales(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the int8 numbers ``[.., D]`` and the float32 scales ``[.., 1]`` of what `quantize_rows` returned."""
+    """Split what `quantize_rows` returns into numbers and scales: int8 ``[.., D]`` and float32 ``[.., 1]``."""
     return int8_of(rows), rows[..., rows.shape[-1] - SCALE_BYTES :].contiguous().view(torch.float32)
 
 
@@ -223,7 +224,7 @@ def can_multiply(rows: Tensor, matrix: Tensor) -> bool:
 
 
 def _are_read(rows: Tensor) -> bool:
-    """Tell whether the compiled code takes rows of this type from where they are."""
+    """Tell whether the compiled code reads such rows without a copy."""
     return rows.dtype in FLOATS and rows.device.type == "cpu"
 
 
@@ -263,14 +264,14 @@ def _compiled(compiler: str) -> Path:
     compiler fails."""
     made_of = SOURCE.read_bytes() + " ".join((compiler, *FLAGS, _processor())).encode()
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "zinfer"
-    place = folder / f"attend-{hashlib.sha256(made_of).hexdigest()[:16]}.so"
-    if not place.is_file():
+    built = folder / f"attend-{hashlib.sha256(made_of).hexdigest()[:16]}.so"
+    if not built.is_file():
         folder.mkdir(parents=True, exist_ok=True)
         with scratch.folder(folder, "compile") as made_in:  # another process may compile too
-            made, env = made_in.path / place.name, {**os.environ, "TMPDIR": made_in.name}
+            made, env = made_in.path / built.name, {**os.environ, "TMPDIR": made_in.name}
             subprocess.run([compiler, *FLAGS, str(SOURCE), "-o", str(made)], check=True, capture_output=True, env=env)
-            made.replace(place)
-    return place
+            made.replace(built)
+    return built
 
 
 def _processor() -> str:

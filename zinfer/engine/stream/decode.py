@@ -28,7 +28,7 @@ WARPS = 2
 
 def launch(data: Tensor, out: Tensor, blocks: int, offsets: Sequence[int], **constants: int) -> None:
     """Decode the whole blocks of `data` (uint8) into `out` (bf16 ``[numel]``). The tail is left out. Runs on the
-    current stream. `offsets` are those of levels 2 to 4, of the bytes and of the tail, in units of 16 bytes;
+    current stream. `offsets` has levels 2 to 4, the bytes and the tail, in units of 16 bytes;
     `constants` are the codec's BLOCK, LEVELS and MAX_ESCAPES. Checks nothing: `codec.decode` does."""
     _decode[(blocks,)](
         data,

@@ -201,13 +201,13 @@ class DiskLayers:
         return chunk.start in self._views
 
     def begin(self, chunks: Iterable[Chunk]) -> None:
-        """Drop what was read ahead, and read `chunks` from now on. None of them is kept in host memory."""
+        """Drop chunks read ahead, and read `chunks` from now on. None of them is kept in host memory."""
         self.stop()
         self._thread = threading.Thread(target=self._pump, args=(iter(chunks),), name="zinfer-pump", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Read no more, and drop what was read ahead. The device must have read its chunks."""
+        """Read no more, and drop chunks read ahead. The device must have read its chunks."""
         if self._thread is not None:
             with self._changed:
                 self._stopping = True
@@ -259,12 +259,12 @@ class DiskLayers:
         try:
             for chunk in chunks:
                 begin, end = aligned(chunk.start, chunk.end)
-                place = self._wait_for_room(end - begin)
-                if place is None:
+                offset = self._wait_for_room(end - begin)
+                if offset is None:
                     return
                 began: list[float] = []
-                jobs = self._submit(self._bytes[place : place + end - begin], begin, chunk.end, end, began)
-                read = _Read(chunk, place, end - begin, jobs, len(jobs), began)
+                jobs = self._submit(self._bytes[offset : offset + end - begin], begin, chunk.end, end, began)
+                read = _Read(chunk, offset, end - begin, jobs, len(jobs), began)
                 with self._changed:
                     self._reads.append(read)
                     self._changed.notify_all()
@@ -302,18 +302,18 @@ class DiskLayers:
                 while self._reads and self._reads[0].free and self._reads[0].last is None:
                     self._reads.popleft()
                     self._given -= 1
-                place = self._free_place(size)
-                if place is None and not self._stopping:
+                offset = self._free_offset(size)
+                if offset is None and not self._stopping:
                     self._changed.wait_for(lambda: self._stopping or self._reads[0].free)
-                if self._stopping or place is not None:
-                    return None if self._stopping else place
+                if self._stopping or offset is not None:
+                    return None if self._stopping else offset
                 oldest = self._reads[0]
                 event = oldest.last
             if event is not None:
                 event.synchronize()
                 oldest.last = None
 
-    def _free_place(self, size: int) -> int | None:
+    def _free_offset(self, size: int) -> int | None:
         """Return a place behind the latest read; None without room."""
         if not self._reads:
             return 0

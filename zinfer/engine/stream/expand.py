@@ -135,16 +135,16 @@ def _expand(
     else:
         code = tl.load(codes + row * stride + column, mask=inside, other=0).to(tl.int32)
     value = tl.load(table + code)
-    place = tl.zeros([BLOCK], tl.int64)
+    scale_index = tl.zeros([BLOCK], tl.int64)
     if ROWS > 0:
-        place += row // ROWS * scale_columns
+        scale_index += row // ROWS * scale_columns
     if ORDER:
-        place += tl.load(order + column, mask=inside, other=0)
+        scale_index += tl.load(order + column, mask=inside, other=0)
     elif COLUMNS > 0:
-        place += column // COLUMNS
+        scale_index += column // COLUMNS
     if ZEROS:
-        value -= tl.load(zeros + place, mask=inside, other=0).to(tl.float32)
-    scale = _scale(scales, scale_table, place, inside, CODED)
+        value -= tl.load(zeros + scale_index, mask=inside, other=0).to(tl.float32)
+    scale = _scale(scales, scale_table, scale_index, inside, CODED)
     if DIVIDED:
         scale = tl.div_rn(scale, tl.zeros([BLOCK], tl.float32) + divisor)
     if MULTIPLIED:
@@ -202,21 +202,21 @@ def _expand_blocks(
         first = (mantissa & 0x80008) << 12 | first << 10 | (mantissa & 0x70007) << 7
         second = (mantissa & 0x800080) << 8 | second << 10 | (mantissa & 0x700070) << 3
         if ALIGNED:
-            place = _place(value + index * 16, columns, scale_columns, SCALE_ROWS, SCALE_COLUMNS)
-            scale = 256.0 * _scale(scales, scale_table, place, place >= 0, CODED)[:, None]
+            scale_index = _scale_index(value + index * 16, columns, scale_columns, SCALE_ROWS, SCALE_COLUMNS)
+            scale = 256.0 * _scale(scales, scale_table, scale_index, scale_index >= 0, CODED)[:, None]
             first = _pair(first, scale, scale, INNER, TYPE)
             second = _pair(second, scale, scale, INNER, TYPE)
         else:
             begin = value + index[:, None] * 16 + column * 4
-            place = _place(begin, columns, scale_columns, SCALE_ROWS, SCALE_COLUMNS)
-            even = 256.0 * _scale(scales, scale_table, place, place >= 0, CODED)
-            place = _place(begin + 1, columns, scale_columns, SCALE_ROWS, SCALE_COLUMNS)
-            odd = 256.0 * _scale(scales, scale_table, place, place >= 0, CODED)
+            scale_index = _scale_index(begin, columns, scale_columns, SCALE_ROWS, SCALE_COLUMNS)
+            even = 256.0 * _scale(scales, scale_table, scale_index, scale_index >= 0, CODED)
+            scale_index = _scale_index(begin + 1, columns, scale_columns, SCALE_ROWS, SCALE_COLUMNS)
+            odd = 256.0 * _scale(scales, scale_table, scale_index, scale_index >= 0, CODED)
             first = _pair(first, even, odd, INNER, TYPE)
-            place = _place(begin + 2, columns, scale_columns, SCALE_ROWS, SCALE_COLUMNS)
-            even = 256.0 * _scale(scales, scale_table, place, place >= 0, CODED)
-            place = _place(begin + 3, columns, scale_columns, SCALE_ROWS, SCALE_COLUMNS)
-            odd = 256.0 * _scale(scales, scale_table, place, place >= 0, CODED)
+            scale_index = _scale_index(begin + 2, columns, scale_columns, SCALE_ROWS, SCALE_COLUMNS)
+            even = 256.0 * _scale(scales, scale_table, scale_index, scale_index >= 0, CODED)
+            scale_index = _scale_index(begin + 3, columns, scale_columns, SCALE_ROWS, SCALE_COLUMNS)
+            odd = 256.0 * _scale(scales, scale_table, scale_index, scale_index >= 0, CODED)
             second = _pair(second, even, odd, INNER, TYPE)
         tl.debug_barrier()
         pairs = tl.reshape(tl.join(first, second), (ROWS, 8))
@@ -244,27 +244,27 @@ def _expand_tail(
     index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = index < count
     code = tl.load(codes + index, mask=inside, other=0).to(tl.uint32)
-    place = _place(first + index, columns, scale_columns, SCALE_ROWS, SCALE_COLUMNS)
-    scale = 256.0 * _scale(scales, scale_table, place, inside, CODED)
+    scale_index = _scale_index(first + index, columns, scale_columns, SCALE_ROWS, SCALE_COLUMNS)
+    scale = 256.0 * _scale(scales, scale_table, scale_index, inside, CODED)
     bits = _bits(_number((code & 0x80) << 8 | (code & 0x7F) << 7) * scale, INNER, TYPE)
     tl.store(out + first + index, bits.to(tl.uint16).to(TYPE, bitcast=True), mask=inside)
 
 
 @triton.jit
-def _place(value, columns, scale_columns, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr):
+def _scale_index(value, columns, scale_columns, SCALE_ROWS: tl.constexpr, SCALE_COLUMNS: tl.constexpr):
     """Return the numbers of the scales of values, int32."""
-    place = value * 0
+    scale_index = value * 0
     if SCALE_ROWS > 0:
-        place += value // columns // SCALE_ROWS * scale_columns
+        scale_index += value // columns // SCALE_ROWS * scale_columns
     if SCALE_COLUMNS > 0:
-        place += value % columns // SCALE_COLUMNS
-    return place
+        scale_index += value % columns // SCALE_COLUMNS
+    return scale_index
 
 
 @triton.jit
-def _scale(scales, scale_table, place, inside, CODED: tl.constexpr):
-    """Return the scales number `place`, float32, where they are `inside`."""
-    scale = tl.load(scales + place, mask=inside, other=0)
+def _scale(scales, scale_table, scale_index, inside, CODED: tl.constexpr):
+    """Return the scales number `scale_index`, float32, where they are `inside`."""
+    scale = tl.load(scales + scale_index, mask=inside, other=0)
     if CODED:
         return tl.load(scale_table + scale.to(tl.int32))
     return scale.to(tl.float32)
@@ -278,7 +278,7 @@ def _pair(pair, first, second, INNER: tl.constexpr, TYPE: tl.constexpr):
 
 @triton.jit
 def _number(bits):
-    """Return numbers of e4m3 over 256, float32; their bits are at the places of those of fp16 (uint32)."""
+    """Return numbers of e4m3 over 256, float32; their bits lie where fp16 has them (uint32)."""
     number = bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
     return tl.where((bits & 0x7FFF) == 0x3F80, float("nan"), number)
 

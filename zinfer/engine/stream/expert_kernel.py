@@ -3,7 +3,7 @@
 
 A pair is a token and one of its experts. `_multiply` multiplies each pair's hidden states with its expert's matrix, as
 many rows at a time as make a tile of some 8 KiB; the weights are read once, 16 bytes a thread, and several programs on
-each multiprocessor keep some 64 KiB of them in flight. Pairs are the fastest axis of the grid: those that share an
+each multiprocessor keep some 64 KiB of them in flight. Pairs are the fastest axis of the grid: pairs that share an
 expert read a tile at about the same time, so that it comes from the L2 cache for all but one. No row is sorted, padded,
 or moved, and the host never waits for the router, so a CUDA graph can hold the kernels.
 
@@ -25,7 +25,7 @@ from zinfer.engine.stream.expand import rounded
 
 TILE = 4096  # weights of a tile: 32 a thread, which leaves registers for their sums and for 4 to 8 programs at a time
 WARPS = 4
-MAX_LENGTH = 1024  # weights along a tile's contiguous side: those that all threads read at 16 bytes each
+MAX_LENGTH = 1024  # weights along a tile's contiguous side: as many as all threads read at 16 bytes each
 MIN_PROGRAMS = 4096  # of a launch, if they have enough to read: four waves of an H100
 MIN_READ = 16384  # weights of a program where columns are split
 COMBINED = 256  # values of a program that adds partial sums
@@ -182,14 +182,14 @@ def _multiply(
     first = tl.program_id(2) * steps
     for step in range(first, tl.minimum(first + steps, tl.cdiv(COLUMNS, BLOCK_COLUMNS))):
         column = step * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
-        place = column[None, :] * ROWS + row[:, None] if TRANSPOSED else row[:, None] * COLUMNS + column[None, :]
-        tile = _tile(weights + place, row, column, ROWS, COLUMNS, BLOCK_ROWS, BLOCK_COLUMNS, ONCE)
+        element = column[None, :] * ROWS + row[:, None] if TRANSPOSED else row[:, None] * COLUMNS + column[None, :]
+        tile = _tile(weights + element, row, column, ROWS, COLUMNS, BLOCK_ROWS, BLOCK_COLUMNS, ONCE)
         if COLUMNS % BLOCK_COLUMNS == 0:
             state = tl.load(states + column).to(tl.float32)[None, :]
         else:
             state = tl.load(states + column, mask=column < COLUMNS, other=0.0).to(tl.float32)[None, :]
         if GATED:
-            second = _tile(weights + MATRIX + place, row, column, ROWS, COLUMNS, BLOCK_ROWS, BLOCK_COLUMNS, ONCE)
+            second = _tile(weights + MATRIX + element, row, column, ROWS, COLUMNS, BLOCK_ROWS, BLOCK_COLUMNS, ONCE)
             other += second.to(tl.float32) * state
         total += tile.to(tl.float32) * state
     value = tl.sum(total, 1)
@@ -199,8 +199,8 @@ def _multiply(
         up = rounded(tl.sum(other, 1), TYPE).to(tl.float32)
         tl.store(out + pair * ROWS + row, rounded(gate * up, TYPE), mask=row < ROWS)
     else:
-        place = (pair * tl.num_programs(2) + tl.program_id(2)) * ROWS + row
-        tl.store(out + place, value, mask=row < ROWS)
+        element = (pair * tl.num_programs(2) + tl.program_id(2)) * ROWS + row
+        tl.store(out + element, value, mask=row < ROWS)
 
 
 @triton.jit

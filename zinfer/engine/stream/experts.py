@@ -1,4 +1,4 @@
-"""Experts on demand: of a mixture's routed experts only those that the router chose cross the link.
+"""Experts on demand: only routed experts that the router chose cross the link.
 
 Attention, router, shared experts, norms and dense layers come through the ring (`zinfer.engine.stream.prefetch`). Each
 routed expert is a run of bytes of its own in host memory, encoded like a layer. When a layer's router has chosen, the
@@ -164,7 +164,7 @@ class ExpertPool:
         self._unpacked = None if self._queues is None else self._queues.event()
         self._choice = _Choice(self._queues)
         self._attached: list[nn.Module] = []  # modules of experts
-        self.staging = self.cached = 0  # buffers of coming experts, and of those that stay
+        self.staging = self.cached = 0  # buffers of coming and of resident experts
         # All experts in the order of the layers; a pass that brings all keeps as many of each layer.
         self._keys = [(layer, expert) for layer in sorted(layers) for expert in range(len(layers[layer].experts))]
         self._spread = frozenset[Key]()
@@ -214,7 +214,7 @@ class ExpertPool:
             self._freed = [self._queues.event() for _ in range(count)]
         self.staging, self.cached = staging, cached
         self._free.extend(range(count))
-        self._spread = frozenset(self._keys[place] for place in spread(cached, len(self._keys)))
+        self._spread = frozenset(self._keys[index] for index in spread(cached, len(self._keys)))
 
     def begin(self, scanning: bool) -> None:
         """Begin a pass; with `scanning` it brings all experts of all layers, in order."""
@@ -275,7 +275,7 @@ class ExpertPool:
         return self.scanning and key > self._reached
 
     def _issue(self) -> None:
-        """Issue copies into free buffers: first of experts that are needed, then of those that will be."""
+        """Issue copies into free buffers: first experts needed now, then experts needed later."""
         while self._has_room:
             if self._asked:
                 following = self._asked.popleft()
@@ -343,7 +343,7 @@ class ExpertPool:
         self._coming.pop(key, None)
         if self.scanning and key not in self._cache and key not in self._spread:
             evicted: Key | None = key
-        else:  # a pass that brings all experts evicts none: it would leave only those of the last layers
+        else:  # a pass that brings all experts evicts none: it would leave only the last layers' experts
             evicted = self._cache.insert(key, self.cached, counts=not self.scanning)
         if evicted is not None:
             self._free.append(self._at.pop(evicted))

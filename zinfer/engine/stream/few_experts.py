@@ -135,7 +135,7 @@ def _serves(module: nn.Module, *args: Any) -> bool:
 
 
 def _kind(module: nn.Module, states: Tensor, experts: Tensor, weights: Tensor) -> tuple[object, ...]:
-    """Return what the kernels are compiled for."""
+    """Return the key that the kernels are compiled for."""
     stacks = [getattr(module, name) for name in ("gate_up_proj", "up_proj", "down_proj") if hasattr(module, name)]
     from_codes = tuple(_codes(stack, bool(module.is_transposed)) is not None for stack in stacks)
     shapes = tuple(stack.shape for stack in stacks)

@@ -98,12 +98,12 @@ class GatherRing(PrefetchRing):
     ) -> None:
         self.passes = 0  # passes that are done, whatever their end
         self._ranks = ranks
-        self._own_parts: dict[
+        self._rank_parts: dict[
             int, list[Tensor]
         ] = {}  # layer that stays -> this rank's parts of its chunks, on the device
         self._staging = _Staging()
         self._to_gather: deque[tuple[int, int]] = deque()  # layers and numbers of chunks whose gathers are not issued
-        self._to_receive: deque[tuple[int, int]] = deque()  # those of the pass under way that are not taken yet
+        self._to_receive: deque[tuple[int, int]] = deque()  # chunks of this pass that are not taken yet
         self._copied: deque[tuple[Event, int]] = deque()  # behind each copy without its gather: event, its buffer
         super().__init__(source, layers, depth, device, queues)
 
@@ -132,11 +132,11 @@ class GatherRing(PrefetchRing):
         self._flush()
         depth = self.depth
         for index in set(self._resident) - wanted:
-            del self._resident[index], self._own_parts[index]
+            del self._resident[index], self._rank_parts[index]
         for index in sorted(wanted - self._resident.keys()):
             parts = [self._part(index, number) for number in range(len(self.layers[index].chunks))]
             self._divide(index, torch.empty(sum(map(len, parts)), dtype=torch.uint8, device=self._device))
-            for source, target in zip(parts, self._own_parts[index], strict=True):
+            for source, target in zip(parts, self._rank_parts[index], strict=True):
                 target.copy_(source)
         self.resize(depth)
 
@@ -151,7 +151,7 @@ class GatherRing(PrefetchRing):
         ranks = self._ranks
         ranges = (_range_of_rank(chunk, ranks.rank, ranks.size) for chunk in self.layers[index].chunks)
         sizes = [end - begin for begin, end in ranges]
-        self._resident[index], self._own_parts[index] = content, list(content.split(sizes))
+        self._resident[index], self._rank_parts[index] = content, list(content.split(sizes))
 
     def start(self) -> None:
         """Begin to fill the buffers for the next pass, on all ranks."""
@@ -210,7 +210,7 @@ class GatherRing(PrefetchRing):
         return copied_bytes
 
     def abandon(self) -> None:
-        """Wait for the device and drop what was copied ahead."""
+        """Wait for the device and drop chunks copied ahead."""
         self._flush()
 
     def drop_fetches(self) -> None:
@@ -220,7 +220,7 @@ class GatherRing(PrefetchRing):
 
     def close(self) -> None:
         super().close()
-        self._own_parts, self._staging = {}, _Staging()
+        self._rank_parts, self._staging = {}, _Staging()
 
     @property
     def _ahead(self) -> int:
@@ -242,8 +242,8 @@ class GatherRing(PrefetchRing):
 
     def _part(self, index: int, number: int) -> Tensor:
         """Return this rank's part of a chunk."""
-        if index in self._own_parts:
-            return self._own_parts[index][number]
+        if index in self._rank_parts:
+            return self._rank_parts[index][number]
         begin, end = _range_of_rank(self.layers[index].chunks[number], self._ranks.rank, self._ranks.size)
         return self._source[begin:end]
 
@@ -266,7 +266,7 @@ class GatherRing(PrefetchRing):
             yield from filter(None, (fetch.transfer(index) for fetch in fetches))
 
     def _enlarge(self, size: int) -> None:
-        """Enlarge the buffers of this rank, with what they hold."""
+        """Enlarge the buffers of this rank, with their content."""
         if size <= self.buffer_bytes:
             return
         if self.queues is not None:
@@ -296,7 +296,7 @@ class GatherRing(PrefetchRing):
         staging = self._staging
         while self._to_gather and self.queues is not None:
             index, number = self._to_gather[0]
-            parts = self._own_parts.get(index)
+            parts = self._rank_parts.get(index)
             if staging.full if parts is not None else not self._copied:
                 return
             self._to_gather.popleft()
@@ -320,7 +320,7 @@ class GatherRing(PrefetchRing):
                 self.note(("gather", index, begin, mark(self._cuda), None))
 
     def _unpack(self, index: int) -> None:
-        if index not in self._own_parts:
+        if index not in self._rank_parts:
             super()._unpack(index)
             return
         self._under_way().deferred = {}
@@ -339,7 +339,7 @@ class GatherRing(PrefetchRing):
         """Return the next chunk of a layer that stays."""
         number = self._to_receive.popleft()[1]
         if self.queues is None:
-            return self._gathered(index, self.layers[index].chunks[number], self._own_parts[index][number])
+            return self._gathered(index, self.layers[index].chunks[number], self._rank_parts[index][number])
         staging = self._staging
         self._gather_on()
         buffer = staging.taken % len(staging.buffers)
@@ -377,7 +377,7 @@ class GatherRing(PrefetchRing):
                 self._in_flight.pop()  # not issued yet
         self._pending = (transfer for transfer in self._pending if transfer.chunk is not None)
         while self._to_receive or any(transfer.chunk is None for transfer in self._in_flight):
-            if self._to_receive and self._to_receive[0][0] in self._own_parts:
+            if self._to_receive and self._to_receive[0][0] in self._rank_parts:
                 self._receive_staged(self._to_receive[0][0])
                 self._free_staged()
                 continue

@@ -3,13 +3,13 @@
 A decode step of a few rows launches thousands of kernels, each of which takes Python longer than the GPU. Where no
 weight crosses the link, the kernels of a step are recorded once and launched as one from then on (a CUDA graph). A
 graph reads and writes the same memory each time, while the KV cache grows by a position a step. So the recorded pass
-sees a number of positions that is rounded up (`end_of`); a mask hides those that are not computed yet, and new keys and
+sees a number of positions that is rounded up (`end_of`); a mask hides positions not computed yet, and new keys and
 values go to the position that a tensor on the device holds (`StaticKV.slot`). When the rounded length is used up, the
 next one is recorded. A layer with a sliding window is recorded with all slots that it has; when they are full, those
 that are kept move to the front before the step. A step that verifies drafts, or catches up, has several tokens a row,
 and each number of them a graph of its own.
 
-Models run unchanged. Those that take their attention function by name run as ragged passes do (`ragged`), several
+Models run unchanged. Models that take their attention function by name run as ragged passes do (`ragged`), several
 micro-batches in one graph. The others get the mask, one micro-batch at a time and one token a row, since a mask ``[B,
 n]`` does not say where on the device a step's tokens are. A graph is believed only if its logits are those of the same
 step without it, and it is used only if it is faster. Rounding may lead a token to other experts, and grows from layer
@@ -52,7 +52,7 @@ class Tuning:
     """Tuned numbers of graphs."""
 
     bucket: int = 128  # positions: least step by which recorded lengths grow
-    growth: int = 8  # a step is at most 1/8 of the length: reading what is masked costs little, and graphs stay few
+    growth: int = 8  # a step is at most 1/8 of the length: reading masked positions costs little, and graphs stay few
     pays: int = 16  # replays that pay for a recording
     longest_wait: int = 64  # steps of one shape that rows decode together, at most, before their pass is recorded
     max_graphs: int = 16  # of one set of micro-batches, those used last
@@ -70,7 +70,7 @@ TOLERANCE = {2: 0.06, 4: 1e-3, 8: 1e-6}
 
 Run = Callable[[], Tensor]
 Shape = tuple[int, int]  # tokens of each row in a step, and the number of last ones whose logits are wanted
-# A pass: its logits, its seconds, and of the first layers the memory of new keys and values, with what it wrote there.
+# A pass: its logits, its seconds, and of the first layers the memory of new keys and values, with their content.
 Computed = tuple[Tensor, float, list[tuple[Tensor, Tensor]]]
 
 
@@ -78,10 +78,12 @@ class Recorder(Protocol):
     """Recorder of the work that a function gives the device."""
 
     def record(self, run: Run) -> Run:
-        """Return a function that repeats the work of `run`, on the same memory, and returns the same tensor."""
+        """Record `run`; return a function that replays it. The function works on the same memory, and returns the same
+        tensor.
+        """
 
     def timed(self, run: Run) -> tuple[Tensor, float]:
-        """Return the result of `run` and the seconds until the device has computed it."""
+        """Return the result of `run`, and its seconds on the device."""
 
 
 class CudaRecorder:
@@ -137,7 +139,7 @@ class CudaRecorder:
 
     @staticmethod
     def _rehearse(run: Run) -> None:
-        """Run once what is to be recorded: it loads kernels and takes workspaces, which a recording cannot. Raises
+        """Run a pass once before its recording. That loads kernels and takes workspaces. Raises
         RuntimeError if the host waits for the device in it, which would spoil the recording."""
         before = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("error")
@@ -170,8 +172,9 @@ def recorder_of(device: torch.device) -> Recorder | None:
 
 
 class ConstantsOnDevice(TorchFunctionMode):
-    """Mode in which ``torch.tensor(number, device=..)``, a constant of a model, fills memory on the device. Otherwise
-    it copies the number from host memory, which cannot be recorded."""
+    """Mode in which a model's constants are filled on the device. That is ``torch.tensor(number, device=..)``.
+    Otherwise it copies the number from host memory, which cannot be recorded.
+    """
 
     def __torch_function__(
         self, function: Any, _types: Any, args: tuple[Any, ...] = (), options: dict[str, Any] | None = None
@@ -184,7 +187,7 @@ class ConstantsOnDevice(TorchFunctionMode):
 
 
 def end_of(length: int, capacity: int) -> int:
-    """Return the number of positions that a recorded pass sees once `length` are computed."""
+    """Return how many positions a recorded pass sees after `length` tokens."""
     step = max(TUNED.bucket, (1 << length.bit_length()) // (2 * TUNED.growth))
     return min(capacity, -(-length // step) * step)
 
@@ -256,7 +259,7 @@ class StaticKV:
         return True
 
     def feed(self, batch: DecoderBatch, count: int) -> None:
-        """Set what the next pass, of `count` tokens a row, reads besides tokens."""
+        """Set the inputs of the next pass besides tokens. It has `count` tokens a row."""
         self.slot.fill_(batch.length)
         layers = _layers(batch)
         for window, slot in self.within.items():
@@ -266,9 +269,9 @@ class StaticKV:
         elif self._padded:
             self.mask.fill_(1)
         self._padded = batch.mask is not None
-        if not self._clean:  # attention multiplies what is hidden by zero, so it must be numbers
+        if not self._clean:  # attention multiplies hidden positions by zero, so they must be numbers
             hidden = zip(self.tensors, self.slots_of(batch), strict=True)
-            torch._foreach_zero_([part[:, :, place + count :] for pair, place in hidden for part in pair])
+            torch._foreach_zero_([part[:, :, begin + count :] for pair, begin in hidden for part in pair])
             self._clean = True
 
     @staticmethod
@@ -286,7 +289,7 @@ class StaticKV:
         ]
 
     def slots(self, count: int, window: int | None = None) -> Tensor:
-        """Return the slots of the next `count` tokens, ``[count]``, computed on the device."""
+        """Return the slots of the next `count` tokens, ``[count]``, on the device."""
         return (self.slot if window is None else self.within[window]) + self._positions[:count]
 
     def seen(self, end: int, count: int) -> Tensor:
@@ -295,9 +298,9 @@ class StaticKV:
 
     def seen_within(self, window: int, count: int) -> Tensor:
         """Return which slots of a sliding `window` each next token sees: bool ``[B, count, room]``."""
-        own, slots = self.slots(count, window)[:, None], self._positions[: self._rooms[window]]
+        new_slots, slots = self.slots(count, window)[:, None], self._positions[: self._rooms[window]]
         real = self.mask[:, (slots + self.slot - self.within[window]).clamp(0, self.capacity - 1)] != 0
-        return real[:, None] & (slots <= own) & (slots > own - window)
+        return real[:, None] & (slots <= new_slots) & (slots > new_slots - window)
 
     @property
     def first_layers(self) -> int:
@@ -307,7 +310,7 @@ class StaticKV:
     def written(self, batch: DecoderBatch, count: int) -> list[Tensor]:
         """Return the keys and values of the next `count` positions: views of the memory."""
         each = zip(self.tensors, self.slots_of(batch), strict=True)
-        return [part[:, :, place : place + count] for pair, place in each for part in pair]
+        return [part[:, :, begin : begin + count] for pair, begin in each for part in pair]
 
 
 @dataclass(eq=False)
@@ -383,13 +386,14 @@ class Graphs:
         return self._ragged.able and not self._single
 
     def make_room(self, rows: int, capacity: int) -> None:
-        """Free the memory of retired micro-batches, unless one has the next one's shape."""
+        """Free retired micro-batches' memory, unless one has the next one's shape."""
         if all((memory.rows, memory.capacity) != (rows, capacity) for memory in self._spare):
             self._free()
 
     def reuse_memory(self, batch: DecoderBatch) -> None:
-        """Give a new micro-batch the memory and graphs of a retired one of its shape. All such memory is freed if there
-        is none."""
+        """Reuse a retired micro-batch's memory and graphs for an equal shape. All such memory is freed if there is
+        none.
+        """
         for number, memory in enumerate(self._spare):
             if memory.offer(batch):
                 self._memories[id(batch)] = batch, self._spare.pop(number)
@@ -425,7 +429,7 @@ class Graphs:
         return logits
 
     def cannot(self, part: Part) -> str | None:
-        """Return the reason why a decode step of a part cannot be recorded; None if it can."""
+        """Return why a part's decode step cannot be recorded; None if it can."""
         batch, cache = part.batch, part.batch.cache
         if self._why_not is not None:
             return self._why_not
@@ -502,7 +506,7 @@ class Graphs:
         return graph.replay()
 
     def _both_ways(self, graph_set: GraphSet, parts: Sequence[Part], ends: tuple[int, ...], eager: Run) -> Tensor:
-        """Compute a pass without a graph, then with one, recorded if need be; return the logits of the former."""
+        """Compute a pass eagerly, then by a graph, recorded if need be; return the logits of the former."""
         assert self._recorder is not None
         logits, without_s = self._recorder.timed(eager)
         count, _ = shape = _shape(parts)
@@ -531,7 +535,7 @@ class Graphs:
     def _compared(
         self, graph_set: GraphSet, parts: Sequence[Part], ends: tuple[int, ...], eager: Computed
     ) -> str | None:
-        """Compare a recorded pass with `eager`, the same without a graph; return what is wrong with it."""
+        """Compare a recorded pass with `eager`, the same without a graph; return the fault, if any."""
         assert self._recorder is not None
         shape, (logits, without_s, first) = _shape(parts), eager
         try:
@@ -544,7 +548,7 @@ class Graphs:
                 and all(alike(*pair) for pair in first)
             ):
                 replayed = replayed.clone()
-                same = alike(replayed, self._static(graph_set.memories, ends, graph))  # what was recorded is repeated
+                same = alike(replayed, self._static(graph_set.memories, ends, graph))  # the recorded work is repeated
             with_s = self._recorder.timed(graph.replay)[1]
         except NotRaggedError:
             self._ragged.able = False  # its micro-batches run one by one from now on
@@ -562,8 +566,9 @@ class Graphs:
         return None
 
     def _give_up(self, graph_set: GraphSet, shape: Shape, reason: str, for_good: bool = False) -> None:
-        """Use no graphs for steps of this shape of micro-batches of these sizes; with `for_good` for none any more, or
-        for none of several tokens if that is such a step."""
+        """Disable graphs for steps of this shape and these micro-batch sizes; with `for_good` for none any more, or for
+        none of several tokens if that is such a step.
+        """
         self._useless.add((shape, graph_set.sizes))
         graph_set.graphs = {key: graph for key, graph in graph_set.graphs.items() if key[0] != shape}
         self.status = reason
@@ -574,7 +579,7 @@ class Graphs:
             self.clear()
 
     def _record(self, graph_set: GraphSet, parts: Sequence[Part], ends: tuple[int, ...]) -> Graph:
-        """Record the pass of `parts` that sees the first `ends` positions of each."""
+        """Record the pass of `parts` that sees `ends` positions of each."""
         assert self._recorder is not None
         count, keep = shape = _shape(parts)
         token_ids, positions = ([getattr(part, name) for part in parts] for name in ("token_ids", "positions"))
@@ -590,7 +595,7 @@ class Graphs:
         return graph
 
     def _find_kernels(self, device: torch.device) -> None:
-        """Find the kernels that recorded passes have in the place of the model's own."""
+        """Choose the kernels that replace the model's own in recorded passes."""
         self._norms = Norms(self._model, device)
         if self._ragged.able and cannot_run(device) is None:
             self._attend = split_attention
@@ -656,8 +661,9 @@ def alike(actual: Tensor, expected: Tensor) -> bool:
 
 
 def difference(actual: Tensor, expected: Tensor) -> float:
-    """Return the difference of numbers ``[rows, ..]``, relative to their norm, of the median row: where experts are
-    chosen, rounding alone may lead a row elsewhere."""
+    """Return the median row's relative difference of numbers ``[rows, ..]``. It is relative to their norm: where
+    experts are chosen, rounding alone may lead a row elsewhere.
+    """
     expected = expected.double().flatten(1)
     error = (actual.double().flatten(1) - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-30)
     return float(error.median())

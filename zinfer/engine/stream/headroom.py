@@ -1,5 +1,5 @@
-"""Room on the device beyond a plan's, in memory that no pass has needed: for more ring buffers, and for keys and values
-of more rows.
+"""Memory headroom: device memory beyond the plan that no pass needed, for more ring buffers, and for keys and values of
+more rows.
 
 A plan leaves a margin for what it does not see, moments of a pass and gaps between tensors. Where requests come and go,
 passes show how much that is. PyTorch keeps all memory that it ever needed, so what the device still has free was never
@@ -39,7 +39,7 @@ class MemoryHeadroom:
 
     @property
     def known(self) -> bool:
-        """True once passes have shown what they need, and while that has been there."""
+        """Tell whether passes have shown their need, and left this memory free."""
         return not self._short and self._passes >= MIN_PASSES
 
     def deepen(self, depth: int, wanted: int, buffer_bytes: int) -> int:
@@ -63,10 +63,11 @@ class MemoryHeadroom:
 
 
 def prefetch_distance(streamed: Collection[int], count: int) -> float:
-    """Return how many layers the ring must hold, 1 to 2, to keep the link busy. Of `count` layers those `streamed` come
-    over it. A pass takes the link's time if a layer's computation takes no more than its share of it: `len(streamed) /
+    """Return the ring's size in layers, 1 to 2. It keeps the link busy. Of `count` layers those `streamed` come over
+    it. A pass takes the link's time if a layer's computation takes no more than its share of it: `len(streamed) /
     count` of the time in which the link brings a layer. The link fills the ring while one streamed layer computes and
-    those that stay behind it."""
+    the resident layers behind it.
+    """
     if not 0 < len(streamed) < count:
         return 1.0
     places = sorted(streamed)

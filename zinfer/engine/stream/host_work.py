@@ -1,4 +1,4 @@
-"""CPU work of a forward pass, done by another thread while other passes are launched.
+"""CPU work of a pass, in another thread while other passes launch.
 
 A pass whose rows the CPU attends to waits, in each layer, for the device's query, then for attention. Both take longer
 than launching what the device computes for other passes. So the pass hands its work over and pauses (`run_async`);
@@ -53,7 +53,7 @@ class PausingPass(greenlet):  # type: ignore[misc]
 
     def run(self) -> None:
         self._forward()
-        flush()  # what was stored, and not attended to
+        flush()  # stored positions without attention yet
 
 
 @cache
@@ -103,7 +103,7 @@ def defer_store(target: Tensor, states: Tensor) -> None:
 
 @contextmanager
 def gathered_stores() -> Iterator[None]:
-    """Do all stores of the block in one call, at its end or later."""
+    """Batch the block's stores into one call, at its end or later."""
     if may_pause():
         yield
         return
@@ -124,7 +124,7 @@ def flush() -> None:
 
 
 def run_async(work: Callable[[], Tensor]) -> Tensor:
-    """Return what `work` returns, after all deferred work; other passes go on meanwhile, if this one may pause."""
+    """Return the result of `work`, after all deferred work; other passes go on meanwhile, if this one may pause."""
     if not may_pause():
         flush()
         return work()

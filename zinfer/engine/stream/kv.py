@@ -38,8 +38,9 @@ IN_FLIGHT = 512 << 20  # bytes under way to the host at a time; they take as muc
 
 
 class HostCopier:
-    """Copies to the host, on a stream of their own beside compute, in order; without a GPU they are done at once. All
-    batches share one copier, so that no copy of an earlier batch arrives in memory that is used anew."""
+    """Device-to-host copier with a CUDA stream of its own, in order; without a GPU they are done at once. All batches
+    share one copier, so that no copy of an earlier batch arrives in memory that is used anew.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -74,7 +75,7 @@ class HostCopier:
 
 
 class Block(NamedTuple):
-    """Range of bytes of one of a pool's arenas."""
+    """Byte range in one of a pool's arenas."""
 
     arena: PinnedArena
     start: int
@@ -180,8 +181,9 @@ class HostMemory:
         return sum(block.size for block in self._blocks.values())
 
     def allocate(self, layer: int, size: int) -> Tensor:
-        """Return uint8 ``[size]`` for a layer, with its content if it was large enough before. Raises MemoryError as
-        `PinnedArena` does."""
+        """Return a layer's uint8 ``[size]``. Its content stays if it was large enough before. Raises MemoryError as
+        `PinnedArena` does.
+        """
         block = self._blocks.get(layer)
         if block is None or block.size < size:
             if block is not None:
@@ -222,8 +224,9 @@ class HostCache(ABC):
 
     @abstractmethod
     def extend(self, layer: int, rows: slice, keys: Tensor, values: Tensor, start: int) -> tuple[Tensor, Tensor]:
-        """Store keys and values, ``[rows, kv_heads, n, head_dim]`` each, of positions `start` on; return all keys and
-        values that these positions see."""
+        """Store keys and values of positions `start` on. They are ``[rows, kv_heads, n, head_dim]`` each; return all
+        keys and values that these positions see.
+        """
 
     def fill(self, layer: int, rows: slice, blocks: Sequence[Tensor]) -> None:
         """Store the first positions of `rows`: keys and values, or what `FixedLayer.stored` returns of those in 8
@@ -233,8 +236,9 @@ class HostCache(ABC):
 
     @abstractmethod
     def stored(self, layer: int, rows: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of `rows`, ``[b, kv_heads, n, head_dim]`` each, on the host or the device: the
-        positions that the next token after `length` ones sees. In 8 bits they are as `quantize_rows` returns them."""
+        """Return keys and values of `rows`, on the host or the device. They are ``[b, kv_heads, n, head_dim]`` each:
+        the positions that the next token after `length` ones sees. In 8 bits they are as `quantize_rows` returns them.
+        """
 
     @abstractmethod
     def rollback(self, length: int) -> None:
@@ -242,8 +246,9 @@ class HostCache(ABC):
 
     @abstractmethod
     def keep_rows(self, rows: Sequence[int], first: int) -> None:
-        """Keep `rows` (rising) of this cache only, as rows `first`, `first` + 1, .. Memory stays reserved until the
-        last row is gone."""
+        """Keep only `rows` (rising) of this cache. They become rows `first`, `first` + 1, .. Memory stays reserved
+        until the last row is gone.
+        """
 
 
 class CpuCache(HostCache):
@@ -282,8 +287,9 @@ class CpuCache(HostCache):
         return (quantize_rows(keys), quantize_rows(values)) if self._in_8_bits else (keys, values)
 
     def append(self, layer: int, rows: slice, arrived: Sequence[Tensor], start: int) -> tuple[Tensor, Tensor]:
-        """Store encoded keys and values of positions `start` on, which may be on their way to host memory. Returns all
-        keys and values that these positions see, in 8 bits without scales."""
+        """Store encoded keys and values of positions `start` on. They may be on their way to host memory. Returns all
+        keys and values that these positions see, in 8 bits without scales.
+        """
         slots, *stores = self._layers[layer]
         step = slots.add(start, arrived[0].shape[2])
         for event in self._sent:
@@ -292,8 +298,8 @@ class CpuCache(HostCache):
         self._sent = []
         if step.moved:  # the past moves, too
             flush()
-        own = self._own_rows(rows)
-        keys, values = (_stored(step, store[own], states) for store, states in zip(stores, arrived, strict=True))
+        indices = self._row_range(rows)
+        keys, values = (_stored(step, store[indices], states) for store, states in zip(stores, arrived, strict=True))
         return (int8_of(keys), int8_of(values)) if self._in_8_bits else (keys, values)
 
     def fill(self, layer: int, rows: slice, blocks: Sequence[Tensor]) -> None:
@@ -301,7 +307,7 @@ class CpuCache(HostCache):
             blocks = join_scales(*blocks[:2]), join_scales(*blocks[2:])
         self._send(layer, rows, blocks)
 
-    def _own_rows(self, rows: slice) -> slice:
+    def _row_range(self, rows: slice) -> slice:
         """Return `rows` of the batch as rows of this cache."""
         return slice(rows.start - self.rows.start, rows.stop - self.rows.start)
 
@@ -309,19 +315,19 @@ class CpuCache(HostCache):
         """Send the first positions of `rows`, encoded."""
         if layer not in self._layers:
             slots = self._slots(layer)
-            self._layers[layer] = slots, *self._take(layer, slots, stored)
+            self._layers[layer] = slots, *self._allocate(layer, slots, stored)
         slots, *stores = self._layers[layer]
         step = slots.add(0, stored[0].shape[2])
         for store, states in zip(stores, stored, strict=True):
             # One copy of whole rows: positions beyond the prompt have no meaning yet.
-            wide = pad(step.kept(states), (0, 0, 0, slots.room - step.new.stop))
-            self._sent.append(self._copier.send(wide, store[self._own_rows(rows)]))
+            padded = pad(step.kept(states), (0, 0, 0, slots.room - step.new.stop))
+            self._sent.append(self._copier.send(padded, store[self._row_range(rows)]))
 
     def stored(self, layer: int, rows: Sequence[int], length: int) -> tuple[Tensor, Tensor]:
         self._copier.finish()
         slots, *stores = self._layers[layer]
-        own = [row - self.rows.start for row in rows]
-        keys, values = (store[own][:, :, slots.held(length)] for store in stores)
+        indices = [row - self.rows.start for row in rows]
+        keys, values = (store[indices][:, :, slots.held(length)] for store in stores)
         return keys, values
 
     def rollback(self, length: int) -> None:
@@ -340,7 +346,7 @@ class CpuCache(HostCache):
         self.rows = slice(first, first + len(rows))
         self.parts = [self.rows]
 
-    def _take(self, layer: int, slots: WindowIndex, stored: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def _allocate(self, layer: int, slots: WindowIndex, stored: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         rows = self.rows.stop - self.rows.start
         shapes = [(rows, states.shape[1], slots.room, states.shape[3]) for states in stored]
         keys, values = (prod(shape) * states.itemsize for shape, states in zip(shapes, stored, strict=True))
@@ -391,7 +397,7 @@ class StoredPart:
     written: Any = None  # event behind the last copy
 
     def held(self, length: int) -> Tensor:
-        """Return the positions that the next token after `length` ones sees, ``[n, bytes of a position]``."""
+        """Return the positions seen after `length` tokens, as ``[n, bytes a position]``."""
         return self.memory[self.slots.held(length)]
 
     def transfer(self, layer: int, length: int) -> Transfer:
@@ -434,12 +440,12 @@ class LinkCache(HostCache):
         self._shapes: dict[int, tuple[torch.dtype, tuple[int, int], tuple[int, int]]] = {}  # type, heads and widths
 
     def fetch(self, part: slice, length: int, count: int) -> PartFetch:
-        """Return the fetch for a pass over `part`, with `length` tokens stored and `count` new ones."""
+        """Return the fetch for `part`'s pass of `count` new tokens. It has `length` tokens stored."""
         return PartFetch(self, part, length, count, self._version)
 
     def part_bytes(self, part: slice) -> int:
         """Return the bytes of the largest layer of a full part."""
-        return max((one.memory.nbytes for (_, row), one in self._parts.items() if row == part.start), default=0)
+        return max((stored.memory.nbytes for (_, row), stored in self._parts.items() if row == part.start), default=0)
 
     def transfer(self, layer: int, part: slice, length: int) -> Transfer | None:
         """Return the copy of a layer's keys and values of `length` tokens; None if the layer stores none."""
@@ -463,7 +469,7 @@ class LinkCache(HostCache):
                 .permute(1, 2, 0, 3)
                 for half, shape in zip((held[:, : stored.key_bytes], held[:, stored.key_bytes :]), shapes, strict=True)
             )
-            states_of |= {part.start + index: (keys[place], values[place]) for place, index in enumerate(indices)}
+            states_of |= {part.start + index: (keys[number], values[number]) for number, index in enumerate(indices)}
         return torch.stack([states_of[row][0] for row in rows]), torch.stack([states_of[row][1] for row in rows])
 
     def rollback(self, length: int) -> None:
@@ -506,11 +512,11 @@ class LinkCache(HostCache):
             slots = self._slots(layer)
             size = slots.room * new.shape[1] // (rows.stop - rows.start)  # bytes of a row
             memory = self._memory.allocate(layer, size * (self.rows.stop - self.rows.start))
-            own = memory[size * (rows.start - self.rows.start) : size * (rows.stop - self.rows.start)]
+            row_memory = memory[size * (rows.start - self.rows.start) : size * (rows.stop - self.rows.start)]
             halves = [states.shape[1] * states.shape[3] for states in (keys, values)]
             self._shapes[layer] = keys.dtype, (keys.shape[1], keys.shape[3]), (values.shape[1], values.shape[3])
             key_bytes = new.shape[1] * halves[0] // sum(halves)
-            self._parts[key] = StoredPart(slots, own.view(slots.room, -1), key_bytes)
+            self._parts[key] = StoredPart(slots, row_memory.view(slots.room, -1), key_bytes)
         stored = self._parts[key]
         step = stored.slots.add(start, new.shape[0])
         seen = self._joined(step, layer, new) if start else new
@@ -523,11 +529,11 @@ class LinkCache(HostCache):
         if self.shared and self._cuda:
             seen = seen.clone()
         count, heads, _, width = keys.shape
-        wide = seen.view(packed.dtype)
+        values_of_rows = seen.view(packed.dtype)
         split = count * heads * width
         return (
-            wide[:, :split].view(len(wide), count, heads, width).permute(1, 2, 0, 3),
-            wide[:, split:].view(len(wide), *values.shape[:2], values.shape[3]).permute(1, 2, 0, 3),
+            values_of_rows[:, :split].view(len(values_of_rows), count, heads, width).permute(1, 2, 0, 3),
+            values_of_rows[:, split:].view(len(values_of_rows), *values.shape[:2], values.shape[3]).permute(1, 2, 0, 3),
         )
 
     def hand_back(self) -> None:
@@ -535,8 +541,7 @@ class LinkCache(HostCache):
         self._ring.hand_back()
 
     def _joined(self, step: SlotAllocation, layer: int, new: Tensor) -> Tensor:
-        """Return the positions that those of `new` see, followed by `new`, ``[n, bytes]``: on a GPU, in the ring's
-        buffer."""
+        """Return the positions that `new` ones see, then `new`, ``[n, bytes]``: on a GPU in the ring's buffer."""
         held = self._ring.borrow(layer)
         past = step.past.stop - step.past.start
         if not self._cuda:
@@ -562,9 +567,9 @@ class SplitLayer(FixedLayer):
             self.device_layer.window(rows, length)
 
     def joins(self, rows: slice, on_cpu: bool = False) -> bool:
-        """Tell whether a part of it, `rows`, can share a forward pass with others: on the device, or in host memory,
-        from which they come over the link one after the other; or with others that the CPU attends to, if these are
-        `on_cpu`."""
+        """Tell whether part `rows` of it can share a pass with others: on the device, or in host memory, from which
+        they come over the link one after the other; or with others that the CPU attends to, if these are `on_cpu`.
+        """
         if on_cpu:
             return isinstance(self._host, CpuCache) and rows == self._host.rows
         if isinstance(self.device_layer, QuantizedLayer):
@@ -632,12 +637,12 @@ class SplitLayer(FixedLayer):
         return self._host.extend(self._index, self.rows, key_states, value_states, start)
 
     def encode(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values of rows that the CPU attends to, as `CpuCache.encode` does."""
+        """Encode keys and values of CPU-attended rows, as `CpuCache.encode` does."""
         assert isinstance(self._host, CpuCache)
         return self._host.encode(keys, values)
 
     def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Store new keys and values of such rows, behind a prompt, as `CpuCache.append` does."""
+        """Append new keys and values of CPU-attended rows. `CpuCache.append` does the same."""
         assert isinstance(self._host, CpuCache)
         start = self.length
         self.length += keys.shape[2]
@@ -678,5 +683,5 @@ class PartLayer(DynamicLayer):  # type: ignore[misc]
 
 
 def _padded(blocks: Sequence[Tensor], length: int) -> Tensor:
-    """Stack blocks ``[b, kv_heads, n, D]``, each padded with zeros in front to `length`."""
+    """Stack blocks ``[b, kv_heads, n, D]``, zero-padded in front to `length`."""
     return torch.cat([pad(block, (0, 0, length - block.shape[2], 0)) for block in blocks])

@@ -140,7 +140,7 @@ class LayerSource:
         self._folders = ()
 
     def _in_memory(self, resident: Mapping[str, Tensor]) -> list[PackedLayer]:
-        """Load the layers into an arena, those that stay onto the device."""
+        """Load streamed layers into an arena, resident ones onto the device."""
         count, pin = len(self._state.layers), self._device.type == "cuda" and self._group is None
         size = sum(self._unpacked_bytes(number) for number in range(count) if number not in self._staying)
         for experts in self._experts.values():

@@ -136,7 +136,7 @@ class _StoredLayer(BaseModel):
             end=start + len(content),
             unpacked_bytes=layer.unpacked_bytes,
             blocks={
-                name: (place.offset, list(place.shape), str(place.dtype)[6:]) for name, place in layer.blocks.items()
+                name: (block.offset, list(block.shape), str(block.dtype)[6:]) for name, block in layer.blocks.items()
             },
             chunks=[(chunk.start, chunk.end, chunk.place, _stored(chunk.layout)) for chunk in layer.chunks],
             crc32=[zlib.crc32(content[chunk.start : chunk.end]) for chunk in layer.chunks],
@@ -148,7 +148,7 @@ class _StoredLayer(BaseModel):
             for name, (offset, shape, dtype) in self.blocks.items()
         }
         chunks = tuple(
-            Chunk(start + begin, start + end, place, _layout(layout)) for begin, end, place, layout in self.chunks
+            Chunk(start + begin, start + end, block, _layout(layout)) for begin, end, block, layout in self.chunks
         )
         return PackedLayer(chunks, blocks, self.unpacked_bytes)
 
@@ -360,7 +360,7 @@ def find(
 
 def _check_source(folder: Path, content: _Index, checkpoint: Checkpoint, progress: Progress) -> None:
     """Raise EngineError if a tensor of `checkpoint` differs from the packed one. Reads it only if its files are not
-    those that were packed, or have changed."""
+    the packed ones, or have changed."""
     now = _identity(checkpoint)
     if now == content.files:
         return

@@ -112,7 +112,7 @@ class PackedExperts:
 
 
 def padding(experts: Experts) -> int:
-    """Return the most bytes that aligning each expert's tensors adds."""
+    """Return the maximum of bytes that aligning each expert's tensors adds."""
     return (experts.count + 1) * ALIGNMENT * len(experts.weights)
 
 
@@ -169,12 +169,12 @@ def _packed(experts: Experts, chunks_of: Callable[[str, int], Iterable[Chunk]]) 
     for number in range(experts.count):
         chunks: list[Chunk] = []
         for name, block in blocks.items():
-            chunks += _placed(chunks_of(name, number), block, number, experts.count)
+            chunks += _shift_chunks(chunks_of(name, number), block, number, experts.count)
         packed.append(PackedExpert(tuple(chunks), unpacked))
     return PackedExperts(tuple(packed), blocks, size)
 
 
-def _placed(chunks: Iterable[Chunk], block: TensorPlace, number: int, count: int) -> Iterator[Chunk]:
+def _shift_chunks(chunks: Iterable[Chunk], block: TensorPlace, number: int, count: int) -> Iterator[Chunk]:
     """Yield an expert's chunks of a stacked tensor at their final places. Uncoded ones end with the tensor: the next
     expert's begins there."""
     stride = block.size // count

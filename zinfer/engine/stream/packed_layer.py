@@ -132,58 +132,58 @@ def pack(
     blocks, size = lay_out([*shapes, *large.items(), *joined.items(), *small.items()])
     chunks: list[Chunk] = []
     for name, (tensor, matrices) in coded.items():
-        place, max_bytes = blocks[name].offset, _largest_chunk(size, gpus, matrices[0].bits)
+        offset, max_bytes = blocks[name].offset, _largest_chunk(size, gpus, matrices[0].bits)
         for matrix in quantized.join(matrices, tensor.dtype.itemsize, max_bytes):
-            for layout, data in quantized.encode_chunks(matrix, tensor.dtype, max_bytes, place):
-                chunks.append(_store(memory, data, place, layout))
-                place += layout.nbytes
+            for layout, data in quantized.encode_chunks(matrix, tensor.dtype, max_bytes, offset):
+                chunks.append(_store(memory, data, offset, layout))
+                offset += layout.nbytes
     max_bytes = _largest_chunk(size, gpus)
     flat = [(blocks[name].offset, tensor.detach().contiguous().view(-1)) for name, tensor in large.items()]
     if joined:
         flat.append(_join(joined, blocks))
-    for place, values in flat:
+    for offset, values in flat:
         for part in values.split(_even_part(values, max_bytes)):
             encoded = codec.encode(part)
             data, encoding = (part.view(torch.uint8), None) if encoded is None else (encoded.data, encoded.layout)
-            chunks.append(_store(memory, data, place, encoding))
-            place += part.nbytes
+            chunks.append(_store(memory, data, offset, encoding))
+            offset += part.nbytes
     if small:
-        place = min(blocks[name].offset for name in small)
-        start, content = memory.used, memory.take(size - place)
+        offset = min(blocks[name].offset for name in small)
+        start, content = memory.used, memory.take(size - offset)
         for name, tensor in small.items():
-            blocks[name].view(content, -place).copy_(tensor)
-        chunks += _cut(start, place, size - place, max_bytes)
+            blocks[name].view(content, -offset).copy_(tensor)
+        chunks += _cut(start, offset, size - offset, max_bytes)
     return PackedLayer(tuple(chunks), blocks, size)
 
 
 def _join(tensors: Mapping[str, Tensor], blocks: Mapping[str, TensorPlace]) -> tuple[int, Tensor]:
     """Return place and values of adjacent bf16 tensors, gaps as zeros."""
-    place = min(blocks[name].offset for name in tensors)
+    offset = min(blocks[name].offset for name in tensors)
     end = max(blocks[name].offset + blocks[name].size for name in tensors)
-    memory = torch.zeros(end - place, dtype=torch.uint8, device=next(iter(tensors.values())).device)
+    memory = torch.zeros(end - offset, dtype=torch.uint8, device=next(iter(tensors.values())).device)
     for name, tensor in tensors.items():
-        blocks[name].view(memory, -place).copy_(tensor)
-    return place, memory.view(torch.bfloat16)
+        blocks[name].view(memory, -offset).copy_(tensor)
+    return offset, memory.view(torch.bfloat16)
 
 
-def _store(memory: Memory, data: Tensor, place: int, layout: codec.Layout | quantized.CodesLayout | None) -> Chunk:
+def _store(memory: Memory, data: Tensor, offset: int, layout: codec.Layout | quantized.CodesLayout | None) -> Chunk:
     start = memory.used
     memory.take(-(-data.numel() // ALIGNMENT) * ALIGNMENT)[: data.numel()].copy_(data)
-    return Chunk(start, start + data.numel(), place, layout)
+    return Chunk(start, start + data.numel(), offset, layout)
 
 
 def _largest_chunk(layer_bytes: int, gpus: int, bits: float = 16) -> int:
-    """Return the most unpacked bytes of a chunk."""
+    """Return the maximum of a chunk's unpacked bytes."""
     return CHUNK_BYTES * chunk_factor(bits, layer_bytes, gpus)
 
 
 def _even_part(values: Tensor, max_bytes: int) -> int:
-    """Return how many values make a chunk: as many in each. Ring buffers are as large as the largest one."""
+    """Return how many values make a chunk, equal in all. Ring buffers are as large as the largest one."""
     count, limit = values.numel(), max_bytes // values.itemsize
     even = -(-count // -(-count // limit))
     return min(limit, -(-even // codec.BLOCK) * codec.BLOCK)
 
 
-def _cut(start: int, place: int, size: int, max_bytes: int) -> Iterator[Chunk]:
+def _cut(start: int, offset: int, size: int, max_bytes: int) -> Iterator[Chunk]:
     for done in range(0, size, max_bytes):
-        yield Chunk(start + done, start + min(done + max_bytes, size), place + done)
+        yield Chunk(start + done, start + min(done + max_bytes, size), offset + done)

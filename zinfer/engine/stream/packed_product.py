@@ -101,23 +101,23 @@ def _fill(values: Sequence[Any]) -> None:
             _fill(value)
 
 
-def parts_of(chunks: Sequence[Chunk], place: TensorPlace, start: int) -> Parts | None:
-    """Return the rows of a weight as runs of its `chunks`. Stacked experts follow each other. The weight is at `place`
+def parts_of(chunks: Sequence[Chunk], block: TensorPlace, start: int) -> Parts | None:
+    """Return the rows of a weight as runs of its `chunks`. Stacked experts follow each other. The weight is at `block`
     in the layer buffer, its bytes in the layer begin behind `start`. None if the kernel does not read them: neither a
     matrix nor a stack of them, or not all of it in plain codes with scales of consecutive columns."""
     runs = list[tuple[int, Run]]()
     rows = 0
-    if len(place.shape) not in (2, 3):
+    if len(block.shape) not in (2, 3):
         return None
     for chunk in chunks:
         layout, begin = chunk.layout, chunk.start - start
         if not isinstance(layout, CodesLayout) or layout.coded is not None or layout.order:
             return None
-        if len(place.shape) == 2 and not _whole_bytes(layout):
+        if len(block.shape) == 2 and not _whole_bytes(layout):
             return None
-        if (layout.columns, layout.dtype) != (place.shape[-1], place.dtype):
+        if (layout.columns, layout.dtype) != (block.shape[-1], block.dtype):
             return None
-        if chunk.place != place.offset + rows * layout.columns * place.dtype.itemsize:
+        if chunk.place != block.offset + rows * layout.columns * block.dtype.itemsize:
             return None
         rows += layout.rows
         longer = runs[-1][1].continued(layout, begin - runs[-1][0]) if runs else None
@@ -125,7 +125,7 @@ def parts_of(chunks: Sequence[Chunk], place: TensorPlace, start: int) -> Parts |
             runs[-1] = runs[-1][0], longer
         else:
             runs.append((begin, Run(layout, layout)))
-    return tuple(runs) if runs and rows == prod(place.shape[:-1]) else None
+    return tuple(runs) if runs and rows == prod(block.shape[:-1]) else None
 
 
 def _whole_bytes(layout: CodesLayout) -> bool:
@@ -134,7 +134,7 @@ def _whole_bytes(layout: CodesLayout) -> bool:
 
 
 class CheckedKernel:
-    """Kernel that is given up if it fails, or differs in the first call of a kind.
+    """Kernel that is given up if it fails. It is also given up if it differs in the first call of a kind.
 
     `status` is ``on``, the reason why it is not used, or None where nothing is for it; `reference` names what the
     results are compared with.

@@ -389,7 +389,7 @@ class PrefetchRing:
         self._pending, self._next, self._only = iter(()), None, None
 
     def _begin(self, fetches: tuple[Fetch, ...]) -> None:
-        """Begin the transfers of a pass, and of those that follow it."""
+        """Begin the transfers of a pass and of later passes."""
         self._flush()
         if fetches:
             self.resize(self._depth, max(fetch.nbytes for fetch in fetches))
@@ -399,16 +399,16 @@ class PrefetchRing:
 
     def _all_transfers(self, fetches: tuple[Fetch, ...]) -> Iterator[Transfer]:
         """Yield all transfers, pass after pass, without end."""
-        some = True
-        while some:
-            some = False
+        progressed = True
+        while progressed:
+            progressed = False
             for index, packed in enumerate(self.layers):
                 chunks = () if index in self._resident else packed.chunks
                 weights = (self._transfer(index, chunk) for chunk in chunks)
                 others = (fetch.transfer(index) for fetch in fetches)
                 for transfer in (*weights, *others):
                     if transfer is not None:
-                        some = True
+                        progressed = True
                         yield transfer
             fetches = tuple(fetch.following() for fetch in fetches)
 

@@ -62,8 +62,8 @@ _REGISTERS = tl.constexpr("=r,=r,r,r,r,r,r")
 _SHIFT = "shr.u32 a, a, 4;\nshr.u32 b, b, 4;"
 
 
-def _pairs(kind: str, base: int, one: int, second: bool) -> tl.constexpr:
-    both = {"base": f"0x{base:04X}{base:04X}", "one": f"0x{one:04X}{one:04X}", "zero": "0x80008000"}
+def _pairs(kind: str, base: int, unit: int, second: bool) -> tl.constexpr:
+    both = {"base": f"0x{base:04X}{base:04X}", "one": f"0x{unit:04X}{unit:04X}", "zero": "0x80008000"}
     return tl.constexpr(_PAIRS.format(kind=kind, shift=_SHIFT if second else "", **both))
 
 
@@ -71,7 +71,7 @@ _BF16_FIRST, _BF16_SECOND = (_pairs("bf16x2", 0x4300, 0x3F80, second) for second
 _FP16_FIRST, _FP16_SECOND = (_pairs("f16x2", 0x6400, 0x3C00, second) for second in (False, True))
 
 # Four numbers of e2m1 over 16384 from the first or the second codes of four bytes: the bits of a code are put where
-# those of fp16 are, two at a time.
+# fp16 has them, two at a time.
 _SMALL = """{{
 .reg .b32 a, b, c, d;
 .reg .b16 one, other;
@@ -196,7 +196,7 @@ def _multiply_transposed_experts(states: Tensor, data: Tensor, run: Run, experts
 
 
 def multiply(states: Tensor, data: Tensor, run: Run, bias: Tensor | None, out: Tensor, tokens: int) -> None:
-    """Multiply `states` with the rows of `run` into `out` ``[tokens, rows]``. `states` are those of `pair_columns`,
+    """Multiply `states` with the rows of `run` into `out` ``[tokens, rows]``. `states` come from `pair_columns`,
     `data` the bytes from the first chunk on, `bias` is ``[rows]``; the last dimension of `out` is contiguous. Checks
     nothing: `zinfer.engine.stream.packed_product` does."""
     layout, tiles = run.layout, Tiles.of(run)
@@ -354,19 +354,19 @@ def _multiply(
     scale_row = within // SCALE_ROWS * SCALE_COLUMNS if SCALE_ROWS > 0 else within * 0
     at_end = chunk == CHUNKS - 1
     scale_row = scale_row.to(tl.int64)
-    scale_place = (chunk.to(tl.int64) * STRIDE + tl.where(at_end, LAST_SCALES, SCALES)) // SCALE_BYTES + scale_row
-    zero_place = (chunk.to(tl.int64) * STRIDE + tl.where(at_end, LAST_ZEROS, ZEROS)) // 2 + scale_row
+    scale_start = (chunk.to(tl.int64) * STRIDE + tl.where(at_end, LAST_SCALES, SCALES)) // SCALE_BYTES + scale_row
+    zero_start = (chunk.to(tl.int64) * STRIDE + tl.where(at_end, LAST_ZEROS, ZEROS)) // 2 + scale_row
     total = tl.zeros([TOKENS, BLOCK_ROWS], tl.float32)
     first = tl.program_id(2) * steps
     for step in range(first, tl.minimum(first + steps, tl.cdiv(WIDTH, BLOCK))):
         byte = step * BLOCK + tl.arange(0, BLOCK)
         state = states + token[:, None] * WIDTH + byte[None, :]
         inside = real
-        place = begin[None, :] + byte[:, None]
+        element = begin[None, :] + byte[:, None]
         if WIDTH % BLOCK == 0:
-            code = tl.load(data + place, eviction_policy="evict_first")
+            code = tl.load(data + element, eviction_policy="evict_first")
         else:
-            code = tl.load(data + place, mask=(byte < WIDTH)[:, None], other=0, eviction_policy="evict_first")
+            code = tl.load(data + element, mask=(byte < WIDTH)[:, None], other=0, eviction_policy="evict_first")
             inside = inside & (byte < WIDTH)[None, :]
         even = tl.load(state, mask=inside, other=0.0)
         if FOUR:
@@ -377,10 +377,10 @@ def _multiply(
             group = tl.minimum(step * GROUPS + tl.arange(0, GROUPS), SCALE_COLUMNS - 1)
         else:
             group = tl.minimum(byte, WIDTH - 1) * EACH // GROUP
-        scale = tl.load(scales + scale_place[None, :] + group[:, None])
+        scale = tl.load(scales + scale_start[None, :] + group[:, None])
         zero = tl.zeros(scale.shape, tl.float32)
         if ZEROS >= 0:
-            zero += tl.load(zeros + zero_place[None, :] + group[:, None]).to(tl.float32)
+            zero += tl.load(zeros + zero_start[None, :] + group[:, None]).to(tl.float32)
         if FAST:
             zero = (0.0 - zero - (MIDDLE + (128 if tl.bfloat16 == TYPE else 1024))).to(TYPE)
             if GROUPS > 0:
@@ -402,14 +402,14 @@ def _multiply(
     line = tl.program_id(2) * tokens + token
     if EXPERTS > 0:
         line = tl.program_id(0) * tl.num_programs(2) + tl.program_id(2) + tl.arange(0, TOKENS)
-    place = line[:, None].to(tl.int64) * stride + row[None, :]
+    element = line[:, None].to(tl.int64) * stride + row[None, :]
     inside = real & (row < ROWS)[None, :]
     if WHOLE:
         if BIASED:
             total += tl.load(bias + clamped).to(tl.float32)[None, :]
-        tl.store(out + place, rounded(total, TYPE), mask=inside)
+        tl.store(out + element, rounded(total, TYPE), mask=inside)
     else:
-        tl.store(out + place, total, mask=inside)
+        tl.store(out + element, total, mask=inside)
 
 
 @triton.jit
@@ -492,12 +492,12 @@ def _multiply_transposed(
             state = tl.load(states + row, mask=row < INPUTS, other=0.0).to(tl.float32)[:, None]
             if ALIGNED:
                 begin = chunk * STRIDE + (within + part * BLOCK_ROWS).to(tl.int64) * WIDTH
-                place = begin + (tl.arange(0, BLOCK_ROWS)[:, None] * WIDTH + byte[None, :])
+                element = begin + (tl.arange(0, BLOCK_ROWS)[:, None] * WIDTH + byte[None, :])
             else:
                 row = first_row + tl.minimum(row, INPUTS - 1)
                 begin = (row // CHUNK).to(tl.int64) * STRIDE + (row % CHUNK).to(tl.int64) * WIDTH
-                place = begin[:, None] + byte[None, :]
-            code = tl.load(data + place, mask=inside, other=0)
+                element = begin[:, None] + byte[None, :]
+            code = tl.load(data + element, mask=inside, other=0)
             if EXACT:
                 state *= 16384.0
                 number = _small((code & 15).to(tl.uint16)) if INTERPRETED else _small_of(code, False)
@@ -514,10 +514,10 @@ def _multiply_transposed(
                         number, second[None, :], second_zero[None, :], TABLE, MIDDLE, INNER, TYPE, INTERPRETED
                     )
                     odd += weight.to(tl.float32) * state
-    place = (tl.program_id(0) * tl.num_programs(2) + tl.program_id(2)).to(tl.int64) * (WIDTH * EACH) + byte * EACH
-    tl.store(out + place, tl.sum(total, 0), mask=byte < WIDTH)
+    element = (tl.program_id(0) * tl.num_programs(2) + tl.program_id(2)).to(tl.int64) * (WIDTH * EACH) + byte * EACH
+    tl.store(out + element, tl.sum(total, 0), mask=byte < WIDTH)
     if FOUR:
-        tl.store(out + place + 1, tl.sum(odd, 0), mask=byte < WIDTH)
+        tl.store(out + element + 1, tl.sum(odd, 0), mask=byte < WIDTH)
 
 
 @triton.jit
@@ -591,7 +591,7 @@ def _small(code):
 
 @triton.jit
 def _small_of(code, SECOND: tl.constexpr):
-    """Unpack the low (with `SECOND`, the high) nibble of each byte. The numbers are those of e2m1 over 16384."""
+    """Unpack the low (with `SECOND`, the high) nibble of each byte. The numbers are e2m1 over 16384."""
     if SECOND:
         return tl.inline_asm_elementwise(_SMALL_SECOND, _FLOATS, [code], dtype=tl.float32, is_pure=True, pack=4)
     else:

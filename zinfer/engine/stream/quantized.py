@@ -1,4 +1,4 @@
-"""Quantised matrices on the wire: rows of codes and their scales, as many bits as released, unpacked into the slot.
+"""Quantised matrices on the wire: rows of codes and scales in the released bits, unpacked into the layer buffer.
 
 A chunk holds whole rows. Its parts, each from a multiple of 16 bytes on: codes, scales, and, if there are some, zero
 points and the order of the columns. FP8 codes (e4m3) are coded losslessly (`zinfer.engine.stream.codec`) where that
@@ -139,11 +139,11 @@ def join(matrices: Iterable[Codes], itemsize: int, max_bytes: int) -> Iterator[C
     for matrix in matrices:
         rows = sum(codes.rows for codes in group) + matrix.rows
         if group and (not _continues(group[-1], matrix) or rows * matrix.columns * itemsize > max_bytes):
-            yield _as_one(group)
+            yield _concatenate(group)
             group = []
         group.append(matrix)
     if group:
-        yield _as_one(group)
+        yield _concatenate(group)
 
 
 def _continues(before: Codes, after: Codes) -> bool:
@@ -160,7 +160,7 @@ def _continues(before: Codes, after: Codes) -> bool:
     return kind(before) == kind(after) and before.order is after.order is None and whole_blocks
 
 
-def _as_one(group: list[Codes]) -> Codes:
+def _concatenate(group: list[Codes]) -> Codes:
     first = group[0]
     if len(group) == 1:
         return first
@@ -169,8 +169,10 @@ def _as_one(group: list[Codes]) -> Codes:
     return replace(first, numbers=numbers, scales=scales, zeros=zeros)
 
 
-def encode_chunks(codes: Codes, dtype: torch.dtype, max_bytes: int, place: int = 0) -> list[tuple[CodesLayout, Tensor]]:
-    """Return the layouts and data (uint8) of a matrix's chunks. Each has at most `max_bytes` unpacked. `place` is the
+def encode_chunks(
+    codes: Codes, dtype: torch.dtype, max_bytes: int, offset: int = 0
+) -> list[tuple[CodesLayout, Tensor]]:
+    """Return the layouts and data (uint8) of a matrix's chunks. Each has at most `max_bytes` unpacked. `offset` is the
     matrix's in the layer buffer: the kernel for coded ones writes from multiples of 16 bytes on."""
     step, chunks = rows_of_chunk(codes, dtype.itemsize, max_bytes), list[tuple[CodesLayout, Tensor]]()
     codable = worth_coding(codes, dtype)
@@ -185,11 +187,11 @@ def encode_chunks(codes: Codes, dtype: torch.dtype, max_bytes: int, place: int =
             codes.inner, dtype,
         )  # fmt: skip
         numbers = codes.numbers[rows]
-        if codable and place % UNIT == 0:
+        if codable and offset % UNIT == 0:
             coded = codec.encode(numbers.view(torch.float8_e4m3fn))
             if coded is not None:
                 layout, numbers = replace(layout, coded=coded.layout), coded.data
-        place += layout.nbytes
+        offset += layout.nbytes
         data = torch.zeros(layout.size, dtype=torch.uint8, device=codes.numbers.device)
         views = layout.views(data)
         for view, part in ((views.numbers, numbers), (views.scales, scales), (views.zeros, zeros),

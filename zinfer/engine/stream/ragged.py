@@ -9,7 +9,7 @@ Models that take their attention function by name (`_supports_attention_backend`
 it, without code for architectures. The function must be called once in each layer, with the very tensors that the cache
 returned and without a mask or bias of the model's own: `NotRaggedError` says that a model does something else.
 
-Rows that the CPU attends to have a pass of their own, in which it attends to those of all micro-batches at once.
+Rows that the CPU attends to have a pass of their own, in which it attends to all micro-batches' rows at once.
 
 Other models share a forward pass in another way: to the model all rows are one rectangle, left-padded to the longest,
 whose keys and values are `zinfer.engine.stream.stacked.Stacked`.
@@ -37,7 +37,7 @@ from zinfer.engine.transfer import to_device, to_host
 
 NAME = "zinfer_ragged"  # name of the attention function
 MASKED = {"full_attention", "sliding_attention"}  # kinds of layers whose mask is that of the cache's positions
-# Options of attention functions that change nothing for one token of a row whose keys are those that it sees.
+# Options of attention functions that change nothing for one token of a row that sees exactly its keys.
 HARMLESS = {
     "dropout", "scaling", "is_causal", "sliding_window", "position_ids", "cache_position", "use_cache",
     "output_attentions", "output_hidden_states", "return_dict", "layer_idx",
@@ -83,8 +83,9 @@ class RaggedLayer(DynamicLayer):  # type: ignore[misc]
         return key, value
 
     def attend(self, query: Tensor, scaling: float | None) -> Tensor:
-        """Store new keys and values of each micro-batch, and attend to all that it has. `query` is ``[B, heads, n,
-        head_dim]``, the result ``[B, n, heads, head_dim]``."""
+        """Store each micro-batch's new keys and values, and attend to all. `query` is ``[B, heads, n, head_dim]``, the
+        result ``[B, n, heads, head_dim]``.
+        """
         key, value = self._take()
         outputs, first = [], 0
         for store, count, mask in zip(self._stores, self._rows, self._masks, strict=True):
@@ -99,7 +100,7 @@ class RaggedLayer(DynamicLayer):  # type: ignore[misc]
             mixed = self._by(queries, keys, values, attn_mask=seen, scale=scaling)
             separated = mixed.view(*keys.shape[:2], shared, tokens, values.shape[-1])
             outputs.append(separated.permute(0, 3, 1, 2, 4).reshape(count, tokens, -1, values.shape[-1]))
-            del keys, values  # widened, they take memory of their own, which the next ones need
+            del keys, values  # dequantised, they take memory of their own, which the next ones need
             if isinstance(store, PartLayer):
                 store.attended()
         return torch.cat(outputs)
@@ -125,8 +126,9 @@ class HostAttentionLayer(RaggedLayer):
         return to_device(separated.permute(0, 3, 1, 2, 4).reshape(total, tokens, query.shape[1], -1), home)
 
     def _biases(self, blocks: Sequence[tuple[Tensor, Tensor]], heads: int) -> list[Tensor]:
-        """Return the bias of all rows, ``[B, 1, 1 or heads * n, m]``, m the most positions that one sees; none if
-        nothing is hidden. The layers that see as many share it."""
+        """Return the bias of all rows. It is ``[B, 1, 1 or heads * n, m]``, m the most positions that one sees; none if
+        nothing is hidden. Layers that see equally many share it.
+        """
         held = next((mask for mask in self._masks if mask is not None), None)
         if held is None:
             return []
@@ -192,8 +194,9 @@ class StackedLayer(DynamicLayer):  # type: ignore[misc]
 
 
 def stacked_inputs(parts: Sequence[Part], on_cpu: bool) -> tuple[Cache, Tensor | None]:
-    """Return cache and mask ``[B, n]`` of a pass of `parts` as one rectangle. They are decode steps of as many tokens;
-    there is no mask if there is no padding."""
+    """Return cache and mask ``[B, n]`` for `parts` as one rectangle. They are decode steps of equal token counts;
+    there is no mask if there is no padding.
+    """
     layers = getattr(parts[0].batch.cache, "layers", ())
     cache = Cache(layers=[StackedLayer(index, parts, on_cpu) for index in range(len(layers))])
     count = parts[0].token_ids.shape[1]
@@ -203,8 +206,8 @@ def stacked_inputs(parts: Sequence[Part], on_cpu: bool) -> tuple[Cache, Tensor |
     masks = []
     for batch, rows, tokens, *_ in parts:
         end = batch.length + count
-        own = tokens.new_ones((len(tokens), end)) if batch.mask is None else batch.mask[rows, :end]
-        masks.append(pad(own, (longest - end, 0)))
+        mask = tokens.new_ones((len(tokens), end)) if batch.mask is None else batch.mask[rows, :end]
+        masks.append(pad(mask, (longest - end, 0)))
     return cache, torch.cat(masks)
 
 
@@ -226,9 +229,10 @@ class Ragged:
         )
 
     def takes(self, part: Part, on_cpu: bool = False) -> bool:
-        """Tell whether a part can be joined with others of as many tokens: a decode step of a micro-batch's rows, which
-        have nothing but keys and values, on the device or coming there, or, `on_cpu`, of those that the CPU attends to.
-        Rows with a sliding window have one token."""
+        """Tell whether a part can join others with equal token counts: a decode step of a micro-batch's rows, which
+        have nothing but keys and values, on the device or coming there, or, `on_cpu`, CPU-attended rows.
+        Rows with a sliding window have one token.
+        """
         batch, cache, count = part.batch, part.batch.cache, part.token_ids.shape[1]
         if not (self.able and is_decode(part) and isinstance(cache, RowCache)):
             return False
@@ -239,7 +243,7 @@ class Ragged:
         return (whole or split) and (count == 1 or all(layer.slots.window is None for layer in cache.layers))
 
     def switch(self, on: bool) -> None:
-        """Make the model use the attention of ragged passes, or its own again."""
+        """Switch the model to the attention of ragged passes, or back."""
         if on != self._on:
             self._on = on
             for config in self._configs:
@@ -254,10 +258,11 @@ class Ragged:
         by: Attend = scaled_dot_product_attention,
         on_cpu: bool = False,
     ) -> Iterator[Cache]:
-        """Make the model use the attention of ragged passes, with one cache for the layers of all `caches`, whose
-        number of rows is in `rows`. `masks` are what `bias` returns of each; None hides nothing. `by` computes the
-        attention of a micro-batch, unless the CPU attends to all of them. Raises NotRaggedError after a pass in which a
-        layer did not attend."""
+        """Switch the model to ragged attention over the layers of `caches`. They share one cache; their numbers of rows
+        are in `rows`. `masks` are what `bias` returns of each; None hides nothing. `by` computes the attention of a
+        micro-batch, unless the CPU attends to all of them. Raises NotRaggedError after a pass in which a layer did not
+        attend.
+        """
         biases = [None if mask is None else Bias(mask) for mask in masks]
         kind = HostAttentionLayer if on_cpu else RaggedLayer
         layers = [kind(stores, rows, biases, by) for stores in zip(*caches, strict=True)]
@@ -281,21 +286,22 @@ def bias_of(part: Part, dtype: torch.dtype) -> Tensor | None:
     else:
         seen = (batch.mask[part.rows, :end] != 0)[:, None]
     if count > 1:
-        place = torch.arange(end, device=seen.device)
-        seen = seen & (place <= place[batch.length :, None])
+        position = torch.arange(end, device=seen.device)
+        seen = seen & (position <= position[batch.length :, None])
     return bias(seen, dtype)
 
 
 def bias(seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the bias of attention, ``[B, 1, count, n]``, for `count` tokens of each row: 0 where `seen`, bool ``[B,
-    count, n]``, is true, else the lowest number."""
+    """Return the attention bias of `count` tokens, ``[B, 1, count, n]``: 0 where `seen`, bool ``[B, count,
+    n]``, is true, else the lowest number.
+    """
     rows, count, end = seen.shape
-    made = _aligned(rows, count, end, dtype, seen.device)
-    return made.masked_fill_(~seen[:, None], torch.finfo(dtype).min)
+    bias_tensor = _aligned(rows, count, end, dtype, seen.device)
+    return bias_tensor.masked_fill_(~seen[:, None], torch.finfo(dtype).min)
 
 
 class Bias:
-    """Bias of attention ``[B, 1, count, n]`` in all forms that layers need."""
+    """Attention bias ``[B, 1, count, n]`` in all forms that layers need."""
 
     def __init__(self, whole: Tensor) -> None:
         self._forms = {(whole.shape[-1], 1): whole}
@@ -303,40 +309,43 @@ class Bias:
         self._joined: dict[tuple[tuple[int, ...], int], Tensor] = {}
 
     def of(self, length: int, heads: int) -> Tensor:
-        """Return the bias of the last `length` positions (those of a window), ``[B, 1, heads * count, length]``: as
-        many heads ask, each with all tokens."""
+        """Return the bias of the last `length` positions. They are those of a window; it is ``[B, 1, heads * count,
+        length]``: as many heads ask, each with all tokens.
+        """
         if (length, heads) not in self._forms:
             rows, _, count, end = self._whole.shape
-            made = _aligned(rows, heads * count, length, self._whole.dtype, self._whole.device)
+            bias_tensor = _aligned(rows, heads * count, length, self._whole.dtype, self._whole.device)
             for head in range(heads):
-                made[:, :, head * count : (head + 1) * count].copy_(self._whole[..., end - length :])
-            self._forms[length, heads] = made
+                bias_tensor[:, :, head * count : (head + 1) * count].copy_(self._whole[..., end - length :])
+            self._forms[length, heads] = bias_tensor
         return self._forms[length, heads]
 
     def joined(
         self, masks: "Sequence[Bias | None]", rows: Sequence[int], lengths: tuple[int, ...], heads: int
     ) -> Tensor:
-        """Return the biases of several micro-batches as mask in host memory, in float32. It has the last positions of
-        the longest mask; each micro-batch, with its `rows`, has the last `lengths` of them."""
+        """Return several micro-batches' biases as a float32 mask in host memory. It has the last positions of the
+        longest mask; each micro-batch, with its `rows`, has the last `lengths` of them.
+        """
         if (lengths, heads) not in self._joined:
             seen = [
                 None if mask is None else mask.of(length, heads) for mask, length in zip(masks, lengths, strict=True)
             ]
             tokens = max(mask.shape[2] for mask in seen if mask is not None)
-            made = torch.zeros((sum(rows), 1, tokens, max(lengths)))
-            fetched_masks = to_host(*(mask for mask in seen if mask is not None))
+            bias_tensor = torch.zeros((sum(rows), 1, tokens, max(lengths)))
+            host_masks = to_host(*(mask for mask in seen if mask is not None))
             first = 0
             for mask, count, length in zip(seen, rows, lengths, strict=True):
                 if mask is not None:
-                    made[first : first + count, ..., max(lengths) - length :] = fetched_masks.pop(0)
+                    bias_tensor[first : first + count, ..., max(lengths) - length :] = host_masks.pop(0)
                 first += count
-            self._joined[lengths, heads] = made
+            self._joined[lengths, heads] = bias_tensor
         return self._joined[lengths, heads]
 
 
 def _aligned(rows: int, tokens: int, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return zeros ``[rows, 1, tokens, count]`` whose rows begin at multiples of 8 values: kernels of attention read a
-    bias in vectors, and fail at any other place."""
+    """Return zeros ``[rows, 1, tokens, count]`` with rows aligned to 8 values: kernels of attention read a bias in
+    vectors, and fail at any other address.
+    """
     return torch.zeros((rows, 1, tokens, -(-count // 8) * 8), dtype=dtype, device=device)[..., :count]
 
 
@@ -348,8 +357,9 @@ def layers_of(part: Part) -> Sequence[DynamicLayer]:
 
 
 def takes_part(layer: DynamicLayer, whole: bool) -> bool:
-    """Tell whether rows of a layer on the device can share a forward pass with others. In 8 bits, attended to a part at
-    a time, also some rows can; else all, `whole`."""
+    """Tell whether device rows of a layer can share a pass. In 8 bits, attended to a part at a time, also some rows
+    can; else all, `whole`.
+    """
     return isinstance(layer, QuantizedLayer) or (type(layer) is FixedLayer and whole)
 
 

@@ -2,8 +2,8 @@
 
 To the model the rows of all micro-batches are one rectangle, left-padded to the longest; its mask hides the padding.
 The memory of the rectangle does not exist: views of a `Stacked` tensor are followed, and the products that attention
-consists of are computed block by block, as they would be for each micro-batch alone. Blocks in 8 bits are widened one
-by one, when their turn comes. Anything else that a model does with its keys raises `NotStackedError`.
+consists of are computed block by block, as they would be for each micro-batch alone. Blocks in 8 bits are
+dequantised in turn. Anything else that a model does with its keys raises `NotStackedError`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -75,10 +75,10 @@ class Stacked(Tensor):
         heads, first = self.blocks[0].shape[1], 0
         for block in self.blocks:
             last = first + len(block) * (heads if flat else 1)
-            wide = block.dequantize() if isinstance(block, QuantizedKV) else block
-            shaped = wide.flatten(0, 1) if flat else wide
+            dequantized = block.dequantize() if isinstance(block, QuantizedKV) else block
+            shaped = dequantized.flatten(0, 1) if flat else dequantized
             yield slice(first, last), shaped.transpose(-1, -2) if self.turned else shaped
-            del wide, shaped
+            del dequantized, shaped
             first = last
 
 

@@ -71,8 +71,8 @@ class StreamTeam(Team[Stream]):
     member = StreamMember
 
     def __init__(self, plan: Plan, progress: Progress = silent) -> None:
-        self._whole: Workload | None = None  # what the ranks are placed for
-        self._placed: Placement | None = None
+        self._whole: Workload | None = None  # load that the ranks are placed for
+        self._current: Placement | None = None
         super().__init__(plan, progress)
 
     def bring(self) -> int:
@@ -80,29 +80,29 @@ class StreamTeam(Team[Stream]):
 
     def _place(self, placement: Placement) -> None:
         """Place all ranks alike. If that fails they may differ: all begin anew then, and are placed before a pass."""
-        self._placed = None
+        self._current = None
         try:
             self._all("place", placement)
         except BaseException:
             self._all("abandon")
             raise
-        self._placed = placement
+        self._current = placement
 
     @contextmanager
     def _room(self, rows: int, length: int, capacity: int) -> Iterator[None]:
         whole = self.expected or together(self.batches, rows, length, capacity)
-        known = self._placed if whole == self._whole else None
+        placement = self._current if whole == self._whole else None
         self._whole = None
-        self._place(known or self.planner.placement(whole))
+        self._place(placement or self.planner.placement(whole))
         try:
             yield
         except BaseException:
-            self._placed = None
+            self._current = None
             self._all("abandon")
             raise
         self._whole = whole
 
-    def _place_again(self) -> None:
+    def _restore_placement(self) -> None:
         """Place the ranks for the micro-batches that there are. Raises torch.OutOfMemoryError or MemoryError."""
         first, *others = self.batches
         whole = self.expected or together(others, first.batch_size, first.prompt_len, first.capacity)
@@ -114,13 +114,13 @@ class StreamTeam(Team[Stream]):
             self._all("expect", None, None)
             return
         part = load.model_copy(update={"batch_size": -(-load.batch_size // self._group.size)})
-        self._placed = self._whole = None  # a rank without room says so only later
+        self._current = self._whole = None  # a rank without room says so only later
         self._all("abandon")
         self._all("expect", part, self.planner.placement(load))
 
     def orders(self, works: Sequence[Work]) -> list[list[RankWork]]:
-        if self._placed is None:
-            self._place_again()
+        if self._current is None:
+            self._restore_placement()
         return super().orders(works)
 
     def timeline(self, works: Sequence[Work]) -> tuple[Span, ...]:

@@ -66,7 +66,7 @@ class Trace:
         self._spans.append((lane, layer, begin, end, carries))
 
     def recording(self) -> "Recording":
-        """Return what was traced, as another process can have it. Waits for the device."""
+        """Return the trace in a form to send to another process. Waits for the device."""
         return self.begun, self.spans()
 
     def spans(self) -> tuple[Span, ...]:
@@ -95,7 +95,7 @@ class Trace:
 
 
 def joined(recordings: Sequence[Recording]) -> tuple[Span, ...]:
-    """Return the spans of all ranks, which begin with the first one's trace; those that end before it are left out."""
+    """Return all ranks' spans, from the begin of the first rank's trace; earlier spans are left out."""
     joined_spans = []
     for rank, (begun, spans) in enumerate(recordings):
         delay_ms = (begun - recordings[0][0]) * 1e3

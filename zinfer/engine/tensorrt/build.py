@@ -3,7 +3,7 @@
 The library copies every weight while it builds: once for the plan, and once more where it fuses products that share an
 operand. The peak of host memory is therefore two copies of the weights, both the library's: zinfer passes views of
 mapped files, which the system may drop from memory. The files are the checkpoint's own shards if they have the
-requested type; otherwise (another type, dummy weights) a scratch file beside the plan, filled one tensor at a time.
+requested type; otherwise (another type, dummy weights) a scratch file next to the plan, filled one tensor at a time.
 """
 
 import mmap
@@ -45,7 +45,7 @@ class Cancelled(Exception):
 def plan_key(
     library: Library, model: str, spec: ModelSpec, load_format: LoadFormat, layers: int | None, batch: int, length: int
 ) -> PlanKey:
-    """Return the key of the plan that `library` builds here. `model` is the name that the user gave, as in a `Case`."""
+    """Return the key of the plan that `library` builds on this machine. `model` is the user's name, as in a `Case`."""
     return PlanKey(
         model=model,
         revision=revision_of(spec, load_format),

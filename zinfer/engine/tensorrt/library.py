@@ -34,7 +34,7 @@ class Library:
     version: str
 
     def target(self) -> str:
-        """Return the compute capabilities that a plan built here runs on.
+        """Return the compute capabilities that run a plan built on this GPU.
 
         Raises EngineError for TensorRT, which builds on the GPU itself, on a machine without a GPU.
         """

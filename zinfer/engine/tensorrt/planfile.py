@@ -1,7 +1,7 @@
 """Plan files: storage of built engines, checked before use.
 
 A plan is as large as the model and valid for one model, one set of shapes, one library version and one kind of GPU.
-These are its key: the file's name ends in the key's digest, and the JSON file beside it holds the whole key. The JSON
+These are its key: the file's name ends in the key's digest, and the JSON file next to it holds the whole key. The JSON
 is written last, so a plan without it is not finished.
 """
 
@@ -95,7 +95,7 @@ def finish(path: Path, key: PlanKey, **facts: Any) -> PlanFile:
 
 
 def read(path: Path) -> PlanFile:
-    """Read the plan `path` from the JSON file beside it. Raises EngineError."""
+    """Read the plan `path` from the JSON file next to it. Raises EngineError."""
     description = path.with_suffix(".json")
     if not path.is_file():
         raise EngineError(f"no plan file {path}")
@@ -129,7 +129,7 @@ def disagreements(wanted: PlanKey, key: PlanKey) -> list[str]:
 
 
 def find(wanted: PlanKey, where: str = "auto") -> PlanFile:
-    """Return the plan at `where`, or one that serves `wanted`.
+    """Return the plan at `where`, or another that serves `wanted`.
 
     With ``auto`` it is the one in `PLANS` with the largest batch. Raises EngineError where there is none, with the
     reason why a plan that exists does not serve, and the command that builds the right one.

@@ -29,7 +29,7 @@ class JobChanged(ZinferError):
 
 
 def job_path(output: Path) -> Path:
-    """Return the path of the .job file beside `output`."""
+    """Return the path of the .job file next to `output`."""
     return output.with_name(output.name + ".job")
 
 
@@ -52,7 +52,7 @@ class Ledger(Closing):
     def open(cls, output: Path, settings: Mapping[str, Any], created: int, force: bool = False) -> Self:
         """Start or continue the job of `settings` in `output`. `created` is used if this is its first start.
 
-        With `force` the answers of another job stay, and this one adds those that are missing. Raises JobChanged if
+        With `force` the answers of another job stay, and this one adds missing answers. Raises JobChanged if
         `output` is another job's, StoreError if it is no batch output, another process writes it, or it cannot be
         written; nothing is changed then.
         """
@@ -66,7 +66,7 @@ class Ledger(Closing):
 
     def _open(self, settings: Mapping[str, Any], created: int, force: bool) -> None:
         path = job_path(self._output.path)
-        before, made = read_job(path)
+        before, tokens_by_id = read_job(path)
         if before is None and not force and path.exists() and path.stat().st_size:
             raise StoreError(
                 f"{path} is no job file of `zinfer batch`, or its first line is damaged: name another file with "
@@ -74,7 +74,7 @@ class Ledger(Closing):
             )
         self.done = {done.id: done for done in _answers(self._output.path)}
         changes = _changes(before, settings)
-        if changes and (self.done or made) and not force:
+        if changes and (self.done or tokens_by_id) and not force:
             if before is None:
                 raise JobChanged(
                     f"{self._output.path} has answers, and no {path.name} says of which job: name another file with "
@@ -88,7 +88,7 @@ class Ledger(Closing):
         started = (before or {}).get("created")
         self.created = started if isinstance(started, int) and not changes else created
         self._header = header_line(settings, self.created)
-        self.made = made if changes.keys() <= {"prompts"} else {}  # another model cannot continue these tokens
+        self.made = tokens_by_id if changes.keys() <= {"prompts"} else {}  # another model cannot continue these tokens
         if changes:
             self._begin(path)
         self._job = AppendLog.open(path)
@@ -177,7 +177,7 @@ def _is_row(id: Any = None, at: Any = None, tokens: Any = None, **more: Any) -> 
 
 def read_job(path: Path) -> tuple[dict[str, Any] | None, dict[str, list[int]]]:
     """Return a .job file's settings and the tokens of unfinished rows."""
-    made: dict[str, list[int]] = {}
+    tokens_by_id: dict[str, list[int]] = {}
     header: dict[str, Any] | None = None
     for line in read_lines(path) if path.exists() else ():
         try:
@@ -186,9 +186,9 @@ def read_job(path: Path) -> tuple[dict[str, Any] | None, dict[str, list[int]]]:
             continue
         if kind == JOB:
             header = fields
-        elif kind == ROW and len(tokens := made.setdefault(fields["id"], [])) >= fields["at"]:
+        elif kind == ROW and len(tokens := tokens_by_id.setdefault(fields["id"], [])) >= fields["at"]:
             tokens[fields["at"] :] = fields["tokens"]  # of two lines about one position the second counts
-    return header, made if header is not None else {}
+    return header, tokens_by_id if header is not None else {}
 
 
 def header_line(settings: Mapping[str, Any], created: int) -> bytes:

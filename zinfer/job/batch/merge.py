@@ -1,6 +1,6 @@
 """Merge of a batch job's shards (`zinfer.job.shard`) into one file.
 
-Each shard has a .job file beside its answers, as every batch job has one. `merge` believes none of them: each request
+Each shard has a .job file next to its answers, as every batch job has one. `merge` believes none of them: each request
 must have exactly one answer, from its own shard, of the same job.
 """
 

@@ -1,7 +1,7 @@
-"""Batch job on the nodes of a Ray cluster, a task a shard.
+"""Batch job on a Ray cluster's nodes, a task per shard.
 
 The nodes share the folder of the command. Ray gives the shard of a lost node to another one, where it goes on with the
-answers and tokens that its files hold. This process alone writes the job's own answers: those of the shards, as they
+answers and tokens that its files hold. This process alone writes the job's own answers: the shards' answers, as they
 come. A request is answered once, for its answer is written once.
 """
 
@@ -104,9 +104,9 @@ def answer_on_nodes(
     on_progress: Progress = silent,
     on_message: Callable[[str], None] = lambda _text: None,
 ) -> None:
-    """Answer the lines of a job on the nodes of a Ray cluster.
+    """Answer a job's lines on the nodes of a Ray cluster.
 
-    `answer` answers a shard, but for the ids given, into its file beside `output`; it runs on the nodes. `identity` has
+    `answer` answers a shard, but for the ids given, into its file by `output`; it runs on the nodes. `identity` has
     the settings of the job for .job files. Raises ShardError for shards of another job, Interrupted on SIGINT and
     SIGTERM, NodesError if the cluster or the model on a node cannot be had, JobFailed if a line gets no answer,
     StoreError if an answer cannot be written.
@@ -180,19 +180,19 @@ class _Answers:
 
     def __init__(self, paths: Sequence[Path], ledger: Ledger) -> None:
         self.paths, self._ledger = paths, ledger
-        self._taken = dict.fromkeys(paths, 0)  # bytes
+        self._read_offsets = dict.fromkeys(paths, 0)  # bytes
 
     def take(self) -> None:
         """Append the answers that the ledger lacks. Raises StoreError."""
         for path in self.paths:
             try:
                 with path.open("rb") as file:
-                    file.seek(self._taken[path])
+                    file.seek(self._read_offsets[path])
                     content = file.read()
             except FileNotFoundError:
                 continue
             whole = content[: content.rfind(b"\n") + 1]
-            self._taken[path] += len(whole)
+            self._read_offsets[path] += len(whole)
             records = {}
             for line in whole.splitlines():
                 with suppress(Garbled):

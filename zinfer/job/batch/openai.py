@@ -6,8 +6,8 @@ A request gives the text to continue and its parameters::
 
 Its answer has the same `custom_id`, a completion as that endpoint returns it, and ids that depend on nothing but the
 line, so that a job that is run twice writes the same ids. A request that cannot be served is answered with status 400
-and an `error`; one that the machine failed on with an `error` and no response. Sources: "The request input object" and
-"The request output object" of OpenAI's API reference; `BatchRequestOutput` in its openapi.yaml.
+and an `error`; a request that the machine failed on has an `error` and no response. Sources: "The request input
+object" and "The request output object" of OpenAI's API reference; `BatchRequestOutput` in its openapi.yaml.
 """
 
 import json
@@ -74,7 +74,7 @@ def digest(content: bytes) -> str:
 
 
 def read_requests(content: bytes) -> list[BatchLine | Fault]:
-    """Return the lines of a file, in its order. Those that cannot be served are Faults.
+    """Return the lines of a file, in its order. Lines that cannot be served are Faults.
 
     Blank lines are skipped. Never raises.
     """

@@ -26,7 +26,7 @@ class RowDemand(NamedTuple):
 
 
 def fitting(planner: Planner, needs: Sequence[RowDemand]) -> list[bool]:
-    """Tell for each of `needs` whether there is room for the row by itself, all of its tokens included."""
+    """Tell for each of `needs` whether that row alone fits, whole."""
 
     @cache
     def fits(need: RowDemand) -> bool:
@@ -77,7 +77,7 @@ def typical_plan(
     plan = best_plan(cases, [typical] * count, model, machine, nvme_path)
     if not plan.fits:
         return plan, None
-    longest = -(-positions // sum(typical))  # typical requests in the place of one that takes all positions
+    longest = -(-positions // sum(typical))  # typical requests instead of one that takes all positions
     at_most = None if rows is None else max(rows, longest)
     return plan, largest_load(plan.planner(), [typical] * max(count, longest), at_most)
 

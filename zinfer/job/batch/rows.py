@@ -41,7 +41,7 @@ def rows_of(
     output_len: int,
     output_ids: Mapping[str, list[int]],
 ) -> tuple[list[Row], list[Fault]]:
-    """Return lines as rows, and faults for those that cannot be served.
+    """Return lines as rows, and faults for lines that cannot be served.
 
     `prompts` are the prompts' token ids, or the reasons why there are none; `positions` and `vocab_size` those of the
     model; `output_len` is the limit of a line that names none, as far as there are positions for it; `output_ids` are
@@ -59,12 +59,12 @@ def rows_of(
         except Refused as refused:
             faults.append(_fault(line, refused.code, str(refused)))
             continue
-        made = output_ids.get(line.id, [])
-        if len(made) >= limit or not all(0 <= token < vocab_size for token in made):
-            made = []
+        ids = output_ids.get(line.id, [])
+        if len(ids) >= limit or not all(0 <= token < vocab_size for token in ids):
+            ids = []
         request = line.asked.request(prompt, limit, key=len(rows))
-        request.add(made)
-        rows.append(Row(line, request, saved=len(made)))
+        request.add(ids)
+        rows.append(Row(line, request, saved=len(ids)))
     return rows, faults
 
 

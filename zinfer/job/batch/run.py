@@ -35,7 +35,7 @@ class JobFailed(RuntimeError):
 
 @dataclass
 class BatchProgress:
-    """Progress of the job. `rows` are those of this run, `ended` those of them that have an answer or an error."""
+    """Progress of the job. `rows` counts this run's rows, `ended` its rows with an answer or an error."""
 
     rows: int = 0
     ended: int = 0
@@ -49,9 +49,9 @@ class BatchProgress:
     passes: int = 0
     running: int = 0  # rows that run now; `waiting`: rows that have not begun
     waiting: int = 0
-    read: int = 0  # positions of KV cache that passes have read; `padded`: those of them that were padding
+    read: int = 0  # positions of KV cache that passes have read; `padded`: padding among them
     padded: int = 0
-    drafted: int = 0  # drafts that were verified; `accepted`: those of them that were right
+    drafted: int = 0  # drafts that were verified; `accepted`: right ones among them
     accepted: int = 0
     full_tokens: int = 0  # tokens made while further rows waited, and the seconds of that
     full_seconds: float = 0.0
@@ -90,7 +90,7 @@ class BatchProgress:
 
 
 class BatchJob:
-    """Job that answers rows into a ledger, at most `max_rows` at a time."""
+    """Job that answers rows into a ledger, at most `max_rows` at once."""
 
     def __init__(
         self,
@@ -141,7 +141,7 @@ class BatchJob:
         new = self._next()
         with self._driver.lend() as worker:
             step = worker.step((row.request for row in new), ending=self.progress.ending)
-        self._take(step)
+        self._apply_step(step)
 
     def _load(self) -> None:
         """Load the worker if need be. Raises JobFailed."""
@@ -170,7 +170,7 @@ class BatchJob:
         self._sent |= {row.request.key: row for row in new}
         return new
 
-    def _take(self, step: BatchStepped) -> None:
+    def _apply_step(self, step: BatchStepped) -> None:
         """Process the worker's answer. Tokens go to their rows, rows that ended to the disk."""
         progress = self.progress
         progress.running, progress.waiting = step.running, step.waiting + len(self._waiting)
@@ -219,7 +219,7 @@ class BatchJob:
         self._saved_at = time.monotonic()
 
     def _retry(self, error: WorkerError) -> None:
-        """Try the rows of a failed worker again, fewer at a time. Give up one that fails alone."""
+        """Try the rows of a failed worker again, fewer at a time. Give up a row that fails alone."""
         self._driver.failed(error)
         rows, self._sent, self._started = list(self._sent.values()), {}, False
         count = len(rows)

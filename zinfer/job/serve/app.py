@@ -151,7 +151,7 @@ class Exchange:
 
     @property
     def tokens(self) -> tuple[int, int]:
-        """Numbers of tokens of the prompts, each counted once, and of the answers that the client got."""
+        """Token counts of prompts, each counted once, and of delivered answers."""
         lengths = [
             (len(row.request.prompt_ids), choice.tokens) if self.asked.stream or choice.over else (0, 0)
             for row, choice in self.choices.items()
@@ -253,7 +253,7 @@ class Desk:
             raise
 
     def close(self, exchange: Exchange) -> None:
-        """End a request; what is not answered is dropped."""
+        """End a request; drop its unanswered rest."""
         self._remove(exchange)
         self.held -= exchange.size
         if not exchange.over:

@@ -108,14 +108,14 @@ class Connection(H11Protocol):
 class Listener(uvicorn.Server):
     """Server of uvicorn that accepts connections within the limit on files.
 
-    Where there is no room for one that comes, that which has waited longest for the whole of a request is closed; while
+    Without room for a new connection, the one waiting longest for the whole of a request is closed; while
     all have one under way, others wait in the kernel's queue. Signals are left to the caller.
     """
 
     def __init__(self, config: uvicorn.Config, last_s: float, on_message: Callable[[str], None]) -> None:
         super().__init__(config)
         self._last_s = last_s
-        self.idle: dict[Connection, None] = {}  # without a whole request, those that wait longest first
+        self.idle: dict[Connection, None] = {}  # without a whole request, longest wait first
         self.max_connections = max_connections()
         self._on_message, self._complained_at = on_message, -60.0
         self._room = asyncio.Event()

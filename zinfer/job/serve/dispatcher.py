@@ -2,7 +2,7 @@
 
 Rows are given to the worker's queue as they come; the worker begins them, at every pass, in the order that
 `zinfer.generation.schedule.fair_order` gives: requests share the memory, however many rows each has. The thread alone
-talks to the worker and sleeps while there is no row. Prompts that are texts are read beside it
+talks to the worker and sleeps while there is no row. Prompts that are texts are read in another thread
 (`zinfer.job.serve.reading`): their rows come when they have token ids. A worker that dies is started again: rows of
 which no text was handed out go on with the tokens that they have, fewer of them at a time, so that a row that is to
 blame ends alone.
@@ -267,7 +267,7 @@ class Dispatcher:
         try:
             if not self._driver.loaded:
                 self._restart()
-            self._take_in(read)
+            self._enqueue(read)
             new = self._next()
             if new or drop or self._sent:
                 self._sent |= {row.key: row for row in new}
@@ -275,13 +275,13 @@ class Dispatcher:
                 ending = self._stopped / (self._tokens + self._stopped + 1)
                 with self._driver.lend() as worker:
                     step = worker.step((row.request for row in new), drop=drop, ending=ending, answer_s=answer_s)
-                self._take(step)
+                self._apply_step(step)
         except WorkerError as error:
             self._retry(error)
         return True
 
-    def _take_in(self, read: list[tuple[Row, Ids]]) -> None:
-        """Let rows whose prompts were read wait for the worker. Those that cannot be served fail."""
+    def _enqueue(self, read: list[tuple[Row, Ids]]) -> None:
+        """Let rows whose prompts were read wait for the worker. Rows that cannot be served fail."""
         for row, ids in read:
             if (failure := self._accept(row, ids)) is None:
                 self._waiting.append(row)
@@ -325,7 +325,7 @@ class Dispatcher:
         self._waiting = _without(self._waiting, new)
         return new
 
-    def _take(self, step: BatchStepped) -> None:
+    def _apply_step(self, step: BatchStepped) -> None:
         """Process the worker's answer. Tokens go to their rows, updates to the server."""
         self.running, self.kept_bytes = step.running, step.kept_bytes
         self._metrics.stepped(step)

@@ -1,7 +1,7 @@
 """Readers of prompts: texts and messages to token ids for the dispatcher, while the worker runs.
 
-Two threads have prompts read by a `TokenizerProcess`, each in a child of its own: one those that are short, within half
-a second of CPU time, and one those that are long, or took longer. So a prompt that takes seconds holds up long ones
+Two threads have prompts read by a `TokenizerProcess`, each in a child of its own: one for short prompts, within half
+a second of CPU time, and one for long prompts, or slower ones. So a prompt that takes seconds holds up long ones
 alone, and no pass of the worker. In both, clients take turns: who sends many, or bad ones, waits for himself.
 """
 

@@ -32,7 +32,7 @@ from zinfer.report.plot.style import (
 )
 from zinfer.report.plot.timeline import timeline
 
-_VALUED = 8  # most points whose values are written beside them
+_VALUED = 8  # maximum of points with written values
 _SAME_LIMIT = 1.1  # limits closer than this are drawn as one
 _WAYS = {"recompute": (PALETTE[1], "s"), "memory": (PALETTE[0], "o"), "disk": (PALETTE[2], "^")}
 

@@ -116,7 +116,7 @@ def render(figure: Figure, form: Format) -> bytes:
 
 
 def _texts(figure: Figure) -> Iterator[MatplotlibText]:
-    """Yield the texts of a figure, but those of ticks."""
+    """Yield the texts of a figure, except ticks."""
     yield from figure.texts
     for legend in figure.legends:
         yield from legend.get_texts()

@@ -85,7 +85,7 @@ def prepared(sweep: Sweep) -> list[LoadJob]:
 def run_inline(
     path: Path, sweep: Sweep, worker: FakeWorker, events: Events | None = None, jobs: Sequence[LoadJob] | None = None
 ) -> list[Measurement]:
-    """Run or resume `sweep`, whose `jobs` may be `prepared` before, with records in `path`."""
+    """Run or resume `sweep`, with records in `path`. Its `jobs` may be `prepared` before."""
     done = read(path).points if path.is_file() else ()
     jobs = prepared(sweep) if jobs is None else jobs
     with Store.open(path) as store:
@@ -96,8 +96,8 @@ def run_inline(
 
 
 def kill_after(child: int, reader: int, lines: int, seconds: float) -> bytes:
-    """Wait until `child` has written `lines` lines to `reader`, or has ended, and `seconds` more; kill it and return
-    all its output.
+    """Wait for `lines` lines of `child`, and `seconds` more. They come from `reader`; the wait ends if `child` does.
+    Kill it and return all its output.
 
     The test waits for lines, not for time, so that the child gets as far on a busy machine.
     """

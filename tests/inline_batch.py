@@ -68,7 +68,7 @@ PROMPTS: dict[int, str] = {}  # by the first of their ids
 
 
 def prompt_ids(prompt: str) -> list[int]:
-    """The ids of a prompt, as many as it says, the first of which tells it from others."""
+    """Token ids of a prompt, as many as it says. The first one tells it from others."""
     first = int.from_bytes(hashlib.blake2b(prompt.encode(), digest_size=4).digest())
     PROMPTS[first] = prompt
     return [first] + [0] * (int(prompt.split("/")[0][1:]) - 1)

@@ -1,4 +1,4 @@
-"""Quantised checkpoints, made of unquantised ones in the way of each format's own library."""
+"""Quantised checkpoints, made in the way of each format's own library. From unquantised ones."""
 
 import json
 from collections.abc import Callable
@@ -14,8 +14,9 @@ BLOCK = 32
 
 
 def rewrite(directory: Path, config: dict[str, Any], change: Callable[[str, Tensor], Tensors | None]) -> Path:
-    """Replace the matrices of the decoder layers by what `change` makes of them (None: kept), in one file, and put
-    `config` into config.json as its quantization_config."""
+    """Replace the decoder layers' matrices by what `change` makes of them. None keeps a matrix. Write one file, and put
+    `config` into config.json as its quantization_config.
+    """
     tensors: Tensors = {}
     for file in sorted(directory.glob("*.safetensors")):
         tensors |= load_file(file)
@@ -35,7 +36,7 @@ def rewrite(directory: Path, config: dict[str, Any], change: Callable[[str, Tens
 
 
 def fp8(directory: Path, block: tuple[int, int] | None = (BLOCK, BLOCK)) -> Path:
-    """FP8 with a scale for each block, or for each tensor, as DeepSeek-V3 is released."""
+    """FP8 with a scale for each block or tensor. As DeepSeek-V3 is released."""
 
     def change(name: str, tensor: Tensor) -> Tensors:
         rows, columns = block or tensor.shape
@@ -108,7 +109,9 @@ def compressed(directory: Path, kind: str) -> Path:
 
 
 def _words(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes ``[n, m]`` along the rows into int32 ``[n, m * bits / 32]``, the first one in the lowest bits."""
+    """Pack codes ``[n, m]`` along the rows into int32. The result is ``[n, m * bits / 32]``, the first code in the
+    lowest bits.
+    """
     parts = codes.to(torch.int64).unflatten(-1, (-1, 32 // bits))
     packed = (parts << torch.arange(0, 32, bits)).sum(-1)
     return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).to(torch.int32)
@@ -156,8 +159,9 @@ def mxfp4(directory: Path) -> Path:
 
 
 def modelopt(directory: Path, kind: str, beside: bool = False) -> tuple[Path, Tensors]:
-    """A checkpoint as ModelOpt exports it, with scales of activations and of the KV cache, and the weights in the
-    arithmetic of `FP8QTensor.dequantize` and `NVFP4QTensor.dequantize`. With `beside`, config.json does not know."""
+    """Checkpoint as ModelOpt exports it. It has scales of activations and of the KV cache, and the weights in the
+    arithmetic of `FP8QTensor.dequantize` and `NVFP4QTensor.dequantize`. With `beside`, config.json does not know.
+    """
     expected = Tensors()
 
     def change(name: str, tensor: Tensor) -> Tensors:

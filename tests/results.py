@@ -21,7 +21,7 @@ def case(batch_size: int = 1, engine: str = "stream", offload: Any = "cpu", **fi
 
 
 def request_point(**fields: Any) -> RequestPoint:
-    """Return a load of three requests, two in flight, whose passes take a second."""
+    """Return a load of three requests with one-second passes. Two are in flight."""
     case = Case(
         model="bloom-176b", engine="stream", offload="cpu", workload=Workload(batch_size=1, input_len=1, output_len=1),
         layers=14,
@@ -175,7 +175,7 @@ def routing_run(**fields: Any) -> Study:
 
 
 def kept_point(context: int, recompute: float, memory: float, **fields: Any) -> Reload:
-    """A context of `zinfer study reuse` with three samples of the recompute, whose median is `recompute` ms."""
+    """Context of `zinfer study reuse` with three recompute samples. Their median is `recompute` ms."""
     return Reload(
         context=context, new_tokens=8, kept_bytes=1 << 20, recompute_ms=(recompute, recompute * 9, recompute / 9),
         memory_ms=(memory,), same_token=True, max_difference=0.25, **fields,

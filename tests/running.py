@@ -1,4 +1,4 @@
-"""One micro-batch at a time on an engine, and the least that an engine can be."""
+"""Run one micro-batch at a time, and a minimal engine."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""A server in this process, on the loopback, and a worker for it that has no engine."""
+"""Server in this process, on the loopback, with an engine-less worker."""
 
 import http.client
 import json
@@ -26,7 +26,7 @@ LOAD = Workload(batch_size=8, input_len=60, output_len=40)
 
 
 class Server:
-    """A server that runs in a thread, and a plain client of it."""
+    """Server in a thread, and a plain client of it."""
 
     def __init__(self, server: HttpServer) -> None:
         self.server, self.dispatcher = server, server.dispatcher
@@ -49,7 +49,7 @@ class Server:
     def ask(
         self, path: str, body: Any = None, headers: dict[str, str] | None = None, method: str | None = None
     ) -> tuple[int, Any, dict[str, str]]:
-        """Return the status, the body (parsed if it is JSON) and the headers of an answer."""
+        """Return an answer's status, body and headers. The body is parsed if it is JSON."""
         connection = self.connect()
         content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         given = {"content-type": "application/json"} | (headers or {})

@@ -29,8 +29,7 @@ from zinfer.record.measurement import Measurement, latest
 def exact(
     batch_size: int, step_s: float, engine: str = "stream", offload: str = "cpu", **fields: object
 ) -> Measurement:
-    """Return a point whose prefill and every step take exactly `step_s`, so that its throughput is batch_size /
-    step_s."""
+    """Return a point with constant prefill and step times. Its throughput is batch_size / step_s."""
     asked = case(batch_size, engine, offload, output_len=4, **fields)
     return point(asked).model_copy(update={"ttft_ms": (step_s * 1e3,), "step_ms": ((step_s * 1e3,) * 3,)})
 
@@ -208,7 +207,7 @@ def sizes(changes: tuple[Change, ...]) -> dict[int, float | None]:
 
 
 def spreading(asked: Case, *seconds: float) -> Measurement:
-    """Return a point of one generated token a row, whose repeats take `seconds`."""
+    """Return a one-token point whose repeats take `seconds`."""
     times = {"ttft_ms": tuple(1e3 * value for value in seconds), "step_ms": tuple(() for _ in seconds)}
     return point(asked).model_copy(update=times)
 

@@ -82,8 +82,7 @@ def test_a_model_is_counted_as_it_is_built(kind: str) -> None:
 
 
 def cached(spec: ModelSpec, length: int) -> tuple[int, ...]:
-    """Return the number of values that a forward pass of one sequence leaves in each part of transformers' own
-    cache."""
+    """Count the values that a forward pass leaves in transformers' cache. One sequence, each part of the cache apart."""
     model = empty_model(spec).to_empty(device="cpu")
     for tensor in (*model.parameters(), *model.buffers()):
         torch.nn.init.zeros_(tensor)

@@ -35,8 +35,9 @@ LESSER = ("x86-64-v3", "x86-64")  # without AVX-512, and without AVX2
 
 @pytest.fixture(scope="session")
 def compiler(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Skip a test of compiled code if no C compiler takes our flags; torch's substitute is tested everywhere. An error
-    in `attend.c` itself does not skip the test."""
+    """Skip a test of compiled code without a C compiler. Torch's substitute is tested everywhere. An error in
+    `attend.c` itself does not skip the test.
+    """
     trial = tmp_path_factory.mktemp("compiler") / "trial.c"
     trial.write_text("#include <stdint.h>\n#include <string.h>\nint trial(void) { return 0; }\n")
     for name in filter(None, map(shutil.which, cpu_kernel.COMPILERS)):
@@ -110,7 +111,7 @@ def test_both_products_are_those_of_torch(
 def test_new_tokens_of_several_blocks_are_stored_at_once(
     rows: list[int], heads: int, tokens: int, width: int, dtype: torch.dtype, turned: bool
 ) -> None:
-    """Each block gets its own rows of the new states, behind those that it has; with `turned`, not in order."""
+    """Each block appends its own rows of the new states. With `turned`, not in order."""
     new = (100 * noise(sum(rows), heads, tokens, width, dtype=torch.float32)).abs().to(dtype)
     states = new.transpose(2, 3).contiguous().transpose(2, 3) if turned else new
     memories, copies, first = [], [], 0
@@ -138,7 +139,7 @@ def test_new_tokens_are_stored_without_a_compiler() -> None:
 def blocks_of(
     lengths: tuple[int, ...], heads: int, width: int, columns: int, dtype: torch.dtype
 ) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
-    """Return keys and values of two rows for each length, in room for more, and their exact values in float64."""
+    """Return keys and values with spare room, and exact float64 values. Two rows for each length."""
     found, exact = [], []
     for length in lengths:
         both = [noise(2, heads, length + 3, size, dtype=torch.float32) for size in (width, columns)]
@@ -246,7 +247,9 @@ def test_every_half_is_read_right() -> None:
 
 @pytest.mark.parametrize("lesser", LESSER, indirect=True)
 def test_every_processor_computes_the_same(lesser: None) -> None:
-    """Rows and elements that fill the registers, fewer, and more, for each width of registers."""
+    """Sizes that fill the vector registers, exceed them, or fall short. For each width of registers, in rows and
+    elements.
+    """
     shapes = [(1, 300, 128), (2, 129, 80), (3, 7, 33), (4, 128, 64), (5, 130, 300), (9, 3, 1)]
     for dtype, (rows, tokens, width) in product((*DTYPES, torch.int8), shapes):
         matrix = noise(2, 3, tokens, width, dtype=torch.float32 if dtype == torch.int8 else dtype)
@@ -301,7 +304,7 @@ def step_by_step(query: Tensor, keys: Any, values: Any, bias: Tensor, mask: Tens
 
 @pytest.fixture
 def stacked(monkeypatch: Patch) -> dict[str, tuple[Any, Tensor]]:
-    """Return keys and values of two micro-batches as a model sees them, and as a plain rectangle."""
+    """Return keys and values of two micro-batches. As a model sees them, and as a plain rectangle."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     found: dict[str, tuple[Any, Tensor]] = {}
     for name in ("keys", "values"):

@@ -37,7 +37,7 @@ class Killed(BaseException):
 
 
 class Killable(InlineWorker):
-    """Worker that is killed with its parent after some exchanges of a batch."""
+    """Worker killed with its parent after some exchanges of a batch."""
 
     left: int | None = None
 
@@ -121,8 +121,9 @@ def test_a_chain_of_kills_changes_no_answer_but_near_ties_of_16_bits(
 
 
 def near_tie(model: Path, prompt: str, one: str, other: str) -> tuple[float, float]:
-    """Return the difference of the logits of the first tokens in which two answers differ, in float32, and the largest
-    error of a logit there in bf16."""
+    """Return the logit gap where two answers differ, and bf16's error. The gap is between the first differing tokens,
+    in float32; the error is the largest of a logit there.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

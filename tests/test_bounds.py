@@ -236,7 +236,7 @@ WRONG: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("reason", WRONG)
 def test_records_that_nobody_can_believe_are_counted_and_left_out(reason: str) -> None:
-    """Every reader gets the other points, and the warning names file and line."""
+    """Every reader gets the other points. The warning names file and line."""
     good = [point(case(size)) for size in (1, 2)]
     wrong = point(case(4)).model_copy(update=WRONG[reason])
     path = Path("r.jsonl")

@@ -1,4 +1,4 @@
-"""Predictions against the committed records, each point predicted without itself, and fits of known factors."""
+"""Leave-one-out predictions against the committed records, and fits of known factors."""
 
 from collections.abc import Mapping
 from statistics import median
@@ -70,7 +70,7 @@ def test_throughput_of_the_records_is_predicted_within_a_tenth(rows: tuple[Predi
 
 
 def test_the_best_by_prediction_was_nearly_the_fastest(rows: tuple[PredictedPoint, ...]) -> None:
-    """A choice by predictions, which do not know the point, loses a twentieth at most.
+    """A choice by leave-one-out predictions loses a twentieth at most.
 
     The candidates are all that was measured of a model and a pair of lengths on a machine: engines, batches, place and
     type of the KV cache.
@@ -91,7 +91,7 @@ def test_the_best_by_prediction_was_nearly_the_fastest(rows: tuple[PredictedPoin
 
 
 def test_the_way_to_attend_that_plans_choose_was_the_fastest() -> None:
-    """Records in which a KV cache in host memory was used both over the link and on the CPU."""
+    """Records with a host KV cache, over the link and on CPU."""
     machines = committed.machines()
     seconds: dict[tuple[str, Case], dict[str, float]] = {}
     for one in committed.points():
@@ -109,8 +109,9 @@ def test_the_way_to_attend_that_plans_choose_was_the_fastest() -> None:
 
 
 def test_memory_of_the_records_is_predicted_and_ours_never_much_too_low(rows: tuple[PredictedPoint, ...]) -> None:
-    """DeepSpeed holds one layer of BLOOM at a time and two of smaller models, with the same settings. Ours counts as a
-    share of the GPU's memory, which has to hold it: a batch that fills a sixth of it may be off by more."""
+    """DeepSpeed holds one layer of BLOOM, and two of smaller models. The settings are the same. Ours counts as a share
+    of the GPU's memory, which has to hold it: a batch that fills a sixth of it may be off by more.
+    """
     errors = {row.case: row.gpu_error for row in rows if row.gpu_error is not None}
     assert len(errors) == len({row.case for row in rows})
     assert median(map(abs, errors.values())) <= 0.05
@@ -142,7 +143,7 @@ def table(points: Points, machines: Mapping[str, Machine]) -> tuple[PredictedPoi
 def fabricated(
     efficiency: Efficiency, size: int, offload: str, place: Machine = H100, **options: Option
 ) -> Measurement:
-    """Return a point of OPT-30B, or of the model `name`, whose engine has exactly this efficiency."""
+    """Return a point whose engine has exactly this efficiency. Of OPT-30B, or of the model `name`."""
     share, name = options.pop("gpu_weights", None), str(options.pop("name", "opt-30b"))
     chosen = tuple(sorted({"weight_codec": "none", "cuda_graphs": "off", **options}.items()))
     asked = case(size, model=name, layers=None, offload=offload, options=chosen, gpu_weights=share)
@@ -321,7 +322,7 @@ def test_a_point_is_never_predicted_from_itself() -> None:
 
 
 def test_leaving_a_point_out_is_a_fit_without_it() -> None:
-    """Factors with a point left out equal those of a fit to all other points."""
+    """Leave-one-out factors equal those fitted to all other points."""
     points, machines = committed.points()[::5], committed.machines()
     fitted = calibrate.fit_points(points, machines)
     rows = {(row.case, row.machine): row for row in table(points, machines)}

@@ -29,8 +29,9 @@ def tied(rows: int, size: int, dice: random.Random) -> Tensor:
 
 
 def alone(scores: Tensor, hidden: float, prompt: int) -> list[set[int]]:
-    """Positions that each query of a row ``[size, size]`` chooses alone and sees: of a prompt at once, then one by
-    one."""
+    """Positions that each query of a row chooses and sees. The row of scores ``[size, size]`` is computed alone: first
+    a prompt at once, then tokens one by one.
+    """
     size = len(scores)
     seen = torch.ones(size, size).tril().bool()
     masked = scores.masked_fill(~seen, hidden)
@@ -44,7 +45,7 @@ def alone(scores: Tensor, hidden: float, prompt: int) -> list[set[int]]:
 
 
 def in_pass(batch: DecoderBatch, count: int, whole: list[Tensor], real: Tensor, hidden: float) -> list[list[set[int]]]:
-    """Positions that each row's new tokens choose in a pass, of its own real ones, in their order."""
+    """Positions that each row's new tokens choose in a pass. Of its own real ones, in their order."""
     end = batch.length + count
     places = [real[row, :end].nonzero()[:, 0] for row in range(len(whole))]
     scores = torch.rand(len(whole), count, end)  # those of padding must not matter
@@ -79,7 +80,7 @@ def in_pass(batch: DecoderBatch, count: int, whole: list[Tensor], real: Tensor, 
 @pytest.mark.parametrize("hidden", HIDDEN)
 @pytest.mark.parametrize("seed", range(8))
 def test_every_row_chooses_as_alone(seed: int, hidden: str) -> None:
-    """Padded rows, prompts in chunks, single tokens, drafts of which each row forgets some, in any order."""
+    """Padded rows, chunked prompts, single tokens and drafts, in any order. Each row forgets some of its drafts."""
     dice = random.Random(seed)
     lengths = [dice.randint(1, 20) for _ in range(5)]
     width, steps = max(lengths), 24

@@ -109,7 +109,7 @@ def first_fails(output: Path, shard: Shard, signals: Any) -> None:
 
 @pytest.fixture
 def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Provide a path of results, and jobs that find what this process does."""
+    """Provide a path of results, and jobs that get this process's settings."""
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
     return tmp_path / "out.jsonl"

@@ -1,4 +1,4 @@
-"""Comparisons whose outcome follows by arithmetic, and the regression check that exits with 7."""
+"""Comparisons with known outcomes, and the regression check's exit code 7."""
 
 import json
 from collections.abc import Callable
@@ -22,7 +22,7 @@ Files = Callable[..., list[Path]]  # writes a.jsonl and b.jsonl
 
 
 def timed(step_ms: tuple[float, ...], batch_size: int = 1, engine: str = "stream", **fields: object) -> Measurement:
-    """Return a point whose repeats each take one of `step_ms` for a step and for prefill, for 4 tokens."""
+    """Return a four-token point whose repeats take `step_ms`. Each takes one of them for a step and for prefill."""
     asked = case(batch_size, engine, output_len=4, **fields)
     samples = {"ttft_ms": step_ms, "step_ms": tuple((step,) * 3 for step in step_ms)}
     return point(asked).model_copy(update=samples)

@@ -165,8 +165,9 @@ def test_layers_of_every_kind_take_part(name: str, kind: kinds.Kinds, tmp_path: 
 
 
 def suspended(engine: Engine, patch: Patch) -> tuple[list[scheduler.Sequence], list[int]]:
-    """Run eight rows of which some wait in host memory, and return them with their limits. Admission is made to expect
-    that rows end at once, so that memory falls short."""
+    """Run and return eight rows, some in host memory, with limits. Admission is made to expect that rows end at once,
+    so that memory falls short.
+    """
     small(patch, 60)
     running = begin(engine, step=4)
     running.schedule.limits = running.schedule.limits._replace(positions=90)
@@ -218,8 +219,10 @@ def test_a_shortage_of_memory_costs_no_sequence(
 def fall_short(
     running: ContinuousScheduler, patch: Patch, prompts: bool, stored: int = 5
 ) -> tuple[list[set[int]], list[set[int]]]:
-    """Let two passes of running rows, with `prompts` or without, fall short of memory when keys are `stored` that many
-    times. Returns the keys of the rows whose prompts were in these passes, and of those that lost what they had."""
+    """Let two passes run out of memory when keys are stored. They are of running rows, with `prompts` or without;
+    memory runs out when keys are `stored` that many times. Returns the keys of the rows whose prompts were in these
+    passes, and of those that lost what they had.
+    """
     asked: list[set[int]] = []
     lost: list[set[int]] = []
     left, add, compute, lose = 0, WindowIndex.add, running._compute, running.schedule.lost
@@ -308,7 +311,7 @@ def test_layers_of_every_kind_outlast_a_pass_without_memory(
 def test_a_window_that_a_failed_pass_may_have_moved_cannot_go_back(
     way: str, kind: kinds.Kinds, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    """Memory falls short between the note that the window moves and the move."""
+    """Memory runs out after the window's move is noted, before the move."""
     monkeypatch.setattr("zinfer.engine.cache.MIN_SPARE", 4)
     options: dict[str, Any] = {} if way == "here" else {"kv_offload": "cpu", "kv_attention": "cpu"}
     engine = load("stream", kind("gemma2"), "cpu", tmp_path, **options)
@@ -506,7 +509,7 @@ def test_rows_that_wait_in_host_memory_had_a_kept_beginning(
 
 
 def test_scores_of_a_prompt_need_all_of_it(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
-    """They come beside rows with the same prompt that reuse it, and are themselves not kept."""
+    """They run with rows that reuse their prompt, and are not kept."""
     small(monkeypatch, 60)
     engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
     running = keeping(engine, monkeypatch)
@@ -608,7 +611,7 @@ def test_the_ring_holds_two_layers_for_requests_and_one_for_a_batch(
 def test_long_answers_that_begin_first_have_room_where_places_bound_the_rows(
     checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
-    """Without it rows longer than the mean would be moved out of each other's way, though memory is free."""
+    """Without it, long rows would be moved although memory is free. Long is longer than the mean."""
     engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
     mean = Workload(batch_size=4, input_len=20, output_len=2)
     bounded, alone = (ContinuousScheduler(engine, Words(), mean, rows) for rows in (4, None))  # type: ignore[arg-type]

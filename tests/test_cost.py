@@ -41,7 +41,7 @@ def placed(case: Case, machine: Machine, efficiency: Efficiency | None = None, s
 
 
 def rows_on_host(case: Case, machine: Machine, efficiency: Efficiency | None = None) -> int:
-    """Return the number of sequences of a case of BLOOM whose KV cache is in host memory."""
+    """Return the number of host rows of a BLOOM case."""
     return placed(case, machine, efficiency).host_rows(case.workload.batch_size)
 
 
@@ -188,7 +188,7 @@ def test_with_the_batch_free_the_cache_is_worth_more_than_resident_weights() -> 
 
 @pytest.mark.parametrize("codec", ["none", "lossless"])
 def test_no_other_batch_is_better_than_the_best(codec: str) -> None:
-    """With slow attention on the CPU, the best batch is neither a power of two nor the largest.
+    """With slow CPU attention, the best batch is uneven. It is neither a power of two nor the largest.
 
     (The GPU holds whole rows, which makes throughput uneven by some thousandths.)
     """
@@ -209,8 +209,9 @@ def test_no_other_batch_is_better_than_the_best(codec: str) -> None:
 
 
 def test_cpu_and_link_share_the_hosts_memory() -> None:
-    """If the memory gives less than both could take, the CPU gets its share and the link a twentieth less. Fewer cores
-    take nothing from the link, and have the whole time of a layer."""
+    """CPU and link share host memory bandwidth where it is scarce. The CPU gets its share and the link a twentieth
+    less. Fewer cores take nothing from the link, and have the whole time of a layer.
+    """
     machine = linked(50e9).model_copy(update={"attention_bandwidth": 100e9, "host_bytes": 800 << 30})
     machine = machine.model_copy(update={"details": {"host": {"cores": 32}}})
     tight = machine.model_copy(update={"host_bandwidth": 120e9})
@@ -303,7 +304,7 @@ def test_a_rate_set_by_hand_voids_those_measured_together() -> None:
 
 
 def test_a_prefill_also_waits_for_its_intermediate_results() -> None:
-    """Attention that stores its scores, like BLOOM's, reads and writes memory with the square of the length."""
+    """Attention that stores its scores has memory traffic quadratic in length. BLOOM's is of this kind."""
     flops = {length: BLOOM.prefill_flops(1, length) / (0.6 * (H100.matmul_flops or 1)) for length in (1024, 4096)}
     fast = H100.model_copy(update={"h2d_bandwidth": 1e15, "host_bandwidth": None})
     limits = {length: prefill(Placement(), BLOOM, fast, 1, length).limits["compute"] for length in flops}
@@ -374,7 +375,7 @@ def test_whatever_comes_through_the_ring_is_unpacked_and_what_several_gpus_share
 
 
 def test_what_the_ring_cannot_hold_while_layers_that_stay_compute_comes_late() -> None:
-    """Coded layers, so that the GPU is busy with those that stay, too, and longer than the link with two others."""
+    """Coded layers keep the GPU busy, resident ones too. It is busy longer than the link with two others."""
     kept, layer = 68, BLOOM.layer_bytes
     ring = Placement(tier="host", wire_ratio=0.67, kept_ratio=0.67, layer_chunks=-(-layer // CHUNK_BYTES), ring_depth=6,
                      resident_bytes=kept * layer)  # fmt: skip
@@ -407,7 +408,9 @@ def test_what_the_ring_cannot_hold_while_layers_that_stay_compute_comes_late() -
 
 @pytest.mark.parametrize(("name", "factor"), [("mixtral-8x7b", 2), ("qwen3-235b-a22b", 8)])
 def test_a_prefill_holds_a_row_for_each_expert_of_a_token(name: str, factor: int) -> None:
-    """Hidden values, gate and up, the activation of the gate, and their product: what grouped products hold."""
+    """Memory of an expert prefill in rows. Grouped products hold the hidden values, gate and up, the activation of the
+    gate, and their product.
+    """
     spec = resolve.resolve(name, None, None)
     assert spec.experts_per_token == factor
     tokens, placement = 512, Placement(tier="host")
@@ -541,7 +544,7 @@ def test_a_host_whose_memory_is_not_known_gets_no_cache() -> None:
 
 @pytest.mark.parametrize("attention_bandwidth", [None, 120e9])
 def test_no_row_is_in_host_memory_if_all_fit_the_gpu(attention_bandwidth: float | None) -> None:
-    """Holds also where all but one would not fit, because of the buffers that one row in transit needs."""
+    """Holds also where all rows but one would not fit. The cause is the buffers that one row in transit needs."""
     machine = linked(55e9).model_copy(update={"attention_bandwidth": attention_bandwidth, "host_bytes": 800 << 30})
 
     def short(size: int, *options: tuple[str, str]) -> Case:

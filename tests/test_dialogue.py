@@ -60,7 +60,7 @@ def answered(talk: Dialogue, hf: Any, answer: list[int]) -> str:
 
 
 def sentencepiece() -> Any:
-    """Return a tokenizer that writes a space before its input and bytes for unknown characters, as Llama 2's does."""
+    """Return a tokenizer like Llama 2's. It writes a space before its input, and bytes for unknown characters."""
     words = ["<unk>", "▁", *(f"<0x{byte:02X}>" for byte in range(256)), *map(chr, range(33, 127))]
     model = models.BPE({word: index for index, word in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True)
     tokenizer = Tokenizer(model)

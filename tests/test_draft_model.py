@@ -41,7 +41,9 @@ assert recorder  # a fixture
 
 
 def like(directory: Path, target: Path, noise: float) -> Path:
-    """Write a checkpoint whose weights are those of `directory`, each off by about `noise` of their spread."""
+    """Write a checkpoint with the weights of `directory` plus noise. Each weight is off by about `noise` of their
+    spread.
+    """
     shutil.copytree(directory, target)
     torch.manual_seed(3)
     for path in sorted(target.glob("*.safetensors")):
@@ -55,7 +57,7 @@ def like(directory: Path, target: Path, noise: float) -> Path:
 
 
 def drafting(engine: Engine, patch: Patch, **settings: Any) -> ContinuousScheduler:
-    """Return a scheduler with the engine's model that drafts, for which drafting takes no time."""
+    """Return a scheduler with the engine's draft model, whose drafts are free."""
     patch.setattr(PassTimes, "room_for_drafts", lambda *_: 1000)
     patch.setattr(Drafts, "_worth", lambda _drafts, counts, _rows: max(counts.values()))
     return begin(engine, **settings)
@@ -118,7 +120,7 @@ def test_a_model_drafts_for_two_ranks(checkpoint: Checkpoints, tmp_path: Path, m
 def test_steps_of_the_small_model_are_recorded(
     architecture: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch, recorder: Rerun
 ) -> None:
-    """They have one token a row, so that CUDA graphs launch them, with rows that keep different numbers of tokens."""
+    """CUDA graphs launch one-token drafts, with varying numbers of tokens kept."""
     small(monkeypatch)
     small_one = like(checkpoint(architecture), tmp_path / "small", 0.05)
     engine = load("stream", checkpoint(architecture), "cpu", tmp_path, draft=str(small_one))
@@ -135,7 +137,7 @@ def test_steps_of_the_small_model_are_recorded(
 
 
 def test_rows_that_have_ended_stay_until_most_have(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
-    """CUDA graphs are recorded for a number of rows, which is why that changes seldom."""
+    """The number of rows seldom changes: CUDA graphs are recorded for it."""
     small(monkeypatch)
     small_one = like(checkpoint("llama"), tmp_path / "small", 0.05)
     engine = load("stream", checkpoint("llama"), "cpu", tmp_path, draft=str(small_one))
@@ -164,8 +166,9 @@ def test_rows_that_have_ended_stay_until_most_have(checkpoint: Checkpoints, tmp_
 def test_rows_come_pause_and_leave(
     architecture: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    """Rows are dropped, wait in host memory and come back, and others go on without drafts for a while; the KV cache of
-    the model that drafts closes its gaps."""
+    """Rows leave, wait in host memory, return, or pause drafting. The KV cache of the model that drafts closes its
+    gaps.
+    """
     small(monkeypatch, 60)
     monkeypatch.setattr(tuning, "DRAFTS", replace(tuning.DRAFTS, growth=12, backlog=3))
     engine = load("stream", checkpoint(architecture), "cpu", tmp_path, draft=str(checkpoint("llama")))
@@ -214,8 +217,7 @@ def test_rows_come_pause_and_leave(
 def test_drawn_tokens_ends_and_stops_are_those_without_drafts(
     checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    """Rows are drawn, end at a token or at a text inside of drafts, and have ties between tokens; the number of drafts
-    of a pass changes nothing."""
+    """Rows with sampling, stops inside drafts and ties between tokens. The number of drafts of a pass changes nothing."""
     small(monkeypatch)
     small_one = like(checkpoint("llama"), tmp_path / "small", 0.02)
     found: list[list[tuple[Any, ...]]] = []
@@ -342,7 +344,7 @@ def test_drafts_are_as_many_as_pay(token_s: float | None, pass_s: float, right: 
 @pytest.mark.parametrize("rows", [1, 32])
 @pytest.mark.parametrize("pass_s", [1.0, 1.06, 1.2])
 def test_drafts_that_are_never_right_are_given_up_at_once(rows: int, pass_s: float) -> None:
-    """A load of 64 tokens a row, whose passes take a second, or `pass_s` with drafts; a token is drafted in 4 ms."""
+    """Load of 64 tokens a row with one-second passes. With drafts they take `pass_s`. A token is drafted in 4 ms."""
     drafts, seconds = Drafts(Timed(0.004)), 0.0
     for place in range(64):
         found = drafts.propose({key: DraftRow([1, 2, 3], 64 - place) for key in range(rows)}, 1000)
@@ -379,7 +381,7 @@ def test_a_model_that_cannot_forget_cannot_draft(checkpoint: Checkpoints, kind: 
 
 
 def test_commands_take_a_model_that_drafts(folder: Path, checkpoint: Checkpoints, tmp_path: Path) -> None:  # noqa: F811
-    """Answers of `run` and `run --chat`, the counts of a load of requests, and what is refused in one line."""
+    """Answers of `run` and `run --chat`, request counts, and one-line refusals."""
     target, small_one = checkpoint("bloom"), like(checkpoint("bloom"), tmp_path / "small", 0.02)
     model = ["--model", str(target), "--engine", "stream", "--offload", "cpu", "--dtype", "fp32"]
     for words in (["--prompt", "abcabcabc", "--output-len", "24"], ["--chat", "--output-len", "12"]):

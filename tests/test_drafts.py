@@ -42,7 +42,7 @@ EIGHT_BITS: dict[str, dict[str, Any]] = {
 
 
 class Oracle:
-    """Drafter that knows the answers, and is `wrong` in a share of its tokens."""
+    """Drafter that knows the answers. It is `wrong` in a share of its tokens."""
 
     def __init__(self, answers: Answers, wrong: float) -> None:
         self._answers, self._wrong, self._dice = answers, wrong, random.Random(1)
@@ -69,7 +69,7 @@ def answers(engine: Engine, rows: Sequence[scheduler.Sequence]) -> Answers:
 
 
 def drafting(engine: Engine, patch: Patch, known: Answers, wrong: float, **settings: Any) -> ContinuousScheduler:
-    """Return a scheduler with an `Oracle`, for which any number of drafts hides behind the link."""
+    """Return a scheduler with an `Oracle`. Any number of drafts hides behind the link."""
     patch.setattr(PassTimes, "room_for_drafts", lambda *_: 1000)
     patch.setattr(Drafts, "_worth", lambda _drafts, counts, _rows: max(counts.values()))
     return begin(engine, drafter=Oracle(known, wrong), **settings)
@@ -160,7 +160,9 @@ def test_models_that_attend_in_ways_of_their_own(
 def test_no_row_goes_beyond_the_positions_of_its_model(
     checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    """A row that ends at the last of 64 learned positions shares its passes with rows that have many tokens to come."""
+    """A row that ends at the last position shares passes with others. There are 64 learned positions, and the other
+    rows have many tokens to come.
+    """
     small(monkeypatch, 100)
     engine = load("stream", checkpoint("opt"), "cpu", tmp_path)
     rows = alike(4, 60, 4)[:1] + alike(4, 50, 14)[1:]
@@ -177,7 +179,7 @@ def test_models_that_cannot_forget_are_refused(name: str, kind: Any, tmp_path: P
 
 
 def test_drawn_tokens_ends_and_scores_are_the_same(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
-    """Rows are drawn, end at a token inside of drafts, and ask for log-probabilities."""
+    """Rows are sampled, end inside drafts, and ask for log-probabilities."""
     small(monkeypatch)
     engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
 
@@ -241,7 +243,7 @@ def test_kept_prefixes_go_together_with_drafts(checkpoint: Checkpoints, tmp_path
 
 
 def test_commands_write_the_same_text(folder: Path, checkpoint: Checkpoints) -> None:  # noqa: F811
-    """Answers of `run` and `run --chat`, and the counts of a load of requests."""
+    """Answers of `run` and `run --chat`, and counts of requests."""
     model = ["--model", str(checkpoint("bloom")), "--engine", "stream", "--offload", "cpu", "--dtype", "fp32"]
     for words in (["--prompt", "abcabcabc", "--output-len", "24"], ["--chat", "--output-len", "12"]):
         found = [
@@ -262,7 +264,7 @@ def test_commands_write_the_same_text(folder: Path, checkpoint: Checkpoints) -> 
 
 @pytest.mark.parametrize("name", ["stream", "accelerate"])
 def test_a_pass_that_verifies_is_a_step(name: str, checkpoint: Checkpoints, tmp_path: Path) -> None:
-    """Passes of one token a row may not come at all where drafts are right, to show what crosses the link."""
+    """Passes of one token a row may never come with right drafts. They show what crosses the link."""
     engine = load(name, checkpoint("llama"), "cpu", tmp_path)
     batch = engine.admit(torch.ones(1, 5, dtype=torch.int64), 12)
     engine.forward([Work(batch, torch.full((1, 3), 7))])
@@ -321,7 +323,7 @@ def test_the_number_of_drafts_follows_what_is_accepted() -> None:
 
 
 def test_drafts_leave_the_distribution_as_it_is() -> None:
-    """Two tokens in a row, drawn from known distributions with any draft in the first place."""
+    """Sample two tokens in a row from known distributions. Any draft may come first."""
     torch.manual_seed(0)
     first, after = torch.randn(5) * 1.5, torch.randn(5, 5) * 1.5
     count = 20_000

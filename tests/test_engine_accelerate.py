@@ -71,7 +71,7 @@ def test_a_module_that_reads_weights_of_its_children_has_them(tmp_path: Path) ->
 
 
 def kept(loaded: Accelerate, gpu_weights: str) -> Accelerate:
-    """Return the engine loaded anew with this part of the layers on the device."""
+    """Reload the engine with this part of the layers on the device."""
     plan = loaded.plan
     case = plan.case.model_copy(update={"gpu_weights": gpu_weights})
     return Accelerate(make_plan(case, plan.model, plan.machine, plan.nvme_path))

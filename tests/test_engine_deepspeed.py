@@ -98,7 +98,9 @@ def _quantised(directory: Path, weights: Weights, offload: Offload, path: Path) 
 def test_its_own_formats_compute_with_the_weights_that_they_hold(
     weights: Weights, offload: Offload, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Logits are those of transformers with DeepSpeed's codes, scales and minima in place of the weights."""
+    """Logits equal those of transformers with DeepSpeed's quantised weights. Its codes, scales and minima replace the
+    weights.
+    """
     from deepspeed.inference.quantization.utils import DeQuantizer, Quantizer
 
     directory = checkpoint("bloom")

@@ -92,8 +92,9 @@ def test_auto_brings_them_on_demand_where_that_is_clearly_less() -> None:
 
 
 def test_experts_stay_with_their_layers_where_all_fit_and_are_read_from_their_codes() -> None:
-    """Losslessly coded ones are decoded first, so that it pays to decode the chosen ones alone; so does what the kernel
-    is not to read, or what does not all fit."""
+    """Losslessly coded experts are decoded first. So it pays to decode the chosen ones alone; it also pays for what the
+    kernel is not to read, or what does not all fit.
+    """
     released = resolve.resolve("gpt-oss-120b", None, None)
 
     def ways(model: ModelSpec, **options: Any) -> list[str]:
@@ -157,7 +158,7 @@ def test_buffers_for_experts_grow_up_to_a_layer() -> None:
 
 
 def test_the_ring_holds_two_layers_without_their_routed_experts() -> None:
-    """The next layer is there before this one's experts are, and the link brings the one behind it meanwhile."""
+    """The next layer arrives before this one's experts. The link brings the one behind it meanwhile."""
     large = MIXTRAL.model_copy(update={"layers": tuple(one.model_copy(update={"parameters": one.parameters + (1 << 28)})
                                                        for one in MIXTRAL.layers)})  # fmt: skip
     placement = plan(model=large, experts="on-demand").placement

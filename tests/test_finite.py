@@ -1,4 +1,4 @@
-"""Weights with NaN or infinity are refused while they are read, with the tensor's name, unless --allow-nan."""
+"""Refuse weights with NaN or infinity while reading, unless --allow-nan. The error has the tensor's name."""
 
 import json
 import shutil

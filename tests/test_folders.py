@@ -77,7 +77,7 @@ def logits(loaded: Engine) -> Tensor:
 
 
 def theirs(folder: Path) -> Tensor:
-    """Return the logits of the same prompt, of the model that transformers loads."""
+    """Return the logits of the same prompt by transformers' model."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.inference_mode():
         found: Tensor = model(prompts((9,))[0]).logits[:, -1]

@@ -49,7 +49,7 @@ PLAIN = {
 
 
 def counts(found: Shape) -> Shape:
-    """Return a shape without the names and matrices that closed forms do not know."""
+    """Return a shape without names and matrices unknown to closed forms."""
     layers = tuple(layer.model_copy(update={"matrices": ()}) for layer in found.layers)
     return found.model_copy(update={"layers": layers, "stack": ""})
 

@@ -19,8 +19,9 @@ from zinfer.engine.stream.prefetch import PrefetchRing
 
 
 class FakeRanks:
-    """Rank `rank` of `size` whose peers are always there with their part of the next chunk, in the order of layers: a
-    gather of anything else is a gather that the other ranks do not make."""
+    """Rank `rank` of `size` whose peers always have the next chunk. Chunks come in the order of layers: a gather of
+    anything else is a gather that the other ranks do not make.
+    """
 
     def __init__(self, rank: int, size: int, queues: FakeQueues) -> None:
         self.rank, self.size, self._queues = rank, size, queues
@@ -32,7 +33,7 @@ class FakeRanks:
         self.again()
 
     def again(self) -> None:
-        """Begin with the first chunk, as all ranks do where one says so."""
+        """Begin with the first chunk, as all ranks do together."""
         self.order = cycle(self._chunks)
 
     def gather(self, whole: Tensor, part: Tensor) -> None:
@@ -133,7 +134,7 @@ def test_a_wait_that_is_missing_is_seen(forget: str, kept: list[int], monkeypatc
 
 
 def test_copies_go_on_while_a_layer_that_stays_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces of a layer that stays take none of the buffers that the link fills."""
+    """Chunks of a resident layer take none of the link's buffers."""
     one, ranks = bench([4096, 1 << 14, 4096], 6, monkeypatch)
     one.ring.keep([1])
     ranks.again()

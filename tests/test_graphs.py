@@ -181,8 +181,9 @@ OWN_ATTENTION: dict[str, Any] = {
 def test_sliding_windows_are_recorded(
     name: str, by_name: bool, kind: kinds.Kinds, tmp_path: Path, recorder: Rerun, monkeypatch: Patch
 ) -> None:
-    """In all layers, and in every other one of models that take a mask for each kind of layer; the window moves to the
-    front before one of four steps."""
+    """In all layers, or every other one of models with masks. These take a mask for each kind of layer; the window
+    moves to the front before one of four steps.
+    """
     monkeypatch.setattr("zinfer.engine.cache.MIN_SPARE", 4)
     monkeypatch.setitem(kinds.KINDS, "gpt_oss", OWN_ATTENTION)
     engine: Any = load("stream", kind(name), "none", tmp_path, tokens=max(kinds.LENGTHS))
@@ -199,7 +200,9 @@ VERIFIED = (3, 3, 1, 3, 2, 3, 2, 1, 2, 3, 1, 2, 1, 3, 3)  # tokens of a row in o
 
 
 def verified(engine: Engine, keep_all: bool = True) -> list[Tensor]:
-    """Return the logits of steps of several tokens a row, of which rows keep different numbers, then fewer rows."""
+    """Return the logits of steps of several tokens a row. Rows keep different numbers of them, then there are fewer
+    rows.
+    """
     found = []
     batch, _ = passes.prefill(engine, *prompts((9, 5, 7)), 64)
     for step, count in enumerate(VERIFIED):
@@ -218,8 +221,9 @@ def verified(engine: Engine, keep_all: bool = True) -> list[Tensor]:
 def test_steps_of_several_tokens_are_recorded(
     architecture: str, several: bool, keep_all: bool, checkpoint: Checkpoints, tmp_path: Path, recorder: Rerun
 ) -> None:
-    """Steps that verify drafts have logits of all their tokens, those that catch up of the last one. A model that gets
-    a mask has graphs of single tokens."""
+    """Verifying steps return logits of all tokens, catching-up steps the last. A model that gets a mask has graphs of
+    single tokens.
+    """
     found = []
     for option in ("off", "auto"):
         engine = load("stream", checkpoint(architecture), "none", tmp_path, cuda_graphs=option)
@@ -270,7 +274,7 @@ def test_graphs_are_bounded_in_number_and_the_one_used_last_stays(
 def test_steps_of_several_tokens_are_given_up_apart(
     way: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch, recorder: Rerun
 ) -> None:
-    """Graphs of single tokens go on where several cannot be recorded, or give other logits."""
+    """Single-token graphs go on where those of several tokens fail. Those cannot be recorded, or give other logits."""
     real = recorder.record
 
     def record(run: Run) -> Run:
@@ -340,9 +344,10 @@ def test_graphs_that_are_of_no_use_are_given_up(
 def test_rounding_that_grows_in_a_model_is_no_difference(
     wrong: str, checkpoint: Checkpoints, tmp_path: Path, recorder: Rerun, monkeypatch: Patch
 ) -> None:
-    """Logits of static passes are a twentieth off, as where a token gets other experts in the last layer. They are
-    believed unless the passes see every other position only, or have other experts in each layer, or logits that are
-    not recorded so."""
+    """Static passes whose logits are a twentieth off. So they are where a token gets other experts in the last layer.
+    They are believed unless the passes see every other position only, or have other experts in each layer, or logits
+    that are not recorded so.
+    """
     engine: Any = load("stream", directory := checkpoint("mixtral"), "none", tmp_path)
     layers, real_seen, real_static = engine.model.model.layers, graphs.StaticKV.seen, graphs.Graphs._static
 
@@ -383,7 +388,7 @@ def test_rounding_that_grows_in_a_model_is_no_difference(
 def test_wrong_keys_of_a_replay_are_taken_back(
     checkpoint: Checkpoints, tmp_path: Path, recorder: Rerun, monkeypatch: Patch
 ) -> None:
-    """A model that does not compute the same in a pass of static shape has written wrong keys into the cache."""
+    """A model that differs in static passes has corrupted the cache. It has written wrong keys."""
     real = graphs.StaticLayer.update
 
     def wrong(self: Any, key_states: Tensor, value_states: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Rows that the device has room for beyond a plan's, once passes have shown what they need."""
+"""Extra rows that fit on the device, learned from past passes. A plan has room for fewer."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path

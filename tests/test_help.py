@@ -1,4 +1,4 @@
-"""Help in the order of work, retired verbs, revisions of the hub, and exit codes of what is missing here."""
+"""Help, retired verbs, hub revisions, and exit codes for missing parts. Help is in the order of work."""
 
 import json
 import re

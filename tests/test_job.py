@@ -233,7 +233,7 @@ def test_fifty_kills_lose_and_double_nothing(tmp_path: Path) -> None:
 
 
 def test_more_rows_are_begun_only_within_bounds(tmp_path: Path) -> None:
-    """Without bounds all rows of a file of long answers would be half done before the first answer."""
+    """Without bounds, all long answers would be half done before the first."""
     lines = [line(f"a20/40/{key}", 400) for key in range(600)]
     worker = InlineRows(steps=20)
     seen: list[tuple[int, int]] = []

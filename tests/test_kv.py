@@ -226,7 +226,7 @@ def test_in_8_bits_it_is_the_same_cache_wherever_it_is(
 
 
 class Together:
-    """Micro-batches of other lengths, padded and not, and the logits that each has alone."""
+    """Micro-batches of other lengths, padded and not, and reference logits. The latter are those that each has alone."""
 
     def __init__(self, engine: Any, patch: Patch, *lengths: tuple[int, ...]) -> None:
         self.engine, self.calls = engine, list[int]()  # rows in each forward pass of the model
@@ -247,7 +247,7 @@ class Together:
             engine.clear()
 
     def check(self, on_host: list[int], sizes: list[int], within: float) -> None:
-        """Decode together, `on_host` of each with rows in host memory, in forward passes of `sizes` rows."""
+        """Decode together, in forward passes of `sizes` rows. `on_host` of each have rows in host memory."""
         batches = [passes.prefill(self.engine, *one, 8)[0] for one in self.prompts]
         assert [batch.host_rows for batch in batches] == on_host
         for step in range(1, 4):
@@ -262,7 +262,7 @@ class Together:
 def test_rows_whose_cache_crosses_the_link_share_a_forward_pass(
     architecture: str, together: bool, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    """Micro-batches of other lengths, padded and not, in parts of a row or two, beside rows on the device."""
+    """Micro-batches of other lengths, in parts of a row or two. Padded and not, with rows on the device."""
     keep_here(monkeypatch, 3)
     options: dict[str, Any] = {"kv_offload": "auto", "kv_attention": "gpu", "tokens": 14}
     engine: Any = load("stream", checkpoint(architecture), "cpu", tmp_path, **options)
@@ -277,8 +277,9 @@ def test_rows_whose_cache_crosses_the_link_share_a_forward_pass(
 def test_rows_in_8_bits_share_a_forward_pass(
     architecture: str, storage: str, here: int, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    """Micro-batches of other lengths, padded and not, attended to a row at a time: a row's keys or values in the
-    model's type are freed before the next row's are made. Some rows may be in host memory."""
+    """Micro-batches of other lengths, attended to a row at a time. They are padded and not. A row's keys or values in
+    the model's type are freed before the next row's are made. Some rows may be in host memory.
+    """
     hosted = here < 9 and storage == "int8"
     if hosted:
         keep_here(monkeypatch, here)
@@ -345,7 +346,7 @@ def test_a_quantised_cache_in_host_memory_needs_attention_on_the_cpu(checkpoint:
 
 
 def test_a_pool_keeps_what_was_freed_and_joins_it() -> None:
-    """Blocks of all sizes come from the memory that is there, however it was cut before."""
+    """Blocks of all sizes reuse free memory, however it was cut before."""
     pool = HostPool(pin=False)
     pool.reserve(1 << 20)
     assert pool.size == pool.unused == 1 << 20
@@ -378,7 +379,7 @@ def test_a_pool_keeps_what_was_freed_and_joins_it() -> None:
 def test_host_memory_that_is_short_is_told_by_the_batch_that_needs_it(
     checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    """A scheduler that expects more rows than there is memory for begins, and then runs fewer."""
+    """A scheduler that expects too many rows begins, then runs fewer. There is no memory for them."""
     engine: Any = load("stream", checkpoint("bloom"), "cpu", tmp_path, kv_offload="cpu", kv_attention="cpu")
 
     def short(_pool: HostPool, _size: int) -> None:
@@ -393,8 +394,9 @@ def test_host_memory_that_is_short_is_told_by_the_batch_that_needs_it(
 def test_rows_that_come_and_go_keep_to_the_host_memory_of_the_plan(
     checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    """Requests after an equal batch, in groups of many sizes, a third of them in host memory: it holds them with little
-    more than the plan says, and rows on the device are never moved off it when they are merged."""
+    """Requests in groups of many sizes, a third in host memory. They follow an equal batch. The scheduler holds them
+    with little more than the plan says, and rows on the device are never moved off it when they are merged.
+    """
     keep_here(monkeypatch, 26)
     monkeypatch.setattr(PassTimes, "room", lambda *_: 120)
     monkeypatch.setattr(PassTimes, "max_batches", property(lambda _: 6))

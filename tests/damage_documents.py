@@ -39,17 +39,17 @@ def value(dice: Random) -> Any:
 
 def nested(depth: int) -> Any:
     """Return a list in a list .. `depth` levels deep."""
-    tree: Any = 1
+    found: Any = 1
     for _ in range(depth):
-        tree = [tree]
-    return tree
+        found = [found]
+    return found
 
 
 def damaged(dice: Random, tree: Any, times: int = 1) -> Any:
     """Return a damaged copy of plain data. Values in `times` places are replaced, deleted, doubled or added to."""
-    copy = deepcopy(tree)
+    found = deepcopy(tree)
     for _ in range(times):
-        places = list(_places(copy))
+        places = list(_places(found))
         if not places:
             return value(dice)
         holder, key = dice.choice(places)
@@ -66,7 +66,7 @@ def damaged(dice: Random, tree: Any, times: int = 1) -> Any:
                 holder[key] += dice.choice(NASTY)
             case _:
                 holder[key] = value(dice)
-    return copy
+    return found
 
 
 def _places(tree: Any) -> Any:

@@ -82,7 +82,7 @@ def test_a_model_is_counted_as_it_is_built(kind: str) -> None:
 
 
 def cached(spec: ModelSpec, length: int) -> tuple[int, ...]:
-    """Count the values that a forward pass leaves in transformers' cache. One sequence, each part of the cache apart."""
+    """Count the values that a forward pass leaves in transformers' cache. One sequence, part by part."""
     model = empty_model(spec).to_empty(device="cpu")
     for tensor in (*model.parameters(), *model.buffers()):
         torch.nn.init.zeros_(tensor)

@@ -217,7 +217,7 @@ def test_rows_come_pause_and_leave(
 def test_drawn_tokens_ends_and_stops_are_those_without_drafts(
     checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    """Rows with sampling, stops inside drafts and ties between tokens. The number of drafts of a pass changes nothing."""
+    """Rows with sampling, stops inside drafts and ties between tokens. A pass's number of drafts changes nothing."""
     small(monkeypatch)
     small_one = like(checkpoint("llama"), tmp_path / "small", 0.02)
     found: list[list[tuple[Any, ...]]] = []

@@ -226,7 +226,7 @@ def test_in_8_bits_it_is_the_same_cache_wherever_it_is(
 
 
 class Together:
-    """Micro-batches of other lengths, padded and not, and reference logits. The latter are those that each has alone."""
+    """Micro-batches of other lengths, padded and not, and reference logits. The latter are of each alone."""
 
     def __init__(self, engine: Any, patch: Patch, *lengths: tuple[int, ...]) -> None:
         self.engine, self.calls = engine, list[int]()  # rows in each forward pass of the model

@@ -39,17 +39,17 @@ def value(dice: Random) -> Any:
 
 def nested(depth: int) -> Any:
     """Return a list in a list .. `depth` levels deep."""
-    found: Any = 1
+    tree: Any = 1
     for _ in range(depth):
-        found = [found]
-    return found
+        tree = [tree]
+    return tree
 
 
 def damaged(dice: Random, tree: Any, times: int = 1) -> Any:
     """Return a damaged copy of plain data. Values in `times` places are replaced, deleted, doubled or added to."""
-    found = deepcopy(tree)
+    copy = deepcopy(tree)
     for _ in range(times):
-        places = list(_places(found))
+        places = list(_places(copy))
         if not places:
             return value(dice)
         holder, key = dice.choice(places)
@@ -66,7 +66,7 @@ def damaged(dice: Random, tree: Any, times: int = 1) -> Any:
                 holder[key] += dice.choice(NASTY)
             case _:
                 holder[key] = value(dice)
-    return found
+    return copy
 
 
 def _places(tree: Any) -> Any:

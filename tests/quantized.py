@@ -22,16 +22,16 @@ def rewrite(directory: Path, config: dict[str, Any], change: Callable[[str, Tens
         tensors |= load_file(file)
         file.unlink()
     (directory / "model.safetensors.index.json").unlink(missing_ok=True)
-    found: Tensors = {}
+    changed: Tensors = {}
     for name, tensor in tensors.items():
         inside = ".layers." in name and tensor.dim() > 1 and name.endswith(("_proj.weight", "w1.weight", "w2.weight",
                                                                           "w3.weight", "_proj"))  # fmt: skip
-        found |= (change(name, tensor) if inside else None) or {name: tensor.to(torch.bfloat16)}
-    save_file({name: tensor.contiguous() for name, tensor in found.items()}, directory / "model.safetensors")
+        changed |= (change(name, tensor) if inside else None) or {name: tensor.to(torch.bfloat16)}
+    save_file({name: tensor.contiguous() for name, tensor in changed.items()}, directory / "model.safetensors")
     path = directory / "config.json"
-    known = json.loads(path.read_text()) | {"dtype": "bfloat16", "quantization_config": config}
-    known.pop("torch_dtype", None)
-    path.write_text(json.dumps(known))
+    settings = json.loads(path.read_text()) | {"dtype": "bfloat16", "quantization_config": config}
+    settings.pop("torch_dtype", None)
+    path.write_text(json.dumps(settings))
     return directory
 
 
@@ -136,11 +136,11 @@ def columns(directory: Path, method: str, bits: int = 4, ordered: bool = False) 
             return {f"{base}qweight": _words(codes.t(), bits).t(), f"{base}qzeros": _words(zeros - 1, bits),
                     f"{base}scales": scales, f"{base}g_idx": order.to(torch.int32)}  # fmt: skip
         mixed = [0, 2, 4, 6, 1, 3, 5, 7]
-        turned = [one.unflatten(-1, (-1, 8))[..., mixed].flatten(-2) for one in (codes, zeros)]
+        turned = [words.unflatten(-1, (-1, 8))[..., mixed].flatten(-2) for words in (codes, zeros)]
         return {f"{base}qweight": _words(turned[0], 4), f"{base}qzeros": _words(turned[1], 4), f"{base}scales": scales}
 
-    found = {"quant_method": method, "bits": bits, "group_size": group, "desc_act": ordered, "sym": False}
-    return rewrite(directory, found, change), expected
+    config = {"quant_method": method, "bits": bits, "group_size": group, "desc_act": ordered, "sym": False}
+    return rewrite(directory, config, change), expected
 
 
 def mxfp4(directory: Path) -> Path:
@@ -189,14 +189,14 @@ def modelopt(directory: Path, kind: str, beside: bool = False) -> tuple[Path, Te
         shape = {"FP8": (), "FP8_PER_CHANNEL_PER_TOKEN": (rows,)}.get(kind, scales.shape)
         return {name: codes.reshape(tensor.shape), f"{name}_scale": scales.reshape(shape), **more}
 
-    found = {"quant_algo": kind, "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
-    rewrite(directory, {"quant_method": "modelopt", **found}, change)
+    config_of_kind = {"quant_algo": kind, "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    rewrite(directory, {"quant_method": "modelopt", **config_of_kind}, change)
     if beside:
         path = directory / "config.json"
         config = json.loads(path.read_text())
         del config["quantization_config"]
         path.write_text(json.dumps(config))
         (directory / "hf_quant_config.json").write_text(
-            json.dumps({"producer": {"name": "modelopt", "version": "0.33.0"}, "quantization": found})
+            json.dumps({"producer": {"name": "modelopt", "version": "0.33.0"}, "quantization": config_of_kind})
         )
     return directory, expected

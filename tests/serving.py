@@ -56,10 +56,10 @@ class Server:
         connection.request(method or ("GET" if content is None else "POST"), path, content, given)
         response = connection.getresponse()
         text = response.read()
-        found = {name.lower(): value for name, value in response.getheaders()}
+        fields = {name.lower(): value for name, value in response.getheaders()}
         connection.close()
-        parsed = text and "json" in found.get("content-type", "")
-        return response.status, json.loads(text) if parsed else text.decode(), found
+        parsed = text and "json" in fields.get("content-type", "")
+        return response.status, json.loads(text) if parsed else text.decode(), fields
 
     def wait(self, fact: Callable[[], bool], seconds: float = 60.0) -> None:
         until = time.monotonic() + seconds
@@ -130,8 +130,8 @@ class ServedRows(InlineRows):
         return super()._start(session, request)
 
     def _step(self, session: Session, request: BatchStep) -> BatchStepped:
-        known = {row.key for row in (*self.alive, *self.queue)}
-        assert set(request.drop) <= known, "dropped rows are in the worker"
+        taken = {row.key for row in (*self.alive, *self.queue)}
+        assert set(request.drop) <= taken, "dropped rows are in the worker"
         self.dropped |= set(request.drop)
         self.alive, self.queue = (
             [row for row in rows if row.key not in request.drop] for rows in (self.alive, self.queue)

@@ -174,13 +174,13 @@ def test_groups_never_mix_what_cannot_be_compared() -> None:
         point(case(8, output_len=64)),
     ]
     by_group = groups(points)
-    assert [len(own) for own in by_group.values()] == [1] * len(points)
+    assert [len(members) for members in by_group.values()] == [1] * len(points)
     assert len({group.stem("all", alone=False) for group in by_group}) == len(points)
 
 
 def test_the_last_point_of_a_repeated_case_counts() -> None:
-    ((_, own),) = groups([failed(8), exact(16, 1.0), exact(8, 1.0)]).items()
-    assert [(point.case.workload.batch_size, point.status) for point in own] == [(8, "ok"), (16, "ok")]
+    ((_, members),) = groups([failed(8), exact(16, 1.0), exact(8, 1.0)]).items()
+    assert [(point.case.workload.batch_size, point.status) for point in members] == [(8, "ok"), (16, "ok")]
 
 
 def test_a_cancelled_point_replaces_no_other() -> None:

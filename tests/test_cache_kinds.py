@@ -275,8 +275,8 @@ def _chunks(made: RowCache) -> list[list[int]]:
     """Return the bytes of each memory chunk, and its layers."""
     chunks: dict[int, list[int]] = {}
     for index, layer in made.attention.items():
-        (place,) = {memory.untyped_storage().data_ptr() for memory in layer.memories}
-        chunks.setdefault(place, [layer.memories[0].untyped_storage().nbytes()]).append(index)
+        (address,) = {memory.untyped_storage().data_ptr() for memory in layer.memories}
+        chunks.setdefault(address, [layer.memories[0].untyped_storage().nbytes()]).append(index)
     return list(chunks.values())
 
 

@@ -182,8 +182,8 @@ def test_sweep_to_best_and_back(folder: Path) -> None:
     assert drawn.returncode == 0
     assert all((folder / line).is_file() for line in drawn.stdout.split())
     assert len(drawn.stdout.split()) == 6
-    told = zinfer(folder, "report")
-    assert told.returncode == 0, told.stderr
+    report = zinfer(folder, "report")
+    assert report.returncode == 0, report.stderr
 
 
 @pytest.mark.torch

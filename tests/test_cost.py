@@ -153,7 +153,7 @@ def test_layers_that_stay_with_every_batch_leave_room_in_host_memory() -> None:
     machine = H100.model_copy(update={"host_bytes": 270_000_000_000, "attention_bandwidth": 100e9})
     options = (*CODED, ("kv_offload", "auto"))
     shares = "0%", "20%", "auto"
-    streamed, kept, either = (best_batch(asked(gpu_weights=one, options=options), BLOOM, machine) for one in shares)
+    streamed, kept, either = (best_batch(asked(gpu_weights=share, options=options), BLOOM, machine) for share in shares)
     assert len(kept.placement.resident_layers) == 14
     assert streamed.host.weights - kept.host.weights == round(14 * BLOOM.layer_bytes * TUNING.lossless_ratio)
     assert either.host.weights == streamed.host.weights, "the next batch may stream them"
@@ -288,7 +288,7 @@ def test_heads_that_share_a_key_keep_the_cpu_longer_at_it() -> None:
     llama, options = resolve.resolve("llama-3.1-70b"), (("kv_attention", "cpu"), ("kv_offload", "cpu"))
     case = asked(batch_size=2048, options=options).model_copy(update={"model": "llama-3.1-70b"})
     alone = machine.model_copy(update={"host_bytes": 800 << 30})
-    slow, quick = (make_plan(case, llama, one) for one in (grouped, alone))
+    slow, quick = (make_plan(case, llama, machine) for machine in (grouped, alone))
     assert slow.bound_by == quick.bound_by == "cpu attention"
     assert (slow.step_s or 0.0) - (quick.step_s or 0.0) == pytest.approx(
         llama.kv_bytes(2048, 528) * (1 / 40e9 - 1 / 100e9)
@@ -401,9 +401,9 @@ def test_what_the_ring_cannot_hold_while_layers_that_stay_compute_comes_late() -
     less = held - Sizes(ring, BLOOM).chunk / 20e9
     assert seconds(cached) == pytest.approx(on_gpu + 2 * (each + cache - less), rel=1e-3)
     ring = ring.model_copy(update={"blocks": True})
-    apart = prefill(ring, BLOOM, linked(20e9), 64, 2048, PHYSICS)
+    by_chunks = prefill(ring, BLOOM, linked(20e9), 64, 2048, PHYSICS)
     whole = prefill(ring.model_copy(update={"ring_depth": ring.layer_chunks}), BLOOM, linked(20e9), 64, 2048, PHYSICS)
-    assert seconds(apart) - seconds(whole) == pytest.approx(2 * (each - held), rel=0.01)
+    assert seconds(by_chunks) - seconds(whole) == pytest.approx(2 * (each - held), rel=0.01)
 
 
 @pytest.mark.parametrize(("name", "factor"), [("mixtral-8x7b", 2), ("qwen3-235b-a22b", 8)])
@@ -437,8 +437,8 @@ def test_accelerate_fetches_all_experts_of_a_layer_at_once() -> None:
 
 def test_a_cache_on_the_host_frees_the_gpu_and_loads_the_link() -> None:
     over_link = (("kv_attention", "gpu"), ("kv_offload", "cpu"))
-    here, there = (asked(batch_size=16, options=o) for o in ((), over_link))
-    on_gpu, on_host = (make_plan(case, BLOOM, linked(55e9)) for case in (here, there))
+    on_device, there = (asked(batch_size=16, options=o) for o in ((), over_link))
+    on_gpu, on_host = (make_plan(case, BLOOM, linked(55e9)) for case in (on_device, there))
     assert on_host.gpu.kv_cache == 0
     assert on_host.host.kv_cache == on_gpu.gpu.kv_cache
     assert on_host.max_batch_size > 4 * on_gpu.max_batch_size
@@ -481,18 +481,18 @@ def test_attention_on_the_cpu_and_the_gpu_wait_for_each_other() -> None:
 def test_auto_puts_only_rows_that_do_not_fit_the_gpu_into_host_memory() -> None:
     machine = linked(55e9).model_copy(update={"attention_bandwidth": 120e9, "host_bytes": 800 << 30})
     split = (("kv_offload", "auto"),)
-    most = largest_batch(asked(), machine, CAUTIOUS)
-    small, large = (make_plan(asked(batch_size=size, options=split), BLOOM, machine) for size in (most, 2 * most))
+    largest = largest_batch(asked(), machine, CAUTIOUS)
+    small, large = (make_plan(asked(batch_size=size, options=split), BLOOM, machine) for size in (largest, 2 * largest))
     assert small.host.kv_cache == 0
-    assert small.gpu == make_plan(asked(batch_size=most), BLOOM, machine).gpu
+    assert small.gpu == make_plan(asked(batch_size=largest), BLOOM, machine).gpu
     rows = rows_on_host(large.case, machine)
-    assert most <= rows <= most + 4  # a layer that waits in the ring while the CPU attends takes room too
+    assert largest <= rows <= largest + 4  # a layer that waits in the ring while the CPU attends takes room too
     assert placed(large.case, machine).kv_on_cpu
     assert large.host.kv_cache == pytest.approx(BLOOM.kv_bytes(rows, 544), rel=1e-6)
     cautious = make_plan(large.case, BLOOM, machine, efficiency=CAUTIOUS)
     assert cautious.gpu.total <= machine.gpu_bytes < cautious.gpu.total + 2 * BLOOM.kv_bytes(1, 544)
     assert cautious.host == large.host  # for any caller
-    assert large.max_batch_size > 3 * most
+    assert large.max_batch_size > 3 * largest
     assert large.step_s == small.step_s
 
 
@@ -512,10 +512,10 @@ def test_a_ring_that_the_cache_comes_through_is_paid_for(
     depth, resident = Placer(case, BLOOM, machine).split_free_memory(case.workload)
     part = BLOOM.kv_bytes(placement.prefill_rows(200, lengths[0]), sum(lengths)) // BLOOM.num_layers
     buffer = max(part, round(CHUNK_BYTES * placement.wire_ratio))
-    here = 200 - rows_on_host(case, machine)
+    device_rows = 200 - rows_on_host(case, machine)
     others = Sizes(placement, BLOOM).tiers(workload).gpu.total - placement.kv_buffers * buffer
     assert others + depth * buffer + (resident if gpu_weights else 0) * placement.kept_ratio <= machine.gpu_bytes
-    assert here == 0 or offload == "auto"
+    assert device_rows == 0 or offload == "auto"
 
 
 def test_the_ring_holds_a_layer_while_the_cpu_attends() -> None:
@@ -551,8 +551,8 @@ def test_no_row_is_in_host_memory_if_all_fit_the_gpu(attention_bandwidth: float 
         workload = Workload(batch_size=size, input_len=32, output_len=32)
         return Case(model="bloom-176b", engine="stream", offload="cpu", workload=workload, options=options)
 
-    most = largest_batch(short(1), machine, CAUTIOUS)
-    rows = [rows_on_host(short(size, ("kv_offload", "auto")), machine) for size in range(most - 4, most + 2)]
+    largest = largest_batch(short(1), machine, CAUTIOUS)
+    rows = [rows_on_host(short(size, ("kv_offload", "auto")), machine) for size in range(largest - 4, largest + 2)]
     assert rows[:-1] == [0] * 5
     assert rows[-1] > 0
 
@@ -578,9 +578,9 @@ def test_prompts_to_a_cache_on_the_host_cross_the_link_too() -> None:
 
 
 def test_every_gpu_brings_its_own_link() -> None:
-    one, four = (make_plan(asked(batch_size=8, options=(("gpus", n),)), BLOOM, linked(55e9)) for n in (1, 4))
-    assert (one.step_s or 0) == pytest.approx(4 * (four.step_s or 0), rel=FULL_RING)
-    assert four.gpu.kv_cache == one.gpu.kv_cache // 4
+    single, four = (make_plan(asked(batch_size=8, options=(("gpus", n),)), BLOOM, linked(55e9)) for n in (1, 4))
+    assert (single.step_s or 0) == pytest.approx(4 * (four.step_s or 0), rel=FULL_RING)
+    assert four.gpu.kv_cache == single.gpu.kv_cache // 4
     shared = H100.model_copy(update={"host_bandwidth": 100e9})
     capped = make_plan(asked(options=(("gpus", 4),)), BLOOM, shared)
     assert capped.bound_by == "host memory"
@@ -629,12 +629,14 @@ def test_deepspeed_on_several_gpus_divides_what_it_gathers(tuned: bool) -> None:
             Case(model="b", engine="deepspeed", offload="cpu", workload=load, options=options), BLOOM, machine
         )
 
-    one, four = planned(1), planned(4)
-    assert (one.step_s or 0) == pytest.approx(4 * (four.step_s or 0))
-    assert one.bound_by == four.bound_by == "link"
-    assert (one.host.weights, one.streamed_bytes) == (four.host.weights, four.streamed_bytes), "one copy, crossing once"
-    assert four.gpu.kv_cache == one.gpu.kv_cache // 4
-    assert four.gpu.weights == one.gpu.weights // 4 == (BLOOM.other_bytes // 4 if tuned else 0)
+    single, four = planned(1), planned(4)
+    assert (single.step_s or 0) == pytest.approx(4 * (four.step_s or 0))
+    assert single.bound_by == four.bound_by == "link"
+    assert (single.host.weights, single.streamed_bytes) == (four.host.weights, four.streamed_bytes), (
+        "one copy, crossing once"
+    )
+    assert four.gpu.kv_cache == single.gpu.kv_cache // 4
+    assert four.gpu.weights == single.gpu.weights // 4 == (BLOOM.other_bytes // 4 if tuned else 0)
     gathered = BLOOM.other_bytes if tuned else 0
     assert four.gpu.buffers == pytest.approx((2 + 1 / 4) * BLOOM.layer_bytes + gathered, rel=0.01)
     slow = planned(4, roomy.model_copy(update={"gather_bandwidth": 10e9}))
@@ -667,8 +669,8 @@ def test_each_gpu_prefills_its_own_rows(batch_size: int, passes: int) -> None:
 
 def test_a_small_batch_reads_few_experts_and_the_link_carries_all() -> None:
     mixtral = resolve.resolve("mixtral-8x22b", None, None)
-    one, many = (step(Placement(), mixtral, H100, size, 512, PHYSICS) for size in (1, 256))
-    read = one.limits["hbm"] * (H100.hbm_bandwidth or 0) - mixtral.kv_bytes(1, 512)
+    single, many = (step(Placement(), mixtral, H100, size, 512, PHYSICS) for size in (1, 256))
+    read = single.limits["hbm"] * (H100.hbm_bandwidth or 0) - mixtral.kv_bytes(1, 512)
     assert read == pytest.approx(mixtral.active_parameters * mixtral.dtype_bytes, rel=1e-6)
     everything = many.limits["hbm"] * (H100.hbm_bandwidth or 0) - mixtral.kv_bytes(256, 512)
     assert everything == pytest.approx(mixtral.weight_bytes, rel=1e-6)
@@ -736,7 +738,7 @@ def test_a_larger_batch_never_needs_less_memory_and_no_weight_is_lost(
     spec = resolve.resolve(name, None, None)
     loads = (Workload(batch_size=size, input_len=256, output_len=32) for size in (batch, batch + more))
     small, large = (Sizes(placement, spec).tiers(load) for load in loads)
-    assert all(one.total <= other.total for one, other in zip(small, large, strict=True))
+    assert all(low.total <= other.total for low, other in zip(small, large, strict=True))
     stored = spec.streamed_bytes
     gpu, host, nvme = small
     others = spec.other_bytes
@@ -748,9 +750,9 @@ def test_a_larger_batch_never_needs_less_memory_and_no_weight_is_lost(
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(NAMES), st.integers(0, 100), st.integers(0, 100))
-def test_more_on_the_gpu_means_less_over_the_link(name: str, one: int, other: int) -> None:
+def test_more_on_the_gpu_means_less_over_the_link(name: str, small: int, other: int) -> None:
     spec = resolve.resolve(name, None, None)
-    low, high = sorted((one, other))
+    low, high = sorted((small, other))
     less, more = (make_plan(asked(name, gpu_weights=f"{share}%"), spec, H100) for share in (low, high))
     assert more.streamed_bytes <= less.streamed_bytes
     assert more.gpu.weights >= less.gpu.weights

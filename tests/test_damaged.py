@@ -49,9 +49,9 @@ def load_text(folder: Path) -> None:
     does.
     """
     spec, template = resolve(str(folder)), tokenizer_files.chat_template(folder)
-    found, _ = tokenizer_server.load(what_to_load(spec, template))
+    tokenizer, _ = tokenizer_server.load(what_to_load(spec, template))
     prompts = ["Once", [{"role": "user", "content": "Once"}]]
-    answers = found.encode(prompts, special=True, max_tokens=None)
+    answers = tokenizer.encode(prompts, special=True, max_tokens=None)
     assert all(answer.keys() <= {"ids", "why"} for answer in answers)
     Tokenizer(spec)
 

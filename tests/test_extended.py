@@ -250,7 +250,7 @@ def test_a_decode_loop_never_goes_on_with_other_keys(saved: Saved, tmp_path: Pat
 @pytest.mark.parametrize("kind", ["dynamic", "phi3"])
 def test_commands_run_as_far_as_a_model_reaches(kind: str, saved: Saved, tmp_path: Path) -> None:
     words = ("run", "--model", str(saved(kind)), "--offload", "cpu", "--output-len", "8")
-    texts = ["".join(chr(97 + place * (place + 3) % 26) for place in range(length)) for length in (119, 20, 9, 27)]
+    texts = ["".join(chr(97 + index * (index + 3) % 26) for index in range(length)) for length in (119, 20, 9, 27)]
     file = tmp_path / "prompts.txt"
     file.write_text("\n".join(texts))
     done = zinfer(tmp_path, *words, "--prompt-file", str(file), "--batch-size", "4", "--ignore-eos", "--json")

@@ -120,7 +120,7 @@ def test_rows_with_beginnings_of_their_own_begin_together(
         tokens.append(decode(engine, tokens[-1]).argmax(-1))
     assert torch.equal(torch.stack(tokens, dim=1), expected)
     others = [(rows, (0, 4, 2), 5), (rows[:2], (0, 4), 4), ([rows[0][1:], [], []], (0, 4, 4), 4)]
-    for wrong in (RowsPast(*one) for one in others):
+    for wrong in (RowsPast(*fields) for fields in others):
         with pytest.raises(EngineError, match="other rows"):
             prefill(engine, token_ids, mask, past=(wrong,))
 

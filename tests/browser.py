@@ -23,7 +23,7 @@ PATIENCE_S = 60.0
 
 
 class Seen(NamedTuple):
-    """Events of a page while it loaded, and the page itself for further questions."""
+    """Events of a page while it loaded, and the page itself."""
 
     errors: tuple[str, ...]
     requests: tuple[str, ...]
@@ -60,7 +60,7 @@ class Browser:
             self.send(f"{domain}.enable")
 
     def open(self, path: Path, width: int = 1280, scheme: str = "light") -> Seen:
-        """Load a file at a width in CSS pixels, in the colour scheme ``light`` or ``dark``."""
+        """Load a file at a width in CSS pixels, in a colour scheme. It is ``light`` or ``dark``."""
         self.send("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
         self.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self.events.clear()
@@ -136,7 +136,7 @@ def browsing(profile: Path) -> Iterator[Browser]:
 
 
 def _pipe() -> tuple[int, int]:
-    """Return a pipe whose ends are numbered from 10, so that neither is 3 or 4."""
+    """Return a pipe whose ends are numbered from 10. So neither is 3 or 4."""
     ends = os.pipe()
     high = tuple(fcntl.fcntl(end, fcntl.F_DUPFD_CLOEXEC, 10) for end in ends)
     for end in ends:

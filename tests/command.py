@@ -39,8 +39,8 @@ def zinfer(folder: Path, *words: str, stdin: str = "", probe: bool = False, **se
     """
     if not probe:
         probed(folder)
-    printed, said = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
-    with pytest.MonkeyPatch.context() as patch, chdir(folder), redirect_stdout(printed), redirect_stderr(said):
+    printed, errors = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
+    with pytest.MonkeyPatch.context() as patch, chdir(folder), redirect_stdout(printed), redirect_stderr(errors):
         patch.setattr("zinfer.worker.process.Worker", InlineWorker)
         patch.setattr(sys, "argv", ["zinfer", *words])
         patch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin.encode()), "utf-8"))
@@ -51,9 +51,9 @@ def zinfer(folder: Path, *words: str, stdin: str = "", probe: bool = False, **se
             main()
     code = end.value.code or 0
     assert isinstance(code, int)
-    for stream in (printed, said):
+    for stream in (printed, errors):
         stream.seek(0)
-    return CompletedProcess(["zinfer", *words], code, printed.read(), said.read())
+    return CompletedProcess(["zinfer", *words], code, printed.read(), errors.read())
 
 
 def zinfer_process(folder: Path, *words: str, probe: bool = False, **settings: Any) -> CompletedProcess[str]:

@@ -39,17 +39,17 @@ def value(dice: Random) -> Any:
 
 def nested(depth: int) -> Any:
     """Return a list in a list .. `depth` levels deep."""
-    found: Any = 1
+    tree: Any = 1
     for _ in range(depth):
-        found = [found]
-    return found
+        tree = [tree]
+    return tree
 
 
 def damaged(dice: Random, tree: Any, times: int = 1) -> Any:
-    """Return a copy of plain data in which `times` places are replaced, deleted, doubled or added to."""
-    found = deepcopy(tree)
+    """Return a damaged copy of plain data. Values in `times` places are replaced, deleted, doubled or added to."""
+    copy = deepcopy(tree)
     for _ in range(times):
-        places = list(_places(found))
+        places = list(_places(copy))
         if not places:
             return value(dice)
         holder, key = dice.choice(places)
@@ -66,18 +66,18 @@ def damaged(dice: Random, tree: Any, times: int = 1) -> Any:
                 holder[key] += dice.choice(NASTY)
             case _:
                 holder[key] = value(dice)
-    return found
+    return copy
 
 
 def _places(tree: Any) -> Any:
-    """Yield each dict or list of a tree with each of its keys."""
+    """Yield each dict or list of a tree with each key."""
     for key, inner in tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ():
         yield tree, key
         yield from _places(inner)
 
 
 def torn(dice: Random, content: bytes) -> bytes:
-    """Return the bytes of a file, cut, flipped, doubled or with others put in."""
+    """Return a file's bytes, cut, flipped, doubled or with insertions."""
     at, end = sorted(dice.randrange(len(content) + 1) for _ in range(2))
     put = dice.choice(
         (

@@ -189,7 +189,7 @@ def _records(dice: Random) -> list[str]:
             lines[nth] = _sealed_again(dice, lines[nth])
     content = b"".join(line + b"\n" for line in lines)
     Path("mine.jsonl").write_bytes(torn(dice, content) if dice.random() < 0.2 else content)
-    Path("other.jsonl").write_bytes(b"".join(encode(one) + b"\n" for one in points))
+    Path("other.jsonl").write_bytes(b"".join(encode(point) + b"\n" for point in points))
     prices = ["--gpu-hour-usd", "2", "--demand", "2Mtok/day", "--sla", "ttft:p99:<=:9s"]
     return dice.choice(
         (
@@ -219,7 +219,7 @@ def _studies(dice: Random) -> list[str]:
     }  # fmt: skip
     folder = Path("studies")
     folder.mkdir(exist_ok=True)
-    (folder / "s.jsonl").write_bytes(b"".join(encode(one) + b"\n" for one in sweep()[:3]))
+    (folder / "s.jsonl").write_bytes(b"".join(encode(record) + b"\n" for record in sweep()[:3]))
     for kind, run in runs.items():
         line = seal(study.KIND, finite(run.model_dump()))
         content = (_sealed_again(dice, line) if dice.random() < 0.5 else line) + b"\n"
@@ -230,7 +230,7 @@ def _studies(dice: Random) -> list[str]:
 
 
 def _options(dice: Random) -> list[str]:
-    Path("a.jsonl").write_bytes(b"".join(encode(one) + b"\n" for one in sweep()[:6]))
+    Path("a.jsonl").write_bytes(b"".join(encode(record) + b"\n" for record in sweep()[:6]))
     Path("prompts.txt").write_bytes(b"one\ntwo\n")
     verb = dice.choice(list(OPTIONS))
     begun = {

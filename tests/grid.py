@@ -15,7 +15,7 @@ def covering(*axes: Sequence[Any], times: int = 1) -> list[Any]:
     """
     longest = max(map(len, axes))
     taken = {
-        tuple((step + place * (step // longest)) % len(axis) for place, axis in enumerate(axes))
+        tuple((step + index * (step // longest)) % len(axis) for index, axis in enumerate(axes))
         for step in range(times * longest)
     }
     return [

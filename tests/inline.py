@@ -85,7 +85,7 @@ def prepared(sweep: Sweep) -> list[LoadJob]:
 def run_inline(
     path: Path, sweep: Sweep, worker: FakeWorker, events: Events | None = None, jobs: Sequence[LoadJob] | None = None
 ) -> list[Measurement]:
-    """Run or resume `sweep`, whose `jobs` may be `prepared` before, with records in `path`."""
+    """Run or resume `sweep`, with records in `path`. Its `jobs` may be `prepared` before."""
     done = read(path).points if path.is_file() else ()
     jobs = prepared(sweep) if jobs is None else jobs
     with Store.open(path) as store:
@@ -96,8 +96,8 @@ def run_inline(
 
 
 def kill_after(child: int, reader: int, lines: int, seconds: float) -> bytes:
-    """Wait until `child` has written `lines` lines to `reader`, or has ended, and `seconds` more; kill it and return
-    all its output.
+    """Wait for `lines` lines of `child`, and `seconds` more. They come from `reader`; the wait ends if `child` does.
+    Kill it and return all its output.
 
     The test waits for lines, not for time, so that the child gets as far on a busy machine.
     """
@@ -119,7 +119,7 @@ def _slaughter(folder: Path, kills: int, seed: int) -> tuple[int, int]:
     sweep = Sweep(model=("fake",), engine=("stream",), batch_size=tuple(range(1, 33)))
     jobs = prepared(sweep)
     finished = points = 0
-    told: set[Case] = set()
+    reported: set[Case] = set()
     path = folder / "0.jsonl"
     for _ in range(kills):
         reader, writer = os.pipe()
@@ -135,19 +135,19 @@ def _slaughter(folder: Path, kills: int, seed: int) -> tuple[int, int]:
             os._exit(0)
         os.close(writer)
         written = kill_after(child, reader, dice.randrange(8), dice.uniform(0, 0.01))
-        told |= {Case.model_validate_json(line) for line in written.splitlines(True) if line.endswith(b"\n")}
+        reported |= {Case.model_validate_json(line) for line in written.splitlines(True) if line.endswith(b"\n")}
         if not path.is_file():
             continue
         records = read(path)
         stored = [point.case for point in records.points if point.status in FINAL]
         if len(stored) != len(set(stored)):
             sys.exit("a point was recorded twice")
-        if not told <= set(stored):
-            sys.exit(f"{len(told - set(stored))} points were lost")
+        if not reported <= set(stored):
+            sys.exit(f"{len(reported - set(stored))} points were lost")
         if len(stored) == 64:
-            finished, points, told = finished + 1, points + 64, set()
+            finished, points, reported = finished + 1, points + 64, set()
             path = folder / f"{finished}.jsonl"
-    return finished, points + len(told)
+    return finished, points + len(reported)
 
 
 if __name__ == "__main__":

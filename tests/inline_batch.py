@@ -43,20 +43,20 @@ ADD = Ledger.add
 SETTINGS = {"prompts": "abc", "model": "fake"}
 
 
-def line(prompt: str, most: int | None = 40, **body: Any) -> bytes:
+def line(prompt: str, max_tokens: int | None = 40, **body: Any) -> bytes:
     """Return a request whose prompt is its custom_id."""
-    body |= {"prompt": prompt} | ({} if most is None else {"max_tokens": most})
+    body |= {"prompt": prompt} | ({} if max_tokens is None else {"max_tokens": max_tokens})
     return json.dumps({"custom_id": prompt, "method": "POST", "url": "/v1/completions", "body": body}).encode()
 
 
-def token(prompt: str, place: int) -> int:
-    return hashlib.blake2b(f"{prompt}/{place}".encode(), digest_size=1).digest()[0]
+def token(prompt: str, index: int) -> int:
+    return hashlib.blake2b(f"{prompt}/{index}".encode(), digest_size=1).digest()[0]
 
 
-def text(prompt: str, most: int = 40) -> str:
+def text(prompt: str, max_tokens: int = 40) -> str:
     """Return the continuation of a prompt."""
     natural = int(prompt.split("/")[1])
-    return " ".join(str(token(prompt, place)) for place in range(min(most, natural)))
+    return " ".join(str(token(prompt, index)) for index in range(min(max_tokens, natural)))
 
 
 class OutOfMemoryError(ValueError):
@@ -68,7 +68,7 @@ PROMPTS: dict[int, str] = {}  # by the first of their ids
 
 
 def prompt_ids(prompt: str) -> list[int]:
-    """The ids of a prompt, as many as it says, the first of which tells it from others."""
+    """Token ids of a prompt, as many as it says. The first one tells it from others."""
     first = int.from_bytes(hashlib.blake2b(prompt.encode(), digest_size=4).digest())
     PROMPTS[first] = prompt
     return [first] + [0] * (int(prompt.split("/")[0][1:]) - 1)
@@ -147,7 +147,7 @@ class InlineRows(InlineWorker):
         time.sleep(self.pause_s)
         answers: dict[int, Update] = {}
         passes = 0
-        while passes < self.steps and not any(one.finish_reason for one in answers.values()):
+        while passes < self.steps and not any(answer.finish_reason for answer in answers.values()):
             free = self.most - len(self.alive)
             self.alive, self.queue = self.alive + self.queue[:free], self.queue[free:]
             passes += 1
@@ -219,7 +219,7 @@ def _slaughter(folder: Path, kills: int, seed: int) -> tuple[int, int, int]:
     prompts = [f"a{dice.randint(1, 90)}/{dice.randint(1, 60)}/{number}" for number in range(40)]
     lines = [line(prompt) for prompt in prompts]
     finished = answers = resumed = 0
-    told: set[str] = set()
+    reported: set[str] = set()
     path = folder / "0.jsonl"
     for _ in range(kills):
         reader, writer = os.pipe()
@@ -237,7 +237,7 @@ def _slaughter(folder: Path, kills: int, seed: int) -> tuple[int, int, int]:
             os._exit(0)
         os.close(writer)
         written = kill_after(child, reader, dice.randrange(8), dice.uniform(0, 0.01))
-        told |= {name.decode().strip() for name in written.splitlines(True) if name.endswith(b"\n")}
+        reported |= {name.decode().strip() for name in written.splitlines(True) if name.endswith(b"\n")}
         if job_path(path).is_file() and b'"tokens"' in job_path(path).read_bytes():
             resumed += 1
         if not path.is_file():
@@ -251,12 +251,12 @@ def _slaughter(folder: Path, kills: int, seed: int) -> tuple[int, int, int]:
         names = [record["custom_id"] for record in stored]
         if len(names) != len(set(names)):
             sys.exit("a prompt was answered twice")
-        if not told <= set(names):
-            sys.exit(f"{len(told - set(names))} answers were lost")
+        if not reported <= set(names):
+            sys.exit(f"{len(reported - set(names))} answers were lost")
         if len(names) == len(prompts):
-            finished, answers, told = finished + 1, answers + len(names), set()
+            finished, answers, reported = finished + 1, answers + len(names), set()
             path = folder / f"{finished}.jsonl"
-    return finished, answers + len(told), resumed
+    return finished, answers + len(reported), resumed
 
 
 if __name__ == "__main__":

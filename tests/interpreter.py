@@ -37,8 +37,8 @@ def replace_once() -> None:
 
     @cache
     def seen_by(function: Any) -> frozenset[str]:
-        found = list(map(id, function.__globals__.values()))
-        return frozenset(module.__name__ for module in language if id(module) in found)
+        ids = list(map(id, function.__globals__.values()))
+        return frozenset(module.__name__ for module in language if id(module) in ids)
 
     def once(function: Any) -> Any:
         seen = seen_by(function)

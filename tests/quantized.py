@@ -1,4 +1,4 @@
-"""Quantised checkpoints, made of unquantised ones in the way of each format's own library."""
+"""Quantised checkpoints, made in the way of each format's own library. From unquantised ones."""
 
 import json
 from collections.abc import Callable
@@ -14,28 +14,29 @@ BLOCK = 32
 
 
 def rewrite(directory: Path, config: dict[str, Any], change: Callable[[str, Tensor], Tensors | None]) -> Path:
-    """Replace the matrices of the decoder layers by what `change` makes of them (None: kept), in one file, and put
-    `config` into config.json as its quantization_config."""
+    """Replace the decoder layers' matrices by what `change` makes of them. None keeps a matrix. Write one file, and put
+    `config` into config.json as its quantization_config.
+    """
     tensors: Tensors = {}
     for file in sorted(directory.glob("*.safetensors")):
         tensors |= load_file(file)
         file.unlink()
     (directory / "model.safetensors.index.json").unlink(missing_ok=True)
-    found: Tensors = {}
+    changed: Tensors = {}
     for name, tensor in tensors.items():
         inside = ".layers." in name and tensor.dim() > 1 and name.endswith(("_proj.weight", "w1.weight", "w2.weight",
                                                                           "w3.weight", "_proj"))  # fmt: skip
-        found |= (change(name, tensor) if inside else None) or {name: tensor.to(torch.bfloat16)}
-    save_file({name: tensor.contiguous() for name, tensor in found.items()}, directory / "model.safetensors")
+        changed |= (change(name, tensor) if inside else None) or {name: tensor.to(torch.bfloat16)}
+    save_file({name: tensor.contiguous() for name, tensor in changed.items()}, directory / "model.safetensors")
     path = directory / "config.json"
-    known = json.loads(path.read_text()) | {"dtype": "bfloat16", "quantization_config": config}
-    known.pop("torch_dtype", None)
-    path.write_text(json.dumps(known))
+    settings = json.loads(path.read_text()) | {"dtype": "bfloat16", "quantization_config": config}
+    settings.pop("torch_dtype", None)
+    path.write_text(json.dumps(settings))
     return directory
 
 
 def fp8(directory: Path, block: tuple[int, int] | None = (BLOCK, BLOCK)) -> Path:
-    """FP8 with a scale for each block, or for each tensor, as DeepSeek-V3 is released."""
+    """FP8 with a scale for each block or tensor. As DeepSeek-V3 is released."""
 
     def change(name: str, tensor: Tensor) -> Tensors:
         rows, columns = block or tensor.shape
@@ -108,7 +109,9 @@ def compressed(directory: Path, kind: str) -> Path:
 
 
 def _words(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes ``[n, m]`` along the rows into int32 ``[n, m * bits / 32]``, the first one in the lowest bits."""
+    """Pack codes ``[n, m]`` along the rows into int32. The result is ``[n, m * bits / 32]``, the first code in the
+    lowest bits.
+    """
     parts = codes.to(torch.int64).unflatten(-1, (-1, 32 // bits))
     packed = (parts << torch.arange(0, 32, bits)).sum(-1)
     return torch.where(packed >= 1 << 31, packed - (1 << 32), packed).to(torch.int32)
@@ -133,11 +136,11 @@ def columns(directory: Path, method: str, bits: int = 4, ordered: bool = False) 
             return {f"{base}qweight": _words(codes.t(), bits).t(), f"{base}qzeros": _words(zeros - 1, bits),
                     f"{base}scales": scales, f"{base}g_idx": order.to(torch.int32)}  # fmt: skip
         mixed = [0, 2, 4, 6, 1, 3, 5, 7]
-        turned = [one.unflatten(-1, (-1, 8))[..., mixed].flatten(-2) for one in (codes, zeros)]
+        turned = [words.unflatten(-1, (-1, 8))[..., mixed].flatten(-2) for words in (codes, zeros)]
         return {f"{base}qweight": _words(turned[0], 4), f"{base}qzeros": _words(turned[1], 4), f"{base}scales": scales}
 
-    found = {"quant_method": method, "bits": bits, "group_size": group, "desc_act": ordered, "sym": False}
-    return rewrite(directory, found, change), expected
+    config = {"quant_method": method, "bits": bits, "group_size": group, "desc_act": ordered, "sym": False}
+    return rewrite(directory, config, change), expected
 
 
 def mxfp4(directory: Path) -> Path:
@@ -156,8 +159,9 @@ def mxfp4(directory: Path) -> Path:
 
 
 def modelopt(directory: Path, kind: str, beside: bool = False) -> tuple[Path, Tensors]:
-    """A checkpoint as ModelOpt exports it, with scales of activations and of the KV cache, and the weights in the
-    arithmetic of `FP8QTensor.dequantize` and `NVFP4QTensor.dequantize`. With `beside`, config.json does not know."""
+    """Checkpoint as ModelOpt exports it. It has scales of activations and of the KV cache, and the weights in the
+    arithmetic of `FP8QTensor.dequantize` and `NVFP4QTensor.dequantize`. With `beside`, config.json does not know.
+    """
     expected = Tensors()
 
     def change(name: str, tensor: Tensor) -> Tensors:
@@ -185,14 +189,14 @@ def modelopt(directory: Path, kind: str, beside: bool = False) -> tuple[Path, Te
         shape = {"FP8": (), "FP8_PER_CHANNEL_PER_TOKEN": (rows,)}.get(kind, scales.shape)
         return {name: codes.reshape(tensor.shape), f"{name}_scale": scales.reshape(shape), **more}
 
-    found = {"quant_algo": kind, "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
-    rewrite(directory, {"quant_method": "modelopt", **found}, change)
+    config_of_kind = {"quant_algo": kind, "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    rewrite(directory, {"quant_method": "modelopt", **config_of_kind}, change)
     if beside:
         path = directory / "config.json"
         config = json.loads(path.read_text())
         del config["quantization_config"]
         path.write_text(json.dumps(config))
         (directory / "hf_quant_config.json").write_text(
-            json.dumps({"producer": {"name": "modelopt", "version": "0.33.0"}, "quantization": found})
+            json.dumps({"producer": {"name": "modelopt", "version": "0.33.0"}, "quantization": config_of_kind})
         )
     return directory, expected

@@ -39,13 +39,13 @@ def _file(module: str) -> Path | None:
 @cache
 def _imports(file: Path) -> set[str]:
     """Return the modules that importing `file` imports directly, and their packages."""
-    found = set[str]()
+    modules = set[str]()
     for node in _executed(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    parts = [name.split(".") for name in found]
+            modules |= {f"{node.module}.{alias.name}" for alias in node.names}
+    parts = [name.split(".") for name in modules]
     return {".".join(name[:length]) for name in parts for length in range(1, len(name) + 1)}
 
 
@@ -91,9 +91,9 @@ class Quick:
             yield
         finally:
             if self._log.is_file():
-                told = self._log.read_text()
+                log = self._log.read_text()
                 self._log.unlink()
-                pytest.fail(f"{item.name} imports torch: mark it with pytest.mark.torch, or do without\n{told}", False)
+                pytest.fail(f"{item.name} imports torch: mark it with pytest.mark.torch, or do without\n{log}", False)
 
 
 def _makes_checkpoints(item: pytest.Item) -> bool:

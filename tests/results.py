@@ -21,20 +21,20 @@ def case(batch_size: int = 1, engine: str = "stream", offload: Any = "cpu", **fi
 
 
 def request_point(**fields: Any) -> RequestPoint:
-    """Return a load of three requests, two in flight, whose passes take a second."""
+    """Return a load of three requests with one-second passes. Two are in flight."""
     case = Case(
         model="bloom-176b", engine="stream", offload="cpu", workload=Workload(batch_size=1, input_len=1, output_len=1),
         layers=14,
     )  # fmt: skip
     load = RequestLoad(source="fixed:20,3", requests=3, in_flight=2)
-    known: dict[str, Any] = {
+    given: dict[str, Any] = {
         "case": case, "requests": load, "status": "ok", "machine": "h100", "total_layers": 70, "num_layers": 14,
         "pass_ms": [1000.0 * (number + 1) for number in range(6)],
         "samples": [[20, 3, 0.0, 0, 3], [20, 3, 0.0, 0, 2, 3, 1], [20, 3, 3000.0, 3, 3]],
         "counts": {"read": 300, "padded": 9, "computed": 70}, "busy_ms": 6000.0, "waiting_ms": 3000.0,
         "waiting_tokens": 5, "kv_positions": 400, "sla": ("ttft:p99:<=:2s",), "link_bandwidth": LINK,
     }  # fmt: skip
-    return RequestPoint.model_validate(known | fields)
+    return RequestPoint.model_validate(given | fields)
 
 
 def point(asked: Case, step_s: float = 1.3, repeats: int = 3, **fields: Any) -> Measurement:
@@ -59,34 +59,34 @@ def point(asked: Case, step_s: float = 1.3, repeats: int = 3, **fields: Any) -> 
             "gpu_peak_bytes": 20 << 30,
             "load_s": 80.0,
         }
-    known = {"machine": "h100", "status": "ok", "total_layers": 70, "num_layers": asked.layers or 70}
-    known["versions"] = {"zinfer": "0.1.0", "torch": "2.11.0"}
-    return Measurement.model_validate(known | samples | fields | {"case": asked})
+    given = {"machine": "h100", "status": "ok", "total_layers": 70, "num_layers": asked.layers or 70}
+    given["versions"] = {"zinfer": "0.1.0", "torch": "2.11.0"}
+    return Measurement.model_validate(given | samples | fields | {"case": asked})
 
 
 def sweep(**fields: Any) -> list[Measurement]:
     """Return points of three engines on one machine: without offload only small batches fit, with offload the step
     hardly grows."""
-    found = []
+    points = []
     for size in (1, 2, 4, 8, 16, 32, 64, 128):
         if size <= 8:
-            found.append(point(case(size, offload="none", **fields), 0.031 + 0.0008 * size))
+            points.append(point(case(size, offload="none", **fields), 0.031 + 0.0008 * size))
         if size <= 64:
-            found.append(point(case(size, **fields), 1.36 + 0.0005 * size))
-            found.append(point(case(size, options=(("weight_codec", "lossless"),), **fields), 0.92 + 0.0006 * size))
+            points.append(point(case(size, **fields), 1.36 + 0.0005 * size))
+            points.append(point(case(size, options=(("weight_codec", "lossless"),), **fields), 0.92 + 0.0006 * size))
         if size <= 32:
-            found.append(point(case(size, "deepspeed", **fields), 1.56 + 0.004 * size))
+            points.append(point(case(size, "deepspeed", **fields), 1.56 + 0.004 * size))
         if size <= 16:
-            found.append(point(case(size, "accelerate", **fields), 8.9 + 0.01 * size))
+            points.append(point(case(size, "accelerate", **fields), 8.9 + 0.01 * size))
     edges = (
         case(16, offload="none", **fields),
         case(128, **fields),
         case(128, options=(("weight_codec", "lossless"),), **fields),
         case(64, "deepspeed", **fields),
     )
-    found += [point(asked, status="oom_gpu", error="CUDA out of memory", stage="prefill") for asked in edges]
-    found.append(point(case(32, "accelerate", **fields), status="timeout", stage="decode", error="no step for 600 s"))
-    return found
+    points += [point(asked, status="oom_gpu", error="CUDA out of memory", stage="prefill") for asked in edges]
+    points.append(point(case(32, "accelerate", **fields), status="timeout", stage="decode", error="no step for 600 s"))
+    return points
 
 
 def traced(
@@ -146,10 +146,10 @@ def accuracy_run(**fields: Any) -> Study:
     workload = Workload(batch_size=4, input_len=256, output_len=3)
     case = Case(model="m", engine="stream", offload="cpu", workload=workload, load_format="safetensors")
     int8 = case.model_copy(update={"options": (("kv_cache_dtype", "int8"),)})
-    own = [[position(0.01, True), position(0.03, False)], [position(0.02, True)] * 3]
+    positions = [[position(0.01, True), position(0.03, False)], [position(0.02, True)] * 3]
     deviations = (
-        Deviation.of(case.with_batch(2), "own", own[1:]),
-        Deviation.of(int8, "own", own),
+        Deviation.of(case.with_batch(2), "own", positions[1:]),
+        Deviation.of(int8, "own", positions),
         Deviation.of(int8, "text", [[position(0.5, True, 1.1)]]),
     )
     given: dict[str, Any] = {
@@ -175,7 +175,7 @@ def routing_run(**fields: Any) -> Study:
 
 
 def kept_point(context: int, recompute: float, memory: float, **fields: Any) -> Reload:
-    """A context of `zinfer study reuse` with three samples of the recompute, whose median is `recompute` ms."""
+    """Context of `zinfer study reuse` with three recompute samples. Their median is `recompute` ms."""
     return Reload(
         context=context, new_tokens=8, kept_bytes=1 << 20, recompute_ms=(recompute, recompute * 9, recompute / 9),
         memory_ms=(memory,), same_token=True, max_difference=0.25, **fields,

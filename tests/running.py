@@ -1,4 +1,4 @@
-"""One micro-batch at a time on an engine, and the least that an engine can be."""
+"""Run one micro-batch at a time, and a minimal engine."""
 
 from collections.abc import Sequence
 
@@ -28,9 +28,9 @@ def snapshot(engine: Engine, first: int, last: int) -> KVSnapshot:
     return engine.snapshot(engine.batches[-1], first, last)
 
 
-def error(found: Tensor, expected: Tensor) -> float:
+def error(actual: Tensor, expected: Tensor) -> float:
     """The difference relative to the norm of `expected`."""
-    return float((found.double() - expected.double()).norm() / expected.double().norm())
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
 class StepEngine(Engine):
@@ -48,12 +48,12 @@ class StepEngine(Engine):
 
     def forward(self, works: Sequence[Work]) -> list[Tensor]:
         check_works(works, self.batches)
-        found = []
+        outputs = []
         for work in works:
             logits = self.step("decode" if work.batch.length else "prefill", work.batch.batch_size)
             work.batch.length += work.token_ids.shape[1]
-            found.append(torch.stack([logits] * work.keep, dim=1))
-        return found
+            outputs.append(torch.stack([logits] * work.keep, dim=1))
+        return outputs
 
     def retire(self, batch: MicroBatch, rows: Sequence[int] | None = None) -> None:
-        self.batches = [one for one in self.batches if one is not batch]
+        self.batches = [kept for kept in self.batches if kept is not batch]

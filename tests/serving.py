@@ -1,4 +1,4 @@
-"""A server in this process, on the loopback, and a worker for it that has no engine."""
+"""Server in this process, on the loopback, with an engine-less worker."""
 
 import http.client
 import json
@@ -26,7 +26,7 @@ LOAD = Workload(batch_size=8, input_len=60, output_len=40)
 
 
 class Server:
-    """A server that runs in a thread, and a plain client of it."""
+    """Server in a thread, and a plain client of it."""
 
     def __init__(self, server: HttpServer) -> None:
         self.server, self.dispatcher = server, server.dispatcher
@@ -49,17 +49,17 @@ class Server:
     def ask(
         self, path: str, body: Any = None, headers: dict[str, str] | None = None, method: str | None = None
     ) -> tuple[int, Any, dict[str, str]]:
-        """Return the status, the body (parsed if it is JSON) and the headers of an answer."""
+        """Return an answer's status, body and headers. The body is parsed if it is JSON."""
         connection = self.connect()
         content = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         given = {"content-type": "application/json"} | (headers or {})
         connection.request(method or ("GET" if content is None else "POST"), path, content, given)
         response = connection.getresponse()
         text = response.read()
-        found = {name.lower(): value for name, value in response.getheaders()}
+        fields = {name.lower(): value for name, value in response.getheaders()}
         connection.close()
-        parsed = text and "json" in found.get("content-type", "")
-        return response.status, json.loads(text) if parsed else text.decode(), found
+        parsed = text and "json" in fields.get("content-type", "")
+        return response.status, json.loads(text) if parsed else text.decode(), fields
 
     def wait(self, fact: Callable[[], bool], seconds: float = 60.0) -> None:
         until = time.monotonic() + seconds
@@ -130,8 +130,8 @@ class ServedRows(InlineRows):
         return super()._start(session, request)
 
     def _step(self, session: Session, request: BatchStep) -> BatchStepped:
-        known = {row.key for row in (*self.alive, *self.queue)}
-        assert set(request.drop) <= known, "dropped rows are in the worker"
+        taken = {row.key for row in (*self.alive, *self.queue)}
+        assert set(request.drop) <= taken, "dropped rows are in the worker"
         self.dropped |= set(request.drop)
         self.alive, self.queue = (
             [row for row in rows if row.key not in request.drop] for rows in (self.alive, self.queue)

@@ -94,10 +94,10 @@ def failed(study: AccuracyStudy) -> list[Failed]:
     return [row for row in study.rows if isinstance(row, Failed)]
 
 
-def by_setting(found: AccuracyStudy) -> dict[tuple[str, str], Deviation]:
+def by_setting(results: AccuracyStudy) -> dict[tuple[str, str], Deviation]:
     return {
         (str(dict(d.case.options).get("kv_cache_dtype", "noise")), d.along): d
-        for d in found.rows
+        for d in results.rows
         if isinstance(d, Deviation)
     }
 
@@ -105,10 +105,10 @@ def by_setting(found: AccuracyStudy) -> dict[tuple[str, str], Deviation]:
 @pytest.mark.parametrize("architecture", ["bloom", "llama"])
 def test_the_error_grows_with_the_rounding(architecture: str, checkpoint: Checkpoints) -> None:
     run = comparison(checkpoint(architecture), "bf16", "int8", "fp8")
-    found = ran(run)
-    assert (found.tokens, found.logits_dtype) == (len(TEXT), "float32")
-    deviations = by_setting(found)
-    assert len(deviations) == len(found.rows) == 8
+    compared_study = ran(run)
+    assert (compared_study.tokens, compared_study.logits_dtype) == (len(TEXT), "float32")
+    deviations = by_setting(compared_study)
+    assert len(deviations) == len(compared_study.rows) == 8
     for along in ("own", "text"):
         noise, same, int8, fp8 = (deviations[name, along] for name in ("noise", "bf16", "int8", "fp8"))
         assert same.rows == int8.rows == fp8.rows == SAMPLES
@@ -181,21 +181,21 @@ def test_broken_quantisation_shows(broken: str, checkpoint: Checkpoints, monkeyp
         return keys * 1.1, values
 
     monkeypatch.setattr(QuantizedLayer, "update", breaks)
-    found = by_setting(ran(comparison(directory, "int8")))["int8", "own"]
-    assert found.error > 1.5 * sound.error
-    assert found.kl > 1.5 * sound.kl
+    deviations = by_setting(ran(comparison(directory, "int8")))["int8", "own"]
+    assert deviations.error > 1.5 * sound.error
+    assert deviations.kl > 1.5 * sound.kl
     if broken != "wrong scale":
-        assert found.agreement < 0.6 < sound.agreement
-        assert None not in found.first_differences
+        assert deviations.agreement < 0.6 < sound.agreement
+        assert None not in deviations.first_differences
 
 
 def test_a_failed_setting_is_reported_and_the_others_run(checkpoint: Checkpoints) -> None:
-    found = ran(comparison(checkpoint("llama"), "int9", "bf16"))
-    assert [(dict(one.case.options), one.status) for one in failed(found)] == [
+    failing = ran(comparison(checkpoint("llama"), "int9", "bf16"))
+    assert [(dict(failure.case.options), failure.status) for failure in failed(failing)] == [
         ({"kv_cache_dtype": "int9"}, "unsupported")
     ]
-    assert "choose from auto, bf16, int8, fp8" in failed(found)[0].error
-    assert ("bf16", "text") in by_setting(found)
+    assert "choose from auto, bf16, int8, fp8" in failed(failing)[0].error
+    assert ("bf16", "text") in by_setting(failing)
 
 
 @pytest.mark.parametrize("dies_at", [1, 2])
@@ -217,9 +217,9 @@ def test_the_death_of_a_worker_is_reported(dies_at: int, checkpoint: Checkpoints
         with pytest.raises(WorkerDied, match="host memory ran out"):
             run.run()
         return
-    found = ran(run)
-    assert [one.status for one in failed(found)] == ["oom_host"]
-    assert ("bf16", "own") in by_setting(found)
+    failing = ran(run)
+    assert [failure.status for failure in failed(failing)] == ["oom_host"]
+    assert ("bf16", "own") in by_setting(failing)
 
 
 def test_nan_output_is_a_failure(checkpoint: Checkpoints, monkeypatch: Patch) -> None:
@@ -230,8 +230,10 @@ def test_nan_output_is_a_failure(checkpoint: Checkpoints, monkeypatch: Patch) ->
         return keys, values * float("nan")
 
     monkeypatch.setattr(QuantizedLayer, "update", breaks)
-    found = ran(comparison(checkpoint("llama"), "int8"))
-    assert [(one.status, one.error) for one in failed(found)] == [("nan_output", "the model's output is not a number")]
+    failing = ran(comparison(checkpoint("llama"), "int8"))
+    assert [(row.status, row.error) for row in failed(failing)] == [
+        ("nan_output", "the model's output is not a number")
+    ]
 
 
 def test_a_rows_own_text_is_over_at_its_end_token(checkpoint: Checkpoints, tmp_path: Path) -> None:
@@ -242,9 +244,9 @@ def test_a_rows_own_text_is_over_at_its_end_token(checkpoint: Checkpoints, tmp_p
     free = study.record(worker, rows, OUTPUT, str(tmp_path / "logits"), frozenset())
     assert free.lengths == [OUTPUT, OUTPUT]
     assert free.tokens[1] == piece[INPUT:]
-    own = free.tokens[0]
-    ended = study.record(worker, rows, OUTPUT, str(tmp_path / "logits"), frozenset({own[2], free.tokens[1][0]}))
-    assert ended.lengths == [own.index(own[2]) + 1, OUTPUT]
+    generated = free.tokens[0]
+    ended = study.record(worker, rows, OUTPUT, str(tmp_path / "logits"), frozenset({generated[2], free.tokens[1][0]}))
+    assert ended.lengths == [generated.index(generated[2]) + 1, OUTPUT]
     worker.close()
 
 
@@ -266,8 +268,8 @@ def test_pieces_of_a_text_are_spread_and_begin_with_the_tokenizers_prefix(
     checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     with TokenizerProcess(plan(checkpoint("llama")).model) as tokenizer:
-        found, tokens = windows(tokenizer, "abcdefghijk", 3, 3)
-        letters = [[chr(token + 28) for token in piece] for piece in found]
+        samples, tokens = windows(tokenizer, "abcdefghijk", 3, 3)
+        letters = [[chr(token + 28) for token in piece] for piece in samples]
         assert letters == [list("abc"), list("efg"), list("ijk")]
         assert tokens == 11
         assert [end.token for end in tokenizer.facts.ends] == [2]
@@ -286,17 +288,17 @@ def test_pieces_of_a_text_are_spread_and_begin_with_the_tokenizers_prefix(
 
 
 def test_cells_say_what_was_counted() -> None:
-    found = record()
-    assert show(found).cells == [
+    results = record()
+    assert show(results).cells == [
         ("batch 2", "own", "3", "2%", "2%", "0.002", "0.002", "100.00%", "", "100% of 1", "all 3"),
         ("kv_cache_dtype=int8", "own", "5", "2%", "3%", "0.002", "0.003", "80.00%", "", "50% of 2", "1"),
         ("kv_cache_dtype=int8", "text", "1", "50%", "50%", "0.05", "0.05", "100.00%", "2.718 +10.52%", "", ""),
     ]
-    assert {len(row) for row in show(found).cells} == {len(show(found).columns)}
-    assert found.of(Deviation)[1].first_differences == (1, None)
-    assert [case.options for case in compared(found)] == [(("kv_cache_dtype", "int8"),)]
-    assert "RANDOM" not in show(found).title
-    random = found.asked.model_copy(update={"load_format": "dummy"})
+    assert {len(row) for row in show(results).cells} == {len(show(results).columns)}
+    assert results.of(Deviation)[1].first_differences == (1, None)
+    assert [case.options for case in compared(results)] == [(("kv_cache_dtype", "int8"),)]
+    assert "RANDOM" not in show(results).title
+    random = results.asked.model_copy(update={"load_format": "dummy"})
     assert show(record(case=random)).title.startswith("RANDOM")
 
 
@@ -304,7 +306,7 @@ def invoke(*words: object) -> Result:
     return CliRunner().invoke(cli, ["study", "accuracy", *map(str, words)])
 
 
-def told(result: Result) -> str:
+def error_text(result: Result) -> str:
     return result.stderr if isinstance(result.exception, SystemExit) else str(result.exception)
 
 
@@ -343,7 +345,7 @@ def test_mistakes_are_one_line(
     words = [word.replace("model/model.bin", "model.bin") for word in words]
     result = invoke("-m", "model", "--prompt-file", "text.txt", "--input-len", 16, "--output-len", 16, *words)
     assert result.exit_code != 0
-    assert message in told(result)
+    assert message in error_text(result)
     assert not isinstance(result.exception, SystemExit) or len(result.stderr.strip().splitlines()) <= 4
     assert not list(Path().rglob("accuracy.json*"))
 
@@ -364,13 +366,13 @@ def test_some_settings_may_fail_and_random_weights_are_marked(folder: Path, monk
     assert result.exit_code == 3
     assert mentions(result.stderr, "kv_cache_dtype=int8", "unsupported", "not in int8")
     assert "RANDOM WEIGHTS" in result.stdout
-    found = studies.last(Path("found.jsonl"), "accuracy")
-    assert found.about.endswith("random weights")
-    assert found.text is not None
-    assert found.text.name.startswith("the manual of Python 3.")
+    recorded = studies.last(Path("found.jsonl"), "accuracy")
+    assert recorded.about.endswith("random weights")
+    assert recorded.text is not None
+    assert recorded.text.name.startswith("the manual of Python 3.")
     assert nothing.exit_code == 4
     assert "not written" in nothing.stderr
-    assert studies.last(Path("found.jsonl"), "accuracy") == found
+    assert studies.last(Path("found.jsonl"), "accuracy") == recorded
     assert invoke(*words, *AXIS).exit_code == 0
     assert not list(Path("sweeps").rglob("accuracy.json*"))
 
@@ -383,8 +385,8 @@ def test_the_reference_among_other_settings_is_not_compared_again(
     words = ["-m", checkpoint("llama"), "--samples", 2, "--input-len", 8, "--output-len", 4, "-o", "found.jsonl"]
     for setting, expected in (("auto,int8", ["kv_cache_dtype=int8"]), ("auto", ["none"])):
         assert invoke(*words, "--kv-cache-dtype", setting).exit_code == 0
-        found = studies.last(Path("found.jsonl"), "accuracy")
-        assert [label(found, case) for case in compared(found)] == expected
+        recorded = studies.last(Path("found.jsonl"), "accuracy")
+        assert [label(recorded, case) for case in compared(recorded)] == expected
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -427,10 +429,10 @@ def test_an_interrupt_keeps_the_settings_that_were_compared(
     result = invoke("-m", checkpoint("llama"), *words, "--output-len", 4, "-o", "found.jsonl")
     assert result.exit_code == 128 + number
     assert "wrote found.jsonl" in result.stderr
-    found = studies.last(Path("found.jsonl"), "accuracy")
-    assert [case.options for case in compared(found)] == [(("kv_cache_dtype", "int8"),)]
-    told = [(one.case.options[0][1], one.status, one.error) for one in found.of(Failed)]
-    assert told == [(setting, "cancelled", number.name) for setting in ("fp8", "bf16")]
+    recorded = studies.last(Path("found.jsonl"), "accuracy")
+    assert [case.options for case in compared(recorded)] == [(("kv_cache_dtype", "int8"),)]
+    failures = [(row.case.options[0][1], row.status, row.error) for row in recorded.of(Failed)]
+    assert failures == [(setting, "cancelled", number.name) for setting in ("fp8", "bf16")]
 
 
 def test_the_record_is_printed_and_lies_with_the_machines_results(
@@ -444,15 +446,15 @@ def test_the_record_is_printed_and_lies_with_the_machines_results(
     result = invoke(*words, "--json", "--input-len", "16", "--output-len", "8", "--samples", "4")
     assert result.exit_code == 0, result.stderr
     (written,) = folder.glob("sweeps/results/*/accuracy.jsonl")
-    found = studies.last(written, "accuracy")
-    assert json.loads(result.stdout) == json.loads(found.model_dump_json())
-    assert written.parent.name == found.machine
-    assert mentions(found.about, "llama", "3 layers", "4 heads", "16", "2")
-    assert (found.text and found.text.tokens, found.samples, found.asked.options) == (len(TEXT), 4, ())
-    assert {(label(found, one.case), one.along) for one in found.of(Deviation)} == {
+    recorded = studies.last(written, "accuracy")
+    assert json.loads(result.stdout) == json.loads(recorded.model_dump_json())
+    assert written.parent.name == recorded.machine
+    assert mentions(recorded.about, "llama", "3 layers", "4 heads", "16", "2")
+    assert (recorded.text and recorded.text.tokens, recorded.samples, recorded.asked.options) == (len(TEXT), 4, ())
+    assert {(label(recorded, row.case), row.along) for row in recorded.of(Deviation)} == {
         (setting, along) for setting in ("batch 4", "kv_cache_dtype=int8") for along in ("own", "text")
     }
-    assert "tokens in, 8 followed" in show(found).title
+    assert "tokens in, 8 followed" in show(recorded).title
 
 
 @pytest.mark.gpu

@@ -29,8 +29,7 @@ from zinfer.record.measurement import Measurement, latest
 def exact(
     batch_size: int, step_s: float, engine: str = "stream", offload: str = "cpu", **fields: object
 ) -> Measurement:
-    """Return a point whose prefill and every step take exactly `step_s`, so that its throughput is batch_size /
-    step_s."""
+    """Return a point with constant prefill and step times. Its throughput is batch_size / step_s."""
     asked = case(batch_size, engine, offload, output_len=4, **fields)
     return point(asked).model_copy(update={"ttft_ms": (step_s * 1e3,), "step_ms": ((step_s * 1e3,) * 3,)})
 
@@ -175,13 +174,13 @@ def test_groups_never_mix_what_cannot_be_compared() -> None:
         point(case(8, output_len=64)),
     ]
     by_group = groups(points)
-    assert [len(own) for own in by_group.values()] == [1] * len(points)
+    assert [len(members) for members in by_group.values()] == [1] * len(points)
     assert len({group.stem("all", alone=False) for group in by_group}) == len(points)
 
 
 def test_the_last_point_of_a_repeated_case_counts() -> None:
-    ((_, own),) = groups([failed(8), exact(16, 1.0), exact(8, 1.0)]).items()
-    assert [(point.case.workload.batch_size, point.status) for point in own] == [(8, "ok"), (16, "ok")]
+    ((_, members),) = groups([failed(8), exact(16, 1.0), exact(8, 1.0)]).items()
+    assert [(point.case.workload.batch_size, point.status) for point in members] == [(8, "ok"), (16, "ok")]
 
 
 def test_a_cancelled_point_replaces_no_other() -> None:
@@ -208,7 +207,7 @@ def sizes(changes: tuple[Change, ...]) -> dict[int, float | None]:
 
 
 def spreading(asked: Case, *seconds: float) -> Measurement:
-    """Return a point of one generated token a row, whose repeats take `seconds`."""
+    """Return a one-token point whose repeats take `seconds`."""
     times = {"ttft_ms": tuple(1e3 * value for value in seconds), "step_ms": tuple(() for _ in seconds)}
     return point(asked).model_copy(update=times)
 

@@ -82,8 +82,7 @@ def test_a_model_is_counted_as_it_is_built(kind: str) -> None:
 
 
 def cached(spec: ModelSpec, length: int) -> tuple[int, ...]:
-    """Return the number of values that a forward pass of one sequence leaves in each part of transformers' own
-    cache."""
+    """Count the values that a forward pass leaves in transformers' cache. One sequence, part by part."""
     model = empty_model(spec).to_empty(device="cpu")
     for tensor in (*model.parameters(), *model.buffers()):
         torch.nn.init.zeros_(tensor)
@@ -92,7 +91,7 @@ def cached(spec: ModelSpec, length: int) -> tuple[int, ...]:
     parts = (cache.get("past_key_values") or cache["cache_params"]).layers
     names = ("keys", "values", "conv_states", "recurrent_states")
     states = [[value for name in names if (value := vars(layer).get(name)) is not None] for layer in parts]
-    tensors = [[one for value in part for one in (value.values() if isinstance(value, dict) else [value])]
+    tensors = [[tensor for value in part for tensor in (value.values() if isinstance(value, dict) else [value])]
                for part in states]  # fmt: skip
     return tuple(sum(tensor.numel() for tensor in part if tensor is not None) for part in tensors)
 
@@ -148,9 +147,9 @@ def test_routed_experts_of_any_name_make_a_mixture() -> None:
     assert (spec.num_experts, spec.experts_per_token, spec.ffn_size) == (8, 2, 20)
     assert [layer.expert_parameters for layer in spec.layers] == [0] + [8 * 3 * 48 * 20] * 5
     assert spec.parameters - spec.active_parameters == 5 * 6 * 3 * 48 * 20
-    place = machine("h100-80gb")
-    one, many = (Timing(Placement(), spec, place).step(size, 8).limits["hbm"] for size in (1, 512))
-    assert many > 1.5 * one
+    h100 = machine("h100-80gb")
+    single, many = (Timing(Placement(), spec, h100).step(size, 8).limits["hbm"] for size in (1, 512))
+    assert many > 1.5 * single
 
 
 def test_windows_states_and_attention_of_each_layer() -> None:

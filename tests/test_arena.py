@@ -174,7 +174,7 @@ arena.memory[0] = 9
 
 
 def _huge_bytes(arena: PinnedArena) -> int:
-    """Return the bytes of an arena's file that lie in huge pages of this process's mapping."""
+    """Return the bytes of an arena's file mapped in huge pages."""
     _, *rest = _mapping(Path("/proc/self"), arena.memory.data_ptr())
     return int(dict(line.split(":", 1) for line in rest).get("ShmemPmdMapped", "0").split()[0]) << 10
 

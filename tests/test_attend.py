@@ -35,8 +35,9 @@ LESSER = ("x86-64-v3", "x86-64")  # without AVX-512, and without AVX2
 
 @pytest.fixture(scope="session")
 def compiler(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Skip a test of compiled code if no C compiler takes our flags; torch's substitute is tested everywhere. An error
-    in `attend.c` itself does not skip the test."""
+    """Skip a test of compiled code without a C compiler. Torch's substitute is tested everywhere. An error in
+    `attend.c` itself does not skip the test.
+    """
     trial = tmp_path_factory.mktemp("compiler") / "trial.c"
     trial.write_text("#include <stdint.h>\n#include <string.h>\nint trial(void) { return 0; }\n")
     for name in filter(None, map(shutil.which, cpu_kernel.COMPILERS)):
@@ -89,12 +90,12 @@ def test_both_products_are_those_of_torch(
     matrix = noise(*batch, tokens + spare, width, dtype=dtype)[..., :tokens, :]
     queries, chances = noise(*batch, rows, width, dtype=dtype), noise(*batch, rows, tokens, dtype=torch.float32)
     assert cpu_kernel.can_multiply(queries, matrix)
-    for found, exact in (
+    for actual, exact in (
         (cpu_kernel.dots(queries, matrix), queries.double() @ matrix.double().transpose(-1, -2)),
         (cpu_kernel.mix(chances, matrix), chances.double() @ matrix.double()),
     ):
-        assert found.dtype == torch.float32
-        assert torch.allclose(found.double(), exact, atol=2e-5 * (tokens + width) ** 0.5, rtol=1e-4)
+        assert actual.dtype == torch.float32
+        assert torch.allclose(actual.double(), exact, atol=2e-5 * (tokens + width) ** 0.5, rtol=1e-4)
 
 
 @pytest.mark.usefixtures("compiler")
@@ -110,7 +111,7 @@ def test_both_products_are_those_of_torch(
 def test_new_tokens_of_several_blocks_are_stored_at_once(
     rows: list[int], heads: int, tokens: int, width: int, dtype: torch.dtype, turned: bool
 ) -> None:
-    """Each block gets its own rows of the new states, behind those that it has; with `turned`, not in order."""
+    """Each block appends its own rows of the new states. With `turned`, not in order."""
     new = (100 * noise(sum(rows), heads, tokens, width, dtype=torch.float32)).abs().to(dtype)
     states = new.transpose(2, 3).contiguous().transpose(2, 3) if turned else new
     memories, copies, first = [], [], 0
@@ -138,19 +139,19 @@ def test_new_tokens_are_stored_without_a_compiler() -> None:
 def blocks_of(
     lengths: tuple[int, ...], heads: int, width: int, columns: int, dtype: torch.dtype
 ) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[Tensor, Tensor]]]:
-    """Return keys and values of two rows for each length, in room for more, and their exact values in float64."""
-    found, exact = [], []
+    """Return keys and values with spare room, and exact float64 values. Two rows for each length."""
+    blocks, exact = [], []
     for length in lengths:
         both = [noise(2, heads, length + 3, size, dtype=torch.float32) for size in (width, columns)]
         if dtype == torch.int8:
-            coded = [cpu_kernel.quantize_rows(one).view(torch.int8) for one in both]
-            stored = [one[:, :, :length, :size] for one, size in zip(coded, (width, columns), strict=True)]
+            coded = [cpu_kernel.quantize_rows(states).view(torch.int8) for states in both]
+            stored = [states[:, :, :length, :size] for states, size in zip(coded, (width, columns), strict=True)]
         else:
-            stored = [one.to(dtype)[:, :, :length] for one in both]
-        found.append((stored[0], stored[1]))
-        wide = [cpu_kernel.widened(one, torch.float32).double() for one in stored]
+            stored = [states.to(dtype)[:, :, :length] for states in both]
+        blocks.append((stored[0], stored[1]))
+        wide = [cpu_kernel.widened(states, torch.float32).double() for states in stored]
         exact.append((wide[0], wide[1]))
-    return found, exact
+    return blocks, exact
 
 
 @pytest.mark.usefixtures("compiler")
@@ -171,24 +172,24 @@ def test_attention_to_several_micro_batches_is_that_of_each(
 def check_attention(
     lengths: tuple[int, ...], count: int, sizes: tuple[int, int], dtype: torch.dtype, biases: list[str]
 ) -> None:
-    heads, rows, most = 9, 2 * len(lengths), max(lengths)
-    found, exact = blocks_of(lengths, heads, *sizes, dtype)
+    heads, rows, longest = 9, 2 * len(lengths), max(lengths)
+    blocks, exact = blocks_of(lengths, heads, *sizes, dtype)
     queries = noise(rows, heads, count, sizes[0])
-    hidden = (torch.arange(most) < torch.arange(rows)[:, None, None, None]) & (torch.arange(most) < most - 1)
+    hidden = (torch.arange(longest) < torch.arange(rows)[:, None, None, None]) & (torch.arange(longest) < longest - 1)
     kinds = {
-        "each": noise(rows, heads, count, most, dtype=torch.float32),
-        "rows": noise(rows, 1, 1, most, dtype=torch.float32),
-        "hidden": torch.zeros(rows, 1, 1, most).masked_fill_(hidden, float("-inf")),
+        "each": noise(rows, heads, count, longest, dtype=torch.float32),
+        "rows": noise(rows, 1, 1, longest, dtype=torch.float32),
+        "hidden": torch.zeros(rows, 1, 1, longest).masked_fill_(hidden, float("-inf")),
     }
-    assert cpu_kernel.can_attend(queries, found)
-    mixed = cpu_kernel.attend(queries, found, [kinds[one] for one in biases], 0.3)
+    assert cpu_kernel.can_attend(queries, blocks)
+    mixed = cpu_kernel.attend(queries, blocks, [kinds[bias] for bias in biases], 0.3)
     for number, (keys, values) in enumerate(exact):
-        own = slice(2 * number, 2 * number + 2)
-        scores = 0.3 * queries[own].double() @ keys.mT
-        for one in biases:
-            scores = scores + kinds[one].expand(rows, -1, -1, -1)[own, ..., most - keys.shape[2] :]
+        rows_of_batch = slice(2 * number, 2 * number + 2)
+        scores = 0.3 * queries[rows_of_batch].double() @ keys.mT
+        for kind in biases:
+            scores = scores + kinds[kind].expand(rows, -1, -1, -1)[rows_of_batch, ..., longest - keys.shape[2] :]
         expected = torch.softmax(scores, dim=-1).nan_to_num() @ values
-        assert torch.allclose(mixed[own].double(), expected, atol=1e-5, rtol=1e-5)
+        assert torch.allclose(mixed[rows_of_batch].double(), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.usefixtures("compiler")
@@ -202,8 +203,8 @@ def test_a_number_that_is_none_stays_visible_and_what_is_hidden_does_not_count()
     assert cpu_kernel.attend(queries, [(broken, values)])[0, :, 0, 0].isnan().nonzero().tolist() == [[3]]
     queries[0, 5] = float("nan")
     assert cpu_kernel.attend(queries, [(keys, values)])[0, :, 0, 0].isnan().nonzero().tolist() == [[5]]
-    least = torch.finfo(torch.float32).min
-    seen = torch.zeros(1, 1, 1, 40).masked_fill(torch.arange(40) < 7, least)
+    low = torch.finfo(torch.float32).min
+    seen = torch.zeros(1, 1, 1, 40).masked_fill(torch.arange(40) < 7, low)
     queries[0, 5] = 1
     expected = cpu_kernel.attend(queries, [(keys[:, :, 7:], values[:, :, 7:])])
     assert torch.allclose(cpu_kernel.attend(queries, [(keys, values)], [seen]), expected, atol=1e-6)
@@ -211,12 +212,12 @@ def test_a_number_that_is_none_stays_visible_and_what_is_hidden_does_not_count()
 
 @pytest.mark.usefixtures("compiler")
 def test_few_heads_are_left_to_products_that_are_split_further(monkeypatch: Patch) -> None:
-    (found, _), queries = blocks_of((30,), 4, 16, 16, torch.bfloat16), noise(2, 4, 1, 16)
+    (blocks, _), queries = blocks_of((30,), 4, 16, 16, torch.bfloat16), noise(2, 4, 1, 16)
     for threads, able in ((1, True), (2, False)):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        assert cpu_kernel.can_attend(queries, found) is able
-    (found, _), queries = blocks_of((30,), 90, 16, 300, torch.bfloat16), noise(2, 90, 1, 16)
-    assert not cpu_kernel.can_attend(queries, found)  # values are too wide
+        assert cpu_kernel.can_attend(queries, blocks) is able
+    (blocks, _), queries = blocks_of((30,), 90, 16, 300, torch.bfloat16), noise(2, 90, 1, 16)
+    assert not cpu_kernel.can_attend(queries, blocks)  # values are too wide
 
 
 def test_unsuitable_shapes_are_left_to_torch() -> None:
@@ -232,9 +233,9 @@ def test_unsuitable_shapes_are_left_to_torch() -> None:
 def test_not_a_number_stays_one(dtype: torch.dtype) -> None:
     keys = noise(1, 4, 8, dtype=dtype)
     keys[0, 2], keys[0, 3, 1] = float("nan"), float("-inf")
-    found = cpu_kernel.dots(torch.ones(1, 1, 8), keys)[0, 0]
-    assert found.isnan().tolist() == [False, False, True, False]
-    assert float(found[3]) == float("-inf")
+    products = cpu_kernel.dots(torch.ones(1, 1, 8), keys)[0, 0]
+    assert products.isnan().tolist() == [False, False, True, False]
+    assert float(products[3]) == float("-inf")
 
 
 def test_every_half_is_read_right() -> None:
@@ -246,7 +247,9 @@ def test_every_half_is_read_right() -> None:
 
 @pytest.mark.parametrize("lesser", LESSER, indirect=True)
 def test_every_processor_computes_the_same(lesser: None) -> None:
-    """Rows and elements that fill the registers, fewer, and more, for each width of registers."""
+    """Sizes that fill the vector registers, exceed them, or fall short. For each width of registers, in rows and
+    elements.
+    """
     shapes = [(1, 300, 128), (2, 129, 80), (3, 7, 33), (4, 128, 64), (5, 130, 300), (9, 3, 1)]
     for dtype, (rows, tokens, width) in product((*DTYPES, torch.int8), shapes):
         matrix = noise(2, 3, tokens, width, dtype=torch.float32 if dtype == torch.int8 else dtype)
@@ -254,11 +257,11 @@ def test_every_processor_computes_the_same(lesser: None) -> None:
         exact = cpu_kernel.widened(matrix, torch.float32).double()
         queries, chances = noise(2, 3, rows, width).float(), noise(2, 3, rows, tokens).float()
         assert cpu_kernel.can_multiply(queries, matrix)
-        for found, told in (
+        for actual, expected in (
             (cpu_kernel.dots(queries, matrix), queries.double() @ exact.transpose(-1, -2)),
             (cpu_kernel.mix(chances, matrix), chances.double() @ exact),
         ):
-            assert torch.allclose(found.double(), told, atol=1e-3, rtol=1e-4)
+            assert torch.allclose(actual.double(), expected, atol=1e-3, rtol=1e-4)
     for dtype, sizes in product((*DTYPES, torch.int8), ((128, 128), (40, 33))):
         for count in (1, 5):
             check_attention((5, 257), count, sizes, dtype, ["each", "hidden"])
@@ -280,10 +283,10 @@ def test_attention_is_that_of_torch(groups: int, mask: str | None, length: int) 
         seen = noise(3, 8 if "head" in mask else 1, 1, 50)
     shared: dict[str, Any] = {"attn_mask": seen, "enable_gqa": groups != 8}
     expected = scaled_dot_product_attention(query.float(), keys.float(), values.float(), **_wide(shared))
-    found = scaled_dot_product_attention(query, as_host_tensor(keys, CPU), as_host_tensor(values, CPU), **shared)
-    assert isinstance(found, HostTensor)
-    assert found.dtype == torch.bfloat16
-    assert torch.allclose(found.float(), expected, atol=0.03)
+    actual = scaled_dot_product_attention(query, as_host_tensor(keys, CPU), as_host_tensor(values, CPU), **shared)
+    assert isinstance(actual, HostTensor)
+    assert actual.dtype == torch.bfloat16
+    assert torch.allclose(actual.float(), expected, atol=0.03)
 
 
 def _wide(given: dict[str, Any]) -> dict[str, Any]:
@@ -301,14 +304,14 @@ def step_by_step(query: Tensor, keys: Any, values: Any, bias: Tensor, mask: Tens
 
 @pytest.fixture
 def stacked(monkeypatch: Patch) -> dict[str, tuple[Any, Tensor]]:
-    """Return keys and values of two micro-batches as a model sees them, and as a plain rectangle."""
+    """Return keys and values of two micro-batches. As a model sees them, and as a plain rectangle."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    found: dict[str, tuple[Any, Tensor]] = {}
+    stacks: dict[str, tuple[Any, Tensor]] = {}
     for name in ("keys", "values"):
         blocks = [noise(rows, 12, length, 16) for rows, length in ((2, 40), (3, 33))]
         wide = torch.cat([pad(block, (0, 0, 40 - block.shape[2], 0)) for block in blocks])
-        found[name] = stack_host_rows(blocks, CPU, torch.bfloat16), wide
-    return found
+        stacks[name] = stack_host_rows(blocks, CPU, torch.bfloat16), wide
+    return stacks
 
 
 @pytest.fixture
@@ -328,10 +331,10 @@ def test_attention_step_by_step_is_computed_at_once(
     (keys, plain_keys), (values, plain_values) = stacked["keys"], stacked["values"]
     expected = step_by_step(inputs[0].float(), plain_keys.float(), plain_values.float(), *map(Tensor.float, inputs[1:]))
     monkeypatch.setattr(DeferredScores, "computed", lambda _: pytest.fail("scores were computed by themselves"))
-    found = step_by_step(inputs[0], keys, values, *inputs[1:])
-    assert type(found) is HostTensor
-    assert (found.dtype, found.shape) == (torch.bfloat16, (60, 1, 16))
-    assert torch.allclose(found.float(), expected, atol=0.02)
+    actual = step_by_step(inputs[0], keys, values, *inputs[1:])
+    assert type(actual) is HostTensor
+    assert (actual.dtype, actual.shape) == (torch.bfloat16, (60, 1, 16))
+    assert torch.allclose(actual.float(), expected, atol=0.02)
 
 
 @pytest.mark.usefixtures("compiler")
@@ -376,11 +379,11 @@ def test_whatever_else_a_model_does_with_scores_is_that_of_torch(
 ) -> None:
     keys, plain = stacked["keys"]
     query, _, mask = inputs
-    found = use(torch.bmm(query, keys.reshape(60, -1, 16).mT), mask)
+    actual = use(torch.bmm(query, keys.reshape(60, -1, 16).mT), mask)
     expected = use(torch.bmm(query, plain.reshape(60, -1, 16).mT), mask)
-    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
-    found = found.as_subclass(Tensor) if type(found) is HostTensor else found.computed().as_subclass(Tensor)
-    assert torch.allclose(found.float(), expected.float(), atol=0.05, rtol=0.02)
+    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+    actual = actual.as_subclass(Tensor) if type(actual) is HostTensor else actual.computed().as_subclass(Tensor)
+    assert torch.allclose(actual.float(), expected.float(), atol=0.05, rtol=0.02)
 
 
 def test_scores_that_are_changed_in_place_are_not_for_stacked_rows(
@@ -418,10 +421,10 @@ def in_8_bits() -> tuple[HostInt8Tensor, Tensor]:
 )
 def test_8_bit_tensors_report_the_models_type(use: Any, in_8_bits: tuple[HostInt8Tensor, Tensor]) -> None:
     keys, exact = in_8_bits
-    found, expected = use(keys), use(exact)
-    assert (found.dtype, found.shape) == (expected.dtype, expected.shape)
-    assert torch.equal(found.as_subclass(Tensor), expected)
-    assert type(found) is HostTensor
+    actual, expected = use(keys), use(exact)
+    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+    assert torch.equal(actual.as_subclass(Tensor), expected)
+    assert type(actual) is HostTensor
     assert (keys.dtype, keys.shape, keys.size(1), len(keys)) == (torch.bfloat16, (2, 3, 40, 16), 3, 2)
 
 
@@ -485,12 +488,12 @@ def test_torch_computes_the_products_of_any_two_types(dtype: torch.dtype, stored
     queries, chances = noise(2, 3, 4, 16, dtype=dtype), noise(2, 3, 4, 40, dtype=dtype)
     assert cpu_kernel.library() is None
     assert not cpu_kernel.can_multiply(queries, matrix)
-    for found, told in (
+    for actual, expected in (
         (cpu_kernel.dots(queries, matrix), queries.double() @ exact.transpose(-1, -2)),
         (cpu_kernel.mix(chances, matrix), chances.double() @ exact),
     ):
-        assert found.dtype == torch.float32
-        assert torch.allclose(found.double(), told, atol=0.1, rtol=0.02)
+        assert actual.dtype == torch.float32
+        assert torch.allclose(actual.double(), expected, atol=0.1, rtol=0.02)
 
 
 def test_without_a_compiler_that_works_there_is_no_library(fresh: None, monkeypatch: Patch, tmp_path: Path) -> None:

@@ -25,16 +25,16 @@ def line(body: Any, chat: bool = False, **fields: Any) -> bytes:
     return json.dumps({"custom_id": "a", "method": "POST", "url": url, "body": body} | fields).encode()
 
 
-def one(content: bytes) -> BatchLine | Fault:
-    (found,) = read_requests(content)
-    return found
+def only_request(content: bytes) -> BatchLine | Fault:
+    (request,) = read_requests(content)
+    return request
 
 
 def test_the_bytes_of_a_token_are_told_also_of_a_part_of_a_character() -> None:
     scores = [TokenScore(token="é", logprob=-1.0, top=[("bytes:\\xe6\\x97", -2.0), ("\ud800", -3.0)])]
-    (found,) = chat_logprobs(scores)["content"]
-    assert found["bytes"] == [0xC3, 0xA9]
-    assert [top["bytes"] for top in found["top_logprobs"]] == [[0xE6, 0x97], [ord("?")]]
+    (score,) = chat_logprobs(scores)["content"]
+    assert score["bytes"] == [0xC3, 0xA9]
+    assert [top["bytes"] for top in score["top_logprobs"]] == [[0xE6, 0x97], [ord("?")]]
     parts = [TokenScore(token=token, logprob=-1.0) for token in ("ab", "bytes:\\xe6", "c")]
     assert text_logprobs(parts, 0)["text_offset"] == [0, 2, 3]
 
@@ -45,11 +45,11 @@ def test_a_request_is_understood() -> None:
         "n": 1, "stream": False, "logprobs": None, "user": "me", "logit_bias": {}, "presence_penalty": 0.0,
         "repetition_penalty": 1.0, "top_k": -1, "min_p": 0.0, "min_tokens": 0, "skip_special_tokens": True,
     }  # fmt: skip
-    found = one(line(body))
-    assert isinstance(found, BatchLine)
-    assert (found.custom_id, found.prompt) == ("a", "Once")
-    assert found.asked[:7] == (False, ("Once",), 9, 0.0, 0.5, ("\n",), "3")
-    plain = one(line({"prompt": ""}))
+    request = only_request(line(body))
+    assert isinstance(request, BatchLine)
+    assert (request.custom_id, request.prompt) == ("a", "Once")
+    assert request.asked[:7] == (False, ("Once",), 9, 0.0, 0.5, ("\n",), "3")
+    plain = only_request(line({"prompt": ""}))
     assert isinstance(plain, BatchLine)
     assert plain.asked[2:6] == (None, 1.0, 1.0, ())
     assert plain.id == f"batch_req_{plain.asked.seed}"
@@ -58,10 +58,10 @@ def test_a_request_is_understood() -> None:
 def test_a_chat_is_understood() -> None:
     parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
     messages = [{"role": "system", "content": parts}, {"role": "user", "content": "x", "name": "me"}]
-    found = one(line({"messages": messages, "max_tokens": 5, "max_completion_tokens": 7}, chat=True))
-    assert isinstance(found, BatchLine)
-    assert (found.asked.chat, found.asked.output_len) == (True, 7)
-    assert found.prompt == [
+    request = only_request(line({"messages": messages, "max_tokens": 5, "max_completion_tokens": 7}, chat=True))
+    assert isinstance(request, BatchLine)
+    assert (request.asked.chat, request.asked.output_len) == (True, 7)
+    assert request.prompt == [
         {"role": "system", "content": "one two"}, {"role": "user", "content": "x", "name": "me"}
     ]  # fmt: skip
 
@@ -115,19 +115,19 @@ def test_a_chat_is_understood() -> None:
     ],
 )  # fmt: skip
 def test_a_bad_line_says_why(content: bytes, code: str, message: str) -> None:
-    found = one(content)
-    assert isinstance(found, Fault)
-    assert found.code == code
-    assert message in found.message
+    request = only_request(content)
+    assert isinstance(request, Fault)
+    assert request.code == code
+    assert message in request.message
 
 
 def test_the_good_lines_around_a_bad_one_are_kept() -> None:
     good = [line({"prompt": "x"}, custom_id=name) for name in "abc"]
     content = b"\xef\xbb\xbf" + b"\n".join([good[0], b"", b"  ", b"broken", good[1] + b"\r", good[0], good[2]])
-    found = read_requests(content)
-    assert [item.custom_id for item in found] == ["a", None, "b", "a", "c"]
-    assert [type(item) for item in found] == [BatchLine, Fault, BatchLine, Fault, BatchLine]
-    repeated = found[3]
+    requests = read_requests(content)
+    assert [item.custom_id for item in requests] == ["a", None, "b", "a", "c"]
+    assert [type(item) for item in requests] == [BatchLine, Fault, BatchLine, Fault, BatchLine]
+    repeated = requests[3]
     assert isinstance(repeated, Fault)
     assert repeated.code == "duplicate_custom_id"
     assert mentions(repeated.message, "line 6", "line 1", "'a'")
@@ -141,10 +141,10 @@ def test_the_good_lines_around_a_bad_one_are_kept() -> None:
 def test_a_line_that_cannot_be_parsed_keeps_its_custom_id(value: bytes) -> None:
     """An answer without it belongs to nobody: the caller finds neither the answer nor the fault."""
     begun = b'{"custom_id": "a \\u00e9\\"}", "method": "POST", "url": "/v1/completions", "body": '
-    found = one(begun + b'{"prompt": "x", "custom_id": "inner", "seed": ' + value + b"}}")
-    assert isinstance(found, Fault)
-    assert (found.custom_id, found.code) == ('a é"}', "invalid_json_line")
-    assert json.loads(encode(refusal(found)))["custom_id"] == 'a é"}'
+    request = only_request(begun + b'{"prompt": "x", "custom_id": "inner", "seed": ' + value + b"}}")
+    assert isinstance(request, Fault)
+    assert (request.custom_id, request.code) == ('a é"}', "invalid_json_line")
+    assert json.loads(encode(refusal(request)))["custom_id"] == 'a é"}'
 
 
 @pytest.mark.parametrize(
@@ -169,22 +169,22 @@ def test_a_line_that_cannot_be_parsed_keeps_its_custom_id(value: bytes) -> None:
 )
 def test_a_custom_id_is_only_taken_from_where_it_stands(content: bytes, custom_id: str | None) -> None:
     began = time.process_time()
-    found = one(content)
-    assert isinstance(found, Fault)
-    assert found.custom_id == custom_id
+    request = only_request(content)
+    assert isinstance(request, Fault)
+    assert request.custom_id == custom_id
     assert time.process_time() - began < 30
 
 
 def test_a_line_that_cannot_be_parsed_has_its_custom_id_for_itself() -> None:
-    found = read_requests(b'{"custom_id": "a", "x": 1e999}\n' + line({"prompt": "x"}))
-    assert [(type(one), one.custom_id) for one in found] == [(Fault, "a"), (Fault, "a")]
-    assert isinstance(found[1], Fault)
-    assert found[1].code == "duplicate_custom_id"
+    requests = read_requests(b'{"custom_id": "a", "x": 1e999}\n' + line({"prompt": "x"}))
+    assert [(type(request), request.custom_id) for request in requests] == [(Fault, "a"), (Fault, "a")]
+    assert isinstance(requests[1], Fault)
+    assert requests[1].code == "duplicate_custom_id"
 
 
 def test_ids_depend_on_the_lines_alone() -> None:
     lines = [line({"prompt": "x"}, custom_id=name) for name in "ab"]
-    ids = [found.id for found in read_requests(b"\n".join([*lines, lines[0], b"broken", b"broken"]))]
+    ids = [request.id for request in read_requests(b"\n".join([*lines, lines[0], b"broken", b"broken"]))]
     assert len(set(ids)) == 5
     other = line({"prompt": "first"}, custom_id="first")
     moved = read_requests(b"\r\n".join([other, b"broken", lines[0], lines[1]]))
@@ -192,7 +192,7 @@ def test_ids_depend_on_the_lines_alone() -> None:
 
 
 def test_answers_are_those_of_the_endpoint() -> None:
-    text, chat = one(line({"prompt": "x"})), one(line({"messages": TALK}, chat=True))
+    text, chat = only_request(line({"prompt": "x"})), only_request(line({"messages": TALK}, chat=True))
     assert isinstance(text, BatchLine)
     assert isinstance(chat, BatchLine)
     record = answer(text, "é", "stop", (3, 2), "llama", 1700000000)
@@ -212,7 +212,7 @@ def test_answers_are_those_of_the_endpoint() -> None:
 
 
 def test_errors_stand_where_readers_look_for_them() -> None:
-    fault = one(line({"prompt": "x", "n": 2}))
+    fault = only_request(line({"prompt": "x", "n": 2}))
     assert isinstance(fault, Fault)
     record = refusal(fault)
     error = {"message": "n=2 is not supported", "type": "invalid_request_error", "param": "n",
@@ -220,7 +220,7 @@ def test_errors_stand_where_readers_look_for_them() -> None:
     assert record["response"]["status_code"] == 400
     assert record["response"]["body"] == {"error": error}
     assert record["error"] == {"code": error["code"], "message": error["message"]}
-    request = one(line({"prompt": "x"}))
+    request = only_request(line({"prompt": "x"}))
     assert isinstance(request, BatchLine)
     lost = failure(request, "oom_gpu", "no room")
     assert (lost["response"], lost["error"]) == (None, {"code": "oom_gpu", "message": "no room"})
@@ -230,9 +230,9 @@ def test_errors_stand_where_readers_look_for_them() -> None:
 
 @given(st.binary(max_size=60) | st.builds(lambda body: line(body), st.dictionaries(st.text(), st.integers())))
 def test_no_line_raises(content: bytes) -> None:
-    for found in read_requests(content):
-        if isinstance(found, Fault):
-            assert decode(encode(refusal(found))).id == found.id
+    for request in read_requests(content):
+        if isinstance(request, Fault):
+            assert decode(encode(refusal(request))).id == request.id
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_rows_get_the_tokens_that_they_may_have() -> None:
     lines = [line({"prompt": "x"} | more, custom_id=str(key)) for key, more in enumerate(
         ({}, {"max_tokens": 10}, {}, {"max_tokens": 11}, {"max_tokens": 5}, {}, {"max_tokens": 4})
     )]  # fmt: skip
-    requests = [found for found in read_requests(b"\n".join(lines)) if isinstance(found, BatchLine)]
+    requests = [request for request in read_requests(b"\n".join(lines)) if isinstance(request, BatchLine)]
     made = {requests[6].id: [1, 2, 3]}
     no_template = Refusal("invalid_prompt", "no template")
     prompts = [n if isinstance(n, Refusal) else [7] * n for n in (10, 90, 95, 90, no_template, 100, 3)]

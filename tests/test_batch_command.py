@@ -42,22 +42,22 @@ def test_a_file_of_prompts_is_answered_once(folder: Path, checkpoint: Callable[.
     result = zinfer(folder, *words)
     assert result.returncode == 3, result.stderr
     assert result.stdout == ""
-    *_, last = told = result.stderr.strip().splitlines()
-    assert len(told) <= 4
+    *_, last = messages = result.stderr.strip().splitlines()
+    assert len(messages) <= 4
     assert mentions(last, "7 answers", "5 errors", "out.jsonl", "tok/s")
-    found = records(output)
-    assert len(output.read_text().splitlines()) == len(found) == 12
-    codes = {name: record["error"]["code"] for name, record in found.items() if record["error"]}
+    answers = records(output)
+    assert len(output.read_text().splitlines()) == len(answers) == 12
+    codes = {name: record["error"]["code"] for name, record in answers.items() if record["error"]}
     assert codes == {
         None: "invalid_json_line", "n": "unsupported_parameter", "empty": "invalid_prompt",
         "long": "context_length_exceeded", "role": "invalid_prompt",
     }  # fmt: skip
     for size in range(1, 7):
-        usage = found[f"p{size}"]["response"]["body"]["usage"]
+        usage = answers[f"p{size}"]["response"]["body"]["usage"]
         assert usage["prompt_tokens"] == 2 * size
         assert usage["completion_tokens"] <= size
-    assert found["talk"]["response"]["body"]["choices"][0]["message"]["role"] == "assistant"
-    assert found["talk"]["response"]["body"]["model"] == "model"
+    assert answers["talk"]["response"]["body"]["choices"][0]["message"]["role"] == "assistant"
+    assert answers["talk"]["response"]["body"]["model"] == "model"
 
     before = output.read_bytes()
     again = zinfer(folder, *words)

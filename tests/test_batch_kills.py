@@ -37,7 +37,7 @@ class Killed(BaseException):
 
 
 class Killable(InlineWorker):
-    """Worker that is killed with its parent after some exchanges of a batch."""
+    """Worker killed with its parent after some exchanges of a batch."""
 
     left: int | None = None
 
@@ -66,22 +66,22 @@ def prompts_for(path: Path, dice: random.Random, count: int) -> dict[str, str]:
 
 
 def texts(path: Path) -> Texts:
-    found: Texts = {}
+    answers: Texts = {}
     for record in map(json.loads, path.read_text().splitlines()):
-        assert record["custom_id"] not in found, "answered twice"
-        found[record["custom_id"]] = record["response"]["body"]["choices"][0]["text"]
-    return found
+        assert record["custom_id"] not in answers, "answered twice"
+        answers[record["custom_id"]] = record["response"]["body"]["choices"][0]["text"]
+    return answers
 
 
 def words_of(output: str, model: Path, dtype: str) -> list[str]:
     return ["batch", "prompts.jsonl", "-o", output, "-m", str(model), "--dtype", dtype, "--batch-size", "8"]
 
 
-def chain(output: str, model: Path, dtype: str, dice: random.Random, most: int) -> tuple[Texts, int]:
+def chain(output: str, model: Path, dtype: str, dice: random.Random, max_kills: int) -> tuple[Texts, int]:
     """Run a job that is killed up to `most` times; return its answers and the number of kills."""
     kills = 0
     while True:
-        Killable.left = dice.randint(2, 12) if kills < most else None
+        Killable.left = dice.randint(2, 12) if kills < max_kills else None
         try:
             assert CliRunner().invoke(cli, words_of(output, model, dtype)).exit_code == 0
             return texts(Path(output)), kills
@@ -100,16 +100,16 @@ def killable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "count", "most"), [("float32", 12, 4), pytest.param("bfloat16", 40, 30, marks=pytest.mark.slow)]
+    ("dtype", "count", "max_kills"), [("float32", 12, 4), pytest.param("bfloat16", 40, 30, marks=pytest.mark.slow)]
 )
 def test_a_chain_of_kills_changes_no_answer_but_near_ties_of_16_bits(
-    killable: Path, checkpoint: Callable[..., Path], dtype: str, count: int, most: int
+    killable: Path, checkpoint: Callable[..., Path], dtype: str, count: int, max_kills: int
 ) -> None:
     dice, model = random.Random(3), checkpoint("llama")
     prompts = prompts_for(Path("prompts.jsonl"), dice, count)
     assert CliRunner().invoke(cli, words_of("whole.jsonl", model, dtype)).exit_code == 0
     whole = texts(Path("whole.jsonl"))
-    killed, kills = chain("killed.jsonl", model, dtype, dice, most)
+    killed, kills = chain("killed.jsonl", model, dtype, dice, max_kills)
     assert kills >= 4
     assert killed.keys() == whole.keys() == prompts.keys()
     differing = {name for name in whole if whole[name] != killed[name]}
@@ -120,9 +120,10 @@ def test_a_chain_of_kills_changes_no_answer_but_near_ties_of_16_bits(
         assert gap <= 2 * noise, f"{prompts[name]!r}: {whole[name]!r} and {killed[name]!r}"
 
 
-def near_tie(model: Path, prompt: str, one: str, other: str) -> tuple[float, float]:
-    """Return the difference of the logits of the first tokens in which two answers differ, in float32, and the largest
-    error of a logit there in bf16."""
+def near_tie(model: Path, prompt: str, answer: str, other: str) -> tuple[float, float]:
+    """Return the logit gap where two answers differ, and bf16's error. The gap is between the first differing tokens,
+    in float32; the error is the largest of a logit there.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -132,26 +133,26 @@ def near_tie(model: Path, prompt: str, one: str, other: str) -> tuple[float, flo
 
     def ids_of(text: str) -> list[int]:
         """Return the tokens of an answer; those that have no text are the most likely ones where they were."""
-        found: list[int] = []
+        ids: list[int] = []
         for token in [tokenizer.vocab[word] for word in re.findall(r"<\d+>|.", text)]:
-            while len(found) < 30:
+            while len(ids) < 30:
                 with torch.no_grad():
-                    top = int(coarse(torch.tensor([asked + found])).logits[0, -1].argmax())
+                    top = int(coarse(torch.tensor([asked + ids])).logits[0, -1].argmax())
                 if top == token or top not in unseen:
                     break
-                found.append(top)
-            found.append(token)
-        return found
+                ids.append(top)
+            ids.append(token)
+        return ids
 
-    first, second = ids_of(one), ids_of(other)
-    place = next(
+    first, second = ids_of(answer), ids_of(other)
+    position = next(
         (i for i, pair in enumerate(zip(first, second, strict=False)) if len({*pair}) > 1), min(len(first), len(second))
     )
-    tokens = [(ids[place] if place < len(ids) else end) for ids in (first, second)]
-    known = torch.tensor([asked + first[:place]])
+    tokens = [(ids[position] if position < len(ids) else end) for ids in (first, second)]
+    context = torch.tensor([asked + first[:position]])
     with torch.no_grad():
-        rounded = coarse(known).logits[0, -1].float()
-        exact = coarse.float()(known).logits[0, -1]
+        rounded = coarse(context).logits[0, -1].float()
+        exact = coarse.float()(context).logits[0, -1]
     return abs(float(exact[tokens[0]] - exact[tokens[1]])), float((rounded - exact).abs().max())
 
 

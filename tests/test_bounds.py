@@ -64,7 +64,7 @@ PLAN = ["plan", "-m", "bloom-tiny", "--machine", "h200"]
     ],
 )
 def test_an_option_out_of_bounds_is_refused_at_once(words: list[str], message: str) -> None:
-    Path("r.jsonl").write_bytes(b"".join(encode(one) + b"\n" for one in sweep()[:4]))
+    Path("r.jsonl").write_bytes(b"".join(encode(record) + b"\n" for record in sweep()[:4]))
     code, out, err, _ = run(words)
     assert (code, out) == (2, ""), err
     assert message in err
@@ -236,11 +236,11 @@ WRONG: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("reason", WRONG)
 def test_records_that_nobody_can_believe_are_counted_and_left_out(reason: str) -> None:
-    """Every reader gets the other points, and the warning names file and line."""
+    """Every reader gets the other points. The warning names file and line."""
     good = [point(case(size)) for size in (1, 2)]
     wrong = point(case(4)).model_copy(update=WRONG[reason])
     path = Path("r.jsonl")
-    path.write_bytes(b"".join(encode(one) + b"\n" for one in (Header(machine="h100"), good[0], wrong, good[1])))
+    path.write_bytes(b"".join(encode(record) + b"\n" for record in (Header(machine="h100"), good[0], wrong, good[1])))
     records = read(path)
     assert records.points == tuple(good)
     assert [damage.line for damage in records.damaged] == [3]
@@ -263,9 +263,9 @@ def test_studies_that_nobody_can_believe_are_left_out() -> None:
         path = Path(f"{name}.jsonl")
         study.append(path, run_)
         study.append(path, right[name])
-        found = study.read(path, name)
-        assert found.runs == (right[name],)
-        assert [damage.line for damage in found.damaged] == [1]
+        studies = study.read(path, name)
+        assert studies.runs == (right[name],)
+        assert [damage.line for damage in studies.damaged] == [1]
 
 
 @pytest.mark.long
@@ -274,12 +274,12 @@ def test_the_committed_records_are_believed() -> None:
     records = read(results)
     assert len(records.points) > 50
     assert not records.damaged
-    assert not [fault for one in records.headers if (fault := implausible(one))]
+    assert not [fault for header in records.headers if (fault := implausible(header))]
 
 
 def test_what_sweeps_write_is_believed() -> None:
     assert not [
-        fault for one in (*sweep(), point(case(1, output_len=1), 0.01, repeats=2)) if (fault := implausible(one))
+        fault for record in (*sweep(), point(case(1, output_len=1), 0.01, repeats=2)) if (fault := implausible(record))
     ]
 
 

@@ -138,7 +138,7 @@ def test_tokens_are_those_of_transformers(
 def test_8_bits_are_what_the_record_says(
     name: str, storage: str, kind: Kinds, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every layer with keys and values has them in 8 bits, and the logits are close to exact ones."""
+    """All keys and values are in 8 bits, with close logits."""
     monkeypatch.setattr("zinfer.engine.stream.DEQUANTIZED_BYTES", 1)  # a row at a time
     monkeypatch.setattr("zinfer.engine.cache.MIN_SPARE", 2)
     if name in STATES_ONLY:
@@ -203,7 +203,7 @@ def test_a_model_without_a_cache_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("option", [{"kv_cache_dtype": "int8"}, {"kv_offload": "cpu"}])
 def test_other_states_than_keys_and_values_are_kept_or_refused(option: dict[str, Any], tmp_path: Path) -> None:
-    """Blocks of keys have no 8-bit form and no place in host memory."""
+    """Blocks of keys have no 8-bit form and no host memory."""
     directory = tmp_path / "blocks"
     save(small_model(Subject("minimax_m3_vl_text")), directory)
     with pytest.raises(EngineError, match=r"\(MiniMaxM3VLSparseCacheLayer\).* " + next(iter(option))):
@@ -249,7 +249,7 @@ def test_a_model_that_adds_tokens_of_its_own_is_refused(reserve: int, tmp_path: 
     storage=st.sampled_from([None, torch.int8]),
 )
 def test_a_window_equals_that_of_transformers(window: int, counts: list[int], storage: torch.dtype | None) -> None:
-    """Any numbers of tokens at a time, for the first two rows and then for the third."""
+    """Append any number of tokens at a time. For the first two rows and then for the third."""
     generator, capacity = torch.Generator().manual_seed(window), sum(counts)
     layer = FixedLayer(3, capacity, window) if storage is None else QuantizedLayer(3, capacity, storage, window)
     theirs = DynamicSlidingWindowLayer(sliding_window=window)
@@ -272,11 +272,11 @@ def test_a_window_equals_that_of_transformers(window: int, counts: list[int], st
 
 
 def _chunks(made: RowCache) -> list[list[int]]:
-    """The bytes of each chunk of memory, and the layers that lie in it."""
+    """Return the bytes of each memory chunk, and its layers."""
     chunks: dict[int, list[int]] = {}
     for index, layer in made.attention.items():
-        (place,) = {memory.untyped_storage().data_ptr() for memory in layer.memories}
-        chunks.setdefault(place, [layer.memories[0].untyped_storage().nbytes()]).append(index)
+        (address,) = {memory.untyped_storage().data_ptr() for memory in layer.memories}
+        chunks.setdefault(address, [layer.memories[0].untyped_storage().nbytes()]).append(index)
     return list(chunks.values())
 
 
@@ -292,7 +292,7 @@ def _filled(config: Any, rows: int, storage: str = "auto", width: Callable[[int]
 
 @pytest.mark.parametrize("storage", ["auto", "int8"])
 def test_memory_is_taken_for_several_layers_at_a_time(storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chunk is filled by whole layers, and no byte is taken besides; rows that stay have chunks of their own."""
+    """Whole layers fill a chunk, without a spare byte. Rows that stay have chunks of their own."""
     config = AutoConfig.for_model("llama", **{**_SHAPE, "num_hidden_layers": 7})
     row = 2 * 2 * 32 * (16 * 2 if storage == "auto" else 16 + 4)
     monkeypatch.setattr(kv_cache, "CHUNK_BYTES", 19 * row)

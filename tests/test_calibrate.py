@@ -1,4 +1,4 @@
-"""Predictions against the committed records, each point predicted without itself, and fits of known factors."""
+"""Leave-one-out predictions against the committed records, and fits of known factors."""
 
 from collections.abc import Mapping
 from statistics import median
@@ -64,13 +64,13 @@ def test_throughput_of_the_records_is_predicted_within_a_tenth(rows: tuple[Predi
         "accelerate cpu gpu-weights=70%",
     }
     assert max(map(abs, errors.values())) <= 0.25
-    here = {case: error for case, error in everything.items() if case.offload == "none"}
-    assert max(abs(error) for case, error in here.items() if case.model == "opt-30b") <= 0.5
-    assert max(abs(error) for case, error in here.items() if case.model == "mixtral-8x7b") <= 2
+    resident = {case: error for case, error in everything.items() if case.offload == "none"}
+    assert max(abs(error) for case, error in resident.items() if case.model == "opt-30b") <= 0.5
+    assert max(abs(error) for case, error in resident.items() if case.model == "mixtral-8x7b") <= 2
 
 
 def test_the_best_by_prediction_was_nearly_the_fastest(rows: tuple[PredictedPoint, ...]) -> None:
-    """A choice by predictions, which do not know the point, loses a twentieth at most.
+    """A choice by leave-one-out predictions loses a twentieth at most.
 
     The candidates are all that was measured of a model and a pair of lengths on a machine: engines, batches, place and
     type of the KV cache.
@@ -83,23 +83,23 @@ def test_the_best_by_prediction_was_nearly_the_fastest(rows: tuple[PredictedPoin
             load = row.case.workload
             key = (row.machine, row.case.model, row.case.layers, load.input_len, load.output_len)
             groups.setdefault(key, []).append(row)
-    choices = [own for own in groups.values() if len(own) > 2]
+    choices = [candidates for candidates in groups.values() if len(candidates) > 2]
     assert len(choices) >= 5
-    for own in choices:
-        chosen = max(own, key=lambda row: row.predicted_tok_s or 0.0)
-        assert (chosen.measured_tok_s or 0.0) >= 0.95 * max(row.measured_tok_s or 0.0 for row in own)
+    for group in choices:
+        chosen = max(group, key=lambda row: row.predicted_tok_s or 0.0)
+        assert (chosen.measured_tok_s or 0.0) >= 0.95 * max(row.measured_tok_s or 0.0 for row in group)
 
 
 def test_the_way_to_attend_that_plans_choose_was_the_fastest() -> None:
-    """Records in which a KV cache in host memory was used both over the link and on the CPU."""
+    """Records with a host KV cache, over the link and on CPU."""
     machines = committed.machines()
     seconds: dict[tuple[str, Case], dict[str, float]] = {}
-    for one in committed.points():
-        options = dict(one.case.options)
-        if one.usable and options.get("kv_offload", "none") != "none" and "kv_attention" in options:
+    for measured in committed.points():
+        options = dict(measured.case.options)
+        if measured.usable and options.get("kv_offload", "none") != "none" and "kv_attention" in options:
             way = str(options.pop("kv_attention"))
-            case = one.case.model_copy(update={"options": tuple(sorted(options.items()))})
-            seconds.setdefault((one.machine, case), {})[way] = one.step_median_ms or 0.0
+            case = measured.case.model_copy(update={"options": tuple(sorted(options.items()))})
+            seconds.setdefault((measured.machine, case), {})[way] = measured.step_median_ms or 0.0
     compared = {key: ways for key, ways in seconds.items() if len(ways) == 2}
     assert compared
     for (machine, case), ways in compared.items():
@@ -109,8 +109,9 @@ def test_the_way_to_attend_that_plans_choose_was_the_fastest() -> None:
 
 
 def test_memory_of_the_records_is_predicted_and_ours_never_much_too_low(rows: tuple[PredictedPoint, ...]) -> None:
-    """DeepSpeed holds one layer of BLOOM at a time and two of smaller models, with the same settings. Ours counts as a
-    share of the GPU's memory, which has to hold it: a batch that fills a sixth of it may be off by more."""
+    """DeepSpeed holds one layer of BLOOM, and two of smaller models. The settings are the same. Ours counts as a share
+    of the GPU's memory, which has to hold it: a batch that fills a sixth of it may be off by more.
+    """
     errors = {row.case: row.gpu_error for row in rows if row.gpu_error is not None}
     assert len(errors) == len({row.case for row in rows})
     assert median(map(abs, errors.values())) <= 0.05
@@ -126,12 +127,12 @@ def test_the_largest_batch_is_predicted() -> None:
     machines, points = committed.machines(), committed.points()
     factors = fit(points, machines)
     for name, layers, offload in (("bloom-176b", 14, "cpu"), ("opt-30b", None, "none"), ("opt-30b", None, "cpu")):
-        own = [p for p in points if (p.case.model, p.case.layers, p.case.offload) == (name, layers, offload)]
-        own = [p for p in own if p.case.engine == "stream" and p.case.workload.output_len == 32]
-        own = [p for p in own if "kv_offload" not in dict(p.case.options)]
-        edge = max(p.case.workload.batch_size for p in own if p.status == "ok")
+        group = [p for p in points if (p.case.model, p.case.layers, p.case.offload) == (name, layers, offload)]
+        group = [p for p in group if p.case.engine == "stream" and p.case.workload.output_len == 32]
+        group = [p for p in group if "kv_offload" not in dict(p.case.options)]
+        edge = max(p.case.workload.batch_size for p in group if p.status == "ok")
         spec = resolve.resolve(name, None, layers)
-        plan = predict(own[0].case, spec, machines[own[0].machine], factors)
+        plan = predict(group[0].case, spec, machines[group[0].machine], factors)
         assert plan.max_batch_size == pytest.approx(edge, rel=0.125)
 
 
@@ -139,15 +140,13 @@ def table(points: Points, machines: Mapping[str, Machine]) -> tuple[PredictedPoi
     return calibrate.calibrate(points, machines)[1]
 
 
-def fabricated(
-    efficiency: Efficiency, size: int, offload: str, place: Machine = H100, **options: Option
-) -> Measurement:
-    """Return a point of OPT-30B, or of the model `name`, whose engine has exactly this efficiency."""
+def fabricated(efficiency: Efficiency, size: int, offload: str, on: Machine = H100, **options: Option) -> Measurement:
+    """Return a point whose engine has exactly this efficiency. Of OPT-30B, or of the model `name`."""
     share, name = options.pop("gpu_weights", None), str(options.pop("name", "opt-30b"))
     chosen = tuple(sorted({"weight_codec": "none", "cuda_graphs": "off", **options}.items()))
     asked = case(size, model=name, layers=None, offload=offload, options=chosen, gpu_weights=share)
     spec = resolve.resolve(name, None, None)
-    plan = make_plan(asked, spec, place, efficiency=efficiency)
+    plan = make_plan(asked, spec, on, efficiency=efficiency)
     assert plan.prefill_s is not None
     assert plan.step_s is not None
     return point(
@@ -155,7 +154,7 @@ def fabricated(
         ttft_ms=[plan.prefill_s * 1e3] * 2,
         step_ms=[[plan.step_s * 1e3] * 31] * 2,
         gpu_peak_bytes=plan.gpu.total - plan.gpu.overhead,
-        link_bandwidth=place.h2d_bandwidth,
+        link_bandwidth=on.h2d_bandwidth,
         num_layers=spec.num_layers,
         total_layers=spec.num_layers,
         effective=Effective(
@@ -213,19 +212,19 @@ def test_models_with_routed_experts_do_not_spoil_the_factors_of_others() -> None
 
 
 def test_points_without_offload_of_an_engine_without_cuda_graphs_are_left_out() -> None:
-    known = fabricated(Efficiency(layer_s=1.5e-3), 1, "none")
-    assert len(table([known], {"h100": H100})) == 1
-    assert known.effective is not None
-    del known.effective.settings["cuda_graphs"]
-    assert table([known], {"h100": H100}) == ()
+    measured = fabricated(Efficiency(layer_s=1.5e-3), 1, "none")
+    assert len(table([measured], {"h100": H100})) == 1
+    assert measured.effective is not None
+    del measured.effective.settings["cuda_graphs"]
+    assert table([measured], {"h100": H100}) == ()
 
 
 def test_steps_with_cuda_graphs_tell_the_share_of_the_memorys_bandwidth() -> None:
     efficiency = Efficiency(hbm_share=0.7)
     points = [fabricated(efficiency, size, "none", cuda_graphs="auto") for size in (1, 2)]
-    for one in points:
-        assert one.effective is not None
-        one.effective.settings["cuda_graphs"] = "on"
+    for sample in points:
+        assert sample.effective is not None
+        sample.effective.settings["cuda_graphs"] = "on"
     fitted = fit(points, {"h100": H100})["stream"]
     assert fitted.hbm_share == pytest.approx(0.7, rel=1e-3)
     assert mentions(fitted.describe(), "70% of the GPU memory's bandwidth")
@@ -249,17 +248,17 @@ def test_timelines_tell_how_fast_coded_weights_are_unpacked() -> None:
     """Layers that stay are coded, too, and unpacked in every step."""
     efficiency, spec = Efficiency(unpack_share=0.3), resolve.resolve("opt-30b", None, None)
     for share, streams in (("0%", True), ("100%", False)):
-        one = fabricated(efficiency, 2, "cpu", ROOMY, weight_codec="lossless", gpu_weights=share)
+        sample = fabricated(efficiency, 2, "cpu", ROOMY, weight_codec="lossless", gpu_weights=share)
         spent = spec.streamed_bytes / (0.3 * (ROOMY.hbm_bandwidth or 1)) * 1e3
         spans = [Span(lane="unpack", layer=nth, start_ms=nth * spent / 48, end_ms=(nth + 1) * spent / 48)
                  for nth in range(48)]  # fmt: skip
-        one = one.model_copy(update={"timeline": tuple(spans)})
-        (seen,) = calibrate.fit_points([one], {"h100": ROOMY})
-        fitted = fit([one], {"h100": ROOMY})["stream"]
+        sample = sample.model_copy(update={"timeline": tuple(spans)})
+        (seen,) = calibrate.fit_points([sample], {"h100": ROOMY})
+        fitted = fit([sample], {"h100": ROOMY})["stream"]
         assert fitted.unpack_share == pytest.approx(0.3, rel=1e-3)
         assert mentions(fitted.describe(), "unpacking at 30% of the GPU memory's bandwidth")
         assert (seen.link_share() is not None) == streams, "unpacking is the limit of what stays"
-        again = fit([one.model_copy(update={"timeline": ()})], {"h100": ROOMY})["stream"]
+        again = fit([sample.model_copy(update={"timeline": ()})], {"h100": ROOMY})["stream"]
         assert again.unpack_share == RATES.unpacking
     plain = fabricated(efficiency, 2, "cpu", ROOMY).model_copy(update={"timeline": tuple(spans)})
     assert fit([plain], {"h100": ROOMY})["stream"].unpack_share == RATES.unpacking
@@ -269,31 +268,31 @@ def test_records_unpacked_the_layers_that_stayed_at_the_same_rate() -> None:
     """Layers that are unpacked whole, of one model, on one GPU: experts on demand are unpacked one by one, which tells
     no rate, the matrices of another model have another, and gathers take a share of the GPU's memory."""
     rates: dict[str, dict[str, float]] = {}
-    for one in calibrate.fit_points(committed.points(), committed.machines()):
-        share, rate = one.point.case.gpu_weights, one.factors["unpack_share"]
-        if share is not None and rate is not None and one.placement.gpus == 1:
-            assert one.placement.experts == "all"
-            rates.setdefault(one.model.name, {})[share] = rate
-    assert {name: own.keys() for name, own in rates.items()} == {
+    for fit_point in calibrate.fit_points(committed.points(), committed.machines()):
+        share, rate = fit_point.point.case.gpu_weights, fit_point.factors["unpack_share"]
+        if share is not None and rate is not None and fit_point.placement.gpus == 1:
+            assert fit_point.placement.experts == "all"
+            rates.setdefault(fit_point.model.name, {})[share] = rate
+    assert {name: by_share.keys() for name, by_share in rates.items()} == {
         "bloom-176b": {"0%", "25%"}, "mixtral-8x7b": {"94%", "auto"},
     }  # fmt: skip
-    for own in rates.values():
-        first, second = own.values()
+    for shares in rates.values():
+        first, second = shares.values()
         assert second == pytest.approx(first, rel=0.03)
 
 
 def test_a_cache_in_host_memory_shows_the_link_rate_if_the_link_limits() -> None:
     efficiency = Efficiency(link_share=0.83)
     for attention in ("gpu", "cpu"):
-        (one,) = calibrate.fit_points(
+        (fit_point,) = calibrate.fit_points(
             [fabricated(efficiency, 64, "cpu", kv_offload="cpu", kv_attention=attention)], {"h100": H100}
         )
-        assert one.link_share() == pytest.approx(0.83, rel=1e-3)
+        assert fit_point.link_share() == pytest.approx(0.83, rel=1e-3)
     slow = H100.model_copy(update={"attention_bandwidth": 1e9})
-    (one,) = calibrate.fit_points(
+    (fit_point,) = calibrate.fit_points(
         [fabricated(efficiency, 64, "cpu", kv_offload="cpu", kv_attention="cpu")], {"h100": slow}
     )
-    assert one.link_share() is None
+    assert fit_point.link_share() is None
 
 
 @pytest.mark.parametrize("threads", ["auto", 64, 48])
@@ -304,8 +303,8 @@ def test_bandwidth_that_the_link_loses_to_the_cpu_is_not_the_engines_factor(quan
     tight = H100.model_copy(update=figures)
     options: dict[str, Option] = {"kv_offload": "cpu", "kv_attention": "cpu", "kv_cache_dtype": quantized}
     options["kv_threads"] = threads
-    (one,) = calibrate.fit_points([fabricated(efficiency, 64, "cpu", tight, **options)], {"h100": tight})
-    assert one.link_share() == pytest.approx(0.83, rel=1e-3)
+    (fit_point,) = calibrate.fit_points([fabricated(efficiency, 64, "cpu", tight, **options)], {"h100": tight})
+    assert fit_point.link_share() == pytest.approx(0.83, rel=1e-3)
 
 
 def test_a_point_is_never_predicted_from_itself() -> None:
@@ -322,19 +321,19 @@ def test_a_point_is_never_predicted_from_itself() -> None:
 
 @pytest.mark.long
 def test_leaving_a_point_out_is_a_fit_without_it() -> None:
-    """Factors with a point left out equal those of a fit to all other points."""
+    """Leave-one-out factors equal those fitted to all other points."""
     points, machines = committed.points()[::5], committed.machines()
     fitted = calibrate.fit_points(points, machines)
     rows = {(row.case, row.machine): row for row in table(points, machines)}
     assert len(rows) == len(fitted) > 20
-    assert any(one.model.num_experts for one in fitted)
-    for one in fitted:
-        case, row = one.point.case, rows[one.point.case, one.point.machine]
-        factors = fit([point for point in points if point is not one.point], machines).get(case.engine)
+    assert any(fit_point.model.num_experts for fit_point in fitted)
+    for left_out in fitted:
+        case, row = left_out.point.case, rows[left_out.point.case, left_out.point.machine]
+        factors = fit([point for point in points if point is not left_out.point], machines).get(case.engine)
         assert (row.predicted_gpu_bytes is None) is (factors is None), "no other point of this engine"
         if factors is not None:
-            plan = make_plan(one.case_as_run, one.model, one.machine, efficiency=factors)
-            assert row.predicted_tok_s == (plan.output_tok_s if one.point.usable else None)
+            plan = make_plan(left_out.case_as_run, left_out.model, left_out.machine, efficiency=factors)
+            assert row.predicted_tok_s == (plan.output_tok_s if left_out.point.usable else None)
             assert row.predicted_gpu_bytes == plan.gpu.total - plan.gpu.overhead
 
 
@@ -372,12 +371,12 @@ def test_a_published_ratio_is_explained_by_the_share_of_the_link_it_takes() -> N
     asked = case(8, layers=None)
     factors = {"stream": Efficiency(link_share=0.9)}
     plans = [predict(asked, spec, machine, factors) for machine in places]
-    (found,) = compare_ratios([claim(2.0, 3.0)], plans, factors)
-    assert 4 < (found.planned or 0) <= 6
-    low, high = found.explaining or (0, 0)
-    assert low == pytest.approx(0.9 * 2 / (found.planned or 1))
-    assert "planned 6.0x" in found.describe() or "planned 5." in found.describe()
-    assert f"{low:.0%} to {high:.0%} of the link instead of 90%" in found.describe()
+    (ratio,) = compare_ratios([claim(2.0, 3.0)], plans, factors)
+    assert 4 < (ratio.planned or 0) <= 6
+    low, high = ratio.explaining or (0, 0)
+    assert low == pytest.approx(0.9 * 2 / (ratio.planned or 1))
+    assert "planned 6.0x" in ratio.describe() or "planned 5." in ratio.describe()
+    assert f"{low:.0%} to {high:.0%} of the link instead of 90%" in ratio.describe()
     (same,) = compare_ratios([claim(1.0, 9.0)], plans, factors)
     assert same.explaining is None
     (unknown,) = compare_ratios([claim(1.0, 9.0)], plans[:1], factors)

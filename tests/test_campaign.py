@@ -48,9 +48,9 @@ def ended(code: int | None = 0, stdout: str = "", stderr: str = "", stacks: str 
     ],
 )
 def test_exit_codes(run: Ended, sent: list[int], killed: bool, fault: str | None) -> None:
-    found = judge.code(run, sent, killed)
-    assert len(found) == (fault is not None)
-    assert fault is None or fault in found[0]
+    code = judge.code(run, sent, killed)
+    assert len(code) == (fault is not None)
+    assert fault is None or fault in code[0]
     assert {0, 2, 3, 4, 5, 6, 7} <= DOCUMENTED
 
 
@@ -215,7 +215,7 @@ def test_the_record_of_a_campaign_that_is_ended_is_written(tmp_path: Path, how: 
         start_new_session=True,
     )  # fmt: skip
     deadline = time.monotonic() + PATIENCE_S
-    while len(hanging := [one for one in descendants(process.pid) if _runs(one, "sleep")]) < 3:
+    while len(hanging := [pid for pid in descendants(process.pid) if _runs(pid, "sleep")]) < 3:
         assert time.monotonic() < deadline
         time.sleep(0.02)
     if isinstance(how, signal.Signals):
@@ -226,7 +226,7 @@ def test_the_record_of_a_campaign_that_is_ended_is_written(tmp_path: Path, how: 
     assert (row.tried, row.held, run.planned, run.left) == (3, 3, 6, 3)
     assert "3 of 6 planned cases did not end" in stdout
     assert all(f"--seed 1 --class kill-run --number {number}: did not end within" in stdout for number in (1, 3, 5))
-    assert not [one for one in hanging if _runs(one, "sleep")]
+    assert not [pid for pid in hanging if _runs(pid, "sleep")]
 
 
 def _runs(process: int, name: str) -> bool:
@@ -333,8 +333,8 @@ def test_the_shim_strikes_where_it_is_told(
     words = [sys.executable, "-c", DISK, *map(str, (mode, folder, at, CHANGES, budget))]
     env = environment(LD_PRELOAD=str(shim), ZINFER_CAMPAIGN_SHIM=str(shim))
     done = subprocess.run(words, env=env, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
-    found, hits, _ = map(int, done.stdout.split())
-    assert found == code
+    strikes, hits, _ = map(int, done.stdout.split())
+    assert strikes == code
     assert (hits > 0) is (code != 0)
     assert {path.name: path.stat().st_size for path in folder.iterdir()} == files
     assert SOURCE.is_file()
@@ -408,8 +408,8 @@ def test_the_shim_sees_what_is_not_synced(shim: Path, tmp_path: Path, actions: s
     words = [sys.executable, "-c", SYNCS, str(folder), actions]
     done = subprocess.run(words, env=env, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert (done.returncode, done.stderr) == (0, "")
-    found = done.stdout.splitlines()[-1].replace("done", "")
-    assert found == fault, done.stdout
+    lost = done.stdout.splitlines()[-1].replace("done", "")
+    assert lost == fault, done.stdout
 
 
 @pytest.mark.slow

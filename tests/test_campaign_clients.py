@@ -85,11 +85,11 @@ def test_answers_are_the_text_of_their_prompt(
     """A server that nobody disturbs answers in whole; one that is may refuse, or cut a stream, and never changes it."""
     with server(fault) as port:
         seconds = 0.3 if fault == "hangs" else PATIENCE_S
-        found = [ask(port, prompt, stream, seconds) for prompt in WANTED for stream in streams]
-    for told, allowed in ((alone, None), (disturbed, {0, 200, 503})):
-        faults = judge.replies(found, WANTED, allowed)
-        assert bool(faults) is (told is not None), faults
-        assert told is None or any(told in one for one in faults)
+        faults_of = [ask(port, prompt, stream, seconds) for prompt in WANTED for stream in streams]
+    for replies, allowed in ((alone, None), (disturbed, {0, 200, 503})):
+        faults = judge.replies(faults_of, WANTED, allowed)
+        assert bool(faults) is (replies is not None), faults
+        assert replies is None or any(replies in fault for fault in faults)
 
 
 def test_a_part_of_an_answer_is_no_beginning_of_another_one() -> None:
@@ -102,11 +102,11 @@ def test_a_part_of_an_answer_is_no_beginning_of_another_one() -> None:
 def test_a_load_asks_until_it_is_stopped() -> None:
     with server() as port:
         load = Load(port, [*WANTED], 3, random.Random(1))
-        while len({one.prompt for one in load.replies}) < 2 or len(load.replies) < 9:
+        while len({reply.prompt for reply in load.replies}) < 2 or len(load.replies) < 9:
             time.sleep(0.01)
-        found = load.stop()
-        assert not judge.replies(found, WANTED)
-        assert len(load.replies) == len(found)
+        replies = load.stop()
+        assert not judge.replies(replies, WANTED)
+        assert len(load.replies) == len(replies)
         assert (status_of(port, "/health"), status_of(port, "/else")) == (200, 404)
     assert ask(port, "a", False).status == status_of(port, "/health") == 0
 

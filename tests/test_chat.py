@@ -95,11 +95,11 @@ def talk(
     ignore_eos: bool = True,
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the answers to `TURNS` as JSON, and the other output."""
-    said: list[str] = []
+    messages: list[str] = []
     dialogue = dialogue or dialogue_for(worker)
     limits = terminal.AnswerLimits(10, worker.session.plan.model.max_position, Sampling(), ignore_eos)
-    terminal.talk(worker, dialogue, turns or TURNS, opening(kept), limits, said.append, as_json=True)
-    return [json.loads(line) for line in capsys.readouterr().out.splitlines()], said
+    terminal.talk(worker, dialogue, turns or TURNS, opening(kept), limits, messages.append, as_json=True)
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()], messages
 
 
 @pytest.mark.parametrize("template", [None, EXTENDING, TRIMMING])
@@ -108,29 +108,29 @@ def test_answers_are_those_of_transformers(
 ) -> None:
     worker = Inline.around(engine)
     directory = checkpoint("llama")
-    found, said = talk(worker, capsys, dialogue=dialogue_for(worker, template, "Sys"))
+    answers, messages = talk(worker, capsys, dialogue=dialogue_for(worker, template, "Sys"))
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
     model.generation_config.eos_token_id = None
     tokenizer, dialogue = AutoTokenizer.from_pretrained(directory), dialogue_for(worker, template, "Sys")
-    for turn, told in zip(TURNS, found, strict=True):
+    for turn, answer in zip(TURNS, answers, strict=True):
         ids = torch.tensor([dialogue.ask(turn)])
         ones = torch.ones_like(ids)
         output = model.generate(ids, attention_mask=ones, max_new_tokens=10, do_sample=False, pad_token_id=0)
         expected = output[0, ids.shape[1] :].tolist()
-        assert told["output_ids"] == expected
-        assert told["output_text"] == tokenizer.decode(expected, skip_special_tokens=True)
-        dialogue.answered(expected, told["output_text"])
-        assert told["reloaded_tokens"] + told["computed_tokens"] == ids.shape[1]
-        assert told["finish_reason"] == "length"
-    assert found[0]["reloaded_tokens"] == 0
+        assert answer["output_ids"] == expected
+        assert answer["output_text"] == tokenizer.decode(expected, skip_special_tokens=True)
+        dialogue.answered(expected, answer["output_text"])
+        assert answer["reloaded_tokens"] + answer["computed_tokens"] == ids.shape[1]
+        assert answer["finish_reason"] == "length"
+    assert answers[0]["reloaded_tokens"] == 0
     if template != TRIMMING:  # all but the last token of the answer, which was not computed
-        total = found[0]["computed_tokens"] + 9
-        assert found[1]["reloaded_tokens"] == total
-        assert found[2]["reloaded_tokens"] == total + found[1]["computed_tokens"] + 9
-    assert found[2]["reloaded_tokens"] >= found[1]["computed_tokens"]
-    assert len(said) == (4 if template is None else 3)
-    assert re.search(r"\b0 tokens reloaded, \d+ computed: TTFT .*s, .*[\d,.]+ tok/s", said[-3])
-    assert ("no chat template" in said[0]) == (template is None)
+        total = answers[0]["computed_tokens"] + 9
+        assert answers[1]["reloaded_tokens"] == total
+        assert answers[2]["reloaded_tokens"] == total + answers[1]["computed_tokens"] + 9
+    assert answers[2]["reloaded_tokens"] >= answers[1]["computed_tokens"]
+    assert len(messages) == (4 if template is None else 3)
+    assert re.search(r"\b0 tokens reloaded, \d+ computed: TTFT .*s, .*[\d,.]+ tok/s", messages[-3])
+    assert ("no chat template" in messages[0]) == (template is None)
 
 
 def test_the_text_of_an_answer_is_that_of_its_end() -> None:
@@ -176,10 +176,10 @@ def test_ctrl_c_ends_the_answer_and_a_second_one_the_program(
 ) -> None:
     worker = Inline.around(engine)
     worker.on_token = lambda count: os.kill(os.getpid(), signal.SIGINT) if count == 3 else None
-    found, _ = talk(worker, capsys, turns=TURNS[:2])
-    assert [told["finish_reason"] for told in found] == ["interrupted", "length"]
-    assert len(found[0]["output_ids"]) == 4
-    assert found[1]["reloaded_tokens"] == found[0]["computed_tokens"] + 3
+    answers, _ = talk(worker, capsys, turns=TURNS[:2])
+    assert [answer["finish_reason"] for answer in answers] == ["interrupted", "length"]
+    assert len(answers[0]["output_ids"]) == 4
+    assert answers[1]["reloaded_tokens"] == answers[0]["computed_tokens"] + 3
     worker.on_token = lambda count: os.kill(os.getpid(), signal.SIGINT)
 
     def twice(_count: int) -> None:
@@ -207,12 +207,12 @@ def test_an_engine_without_reuse_says_so_and_answers(
     engine: Engine, checkpoint: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = load("stream", checkpoint("llama"), "cpu", tmp_path, kv_offload="cpu")
-    found, said = talk(Inline.around(other), capsys)
+    answers, messages = talk(Inline.around(other), capsys)
     other.close()
-    assert mentions(said[1], "whole", "kv_offload=cpu")
-    assert [told["reloaded_tokens"] for told in found] == [0, 0, 0]
+    assert mentions(messages[1], "whole", "kv_offload=cpu")
+    assert [answer["reloaded_tokens"] for answer in answers] == [0, 0, 0]
     kept, _ = talk(Inline.around(engine), capsys)
-    assert [told["output_ids"] for told in found] == [told["output_ids"] for told in kept]
+    assert [answer["output_ids"] for answer in answers] == [answer["output_ids"] for answer in kept]
 
 
 def test_a_pipe_is_a_conversation_and_finds_an_earlier_one(
@@ -227,10 +227,10 @@ def test_a_pipe_is_a_conversation_and_finds_an_earlier_one(
     words += ["--kv-cache-dir", "kv", "--output-len", "10", "--ignore-eos"]
     result = zinfer(folder, *words, stdin="Hello there\n\nAnd again\nthird\n")
     assert result.returncode == 0, result.stderr
-    found = [json.loads(line) for line in result.stdout.splitlines()]
-    assert [told["output_ids"] for told in found[:2]] == [told["output_ids"] for told in earlier]
-    assert [told["computed_tokens"] for told in found[:2]] == [1, 1]
-    assert [(told["turn"], told["prompt"]) for told in found] == list(enumerate(TURNS, start=1))
+    answers = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [answer["output_ids"] for answer in answers[:2]] == [answer["output_ids"] for answer in earlier]
+    assert [answer["computed_tokens"] for answer in answers[:2]] == [1, 1]
+    assert [(answer["turn"], answer["prompt"]) for answer in answers] == list(enumerate(TURNS, start=1))
     assert len(list((folder / "kv").iterdir())) == 3
     assert result.stderr.count("tokens reloaded, ") == 3
 
@@ -242,10 +242,10 @@ def test_pipes_in_place_of_kept_conversations_are_not_waited_for(
     for path in (tmp_path / "kv").iterdir():
         path.unlink()
         os.mkfifo(path)
-    found, said = talk(Inline.around(engine), capsys, turns=TURNS[:2], kept=str(tmp_path / "kv"))
-    assert [told["output_ids"] for told in found] == [told["output_ids"] for told in earlier]
-    assert "is not a regular file" in "".join(said)
-    assert "cannot be written: it is a pipe that nobody reads" in "".join(said)
+    answers, messages = talk(Inline.around(engine), capsys, turns=TURNS[:2], kept=str(tmp_path / "kv"))
+    assert [answer["output_ids"] for answer in answers] == [answer["output_ids"] for answer in earlier]
+    assert "is not a regular file" in "".join(messages)
+    assert "cannot be written: it is a pipe that nobody reads" in "".join(messages)
 
 
 def test_a_terminal(folder: Path, checkpoint: Checkpoints) -> None:  # noqa: F811

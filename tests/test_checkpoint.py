@@ -17,7 +17,7 @@ SIZES = {"a": [2, 3], "empty": [0, 4], "b": [5], "scalar": [], "c": [1, 7]}
 
 
 def entries(sizes: dict[str, list[int]]) -> tuple[dict[str, Any], int]:
-    """Return a header of float32 tensors of these shapes, and the bytes of their data."""
+    """Return a header of float32 tensors, and their data's size."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, shape in sizes.items():
@@ -135,7 +135,7 @@ def test_only_regular_files_are_read(name: str, target: str, folder: Path) -> No
 
 
 def test_a_link_to_a_file_is_read(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
-    """As in a snapshot of the hub, whose files are links out of the folder."""
+    """Files are links out of the folder, as in a hub snapshot."""
     blob = tmp_path_factory.mktemp("blobs") / "1234"
     (folder / SINGLE).rename(blob)
     (folder / SINGLE).symlink_to(blob)

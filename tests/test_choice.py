@@ -29,57 +29,58 @@ def tied(rows: int, size: int, dice: random.Random) -> Tensor:
 
 
 def alone(scores: Tensor, hidden: float, prompt: int) -> list[set[int]]:
-    """Positions that each query of a row ``[size, size]`` chooses alone and sees: of a prompt at once, then one by
-    one."""
+    """Positions that each query of a row chooses and sees. The row of scores ``[size, size]`` is computed alone: first
+    a prompt at once, then tokens one by one.
+    """
     size = len(scores)
     seen = torch.ones(size, size).tril().bool()
     masked = scores.masked_fill(~seen, hidden)
-    found = []
+    positions = []
     for query in range(size):
         width = prompt if query < prompt else query + 1
         row = masked[:prompt, :width] if query < prompt else masked[query : query + 1, :width]
         chosen = row.topk(min(COUNT, width), dim=-1).indices[query if query < prompt else 0]
-        found.append({int(one) for one in chosen if one <= query})
-    return found
+        positions.append({int(position) for position in chosen if position <= query})
+    return positions
 
 
 def in_pass(batch: DecoderBatch, count: int, whole: list[Tensor], real: Tensor, hidden: float) -> list[list[set[int]]]:
-    """Positions that each row's new tokens choose in a pass, of its own real ones, in their order."""
+    """Positions that each row's new tokens choose in a pass. Of its own real ones, in their order."""
     end = batch.length + count
     places = [real[row, :end].nonzero()[:, 0] for row in range(len(whole))]
     scores = torch.rand(len(whole), count, end)  # those of padding must not matter
-    for row, own in enumerate(places):
-        before = int((own < batch.length).sum())
+    for row, real_positions in enumerate(places):
+        before = int((real_positions < batch.length).sum())
         seen = torch.ones(end, end).tril().bool()[batch.length :] & real[row, :end]
         scores[row].masked_fill_(~seen, hidden)
-        fresh = own[before:] - batch.length
-        values = whole[row][before : len(own), : len(own)]
-        scores[row][fresh[:, None], own] = values.masked_fill(~seen[fresh][:, own], hidden)
+        fresh = real_positions[before:] - batch.length
+        values = whole[row][before : len(real_positions), : len(real_positions)]
+        scores[row][fresh[:, None], real_positions] = values.masked_fill(~seen[fresh][:, real_positions], hidden)
     rows = batch.alone(slice(0, len(whole)), count)
     best = (scores if rows is None else choosing(scores, rows, end)).topk(min(COUNT, end), dim=-1)
     assert torch.equal(best.indices.sort(-1).values[..., -1] < end, torch.ones(len(whole), count).bool())
-    found = []
-    for row, own in enumerate(places):
-        order = {int(place): number for number, place in enumerate(own)}
-        before = int((own < batch.length).sum())
-        fresh = own[before:] - batch.length
-        found.append(
+    positions = []
+    for row, real_positions in enumerate(places):
+        order = {int(position): number for number, position in enumerate(real_positions)}
+        before = int((real_positions < batch.length).sum())
+        fresh = real_positions[before:] - batch.length
+        positions.append(
             [
                 {
-                    order[int(one)]
-                    for one in best.indices[row, token]
-                    if int(one) in order and order[int(one)] <= before + number
+                    order[int(position)]
+                    for position in best.indices[row, token]
+                    if int(position) in order and order[int(position)] <= before + number
                 }
                 for number, token in enumerate(fresh.tolist())
             ]
         )
-    return found
+    return positions
 
 
 @pytest.mark.parametrize("hidden", HIDDEN)
 @pytest.mark.parametrize("seed", range(8))
 def test_every_row_chooses_as_alone(seed: int, hidden: str) -> None:
-    """Padded rows, prompts in chunks, single tokens, drafts of which each row forgets some, in any order."""
+    """Padded rows, chunked prompts, single tokens and drafts, in any order. Each row forgets some of its drafts."""
     dice = random.Random(seed)
     lengths = [dice.randint(1, 20) for _ in range(5)]
     width, steps = max(lengths), 24
@@ -97,10 +98,10 @@ def test_every_row_chooses_as_alone(seed: int, hidden: str) -> None:
         if batch.mask is not None:
             real = batch.mask[:, : batch.length + count].bool()
         before = [int(real[row, : batch.length].sum()) for row in range(len(lengths))]
-        found = in_pass(batch, count, whole, real, HIDDEN[hidden])
-        for row, own in enumerate(found):
-            assert own == expected[row][before[row] : before[row] + len(own)], (row, batch.length, count)
-            chosen += len(own)
+        actual = in_pass(batch, count, whole, real, HIDDEN[hidden])
+        for row, positions in enumerate(actual):
+            assert positions == expected[row][before[row] : before[row] + len(positions)], (row, batch.length, count)
+            chosen += len(positions)
         batch.advance(count)
         if rest <= 0 and count > 1:
             batch.rollback(batch.length - torch.tensor([dice.randint(0, count - 1) for _ in lengths]))
@@ -124,8 +125,8 @@ def test_other_choices_than_of_positions_are_left_as_they_are() -> None:
     for other in (scores[0], scores[..., :2], scores[..., None]):
         dim = 0 if other.dim() == 2 else -1
         plain = other.as_subclass(Tensor)
-        found = other.topk(1, dim=dim)
-        assert torch.equal(found.indices, plain.topk(1, dim=dim).indices)
+        best = other.topk(1, dim=dim)
+        assert torch.equal(best.indices, plain.topk(1, dim=dim).indices)
     assert torch.equal(scores.topk(2, dim=1).indices, scores.as_subclass(Tensor).topk(2, dim=1).indices)
     assert type(scores > 0) is Tensor
     assert scores.shape == (2, 3, 3)
@@ -137,8 +138,8 @@ def test_the_keys_of_an_indexer_stay_on_the_device(kv_attention: str, tmp_path: 
     model = small_model(Subject("deepseek_v32"))
     save(model, directory)
     engine = load("stream", directory, "cpu", tmp_path, kv_offload="cpu", kv_attention=kv_attention)
-    known = reference(type(model), directory)
-    assert float(side_by_side(engine, known).max()) < known.tolerance
+    expected = reference(type(model), directory)
+    assert float(side_by_side(engine, expected).max()) < expected.tolerance
     token_ids, mask = prompts(LENGTHS)
     prefill(engine, token_ids, mask, reserve=4)
     (batch,) = engine.batches

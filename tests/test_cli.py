@@ -134,7 +134,7 @@ def test_a_limit_of_addresses_is_told_as_want_of_memory(
 
 @pytest.mark.parametrize("words", [["sweep"], pytest.param(["run", "-p", "x"], marks=pytest.mark.slow)])
 def test_a_model_that_cannot_be_found_is_one_line(folder: Path, words: list[str]) -> None:
-    """In a process of its own, since huggingface_hub reads the environment when it is imported."""
+    """Runs in a new process: huggingface_hub reads the environment at import."""
     result = zinfer_process(folder, *words, "-m", "someone/some-model")
     assert result.returncode == 5, result.stderr
     assert "someone/some-model" in result.stderr
@@ -150,7 +150,7 @@ def test_debug_shows_the_traceback(folder: Path) -> None:
 
 @pytest.mark.torch
 def test_sweep_to_best_and_back(folder: Path) -> None:
-    """Measure, refuse to overwrite, resume without new points, show the change, draw and decide."""
+    """Measure, refuse to overwrite, resume, compare, plot and decide. The resumption measures no new points."""
     words = ["sweep", *TINY, "--offload", "cpu", "--batch-size", "1,2"]
     first = zinfer_process(folder, *words)
     assert first.returncode == 0, first.stderr
@@ -182,8 +182,8 @@ def test_sweep_to_best_and_back(folder: Path) -> None:
     assert drawn.returncode == 0
     assert all((folder / line).is_file() for line in drawn.stdout.split())
     assert len(drawn.stdout.split()) == 6
-    told = zinfer(folder, "report")
-    assert told.returncode == 0, told.stderr
+    report = zinfer(folder, "report")
+    assert report.returncode == 0, report.stderr
 
 
 @pytest.mark.torch

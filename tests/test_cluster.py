@@ -109,7 +109,7 @@ def first_fails(output: Path, shard: Shard, signals: Any) -> None:
 
 @pytest.fixture
 def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Provide a path of results, and jobs that find what this process does."""
+    """Provide a path of results, and jobs that get this process's settings."""
     for name, value in environment().items():
         monkeypatch.setenv(name, value)
     return tmp_path / "out.jsonl"
@@ -117,11 +117,11 @@ def output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.long
 def test_a_job_that_fails_is_named_and_the_others_count(output: Path) -> None:
-    said: list[str] = []
+    messages: list[str] = []
     job, shards = MeasureShard(partial(first_fails, output)), Shard.all(2)
-    failed = run_shards(Cluster("local", output), job, shards, parts_path(output), sweep.Events(), said.append)
+    failed = run_shards(Cluster("local", output), job, shards, parts_path(output), sweep.Events(), messages.append)
     assert failed == ["./gone is no model"]
-    assert said == ["shard 1/2: ./gone is no model"]
+    assert messages == ["shard 1/2: ./gone is no model"]
     with pytest.raises(ShardError, match="lacks 1 of 2 shards: run --shard 1/2"):
         merge(PLAN, output)
     assert {point.case.offload for point in merge(PLAN, output, whole=False).points} == {"cpu"}
@@ -131,13 +131,13 @@ def test_a_job_that_fails_is_named_and_the_others_count(output: Path) -> None:
 @pytest.mark.long
 def test_a_job_that_is_preempted_goes_on(output: Path) -> None:
     """Real jobs of submitit's local executor; the first gets the signal that Slurm sends before it takes a node."""
-    told: list[int] = []
+    messages: list[int] = []
     preempted: list[int] = []
     cluster, shards, path = Cluster("local", output), Shard.all(2), parts_path(output)
 
     def preempt(point: Measurement, resumed: bool) -> None:
-        told.append(point.case.workload.batch_size)
-        if len(told) == 3:
+        messages.append(point.case.workload.batch_size)
+        if len(messages) == 3:
             preempted.append(job_of(cluster.folder))
             os.kill(preempted[0], signal.SIGUSR2)
 
@@ -147,12 +147,12 @@ def test_a_job_that_is_preempted_goes_on(output: Path) -> None:
     assert preempted
     assert logs.count("this job is preempted") == 1
     assert logs.count("Requeued job") == 1
-    assert told == [*range(1, 11)] * 2
+    assert messages == [*range(1, 11)] * 2
     outcome = merge(PLAN, output)
     records = read(output)
     assert not records.damaged
     assert records.points == tuple(outcome.points)
-    assert [point.case.workload.batch_size for point in records.points] == told
+    assert [point.case.workload.batch_size for point in records.points] == messages
     assert len(records.headers) == 1
     cluster.clear(shard.path(path) for shard in shards)
     assert [*output.parent.iterdir()] == [output]

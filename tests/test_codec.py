@@ -54,7 +54,7 @@ E4M3 = torch.float8_e4m3fn
 
 
 def fp8(numel: int, scale: float = 100.0, seed: int = 0) -> Tensor:
-    """Return e4m3 numbers of a normal distribution, with all 256 codes among them, NaN too, if there is room."""
+    """Return normally distributed e4m3 numbers. All 256 codes are among them, NaN too, if there is room."""
     dice = torch.Generator().manual_seed(seed)
     codes = (torch.randn(numel, generator=dice) * scale).clamp(-448, 448).to(E4M3).view(torch.uint8)
     if numel > 1 << 12:
@@ -63,7 +63,7 @@ def fp8(numel: int, scale: float = 100.0, seed: int = 0) -> Tensor:
 
 
 def fp8_of(weights: dict[int, int], numel: int = BLOCK) -> Tensor:
-    """Return e4m3 numbers whose exponents are drawn by weight, with random other bits."""
+    """Return e4m3 numbers with weighted exponents and random other bits."""
     dice = torch.Generator().manual_seed(len(weights))
     drawn = torch.multinomial(torch.tensor([*weights.values()]).float(), numel, True, generator=dice)
     others = torch.randint(256, (numel,), generator=dice, dtype=torch.uint8)
@@ -121,7 +121,7 @@ def encoded(values: Tensor) -> Encoded:
 
 
 def decoded(source: Encoded) -> Tensor:
-    """Decode with the plain decoder into memory with neighbours, which must not change."""
+    """Decode with the plain decoder, and check that neighbouring memory is unchanged."""
     dtype = torch.bfloat16 if source.layout.bits == 16 else E4M3
     memory = torch.full((source.layout.numel + 32,), -7.0, dtype=dtype)
     decode(source.data, source.layout, memory[16:-16].view(source.shape))
@@ -254,8 +254,7 @@ def test_tables_follow_rows_of_differing_scale() -> None:
 
 
 def damaged(kind: str, bits: int = 16) -> Encoded:
-    """Return two blocks of noise whose records promise more data than there is room for; the streams are long enough to
-    try."""
+    """Return noise blocks whose records promise more data than fits. The streams are long enough to try."""
     head = Layout(2 * BLOCK, (), bits).records + 3 * 8 * codec.LEVELS // 16
     layout = Layout(2 * BLOCK, (head, *range(head + 4096, head + 5 * 4096, 4096), head + 4 * 4096), bits)
     data = noise(layout.size // 2).view(torch.uint8)
@@ -283,7 +282,7 @@ MATRICES: dict[str, tuple[tuple[int, int], tuple[int, int] | None, torch.dtype, 
 
 
 def matrix(name: str) -> tuple[quantized.CodesLayout, Tensor, Tensor]:
-    """Return a matrix of `MATRICES` as it crosses the link, and its values."""
+    """Return a matrix of `MATRICES` as sent, and its values."""
     (rows, columns), block, kind, inner, dtype = MATRICES[name]
     grid = (1, 1) if block is None else (-(-rows // block[0]), -(-columns // block[1]))
     dice = torch.Generator().manual_seed(5)
@@ -323,7 +322,7 @@ def need_triton() -> None:
 
 @pytest.fixture(scope="session")
 def by_kernel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
-    """Return the results of the kernel on `CASES`, on some of them with other numbers of warps, and on damaged data."""
+    """Run the kernel on `CASES` and on damaged data. Some of them also with other numbers of warps."""
     need_triton()
     folder = tmp_path_factory.mktemp("kernel")
     # The interpreter is slow for each tile: most cases have larger tiles than on a GPU.

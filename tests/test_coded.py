@@ -74,7 +74,9 @@ def bare(folder: Path, architecture: str, quantised: dict[str, Any], **others: A
 
 
 def both(spec: ModelSpec, load_format: LoadFormat = "dummy") -> tuple[dict[str, Tensor], dict[str, Tensor], set[str]]:
-    """Return a model's entries as loaded, and as they cross the link, codes expanded; and the names of the latter."""
+    """Return a model's entries as loaded and as sent, codes expanded. The third result has the names of those sent
+    coded.
+    """
     state = ModelState(spec, load_format)
     plain = {name: tensor.clone() for name, tensor in state.load(CPU)}
     expanded, coded = dict[str, Tensor](), set[str]()
@@ -108,7 +110,7 @@ def test_dummy_weights_of_a_format_are_spread_like_others(name: str, tmp_path: P
 
 
 def test_dummy_codes_in_fp8_are_coded_like_rounded_weights() -> None:
-    """Exponents of random codes vary as those of normally distributed weights, rounded with scales for blocks."""
+    """Exponents of random codes vary like those of normal weights. The weights are rounded with scales for blocks."""
     config = Quantization({"quantization_config": FP8 | {"weight_block_size": [128, 128]}}, "bfloat16")
     matrix = config.weight(Matrix("up", 1024, 2048), "layers.0.up")
     assert matrix is not None
@@ -179,7 +181,7 @@ SMALL: dict[str, dict[str, Any]] = {  # entries of the catalogue -> widths of a 
     ],
 )
 def test_a_released_model_of_the_catalogue_runs_with_dummy_codes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cut with the first dense layers and some with experts streams as it was released, offline."""
+    """A cut of a released model streams offline. It has the first dense layers and some with experts."""
     entry = resolving._catalogue()[name]
     monkeypatch.setattr(resolving, "_catalogue", lambda: {name: entry | {"config": entry["config"] | SMALL[name]}})
     counted = shapes.packed(shapes.measured(name))

@@ -1,4 +1,4 @@
-"""Comparisons whose outcome follows by arithmetic, and the regression check that exits with 7."""
+"""Comparisons with known outcomes, and the regression check's exit code 7."""
 
 import json
 from collections.abc import Callable
@@ -22,7 +22,7 @@ Files = Callable[..., list[Path]]  # writes a.jsonl and b.jsonl
 
 
 def timed(step_ms: tuple[float, ...], batch_size: int = 1, engine: str = "stream", **fields: object) -> Measurement:
-    """Return a point whose repeats each take one of `step_ms` for a step and for prefill, for 4 tokens."""
+    """Return a four-token point whose repeats take `step_ms`. Each takes one of them for a step and for prefill."""
     asked = case(batch_size, engine, output_len=4, **fields)
     samples = {"ttft_ms": step_ms, "step_ms": tuple((step,) * 3 for step in step_ms)}
     return point(asked).model_copy(update=samples)
@@ -128,8 +128,8 @@ def test_points_are_matched_by_case_and_the_rest_is_listed() -> None:
     comparison = compare(before, after)
     assert [change.before_case.workload.batch_size for change in comparison.changes] == [2, 16]
     assert [change.verdict for change in comparison.changes] == ["same", "same"], "of equal cases the last one counts"
-    assert [one.case.workload.batch_size for one in comparison.only_before] == [4]
-    assert [one.case.workload.batch_size for one in comparison.only_after] == [8, 64]
+    assert [point.case.workload.batch_size for point in comparison.only_before] == [4]
+    assert [point.case.workload.batch_size for point in comparison.only_after] == [8, 64]
 
 
 def test_different_machines_and_versions_are_reported() -> None:
@@ -220,7 +220,7 @@ def test_json_has_values_noise_and_verdicts(files: Files) -> None:
     assert (only["a"], only["b"], only["change"]) == (100, 120, pytest.approx(0.2))
     assert (only["verdict"], only["regressed"], only["status_b"]) == ("worse", True, "ok")
     assert only["noise"] == pytest.approx(sqrt(2) * only["half_width_a"])
-    assert [one["case"]["workload"]["batch_size"] for one in answer["only_in_a"] + answer["only_in_b"]] == [4, 2]
+    assert [point["case"]["workload"]["batch_size"] for point in answer["only_in_a"] + answer["only_in_b"]] == [4, 2]
     assert (answer["metric"], answer["higher_is_better"]) == ("tpot_ms", False)
     assert (answer["allowed"], answer["regressions"]) == (0.05, 1)
 

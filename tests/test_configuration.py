@@ -84,7 +84,7 @@ def test_plan_refuses_a_bare_config_of_too_many_layers(layers: int, tmp_path: Pa
 
 @pytest.mark.torch
 def test_labels_of_a_classifier_are_left_out(tmp_path: Path) -> None:
-    """A text for each of them takes half a minute for 10^7, and gigabytes."""
+    """Texts for 10^7 labels would take half a minute, and gigabytes."""
     labels = {"num_labels": 10**9, "id2label": {"0": "a"}, "label2id": {"a": 0}}
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | labels | {"vision_config": labels}))
     result = CliRunner().invoke(cli, [*PLAN, str(tmp_path)])

@@ -24,9 +24,9 @@ NEEDED = 125  # types that must be right
 
 
 def test_the_record_has_no_wrong_text_in_it() -> None:
-    found = record.counts(record.read()) + record.counts(record.read(), wrapper=True)
-    assert not found["differs"]
-    assert not found["crash"]
+    counts = record.counts(record.read()) + record.counts(record.read(), wrapper=True)
+    assert not counts["differs"]
+    assert not counts["crash"]
     assert record.counts(record.read())["right"] >= NEEDED
 
 
@@ -53,10 +53,10 @@ def test_persistent_buffers_are_random_and_unlike_from_layer_to_layer() -> None:
 
 
 def test_the_outcome_of_each_way_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: dict[str, Outcome] = {}
+    outcomes: dict[str, Outcome] = {}
 
-    def run(way: compare.Way, directory: Path, known: Reference, _scratch: Path) -> tuple[torch.Tensor | None, str]:
-        errors = torch.full((4, 12), known.tolerance / 2)
+    def run(way: compare.Way, directory: Path, expected: Reference, _scratch: Path) -> tuple[torch.Tensor | None, str]:
+        errors = torch.full((4, 12), expected.tolerance / 2)
         if way.offload == "none":
             return errors, ""
         if way.packed:
@@ -65,14 +65,14 @@ def test_the_outcome_of_each_way_is_reported(tmp_path: Path, monkeypatch: pytest
             raise ZeroDivisionError("at all")
         if way.kept:
             return None, ""
-        errors[2, 3] = 2 * known.tolerance if way.drafts else torch.inf if way.rows else torch.nan
+        errors[2, 3] = 2 * expected.tolerance if way.drafts else torch.inf if way.rows else torch.nan
         return errors, "it knows no padding"
 
     monkeypatch.setattr(compare, "run", run)
-    compare.compare(Subject("llama"), tmp_path, told.__setitem__)
-    assert told.pop("family").why == "Dense"
-    assert [told.pop(name).why for name in NOTES] == ["0", "1.0e-03", "it knows no padding"]
-    assert {name: outcome.verdict for name, outcome in told.items()} == {
+    compare.compare(Subject("llama"), tmp_path, outcomes.__setitem__)
+    assert outcomes.pop("family").why == "Dense"
+    assert [outcomes.pop(name).why for name in NOTES] == ["0", "1.0e-03", "it knows no padding"]
+    assert {name: outcome.verdict for name, outcome in outcomes.items()} == {
         "none": "right",
         "cpu": "differs",
         "rows": "crash",
@@ -90,10 +90,10 @@ def test_the_outcome_of_each_way_is_reported(tmp_path: Path, monkeypatch: pytest
         "accelerate": "differs",
         "deepspeed": "differs",
     }
-    assert told["packed"].why == "llama cannot be had"
-    assert told["cpu"].why == "47 of 48 logits equal, all of the first 3 steps; rows [2] by nan"
-    assert told["rows"].why.startswith("ZeroDivisionError: at all [tests/test_conformance.py:")
-    assert Row(Subject("llama"), told, 1.0).verdict == "crash"
+    assert outcomes["packed"].why == "llama cannot be had"
+    assert outcomes["cpu"].why == "47 of 48 logits equal, all of the first 3 steps; rows [2] by nan"
+    assert outcomes["rows"].why.startswith("ZeroDivisionError: at all [tests/test_conformance.py:")
+    assert Row(Subject("llama"), outcomes, 1.0).verdict == "crash"
 
 
 def test_a_process_that_dies_costs_its_row_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,10 +112,10 @@ def test_a_process_that_dies_costs_its_row_only(monkeypatch: pytest.MonkeyPatch)
             tell(name, Outcome("right"))
 
     monkeypatch.setattr("tools.conformance.run.compare", die)
-    found = run_all([Subject("bloom"), Subject("llama"), Subject("gpt2")], 1, lambda row: None)
-    assert [row.verdict for row in found] == ["crash", "right", "cannot be compared"]
-    assert found[0].outcomes["cpu"] == Outcome("crash", "the process ended with 9")
-    assert [(row.padded, row.skipped, row.tolerance) for row in found] == [
+    rows = run_all([Subject("bloom"), Subject("llama"), Subject("gpt2")], 1, lambda row: None)
+    assert [row.verdict for row in rows] == ["crash", "right", "cannot be compared"]
+    assert rows[0].outcomes["cpu"] == Outcome("crash", "the process ended with 9")
+    assert [(row.padded, row.skipped, row.tolerance) for row in rows] == [
         (True, 2, 1e-3),
         (False, 3, 3e-3),
         (True, 0, 0.0),
@@ -133,29 +133,29 @@ def test_a_wrong_logit_of_a_row_that_ends_early_is_told(
         with monkeypatch.context() as patch:
             if wrong:
                 patch.setattr(rows._Watch, "__init__", partialmethod(_with_a_fault, rows._Watch.__init__))
-            told: dict[str, Outcome] = {}
-            compare.compare(Subject("llama"), tmp_path / str(wrong), told.__setitem__)
-            outcomes.append(told[way])
+            by_way: dict[str, Outcome] = {}
+            compare.compare(Subject("llama"), tmp_path / str(wrong), by_way.__setitem__)
+            outcomes.append(by_way[way])
     assert [outcome.verdict for outcome in outcomes] == ["right", "differs"], outcomes
     assert "rows [5] by" in outcomes[1].why
     assert outcomes[1].why.startswith("95 of 96 logits equal, all of the first 2 steps")
 
 
-def _with_a_fault(watch: Any, init: Any, engine: Any, running: ContinuousScheduler, known: Reference) -> None:
+def _with_a_fault(watch: Any, init: Any, engine: Any, running: ContinuousScheduler, expected: Reference) -> None:
     """Change one logit of row 5's third token slightly."""
     forward = engine.forward
 
     def wrong(works: Sequence[Work]) -> list[torch.Tensor]:
-        found = [logits.clone() for logits in forward(works)]
+        outputs = [logits.clone() for logits in forward(works)]
         batches = {id(batch.micro_batch): batch for batch in running.schedule.batches}
-        for work, logits in zip(works, found, strict=True):
-            for place, row in enumerate(batches[id(work.batch)].rows):
+        for work, logits in zip(works, outputs, strict=True):
+            for index, row in enumerate(batches[id(work.batch)].rows):
                 if row is not None and row.key == 5 and len(running.sequences[5].output_ids) == 2:
-                    logits[place, 0, 17] += 0.01 * logits.std()
-        return found
+                    logits[index, 0, 17] += 0.01 * logits.std()
+        return outputs
 
     engine.forward = wrong
-    init(watch, engine, running, known)
+    init(watch, engine, running, expected)
 
 
 PADS, AS_IT_IS = (Stream, "cannot_pad", lambda _engine: None), (DecoderBatch, "alone", lambda *_: None)
@@ -178,18 +178,18 @@ def test_padding_that_changes_the_text_is_seen(
     for wrong, verdict in ((False, "right"), (True, "differs")):
         if wrong:
             monkeypatch.setattr(*fault)
-        told: dict[str, Outcome] = {}
-        compare.compare(Subject(kind), tmp_path / verdict, told.__setitem__)
-        assert told[way].verdict == verdict, told
-        assert (told["padding"].why == "") == (wrong or kind == "deepseek_v32")
+        outcomes: dict[str, Outcome] = {}
+        compare.compare(Subject(kind), tmp_path / verdict, outcomes.__setitem__)
+        assert outcomes[way].verdict == verdict, outcomes
+        assert (outcomes["padding"].why == "") == (wrong or kind == "deepseek_v32")
 
 
 def test_prompts_are_left_out_for_what_transformers_alone_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_model(Subject("mixtral"))
     save(model, tmp_path)
-    known = reference.reference(type(model), tmp_path)
-    assert (known.skipped, known.tolerance) == (0, reference.TOLERANCE)
-    assert [len(row) for row in known.prompts] == list(reference.LENGTHS)
+    expected = reference.reference(type(model), tmp_path)
+    assert (expected.skipped, expected.tolerance) == (0, reference.TOLERANCE)
+    assert [len(row) for row in expected.prompts] == list(reference.LENGTHS)
     alone, calls = reference._alone, list[int]()
 
     def sensitive(*args: Any) -> Any:
@@ -210,7 +210,7 @@ def test_prompts_are_left_out_for_what_transformers_alone_does(tmp_path: Path, m
 def test_every_model_gives_the_tokens_of_transformers_or_is_refused() -> None:
     from tools.conformance.__main__ import conformance
 
-    told = conformance((), len(os.sched_getaffinity(0)))
-    wrong = {name: entry["why"] for name, entry in told["types"].items() if entry["verdict"] in ("differs", "crash")}
+    report = conformance((), len(os.sched_getaffinity(0)))
+    wrong = {name: entry["why"] for name, entry in report["types"].items() if entry["verdict"] in ("differs", "crash")}
     assert not wrong
-    assert record.counts(told)["right"] >= NEEDED
+    assert record.counts(report)["right"] >= NEEDED

@@ -49,18 +49,18 @@ def greedy(engine: Engine, prompt: list[int], count: int) -> list[int]:
     """Tokens of a prompt alone."""
     ids = torch.tensor([prompt])
     batch, logits = passes.prefill(engine, ids, torch.ones_like(ids), count)
-    found = [int(logits.argmax(-1))]
-    while len(found) < count:
-        found.append(int(passes.decode(engine, batch, torch.tensor(found[-1:])).argmax(-1)))
+    tokens = [int(logits.argmax(-1))]
+    while len(tokens) < count:
+        tokens.append(int(passes.decode(engine, batch, torch.tensor(tokens[-1:])).argmax(-1)))
     engine.retire(batch)
-    return found
+    return tokens
 
 
-def sequences(count: int, seed: int, longest: int = 30, most: int = 14) -> list[scheduler.Sequence]:
+def sequences(count: int, seed: int, longest: int = 30, max_tokens: int = 14) -> list[scheduler.Sequence]:
     dice = random.Random(seed)
     return [
         scheduler.Sequence(
-            [dice.randint(4, 90) for _ in range(dice.randint(1, longest))], dice.randint(1, most), key=key
+            [dice.randint(4, 90) for _ in range(dice.randint(1, longest))], dice.randint(1, max_tokens), key=key
         )
         for key in range(count)
     ]
@@ -107,24 +107,24 @@ def run(
         assert count < 400
     running.release()
     assert running.engine.batches == []
-    return [one for group in arrivals for one in group]
+    return [row for group in arrivals for row in group]
 
 
 def come_and_go(engine: Engine, count: int = 14) -> tuple[list[scheduler.Sequence], list[int], schedule.Tally]:
     """Run sequences that arrive in three groups; return them, the tokens that each may have, and what was counted."""
     running = begin(engine)
     rows = sequences(count, 3)
-    limits = [one.left for one in rows]
-    found = run(running, [rows[:5], rows[5:6], rows[6:]])
+    limits = [row.left for row in rows]
+    finished = run(running, [rows[:5], rows[5:6], rows[6:]])
     tally = running.schedule.tally
     running.end()
-    return found, limits, tally
+    return finished, limits, tally
 
 
-def check(engine: Engine, found: list[scheduler.Sequence], limits: list[int]) -> None:
-    for one, limit in zip(found, limits, strict=True):
-        assert (one.error, one.finish_reason) == (None, "length")
-        assert one.output_ids == greedy(engine, one.prompt_ids, limit), one.key
+def check(engine: Engine, rows: list[scheduler.Sequence], limits: list[int]) -> None:
+    for row, limit in zip(rows, limits, strict=True):
+        assert (row.error, row.finish_reason) == (None, "length")
+        assert row.output_ids == greedy(engine, row.prompt_ids, limit), row.key
 
 
 @pytest.mark.parametrize("way", [*WAYS, *MORE])
@@ -137,12 +137,12 @@ def test_tokens_are_those_of_each_sequence_alone(
     if options.get("kv_offload") == "auto":
         keep_here(monkeypatch, 3)
     engine = load(name, checkpoint("llama"), offload, tmp_path, **options)
-    found, limits, tally = come_and_go(engine, 10)
+    finished, limits, tally = come_and_go(engine, 10)
     assert tally.again == 0
     if way == "int8 by the cpu":
-        assert all(len(one.output_ids) == limit for one, limit in zip(found, limits, strict=True))
+        assert all(len(row.output_ids) == limit for row, limit in zip(finished, limits, strict=True))
     else:
-        check(engine, found, limits)
+        check(engine, finished, limits)
 
 
 @pytest.mark.parametrize(
@@ -158,25 +158,26 @@ def test_layers_of_every_kind_take_part(name: str, kind: kinds.Kinds, tmp_path: 
     engine = load("stream", kind(name), "cpu", tmp_path)
     running = begin(engine)
     rows = sequences(9, 5)
-    limits = [one.left for one in rows]
-    found = run(running, [rows[:4], rows[4:]])
+    limits = [row.left for row in rows]
+    finished = run(running, [rows[:4], rows[4:]])
     running.end()
-    check(engine, found, limits)
+    check(engine, finished, limits)
 
 
 def suspended(engine: Engine, patch: Patch) -> tuple[list[scheduler.Sequence], list[int]]:
-    """Run eight rows of which some wait in host memory, and return them with their limits. Admission is made to expect
-    that rows end at once, so that memory falls short."""
+    """Run and return eight rows, some in host memory, with limits. Admission is made to expect that rows end at once,
+    so that memory falls short.
+    """
     small(patch, 60)
     running = begin(engine, step=4)
     running.schedule.limits = running.schedule.limits._replace(positions=90)
     running.schedule.ending = 0.5
     rows = alike(8, 8, 24)
-    limits = [one.left for one in rows]
-    found = run(running, [rows])
+    limits = [row.left for row in rows]
+    finished = run(running, [rows])
     assert (running.schedule.tally.suspended > 0, running.schedule.tally.again) == (True, 0)
     running.end()
-    return found, limits
+    return finished, limits
 
 
 def test_rows_wait_in_host_memory_and_come_back(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
@@ -203,23 +204,25 @@ def test_a_shortage_of_memory_costs_no_sequence(
 
     monkeypatch.setattr(engine, verb, short)
     rows = alike(10, 9, 12)
-    limits = [one.left for one in rows]
+    limits = [row.left for row in rows]
     before = running.schedule.limits.positions
     running.schedule._patience = 1
-    found = run(running, [rows[:6], rows[6:]])
+    finished = run(running, [rows[:6], rows[6:]])
     assert calls > 4
     assert min(seen) < before
     assert running.schedule.limits.positions > min(seen), "passes that have enough memory let the limits rise"
     running.end()
     monkeypatch.undo()
-    check(engine, found, limits)
+    check(engine, finished, limits)
 
 
 def fall_short(
     running: ContinuousScheduler, patch: Patch, prompts: bool, stored: int = 5
 ) -> tuple[list[set[int]], list[set[int]]]:
-    """Let two passes of running rows, with `prompts` or without, fall short of memory when keys are `stored` that many
-    times. Returns the keys of the rows whose prompts were in these passes, and of those that lost what they had."""
+    """Let two passes run out of memory when keys are stored. They are of running rows, with `prompts` or without;
+    memory runs out when keys are `stored` that many times. Returns the keys of the rows whose prompts were in these
+    passes, and of those that lost what they had.
+    """
     asked: list[set[int]] = []
     lost: list[set[int]] = []
     left, add, compute, lose = 0, WindowIndex.add, running._compute, running.schedule.lost
@@ -266,10 +269,10 @@ def test_running_rows_outlast_a_pass_without_memory(
     engine = load(name, checkpoint("llama"), offload, tmp_path, **options)
     running = begin(engine)
     rows = alike(10, 9, 12)
-    limits = [one.left for one in rows]
+    limits = [row.left for row in rows]
     with monkeypatch.context() as patch:
         asked, lost = fall_short(running, patch, prompts)
-        found = run(running, [rows[:6], rows[6:]])
+        finished = run(running, [rows[:6], rows[6:]])
     assert running.schedule.tally.retries == len(asked) == 2
     if prompts:
         assert lost == asked
@@ -277,8 +280,8 @@ def test_running_rows_outlast_a_pass_without_memory(
         assert all(0 < len(keys) < 6 for keys in lost)
     running.end()
     if way != "int8 by the cpu":
-        check(engine, found, limits)
-    assert [len(one.output_ids) for one in found] == limits
+        check(engine, finished, limits)
+    assert [len(row.output_ids) for row in finished] == limits
 
 
 @pytest.mark.parametrize("name", ["gemma2", "qwen3_next", "deepseek_v3"])
@@ -290,25 +293,25 @@ def test_layers_of_every_kind_outlast_a_pass_without_memory(
     engine = load("stream", kind(name), "cpu", tmp_path)
     running = begin(engine)
     rows = sequences(12, 5)
-    limits = [one.left for one in rows]
+    limits = [row.left for row in rows]
     with monkeypatch.context() as patch:
         states = name == "qwen3_next"
         asked, lost = fall_short(running, patch, not states, stored=1 if states else 5)
-        found = run(running, [rows[:4], rows[4:]])
+        finished = run(running, [rows[:4], rows[4:]])
     assert running.schedule.tally.retries == len(asked) == 2
     if name == "deepseek_v3":
         assert lost == asked
     else:  # states and windows cannot go back
         assert all(any(keys < gone for gone in lost) for keys in asked)
     running.end()
-    check(engine, found, limits)
+    check(engine, finished, limits)
 
 
 @pytest.mark.parametrize("way", ["here", "cpu"])
 def test_a_window_that_a_failed_pass_may_have_moved_cannot_go_back(
     way: str, kind: kinds.Kinds, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    """Memory falls short between the note that the window moves and the move."""
+    """Memory runs out after the window's move is noted, before the move."""
     monkeypatch.setattr("zinfer.engine.cache.MIN_SPARE", 4)
     options: dict[str, Any] = {} if way == "here" else {"kv_offload": "cpu", "kv_attention": "cpu"}
     engine = load("stream", kind("gemma2"), "cpu", tmp_path, **options)
@@ -398,9 +401,9 @@ def test_rows_that_are_given_up_go_on_as_if_they_had_not_been(
     name, offload, options = (WAYS | MORE)[way]
     engine = load(name, checkpoint("llama"), offload, tmp_path, **options)
     running = begin(engine, rows=4, arrivals=True, cache_size=size)
-    rows = [replace(one, left=12 + one.key) for one in sequences(9, 7, longest=20)]
-    others = [replace(one, left=3, key=20 + one.key, owner=1 + one.key) for one in sequences(3, 8, longest=20)]
-    limits = [one.left for one in (*rows, *others)]
+    rows = [replace(row, left=12 + row.key) for row in sequences(9, 7, longest=20)]
+    others = [replace(row, left=3, key=20 + row.key, owner=1 + row.key) for row in sequences(3, 8, longest=20)]
+    limits = [row.left for row in (*rows, *others)]
     running.add(rows)
     while len(running.schedule.running) < 4 or any(batch.length < 3 for batch in running.schedule.batches):
         running.step()
@@ -417,7 +420,7 @@ def test_rows_that_are_given_up_go_on_as_if_they_had_not_been(
     running.release()
     assert engine.batches == []
     if way == "int8 by the cpu":
-        assert [len(one.output_ids) for one in (*rows, *others)] == limits
+        assert [len(row.output_ids) for row in (*rows, *others)] == limits
     else:
         check(engine, [*rows, *others], limits)
     running.end()
@@ -431,8 +434,8 @@ def turns(seed: int, count: int = 6) -> list[list[scheduler.Sequence]]:
     part from them; then some that are there whole."""
     dice = random.Random(seed)
 
-    def some(least: int, most: int) -> list[int]:
-        return [dice.randint(4, 90) for _ in range(dice.randint(least, most))]
+    def some(low: int, high: int) -> list[int]:
+        return [dice.randint(4, 90) for _ in range(dice.randint(low, high))]
 
     system = some(9, 9)
     first = [system + some(1, 12) if number % 2 else some(1, 20) for number in range(count)]
@@ -471,11 +474,11 @@ def test_kept_prefixes_are_reused_and_change_no_token(
     assert running.cannot_reuse is None
     assert running.prefixes is not None
     for number, rows in enumerate(turns(7)):
-        limits = [one.left for one in rows]
+        limits = [row.left for row in rows]
         computed = finish(running, rows)
         check(engine, rows, limits)
-        whole, cached = sum(len(one.prompt_ids) for one in rows), sum(one.cached for one in rows)
-        assert all(one.cached < len(one.prompt_ids) for one in rows)
+        whole, cached = sum(len(row.prompt_ids) for row in rows), sum(row.cached for row in rows)
+        assert all(row.cached < len(row.prompt_ids) for row in rows)
         assert computed >= whole - cached
         if number:  # accelerate begins rows of all lengths together, and so with as few tokens as one of them has
             assert cached > (0.2 if name == "accelerate" else 0.4) * whole
@@ -492,21 +495,21 @@ def test_rows_that_wait_in_host_memory_had_a_kept_beginning(
     engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
     running = keeping(engine, monkeypatch, step=4)
     rows = alike(8, 8, 16)
-    finish(running, [scheduler.Sequence(one.prompt_ids[:6], 2, key=100 + one.key) for one in rows])
+    finish(running, [scheduler.Sequence(row.prompt_ids[:6], 2, key=100 + row.key) for row in rows])
     running.schedule.limits = running.schedule.limits._replace(positions=90)
     running.schedule.ending = 0.5
-    limits = [one.left for one in rows]
+    limits = [row.left for row in rows]
     finish(running, rows)
     tally = running.schedule.tally
     assert tally.suspended > 0
     assert tally.again == 0
-    assert sum(one.cached for one in rows) > 20
+    assert sum(row.cached for row in rows) > 20
     running.end()
     check(engine, rows, limits)
 
 
 def test_scores_of_a_prompt_need_all_of_it(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
-    """They come beside rows with the same prompt that reuse it, and are themselves not kept."""
+    """They run with rows that reuse their prompt, and are not kept."""
     small(monkeypatch, 60)
     engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
     running = keeping(engine, monkeypatch)
@@ -542,7 +545,7 @@ def test_what_is_kept_has_a_budget_and_gives_way(checkpoint: Checkpoints, tmp_pa
     running = keeping(engine, monkeypatch, size)
     assert running.prefixes is not None
     for rows in turns(3, 8):
-        limits = [one.left for one in rows]
+        limits = [row.left for row in rows]
         finish(running, rows)
         check(engine, rows, limits)
         assert size / 2 < running.prefixes.held <= size
@@ -608,7 +611,7 @@ def test_the_ring_holds_two_layers_for_requests_and_one_for_a_batch(
 def test_long_answers_that_begin_first_have_room_where_places_bound_the_rows(
     checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
-    """Without it rows longer than the mean would be moved out of each other's way, though memory is free."""
+    """Without it, long rows would be moved although memory is free. Long is longer than the mean."""
     engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
     mean = Workload(batch_size=4, input_len=20, output_len=2)
     bounded, alone = (ContinuousScheduler(engine, Words(), mean, rows) for rows in (4, None))  # type: ignore[arg-type]

@@ -41,7 +41,7 @@ def placed(case: Case, machine: Machine, efficiency: Efficiency | None = None, s
 
 
 def rows_on_host(case: Case, machine: Machine, efficiency: Efficiency | None = None) -> int:
-    """Return the number of sequences of a case of BLOOM whose KV cache is in host memory."""
+    """Return the number of host rows of a BLOOM case."""
     return placed(case, machine, efficiency).host_rows(case.workload.batch_size)
 
 
@@ -153,7 +153,7 @@ def test_layers_that_stay_with_every_batch_leave_room_in_host_memory() -> None:
     machine = H100.model_copy(update={"host_bytes": 270_000_000_000, "attention_bandwidth": 100e9})
     options = (*CODED, ("kv_offload", "auto"))
     shares = "0%", "20%", "auto"
-    streamed, kept, either = (best_batch(asked(gpu_weights=one, options=options), BLOOM, machine) for one in shares)
+    streamed, kept, either = (best_batch(asked(gpu_weights=share, options=options), BLOOM, machine) for share in shares)
     assert len(kept.placement.resident_layers) == 14
     assert streamed.host.weights - kept.host.weights == round(14 * BLOOM.layer_bytes * TUNING.lossless_ratio)
     assert either.host.weights == streamed.host.weights, "the next batch may stream them"
@@ -188,7 +188,7 @@ def test_with_the_batch_free_the_cache_is_worth_more_than_resident_weights() -> 
 
 @pytest.mark.parametrize("codec", ["none", "lossless"])
 def test_no_other_batch_is_better_than_the_best(codec: str) -> None:
-    """With slow attention on the CPU, the best batch is neither a power of two nor the largest.
+    """With slow CPU attention, the best batch is uneven. It is neither a power of two nor the largest.
 
     (The GPU holds whole rows, which makes throughput uneven by some thousandths.)
     """
@@ -209,8 +209,9 @@ def test_no_other_batch_is_better_than_the_best(codec: str) -> None:
 
 
 def test_cpu_and_link_share_the_hosts_memory() -> None:
-    """If the memory gives less than both could take, the CPU gets its share and the link a twentieth less. Fewer cores
-    take nothing from the link, and have the whole time of a layer."""
+    """CPU and link share host memory bandwidth where it is scarce. The CPU gets its share and the link a twentieth
+    less. Fewer cores take nothing from the link, and have the whole time of a layer.
+    """
     machine = linked(50e9).model_copy(update={"attention_bandwidth": 100e9, "host_bytes": 800 << 30})
     machine = machine.model_copy(update={"details": {"host": {"cores": 32}}})
     tight = machine.model_copy(update={"host_bandwidth": 120e9})
@@ -287,7 +288,7 @@ def test_heads_that_share_a_key_keep_the_cpu_longer_at_it() -> None:
     llama, options = resolve.resolve("llama-3.1-70b"), (("kv_attention", "cpu"), ("kv_offload", "cpu"))
     case = asked(batch_size=2048, options=options).model_copy(update={"model": "llama-3.1-70b"})
     alone = machine.model_copy(update={"host_bytes": 800 << 30})
-    slow, quick = (make_plan(case, llama, one) for one in (grouped, alone))
+    slow, quick = (make_plan(case, llama, machine) for machine in (grouped, alone))
     assert slow.bound_by == quick.bound_by == "cpu attention"
     assert (slow.step_s or 0.0) - (quick.step_s or 0.0) == pytest.approx(
         llama.kv_bytes(2048, 528) * (1 / 40e9 - 1 / 100e9)
@@ -303,7 +304,7 @@ def test_a_rate_set_by_hand_voids_those_measured_together() -> None:
 
 
 def test_a_prefill_also_waits_for_its_intermediate_results() -> None:
-    """Attention that stores its scores, like BLOOM's, reads and writes memory with the square of the length."""
+    """Attention that stores its scores has memory traffic quadratic in length. BLOOM's is of this kind."""
     flops = {length: BLOOM.prefill_flops(1, length) / (0.6 * (H100.matmul_flops or 1)) for length in (1024, 4096)}
     fast = H100.model_copy(update={"h2d_bandwidth": 1e15, "host_bandwidth": None})
     limits = {length: prefill(Placement(), BLOOM, fast, 1, length).limits["compute"] for length in flops}
@@ -374,7 +375,7 @@ def test_whatever_comes_through_the_ring_is_unpacked_and_what_several_gpus_share
 
 
 def test_what_the_ring_cannot_hold_while_layers_that_stay_compute_comes_late() -> None:
-    """Coded layers, so that the GPU is busy with those that stay, too, and longer than the link with two others."""
+    """Coded layers keep the GPU busy, resident ones too. It is busy longer than the link with two others."""
     kept, layer = 68, BLOOM.layer_bytes
     ring = Placement(tier="host", wire_ratio=0.67, kept_ratio=0.67, layer_chunks=-(-layer // CHUNK_BYTES), ring_depth=6,
                      resident_bytes=kept * layer)  # fmt: skip
@@ -400,14 +401,16 @@ def test_what_the_ring_cannot_hold_while_layers_that_stay_compute_comes_late() -
     less = held - Sizes(ring, BLOOM).chunk / 20e9
     assert seconds(cached) == pytest.approx(on_gpu + 2 * (each + cache - less), rel=1e-3)
     ring = ring.model_copy(update={"blocks": True})
-    apart = prefill(ring, BLOOM, linked(20e9), 64, 2048, PHYSICS)
+    by_chunks = prefill(ring, BLOOM, linked(20e9), 64, 2048, PHYSICS)
     whole = prefill(ring.model_copy(update={"ring_depth": ring.layer_chunks}), BLOOM, linked(20e9), 64, 2048, PHYSICS)
-    assert seconds(apart) - seconds(whole) == pytest.approx(2 * (each - held), rel=0.01)
+    assert seconds(by_chunks) - seconds(whole) == pytest.approx(2 * (each - held), rel=0.01)
 
 
 @pytest.mark.parametrize(("name", "factor"), [("mixtral-8x7b", 2), ("qwen3-235b-a22b", 8)])
 def test_a_prefill_holds_a_row_for_each_expert_of_a_token(name: str, factor: int) -> None:
-    """Hidden values, gate and up, the activation of the gate, and their product: what grouped products hold."""
+    """Memory of an expert prefill in rows. Grouped products hold the hidden values, gate and up, the activation of the
+    gate, and their product.
+    """
     spec = resolve.resolve(name, None, None)
     assert spec.experts_per_token == factor
     tokens, placement = 512, Placement(tier="host")
@@ -434,8 +437,8 @@ def test_accelerate_fetches_all_experts_of_a_layer_at_once() -> None:
 
 def test_a_cache_on_the_host_frees_the_gpu_and_loads_the_link() -> None:
     over_link = (("kv_attention", "gpu"), ("kv_offload", "cpu"))
-    here, there = (asked(batch_size=16, options=o) for o in ((), over_link))
-    on_gpu, on_host = (make_plan(case, BLOOM, linked(55e9)) for case in (here, there))
+    on_device, there = (asked(batch_size=16, options=o) for o in ((), over_link))
+    on_gpu, on_host = (make_plan(case, BLOOM, linked(55e9)) for case in (on_device, there))
     assert on_host.gpu.kv_cache == 0
     assert on_host.host.kv_cache == on_gpu.gpu.kv_cache
     assert on_host.max_batch_size > 4 * on_gpu.max_batch_size
@@ -478,18 +481,18 @@ def test_attention_on_the_cpu_and_the_gpu_wait_for_each_other() -> None:
 def test_auto_puts_only_rows_that_do_not_fit_the_gpu_into_host_memory() -> None:
     machine = linked(55e9).model_copy(update={"attention_bandwidth": 120e9, "host_bytes": 800 << 30})
     split = (("kv_offload", "auto"),)
-    most = largest_batch(asked(), machine, CAUTIOUS)
-    small, large = (make_plan(asked(batch_size=size, options=split), BLOOM, machine) for size in (most, 2 * most))
+    largest = largest_batch(asked(), machine, CAUTIOUS)
+    small, large = (make_plan(asked(batch_size=size, options=split), BLOOM, machine) for size in (largest, 2 * largest))
     assert small.host.kv_cache == 0
-    assert small.gpu == make_plan(asked(batch_size=most), BLOOM, machine).gpu
+    assert small.gpu == make_plan(asked(batch_size=largest), BLOOM, machine).gpu
     rows = rows_on_host(large.case, machine)
-    assert most <= rows <= most + 4  # a layer that waits in the ring while the CPU attends takes room too
+    assert largest <= rows <= largest + 4  # a layer that waits in the ring while the CPU attends takes room too
     assert placed(large.case, machine).kv_on_cpu
     assert large.host.kv_cache == pytest.approx(BLOOM.kv_bytes(rows, 544), rel=1e-6)
     cautious = make_plan(large.case, BLOOM, machine, efficiency=CAUTIOUS)
     assert cautious.gpu.total <= machine.gpu_bytes < cautious.gpu.total + 2 * BLOOM.kv_bytes(1, 544)
     assert cautious.host == large.host  # for any caller
-    assert large.max_batch_size > 3 * most
+    assert large.max_batch_size > 3 * largest
     assert large.step_s == small.step_s
 
 
@@ -509,10 +512,10 @@ def test_a_ring_that_the_cache_comes_through_is_paid_for(
     depth, resident = Placer(case, BLOOM, machine).split_free_memory(case.workload)
     part = BLOOM.kv_bytes(placement.prefill_rows(200, lengths[0]), sum(lengths)) // BLOOM.num_layers
     buffer = max(part, round(CHUNK_BYTES * placement.wire_ratio))
-    here = 200 - rows_on_host(case, machine)
+    device_rows = 200 - rows_on_host(case, machine)
     others = Sizes(placement, BLOOM).tiers(workload).gpu.total - placement.kv_buffers * buffer
     assert others + depth * buffer + (resident if gpu_weights else 0) * placement.kept_ratio <= machine.gpu_bytes
-    assert here == 0 or offload == "auto"
+    assert device_rows == 0 or offload == "auto"
 
 
 def test_the_ring_holds_a_layer_while_the_cpu_attends() -> None:
@@ -541,15 +544,15 @@ def test_a_host_whose_memory_is_not_known_gets_no_cache() -> None:
 
 @pytest.mark.parametrize("attention_bandwidth", [None, 120e9])
 def test_no_row_is_in_host_memory_if_all_fit_the_gpu(attention_bandwidth: float | None) -> None:
-    """Holds also where all but one would not fit, because of the buffers that one row in transit needs."""
+    """Holds also where all rows but one would not fit. The cause is the buffers that one row in transit needs."""
     machine = linked(55e9).model_copy(update={"attention_bandwidth": attention_bandwidth, "host_bytes": 800 << 30})
 
     def short(size: int, *options: tuple[str, str]) -> Case:
         workload = Workload(batch_size=size, input_len=32, output_len=32)
         return Case(model="bloom-176b", engine="stream", offload="cpu", workload=workload, options=options)
 
-    most = largest_batch(short(1), machine, CAUTIOUS)
-    rows = [rows_on_host(short(size, ("kv_offload", "auto")), machine) for size in range(most - 4, most + 2)]
+    largest = largest_batch(short(1), machine, CAUTIOUS)
+    rows = [rows_on_host(short(size, ("kv_offload", "auto")), machine) for size in range(largest - 4, largest + 2)]
     assert rows[:-1] == [0] * 5
     assert rows[-1] > 0
 
@@ -575,9 +578,9 @@ def test_prompts_to_a_cache_on_the_host_cross_the_link_too() -> None:
 
 
 def test_every_gpu_brings_its_own_link() -> None:
-    one, four = (make_plan(asked(batch_size=8, options=(("gpus", n),)), BLOOM, linked(55e9)) for n in (1, 4))
-    assert (one.step_s or 0) == pytest.approx(4 * (four.step_s or 0), rel=FULL_RING)
-    assert four.gpu.kv_cache == one.gpu.kv_cache // 4
+    single, four = (make_plan(asked(batch_size=8, options=(("gpus", n),)), BLOOM, linked(55e9)) for n in (1, 4))
+    assert (single.step_s or 0) == pytest.approx(4 * (four.step_s or 0), rel=FULL_RING)
+    assert four.gpu.kv_cache == single.gpu.kv_cache // 4
     shared = H100.model_copy(update={"host_bandwidth": 100e9})
     capped = make_plan(asked(options=(("gpus", 4),)), BLOOM, shared)
     assert capped.bound_by == "host memory"
@@ -626,12 +629,14 @@ def test_deepspeed_on_several_gpus_divides_what_it_gathers(tuned: bool) -> None:
             Case(model="b", engine="deepspeed", offload="cpu", workload=load, options=options), BLOOM, machine
         )
 
-    one, four = planned(1), planned(4)
-    assert (one.step_s or 0) == pytest.approx(4 * (four.step_s or 0))
-    assert one.bound_by == four.bound_by == "link"
-    assert (one.host.weights, one.streamed_bytes) == (four.host.weights, four.streamed_bytes), "one copy, crossing once"
-    assert four.gpu.kv_cache == one.gpu.kv_cache // 4
-    assert four.gpu.weights == one.gpu.weights // 4 == (BLOOM.other_bytes // 4 if tuned else 0)
+    single, four = planned(1), planned(4)
+    assert (single.step_s or 0) == pytest.approx(4 * (four.step_s or 0))
+    assert single.bound_by == four.bound_by == "link"
+    assert (single.host.weights, single.streamed_bytes) == (four.host.weights, four.streamed_bytes), (
+        "one copy, crossing once"
+    )
+    assert four.gpu.kv_cache == single.gpu.kv_cache // 4
+    assert four.gpu.weights == single.gpu.weights // 4 == (BLOOM.other_bytes // 4 if tuned else 0)
     gathered = BLOOM.other_bytes if tuned else 0
     assert four.gpu.buffers == pytest.approx((2 + 1 / 4) * BLOOM.layer_bytes + gathered, rel=0.01)
     slow = planned(4, roomy.model_copy(update={"gather_bandwidth": 10e9}))
@@ -664,8 +669,8 @@ def test_each_gpu_prefills_its_own_rows(batch_size: int, passes: int) -> None:
 
 def test_a_small_batch_reads_few_experts_and_the_link_carries_all() -> None:
     mixtral = resolve.resolve("mixtral-8x22b", None, None)
-    one, many = (step(Placement(), mixtral, H100, size, 512, PHYSICS) for size in (1, 256))
-    read = one.limits["hbm"] * (H100.hbm_bandwidth or 0) - mixtral.kv_bytes(1, 512)
+    single, many = (step(Placement(), mixtral, H100, size, 512, PHYSICS) for size in (1, 256))
+    read = single.limits["hbm"] * (H100.hbm_bandwidth or 0) - mixtral.kv_bytes(1, 512)
     assert read == pytest.approx(mixtral.active_parameters * mixtral.dtype_bytes, rel=1e-6)
     everything = many.limits["hbm"] * (H100.hbm_bandwidth or 0) - mixtral.kv_bytes(256, 512)
     assert everything == pytest.approx(mixtral.weight_bytes, rel=1e-6)
@@ -733,7 +738,7 @@ def test_a_larger_batch_never_needs_less_memory_and_no_weight_is_lost(
     spec = resolve.resolve(name, None, None)
     loads = (Workload(batch_size=size, input_len=256, output_len=32) for size in (batch, batch + more))
     small, large = (Sizes(placement, spec).tiers(load) for load in loads)
-    assert all(one.total <= other.total for one, other in zip(small, large, strict=True))
+    assert all(low.total <= other.total for low, other in zip(small, large, strict=True))
     stored = spec.streamed_bytes
     gpu, host, nvme = small
     others = spec.other_bytes
@@ -745,9 +750,9 @@ def test_a_larger_batch_never_needs_less_memory_and_no_weight_is_lost(
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(NAMES), st.integers(0, 100), st.integers(0, 100))
-def test_more_on_the_gpu_means_less_over_the_link(name: str, one: int, other: int) -> None:
+def test_more_on_the_gpu_means_less_over_the_link(name: str, small: int, other: int) -> None:
     spec = resolve.resolve(name, None, None)
-    low, high = sorted((one, other))
+    low, high = sorted((small, other))
     less, more = (make_plan(asked(name, gpu_weights=f"{share}%"), spec, H100) for share in (low, high))
     assert more.streamed_bytes <= less.streamed_bytes
     assert more.gpu.weights >= less.gpu.weights

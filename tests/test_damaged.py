@@ -45,11 +45,13 @@ def attempt(run: Callable[[], object], what: str) -> str:
 
 
 def load_text(folder: Path) -> None:
-    """Load the tokenizer as its process does, in this one, and read two prompts; then as a worker does."""
+    """Load the tokenizer in this process and read two prompts. Load it first as its own process does, then as a worker
+    does.
+    """
     spec, template = resolve(str(folder)), tokenizer_files.chat_template(folder)
-    found, _ = tokenizer_server.load(what_to_load(spec, template))
+    tokenizer, _ = tokenizer_server.load(what_to_load(spec, template))
     prompts = ["Once", [{"role": "user", "content": "Once"}]]
-    answers = found.encode(prompts, special=True, max_tokens=None)
+    answers = tokenizer.encode(prompts, special=True, max_tokens=None)
     assert all(answer.keys() <= {"ids", "why"} for answer in answers)
     Tokenizer(spec)
 
@@ -98,7 +100,7 @@ def damaged_files(dice: random.Random, source: Path, folder: Path, times: int) -
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save a checkpoint of several shards, with a chat template and settings of all kinds."""
+    """Save a sharded checkpoint with a chat template and all settings."""
     folder = save_checkpoint("llama", tmp_path_factory.mktemp("damaged"))
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
     settings = json.loads((folder / "tokenizer_config.json").read_text())

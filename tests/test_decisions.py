@@ -113,9 +113,9 @@ def test_a_fleet_covers_its_demand() -> None:
 
 
 def test_a_configuration_of_two_gpus_pays_for_both() -> None:
-    one, prices = timed(), Prices(gpu_hour_usd=2, host_hour_usd=8, gpus_per_server=4)
-    two = one.model_copy(update={"case": one.case.model_copy(update={"options": (("gpus", 2),)})})
-    alone, both = cost(one, prices), cost(two, prices)
+    record, prices = timed(), Prices(gpu_hour_usd=2, host_hour_usd=8, gpus_per_server=4)
+    two = record.model_copy(update={"case": record.case.model_copy(update={"options": (("gpus", 2),)})})
+    alone, both = cost(record, prices), cost(two, prices)
     assert both.usd_per_mtok == pytest.approx(2 * alone.usd_per_mtok)  # type: ignore[union-attr, operator]
     sized = fleet(two, 2e6, 28800, utilisation=0.8, spare=2, gpus_per_server=4)
     assert (sized.working, sized.gpus, sized.servers) == (16, 18, 5)
@@ -132,8 +132,8 @@ def test_more_demand_never_takes_fewer_gpus(tokens: float, more: float, seconds:
 
 
 @given(st.floats(0, 1e4), st.floats(0, 1e4))
-def test_a_higher_price_never_lowers_the_cost(one: float, other: float) -> None:
-    low, high = (cost(timed(), Prices(gpu_hour_usd=price)) for price in sorted((one, other)))
+def test_a_higher_price_never_lowers_the_cost(first: float, second: float) -> None:
+    low, high = (cost(timed(), Prices(gpu_hour_usd=price)) for price in sorted((first, second)))
     assert low is not None
     assert high is not None
     assert (low.usd_per_mtok or 0) <= (high.usd_per_mtok or 0)
@@ -219,9 +219,10 @@ def test_when_nothing_keeps_the_levels_the_nearest_is_named() -> None:
 
 
 @given(st.floats(0.5, 30), st.floats(0.5, 30))
-def test_a_stricter_level_never_gives_a_faster_answer(one: float, other: float) -> None:
+def test_a_stricter_level_never_gives_a_faster_answer(level: float, other: float) -> None:
     strict, loose = (
-        decide(POINTS, (parse(f"ttft:max:<=:{bound:.3f}s"),), "throughput", Prices()) for bound in sorted((one, other))
+        decide(POINTS, (parse(f"ttft:max:<=:{bound:.3f}s"),), "throughput", Prices())
+        for bound in sorted((level, other))
     )
     fast = loose.point.output_tok_s or 0 if loose.point else 0
     assert (strict.point.output_tok_s or 0 if strict.point else 0) <= fast

@@ -34,7 +34,7 @@ def test_the_last_screen_says_what_was_measured_what_it_means_and_what_to_do() -
 
 
 def test_what_does_not_hold_is_not_said() -> None:
-    text = explanation([trained(one) for one in sweep()], GPU)
+    text = explanation([trained(record) for record in sweep()], GPU)
     assert "NVIDIA H200" in text
     for word in ("random", "no GPU", "cannot pay", "busy"):
         assert word not in text
@@ -42,11 +42,11 @@ def test_what_does_not_hold_is_not_said() -> None:
 
 def test_noise_is_said() -> None:
     noisy = [
-        one.model_copy(
-            update={"ttft_ms": tuple(ms * factor for ms, factor in zip(one.ttft_ms, (1, 20, 2), strict=True))}
+        record.model_copy(
+            update={"ttft_ms": tuple(ms * factor for ms, factor in zip(record.ttft_ms, (1, 20, 2), strict=True))}
         )
-        for one in sweep()
-        if one.usable
+        for record in sweep()
+        if record.usable
     ]
     assert "busy" in explanation(noisy, CPU)
 

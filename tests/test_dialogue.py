@@ -54,13 +54,13 @@ def characters(checkpoint: Callable[..., Path]) -> Any:
 
 def answered(talk: Dialogue, hf: Any, answer: list[int]) -> str:
     """Give an answer; return its text."""
-    said = decode(hf, answer)
-    talk.answered(answer, said)
-    return said
+    reply = decode(hf, answer)
+    talk.answered(answer, reply)
+    return reply
 
 
 def sentencepiece() -> Any:
-    """Return a tokenizer that writes a space before its input and bytes for unknown characters, as Llama 2's does."""
+    """Return a tokenizer like Llama 2's. It writes a space before its input, and bytes for unknown characters."""
     words = ["<unk>", "▁", *(f"<0x{byte:02X}>" for byte in range(256)), *map(chr, range(33, 127))]
     model = models.BPE({word: index for index, word in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True)
     tokenizer = Tokenizer(model)
@@ -76,13 +76,13 @@ def test_a_template_that_extends_has_every_token_used_again(characters: Any, sta
     first = talk.ask("Hi")
     assert decode(characters, first, special=True) == "<s>system: Be brief.</s><s>user: Hi</s><s>assistant: "
     answer = [40, 41, 120, 42]  # 120 is no character of the text, and another tokeniser would cut it in six
-    said = answered(talk, characters, answer)
+    reply = answered(talk, characters, answer)
     second = talk.ask("And?")
     assert second[: len(first) + 4] == first + answer
     assert decode(characters, second[len(first) + 4 :], special=True) == "</s><s>user: And?</s><s>assistant: "
     messages = [
         {"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": said}, {"role": "user", "content": "And?"},
+        {"role": "assistant", "content": reply}, {"role": "user", "content": "And?"},
     ]  # fmt: skip
     theirs = characters.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     assert decode(characters, second, special=True) == theirs
@@ -93,10 +93,10 @@ def test_a_template_that_extends_has_every_token_used_again(characters: Any, sta
 def test_a_template_that_does_not_extend_leaves_the_common_prefix(template: str, characters: Any, start: Make) -> None:
     talk = start(characters, template)
     first = talk.ask("Hi")
-    said = answered(talk, characters, [4, 40, 41, 4])  # with blanks around it
-    assert said[0] == said[-1] == " "
+    reply = answered(talk, characters, [4, 40, 41, 4])  # with blanks around it
+    assert reply[0] == reply[-1] == " "
     second = talk.ask("And?")
-    shown = said.strip() if template == TRIMMING else ""
+    shown = reply.strip() if template == TRIMMING else ""
     whole = f"<s>user: Hi</s><s>assistant: {shown}</s><s>user: And?</s><s>assistant: "
     assert second == characters(whole, add_special_tokens=False).input_ids
     assert common(first, second) == len(first)

@@ -47,7 +47,7 @@ def test_a_document_is_read_with_its_mark_and_its_infinity(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (b"[" + b",".join([b"[]"] * 100) + b"]", "100 texts, lists and objects"),
         (b"[" + b",".join([b'"a"'] * 101) + b"]", "100 texts, lists and objects"),
@@ -57,8 +57,8 @@ def test_a_document_is_read_with_its_mark_and_its_infinity(tmp_path: Path) -> No
         (b"[" * 300, "100 texts"),
     ],
 )
-def test_a_document_of_too_many_values_is_not_parsed(content: bytes, said: str) -> None:
-    with pytest.raises(DocumentError, match=rf"the body is too large: .*{said}"):
+def test_a_document_of_too_many_values_is_not_parsed(content: bytes, message: str) -> None:
+    with pytest.raises(DocumentError, match=rf"the body is too large: .*{message}"):
         parse_json(content, "the body", bounds=Bounds(1000, 100))
 
 

@@ -41,21 +41,23 @@ assert recorder  # a fixture
 
 
 def like(directory: Path, target: Path, noise: float) -> Path:
-    """Write a checkpoint whose weights are those of `directory`, each off by about `noise` of their spread."""
+    """Write a checkpoint with the weights of `directory` plus noise. Each weight is off by about `noise` of their
+    spread.
+    """
     shutil.copytree(directory, target)
     torch.manual_seed(3)
     for path in sorted(target.glob("*.safetensors")):
         tensors = load_file(path)
         save_file(
-            {name: one + noise * one.std() * torch.randn(one.shape) if one.dim() > 1 else one
-             for name, one in tensors.items()},
+            {name: tensor + noise * tensor.std() * torch.randn(tensor.shape) if tensor.dim() > 1 else tensor
+             for name, tensor in tensors.items()},
             path, {"format": "pt"},
         )  # fmt: skip
     return target
 
 
 def drafting(engine: Engine, patch: Patch, **settings: Any) -> ContinuousScheduler:
-    """Return a scheduler with the engine's model that drafts, for which drafting takes no time."""
+    """Return a scheduler with the engine's draft model, whose drafts are free."""
     patch.setattr(PassTimes, "room_for_drafts", lambda *_: 1000)
     patch.setattr(Drafts, "_worth", lambda _drafts, counts, _rows: max(counts.values()))
     return begin(engine, **settings)
@@ -63,7 +65,7 @@ def drafting(engine: Engine, patch: Patch, **settings: Any) -> ContinuousSchedul
 
 def rows_of(engine: Engine, rows: Sequence[scheduler.Sequence]) -> dict[int, list[int]]:
     """Return the greedy answers of rows, each computed alone."""
-    return {one.key: greedy(engine, one.prompt_ids, one.left) for one in rows}
+    return {row.key: greedy(engine, row.prompt_ids, row.left) for row in rows}
 
 
 @pytest.mark.parametrize(
@@ -85,16 +87,16 @@ def test_tokens_are_those_of_decoding_one_by_one(
     small_one = like(checkpoint("llama"), tmp_path / "small", noise)
     engine = load(name, checkpoint("llama"), offload, tmp_path, draft=str(small_one), **options)
     rows = sequences(14, 3)
-    known = rows_of(engine, rows)
+    expected = rows_of(engine, rows)
     running = drafting(engine, monkeypatch)
-    found = run(running, [rows[:5], rows[5:6], rows[6:]])
+    finished = run(running, [rows[:5], rows[5:6], rows[6:]])
     assert running.drafts is not None
     drafted, accepted = running.drafts.drafted, running.drafts.accepted
     assert drafted > 20
     running.end()
     assert engine.draft is not None
     assert engine.draft.batches == []
-    assert {one.key: one.output_ids for one in found} == known
+    assert {row.key: row.output_ids for row in finished} == expected
     assert accepted == drafted if noise == 0 else 0.2 * drafted < accepted < drafted
 
 
@@ -102,47 +104,47 @@ def test_a_model_drafts_for_two_ranks(checkpoint: Checkpoints, tmp_path: Path, m
     small(monkeypatch)
     single = load("stream", checkpoint("llama"), "cpu", tmp_path)
     rows = sequences(4, 3)
-    known = rows_of(single, rows)
+    expected = rows_of(single, rows)
     single.close()
     small_one = like(checkpoint("llama"), tmp_path / "small", 0.05)
     engine = load("stream", checkpoint("llama"), "cpu", tmp_path, draft=str(small_one), gpus=2)
     running = drafting(engine, monkeypatch)
-    found = run(running, [rows[:3], rows[3:]])
+    finished = run(running, [rows[:3], rows[3:]])
     assert running.drafts is not None
     assert 0 < running.drafts.accepted < running.drafts.drafted
     running.end()
-    assert {one.key: one.output_ids for one in found} == known
+    assert {row.key: row.output_ids for row in finished} == expected
 
 
 @pytest.mark.parametrize("architecture", ["llama", "bloom"])
 def test_steps_of_the_small_model_are_recorded(
     architecture: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch, recorder: Rerun
 ) -> None:
-    """They have one token a row, so that CUDA graphs launch them, with rows that keep different numbers of tokens."""
+    """CUDA graphs launch one-token drafts, with varying numbers of tokens kept."""
     small(monkeypatch)
     small_one = like(checkpoint(architecture), tmp_path / "small", 0.05)
     engine = load("stream", checkpoint(architecture), "cpu", tmp_path, draft=str(small_one))
     rows = alike(5, 8, 24)
-    known = rows_of(engine, rows)
+    expected = rows_of(engine, rows)
     running = drafting(engine, monkeypatch)
-    found = run(running, [rows])
+    finished = run(running, [rows])
     assert engine.draft is not None
     assert engine.draft.effective().settings["cuda_graphs"] == "on"
     assert running.drafts is not None
     assert recorder.replayed > running.drafts.drafted / 5
     assert 0 < running.drafts.accepted < running.drafts.drafted
-    assert {one.key: one.output_ids for one in found} == known
+    assert {row.key: row.output_ids for row in finished} == expected
 
 
 def test_rows_that_have_ended_stay_until_most_have(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
-    """CUDA graphs are recorded for a number of rows, which is why that changes seldom."""
+    """The number of rows seldom changes: CUDA graphs are recorded for it."""
     small(monkeypatch)
     small_one = like(checkpoint("llama"), tmp_path / "small", 0.05)
     engine = load("stream", checkpoint("llama"), "cpu", tmp_path, draft=str(small_one))
     rows = alike(8, 8, 30)
-    for one in rows:
-        one.left = 6 + 4 * one.key
-    known = rows_of(engine, rows)
+    for row in rows:
+        row.left = 6 + 4 * row.key
+    expected = rows_of(engine, rows)
     running = drafting(engine, monkeypatch)
     assert engine.draft is not None
     forward, sizes = engine.draft.forward, list[int]()
@@ -152,10 +154,10 @@ def test_rows_that_have_ended_stay_until_most_have(checkpoint: Checkpoints, tmp_
         return forward(works)
 
     monkeypatch.setattr(engine.draft, "forward", watched)
-    found = run(running, [rows])
-    assert {one.key: one.output_ids for one in found} == known
+    finished = run(running, [rows])
+    assert {row.key: row.output_ids for row in finished} == expected
     sizes = sizes[sizes.index(8) :]  # rows have come one by one
-    drafted = [size for place, size in enumerate(sizes) if not place or size != sizes[place - 1]]
+    drafted = [size for index, size in enumerate(sizes) if not index or size != sizes[index - 1]]
     assert all(2 * after < before for before, after in pairwise(drafted)), drafted
     assert len(drafted) > 1, "most have ended at some time"
 
@@ -164,13 +166,14 @@ def test_rows_that_have_ended_stay_until_most_have(checkpoint: Checkpoints, tmp_
 def test_rows_come_pause_and_leave(
     architecture: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    """Rows are dropped, wait in host memory and come back, and others go on without drafts for a while; the KV cache of
-    the model that drafts closes its gaps."""
+    """Rows leave, wait in host memory, return, or pause drafting. The KV cache of the model that drafts closes its
+    gaps.
+    """
     small(monkeypatch, 60)
     monkeypatch.setattr(tuning, "DRAFTS", replace(tuning.DRAFTS, growth=12, backlog=3))
     engine = load("stream", checkpoint(architecture), "cpu", tmp_path, draft=str(checkpoint("llama")))
     rows = alike(9, 8, 30)
-    known = rows_of(engine, rows)
+    expected = rows_of(engine, rows)
     running = drafting(engine, monkeypatch, step=4)
     running.schedule.limits = running.schedule.limits._replace(positions=90)
     running.schedule.ending = 0.5
@@ -198,7 +201,7 @@ def test_rows_come_pause_and_leave(
     for number in range(400):
         if number == 5:
             running.drop([3])
-        done += [one for one in running.step() if one.ended]
+        done += [row for row in running.step() if row.ended]
         drafter = running.drafts.drafter
         assert isinstance(drafter, draft_model.ModelDrafter)
         resting = {row.key for batch in running.schedule.suspended for row in batch.living}
@@ -208,47 +211,46 @@ def test_rows_come_pause_and_leave(
     assert running.schedule.tally.suspended > 0
     assert min(moved[name] for name in ("move_rows", "retire", "rollback")) > 3
     running.end()
-    assert {one.key: one.output_ids for one in done} == {key: ids for key, ids in known.items() if key != 3}
+    assert {row.key: row.output_ids for row in done} == {key: ids for key, ids in expected.items() if key != 3}
 
 
 def test_drawn_tokens_ends_and_stops_are_those_without_drafts(
     checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    """Rows are drawn, end at a token or at a text inside of drafts, and have ties between tokens; the number of drafts
-    of a pass changes nothing."""
+    """Rows with sampling, stops inside drafts and ties between tokens. A pass's number of drafts changes nothing."""
     small(monkeypatch)
     small_one = like(checkpoint("llama"), tmp_path / "small", 0.02)
-    found: list[list[tuple[Any, ...]]] = []
+    results: list[list[tuple[Any, ...]]] = []
     accepted = 0
     ends = frozenset[int]()
-    for draft, most in (("none", 8), ("none", 8), (str(small_one), 8), (str(small_one), 2)):
+    for draft, max_drafts in (("none", 8), ("none", 8), (str(small_one), 8), (str(small_one), 2)):
         engine: Any = load("stream", checkpoint("llama"), "none", tmp_path, draft=draft)
-        for one in (engine, engine.draft or engine):
+        for model in (engine, engine.draft or engine):
             with torch.inference_mode():
-                head = one.model.get_output_embeddings().weight
+                head = model.model.get_output_embeddings().weight
                 head[len(head) // 2 :] = head[: len(head) // 2]
-        rows = sequences(10, 8, most=14)
-        for one in rows:
-            if one.key % 3:
-                one.sampling = Sampling(temperature=0.4, top_p=(1.0, 0.9)[one.key % 2], seed=str(one.key))
+        rows = sequences(10, 8, max_tokens=14)
+        for model in rows:
+            if model.key % 3:
+                model.sampling = Sampling(temperature=0.4, top_p=(1.0, 0.9)[model.key % 2], seed=str(model.key))
         running = drafting(engine, monkeypatch)
         words = running._tokenizer
         words.ends = ends
-        monkeypatch.setattr(words, "decode", lambda ids, before=(): "".join(f"<{one % 7}>" for one in ids))
-        for one in rows:
-            one.stop = ("<3><5>", "<2><2>") if ends else ()
+        monkeypatch.setattr(words, "decode", lambda ids, before=(): "".join(f"<{token % 7}>" for token in ids))
+        for model in rows:
+            model.stop = ("<3><5>", "<2><2>") if ends else ()
         if running.drafts is not None:
-            running.drafts.max_drafts = most
+            running.drafts.max_drafts = max_drafts
         whole = run(running, [rows])
         accepted += 0 if running.drafts is None else running.drafts.accepted
         running.end()
         engine.close()
         if not ends:
-            ends = frozenset({Counter(token for one in whole for token in one.output_ids[2:]).most_common(1)[0][0]})
+            ends = frozenset({Counter(token for row in whole for token in row.output_ids[2:]).most_common(1)[0][0]})
             continue
-        found.append([(one.key, one.output_ids, one.finish_reason, one.text) for one in whole])
-    assert {reason for *_, reason, _ in found[0]} == {"stop", "length"}
-    assert found[0] == found[1] == found[2]
+        results.append([(row.key, row.output_ids, row.finish_reason, row.text) for row in whole])
+    assert {reason for *_, reason, _ in results[0]} == {"stop", "length"}
+    assert results[0] == results[1] == results[2]
     assert accepted > 20
 
 
@@ -258,12 +260,12 @@ def test_rows_beyond_the_positions_of_the_small_model_have_no_drafts(
     small(monkeypatch, 200)
     engine = load("stream", checkpoint("llama"), "none", tmp_path, draft=str(checkpoint("opt")))  # of 64 positions
     rows = alike(3, 40, 40)
-    known = rows_of(engine, rows)
+    expected = rows_of(engine, rows)
     running = drafting(engine, monkeypatch)
-    found = run(running, [rows])
+    finished = run(running, [rows])
     assert running.drafts is not None
     assert 0 < running.drafts.drafted < 3 * 16 * 24
-    assert {one.key: one.output_ids for one in found} == known
+    assert {row.key: row.output_ids for row in finished} == expected
 
 
 def test_memory_that_is_short_for_drafts_ends_no_row(
@@ -272,7 +274,7 @@ def test_memory_that_is_short_for_drafts_ends_no_row(
     small(monkeypatch)
     engine = load("stream", checkpoint("llama"), "cpu", tmp_path, draft=str(checkpoint("llama")))
     rows = sequences(6, 2)
-    known = rows_of(engine, rows)
+    expected = rows_of(engine, rows)
     running = drafting(engine, monkeypatch)
     assert engine.draft is not None
     forward, calls = engine.draft.forward, Counter[int]()
@@ -284,10 +286,10 @@ def test_memory_that_is_short_for_drafts_ends_no_row(
         return forward(works)
 
     monkeypatch.setattr(engine.draft, "forward", short)
-    found = run(running, [rows])
+    finished = run(running, [rows])
     assert running.drafts is not None
     assert running.drafts.accepted > 5
-    assert {one.key: one.output_ids for one in found} == known
+    assert {row.key: row.output_ids for row in finished} == expected
 
 
 class Timed:
@@ -310,14 +312,14 @@ class Timed:
 
 
 @pytest.mark.parametrize(
-    ("token_s", "pass_s", "right", "least", "most"),
+    ("token_s", "pass_s", "right", "low", "high"),
     [
         (0.001, 1.0, 0.9, 14, 16), (0.1, 1.0, 0.9, 4, 10), (0.1, 1.0, 0.3, 1, 2), (0.6, 1.0, 0.5, 0, 0),
         (2.0, 1.0, 1.0, 0, 0), (0.01, 1.0, 0.0, 0, 1), (None, 1.0, 0.9, 14, 16), (None, 3.0, 0.5, 0, 0),
         (0.05, 3.0, 0.9, 8, 16), (0.05, 3.0, 0.6, 0, 0),
     ],
 )  # fmt: skip
-def test_drafts_are_as_many_as_pay(token_s: float | None, pass_s: float, right: float, least: int, most: int) -> None:
+def test_drafts_are_as_many_as_pay(token_s: float | None, pass_s: float, right: float, low: int, high: int) -> None:
     """A pass takes a second, or `pass_s` with drafts. Where they do not pay one is tried now and then."""
     drafter = Timed(token_s)
     drafts = Drafts(drafter)
@@ -325,30 +327,30 @@ def test_drafts_are_as_many_as_pay(token_s: float | None, pass_s: float, right: 
     dice, sizes, tokens, seconds = torch.Generator().manual_seed(1), list[int](), 0, 0.0
     for _ in range(600):
         asked = len(drafter.calls)
-        found = drafts.propose(rows, 1000)
-        seconds += (pass_s if found else 1) + (token_s or 0) * sum(drafter.calls[asked:])
+        proposed = drafts.propose(rows, 1000)
+        seconds += (pass_s if proposed else 1) + (token_s or 0) * sum(drafter.calls[asked:])
         tokens += 4
-        for key, ids in found.items():
+        for key, ids in proposed.items():
             wrong = torch.rand(len(ids), generator=dice) >= right
             accepted = int(wrong.long().argmax()) if bool(wrong.any()) else len(ids)
             drafts.observe(key, len(ids), accepted)
             tokens += accepted
-        drafts.passed(pass_s if found else 1.0)
-        sizes.append(max(map(len, found.values()), default=0))
-    assert least <= sorted(sizes[100:])[250] <= most
+        drafts.passed(pass_s if proposed else 1.0)
+        sizes.append(max(map(len, proposed.values()), default=0))
+    assert low <= sorted(sizes[100:])[250] <= high
     assert tokens / seconds > 0.97 * 4, "never slower than without"
 
 
 @pytest.mark.parametrize("rows", [1, 32])
 @pytest.mark.parametrize("pass_s", [1.0, 1.06, 1.2])
 def test_drafts_that_are_never_right_are_given_up_at_once(rows: int, pass_s: float) -> None:
-    """A load of 64 tokens a row, whose passes take a second, or `pass_s` with drafts; a token is drafted in 4 ms."""
+    """Load of 64 tokens a row with one-second passes. With drafts they take `pass_s`. A token is drafted in 4 ms."""
     drafts, seconds = Drafts(Timed(0.004)), 0.0
-    for place in range(64):
-        found = drafts.propose({key: DraftRow([1, 2, 3], 64 - place) for key in range(rows)}, 1000)
-        took = pass_s if found else 1.0
-        seconds += took + 0.004 * max(map(len, found.values()), default=0)
-        for key, ids in found.items():
+    for step in range(64):
+        proposed = drafts.propose({key: DraftRow([1, 2, 3], 64 - step) for key in range(rows)}, 1000)
+        took = pass_s if proposed else 1.0
+        seconds += took + 0.004 * max(map(len, proposed.values()), default=0)
+        for key, ids in proposed.items():
             drafts.observe(key, len(ids), 0)
         drafts.passed(took)
     assert drafts.drafted > 0
@@ -379,35 +381,35 @@ def test_a_model_that_cannot_forget_cannot_draft(checkpoint: Checkpoints, kind: 
 
 
 def test_commands_take_a_model_that_drafts(folder: Path, checkpoint: Checkpoints, tmp_path: Path) -> None:  # noqa: F811
-    """Answers of `run` and `run --chat`, the counts of a load of requests, and what is refused in one line."""
+    """Answers of `run` and `run --chat`, request counts, and one-line refusals."""
     target, small_one = checkpoint("bloom"), like(checkpoint("bloom"), tmp_path / "small", 0.02)
     model = ["--model", str(target), "--engine", "stream", "--offload", "cpu", "--dtype", "fp32"]
     for words in (["--prompt", "abcabcabc", "--output-len", "24"], ["--chat", "--output-len", "12"]):
-        found = [
+        processes = [
             zinfer(folder, "run", *model, *words, "--ignore-eos", "--draft", draft, stdin="hello hello\nand again\n")
             for draft in ("none", str(small_one))
         ]
-        assert [one.returncode for one in found] == [0, 0], found[1].stderr
-        assert found[0].stdout == found[1].stdout != ""
-        assert "--chat" in words or " drafts right" in found[1].stderr
-        assert " drafts right" not in found[0].stderr
+        assert [process.returncode for process in processes] == [0, 0], processes[1].stderr
+        assert processes[0].stdout == processes[1].stdout != ""
+        assert "--chat" in words or " drafts right" in processes[1].stderr
+        assert " drafts right" not in processes[0].stderr
     body = {"prompt": "abcabcabc", "max_tokens": 20, "temperature": 0.7, "seed": 5}
-    asked = [{"custom_id": str(one), "method": "POST", "url": "/v1/completions", "body": body | {"seed": one}}
-             for one in range(4)]  # fmt: skip
-    (folder / "asked.jsonl").write_text("".join(json.dumps(one) + "\n" for one in asked))
+    asked = [{"custom_id": str(index), "method": "POST", "url": "/v1/completions", "body": body | {"seed": index}}
+             for index in range(4)]  # fmt: skip
+    (folder / "asked.jsonl").write_text("".join(json.dumps(request) + "\n" for request in asked))
     texts = []
     for name, draft in (("plain", "none"), ("drafted", str(small_one))):
         done = zinfer(folder, "batch", "asked.jsonl", "-o", f"{name}.jsonl", *model, "--draft", draft)
         assert done.returncode == 0, done.stderr
         assert (" drafts right" in done.stderr) == (name == "drafted")
         lines = map(json.loads, (folder / f"{name}.jsonl").read_text().splitlines())
-        texts.append({one["custom_id"]: one["response"]["body"]["choices"][0]["text"] for one in lines})
+        texts.append({answer["custom_id"]: answer["response"]["body"]["choices"][0]["text"] for answer in lines})
     assert texts[0] == texts[1]
     results = folder / "sweeps" / "results" / "load.jsonl"
     load = ["--request-lengths", "fixed:9,30", "--num-requests", "4", "--in-flight", "2", "-o", str(results)]
     done = zinfer(folder, "sweep", *model, "--draft", f"none,{small_one}", *load)
     assert done.returncode == 0, done.stderr
-    plain, drafted = (json.loads(one) for one in results.read_text().splitlines()[1:])
+    plain, drafted = (json.loads(line) for line in results.read_text().splitlines()[1:])
     assert dict(drafted["case"]["options"])["draft"] == str(small_one)
     assert plain["counts"]["drafted"] == 0 < drafted["counts"]["drafted"]
     asked_for = ["--machine", "h100-80gb", "--offload", "cpu", "--batch-size", "1", "--draft", str(small_one), "--json"]

@@ -42,7 +42,7 @@ EIGHT_BITS: dict[str, dict[str, Any]] = {
 
 
 class Oracle:
-    """Drafter that knows the answers, and is `wrong` in a share of its tokens."""
+    """Drafter that knows the answers. It is `wrong` in a share of its tokens."""
 
     def __init__(self, answers: Answers, wrong: float) -> None:
         self._answers, self._wrong, self._dice = answers, wrong, random.Random(1)
@@ -57,28 +57,28 @@ class Oracle:
 
     def _of_row(self, key: int, at: int, count: int) -> list[int]:
         answer, dice = self._answers[key][1], self._dice
-        found = [one if dice.random() >= self._wrong else one % 80 + 7 for one in answer[at : at + count]]
-        return found[: dice.randint(0, count)]
+        drafted = [token if dice.random() >= self._wrong else token % 80 + 7 for token in answer[at : at + count]]
+        return drafted[: dice.randint(0, count)]
 
     def discard(self, key: int) -> None:
         assert key in self._answers
 
 
 def answers(engine: Engine, rows: Sequence[scheduler.Sequence]) -> Answers:
-    return {one.key: (one.prompt_ids, greedy(engine, one.prompt_ids, one.left)) for one in rows}
+    return {row.key: (row.prompt_ids, greedy(engine, row.prompt_ids, row.left)) for row in rows}
 
 
-def drafting(engine: Engine, patch: Patch, known: Answers, wrong: float, **settings: Any) -> ContinuousScheduler:
-    """Return a scheduler with an `Oracle`, for which any number of drafts hides behind the link."""
+def drafting(engine: Engine, patch: Patch, expected: Answers, wrong: float, **settings: Any) -> ContinuousScheduler:
+    """Return a scheduler with an `Oracle`. Any number of drafts hides behind the link."""
     patch.setattr(PassTimes, "room_for_drafts", lambda *_: 1000)
     patch.setattr(Drafts, "_worth", lambda _drafts, counts, _rows: max(counts.values()))
-    return begin(engine, drafter=Oracle(known, wrong), **settings)
+    return begin(engine, drafter=Oracle(expected, wrong), **settings)
 
 
-def check(found: Sequence[scheduler.Sequence], known: Answers) -> None:
-    for one in found:
-        assert (one.error, one.finish_reason) == (None, "length")
-        assert one.output_ids == known[one.key][1], one.key
+def check(rows: Sequence[scheduler.Sequence], expected: Answers) -> None:
+    for row in rows:
+        assert (row.error, row.finish_reason) == (None, "length")
+        assert row.output_ids == expected[row.key][1], row.key
 
 
 @pytest.mark.parametrize(
@@ -99,9 +99,9 @@ def test_tokens_are_those_of_decoding_one_by_one(
         keep_here(monkeypatch, 3)
     engine = load(name, checkpoint("llama"), offload, tmp_path, **options)
     rows = sequences(14, 3)
-    known = answers(engine, rows)
-    running = drafting(engine, monkeypatch, known, wrong)
-    found = run(running, [rows[:5], rows[5:6], rows[6:]])
+    expected = answers(engine, rows)
+    running = drafting(engine, monkeypatch, expected, wrong)
+    finished = run(running, [rows[:5], rows[5:6], rows[6:]])
     assert running.drafts is not None
     drafted, accepted = running.drafts.drafted, running.drafts.accepted
     assert drafted >= 15
@@ -109,7 +109,7 @@ def test_tokens_are_those_of_decoding_one_by_one(
     if wrong == 0 and name == "stream":
         assert running.schedule.tally.passes < 20  # 25 without drafts
     running.end()
-    check(found, known)
+    check(finished, expected)
 
 
 @pytest.mark.parametrize("way", EIGHT_BITS)
@@ -122,17 +122,17 @@ def test_tokens_of_a_cache_in_8_bits_are_those_without_drafts(
         keep_here(monkeypatch, 3)
     engine = load("stream", checkpoint("llama"), "cpu", tmp_path, **options)
     rows = sequences(14, 3)
-    known = answers(engine, rows)
+    expected = answers(engine, rows)
     for wrong in (0.0, 0.4, 1.0):
-        running = drafting(engine, monkeypatch, known, wrong)
-        found = run(running, [sequences(14, 3)])
+        running = drafting(engine, monkeypatch, expected, wrong)
+        finished = run(running, [sequences(14, 3)])
         assert running.drafts is not None
         assert running.drafts.drafted >= 15
         assert {0.0: running.drafts.accepted == running.drafts.drafted, 1.0: not running.drafts.accepted}.get(
             wrong, True
         )
         running.end()
-        check(found, known)
+        check(finished, expected)
 
 
 @pytest.mark.parametrize(
@@ -152,21 +152,23 @@ def test_models_that_attend_in_ways_of_their_own(
         "stream", checkpoint(name) if name in ("bloom", "gpt_neox", "qwen2") else kind(name), "cpu", tmp_path, **options
     )
     rows = sequences(9, 5)
-    known = answers(engine, rows)
-    found = run(drafting(engine, monkeypatch, known, 0.3), [rows[:4], rows[4:]])
-    check(found, known)
+    expected = answers(engine, rows)
+    finished = run(drafting(engine, monkeypatch, expected, 0.3), [rows[:4], rows[4:]])
+    check(finished, expected)
 
 
 def test_no_row_goes_beyond_the_positions_of_its_model(
     checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    """A row that ends at the last of 64 learned positions shares its passes with rows that have many tokens to come."""
+    """A row that ends at the last position shares passes with others. There are 64 learned positions, and the other
+    rows have many tokens to come.
+    """
     small(monkeypatch, 100)
     engine = load("stream", checkpoint("opt"), "cpu", tmp_path)
     rows = alike(4, 60, 4)[:1] + alike(4, 50, 14)[1:]
-    known = answers(engine, rows)
-    found = run(drafting(engine, monkeypatch, known, 0.2), [rows])
-    check(found, known)
+    expected = answers(engine, rows)
+    finished = run(drafting(engine, monkeypatch, expected, 0.2), [rows])
+    check(finished, expected)
 
 
 @pytest.mark.parametrize("name", ["falcon_h1", "mamba"])
@@ -177,33 +179,37 @@ def test_models_that_cannot_forget_are_refused(name: str, kind: Any, tmp_path: P
 
 
 def test_drawn_tokens_ends_and_scores_are_the_same(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
-    """Rows are drawn, end at a token inside of drafts, and ask for log-probabilities."""
+    """Rows are sampled, end inside drafts, and ask for log-probabilities."""
     small(monkeypatch)
     engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
 
     def rows() -> list[scheduler.Sequence]:
-        found = sequences(10, 8, most=12)
-        for one in found:
-            one.sampling = Sampling(temperature=0.8, top_p=(1.0, 0.9)[one.key % 2], seed=str(one.key))
-            one.logprobs = 2 if one.key % 3 == 0 else None
-        return found
+        drawn = sequences(10, 8, max_tokens=12)
+        for row in drawn:
+            row.sampling = Sampling(temperature=0.8, top_p=(1.0, 0.9)[row.key % 2], seed=str(row.key))
+            row.logprobs = 2 if row.key % 3 == 0 else None
+        return drawn
 
     plain = ContinuousScheduler(engine, Words(), LOAD)  # type: ignore[arg-type]
     whole = run(plain, [rows()])
-    known = {one.key: (one.prompt_ids, one.output_ids) for one in whole}
+    expected = {row.key: (row.prompt_ids, row.output_ids) for row in whole}
     words = Words()
-    words.ends = frozenset({Counter(token for one in whole for token in one.output_ids[1:]).most_common(1)[0][0]})
-    found: list[list[scheduler.Sequence]] = []
-    for drafter in (None, Oracle(known, 0.2)):
+    words.ends = frozenset({Counter(token for row in whole for token in row.output_ids[1:]).most_common(1)[0][0]})
+    runs: list[list[scheduler.Sequence]] = []
+    for drafter in (None, Oracle(expected, 0.2)):
         monkeypatch.setattr(PassTimes, "room_for_drafts", lambda *_: 1000)
         running = ContinuousScheduler(engine, words, LOAD, drafter=drafter)  # type: ignore[arg-type]
-        found.append(run(running, [rows()]))
+        runs.append(run(running, [rows()]))
         running.end()
-    assert any(one.finish_reason == "stop" for one in found[0])
-    for one, other in zip(*found, strict=True):
-        assert (one.output_ids, one.finish_reason, one.text) == (other.output_ids, other.finish_reason, other.text)
-        assert [score.token for score in one.scores] == [score.token for score in other.scores]
-        assert [score.logprob for score in one.scores] == pytest.approx(
+    assert any(row.finish_reason == "stop" for row in runs[0])
+    for actual, other in zip(*runs, strict=True):
+        assert (actual.output_ids, actual.finish_reason, actual.text) == (
+            other.output_ids,
+            other.finish_reason,
+            other.text,
+        )
+        assert [score.token for score in actual.scores] == [score.token for score in other.scores]
+        assert [score.logprob for score in actual.scores] == pytest.approx(
             [score.logprob for score in other.scores], abs=1e-4
         )
 
@@ -214,46 +220,46 @@ def test_rows_with_gaps_wait_in_host_memory_and_come_back(
     small(monkeypatch, 60)
     engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
     rows = alike(8, 8, 24)
-    known = answers(engine, rows)
-    running = drafting(engine, monkeypatch, known, 0.3, step=4)
+    expected = answers(engine, rows)
+    running = drafting(engine, monkeypatch, expected, 0.3, step=4)
     running.schedule.limits = running.schedule.limits._replace(positions=100)
     running.schedule.ending = 0.5
-    found = run(running, [rows])
+    finished = run(running, [rows])
     assert running.schedule.tally.suspended > 0
     running.end()
-    check(found, known)
+    check(finished, expected)
 
 
 def test_kept_prefixes_go_together_with_drafts(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
     small(monkeypatch)
     engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
-    first = sequences(6, 6, most=8)
-    known = dict(answers(engine, first))
-    second = [scheduler.Sequence(prompt + answer[:-1], 6, key=10 + key) for key, (prompt, answer) in known.items()]
-    known |= answers(engine, second)
+    first = sequences(6, 6, max_tokens=8)
+    expected = dict(answers(engine, first))
+    second = [scheduler.Sequence(prompt + answer[:-1], 6, key=10 + key) for key, (prompt, answer) in expected.items()]
+    expected |= answers(engine, second)
     monkeypatch.setattr(PassTimes, "room_for_drafts", lambda *_: 1000)
-    running = keeping(engine, monkeypatch, drafter=Oracle(known, 0.3))
-    found = run(running, [first])
-    found += run(running, [second])
-    assert sum(one.cached for one in second) > 20
+    running = keeping(engine, monkeypatch, drafter=Oracle(expected, 0.3))
+    finished = run(running, [first])
+    finished += run(running, [second])
+    assert sum(row.cached for row in second) > 20
     running.end()
-    check(found, known)
+    check(finished, expected)
 
 
 def test_commands_write_the_same_text(folder: Path, checkpoint: Checkpoints) -> None:  # noqa: F811
-    """Answers of `run` and `run --chat`, and the counts of a load of requests."""
+    """Answers of `run` and `run --chat`, and counts of requests."""
     model = ["--model", str(checkpoint("bloom")), "--engine", "stream", "--offload", "cpu", "--dtype", "fp32"]
     for words in (["--prompt", "abcabcabc", "--output-len", "24"], ["--chat", "--output-len", "12"]):
-        found = [
+        processes = [
             zinfer(folder, "run", *model, *words, "--ignore-eos", "--draft", draft, stdin="hello hello\nand again\n")
             for draft in ("none", "ngram")
         ]
-        assert [one.returncode for one in found] == [0, 0], found[1].stderr
-        assert found[0].stdout == found[1].stdout != ""
+        assert [process.returncode for process in processes] == [0, 0], processes[1].stderr
+        assert processes[0].stdout == processes[1].stdout != ""
     load = ["--request-lengths", "fixed:9,100", "--num-requests", "4", "--in-flight", "2", "-o", "load.jsonl"]
     done = zinfer(folder, "sweep", *model, "--draft", "none,ngram", *load)
     assert done.returncode == 0, done.stderr
-    plain, drafted = (json.loads(one) for one in (folder / "load.jsonl").read_text().splitlines()[1:])
+    plain, drafted = (json.loads(line) for line in (folder / "load.jsonl").read_text().splitlines()[1:])
     assert plain["counts"]["drafted"] == 0 < drafted["counts"]["accepted"] <= drafted["counts"]["drafted"]
     assert len(drafted["pass_ms"]) < len(plain["pass_ms"]) == 200
     refused = zinfer(folder, "sweep", *model, "--draft", "ngram", "--batch-size", "1")
@@ -262,7 +268,7 @@ def test_commands_write_the_same_text(folder: Path, checkpoint: Checkpoints) -> 
 
 @pytest.mark.parametrize("name", ["stream", "accelerate"])
 def test_a_pass_that_verifies_is_a_step(name: str, checkpoint: Checkpoints, tmp_path: Path) -> None:
-    """Passes of one token a row may not come at all where drafts are right, to show what crosses the link."""
+    """Passes of one token a row may never come with right drafts. They show what crosses the link."""
     engine = load(name, checkpoint("llama"), "cpu", tmp_path)
     batch = engine.admit(torch.ones(1, 5, dtype=torch.int64), 12)
     engine.forward([Work(batch, torch.full((1, 3), 7))])
@@ -283,8 +289,8 @@ def test_n_grams_are_looked_up_in_all_tokens() -> None:
             places = [end for end in range(size, len(tokens)) if tokens[end - size : end] == tokens[-size:]]
             if places and size <= len(tokens):
                 whole = list(tokens)
-                for place in range(places[-1], places[-1] + count):
-                    whole.append(whole[place])
+                for index in range(places[-1], places[-1] + count):
+                    whole.append(whole[index])
                 expected = whole[len(tokens) :]
                 break
         assert drafter.draft({0: DraftRow(tokens, 9)}, {0: count}) == {0: expected}
@@ -298,10 +304,10 @@ def test_the_number_of_drafts_follows_what_is_accepted() -> None:
         dice, drafts, sizes = random.Random(3), Drafts(NgramDrafter()), []
         rows = {key: DraftRow([1, 2, 3] * 4, 100) for key in range(4)}
         for _ in range(passes):
-            found = drafts.propose(rows, room)
-            sizes.append(max(map(len, found.values()), default=0))
-            for key, tokens in found.items():
-                accepted = next((place for place in range(len(tokens)) if dice.random() > right), len(tokens))
+            proposed = drafts.propose(rows, room)
+            sizes.append(max(map(len, proposed.values()), default=0))
+            for key, tokens in proposed.items():
+                accepted = next((index for index in range(len(tokens)) if dice.random() > right), len(tokens))
                 drafts.observe(key, len(tokens), accepted)
             drafts.passed(1.0)
         return sizes
@@ -321,7 +327,7 @@ def test_the_number_of_drafts_follows_what_is_accepted() -> None:
 
 
 def test_drafts_leave_the_distribution_as_it_is() -> None:
-    """Two tokens in a row, drawn from known distributions with any draft in the first place."""
+    """Sample two tokens in a row from known distributions. Any draft may come first."""
     torch.manual_seed(0)
     first, after = torch.randn(5) * 1.5, torch.randn(5, 5) * 1.5
     count = 20_000
@@ -329,13 +335,13 @@ def test_drafts_leave_the_distribution_as_it_is() -> None:
         logits = torch.stack([first, after[draft]]).repeat(count, 1)
         samplings = [Sampling(temperature=1.0, seed=str(row)) for row in range(count) for _ in range(2)]
         ids, _ = choose(logits, samplings, [0, 1] * count)
-        one, two = ids.view(count, 2).T
-        right = one == draft
+        drafted, two = ids.view(count, 2).T
+        right = drafted == draft
         missed = torch.nonzero(~right)[:, 0]
-        own = [Sampling(temperature=1.0, seed=str(row)) for row in missed.tolist()]
+        sampling = [Sampling(temperature=1.0, seed=str(row)) for row in missed.tolist()]
         two = two.clone()
-        two[missed] = choose(after[one[missed]], own, [1] * len(missed))[0]
-        seen = Counter(zip(one.tolist(), two.tolist(), strict=True))
+        two[missed] = choose(after[drafted[missed]], sampling, [1] * len(missed))[0]
+        seen = Counter(zip(drafted.tolist(), two.tolist(), strict=True))
         wanted = first.softmax(-1)[:, None] * after.softmax(-1) * count
         chi = sum((seen[a, b] - float(wanted[a, b])) ** 2 / float(wanted[a, b]) for a in range(5) for b in range(5))
         assert chi < 51.2, "24 degrees of freedom: larger in one of 1,000 cases"

@@ -81,14 +81,14 @@ def test_a_signal_ends_a_command_whatever_it_does(what: str, number: int) -> Non
 @pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("what", [IN_C, SWALLOWED.strip()], ids=["in C", "swallowed"])
 def test_a_context_that_handles_signals_itself_has_so_long_to_end(what: str, number: int) -> None:
-    own = f"import signal; from zinfer.system import ending; signal.signal({int(number)}, lambda *_: None)"
-    process = started(what, before=f"{own}; limit = ending.within(0.3, 60); limit.__enter__()")
+    handler = f"import signal; from zinfer.system import ending; signal.signal({int(number)}, lambda *_: None)"
+    process = started(what, before=f"{handler}; limit = ending.within(0.3, 60); limit.__enter__()")
     interrupted(process, number)
 
 
 def test_the_second_signal_of_such_a_context_has_a_limit_of_its_own() -> None:
-    own = f"import signal; from zinfer.system import ending; signal.signal({int(signal.SIGTERM)}, lambda *_: None)"
-    process = started(IN_C, before=f"{own}; limit = ending.within(600, 0.3); limit.__enter__()")
+    handler = f"import signal; from zinfer.system import ending; signal.signal({int(signal.SIGTERM)}, lambda *_: None)"
+    process = started(IN_C, before=f"{handler}; limit = ending.within(600, 0.3); limit.__enter__()")
     process.send_signal(signal.SIGTERM)
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(PATIENCE_S / 400)

@@ -50,9 +50,9 @@ def test_nvme_wants_a_folder(checkpoint: Callable[..., Path], tmp_path: Path) ->
 def test_weights_that_layers_share_stay_on_the_device(offload: Offload, gpu_weights: str, tmp_path: Path) -> None:
     directory = tmp_path / "zamba2"
     save(small_model(Subject("zamba2")), directory)
-    known = reference(Zamba2ForCausalLM, directory)
+    expected = reference(Zamba2ForCausalLM, directory)
     loaded = load("accelerate", directory, offload, tmp_path, gpu_weights=gpu_weights)
-    assert float(side_by_side(loaded, known).max()) < known.tolerance
+    assert float(side_by_side(loaded, expected).max()) < expected.tolerance
     spec, effective = loaded.plan.model, loaded.effective()
     away = spec.streamed_bytes - sum(loaded.plan.model.layer_parameters[:3]) * 4 * (gpu_weights == "50%")
     assert {effective.host_weight_bytes, effective.nvme_weight_bytes} == {0, away}
@@ -64,14 +64,14 @@ def test_weights_that_layers_share_stay_on_the_device(offload: Offload, gpu_weig
 def test_a_module_that_reads_weights_of_its_children_has_them(tmp_path: Path) -> None:
     directory = tmp_path / "recurrent_gemma"  # which multiplies with its convolution's weight by itself
     save(small_model(Subject("recurrent_gemma")), directory)
-    known = reference(RecurrentGemmaForCausalLM, directory)
+    expected = reference(RecurrentGemmaForCausalLM, directory)
     loaded = load("accelerate", directory, "cpu", tmp_path)
-    assert float(side_by_side(loaded, known).max()) < known.tolerance
+    assert float(side_by_side(loaded, expected).max()) < expected.tolerance
     loaded.close()
 
 
 def kept(loaded: Accelerate, gpu_weights: str) -> Accelerate:
-    """Return the engine loaded anew with this part of the layers on the device."""
+    """Reload the engine with this part of the layers on the device."""
     plan = loaded.plan
     case = plan.case.model_copy(update={"gpu_weights": gpu_weights})
     return Accelerate(make_plan(case, plan.model, plan.machine, plan.nvme_path))
@@ -95,14 +95,16 @@ def test_the_first_layers_stay_lie_nowhere_else_and_give_the_same_tokens(
     assert effective.settings["resident_layers"] == stay
     assert effective.gpu_weight_bytes == plan.gpu.weights == spec.other_bytes + stay * layer
     assert effective.streamed_bytes_per_step == plan.streamed_bytes == (3 - stay) * layer
-    found = {"cpu": effective.host_weight_bytes, "nvme": effective.nvme_weight_bytes}
-    assert found.pop(offload) == {"cpu": plan.host, "nvme": plan.nvme}[offload].weights == (3 - stay) * layer
-    assert list(found.values()) == [0]
+    actual = {"cpu": effective.host_weight_bytes, "nvme": effective.nvme_weight_bytes}
+    assert actual.pop(offload) == {"cpu": plan.host, "nvme": plan.nvme}[offload].weights == (3 - stay) * layer
+    assert list(actual.values()) == [0]
     assert not_as_asked(plan.case, effective, spec.streamed_bytes) is None
     unasked = plan.case.model_copy(update={"gpu_weights": "34%"})
     assert (not_as_asked(unasked, effective, spec.streamed_bytes) is None) == (stay < 3)
     layers = loaded.model.model.layers
-    assert [all(one.is_meta for one in layer.parameters()) for layer in layers] == [nth >= stay for nth in range(3)]
+    assert [all(parameter.is_meta for parameter in layer.parameters()) for layer in layers] == [
+        nth >= stay for nth in range(3)
+    ]
     loaded.close()
     plain.close()
     assert not list(tmp_path.iterdir())
@@ -120,18 +122,18 @@ def test_sizes_hold_whole_layers(checkpoint: Callable[..., Path], tmp_path: Path
 
 
 def test_what_stays_is_no_choice_of_the_batch() -> None:
-    found = conflict("accelerate", (), "cpu", gpu_weights="auto")
-    assert found is not None
-    assert found.startswith(
+    message = conflict("accelerate", (), "cpu", gpu_weights="auto")
+    assert message is not None
+    assert message.startswith(
         "--gpu-weights auto is decided for each batch, and engine accelerate places its weights once"
     )
-    assert found.endswith("give a share (25%) or a size (40GiB)")
+    assert message.endswith("give a share (25%) or a size (40GiB)")
     assert conflict("accelerate", (), "nvme", gpu_weights="25%") is conflict("stream", (), "cpu", gpu_weights="auto")
     asked = ["-m", "bloom-tiny", "--engine", "accelerate", "--offload", "cpu", "--gpu-weights", "auto"]
     for words in (["sweep"], ["run", "-p", "x", "--load-format", "dummy"], ["plan", "--machine", "h200"]):
         refused = CliRunner().invoke(cli, [*words, *asked])
         assert isinstance(refused.exception, OptionError)
-        assert str(refused.exception) == found
+        assert str(refused.exception) == message
 
 
 def test_formats_of_weights_are_refused() -> None:

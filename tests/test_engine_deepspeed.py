@@ -98,7 +98,9 @@ def _quantised(directory: Path, weights: Weights, offload: Offload, path: Path) 
 def test_its_own_formats_compute_with_the_weights_that_they_hold(
     weights: Weights, offload: Offload, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """Logits are those of transformers with DeepSpeed's codes, scales and minima in place of the weights."""
+    """Logits equal those of transformers with DeepSpeed's quantised weights. Its codes, scales and minima replace the
+    weights.
+    """
     from deepspeed.inference.quantization.utils import DeQuantizer, Quantizer
 
     directory = checkpoint("bloom")
@@ -112,10 +114,10 @@ def test_its_own_formats_compute_with_the_weights_that_they_hold(
             module.weight.data = DeQuantizer(config, torch.bfloat16).dequantize(*codes)
             assert not torch.equal(exact, module.weight)
     token_ids, mask = prompts((9, 9))
-    found = prefill(loaded, token_ids, mask, reserve=4)
+    actual = prefill(loaded, token_ids, mask, reserve=4)
     with torch.no_grad():
         expected = model(token_ids).logits[:, -1]
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)
     nxt = torch.tensor([5, 6])
     with torch.no_grad():
         expected = model(torch.cat([token_ids, nxt[:, None]], 1)).logits[:, -1]
@@ -131,8 +133,8 @@ def test_its_own_formats_compute_with_the_weights_that_they_hold(
 def test_formats_that_it_does_not_have_are_refused(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     with pytest.raises(EngineError, match=r"groups of 64: model.layers.0.mlp.down_proj.weight has 96 inputs"):
         _quantised(checkpoint("llama"), "int4", "cpu", tmp_path)
-    found = conflict("deepspeed", (), "cpu", "fp8")
-    assert found == "--weights fp8 is for stream: engine deepspeed takes int4, int8"
+    message = conflict("deepspeed", (), "cpu", "fp8")
+    assert message == "--weights fp8 is for stream: engine deepspeed takes int4, int8"
     assert conflict("deepspeed", (), "cpu", "int4") is None
 
 

@@ -66,7 +66,7 @@ def mixture(tmp_path_factory: pytest.TempPathFactory) -> Kinds:
 def load(
     directory: Path, experts: str = "on-demand", share: str | None = None, dtype: Any = "float32", **options: Any
 ) -> Stream:
-    """Load a checkpoint with `experts` into the engine, `share` of its weights on the device."""
+    """Load a checkpoint with `experts`, `share` of its weights on the device."""
     case = Case(
         model=str(directory), engine="stream", offload="cpu", dtype=dtype, load_format="safetensors",
         workload=Workload(batch_size=3, input_len=9, output_len=OUTPUT_LEN), gpu_weights=share,
@@ -79,7 +79,7 @@ def load(
 
 
 def poisoned(loaded: Stream) -> None:
-    """Fill the layer buffer with NaN before each call of a layer's experts: only what is brought may be read."""
+    """Fill the layer buffer with NaN before each call of experts. Only what is brought may be read."""
     pool = loaded._pool
     assert pool is not None
     bring = pool.bring
@@ -100,12 +100,12 @@ def small_parts(monkeypatch: Patch) -> None:
 
 @pytest.fixture
 def queued(monkeypatch: Patch) -> None:
-    """Give engines queues, and so buffers whose contents are copies, without a GPU."""
+    """Give engines queues without a GPU, so that buffers hold copies."""
     monkeypatch.setattr("zinfer.engine.stream.layer_source.PrefetchRing", partial(PrefetchRing, queues=FakeQueues()))
 
 
 def steps(loaded: Stream, length: int = 7, count: int = 6) -> list[Tensor]:
-    """Return the logits of a prompt and of its continuation by fixed tokens, with one sequence."""
+    """Return the logits of a prompt and of its fixed continuation. With one sequence."""
     token_ids, mask = prompts((length,))
     first = prefill(loaded, token_ids, mask, reserve=count)
     return [first, *(decode(loaded, torch.tensor([9 * step + 4])) for step in range(count))]
@@ -113,7 +113,7 @@ def steps(loaded: Stream, length: int = 7, count: int = 6) -> list[Tensor]:
 
 @pytest.mark.parametrize("name", MIXTURES)
 def test_tokens_are_those_of_transformers(name: str, mixture: Kinds, queued: None) -> None:
-    """With rows that route apart, a prompt that needs all experts and one that does not, and a cache that thrashes."""
+    """Rows that route differently, small and large prompts, a thrashing cache. One prompt needs all experts."""
     loaded = load(mixture(name), share="70%")
     poisoned(loaded)
     for lengths, expected in zip(BATCHES, reference(mixture(name)), strict=True):
@@ -128,7 +128,9 @@ def test_tokens_are_those_of_transformers(name: str, mixture: Kinds, queued: Non
 
 @pytest.fixture
 def waiting(monkeypatch: Patch) -> None:
-    """Give engines queues on which a choice is known after three looks at an event, or after one, in turn."""
+    """Give engines queues with late and early choices, in turn. An event shows a choice after three looks, or after
+    one.
+    """
     passed = cycle([False, True, True, False, True, False, True, True, True, True])
     monkeypatch.setattr(
         "zinfer.engine.stream.layer_source.PrefetchRing", partial(PrefetchRing, queues=FakeQueues(passed=passed))
@@ -215,7 +217,7 @@ def test_a_lack_of_memory_leaves_an_engine_that_works(
 def test_coded_experts_give_the_logits_of_whole_layers(
     source: str, mixture: Kinds, tmp_path: Path, monkeypatch: Patch, queued: None
 ) -> None:
-    """Experts that are encoded one by one, and codes as released, to the bit."""
+    """Experts encoded one by one, and codes as released, are exact."""
     monkeypatch.setattr("zinfer.engine.stream.codec.MIN_NUMEL", 1 << 12)
     monkeypatch.setattr("zinfer.engine.stream.codec.BLOCK", 1 << 12)
     directory = mixture("mixtral") if source == "bf16" else test_quantized.FORMATS["fp8 of experts"](tmp_path / "m")
@@ -364,7 +366,7 @@ def test_the_order_survives_any_use(policy: Any, uses: list[int]) -> None:
 
 
 class Bench:
-    """A pool for `layers` layers of `count` experts, whose copies and reads `queues` watches."""
+    """Pool for `layers` layers of `count` experts. `queues` watches its copies and reads."""
 
     def __init__(self, layers: int, count: int, queues: FakeQueues, patch: Patch, policy: Any = "lru") -> None:
         self.queues, self.layers, self.count = queues, layers, count
@@ -453,7 +455,7 @@ def test_a_pass_that_brings_all_brings_each_once(staging: int, monkeypatch: Patc
 
 @pytest.mark.parametrize("cached", [0, 4, 9, 18])
 def test_passes_that_bring_all_keep_as_many_experts_of_each_layer(cached: int, monkeypatch: Patch) -> None:
-    """Else the link would idle while the layers are computed whose experts are all there."""
+    """Otherwise the link would idle while layers without missing experts are computed."""
     bench = Bench(3, 6, FakeQueues(), monkeypatch)
     bench.pool.resize(2, cached)
     for number in range(2):

@@ -55,9 +55,11 @@ def test_a_step_brings_the_experts_that_its_tokens_touch() -> None:
         planned = plan(batch_size, experts="on-demand", weight_codec="none")
         assert planned.streamed_bytes == pytest.approx(dense + touched * routed, abs=2)
         assert plan(batch_size, experts="all", weight_codec="none").streamed_bytes == MIXTRAL.streamed_bytes
-    one, all_of_it = plan(experts="on-demand"), plan(experts="all")
-    assert one.step_s == pytest.approx((all_of_it.step_s or 0) * (dense + routed / 4) / (dense + routed), rel=0.02)
-    assert one.prefill_s == pytest.approx(all_of_it.prefill_s, rel=0.05)
+    on_demand, all_of_it = plan(experts="on-demand"), plan(experts="all")
+    assert on_demand.step_s == pytest.approx(
+        (all_of_it.step_s or 0) * (dense + routed / 4) / (dense + routed), rel=0.02
+    )
+    assert on_demand.prefill_s == pytest.approx(all_of_it.prefill_s, rel=0.05)
 
 
 def test_from_some_batch_on_all_experts_come() -> None:
@@ -86,14 +88,15 @@ def test_auto_brings_them_on_demand_where_that_is_clearly_less() -> None:
     assert plan(model=unsupported_kind).placement.experts == "all"
     dense = resolve.resolve("llama-3.1-70b", None, None)
     assert plan(model=dense, experts="on-demand").placement == plan(model=dense).placement
-    small = MIXTRAL.model_copy(update={"layers": tuple(one.model_copy(update={"expert_parameters": 1 << 20})
-                                                       for one in MIXTRAL.layers)})  # fmt: skip
+    small = MIXTRAL.model_copy(update={"layers": tuple(layer.model_copy(update={"expert_parameters": 1 << 20})
+                                                       for layer in MIXTRAL.layers)})  # fmt: skip
     assert plan(model=small).placement.experts == "all"
 
 
 def test_experts_stay_with_their_layers_where_all_fit_and_are_read_from_their_codes() -> None:
-    """Losslessly coded ones are decoded first, so that it pays to decode the chosen ones alone; so does what the kernel
-    is not to read, or what does not all fit."""
+    """Losslessly coded experts are decoded first. So it pays to decode the chosen ones alone; it also pays for what the
+    kernel is not to read, or what does not all fit.
+    """
     released = resolve.resolve("gpt-oss-120b", None, None)
 
     def ways(model: ModelSpec, **options: Any) -> list[str]:
@@ -115,9 +118,9 @@ def test_experts_that_stay_are_unpacked_when_they_are_chosen() -> None:
         assert not kept.placement.graphs, "the CPU gets to know what each router chose"
         unpacked = dense + MIXTRAL.routed_bytes * share
         assert Sizes(kept.placement, MIXTRAL).unpacked(tokens) == pytest.approx(unpacked, rel=1e-6)
-        told = Timing(kept.placement, MIXTRAL, machine).step(tokens, 528)
-        assert told.bound_by == "unpacking"
-        assert told.limits["unpacking"] == pytest.approx(unpacked / (RATES.unpacking * 3e12), rel=1e-6)
+        times = Timing(kept.placement, MIXTRAL, machine).step(tokens, 528)
+        assert times.bound_by == "unpacking"
+        assert times.limits["unpacking"] == pytest.approx(unpacked / (RATES.unpacking * 3e12), rel=1e-6)
     raw = plan(200, share="100%", machine=machine, weight_codec="none").placement
     assert Sizes(raw, MIXTRAL).unpacked(200) == MIXTRAL.routed_bytes, "copied from its buffer to its place"
 
@@ -157,9 +160,9 @@ def test_buffers_for_experts_grow_up_to_a_layer() -> None:
 
 
 def test_the_ring_holds_two_layers_without_their_routed_experts() -> None:
-    """The next layer is there before this one's experts are, and the link brings the one behind it meanwhile."""
-    large = MIXTRAL.model_copy(update={"layers": tuple(one.model_copy(update={"parameters": one.parameters + (1 << 28)})
-                                                       for one in MIXTRAL.layers)})  # fmt: skip
+    """The next layer arrives before this one's experts. The link brings the one behind it meanwhile."""
+    layers = (layer.model_copy(update={"parameters": layer.parameters + (1 << 28)}) for layer in MIXTRAL.layers)
+    large = MIXTRAL.model_copy(update={"layers": tuple(layers)})
     placement = plan(model=large, experts="on-demand").placement
     assert placement.layer_chunks == -(-large.dense_layer_bytes // CHUNK_BYTES) > TUNING.dense_depth
     assert placement.ring_depth == 2 * placement.layer_chunks
@@ -168,10 +171,10 @@ def test_the_ring_holds_two_layers_without_their_routed_experts() -> None:
 def test_the_table_says_which_experts_come() -> None:
     words = ["plan", "-m", "mixtral-8x7b", "--machine", "h100-80gb", "--offload", "cpu"]
     shown = CliRunner().invoke(cli, [*words, "--batch-size", "1", "--experts", "all,auto"]).output
-    told = " ".join(shown.split())
-    assert "stream cpu experts=all, batch 1: all experts come in every step." in told
-    assert "stream cpu, batch 1: experts on demand; a step touches 25% of the experts and brings 16.9 GB;" in told
-    assert "passes of 9 tokens or more bring all." in told
+    text = " ".join(shown.split())
+    assert "stream cpu experts=all, batch 1: all experts come in every step." in text
+    assert "stream cpu, batch 1: experts on demand; a step touches 25% of the experts and brings 16.9 GB;" in text
+    assert "passes of 9 tokens or more bring all." in text
 
 
 def traced(name: str = "mixtral-8x7b", **fields: Any) -> Study:
@@ -201,18 +204,22 @@ def test_a_step_is_planned_by_the_recorded_routing() -> None:
     run = traced(touched=touched)
     routing = routing_of(MIXTRAL, [run, traced(num_layers=4), traced("other")], [step_point(4, 1, 1)])
     assert routing is not None
-    known = MIXTRAL.model_copy(update={"routing": routing})
-    shares = [known.touched_share(tokens) for tokens in (1, 2, 5, 8)]
+    recorded = MIXTRAL.model_copy(update={"routing": routing})
+    shares = [recorded.touched_share(tokens) for tokens in (1, 2, 5, 8)]
     assert shares == pytest.approx([0.25, 0.4, 0.55, 0.7])
-    assert known.touched_share(16) == pytest.approx(1 - 0.3**2), "beyond what was recorded, as if tokens were alike"
-    assert [known.hits("lfu", share, 1) for share in (0, 0.125, 0.25, 0.625, 1)] == pytest.approx([0, 0.3, 0.6, 0.8, 1])
-    assert known.hits("lru", 100 / 256, 4) == pytest.approx(0.61)
-    even, told = plan(2, share="50%", weight_codec="none"), plan(2, model=known, share="50%", weight_codec="none")
-    assert even.placement == told.placement, "an engine knows no record, and obeys the plan"
-    cached = Sizes(told.placement, MIXTRAL).cached_share
-    assert told.streamed_bytes == round(MIXTRAL.routed_bytes * 0.4 * (1 - known.hits("lfu", cached, 2)))
+    assert recorded.touched_share(16) == pytest.approx(1 - 0.3**2), "beyond what was recorded, as if tokens were alike"
+    assert [recorded.hits("lfu", share, 1) for share in (0, 0.125, 0.25, 0.625, 1)] == pytest.approx(
+        [0, 0.3, 0.6, 0.8, 1]
+    )
+    assert recorded.hits("lru", 100 / 256, 4) == pytest.approx(0.61)
+    even, routed = plan(2, share="50%", weight_codec="none"), plan(2, model=recorded, share="50%", weight_codec="none")
+    assert even.placement == routed.placement, "an engine knows no record, and obeys the plan"
+    cached = Sizes(routed.placement, MIXTRAL).cached_share
+    assert routed.streamed_bytes == round(MIXTRAL.routed_bytes * 0.4 * (1 - recorded.hits("lfu", cached, 2)))
     assert even.streamed_bytes == round(MIXTRAL.routed_bytes * (1 - 0.75**2) * (1 - cached))
-    assert (told.step_s or 0) / (even.step_s or 0) == pytest.approx(told.streamed_bytes / even.streamed_bytes, rel=0.01)
+    assert (routed.step_s or 0) / (even.step_s or 0) == pytest.approx(
+        routed.streamed_bytes / even.streamed_bytes, rel=0.01
+    )
     old = routing_of(MIXTRAL, [traced()], [])
     assert old is not None
     assert old.touched == (), "of a run of before"
@@ -230,9 +237,9 @@ def test_measured_steps_tell_the_routing_if_no_trace_does() -> None:
     assert routing is not None
     assert routing.source == "the decode steps of 3 records, after prompts of random tokens"
     assert routing.touched == ((4, 140 / 256),)
-    known = MIXTRAL.model_copy(update={"routing": routing})
-    assert [known.hits("lru", 0.5, tokens) for tokens in (1, 4)] == pytest.approx([0.25, (40 / 120 + 40 / 160) / 2])
-    assert known.hits("lfu", 0.5, 4) == 0.5, "nothing was measured of that policy"
+    recorded = MIXTRAL.model_copy(update={"routing": routing})
+    assert [recorded.hits("lru", 0.5, tokens) for tokens in (1, 4)] == pytest.approx([0.25, (40 / 120 + 40 / 160) / 2])
+    assert recorded.hits("lfu", 0.5, 4) == 0.5, "nothing was measured of that policy"
     assert routing_of(MIXTRAL, [], points[3:]) is None
     assert routing_of(resolve.resolve("llama-3.1-70b", None, None), [traced()], points) is None
 
@@ -251,19 +258,19 @@ def test_the_table_says_what_the_routing_was_taken_from(tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     words = ["plan", "-m", "mixtral-8x7b", "--machine", "h100-80gb", "--offload", "cpu", "--gpu-weights", "50%"]
 
-    def told(*more: str) -> str:
+    def source(*more: str) -> str:
         return " ".join(CliRunner().invoke(cli, [*words, *more]).output.split())
 
     evenly = "as if tokens chose evenly (`zinfer study routing`)."
-    assert f"Predicted: 49% cache hits {evenly}" in told("--batch-size", "1")
+    assert f"Predicted: 49% cache hits {evenly}" in source("--batch-size", "1")
     study.append(tmp_path / "sweeps" / "results" / "h" / "routing.jsonl", traced())
-    assert "Predicted: 73% cache hits by the routing recorded on a book." in told("--batch-size", "1")
+    assert "Predicted: 73% cache hits by the routing recorded on a book." in source("--batch-size", "1")
     both = "Predicted: 73% cache hits by the routing recorded on a book; 68% of the experts touched"
-    assert f"{both} {evenly}" in told("--batch-size", "4")
+    assert f"{both} {evenly}" in source("--batch-size", "4")
     rows = json.loads(CliRunner().invoke(cli, [*words, "--batch-size", "1", "--json"]).stdout)
     assert rows[0]["routing_from"].endswith("by the routing recorded on a book.")
-    assert "cache hits" not in told("--experts", "all", "--batch-size", "1")
-    assert "cache hits" not in told("--batch-size", "16")
+    assert "cache hits" not in source("--experts", "all", "--batch-size", "1")
+    assert "cache hits" not in source("--batch-size", "16")
 
 
 def test_real_records_of_routing_predict_the_bytes_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,9 +280,11 @@ def test_real_records_of_routing_predict_the_bytes_of_a_step(tmp_path: Path, mon
     shape = MIXTURES["qwen3_moe"] | {"vocab_size": 256, "max_position_embeddings": 128}
     trained.tokenizer().save_pretrained(save_config(tmp_path / "mix", "qwen3_moe", **shape))
     (tmp_path / "text.txt").write_text("def f(x):\n    return x + 1  # a function\n" * 20)
-    own = tmp_path / "sweeps" / "results" / local.name() / "machine.json"
-    own.parent.mkdir(parents=True)
-    own.write_text(H100.model_copy(update={"name": local.name(), "gpu_count": 0, "gpu_bytes": 0}).model_dump_json())
+    local_machine = tmp_path / "sweeps" / "results" / local.name() / "machine.json"
+    local_machine.parent.mkdir(parents=True)
+    local_machine.write_text(
+        H100.model_copy(update={"name": local.name(), "gpu_count": 0, "gpu_bytes": 0}).model_dump_json()
+    )
     where = ["-m", "mix", "--dtype", "float32", "--offload", "cpu", "--experts", "on-demand", "--gpu-weights", "60%",
              "--batch-size", "1,2,4", "--input-len", "8", "--output-len", "20", "--engine", "stream"]  # fmt: skip
 

@@ -189,12 +189,12 @@ def test_damaged_lines_are_warned_about(results: Path) -> None:
     assert len(read_csv(done.stdout_bytes)) == len(sweep())
 
 
-@pytest.mark.parametrize(("name", "told"), [("nowhere.jsonl", "does not exist"), ("empty", "measure first")])
-def test_nothing_to_export_is_one_message(tmp_path: Path, name: str, told: str) -> None:
+@pytest.mark.parametrize(("name", "message"), [("nowhere.jsonl", "does not exist"), ("empty", "measure first")])
+def test_nothing_to_export_is_one_message(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / "empty").mkdir()
     done = export(tmp_path / name)
     assert done.exit_code == 4
-    assert told in done.stderr
+    assert message in done.stderr
     assert done.stdout == ""
 
 
@@ -238,7 +238,7 @@ def test_parquet_keeps_types_values_and_nulls(results: Path) -> None:
 def test_failures_alone_have_the_same_types_in_parquet() -> None:
     import pyarrow.parquet
 
-    tables = [pyarrow.parquet.read_table(io.BytesIO(WRITERS["parquet"](FlatTable.of([one])))) for one in POINTS]
+    tables = [pyarrow.parquet.read_table(io.BytesIO(WRITERS["parquet"](FlatTable.of([point])))) for point in POINTS]
     shared = set(tables[0].column_names) & set(tables[1].column_names)
     assert shared >= set(COLUMNS)
     assert all(tables[0].schema.field(name) == tables[1].schema.field(name) for name in shared)

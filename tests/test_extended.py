@@ -69,7 +69,7 @@ def unused(directory: Path) -> Any:
 
 
 def alone(directory: Path, prompt: Sequence[int], count: int) -> Ids:
-    """Return the tokens that `transformers.generate` adds to a prompt, in a model that has run no other."""
+    """Return the tokens that `transformers.generate` adds to a prompt. The model has run no other."""
     model = deepcopy(unused(directory))  # rotary embeddings keep what they were used for
     ids = torch.tensor([list(prompt)])
     output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
@@ -77,7 +77,7 @@ def alone(directory: Path, prompt: Sequence[int], count: int) -> Ids:
 
 
 def rows_of(lengths: Sequence[int], left: int = 14) -> list[scheduler.Sequence]:
-    """Return a sequence of each length, which may get up to `left` tokens."""
+    """Return a sequence of each length. Each may get up to `left` tokens."""
     token_ids, _ = prompts((max(lengths),))
     return [
         scheduler.Sequence([key + 4, *token_ids[0, 1:length].tolist()], left - key % 3, key=key)
@@ -173,7 +173,7 @@ def test_rows_that_come_and_go_get_the_text_of_the_row_alone(
 def test_half_generated_rows_go_on_with_the_text_of_the_row_alone(
     kind: str, saved: Saved, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    """As after a restart of the worker, the resumption of a batch, or a lack of memory."""
+    """As after a worker's restart, a batch's resumption, or out-of-memory."""
     small(monkeypatch)
     engine = load("stream", saved(kind), "cpu", tmp_path)
     running = ContinuousScheduler(engine, Words(), LOAD)  # type: ignore[arg-type]
@@ -234,7 +234,7 @@ def test_kept_prefixes_serve_rows_with_the_same_keys_alone(
 
 
 def test_a_decode_loop_never_goes_on_with_other_keys(saved: Saved, tmp_path: Path) -> None:
-    """Steps whose tokens are given, or timed, begin with all rows on one side of the switch and end there."""
+    """Given or timed steps stay on one side of the switch. All rows begin and end there."""
     engine = load("stream", saved("phi3"), "cpu", tmp_path)
     loop = DecodeLoop(engine, lambda logits: logits.argmax(-1))
     token_ids, mask = prompts((20, 40))
@@ -250,7 +250,7 @@ def test_a_decode_loop_never_goes_on_with_other_keys(saved: Saved, tmp_path: Pat
 @pytest.mark.parametrize("kind", ["dynamic", "phi3"])
 def test_commands_run_as_far_as_a_model_reaches(kind: str, saved: Saved, tmp_path: Path) -> None:
     words = ("run", "--model", str(saved(kind)), "--offload", "cpu", "--output-len", "8")
-    texts = ["".join(chr(97 + place * (place + 3) % 26) for place in range(length)) for length in (119, 20, 9, 27)]
+    texts = ["".join(chr(97 + index * (index + 3) % 26) for index in range(length)) for length in (119, 20, 9, 27)]
     file = tmp_path / "prompts.txt"
     file.write_text("\n".join(texts))
     done = zinfer(tmp_path, *words, "--prompt-file", str(file), "--batch-size", "4", "--ignore-eos", "--json")

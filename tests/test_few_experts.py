@@ -34,7 +34,7 @@ SIZES: dict[str, dict[str, Any]] = {
 
 
 def experts_of(name: str, **other: Any) -> tuple[Any, nn.Module]:
-    """Return a small model, and its first module of experts with random weights."""
+    """Return a small model, and its first experts with random weights."""
     options = MIXTURES[name] | SIZES[name] | other
     common = {"vocab_size": 64, "num_attention_heads": 4, "max_position_embeddings": 64}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(name, **common | options)).eval()
@@ -86,7 +86,9 @@ def test_numbers_that_name_no_expert_add_nothing(by_kernel: dict[str, Any]) -> N
 
 
 def test_an_engine_gives_the_same_logits(by_kernel: dict[str, Any]) -> None:
-    """Few tokens of the prompt and of the steps by the kernels, experts on demand whose other places hold NaN."""
+    """Run few tokens by the kernels, with NaN in absent experts. Tokens of the prompt and of the steps, experts on
+    demand.
+    """
     ran, statuses, logits, expected = by_kernel["engine"]
     assert ran > 0
     assert statuses == {"auto": "on", "off": "off"}
@@ -102,7 +104,7 @@ def test_kernels_are_for_few_tokens() -> None:
 
 @pytest.fixture
 def few(monkeypatch: Patch) -> FewExperts:
-    """Dispatch of a model whose module of experts is `few.module`, with kernels that count their calls."""
+    """Dispatch to `few.module`, with kernels that count their calls."""
     monkeypatch.setattr(few_experts, "cannot_run", lambda device: None)
     model, module = experts_of("mixtral")
     dispatch: Any = FewExperts(model, CPU)

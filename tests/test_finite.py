@@ -1,4 +1,4 @@
-"""Weights with NaN or infinity are refused while they are read, with the tensor's name, unless --allow-nan."""
+"""Refuse weights with NaN or infinity while reading, unless --allow-nan. The error has the tensor's name."""
 
 import json
 import shutil
@@ -42,8 +42,8 @@ def test_every_bit_pattern_is_told_as_torch_tells_it(name: str, monkeypatch: pyt
         values = torch.cat([bits, extra]).view(dtype)
         values = torch.view_as_real(values).flatten() if dtype.is_complex else values
     finite = torch.isfinite(values.to(torch.float64) if size < 8 else values)
-    found = [first_not_finite(part) is None for part in values.split(1)]
-    assert found == finite.tolist()
+    actual = [first_not_finite(part) is None for part in values.split(1)]
+    assert actual == finite.tolist()
     assert first_not_finite(values[finite]) is None
     assert first_not_finite(values) == int((~finite).nonzero()[0])
 

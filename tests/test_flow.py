@@ -44,26 +44,26 @@ def room(module: str) -> str:
     return ".".join(module.split(".")[:2])
 
 
-def may_import(one: str, other: str) -> bool:
+def may_import(importer: str, other: str) -> bool:
     """Tell whether a module of room `one` may import from room `other`."""
-    if one == other or other == "zinfer":
+    if importer == other or other == "zinfer":
         return True
     floor = {name: number for number, names in enumerate(FLOORS) for name in names}
-    across = (one in READS and other in RUNS) or (one in RUNS and other in READS)
-    return floor[one] < floor[other] and not across
+    across = (importer in READS and other in RUNS) or (importer in RUNS and other in READS)
+    return floor[importer] < floor[other] and not across
 
 
 def imports(path: Path) -> set[str]:
     """Return our modules that `path` imports, and other packages."""
-    found = set()
+    modules = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {
+            modules |= {
                 name if (name := f"{node.module}.{alias.name}") in MODULES else node.module for alias in node.names
             }
-    return found
+    return modules
 
 
 def test_imports_lead_downstairs() -> None:

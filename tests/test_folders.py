@@ -77,14 +77,14 @@ def logits(loaded: Engine) -> Tensor:
 
 
 def theirs(folder: Path) -> Tensor:
-    """Return the logits of the same prompt, of the model that transformers loads."""
+    """Return the logits of the same prompt by transformers' model."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     with torch.inference_mode():
-        found: Tensor = model(prompts((9,))[0]).logits[:, -1]
-    return found
+        logits: Tensor = model(prompts((9,))[0]).logits[:, -1]
+    return logits
 
 
-def said(folder: Path) -> list[str]:
+def description(folder: Path) -> list[str]:
     """Return the lines that loading prints."""
     lines = list[str]()
     state = ModelState(resolve.from_directory(folder), "safetensors")
@@ -110,7 +110,7 @@ def test_surplus_tensors_that_make_no_text_load(kind: str, gpts: Callable[[str],
     architecture, renamed, extra, named = SURPLUS[kind]
     source = gpts(architecture)
     folder = with_tensors(source, tmp_path / "copy", extra, renamed)
-    lines = said(folder)
+    lines = description(folder)
     assert [f"left out {named} of {folder}: no part of a {architecture} model"] * bool(named) == lines
     assert error(logits(load("stream", folder, "cpu", tmp_path)), theirs(folder)) < 1e-5
     assert resolve.from_directory(folder).parameters == resolve.from_directory(source).parameters
@@ -175,20 +175,20 @@ def test_of_several_sources_the_one_of_transformers_is_read(gpts: Callable[[str]
     source = gpts("gpt2")
     folder = Path(shutil.copytree(source, tmp_path / "two"))
     assert (folder / INDEX).exists()
-    assert not said(folder)
+    assert not description(folder)
     changed = {name: tensor * 1.1 for name, tensor in stored(source).items()}
     save_file(changed, folder / SINGLE, {"format": "pt"})
     line = f"{folder} holds two sources of weights that differ: {{}} is read, as transformers does, and {{}} is not"
-    assert said(folder) == [line.format(SINGLE, INDEX)]
+    assert description(folder) == [line.format(SINGLE, INDEX)]
     whole = theirs(folder)
     assert error(logits(load("stream", folder, "cpu", tmp_path)), whole) < 1e-5
     assert error(theirs(source), whole) > 1e-2
     save_file(stored(source), folder / SINGLE, {"format": "pt"})  # a copy of the same weights
-    assert not said(folder)
+    assert not description(folder)
     save_file(changed, folder / "own.safetensors", {"format": "pt"})
     config = folder / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"transformers_weights": "own.safetensors"}))
-    assert said(folder) == [line.format("own.safetensors", SINGLE), line.format("own.safetensors", INDEX)]
+    assert description(folder) == [line.format("own.safetensors", SINGLE), line.format("own.safetensors", INDEX)]
     assert error(theirs(folder), whole) == 0
     assert error(logits(load("stream", folder, "cpu", tmp_path)), whole) < 1e-5
 
@@ -197,7 +197,7 @@ def test_an_index_is_read_where_the_whole_file_is_no_file(gpts: Callable[[str], 
     folder = Path(shutil.copytree(gpts("gpt2"), tmp_path / "two"))
     (folder / SINGLE).symlink_to("gone")
     assert error(logits(load("stream", folder, "cpu", tmp_path)), theirs(folder)) < 1e-5
-    assert len(said(folder)) == 1
+    assert len(description(folder)) == 1
 
 
 @pytest.mark.parametrize("named", ["../own.safetensors", "gone.safetensors", "weights.bin", "", 3, ["own.safetensors"]])

@@ -23,8 +23,8 @@ UP = Matrix("mlp.up_proj", 512, 256)
 
 def stored(config: dict[str, Any], module: str = "model.layers.3.mlp.up_proj", matrix: Matrix = UP) -> int:
     """Return the bytes that a matrix is stored in; 0 if it is not quantised."""
-    found = Quantization({"quantization_config": config}, "bfloat16").headers(matrix, module)
-    return sum(header.nbytes for header in (found or {}).values())
+    headers = Quantization({"quantization_config": config}, "bfloat16").headers(matrix, module)
+    return sum(header.nbytes for header in (headers or {}).values())
 
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
@@ -90,14 +90,14 @@ def test_fields_that_cannot_be_understood_are_refused_in_a_line(
     ("weights", "bits"), [("int4", 4 + 16 / 128), ("int8", 8 + 16 / 14336), ("fp8", 8 + 16 / 14336)]
 )
 def test_formats_of_zinfer_count_codes_and_scales(weights: Weights, bits: float) -> None:
-    plain, found = resolve.resolve("bloom-176b"), resolve.resolve("bloom-176b", weights=weights)
-    assert found.stored_ratio == pytest.approx(bits / 16, rel=2e-3)
-    assert (found.parameters, found.dtype, found.weights) == (plain.parameters, plain.dtype, weights)
-    assert quantization.settings_of(found.config) is not None
-    assert found.slice(2).stored_ratio == found.stored_ratio
-    assert found.fp8_ratio == pytest.approx(0.5 if weights == "fp8" else 0.0, rel=2e-3)
-    assert found.with_dtype("float32").fp8_ratio == found.fp8_ratio / 2
-    assert (plain.fp8_ratio, resolve.as_released(found).fp8_ratio) == (0.0, 0.0)
+    plain, quantized = resolve.resolve("bloom-176b"), resolve.resolve("bloom-176b", weights=weights)
+    assert quantized.stored_ratio == pytest.approx(bits / 16, rel=2e-3)
+    assert (quantized.parameters, quantized.dtype, quantized.weights) == (plain.parameters, plain.dtype, weights)
+    assert quantization.settings_of(quantized.config) is not None
+    assert quantized.slice(2).stored_ratio == quantized.stored_ratio
+    assert quantized.fp8_ratio == pytest.approx(0.5 if weights == "fp8" else 0.0, rel=2e-3)
+    assert quantized.with_dtype("float32").fp8_ratio == quantized.fp8_ratio / 2
+    assert (plain.fp8_ratio, resolve.as_released(quantized).fp8_ratio) == (0.0, 0.0)
 
 
 def test_a_plan_counts_fp8_codes_as_they_are_coded() -> None:
@@ -131,8 +131,8 @@ LOAD = Workload(batch_size=2, input_len=8, output_len=4)
 
 
 def case(**fields: Any) -> Case:
-    known: dict[str, Any] = {"model": "m", "engine": "stream", "offload": "cpu", "workload": LOAD}
-    return Case(**known | fields)
+    given: dict[str, Any] = {"model": "m", "engine": "stream", "offload": "cpu", "workload": LOAD}
+    return Case(**given | fields)
 
 
 def test_a_sweep_has_formats_as_an_axis() -> None:

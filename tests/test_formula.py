@@ -48,10 +48,10 @@ PLAIN = {
 }  # fmt: skip
 
 
-def counts(found: Shape) -> Shape:
-    """Return a shape without the names and matrices that closed forms do not know."""
-    layers = tuple(layer.model_copy(update={"matrices": ()}) for layer in found.layers)
-    return found.model_copy(update={"layers": layers, "stack": ""})
+def counts(measured: Shape) -> Shape:
+    """Return a shape without names and matrices unknown to closed forms."""
+    layers = tuple(layer.model_copy(update={"matrices": ()}) for layer in measured.layers)
+    return measured.model_copy(update={"layers": layers, "stack": ""})
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -63,12 +63,12 @@ def test_a_closed_form_is_what_the_model_says(kind: str) -> None:
 @pytest.mark.parametrize("quantised", [{"quant_method": "fp8"}, scheme("int4")])
 def test_bytes_of_a_format_are_nearly_those_of_the_matrices(quantised: dict[str, Any]) -> None:
     config = {"model_type": "llama"} | GQA | {"hidden_size": 2048, "intermediate_size": 5632, "head_dim": 128}
-    found = [
-        stored_ratios(one.layers, one.stack, one.hidden_size, {"quantization_config": quantised}, "bfloat16")
-        for one in (shape("it", config), measure("it", config))
+    sizes = [
+        stored_ratios(model.layers, model.stack, model.hidden_size, {"quantization_config": quantised}, "bfloat16")
+        for model in (shape("it", config), measure("it", config))
     ]
-    assert found[0] == pytest.approx(found[1], rel=2e-3)
-    assert found[1][0] < 0.51
+    assert sizes[0] == pytest.approx(sizes[1], rel=2e-3)
+    assert sizes[1][0] < 0.51
 
 
 @pytest.mark.parametrize("kind", PLAIN)
@@ -76,9 +76,9 @@ def test_what_is_cached_follows_from_heads_where_weights_are_counted(kind: str) 
     config = {"model_type": kind} | PLAIN[kind]
     asked = measure(kind, config)
     weights = {f"layers.{index}.weight": (layer.parameters,) for index, layer in enumerate(asked.layers)}
-    found = shape(kind, config, weights | {"head": (asked.other_parameters,)})
+    estimate = shape(kind, config, weights | {"head": (asked.other_parameters,)})
     unsaid = {"max_position": None}  # a default of transformers'
-    assert found.model_copy(update=unsaid) == counts(asked).model_copy(update=unsaid)
+    assert estimate.model_copy(update=unsaid) == counts(asked).model_copy(update=unsaid)
 
 
 @pytest.mark.parametrize(
@@ -112,5 +112,5 @@ assert from_catalogue("mixtral-8x7b").parameters > 0
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     spec = from_directory(folder)
-    told = f"{spec.parameters} {spec.layer_parameters} {spec.expert_parameters} {spec.kv_bytes(1, 9)}"
-    assert run.stdout.strip() == told, run.stderr
+    printed = f"{spec.parameters} {spec.layer_parameters} {spec.expert_parameters} {spec.kv_bytes(1, 9)}"
+    assert run.stdout.strip() == printed, run.stderr

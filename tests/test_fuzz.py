@@ -33,12 +33,12 @@ def _try(kind: str, seeds: range, folder: Path) -> None:
 
 
 def test_damaged_requests_are_answered() -> None:
-    found = []
+    answers = []
     for seed in range(300):
         began = time.process_time()
-        found += read_requests(requests(seed))
+        answers += read_requests(requests(seed))
         assert time.process_time() - began < 1, seed
-    assert {type(line) for line in found} == {BatchLine, Fault}
-    for line in found:
+    assert {type(line) for line in answers} == {BatchLine, Fault}
+    for line in answers:
         if isinstance(line, Fault):
             assert not decode(encode(refusal(line))).ok

@@ -19,8 +19,9 @@ from zinfer.engine.stream.prefetch import PrefetchRing
 
 
 class FakeRanks:
-    """Rank `rank` of `size` whose peers are always there with their part of the next chunk, in the order of layers: a
-    gather of anything else is a gather that the other ranks do not make."""
+    """Rank `rank` of `size` whose peers always have the next chunk. Chunks come in the order of layers: a gather of
+    anything else is a gather that the other ranks do not make.
+    """
 
     def __init__(self, rank: int, size: int, queues: FakeQueues) -> None:
         self.rank, self.size, self._queues = rank, size, queues
@@ -32,7 +33,7 @@ class FakeRanks:
         self.again()
 
     def again(self) -> None:
-        """Begin with the first chunk, as all ranks do where one says so."""
+        """Begin with the first chunk, as all ranks do together."""
         self.order = cycle(self._chunks)
 
     def gather(self, whole: Tensor, part: Tensor) -> None:
@@ -73,7 +74,7 @@ def bench(
 @given(
     sizes=st.lists(st.sampled_from([40, 512, 1300, 2600, 5000]), min_size=1, max_size=5),
     depth=st.integers(2, 7),
-    place=st.sampled_from([(0, 2), (1, 2), (0, 3), (2, 3)]),
+    rank_and_size=st.sampled_from([(0, 2), (1, 2), (0, 3), (2, 3)]),
     kept=st.sets(st.integers(0, 4)),
     passes=st.lists(
         st.one_of(
@@ -85,13 +86,13 @@ def bench(
     ),
 )
 def test_every_trip_has_the_same_gathers(
-    sizes: list[int], depth: int, place: tuple[int, int], kept: set[int], passes: list[Any]
+    sizes: list[int], depth: int, rank_and_size: tuple[int, int], kept: set[int], passes: list[Any]
 ) -> None:
     """Passes of any mixture, idle ones and ones that fail half-way: the weights are right, no buffer is overwritten
     early, and after each pass the same number of chunks was gathered."""
     with pytest.MonkeyPatch.context() as patch:
-        one, ranks = bench(sizes, depth, patch, *place)
-        ring = one.ring
+        checked, ranks = bench(sizes, depth, patch, *rank_and_size)
+        ring = checked.ring
         assert isinstance(ring, GatherRing)
         chunks = sum(len(packed.chunks) for packed in ring.layers)
         layers = kept & set(range(len(sizes)))
@@ -108,69 +109,69 @@ def test_every_trip_has_the_same_gathers(
             if run_pass == "idle":
                 ring.idle_pass()
             elif run_pass == "fails":
-                one.layers[0].due = number % 2
+                checked.layers[0].due = number % 2
                 with pytest.raises(MemoryError), ring.weight_pass(1, fetches=[Answer(0, number)]):  # noqa: PT012
-                    one.layers[0]()
+                    checked.layers[0]()
                     raise MemoryError
             else:
                 calls, count, second = run_pass
-                one.borrowed.clear()
-                one.run_pass(calls, [Answer(fetch, number) for fetch in range(count)], second)
-                assert one.borrowed == [[f, layer, number, 7] for layer in range(len(sizes)) for f in range(count)]
+                checked.borrowed.clear()
+                checked.run_pass(calls, [Answer(fetch, number) for fetch in range(count)], second)
+                assert checked.borrowed == [[f, layer, number, 7] for layer in range(len(sizes)) for f in range(count)]
             assert ring.bytes_copied - before == whole
             assert (ring.passes, ranks.count) == (number + 1, (number + 1) * chunks + first)
-        one.close()
+        checked.close()
 
 
 @pytest.mark.parametrize("kept", [[], [1]])
 @pytest.mark.parametrize("forget", ["gather", "compute", "copy"])
 def test_a_wait_that_is_missing_is_seen(forget: str, kept: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Race):  # noqa: PT012
-        one, ranks = bench([2600, 2600, 2600], 3, monkeypatch, forget=forget)
-        one.ring.keep(kept)
+        checked, ranks = bench([2600, 2600, 2600], 3, monkeypatch, forget=forget)
+        checked.ring.keep(kept)
         ranks.again()
-        one.run_pass()
+        checked.run_pass()
 
 
 def test_copies_go_on_while_a_layer_that_stays_is_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces of a layer that stays take none of the buffers that the link fills."""
-    one, ranks = bench([4096, 1 << 14, 4096], 6, monkeypatch)
-    one.ring.keep([1])
+    """Chunks of a resident layer take none of the link's buffers."""
+    checked, ranks = bench([4096, 1 << 14, 4096], 6, monkeypatch)
+    checked.ring.keep([1])
     ranks.again()
     issued = dict[int, int]()
 
     def turn(layer: int) -> None:
-        issued[layer] = one.ring._issued
+        issued[layer] = checked.ring._issued
 
-    with one.ring.weight_pass(turn=turn):
-        for layer, weight in zip(one.layers, one.weights, strict=True):
+    with checked.ring.weight_pass(turn=turn):
+        for layer, weight in zip(checked.layers, checked.weights, strict=True):
             assert torch.equal(layer(), weight)
-    assert (len(one.ring._buffers), one.ring.depth) == (4, 6)
+    assert (len(checked.ring._buffers), checked.ring.depth) == (4, 6)
     assert issued == {0: 4, 1: 8, 2: 8}, "all of the last layer is on its way when the one that stays has its turn"
-    one.close()
+    checked.close()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_links_are_measured_with_parts_of_some_layers(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, ranks = bench([5000, 700, 900, 800, 1300, 600], 3, monkeypatch, rank=rank)
-    ring, before = one.ring, ranks.count
+    checked, ranks = bench([5000, 700, 900, 800, 1300, 600], 3, monkeypatch, rank=rank)
+    ring, before = checked.ring, ranks.count
     assert isinstance(ring, GatherRing)
     chunks = [(index, number) for index in (0, 4) for number in range(len(ring.layers[index].chunks))]
     assert ring.bring() == sum(ring._part(*chunk).numel() for chunk in chunks)
     assert ranks.count == before, "nothing is gathered"
-    one.close()
+    checked.close()
 
 
 def test_a_fetch_wider_than_a_buffer_leaves_what_was_gathered(monkeypatch: pytest.MonkeyPatch) -> None:
-    one, ranks = bench([1300, 1300], 3, monkeypatch)
+    checked, ranks = bench([1300, 1300], 3, monkeypatch)
     before = ranks.count
-    with one.ring.weight_pass(1, fetches=[Answer(0, 0, nbytes=1 << 14)]):
-        assert one.ring.buffer_bytes == 1 << 14
+    with checked.ring.weight_pass(1, fetches=[Answer(0, 0, nbytes=1 << 14)]):
+        assert checked.ring.buffer_bytes == 1 << 14
         assert ranks.count - before <= 3
-    one.ring.resize(3)
-    one.run_pass()
-    assert one.ring.buffer_bytes == 1 << 14, "no rank begins anew for itself"
-    one.close()
+    checked.ring.resize(3)
+    checked.run_pass()
+    assert checked.ring.buffer_bytes == 1 << 14, "no rank begins anew for itself"
+    checked.close()
 
 
 @pytest.mark.parametrize(
@@ -179,12 +180,12 @@ def test_a_fetch_wider_than_a_buffer_leaves_what_was_gathered(monkeypatch: pytes
 def test_what_all_ranks_change_begins_anew(
     change: Callable[[GatherRing], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one, ranks = bench([1300, 700], 3, monkeypatch)
-    one.run_pass()
-    assert isinstance(one.ring, GatherRing)
-    change(one.ring)
+    checked, ranks = bench([1300, 700], 3, monkeypatch)
+    checked.run_pass()
+    assert isinstance(checked.ring, GatherRing)
+    change(checked.ring)
     ranks.again()
-    one.ring.start()
-    one.run_pass()
-    assert list(islice(ranks.order, 1)) == [one.ring.layers[1].chunks[0]], "one chunk of the next trip came ahead"
-    one.close()
+    checked.ring.start()
+    checked.run_pass()
+    assert list(islice(ranks.order, 1)) == [checked.ring.layers[1].chunks[0]], "one chunk of the next trip came ahead"
+    checked.close()

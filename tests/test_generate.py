@@ -58,11 +58,11 @@ def generate(
         )
         for number, prompt in enumerate(prompts)
     ]  # fmt: skip
-    load = largest_load(engine.planner, [(len(one.prompt_ids), output_len) for one in sequences], batch_size)
+    load = largest_load(engine.planner, [(len(row.prompt_ids), output_len) for row in sequences], batch_size)
     running = scheduler.ContinuousScheduler(engine, tokenizer, load, batch_size)
     running.add(sequences)
     while running.running:
-        if any(one.error for one in running.step()):
+        if any(row.error for row in running.step()):
             raise NotFiniteError
         assert len(running.schedule.running) <= batch_size
     running.release()
@@ -125,14 +125,14 @@ def test_rows_end_at_their_own_end_token(checkpoint: Callable[..., Path]) -> Non
     original = config.read_text()
     try:
         config.unlink()
-        found = generate(engine, ended, PROMPTS, 3, output_len=8)
+        finished = generate(engine, ended, PROMPTS, 3, output_len=8)
     finally:
         config.write_text(original)
-    for before, after in zip(free, found, strict=True):
+    for before, after in zip(free, finished, strict=True):
         ids = before.output_ids
         assert after.output_ids == (ids[: ids.index(end)] if end in ids else ids)
         assert after.finish_reason == ("stop" if end in ids else "length")
-    assert found[0].finish_reason == "stop"
+    assert finished[0].finish_reason == "stop"
     engine.close()
 
 

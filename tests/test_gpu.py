@@ -70,9 +70,9 @@ def tokens(engine: Engine, lengths: tuple[int, ...]) -> Tensor:
 def follow(engine: Engine, given: Tensor, lengths: tuple[int, ...]) -> list[Tensor]:
     """Return the logits of one batch under teacher forcing, on the CPU."""
     token_ids, mask = prompts(lengths)
-    found = [prefill(engine, token_ids, mask, reserve=OUTPUT_LEN)]
-    found += [decode(engine, token.to(engine.device)) for token in given.unbind(1)[:-1]]
-    return [logits.float().cpu() for logits in found]
+    outputs = [prefill(engine, token_ids, mask, reserve=OUTPUT_LEN)]
+    outputs += [decode(engine, token.to(engine.device)) for token in given.unbind(1)[:-1]]
+    return [logits.float().cpu() for logits in outputs]
 
 
 def check(engine: Engine, directory: Path) -> None:
@@ -83,13 +83,15 @@ def check(engine: Engine, directory: Path) -> None:
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-@pytest.mark.parametrize("here", [0, 2])
+@pytest.mark.parametrize("device_rows", [0, 2])
 @pytest.mark.parametrize("attention", ["gpu", "cpu"])
 def test_a_kv_cache_in_host_memory_gives_the_same_tokens(
-    architecture: str, attention: str, here: int, checkpoint: Checkpoints, tmp_path: Path
+    architecture: str, attention: str, device_rows: int, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     directory = checkpoint(architecture)
-    engine = load("stream", directory, "cpu", tmp_path, here=here, tokens=9, kv_offload="auto", kv_attention=attention)
+    engine = load(
+        "stream", directory, "cpu", tmp_path, here=device_rows, tokens=9, kv_offload="auto", kv_attention=attention
+    )
     check(engine, directory)
 
 
@@ -125,20 +127,20 @@ def test_a_model_that_stays_can_have_its_cache_in_host_memory(
     check(load("stream", directory, "none", tmp_path, kv_offload="cpu"), directory)
 
 
-@pytest.mark.parametrize("here", [0, 2])
+@pytest.mark.parametrize("device_rows", [0, 2])
 @pytest.mark.parametrize("architecture", ["bloom", "llama", "gpt_neox"])
 def test_in_8_bits_the_cache_is_the_same_wherever_it_is(
-    architecture: str, here: int, checkpoint: Checkpoints, tmp_path: Path
+    architecture: str, device_rows: int, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
     directory, lengths = checkpoint(architecture), BATCHES[0]
     given = reference(directory)[0]
     alone = load("stream", directory, "cpu", tmp_path, kv_cache_dtype="int8")
     expected = follow(alone, given, lengths)
     alone.close()
-    split = load("stream", directory, "cpu", tmp_path, here=here, kv_cache_dtype="int8", kv_offload="auto")
+    split = load("stream", directory, "cpu", tmp_path, here=device_rows, kv_cache_dtype="int8", kv_offload="auto")
     for _ in range(TURNS):
-        for found, told in zip(follow(split, given, lengths), expected, strict=True):
-            assert torch.allclose(found, told, atol=0.02 * float(told.abs().max()))
+        for actual, wanted in zip(follow(split, given, lengths), expected, strict=True):
+            assert torch.allclose(actual, wanted, atol=0.02 * float(wanted.abs().max()))
     split.close()
 
 
@@ -158,8 +160,8 @@ def test_layers_that_stay_give_the_same_logits(share: str, codec: str, checkpoin
     assert (alone.effective().host_weight_bytes < everything) == (share != "0%")
     for engine in (either, alone):
         for _ in range(TURNS):
-            for found, told in zip(follow(engine, given, lengths), expected, strict=True):
-                assert torch.equal(found, told)
+            for actual, wanted in zip(follow(engine, given, lengths), expected, strict=True):
+                assert torch.equal(actual, wanted)
         engine.close()
 
 
@@ -188,8 +190,8 @@ def test_without_a_compiler_coded_weights_are_refused(
 ) -> None:
     """Other tensors for the GPU are copied without a kernel then."""
     assert trouble() is None
-    for place in ("zinfer.engine.stream.trouble", "zinfer.engine.stream.cpu_attention.trouble"):
-        monkeypatch.setattr(place, lambda: "no compiler")
+    for name in ("zinfer.engine.stream.trouble", "zinfer.engine.stream.cpu_attention.trouble"):
+        monkeypatch.setattr(name, lambda: "no compiler")
     with pytest.raises(EngineError, match=r"none runs here: no compiler; install .*--weight-codec none"):
         load("stream", checkpoint("llama"), "cpu", tmp_path, dtype="bfloat16", weight_codec="lossless")
     assert torch.equal(to_device(torch.arange(3), torch.device("cuda")).cpu(), torch.arange(3))
@@ -227,8 +229,8 @@ def test_sequences_that_come_and_go_get_the_tokens_of_each_alone(
     if way == "some by the CPU":
         keep_here(monkeypatch, 3)
     engine = load("stream", checkpoint(architecture), "cpu", tmp_path, **options)
-    found, limits, _ = test_continuous.come_and_go(engine)
-    test_continuous.check(engine, found, limits)
+    finished, limits, _ = test_continuous.come_and_go(engine)
+    test_continuous.check(engine, finished, limits)
     engine.close()
 
 
@@ -258,14 +260,14 @@ def test_drafts_leave_the_tokens_as_they_are(
     test_continuous.small(monkeypatch)
     engine = for_drafts(way, checkpoint(architecture), tmp_path, monkeypatch)
     rows = test_continuous.sequences(14, 3)
-    known = test_drafts.answers(engine, rows)
-    running = test_drafts.drafting(engine, monkeypatch, known, wrong)
-    found = test_continuous.run(running, [rows[:5], rows[5:6], rows[6:]])
+    expected = test_drafts.answers(engine, rows)
+    running = test_drafts.drafting(engine, monkeypatch, expected, wrong)
+    finished = test_continuous.run(running, [rows[:5], rows[5:6], rows[6:]])
     assert running.drafts is not None
     assert running.drafts.accepted > 10
     running.end()
     engine.close()
-    test_drafts.check(found, known)
+    test_drafts.check(finished, expected)
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.05])
@@ -279,9 +281,9 @@ def test_a_model_that_drafts_leaves_the_tokens_as_they_are(
     small_one = test_draft_model.like(checkpoint(architecture), tmp_path / "small", noise)
     engine = for_drafts(way, checkpoint(architecture), tmp_path, monkeypatch, draft=str(small_one))
     rows = test_continuous.sequences(14, 3)
-    known = test_drafts.answers(engine, rows)
+    expected = test_drafts.answers(engine, rows)
     running = test_draft_model.drafting(engine, monkeypatch)
-    found = test_continuous.run(running, [rows[:5], rows[5:6], rows[6:]])
+    finished = test_continuous.run(running, [rows[:5], rows[5:6], rows[6:]])
     assert running.drafts is not None
     drafted, accepted = running.drafts.drafted, running.drafts.accepted
     drafter = running.drafts.drafter
@@ -289,7 +291,7 @@ def test_a_model_that_drafts_leaves_the_tokens_as_they_are(
     assert drafter._stream not in (None, torch.cuda.default_stream())
     running.end()
     engine.close()
-    test_drafts.check(found, known)
+    test_drafts.check(finished, expected)
     assert drafted > 20
     assert accepted > 0.9 * drafted if noise == 0 else 0 < accepted < drafted
 
@@ -298,7 +300,7 @@ def test_a_model_that_drafts_leaves_the_tokens_as_they_are(
 def always(monkeypatch: Patch) -> None:
     """Use CUDA graphs however fast they are, of lengths that grow."""
     timed = graphs.CudaRecorder.timed
-    monkeypatch.setattr(graphs.CudaRecorder, "timed", lambda *own: (timed(*own)[0], 0.0))
+    monkeypatch.setattr(graphs.CudaRecorder, "timed", lambda *args: (timed(*args)[0], 0.0))
     monkeypatch.setattr(graphs, "TUNED", replace(graphs.TUNED, bucket=8))
 
 
@@ -309,11 +311,11 @@ def test_cuda_graphs_give_the_same_tokens(architecture: str, checkpoint: Checkpo
     for _ in range(TURNS):
         for lengths, expected in zip(BATCHES, reference(checkpoint(architecture)), strict=True):
             assert torch.equal(tokens(engine, lengths), expected)
-    told = str(engine.effective().settings["cuda_graphs"])
+    state = str(engine.effective().settings["cuda_graphs"])
     # Experts in float32 that no kernel takes are computed one after the other, by numbers that the CPU waits for;
     # Falcon waits for its mask.
     waits = architecture in ("mixtral", "falcon-old")
-    assert told == "on" or (waits and told.startswith("a decode step cannot be recorded")), told
+    assert state == "on" or (waits and state.startswith("a decode step cannot be recorded")), state
     engine.close()
 
 
@@ -325,19 +327,19 @@ def test_cuda_graphs_give_the_same_logits(
 ) -> None:
     """Experts' dispatch is recorded, and the unpacking of resident coded layers."""
     directory, lengths = checkpoint(architecture), BATCHES[0]
-    given, found = reference(directory)[0], []
+    given, runs = reference(directory)[0], []
     for option in ("off", "auto"):
         options: dict[str, Any] = {"cuda_graphs": option, "weight_codec": "none" if offload == "none" else "lossless"}
         engine = load("stream", directory, offload, tmp_path, dtype="bfloat16", **options)
         plan = engine.plan
         if offload == "cpu":
             engine.plan = make_plan(plan.case.model_copy(update={"gpu_weights": "100%"}), plan.model, plan.machine)
-        found += [follow(engine, given, lengths) for _ in range(TURNS)]
+        runs += [follow(engine, given, lengths) for _ in range(TURNS)]
         assert engine.effective().settings["cuda_graphs"] == {"off": "off", "auto": "on"}[option]
         engine.close()
-    for run in found[1:]:
-        for one, told in zip(run, found[0], strict=True):
-            assert graphs.alike(one.bfloat16(), told.bfloat16())
+    for run in runs[1:]:
+        for actual, expected in zip(run, runs[0], strict=True):
+            assert graphs.alike(actual.bfloat16(), expected.bfloat16())
 
 
 @pytest.mark.usefixtures("always")
@@ -346,23 +348,23 @@ def test_cuda_graphs_of_micro_batches_that_come_and_go(
 ) -> None:
     test_continuous.small(monkeypatch)
     engine = load("stream", checkpoint("llama"), "none", tmp_path, cuda_graphs="auto")
-    found, limits, _ = test_continuous.come_and_go(engine)
+    finished, limits, _ = test_continuous.come_and_go(engine)
     assert engine.effective().settings["cuda_graphs"] == "on"
-    test_continuous.check(engine, found, limits)
+    test_continuous.check(engine, finished, limits)
     engine.close()
 
 
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("keep_all", [True, False])
 def test_cuda_graphs_of_steps_with_several_tokens(keep_all: bool, checkpoint: Checkpoints, tmp_path: Path) -> None:
-    found = []
+    runs = []
     for option in ("off", "auto"):
         engine = load("stream", checkpoint("llama"), "none", tmp_path, cuda_graphs=option)
-        found.append(test_graphs.verified(engine, keep_all))
+        runs.append(test_graphs.verified(engine, keep_all))
         assert engine.effective().settings["cuda_graphs"] == {"off": "off", "auto": "on"}[option]
         assert engine._graphs.takes_several, "none failed"  # type: ignore[attr-defined]
         engine.close()
-    assert all(graphs.alike(one, told) for one, told in zip(*found, strict=True))
+    assert all(graphs.alike(actual, expected) for actual, expected in zip(*runs, strict=True))
 
 
 def test_a_step_that_waits_for_the_gpu_is_not_recorded(
@@ -383,8 +385,8 @@ def test_a_step_that_waits_for_the_gpu_is_not_recorded(
         assert torch.equal(tokens(other, lengths), expected)
     assert str(other.effective().settings["cuda_graphs"]).startswith("a decode step cannot be recorded")
     torch.cuda.empty_cache()
-    for one in (engine, other):
-        one.close()
+    for running in (engine, other):
+        running.close()
 
 
 @pytest.mark.parametrize("name", test_quantized.FORMATS)
@@ -394,11 +396,11 @@ def test_quantised_weights_are_unpacked_as_on_the_cpu(name: str, tmp_path: Path)
     directory = test_quantized.FORMATS[name](tmp_path / "m")
     device = torch.device("cuda")
     for entry, expected, several in test_quantized.matrices(directory):
-        out, place = torch.full_like(expected, float("nan"), device=device).view(-1), 0
+        out, offset = torch.full_like(expected, float("nan"), device=device).view(-1), 0
         for codes in several or ():
             for layout, data in encode_chunks(codes.to(device), expected.dtype, 4000):
-                unpack(data, layout, out[place : place + layout.numel])
-                place += layout.numel
+                unpack(data, layout, out[offset : offset + layout.numel])
+                offset += layout.numel
         assert torch.equal(out.view(expected.shape).cpu(), expected), entry
 
 
@@ -412,10 +414,10 @@ def test_coded_rows_in_fp8_are_unpacked_as_on_the_cpu(name: str) -> None:
 
 def test_codes_in_fp8_are_coded_as_on_the_cpu() -> None:
     values = test_codec.fp8(3 * BLOCK + 5)
-    here, there = encode(values), encode(values.cuda())
-    assert here is not None
+    on_cpu, there = encode(values), encode(values.cuda())
+    assert on_cpu is not None
     assert there is not None
-    assert test_codec.same(test_codec.decoded(here), values)
+    assert test_codec.same(test_codec.decoded(on_cpu), values)
     assert test_codec.same(test_codec.decoded(replace(there, data=there.data.cpu())), values)
 
 
@@ -434,17 +436,20 @@ LARGE: dict[str, tuple[Any, ...]] = {
 @pytest.mark.parametrize("name", [*test_packed_product.CASES, *LARGE])
 def test_products_from_codes_are_those_of_unpacked_weights(name: str, monkeypatch: Patch) -> None:
     monkeypatch.setattr(test_packed_product, "CASES", test_packed_product.CASES | LARGE)
-    codes, (rows, columns, *_, dtype, _, most, _) = test_packed_product.codes_of(name), test_packed_product.CASES[name]
-    run, data = test_packed_product.chunks_of(codes, dtype, most)
+    codes, (rows, columns, *_, dtype, _, chunk_bytes, _) = (
+        test_packed_product.codes_of(name),
+        test_packed_product.CASES[name],
+    )
+    run, data = test_packed_product.chunks_of(codes, dtype, chunk_bytes)
     weight, parts, dice = expand(codes, dtype).cuda(), ((0, run),), torch.Generator("cuda").manual_seed(3)
     for count in (1, 7, 16, 33, 64):
         states = torch.randn((count, columns), generator=dice, device="cuda").to(dtype)
         bias = torch.randn(rows, generator=dice, device="cuda").to(dtype)
         expected = torch.nn.functional.linear(states.double(), weight.double(), bias.double())
-        found = packed_product._compute(parts, data.cuda(), states, bias)
-        print(f"{name}, {count} tokens: error {error(found, expected):.1e}")
-        assert error(found, expected) < (1e-5 if dtype == torch.float32 else 0.004)
-        assert torch.equal(found, packed_product._compute(parts, data.cuda(), states, bias))
+        actual = packed_product._compute(parts, data.cuda(), states, bias)
+        print(f"{name}, {count} tokens: error {error(actual, expected):.1e}")
+        assert error(actual, expected) < (1e-5 if dtype == torch.float32 else 0.004)
+        assert torch.equal(actual, packed_product._compute(parts, data.cuda(), states, bias))
     chosen = torch.randint(0, columns, (64,), generator=dice, device="cuda")
     unit = torch.nn.functional.one_hot(chosen, columns).to(dtype)
     assert torch.equal(packed_product._compute(parts, data.cuda(), unit, None), weight.t()[chosen])
@@ -454,18 +459,18 @@ def test_products_from_codes_are_those_of_unpacked_weights(name: str, monkeypatc
 def test_experts_from_codes_are_those_of_unpacked_weights(name: str) -> None:
     from zinfer.engine.stream import product_kernel
 
-    count, turned, (rows, columns, *_, dtype, _, most) = test_packed_product.STACKS[name]
+    count, turned, (rows, columns, *_, dtype, _, chunk_bytes) = test_packed_product.STACKS[name]
     codes, dice = test_packed_product.codes_of(name), torch.Generator("cuda").manual_seed(3)
-    run, data = test_packed_product.chunks_of(codes, dtype, most)
+    run, data = test_packed_product.chunks_of(codes, dtype, chunk_bytes)
     stack = expand(codes, dtype).cuda().view(count, rows // count, columns)
     weights, data = stack.transpose(1, 2) if turned else stack, data.cuda()
     experts = torch.randint(0, count, (9, 2), generator=dice, device="cuda")
     states = torch.randn((9, weights.shape[2]), generator=dice, device="cuda").to(dtype)
-    found = product_kernel.multiply_experts(states, data, run, experts, count, turned)
+    actual = product_kernel.multiply_experts(states, data, run, experts, count, turned)
     each = states.double().repeat_interleave(2, 0)
     expected = torch.einsum("pi,poi->po", each, weights.double()[experts.flatten()])
-    assert error(found.sum(1), expected) < (1e-5 if dtype == torch.float32 else 0.004)
-    assert torch.equal(found, product_kernel.multiply_experts(states, data, run, experts, count, turned))
+    assert error(actual.sum(1), expected) < (1e-5 if dtype == torch.float32 else 0.004)
+    assert torch.equal(actual, product_kernel.multiply_experts(states, data, run, experts, count, turned))
     chosen = torch.randint(0, weights.shape[2], (18,), generator=dice, device="cuda")
     unit = torch.nn.functional.one_hot(chosen, weights.shape[2]).to(dtype)
     single = product_kernel.multiply_experts(unit, data, run, experts, count, turned).sum(1)
@@ -479,27 +484,27 @@ def test_layers_that_stay_packed_give_the_same_tokens(name: str, share: str, tmp
     """With CUDA graphs where all of them stay; the slot holds NaN before a layer is put there."""
     if name in quantized.COMPRESSED:
         pytest.importorskip("compressed_tensors")
-    directory, found = test_quantized.FORMATS[name](tmp_path / "m"), list[Tensor]()
+    directory, outputs = test_quantized.FORMATS[name](tmp_path / "m"), list[Tensor]()
     for option in ("off", "auto"):
         engine = test_packed_product.start(directory, tmp_path, share, cuda_graphs="auto", kernel=option == "auto")
-        found += [tokens(engine, lengths) for lengths in ((9, 5, 7), (6,), (9, 5, 7))]
+        outputs += [tokens(engine, lengths) for lengths in ((9, 5, 7), (6,), (9, 5, 7))]
         assert test_packed_product.status_of(engine) == {"off": "no packed weights", "auto": "on"}[option]
         if share == "100%" and (option == "auto" or "experts" not in name):  # transformers' experts wait for the GPU
             assert not re.search("cannot be recorded|differ", str(engine.effective().settings["cuda_graphs"]))
         engine.close()
-    for one, other in zip(found[:3], found[3:], strict=True):
-        assert torch.equal(one, other)
+    for actual, other in zip(outputs[:3], outputs[3:], strict=True):
+        assert torch.equal(actual, other)
 
 
 @pytest.mark.parametrize("name", ["fp8 of experts", "gptq"])
 def test_streamed_codes_give_the_tokens_of_dequantised_weights(name: str, tmp_path: Path) -> None:
     directory = test_quantized.FORMATS[name](tmp_path / "m")
-    found = []
+    outputs = []
     for codec in ("none", "lossless"):
         engine = load("stream", directory, "cpu", tmp_path, dtype="bfloat16", weight_codec=codec)
-        found.append(tokens(engine, (5, 9, 3)))
+        outputs.append(tokens(engine, (5, 9, 3)))
         engine.close()
-    assert torch.equal(*found)
+    assert torch.equal(*outputs)
 
 
 def take_turns(engine: Any, given: list[Tensor]) -> None:
@@ -520,8 +525,8 @@ def test_experts_on_demand_give_the_tokens_of_whole_layers(
     given = reference(mixture(name))
     engine = test_experts.load(mixture(name), share=share)
     take_turns(engine, given)
-    told = engine.effective().settings
-    assert told["experts"] == "on-demand"
+    settings = engine.effective().settings
+    assert settings["experts"] == "on-demand"
     engine.close()
 
 
@@ -534,12 +539,12 @@ def test_experts_of_few_tokens_give_the_same_tokens(name: str, mixture: kinds.Ki
         engine: Any = load(
             "stream", mixture(name), "none", tmp_path, dtype="float32", cuda_graphs="auto", experts_kernel=option
         )
-        runs += [[tokens(engine, one) for one in lengths] for _ in range(TURNS)]
-        told = engine.effective().settings
-        assert told["experts_kernel"] == {"off": "off", "auto": "on"}[option]
+        runs += [[tokens(engine, batch) for batch in lengths] for _ in range(TURNS)]
+        settings = engine.effective().settings
+        assert settings["experts_kernel"] == {"off": "off", "auto": "on"}[option]
         if option == "auto":
             assert {kind[-1][0] for kind in engine._few_experts._checked} >= {1}
-            assert not re.search("cannot be recorded|differ", str(told["cuda_graphs"]))
+            assert not re.search("cannot be recorded|differ", str(settings["cuda_graphs"]))
         engine.close()
     for run in runs:
         assert all(map(torch.equal, run, runs[0]))
@@ -556,13 +561,13 @@ def test_kernels_for_few_tokens_round_as_transformers_does() -> None:
         for dtype in (torch.bfloat16, torch.float32):
             module.to("cuda", dtype)
             for count in (1, 2, 4):
-                states = [one.cuda() for one in test_few_experts.call(module, count, dtype)]
+                states = [tensor.cuda() for tensor in test_few_experts.call(module, count, dtype)]
                 assert few_experts._serves(module, *states)
-                found = few_experts._compute(module, *states)
+                actual = few_experts._compute(module, *states)
                 expected = test_few_experts.eager(module, *states)
                 bound = 1e-5 if dtype == torch.float32 else 0.02
-                assert error(found, expected) < bound
-                assert torch.equal(found, few_experts._compute(module, *states))
+                assert error(actual, expected) < bound
+                assert torch.equal(actual, few_experts._compute(module, *states))
 
 
 @pytest.mark.parametrize("source", ["bf16", "fp8"])
@@ -578,10 +583,10 @@ def test_coded_experts_on_demand_give_the_logits_of_whole_layers(
     for experts in ("all", "on-demand"):
         engine = test_experts.load(directory, experts, share, dtype="bfloat16", weight_codec="lossless")
         for _ in range(TURNS):
-            found = follow(engine, given, lengths)
-            expected = expected or found
-            for one, told in zip(found, expected, strict=True):
-                assert torch.equal(one, told)
+            logits = follow(engine, given, lengths)
+            expected = expected or logits
+            for actual, wanted in zip(logits, expected, strict=True):
+                assert torch.equal(actual, wanted)
         engine.close()
 
 
@@ -639,8 +644,8 @@ def test_sequences_that_come_and_go_on_two_gpus(checkpoint: Checkpoints, tmp_pat
     test_continuous.small(monkeypatch)
     team = load("stream", checkpoint("llama"), "cpu", tmp_path, gpus=2)
     single = load("stream", checkpoint("llama"), "cpu", tmp_path)
-    found, limits, _ = test_continuous.come_and_go(team)
-    test_continuous.check(single, found, limits)
+    finished, limits, _ = test_continuous.come_and_go(team)
+    test_continuous.check(single, finished, limits)
     team.close()
     single.close()
 

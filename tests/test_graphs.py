@@ -103,7 +103,7 @@ def test_layers_that_all_stay_are_recorded_with_their_unpacking(
 ) -> None:
     directory = checkpoint("llama")
     dtype: Dtype = "bfloat16" if codec == "lossless" else "float32"
-    found = []
+    runs = []
     for option in ("off", "auto"):
         engine = load("stream", directory, "cpu", tmp_path, dtype=dtype, weight_codec=codec, cuda_graphs=option)
         plan = engine.plan
@@ -113,7 +113,7 @@ def test_layers_that_all_stay_are_recorded_with_their_unpacking(
         for _ in range(2):
             engine.clear()
             assert torch.equal(greedy(engine, BATCHES[0]), tokens)
-        found.append(tokens)
+        runs.append(tokens)
         assert status(engine) == ("off" if option == "off" else "on")
         replayed = recorder.replayed
         assert engine.timeline([Work(engine.batches[0], tokens[:, -1:])]), "a step that is traced is not replayed"
@@ -122,7 +122,7 @@ def test_layers_that_all_stay_are_recorded_with_their_unpacking(
         engine.clear()
         assert torch.equal(greedy(engine, BATCHES[0]), tokens), "layers that stream again are not those of the graphs"
         engine.close()
-    assert torch.equal(*found)
+    assert torch.equal(*runs)
     assert recorder.recorded
 
 
@@ -143,9 +143,9 @@ def test_sequences_that_come_and_go_get_the_tokens_of_each_alone(
     """Rows retire and are regrouped; the memory of their graphs goes with them."""
     test_continuous.small(monkeypatch)
     engine: Any = load("stream", checkpoint("llama"), "none", tmp_path)
-    found, limits, _ = test_continuous.come_and_go(engine)
+    finished, limits, _ = test_continuous.come_and_go(engine)
     assert recorder.recorded
-    test_continuous.check(engine, found, limits)
+    test_continuous.check(engine, finished, limits)
     engine.clear()
     assert not engine._graphs._memories
     assert not engine._graphs._graph_sets
@@ -153,7 +153,7 @@ def test_sequences_that_come_and_go_get_the_tokens_of_each_alone(
 
 
 def test_positions_that_are_forgotten_are_hidden(checkpoint: Checkpoints, tmp_path: Path, recorder: Rerun) -> None:
-    found = []
+    runs = []
     for option in ("off", "auto"):
         engine = load("stream", checkpoint("llama"), "none", tmp_path, cuda_graphs=option)
         token_ids, mask = prompts((9, 5, 7))
@@ -165,10 +165,10 @@ def test_positions_that_are_forgotten_are_hidden(checkpoint: Checkpoints, tmp_pa
         logits = [passes.decode(engine, batch, given[step]) for step in range(6, 9)]
         engine.retire(batch, [1])
         logits += [passes.decode(engine, batch, given[step, :2]) for step in range(9, 12)]
-        found.append(logits)
+        runs.append(logits)
         engine.close()
     assert recorder.recorded
-    assert all(close(one, other) for one, other in zip(*found, strict=True))
+    assert all(close(actual, other) for actual, other in zip(*runs, strict=True))
 
 
 OWN_ATTENTION: dict[str, Any] = {
@@ -181,8 +181,9 @@ OWN_ATTENTION: dict[str, Any] = {
 def test_sliding_windows_are_recorded(
     name: str, by_name: bool, kind: kinds.Kinds, tmp_path: Path, recorder: Rerun, monkeypatch: Patch
 ) -> None:
-    """In all layers, and in every other one of models that take a mask for each kind of layer; the window moves to the
-    front before one of four steps."""
+    """In all layers, or every other one of models with masks. These take a mask for each kind of layer; the window
+    moves to the front before one of four steps.
+    """
     monkeypatch.setattr("zinfer.engine.cache.MIN_SPARE", 4)
     monkeypatch.setitem(kinds.KINDS, "gpt_oss", OWN_ATTENTION)
     engine: Any = load("stream", kind(name), "none", tmp_path, tokens=max(kinds.LENGTHS))
@@ -199,18 +200,20 @@ VERIFIED = (3, 3, 1, 3, 2, 3, 2, 1, 2, 3, 1, 2, 1, 3, 3)  # tokens of a row in o
 
 
 def verified(engine: Engine, keep_all: bool = True) -> list[Tensor]:
-    """Return the logits of steps of several tokens a row, of which rows keep different numbers, then fewer rows."""
-    found = []
+    """Return the logits of steps of several tokens a row. Rows keep different numbers of them, then there are fewer
+    rows.
+    """
+    logits_of_steps = []
     batch, _ = passes.prefill(engine, *prompts((9, 5, 7)), 64)
     for step, count in enumerate(VERIFIED):
         given = torch.arange(4 + step, 4 + step + 3 * count).view(3, count)[: batch.batch_size]
         before = batch.length
-        found += engine.forward([Work(batch, given, count if keep_all else 1)])
+        logits_of_steps += engine.forward([Work(batch, given, count if keep_all else 1)])
         if count > 1 and step % 2:
             engine.rollback(batch, before + torch.tensor([1, count, 2])[: batch.batch_size])
         if step == 10:
             engine.retire(batch, [1])
-    return found
+    return logits_of_steps
 
 
 @pytest.mark.parametrize("keep_all", [True, False])
@@ -218,38 +221,39 @@ def verified(engine: Engine, keep_all: bool = True) -> list[Tensor]:
 def test_steps_of_several_tokens_are_recorded(
     architecture: str, several: bool, keep_all: bool, checkpoint: Checkpoints, tmp_path: Path, recorder: Rerun
 ) -> None:
-    """Steps that verify drafts have logits of all their tokens, those that catch up of the last one. A model that gets
-    a mask has graphs of single tokens."""
-    found = []
+    """Verifying steps return logits of all tokens, catching-up steps the last. A model that gets a mask has graphs of
+    single tokens.
+    """
+    runs = []
     for option in ("off", "auto"):
         engine = load("stream", checkpoint(architecture), "none", tmp_path, cuda_graphs=option)
-        found.append(verified(engine, keep_all))
+        runs.append(verified(engine, keep_all))
         engine.clear()
         assert status(engine) == ("off" if option == "off" else "on")
         engine.close()
-    assert all(close(one, other) for one, other in zip(*found, strict=True))
+    assert all(close(actual, other) for actual, other in zip(*runs, strict=True))
     assert set(recorder.kept) == ({1, 2, 3} if several and keep_all else {1})
     assert recorder.replayed >= (8 if several else 2)
 
 
-@pytest.mark.parametrize(("count", "least"), [(1, 15), (5, 2)])
+@pytest.mark.parametrize(("count", "fewest"), [(1, 15), (5, 2)])
 def test_tokens_of_drafts_are_those_of_decoding_one_by_one(
-    count: int, least: int, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch, recorder: Rerun
+    count: int, fewest: int, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch, recorder: Rerun
 ) -> None:
     """A row alone keeps its memory, and so its graphs; rows that advance by different lengths change it often."""
     test_continuous.small(monkeypatch)
     tune(monkeypatch, longest_wait=1, bucket=64)
     engine = load("stream", checkpoint("llama"), "none", tmp_path)
     rows = test_continuous.alike(count, 8, 80 if count == 1 else 40)
-    known = test_drafts.answers(engine, rows)
+    expected = test_drafts.answers(engine, rows)
     before = recorder.kept.copy()
-    running = test_drafts.drafting(engine, monkeypatch, known, 0.4)
+    running = test_drafts.drafting(engine, monkeypatch, expected, 0.4)
     running.schedule.step = 64
-    found = test_continuous.run(running, [rows[:3], rows[3:]])
+    finished = test_continuous.run(running, [rows[:3], rows[3:]])
     running.end()
     engine.close()
-    test_drafts.check(found, known)
-    assert sum(times for kept, times in (recorder.kept - before).items() if kept > 1) >= least
+    test_drafts.check(finished, expected)
+    assert sum(times for kept, times in (recorder.kept - before).items() if kept > 1) >= fewest
 
 
 def test_graphs_are_bounded_in_number_and_the_one_used_last_stays(
@@ -270,7 +274,7 @@ def test_graphs_are_bounded_in_number_and_the_one_used_last_stays(
 def test_steps_of_several_tokens_are_given_up_apart(
     way: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch, recorder: Rerun
 ) -> None:
-    """Graphs of single tokens go on where several cannot be recorded, or give other logits."""
+    """Single-token graphs go on where those of several tokens fail. Those cannot be recorded, or give other logits."""
     real = recorder.record
 
     def record(run: Run) -> Run:
@@ -281,12 +285,12 @@ def test_steps_of_several_tokens_are_given_up_apart(
 
     monkeypatch.setattr(recorder, "record", record)
     engine: Any = load("stream", checkpoint("llama"), "none", tmp_path)
-    told = load("stream", checkpoint("llama"), "none", tmp_path / "off", cuda_graphs="off")
-    assert all(close(one, other) for one, other in zip(verified(engine), verified(told), strict=True))
+    without = load("stream", checkpoint("llama"), "none", tmp_path / "off", cuda_graphs="off")
+    assert all(close(actual, other) for actual, other in zip(verified(engine), verified(without), strict=True))
     assert not engine._graphs.takes_several
     assert engine._graphs.wanted
     assert recorder.kept[1] > 3, "single tokens are replayed"
-    assert not any(shape[0] > 1 for one in engine._graphs._graph_sets.values() for shape, _ in one.graphs)
+    assert not any(shape[0] > 1 for graph_set in engine._graphs._graph_sets.values() for shape, _ in graph_set.graphs)
 
 
 def test_a_micro_batch_of_the_same_shape_takes_memory_and_graphs_over(
@@ -294,8 +298,8 @@ def test_a_micro_batch_of_the_same_shape_takes_memory_and_graphs_over(
 ) -> None:
     engine: Any = load("stream", checkpoint("opt"), "none", tmp_path)
     seen = list[tuple[Any, int]]()
-    told = reference(checkpoint("opt"))
-    for lengths, expected in [(BATCHES[0], told[0])] * 3 + [(BATCHES[1], told[1])]:
+    answers = reference(checkpoint("opt"))
+    for lengths, expected in [(BATCHES[0], answers[0])] * 3 + [(BATCHES[1], answers[1])]:
         batch, logits = passes.prefill(engine, *prompts(lengths), OUTPUT_LEN)
         tokens = [logits.argmax(-1)]
         while len(tokens) < OUTPUT_LEN:
@@ -315,7 +319,7 @@ def test_a_micro_batch_of_the_same_shape_takes_memory_and_graphs_over(
 
 
 @pytest.mark.parametrize(
-    ("way", "told"),
+    ("way", "reason"),
     [
         ("fails", "a decode step cannot be recorded: no such thing"),
         ("off", "their logits differ from those of a step without them"),
@@ -324,7 +328,7 @@ def test_a_micro_batch_of_the_same_shape_takes_memory_and_graphs_over(
     ],
 )
 def test_graphs_that_are_of_no_use_are_given_up(
-    way: str, told: str, checkpoint: Checkpoints, tmp_path: Path, recorder: Rerun
+    way: str, reason: str, checkpoint: Checkpoints, tmp_path: Path, recorder: Rerun
 ) -> None:
     directory = checkpoint("bloom")
     engine = load("stream", directory, "none", tmp_path)
@@ -332,7 +336,7 @@ def test_graphs_that_are_of_no_use_are_given_up(
     recorder.off, recorder.seconds = 1.0 if way == "off" else 0.0, 2.0 if way == "slow" else 0.0
     for _ in range(3):
         check(engine, directory, "none")
-    assert status(engine) == told
+    assert status(engine) == reason
     assert recorder.recorded == {"fails": 0, "memory": 0, "off": 2, "slow": 2}[way]
 
 
@@ -340,16 +344,17 @@ def test_graphs_that_are_of_no_use_are_given_up(
 def test_rounding_that_grows_in_a_model_is_no_difference(
     wrong: str, checkpoint: Checkpoints, tmp_path: Path, recorder: Rerun, monkeypatch: Patch
 ) -> None:
-    """Logits of static passes are a twentieth off, as where a token gets other experts in the last layer. They are
-    believed unless the passes see every other position only, or have other experts in each layer, or logits that are
-    not recorded so."""
+    """Static passes whose logits are a twentieth off. So they are where a token gets other experts in the last layer.
+    They are believed unless the passes see every other position only, or have other experts in each layer, or logits
+    that are not recorded so.
+    """
     engine: Any = load("stream", directory := checkpoint("mixtral"), "none", tmp_path)
     layers, real_seen, real_static = engine.model.model.layers, graphs.StaticKV.seen, graphs.Graphs._static
 
     def seen(self: Any, end: int, count: int) -> Tensor:
-        found = real_seen(self, end, count)
-        found[..., 1::2] &= wrong != "positions"
-        return found
+        visible = real_seen(self, end, count)
+        visible[..., 1::2] &= wrong != "positions"
+        return visible
 
     def static(*args: Any) -> Tensor:
         changed = layers if wrong == "experts" else layers[-1:]
@@ -383,7 +388,7 @@ def test_rounding_that_grows_in_a_model_is_no_difference(
 def test_wrong_keys_of_a_replay_are_taken_back(
     checkpoint: Checkpoints, tmp_path: Path, recorder: Rerun, monkeypatch: Patch
 ) -> None:
-    """A model that does not compute the same in a pass of static shape has written wrong keys into the cache."""
+    """A model that differs in static passes has corrupted the cache. It has written wrong keys."""
     real = graphs.StaticLayer.update
 
     def wrong(self: Any, key_states: Tensor, value_states: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -412,7 +417,7 @@ def test_a_model_that_attends_in_its_own_way_gets_a_mask(
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "told"),
+    ("name", "options", "reason"),
     [
         ("mamba", {}, "layers hold more than keys and values"),
         ("mistral", {"kv_cache_dtype": "int8"}, "the KV cache is in host memory or in 8 bits"),
@@ -421,14 +426,14 @@ def test_a_model_that_attends_in_its_own_way_gets_a_mask(
     ],
 )
 def test_what_cannot_be_recorded_runs_as_before(
-    name: str, options: dict[str, Any], told: str, kind: kinds.Kinds, tmp_path: Path, recorder: Rerun
+    name: str, options: dict[str, Any], reason: str, kind: kinds.Kinds, tmp_path: Path, recorder: Rerun
 ) -> None:
     engine = load("stream", kind(name), "none", tmp_path, **options)
     token_ids, mask = prompts(kinds.LENGTHS)
     batch, logits = passes.prefill(engine, token_ids, mask, 4)
     for _ in range(3):
         (logits,) = engine.forward([Work(batch, logits.argmax(-1).view(len(mask), -1)[:, -1:])])
-    assert status(engine) == told
+    assert status(engine) == reason
     assert not recorder.recorded
 
 
@@ -468,7 +473,7 @@ def test_recorded_lengths_grow_by_an_eighth_and_end_at_the_capacity() -> None:
 def test_constants_are_made_on_the_device(number: float, options: dict[str, Any]) -> None:
     expected = torch.tensor(number, **options)
     with graphs.ConstantsOnDevice():
-        found = torch.tensor(number, **options)
+        actual = torch.tensor(number, **options)
         assert torch.tensor([number]).shape == (1,)
-    assert torch.equal(found, expected)
-    assert found.dtype == expected.dtype
+    assert torch.equal(actual, expected)
+    assert actual.dtype == expected.dtype

@@ -1,4 +1,4 @@
-"""Memory and NUMA nodes as the kernel reports them, read from fabricated files."""
+"""Memory and NUMA nodes, read from fabricated kernel files."""
 
 import os
 import resource

@@ -1,4 +1,4 @@
-"""Rows that the device has room for beyond a plan's, once passes have shown what they need."""
+"""Extra rows that fit on the device, learned from past passes. A plan has room for fewer."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -99,9 +99,9 @@ def test_the_ring_gets_what_no_pass_has_needed_where_layers_stay(
 
     def steps(count: int) -> list[torch.Tensor]:
         batch = admitted(engine, 3)
-        found = [engine.forward([Work(batch, tokens)])[0] for _ in range(count)]
+        logits = [engine.forward([Work(batch, tokens)])[0] for _ in range(count)]
         engine.retire(batch)
-        return found
+        return logits
 
     alone = steps(3)  # equal rows: what their passes need is not the most that a later batch needs
     planned = ring.depth

@@ -1,4 +1,4 @@
-"""Help in the order of work, retired verbs, revisions of the hub, and exit codes of what is missing here."""
+"""Help, retired verbs, hub revisions, and exit codes for missing parts. Help is in the order of work."""
 
 import json
 import re
@@ -67,7 +67,7 @@ def test_the_catalogue_is_listed_by_plan() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--engine", "tensorrt", "--max-batch-size", "2"], "needs --max-seq-len"),
         (["--engine", "tensorrt", "--max-batch-size", "2", "--max-seq-len", "9", "--weights", "int4"], "--weights"),
@@ -75,10 +75,10 @@ def test_the_catalogue_is_listed_by_plan() -> None:
         (["--force"], "--force is for --engine tensorrt"),
     ],
 )
-def test_shapes_belong_to_a_plan(words: list[str], told: str) -> None:
+def test_shapes_belong_to_a_plan(words: list[str], message: str) -> None:
     done = CliRunner().invoke(cli, ["pack", "-m", "m", *words])
     assert done.exit_code == 2, done.output
-    assert told in done.stderr
+    assert message in done.stderr
 
 
 def test_torchrun_is_told_how_several_gpus_are_asked_for() -> None:
@@ -107,11 +107,11 @@ def test_the_revision_is_asked_of_the_hub(monkeypatch: pytest.MonkeyPatch, tmp_p
     asked = []
     (tmp_path / "config.json").write_text("{}")
 
-    def found(repo_id: str, file: str, revision: str | None = None) -> str:
+    def cached_file(repo_id: str, file: str, revision: str | None = None) -> str:
         asked.append((repo_id, file, revision))
         return str(tmp_path / "config.json")
 
-    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", found)
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", cached_file)
     assert hub.config_of("owner/name@v2") == {}
     assert hub.config_of("owner/name") == {}
     assert asked == [("owner/name", "config.json", "v2"), ("owner/name", "config.json", None)]
@@ -165,7 +165,7 @@ def test_help_texts_are_sentences_and_name_their_values(verb: str) -> None:
     command = cli.get_command(click.Context(cli), verb)
     assert command is not None
     assert command.help
-    for param in (one for one in command.params if isinstance(one, click.Option)):
+    for param in (parameter for parameter in command.params if isinstance(parameter, click.Option)):
         assert param.help, param.name
         assert param.help[0].isupper(), param.help
         assert param.help.rstrip().endswith((".", "]")), param.help

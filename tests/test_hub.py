@@ -96,9 +96,10 @@ def hub() -> Iterator[str]:
 
 
 def ask(home: Path, *calls: str, **env: str) -> list[str]:
-    """Return the result of each call of a function of `zinfer.checkpoint.hub`, as text, in a fresh process.
+    """Call functions of `zinfer.checkpoint.hub` in a fresh process. Returns each result as text.
 
-    The hub library reads its settings once, when it is imported."""
+    The hub library reads its settings once, when it is imported.
+    """
     code = """
 import json, sys
 from tests import PATIENCE_S, mentions

@@ -36,14 +36,14 @@ LINES = [line(prompt) for prompt in PROMPTS]
 
 def texts(path: Path) -> dict[str, str | None]:
     """Return the output by custom_id: the text, or the error's code."""
-    found = {}
+    outputs = {}
     for record in map(json.loads, path.read_text().splitlines()):
-        assert record["custom_id"] not in found
+        assert record["custom_id"] not in outputs
         fine = record["error"] is None
-        found[record["custom_id"]] = (
+        outputs[record["custom_id"]] = (
             record["response"]["body"]["choices"][0]["text"] if fine else record["error"]["code"]
         )
-    return found
+    return outputs
 
 
 EXPECTED = {prompt: text(prompt) for prompt in PROMPTS}
@@ -53,22 +53,22 @@ def test_every_prompt_is_answered_with_its_own_text(tmp_path: Path) -> None:
     path, worker = tmp_path / "out.jsonl", InlineRows()
     seen: list[tuple[int, float | None]] = []
     bad = [b"broken", line("a5/5", n=3), LINES[0]]
-    told: list[str] = []
+    messages: list[str] = []
     progress = run_inline(
-        path, [*LINES, *bad], worker, max_rows=4, on_message=told.append,
+        path, [*LINES, *bad], worker, max_rows=4, on_message=messages.append,
         on_progress=lambda now: seen.append((now.ended, now.seconds_left)),
     )  # fmt: skip
-    found = [json.loads(one) for one in path.read_text().splitlines()]
-    good = {one["custom_id"]: one["response"]["body"] for one in found if one["error"] is None}
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    good = {record["custom_id"]: record["response"]["body"] for record in records if record["error"] is None}
     assert {name: body["choices"][0]["text"] for name, body in good.items()} == EXPECTED
-    assert len(found) == 33
-    assert [one["error"]["code"] for one in found if one["error"]] == [
+    assert len(records) == 33
+    assert [record["error"]["code"] for record in records if record["error"]] == [
         "invalid_json_line", "unsupported_parameter", "duplicate_custom_id"
     ]  # fmt: skip
     assert good["a50/5"]["usage"] == {"prompt_tokens": 50, "completion_tokens": 5, "total_tokens": 55}
     assert good["a50/5"]["choices"][0]["finish_reason"] == "stop"
     assert good["a50/5"]["created"] == 7
-    assert (worker.loads, told) == (1, [])
+    assert (worker.loads, messages) == (1, [])
     assert worker.closed >= 1
     assert len(worker.sizes) > 30
     assert (progress.rows, progress.ended, progress.failed, progress.left) == (30, 30, 0, 0)
@@ -102,15 +102,15 @@ def test_more_prompts_are_added_by_force(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dies", [False, True])
 def test_a_batch_that_fails_is_tried_in_parts_and_the_job_goes_on(tmp_path: Path, dies: bool) -> None:
-    told: list[str] = []
+    messages: list[str] = []
     worker = InlineRows(edge=16, dies=dies)
-    progress = run_inline(tmp_path / "out.jsonl", LINES, worker, max_rows=24, on_message=told.append)
+    progress = run_inline(tmp_path / "out.jsonl", LINES, worker, max_rows=24, on_message=messages.append)
     assert texts(tmp_path / "out.jsonl") == EXPECTED
     assert worker.sizes[:2] == [30, 7]
     assert 7 < max(worker.sizes[1:]) <= 15  # more of them again once it goes well, and never as many as failed
     assert worker.loads == (2 if dies else 1)
-    assert mentions(told[0], "30", "oom_gpu", "batches of 7")
-    assert len(told) == 1
+    assert mentions(messages[0], "30", "oom_gpu", "batches of 7")
+    assert len(messages) == 1
     assert progress.failed == 0
 
 
@@ -126,14 +126,14 @@ def test_rows_that_fail_again_and_again_get_an_error(tmp_path: Path) -> None:
 
     worker = Poisoned()
     progress = run_inline(path, LINES, worker, max_rows=8)
-    found = texts(path)
-    lost = {name for name, said in found.items() if said == "oom_gpu"}
+    outputs = texts(path)
+    lost = {name for name, output in outputs.items() if output == "oom_gpu"}
     assert lost == {poison}
-    assert {name: said for name, said in found.items() if name not in lost} == {
-        name: said for name, said in EXPECTED.items() if name not in lost
+    assert {name: output for name, output in outputs.items() if name not in lost} == {
+        name: output for name, output in EXPECTED.items() if name not in lost
     }
     assert (progress.ended, progress.failed) == (30, len(lost))
-    record = next(json.loads(one) for one in path.read_text().splitlines() if poison in one)
+    record = next(json.loads(line) for line in path.read_text().splitlines() if poison in line)
     assert record["response"] is None
 
 
@@ -190,10 +190,10 @@ def test_a_signal_keeps_what_unfinished_rows_have(tmp_path: Path, number: int) -
         run_inline(path, LINES, worker, max_rows=4)
     assert caught.value.signal == number
     assert signal.getsignal(number) is before
-    kept = [json.loads(one) for one in job_path(path).read_bytes().splitlines()[1:]]
-    made = sum(len(one["tokens"]) for one in kept)
+    kept = [json.loads(line) for line in job_path(path).read_bytes().splitlines()[1:]]
+    made = sum(len(record["tokens"]) for record in kept)
     assert set(calls) == {"batch_start", "add_requests", "batch_step"}
-    answered = sum(len(said.split()) for said in texts(path).values() if said)
+    answered = sum(len(output.split()) for output in texts(path).values() if output)
     again = InlineRows()
     progress = run_inline(path, LINES, again, max_rows=4)
     assert texts(path) == EXPECTED
@@ -233,7 +233,7 @@ def test_fifty_kills_lose_and_double_nothing(tmp_path: Path) -> None:
 
 
 def test_more_rows_are_begun_only_within_bounds(tmp_path: Path) -> None:
-    """Without bounds all rows of a file of long answers would be half done before the first answer."""
+    """Without bounds, all long answers would be half done before the first."""
     lines = [line(f"a20/40/{key}", 400) for key in range(600)]
     worker = InlineRows(steps=20)
     seen: list[tuple[int, int]] = []
@@ -253,22 +253,22 @@ def test_a_worker_that_dies_is_started_again(tmp_path: Path) -> None:
                     "body": {"prompt": "#" * (key + 1), "max_tokens": 4}}).encode()
         for key in range(8)
     ]  # fmt: skip
-    requests = [found for found in read_requests(b"\n".join(lines)) if isinstance(found, BatchLine)]
+    requests = [request for request in read_requests(b"\n".join(lines)) if isinstance(request, BatchLine)]
 
     def make_worker() -> Worker:
         return Worker(TARGET, timeout_s=PATIENCE_S)
 
     prompts = [[7] * (key + 1) for key in range(8)]
     rows, _ = rows_of(requests, prompts, None, 1 << 20, 4, {})
-    told: list[str] = []
+    messages: list[str] = []
     path = tmp_path / "out.jsonl"
     with Ledger.open(path, SETTINGS, 7) as ledger:
-        BatchJob(plan, rows, ledger, Driver(make_worker), on_message=told.append).run()
-    assert len(told) == 1
-    assert "a batch of 8 failed (crashed: the worker ended: exit code 7" in told[0]
-    records = [json.loads(one) for one in path.read_text().splitlines()]
-    assert {one["custom_id"] for one in records} == set(map(str, range(8)))
-    assert all(one["response"]["body"]["usage"]["completion_tokens"] == 4 for one in records)
+        BatchJob(plan, rows, ledger, Driver(make_worker), on_message=messages.append).run()
+    assert len(messages) == 1
+    assert "a batch of 8 failed (crashed: the worker ended: exit code 7" in messages[0]
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert {record["custom_id"] for record in records} == set(map(str, range(8)))
+    assert all(record["response"]["body"]["usage"]["completion_tokens"] == 4 for record in records)
 
 
 def test_the_remaining_time_is_estimated_from_finished_rows() -> None:

@@ -64,14 +64,16 @@ def judge(folder: Path, tasks: Sequence[str], model: str, arguments: str, *more:
     assert done.returncode == 0, done.stderr[-3000:]
     (file,) = out.glob("*/results_*.json")
     scores = {
-        task: {name: value for name, value in found.items() if isinstance(value, int | float) and "stderr" not in name}
-        for task, found in json.loads(file.read_text())["results"].items()
+        task: {
+            name: value for name, value in metrics.items() if isinstance(value, int | float) and "stderr" not in name
+        }
+        for task, metrics in json.loads(file.read_text())["results"].items()
     }
     answers: dict[str, dict[int, list[Any]]] = {}
     for task in tasks:
         (file,) = out.glob(f"*/samples_{task}_*.jsonl")
         lines = map(json.loads, file.read_text().splitlines())
-        answers[task] = {one["doc_id"]: [answer for (answer,) in one["resps"]] for one in lines}
+        answers[task] = {sample["doc_id"]: [answer for (answer,) in sample["resps"]] for sample in lines}
     return Judged(scores, answers)
 
 
@@ -80,9 +82,9 @@ def write_tasks(folder: Path, docs: Docs, until: Sequence[str], texts: Docs | No
     (folder / "tasks").mkdir()
 
     def source(name: str, docs: Docs) -> dict[str, Any]:
-        place = folder / f"{name}.json"
-        place.write_text("\n".join(map(json.dumps, docs)))
-        return {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(place)}}, "test_split": "test"}
+        path = folder / f"{name}.json"
+        path.write_text("\n".join(map(json.dumps, docs)))
+        return {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(path)}}, "test_split": "test"}
 
     asked = source("docs", docs) | {"doc_to_text": "{{text}}", "target_delimiter": ""}
     read = source("texts", texts or docs) | {"doc_to_text": "", "doc_to_target": "{{text}}"}
@@ -122,19 +124,19 @@ def check_equal(hf: Judged, ours: Judged) -> None:
             assert ours.answers[task] == answers
             continue
         numbers, expected = (
-            {number: [_numbers(one) for one in found] for number, found in judged.answers[task].items()}
+            {number: [_numbers(answer) for answer in answers_of] for number, answers_of in judged.answers[task].items()}
             for judged in (ours, hf)
         )
         assert numbers.keys() == expected.keys()
         for number, values in expected.items():
-            for one, other in zip(numbers[number], values, strict=True):
-                assert one == pytest.approx(other, rel=1e-4, abs=1e-4), (task, number)
+            for actual, other in zip(numbers[number], values, strict=True):
+                assert actual == pytest.approx(other, rel=1e-4, abs=1e-4), (task, number)
 
 
 def _numbers(answer: Any) -> list[float]:
     """Return a log-probability, as stored, and what it says."""
     logprob, *greedy = answer if isinstance(answer, list) else [answer]
-    return [float(logprob), *(float(one == "True") for one in greedy)]
+    return [float(logprob), *(float(flag == "True") for flag in greedy)]
 
 
 def save_small(directory: Path) -> Reference:
@@ -171,8 +173,8 @@ def test_the_harness_gives_the_scores_and_answers_of_transformers(folder: Path) 
     dice = random.Random(1)
     words = ["the", "of", "weights", "streamed", "while", "café", "naïve", "東京", "🙂", "1,234", "rows", "decode\n"]
 
-    def say(most: int) -> str:
-        return " ".join(dice.choice(words) for _ in range(dice.randint(1, most)))
+    def say(max_words: int) -> str:
+        return " ".join(dice.choice(words) for _ in range(dice.randint(1, max_words)))
 
     docs: Docs = []
     for number in range(60):
@@ -181,9 +183,9 @@ def test_the_harness_gives_the_scores_and_answers_of_transformers(folder: Path) 
             choices[label] = reference.text(reference.greedy(reference.ids(text), 3)) or choices[label]
         docs.append({"text": text, "choices": choices, "label": label, "target": choices[label]})
     ends = [
-        int(reference.logprobs(reference.ids(one["text"] + choice))[-1].argmax()) == 2
-        for one in docs
-        for choice in one["choices"]
+        int(reference.logprobs(reference.ids(doc["text"] + choice))[-1].argmax()) == 2
+        for doc in docs
+        for choice in doc["choices"]
     ]
     assert any(ends)
     hf, ours = judge_both(folder, folder / "model", write_tasks(folder, docs, ["er", "\n", "🙂"]))
@@ -240,7 +242,7 @@ class Device:
         self._thread.start()
 
     def issue(self, samples: Any) -> None:
-        self._issued.put([(one.id, one.index) for one in samples])
+        self._issued.put([(sample.id, sample.index) for sample in samples])
 
     def end(self) -> None:
         self._issued.put(None)
@@ -252,11 +254,11 @@ class Device:
     def _serve(self) -> None:
         try:
             while self._add():
-                ended = [one for one in self._running.step() if one.ended]
+                ended = [row for row in self._running.step() if row.ended]
                 if ended:
-                    self._complete([(one.key, one.output_ids) for one in ended])
-                    self.answered += [one.key for one in ended]
-                    self.tokens += sum(len(one.output_ids) for one in ended)
+                    self._complete([(row.key, row.output_ids) for row in ended])
+                    self.answered += [row.key for row in ended]
+                    self.tokens += sum(len(row.output_ids) for row in ended)
             self._running.release()
         except BaseException as fault:
             self.fault = fault
@@ -272,18 +274,18 @@ class Device:
                 return False
             self.samples |= dict(new)
             self._running.add(
-                scheduler.Sequence(self._prompts[place], self._limits[place], key=key) for key, place in new
+                scheduler.Sequence(self._prompts[index], self._limits[index], key=key) for key, index in new
             )
         return True
 
-    def _complete(self, found: Sequence[tuple[int, list[int]]]) -> None:
+    def _complete(self, answers: Sequence[tuple[int, list[int]]]) -> None:
         """Give LoadGen the tokens of queries, by their ids."""
-        buffers = [array.array("i", ids) for _, ids in found]
+        buffers = [array.array("i", ids) for _, ids in answers]
         places = [buffer.buffer_info() for buffer in buffers]
         self._loadgen.QuerySamplesComplete(
             [
                 self._loadgen.QuerySampleResponse(key, address, length * array.array("i").itemsize, length)
-                for (key, _), (address, length) in zip(found, places, strict=True)
+                for (key, _), (address, length) in zip(answers, places, strict=True)
             ]
         )
 
@@ -323,10 +325,10 @@ def test_loadgen_finds_its_offline_runs_valid(checkpoint: Checkpoints, tmp_path:
     (tmp_path / "accuracy").mkdir()
     run_loadgen(tmp_path / "accuracy", loadgen, first, len(prompts), "AccuracyOnly", 1.0)
     rate = len(prompts) / (time.monotonic() - began)
-    found = json.loads((tmp_path / "accuracy" / "mlperf_log_accuracy.json").read_text())
-    assert sorted(one["qsl_idx"] for one in found) == list(range(len(prompts)))
-    for one in found:
-        assert array.array("i", bytes.fromhex(one["data"])).tolist() == expected[one["qsl_idx"]]
+    records = json.loads((tmp_path / "accuracy" / "mlperf_log_accuracy.json").read_text())
+    assert sorted(record["qsl_idx"] for record in records) == list(range(len(prompts)))
+    for answer in records:
+        assert array.array("i", bytes.fromhex(answer["data"])).tolist() == expected[answer["qsl_idx"]]
 
     second = device()
     (tmp_path / "performance").mkdir()
@@ -336,7 +338,7 @@ def test_loadgen_finds_its_offline_runs_valid(checkpoint: Checkpoints, tmp_path:
     for run in (first, second):
         assert sorted(run.answered) == sorted(run.samples)
         assert len(run.answered) == len(set(run.answered))
-    assert second.tokens == sum(len(expected[place]) for place in second.samples.values())
+    assert second.tokens == sum(len(expected[index]) for index in second.samples.values())
     seconds = int(summary["Max latency (ns)"]) / 1e9
     assert float(summary["Tokens per second"]) == pytest.approx(second.tokens / seconds, rel=0.01)
     engine.close()

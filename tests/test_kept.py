@@ -36,7 +36,7 @@ def go_on(engine: Engine, token_ids: Tensor, mask: Tensor, past: tuple[KVSnapsho
 
 
 def second_turn(token_ids: Tensor, answer: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a first turn with its answer and six more tokens, and a mask without padding."""
+    """Return a first turn with answer, six more tokens, and mask. The mask has no padding."""
     new = torch.randint(4, 128, (len(token_ids), 6), generator=torch.Generator().manual_seed(5))
     whole = torch.cat([token_ids, answer, new], dim=1)
     return whole, torch.ones_like(whole)
@@ -99,7 +99,7 @@ def test_padded_rows_go_on_together_and_in_blocks(
 def test_rows_with_beginnings_of_their_own_begin_together(
     architecture: str, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
-    """Each row's first tokens come from snapshots of that row alone, made in other company, in one part or two."""
+    """Each row's first tokens come from its own snapshots alone. They were made with other rows, in one part or two."""
     engine = load("stream", checkpoint(architecture), "cpu", tmp_path)
     token_ids, mask = prompts((9, 5, 7))
     expected = go_on(engine, token_ids, mask)
@@ -120,7 +120,7 @@ def test_rows_with_beginnings_of_their_own_begin_together(
         tokens.append(decode(engine, tokens[-1]).argmax(-1))
     assert torch.equal(torch.stack(tokens, dim=1), expected)
     others = [(rows, (0, 4, 2), 5), (rows[:2], (0, 4), 4), ([rows[0][1:], [], []], (0, 4, 4), 4)]
-    for wrong in (RowsPast(*one) for one in others):
+    for wrong in (RowsPast(*fields) for fields in others):
         with pytest.raises(EngineError, match="other rows"):
             prefill(engine, token_ids, mask, past=(wrong,))
 

@@ -47,34 +47,34 @@ def test_tokens_are_those_of_transformers(
 
 
 @pytest.mark.parametrize(
-    ("here", "attention", "architecture"), covering([0, 1, 2, 3], ["gpu", "cpu"], ["bloom", "llama"], times=2)
+    ("device_rows", "attention", "architecture"), covering([0, 1, 2, 3], ["gpu", "cpu"], ["bloom", "llama"], times=2)
 )
 def test_sequences_split_between_gpu_and_host_memory(
     architecture: str,
     attention: str,
-    here: int,
+    device_rows: int,
     checkpoint: Callable[..., Path],
     tmp_path: Path,
 ) -> None:
     directory = checkpoint(architecture)
-    engine = load("stream", directory, "cpu", tmp_path, here=here, kv_offload="auto", kv_attention=attention)
+    engine = load("stream", directory, "cpu", tmp_path, here=device_rows, kv_offload="auto", kv_attention=attention)
     for lengths, expected in zip(BATCHES, reference(directory), strict=True):
         assert torch.equal(greedy(engine, lengths), expected)
-        told = engine.effective()
-        there = max(0, len(lengths) - here)
-        assert told.settings["kv_host_rows"] == there
+        effective = engine.effective()
+        there = max(0, len(lengths) - device_rows)
+        assert effective.settings["kv_host_rows"] == there
         read = max(lengths) + 10  # by the last step
         over_link = engine.plan.model.kv_bytes(there, read) if attention == "gpu" else 0
-        assert told.settings["kv_bytes_per_step"] == over_link
-        assert told.streamed_bytes_per_step >= 0.95 * engine.plan.model.streamed_bytes
+        assert effective.settings["kv_bytes_per_step"] == over_link
+        assert effective.streamed_bytes_per_step >= 0.95 * engine.plan.model.streamed_bytes
 
 
 def test_prompts_of_one_token_are_prompts(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
     there = load("stream", checkpoint("llama"), "cpu", tmp_path, tokens=1, kv_offload="cpu", kv_attention="cpu")
-    here = load("stream", checkpoint("llama"), "cpu", tmp_path, tokens=1, kv_offload="none")
+    on_device = load("stream", checkpoint("llama"), "cpu", tmp_path, tokens=1, kv_offload="none")
     many: list[int] = []
     monkeypatch.setattr(CpuCache, "extend", _counted(CpuCache.extend, many))
-    assert torch.equal(greedy(there, (1, 1, 1)), greedy(here, (1, 1, 1)))
+    assert torch.equal(greedy(there, (1, 1, 1)), greedy(on_device, (1, 1, 1)))
     layers = there.plan.model.num_layers
     assert many[: 3 * layers] == [1] * 3 * layers, "prompts come a few rows at a time"
     assert set(many[3 * layers :]) == {3}, "and tokens for all rows at once"
@@ -89,13 +89,13 @@ def _counted(extend: Callable[..., Any], many: list[int]) -> Callable[..., Any]:
 
 
 def test_a_record_tells_where_the_cache_was(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    for attention, place in (("gpu", "gpu"), ("cpu", "cpu")):
+    for attention, kept_on in (("gpu", "gpu"), ("cpu", "cpu")):
         engine = load("stream", checkpoint("llama"), "cpu", tmp_path, kv_offload="cpu", kv_attention=attention)
         load_of_one = engine.plan.case.workload
         measure(engine, load_of_one, engine.plan.model.vocab_size, Samples(), repeats=1)  # and released
-        told = engine.effective().settings
-        assert (told["kv_host_rows"], told["kv_attention"]) == (load_of_one.batch_size, place)
-        assert (told["kv_bytes_per_step"] > 0) is (attention == "gpu")
+        settings = engine.effective().settings
+        assert (settings["kv_host_rows"], settings["kv_attention"]) == (load_of_one.batch_size, kept_on)
+        assert (settings["kv_bytes_per_step"] > 0) is (attention == "gpu")
 
 
 def test_a_record_of_requests_tells_how_many_had_their_cache_in_host_memory(
@@ -103,8 +103,8 @@ def test_a_record_of_requests_tells_how_many_had_their_cache_in_host_memory(
 ) -> None:
     engine = load("stream", checkpoint("llama"), "cpu", tmp_path, kv_offload="cpu", kv_attention="cpu")
 
-    def come_and_go(most: int) -> None:
-        for _ in range(most):  # one by one, as requests do
+    def come_and_go(count: int) -> None:
+        for _ in range(count):  # one by one, as requests do
             passes.prefill(engine, *prompts((5,)), 4)
         for batch in list(engine.batches):
             engine.retire(batch)
@@ -115,9 +115,9 @@ def test_a_record_of_requests_tells_how_many_had_their_cache_in_host_memory(
         come_and_go(rows)
         come_and_go(1)  # after a moment without any
         engine.expect(None)
-        told = engine.effective().settings
-        assert (told["kv_host_rows"], told["kv_attention"]) == (rows, "cpu")
-        assert told["kv_threads"]
+        settings = engine.effective().settings
+        assert (settings["kv_host_rows"], settings["kv_attention"]) == (rows, "cpu")
+        assert settings["kv_threads"]
     come_and_go(1)
     assert engine.effective().settings["kv_host_rows"] == 1
 
@@ -168,11 +168,11 @@ def test_a_quantised_cache_is_half_as_large_and_nearly_as_good(
     engine = load("stream", directory, "cpu", tmp_path, kv_cache_dtype=storage)
     exact = load("stream", directory, "cpu", tmp_path)
     token_ids, mask = prompts((9, 5, 7))
-    logits = [prefill(one, token_ids, mask, reserve=8) for one in (engine, exact)]
+    logits = [prefill(model, token_ids, mask, reserve=8) for model in (engine, exact)]
     assert torch.allclose(logits[0], logits[1], atol=1e-4), "the prompt's attention sees exact keys"
     for _ in range(6):
         token = logits[1].argmax(-1)
-        logits = [decode(one, token) for one in (engine, exact)]
+        logits = [decode(model, token) for model in (engine, exact)]
         error = (logits[0] - logits[1]).norm() / logits[1].norm()
         # Weights twenty times wider than a fresh model's: attention is sharp, and magnifies what is rounded.
         assert 0 < error < (0.1 if storage == "int8" else 0.5)
@@ -183,8 +183,8 @@ def test_a_quantised_cache_is_half_as_large_and_nearly_as_good(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("storage", "most"), [(torch.int8, 0.0065), (torch.float8_e4m3fn, 0.04)])
-def test_heads_of_any_size_are_quantised_alike(storage: torch.dtype, most: float, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("storage", "max_error"), [(torch.int8, 0.0065), (torch.float8_e4m3fn, 0.04)])
+def test_heads_of_any_size_are_quantised_alike(storage: torch.dtype, max_error: float, dtype: torch.dtype) -> None:
     """The error is relative to the largest value of the head: half a step, and the rounding of the model's own type."""
     states = torch.randn(1, 1, 6, 64)
     scales = [1.0, 0.0, 1e-4, 1e3, 1.0, 1.0] if dtype == torch.float16 else [1.0, 0.0, 1e-14, 1e30, 1e-35, 1e-22]
@@ -193,40 +193,40 @@ def test_heads_of_any_size_are_quantised_alike(storage: torch.dtype, most: float
         states[0, 0, 5] = torch.finfo(dtype).max * torch.tensor([1, -1]).repeat(32)  # the ends of the range
     layer = QuantizedLayer(1, 7, storage)
     layer.update(states, states)
-    for found in layer.update(states[:, :, :1], states[:, :, :1]):
-        assert found.dtype == dtype
-        error = (found[:, :, :6].double() - states.double()).abs().amax(-1)
-        assert bool((error <= most * states.double().abs().amax(-1)).all())
-        assert not found[0, 0, 1].any()
+    for states_of_layer in layer.update(states[:, :, :1], states[:, :, :1]):
+        assert states_of_layer.dtype == dtype
+        error = (states_of_layer[:, :, :6].double() - states.double()).abs().amax(-1)
+        assert bool((error <= max_error * states.double().abs().amax(-1)).all())
+        assert not states_of_layer[0, 0, 1].any()
 
 
 @pytest.mark.parametrize(
-    ("architecture", "here", "compiler"),
+    ("architecture", "device_rows", "compiler"),
     covering(["bloom", "llama", "gpt_neox"], [0, 1, 3], [True, False], times=2),
 )
 def test_in_8_bits_it_is_the_same_cache_wherever_it_is(
-    architecture: str, here: int, compiler: bool, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+    architecture: str, device_rows: int, compiler: bool, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     if not compiler:
         monkeypatch.setattr("zinfer.engine.stream.cpu_kernel.library", lambda: None)
     monkeypatch.setattr("zinfer.engine.stream.DEQUANTIZED_BYTES", 1)
     directory = checkpoint(architecture)
     alone = load("stream", directory, "cpu", tmp_path, kv_cache_dtype="int8")
-    split = load("stream", directory, "cpu", tmp_path, here=here, kv_cache_dtype="int8", kv_offload="auto")
+    split = load("stream", directory, "cpu", tmp_path, here=device_rows, kv_cache_dtype="int8", kv_offload="auto")
     token_ids, mask = prompts((9, 5, 7, 1))
-    logits = [prefill(one, token_ids, mask, reserve=8) for one in (alone, split)]
+    logits = [prefill(model, token_ids, mask, reserve=8) for model in (alone, split)]
     for _ in range(6):
         assert torch.allclose(logits[0], logits[1], atol=2e-3)
         token = logits[0].argmax(-1)
-        logits = [decode(one, token) for one in (alone, split)]
-    assert split.effective().settings["kv_host_rows"] == 4 - here
-    arena, kept = split.batches[0].memory, alone.plan.model.kv_bytes(4 - here, 17)
+        logits = [decode(model, token) for model in (alone, split)]
+    assert split.effective().settings["kv_host_rows"] == 4 - device_rows
+    arena, kept = split.batches[0].memory, alone.plan.model.kv_bytes(4 - device_rows, 17)
     assert arena is not None
     assert arena.size == pytest.approx(kept * (1 + 4 / alone.plan.model.head_dim) / 4, abs=4096)
 
 
 class Together:
-    """Micro-batches of other lengths, padded and not, and the logits that each has alone."""
+    """Micro-batches of other lengths, padded and not, and reference logits. The latter are of each alone."""
 
     def __init__(self, engine: Any, patch: Patch, *lengths: tuple[int, ...]) -> None:
         self.engine, self.calls = engine, list[int]()  # rows in each forward pass of the model
@@ -247,8 +247,8 @@ class Together:
             engine.clear()
 
     def check(self, on_host: list[int], sizes: list[int], within: float) -> None:
-        """Decode together, `on_host` of each with rows in host memory, in forward passes of `sizes` rows."""
-        batches = [passes.prefill(self.engine, *one, 8)[0] for one in self.prompts]
+        """Decode together, in forward passes of `sizes` rows. `on_host` of each have rows in host memory."""
+        batches = [passes.prefill(self.engine, *prompt, 8)[0] for prompt in self.prompts]
         assert [batch.host_rows for batch in batches] == on_host
         for step in range(1, 4):
             self.calls.clear()
@@ -262,7 +262,7 @@ class Together:
 def test_rows_whose_cache_crosses_the_link_share_a_forward_pass(
     architecture: str, together: bool, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    """Micro-batches of other lengths, padded and not, in parts of a row or two, beside rows on the device."""
+    """Micro-batches of other lengths, in parts of a row or two. Padded and not, with rows on the device."""
     keep_here(monkeypatch, 3)
     options: dict[str, Any] = {"kv_offload": "auto", "kv_attention": "gpu", "tokens": 14}
     engine: Any = load("stream", checkpoint(architecture), "cpu", tmp_path, **options)
@@ -272,27 +272,28 @@ def test_rows_whose_cache_crosses_the_link_share_a_forward_pass(
 
 
 @pytest.mark.parametrize(
-    ("architecture", "storage", "here"), covering(["bloom", "llama", "mixtral"], ["int8", "fp8"], [9, 6])
+    ("architecture", "storage", "device_rows"), covering(["bloom", "llama", "mixtral"], ["int8", "fp8"], [9, 6])
 )
 def test_rows_in_8_bits_share_a_forward_pass(
-    architecture: str, storage: str, here: int, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+    architecture: str, storage: str, device_rows: int, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    """Micro-batches of other lengths, padded and not, attended to a row at a time: a row's keys or values in the
-    model's type are freed before the next row's are made. Some rows may be in host memory."""
-    hosted = here < 9 and storage == "int8"
+    """Micro-batches of other lengths, attended to a row at a time. They are padded and not. A row's keys or values in
+    the model's type are freed before the next row's are made. Some rows may be in host memory.
+    """
+    hosted = device_rows < 9 and storage == "int8"
     if hosted:
-        keep_here(monkeypatch, here)
+        keep_here(monkeypatch, device_rows)
     options: dict[str, Any] = {"kv_cache_dtype": storage} | ({"kv_offload": "auto"} if hosted else {})
     engine: Any = load("stream", checkpoint(architecture), "cpu", tmp_path, **options)
-    live, most = list[Any](), list[int]()
+    live, counts = list[Any](), list[int]()
 
     def widen(numbers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        live[:] = [one for one in live if one() is not None]
-        most.append(len(live))
-        found = dequantize_kv(numbers, scales, dtype)
-        assert len(found) == 1
-        live.append(weakref.ref(found))
-        return found
+        live[:] = [reference for reference in live if reference() is not None]
+        counts.append(len(live))
+        values = dequantize_kv(numbers, scales, dtype)
+        assert len(values) == 1
+        live.append(weakref.ref(values))
+        return values
 
     rows = Together(engine, monkeypatch, (9, 5, 7, 4, 6), (7, 7, 7), (3,))
     monkeypatch.setattr("zinfer.engine.stream.DEQUANTIZED_BYTES", 1)
@@ -303,8 +304,8 @@ def test_rows_in_8_bits_share_a_forward_pass(
     else:
         rows.check([0, 0, 0], [9], 2e-4)
     if storage == "int8":
-        assert len(most) == 3 * here * 2 * len(engine.batches[0].cache.layers)
-        assert max(most) <= 1, "a row's keys may still be there while its values are widened"
+        assert len(counts) == 3 * device_rows * 2 * len(engine.batches[0].cache.layers)
+        assert max(counts) <= 1, "a row's keys may still be there while its values are widened"
 
 
 @pytest.mark.parametrize(
@@ -345,7 +346,7 @@ def test_a_quantised_cache_in_host_memory_needs_attention_on_the_cpu(checkpoint:
 
 
 def test_a_pool_keeps_what_was_freed_and_joins_it() -> None:
-    """Blocks of all sizes come from the memory that is there, however it was cut before."""
+    """Blocks of all sizes reuse free memory, however it was cut before."""
     pool = HostPool(pin=False)
     pool.reserve(1 << 20)
     assert pool.size == pool.unused == 1 << 20
@@ -378,7 +379,7 @@ def test_a_pool_keeps_what_was_freed_and_joins_it() -> None:
 def test_host_memory_that_is_short_is_told_by_the_batch_that_needs_it(
     checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    """A scheduler that expects more rows than there is memory for begins, and then runs fewer."""
+    """A scheduler that expects too many rows begins, then runs fewer. There is no memory for them."""
     engine: Any = load("stream", checkpoint("bloom"), "cpu", tmp_path, kv_offload="cpu", kv_attention="cpu")
 
     def short(_pool: HostPool, _size: int) -> None:
@@ -393,8 +394,9 @@ def test_host_memory_that_is_short_is_told_by_the_batch_that_needs_it(
 def test_rows_that_come_and_go_keep_to_the_host_memory_of_the_plan(
     checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    """Requests after an equal batch, in groups of many sizes, a third of them in host memory: it holds them with little
-    more than the plan says, and rows on the device are never moved off it when they are merged."""
+    """Requests in groups of many sizes, a third in host memory. They follow an equal batch. The scheduler holds them
+    with little more than the plan says, and rows on the device are never moved off it when they are merged.
+    """
     keep_here(monkeypatch, 26)
     monkeypatch.setattr(PassTimes, "room", lambda *_: 120)
     monkeypatch.setattr(PassTimes, "max_batches", property(lambda _: 6))
@@ -410,14 +412,14 @@ def test_rows_that_come_and_go_keep_to_the_host_memory_of_the_plan(
     running = ContinuousScheduler(engine, Words(), expected, 40, arrivals=True)  # type: ignore[arg-type]
     running.add(rows)
     planned = engine.plan.model.kv_bytes(14, expected.total_len)
-    most, merged = 0, 0
+    highest, merged = 0, 0
     while running.running:
-        before = sum(one.host_rows for one in engine.batches)
+        before = sum(batch.host_rows for batch in engine.batches)
         running.step()
         merged = max(merged, running.schedule.tally.merged)
-        hosted = sum(one.host_rows for one in engine.batches)
-        most = max(most, engine._kv_pool.size)
+        hosted = sum(batch.host_rows for batch in engine.batches)
+        highest = max(highest, engine._kv_pool.size)
         assert hosted <= 20, before
     assert merged > 0
-    assert 0 < most <= 1.5 * planned
+    assert 0 < highest <= 1.5 * planned
     assert all(row.finish_reason == "length" for row in rows)

@@ -60,7 +60,7 @@ class Browser:
             self.send(f"{domain}.enable")
 
     def open(self, path: Path, width: int = 1280, scheme: str = "light") -> Seen:
-        """Load a file at a width in CSS pixels, in a colour scheme. It is ``light`` or ``dark``."""
+        """Load a file at a width in CSS pixels. The colour scheme is ``light`` or ``dark``."""
         self.send("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
         self.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         self.events.clear()

@@ -149,7 +149,7 @@ def blocks_of(
         else:
             stored = [states.to(dtype)[:, :, :length] for states in both]
         blocks.append((stored[0], stored[1]))
-        wide = [cpu_kernel.widened(states, torch.float32).double() for states in stored]
+        wide = [cpu_kernel.dequantized(states, torch.float32).double() for states in stored]
         exact.append((wide[0], wide[1]))
     return blocks, exact
 
@@ -254,7 +254,7 @@ def test_every_processor_computes_the_same(lesser: None) -> None:
     for dtype, (rows, tokens, width) in product((*DTYPES, torch.int8), shapes):
         matrix = noise(2, 3, tokens, width, dtype=torch.float32 if dtype == torch.int8 else dtype)
         matrix = cpu_kernel.quantize_rows(matrix).view(torch.int8)[..., :width] if dtype == torch.int8 else matrix
-        exact = cpu_kernel.widened(matrix, torch.float32).double()
+        exact = cpu_kernel.dequantized(matrix, torch.float32).double()
         queries, chances = noise(2, 3, rows, width).float(), noise(2, 3, rows, tokens).float()
         assert cpu_kernel.can_multiply(queries, matrix)
         for actual, expected in (
@@ -400,7 +400,7 @@ def test_scores_that_are_changed_in_place_are_not_for_stacked_rows(
 def in_8_bits() -> tuple[HostInt8Tensor, Tensor]:
     """Return 8-bit keys as a model sees them, and their exact values: 2 sequences, 3 heads, 40 tokens, 16 values."""
     content = cpu_kernel.quantize_rows(noise(2, 3, 50, 16)).view(torch.int8)[:, :, :40, :16]
-    return as_host_int8(content, CPU, torch.bfloat16), cpu_kernel.widened(content, torch.bfloat16)
+    return as_host_int8(content, CPU, torch.bfloat16), cpu_kernel.dequantized(content, torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -433,7 +433,7 @@ def test_products_of_attention_read_8_bits_directly(
 ) -> None:
     keys, exact = in_8_bits
     query, bias = noise(6, 1, 16), noise(6, 1, 40)
-    monkeypatch.setattr(HostInt8Tensor, "widened", lambda _: pytest.fail("a copy was made"))
+    monkeypatch.setattr(HostInt8Tensor, "dequantized", lambda _: pytest.fail("a copy was made"))
     flat = keys.reshape(6, 40, 16)
     assert type(flat) is type(flat.transpose(-1, -2)) is type(flat.mT) is HostInt8Tensor
     scores = bias.baddbmm(batch1=query, batch2=flat.mT, alpha=0.25)
@@ -451,7 +451,7 @@ def test_products_of_attention_read_8_bits_directly(
 
 def test_an_int8_matrix_without_scales_is_refused() -> None:
     with pytest.raises(ValueError, match="without the scales"):
-        cpu_kernel.widened(torch.zeros(3, 4, dtype=torch.int8), torch.float32)
+        cpu_kernel.dequantized(torch.zeros(3, 4, dtype=torch.int8), torch.float32)
 
 
 def test_products_of_wrong_shapes_raise_torchs_error() -> None:
@@ -472,7 +472,7 @@ def test_products_of_wrong_shapes_raise_torchs_error() -> None:
 def test_rows_in_8_bits_are_as_good_as_their_bits() -> None:
     states = noise(2, 3, 257, 33) * torch.logspace(-3, 3, 257)[:, None]
     matrix = cpu_kernel.quantize_rows(states).view(torch.int8)[..., :33]
-    exact = cpu_kernel.widened(matrix, torch.float32)
+    exact = cpu_kernel.dequantized(matrix, torch.float32)
     assert bool(((exact - states).abs() <= states.abs().amax(-1, keepdim=True) / 253).all())
     assert cpu_kernel.can_multiply(noise(2, 3, 2, 33), matrix)
     assert not cpu_kernel.can_multiply(noise(2, 3, 2, 33), matrix.contiguous())  # the scales are lost
@@ -484,7 +484,7 @@ def test_rows_in_8_bits_are_as_good_as_their_bits() -> None:
 def test_torch_computes_the_products_of_any_two_types(dtype: torch.dtype, stored: torch.dtype) -> None:
     matrix = noise(2, 3, 40, 16, dtype=torch.float32 if stored == torch.int8 else stored)
     matrix = cpu_kernel.quantize_rows(matrix).view(torch.int8)[..., :16] if stored == torch.int8 else matrix
-    exact = cpu_kernel.widened(matrix, torch.float32).double()
+    exact = cpu_kernel.dequantized(matrix, torch.float32).double()
     queries, chances = noise(2, 3, 4, 16, dtype=dtype), noise(2, 3, 4, 40, dtype=dtype)
     assert cpu_kernel.library() is None
     assert not cpu_kernel.can_multiply(queries, matrix)

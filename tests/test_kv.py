@@ -305,7 +305,7 @@ def test_rows_in_8_bits_share_a_forward_pass(
         rows.check([0, 0, 0], [9], 2e-4)
     if storage == "int8":
         assert len(counts) == 3 * device_rows * 2 * len(engine.batches[0].cache.layers)
-        assert max(counts) <= 1, "a row's keys may still be there while its values are widened"
+        assert max(counts) <= 1, "a row's keys may still be there while its values are dequantized"
 
 
 @pytest.mark.parametrize(

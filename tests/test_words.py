@@ -14,10 +14,11 @@ NOUN_PHRASE = re.compile(r"(The|A|An|This|These|One|Every|Each|Its)\b")
 # Names that had a dialect of their own, and what stands for them now: docs/architecture.md has the terms.
 RETIRED = {
     "trip", "trips", "one_trip", "Sender", "Seat", "Together", "DeviceRoom", "layers_ahead", "hosted", "Hosted",
-    "landed", "lift", "arriving", "meanwhile", "settle", "forget", "beside", "aside", "apart", "Narrow", "widened",
+    "landed", "lift", "arriving", "meanwhile", "settle", "forget", "beside", "aside", "apart", "Narrow", "dequantized",
     "to_the_edge", "to_the_best", "Standing", "RowNews", "Meter", "Letters", "Stripes", "Lines", "Gaps", "regroup",
     "beat", "told", "found", "setup", "expert_images",
 }  # fmt: skip
+STORED = {("zinfer/commands/doctor.py", "found"), ("zinfer/record/study.py", "told")}  # keys of JSON
 Scope = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -85,6 +86,6 @@ def test_names_are_standard_terms() -> None:
         f"{path}:{line}: {name}"
         for path, tree in trees("zinfer").items()
         for name, line in names_of(tree)
-        if name.lstrip("_") in RETIRED
+        if name.lstrip("_") in RETIRED and (path, name) not in STORED
     ]
     assert stale == []

@@ -1,3 +1,3 @@
-"""Run language models larger than the GPU's memory, measure every way of doing it, and choose."""
+"""Run models larger than the GPU, measure every way, and choose."""
 
 __version__ = "0.1.0"

@@ -140,7 +140,7 @@ def _version(ctx: click.Context, _param: click.Parameter, value: bool) -> None:
 @click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Show the version.")
 @click.pass_context
 def cli(ctx: click.Context, debug: bool) -> None:
-    """Run language models larger than the GPU's memory, measure every way of doing it, and choose.
+    """Run models larger than the GPU, measure every way, and choose.
 
     \b
     zinfer sweep --model bloom-176b --offload cpu    measure

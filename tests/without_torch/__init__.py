@@ -1,1 +1,1 @@
-"""This folder stands on the PYTHONPATH of every process of ``pytest --quick``, so that `sitecustomize` runs in each."""
+"""Folder on the PYTHONPATH of ``pytest --quick``, so that `sitecustomize` runs."""

@@ -10,8 +10,11 @@ class TorchImported(BaseException):
 
 
 def refuse_torch(event: str, args: tuple[object, ...]) -> None:
-    """Raise `TorchImported` if the audit event is an import of torch, and append the stack to the file that
-    ``ZINFER_TORCH_IMPORTS`` names: the test reads it, whatever becomes of the process."""
+    """Raise `TorchImported` at an import of torch.
+
+    The stack is appended to the file that ``ZINFER_TORCH_IMPORTS`` names: the test reads it, whatever becomes of the
+    process.
+    """
     if event != "import" or str(args[0]).partition(".")[0] != "torch":
         return
     if "torch" in sys.modules and sys.modules["torch"] is None:  # a test hides torch: this import fails by itself

@@ -53,7 +53,7 @@ class TextPieces:
         before = self._shown.get(sequence.key, "")
         if sequence.ended:
             text = whole = sequence.text
-            self.forget([sequence.key])
+            self.discard([sequence.key])
         else:
             whole = sequence.running.of(self._tokenizer, sequence.output_ids, sequence.before)
             text = _before_a_stop(whole.rstrip(UNFINISHED).rstrip(), sequence.stop)
@@ -65,7 +65,7 @@ class TextPieces:
             self._shown[sequence.key] = text
         return text[len(before) :]
 
-    def forget(self, keys: Iterable[int]) -> None:
+    def discard(self, keys: Iterable[int]) -> None:
         """Forget sequences whose text is wanted no more."""
         for key in keys:
             self._shown.pop(key, None)

@@ -540,7 +540,7 @@ class Schedule:
                 batches.remove(batch)
                 moves.append(Move("retire", batch))
 
-    def _regroup(self, moves: list[Move], sources: Sequence[PlannedBatch]) -> PlannedBatch:
+    def _move_rows(self, moves: list[Move], sources: Sequence[PlannedBatch]) -> PlannedBatch:
         """Move the living rows of `sources` into one micro-batch."""
         rows = [row for batch in sources for row in batch.living]
         tokens = [batch.computed(index) for batch in sources for index in batch.alive]
@@ -574,7 +574,7 @@ class Schedule:
             alone, share = tuned.host_waste if batch.on_host else tuned.draft_waste if self.ahead else tuned.waste
             if gain > alone * batch.positions or (gain and read - needed > share * read):
                 read -= gain
-                self._regroup(moves, [batch])
+                self._move_rows(moves, [batch])
 
     def _merge(self, moves: list[Move]) -> None:
         """Merge neighbours in length if it pays, or micro-batches are too many."""
@@ -605,7 +605,7 @@ class Schedule:
             if not too_many and padded + best[0] > tuned.merged_waste * (read + best[0]):
                 return
             self.tally.merged += 1
-            self._regroup(moves, best[1])
+            self._move_rows(moves, best[1])
 
     @property
     def _reserved(self) -> int:
@@ -619,7 +619,7 @@ class Schedule:
                 rows, length = batch.compact
                 need = rows * self._capacity(length, batch.max_remaining) - batch.reserved
                 if self._reserved + need <= self.limits.positions or len(self.running) <= 1:
-                    self._regroup(moves, [batch])
+                    self._move_rows(moves, [batch])
                 elif len(self.batches) > 1:
                     self._make_room(moves, batch)
                 else:
@@ -635,7 +635,7 @@ class Schedule:
             self._sort()
             return
         if len(victim.alive) < len(victim.rows) or victim.gaps:
-            victim = self._regroup(moves, [victim])
+            victim = self._move_rows(moves, [victim])
         self.suspended.append(victim)
         self.tally.suspended += len(victim.rows)
         moves.append(Move("suspend", victim))

@@ -39,11 +39,11 @@ def at_end(callback: Callable[[], object]) -> Callable[[], None]:
     """Call `callback` when a signal ends this process; return a function that cancels this."""
     _callbacks.append(callback)
 
-    def forget() -> None:
+    def cancel() -> None:
         with suppress(ValueError):
             _callbacks.remove(callback)
 
-    return forget
+    return cancel
 
 
 def handle_signals() -> None:

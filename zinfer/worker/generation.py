@@ -90,7 +90,7 @@ def _drop(session: Session, running: ContinuousScheduler, keys: Iterable[int]) -
     streams = [sequence for sequence in session.sent if sequence.key in gone and sequence.stream]
     texts = {sequence.key: session.tokenizer().decode(sequence.output_ids, sequence.before) for sequence in streams}
     running.drop(gone)
-    session.text.forget(gone)
+    session.text.discard(gone)
     session.sent = {sequence: count for sequence, count in session.sent.items() if sequence.key not in gone}
     return texts
 

@@ -17,7 +17,7 @@ from torch.nn.functional import dropout, scaled_dot_product_attention, softmax
 from torch.utils._pytree import tree_map
 
 from zinfer.engine.stream import stacked
-from zinfer.engine.stream.cpu_kernel import attend, can_attend, can_multiply, dots, mix, widened
+from zinfer.engine.stream.cpu_kernel import attend, can_attend, can_multiply, dequantized, dots, mix
 from zinfer.engine.stream.host_work import flush, run_async, to_host_async
 from zinfer.engine.stream.stacked import RESHAPES, TURNS, NotStackedError, Stacked, stack
 from zinfer.engine.transfer import to_device, to_host
@@ -102,17 +102,17 @@ class HostInt8Tensor(HostTensor):
                 if result.data_ptr() == rows.data_ptr() and _has_whole_rows(result, rows.width):
                     return as_host_int8(result, rows.home, rows.wide)
         args, kwargs = _changed(
-            lambda rows: rows.widened() if isinstance(rows, HostInt8Tensor) else rows, (args, kwargs)
+            lambda rows: rows.dequantized() if isinstance(rows, HostInt8Tensor) else rows, (args, kwargs)
         )
         return func(*args, **kwargs)
 
-    def widened(self) -> HostTensor:
+    def dequantized(self) -> HostTensor:
         """Return a copy in the type `wide`."""
         flush()
         with torch._C.DisableTorchFunctionSubclass():
             content = self.as_subclass(Tensor)
             turned = content.stride(-1) != 1
-            dequantized = widened(content.transpose(-1, -2) if turned else content, self.wide)
+            dequantized = dequantized(content.transpose(-1, -2) if turned else content, self.wide)
             return as_host_tensor(dequantized.transpose(-1, -2) if turned else dequantized, self.home)
 
 
@@ -444,7 +444,7 @@ def _attention(
         flush()
         if isinstance(key, HostRowsTensor) or isinstance(value, HostRowsTensor):
             raise NotStackedError("causal attention of several tokens, or of heads that share keys")
-        key, value = widened(key, query.dtype), widened(value, query.dtype)
+        key, value = dequantized(key, query.dtype), dequantized(value, query.dtype)
         return scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )

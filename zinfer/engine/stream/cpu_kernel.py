@@ -170,7 +170,7 @@ def can_attend(queries: Tensor, blocks: Sequence[tuple[Tensor, Tensor]]) -> bool
 
 def _alike(rows: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Cast both to the wider of their types, as torch's product requires."""
-    matrix = widened(matrix, rows.dtype)
+    matrix = dequantized(matrix, rows.dtype)
     dtype = torch.promote_types(rows.dtype, matrix.dtype)
     return rows.to(dtype), matrix.to(dtype)
 
@@ -199,7 +199,7 @@ def int8_of(rows: Tensor) -> Tensor:
     return rows[..., : rows.shape[-1] - SCALE_BYTES].view(torch.int8)
 
 
-def widened(matrix: Tensor, dtype: torch.dtype) -> Tensor:
+def dequantized(matrix: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a copy of an int8 `matrix` in `dtype`; any other matrix as it is. Raises ValueError for lost scales."""
     if matrix.dtype != torch.int8:
         return matrix

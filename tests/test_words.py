@@ -14,7 +14,7 @@ NOUN_PHRASE = re.compile(r"(The|A|An|This|These|One|Every|Each|Its)\b")
 # Names that had a dialect of their own, and what stands for them now: docs/architecture.md has the terms.
 RETIRED = {
     "trip", "trips", "one_trip", "Sender", "Seat", "Together", "DeviceRoom", "layers_ahead", "hosted", "Hosted",
-    "landed", "lift", "arriving", "meanwhile", "settle", "forget", "beside", "aside", "apart", "Narrow", "dequantized",
+    "landed", "lift", "arriving", "meanwhile", "settle", "forget", "beside", "aside", "apart", "Narrow", "widened",
     "to_the_edge", "to_the_best", "Standing", "RowNews", "Meter", "Letters", "Stripes", "Lines", "Gaps", "regroup",
     "beat", "told", "found", "setup", "expert_images",
 }  # fmt: skip

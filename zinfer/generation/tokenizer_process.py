@@ -289,12 +289,12 @@ class TokenizerProcess:
         return Facts(ends=tuple(EndToken(*end) for end in answer.pop("ends")), **answer)
 
 
-def _end(process: "subprocess.Popen[bytes]", control: Connection, forget: Callable[[], None]) -> None:
+def _end(process: "subprocess.Popen[bytes]", control: Connection, unregister: Callable[[], None]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     control.close()
-    forget()
+    unregister()
 
 
 def _received(connection: Connection, seconds: float) -> dict[str, Any]:

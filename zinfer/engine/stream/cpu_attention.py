@@ -112,8 +112,8 @@ class HostInt8Tensor(HostTensor):
         with torch._C.DisableTorchFunctionSubclass():
             content = self.as_subclass(Tensor)
             turned = content.stride(-1) != 1
-            dequantized = dequantized(content.transpose(-1, -2) if turned else content, self.wide)
-            return as_host_tensor(dequantized.transpose(-1, -2) if turned else dequantized, self.home)
+            dense = dequantized(content.transpose(-1, -2) if turned else content, self.wide)
+            return as_host_tensor(dense.transpose(-1, -2) if turned else dense, self.home)
 
 
 class HostRowsTensor(Stacked, HostTensor):

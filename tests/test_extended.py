@@ -22,10 +22,13 @@ from tests.test_passes import WAYS, keep_here, small_blocks
 from zinfer.checkpoint import resolve
 from zinfer.core.case import Workload
 from zinfer.core.model import ModelError, check_positions, stretched
+from zinfer.core.request import Request
 from zinfer.engine import EngineError
 from zinfer.engine.base import Work
+from zinfer.engine.rotary import turned_by
 from zinfer.generation import scheduler, tuning
 from zinfer.generation.scheduler import ContinuousScheduler, DecodeLoop
+from zinfer.generation.tokenizer import Tokenizer
 
 SWITCH = 24
 FACTORS = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
@@ -231,6 +234,34 @@ def test_kept_prefixes_serve_rows_with_the_same_keys_alone(
     running.end()
     engine.close()
     check(saved(kind), rows, [6] * len(rows))
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "phi3"])
+def test_conversations_that_grow_beyond_the_first_angles_go_on(kind: str, saved: Saved, tmp_path: Path) -> None:
+    engine = load("stream", saved(kind), "cpu", tmp_path)
+    token_ids, _ = prompts((90,))
+    ids = token_ids[0].tolist()
+    talk = ContinuousScheduler(engine, Tokenizer(engine.plan.model), LOAD, 1, cache_size=1 << 24)
+    reloaded = []
+    for length in (10, 21, 40, 60, 15):
+        (turn,) = talk.add([Request(ids[:length], 9, ignore_eos=True, key=length)])
+        while talk.running:
+            talk.step()
+        talk.release()
+        assert turn.output_ids == alone(saved(kind), ids[:length], 9), length
+        reloaded.append(turn.cached)
+    assert reloaded[1] == 10
+    assert reloaded[2:4] == [0, 0]
+    assert reloaded[4] > 0
+    engine.close()
+
+
+def test_a_pass_whose_positions_are_of_other_rows_is_refused(saved: Saved, tmp_path: Path) -> None:
+    engine = load("stream", saved("dynamic"), "cpu", tmp_path)
+    rotary = engine.model.model.rotary_emb  # type: ignore[attr-defined]
+    with turned_by(torch.ones((2, 3), dtype=torch.int64)), pytest.raises(EngineError, match="other lengths"):
+        rotary(torch.zeros(1), torch.ones((3, 3), dtype=torch.int64))
+    engine.close()
 
 
 def test_a_decode_loop_never_goes_on_with_other_keys(saved: Saved, tmp_path: Path) -> None:

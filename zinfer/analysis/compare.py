@@ -4,7 +4,8 @@ Each side's mean is known to within the half-width of its own 95% confidence int
 known to within the two half-widths in quadrature. A change inside that is noise, whatever its sign. One repeat has no
 spread: its noise is unknown, which is not the same as small, and no such change is called better or worse::
 
-for change in compare(read(a).points, read(b).points).changes: print(change.label, change.relative, change.verdict)
+    for change in compare(read(a).points, read(b).points).changes:
+        print(change.label, change.relative, change.verdict)
 """
 
 from collections.abc import Callable, Iterable, Sequence

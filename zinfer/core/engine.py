@@ -1,7 +1,5 @@
 """Engines and their options, as data that needs no torch.
 
-No torch is needed here.
-
 A case names an engine and the options in which it differs from the defaults. They are validated once, by
 `resolve_options`, when the case is made, before any process starts::
 

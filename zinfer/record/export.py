@@ -4,7 +4,8 @@ Failures are rows too; an unknown value is an empty cell, never 0. Only usable p
 column names: tokens a second, milliseconds, seconds, bytes, bytes a second. The columns of `COLUMNS` always come first,
 in that order; a column for each recorded prediction and for each recorded version follows::
 
-table = FlatTable.of([("bloom", point) for point in points]) Path("bloom.csv").write_bytes(to_csv(table))
+    table = FlatTable.of([("bloom", point) for point in points])
+    Path("bloom.csv").write_bytes(to_csv(table))
 
 Model names and error texts come from outside and are never trusted: no cell starts a formula, a table or markup.
 """

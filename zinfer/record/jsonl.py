@@ -75,7 +75,7 @@ def seal(kind: str, fields: dict[str, Any]) -> bytes:
 def unseal(line: bytes) -> tuple[str, dict[str, Any]]:
     """Return kind and fields of a sealed line.
 
-    Raises Garbled unless its bytes are as `seal` wrote them, ValueError for one of another schema version.
+    Raises Garbled unless its checksum is that of its other bytes, ValueError for one of another schema version.
     """
     for member in _CHECKSUM.finditer(line):
         if member[1] == _checksum(line[: member.start()], line[member.end() :]):

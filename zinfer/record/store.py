@@ -1,7 +1,11 @@
-"""Results of sweeps on disk: a sealed line a start or point.
+"""Results of sweeps on disk: a sealed line for each start and each point.
 
-with Store.open(Path("sweeps/results/h100/bloom.jsonl")) as store: store.append_header(Header(machine="h100",
-recipe=recipe)) store.append(measurement) points = read(Path("sweeps/results")).points
+Lines (`zinfer.record.jsonl`) are appended whole and synced, and checked when read::
+
+    with Store.open(Path("sweeps/results/h100/bloom.jsonl")) as store:
+        store.append_header(Header(machine="h100", recipe=recipe))
+        store.append(measurement)
+    points = read(Path("sweeps/results")).points
 """
 
 from collections.abc import Callable, Iterable

@@ -2,7 +2,8 @@
 
 A file ``<study>.jsonl`` holds the runs of a study, a sealed line each (`zinfer.record.jsonl`)::
 
-append(Path("sweeps/results/h100/codec.jsonl"), run) runs = read(Path("sweeps/results/h100/codec.jsonl"), "codec").runs
+    append(Path("sweeps/results/h100/codec.jsonl"), run)
+    runs = read(Path("sweeps/results/h100/codec.jsonl"), "codec").runs
 
 Files of zinfer 0.1 are read as well: a header and a line for each row, or one JSON document. `zinfer.analysis.study`
 makes tables and answers of runs.

@@ -74,7 +74,8 @@ class Placer:
     def tiers(self, placement: Placement, workload: Workload, efficiency: Efficiency | None = None) -> Tiers:
         """Count the bytes by tier, with the working memory of `efficiency`."""
         factor = (efficiency or self.efficiency or Efficiency()).memory
-        return Sizes(placement, self.model).tiers(workload, self.machine.gpu_count > 0, factor)
+        has_gpu = self.machine.gpu_count > 0
+        return Sizes(placement, self.model).tiers(workload, has_gpu, factor, self.machine.host_bytes)
 
     def device_bytes(self, tiers: Tiers) -> int:
         """Return the bytes on the device; without a GPU it is the host."""

@@ -14,7 +14,7 @@ fitted without it (leave-one-out cross-validation), for the placement that it ha
 """
 
 import json
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -49,7 +49,7 @@ class Evidence:
     hidden: float = 1.1  # a step at most this many times longer than its copies shows the rate of the link
     computes: float = 1.5  # a prefill this many times longer than its other limits is decided by compute alone
     all_kept: float = 0.98  # of the layers' bytes: host memory that holds as many, rounding aside, holds all
-    launches: float = 1.15  # a step this many times longer than its physical limits is decided by launches alone
+    launches: float = 1.15  # a step this many times longer than bytes and products take is decided by launches alone
 
 
 EVIDENCE = Evidence()
@@ -136,8 +136,9 @@ class FitPoint:
 
     def tiers(self, efficiency: Efficiency) -> Tiers:
         """Return the bytes by tier as they were placed."""
-        workload, machine = self.point.case.workload, self.machine
-        return Sizes(self.placement, self.model).tiers(workload, True, efficiency.memory, machine.host_bytes)
+        case, host_bytes = self.point.case, self.machine.host_bytes
+        reads = case.load_format != "dummy"
+        return Sizes(self.placement, self.model).tiers(case.workload, True, efficiency.memory, host_bytes, reads)
 
     def predicted(self, efficiency: Efficiency) -> dict[str, Any]:
         """Return the predicted seconds, throughput and bytes of the point."""
@@ -215,8 +216,8 @@ class FitPoint:
         step_ms = self.point.step_median_ms
         if not step_ms or self.placement.tier != "gpu" or self.placement.graphs:
             return None
-        physical = max(self.step.limits.values(), default=0.0)
-        return step_ms / 1e3 / self.model.num_layers if step_ms / 1e3 > EVIDENCE.launches * physical else 0.0
+        explained = EVIDENCE.launches * (self.step.seconds or 0.0)
+        return step_ms / 1e3 / self.model.num_layers if step_ms / 1e3 > explained else 0.0
 
     def mfu(self) -> float | None:
         """Return the share of the matmul rate of a compute-bound prefill.
@@ -228,14 +229,16 @@ class FitPoint:
         if not flops or not one_pass or load.batch_size * load.input_len < EVIDENCE.prompt_tokens:
             return None
 
+        reached = Efficiency(link_share=self.link_share() or 1.0)
+
         def seconds(mfu: float) -> float:
-            reached = Efficiency(link_share=self.link_share() or 1.0, mfu=mfu)
-            return self.timing(reached).prefill(load.batch_size, load.input_len).seconds or 0.0
+            timing = self.timing(reached.model_copy(update={"mfu": mfu}))
+            return timing.prefill(load.batch_size, load.input_len).seconds or 0.0
 
         measured, low, high = median(self.point.ttft_ms) / 1e3, 0.01, 1.0
         if measured < EVIDENCE.computes * seconds(1e9) or measured <= seconds(high):
             return None
-        for _ in range(20):  # to a millionth: shorter with a larger share
+        for _ in range(14):  # a larger share takes less time
             middle = (low + high) / 2
             low, high = (middle, high) if seconds(middle) > measured else (low, middle)
         return low
@@ -418,10 +421,11 @@ class _Fit:
         return default.model_copy(update=medians | {"points": self.points - (without is not None)})
 
     def _lowest(self, name: str, routed: bool, without: FitPoint | None) -> float | None:
-        values = [value for value in self._values.get((name, routed), []) if value]
+        values = self._values.get((name, routed), [])
         left_out = without.factors[name] if without and _is_routed(name, without) is routed else None
-        lowest = values[1:] if values and values[0] == left_out else values
-        return lowest[0] if lowest else None
+        first = bisect_right(values, 0.0)  # from here on launches decide
+        first += left_out is not None and values[first : first + 1] == [left_out]
+        return values[first] if first < len(values) else None
 
     def _median(self, name: str, routed: bool, without: FitPoint | None) -> float | None:
         values = self._values.get((name, routed), [])

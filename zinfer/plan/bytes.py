@@ -244,13 +244,18 @@ class Sizes:
         return flat + scores + waiting + rows * model.vocab_size * (model.dtype_bytes + 4)
 
     def tiers(
-        self, workload: Workload, has_gpu: bool = True, working_factor: float = 1.0, host_bytes: int | None = None
+        self,
+        workload: Workload,
+        has_gpu: bool = True,
+        working_factor: float = 1.0,
+        host_bytes: int | None = None,
+        reads: bool = False,
     ) -> Tiers:
         """Count the bytes on GPU, host and NVMe at their peak.
 
         It is the peak over the load and all passes. Buffers and activations are taken times `working_factor`. Without a
         GPU the host carries the device's bytes as well; they are counted under `gpu` all the same. A host of
-        `host_bytes` may have no memory to touch ahead.
+        `host_bytes` may have no memory to touch ahead. A load that `reads` a checkpoint has two buffers for it.
         """
         placement, model = self.placement, self.model
         batch_size, input_len, length = workload.batch_size, workload.input_len, workload.total_len
@@ -283,8 +288,11 @@ class Sizes:
         on_host = {"host": outside, "nvme": min(placement.held_bytes, outside)}.get(placement.tier, 0)
         on_disk = placement.tier == "nvme"
         host_weights = round(on_host * placement.kept_ratio) + (0 if placement.resident_others else others)
-        # What a load touches ahead is free again when the KV cache comes.
-        loading = max(0, self._touched_ahead(on_host, host_bytes) - host_kv)
+        # What a load touches ahead, and reads with, is free again when the KV cache comes.
+        layer = round(model.layer_bytes * model.stored_ratio)
+        reads = reads and (host_bytes is None or ALLOWANCES.plenty * max(layer, others) <= host_bytes)  # else mapped
+        reading = layer + max(layer, others) if reads else 0  # the weights outside the layers are read first
+        loading = max(0, self._touched_ahead(on_host, host_bytes) + reading - host_kv)
         host = Bytes(
             weights=host_weights,
             kv_cache=host_kv,

@@ -364,7 +364,8 @@ class Timing:
         hbm, links = machine.hbm_bandwidth or inf, self._links() or inf
         unpacked, over_link = sizes.unpacked(tokens), self._over_link(work)
         limits["compute"] += work.between / placement.gpus / hbm
-        limits["launch"] = efficiency.layer_s * model.num_layers
+        kernels = self._kernels_s(tokens)
+        limits["launch"] = max(efficiency.layer_s * model.num_layers, kernels)
         unpacking = self._unpacking_s(unpacked) + placement.dequantised_bytes / (RATES.torch_unpacking * hbm)
         if unpacking:
             limits["unpacking"] = unpacking
@@ -374,7 +375,6 @@ class Timing:
         # One queue of the GPU unpacks a layer into the only buffer, then computes it. Grouped products of experts read
         # their weights before they are busy.
         computing = limits["hbm"] + limits["compute"] if model.num_experts else max(limits["hbm"], limits["compute"])
-        kernels = self._kernels_s(tokens)
         queue = unpacking + computing + kernels
         cpu = machine.attention_rate(max(1, model.num_heads // max(1, model.num_kv_heads)))
         if work.host_kv and placement.kv_on_cpu and cpu is not None:
@@ -382,7 +382,7 @@ class Timing:
             # The rate was measured for values in 16 bits.
             in_16_bits = work.host_kv / placement.kv_ratio * (RATES.eight_bits if placement.kv_ratio < 1 else 1.0)
             attending, contended = self.contended_rates(cpu, round(in_16_bits), limits.get("link", 0.0))
-            on_gpu = unpacking + limits["hbm"] + limits["compute"] + limits["launch"] + kernels
+            on_gpu = unpacking + limits["hbm"] + limits["compute"] + limits["launch"]
             limits["cpu attention"] = attending + on_gpu
             if "link" in limits:
                 limits["link"] = contended
@@ -392,8 +392,9 @@ class Timing:
             if (seconds := sum(link_limits.values())) > (times.seconds or 0.0):
                 times = _slowest(link_limits).model_copy(update={"seconds": seconds, "limits": limits})
         if queue > (times.seconds or 0.0):
-            parts: dict[Bound, float] = {bound: limits.get(bound, 0.0) for bound in ("hbm", "compute", "unpacking")}
-            times = Times(seconds=queue, bound_by=_slowest(parts | {"launch": kernels}).bound_by, limits=limits)
+            bounds: tuple[Bound, ...] = ("hbm", "compute", "unpacking", "launch")
+            parts = {bound: limits[bound] for bound in bounds if bound in limits}
+            times = Times(seconds=queue, bound_by=_slowest(parts).bound_by, limits=limits)
         if unpacked and unpacking and machine.gpu_count and not (chooses or placement.kv_on_cpu):
             late = queue + self._late_s(queue, unpacking, copying, over_link, work.kv_copies)
             if late > (times.seconds or 0.0):

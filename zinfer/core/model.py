@@ -101,6 +101,14 @@ def _counted(key: _ByIdentity) -> tuple[tuple[LayerSpec, int], ...]:
     return tuple(Counter(key.layers).items())
 
 
+@lru_cache(maxsize=256)
+def _parameters(key: _ByIdentity) -> tuple[int, int]:
+    """Return the parameters of a stack, and of its routed experts."""
+    kinds = _counted(key)
+    whole = sum(count * layer.parameters for layer, count in kinds)
+    return whole, sum(count * layer.expert_parameters for layer, count in kinds)
+
+
 class Shape(Frozen):
     """Shape of a model: counts and widths, without name, dtype or weights.
 
@@ -180,7 +188,7 @@ class ModelSpec(Shape):
 
     @property
     def _in_layers(self) -> int:
-        return sum(count * layer.parameters for layer, count in self._kinds)
+        return _parameters(_ByIdentity(self.layers))[0]
 
     @property
     def expert_parameters(self) -> int:
@@ -222,7 +230,7 @@ class ModelSpec(Shape):
 
     @property
     def _routed(self) -> int:
-        return sum(count * layer.expert_parameters for layer, count in self._kinds)
+        return _parameters(_ByIdentity(self.layers))[1]
 
     @property
     def routed_bytes(self) -> int:

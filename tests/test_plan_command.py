@@ -17,6 +17,10 @@ RESULTS = str(ROOT / "sweeps" / "results")
 H100 = f"{RESULTS}/nvidia-h100-80gb-hbm3"
 
 
+# all weights over the link, and the KV cache on the GPU
+STREAMED = ("--gpu-weights", "0%", "--kv-offload", "none")
+
+
 def plan(*words: str, code: int = 0) -> str:
     result = CliRunner().invoke(cli, ["plan", *words], env={"COLUMNS": "200"})
     assert result.exit_code == code, result.output
@@ -40,7 +44,7 @@ def test_every_option_is_an_axis() -> None:
 
 def test_drafts_count_by_their_acceptance() -> None:
     """Geometric series of tokens, drafting time, and no drafts without gain."""
-    words = ("-m", "bloom-176b", "--machine", "h100-80gb", "--offload", "cpu", "--batch-size", "4")
+    words = ("-m", "bloom-176b", "--machine", "h100-80gb", "--offload", "cpu", *STREAMED, "--batch-size", "4")
     (plain,) = rows(*words)
     for acceptance in (0.0, 0.3, 0.7):
         alone, ngram, small = rows(*words, "--draft", "none,ngram,bloom-560m", "--acceptance", str(acceptance))
@@ -90,7 +94,7 @@ def test_auto_is_the_batch_with_the_best_throughput() -> None:
 
 
 def test_a_calibrated_plan_has_a_band_and_is_slower_than_the_limit() -> None:
-    words = ("-m", "opt-30b", "--machine", "h100-80gb", "--offload", "cpu", "--batch-size", "8")
+    words = ("-m", "opt-30b", "--machine", "h100-80gb", "--offload", "cpu", *STREAMED, "--batch-size", "8")
     (limit,), (result,) = rows(*words), rows(*words, "--calibrate", H100)
     assert limit["error"] is None
     assert 0 < result["error"] < 0.15
@@ -104,7 +108,7 @@ def test_a_calibrated_plan_has_a_band_and_is_slower_than_the_limit() -> None:
 
 
 def test_the_room_for_the_cache_is_named_where_it_bounds_the_batch() -> None:
-    words = ("-m", "opt-30b", "--machine", "h100-80gb", "--offload", "cpu")
+    words = ("-m", "opt-30b", "--machine", "h100-80gb", "--offload", "cpu", *STREAMED)
     (full,), (small,) = rows(*words), rows(*words, "--batch-size", "1")
     assert full["bounds"] == ["link", "KV capacity"]
     assert small["bounds"] == ["link"]
@@ -112,7 +116,7 @@ def test_the_room_for_the_cache_is_named_where_it_bounds_the_batch() -> None:
 
 
 def test_replaced_figures_are_shown() -> None:
-    words = ("-m", "opt-30b", "--machine", "h100-80gb", "--offload", "cpu", "--batch-size", "8")
+    words = ("-m", "opt-30b", "--machine", "h100-80gb", "--offload", "cpu", *STREAMED, "--batch-size", "8")
     (before,), (after,) = (rows(*words, "--set", f"h2d_bandwidth={rate}GB/s") for rate in (54.9, 109.8))
     assert before["step_s"] == pytest.approx(2 * after["step_s"])
     text = plan(*words, "--set", "h2d_bandwidth=109.8GB/s")
@@ -143,7 +147,7 @@ def test_a_model_that_does_not_fit_is_reported_once_with_a_remedy() -> None:
     result = CliRunner().invoke(cli, ["plan", "-m", "bloom-176b", "--machine", "h100-80gb"])
     assert result.exit_code == 0
     assert "does not fit" in result.stdout
-    assert result.stderr.count("355.8 GB of GPU memory") == 1
+    assert len(re.findall(r"\d GB of GPU memory", result.stderr)) == 1
     alone = CliRunner().invoke(cli, ["plan", "-m", "bloom-176b", "--machine", "h100-80gb", "--offload", "none"])
     assert alone.exit_code == 4, "nothing fits"
 
@@ -184,7 +188,17 @@ def test_what_several_gpus_cannot_do_is_said() -> None:
 
 
 def test_formats_are_planned_for_engines_that_have_them() -> None:
-    words = ("-m", "opt-30b", "--machine", "h100-80gb", "--offload", "cpu", "--weights", "as-released,int4,fp8")
+    words = (
+        "-m",
+        "opt-30b",
+        "--machine",
+        "h100-80gb",
+        "--offload",
+        "cpu",
+        *STREAMED,
+        "--weights",
+        "as-released,int4,fp8",
+    )
     plans = {row["case"].get("weights"): row for row in rows(*words)}
     assert plans.keys() == {None, "int4", "fp8"}
     sizes = {form: row["streamed_bytes"] / plans[None]["streamed_bytes"] for form, row in plans.items()}
@@ -201,7 +215,7 @@ def test_formats_are_planned_for_engines_that_have_them() -> None:
 
 
 def test_unknown_memory_is_an_assumption_that_is_told() -> None:
-    words = ["plan", "-m", "opt-30b", "--machine", "h100-80gb", "--offload", "cpu"]
+    words = ["plan", "-m", "opt-30b", "--machine", "h100-80gb", "--offload", "cpu", *STREAMED]
     result = CliRunner().invoke(cli, words)
     assert mentions(result.stderr, "host memory is not known", "--set host_bytes=")
     (size,) = re.findall(r"--set host_bytes=(\d+GiB)", result.stderr)
@@ -214,7 +228,7 @@ def test_unknown_memory_is_an_assumption_that_is_told() -> None:
 
 
 def test_a_level_chooses_the_batch_and_a_price_gives_the_cost() -> None:
-    words = ("-m", "opt-30b", "--machine", "h100-80gb", "--offload", "cpu")
+    words = ("-m", "opt-30b", "--machine", "h100-80gb", "--offload", "cpu", *STREAMED)
     (free,) = rows(*words)
     (kept,) = rows(*words, "--sla", "ttft:mean:<=:2s")
     assert kept["prefill_s"] <= 2 < free["prefill_s"]

@@ -31,7 +31,7 @@ HOST_NEGLIGIBLE = 4 << 30  # bytes of host memory that every host has
 DEFAULTS = {"engine": "stream", "offload": ("none", "cpu"), "batch_size": "auto"}
 # options that become axes of `Case.options`, with the value that changes nothing
 SCENARIOS = {
-    "weight_codec": "auto", "kv_offload": "none", "kv_cache_dtype": "auto", "draft": "none", "experts": "auto",
+    "weight_codec": "auto", "kv_offload": "auto", "kv_cache_dtype": "auto", "draft": "none", "experts": "auto",
     "gpus": 1,
 }  # fmt: skip
 
@@ -376,8 +376,9 @@ class _Planning:
         """
         workload, with_drafts = planner.case.workload, self.records.with_drafts
         if not isinstance(sweep.batch_size, str):
-            sized = (planner.case.with_batch(size).workload for size in sweep.batch_size)
-            return [with_drafts(planner, planner.at(workload)) for workload in sized]
+            chosen = [(planner.searched(workload, size), size) for size in sweep.batch_size]
+            return [with_drafts(each, each.at(each.case.with_batch(size).workload)) for each, size in chosen]
+        planner = planner.searched(workload)
         if criteria is None:
             return [with_drafts(planner, planner.best(workload))]
 
@@ -385,8 +386,8 @@ class _Planning:
             return criteria.answer(_as_points([with_drafts(planner, plan)])).decision.point is not None
 
         plans = [with_drafts(planner, plan) for plan in planner.within(workload, keeps)]
-        chosen = criteria.answer(_as_points(plans)).decision
-        point = chosen.point or chosen.nearest
+        decided = criteria.answer(_as_points(plans)).decision
+        point = decided.point or decided.nearest
         return [plan for plan in plans if point is None or plan.case == point.case][:1]
 
 

@@ -14,6 +14,7 @@ from zinfer.commands import options
 from zinfer.commands.chat import ANSWER, CONTEXT, AnswerLimits, Stop, chat_options, prompt_request, talk, turns
 from zinfer.commands.failure import Failure
 from zinfer.commands.limits import TEXT
+from zinfer.core.engine import ENGINES
 from zinfer.core.errors import ENVIRONMENT
 from zinfer.system import documents
 from zinfer.system.printable import show_generated, shows_unicode, text_lines
@@ -95,8 +96,9 @@ def command(
     from zinfer.core.request import Sampling
     from zinfer.generation.dialogue import Dialogue
     from zinfer.generation.schedule import largest_load
+    from zinfer.job.batch.packing import RowDemand, best_plan
     from zinfer.job.driver import Driver
-    from zinfer.plan.planner import Planner
+    from zinfer.job.recipe import engine_recipe
     from zinfer.worker.process import WorkerError
     from zinfer.worker.tasks import BatchStart
 
@@ -105,6 +107,9 @@ def command(
     output_len = output_len or (ANSWER if chat else 32)
     texts = [] if chat and not (prompts or prompt_file) else _prompts(prompts, prompt_file)
     names = ("engine", "offload", "layers", "gpu_weights", "settings", "nvme_path", "allow_nan", "weights")
+    recipe = engine_recipe(how["engine"])
+    if chat and "kv_offload" in ENGINES[recipe.engine].defaults.keys() - recipe.options.keys():
+        how["settings"].setdefault("kv_offload", ("none",))  # a conversation goes on from a KV cache on the GPU alone
     loads = options.one_load("run", model, **{name: how[name] for name in names})
     source = options.weights_of(model, how["dtype"], how["layers"], how["load_format"], how["weights"], loads)
     spec = source.spec
@@ -117,17 +122,17 @@ def command(
     machine = options.this_machine(how["nvme_path"])
     length = min(CONTEXT, max(1, (spec.max_position or CONTEXT) - output_len)) if chat else longest
 
-    cases = {load: load.case(source.load_format, spec.dtype, length, output_len) for load in loads}
-    planners = {load: Planner(case, spec, machine, nvme_path=how["nvme_path"]) for load, case in cases.items()}
-    load = next((load for load, planner in planners.items() if planner.plan.fits), list(planners)[-1])
-    planner, plan = planners[load], planners[load].plan
+    cases = [load.case(source.load_format, spec.dtype, length, output_len) for load in loads]
+    rows = batch_size or max(1, len(texts))
+    plan = best_plan(cases, [RowDemand(length, output_len)] * rows, spec, machine, how["nvme_path"])
+    planner, target = plan.planner(), next(iter(loads.values()))
     if not plan.fits:
         raise Failure(str(plan.why_not), ENVIRONMENT)
     with Watch() as watch:
         if ends is not None:
             watch.message(ends)
         try:
-            with Driver(watch.workers(loads[load], how["timeout_s"], debug), watch.loading) as driver:
+            with Driver(watch.workers(target, how["timeout_s"], debug), watch.loading) as driver:
                 driver.load(plan)
                 if dialogue is not None:
                     watch.quiet()

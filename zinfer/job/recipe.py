@@ -286,11 +286,14 @@ class Sweep(Frozen):
         """Return the shares of the weights that stay on the GPU.
 
         It is the axis, but None where all weights stay, and for an engine without shares if others of `engines` have
-        them.
+        them. Where it is not given, an engine that can places them as is fastest: ``auto``.
         """
         able = {name for name in engines if name in ENGINES and ENGINES[name].gpu_weights}
         unable = bool(able) and engine in ENGINES and engine not in able
-        return (None,) if offload == "none" or unable else self.gpu_weights
+        if offload == "none" or unable:
+            return (None,)
+        searched = engine in ENGINES and ENGINES[engine].options().transport().shares_memory
+        return tuple("auto" if budget is None and searched else budget for budget in self.gpu_weights)
 
     def lengths(self) -> Iterator[tuple[int, int]]:
         """Yield the input and output lengths of equal batches, in tokens; none if the sweep has no batches."""

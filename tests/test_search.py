@@ -30,7 +30,7 @@ COMBINATIONS = tuple(product(MODELS, MACHINES, LENGTHS))
 
 
 def rates(name: str, machine: Machine, lengths: tuple[int, int]) -> tuple[float, float]:
-    """Return tokens a second as planned without options, and the highest of all settings in a grid."""
+    """Return tokens a second, planned without options and best of a grid."""
     workload = Workload(batch_size=1, input_len=lengths[0], output_len=lengths[1])
     spec = resolve.resolve(name)
 
@@ -57,7 +57,7 @@ def rates(name: str, machine: Machine, lengths: tuple[int, int]) -> tuple[float,
 
 
 def compare(combinations: Sequence[tuple[str, str, tuple[int, int]]]) -> list[float]:
-    """Return by how much the grid is faster than the plan, as a share, for each combination that can run."""
+    """Return the gains of the grid over the plan, as shares."""
     gains = []
     for name, machine, lengths in combinations:
         default, best = rates(name, machines.load(machine), lengths)

@@ -267,7 +267,7 @@ class PlanOptions(Frozen):
 
     @property
     def kv_place(self) -> KVOffload:
-        """`kv_offload`, but ``none`` for ``auto`` if host memory cannot hold a cache of this type."""
+        """`kv_offload`; ``none`` if host memory cannot hold this type."""
         link_only = self.kv_cache_dtype == "int8" and self.kv_attention == "gpu"
         return "none" if self.kv_offload == "auto" and (self.kv_cache_dtype == "fp8" or link_only) else self.kv_offload
 

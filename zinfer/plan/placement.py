@@ -108,7 +108,7 @@ class Placer:
         return case.model_copy(update={"offload": "cpu", "gpu_weights": "100%"})
 
     def _place(self, workload: Workload) -> Placement:
-        """Place a workload as is fastest, and give away the free GPU memory.
+        """Place a workload as is fastest.
 
         With ``auto`` both for layers that stay and for the KV cache, the share of the memory that layers get is
         searched. The ring gets up to a layer of buffers, the rest goes to further layers.
@@ -131,8 +131,8 @@ class Placer:
         best = min(TUNING.budgets, key=judge)
         for _ in range(TUNING.halvings):
             tried = sorted(seconds)
-            beside = tried[max(0, tried.index(best) - 1)], tried[min(len(tried) - 1, tried.index(best) + 1)]
-            best = min((best, *((best + other) / 2 for other in beside)), key=judge)
+            neighbours = tried[max(0, tried.index(best) - 1)], tried[min(len(tried) - 1, tried.index(best) + 1)]
+            best = min((best, *((best + other) / 2 for other in neighbours)), key=judge)
         return placements[best]
 
     def _seconds(self, placement: Placement, workload: Workload) -> float:
@@ -148,11 +148,11 @@ class Placer:
         return TUNING.max_host_share * (TUNING.assumed_host * self.machine.gpu_bytes if known is None else known)
 
     def host_fits(self, tiers: Tiers) -> bool:
-        """True if host memory has room for the KV cache there beside all else; for none of it there is."""
+        """True if host memory holds its part of the KV cache."""
         return not tiers.host.kv_cache or tiers.host.total <= self._host_room
 
     def fills_host(self, tiers: Tiers) -> bool:
-        """True if a KV cache fills host memory, so that less of anything else there makes larger batches."""
+        """True if a KV cache fills host memory."""
         return tiers.host.kv_cache > 0 and tiers.host.total >= TUNING.full_share * self._host_room
 
     def _free(self, placement: Placement, workload: Workload) -> int:
@@ -160,13 +160,13 @@ class Placer:
 
     @property
     def _splits_kv(self) -> bool:
-        """True if the cache is one of keys and values alone, which host memory may hold in part."""
+        """True if the cache holds keys and values alone."""
         return all(layer.kv_width and not layer.state for layer in self.model.layers)
 
     def _filled(self, workload: Workload, reserved: int) -> Placement:
-        """Place a workload with `reserved` bytes of layers on the GPU before any KV cache.
+        """Place a workload with `reserved` resident bytes, then its KV cache.
 
-        What is free then goes to ring buffers and further layers.
+        What is free after that goes to ring buffers and further layers.
         """
         depth, kept = self.split_free_memory(workload, reserved)
         placement = self.bare(workload, kept, depth, reserved)
@@ -192,8 +192,9 @@ class Placer:
         cpu_choices = [False, True] if machine.attention_bandwidth is not None else [False]
         if on_gpu.tier == "gpu" or on_gpu.kv_ratio < 1:  # no weights stream with the cache; 8 bits stay on the host
             cpu_choices = [True]
-        if kv_place == "auto" and machine.attention_bandwidth is None and cpu_choices == [True]:
-            return on_gpu  # a CPU that was not measured is not trusted
+        trusted = machine.attention_bandwidth is not None or options.kv_attention == "cpu"
+        if kv_place == "auto" and cpu_choices == [True] and not trusted:
+            return on_gpu
         # The cache comes first: a deeper ring and resident layers get the memory that it leaves.
         smallest = self._weights(reserved, TUNING.ring_depth)
         room = TUNING.max_device_share * machine.gpu_bytes
@@ -375,9 +376,9 @@ class Placer:
         }
 
     def split_free_memory(self, workload: Workload, reserved: int = 0) -> tuple[int, int]:
-        """Return the ring buffers and resident bytes that fit the GPU, of which `reserved` come before a KV cache.
+        """Return the ring buffers and resident bytes that fit the GPU.
 
-        Several GPUs get buffers besides, for layers that stay. With experts on demand buffers for experts come first,
+        `reserved` ones of these bytes come before a KV cache. Several GPUs get buffers besides, for layers that stay. With experts on demand buffers for experts come first,
         up to a layer's, then all but experts of whole layers, which every pass needs, then experts.
         """
         placement, model = self.bare(workload, reserved, TUNING.ring_depth, reserved), self.model

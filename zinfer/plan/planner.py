@@ -250,9 +250,9 @@ class Planner:
         return self._with(options=tuple(sorted((dict(self.case.options) | {name: value}).items())))
 
     def searched(self, workload: Workload, rows: int | None = None) -> "Planner":
-        """Return the planner of this load that is fastest at its best batch, of at most `rows` rows.
+        """Return the planner of this load with the fastest best batch.
 
-        It is this one, or one with all experts of a layer together, or with a fixed share of layers that stay. Such
+        A batch has at most `rows` rows. The planner is this one, or one with all experts of a layer together, or with a fixed share of layers that stay. Such
         layers leave host memory to the KV cache, or let the rest fit there.
         """
         case, size = self.case, self.best_size(workload, rows)
@@ -282,7 +282,7 @@ class Planner:
         return best if best_rate(best) > WORTH * best_rate(self) else self
 
     def best_size(self, workload: Workload, rows: int | None = None) -> int:
-        """Return the batch size with the highest predicted throughput, of at most `rows` rows."""
+        """Return the best batch size by predicted throughput, at most `rows`."""
         limit = min(self.max_batch(workload), rows or search.LARGEST_BATCH)
         return search.best_batch(lambda size: self.rate(_sized(workload, size)) or 0.0, limit)
 

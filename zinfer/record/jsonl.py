@@ -100,7 +100,7 @@ def unseal(line: bytes) -> tuple[str, dict[str, Any]]:
 
 
 def _state_defaults(fields: dict[str, Any]) -> None:
-    """State in a case of schema version 1 what `stream` then did without options: no search for a placement."""
+    """State in a case of version 1 what `stream` did without options."""
     case = fields.get("case")
     if not isinstance(case, dict) or case.get("engine") != "stream" or not isinstance(case.get("options"), list):
         return

@@ -13,7 +13,7 @@ PROJECT := --no-build-isolation --no-deps -e .
 # Where the environment keeps Python from writing what it compiled, each of the demo's workers would compile it again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test quick lint lock conformance judges mutants campaign catalogue readme codec accuracy routing drafts plots report
+.PHONY: setup demo test quick lint lock conformance judges mutants campaign calibration catalogue readme codec accuracy routing drafts plots report
 
 setup: .venv/installed .venv/installed-dev
 
@@ -78,6 +78,10 @@ mutants: setup
 campaign: setup
 	$(BIN)/python -m tools.campaign --count 75 --ordinary 0.02 --jobs $$(nproc) -o sweeps/results/reliability.jsonl
 	$(BIN)/python -m zinfer.report.pages
+
+# Fit the calibration that comes with zinfer to the records in sweeps/results.
+calibration: .venv/installed
+	$(BIN)/python -c 'from pathlib import Path; from zinfer.analysis import calibrate; calibrate.write(Path("zinfer/catalog/calibration.json"))'
 
 # Count the layers of the catalogue's models anew, after a change of models.toml or of transformers.
 catalogue: .venv/installed

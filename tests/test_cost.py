@@ -197,9 +197,9 @@ def test_no_other_batch_is_better_than_the_best(codec: str) -> None:
     machine = machine.model_copy(update={"attention_bandwidth": 24e9, "host_bytes": 128 << 30})
     options = (("kv_attention", "cpu"), ("kv_offload", "auto"), ("weight_codec", codec))
     case = asked(options=options, layers=14)
-    best = best_batch(case, slice_, machine)
+    best = Planner(case, slice_, machine, GOOD).best(case.workload)
     rates = {
-        size: make_plan(case.with_batch(size), slice_, machine).output_tok_s or 0
+        size: make_plan(case.with_batch(size), slice_, machine, efficiency=GOOD).output_tok_s or 0
         for size in (*range(1, 278, 9), 128, 256)
     }
     assert (best.output_tok_s or 0) > 0.997 * max(rates.values())
@@ -253,14 +253,14 @@ def test_link_and_cpu_slow_each_other_as_measured() -> None:
     assert rates(machine.model_copy(update={"host_bandwidth": None}), 50e9, 1.0) == (0.5, 1.0)
 
 
-def test_a_value_in_8_bits_keeps_the_cpu_as_long_as_one_in_16() -> None:
+def test_a_value_in_8_bits_keeps_the_cpu_nearly_as_long_as_one_in_16() -> None:
     """Memory gives half the bytes; the rate of the cores, measured in 16 bits, is one of values."""
     machine = linked(50e9).model_copy(update={"attention_bandwidth": 50e9, "host_bandwidth": 120e9})
     full = Placement(tier="host", kv_host_share=1.0, kv_on_cpu=True)
     quantized = full.model_copy(update={"kv_ratio": 0.5})
     bf16, int8 = (step(placement, BLOOM, machine, 200, 528).limits for placement in (full, quantized))
     kv = BLOOM.kv_bytes(200, 528)
-    assert int8["cpu attention"] == pytest.approx(bf16["cpu attention"])
+    assert bf16["cpu attention"] - int8["cpu attention"] == pytest.approx((1 - RATES.eight_bits) * kv / 50e9, rel=0.02)
     assert bf16["host memory"] - int8["host memory"] == pytest.approx(kv / 2 / 120e9)
 
 
@@ -289,7 +289,7 @@ def test_heads_that_share_a_key_keep_the_cpu_longer_at_it() -> None:
     llama, options = resolve.resolve("llama-3.1-70b"), (("kv_attention", "cpu"), ("kv_offload", "cpu"))
     case = asked(batch_size=2048, options=options).model_copy(update={"model": "llama-3.1-70b"})
     alone = machine.model_copy(update={"host_bytes": 800 << 30})
-    slow, quick = (make_plan(case, llama, machine) for machine in (grouped, alone))
+    slow, quick = (make_plan(case, llama, machine, efficiency=PHYSICS) for machine in (grouped, alone))
     assert slow.bound_by == quick.bound_by == "cpu attention"
     assert (slow.step_s or 0.0) - (quick.step_s or 0.0) == pytest.approx(
         llama.kv_bytes(2048, 528) * (1 / 40e9 - 1 / 100e9)
@@ -346,14 +346,13 @@ def test_coded_weights_that_stay_are_unpacked_in_each_pass_and_then_computed() -
     weights = opt.streamed_bytes
     read = (opt.active_parameters * opt.dtype_bytes + opt.kv_bytes(1, 528)) / bandwidth
     assert (raw.bound_by, coded.bound_by) == ("hbm", "unpacking")
-    assert raw.step_s == pytest.approx(read)
-    assert coded.step_s == pytest.approx(weights / (RATES.unpacking * bandwidth) + read)
+    kernels = RATES.kernel_s * opt.num_layers
+    assert raw.step_s == pytest.approx(read + kernels)
+    assert coded.step_s == pytest.approx(weights / (RATES.unpacking * bandwidth) + read + kernels)
     limit = step(coded.placement, opt, machine, 1, 528, LIMITS)
     assert limit.bound_by == "hbm"
-    assert limit.seconds == pytest.approx(read + (1 + RATES.coded_bound) * weights / bandwidth)
-    small = resolve.resolve("bloom-560m", None, None)
-    caches = [step(plan.placement, small, machine, 1, 528, LIMITS).seconds for plan in (coded, raw)]
-    assert caches[0] == caches[1], "layers that a cache holds"
+    assert limit.seconds == pytest.approx(read - (1 - RATES.coded_bound) * weights / bandwidth), "read as they are"
+    assert limit.limits.keys() == {"hbm", "compute"}, "unpacking and launches are no physics"
     long = prefill(coded.placement, opt, machine, 64, 2048, PHYSICS)
     assert long.bound_by == "compute"
     assert seconds(long) == pytest.approx(long.limits["compute"] + long.limits["unpacking"])
@@ -372,7 +371,8 @@ def test_whatever_comes_through_the_ring_is_unpacked_and_what_several_gpus_share
     assert with_gpu - without == pytest.approx(Sizes(ring, BLOOM).wire() / (H100.hbm_bandwidth or 1)), "no ring to fill"
     copied = step(ring, BLOOM, linked(1e15), 1, 528, PHYSICS)
     assert copied.limits["unpacking"] == pytest.approx(2 * 3 / 4 * layers / (H100.hbm_bandwidth or 1), rel=1e-6)
-    assert seconds(copied) == pytest.approx(copied.limits["unpacking"] + copied.limits["hbm"])
+    kernels = RATES.kernel_s * BLOOM.num_layers
+    assert seconds(copied) == pytest.approx(copied.limits["unpacking"] + copied.limits["hbm"] + kernels)
 
 
 def test_what_the_ring_cannot_hold_while_layers_that_stay_compute_comes_late() -> None:
@@ -386,7 +386,8 @@ def test_what_the_ring_cannot_hold_while_layers_that_stay_compute_comes_late() -
         return step(placement, BLOOM, linked(20e9), batch_size, 528, PHYSICS)
 
     shallow, deep = times(6), times(ring.layer_chunks)
-    on_gpu = deep.limits["unpacking"] + deep.limits["hbm"]
+    kernels = RATES.kernel_s * BLOOM.num_layers
+    on_gpu = deep.limits["unpacking"] + deep.limits["hbm"] + kernels
     assert seconds(deep) == pytest.approx(max(on_gpu, deep.limits["link"]))
     each = deep.limits["link"] / 2
     held = 6 * Sizes(ring, BLOOM).chunk / 20e9 + deep.limits["unpacking"] / 70
@@ -397,14 +398,15 @@ def test_what_the_ring_cannot_hold_while_layers_that_stay_compute_comes_late() -
     none = times(6, resident_bytes=0)
     assert seconds(none) == pytest.approx(none.limits["link"]), "the ring holds what comes while one layer computes"
     cached = times(6, batch_size=2, kv_host_share=1.0)  # one copy a layer takes a buffer as well
-    on_gpu = cached.limits["unpacking"] + cached.limits["hbm"]
+    on_gpu = cached.limits["unpacking"] + cached.limits["hbm"] + kernels
     cache = (cached.limits["link"] - deep.limits["link"]) / 70
     less = held - Sizes(ring, BLOOM).chunk / 20e9
     assert seconds(cached) == pytest.approx(on_gpu + 2 * (each + cache - less), rel=1e-3)
     ring = ring.model_copy(update={"blocks": True})
     by_chunks = prefill(ring, BLOOM, linked(20e9), 64, 2048, PHYSICS)
     whole = prefill(ring.model_copy(update={"ring_depth": ring.layer_chunks}), BLOOM, linked(20e9), 64, 2048, PHYSICS)
-    assert seconds(by_chunks) - seconds(whole) == pytest.approx(2 * (each - held), rel=0.01)
+    first = whole.limits["link"] / 70  # what the prefill waits for before it computes
+    assert seconds(by_chunks) - seconds(whole) == pytest.approx(2 * (each - held) - first, rel=0.01)
 
 
 @pytest.mark.parametrize(("name", "factor"), [("mixtral-8x7b", 2), ("qwen3-235b-a22b", 8)])
@@ -650,16 +652,18 @@ def test_each_gpu_prefills_its_own_rows(batch_size: int, passes: int) -> None:
     machine = linked(1e9)  # so slow that weights take longer than all else
     placement = Placement(tier="host", gpus=4, pass_tokens=16 * 512)
     times = prefill(placement, BLOOM, machine, batch_size, 512, Efficiency(link_share=1.0))
-    assert times.seconds == pytest.approx(passes * BLOOM.streamed_bytes / 4e9)
+    last = max(times.limits["hbm"], times.limits["compute"]) / BLOOM.num_layers  # computed after all copies
+    assert times.seconds == pytest.approx(passes * BLOOM.streamed_bytes / 4e9 + last)
 
 
 def test_a_small_batch_reads_few_experts_and_the_link_carries_all() -> None:
     mixtral = resolve.resolve("mixtral-8x22b", None, None)
     single, many = (step(Placement(), mixtral, H100, size, 512, PHYSICS) for size in (1, 256))
     read = single.limits["hbm"] * (H100.hbm_bandwidth or 0) - mixtral.kv_bytes(1, 512)
-    assert read == pytest.approx(mixtral.active_parameters * mixtral.dtype_bytes, rel=1e-6)
+    embedding = mixtral.vocab_size * mixtral.hidden_size * mixtral.dtype_bytes  # a look-up
+    assert read == pytest.approx(mixtral.active_parameters * mixtral.dtype_bytes - embedding, rel=1e-6)
     everything = many.limits["hbm"] * (H100.hbm_bandwidth or 0) - mixtral.kv_bytes(256, 512)
-    assert everything == pytest.approx(mixtral.weight_bytes, rel=1e-6)
+    assert everything == pytest.approx(mixtral.weight_bytes - embedding, rel=1e-6)
     assert Sizes(Placement(tier="host"), mixtral).wire() == mixtral.streamed_bytes
 
 

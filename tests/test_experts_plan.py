@@ -344,7 +344,6 @@ def test_records_of_before_brought_all_experts() -> None:
         other = point.model_copy(update={"effective": effective.model_copy(update={"settings": settings | shared})})
         (seen,) = calibrate.fit_points([point, other], {"h100-80gb": H100})
         assert seen.placement.experts == experts
-        assert make_plan(seen.case_as_run, seen.model, H100).placement.experts == experts
 
 
 def test_a_step_whose_experts_all_stayed_did_what_was_asked() -> None:

@@ -104,7 +104,10 @@ def test_a_calibrated_plan_has_a_band_and_is_slower_than_the_limit() -> None:
     assert "physical limits" not in text
     assert "predicted" in text
     assert "±" in text
-    assert re.search(r"^stream: \d+\.\d% of the link, .* ms .* within \d+% ", text, re.M)
+    assert re.search(r"^stream: \d+\.\d% of the link, .* ms .* from \d+ points of \d+ kinds of loads", text, re.M)
+    (shipped,) = rows(*words, "--calibrate")
+    assert 0 < shipped["error"] < 0.15
+    assert shipped["output_tok_s"] == pytest.approx(result["output_tok_s"], rel=0.1)
 
 
 def test_the_room_for_the_cache_is_named_where_it_bounds_the_batch() -> None:

@@ -5,15 +5,18 @@ steps, the rate of unpacking from their timelines, the share of the GPU memory's
 and the share of the matmul rate from points without offload, the GPU memory from every point that ran. Models with
 routed experts have a share of the link and of the matmul rate of their own, so that they do not spoil others' shares.
 A prediction for a point that took part in the fit proves nothing, so `calibrate` predicts each point from factors
-fitted without it (leave-one-out cross-validation)::
+fitted without it (leave-one-out cross-validation), for the placement that it had and the links as they were then::
 
     efficiencies = fit(points, machines)
     predict(case, model, machine, efficiencies).output_tok_s
+
+`write` makes the file of `zinfer.plan.times.shipped`, the calibration that comes with zinfer.
 """
 
-from bisect import bisect_left
+import json
+from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from statistics import median
@@ -25,10 +28,10 @@ from zinfer.core.case import Case
 from zinfer.core.machine import Machine, MachineError
 from zinfer.core.model import ModelError, ModelSpec
 from zinfer.core.value import Frozen
-from zinfer.plan.bytes import Placement, Sizes
+from zinfer.plan.bytes import Placement, Sizes, Tiers
 from zinfer.plan.placement import Placer
 from zinfer.plan.planner import Plan, Planner
-from zinfer.plan.times import Efficiency, Times, Timing
+from zinfer.plan.times import RATES, Efficiency, Times, Timing, kind
 from zinfer.record.measurement import Measurement, latest
 from zinfer.record.store import files, read
 from zinfer.system import machines
@@ -39,17 +42,19 @@ from zinfer.system.host import attending_cpus
 class Evidence:
     """Tuned numbers: when a point determines a factor, and how wide a band of errors is."""
 
-    band: float = 0.9  # share of the cross-validated errors that lie within `Efficiency.error`
+    band: float = 0.9  # share of the cross-validated errors of a kind that lie within its band
     min_error: float = 0.05  # narrowest band: other machines differ in ways that no record shows
+    kind_points: int = 3  # records of a kind, at least, for a band
     prompt_tokens: int = 2048  # in a pass that these make compute-bound on every GPU of the catalogue
     hidden: float = 1.1  # a step at most this many times longer than its copies shows the rate of the link
     computes: float = 1.5  # a prefill this many times longer than its other limits is decided by compute alone
-    launches: float = 1.15  # a step this many times longer than its physical limits is decided by launches alone
+    all_kept: float = 0.98  # of the layers' bytes: host memory that holds as many, rounding aside, holds all
+    launches: float = 1.15  # a step this many times longer than bytes and products take is decided by launches alone
 
 
 EVIDENCE = Evidence()
 _ROUTED = ("link_share", "mfu")  # factors of which models with routed experts have their own
-_FACTORS = ("hbm_share", "unpack_share", "layer_s", "memory", *_ROUTED)
+_FACTORS = ("hbm_share", "unpack_share", "layer_s", "expert_kernel_s", "memory", *_ROUTED)
 
 
 class PredictedPoint(Frozen):
@@ -57,10 +62,17 @@ class PredictedPoint(Frozen):
 
     case: Case
     machine: str
+    kind: str  # `zinfer.plan.times.kind`
     predicted_tok_s: float | None = None
     measured_tok_s: float | None = None
+    predicted_ttft_s: float | None = None
+    measured_ttft_s: float | None = None
+    predicted_step_s: float | None = None
+    measured_step_s: float | None = None
     predicted_gpu_bytes: int | None = None
     measured_gpu_bytes: int | None = None
+    predicted_host_bytes: int | None = None
+    measured_host_bytes: int | None = None
 
     @property
     def tok_s_error(self) -> float | None:
@@ -71,6 +83,21 @@ class PredictedPoint(Frozen):
     def gpu_error(self) -> float | None:
         """Relative error of the peak GPU memory that tensors hold: predicted over measured, less one."""
         return _error(self.predicted_gpu_bytes, self.measured_gpu_bytes)
+
+    @property
+    def host_error(self) -> float | None:
+        """Relative error of the peak of host memory, load included: predicted over measured, less one."""
+        return _error(self.predicted_host_bytes, self.measured_host_bytes)
+
+    @property
+    def ttft_error(self) -> float | None:
+        """Relative error of the median time to first token: predicted over measured, less one."""
+        return _error(self.predicted_ttft_s, self.measured_ttft_s)
+
+    @property
+    def step_error(self) -> float | None:
+        """Relative error of the median decode step: predicted over measured, less one."""
+        return _error(self.predicted_step_s, self.measured_step_s)
 
 
 @dataclass(frozen=True)
@@ -96,29 +123,39 @@ class FitPoint:
     @cached_property
     def step(self) -> Times:
         """Times of a decode step over the link's whole bandwidth."""
-        return self._step(self.placement)
+        return self.timing(Efficiency(link_share=1.0)).step(*self._context)
 
-    def _step(self, placement: Placement) -> Times:
+    @property
+    def _context(self) -> tuple[int, int]:
         load = self.point.case.workload
-        timing = Timing(placement, self.model, self.linked_machine, Efficiency(link_share=1.0))
-        return timing.step(load.batch_size, load.input_len + load.output_len // 2)
+        return load.batch_size, load.input_len + load.output_len // 2
+
+    def timing(self, efficiency: Efficiency) -> Timing:
+        """Return the timing of passes as they were run."""
+        return Timing(self.placement, self.model, self.linked_machine, efficiency)
+
+    def tiers(self, efficiency: Efficiency) -> Tiers:
+        """Return the bytes by tier as they were placed."""
+        case, host_bytes = self.point.case, self.machine.host_bytes
+        reads = case.load_format != "dummy"
+        return Sizes(self.placement, self.model).tiers(case.workload, True, efficiency.memory, host_bytes, reads)
+
+    def predicted(self, efficiency: Efficiency) -> dict[str, Any]:
+        """Return the predicted seconds, throughput and bytes of the point."""
+        workload, timing, tiers = self.point.case.workload, self.timing(efficiency), self.tiers(efficiency)
+        fields: dict[str, Any] = {"predicted_gpu_bytes": tiers.gpu.total - tiers.gpu.overhead}
+        fields["predicted_host_bytes"] = tiers.host.total
+        prefill, step = timing.prefill(workload.batch_size, workload.input_len), timing.step(*self._context)
+        if not self.point.usable or prefill.seconds is None or step.seconds is None:
+            return fields
+        seconds = prefill.seconds + step.seconds * (workload.output_len - 1)
+        fields |= {"predicted_ttft_s": prefill.seconds, "predicted_step_s": step.seconds}
+        return fields | {"predicted_tok_s": workload.batch_size * workload.output_len / seconds}
 
     @cached_property
     def factors(self) -> Mapping[str, float | None]:
         """Value of each factor by this point alone."""
         return {name: getattr(self, name)() if self.point.usable or name == "memory" else None for name in _FACTORS}
-
-    @cached_property
-    def case_as_run(self) -> Case:
-        """Case with what the engine chose and today's plan may not: CPU threads, way of experts, no CUDA graphs."""
-        cores, options = self.machine.details.get("host", {}).get("cores"), self.point.case.options
-        if not self.placement.graphs:
-            options = (*options, ("cuda_graphs", "off"))
-        if self.model.num_experts:
-            options = (*options, ("experts", self.placement.experts))
-        if self.placement.kv_on_cpu and cores:
-            options = (*options, ("kv_threads", round(self.placement.kv_cpu_share * attending_cpus(cores))))
-        return self.point.case.model_copy(update={"options": options})
 
     def link_share(self) -> float | None:
         """Return the share of the link that a link-bound step reached."""
@@ -131,7 +168,8 @@ class FitPoint:
             return None
         lost = 0.0
         if placement.kv_on_cpu:  # CPU attention takes host memory bandwidth from the link
-            lost = limits["link"] - self._step(placement.model_copy(update={"kv_host_share": 0.0})).limits["link"]
+            without = replace(self, placement=placement.model_copy(update={"kv_host_share": 0.0}))
+            lost = limits["link"] - without.step.limits["link"]
         after = 0.0 if placement.overlapped else (step.seconds or 0.0) - limits["link"]
         waited = step_ms / 1e3 - lost - after
         return (limits["link"] - lost) / waited if waited > 0 else None
@@ -139,13 +177,23 @@ class FitPoint:
     def hbm_share(self) -> float | None:
         """Return the share of the GPU memory's bandwidth without offload.
 
-        CUDA graphs launched it at once, so that nothing else is its limit.
+        CUDA graphs launched it at once, so that nothing but small kernels adds to it.
         """
         step_ms, limits, placement = self.point.step_median_ms, self.step.limits, self.placement
-        slower = dict(self.point.case.options).get("experts_kernel") == "off"  # by what no plan knows
-        if not step_ms or placement.tier != "gpu" or not placement.graphs or not limits or slower:
+        if not step_ms or placement.tier != "gpu" or not placement.graphs or not limits:
             return None
-        return limits["hbm"] / (step_ms / 1e3) if limits["hbm"] == max(limits.values()) else None
+        reading = step_ms / 1e3 - RATES.kernel_s * self.model.num_layers
+        reading -= limits["compute"] if self.model.num_experts else 0.0
+        return limits["hbm"] / reading if limits["hbm"] == max(limits.values()) and reading > 0 else None
+
+    def expert_kernel_s(self) -> float | None:
+        """Return a layer's kernels that read experts from codes, in a graph."""
+        step_ms, placement = self.point.step_median_ms, self.placement
+        tokens, sizes = self.point.case.workload.batch_size, Sizes(placement, self.model)
+        if not step_ms or not self.model.num_experts or not placement.graphs or not sizes.reads_codes(tokens):
+            return None
+        rest = step_ms / 1e3 - (self.step.seconds or 0.0)
+        return max(0.0, rest / self.model.num_layers) if not sizes.wire(tokens) else None
 
     def unpack_share(self) -> float | None:
         """Return the unpacking rate of a traced step over the memory's bandwidth.
@@ -168,8 +216,8 @@ class FitPoint:
         step_ms = self.point.step_median_ms
         if not step_ms or self.placement.tier != "gpu" or self.placement.graphs:
             return None
-        physical = max(self.step.limits.values(), default=0.0)
-        return step_ms / 1e3 / self.model.num_layers if step_ms / 1e3 > EVIDENCE.launches * physical else 0.0
+        explained = EVIDENCE.launches * (self.step.seconds or 0.0)
+        return step_ms / 1e3 / self.model.num_layers if step_ms / 1e3 > explained else 0.0
 
     def mfu(self) -> float | None:
         """Return the share of the matmul rate of a compute-bound prefill.
@@ -181,26 +229,24 @@ class FitPoint:
         if not flops or not one_pass or load.batch_size * load.input_len < EVIDENCE.prompt_tokens:
             return None
 
-        def prefill(mfu: float) -> Times:
-            reached = Efficiency(link_share=self.link_share() or 1.0, mfu=mfu)
-            return Timing(self.placement, self.model, self.machine, reached).prefill(load.batch_size, load.input_len)
+        reached = Efficiency(link_share=self.link_share() or 1.0)
 
-        limits, seconds = prefill(1.0).limits, median(self.point.ttft_ms) / 1e3
-        others = [limit for bound, limit in limits.items() if bound != "compute"]
-        if not limits or seconds < EVIDENCE.computes * max(others, default=0.0):
+        def seconds(mfu: float) -> float:
+            timing = self.timing(reached.model_copy(update={"mfu": mfu}))
+            return timing.prefill(load.batch_size, load.input_len).seconds or 0.0
+
+        measured, low, high = median(self.point.ttft_ms) / 1e3, 0.01, 1.0
+        if measured < EVIDENCE.computes * seconds(1e9) or measured <= seconds(high):
             return None
-        products = self.model.prefill_flops(load.batch_size, load.input_len) / flops
-        between = limits["compute"] - products + limits.get("unpacking", 0.0)
-        if seconds <= between:
-            return None
-        times = prefill(products / (seconds - between))
-        between += max(0.0, (times.seconds or 0.0) - seconds)  # seconds in which the GPU waited for layers
-        return products / (seconds - between) if seconds > between else None
+        for _ in range(14):  # a larger share takes less time
+            middle = (low + high) / 2
+            low, high = (middle, high) if seconds(middle) > measured else (low, middle)
+        return low
 
     def memory(self) -> float | None:
         """Return the ratio of measured to counted bytes of buffers and activations; all else is counted exactly."""
         measured = self.point.gpu_peak_bytes
-        gpu = Sizes(self.placement, self.model).tiers(self.point.case.workload).gpu
+        gpu = self.tiers(Efficiency()).gpu
         working = gpu.buffers + gpu.activations
         return (measured - gpu.weights - gpu.kv_cache) / working if measured and working else None
 
@@ -250,12 +296,28 @@ def calibrate(
     efficiencies = {}
     for engine, fitted in fits.items():
         of_engine = [row for row in rows if row.case.engine == engine]
-        bands = {
-            "error": _band([row for row in of_engine if row.case.offload != "none"]),
-            "resident_error": _band([row for row in of_engine if row.case.offload == "none"]),
-        }
-        efficiencies[engine] = fitted.efficiency().model_copy(update=bands)
+        efficiencies[engine] = fitted.efficiency().model_copy(update={"errors": _bands(of_engine)})
     return efficiencies, rows
+
+
+def write(path: Path, results: Path = Path("sweeps/results")) -> None:
+    """Fit the records under `results`, and write the factors to `path`.
+
+    They have four digits, so that the file does not depend on the order of sums.
+    ``make calibration`` writes the file that comes with zinfer so.
+    """
+    fitted = fit(load_points(results), load_machines(results))
+
+    def rounded(value: Any) -> Any:
+        if isinstance(value, list | tuple):
+            return [rounded(part) for part in value]
+        return float(f"{value:.4g}") if isinstance(value, float) else value
+
+    factors = {
+        engine: {name: rounded(value) for name, value in efficiency.model_dump(exclude_defaults=True).items()}
+        for engine, efficiency in sorted(fitted.items())
+    }
+    path.write_text(json.dumps(factors, indent=1) + "\n", encoding="utf-8")
 
 
 def fit_points(points: Points, machines: Mapping[str, Machine]) -> list[FitPoint]:
@@ -280,6 +342,8 @@ def fit_points(points: Points, machines: Mapping[str, Machine]) -> list[FitPoint
                 continue
             if effective.settings.get("experts_on_cpu_per_step", 0) > 0:  # plans do not count what the CPU computed
                 continue
+        if dict(case.options).get("experts_kernel") == "off":  # nor what this kernel gains
+            continue
         model = model_of(case.model, case.dtype, case.layers, case.weights)
         if model is not None:
             usable.append(FitPoint(point, model, machine, _recorded_placement(point, model, machine)))
@@ -292,7 +356,7 @@ def _recorded_placement(point: Measurement, model: ModelSpec, machine: Machine) 
     if effective is None:
         return placer.bare(workload)
     settings: Mapping[str, Any] = effective.settings
-    update: dict[str, Any] = {"graphs": settings.get("cuda_graphs") == "on"}
+    update: dict[str, Any] = {"graphs": settings.get("cuda_graphs") == "on", "kv_host_share": 0.0, "kv_on_cpu": False}
     update["experts"] = "on-demand" if settings.get("experts") == "on-demand" else "all"  # older ones brought all
     if "slot_bytes" in settings:  # without ring buffers the layer buffers themselves are the ring
         layers = 1 if "buffer_bytes" in settings else settings["ring_depth"]
@@ -308,13 +372,18 @@ def _recorded_placement(point: Measurement, model: ModelSpec, machine: Machine) 
         update["kv_on_cpu"] = str(settings["kv_attention"]).startswith("cpu")
         cores, threads = machine.details.get("host", {}).get("cores", 0), settings.get("kv_threads")
         update["kv_cpu_share"] = min(1.0, threads / attending_cpus(cores)) if cores and threads else 1.0
-    if effective.streamed_bytes_per_step:
-        wire = effective.wire_bytes_per_step or effective.streamed_bytes_per_step
-        update["wire_ratio"] = update["kept_ratio"] = min(1.0, wire / effective.streamed_bytes_per_step)
+    if effective.streamed_bytes_per_step and effective.wire_bytes_per_step:
+        coded = effective.wire_bytes_per_step / effective.streamed_bytes_per_step
+        update["wire_ratio"] = update["kept_ratio"] = min(1.0, coded)
     if "host_layers" in settings:
         update["held_bytes"] = round(effective.host_weight_bytes / update.get("kept_ratio", 1.0))
     ratio = update.get("kept_ratio") or placer.bare(workload).kept_ratio
     kept = max(0, effective.gpu_weight_bytes - model.other_bytes) / ratio
+    if "resident_layers" in settings and update["experts"] == "all":
+        kept = model.streamed_bytes * settings["resident_layers"] / model.num_layers
+    update["resident_bytes"] = min(model.streamed_bytes, round(kept))
+    # Earlier versions kept all layers in host memory.
+    update["moved"] = effective.host_weight_bytes < EVIDENCE.all_kept * ratio * model.streamed_bytes
     return placer.bare(workload, round(kept)).model_copy(update=update)
 
 
@@ -337,16 +406,26 @@ class _Fit:
     def efficiency(self, without: FitPoint | None = None) -> Efficiency:
         """Return each factor as the median over the points that determine it; its default if none does.
 
+        A launch takes as long as the shortest step that it may have bounded: others may have waited for something else.
+
         What differs with routed experts is fitted to points with and without them separately, or to all of the other
         kind if there are none.
         """
         default = Efficiency()
         medians: dict[str, float | None] = {}
         for name in _FACTORS:
-            value = self._median(name, False, without) or self._median(name, True, without)
+            middle = self._lowest if name == "layer_s" else self._median
+            value = middle(name, False, without) or middle(name, True, without)
             medians[name] = value or getattr(default, name)
         medians |= {f"expert_{name}": self._median(name, True, without) for name in _ROUTED}
         return default.model_copy(update=medians | {"points": self.points - (without is not None)})
+
+    def _lowest(self, name: str, routed: bool, without: FitPoint | None) -> float | None:
+        values = self._values.get((name, routed), [])
+        left_out = without.factors[name] if without and _is_routed(name, without) is routed else None
+        first = bisect_right(values, 0.0)  # from here on launches decide
+        first += left_out is not None and values[first : first + 1] == [left_out]
+        return values[first] if first < len(values) else None
 
     def _median(self, name: str, routed: bool, without: FitPoint | None) -> float | None:
         values = self._values.get((name, routed), [])
@@ -362,24 +441,28 @@ def _is_routed(name: str, point: FitPoint) -> bool:
 
 
 def _predicted(fit_point: FitPoint, fitted: _Fit) -> PredictedPoint:
-    point = fit_point.point
-    fields: dict[str, Any] = {"case": point.case, "machine": point.machine, "measured_gpu_bytes": point.gpu_peak_bytes}
-    fields["measured_tok_s"] = point.output_tok_s if point.usable else None
+    point, named = fit_point.point, kind(fit_point.placement, fit_point.model, fit_point.machine)
+    fields: dict[str, Any] = {"case": point.case, "machine": point.machine, "kind": named}
+    fields |= {"measured_gpu_bytes": point.gpu_peak_bytes, "measured_host_bytes": point.host_peak_bytes}
+    if point.usable:
+        fields |= {"measured_tok_s": point.output_tok_s, "measured_ttft_s": median(point.ttft_ms) / 1e3}
+        fields["measured_step_s"] = None if point.step_median_ms is None else point.step_median_ms / 1e3
     if fitted.points > 1:
-        case, efficiency = fit_point.case_as_run, fitted.efficiency(without=fit_point)
-        planner = Planner(case, fit_point.model, fit_point.machine, efficiency)
-        gpu = planner.tiers(case.workload).gpu
-        fields["predicted_tok_s"] = planner.rate(case.workload) if point.usable else None
-        fields["predicted_gpu_bytes"] = gpu.total - gpu.overhead
+        fields |= fit_point.predicted(fitted.efficiency(without=fit_point))
     return PredictedPoint(**fields)
 
 
-def _band(rows: Sequence[PredictedPoint]) -> float | None:
-    """Return the error that `EVIDENCE.band` of the rows stay within; None without one."""
-    errors = sorted(abs(row.tok_s_error) for row in rows if row.tok_s_error is not None)
-    if not errors:
-        return None
-    return max(EVIDENCE.min_error, errors[min(len(errors) - 1, int(EVIDENCE.band * len(errors)))])
+def _bands(rows: Sequence[PredictedPoint]) -> tuple[tuple[str, float], ...]:
+    """Return the error that nine of ten rows of each kind keep."""
+    errors: dict[str, list[float]] = {}
+    for row in rows:
+        if row.tok_s_error is not None:
+            errors.setdefault(row.kind, []).append(abs(row.tok_s_error))
+    return tuple(
+        (name, max(EVIDENCE.min_error, sorted(missed)[min(len(missed) - 1, int(EVIDENCE.band * len(missed)))]))
+        for name, missed in sorted(errors.items())
+        if len(missed) >= EVIDENCE.kind_points
+    )
 
 
 def _error(predicted: float | None, measured: float | None) -> float | None:

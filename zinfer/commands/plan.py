@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, reduce
+from importlib.resources import files
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from zinfer.record.store import Records
     from zinfer.record.study import Study
 
+SHIPPED = Path(str(files("zinfer"))) / "catalog" / "calibration.json"  # `--calibrate` without a value
 HOST_NEGLIGIBLE = 4 << 30  # bytes of host memory that every host has
 DEFAULTS = {"engine": "stream", "offload": ("none", "cpu"), "batch_size": "auto"}
 # options that become axes of `Case.options`, with the value that changes nothing
@@ -87,8 +89,10 @@ CRITERIA = (
 @options.shorthand("experts")
 @click.option("--gpus", type=options.NUMBERS, help="GPUs, each with its own link.  [default: 1]")
 @click.option(
-    "--calibrate", type=click.Path(exists=True, path_type=Path), metavar="RESULTS",
-    help="Predict the speed that engines reach, from these records, instead of the physical limit.",
+    "--calibrate", type=click.Path(exists=True, path_type=Path), metavar="[RESULTS]", is_flag=False,
+    flag_value=str(SHIPPED),
+    help="Predict the speed that engines reach, instead of the physical limit: by these records, or by the calibration "
+    "that comes with zinfer if none are given.",
 )  # fmt: skip
 @click.option(
     "--sla", "levels", multiple=True, metavar="METRIC:STATISTIC:<=:VALUE",
@@ -125,7 +129,7 @@ def command(
     The exit code is 4 if nothing fits, or nothing keeps the levels.
 
     \b
-    zinfer plan --model bloom-176b --machine h100-80gb,gh200-96gb --offload cpu --calibrate sweeps/results
+    zinfer plan --model bloom-176b --machine h100-80gb,gh200-96gb --offload cpu --calibrate
     zinfer plan --model bloom-176b --machine h200 --gpu-weights auto --weights as-released,int4
     zinfer plan --model opt-30b --machine h100-80gb --sla 'ttft:mean:<=:2s' --gpu-hour-usd 2.50
     zinfer plan bloom-176b-machines --calibrate sweeps/results
@@ -147,7 +151,7 @@ def command(
     machines, efficiencies = _machines(sweep, settings), _efficiencies(calibrate)
     if acceptance is not None and all(_draft_of(load) == "none" for load in sweep.loads(planning=True)):
         raise click.UsageError("--acceptance is that of drafts: add --draft ngram, or --draft MODEL")
-    planning = _Planning(machines, efficiencies, _Records(acceptance, calibrate))
+    planning = _Planning(machines, efficiencies, _Records(acceptance, None if calibrate == SHIPPED else calibrate))
     groups = list(planning.groups(sweep, criteria))
     plans = [plan for _, group in groups for plan in group]
     if figure is not None:
@@ -302,9 +306,12 @@ def _efficiencies(results: Path | None) -> "Mapping[str, Efficiency]":
     from zinfer.analysis import calibrate
     from zinfer.commands.failure import Failure
     from zinfer.core.errors import NOTHING
+    from zinfer.plan.times import shipped
 
     if results is None:
         return {}
+    if results == SHIPPED:
+        return shipped()
     fitted = calibrate.fit(calibrate.load_points(results), calibrate.load_machines(results))
     if not fitted:
         raise Failure(f"{results} has no point to calibrate with: measure first, with `zinfer sweep`", NOTHING)

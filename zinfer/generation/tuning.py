@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from zinfer.plan.times import Efficiency
 
 # A bit less than is recorded
-AT_FIRST = Efficiency(link_share=0.98, mfu=0.7, expert_mfu=0.45)
+AT_FIRST = Efficiency(link_share=0.98, mfu=0.7, expert_mfu=0.55)
 
 
 @dataclass(frozen=True)

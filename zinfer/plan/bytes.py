@@ -27,6 +27,10 @@ class Allowances:
 
     context_bytes: int = 600 << 20  # CUDA context, cuBLAS workspaces and kernels, as the driver reports them
     process_bytes: int = 2 << 30  # a Python process with torch and CUDA loaded
+    # Host memory whose final size is not known, that of coded weights, is touched ahead of its use, while plenty is
+    # free: `zinfer.engine.pinned.AHEAD`, of which a load reaches half on average, and a factor of it.
+    ahead_bytes: int = 8 << 30
+    plenty: int = 4
     # KV cache of a draft model, measured in positions: room for rows that move between micro-batches, as a factor, and
     # for positions that were rolled back and are not compacted yet.
     draft_moves: float = 1.25
@@ -142,6 +146,11 @@ class Sizes:
         return min(self.placement.resident_bytes, self.model.streamed_bytes)
 
     @property
+    def stays(self) -> int:
+        """Bytes of all layers on the GPUs."""
+        return self.model.streamed_bytes if self.placement.tier == "gpu" else self.resident
+
+    @property
     def cached_share(self) -> float:
         """Share of the routed experts that the GPU keeps."""
         missing = min(self.model.streamed_bytes - self.resident, self.model.routed_bytes)
@@ -179,14 +188,14 @@ class Sizes:
         share. Uncoded resident layers are computed in place; so are quantised ones in a pass of few tokens.
         """
         placement, model = self.placement, self.model
-        if placement.tier == "gpu" or not placement.ring_depth:
+        if not placement.ring_depth:
             return 0
         layers, experts = model.streamed_bytes, 0
         if placement.experts == "on-demand":
             touched = model.touched_share(tokens) if tokens is not None and placement.chooses(tokens) else 1.0
             layers, experts = layers - model.routed_bytes, round(model.routed_bytes * touched)
         coded = placement.wire_ratio < 1 and not self.reads_codes(tokens)
-        in_place = 0 if coded or placement.gpus > 1 else min(placement.resident_bytes, layers)
+        in_place = 0 if coded or placement.gpus > 1 else min(self.stays, layers)
         return layers - in_place + experts
 
     @property
@@ -234,17 +243,27 @@ class Sizes:
         waiting = (rows - together) * length * model.hidden_size * model.dtype_bytes if self.placement.blocks else 0
         return flat + scores + waiting + rows * model.vocab_size * (model.dtype_bytes + 4)
 
-    def tiers(self, workload: Workload, has_gpu: bool = True, working_factor: float = 1.0) -> Tiers:
-        """Count the bytes on GPU, host and NVMe; buffers and activations are taken times `working_factor`.
+    def tiers(
+        self,
+        workload: Workload,
+        has_gpu: bool = True,
+        working_factor: float = 1.0,
+        host_bytes: int | None = None,
+        reads: bool = False,
+    ) -> Tiers:
+        """Count the bytes on GPU, host and NVMe at their peak.
 
-        Without a GPU the host carries the device's bytes as well; they are counted under `gpu` all the same.
+        It is the peak over the load and all passes. Buffers and activations are taken times `working_factor`. Without a
+        GPU the host carries the device's bytes as well; they are counted under `gpu` all the same. A host of
+        `host_bytes` may have no memory to touch ahead. A load that `reads` a checkpoint has two buffers for it.
         """
         placement, model = self.placement, self.model
         batch_size, input_len, length = workload.batch_size, workload.input_len, workload.total_len
         stored, others = model.streamed_bytes, model.other_bytes
         offloaded = stored if placement.tier != "gpu" else 0
-        resident = stored if placement.tier == "gpu" else self.resident
-        streams = offloaded > resident or (offloaded and placement.ring_depth)  # the ring is there even if all stay
+        resident = self.stays
+        coded = placement.kept_ratio < 1 or offloaded
+        streams = offloaded > resident or (coded and placement.ring_depth)  # the ring is there even if all stay
         buffers = round(placement.layer_buffers * model.layer_bytes) if streams else 0
         host_kv, rows = self.host_kv(batch_size, length), placement.rows(batch_size)
         if host_kv and not placement.kv_on_cpu:
@@ -268,14 +287,30 @@ class Sizes:
         outside = offloaded - (resident if placement.moved else 0)
         on_host = {"host": outside, "nvme": min(placement.held_bytes, outside)}.get(placement.tier, 0)
         on_disk = placement.tier == "nvme"
+        host_weights = round(on_host * placement.kept_ratio) + (0 if placement.resident_others else others)
+        # What a load touches ahead, and reads with, is free again when the KV cache comes.
+        layer = round(model.layer_bytes * model.stored_ratio)
+        reads = reads and (host_bytes is None or ALLOWANCES.plenty * max(layer, others) <= host_bytes)  # else mapped
+        reading = layer + max(layer, others) if reads else 0  # the weights outside the layers are read first
+        loading = max(0, self._touched_ahead(on_host, host_bytes) + reading - host_kv)
         host = Bytes(
-            weights=round(on_host * placement.kept_ratio) + (0 if placement.resident_others else others),
+            weights=host_weights,
             kv_cache=host_kv,
-            buffers=placement.disk_ring_bytes or 2 * model.layer_bytes if on_disk else 0,
+            buffers=(placement.disk_ring_bytes or 2 * model.layer_bytes if on_disk else 0) + loading,
             overhead=ALLOWANCES.process_bytes * placement.gpus,
         )
         at_rest = placement.kept_ratio if placement.disk_ring_bytes else 1.0
         return Tiers(gpu, host, Bytes(weights=round(outside * at_rest) if on_disk else 0))
+
+    def _touched_ahead(self, on_host: int, host_bytes: int | None) -> int:
+        """Return the host memory that a load touches beyond its weights."""
+        placement, ahead = self.placement, ALLOWANCES.ahead_bytes
+        stored = round(on_host * placement.kept_ratio)
+        if placement.tier != "host" or not placement.ring_depth:
+            return 0
+        if host_bytes is not None and host_bytes - stored < ALLOWANCES.plenty * ahead:
+            return 0
+        return min(on_host - stored, ahead // 2)
 
 
 def draft_kv_bytes(model: ModelSpec, batch_size: int, length: int) -> int:

@@ -85,7 +85,9 @@ class Placer:
     def tiers(self, placement: Placement, workload: Workload, efficiency: Efficiency | None = None) -> Tiers:
         """Count the bytes by tier, with the working memory of `efficiency`."""
         factor = (efficiency or self.efficiency or Efficiency()).memory
-        return Sizes(placement, self.model).tiers(workload, self.machine.gpu_count > 0, factor)
+        has_gpu = self.machine.gpu_count > 0
+        host_bytes, reads = self.machine.host_bytes, self.case.load_format != "dummy"
+        return Sizes(placement, self.model).tiers(workload, has_gpu, factor, host_bytes, reads)
 
     def device_bytes(self, tiers: Tiers) -> int:
         """Return the bytes on the device; without a GPU it is the host."""

@@ -20,7 +20,7 @@ from zinfer.core.value import Frozen
 from zinfer.plan import search
 from zinfer.plan.bytes import Bytes, Placement, Sizes, Tiers
 from zinfer.plan.placement import CAUTIOUS, MEMOISED, TUNING, Placer
-from zinfer.plan.times import LIMITS, Efficiency, Times, Timing
+from zinfer.plan.times import LIMITS, Efficiency, Times, Timing, kind, shipped
 
 SHARES = tuple(f"{share}%" for share in range(10, 101, 10))  # fixed shares of the weights that `searched` tries
 WORTH = 1.02  # rate of a better share over that of the search for each batch, which serves every batch
@@ -101,10 +101,11 @@ class Plan(Frozen):
         return _e2e_s(self.case.workload, self.prefill_s, self.step_s)
 
     def expected(self) -> tuple[float | None, float | None]:
-        """Return the seconds of prefill and step of a good engine; None if unknown."""
+        """Return the seconds of prefill and step that its engine takes; None if unknown."""
         if self.efficiency is not None:
             return self.prefill_s, self.step_s
-        timing = Timing(self.placement, self.model, self.machine)
+        efficiency = shipped().get(self.case.engine, Efficiency())
+        timing = Timing(self.placement, self.model, self.machine, efficiency)
         prefill, step = _times(timing, self.case.workload)
         return prefill.seconds, step.seconds
 
@@ -321,9 +322,7 @@ class Planner:
         placement, (prefill, step) = self._figured(workload), self._times(workload)
         gpu, host, nvme = self.tiers(workload)
         efficiency, sizes = self.efficiency, Sizes(placement, self.model)
-        error = None
-        if efficiency is not None:
-            error = efficiency.resident_error if self.case.offload == "none" else efficiency.error
+        error = None if efficiency is None else efficiency.error_of(kind(placement, self.model, self.machine))
         return Plan(
             case=self.case.model_copy(update={"workload": workload}),
             model=self.model,

@@ -1,20 +1,24 @@
 """Seconds of a pass at every bottleneck, from bytes and bandwidths alone.
 
 A decode step reads every weight once: t = max(bytes over the link / link, bytes in GPU memory / HBM, FLOPs / compute,
-bytes out of host memory / DRAM), whatever the batch. Prefill does the same in passes of at most `PREFILL_TOKENS`. A GPU
-that unpacks weights, also resident coded ones, does so before it computes with them: these two add up. What a ring of
-buffers cannot hold while resident layers compute, the link brings afterwards.
-`Efficiency` holds how far an engine stays behind the physics; `zinfer.analysis.calibrate` fits it to measurements.
-`LIMITS` is the physics alone, which no engine passes on the machine's peak rates (`Machine.at_peak`).
+bytes out of host memory / DRAM), whatever the batch. Prefill does the same in passes of at most `PREFILL_TOKENS`.
+`LIMITS` is this physics alone, which no engine passes on the machine's peak rates (`Machine.at_peak`).
+
+An `Efficiency` makes it a prediction, of what an engine does besides and cannot overlap: a GPU unpacks weights, also
+resident coded ones, before it computes with them; small kernels take their time; what a ring of buffers cannot hold
+while resident layers compute, the link brings afterwards; the last layer computes when all copies are done.
+`zinfer.analysis.calibrate` fits it to measurements, and `shipped` returns the fit that comes with zinfer.
 
     Timing(Placement(tier="host"), model, machine).step(batch_size=32, context=528).bound_by        # "link"
 
 Sources: the roofline of Williams et al. 2009 (doi:10.1145/1498765.1498785); FLOPs as in `zinfer.core.model`.
 """
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
+from importlib.resources import files
 from math import ceil, inf
 from typing import Literal, NamedTuple
 
@@ -24,7 +28,7 @@ from zinfer.core.machine import Machine
 from zinfer.core.model import ModelSpec
 from zinfer.core.units import counted
 from zinfer.core.value import Frozen
-from zinfer.plan.bytes import EAGER, Placement, Sizes
+from zinfer.plan.bytes import Placement, Sizes
 
 Bound = Literal["link", "hbm", "unpacking", "compute", "gather", "host memory", "cpu attention", "nvme", "launch"]
 
@@ -35,25 +39,33 @@ class Rates:
 
     # Between its matrix products a layer's prefill reads and writes GPU memory, one kernel after the other: passes over
     # a token's hidden values (two norms, two sums, heads split and merged), passes over its values within the
-    # feed-forward network (a fused activation; BLOOM's is nine kernels), and bytes of each score that is kept.
+    # feed-forward network (a fused activation; BLOOM's is nine kernels, that of gpt-oss ten and two biases), passes
+    # over the hidden values of each expert of a token (sorted, gathered, weighted, summed; from prefills of Mixtral and
+    # Qwen3, which have experts of different widths), and bytes of each score where attention has no fused kernel.
     hidden_passes: int = 20
-    ffn_passes: Mapping[str, int] = field(default_factory=lambda: {"": 3, "bloom": 21})
-    score_bytes: int = 20
+    ffn_passes: Mapping[str, int] = field(default_factory=lambda: {"": 3, "bloom": 21, "gpt_oss": 26})
+    expert_passes: int = 38
+    score_bytes: Mapping[str, int] = field(default_factory=lambda: {"bloom": 20, "gpt_oss": 30})
+    # Seconds of a layer's small kernels in a decode step (norms, positions, router), which add to the reading of its
+    # weights: from steps of OPT-30B without offload on GPUs whose memories differ in bandwidth.
+    kernel_s: float = 50e-6
     # Cores that attend to a KV cache in host memory take bandwidth from the link: the shares of the cores to choose
     # from, and the part of the link's time in which they must be done, as the CPU also launches the next layer. Too few
     # cores make every layer late, too many cost the link a twentieth at most.
     cpu_shares: tuple[float, ...] = (0.75, 0.625, 0.5, 0.375, 0.25)
     cpu_time: float = 0.5
+    eight_bits: float = 0.75  # time of a core for a value in 8 bits, over one in 16: from BLOOM-176B on 64 cores
     link_keeps: float = 0.95  # link's rate while all cores attend: 0.95 measured with 16 cores, 0.92 with 64
-    # Products that read codes of resident weights, as a share of the bandwidth of GPU memory; each further group of
-    # this many tokens reads them again.
-    codes_rate: float = 0.5
+    # Products that read codes of resident weights, as a share of the bandwidth of GPU memory, from steps of BLOOM-176B
+    # in int4; each further group of this many tokens reads them again. Each pair of a token and an expert reads its
+    # codes, at the rate of steps of gpt-oss-120b at three batch sizes.
+    codes_rate: float = 0.38
+    expert_codes_rate: float = 0.46
     codes_at_once: int = 32
     unpacking: float = 0.4  # unpacking of coded weights, as a share of the bandwidth of GPU memory
     # Unpacking by torch's operations, as the same share: from DeepSpeed's steps of all of BLOOM-176B in int4 on an
     # H100, at two batch sizes, which the GPU bounds.
     torch_unpacking: float = 0.455
-    cache_bytes: int = 128 << 20  # no GPU has a larger L2 cache (B200: 126 MB); a smaller unpacked layer may stay in it
     # Smallest size of losslessly coded bf16 weights: 8 bits of sign and mantissa, and the entropy of the exponents, 2.5
     # bits for weights of a normal distribution (`zinfer study codec` prints the bound of a checkpoint); the same of FP8
     # codes (e4m3), with scales for blocks of weights.
@@ -76,12 +88,15 @@ class Efficiency(Frozen):
     # a layer, which some engines fetch at once; None: equal
     expert_link_share: float | None = None
     expert_mfu: float | None = None
+    expert_kernel_s: float = 0.0  # seconds of a layer's kernels besides, where they read experts from their codes
     memory: float = 1.0  # GPU bytes taken over bytes counted, besides weights and KV cache
     perfect: bool = False  # the physics alone: everything overlaps, and nothing passes between matrix products
-    # Error of predicted throughput in 9 of 10 cases, as a share, with offload and without; None: never measured
-    error: float | None = None
-    resident_error: float | None = None
+    errors: tuple[tuple[str, float], ...] = ()  # error of the throughput in 9 of 10 cases, as a share, by `kind`
     points: int = 0  # number of measurements behind the factors
+
+    def error_of(self, kind: str) -> float | None:
+        """Return the error band of a kind of load; None without records."""
+        return dict(self.errors).get(kind)
 
     def for_model(self, model: ModelSpec) -> "Efficiency":
         """Return the efficiency that holds for `model`, with routed experts or without."""
@@ -103,12 +118,33 @@ class Efficiency(Frozen):
         routed += [] if self.expert_mfu is None else [f"{self.expert_mfu:.0%} of the matmul rate"]
         experts = f" (with routed experts {' and '.join(routed)})" if routed else ""
         rates.append(f"{self.mfu:.0%} of the matmul rate{experts}")
-        resident = "" if self.resident_error is None else f" ({self.resident_error:.0%} without offload)"
-        band = "" if self.error is None else f"; throughput within {self.error:.0%}{resident} in 9 of 10 cases"
-        return f"{', '.join(rates)}, working memory x {self.memory:.2f}, from {counted(self.points, 'point')}{band}"
+        kinds = f" of {counted(len(self.errors), 'kind')} of loads" if self.errors else ""
+        return f"{', '.join(rates)}, working memory x {self.memory:.2f}, from {counted(self.points, 'point')}{kinds}"
 
 
 LIMITS = Efficiency(link_share=1.0, mfu=1.0, perfect=True)
+
+
+@cache
+def shipped() -> Mapping[str, Efficiency]:
+    """Return the efficiency of each engine that comes with zinfer.
+
+    It is fitted to the records in sweeps/results (`zinfer.analysis.calibrate.write`).
+    """
+    text = (files("zinfer") / "catalog" / "calibration.json").read_text(encoding="utf-8")
+    return {engine: Efficiency.model_validate(factors) for engine, factors in json.loads(text).items()}
+
+
+def kind(placement: Placement, model: ModelSpec, machine: Machine) -> str:
+    """Name the kind of a load.
+
+    It is the format of the weights, whether there are experts, whether weights cross the link, and the GPU. How right a
+    prediction is, only records of the same kind tell.
+    """
+    stored = "fp8" if model.fp8_ratio else "quantised" if model.stored_ratio < 1 else placement.codec
+    name = model.weights if model.weights != "as-released" else "uncoded" if stored == "none" else stored
+    moving = "from disk" if placement.tier == "nvme" else "streamed" if Sizes(placement, model).wire() else "resident"
+    return f"{name} {'experts' if model.num_experts else 'dense'}, {moving}, {machine.gpu_name}"
 
 
 class Times(Frozen):
@@ -239,97 +275,148 @@ class Timing:
         return replace(self, placement=placement.model_copy(update={"wire_ratio": ratio}))
 
     def _pass(self, work: _Work) -> Times:
-        """Time a pass: its slowest limit, or longer where its parts cannot overlap."""
-        if self.efficiency.perfect and self.placement.wire_ratio < 1:
-            return self._at_coding_bound()._limited(work)
-        return self._limited(work)
+        """Time a pass: its slowest limit, or as an engine runs it."""
+        if not self.efficiency.perfect:
+            return self._predicted(work)
+        timing = self._at_coding_bound() if self.placement.wire_ratio < 1 else self
+        limits = timing._limits(work)
+        return _slowest(limits) if limits else Times()
 
-    def _limited(self, work: _Work) -> Times:
-        placement, model, machine, sizes = self.placement, self.model, self.machine, self._sizes
-        efficiency, tokens, gpus = self.efficiency.for_model(model), work.tokens, placement.gpus
+    def _over_link(self, work: _Work) -> int:
+        """Return the bytes that a pass brings over the links."""
+        weights = max(0, self._sizes.wire(work.tokens) - work.ready)
+        return weights + (0 if self.placement.kv_on_cpu else work.host_kv)
+
+    def _links(self) -> float | None:
+        """Return the rate of all links; None if it is not known."""
+        placement, machine = self.placement, self.machine
         link = machine.h2d_bandwidth if placement.pinned else machine.pageable_bandwidth
-        streamed, unpacked = sizes.wire(tokens), sizes.unpacked(tokens)
-        weights = max(0, streamed - work.ready)
-        over_link = weights + (0 if placement.kv_on_cpu else work.host_kv)
-        from_disk = placement.from_disk(weights)
-        from_host = weights + work.host_kv + from_disk  # what comes from disk is written to host memory first
-        if machine.hbm_bandwidth is None or machine.matmul_flops is None or (over_link and link is None):
-            return Times()
-        # A streamed weight is written to GPU memory before it is read, by an engine with a ring as it crosses the link;
-        # without a GPU it is unpacked from where it is.
-        arrived: float = streamed if machine.gpu_count or not placement.ring_depth else 0
-        if efficiency.perfect and model.layer_bytes > RATES.cache_bytes:  # read as they lie in memory, written whole
-            arrived += unpacked * (placement.wire_ratio + 1)
-        hbm, read = machine.hbm_bandwidth * efficiency.hbm_share, work.read
-        if tokens is not None and sizes.reads_codes(tokens):
-            rate = 1.0 if efficiency.perfect else RATES.codes_rate / ceil(tokens / RATES.codes_at_once)
-            read *= 1 - sizes.resident / model.weight_bytes * (1 - placement.wire_ratio / rate)
+        if link is None:
+            return None
+        # All links together were measured with the GPUs that there are; more GPUs would have links of their own.
+        measured = (machine.links_bandwidth or inf) * max(1.0, placement.gpus / max(1, machine.gpu_count))
+        return self.efficiency.for_model(self.model).link_share * min(placement.gpus * link, measured)
+
+    def _weights_read(self, work: _Work) -> float:
+        """Return the bytes of weights that are read from GPU memory.
+
+        A limit is that of weights read as they are stored, predictions unpack them first; only resident layers in a
+        pass of few tokens are multiplied from their codes.
+        """
+        placement, model, sizes = self.placement, self.model, self._sizes
+        embedding = model.vocab_size * model.hidden_size * model.dtype_bytes  # a look-up, unless it is the head, too
+        read = work.read - (embedding if model.other_bytes >= 2 * embedding else 0)
+        if self.efficiency.perfect:
+            return read * (1 - model.streamed_bytes / model.weight_bytes * (1 - placement.wire_ratio))
+        if work.tokens is None or not sizes.reads_codes(work.tokens):
+            return read
+        stay, share = sizes.stays / model.weight_bytes, self.efficiency.hbm_share  # the rates are those of kernels
+        if not model.num_experts:
+            times = share * placement.wire_ratio / RATES.codes_rate * ceil(work.tokens / RATES.codes_at_once)
+            return read * (1 - stay * (1 - times))
+        times = share * placement.wire_ratio / RATES.expert_codes_rate
+        pairs = work.tokens * model.experts_per_token / model.num_experts
+        return read + stay * model.routed_bytes * (pairs * times - model.touched_share(work.tokens))
+
+    def _limits(self, work: _Work) -> dict[Bound, float]:
+        """Return the seconds at links, memories, disk and matrix products.
+
+        These are limits of physics, at the shares of an `Efficiency`; none if a rate is unknown.
+        """
+        placement, model, machine, gpus = self.placement, self.model, self.machine, self.placement.gpus
+        efficiency, links, over_link = self.efficiency.for_model(model), self._links(), self._over_link(work)
+        if machine.hbm_bandwidth is None or machine.matmul_flops is None or (over_link and links is None):
+            return {}
+        # A streamed weight is written to GPU memory before it is read; without a GPU it is read from where it is.
+        streamed = self._sizes.wire(work.tokens)
+        arrived = streamed if machine.gpu_count or not placement.ring_depth else 0
         attended = self.attention_bytes(work.kv - (work.host_kv if placement.kv_on_cpu else 0))
+        hbm = machine.hbm_bandwidth * efficiency.hbm_share
         limits: dict[Bound, float] = {
-            "hbm": (read + arrived + attended / gpus) / hbm,
-            "compute": work.flops / gpus / (efficiency.mfu * machine.matmul_flops)
-            + (0 if efficiency.perfect else work.between / gpus / machine.hbm_bandwidth),
-            "launch": efficiency.layer_s * model.num_layers,
+            "hbm": (self._weights_read(work) + arrived + attended / gpus) / hbm,
+            "compute": work.flops / gpus / (efficiency.mfu * machine.matmul_flops),
         }
-        unpacking = 0.0
-        if not efficiency.perfect:
-            unpacking = self._unpacking_s(unpacked)
-            unpacking += placement.dequantised_bytes / (RATES.torch_unpacking * machine.hbm_bandwidth)
-        if unpacking:
-            limits["unpacking"] = unpacking
-        copying, chooses = 0.0, placement.chooses(tokens)
-        if over_link and link is not None:  # each GPU brings its part of the weights over its link
-            # All links together were measured with the GPUs that there are; more GPUs would have links of their own.
-            measured = (machine.links_bandwidth or inf) * max(1.0, gpus / max(1, machine.gpu_count))
-            links = efficiency.link_share * min(gpus * link, measured)
-            copying = limits["link"] = over_link / links
-            if tokens is not None and chooses and not efficiency.perfect:
-                limits["link"] += self._router_wait_s(links)
+        if over_link and links is not None:  # each GPU brings its part of the weights over its link
+            limits["link"] = over_link / links
+        if work.written and machine.duplex_bandwidth is not None:
+            limits["link"] = max(limits.get("link", 0.0), work.written / gpus / machine.duplex_bandwidth)
         if gpus > 1 and placement.tier == "host" and machine.gather_bandwidth is not None:  # resident layers, too
             gathered = placement.wire_ratio * model.streamed_bytes + (model.other_bytes if placement.divided else 0)
             limits["gather"] = gathered * (gpus - 1) / gpus / machine.gather_bandwidth
-        if work.written and machine.duplex_bandwidth is not None:
-            limits["link"] = max(limits.get("link", 0.0), work.written / gpus / machine.duplex_bandwidth)
+        weights = max(0, streamed - work.ready)
+        from_disk = placement.from_disk(weights)
+        from_host = weights + work.host_kv + from_disk  # what comes from disk is written to host memory first
         if from_host and machine.host_bandwidth is not None:  # all links, and the CPU, read from one memory
             limits["host memory"] = from_host / machine.host_bandwidth
+        if placement.tier == "nvme":
+            if machine.nvme_bandwidth is None:
+                return {}
+            in_ring = placement.disk_ring_bytes * work.ready / max(1, placement.ring_depth * self._sizes.chunk)
+            limits["nvme"] = max(0.0, from_disk - in_ring) / machine.nvme_bandwidth
+        return limits
+
+    def _predicted(self, work: _Work) -> Times:
+        """Time a pass as an engine runs it: not all overlaps."""
+        placement, model, machine, sizes = self.placement, self.model, self.machine, self._sizes
+        efficiency, tokens, limits = self.efficiency.for_model(model), work.tokens, self._limits(work)
+        if not limits:
+            return Times()
+        hbm, links = machine.hbm_bandwidth or inf, self._links() or inf
+        unpacked, over_link = sizes.unpacked(tokens), self._over_link(work)
+        limits["compute"] += work.between / placement.gpus / hbm
+        kernels = self._kernels_s(tokens)
+        limits["launch"] = max(efficiency.layer_s * model.num_layers, kernels)
+        unpacking = self._unpacking_s(unpacked) + placement.dequantised_bytes / (RATES.torch_unpacking * hbm)
+        if unpacking:
+            limits["unpacking"] = unpacking
+        copying, chooses = over_link / links, placement.chooses(tokens)
+        if tokens is not None and chooses and "link" in limits:
+            limits["link"] += self._router_wait_s(links)
+        # One queue of the GPU unpacks a layer into the only buffer, then computes it. Grouped products of experts read
+        # their weights before they are busy.
+        computing = limits["hbm"] + limits["compute"] if model.num_experts else max(limits["hbm"], limits["compute"])
+        queue = unpacking + computing + kernels
         cpu = machine.attention_rate(max(1, model.num_heads // max(1, model.num_kv_heads)))
-        if work.host_kv and placement.kv_on_cpu and cpu is not None and efficiency.perfect:
-            limits["cpu attention"] = work.host_kv / cpu
-        elif work.host_kv and placement.kv_on_cpu and cpu is not None:
+        if work.host_kv and placement.kv_on_cpu and cpu is not None:
             # These follow each other in every layer: weights are unpacked, the GPU computes, the CPU attends.
+            # The rate was measured for values in 16 bits.
+            in_16_bits = work.host_kv / placement.kv_ratio * (RATES.eight_bits if placement.kv_ratio < 1 else 1.0)
+            attending, contended = self.contended_rates(cpu, round(in_16_bits), limits.get("link", 0.0))
             on_gpu = unpacking + limits["hbm"] + limits["compute"] + limits["launch"]
-            # A value in 8 bits takes a core as long as one in 16, for which the rate was measured.
-            values = round(work.host_kv / placement.kv_ratio)
-            attending, contended = self.contended_rates(cpu, values, limits.get("link", 0.0))
             limits["cpu attention"] = attending + on_gpu
             if "link" in limits:
                 limits["link"] = contended
-        if placement.tier == "nvme":
-            if machine.nvme_bandwidth is None:
-                return Times()
-            in_ring = placement.disk_ring_bytes * work.ready / max(1, placement.ring_depth * sizes.chunk)
-            limits["nvme"] = max(0.0, from_disk - in_ring) / machine.nvme_bandwidth
         times = _slowest(limits)
-        assert times.seconds is not None
-        if placement.divided and not efficiency.perfect and "gather" in limits:
+        if placement.divided and "gather" in limits:
             link_limits: dict[Bound, float] = {bound: limits.get(bound, 0.0) for bound in ("link", "gather")}
-            if (seconds := sum(link_limits.values())) > times.seconds:
+            if (seconds := sum(link_limits.values())) > (times.seconds or 0.0):
                 times = _slowest(link_limits).model_copy(update={"seconds": seconds, "limits": limits})
-        # One queue of the GPU unpacks a layer into the only buffer and computes it: these never overlap.
-        queue = unpacking + max(limits["hbm"], limits["compute"])
-        if unpacking and queue > (times.seconds or 0.0):
-            bound: Bound = max(("unpacking", "hbm", "compute"), key=lambda bound: limits[bound])
-            times = Times(seconds=queue, bound_by=bound, limits=limits)
+        if queue > (times.seconds or 0.0):
+            bounds: tuple[Bound, ...] = ("hbm", "compute", "unpacking", "launch")
+            parts = {bound: limits[bound] for bound in bounds if bound in limits}
+            times = Times(seconds=queue, bound_by=_slowest(parts).bound_by, limits=limits)
         if unpacked and unpacking and machine.gpu_count and not (chooses or placement.kv_on_cpu):
             late = queue + self._late_s(queue, unpacking, copying, over_link, work.kv_copies)
             if late > (times.seconds or 0.0):
                 times = _slowest(limits).model_copy(update={"seconds": late})
         copies = max(limits.get("link", 0.0), limits.get("nvme", 0.0), limits.get("host memory", 0.0))
-        if placement.overlapped or not copies:
+        if not copies:
             return times
-        resident = read * sizes.resident / model.weight_bytes / hbm
-        in_turn = copies + max(limits["compute"], limits["launch"], resident)
+        if not placement.overlapped:
+            resident = self._weights_read(work) * sizes.stays / model.weight_bytes / (hbm * efficiency.hbm_share)
+            in_turn = copies + max(limits["compute"], limits["launch"], resident)
+        elif tokens is None:  # a prefill waits for its first layer, or computes the last one after all copies
+            in_turn = max(copies, queue) + min(copies, queue) / model.num_layers
+        else:
+            return times
         return times.model_copy(update={"seconds": max(times.seconds or 0.0, in_turn)})
+
+    def _kernels_s(self, tokens: int | None) -> float:
+        """Return the seconds of a step's small kernels, which no bytes explain."""
+        if tokens is None or not self.machine.gpu_count:
+            return 0.0
+        from_codes = self.model.num_experts and self._sizes.reads_codes(tokens)
+        return self.model.num_layers * (RATES.kernel_s + (self.efficiency.expert_kernel_s if from_codes else 0.0))
 
     def _router_wait_s(self, links: float) -> float:
         """Return the seconds in which the link waits for routers.
@@ -374,8 +461,9 @@ class Timing:
 def _bytes_between_products(model: ModelSpec, batch_size: int, length: int) -> int:
     passes = RATES.ffn_passes.get(model.architecture, RATES.ffn_passes[""])
     ffn = passes * model.ffn_size * max(1, model.experts_per_token)
-    token = (RATES.hidden_passes * model.hidden_size + ffn) * model.dtype_bytes
-    scores = model.num_heads * length * RATES.score_bytes if model.architecture in EAGER else 0
+    hidden = RATES.hidden_passes + (RATES.expert_passes * model.experts_per_token if model.num_experts else 0)
+    token = (hidden * model.hidden_size + ffn) * model.dtype_bytes
+    scores = model.num_heads * length * RATES.score_bytes.get(model.architecture, 0)
     return batch_size * length * (token + scores) * model.num_layers
 
 

@@ -12,7 +12,7 @@ from zinfer.core.case import Case, Workload
 from zinfer.core.machine import Machine
 from zinfer.plan.planner import Planner
 from zinfer.plan.search import powers
-from zinfer.plan.times import Efficiency
+from zinfer.plan.times import shipped
 from zinfer.system import machines
 
 RESULTS = Path(__file__).parent.parent / "sweeps" / "results"
@@ -37,7 +37,7 @@ def rates(name: str, machine: Machine, lengths: tuple[int, int]) -> tuple[float,
     def planner(offload: Any, share: str | None, **options: str) -> Planner:
         case = Case(model=name, engine="stream", offload=offload, gpu_weights=share, workload=workload,
                     options=tuple(sorted(options.items())))  # fmt: skip
-        return Planner(case, spec, machine, Efficiency())
+        return Planner(case, spec, machine, shipped()["stream"])
 
     def rate(planner: Planner, sizes: Iterable[int]) -> float:
         at = (workload.model_copy(update={"batch_size": size}) for size in sizes)
@@ -89,7 +89,7 @@ def test_a_larger_budget_never_makes_a_step_slower(name: str, rows: int) -> None
 
     def step(budget: str) -> float:
         case = Case(model=name, engine="stream", offload="cpu", gpu_weights=budget, workload=workload)
-        plan = Planner(case, spec, machine, Efficiency()).plan
+        plan = Planner(case, spec, machine, shipped()["stream"]).plan
         assert plan.step_s is not None
         return plan.step_s
 

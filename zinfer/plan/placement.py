@@ -18,7 +18,7 @@ from zinfer.core.model import ModelSpec
 from zinfer.core.units import parse_share
 from zinfer.plan.bytes import Placement, Sizes, Tiers, block_tokens, largest_chunk, whole_tokens
 from zinfer.plan.search import largest
-from zinfer.plan.times import Efficiency, Timing
+from zinfer.plan.times import Efficiency, Timing, shipped
 from zinfer.system.host import attending_cpus
 
 
@@ -93,8 +93,15 @@ class Placer:
         """Return the bytes on the device; without a GPU it is the host."""
         return tiers.gpu.total + (0 if self.machine.gpu_count else tiers.host.total)
 
+    @cached_property
+    def _good(self) -> Efficiency:
+        """Efficiency that placements are chosen by, also where figures are limits."""
+        if self.efficiency is None or self.efficiency.perfect or self.efficiency == CAUTIOUS:
+            return shipped().get(self.case.engine, Efficiency())
+        return self.efficiency
+
     def _timing(self, placement: Placement) -> Timing:
-        return Timing(placement, self.model, self.machine, self.efficiency or Efficiency())
+        return Timing(placement, self.model, self.machine, self._good)
 
     def _with_codes(self, case: Case) -> Case:
         """Return the case as it is placed: released codes stay codes on the GPU, as layers of which none streams.

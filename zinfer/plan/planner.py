@@ -253,8 +253,8 @@ class Planner:
     def searched(self, workload: Workload, rows: int | None = None) -> "Planner":
         """Return the planner of this load with the fastest best batch.
 
-        A batch has at most `rows` rows. The planner is this one, or one with all experts of a layer together, or with a fixed share of layers that stay. Such
-        layers leave host memory to the KV cache, or let the rest fit there.
+        A batch has at most `rows` rows. The planner is this one, or one with all experts of a layer together, or with a
+        fixed share of layers that stay. Such layers leave host memory to the KV cache, or let the rest fit there.
         """
         case, size = self.case, self.best_size(workload, rows)
         if case.offload != "cpu" or not self.placer.transport.leaves_host:

@@ -13,7 +13,7 @@ from zinfer.core.model import ModelSpec
 from zinfer.generation.schedule import largest_load
 from zinfer.generation.tuning import TUNED
 from zinfer.plan.planner import Plan, Planner
-from zinfer.plan.times import Efficiency
+from zinfer.plan.times import Efficiency, shipped
 
 INPUT, OUTPUT = 512, 256  # tokens of a typical request, for which memory is shared out
 
@@ -54,7 +54,7 @@ def best_plan(
     mean = workload_of(typical)
     ranked: list[tuple[tuple[bool, int, float], Plan]] = []
     for case in cases:
-        predicted = Planner(case, model, machine, Efficiency()).searched(mean, len(needs))
+        predicted = Planner(case, model, machine, shipped().get(case.engine, Efficiency())).searched(mean, len(needs))
         planner = Planner(predicted.case, model, machine, nvme_path=nvme_path)
         fits = [need for need, fine in zip(needs, fitting(planner, needs), strict=True) if fine]
         size = predicted.best_size(mean, len(needs))

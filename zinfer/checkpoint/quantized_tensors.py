@@ -124,8 +124,12 @@ class TensorFinder:
         return finders.get(self.settings["quant_method"], self.columns)()
 
     def fp8(self) -> Iterator[QuantizedWeight]:
-        for scale in [name for name in self.tensors if name.endswith("_scale_inv")]:
-            name = scale.removesuffix("_scale_inv")
+        scales = {name: name.removesuffix("_scale_inv") for name in self.tensors if name.endswith("_scale_inv")}
+        for scale in [name for name in self.tensors if name.endswith(".scale")]:  # DeepSeek V4's names
+            name = f"{scale.removesuffix('scale')}weight"
+            if name in self.tensors and self.tensors[name].dtype in EIGHT_BITS:
+                scales[scale] = name
+        for scale, name in scales.items():
             info = self.part("codes", name, EIGHT_BITS, scale)
             self.part("scales", scale, {*FLOATS, "F8_E8M0", "U8"}, name)
             if len(info.shape) < 2 or (info.dtype == "I8" and len(info.shape) > 2):

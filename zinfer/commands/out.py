@@ -154,12 +154,12 @@ class Table:
         return grid
 
     def _blocks(self, width: int) -> Iterable[Text]:
-        """Yield each row as its first cell and a line a cell."""
+        """Yield each row as its first cell, then a line a value."""
         named = max((cell_len(name) for name in self.columns[1:]), default=0)
         for row in self.rows:
             yield Text(row[0], overflow="fold")
             for name, cell in zip(self.columns[1:], row[1:], strict=True):
-                if cell:
+                if cell not in ("", "-"):
                     room = max(8, width - INDENT - named - 2)
                     lines = Text(cell).wrap(Console(width=room), room, overflow="fold")
                     for number, line in enumerate(lines):

@@ -357,7 +357,8 @@ def cut(config: Mapping[str, Any], depth: int, layers: int) -> dict[str, Any]:
         ):  # of last layers that use the cache of earlier ones
             return max(0, layers - (depth - value))
         if isinstance(value, dict):
-            return {name: first(name, inner) for name, inner in value.items()} if key == "text_config" else value
+            text = key in ("text_config", "sparse_attention_config")
+            return {name: first(name, inner) for name, inner in value.items()} if text else value
         if key == "attention_types" and isinstance(value, list):  # pairs of kinds and repetitions
             kinds = [kind for pattern, times in value for kind in [*pattern] * times]
             return [[kinds[:layers], 1]] if len(kinds) == depth else value

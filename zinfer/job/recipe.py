@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, field_validator, model_validator
 
+from zinfer.checkpoint.resolve import catalogue_name
 from zinfer.core.case import BITS_BEFORE, MOST, Case, LoadFormat, Workload, resident_bytes
 from zinfer.core.engine import (
     ENGINES,
@@ -205,6 +206,12 @@ class Sweep(Frozen):
             if lengths not in _DEFAULT_LENGTHS:
                 raise ValueError("input_len and output_len are for equal batches: name a batch_size, too")
         return fields
+
+    @field_validator("model")
+    @classmethod
+    def _as_in_the_catalogue(cls, models: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the catalogue's names for its hub ids and other spellings."""
+        return tuple(catalogue_name(model) or model for model in models)
 
     @field_validator("batch_size", mode="before")
     @classmethod

@@ -387,8 +387,9 @@ class Placer:
     def split_free_memory(self, workload: Workload, reserved: int = 0) -> tuple[int, int]:
         """Return the ring buffers and resident bytes that fit the GPU.
 
-        `reserved` ones of these bytes come before a KV cache. Several GPUs get buffers besides, for layers that stay. With experts on demand buffers for experts come first,
-        up to a layer's, then all but experts of whole layers, which every pass needs, then experts.
+        `reserved` ones of these bytes come before a KV cache. Several GPUs get buffers besides, for layers that stay.
+        With experts on demand buffers for experts come first, up to a layer's, then all but experts of whole layers,
+        which every pass needs, then experts.
         """
         placement, model = self.bare(workload, reserved, TUNING.ring_depth, reserved), self.model
         if not self.machine.gpu_count:  # weights that come from the same memory cannot stay in a faster one

@@ -1,0 +1,243 @@
+"""Ranking of machines for a model: what fits, how fast, at which price."""
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from math import ceil
+from typing import Any
+
+import click
+
+from zinfer.analysis import economics
+from zinfer.analysis.best import Objective
+from zinfer.analysis.economics import Prices
+from zinfer.analysis.sla import SlaCheck
+from zinfer.commands import decision
+from zinfer.commands.decision import DecisionCriteria, GroupDecision
+from zinfer.commands.out import console, table
+from zinfer.core.machine import Machine
+from zinfer.core.units import counted, duration, figures, gb
+from zinfer.plan.placement import TUNING
+from zinfer.plan.planner import Plan, Planner
+from zinfer.record.measurement import Measurement
+
+HOST_NEGLIGIBLE = 4 << 30  # bytes of host memory that every host has
+NAMED = 3  # machines that a hint names
+
+
+class Question:
+    """Levels, prices and demand of the command line, for each machine."""
+
+    def __init__(
+        self,
+        machines: Sequence[Machine],
+        prices: Mapping[str, float],
+        prompts: int | None,
+        objective: Objective | None,
+        deadline: str | None,
+        demand: str | None,
+        **given: Any,
+    ) -> None:
+        if prompts is not None and demand is not None:
+            raise click.UsageError("--prompts and --demand say the same: leave out one")
+        self.objective: Objective = objective or ("cost" if prices else "throughput")
+        self.prompts = prompts
+        self._stated, self._machines = prices, machines
+        self._deadline, self._demand, self._given = deadline, demand, given
+        self.on(machines[0], 1)  # refuses what contradicts itself
+
+    def price(self, machine: Machine) -> float | None:
+        """Return the USD of a GPU-hour: as given, else as the catalogue assumes."""
+        if (stated := self._stated.get(machine.name, self._stated.get(""))) is not None:
+            return stated
+        listed = economics.list_price(machine)
+        return None if listed is None else listed.usd_per_gpu_hour
+
+    def assumes(self, machine: Machine) -> bool:
+        """Tell whether the machine's price is the catalogue's."""
+        return not {machine.name, ""} & self._stated.keys() and self.price(machine) is not None
+
+    def prices(self, machine: Machine) -> Prices:
+        """Return all prices on a machine."""
+        given = {name: self._given[name] for name in ("host_hour_usd", "gpus_per_server")}
+        return Prices(gpu_hour_usd=self.price(machine), **given)
+
+    @cached_property
+    def _priced(self) -> bool:
+        return self._given["host_hour_usd"] is not None or any(self.price(machine) for machine in self._machines)
+
+    def on(self, machine: Machine, output_len: int) -> DecisionCriteria | None:
+        """Return the criteria for plans on a machine; None if nothing was asked.
+
+        Where only other machines have a price, the batch is the one with the best throughput.
+        """
+        pays = bool(self._stated) or self.prompts is not None or self.objective == "cost"
+        price, objective, demand, deadline = self.price(machine), self.objective, self._demand, self._deadline
+        if objective == "cost" and price is None and self._priced and self._given["host_hour_usd"] is None:
+            objective = "throughput"
+        if self.prompts is not None and deadline is not None:
+            demand = f"{self.prompts * output_len}tok"
+        return decision.question(
+            objective=objective, pareto=False, demand=demand, deadline=deadline,
+            gpu_hour_usd=price if pays else None, **self._given,
+        )  # fmt: skip
+
+    def run(self, plan: Plan) -> tuple[float, float | None] | None:
+        """Return the hours and USD of all prompts on one machine; None if unknown."""
+        if self.prompts is None or plan.e2e_s is None:
+            return None
+        hours = ceil(self.prompts / plan.case.workload.batch_size) * plan.e2e_s / 3600
+        prices, gpus = self.prices(plan.machine), plan.placement.gpus
+        if prices.gpu_hour_usd is None and prices.host_hour_usd is None:
+            return hours, None
+        return hours, hours * gpus * prices.usd_per_gpu_hour
+
+
+def as_points(plans: Sequence[Plan]) -> tuple[Measurement, ...]:
+    """Return predictions as points, for levels and prices.
+
+    They are never written, nor shown as measured.
+    """
+    return tuple(
+        Measurement(
+            case=plan.case,
+            status="ok",
+            machine=plan.machine.name,
+            ttft_ms=(plan.prefill_s * 1e3,),
+            step_ms=((plan.step_s * 1e3,) * (plan.case.workload.output_len - 1),),
+        )
+        for plan in plans
+        if plan.holds and plan.prefill_s is not None and plan.step_s is not None
+    )
+
+
+class Ranked:
+    """Best plan of a machine, with its price and the levels."""
+
+    def __init__(self, question: Question, plans: Sequence[Plan], answer: GroupDecision | None) -> None:
+        self._question, self.answer = question, answer
+        decided = None if answer is None else answer.decision.point or answer.decision.nearest
+        holding = [plan for plan in plans if plan.holds]
+        self.plan = (
+            next((plan for plan in holding if decided is not None and plan.case == decided.case), None)
+            or max(holding, key=lambda plan: plan.output_tok_s or 0.0, default=None)
+            or min(plans, key=lambda plan: plan.gpu.total)
+        )
+
+    @cached_property
+    def usd_per_mtok(self) -> float | None:
+        """USD a million output tokens; None without a price or a time."""
+        prices = self._question.prices(self.plan.machine)
+        (point,) = as_points([self.plan]) or (None,)
+        paid = None if point is None or prices.gpu_hour_usd is None else economics.cost(point, prices)
+        return None if paid is None else paid.usd_per_mtok
+
+    @property
+    def _missed(self) -> list[SlaCheck]:
+        return [] if self.answer is None else [check for check in self.answer.decision.kept if not check.ok]
+
+    @property
+    def rank(self) -> tuple[bool, bool, float]:
+        """Key to sort by: machines that fit, those that keep the levels, the objective."""
+        plan, worst = self.plan, float("inf")
+        value = {"cost": self.usd_per_mtok, "latency": plan.step_s}.get(
+            self._question.objective, -(plan.output_tok_s or 0.0)
+        )
+        return not plan.holds, bool(self._missed), worst if value is None else value
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Text of the row, under `COLUMNS`."""
+        plan, question = self.plan, self._question
+        name, price = plan.machine.name + "*" * bool(plan.machine.overridden), question.price(plan.machine)
+        if not plan.holds:
+            return name, f"no: {shortage(plan)}", *[""] * (len(COLUMNS) - 2)
+        levels = f"no: {', '.join(map(_value, self._missed))}" if self._missed else "yes"
+        run, fleet = question.run(plan), None if self.answer is None else self.answer.fleet
+        return (
+            name,
+            "yes",
+            plan.case.label(),
+            f"{plan.case.workload.batch_size:,}",
+            figures(plan.output_tok_s or 0.0) + (f" ± {plan.error:.0%}" if plan.error else ""),
+            "" if plan.prefill_s is None else duration(plan.prefill_s),
+            "" if plan.step_s is None else duration(plan.step_s),
+            host_needed(plan),
+            "" if price is None else f"{price:.2f}" + "~" * question.assumes(plan.machine),
+            "" if self.usd_per_mtok is None else figures(self.usd_per_mtok),
+            levels if self.answer is not None and self.answer.decision.kept else "",
+            "" if run is None else f"{figures(run[0])} h",
+            "" if run is None or run[1] is None else figures(run[1]),
+            "" if fleet is None else f"{fleet.working:,} + {fleet.spare}",
+        )
+
+
+def _value(check: SlaCheck) -> str:
+    return (
+        f"{check.sla.metric} {check.value}"
+        if check.sla.at_most
+        else check.value + "/user" * (check.sla.metric == "user_tok_s")
+    )
+
+
+COLUMNS = (
+    "machine", "fits", "configuration", "#batch", "#tok/s", "#TTFT", "#TPOT", "#host memory", "#USD/h", "#USD/Mtok",
+    "levels", "#all prompts", "#USD", "#GPUs in time",
+)  # fmt: skip
+
+
+def show(title: str, rows: Sequence[Ranked], question: Question, calibrated: bool) -> None:
+    """Print the machines, best first, and what is assumed of them."""
+    by = {"cost": "USD a token", "latency": "TPOT"}.get(question.objective, "tok/s")
+    kind = "predicted" if calibrated else "physical limits"
+    head = f"{title}, {counted(len(rows), 'machine')} by {by}: {kind}, nothing was run"
+    ranked = sorted(rows, key=lambda row: row.rank)
+    console().print(table(head, COLUMNS, [row.cells for row in ranked], drop=("TPOT", "configuration", "USD/h")))
+    if any(row.plan.machine.overridden for row in rows):
+        click.echo("* With figures that are set by hand.")
+    if any("?" in host_needed(row.plan) for row in rows if row.plan.holds):
+        click.echo("? The memory of this host is not known; --host-memory MACHINE=SIZE says what there is.")
+    if any(question.assumes(row.plan.machine) for row in rows):
+        dates = [price.date for price in economics.list_prices().values()]
+        click.echo(
+            f"~ A price that a provider listed between {min(dates)} and {max(dates)}, assumed here "
+            "(`zinfer plan --list machines NAME`); --price MACHINE=USD states yours."
+        )
+
+
+def host_unknown(plan: Plan) -> bool:
+    """Tell whether a plan needs host memory of which nothing is known."""
+    return plan.holds and plan.machine.host_bytes is None and plan.host.total > HOST_NEGLIGIBLE
+
+
+def host_needed(plan: Plan) -> str:
+    """Return the host memory of a plan, marked where it is unknown."""
+    return f"{ceil(plan.host.total / TUNING.max_host_share / (1 << 30))} GiB" + "?" * host_unknown(plan)
+
+
+def shortage(plan: Plan) -> str:
+    """Return the memory that a plan lacks, in a few words."""
+    machine = plan.machine
+    tiers = (
+        ("GPU", plan.gpu.total, machine.gpu_bytes),
+        ("host", plan.host.total, TUNING.max_host_share * (machine.host_bytes or float("inf"))),
+        ("disk", plan.nvme.total, float("inf") if machine.nvme_bytes is None else machine.nvme_bytes),
+    )
+    lacking = [f"{name} {gb(need)} of {gb(there)}" for name, need, there in tiers if need > there > 0]
+    return ", ".join(lacking) or "no room for a sequence"
+
+
+def fitting(plans: Sequence[Plan]) -> str:
+    """Return a hint that names machines on which a load fits."""
+    from zinfer.core.machine import catalogue_names
+    from zinfer.system.machines import load
+
+    able = []
+    for machine in sorted(map(load, catalogue_names()), key=lambda machine: machine.gpu_bytes):
+        each = [Planner(plan.case, plan.model, machine, plan.efficiency).at(plan.case.workload) for plan in plans]
+        if held := [plan for plan in each if plan.holds]:
+            able.append(f"{machine.name} ({held[0].case.label()}, {host_needed(held[0]).rstrip('?')} of host memory)")
+    model = plans[0].case.model
+    if not able:
+        return f"{model} fits no machine of the catalogue so."
+    ranks = f"`zinfer plan --model {model} --machine all` ranks all"
+    return f"It fits {len(able)} machines of the catalogue, the smallest are {', '.join(able[:NAMED])}; {ranks}."

@@ -68,8 +68,8 @@ TYPED = (
     ",", "", " ", "\udcff", "a" * 200_000, "1-5+0", "auto*999999", "0x10", "1_000", "٣", "5%", "1e309%", "nan%", "²",
     "h2d_bandwidth=1e400GB/s", "h2d_bandwidth=nan", "gpu_bytes=0", "host_bytes=-1", "gpus=99999999999999999999",
     "gpus=1e400", "weight_codec=", "=", "packed=" + "a" * 300, "ttft:p99:<=:1e400s", "ttft:p99:<=:0s",
-    "output_tok_s:mean:>=:" + "9" * 400, "9e999tok/day", "9" * 400 + "tok/day", "9" * 400 + "h", "h200=nan", "9" * 400 + "k", "./" + "a" * 300,
-    "a/b", "/dev/zero", "/proc/self/mem", "/dev/stdin", ",".join(map(str, range(1, 2000))), *NASTY,
+    "output_tok_s:mean:>=:" + "9" * 400, "9e999tok/day", "9" * 400 + "tok/day", "9" * 400 + "h", "./" + "a" * 300,
+    "h200=nan", "a/b", "/dev/zero", "/proc/self/mem", "/dev/stdin", ",".join(map(str, range(1, 2000))), *NASTY,
 )  # fmt: skip
 
 

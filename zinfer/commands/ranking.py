@@ -231,13 +231,21 @@ def fitting(plans: Sequence[Plan]) -> str:
     from zinfer.core.machine import catalogue_names
     from zinfer.system.machines import load
 
-    able = []
+    def holds(plan: Plan, machine: Machine) -> Plan | None:
+        planner, workload = Planner(plan.case, plan.model, machine, plan.efficiency), plan.case.workload
+        if planner.max_batch(workload) < workload.batch_size:  # cheaper than a plan
+            return None
+        return other if (other := planner.at(workload)).holds else None
+
+    able: list[str] = []
     for machine in sorted(map(load, catalogue_names()), key=lambda machine: machine.gpu_bytes):
-        each = [Planner(plan.case, plan.model, machine, plan.efficiency).at(plan.case.workload) for plan in plans]
-        if held := [plan for plan in each if plan.holds]:
-            able.append(f"{machine.name} ({held[0].case.label()}, {host_needed(held[0]).rstrip('?')} of host memory)")
+        if (held := next(filter(None, (holds(plan, machine) for plan in plans)), None)) is not None:
+            able.append(f"{machine.name} ({held.case.label()}, {host_needed(held).rstrip('?')} of host memory)")
+        if len(able) == NAMED:
+            break
     model = plans[0].case.model
     if not able:
         return f"{model} fits no machine of the catalogue so."
-    ranks = f"`zinfer plan --model {model} --machine all` ranks all"
-    return f"It fits {len(able)} machines of the catalogue, the smallest are {', '.join(able[:NAMED])}; {ranks}."
+    return (
+        f"It fits {', '.join(able)}; `zinfer plan --model {model} --machine all` ranks all machines of the catalogue."
+    )

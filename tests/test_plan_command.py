@@ -155,6 +155,8 @@ def test_a_batch_beyond_the_largest_does_not_fit() -> None:
     largest = best["max_batch_size"]
     plans = json.loads(plan(*words, "--batch-size", f"{largest},{largest + 1}", "--json"))
     assert [row["fits"] for row in plans] == [True, False]
+    text = plan("-m", "opt-66b", "--machine", "h100-80gb", "--batch-size", "1,2,4")
+    assert [text.count(words) for words in ("does not fit", "stream none", "stream cpu  ")] == [1, 1, 3]
     plan(*words, "--batch-size", str(largest + 1), code=4)
     text = plan(*words, "--batch-size", f"{largest},{largest + 1}")
     assert text.count("does not") == 1
@@ -301,8 +303,12 @@ def test_prompts_give_hours_usd_and_gpus_for_a_deadline() -> None:
         assert row["prompts_hours"] == pytest.approx(hours)
         assert row["prompts_usd"] == pytest.approx(2 * hours)
         assert float(cells[10].removesuffix(" h")) == pytest.approx(hours, rel=0.01)
+        alone = plan(*words, "--machine", row["machine"]["name"], "--price", "2")
+        assert f"1k prompts take {cells[10]} on {row['machine']['name']}, for {cells[11]} USD, at batch 16." in alone
         assert cells[12] == f"{-(-32_000 // int(row['output_tok_s'] * 28_800)):,} + 0"
     assert "--deadline" in CliRunner().invoke(cli, ["plan", *words[:-2], "--deadline", "8h"]).stderr
+    short = ranked(*words, "--deadline", "1s")
+    assert all(re.match(r"none: .* a batch", row[12]) for row in short)
     both = CliRunner().invoke(cli, ["plan", *words, "--demand", "2Mtok/day"])
     assert (both.exit_code, "leave out one" in both.stderr) == (2, True)
 

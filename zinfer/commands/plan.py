@@ -176,7 +176,7 @@ def command(
     if as_json:
         click.echo(json.dumps([_row(plan, planning.records, question) for plan in plans], indent=1))
     else:
-        for group in groups if details or not several else ():
+        for group, row in zip(groups, ranked, strict=True) if details or not several else ():
             _print(group, bool(efficiencies))
             click.echo(advice(group.plans))
             records = map(planning.records.describe, group.plans)
@@ -185,6 +185,8 @@ def command(
                     click.echo(line)
             if group.answer is not None:
                 click.echo(_decided(group.answer, group.plans))
+            if run := question.run(row.plan):
+                click.echo(ranking.describe(run, row.plan, prompts))
         click.echo()
         for title in dict.fromkeys(group.title for group in groups) if several else ():
             rows = [row for row, group in zip(ranked, groups, strict=True) if group.title == title]
@@ -496,7 +498,7 @@ def _print(group: _Group, calibrated: bool) -> None:
 
     columns: dict[str, Callable[[Plan], str]] = {
         "configuration": lambda plan: plan.case.label(),
-        "#batch": lambda plan: str(plan.case.workload.batch_size),
+        "#batch": lambda plan: str(plan.case.workload.batch_size) if plan.fits else "-",
         "#of": lambda plan: str(plan.max_batch_size) if plan.fits else "-",
         "#tok/s": lambda plan: shown(plan, plan.output_tok_s, figures) + band(plan),
         "#TTFT": lambda plan: shown(plan, plan.prefill_s, duration),
@@ -510,7 +512,10 @@ def _print(group: _Group, calibrated: bool) -> None:
         "#host": lambda plan: gb(plan.host.total) + "?" * ranking.host_unknown(plan),
         "#NVMe": lambda plan: gb(plan.nvme.total) if plan.nvme.total else "",
     }
-    cells = [[cell(plan) for cell in columns.values()] for plan in group.plans]
+    rows = {
+        plan.case if plan.fits else plan.case.load: plan for plan in reversed(group.plans)
+    }  # no batch fits: one row
+    cells = [[cell(plan) for cell in columns.values()] for plan in reversed(rows.values())]
     machine, (name, _, lengths) = group.machine, group.title.rpartition(", ")
     title = f"{name} on {machine.name}{'*' * bool(machine.overridden)}, {lengths}"
     kind = "predicted" if calibrated else "physical limits"

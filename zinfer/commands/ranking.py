@@ -152,13 +152,17 @@ class Ranked:
         if not plan.holds:
             return name, f"no: {shortage(plan)}", *[""] * (len(COLUMNS) - 2)
         levels = f"no: {', '.join(map(_value, self._missed))}" if self._missed else "yes"
-        run, fleet = question.run(plan), None if self.answer is None else self.answer.fleet
+        run, in_time = question.run(plan), ""
+        if self.answer is not None and self.answer.fleet is not None:
+            in_time = f"{self.answer.fleet.working:,} + {self.answer.fleet.spare}"
+        elif self.answer is not None and self.answer.too_slow is not None:
+            in_time = f"none: {duration(self.answer.too_slow)} a batch"
         return (
             name,
             "yes",
             plan.case.label(),
             f"{plan.case.workload.batch_size:,}",
-            figures(plan.output_tok_s or 0.0) + (f" ± {plan.error:.0%}" if plan.error else ""),
+            (figures(plan.output_tok_s) if plan.output_tok_s else "") + (f" ± {plan.error:.0%}" if plan.error else ""),
             "" if plan.prefill_s is None else duration(plan.prefill_s),
             "" if plan.step_s is None else duration(plan.step_s),
             host_needed(plan),
@@ -167,7 +171,7 @@ class Ranked:
             levels if self.answer is not None and self.answer.decision.kept else "",
             "" if run is None else f"{figures(run[0])} h",
             "" if run is None or run[1] is None else figures(run[1]),
-            "" if fleet is None else f"{fleet.working:,} + {fleet.spare}",
+            in_time,
         )
 
 
@@ -202,6 +206,14 @@ def show(title: str, rows: Sequence[Ranked], question: Question, calibrated: boo
             f"~ A price that a provider listed between {min(dates)} and {max(dates)}, assumed here "
             "(`zinfer plan --list machines NAME`); --price MACHINE=USD states yours."
         )
+
+
+def describe(run: tuple[float, float | None], plan: Plan, prompts: str | None) -> str:
+    """Return the hours and USD of all prompts in a sentence."""
+    hours, usd = run
+    machines = f"{plan.placement.gpus} GPUs of " * (plan.placement.gpus > 1) + plan.machine.name
+    paid = "of no known price" if usd is None else f"for {figures(usd)} USD"
+    return f"{prompts} prompts take {figures(hours)} h on {machines}, {paid}, at batch {plan.case.workload.batch_size}."
 
 
 def host_unknown(plan: Plan) -> bool:

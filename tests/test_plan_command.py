@@ -251,6 +251,10 @@ def test_several_machines_are_ranked_in_one_table() -> None:
         row["output_tok_s"] for row in by_rate if row["machine"]["name"] == name
     ))  # fmt: skip
     assert by_cost != names
+    (row,) = (row for row in rows(*words, *prices, "--sla", "ttft<=1s") if row["machine"]["name"] == "h200")
+    assert row["usd_per_mtok"] == pytest.approx(1e6 / row["output_tok_s"] / 3600)
+    assert (row["usd_per_gpu_hour"], row["price_assumed"]) == (1, False)
+    assert row["levels"] == [{"level": "ttft p99 <= 1 s", "predicted": pytest.approx(row["prefill_s"]), "ok": True}]
     assert [row[0] for row in ranked(*words, *prices, "--objective", "throughput")] == names
 
 

@@ -465,9 +465,7 @@ def _row(plan: "Plan", records: "_Records", question: "Question") -> dict[str, A
     names = ("output_tok_s", "prefill_tok_s", "decode_tok_s", "e2e_s", "bounds")
     derived = {name: getattr(plan, name) for name in names}
     derived |= {"fits": plan.holds, "assumes": list(_assumptions(plan)), "what_if": _hypothetical(plan)}
-    derived["usd_per_gpu_hour"], derived["price_assumed"] = question.price(plan.machine), question.assumes(plan.machine)
-    if (run := question.run(plan)) is not None:
-        derived["prompts_hours"], derived["prompts_usd"] = run
+    derived |= question.row(plan)
     if plan.drafting is not None:
         derived["acceptance_from"] = records.source(plan)
     if plan.placement.experts == "on-demand":

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from zinfer.analysis import economics
+from zinfer.analysis import economics, sla
 from zinfer.analysis.best import Objective
 from zinfer.analysis.economics import Prices
 from zinfer.analysis.sla import SlaCheck
@@ -90,6 +90,18 @@ class Question:
         if prices.gpu_hour_usd is None and prices.host_hour_usd is None:
             return hours, None
         return hours, hours * gpus * prices.usd_per_gpu_hour
+
+    def row(self, plan: Plan) -> dict[str, Any]:
+        """Return a plan's prices and levels as JSON; null is unknown."""
+        ranked, criteria = Ranked(self, [plan], None), self.on(plan.machine, plan.case.workload.output_len)
+        levels = () if criteria is None else criteria.slas
+        checks = [check for point in as_points([plan]) for check in sla.check(point, levels)]
+        hours, usd = self.run(plan) or (None, None)
+        return {
+            "usd_per_gpu_hour": self.price(plan.machine), "price_assumed": self.assumes(plan.machine),
+            "usd_per_mtok": ranked.usd_per_mtok, "prompts_hours": hours, "prompts_usd": usd,
+            "levels": [{"level": check.sla.describe(), "predicted": check.actual, "ok": check.ok} for check in checks],
+        }  # fmt: skip
 
 
 def as_points(plans: Sequence[Plan]) -> tuple[Measurement, ...]:
@@ -195,7 +207,9 @@ def show(title: str, rows: Sequence[Ranked], question: Question, calibrated: boo
     kind = "predicted" if calibrated else "physical limits"
     head = f"{title}, {counted(len(rows), 'machine')} by {by}: {kind}, nothing was run"
     ranked = sorted(rows, key=lambda row: row.rank)
-    console().print(table(head, COLUMNS, [row.cells for row in ranked], drop=("TPOT", "configuration", "USD/h")))
+    console().print(
+        table(head, COLUMNS, [row.cells for row in ranked], drop=("TPOT", "USD/h", "configuration", "TTFT", "batch"))
+    )
     if any(row.plan.machine.overridden for row in rows):
         click.echo("* With figures that are set by hand.")
     if any("?" in host_needed(row.plan) for row in rows if row.plan.holds):
@@ -234,7 +248,7 @@ def shortage(plan: Plan) -> str:
         ("host", plan.host.total, TUNING.max_host_share * (machine.host_bytes or float("inf"))),
         ("disk", plan.nvme.total, float("inf") if machine.nvme_bytes is None else machine.nvme_bytes),
     )
-    lacking = [f"{name} {gb(need)} of {gb(there)}" for name, need, there in tiers if need > there > 0]
+    lacking = [f"{name} {need / 1e9:.1f} of {gb(there)}" for name, need, there in tiers if need > there > 0]
     return ", ".join(lacking) or "no room for a sequence"
 
 

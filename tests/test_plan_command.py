@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from tests import mentions
 from zinfer.cli import cli
 from zinfer.core.engine import OptionError
+from zinfer.core.machine import catalogue_names
 
 ROOT = Path(__file__).parents[1]
 RESULTS = str(ROOT / "sweeps" / "results")
@@ -279,6 +280,16 @@ def test_a_ranking_marks_what_is_assumed_and_ends_with_what_does_not_fit() -> No
         assert why in refused.output + str(refused.exception)
 
 
+def test_all_machines_get_the_host_memory_that_they_can_have() -> None:
+    words = ("-m", "opt-30b", "--offload", "cpu", "--batch-size", "1", "--host-memory", "80GiB")
+    table = {row[0]: row for row in ranked(*words, "--machine", "all")}
+    assert {name.rstrip("*") for name in table} == set(catalogue_names())
+    assert [name for name in table if not name.endswith("*")] == ["dgx-spark"], "its memory is the GPU's"
+    assert list(table)[-1] == "dgx-spark"
+    refused = CliRunner().invoke(cli, ["plan", *words, "--machine", "dgx-spark"])
+    assert "share one memory" in str(refused.exception)
+
+
 def test_levels_rank_before_the_rate() -> None:
     words = ("-m", "opt-30b", "--machine", "t4,h100-80gb,l40s", "--offload", "cpu", "--batch-size", "4,16,64")
     table = ranked(*words, "--sla", "ttft<=3s", "--want", "5 tok/s")
@@ -308,7 +319,10 @@ def test_prompts_give_hours_usd_and_gpus_for_a_deadline() -> None:
         assert row["prompts_usd"] == pytest.approx(2 * hours)
         assert float(cells[10].removesuffix(" h")) == pytest.approx(hours, rel=0.01)
         alone = plan(*words, "--machine", row["machine"]["name"], "--price", "2")
-        assert f"1k prompts take {cells[10]} on {row['machine']['name']}, for {cells[11]} USD, at batch 16." in alone
+        assert f"1,000 prompts take {cells[10]} on {row['machine']['name']} for {cells[11]} USD, at batch 16." in alone
+        assumed = plan(*words, "--machine", row["machine"]["name"])
+        assert mentions(assumed, "USD an hour", row["machine"]["name"], "is assumed", "RunPod", "2026-03-10")
+        assert "is assumed" not in alone
         assert cells[12] == f"{-(-32_000 // int(row['output_tok_s'] * 28_800)):,} + 0"
     assert "--deadline" in CliRunner().invoke(cli, ["plan", *words[:-2], "--deadline", "8h"]).stderr
     short = ranked(*words, "--deadline", "1s")

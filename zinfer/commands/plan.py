@@ -185,8 +185,8 @@ def command(
                     click.echo(line)
             if group.answer is not None:
                 click.echo(_decided(group.answer, group.plans))
-            if run := question.run(row.plan):
-                click.echo(ranking.describe(run, row.plan, prompts))
+            for line in filter(None, (question.describe(row.plan), question.assumption(group.machine))):
+                click.echo(line)
         click.echo()
         for title in dict.fromkeys(group.title for group in groups) if several else ():
             rows = [row for row, group in zip(ranked, groups, strict=True) if group.title == title]

@@ -61,10 +61,6 @@ class Question:
         given = {name: self._given[name] for name in ("host_hour_usd", "gpus_per_server")}
         return Prices(gpu_hour_usd=self.price(machine), **given)
 
-    @cached_property
-    def _priced(self) -> bool:
-        return self._given["host_hour_usd"] is not None or any(self.price(machine) for machine in self._machines)
-
     def on(self, machine: Machine, output_len: int) -> DecisionCriteria | None:
         """Return the criteria for plans on a machine; None if nothing was asked.
 
@@ -72,7 +68,7 @@ class Question:
         """
         pays = bool(self._stated) or self.prompts is not None or self.objective == "cost"
         price, objective, demand, deadline = self.price(machine), self.objective, self._demand, self._deadline
-        if objective == "cost" and price is None and self._priced and self._given["host_hour_usd"] is None:
+        if objective == "cost" and price is None and any(map(self.price, self._machines)):
             objective = "throughput"
         if self.prompts is not None and deadline is not None:
             demand = f"{self.prompts * output_len}tok"
@@ -86,10 +82,25 @@ class Question:
         if self.prompts is None or plan.e2e_s is None:
             return None
         hours = ceil(self.prompts / plan.case.workload.batch_size) * plan.e2e_s / 3600
-        prices, gpus = self.prices(plan.machine), plan.placement.gpus
-        if prices.gpu_hour_usd is None and prices.host_hour_usd is None:
-            return hours, None
-        return hours, hours * gpus * prices.usd_per_gpu_hour
+        prices = self.prices(plan.machine)
+        return hours, None if prices.gpu_hour_usd is None else hours * plan.placement.gpus * prices.usd_per_gpu_hour
+
+    def describe(self, plan: Plan) -> str:
+        """Return the hours and USD of all prompts in a sentence; nothing without prompts."""
+        if (run := self.run(plan)) is None:
+            return ""
+        gpus = f"{plan.placement.gpus} GPUs of " * (plan.placement.gpus > 1)
+        paid = ", of no known price" if run[1] is None else f" for {figures(run[1])} USD"
+        batch = f"at batch {plan.case.workload.batch_size}"
+        return f"{self.prompts:,} prompts take {figures(run[0])} h on {gpus}{plan.machine.name}{paid}, {batch}."
+
+    def assumption(self, machine: Machine) -> str:
+        """Return the source of an assumed price, if the answer uses one."""
+        criteria, listed = self.on(machine, 1), economics.list_price(machine)
+        if listed is None or not self.assumes(machine) or criteria is None or criteria.prices.gpu_hour_usd is None:
+            return ""
+        usd = f"{listed.usd_per_gpu_hour} USD an hour of {machine.name} is assumed"
+        return f"{usd}: {listed.source}, {listed.date}; --price states yours."
 
     def row(self, plan: Plan) -> dict[str, Any]:
         """Return a plan's prices and levels as JSON; null is unknown."""
@@ -188,11 +199,10 @@ class Ranked:
 
 
 def _value(check: SlaCheck) -> str:
-    return (
-        f"{check.sla.metric} {check.value}"
-        if check.sla.at_most
-        else check.value + "/user" * (check.sla.metric == "user_tok_s")
-    )
+    """Return the value of a missed level in a few words."""
+    if check.sla.at_most:
+        return f"{check.sla.metric} {check.value}"
+    return check.value + "/user" * (check.sla.metric == "user_tok_s")
 
 
 COLUMNS = (
@@ -220,14 +230,6 @@ def show(title: str, rows: Sequence[Ranked], question: Question, calibrated: boo
             f"~ A price that a provider listed between {min(dates)} and {max(dates)}, assumed here "
             "(`zinfer plan --list machines NAME`); --price MACHINE=USD states yours."
         )
-
-
-def describe(run: tuple[float, float | None], plan: Plan, prompts: str | None) -> str:
-    """Return the hours and USD of all prompts in a sentence."""
-    hours, usd = run
-    machines = f"{plan.placement.gpus} GPUs of " * (plan.placement.gpus > 1) + plan.machine.name
-    paid = "of no known price" if usd is None else f"for {figures(usd)} USD"
-    return f"{prompts} prompts take {figures(hours)} h on {machines}, {paid}, at batch {plan.case.workload.batch_size}."
 
 
 def host_unknown(plan: Plan) -> bool:

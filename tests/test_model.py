@@ -150,6 +150,23 @@ def test_flops_are_two_a_weight_and_token() -> None:
     assert spec.prefill_flops(1, 1) == pytest.approx(spec.decode_flops(1, 1), rel=1e-3)
 
 
+def test_a_copy_counts_its_own_layers() -> None:
+    whole = resolve.from_catalogue("deepseek-v3")
+    figures = (
+        "streamed_bytes",
+        "routed_bytes",
+        "layer_bytes",
+        "dense_layer_bytes",
+        "ffn_matrices",
+        "kv_bytes_per_token",
+    )
+    before = [getattr(whole, name) for name in figures]
+    for copy in (whole.slice(2), whole.with_dtype("float32")):
+        anew = ModelSpec.model_validate(copy.model_dump())
+        assert [getattr(copy, name) for name in figures] == [getattr(anew, name) for name in figures] != before
+        assert copy == anew
+
+
 def test_slice_keeps_the_first_layers() -> None:
     whole = resolve.from_catalogue("qwen2.5-72b")
     part = whole.slice(3)

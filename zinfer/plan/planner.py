@@ -397,7 +397,7 @@ class Planner:
         if case.offload != "nvme" and fits(offload="nvme", engine=engine):
             disk = f"with {gb(model.weight_bytes)} free there"
             ways.append(f"--engine {engine} --offload nvme --nvme-path DIR, {disk}")
-        ways.append(f"`zinfer plan --model {case.model} --machine gh200-96gb` to see what another machine would do")
+        ways.append(f"another machine: `zinfer plan --model {case.model} --machine all` ranks those of the catalogue")
         return ways
 
 

@@ -51,7 +51,8 @@ OPTIONS = {
               "-O", "--dtype", "-m", "--engine", "--requests", "--request-lengths", "--num-requests", "--in-flight",
               "--request-rate", "--seed", "--sla", "--rounds"],
     "plan": ["--batch-size", "--input-len", "--output-len", "--layers", "--gpus", "--set", "--gpu-weights",
-             "--weights", "--machine", "-m", "--engine", "--offload", "--calibrate", "--figure"],
+             "--weights", "--machine", "-m", "--engine", "--offload", "--calibrate", "--figure", "--sla",
+             "--price", "--host-memory", "--prompts", "--demand", "--deadline", "--host-hour-usd"],
     "best": ["--sla", "--demand", "--deadline", "--gpu-hour-usd", "--power-usd-kwh", "--utilisation", "--spare",
              "--gpus-per-server", "--host-hour-usd", "--model", "--machine", "--objective"],
     "compare": ["--metric", "--fail-on-regression", "--across"],
@@ -68,7 +69,7 @@ TYPED = (
     "h2d_bandwidth=1e400GB/s", "h2d_bandwidth=nan", "gpu_bytes=0", "host_bytes=-1", "gpus=99999999999999999999",
     "gpus=1e400", "weight_codec=", "=", "packed=" + "a" * 300, "ttft:p99:<=:1e400s", "ttft:p99:<=:0s",
     "output_tok_s:mean:>=:" + "9" * 400, "9e999tok/day", "9" * 400 + "tok/day", "9" * 400 + "h", "./" + "a" * 300,
-    "a/b", "/dev/zero", "/proc/self/mem", "/dev/stdin", ",".join(map(str, range(1, 2000))), *NASTY,
+    "h200=nan", "a/b", "/dev/zero", "/proc/self/mem", "/dev/stdin", ",".join(map(str, range(1, 2000))), *NASTY,
 )  # fmt: skip
 
 

@@ -35,19 +35,29 @@ def rewrite(directory: Path, config: dict[str, Any], change: Callable[[str, Tens
     return directory
 
 
-def fp8(directory: Path, block: tuple[int, int] | None = (BLOCK, BLOCK)) -> Path:
-    """FP8 with a scale for each block or tensor. As DeepSeek-V3 is released."""
+def fp8(directory: Path, block: tuple[int, int] | None = (BLOCK, BLOCK), fp4_experts: bool = False) -> Path:
+    """FP8 with a scale for each block or tensor. As DeepSeek-V3 is released; V4 with experts in FP4."""
+    dice = torch.Generator().manual_seed(4)
+
+    def scale_of(name: str) -> str:
+        return f"{name.removesuffix('weight')}scale" if fp4_experts else f"{name}_scale_inv"
 
     def change(name: str, tensor: Tensor) -> Tensors:
+        if fp4_experts and ".experts." in name:
+            pairs, groups = (len(tensor), tensor.shape[1] // 2), (len(tensor), tensor.shape[1] // 32)
+            codes = torch.randint(0, 256, pairs, generator=dice, dtype=torch.uint8)
+            exponents = torch.randint(118, 124, groups, generator=dice, dtype=torch.uint8)
+            return {name: codes.view(torch.int8), scale_of(name): exponents.view(torch.float8_e8m0fnu)}
         rows, columns = block or tensor.shape
         parts = tensor.unflatten(0, (-1, rows)).unflatten(2, (-1, columns))  # [R, rows, C, columns]
         scales = parts.abs().amax(dim=(1, 3)) / 448
         codes = (parts / scales[:, None, :, None]).to(torch.float8_e4m3fn).reshape(tensor.shape)
-        return {name: codes, f"{name}_scale_inv": scales if block else scales.reshape(1)}
+        return {name: codes, scale_of(name): scales if block else scales.reshape(1)}
 
     size = list(block) if block else None
     return rewrite(directory, {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": size,
-                               "modules_to_not_convert": ["lm_head"]}, change)  # fmt: skip
+                               "modules_to_not_convert": ["lm_head"], "expert_dtype": "fp4" if fp4_experts else "fp8",
+                               }, change)  # fmt: skip
 
 
 COMPRESSED: dict[str, tuple[str, dict[str, Any]]] = {  # format and weights' arguments of compressed-tensors

@@ -184,7 +184,7 @@ def test_noise_makes_no_winner(tmp_path: Path) -> None:
 
 
 CASES = (
-    case(8, layers=14),
+    case(8, layers=14, gpu_weights="0%"),
     case(4, "deepspeed", model="bloom-176b", layers=None, input_len=64, output_len=7, dtype="float16"),
     case(3, layers=None, gpu_weights="25%", options=(("kv_offload", "cpu"), ("weight_codec", "none"))),
     case(2, "accelerate", "none", layers=2, options=(("pin_memory", False),)),

@@ -14,6 +14,7 @@ from zinfer.analysis.calibrate import PredictedPoint, Quantity, fit, predict
 from zinfer.analysis.group import Points
 from zinfer.checkpoint import resolve
 from zinfer.core.case import Case, Option
+from zinfer.core.engine import plan_options
 from zinfer.core.machine import Machine
 from zinfer.plan.bytes import Sizes
 from zinfer.plan.placement import Placer
@@ -29,8 +30,8 @@ H100 = machines.load("h100-80gb").model_copy(update={"name": "h100", "host_bytes
 # layers when the first was recorded, so that the last ones brought all of theirs, which the link could not do ahead.
 # One of three loads on two GPUs took a third longer a step than the others, for a reason that no record tells.
 MISSED = {
-    ("stream cpu gpu-weights=70%", "mixtral-8x7b"),
-    ("stream cpu gpu-weights=16% gpus=2 kv_offload=auto", "bloom-176b"),
+    ("stream cpu gpu-weights=70% kv_offload=none", "mixtral-8x7b"),
+    ("stream cpu gpu-weights=16% gpus=2", "bloom-176b"),
 }
 ROOMY = H100.model_copy(update={"gpu_bytes": 140 << 30})
 
@@ -109,7 +110,7 @@ def test_the_way_to_attend_that_plans_choose_was_the_fastest() -> None:
     seconds: dict[tuple[str, Case], dict[str, float]] = {}
     for measured in committed.points():
         options = dict(measured.case.options)
-        if measured.usable and options.get("kv_offload", "none") != "none" and "kv_attention" in options:
+        if measured.usable and options.get("kv_offload", "auto") != "none" and "kv_attention" in options:
             way = str(options.pop("kv_attention"))
             case = measured.case.model_copy(update={"options": tuple(sorted(options.items()))})
             seconds.setdefault((measured.machine, case), {})[way] = measured.step_median_ms or 0.0
@@ -143,7 +144,7 @@ def test_the_largest_batch_is_predicted() -> None:
     for name, layers, offload in (("bloom-176b", 14, "cpu"), ("opt-30b", None, "none"), ("opt-30b", None, "cpu")):
         group = [p for p in points if (p.case.model, p.case.layers, p.case.offload) == (name, layers, offload)]
         group = [p for p in group if p.case.engine == "stream" and p.case.workload.output_len == 32]
-        group = [p for p in group if "kv_offload" not in dict(p.case.options)]
+        group = [p for p in group if plan_options(p.case.engine, p.case.options).kv_offload == "none"]
         edge = max(p.case.workload.batch_size for p in group if p.status == "ok")
         spec = resolve.resolve(name, None, layers)
         plan = predict(group[0].case, spec, machines[group[0].machine], factors)
@@ -183,9 +184,9 @@ def fabricated(efficiency: Efficiency, size: int, offload: str, on: Machine = H1
 
 def cache_of(asked: Case, plan: Plan) -> dict[str, Option]:
     """Return the settings in which `stream` reports its KV cache."""
-    if "kv_offload" not in dict(asked.options):
-        return {}
     placement = Placer(asked, plan.model, plan.machine, Efficiency()).bare(asked.workload)
+    if not placement.kv_host_share:
+        return {}
     cores = plan.machine.details.get("host", {}).get("cores", 0)
     return {
         "kv_host_rows": round(placement.kv_host_share * asked.workload.batch_size),
@@ -285,6 +286,8 @@ def test_records_unpacked_the_layers_that_stayed_at_the_same_rate() -> None:
     for fit_point in calibrate.fit_points(committed.points(), committed.machines()):
         share, rate = fit_point.point.case.gpu_weights, fit_point.factors["unpack_share"]
         if share is not None and rate is not None and fit_point.placement.gpus == 1:
+            if share == "0%" and fit_point.model.name != "bloom-176b":
+                continue  # nothing of it stayed in any load with the same format
             assert fit_point.placement.experts == "all"
             rates.setdefault(fit_point.model.name, {})[share] = rate
     assert {name: by_share.keys() for name, by_share in rates.items()} == {

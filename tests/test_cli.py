@@ -314,7 +314,10 @@ def test_prompts_come_from_options_files_and_stdin(folder: Path, checkpoint: Cal
     result = zinfer(folder, *words, "-p", "first", "--prompt-file", "prompts.txt")
     assert result.returncode == 0, result.stderr
     assert [text["prompt"] for text in json.loads(result.stdout)] == ["first", "second", "third"]
-    assert "tok/s" in result.stderr
+    assert re.search(r"tok/s \(prompts .* tok/s, generation .* tok/s, median TTFT .*s\)", result.stderr)
     piped = zinfer(folder, *words, stdin="fourth\n")
-    assert [text["prompt"] for text in json.loads(piped.stdout)] == ["fourth"]
-    assert json.loads(piped.stdout)[0].keys() == {"prompt", "output_ids", "output_text", "finish_reason"}
+    (answer,) = json.loads(piped.stdout)
+    rates = {"prompt_tokens", "prompt_tok_s", "ttft_s", "decode_tok_s"}
+    assert answer.keys() == {"prompt", "output_ids", "output_text", "finish_reason"} | rates
+    assert answer["prompt"] == "fourth"
+    assert all(answer[name] > 0 for name in rates)

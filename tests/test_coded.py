@@ -51,6 +51,7 @@ def compressed(form: str, **weights: Any) -> dict[str, Any]:
 FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8": ("llama", FP8),
     "fp8 of experts": ("mixtral", FP8),
+    "fp4 of experts": ("mixtral", FP8 | {"expert_dtype": "fp4"}),
     "int4": ("llama", scheme("int4")),
     "int4 of experts": ("mixtral", scheme("int4")),
     "int8": ("llama", scheme("int8")),

@@ -22,6 +22,7 @@ from zinfer.analysis.economics import (
     cost,
     energy,
     fleet,
+    parse_count,
     parse_demand,
     parse_seconds,
 )  # fmt: skip
@@ -95,6 +96,14 @@ def test_bad_demands_say_how_to_write_one(text: str, deadline: str | None) -> No
         parse_demand(text, deadline)
 
 
+@pytest.mark.parametrize(("text", "number"), [("100k", 100_000), ("2.5 M", 2_500_000), ("7", 7)])
+def test_numbers_of_prompts(text: str, number: int) -> None:
+    assert parse_count(text) == number
+    for bad in ("0", "-1", "k", "10q", "", "1e3"):
+        with pytest.raises(EconomicsError, match="write 2500, 100k"):
+            parse_count(bad)
+
+
 @pytest.mark.parametrize(("text", "seconds"), [("8h", 28800), ("250ms", 0.25), ("1.5 min", 90), ("2 s", 2)])
 def test_durations(text: str, seconds: float) -> None:
     assert parse_seconds(text) == seconds
@@ -139,6 +148,22 @@ def test_a_higher_price_never_lowers_the_cost(first: float, second: float) -> No
     assert (low.usd_per_mtok or 0) <= (high.usd_per_mtok or 0)
 
 
+@pytest.mark.parametrize(
+    ("short", "long"),
+    [
+        ("ttft<=30s", "ttft:p99:<=:30s"),
+        (" tpot <= 100ms ", "tpot:p99:<=:100ms"),
+        ("e2e p50<=0.5min", "e2e:p50:<=:30s"),
+        ("20 tok/s", "output_tok_s:mean:>=:20"),
+        ("5tok/s/user", "user_tok_s:mean:>=:5"),
+        ("output_tok_s>=2.5 tok/s", "output_tok_s:mean:>=:2.5"),
+    ],
+)
+def test_levels_have_a_short_form_and_are_read_as_they_are_shown(short: str, long: str) -> None:
+    level = parse(short)
+    assert level == parse(long) == parse(level.describe())
+
+
 def test_percentiles_go_by_rank_from_the_good_end() -> None:
     values = [float(n) for n in range(1, 101)]
     assert [statistic(values, name) for name in ("p50", "p90", "p95", "p99", "max", "min", "mean")] == [
@@ -169,6 +194,7 @@ def test_levels_are_checked_over_every_sample_and_few_samples_are_reported() -> 
 @pytest.mark.parametrize(
     "text",
     ["", "ttft", "ttft:p99:<:2s", "speed:p99:<=:2s", "ttft:p42:<=:2s", "ttft:p99:<=:2 parsecs", "tpot:max:<=:0s",
+     "20", "x tok/s", "1.2.3 tok/s", "ttft 20 tok/s", "20 tok/s/gpu",
      "output_tok_s:mean:>=:2s", "user_tok_s:max:>=:2", "ttft:min:<=:2s", "output_tok_s:mean:>=:0", "ttft:p99:<=:2s:x"],
 )  # fmt: skip
 def test_bad_levels_list_what_there_is(text: str) -> None:

@@ -81,6 +81,10 @@ def test_machine_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert re.search(r"2\.0 GiB, .*control group.* \d+\.\d GiB", rows["host memory"])
     assert rows["C compiler"].endswith("/gcc")
     assert "CUDA" in rows["memlock limit"]
+    monkeypatch.setattr(host, "gpus", list)
+    rows = {row.name: row.found for row in doctor.machine_rows()}
+    assert rows["GPU"] == "none"
+    assert not any("CUDA" in found or "GPU" in found for found in rows.values())
 
 
 def test_a_missing_compiler_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,11 +169,14 @@ def test_the_ring_holds_two_layers_without_their_routed_experts() -> None:
 
 
 def test_the_table_says_which_experts_come() -> None:
-    words = ["plan", "-m", "mixtral-8x7b", "--machine", "h100-80gb", "--offload", "cpu"]
+    words = ["plan", "-m", "mixtral-8x7b", "--machine", "h100-80gb", "--offload", "cpu", "--gpu-weights", "0%"]
     shown = CliRunner().invoke(cli, [*words, "--batch-size", "1", "--experts", "all,auto"]).output
     text = " ".join(shown.split())
-    assert "stream cpu experts=all, batch 1: all experts come in every step." in text
-    assert "stream cpu, batch 1: experts on demand; a step touches 25% of the experts and brings 16.9 GB;" in text
+    assert "stream cpu gpu-weights=0% experts=all, batch 1: all experts come in every step." in text
+    assert (
+        "stream cpu gpu-weights=0%, batch 1: experts on demand; a step touches 25% of the experts and brings 16.9 GB;"
+        in text
+    )
     assert "passes of 9 tokens or more bring all." in text
 
 

@@ -136,6 +136,11 @@ def test_offline_without_a_copy(tmp_path: Path) -> None:
     assert folder == "None"
 
 
+def test_offline_without_a_copy_it_names_similar_models_of_the_catalogue(tmp_path: Path) -> None:
+    (answer,) = ask(tmp_path, "resolve('meta-llama/Llama-3.1-70B-Instruct')", HF_HUB_OFFLINE="1")
+    assert mentions(answer, "HF_HUB_OFFLINE", "did you mean 'llama-3.1-70b'")
+
+
 def test_hub_out_of_reach(tmp_path: Path) -> None:
     spec, copy, folder = ask(tmp_path, *CALLS, HF_ENDPOINT="http://127.0.0.1:9")
     assert mentions(spec, "ModelError", "owner/good", "hub")

@@ -51,7 +51,7 @@ def test_a_limit_is_near_what_the_best_engine_reaches(usable: list[Any]) -> None
 
     def busy(seen: Any) -> bool:
         settings = seen.point.effective.settings
-        return settings.get("kv_attention") == "cpu" and settings["kv_host_rows"] > 0
+        return settings.get("kv_attention") == "cpu" and bool(settings["kv_host_rows"])
 
     shares = [
         (make_plan(seen.point.case, seen.model, seen.linked_machine).step_s or 0) * 1e3 / (seen.point.tpot_ms or 1)

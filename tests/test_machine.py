@@ -1,12 +1,14 @@
 """Machine catalogue: it is consistent, and a damaged description is refused in one line."""
 
 import json
+from datetime import date
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from tests import mentions
+from zinfer.analysis.economics import list_prices
 from zinfer.cli import cli
 from zinfer.core.machine import FIGURES, Machine, MachineError, catalogue_names, override
 from zinfer.system import machines as machines
@@ -30,10 +32,8 @@ def test_catalogue_is_sound(name: str) -> None:
     assert (machine.duplex_bandwidth or 0) <= machine.h2d_bandwidth
     assert (machine.pageable_bandwidth or 0) < machine.h2d_bandwidth
     assert machine.coherent == (machine.h2d_bandwidth > 1.3e11)
-    if machine.coherent:
-        assert machine.host_bytes, "memory that is sold with the GPU"
-    else:
-        assert machine.host_bytes is None or machine.sources["host_bytes"].startswith("assumed")
+    assert bool(machine.host_bytes) == machine.coherent, "known only where it is sold with the GPU"
+    assert machine.unified == (name == "dgx-spark")
 
 
 @pytest.mark.parametrize("name", catalogue_names())
@@ -65,17 +65,31 @@ def test_the_command_lists_the_catalogue_and_the_sources_of_one() -> None:
     table = CliRunner().invoke(cli, ["plan", "--list", "machines"], env={"COLUMNS": "200"}).stdout
     assert all(name in table for name in catalogue_names())
     assert mentions(table, "h100-80gb", "79.2 GiB", "54.9 GB/s", "measured")
-    assert mentions(table, "t4", "59.6 GiB (assumed)")
+    assert mentions(table, "rtx-4090", "25.2 GB/s", "0.34")
     assert mentions(table, "gb300", "447.0 GiB", "datasheet")
     result = CliRunner().invoke(cli, ["plan", "--list", "machines", "dgx-spark"], env={"COLUMNS": "200"})
     assert mentions(result.stdout, "hbm_bandwidth", "273.0 GB/s", "datasheet of the DGX Spark")
     assert mentions(result.stdout, "host_bytes", "assumed: what is left")
     assert mentions(result.stdout, "nvme_bytes", "unknown")
+    assert mentions(result.stdout, "USD a GPU-hour", "unknown")
+    priced = CliRunner().invoke(cli, ["plan", "--list", "machines", "b200-pcie6"], env={"COLUMNS": "200"})
+    assert mentions(priced.stdout, "USD a GPU-hour", "5.98", "assumed", "RunPod", "2026-03-10"), "that of its GPU"
 
 
-def test_an_assumed_host_is_said_to_be_one() -> None:
-    assert load("b300").describe("host_bytes").endswith("(assumed: 2 TiB in a host of eight GPUs, a share each)")
-    assert load("rtx-3090").host_bytes == 64_000_000_000
+def test_assumed_prices_are_of_machines_and_say_when_who_listed_them() -> None:
+    prices = list_prices()
+    assert set(prices) <= set(catalogue_names())
+    assert len(prices) > len(catalogue_names()) / 2
+    for price in prices.values():
+        assert 0.1 < price.usd_per_gpu_hour < 10
+        assert date(2025, 11, 1) < price.date < date(2026, 12, 1)
+        assert price.source
+
+
+def test_memory_that_cpu_and_gpu_share_cannot_be_set_beside_it() -> None:
+    with pytest.raises(MachineError, match="share one memory"):
+        override(load("dgx-spark"), "host_bytes=128GiB")
+    assert override(load("gh200-96gb"), "host_bytes=128GiB").host_bytes == 128 << 30
 
 
 def test_a_probed_machine_is_read_back_as_it_was(tmp_path: Path) -> None:

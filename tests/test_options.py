@@ -63,9 +63,9 @@ def test_an_unknown_option_or_value_is_refused_with_the_choices(engine: str, giv
 
 
 def test_a_case_keeps_what_differs_from_the_defaults() -> None:
-    assert resolve_options("stream", {"kv_offload": "auto", "kv_attention": "cpu", "weight_codec": "auto"}) == (
+    assert resolve_options("stream", {"kv_offload": "none", "kv_attention": "cpu", "weight_codec": "auto"}) == (
         ("kv_attention", "cpu"),
-        ("kv_offload", "auto"),
+        ("kv_offload", "none"),
     )
     assert resolve_options("tensorrt", {"plan": 7}) == (("plan", "7"),)
     assert case(cuda_graphs="auto", weight_codec="none") == case(weight_codec="none")
@@ -77,7 +77,7 @@ def test_a_case_keeps_what_differs_from_the_defaults() -> None:
 @pytest.mark.parametrize(
     ("options", "offload", "words"),
     [
-        ({"kv_cache_dtype": "fp8", "kv_offload": "auto"}, "cpu", "kv_cache_dtype=fp8 .* choose from auto, bf16, int8"),
+        ({"kv_cache_dtype": "fp8", "kv_offload": "cpu"}, "cpu", "kv_cache_dtype=fp8 .* choose from auto, bf16, int8"),
         (
             {"kv_cache_dtype": "int8", "kv_offload": "cpu", "kv_attention": "gpu"},
             "cpu",

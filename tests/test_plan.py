@@ -28,6 +28,8 @@ BIG = machines.load("h100-80gb").model_copy(update={"host_bytes": 512 << 30, "so
 
 def case(name: str, offload: Any = "cpu", batch_size: int = 1, engine: str = "stream", **more: Any) -> Case:
     workload = Workload(batch_size=batch_size, input_len=512, output_len=32)
+    options = {"kv_offload": "none"} if engine == "stream" else {}
+    more["options"] = tuple(sorted((options | dict(more.get("options", ()))).items()))
     return Case(model=name, engine=engine, offload=offload, workload=workload, **more)
 
 

@@ -11,10 +11,15 @@ from click.testing import CliRunner
 from tests import mentions
 from zinfer.cli import cli
 from zinfer.core.engine import OptionError
+from zinfer.core.machine import catalogue_names
 
 ROOT = Path(__file__).parents[1]
 RESULTS = str(ROOT / "sweeps" / "results")
 H100 = f"{RESULTS}/nvidia-h100-80gb-hbm3"
+
+
+# all weights over the link, and the KV cache on the GPU
+STREAMED = ("--gpu-weights", "0%", "--kv-offload", "none")
 
 
 def plan(*words: str, code: int = 0) -> str:
@@ -40,7 +45,7 @@ def test_every_option_is_an_axis() -> None:
 
 def test_drafts_count_by_their_acceptance() -> None:
     """Geometric series of tokens, drafting time, and no drafts without gain."""
-    words = ("-m", "bloom-176b", "--machine", "h100-80gb", "--offload", "cpu", "--batch-size", "4")
+    words = ("-m", "bloom-176b", "--machine", "h100-80gb", "--offload", "cpu", *STREAMED, "--batch-size", "4")
     (plain,) = rows(*words)
     for acceptance in (0.0, 0.3, 0.7):
         alone, ngram, small = rows(*words, "--draft", "none,ngram,bloom-560m", "--acceptance", str(acceptance))
@@ -90,7 +95,7 @@ def test_auto_is_the_batch_with_the_best_throughput() -> None:
 
 
 def test_a_calibrated_plan_has_a_band_and_is_slower_than_the_limit() -> None:
-    words = ("-m", "opt-30b", "--machine", "h100-80gb", "--offload", "cpu", "--batch-size", "8")
+    words = ("-m", "opt-30b", "--machine", "h100-80gb", "--offload", "cpu", *STREAMED, "--batch-size", "8")
     (limit,), (result,) = rows(*words), rows(*words, "--calibrate", H100)
     assert limit["error"] is None
     assert 0 < result["error"] < 0.15
@@ -107,7 +112,7 @@ def test_a_calibrated_plan_has_a_band_and_is_slower_than_the_limit() -> None:
 
 
 def test_the_room_for_the_cache_is_named_where_it_bounds_the_batch() -> None:
-    words = ("-m", "opt-30b", "--machine", "h100-80gb", "--offload", "cpu")
+    words = ("-m", "opt-30b", "--machine", "h100-80gb", "--offload", "cpu", *STREAMED)
     (full,), (small,) = rows(*words), rows(*words, "--batch-size", "1")
     assert full["bounds"] == ["link", "KV capacity"]
     assert small["bounds"] == ["link"]
@@ -115,7 +120,7 @@ def test_the_room_for_the_cache_is_named_where_it_bounds_the_batch() -> None:
 
 
 def test_replaced_figures_are_shown() -> None:
-    words = ("-m", "opt-30b", "--machine", "h100-80gb", "--offload", "cpu", "--batch-size", "8")
+    words = ("-m", "opt-30b", "--machine", "h100-80gb", "--offload", "cpu", *STREAMED, "--batch-size", "8")
     (before,), (after,) = (rows(*words, "--set", f"h2d_bandwidth={rate}GB/s") for rate in (54.9, 109.8))
     assert before["step_s"] == pytest.approx(2 * after["step_s"])
     text = plan(*words, "--set", "h2d_bandwidth=109.8GB/s")
@@ -125,8 +130,8 @@ def test_replaced_figures_are_shown() -> None:
 
 def test_a_recipe_plans_bloom_on_several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    text = plan("bloom-176b-machines", "--calibrate", "sweeps/results")
-    assert text.count("predicted,") == 3
+    text = plan("bloom-176b-machines", "--calibrate", "sweeps/results", "--details")
+    assert text.count("predicted,") == 4, "a table a machine, and the ranking"
     assert mentions(text, "GH200", "H100", "deepspeed", "4-5x")
     assert mentions(text, "GH200", "A100", "deepspeed", "9-11x")
     refused = CliRunner().invoke(cli, ["sweep", "bloom-176b-machines"])
@@ -146,7 +151,7 @@ def test_a_model_that_does_not_fit_is_reported_once_with_a_remedy() -> None:
     result = CliRunner().invoke(cli, ["plan", "-m", "bloom-176b", "--machine", "h100-80gb"])
     assert result.exit_code == 0
     assert "does not fit" in result.stdout
-    assert result.stderr.count("355.8 GB of GPU memory") == 1
+    assert len(re.findall(r"\d GB of GPU memory", result.stderr)) == 1
     alone = CliRunner().invoke(cli, ["plan", "-m", "bloom-176b", "--machine", "h100-80gb", "--offload", "none"])
     assert alone.exit_code == 4, "nothing fits"
 
@@ -158,6 +163,8 @@ def test_a_batch_beyond_the_largest_does_not_fit() -> None:
     largest = best["max_batch_size"]
     plans = json.loads(plan(*words, "--batch-size", f"{largest},{largest + 1}", "--json"))
     assert [row["fits"] for row in plans] == [True, False]
+    text = plan("-m", "opt-66b", "--machine", "h100-80gb", "--batch-size", "1,2,4")
+    assert [text.count(words) for words in ("does not fit", "stream none", "stream cpu  ")] == [1, 1, 3]
     plan(*words, "--batch-size", str(largest + 1), code=4)
     text = plan(*words, "--batch-size", f"{largest},{largest + 1}")
     assert text.count("does not") == 1
@@ -183,11 +190,21 @@ def test_what_several_gpus_cannot_do_is_said() -> None:
     assert mentions(result.stderr, "gpus=2 does not go with offload none")
     result = CliRunner().invoke(cli, [*words, "-m", "opt-30b"])  # all of it fits one GPU
     assert result.exit_code == 0
-    assert mentions(result.output, "Only streaming was planned", "stream cpu gpus=2")
+    assert mentions(result.output, "all of it fits", "stream cpu gpus=2")
 
 
 def test_formats_are_planned_for_engines_that_have_them() -> None:
-    words = ("-m", "opt-30b", "--machine", "h100-80gb", "--offload", "cpu", "--weights", "as-released,int4,fp8")
+    words = (
+        "-m",
+        "opt-30b",
+        "--machine",
+        "h100-80gb",
+        "--offload",
+        "cpu",
+        *STREAMED,
+        "--weights",
+        "as-released,int4,fp8",
+    )
     plans = {row["case"].get("weights"): row for row in rows(*words)}
     assert plans.keys() == {None, "int4", "fp8"}
     sizes = {form: row["streamed_bytes"] / plans[None]["streamed_bytes"] for form, row in plans.items()}
@@ -204,20 +221,20 @@ def test_formats_are_planned_for_engines_that_have_them() -> None:
 
 
 def test_unknown_memory_is_an_assumption_that_is_told() -> None:
-    words = ["plan", "-m", "opt-30b", "--machine", "h100-80gb", "--offload", "cpu"]
+    words = ["plan", "-m", "opt-30b", "--machine", "h100-80gb", "--offload", "cpu", *STREAMED]
     result = CliRunner().invoke(cli, words)
-    assert mentions(result.stderr, "host memory is not known", "--set host_bytes=")
-    (size,) = re.findall(r"--set host_bytes=(\d+GiB)", result.stderr)
-    enough = CliRunner().invoke(cli, [*words, "--set", f"host_bytes={size}"])
+    assert mentions(result.stderr, "host memory is not known", "--host-memory")
+    (size,) = re.findall(r"--host-memory (\d+GiB)", result.stderr)
+    enough = CliRunner().invoke(cli, [*words, "--host-memory", size])
     assert enough.exit_code == 0
     assert enough.stderr == ""
-    little = CliRunner().invoke(cli, [*words, "--set", f"host_bytes={int(size[:-3]) - 2}GiB"])
+    little = CliRunner().invoke(cli, [*words, "--host-memory", f"{int(size[:-3]) - 2}GiB"])
     assert little.exit_code == 4
     assert json.loads(CliRunner().invoke(cli, [*words, "--json"]).stdout)[0]["assumes"]
 
 
 def test_a_level_chooses_the_batch_and_a_price_gives_the_cost() -> None:
-    words = ("-m", "opt-30b", "--machine", "h100-80gb", "--offload", "cpu")
+    words = ("-m", "opt-30b", "--machine", "h100-80gb", "--offload", "cpu", *STREAMED)
     (free,) = rows(*words)
     (kept,) = rows(*words, "--sla", "ttft:mean:<=:2s")
     assert kept["prefill_s"] <= 2 < free["prefill_s"]
@@ -230,6 +247,114 @@ def test_a_level_chooses_the_batch_and_a_price_gives_the_cost() -> None:
     assert "No plan keeps every level" in text
     assert "missed by" in text
     assert CliRunner().invoke(cli, ["plan", *words, "--power-usd-kwh", "1"]).exit_code == 2
+
+
+def ranked(*words: str, code: int = 0) -> list[list[str]]:
+    """Return the cells of the ranking, a list a machine."""
+    lines = [line for line in plan(*words, code=code).splitlines() if line.startswith("│")]
+    return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
+
+
+def test_several_machines_are_ranked_in_one_table() -> None:
+    words = ("-m", "opt-30b", "--machine", "t4,l40s,h200,h100-80gb", "--offload", "cpu")
+    names = [row[0] for row in ranked(*words)]
+    by_rate = sorted(rows(*words), key=lambda row: -row["output_tok_s"])
+    assert names == [row["machine"]["name"] for row in by_rate]
+    assert plan(*words).count("opt-30b") == 1, "no table of each machine"
+    assert plan(*words, "--details").count("opt-30b") == 5
+    prices = ("--price", "t4=0.1,l40s=9", "--price", "h200=1", "--price", "2")
+    by_cost = [row[0] for row in ranked(*words, *prices)]
+    usd = {"t4": 0.1, "l40s": 9, "h200": 1, "h100-80gb": 2}
+    assert by_cost == sorted(usd, key=lambda name: usd[name] / next(
+        row["output_tok_s"] for row in by_rate if row["machine"]["name"] == name
+    ))  # fmt: skip
+    assert by_cost != names
+    (row,) = (row for row in rows(*words, *prices, "--sla", "ttft<=1s") if row["machine"]["name"] == "h200")
+    assert row["usd_per_mtok"] == pytest.approx(1e6 / row["output_tok_s"] / 3600)
+    assert (row["usd_per_gpu_hour"], row["price_assumed"]) == (1, False)
+    assert row["levels"] == [{"level": "ttft p99 <= 1 s", "predicted": pytest.approx(row["prefill_s"]), "ok": True}]
+    assert [row[0] for row in ranked(*words, *prices, "--objective", "throughput")] == names
+
+
+def test_a_ranking_marks_what_is_assumed_and_ends_with_what_does_not_fit() -> None:
+    words = ("-m", "bloom-176b", "--machine", "t4,rtx-3090,rtx-4090,gh200-96gb,b300", "--offload", "cpu")
+    table = {row[0].rstrip("*"): row for row in ranked(*words)}
+    assert list(table)[-1] == "t4"
+    assert table["t4"][1].startswith("no: GPU ")
+    assert [table[name][1] for name in ("rtx-3090", "rtx-4090")] == ["yes", "yes"]
+    marked = {name: row[7].endswith("?") for name, row in table.items()}
+    assert marked == {"rtx-3090": True, "rtx-4090": True, "b300": True, "gh200-96gb": False, "t4": False}
+    assert {name: "~" in row[8] for name, row in table.items() if len(row[8])} == {"rtx-3090": True, "rtx-4090": True}
+    stated = {
+        row[0].rstrip("*"): row
+        for row in ranked(*words, "--host-memory", "rtx-3090=64GiB", "--host-memory", "rtx-4090=1TiB", "--price", "1")
+    }
+    assert stated["rtx-3090"][1].startswith("no: host ")
+    assert stated["rtx-4090"][7] == table["rtx-4090"][7].rstrip("?")
+    assert stated["rtx-4090"][8] == "1.00"
+    for wrong, why in (("dgx-spark", "not among the machines"), ("t4", "is not a value")):
+        refused = CliRunner().invoke(cli, ["plan", *words, "--host-memory", f"{wrong}=lots"])
+        assert why in refused.output + str(refused.exception)
+
+
+def test_all_machines_get_the_host_memory_that_they_can_have() -> None:
+    words = ("-m", "opt-30b", "--offload", "cpu", "--batch-size", "1", "--host-memory", "80GiB")
+    table = {row[0]: row for row in ranked(*words, "--machine", "all")}
+    assert {name.rstrip("*") for name in table} == set(catalogue_names())
+    assert [name for name in table if not name.endswith("*")] == ["dgx-spark"], "its memory is the GPU's"
+    assert list(table)[-1] == "dgx-spark"
+    refused = CliRunner().invoke(cli, ["plan", *words, "--machine", "dgx-spark"])
+    assert "share one memory" in str(refused.exception)
+
+
+def test_levels_rank_before_the_rate() -> None:
+    words = ("-m", "opt-30b", "--machine", "t4,h100-80gb,l40s", "--offload", "cpu", "--batch-size", "4,16,64")
+    table = ranked(*words, "--sla", "ttft<=3s", "--want", "5 tok/s")
+    assert [(row[0], row[3]) for row in table] == [("h100-80gb", "64"), ("l40s", "16"), ("t4", "4")]
+    assert [row[10].partition(":")[0] for row in table] == ["yes", "yes", "no"]
+    assert re.fullmatch(r"no: ttft [\d.]+ s, [\d.]+ tok/s", table[-1][10])
+    ranked(*words[:2], "--machine", "t4,v100-16gb", "--sla", "ttft<=1ms", code=4)
+
+
+def test_prompts_give_hours_usd_and_gpus_for_a_deadline() -> None:
+    words = (
+        "-m",
+        "opt-30b",
+        "--machine",
+        "h100-80gb,l40s",
+        "--offload",
+        "cpu",
+        "--batch-size",
+        "16",
+        "--prompts",
+        "1k",
+    )
+    table = ranked(*words, "--price", "2", "--deadline", "8h", "--utilisation", "1", "--spare", "0")
+    for row, cells in zip(rows(*words, "--price", "2"), table, strict=True):
+        hours = 63 * row["e2e_s"] / 3600
+        assert row["prompts_hours"] == pytest.approx(hours)
+        assert row["prompts_usd"] == pytest.approx(2 * hours)
+        assert float(cells[10].removesuffix(" h")) == pytest.approx(hours, rel=0.01)
+        alone = plan(*words, "--machine", row["machine"]["name"], "--price", "2")
+        assert f"1,000 prompts take {cells[10]} on {row['machine']['name']} for {cells[11]} USD, at batch 16." in alone
+        assumed = plan(*words, "--machine", row["machine"]["name"])
+        assert mentions(assumed, "USD an hour", row["machine"]["name"], "is assumed", "RunPod", "2026-03-10")
+        assert "is assumed" not in alone
+        assert cells[12] == f"{-(-32_000 // int(row['output_tok_s'] * 28_800)):,} + 0"
+    assert "--deadline" in CliRunner().invoke(cli, ["plan", *words[:-2], "--deadline", "8h"]).stderr
+    short = ranked(*words, "--deadline", "1s")
+    assert all(re.match(r"none: .* a batch", row[12]) for row in short)
+    both = CliRunner().invoke(cli, ["plan", *words, "--demand", "2Mtok/day"])
+    assert (both.exit_code, "leave out one" in both.stderr) == (2, True)
+
+
+def test_a_hint_names_machines_on_which_it_fits() -> None:
+    result = CliRunner().invoke(cli, ["plan", "-m", "bloom-176b", "--machine", "t4", "--offload", "cpu"])
+    assert result.exit_code == 4
+    named = re.findall(r"([\w-]+) \(stream cpu, (\d+) GiB of host memory\)", result.stderr)
+    assert len(named) == 3
+    for name, size in named:
+        plan("-m", "bloom-176b", "--machine", name, "--offload", "cpu", "--host-memory", f"{size}GiB")
 
 
 def test_lengths_beyond_the_positions_are_left_out() -> None:

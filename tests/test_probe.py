@@ -338,7 +338,7 @@ def test_figures_of_another_host_are_left_to_it(
     size = f"{host.host_bytes() >> 30}-gib" if host.host_bytes() >= local.ROUND else f"{host.host_bytes() >> 20}-mib"
     expected = machine.name if same else f"{machine.name}-{cores}-cores-{size}"
     assert local.name() == expected
-    assert CliRunner().invoke(command, ["--quick"]).exit_code == 0
+    assert CliRunner().invoke(command, ["--quick", "--force"]).exit_code == 0
     assert load(local.RESULTS / expected).name == local.this_machine().name == expected
     assert (path.read_text() == before) is not same
 
@@ -463,6 +463,31 @@ def test_a_probe_that_is_killed_for_memory_does_not_end_the_job(
         assert len(Path("tries").read_text().splitlines()) == 3
 
 
+@pytest.mark.torch
+def test_a_probe_under_load_does_not_replace_a_quieter_one(
+    swift: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "machine.json"
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+
+    def probed(load_average: float, *words: str) -> tuple[int, str, float]:
+        """Return a probe's exit code and stderr, and the recorded load."""
+        monkeypatch.setattr(os, "getloadavg", lambda: (load_average, 0.0, 0.0))
+        result = CliRunner().invoke(cli, ["probe", "--quick", "-o", str(path), *words])
+        return result.exit_code, result.stderr, load(path).details["load_average"]
+
+    code, text, recorded = probed(0.5)
+    assert (code, recorded, "load average" in text) == (0, 0.5, False)
+    code, text, recorded = probed(3.0)
+    assert (code, recorded) == (5, 0.5)
+    assert "the load average is 3.0 on 4 CPUs" in text
+    assert "--force" in text
+    code, text, recorded = probed(3.0, "--force")
+    assert (code, recorded, "figures may be too low" in text) == (0, 3.0, True)
+    assert probed(2.0)[::2] == (0, 2.0), "made under more load"
+    assert probed(0.9)[::2] == (0, 0.9)
+
+
 def test_a_full_disk_is_no_folder_to_measure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.disk_usage", lambda _path: SimpleNamespace(free=1 << 20))
     result = CliRunner().invoke(command, ["--nvme-path", str(tmp_path), "-o", str(tmp_path / "m.json")])
@@ -474,6 +499,7 @@ def test_a_full_disk_is_no_folder_to_measure(tmp_path: Path, monkeypatch: pytest
 def test_a_machine_that_cannot_be_written_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(name="x", source="measured")
     monkeypatch.setattr(probe, "probe", lambda *_given: machine)
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
     result = CliRunner().invoke(command, ["-o", "/dev/full"])
     assert result.exit_code == 5
     assert "No space left on device" in result.output

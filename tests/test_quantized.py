@@ -158,6 +158,7 @@ FORMATS: dict[str, Callable[[Path], Path]] = {
     "fp8 of tensors": lambda directory: quantized.fp8(llama(directory), None),
     "fp8 of half blocks": lambda directory: quantized.fp8(llama(directory), (16, 32)),
     "fp8 of experts": lambda directory: quantized.fp8(save_checkpoint("mixtral", directory)),
+    "fp4 of experts": lambda directory: quantized.fp8(save_checkpoint("mixtral", directory), fp4_experts=True),
     **{kind: partial(lambda kind, directory: quantized.compressed(llama(directory), kind), kind)
        for kind in quantized.COMPRESSED},
     "gptq": lambda directory: quantized.columns(llama(directory), "gptq")[0],
@@ -190,6 +191,7 @@ LIBRARIES: dict[str, Any] = {  # configurations with which transformers dequanti
     "fp8 of tensors": FineGrainedFP8Config(weight_block_size=None, dequantize=True),
     "fp8 of half blocks": FineGrainedFP8Config(weight_block_size=[16, 32], dequantize=True),
     "fp8 of experts": FineGrainedFP8Config(weight_block_size=[32, 32], dequantize=True),
+    "fp4 of experts": FineGrainedFP8Config(weight_block_size=[32, 32], dequantize=True),
     "mxfp4 of experts": Mxfp4Config(dequantize=True),
     **{kind: CompressedTensorsConfig(dequantize=True) for kind in quantized.COMPRESSED},
 }

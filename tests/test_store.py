@@ -61,7 +61,7 @@ def test_a_file_holds_what_was_appended(file: Path) -> None:
 def test_every_line_is_json_with_a_version_and_a_checksum(file: Path) -> None:
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [line["kind"] for line in lines] == ["sweep", "point", "point", "point"]
-    assert all(line["schema_version"] == 1 and len(line["checksum"]) == 16 for line in lines)
+    assert all(line["schema_version"] == 2 and len(line["checksum"]) == 16 for line in lines)
 
 
 @pytest.mark.usefixtures("no_sync")
@@ -136,7 +136,7 @@ def test_a_garbled_last_line_is_cut_off_and_kept_aside(file: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        (resealed(schema_version=2), "schema version 2"),
+        (resealed(schema_version=3), "schema version 3"),
         (resealed(kind="energy"), "unknown kind of record 'energy'"),
         (resealed(status="fine"), "status"),
         (resealed(surprise=1), "surprise"),
@@ -155,7 +155,7 @@ def test_a_line_that_cannot_be_used_says_why(line: bytes, why: str) -> None:
 
 def test_lines_of_another_version_are_left_in_place(file: Path) -> None:
     with file.open("ab") as stream:
-        stream.write(resealed(schema_version=2) + b"\n")
+        stream.write(resealed(schema_version=3) + b"\n")
     before = file.read_bytes()
     with Store.open(file) as store:
         assert [damage.line for damage in store.damaged] == [5]

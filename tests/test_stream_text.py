@@ -93,7 +93,7 @@ def test_an_interrupt_keeps_the_text_so_far(
 
 
 def test_answers_are_shown_in_the_order_of_their_prompts(capsys: pytest.CaptureFixture[str]) -> None:
-    answers = Answers(["a", "b", "c"], as_json=False)
+    answers = Answers(["a", "b", "c"], [1, 1, 1], as_json=False)
 
     def step(number: int, text: str, whole: str = "") -> str:
         reason: Literal["length"] | None = "length" if whole else None
@@ -109,6 +109,31 @@ def test_answers_are_shown_in_the_order_of_their_prompts(capsys: pytest.CaptureF
     answers.end()
     assert capsys.readouterr().out == ""
     assert (answers.tokens, answers.seconds) == (5, 5.0)
+
+
+def test_prompts_and_generation_have_rates_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    """Two of three rows run at once. The third one begins when the first has ended."""
+    answers = Answers(["a", "b", "c"], [10, 20, 30], as_json=True)
+
+    def step(seconds: float, waiting: int, *keys: int, ending: bool = False) -> None:
+        reason: Literal["stop"] | None = "stop" if ending else None
+        rows = [Update(key=key, tokens=[1], finish_reason=reason) for key in keys]
+        answers.add(BatchStepped(rows=rows, seconds=seconds, passes=1, waiting=waiting))
+
+    step(1.0, 1, 0, 1)
+    assert not answers.all_begun
+    step(0.5, 1, 0, 1)
+    step(0.5, 1, 0, ending=True)
+    step(2.0, 0, 1, 2)
+    assert answers.all_begun
+    step(1.0, 0, 1, 2, ending=True)
+    text = "9 tokens in 5 s: 1.8 tok/s (prompts 20 tok/s, generation 2.5 tok/s, median TTFT 1 s)"
+    assert answers.summary() == text
+    answers.end()
+    shown = json.loads(capsys.readouterr().out)
+    assert [answer["ttft_s"] for answer in shown] == [1.0, 1.0, 4.0]
+    assert [answer["prompt_tok_s"] for answer in shown] == [10.0, 20.0, 7.5]
+    assert [answer["decode_tok_s"] for answer in shown] == [2.0, 0.75, 1.0]
 
 
 def test_pieces_wait_for_whole_characters() -> None:

@@ -1,5 +1,6 @@
 """Tables in any terminal: nothing is cut, numbers are whole, and what is left out is named."""
 
+import io
 import re
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from rich.cells import cell_len
 from rich.console import Console
 
 from zinfer.cli import cli
-from zinfer.commands.out import Table, table
+from zinfer.commands.out import Table, table, wrapped
 
 RECORDS = Path(__file__).parents[1] / "sweeps" / "results" / "nvidia-h100-80gb-hbm3"
 COLUMNS = ("configuration", "#batch", "#tok/s", "#TTFT", "#TPOT", "#link share", "#GPU peak", "remark")
@@ -84,3 +85,23 @@ def test_best_and_plan_show_prefill_and_decode_apart(monkeypatch: pytest.MonkeyP
     for text in (measured, planned):
         for name in ("tok/s", "TTFT", "TPOT", "prefill tok/s", "decode tok/s"):
             assert name in text
+
+
+class Screen(io.StringIO):
+    """A terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_prose_is_wrapped_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    text = "The best batch, by far, is 8: measure it\n  with `zinfer sweep -m demo`, where it was not measured.\n"
+    assert wrapped(text, io.StringIO()) == text
+    lines = wrapped(text, Screen()).split("\n")
+    assert max(map(len, lines)) <= 40
+    assert lines[0] == "The best batch, by far, is 8: measure it"
+    assert all(line.startswith("  ") for line in lines[1:-1])
+    assert any("`zinfer sweep -m demo`" in line for line in lines), "a command stays together"
+    assert " ".join(" ".join(lines).split()) == " ".join(text.split())
+    assert wrapped("x" * 99, Screen()) == "x" * 99

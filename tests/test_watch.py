@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import results
 from tests.inline import MACHINE, FakeWorker, prepared, run_inline
 from zinfer.commands.out import PlainConsole
 from zinfer.commands.watch import LINE_S, Watch
@@ -85,6 +86,17 @@ def test_a_long_stage_is_a_line_where_there_is_no_terminal(
     clock.now += 1
     watch.progress("compiling DeepSpeed's file I/O", 0.0)
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("gpus", [0, 1])
+def test_a_machine_without_a_gpu_has_no_link(gpus: int, capsys: pytest.CaptureFixture[str]) -> None:
+    watch = Watch()
+    watch.console = PlainConsole(file=sys.stderr, soft_wrap=True)
+    (job,) = prepared(Sweep(model=("fake",), offload=("cpu",), batch_size=(1,)))
+    machine = MACHINE if gpus else MACHINE.model_copy(update={"gpu_count": 0, "gpu_bytes": 0})
+    watch.loading(job.plan.model_copy(update={"machine": machine}))
+    watch.point(results.point(results.case(1)), resumed=False)
+    assert capsys.readouterr().err.count("  link ") == gpus
 
 
 def test_every_stage_of_a_worker_reaches_the_parent() -> None:

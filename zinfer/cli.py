@@ -60,13 +60,18 @@ MESSAGE = 2000  # most characters of an error message, which may repeat a value 
 
 
 class _Short:
-    """Text stream that cuts each text to MESSAGE characters."""
+    """Text stream that cuts each text to MESSAGE characters. A terminal gets it wrapped."""
 
     def __init__(self, stream: IO[Any]) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        self._stream.write(text if len(text) <= MESSAGE else f"{text[:MESSAGE]}…\n")
+        short = text if len(text) <= MESSAGE else f"{text[:MESSAGE]}…\n"
+        if self._stream.isatty():
+            from zinfer.commands.out import wrapped
+
+            short = wrapped(short, self._stream)
+        self._stream.write(short)
         return len(text)
 
     def __getattr__(self, name: str) -> Any:

@@ -138,7 +138,7 @@ DAMAGED = "*.damaged"
 VERBS = {
     verb.name: verb
     for verb in (
-        Verb("probe", ("probe", "--quick", "--nvme-path", "DRIVE", "-o", "probed.json"), _machine,
+        Verb("probe", ("probe", "--quick", "--force", "--nvme-path", "DRIVE", "-o", "probed.json"), _machine,
              at_once=("probed.json",), good=is_machine),
         Verb("sweep", SWEEP, _sweep, again=("--resume",), grows=("r.jsonl",), keeps=(DAMAGED,)),
         Verb("resume", SWEEP, _sweep, again=("--resume",), grows=("r.jsonl",), keeps=(DAMAGED,), chain=4),

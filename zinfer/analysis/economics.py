@@ -6,11 +6,17 @@ over the tokens generated meanwhile; a datasheet's watts never replace it.
 """
 
 import re
+import tomllib
+from collections.abc import Mapping
+from datetime import date
+from functools import cache
+from importlib.resources import files
 from math import ceil
 
 from pydantic import Field
 
 from zinfer.core.errors import ZinferError
+from zinfer.core.machine import Machine, catalogue
 from zinfer.core.value import Frozen
 from zinfer.record.measurement import Measurement
 from zinfer.record.requests import RequestPoint
@@ -43,6 +49,32 @@ class Prices(Frozen):
     def known(self) -> bool:
         """True if any price is given."""
         return any(price is not None for price in (self.gpu_hour_usd, self.host_hour_usd, self.power_usd_kwh))
+
+    @property
+    def usd_per_gpu_hour(self) -> float:
+        """USD an hour of a GPU and its share of the host."""
+        return (self.gpu_hour_usd or 0.0) + (self.host_hour_usd or 0.0) / self.gpus_per_server
+
+
+class ListPrice(Frozen):
+    """Price of a GPU-hour that somebody lists: an assumption where none is given."""
+
+    usd_per_gpu_hour: float = Field(gt=0, allow_inf_nan=False)  # with its share of the host
+    date: date  # on which the source read it
+    source: str
+
+
+@cache
+def list_prices() -> Mapping[str, ListPrice]:
+    """Return the catalogue's prices by name of the machine."""
+    with (files("zinfer") / "catalog" / "prices.toml").open("rb") as file:
+        return {name: ListPrice(**entry) for name, entry in tomllib.load(file).items()}
+
+
+def list_price(machine: Machine) -> ListPrice | None:
+    """Return the catalogue's price of a machine or of its GPU."""
+    same_gpu = (name for name, entry in catalogue().items() if entry["gpu_name"] == machine.gpu_name)
+    return next((list_prices()[name] for name in (machine.name, *same_gpu) if name in list_prices()), None)
 
 
 class Cost(Frozen):
@@ -100,7 +132,7 @@ def cost(point: Point, prices: Prices) -> Cost | None:
     if not prices.known:
         return result
     hours = point.gpus * 1e6 / rate / 3600
-    usd = hours * ((prices.gpu_hour_usd or 0.0) + (prices.host_hour_usd or 0.0) / prices.gpus_per_server)
+    usd = hours * prices.usd_per_gpu_hour
     if prices.power_usd_kwh is not None:
         if read is None:
             raise EconomicsError(f"{point.case.label()} has no reading of its energy: leave out --power-usd-kwh")
@@ -115,6 +147,15 @@ def parse_seconds(text: str) -> float:
     if not 0 < value <= LARGEST:
         raise EconomicsError(f"{text[:80]!r} is not a duration: write 8h, 30min, 2s or 250ms")
     return value
+
+
+def parse_count(text: str) -> int:
+    """Return the number of ``100k`` or ``2500``. Raises EconomicsError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMG]?)\s*", text)
+    number = 0.0 if match is None else float(match[1]) * _PREFIXES[match[2]]
+    if not 1 <= number <= LARGEST:
+        raise EconomicsError(f"{text[:80]!r} is not a number of prompts: write 2500, 100k or 2M")
+    return round(number)
 
 
 def parse_demand(text: str, deadline: str | None = None) -> tuple[float, float]:

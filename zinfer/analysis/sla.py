@@ -23,6 +23,8 @@ Metric = Literal["ttft", "tpot", "e2e", "output_tok_s", "decode_tok_s", "user_to
 TIMES: tuple[Metric, ...] = ("ttft", "tpot", "e2e")
 RATES: tuple[Metric, ...] = ("output_tok_s", "decode_tok_s", "user_tok_s")
 STATISTICS = ("mean", "max", "min", "p50", "p90", "p95", "p99")
+_WANTED = re.compile(r"\s*(\d[\d.]*)\s*tok/s(/user)?\s*")
+_FORM = re.compile(r"\s*(\w+)(?:[\s:]+(\w+))?[\s:]*(<=|>=)[\s:]*([^:]*)")
 
 
 class SlaError(ZinferError):
@@ -87,20 +89,29 @@ class SlaCheck(Frozen):
 
 
 def parse(text: str) -> Sla:
-    """Return the condition of a text such as ``ttft:p99:<=:2s`` or ``output_tok_s:mean:>=:30``. Raises SlaError."""
-    parts = [part.strip() for part in text.split(":")]
-    form = f"METRIC:STATISTIC:<= or >=:VALUE with {', '.join(TIMES + RATES)} and {', '.join(STATISTICS)}"
-    metric: Metric | None = next((name for name in TIMES + RATES if name == parts[0]), None)
-    if len(parts) != 4 or metric is None or parts[1] not in STATISTICS or parts[2] not in ("<=", ">="):
-        raise SlaError(f"{text!r} is not a service level: write {form}, such as ttft:p99:<=:2s")
-    if parts[1] == ("max" if parts[2] == ">=" else "min"):
-        worst = "min" if parts[2] == ">=" else "max"
+    """Return the condition of a text.
+
+    Its forms are ``ttft:p99:<=:2s``, ``ttft<=2s`` (without a statistic p99 of a time, the mean of a rate), ``20 tok/s``
+    of a whole batch, and ``5 tok/s/user``. Raises SlaError.
+    """
+    wanted = _WANTED.fullmatch(text)
+    form = text if wanted is None else f"{'user' if wanted[2] else 'output'}_tok_s>={wanted[1]}"
+    match = _FORM.fullmatch(form)
+    name, stated, sign, value = match.groups() if match is not None else ("", "", "", "")
+    metric: Metric | None = next((metric for metric in TIMES + RATES if metric == name), None)
+    statistic = stated or ("p99" if metric in TIMES else "mean")
+    if metric is None or statistic not in STATISTICS:
+        names = f"{', '.join(TIMES + RATES)} and {', '.join(STATISTICS)}"
+        forms = f"ttft<=2s, '20 tok/s', '5 tok/s/user', or METRIC:STATISTIC:<= or >=:VALUE with {names}"
+        raise SlaError(f"{text!r} is not a service level: write {forms}")
+    if statistic == ("max" if sign == ">=" else "min"):
+        worst = "min" if sign == ">=" else "max"
         raise SlaError(f"{text!r} would hold for the best sample alone: write {worst}, mean, or p50 to p99")
     try:
-        bound = parse_seconds(parts[3]) if metric in TIMES else _rate(parts[3])
+        bound = parse_seconds(value) if metric in TIMES else _rate(value)
     except ValueError as error:
         raise SlaError(f"{text!r}: {error}") from None
-    return Sla(metric=metric, statistic=parts[1], at_most=parts[2] == "<=", bound=bound)
+    return Sla(metric=metric, statistic=statistic, at_most=sign == "<=", bound=bound)
 
 
 def check(point: Measurement, slas: Iterable[Sla]) -> tuple[SlaCheck, ...]:
@@ -139,7 +150,7 @@ def needed(statistic: str) -> int:
 
 
 def _rate(text: str) -> float:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:tok/s)?", text)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:tok/s)?\s*", text)
     if match is None or not 0 < float(match[1]) <= LARGEST:
         raise ValueError(f"{text[:80]!r} is not a rate: write 30 or 30tok/s")
     return float(match[1])

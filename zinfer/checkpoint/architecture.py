@@ -216,8 +216,8 @@ class MatrixFinder:
         self._merged: list[tuple[str, tuple[str, ...]]] = []  # end of a parameter's name, and of those merged into it
         for rule in get_model_conversion_mapping(model):
             if isinstance(rule, WeightConverter) and merges_experts(rule) and len(rule.target_patterns) == 1:
-                sources = tuple(source.strip("^$") for source in rule.source_patterns)
-                self._merged.append((rule.target_patterns[0].strip("^$"), sources))
+                sources = tuple(source.strip("^$").replace("\\.", ".") for source in rule.source_patterns)
+                self._merged.append((rule.target_patterns[0].strip("^$").replace("\\.", "."), sources))
 
     def __call__(self, layer: nn.Module) -> Iterator[tuple[Matrix, Tensor, str]]:
         """Yield the matrices of a layer, with their parameter and its name. An expert's come in order."""

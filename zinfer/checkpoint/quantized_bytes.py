@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from zinfer.checkpoint.headers import BITS, TensorInfo
 from zinfer.checkpoint.quantization import FP8, STORED_DTYPES, group_size, settings_of
 from zinfer.checkpoint.quantized_tensors import QuantizedWeight, TensorFinder
-from zinfer.core.model import DTYPE_BYTES, LayerSpec, Matrix, ModelError
+from zinfer.core.model import DTYPE_BYTES, LayerSpec, Matrix, ModelError, text_config
 
 MAX_PATTERN, MAX_PATTERNS = 300, 20_000  # characters of a name or pattern of modules, and their number
 
@@ -35,6 +35,8 @@ class Quantization:
         self._settings: Mapping[str, Any] = settings_of(config) or {}
         self._method = self._settings.get("quant_method")
         self._model_dtype, self._dtype = dtype, STORED_DTYPES[dtype]
+        # DeepSeek V4 names the format of its routed experts beside quantization_config, V4.1 in it.
+        self._fp4_experts = "fp4" in (self._settings.get("expert_dtype"), text_config(config).get("expert_dtype"))
         keys = {"compressed-tensors": ("ignore",), "modelopt": ("exclude_modules", "ignore")}
         kept = [
             name
@@ -77,7 +79,10 @@ class Quantization:
         if self._method == "modelopt":
             return self._modelopt(module, rows, columns)
         if self._method == "fp8":
-            return self._fp8(f"{module}.weight", rows, columns)
+            name = f"{module}.weight"
+            if self._fp4_experts and matrix.experts:
+                return _four_bits(rows, columns, name, f"{name}_scale_inv", kinds=("I8", "F8_E8M0"))
+            return self._fp8(name, rows, columns)
         if self._method == "compressed-tensors":
             group = next((group for targets, group in self._groups if targets.match(module, "Linear")), None)
             return None if group is None else self._compressed(f"{module}.weight", rows, columns, group)
@@ -218,13 +223,15 @@ def _names(settings: Mapping[str, Any], key: str) -> list[str]:
     return names
 
 
-def _four_bits(rows: int, columns: int, codes: str, scale: str, whole: str) -> dict[str, Header] | None:
+def _four_bits(
+    rows: int, columns: int, codes: str, scale: str, whole: str = "", kinds: tuple[str, str] = ("U8", "U8")
+) -> dict[str, Header] | None:
     """Return the tensors of 4-bit floats. With `whole`, the scales have one scale."""
     size = 16 if whole else 32
     if columns % size:
         return None
-    headers = {codes: Header("U8", (rows, columns // 2))}
-    headers[scale] = Header("F8_E4M3" if whole else "U8", (rows, columns // size))
+    headers = {codes: Header(kinds[0], (rows, columns // 2))}
+    headers[scale] = Header("F8_E4M3" if whole else kinds[1], (rows, columns // size))
     return headers | ({whole: Header("F32", ())} if whole else {})
 
 

@@ -124,12 +124,19 @@ class TensorFinder:
         return finders.get(self.settings["quant_method"], self.columns)()
 
     def fp8(self) -> Iterator[QuantizedWeight]:
-        for scale in [name for name in self.tensors if name.endswith("_scale_inv")]:
-            name = scale.removesuffix("_scale_inv")
-            info = self.part("codes", name, EIGHT_BITS - {"I8"}, scale)
+        scales = {name: name.removesuffix("_scale_inv") for name in self.tensors if name.endswith("_scale_inv")}
+        for scale in [name for name in self.tensors if name.endswith(".scale")]:  # DeepSeek V4's names
+            name = f"{scale.removesuffix('scale')}weight"
+            if name in self.tensors and self.tensors[name].dtype in EIGHT_BITS:
+                scales[scale] = name
+        for scale, name in scales.items():
+            info = self.part("codes", name, EIGHT_BITS, scale)
             self.part("scales", scale, {*FLOATS, "F8_E8M0", "U8"}, name)
-            if len(info.shape) < 2:
+            if len(info.shape) < 2 or (info.dtype == "I8" and len(info.shape) > 2):
                 raise self.fault(name, "is no matrix")
+            if info.dtype == "I8":  # routed experts of DeepSeek V4
+                yield self._pairs("mxfp4", name, name, self.dtype, scale=scale)
+                continue
             block = self.grid(scale, info.shape, self.settings.get("weight_block_size"))
             yield QuantizedWeight(name, "fp8", info.shape, self.dtype, {"codes": name, "scales": scale}, block)
 
@@ -149,10 +156,12 @@ class TensorFinder:
                 else:
                     yield self._pairs("mxfp4", weight, name, "BF16")
 
-    def _pairs(self, kind: Format, weight: str, name: str, dtype: str, whole: str = "") -> QuantizedWeight:
+    def _pairs(
+        self, kind: Format, weight: str, name: str, dtype: str, whole: str = "", scale: str = ""
+    ) -> QuantizedWeight:
         """Return a weight of 4-bit floats, two in a byte."""
         rows, width = self.tensors[name].shape
-        parts = {"codes": name, "scales": f"{weight}_scale"}
+        parts = {"codes": name, "scales": scale or f"{weight}_scale"}
         if whole:
             parts["global"] = whole
             if prod(self.part("global scale", whole, {"F32"}, name).shape) != 1:

@@ -43,14 +43,15 @@ def resolve(
 ) -> ModelSpec:
     """Return the model of a reference.
 
-    A reference is a catalogue name, a checkpoint folder, a config.json, or a Hugging Face hub id. The decoder layers
-    have `weights` as their format. Raises ModelError, in one line, for anything else.
+    A reference is a name or a hub id of the catalogue (`catalogue_name`), a checkpoint folder, a config.json, or
+    another Hugging Face hub id. The decoder layers have `weights` as their format. Raises ModelError, in one line, for
+    anything else.
     """
     if not reference:
         raise ModelError("--model is empty; `zinfer plan --list models` lists the catalogue")
     path = Path(reference).expanduser()
-    if reference in _catalogue():
-        spec = from_catalogue(reference)
+    if (name := catalogue_name(reference)) is not None:
+        spec = from_catalogue(name)
     elif os.path.isdir(path) or (os.path.isfile(path) and path.suffix == ".json"):  # of a name of any length
         spec = from_directory(path).model_copy(update={"name": reference})
     elif os.path.exists(path):
@@ -60,13 +61,12 @@ def resolve(
     elif reference.startswith((".", "/", "~")):
         raise ModelError(f"no such folder: {reference}")
     elif re.fullmatch(hub.REFERENCE, reference):
-        spec = from_hub(reference)
+        try:
+            spec = from_hub(reference)
+        except ModelError as error:
+            raise error.converted(ModelError, _near(reference)) from None
     else:
-        close = [name for name in catalogue_names() if name.split("-")[0] in reference or reference in name]
-        hint = did_you_mean(reference, catalogue_names()) or did_you_mean(reference, close)
-        hint = hint or (
-            f"; did you mean {', '.join(close)}?" if close else "; `zinfer plan --list models` lists the catalogue"
-        )
+        hint = _near(reference) or "; `zinfer plan --list models` lists the catalogue"
         raise ModelError(f"no model {reference[:200]!r}: not in the catalogue, not a folder, not a hub id{hint}")
     if dtype is not None:
         spec = spec.with_dtype(dtype)
@@ -105,6 +105,34 @@ def as_released(spec: ModelSpec) -> ModelSpec:
 def catalogue_names() -> tuple[str, ...]:
     """Return the names that `--model` takes without a download."""
     return tuple(_catalogue())
+
+
+def catalogue_name(reference: str) -> str | None:
+    """Return the catalogue's name of a model; None for a model that it lacks.
+
+    `reference` is that name, or the hub id, in letters of any case. A file or folder of that name comes before a hub
+    id, and before a name in other letters.
+    """
+    if reference in _catalogue():
+        return reference
+    name = _references().get(reference.casefold())
+    return None if name is None or os.path.exists(reference) else name
+
+
+@cache
+def _references() -> dict[str, str]:
+    """Return the catalogue's names by name and hub id in small letters."""
+    ids = {entry["hub_id"].casefold(): name for name, entry in _catalogue().items() if "hub_id" in entry}
+    return ids | {name.casefold(): name for name in _catalogue()}
+
+
+def _near(reference: str) -> str:
+    """Return the end of a message about an unknown model: similar names of the catalogue, if any."""
+    word = reference.partition("@")[0].rpartition("/")[2].casefold()
+    begun = [name for name in catalogue_names() if word and name.startswith(word)]
+    if len(begun) > 1:
+        return f"; the catalogue has {', '.join(begun[:-1])} and {begun[-1]}"
+    return did_you_mean(word, catalogue_names())
 
 
 def from_catalogue(name: str) -> ModelSpec:

@@ -182,6 +182,7 @@ def _merge(prompts: Path, output: Path, force: bool) -> NoReturn:
 
     Raises UsageError if other options are given, ShardError if the shards are not whole.
     """
+    from zinfer.commands.out import say
     from zinfer.job.batch.merge import merge
     from zinfer.job.batch.openai import digest, read_requests
     from zinfer.record.jsonl import MAX_BYTES
@@ -204,9 +205,9 @@ def _merge(prompts: Path, output: Path, force: bool) -> NoReturn:
         raise click.UsageError(f"{prompts} holds no request")
     merged = merge(output, digest(content), requests, force)
     for line in merged.damaged:
-        click.echo(f"left out {line}", err=True)
+        say(f"left out {line}", err=True)
     errors = sum(not done.ok for done in merged.done)
-    click.echo(_summary(len(requests) - errors, errors, output, None), err=True)
+    say(_summary(len(requests) - errors, errors, output, None), err=True)
     raise SystemExit(_exit_code(errors, len(requests)))
 
 

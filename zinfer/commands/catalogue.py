@@ -45,6 +45,7 @@ def models(name: str | None, as_json: bool) -> None:
 
 def machines(name: str | None, as_json: bool) -> None:
     """Print the catalogue's machines, or one with the sources of its figures."""
+    from zinfer.analysis.economics import list_price
     from zinfer.core.machine import FIGURES, Machine, catalogue_names
     from zinfer.system.machines import load
 
@@ -53,7 +54,9 @@ def machines(name: str | None, as_json: bool) -> None:
         click.echo(json.dumps([machine.model_dump(mode="json") for machine in described], indent=1))
         return
     if name:
-        cells = [(field, described[0].describe(field)) for field in FIGURES]
+        cells, price = [(field, described[0].describe(field)) for field in FIGURES], list_price(described[0])
+        listed = "unknown" if price is None else f"{price.usd_per_gpu_hour} (assumed: {price.source}, {price.date})"
+        cells.append(("USD a GPU-hour", listed))
         console().print(table("", ("figure", described[0].note or described[0].name), cells))
         return
 
@@ -61,18 +64,22 @@ def machines(name: str | None, as_json: bool) -> None:
         return f"{gb(value)}/s" if value else ""
 
     def host(machine: Machine) -> str:
-        size = gib(machine.host_bytes) if machine.host_bytes else ""
-        return f"{size} (assumed)" if machine.sources.get("host_bytes", "").startswith("assumed") else size
+        return gib(machine.host_bytes) + " beside the GPU's" * machine.unified if machine.host_bytes else ""
+
+    def usd(machine: Machine) -> str:
+        price = list_price(machine)
+        return "" if price is None else f"{price.usd_per_gpu_hour:.2f}"
 
     rows = [
         (
             machine.name, machine.gpu_name or "", gib(machine.gpu_bytes), rate(machine.hbm_bandwidth),
             f"{machine.matmul_flops / 1e12:,.4g} TFLOP/s" if machine.matmul_flops else "",
-            rate(machine.h2d_bandwidth), host(machine), machine.source,
+            rate(machine.h2d_bandwidth), host(machine), usd(machine), machine.source,
         )
         for machine in described
     ]  # fmt: skip
     columns = (
-        "machine", "GPU", "#GPU memory", "#bandwidth of it", "#bf16 matrix products", "#link", "#host memory", "source",
+        "machine", "GPU", "#GPU memory", "#bandwidth of it", "#bf16 matrix products", "#link", "#host memory",
+        "#USD/h (assumed)", "source",
     )  # fmt: skip
     console().print(table("", columns, rows, drop=("GPU", "source", "bf16 matrix products", "bandwidth of it")))

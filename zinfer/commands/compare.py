@@ -88,6 +88,7 @@ def command(
 
 def _points(path: Path) -> "tuple[Measurement, ...]":
     from zinfer.commands.failure import Failure
+    from zinfer.commands.out import say
     from zinfer.core.errors import NOTHING
     from zinfer.record.store import read
 
@@ -102,7 +103,7 @@ def _points(path: Path) -> "tuple[Measurement, ...]":
         lost = f" ({records.warning})" if records.warning else ""
         raise Failure(f"no results in {path}{lost}: measure first, with `zinfer sweep`", NOTHING)
     if records.warning:
-        click.echo(records.warning, err=True)
+        say(records.warning, err=True)
     return records.points
 
 
@@ -122,18 +123,18 @@ def _nothing_common(before: Path, after: Path, comparison: "Comparison") -> str:
 
 def _show(before: Path, after: Path, metric: "Metric", comparison: "Comparison") -> None:
     from zinfer.analysis.compare import HIGHER_IS_BETTER
-    from zinfer.commands.out import console, table
+    from zinfer.commands.out import console, say, table
 
-    click.echo(f"A: {before}\nB: {after}")
+    say(f"A: {before}\nB: {after}")
     for name, ours, theirs in comparison.differences:
-        click.echo(f"{name}: {ours or 'unknown'} → {theirs or 'unknown'}")
+        say(f"{name}: {ours or 'unknown'} → {theirs or 'unknown'}")
     out = console()
     sense = "higher" if HIGHER_IS_BETTER[metric] else "lower"
     sections: dict[str, list[Change]] = {}
     for change in comparison.changes:
         sections.setdefault(_title(change), []).append(change)
     for title, changes in sections.items():
-        click.echo(f"\n{title}\n{metric}, {sense} is better")
+        say(f"\n{title}\n{metric}, {sense} is better")
         columns = ("configuration", "#batch", "#A", "#B", "#change", "#noise", "")
         text = partial(_amount, metric=metric)
         rows = [
@@ -146,13 +147,13 @@ def _show(before: Path, after: Path, metric: "Metric", comparison: "Comparison")
         out.print(table("", columns, rows))
     verdicts = {change.verdict for change in comparison.changes}
     if "unknown" in verdicts:
-        click.echo("? one side has a single repeat, so its noise is unknown: measure with --repeats 3 or more")
+        say("? one side has a single repeat, so its noise is unknown: measure with --repeats 3 or more")
     if "noise" in verdicts:
-        click.echo("~ within the noise of the repeats (95% confidence)")
+        say("~ within the noise of the repeats (95% confidence)")
     for letter, points in (("A", comparison.only_before), ("B", comparison.only_after)):
         for point in points:
             status = "" if point.status == "ok" else f" ({point.status})"
-            click.echo(f"only in {letter}: {point.case.label()}, batch {point.case.workload.batch_size}{status}")
+            say(f"only in {letter}: {point.case.label()}, batch {point.case.workload.batch_size}{status}")
 
 
 def _title(change: "Change") -> str:

@@ -24,6 +24,7 @@ def command(ctx: click.Context) -> None:
     """Measure a 15 MB model with every engine of this machine. Draws the figures, names the best configuration, and
     explains the results; runs on a GPU or the CPU. Takes two minutes; a second run goes on where the first one ended.
     """
+    from zinfer.commands.out import say
     from zinfer.core.errors import PARTIAL
     from zinfer.record.store import read
     from zinfer.system import local
@@ -39,7 +40,7 @@ def command(ctx: click.Context) -> None:
         click.echo(f"{step} of 3: {'draw' if verb == 'plot' else 'decide'} (zinfer {verb} {results})\n", err=True)
         if ended := _run(ctx, verb, results):
             raise SystemExit(ended)
-    click.echo("\n" + explanation(read(Path(results)).points, local.this_machine()))
+    say("\n" + explanation(read(Path(results)).points, local.this_machine()))
     raise SystemExit(code)
 
 

@@ -25,9 +25,6 @@ PACKAGES = {
 }
 
 
-LOCKS = "; does not limit CUDA's page-locking"
-
-
 class Finding(NamedTuple):
     """Line of the report: subject, finding, and advice."""
 
@@ -91,15 +88,16 @@ def machine_rows() -> list[Finding]:
     elif Path("/dev/nvidiactl").exists():
         gpu, advice = "none for torch", "a driver is installed: install torch with CUDA, and check CUDA_VISIBLE_DEVICES"
     lock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    # NVIDIA's driver pins pages itself and ignores the limit (os-mlock.c of open-gpu-kernel-modules). It applies to
+    # io_uring and to mlock, with which DeepSpeed locks the buffers of offload nvme.
+    locks = "; does not limit CUDA's page-locking" if devices else ""
     usable = allowed_bytes()
     limits = {address_limit(): "the limit of `ulimit -v`", memory_limit(): "the control group's limit"}
     why = limits.get(usable, "all of it")
     return [
         Finding("machine", "GPU", gpu, advice),
         Finding("machine", "host memory", f"{gib(usable)}, {why}; {gib(available_bytes())} of it free"),
-        # NVIDIA's driver pins pages itself and ignores the limit (os-mlock.c of open-gpu-kernel-modules). It applies to
-        # io_uring and to mlock, with which DeepSpeed locks the buffers of offload nvme.
-        Finding("machine", "memlock limit", ("none" if lock == resource.RLIM_INFINITY else gib(lock, 3)) + LOCKS),
+        Finding("machine", "memlock limit", ("none" if lock == resource.RLIM_INFINITY else gib(lock, 3)) + locks),
         Finding("machine", "free disk", gib(shutil.disk_usage(".").free)),
         _compiler_row(),
         _async_io_row(),
@@ -133,7 +131,8 @@ def _async_io_row() -> Finding:
     }
     lacking = [name for name, text in parts.items() if text is None]
     text = ", ".join(f"no {name}" for name in lacking) or ", ".join(str(text) for text in parts.values())
-    advice = "apt install libaio-dev g++: needed for --engine deepspeed --offload nvme alone" if lacking else ""
+    means = "DeepSpeed cannot offload to NVMe (--engine deepspeed --offload nvme); all else runs"
+    advice = f"apt install libaio-dev g++; without it {means}" if lacking else ""
     return Finding("machine", "libaio", text, advice)
 
 

@@ -29,6 +29,7 @@ def command(results: tuple[Path, ...], form: str | None, requests: bool, output:
     from zinfer.analysis.requests import goodput
     from zinfer.commands.failure import Failure
     from zinfer.commands.files import write
+    from zinfer.commands.out import say
     from zinfer.core.errors import ENVIRONMENT, NOTHING
     from zinfer.core.units import counted
     from zinfer.record.export import WRITERS, FlatTable, request_table
@@ -45,7 +46,7 @@ def command(results: tuple[Path, ...], form: str | None, requests: bool, output:
             raise Failure(f"{path} does not exist: name a results file, or a folder of them", NOTHING)
         records_of_files = [(str(file), read(file)) for file in files(path)] if path.exists() else []
         for warning in (records.warning for _, records in records_of_files if records.warning):
-            click.echo(warning, err=True)
+            say(warning, err=True)
         if not any(records.requests if requests else records.points for _, records in records_of_files):
             other = any(records.points if requests else records.requests for _, records in records_of_files)
             kind = "loads of requests" if requests else "points of equal sequences" if other else "results"
@@ -67,7 +68,7 @@ def command(results: tuple[Path, ...], form: str | None, requests: bool, output:
     except ModuleNotFoundError as error:
         raise Failure("--format parquet needs pyarrow: pip install 'pyarrow>=17'", ENVIRONMENT) from error
     if served and not requests:
-        click.echo(f"{counted(len(served), 'load')} of requests left out: --requests writes them", err=True)
+        say(f"{counted(len(served), 'load')} of requests left out: --requests writes them", err=True)
     if output is None:
         # a terminal is for reading: what would move its cursor is written out; a file or a pipe gets every character
         click.echo(printable(content.decode()) if sys.stdout.isatty() else content, nl=False)

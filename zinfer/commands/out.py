@@ -1,10 +1,13 @@
-"""Output that commands share: tables on stdout, and files."""
+"""Output that commands share: lines of prose and tables."""
 
 import os
+import re
 import sys
 from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn, TextIO
+from textwrap import wrap
+from typing import IO, Any, NoReturn, TextIO, cast
 
+import click
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -38,6 +41,29 @@ class PlainConsole(Console):
     def on_broken_pipe(self) -> NoReturn:
         """Raise BrokenPipeError; rich would exit with 1."""
         raise BrokenPipeError
+
+
+def say(text: str, err: bool = False) -> None:
+    """Print lines of prose, wrapped where they go to a terminal."""
+    click.echo(wrapped(text, sys.stderr if err else sys.stdout), err=err)
+
+
+def wrapped(text: str, stream: IO[str]) -> str:
+    """Return lines of prose, wrapped at the width of a terminal.
+
+    A file or a pipe gets them as they are. Further lines begin below the first one; words within backquotes, such as a
+    command, stay together if they fit.
+    """
+    if not stream.isatty():
+        return text
+    width = PlainConsole(cast(TextIO, stream)).width
+    lines = []
+    for line in text.split("\n"):
+        indent = " " * (len(line) - len(line.lstrip()))
+        whole = re.sub("`[^`]*`", lambda match: match[0].replace(" ", "\0"), line)
+        parts = wrap(whole, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+        lines += parts or [line]
+    return "\n".join(lines).replace("\0", " ")
 
 
 def console() -> Console:
@@ -128,12 +154,12 @@ class Table:
         return grid
 
     def _blocks(self, width: int) -> Iterable[Text]:
-        """Yield each row as its first cell and a line a cell."""
+        """Yield each row as its first cell, then a line a value."""
         named = max((cell_len(name) for name in self.columns[1:]), default=0)
         for row in self.rows:
             yield Text(row[0], overflow="fold")
             for name, cell in zip(self.columns[1:], row[1:], strict=True):
-                if cell:
+                if cell not in ("", "-"):
                     room = max(8, width - INDENT - named - 2)
                     lines = Text(cell).wrap(Console(width=room), room, overflow="fold")
                     for number, line in enumerate(lines):

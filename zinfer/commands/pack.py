@@ -173,6 +173,7 @@ def _plan(
 ) -> Path:
     """Build a TensorRT plan; return its path. Raises Failure where it cannot be built."""
     from zinfer.checkpoint.source import find
+    from zinfer.commands.out import say
     from zinfer.commands.watch import Watch
     from zinfer.core.units import duration, gb
     from zinfer.engine.tensorrt import planfile
@@ -190,7 +191,7 @@ def _plan(
         file.check()
         if file.key != key:
             raise Failure(f"{path} is a plan of other settings: --force replaces it, -o names another file")
-        click.echo(f"{path} is there already: nothing to build", err=True)
+        say(f"{path} is there already: nothing to build", err=True)
         return path
     signals: list[int] = []
 

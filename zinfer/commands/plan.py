@@ -2,21 +2,22 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property, reduce
+from functools import cache, cached_property, reduce
 from importlib.resources import files
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
 from zinfer.commands import options
-from zinfer.commands.prices import price_options
+from zinfer.commands.prices import PerMachine, sizing_options
 from zinfer.core.engine import ENGINES, OptionError, conflict
 from zinfer.core.machine import override
 
 if TYPE_CHECKING:
     from zinfer.commands.decision import DecisionCriteria, GroupDecision
+    from zinfer.commands.ranking import Question
     from zinfer.core.case import Case
     from zinfer.core.engine import Options
     from zinfer.core.machine import Machine
@@ -24,25 +25,21 @@ if TYPE_CHECKING:
     from zinfer.job.recipe import Sweep, SweepLoad
     from zinfer.plan.planner import Plan, Planner
     from zinfer.plan.times import Efficiency
-    from zinfer.record.measurement import Measurement
     from zinfer.record.store import Records
     from zinfer.record.study import Study
 
 SHIPPED = Path(str(files("zinfer"))) / "catalog" / "calibration.json"  # `--calibrate` without a value
-HOST_NEGLIGIBLE = 4 << 30  # bytes of host memory that every host has
+ALL = "all"
 DEFAULTS = {"engine": "stream", "offload": ("none", "cpu"), "batch_size": "auto"}
 # options that become axes of `Case.options`, with the value that changes nothing
 SCENARIOS = {
-    "weight_codec": "auto", "kv_offload": "none", "kv_cache_dtype": "auto", "draft": "none", "experts": "auto",
+    "weight_codec": "auto", "kv_offload": "auto", "kv_cache_dtype": "auto", "draft": "none", "experts": "auto",
     "gpus": 1,
 }  # fmt: skip
 
 
-# options of `zinfer.commands.decision.question`
-CRITERIA = (
-    "levels", "objective", "demand", "deadline", "utilisation", "spare", "gpu_hour_usd", "host_hour_usd",
-    "gpus_per_server",
-)  # fmt: skip
+# options of `zinfer.commands.ranking.Question`
+ASKED = ("levels", "objective", "demand", "deadline", "utilisation", "spare", "host_hour_usd", "gpus_per_server")
 
 
 @click.command("plan")
@@ -53,10 +50,18 @@ CRITERIA = (
     "a machine (catalogue name, machine.json) with the source of each figure.",
 )  # fmt: skip
 @click.option("-m", "--model", type=options.Words(), help=options.MODEL_HELP)
-@click.option("--machine", type=options.Words(), help="Catalogue names or machine.json files.  [default: this one]")
+@click.option(
+    "--machine", type=options.Words(),
+    help="Catalogue names or machine.json files, or all of the catalogue; several are ranked.  [default: this one]",
+)  # fmt: skip
+@click.option("--details", is_flag=True, help="Show the table of each machine, too, where several are ranked.")
 @click.option(
     "--set", "settings", multiple=True, metavar="FIELD=VALUE",
     help="Replace a figure of every machine, as h2d_bandwidth=200GB/s. Repeatable.",
+)  # fmt: skip
+@click.option(
+    "--host-memory", type=PerMachine(click.STRING), multiple=True,
+    help="Memory of the host, as 128GiB or rtx-4090=64GiB,h200=1TiB. Repeatable.",
 )  # fmt: skip
 @click.option("--engine", type=options.Words(), help=options.ENGINES_HELP)
 @click.option(
@@ -95,14 +100,23 @@ CRITERIA = (
     "that comes with zinfer if none are given.",
 )  # fmt: skip
 @click.option(
-    "--sla", "levels", multiple=True, metavar="METRIC:STATISTIC:<=:VALUE",
-    help="A service level to keep, such as ttft:mean:<=:2s or output_tok_s:mean:>=:30. Repeatable.",
+    "--sla", "--want", "levels", multiple=True, metavar="LEVEL",
+    help="A service level to keep: 'ttft<=30s', 'tpot<=100ms', 'e2e<=5min', '20 tok/s' of the batch, '5 tok/s/user', "
+    "or METRIC:STATISTIC:<=:VALUE. Repeatable.",
 )  # fmt: skip
 @click.option(
-    "--objective", type=click.Choice(["throughput", "cost", "latency"]), default="throughput", show_default=True,
-    help="Quantity to choose the best configuration by.",
+    "--objective", type=click.Choice(["throughput", "cost", "latency"]),
+    help="Quantity to choose the best configuration and machine by.  [default: cost with --price, else throughput]",
 )  # fmt: skip
-@price_options
+@click.option(
+    "--price", "--gpu-hour-usd", "stated", type=PerMachine(click.FloatRange(min=0)), multiple=True,
+    help="USD of a GPU-hour, as 2.50 or rtx-4090=0.4. Repeatable.  [default: the catalogue's assumption]",
+)  # fmt: skip
+@click.option(
+    "--prompts", metavar="NUMBER",
+    help="Prompts to answer, as 100k: the hours and USD on one machine, and with --deadline the GPUs.",
+)  # fmt: skip
+@sizing_options
 @click.option(
     "--figure", type=click.Path(dir_okay=False, path_type=Path), help="Draw throughput over batch (png, svg)."
 )
@@ -111,27 +125,31 @@ def command(
     recipe: str | None,
     listed: str | None,
     settings: tuple[str, ...],
+    details: bool,
+    host_memory: tuple[tuple[tuple[str, str], ...], ...],
+    stated: tuple[tuple[tuple[str, float], ...], ...],
+    prompts: str | None,
     calibrate: Path | None,
     acceptance: float | None,
     figure: Path | None,
     as_json: bool,
-    power_usd_kwh: float | None,
     **given: Any,
 ) -> None:
     """Predict memory, speed and the best batch, and whether to stream.
 
-    Comma lists are axes: model x machine x engine x offload. Without --calibrate the times are physical limits (the
-    link, GPU memory and matrix products at their peaks), which no engine passes; with it they are predictions with an
-    error band. RECIPE is a file, or a name in sweeps/ or among those that come with zinfer. With --sla, --objective or
-    prices the batch is the best that keeps the levels. A prediction is one value, which every statistic of a level is
-    compared with.
+    Comma lists are axes: model x machine x engine x offload. Several machines are ranked in one table, by tokens a
+    second or by cost. Without --calibrate the times are physical limits (the link, GPU memory and matrix products at
+    their peaks), which no engine passes; with it they are predictions with an error band. RECIPE is a file, or a name
+    in sweeps/ or among those that come with zinfer. With --sla, --objective or prices the batch is the best that keeps
+    the levels. A prediction is one value, which every statistic of a level is compared with.
 
     The exit code is 4 if nothing fits, or nothing keeps the levels.
 
     \b
     zinfer plan --model bloom-176b --machine h100-80gb,gh200-96gb --offload cpu --calibrate
     zinfer plan --model bloom-176b --machine h200 --gpu-weights auto --weights as-released,int4
-    zinfer plan --model opt-30b --machine h100-80gb --sla 'ttft:mean:<=:2s' --gpu-hour-usd 2.50
+    zinfer plan --model gpt-oss-120b --machine all --want '20 tok/s' --price rtx-4090=0.4 --host-memory 128GiB
+    zinfer plan --model opt-30b --machine h100-80gb,l40s --prompts 100k --sla 'ttft<=30s' --deadline 8h
     zinfer plan bloom-176b-machines --calibrate sweeps/results
     zinfer plan --list models
     """
@@ -139,77 +157,90 @@ def command(
         from zinfer.commands import catalogue
 
         return (catalogue.models if listed == "models" else catalogue.machines)(recipe, as_json)
-    from zinfer.commands import decision
+    from zinfer.analysis.economics import parse_count
+    from zinfer.commands import ranking
     from zinfer.core.errors import NOTHING
-    from zinfer.plan.advice import advice
+    from zinfer.plan.advice import advice, peers
     from zinfer.plan.published import compare_ratios
 
-    if power_usd_kwh is not None:
-        raise click.UsageError("--power-usd-kwh needs a reading of the energy: no plan has one, `zinfer best` may")
-    criteria = decision.question(pareto=False, **{name: given.pop(name) for name in CRITERIA})
+    asked, published = {name: given.pop(name) for name in ASKED}, not given["model"]  # ratios of the recipe's model
     sweep = _sweep(recipe, given)
-    machines, efficiencies = _machines(sweep, settings), _efficiencies(calibrate)
+    machines, efficiencies = _machines(sweep, settings, host_memory), _efficiencies(calibrate)
+    prices = _by_machine("--price", stated, machines)
+    question = ranking.Question(machines, prices, None if prompts is None else parse_count(prompts), **asked)
     if acceptance is not None and all(_draft_of(load) == "none" for load in sweep.loads(planning=True)):
         raise click.UsageError("--acceptance is that of drafts: add --draft ngram, or --draft MODEL")
     planning = _Planning(machines, efficiencies, _Records(acceptance, None if calibrate == SHIPPED else calibrate))
-    groups = list(planning.groups(sweep, criteria))
-    plans = [plan for _, group in groups for plan in group]
+    groups = list(planning.groups(sweep, question))
+    plans = [plan for group in groups for plan in group.plans]
     if figure is not None:
         _draw(figure, sweep, planning)
-    answers = [criteria.answer(_as_points(group)) for _, group in groups] if criteria is not None else []
+    ranked = [ranking.Ranked(question, group.plans, group.answer) for group in groups]
+    several = len(machines) > 1
     if as_json:
-        click.echo(json.dumps([_row(plan, planning.records) for plan in plans], indent=1))
+        click.echo(json.dumps([_row(plan, planning.records, question) for plan in plans], indent=1))
     else:
-        for index, (title, group) in enumerate(groups):
-            _print(title, group, bool(efficiencies), criteria)
-            click.echo(advice(group))
-            for line in (*_experts(group), *map(planning.records.describe, group)):
+        for group, row in zip(groups, ranked, strict=True) if details or not several else ():
+            _print(group, bool(efficiencies))
+            click.echo(advice(group.plans))
+            records = map(planning.records.describe, group.plans)
+            for line in (*peers(group.plans), *_experts(group.plans), *records):
                 if line:
                     click.echo(line)
-            if criteria is not None:
-                click.echo(_decided(answers[index], group))
+            if group.answer is not None:
+                click.echo(_decided(group.answer, group.plans))
+            for line in filter(None, (question.describe(row.plan), question.assumption(group.machine))):
+                click.echo(line)
         click.echo()
-        for machine in machines:
+        for title in dict.fromkeys(group.title for group in groups) if several else ():
+            rows = [row for row, group in zip(ranked, groups, strict=True) if group.title == title]
+            ranking.show(title, rows, question, bool(efficiencies))
+        for machine in machines if details or not several else ():
             _print_machine(machine, bool(efficiencies))
         for engine, efficiency in efficiencies.items():
             if any(plan.case.engine == engine for plan in plans):
                 click.echo(f"{engine}: {efficiency.describe()}")
-        claims = () if given["model"] else sweep.published  # they are of the recipe's model
-        for comparison in compare_ratios(claims, plans, efficiencies):
+        for comparison in compare_ratios(sweep.published if published else (), plans, efficiencies):
             click.echo(comparison.describe())
-    for remark in dict.fromkeys(_remarks(plans)):
+    for remark in dict.fromkeys(_remarks(plans, brief=several and not details)):
         click.echo(remark, err=True)
-    none_kept = answers and all(answer.decision.point is None for answer in answers)
-    if none_kept or not any(plan.holds for plan in plans):
+    answers = [group.answer for group in groups if group.answer is not None]
+    if not any(plan.holds for plan in plans):
+        click.echo(ranking.fitting(groups[0].plans), err=True)
+        raise SystemExit(NOTHING)
+    if answers and all(answer.decision.point is None for answer in answers):
         raise SystemExit(NOTHING)
 
 
-def _machines(sweep: "Sweep", settings: tuple[str, ...]) -> "list[Machine]":
+def _machines(
+    sweep: "Sweep", settings: tuple[str, ...], host_memory: tuple[tuple[tuple[str, str], ...], ...]
+) -> "list[Machine]":
     """Return the machines to plan for, by default this one."""
+    from zinfer.core.machine import catalogue_names
     from zinfer.system import local, machines
 
-    named = [machines.load(name) for name in sweep.machine] if sweep.machine else [local.this_machine()]
-    return [reduce(override, settings, machine) for machine in named]
+    names = [name for asked in sweep.machine for name in (catalogue_names() if asked == ALL else (asked,))]
+    named = [machines.load(name) for name in dict.fromkeys(names)] if names else [local.this_machine()]
+    sizes = _by_machine("--host-memory", host_memory, named)
+    every = [reduce(override, settings, machine) for machine in named]
+    stated = [
+        sizes.get(machine.name, "" if machine.unified and len(named) > 1 else sizes.get("", "")) for machine in every
+    ]
+    return [
+        override(machine, f"host_bytes={size}") if size else machine
+        for machine, size in zip(every, stated, strict=True)
+    ]
 
 
-def _as_points(plans: "Sequence[Plan]") -> "tuple[Measurement, ...]":
-    """Return predictions as points, for levels and prices.
-
-    They are never written, nor shown as measured.
-    """
-    from zinfer.record.measurement import Measurement
-
-    return tuple(
-        Measurement(
-            case=plan.case,
-            status="ok",
-            machine=plan.machine.name,
-            ttft_ms=(plan.prefill_s * 1e3,),
-            step_ms=((plan.step_s * 1e3,) * (plan.case.workload.output_len - 1),),
-        )
-        for plan in plans
-        if plan.holds and plan.prefill_s is not None and plan.step_s is not None
-    )
+def _by_machine(
+    option: str, given: tuple[tuple[tuple[str, Any], ...], ...], machines: "Sequence[Machine]"
+) -> dict[str, Any]:
+    """Return the values of an option by machine. Raises UsageError for another machine."""
+    values = dict(pair for pairs in given for pair in pairs)
+    names = [machine.name for machine in machines]
+    if unknown := [name for name in values if name not in ("", *names)]:
+        raise click.UsageError(f"{option}: {unknown[0]!r} is not among the machines planned: {', '.join(names)}")
+    return values
 
 
 def _decided(answer: "GroupDecision", plans: "Sequence[Plan]") -> str:
@@ -239,15 +270,18 @@ def _print_machine(machine: "Machine", calibrated: bool) -> None:
         click.echo(f"{machine.name}: limits are made of {peaks}")
 
 
-def _remarks(plans: "Sequence[Plan]") -> "Iterator[str]":
-    """Yield notes on plans for a reader: why one does not fit, what it assumes, and that no engine runs it."""
-    for plan in plans:
+def _remarks(plans: "Sequence[Plan]", brief: bool) -> "Iterator[str]":
+    """Yield notes on plans: why one does not fit, what it assumes, that no engine runs it.
+
+    Of them a ranking says all but the last, so `brief` leaves them out.
+    """
+    for plan in () if brief else plans:
         if plan.why_not:
             yield plan.why_not
         elif not plan.holds and not plan.max_batch_size:
             load = f"{plan.case.model} with {plan.case.label()}"
             yield f"{load} needs nearly all memory of {plan.machine.name}: no room is left for a sequence"
-    for plan in plans:
+    for plan in () if brief else plans:
         yield from _assumptions(plan)
     for option in sorted({key for plan in plans for key in _hypothetical(plan)}):
         yield f"{option} is a what-if: no engine of zinfer runs it so"
@@ -255,17 +289,16 @@ def _remarks(plans: "Sequence[Plan]") -> "Iterator[str]":
 
 def _assumptions(plan: "Plan") -> "Iterator[str]":
     """Yield the memory that a plan needs of an unknown tier."""
-    from math import ceil
+    from zinfer.commands import ranking
+    from zinfer.core.units import gib
 
-    from zinfer.plan.placement import TUNING
-
-    machine = plan.machine
-    for tier, size in (("host", machine.host_bytes), ("nvme", machine.nvme_bytes)) if plan.holds else ():
-        need = getattr(plan, tier).total
-        if size is None and need > (0 if tier == "nvme" else HOST_NEGLIGIBLE):
-            enough = f"{ceil(need / TUNING.max_host_share / (1 << 30))}GiB"
-            head = f"{machine.name}: its {tier} memory is not known; {plan.case.label()} fits only with {enough}"
-            yield f"{head} (--set {tier}_bytes={enough} says that it is there)"
+    machine, label = plan.machine, plan.case.label()
+    if ranking.host_unknown(plan):
+        size = ranking.host_needed(plan).rstrip("?").replace(" ", "")
+        head = f"{machine.name}: its host memory is not known; {label} fits only with {size}"
+        yield f"{head} (--host-memory {size} says that it is there)"
+    if plan.holds and machine.nvme_bytes is None and plan.nvme.total:
+        yield f"{machine.name}: its disk is not known; {label} fits only with {gib(plan.nvme.total)} free"
 
 
 def _hypothetical(plan: "Plan") -> list[str]:
@@ -318,6 +351,16 @@ def _efficiencies(results: Path | None) -> "Mapping[str, Efficiency]":
     return fitted
 
 
+class _Group(NamedTuple):
+    """Plans of one model and pair of lengths on one machine."""
+
+    title: str  # without the machine
+    machine: "Machine"
+    plans: "list[Plan]"
+    criteria: "DecisionCriteria | None"
+    answer: "GroupDecision | None"
+
+
 class _Planning:
     """Plans of sweeps: predictions with `efficiencies`, limits without any."""
 
@@ -326,13 +369,14 @@ class _Planning:
     ) -> None:
         self.machines, self.efficiencies, self.records = machines, efficiencies, records
 
-    def groups(self, sweep: "Sweep", criteria: "DecisionCriteria | None" = None) -> "Iterator[tuple[str, list[Plan]]]":
-        """Yield a title and plans by model, machine and lengths.
+    def groups(self, sweep: "Sweep", question: "Question | None" = None) -> "Iterator[_Group]":
+        """Yield plans by model, machine and lengths.
 
         Loads that no engine can run are left out. Raises ModelError if all lengths exceed the models' positions,
         UsageError if no engine has the offload.
         """
         from zinfer.checkpoint.resolve import resolve
+        from zinfer.commands.ranking import as_points
         from zinfer.core.model import ModelError, check_positions
 
         runnable = _runnable(sweep)
@@ -356,10 +400,12 @@ class _Planning:
                         planners[case] = self._planner(load, case, specs[load.weights], machine)
             part = "" if layers is None else f", {layers} layers"
             positions = f" ({spec.max_position:,} positions)" if spec.max_position else ""
-            title = f"{name}{part}{positions} on {machine.name}{'*' * bool(machine.overridden)}"
             titles += 1
+            criteria = None if question is None else question.on(machine, output_len)
             plans = [plan for planner in planners.values() for plan in self._batches(sweep, planner, criteria)]
-            yield f"{title}, {input_len} in / {output_len} out", plans
+            answer = None if criteria is None else criteria.answer(as_points(plans))
+            title = f"{name}{part}{positions}, {input_len} in / {output_len} out"
+            yield _Group(title, machine, plans, criteria, answer)
         if refused and not titles:
             raise refused[-1]
         for refusal in refused:
@@ -381,19 +427,22 @@ class _Planning:
 
         Drafts count in the times, but the batch that is best without them is taken.
         """
+        from zinfer.commands.ranking import as_points
+
         workload, with_drafts = planner.case.workload, self.records.with_drafts
         if not isinstance(sweep.batch_size, str):
-            sized = (planner.case.with_batch(size).workload for size in sweep.batch_size)
-            return [with_drafts(planner, planner.at(workload)) for workload in sized]
-        if criteria is None:
+            chosen = [(planner.searched(workload, size), size) for size in sweep.batch_size]
+            return [with_drafts(each, each.at(each.case.with_batch(size).workload)) for each, size in chosen]
+        planner = planner.searched(workload)
+        if criteria is None or not (criteria.slas or criteria.objective == "latency"):
             return [with_drafts(planner, planner.best(workload))]
 
         def keeps(plan: "Plan") -> bool:
-            return criteria.answer(_as_points([with_drafts(planner, plan)])).decision.point is not None
+            return criteria.answer(as_points([with_drafts(planner, plan)])).decision.point is not None
 
         plans = [with_drafts(planner, plan) for plan in planner.within(workload, keeps)]
-        chosen = criteria.answer(_as_points(plans)).decision
-        point = chosen.point or chosen.nearest
+        decided = criteria.answer(as_points(plans)).decision
+        point = decided.point or decided.nearest
         return [plan for plan in plans if point is None or plan.case == point.case][:1]
 
 
@@ -420,10 +469,11 @@ def _effective_options(load: "SweepLoad") -> "Options":
     return tuple((key, value) for key, value in load.options if key not in idle or idle[key] != value)
 
 
-def _row(plan: "Plan", records: "_Records") -> dict[str, Any]:
+def _row(plan: "Plan", records: "_Records", question: "Question") -> dict[str, Any]:
     names = ("output_tok_s", "prefill_tok_s", "decode_tok_s", "e2e_s", "bounds")
     derived = {name: getattr(plan, name) for name in names}
     derived |= {"fits": plan.holds, "assumes": list(_assumptions(plan)), "what_if": _hypothetical(plan)}
+    derived |= question.row(plan)
     if plan.drafting is not None:
         derived["acceptance_from"] = records.source(plan)
     if plan.placement.experts == "on-demand":
@@ -431,17 +481,20 @@ def _row(plan: "Plan", records: "_Records") -> dict[str, Any]:
     return plan.model_dump(mode="json", exclude={"model": {"layers", "config", "draft", "routing"}}) | derived
 
 
-def _print(title: str, plans: "list[Plan]", calibrated: bool, criteria: "DecisionCriteria | None") -> None:
+def _print(group: _Group, calibrated: bool) -> None:
+    from zinfer.commands import ranking
     from zinfer.commands.out import console, table
     from zinfer.core.units import duration, figures, gb
 
     def shown(plan: "Plan", value: float | None, form: "Callable[[float], str]") -> str:
         return form(value) if plan.holds and value else "-"
 
+    criteria = group.criteria
+
     def price(plan: "Plan") -> str:
         if criteria is None or not criteria.prices.known or not plan.holds:
             return ""
-        paid = criteria.answer(_as_points([plan])).decision.cost
+        paid = criteria.answer(ranking.as_points([plan])).decision.cost
         return figures(paid.usd_per_mtok) if paid is not None and paid.usd_per_mtok is not None else ""
 
     def band(plan: "Plan") -> str:
@@ -451,7 +504,7 @@ def _print(title: str, plans: "list[Plan]", calibrated: bool, criteria: "Decisio
 
     columns: dict[str, Callable[[Plan], str]] = {
         "configuration": lambda plan: plan.case.label(),
-        "#batch": lambda plan: str(plan.case.workload.batch_size),
+        "#batch": lambda plan: str(plan.case.workload.batch_size) if plan.fits else "-",
         "#of": lambda plan: str(plan.max_batch_size) if plan.fits else "-",
         "#tok/s": lambda plan: shown(plan, plan.output_tok_s, figures) + band(plan),
         "#TTFT": lambda plan: shown(plan, plan.prefill_s, duration),
@@ -462,10 +515,15 @@ def _print(title: str, plans: "list[Plan]", calibrated: bool, criteria: "Decisio
         "#USD/Mtok": price,
         "#over the link": lambda plan: gb(plan.streamed_bytes) if plan.streamed_bytes else "",
         "#GPU": lambda plan: gb(plan.gpu.total),
-        "#host": lambda plan: gb(plan.host.total),
+        "#host": lambda plan: gb(plan.host.total) + "?" * ranking.host_unknown(plan),
         "#NVMe": lambda plan: gb(plan.nvme.total) if plan.nvme.total else "",
     }
-    cells = [[cell(plan) for cell in columns.values()] for plan in plans]
+    rows = {
+        plan.case if plan.fits else plan.case.load: plan for plan in reversed(group.plans)
+    }  # no batch fits: one row
+    cells = [[cell(plan) for cell in columns.values()] for plan in reversed(rows.values())]
+    machine, (name, _, lengths) = group.machine, group.title.rpartition(", ")
+    title = f"{name} on {machine.name}{'*' * bool(machine.overridden)}, {lengths}"
     kind = "predicted" if calibrated else "physical limits"
     drop = ("over the link", "NVMe", "GPU", "host")
     console().print(table(f"{title}: {kind}, nothing was run", tuple(columns), cells, drop=drop))
@@ -482,12 +540,14 @@ class _Records:
         from zinfer.system.local import RESULTS
 
         self._stated, self._folders = stated, (RESULTS, results or RESULTS)
+        self._points = cache(self._read)
 
-    @cached_property
-    def _points(self) -> "Records":
+    def _read(self, *words: str) -> "Records":
+        """Return the records with all of these texts in them: the others are not parsed."""
         from zinfer.record.store import Records, read
 
-        return read(self._folders[-1]) if self._folders[-1].exists() else Records()
+        folder = self._folders[-1]
+        return read(folder, tuple(json.dumps(word) for word in words)) if folder.exists() else Records()
 
     @cached_property
     def _traces(self) -> "Sequence[Study]":
@@ -502,12 +562,13 @@ class _Records:
 
         if spec.num_experts < 2:
             return spec
-        return spec.model_copy(update={"routing": routing_of(spec, self._traces, self._points.points)})
+        points = self._points(spec.name, "experts_hits_per_step").points
+        return spec.model_copy(update={"routing": routing_of(spec, self._traces, points)})
 
     def _accepted(self, plan: "Plan") -> tuple[int, int]:
         from zinfer.analysis.requests import acceptance
 
-        return acceptance(self._points.requests, plan.case.model, _draft_of(plan.case))
+        return acceptance(self._points(plan.case.model, "draft").requests, plan.case.model, _draft_of(plan.case))
 
     def with_drafts(self, planner: "Planner", plan: "Plan") -> "Plan":
         """Return a plan with what its drafts gain, if that is known."""
@@ -602,10 +663,10 @@ def _draw(path: Path, sweep: "Sweep", planning: _Planning) -> None:
     kind = path.suffix.removeprefix(".")
     if kind not in ("png", "svg"):
         raise click.BadParameter(f"{path}: end it in .png or .svg", param_hint="--figure")
-    largest = {max(1, plan.max_batch_size) for _, group in planning.groups(sweep) for plan in group}
+    largest = {max(1, plan.max_batch_size) for group in planning.groups(sweep) for plan in group.plans}
     sizes = tuple(sorted(largest.union(powers(max(largest)))))
     every_size = planning.groups(sweep.model_copy(update={"batch_size": sizes}))
-    drawn = plot.prediction([plan for _, group in every_size for plan in group])
+    drawn = plot.prediction([plan for group in every_size for plan in group.plans])
     if drawn is None:
         click.echo(f"{path} was not drawn: no plan has a throughput", err=True)
         return

@@ -1,4 +1,4 @@
-"""Options for prices, energy and demand, which several verbs share."""
+"""Options for prices and demand that verbs share, and options by machine."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -8,8 +8,23 @@ import click
 Command = TypeVar("Command", bound=Callable[..., Any])
 
 
-def price_options(function: Command) -> Command:
-    """Add the options for prices and for a demand to size for."""
+class PerMachine(click.ParamType[Any]):
+    """Comma list of ``MACHINE=VALUE``; without a name, for all machines."""
+
+    name = "[machine=]value,.."
+
+    def __init__(self, kind: click.ParamType[Any]) -> None:
+        self._kind = kind
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
+            return value
+        words = (word.rpartition("=") for word in value.split(","))
+        return tuple((name.strip(), self._kind.convert(text.strip(), param, ctx)) for name, _, text in words)
+
+
+def sizing_options(function: Command) -> Command:
+    """Add the options for a demand and for the host's price."""
     for option in (
         click.option("--spare", type=click.IntRange(min=0), default=1, show_default=True, help="Number of spare GPUs."),
         click.option(
@@ -22,9 +37,18 @@ def price_options(function: Command) -> Command:
             "--gpus-per-server", type=click.IntRange(min=1), default=1, show_default=True,
             help="GPUs that share a host and its price.",
         ),
-        click.option("--power-usd-kwh", type=click.FloatRange(min=0), help="Price of energy, in USD a kWh."),
         click.option("--host-hour-usd", type=click.FloatRange(min=0), help="Price of a host, GPUs excluded, in USD/h."),
-        click.option("--gpu-hour-usd", type=click.FloatRange(min=0), help="Price of a GPU, in USD an hour."),
     ):  # fmt: skip
+        function = option(function)
+    return function
+
+
+def price_options(function: Command) -> Command:
+    """Add the options for prices and for a demand to size for."""
+    for option in (
+        click.option("--power-usd-kwh", type=click.FloatRange(min=0), help="Price of energy, in USD a kWh."),
+        sizing_options,
+        click.option("--gpu-hour-usd", type=click.FloatRange(min=0), help="Price of a GPU, in USD an hour."),
+    ):
         function = option(function)
     return function

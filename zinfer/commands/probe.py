@@ -1,15 +1,20 @@
 """`zinfer probe`: measure this machine for sweeps and plans."""
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from zinfer.commands.failure import Failure
 from zinfer.commands.options import Size
+from zinfer.core.errors import ENVIRONMENT
 
 if TYPE_CHECKING:
     from zinfer.commands.out import Table
     from zinfer.core.machine import Machine
+
+BUSY = 0.25  # load average, as a share of the CPUs, from which on a probe does not replace a quieter one
 
 
 @click.command("probe")
@@ -24,22 +29,29 @@ if TYPE_CHECKING:
 )
 @click.option("--quick", is_flag=True, help="Take fewer samples of smaller blocks.")
 @click.option("--memory", type=Size(), help="Host memory to measure with, as 1GiB.  [default: half of what is free]")
+@click.option("--force", is_flag=True, help="Replace a machine.json that was made while less ran on this machine.")
 @click.option("--json", "as_json", is_flag=True, help="Also print the machine as JSON.")
-def command(nvme_path: str | None, output: Path | None, quick: bool, memory: int | None, as_json: bool) -> None:
+def command(
+    nvme_path: str | None, output: Path | None, quick: bool, memory: int | None, force: bool, as_json: bool
+) -> None:
     """Measure this machine's memory links, compute rate and, with --nvme-path, drive; write machine.json."""
     from zinfer.commands.files import write
-    from zinfer.commands.out import console
+    from zinfer.commands.out import console, say
     from zinfer.core.units import parse_bytes
     from zinfer.system import local
     from zinfer.worker.probe import probe
 
     if memory is not None and memory < parse_bytes(local.LITTLE):
         raise click.UsageError(f"--memory: {local.LITTLE} at least; less would measure the caches of the processor")
-    machine = probe(nvme_path, quick, lambda what: click.echo(f"measuring {what}", err=True), memory)
-    machine = machine.model_copy(update={"name": local.name()})
     path = output or local.results_folder()
     if output is None or path.is_dir():
         path = path / "machine.json"
+    if (busy := too_busy()) is not None:
+        if path.is_file() and not force and not _as_busy(path):
+            raise Failure(f"{busy}, and {path} was made while less ran: wait a minute, or add --force", ENVIRONMENT)
+        say(f"{busy}: figures may be too low", err=True)
+    machine = probe(nvme_path, quick, lambda what: click.echo(f"measuring {what}", err=True), memory)
+    machine = machine.model_copy(update={"name": local.name()})
     text = machine.model_dump_json(indent=1) + "\n"
     write(path, text)
     if as_json:
@@ -47,8 +59,26 @@ def command(nvme_path: str | None, output: Path | None, quick: bool, memory: int
     else:
         console().print(table(machine))
     if nvme_path is not None and machine.nvme_bandwidth is None:
-        click.echo(f"{nvme_path} was not measured: {machine.note}", err=True)
+        say(f"{nvme_path} was not measured: {machine.note}", err=True)
     click.echo(f"wrote {path}", err=True)
+
+
+def too_busy() -> str | None:
+    """Return in words that other programs use much of the CPUs; None if they do not."""
+    load, cpus = os.getloadavg()[0], os.cpu_count() or 1
+    return f"the load average is {load:.1f} on {cpus} CPUs" if load > BUSY * cpus else None
+
+
+def _as_busy(path: Path) -> bool:
+    """Tell whether a machine.json was made under no less load."""
+    from zinfer.core.machine import MachineError
+    from zinfer.system.machines import load
+
+    try:
+        before = load(path).details.get("load_average", 0)
+    except MachineError:  # no description of a machine
+        return True
+    return isinstance(before, int | float) and before >= os.getloadavg()[0]
 
 
 def table(machine: "Machine") -> "Table":
@@ -64,7 +94,7 @@ def table(machine: "Machine") -> "Table":
         ("both directions at once, each", machine.duplex_bandwidth, "/s"),
         ("links of all GPUs at once", machine.links_bandwidth, "/s"),
         ("GPU to GPU, each while all exchange", machine.gather_bandwidth, "/s"),
-        ("device memory, read and written", machine.hbm_bandwidth, "/s"),
+        ("device memory, read and written", machine.hbm_bandwidth if machine.gpu_count else None, "/s"),
         ("host memory, read and written", machine.host_bandwidth, "/s"),
         ("CPU attention, KV cache read", machine.attention_bandwidth, "/s"),
         ("the same, 8 query heads a key", machine.grouped_attention_bandwidth, "/s"),

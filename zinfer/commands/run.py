@@ -14,6 +14,7 @@ from zinfer.commands import options
 from zinfer.commands.chat import ANSWER, CONTEXT, AnswerLimits, Stop, chat_options, prompt_request, talk, turns
 from zinfer.commands.failure import Failure
 from zinfer.commands.limits import TEXT
+from zinfer.core.engine import ENGINES
 from zinfer.core.errors import ENVIRONMENT
 from zinfer.system import documents
 from zinfer.system.printable import show_generated, shows_unicode, text_lines
@@ -63,7 +64,7 @@ STREAM_S = 0.05  # seconds of decoding before new text is shown
     "--json",
     "as_json",
     is_flag=True,
-    help="Print a JSON list with an object for each prompt; with --chat a line for each turn.",
+    help="Print a JSON list with an object for each prompt, rates included; with --chat a line for each turn.",
 )
 @click.pass_obj
 def command(
@@ -95,8 +96,9 @@ def command(
     from zinfer.core.request import Sampling
     from zinfer.generation.dialogue import Dialogue
     from zinfer.generation.schedule import largest_load
+    from zinfer.job.batch.packing import RowDemand, best_plan
     from zinfer.job.driver import Driver
-    from zinfer.plan.planner import Planner
+    from zinfer.job.recipe import engine_recipe
     from zinfer.worker.process import WorkerError
     from zinfer.worker.tasks import BatchStart
 
@@ -105,6 +107,9 @@ def command(
     output_len = output_len or (ANSWER if chat else 32)
     texts = [] if chat and not (prompts or prompt_file) else _prompts(prompts, prompt_file)
     names = ("engine", "offload", "layers", "gpu_weights", "settings", "nvme_path", "allow_nan", "weights")
+    recipe = engine_recipe(how["engine"])
+    if chat and "kv_offload" in ENGINES[recipe.engine].defaults.keys() - recipe.options.keys():
+        how["settings"].setdefault("kv_offload", ("none",))  # a conversation goes on from a KV cache on the GPU alone
     loads = options.one_load("run", model, **{name: how[name] for name in names})
     source = options.weights_of(model, how["dtype"], how["layers"], how["load_format"], how["weights"], loads)
     spec = source.spec
@@ -117,17 +122,17 @@ def command(
     machine = options.this_machine(how["nvme_path"])
     length = min(CONTEXT, max(1, (spec.max_position or CONTEXT) - output_len)) if chat else longest
 
-    cases = {load: load.case(source.load_format, spec.dtype, length, output_len) for load in loads}
-    planners = {load: Planner(case, spec, machine, nvme_path=how["nvme_path"]) for load, case in cases.items()}
-    load = next((load for load, planner in planners.items() if planner.plan.fits), list(planners)[-1])
-    planner, plan = planners[load], planners[load].plan
+    cases = [load.case(source.load_format, spec.dtype, length, output_len) for load in loads]
+    rows = batch_size or max(1, len(texts))
+    plan = best_plan(cases, [RowDemand(length, output_len)] * rows, spec, machine, how["nvme_path"])
+    planner, target = plan.planner(), next(iter(loads.values()))
     if not plan.fits:
         raise Failure(str(plan.why_not), ENVIRONMENT)
     with Watch() as watch:
         if ends is not None:
             watch.message(ends)
         try:
-            with Driver(watch.workers(loads[load], how["timeout_s"], debug), watch.loading) as driver:
+            with Driver(watch.workers(target, how["timeout_s"], debug), watch.loading) as driver:
                 driver.load(plan)
                 if dialogue is not None:
                     watch.quiet()
@@ -148,11 +153,11 @@ def command(
                     prompt_request(number, ids, output_len, sampling, how["ignore_eos"])
                     for number, ids in enumerate(prompt_ids)
                 ]
-                answers = Answers(texts, as_json)
+                answers = Answers(texts, list(map(len, prompt_ids)), as_json)
                 with Stop() as stop, driver.lend() as worker:
                     worker.ask(BatchStart(load=workload, rows=rows))
                     while not answers.all_ended and not stop.asked:
-                        answers.add(worker.step(requests, answer_s=STREAM_S))
+                        answers.add(worker.step(requests, answer_s=STREAM_S if answers.all_begun else 0))
                         requests = []
                         watch.progress("generating", answers.tokens / (len(texts) * output_len))
                 if not answers.all_ended:
@@ -169,15 +174,23 @@ def command(
 class Answers:
     """Answers to prompts on stdout. As they come, in the prompts' order, or as JSON at the end."""
 
-    def __init__(self, prompts: list[str], as_json: bool) -> None:
+    def __init__(self, prompts: list[str], lengths: list[int], as_json: bool) -> None:
+        """Take the prompts and their numbers of tokens."""
         self.tokens, self.seconds = 0, 0.0
+        self.prompt_seconds, self._generated = 0.0, 0  # seconds of steps that computed prompts; tokens of other steps
         self.passes = self.drafted = self.accepted = 0
-        self._as_json, self._ended = as_json, 0
+        self._as_json, self._begun, self._ended = as_json, 0, 0
         self._answers: list[dict[str, Any]] = [
-            {"prompt": prompt, "output_ids": [], "output_text": "", "finish_reason": "interrupted"}
-            for prompt in prompts
-        ]
+            {"prompt": prompt, "output_ids": [], "output_text": "", "finish_reason": "interrupted",
+             "prompt_tokens": length, "prompt_tok_s": None, "ttft_s": None, "decode_tok_s": None}
+            for prompt, length in zip(prompts, lengths, strict=True)
+        ]  # fmt: skip
         self._shown, self._length = 0, 0  # prompts shown to their end; characters shown of the next one
+
+    @property
+    def all_begun(self) -> bool:
+        """True once every answer has its first token."""
+        return self._begun == len(self._answers)
 
     @property
     def all_ended(self) -> bool:
@@ -185,20 +198,31 @@ class Answers:
         return self._ended == len(self._answers)
 
     def summary(self) -> str:
-        """Return a line about tokens and seconds."""
-        from zinfer.core.units import counted, duration
+        """Return a line about tokens, seconds and rates."""
+        from statistics import median
+
+        from zinfer.core.units import counted, duration, figures
 
         drafts = options.drafts_right(self.drafted, self.accepted)
         passes = f"; {self.passes:,} passes{drafts}" if drafts else ""
-        rate = self.tokens / self.seconds
-        return f"{counted(self.tokens, 'token')} in {duration(self.seconds)}: {rate:.2f} tok/s{passes}"
+        prompts = sum(answer["prompt_tokens"] for answer in self._answers)
+        times = [answer["ttft_s"] for answer in self._answers]
+        parts = [f"prompts {figures(prompts / self.prompt_seconds)} tok/s"]
+        if self._generated:
+            parts.append(f"generation {figures(self._generated / (self.seconds - self.prompt_seconds))} tok/s")
+        parts.append(f"{'TTFT' if len(times) == 1 else 'median TTFT'} {duration(median(times))}")
+        rate = figures(self.tokens / self.seconds)
+        return f"{counted(self.tokens, 'token')} in {duration(self.seconds)}: {rate} tok/s ({', '.join(parts)}){passes}"
 
     def add(self, step: "BatchStepped") -> None:
         """Add new tokens of rows, and show the text that is next.
 
         Raises Failure for a row that failed.
         """
+        # Until all have begun a step is one pass; it computes prompts if rows run that have no token yet.
+        prompting = len(self._answers) - step.waiting > self._begun
         self.seconds += step.seconds
+        self.prompt_seconds += step.seconds if prompting else 0.0
         self.passes += step.passes
         self.drafted += step.drafted
         self.accepted += step.accepted
@@ -207,10 +231,17 @@ class Answers:
                 raise Failure(update.failure.message)
             answer = self._answers[update.key]
             self.tokens += len(update.tokens)
+            self._generated += 0 if prompting else len(update.tokens)
+            if answer["ttft_s"] is None and (update.tokens or update.ended):
+                self._begun += 1
+                rate = round(answer["prompt_tokens"] / self.seconds, 3)
+                answer |= {"ttft_s": round(self.seconds, 6), "prompt_tok_s": rate}
             answer["output_ids"] += update.tokens
             answer["output_text"] += update.delta
             if update.finish_reason is not None:
-                answer |= {"output_text": update.text, "finish_reason": update.finish_reason}
+                more, decode_s = len(answer["output_ids"]) - 1, self.seconds - answer["ttft_s"]
+                answer |= {"output_text": update.text, "finish_reason": update.finish_reason,
+                           "decode_tok_s": round(more / decode_s, 3) if more > 0 and decode_s else None}  # fmt: skip
                 self._ended += 1
         if not self._as_json:
             self._show()

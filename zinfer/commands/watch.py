@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
 
 from zinfer.analysis.requests import share_within
-from zinfer.commands.out import PlainConsole
+from zinfer.commands.out import PlainConsole, wrapped
 from zinfer.core.case import Case
 from zinfer.core.progress import NOTE
 from zinfer.core.units import duration, figures, gb
@@ -50,6 +50,7 @@ class Watch:
         self._stage, self._stage_began, self._share, self._spoke = "", self._began, 0.0, self._began
         self._outlook: Outlook | None = None
         self._left_at = self._began
+        self._has_link = True  # False on a machine without a GPU, once a load is announced
         self._bar: Progress | None = None
         if self.console.is_terminal:
             columns = (TextColumn("{task.description}", markup=False), BarColumn(16), _Clock(self.times))
@@ -74,7 +75,7 @@ class Watch:
     def message(self, text: str) -> None:
         """Print a line that stays."""
         self._spoke = self._clock()
-        self.console.print(text, markup=False)
+        self.console.print(wrapped(text, self.console.file), markup=False)
 
     def progress(self, what: str, share: float) -> None:
         """Show the stage and its share done, or print a note."""
@@ -125,6 +126,7 @@ class Watch:
 
     def loading(self, plan: Plan) -> None:
         """Announce a load; its label precedes the progress that follows."""
+        self._has_link = plan.machine.gpu_count > 0
         if self._outlook is None:
             self._prefix = f"{plan.case.label()}: "
         weights = f"{gb(plan.model.stored_bytes)}, {plan.case.load_format}"
@@ -152,7 +154,7 @@ class Watch:
             tail = (
                 f"{point.output_tok_s:10.2f} tok/s  TTFT {duration(ttft / 1e3)}  TPOT {duration(point.tpot_ms / 1e3)}"
             )
-            if point.link_share is not None:
+            if point.link_share is not None and self._has_link:
                 tail += f"  link {point.link_share:.0%}"
             tail = tail if point.status == "ok" else f"{point.status}: {tail}"
         else:
@@ -169,7 +171,7 @@ class Watch:
             times = {"TTFT": point.summary("ttft_ms"), "TPOT": point.summary("tpot_ms")}
             words = [f"{name} p99 {duration(value.p99 / 1e3)}" for name, value in times.items() if value is not None]
             tail = f"{point.output_tok_s:10.2f} tok/s  {'  '.join(words)}"
-            tail += "" if point.link_busy is None else f"  link {point.link_busy:.0%}"
+            tail += "" if point.link_busy is None or not self._has_link else f"  link {point.link_busy:.0%}"
             tail += "" if (good := share_within(point)) is None else f"  {good:.0%} keep the service levels"
         self.message(self._counted() + head + tail + ("  [recorded]" if resumed else ""))
 

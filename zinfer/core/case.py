@@ -46,7 +46,8 @@ class Case(Frozen):
     dtype: Dtype = "bfloat16"
     load_format: LoadFormat = "dummy"
     layers: int | None = None  # a slice: the number of first decoder layers; None is all
-    gpu_weights: str | None = None  # share of the streamed weights that stays on the GPU: auto, 25%, 40GiB
+    # Share of the streamed weights that stays on the GPU: auto, 25%, 40GiB. None: the engine's default without search.
+    gpu_weights: str | None = None
     options: Options = ()  # settings that differ from the engine's defaults, sorted
     allow_nan: bool = False  # weights with NaN or infinity are loaded, too
     weights: Weights = "as-released"  # format that the layers' weights are given while they load
@@ -97,7 +98,7 @@ class Case(Frozen):
 
     def label(self) -> str:
         """Return engine and offload in short, for legends and progress lines."""
-        resident = "" if self.gpu_weights is None else f" gpu-weights={self.gpu_weights}"
+        resident = "" if self.gpu_weights in (None, "auto") else f" gpu-weights={self.gpu_weights}"
         options = "".join(f" {key}={value}" for key, value in self.options)
         weights = "" if self.weights == "as-released" else f" weights={self.weights}"
         return f"{self.engine} {self.offload}{resident}{weights}{options}{' allow-nan' if self.allow_nan else ''}"

@@ -138,7 +138,7 @@ class StreamOptions(EngineOptions):
         description="Packed layers of `zinfer pack`; auto: those in engines/packed, if there are any.",
     )  # fmt: skip
     kv_offload: KVOffload = Field(
-        "none", description="Sequences with their KV cache in host memory; auto: those that the GPU has no room for."
+        "auto", description="Sequences with their KV cache in host memory: none, all (cpu), or as many as is fastest."
     )
     kv_attention: KVAttention = Field(
         "auto", description="The device that attends to a KV cache in host memory; auto: the faster."
@@ -183,7 +183,7 @@ class StreamOptions(EngineOptions):
         return None if self.draft in ("none", "ngram") else self.draft
 
     def conflict(self, offload: Offload) -> str | None:
-        on_demand, in_host = self.experts == "on-demand", self.kv_offload != "none"
+        on_demand, in_host = self.experts == "on-demand", self.kv_offload == "cpu"
         clashes = (
             (self.host_weights != "auto" and offload != "nvme", f"host_weights={self.host_weights}",
              f"offload {offload}: it is the part of the weights that host memory keeps with offload nvme"),
@@ -264,6 +264,12 @@ class PlanOptions(Frozen):
     @property
     def kv_quantized(self) -> bool:
         return self.kv_cache_dtype in EIGHT_BITS
+
+    @property
+    def kv_place(self) -> KVOffload:
+        """`kv_offload`; ``none`` if host memory cannot hold this type."""
+        link_only = self.kv_cache_dtype == "int8" and self.kv_attention == "gpu"
+        return "none" if self.kv_offload == "auto" and (self.kv_cache_dtype == "fp8" or link_only) else self.kv_offload
 
 
 @dataclass(frozen=True)

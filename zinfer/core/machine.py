@@ -66,6 +66,7 @@ class Machine(Frozen):
     nvme_bandwidth: Rate | None = None  # direct-I/O read
     matmul_flops: Rate | None = None  # dense bf16
     coherent: bool = False  # the link is cache-coherent (NVLink-C2C)
+    unified: bool = False  # CPU and GPU share one memory: `gpu_bytes` of it are the GPU's, `host_bytes` the system's
     peaks: dict[str, Rate] = Field(default_factory=dict)  # figure -> the vendor's peak, where the figure is measured
     note: Text = ""  # kind of machine, or figures that `probe` could not measure
     sources: dict[str, Text] = Field(default_factory=dict)  # figure -> source: "measured ..", "datasheet ..", "set .."
@@ -159,6 +160,8 @@ def override(machine: Machine, setting: str) -> Machine:
         raise MachineError(
             f"{setting!r} is not a setting of a machine: write FIELD=VALUE with FIELD one of {', '.join(FIGURES)}"
         )
+    if field == "host_bytes" and machine.unified:
+        raise MachineError(f"{setting!r}: CPU and GPU of {machine.name} share one memory, of which it has no more")
     try:
         value = _flops(text) if field.endswith("_flops") else parse_bytes(text)
     except (ValueError, OverflowError):

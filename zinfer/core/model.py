@@ -10,9 +10,9 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Self
 
 from pydantic import Field
 
@@ -80,33 +80,6 @@ class LayerSpec(Frozen):
     def tokens(self, length: int) -> int:
         """Return how many of `length` tokens are cached and attended to."""
         return length if self.window is None else min(length, self.window)
-
-
-class _ByIdentity:
-    """Stack of layers as a cache key by identity, which is fast."""
-
-    def __init__(self, layers: tuple[LayerSpec, ...]) -> None:
-        self.layers = layers
-
-    def __hash__(self) -> int:
-        return id(self.layers)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ByIdentity) and other.layers is self.layers
-
-
-@lru_cache(maxsize=256)
-def _counted(key: _ByIdentity) -> tuple[tuple[LayerSpec, int], ...]:
-    """Return the different layers of a stack with their counts."""
-    return tuple(Counter(key.layers).items())
-
-
-@lru_cache(maxsize=256)
-def _parameters(key: _ByIdentity) -> tuple[int, int]:
-    """Return the parameters of a stack, and of its routed experts."""
-    kinds = _counted(key)
-    whole = sum(count * layer.parameters for layer, count in kinds)
-    return whole, sum(count * layer.expert_parameters for layer, count in kinds)
 
 
 class Shape(Frozen):
@@ -182,15 +155,23 @@ class ModelSpec(Shape):
         """Parameters of each decoder layer, in depth order."""
         return tuple(layer.parameters for layer in self.layers)
 
-    @property
+    def __copy__(self) -> Self:
+        """Copy without values computed from fields, which `model_copy` may change."""
+        copied = super().__copy__()
+        for name in copied.__dict__.keys() - type(self).model_fields.keys():
+            del copied.__dict__[name]
+        return copied
+
+    @cached_property
     def _kinds(self) -> tuple[tuple[LayerSpec, int], ...]:
-        return _counted(_ByIdentity(self.layers))
+        """Different layers with their counts."""
+        return tuple(Counter(self.layers).items())
 
-    @property
+    @cached_property
     def _in_layers(self) -> int:
-        return _parameters(_ByIdentity(self.layers))[0]
+        return sum(count * layer.parameters for layer, count in self._kinds)
 
-    @property
+    @cached_property
     def expert_parameters(self) -> int:
         """Parameters of the routed experts in the layer with most."""
         return max(layer.expert_parameters for layer, _ in self._kinds)
@@ -228,9 +209,9 @@ class ModelSpec(Shape):
         recorded = None if self.routing is None else self.routing.hit_rate(policy, cached, tokens)
         return cached if recorded is None else recorded
 
-    @property
+    @cached_property
     def _routed(self) -> int:
-        return _parameters(_ByIdentity(self.layers))[1]
+        return sum(count * layer.expert_parameters for layer, count in self._kinds)
 
     @property
     def routed_bytes(self) -> int:
@@ -242,12 +223,12 @@ class ModelSpec(Shape):
         """Bytes of one routed expert; 0 without experts."""
         return self.expert_parameters * self.dtype_bytes // max(1, self.num_experts)
 
-    @property
+    @cached_property
     def dense_layer_bytes(self) -> int:
         """Bytes of the largest decoder layer without its routed experts."""
         return max(layer.parameters - layer.expert_parameters for layer, _ in self._kinds) * self.dtype_bytes
 
-    @property
+    @cached_property
     def ffn_matrices(self) -> int:
         """Matrices of a feed-forward network: two, or three with a gate."""
         attention = 2 * (self.num_heads + self.num_kv_heads) * self.head_dim * self.hidden_size
@@ -271,7 +252,7 @@ class ModelSpec(Shape):
         """Bytes of all parameters as released, or as `weights` says."""
         return round(self.streamed_bytes * self.stored_ratio) + self.other_bytes
 
-    @property
+    @cached_property
     def layer_bytes(self) -> int:
         """Bytes of the largest decoder layer: the size of a layer buffer."""
         return max(layer.parameters for layer, _ in self._kinds) * self.dtype_bytes
@@ -286,7 +267,7 @@ class ModelSpec(Shape):
         """Bytes outside the decoder layers (embeddings, head, final norm)."""
         return self.other_parameters * self.dtype_bytes
 
-    @property
+    @cached_property
     def kv_bytes_per_token(self) -> int:
         """Bytes of one token's keys and values, before any window is full."""
         return sum(layer.kv_width for layer in self.layers) * self.dtype_bytes
@@ -365,7 +346,8 @@ def cut(config: Mapping[str, Any], depth: int, layers: int) -> dict[str, Any]:
         ):  # of last layers that use the cache of earlier ones
             return max(0, layers - (depth - value))
         if isinstance(value, dict):
-            return {name: first(name, inner) for name, inner in value.items()} if key == "text_config" else value
+            text = key in ("text_config", "sparse_attention_config")
+            return {name: first(name, inner) for name, inner in value.items()} if text else value
         if key == "attention_types" and isinstance(value, list):  # pairs of kinds and repetitions
             kinds = [kind for pattern, times in value for kind in [*pattern] * times]
             return [[kinds[:layers], 1]] if len(kinds) == depth else value

@@ -870,8 +870,11 @@ def largest_load(planner: Planner, needs: Sequence[tuple[int, int]], max_rows: i
         return Workload(batch_size=rows, input_len=input_len, output_len=left)
 
     row_limit = min(len(needs), tuned.max_rows, max_rows or tuned.max_rows)
-    if plan_options(case.engine, case.options).kv_offload != "none":
-        able = _best_rows(cautious.best(at(1)))
+    place = plan_options(case.engine, case.options).kv_place
+    best = None if place == "none" else cautious.best(at(1))
+    shares = () if best is None else (best.placement.kv_host_share, limits.best(at(1)).placement.kv_host_share)
+    if best is not None and (place == "cpu" or any(shares)):
+        able = _best_rows(best)
         if able < tuned.min_margin_share * min(row_limit, limits.max_batch(at(1))):
             # A pass that falls short of memory is tried again with fewer rows.
             able = max(able, _best_rows(limits.best(at(1))))

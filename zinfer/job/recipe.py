@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, field_validator, model_validator
 
+from zinfer.checkpoint.resolve import catalogue_name
 from zinfer.core.case import BITS_BEFORE, MOST, Case, LoadFormat, Workload, resident_bytes
 from zinfer.core.engine import (
     ENGINES,
@@ -206,6 +207,12 @@ class Sweep(Frozen):
                 raise ValueError("input_len and output_len are for equal batches: name a batch_size, too")
         return fields
 
+    @field_validator("model")
+    @classmethod
+    def _as_in_the_catalogue(cls, models: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the catalogue's names for its hub ids and other spellings."""
+        return tuple(catalogue_name(model) or model for model in models)
+
     @field_validator("batch_size", mode="before")
     @classmethod
     def _batches(cls, value: Any) -> Any:
@@ -286,11 +293,14 @@ class Sweep(Frozen):
         """Return the shares of the weights that stay on the GPU.
 
         It is the axis, but None where all weights stay, and for an engine without shares if others of `engines` have
-        them.
+        them. Where it is not given, an engine that can places them as is fastest: ``auto``.
         """
         able = {name for name in engines if name in ENGINES and ENGINES[name].gpu_weights}
         unable = bool(able) and engine in ENGINES and engine not in able
-        return (None,) if offload == "none" or unable else self.gpu_weights
+        if offload == "none" or unable:
+            return (None,)
+        searched = engine in ENGINES and ENGINES[engine].options().transport().shares_memory
+        return tuple("auto" if budget is None and searched else budget for budget in self.gpu_weights)
 
     def lengths(self) -> Iterator[tuple[int, int]]:
         """Yield the input and output lengths of equal batches, in tokens; none if the sweep has no batches."""

@@ -1,12 +1,36 @@
-"""Advice from plans: whether to stream at all, and one line for a dry run.
+"""Advice from plans: whether to stream at all, or to use another engine, and one line for a dry run.
 
 Offload is judged at each side's own best batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from zinfer.core.units import duration, figures, gib
+from zinfer.core.model import ModelSpec
+from zinfer.core.units import duration, figures, gb, gib
+from zinfer.plan.bytes import ALLOWANCES
 from zinfer.plan.planner import Plan
+
+
+@dataclass(frozen=True)
+class Peers:
+    """Figures of other engines, with which plans are compared."""
+
+    gain: float = 1.25  # smallest ratio of rates that is worth a sentence
+    # Share of the memory bandwidth and the matmul rate of GPUs: vLLM 0.23 reaches 77% of the bandwidth of one A100 at
+    # one request (johnmusgrave.com), llama.cpp with all of Mixtral in Q4_0 on an H100 55% (226 tok/s). That sums over
+    # GPUs leave vLLM two thirds of its share is an assumption.
+    on_gpu: float = 0.5
+    memory: float = 0.9  # share of GPU memory that vLLM takes, its default
+    # Rate at which llama.cpp computes with experts in host memory, over that at which the CPU reads it: the host of an
+    # H100 with 16 cores reads 113 GB/s; there gpt-oss-120b in MXFP4 made 21.9 tok/s, with the experts of 26 of 36
+    # layers on the host 24.2 and at batch 8 33, Mixtral in Q4_0 10.1 and at batch 8 14.2.
+    cpu_experts: float = 0.37
+    cpu_batch: int = 8  # largest batch for it: of Mixtral in 4 bits llama.cpp made 64.7 tok/s at 32, zinfer 72.5
+    host_read: float = 80e9  # of a host that was not measured: two channels of DDR5-5600 carry 89.6 GB/s at their peak
+
+
+PEERS = Peers()
 
 
 def advice(plans: Sequence[Plan]) -> str:
@@ -29,6 +53,84 @@ def advice(plans: Sequence[Plan]) -> str:
     first, second = (staying, moving) if _rate(staying) >= _rate(moving) else (moving, staying)
     verb = "Do not stream" if first is staying else "Stream"
     return f"{verb}: {_words(first)}; {_words(second)}, {_rate(second) / _rate(first):.2f} of it."
+
+
+def peers(plans: Sequence[Plan]) -> Iterator[str]:
+    """Yield a sentence, with numbers, on each engine that would be faster.
+
+    `plans` are as for `advice`.
+    """
+    able = [plan for plan in plans if plan.holds and plan.output_tok_s]
+    best = max(able, key=_rate, default=None)
+    if best is None or not best.streamed_bytes:
+        return
+    yield from _tensor_parallel(best)
+    small = [plan for plan in able if plan.streamed_bytes and plan.case.workload.batch_size <= PEERS.cpu_batch]
+    one = best.case.workload.model_copy(update={"batch_size": 1})
+    yield from _cpu_experts(max(small, key=_rate, default=None) or best.planner().at(one))
+
+
+def _tensor_parallel(plan: Plan) -> Iterator[str]:
+    """Yield the rate of tensor parallel where the GPUs hold the model."""
+    model, machine, workload = plan.model, plan.machine, plan.case.workload
+    gpus, stored = max(machine.gpu_count, plan.placement.gpus), model.stored_bytes
+    room = gpus * (PEERS.memory * machine.gpu_bytes - ALLOWANCES.context_bytes) - stored
+    rows = min(workload.batch_size, int(room / max(1, model.kv_bytes(1, workload.total_len))))
+    if gpus < 2 or rows < 1 or machine.hbm_bandwidth is None or machine.matmul_flops is None:
+        return
+    share, context = PEERS.on_gpu * gpus, workload.input_len + workload.output_len // 2
+    weights = round(stored * model.parameters_read(rows) / model.parameters)
+    kv, hbm, matmul = model.kv_bytes(rows, context), share * machine.hbm_bandwidth, share * machine.matmul_flops
+    step_s = max((weights + kv) / hbm, model.decode_flops(rows, context) / matmul)
+    prefill_s = max(stored / hbm, model.prefill_flops(rows, workload.input_len) / matmul)
+    rate = rows * workload.output_len / (prefill_s + step_s * (workload.output_len - 1))
+    if rate >= PEERS.gain * _rate(plan):
+        yield (
+            f"{gpus} GPUs hold all of it: use tensor parallel in vLLM, about {figures(rate, 2)} tok/s at batch {rows}. "
+            f"A step reads {gb(weights)} of weights and {gb(kv)} of KV cache at {PEERS.on_gpu:.0%} of {gpus} x "
+            f"{gb(machine.hbm_bandwidth, 0)}/s; streaming brings {gb(plan.streamed_bytes)} over the link."
+        )
+
+
+def _cpu_experts(plan: Plan) -> Iterator[str]:
+    """Yield the rate of experts on the CPU, if it is higher."""
+    model, machine, workload = plan.model, plan.machine, plan.case.workload
+    batch_size, (_, step_s), hbm, link = (
+        workload.batch_size,
+        plan.expected(),
+        machine.hbm_bandwidth,
+        machine.h2d_bandwidth,
+    )
+    if model.num_experts < 2 or not machine.gpu_count or not step_s or hbm is None or link is None:
+        return
+    routed = model.routed_bytes * model.stored_ratio
+    kv = model.kv_bytes(batch_size, workload.total_len)
+    room = PEERS.memory * machine.gpu_bytes - (model.stored_bytes - routed) - kv
+    on_host = 1 - room / routed  # share of the layers whose experts do not fit the GPU
+    if not 0 < on_host < 1:
+        return
+    measured = machine.attention_bandwidth or machine.host_bandwidth
+    read = measured or PEERS.host_read
+    rate, ours = batch_size / cpu_experts_s(model, batch_size, on_host, read, hbm), batch_size / step_s
+    if rate >= PEERS.gain * ours:
+        touched = on_host * routed * model.touched_share(batch_size)
+        yield (
+            f"At batch {batch_size} use llama.cpp with experts on the CPU, about {figures(rate, 2)} tok/s of decode "
+            f"({plan.case.label()}: {figures(ours, 2)}). The CPU reads {gb(touched)} of experts a step at "
+            f"{gb(PEERS.cpu_experts * read)}/s, {PEERS.cpu_experts:.0%} of host memory's {gb(read, 0)}/s "
+            f"({'measured' if measured else 'assumed'}); streaming brings {gb(plan.streamed_bytes)} at {gb(link)}/s."
+        )
+
+
+def cpu_experts_s(model: ModelSpec, batch_size: int, on_host: float, host_read: float, hbm: float) -> float:
+    """Return the seconds of a decode step of llama.cpp.
+
+    The CPU computes the experts of the share `on_host` of the layers; it could read `host_read` bytes a second.
+    """
+    routed = model.routed_bytes * model.stored_ratio
+    touched = routed * model.touched_share(batch_size)
+    on_gpu = model.stored_bytes - routed + (1 - on_host) * touched
+    return on_host * touched / (PEERS.cpu_experts * host_read) + on_gpu / (PEERS.on_gpu * hbm)
 
 
 def describe(plan: Plan) -> str:

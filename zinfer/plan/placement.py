@@ -8,6 +8,7 @@ a long prefill. With the batch given, residency W/(W-R) is all gain.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from math import inf
 from typing import Any, Literal
 
 from zinfer.core.case import Case, Workload, resident_bytes, spread
@@ -17,7 +18,7 @@ from zinfer.core.model import ModelSpec
 from zinfer.core.units import parse_share
 from zinfer.plan.bytes import Placement, Sizes, Tiers, block_tokens, largest_chunk, whole_tokens
 from zinfer.plan.search import largest
-from zinfer.plan.times import Efficiency, Timing
+from zinfer.plan.times import Efficiency, Timing, shipped
 from zinfer.system.host import attending_cpus
 
 
@@ -42,6 +43,15 @@ class Tuning:
     # Where all weights and a layer buffer take at most this share of the GPU's memory, experts stay with their layers:
     # the rest is for KV cache and activations of all but the largest batches.
     all_stay_share: float = 0.9
+    # Models in FP8 are unpacked once, as they load, where the GPU holds them so within this share of its memory.
+    unpacked_share: float = 0.6
+    # Host memory of a machine that tells nothing of it, over its GPU's, as far as a KV cache is concerned.
+    assumed_host: float = 4.0
+    full_share: float = 0.85  # of the host memory that a load may take, from which on it is called full
+    # Shares of the GPU's memory that layers which stay may take, from which the fastest placement is searched; then so
+    # often halfway to its neighbours.
+    budgets: tuple[float, ...] = (0.0, 0.2, 0.4, 0.6, 0.8, 0.9)
+    halvings: int = 2
 
 
 TUNING = Tuning()
@@ -57,10 +67,11 @@ class Placer:
     """Placements of one load for any workload; `efficiency` sets the margin that is left, and chooses between ways."""
 
     def __init__(self, case: Case, model: ModelSpec, machine: Machine, efficiency: Efficiency | None = None) -> None:
-        self.case, self.model, self.machine, self.efficiency = case, model, machine, efficiency
+        self.model, self.machine, self.efficiency = model, machine, efficiency
         self.options = plan_options(case.engine, case.options)
         self.engine_options = read_options(case.engine, case.options)
         self.transport = self.engine_options.transport()
+        self.case = self._with_codes(case)
         self.place = lru_cache(MEMOISED)(self._place)
         self.bare = lru_cache(MEMOISED)(self._bare)
         self._weights = lru_cache(MEMOISED)(self._place_weights)
@@ -82,16 +93,92 @@ class Placer:
         """Return the bytes on the device; without a GPU it is the host."""
         return tiers.gpu.total + (0 if self.machine.gpu_count else tiers.host.total)
 
+    @cached_property
+    def _good(self) -> Efficiency:
+        """Efficiency that placements are chosen by, also where figures are limits."""
+        if self.efficiency is None or self.efficiency.perfect or self.efficiency == CAUTIOUS:
+            return shipped().get(self.case.engine, Efficiency())
+        return self.efficiency
+
     def _timing(self, placement: Placement) -> Timing:
-        return Timing(placement, self.model, self.machine, self.efficiency or Efficiency())
+        return Timing(placement, self.model, self.machine, self._good)
+
+    def _with_codes(self, case: Case) -> Case:
+        """Return the case as it is placed: released codes stay codes on the GPU, as layers of which none streams.
+
+        Weights whose codes no product reads are unpacked once instead, if the GPU has room for them so.
+        """
+        coded = self.transport.coded_at_rest and self.model.stored_ratio < 1 and self.machine.gpu_count > 0
+        if case.offload != "none" or not coded or self.options.gpus > 1 or self.options.weight_codec == "none":
+            return case
+        room = TUNING.unpacked_share * self.machine.gpu_bytes
+        if self.model.fp8_ratio and self.model.weight_bytes <= room:
+            return case
+        return case.model_copy(update={"offload": "cpu", "gpu_weights": "100%"})
 
     def _place(self, workload: Workload) -> Placement:
-        """Place a workload and give away the free GPU memory.
+        """Place a workload as is fastest.
 
-        The ring gets up to a layer of buffers, the rest goes to resident layers, as `Case.gpu_weights` says.
+        With ``auto`` both for layers that stay and for the KV cache, the share of the memory that layers get is
+        searched. The ring gets up to a layer of buffers, the rest goes to further layers.
         """
-        depth, automatic = self.split_free_memory(workload)
-        placement = self.bare(workload, automatic, depth)
+        simple = self._filled(workload, 0)
+        both = self.case.gpu_weights == "auto" and self.options.kv_place == "auto"
+        if not both or not self.machine.gpu_count or simple.tier == "gpu" or not self._splits_kv:
+            return simple
+        room = min(self.machine.gpu_bytes / simple.kept_ratio * simple.gpus, self.model.streamed_bytes)
+        seconds: dict[float, float] = {0.0: self._seconds(simple, workload)}
+        placements = {0.0: simple}
+
+        def judge(share: float) -> float:
+            if share not in seconds:
+                placement = self._filled(workload, round(share * room))
+                fits = self._free(placement, workload) >= 0 and self.host_fits(self.tiers(placement, workload))
+                seconds[share], placements[share] = (self._seconds(placement, workload) if fits else inf), placement
+            return seconds[share]
+
+        best = min(TUNING.budgets, key=judge)
+        for _ in range(TUNING.halvings):
+            tried = sorted(seconds)
+            neighbours = tried[max(0, tried.index(best) - 1)], tried[min(len(tried) - 1, tried.index(best) + 1)]
+            best = min((best, *((best + other) / 2 for other in neighbours)), key=judge)
+        return placements[best]
+
+    def _seconds(self, placement: Placement, workload: Workload) -> float:
+        """Return the seconds of a batch; infinite where no rate is known."""
+        timing, context = self._timing(placement), workload.input_len + workload.output_len // 2
+        prefill = timing.prefill(workload.batch_size, workload.input_len).seconds
+        step = timing.step(workload.batch_size, context).seconds
+        return inf if prefill is None or step is None else prefill + step * (workload.output_len - 1)
+
+    @property
+    def _host_room(self) -> float:
+        known = self.machine.host_bytes
+        return TUNING.max_host_share * (TUNING.assumed_host * self.machine.gpu_bytes if known is None else known)
+
+    def host_fits(self, tiers: Tiers) -> bool:
+        """True if host memory holds its part of the KV cache."""
+        return not tiers.host.kv_cache or tiers.host.total <= self._host_room
+
+    def fills_host(self, tiers: Tiers) -> bool:
+        """True if a KV cache fills host memory."""
+        return tiers.host.kv_cache > 0 and tiers.host.total >= TUNING.full_share * self._host_room
+
+    def _free(self, placement: Placement, workload: Workload) -> int:
+        return self.machine.device_bytes - self.device_bytes(self.tiers(placement, workload))
+
+    @property
+    def _splits_kv(self) -> bool:
+        """True if the cache holds keys and values alone."""
+        return all(layer.kv_width and not layer.state for layer in self.model.layers)
+
+    def _filled(self, workload: Workload, reserved: int) -> Placement:
+        """Place a workload with `reserved` resident bytes, then its KV cache.
+
+        What is free after that goes to ring buffers and further layers.
+        """
+        depth, kept = self.split_free_memory(workload, reserved)
+        placement = self.bare(workload, kept, depth, reserved)
         layers, cached = placement.resident_layers or self._resident_layers(placement), 0
         if placement.experts == "on-demand":
             layer_bytes = self._streamed_sizes(placement)
@@ -100,26 +187,36 @@ class Placer:
         placement = placement.model_copy(update={"resident_layers": layers, "cached_experts": cached})
         return self._hold(placement, workload) if placement.disk_ring_bytes else placement
 
-    def _bare(self, workload: Workload, automatic: int = 0, depth: int = TUNING.ring_depth) -> Placement:
-        """Place a workload with `depth` ring buffers and `automatic` resident bytes."""
+    def _bare(
+        self, workload: Workload, automatic: int = 0, depth: int = TUNING.ring_depth, reserved: int = 0
+    ) -> Placement:
+        """Place a workload with `depth` ring buffers and `automatic` resident bytes.
+
+        `reserved` ones of them come before the KV cache.
+        """
         options, machine, batch_size = self.options, self.machine, workload.batch_size
-        on_gpu = self._weights(automatic, depth)
-        if options.kv_offload == "none":
+        on_gpu, kv_place = self._weights(automatic, depth), options.kv_place
+        if kv_place == "none" or (kv_place == "auto" and not self._splits_kv):
             return on_gpu
         cpu_choices = [False, True] if machine.attention_bandwidth is not None else [False]
         if on_gpu.tier == "gpu" or on_gpu.kv_ratio < 1:  # no weights stream with the cache; 8 bits stay on the host
             cpu_choices = [True]
+        trusted = machine.attention_bandwidth is not None or options.kv_attention == "cpu"
+        if kv_place == "auto" and cpu_choices == [True] and not trusted:
+            return on_gpu
         # The cache comes first: a deeper ring and resident layers get the memory that it leaves.
-        smallest = self._weights(0, TUNING.ring_depth)
-        if options.kv_offload == "auto" and self._rows_on_gpu(smallest, workload) == batch_size:
+        smallest = self._weights(reserved, TUNING.ring_depth)
+        room = TUNING.max_device_share * machine.gpu_bytes
+        all_fit = self.tiers(smallest, workload, Efficiency()).gpu.total <= room  # as of a batch without this choice
+        if kv_place == "auto" and (all_fit or self._rows_on_gpu(smallest, workload) == batch_size):
             return on_gpu
         ways, context = [], workload.input_len + workload.output_len // 2
         for on_cpu in cpu_choices if options.kv_attention == "auto" else [options.kv_attention == "cpu"]:
             # While the CPU attends, the weights that arrive wait in the ring: a layer at most.
             chunks = on_gpu.layer_chunks if on_cpu else TUNING.ring_depth
-            smallest = self._weights(0, chunks).model_copy(update={"kv_on_cpu": on_cpu})
-            rows = self._rows_on_gpu(smallest, workload) if options.kv_offload == "auto" else 0
-            split = {"kv_host_share": (batch_size - rows) / batch_size, "kv_on_cpu": on_cpu}
+            smallest = self._weights(reserved, chunks).model_copy(update={"kv_on_cpu": on_cpu})
+            rows = self._rows_on_gpu(smallest, workload) if kv_place == "auto" else 0
+            split = {"kv_host_share": (batch_size - rows) / batch_size, "kv_on_cpu": on_cpu, "graphs": False}
             way = self._weights(automatic, max(depth, chunks)).model_copy(update=split)
             if on_cpu and options.kv_threads != "auto":
                 cores = machine.details.get("host", {}).get("cores", 0)
@@ -134,13 +231,23 @@ class Placer:
         """Return the maximum rows whose KV cache fits the GPU."""
         if not self.machine.gpu_count:
             return workload.batch_size
+        batch_size, room = workload.batch_size, self.machine.gpu_bytes
 
-        def fits(rows: int) -> bool:
-            split = placement.model_copy(update={"kv_host_share": 1 - rows / workload.batch_size})
-            return self.tiers(split, workload, self.margin).gpu.total <= self.machine.gpu_bytes
+        def lacking(rows: int) -> int:
+            split = placement.model_copy(update={"kv_host_share": 1 - rows / batch_size})
+            return self.tiers(split, workload, self.margin).gpu.total - room
 
         # Without a row on the host no buffers are needed for its way: all rows may fit where one fewer does not.
-        return workload.batch_size if fits(workload.batch_size) else largest(fits, workload.batch_size - 1)
+        if lacking(batch_size) <= 0:
+            return batch_size
+        if (short := lacking(0)) > 0 or batch_size == 1:
+            return 0
+        # Bytes grow by the same step with each row, but for rounding.
+        step = max(1, (lacking(batch_size - 1) - short) // (batch_size - 1) if batch_size > 1 else 1)
+        rows = min(batch_size - 1, -short // step)
+        while rows and lacking(rows) > 0:
+            rows -= 1
+        return rows
 
     @cached_property
     def _coded(self) -> bool:
@@ -193,7 +300,7 @@ class Placer:
         kept = resident_bytes(case.gpu_weights, model.streamed_bytes, automatic)
         update: dict[str, Any] = {"resident_bytes": kept}
         one_gpu = self.machine.gpu_count > 0 and options.gpus == 1
-        if transport.graphs and one_gpu and options.kv_offload == "none" and not options.kv_quantized:
+        if transport.graphs and one_gpu and options.kv_offload != "cpu" and not options.kv_quantized:
             update["graphs"] = case.offload == "none" or kept == model.streamed_bytes
         divided = transport.divided and options.gpus > 1
         whole = 2.0 + 1 / options.gpus if divided else 1.0  # a gather takes its part, and all parts besides the layer
@@ -277,31 +384,34 @@ class Placer:
             "layer_buffers": (layer + buffers) / model.layer_bytes,
         }
 
-    def split_free_memory(self, workload: Workload) -> tuple[int, int]:
-        """Return the ring buffers and resident bytes that fit free GPU memory.
+    def split_free_memory(self, workload: Workload, reserved: int = 0) -> tuple[int, int]:
+        """Return the ring buffers and resident bytes that fit the GPU.
 
-        Several GPUs get buffers besides, for layers that stay. With experts on demand buffers for experts come first,
-        up to a layer's, then all but experts of whole layers, which every pass needs, then experts.
+        `reserved` ones of these bytes come before a KV cache. Several GPUs get buffers besides, for layers that stay.
+        With experts on demand buffers for experts come first, up to a layer's, then all but experts of whole layers,
+        which every pass needs, then experts.
         """
-        placement, model, has_gpu = self.bare(workload), self.model, self.machine.gpu_count > 0
-        free = (self.machine.device_bytes - self.device_bytes(self.tiers(placement, workload))) * placement.gpus
+        placement, model = self.bare(workload, reserved, TUNING.ring_depth, reserved), self.model
+        if not self.machine.gpu_count:  # weights that come from the same memory cannot stay in a faster one
+            return placement.expert_buffers or max(TUNING.ring_depth, placement.kv_buffers), 0
+        free = self._free(placement, workload) * placement.gpus
         if placement.experts == "on-demand":
             expert = max(1, round(model.expert_bytes * placement.wire_ratio))
-            more = max(0, min(placement.layer_experts - placement.expert_buffers, free // expert)) if has_gpu else 0
+            more = max(0, min(placement.layer_experts - placement.expert_buffers, free // expert))
             kept, free, all_fit = _fitting(self._streamed_sizes(placement), placement.kept_ratio, free - more * expert)
             if all_fit:
                 room = int(free / (model.expert_bytes * placement.kept_ratio))
                 kept += min(model.routed_bytes // model.expert_bytes, room) * model.expert_bytes
-            return placement.expert_buffers + more, kept
+            return placement.expert_buffers + more, reserved + kept
         depth = max(TUNING.ring_depth, placement.kv_buffers)
         rows = placement.rows(workload.batch_size)
         buffer = Sizes(placement, model).ring_buffer(rows, workload.input_len, workload.total_len)
         buffer *= placement.gpus  # each GPU has whole ones
         wanted = placement.layer_chunks + (KEPT_BUFFERS if placement.gpus > 1 else 0)
-        more = max(0, min(wanted - depth, free // buffer)) if has_gpu else 0
+        more = max(0, min(wanted - depth, free // buffer))
         if placement.ring_depth:
             free -= more * buffer
-        return depth + more, _fitting(self._layer_sizes, placement.kept_ratio, free)[0]
+        return depth + more, reserved + _fitting(self._layer_sizes, placement.kept_ratio, free)[0]
 
     @cached_property
     def _layer_sizes(self) -> list[int]:

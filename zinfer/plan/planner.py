@@ -22,6 +22,9 @@ from zinfer.plan.bytes import Bytes, Placement, Sizes, Tiers
 from zinfer.plan.placement import CAUTIOUS, MEMOISED, TUNING, Placer
 from zinfer.plan.times import LIMITS, Efficiency, Times, Timing, kind, shipped
 
+SHARES = tuple(f"{share}%" for share in range(10, 101, 10))  # fixed shares of the weights that `searched` tries
+WORTH = 1.02  # rate of a better share over that of the search for each batch, which serves every batch
+
 
 class Drafting(Frozen):
     """Gain of the number of drafts that gives the highest rate."""
@@ -167,8 +170,7 @@ class Planner:
     def max_batch(self, workload: Workload) -> int:
         """Return the largest batch of the workload's lengths that memory holds; 0 if none.
 
-        A batch gets `TUNING.max_device_share` of the device's memory, or all of it with `CAUTIOUS` efficiency. A host
-        whose memory is not known gets none of the KV cache.
+        A batch gets `TUNING.max_device_share` of the device's memory, or all of it with `CAUTIOUS` efficiency.
         """
         lengths, given = (workload.input_len, workload.output_len), self._given
         if given is not None and lengths == (given.case.workload.input_len, given.case.workload.output_len):
@@ -177,8 +179,7 @@ class Planner:
 
     def best(self, workload: Workload) -> Plan:
         """Plan the batch size with the highest predicted throughput; batch 1 if nothing fits, or no time is known."""
-        size = search.best_batch(lambda size: self.rate(_sized(workload, size)) or 0.0, self.max_batch(workload))
-        return self.at(_sized(workload, size))
+        return self.at(_sized(workload, self.best_size(workload)))
 
     def within(self, workload: Workload, keeps: Callable[[Plan], bool]) -> list[Plan]:
         """Plan powers of two, the best batch, and the edges of `keeps`."""
@@ -197,9 +198,6 @@ class Planner:
         tiers = self.placer.tiers(self.placer.bare(single), single)
         gpu, host, nvme = (tier.total for tier in tiers)
         short = []
-        if machine.host_bytes is None and tiers.host.kv_cache:
-            unknown = f"of which {machine.name} tells nothing; --set host_bytes=512GiB would"
-            short.append(f"room for the KV cache in host memory ({unknown})")
         if not machine.gpu_count:
             host += gpu
         elif gpu > machine.gpu_bytes:
@@ -250,8 +248,47 @@ class Planner:
 
     def with_option(self, name: str, value: Option) -> "Planner":
         """Return the planner of this load with another engine option."""
-        options = tuple(sorted((dict(self.case.options) | {name: value}).items()))
-        case = self.case.model_copy(update={"options": options})
+        return self._with(options=tuple(sorted((dict(self.case.options) | {name: value}).items())))
+
+    def searched(self, workload: Workload, rows: int | None = None) -> "Planner":
+        """Return the planner of this load with the fastest best batch.
+
+        A batch has at most `rows` rows. The planner is this one, or one with all experts of a layer together, or with a
+        fixed share of layers that stay. Such layers leave host memory to the KV cache, or let the rest fit there.
+        """
+        case, size = self.case, self.best_size(workload, rows)
+        if case.offload != "cpu" or not self.placer.transport.leaves_host:
+            return self
+
+        def best_rate(other: Planner) -> float:
+            if other.shortages(workload):
+                return 0.0
+            limit = min(other.max_batch(workload), rows or search.LARGEST_BATCH)
+            sizes = (
+                {min(size, limit), limit}
+                if other.case.gpu_weights != case.gpu_weights
+                else {other.best_size(workload, rows)}
+            )
+            return max((other.rate(_sized(workload, each)) or 0.0 for each in sizes - {0}), default=0.0)
+
+        others = [self]
+        if self.placer.options.experts == "auto" and self._figured(_sized(workload, size)).experts == "on-demand":
+            others.append(self.with_option("experts", "all"))
+        crowded = not best_rate(self) or self.placer.fills_host(self.tiers(_sized(workload, size)))
+        all_fit = self.placer.bare(workload).kept_ratio * self.model.streamed_bytes < self.machine.gpu_bytes
+        shares = SHARES if crowded else SHARES[-1:] if all_fit else ()
+        if case.gpu_weights == "auto":
+            others += [other._with(gpu_weights=share) for other in others for share in shares]
+        best = max(others, key=best_rate)
+        return best if best_rate(best) > WORTH * best_rate(self) else self
+
+    def best_size(self, workload: Workload, rows: int | None = None) -> int:
+        """Return the best batch size by predicted throughput, at most `rows`."""
+        limit = min(self.max_batch(workload), rows or search.LARGEST_BATCH)
+        return search.best_batch(lambda size: self.rate(_sized(workload, size)) or 0.0, limit)
+
+    def _with(self, **fields: Any) -> "Planner":
+        case = self.case.model_copy(update=fields)
         return Planner(case, self.model, self.machine, self.efficiency, self.nvme_path)
 
     @cached_property
@@ -312,10 +349,13 @@ class Planner:
 
         def fits(batch_size: int) -> bool:
             workload = Workload(batch_size=batch_size, input_len=input_len, output_len=output_len)
-            tiers = self.placer.tiers(self.placer.bare(workload), workload)
-            if tiers.host.kv_cache and tiers.host.total > TUNING.max_host_share * (self.machine.host_bytes or 0):
-                return False
-            return self.placer.device_bytes(tiers) <= room
+            placement, placer = self.placer.bare(workload), self.placer
+            tiers = placer.tiers(placement, workload)
+            fine = placer.device_bytes(tiers) <= room
+            if placement.kv_host_share and not fine:  # rows may have come until the GPU was full
+                cautious = placer.tiers(placement, workload, placer.margin)
+                fine = placer.device_bytes(cautious) <= self.machine.device_bytes
+            return fine and placer.host_fits(tiers)
 
         return search.largest_batch(fits)
 
@@ -357,7 +397,7 @@ class Planner:
         if case.offload != "nvme" and fits(offload="nvme", engine=engine):
             disk = f"with {gb(model.weight_bytes)} free there"
             ways.append(f"--engine {engine} --offload nvme --nvme-path DIR, {disk}")
-        ways.append(f"`zinfer plan --model {case.model} --machine gh200-96gb` to see what another machine would do")
+        ways.append(f"another machine: `zinfer plan --model {case.model} --machine all` ranks those of the catalogue")
         return ways
 
 

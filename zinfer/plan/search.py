@@ -8,6 +8,7 @@ from functools import cache
 from itertools import pairwise
 
 LARGEST_BATCH = 1 << 20  # nobody asks for more
+PRECISION = 64  # a peak is searched to this part of the batch
 NEARLY = 0.9  # share of the best rate of powers of two from which on a better batch is searched next to one
 
 
@@ -44,10 +45,10 @@ def best_batch(rate: Callable[[int], float], limit: int) -> int:
         return rate(size), -size
 
     def peak(low: int, high: int) -> int:
-        while high - low > 2:
+        while high - low > max(2, low // PRECISION):
             left, right = low + (high - low) // 3, high - (high - low) // 3
             low, high = (left, high) if rank(left) < rank(right) else (low, right)
-        return max(range(low, high + 1), key=rank)
+        return max({low, (low + high) // 2, high}, key=rank)
 
     sizes = powers(limit) or [1]
     promising = NEARLY * max(rank(size) for size in sizes)[0]

@@ -27,7 +27,7 @@ from zinfer.core.errors import INTEGRITY, ZinferError
 from zinfer.system.atomic import sync_folder
 from zinfer.system.documents import DocumentError, read_bytes
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2  # 1: a case of `stream` without options had no share on the GPU, and no KV cache in host memory
 MAX_BYTES = 2 << 30  # largest file of records or answers
 TAIL_BYTES = 64 << 20  # bytes at a file's end that are kept in memory, in case somebody cuts the file
 
@@ -92,9 +92,23 @@ def unseal(line: bytes) -> tuple[str, dict[str, Any]]:
     except (ValueError, TypeError, KeyError):
         raise Garbled("not a whole record") from None
     version = fields.pop("schema_version", None)
-    if version != SCHEMA_VERSION:
-        raise ValueError(f"schema version {version!s:.40}; this zinfer reads {SCHEMA_VERSION}")
+    if version not in (1, SCHEMA_VERSION):
+        raise ValueError(f"schema version {version!s:.40}; this zinfer reads 1 and {SCHEMA_VERSION}")
+    if version == 1:
+        _state_defaults(fields)
     return str(fields.pop("kind", None)), fields
+
+
+def _state_defaults(fields: dict[str, Any]) -> None:
+    """State in a case of version 1 what `stream` did without options."""
+    case = fields.get("case")
+    if not isinstance(case, dict) or case.get("engine") != "stream" or not isinstance(case.get("options"), list):
+        return
+    options = case["options"]
+    if not any(isinstance(option, list) and option[:1] == ["kv_offload"] for option in options):
+        options.append(["kv_offload", "none"])
+    if case.get("offload") != "none" and case.get("gpu_weights") is None:
+        case["gpu_weights"] = "0%"
 
 
 def finite(value: Any) -> Any:

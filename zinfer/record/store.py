@@ -99,13 +99,14 @@ def files(path: Path) -> tuple[Path, ...]:
     return tuple(sorted(path.rglob("*.jsonl"))) if path.is_dir() else (path,)
 
 
-def read(path: Path) -> Records:
-    """Read all records of a file, or of a folder's files.
+def read(path: Path, containing: tuple[str, ...] = ()) -> Records:
+    """Read the records of a file or folder, with all texts `containing`.
 
     A line that cannot be used, or whose values are not believable (`zinfer.record.plausible`), is reported in `damaged`
     and the rest is used; so is a file below a folder that cannot be read, as line 0. Studies in such files
     (`zinfer.record.study`) are passed over. Raises StoreError when there is no such path or it cannot be read.
     """
+    words = [word.encode() for word in containing]
     points: list[Measurement] = []
     headers: list[Header] = []
     damaged: list[Damage] = []
@@ -119,6 +120,8 @@ def read(path: Path) -> Records:
             damaged.append(Damage(file, 0, str(error).removeprefix(f"{file} ")))
             continue
         for number, line in enumerate(lines, start=1):
+            if not all(word in line for word in words):
+                continue
             try:
                 kind, fields = unseal(line)
                 if kind.startswith(KIND):

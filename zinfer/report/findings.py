@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from zinfer.analysis.economics import Prices
 from zinfer.analysis.group import Group, Points
-from zinfer.checkpoint.resolve import catalogue_names, resolve
+from zinfer.checkpoint.resolve import catalogue_name, resolve
 from zinfer.core.case import Case
 from zinfer.core.machine import Machine
 from zinfer.core.model import ModelError, ModelSpec
@@ -78,14 +78,14 @@ class Findings(NamedTuple):
 def shape(case: Case) -> ModelSpec | None:
     """Return the model of a case; None where it is not on this machine.
 
-    A hub id is not looked up: a report makes no request and says the same with and without a network.
+    A hub id is looked up in the catalogue alone: a report says the same with and without a network.
     """
     return _shape(case.model, case.dtype, case.layers, case.weights)
 
 
 @cache
 def _shape(model: str, *settings: Any) -> ModelSpec | None:
-    if model not in catalogue_names() and not isdir(expanduser(model)):  # no name makes these raise
+    if catalogue_name(model) is None and not isdir(expanduser(model)):  # no name makes these raise
         return None
     try:
         return resolve(model, *settings)

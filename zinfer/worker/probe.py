@@ -86,6 +86,7 @@ def probe(
     cuda = torch.cuda.is_available()
     devices = gpus() if cuda else []
     details: dict[str, Any] = {"host": host_facts(), "torch": torch.__version__, "quick": quick}
+    details["load_average"] = round(os.getloadavg()[0], 2)
     repeats, largest = (3, 256 * MIB) if quick else (7, 1024 * MIB)
     largest = max(MIB, min(largest, memory // 4))
     progress("host memory")

@@ -157,8 +157,8 @@ def canonical(weight: QuantizedWeight, parts: Mapping[str, Tensor]) -> Codes:
         divisor = float(parts["global"]) if weight.format == "nvfp4" else 1.0
         factor = float(parts["global"]) if weight.format == "modelopt nvfp4" else 1.0
         kind = "e8m0" if weight.format == "mxfp4" else "e4m3"
-        return Codes(codes, weight.shape[1], 4, "e2m1", scales.view(torch.uint8), weight.block, inner, kind,
-                     divisor=divisor, factor=factor)  # fmt: skip
+        return Codes(codes.view(torch.uint8), weight.shape[1], 4, "e2m1", scales.view(torch.uint8), weight.block, inner,
+                     kind, divisor=divisor, factor=factor)  # fmt: skip
     if weight.format == "mxfp4 experts":
         return _expert_codes(weight, codes, scales, inner)
     if weight.format == "int":

@@ -165,7 +165,8 @@ def random_parts(matrix: CodedMatrix, std: float, generator: torch.Generator) ->
 
 def _table_of(weight: QuantizedWeight, headers: Mapping[str, Header]) -> str:
     """Return the name of the table that a weight's codes stand for."""
-    tables = {"F8_E4M3": "e4m3", "F8_E5M2": "e5m2", "I8": "int8", "U8": "e2m1", "I32": f"middle{weight.bits}"}
+    signed = "int8" if weight.bits == 8 else "e2m1"
+    tables = {"F8_E4M3": "e4m3", "F8_E5M2": "e5m2", "I8": signed, "U8": "e2m1", "I32": f"middle{weight.bits}"}
     return tables[headers["codes"].dtype]
 
 

@@ -143,10 +143,12 @@ class Stream(Decoder):
         for option, any_model in {"kv_offload": ("none", "auto"), "kv_cache_dtype": ("auto", "bf16")}.items():
             if getattr(self.options, option) not in any_model and (why_not := self._cannot_have(option)) is not None:
                 raise EngineError(why_not)
+        if self.options.kv_offload == "auto" and self._cannot_have("kv_offload") is not None:
+            self.plan = plan = self.planner.with_option("kv_offload", "none").plan
         if self.options.draft != "none" and (why_not := self.cannot_draft()) is not None:
             raise EngineError(why_not)
         self._load_draft()
-        streamed = plan.case.offload != "none"
+        streamed = plan.placement.tier != "gpu"
         self._experts = self._on_demand(state)
         # Counts of experts of the latest decode steps since nothing ran: a step differs from the next one.
         self._expert_steps: deque[ExpertCounts] = deque(maxlen=256)
@@ -245,10 +247,11 @@ class Stream(Decoder):
         return bool(self._kinds_of_layers) and (self._ragged.able or self._stacks_on_device)
 
     def cannot_snapshot(self) -> str | None:
-        able = {"kv_offload": ("none",), "kv_cache_dtype": ("auto", "bf16")}
-        for option, values in able.items():
-            if (value := getattr(self.options, option)) not in values:
-                return f"a KV cache with {option}={value} is not kept"
+        load, storage = self.expected or self.plan.case.workload, self.options.kv_cache_dtype
+        if self.options.kv_offload == "cpu" or self._placement(load).host_rows(load.batch_size):
+            return f"a KV cache with kv_offload={self.options.kv_offload} is not kept"
+        if storage not in ("auto", "bf16"):
+            return f"a KV cache with kv_cache_dtype={storage} is not kept"
         return super().cannot_snapshot()
 
     def _make_batch(

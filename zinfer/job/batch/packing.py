@@ -13,7 +13,7 @@ from zinfer.core.model import ModelSpec
 from zinfer.generation.schedule import largest_load
 from zinfer.generation.tuning import TUNED
 from zinfer.plan.planner import Plan, Planner
-from zinfer.plan.times import Efficiency
+from zinfer.plan.times import Efficiency, shipped
 
 INPUT, OUTPUT = 512, 256  # tokens of a typical request, for which memory is shared out
 
@@ -47,16 +47,19 @@ def best_plan(
 ) -> Plan:
     """Return the plan of the best load, for its longest row.
 
-    It is the one that has room for most of `needs`, then the fastest at its best batch. If no load can run, it is the
-    last one's plan, with the reason.
+    It is the one that has room for most of `needs`, then the fastest at its best batch of no more rows than these. If
+    no load can run, it is the last one's plan, with the reason.
     """
-    mean = RowDemand(*(max(1, sum(column) // len(needs)) for column in zip(*needs, strict=True)))
+    typical = RowDemand(*(max(1, sum(column) // len(needs)) for column in zip(*needs, strict=True)))
+    mean = workload_of(typical)
     ranked: list[tuple[tuple[bool, int, float], Plan]] = []
     for case in cases:
-        planner = Planner(case, model, machine, nvme_path=nvme_path)
+        predicted = Planner(case, model, machine, shipped().get(case.engine, Efficiency())).searched(mean, len(needs))
+        planner = Planner(predicted.case, model, machine, nvme_path=nvme_path)
         fits = [need for need, fine in zip(needs, fitting(planner, needs), strict=True) if fine]
-        rate = Planner(case, model, machine, Efficiency()).best(workload_of(mean)).output_tok_s or 0.0
-        plan = planner.at(workload_of(max(fits or [mean], key=sum)))
+        size = predicted.best_size(mean, len(needs))
+        rate = predicted.rate(mean.model_copy(update={"batch_size": size})) or 0.0
+        plan = planner.at(workload_of(max(fits or [typical], key=sum)))
         ranked.append(((plan.fits, len(fits), rate), plan))
     best = max(rank for rank, _ in ranked)
     able = [plan for rank, plan in ranked if rank == best]

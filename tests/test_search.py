@@ -1,0 +1,98 @@
+"""The choice of a configuration: no explicit setting is predicted to be much faster than none."""
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zinfer.checkpoint import resolve
+from zinfer.core.case import Case, Workload
+from zinfer.core.machine import Machine
+from zinfer.plan.planner import Planner
+from zinfer.plan.search import powers
+from zinfer.plan.times import shipped
+from zinfer.system import machines
+
+RESULTS = Path(__file__).parent.parent / "sweeps" / "results"
+MODELS = (
+    "bloom-176b", "opt-30b", "opt-66b", "llama-2-70b", "llama-3.1-8b", "llama-3.1-70b", "mixtral-8x7b", "mixtral-8x22b",
+    "gpt-oss-20b", "gpt-oss-120b", "qwen3-235b-a22b", "deepseek-v3",
+)  # fmt: skip
+MACHINES = (
+    "rtx-3090", "rtx-4090", "a100-80gb", "h100-80gb", "h200", "gh200-96gb", "dgx-spark",
+    *(str(RESULTS / name / "machine.json") for name in ("nvidia-h100-80gb-hbm3", "nvidia-h100-80gb-hbm3-x2",
+                                                         "nvidia-h200-x4")),
+)  # fmt: skip
+LENGTHS = ((512, 32), (512, 256), (64, 16), (4096, 512))
+COMBINATIONS = tuple(product(MODELS, MACHINES, LENGTHS))
+
+
+def rates(name: str, machine: Machine, lengths: tuple[int, int]) -> tuple[float, float]:
+    """Return tokens a second, planned without options and best of a grid."""
+    workload = Workload(batch_size=1, input_len=lengths[0], output_len=lengths[1])
+    spec = resolve.resolve(name)
+
+    def planner(offload: Any, share: str | None, **options: str) -> Planner:
+        case = Case(model=name, engine="stream", offload=offload, gpu_weights=share, workload=workload,
+                    options=tuple(sorted(options.items())))  # fmt: skip
+        return Planner(case, spec, machine, shipped()["stream"])
+
+    def rate(planner: Planner, sizes: Iterable[int]) -> float:
+        at = (workload.model_copy(update={"batch_size": size}) for size in sizes)
+        return max((planner.rate(load) or 0.0 for load in at), default=0.0) if planner.at(workload).fits else 0.0
+
+    chosen = [planner("none", None).searched(workload), planner("cpu", "auto").searched(workload)]
+    default = max(rate(one, [one.best_size(workload)] if one.max_batch(workload) else []) for one in chosen)
+    # Without its rate no plan may trust a CPU with attention, but a user may.
+    places = ("none", "auto", "cpu") if machine.attention_bandwidth is not None else ("none", "auto")
+    experts = ("auto", "all", "on-demand") if spec.num_experts else ("auto",)
+    grid = [planner("none", None, kv_offload=place) for place in places]
+    grid += [
+        planner("cpu", share, kv_offload=place, experts=choice)
+        for share, place, choice in product(("0%", "20%", "40%", "60%", "80%", "100%"), places, experts)
+    ]
+    return default, max(rate(one, powers(one.max_batch(workload))) for one in grid)
+
+
+def compare(combinations: Sequence[tuple[str, str, tuple[int, int]]]) -> list[float]:
+    """Return the gains of the grid over the plan, as shares."""
+    gains = []
+    for name, machine, lengths in combinations:
+        default, best = rates(name, machines.load(machine), lengths)
+        assert (default > 0) == (best > 0), (name, machine, lengths)
+        if best:
+            gains.append(best / default - 1)
+    return gains
+
+
+def test_no_setting_is_much_faster_than_what_is_chosen_without_any() -> None:
+    """Every 41st of all combinations; the next test takes all of them."""
+    gains = compare(COMBINATIONS[::41])
+    assert len(gains) > 7
+    assert max(gains) <= 0.03
+
+
+@pytest.mark.slow
+def test_hardly_any_setting_is_faster_than_what_is_chosen_without_any() -> None:
+    gains = sorted(compare(COMBINATIONS))
+    assert gains[int(0.97 * len(gains))] <= 0.03
+    assert gains[-1] <= 0.12
+
+
+@pytest.mark.parametrize("name", ["bloom-176b", "llama-3.1-70b", "mixtral-8x7b", "gpt-oss-120b"])
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_larger_budget_never_makes_a_step_slower(name: str, rows: int) -> None:
+    machine, spec = machines.load("h100-80gb"), resolve.resolve(name)
+    workload = Workload(batch_size=rows, input_len=512, output_len=32)
+
+    def step(budget: str) -> float:
+        case = Case(model=name, engine="stream", offload="cpu", gpu_weights=budget, workload=workload)
+        plan = Planner(case, spec, machine, shipped()["stream"]).plan
+        assert plan.step_s is not None
+        return plan.step_s
+
+    steps = [step(budget) for budget in ("0%", "256MiB", "1GiB", "4GiB", "10GiB", "20GiB", "30GiB", "40GiB")]
+    assert all(larger <= smaller * (1 + 1e-9) for smaller, larger in pairwise(steps)), steps
+    assert step("auto") <= min(steps) * 1.03

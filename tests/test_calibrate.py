@@ -300,9 +300,10 @@ def test_records_unpacked_the_layers_that_stayed_at_the_same_rate() -> None:
 
 def test_a_cache_in_host_memory_shows_the_link_rate_if_the_link_limits() -> None:
     efficiency = Efficiency(link_share=0.83)
+    quick = H100.model_copy(update={"attention_bandwidth": 500e9, "host_bandwidth": None})
     for attention in ("gpu", "cpu"):
         (fit_point,) = calibrate.fit_points(
-            [fabricated(efficiency, 64, "cpu", kv_offload="cpu", kv_attention=attention)], {"h100": H100}
+            [fabricated(efficiency, 64, "cpu", quick, kv_offload="cpu", kv_attention=attention)], {"h100": quick}
         )
         assert fit_point.link_share() == pytest.approx(0.83, rel=1e-3)
     slow = H100.model_copy(update={"attention_bandwidth": 1e9})

@@ -500,7 +500,7 @@ def _print(group: _Group, calibrated: bool) -> None:
     def band(plan: "Plan") -> str:
         if not calibrated or not plan.holds or not plan.output_tok_s:
             return ""
-        return f" ± {plan.error:.0%}" if plan.error else " (no record)"
+        return f" ± {plan.error:.0%}" if plan.error else " (no record of this kind)"
 
     columns: dict[str, Callable[[Plan], str]] = {
         "configuration": lambda plan: plan.case.label(),

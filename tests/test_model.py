@@ -159,6 +159,8 @@ def test_slice_keeps_the_first_layers() -> None:
     assert part.kv_bytes_per_token * 80 == whole.kv_bytes_per_token * 3
     assert sum(weight.numel() for weight in build(part).parameters()) == part.parameters
     assert whole.config["num_hidden_layers"] == 80
+    sparse = resolve.from_catalogue("minimax-m3").slice(4)  # a list a layer deep in its configuration
+    assert sum(weight.numel() for weight in build(sparse).parameters()) == sparse.parameters
 
 
 @pytest.mark.parametrize("layers", [0, 9, -1])

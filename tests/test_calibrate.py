@@ -10,7 +10,7 @@ import pytest
 from tests import committed, mentions
 from tests.results import case, point
 from zinfer.analysis import calibrate
-from zinfer.analysis.calibrate import PredictedPoint, fit, predict
+from zinfer.analysis.calibrate import PredictedPoint, Quantity, fit, predict
 from zinfer.analysis.group import Points
 from zinfer.checkpoint import resolve
 from zinfer.core.case import Case, Option
@@ -46,8 +46,8 @@ def test_throughput_of_the_records_is_predicted_within_a_tenth(rows: tuple[Predi
     prefill at its edge, where its allocator is short of memory; Accelerate's pageable copies, whose rate differs
     between hosts, and its prefill beside layers that stay, which took a quarter longer than copies and products do.
     """
-    everything = {row.case: row.tok_s_error for row in rows if row.tok_s_error is not None}
-    measured = {row.case for row in rows if row.measured_tok_s is not None}
+    everything = {row.case: error for row in rows if (error := row.error("tok_s")) is not None}
+    measured = {row.case for row in rows if "tok_s" in row.measured}
     assert {case.offload for case in measured - everything.keys()} == {"nvme"}, "of a disk whose rate is not known"
     missed = {case for case in everything if (case.label(), case.model) in MISSED and everything[case] > 0.10}
     assert {(case.label(), case.model) for case in missed} == MISSED, "measured anew, it is no exception"
@@ -71,16 +71,16 @@ def test_times_and_host_memory_of_ours_are_predicted_within_a_tenth(rows: tuple[
     """Nine of ten points lie within a fifth. Memory is the peak over the load, which was 45 times what the passes need
     where all layers move to the GPU."""
     ours = [row for row in rows if row.case.engine == "stream" and row.case.offload != "nvme"]
+    quantities: tuple[Quantity, ...] = ("step_s", "ttft_s", "host_bytes")
     steps, ttfts, hosts = (
-        sorted(abs(error) for row in ours if (error := getattr(row, f"{name}_error")) is not None)
-        for name in ("step", "ttft", "host")
+        sorted(abs(error) for row in ours if (error := row.error(name)) is not None) for name in quantities
     )
     assert min(map(len, (steps, ttfts, hosts))) > 80
     for errors, middle, nine_of_ten in ((steps, 0.05, 0.15), (ttfts, 0.05, 0.2), (hosts, 0.05, 0.1)):
         assert median(errors) <= middle
         assert errors[int(0.9 * len(errors))] <= nine_of_ten
     assert max(hosts) <= 0.1
-    mixtures = [row.step_error or 0.0 for row in ours if "experts, resident" in row.kind]
+    mixtures = [row.error("step_s") or 0.0 for row in ours if "experts, resident" in row.kind]
     assert len(mixtures) >= 5
     assert max(map(abs, mixtures)) <= 0.3
 
@@ -93,15 +93,15 @@ def test_the_best_by_prediction_was_nearly_the_fastest(rows: tuple[PredictedPoin
     """
     groups: dict[tuple[object, ...], list[PredictedPoint]] = {}
     for row in rows:
-        if row.predicted_tok_s is not None and row.measured_tok_s is not None:
+        if row.error("tok_s") is not None:
             load = row.case.workload
             key = (row.machine, row.case.model, row.case.layers, load.input_len, load.output_len)
             groups.setdefault(key, []).append(row)
     choices = [candidates for candidates in groups.values() if len(candidates) > 2]
     assert len(choices) >= 5
     for group in choices:
-        chosen = max(group, key=lambda row: row.predicted_tok_s or 0.0)
-        assert (chosen.measured_tok_s or 0.0) >= 0.95 * max(row.measured_tok_s or 0.0 for row in group)
+        chosen = max(group, key=lambda row: row.predicted["tok_s"])
+        assert chosen.measured["tok_s"] >= 0.95 * max(row.measured["tok_s"] for row in group)
 
 
 def test_the_way_to_attend_that_plans_choose_was_the_fastest() -> None:
@@ -126,13 +126,14 @@ def test_memory_of_the_records_is_predicted_and_ours_never_much_too_low(rows: tu
     """DeepSpeed holds one layer of BLOOM, and two of smaller models. The settings are the same. Ours counts as a share
     of the GPU's memory, which has to hold it: a batch that fills a sixth of it may be off by more.
     """
-    errors = {row.case: row.gpu_error for row in rows if row.gpu_error is not None}
+    errors = {row.case: error for row in rows if (error := row.error("gpu_bytes")) is not None}
     assert len(errors) == len({row.case for row in rows})
     assert median(map(abs, errors.values())) <= 0.05
     machines = committed.machines()
     for row in rows:
-        if row.case.engine == "stream" and row.predicted_gpu_bytes is not None and row.measured_gpu_bytes is not None:
-            assert row.measured_gpu_bytes - row.predicted_gpu_bytes <= 0.05 * machines[row.machine].gpu_bytes, row.case
+        if row.case.engine == "stream":
+            lacking = row.measured["gpu_bytes"] - row.predicted["gpu_bytes"]
+            assert lacking <= 0.05 * machines[row.machine].gpu_bytes, row.case
     assert min(errors.values()) >= -0.25
 
 
@@ -204,7 +205,7 @@ def test_a_fit_finds_the_factors_that_made_the_records() -> None:
     assert fitted.memory == pytest.approx(1.2, rel=1e-3)
     assert fitted.points == 6
     assert [band for _, band in fitted.errors] == [calibrate.EVIDENCE.min_error] * 2, "streamed and resident"
-    errors = [row.tok_s_error for row in table(points, {"h100": H100})]
+    errors = [row.error("tok_s") for row in table(points, {"h100": H100})]
     assert errors == pytest.approx([0.0] * 6, abs=1e-3)
 
 
@@ -219,7 +220,7 @@ def test_models_with_routed_experts_do_not_spoil_the_factors_of_others() -> None
     assert (fitted.mfu, fitted.expert_mfu) == pytest.approx((0.7, 0.5), rel=1e-3)
     assert mentions(fitted.describe(), "with routed experts 66.0% of the link and 50% of the matmul rate")
     for row in table([*points, *grouped], {"h100": ROOMY}):
-        assert row.tok_s_error == pytest.approx(0, abs=1e-3), row.case
+        assert row.error("tok_s") == pytest.approx(0, abs=1e-3), row.case
     for some, efficiency in ((points, dense), (grouped, routed)):
         alone = fit(some, {"h100": ROOMY})["stream"]
         assert (alone.link_share, alone.mfu) == pytest.approx((efficiency.link_share, efficiency.mfu), rel=1e-3)
@@ -243,7 +244,7 @@ def test_steps_with_cuda_graphs_tell_the_share_of_the_memorys_bandwidth() -> Non
     assert fitted.hbm_share == pytest.approx(0.7, rel=1e-3)
     assert mentions(fitted.describe(), "70% of the GPU memory's bandwidth")
     for row in table(points, {"h100": H100}):
-        assert row.tok_s_error == pytest.approx(0, abs=1e-3), row.case
+        assert row.error("tok_s") == pytest.approx(0, abs=1e-3), row.case
 
 
 def test_steps_with_cuda_graphs_say_nothing_of_launches() -> None:
@@ -255,7 +256,7 @@ def test_steps_with_cuda_graphs_say_nothing_of_launches() -> None:
     assert (replayed.step_median_ms or 0) < 0.6 * (launched[0].step_median_ms or 0)
     assert fit([*launched, *[replayed] * 4], {"h100": H100})["stream"].layer_s == pytest.approx(1.5e-3, rel=1e-3)
     for row in table([*launched, replayed], {"h100": H100}):
-        assert row.tok_s_error == pytest.approx(0, abs=1e-3), row.case
+        assert row.error("tok_s") == pytest.approx(0, abs=1e-3), row.case
 
 
 def test_timelines_tell_how_fast_coded_weights_are_unpacked() -> None:
@@ -326,10 +327,10 @@ def test_bandwidth_that_the_link_loses_to_the_cpu_is_not_the_engines_factor(quan
 def test_a_point_is_never_predicted_from_itself() -> None:
     efficiency = Efficiency(link_share=0.5)
     (row,) = table([fabricated(efficiency, 8, "cpu")], {"h100": H100})
-    assert row.predicted_tok_s is None
-    assert row.tok_s_error is None
+    assert row.predicted == {}
+    assert row.error("tok_s") is None
     odd = [fabricated(Efficiency(link_share=share), 8 * n, "cpu") for n, share in enumerate((0.5, 0.5, 0.5, 0.9), 1)]
-    errors = [row.tok_s_error or 0.0 for row in table(odd, {"h100": H100})]
+    errors = [row.error("tok_s") or 0.0 for row in table(odd, {"h100": H100})]
     assert errors[-1] < -0.3  # the odd one out is missed by what it differs in
     assert max(map(abs, errors[:3])) < 0.01
     ((named, band),) = fit(odd, {"h100": H100})["stream"].errors
@@ -349,10 +350,9 @@ def test_leaving_a_point_out_is_a_fit_without_it() -> None:
     for left_out in fitted:
         case, row = left_out.point.case, rows[left_out.point.case, left_out.point.machine]
         factors = fit([point for point in points if point is not left_out.point], machines).get(case.engine)
-        assert (row.predicted_gpu_bytes is None) is (factors is None), "no other point of this engine"
+        assert (row.predicted == {}) is (factors is None), "no other point of this engine"
         if factors is not None:
-            predicted = left_out.predicted(factors)
-            assert {name: getattr(row, name) for name in predicted} == predicted
+            assert row.predicted == left_out.predicted(factors)
 
 
 def test_unusable_points_are_left_out() -> None:

@@ -20,7 +20,9 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import Field
 
 from zinfer.analysis.group import Points
 from zinfer.checkpoint.resolve import resolve
@@ -54,50 +56,24 @@ class Evidence:
 
 EVIDENCE = Evidence()
 _ROUTED = ("link_share", "mfu")  # factors of which models with routed experts have their own
+# throughput, median seconds, and peak bytes: of tensors on the GPU, and of the process, load included
+Quantity = Literal["tok_s", "ttft_s", "step_s", "gpu_bytes", "host_bytes"]
 _FACTORS = ("hbm_share", "unpack_share", "layer_s", "expert_kernel_s", "memory", *_ROUTED)
 
 
 class PredictedPoint(Frozen):
-    """Measured point with its prediction from the other records; None if there is no prediction or measurement."""
+    """Measured point with its prediction from the other records."""
 
     case: Case
     machine: str
     kind: str  # `zinfer.plan.times.kind`
-    predicted_tok_s: float | None = None
-    measured_tok_s: float | None = None
-    predicted_ttft_s: float | None = None
-    measured_ttft_s: float | None = None
-    predicted_step_s: float | None = None
-    measured_step_s: float | None = None
-    predicted_gpu_bytes: int | None = None
-    measured_gpu_bytes: int | None = None
-    predicted_host_bytes: int | None = None
-    measured_host_bytes: int | None = None
+    predicted: dict[Quantity, float] = Field(default_factory=dict)
+    measured: dict[Quantity, float] = Field(default_factory=dict)
 
-    @property
-    def tok_s_error(self) -> float | None:
-        """Relative error of the throughput: predicted over measured, less one."""
-        return _error(self.predicted_tok_s, self.measured_tok_s)
-
-    @property
-    def gpu_error(self) -> float | None:
-        """Relative error of the peak GPU memory that tensors hold: predicted over measured, less one."""
-        return _error(self.predicted_gpu_bytes, self.measured_gpu_bytes)
-
-    @property
-    def host_error(self) -> float | None:
-        """Relative error of the peak of host memory, load included: predicted over measured, less one."""
-        return _error(self.predicted_host_bytes, self.measured_host_bytes)
-
-    @property
-    def ttft_error(self) -> float | None:
-        """Relative error of the median time to first token: predicted over measured, less one."""
-        return _error(self.predicted_ttft_s, self.measured_ttft_s)
-
-    @property
-    def step_error(self) -> float | None:
-        """Relative error of the median decode step: predicted over measured, less one."""
-        return _error(self.predicted_step_s, self.measured_step_s)
+    def error(self, quantity: Quantity) -> float | None:
+        """Return predicted over measured, less one; None where one is unknown."""
+        predicted, measured = self.predicted.get(quantity), self.measured.get(quantity)
+        return predicted / measured - 1 if predicted is not None and measured else None
 
 
 @dataclass(frozen=True)
@@ -140,17 +116,17 @@ class FitPoint:
         reads = case.load_format != "dummy"
         return Sizes(self.placement, self.model).tiers(case.workload, True, efficiency.memory, host_bytes, reads)
 
-    def predicted(self, efficiency: Efficiency) -> dict[str, Any]:
-        """Return the predicted seconds, throughput and bytes of the point."""
+    def predicted(self, efficiency: Efficiency) -> dict[Quantity, float]:
+        """Return the quantities that the point has measured, as predicted."""
         workload, timing, tiers = self.point.case.workload, self.timing(efficiency), self.tiers(efficiency)
-        fields: dict[str, Any] = {"predicted_gpu_bytes": tiers.gpu.total - tiers.gpu.overhead}
-        fields["predicted_host_bytes"] = tiers.host.total
+        bytes_: dict[Quantity, float] = {"gpu_bytes": tiers.gpu.total - tiers.gpu.overhead}
+        bytes_["host_bytes"] = tiers.host.total
         prefill, step = timing.prefill(workload.batch_size, workload.input_len), timing.step(*self._context)
         if not self.point.usable or prefill.seconds is None or step.seconds is None:
-            return fields
+            return bytes_
         seconds = prefill.seconds + step.seconds * (workload.output_len - 1)
-        fields |= {"predicted_ttft_s": prefill.seconds, "predicted_step_s": step.seconds}
-        return fields | {"predicted_tok_s": workload.batch_size * workload.output_len / seconds}
+        rate = workload.batch_size * workload.output_len / seconds
+        return bytes_ | {"ttft_s": prefill.seconds, "step_s": step.seconds, "tok_s": rate}
 
     @cached_property
     def factors(self) -> Mapping[str, float | None]:
@@ -441,29 +417,28 @@ def _is_routed(name: str, point: FitPoint) -> bool:
 
 
 def _predicted(fit_point: FitPoint, fitted: _Fit) -> PredictedPoint:
-    point, named = fit_point.point, kind(fit_point.placement, fit_point.model, fit_point.machine)
-    fields: dict[str, Any] = {"case": point.case, "machine": point.machine, "kind": named}
-    fields |= {"measured_gpu_bytes": point.gpu_peak_bytes, "measured_host_bytes": point.host_peak_bytes}
+    point = fit_point.point
+    measured: dict[Quantity, float | None] = {"gpu_bytes": point.gpu_peak_bytes, "host_bytes": point.host_peak_bytes}
     if point.usable:
-        fields |= {"measured_tok_s": point.output_tok_s, "measured_ttft_s": median(point.ttft_ms) / 1e3}
-        fields["measured_step_s"] = None if point.step_median_ms is None else point.step_median_ms / 1e3
-    if fitted.points > 1:
-        fields |= fit_point.predicted(fitted.efficiency(without=fit_point))
-    return PredictedPoint(**fields)
+        measured |= {"tok_s": point.output_tok_s, "ttft_s": median(point.ttft_ms) / 1e3}
+        measured["step_s"] = None if point.step_median_ms is None else point.step_median_ms / 1e3
+    return PredictedPoint(
+        case=point.case,
+        machine=point.machine,
+        kind=kind(fit_point.placement, fit_point.model, fit_point.machine),
+        predicted=fit_point.predicted(fitted.efficiency(without=fit_point)) if fitted.points > 1 else {},
+        measured={name: value for name, value in measured.items() if value is not None},
+    )
 
 
 def _bands(rows: Sequence[PredictedPoint]) -> tuple[tuple[str, float], ...]:
     """Return the error that nine of ten rows of each kind keep."""
     errors: dict[str, list[float]] = {}
     for row in rows:
-        if row.tok_s_error is not None:
-            errors.setdefault(row.kind, []).append(abs(row.tok_s_error))
+        if (error := row.error("tok_s")) is not None:
+            errors.setdefault(row.kind, []).append(abs(error))
     return tuple(
         (name, max(EVIDENCE.min_error, sorted(missed)[min(len(missed) - 1, int(EVIDENCE.band * len(missed)))]))
         for name, missed in sorted(errors.items())
         if len(missed) >= EVIDENCE.kind_points
     )
-
-
-def _error(predicted: float | None, measured: float | None) -> float | None:
-    return predicted / measured - 1 if predicted is not None and measured else None

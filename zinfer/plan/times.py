@@ -166,6 +166,7 @@ class _Work(NamedTuple):
     between: int = 0  # GPU memory read and written between matrix products
     ready: int = 0  # weights in the ring when the pass begins; of those from disk, the host's ring in proportion
     tokens: int | None = None  # None: a long pass
+    launched: bool = True  # kernel by kernel, not as a CUDA graph
     kv_copies: int = 0  # copies a layer in which the cache on the host comes
 
 
@@ -181,6 +182,10 @@ class Timing:
     @cached_property
     def _sizes(self) -> Sizes:
         return Sizes(self.placement, self.model)
+
+    @cached_property
+    def _factors(self) -> Efficiency:
+        return self.efficiency.for_model(self.model)
 
     def step(self, batch_size: int, context: int, ready: int = 0, drafts: int = 0) -> Times:
         """Time a decode step with `context` cached tokens on average.
@@ -199,10 +204,9 @@ class Timing:
             host_kv=self._sizes.host_kv(batch_size, context),
             ready=ready,
             tokens=tokens,
+            launched=not placement.graphs or drafts > 0,
             kv_copies=kv_copies,
         )
-        if placement.graphs and not drafts:
-            return replace(self, efficiency=self.efficiency.model_copy(update={"layer_s": 0.0}))._pass(work)
         return self._pass(work)
 
     def prefill(self, batch_size: int, input_len: int, ready: int = 0) -> Times:
@@ -295,7 +299,7 @@ class Timing:
             return None
         # All links together were measured with the GPUs that there are; more GPUs would have links of their own.
         measured = (machine.links_bandwidth or inf) * max(1.0, placement.gpus / max(1, machine.gpu_count))
-        return self.efficiency.for_model(self.model).link_share * min(placement.gpus * link, measured)
+        return self._factors.link_share * min(placement.gpus * link, measured)
 
     def _weights_read(self, work: _Work) -> float:
         """Return the bytes of weights that are read from GPU memory.
@@ -324,7 +328,7 @@ class Timing:
         These are limits of physics, at the shares of an `Efficiency`; none if a rate is unknown.
         """
         placement, model, machine, gpus = self.placement, self.model, self.machine, self.placement.gpus
-        efficiency, links, over_link = self.efficiency.for_model(model), self._links(), self._over_link(work)
+        efficiency, links, over_link = self._factors, self._links(), self._over_link(work)
         if machine.hbm_bandwidth is None or machine.matmul_flops is None or (over_link and links is None):
             return {}
         # A streamed weight is written to GPU memory before it is read; without a GPU it is read from where it is.
@@ -358,14 +362,14 @@ class Timing:
     def _predicted(self, work: _Work) -> Times:
         """Time a pass as an engine runs it: not all overlaps."""
         placement, model, machine, sizes = self.placement, self.model, self.machine, self._sizes
-        efficiency, tokens, limits = self.efficiency.for_model(model), work.tokens, self._limits(work)
+        efficiency, tokens, limits = self._factors, work.tokens, self._limits(work)
         if not limits:
             return Times()
         hbm, links = machine.hbm_bandwidth or inf, self._links() or inf
         unpacked, over_link = sizes.unpacked(tokens), self._over_link(work)
         limits["compute"] += work.between / placement.gpus / hbm
         kernels = self._kernels_s(tokens)
-        limits["launch"] = max(efficiency.layer_s * model.num_layers, kernels)
+        limits["launch"] = max(efficiency.layer_s * model.num_layers if work.launched else 0.0, kernels)
         unpacking = self._unpacking_s(unpacked) + placement.dequantised_bytes / (RATES.torch_unpacking * hbm)
         if unpacking:
             limits["unpacking"] = unpacking
@@ -386,30 +390,26 @@ class Timing:
             limits["cpu attention"] = attending + on_gpu
             if "link" in limits:
                 limits["link"] = contended
-        times = _slowest(limits)
-        if placement.divided and "gather" in limits:
-            link_limits: dict[Bound, float] = {bound: limits.get(bound, 0.0) for bound in ("link", "gather")}
-            if (seconds := sum(link_limits.values())) > (times.seconds or 0.0):
-                times = _slowest(link_limits).model_copy(update={"seconds": seconds, "limits": limits})
-        if queue > (times.seconds or 0.0):
-            bounds: tuple[Bound, ...] = ("hbm", "compute", "unpacking", "launch")
-            parts = {bound: limits[bound] for bound in bounds if bound in limits}
-            times = Times(seconds=queue, bound_by=_slowest(parts).bound_by, limits=limits)
+        bound: Bound = max(limits, key=lambda name: limits[name])
+        slowest, seconds = bound, limits[bound]
+        if placement.divided and "gather" in limits and limits.get("link", 0.0) + limits["gather"] > seconds:
+            seconds = limits.get("link", 0.0) + limits["gather"]
+            bound = "gather" if limits["gather"] > limits.get("link", 0.0) else "link"
+        if queue > seconds:
+            parts: tuple[Bound, ...] = ("hbm", "compute", "unpacking", "launch")
+            seconds, bound = queue, max(parts, key=lambda name: limits.get(name, 0.0))
         if unpacked and unpacking and machine.gpu_count and not (chooses or placement.kv_on_cpu):
             late = queue + self._late_s(queue, unpacking, copying, over_link, work.kv_copies)
-            if late > (times.seconds or 0.0):
-                times = _slowest(limits).model_copy(update={"seconds": late})
+            seconds, bound = (late, slowest) if late > seconds else (seconds, bound)
         copies = max(limits.get("link", 0.0), limits.get("nvme", 0.0), limits.get("host memory", 0.0))
-        if not copies:
-            return times
-        if not placement.overlapped:
+        if copies and not placement.overlapped:
             resident = self._weights_read(work) * sizes.stays / model.weight_bytes / (hbm * efficiency.hbm_share)
-            in_turn = copies + max(limits["compute"], limits["launch"], resident)
-        elif tokens is None:  # a prefill waits for its first layer, or computes the last one after all copies
-            in_turn = max(copies, queue) + min(copies, queue) / model.num_layers
-        else:
-            return times
-        return times.model_copy(update={"seconds": max(times.seconds or 0.0, in_turn)})
+            seconds = max(seconds, copies + max(limits["compute"], limits["launch"], resident))
+        elif (
+            copies and tokens is None
+        ):  # a prefill waits for its first layer, or computes the last one after all copies
+            seconds = max(seconds, max(copies, queue) + min(copies, queue) / model.num_layers)
+        return Times(seconds=seconds, bound_by=bound, limits=limits)
 
     def _kernels_s(self, tokens: int | None) -> float:
         """Return the seconds of a step's small kernels, which no bytes explain."""

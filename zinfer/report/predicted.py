@@ -168,7 +168,8 @@ def _trust(efficiency: Mapping[str, Efficiency], rows: tuple[calibrate.Predicted
     """Return how well each point is predicted from the others."""
     parts = []
     for engine in efficiency:
-        errors = [abs(r.tok_s_error) for r in rows if r.case.engine == engine and r.tok_s_error is not None]
+        of_engine = (row.error("tok_s") for row in rows if row.case.engine == engine)
+        errors = [abs(error) for error in of_engine if error is not None]
         if errors:
             parts.append(
                 f"{engine} to {median(errors):.1%} in the median and {max(errors):.1%} at worst of {len(errors)} points"

@@ -90,7 +90,8 @@ def test_json_has_stable_keys(results: Path) -> None:
 
 def test_filters_choose_model_and_machine(results: Path) -> None:
     assert [group["machine"] for group in json.loads(best(results, "--machine", "h200", "--json").stdout)] == ["h200"]
-    assert len(json.loads(best(results, "--model", "bloom-176b", "--json").stdout)) == 1
+    for name in ("bloom-176b", "BigScience/BLOOM"):
+        assert len(json.loads(best(results, "--model", name, "--json").stdout)) == 1
     done = best(results, "--model", "bloom-7b1")
     assert done.exit_code == 4
     assert "bloom-176b on h100" in done.stderr

@@ -1,5 +1,6 @@
 """Cost model of a pass: golden figures, and properties that hold for all shapes."""
 
+import re
 from typing import Any
 
 import pytest
@@ -155,6 +156,10 @@ def test_another_engine_is_named_where_it_is_faster() -> None:
     assert mentions(
         said(four, BLOOM, rows=8), "4 GPUs", "tensor parallel in vLLM", "352.5 GB of weights", "50% of 4 x 2970"
     )
+    (rate,) = re.findall(r"about (\d+) tok/s", said(four, BLOOM, rows=8))
+    step_s = (352.5e9 + BLOOM.kv_bytes(8, 528)) / (2 * 2.97e12) + 70e-4
+    prefill_s = BLOOM.prefill_flops(8, 512) / (2 * 772e12)
+    assert float(rate) == pytest.approx(8 * 32 / (prefill_s + 31 * step_s), rel=0.02)
     assert said(four.model_copy(update={"gpu_count": 2}), BLOOM, rows=8) == "", "two do not hold it"
     assert said(four, resolve.resolve("opt-30b", None, None), "none") == "", "one GPU holds it"
 

@@ -178,6 +178,12 @@ def test_slice_keeps_the_first_layers() -> None:
     assert whole.config["num_hidden_layers"] == 80
 
 
+def test_a_slice_cuts_lists_deep_in_the_configuration() -> None:
+    pytest.importorskip("transformers.models.minimax_m3_vl")
+    sparse = resolve.from_catalogue("minimax-m3").slice(4)
+    assert sum(weight.numel() for weight in build(sparse).parameters()) == sparse.parameters
+
+
 @pytest.mark.parametrize("layers", [0, 9, -1])
 def test_slice_outside_the_model_is_an_error(layers: int) -> None:
     with pytest.raises(ModelError, match="bloom-tiny has 8 layers"):

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, CompressedTensorsConfig, FineGrainedFP8Config, Mxfp4Config
+from transformers.integrations import finegrained_fp8
 
 from tests import quantized
 from tests.checkpoints import save_checkpoint, save_config
@@ -201,6 +202,8 @@ LIBRARIES: dict[str, Any] = {  # configurations with which transformers dequanti
 def test_weights_are_those_of_transformers(
     name: str, made: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if name == "fp4 of experts" and not hasattr(finegrained_fp8.Fp8Dequantize, "_unpack_fp4"):
+        pytest.skip("this version of transformers does not read FP4")
     monkeypatch.setattr(values, "VALUES_AT_ONCE", 3000)  # several steps
     directory = made(name)
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16, quantization_config=LIBRARIES[name])

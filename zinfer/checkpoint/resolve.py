@@ -119,6 +119,15 @@ def catalogue_name(reference: str) -> str | None:
     return None if name is None or os.path.exists(reference) else name
 
 
+def is_wanted(wanted: str | None, model: str) -> bool:
+    """Tell whether the model of a record is the wanted one; None wants all.
+
+    It may be named without its folder, by its hub id, or as in the catalogue.
+    """
+    known = wanted and catalogue_name(wanted)
+    return wanted in (None, model, Path(model).name) or (known is not None and known == catalogue_name(model))
+
+
 @cache
 def _references() -> dict[str, str]:
     """Return the catalogue's names by name and hub id in small letters."""

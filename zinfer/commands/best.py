@@ -55,6 +55,7 @@ def command(results: Path | None, machine: str | None, model: str | None, as_jso
 
     from zinfer.analysis import requests
     from zinfer.analysis.group import groups
+    from zinfer.checkpoint.resolve import is_wanted
     from zinfer.commands import decision
     from zinfer.commands.failure import Failure
     from zinfer.commands.results import choose, usable
@@ -65,8 +66,8 @@ def command(results: Path | None, machine: str | None, model: str | None, as_jso
     if records.warning:
         click.echo(records.warning, err=True)
     equal_groups, loads = groups(records.points), requests.groups(records.requests)
-    wanted = {group: points for group, points in equal_groups.items() if model in (None, group.model, group.model_name)}
-    served = {group: points for group, points in loads.items() if model in (None, group.model, group.model_name)}
+    wanted = {group: points for group, points in equal_groups.items() if is_wanted(model, group.model)}
+    served = {group: points for group, points in loads.items() if is_wanted(model, group.model)}
     every: list[Point] = [point for points in wanted.values() for point in points]
     every += [point for records_of in served.values() for point in records_of]
     if not any(point.usable for point in every):

@@ -132,7 +132,9 @@ def _of_model(records: "Records", model: str | None) -> "Records":
 
 def _is(wanted: str | None, model: str) -> bool:
     """Return whether a model, with or without its folder, is wanted."""
-    return wanted in (None, model, Path(model).name)
+    from zinfer.checkpoint.resolve import is_wanted
+
+    return is_wanted(wanted, model)
 
 
 def _studied(run: "Study", model: str | None) -> bool:

@@ -127,7 +127,7 @@ def command(
     target = next(iter(loads.values()))
     ends = tokenizer.facts.differing_ends  # a tokenizer that cannot be loaded ends it now
     names = ("batch_size", "max_queue", "max_body", "output_len", "drain_s", "kv_cache_size", "origins")
-    settings = Settings(plan.case.model, api_key, *(how[name] for name in names))
+    settings = Settings(model, api_key, *(how[name] for name in names))
     try:
         bound = listen(host, port)
     except OSError as error:

@@ -21,6 +21,9 @@ class Peers:
     # one request (johnmusgrave.com), llama.cpp with all of Mixtral in Q4_0 on an H100 55% (226 tok/s). That sums over
     # GPUs leave vLLM two thirds of its share is an assumption.
     on_gpu: float = 0.5
+    # Kernels of a layer and its two sums over GPUs, besides the bytes: without sums llama.cpp takes that long with all
+    # of gpt-oss-120b on an H100 (184 to 207 tok/s).
+    layer_s: float = 1e-4
     memory: float = 0.9  # share of GPU memory that vLLM takes, its default
     # Rate at which llama.cpp computes with experts in host memory, over that at which the CPU reads it: the host of an
     # H100 with 16 cores reads 113 GB/s; there gpt-oss-120b in MXFP4 made 21.9 tok/s, with the experts of 26 of 36
@@ -81,14 +84,15 @@ def _tensor_parallel(plan: Plan) -> Iterator[str]:
     share, context = PEERS.on_gpu * gpus, workload.input_len + workload.output_len // 2
     weights = round(stored * model.parameters_read(rows) / model.parameters)
     kv, hbm, matmul = model.kv_bytes(rows, context), share * machine.hbm_bandwidth, share * machine.matmul_flops
-    step_s = max((weights + kv) / hbm, model.decode_flops(rows, context) / matmul)
+    step_s = max((weights + kv) / hbm, model.decode_flops(rows, context) / matmul) + PEERS.layer_s * model.num_layers
     prefill_s = max(stored / hbm, model.prefill_flops(rows, workload.input_len) / matmul)
     rate = rows * workload.output_len / (prefill_s + step_s * (workload.output_len - 1))
     if rate >= PEERS.gain * _rate(plan):
         yield (
             f"{gpus} GPUs hold all of it: use tensor parallel in vLLM, about {figures(rate, 2)} tok/s at batch {rows}. "
             f"A step reads {gb(weights)} of weights and {gb(kv)} of KV cache at {PEERS.on_gpu:.0%} of {gpus} x "
-            f"{gb(machine.hbm_bandwidth, 0)}/s; streaming brings {gb(plan.streamed_bytes)} over the link."
+            f"{gb(machine.hbm_bandwidth, 0)}/s, a layer takes {duration(PEERS.layer_s)} more; streaming brings "
+            f"{gb(plan.streamed_bytes)} over the link."
         )
 
 

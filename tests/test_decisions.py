@@ -304,10 +304,10 @@ def test_an_unkept_level_exits_4_and_names_the_nearest(results: Path) -> None:
 
 def test_only_the_chosen_command_is_printed(results: Path) -> None:
     done = best(results, "--sla", "ttft:max:<=:2s")
-    commands = [line for line in done.stdout.splitlines() if "zinfer sweep" in line]
+    commands = [line for line in done.stdout.splitlines() if "reproduce:" in line]
     assert len(commands) == 1
     assert "--batch-size 4 " in commands[0]
-    assert "zinfer sweep" not in best(results, "--sla", "ttft:max:<=:500ms").stdout
+    assert "reproduce:" not in best(results, "--sla", "ttft:max:<=:500ms").stdout
 
 
 def test_a_batch_longer_than_the_deadline_has_no_fleet(results: Path) -> None:

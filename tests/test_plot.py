@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import combinations
 from pathlib import Path
-from statistics import mean
+from statistics import fmean
 from typing import Any
 from xml.etree import ElementTree
 
@@ -109,7 +109,7 @@ def test_latency_is_drawn_over_throughput_for_every_usable_point() -> None:
     metrics: tuple[Metric, ...] = ("ttft_ms", "tpot_ms")
     for axes, metric in zip(shown("sweep")["latency"].axes, metrics, strict=True):
         dots = [pair for xs, ys in measured(axes).values() for pair in zip(xs, ys, strict=True)]
-        waits = [(p.output_tok_s, mean(samples(p, metric)) / 1e3) for p in usable]
+        waits = [(p.output_tok_s, fmean(samples(p, metric)) / 1e3) for p in usable]
         assert sorted(dots) == sorted(waits)
         sizes = {int(text.get_text()) for text in axes.texts}
         assert sizes == {1, 8, 16, 32, 64}, "the smallest and the largest batch of each line"

@@ -4,12 +4,12 @@
 leaves out prefill and the first token, which prefill yields.
 """
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from functools import cached_property
 from itertools import starmap
 from math import inf
 from operator import le
-from statistics import fmean, mean, median
+from statistics import fmean, median
 from typing import Annotated, Any, Literal, NamedTuple, Protocol, Self, TypeVar, get_args
 
 from pydantic import AfterValidator, Field, FiniteFloat, PlainSerializer, PlainValidator
@@ -198,7 +198,7 @@ class Measurement(Recorded):
     @cached_property
     def output_tok_s(self) -> float | None:
         """Mean of `output_tok_s_samples`."""
-        return mean(self.output_tok_s_samples) if self.output_tok_s_samples else None
+        return fmean(self.output_tok_s_samples) if self.output_tok_s_samples else None
 
     @property
     def decode_tok_s(self) -> float | None:
@@ -228,29 +228,30 @@ class Measurement(Recorded):
         return achieved / self.links_bandwidth if achieved and self.links_bandwidth else None
 
 
-class OfCase(Protocol):
-    """Record of one case on one machine."""
+class Dated(Protocol):
+    """Record with the time at which it was begun."""
 
     @property
-    def machine(self) -> str: ...
-
-    @property
-    def case(self) -> Case: ...
+    def started_at(self) -> str: ...
 
 
-M = TypeVar("M", bound=OfCase)
-R = TypeVar("R")
+R = TypeVar("R", bound=Dated)
 
 
-def latest(records: Iterable[M]) -> tuple[M, ...]:
-    """Return the last record of each case on each machine."""
-    return last_of(((record.machine, record.case), record) for record in records)
+def in_time(records: Iterable[R]) -> list[R]:
+    """Return records in the order of their times, those of one second as they come."""
+    return sorted(records, key=lambda record: record.started_at)
 
 
-def last_of(records: Iterable[tuple[Hashable, R]]) -> tuple[R, ...]:
-    """Return the last record of each key; cancelled ones replace none."""
+def latest(points: Iterable[Measurement]) -> tuple[Measurement, ...]:
+    """Return the latest record of each case on each machine."""
+    return latest_by(points, lambda point: (point.machine, point.case))
+
+
+def latest_by(records: Iterable[R], key: Callable[[R], Hashable]) -> tuple[R, ...]:
+    """Return the latest record of each key; cancelled ones replace none."""
     latest_records: dict[Hashable, R] = {}
-    for key, record in records:
-        if key not in latest_records or getattr(record, "status", None) != "cancelled":
-            latest_records[key] = record
+    for record in in_time(records):
+        if (name := key(record)) not in latest_records or getattr(record, "status", None) != "cancelled":
+            latest_records[name] = record
     return tuple(latest_records.values())

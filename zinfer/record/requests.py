@@ -7,7 +7,7 @@ tokens. Percentiles are by nearest rank.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise, repeat
 from statistics import fmean
 from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
@@ -17,7 +17,7 @@ from pydantic import Field, model_serializer, model_validator
 from zinfer.core.case import Case
 from zinfer.core.requests import RequestLoad
 from zinfer.core.value import Frozen
-from zinfer.record.measurement import Moment, Recorded, last_of
+from zinfer.record.measurement import Moment, Recorded
 from zinfer.record.stats import nearest_rank
 
 RequestMetric = Literal["ttft_ms", "tpot_ms", "itl_ms", "e2e_ms"]
@@ -291,8 +291,3 @@ class RequestPoint(Recorded):
             return None
         wire = self.effective.wire_bytes
         return wire * len(self.pass_ms) / self.links_bandwidth / self.busy_ms * 1e3 if wire else None
-
-
-def latest(points: Iterable[RequestPoint]) -> tuple[RequestPoint, ...]:
-    """Return the last record of each load on each machine."""
-    return last_of(((point.machine, *point.key), point) for point in points)

@@ -22,7 +22,7 @@ from zinfer.report.findings import Findings, WorkloadFindings, shape
 from zinfer.report.measured import rate, rated
 from zinfer.system.machines import load as load_machine
 
-CALIBRATING = 150  # points of an engine: each takes 3 ms, and the medians of more hardly differ
+CALIBRATING = 50  # points of an engine: each takes 3 ms, and the medians of more hardly differ
 MACHINES = ("a100-80gb", "h100-80gb", "h200", "gh200-96gb", "b200")
 _MEMORY = (
     "model", "machine", "configuration", "#batch", "~GPU predicted", "#GPU measured", "~host predicted",

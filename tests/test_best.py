@@ -193,7 +193,7 @@ def test_one_side_alone_gives_the_command_for_the_other(
 
 
 def test_the_later_time_counts_whatever_the_files_are_called(tmp_path: Path) -> None:
-    """`best`, `report` and `plot` show the same rate of a case that two files have."""
+    """`best`, `report` and `plot` agree on a case in two files."""
     sides = [("b", "2026-01-01T00:00:00+00:00", 1.0), ("a", "2026-02-01T00:00:00+00:00", 2.0)]
     for name, begun, step_s in sides:
         with Store.open(tmp_path / "h100" / f"{name}.jsonl") as store:

@@ -228,7 +228,10 @@ def test_the_timeline_of_several_gpus_shows_each_with_its_gathers() -> None:
     single = traced(running=True)
     gathers = [span._replace(lane="gather", end_ms=span.start_ms + 9) for span in single[-30:-2]]
     double = (*single, *(span._replace(rank=1) for span in (*traced(launch_ms=40.0), *gathers)))
-    alone, both = (drawn([point(case(8), timeline=spans)])["timeline"] for spans in (single, double))
+    alone, both = (
+        drawn([point(case(8, options=options), timeline=spans)])["timeline"]
+        for options, spans in (((), single), ((("gpus", 2),), double))
+    )
     whole, part = both.axes
     for axes in (whole, part):
         names = [label.get_text() for label in axes.get_yticklabels()]

@@ -149,7 +149,7 @@ def samples(point: Measurement, metric: Metric) -> tuple[float, ...]:
     """
     if not point.usable:
         return ()
-    steps = [fmean(repeat) for repeat in point.step_ms if repeat and sum(repeat)]
+    steps = [fmean(repeat) for repeat in point.step_ms if repeat]
     batch = point.case.workload.batch_size
     values: dict[Metric, Sequence[float]] = {
         "ttft_ms": point.ttft_ms,

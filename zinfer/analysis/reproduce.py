@@ -50,7 +50,7 @@ def case_commands(case: Case, requests: RequestLoad | None = None) -> tuple[str,
 
 
 def without_offload(case: Case, path: str) -> str:
-    """Return the command that measures a case's model on the GPU, into `path`."""
+    """Return the command that measures a case's model without offload."""
     load, layers = case.workload, [] if case.layers is None else ["--layers", str(case.layers)]
     words = ["zinfer", "sweep", "--model", case.model, "--engine", case.engine, "--offload", "none"]
     words += ["--dtype", case.dtype, "--batch-size", "1,8,auto", "--input-len", str(load.input_len)]

@@ -282,6 +282,8 @@ def test_a_failed_load_is_reported_once_and_the_next_runs(tmp_path: Path) -> Non
     ]
     assert exit_code(sweep, points) == 3
     assert exit_code(sweep, points[:1]) == 4
+    auto = sweep.model_copy(update={"batch_size": "1,8,auto"})
+    assert (exit_code(auto, points), exit_code(auto, points[:1])) == (0, 4), "that it does not fit is an answer"
 
 
 @pytest.mark.long

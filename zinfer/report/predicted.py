@@ -120,8 +120,8 @@ def _elsewhere(winners: Winners, efficiency: Mapping[str, Efficiency]) -> Iterat
     seen: set[str] = set()
     for workload, point, _ in winners:
         case = point.case.load.model_copy(update={"layers": None, "gpu_weights": None})
-        spec = shape(case)
-        if len(seen) == ELSEWHERE or case.model in seen or case.engine not in efficiency or spec is None or workload.machine is None:
+        spec = shape(case) if len(seen) < ELSEWHERE else None
+        if case.model in seen or case.engine not in efficiency or spec is None or workload.machine is None:
             continue
         seen.add(case.model)
         places = [workload.machine, *map(load_machine, MACHINES)]

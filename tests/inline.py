@@ -15,7 +15,7 @@ from zinfer.core.machine import Machine
 from zinfer.core.model import LayerSpec, ModelSpec
 from zinfer.job import recipe
 from zinfer.job.recipe import Sweep
-from zinfer.job.sweep import FINAL, Events, LoadJob, prepare, run
+from zinfer.job.sweep import FINAL, Events, LoadJob, Outcome, prepare, run
 from zinfer.record.measurement import Effective, Measurement, Status
 from zinfer.record.store import Header, Store, read
 from zinfer.worker.inline import InlineWorker
@@ -85,14 +85,21 @@ def prepared(sweep: Sweep) -> list[LoadJob]:
 def run_inline(
     path: Path, sweep: Sweep, worker: FakeWorker, events: Events | None = None, jobs: Sequence[LoadJob] | None = None
 ) -> list[Measurement]:
+    """Return the points of `run_outcome`."""
+    return run_outcome(path, sweep, worker, events, jobs).points
+
+
+def run_outcome(
+    path: Path, sweep: Sweep, worker: FakeWorker, events: Events | None = None, jobs: Sequence[LoadJob] | None = None
+) -> Outcome:
     """Run or resume `sweep`, with records in `path`. Its `jobs` may be `prepared` before."""
     done = read(path).points if path.is_file() else ()
     jobs = prepared(sweep) if jobs is None else jobs
     with Store.open(path) as store:
         store.append_header(Header(machine="test"))
-        points = run(sweep, jobs, store, done, events, worker).points
+        outcome = run(sweep, jobs, store, done, events, worker)
         store.check()
-        return points
+        return outcome
 
 
 def kill_after(child: int, reader: int, lines: int, seconds: float) -> bytes:

@@ -86,7 +86,7 @@ def test_offload_is_judged_at_each_sides_best_and_at_equal_batch() -> None:
 @pytest.mark.parametrize(
     ("points", "facts"),
     [
-        ([exact(8, 1.0)], ["cpu", "8 tok/s", "batch 8", "nothing"]),
+        ([exact(8, 1.0)], ["fits on the GPU: not measured", "`zinfer sweep ", "--offload none"]),
         (
             [exact(8, 1.0), failed(2, offload="none"), failed(1, offload="none"), failed(4, "crashed", offload="none")],
             ["cpu", "8 tok/s", "batch 8", "failed", "crashed", "batch 4", "oom_gpu", "batch 1"],
@@ -95,7 +95,7 @@ def test_offload_is_judged_at_each_sides_best_and_at_equal_batch() -> None:
             [exact(4, 1.0, offload="none"), failed(1, "offload_not_effective")],
             ["cpu", "offload_not_effective", "batch 1", "4 tok/s", "batch 4"],
         ),
-        ([failed(1)], ["cpu", "oom_gpu", "batch 1", "nothing"]),
+        ([failed(1)], ["fits on the GPU: not measured"]),
         (
             [exact(8, 1.0), exact(4, 1.0, offload="none")],
             ["cpu", "2.00x", "8 tok/s", "batch 8", "4 tok/s", "batch 4"],
@@ -110,7 +110,7 @@ def test_a_verdict_names_a_missing_side(points: list[Measurement], facts: list[s
 
 def test_several_engines_are_judged_together_first() -> None:
     points = [exact(4, 1.0, "accelerate", "none"), exact(8, 1.0, "stream", "cpu")]
-    assert [(v.engine, v.comparison.gain) for v in offload_verdicts(points)] == [(None, 2.0), ("stream", None)]
+    assert [(v.engine, v.comparison.gain) for v in offload_verdicts(points)] == [(None, 2.0)]
     assert offload_verdicts([exact(4, 1.0, offload="none")]) == ()
 
 
@@ -188,6 +188,8 @@ def test_a_cancelled_point_replaces_no_other() -> None:
     assert latest([measured, cancelled]) == (measured,)
     assert latest([cancelled, measured]) == (measured,)
     assert latest([measured, short, cancelled]) == (short,)
+    early, late = (measured.model_copy(update={"started_at": f"2026-01-0{day}"}) for day in (1, 2))
+    assert latest([late, early, measured]) == (late,)
     assert latest([cancelled, failed(8, "cancelled")]) == (cancelled, failed(8, "cancelled"))
 
 

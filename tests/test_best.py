@@ -17,7 +17,8 @@ from zinfer.cli import cli
 from zinfer.commands.batch import command as batch
 from zinfer.commands.options import SHORTHANDS, one_load
 from zinfer.core.case import Case, Workload
-from zinfer.record.store import Store
+from zinfer.record.store import Store, read
+from zinfer.report.measured import rated
 from zinfer.system.machines import load
 
 
@@ -40,20 +41,21 @@ def test_the_table_answers_with_a_command(results: Path, monkeypatch: pytest.Mon
     done = best(results)
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
-    assert lines[0] == "MODELS"
+    assert mentions(lines[0], "Best of opt-[x]-30b, 512 in / 32 out: stream cpu, batch 4, ", " tok/s")
     at = next(nth for nth, line in enumerate(lines) if line.startswith("SLICES"))
     assert any("opt-[x]-30b" in line for line in lines[:at])
-    assert mentions(lines[at + 2], "bloom-176b", "14 of 70 layers", "512 in", "32 out")
-    assert "slice" in lines[at + 3]
-    assert "dummy weights" in lines[at + 3]
+    assert mentions(lines[at + 2], "Best of bloom-176b, 14 of 70 layers, 512 in / 32 out: stream none, batch 8, ")
+    head = next(nth for nth, line in enumerate(lines) if line.startswith("bloom-176b"))
+    assert mentions(lines[head], "14 of 70 layers", "512 in", "32 out")
+    assert mentions(lines[head + 1], "slice", "dummy weights")
     again = "zinfer sweep --model bloom-176b --engine stream --offload none --dtype bfloat16 --batch-size 8"
     assert any(again in line and "--layers 14" in line for line in lines)
     use = "zinfer batch prompts.jsonl -o answers.jsonl --model bloom-176b --engine stream"
     assert any(use in line and "--layers" not in line for line in lines)
     assert "random (dummy)" in done.stdout
-    assert mentions(done.stdout, "Best", "stream none", "batch 8")
     assert sum("zinfer plan --model bloom-176b" in line for line in lines) == 1, "the warning about a slice"
-    assert mentions(done.stdout, "deepspeed:", "cpu", "18.7 ±", "tok/s", "batch 32")
+    assert "deepspeed:" not in done.stdout, "it was measured with offload only"
+    assert "without it nothing" not in done.stdout
     for engine in ("Any engine:", "stream:"):
         assert any(line.startswith(engine) and re.search(r" cpu .* 0\.\d\dx", line) for line in lines)
     assert mentions(done.stdout, "opt-[x]-30b", "512 in", "32 out")
@@ -163,13 +165,50 @@ def test_lossy_settings_have_a_table_of_their_own(tmp_path: Path) -> None:
     lossy = done.stdout.index("Lossy settings")
     assert done.stdout.index("stream cpu") < lossy < done.stdout.index("kv_cache_dtype=int8")
     assert "`zinfer study accuracy`" in done.stdout
-    assert re.search(r"^Best: stream cpu, batch 8", done.stdout, re.MULTILINE)
+    assert re.match(r"Best of bloom-176b, .*: stream cpu, batch 8, [0-9.]+", done.stdout)
     decided = best(tmp_path, "--objective", "latency")
     assert mentions(decided.stdout, "Best by latency", "stream cpu", "batch 8")
     assert mentions(decided.stdout, "Best lossy setting", "int8", "`zinfer study accuracy`")
     asked = best(tmp_path, "--sla", "tpot:p99:<=:1.5s")  # which the exact setting misses
     assert mentions(asked.stdout, "No point of 1 keeps every level")
     assert mentions(asked.stdout, "Best lossy setting", "int8")
+
+
+@pytest.mark.torch
+def test_one_side_alone_gives_the_command_for_the_other(
+    results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command plans what `best` then finds beside the other records."""
+    with Store.open(tmp_path / "one" / "a.jsonl") as store:
+        store.append(point(case(8)), point(case(4, "deepspeed")))
+    done = best(tmp_path / "one", "--json")
+    (verdict,) = json.loads(done.stdout)[0]["offload"]
+    assert (verdict["gain"], verdict["verdict"]) == (None, None)
+    (words,) = re.findall(r"^fits on the GPU: not measured; measure it with `zinfer (.*)`$", verdict["words"])
+    assert "-o sweeps/results/h100/bloom-176b-none.jsonl" in words
+    monkeypatch.setattr("zinfer.system.local.this_machine", lambda: load("h200"))
+    planned = json.loads(CliRunner().invoke(cli, [*shlex.split(words), "--dry-run", "--json"]).stdout)
+    assert {plan["case"]["offload"] for plan in planned} == {"none"}
+    assert [plan["case"]["workload"]["batch_size"] for plan in planned][:2] == [1, 8]
+    assert {Case.model_validate(plan["case"]).load for plan in planned} == {case(1, offload="none")}
+
+
+def test_the_later_time_counts_whatever_the_files_are_called(tmp_path: Path) -> None:
+    """`best`, `report` and `plot` agree on a case in two files."""
+    sides = [("b", "2026-01-01T00:00:00+00:00", 1.0), ("a", "2026-02-01T00:00:00+00:00", 2.0)]
+    for name, begun, step_s in sides:
+        with Store.open(tmp_path / "h100" / f"{name}.jsonl") as store:
+            store.append(*(point(case(size), step_s, started_at=begun) for size in (4, 8)))
+    later = read(tmp_path / "h100" / "a.jsonl").points[1]
+    assert later.output_tok_s is not None
+    ((found,), shown) = (json.loads(best(tmp_path, "--json").stdout), tmp_path / "report.md")
+    assert found["best"]["output_tok_s"] == later.output_tok_s
+    assert CliRunner().invoke(cli, ["report", str(tmp_path), "-o", str(shown)]).exit_code == 0
+    table = next(line for line in shown.read_text().splitlines() if "stream cpu, batch 8" in line)
+    assert f"| {rated(later.output_tok_s)} " in table
+    assert CliRunner().invoke(cli, ["plot", str(tmp_path), "-o", str(tmp_path / "p"), "--format", "svg"]).exit_code == 0
+    drawn = [(tmp_path / "p" / "h100" / f"{name}-throughput.svg").read_bytes() for name in "ab"]
+    assert drawn[0] == drawn[1]
 
 
 def test_noise_makes_no_winner(tmp_path: Path) -> None:

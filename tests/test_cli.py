@@ -10,14 +10,20 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
 from tests import PATIENCE_S, environment, mentions
 from tests.command import probed, small_files, zinfer, zinfer_process
 from zinfer.cli import main
+from zinfer.commands.sweep import _announce
+from zinfer.job.forecast import Outlook
+from zinfer.job.recipe import Sweep
 from zinfer.record.store import read
 from zinfer.system.host import slug
 
@@ -208,12 +214,48 @@ def test_an_old_file_without_a_setting_has_its_default() -> None:
     assert "recipe.gpu_weights: [None] -> ['50%']" in _changes(old, other)
 
 
+class Terminal(io.StringIO):
+    """Text of a person at a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("seconds", "yes", "terminal", "asks"),
+    [(7200, False, True, True), (7200, True, True, False), (3000, False, True, False), (None, False, True, False),
+     (7200, False, False, False)],
+)  # fmt: skip
+def test_a_sweep_of_more_than_an_hour_asks_first_on_a_terminal(
+    seconds: float | None, yes: bool, terminal: bool, asks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = Terminal if terminal else io.StringIO
+    monkeypatch.setattr("sys.stdin", kind("n\n"))
+    monkeypatch.setattr("sys.stderr", err := kind())
+    with pytest.raises(click.Abort) if asks else nullcontext():
+        line = _announce(Sweep(model=("m",)), Outlook(0, 9, False, seconds), yes)
+        assert mentions(line, "9 points", "at most 15 minutes")
+    assert ("Begin?" in err.getvalue()) == asks
+
+
+def test_a_sweep_of_a_model_alone_measures_what_decides(folder: Path) -> None:
+    result = zinfer(folder, "sweep", "--model", "bloom-tiny", "--dry-run", "--json")
+    assert result.returncode == 0, result.stderr
+    cases = [plan["case"] for plan in json.loads(result.stdout)]
+    peer = "deepspeed" if find_spec("deepspeed") else "accelerate"
+    loads = dict.fromkeys((case["engine"], case["offload"]) for case in cases)
+    assert [*loads] == [("stream", "none"), ("stream", "cpu"), ("accelerate", "none"), (peer, "cpu")]
+    for load in loads:
+        sizes = [case["workload"]["batch_size"] for case in cases if (case["engine"], case["offload"]) == load]
+        assert sizes[:3] == [1, 8, 16]
+
+
 def test_dry_run_loads_nothing(folder: Path) -> None:
     result = zinfer(folder, "sweep", *TINY, "--batch-size", "1,8", "--dry-run")
     assert result.returncode == 0
     *lines, last = result.stdout.splitlines()
     assert len(lines) == 4
-    assert last == "in all: 2 loads, 4 points, a time that is not known", "this machine's matmul rate is not known"
+    assert mentions(last, "2 loads", "not known", "4 points", "at most 15 minutes"), "its matmul rate is not known"
     assert not list(folder.rglob("*.jsonl"))
 
 

@@ -71,7 +71,7 @@ def test_the_demo_measures_draws_decides_and_explains(tmp_path: Path, monkeypatc
     assert all(f"{step} of 3" in done.stderr for step in (1, 2, 3))
     assert "[18/18]" in done.stderr
     assert ".svg" in done.stdout
-    assert done.stdout.index("Best: ") < done.stdout.index("WHAT TO DO NEXT")
+    assert done.stdout.index("Best of ") < done.stdout.index("WHAT TO DO NEXT")
     again = CliRunner().invoke(cli, ["demo"])
     assert again.exit_code == 0
     assert again.stderr.count("[recorded]") == 18

@@ -56,7 +56,7 @@ def measure(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(options, "this_machine", fake_machine)
         patch.setattr(process, "Worker", lambda *words, debug, **settings: worker(*words, **settings))
-        return _measure(plan, output, None, False, True, True, shard, signals)
+        return _measure(plan, output, None, False, True, True, True, shard, signals)
 
 
 def summary(records: Records) -> list[Any]:

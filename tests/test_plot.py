@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from itertools import combinations
 from pathlib import Path
-from statistics import mean
+from statistics import fmean
 from typing import Any
 from xml.etree import ElementTree
 
@@ -109,7 +109,7 @@ def test_latency_is_drawn_over_throughput_for_every_usable_point() -> None:
     metrics: tuple[Metric, ...] = ("ttft_ms", "tpot_ms")
     for axes, metric in zip(shown("sweep")["latency"].axes, metrics, strict=True):
         dots = [pair for xs, ys in measured(axes).values() for pair in zip(xs, ys, strict=True)]
-        waits = [(p.output_tok_s, mean(samples(p, metric)) / 1e3) for p in usable]
+        waits = [(p.output_tok_s, fmean(samples(p, metric)) / 1e3) for p in usable]
         assert sorted(dots) == sorted(waits)
         sizes = {int(text.get_text()) for text in axes.texts}
         assert sizes == {1, 8, 16, 32, 64}, "the smallest and the largest batch of each line"
@@ -228,7 +228,10 @@ def test_the_timeline_of_several_gpus_shows_each_with_its_gathers() -> None:
     single = traced(running=True)
     gathers = [span._replace(lane="gather", end_ms=span.start_ms + 9) for span in single[-30:-2]]
     double = (*single, *(span._replace(rank=1) for span in (*traced(launch_ms=40.0), *gathers)))
-    alone, both = (drawn([point(case(8), timeline=spans)])["timeline"] for spans in (single, double))
+    alone, both = (
+        drawn([point(case(8, options=options), timeline=spans)])["timeline"]
+        for options, spans in (((), single), ((("gpus", 2),), double))
+    )
     whole, part = both.axes
     for axes in (whole, part):
         names = [label.get_text() for label in axes.get_yticklabels()]

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import PATIENCE_S
-from tests.inline import FakeWorker, run_inline
+from tests.inline import FakeWorker, run_inline, run_outcome
+from zinfer.core.machine import Machine
+from zinfer.job.batches import Answer, Batches, Try, listed, search
 from zinfer.job.recipe import RecipeError, Sweep, engine_recipe, make_sweep, parse_batches, parse_option
 from zinfer.job.signals import Interrupted
-from zinfer.job.sweep import Answer, Batches, Try, exit_code, find_best_batch, find_max_batch, listed
+from zinfer.job.sweep import exit_code, outlook, prepare, source_of
 from zinfer.record.measurement import Measurement, Status
 from zinfer.record.store import Store, read
 from zinfer.worker.process import WorkerDied
@@ -43,7 +46,7 @@ def drive(batches: Batches, edge: int, failure: Status = "oom_gpu", rate: Callab
 )
 def test_auto_finds_and_times_the_exact_edge(edge: int, limit: int, factor: int, first: list[int], guess: int) -> None:
     first = sorted({1, *first} if first else [])
-    tried = drive(find_max_batch(limit, factor, first, guess), edge)
+    tried = drive(search(limit, factor, first, guess), edge)
     batches = [attempt.batch_size for attempt in tried]
     assert len(tried) == len(set(tried))
     assert all(1 <= batch <= limit for batch in batches)
@@ -54,14 +57,14 @@ def test_auto_finds_and_times_the_exact_edge(edge: int, limit: int, factor: int,
 
 
 def test_a_good_guess_of_the_edge_saves_attempts() -> None:
-    near, far = (drive(find_max_batch(1 << 20, 2, (1, 8, 32), guess), 119) for guess in (117, 0))
-    assert [attempt.batch_size for attempt in near] == [1, 8, 32, 117, 118, 120, 119, 119]
+    near, far = (drive(search(1 << 20, 2, (1, 8, 32), guess), 119) for guess in (117, 0))
+    assert [attempt.batch_size for attempt in near] == [1, 8, 32, 64, 117, 118, 120, 119, 119]
     assert len(near) < len(far)
-    assert [attempt.batch_size for attempt in near if attempt.timed] == [1, 8, 32, 119]
+    assert [attempt.batch_size for attempt in near if attempt.timed] == [1, 8, 32, 64, 119]
 
 
 def test_an_edge_that_only_one_run_reaches_is_not_the_edge() -> None:
-    batches, tried = find_max_batch(100, 2, (1,), 10), list[Try]()
+    batches, tried = search(100, 2, (1,), 10), list[Try]()
     answer: Answer | None = None
     while True:
         try:
@@ -70,7 +73,7 @@ def test_an_edge_that_only_one_run_reaches_is_not_the_edge() -> None:
             break
         tried.append(attempt)
         answer = Answer("ok" if attempt.batch_size <= (8 if attempt.timed else 10) else "oom_gpu")
-    assert [attempt.batch_size for attempt in tried if attempt.timed] == [1, 10, 9, 8]
+    assert [attempt.batch_size for attempt in tried if attempt.timed] == [1, 2, 4, 8, 10, 9]
 
 
 @pytest.mark.parametrize("fastest", [1, 40, 132, 144, 200])
@@ -78,12 +81,62 @@ def test_best_finds_the_fastest_batch_which_need_not_be_the_largest(fastest: int
     """Rates rise to the fastest batch and fall behind it; 144 is the largest that runs."""
 
     def rate(batch: int) -> float:
-        return 1000.0 - abs(batch - fastest)
+        return min(batch, fastest**2 / batch)
 
-    tried = drive(find_best_batch(1 << 20, (1, 8, 32), 140), 144, rate=rate)
+    tried = drive(search(1 << 20, 2, (1, 8, 32), 140, refine=True), 144, rate=rate)
     timed = [attempt.batch_size for attempt in tried if attempt.timed and attempt.batch_size <= 144]
     assert abs(max(timed, key=rate) - min(fastest, 144)) <= 144 // 32
     assert len(timed) == len(set(timed)) <= 20
+
+
+@pytest.mark.parametrize("first", [(), (1, 8), (64,)])
+def test_auto_ends_when_two_doublings_gain_under_5_percent(first: tuple[int, ...]) -> None:
+    """Rates as of a machine that computes: they rise to 100 at batch 16 and hardly behind it."""
+    rates = {size: min(100.0, 6.25 * size) + size / 100 for size in (1, 2, 4, 8, 16, 32, 64, 128, 256)}
+    tried = [attempt.batch_size for attempt in drive(search(1 << 20, 2, first), 1 << 20, rate=rates.__getitem__)]
+    assert tried == {(): [1, 2, 4, 8, 16, 32, 64], (1, 8): [1, 8, 16, 32, 64], (64,): [64, 128, 256]}[first]
+    rising = [attempt.batch_size for attempt in drive(search(1 << 20, 2), 100, rate=lambda size: size**0.04)]
+    assert {64, 128, 100, 101} <= {*rising}, "each two gain 5.7%, up to the edge"
+
+
+def test_minutes_bound_a_sweep_at_a_point_and_resume_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every load has its part of the time. All points that were begun are on disk."""
+    clock = count()
+    monkeypatch.setattr("zinfer.job.sweep.monotonic", lambda: float(next(clock)))
+    sweep = Sweep(model=("fake",), offload=("none", "cpu"), batch_size=(1, 2, 4, 8, 16, 32), minutes=0.4)
+    cut = run_outcome(tmp_path / "r.jsonl", sweep, FakeWorker(edge=99))
+    measured = [(point.case.offload, point.case.workload.batch_size) for point in cut.points]
+    assert [*measured] == [(point.case.offload, point.case.workload.batch_size)
+                           for point in read(tmp_path / "r.jsonl").points]  # fmt: skip
+    for offload in ("none", "cpu"):
+        sizes = [size for side, size in measured if side == offload]
+        assert 1 <= len(sizes) < 6
+        assert f"stream {offload} from batch {2 * sizes[-1]}" in cut.left
+    again = FakeWorker(edge=99)
+    whole = run_outcome(tmp_path / "r.jsonl", sweep.model_copy(update={"minutes": 0}), again)
+    assert (len(whole.points), whole.left) == (12, ())
+    assert len(again.measured) == 12 - len(measured)
+
+
+def test_a_small_model_on_a_small_machine_takes_minutes(tmp_path: Path) -> None:
+    """The rates of two cores: memory would hold thousands of rows, whose prefill takes minutes."""
+    fields = {"h2d_bandwidth": 5.6e9, "hbm_bandwidth": 11.1e9, "matmul_flops": 2.8e10, "host_bytes": 20 << 30}
+    machine = Machine(name="cpu", source="measured", **fields)
+    sweep = Sweep(model=("bloom-tiny",), engine=("stream", "peer"), batch_size="1,8,auto")
+    jobs = prepare(sweep, machine, lambda load: source_of(sweep, load), lambda load: load.engine)
+    assert jobs[0].plan.max_batch_size > 1000
+    expected = outlook(sweep, jobs)
+    assert expected.points <= 20
+    assert expected.seconds_left is not None
+    assert expected.seconds_left < 900
+
+
+def test_the_peer_is_what_a_user_would_pick_for_an_offload(monkeypatch: pytest.MonkeyPatch) -> None:
+    sweep = Sweep(model=("m",), engine=("stream", "peer"))
+    for found, offloaded in (("a spec", "deepspeed"), (None, "accelerate")):
+        monkeypatch.setattr("zinfer.job.recipe.find_spec", lambda _name, found=found: found)
+        loads = [(load.engine, load.offload) for load in sweep.loads()]
+        assert loads == [("stream", "none"), ("stream", "cpu"), ("accelerate", "none"), (offloaded, "cpu")]
 
 
 def test_listed_stops_at_out_of_memory_and_only_there() -> None:
@@ -229,6 +282,8 @@ def test_a_failed_load_is_reported_once_and_the_next_runs(tmp_path: Path) -> Non
     ]
     assert exit_code(sweep, points) == 3
     assert exit_code(sweep, points[:1]) == 4
+    auto = sweep.model_copy(update={"batch_size": "1,8,auto"})
+    assert (exit_code(auto, points), exit_code(auto, points[:1])) == (0, 4), "that it does not fit is an answer"
 
 
 @pytest.mark.long

@@ -142,8 +142,11 @@ def test_time_left_is_scaled_by_what_points_took() -> None:
     assert outlook.seconds_left == 0
 
 
-def test_auto_counts_about_as_many_points_as_it_tries() -> None:
-    sweep = Sweep(model=("fake",), offload=("cpu",), batch_size="1,8,auto")
-    outlook = Forecast(sweep, [UpcomingLoad(job.planner, job.cases) for job in prepared(sweep)]).outlook()
+def test_auto_counts_about_as_many_points_as_it_tries(tmp_path: Path) -> None:
+    sweep = Sweep(model=("fake",), offload=("cpu",), batch_size="1,8,auto", input_len=(10_000_000,))
+    (job,) = prepared(sweep)
+    outlook = Forecast(sweep, [UpcomingLoad(job.planner, job.cases)]).outlook()
     assert not outlook.exact
-    assert outlook.points == 3
+    largest = job.planner.max_batch(job.cases[0].workload)
+    points = run_inline(tmp_path / "r.jsonl", sweep, FakeWorker(edge=largest))
+    assert outlook.points == sum(point.usable for point in points)

@@ -6,9 +6,11 @@ them; nothing in this module compares across groups.
 """
 
 from collections.abc import Sequence
-from statistics import mean
+from pathlib import PurePath
+from statistics import fmean
 from typing import TypeVar
 
+from zinfer.analysis import reproduce
 from zinfer.analysis.compare import Change, change
 from zinfer.analysis.economics import Point
 from zinfer.analysis.group import Points, by_load
@@ -62,7 +64,7 @@ class OffloadVerdict(Frozen):
     offload: Offload
     comparison: BaselineComparison
     text: str
-    compares: bool  # points with and without it were tried
+    compares: bool  # points with and without it were tried; else the text says how to try those without
 
 
 def best(points: Points) -> Measurement | None:
@@ -147,20 +149,24 @@ def compare_with_baseline(points: Points, baseline: Points) -> BaselineCompariso
 def offload_verdicts(points: Points) -> tuple[OffloadVerdict, ...]:
     """Return the verdicts on each offload against none: over all engines first if there are several, then by engine.
 
-    Lossy settings do not count unless there are no others.
+    Lossy settings do not count unless there are no others. Where nothing was measured without offload, there is the
+    command that does.
     """
     points = exact(points) or points
     engines: list[str | None] = [*sorted({point.case.engine for point in points})]
     verdicts = []
-    for engine in [None, *engines] if len(engines) > 1 else engines:
+    for number, engine in enumerate([None, *engines] if len(engines) > 1 else engines):
         of_engine = [point for point in points if engine in (None, point.case.engine)]
         without = [point for point in of_engine if point.case.offload == "none"]
         for offload in OFFLOADS:
-            if using := [point for point in of_engine if point.case.offload == offload]:
+            using = [point for point in of_engine if point.case.offload == offload]
+            if using and (without or number == 0):
                 comparison = compare_with_baseline(using, without)
-                text, compares = _sentence(offload, comparison, using, without), bool(without)
+                text = _sentence(offload, comparison, using, without) if without else _unmeasured(using)
                 verdicts.append(
-                    OffloadVerdict(engine=engine, offload=offload, comparison=comparison, text=text, compares=compares)
+                    OffloadVerdict(
+                        engine=engine, offload=offload, comparison=comparison, text=text, compares=bool(without)
+                    )
                 )
     return tuple(verdicts)
 
@@ -189,7 +195,7 @@ def pareto(points: Sequence[P]) -> tuple[P, ...]:
 
 def spread(samples: Sequence[float]) -> Spread | None:
     """Return the mean of samples and half its 95% confidence interval; None without samples."""
-    return Spread(mean=mean(samples), half_width=ci95_half_width(samples)) if samples else None
+    return Spread(mean=fmean(samples), half_width=ci95_half_width(samples)) if samples else None
 
 
 def statuses(points: Points) -> str:
@@ -209,10 +215,8 @@ def _by_batch(points: Points) -> dict[int, Measurement]:
 def _sentence(offload: Offload, comparison: BaselineComparison, using: Points, without: Points) -> str:
     """Return the verdict, also if a side has no usable point."""
     ours, theirs, gain = comparison.best, comparison.baseline, comparison.change
-    if theirs is not None:
-        other = f"without it {_rate(theirs)}"
-    else:
-        other = f"without it every point failed ({statuses(without)})" if without else "nothing was measured without it"
+    failed = f"every point failed ({statuses(without)})"
+    other = f"without it {failed if theirs is None else _rate(theirs)}"
     if ours is None:
         return f"Nothing succeeded with offload {offload} ({statuses(using)}); {other}."
     if gain is None:
@@ -222,6 +226,13 @@ def _sentence(offload: Offload, comparison: BaselineComparison, using: Points, w
     else:
         text = f"Offload {offload} gives {gain.times} at each side's own best batch"
     return f"{text}: {_rate(ours)}, {other}. {_at_equal_batch(comparison.equal)}"
+
+
+def _unmeasured(using: Points) -> str:
+    """Return the command that measures without offload what `using` measured with it."""
+    point = best(using) or using[0]
+    path = f"sweeps/results/{point.machine}/{PurePath(point.case.model).name}-none.jsonl"
+    return f"fits on the GPU: not measured; measure it with `{reproduce.without_offload(point.case, path)}`"
 
 
 def _at_equal_batch(changes: Sequence[Change]) -> str:

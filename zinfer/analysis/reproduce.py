@@ -49,6 +49,16 @@ def case_commands(case: Case, requests: RequestLoad | None = None) -> tuple[str,
     return shlex.join([*again, *settings, "-o", "again.jsonl"]), shlex.join([*use, *settings])
 
 
+def without_offload(case: Case, path: str) -> str:
+    """Return the command that measures a case's model without offload."""
+    load, layers = case.workload, [] if case.layers is None else ["--layers", str(case.layers)]
+    words = ["zinfer", "sweep", "--model", case.model, "--engine", case.engine, "--offload", "none"]
+    words += ["--dtype", case.dtype, "--batch-size", "1,8,auto", "--input-len", str(load.input_len)]
+    words += ["--output-len", str(load.output_len), "--load-format", case.load_format, *layers]
+    words += [] if case.weights == "as-released" else ["--weights", case.weights]
+    return shlex.join([*words, "-o", path])
+
+
 def _asked(requests: RequestLoad) -> list[str]:
     """Return the options of equal requests; files without folder and checksum."""
     lengths = requests.source.partition(":")[0] in ("lognormal", "uniform", "fixed")

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from zinfer.analysis.group import Setting
 from zinfer.analysis.sla import Sla, SlaCheck, check_samples, parse
 from zinfer.core.requests import RequestLoad
+from zinfer.record.measurement import in_time
 from zinfer.record.requests import RequestKey, RequestMetric, RequestPoint, RequestSample
 
 _TIMES: dict[str, RequestMetric] = {"ttft": "ttft_ms", "tpot": "tpot_ms", "e2e": "e2e_ms", "user_tok_s": "tpot_ms"}
@@ -120,9 +121,9 @@ def group_of(point: RequestPoint) -> RequestGroup:
 
 
 def groups(points: Iterable[RequestPoint]) -> dict[RequestGroup, tuple[RequestPoint, ...]]:
-    """Return all records by group, sorted, whole models first."""
+    """Return all records by group, sorted, whole models first; those of a group in the order of their times."""
     points_by_group: dict[RequestGroup, list[RequestPoint]] = {}
-    for point in points:  # one that did not get far does not know the number of all layers
+    for point in in_time(points):  # one that did not get far does not know the number of all layers
         points_by_group.setdefault(group_of(point).model_copy(update={"total_layers": None}), []).append(point)
 
     def sort_key(group: RequestGroup) -> tuple[bool | int | float | str, ...]:

@@ -20,7 +20,7 @@ from zinfer.core.case import Case
 from zinfer.core.engine import plan_options
 from zinfer.core.model import Weights
 from zinfer.core.units import duration, figures, gb
-from zinfer.record.measurement import last_of
+from zinfer.record.measurement import latest_by
 from zinfer.record.study import (
     POLICIES,
     SOURCES,
@@ -67,8 +67,8 @@ _Parts = tuple[str, str, str, Sequence[tuple[str, ...]], Iterable[str]]
 
 
 def latest(runs: Iterable[Study]) -> tuple[Study, ...]:
-    """Return the last run of each machine and, of `reuse`, load."""
-    return last_of(((run.machine, run.study, run.case if run.study == "reuse" else None), run) for run in runs)
+    """Return the latest run of each machine and, of `reuse`, load."""
+    return latest_by(runs, lambda run: (run.machine, run.study, run.case if run.study == "reuse" else None))
 
 
 def gain(row: Coded, link: float) -> float | None:

@@ -109,24 +109,43 @@ def _print(wanted: "dict[Group, tuple[Measurement, ...]]", answers: "Answers") -
         if last is not None:
             click.echo()
         if both and part is not last:
-            click.echo("SLICES: the first layers of a model, whose memory is not the model's\n" if part else "MODELS\n")
+            click.echo("SLICES: the first layers of a model, whose memory is not the model's\n\n" * part, nl=False)
         last = part
-        click.echo(f"{group.title}\n{group.conditions}\n")
-        _show(points, command=group not in answers)
         if group in answers:
             decision.show(answers[group])
+        else:
+            _name_best(group, points)
+        click.echo(f"\n{group.title}\n{group.conditions}\n")
+        _show(points)
         if cautions := [*rates.cautions(points), *filter(None, [group.caution])]:
             click.echo("\n" + "\n".join(cautions))
 
 
-def _show(points: "Points", command: bool) -> None:
+def _name_best(group: "Group", points: "Points") -> None:
+    """Print the answer: the best configuration, its ties, and its commands."""
+    from zinfer.analysis import rates
+    from zinfer.commands import decision
+
+    winner = rates.winner(points)
+    if winner is None:
+        click.echo(f"{group.title}: nothing succeeded ({rates.statuses(points)})")
+        return
+    named = f"{winner.case.label()}, batch {winner.case.workload.batch_size}"
+    single = ", one repeat" if len(winner.ttft_ms) == 1 else ""
+    click.echo(f"Best of {group.title}: {named}, {rates.rate_text(winner)} tok/s{single}")
+    if tied := rates.tied(points, winner):
+        click.echo(tied)
+    decision.show_commands(winner)
+
+
+def _show(points: "Points") -> None:
+    """Print the tables of a group, and the verdicts on offload."""
     from zinfer.analysis import rates
     from zinfer.commands import decision
     from zinfer.commands.out import console
 
     winner = rates.winner(points)
     if winner is None:
-        click.echo(f"Nothing succeeded: {rates.statuses(points)}.")
         return
     edges = {edge.load: edge for edge in rates.edges(points)}
     exact = not winner.case.lossy
@@ -142,13 +161,6 @@ def _show(points: "Points", command: bool) -> None:
             click.echo(f"{edge.load.label()}: nothing succeeded ({rates.statuses(load_points)}).")
     for verdict in rates.offload_verdicts(points):
         click.echo(f"{verdict.engine or 'Any engine'}: {verdict.text}")
-    if command:
-        named = f"{winner.case.label()}, batch {winner.case.workload.batch_size}"
-        single = ", one repeat" if len(winner.ttft_ms) == 1 else ""
-        click.echo(f"\nBest: {named}, {rates.rate_text(winner)} tok/s{single}")
-        if tied := rates.tied(points, winner):
-            click.echo(tied)
-        decision.show_commands(winner)
 
 
 def _table(tops: "Points", edges: "dict[Case, Edge]") -> "Table":
@@ -186,10 +198,15 @@ def _print_requests(served: "dict[RequestGroup, tuple[RequestPoint, ...]]", answ
     from zinfer.commands.out import console
 
     if served:
-        click.echo("\nREQUESTS: of different lengths, which come and end at any time\n" if behind else "REQUESTS\n")
+        click.echo("\nREQUESTS: of different lengths, which come and end at any time\n\n" * behind, nl=False)
     for number, (group, points) in enumerate(served.items()):
-        click.echo("\n" * (number > 0) + f"{group.title}\n{group.conditions}\n")
+        click.echo("\n" * (number > 0), nl=False)
         rows = requests.ranked(points)
+        if group in answers and rows:
+            decision.show(answers[group])
+        elif rows:
+            _name(group, rows)
+        click.echo("\n" * bool(rows) + f"{group.title}\n{group.conditions}\n")
         for failed in {point.case.label(): point for point in points if not point.usable}.values():
             if all(row.point.key != failed.key for row in rows):
                 click.echo(f"{failed.case.label()}: {failed.status}.")
@@ -198,10 +215,6 @@ def _print_requests(served: "dict[RequestGroup, tuple[RequestPoint, ...]]", answ
         console().print(_request_table(rows))
         if any(row.point.case.lossy for row in rows):
             click.echo(f"Lossy settings, ranked apart: {decision.ACCURACY}.")
-        if group in answers:
-            decision.show(answers[group])
-        else:
-            _name(rows)
         single = sum(len(row.rates) == 1 for row in rows)
         cautions = list(rates.conditions([row.point for row in rows]))
         if single:
@@ -210,7 +223,7 @@ def _print_requests(served: "dict[RequestGroup, tuple[RequestPoint, ...]]", answ
         click.echo("\n" + "\n".join([*cautions, *filter(None, [group.caution])]))
 
 
-def _name(rows: "list[RequestRates]") -> None:
+def _name(group: "RequestGroup", rows: "list[RequestRates]") -> None:
     """Name the best of ranked configurations, ties, and commands."""
     from zinfer.commands import decision
     from zinfer.core.units import counted, duration, figures
@@ -220,7 +233,7 @@ def _name(rows: "list[RequestRates]") -> None:
     rate_text = f"{figures(first.mean)} tok/s"
     if isinstance(point.requests.request_rate, float) and e2e is not None:
         rate_text = f"E2E {duration(e2e.mean / 1e3)}, {rate_text}"
-    click.echo(f"\nBest: {point.case.label()}, {rate_text}, {counted(len(first.rates), 'load')}")
+    click.echo(f"Best of {group.title}: {point.case.label()}, {rate_text}, {counted(len(first.rates), 'load')}")
     alike = [row.point.case.label() for row in others if not row.point.case.lossy and first.differs(row) is False]
     if alike:
         click.echo(f"As fast within the range of the loads: {', '.join(alike)}.")

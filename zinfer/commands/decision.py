@@ -86,9 +86,8 @@ def question(
 
 
 def show(answer: GroupDecision) -> None:
-    """Print the answer below the table, in a few lines."""
+    """Print the answer in a few lines."""
     decision, point = answer.decision, answer.decision.point
-    click.echo()
     if point is None:
         if decision.unknown:
             click.echo(f"The {decision.objective} is not known for any of {decision.keeping} points.")
@@ -103,7 +102,7 @@ def show(answer: GroupDecision) -> None:
         _show_lossy(decision)
         return
     choice = f"{decision.keeping} of {counted(decision.usable, 'point')} to choose from"
-    click.echo(f"Best by {decision.objective}, {choice}: {_named(point)}")
+    click.echo(f"Best by {decision.objective}, {choice}: {_named(point)}, {figures(point.output_tok_s or 0)} tok/s")
     if decision.unknown:
         click.echo(f"  {decision.unknown} of them are left out: their {decision.objective} is not known")
     for check in decision.kept:

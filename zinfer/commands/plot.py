@@ -39,14 +39,16 @@ def command(results: Path | None, machine: str | None, output: Path, formats: st
 
     Prints the paths it wrote, DIR/<machine>/<sweep>-<figure>.<format>. Equal results give equal bytes.
     """
+    from itertools import chain
     from typing import get_args
 
+    from zinfer.analysis import study as studies
     from zinfer.analysis.group import groups, path_part
-    from zinfer.analysis.study import latest, title
     from zinfer.commands.failure import Failure
     from zinfer.commands.results import choose, usable
     from zinfer.core.errors import NOTHING
     from zinfer.record import study
+    from zinfer.record.measurement import latest
     from zinfer.report.plot import figures, style
 
     forms = [name for name in get_args(style.Format) if name in formats.split(",")]
@@ -68,18 +70,20 @@ def command(results: Path | None, machine: str | None, output: Path, formats: st
         if not runs:
             raise
     missing = set(names) if wanted != "all" else set()
+    # A case that several files have is drawn as it was measured last, in the figures of each.
+    newest = {(point.machine, point.case): point for point in latest(chain(*(records.points for _, records in sweeps)))}
     for file, records in sweeps:
-        groups_of_file = groups(records.points)
+        groups_of_file = groups(newest[point.machine, point.case] for point in records.points)
         for group, points in groups_of_file.items():
             stem = output / group.stem(file.stem, alone=len(groups_of_file) == 1)
             for name, figure in figures.draw(group, points, names).items():
                 missing.discard(name)
                 _write(figure, stem.with_name(f"{stem.name}-{name}"), forms)
-    for run in latest(runs) if "reuse" in names else ():
+    for run in studies.latest(runs) if "reuse" in names else ():
         drawn = figures.reuse(run)
         if drawn is not None:
             missing.discard("reuse")
-            _write(drawn, output / path_part(run.machine) / f"reuse-{path_part(title(run))}", forms)
+            _write(drawn, output / path_part(run.machine) / f"reuse-{path_part(studies.title(run))}", forms)
     if missing:
         why = "; `zinfer sweep` traces a step of each point that the stream engine offloads" * ("timeline" in missing)
         raise Failure(

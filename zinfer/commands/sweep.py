@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from zinfer.core.machine import Machine
     from zinfer.job.cluster import Kind
+    from zinfer.job.forecast import Outlook
     from zinfer.job.recipe import Sweep
     from zinfer.job.shard import Shard
     from zinfer.job.signals import Signals
@@ -33,6 +34,21 @@ def _rate(word: str) -> float | str:
     return word if word == "inf" else float(word)
 
 
+class Minutes(click.ParamType[Any]):
+    """Number of minutes, or none."""
+
+    name = "n|none"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        if isinstance(value, str) and value != "none" and not re.fullmatch(r"[0-9]{1,7}(\.[0-9]{1,3})?", value):
+            self.fail(f"{value[:60]!r}: write a number of minutes, or none", param, ctx)
+        return 0.0 if value == "none" else float(value)
+
+
+LONG_S = 3600  # seconds from which on a sweep asks first
+# Fields that choose what is measured: without any of them a sweep measures what `zinfer best` needs to decide.
+CHOICES = {"engine", "offload", "batch_size", "gpu_weights", "weights", "requests", "request_lengths"}
+DECIDING = {"engine": ("stream", "peer"), "offload": ("none", "cpu"), "batch_size": "1,8,auto"}
 IN_FLIGHT = options.Values("auto|n,..", _in_flight, "auto, or positive whole numbers with commas between")
 RATES = options.Values("r,..|inf", _rate, "positive numbers with commas between, or inf")
 
@@ -40,7 +56,12 @@ RATES = options.Values("r,..|inf", _rate, "positive numbers with commas between,
 @click.command("sweep", cls=options.LoadCommand)
 @click.argument("recipe", required=False)
 @click.option("-m", "--model", type=options.Words(), help=options.MODEL_HELP)
-@click.option("--engine", type=options.Words(), help=options.ENGINES_HELP)
+@click.option(
+    "--engine",
+    type=options.Words(),
+    help="Engines (accelerate, deepspeed, stream, tensorrt), recipes in engines/, or peer: deepspeed for offloads if "
+    "it is installed, else accelerate.  [default: stream; with --model alone, stream,peer]",
+)
 @click.option(
     "--offload",
     type=options.Words(options.OFFLOADS),
@@ -49,7 +70,8 @@ RATES = options.Values("r,..|inf", _rate, "positive numbers with commas between,
 @click.option(
     "--batch-size",
     type=options.Batches(),
-    help="Sequences at once; auto: double up to the edge of memory.  [default: auto]",
+    help="Sequences at once; auto: double until two doublings together gain under 5%, or up to the edge of memory; "
+    "best: then search around the fastest. Numbers may come before.  [default: auto; with --model alone, 1,8,auto]",
 )
 @click.option("--input-len", type=options.NUMBERS, help="Prompt tokens.  [default: 512]")
 @click.option("--output-len", type=options.NUMBERS, help="Generated tokens.  [default: 32]")
@@ -96,6 +118,12 @@ RATES = options.Values("r,..|inf", _rate, "positive numbers with commas between,
     type=click.IntRange(min=1),
     help="Repeat the whole sweep N times, reloading the model each time.  [default: 1]",
 )
+@click.option(
+    "--minutes",
+    type=Minutes(),
+    help="Begin no point after N minutes; none: no limit.  [default: 15; with --shard or --cluster, none]",
+)
+@click.option("--yes", is_flag=True, help="Begin a sweep of more than an hour without a question.")
 @options.load_options
 @options.weights
 @click.option("--repeats", type=click.IntRange(min=1), help="Maximum runs per point.  [default: 3]")
@@ -139,6 +167,7 @@ def command(
     resume: bool,
     force: bool,
     dry_run: bool,
+    yes: bool,
     as_json: bool,
     shard: "Shard | None",
     merge: bool,
@@ -149,6 +178,9 @@ def command(
 ) -> None:
     """Measure throughput over batch size, with offload on and off. Every point is on disk before the next one starts.
 
+    With --model alone it measures what decides, in at most 15 minutes: weights on the GPU and in host memory, engine
+    stream and the one to compare it with, batch 1, 8 and more until that gains nothing.
+
     With --requests or --request-lengths it measures loads of requests instead: TTFT, TPOT, ITL and E2E of each, and the
     rate of them all; with --batch-size, both.
 
@@ -156,7 +188,8 @@ def command(
     own. Comma lists are axes.
 
     \b
-    zinfer sweep --model bloom-176b --offload cpu
+    zinfer sweep --model ./my-checkpoint
+    zinfer sweep --model bloom-176b --offload cpu --minutes none
     zinfer sweep --model opt-30b --engine stream,deepspeed --offload none,cpu --batch-size 1-64*2
     zinfer sweep --model opt-30b --offload cpu --request-lengths lognormal:245,106 --in-flight 64,auto
     zinfer sweep demo --resume
@@ -178,6 +211,10 @@ def command(
     fields |= {key: value for key, value in given.items() if value not in (None, ())}
     if settings:
         fields = with_options(fields, settings, str(recipe))
+    if recipe is None and not settings and not CHOICES & fields.keys():
+        fields |= DECIDING
+    if shard is not None or cluster is not None:
+        fields.setdefault("minutes", 0)
     if "model" not in fields:
         raise click.UsageError(
             "say what to measure: --model NAME, or a recipe (`zinfer plan --list models` lists the catalogue)"
@@ -205,7 +242,7 @@ def command(
         return
     shared = merge or shard is not None or cluster == "slurm"  # between machines, which may have different names
     output = output or (local.RESULTS if shared else local.results_folder()) / f"{_name(recipe, plan)}.jsonl"
-    measure = partial(_measure, plan, output, nvme_path, bool(debug))
+    measure = partial(_measure, plan, output, nvme_path, bool(debug), yes)
     if merge:
         outcome = parts.merge(plan, output, force=force)
     elif cluster is not None:
@@ -239,6 +276,7 @@ def _measure(
     output: Path,
     nvme_path: str | None,
     debug: bool,
+    yes: bool,
     resume: bool,
     force: bool,
     shard: "Shard | None" = None,
@@ -262,21 +300,44 @@ def _measure(
     done = _recorded(path, resume)
     _check_settings(path, done, header, force)
     merged = read(output) if resume and shard is not None and output.exists() else Records()
+    recorded: list[sweep.Point] = [*merged.points, *done.points, *merged.requests, *done.requests]
+    expected = _announce(plan, sweep.outlook(plan, jobs, recorded), yes)
     with Store.open(path) as store, Watch() as watch:
         watch.message(f"results: {path}")
+        watch.message(expected)
         store.append_header(header)
-        recorded: list[sweep.Point] = [*merged.points, *done.points, *merged.requests, *done.requests]
         try:
             outcome = sweep.run(
                 plan, jobs, store, recorded, watch.events(), partial(Worker, debug=debug), signals
             )  # fmt: skip
-            if shard is not None:
+            if shard is not None and not outcome.left:
                 store.append_header(header.model_copy(update={"complete": True}))
             store.check()
+            if outcome.left:
+                watch.message(
+                    f"ended by --minutes {plan.minutes:g}, not measured: {'; '.join(outcome.left)}. --resume goes on, "
+                    "--minutes none measures all"
+                )
         except Interrupted as interrupt:
             watch.message(f"interrupted; every finished point is in {path}, `--resume` goes on")
             raise SystemExit(128 + interrupt.signal) from None
     return outcome
+
+
+def _announce(plan: "Sweep", outlook: "Outlook", yes: bool) -> str:
+    """Return the line on the time of a sweep. On a terminal, ask before one of more than an hour."""
+    import sys
+
+    from zinfer.core.units import counted, duration
+
+    seconds = outlook.seconds_left
+    about = "a time that is not known" if seconds is None else f"about {duration(seconds)}"
+    points = f"{'' if outlook.exact else 'about '}{counted(outlook.points - outlook.done, 'point')}"
+    bound = f"at most {plan.minutes:g} minutes (--minutes)" if plan.minutes else "no limit (--minutes)"
+    line = f"time: {about} for {points}, {bound}"
+    if seconds is not None and seconds > LONG_S and not yes and sys.stdin.isatty() and sys.stderr.isatty():
+        click.confirm(f"{line}. Begin?", default=True, abort=True, err=True)
+    return line
 
 
 def _recorded(output: Path, resume: bool) -> "Records":
@@ -380,15 +441,16 @@ def _changes(before: Any, after: Any) -> str:
 
 
 def _print_plans(plan: Any, jobs: list[Any], as_json: bool) -> None:
-    from zinfer.core.units import counted, duration
-    from zinfer.job.forecast import Forecast, UpcomingLoad
+    from zinfer.core.units import counted
+    from zinfer.job import sweep
+    from zinfer.job.forecast import likely_batches
     from zinfer.plan.advice import describe
 
     rows = [
         job.planner.at(case.with_batch(batch).workload)
         for job in jobs
         for case in job.cases
-        for batch in ({1, max(1, job.plan.max_batch_size)} if isinstance(plan.batch_size, str) else plan.batch_size)
+        for batch in likely_batches(plan, job.planner, case.workload)
     ]
     if as_json:
         click.echo(json.dumps([row.model_dump(mode="json", exclude={"model", "machine"}) for row in rows], indent=1))
@@ -404,11 +466,7 @@ def _print_plans(plan: Any, jobs: list[Any], as_json: bool) -> None:
             lengths = "/".join(map(str, request_set.mean_lengths))
             room = job.plan.why_not or f"{key.requests.describe()}, {lengths} tokens on average"
             click.echo(f"{key.case.model} {key.case.label()}: {room}")
-    ahead = [UpcomingLoad(job.planner, job.cases, job.requests) for _ in range(plan.rounds) for job in jobs]
-    outlook = Forecast(plan, ahead).outlook()
-    about = "" if outlook.exact else "about "
-    time = "a time that is not known" if outlook.seconds_left is None else f"about {duration(outlook.seconds_left)}"
-    click.echo(f"in all: {counted(len(ahead), 'load')}, {about}{counted(outlook.points, 'point')}, {time}")
+    click.echo(f"{counted(plan.rounds * len(jobs), 'load')}; {_announce(plan, sweep.outlook(plan, jobs), yes=True)}")
 
 
 def _request_row(point: Any) -> dict[str, Any]:

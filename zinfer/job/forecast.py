@@ -6,11 +6,11 @@ so that the time left soon follows the machine, whatever the plan thought of it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count, takewhile
 from typing import NamedTuple
 
 from zinfer.core.case import Case, Workload
-from zinfer.job.recipe import Sweep, automatic
+from zinfer.job.batches import Answer, advance, batches_of
+from zinfer.job.recipe import Sweep
 from zinfer.job.requests import RequestSet
 from zinfer.plan.planner import Planner
 from zinfer.record.requests import RequestKey
@@ -51,13 +51,14 @@ class Forecast:
     """Points and seconds that a sweep has left."""
 
     def __init__(self, sweep: Sweep, loads: Sequence[UpcomingLoad]) -> None:
+        self._sweep, self._planners = sweep, [load.planner for load in loads]
         self._exact = not isinstance(sweep.batch_size, str)
         self._left: list[dict[Key, float | None]] = []  # for each load: its points to come, and their seconds
         self._loads: list[float] = []  # seconds until a load is ready
         for planner, cases, requests, recorded in loads:
             points: dict[Key, float | None] = {}
             for case in cases:
-                sized = map(case.with_batch, _batches(sweep, planner, case.workload))
+                sized = map(case.with_batch, likely_batches(sweep, planner, case.workload))
                 points |= {key: _seconds(sweep, planner, key.workload) for key in sized}
             points |= {key: _request_seconds(planner, request_set) for key, request_set in requests}
             points |= dict.fromkeys(recorded.intersection(points), 0.0)
@@ -90,20 +91,33 @@ class Forecast:
         left = [seconds for points in self._left for seconds in points.values()]
         if None in left:
             return Outlook(self._done, self._done + len(left), self._exact, None)
-        scale = self._measured / self._predicted if self._predicted and self._measured else 1.0
-        seconds_left = scale * (sum(self._loads) + sum(seconds or 0.0 for seconds in left))
+        seconds_left = self._scale * (sum(self._loads) + sum(seconds or 0.0 for seconds in left))
         return Outlook(self._done, self._done + len(left), self._exact, seconds_left)
 
+    def seconds(self, index: int, key: Key) -> float:
+        """Return the seconds of a point to come; 0 if unknown."""
+        seconds = self._left[index].get(key)
+        if seconds is None and isinstance(key, Case):
+            seconds = _seconds(self._sweep, self._planners[index], key.workload)
+        return self._scale * (seconds or 0.0)
 
-def _batches(sweep: Sweep, planner: Planner, workload: Workload) -> list[int]:
-    """Return the batch sizes that are likely to be tried: those listed, or powers up to the largest that fits."""
+    @property
+    def _scale(self) -> float:
+        return self._measured / self._predicted if self._predicted and self._measured else 1.0
+
+
+def likely_batches(sweep: Sweep, planner: Planner, workload: Workload) -> list[int]:
+    """Return the batch sizes that a sweep is likely to time."""
     if not isinstance(sweep.batch_size, str):
         return list(sweep.batch_size)
-    factor, first = automatic(sweep.batch_size)
-    largest = max(1, planner.max_batch(workload))
-    powers = (max(2, factor) ** power for power in count())
-    rising = first or takewhile(lambda size: size <= largest, powers)
-    return sorted({size for size in rising if size <= largest} | {largest})
+    batches, answer, sizes = batches_of(sweep, planner.at(workload)), None, list[int]()
+    while (attempt := advance(batches, answer)) is not None:
+        sized = workload.model_copy(update={"batch_size": attempt.batch_size})
+        fits = attempt.batch_size <= max(1, planner.max_batch(workload))
+        answer = Answer("ok" if fits else "oom_gpu", planner.rate(sized) if attempt.timed and fits else None)
+        if attempt.timed and fits:
+            sizes.append(attempt.batch_size)
+    return sizes
 
 
 def _seconds(sweep: Sweep, planner: Planner, workload: Workload) -> float | None:

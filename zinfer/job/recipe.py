@@ -8,6 +8,7 @@ import math
 import re
 from collections.abc import Collection, Iterator
 from importlib.resources import files
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -47,6 +48,7 @@ ENGINE_RECIPES, SWEEP_RECIPES = Path("engines"), Path("sweeps")
 RECIPE_BYTES = 64 << 10  # largest recipe file
 LOADS, CASES, POINTS = 1000, 2000, 10_000  # maximum of processes; of these at each pair of lengths; and each batch
 AXIS = 1000  # maximum of values of an axis
+PEER = "peer"  # engine that a user would pick instead of `stream`
 DESCRIPTION = 4000  # maximum of characters
 
 
@@ -135,9 +137,10 @@ class SweepLoad(Frozen):
 class Sweep(Frozen):
     """Axes of a sweep: every tuple is an axis, and the sweep is their product.
 
-    `batch_size` lists the batches to measure, or is "auto": double until memory runs out, then bisect to the largest
-    batch that runs ("auto*4" quadruples; "1,8,32,auto" measures these and the largest). "best", or "1,8,best", then
-    searches for the fastest batch, which need not be the largest.
+    `batch_size` lists the batches to measure, or is "auto": double until two doublings together gain less than 5%, or
+    memory runs out; then bisect to the largest batch that runs ("auto*4" quadruples; "1,8,32,auto" measures these and
+    goes on behind them). "best", or "1,8,best", then searches around the fastest. The engine "peer" is the one to
+    compare `stream` with. No point begins after `minutes`, each load having its part of them; 0 is no bound.
 
     A sweep with `requests`, a file, or `request_lengths`, distributions, measures these in closed loops (`in_flight`)
     and open loops (`request_rate`), and equal batches only if it names a `batch_size`. All points are measured `rounds`
@@ -172,6 +175,7 @@ class Sweep(Frozen):
     repeats: int = Field(default=3, ge=1, le=MOST)
     tolerance: float = Field(default=0.02, gt=0, le=100)  # repeats stop at this 95% half-width, as a share of the mean
     timeout_s: float = Field(default=1800, gt=0, le=1e12)
+    minutes: float = Field(default=15, ge=0, le=1e9)
 
     @model_validator(mode="before")
     @classmethod
@@ -271,10 +275,11 @@ class Sweep(Frozen):
         With `planning` any engine takes the options of `PlanOptions`, which it may lack. Raises OptionError for an
         unknown option and for a wrong value, RecipeError for an unknown engine.
         """
-        recipes = [engine_recipe(name) for name in self.engine]
-        axes = self.model, self.layers, recipes, self.weights, self.offload
-        for model, layers, recipe, weights, offload in product(*axes):
-            budgets = self._budgets(recipe.engine, offload, {each.engine for each in recipes})
+        recipes = {(name, offload): engine_recipe(name, offload) for name in self.engine for offload in self.offload}
+        axes = self.model, self.layers, self.engine, self.weights, self.offload
+        for model, layers, name, weights, offload in product(*axes):
+            recipe = recipes[name, offload]
+            budgets = self._budgets(recipe.engine, offload, {each.engine for each in recipes.values()})
             for budget, values in product(budgets, [*product(*self.options.values())]):
                 options = recipe.options | dict(zip(self.options, values, strict=True))
                 yield SweepLoad(
@@ -413,8 +418,14 @@ def sweep_recipe(name: str) -> Path:
     return recipes[name]
 
 
-def engine_recipe(name: str) -> EngineRecipe:
-    """Return the recipe ``engines/<name>.toml``, or the engine `name` with its defaults. Raises RecipeError."""
+def engine_recipe(name: str, offload: Offload = "cpu") -> EngineRecipe:
+    """Return the recipe ``engines/<name>.toml``, or the engine `name` with its defaults. Raises RecipeError.
+
+    The engine `PEER` is deepspeed for offloads if it is installed, else accelerate.
+    """
+    if name == PEER:
+        able = offload != "none" and find_spec("deepspeed") is not None
+        return EngineRecipe(engine="deepspeed" if able else "accelerate")
     recipes = _recipes(ENGINE_RECIPES)
     if (path := recipes.get(name)) is not None:
         try:
@@ -423,10 +434,8 @@ def engine_recipe(name: str) -> EngineRecipe:
             raise RecipeError(f"{path}: {_first_problem(error, EngineRecipe)}") from None
     if name in ENGINES:
         return EngineRecipe(engine=name)
-    hint = did_you_mean(name, [*ENGINES, *recipes])
-    raise RecipeError(
-        f"no engine {name[:80]!r}{hint}; choose from {', '.join(dict.fromkeys([*ENGINES, *sorted(recipes)]))}"
-    )
+    names = dict.fromkeys([*ENGINES, PEER, *sorted(recipes)])
+    raise RecipeError(f"no engine {name[:80]!r}{did_you_mean(name, names)}; choose from {', '.join(names)}")
 
 
 def _first_problem(error: ValidationError, kind: type[Frozen]) -> str:

@@ -5,10 +5,10 @@ once and measures batch after batch, smallest first. Out of memory is a result, 
 larger batch of the same load is tried.
 """
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
+from math import inf
 from time import monotonic
 from typing import Any, NamedTuple, TypeVar
 
@@ -18,14 +18,14 @@ from zinfer.core.machine import Machine
 from zinfer.core.model import ModelError, ModelSpec, check_positions
 from zinfer.core.request import Request
 from zinfer.generation.tokenizer_process import Refusal, TokenizerProcess
+from zinfer.job.batches import OUT_OF_MEMORY, Answer, advance, batches_of
 from zinfer.job.driver import Driver
 from zinfer.job.forecast import Forecast, Key, Outlook, UpcomingLoad
-from zinfer.job.recipe import Sweep, SweepLoad, automatic, engine_recipe
+from zinfer.job.recipe import Sweep, SweepLoad
 from zinfer.job.requests import RequestSet
 from zinfer.job.shard import Shard
 from zinfer.job.signals import Interrupted, Signals
 from zinfer.plan.planner import Plan, Planner
-from zinfer.plan.search import LARGEST_BATCH
 from zinfer.record.measurement import Measurement, Recorded, Status
 from zinfer.record.requests import RequestKey, RequestPoint
 from zinfer.record.store import Header, Store
@@ -36,35 +36,16 @@ from zinfer.worker.tasks import MeasureRequests
 FINAL: frozenset[Status] = frozenset(
     {"ok", "oom_gpu", "oom_host", "unsupported", "nan_output", "offload_not_effective"}
 )
-OUT_OF_MEMORY: frozenset[Status] = frozenset({"oom_gpu", "oom_host"})
-
-
-@dataclass(frozen=True)
-class Try:
-    """Batch to run: timed, or only to see whether it fits."""
-
-    batch_size: int
-    timed: bool = True
-
-
-class Answer(NamedTuple):
-    """Status of a try, and its output tokens a second if measured."""
-
-    status: Status
-    tok_s: float | None = None
-
-
-Batches = Generator[Try, Answer, None]
-SMALLEST_STEP = 1 / 32  # of the search for the best batch, as a share of the largest
 Point = Measurement | RequestPoint
 P = TypeVar("P", bound=Recorded)
 
 
 class Outcome(NamedTuple):
-    """Points of a sweep: of equal sequences, and of requests."""
+    """Points of a sweep: of equal sequences, and of requests. `left` names what `Sweep.minutes` had no room for."""
 
     points: list[Measurement]
     requests: list[RequestPoint]
+    left: tuple[str, ...] = ()
 
     @property
     def all(self) -> list[Point]:
@@ -98,83 +79,6 @@ class Events:
     outlook: Callable[[Outlook], None] = lambda _outlook: None  # at the start and after each point
     trying: Callable[[Case | RequestKey], None] = lambda _key: None
     requests: Callable[[RequestPoint, bool], None] = lambda _point, _resumed: None  # as `point`
-
-
-def find_max_batch(limit: int, factor: int = 2, first: Iterable[int] = (), guess: int = 0) -> Batches:
-    """Search for the largest batch that runs, up to `limit`.
-
-    `first`, or else the powers of `factor`, are timed until memory runs out. Untimed tries follow, which begin at
-    `guess` and proceed in growing strides, and by bisection between what ran and what did not; the largest batch that
-    runs is timed last. An answer is sent in for every batch yielded; any status but ``ok`` counts as not running.
-    """
-    good, bad = 0, limit + 1
-    for batch in sorted(first) or (factor**power for power in count()):
-        if batch > limit or (yield Try(batch)).status != "ok":
-            bad = min(bad, batch)
-            break
-        good = batch
-    largest_timed = good
-    batch, stride = (guess, 1) if guess > good else (2 * good, good)
-    while good and bad - good > 1:
-        if not good < batch < bad:
-            batch = (good + bad) // 2
-        if (yield Try(batch, timed=False)).status == "ok":
-            good, batch = batch, batch + stride
-        else:
-            bad, batch = batch, batch - stride
-        stride *= 2
-    while good > largest_timed and (yield Try(good)).status != "ok":  # timed, it may need a little more memory
-        good -= 1
-
-
-def find_best_batch(limit: int, first: Iterable[int] = (), guess: int = 0) -> Batches:
-    """Search for the batch with maximal output tokens a second.
-
-    The largest comes first, as in `find_max_batch`; it need not be the best. Then it searches around the best of those
-    measured, in steps of an eighth of the largest batch, halved while both neighbours are slower.
-    """
-    rates: dict[int, float] = {}
-    search = find_max_batch(limit, 2, first, guess)
-    attempt = next(search)
-    while True:
-        answer = yield attempt
-        if attempt.timed and answer.status == "ok" and answer.tok_s is not None:
-            rates[attempt.batch_size] = answer.tok_s
-        try:
-            attempt = search.send(answer)
-        except StopIteration:
-            break
-    largest = max(rates, default=0)
-    step = largest // 8
-    while step >= max(1, int(largest * SMALLEST_STEP)):
-        best = max(rates, key=lambda batch: rates[batch])
-        for batch in (best - step, best + step):
-            if 0 < batch <= largest and batch not in rates:
-                answer = yield Try(batch)
-                rates[batch] = answer.tok_s or 0.0 if answer.status == "ok" else 0.0
-        if max(rates, key=lambda batch: rates[batch]) == best:
-            step //= 2
-
-
-def listed(batches: Iterable[int]) -> Batches:
-    """Yield batches in rising order until memory runs out."""
-    for batch in sorted(batches):
-        if (yield Try(batch)).status in OUT_OF_MEMORY:
-            return
-
-
-def batches_of(sweep: Sweep, plan: Plan) -> Batches:
-    """Return the batches to try.
-
-    The plan guesses the largest one; without a GPU it is also the limit, since running out of memory would take down
-    the whole machine.
-    """
-    if not isinstance(sweep.batch_size, str):
-        return listed(sweep.batch_size)
-    limit = LARGEST_BATCH if plan.machine.gpu_count else max(1, plan.max_batch_size)
-    factor, first = automatic(sweep.batch_size)
-    guess = min(plan.max_batch_size, limit)
-    return find_max_batch(limit, factor, first, guess) if factor else find_best_batch(limit, first, guess)
 
 
 def prepare(
@@ -220,14 +124,14 @@ def prepare(
 
 def recipe_of(sweep: Sweep) -> dict[str, Any]:
     """Return the settings of a sweep for its header."""
-    return sweep.model_dump(mode="json", exclude={"description", "timeout_s", "machine", "published"})
+    return sweep.model_dump(mode="json", exclude={"description", "timeout_s", "minutes", "machine", "published"})
 
 
 def header_of(sweep: Sweep, machine: str, revisions: Iterable[tuple[str, str]], shard: Shard | None = None) -> Header:
     """Return the header of a start of `sweep` or of a shard. `revisions` are the models with their revisions."""
     used: dict[str, str] = {}
-    for name in sweep.engine:
-        used |= versions(engine_recipe(name).engine)
+    for engine in dict.fromkeys(load.engine for load in sweep.loads()):
+        used |= versions(engine)
     return Header(
         machine=machine,
         description=sweep.description,
@@ -256,39 +160,70 @@ def run(
 ) -> Outcome:
     """Measure the points that `done` does not hold, and return all.
 
-    Each is appended to `store` at once. `signals` interrupt it, by default SIGINT and SIGTERM. Raises
-    Interrupted on them, after the point under way is recorded as `cancelled`, and StoreError if a record cannot be
-    written; no worker is left behind.
+    Each is appended to `store` at once. After `Sweep.minutes` no point begins. `signals` interrupt it, by default
+    SIGINT and SIGTERM. Raises Interrupted on them, after the point under way is recorded as `cancelled`, and StoreError
+    if a record cannot be written; no worker is left behind.
     """
-    recorded: Known = {}
-    for point in done:
-        if point.status in FINAL:
-            recorded.setdefault(key_of(point), []).append(point)
     events = events or Events()
-    outcome = Outcome([], [])
-    jobs = tuple(jobs)
-    turns = [(number, job) for number in range(sweep.rounds) for job in jobs]
-    upcoming = []
-    for number, job in turns:
-        keys = frozenset(key for key in recorded if _find(recorded, key, number))
-        upcoming.append(UpcomingLoad(job.planner, job.cases, job.requests, keys))
-    forecast = Forecast(sweep, upcoming)
+    recorded = _known(done)
+    points, requests, left = list[Measurement](), list[RequestPoint](), list[str]()
+    turns = _turns(sweep, jobs)
+    forecast = _forecast(sweep, turns, recorded)
+    began = monotonic()
+    end = began + 60 * sweep.minutes if sweep.minutes else inf
+
+    def tell_outlook() -> None:
+        now = forecast.outlook()
+        left_s = None if now.seconds_left is None else max(0.0, min(now.seconds_left, end - monotonic()))
+        events.outlook(now._replace(seconds_left=left_s))
+
     with signals or Signals() as handled:
         for index, (number, job) in enumerate(turns):
             forecast.start(index)
-            events.outlook(forecast.outlook())
-
-            def finished(key: Key, taken_s: float, resumed: bool, index: int = index) -> None:
-                forecast.finish(index, key, taken_s, resumed)
-                events.outlook(forecast.outlook())
-
+            tell_outlook()
             worker = partial(
                 make_worker, job.target, timeout_s=sweep.timeout_s, on_progress=events.progress,
                 on_loaded=events.loaded, revision=job.revision,
             )  # fmt: skip
             with Driver(worker, events.loading, handled) as driver:
-                _Runner(sweep, job, number, store, recorded, events, driver, finished, outcome).run()
-    return outcome
+                share = monotonic() + (end - monotonic()) / (len(turns) - index)  # each load gets its part of the rest
+                runner = _Runner(
+                    sweep, job, number, store, recorded, events, driver, forecast, index, tell_outlook, end, share
+                )
+                runner.run()
+            points += runner.points
+            requests += runner.requests
+            left += runner.left
+    return Outcome(points, requests, tuple(dict.fromkeys(left)))
+
+
+def outlook(sweep: Sweep, jobs: Iterable[LoadJob], done: Iterable[Point] = ()) -> Outlook:
+    """Return the points and seconds that `run` will have, whatever `Sweep.minutes`."""
+    return _forecast(sweep, _turns(sweep, jobs), _known(done)).outlook()
+
+
+Turns = list[tuple[int, LoadJob]]  # numbers of rounds, and loads
+
+
+def _turns(sweep: Sweep, jobs: Iterable[LoadJob]) -> Turns:
+    jobs = tuple(jobs)
+    return [(number, job) for number in range(sweep.rounds) for job in jobs]
+
+
+def _forecast(sweep: Sweep, turns: Turns, recorded: "Known") -> Forecast:
+    upcoming = []
+    for number, job in turns:
+        keys = frozenset(key for key in recorded if _find(recorded, key, number))
+        upcoming.append(UpcomingLoad(job.planner, job.cases, job.requests, keys))
+    return Forecast(sweep, upcoming)
+
+
+def _known(done: Iterable[Point]) -> "Known":
+    recorded: Known = {}
+    for point in done:
+        if point.status in FINAL:
+            recorded.setdefault(key_of(point), []).append(point)
+    return recorded
 
 
 Known = dict[Key, list[Point]]  # final records of each point, in their order
@@ -315,7 +250,10 @@ def _find(recorded: Known, key: Key, number: int, timed: bool = True) -> Point |
 
 @dataclass
 class _Runner:
-    """One job in one round. Its worker is started when the first unmeasured point needs it."""
+    """One job in one round. Its worker is started when the first unmeasured point needs it.
+
+    Points end before the time `share`, but for the first one, which only has to begin before `end`.
+    """
 
     sweep: Sweep
     job: LoadJob
@@ -324,23 +262,46 @@ class _Runner:
     recorded: Known
     events: Events
     driver: Driver
-    finished: Callable[[Key, float, bool], None]
-    outcome: Outcome
+    forecast: Forecast
+    index: int  # of the load in the forecast
+    tell_outlook: Callable[[], None]
+    end: float
+    share: float
     crashes: int = 0
+    measured: int = 0  # points that were not recorded before
+    points: list[Measurement] = field(default_factory=list)
+    requests: list[RequestPoint] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
 
     def run(self) -> None:
         """Measure cases, then loads of requests, while the load can run."""
         for case in self.job.cases:
             batches = batches_of(self.sweep, self.job.planner.at(case.workload))
             answer: Answer | None = None
-            while (attempt := _advance(batches, answer)) is not None:
-                point = self._case_point(case.with_batch(attempt.batch_size), attempt.timed)
+            while (attempt := advance(batches, answer)) is not None:
+                key = case.with_batch(attempt.batch_size)
+                if self._late(key, attempt.timed):
+                    several = len(self.job.cases) > 1
+                    lengths = f" {case.workload.input_len}/{case.workload.output_len}" if several else ""
+                    self.left.append(f"{case.label()}{lengths} from batch {attempt.batch_size}")
+                    break
+                point = self._case_point(key, attempt.timed)
                 answer = Answer(point.status, point.output_tok_s)
                 if self._hopeless(point):
                     return
-        for key, request_set in self.job.requests:
-            if self._hopeless(self._request_point(key, request_set)):
+        for requests, request_set in self.job.requests:
+            if self._late(requests):
+                self.left.append(f"{requests.case.label()} {requests.requests.describe()}")
+            elif self._hopeless(self._request_point(requests, request_set)):
                 return
+
+    def _late(self, key: Key, timed: bool = True) -> bool:
+        """Return whether there is no time left for a point."""
+        if self.end == inf or _find(self.recorded, key, self.number, timed) is not None:
+            return False
+        if not self.measured:
+            return monotonic() >= self.end
+        return monotonic() + self.forecast.seconds(self.index, key) > self.share
 
     def _hopeless(self, point: Recorded) -> bool:
         return point.stage == "load" or self.crashes > 1
@@ -352,9 +313,9 @@ class _Runner:
             case, lambda worker: worker.measure(case, repeats, self.sweep.tolerance),
             lambda fields: Measurement(**fields | {"case": case}),
         )  # fmt: skip
-        self.outcome.points.append(point)
+        self.points.append(point)
         self.events.point(point, recorded is not None)
-        self.finished(case, monotonic() - began, recorded is not None)
+        self._finished(case, began, recorded is not None)
         return point
 
     def _request_point(self, key: RequestKey, request_set: RequestSet) -> RequestPoint:
@@ -367,15 +328,20 @@ class _Runner:
 
         began, recorded = self._begin(key)
         point = recorded or self._measure(key, measure, lambda fields: RequestPoint(**fields | asked))
-        self.outcome.requests.append(point)
+        self.requests.append(point)
         self.events.requests(point, recorded is not None)
-        self.finished(key, monotonic() - began, recorded is not None)
+        self._finished(key, began, recorded is not None)
         return point
 
     def _begin(self, key: Key, timed: bool = True) -> tuple[float, Any]:
         """Announce a point; return the time, and its record, if any."""
         self.events.trying(key)
         return monotonic(), _find(self.recorded, key, self.number, timed)
+
+    def _finished(self, key: Key, began: float, resumed: bool) -> None:
+        self.measured += not resumed
+        self.forecast.finish(self.index, key, monotonic() - began, resumed)
+        self.tell_outlook()
 
     def _predicted(self, case: Case) -> dict[str, float]:
         predicted = self.job.planner.at(case.workload)
@@ -435,13 +401,6 @@ class _Runner:
         }
 
 
-def _advance(batches: Batches, answer: Answer | None) -> Try | None:
-    try:
-        return next(batches) if answer is None else batches.send(answer)
-    except StopIteration:
-        return None
-
-
 def _requests(spec: ModelSpec, request_set: RequestSet) -> tuple[list[Request], list[int]]:
     """Return the requests of a load, and the lengths of their prompts.
 
@@ -468,8 +427,7 @@ def _requests(spec: ModelSpec, request_set: RequestSet) -> tuple[list[Request], 
 def exit_code(sweep: Sweep, points: Iterable[Point]) -> int:
     """Return the exit code of a sweep. 0 if every point is ok, 3 if some are not, 4 if none is.
 
-    With ``auto``, a batch that memory or a TensorRT plan has no room for is how the largest batch is found, and counts
-    as ok.
+    With ``auto``, a load or a batch that memory or a TensorRT plan has no room for is an answer, and counts as ok.
     """
     points = tuple(points)
     good = sum(point.status == "ok" for point in points)
@@ -480,6 +438,4 @@ def exit_code(sweep: Sweep, points: Iterable[Point]) -> int:
 
 
 def _too_large(point: Point) -> bool:
-    if isinstance(point, RequestPoint):
-        return False
-    return point.status in OUT_OF_MEMORY or (point.status == "unsupported" and point.stage != "load")
+    return isinstance(point, Measurement) and point.status in (*OUT_OF_MEMORY, "unsupported")

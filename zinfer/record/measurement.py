@@ -4,19 +4,31 @@
 leaves out prefill and the first token, which prefill yields.
 """
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from functools import cached_property
 from itertools import starmap
-from math import inf
 from operator import le
-from statistics import fmean, mean, median
+from statistics import fmean, median
 from typing import Annotated, Any, Literal, NamedTuple, Protocol, Self, TypeVar, get_args
 
-from pydantic import AfterValidator, Field, FiniteFloat, PlainSerializer, PlainValidator
+from pydantic import AfterValidator, Field, PlainSerializer, PlainValidator, model_validator
 
-from zinfer.core.case import Case
 from zinfer.core.engine import plan_options
 from zinfer.core.value import Frozen
+from zinfer.record.bounds import (
+    LONGEST_MS,
+    AtLeastOne,
+    Count,
+    EngineSettings,
+    Ms,
+    Name,
+    NotNegative,
+    Positive,
+    Readings,
+    RecordedCase,
+    Text,
+    Versions,
+)
 
 Status = Literal[
     "ok",
@@ -35,15 +47,15 @@ Status = Literal[
 class Effective(Frozen):
     """Counted placement: weight bytes by tier, and bytes of a decode step."""
 
-    gpu_weight_bytes: int
-    host_weight_bytes: int = 0
-    nvme_weight_bytes: int = 0
-    streamed_bytes_per_step: int = 0  # weight bytes that a decode step moves to the device, decoded
-    wire_bytes_per_step: int | None = None  # the same as they cross the link, coded; None: as many
-    nvme_bytes_per_step: int = 0  # weight bytes that a decode step of `stream` reads from disk, as they lie there
-    pinned_bytes: int = 0  # page-locked host memory, rounding included
-    shortfall: str | None = None  # requested behaviour that the engine accepted and did not deliver
-    settings: dict[str, Any] = Field(default_factory=dict)  # every setting of the engine, at the value in force
+    gpu_weight_bytes: Count
+    host_weight_bytes: Count = 0
+    nvme_weight_bytes: Count = 0
+    streamed_bytes_per_step: Count = 0  # weight bytes that a decode step moves to the device, decoded
+    wire_bytes_per_step: Count | None = None  # the same as they cross the link, coded; None: as many
+    nvme_bytes_per_step: Count = 0  # weight bytes that a decode step of `stream` reads from disk, as they lie there
+    pinned_bytes: Count = 0  # page-locked host memory, rounding included
+    shortfall: Text | None = None  # requested behaviour that the engine accepted and did not deliver
+    settings: EngineSettings = Field(default_factory=dict)  # every setting of the engine, at the value in force
 
     @property
     def wire_bytes(self) -> int:
@@ -54,6 +66,7 @@ class Effective(Frozen):
 # Read from disk, copy over the link, gather the parts of several GPUs, unpack the wire's code, compute with weights.
 Lane = Literal["disk", "copy", "gather", "unpack", "compute"]
 Carried = Literal["expert", "guess"]  # what a copy carries: experts that were chosen, or guessed to be
+DRIFT_MS = 1e7  # a timeline's spans may begin so long before their step
 _OLD_UNPACK: Any = "decode"  # name of the lane in earlier records
 Moment = Annotated[float, Field(allow_inf_nan=False), AfterValidator(lambda value: round(value, 3) + 0.0)]
 
@@ -94,8 +107,12 @@ def spans(rows: Any) -> tuple[Span, ...]:
         raise ValueError("a span has a lane that zinfer knows, and the whole numbers of a layer and a GPU")
     if not {*map(type, starts), *map(type, ends)} <= {int, float} or not all(map(le, starts, ends)):
         raise ValueError("a span ends at a time in ms, not before its start")
-    if min(starts) == -inf or max(ends) == inf:
-        raise ValueError("a span without a start or an end")
+    if not -DRIFT_MS <= min(starts) <= max(ends) <= LONGEST_MS:
+        raise ValueError(f"spans from {min(starts)} to {max(ends)} ms")
+    if max(ends) <= 0:
+        raise ValueError("a step of no length")
+    if min(layer or 0 for layer in layers) < 0 or min(ranks) < 0:
+        raise ValueError("a layer or a GPU of a number below 0")
     return timeline
 
 
@@ -107,26 +124,32 @@ Timeline = Annotated[
 class Recorded(Frozen):
     """Facts of every measured point: case, status, and conditions."""
 
-    case: Case
+    case: RecordedCase
     status: Status
-    machine: str
-    error: str | None = None
-    stage: str | None = None  # stage of the failure: load, warm-up, prefill, decode, requests
-    load_s: float | None = None
-    load_bytes: int | None = None  # weight bytes read, or made, in `load_s`, as they are stored
-    gpu_peak_bytes: int | None = None  # peak of the bytes that tensors held
-    gpu_used_bytes: int | None = None  # bytes in use on the device after the point: caches, context, other processes
-    host_peak_bytes: int | None = None
+    machine: Name
+    error: Text | None = None
+    stage: Text | None = None  # stage of the failure: load, warm-up, prefill, decode, requests
+    load_s: Positive | None = None
+    load_bytes: AtLeastOne | None = None  # weight bytes read, or made, in `load_s`, as they are stored
+    gpu_peak_bytes: Count | None = None  # peak of the bytes that tensors held
+    gpu_used_bytes: Count | None = None  # bytes in use on the device after the point: caches, context, other processes
+    host_peak_bytes: Count | None = None
     effective: Effective | None = None
-    link_bandwidth: float | None = None  # pinned H2D bytes/s, measured in the same process
-    all_links_bandwidth: float | None = None  # of several GPUs at once, from the memory that the weights lie in
-    total_layers: int | None = None  # layers of the whole model; more than `num_layers` means a slice
-    num_layers: int | None = None
-    model_revision: str = ""
-    gpu: dict[str, Any] = Field(default_factory=dict)  # clocks, power, temperature, throttle reasons during the point
-    versions: dict[str, str] = Field(default_factory=dict)
-    started_at: str = ""  # ISO 8601, UTC
-    predicted: dict[str, float | None] = Field(default_factory=dict)  # predictions of the plan, by quantity
+    link_bandwidth: Positive | None = None  # pinned H2D bytes/s, measured in the same process
+    all_links_bandwidth: Positive | None = None  # of several GPUs at once, from the memory that the weights lie in
+    total_layers: AtLeastOne | None = None  # layers of the whole model; more than `num_layers` means a slice
+    num_layers: AtLeastOne | None = None
+    model_revision: Text = ""
+    gpu: Readings = Field(default_factory=dict)  # clocks, power, temperature, throttle reasons during the point
+    versions: Versions = Field(default_factory=dict)
+    started_at: Name = ""  # ISO 8601, UTC
+    predicted: dict[Name, NotNegative | None] = Field(default_factory=dict)  # predictions of the plan, by quantity
+
+    @model_validator(mode="after")
+    def _a_slice(self) -> Self:
+        if self.num_layers and self.total_layers and self.num_layers > self.total_layers:
+            raise ValueError(f"num_layers: {self.num_layers} of {self.total_layers} layers")
+        return self
 
     @property
     def gpus(self) -> int:
@@ -145,9 +168,20 @@ class Measurement(Recorded):
     `ttft_ms[r]` is repeat r's prefill up to its first token; `step_ms[r][i]` its decode steps, each synchronised.
     """
 
-    ttft_ms: tuple[FiniteFloat, ...] = ()
-    step_ms: tuple[tuple[FiniteFloat, ...], ...] = ()
+    ttft_ms: tuple[Ms, ...] = ()
+    step_ms: tuple[tuple[Ms, ...], ...] = ()
     timeline: Timeline = ()  # one more decode step after the timed ones; empty if none was traced
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        steps, tokens = {*map(len, self.step_ms)}, self.case.workload.output_len
+        if len(self.ttft_ms) != len(self.step_ms):
+            raise ValueError(f"step_ms: {len(self.step_ms)} repeats, and ttft_ms has {len(self.ttft_ms)}")
+        if self.status == "ok" and not steps <= {tokens - 1}:
+            raise ValueError(f"step_ms: {min(steps)} steps for {tokens} tokens, the first of which is the prefill's")
+        if self.timeline and (rank := max(span.rank for span in self.timeline)) >= self.gpus:
+            raise ValueError(f"timeline: GPU {rank} of {self.gpus}")
+        return self
 
     def __copy__(self) -> Self:
         """Copy without values computed from samples, which `model_copy` may change."""
@@ -198,7 +232,7 @@ class Measurement(Recorded):
     @cached_property
     def output_tok_s(self) -> float | None:
         """Mean of `output_tok_s_samples`."""
-        return mean(self.output_tok_s_samples) if self.output_tok_s_samples else None
+        return fmean(self.output_tok_s_samples) if self.output_tok_s_samples else None
 
     @property
     def decode_tok_s(self) -> float | None:
@@ -228,29 +262,30 @@ class Measurement(Recorded):
         return achieved / self.links_bandwidth if achieved and self.links_bandwidth else None
 
 
-class OfCase(Protocol):
-    """Record of one case on one machine."""
+class Dated(Protocol):
+    """Record with the time at which it was begun."""
 
     @property
-    def machine(self) -> str: ...
-
-    @property
-    def case(self) -> Case: ...
+    def started_at(self) -> str: ...
 
 
-M = TypeVar("M", bound=OfCase)
-R = TypeVar("R")
+R = TypeVar("R", bound=Dated)
 
 
-def latest(records: Iterable[M]) -> tuple[M, ...]:
-    """Return the last record of each case on each machine."""
-    return last_of(((record.machine, record.case), record) for record in records)
+def in_time(records: Iterable[R]) -> list[R]:
+    """Return records in the order of their times."""
+    return sorted(records, key=lambda record: record.started_at)
 
 
-def last_of(records: Iterable[tuple[Hashable, R]]) -> tuple[R, ...]:
-    """Return the last record of each key; cancelled ones replace none."""
+def latest(points: Iterable[Measurement]) -> tuple[Measurement, ...]:
+    """Return the latest record of each case on each machine."""
+    return latest_by(points, lambda point: (point.machine, point.case))
+
+
+def latest_by(records: Iterable[R], key: Callable[[R], Hashable]) -> tuple[R, ...]:
+    """Return the latest record of each key; cancelled ones replace none."""
     latest_records: dict[Hashable, R] = {}
-    for key, record in records:
-        if key not in latest_records or getattr(record, "status", None) != "cancelled":
-            latest_records[key] = record
+    for record in in_time(records):
+        if (name := key(record)) not in latest_records or getattr(record, "status", None) != "cancelled":
+            latest_records[name] = record
     return tuple(latest_records.values())

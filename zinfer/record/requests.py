@@ -7,22 +7,22 @@ tokens. Percentiles are by nearest rank.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise, repeat
 from statistics import fmean
-from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
+from typing import Any, Literal, NamedTuple, Self, get_args
 
-from pydantic import Field, model_serializer, model_validator
+from pydantic import model_serializer, model_validator
 
 from zinfer.core.case import Case
 from zinfer.core.requests import RequestLoad
 from zinfer.core.value import Frozen
-from zinfer.record.measurement import Moment, Recorded, last_of
+from zinfer.record.bounds import LONGEST, LONGEST_MS, SHORTEST_MS, Count, NotNegative, Text
+from zinfer.record.measurement import Moment, Recorded
 from zinfer.record.stats import nearest_rank
 
 RequestMetric = Literal["ttft_ms", "tpot_ms", "itl_ms", "e2e_ms"]
 METRICS: tuple[RequestMetric, ...] = get_args(RequestMetric)
-Count = Annotated[int, Field(ge=0)]
 
 
 class RequestSample(Frozen):
@@ -100,7 +100,15 @@ class PassCounts(Frozen):
     drafted: Count = 0
     accepted: Count = 0
     checked: Count = 0
-    drafting_ms: float = Field(default=0.0, ge=0)
+    drafting_ms: NotNegative = 0.0
+
+    @model_validator(mode="after")
+    def _parts(self) -> Self:
+        if self.padded > self.read or self.again > max(self.computed, self.read):
+            raise ValueError(f"{self.padded} of {self.read} positions are padding, {self.again} are computed again")
+        if self.accepted > (self.checked or self.drafted) or self.checked > self.drafted:
+            raise ValueError(f"{self.accepted} of {self.drafted} drafts are right, {self.checked} of them are checked")
+        return self
 
 
 class Summary(NamedTuple):
@@ -138,11 +146,11 @@ class RequestPoint(Recorded):
     pass_ms: tuple[Moment, ...] = ()
     samples: tuple[RequestSample, ...] = ()
     counts: PassCounts = PassCounts()
-    busy_ms: float = Field(default=0.0, ge=0)
-    waiting_ms: float = Field(default=0.0, ge=0)
+    busy_ms: NotNegative = 0.0
+    waiting_ms: NotNegative = 0.0
     waiting_tokens: Count = 0
     kv_positions: Count = 0  # positions of KV cache that there was room for
-    sla: tuple[str, ...] = ()  # service levels that were asked for, as typed
+    sla: tuple[Text, ...] = ()  # service levels that were asked for, as typed
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -157,6 +165,18 @@ class RequestPoint(Recorded):
                 raise ValueError("samples: a request has a token before it arrived")
         if self.status == "ok" and len(self.samples) != self.requests.requests:
             raise ValueError(f"samples: {len(self.samples)} of {self.requests.requests} requests")
+        if self.pass_ms and not SHORTEST_MS <= self.pass_ms[0] <= self.pass_ms[-1] <= LONGEST_MS:
+            raise ValueError(f"pass_ms: passes from {self.pass_ms[0]} to {self.pass_ms[-1]} ms")
+        if any(not 0 <= sample.arrived_ms <= LONGEST_MS for sample in self.samples):
+            raise ValueError("samples: a request that arrived at no time")
+        if self.usable and not self.waiting_ms - 1 <= self.busy_ms <= self.wall_ms + 1:
+            raise ValueError(
+                f"busy_ms: {self.busy_ms} of {self.wall_ms} ms, {self.waiting_ms} of them with requests that waited"
+            )
+        if self.waiting_tokens > self.output_tokens:
+            raise ValueError(f"waiting_tokens: {self.waiting_tokens} of {self.output_tokens}")
+        if len(self.requests.source) > LONGEST:
+            raise ValueError(f"requests.source: a text of {len(self.requests.source):,} characters")
         return self
 
     @property
@@ -291,8 +311,3 @@ class RequestPoint(Recorded):
             return None
         wire = self.effective.wire_bytes
         return wire * len(self.pass_ms) / self.links_bandwidth / self.busy_ms * 1e3 if wire else None
-
-
-def latest(points: Iterable[RequestPoint]) -> tuple[RequestPoint, ...]:
-    """Return the last record of each load on each machine."""
-    return last_of(((point.machine, *point.key), point) for point in points)

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple, Self
 from pydantic import Field, ValidationError
 
 from zinfer.core.value import first_fault
+from zinfer.record.bounds import Bounded, Name, Text
 from zinfer.record.jsonl import AppendLog, Closing, Damage, finite, read_lines, seal, unseal
 from zinfer.record.jsonl import StoreError as StoreError  # for callers that catch it
 from zinfer.record.measurement import Measurement, Recorded
-from zinfer.record.plausible import implausible
 from zinfer.record.requests import RequestPoint
 from zinfer.record.study import KIND, Start
 
@@ -30,10 +30,10 @@ class Header(Start):
     In the part of a shard ``i/n`` a `complete` one is also written when all of its loads are measured.
     """
 
-    description: str = ""  # of the recipe
-    recipe: dict[str, Any] = Field(default_factory=dict)
-    model_revision: str = ""
-    shard: str | None = None
+    description: Text = ""  # of the recipe
+    recipe: Bounded = Field(default_factory=dict)
+    model_revision: Text = ""
+    shard: Name | None = None
     complete: bool = False
 
 
@@ -102,9 +102,9 @@ def files(path: Path) -> tuple[Path, ...]:
 def read(path: Path, containing: tuple[str, ...] = ()) -> Records:
     """Read the records of a file or folder, with all texts `containing`.
 
-    A line that cannot be used, or whose values are not believable (`zinfer.record.plausible`), is reported in `damaged`
-    and the rest is used; so is a file below a folder that cannot be read, as line 0. Studies in such files
-    (`zinfer.record.study`) are passed over. Raises StoreError when there is no such path or it cannot be read.
+    A line that cannot be used, such as one with values out of bounds, is reported in `damaged` and the rest is used; so
+    is a file below a folder that cannot be read, as line 0. Studies in such files (`zinfer.record.study`) are passed
+    over. Raises StoreError when there is no such path or it cannot be read.
     """
     words = [word.encode() for word in containing]
     points: list[Measurement] = []
@@ -127,8 +127,6 @@ def read(path: Path, containing: tuple[str, ...] = ()) -> Records:
                 if kind.startswith(KIND):
                     continue
                 record = _validated(kind, fields)
-                if (fault := implausible(record)) is not None:
-                    raise ValueError(fault)
             except ValueError as error:
                 damaged.append(Damage(file, number, str(error)))
                 continue

@@ -22,9 +22,21 @@ from zinfer.core.case import Case
 from zinfer.core.errors import ZinferError
 from zinfer.core.model import ExpertPolicy
 from zinfer.core.value import Frozen, first_fault
+from zinfer.record.bounds import (
+    LARGEST,
+    AtLeastOne,
+    Count,
+    Ms,
+    Name,
+    NotNegative,
+    Number,
+    Positive,
+    RecordedCase,
+    Versions,
+)
+from zinfer.record.bounds import Text as Words
 from zinfer.record.jsonl import AppendLog, Damage, Garbled, StoreError, finite, read_lines, seal, unseal
 from zinfer.record.measurement import Status
-from zinfer.record.plausible import implausible
 from zinfer.system.documents import parse_json
 
 StudyName = Literal["codec", "accuracy", "reuse", "routing"]
@@ -43,10 +55,10 @@ class StudyError(ZinferError):
 class Rate(Frozen):
     """Bytes a second: the median of `samples`, and their range over it."""
 
-    median: float
-    spread: float
-    samples: int
-    of: str
+    median: Positive
+    spread: NotNegative
+    samples: AtLeastOne
+    of: Words
 
 
 class Coded(Frozen):
@@ -56,12 +68,12 @@ class Coded(Frozen):
     entropy and 8 bits, over 16; of FP8 with 4 bits, over 8.
     """
 
-    name: str
-    told: str  # description of the weights
-    total_bytes: int  # bytes of all weights of this kind
-    raw_bytes: int  # bytes of the weights that were coded, before coding
-    coded_bytes: int
-    bound: float
+    name: Name
+    told: Words  # description of the weights
+    total_bytes: AtLeastOne  # bytes of all weights of this kind
+    raw_bytes: AtLeastOne  # bytes of the weights that were coded, before coding
+    coded_bytes: AtLeastOne
+    bound: NotNegative
     status: Literal["ok", "no_smaller", "wrong_bits"]
     encode: Rate | None = None
     decode: Rate | None = None
@@ -91,18 +103,18 @@ class Deviation(Frozen):
     setting of the KV cache changes.
     """
 
-    case: Case
+    case: RecordedCase
     along: Along
-    rows: int
-    positions: int
-    error: float
-    error_max: float
-    kl: float
-    kl_max: float
-    agreement: float
-    reference_perplexity: float | None = None
-    perplexity: float | None = None
-    first_differences: tuple[int | None, ...] = ()
+    rows: AtLeastOne
+    positions: AtLeastOne
+    error: Number
+    error_max: Number
+    kl: Number
+    kl_max: Number
+    agreement: Share
+    reference_perplexity: Positive | None = None
+    perplexity: Positive | None = None
+    first_differences: tuple[Count | None, ...] = ()
 
     @classmethod
     def of(cls, case: Case, along: Along, rows: Sequence[Sequence[Position]]) -> Self:
@@ -122,9 +134,9 @@ class Deviation(Frozen):
 class Failed(Frozen):
     """A setting without numbers (`accuracy`), and the reason."""
 
-    case: Case
+    case: RecordedCase
     status: Status
-    error: str
+    error: Words
 
 
 class Reload(Frozen):
@@ -134,15 +146,15 @@ class Reload(Frozen):
     computed and reloaded.
     """
 
-    context: int
-    new_tokens: int
-    kept_bytes: int = 0
-    recompute_ms: tuple[float, ...] = ()
-    memory_ms: tuple[float, ...] = ()
-    disk_ms: tuple[float, ...] = ()
+    context: AtLeastOne
+    new_tokens: AtLeastOne
+    kept_bytes: Count = 0
+    recompute_ms: tuple[Ms, ...] = ()
+    memory_ms: tuple[Ms, ...] = ()
+    disk_ms: tuple[Ms, ...] = ()
     same_token: bool | None = None
-    max_difference: float | None = None
-    skipped: str | None = None
+    max_difference: Number | None = None
+    skipped: Words | None = None
 
     def samples(self, source: ReloadSource) -> tuple[float, ...]:
         return self.memory_ms if source == "memory" else self.disk_ms
@@ -161,24 +173,24 @@ class Hits(Frozen):
     """
 
     policy: ExpertPolicy
-    experts: int
+    experts: Count
     hits: Share  # of all needs
-    batch_size: int = Field(default=1, ge=1)
+    batch_size: AtLeastOne = 1
 
 
 class Touched(Frozen):
     """Mean share of a layer's experts that a step needs (`routing`)."""
 
-    batch_size: int = Field(ge=2)
+    batch_size: int = Field(ge=2, le=LARGEST)
     share: Share
 
 
 class Text(Frozen):
     """Text that a study read: name, sha256, tokens."""
 
-    name: str
-    sha256: str = ""
-    tokens: int
+    name: Name
+    sha256: Name = ""
+    tokens: Count
 
 
 def _field(row: Any) -> str:
@@ -198,9 +210,9 @@ R = TypeVar("R", bound=Frozen)
 class Start(Frozen):
     """Start of anything that is recorded: machine, time and versions."""
 
-    machine: str
-    started_at: str = ""  # ISO 8601, UTC
-    versions: Mapping[str, str] = Field(default_factory=dict)
+    machine: Name
+    started_at: Name = ""  # ISO 8601, UTC
+    versions: Versions = Field(default_factory=dict)
 
 
 class Study(Start):
@@ -210,20 +222,20 @@ class Study(Start):
     """
 
     study: StudyName
-    device: str
-    model: str = ""
-    about: str = ""  # description of the model
-    revision: str = ""
-    case: Case | None = None
-    num_layers: int | None = None  # of `routing` those with routed experts
-    total_layers: int | None = None
-    num_experts: int | None = None  # of a layer
-    experts_per_token: int | None = None
+    device: Name
+    model: Name = ""
+    about: Words = ""  # description of the model
+    revision: Words = ""
+    case: RecordedCase | None = None
+    num_layers: AtLeastOne | None = None  # of `routing` those with routed experts
+    total_layers: AtLeastOne | None = None
+    num_experts: Count | None = None  # of a layer
+    experts_per_token: Count | None = None
     guessed: Share | None = None  # share of right guesses of the next layer's experts; None if there were none
-    link: float | None = None  # bytes a second, host to device
-    logits_dtype: str = ""
+    link: Positive | None = None  # bytes a second, host to device
+    logits_dtype: Name = ""
     text: Text | None = None
-    samples: int | None = None  # windows of the text
+    samples: AtLeastOne | None = None  # windows of the text
     rows: tuple[Row, ...]
 
     @model_validator(mode="after")
@@ -294,9 +306,9 @@ def read(path: Path, study: str) -> Runs:
             continue
         for number, fields in parse_runs(lines, file, study):
             try:
-                if isinstance(fields, str) or (fault := implausible(run := Study.model_validate(fields))) is not None:
-                    raise ValueError(fields if isinstance(fields, str) else fault)
-                runs.append(run)
+                if isinstance(fields, str):
+                    raise ValueError(fields)
+                runs.append(Study.model_validate(fields))
             except ValidationError as error:
                 damaged.append(Damage(file, number, first_fault(error)[:300]))
             except ValueError as error:

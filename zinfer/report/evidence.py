@@ -3,13 +3,13 @@
 import shlex
 from collections.abc import Iterable
 from itertools import chain
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 from zinfer.analysis import compare
 from zinfer.analysis.group import Points, by_load
 from zinfer.record.measurement import Measurement
-from zinfer.record.stats import relative_half_width
+from zinfer.record.stats import relative_half_width, stdev
 from zinfer.report.document import Block, Command, Heading, Items, Kind, Row, Section, Table, Text, section
 from zinfer.report.findings import Findings
 from zinfer.report.measured import rated

@@ -36,34 +36,38 @@ _NAMES = {
     "nvme_bandwidth": "disk, read",
     "matmul_flops": "matrix product, bf16",
 }
+# Errors, as shares, of which nine in ten predictions of a decode step, and all of a peak of host memory, have less.
+STEP_BAND, HOST_BAND = 0.2, 0.1
+DRAWN = 3  # models with a figure: `zinfer plot` draws all
 _PERCENTILES = ("p50", "p90", "p99")
 _TIMES: tuple[sla.Metric, ...] = ("ttft", "tpot")
 _COLUMNS = (
     "configuration", "#batch", "#tok/s", "#95% interval",
     *(f"#{time.upper()} {name}" for time in _TIMES for name in _PERCENTILES),
-    "#link share", "#GPU peak", "#host peak", "#OOM at", "#the fastest at its batch",
+    "#link share", "#GPU peak", "#host peak", "beyond the plan", "#OOM at", "#the fastest at its batch",
 )  # fmt: skip
 _POINTS = (
     "configuration", "#batch", "#tok/s", "#prefill tok/s", "#decode tok/s", "#TTFT", "#TPOT", "#link share",
-    "#GPU peak", "#host peak", "#GPU energy a token", "outcome",
+    "#GPU peak", "#host peak", "beyond the plan", "#GPU energy a token", "outcome",
 )  # fmt: skip
 _WORDS = (
     "Each configuration at its own best batch; those with lossy settings stand last. TTFT is the time to the first "
     "token, over the repeats, and TPOT the time per token after it, over the decode steps. A percentile that has too "
     f"few samples is left out: p90 needs {sla.needed('p90')}, p99 {sla.needed('p99')}. In the name of a configuration "
-    "`none` means weights on the GPU, `cpu` weights in host memory, `nvme` weights on disk."
+    "`none` means weights on the GPU, `cpu` weights in host memory, `nvme` weights on disk. Beyond the plan: a step or "
+    f"a peak of host memory over what the plan predicted, where they differ by {STEP_BAND:.0%} or {HOST_BAND:.0%}."
 )
 
 
 def results(findings: Findings) -> Section:
     """Return the section on each workload: figure, configurations, every point.
 
-    Each whole model (each slice, if there are only slices) has one figure, of its first workload with two
+    The first whole models (slices, if there are only slices) have one figure, of their first workload with two
     configurations.
     """
     blocks: list[Block] = []
     comparing = [workload.group for workload in findings.main if len(rates.best_by_load(workload.points)) > 1]
-    drawn = {group.model: group for group in reversed(comparing)}.values()
+    drawn = [*{group.model: group for group in reversed(comparing)}.values()][-DRAWN:]
     for workload in (*findings.main, *findings.slices):
         blocks += [Heading(workload.name)]
         blocks += _figure(workload) if workload.group in drawn else ()
@@ -185,13 +189,28 @@ def _cells(point: Measurement) -> tuple[str, ...]:
     )
 
 
-def _use(point: Measurement) -> tuple[str, str, str]:
-    """Return the link's share in decode steps, and both memory peaks."""
+def _use(point: Measurement) -> tuple[str, str, str, str]:
+    """Return the link's share in decode steps, both memory peaks, and `beyond`."""
     return (
         f"{point.link_share:.0%}" if point.usable and point.link_share else "",
         gib(point.gpu_peak_bytes) if point.gpu_peak_bytes else "",
         gib(point.host_peak_bytes) if point.host_peak_bytes else "",
+        beyond(point),
     )
+
+
+def beyond(point: Measurement) -> str:
+    """Return the measurements that the point's prediction was wrong about: ``step 1.31x``."""
+    if not point.usable:
+        return ""
+    ratios = (
+        (name, value / predicted, band)
+        for name, value, field, band in (
+            ("step", point.tpot_ms, "step_ms", STEP_BAND), ("host", point.host_peak_bytes, "host_bytes", HOST_BAND),
+        )
+        if value and (predicted := point.predicted.get(field))
+    )  # fmt: skip
+    return ", ".join(f"{name} {ratio:.2f}x" for name, ratio, band in ratios if abs(ratio - 1) > band)
 
 
 def _mean(samples_ms: Sequence[float]) -> str:

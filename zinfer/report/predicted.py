@@ -22,7 +22,8 @@ from zinfer.report.findings import Findings, WorkloadFindings, shape
 from zinfer.report.measured import rate, rated
 from zinfer.system.machines import load as load_machine
 
-CALIBRATING = 150  # points of an engine: each takes 3 ms, and the medians of more hardly differ
+CALIBRATING = 50  # points of an engine: each takes 3 ms, and the medians of more hardly differ
+ELSEWHERE = 3  # models that are predicted for other machines: `zinfer plan` predicts all
 MACHINES = ("a100-80gb", "h100-80gb", "h200", "gh200-96gb", "b200")
 _MEMORY = (
     "model", "machine", "configuration", "#batch", "~GPU predicted", "#GPU measured", "~host predicted",
@@ -115,11 +116,11 @@ def _bottlenecks(winners: Winners, efficiency: Mapping[str, Efficiency]) -> Tabl
 
 
 def _elsewhere(winners: Winners, efficiency: Mapping[str, Efficiency]) -> Iterator[Block]:
-    """Yield each whole model's predictions on its own and other machines."""
+    """Yield the first whole models' predictions on their own and other machines."""
     seen: set[str] = set()
     for workload, point, _ in winners:
         case = point.case.load.model_copy(update={"layers": None, "gpu_weights": None})
-        spec = shape(case)
+        spec = shape(case) if len(seen) < ELSEWHERE else None
         if case.model in seen or case.engine not in efficiency or spec is None or workload.machine is None:
             continue
         seen.add(case.model)

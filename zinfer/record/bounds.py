@@ -1,0 +1,103 @@
+"""Bounds of recorded values: types of fields, and checks of what has no fields.
+
+A line may be whole and sealed and still hold a time of 0 ms, 10^300 bytes or a name of a million characters, because it
+was made by hand or by a faulty program. Records refuse such values, so that nothing behind them has to guard against
+them.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeGuard, get_args
+
+from pydantic import AfterValidator, Field
+
+from zinfer.core.case import Case
+from zinfer.core.model import ExpertPolicy
+
+LARGEST = 10**18  # of any number
+LONGEST = 20_000  # characters of any text: messages of errors are cut to less
+ITEMS = 1_000_000  # of a list
+DEPTH = 20  # of nested lists and objects
+SHORTEST_MS, LONGEST_MS = 1e-4, 1e10  # a hundred ns, which no clock of Python resolves, and four months
+NAME = 1024  # characters of the name of a model, a machine, an engine
+
+Name = Annotated[str, Field(max_length=NAME)]
+Text = Annotated[str, Field(max_length=LONGEST)]
+Ms = Annotated[float, Field(ge=SHORTEST_MS, le=LONGEST_MS)]
+Number = Annotated[float, Field(ge=-LARGEST, le=LARGEST)]
+NotNegative = Annotated[float, Field(ge=0, le=LARGEST)]
+Positive = Annotated[float, Field(ge=1e-9, le=LARGEST)]
+Count = Annotated[int, Field(ge=0, le=LARGEST)]
+AtLeastOne = Annotated[int, Field(ge=1, le=LARGEST)]
+
+
+def bounded(value: Any, depth: int = 0) -> Any:
+    """Return a value of JSON. Raises ValueError for one that is too large, long or deep."""
+    if isinstance(value, str):
+        if len(value) > LONGEST:
+            raise ValueError(f"a text of {len(value):,} characters")
+    elif is_number(value):
+        if not -LARGEST <= value <= LARGEST:
+            raise ValueError(f"{value!r:.40} is too large")
+    elif isinstance(value, Mapping | list | tuple):
+        if depth > DEPTH or len(value) > ITEMS:
+            raise ValueError(f"{len(value):,} items, or too deep")
+        for key in value if isinstance(value, Mapping) else ():
+            if len(str(key)) > NAME:
+                raise ValueError(f"a key of {len(str(key)):,} characters")
+        for item in value.values() if isinstance(value, Mapping) else value:
+            bounded(item, depth + 1)
+    return value
+
+
+def is_number(value: Any) -> TypeGuard[int | float]:
+    """Return whether a value is a number, and not true or false."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _named(case: Case) -> Case:
+    for name, text in (("model", case.model), ("engine", case.engine), ("gpu_weights", case.gpu_weights or "")):
+        if len(text) > NAME:
+            raise ValueError(f"{name}: a text of {len(text):,} characters")
+    if case.layers is not None and not 1 <= case.layers <= LARGEST:
+        raise ValueError(f"layers: {case.layers}")
+    bounded(case.options)
+    return case
+
+
+def _readings(gpu: dict[str, Any]) -> dict[str, Any]:
+    for name, value in gpu.items():
+        if name == "throttle_reasons":
+            if not isinstance(value, list | tuple):
+                raise ValueError(f"{name}: not a list")
+        elif not isinstance(value, str | None) and not (is_number(value) and value >= 0):
+            raise ValueError(f"{name}: {value!r:.40} is no reading")
+    return gpu
+
+
+# Settings of an engine that a calibration computes with (`zinfer.analysis.calibrate`), and those that some need.
+_COUNTED = frozenset({
+    "slot_bytes", "buffer_bytes", "ring_depth", "kv_host_rows", "kv_threads", "expert_buffers", "expert_buffer_bytes",
+    "cached_experts", "experts_hits_per_step", "experts_misses_per_step", "experts_guessed_per_step",
+    "experts_right_per_step",
+})  # fmt: skip
+_NEEDED = {"slot_bytes": "ring_depth", "kv_host_rows": "kv_attention", "cached_experts": "expert_cache"}
+
+
+def _settings(settings: dict[str, Any]) -> dict[str, Any]:
+    for name in _COUNTED & settings.keys():
+        value = settings[name]
+        if not (is_number(value) and value >= 0) and not (value is None and name == "kv_threads"):
+            raise ValueError(f"{name}: {value!r:.40} is no count")
+    if "expert_cache" in settings and settings["expert_cache"] not in get_args(ExpertPolicy):
+        raise ValueError(f"expert_cache: {settings['expert_cache']!r:.40} is no policy")
+    for name, needs in _NEEDED.items():
+        if name in settings and needs not in settings:
+            raise ValueError(f"{name} without {needs}")
+    return settings
+
+
+Bounded = Annotated[dict[str, Any], AfterValidator(bounded)]
+EngineSettings = Annotated[Bounded, AfterValidator(_settings)]
+Readings = Annotated[Bounded, AfterValidator(_readings)]
+Versions = dict[Name, Text]
+RecordedCase = Annotated[Case, AfterValidator(_named)]

@@ -156,7 +156,7 @@ def _sweep(recipe: dict[str, Any]) -> str:
     options = recipe.get("options")
     for key, value in options.items() if isinstance(options, dict) else ():
         words += ["-O", f"{key}={_axis(value)}"]
-    return shlex.join(words)
+    return shlex.join([*words, "--minutes", "none"])
 
 
 def _axis(value: Any) -> str:

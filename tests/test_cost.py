@@ -141,7 +141,7 @@ def test_the_rate_of_experts_on_the_cpu_is_that_of_llama_cpp(
 
 def test_another_engine_is_named_where_it_is_faster() -> None:
     oss, step = resolve.resolve("gpt-oss-120b", None, None), Workload(batch_size=1, input_len=512, output_len=32)
-    small = H100.model_copy(update={"gpu_bytes": 24 << 30, "h2d_bandwidth": 25e9})
+    small = H100.model_copy(update={"gpu_bytes": 24 << 30, "h2d_bandwidth": 25e9, "attention_bandwidth": None})
 
     def said(machine: Machine, spec: ModelSpec, offload: Any = "cpu", rows: int = 1) -> str:
         workload = step.model_copy(update={"batch_size": rows})

@@ -361,7 +361,8 @@ def test_commands_take_it(models: Callable[[str], Path], tmp_path: Path) -> None
     ran = [zinfer(tmp_path, "run", *load, *how, "-p", "Hello", "--ignore-eos", "--json")
            for how in (["--offload", "cpu"], way)]  # fmt: skip
     assert [done.returncode for done in ran] == [0, 0], ran[1].stderr
-    assert ran[0].stdout == ran[1].stdout
+    answers = [[row["output_ids"] for row in json.loads(done.stdout)] for done in ran]
+    assert answers[0] == answers[1] != [[]]
     words = ["sweep", *load, *way, "--batch-size", "2", "--input-len", "8", "-o", "r.jsonl"]
     done = zinfer(tmp_path, *words)
     assert done.returncode == 0, done.stderr

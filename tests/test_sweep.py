@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -120,7 +121,12 @@ def test_minutes_bound_a_sweep_at_a_point_and_resume_goes_on(tmp_path: Path, mon
 
 def test_a_small_model_on_a_small_machine_takes_minutes(tmp_path: Path) -> None:
     """The rates of two cores: memory would hold thousands of rows, whose prefill takes minutes."""
-    fields = {"h2d_bandwidth": 5.6e9, "hbm_bandwidth": 11.1e9, "matmul_flops": 2.8e10, "host_bytes": 20 << 30}
+    fields: dict[str, Any] = {
+        "h2d_bandwidth": 5.6e9,
+        "hbm_bandwidth": 11.1e9,
+        "matmul_flops": 2.8e10,
+        "host_bytes": 20 << 30,
+    }
     machine = Machine(name="cpu", source="measured", **fields)
     sweep = Sweep(model=("bloom-tiny",), engine=("stream", "peer"), batch_size="1,8,auto")
     jobs = prepare(sweep, machine, lambda load: source_of(sweep, load), lambda load: load.engine)

@@ -36,7 +36,7 @@ from zinfer.plan.planner import Plan, Planner
 from zinfer.plan.times import RATES, Efficiency, Times, Timing, kind
 from zinfer.record.measurement import Measurement, latest
 from zinfer.record.store import files, read
-from zinfer.system import machines
+from zinfer.system import atomic, machines
 from zinfer.system.host import attending_cpus
 
 
@@ -293,7 +293,7 @@ def write(path: Path, results: Path = Path("sweeps/results")) -> None:
         engine: {name: rounded(value) for name, value in efficiency.model_dump(exclude_defaults=True).items()}
         for engine, efficiency in sorted(fitted.items())
     }
-    path.write_text(json.dumps(factors, indent=1) + "\n", encoding="utf-8")
+    atomic.write(path, json.dumps(factors, indent=1) + "\n")
 
 
 def fit_points(points: Points, machines: Mapping[str, Machine]) -> list[FitPoint]:

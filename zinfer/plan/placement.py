@@ -161,8 +161,8 @@ class Placer:
         return not tiers.host.kv_cache or tiers.host.total <= self._host_room
 
     def fills_host(self, tiers: Tiers) -> bool:
-        """True if a KV cache fills host memory."""
-        return tiers.host.kv_cache > 0 and tiers.host.total >= TUNING.full_share * self._host_room
+        """True if host memory is nearly full, so that a KV cache has little room."""
+        return tiers.host.total >= TUNING.full_share * self._host_room
 
     def _free(self, placement: Placement, workload: Workload) -> int:
         return self.machine.device_bytes - self.device_bytes(self.tiers(placement, workload))

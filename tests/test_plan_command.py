@@ -308,6 +308,19 @@ def test_all_machines_get_the_host_memory_that_they_can_have() -> None:
     assert "share one memory" in str(refused.exception)
 
 
+def test_what_was_chosen_is_said() -> None:
+    h200 = str(ROOT / "sweeps" / "results" / "nvidia-h200-x4" / "machine.json")
+    words = ("-m", "bloom-176b", "--machine", h200, "--offload", "cpu", "--output-len", "256")
+    (row,) = rows(*words)
+    workload, placement = row["case"]["workload"], row["placement"]
+    away = round(placement["kv_host_share"] * workload["batch_size"])
+    layers, batch = len(placement["resident_layers"]), workload["batch_size"]
+    text = " ".join(plan(*words).split())
+    assert f"{layers} of 70 layers stay on the GPU; the KV cache of {away} of {batch} sequences is in host" in text
+    assert 0 < layers < 70
+    assert 0 < away <= batch
+
+
 def test_levels_rank_before_the_rate() -> None:
     words = (
         "-m",

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from zinfer.commands.out import say
 from zinfer.commands.prices import price_options
 from zinfer.commands.results import results_options
 
@@ -64,7 +65,7 @@ def command(results: Path | None, machine: str | None, model: str | None, as_jso
     chosen = choose(results, machine)
     records = usable(chosen.read(), chosen, requests_too=True)
     if records.warning:
-        click.echo(records.warning, err=True)
+        say(records.warning, err=True)
     equal_groups, loads = groups(records.points), requests.groups(records.requests)
     wanted = {group: points for group, points in equal_groups.items() if is_wanted(model, group.model)}
     served = {group: points for group, points in loads.items() if is_wanted(model, group.model)}
@@ -115,10 +116,10 @@ def _print(wanted: "dict[Group, tuple[Measurement, ...]]", answers: "Answers") -
             decision.show(answers[group])
         else:
             _name_best(group, points)
-        click.echo(f"\n{group.title}\n{group.conditions}\n")
+        say(f"\n{group.title}\n{group.conditions}\n")
         _show(points)
         if cautions := [*rates.cautions(points), *filter(None, [group.caution])]:
-            click.echo("\n" + "\n".join(cautions))
+            say("\n" + "\n".join(cautions))
 
 
 def _name_best(group: "Group", points: "Points") -> None:
@@ -128,13 +129,13 @@ def _name_best(group: "Group", points: "Points") -> None:
 
     winner = rates.winner(points)
     if winner is None:
-        click.echo(f"{group.title}: nothing succeeded ({rates.statuses(points)})")
+        say(f"{group.title}: nothing succeeded ({rates.statuses(points)})")
         return
     named = f"{winner.case.label()}, batch {winner.case.workload.batch_size}"
     single = ", one repeat" if len(winner.ttft_ms) == 1 else ""
-    click.echo(f"Best of {group.title}: {named}, {rates.rate_text(winner)} tok/s{single}")
+    say(f"Best of {group.title}: {named}, {rates.rate_text(winner)} tok/s{single}")
     if tied := rates.tied(points, winner):
-        click.echo(tied)
+        say(tied)
     decision.show_commands(winner)
 
 
@@ -151,16 +152,16 @@ def _show(points: "Points") -> None:
     exact = not winner.case.lossy
     console().print(_table(rates.best_by_load(rates.exact(points) if exact else points), edges))
     if tops := rates.best_by_load(rates.lossy(points) if exact else ()):
-        click.echo(f"Lossy settings, ranked apart: {decision.ACCURACY}.")
+        say(f"Lossy settings, ranked apart: {decision.ACCURACY}.")
         console().print(_table(tops, edges))
     elif winner.case.lossy:
-        click.echo(f"Every setting that succeeded is lossy: {decision.ACCURACY}.")
+        say(f"Every setting that succeeded is lossy: {decision.ACCURACY}.")
     for edge in edges.values():
         if edge.largest_ok is None:
             load_points = [point for point in points if point.case.load == edge.load]
-            click.echo(f"{edge.load.label()}: nothing succeeded ({rates.statuses(load_points)}).")
+            say(f"{edge.load.label()}: nothing succeeded ({rates.statuses(load_points)}).")
     for verdict in rates.offload_verdicts(points):
-        click.echo(f"{verdict.engine or 'Any engine'}: {verdict.text}")
+        say(f"{verdict.engine or 'Any engine'}: {verdict.text}")
 
 
 def _table(tops: "Points", edges: "dict[Case, Edge]") -> "Table":
@@ -206,21 +207,21 @@ def _print_requests(served: "dict[RequestGroup, tuple[RequestPoint, ...]]", answ
             decision.show(answers[group])
         elif rows:
             _name(group, rows)
-        click.echo("\n" * bool(rows) + f"{group.title}\n{group.conditions}\n")
+        say("\n" * bool(rows) + f"{group.title}\n{group.conditions}\n")
         for failed in {point.case.label(): point for point in points if not point.usable}.values():
             if all(row.point.key != failed.key for row in rows):
-                click.echo(f"{failed.case.label()}: {failed.status}.")
+                say(f"{failed.case.label()}: {failed.status}.")
         if not rows:
             continue
         console().print(_request_table(rows))
         if any(row.point.case.lossy for row in rows):
-            click.echo(f"Lossy settings, ranked apart: {decision.ACCURACY}.")
+            say(f"Lossy settings, ranked apart: {decision.ACCURACY}.")
         single = sum(len(row.rates) == 1 for row in rows)
         cautions = list(rates.conditions([row.point for row in rows]))
         if single:
             some = "Every load was" if single == len(rows) else f"{single} of {len(rows)} loads were"
             cautions.append(f"{some} measured once, so that the noise is unknown: differences may be chance.")
-        click.echo("\n" + "\n".join([*cautions, *filter(None, [group.caution])]))
+        say("\n" + "\n".join([*cautions, *filter(None, [group.caution])]))
 
 
 def _name(group: "RequestGroup", rows: "list[RequestRates]") -> None:
@@ -233,10 +234,10 @@ def _name(group: "RequestGroup", rows: "list[RequestRates]") -> None:
     rate_text = f"{figures(first.mean)} tok/s"
     if isinstance(point.requests.request_rate, float) and e2e is not None:
         rate_text = f"E2E {duration(e2e.mean / 1e3)}, {rate_text}"
-    click.echo(f"Best of {group.title}: {point.case.label()}, {rate_text}, {counted(len(first.rates), 'load')}")
+    say(f"Best of {group.title}: {point.case.label()}, {rate_text}, {counted(len(first.rates), 'load')}")
     alike = [row.point.case.label() for row in others if not row.point.case.lossy and first.differs(row) is False]
     if alike:
-        click.echo(f"As fast within the range of the loads: {', '.join(alike)}.")
+        say(f"As fast within the range of the loads: {', '.join(alike)}.")
     decision.show_commands(point)
 
 

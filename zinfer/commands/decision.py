@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from zinfer.analysis.best import Decision, Objective, decide, known_cost
 from zinfer.analysis.economics import EconomicsError, Fleet, Point, Prices, fleet, parse_demand
 from zinfer.analysis.sla import Sla, parse
+from zinfer.commands.out import say
 from zinfer.core.units import counted, duration, figures
 from zinfer.record.measurement import Measurement
 
@@ -90,39 +91,35 @@ def show(answer: GroupDecision) -> None:
     decision, point = answer.decision, answer.decision.point
     if point is None:
         if decision.unknown:
-            click.echo(f"The {decision.objective} is not known for any of {decision.keeping} points.")
+            say(f"The {decision.objective} is not known for any of {decision.keeping} points.")
         else:
-            click.echo(
-                f"No point of {decision.usable} keeps every level." if decision.usable else "No point is usable."
-            )
+            say(f"No point of {decision.usable} keeps every level." if decision.usable else "No point is usable.")
         if decision.nearest is not None:
-            click.echo(f"The nearest is {_named(decision.nearest)}:")
+            say(f"The nearest is {_named(decision.nearest)}:")
             for check in decision.kept:
-                click.echo(f"  {check.describe()}{check.missed}")
+                say(f"  {check.describe()}{check.missed}")
         _show_lossy(decision)
         return
     choice = f"{decision.keeping} of {counted(decision.usable, 'point')} to choose from"
-    click.echo(f"Best by {decision.objective}, {choice}: {_named(point)}, {figures(point.output_tok_s or 0)} tok/s")
+    say(f"Best by {decision.objective}, {choice}: {_named(point)}, {figures(point.output_tok_s or 0)} tok/s")
     if decision.unknown:
-        click.echo(f"  {decision.unknown} of them are left out: their {decision.objective} is not known")
+        say(f"  {decision.unknown} of them are left out: their {decision.objective} is not known")
     for check in decision.kept:
-        click.echo(f"  {check.describe()}")
+        say(f"  {check.describe()}")
     for line in costs(answer):
-        click.echo(f"  {line}")
+        say(f"  {line}")
     show_commands(point)
     _show_lossy(decision)
     if answer.show_front:
-        click.echo("\nPareto front of output tok/s and tok/s of one user:")
+        say("\nPareto front of output tok/s and tok/s of one user:")
         for front_point in decision.front:
             user = 1e3 / front_point.tpot_ms if front_point.tpot_ms else 0.0
-            click.echo(
-                f"  {_named(front_point)}: {figures(front_point.output_tok_s or 0)} tok/s, {figures(user)} a user"
-            )
+            say(f"  {_named(front_point)}: {figures(front_point.output_tok_s or 0)} tok/s, {figures(user)} a user")
 
 
 def _show_lossy(decision: "Decision") -> None:
     if decision.lossy is not None:
-        click.echo(f"Best lossy setting, ranked apart: {_named(decision.lossy)}; {ACCURACY}.")
+        say(f"Best lossy setting, ranked apart: {_named(decision.lossy)}; {ACCURACY}.")
 
 
 def show_commands(point: Point) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from zinfer.commands import options
+from zinfer.commands.out import say
 from zinfer.commands.prices import PerMachine, sizing_options
 from zinfer.core.engine import ENGINES, OptionError, conflict
 from zinfer.core.machine import override
@@ -160,7 +161,7 @@ def command(
     from zinfer.analysis.economics import parse_count
     from zinfer.commands import ranking
     from zinfer.core.errors import NOTHING
-    from zinfer.plan.advice import advice, peers
+    from zinfer.plan.advice import advice, choices, peers
     from zinfer.plan.published import compare_ratios
 
     asked, published = {name: given.pop(name) for name in ASKED}, not given["model"]  # ratios of the recipe's model
@@ -182,15 +183,15 @@ def command(
     else:
         for group, row in zip(groups, ranked, strict=True) if details or not several else ():
             _print(group, bool(efficiencies))
-            click.echo(advice(group.plans))
+            say(advice(group.plans))
             records = map(planning.records.describe, group.plans)
-            for line in (*peers(group.plans), *_experts(group.plans), *records):
+            for line in (*choices(group.plans), *peers(group.plans), *_experts(group.plans), *records):
                 if line:
-                    click.echo(line)
+                    say(line)
             if group.answer is not None:
-                click.echo(_decided(group.answer, group.plans))
+                say(_decided(group.answer, group.plans))
             for line in filter(None, (question.describe(row.plan), question.assumption(group.machine))):
-                click.echo(line)
+                say(line)
         click.echo()
         for title in dict.fromkeys(group.title for group in groups) if several else ():
             rows = [row for row, group in zip(ranked, groups, strict=True) if group.title == title]
@@ -199,14 +200,14 @@ def command(
             _print_machine(machine, bool(efficiencies))
         for engine, efficiency in efficiencies.items():
             if any(plan.case.engine == engine for plan in plans):
-                click.echo(f"{engine}: {efficiency.describe()}")
+                say(f"{engine}: {efficiency.describe()}")
         for comparison in compare_ratios(sweep.published if published else (), plans, efficiencies):
-            click.echo(comparison.describe())
+            say(comparison.describe())
     for remark in dict.fromkeys(_remarks(plans, brief=several and not details)):
-        click.echo(remark, err=True)
+        say(remark, err=True)
     answers = [group.answer for group in groups if group.answer is not None]
     if not any(plan.holds for plan in plans):
-        click.echo(ranking.fitting(groups[0].plans), err=True)
+        say(ranking.fitting(groups[0].plans), err=True)
         raise SystemExit(NOTHING)
     if answers and all(answer.decision.point is None for answer in answers):
         raise SystemExit(NOTHING)
@@ -262,12 +263,12 @@ def _decided(answer: "GroupDecision", plans: "Sequence[Plan]") -> str:
 def _print_machine(machine: "Machine", calibrated: bool) -> None:
     """Print the link's rate, replaced figures, and the peaks of limits."""
     shown = dict.fromkeys(("h2d_bandwidth", *machine.overridden))
-    click.echo(f"{machine.name}: " + "; ".join(f"{field} {machine.describe(field)}" for field in shown))
+    say(f"{machine.name}: " + "; ".join(f"{field} {machine.describe(field)}" for field in shown))
     peak = machine.at_peak().model_copy(update={"sources": {}})
     raised = [field for field in ("h2d_bandwidth", "hbm_bandwidth", "matmul_flops") if getattr(peak, field)]
     if not calibrated and raised:
         peaks = ", ".join(f"{field} {peak.describe(field).partition(' (')[0]}" for field in raised)
-        click.echo(f"{machine.name}: limits are made of {peaks}")
+        say(f"{machine.name}: limits are made of {peaks}")
 
 
 def _remarks(plans: "Sequence[Plan]", brief: bool) -> "Iterator[str]":
@@ -409,7 +410,7 @@ class _Planning:
         if refused and not titles:
             raise refused[-1]
         for refusal in refused:
-            click.echo(f"left out: {refusal}", err=True)
+            say(f"left out: {refusal}", err=True)
 
     def _planner(self, load: "SweepLoad", case: "Case", spec: "ModelSpec", machine: "Machine") -> "Planner":
         from zinfer.checkpoint.resolve import resolve
@@ -455,7 +456,7 @@ def _runnable(sweep: "Sweep") -> "list[SweepLoad]":
     if refusals and not runnable:
         raise OptionError(refusals[0])
     for reason in refusals:
-        click.echo(f"left out: {reason}", err=True)
+        say(f"left out: {reason}", err=True)
     if not runnable:
         able = [name for name, kind in ENGINES.items() if kind.offloads & set(sweep.offload)]
         lacking = f"engine {', '.join(sweep.engine)} has no offload {', '.join(sweep.offload)}"
@@ -668,7 +669,7 @@ def _draw(path: Path, sweep: "Sweep", planning: _Planning) -> None:
     every_size = planning.groups(sweep.model_copy(update={"batch_size": sizes}))
     drawn = plot.prediction([plan for group in every_size for plan in group.plans])
     if drawn is None:
-        click.echo(f"{path} was not drawn: no plan has a throughput", err=True)
+        say(f"{path} was not drawn: no plan has a throughput", err=True)
         return
     atomic.write(path, style.render(drawn, "svg" if kind == "svg" else "png"))
     click.echo(str(path), err=True)

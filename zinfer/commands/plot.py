@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from zinfer.commands.out import say
 from zinfer.commands.results import results_options
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def command(results: Path | None, machine: str | None, output: Path, formats: st
     runs = [run for run in all_runs if chosen.keeps(run.machine)]
     try:
         if warning := usable(sweeps, chosen).warning:
-            click.echo(warning, err=True)
+            say(warning, err=True)
     except Failure:
         if not runs:
             raise

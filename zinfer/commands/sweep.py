@@ -9,6 +9,7 @@ import click
 
 from zinfer.commands import options
 from zinfer.commands.failure import Failure
+from zinfer.commands.out import say
 from zinfer.core.errors import ENVIRONMENT, INTEGRITY, PARTIAL
 
 if TYPE_CHECKING:
@@ -350,7 +351,7 @@ def _recorded(output: Path, resume: bool) -> "Records":
     if not resume:
         raise Failure(f"{output} exists: --resume goes on with it, -o takes another file")
     if done.warning:
-        click.echo(done.warning, err=True)
+        say(done.warning, err=True)
     return done
 
 
@@ -460,13 +461,13 @@ def _print_plans(plan: Any, jobs: list[Any], as_json: bool) -> None:
         lengths = f"{workload.input_len}/{workload.output_len}"
         head = f"{row.case.model} {row.case.label()} {lengths} batch {workload.batch_size}"
         room = "" if workload.batch_size <= row.max_batch_size else f" · more than the {row.max_batch_size} that fit"
-        click.echo(f"{head}: " + (row.why_not or describe(row) + room))
+        say(f"{head}: " + (row.why_not or describe(row) + room))
     for job in jobs:
         for key, request_set in job.requests:
             lengths = "/".join(map(str, request_set.mean_lengths))
             room = job.plan.why_not or f"{key.requests.describe()}, {lengths} tokens on average"
-            click.echo(f"{key.case.model} {key.case.label()}: {room}")
-    click.echo(f"{counted(plan.rounds * len(jobs), 'load')}; {_announce(plan, sweep.outlook(plan, jobs), yes=True)}")
+            say(f"{key.case.model} {key.case.label()}: {room}")
+    say(f"{counted(plan.rounds * len(jobs), 'load')}; {_announce(plan, sweep.outlook(plan, jobs), yes=True)}")
 
 
 def _request_row(point: Any) -> dict[str, Any]:

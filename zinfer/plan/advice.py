@@ -58,6 +58,18 @@ def advice(plans: Sequence[Plan]) -> str:
     return f"{verb}: {_words(first)}; {_words(second)}, {_rate(second) / _rate(first):.2f} of it."
 
 
+def choices(plans: Sequence[Plan]) -> Iterator[str]:
+    """Yield a sentence on what each plan keeps where."""
+    for plan in plans:
+        placement, rows = plan.placement, plan.case.workload.batch_size
+        stay, away = len(placement.resident_layers), placement.host_rows(rows)
+        kept = f"{stay} of {plan.model.num_layers} layers stay on the GPU" if plan.streamed_bytes and stay else ""
+        how = "where the CPU attends to it" if placement.kv_on_cpu else "and crosses the link in every step"
+        cache = f"the KV cache of {away} of {rows} sequences is in host memory, {how}" if away else ""
+        if plan.holds and (kept or cache):
+            yield f"{plan.case.label()}, batch {rows}: {'; '.join(filter(None, (kept, cache)))}."
+
+
 def peers(plans: Sequence[Plan]) -> Iterator[str]:
     """Yield a sentence, with numbers, on each engine that would be faster.
 

@@ -161,7 +161,7 @@ class Placer:
         return not tiers.host.kv_cache or tiers.host.total <= self._host_room
 
     def fills_host(self, tiers: Tiers) -> bool:
-        """True if host memory is nearly full, so that a KV cache has little room."""
+        """True if host memory is nearly full."""
         return tiers.host.total >= TUNING.full_share * self._host_room
 
     def _free(self, placement: Placement, workload: Workload) -> int:

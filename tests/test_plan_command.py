@@ -94,6 +94,13 @@ def test_auto_is_the_batch_with_the_best_throughput() -> None:
     assert best["max_batch_size"] > best["case"]["workload"]["batch_size"] > 1
 
 
+def test_numbers_before_auto_are_planned_too() -> None:
+    words = ("-m", "opt-30b", "--machine", "h100-80gb", "--offload", "cpu")
+    (best,) = rows(*words)
+    batches = [row["case"]["workload"]["batch_size"] for row in rows(*words, "--batch-size", "1,64,auto")]
+    assert batches == [1, 64, best["case"]["workload"]["batch_size"]]
+
+
 def test_a_calibrated_plan_has_a_band_and_is_slower_than_the_limit() -> None:
     words = ("-m", "opt-30b", "--machine", "h100-80gb", "--offload", "cpu", *STREAMED, "--batch-size", "8")
     (limit,), (result,) = rows(*words), rows(*words, "--calibrate", H100)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from zinfer.job.signals import Interrupted
 from zinfer.job.sweep import exit_code, outlook, prepare, source_of
 from zinfer.record.measurement import Measurement, Status
 from zinfer.record.store import Store, read
+from zinfer.system import machines
 from zinfer.worker.process import WorkerDied
 from zinfer.worker.session import Session
 from zinfer.worker.tasks import Measure, Measured
@@ -117,6 +119,17 @@ def test_minutes_bound_a_sweep_at_a_point_and_resume_goes_on(tmp_path: Path, mon
     whole = run_outcome(tmp_path / "r.jsonl", sweep.model_copy(update={"minutes": 0}), again)
     assert (len(whole.points), whole.left) == (12, ())
     assert len(again.measured) == 12 - len(measured)
+
+
+def test_a_model_larger_than_host_memory_keeps_a_share_on_the_gpu() -> None:
+    """Without the option; a share that is given stays as it is."""
+    small = machines.load("h100-80gb").model_copy(update={"host_bytes": 64 << 30})
+    for budgets in ((None,), ("0%",)):
+        sweep = Sweep(model=("llama-3.1-70b",), offload=("cpu",), batch_size=(1,), gpu_weights=budgets)
+        (job,) = prepare(sweep, small, partial(source_of, sweep), lambda load: load.engine)
+        assert job.plan.fits is (budgets == (None,))
+        assert {case.gpu_weights for case in job.cases} == {job.plan.case.gpu_weights}
+        assert (job.plan.case.gpu_weights == "0%") is (budgets == ("0%",))
 
 
 def test_a_small_model_on_a_small_machine_takes_minutes(tmp_path: Path) -> None:

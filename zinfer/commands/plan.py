@@ -429,14 +429,17 @@ class _Planning:
         Drafts count in the times, but the batch that is best without them is taken.
         """
         from zinfer.commands.ranking import as_points
+        from zinfer.job.recipe import automatic
 
         workload, with_drafts = planner.case.workload, self.records.with_drafts
+        sizes = automatic(sweep.batch_size)[1] if isinstance(sweep.batch_size, str) else sweep.batch_size
+        chosen = [(planner.searched(workload, size), size) for size in sizes]
+        stated = [with_drafts(each, each.at(each.case.with_batch(size).workload)) for each, size in chosen]
         if not isinstance(sweep.batch_size, str):
-            chosen = [(planner.searched(workload, size), size) for size in sweep.batch_size]
-            return [with_drafts(each, each.at(each.case.with_batch(size).workload)) for each, size in chosen]
+            return stated
         planner = planner.searched(workload)
         if criteria is None or not (criteria.slas or criteria.objective == "latency"):
-            return [with_drafts(planner, planner.best(workload))]
+            return [*stated, with_drafts(planner, planner.best(workload))]
 
         def keeps(plan: "Plan") -> bool:
             return criteria.answer(as_points([with_drafts(planner, plan)])).decision.point is not None
@@ -444,7 +447,7 @@ class _Planning:
         plans = [with_drafts(planner, plan) for plan in planner.within(workload, keeps)]
         decided = criteria.answer(as_points(plans)).decision
         point = decided.point or decided.nearest
-        return [plan for plan in plans if point is None or plan.case == point.case][:1]
+        return [*stated, *[plan for plan in plans if point is None or plan.case == point.case][:1]]
 
 
 def _runnable(sweep: "Sweep") -> "list[SweepLoad]":

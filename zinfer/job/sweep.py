@@ -110,15 +110,18 @@ def prepare(
             subject = f"a request of {longest.input_len:,} tokens"
             check_positions(source.spec, longest.input_len, longest.output_len, subject)
 
+        lengths_planned = [*sweep.lengths(), *(request_set.mean_lengths for request_set in requests)]
+        longest_case = load.case(source.load_format, source.spec.dtype, *max(lengths_planned, key=sum))
+        planner = Planner(longest_case, source.spec, machine, nvme_path=nvme_path)
+        if not planner.plan.fits:  # a share that stays on the GPU alone may leave what fits host memory
+            planner = planner.searched(longest_case.workload)
+            load = load.model_copy(update={"gpu_weights": planner.case.gpu_weights})
+
         def case(lengths: tuple[int, int], load: SweepLoad = load, source: Source = source) -> Case:
             return load.case(source.load_format, source.spec.dtype, *lengths)
 
-        cases = tuple(map(case, sweep.lengths()))
-        planned = [*cases, *(case(request_set.mean_lengths) for request_set in requests)]
-        longest_case = max(planned, key=lambda case: case.workload.total_len)
-        planner = Planner(longest_case, source.spec, machine, nvme_path=nvme_path)
         keys = tuple((RequestKey(case((1, 1)), request_set.load), request_set) for request_set in requests)
-        jobs.append(LoadJob(planner, cases, target, source.revision, keys))
+        jobs.append(LoadJob(planner, tuple(map(case, sweep.lengths())), target, source.revision, keys))
     return jobs
 
 

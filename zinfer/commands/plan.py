@@ -437,14 +437,15 @@ class _Planning:
         stated = [with_drafts(each, each.at(each.case.with_batch(size).workload)) for each, size in chosen]
         if not isinstance(sweep.batch_size, str):
             return stated
-        planner = planner.searched(workload)
+        fastest = planner.searched(workload)
         if criteria is None or not (criteria.slas or criteria.objective == "latency"):
-            return [*stated, with_drafts(planner, planner.best(workload))]
+            return [*stated, with_drafts(fastest, fastest.best(workload))]
 
         def keeps(plan: "Plan") -> bool:
             return criteria.answer(as_points([with_drafts(planner, plan)])).decision.point is not None
 
-        plans = [with_drafts(planner, plan) for plan in planner.within(workload, keeps)]
+        able = {each.case: each for each in (fastest, planner.searched(workload, 1))}.values()
+        plans = [with_drafts(each, plan) for each in able for plan in each.within(workload, keeps)]
         decided = criteria.answer(as_points(plans)).decision
         point = decided.point or decided.nearest
         return [*stated, *[plan for plan in plans if point is None or plan.case == point.case][:1]]

@@ -28,7 +28,7 @@ from zinfer.record.store import Header, encode
 from zinfer.system.host import slug
 from zinfer.system.printable import printable
 
-SECONDS = 1.0  # of CPU time, for a verb that does little else
+SECONDS = 3.0  # of CPU time, for a verb that does little else; the search of a plan takes about one
 DRAWING_S = 8.0  # of CPU time, for one that draws figures
 
 RECIPE: dict[str, Any] = {

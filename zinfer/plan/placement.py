@@ -225,6 +225,8 @@ class Placer:
             elif on_cpu:
                 way = self._timing(way).with_best_cores(batch_size, context)
             ways.append(way)
+        if len(ways) == 1:
+            return ways[0]
         return min(ways, key=lambda way: self._timing(way).step(batch_size, context).seconds or 0.0)
 
     def _rows_on_gpu(self, placement: Placement, workload: Workload) -> int:

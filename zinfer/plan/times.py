@@ -234,7 +234,9 @@ class Timing:
             fewer = replace(self, placement=self.placement.model_copy(update={"kv_cpu_share": share}))
             times = fewer.step(batch_size, context)
             in_time = times.limits.get("cpu attention", 0.0) <= RATES.cpu_time * times.limits.get("link", 0.0)
-            if in_time and times.seconds is not None and shortest is not None and times.seconds < shortest:
+            if not in_time:
+                break  # fewer cores take longer still
+            if times.seconds is not None and shortest is not None and times.seconds < shortest:
                 best, shortest = fewer.placement, times.seconds
         return best
 

@@ -251,7 +251,8 @@ def load_options(function: Command) -> Command:
         ),
         click.option(
             "--gpu-weights", type=GPU_WEIGHTS, default=None,
-            help="Part of the offloaded weights that stays on the GPU: auto, a share (25%) or a size (40GiB).",
+            help="Part of the offloaded weights that stays on the GPU: auto, a share (25%) or a size (40GiB).  "
+            "[default: auto for stream]",
         ),
         click.option(
             "--nvme-path", type=click.Path(file_okay=False),

@@ -81,7 +81,8 @@ ASKED = ("levels", "objective", "demand", "deadline", "utilisation", "spare", "h
 @options.layers
 @click.option(
     "--gpu-weights", type=options.GPU_WEIGHTS,
-    help="Part of the offloaded weights that stays on the GPU: auto, a share (25%) or a size (40GiB).",
+    help="Part of the offloaded weights that stays on the GPU: auto, a share (25%) or a size (40GiB).  "
+    "[default: auto for stream]",
 )  # fmt: skip
 @options.shorthand("weight_codec")
 @options.weights

@@ -167,7 +167,7 @@ class Placer:
     def _free(self, placement: Placement, workload: Workload) -> int:
         return self.machine.device_bytes - self.device_bytes(self.tiers(placement, workload))
 
-    @property
+    @cached_property
     def _splits_kv(self) -> bool:
         """True if the cache holds keys and values alone."""
         return all(layer.kv_width and not layer.state for layer in self.model.layers)

@@ -13,7 +13,7 @@ from zinfer.analysis.economics import Prices
 from zinfer.analysis.sla import SlaCheck
 from zinfer.commands import decision
 from zinfer.commands.decision import DecisionCriteria, GroupDecision
-from zinfer.commands.out import console, table
+from zinfer.commands.out import console, say, table
 from zinfer.core.machine import Machine
 from zinfer.core.units import counted, duration, figures, gb
 from zinfer.plan.placement import TUNING
@@ -221,12 +221,12 @@ def show(title: str, rows: Sequence[Ranked], question: Question, calibrated: boo
         table(head, COLUMNS, [row.cells for row in ranked], drop=("TPOT", "USD/h", "configuration", "TTFT", "batch"))
     )
     if any(row.plan.machine.overridden for row in rows):
-        click.echo("* With figures that are set by hand.")
+        say("* With figures that are set by hand.")
     if any("?" in host_needed(row.plan) for row in rows if row.plan.holds):
-        click.echo("? The memory of this host is not known; --host-memory MACHINE=SIZE says what there is.")
+        say("? The memory of this host is not known; --host-memory MACHINE=SIZE says what there is.")
     if any(question.assumes(row.plan.machine) for row in rows):
         dates = [price.date for price in economics.list_prices().values()]
-        click.echo(
+        say(
             f"~ A price that a provider listed between {min(dates)} and {max(dates)}, assumed here "
             "(`zinfer plan --list machines NAME`); --price MACHINE=USD states yours."
         )

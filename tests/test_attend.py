@@ -12,20 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch.nn.functional import dropout, pad, scaled_dot_product_attention, softmax
 
-from zinfer.engine.stream import cpu_kernel
-from zinfer.engine.stream.cpu_attention import (
-    DeferredScores,
-    HostInt8Tensor,
-    HostTensor,
-    as_host_int8,
-    as_host_tensor,
-    stack_host_rows,
-)
-from zinfer.engine.stream.stacked import NotStackedError
+from zinfer.engine.stream.kv import cpu_kernel
+from zinfer.engine.stream.kv.cpu import attend_all
 
-CPU = torch.device("cpu")
 Patch = pytest.MonkeyPatch
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -271,201 +261,47 @@ def test_every_processor_computes_the_same(lesser: None) -> None:
         test_not_a_number_stays_one(dtype)
 
 
-@pytest.mark.parametrize("groups", [8, 2, 1])
-@pytest.mark.parametrize("mask", [None, "left padding", "bias", "bias of each head"])
-@pytest.mark.parametrize("length", [1, 3])
-def test_attention_is_that_of_torch(groups: int, mask: str | None, length: int) -> None:
-    query, keys, values = noise(3, 8, length, 16), noise(3, groups, 50, 16), noise(3, groups, 60, 16)[:, :, 10:]
-    seen: Tensor | None = None
-    if mask == "left padding":
-        seen = (torch.arange(50) >= torch.tensor([0, 7, 20])[:, None])[:, None, None]
-    elif mask is not None:
-        seen = noise(3, 8 if "head" in mask else 1, 1, 50)
-    shared: dict[str, Any] = {"attn_mask": seen, "enable_gqa": groups != 8}
-    expected = scaled_dot_product_attention(query.float(), keys.float(), values.float(), **_wide(shared))
-    actual = scaled_dot_product_attention(query, as_host_tensor(keys, CPU), as_host_tensor(values, CPU), **shared)
-    assert isinstance(actual, HostTensor)
-    assert actual.dtype == torch.bfloat16
-    assert torch.allclose(actual.float(), expected, atol=0.03)
+def exact_attention(
+    queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """Return attention in float64, its queries ``[B, heads, n, D]`` scaled by a quarter."""
+    scores = queries.double() @ keys.double().mT / 4
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    scores = scores if bias is None else scores + bias.double()
+    if sinks is not None:
+        each = sinks.double().view(queries.shape[1], -1).repeat_interleave(queries.shape[2] // 2, 1)
+        scores = torch.cat([scores, each[None, ..., None].expand(len(queries), -1, -1, 1)], -1)
+    return scores.softmax(-1)[..., : keys.shape[2]].nan_to_num() @ values.double()
 
 
-def _wide(given: dict[str, Any]) -> dict[str, Any]:
-    seen = given["attn_mask"]
-    return given | ({"attn_mask": seen.float()} if seen is not None and seen.dtype == torch.bfloat16 else {})
-
-
-def step_by_step(query: Tensor, keys: Any, values: Any, bias: Tensor, mask: Tensor) -> Any:
-    """Attend as BLOOM does: ``[rows * heads, 1, D]``, with a bias of each head, then a mask of each row."""
-    scores = bias.baddbmm(batch1=query, batch2=keys.reshape(60, -1, 16).mT, beta=1.0, alpha=0.25)
-    shares = softmax(scores.view(5, 12, 1, -1) + mask, dim=-1, dtype=torch.float32).to(query.dtype)
-    shares = dropout(shares, p=0.1, training=False)
-    return torch.bmm(shares.view(60, 1, -1), values.reshape(60, -1, 16))
-
-
-@pytest.fixture
-def stacked(monkeypatch: Patch) -> dict[str, tuple[Any, Tensor]]:
-    """Return keys and values of two micro-batches. As a model sees them, and as a plain rectangle."""
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    stacks: dict[str, tuple[Any, Tensor]] = {}
-    for name in ("keys", "values"):
-        blocks = [noise(rows, 12, length, 16) for rows, length in ((2, 40), (3, 33))]
-        wide = torch.cat([pad(block, (0, 0, 40 - block.shape[2], 0)) for block in blocks])
-        stacks[name] = stack_host_rows(blocks, CPU, torch.bfloat16), wide
-    return stacks
-
-
-@pytest.fixture
-def inputs() -> tuple[Tensor, Tensor, Tensor]:
-    """Return the queries, the bias and the mask of `step_by_step`; the mask hides the padding of the last three
-    rows."""
-    hidden = (torch.arange(40) < 7) & (torch.arange(5) > 1)[:, None]
-    mask = torch.zeros(5, 1, 1, 40, dtype=torch.bfloat16)
-    mask.masked_fill_(hidden[:, None, None], torch.finfo(torch.bfloat16).min)
-    return noise(60, 1, 16), noise(60, 1, 40), mask
-
-
-@pytest.mark.usefixtures("compiler")
-def test_attention_step_by_step_is_computed_at_once(
-    stacked: dict[str, tuple[Any, Tensor]], inputs: tuple[Tensor, Tensor, Tensor], monkeypatch: Patch
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("count", [2, 6, 260])
+@pytest.mark.parametrize(("softcap", "sinks"), [(None, False), (3.0, False), (None, True)])
+def test_attention_of_all_rows_is_that_of_each(
+    compiled: bool, dtype: torch.dtype, count: int, softcap: float | None, sinks: bool, monkeypatch: Patch
 ) -> None:
-    (keys, plain_keys), (values, plain_values) = stacked["keys"], stacked["values"]
-    expected = step_by_step(inputs[0].float(), plain_keys.float(), plain_values.float(), *map(Tensor.float, inputs[1:]))
-    monkeypatch.setattr(DeferredScores, "computed", lambda _: pytest.fail("scores were computed by themselves"))
-    actual = step_by_step(inputs[0], keys, values, *inputs[1:])
-    assert type(actual) is HostTensor
-    assert (actual.dtype, actual.shape) == (torch.bfloat16, (60, 1, 16))
-    assert torch.allclose(actual.float(), expected, atol=0.02)
-
-
-@pytest.mark.usefixtures("compiler")
-def test_a_mask_that_a_model_changes_is_read_anew(
-    stacked: dict[str, tuple[Any, Tensor]], inputs: tuple[Tensor, Tensor, Tensor]
-) -> None:
-    (keys, _), (values, _), (query, bias, mask) = stacked["keys"], stacked["values"], inputs
-    before = step_by_step(query, keys, values, bias, mask).as_subclass(Tensor)
-    mask[..., 20:] = torch.finfo(torch.bfloat16).min
-    bias.zero_()
-    after = step_by_step(query, keys, values, bias, mask).as_subclass(Tensor)
-    assert not torch.allclose(before, after, atol=0.05)
-    assert torch.equal(after, step_by_step(query, keys, values, bias.clone(), mask.clone()).as_subclass(Tensor))
-
-
-def test_attention_step_by_step_without_a_compiler_is_the_same(
-    no_compiler: None, stacked: dict[str, tuple[Any, Tensor]], inputs: tuple[Tensor, Tensor, Tensor]
-) -> None:
-    (keys, plain_keys), (values, plain_values) = stacked["keys"], stacked["values"]
-    expected = step_by_step(inputs[0].float(), plain_keys.float(), plain_values.float(), *map(Tensor.float, inputs[1:]))
-    assert torch.allclose(step_by_step(inputs[0], keys, values, *inputs[1:]).float(), expected, atol=0.02)
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda scores, _: scores * 0.5,
-        lambda scores, _: scores / 4 + 1.5,
-        lambda scores, mask: mask + scores.view(5, 12, 1, 40),
-        lambda scores, mask: (scores.view(5, 12, 1, 40) + mask) * 2,
-        lambda scores, mask: scores.view(5, 12, 1, 40).masked_fill(mask < 0, -7.0),
-        lambda scores, _: scores.transpose(0, 1).softmax(0),
-        lambda scores, _: scores.softmax(-1).float().sum(-1),
-        lambda scores, _: torch.cat([scores, scores], dim=-1),
-        lambda scores, _: scores.view(30, 2, 40),
-        lambda scores, _: dropout(scores.softmax(-1), p=0.5, training=True) > -1,
-        lambda scores, _: scores.softmax(-1) @ torch.ones(60, 40, 3, dtype=torch.bfloat16),
-    ],
-)
-def test_whatever_else_a_model_does_with_scores_is_that_of_torch(
-    use: Any, stacked: dict[str, tuple[Any, Tensor]], inputs: tuple[Tensor, Tensor, Tensor]
-) -> None:
-    keys, plain = stacked["keys"]
-    query, _, mask = inputs
-    actual = use(torch.bmm(query, keys.reshape(60, -1, 16).mT), mask)
-    expected = use(torch.bmm(query, plain.reshape(60, -1, 16).mT), mask)
-    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
-    actual = actual.as_subclass(Tensor) if type(actual) is HostTensor else actual.computed().as_subclass(Tensor)
-    assert torch.allclose(actual.float(), expected.float(), atol=0.05, rtol=0.02)
-
-
-def test_scores_that_are_changed_in_place_are_not_for_stacked_rows(
-    stacked: dict[str, tuple[Any, Tensor]], inputs: tuple[Tensor, Tensor, Tensor]
-) -> None:
-    scores = torch.bmm(inputs[0], stacked["keys"][0].reshape(60, -1, 16).mT)
-    with pytest.raises(NotStackedError, match="masked_fill_ changes scores in place"):
-        scores.masked_fill_(torch.zeros(60, 1, 40, dtype=torch.bool), 0.0)
-    with pytest.raises(NotStackedError, match=r"\[2, 60, 1, 40\] added to scores \[60, 1, 40\]"):
-        scores + torch.zeros(2, 60, 1, 40)
-
-
-@pytest.fixture
-def in_8_bits() -> tuple[HostInt8Tensor, Tensor]:
-    """Return 8-bit keys as a model sees them, and their exact values: 2 sequences, 3 heads, 40 tokens, 16 values."""
-    content = cpu_kernel.quantize_rows(noise(2, 3, 50, 16)).view(torch.int8)[:, :, :40, :16]
-    return as_host_int8(content, CPU, torch.bfloat16), cpu_kernel.dequantized(content, torch.bfloat16)
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda keys: keys.to(torch.float32),
-        lambda keys: keys * 2,
-        lambda keys: keys[:, 1:, 5:],
-        lambda keys: keys[:, :, None].expand(2, 3, 2, 40, 16).reshape(2, 6, 40, 16),
-        lambda keys: keys.transpose(1, 2).contiguous(),
-        lambda keys: keys.mT + 1,
-        lambda keys: keys.reshape(6, 40, 16)[..., :8],
-        lambda keys: torch.cat([keys, torch.ones(2, 3, 1, 16, dtype=torch.bfloat16)], dim=2),
-        lambda keys: torch.einsum("bhtd,bhtd->bht", keys, keys),
-        lambda keys: torch.ones(1, dtype=torch.float32).to(keys.dtype) + keys,
-        lambda keys: torch.empty_like(keys).copy_(keys),
-    ],
-)
-def test_8_bit_tensors_report_the_models_type(use: Any, in_8_bits: tuple[HostInt8Tensor, Tensor]) -> None:
-    keys, exact = in_8_bits
-    actual, expected = use(keys), use(exact)
-    assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
-    assert torch.equal(actual.as_subclass(Tensor), expected)
-    assert type(actual) is HostTensor
-    assert (keys.dtype, keys.shape, keys.size(1), len(keys)) == (torch.bfloat16, (2, 3, 40, 16), 3, 2)
-
-
-def test_products_of_attention_read_8_bits_directly(
-    in_8_bits: tuple[HostInt8Tensor, Tensor], monkeypatch: Patch
-) -> None:
-    keys, exact = in_8_bits
-    query, bias = noise(6, 1, 16), noise(6, 1, 40)
-    monkeypatch.setattr(HostInt8Tensor, "dequantized", lambda _: pytest.fail("a copy was made"))
-    flat = keys.reshape(6, 40, 16)
-    assert type(flat) is type(flat.transpose(-1, -2)) is type(flat.mT) is HostInt8Tensor
-    scores = bias.baddbmm(batch1=query, batch2=flat.mT, alpha=0.25)
-    assert torch.allclose(
-        scores.float(), torch.baddbmm(bias, query, exact.view(6, 40, 16).mT, alpha=0.25).float(), atol=0.05
-    )
-    chances = scores.softmax(-1)
-    expected = torch.bmm(chances.as_subclass(Tensor), exact.view(6, 40, 16))
-    assert torch.allclose(torch.bmm(chances, flat).float(), expected.float(), atol=0.02)
-    attended = scaled_dot_product_attention(query.view(2, 3, 1, 16), keys, keys)
-    assert torch.allclose(
-        attended.float(), scaled_dot_product_attention(query.view(2, 3, 1, 16), exact, exact).float(), atol=0.02
-    )
+    """Two micro-batches of unlike lengths; a mask hides padding, a bias is that of each head. Two query heads share a
+    head of keys, each with half of the queries."""
+    if not compiled:
+        monkeypatch.setattr(cpu_kernel, "library", lambda: None)
+    blocks, exact = blocks_of((40, 33), 12, 16, 16, dtype)
+    queries = noise(4, 12, count, 16)
+    pads = torch.tensor([0, 5, 9, 8])[:, None, None, None]
+    hidden = torch.zeros(4, 1, 1, 40).masked_fill_(torch.arange(40) < pads, -1e30)
+    biases = [hidden, noise(4, 12, 1, 40, dtype=torch.float32)]
+    logits = torch.randn(24, generator=torch.Generator().manual_seed(1)) if sinks else None
+    mixed = attend_all(queries, blocks, biases, 0.25, softcap, logits)
+    for number, (keys, values) in enumerate(exact):
+        rows = slice(2 * number, 2 * number + 2)
+        bias = (biases[0] + biases[1])[rows, ..., 40 - keys.shape[2] :]
+        expected = exact_attention(queries[rows], keys, values, bias, softcap, logits)
+        assert torch.allclose(mixed[rows].double(), expected, atol=0.03)
 
 
 def test_an_int8_matrix_without_scales_is_refused() -> None:
     with pytest.raises(ValueError, match="without the scales"):
         cpu_kernel.dequantized(torch.zeros(3, 4, dtype=torch.int8), torch.float32)
-
-
-def test_products_of_wrong_shapes_raise_torchs_error() -> None:
-    keys = as_host_tensor(noise(3, 40, 16), CPU)
-    for rows in (noise(3, 1, 8), noise(2, 1, 16)):
-        with pytest.raises(RuntimeError):
-            torch.bmm(rows, keys.mT)
-    assert torch.matmul(noise(16), keys.mT).shape == (3, 40)
-    out = torch.empty(3, 1, 40, dtype=torch.bfloat16)
-    torch.bmm(noise(3, 1, 16), keys.mT, out=out)
-    assert torch.equal(out, torch.bmm(noise(3, 1, 16), keys.as_subclass(Tensor).mT))
-    target = torch.zeros(3, 40, 16, dtype=torch.bfloat16)
-    target[1:] = keys[1:]
-    assert torch.equal(target[1:], keys.as_subclass(Tensor)[1:])
 
 
 @pytest.mark.usefixtures("compiler")

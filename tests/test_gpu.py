@@ -174,7 +174,7 @@ def test_a_batch_that_ran_out_of_memory_leaves_the_engine_usable(
     assert torch.equal(tokens(engine, lengths), expected)
     many = torch.ones((64, 9), dtype=torch.int64)
     with monkeypatch.context() as short_of_memory:
-        short_of_memory.setattr("zinfer.engine.stream.kv.LinkCache.extend", no_room)
+        short_of_memory.setattr("zinfer.engine.stream.kv.link.LinkStore.append", no_room)
         with pytest.raises(torch.OutOfMemoryError):
             prefill(engine, many, many, reserve=OUTPUT_LEN)
     assert torch.equal(tokens(engine, lengths), expected)

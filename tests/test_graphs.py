@@ -19,7 +19,7 @@ from tests.test_parity import BATCHES, OUTPUT_LEN, check, greedy, load, prompts,
 from tests.test_passes import close
 from zinfer.core.model import Dtype
 from zinfer.engine.base import Engine, Work
-from zinfer.engine.stream import graphs, ragged
+from zinfer.engine.stream import attention, graphs
 from zinfer.engine.stream.graphs import TUNED, Run, end_of
 from zinfer.generation import passes
 from zinfer.plan.planner import make_plan
@@ -126,7 +126,7 @@ def test_layers_that_all_stay_are_recorded_with_their_unpacking(
     assert recorder.recorded
 
 
-@pytest.mark.parametrize(("architecture", "joins"), [("llama", True), ("bloom", False)])
+@pytest.mark.parametrize(("architecture", "joins"), [("llama", True), ("bloom", True), ("falcon", False)])
 def test_several_micro_batches_are_recorded(
     architecture: str, joins: bool, checkpoint: Checkpoints, tmp_path: Path, recorder: Rerun
 ) -> None:
@@ -217,7 +217,7 @@ def verified(engine: Engine, keep_all: bool = True) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("keep_all", [True, False])
-@pytest.mark.parametrize(("architecture", "several"), [("llama", True), ("mixtral", True), ("bloom", False)])
+@pytest.mark.parametrize(("architecture", "several"), [("llama", True), ("bloom", True), ("falcon", False)])
 def test_steps_of_several_tokens_are_recorded(
     architecture: str, several: bool, keep_all: bool, checkpoint: Checkpoints, tmp_path: Path, recorder: Rerun
 ) -> None:
@@ -404,12 +404,12 @@ def test_wrong_keys_of_a_replay_are_taken_back(
 def test_a_model_that_attends_in_its_own_way_gets_a_mask(
     checkpoint: Checkpoints, tmp_path: Path, recorder: Rerun, monkeypatch: Patch
 ) -> None:
-    real = ragged.attention
+    real = attention.attention
 
     def changed(module: Any, query: Tensor, key: Tensor, *rest: Any, **options: Any) -> Any:
         return real(module, query, key * 1, *rest, **options)
 
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, ragged.NAME, changed)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, attention.JOINED, changed)
     engine: Any = load("stream", checkpoint("llama"), "none", tmp_path)
     check(engine, checkpoint("llama"), "none")
     assert engine._ragged.able is False

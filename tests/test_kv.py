@@ -18,10 +18,12 @@ from tests.test_parity import BATCHES, greedy, load, prompts, reference
 from tests.test_passes import keep_here
 from zinfer.core.case import Workload
 from zinfer.core.engine import OptionError
+from zinfer.engine import EngineError
 from zinfer.engine.base import Work
 from zinfer.engine.cache import QuantizedLayer, dequantize_kv
-from zinfer.engine.stream import cpu_kernel
-from zinfer.engine.stream.kv import CpuCache, HostPool
+from zinfer.engine.stream.kv import cpu_kernel
+from zinfer.engine.stream.kv.cpu import CpuStore
+from zinfer.engine.stream.kv.pool import HostPool
 from zinfer.generation import passes
 from zinfer.generation.pass_times import PassTimes
 from zinfer.generation.scheduler import ContinuousScheduler, Sequence
@@ -35,7 +37,7 @@ Patch = pytest.MonkeyPatch
 
 @pytest.mark.parametrize(
     ("architecture", "attention", "at_once"),
-    covering(["bloom", "opt", "llama", "gpt_neox", "falcon-old", "qwen2", "mixtral"], ["gpu", "cpu"], [1, 8], times=2),
+    covering(["bloom", "opt", "llama", "gpt_neox", "qwen2", "mixtral"], ["gpu", "cpu"], [1, 8], times=2),
 )
 def test_tokens_are_those_of_transformers(
     architecture: str, attention: str, at_once: int, checkpoint: Checkpoints, tmp_path: Path
@@ -73,17 +75,17 @@ def test_prompts_of_one_token_are_prompts(checkpoint: Checkpoints, tmp_path: Pat
     there = load("stream", checkpoint("llama"), "cpu", tmp_path, tokens=1, kv_offload="cpu", kv_attention="cpu")
     on_device = load("stream", checkpoint("llama"), "cpu", tmp_path, tokens=1, kv_offload="none")
     many: list[int] = []
-    monkeypatch.setattr(CpuCache, "extend", _counted(CpuCache.extend, many))
+    monkeypatch.setattr(CpuStore, "append", _counted(CpuStore.append, many))
     assert torch.equal(greedy(there, (1, 1, 1)), greedy(on_device, (1, 1, 1)))
     layers = there.plan.model.num_layers
     assert many[: 3 * layers] == [1] * 3 * layers, "prompts come a few rows at a time"
     assert set(many[3 * layers :]) == {3}, "and tokens for all rows at once"
 
 
-def _counted(extend: Callable[..., Any], many: list[int]) -> Callable[..., Any]:
-    def counted(self: CpuCache, layer: int, rows: slice, *states: Any) -> Any:
+def _counted(append: Callable[..., Any], many: list[int]) -> Callable[..., Any]:
+    def counted(self: CpuStore, layer: int, rows: slice, *states: Any) -> Any:
         many.append(rows.stop - rows.start)
-        return extend(self, layer, rows, *states)
+        return append(self, layer, rows, *states)
 
     return counted
 
@@ -158,12 +160,28 @@ def test_as_many_threads_attend_as_the_plan_says(
         assert torch.get_num_threads() == before
 
 
+def test_a_model_that_computes_attention_itself_keeps_its_cache_on_the_gpu(
+    checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """Also if the plan, of a type that it does not know, says otherwise."""
+    keep_here(monkeypatch, 1)
+    directory = checkpoint("falcon")
+    with pytest.raises(EngineError, match=r"falcon.* computes attention itself, .*: kv_offload=cpu is not for it"):
+        load("stream", directory, "cpu", tmp_path, kv_offload="cpu")
+    for known in (True, False):
+        if not known:
+            monkeypatch.setattr("zinfer.core.model.ATTEND_THEMSELVES", ())
+        engine = load("stream", directory, "cpu", tmp_path, kv_offload="auto", kv_attention="cpu")
+        assert torch.equal(greedy(engine, BATCHES[0]), reference(directory)[0])
+        assert engine.effective().settings["kv_host_rows"] == 0
+
+
 @pytest.mark.parametrize("storage", ["int8", "fp8"])
 @pytest.mark.parametrize("architecture", ["bloom", "llama"])
 def test_a_quantised_cache_is_half_as_large_and_nearly_as_good(
     architecture: str, storage: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr("zinfer.engine.stream.DEQUANTIZED_BYTES", 1)  # a row at a time
+    monkeypatch.setattr("zinfer.engine.stream.passes.DEQUANTIZED_BYTES", 1)  # a row at a time
     directory = checkpoint(architecture)
     engine = load("stream", directory, "cpu", tmp_path, kv_cache_dtype=storage)
     exact = load("stream", directory, "cpu", tmp_path)
@@ -208,8 +226,8 @@ def test_in_8_bits_it_is_the_same_cache_wherever_it_is(
     architecture: str, device_rows: int, compiler: bool, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     if not compiler:
-        monkeypatch.setattr("zinfer.engine.stream.cpu_kernel.library", lambda: None)
-    monkeypatch.setattr("zinfer.engine.stream.DEQUANTIZED_BYTES", 1)
+        monkeypatch.setattr("zinfer.engine.stream.kv.cpu_kernel.library", lambda: None)
+    monkeypatch.setattr("zinfer.engine.stream.passes.DEQUANTIZED_BYTES", 1)
     directory = checkpoint(architecture)
     alone = load("stream", directory, "cpu", tmp_path, kv_cache_dtype="int8")
     split = load("stream", directory, "cpu", tmp_path, here=device_rows, kv_cache_dtype="int8", kv_offload="auto")
@@ -258,17 +276,16 @@ class Together:
             assert sorted(self.calls) == sizes
 
 
-@pytest.mark.parametrize(("architecture", "together"), [("llama", True), ("mixtral", True), ("bloom", False)])
+@pytest.mark.parametrize("architecture", ["llama", "mixtral", "bloom"])
 def test_rows_whose_cache_crosses_the_link_share_a_forward_pass(
-    architecture: str, together: bool, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+    architecture: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     """Micro-batches of other lengths, in parts of a row or two. Padded and not, with rows on the device."""
     keep_here(monkeypatch, 3)
     options: dict[str, Any] = {"kv_offload": "auto", "kv_attention": "gpu", "tokens": 14}
     engine: Any = load("stream", checkpoint(architecture), "cpu", tmp_path, **options)
     rows = Together(engine, monkeypatch, (9, 5, 7, 4, 6), (7, 7, 7), (3,))
-    rows.check([2, 3, 1], [9] if together else [1, 1, 1, 1, 2, 3], 2e-4)
-    assert engine._ragged.able is together
+    rows.check([2, 3, 1], [9], 2e-4)
 
 
 @pytest.mark.parametrize(
@@ -296,7 +313,7 @@ def test_rows_in_8_bits_share_a_forward_pass(
         return values
 
     rows = Together(engine, monkeypatch, (9, 5, 7, 4, 6), (7, 7, 7), (3,))
-    monkeypatch.setattr("zinfer.engine.stream.DEQUANTIZED_BYTES", 1)
+    monkeypatch.setattr("zinfer.engine.stream.passes.DEQUANTIZED_BYTES", 1)
     engine._widen = widen
     assert engine.joins
     if hosted:
@@ -317,7 +334,7 @@ def test_rows_that_the_cpu_attends_to_share_a_forward_pass(
 ) -> None:
     """Micro-batches of other lengths, padded and not, beside rows on the device."""
     if not compiler:
-        monkeypatch.setattr("zinfer.engine.stream.cpu_kernel.library", lambda: None)
+        monkeypatch.setattr("zinfer.engine.stream.kv.cpu_kernel.library", lambda: None)
     keep_here(monkeypatch, 4)
     options: dict[str, Any] = {"kv_offload": "auto", "kv_attention": "cpu", "kv_cache_dtype": storage}
     engine: Any = load("stream", checkpoint(architecture), "cpu", tmp_path, **options)
@@ -328,9 +345,8 @@ def test_rows_that_the_cpu_attends_to_share_a_forward_pass(
         quantised.append(len(states))
         return cpu_kernel.quantize_rows(states)
 
-    monkeypatch.setattr("zinfer.engine.stream.kv.quantize_rows", quantize_rows)
+    monkeypatch.setattr("zinfer.engine.stream.kv.cpu.quantize_rows", quantize_rows)
     rows.check([1, 2, 1], [4, 4], 2e-4 if storage == "auto" else 3e-2)  # on the device, and in host memory
-    assert engine._stacks
     steps = quantised[-3 * 2 * len(engine.batches[0].cache.layers) :]
     assert set(steps) == ({4} if storage == "int8" else set()), "keys of all micro-batches at once"
 

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests import test_cache_kinds as kinds
@@ -15,8 +14,8 @@ from tests.opened import engines_closed
 from tests.test_parity import load
 from tests.test_passes import close, keep_here
 from zinfer.engine.base import Engine, MicroBatch, Work
-from zinfer.engine.stream import cpu_kernel, ragged
-from zinfer.engine.stream.stacked import NotStackedError, stack
+from zinfer.engine.stream import attention
+from zinfer.engine.stream.kv import cpu_kernel
 from zinfer.generation import passes
 
 assert engines_closed  # a fixture of all tests
@@ -101,7 +100,7 @@ def test_rows_on_the_device_join_those_of_others_though_the_cpu_attends_to_the_r
         calls.append(len(blocks))
         return attend(queries, blocks, *others)
 
-    monkeypatch.setattr("zinfer.engine.stream.cpu_attention.attend", counted)
+    monkeypatch.setattr("zinfer.engine.stream.kv.cpu.attend", counted)
     keep_here(monkeypatch, 3)
     engine = load("stream", checkpoint(name), "cpu", tmp_path, kv_offload="auto", kv_attention="cpu")
     hosted = [batch.host_rows for batch, *_ in batches(engine)]
@@ -137,7 +136,7 @@ def test_a_model_that_attends_in_its_own_way_is_found_out(
 ) -> None:
     """Its rows are recomputed per micro-batch, and never batched together again."""
     engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
-    real = ragged.attention
+    real = attention.attention
 
     def changed(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any) -> Any:
         if change == "keys":
@@ -150,57 +149,6 @@ def test_a_model_that_attends_in_its_own_way_is_found_out(
             return query.transpose(1, 2), None
         return real(module, query, key, value, mask, **options)
 
-    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, ragged.NAME, changed)
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, attention.JOINED, changed)
     check(engine, joins=False)
     assert engine._ragged.able is False  # type: ignore[attr-defined]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda keys: keys * 1,
-        lambda keys: torch.cat([keys, keys]),
-        lambda keys: keys[:, :1],
-        lambda keys: keys.transpose(1, 2).reshape(len(keys), -1),
-        lambda keys: keys.flatten(),
-    ],
-)
-def test_a_model_that_does_more_with_its_keys_than_attend_is_found_out(
-    change: Callable[[Tensor], Tensor], checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
-) -> None:
-    engine: Any = load("stream", checkpoint("bloom"), "cpu", tmp_path)
-    update = ragged.StackedLayer.update
-
-    def changed(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        keys, values = update(*args, **options)
-        return change(keys), values
-
-    monkeypatch.setattr(ragged.StackedLayer, "update", changed)
-    assert engine.joins
-    check(engine, joins=False)
-    assert not engine.joins
-
-
-@pytest.mark.parametrize("turned", [True, False])
-def test_products_of_stacked_rows_are_those_of_their_blocks(turned: bool) -> None:
-    blocks = [torch.randn(rows, 3, count, 8) for rows, count in ((2, 5), (1, 7), (4, 1))]
-    whole = torch.cat([pad(block, (0, 0, 7 - block.shape[2], 0)) for block in blocks])
-    stacked = stack(blocks, torch.float32)
-    assert stacked.shape == whole.shape
-    seen = torch.cat([torch.arange(7) >= 7 - block.shape[2] for block in blocks for _ in block]).view(7, 1, 1, 7)
-    if turned:
-        rows, added = torch.randn(7, 3, 2, 8), torch.randn(21, 1, 7)
-        expected = rows @ whole.transpose(-1, -2)
-        assert torch.allclose((rows @ stacked.transpose(-1, -2)) * seen, expected * seen, atol=1e-5)
-        flat = stacked.reshape(21, -1, 8).transpose(1, 2)
-        actual = added.baddbmm(rows.view(21, 2, 8), flat, beta=0.5, alpha=2.0).view(7, 3, 2, 7)
-        assert torch.allclose(actual * seen, (expected * 2 + added.view(7, 3, 1, 7) / 2) * seen, atol=1e-5)
-        return
-    chances = torch.rand(7, 3, 2, 7) * seen
-    assert torch.allclose(torch.matmul(chances, stacked), chances @ whole, atol=1e-5)
-    assert torch.allclose(torch.bmm(chances.view(21, 2, 7), stacked.view(21, 7, 8)).view(7, 3, 2, 8), chances @ whole)
-    query, mask = torch.randn(7, 3, 1, 8), torch.where(seen, 0.0, -1e30)
-    expected = scaled_dot_product_attention(query, whole, whole, mask)
-    assert torch.allclose(scaled_dot_product_attention(query, stacked, stacked, mask), expected, atol=1e-5)
-    with pytest.raises(NotStackedError, match="without a mask"):
-        scaled_dot_product_attention(query, stacked, stacked)

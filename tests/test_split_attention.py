@@ -18,7 +18,7 @@ from tests.interpreter import interpreted
 from tests.running import decode, error, prefill
 from tests.test_parity import load
 from zinfer.engine.stream import graphs, split_attention
-from zinfer.engine.stream.ragged import bias
+from zinfer.engine.stream.attention import bias
 
 # Rows, heads of keys, queries, positions, sizes of a key and of a value.
 SHAPES = ((1, 2, 4, 200, 64, 64), (2, 2, 1, 320, 80, 80), (3, 1, 20, 129, 24, 40), (1, 1, 2, 5000, 16, 16))

@@ -39,6 +39,9 @@ CONFIG_KEYS = {
     "num_experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
     "experts_per_token": ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"),
 }
+# Model types whose KV cache stays on the GPU: they compute attention without the AttentionInterface of transformers, or
+# cache what their keys and values are made of. `tests/test_architecture.py` compares them with transformers.
+ATTEND_THEMSELVES: frozenset[str] = frozenset()
 MAX_STRETCH = 1024  # largest factor by which YaRN is believed to stretch a model's positions
 LAYER_INDEX = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 
@@ -149,6 +152,11 @@ class ModelSpec(Shape):
     hub_id: str | None = None
     draft: "ModelSpec | None" = None  # small model of the same tokenizer that drafts for this one
     routing: Routing | None = None  # routing that a plan reckons with; None: tokens choose their experts evenly
+
+    @property
+    def attends_by_name(self) -> bool:
+        """True if zinfer may compute attention in the model's place, so that host memory can hold its KV cache."""
+        return self.architecture not in ATTEND_THEMSELVES
 
     @property
     def layer_parameters(self) -> tuple[int, ...]:

@@ -12,7 +12,6 @@ the keys of its indexer. A model with any other kind of layer (blocks of compres
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -244,6 +243,8 @@ def _aligned(size: int) -> int:
 class FixedLayer(DynamicLayer):  # type: ignore[misc]
     """Keys and values of one decoder layer, ``[B, kv_heads, room, head_dim]`` each. Their head_dim may differ."""
 
+    recordable = True  # a CUDA graph may read and write the memory
+
     def __init__(
         self, batch_size: int, capacity: int, window: int | None = None, allocate: Allocator = allocate_each
     ) -> None:
@@ -256,6 +257,11 @@ class FixedLayer(DynamicLayer):  # type: ignore[misc]
         ] * 2  # keys and values of all rows, computed or not; in 8 bits with their scales
         self.spare: Sequence[Tensor] | None = None  # memory to use instead of new one, if it is of the same shape
         self.rows, self.length = slice(0, batch_size), 0
+
+    @property
+    def dequantized_bytes(self) -> int:
+        """Bytes of a row's keys and values in the model's type, where attention needs such a copy."""
+        return 0
 
     @property
     def memory(self) -> tuple[Tensor, Tensor]:
@@ -363,9 +369,17 @@ class FixedLayer(DynamicLayer):  # type: ignore[misc]
         self._show()
         return seen
 
-    def store(self, keys: Tensor, values: Tensor) -> "Sequence[Tensor | QuantizedKV]":
-        """Store as `update` does; return what the new positions see as stored."""
-        return self.update(keys, values)
+    @property
+    def unattended(self) -> bool:
+        """True if the last pass stored host rows, and did not attend to them."""
+        return False
+
+    def joins(self, rows: slice) -> bool:
+        """Tell whether a decode step of these rows can share a forward pass with those of other micro-batches."""
+        return rows == slice(0, self.batch_size)
+
+    def hand_back(self) -> None:
+        """Free what `update` returned, if that is a copy."""
 
 
 DequantizeKV = Callable[[Tensor, Tensor, torch.dtype], Tensor]
@@ -376,33 +390,6 @@ def dequantize_kv(numbers: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor
     return torch.mul(numbers, scales, out=torch.empty(numbers.shape, dtype=dtype, device=numbers.device))  # one pass
 
 
-@dataclass(frozen=True)
-class QuantizedKV:
-    """Keys or values in 8 bits. Numbers are ``[rows, heads, n, D]``, scales ``[rows, heads, n, 1]``."""
-
-    numbers: Tensor
-    scales: Tensor
-    dtype: torch.dtype  # the model's
-    kernel: DequantizeKV  # computes what `dequantize_kv` does
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.numbers.shape
-
-    @property
-    def device(self) -> torch.device:
-        return self.numbers.device
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def dequantize(self) -> Tensor:
-        """Return numbers times scales in the model's type, in new memory."""
-        if self.numbers.dtype != torch.int8:
-            return self.numbers.to(self.dtype).mul_(self.scales)
-        return self.kernel(self.numbers, self.scales, self.dtype)
-
-
 class QuantizedLayer(FixedLayer):
     """Keys and values in 8 bits, with a scale for each head.
 
@@ -411,6 +398,8 @@ class QuantizedLayer(FixedLayer):
     memory, not time: attention over a cache in 16 bits reads 2 bytes a value; here a step reads 1, writes 2 and reads
     these 2.
     """
+
+    recordable = False
 
     def __init__(
         self,
@@ -429,7 +418,6 @@ class QuantizedLayer(FixedLayer):
 
     @property
     def dequantized_bytes(self) -> int:
-        """Bytes of a row's keys and values in the model's type."""
         if not self.is_initialized or not self.batch_size:
             return 0
         return sum(numbers[0].numel() * self.dtype.itemsize for numbers in self.memories[::2])
@@ -444,23 +432,35 @@ class QuantizedLayer(FixedLayer):
             for spec in ((shape, torch.int8), ((*shape[:3], 1), torch.float32))
         ]
 
+    def joins(self, rows: slice) -> bool:
+        return True  # a part at a time is attended to
+
     def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
         exact = not self.length
-        keys, values = self.store(key_states, value_states)
-        return (key_states, value_states) if exact else (keys.dequantize(), values.dequantize())
-
-    def store(self, keys: Tensor, values: Tensor) -> tuple[QuantizedKV, QuantizedKV]:
         if not self.is_initialized:
-            self.lazy_initialization(keys, values)
-        allocation = self.advance(keys.shape[2])
-        seen = []
-        for numbers, scales, states in zip(self.memories[::2], self.memories[1::2], (keys, values), strict=True):
-            scale = states.abs().amax(-1, keepdim=True).float().clamp_(min=self._min_maximum) / self._largest
-            new = states / scale
-            new = (new.round_() if self._storage == torch.int8 else new).to(self._storage)
-            bits = allocation.store(numbers[self.rows], new.view(torch.int8)).view(self._storage)
-            seen.append(QuantizedKV(bits, allocation.store(scales[self.rows], scale), self.dtype, self._kernel))
-        return seen[0], seen[1]
+            self.lazy_initialization(key_states, value_states)
+        allocation = self.advance(key_states.shape[2])
+        halves = zip(self.memories[::2], self.memories[1::2], (key_states, value_states), strict=True)
+        stored = [self._store(allocation, *half) for half in halves]
+        if exact:
+            return key_states, value_states
+        keys, values = (self._dequantize(*half) for half in stored)
+        return keys, values
+
+    def _store(
+        self, allocation: SlotAllocation, numbers: Tensor, scales: Tensor, states: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Quantise and store new states; return numbers and scales that they see."""
+        scale = states.abs().amax(-1, keepdim=True).float().clamp_(min=self._min_maximum) / self._largest
+        new = states / scale
+        new = (new.round_() if self._storage == torch.int8 else new).to(self._storage)
+        bits = allocation.store(numbers[self.rows], new.view(torch.int8)).view(self._storage)
+        return bits, allocation.store(scales[self.rows], scale)
+
+    def _dequantize(self, numbers: Tensor, scales: Tensor) -> Tensor:
+        if numbers.dtype != torch.int8:
+            return numbers.to(self.dtype).mul_(scales)
+        return self._kernel(numbers, scales, self.dtype)
 
 
 STORAGE = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}

@@ -69,6 +69,8 @@ class Placer:
     def __init__(self, case: Case, model: ModelSpec, machine: Machine, efficiency: Efficiency | None = None) -> None:
         self.model, self.machine, self.efficiency = model, machine, efficiency
         self.options = plan_options(case.engine, case.options)
+        if self.options.kv_offload == "auto" and not model.attends_by_name:
+            self.options = self.options.model_copy(update={"kv_offload": "none"})
         self.engine_options = read_options(case.engine, case.options)
         self.transport = self.engine_options.transport()
         self.case = self._with_codes(case)

@@ -365,6 +365,8 @@ class Planner:
         contradiction = conflict(case.engine, case.options, case.offload, case.weights, case.gpu_weights)
         if contradiction is not None:
             return contradiction
+        if self.placer.options.kv_offload == "cpu" and not self.model.attends_by_name:
+            return f"{case.model} computes attention itself: its KV cache stays on the GPU, take --kv-offload none"
         if not (shortages := self.shortages(workload)):
             return None
         model, ways = self.model, self._remedies(workload)

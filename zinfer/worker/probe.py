@@ -269,16 +269,13 @@ def _attending(size: int, sharing: int = 1) -> tuple[Callable[[], object], int]:
     """
     import torch
 
-    from zinfer.engine.stream.cpu_attention import as_host_tensor
+    from zinfer.engine.stream.kv.cpu import attend_all
 
     heads = 32 // sharing
     shape = (max(1, size // (2 * 2 * heads * 512 * 128)), heads, 512, 128)
-    query = torch.ones((shape[0], 32, 1, shape[3]), dtype=torch.bfloat16)
+    query = torch.ones((shape[0], heads, sharing, shape[3]), dtype=torch.bfloat16)
     keys, values = (torch.ones(shape, dtype=torch.bfloat16) for _ in range(2))
-    attend: Callable[..., object] = torch.nn.functional.scaled_dot_product_attention
-    work = partial(
-        attend, query, *(as_host_tensor(part, part.device) for part in (keys, values)), enable_gqa=sharing > 1
-    )
+    work = partial(attend_all, query, [(keys, values)], [], None)
     return work, 2 * keys.nbytes
 
 

@@ -6,70 +6,48 @@ layers and across steps: while the head turns the last layer's output into a tok
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import cached_property, partial
+from collections.abc import Sequence
+from contextlib import suppress
 from math import ceil
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicCache
 
 from zinfer.core.case import Option, Workload
-from zinfer.core.engine import MAX_DRAFTS, StreamOptions
 from zinfer.core.progress import Progress, silent
 from zinfer.engine import EngineError
 from zinfer.engine.base import MicroBatch, Work, is_step
 from zinfer.engine.cache import (
     STORAGE,
     DequantizeKV,
-    FixedLayer,
-    QuantizedLayer,
     RowCache,
     dequantize_kv,
     make_cache,
     other_layers,
     shares_keys,
 )
-from zinfer.engine.decoder import Decoder, DecoderBatch, MovedRows, Part
+from zinfer.engine.decoder import DecoderBatch, MovedRows
 from zinfer.engine.pinned import ALIGNMENT
-from zinfer.engine.rotary import turned_by
 from zinfer.engine.state import ModelState
 from zinfer.engine.stream import graphs
-from zinfer.engine.stream.cpu_kernel import library
+from zinfer.engine.stream.attention import Ragged
 from zinfer.engine.stream.disk import DiskRing
 from zinfer.engine.stream.experts import ExpertCounts, ExpertPool
 from zinfer.engine.stream.few_experts import FewExperts
 from zinfer.engine.stream.graphs import Graphs
 from zinfer.engine.stream.headroom import MemoryHeadroom, prefetch_distance
-from zinfer.engine.stream.interleave import interleave
-from zinfer.engine.stream.kv import (
-    CpuCache,
-    HostCache,
-    HostCopier,
-    HostMemory,
-    HostPool,
-    LinkCache,
-    PartFetch,
-    SplitLayer,
-)
+from zinfer.engine.stream.kv.cpu import CpuStore
+from zinfer.engine.stream.kv.cpu_kernel import library
+from zinfer.engine.stream.kv.link import LinkStore
+from zinfer.engine.stream.kv.pool import HostCopier, HostMemory, HostPool
+from zinfer.engine.stream.kv.store import HostStore, SplitLayer
 from zinfer.engine.stream.layer_source import LayerSource
 from zinfer.engine.stream.packed_experts import Experts, find_experts
 from zinfer.engine.stream.packed_product import PackedProducts
 from zinfer.engine.stream.packing import copy_into
+from zinfer.engine.stream.passes import SharedPasses, StreamBatch, stream_batch
 from zinfer.engine.stream.prefetch import PrefetchRing
-from zinfer.engine.stream.ragged import (
-    NotRaggedError,
-    Ragged,
-    bias_of,
-    is_decode,
-    layers_of,
-    split,
-    stacked_inputs,
-    takes_part,
-)
-from zinfer.engine.stream.stacked import NotStackedError
 from zinfer.engine.triton_check import cannot_run, trouble
 from zinfer.plan.bytes import Placement
 from zinfer.plan.planner import Plan
@@ -79,33 +57,14 @@ from zinfer.system.host import attending_cpus
 if TYPE_CHECKING:
     from zinfer.engine.ranks import Group
 
-MAX_STEP_TOKENS = MAX_DRAFTS + 1  # tokens of a row that a decode step takes at most; more of them are a prompt's
 FIRST_STEPS = 8  # of a model that drafts, before its passes are recorded: a wrong kernel is given up earlier
-DEQUANTIZED_BYTES = 1 << 30  # bytes of a quantised cache that are in the model's type at a time
 
 
-class StreamBatch(DecoderBatch):
-    """Micro-batch whose last rows may have their KV cache in host memory. That cache is `host`, which uses `memory`."""
-
-    host: HostCache | None = None
-    memory: HostMemory | None = None
-
-    @property
-    def device_rows(self) -> int:
-        """Number of rows with their keys and values on the device; they are the first ones."""
-        return self.batch_size if self.host is None else self.host.rows.start
-
-    @property
-    def host_rows(self) -> int:
-        return self.batch_size - self.device_rows
-
-
-class Stream(Decoder):
+class Stream(SharedPasses):
     """Engine `stream`: all weights on the device (offload `none`), or the decoder layers streamed to it from host
     memory (`cpu`), or from files (`nvme`), of which host memory keeps as many as fit."""
 
     several: ClassVar[str] = "zinfer.engine.stream.team:StreamTeam"
-    options: StreamOptions
 
     def __init__(self, plan: Plan, progress: Progress = silent, group: "Group | None" = None) -> None:
         self._group = group
@@ -114,15 +73,9 @@ class Stream(Decoder):
         self._ring: PrefetchRing | None = None
         self._pool: ExpertPool | None = None  # of experts that come on demand
         self._kv_pool: HostPool | None = None  # for keys and values of all micro-batches
-        self._recorded: Graphs | None = None
         self._streamed_per_step = self._fetched_per_step = self._read_per_step = 0
         self._reset_kv_use()
         super().__init__(plan, progress)
-
-    @property
-    def _graphs(self) -> Graphs:
-        assert self._recorded is not None
-        return self._recorded
 
     def _load(self) -> None:
         plan = self.plan
@@ -131,13 +84,11 @@ class Stream(Decoder):
         state = ModelState(plan.model, plan.case.load_format, allow_nan=plan.case.allow_nan)
         self.model, self._layers = state.model, state.layers
         self._inspect()
-        self._ragged = Ragged(self.model, self._accepted)
+        self._ragged = Ragged(self.model, self._layers, self._accepted, self.device)
         self._ragged.able = self._ragged.able and not self._counts_padding
-        heads_have_keys = plan.model.num_heads == plan.model.num_kv_heads  # each head has keys and values of its own
-        self._stacks = heads_have_keys and "attention_mask" in self._accepted and not self._own_cache
         recorded = self.options.cuda_graphs == "auto" and self._group is None
         recorder = graphs.recorder_of(self.device) if recorded else None
-        self._recorded = Graphs(self.model, self._ragged, (self._cache_name, self._accepted), recorder, self._ring_pass)
+        self._graphs = Graphs(self.model, self._ragged, (self._cache_name, self._accepted), recorder, self._ring_pass)
         self._few_experts = FewExperts(self.model, self.device) if self.options.experts_kernel == "auto" else None
         self._widen = _widen_on(self.device) if self.options.kv_cache_dtype in STORAGE else dequantize_kv
         for option, any_model in {"kv_offload": ("none", "auto"), "kv_cache_dtype": ("auto", "bf16")}.items():
@@ -175,8 +126,6 @@ class Stream(Decoder):
             state.entries[name].put(tensor)
         self._resident_bytes = sum(tensor.nbytes for tensor in resident.values())
         self._ready(self._layers[0])
-        alike = all(type(layer) is FixedLayer for layer in self._kinds_of_layers)
-        self._stacks = self._stacks and alike and self._probe.moves and self.cannot_pad() is None
 
     def _attach(self, source: LayerSource, ring: PrefetchRing, state: ModelState) -> None:
         """Connect layers and on-demand experts to the ring, and start it."""
@@ -237,15 +186,6 @@ class Stream(Decoder):
         read = None if self._source is None else self._source.loaded_bytes
         return super().loaded_bytes if read is None else read
 
-    @cached_property
-    def one_pass(self) -> bool:
-        # Where a token goes through layers repeatedly, or modules hold the state of a batch, each work has a pass.
-        return not self._in_modules and len(DynamicCache(config=self.model.config).layers) == len(self._layers)
-
-    @property
-    def joins(self) -> bool:
-        return bool(self._kinds_of_layers) and (self._ragged.able or self._stacks_on_device)
-
     def cannot_snapshot(self) -> str | None:
         load, storage = self.expected or self.plan.case.workload, self.options.kv_cache_dtype
         if self.options.kv_offload == "cpu" or self._placement(load).host_rows(load.batch_size):
@@ -280,7 +220,7 @@ class Stream(Decoder):
             self._to_host_memory(batch, cache, slice(on_device, rows), placement, load)
             assert batch.host is not None
             self._kv_device = batch.host.attends_on
-            if isinstance(batch.host, CpuCache):
+            if batch.on_cpu:
                 self._kv_threads = max(1, round(placement.kv_cpu_share * attending_cpus(self._threads)))
                 # The number holds for all work of the CPU: teams of two sizes in turn end and start threads each time.
                 torch.set_num_threads(self._kv_threads)
@@ -362,13 +302,13 @@ class Stream(Decoder):
         batch.memory = memory = HostMemory(self._host_pool(placement, load))
         attention = cache.attention
         windows = {index: layer.slots.window for index, layer in attention.items() if layer.slots.window is not None}
-        host: HostCache
+        host: HostStore
         if on_cpu or self._ring is None:
             in_8_bits = self.options.kv_cache_dtype in STORAGE
-            host = CpuCache(memory, self._copier, rows, batch.capacity, self.device, in_8_bits, windows)
+            host = CpuStore(memory, self._copier, rows, batch.capacity, in_8_bits, windows)
         else:
             parts, shared = self._split(rows, batch.prompt_len), shares_keys(self.model.config)
-            host = LinkCache(memory, self._copier, self._ring, parts, batch.capacity, windows, shared)
+            host = LinkStore(memory, self._copier, self._ring, parts, batch.capacity, windows, shared)
         for index, on_device in attention.items():
             cache.put(index, SplitLayer(index, on_device, host))
         batch.host = host
@@ -418,6 +358,9 @@ class Stream(Decoder):
     def _cannot_have(self, option: str) -> str | None:
         """Return the reason why the model's cache cannot be as `option` says; None if it can."""
         name, config = self.plan.model.name, self.model.config
+        says = f"{option}={getattr(self.options, option)} is not for"
+        if option == "kv_offload" and not (self._ragged.by_name and self.plan.model.attends_by_name):
+            return f"{name} computes attention itself, so that its KV cache stays on the GPU: {says} it"
         if self._own_cache:
             kept = "a state of its own kind"
         elif not isinstance(trial := make_cache(config, 1, 1), RowCache):
@@ -429,187 +372,7 @@ class Stream(Decoder):
             kept = "keys and values of several passes of a token through them"
         else:
             return None
-        return f"the layers of {name} keep {kept}: {option}={getattr(self.options, option)} is not for them"
-
-    def _rows_at_once(self, cache: RowCache, rows: int) -> int:
-        """Return how many of `rows` on the GPU are attended to together: all, unless their keys are in 8 bits."""
-        layers = [getattr(layer, "device_layer", layer) for layer in cache.attention.values()]
-        size = max((layer.dequantized_bytes for layer in layers if isinstance(layer, QuantizedLayer)), default=0)
-        return max(1, DEQUANTIZED_BYTES // size) if size else rows
-
-    def _rows(self, batch: DecoderBatch, count: int) -> list[slice]:
-        cache, host, rows = batch.cache, stream_batch(batch).host, stream_batch(batch).device_rows
-        if not isinstance(cache, RowCache):
-            return super()._rows(batch, count)
-        step = batch.length and (count == 1 or (count <= MAX_STEP_TOKENS and batch.length >= batch.prompt_len))
-        parts = [slice(0, rows)] if rows and step else self._split(slice(0, rows), count) if rows else []
-        if batch.length and rows > (at_once := self._rows_at_once(cache, rows)):
-            at_once = min(at_once, parts[0].stop)
-            parts = [slice(start, min(start + at_once, rows)) for start in range(0, rows, at_once)]
-        if host is None:
-            return parts
-        if isinstance(host, LinkCache) or step:
-            return [*parts, *host.parts]
-        # Rows go to the host whole, with room for all tokens still to come, so only a few at a time.
-        whole = count if batch.length else max(count, host.capacity // 4)
-        return [*parts, *self._split(host.rows, whole)]
-
-    def _run(self, parts: Sequence[Part]) -> list[Tensor]:
-        groups: dict[tuple[object, ...], list[Part]] = {}
-        for part in parts:
-            groups.setdefault(self._shared_pass(part), []).append(part)
-        passes = sorted(groups.values(), key=lambda some: _on_cpu(some[0]))  # the GPU computes while the CPU attends
-        logits: dict[int, Tensor] = {}
-        for some, output in zip(passes, self._run_passes(passes), strict=True):
-            logits |= zip(map(id, some), split(some, output), strict=True)
-        return [logits[id(part)] for part in parts]
-
-    def _shared_pass(self, part: Part) -> tuple[object, ...]:
-        """Return the key that a part shares with others of its pass; one of its own if it cannot."""
-        on_cpu, count = _on_cpu(part), part.token_ids.shape[1]
-        if self._ragged.takes(part, on_cpu):
-            return "ragged", on_cpu, count
-        stacks = not self._ragged.able and (on_cpu or self._stacks_on_device)
-        return ("stacked", on_cpu, count) if stacks and self._stacks_part(part, on_cpu) else (id(part),)
-
-    @property
-    def warming(self) -> bool:
-        return self._graphs.checking
-
-    @property
-    def _stacks_on_device(self) -> bool:
-        """Tell whether micro-batches on the device share a pass as one rectangle. Where no weight crosses the link each
-        has a graph of its own.
-        """
-        recorded = self._graphs.wanted and (self._ring is None or not self._ring.streamed)
-        recorded = recorded and self.options.kv_cache_dtype not in STORAGE
-        return self._stacks and not recorded
-
-    def _stacks_part(self, part: Part, on_cpu: bool = False) -> bool:
-        """Tell whether a part can be rows of a stacked rectangle. That is a decode step of all rows that a micro-batch
-        has on the device (in 8 bits also of some), or of all that the CPU attends to, which have nothing but keys and
-        values, in layers of one kind."""
-        batch, cache = stream_batch(part.batch), part.batch.cache
-        if not (self._stacks and is_decode(part) and isinstance(cache, RowCache)):
-            return False
-        if any(layer.slots.window is not None for layer in cache.layers if isinstance(layer, FixedLayer)):
-            return False
-        if on_cpu:
-            whole = batch.host is not None and part.rows == batch.host.rows
-            return whole and all(isinstance(layer, SplitLayer) for layer in cache.layers)
-        if part.rows.stop > batch.device_rows:
-            return False
-        whole = part.rows == slice(0, batch.device_rows)
-        return all(takes_part(getattr(layer, "device_layer", layer), whole) for layer in cache.layers)
-
-    def _run_passes(self, passes: Sequence[Sequence[Part]]) -> list[Tensor]:
-        """Run a forward pass for each list of parts, which share it; return their logits."""
-        recordable = [number for number, parts in enumerate(passes) if self._is_recordable(parts)]
-        results = dict[int, Tensor]()
-        for number in recordable:
-            logits = self._graphs.forward(passes[number], self._eager(passes[number]))
-            results[number] = logits if len(recordable) == 1 else logits.clone()  # the next graph may use its memory
-        others = [number for number in range(len(passes)) if number not in results]
-        if others:
-            results |= zip(others, self._run_eager([passes[number] for number in others]), strict=True)
-        return [results[number] for number in range(len(passes))]
-
-    def _is_recordable(self, parts: Sequence[Part]) -> bool:
-        """Tell whether a pass is a decode step that can be recorded. See `zinfer.engine.stream.graphs`."""
-        count = parts[0].token_ids.shape[1]
-        if count > (MAX_STEP_TOKENS if self._graphs.takes_several else 1) or self.options.cuda_graphs == "off":
-            return False
-        if any(part.batch.length < (1 if count == 1 else part.batch.prompt_len) for part in parts):
-            return False
-        ring, why_not = self._ring, None
-        if ring is not None and (ring.streamed or self._pool is not None or self._group is not None):
-            why_not = "weights cross the link"
-        elif any(batch.host_rows for batch in self.batches):
-            why_not = "keys and values are in host memory"
-        else:
-            why_not = next(filter(None, map(self._graphs.cannot, parts)), None)
-        if why_not is not None:
-            self._graphs.status = why_not
-        return why_not is None
-
-    def _eager(self, parts: Sequence[Part]) -> Callable[[], Tensor]:
-        """Return a function that runs one forward pass of `parts` alone."""
-
-        def run() -> Tensor:
-            self._begin_pass(parts)
-            with self._ring_pass():
-                return self._forward_parts(parts)
-
-        return run
-
-    def _ring_pass(self) -> AbstractContextManager[None]:
-        return nullcontext() if self._ring is None else self._ring.weight_pass()
-
-    def _run_eager(self, passes: Sequence[Sequence[Part]]) -> list[Tensor]:
-        """Run passes as `_run_passes` does, without graphs."""
-        ring = self._ring
-        if ring is None:
-            return [self._forward_parts(parts) for parts in passes]
-        parts = [part for some in passes for part in some]
-        on_host = any(stream_batch(part.batch).host is not None for part in parts)
-        if not (self.one_pass or on_host) or (len(passes) == 1 and not on_host):
-            return [self._eager(some)() for some in passes]
-        fetches = [fetch for part in parts if (fetch := _fetch(part)) is not None]
-        self._begin_pass(parts)
-
-        def enter(number: int, layer: int) -> None:
-            self._ragged.switch(self._is_ragged(passes[number]))
-            for batch, rows, *_ in passes[number]:
-                if isinstance(batch.cache, RowCache):
-                    batch.cache.window(rows, batch.length, layer)
-
-        on_cpu = sum(_on_cpu(some[0]) for some in passes)
-        if on_cpu == len(passes) or self._pool is not None:  # one queue unpacks experts
-            on_cpu = 0
-        try:
-            return interleave(ring, [partial(self._forward_parts, some) for some in passes], enter, fetches, on_cpu)
-        finally:
-            self._ragged.switch(False)
-
-    def _forward_parts(self, parts: Sequence[Part]) -> Tensor:
-        """Run one forward pass of parts that share it, or of one; return its logits ``[B, keep, V]``."""
-        self._ragged.switch(self._is_ragged(parts))
-        on_cpu = _on_cpu(parts[0])
-        if len(parts) == 1 and not (on_cpu and self._stacks_part(parts[0], on_cpu) and not self._ragged.able):
-            return self._alone(parts[0])
-        for part in parts:
-            part.batch.show(part.rows)
-        if not self._is_ragged(parts):
-            return self._joined(parts, *stacked_inputs(parts, on_cpu))
-        caches, rows = [layers_of(part) for part in parts], [len(part.token_ids) for part in parts]
-        masks = [bias_of(part, self.model.dtype) for part in parts]
-        with self._ragged.cache(caches, rows, masks, on_cpu=on_cpu) as cache:
-            return self._joined(parts, cache, None)
-
-    def _is_ragged(self, parts: Sequence[Part]) -> bool:
-        """Tell whether the parts of a pass use ragged attention."""
-        return len(parts) > 1 and self._ragged.takes(parts[0], _on_cpu(parts[0]))
-
-    def _joined(self, parts: Sequence[Part], cache: Cache, mask: Tensor | None) -> Tensor:
-        """Run one pass, a decode step of `parts` with equal token counts; return its logits ``[B, n, V]``."""
-        inputs: dict[str, object] = {
-            "input_ids": torch.cat([part.token_ids for part in parts]),
-            "attention_mask": mask,
-            "position_ids": torch.cat([part.positions for part in parts]),
-            "logits_to_keep": parts[0].keep,
-            self._cache_name: cache,
-            "use_cache": True,
-        }
-        inputs = {name: value for name, value in inputs.items() if name in self._accepted}
-        with turned_by(self._lengths(parts)):
-            logits: Tensor = self.model(**inputs).logits
-        return logits[:, -parts[0].keep :]
-
-    def _begin_pass(self, parts: Sequence[Part]) -> None:
-        """Have experts come as the number of the pass's tokens demands."""
-        if self._pool is not None:
-            tokens = sum(part.token_ids.numel() for part in parts)
-            self._pool.begin(tokens >= self.plan.placement.whole_tokens)
+        return f"the layers of {name} keep {kept}: {says} them"
 
     def forward(self, works: Sequence[Work]) -> list[Tensor]:
         while True:
@@ -630,7 +393,7 @@ class Stream(Decoder):
             return
         if ring is None or isinstance(ring, DiskRing) or self._group is not None or self._pool is not None:
             return
-        if not any(isinstance(batch.host, CpuCache) for batch in self.batches):
+        if not any(batch.on_cpu for batch in self.batches):
             return
         layers = prefetch_distance(ring.streamed, len(ring.layers))
         wanted = ceil(layers * max(len(packed.chunks) for packed in ring.layers))
@@ -640,16 +403,6 @@ class Stream(Decoder):
         except torch.OutOfMemoryError:
             headroom.note_shortage()
             ring.resize(before)
-
-    def attempt(self, works: Sequence[Work]) -> list[Tensor] | None:
-        """Compute a pass as `forward` does; return None where it has to be computed once more, in another way."""
-        try:
-            return self._forward(works)
-        except NotRaggedError:
-            self._ragged.able = False
-        except NotStackedError:
-            self._stacks = False  # from now on each micro-batch has a pass of its own
-        return None
 
     @property
     def ring(self) -> PrefetchRing | None:
@@ -711,17 +464,17 @@ class Stream(Decoder):
         if batch.memory is None:
             return
         self._copier.finish()
-        if isinstance(batch.host, LinkCache) and self._ring is not None:
-            self._ring.drop_fetches()
+        if batch.host is not None:
+            batch.host.drop_fetches()
         batch.memory.close()
         batch.host = batch.memory = None
-        if not any(isinstance(other.host, CpuCache) for other in self.batches):
+        if not any(other.on_cpu for other in self.batches):
             torch.set_num_threads(self._threads)
 
     def clear(self) -> None:
         super().clear()
-        if self._recorded is not None:
-            self._recorded.clear()
+        if hasattr(self, "_graphs"):  # a load may fail before
+            self._graphs.clear()
 
     def timeline(self, works: Sequence[Work]) -> tuple[Span, ...]:
         if self._ring is None:
@@ -824,7 +577,6 @@ class Stream(Decoder):
             self.draft.close()
             self.draft = None
         self.clear()
-        self._recorded = None
         if self._pool is not None:
             self._pool.close()
             self._pool = None
@@ -839,23 +591,12 @@ class Stream(Decoder):
         self._close_kv_pool()
 
 
-def stream_batch(batch: MicroBatch) -> StreamBatch:
-    assert isinstance(batch, StreamBatch)
-    return batch
-
-
 def together(batches: Sequence[MicroBatch], rows: int, length: int, capacity: int) -> Workload:
     """Return the workload of all micro-batches and new rows, as if one."""
     lengths = [length, *(batch.prompt_len for batch in batches)]
     capacities = [capacity, *(batch.capacity for batch in batches)]
     size = rows + sum(batch.batch_size for batch in batches)
     return Workload(batch_size=size, input_len=max(lengths), output_len=max(1, max(capacities) - max(lengths)))
-
-
-def _on_cpu(part: Part) -> bool:
-    """Tell whether the CPU attends to a part, a decode step."""
-    host = stream_batch(part.batch).host
-    return isinstance(host, CpuCache) and is_decode(part) and part.rows == host.rows
 
 
 def _widen_on(device: torch.device) -> DequantizeKV:
@@ -865,11 +606,3 @@ def _widen_on(device: torch.device) -> DequantizeKV:
     from zinfer.engine.stream.widen_kernel import widen
 
     return widen
-
-
-def _fetch(part: Part) -> PartFetch | None:
-    """Return the transfers of a part besides weights: keys and values from host memory; None if it has none."""
-    host = stream_batch(part.batch).host
-    if not isinstance(host, LinkCache) or not part.batch.length or part.rows not in host.parts:
-        return None
-    return host.fetch(part.rows, part.batch.length, part.token_ids.shape[1])

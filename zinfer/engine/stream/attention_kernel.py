@@ -25,8 +25,8 @@ LOWEST = tl.constexpr(-3.0e38)  # score of a position that is not there
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, scale: float) -> Tensor:
     """Return the attention of `query` to `keys` and `values`. Of `query` ``[B, K, m, D]``, `keys` ``[B, K, n, D]`` and
-    `values` ``[B, K, n, E]`` it is ``[B, K, m, E]``. `bias`, ``[B, 1, m or 1, n]``, is added to the scores; it must be
-    finite.
+    `values` ``[B, K, n, E]`` it is ``[B, K, m, E]``. `bias`, which expands to ``[B, K, m, n]``, is added to the scores;
+    it must be finite.
     """
     rows, heads, count, size = query.shape
     positions, width = values.shape[2:]
@@ -37,7 +37,8 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, sca
     partial = torch.empty((rows * heads, splits, count, width), dtype=torch.float32, device=query.device)
     sums = torch.empty((2, rows * heads, splits, count), dtype=torch.float32, device=query.device)
     out = torch.empty((rows, heads, count, width), dtype=query.dtype, device=query.device)
-    seen = keys if bias is None else bias
+    seen = keys if bias is None else bias.expand(rows, heads, count, positions)
+    of_bias = (0, 0, 0) if bias is None else seen.stride()[:3]
     asked = max(16, triton.next_power_of_2(count))
     _attend[(rows * heads, splits)](
         query.contiguous(),
@@ -51,8 +52,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, sca
         steps,
         *keys.stride()[:3],
         *values.stride()[:3],
-        0 if bias is None else bias.stride(0),
-        0 if bias is None or bias.shape[2] == 1 else bias.stride(2),
+        *of_bias,
         HEADS=heads,
         COUNT=count,
         SIZE=size,
@@ -97,6 +97,7 @@ def _attend(
     values_head,
     values_position,
     bias_row,
+    bias_head,
     bias_query,
     HEADS: tl.constexpr,
     COUNT: tl.constexpr,
@@ -125,7 +126,7 @@ def _attend(
     states = tl.load(query + pair.to(tl.int64) * COUNT * SIZE + element, mask=inside, other=0.0)
     keys += row * keys_row + head * keys_head
     values += row * values_row + head * values_head
-    bias += row * bias_row
+    bias += row * bias_row + head * bias_head
     largest = tl.full([ASKED], LOWEST, tl.float32)
     total = tl.zeros([ASKED], tl.float32)
     mixed = tl.zeros([ASKED, WIDTH_BLOCK], tl.float32)

@@ -9,7 +9,7 @@ next one is recorded. A layer with a sliding window is recorded with all slots t
 that are kept move to the front before the step. A step that verifies drafts, or catches up, has several tokens a row,
 and each number of them a graph of its own.
 
-Models run unchanged. Models that take their attention function by name run as ragged passes do (`ragged`), several
+Models run unchanged. Models that take their attention function by name run as joined passes do (`attention`), several
 micro-batches in one graph. The others get the mask, one micro-batch at a time and one token a row, since a mask ``[B,
 n]`` does not say where on the device a step's tokens are. A graph is believed only if its logits are those of the same
 step without it, and it is used only if it is faster. Rounding may lead a token to other experts, and grows from layer
@@ -39,8 +39,9 @@ from transformers.cache_utils import Cache, DynamicLayer
 from zinfer.engine.cache import FixedLayer, RowCache
 from zinfer.engine.decoder import DecoderBatch, Part
 from zinfer.engine.rotary import turned_by
+from zinfer.engine.stream.attention import MASKED, Attend, Bias, Ragged, bias
+from zinfer.engine.stream.kv.cpu import OwnAttentionError
 from zinfer.engine.stream.norms import Norms
-from zinfer.engine.stream.ragged import MASKED, Attend, Bias, NotRaggedError, Ragged, bias
 from zinfer.engine.stream.split_attention import split_attention
 from zinfer.engine.triton_check import cannot_run
 
@@ -212,6 +213,9 @@ class StaticLayer(DynamicLayer):  # type: ignore[misc]
         self.values.index_copy_(2, self._slots, value_states)
         return self.keys, self.values
 
+    def hand_back(self) -> None:
+        """Do nothing: `update` returns no copy."""
+
     def get_seq_length(self) -> int:
         return self._end - 1
 
@@ -251,7 +255,9 @@ class StaticKV:
     def offer(self, batch: DecoderBatch) -> bool:
         """Offer the memory to a new micro-batch; return whether it has the same shape."""
         layers = batch.cache.layers if isinstance(batch.cache, RowCache) else [None]
-        if not all(type(layer) is FixedLayer for layer in layers) or not self._has_shape(batch):
+        if not all(isinstance(layer, FixedLayer) and layer.recordable for layer in layers):
+            return False
+        if not self._has_shape(batch):
             return False
         for layer, tensors in zip(layers, self.tensors, strict=True):
             layer.spare = tensors
@@ -435,7 +441,7 @@ class Graphs:
             return self._why_not
         if not isinstance(cache, RowCache) or any(not isinstance(layer, FixedLayer) for layer in cache.layers):
             return "layers hold more than keys and values"
-        if any(type(layer) is not FixedLayer for layer in cache.layers):
+        if not all(layer.recordable for layer in cache.layers):
             return "the KV cache is in host memory or in 8 bits"
         windows = {window for layer in cache.layers if (window := _window(layer, batch.capacity)) is not None}
         if windows and not self._ragged.able and (len(windows) > 1 or not self._kinds or not self._kinds <= MASKED):
@@ -550,7 +556,7 @@ class Graphs:
                 replayed = replayed.clone()
                 same = alike(replayed, self._static(graph_set.memories, ends, graph))  # the recorded work is repeated
             with_s = self._recorder.timed(graph.replay)[1]
-        except NotRaggedError:
+        except OwnAttentionError:
             self._ragged.able = False  # its micro-batches run one by one from now on
         except torch.OutOfMemoryError:
             self._give_up(graph_set, shape, "no GPU memory for them")
@@ -624,9 +630,13 @@ class Graphs:
                 }
             inputs |= {"attention_mask": mask, self._cache_name: Cache(layers=layers[0])}
             return self._logits(inputs, graph)
-        masks = [bias(memory.seen(end, count), dtype) for memory, end in zip(memories, ends, strict=True)]
+        device = graph.token_ids.device
+        biases = [
+            self._ragged.bias(memory.seen(end, count), memory.mask[:, :end], end, dtype, device)
+            for memory, end in zip(memories, ends, strict=True)
+        ]
         attend = self._attend if self._custom else scaled_dot_product_attention
-        with self._ragged.cache(layers, [memory.rows for memory in memories], masks, attend) as cache:
+        with self._ragged.cache(layers, [memory.rows for memory in memories], biases, attend) as cache:
             return self._logits(inputs | {"attention_mask": None, self._cache_name: cache}, graph)
 
     def _logits(self, inputs: dict[str, object], graph: Graph) -> Tensor:

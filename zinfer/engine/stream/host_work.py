@@ -18,7 +18,7 @@ import torch
 from greenlet import getcurrent, greenlet
 from torch import Tensor
 
-from zinfer.engine.stream.cpu_kernel import store
+from zinfer.engine.stream.kv.cpu_kernel import store
 from zinfer.engine.transfer import to_host
 
 PAUSED = object()  # what a pass hands to its parent when it pauses
@@ -141,8 +141,7 @@ def run_async(work: Callable[[], Tensor]) -> Tensor:
 
     done = _thread().submit(run)
     try:
-        with torch._C._EnableTorchFunction():  # for the others: this one may be within a function of a subclass
-            getcurrent().parent.switch(PAUSED)
+        getcurrent().parent.switch(PAUSED)
     finally:
         result = done.result()
     return result

@@ -13,8 +13,8 @@ def split_attention(
     query: Tensor, keys: Tensor, values: Tensor, attn_mask: Tensor | None, scale: float | None
 ) -> Tensor:
     """Compute `scaled_dot_product_attention`, by zinfer's kernel where that is faster. Query heads are ``[B, K, m,
-    D]``, keys and values ``[B, K, n, ..]``, the bias ``[B, 1, m or 1, n]``; `zinfer.engine.triton_check` must have
-    found that kernels run."""
+    D]``, keys and values ``[B, K, n, ..]``, the bias expands to ``[B, K, m, n]``; `zinfer.engine.triton_check` must
+    have found that kernels run."""
     rows, heads, count, size = query.shape
     largest = max(size, values.shape[-1]) * query.element_size()
     dense = keys.stride(-1) == 1 == values.stride(-1) and (attn_mask is None or attn_mask.stride(-1) == 1)

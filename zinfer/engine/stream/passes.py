@@ -1,0 +1,271 @@
+"""Passes of the `stream` engine: which rows share a forward pass, and which forward passes share the weights.
+
+Decode steps of all micro-batches are one forward pass where they can be joined (`zinfer.engine.stream.attention`): one
+for rows that the device attends to, whose keys and values are there or come over the link, one for those that the CPU
+attends to. Anything else, such as a chunk of prompts, is a forward pass of its own. All of them share one pass of the
+weights, layer by layer (`zinfer.engine.stream.interleave`).
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property, partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicCache
+
+from zinfer.core.engine import MAX_DRAFTS, StreamOptions
+from zinfer.engine import EngineError
+from zinfer.engine.base import MicroBatch, Work
+from zinfer.engine.cache import RowCache
+from zinfer.engine.decoder import Decoder, DecoderBatch, Part
+from zinfer.engine.rotary import turned_by
+from zinfer.engine.stream.attention import JOINED, NAME, Ragged, is_decode, layers_of, split
+from zinfer.engine.stream.experts import ExpertPool
+from zinfer.engine.stream.graphs import Graphs
+from zinfer.engine.stream.interleave import interleave
+from zinfer.engine.stream.kv.cpu import OwnAttentionError
+from zinfer.engine.stream.kv.pool import HostMemory
+from zinfer.engine.stream.kv.store import HostStore
+from zinfer.engine.stream.prefetch import PrefetchRing
+
+if TYPE_CHECKING:
+    from zinfer.engine.ranks import Group
+
+MAX_STEP_TOKENS = MAX_DRAFTS + 1  # tokens of a row that a decode step takes at most; more of them are a prompt's
+DEQUANTIZED_BYTES = 1 << 30  # bytes of a quantised cache that are in the model's type at a time
+
+
+class StreamBatch(DecoderBatch):
+    """Micro-batch whose last rows may have their KV cache in host memory. That cache is `host`, which uses `memory`."""
+
+    host: HostStore | None = None
+    memory: HostMemory | None = None
+
+    @property
+    def device_rows(self) -> int:
+        """Number of rows with their keys and values on the device; they are the first ones."""
+        return self.batch_size if self.host is None else self.host.rows.start
+
+    @property
+    def host_rows(self) -> int:
+        return self.batch_size - self.device_rows
+
+    @property
+    def on_cpu(self) -> bool:
+        """True if the CPU attends to the host rows."""
+        return self.host is not None and self.host.on_cpu
+
+
+class SharedPasses(Decoder):
+    """Decoder whose works share passes of the weights; a subclass makes its ring, graphs and micro-batches."""
+
+    options: StreamOptions
+    _ragged: Ragged
+    _graphs: Graphs
+    _group: "Group | None"
+    _ring: PrefetchRing | None
+    _pool: ExpertPool | None  # of experts that come on demand
+    _layers: nn.ModuleList
+
+    @cached_property
+    def one_pass(self) -> bool:
+        # Where a token goes through layers repeatedly, or modules hold the state of a batch, each work has a pass.
+        return not self._in_modules and len(DynamicCache(config=self.model.config).layers) == len(self._layers)
+
+    @property
+    def joins(self) -> bool:
+        return bool(self._kinds_of_layers) and self._ragged.able
+
+    @property
+    def warming(self) -> bool:
+        return self._graphs.checking
+
+    def attempt(self, works: Sequence[Work]) -> list[Tensor] | None:
+        """Compute a pass as `forward` does; return None where it has to be computed once more, in another way."""
+        try:
+            return self._forward(works)
+        except OwnAttentionError:
+            self._ragged.able = False  # from now on each micro-batch has a pass of its own
+        return None
+
+    def _forward(self, works: Sequence[Work]) -> list[Tensor]:
+        return super().forward(works)
+
+    def _rows(self, batch: DecoderBatch, count: int) -> list[slice]:
+        cache, host, rows = batch.cache, stream_batch(batch).host, stream_batch(batch).device_rows
+        if not isinstance(cache, RowCache):
+            return super()._rows(batch, count)
+        step = batch.length and (count == 1 or (count <= MAX_STEP_TOKENS and batch.length >= batch.prompt_len))
+        parts = [slice(0, rows)] if rows and step else self._split(slice(0, rows), count) if rows else []
+        if batch.length and rows > (at_once := _rows_at_once(cache, rows)):
+            at_once = min(at_once, parts[0].stop)
+            parts = [slice(start, min(start + at_once, rows)) for start in range(0, rows, at_once)]
+        if host is None:
+            return parts
+        if not host.on_cpu or step:
+            return [*parts, *host.parts]
+        # Rows go to the host whole, with room for all tokens still to come, so only a few at a time.
+        whole = count if batch.length else max(count, host.capacity // 4)
+        return [*parts, *self._split(host.rows, whole)]
+
+    def _run(self, parts: Sequence[Part]) -> list[Tensor]:
+        groups: dict[tuple[object, ...], list[Part]] = {}
+        for part in parts:
+            joins = ("joined", on_cpu(part), part.token_ids.shape[1]) if self._ragged.takes(part) else (id(part),)
+            groups.setdefault(joins, []).append(part)
+        passes = sorted(groups.values(), key=lambda some: on_cpu(some[0]))  # the GPU computes while the CPU attends
+        logits: dict[int, Tensor] = {}
+        for some, output in zip(passes, self._run_passes(passes), strict=True):
+            logits |= zip(map(id, some), split(some, output), strict=True)
+        return [logits[id(part)] for part in parts]
+
+    def _run_passes(self, passes: Sequence[Sequence[Part]]) -> list[Tensor]:
+        """Run a forward pass for each list of parts, which share it; return their logits."""
+        recordable = [number for number, parts in enumerate(passes) if self._is_recordable(parts)]
+        results = dict[int, Tensor]()
+        for number in recordable:
+            logits = self._graphs.forward(passes[number], self._eager(passes[number]))
+            results[number] = logits if len(recordable) == 1 else logits.clone()  # the next graph may use its memory
+        others = [number for number in range(len(passes)) if number not in results]
+        if others:
+            results |= zip(others, self._run_eager([passes[number] for number in others]), strict=True)
+        return [results[number] for number in range(len(passes))]
+
+    def _is_recordable(self, parts: Sequence[Part]) -> bool:
+        """Tell whether a pass is a decode step that can be recorded. See `zinfer.engine.stream.graphs`."""
+        count = parts[0].token_ids.shape[1]
+        if count > (MAX_STEP_TOKENS if self._graphs.takes_several else 1) or self.options.cuda_graphs == "off":
+            return False
+        if any(part.batch.length < (1 if count == 1 else part.batch.prompt_len) for part in parts):
+            return False
+        ring, why_not = self._ring, None
+        if ring is not None and (ring.streamed or self._pool is not None or self._group is not None):
+            why_not = "weights cross the link"
+        elif any(batch.host_rows for batch in self.batches):
+            why_not = "keys and values are in host memory"
+        else:
+            why_not = next(filter(None, map(self._graphs.cannot, parts)), None)
+        if why_not is not None:
+            self._graphs.status = why_not
+        return why_not is None
+
+    def _eager(self, parts: Sequence[Part]) -> Callable[[], Tensor]:
+        """Return a function that runs one forward pass of `parts` alone."""
+
+        def run() -> Tensor:
+            self._begin_pass(parts)
+            with self._ring_pass():
+                return self._forward_parts(parts)
+
+        return run
+
+    def _ring_pass(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._ring is None else self._ring.weight_pass()
+
+    def _run_eager(self, passes: Sequence[Sequence[Part]]) -> list[Tensor]:
+        """Run passes as `_run_passes` does, without graphs."""
+        ring = self._ring
+        if ring is None:
+            return [self._forward_parts(parts) for parts in passes]
+        parts = [part for some in passes for part in some]
+        on_host = any(stream_batch(part.batch).host is not None for part in parts)
+        if not (self.one_pass or on_host) or (len(passes) == 1 and not on_host):
+            return [self._eager(some)() for some in passes]
+        hosts = [(part, host) for part in parts if (host := stream_batch(part.batch).host) is not None]
+        fetches = [host.fetch(part.rows, part.batch.length, part.token_ids.shape[1]) for part, host in hosts]
+        self._begin_pass(parts)
+
+        def enter(number: int, layer: int) -> None:
+            self._ragged.switch(self._attention_of(passes[number]))
+            for batch, rows, *_ in passes[number]:
+                if isinstance(batch.cache, RowCache):
+                    batch.cache.window(rows, batch.length, layer)
+
+        attending = sum(on_cpu(some[0]) for some in passes)
+        if attending == len(passes) or self._pool is not None:  # one queue unpacks experts
+            attending = 0
+        runs = [partial(self._forward_parts, some) for some in passes]
+        try:
+            return interleave(ring, runs, enter, [fetch for fetch in fetches if fetch is not None], attending)
+        finally:
+            self._ragged.switch(None)
+
+    def _begin_pass(self, parts: Sequence[Part]) -> None:
+        """Have experts come as the number of the pass's tokens demands."""
+        if self._pool is not None:
+            tokens = sum(part.token_ids.numel() for part in parts)
+            self._pool.begin(tokens >= self.plan.placement.whole_tokens)
+
+    def _attention_of(self, parts: Sequence[Part]) -> str | None:
+        """Return the name of the attention function for a pass; None is the model's own.
+
+        A part alone is joined if that saves the model its mask: ALiBi is then added to it once, not in each layer.
+        """
+        first = parts[0]
+        if len(parts) > 1 or ((on_cpu(first) or self._ragged.alibi is not None) and self._ragged.takes(first)):
+            return JOINED
+        batch = stream_batch(first.batch)
+        return NAME if batch.on_cpu and batch.length and first.rows.start >= batch.device_rows else None
+
+    def _forward_parts(self, parts: Sequence[Part]) -> Tensor:
+        """Run one forward pass of parts that share it, or of one; return its logits ``[B, keep, V]``."""
+        name = self._attention_of(parts)
+        self._ragged.switch(name)
+        if name == NAME:
+            return self._on_host(parts[0])
+        if name is None:
+            return self._alone(parts[0])
+        for part in parts:
+            part.batch.show(part.rows)
+        caches, rows = [layers_of(part) for part in parts], [len(part.token_ids) for part in parts]
+        biases = [self._ragged.bias_of(part, self.model.dtype) for part in parts]
+        with self._ragged.cache(caches, rows, biases, on_cpu=on_cpu(parts[0])) as cache:
+            return self._joined(parts, cache)
+
+    def _on_host(self, part: Part) -> Tensor:
+        """Run a forward pass of a part whose past the CPU attends to, as the model's own masks say."""
+        why_not = "it attends to other keys than those of its cache"
+        try:
+            logits = self._alone(part)
+        except OwnAttentionError as error:
+            why_not = str(error)
+        else:
+            cache = part.batch.cache
+            if isinstance(cache, RowCache) and not any(layer.unattended for layer in cache.attention.values()):
+                return logits
+        name = self.plan.model.name
+        raise EngineError(f"the CPU cannot attend for {name}: {why_not}; take kv_offload=none or kv_attention=gpu")
+
+    def _joined(self, parts: Sequence[Part], cache: Cache) -> Tensor:
+        """Run one pass, a decode step of `parts` with equal token counts; return its logits ``[B, n, V]``."""
+        inputs: dict[str, object] = {
+            "input_ids": torch.cat([part.token_ids for part in parts]),
+            "attention_mask": None,
+            "position_ids": torch.cat([part.positions for part in parts]),
+            "logits_to_keep": parts[0].keep,
+            self._cache_name: cache,
+            "use_cache": True,
+        }
+        inputs = {name: value for name, value in inputs.items() if name in self._accepted}
+        with turned_by(self._lengths(parts)):
+            logits: Tensor = self.model(**inputs).logits
+        return logits[:, -parts[0].keep :]
+
+
+def stream_batch(batch: MicroBatch) -> StreamBatch:
+    assert isinstance(batch, StreamBatch)
+    return batch
+
+
+def on_cpu(part: Part) -> bool:
+    """Tell whether a part is a decode step to which the CPU attends."""
+    host = stream_batch(part.batch).host
+    return host is not None and host.on_cpu and is_decode(part) and part.rows == host.rows
+
+
+def _rows_at_once(cache: RowCache, rows: int) -> int:
+    """Return how many of `rows` on the GPU are attended to together: all, unless their keys are in 8 bits."""
+    size = max((layer.dequantized_bytes for layer in cache.attention.values()), default=0)
+    return max(1, DEQUANTIZED_BYTES // size) if size else rows

@@ -321,21 +321,22 @@ def test_cuda_graphs_give_the_same_tokens(architecture: str, checkpoint: Checkpo
 
 @pytest.mark.usefixtures("always")
 @pytest.mark.parametrize("architecture", ["llama", "mixtral", "bloom"])
-@pytest.mark.parametrize("offload", ["none", "cpu"])
+@pytest.mark.parametrize(("offload", "share"), [("none", None), ("cpu", "100%"), ("cpu", "34%")])
 def test_cuda_graphs_give_the_same_logits(
-    offload: Offload, architecture: str, checkpoint: Checkpoints, tmp_path: Path
+    offload: Offload, share: str | None, architecture: str, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
-    """Experts' dispatch is recorded, and the unpacking of resident coded layers."""
+    """Experts' dispatch is recorded, and the unpacking of resident coded layers, all together or layer by layer."""
     directory, lengths = checkpoint(architecture), BATCHES[0]
     given, runs = reference(directory)[0], []
     for option in ("off", "auto"):
         options: dict[str, Any] = {"cuda_graphs": option, "weight_codec": "none" if offload == "none" else "lossless"}
-        engine = load("stream", directory, offload, tmp_path, dtype="bfloat16", **options)
+        engine = load("stream", directory, offload, tmp_path, dtype="bfloat16", experts="all", **options)
         plan = engine.plan
-        if offload == "cpu":
-            engine.plan = make_plan(plan.case.model_copy(update={"gpu_weights": "100%"}), plan.model, plan.machine)
+        if share is not None:
+            engine.plan = make_plan(plan.case.model_copy(update={"gpu_weights": share}), plan.model, plan.machine)
         runs += [follow(engine, given, lengths) for _ in range(TURNS)]
-        assert engine.effective().settings["cuda_graphs"] == {"off": "off", "auto": "on"}[option]
+        on = graphs.BY_LAYER if share == "34%" else "on"
+        assert engine.effective().settings["cuda_graphs"] == {"off": "off", "auto": on}[option]
         engine.close()
     for run in runs[1:]:
         for actual, expected in zip(run, runs[0], strict=True):

@@ -46,11 +46,13 @@ class Rerun:
             raise self.fails
         self.recorded += 1
 
-        def replay() -> Tensor:
+        def replay() -> Any:
             self.replayed += 1
-            logits = run() + self.off
-            self.kept[logits.shape[1]] += 1
-            return logits
+            result: Any = run()
+            if isinstance(result, tuple):  # of a layer
+                return (result[0] + self.off, *result[1:])
+            self.kept[result.shape[1]] += 1
+            return result + self.off
 
         return replay
 
@@ -97,6 +99,32 @@ def test_recorded_steps_give_the_tokens_of_transformers(
     assert recorder.replayed >= steps - 2, "all but the first step of each batch"
 
 
+@pytest.mark.parametrize(
+    ("name", "by_layer"), [("bloom", True), ("opt", True), ("llama", True), ("gpt_neox", True), ("falcon-old", False)]
+)
+def test_layers_whose_weights_cross_the_link_are_recorded_one_by_one(
+    name: str, by_layer: bool, checkpoint: Checkpoints, tmp_path: Path, recorder: Rerun
+) -> None:
+    engine = load("stream", checkpoint(name), "cpu", tmp_path)
+    check(engine, checkpoint(name), "cpu")
+    assert status(engine) == (graphs.BY_LAYER if by_layer else "weights cross the link")
+    test_ragged.check(engine, by_layer)
+    steps = 10 - 3  # one waits, two are computed both ways
+    assert (recorder.replayed > steps * len(engine._layers)) is by_layer  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("fault", ["differs", "fails"])
+def test_a_layer_whose_graph_is_wrong_is_computed_without(
+    fault: str, checkpoint: Checkpoints, tmp_path: Path, recorder: Rerun
+) -> None:
+    recorder.off = 9.0 if fault == "differs" else 0.0
+    recorder.fails = RuntimeError("no such thing") if fault == "fails" else None
+    engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
+    check(engine, checkpoint("llama"), "cpu")
+    expected = "differ from" if fault == "differs" else "cannot be recorded: no such thing"
+    assert expected in str(status(engine))
+
+
 @pytest.mark.parametrize("codec", ["none", "lossless"])
 def test_layers_that_all_stay_are_recorded_with_their_unpacking(
     codec: str, checkpoint: Checkpoints, tmp_path: Path, recorder: Rerun
@@ -108,7 +136,7 @@ def test_layers_that_all_stay_are_recorded_with_their_unpacking(
         engine = load("stream", directory, "cpu", tmp_path, dtype=dtype, weight_codec=codec, cuda_graphs=option)
         plan = engine.plan
         tokens = greedy(engine, BATCHES[0])
-        assert status(engine) == ("off" if option == "off" else "weights cross the link")
+        assert status(engine) == ("off" if option == "off" else graphs.BY_LAYER)
         engine.plan = make_plan(plan.case.model_copy(update={"gpu_weights": "100%"}), plan.model, plan.machine)
         for _ in range(2):
             engine.clear()

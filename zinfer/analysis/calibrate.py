@@ -332,7 +332,11 @@ def _recorded_placement(point: Measurement, model: ModelSpec, machine: Machine) 
     if effective is None:
         return placer.bare(workload)
     settings: Mapping[str, Any] = effective.settings
-    update: dict[str, Any] = {"graphs": settings.get("cuda_graphs") == "on", "kv_host_share": 0.0, "kv_on_cpu": False}
+    update: dict[str, Any] = {
+        "graphs": str(settings.get("cuda_graphs")).startswith("on"),
+        "kv_host_share": 0.0,
+        "kv_on_cpu": False,
+    }
     update["experts"] = "on-demand" if settings.get("experts") == "on-demand" else "all"  # older ones brought all
     if "slot_bytes" in settings:  # without ring buffers the layer buffers themselves are the ring
         layers = 1 if "buffer_bytes" in settings else settings["ring_depth"]

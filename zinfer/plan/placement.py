@@ -305,7 +305,7 @@ class Placer:
         update: dict[str, Any] = {"resident_bytes": kept}
         one_gpu = self.machine.gpu_count > 0 and options.gpus == 1
         if transport.graphs and one_gpu and options.kv_offload != "cpu" and not options.kv_quantized:
-            update["graphs"] = case.offload == "none" or kept == model.streamed_bytes
+            update["graphs"] = case.offload == "none" or kept == model.streamed_bytes or model.attends_by_name
         divided = transport.divided and options.gpus > 1
         whole = 2.0 + 1 / options.gpus if divided else 1.0  # a gather takes its part, and all parts besides the layer
         if transport.fetched == "chunks" and self._experts_on_demand:

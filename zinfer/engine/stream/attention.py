@@ -277,10 +277,12 @@ class Ragged:
         biases: Sequence[Bias | None],
         by: Attend = scaled_dot_product_attention,
         on_cpu: bool = False,
+        whole: bool = True,
     ) -> Iterator[Cache]:
         """Switch the model to joined attention over the layers of `caches`. They share one cache; their numbers of rows
         are in `rows`. `biases` of each add to its scores, None nothing. `by` computes the attention of a micro-batch,
-        unless the CPU attends to all of them. Raises OwnAttentionError after a pass in which a layer did not attend.
+        unless the CPU attends to all of them. Raises OwnAttentionError after a `whole` pass in which a layer did not
+        attend.
         """
         layers: list[JoinedLayer]
         if on_cpu:
@@ -288,12 +290,13 @@ class Ragged:
             layers = [JoinedHostLayer(stores, rows, biases, on_host) for stores in zip(*caches, strict=True)]
         else:
             layers = [JoinedLayer(stores, rows, biases, by) for stores in zip(*caches, strict=True)]
+        before = self._name
         self.switch(JOINED)
         try:
             yield Cache(layers=layers)
         finally:
-            self.switch(None)
-        if not all(layer.attended for layer in layers):
+            self.switch(before)
+        if whole and not all(layer.attended for layer in layers):
             raise OwnAttentionError("a layer stores keys and values, and does not attend to them as others do")
 
     def bias_of(self, part: Part, dtype: torch.dtype) -> Bias | None:

@@ -24,13 +24,14 @@ micro-batch that is admitted frees it first (`Graphs.make_room`).
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
@@ -41,10 +42,13 @@ from zinfer.engine.decoder import DecoderBatch, Part
 from zinfer.engine.rotary import turned_by
 from zinfer.engine.stream.attention import MASKED, Attend, Bias, Ragged, bias
 from zinfer.engine.stream.kv.cpu import OwnAttentionError
+from zinfer.engine.stream.layer_graphs import DIFFERS as LAYER_DIFFERS
+from zinfer.engine.stream.layer_graphs import LayerGraphs
 from zinfer.engine.stream.norms import Norms
 from zinfer.engine.stream.split_attention import split_attention
 from zinfer.engine.triton_check import cannot_run
 
+BY_LAYER = "on, layer by layer"  # status where the weights cross the link
 DIFFERS = "their logits differ from those of a step without them"
 
 
@@ -56,6 +60,7 @@ class Tuning:
     growth: int = 8  # a step is at most 1/8 of the length: reading masked positions costs little, and graphs stay few
     pays: int = 16  # replays that pay for a recording
     longest_wait: int = 64  # steps of one shape that rows decode together, at most, before their pass is recorded
+    max_layered: int = 2  # numbers of positions of the same, for which each layer has a graph
     max_graphs: int = 16  # of one set of micro-batches, those used last
     checks: int = 2  # steps computed both ways before graphs are believed; the first step of each graph always is
     tries: int = 2  # differences between the two ways after which no more graphs are made
@@ -339,6 +344,7 @@ class GraphSet:
     steps: Counter[Shape] = field(default_factory=Counter)
     replays: int = 0
     graphs: dict[tuple[Shape, tuple[int, ...]], Graph] = field(default_factory=dict)
+    layered: dict[tuple[Shape, tuple[int, ...]], LayerGraphs] = field(default_factory=dict)
 
     @property
     def sizes(self) -> tuple[tuple[int, int], ...]:
@@ -434,6 +440,64 @@ class Graphs:
                 layer.advance(count)
         return logits
 
+    def by_layer(self, parts: Sequence[Part], layers: Sequence[nn.Module], run: Callable[[bool], Tensor]) -> Tensor:
+        """Compute a decode pass as `forward` does, with a graph for each of `layers`.
+
+        `run` computes the pass; it gets whether layers are replayed, so that none attends.
+        """
+        memories = tuple(self._memory_of(part.batch) for part in parts)
+        for memory, part in zip(memories, parts, strict=True):
+            for layer in _layers(part.batch) if memory.within else ():
+                layer.reserve(part.batch.length, part.token_ids.shape[1])
+        graph_set = self._graph_sets.setdefault(tuple(map(id, memories)), GraphSet(memories))
+        count, _ = shape = _shape(parts)
+        ends = tuple(end_of(part.batch.length + count, part.batch.capacity) for part in parts)
+        graphs = graph_set.layered.pop((shape, ends), None)
+        if (shape, graph_set.sizes) in self._useless or (graphs is None and graph_set.steps[shape] < self.wait):
+            graph_set.steps[shape] += 1
+            return run(False)
+        if graphs is None:
+            graphs = self._layered(graph_set, parts, ends, layers)
+        graph_set.layered[shape, ends] = graphs
+        for memory, part in zip(memories, parts, strict=True):
+            memory.feed(part.batch, count)
+        if graphs.checked < TUNED.checks:
+            logits = graphs.forward(partial(run, False), checks=True)
+            if graphs.fault is not None:
+                graph_set.layered.clear()
+                if graphs.fault == LAYER_DIFFERS and self._custom:  # once more, without its kernels
+                    self._custom, self.kernels = False, f"off: {graphs.fault}"
+                else:
+                    self._give_up(graph_set, shape, graphs.fault)
+            return logits
+        logits = graphs.forward(partial(run, True), checks=False)
+        graph_set.replays += 1
+        self.status = BY_LAYER
+        for part in parts:
+            for layer in _layers(part.batch):
+                layer.length = part.batch.length
+                layer.advance(count)
+        return logits
+
+    def _layered(
+        self, graph_set: GraphSet, parts: Sequence[Part], ends: tuple[int, ...], layers: Sequence[nn.Module]
+    ) -> LayerGraphs:
+        """Make graphs of layers, none recorded yet, for a pass that sees `ends` positions of each part."""
+        assert self._recorder is not None
+        count = parts[0].token_ids.shape[1]
+        if self._norms is None:
+            self._find_kernels(parts[0].token_ids.device)
+
+        @contextmanager
+        def cache() -> Iterator[Cache]:
+            norms = self._norms.fused() if self._custom and self._norms else nullcontext()
+            with self._joined(graph_set.memories, ends, count, whole=False) as static, ConstantsOnDevice(), norms:
+                yield static
+
+        while len(graph_set.layered) >= TUNED.max_layered:
+            del graph_set.layered[next(iter(graph_set.layered))]
+        return LayerGraphs(layers, self._recorder.record, cache, alike)
+
     def cannot(self, part: Part) -> str | None:
         """Return why a part's decode step cannot be recorded; None if it can."""
         batch, cache = part.batch, part.batch.cache
@@ -463,7 +527,9 @@ class Graphs:
             return
         _, memory = self._memories.pop(id(batch))
         if memory.fits(batch) and any(
-            graph_set.graphs for graph_set in self._graph_sets.values() if memory in graph_set.memories
+            graph_set.graphs or graph_set.layered
+            for graph_set in self._graph_sets.values()
+            if memory in graph_set.memories
         ):
             self._spare.append(memory)
         else:
@@ -498,8 +564,8 @@ class Graphs:
             if any(memory in graph_set.memories for memory in memories)
         ]:
             gone = self._graph_sets.pop(key)
-            if gone.graphs:
-                paid = gone.replays >= TUNED.pays * len(gone.graphs)
+            if count := len(gone.graphs) + len(gone.layered):
+                paid = gone.replays >= TUNED.pays * count
                 self.wait = max(1, self.wait // 2) if paid else min(TUNED.longest_wait, 2 * self.wait)
 
     def _replay(self, graph_set: GraphSet, graph: Graph, parts: Sequence[Part]) -> Tensor:
@@ -612,7 +678,6 @@ class Graphs:
         """Run the pass that is recorded: nothing in it depends on a number that changes from step to step."""
         count = graph.token_ids.shape[1]
         dtype = self._model.dtype
-        layers = [memory.layers(end, count, dtype) for memory, end in zip(memories, ends, strict=True)]
         inputs: dict[str, object] = {
             "input_ids": graph.token_ids,
             "position_ids": graph.positions,
@@ -628,16 +693,24 @@ class Graphs:
                     "full_attention": bias(seen, dtype),
                     "sliding_attention": bias(memories[0].seen_within(window, count), dtype),
                 }
-            inputs |= {"attention_mask": mask, self._cache_name: Cache(layers=layers[0])}
+            layers = memories[0].layers(ends[0], count, dtype)
+            inputs |= {"attention_mask": mask, self._cache_name: Cache(layers=layers)}
             return self._logits(inputs, graph)
-        device = graph.token_ids.device
+        with self._joined(memories, ends, count) as cache:
+            return self._logits(inputs | {"attention_mask": None, self._cache_name: cache}, graph)
+
+    def _joined(
+        self, memories: Sequence[StaticKV], ends: Sequence[int], count: int, whole: bool = True
+    ) -> AbstractContextManager[Cache]:
+        """Return joined attention of a recorded pass, or of layers of it unless `whole`."""
+        dtype, device = self._model.dtype, memories[0].slot.device
+        layers = [memory.layers(end, count, dtype) for memory, end in zip(memories, ends, strict=True)]
         biases = [
             self._ragged.bias(memory.seen(end, count), memory.mask[:, :end], end, dtype, device)
             for memory, end in zip(memories, ends, strict=True)
         ]
         attend = self._attend if self._custom else scaled_dot_product_attention
-        with self._ragged.cache(layers, [memory.rows for memory in memories], biases, attend) as cache:
-            return self._logits(inputs | {"attention_mask": None, self._cache_name: cache}, graph)
+        return self._ragged.cache(layers, [memory.rows for memory in memories], biases, attend, whole=whole)
 
     def _logits(self, inputs: dict[str, object], graph: Graph) -> Tensor:
         norms = self._norms.fused() if self._custom and self._norms else nullcontext()

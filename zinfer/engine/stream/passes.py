@@ -123,6 +123,8 @@ class SharedPasses(Decoder):
 
     def _run_passes(self, passes: Sequence[Sequence[Part]]) -> list[Tensor]:
         """Run a forward pass for each list of parts, which share it; return their logits."""
+        if len(passes) == 1 and self._is_recordable_by_layer(passes[0]):
+            return [self._by_layer(passes[0])]
         recordable = [number for number, parts in enumerate(passes) if self._is_recordable(parts)]
         results = dict[int, Tensor]()
         for number in recordable:
@@ -133,12 +135,36 @@ class SharedPasses(Decoder):
             results |= zip(others, self._run_eager([passes[number] for number in others]), strict=True)
         return [results[number] for number in range(len(passes))]
 
-    def _is_recordable(self, parts: Sequence[Part]) -> bool:
-        """Tell whether a pass is a decode step that can be recorded. See `zinfer.engine.stream.graphs`."""
+    def _may_record(self, parts: Sequence[Part]) -> bool:
+        """Tell whether a pass is a decode step of few enough tokens."""
         count = parts[0].token_ids.shape[1]
         if count > (MAX_STEP_TOKENS if self._graphs.takes_several else 1) or self.options.cuda_graphs == "off":
             return False
-        if any(part.batch.length < (1 if count == 1 else part.batch.prompt_len) for part in parts):
+        return all(part.batch.length >= (1 if count == 1 else part.batch.prompt_len) for part in parts)
+
+    def _is_recordable_by_layer(self, parts: Sequence[Part]) -> bool:
+        """Tell whether a pass is a decode step whose layers can be recorded, though their weights come meanwhile."""
+        return (
+            self._ring is not None
+            and bool(self._ring.streamed)
+            and self._pool is None
+            and self._group is None
+            and self._graphs.wanted
+            and self.one_pass
+            and self._may_record(parts)
+            and not any(batch.host_rows for batch in self.batches)
+            and all(map(self._ragged.takes, parts))
+            and not any(map(self._graphs.cannot, parts))
+        )
+
+    def _by_layer(self, parts: Sequence[Part]) -> Tensor:
+        """Run a forward pass of `parts` alone, with a graph for each layer."""
+        with self._ring_pass():
+            return self._graphs.by_layer(parts, list(self._layers), partial(self._joined, parts))
+
+    def _is_recordable(self, parts: Sequence[Part]) -> bool:
+        """Tell whether a pass is a decode step that can be recorded. See `zinfer.engine.stream.graphs`."""
+        if not self._may_record(parts):
             return False
         ring, why_not = self._ring, None
         if ring is not None and (ring.streamed or self._pool is not None or self._group is not None):
@@ -147,7 +173,7 @@ class SharedPasses(Decoder):
             why_not = "keys and values are in host memory"
         else:
             why_not = next(filter(None, map(self._graphs.cannot, parts)), None)
-        if why_not is not None:
+        if why_not is not None and not self._graphs.paused:
             self._graphs.status = why_not
         return why_not is None
 
@@ -217,12 +243,7 @@ class SharedPasses(Decoder):
             return self._on_host(parts[0])
         if name is None:
             return self._alone(parts[0])
-        for part in parts:
-            part.batch.show(part.rows)
-        caches, rows = [layers_of(part) for part in parts], [len(part.token_ids) for part in parts]
-        biases = [self._ragged.bias_of(part, self.model.dtype) for part in parts]
-        with self._ragged.cache(caches, rows, biases, on_cpu=on_cpu(parts[0])) as cache:
-            return self._joined(parts, cache)
+        return self._joined(parts)
 
     def _on_host(self, part: Part) -> Tensor:
         """Run a forward pass of a part whose past the CPU attends to, as the model's own masks say."""
@@ -238,8 +259,19 @@ class SharedPasses(Decoder):
         name = self.plan.model.name
         raise EngineError(f"the CPU cannot attend for {name}: {why_not}; take kv_offload=none or kv_attention=gpu")
 
-    def _joined(self, parts: Sequence[Part], cache: Cache) -> Tensor:
-        """Run one pass, a decode step of `parts` with equal token counts; return its logits ``[B, n, V]``."""
+    def _joined(self, parts: Sequence[Part], replayed: bool = False) -> Tensor:
+        """Run one pass, a decode step of `parts` with equal token counts; return its logits ``[B, n, V]``.
+
+        If its layers are `replayed`, they do not attend to the caches.
+        """
+        for part in parts:
+            part.batch.show(part.rows)
+        caches, rows = [layers_of(part) for part in parts], [len(part.token_ids) for part in parts]
+        biases = [None if replayed else self._ragged.bias_of(part, self.model.dtype) for part in parts]
+        with self._ragged.cache(caches, rows, biases, on_cpu=on_cpu(parts[0]), whole=not replayed) as cache:
+            return self._with_cache(parts, cache)
+
+    def _with_cache(self, parts: Sequence[Part], cache: Cache) -> Tensor:
         inputs: dict[str, object] = {
             "input_ids": torch.cat([part.token_ids for part in parts]),
             "attention_mask": None,

@@ -1,0 +1,147 @@
+"""Graphs of single decoder layers, for decode steps whose weights cross the link.
+
+A layer's weights come into memory of their own before each of its calls, outside of its graph. What the layer computes
+then is recorded as in a step without offload (`zinfer.engine.stream.graphs`), and launched as one. All tensors that the
+model hands a layer are copied to memory that the graph reads, unless they are there: the output of a graph is the input
+of the next one.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+Record = Callable[[Callable[[], Any]], Callable[[], Any]]
+DIFFERS = "their results differ from those of a step without them"
+
+
+@dataclass
+class LayerGraph:
+    """A recorded layer, and the memory of the tensors among its arguments, in their order."""
+
+    inputs: list[Tensor]
+    replay: Callable[[], Any]
+
+
+class LayerGraphs:
+    """Graphs of all `layers` for a decode step of one shape.
+
+    `record` makes a graph of a function, and `cache` is the cache of static shape in place of the step's. `alike` tells
+    whether two results differ by rounding alone.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[nn.Module],
+        record: Record,
+        cache: Callable[[], AbstractContextManager[Cache]],
+        alike: Callable[[Tensor, Tensor], bool],
+    ) -> None:
+        self._layers, self._record, self._cache, self._alike = layers, record, cache, alike
+        self._graphs: list[LayerGraph] = []
+        self._memory = dict[int, tuple[Tensor, Tensor]]()  # of a pass's tensors, by their id, while layers are recorded
+        self._copied = set[int]()
+        self._checks = False
+        self.checked = 0  # passes computed both ways
+        self.fault: str | None = None
+
+    def forward(self, run: Callable[[], Tensor], checks: bool) -> Tensor:
+        """Run a forward pass whose layers are replayed.
+
+        With `checks` they are computed both ways, and recorded if need be; the results are those without graphs.
+        """
+        self._checks = checks
+        self._copied.clear()
+        before = [vars(layer).get("forward") for layer in self._layers]
+        for index, layer in enumerate(self._layers):
+            layer.forward = partial(self._call, index, layer.forward)
+        try:
+            logits = run()
+        finally:
+            self._memory.clear()
+            for layer, forward in zip(self._layers, before, strict=True):
+                del layer.forward
+                if forward is not None:
+                    layer.forward = forward
+        self.checked += checks
+        return logits
+
+    def _call(self, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        tensors = list(_tensors((args, kwargs)))
+        if not self._checks:
+            graph = self._graphs[index]
+            self._copy(tensors, graph.inputs)
+            return graph.replay()
+        output = forward(*args, **kwargs)
+        if self.fault is None:
+            try:
+                self._check(index, partial(_swapped, forward, args, kwargs), tensors, output)
+            except torch.OutOfMemoryError:
+                self.fault = "no GPU memory for them"
+            except Exception as error:
+                reason = str(error).strip().partition("\n")[0][:120] or type(error).__name__
+                self.fault = f"a decoder layer cannot be recorded: {reason}"
+        return output
+
+    def _copy(self, tensors: Sequence[Tensor], memories: Sequence[Tensor]) -> None:
+        for tensor, memory in zip(tensors, memories, strict=True):
+            if tensor is memory or id(memory) in self._copied:
+                continue
+            if tensor.shape != memory.shape:
+                raise ValueError(f"an argument {list(tensor.shape)} was {list(memory.shape)} before")
+            memory.copy_(tensor)
+            self._copied.add(id(memory))
+
+    def _check(
+        self, index: int, call: Callable[[Iterator[Tensor], Cache], Any], tensors: Sequence[Tensor], output: Any
+    ) -> None:
+        """Record a layer, unless it is, and compare it with `output`."""
+        if index == len(self._graphs):
+            inputs = [self._memory.setdefault(id(tensor), (tensor, tensor.clone()))[1] for tensor in tensors]
+
+            def static() -> Any:
+                with self._cache() as cache:
+                    return call(iter(inputs), cache)
+
+            self._graphs.append(LayerGraph(inputs, self._record(static)))
+        graph = self._graphs[index]
+        self._copied.clear()  # the memory of an output has the value of the graph before
+        self._copy(tensors, graph.inputs)
+        result = graph.replay()
+        for expected, actual in zip(_tensors(output), _tensors(result), strict=True):
+            self._memory[id(expected)] = expected, actual
+            if not self._alike(actual, expected):
+                self.fault = DIFFERS
+
+
+def _swapped(forward: Callable[..., Any], args: Any, kwargs: Any, inputs: Iterator[Tensor], cache: Cache) -> Any:
+    """Call `forward` with other tensors, and another cache, among its arguments."""
+
+    def swap(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return next(inputs)
+        if isinstance(value, Cache):
+            return cache
+        if isinstance(value, tuple | list):
+            return type(value)(map(swap, value))
+        return {name: swap(part) for name, part in value.items()} if isinstance(value, dict) else value
+
+    args, kwargs = swap(args), swap(kwargs)
+    return forward(*args, **kwargs)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for part in value:
+            yield from _tensors(part)
+    elif isinstance(value, dict):
+        for part in value.values():
+            yield from _tensors(part)

@@ -139,11 +139,13 @@ def _show(before: Path, after: Path, metric: "Metric", comparison: "Comparison")
         text = partial(_amount, metric=metric)
         rows = [
             (
-                change.label, str(change.after_case.workload.batch_size), *change.cells(text),
+                change.label,
+                str(change.after_case.workload.batch_size),
+                *change.cells(text),
                 _MARKS.get(change.verdict, change.verdict),
             )
             for change in changes
-        ]  # fmt: skip
+        ]
         out.print(table("", columns, rows))
     verdicts = {change.verdict for change in comparison.changes}
     if "unknown" in verdicts:

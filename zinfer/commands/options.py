@@ -206,23 +206,27 @@ def record(kind: str) -> Callable[[Command], Command]:
 model = click.option("-m", "--model", required=True, help=MODEL_HELP)
 engine = click.option("--engine", default="stream", show_default=True, help=ENGINE_HELP)
 offload_if_needed = click.option(
-    "--offload", type=click.Choice(OFFLOADS),
+    "--offload",
+    type=click.Choice(OFFLOADS),
     help="Weights on the GPU (none), in host memory (cpu) or on an NVMe drive.  [default: none if they fit]",
-)  # fmt: skip
+)
 layers = click.option("--layers", type=click.IntRange(min=1), help="A slice: the model's first N layers only.")
 load_format = click.option(
-    "--load-format", type=click.Choice(["auto", "safetensors", "dummy"]),
+    "--load-format",
+    type=click.Choice(["auto", "safetensors", "dummy"]),
     help="Real weights (safetensors), random ones of the same size (dummy), or real ones if there are any (auto).  "
     "[default: auto]",
-)  # fmt: skip
+)
 prompt_text = click.option(
     "--prompt-file", metavar="FILE", default="default", help="UTF-8 text file.  [default: Python's own manual]"
 )
 weights = click.option(
-    "--weights", type=Words(WEIGHTS), default=None,
+    "--weights",
+    type=Words(WEIGHTS),
+    default=None,
     help="Format of the weights in decoder layers; all but as-released round them (int4: groups of 128 values with a "
     "16-bit scale; int8, fp8: a scale a row), so results are lossy.  [default: as-released]",
-)  # fmt: skip
+)
 allow_nan = click.option(
     "--allow-nan", is_flag=True, default=None, help="Load weights with NaN or infinity, too; else they are refused."
 )
@@ -271,9 +275,10 @@ def load_options(function: Command) -> Command:
 
 
 chat_template = click.option(
-    "--chat-template", metavar="FILE|NAME",
+    "--chat-template",
+    metavar="FILE|NAME",
     help="Chat template: a file, or one of the model's by its name.  [default: the model's own]",
-)  # fmt: skip
+)
 
 
 def tokenizer_of(spec: "ModelSpec", wanted: str | None) -> "TokenizerProcess":

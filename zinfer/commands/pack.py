@@ -36,9 +36,11 @@ if TYPE_CHECKING:
 )
 @options.layers
 @click.option(
-    "-o", "--output", type=click.Path(path_type=Path),
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
     help="Folder, or .plan file.  [default: in engines/packed, or engines/plans]",
-)  # fmt: skip
+)
 @options.revision
 @options.allow_nan
 @click.option("--max-batch-size", type=click.IntRange(min=1), help="Most sequences in a batch, for tensorrt.")

@@ -46,29 +46,35 @@ ASKED = ("levels", "objective", "demand", "deadline", "utilisation", "spare", "h
 @click.command("plan")
 @click.argument("recipe", required=False)
 @click.option(
-    "--list", "listed", type=click.Choice(["models", "machines"]),
+    "--list",
+    "listed",
+    type=click.Choice(["models", "machines"]),
     help="List the catalogue instead, or show the one that RECIPE names: a model (catalogue name, folder, hub id), or "
     "a machine (catalogue name, machine.json) with the source of each figure.",
-)  # fmt: skip
+)
 @click.option("-m", "--model", type=options.Words(), help=options.MODEL_HELP)
 @click.option(
-    "--machine", type=options.Words(),
+    "--machine",
+    type=options.Words(),
     help="Catalogue names or machine.json files, or all of the catalogue; several are ranked.  [default: this one]",
-)  # fmt: skip
+)
 @click.option("--details", is_flag=True, help="Show the table of each machine, too, where several are ranked.")
 @click.option(
     "--set", "settings", multiple=True, metavar="FIELD=VALUE",
     help="Replace a figure of every machine, as h2d_bandwidth=200GB/s. Repeatable.",
 )  # fmt: skip
 @click.option(
-    "--host-memory", type=PerMachine(click.STRING), multiple=True,
+    "--host-memory",
+    type=PerMachine(click.STRING),
+    multiple=True,
     help="Memory of the host, as 128GiB or rtx-4090=64GiB,h200=1TiB. Repeatable.",
-)  # fmt: skip
+)
 @click.option("--engine", type=options.Words(), help=options.ENGINES_HELP)
 @click.option(
-    "--offload", type=options.Words(options.OFFLOADS),
+    "--offload",
+    type=options.Words(options.OFFLOADS),
     help="Weights on the GPU (none), in host memory (cpu) or on an NVMe drive (nvme).  [default: none,cpu]",
-)  # fmt: skip
+)
 @click.option(
     "--batch-size",
     type=options.Batches(),
@@ -80,19 +86,21 @@ ASKED = ("levels", "objective", "demand", "deadline", "utilisation", "spare", "h
 @options.revision
 @options.layers
 @click.option(
-    "--gpu-weights", type=options.GPU_WEIGHTS,
+    "--gpu-weights",
+    type=options.GPU_WEIGHTS,
     help="Part of the offloaded weights that stays on the GPU: auto, a share (25%) or a size (40GiB).  "
     "[default: auto for stream]",
-)  # fmt: skip
+)
 @options.shorthand("weight_codec")
 @options.weights
 @options.shorthand("kv_offload")
 @options.shorthand("kv_cache_dtype")
 @options.shorthand("draft")
 @click.option(
-    "--acceptance", type=click.FloatRange(0, 1, max_open=True),
+    "--acceptance",
+    type=click.FloatRange(0, 1, max_open=True),
     help="Chance that a draft is right if those before it were.  [default: as recorded for the model and --draft]",
-)  # fmt: skip
+)
 @options.shorthand("experts")
 @click.option("--gpus", type=options.NUMBERS, help="GPUs, each with its own link.  [default: 1]")
 @click.option(
@@ -107,17 +115,19 @@ ASKED = ("levels", "objective", "demand", "deadline", "utilisation", "spare", "h
     "or METRIC:STATISTIC:<=:VALUE. Repeatable.",
 )  # fmt: skip
 @click.option(
-    "--objective", type=click.Choice(["throughput", "cost", "latency"]),
+    "--objective",
+    type=click.Choice(["throughput", "cost", "latency"]),
     help="Quantity to choose the best configuration and machine by.  [default: cost with --price, else throughput]",
-)  # fmt: skip
+)
 @click.option(
     "--price", "--gpu-hour-usd", "stated", type=PerMachine(click.FloatRange(min=0)), multiple=True,
     help="USD of a GPU-hour, as 2.50 or rtx-4090=0.4. Repeatable.  [default: the catalogue's assumption]",
 )  # fmt: skip
 @click.option(
-    "--prompts", metavar="NUMBER",
+    "--prompts",
+    metavar="NUMBER",
     help="Prompts to answer, as 100k: the hours and USD on one machine, and with --deadline the GPUs.",
-)  # fmt: skip
+)
 @sizing_options
 @click.option(
     "--figure", type=click.Path(dir_okay=False, path_type=Path), help="Draw throughput over batch (png, svg)."

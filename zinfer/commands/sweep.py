@@ -308,9 +308,7 @@ def _measure(
         watch.message(expected)
         store.append_header(header)
         try:
-            outcome = sweep.run(
-                plan, jobs, store, recorded, watch.events(), partial(Worker, debug=debug), signals
-            )  # fmt: skip
+            outcome = sweep.run(plan, jobs, store, recorded, watch.events(), partial(Worker, debug=debug), signals)
             if shard is not None and not outcome.left:
                 store.append_header(header.model_copy(update={"complete": True}))
             store.check()

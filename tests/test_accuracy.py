@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM
 from tests import mentions
 from tests.results import accuracy_run as record
 from tests.running import decode, prefill
-from tests.test_cli import folder
 from tests.test_parity import MACHINE
 from zinfer.analysis.study import compared, label, show
 from zinfer.checkpoint.resolve import from_directory
@@ -38,7 +37,6 @@ from zinfer.worker.inline import InlineWorker
 from zinfer.worker.process import Client, WorkerDied
 from zinfer.worker.tasks import Answer, Command, Load, LogitsCompare
 
-assert folder  # a fixture
 Checkpoints = Callable[..., Path]
 Patch = pytest.MonkeyPatch
 TEXT = "".join(f"{number} is {number * number}, which is more than {number}. " for number in range(60))

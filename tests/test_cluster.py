@@ -13,7 +13,6 @@ import pytest
 
 from tests import PATIENCE_S, environment
 from tests.command import zinfer, zinfer_process
-from tests.test_cli import folder
 from tests.test_parts import SMALL, Stamped, measure
 from zinfer.core.model import ModelError
 from zinfer.job import cluster, sweep
@@ -25,7 +24,6 @@ from zinfer.job.signals import Interrupted
 from zinfer.record.measurement import Measurement
 from zinfer.record.store import read
 
-assert folder  # a fixture
 pytest.importorskip("submitit")
 
 

@@ -1,7 +1,6 @@
 """Help, retired verbs, hub revisions, and exit codes for missing parts. Help is in the order of work."""
 
 import json
-import re
 from pathlib import Path
 
 import click
@@ -13,7 +12,6 @@ from zinfer.checkpoint import hub
 from zinfer.checkpoint.resolve import catalogue_names
 from zinfer.cli import GROUPS, RENAMED, VERBS, cli
 from zinfer.commands.options import at_revision
-from zinfer.core.engine import ENGINES
 from zinfer.core.errors import ENVIRONMENT, did_you_mean
 from zinfer.core.model import ModelError
 from zinfer.core.units import counted
@@ -26,16 +24,6 @@ def test_verbs_stand_in_the_order_of_work() -> None:
     places = [text.index(f"\n  {verb} ") for verb in VERBS]
     assert places == sorted(places)
     assert all(f"{title}:" in text for title in GROUPS)
-
-
-@pytest.mark.parametrize("verb", ["run", "sweep", "batch"])
-def test_help_lists_the_options_of_every_engine_with_their_values(verb: str) -> None:
-    text = " ".join(CliRunner().invoke(cli, [verb, "--help"]).stdout.split())
-    for name, kind in ENGINES.items():
-        assert f"Options of engine {name}, as -O KEY=VALUE" in text
-        assert all(f"{key}=" in text for key in kind.options.model_fields)
-    assert re.search(r"--engine ENGINE", text)
-    assert "weight_codec=auto|" in text
 
 
 def test_a_retired_verb_says_what_to_write() -> None:

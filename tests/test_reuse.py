@@ -11,7 +11,6 @@ from tests import mentions
 from tests.command import zinfer
 from tests.results import kept_point as point
 from tests.results import reuse_run as run
-from tests.test_cli import folder  # noqa: F401
 from tests.test_parity import load
 from zinfer.analysis.study import break_even, latest, measured, show, title, verdict
 from zinfer.cli import cli
@@ -103,7 +102,7 @@ def test_an_engine_that_cannot_says_so(checkpoint: Checkpoints, tmp_path: Path) 
     engine.close()
 
 
-def test_measured_recorded_and_drawn(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_measured_recorded_and_drawn(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["study", "reuse", "-m", "bloom-tiny", "--context", "16,64,256,4k", "--new-tokens", "8", "--repeats", "2"]
     result = zinfer(folder, *words, "--kv-cache-dir", "kv", "--layers", "2")
     assert result.returncode == 0, result.stderr

@@ -122,11 +122,11 @@ def test_a_process_that_dies_costs_its_row_only(monkeypatch: pytest.MonkeyPatch)
     ]
 
 
-@pytest.mark.parametrize("way", ["requests", "drafts", "reused", "accelerate"])
+@pytest.mark.parametrize("way", ["requests", "reused", "accelerate"])
 def test_a_wrong_logit_of_a_row_that_ends_early_is_told(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The row itself is gone when the others end; `mixed` and `deepspeed` are compared by the same function."""
+    """The row itself is gone when the others end. `mixed`, `drafts` and `deepspeed` take the same function."""
     monkeypatch.setattr(compare, "WAYS", {way: compare.WAYS[way]})
     outcomes: list[Outcome] = []
     for wrong in (False, True):
@@ -166,7 +166,6 @@ PADS, AS_IT_IS = (Stream, "cannot_pad", lambda _engine: None), (DecoderBatch, "a
     [
         ("deepseek_v32", "cpu", AS_IT_IS),
         ("deepseek_v32", "requests", AS_IT_IS),
-        ("deepseek_v32", "drafts", AS_IT_IS),
         ("doge", "cpu", PADS),
         ("recurrent_gemma", "cpu", PADS),
     ],

@@ -188,12 +188,6 @@ def test_nothing_to_export_is_one_message(tmp_path: Path, name: str, message: st
     assert message in done.stderr
 
 
-def test_an_output_that_cannot_be_written_is_one_message(results: Path, tmp_path: Path) -> None:
-    done = export(results, "-o", tmp_path)
-    assert done.exit_code == 5
-    assert f"cannot write {tmp_path}" in done.stderr
-
-
 def test_parquet_to_a_terminal_is_refused(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = SimpleNamespace(stdout=SimpleNamespace(isatty=lambda: True))
     monkeypatch.setattr("zinfer.commands.export.sys", terminal)

@@ -360,19 +360,6 @@ def test_a_hint_names_machines_on_which_it_fits() -> None:
         plan("-m", "bloom-176b", "--machine", name, "--offload", "cpu", "--host-memory", f"{size}GiB")
 
 
-def test_lengths_beyond_the_positions_are_left_out() -> None:
-    words = ("-m opt-30b --machine h100-80gb --offload cpu",)
-    result = invoke(*words, "--input-len", "512,1024,4096")
-    assert result.exit_code == 0
-    assert mentions(result.stdout, "2,048 positions", "512 in")
-    assert mentions(result.stdout, "2,048 positions", "1024 in")
-    assert "4096 in" not in result.stdout
-    assert "4096" in result.stderr
-    alone = invoke(*words, "--input-len", "4096")
-    assert alone.exit_code != 0
-    assert "2048 positions" in str(alone.exception)
-
-
 def test_what_has_no_answer_is_told_once(tmp_path: Path) -> None:
     done = invoke("-m", "bloom-tiny", "--machine", "h100-80gb", "--input-len", "4096")
     assert mentions(str(done.exception), "--input-len 4096", "exceed the 2048 positions")

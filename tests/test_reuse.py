@@ -179,18 +179,3 @@ def test_a_run_without_a_measured_context_leaves_earlier_ones(inline: Callable[.
     result, last = inline("--context", "4k,8k")
     assert (result.exit_code, last) == (4, recorded)
     assert "bloom-tiny has 2,048 positions" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--context", "1k,many"], "write numbers of tokens"),
-        (["--context", "32"], "--context 32 has to exceed --new-tokens 32"),
-        (["--offload", "gpu"], "choose from none, cpu, nvme"),
-        (["--offload", "nvme"], "--nvme-path"),
-    ],
-)
-def test_mistakes_are_one_line(words: list[str], message: str) -> None:
-    result = CliRunner().invoke(cli, ["study", "reuse", "-m", "bloom-tiny", *words])
-    assert result.exit_code == 2
-    assert message in result.stderr

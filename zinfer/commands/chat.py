@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import click
 
 from zinfer.commands.failure import Failure
-from zinfer.commands.options import Size, chat_template
+from zinfer.commands.options import SIZE, chat_template
 from zinfer.job.signals import Signals
 from zinfer.system import ending
 from zinfer.system.printable import show_generated, shows_unicode, text_lines
@@ -34,12 +34,12 @@ def chat_options(function: Function) -> Function:
     """Add the options that only a conversation has."""
     for option in (
         click.option(
-            "--kv-cache-dir-size", type=Size(), default="64GiB", show_default=True,
+            "--kv-cache-dir-size", type=SIZE, default="64GiB", show_default=True,
             help="Most disk space for --kv-cache-dir, as 8GiB.",
         ),
         click.option("--kv-cache-dir", type=click.Path(file_okay=False), help="Folder that also keeps the KV caches."),
         click.option(
-            "--kv-cache-size", type=Size(), default="8GiB", show_default=True,
+            "--kv-cache-size", type=SIZE, default="8GiB", show_default=True,
             help="Most host memory for KV caches of conversations, as 8GiB.",
         ),
         chat_template,

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import click
 
 from zinfer.core.engine import ENGINES, OptionError, StreamOptions, option_text, values
+from zinfer.core.errors import ZinferError
+from zinfer.core.units import parse_bytes
 
 if TYPE_CHECKING:
     from zinfer.checkpoint.source import Source
@@ -51,18 +53,19 @@ class Words(click.ParamType[Any]):
         return words
 
 
-class ShardOf(click.ParamType[Any]):
-    """Shard: ``2/4``."""
+class Parsed(click.ParamType[Any]):
+    """Value that `parse` makes of a text; the message of its ValueError or ZinferError is the user's."""
 
-    name = "i/n"
+    def __init__(self, name: str, parse: Callable[[str], Any], largest: int | None = None) -> None:
+        self.name, self._parse = name, parse
+        if largest is not None:
+            self.largest = largest  # of `zinfer.commands.limits`
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        from zinfer.job.shard import Shard
-
         try:
-            return Shard.parse(value) if isinstance(value, str) else value
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
+            return self._parse(value) if isinstance(value, str) else value
+        except (ValueError, ZinferError) as error:
+            self.fail(str(error).removeprefix("--batch-size "), param, ctx)
 
 
 class Values(click.ParamType[Any]):
@@ -98,47 +101,41 @@ NUMBERS = Values("n,n,..", positive, "positive whole numbers with commas between
 GPU_WEIGHTS = Values("auto|n%|size,..", _share_or_size, "auto, a share such as 25%, or a size such as 40GiB")
 
 
-class Size(click.ParamType[Any]):
-    """Number of bytes, written as 8GiB or 4096."""
+def _shard(text: str) -> Any:
+    from zinfer.job.shard import Shard
 
-    name = "size"
-    largest = 1 << 62  # of `zinfer.commands.limits`
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        from zinfer.core.units import parse_bytes
-
-        try:
-            return value if isinstance(value, int) else parse_bytes(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
+    return Shard.parse(text)
 
 
-class Batches(click.ParamType[Any]):
-    """``auto``, ``auto*4``, ``best``, ``1,2,4``, ``1,8,auto``, ``1-64*2`` or ``8-64+8``."""
+def _batches(text: str) -> Any:
+    from zinfer.job.recipe import parse_batches
 
-    name = "auto|best|n,n,..|n-n*n"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if not isinstance(value, str):
-            return value
-        from zinfer.job.recipe import RecipeError, parse_batches
-
-        try:
-            return parse_batches(value)
-        except RecipeError as error:
-            self.fail(str(error).removeprefix("--batch-size "), param, ctx)
+    return parse_batches(text)
 
 
-class Dtype(click.ParamType[Any]):
-    """Weight type, by its long or short name."""
+def _dtype(text: str) -> str:
+    if (word := SHORT_DTYPES.get(text, text)) not in DTYPES:
+        raise ValueError(f"{text!r}: choose from {', '.join(DTYPES)}")
+    return word
 
-    name = "|".join(DTYPES)
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        word = SHORT_DTYPES.get(value, value)
-        if word not in DTYPES:
-            self.fail(f"{value!r}: choose from {', '.join(DTYPES)}", param, ctx)
-        return str(word)
+SHARD = Parsed("i/n", _shard)
+SIZE = Parsed("size", parse_bytes, largest=1 << 62)  # bytes: 8GiB or 4096
+BATCHES = Parsed("auto|best|n,n,..|n-n*n", _batches)
+WEIGHT_TYPE = Parsed("|".join(DTYPES), _dtype)
+dtype = click.option("--dtype", type=WEIGHT_TYPE, metavar=DTYPE, help="Weight type.  [default: the model's own]")
+gpu_weights = click.option(
+    "--gpu-weights",
+    type=GPU_WEIGHTS,
+    help="Part of the offloaded weights that stays on the GPU: auto, a share (25%) or a size (40GiB).  "
+    "[default: auto for stream]",
+)
+models = click.option("-m", "--model", type=Words(), help=MODEL_HELP)
+offloads = click.option(
+    "--offload",
+    type=Words(OFFLOADS),
+    help="Weights on the GPU (none), in host memory (cpu) or on an NVMe drive (nvme).  [default: none,cpu]",
+)
 
 
 def engine_options(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> dict[str, tuple[Any, ...]]:
@@ -253,11 +250,7 @@ def load_options(function: Command) -> Command:
             "-O", "--option", "settings", multiple=True, callback=engine_options, metavar="KEY=VALUE[,VALUE..]",
             help="An option of the engine (listed below); a comma list is an axis. Repeatable.",
         ),
-        click.option(
-            "--gpu-weights", type=GPU_WEIGHTS, default=None,
-            help="Part of the offloaded weights that stays on the GPU: auto, a share (25%) or a size (40GiB).  "
-            "[default: auto for stream]",
-        ),
+        gpu_weights,
         click.option(
             "--nvme-path", type=click.Path(file_okay=False),
             help="Folder for --offload nvme; engine stream takes several, A,B, one a drive.",
@@ -265,9 +258,7 @@ def load_options(function: Command) -> Command:
         layers,
         load_format,
         allow_nan,
-        click.option(
-            "--dtype", type=Dtype(), metavar=DTYPE, default=None, help="Weight type.  [default: the model's own]"
-        ),
+        dtype,
         revision,
     ):  # fmt: skip
         function = option(function)
@@ -416,18 +407,7 @@ def offload_choices(offload: Any, gpu_weights: tuple[str, ...] | None) -> tuple[
     return (offload,) if offload else ("cpu",) if gpu_weights else ("none", "cpu")
 
 
-def one_load(
-    verb: str,
-    model: str,
-    engine: str,
-    offload: Any,
-    layers: int | None,
-    gpu_weights: tuple[str, ...] | None,
-    settings: dict[str, tuple[Any, ...]],
-    nvme_path: str | None,
-    allow_nan: bool | None = None,
-    weights: tuple[str, ...] | None = None,
-) -> "dict[SweepLoad, str]":
+def one_load(verb: str, model: str, how: dict[str, Any]) -> "dict[SweepLoad, str]":
     """Return the load of a verb's flags for each offload, with targets.
 
     Raises UsageError for axes, for a missing ``--nvme-path`` and for an offload that the engine lacks; OptionError and
@@ -435,19 +415,15 @@ def one_load(
     """
     from zinfer.job.recipe import make_sweep
 
-    check_nvme([offload], nvme_path)
-    if any(len(values) > 1 for values in [*settings.values(), gpu_weights or (), weights or ()]):
+    check_nvme([how["offload"]], how["nvme_path"])
+    if any(len(values or ()) > 1 for values in [*how["settings"].values(), how["gpu_weights"], how["weights"]]):
         raise click.UsageError(f"{verb} takes one value for each option; axes belong to `zinfer sweep`")
-    offloads = offload_choices(offload, gpu_weights)
-    fields = {
-        "model": (model,), "engine": (engine,), "offload": offloads, "layers": (layers,),
-        "gpu_weights": gpu_weights or (None,), "options": settings, "allow_nan": bool(allow_nan),
-        "weights": weights or ("as-released",),
-    }  # fmt: skip
-    wanted = make_sweep(fields, "the command line")
-    loads = located(wanted)
+    choices = offload_choices(how["offload"], how["gpu_weights"])
+    fields = {name: how[name] for name in ("engine", "layers", "gpu_weights", "weights") if how[name] is not None}
+    fields |= {"model": model, "offload": choices, "options": how["settings"], "allow_nan": bool(how["allow_nan"])}
+    loads = located(make_sweep(fields, "the command line"))
     if not loads:
-        raise click.UsageError(f"engine {engine} has no offload {', '.join(offloads)}")
+        raise click.UsageError(f"engine {how['engine']} has no offload {', '.join(choices)}")
     return loads
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @click.option(
     "--dtype",
-    type=options.Dtype(),
+    type=options.WEIGHT_TYPE,
     metavar=options.DTYPE,
     help="Weight type; for stream only bf16, and FP8 as released, shrink.  [default: the model's own]",
 )

@@ -52,7 +52,7 @@ ASKED = ("levels", "objective", "demand", "deadline", "utilisation", "spare", "h
     help="List the catalogue instead, or show the one that RECIPE names: a model (catalogue name, folder, hub id), or "
     "a machine (catalogue name, machine.json) with the source of each figure.",
 )
-@click.option("-m", "--model", type=options.Words(), help=options.MODEL_HELP)
+@options.models
 @click.option(
     "--machine",
     type=options.Words(),
@@ -70,27 +70,18 @@ ASKED = ("levels", "objective", "demand", "deadline", "utilisation", "spare", "h
     help="Memory of the host, as 128GiB or rtx-4090=64GiB,h200=1TiB. Repeatable.",
 )
 @click.option("--engine", type=options.Words(), help=options.ENGINES_HELP)
-@click.option(
-    "--offload",
-    type=options.Words(options.OFFLOADS),
-    help="Weights on the GPU (none), in host memory (cpu) or on an NVMe drive (nvme).  [default: none,cpu]",
-)
+@options.offloads
 @click.option(
     "--batch-size",
-    type=options.Batches(),
+    type=options.BATCHES,
     help="Sequences at once; auto: the batch with the best throughput.  [default: auto]",
 )
 @click.option("--input-len", type=options.NUMBERS, help="Prompt tokens; 512,2048 plans both.  [default: 512]")
 @click.option("--output-len", type=options.NUMBERS, help="Generated tokens.  [default: 32]")
-@click.option("--dtype", type=options.Dtype(), metavar=options.DTYPE, help="Weight type.  [default: the model's own]")
+@options.dtype
 @options.revision
 @options.layers
-@click.option(
-    "--gpu-weights",
-    type=options.GPU_WEIGHTS,
-    help="Part of the offloaded weights that stays on the GPU: auto, a share (25%) or a size (40GiB).  "
-    "[default: auto for stream]",
-)
+@options.gpu_weights
 @options.shorthand("weight_codec")
 @options.weights
 @options.shorthand("kv_offload")

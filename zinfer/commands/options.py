@@ -176,6 +176,17 @@ def _shorthands(function: Command) -> Command:
     return cast("Command", merged)
 
 
+def together(*parts: Callable[[Any], Any]) -> Callable[[Command], Command]:
+    """Return a decorator that adds options, in their order."""
+
+    def add(function: Command) -> Command:
+        for option in reversed(parts):
+            function = option(function)
+        return function
+
+    return add
+
+
 def drafts_right(drafted: int, accepted: int) -> str:
     """Return the count of right drafts, to follow other counts; empty without drafts."""
     return f", {accepted:,} of {drafted:,} drafts right" if drafted else ""
@@ -191,13 +202,11 @@ def timeout(default: float, limited: str) -> Callable[[Command], Command]:
 
 def record(kind: str) -> Callable[[Command], Command]:
     """Return the options ``--output`` and ``--json`` of a kind of study."""
-
-    def with_record(function: Command) -> Command:
-        as_json = click.option("--json", "as_json", is_flag=True, help="Print the record as JSON, besides writing it.")
-        help_text = f"File or folder.  [default: sweeps/results/MACHINE/{kind}.jsonl]"
-        return click.option("-o", "--output", type=click.Path(path_type=Path), help=help_text)(as_json(function))
-
-    return with_record
+    help_text = f"File or folder.  [default: sweeps/results/MACHINE/{kind}.jsonl]"
+    return together(
+        click.option("-o", "--output", type=click.Path(path_type=Path), help=help_text),
+        click.option("--json", "as_json", is_flag=True, help="Print the record as JSON, besides writing it."),
+    )
 
 
 model = click.option("-m", "--model", required=True, help=MODEL_HELP)
@@ -242,27 +251,24 @@ def revision(function: Command) -> Command:
     return cast("Command", click.option("--revision", metavar="REVISION", help=help_text)(named))
 
 
-def load_options(function: Command) -> Command:
-    """Add the options of a load: weights, type, slice, NVMe folder, engine settings."""
-    function = _shorthands(function)
-    for option in (
-        click.option(
-            "-O", "--option", "settings", multiple=True, callback=engine_options, metavar="KEY=VALUE[,VALUE..]",
-            help="An option of the engine (listed below); a comma list is an axis. Repeatable.",
-        ),
-        gpu_weights,
-        click.option(
-            "--nvme-path", type=click.Path(file_okay=False),
-            help="Folder for --offload nvme; engine stream takes several, A,B, one a drive.",
-        ),
-        layers,
-        load_format,
-        allow_nan,
-        dtype,
-        revision,
-    ):  # fmt: skip
-        function = option(function)
-    return function
+load_options = together(  # of a load: weights, type, slice, NVMe folder, engine settings
+    revision,
+    dtype,
+    allow_nan,
+    load_format,
+    layers,
+    click.option(
+        "--nvme-path",
+        type=click.Path(file_okay=False),
+        help="Folder for --offload nvme; engine stream takes several, A,B, one a drive.",
+    ),
+    gpu_weights,
+    click.option(
+        "-O", "--option", "settings", multiple=True, callback=engine_options, metavar="KEY=VALUE[,VALUE..]",
+        help="An option of the engine (listed below); a comma list is an axis. Repeatable.",
+    ),
+    _shorthands,
+)  # fmt: skip
 
 
 chat_template = click.option(
@@ -288,29 +294,25 @@ def tokenizer_of(spec: "ModelSpec", wanted: str | None) -> "TokenizerProcess":
     return tokenizer
 
 
-def job_options(function: Command) -> Command:
-    """Add the options of a command that answers requests."""
-    for option in (
-        timeout(36000, "a load or a pass"),
-        chat_template,
-        load_options,
-        weights,
-        click.option(
-            "--output-len", type=click.IntRange(min=1), default=256, show_default=True,
-            help="Most tokens of an answer, for requests without max_tokens.",
-        ),
-        click.option(
-            "--batch-size", type=click.IntRange(min=1), help="Most rows that run at a time.  [default: all that fit]"
-        ),
-        click.option(
-            "--offload", type=click.Choice(OFFLOADS),
-            help="Weights on the GPU (none), in host memory (cpu) or on an NVMe drive.  "
-            "[default: the faster of none and cpu]",
-        ),
-        engine,
-    ):  # fmt: skip
-        function = option(function)
-    return function
+job_options = together(  # of a command that answers requests
+    engine,
+    click.option(
+        "--offload", type=click.Choice(OFFLOADS),
+        help="Weights on the GPU (none), in host memory (cpu) or on an NVMe drive.  "
+        "[default: the faster of none and cpu]",
+    ),
+    click.option(
+        "--batch-size", type=click.IntRange(min=1), help="Most rows that run at a time.  [default: all that fit]"
+    ),
+    click.option(
+        "--output-len", type=click.IntRange(min=1), default=256, show_default=True,
+        help="Most tokens of an answer, for requests without max_tokens.",
+    ),
+    weights,
+    load_options,
+    chat_template,
+    timeout(36000, "a load or a pass"),
+)  # fmt: skip
 
 
 def at_revision(model: Any, revision: str) -> Any:

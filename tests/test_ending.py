@@ -186,19 +186,6 @@ def test_a_sweep_is_interrupted_in_its_probe(tmp_path: Path) -> None:
     assert not alive(probe)
 
 
-@pytest.mark.parametrize(
-    "words", [["plan", "--list", "models"], ["export", "sweeps/results/nvidia-h200", "--format", "md"]]
-)
-def test_a_full_disk_as_stdout_is_one_line(words: list[str]) -> None:
-    with open("/dev/full", "w") as full:
-        result = subprocess.run(
-            [sys.executable, "-m", "zinfer", *words], cwd=Path(__file__).parents[1], stdout=full,
-            stderr=subprocess.PIPE, text=True, timeout=PATIENCE_S, check=False,
-        )  # fmt: skip
-    assert (result.returncode, len(result.stderr.splitlines())) == (5, 1)
-    assert "No space left on device" in result.stderr
-
-
 # A worker that starts a compiler, which starts another program; it writes the ids of all three as one line.
 WORKER = """
 import os, subprocess, time

@@ -161,15 +161,7 @@ def _with_a_fault(watch: Any, init: Any, engine: Any, running: ContinuousSchedul
 PADS, AS_IT_IS = (Stream, "cannot_pad", lambda _engine: None), (DecoderBatch, "alone", lambda *_: None)
 
 
-@pytest.mark.parametrize(
-    ("kind", "way", "fault"),
-    [
-        ("deepseek_v32", "cpu", AS_IT_IS),
-        ("deepseek_v32", "requests", AS_IT_IS),
-        ("doge", "cpu", PADS),
-        ("recurrent_gemma", "cpu", PADS),
-    ],
-)
+@pytest.mark.parametrize(("kind", "way", "fault"), [("deepseek_v32", "requests", AS_IT_IS), ("doge", "cpu", PADS)])
 def test_padding_that_changes_the_text_is_seen(
     kind: str, way: str, fault: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,6 +73,11 @@ def unused(directory: Path) -> Any:
 
 def alone(directory: Path, prompt: Sequence[int], count: int) -> Ids:
     """Return the tokens that `transformers.generate` adds to a prompt. The model has run no other."""
+    return [*generated(directory, tuple(prompt), count)]
+
+
+@cache
+def generated(directory: Path, prompt: tuple[int, ...], count: int) -> Ids:
     model = deepcopy(unused(directory))  # rotary embeddings keep what they were used for
     ids = torch.tensor([list(prompt)])
     output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)

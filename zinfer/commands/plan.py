@@ -490,7 +490,7 @@ def _row(plan: "Plan", records: "_Records", question: "Question") -> dict[str, A
 
 def _print(group: _Group, calibrated: bool) -> None:
     from zinfer.commands import ranking
-    from zinfer.commands.out import console, table
+    from zinfer.commands.out import console, table_of
     from zinfer.core.units import duration, figures, gb
 
     def shown(plan: "Plan", value: float | None, form: "Callable[[float], str]") -> str:
@@ -528,12 +528,11 @@ def _print(group: _Group, calibrated: bool) -> None:
     rows = {
         plan.case if plan.fits else plan.case.load: plan for plan in reversed(group.plans)
     }  # no batch fits: one row
-    cells = [[cell(plan) for cell in columns.values()] for plan in reversed(rows.values())]
     machine, (name, _, lengths) = group.machine, group.title.rpartition(", ")
     title = f"{name} on {machine.name}{'*' * bool(machine.overridden)}, {lengths}"
     kind = "predicted" if calibrated else "physical limits"
     drop = ("over the link", "NVMe", "GPU", "host")
-    console().print(table(f"{title}: {kind}, nothing was run", tuple(columns), cells, drop=drop))
+    console().print(table_of(columns, reversed(rows.values()), f"{title}: {kind}, nothing was run", drop=drop))
 
 
 def _draft_of(load: "SweepLoad | Case") -> str:

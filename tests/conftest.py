@@ -107,3 +107,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         return save_checkpoint(architecture, tmp_path_factory.mktemp(architecture), hidden_size)
 
     return make
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Provide an empty folder of a user whose machine was probed already."""
+    from tests.command import probed
+
+    probed(tmp_path)
+    return tmp_path

@@ -6,7 +6,8 @@ import math
 import os
 import shutil
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,12 @@ from transformers import AutoModelForCausalLM
 from tests import mentions
 from tests.results import accuracy_run as record
 from tests.running import decode, prefill
-from tests.test_cli import folder
 from tests.test_parity import MACHINE
 from zinfer.analysis.study import compared, label, show
 from zinfer.checkpoint.resolve import from_directory
 from zinfer.cli import cli
 from zinfer.core.case import Case, Option, Workload
+from zinfer.core.model import ModelSpec
 from zinfer.engine import base
 from zinfer.engine.cache import QuantizedLayer
 from zinfer.generation.tokenizer_process import TokenizerProcess
@@ -38,7 +39,6 @@ from zinfer.worker.inline import InlineWorker
 from zinfer.worker.process import Client, WorkerDied
 from zinfer.worker.tasks import Answer, Command, Load, LogitsCompare
 
-assert folder  # a fixture
 Checkpoints = Callable[..., Path]
 Patch = pytest.MonkeyPatch
 TEXT = "".join(f"{number} is {number * number}, which is more than {number}. " for number in range(60))
@@ -60,6 +60,24 @@ def pieces(directory: Path) -> list[list[int]]:
 @pytest.fixture(autouse=True)
 def swift(monkeypatch: Patch) -> None:
     monkeypatch.setattr("zinfer.worker.probe.measure_link", lambda device: 5e9)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _tokenizers() -> Iterator[None]:
+    """Start the tokenizer of each model once: nearly every test asks for it."""
+    started: dict[str, TokenizerProcess] = {}
+
+    def share(spec: ModelSpec) -> AbstractContextManager[TokenizerProcess]:
+        folder = os.path.realpath(str(spec.directory))
+        if folder not in started:
+            started[folder] = TokenizerProcess(spec)
+        return nullcontext(started[folder])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(study, "TokenizerProcess", share)
+        yield
+    for tokenizer in started.values():
+        tokenizer.close()
 
 
 def plan(directory: Path, batch_size: int = 5, **options: Option) -> Plan:
@@ -166,11 +184,15 @@ def test_the_perplexity_is_that_of_transformers(checkpoint: Checkpoints) -> None
     assert text.perplexity == pytest.approx(nats.exp().item(), rel=1e-3)
 
 
+@cache
+def sound_int8(directory: Path) -> Deviation:
+    return by_setting(ran(comparison(directory, "int8")))["int8", "own"]
+
+
 @pytest.mark.parametrize("broken", ["scrambled", "forgetful", "wrong scale"])
 def test_broken_quantisation_shows(broken: str, checkpoint: Checkpoints, monkeypatch: Patch) -> None:
     directory = checkpoint("llama")
-    sound = by_setting(ran(comparison(directory, "int8")))["int8", "own"]
-    update = QuantizedLayer.update
+    sound, update = sound_int8(directory), QuantizedLayer.update
 
     def breaks(self: QuantizedLayer, *states: torch.Tensor, **rest: Any) -> Any:
         keys, values = update(self, *states, **rest)
@@ -389,14 +411,11 @@ def test_the_reference_among_other_settings_is_not_compared_again(
         assert [label(recorded, case) for case in compared(recorded)] == expected
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_leaves_nothing_behind(
-    number: signal.Signals, folder: Path, checkpoint: Checkpoints, monkeypatch: Patch
-) -> None:
+def test_an_interrupt_leaves_nothing_behind(folder: Path, checkpoint: Checkpoints, monkeypatch: Patch) -> None:
     class Interrupting(InlineWorker):
         def ask(self, request: Command[Answer]) -> Answer:
             if isinstance(request, LogitsCompare):
-                os.kill(os.getpid(), number)
+                os.kill(os.getpid(), signal.SIGINT)
             return super().ask(request)
 
     monkeypatch.chdir(folder)
@@ -404,13 +423,12 @@ def test_an_interrupt_leaves_nothing_behind(
     monkeypatch.setattr("tempfile.tempdir", str(folder))
     before = sorted(folder.rglob("*"))
     words = ["--samples", 2, "--input-len", 8, "--output-len", 4]
-    assert invoke("-m", checkpoint("llama"), *AXIS, *words).exit_code == 128 + number
+    assert invoke("-m", checkpoint("llama"), *AXIS, *words).exit_code == 130
     assert sorted(folder.rglob("*")) == before
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_keeps_the_settings_that_were_compared(
-    number: signal.Signals, folder: Path, checkpoint: Checkpoints, monkeypatch: Patch
+    folder: Path, checkpoint: Checkpoints, monkeypatch: Patch
 ) -> None:
     asked = 0
 
@@ -420,19 +438,19 @@ def test_an_interrupt_keeps_the_settings_that_were_compared(
             if isinstance(request, LogitsCompare):
                 asked += 1
                 if asked == 4:  # twice the reference, in halves, and one setting
-                    os.kill(os.getpid(), number)
+                    os.kill(os.getpid(), signal.SIGTERM)
             return super().ask(request)
 
     monkeypatch.chdir(folder)
     monkeypatch.setattr("zinfer.worker.process.Worker", Interrupting)
     words = ["--kv-cache-dtype", "int8,fp8,bf16", "--samples", 2, "--batch-size", 4, "--input-len", 8]
     result = invoke("-m", checkpoint("llama"), *words, "--output-len", 4, "-o", "found.jsonl")
-    assert result.exit_code == 128 + number
+    assert result.exit_code == 143
     assert "wrote found.jsonl" in result.stderr
     recorded = studies.last(Path("found.jsonl"), "accuracy")
     assert [case.options for case in compared(recorded)] == [(("kv_cache_dtype", "int8"),)]
     failures = [(row.case.options[0][1], row.status, row.error) for row in recorded.of(Failed)]
-    assert failures == [(setting, "cancelled", number.name) for setting in ("fp8", "bf16")]
+    assert failures == [(setting, "cancelled", "SIGTERM") for setting in ("fp8", "bf16")]
 
 
 def test_the_record_is_printed_and_lies_with_the_machines_results(

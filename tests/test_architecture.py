@@ -1,6 +1,7 @@
 """Properties of a model that are read from the model itself: parameters, experts, and the size of its cache."""
 
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -67,8 +68,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+@cache
+def plain_spec(kind: str) -> ModelSpec:
+    return from_config(kind, {"model_type": kind} | CONFIGS[kind])
+
+
 def spec_of(kind: str, **changes: Any) -> ModelSpec:
-    return from_config(kind, {"model_type": kind} | CONFIGS[kind] | changes)
+    return from_config(kind, {"model_type": kind} | CONFIGS[kind] | changes) if changes else plain_spec(kind)
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

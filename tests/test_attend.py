@@ -3,6 +3,7 @@
 import platform
 import shutil
 import subprocess
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -147,20 +148,27 @@ def blocks_of(
 @pytest.mark.usefixtures("compiler")
 @settings(max_examples=60, deadline=None)
 @given(
-    lengths=st.sampled_from([(1,), (130,), (5, 128, 257)]),
+    lengths=st.sampled_from([(1,), (130,), (5, 128, 257), (2000, 3), (1300,)]),
     count=st.sampled_from([1, 2, 5, 128]),
     sizes=st.sampled_from([(8, 8), (128, 128), (40, 33), (64, 256)]),
     dtype=st.sampled_from((*DTYPES, torch.int8)),
     biases=st.lists(st.sampled_from(["each", "rows", "hidden"]), max_size=3),
+    threads=st.sampled_from([1, 7]),
 )
 def test_attention_to_several_micro_batches_is_that_of_each(
-    lengths: tuple[int, ...], count: int, sizes: tuple[int, int], dtype: torch.dtype, biases: list[str]
+    lengths: tuple[int, ...], count: int, sizes: tuple[int, int], dtype: torch.dtype, biases: list[str], threads: int
 ) -> None:
-    check_attention(lengths, count, sizes, dtype, biases)
+    """Threads take parts of the tokens where heads are few."""
+    check_attention(lengths, count, sizes, dtype, biases, threads)
 
 
 def check_attention(
-    lengths: tuple[int, ...], count: int, sizes: tuple[int, int], dtype: torch.dtype, biases: list[str]
+    lengths: tuple[int, ...],
+    count: int,
+    sizes: tuple[int, int],
+    dtype: torch.dtype,
+    biases: list[str],
+    threads: int = 2,
 ) -> None:
     heads, rows, longest = 9, 2 * len(lengths), max(lengths)
     blocks, exact = blocks_of(lengths, heads, *sizes, dtype)
@@ -172,7 +180,7 @@ def check_attention(
         "hidden": torch.zeros(rows, 1, 1, longest).masked_fill_(hidden, float("-inf")),
     }
     assert cpu_kernel.can_attend(queries, blocks)
-    mixed = cpu_kernel.attend(queries, blocks, [kinds[bias] for bias in biases], 0.3)
+    mixed = cpu_kernel.attend(queries, blocks, [kinds[bias] for bias in biases], 0.3, threads)
     for number, (keys, values) in enumerate(exact):
         rows_of_batch = slice(2 * number, 2 * number + 2)
         scores = 0.3 * queries[rows_of_batch].double() @ keys.mT
@@ -183,31 +191,29 @@ def check_attention(
 
 
 @pytest.mark.usefixtures("compiler")
-def test_a_number_that_is_none_stays_visible_and_what_is_hidden_does_not_count() -> None:
-    keys, values = noise(1, 16, 40, 8, dtype=torch.float32), noise(1, 16, 40, 8, dtype=torch.float32)
-    queries = torch.ones(1, 16, 1, 8)
-    nothing = torch.full((1, 1, 1, 40), float("-inf"))
-    assert torch.equal(cpu_kernel.attend(queries, [(keys, values)], [nothing]), torch.zeros(1, 16, 1, 8))
+@pytest.mark.parametrize(("length", "threads"), [(40, 2), (1300, 7)])  # tokens as one part, and as several
+def test_a_number_that_is_none_stays_visible_and_what_is_hidden_does_not_count(length: int, threads: int) -> None:
+    attend = partial(cpu_kernel.attend, threads=threads)
+    keys, values = noise(1, 16, length, 8, dtype=torch.float32), noise(1, 16, length, 8, dtype=torch.float32)
+    queries, hidden = torch.ones(1, 16, 1, 8), length - 33
+    nothing = torch.full((1, 1, 1, length), float("-inf"))
+    assert torch.equal(attend(queries, [(keys, values)], [nothing]), torch.zeros(1, 16, 1, 8))
     broken = keys.clone()
     broken[0, 3, 20, 0] = float("nan")
-    assert cpu_kernel.attend(queries, [(broken, values)])[0, :, 0, 0].isnan().nonzero().tolist() == [[3]]
+    assert attend(queries, [(broken, values)])[0, :, 0, 0].isnan().nonzero().tolist() == [[3]]
     queries[0, 5] = float("nan")
-    assert cpu_kernel.attend(queries, [(keys, values)])[0, :, 0, 0].isnan().nonzero().tolist() == [[5]]
-    low = torch.finfo(torch.float32).min
-    seen = torch.zeros(1, 1, 1, 40).masked_fill(torch.arange(40) < 7, low)
+    assert attend(queries, [(keys, values)])[0, :, 0, 0].isnan().nonzero().tolist() == [[5]]
     queries[0, 5] = 1
-    expected = cpu_kernel.attend(queries, [(keys[:, :, 7:], values[:, :, 7:])])
-    assert torch.allclose(cpu_kernel.attend(queries, [(keys, values)], [seen]), expected, atol=1e-6)
+    expected = attend(queries, [(keys[:, :, hidden:], values[:, :, hidden:])])
+    for low in (torch.finfo(torch.float32).min, float("-inf")):
+        seen = torch.zeros(1, 1, 1, length).masked_fill(torch.arange(length) < hidden, low)
+        assert torch.allclose(attend(queries, [(keys, values)], [seen]), expected, atol=1e-6)
 
 
 @pytest.mark.usefixtures("compiler")
-def test_few_heads_are_left_to_products_that_are_split_further(monkeypatch: Patch) -> None:
-    (blocks, _), queries = blocks_of((30,), 4, 16, 16, torch.bfloat16), noise(2, 4, 1, 16)
-    for threads, able in ((1, True), (2, False)):
-        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        assert cpu_kernel.can_attend(queries, blocks) is able
+def test_values_may_be_too_wide_for_the_compiled_code() -> None:
     (blocks, _), queries = blocks_of((30,), 90, 16, 300, torch.bfloat16), noise(2, 90, 1, 16)
-    assert not cpu_kernel.can_attend(queries, blocks)  # values are too wide
+    assert not cpu_kernel.can_attend(queries, blocks)
 
 
 def test_unsuitable_shapes_are_left_to_torch() -> None:
@@ -255,7 +261,7 @@ def test_every_processor_computes_the_same(lesser: None) -> None:
     for dtype, sizes in product((*DTYPES, torch.int8), ((128, 128), (40, 33))):
         for count in (1, 5):
             check_attention((5, 257), count, sizes, dtype, ["each", "hidden"])
-    test_a_number_that_is_none_stays_visible_and_what_is_hidden_does_not_count()
+    test_a_number_that_is_none_stays_visible_and_what_is_hidden_does_not_count(1300, 7)
     test_every_half_is_read_right()
     for dtype in DTYPES:
         test_not_a_number_stays_one(dtype)

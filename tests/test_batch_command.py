@@ -15,10 +15,8 @@ import pytest
 
 from tests import PATIENCE_S, mentions
 from tests.command import zinfer
-from tests.test_cli import ROOT, folder
+from tests.test_cli import ROOT
 from tests.test_rows import TEMPLATE
-
-assert folder  # a fixture
 
 
 def line(name: str, chat: bool = False, **body: Any) -> str:

@@ -21,13 +21,10 @@ import pytest
 from click.testing import CliRunner
 
 from tests import PATIENCE_S, environment
-from tests.test_cli import folder
 from zinfer.cli import cli
 from zinfer.job.batch import run as jobs
 from zinfer.worker import generation
 from zinfer.worker.inline import InlineWorker
-
-assert folder  # a fixture
 
 Texts = dict[str, str]
 

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests import PATIENCE_S, mentions
 from tests.command import zinfer
-from tests.test_cli import ROOT, folder  # noqa: F401
+from tests.test_cli import ROOT
 from tests.test_dialogue import EXTENDING, TRIMMING
 from tests.test_parity import load
 from zinfer.checkpoint.resolve import from_directory
@@ -216,7 +216,7 @@ def test_an_engine_without_reuse_says_so_and_answers(
 
 
 def test_a_pipe_is_a_conversation_and_finds_an_earlier_one(
-    folder: Path,  # noqa: F811
+    folder: Path,
     engine: Engine,
     checkpoint: Checkpoints,
     capsys: pytest.CaptureFixture[str],
@@ -248,7 +248,7 @@ def test_pipes_in_place_of_kept_conversations_are_not_waited_for(
     assert "cannot be written: it is a pipe that nobody reads" in "".join(messages)
 
 
-def test_a_terminal(folder: Path, checkpoint: Checkpoints) -> None:  # noqa: F811
+def test_a_terminal(folder: Path, checkpoint: Checkpoints) -> None:
     master, slave = pty.openpty()
     words = ["run", "-m", str(checkpoint("llama")), "--offload", "none", "--chat", "--output-len", "1900"]
     process = subprocess.Popen(

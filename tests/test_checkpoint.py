@@ -82,6 +82,8 @@ def test_a_flipped_bit_in_a_header_is_refused_or_harmless(folder: Path) -> None:
         ("overlap", "overlap|leave a hole|cut off|longer"),
         ("all at 0", "overlap|longer"),
         ("a byte later", "leave a hole"),
+        ("cut", "is cut off"),
+        ("longer data", "longer than its header says"),
     ],
 )
 def test_the_line_names_the_fault(fault: str, says: str, folder: Path) -> None:

@@ -13,7 +13,6 @@ import pytest
 
 from tests import PATIENCE_S, environment
 from tests.command import zinfer, zinfer_process
-from tests.test_cli import folder
 from tests.test_parts import SMALL, Stamped, measure
 from zinfer.core.model import ModelError
 from zinfer.job import cluster, sweep
@@ -25,7 +24,6 @@ from zinfer.job.signals import Interrupted
 from zinfer.record.measurement import Measurement
 from zinfer.record.store import read
 
-assert folder  # a fixture
 pytest.importorskip("submitit")
 
 
@@ -71,23 +69,11 @@ def test_options_that_sbatch_would_not_understand_are_refused(words: list[str], 
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "message"),
-    [
-        (["--slurm-arg", "time=9"], 2, "--slurm-arg is for --cluster slurm"),
-        (["--cluster", "local", "--slurm-arg", "time=9"], 2, "--slurm-arg is for --cluster slurm"),
-        (["--cluster", "local", "--dry-run"], 2, "leave out all but one"),
-        (["--cluster", "slurm"], 2, "needs --slurm-arg time="),
-        (["--cluster", "slurm", "--slurm-arg", "time=9"], 5, "no srun"),
-    ],
-)
-def test_mistakes_get_one_message(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], code: int, message: str
-) -> None:
+def test_a_host_without_slurm_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(folder))
-    done = zinfer(folder, *SMALL, "-o", "out.jsonl", *words)
-    assert done.returncode == code, done.stderr
-    assert message in done.stderr
+    done = zinfer(folder, *SMALL, "-o", "out.jsonl", "--cluster", "slurm", "--slurm-arg", "time=9")
+    assert done.returncode == 5, done.stderr
+    assert "no srun" in done.stderr
     assert not (folder / "out.jsonl").exists()
 
 

@@ -262,12 +262,3 @@ def test_mistakes_are_one_message(
     assert says in done.stderr
     assert done.stdout == ""
     assert len(done.stderr.strip().splitlines()) <= 4
-
-
-def test_damaged_lines_are_warned_about_and_the_rest_is_compared(files: Files) -> None:
-    a, b = files([timed(STEADY)], [timed(STEADY)])
-    with b.open("a") as file:
-        file.write("half a rec\n")
-    done = run(a, b)
-    assert done.exit_code == 0
-    assert "left out" in done.stderr

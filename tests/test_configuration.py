@@ -73,8 +73,8 @@ def test_what_published_configurations_hold_passes() -> None:
     assert len({name for names in CONFIG_KEYS.values() for name in names}) == len(configuration._BOUNDS)
 
 
-@pytest.mark.parametrize("layers", [10**9, 10**30])
-def test_plan_refuses_a_bare_config_of_too_many_layers(layers: int, tmp_path: Path) -> None:
+def test_plan_refuses_a_bare_config_of_too_many_layers(tmp_path: Path) -> None:
+    layers = 10**30
     (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"num_hidden_layers": layers}))
     for model in (tmp_path, tmp_path / "config.json"):
         result = CliRunner().invoke(cli, ["plan", "--model", str(model), "--machine", "h100-80gb"])

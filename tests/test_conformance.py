@@ -122,11 +122,11 @@ def test_a_process_that_dies_costs_its_row_only(monkeypatch: pytest.MonkeyPatch)
     ]
 
 
-@pytest.mark.parametrize("way", ["requests", "drafts", "reused", "accelerate"])
+@pytest.mark.parametrize("way", ["requests", "reused", "accelerate"])
 def test_a_wrong_logit_of_a_row_that_ends_early_is_told(
     way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The row itself is gone when the others end; `mixed` and `deepspeed` are compared by the same function."""
+    """The row itself is gone when the others end. `mixed`, `drafts` and `deepspeed` take the same function."""
     monkeypatch.setattr(compare, "WAYS", {way: compare.WAYS[way]})
     outcomes: list[Outcome] = []
     for wrong in (False, True):
@@ -161,16 +161,7 @@ def _with_a_fault(watch: Any, init: Any, engine: Any, running: ContinuousSchedul
 PADS, AS_IT_IS = (Stream, "cannot_pad", lambda _engine: None), (DecoderBatch, "alone", lambda *_: None)
 
 
-@pytest.mark.parametrize(
-    ("kind", "way", "fault"),
-    [
-        ("deepseek_v32", "cpu", AS_IT_IS),
-        ("deepseek_v32", "requests", AS_IT_IS),
-        ("deepseek_v32", "drafts", AS_IT_IS),
-        ("doge", "cpu", PADS),
-        ("recurrent_gemma", "cpu", PADS),
-    ],
-)
+@pytest.mark.parametrize(("kind", "way", "fault"), [("deepseek_v32", "requests", AS_IT_IS), ("doge", "cpu", PADS)])
 def test_padding_that_changes_the_text_is_seen(
     kind: str, way: str, fault: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -114,6 +114,7 @@ def test_a_fleet_covers_its_demand() -> None:
     sized = fleet(measured, 2e6, 28800, utilisation=0.8, spare=2, gpus_per_server=4)
     assert sized.working == 8  # 2e6 / (12.31 · 0.8 · 28800) = 7.05
     assert (sized.gpus, sized.servers) == (10, 3)
+    assert fleet(measured, 1e-6, 86400).working == 1
     assert sized.load == pytest.approx(2e6 / (8 * 320 / 26 * 28800))
     with pytest.raises(EconomicsError, match="a measured throughput"):
         fleet(point(case(1), status="crashed"), 1, 1)
@@ -278,10 +279,6 @@ def test_a_rate_is_that_of_a_whole_repeat() -> None:
     (rows,) = check(uneven, [parse("decode_tok_s:mean:>=:30")])
     assert user.actual == pytest.approx(1e3 / uneven.tpot_ms)  # type: ignore[operator]
     assert rows.actual == pytest.approx(uneven.decode_tok_s)
-
-
-def test_the_least_demand_takes_a_gpu() -> None:
-    assert fleet(timed(), 1e-6, 86400).working == 1
 
 
 @pytest.fixture

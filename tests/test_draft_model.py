@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from tests import test_cache_kinds as kinds
 from tests.command import zinfer
 from tests.opened import engines_closed
-from tests.test_cli import folder  # noqa: F401
 from tests.test_continuous import alike, begin, greedy, run, sequences, small
 from tests.test_drafts import DRAFTED
 from tests.test_graphs import Rerun, recorder
@@ -380,7 +379,7 @@ def test_a_model_that_cannot_forget_cannot_draft(checkpoint: Checkpoints, kind: 
         load("stream", checkpoint("llama"), "cpu", tmp_path, draft=str(kind("mamba")))
 
 
-def test_commands_take_a_model_that_drafts(folder: Path, checkpoint: Checkpoints, tmp_path: Path) -> None:  # noqa: F811
+def test_commands_take_a_model_that_drafts(folder: Path, checkpoint: Checkpoints, tmp_path: Path) -> None:
     """Answers of `run` and `run --chat`, request counts, and one-line refusals."""
     target, small_one = checkpoint("bloom"), like(checkpoint("bloom"), tmp_path / "small", 0.02)
     model = ["--model", str(target), "--engine", "stream", "--offload", "cpu", "--dtype", "fp32"]

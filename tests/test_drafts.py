@@ -13,7 +13,6 @@ import torch
 from tests import test_cache_kinds as kinds
 from tests.command import zinfer
 from tests.opened import engines_closed
-from tests.test_cli import folder  # noqa: F401
 from tests.test_continuous import LOAD, MORE, Words, alike, begin, greedy, keeping, run, sequences, small
 from tests.test_parity import load
 from tests.test_passes import WAYS, keep_here, small_blocks
@@ -246,7 +245,7 @@ def test_kept_prefixes_go_together_with_drafts(checkpoint: Checkpoints, tmp_path
     check(finished, expected)
 
 
-def test_commands_write_the_same_text(folder: Path, checkpoint: Checkpoints) -> None:  # noqa: F811
+def test_commands_write_the_same_text(folder: Path, checkpoint: Checkpoints) -> None:
     """Answers of `run` and `run --chat`, and counts of requests."""
     model = ["--model", str(checkpoint("bloom")), "--engine", "stream", "--offload", "cpu", "--dtype", "fp32"]
     for words in (["--prompt", "abcabcabc", "--output-len", "24"], ["--chat", "--output-len", "12"]):

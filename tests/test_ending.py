@@ -14,7 +14,6 @@ from tests import PATIENCE_S, environment
 
 pytestmark = pytest.mark.long
 
-NUMBERS = [signal.SIGINT, signal.SIGTERM]
 SOON_S = 3.0
 
 # A command line whose verb does something that can be interrupted.
@@ -72,14 +71,14 @@ def interrupted(process: subprocess.Popen[str], number: int) -> None:
     assert time.monotonic() - began < SOON_S
 
 
-@pytest.mark.parametrize("number", NUMBERS)
-@pytest.mark.parametrize("what", ["time.sleep(600)", IN_C, SWALLOWED], ids=["sleep", "in C", "swallowed"])
+@pytest.mark.parametrize(
+    ("what", "number"), [("time.sleep(600)", signal.SIGINT), (IN_C, signal.SIGTERM), (SWALLOWED, signal.SIGINT)]
+)
 def test_a_signal_ends_a_command_whatever_it_does(what: str, number: int) -> None:
     interrupted(started(what), number)
 
 
-@pytest.mark.parametrize("number", NUMBERS)
-@pytest.mark.parametrize("what", [IN_C, SWALLOWED.strip()], ids=["in C", "swallowed"])
+@pytest.mark.parametrize(("what", "number"), [(IN_C, signal.SIGINT), (SWALLOWED.strip(), signal.SIGTERM)])
 def test_a_context_that_handles_signals_itself_has_so_long_to_end(what: str, number: int) -> None:
     handler = f"import signal; from zinfer.system import ending; signal.signal({int(number)}, lambda *_: None)"
     process = started(what, before=f"{handler}; limit = ending.within(0.3, 60); limit.__enter__()")
@@ -123,8 +122,7 @@ def test_a_signal_while_python_ends_does_not_change_the_exit_code() -> None:
     assert (process.returncode, stderr) in {(3, ""), (130, "interrupted\n")}
 
 
-@pytest.mark.parametrize("number", NUMBERS)
-def test_the_terminal_gets_its_cursor_back(number: int) -> None:
+def test_the_terminal_gets_its_cursor_back() -> None:
     what = "from zinfer.commands.watch import Watch; w = Watch(); w.__enter__(); print('ready', flush=True)"
     script = COMMAND.replace("{before}", what).replace("{what}", "time.sleep(600)")
     master, slave = pty.openpty()
@@ -136,8 +134,8 @@ def test_the_terminal_gets_its_cursor_back(number: int) -> None:
     while seen.count(b"ready") < 2:
         seen += os.read(master, 1 << 12)
     assert b"\x1b[?25l" in seen, "the progress display hides the cursor"
-    process.send_signal(number)
-    assert process.wait(timeout=PATIENCE_S) == 128 + number
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=PATIENCE_S) == 143
     while True:
         try:
             more = os.read(master, 1 << 12)
@@ -174,32 +172,18 @@ main()
 """
 
 
-@pytest.mark.parametrize("number", NUMBERS)
-def test_a_sweep_is_interrupted_in_its_probe(tmp_path: Path, number: int) -> None:
+def test_a_sweep_is_interrupted_in_its_probe(tmp_path: Path) -> None:
     process = subprocess.Popen(
         [sys.executable, "-c", PROBED, "sweep", "-m", "bloom-tiny"], cwd=tmp_path, env=environment(), text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     assert process.stderr is not None
     probe = int(process.stderr.readline())
-    interrupted(process, number)
+    interrupted(process, signal.SIGINT)
     deadline = time.monotonic() + SOON_S
     while alive(probe) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not alive(probe)
-
-
-@pytest.mark.parametrize(
-    "words", [["plan", "--list", "models"], ["export", "sweeps/results/nvidia-h200", "--format", "md"]]
-)
-def test_a_full_disk_as_stdout_is_one_line(words: list[str]) -> None:
-    with open("/dev/full", "w") as full:
-        result = subprocess.run(
-            [sys.executable, "-m", "zinfer", *words], cwd=Path(__file__).parents[1], stdout=full,
-            stderr=subprocess.PIPE, text=True, timeout=PATIENCE_S, check=False,
-        )  # fmt: skip
-    assert (result.returncode, len(result.stderr.splitlines())) == (5, 1)
-    assert "No space left on device" in result.stderr
 
 
 # A worker that starts a compiler, which starts another program; it writes the ids of all three as one line.

@@ -180,28 +180,12 @@ def test_results_are_never_overwritten(results: Path) -> None:
     assert file.read_bytes() == before
 
 
-def test_damaged_lines_are_warned_about(results: Path) -> None:
-    with (results / "h100" / "bloom.jsonl").open("a") as file:
-        file.write("half a rec\n")
-    done = export(results)
-    assert done.exit_code == 0
-    assert "left out" in done.stderr
-    assert len(read_csv(done.stdout_bytes)) == len(sweep())
-
-
 @pytest.mark.parametrize(("name", "message"), [("nowhere.jsonl", "does not exist"), ("empty", "measure first")])
 def test_nothing_to_export_is_one_message(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / "empty").mkdir()
     done = export(tmp_path / name)
-    assert done.exit_code == 4
+    assert (done.exit_code, done.stdout) == (4, "")
     assert message in done.stderr
-    assert done.stdout == ""
-
-
-def test_an_output_that_cannot_be_written_is_one_message(results: Path, tmp_path: Path) -> None:
-    done = export(results, "-o", tmp_path)
-    assert done.exit_code == 5
-    assert f"cannot write {tmp_path}" in done.stderr
 
 
 def test_parquet_to_a_terminal_is_refused(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:

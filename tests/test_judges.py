@@ -22,7 +22,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from tests import PATIENCE_S, environment
 from tests.smollm2 import make as make_smollm2
-from tests.test_cli import folder
 from tests.test_parity import load
 from tests.test_serve import Reference
 from tests.test_serve_command import process
@@ -33,7 +32,6 @@ from zinfer.generation.scheduler import ContinuousScheduler
 from zinfer.generation.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]
-assert folder  # a fixture
 pytestmark = pytest.mark.slow
 Checkpoints = Callable[..., Path]
 Docs = list[dict[str, Any]]

@@ -95,26 +95,6 @@ def test_contradictions_are_refused_before_a_process_starts(options: Any, offloa
     assert plan.why_not == conflict("stream", asked.options, offload)
 
 
-@pytest.mark.parametrize("verb", ["sweep", "run"])
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["-O", "kv_offload=disk"], "kv_offload=disk: choose from none, cpu, auto"),
-        (["--offload", "none", "-O", "kv_attention=gpu"], "kv_attention=gpu does not go with offload none"),
-        (["--offload", "none", "--gpus", "2"], "gpus=2 does not go with offload none"),
-        (["--offload", "cpu", "--gpus", "2", "--experts", "on-demand"], "experts=on-demand does not go with gpus=2"),
-        (["--engine", "deepspeed", "--offload", "none", "--gpus", "2"], "gpus=2 does not go with offload none"),
-        (["--engine", "deepspeed", "-O", "tuned=1"], "tuned=1: choose from true, false"),
-    ],
-)
-def test_a_verb_refuses_them_in_a_line(verb: str, words: list[str], message: str) -> None:
-    more = ["-p", "x", "--load-format", "dummy"] if verb == "run" else []
-    refused = CliRunner().invoke(cli, [verb, "-m", "bloom-tiny", *words, *more])
-    assert isinstance(refused.exception, OptionError)
-    assert message in str(refused.exception)
-    assert "\n" not in str(refused.exception)
-
-
 def test_records_with_options_that_are_gone_can_be_read_and_planned() -> None:
     text = case("deepspeed", tuned=False).model_dump_json().replace('["tuned",false]', '["tuned",false],["old",3]')
     old = Case.model_validate_json(text)

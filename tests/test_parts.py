@@ -13,7 +13,6 @@ import pytest
 
 from tests.command import zinfer
 from tests.inline import MACHINE, FakeWorker
-from tests.test_cli import folder
 from zinfer.commands import options
 from zinfer.commands.sweep import _measure
 from zinfer.core.machine import Machine
@@ -27,7 +26,6 @@ from zinfer.worker import process
 from zinfer.worker.session import Session
 from zinfer.worker.tasks import Measure, Measured
 
-assert folder  # a fixture
 SMALL = ["sweep", "-m", "bloom-tiny", "--load-format", "dummy", "--input-len", "8", "--output-len", "4"]
 COUNTED = count()
 PLAN = Sweep(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 from tests import mentions
 from zinfer.cli import cli
@@ -23,9 +23,15 @@ STREAMED = ("--gpu-weights", "0%", "--kv-offload", "none")
 
 
 def plan(*words: str, code: int = 0) -> str:
-    result = CliRunner().invoke(cli, ["plan", *words], env={"COLUMNS": "200"})
+    result = invoke(*words, env={"COLUMNS": "200"})
     assert result.exit_code == code, result.output
     return result.stdout
+
+
+def invoke(*words: str, **settings: Any) -> Result:
+    """Run the verb; a word that begins with a dash may be several."""
+    split = [part for word in words for part in (word.split() if word.startswith("-") else [word])]
+    return CliRunner().invoke(cli, ["plan", *split], **settings)
 
 
 def rows(*words: str) -> list[dict[str, Any]]:
@@ -45,7 +51,7 @@ def test_every_option_is_an_axis() -> None:
 
 def test_drafts_count_by_their_acceptance() -> None:
     """Geometric series of tokens, drafting time, and no drafts without gain."""
-    words = ("-m", "bloom-176b", "--machine", "h100-80gb", "--offload", "cpu", *STREAMED, "--batch-size", "4")
+    words = ("-m bloom-176b --machine h100-80gb --offload cpu", *STREAMED, "--batch-size 4")
     (plain,) = rows(*words)
     for acceptance in (0.0, 0.3, 0.7):
         alone, ngram, small = rows(*words, "--draft", "none,ngram,bloom-560m", "--acceptance", str(acceptance))
@@ -68,14 +74,14 @@ def test_drafts_count_by_their_acceptance() -> None:
 
 
 def test_the_acceptance_is_told_with_its_source() -> None:
-    words = ("-m", "bloom-176b", "--machine", "h100-80gb", "--offload", "cpu", "--batch-size", "4")
+    words = ("-m bloom-176b --machine h100-80gb --offload cpu --batch-size 4",)
     result = plan(*words, "--draft", "bloom-560m", "--acceptance", "0.5")
     assert re.search(
         r"tokens of each row from a pass with \d+ drafts, of .* acceptance 0.50 \(stated, not measured\)", result
     )
     assert "no record says how often a draft is right" in plan(*words, "--draft", "bloom-560m")
     assert "drafts" not in plan(*words)
-    refused = CliRunner().invoke(cli, ["plan", *words, "--acceptance", "0.5"])
+    refused = invoke(*words, "--acceptance", "0.5")
     assert (refused.exit_code, "add --draft" in refused.output) == (2, True)
 
 
@@ -87,7 +93,7 @@ def test_a_codec_is_no_axis_of_weights_that_stay() -> None:
 
 
 def test_auto_is_the_batch_with_the_best_throughput() -> None:
-    words = ("-m", "opt-30b", "--machine", "h100-80gb", "--offload", "cpu", "--gpu-weights", "auto")
+    words = ("-m opt-30b --machine h100-80gb --offload cpu --gpu-weights auto",)
     (best,) = rows(*words)
     others = rows(*words, "--batch-size", "1,2,4,8,16,32,64")
     assert best["output_tok_s"] >= max(row["output_tok_s"] for row in others if row["fits"])
@@ -95,14 +101,14 @@ def test_auto_is_the_batch_with_the_best_throughput() -> None:
 
 
 def test_numbers_before_auto_are_planned_too() -> None:
-    words = ("-m", "opt-30b", "--machine", "h100-80gb", "--offload", "cpu")
+    words = ("-m opt-30b --machine h100-80gb --offload cpu",)
     (best,) = rows(*words)
     batches = [row["case"]["workload"]["batch_size"] for row in rows(*words, "--batch-size", "1,64,auto")]
     assert batches == [1, 64, best["case"]["workload"]["batch_size"]]
 
 
 def test_a_calibrated_plan_has_a_band_and_is_slower_than_the_limit() -> None:
-    words = ("-m", "opt-30b", "--machine", "h100-80gb", "--offload", "cpu", *STREAMED, "--batch-size", "8")
+    words = ("-m opt-30b --machine h100-80gb --offload cpu", *STREAMED, "--batch-size 8")
     (limit,), (result,) = rows(*words), rows(*words, "--calibrate", H100)
     assert limit["error"] is None
     assert 0 < result["error"] < 0.15
@@ -119,7 +125,7 @@ def test_a_calibrated_plan_has_a_band_and_is_slower_than_the_limit() -> None:
 
 
 def test_the_room_for_the_cache_is_named_where_it_bounds_the_batch() -> None:
-    words = ("-m", "opt-30b", "--machine", "h100-80gb", "--offload", "cpu", *STREAMED)
+    words = ("-m opt-30b --machine h100-80gb --offload cpu", *STREAMED)
     (full,), (small,) = rows(*words), rows(*words, "--batch-size", "1")
     assert full["bounds"] == ["link", "KV capacity"]
     assert small["bounds"] == ["link"]
@@ -127,8 +133,7 @@ def test_the_room_for_the_cache_is_named_where_it_bounds_the_batch() -> None:
 
 
 def test_replaced_figures_are_shown() -> None:
-    words = ("-m", "opt-30b", "--machine", "h100-80gb", "--offload", "cpu", *STREAMED, "--batch-size", "8",
-             "--set", "host_bandwidth=1TB/s")  # fmt: skip
+    words = ("-m opt-30b --machine h100-80gb --offload cpu", *STREAMED, "--batch-size 8 --set host_bandwidth=1TB/s")
     (before,), (after,) = (rows(*words, "--set", f"h2d_bandwidth={rate}GB/s") for rate in (54.9, 109.8))
     assert before["step_s"] == pytest.approx(2 * after["step_s"])
     text = plan(*words, "--set", "h2d_bandwidth=109.8GB/s")
@@ -148,7 +153,7 @@ def test_a_recipe_plans_bloom_on_several_machines(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.long
 def test_the_figure_is_dashed_and_the_same_every_time(tmp_path: Path) -> None:
-    words = ("-m", "opt-30b", "--machine", "h100-80gb,gh200-96gb", "--calibrate", H100)
+    words = ("-m opt-30b --machine h100-80gb --offload cpu --calibrate", H100)
     for name in ("a.svg", "b.svg"):
         plan(*words, "--figure", str(tmp_path / name))
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
@@ -156,16 +161,16 @@ def test_the_figure_is_dashed_and_the_same_every_time(tmp_path: Path) -> None:
 
 
 def test_a_model_that_does_not_fit_is_reported_once_with_a_remedy() -> None:
-    result = CliRunner().invoke(cli, ["plan", "-m", "bloom-176b", "--machine", "h100-80gb"])
+    result = invoke("-m", "bloom-176b", "--machine", "h100-80gb")
     assert result.exit_code == 0
     assert "does not fit" in result.stdout
     assert len(re.findall(r"\d GB of GPU memory", result.stderr)) == 1
-    alone = CliRunner().invoke(cli, ["plan", "-m", "bloom-176b", "--machine", "h100-80gb", "--offload", "none"])
+    alone = invoke("-m", "bloom-176b", "--machine", "h100-80gb", "--offload", "none")
     assert alone.exit_code == 4, "nothing fits"
 
 
 def test_a_batch_beyond_the_largest_does_not_fit() -> None:
-    words = ("-m", "opt-30b", "--machine", "h100-80gb", "--offload", "none")
+    words = ("-m opt-30b --machine h100-80gb --offload none",)
     (best,) = rows(*words)
     assert best["fits"]
     largest = best["max_batch_size"]
@@ -179,70 +184,58 @@ def test_a_batch_beyond_the_largest_does_not_fit() -> None:
 
 
 def test_what_no_engine_runs_is_not_listed_or_said_to_be_so() -> None:
-    words = ("-m", "opt-30b", "--machine", "h100-80gb")
+    words = ("-m opt-30b --machine h100-80gb",)
     plans = rows(*words, "--engine", "tensorrt,accelerate", "--offload", "cpu,nvme")
     assert [(row["case"]["engine"], row["case"]["offload"]) for row in plans] == [
         ("tensorrt", "cpu"), ("accelerate", "cpu"), ("accelerate", "nvme"),
     ]  # fmt: skip
-    refused = CliRunner().invoke(cli, ["plan", *words, "--engine", "tensorrt", "--offload", "nvme"])
+    refused = invoke(*words, "--engine", "tensorrt", "--offload", "nvme")
     assert refused.exit_code == 2
     assert mentions(refused.stderr, "tensorrt", "nvme", "accelerate")
-    result = CliRunner().invoke(cli, ["plan", *words, "--engine", "accelerate", "--gpus", "2", "--offload", "cpu"])
+    result = invoke(*words, "--engine", "accelerate", "--gpus", "2", "--offload", "cpu")
     assert mentions(result.stderr, "gpus=2", "what-if")
 
 
 def test_what_several_gpus_cannot_do_is_said() -> None:
-    words = ["plan", "--machine", "h200", "--set", "host_bytes=400GiB", "--gpus", "2"]
-    result = CliRunner().invoke(cli, [*words, "-m", "opt-30b", "--offload", "none"])
+    words = ("--machine h200 --set host_bytes=400GiB --gpus 2",)
+    result = invoke(*words, "-m", "opt-30b", "--offload", "none")
     assert result.exit_code == 4
     assert mentions(result.stderr, "gpus=2 does not go with offload none")
-    result = CliRunner().invoke(cli, [*words, "-m", "opt-30b"])  # all of it fits one GPU
+    result = invoke(*words, "-m", "opt-30b")  # all of it fits one GPU
     assert result.exit_code == 0
     assert mentions(result.output, "all of it fits", "stream cpu gpus=2")
 
 
 def test_formats_are_planned_for_engines_that_have_them() -> None:
-    words = (
-        "-m",
-        "opt-30b",
-        "--machine",
-        "h100-80gb",
-        "--offload",
-        "cpu",
-        *STREAMED,
-        "--weights",
-        "as-released,int4,fp8",
-    )
+    words = ("-m opt-30b --machine h100-80gb --offload cpu --weights as-released,int4,fp8", *STREAMED)
     plans = {row["case"].get("weights"): row for row in rows(*words)}
     assert plans.keys() == {None, "int4", "fp8"}
     sizes = {form: row["streamed_bytes"] / plans[None]["streamed_bytes"] for form, row in plans.items()}
     assert sizes["int4"] == pytest.approx(4.125 / 16, rel=0.01)
     assert sizes["fp8"] == pytest.approx(0.83 / 2, rel=0.01)
-    some = CliRunner().invoke(cli, ["plan", *words, "--engine", "stream,deepspeed,accelerate"])
+    some = invoke(*words, "--engine", "stream,deepspeed,accelerate")
     assert some.exit_code == 0
     assert mentions(some.stderr, "left out: --weights fp8 is for stream", "deepspeed takes int4")
     assert mentions(some.stderr, "--weights int4 is for stream, deepspeed", "accelerate has no packed weights")
     with pytest.raises(OptionError, match="int4 is for stream, deepspeed: engine tensorrt has no packed"):
-        CliRunner().invoke(
-            cli, ["plan", *words[:6], "--engine", "tensorrt", "--weights", "int4"], catch_exceptions=False
-        )
+        invoke(*words, "--engine", "tensorrt", "--weights", "int4", catch_exceptions=False)
 
 
 def test_unknown_memory_is_an_assumption_that_is_told() -> None:
-    words = ["plan", "-m", "opt-30b", "--machine", "h100-80gb", "--offload", "cpu", *STREAMED]
-    result = CliRunner().invoke(cli, words)
+    words = ("-m opt-30b --machine h100-80gb --offload cpu", *STREAMED)
+    result = invoke(*words)
     assert mentions(result.stderr, "host memory is not known", "--host-memory")
     (size,) = re.findall(r"--host-memory (\d+GiB)", result.stderr)
-    enough = CliRunner().invoke(cli, [*words, "--host-memory", size])
+    enough = invoke(*words, "--host-memory", size)
     assert enough.exit_code == 0
     assert enough.stderr == ""
-    little = CliRunner().invoke(cli, [*words, "--host-memory", f"{int(size[:-3]) - 2}GiB"])
+    little = invoke(*words, "--host-memory", f"{int(size[:-3]) - 2}GiB")
     assert little.exit_code == 4
-    assert json.loads(CliRunner().invoke(cli, [*words, "--json"]).stdout)[0]["assumes"]
+    assert json.loads(invoke(*words, "--json").stdout)[0]["assumes"]
 
 
 def test_a_level_chooses_the_batch_and_a_price_gives_the_cost() -> None:
-    words = ("-m", "opt-30b", "--machine", "h100-80gb", "--offload", "cpu", *STREAMED)
+    words = ("-m opt-30b --machine h100-80gb --offload cpu", *STREAMED)
     (free,) = rows(*words)
     (kept,) = rows(*words, "--sla", "ttft:mean:<=:2s")
     assert kept["prefill_s"] <= 2 < free["prefill_s"]
@@ -254,7 +247,7 @@ def test_a_level_chooses_the_batch_and_a_price_gives_the_cost() -> None:
     text = plan(*words, "--sla", "ttft:mean:<=:1ms", code=4)
     assert "No plan keeps every level" in text
     assert "missed by" in text
-    assert CliRunner().invoke(cli, ["plan", *words, "--power-usd-kwh", "1"]).exit_code == 2
+    assert invoke(*words, "--power-usd-kwh", "1").exit_code == 2
 
 
 def ranked(*words: str, code: int = 0) -> list[list[str]]:
@@ -264,7 +257,7 @@ def ranked(*words: str, code: int = 0) -> list[list[str]]:
 
 
 def test_several_machines_are_ranked_in_one_table() -> None:
-    words = ("-m", "opt-30b", "--machine", "t4,l40s,h200,h100-80gb", "--offload", "cpu")
+    words = ("-m opt-30b --machine t4,l40s,h200,h100-80gb --offload cpu --batch-size 4",)
     names = [row[0] for row in ranked(*words)]
     by_rate = sorted(rows(*words), key=lambda row: -row["output_tok_s"])
     assert names == [row["machine"]["name"] for row in by_rate]
@@ -285,7 +278,7 @@ def test_several_machines_are_ranked_in_one_table() -> None:
 
 
 def test_a_ranking_marks_what_is_assumed_and_ends_with_what_does_not_fit() -> None:
-    words = ("-m", "bloom-176b", "--machine", "t4,rtx-3090,rtx-4090,gh200-96gb,b300", "--offload", "cpu")
+    words = ("-m bloom-176b --machine t4,rtx-3090,rtx-4090,gh200-96gb,b300 --offload cpu",)
     table = {row[0].rstrip("*"): row for row in ranked(*words)}
     assert list(table)[-1] == "t4"
     assert table["t4"][1].startswith("no: ")
@@ -301,23 +294,23 @@ def test_a_ranking_marks_what_is_assumed_and_ends_with_what_does_not_fit() -> No
     assert re.fullmatch(r"\d+ GiB", stated["rtx-4090"][7])
     assert stated["rtx-4090"][8] == "1.00"
     for wrong, why in (("dgx-spark", "not among the machines"), ("t4", "is not a value")):
-        refused = CliRunner().invoke(cli, ["plan", *words, "--host-memory", f"{wrong}=lots"])
+        refused = invoke(*words, "--host-memory", f"{wrong}=lots")
         assert why in refused.output + str(refused.exception)
 
 
 def test_all_machines_get_the_host_memory_that_they_can_have() -> None:
-    words = ("-m", "opt-30b", "--offload", "cpu", "--batch-size", "1", "--host-memory", "80GiB", *STREAMED)
+    words = ("-m opt-30b --offload cpu --batch-size 1 --host-memory 80GiB", *STREAMED)
     table = {row[0]: row for row in ranked(*words, "--machine", "all")}
     assert {name.rstrip("*") for name in table} == set(catalogue_names())
     assert [name for name in table if not name.endswith("*")] == ["dgx-spark"], "its memory is the GPU's"
     assert list(table)[-1] == "dgx-spark"
-    refused = CliRunner().invoke(cli, ["plan", *words, "--machine", "dgx-spark"])
+    refused = invoke(*words, "--machine", "dgx-spark")
     assert "share one memory" in str(refused.exception)
 
 
 def test_what_was_chosen_is_said() -> None:
     h200 = str(ROOT / "sweeps" / "results" / "nvidia-h200-x4" / "machine.json")
-    words = ("-m", "bloom-176b", "--machine", h200, "--offload", "cpu", "--output-len", "256")
+    words = ("-m bloom-176b --machine", h200, "--offload cpu --output-len 256")
     (row,) = rows(*words)
     workload, placement = row["case"]["workload"], row["placement"]
     away = round(placement["kv_host_share"] * workload["batch_size"])
@@ -329,37 +322,16 @@ def test_what_was_chosen_is_said() -> None:
 
 
 def test_levels_rank_before_the_rate() -> None:
-    words = (
-        "-m",
-        "opt-30b",
-        "--machine",
-        "t4,h100-80gb,l40s",
-        "--offload",
-        "cpu",
-        *STREAMED,
-        "--batch-size",
-        "4,16,64",
-    )
+    words = ("-m opt-30b --machine t4,h100-80gb,l40s --offload cpu --batch-size 4,16,64", *STREAMED)
     table = ranked(*words, "--sla", "ttft<=3s", "--want", "5 tok/s")
     assert [(row[0], row[3]) for row in table] == [("h100-80gb", "64"), ("l40s", "16"), ("t4", "4")]
     assert [row[10].partition(":")[0] for row in table] == ["yes", "yes", "no"]
     assert re.fullmatch(r"no: ttft [\d.]+ s, [\d.]+ tok/s", table[-1][10])
-    ranked(*words[:2], "--machine", "t4,v100-16gb", "--sla", "ttft<=1ms", code=4)
+    ranked("-m opt-30b --machine t4,v100-16gb --sla ttft<=1ms", code=4)
 
 
 def test_prompts_give_hours_usd_and_gpus_for_a_deadline() -> None:
-    words = (
-        "-m",
-        "opt-30b",
-        "--machine",
-        "h100-80gb,l40s",
-        "--offload",
-        "cpu",
-        "--batch-size",
-        "16",
-        "--prompts",
-        "1k",
-    )
+    words = ("-m opt-30b --machine h100-80gb,l40s --offload cpu --batch-size 16 --prompts 1k",)
     table = ranked(*words, "--price", "2", "--deadline", "8h", "--utilisation", "1", "--spare", "0")
     for row, cells in zip(rows(*words, "--price", "2"), table, strict=True):
         hours = 63 * row["e2e_s"] / 3600
@@ -372,15 +344,15 @@ def test_prompts_give_hours_usd_and_gpus_for_a_deadline() -> None:
         assert mentions(assumed, "USD an hour", row["machine"]["name"], "is assumed", "RunPod", "2026-03-10")
         assert "is assumed" not in alone
         assert cells[12] == f"{-(-32_000 // int(row['output_tok_s'] * 28_800)):,} + 0"
-    assert "--deadline" in CliRunner().invoke(cli, ["plan", *words[:-2], "--deadline", "8h"]).stderr
+    assert "--deadline" in invoke(words[0].partition(" --prompts")[0], "--deadline", "8h").stderr
     short = ranked(*words, "--deadline", "1s")
     assert all(re.match(r"none: .* a batch", row[12]) for row in short)
-    both = CliRunner().invoke(cli, ["plan", *words, "--demand", "2Mtok/day"])
+    both = invoke(*words, "--demand", "2Mtok/day")
     assert (both.exit_code, "leave out one" in both.stderr) == (2, True)
 
 
 def test_a_hint_names_machines_on_which_it_fits() -> None:
-    result = CliRunner().invoke(cli, ["plan", "-m", "bloom-176b", "--machine", "t4", "--offload", "cpu"])
+    result = invoke("-m", "bloom-176b", "--machine", "t4", "--offload", "cpu")
     assert result.exit_code == 4
     named = re.findall(r"([\w-]+) \(stream cpu, (\d+) GiB of host memory\)", result.stderr)
     assert len(named) == 3
@@ -388,25 +360,12 @@ def test_a_hint_names_machines_on_which_it_fits() -> None:
         plan("-m", "bloom-176b", "--machine", name, "--offload", "cpu", "--host-memory", f"{size}GiB")
 
 
-def test_lengths_beyond_the_positions_are_left_out() -> None:
-    words = ["plan", "-m", "opt-30b", "--machine", "h100-80gb", "--offload", "cpu"]
-    result = CliRunner().invoke(cli, [*words, "--input-len", "512,1024,4096"])
-    assert result.exit_code == 0
-    assert mentions(result.stdout, "2,048 positions", "512 in")
-    assert mentions(result.stdout, "2,048 positions", "1024 in")
-    assert "4096 in" not in result.stdout
-    assert "4096" in result.stderr
-    alone = CliRunner().invoke(cli, [*words, "--input-len", "4096"])
-    assert alone.exit_code != 0
-    assert "2048 positions" in str(alone.exception)
-
-
 def test_what_has_no_answer_is_told_once(tmp_path: Path) -> None:
-    done = CliRunner().invoke(cli, ["plan", "-m", "bloom-tiny", "--machine", "h100-80gb", "--input-len", "4096"])
+    done = invoke("-m", "bloom-tiny", "--machine", "h100-80gb", "--input-len", "4096")
     assert mentions(str(done.exception), "--input-len 4096", "exceed the 2048 positions")
     assert "left out" not in done.stderr, "the error says it"
     figure = tmp_path / "f.svg"
-    done = CliRunner().invoke(cli, ["plan", "-m", "bloom-176b", "--machine", "t4", "--figure", str(figure)])
+    done = invoke("-m", "bloom-176b", "--machine", "t4", "--figure", str(figure))
     assert (done.exit_code, figure.exists()) == (4, False)
     assert mentions(done.stderr, "f.svg was not drawn")
     assert "published" not in plan("bloom-176b-machines", "-m", "opt-30b", "--machine", "h100-80gb")

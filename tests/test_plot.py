@@ -403,25 +403,6 @@ def test_one_figure_can_be_asked_for(results: Path, tmp_path: Path) -> None:
     assert (done.exit_code, done.stdout) == (0, f"{tmp_path}/plots/h100/bloom-timeline.svg\n")
 
 
-@pytest.mark.parametrize(("name", "message"), [("nowhere", "does not exist"), (".", "zinfer sweep")])
-def test_without_results_there_is_one_message(tmp_path: Path, name: str, message: str) -> None:
-    done = CliRunner().invoke(cli, ["plot", str(tmp_path / name), "-o", str(tmp_path / "plots")])
-    assert done.exit_code == 4
-    assert done.stdout == ""
-    assert done.stderr.count("\n") == 1
-    assert message in done.stderr
-    assert not (tmp_path / "plots").exists()
-
-
-def test_damaged_lines_are_reported_and_the_rest_is_drawn(results: Path, tmp_path: Path) -> None:
-    file = results / "h100" / "bloom.jsonl"
-    file.write_bytes(file.read_bytes()[:-20])
-    done = CliRunner().invoke(cli, ["plot", str(file), "-o", str(tmp_path / "plots"), "--format", "png"])
-    assert done.exit_code == 0
-    assert "left out" in done.stderr
-    assert len(done.stdout.splitlines()) == 3
-
-
 def test_errors_of_use_are_short(results: Path, tmp_path: Path) -> None:
     done = CliRunner().invoke(cli, ["plot", str(results), "--format", "pdf"])
     assert (done.exit_code, "write png, svg" in done.stderr) == (2, True)

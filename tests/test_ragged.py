@@ -84,15 +84,12 @@ def test_rows_of_all_micro_batches_share_a_pass(
     check(engine, joins=True)
 
 
-@pytest.mark.parametrize("shares", [0, 1 << 30])
 @pytest.mark.parametrize("name", ["bloom", "llama"])
 def test_rows_on_the_device_join_those_of_others_though_the_cpu_attends_to_the_rest(
-    name: str, shares: int, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+    name: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    """The second micro-batch has one device row and one host row. The rows that the CPU attends to share another pass,
-    and so they do where there are too few of them for one call of compiled code.
-    """
-    monkeypatch.setattr(cpu_kernel, "MIN_HEADS_PER_THREAD", shares)
+    """The second micro-batch has one device row and one host row. The rows that the CPU attends to share another
+    pass."""
     calls: list[int] = []
     attend = cpu_kernel.attend
 
@@ -108,8 +105,7 @@ def test_rows_on_the_device_join_those_of_others_though_the_cpu_attends_to_the_r
     assert hosted == [0, 1, 1, 3]
     calls.clear()
     check(engine, joins=True, passes_of={3, 5})
-    able = not shares and cpu_kernel.library() is not None
-    assert (3 in calls) is able  # all three micro-batches with rows in host memory at once
+    assert (3 in calls) is (cpu_kernel.library() is not None)  # all three with host rows at once
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,9 @@ import pytest
 from tests import PATIENCE_S, environment
 from tests.command import zinfer, zinfer_process
 from tests.test_batch_command import line
-from tests.test_cli import folder
 from zinfer.job.batch.nodes import NodesError, shares
 from zinfer.job.shard import Shard
 
-assert folder  # a fixture
 ROWS, LONG = 40, 400
 JOB = ["batch", "prompts.jsonl", "-m", "bloom-tiny", "--load-format", "dummy", "--dtype", "fp32", "--batch-size", "4"]
 

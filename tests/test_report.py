@@ -3,10 +3,11 @@
 import json
 import re
 from contextlib import chdir
+from functools import cached_property
 from html.parser import HTMLParser
 from math import ceil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
@@ -51,11 +52,22 @@ def store(path: Path, points: list[Measurement], machine: Machine | None = None)
         (path.parent / "machine.json").write_text(json.dumps(machine.model_dump()))
 
 
-class Report(NamedTuple):
-    """Both forms of a report."""
+class Report:
+    """Report as Markdown and, where it is asked for, as HTML."""
 
-    text: str  # Markdown
-    page: str  # HTML
+    def __init__(self, results: Path, *options: object) -> None:
+        self._asked = results, *options
+        self.text = self._written("md")
+
+    @cached_property
+    def page(self) -> str:
+        return self._written("html")
+
+    def _written(self, form: str) -> str:
+        output = self._asked[0].parent / "plots" / f"report.{form}"
+        done = invoke("report", *self._asked, "-o", output)
+        assert (done.exit_code, done.stdout) == (0, f"{output}\n"), done.output
+        return output.read_text()
 
     def rows(self, section: str, *heads: str) -> list[dict[str, str]]:
         """Return a section's first Markdown table with columns `heads`, by column."""
@@ -71,23 +83,15 @@ class Report(NamedTuple):
         return re.findall(r"^## \d+\. (.+)$", self.text, flags=re.MULTILINE)
 
 
-def written(results: Path, *options: object) -> Report:
-    forms = []
-    for form in ("md", "html"):
-        output = results.parent / "plots" / f"report.{form}"
-        done = invoke("report", results, "-o", output, *options)
-        assert (done.exit_code, done.stdout) == (0, f"{output}\n"), done.output
-        forms.append(output.read_text())
-    return Report(*forms)
-
-
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Report:
     """Provide the report on `described`, for tests that only read it."""
     folder = tmp_path_factory.mktemp("described")
     store(folder / "results" / "h100" / "bloom.jsonl", sweep(), WHOLE)
     with chdir(folder):
-        return written(folder / "results")
+        report = Report(folder / "results")
+        assert report.page
+    return report
 
 
 @pytest.fixture(autouse=True)
@@ -150,7 +154,7 @@ def test_rows_beyond_the_plan_are_marked(tmp_path: Path) -> None:
         for size, step, peak in ((4, 950.0, 1_050_000_000), (8, 500.0, 3_000_000_000))
     )
     store(tmp_path / "results" / "h100" / "a.jsonl", [within, beyond])
-    rows = {row["batch"]: row for row in written(tmp_path / "results").rows("Results", "batch", "outcome")}
+    rows = {row["batch"]: row for row in Report(tmp_path / "results").rows("Results", "batch", "outcome")}
     assert rows["4"]["beyond the plan"] == ""
     assert re.fullmatch(r"step 2\.\d\dx, host 3\.00x", rows["8"]["beyond the plan"])
 
@@ -180,7 +184,7 @@ def test_nothing_is_recommended_that_had_no_alternative(tmp_path: Path) -> None:
         ([point(size, 9)], "fastest of 2 configurations"),
     )):  # fmt: skip
         store(tmp_path / str(nth) / "results" / "a.jsonl", [*alone, *others])
-        document = written(tmp_path / str(nth) / "results")
+        document = Report(tmp_path / str(nth) / "results")
         (row,) = document.rows("Summary", *SUMMARY)
         assert row["verdict"] == verdict
         summary = document.text[: document.text.index("### Risks")]
@@ -191,10 +195,10 @@ def test_nothing_is_recommended_that_had_no_alternative(tmp_path: Path) -> None:
 def test_a_configuration_tried_at_smaller_batches_only_is_said(tmp_path: Path) -> None:
     points = [point(case(8, layers=None)), point(case(4, "deepspeed", layers=None))]
     store(tmp_path / "results" / "a.jsonl", points)
-    (row,) = written(tmp_path / "results").rows("Summary", *SUMMARY)
+    (row,) = Report(tmp_path / "results").rows("Summary", *SUMMARY)
     assert "1 of them tried at smaller batches only" in row["verdict"]
     store(tmp_path / "results" / "a.jsonl", [point(case(8, "deepspeed", layers=None), status="oom_gpu")])
-    (row,) = written(tmp_path / "results").rows("Summary", *SUMMARY)
+    (row,) = Report(tmp_path / "results").rows("Summary", *SUMMARY)
     assert row["verdict"] == "fastest of 2 configurations"
 
 
@@ -202,7 +206,7 @@ def test_a_configuration_tried_at_smaller_batches_only_is_said(tmp_path: Path) -
 def test_the_evidence_counts_the_loads_of_the_model(tmp_path: Path, loads: int, words: str) -> None:
     for nth in range(loads):  # of one sweep or of several
         store(tmp_path / "results" / f"{nth}.jsonl", [point(case(8, layers=None), 1.3 + 0.01 * nth)])
-    document = written(tmp_path / "results")
+    document = Report(tmp_path / "results")
     (row,) = document.rows("Summary", *SUMMARY)
     assert words in row["evidence"]
     assert ("Fewer than 3 loads" in document.text) is (loads < 3)
@@ -211,7 +215,7 @@ def test_the_evidence_counts_the_loads_of_the_model(tmp_path: Path, loads: int, 
 def test_loads_of_requests_are_in_the_summary(tmp_path: Path) -> None:
     with Store.open(tmp_path / "results" / "a.jsonl") as file:
         file.append(request_point())
-    document = written(tmp_path / "results")
+    document = Report(tmp_path / "results")
     (row,) = document.rows("Summary", *SUMMARY)
     assert (row["verdict"], row["evidence"]) == ("no alternative measured", "1 load")
     assert {"p50", "p90", "p99"} <= document.rows("Results", "time")[0].keys()
@@ -220,7 +224,7 @@ def test_loads_of_requests_are_in_the_summary(tmp_path: Path) -> None:
 def test_percentiles_are_of_the_samples_and_left_out_where_these_are_too_few(tmp_path: Path) -> None:
     few, many = point(case(8, layers=None)), point(case(8, "deepspeed", layers=None, output_len=32), repeats=12)
     store(tmp_path / "results" / "a.jsonl", [few, many])
-    rows = written(tmp_path / "results").rows("Results", "TTFT p50", "TPOT p99")
+    rows = Report(tmp_path / "results").rows("Results", "TTFT p50", "TPOT p99")
     (less,) = (row for row in rows if row["configuration"].startswith("stream"))
     (more,) = (row for row in rows if row["configuration"].startswith("deepspeed"))
     steps = sorted(step for repeat in many.step_ms for step in repeat)
@@ -265,7 +269,7 @@ def test_prices_give_costs_and_a_demand_gives_gpus(tmp_path: Path, report: Repor
     lossy = point(case(8, layers=None, options=(("kv_cache_dtype", "int8"),)), 0.5, repeats=1)
     store(tmp_path / "results" / "a.jsonl", [priced, lossy, point(case(1, "deepspeed", layers=None), repeats=1)])
     prices = ("--gpu-hour-usd", 2, "--host-hour-usd", 1, "--demand", "2Mtok/day")
-    document = written(tmp_path / "results", *prices)
+    document = Report(tmp_path / "results", *prices)
     cost, fleet = (document.rows("Sizing and cost", head) for head in ("USD a million tokens", "servers"))
     assert (cost[0]["USD a million tokens"], cost[0]["GPU energy a token"]) == (f"{usd:,.2f}", "10.0 J")
     assert [row["configuration"].endswith("(lossy)") for row in cost] == [False, False, True], "ranked apart"
@@ -276,7 +280,7 @@ def test_prices_give_costs_and_a_demand_gives_gpus(tmp_path: Path, report: Repor
         r'<tr class="?best"?>\s*<t[dh][^>]*>([^<]*)', document.page[document.page.index('id="cost"') :]
     )
     assert best == "stream cpu", "the cheapest exact one"
-    rows = written(tmp_path / "results", "--power-usd-kwh", 0.1).rows("Sizing and cost", "energy from")
+    rows = Report(tmp_path / "results", "--power-usd-kwh", 0.1).rows("Sizing and cost", "energy from")
     assert [bool(row["USD a million tokens"]) for row in rows] == [True, False, False], "measured for one of them"
 
 
@@ -285,18 +289,18 @@ def test_a_baseline_is_compared_with(described: Path, tmp_path: Path) -> None:
         point(measurement.case, 1.1 * (measurement.tpot_ms or 0) / 1e3) for measurement in sweep() if measurement.usable
     ][:4]
     store(tmp_path / "main.jsonl", slower)
-    rows = written(described, "--baseline", tmp_path / "main.jsonl").rows("Comparison", "verdict")
+    rows = Report(described, "--baseline", tmp_path / "main.jsonl").rows("Comparison", "verdict")
     assert [row["verdict"] for row in rows] == ["better"] * 4
     store(tmp_path / "other.jsonl", [point(case(1, model="other"))])
-    assert "no case in common" in written(described, "--baseline", tmp_path / "other.jsonl").text
+    assert "no case in common" in Report(described, "--baseline", tmp_path / "other.jsonl").text
     store(tmp_path / "two.jsonl", [point(case(1)), point(case(1), machine="a100")])
-    assert "could not be compared" in written(described, "--baseline", tmp_path / "two.jsonl").text
+    assert "could not be compared" in Report(described, "--baseline", tmp_path / "two.jsonl").text
 
 
 def test_the_evidence_has_conduct_versions_and_the_sweep(tmp_path: Path, report: Report) -> None:
     gpu = {"throttle_reasons": ["SwPowerCap"], "sm_clock_mhz_min": 1350, "sm_clock_mhz_max": 1980, "power_w_mean": 256}
     store(tmp_path / "results" / "a.jsonl", [point(case(1), repeats=1, gpu=gpu)])
-    document = written(tmp_path / "results")
+    document = Report(tmp_path / "results")
     (row,) = document.rows("Evidence", "throttled")
     assert (row["GPU clock"], row["power"]) == ("1350–1980 MHz", "256 W")
     assert row["throttled"] == "SwPowerCap, 1 of 1"
@@ -314,12 +318,12 @@ def test_studies_are_reported_if_measured(results: Path, report: Report) -> None
     study.append(folder / "accuracy.jsonl", accuracy_run())
     study.append(folder / "reuse.jsonl", reuse_run(kept_point(64, 1, 1)))
     study.append(folder / "reuse.jsonl", reuse_run(kept_point(64, 1, 2), kept_point(512, 8, 2)))
-    document = written(results)
+    document = Report(results)
     assert "| kv\\_cache\\_dtype=int8 | own | 5 | 2% | 3% | 0.002 | 0.003 | 80.00% |  | 50% of 2 | 1 |" in document.text
     assert "| 512 | 1.0 MB | 8 ms | 2 ms | 4.00x |" in document.text
     assert "| 64 | 1.0 MB | 1 ms | 1 ms |" not in document.text, "the last run counts"
     (folder / "reuse.jsonl").write_text("{}")
-    assert mentions(written(results).text, "reuse.jsonl, line 1:", "machine")
+    assert mentions(Report(results).text, "reuse.jsonl, line 1:", "machine")
 
 
 def test_lossy_settings_stand_apart_with_their_loss(tmp_path: Path) -> None:
@@ -327,7 +331,7 @@ def test_lossy_settings_stand_apart_with_their_loss(tmp_path: Path) -> None:
     int8 = whole.model_copy(update={"options": (("kv_cache_dtype", "int8"),)})
     folder = tmp_path / "results" / "h100"
     store(folder / "a.jsonl", [point(int8, 0.5), point(whole, 0.7)])
-    document = written(tmp_path / "results")
+    document = Report(tmp_path / "results")
     (row,) = document.rows("Summary", *SUMMARY)
     assert row["configuration"] == "stream cpu, batch 8"
     assert "lossy ones apart" in row["verdict"]
@@ -335,12 +339,12 @@ def test_lossy_settings_stand_apart_with_their_loss(tmp_path: Path) -> None:
     names = [row["configuration"] for row in document.rows("Results", "TTFT p50")]
     assert names == ["stream cpu", "stream cpu kv\\_cache\\_dtype=int8 (lossy)"]
     study.append(folder / "accuracy.jsonl", accuracy_run())
-    assert "the same most likely token at 80.00% of 5 positions" in written(tmp_path / "results").text
+    assert "the same most likely token at 80.00% of 5 positions" in Report(tmp_path / "results").text
 
 
 def test_a_model_can_be_reported_alone(tmp_path: Path) -> None:
     store(tmp_path / "results" / "a.jsonl", [point(case(1)), point(case(1, model="opt-30b"))])
-    document = written(tmp_path / "results", "--model", "opt-30b")
+    document = Report(tmp_path / "results", "--model", "opt-30b")
     assert [row["model"].split(",")[0] for row in document.rows("Summary", *SUMMARY)] == ["opt-30b"]
     assert "bloom" not in document.text
     done = invoke("report", tmp_path / "results", "-m", "nobody", "-o", tmp_path / "report.md")
@@ -371,7 +375,7 @@ KINDS = {
 def test_any_results_make_a_report_without_empty_sections(tmp_path: Path, kind: str, machine: Machine | None) -> None:
     points = KINDS[kind]
     store(tmp_path / "results" / "h100" / "a.jsonl", points, machine)
-    document = written(tmp_path / "results")
+    document = Report(tmp_path / "results")
     assert document.sections[:2] == ["Summary", "Results"]
     headings = Outline(document.page).headings
     assert [heading.split(" ", 1)[1] for heading in headings] == document.sections
@@ -387,7 +391,7 @@ def test_failures_and_damage_are_part_of_the_report(tmp_path: Path) -> None:
     store(results / "a.jsonl", [point(case(1, model="a|b"), status="crashed", error="x | <b>\n```\n# y")])
     with (results / "a.jsonl").open("ab") as stream:
         stream.write(b'{"torn')
-    text = written(results).text
+    text = Report(results).text
     assert mentions(text, "no point succeeded", "crashed", "batch 1")
     assert r"x \| &lt;b&gt; \`\`\` \# y" in text
     assert r"### a\|b, 14 of 70 layers" in text
@@ -422,7 +426,7 @@ def test_a_whole_model_has_one_figure_and_its_slices_none(tmp_path: Path) -> Non
     whole, slices, other = both(layers=None), both(layers=4), both(layers=4, model="opt-30b")
     for nth, (points, number) in enumerate(((whole, 1), (whole + slices + other, 1), (slices + other, 2))):
         store(tmp_path / str(nth) / "results" / "a.jsonl", points)
-        assert len(drawings(written(tmp_path / str(nth) / "results").page)) == number
+        assert len(drawings(Report(tmp_path / str(nth) / "results").page)) == number
 
 
 def test_the_form_is_that_of_the_name_or_of_the_option(results: Path) -> None:
@@ -481,8 +485,8 @@ def test_nothing_of_a_record_is_markup(tmp_path: Path) -> None:
         point(case(1, engine=HOSTILE, options=((HOSTILE, HOSTILE),))),
     ]
     store(tmp_path / "results" / "a.jsonl", hostile, MACHINE.model_copy(update={"gpu_name": HOSTILE, "name": "h100"}))
-    twin, html = written(tmp_path / "results")
-    outline = Outline(html)
+    document = Report(tmp_path / "results")
+    twin, outline = document.text, Outline(document.page)
     assert outline.open == []
     assert {"script", "img", "iframe", "object"}.isdisjoint(tag for tag, _ in outline.elements)
     assert not [name for _, attributes in outline.elements for name in attributes if name.startswith("on")]
@@ -532,7 +536,8 @@ def test_contrast_is_that_of_the_guideline() -> None:
 
 
 def test_equal_results_give_equal_bytes(described: Path, report: Report) -> None:
-    assert written(described) == report
+    again = Report(described)
+    assert (again.text, again.page) == (report.text, report.page)
 
 
 def test_cells_are_one_line_without_markup() -> None:
@@ -546,8 +551,3 @@ def test_sentences_keep_their_code() -> None:
     assert prose("1. <b>") == r"1\. &lt;b&gt;"
     assert fenced("a\n```\nb") == "````sh\na\n```\nb\n````"
     assert shell("zinfer run --model '<b>'") == "zinfer run <span>--model</span> &#39;&lt;b&gt;&#39;"
-
-
-def test_a_folder_that_cannot_be_made_is_said(results: Path) -> None:
-    done = invoke("report", results, "-o", results / "h100" / "bloom.jsonl" / "report.md")
-    assert (done.exit_code, "cannot write" in done.stderr) == (5, True)

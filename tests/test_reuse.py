@@ -11,7 +11,6 @@ from tests import mentions
 from tests.command import zinfer
 from tests.results import kept_point as point
 from tests.results import reuse_run as run
-from tests.test_cli import folder  # noqa: F401
 from tests.test_parity import load
 from zinfer.analysis.study import break_even, latest, measured, show, title, verdict
 from zinfer.cli import cli
@@ -103,7 +102,7 @@ def test_an_engine_that_cannot_says_so(checkpoint: Checkpoints, tmp_path: Path) 
     engine.close()
 
 
-def test_measured_recorded_and_drawn(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+def test_measured_recorded_and_drawn(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["study", "reuse", "-m", "bloom-tiny", "--context", "16,64,256,4k", "--new-tokens", "8", "--repeats", "2"]
     result = zinfer(folder, *words, "--kv-cache-dir", "kv", "--layers", "2")
     assert result.returncode == 0, result.stderr
@@ -180,18 +179,3 @@ def test_a_run_without_a_measured_context_leaves_earlier_ones(inline: Callable[.
     result, last = inline("--context", "4k,8k")
     assert (result.exit_code, last) == (4, recorded)
     assert "bloom-tiny has 2,048 positions" in result.stderr
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--context", "1k,many"], "write numbers of tokens"),
-        (["--context", "32"], "--context 32 has to exceed --new-tokens 32"),
-        (["--offload", "gpu"], "choose from none, cpu, nvme"),
-        (["--offload", "nvme"], "--nvme-path"),
-    ],
-)
-def test_mistakes_are_one_line(words: list[str], message: str) -> None:
-    result = CliRunner().invoke(cli, ["study", "reuse", "-m", "bloom-tiny", *words])
-    assert result.exit_code == 2
-    assert message in result.stderr

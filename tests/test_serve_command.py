@@ -20,10 +20,8 @@ import pytest
 
 from tests import PATIENCE_S, environment, mentions
 from tests.command import zinfer
-from tests.test_cli import folder
 from zinfer.job.serve.server import listen
 
-assert folder  # a fixture
 Checkpoints = Callable[..., Path]
 BODY = {"prompt": "Once upon", "max_tokens": 9, "temperature": 0}
 

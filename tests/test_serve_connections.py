@@ -15,13 +15,11 @@ import pytest
 from tests.inline import MACHINE, SPEC
 from tests.inline_batch import CASE, text
 from tests.serving import ServedRows, Server, request, serving
-from tests.test_cli import folder
 from tests.test_serve_command import ask, process
 from zinfer.job.serve import connections
 from zinfer.job.serve.server import listen
 from zinfer.plan.planner import make_plan
 
-assert folder  # a fixture
 PLAN = make_plan(CASE, SPEC, MACHINE)
 HEAD = b"GET /v1/models HTTP/1.1\r\nhost: x\r\n"
 UNFINISHED = request(b'{"prompt": ', length=1000)

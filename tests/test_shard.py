@@ -11,13 +11,10 @@ from hypothesis import strategies as st
 
 from tests.command import zinfer
 from tests.test_batch_command import line
-from tests.test_cli import folder
 from zinfer.job.batch.ledger import Ledger, job_path
 from zinfer.job.batch.merge import merge
 from zinfer.job.batch.openai import BatchLine, digest, failure, read_requests
 from zinfer.job.shard import Shard, ShardError
-
-assert folder  # a fixture
 
 COUNT, TOTAL = 10, 3
 CONTENT = "".join(line(f"r{number}", prompt="x", max_tokens=2) for number in range(COUNT)).encode()

@@ -16,13 +16,11 @@ from tests import PATIENCE_S, environment
 from tests.command import zinfer_process
 from tests.slurm import slurm, why_not
 from tests.test_batch_command import line
-from tests.test_cli import folder
 from tests.test_parts import SMALL
 from zinfer.job.cluster import folder_of
 from zinfer.job.shard import Shard
 from zinfer.record.store import read
 
-assert folder  # a fixture
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(why_not() is not None, reason=str(why_not()))]
 pytest.importorskip("submitit")
 BATCHES = 15

@@ -290,20 +290,18 @@ def test_rtx_names_the_gpus_it_does_not_run_on(library: Library, capability: tup
 
 def test_a_missing_library_is_one_message_with_the_line_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
-    with pytest.raises(EngineError, match=r"pip install 'zinfer\[tensorrt\]' or pip install 'zinfer\[tensorrt-rtx\]'"):
+    with pytest.raises(
+        EngineError, match=r"pip install 'zinfer\[tensorrt\]' or pip install 'zinfer\[tensorrt-rtx\]'"
+    ) as missing:
         find_library()
-    with pytest.raises(EngineError, match=r"^engine tensorrt needs tensorrt-rtx: pip install '[^']*'$") as missing:
-        find_library("tensorrt-rtx")
     assert missing.value.exit_code == ENVIRONMENT
-    with pytest.raises(EngineError, match="no TensorRT library 'trt'"):
-        find_library("trt")
 
 
 def test_a_library_without_a_kv_cache_is_too_old(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     old = SimpleNamespace(INetworkDefinition=object, __version__="10.8.0", __spec__="found")
     monkeypatch.setitem(sys.modules, library.name.replace("-", "_"), old)
     with pytest.raises(EngineError, match=r"10\.8\.0 has no KV cache layers: pip install -U 'zinfer\["):
-        find_library(library.name)
+        find_library()
 
 
 @pytest.mark.gpu

@@ -1,6 +1,7 @@
 """Plain words: docstrings begin with what a newcomer would grep for, and names are the field's standard terms."""
 
 import ast
+import gc
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -26,7 +27,12 @@ Scope = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 def trees(folder: str) -> dict[str, ast.Module]:
     """Return the parsed modules below a folder, by path."""
     paths = sorted((ROOT / folder).rglob("*.py"))
-    return {str(path.relative_to(ROOT)): ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+    gc.disable()  # it would look through all trees again and again: three quarters of the time
+    try:
+        return {str(path.relative_to(ROOT)): ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def scopes(node: ast.AST) -> Iterator[Scope]:

@@ -45,17 +45,22 @@ def _shim(lab: Lab) -> shim.Shim:
     return lab.shim
 
 
+def _armed(disk: shim.Shim, room: Room, verb: Verb, result: Result, how: str) -> Ended:
+    """Run a command with the shim armed; `how` is for the tale."""
+    room.tale.append(how)
+    ended = room.run(verb.words, stdin=verb.stdin, armed=True)
+    result.struck += disk.hits > 0
+    disk.disarm()
+    return ended
+
+
 def _full(lab: Lab, room: Room, verb: Verb, usual: Normal, dice: random.Random, result: Result) -> Ended:
     disk = _shim(lab)
     budget = int(dice.random() * usual.written)
     if verb.name == "probe":  # the disk's own measurement writes most
         budget = dice.choice((budget, dice.randrange(3000)))
     disk.arm(shim.FULL, [room.root], budget=budget)
-    room.tale.append(f"  {budget} bytes of room")
-    ended = room.run(verb.words, stdin=verb.stdin, armed=True)
-    result.struck += disk.hits > 0
-    disk.disarm()
-    return ended
+    return _armed(disk, room, verb, result, f"  {budget} bytes of room")
 
 
 def _limited(_lab: Lab, room: Room, verb: Verb, usual: Normal, dice: random.Random, result: Result) -> Ended:
@@ -86,11 +91,9 @@ def _read_only(lab: Lab, room: Room, verb: Verb, usual: Normal, dice: random.Ran
     folder = room.work if dice.random() < 0.7 else room.root
     error = dice.choice((errno.EROFS, errno.EACCES))
     disk.arm(shim.FAIL, [folder], kinds=shim.NAMES, at=at, error=error, lasting=True)
-    room.tale.append(f"  {folder.name} is read-only ({errno.errorcode[error]}) from operation {at} on")
-    ended = room.run(verb.words, stdin=verb.stdin, armed=True)
-    result.struck += disk.hits > 0
-    disk.disarm()
-    return ended
+    return _armed(
+        disk, room, verb, result, f"  {folder.name} is read-only ({errno.errorcode[error]}) from operation {at} on"
+    )
 
 
 def _vanishing(lab: Lab, room: Room, verb: Verb, usual: Normal, dice: random.Random, result: Result) -> Ended:
@@ -99,10 +102,7 @@ def _vanishing(lab: Lab, room: Room, verb: Verb, usual: Normal, dice: random.Ran
     folder = dice.choice((room.work, room.work, *others))
     at = dice.randrange(max(1, usual.operations if folder == room.work else min(usual.operations, FEW)))
     disk.arm(shim.VANISH, [folder], kinds=shim.CHANGES | shim.OPENS, at=at)
-    room.tale.append(f"  {folder.name} vanishes at operation {at}")
-    ended = room.run(verb.words, stdin=verb.stdin, armed=True)
-    result.struck += disk.hits > 0
-    disk.disarm()
+    ended = _armed(disk, room, verb, result, f"  {folder.name} vanishes at operation {at}")
     gone = folder.with_name(f"{folder.name}.gone")
     if gone.exists():  # the drive is back, with what was on it
         shutil.rmtree(folder, ignore_errors=True)
@@ -118,11 +118,9 @@ def _failing(lab: Lab, room: Room, verb: Verb, usual: Normal, dice: random.Rando
     at = dice.randrange(max(1, usual.reads if reading else usual.operations))
     folders = [room.root, lab.model] if reading else [room.root]
     disk.arm(shim.FAIL, folders, kinds=kinds, at=at, error=errno.EIO, lasting=lasting)
-    room.tale.append(f"  EIO at {'read' if reading else 'write'} {at}" + " and all later ones" * lasting)
-    ended = room.run(verb.words, stdin=verb.stdin, armed=True)
-    result.struck += disk.hits > 0
-    disk.disarm()
-    return ended
+    return _armed(
+        disk, room, verb, result, f"  EIO at {'read' if reading else 'write'} {at}" + " and all later ones" * lasting
+    )
 
 
 def _audited(lab: Lab, room: Room, verb: Verb, _usual: Normal, dice: random.Random, result: Result) -> Ended:

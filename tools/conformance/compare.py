@@ -17,14 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tools.conformance.reference import (
-    LENGTHS,
-    OUTPUT_LEN,
-    CannotCompare,
-    Monotonous,
-    Reference,
-    reference,
-)
+from tools.conformance.reference import LENGTHS, OUTPUT_LEN, CannotCompare, Monotonous, Reference, reference
 from tools.conformance.rows import come_and_go, side_by_side
 from tools.conformance.small import GAINS, CannotBuild, Subject, family, save, small_model
 from tools.steered import steered

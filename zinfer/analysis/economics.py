@@ -180,12 +180,7 @@ def parse_demand(text: str, deadline: str | None = None) -> tuple[float, float]:
 
 
 def fleet(
-    point: Point,
-    tokens: float,
-    seconds: float,
-    utilisation: float = 0.8,
-    spare: int = 1,
-    gpus_per_server: int = 1,
+    point: Point, tokens: float, seconds: float, utilisation: float = 0.8, spare: int = 1, gpus_per_server: int = 1
 ) -> Fleet:
     """Return the GPUs and servers for `tokens` in `seconds`, and `spare` more.
 

@@ -33,7 +33,7 @@ from zinfer.record.study import (
     ReloadSource,
     Study,
     Touched,
-)  # fmt: skip
+)
 
 COLUMNS = {
     "codec": ("weights", "#bytes", "#coded to", "#bound", "#encode GB/s", "#decode GB/s", "pays"),
@@ -136,9 +136,10 @@ def deviations(run: Study, case: Case) -> tuple[Deviation, ...]:
         return ()
     wanted = _rounding(case, case.model)
     return tuple(
-        row for row in run.of(Deviation)
+        row
+        for row in run.of(Deviation)
         if row.case.engine == case.engine and _rounding(row.case, reference.model) == wanted
-    )  # fmt: skip
+    )
 
 
 def _rounding(case: Case, model: str) -> tuple[str, str]:

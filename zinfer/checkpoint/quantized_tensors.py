@@ -16,11 +16,9 @@ from zinfer.checkpoint.quantization import FP8, STORED_DTYPES, settings_of
 
 Format = Literal[
     "fp8", "int", "fp8 or int8", "nvfp4", "mxfp4", "mxfp4 experts", "gptq", "awq", "modelopt fp8", "modelopt nvfp4"
-]  # fmt: skip
+]
 # Ends of names whose tensors belong to quantised activations and KV caches; here these are of the model's type.
-ACTIVATIONS = (
-    ".input_scale", ".activation_scale", ".input_global_scale", ".input_zero_point", ".k_scale", ".v_scale",
-)  # fmt: skip
+ACTIVATIONS = (".input_scale", ".activation_scale", ".input_global_scale", ".input_zero_point", ".k_scale", ".v_scale")
 EIGHT_BITS = {FP8, "F8_E5M2", "I8"}
 FLOATS = {"F32", "F16", "BF16"}
 

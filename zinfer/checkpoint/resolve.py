@@ -211,8 +211,9 @@ def from_directory(path: Path) -> ModelSpec:
     sizes = {name: info.end - info.start for name, info in inside.items()}
     fp8 = sum(sizes[name] for name, info in inside.items() if name in stored and info.dtype == quantization.FP8)
     ratios = {
-        "stored_ratio": min(1.0, sum(sizes.values()) / spec.streamed_bytes), "fp8_ratio": fp8 / spec.streamed_bytes,
-    }  # fmt: skip
+        "stored_ratio": min(1.0, sum(sizes.values()) / spec.streamed_bytes),
+        "fp8_ratio": fp8 / spec.streamed_bytes,
+    }
     return spec.model_copy(update=ratios)
 
 

@@ -99,9 +99,10 @@ def end_tokens(
     sources: dict[int, list[str]] = {}
     given = config.get("eos_token_id")
     for name, ends in (
-        (GENERATION, _generation_ends(directory)), ("config.json", given if isinstance(given, list) else [given]),
+        (GENERATION, _generation_ends(directory)),
+        ("config.json", given if isinstance(given, list) else [given]),
         ("the tokenizer", [tokenizer_end]),
-    ):  # fmt: skip
+    ):
         for token in dict.fromkeys(ends):
             if isinstance(token, int) and 0 <= token < vocab_size:
                 sources.setdefault(token, []).append(name)

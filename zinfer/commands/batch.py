@@ -39,7 +39,7 @@ AT_ONCE = 500  # prompts that are read before progress shows
 @options.job_options
 @click.option(
     "--shard",
-    type=options.ShardOf(),
+    type=options.SHARD,
     help="Answer the lines i, i+n, i+2n, .. only, into a file beside --output: the part of a job of an array.",
 )
 @click.option("--merge", is_flag=True, help="Put the answers of all shards together, in the order of PROMPTS.")
@@ -121,23 +121,20 @@ def _answer(
     whole, output = output, output if shard is None else shard.path(output)
     if output.exists() and output.samefile(prompts):
         raise click.UsageError(f"--output {output} is the file of the prompts: name another file")
-    names = ("engine", "offload", "gpu_weights", "settings", "nvme_path", "allow_nan", "weights")
-    choice = {key: how[key] for key in names}
-    layers = how["layers"]
-    loads = options.one_load("batch", model, layers=layers, **choice)
+    loads = options.one_load("batch", model, how)
     content = read_bytes(prompts, MAX_BYTES)
     lines = read_requests(content)
     if not lines:
         raise click.UsageError(f"{prompts} holds no request")
     lines = lines if shard is None else [*shard.of(lines)]
-    source = options.weights_of(model, how["dtype"], layers, how["load_format"], how["weights"], loads)
+    source = options.weights_of(model, how["dtype"], how["layers"], how["load_format"], how["weights"], loads)
     tokenizer = options.tokenizer_of(source.spec, how["chat_template"])
     load = next(iter(loads))
     cache = plan_options(load.engine, load.options)
     identity = {
         "prompts": digest(content), "model": model, "model_revision": source.revision, "dtype": source.spec.dtype,
         "kv_cache_dtype": cache.kv_cache_dtype if cache.kv_quantized else None,
-        "layers": layers, "output_len": how["output_len"], "shard": shard and str(shard),
+        "layers": how["layers"], "output_len": how["output_len"], "shard": shard and str(shard),
         "chat_template": how["chat_template"] and digest((tokenizer.template.text or "").encode()),
     }  # fmt: skip
     with Ledger.open(output, identity, int(time.time()), force) as ledger, Watch() as watch:

@@ -10,6 +10,8 @@ from zinfer.commands.prices import price_options
 from zinfer.commands.results import results_options
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from zinfer.analysis.economics import Point
     from zinfer.analysis.group import Group, Points
     from zinfer.analysis.rates import Edge
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from zinfer.commands.out import Table
     from zinfer.core.case import Case
     from zinfer.record.measurement import Measurement
-    from zinfer.record.requests import RequestPoint
+    from zinfer.record.requests import RequestMetric, RequestPoint
 
     Answers = dict[Group | RequestGroup, GroupDecision]
 
@@ -167,29 +169,22 @@ def _show(points: "Points") -> None:
 def _table(tops: "Points", edges: "dict[Case, Edge]") -> "Table":
     """Return the table of the best points of loads, one a row."""
     from zinfer.analysis import rates
-    from zinfer.commands.out import table
+    from zinfer.commands.out import table_of
     from zinfer.core.units import duration, figures, gib
 
-    rows = [
-        (
-            point.case.label(),
-            str(point.case.workload.batch_size),
-            rates.rate_text(point),
-            duration(sum(point.ttft_ms) / len(point.ttft_ms) / 1e3),
-            duration(point.tpot_ms / 1e3) if point.tpot_ms else "",
-            figures(point.prefill_tok_s) if point.prefill_tok_s else "",
-            figures(point.decode_tok_s) if point.decode_tok_s else "",
-            f"{point.link_share:.0%}" if point.link_share else "",
-            gib(point.gpu_peak_bytes) if point.gpu_peak_bytes else "",
-            str(edges[point.case.load].smallest_oom or ""),
-        )
-        for point in tops
-    ]
-    columns = (
-        "configuration", "#best batch", "#tok/s", "#TTFT", "#TPOT", "#prefill tok/s", "#decode tok/s", "#link share",
-        "#GPU peak", "#OOM at",
-    )  # fmt: skip
-    return table("", columns, rows, drop=("GPU peak", "link share", "OOM at"))
+    columns: dict[str, Callable[[Measurement], str]] = {
+        "configuration": lambda point: point.case.label(),
+        "#best batch": lambda point: str(point.case.workload.batch_size),
+        "#tok/s": rates.rate_text,
+        "#TTFT": lambda point: duration(sum(point.ttft_ms) / len(point.ttft_ms) / 1e3),
+        "#TPOT": lambda point: duration(point.tpot_ms / 1e3) if point.tpot_ms else "",
+        "#prefill tok/s": lambda point: figures(point.prefill_tok_s) if point.prefill_tok_s else "",
+        "#decode tok/s": lambda point: figures(point.decode_tok_s) if point.decode_tok_s else "",
+        "#link share": lambda point: f"{point.link_share:.0%}" if point.link_share else "",
+        "#GPU peak": lambda point: gib(point.gpu_peak_bytes) if point.gpu_peak_bytes else "",
+        "#OOM at": lambda point: str(edges[point.case.load].smallest_oom or ""),
+    }
+    return table_of(columns, tops, drop=("GPU peak", "link share", "OOM at"))
 
 
 def _print_requests(served: "dict[RequestGroup, tuple[RequestPoint, ...]]", answers: "Answers", behind: bool) -> None:
@@ -242,28 +237,31 @@ def _name(group: "RequestGroup", rows: "list[RequestRates]") -> None:
 
 
 def _request_table(rows: "list[RequestRates]") -> "Table":
-    from zinfer.commands.out import table
+    from zinfer.commands.out import table_of
     from zinfer.core.units import duration, figures, gib
 
     def ms(value: float | None) -> str:
         return "" if value is None else duration(value / 1e3)
 
-    cells = []
-    for point, rates in rows:
-        ttft, e2e = point.summary("ttft_ms"), point.summary("e2e_ms")
-        cells.append((
-            point.case.label(), str(len(rates)), figures(sum(rates) / len(rates)),
-            f"{figures(min(rates))} to {figures(max(rates))}" if len(rates) > 1 else "",
-            "" if point.steady_tok_s is None else figures(point.steady_tok_s), ms(ttft and ttft.mean),
-            ms(point.tpot_ms), ms(e2e and e2e.p99),
-            "" if point.drafts_right is None else f"{point.drafts_right:.0%}",
-            gib(point.gpu_peak_bytes) if point.gpu_peak_bytes else "",
-        ))  # fmt: skip
-    columns = (
-        "configuration", "#loads", "#tok/s", "#range", "#steady tok/s", "#TTFT", "#TPOT", "#E2E p99", "#drafts right",
-        "#GPU peak",
-    )  # fmt: skip
-    return table("", columns, cells, drop=("GPU peak", "range", "steady tok/s", "E2E p99"))
+    def summary(row: "RequestRates", time: "RequestMetric", name: str) -> str:
+        return ms(getattr(row.point.summary(time), name, None))
+
+    def spread(row: "RequestRates") -> str:
+        return f"{figures(min(row.rates))} to {figures(max(row.rates))}" if len(row.rates) > 1 else ""
+
+    columns: dict[str, Callable[[RequestRates], str]] = {
+        "configuration": lambda row: row.point.case.label(),
+        "#loads": lambda row: str(len(row.rates)),
+        "#tok/s": lambda row: figures(row.mean),
+        "#range": spread,
+        "#steady tok/s": lambda row: "" if row.point.steady_tok_s is None else figures(row.point.steady_tok_s),
+        "#TTFT": lambda row: summary(row, "ttft_ms", "mean"),
+        "#TPOT": lambda row: ms(row.point.tpot_ms),
+        "#E2E p99": lambda row: summary(row, "e2e_ms", "p99"),
+        "#drafts right": lambda row: "" if row.point.drafts_right is None else f"{row.point.drafts_right:.0%}",
+        "#GPU peak": lambda row: gib(row.point.gpu_peak_bytes) if row.point.gpu_peak_bytes else "",
+    }
+    return table_of(columns, rows, drop=("GPU peak", "range", "steady tok/s", "E2E p99"))
 
 
 def _request_summary(group: "RequestGroup", points: "tuple[RequestPoint, ...]") -> dict[str, Any]:

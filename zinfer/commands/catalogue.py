@@ -1,16 +1,18 @@
 """Lists of `zinfer plan --list`: the models and the machines of the catalogue."""
 
 import json
+from collections.abc import Callable
 
 import click
 
-from zinfer.commands.out import console, table
+from zinfer.commands.out import console, table, table_of
 from zinfer.core.units import gb, gib
 
 
 def models(name: str | None, as_json: bool) -> None:
     """Print the catalogue's models with their sizes as released, or one: of a catalogue name, a folder, a hub id."""
     from zinfer.checkpoint import quantization, resolve
+    from zinfer.core.model import ModelSpec
 
     specs = [resolve.resolve(name)] if name else [resolve.from_catalogue(entry) for entry in resolve.catalogue_names()]
     if as_json:
@@ -21,26 +23,21 @@ def models(name: str | None, as_json: bool) -> None:
         rows = [spec.model_dump(exclude={"layers"}) | {key: getattr(spec, key) for key in keys} for spec in specs]
         click.echo(json.dumps(rows, indent=1))
         return
-    columns = (
-        "model", "#parameters", "format", "#weights", "#layers", "#per layer", "#other", "#KV per token", "#positions",
-        "architecture",
-    )  # fmt: skip
-    cells = [
-        (
-            spec.name,
-            f"{spec.parameters / 1e9:.2f} B" if spec.parameters > 1e8 else f"{spec.parameters / 1e6:.2f} M",
-            str((quantization.settings_of(spec.config) or {}).get("quant_method", spec.dtype)),
-            gb(spec.stored_bytes),
-            str(spec.num_layers),
-            gb(round(spec.layer_bytes * spec.stored_ratio), 2),
-            gb(spec.other_bytes, 2),
-            f"{spec.kv_bytes_per_token / 1e3:.1f} kB",
-            f"{spec.max_position:,}" if spec.max_position else "",
-            spec.architecture,
-        )
-        for spec in specs
-    ]
-    console().print(table("", columns, cells, drop=("other", "per layer", "architecture", "KV per token")))
+    columns: dict[str, Callable[[ModelSpec], str]] = {
+        "model": lambda spec: spec.name,
+        "#parameters": lambda spec: (
+            f"{spec.parameters / 1e9:.2f} B" if spec.parameters > 1e8 else f"{spec.parameters / 1e6:.2f} M"
+        ),
+        "format": lambda spec: str((quantization.settings_of(spec.config) or {}).get("quant_method", spec.dtype)),
+        "#weights": lambda spec: gb(spec.stored_bytes),
+        "#layers": lambda spec: str(spec.num_layers),
+        "#per layer": lambda spec: gb(round(spec.layer_bytes * spec.stored_ratio), 2),
+        "#other": lambda spec: gb(spec.other_bytes, 2),
+        "#KV per token": lambda spec: f"{spec.kv_bytes_per_token / 1e3:.1f} kB",
+        "#positions": lambda spec: f"{spec.max_position:,}" if spec.max_position else "",
+        "architecture": lambda spec: spec.architecture,
+    }
+    console().print(table_of(columns, specs, drop=("other", "per layer", "architecture", "KV per token")))
 
 
 def machines(name: str | None, as_json: bool) -> None:
@@ -70,16 +67,15 @@ def machines(name: str | None, as_json: bool) -> None:
         price = list_price(machine)
         return "" if price is None else f"{price.usd_per_gpu_hour:.2f}"
 
-    rows = [
-        (
-            machine.name, machine.gpu_name or "", gib(machine.gpu_bytes), rate(machine.hbm_bandwidth),
-            f"{machine.matmul_flops / 1e12:,.4g} TFLOP/s" if machine.matmul_flops else "",
-            rate(machine.h2d_bandwidth), host(machine), usd(machine), machine.source,
-        )
-        for machine in described
-    ]  # fmt: skip
-    columns = (
-        "machine", "GPU", "#GPU memory", "#bandwidth of it", "#bf16 matrix products", "#link", "#host memory",
-        "#USD/h (assumed)", "source",
-    )  # fmt: skip
-    console().print(table("", columns, rows, drop=("GPU", "source", "bf16 matrix products", "bandwidth of it")))
+    columns: dict[str, Callable[[Machine], str]] = {
+        "machine": lambda machine: machine.name,
+        "GPU": lambda machine: machine.gpu_name or "",
+        "#GPU memory": lambda machine: gib(machine.gpu_bytes),
+        "#bandwidth of it": lambda machine: rate(machine.hbm_bandwidth),
+        "#bf16 matrix products": lambda it: f"{it.matmul_flops / 1e12:,.4g} TFLOP/s" if it.matmul_flops else "",
+        "#link": lambda machine: rate(machine.h2d_bandwidth),
+        "#host memory": host,
+        "#USD/h (assumed)": usd,
+        "source": lambda machine: machine.source,
+    }
+    console().print(table_of(columns, described, drop=("GPU", "source", "bf16 matrix products", "bandwidth of it")))

@@ -7,12 +7,12 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
 from zinfer.commands.failure import Failure
-from zinfer.commands.options import Size, chat_template
+from zinfer.commands.options import SIZE, chat_template, together
 from zinfer.job.signals import Signals
 from zinfer.system import ending
 from zinfer.system.printable import show_generated, shows_unicode, text_lines
@@ -23,31 +23,25 @@ if TYPE_CHECKING:
     from zinfer.worker.process import Client
     from zinfer.worker.tasks import BatchStart, BatchStepped
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-
 ANSWER = 512  # default limit of an answer, in tokens
 WAIT_S = 0.2  # wait for a line of the terminal at a time
 CONTEXT = 4096  # tokens of a conversation that the plan has room for; fewer if the model has fewer positions
 
 
-def chat_options(function: Function) -> Function:
-    """Add the options that only a conversation has."""
-    for option in (
-        click.option(
-            "--kv-cache-dir-size", type=Size(), default="64GiB", show_default=True,
-            help="Most disk space for --kv-cache-dir, as 8GiB.",
-        ),
-        click.option("--kv-cache-dir", type=click.Path(file_okay=False), help="Folder that also keeps the KV caches."),
-        click.option(
-            "--kv-cache-size", type=Size(), default="8GiB", show_default=True,
-            help="Most host memory for KV caches of conversations, as 8GiB.",
-        ),
-        chat_template,
-        click.option("--system", help="System message, before the first turn."),
-        click.option("--chat", is_flag=True, help="Conversation: each prompt, else each line of stdin, is a turn."),
-    ):  # fmt: skip
-        function = option(function)
-    return function
+chat_options = together(  # that only a conversation has
+    click.option("--chat", is_flag=True, help="Conversation: each prompt, else each line of stdin, is a turn."),
+    click.option("--system", help="System message, before the first turn."),
+    chat_template,
+    click.option(
+        "--kv-cache-size", type=SIZE, default="8GiB", show_default=True,
+        help="Most host memory for KV caches of conversations, as 8GiB.",
+    ),
+    click.option("--kv-cache-dir", type=click.Path(file_okay=False), help="Folder that also keeps the KV caches."),
+    click.option(
+        "--kv-cache-dir-size", type=SIZE, default="64GiB", show_default=True,
+        help="Most disk space for --kv-cache-dir, as 8GiB.",
+    ),
+)  # fmt: skip
 
 
 def turns(prompts: Iterable[str]) -> Iterator[str]:

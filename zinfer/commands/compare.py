@@ -18,16 +18,11 @@ _MARKS = {"noise": "~", "unknown": "?", "same": "=", "untimed": "not timed"}
 AXES = ("engine", "offload", "gpu_weights", "weights", "options", "dtype", "load_format")
 
 
-class Share(click.ParamType[float]):
-    """Percentage, as a share."""
-
-    name = "PERCENT"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", str(value))
-        if match is None:
-            self.fail(f"{value!r} is not a percentage: write 5%", param, ctx)
-        return float(match[1]) / 100
+def _share(text: str) -> float:
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", text)
+    if match is None:
+        raise ValueError(f"{text!r} is not a percentage: write 5%")
+    return float(match[1]) / 100
 
 
 @click.command("compare")
@@ -40,7 +35,7 @@ class Share(click.ParamType[float]):
     "--across", type=options.Words(AXES), help=f"Fields in which matched cases may differ: {', '.join(AXES)}."
 )
 @click.option(
-    "--fail-on-regression", "allowed", type=Share(), metavar="PERCENT",
+    "--fail-on-regression", "allowed", type=options.Parsed("PERCENT", _share), metavar="PERCENT",
     help="Exit with 7 if a point is worse by more than this (5%) and by more than noise, or fails in B only.",
 )  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -139,11 +134,13 @@ def _show(before: Path, after: Path, metric: "Metric", comparison: "Comparison")
         text = partial(_amount, metric=metric)
         rows = [
             (
-                change.label, str(change.after_case.workload.batch_size), *change.cells(text),
+                change.label,
+                str(change.after_case.workload.batch_size),
+                *change.cells(text),
                 _MARKS.get(change.verdict, change.verdict),
             )
             for change in changes
-        ]  # fmt: skip
+        ]
         out.print(table("", columns, rows))
     verdicts = {change.verdict for change in comparison.changes}
     if "unknown" in verdicts:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import click
 
 from zinfer.core.engine import ENGINES, OptionError, StreamOptions, option_text, values
+from zinfer.core.errors import ZinferError
+from zinfer.core.units import parse_bytes
 
 if TYPE_CHECKING:
     from zinfer.checkpoint.source import Source
@@ -51,18 +53,19 @@ class Words(click.ParamType[Any]):
         return words
 
 
-class ShardOf(click.ParamType[Any]):
-    """Shard: ``2/4``."""
+class Parsed(click.ParamType[Any]):
+    """Value that `parse` makes of a text; the message of its ValueError or ZinferError is the user's."""
 
-    name = "i/n"
+    def __init__(self, name: str, parse: Callable[[str], Any], largest: int | None = None) -> None:
+        self.name, self._parse = name, parse
+        if largest is not None:
+            self.largest = largest  # of `zinfer.commands.limits`
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        from zinfer.job.shard import Shard
-
         try:
-            return Shard.parse(value) if isinstance(value, str) else value
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
+            return self._parse(value) if isinstance(value, str) else value
+        except (ValueError, ZinferError) as error:
+            self.fail(str(error).removeprefix("--batch-size "), param, ctx)
 
 
 class Values(click.ParamType[Any]):
@@ -98,47 +101,41 @@ NUMBERS = Values("n,n,..", positive, "positive whole numbers with commas between
 GPU_WEIGHTS = Values("auto|n%|size,..", _share_or_size, "auto, a share such as 25%, or a size such as 40GiB")
 
 
-class Size(click.ParamType[Any]):
-    """Number of bytes, written as 8GiB or 4096."""
+def _shard(text: str) -> Any:
+    from zinfer.job.shard import Shard
 
-    name = "size"
-    largest = 1 << 62  # of `zinfer.commands.limits`
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        from zinfer.core.units import parse_bytes
-
-        try:
-            return value if isinstance(value, int) else parse_bytes(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
+    return Shard.parse(text)
 
 
-class Batches(click.ParamType[Any]):
-    """``auto``, ``auto*4``, ``best``, ``1,2,4``, ``1,8,auto``, ``1-64*2`` or ``8-64+8``."""
+def _batches(text: str) -> Any:
+    from zinfer.job.recipe import parse_batches
 
-    name = "auto|best|n,n,..|n-n*n"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        if not isinstance(value, str):
-            return value
-        from zinfer.job.recipe import RecipeError, parse_batches
-
-        try:
-            return parse_batches(value)
-        except RecipeError as error:
-            self.fail(str(error).removeprefix("--batch-size "), param, ctx)
+    return parse_batches(text)
 
 
-class Dtype(click.ParamType[Any]):
-    """Weight type, by its long or short name."""
+def _dtype(text: str) -> str:
+    if (word := SHORT_DTYPES.get(text, text)) not in DTYPES:
+        raise ValueError(f"{text!r}: choose from {', '.join(DTYPES)}")
+    return word
 
-    name = "|".join(DTYPES)
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
-        word = SHORT_DTYPES.get(value, value)
-        if word not in DTYPES:
-            self.fail(f"{value!r}: choose from {', '.join(DTYPES)}", param, ctx)
-        return str(word)
+SHARD = Parsed("i/n", _shard)
+SIZE = Parsed("size", parse_bytes, largest=1 << 62)  # bytes: 8GiB or 4096
+BATCHES = Parsed("auto|best|n,n,..|n-n*n", _batches)
+WEIGHT_TYPE = Parsed("|".join(DTYPES), _dtype)
+dtype = click.option("--dtype", type=WEIGHT_TYPE, metavar=DTYPE, help="Weight type.  [default: the model's own]")
+gpu_weights = click.option(
+    "--gpu-weights",
+    type=GPU_WEIGHTS,
+    help="Part of the offloaded weights that stays on the GPU: auto, a share (25%) or a size (40GiB).  "
+    "[default: auto for stream]",
+)
+models = click.option("-m", "--model", type=Words(), help=MODEL_HELP)
+offloads = click.option(
+    "--offload",
+    type=Words(OFFLOADS),
+    help="Weights on the GPU (none), in host memory (cpu) or on an NVMe drive (nvme).  [default: none,cpu]",
+)
 
 
 def engine_options(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> dict[str, tuple[Any, ...]]:
@@ -179,6 +176,17 @@ def _shorthands(function: Command) -> Command:
     return cast("Command", merged)
 
 
+def together(*parts: Callable[[Any], Any]) -> Callable[[Command], Command]:
+    """Return a decorator that adds options, in their order."""
+
+    def add(function: Command) -> Command:
+        for option in reversed(parts):
+            function = option(function)
+        return function
+
+    return add
+
+
 def drafts_right(drafted: int, accepted: int) -> str:
     """Return the count of right drafts, to follow other counts; empty without drafts."""
     return f", {accepted:,} of {drafted:,} drafts right" if drafted else ""
@@ -194,35 +202,37 @@ def timeout(default: float, limited: str) -> Callable[[Command], Command]:
 
 def record(kind: str) -> Callable[[Command], Command]:
     """Return the options ``--output`` and ``--json`` of a kind of study."""
-
-    def with_record(function: Command) -> Command:
-        as_json = click.option("--json", "as_json", is_flag=True, help="Print the record as JSON, besides writing it.")
-        help_text = f"File or folder.  [default: sweeps/results/MACHINE/{kind}.jsonl]"
-        return click.option("-o", "--output", type=click.Path(path_type=Path), help=help_text)(as_json(function))
-
-    return with_record
+    help_text = f"File or folder.  [default: sweeps/results/MACHINE/{kind}.jsonl]"
+    return together(
+        click.option("-o", "--output", type=click.Path(path_type=Path), help=help_text),
+        click.option("--json", "as_json", is_flag=True, help="Print the record as JSON, besides writing it."),
+    )
 
 
 model = click.option("-m", "--model", required=True, help=MODEL_HELP)
 engine = click.option("--engine", default="stream", show_default=True, help=ENGINE_HELP)
 offload_if_needed = click.option(
-    "--offload", type=click.Choice(OFFLOADS),
+    "--offload",
+    type=click.Choice(OFFLOADS),
     help="Weights on the GPU (none), in host memory (cpu) or on an NVMe drive.  [default: none if they fit]",
-)  # fmt: skip
+)
 layers = click.option("--layers", type=click.IntRange(min=1), help="A slice: the model's first N layers only.")
 load_format = click.option(
-    "--load-format", type=click.Choice(["auto", "safetensors", "dummy"]),
+    "--load-format",
+    type=click.Choice(["auto", "safetensors", "dummy"]),
     help="Real weights (safetensors), random ones of the same size (dummy), or real ones if there are any (auto).  "
     "[default: auto]",
-)  # fmt: skip
+)
 prompt_text = click.option(
     "--prompt-file", metavar="FILE", default="default", help="UTF-8 text file.  [default: Python's own manual]"
 )
 weights = click.option(
-    "--weights", type=Words(WEIGHTS), default=None,
+    "--weights",
+    type=Words(WEIGHTS),
+    default=None,
     help="Format of the weights in decoder layers; all but as-released round them (int4: groups of 128 values with a "
     "16-bit scale; int8, fp8: a scale a row), so results are lossy.  [default: as-released]",
-)  # fmt: skip
+)
 allow_nan = click.option(
     "--allow-nan", is_flag=True, default=None, help="Load weights with NaN or infinity, too; else they are refused."
 )
@@ -241,39 +251,31 @@ def revision(function: Command) -> Command:
     return cast("Command", click.option("--revision", metavar="REVISION", help=help_text)(named))
 
 
-def load_options(function: Command) -> Command:
-    """Add the options of a load: weights, type, slice, NVMe folder, engine settings."""
-    function = _shorthands(function)
-    for option in (
-        click.option(
-            "-O", "--option", "settings", multiple=True, callback=engine_options, metavar="KEY=VALUE[,VALUE..]",
-            help="An option of the engine (listed below); a comma list is an axis. Repeatable.",
-        ),
-        click.option(
-            "--gpu-weights", type=GPU_WEIGHTS, default=None,
-            help="Part of the offloaded weights that stays on the GPU: auto, a share (25%) or a size (40GiB).  "
-            "[default: auto for stream]",
-        ),
-        click.option(
-            "--nvme-path", type=click.Path(file_okay=False),
-            help="Folder for --offload nvme; engine stream takes several, A,B, one a drive.",
-        ),
-        layers,
-        load_format,
-        allow_nan,
-        click.option(
-            "--dtype", type=Dtype(), metavar=DTYPE, default=None, help="Weight type.  [default: the model's own]"
-        ),
-        revision,
-    ):  # fmt: skip
-        function = option(function)
-    return function
+load_options = together(  # of a load: weights, type, slice, NVMe folder, engine settings
+    revision,
+    dtype,
+    allow_nan,
+    load_format,
+    layers,
+    click.option(
+        "--nvme-path",
+        type=click.Path(file_okay=False),
+        help="Folder for --offload nvme; engine stream takes several, A,B, one a drive.",
+    ),
+    gpu_weights,
+    click.option(
+        "-O", "--option", "settings", multiple=True, callback=engine_options, metavar="KEY=VALUE[,VALUE..]",
+        help="An option of the engine (listed below); a comma list is an axis. Repeatable.",
+    ),
+    _shorthands,
+)  # fmt: skip
 
 
 chat_template = click.option(
-    "--chat-template", metavar="FILE|NAME",
+    "--chat-template",
+    metavar="FILE|NAME",
     help="Chat template: a file, or one of the model's by its name.  [default: the model's own]",
-)  # fmt: skip
+)
 
 
 def tokenizer_of(spec: "ModelSpec", wanted: str | None) -> "TokenizerProcess":
@@ -292,29 +294,25 @@ def tokenizer_of(spec: "ModelSpec", wanted: str | None) -> "TokenizerProcess":
     return tokenizer
 
 
-def job_options(function: Command) -> Command:
-    """Add the options of a command that answers requests."""
-    for option in (
-        timeout(36000, "a load or a pass"),
-        chat_template,
-        load_options,
-        weights,
-        click.option(
-            "--output-len", type=click.IntRange(min=1), default=256, show_default=True,
-            help="Most tokens of an answer, for requests without max_tokens.",
-        ),
-        click.option(
-            "--batch-size", type=click.IntRange(min=1), help="Most rows that run at a time.  [default: all that fit]"
-        ),
-        click.option(
-            "--offload", type=click.Choice(OFFLOADS),
-            help="Weights on the GPU (none), in host memory (cpu) or on an NVMe drive.  "
-            "[default: the faster of none and cpu]",
-        ),
-        engine,
-    ):  # fmt: skip
-        function = option(function)
-    return function
+job_options = together(  # of a command that answers requests
+    engine,
+    click.option(
+        "--offload", type=click.Choice(OFFLOADS),
+        help="Weights on the GPU (none), in host memory (cpu) or on an NVMe drive.  "
+        "[default: the faster of none and cpu]",
+    ),
+    click.option(
+        "--batch-size", type=click.IntRange(min=1), help="Most rows that run at a time.  [default: all that fit]"
+    ),
+    click.option(
+        "--output-len", type=click.IntRange(min=1), default=256, show_default=True,
+        help="Most tokens of an answer, for requests without max_tokens.",
+    ),
+    weights,
+    load_options,
+    chat_template,
+    timeout(36000, "a load or a pass"),
+)  # fmt: skip
 
 
 def at_revision(model: Any, revision: str) -> Any:
@@ -411,18 +409,7 @@ def offload_choices(offload: Any, gpu_weights: tuple[str, ...] | None) -> tuple[
     return (offload,) if offload else ("cpu",) if gpu_weights else ("none", "cpu")
 
 
-def one_load(
-    verb: str,
-    model: str,
-    engine: str,
-    offload: Any,
-    layers: int | None,
-    gpu_weights: tuple[str, ...] | None,
-    settings: dict[str, tuple[Any, ...]],
-    nvme_path: str | None,
-    allow_nan: bool | None = None,
-    weights: tuple[str, ...] | None = None,
-) -> "dict[SweepLoad, str]":
+def one_load(verb: str, model: str, how: dict[str, Any]) -> "dict[SweepLoad, str]":
     """Return the load of a verb's flags for each offload, with targets.
 
     Raises UsageError for axes, for a missing ``--nvme-path`` and for an offload that the engine lacks; OptionError and
@@ -430,19 +417,15 @@ def one_load(
     """
     from zinfer.job.recipe import make_sweep
 
-    check_nvme([offload], nvme_path)
-    if any(len(values) > 1 for values in [*settings.values(), gpu_weights or (), weights or ()]):
+    check_nvme([how["offload"]], how["nvme_path"])
+    if any(len(values or ()) > 1 for values in [*how["settings"].values(), how["gpu_weights"], how["weights"]]):
         raise click.UsageError(f"{verb} takes one value for each option; axes belong to `zinfer sweep`")
-    offloads = offload_choices(offload, gpu_weights)
-    fields = {
-        "model": (model,), "engine": (engine,), "offload": offloads, "layers": (layers,),
-        "gpu_weights": gpu_weights or (None,), "options": settings, "allow_nan": bool(allow_nan),
-        "weights": weights or ("as-released",),
-    }  # fmt: skip
-    wanted = make_sweep(fields, "the command line")
-    loads = located(wanted)
+    choices = offload_choices(how["offload"], how["gpu_weights"])
+    fields = {name: how[name] for name in ("engine", "layers", "gpu_weights", "weights") if how[name] is not None}
+    fields |= {"model": model, "offload": choices, "options": how["settings"], "allow_nan": bool(how["allow_nan"])}
+    loads = located(make_sweep(fields, "the command line"))
     if not loads:
-        raise click.UsageError(f"engine {engine} has no offload {', '.join(offloads)}")
+        raise click.UsageError(f"engine {how['engine']} has no offload {', '.join(choices)}")
     return loads
 
 

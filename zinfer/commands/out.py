@@ -3,9 +3,9 @@
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from textwrap import wrap
-from typing import IO, Any, NoReturn, TextIO, cast
+from typing import IO, Any, NoReturn, TextIO, TypeVar, cast
 
 import click
 from rich import box
@@ -17,6 +17,7 @@ from rich.text import Text
 
 from zinfer.system.printable import printable, unguarded
 
+T = TypeVar("T")
 UNLIMITED = 10_000  # columns of a table in a file or a pipe
 MIN_WORDS = 12  # columns that a cell of words keeps when it is wrapped
 INDENT = 2  # columns before the values of a row that is shown as a block
@@ -168,3 +169,8 @@ class Table:
 
 
 table = Table
+
+
+def table_of(columns: Mapping[str, Callable[[T], str]], items: Iterable[T], title: str = "", **more: Any) -> Table:
+    """Return a table of `items`, a row each: `columns` make its cells."""
+    return Table(title, tuple(columns), [[cell(item) for cell in columns.values()] for item in items], **more)

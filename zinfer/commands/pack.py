@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 )  # fmt: skip
 @click.option(
     "--dtype",
-    type=options.Dtype(),
+    type=options.WEIGHT_TYPE,
     metavar=options.DTYPE,
     help="Weight type; for stream only bf16, and FP8 as released, shrink.  [default: the model's own]",
 )
@@ -36,9 +36,11 @@ if TYPE_CHECKING:
 )
 @options.layers
 @click.option(
-    "-o", "--output", type=click.Path(path_type=Path),
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
     help="Folder, or .plan file.  [default: in engines/packed, or engines/plans]",
-)  # fmt: skip
+)
 @options.revision
 @options.allow_nan
 @click.option("--max-batch-size", type=click.IntRange(min=1), help="Most sequences in a batch, for tensorrt.")
@@ -46,9 +48,6 @@ if TYPE_CHECKING:
     "--max-seq-len", type=click.IntRange(min=2), help="Most tokens of a sequence, prompt and output, for tensorrt."
 )
 @options.load_format
-@click.option(
-    "--library", type=click.Choice(["auto", "tensorrt", "tensorrt-rtx"]), help="Library to build a plan with."
-)
 @click.option("--force", is_flag=True, default=None, help="Replace a plan that exists.")
 def command(
     model: str,
@@ -168,7 +167,6 @@ def _plan(
     max_batch_size: int,
     max_seq_len: int,
     load_format: Any,
-    library: str | None,
     force: bool | None,
 ) -> Path:
     """Build a TensorRT plan; return its path. Raises Failure where it cannot be built."""
@@ -181,7 +179,7 @@ def _plan(
     from zinfer.engine.tensorrt.library import find_library
     from zinfer.system.host import allowed_bytes
 
-    tensorrt = find_library(library or "auto")
+    tensorrt = find_library()
     source = find(model, dtype, layers, load_format or "auto", fetch=True)
     key = plan_key(tensorrt, model, source.spec, source.load_format, layers, max_batch_size, max_seq_len)
     path = output or planfile.PLANS

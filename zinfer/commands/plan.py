@@ -46,53 +46,52 @@ ASKED = ("levels", "objective", "demand", "deadline", "utilisation", "spare", "h
 @click.command("plan")
 @click.argument("recipe", required=False)
 @click.option(
-    "--list", "listed", type=click.Choice(["models", "machines"]),
+    "--list",
+    "listed",
+    type=click.Choice(["models", "machines"]),
     help="List the catalogue instead, or show the one that RECIPE names: a model (catalogue name, folder, hub id), or "
     "a machine (catalogue name, machine.json) with the source of each figure.",
-)  # fmt: skip
-@click.option("-m", "--model", type=options.Words(), help=options.MODEL_HELP)
+)
+@options.models
 @click.option(
-    "--machine", type=options.Words(),
+    "--machine",
+    type=options.Words(),
     help="Catalogue names or machine.json files, or all of the catalogue; several are ranked.  [default: this one]",
-)  # fmt: skip
+)
 @click.option("--details", is_flag=True, help="Show the table of each machine, too, where several are ranked.")
 @click.option(
     "--set", "settings", multiple=True, metavar="FIELD=VALUE",
     help="Replace a figure of every machine, as h2d_bandwidth=200GB/s. Repeatable.",
 )  # fmt: skip
 @click.option(
-    "--host-memory", type=PerMachine(click.STRING), multiple=True,
+    "--host-memory",
+    type=PerMachine(click.STRING),
+    multiple=True,
     help="Memory of the host, as 128GiB or rtx-4090=64GiB,h200=1TiB. Repeatable.",
-)  # fmt: skip
+)
 @click.option("--engine", type=options.Words(), help=options.ENGINES_HELP)
-@click.option(
-    "--offload", type=options.Words(options.OFFLOADS),
-    help="Weights on the GPU (none), in host memory (cpu) or on an NVMe drive (nvme).  [default: none,cpu]",
-)  # fmt: skip
+@options.offloads
 @click.option(
     "--batch-size",
-    type=options.Batches(),
+    type=options.BATCHES,
     help="Sequences at once; auto: the batch with the best throughput.  [default: auto]",
 )
 @click.option("--input-len", type=options.NUMBERS, help="Prompt tokens; 512,2048 plans both.  [default: 512]")
 @click.option("--output-len", type=options.NUMBERS, help="Generated tokens.  [default: 32]")
-@click.option("--dtype", type=options.Dtype(), metavar=options.DTYPE, help="Weight type.  [default: the model's own]")
+@options.dtype
 @options.revision
 @options.layers
-@click.option(
-    "--gpu-weights", type=options.GPU_WEIGHTS,
-    help="Part of the offloaded weights that stays on the GPU: auto, a share (25%) or a size (40GiB).  "
-    "[default: auto for stream]",
-)  # fmt: skip
+@options.gpu_weights
 @options.shorthand("weight_codec")
 @options.weights
 @options.shorthand("kv_offload")
 @options.shorthand("kv_cache_dtype")
 @options.shorthand("draft")
 @click.option(
-    "--acceptance", type=click.FloatRange(0, 1, max_open=True),
+    "--acceptance",
+    type=click.FloatRange(0, 1, max_open=True),
     help="Chance that a draft is right if those before it were.  [default: as recorded for the model and --draft]",
-)  # fmt: skip
+)
 @options.shorthand("experts")
 @click.option("--gpus", type=options.NUMBERS, help="GPUs, each with its own link.  [default: 1]")
 @click.option(
@@ -107,17 +106,19 @@ ASKED = ("levels", "objective", "demand", "deadline", "utilisation", "spare", "h
     "or METRIC:STATISTIC:<=:VALUE. Repeatable.",
 )  # fmt: skip
 @click.option(
-    "--objective", type=click.Choice(["throughput", "cost", "latency"]),
+    "--objective",
+    type=click.Choice(["throughput", "cost", "latency"]),
     help="Quantity to choose the best configuration and machine by.  [default: cost with --price, else throughput]",
-)  # fmt: skip
+)
 @click.option(
     "--price", "--gpu-hour-usd", "stated", type=PerMachine(click.FloatRange(min=0)), multiple=True,
     help="USD of a GPU-hour, as 2.50 or rtx-4090=0.4. Repeatable.  [default: the catalogue's assumption]",
 )  # fmt: skip
 @click.option(
-    "--prompts", metavar="NUMBER",
+    "--prompts",
+    metavar="NUMBER",
     help="Prompts to answer, as 100k: the hours and USD on one machine, and with --deadline the GPUs.",
-)  # fmt: skip
+)
 @sizing_options
 @click.option(
     "--figure", type=click.Path(dir_okay=False, path_type=Path), help="Draw throughput over batch (png, svg)."
@@ -489,7 +490,7 @@ def _row(plan: "Plan", records: "_Records", question: "Question") -> dict[str, A
 
 def _print(group: _Group, calibrated: bool) -> None:
     from zinfer.commands import ranking
-    from zinfer.commands.out import console, table
+    from zinfer.commands.out import console, table_of
     from zinfer.core.units import duration, figures, gb
 
     def shown(plan: "Plan", value: float | None, form: "Callable[[float], str]") -> str:
@@ -527,12 +528,11 @@ def _print(group: _Group, calibrated: bool) -> None:
     rows = {
         plan.case if plan.fits else plan.case.load: plan for plan in reversed(group.plans)
     }  # no batch fits: one row
-    cells = [[cell(plan) for cell in columns.values()] for plan in reversed(rows.values())]
     machine, (name, _, lengths) = group.machine, group.title.rpartition(", ")
     title = f"{name} on {machine.name}{'*' * bool(machine.overridden)}, {lengths}"
     kind = "predicted" if calibrated else "physical limits"
     drop = ("over the link", "NVMe", "GPU", "host")
-    console().print(table(f"{title}: {kind}, nothing was run", tuple(columns), cells, drop=drop))
+    console().print(table_of(columns, reversed(rows.values()), f"{title}: {kind}, nothing was run", drop=drop))
 
 
 def _draft_of(load: "SweepLoad | Case") -> str:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from zinfer.commands.failure import Failure
-from zinfer.commands.options import Size
+from zinfer.commands.options import SIZE
 from zinfer.core.errors import ENVIRONMENT
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ BUSY = 0.25  # load average, as a share of the CPUs, from which on a probe does 
     help="File or folder.  [default: sweeps/results/MACHINE/machine.json]",
 )
 @click.option("--quick", is_flag=True, help="Take fewer samples of smaller blocks.")
-@click.option("--memory", type=Size(), help="Host memory to measure with, as 1GiB.  [default: half of what is free]")
+@click.option("--memory", type=SIZE, help="Host memory to measure with, as 1GiB.  [default: half of what is free]")
 @click.option("--force", is_flag=True, help="Replace a machine.json that was made while less ran on this machine.")
 @click.option("--json", "as_json", is_flag=True, help="Also print the machine as JSON.")
 def command(

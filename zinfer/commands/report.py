@@ -23,13 +23,14 @@ FORMS = ("html", "md")
 @click.command("report")
 @results_options
 @click.option(
-    "-o", "--output", type=click.Path(path_type=Path),
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
     help="File.  [default: plots/MACHINE/report.html; plots/all/report.html for several machines]",
-)  # fmt: skip
+)
 @click.option(
-    "--format", "form", type=click.Choice(FORMS),
-    help="Format.  [default: that of the name of --output, else html]",
-)  # fmt: skip
+    "--format", "form", type=click.Choice(FORMS), help="Format.  [default: that of the name of --output, else html]"
+)
 @click.option("-m", "--model", help="Report only this model.")
 @click.option("--baseline", type=click.Path(exists=True, path_type=Path), help="Result file or folder to compare with.")
 @price_options
@@ -70,9 +71,11 @@ def command(
         raise click.UsageError("--deadline is for a demand: add --demand 5Mtok")
     asked = None if demand is None else Demand(demand, *parse_demand(demand, deadline), utilisation, spare)
     prices = Prices(
-        gpu_hour_usd=gpu_hour_usd, host_hour_usd=host_hour_usd, power_usd_kwh=power_usd_kwh,
+        gpu_hour_usd=gpu_hour_usd,
+        host_hour_usd=host_hour_usd,
+        power_usd_kwh=power_usd_kwh,
         gpus_per_server=gpus_per_server,
-    )  # fmt: skip
+    )
     chosen = choose(results, machine)
     findings = _findings(chosen, baseline, model)
     if not (findings.workloads or findings.studies or findings.requests):

@@ -106,11 +106,10 @@ def command(
     sampling = Sampling(temperature=temperature, top_p=top_p, seed=str(how["seed"]))
     output_len = output_len or (ANSWER if chat else 32)
     texts = [] if chat and not (prompts or prompt_file) else _prompts(prompts, prompt_file)
-    names = ("engine", "offload", "layers", "gpu_weights", "settings", "nvme_path", "allow_nan", "weights")
     recipe = engine_recipe(how["engine"])
     if chat and "kv_offload" in ENGINES[recipe.engine].defaults.keys() - recipe.options.keys():
         how["settings"].setdefault("kv_offload", ("none",))  # a conversation goes on from a KV cache on the GPU alone
-    loads = options.one_load("run", model, **{name: how[name] for name in names})
+    loads = options.one_load("run", model, how)
     source = options.weights_of(model, how["dtype"], how["layers"], how["load_format"], how["weights"], loads)
     spec = source.spec
     tokenizer = options.tokenizer_of(spec, how["chat_template"])

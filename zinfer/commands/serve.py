@@ -53,14 +53,14 @@ def _origins(_context: click.Context, _param: click.Parameter, given: tuple[str,
 )
 @click.option(
     "--max-body",
-    type=options.Size(),
+    type=options.SIZE,
     default="16MiB",
     show_default=True,
     help="Largest body of a request; a larger one is refused with status 413.",
 )
 @click.option(
     "--kv-cache-size",
-    type=options.Size(),
+    type=options.SIZE,
     default="8GiB",
     show_default=True,
     help="Most host memory for KV caches of earlier requests, which later ones with the same beginning reuse; 0 keeps "
@@ -86,9 +86,7 @@ def _origins(_context: click.Context, _param: click.Parameter, given: tuple[str,
 @click.option("--quiet", is_flag=True, help="Print no line about each request.")
 @options.job_options
 @click.pass_obj
-def command(
-    debug: bool, /, model: str, host: str, port: int, api_key: str | None, quiet: bool, layers: int | None, **how: Any
-) -> None:
+def command(debug: bool, /, model: str, host: str, port: int, api_key: str | None, quiet: bool, **how: Any) -> None:
     """Serve a model: /v1/completions, /v1/chat/completions, /v1/models, /health and /metrics.
 
     Requests run together: each begins at the next pass, as soon as there is memory for it, and ends on its own. Where
@@ -110,21 +108,17 @@ def command(
     from zinfer.job.batch.packing import typical_plan
     from zinfer.job.serve.app import Settings
     from zinfer.job.serve.server import HttpServer, listen
-    from zinfer.worker.process import Worker
 
     if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):
         raise click.UsageError("the API key must be of printable ASCII characters, without a space at an end")
-    names = ("engine", "offload", "gpu_weights", "settings", "nvme_path", "allow_nan", "weights")
-    choice = {key: how[key] for key in names}
-    loads = options.one_load("serve", model, layers=layers, **choice)
-    source = options.weights_of(model, how["dtype"], layers, how["load_format"], how["weights"], loads)
+    loads = options.one_load("serve", model, how)
+    source = options.weights_of(model, how["dtype"], how["layers"], how["load_format"], how["weights"], loads)
     tokenizer = options.tokenizer_of(source.spec, how["chat_template"])
     machine = options.this_machine(how["nvme_path"])
     cases = [load.case(source.load_format, source.spec.dtype, 1, 1) for load in loads]
     plan, load = typical_plan(cases, source.spec, machine, how["nvme_path"], how["batch_size"], how["max_queue"])
     if load is None:
         raise Failure(str(plan.why_not), ENVIRONMENT)
-    target = next(iter(loads.values()))
     ends = tokenizer.facts.differing_ends  # a tokenizer that cannot be loaded ends it now
     names = ("batch_size", "max_queue", "max_body", "output_len", "drain_s", "kv_cache_size", "origins")
     settings = Settings(model, api_key, *(how[name] for name in names))
@@ -136,17 +130,7 @@ def command(
         address = f"http://{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"
         if api_key is None and not host.startswith(LOOPBACK):
             watch.message(f"Warning: anybody who reaches {host} may use this server: set --api-key, or {KEY}")
-
-        def make_worker() -> Worker:
-            return Worker(
-                target,
-                timeout_s=how["timeout_s"],
-                on_progress=watch.progress,
-                on_loaded=watch.loaded,
-                debug=bool(debug),
-                revision=source.revision,
-            )
-
+        make_worker = watch.workers(next(iter(loads.values())), how["timeout_s"], debug, source.revision)
         if ends is not None:
             watch.message(ends)
 

@@ -35,15 +35,10 @@ def _rate(word: str) -> float | str:
     return word if word == "inf" else float(word)
 
 
-class Minutes(click.ParamType[Any]):
-    """Number of minutes, or none."""
-
-    name = "n|none"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        if isinstance(value, str) and value != "none" and not re.fullmatch(r"[0-9]{1,7}(\.[0-9]{1,3})?", value):
-            self.fail(f"{value[:60]!r}: write a number of minutes, or none", param, ctx)
-        return 0.0 if value == "none" else float(value)
+def _minutes(text: str) -> float:
+    if text != "none" and not re.fullmatch(r"[0-9]{1,7}(\.[0-9]{1,3})?", text):
+        raise ValueError(f"{text[:60]!r}: write a number of minutes, or none")
+    return 0.0 if text == "none" else float(text)
 
 
 LONG_S = 3600  # seconds from which on a sweep asks first
@@ -56,21 +51,17 @@ RATES = options.Values("r,..|inf", _rate, "positive numbers with commas between,
 
 @click.command("sweep", cls=options.LoadCommand)
 @click.argument("recipe", required=False)
-@click.option("-m", "--model", type=options.Words(), help=options.MODEL_HELP)
+@options.models
 @click.option(
     "--engine",
     type=options.Words(),
     help="Engines (accelerate, deepspeed, stream, tensorrt), recipes in engines/, or peer: deepspeed for offloads if "
     "it is installed, else accelerate.  [default: stream; with --model alone, stream,peer]",
 )
-@click.option(
-    "--offload",
-    type=options.Words(options.OFFLOADS),
-    help="Weights on the GPU (none), in host memory (cpu) or on an NVMe drive (nvme).  [default: none,cpu]",
-)
+@options.offloads
 @click.option(
     "--batch-size",
-    type=options.Batches(),
+    type=options.BATCHES,
     help="Sequences at once; auto: double until two doublings together gain under 5%, or up to the edge of memory; "
     "best: then search around the fastest. Numbers may come before.  [default: auto; with --model alone, 1,8,auto]",
 )
@@ -121,7 +112,7 @@ RATES = options.Values("r,..|inf", _rate, "positive numbers with commas between,
 )
 @click.option(
     "--minutes",
-    type=Minutes(),
+    type=options.Parsed("n|none", _minutes),
     help="Begin no point after N minutes; none: no limit.  [default: 15; with --shard or --cluster, none]",
 )
 @click.option("--yes", is_flag=True, help="Begin a sweep of more than an hour without a question.")
@@ -141,7 +132,7 @@ RATES = options.Values("r,..|inf", _rate, "positive numbers with commas between,
 @click.option("--json", "as_json", is_flag=True, help="Print the points as JSON, not the result file's path.")
 @click.option(
     "--shard",
-    type=options.ShardOf(),
+    type=options.SHARD,
     help="Measure the loads i, i+n, i+2n, .. only, into a part beside --output: for a job of an array.",
 )
 @click.option("--merge", is_flag=True, help="Put the points of all shards together, in the order of the recipe.")
@@ -308,9 +299,7 @@ def _measure(
         watch.message(expected)
         store.append_header(header)
         try:
-            outcome = sweep.run(
-                plan, jobs, store, recorded, watch.events(), partial(Worker, debug=debug), signals
-            )  # fmt: skip
+            outcome = sweep.run(plan, jobs, store, recorded, watch.events(), partial(Worker, debug=debug), signals)
             if shard is not None and not outcome.left:
                 store.append_header(header.model_copy(update={"complete": True}))
             store.check()

@@ -34,6 +34,7 @@ class MachineError(ZinferError):
 PCIE_BANDWIDTH = {
     generation: lane * 16 * 256 / 276 for generation, lane in {3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 8e9}.items()
 }
+GROUPED_SHARE = 0.43  # `grouped_attention_bandwidth` over `attention_bandwidth` of 16 cores beside an H200
 SHARING = 8  # query heads a key head that `grouped_attention_bandwidth` is measured with: as in most current models
 
 
@@ -87,15 +88,15 @@ class Machine(Frozen):
     def attention_rate(self, sharing: int) -> float | None:
         """Return `attention_bandwidth` for `sharing` query heads a key head.
 
-        The products for each byte grow with `sharing`, and limit it. The CPU alone is no slower than while the link
-        copies: where it was measured so, its first samples were too early.
+        The products for each byte grow with `sharing`, and limit it; `GROUPED_SHARE` holds where that was not measured.
+        The CPU alone is no slower than while the link copies: where it was measured so, its first samples were too
+        early.
         """
         if self.attention_bandwidth is None:
             return None
         alone = max(self.attention_bandwidth, self.shared_attention_bandwidth or 0.0)
-        if self.grouped_attention_bandwidth is None:
-            return alone
-        return min(alone, self.grouped_attention_bandwidth * SHARING / sharing)
+        grouped = self.grouped_attention_bandwidth or GROUPED_SHARE * alone
+        return min(alone, grouped * SHARING / sharing)
 
     @property
     def device_bytes(self) -> int:
@@ -172,9 +173,9 @@ def override(machine: Machine, setting: str) -> Machine:
     before = getattr(machine, field)
     source = f"set by hand, in place of {machine.describe(field)}" if before else "set by hand"
     alone = field in ("host_bandwidth", "h2d_bandwidth", "attention_bandwidth")
-    stale = {"shared_h2d_bandwidth": None, "shared_attention_bandwidth": None} if alone else {}
+    stale = dict[str, float | None](shared_h2d_bandwidth=None, shared_attention_bandwidth=None) if alone else {}
     if field == "attention_bandwidth":
-        stale["grouped_attention_bandwidth"] = None
+        stale["grouped_attention_bandwidth"] = value
     changed = machine.model_copy(update=stale | {field: value, "sources": machine.sources | {field: source}})
     try:
         return Machine.model_validate(changed.model_dump())

@@ -311,11 +311,16 @@ class ModelSpec(Shape):
         full); the head runs for the last position only.
         """
         head = 2 * self.vocab_size * self.hidden_size
+        attention = self.prefill_attention_flops(batch_size, input_len)
+        return batch_size * (input_len * (2 * self._matmul_parameters - head) + head) + attention
+
+    def prefill_attention_flops(self, batch_size: int, input_len: int) -> int:
+        """Return the part of `prefill_flops` that computes attention."""
         attention = 0
         for layer, count in self._kinds:
             window = layer.tokens(input_len)
             attention += 2 * count * layer.attention * (2 * window * input_len - window**2)
-        return batch_size * (input_len * (2 * self._matmul_parameters - head) + attention + head)
+        return batch_size * attention
 
     @property
     def _matmul_parameters(self) -> int:  # the embedding is a look-up

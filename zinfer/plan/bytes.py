@@ -230,14 +230,19 @@ class Sizes:
 
         These are hidden states, the widest intermediate twice (and a gate), for each expert of a token where experts
         are routed, and eager attention scores where there is no fused kernel (three times in the weights' type, softmax
-        in float32). Passes in blocks keep their hidden states each.
+        in float32). Passes in blocks keep their hidden states each, and a dense feed-forward network takes a long
+        prompt in blocks, too.
         """
         together = self.placement.prefill_rows(rows, length)
+        tokens = at_once = together * length
         ffn = model.ffn_matrices * model.ffn_size
         if model.num_experts:  # grouped: a row for each expert of a token, and a gate next to its operand
             ffn = model.experts_per_token * (ffn + model.ffn_size + model.hidden_size)
-        widest = max(ffn, 2 * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim)
-        flat = together * length * (4 * model.hidden_size + widest) * model.dtype_bytes
+        elif self.placement.blocks:
+            at_once = min(tokens, self.placement.pass_tokens)
+        attention = 2 * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
+        widest = max(at_once * ffn, tokens * attention)
+        flat = (tokens * 4 * model.hidden_size + widest) * model.dtype_bytes
         eager = model.architecture in EAGER
         scores = together * model.num_heads * length**2 * (model.dtype_bytes * 3 + 4) if eager else 0
         waiting = (rows - together) * length * model.hidden_size * model.dtype_bytes if self.placement.blocks else 0

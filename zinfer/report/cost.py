@@ -63,9 +63,7 @@ def _fleets(workload: WorkloadFindings, demand: Demand, prices: Prices) -> Table
     rows = []
     for point in rates.ranked(workload.points):
         sized = fleet(point, demand.tokens, demand.seconds, demand.utilisation, demand.spare, prices.gpus_per_server)
-        amounts = (
-            f"{sized.working:,}", str(sized.spare), f"{sized.gpus:,}", f"{sized.servers:,}", f"{sized.load:.0%}",
-        )  # fmt: skip
+        amounts = (f"{sized.working:,}", str(sized.spare), f"{sized.gpus:,}", f"{sized.servers:,}", f"{sized.load:.0%}")
         rows.append(Row((*_named(point), *amounts)))
     columns = (
         "configuration", "#batch", "#tok/s", "#GPUs at work", "#spare", "#GPUs", "#servers", "#load of GPUs at work",

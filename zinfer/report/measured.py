@@ -206,10 +206,11 @@ def beyond(point: Measurement) -> str:
     ratios = (
         (name, value / predicted, band)
         for name, value, field, band in (
-            ("step", point.tpot_ms, "step_ms", STEP_BAND), ("host", point.host_peak_bytes, "host_bytes", HOST_BAND),
+            ("step", point.tpot_ms, "step_ms", STEP_BAND),
+            ("host", point.host_peak_bytes, "host_bytes", HOST_BAND),
         )
         if value and (predicted := point.predicted.get(field))
-    )  # fmt: skip
+    )
     return ", ".join(f"{name} {ratio:.2f}x" for name, ratio, band in ratios if abs(ratio - 1) > band)
 
 

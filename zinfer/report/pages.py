@@ -41,10 +41,12 @@ HEADLINES = (
 )  # fmt: skip
 # Figures in git, `zinfer plot`'s: <machine>/<sweep>-<figure>.
 FIGURES = (
-    "nvidia-h200/bloom-176b-whole-throughput", "nvidia-h100-80gb-hbm3/bloom-176b-slice-throughput",
-    "nvidia-h100-80gb-hbm3/bloom-176b-slice-timeline", "nvidia-h100-80gb-hbm3/opt-30b-throughput",
+    "nvidia-h200/bloom-176b-whole-throughput",
+    "nvidia-h100-80gb-hbm3/bloom-176b-slice-throughput",
+    "nvidia-h100-80gb-hbm3/bloom-176b-slice-timeline",
+    "nvidia-h100-80gb-hbm3/opt-30b-throughput",
     "nvidia-h100-80gb-hbm3/reuse-llama-3.1-8b-stream-cpu",
-)  # fmt: skip
+)
 HEADS = (
     "model", "GPU", "#in / out", "configuration", "#batch", "#loads", "#weights on GPU", "#decode tok/s",
     "#output tok/s", "beside it", "#weights on GPU", "#decode ratio", "#output ratio",

@@ -83,9 +83,9 @@ def _row(workload: WorkloadFindings) -> Row:
     first = duration(sum(top.ttft_ms) / len(top.ttft_ms) / 1e3)
     tok_s = " ".join(rate(top)).strip()
     lossy = " (lossy)" * top.case.lossy
-    return Row((
-        group.title, group.machine, named(top) + lossy, tok_s, first, _loads(workload, top), verdict(workload.points),
-    ))  # fmt: skip
+    return Row(
+        (group.title, group.machine, named(top) + lossy, tok_s, first, _loads(workload, top), verdict(workload.points))
+    )
 
 
 def _request_rows(findings: Findings) -> Iterator[Row]:

@@ -12,7 +12,7 @@ from zinfer.commands.study import keep, present
 @click.argument("checkpoints", nargs=-1, metavar="[CHECKPOINT]...", type=click.Path(path_type=Path))
 @click.option(
     "--dtype",
-    type=options.Dtype(),
+    type=options.WEIGHT_TYPE,
     metavar=options.DTYPE,
     help="With bf16, cast other floats to bf16 and code them, too; without it bf16 and FP8 alone are coded.",
 )

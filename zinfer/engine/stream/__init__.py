@@ -34,6 +34,7 @@ from zinfer.engine.stream import graphs
 from zinfer.engine.stream.attention import Ragged
 from zinfer.engine.stream.disk import DiskRing
 from zinfer.engine.stream.experts import ExpertCounts, ExpertPool
+from zinfer.engine.stream.feed_forward import split_by_tokens
 from zinfer.engine.stream.few_experts import FewExperts
 from zinfer.engine.stream.graphs import Graphs
 from zinfer.engine.stream.headroom import MemoryHeadroom, prefetch_distance
@@ -83,6 +84,7 @@ class Stream(SharedPasses):
         self._copier, self._headroom = HostCopier(self.device), MemoryHeadroom(self.device)
         state = ModelState(plan.model, plan.case.load_format, allow_nan=plan.case.allow_nan)
         self.model, self._layers = state.model, state.layers
+        split_by_tokens(self._layers, plan.placement.pass_tokens)
         self._inspect()
         self._ragged = Ragged(self.model, self._layers, self._accepted, self.device)
         self._ragged.able = self._ragged.able and not self._counts_padding

@@ -61,16 +61,12 @@ def capability_text(capability: tuple[int, int]) -> str:
     return f"{capability[0]}.{capability[1]}"
 
 
-def find_library(wanted: str = "auto") -> Library:
-    """Return the library `wanted`, with ``auto`` the first that is installed.
+def find_library() -> Library:
+    """Return the library that is installed, TensorRT before TensorRT-RTX.
 
-    TensorRT comes before TensorRT-RTX. Raises EngineError for an unknown name, and, with the command that installs it,
-    for a library that is missing, too old, or does not load.
+    Raises EngineError, with the command that installs it, for one that is missing, too old, or does not load.
     """
-    if wanted != "auto" and wanted not in LIBRARIES:
-        raise EngineError(f"no TensorRT library {wanted!r}; use {', '.join(LIBRARIES)} or auto")
-    names: list[Name] = [name for name in LIBRARIES if wanted in ("auto", name)]
-    for name in names:
+    for name in LIBRARIES:
         if util.find_spec(LIBRARIES[name]) is not None:
             try:
                 module = import_module(LIBRARIES[name])
@@ -80,8 +76,8 @@ def find_library(wanted: str = "auto") -> Library:
                 remedy = f"pip install -U 'zinfer[{name}]'"
                 raise environment_error(EngineError(f"{name} {module.__version__} has no KV cache layers: {remedy}"))
             return Library(module, name, module.__version__)
-    lines = " or ".join(f"pip install 'zinfer[{name}]'" for name in names)
-    raise environment_error(EngineError(f"engine tensorrt needs {' or '.join(names)}: {lines}"))
+    lines = " or ".join(f"pip install 'zinfer[{name}]'" for name in LIBRARIES)
+    raise environment_error(EngineError(f"engine tensorrt needs {' or '.join(LIBRARIES)}: {lines}"))
 
 
 class Messages:

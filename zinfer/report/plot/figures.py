@@ -20,16 +20,7 @@ from zinfer.core.units import figures, gb
 from zinfer.plan.planner import Plan
 from zinfer.record.measurement import Measurement
 from zinfer.record.study import SOURCES, Study
-from zinfer.report.plot.style import (
-    GREY,
-    PALETTE,
-    Sheet,
-    batch_axis,
-    log_axis,
-    looks,
-    series,
-    shortened,
-)
+from zinfer.report.plot.style import GREY, PALETTE, Sheet, batch_axis, log_axis, looks, series, shortened
 from zinfer.report.plot.timeline import timeline
 
 _VALUED = 8  # maximum of points with written values

@@ -8,7 +8,7 @@
    int8 rows are followed, in memory, by their scale, a float32.
 
    `attend` computes all of attention for rows of several micro-batches at once, without their scores ever leaving a
-   core's cache. `dots` and `mix` are its two products alone, whose work is split further, for few rows. `store` copies
+   core's cache; a core takes a head of a row, or where these are few, a part of its tokens. `dots` and `mix` are its two products alone, whose work is split further, for few rows. `store` copies
    the keys and values of new tokens to where `attend` reads them.
 
    Matrix b of `outer * inner` begins `(b / inner) * stride_outer + (b % inner) * stride_inner` elements after the first
@@ -341,18 +341,22 @@ typedef struct {
     int64_t rows, heads, tokens, of_keys[3], of_values[3], of_bias[2][3];
 } block;
 
-/* out[r] = softmax over t of (scale * (query[r] . keys[t]) + biases) times values[t], for all queries of a head. */
+/* out[r] = softmax over t of (scale * (query[r] . keys[t]) + biases) times values[t], for all queries of a head. Of
+   `parts` equal parts of its tokens it takes number `part`; if there are several, `out` gets sums and `states`, which
+   `join` makes the same of. */
 INLINE void attend(type kind, const block *own, int64_t row, int64_t head, const float *query, float *out,
-                   int64_t count, int64_t width, int64_t columns, float scale) {
+                   softmax *states, int64_t count, int64_t width, int64_t columns, float scale, int64_t part,
+                   int64_t parts) {
     float scores[ROWS * TOKENS], sums[ROWS * SPAN];
-    softmax states[ROWS];
+    const int64_t tiles = (own->tokens + TOKENS - 1) / TOKENS, first = tiles * part / parts * TOKENS;
+    const int64_t last = tiles * (part + 1) / parts * TOKENS, end = last < own->tokens ? last : own->tokens;
     const int64_t size = size_of(kind), key = own->of_keys[2] * size, value = own->of_values[2] * size;
     const char *keys = own->keys + (row * own->of_keys[0] + head * own->of_keys[1]) * size;
     const char *values = own->values + (row * own->of_values[0] + head * own->of_values[1]) * size;
     memset(sums, 0, count * SPAN * sizeof(float));
     for (int64_t r = 0; r < count; r++) states[r] = (softmax){-__builtin_inff(), 0};
-    for (int64_t begin = 0; begin < own->tokens; begin += TOKENS) {
-        int64_t some = own->tokens - begin < TOKENS ? own->tokens - begin : TOKENS;
+    for (int64_t begin = first; begin < end; begin += TOKENS) {
+        int64_t some = end - begin < TOKENS ? end - begin : TOKENS;
         const char *tile = values + begin * value, *behind = tile + columns * size;
         dots(kind, query, keys + begin * key, scores, own->of_keys[2], count, 0, some, TOKENS, width);
         for (int64_t r = 0; r < count; r++) {
@@ -376,10 +380,27 @@ INLINE void attend(type kind, const block *own, int64_t row, int64_t head, const
         }
     }
     for (int64_t r = 0; r < count; r++) {
-        float part = states[r].total == 0 ? 0 : 1 / states[r].total;
+        float share = parts > 1 ? 1 : states[r].total == 0 ? 0 : 1 / states[r].total;
         unlay(kind, sums + r * SPAN, columns, out + r * columns);
-        for (int64_t d = 0; d < columns; d++) out[r * columns + d] *= part;
+        for (int64_t d = 0; d < columns; d++) out[r * columns + d] *= share;
     }
+}
+
+/* Makes of the sums of one query in all parts, `apart` floats from each other, the softmax over all of its tokens. Their
+   states are `count` from each other. */
+static void join(const float *sums, const softmax *states, float *out, int64_t apart, int64_t count, int64_t columns,
+                 int64_t parts) {
+    const float none = -__builtin_inff();
+    float most = none, total = 0;
+    for (int64_t p = 0; p < parts; p++) most = states[p * count].most > most ? states[p * count].most : most;
+    for (int64_t d = 0; d < columns; d++) out[d] = 0;
+    for (int64_t p = 0; p < parts; p++) {
+        softmax state = states[p * count];
+        float factor = state.most == none ? 0 : exponential((floats){0} + (state.most - most))[0];
+        total += factor * state.total;
+        for (int64_t d = 0; d < columns; d++) out[d] += factor * sums[p * apart + d];
+    }
+    for (int64_t d = 0; d < columns; d++) out[d] = total == 0 ? 0 : out[d] / total;
 }
 
 /* Returns how many of `tasks` a thread takes at a time, `most` at most. Threads take new ones as they end: one whose CPU
@@ -437,17 +458,24 @@ void store(const copy *copies, int64_t all, int threads) {
             }                                                                                                         \
     }                                                                                                                 \
                                                                                                                       \
-    void attend_##kind(const float *queries, const block *blocks, float *out, int64_t all, int64_t count,             \
-                       int64_t width, int64_t columns, float scale, int threads) {                                    \
-        int64_t share = grain(all, threads, 4);                                                                       \
+    void attend_##kind(const float *queries, const block *blocks, float *out, float *sums, softmax *states,           \
+                       int64_t all, int64_t parts, int64_t count, int64_t width, int64_t columns, float scale,        \
+                       int threads) {                                                                                 \
+        int64_t share = grain(all * parts, threads, 4), apart = count * columns;                                      \
         _Pragma("omp parallel for schedule(dynamic, share) num_threads(threads)")                                     \
-        for (int64_t b = 0; b < all; b++) {                                                                           \
+        for (int64_t task = 0; task < all * parts; task++) {                                                          \
             const block *own = blocks;                                                                                \
-            int64_t place = b;                                                                                        \
+            int64_t b = task / parts, place = b;                                                                      \
             for (; place >= own->rows * own->heads; own++) place -= own->rows * own->heads;                           \
             attend(kind, own, place / own->heads, place % own->heads, queries + b * count * width,                    \
-                   out + b * count * columns, count, width, columns, scale);                                          \
+                   (parts > 1 ? sums : out) + task * apart, states + task * count, count, width, columns, scale,      \
+                   task % parts, parts);                                                                              \
         }                                                                                                             \
+        if (parts > 1)                                                                                                \
+            for (int64_t i = 0; i < all * count; i++) {                                                               \
+                int64_t from = i / count * parts * count + i % count;                                                 \
+                join(sums + from * columns, states + from, out + i * columns, apart, count, columns, parts);          \
+            }                                                                                                         \
     }
 
 EXPORT(bfloat16)

@@ -37,7 +37,8 @@ NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in (*FLOATS, torch.i
 SCALE_BYTES = 4
 TINIEST = 127 * torch.finfo(torch.float32).tiny  # smallest maximum of a row whose scale is still a normal number
 MAX_ROWS, MAX_WIDTH, MAX_COLUMNS = 128, 1024, 256  # ROWS, WIDTH and SPAN in attend.c
-MIN_HEADS_PER_THREAD = 8  # heads of rows for each thread from which on `attend` shares them out evenly enough
+HEADS_PER_THREAD = 8  # heads of rows for each thread that are shared out evenly enough; fewer are taken in parts
+TOKENS_PER_PART = 512  # tokens of a part at least
 
 
 def dots(rows: Tensor, keys: Tensor) -> Tensor:
@@ -91,10 +92,14 @@ def attend(
             entry.of_bias[index][:] = bias.stride()[:3]
         first += len(keys)
     queries, out = queries.to(torch.float32).contiguous(), torch.empty((rows, heads, count, columns))
+    threads = threads or torch.get_num_threads()
+    parts = min(-(-HEADS_PER_THREAD * threads // (rows * heads)), -(-longest // TOKENS_PER_PART))
+    sums = torch.empty((rows * heads, parts, count, columns) if parts > 1 else 0)
+    states = torch.empty((rows * heads, parts, count, 2))
     function = getattr(library(), f"attend_{NAMES[blocks[0][0].dtype]}")
-    numbers = map(ctypes.c_int64, (rows * heads, count, width, columns))
-    pointers = ctypes.c_void_p(queries.data_ptr()), table, ctypes.c_void_p(out.data_ptr())
-    function(*pointers, *numbers, ctypes.c_float(scale), ctypes.c_int(threads or torch.get_num_threads()))
+    numbers = map(ctypes.c_int64, (rows * heads, parts, count, width, columns))
+    pointers = [ctypes.c_void_p(tensor.data_ptr()) for tensor in (queries, out, sums, states)]
+    function(pointers[0], table, *pointers[1:], *numbers, ctypes.c_float(scale), ctypes.c_int(threads))
     return out
 
 
@@ -144,12 +149,11 @@ def _copies(target: Tensor, states: Tensor) -> bool:
 
 
 def can_attend(queries: Tensor, blocks: Sequence[tuple[Tensor, Tensor]]) -> bool:
-    """Tell whether `attend` can be computed, and shared out evenly among threads. Else `dots` and `mix` can, whose work
-    is split further."""
+    """Tell whether `attend` can be computed by the compiled code."""
     rows, heads, count, width = queries.shape if queries.dim() == 4 else (0, 0, 0, 0)
     dtypes = {tensor.dtype for keys, values in blocks for tensor in (keys, values)}
     return (
-        rows * heads >= MIN_HEADS_PER_THREAD * torch.get_num_threads()
+        rows * heads > 0
         and _are_read(queries)
         and count <= MAX_ROWS
         and len(dtypes) == 1

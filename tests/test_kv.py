@@ -141,13 +141,13 @@ def test_as_many_threads_attend_as_the_plan_says(
     """The number is restored when the batch is done."""
     directory, before = checkpoint("llama"), torch.get_num_threads()
     seen: set[int] = set()
-    run = cpu_kernel._run
+    attend = cpu_kernel.attend
 
     def watched(*args: Any) -> Any:
-        seen.add(torch.get_num_threads())
-        return run(*args)
+        seen.add(args[-1])
+        return attend(*args)
 
-    monkeypatch.setattr(cpu_kernel, "_run", watched)
+    monkeypatch.setattr("zinfer.engine.stream.kv.cpu.attend", watched)
     for share, threads in ((1.0, attending_cpus(before)), (1e-3, 1)):
         seen.clear()
         engine: Any = load("stream", directory, "cpu", tmp_path, kv_offload="cpu", kv_attention="cpu")

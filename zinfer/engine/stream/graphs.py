@@ -441,7 +441,7 @@ class Graphs:
         return logits
 
     def by_layer(self, parts: Sequence[Part], layers: Sequence[nn.Module], run: Callable[[bool], Tensor]) -> Tensor:
-        """Compute a decode pass as `forward` does, with a graph for each of `layers`.
+        """Compute a decode pass with a graph for each layer.
 
         `run` computes the pass; it gets whether layers are replayed, so that none attends.
         """
@@ -482,7 +482,7 @@ class Graphs:
     def _layered(
         self, graph_set: GraphSet, parts: Sequence[Part], ends: tuple[int, ...], layers: Sequence[nn.Module]
     ) -> LayerGraphs:
-        """Make graphs of layers, none recorded yet, for a pass that sees `ends` positions of each part."""
+        """Make graphs of layers, to be recorded, that see `ends` positions."""
         assert self._recorder is not None
         count = parts[0].token_ids.shape[1]
         if self._norms is None:
@@ -702,7 +702,7 @@ class Graphs:
     def _joined(
         self, memories: Sequence[StaticKV], ends: Sequence[int], count: int, whole: bool = True
     ) -> AbstractContextManager[Cache]:
-        """Return joined attention of a recorded pass, or of layers of it unless `whole`."""
+        """Return joined attention of a recorded pass (`whole`), or layers of it."""
         dtype, device = self._model.dtype, memories[0].slot.device
         layers = [memory.layers(end, count, dtype) for memory, end in zip(memories, ends, strict=True)]
         biases = [

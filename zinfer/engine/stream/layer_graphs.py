@@ -1,4 +1,4 @@
-"""Graphs of single decoder layers, for decode steps whose weights cross the link.
+"""Layer graphs: decode steps whose weights cross the link, without launches.
 
 A layer's weights come into memory of their own before each of its calls, outside of its graph. What the layer computes
 then is recorded as in a step without offload (`zinfer.engine.stream.graphs`), and launched as one. All tensors that the
@@ -22,7 +22,7 @@ DIFFERS = "their results differ from those of a step without them"
 
 @dataclass
 class LayerGraph:
-    """A recorded layer, and the memory of the tensors among its arguments, in their order."""
+    """A recorded layer, and the memory of its arguments' tensors, in order."""
 
     inputs: list[Tensor]
     replay: Callable[[], Any]

@@ -143,7 +143,7 @@ class SharedPasses(Decoder):
         return all(part.batch.length >= (1 if count == 1 else part.batch.prompt_len) for part in parts)
 
     def _is_recordable_by_layer(self, parts: Sequence[Part]) -> bool:
-        """Tell whether a pass is a decode step whose layers can be recorded, though their weights come meanwhile."""
+        """Tell whether a graph of each layer can compute a pass."""
         return (
             self._ring is not None
             and bool(self._ring.streamed)
@@ -158,7 +158,7 @@ class SharedPasses(Decoder):
         )
 
     def _by_layer(self, parts: Sequence[Part]) -> Tensor:
-        """Run a forward pass of `parts` alone, with a graph for each layer."""
+        """Run a forward pass with a graph for each layer."""
         with self._ring_pass():
             return self._graphs.by_layer(parts, list(self._layers), partial(self._joined, parts))
 

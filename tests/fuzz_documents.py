@@ -215,9 +215,10 @@ def _shown(dice: Random, results: str) -> list[str]:
 
 def _studies(dice: Random) -> list[str]:
     runs = {
-        "codec": codec_run("a", "b"), "accuracy": accuracy_run(),
+        "codec": codec_run("a", "b"),
+        "accuracy": accuracy_run(),
         "reuse": reuse_run(kept_point(1024, 90.0, 50.0), kept_point(4096, 300.0, 60.0)),
-    }  # fmt: skip
+    }
     folder = Path("studies")
     folder.mkdir(exist_ok=True)
     (folder / "s.jsonl").write_bytes(b"".join(encode(record) + b"\n" for record in sweep()[:3]))

@@ -77,10 +77,8 @@ def slurm(folder: Path) -> Iterator[dict[str, str]]:
     host = socket.gethostname().split(".")[0]
     environment = os.environ | {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": f"{os.environ['PATH']}:{PATHS}"}
     (folder / "slurm.conf").write_text(
-        CONFIGURATION.format(
-            host=host, port=_free_port(), slurmd_port=_free_port(), folder=folder, cpus=os.cpu_count()
-        )
-    )  # fmt: skip
+        CONFIGURATION.format(host=host, port=_free_port(), slurmd_port=_free_port(), folder=folder, cpus=os.cpu_count())
+    )
     (folder / "munge.key").write_bytes(os.urandom(1024))
     (folder / "munge.key").chmod(0o400)
     files = {"socket": "munge.socket", "key-file": "munge.key", "pid-file": "munge.pid", "log-file": "munge.log",

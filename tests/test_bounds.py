@@ -192,8 +192,7 @@ def test_a_machine_out_of_bounds_is_refused(fields: dict[str, Any], message: str
 
 
 @pytest.mark.parametrize(
-    "text",
-    ['{"h2d_bandwidth": NaN}', '{"a": 1e400}', '{"a": 1, "a": 2}', "[]", "[" * 10**5, "\x00", "{"],
+    "text", ['{"h2d_bandwidth": NaN}', '{"a": 1e400}', '{"a": 1, "a": 2}', "[]", "[" * 10**5, "\x00", "{"]
 )
 def test_a_machine_file_that_is_no_description_is_one_line(text: str) -> None:
     Path("machine.json").write_text(text)

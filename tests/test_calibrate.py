@@ -57,11 +57,7 @@ def test_throughput_of_the_records_is_predicted_within_a_tenth(rows: tuple[Predi
     assert max(map(abs, ours.values())) <= 0.17
     assert median(map(abs, ours.values())) <= 0.03
     wrong = {case.label() for case, error in errors.items() if abs(error) > 0.15}
-    assert wrong == {
-        "deepspeed cpu",
-        "accelerate cpu pin_memory=False",
-        "accelerate cpu gpu-weights=70%",
-    }
+    assert wrong == {"deepspeed cpu", "accelerate cpu pin_memory=False", "accelerate cpu gpu-weights=70%"}
     assert max(map(abs, errors.values())) <= 0.25
     resident = {case: error for case, error in everything.items() if case.offload == "none"}
     assert max(map(abs, resident.values())) <= 0.25
@@ -292,8 +288,9 @@ def test_records_unpacked_the_layers_that_stayed_at_the_same_rate() -> None:
             rates.setdefault(fit_point.model.name, {})[share] = rate
     several = {name: by_share for name, by_share in rates.items() if len(by_share) > 1}
     assert {name: by_share.keys() for name, by_share in several.items()} == {
-        "bloom-176b": {"0%", "25%"}, "mixtral-8x7b": {"94%", "auto"},
-    }  # fmt: skip
+        "bloom-176b": {"0%", "25%"},
+        "mixtral-8x7b": {"94%", "auto"},
+    }
     for shares in several.values():
         first, second = shares.values()
         assert second == pytest.approx(first, rel=0.03)

@@ -78,7 +78,7 @@ def server(fault: str = "", idle_s: float | None = None) -> Iterator[int]:
         ("fails late", (True,), "no worker", None),
         ("hangs", (False, True), "no answer within 0 s", "no answer within 0 s"),
     ],
-)  # fmt: skip
+)
 def test_answers_are_the_text_of_their_prompt(
     fault: str, streams: tuple[bool, ...], alone: str | None, disturbed: str | None
 ) -> None:

@@ -25,7 +25,7 @@ from zinfer.analysis.economics import (
     parse_count,
     parse_demand,
     parse_seconds,
-)  # fmt: skip
+)
 from zinfer.analysis.sla import SlaError, check, parse, statistic
 from zinfer.cli import cli
 from zinfer.record.measurement import Measurement

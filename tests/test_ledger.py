@@ -14,9 +14,10 @@ SETTINGS = {"prompts": "abc", "model": "llama"}
 RECORDS = [
     failure(request, "oom_gpu", "no")  # type: ignore[arg-type]
     for name in "abc"
-    for request in read(encode({"custom_id": name, "method": "POST", "url": "/v1/completions",
-                                "body": {"prompt": name}}))
-]  # fmt: skip
+    for request in read(
+        encode({"custom_id": name, "method": "POST", "url": "/v1/completions", "body": {"prompt": name}})
+    )
+]
 IDS = [record["id"] for record in RECORDS]
 
 

@@ -266,9 +266,9 @@ def test_several_machines_are_ranked_in_one_table() -> None:
     prices = ("--price", "t4=0.1,l40s=9", "--price", "h200=1", "--price", "2")
     by_cost = [row[0] for row in ranked(*words, *prices)]
     usd = {"t4": 0.1, "l40s": 9, "h200": 1, "h100-80gb": 2}
-    assert by_cost == sorted(usd, key=lambda name: usd[name] / next(
-        row["output_tok_s"] for row in by_rate if row["machine"]["name"] == name
-    ))  # fmt: skip
+    assert by_cost == sorted(
+        usd, key=lambda name: usd[name] / next(row["output_tok_s"] for row in by_rate if row["machine"]["name"] == name)
+    )
     assert by_cost != names
     (row,) = (row for row in rows(*words, *prices, "--sla", "ttft<=1s") if row["machine"]["name"] == "h200")
     assert row["usd_per_mtok"] == pytest.approx(1e6 / row["output_tok_s"] / 3600)

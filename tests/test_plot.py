@@ -52,9 +52,7 @@ TRACED = [
     point(case(64, options=(("ring_depth", 3),)), 2.5, timeline=traced(running=True)),
     point(case(32, "deepspeed"), 1.5),
 ]
-DATA = {
-    "sweep": sweep(), "crowd": CROWD, "twelve": TWELVE, "one": [point(case(24), repeats=1)], "traced": TRACED,
-}  # fmt: skip
+DATA = {"sweep": sweep(), "crowd": CROWD, "twelve": TWELVE, "one": [point(case(24), repeats=1)], "traced": TRACED}
 
 
 def drawn(points: Sequence[Measurement]) -> dict[str, Figure]:

@@ -70,9 +70,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def start(folder: Path, cluster: Any) -> "subprocess.Popen[str]":
     command = [sys.executable, "-m", "zinfer", *JOB, "-o", "out.jsonl", "--ray", cluster.address]
-    return subprocess.Popen(
-        command, cwd=folder, env=environment(HF_HUB_OFFLINE="1"), stderr=subprocess.PIPE, text=True
-    )  # fmt: skip
+    return subprocess.Popen(command, cwd=folder, env=environment(HF_HUB_OFFLINE="1"), stderr=subprocess.PIPE, text=True)
 
 
 @pytest.fixture
@@ -191,7 +189,7 @@ def test_a_cluster_or_a_model_that_cannot_be_had_is_one_line(
     save_file(tensors, file, metadata={"format": "pt"})
     damaged = zinfer_process(
         folder, "batch", "prompts.jsonl", "-m", "model", "-o", "none.jsonl", "--ray", cluster.address
-    )  # fmt: skip
+    )
     assert damaged.returncode == 5
     assert "holds NaN or infinity" in damaged.stderr
     foreign = Shard(1, 2).path(folder / "more.jsonl")

@@ -239,8 +239,9 @@ def _names(body: list[ast.stmt]) -> dict[str, set[str]]:
             case ast.FunctionDef():
                 names[node.name] = set()
             case ast.Assign():
-                names |= {name.id: set() for target in node.targets for name in ast.walk(target)
-                          if isinstance(name, ast.Name)}  # fmt: skip
+                names |= {
+                    name.id: set() for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Name)
+                }
             case ast.AnnAssign(target=ast.Name(id=name)):
                 names[name] = set()
     return names

@@ -56,7 +56,7 @@ class Report:
     """Report as Markdown and, where it is asked for, as HTML."""
 
     def __init__(self, results: Path, *options: object) -> None:
-        self._asked = results, *options
+        self._results, self._options = results, options
         self.text = self._written("md")
 
     @cached_property
@@ -64,8 +64,8 @@ class Report:
         return self._written("html")
 
     def _written(self, form: str) -> str:
-        output = self._asked[0].parent / "plots" / f"report.{form}"
-        done = invoke("report", *self._asked, "-o", output)
+        output = self._results.parent / "plots" / f"report.{form}"
+        done = invoke("report", self._results, *self._options, "-o", output)
         assert (done.exit_code, done.stdout) == (0, f"{output}\n"), done.output
         return output.read_text()
 

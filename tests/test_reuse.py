@@ -169,8 +169,9 @@ def test_samples_before_a_crash_stay(inline: Callable[..., tuple[Any, Study]]) -
     assert result.exit_code == 4
     assert "kv_offload=cpu is not kept" in result.stderr
     assert [reload.skipped for reload in recorded.of(Reload)] == [
-        "unsupported: a KV cache with kv_offload=cpu is not kept", "16 tokens failed (unsupported)",
-    ]  # fmt: skip
+        "unsupported: a KV cache with kv_offload=cpu is not kept",
+        "16 tokens failed (unsupported)",
+    ]
     assert len(study.read(Path("r.jsonl"), "reuse").runs) == 2
 
 

@@ -37,9 +37,7 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
 
 def start(folder: Path, cluster: dict[str, str], *more: str) -> "subprocess.Popen[str]":
     command = [sys.executable, "-m", "zinfer", *WORDS, *more]
-    return subprocess.Popen(
-        command, cwd=folder, env=cluster, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )  # fmt: skip
+    return subprocess.Popen(command, cwd=folder, env=cluster, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
 def wait_for_points(folder: Path, count: int) -> None:

@@ -29,7 +29,7 @@ EARLIER = {
     "accuracy": ({"about": "told", "case": "reference", "text": "prompts"}, ("deviations",)),
     "reuse": ({"revision": "model_revision"}, ("points",)),
     "routing": ({"about": "told"}, ("rows",)),
-}  # fmt: skip
+}
 
 
 @pytest.fixture

@@ -304,5 +304,8 @@ def _routing(run: Study) -> _Parts:
 
 
 _SHOWN: dict[str, Callable[[Study], _Parts]] = {
-    "codec": _codec, "accuracy": _accuracy, "reuse": _reuse, "routing": _routing,
-}  # fmt: skip
+    "codec": _codec,
+    "accuracy": _accuracy,
+    "reuse": _reuse,
+    "routing": _routing,
+}

@@ -90,9 +90,12 @@ def scheme(weights: Scheme, group_size: int | None = None) -> dict[str, Any]:
         arguments["group_size"] = group_size or GROUP_SIZES[0]
     group = {"targets": ["Linear"], "format": layout, "weights": arguments, "input_activations": None}
     return {
-        "quant_method": "compressed-tensors", "format": layout, "quantization_status": "compressed",
-        "ignore": ["lm_head", "re:.*router"], "config_groups": {"group_0": group},
-    }  # fmt: skip
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "quantization_status": "compressed",
+        "ignore": ["lm_head", "re:.*router"],
+        "config_groups": {"group_0": group},
+    }
 
 
 def group_size(columns: int, wanted: int = GROUP_SIZES[0]) -> int:

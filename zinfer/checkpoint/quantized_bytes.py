@@ -146,8 +146,11 @@ class Quantization:
         if layout == "pack-quantized":
             if bits not in (4, 8):
                 raise ModelError(f"its weights have {bits} bits by compressed-tensors: zinfer reads 4 and 8")
-            headers = {f"{name}_packed": Header("I32", (rows, ceil(columns * bits / 32))), f"{name}_scale": scale,
-                       f"{name}_shape": Header("I64", (2,))}  # fmt: skip
+            headers = {
+                f"{name}_packed": Header("I32", (rows, ceil(columns * bits / 32))),
+                f"{name}_scale": scale,
+                f"{name}_shape": Header("I64", (2,)),
+            }
             if zeros:
                 headers[f"{name}_zero_point"] = Header("I32", (ceil(rows * bits / 32), grid[1]))
             if given.get("actorder") == "group":
@@ -167,8 +170,12 @@ class Quantization:
         name, kind = f"{module}.weight", str(algorithm).upper()
         if kind in ("NVFP4", "W4A16_NVFP4"):
             return _four_bits(rows, columns, name, f"{name}_scale", f"{name}_scale_2")
-        grids = {"FP8": (), "FP8_PER_CHANNEL_PER_TOKEN": (rows,), "MXFP8": (rows, columns // 32),
-                 "FP8_PB_WO": (ceil(rows / 128), 1, ceil(columns / 128), 1)}  # fmt: skip
+        grids = {
+            "FP8": (),
+            "FP8_PER_CHANNEL_PER_TOKEN": (rows,),
+            "MXFP8": (rows, columns // 32),
+            "FP8_PB_WO": (ceil(rows / 128), 1, ceil(columns / 128), 1),
+        }
         if kind not in grids or (kind == "MXFP8" and columns % 32):
             return None
         scale = Header("U8" if kind == "MXFP8" else "F32", grids[kind])

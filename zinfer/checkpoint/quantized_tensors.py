@@ -117,8 +117,12 @@ class TensorFinder:
     # Formats
 
     def weights(self) -> Iterator[QuantizedWeight]:
-        finders = {"fp8": self.fp8, "mxfp4": self.mxfp4, "compressed-tensors": self.compressed,
-                   "modelopt": self.modelopt}  # fmt: skip
+        finders = {
+            "fp8": self.fp8,
+            "mxfp4": self.mxfp4,
+            "compressed-tensors": self.compressed,
+            "modelopt": self.modelopt,
+        }
         return finders.get(self.settings["quant_method"], self.columns)()
 
     def fp8(self) -> Iterator[QuantizedWeight]:

@@ -132,11 +132,16 @@ def _answer(
     load = next(iter(loads))
     cache = plan_options(load.engine, load.options)
     identity = {
-        "prompts": digest(content), "model": model, "model_revision": source.revision, "dtype": source.spec.dtype,
+        "prompts": digest(content),
+        "model": model,
+        "model_revision": source.revision,
+        "dtype": source.spec.dtype,
         "kv_cache_dtype": cache.kv_cache_dtype if cache.kv_quantized else None,
-        "layers": how["layers"], "output_len": how["output_len"], "shard": shard and str(shard),
+        "layers": how["layers"],
+        "output_len": how["output_len"],
+        "shard": shard and str(shard),
         "chat_template": how["chat_template"] and digest((tokenizer.template.text or "").encode()),
-    }  # fmt: skip
+    }
     with Ledger.open(output, identity, int(time.time()), force) as ledger, Watch() as watch:
         for damage in ledger.damaged:
             watch.message(f"left out {damage}")

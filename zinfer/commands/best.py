@@ -29,13 +29,19 @@ if TYPE_CHECKING:
 @results_options
 @click.option("-m", "--model", help="Show only this model.")
 @click.option(
-    "--sla", "levels", multiple=True, metavar="METRIC:STATISTIC:<=:VALUE",
+    "--sla",
+    "levels",
+    multiple=True,
+    metavar="METRIC:STATISTIC:<=:VALUE",
     help="A service level to keep, such as ttft:p99:<=:2s or output_tok_s:mean:>=:30. Repeatable.",
-)  # fmt: skip
+)
 @click.option(
-    "--objective", type=click.Choice(["throughput", "cost", "energy", "latency"]), default="throughput",
-    show_default=True, help="Quantity to choose the best configuration by.",
-)  # fmt: skip
+    "--objective",
+    type=click.Choice(["throughput", "cost", "energy", "latency"]),
+    default="throughput",
+    show_default=True,
+    help="Quantity to choose the best configuration by.",
+)
 @click.option("--pareto", is_flag=True, help="Show the points that nothing beats in both tok/s and tok/s a user.")
 @price_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -302,16 +308,21 @@ def _summary(group: "Group", points: "Points") -> dict[str, Any]:
     offloads = []
     for verdict in rates.offload_verdicts(points):
         comparison = verdict.comparison
-        offloads.append({
-            "engine": verdict.engine, "offload": verdict.offload, "gain": comparison.gain,
-            "verdict": comparison.change.verdict if comparison.change else None,
-            "best": _point(comparison.best), "baseline": _point(comparison.baseline),
-            "equal_batch": [
-                {"batch_size": equal.after_case.workload.batch_size, "ratio": equal.ratio, "verdict": equal.verdict}
-                for equal in comparison.equal
-            ],
-            "words": verdict.text,
-        })  # fmt: skip
+        offloads.append(
+            {
+                "engine": verdict.engine,
+                "offload": verdict.offload,
+                "gain": comparison.gain,
+                "verdict": comparison.change.verdict if comparison.change else None,
+                "best": _point(comparison.best),
+                "baseline": _point(comparison.baseline),
+                "equal_batch": [
+                    {"batch_size": equal.after_case.workload.batch_size, "ratio": equal.ratio, "verdict": equal.verdict}
+                    for equal in comparison.equal
+                ],
+                "words": verdict.text,
+            }
+        )
     edges = [
         {"engine": edge.load.engine, "offload": edge.load.offload, "options": dict(edge.load.options)}
         | {"largest_ok": edge.largest_ok, "smallest_oom": edge.smallest_oom}

@@ -17,9 +17,14 @@ def models(name: str | None, as_json: bool) -> None:
     specs = [resolve.resolve(name)] if name else [resolve.from_catalogue(entry) for entry in resolve.catalogue_names()]
     if as_json:
         keys = (
-            "parameters", "expert_parameters", "weight_bytes", "stored_bytes", "layer_bytes", "other_bytes",
+            "parameters",
+            "expert_parameters",
+            "weight_bytes",
+            "stored_bytes",
+            "layer_bytes",
+            "other_bytes",
             "kv_bytes_per_token",
-        )  # fmt: skip
+        )
         rows = [spec.model_dump(exclude={"layers"}) | {key: getattr(spec, key) for key in keys} for spec in specs]
         click.echo(json.dumps(rows, indent=1))
         return

@@ -175,11 +175,16 @@ def talk(
         dialogue.answered(answer.output_ids, answer.text)
         more = len(answer.output_ids) - 1
         turn = {
-            "turn": number + 1, "prompt": prompt, "output_ids": answer.output_ids, "output_text": answer.text,
-            "finish_reason": answer.finish_reason or "interrupted", "reloaded_tokens": answer.reloaded,
-            "computed_tokens": len(ids) - answer.reloaded, "ttft_s": round(answer.ttft_s, 6),
+            "turn": number + 1,
+            "prompt": prompt,
+            "output_ids": answer.output_ids,
+            "output_text": answer.text,
+            "finish_reason": answer.finish_reason or "interrupted",
+            "reloaded_tokens": answer.reloaded,
+            "computed_tokens": len(ids) - answer.reloaded,
+            "ttft_s": round(answer.ttft_s, 6),
             "decode_tok_s": round(more / answer.decode_s, 3) if answer.decode_s else None,
-        }  # fmt: skip
+        }
         click.echo(json.dumps(turn, ensure_ascii=not shows_unicode()) if as_json else "")
         on_message(summary(turn))
 

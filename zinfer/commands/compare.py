@@ -35,9 +35,12 @@ def _share(text: str) -> float:
     "--across", type=options.Words(AXES), help=f"Fields in which matched cases may differ: {', '.join(AXES)}."
 )
 @click.option(
-    "--fail-on-regression", "allowed", type=options.Parsed("PERCENT", _share), metavar="PERCENT",
+    "--fail-on-regression",
+    "allowed",
+    type=options.Parsed("PERCENT", _share),
+    metavar="PERCENT",
     help="Exit with 7 if a point is worse by more than this (5%) and by more than noise, or fails in B only.",
-)  # fmt: skip
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
     before: Path, after: Path, metric: "Metric", across: tuple[str, ...] | None, allowed: float | None, as_json: bool

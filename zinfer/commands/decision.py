@@ -173,7 +173,10 @@ def row(answer: GroupDecision) -> dict[str, Any]:
         "batch_command": use,
         "levels": [
             {
-                "level": check.sla.describe(), "actual": check.actual, "samples": check.samples, "ok": check.ok,
+                "level": check.sla.describe(),
+                "actual": check.actual,
+                "samples": check.samples,
+                "ok": check.ok,
                 "missed_by": check.miss if check.actual is not None else None,
             }
             for check in decision.kept
@@ -182,7 +185,7 @@ def row(answer: GroupDecision) -> dict[str, Any]:
         "usable": decision.usable,
         "pareto": [_brief(point, answer.prices) for point in decision.front],
         "fleet": None if machines is None else machines.model_dump() | {"gpus": machines.gpus, "load": machines.load},
-    }  # fmt: skip
+    }
 
 
 def configuration(point: Point) -> dict[str, Any]:

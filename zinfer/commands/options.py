@@ -195,9 +195,13 @@ def drafts_right(drafted: int, accepted: int) -> str:
 def timeout(default: float, limited: str) -> Callable[[Command], Command]:
     """Return the option ``--timeout``, in seconds."""
     return click.option(
-        "--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), default=default, show_default=True,
+        "--timeout",
+        "timeout_s",
+        type=click.FloatRange(min=0, min_open=True),
+        default=default,
+        show_default=True,
         help=f"Limit for {limited}, in seconds.",
-    )  # fmt: skip
+    )
 
 
 def record(kind: str) -> Callable[[Command], Command]:
@@ -264,11 +268,16 @@ load_options = together(  # of a load: weights, type, slice, NVMe folder, engine
     ),
     gpu_weights,
     click.option(
-        "-O", "--option", "settings", multiple=True, callback=engine_options, metavar="KEY=VALUE[,VALUE..]",
+        "-O",
+        "--option",
+        "settings",
+        multiple=True,
+        callback=engine_options,
+        metavar="KEY=VALUE[,VALUE..]",
         help="An option of the engine (listed below); a comma list is an axis. Repeatable.",
     ),
     _shorthands,
-)  # fmt: skip
+)
 
 
 chat_template = click.option(
@@ -297,7 +306,8 @@ def tokenizer_of(spec: "ModelSpec", wanted: str | None) -> "TokenizerProcess":
 job_options = together(  # of a command that answers requests
     engine,
     click.option(
-        "--offload", type=click.Choice(OFFLOADS),
+        "--offload",
+        type=click.Choice(OFFLOADS),
         help="Weights on the GPU (none), in host memory (cpu) or on an NVMe drive.  "
         "[default: the faster of none and cpu]",
     ),
@@ -305,14 +315,17 @@ job_options = together(  # of a command that answers requests
         "--batch-size", type=click.IntRange(min=1), help="Most rows that run at a time.  [default: all that fit]"
     ),
     click.option(
-        "--output-len", type=click.IntRange(min=1), default=256, show_default=True,
+        "--output-len",
+        type=click.IntRange(min=1),
+        default=256,
+        show_default=True,
         help="Most tokens of an answer, for requests without max_tokens.",
     ),
     weights,
     load_options,
     chat_template,
     timeout(36000, "a load or a pass"),
-)  # fmt: skip
+)
 
 
 def at_revision(model: Any, revision: str) -> Any:

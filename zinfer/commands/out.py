@@ -147,9 +147,12 @@ class Table:
             given = min(wanted - min_width, max(0, spare))
             spare -= given
             grid.add_column(
-                Text(self.columns[nth]), justify="right" if self.numbers[nth] else "left", min_width=min_width + given,
-                max_width=min_width + given, overflow="fold",
-            )  # fmt: skip
+                Text(self.columns[nth]),
+                justify="right" if self.numbers[nth] else "left",
+                min_width=min_width + given,
+                max_width=min_width + given,
+                overflow="fold",
+            )
         for index, row in enumerate(self.rows):
             grid.add_row(*(Text(row[nth]) for nth in shown), end_section=index in self.ends)
         return grid

@@ -20,9 +20,12 @@ if TYPE_CHECKING:
 @click.command("pack")
 @options.model
 @click.option(
-    "--engine", type=click.Choice(["stream", "tensorrt"]), default="stream", show_default=True,
+    "--engine",
+    type=click.Choice(["stream", "tensorrt"]),
+    default="stream",
+    show_default=True,
     help="Engine to pack for: coded layers (stream), or a plan of these shapes (tensorrt).",
-)  # fmt: skip
+)
 @click.option(
     "--dtype",
     type=options.WEIGHT_TYPE,

@@ -34,9 +34,13 @@ ALL = "all"
 DEFAULTS = {"engine": "stream", "offload": ("none", "cpu"), "batch_size": "auto"}
 # options that become axes of `Case.options`, with the value that changes nothing
 SCENARIOS = {
-    "weight_codec": "auto", "kv_offload": "auto", "kv_cache_dtype": "auto", "draft": "none", "experts": "auto",
+    "weight_codec": "auto",
+    "kv_offload": "auto",
+    "kv_cache_dtype": "auto",
+    "draft": "none",
+    "experts": "auto",
     "gpus": 1,
-}  # fmt: skip
+}
 
 
 # options of `zinfer.commands.ranking.Question`
@@ -60,9 +64,12 @@ ASKED = ("levels", "objective", "demand", "deadline", "utilisation", "spare", "h
 )
 @click.option("--details", is_flag=True, help="Show the table of each machine, too, where several are ranked.")
 @click.option(
-    "--set", "settings", multiple=True, metavar="FIELD=VALUE",
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="FIELD=VALUE",
     help="Replace a figure of every machine, as h2d_bandwidth=200GB/s. Repeatable.",
-)  # fmt: skip
+)
 @click.option(
     "--host-memory",
     type=PerMachine(click.STRING),
@@ -95,25 +102,36 @@ ASKED = ("levels", "objective", "demand", "deadline", "utilisation", "spare", "h
 @options.shorthand("experts")
 @click.option("--gpus", type=options.NUMBERS, help="GPUs, each with its own link.  [default: 1]")
 @click.option(
-    "--calibrate", type=click.Path(exists=True, path_type=Path), metavar="[RESULTS]", is_flag=False,
+    "--calibrate",
+    type=click.Path(exists=True, path_type=Path),
+    metavar="[RESULTS]",
+    is_flag=False,
     flag_value=str(SHIPPED),
     help="Predict the speed that engines reach, instead of the physical limit: by these records, or by the calibration "
     "that comes with zinfer if none are given.",
-)  # fmt: skip
+)
 @click.option(
-    "--sla", "--want", "levels", multiple=True, metavar="LEVEL",
+    "--sla",
+    "--want",
+    "levels",
+    multiple=True,
+    metavar="LEVEL",
     help="A service level to keep: 'ttft<=30s', 'tpot<=100ms', 'e2e<=5min', '20 tok/s' of the batch, '5 tok/s/user', "
     "or METRIC:STATISTIC:<=:VALUE. Repeatable.",
-)  # fmt: skip
+)
 @click.option(
     "--objective",
     type=click.Choice(["throughput", "cost", "latency"]),
     help="Quantity to choose the best configuration and machine by.  [default: cost with --price, else throughput]",
 )
 @click.option(
-    "--price", "--gpu-hour-usd", "stated", type=PerMachine(click.FloatRange(min=0)), multiple=True,
+    "--price",
+    "--gpu-hour-usd",
+    "stated",
+    type=PerMachine(click.FloatRange(min=0)),
+    multiple=True,
     help="USD of a GPU-hour, as 2.50 or rtx-4090=0.4. Repeatable.  [default: the catalogue's assumption]",
-)  # fmt: skip
+)
 @click.option(
     "--prompts",
     metavar="NUMBER",

@@ -73,9 +73,13 @@ class Question:
         if self.prompts is not None and deadline is not None:
             demand = f"{self.prompts * output_len}tok"
         return decision.question(
-            objective=objective, pareto=False, demand=demand, deadline=deadline,
-            gpu_hour_usd=price if pays else None, **self._given,
-        )  # fmt: skip
+            objective=objective,
+            pareto=False,
+            demand=demand,
+            deadline=deadline,
+            gpu_hour_usd=price if pays else None,
+            **self._given,
+        )
 
     def run(self, plan: Plan) -> tuple[float, float | None] | None:
         """Return the hours and USD of all prompts on one machine; None if unknown."""
@@ -109,10 +113,13 @@ class Question:
         checks = [check for point in as_points([plan]) for check in sla.check(point, levels)]
         hours, usd = self.run(plan) or (None, None)
         return {
-            "usd_per_gpu_hour": self.price(plan.machine), "price_assumed": self.assumes(plan.machine),
-            "usd_per_mtok": ranked.usd_per_mtok, "prompts_hours": hours, "prompts_usd": usd,
+            "usd_per_gpu_hour": self.price(plan.machine),
+            "price_assumed": self.assumes(plan.machine),
+            "usd_per_mtok": ranked.usd_per_mtok,
+            "prompts_hours": hours,
+            "prompts_usd": usd,
             "levels": [{"level": check.sla.describe(), "predicted": check.actual, "ok": check.ok} for check in checks],
-        }  # fmt: skip
+        }
 
 
 def as_points(plans: Sequence[Plan]) -> tuple[Measurement, ...]:

@@ -101,8 +101,12 @@ def _findings(chosen: "Chosen", baseline: Path | None, model: str | None) -> "Fi
     every = Records.together(records for _, records in by_file)
     roots = [root for root in chosen.roots() if root.is_dir()]
     folders = dict.fromkeys([*(file.parent for file, _ in by_file), *roots])
-    names = [(name, folder / f"{name}{suffix}") for name in get_args(study.StudyName) for folder in folders
-             for suffix in (".json", ".jsonl")]  # fmt: skip
+    names = [
+        (name, folder / f"{name}{suffix}")
+        for name in get_args(study.StudyName)
+        for folder in folders
+        for suffix in (".json", ".jsonl")
+    ]
     runs = study.Runs.together(study.read(file, name) for name, file in names if file.exists())
     sweeps: dict[tuple[str, Case], Path] = {}
     for file, records in by_file:

@@ -136,10 +136,13 @@ def command(
                 if dialogue is not None:
                     watch.quiet()
                     opening = BatchStart(
-                        load=largest_load(planner, [(length, output_len)], 1), rows=1, arrivals=True,
-                        cache_size=how["kv_cache_size"], folder=how["kv_cache_dir"],
+                        load=largest_load(planner, [(length, output_len)], 1),
+                        rows=1,
+                        arrivals=True,
+                        cache_size=how["kv_cache_size"],
+                        folder=how["kv_cache_dir"],
                         folder_size=how["kv_cache_dir_size"],
-                    )  # fmt: skip
+                    )
                     limits = AnswerLimits(output_len, spec.max_position, sampling, how["ignore_eos"])
                     with driver.lend() as worker:
                         talk(worker, dialogue, turns(texts), opening, limits, watch.message, as_json)
@@ -239,8 +242,11 @@ class Answers:
             answer["output_text"] += update.delta
             if update.finish_reason is not None:
                 more, decode_s = len(answer["output_ids"]) - 1, self.seconds - answer["ttft_s"]
-                answer |= {"output_text": update.text, "finish_reason": update.finish_reason,
-                           "decode_tok_s": round(more / decode_s, 3) if more > 0 and decode_s else None}  # fmt: skip
+                answer |= {
+                    "output_text": update.text,
+                    "finish_reason": update.finish_reason,
+                    "decode_tok_s": round(more / decode_s, 3) if more > 0 and decode_s else None,
+                }
                 self._ended += 1
         if not self._as_json:
             self._show()

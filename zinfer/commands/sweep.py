@@ -258,9 +258,14 @@ def _prepared(
 
     loads = [load for load in plan.loads() if options.locate(load) is not None]
     return sweep.prepare(
-        plan, machine, partial(sweep.source_of, plan), options.locate, nvme_path, requests=request_sets(plan),
+        plan,
+        machine,
+        partial(sweep.source_of, plan),
+        options.locate,
+        nvme_path,
+        requests=request_sets(plan),
         loads=loads if shard is None else shard.of(loads),
-    )  # fmt: skip
+    )
 
 
 def _measure(

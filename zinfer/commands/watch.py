@@ -141,9 +141,14 @@ class Watch:
         from zinfer.worker.process import Worker
 
         return partial(
-            Worker, target, timeout_s=timeout_s, on_progress=self.progress, on_loaded=self.loaded, debug=bool(debug),
+            Worker,
+            target,
+            timeout_s=timeout_s,
+            on_progress=self.progress,
+            on_loaded=self.loaded,
+            debug=bool(debug),
             revision=revision,
-        )  # fmt: skip
+        )
 
     def point(self, point: Measurement, resumed: bool) -> None:
         """Print a line about a finished point. `resumed` marks a point from a record."""
@@ -187,6 +192,11 @@ class Watch:
     def events(self) -> Events:
         """Return the callbacks for a sweep that print to this watch."""
         return Events(
-            point=self.point, loading=self.loading, loaded=self.loaded, progress=self.progress, outlook=self.outlook,
-            trying=self.trying, requests=self.requests,
-        )  # fmt: skip
+            point=self.point,
+            loading=self.loading,
+            loaded=self.loaded,
+            progress=self.progress,
+            outlook=self.outlook,
+            trying=self.trying,
+            requests=self.requests,
+        )

@@ -200,10 +200,14 @@ def _field(row: Any) -> str:
 
 
 Row = Annotated[
-    Annotated[Coded, Tag("raw_bytes")] | Annotated[Deviation, Tag("along")] | Annotated[Failed, Tag("case")]
-    | Annotated[Reload, Tag("context")] | Annotated[Hits, Tag("hits")] | Annotated[Touched, Tag("share")],
+    Annotated[Coded, Tag("raw_bytes")]
+    | Annotated[Deviation, Tag("along")]
+    | Annotated[Failed, Tag("case")]
+    | Annotated[Reload, Tag("context")]
+    | Annotated[Hits, Tag("hits")]
+    | Annotated[Touched, Tag("share")],
     Discriminator(_field),
-]  # fmt: skip
+]
 R = TypeVar("R", bound=Frozen)
 
 

@@ -133,10 +133,14 @@ def _tops(workload: WorkloadFindings) -> Table:
     for point in rates.ranked(workload.points):
         times = _times(loads[top.case.load], loads[point.case.load]) if top and point.case.load != top.case.load else ""
         cells = (
-            titled(point), str(point.case.workload.batch_size), *rate(point),
-            *(_percentile(point, time, name) for time in _TIMES for name in _PERCENTILES), *_use(point),
-            str(edges[point.case.load].smallest_oom or ""), times,
-        )  # fmt: skip
+            titled(point),
+            str(point.case.workload.batch_size),
+            *rate(point),
+            *(_percentile(point, time, name) for time in _TIMES for name in _PERCENTILES),
+            *_use(point),
+            str(edges[point.case.load].smallest_oom or ""),
+            times,
+        )
         rows.append(Row(cells, _kind(point, top)))
     return Table(f"{workload.group.conditions}. Sweeps: {', '.join(workload.sweeps)}.", _COLUMNS, tuple(rows))
 

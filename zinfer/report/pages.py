@@ -36,9 +36,12 @@ MACHINES = (
     "nvidia-h100-80gb-hbm3-x2", "nvidia-h100-80gb-hbm3-x2-32-cores-10-gib", "nvidia-h100-80gb-hbm3",
 )  # fmt: skip
 HEADLINES = (
-    "nvidia-h200-x4/bloom-176b-whole-kv", "nvidia-h100-80gb-hbm3/gpt-oss-120b", "nvidia-h100-80gb-hbm3/mixtral-whole",
-    "nvidia-h100-80gb-hbm3/opt-30b", "nvidia-h100-80gb-hbm3/llama-70b-long",
-)  # fmt: skip
+    "nvidia-h200-x4/bloom-176b-whole-kv",
+    "nvidia-h100-80gb-hbm3/gpt-oss-120b",
+    "nvidia-h100-80gb-hbm3/mixtral-whole",
+    "nvidia-h100-80gb-hbm3/opt-30b",
+    "nvidia-h100-80gb-hbm3/llama-70b-long",
+)
 # Figures in git, `zinfer plot`'s: <machine>/<sweep>-<figure>.
 FIGURES = (
     "nvidia-h200/bloom-176b-whole-throughput",
@@ -236,12 +239,16 @@ def cells(workload: Workload, entry: Entry) -> Cells:
         rates, waiting, right = entry.rates(), entry.rates("waiting_tok_s"), last.acceptance
         times = [last.summary("ttft_ms"), last.summary("tpot_ms")]
         return (
-            entry.label, entry.size, *where, figures(entry.rate(), 4),
+            entry.label,
+            entry.size,
+            *where,
+            figures(entry.rate(), 4),
             f"{figures(min(rates), 4)} to {figures(max(rates), 4)}" if len(rates) > 1 else "",
             figures(fmean(waiting), 4) if waiting else "",
             *(_seconds(ms) if time else "" for time in times for ms in (time[1:4:2] if time else (0.0, 0.0))),
-            "" if right is None else f"{right:.0%}", *workload.ratios(entry),
-        )  # fmt: skip
+            "" if right is None else f"{right:.0%}",
+            *workload.ratios(entry),
+        )
     steps = [point.step_median_ms or 0.0 for point in points]
     shares = [point.link_share for point in points if point.link_share]
     disk = last.effective.nvme_bytes_per_step if last.effective else 0

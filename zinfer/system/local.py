@@ -101,6 +101,10 @@ def unmeasured() -> Machine:
         size = devices[0].get("memory_bytes")
         fields = {"gpu_count": len(devices), "gpu_name": devices[0].get("name"), "gpu_bytes": size}
     return Machine(
-        name=name(), source="datasheet", host_bytes=allowed_bytes(), note="not measured: the probe was killed",
-        details={"host": host_facts()}, **fields,
-    )  # fmt: skip
+        name=name(),
+        source="datasheet",
+        host_bytes=allowed_bytes(),
+        note="not measured: the probe was killed",
+        details={"host": host_facts()},
+        **fields,
+    )

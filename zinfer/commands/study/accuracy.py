@@ -21,14 +21,20 @@ if TYPE_CHECKING:
 @options.engine
 @options.offload_if_needed
 @click.option(
-    "--reference", multiple=True, callback=options.engine_options, metavar="KEY=VALUE",
+    "--reference",
+    multiple=True,
+    callback=options.engine_options,
+    metavar="KEY=VALUE",
     help="Setting of the reference, as key=value; the engine's defaults otherwise. Repeatable.",
-)  # fmt: skip
+)
 @click.option(
-    "--weights", "copies", multiple=True, metavar="FOLDER|int4|int8|fp8",
+    "--weights",
+    "copies",
+    multiple=True,
+    metavar="FOLDER|int4|int8|fp8",
     help="Compare a quantised copy, as `zinfer pack --weights` writes it: its folder, or int4, int8 or fp8 for the "
     "copy in the default folder, which is written if it is missing. Repeatable.",
-)  # fmt: skip
+)
 @options.prompt_text
 @click.option("--input-len", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens of a prompt.")
 @click.option(
@@ -144,8 +150,13 @@ def _copy(source: "Source", wanted: str, watch: "Watch") -> "Source":
 
 # Fields in which a model and its quantised copy may differ.
 _NOT_COMPARED: dict[str, Any] = {
-    "name": "", "config": {}, "directory": None, "hub_id": None, "stored_ratio": 1.0, "fp8_ratio": 0.0,
-}  # fmt: skip
+    "name": "",
+    "config": {},
+    "directory": None,
+    "hub_id": None,
+    "stored_ratio": 1.0,
+    "fp8_ratio": 0.0,
+}
 
 
 def _plans(how: dict[str, Any], source: "Source", copies: "list[Source]") -> "tuple[Plan, list[Plan], str]":
@@ -165,10 +176,15 @@ def _plans(how: dict[str, Any], source: "Source", copies: "list[Source]") -> "tu
 
     def plans(choice: Any, axes: dict[str, Any], model: str, source: "Source") -> "list[tuple[Plan, str]]":
         fields = {
-            "model": (model,), "engine": (how["engine"],), "offload": (choice,), "input_len": (how["input_len"],),
-            "output_len": (how["output_len"],), "gpu_weights": gpu_weights or (None,), "options": axes,
+            "model": (model,),
+            "engine": (how["engine"],),
+            "offload": (choice,),
+            "input_len": (how["input_len"],),
+            "output_len": (how["output_len"],),
+            "gpu_weights": gpu_weights or (None,),
+            "options": axes,
             "allow_nan": bool(how["allow_nan"]),
-        }  # fmt: skip
+        }
         wanted = recipe.make_sweep(fields, "the command line")
         jobs = sweep.prepare(wanted, machine, lambda _load: source, options.locate, nvme_path)
         if not jobs:

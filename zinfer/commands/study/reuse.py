@@ -31,17 +31,27 @@ CONTEXTS = options.Values("n,nk,..", _context, "numbers of tokens, such as 512,1
 @options.model
 @click.option("--engine", type=options.Words(), default="stream", show_default=True, help=options.ENGINES_HELP)
 @click.option(
-    "--offload", type=options.Words(options.OFFLOADS), default="cpu", show_default=True,
+    "--offload",
+    type=options.Words(options.OFFLOADS),
+    default="cpu",
+    show_default=True,
     help="Weights on the GPU (none), in host memory (cpu) or on an NVMe drive.",
-)  # fmt: skip
+)
 @click.option(
-    "--context", "contexts", type=CONTEXTS, default="1k,2k,4k,8k,16k,32k", show_default=True,
+    "--context",
+    "contexts",
+    type=CONTEXTS,
+    default="1k,2k,4k,8k,16k,32k",
+    show_default=True,
     help="Context lengths in tokens; k is 1024.",
-)  # fmt: skip
+)
 @click.option(
-    "--new-tokens", type=click.IntRange(min=1), default=32, show_default=True,
+    "--new-tokens",
+    type=click.IntRange(min=1),
+    default=32,
+    show_default=True,
     help="Trailing tokens to compute; the rest comes from the cache.",
-)  # fmt: skip
+)
 @click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Samples a context length.")
 @click.option("--kv-cache-dir", type=click.Path(file_okay=False), help="Also reload from a file in this folder.")
 @options.load_options

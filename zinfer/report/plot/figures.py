@@ -372,9 +372,13 @@ def _strip(
         axes.annotate(
             shortened(load.label(), 48) + (f" ({', '.join(others)})" if others else ""),
             (min(_sizes(load_points)) if on_left else max(_sizes(load_points)), row),
-            xytext=(-9 if on_left else 9, 0), textcoords="offset points",
-            ha="right" if on_left else "left", va="center", size=8, color=look[load]["color"],
-        )  # fmt: skip
+            xytext=(-9 if on_left else 9, 0),
+            textcoords="offset points",
+            ha="right" if on_left else "left",
+            va="center",
+            size=8,
+            color=look[load]["color"],
+        )
     axes.set_ylim(len(failed) - 0.4, -0.6)
     axes.set_yticks([])
     kinds = {

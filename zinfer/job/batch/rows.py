@@ -18,10 +18,10 @@ def requests_of(
 ) -> tuple[list[Request], list[Fault]]:
     """Return lines as requests, and faults for lines that cannot be served.
 
-    A request's key is the number of its line. `prompts` are the prompts' token ids, or the reasons why there are none; `positions` and `vocab_size` those of the
-    model; `output_len` is the limit of a line that names none, as far as there are positions for it; `output_ids` are
-    the tokens made so far, by id. A row begins again if it cannot have made them: as many as its limit, or one that the
-    model does not have.
+    A request's key is the number of its line. `prompts` are the prompts' token ids, or the reasons why there are none;
+    `positions` and `vocab_size` those of the model; `output_len` is the limit of a line that names none, as far as
+    there are positions for it; `output_ids` are the tokens made so far, by id. A row begins again if it cannot have
+    made them: as many as its limit, or one that the model does not have.
     """
     requests: list[Request] = []
     faults: list[Fault] = []

@@ -100,7 +100,7 @@ class StreamBatch(DecoderBatch):
         return self.batch_size - self.device_rows
 
 
-class Stream(Decoder):
+class Stream(Decoder[StreamBatch]):
     """Engine `stream`: all weights on the device (offload `none`), or the decoder layers streamed to it from host
     memory (`cpu`), or from files (`nvme`), of which host memory keeps as many as fit."""
 
@@ -254,9 +254,7 @@ class Stream(Decoder):
             return f"a KV cache with kv_cache_dtype={storage} is not kept"
         return super().cannot_snapshot()
 
-    def _make_batch(
-        self, mask: Tensor, capacity: int, moved: Sequence[tuple[DecoderBatch, Tensor]] = ()
-    ) -> StreamBatch:
+    def _make_batch(self, mask: Tensor, capacity: int, moved: Sequence[tuple[StreamBatch, Tensor]] = ()) -> StreamBatch:
         rows, length = mask.shape
         if not self.batches:
             self._expert_steps.clear()
@@ -294,7 +292,7 @@ class Stream(Decoder):
         capacity: int,
         load: Workload,
         placement: Placement,
-        moved: Sequence[tuple[DecoderBatch, Tensor]],
+        moved: Sequence[tuple[StreamBatch, Tensor]],
     ) -> int:
         """Return how many of `rows` become host rows. Each has room for `capacity` tokens; `moved` rows leave room."""
         if self.expected is None:
@@ -305,7 +303,7 @@ class Stream(Decoder):
             return 0
         used: int = sum(batch.device_rows * batch.capacity for batch in self.batches)
         for batch, indices in moved:
-            used -= int((indices < stream_batch(batch).device_rows).sum()) * batch.capacity
+            used -= int((indices < batch.device_rows).sum()) * batch.capacity
         on_device: int = min(rows, max(0, room + self._headroom.positions - used) // capacity)
         if on_device < rows and self._group is None:
             each = self.plan.model.kv_bytes(1, capacity) * placement.kv_ratio / capacity
@@ -437,8 +435,8 @@ class Stream(Decoder):
         size = max((layer.dequantized_bytes for layer in layers if isinstance(layer, QuantizedLayer)), default=0)
         return max(1, DEQUANTIZED_BYTES // size) if size else rows
 
-    def _rows(self, batch: DecoderBatch, count: int) -> list[slice]:
-        cache, host, rows = batch.cache, stream_batch(batch).host, stream_batch(batch).device_rows
+    def _rows(self, batch: StreamBatch, count: int) -> list[slice]:
+        cache, host, rows = batch.cache, batch.host, batch.device_rows
         if not isinstance(cache, RowCache):
             return super()._rows(batch, count)
         step = batch.length and (count == 1 or (count <= MAX_STEP_TOKENS and batch.length >= batch.prompt_len))
@@ -454,8 +452,8 @@ class Stream(Decoder):
         whole = count if batch.length else max(count, host.capacity // 4)
         return [*parts, *self._split(host.rows, whole)]
 
-    def _run(self, parts: Sequence[Part]) -> list[Tensor]:
-        groups: dict[tuple[object, ...], list[Part]] = {}
+    def _run(self, parts: Sequence[Part[StreamBatch]]) -> list[Tensor]:
+        groups: dict[tuple[object, ...], list[Part[StreamBatch]]] = {}
         for part in parts:
             groups.setdefault(self._shared_pass(part), []).append(part)
         passes = sorted(groups.values(), key=lambda some: _on_cpu(some[0]))  # the GPU computes while the CPU attends
@@ -464,7 +462,7 @@ class Stream(Decoder):
             logits |= zip(map(id, some), split(some, output), strict=True)
         return [logits[id(part)] for part in parts]
 
-    def _shared_pass(self, part: Part) -> tuple[object, ...]:
+    def _shared_pass(self, part: Part[StreamBatch]) -> tuple[object, ...]:
         """Return the key that a part shares with others of its pass; one of its own if it cannot."""
         on_cpu, count = _on_cpu(part), part.token_ids.shape[1]
         if self._ragged.takes(part, on_cpu):
@@ -485,11 +483,11 @@ class Stream(Decoder):
         recorded = recorded and self.options.kv_cache_dtype not in STORAGE
         return self._stacks and not recorded
 
-    def _stacks_part(self, part: Part, on_cpu: bool = False) -> bool:
+    def _stacks_part(self, part: Part[StreamBatch], on_cpu: bool = False) -> bool:
         """Tell whether a part can be rows of a stacked rectangle. That is a decode step of all rows that a micro-batch
         has on the device (in 8 bits also of some), or of all that the CPU attends to, which have nothing but keys and
         values, in layers of one kind."""
-        batch, cache = stream_batch(part.batch), part.batch.cache
+        batch, cache = part.batch, part.batch.cache
         if not (self._stacks and is_decode(part) and isinstance(cache, RowCache)):
             return False
         if any(layer.slots.window is not None for layer in cache.layers if isinstance(layer, FixedLayer)):
@@ -502,7 +500,7 @@ class Stream(Decoder):
         whole = part.rows == slice(0, batch.device_rows)
         return all(takes_part(getattr(layer, "device_layer", layer), whole) for layer in cache.layers)
 
-    def _run_passes(self, passes: Sequence[Sequence[Part]]) -> list[Tensor]:
+    def _run_passes(self, passes: Sequence[Sequence[Part[StreamBatch]]]) -> list[Tensor]:
         """Run a forward pass for each list of parts, which share it; return their logits."""
         recordable = [number for number, parts in enumerate(passes) if self._is_recordable(parts)]
         results = dict[int, Tensor]()
@@ -514,7 +512,7 @@ class Stream(Decoder):
             results |= zip(others, self._run_eager([passes[number] for number in others]), strict=True)
         return [results[number] for number in range(len(passes))]
 
-    def _is_recordable(self, parts: Sequence[Part]) -> bool:
+    def _is_recordable(self, parts: Sequence[Part[StreamBatch]]) -> bool:
         """Tell whether a pass is a decode step that can be recorded. See `zinfer.engine.stream.graphs`."""
         count = parts[0].token_ids.shape[1]
         if count > (MAX_STEP_TOKENS if self._graphs.takes_several else 1) or self.options.cuda_graphs == "off":
@@ -532,7 +530,7 @@ class Stream(Decoder):
             self._graphs.status = why_not
         return why_not is None
 
-    def _eager(self, parts: Sequence[Part]) -> Callable[[], Tensor]:
+    def _eager(self, parts: Sequence[Part[StreamBatch]]) -> Callable[[], Tensor]:
         """Return a function that runs one forward pass of `parts` alone."""
 
         def run() -> Tensor:
@@ -545,13 +543,13 @@ class Stream(Decoder):
     def _ring_pass(self) -> AbstractContextManager[None]:
         return nullcontext() if self._ring is None else self._ring.weight_pass()
 
-    def _run_eager(self, passes: Sequence[Sequence[Part]]) -> list[Tensor]:
+    def _run_eager(self, passes: Sequence[Sequence[Part[StreamBatch]]]) -> list[Tensor]:
         """Run passes as `_run_passes` does, without graphs."""
         ring = self._ring
         if ring is None:
             return [self._forward_parts(parts) for parts in passes]
         parts = [part for some in passes for part in some]
-        on_host = any(stream_batch(part.batch).host is not None for part in parts)
+        on_host = any(part.batch.host is not None for part in parts)
         if not (self.one_pass or on_host) or (len(passes) == 1 and not on_host):
             return [self._eager(some)() for some in passes]
         fetches = [fetch for part in parts if (fetch := _fetch(part)) is not None]
@@ -571,7 +569,7 @@ class Stream(Decoder):
         finally:
             self._ragged.switch(False)
 
-    def _forward_parts(self, parts: Sequence[Part]) -> Tensor:
+    def _forward_parts(self, parts: Sequence[Part[StreamBatch]]) -> Tensor:
         """Run one forward pass of parts that share it, or of one; return its logits ``[B, keep, V]``."""
         self._ragged.switch(self._is_ragged(parts))
         on_cpu = _on_cpu(parts[0])
@@ -586,11 +584,11 @@ class Stream(Decoder):
         with self._ragged.cache(caches, rows, masks, on_cpu=on_cpu) as cache:
             return self._joined(parts, cache, None)
 
-    def _is_ragged(self, parts: Sequence[Part]) -> bool:
+    def _is_ragged(self, parts: Sequence[Part[StreamBatch]]) -> bool:
         """Tell whether the parts of a pass use ragged attention."""
         return len(parts) > 1 and self._ragged.takes(parts[0], _on_cpu(parts[0]))
 
-    def _joined(self, parts: Sequence[Part], cache: Cache, mask: Tensor | None) -> Tensor:
+    def _joined(self, parts: Sequence[Part[StreamBatch]], cache: Cache, mask: Tensor | None) -> Tensor:
         """Run one pass, a decode step of `parts` with equal token counts; return its logits ``[B, n, V]``."""
         inputs: dict[str, object] = {
             "input_ids": torch.cat([part.token_ids for part in parts]),
@@ -605,13 +603,13 @@ class Stream(Decoder):
             logits: Tensor = self.model(**inputs).logits
         return logits[:, -parts[0].keep :]
 
-    def _begin_pass(self, parts: Sequence[Part]) -> None:
+    def _begin_pass(self, parts: Sequence[Part[StreamBatch]]) -> None:
         """Have experts come as the number of the pass's tokens demands."""
         if self._pool is not None:
             tokens = sum(part.token_ids.numel() for part in parts)
             self._pool.begin(tokens >= self.plan.placement.whole_tokens)
 
-    def forward(self, works: Sequence[Work]) -> list[Tensor]:
+    def forward(self, works: Sequence[Work[StreamBatch]]) -> list[Tensor]:
         while True:
             try:
                 logits = self.attempt(works)
@@ -641,7 +639,7 @@ class Stream(Decoder):
             headroom.note_shortage()
             ring.resize(before)
 
-    def attempt(self, works: Sequence[Work]) -> list[Tensor] | None:
+    def attempt(self, works: Sequence[Work[StreamBatch]]) -> list[Tensor] | None:
         """Compute a pass as `forward` does; return None where it has to be computed once more, in another way."""
         try:
             return self._forward(works)
@@ -656,7 +654,7 @@ class Stream(Decoder):
         """Ring that weights come through; None if they are all on the device."""
         return self._ring
 
-    def _forward(self, works: Sequence[Work]) -> list[Tensor]:
+    def _forward(self, works: Sequence[Work[StreamBatch]]) -> list[Tensor]:
         self._kv_rows = max(self._kv_rows, sum(batch.host_rows for batch in self.batches))
         ring = self._ring
         if ring is None:
@@ -673,18 +671,18 @@ class Stream(Decoder):
             self._read_per_step = ring.disk_bytes - from_disk if isinstance(ring, DiskRing) else 0
         return logits
 
-    def rollback(self, batch: MicroBatch, lengths: Tensor) -> None:
+    def rollback(self, batch: StreamBatch, lengths: Tensor) -> None:
         super().rollback(batch, lengths)
-        if isinstance(batch, StreamBatch) and batch.host is not None:
+        if batch.host is not None:
             batch.host.rollback(batch.length)
 
-    def _keep_rows(self, batch: DecoderBatch, kept: Sequence[int]) -> None:
+    def _keep_rows(self, batch: StreamBatch, kept: Sequence[int]) -> None:
         self._graphs.drop(batch)
-        self._keep_host_rows(stream_batch(batch), kept, stream_batch(batch).device_rows)
+        self._keep_host_rows(batch, kept, batch.device_rows)
         super()._keep_rows(batch, kept)
 
-    def _move(self, target: DecoderBatch, moved: Sequence[MovedRows], length: int) -> None:
-        sources = [(stream_batch(batch), batch.others(rows).tolist()) for batch, rows, _ in moved]
+    def _move(self, target: StreamBatch, moved: Sequence[MovedRows[StreamBatch]], length: int) -> None:
+        sources = [(batch, batch.others(rows).tolist()) for batch, rows, _ in moved]
         kept = [(batch, rows, batch.device_rows) for batch, rows in sources]
         for batch, *_ in kept:
             self._graphs.drop(batch)
@@ -701,8 +699,8 @@ class Stream(Decoder):
         elif batch.host is not None:
             batch.host.keep_rows(kept[first:], first)
 
-    def _free(self, batch: DecoderBatch) -> None:
-        self._free_host(stream_batch(batch))
+    def _free(self, batch: StreamBatch) -> None:
+        self._free_host(batch)
         self._graphs.retire(batch)
         super()._free(batch)
 
@@ -723,7 +721,7 @@ class Stream(Decoder):
         if self._recorded is not None:
             self._recorded.clear()
 
-    def timeline(self, works: Sequence[Work]) -> tuple[Span, ...]:
+    def timeline(self, works: Sequence[Work[StreamBatch]]) -> tuple[Span, ...]:
         if self._ring is None:
             return ()
         self._graphs.paused = True  # a replay shows no layers
@@ -839,11 +837,6 @@ class Stream(Decoder):
         self._close_kv_pool()
 
 
-def stream_batch(batch: MicroBatch) -> StreamBatch:
-    assert isinstance(batch, StreamBatch)
-    return batch
-
-
 def together(batches: Sequence[MicroBatch], rows: int, length: int, capacity: int) -> Workload:
     """Return the workload of all micro-batches and new rows, as if one."""
     lengths = [length, *(batch.prompt_len for batch in batches)]
@@ -852,9 +845,9 @@ def together(batches: Sequence[MicroBatch], rows: int, length: int, capacity: in
     return Workload(batch_size=size, input_len=max(lengths), output_len=max(1, max(capacities) - max(lengths)))
 
 
-def _on_cpu(part: Part) -> bool:
+def _on_cpu(part: Part[StreamBatch]) -> bool:
     """Tell whether the CPU attends to a part, a decode step."""
-    host = stream_batch(part.batch).host
+    host = part.batch.host
     return isinstance(host, CpuCache) and is_decode(part) and part.rows == host.rows
 
 
@@ -867,9 +860,9 @@ def _widen_on(device: torch.device) -> DequantizeKV:
     return widen
 
 
-def _fetch(part: Part) -> PartFetch | None:
+def _fetch(part: Part[StreamBatch]) -> PartFetch | None:
     """Return the transfers of a part besides weights: keys and values from host memory; None if it has none."""
-    host = stream_batch(part.batch).host
+    host = part.batch.host
     if not isinstance(host, LinkCache) or not part.batch.length or part.rows not in host.parts:
         return None
     return host.fetch(part.rows, part.batch.length, part.token_ids.shape[1])

@@ -21,7 +21,7 @@ from zinfer.generation.tokenizer_process import Refusal
 from zinfer.job.batch import run as jobs
 from zinfer.job.batch.ledger import Ledger, job_path
 from zinfer.job.batch.openai import BatchLine, read_requests, refusal
-from zinfer.job.batch.rows import rows_of
+from zinfer.job.batch.rows import requests_of
 from zinfer.job.batch.run import BatchJob, BatchProgress
 from zinfer.job.driver import Driver
 from zinfer.plan.planner import Plan, make_plan
@@ -204,9 +204,9 @@ def run_inline(
         )
         waiting = [request for request in requests if isinstance(request, BatchLine) and request.id not in ledger.done]
         prompts = [prompt_ids(request.prompt) for request in waiting]
-        rows, faults = rows_of(waiting, prompts, plan.model.max_position, 256, 40, ledger.made)
+        rows, faults = requests_of(waiting, prompts, plan.model.max_position, 256, 40, ledger.made)
         ledger.add(map(refusal, faults))
-        progress = BatchJob(plan, rows, ledger, Driver(worker), **more).run()
+        progress = BatchJob(plan, waiting, rows, ledger, Driver(worker), **more).run()
         ledger.finish()
     return progress
 

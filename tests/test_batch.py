@@ -13,7 +13,7 @@ from tests import mentions
 from zinfer.core.request import TokenScore
 from zinfer.generation.tokenizer_process import Refusal
 from zinfer.job.batch.openai import BatchLine, Done, Fault, answer, decode, encode, failure, read_requests, refusal
-from zinfer.job.batch.rows import rows_of, split
+from zinfer.job.batch.rows import requests_of, split
 from zinfer.job.openai import chat_logprobs, text_logprobs
 from zinfer.record.jsonl import Garbled
 
@@ -248,22 +248,22 @@ def test_rows_get_the_tokens_that_they_may_have() -> None:
     lines = [line({"prompt": "x"} | more, custom_id=str(key)) for key, more in enumerate(
         ({}, {"max_tokens": 10}, {}, {"max_tokens": 11}, {"max_tokens": 5}, {}, {"max_tokens": 4})
     )]  # fmt: skip
-    requests = [request for request in read_requests(b"\n".join(lines)) if isinstance(request, BatchLine)]
-    made = {requests[6].id: [1, 2, 3]}
+    asked = [request for request in read_requests(b"\n".join(lines)) if isinstance(request, BatchLine)]
+    made = {asked[6].id: [1, 2, 3]}
     no_template = Refusal("invalid_prompt", "no template")
     prompts = [n if isinstance(n, Refusal) else [7] * n for n in (10, 90, 95, 90, no_template, 100, 3)]
-    rows, faults = rows_of(requests, prompts, 100, 8, 20, made)
-    lengths = [(len(row.request.prompt_ids), row.request.limit) for row in rows]
+    rows, faults = requests_of(asked, prompts, 100, 8, 20, made)
+    lengths = [(len(row.prompt_ids), row.limit) for row in rows]
     assert lengths == [(10, 20), (90, 10), (95, 5), (3, 4)]
     assert [(fault.custom_id, fault.code) for fault in faults] == [
         ("3", "context_length_exceeded"), ("4", "invalid_prompt"), ("5", "context_length_exceeded")
     ]  # fmt: skip
     assert "100 positions" in faults[0].message
-    assert (rows[3].request.output_ids, rows[3].saved, rows[3].need) == ([1, 2, 3], 3, (6, 1))
-    assert rows_of(requests[:1], [range(10**6)], None, 8, 20, {})[0][0].request.limit == 20
+    assert (rows[3].output_ids, rows[3].need) == ([1, 2, 3], (6, 1))
+    assert requests_of(asked[:1], [range(10**6)], None, 8, 20, {})[0][0].limit == 20
     for wrong in ([1, 2, 3, 4], [1, 8], [-1]):  # as many tokens as its limit, or none of the model's
-        begun = rows_of(requests, prompts, 100, 8, 20, {requests[6].id: wrong})[0][3]
-        assert (begun.request.output_ids, begun.saved, begun.need) == ([], 0, (3, 4))
-    kept, refused = split(rows, [True, False, True, True], "the machine")
-    assert [row.request.key for row in kept] == [0, 2, 3]
+        begun = requests_of(asked, prompts, 100, 8, 20, {asked[6].id: wrong})[0][3]
+        assert (begun.output_ids, begun.need) == ([], (3, 4))
+    kept, refused = split(asked, rows, [True, False, True, True], "the machine")
+    assert [row.key for row in kept] == [0, 2, 6]
     assert "memory" in refused[0].message

@@ -28,7 +28,7 @@ from zinfer.engine import EngineError
 from zinfer.engine.base import Engine
 from zinfer.generation import draft_model, scheduler, tuning
 from zinfer.generation.draft_model import check_same_tokens
-from zinfer.generation.drafts import DraftRow, Drafts
+from zinfer.generation.drafts import Drafts
 from zinfer.generation.pass_times import PassTimes
 from zinfer.generation.scheduler import ContinuousScheduler
 
@@ -180,9 +180,12 @@ def test_rows_come_pause_and_leave(
     monkeypatch.setattr(running.drafts, "max_drafts", 5)
     propose, calls = running.drafts.propose, Counter[int]()
 
-    def now_and_then(rows: Mapping[int, DraftRow], room: int) -> dict[int, list[int]]:
+    def now_and_then(
+        rows: Mapping[int, scheduler.Sequence], limits: Mapping[int, int], room: int
+    ) -> dict[int, list[int]]:
         calls[0] += 1
-        return propose({key: row for key, row in rows.items() if (key + calls[0] // 6) % 3}, room)
+        rows = {key: row for key, row in rows.items() if (key + calls[0] // 6) % 3}
+        return propose(rows, {key: limits[key] for key in rows}, room)
 
     monkeypatch.setattr(running.drafts, "propose", now_and_then)
     moved = Counter[str]()
@@ -303,7 +306,7 @@ class Timed:
 
     def begin(self, rows: Any) -> None: ...
 
-    def draft(self, rows: Mapping[int, DraftRow], counts: Mapping[int, int]) -> dict[int, list[int]]:
+    def draft(self, rows: Mapping[int, scheduler.Sequence], counts: Mapping[int, int]) -> dict[int, list[int]]:
         self.calls.append(max(counts.values()))
         return {key: [7] * count for key, count in counts.items()}
 
@@ -322,11 +325,11 @@ def test_drafts_are_as_many_as_pay(token_s: float | None, pass_s: float, right: 
     """A pass takes a second, or `pass_s` with drafts. Where they do not pay one is tried now and then."""
     drafter = Timed(token_s)
     drafts = Drafts(drafter)
-    rows = {key: DraftRow([1, 2, 3], 1000) for key in range(4)}
+    rows = {key: scheduler.Sequence([1, 2, 3], 1000) for key in range(4)}
     dice, sizes, tokens, seconds = torch.Generator().manual_seed(1), list[int](), 0, 0.0
     for _ in range(600):
         asked = len(drafter.calls)
-        proposed = drafts.propose(rows, 1000)
+        proposed = drafts.propose(rows, dict.fromkeys(rows, 999), 1000)
         seconds += (pass_s if proposed else 1) + (token_s or 0) * sum(drafter.calls[asked:])
         tokens += 4
         for key, ids in proposed.items():
@@ -346,7 +349,8 @@ def test_drafts_that_are_never_right_are_given_up_at_once(rows: int, pass_s: flo
     """Load of 64 tokens a row with one-second passes. With drafts they take `pass_s`. A token is drafted in 4 ms."""
     drafts, seconds = Drafts(Timed(0.004)), 0.0
     for step in range(64):
-        proposed = drafts.propose({key: DraftRow([1, 2, 3], 64 - step) for key in range(rows)}, 1000)
+        sequences = {key: scheduler.Sequence([1, 2, 3], 64 - step) for key in range(rows)}
+        proposed = drafts.propose(sequences, dict.fromkeys(sequences, 63 - step), 1000)
         took = pass_s if proposed else 1.0
         seconds += took + 0.004 * max(map(len, proposed.values()), default=0)
         for key, ids in proposed.items():

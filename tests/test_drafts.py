@@ -21,7 +21,7 @@ from zinfer.core.request import Sampling
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, Work
 from zinfer.generation import scheduler
-from zinfer.generation.drafts import DraftRow, Drafts, NgramDrafter
+from zinfer.generation.drafts import Drafts, NgramDrafter
 from zinfer.generation.pass_times import PassTimes
 from zinfer.generation.sampling import choose
 from zinfer.generation.scheduler import ContinuousScheduler
@@ -51,8 +51,8 @@ class Oracle:
     def begin(self, rows: Mapping[int, Sequence[int]]) -> None:
         assert rows.keys() <= self._answers.keys()
 
-    def draft(self, rows: Mapping[int, DraftRow], counts: Mapping[int, int]) -> dict[int, list[int]]:
-        return {key: self._of_row(key, rows[key].place, count) for key, count in counts.items()}
+    def draft(self, rows: Mapping[int, scheduler.Sequence], counts: Mapping[int, int]) -> dict[int, list[int]]:
+        return {key: self._of_row(key, len(rows[key].output_ids), count) for key, count in counts.items()}
 
     def _of_row(self, key: int, at: int, count: int) -> list[int]:
         answer, dice = self._answers[key][1], self._dice
@@ -292,18 +292,18 @@ def test_n_grams_are_looked_up_in_all_tokens() -> None:
                     whole.append(whole[index])
                 expected = whole[len(tokens) :]
                 break
-        assert drafter.draft({0: DraftRow(tokens, 9)}, {0: count}) == {0: expected}
+        assert drafter.draft({0: scheduler.Sequence(tokens, 9)}, {0: count}) == {0: expected}
         tokens += [dice.randint(0, 3) for _ in range(dice.randint(1, 3))]
     drafter.discard(0)
-    assert drafter.draft({0: DraftRow([1, 2, 3], 9)}, {0: 4}) == {0: []}
+    assert drafter.draft({0: scheduler.Sequence([1, 2, 3], 9)}, {0: 4}) == {0: []}
 
 
 def test_the_number_of_drafts_follows_what_is_accepted() -> None:
     def drafts_of(right: float, passes: int = 60, room: int = 1000) -> list[int]:
         dice, drafts, sizes = random.Random(3), Drafts(NgramDrafter()), []
-        rows = {key: DraftRow([1, 2, 3] * 4, 100) for key in range(4)}
+        rows = {key: scheduler.Sequence([1, 2, 3] * 4, 100) for key in range(4)}
         for _ in range(passes):
-            proposed = drafts.propose(rows, room)
+            proposed = drafts.propose(rows, dict.fromkeys(rows, 99), room)
             sizes.append(max(map(len, proposed.values()), default=0))
             for key, tokens in proposed.items():
                 accepted = next((index for index in range(len(tokens)) if dice.random() > right), len(tokens))
@@ -319,8 +319,8 @@ def test_the_number_of_drafts_follows_what_is_accepted() -> None:
     drafts = Drafts(NgramDrafter())
     for _ in range(200):  # others were wrong; a new row, and one that was wrong itself, are tried all the same
         drafts.observe(0, 4, 0)
-    assert drafts.propose({0: DraftRow([1, 2, 3] * 4, 100)}, 1000)
-    assert drafts.propose({1: DraftRow([1, 2, 3] * 4, 100)}, 1000)
+    assert drafts.propose({0: scheduler.Sequence([1, 2, 3] * 4, 100)}, {0: 99}, 1000)
+    assert drafts.propose({1: scheduler.Sequence([1, 2, 3] * 4, 100)}, {1: 99}, 1000)
     assert max(drafts_of(1.0, room=4 * 3)) == 3, "no more than there is time for"
     assert set(drafts_of(1.0, room=3)) == {0}
 

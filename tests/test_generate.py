@@ -19,7 +19,7 @@ from zinfer.core.model import ModelError, ModelSpec
 from zinfer.core.request import GREEDY, Sampling, nth_seed
 from zinfer.engine.stream import Stream
 from zinfer.generation import scheduler
-from zinfer.generation.detokenizer import TextPieces
+from zinfer.generation.detokenizer import new_text
 from zinfer.generation.sampling import NotFiniteError
 from zinfer.generation.schedule import largest_load
 from zinfer.generation.tokenizer import Tokenizer, byte_tokenizer
@@ -105,12 +105,12 @@ def test_a_text_keeps_the_space_that_some_tokenizers_drop_at_the_beginning(
     for chat, stop, text in (
         (False, (), " upon it"), (True, (), "upon it"), (False, (" upon",), ""), (False, (" it",), " upon"),
     ):  # fmt: skip
-        sequence, pieces = scheduler.Sequence(prompt, len(answer), chat=chat, stop=stop), TextPieces(tokenizer)
+        sequence = scheduler.Sequence(prompt, len(answer), chat=chat, stop=stop)
         shown = ""
         for token in answer:
             if not sequence.ended:
                 scheduler.add_token(tokenizer, sequence, token, True)
-                shown += pieces.add(sequence)
+                shown += new_text(tokenizer, sequence)
         assert sequence.text == shown == text
     assert [tokenizer.text_of(token) for token in (answer[0], answer[1], 2)] == [" ", "u", "</s>"]
 

@@ -19,7 +19,7 @@ from zinfer.core.case import Workload
 from zinfer.job.batch import run as jobs
 from zinfer.job.batch.ledger import JobChanged, Ledger, job_path
 from zinfer.job.batch.openai import BatchLine, read_requests
-from zinfer.job.batch.rows import rows_of
+from zinfer.job.batch.rows import requests_of
 from zinfer.job.batch.run import BatchJob, BatchProgress, JobFailed
 from zinfer.job.driver import Driver
 from zinfer.job.signals import Interrupted
@@ -259,11 +259,11 @@ def test_a_worker_that_dies_is_started_again(tmp_path: Path) -> None:
         return Worker(TARGET, timeout_s=PATIENCE_S)
 
     prompts = [[7] * (key + 1) for key in range(8)]
-    rows, _ = rows_of(requests, prompts, None, 1 << 20, 4, {})
+    rows, _ = requests_of(requests, prompts, None, 1 << 20, 4, {})
     messages: list[str] = []
     path = tmp_path / "out.jsonl"
     with Ledger.open(path, SETTINGS, 7) as ledger:
-        BatchJob(plan, rows, ledger, Driver(make_worker), on_message=messages.append).run()
+        BatchJob(plan, requests, rows, ledger, Driver(make_worker), on_message=messages.append).run()
     assert len(messages) == 1
     assert "a batch of 8 failed (crashed: the worker ended: exit code 7" in messages[0]
     records = [json.loads(line) for line in path.read_text().splitlines()]

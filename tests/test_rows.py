@@ -25,7 +25,7 @@ from zinfer.job.batch import run as jobs
 from zinfer.job.batch.ledger import Ledger
 from zinfer.job.batch.openai import BatchLine, read_requests
 from zinfer.job.batch.packing import best_plan
-from zinfer.job.batch.rows import Row, needs, rows_of
+from zinfer.job.batch.rows import requests_of
 from zinfer.job.batch.run import BatchJob
 from zinfer.job.driver import Driver
 from zinfer.plan.planner import Plan
@@ -78,11 +78,11 @@ class Watched(InlineWorker):
         return requests
 
 
-def plan_for(worker: Watched, directory: Path, rows: list[Row]) -> Plan:
+def plan_for(worker: Watched, directory: Path, rows: list[Request]) -> Plan:
     workload = Workload(batch_size=1, input_len=1, output_len=1)
     case = Case(model=str(directory), engine="stream", offload="cpu", workload=workload, dtype="float32",
                 load_format="safetensors")  # fmt: skip
-    return best_plan([case], needs(rows), worker.spec, MACHINE)
+    return best_plan([case], [row.need for row in rows], worker.spec, MACHINE)
 
 
 def answers(
@@ -91,10 +91,10 @@ def answers(
     """The completions by custom_id, and the worker that gave them."""
     worker = Watched(directory)
     prompts = worker.prompts([request.prompt for request in requests])
-    rows, faults = rows_of(requests, prompts, worker.spec.max_position, worker.spec.vocab_size, 20, {})
+    rows, faults = requests_of(requests, prompts, worker.spec.max_position, worker.spec.vocab_size, 20, {})
     assert not faults
     with Ledger.open(output, {}, 7) as ledger:
-        BatchJob(plan_for(worker, directory, rows), rows, ledger, Driver(lambda: worker), **settings).run()
+        BatchJob(plan_for(worker, directory, rows), requests, rows, ledger, Driver(lambda: worker), **settings).run()
     lines = map(json.loads, output.read_text().splitlines())
     return {answer["custom_id"]: answer["response"]["body"] for answer in lines}, worker
 
@@ -211,10 +211,10 @@ def test_a_row_that_is_not_a_number_fails_alone(checkpoint: Callable[..., Path])
     directory = checkpoint("llama")
     worker = Watched(directory, Broken)
     requests = [request(name, {"prompt": name, "max_tokens": 2, "temperature": 1}) for name in "abc"]
-    wanted, _ = rows_of(requests, [[5], [6], [7]], None, 128, 20, {})
+    wanted, _ = requests_of(requests, [[5], [6], [7]], None, 128, 20, {})
     worker.load(plan_for(worker, directory, wanted))
     worker.ask(BatchStart(load=Workload(batch_size=3, input_len=1, output_len=2)))
-    results = worker.step(row.request for row in wanted)
+    results = worker.step(wanted)
     again = worker.step()
     worker.close()
     failures = [row.failure and row.failure.message for row in results.rows]

@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from math import log
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 from hypothesis import given, settings
@@ -16,20 +16,18 @@ from zinfer.analysis.calibrate import fit
 from zinfer.checkpoint.resolve import from_catalogue
 from zinfer.core.case import Case, Workload
 from zinfer.generation.pass_times import PassLoad, PassTimes
+from zinfer.generation.queue import Queue
 from zinfer.generation.schedule import (
     Abilities,
     Limits,
     PlannedBatch,
-    PlannedRow,
     PlannedWork,
     Schedule,
     Tally,
-    arrival_order,
-    fair_order,
     largest_load,
-    like_order,
     load_of_pass,
 )
+from zinfer.generation.sequence import Sequence
 from zinfer.generation.tuning import TUNED
 from zinfer.plan.planner import Plan, Planner, make_plan
 from zinfer.plan.times import Efficiency
@@ -63,6 +61,10 @@ def separate_passes() -> PassTimes:
 def lengths(count: int, mean: float, longest: int, sigma: float, dice: random.Random) -> list[int]:
     """Return log-normal lengths of mean `mean`, cut to `longest`. `mean` holds before the cut."""
     return [max(1, min(longest, round(dice.lognormvariate(log(mean) - sigma**2 / 2, sigma)))) for _ in range(count)]
+
+
+def row(key: int, length: int, left: int, owner: int = 0) -> Sequence:
+    return Sequence(range(length), left, key=key, owner=owner)
 
 
 class Engine:
@@ -139,11 +141,11 @@ class Pass(NamedTuple):
 
 
 def simulate(
-    rows: Iterable[PlannedRow],
+    rows: Iterable[Sequence],
     limits: Limits,
     able: Abilities | None = None,
     clock: Callable[[], PassTimes] = times,
-    order: Callable[[PlannedRow], tuple[int, int, int]] = like_order,
+    arrivals: bool = False,
     ends: dict[int, int] | None = None,
     ending: float = 0.0,
     kept: dict[int, int] | None = None,
@@ -151,7 +153,7 @@ def simulate(
     """Run `rows` to their end: their limit, or the token that `ends` has for their key. `kept` are the positions, by
     key, that are reused."""
     able, truth = able or Abilities(), clock()
-    schedule, engine = Schedule(clock(), limits, able, order, ending=ending), Engine(able)
+    schedule, engine = Schedule(clock(), limits, able, arrivals, ending=ending), Engine(able)
     schedule.reusable = lambda row: (kept or {}).get(row.key, 0)
     rows = list(rows)
     left = {row.key: min(row.left, (ends or {}).get(row.key, 1 << 30)) for row in rows}
@@ -169,6 +171,7 @@ def simulate(
                 continue
             for row in batch.rows:
                 if row is not None:
+                    row.add([0])
                     tokens += 1
                     left[row.key] -= 1
                     ended += [row.key] * (left[row.key] == 0)
@@ -206,7 +209,7 @@ def test_a_thousand_chats_run_as_fast_as_equal_rows(
     batch has a forward pass of its own, there are fewer batches, and more padding."""
     dice = random.Random(1)
     input_lens, left = lengths(1000, 245, 1500, sigma, dice), lengths(1000, 106, 400, sigma, dice)
-    rows = [PlannedRow(key, *pair) for key, pair in enumerate(zip(input_lens, left, strict=True))]
+    rows = [row(key, *pair) for key, pair in enumerate(zip(input_lens, left, strict=True))]
     equal = PLAN.planner().at(Workload(batch_size=420, input_len=sum(input_lens) // 1000, output_len=sum(left) // 1000))
     tally, passes = simulate(rows, Limits(1_900_000, 420), clock=clock)
     full = [step for step in passes if step.waiting]
@@ -224,7 +227,7 @@ def test_a_thousand_chats_run_as_fast_as_equal_rows(
 def test_a_long_queue_reaches_nine_tenths_of_equal_rows_as_a_whole() -> None:
     dice = random.Random(2)
     input_lens, left = lengths(4000, 245, 1500, 0.8, dice), lengths(4000, 106, 400, 0.8, dice)
-    rows = [PlannedRow(key, *pair) for key, pair in enumerate(zip(input_lens, left, strict=True))]
+    rows = [row(key, *pair) for key, pair in enumerate(zip(input_lens, left, strict=True))]
     equal = PLAN.planner().at(Workload(batch_size=420, input_len=sum(input_lens) // 4000, output_len=sum(left) // 4000))
     tally, passes = simulate(rows, Limits(1_900_000, 420))
     assert rate(passes) >= 0.9 * (equal.output_tok_s or 0.0)
@@ -235,7 +238,7 @@ def test_a_long_queue_reaches_nine_tenths_of_equal_rows_as_a_whole() -> None:
 def test_rows_wait_for_memory_and_nothing_is_computed_again() -> None:
     dice = random.Random(3)
     input_lens, left = lengths(300, 245, 1500, 0.8, dice), lengths(300, 106, 400, 0.8, dice)
-    rows = [PlannedRow(key, *pair) for key, pair in enumerate(zip(input_lens, left, strict=True))]
+    rows = [row(key, *pair) for key, pair in enumerate(zip(input_lens, left, strict=True))]
     tally, passes = simulate(rows, Limits(40_000))
     assert max(step.reserved for step in passes) <= 1.03 * 40_000
     assert tally.again == 0
@@ -247,18 +250,18 @@ def test_rows_wait_for_memory_and_nothing_is_computed_again() -> None:
 
 def test_rows_that_were_expected_to_end_are_moved_out_of_the_way() -> None:
     """Admission reckons with rows that end early; if none does, rows move to host memory and come back."""
-    rows = [PlannedRow(key, 100, 300) for key in range(60)]
+    rows = [row(key, 100, 300) for key in range(60)]
     tally, passes = simulate(rows, Limits(10_000), ending=0.02)
     assert tally.suspended > 0
     assert tally.again == 0
     assert max(step.reserved for step in passes) <= 1.1 * 10_000
     cannot = Abilities(snapshots=False)
-    again, _ = simulate([PlannedRow(key, 100, 300) for key in range(60)], Limits(10_000), cannot, ending=0.02)
+    again, _ = simulate([row(key, 100, 300) for key in range(60)], Limits(10_000), cannot, ending=0.02)
     assert again.again > 0
 
 
 def test_rows_end_early() -> None:
-    rows = [PlannedRow(key, 50 + key, 400) for key in range(200)]
+    rows = [row(key, 50 + key, 400) for key in range(200)]
     dice = random.Random(5)
     ends = {key: dice.randint(1, 60) for key in range(200)}
     tally, passes = simulate(rows, Limits(60_000), ends=ends, ending=1 / 30)
@@ -279,7 +282,7 @@ def test_rows_end_early() -> None:
 def test_engines_that_can_do_less_go_on_with_what_they_can(able: Abilities) -> None:
     dice = random.Random(3)
     input_lens, left = lengths(120, 100, 1500, 0.8, dice), lengths(120, 40, 400, 0.8, dice)
-    rows = [PlannedRow(key, *pair) for key, pair in enumerate(zip(input_lens, left, strict=True))]
+    rows = [row(key, *pair) for key, pair in enumerate(zip(input_lens, left, strict=True))]
     tally, passes = simulate(rows, Limits(80_000), able)
     assert sum(step.tokens for step in passes) == sum(left)
     assert tally.again == 0
@@ -290,15 +293,15 @@ def test_engines_that_can_do_less_go_on_with_what_they_can(able: Abilities) -> N
 def test_prompts_of_all_lengths_hide_behind_the_link() -> None:
     """Beyond the minimum tokens a pass never exceeds the link's time. A long prompt comes in chunks."""
     clock = times()
-    rows = [PlannedRow(0, 20_000, 50), *(PlannedRow(key, 300, 50) for key in range(1, 60))]
-    _, passes = simulate(rows, Limits(1_000_000), order=arrival_order)
+    rows = [row(0, 20_000, 50), *(row(key, 300, 50) for key in range(1, 60))]
+    _, passes = simulate(rows, Limits(1_000_000), arrivals=True)
     assert max(step.seconds for step in passes) <= 1.1 * clock.link_s
     assert len(passes) < 20_000 / clock.room(PassLoad()) + 120
 
 
 def test_rows_begin_in_the_order_of_their_arrival() -> None:
-    rows = [PlannedRow(key, 300 if key % 2 else 290, 3 + key) for key in range(40)]
-    schedule, engine = Schedule(times(), Limits(1_000_000), order=arrival_order), Engine(Abilities())
+    rows = [row(key, 300 if key % 2 else 290, 3 + key) for key in range(40)]
+    schedule, engine = Schedule(times(), Limits(1_000_000), arrivals=True), Engine(Abilities())
     schedule.add(rows[20:])
     schedule.add(rows[:20])
     begun: list[int] = []
@@ -312,7 +315,7 @@ def test_rows_begin_in_the_order_of_their_arrival() -> None:
 
 def test_rows_that_are_dropped_give_their_room_back() -> None:
     schedule, engine = Schedule(times(), Limits(1_000_000)), Engine(Abilities())
-    schedule.add(PlannedRow(key, 100, 50) for key in range(10))
+    schedule.add(row(key, 100, 50) for key in range(10))
     for _ in range(3):
         schedule.done(*engine.run(schedule, times()), ())
     schedule.drop(range(9))
@@ -328,13 +331,13 @@ def test_rows_that_are_dropped_give_their_room_back() -> None:
 def test_kept_positions_are_not_computed_again() -> None:
     """Chats whose history is kept, beside new prompts: histories are not computed, and pad nobody's new tokens."""
     dice = random.Random(6)
-    rows, kept, new = list[PlannedRow](), dict[int, int](), 0
+    rows, kept, new = list[Sequence](), dict[int, int](), 0
     for key in range(200):
         history, turn = dice.choice([0, dice.randint(500, 4000)]), dice.randint(20, 300)
-        rows.append(PlannedRow(key, history + turn, 40))
+        rows.append(row(key, history + turn, 40))
         kept[key], new = history, new + turn
     whole = sum(row.length for row in rows)
-    tally, passes = simulate(rows, Limits(4_000_000), order=arrival_order, kept=kept)
+    tally, passes = simulate(rows, Limits(4_000_000), arrivals=True, kept=kept)
     assert sum(step.tokens for step in passes) == 40 * len(rows)
     assert new + tally.prompt_padding == tally.prompts < 1.5 * new
     assert tally.prompts < 0.25 * whole
@@ -347,17 +350,15 @@ class Served:
 
     def __init__(self, limits: Limits, able: Abilities | None = None, clock: Callable[[], PassTimes] = times) -> None:
         self.able, self.truth = able or Abilities(), clock()
-        self.schedule, self.engine = Schedule(clock(), limits, self.able, arrival_order), Engine(self.able)
+        self.schedule, self.engine = Schedule(clock(), limits, self.able, arrivals=True), Engine(self.able)
         self.left: dict[int, int] = {}
-        self.request_of: dict[int, int] = {}
         self.tokens: Counter[int] = Counter()
         self.seconds = 0.0
 
     def add(self, request: int, count: int, input_len: int, left: int) -> None:
         first = len(self.left)
-        rows = [PlannedRow(first + number, input_len, left, request) for number in range(count)]
+        rows = [row(first + number, input_len, left, request) for number in range(count)]
         self.left |= {row.key: left for row in rows}
-        self.request_of |= {row.key: request for row in rows}
         self.schedule.add(rows)
 
     def step(self) -> None:
@@ -366,7 +367,8 @@ class Served:
         for batch, count in works:
             if batch.length + count >= batch.width:
                 for row in filter(None, batch.rows):
-                    self.tokens[row.request] += 1
+                    row.add([0])
+                    self.tokens[row.owner] += 1
                     self.left[row.key] -= 1
                     ended += [row.key] * (self.left[row.key] == 0)
         self.schedule.done(works, seconds, ended)
@@ -382,7 +384,7 @@ class Served:
 
     @property
     def rows(self) -> Counter[int]:
-        return Counter(row.request for row in self.schedule.running)
+        return Counter(row.owner for row in self.schedule.running)
 
     def finish(self) -> None:
         self.until(lambda: not any(self.left.values()), 100_000)
@@ -475,17 +477,94 @@ def test_a_large_request_alone_is_as_fast_as_many_small_ones() -> None:
     """No row is held back for later requests, or given up."""
     dice = random.Random(8)
     needs = list(zip(lengths(1000, 100, 900, 0.8, dice), lengths(1000, 60, 300, 0.8, dice), strict=True))
-    single, each = ([PlannedRow(key, *need, request * key) for key, need in enumerate(needs)] for request in (0, 1))
-    (whole, _), (separate, _) = (simulate(rows, Limits(60_000, 256), order=arrival_order) for rows in (single, each))
+    single, each = ([row(key, *need, request * key) for key, need in enumerate(needs)] for request in (0, 1))
+    (whole, _), (separate, _) = (simulate(rows, Limits(60_000, 256), arrivals=True) for rows in (single, each))
     assert (whole.seconds, whole.passes) == (separate.seconds, separate.passes)
     assert whole.yielded == separate.yielded == whole.again == 0
 
 
-def test_rows_begin_in_turn() -> None:
-    rows = [PlannedRow(key, 5, 5, request) for key, request in enumerate([0, 0, 0, 1, 1, 2])]
-    assert [row.key for row in fair_order(rows[::-1], {})] == [0, 3, 5, 1, 4, 2]
-    assert [row.key for row in fair_order(rows, {0: 2})] == [3, 5, 4, 0, 1, 2]
-    assert [row.key for row in fair_order(rows, {}, {0: 7, 1: 3, 2: 5})] == [3, 5, 0, 4, 1, 2]
+def fair_order(rows: Iterable[Sequence], held: Counter[int], since: dict[int, int]) -> list[Sequence]:
+    """Sort rows in the plain way: by rows that their owners have before them, then by turn, then by key."""
+    counts, ranked = Counter(held), []
+    for waiting in sorted(rows, key=lambda row: row.key):
+        ranked.append(((counts[waiting.owner], since[waiting.owner], waiting.key), waiting))
+        counts[waiting.owner] += 1
+    return [waiting for _, waiting in sorted(ranked, key=lambda pair: pair[0])]
+
+
+@pytest.mark.parametrize("fair", [True, False])
+@given(steps=st.lists(st.tuples(st.sampled_from(["add", "begin", "end", "drop", "again"]), st.integers(0, 200)),
+                      max_size=60))  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_rows_begin_in_their_order(fair: bool, steps: list[tuple[str, int]]) -> None:
+    """The order is that of a plain sort, whatever comes and leaves."""
+    queue, waiting, running, turns, key = Queue[Sequence](fair), list[Sequence](), list[Sequence](), Counter[int](), 0
+    for number, (kind, chosen) in enumerate(steps, 1):
+        if kind == "add":
+            new = [row(key + more, 5 + chosen, 1 + chosen % 7, chosen % 5) for more in range(1 + chosen % 25)]
+            turns |= dict.fromkeys({chosen % 5} - turns.keys(), number)
+            queue.add(new[::-1])
+            waiting, key = waiting + new, key + len(new)
+        elif kind == "begin":
+            begun = queue.front(chosen % 5)
+            queue.begin(begun)
+            waiting, running = [other for other in waiting if other not in begun], running + begun
+        elif kind == "drop" and waiting:
+            queue.remove([waiting.pop(chosen % len(waiting))])
+        elif kind in ("end", "again") and running:
+            gone = running.pop(chosen % len(running))
+            if kind == "end":
+                queue.turn(gone.owner)
+                turns[gone.owner] = number
+            else:
+                queue.add([gone])
+                waiting.append(gone)
+        held = Counter(other.owner for other in running)
+        queue.hold(held)
+        current = held.keys() | {other.owner for other in waiting}
+        turns = Counter({owner: turn for owner, turn in turns.items() if owner in current})
+        order = fair_order(waiting, held, turns) if fair else sorted(waiting, key=like)
+        assert queue.front(7) == order[:7]
+        assert queue.front(len(waiting)) == order
+        assert (len(queue), set(queue)) == (len(waiting), set(waiting))
+
+
+def like(row: Sequence) -> tuple[int, int, int, int]:
+    return -row.left.bit_length(), -row.length, -row.left, row.key
+
+
+class Touched(Sequence):
+    """Row that notes in `keys` that somebody looks at it."""
+
+    keys: ClassVar[set[int]] = set()
+
+    def __getattribute__(self, name: str) -> Any:
+        Touched.keys.add(object.__getattribute__(self, "key"))
+        return object.__getattribute__(self, name)
+
+
+@pytest.mark.parametrize(("arrivals", "owners"), [(False, 1), (True, 20_000), (True, 50), (True, 1)])
+def test_a_pass_looks_at_few_of_the_rows_that_wait(arrivals: bool, owners: int) -> None:
+    """However many wait: at the next ones to begin, and at those that a search by halves meets."""
+    dice = random.Random(4)
+    rows = [Touched(range(dice.randint(100, 400)), dice.randint(1, 60), key=key, owner=key % owners)
+            for key in range(10_000)]  # fmt: skip
+    schedule, engine = Schedule(times(), Limits(60_000, 64), arrivals=arrivals), Engine(Abilities())
+    schedule.add(rows)
+    begun, most = 0, 0
+    for number in range(60):
+        Touched.keys.clear()
+        schedule.add([Touched(range(250), 40, key=len(rows) + number, owner=number % owners)])
+        schedule.drop([5_000 + number])
+        works, seconds = engine.run(schedule, times())
+        ready = [row for batch, count in works if batch.length + count >= batch.width for row in batch.living]
+        for sequence in ready:
+            sequence.add([0])
+        schedule.done(works, seconds, [row.key for row in ready if not row.left])
+        begun += len(schedule.begun)
+        most = max(most, len(Touched.keys))
+    assert begun > 100
+    assert most < 64 + 64 + 300  # running ones, the front of the queue, and the searches
 
 
 @pytest.mark.long
@@ -510,13 +589,11 @@ def test_every_row_gets_its_tokens_whoever_comes(
 
 @pytest.mark.long
 @given(st.lists(st.tuples(st.integers(1, 900), st.integers(1, 200)), min_size=1, max_size=60),
-       st.integers(2_000, 30_000), st.integers(1, 40), st.sampled_from([like_order, arrival_order]))  # fmt: skip
+       st.integers(2_000, 30_000), st.integers(1, 40), st.booleans())  # fmt: skip
 @settings(max_examples=40, deadline=None)
-def test_every_row_gets_its_tokens(
-    needs: list[tuple[int, int]], positions: int, max_rows: int, order: Callable[[PlannedRow], tuple[int, int, int]]
-) -> None:
-    rows = [PlannedRow(key, *need) for key, need in enumerate(needs)]
-    tally, passes = simulate(rows, Limits(positions, max_rows), order=order)
+def test_every_row_gets_its_tokens(needs: list[tuple[int, int]], positions: int, max_rows: int, arrivals: bool) -> None:
+    rows = [row(key, *need) for key, need in enumerate(needs)]
+    tally, passes = simulate(rows, Limits(positions, max_rows), arrivals=arrivals)
     assert sum(step.tokens for step in passes) == sum(left for _, left in needs)
     assert tally.again == 0
 
@@ -608,10 +685,10 @@ def test_work_that_hides_imperfectly_does_not_end_the_flow_of_prompts(hosted: fl
                 options=(("kv_offload", "auto"),))  # fmt: skip
     setup = make_plan(case, spec, H100, efficiency=Efficiency()).placement
     able = Abilities(regroups="rarely", snapshots=False)
-    schedule = Schedule(PassTimes(setup, spec, H100, 512), Limits(rows * load.total_len, rows), able, arrival_order)
+    schedule = Schedule(PassTimes(setup, spec, H100, 512), Limits(rows * load.total_len, rows), able, arrivals=True)
     engine, truth = Engine(able), Imperfect(setup, spec, H100, 512)
     device_positions = round((1 - hosted) * rows) * load.total_len
-    coming, left = [PlannedRow(key, 512, 32) for key in range(600)], dict.fromkeys(range(600), 32)
+    coming, left = [row(key, 512, 32) for key in range(600)], dict.fromkeys(range(600), 32)
     passes: list[tuple[float, int]] = []
     batches, merged, seen = 0, 0, set[int]()
     while coming or schedule.busy:
@@ -629,7 +706,10 @@ def test_work_that_hides_imperfectly_does_not_end_the_flow_of_prompts(hosted: fl
             used += 0 if batch.on_host else batch.reserved
         seen = {id(batch) for batch in schedule.batches}
         batches = max(batches, len(works))
-        alive = [row.key for batch, count in works if batch.length + count >= batch.width for row in batch.rows if row]
+        ready = [batch for batch, count in works if batch.length + count >= batch.width]
+        for sequence in (row for batch in ready for row in batch.rows if row is not None):
+            sequence.add([0])
+        alive = [row.key for batch in ready for row in batch.living]
         for key in alive:
             left[key] -= 1
         schedule.done(works, seconds, [key for key in alive if not left[key]])
@@ -654,7 +734,7 @@ def calm_until(schedule: Schedule, goal: Limits, max_passes: int = 100 * TUNED.c
 def test_limits_rise_again_after_memory_fell_short() -> None:
     whole = Limits(10_000, 40, 3000)
     schedule, engine = Schedule(times(), whole), Engine(Abilities())
-    schedule.add(PlannedRow(key, 256, 64) for key in range(30))
+    schedule.add(row(key, 256, 64) for key in range(30))
     engine.run(schedule, times())
     batch, reserved = schedule.batches[0], sum(batch.reserved for batch in schedule.batches)
     assert 0 < reserved < whole.positions

@@ -25,8 +25,9 @@ from zinfer.core.case import Case, Workload
 from zinfer.engine.stream import Stream
 from zinfer.generation import tokenizer_process, tuning
 from zinfer.generation.pass_times import PassTimes
+from zinfer.generation.sequence import Sequence
 from zinfer.generation.tokenizer_process import TokenizerProcess
-from zinfer.job.batch.packing import RowDemand, best_plan
+from zinfer.job.batch.packing import best_plan
 from zinfer.plan.planner import Plan
 from zinfer.worker.generation import batch_step
 from zinfer.worker.inline import InlineWorker
@@ -41,7 +42,7 @@ def plan_of(directory: Path) -> Plan:
     workload = Workload(batch_size=1, input_len=1, output_len=1)
     case = Case(model=str(directory), engine="stream", offload="cpu", workload=workload, dtype="float32",
                 load_format="safetensors")  # fmt: skip
-    return best_plan([case], [RowDemand(60, 40)], from_directory(directory), MACHINE)
+    return best_plan([case], [(60, 40)], from_directory(directory), MACHINE)
 
 
 class Reference:
@@ -120,9 +121,13 @@ def free(server: Server, worker: InlineWorker) -> None:
     """Wait until no row is left anywhere: neither in the server, nor in the dispatcher, worker and engine."""
     server.wait(lambda: not server.server.desk.exchanges and server.dispatcher.unfinished == 0)
     session = worker.session
-    server.wait(lambda: not (session.sent or session.engine.batches))
-    assert session.text is not None
-    assert not session.text._shown
+    server.wait(lambda: not (sequences(worker) or session.engine.batches))
+
+
+def sequences(worker: InlineWorker) -> dict[int, Sequence]:
+    """Return the worker's unfinished rows, by key."""
+    scheduler = worker.session.scheduler
+    return {} if scheduler is None else scheduler.sequences
 
 
 @pytest.mark.usefixtures("small")
@@ -385,10 +390,10 @@ def test_a_client_that_goes_away_frees_its_rows(
         connection = server.connect()
         body = {"prompt": ["Once upon", "ab"], "max_tokens": 700, "stream": stream, "temperature": 0}
         connection.request("POST", "/v1/completions", json.dumps(body), {"content-type": "application/json"})
-        server.wait(lambda: len(worker.session.sent) == 2)
+        server.wait(lambda: len(sequences(worker)) == 2)
         short = client.completions.create(model=NAME, prompt="ab", max_tokens=3, temperature=0)
         assert short.choices[0].text == expected
-        assert worker.session.sent, "its rows run meanwhile, unless a row has met an end token"
+        assert sequences(worker), "its rows run meanwhile, unless a row has met an end token"
         connection.sock.shutdown(socket.SHUT_RDWR)
         connection.close()
         free(server, worker)
@@ -411,7 +416,7 @@ def test_a_worker_that_dies_is_replaced_and_its_rows_go_on(
 
     def dies(session: Session, request: BatchStep) -> BatchStepped:
         nonlocal steps
-        steps += len(session.sent) == 5
+        steps += session.scheduler is not None and len(session.scheduler.sequences) == 5
         if steps == 4:
             raise WorkerDied("crashed", "killed by SIGKILL")
         return batch_step(session, request)

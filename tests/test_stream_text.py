@@ -17,7 +17,7 @@ from zinfer.cli import cli
 from zinfer.commands import run as run_side
 from zinfer.commands.run import Answers
 from zinfer.core.request import Update
-from zinfer.generation.detokenizer import TextPieces
+from zinfer.generation.detokenizer import new_text
 from zinfer.generation.scheduler import Sequence, add_token
 from zinfer.worker.inline import InlineWorker
 from zinfer.worker.tasks import BatchStep, BatchStepped
@@ -141,16 +141,16 @@ def test_pieces_wait_for_whole_characters() -> None:
         def decode(self, ids: list[int], before: Any = ()) -> str:
             return bytes(ids).decode(errors="replace")
 
-    pieces, sequence = TextPieces(Bytes()), Sequence([1], 9)  # type: ignore[arg-type]
+    tokenizer, sequence = Bytes(), Sequence([1], 9)
     texts = []
     for byte in "aé b".encode():
         sequence.output_ids.append(byte)
-        texts.append(pieces.add(sequence))
+        texts.append(new_text(tokenizer, sequence))  # type: ignore[arg-type]
     assert texts == ["a", "", "é", "", " b"]
     sequence.output_ids.append(0xC3)
-    assert pieces.add(sequence) == ""
+    assert new_text(tokenizer, sequence) == ""  # type: ignore[arg-type]
     sequence.finish_reason, sequence.text = "length", "aé b\ufffd"
-    assert pieces.add(sequence) == "\ufffd"
+    assert new_text(tokenizer, sequence) == "\ufffd"  # type: ignore[arg-type]
 
 
 def test_pieces_go_on_where_a_tokenizer_takes_characters_back() -> None:
@@ -167,10 +167,10 @@ def test_pieces_go_on_where_a_tokenizer_takes_characters_back() -> None:
             except UnicodeDecodeError:
                 return "\ufffd" * len(run)
 
-    pieces, sequence, texts = TextPieces(Fallback()), Sequence([1], 9), []  # type: ignore[arg-type]
+    tokenizer, sequence, texts = Fallback(), Sequence([1], 9), []
     for token in [*"é".encode(), *"à".encode(), 0xFF, 0x3B1, 0x3B2]:
         sequence.output_ids.append(token)
-        texts.append(pieces.add(sequence))
+        texts.append(new_text(tokenizer, sequence))  # type: ignore[arg-type]
     assert texts == ["", "é", "", "à", "", "\ufffd" * 5 + "α", "β"]
 
 
@@ -187,8 +187,7 @@ def test_pieces_of_a_long_text_are_its_text_up_to_a_stop(stops: tuple[str, ...])
             self.decoded += len(ids)
             return "".join(words[number] for number in ids).replace(" .", ".").replace(" ,", ",").replace(" n't", "n't")
 
-    tokenizer = Words()
-    pieces, sequence, streamed = TextPieces(tokenizer), Sequence([1], 400, stop=stops), ""  # type: ignore[arg-type]
+    tokenizer, sequence, streamed = Words(), Sequence([1], 400, stop=stops), ""
     for number in range(400):
         sequence.output_ids.append(number)
         whole = tokenizer.decode(sequence.output_ids)
@@ -196,7 +195,7 @@ def test_pieces_of_a_long_text_are_its_text_up_to_a_stop(stops: tuple[str, ...])
         if ends or number == 399:
             sequence.finish_reason, sequence.text = "stop", whole[: min(ends)] if ends else whole
         before, tokenizer.decoded = tokenizer.decoded, 0
-        streamed += pieces.add(sequence)
+        streamed += new_text(tokenizer, sequence)  # type: ignore[arg-type]
         assert tokenizer.decoded <= 2 * (16 + 16) + 16
         tokenizer.decoded += before
         if sequence.ended:
@@ -204,7 +203,6 @@ def test_pieces_of_a_long_text_are_its_text_up_to_a_stop(stops: tuple[str, ...])
         assert whole.startswith(streamed)
     assert streamed == sequence.text
     assert bool(stops) == (len(sequence.output_ids) < 400)
-    assert not pieces._shown
 
 
 class Cleaned:

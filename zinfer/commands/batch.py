@@ -226,7 +226,7 @@ def _run(
     """Answer the waiting lines and return the job's progress. None if none of them can be served."""
     from zinfer.job.batch import packing
     from zinfer.job.batch.openai import refusal
-    from zinfer.job.batch.rows import needs, rows_of, split
+    from zinfer.job.batch.rows import requests_of, split
     from zinfer.job.batch.run import BatchJob
     from zinfer.job.driver import Driver
 
@@ -238,17 +238,18 @@ def _run(
         driver.start()  # it imports its libraries while prompts are read
         prompts = _tokenize(waiting, tokenizer, watch)
         limits = spec.max_position, spec.vocab_size, how["output_len"]
-        rows, faults = rows_of(waiting, prompts, *limits, ledger.made)
+        requests, faults = requests_of(waiting, prompts, *limits, ledger.made)
         ledger.add(map(refusal, faults))
-        if not rows:
+        if not requests:
             return None
-        plan = packing.best_plan(cases, needs(rows), spec, machine, how["nvme_path"])
+        needs = [request.need for request in requests]
+        plan = packing.best_plan(cases, needs, spec, machine, how["nvme_path"])
         if not plan.fits:
             raise Failure(str(plan.why_not), ENVIRONMENT)
-        fits = packing.fitting(plan.planner(), needs(rows))
-        rows, faults = split(rows, fits, f"{machine.name} with {plan.case.label()}")
+        fits = packing.fitting(plan.planner(), needs)
+        requests, faults = split(waiting, requests, fits, f"{machine.name} with {plan.case.label()}")
         ledger.add(map(refusal, faults))
-        return BatchJob(plan, rows, ledger, driver, how["batch_size"], watch.rows, watch.message).run()
+        return BatchJob(plan, waiting, requests, ledger, driver, how["batch_size"], watch.rows, watch.message).run()
 
 
 @contextmanager

@@ -96,7 +96,7 @@ def command(
     from zinfer.core.request import Sampling
     from zinfer.generation.dialogue import Dialogue
     from zinfer.generation.schedule import largest_load
-    from zinfer.job.batch.packing import RowDemand, best_plan
+    from zinfer.job.batch.packing import best_plan
     from zinfer.job.driver import Driver
     from zinfer.job.recipe import engine_recipe
     from zinfer.worker.process import WorkerError
@@ -123,7 +123,7 @@ def command(
 
     cases = [load.case(source.load_format, spec.dtype, length, output_len) for load in loads]
     rows = batch_size or max(1, len(texts))
-    plan = best_plan(cases, [RowDemand(length, output_len)] * rows, spec, machine, how["nvme_path"])
+    plan = best_plan(cases, [(length, output_len)] * rows, spec, machine, how["nvme_path"])
     planner, target = plan.planner(), next(iter(loads.values()))
     if not plan.fits:
         raise Failure(str(plan.why_not), ENVIRONMENT)

@@ -66,6 +66,11 @@ class Request:
         """Number of tokens that prefill has to read."""
         return len(self.prompt_ids) + len(self.output_ids)
 
+    @property
+    def need(self) -> tuple[int, int]:
+        """`length`, and the maximum of tokens to come."""
+        return self.length, self.left
+
     def add(self, tokens: Sequence[int]) -> None:
         """Append output tokens."""
         self.output_ids.extend(tokens)

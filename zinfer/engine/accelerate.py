@@ -22,14 +22,14 @@ from torch import Tensor, nn
 
 from zinfer.core.engine import AccelerateOptions
 from zinfer.engine.base import Work, is_step
-from zinfer.engine.decoder import Decoder, offload_folder
+from zinfer.engine.decoder import Decoder, DecoderBatch, offload_folder
 from zinfer.engine.pinned import PinnedArena, lay_out
 from zinfer.engine.state import ModelState
 from zinfer.record.measurement import Effective
 from zinfer.system.scratch import Scratch
 
 
-class Accelerate(Decoder):
+class Accelerate(Decoder[DecoderBatch]):
     """Engine `accelerate`: the model on the device, or most layers off it.
 
     Offload `none` keeps it whole, `cpu` and `nvme` keep all other layers in host memory or in files. Files are

@@ -8,10 +8,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Generic, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import TypeVar
 
 from zinfer.core.case import Workload
 from zinfer.core.engine import EngineOptions, parse_options
@@ -42,15 +43,18 @@ class MicroBatch:
         return 0
 
 
-class Work(NamedTuple):
+B = TypeVar("B", bound=MicroBatch, default=Any)  # an engine's kind of micro-batch
+
+
+class Work(NamedTuple, Generic[B]):
     """Tokens that a pass computes for one micro-batch."""
 
-    batch: MicroBatch
+    batch: B
     token_ids: Tensor  # [B, n] int64: a chunk of prompts (n large), one token (decode), k + 1 (verify k drafts)
     keep: int = 1  # number of last positions whose logits are wanted
 
 
-class Engine(ABC):
+class Engine(ABC, Generic[B]):
     """Model ready to run. Constructed means loaded: the constructor raises every error of loading."""
 
     draft: "Engine | None" = None  # engine of the model that drafts for this one
@@ -75,7 +79,7 @@ class Engine(ABC):
         self.progress = progress
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.expected: Workload | None = None
-        self.batches: list[Any] = []  # micro-batches admitted and not retired
+        self.batches: list[B] = []  # micro-batches admitted and not retired
 
     @property
     def plan(self) -> Plan:
@@ -109,7 +113,7 @@ class Engine(ABC):
     @abstractmethod
     def admit(
         self, attention_mask: Tensor, capacity: int, past: Sequence[Past] = (), answered: Sequence[int] = ()
-    ) -> MicroBatch:
+    ) -> B:
         """Reserve the KV cache of a new micro-batch; compute nothing.
 
         `attention_mask` ``[B, S]`` belongs to its left-padded prompts (1 token, 0 padding); `capacity` counts the
@@ -123,7 +127,7 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def forward(self, works: Sequence[Work]) -> list[Tensor]:
+    def forward(self, works: Sequence[Work[B]]) -> list[Tensor]:
         """Compute the next ``[B, n]`` tokens of each work in one pass.
 
         They are appended to its micro-batch's KV cache. Returns the logits of each work's last `keep` positions, ``[B,
@@ -133,13 +137,13 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def retire(self, batch: MicroBatch, rows: Sequence[int] | None = None) -> None:
+    def retire(self, batch: B, rows: Sequence[int] | None = None) -> None:
         """Free the KV cache of a micro-batch, or of its `rows` only.
 
         The other rows close up, in their order. Retiring a micro-batch a second time does nothing.
         """
 
-    def move_rows(self, sources: Sequence[tuple[MicroBatch, Sequence[int]]], capacity: int) -> MicroBatch:
+    def move_rows(self, sources: Sequence[tuple[B, Sequence[int]]], capacity: int) -> B:
         """Move rows of micro-batches into a new one; compute nothing.
 
         It has room for `capacity` positions. This merges, splits, compacts and enlarges micro-batches. Rows keep the
@@ -160,7 +164,7 @@ class Engine(ABC):
         """
         self.expected = load
 
-    def rollback(self, batch: MicroBatch, lengths: Tensor) -> None:
+    def rollback(self, batch: B, lengths: Tensor) -> None:
         """Forget positions (rejected drafts): keep the first `lengths` ``[B]`` of each row.
 
         The micro-batch's new length is the largest of them; shorter rows have padding in between, which nothing attends
@@ -199,7 +203,7 @@ class Engine(ABC):
         """Return why computed keys and values cannot be copied, and continued from."""
         return f"engine {self.plan.case.engine} keeps no keys and values"
 
-    def snapshot(self, batch: MicroBatch, first: int, last: int, row: int | None = None) -> KVSnapshot:
+    def snapshot(self, batch: B, first: int, last: int, row: int | None = None) -> KVSnapshot:
         """Copy keys and values of some positions to host memory.
 
         These are `first` to `last` (excluded), computed before. They are those of all rows, padding counted, or of one
@@ -213,7 +217,7 @@ class Engine(ABC):
         """True while decode steps are slower, since they are recorded and compared."""
         return False
 
-    def timeline(self, works: Sequence[Work]) -> tuple[Span, ...]:
+    def timeline(self, works: Sequence[Work[B]]) -> tuple[Span, ...]:
         """Run one more pass and return its spans; nothing without tracing.
 
         Spans cover all that was under way during the pass, also copies that began before it or end after it. A span
@@ -259,11 +263,11 @@ class Engine(ABC):
         """Return the peak of host memory of the engine's processes, in bytes."""
         return peak_bytes()
 
-    def is_live(self, batch: MicroBatch) -> bool:
+    def is_live(self, batch: B) -> bool:
         """Tell whether a micro-batch is admitted and not retired."""
         return any(batch is live for live in self.batches)
 
-    def discard(self, batch: MicroBatch) -> None:
+    def discard(self, batch: B) -> None:
         """Take a micro-batch off the live ones."""
         self.batches = [live for live in self.batches if live is not batch]
 
@@ -272,7 +276,7 @@ class Engine(ABC):
         for batch in list(self.batches):
             self.retire(batch)
 
-    def close(self) -> None:  # noqa: B027 - an engine without state of its own has nothing to do
+    def close(self) -> None:
         """Free everything, page-locked memory included. Safe to call twice."""
 
 
@@ -283,7 +287,7 @@ def _check_live(batches: Sequence[MicroBatch], live: Sequence[MicroBatch]) -> No
         raise ValueError("rows come from micro-batches admitted and not retired, each of them once")
 
 
-def check_works(works: Sequence[Work], live: Sequence[MicroBatch]) -> None:
+def check_works(works: Sequence[Work[B]], live: Sequence[B]) -> None:
     """Raise ValueError unless works are complete and of different `live` micro-batches.
 
     Raises IndexError for tokens beyond a capacity.
@@ -297,7 +301,7 @@ def check_works(works: Sequence[Work], live: Sequence[MicroBatch]) -> None:
             raise IndexError(f"the KV cache holds {batch.capacity} tokens a sequence; {batch.length + count} are asked")
 
 
-def check_sources(sources: Sequence[tuple[MicroBatch, Sequence[int]]], live: Sequence[MicroBatch]) -> None:
+def check_sources(sources: Sequence[tuple[B, Sequence[int]]], live: Sequence[B]) -> None:
     """Raise ValueError unless rows to move are of different `live` micro-batches.
 
     Raises EngineError for rows that are not computed.

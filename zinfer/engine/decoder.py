@@ -10,13 +10,14 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, cast
 from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
+from typing_extensions import TypeVar
 
 from zinfer.checkpoint.architecture import COUNTS_PADDING, decoder_layers
 from zinfer.core.progress import Progress, silent
@@ -140,25 +141,29 @@ class DecoderBatch(MicroBatch):
             self.cache.window(rows or slice(0, self.batch_size), self.length)
 
 
-class MovedRows(NamedTuple):
+D = TypeVar("D", bound=DecoderBatch, default=Any)  # a decoder's kind of micro-batch
+Of = TypeVar("Of", bound=DecoderBatch, covariant=True, default=DecoderBatch)
+
+
+class MovedRows(NamedTuple, Generic[Of]):
     """Rows ``[b]`` that move to another micro-batch. They have a `mask` if positions of them were forgotten."""
 
-    batch: DecoderBatch
+    batch: Of
     rows: Tensor
     mask: RowMask | None
 
 
-class Part(NamedTuple):
+class Part(NamedTuple, Generic[Of]):
     """Rows of a work that go through the model together."""
 
-    batch: DecoderBatch
+    batch: Of
     rows: slice
     token_ids: Tensor  # [b, n]
     positions: Tensor
     keep: int
 
 
-class Decoder(Engine):
+class Decoder(Engine[D]):
     """Engine whose `model` is a causal language model of `transformers`.
 
     Subclasses put its weights in place in `_load`, which ends with `_ready`. Attributes that `close` frees have a
@@ -219,13 +224,13 @@ class Decoder(Engine):
         self._counts_padding = "position_ids" in accepted and asks_length(layers)
         self._counts_padding |= self.model.config.get_text_config(decoder=True).model_type in COUNTS_PADDING
 
-    def _lengths(self, parts: "Sequence[Part]") -> Tensor | None:
+    def _lengths(self, parts: "Sequence[Part[D]]") -> Tensor | None:
         """Return the lengths by which a pass turns its positions, ``[B, n]``."""
         if not self._by_lengths:
             return None
         return torch.cat([torch.maximum(part.batch.prompts[part.rows, None], part.positions + 1) for part in parts])
 
-    def _call(self, batch: DecoderBatch, **inputs: object) -> Tensor:
+    def _call(self, batch: D, **inputs: object) -> Tensor:
         """Run one forward pass and return its logits ``[B, n, V]``."""
         output = self.model(**inputs)
         if self._own_cache and (state := getattr(output, self._cache_name, None)) is not None:
@@ -236,7 +241,7 @@ class Decoder(Engine):
     @torch.inference_mode()
     def admit(
         self, attention_mask: Tensor, capacity: int, past: Sequence[Past] = (), answered: Sequence[int] = ()
-    ) -> DecoderBatch:
+    ) -> D:
         length = self._check_past(past, *attention_mask.shape)
         padded = int(attention_mask.sum(-1).min()) < attention_mask.shape[1]
         if padded and (why_not := self.cannot_pad()) is not None:
@@ -257,12 +262,10 @@ class Decoder(Engine):
         batch.advance(length)
         return batch
 
-    def _make_batch(
-        self, mask: Tensor, capacity: int, moved: Sequence[tuple[DecoderBatch, Tensor]] = ()
-    ) -> DecoderBatch:
+    def _make_batch(self, mask: Tensor, capacity: int, moved: Sequence[tuple[D, Tensor]] = ()) -> D:
         """Make a micro-batch and its cache. Rows of `moved` (batches and indices) will leave their memory for it."""
         cache = None if self._own_cache else make_cache(self.model.config, len(mask), capacity)
-        return DecoderBatch(mask, capacity, cache, self._state_of(cache))
+        return cast("D", DecoderBatch(mask, capacity, cache, self._state_of(cache)))  # another D, another method
 
     def _state_of(self, cache: Cache | None) -> Any:
         return DynamicCache(config=self.model.config) if self._in_modules else cache
@@ -356,11 +359,11 @@ class Decoder(Engine):
         return None
 
     @torch.inference_mode()
-    def move_rows(self, sources: Sequence[tuple[MicroBatch, Sequence[int]]], capacity: int) -> DecoderBatch:
+    def move_rows(self, sources: Sequence[tuple[D, Sequence[int]]], capacity: int) -> D:
         if (why_not := self.cannot_move_rows()) is not None:
             raise EngineError(why_not)
         check_sources(sources, self.batches)
-        batches = [batch for batch, _ in sources if isinstance(batch, DecoderBatch)]
+        batches = [batch for batch, _ in sources]
         indices = to_device_together([torch.tensor(list(rows)) for _, rows in sources], self.device)
         moved = list(zip(batches, indices, strict=True))
         real = [batch.real(rows) for batch, rows in moved]
@@ -380,7 +383,7 @@ class Decoder(Engine):
             self.retire(batch)
         return target
 
-    def _move(self, target: DecoderBatch, moved: "Sequence[MovedRows]", length: int) -> None:
+    def _move(self, target: D, moved: "Sequence[MovedRows[D]]", length: int) -> None:
         """Move rows of others into the cache of `target`, layer by layer."""
         assert isinstance(target.cache, RowCache)
         others = [batch.others(rows) for batch, rows, _ in moved]
@@ -405,12 +408,12 @@ class Decoder(Engine):
         return None
 
     @torch.inference_mode()
-    def snapshot(self, batch: MicroBatch, first: int, last: int, row: int | None = None) -> KVSnapshot:
+    def snapshot(self, batch: D, first: int, last: int, row: int | None = None) -> KVSnapshot:
         if (why_not := self.cannot_snapshot()) is not None:
             raise EngineError(why_not)
-        cache = batch.cache if isinstance(batch, DecoderBatch) else None
+        cache = batch.cache
         pad = 0
-        if row is not None and isinstance(batch, DecoderBatch) and batch.mask is not None:
+        if row is not None and batch.mask is not None:
             real = batch.mask[row, : batch.length].bool()
             pad = batch.length - int(real.sum())
             if not bool(real[pad:].all()):
@@ -423,7 +426,7 @@ class Decoder(Engine):
         return KVSnapshot.of(cache.layers, first, last, self.device.type == "cuda", rows, pad)
 
     @torch.inference_mode()
-    def forward(self, works: Sequence[Work]) -> list[Tensor]:
+    def forward(self, works: Sequence[Work[D]]) -> list[Tensor]:
         check_works(works, self.batches)
         tokens = to_device_together([work.token_ids for work in works], self.device)
         split = [self._parts(work._replace(token_ids=ids)) for work, ids in zip(works, tokens, strict=True)]
@@ -445,10 +448,9 @@ class Decoder(Engine):
             batch.torn = False
         return joined
 
-    def _parts(self, work: Work) -> list[Part]:
+    def _parts(self, work: Work[D]) -> list[Part[D]]:
         """Split a work into parts whose rows go through the model together. Raises EngineError as `check_chunk`."""
         batch, token_ids, keep = work
-        assert isinstance(batch, DecoderBatch)
         count = token_ids.shape[1]
         self.check_chunk(batch, count)
         positions = batch.positions(count, token_ids.device)
@@ -461,7 +463,7 @@ class Decoder(Engine):
         if chunked and (why_not := self.cannot_chunk()) is not None:
             raise EngineError(why_not)
 
-    def _rows(self, batch: DecoderBatch, count: int) -> list[slice]:
+    def _rows(self, batch: D, count: int) -> list[slice]:
         """Split rows into slices that go through the model in turn."""
         rows = slice(0, batch.batch_size)
         return [rows] if count == 1 or not isinstance(batch.cache, RowCache) else self._split(rows, count)
@@ -471,15 +473,15 @@ class Decoder(Engine):
         at_once = self.plan.placement.prefill_rows(rows.stop - rows.start, count)
         return [slice(start, min(start + at_once, rows.stop)) for start in range(rows.start, rows.stop, at_once)]
 
-    def _run(self, parts: Sequence[Part]) -> list[Tensor]:
+    def _run(self, parts: Sequence[Part[D]]) -> list[Tensor]:
         """Run a forward pass for each part; return logits ``[b, keep, V]``."""
         return [self._alone(part) for part in parts]
 
-    def _alone(self, part: Part) -> Tensor:
+    def _alone(self, part: Part[D]) -> Tensor:
         part.batch.show(part.rows)
         return self._pass(part)
 
-    def _pass(self, part: Part) -> Tensor:
+    def _pass(self, part: Part[D]) -> Tensor:
         """Run a forward pass of a part. The cache is narrowed to it."""
         batch, rows, token_ids, positions, keep = part
         end = batch.length + token_ids.shape[1]
@@ -498,9 +500,8 @@ class Decoder(Engine):
             return self._call(batch, **inputs)[:, -keep:]
 
     @torch.inference_mode()
-    def rollback(self, batch: MicroBatch, lengths: Tensor) -> None:
-        cache = getattr(batch, "cache", None)
-        assert isinstance(batch, DecoderBatch)
+    def rollback(self, batch: D, lengths: Tensor) -> None:
+        cache = batch.cache
         if not isinstance(cache, RowCache) or not cache.only_keys:
             raise EngineError(f"layers of {self.plan.model.name} hold a state that cannot forget single positions")
         shortest, length = int(lengths.min()), int(lengths.max())
@@ -514,10 +515,9 @@ class Decoder(Engine):
         batch.rollback(to_device(lengths, self.device))
 
     @torch.inference_mode()
-    def retire(self, batch: MicroBatch, rows: Sequence[int] | None = None) -> None:
+    def retire(self, batch: D, rows: Sequence[int] | None = None) -> None:
         if not self.is_live(batch):
             return
-        assert isinstance(batch, DecoderBatch)
         kept = [] if rows is None else sorted(set(range(batch.batch_size)) - set(rows))
         if kept and len(kept) < batch.batch_size:
             if not isinstance(batch.cache, RowCache):
@@ -527,13 +527,13 @@ class Decoder(Engine):
             self.discard(batch)
             self._free(batch)
 
-    def _keep_rows(self, batch: DecoderBatch, kept: Sequence[int]) -> None:
+    def _keep_rows(self, batch: D, kept: Sequence[int]) -> None:
         assert isinstance(batch.cache, RowCache)
         rows = to_device(torch.tensor(kept), self.device)
         batch.note_kept(rows)
         batch.cache.keep_rows(rows, batch.length)
 
-    def _free(self, batch: DecoderBatch) -> None:
+    def _free(self, batch: D) -> None:
         """Free the cache of a micro-batch."""
         batch.cache = batch.state = batch.mask = None
 

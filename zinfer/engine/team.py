@@ -73,7 +73,8 @@ class Member(Generic[E]):
 
     def admit(self, key: int, mask: Tensor, capacity: int, past: Sequence[Past], answered: Sequence[int]) -> int:
         """Make a micro-batch; return the number of its host rows."""
-        self._batches[key] = batch = self.engine.admit(mask, capacity, past, answered)
+        batch: MicroBatch = self.engine.admit(mask, capacity, past, answered)
+        self._batches[key] = batch
         if past and self.engine.device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # the copies have run
         return batch.host_rows
@@ -178,7 +179,7 @@ class TeamBatch(MicroBatch):
         return [row for row, owner in enumerate(self.ranks) if owner == rank]
 
 
-class Team(Engine, Generic[E]):
+class Team(Engine[TeamBatch], Generic[E]):
     """Engine on `Placement.gpus` GPUs, or processes of the CPU. Each is a `member`."""
 
     member: ClassVar[type[Member[Any]]]
@@ -280,10 +281,10 @@ class Team(Engine, Generic[E]):
         return batch
 
     @torch.inference_mode()
-    def snapshot(self, batch: MicroBatch, first: int, last: int, row: int | None = None) -> KVSnapshot:
+    def snapshot(self, batch: TeamBatch, first: int, last: int, row: int | None = None) -> KVSnapshot:
         if (why_not := self.cannot_snapshot()) is not None:
             raise EngineError(why_not)
-        if not isinstance(batch, TeamBatch) or not 0 <= first < last <= batch.length:
+        if not 0 <= first < last <= batch.length:
             raise EngineError(f"positions {first} to {last} have not been computed")
         pin = self.device.type == "cuda"
         if row is not None:
@@ -313,10 +314,9 @@ class Team(Engine, Generic[E]):
             chosen.append(rank)
         return sorted(chosen)
 
-    def retire(self, batch: MicroBatch, rows: Sequence[int] | None = None) -> None:
+    def retire(self, batch: TeamBatch, rows: Sequence[int] | None = None) -> None:
         if not self.is_live(batch):
             return
-        assert isinstance(batch, TeamBatch)
         gone = set(range(batch.batch_size) if rows is None else rows)
         orders: dict[int, tuple[Any, ...]] = {}
         for rank in batch.lengths:
@@ -335,17 +335,16 @@ class Team(Engine, Generic[E]):
         if not batch.ranks:
             self.discard(batch)
 
-    def move_rows(self, sources: Sequence[tuple[MicroBatch, Sequence[int]]], capacity: int) -> TeamBatch:
+    def move_rows(self, sources: Sequence[tuple[TeamBatch, Sequence[int]]], capacity: int) -> TeamBatch:
         if (why_not := self.cannot_move_rows()) is not None:
             raise EngineError(why_not)
         check_sources(sources, self.batches)
-        moved = [(batch, rows) for batch, rows in sources if isinstance(batch, TeamBatch)]
-        ranks = [batch.ranks[row] for batch, rows in moved for row in rows]
-        length = min(capacity, max(batch.length for batch, _ in moved))  # the ranks count what is real
+        ranks = [batch.ranks[row] for batch, rows in sources for row in rows]
+        length = min(capacity, max(batch.length for batch, _ in sources))  # the ranks count what is real
         target = TeamBatch(next(self._keys), ranks, length, capacity)
         orders = dict[int, tuple[Any, ...]]()
         for rank in target.lengths:
-            numbers = [(batch.key, batch.rows_of(rank), rows) for batch, rows in moved]
+            numbers = [(batch.key, batch.rows_of(rank), rows) for batch, rows in sources]
             parts = [(key, [mine.index(row) for row in rows if row in mine]) for key, mine, rows in numbers]
             orders[rank] = target.key, [(key, indices) for key, indices in parts if indices], capacity
         with self._room(len(ranks), length, capacity):
@@ -354,12 +353,11 @@ class Team(Engine, Generic[E]):
         target.host_rows_of = {rank: host_rows for rank, (_, host_rows) in answers.items()}
         target.length = target.prompt_len = max(target.lengths.values())
         self.batches.append(target)
-        for batch, rows in moved:
+        for batch, rows in sources:
             self._drop(batch, set(rows))
         return target
 
-    def rollback(self, batch: MicroBatch, lengths: Tensor) -> None:
-        assert isinstance(batch, TeamBatch)
+    def rollback(self, batch: TeamBatch, lengths: Tensor) -> None:
         kept = lengths.cpu()
         # Rows of a rank have as many positions fewer in its cache as its longest row is shorter.
         mine = {rank: kept[batch.rows_of(rank)] - (batch.length - length) for rank, length in batch.lengths.items()}
@@ -370,19 +368,18 @@ class Team(Engine, Generic[E]):
     # Passes
 
     @torch.inference_mode()
-    def forward(self, works: Sequence[Work]) -> list[Tensor]:
+    def forward(self, works: Sequence[Work[TeamBatch]]) -> list[Tensor]:
         return self._passes(works, "forward")[0]
 
-    def orders(self, works: Sequence[Work]) -> list[list[Any]]:
+    def orders(self, works: Sequence[Work[TeamBatch]]) -> list[list[Any]]:
         """Return what each rank does in a pass, for `Member.forward`. A rank without rows has nothing to compute."""
         orders: list[list[Any]] = [[] for _ in range(self._group.size)]
         for batch, token_ids, keep in works:
-            assert isinstance(batch, TeamBatch)
             for rank in batch.lengths:
                 orders[rank].append(RankWork(batch.key, token_ids.cpu()[batch.rows_of(rank)], keep))
         return orders
 
-    def _passes(self, works: Sequence[Work], name: str) -> tuple[list[Tensor], list[Any]]:
+    def _passes(self, works: Sequence[Work[TeamBatch]], name: str) -> tuple[list[Tensor], list[Any]]:
         """Run a pass; return logits ``[B, keep, V]`` of each work. Returns the recordings of the ranks, too."""
         check_works(works, self.batches)
         orders = self.orders(works)
@@ -397,16 +394,14 @@ class Team(Engine, Generic[E]):
                 if parts is not None and not done[rank]:
                     logits[rank], done[rank] = [part.to(self.device) for part in parts], True
         for work in works:
-            assert isinstance(work.batch, TeamBatch)
             more = work.token_ids.shape[1]
             work.batch.length += more
             work.batch.lengths = {rank: length + more for rank, length in work.batch.lengths.items()}
         parts_of = [iter(parts) for parts in logits]
         return [self._joined(work.batch, parts_of) for work in works], recordings
 
-    def _joined(self, batch: MicroBatch, parts: Sequence[Iterator[Tensor]]) -> Tensor:
+    def _joined(self, batch: TeamBatch, parts: Sequence[Iterator[Tensor]]) -> Tensor:
         """Join the logits of a micro-batch, the next part of each rank."""
-        assert isinstance(batch, TeamBatch)
         mine = {rank: next(parts[rank]) for rank in sorted(batch.lengths)}
         first = next(iter(mine.values()))
         whole = first.new_empty((batch.batch_size, *first.shape[1:]))

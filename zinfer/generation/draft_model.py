@@ -10,18 +10,21 @@ Each token is drawn by the sampler with the waiting times that the row has for i
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Several
 from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor
 
 from zinfer.core.model import ModelError, ModelSpec
+from zinfer.core.request import GREEDY
 from zinfer.engine.base import Engine, MicroBatch, Work
 from zinfer.engine.transfer import to_device
 from zinfer.generation import tuning
-from zinfer.generation.drafts import Drafter, DraftRow, NgramDrafter
+from zinfer.generation.drafts import Drafter, NgramDrafter
 from zinfer.generation.sampling import choose
+from zinfer.generation.sequence import Sequence
 from zinfer.generation.tokenizer_process import TokenizerProcess
 
 
@@ -50,24 +53,25 @@ class ModelDrafter:
         """Seconds in which a token of all rows is drafted, as measured; None before the first."""
         return sorted(self._recent)[len(self._recent) // 2] if self._recent else None
 
-    def begin(self, rows: Mapping[int, Sequence[int]]) -> None:
+    def begin(self, rows: Mapping[int, Several[int]]) -> None:
         """Compute new rows' known tokens, by key, while other work runs; they join the others later."""
         with self._guarded():
             self._begin(rows)
 
-    def draft(self, rows: Mapping[int, DraftRow], counts: Mapping[int, int]) -> dict[int, list[int]]:
+    def draft(self, rows: Mapping[int, Sequence], counts: Mapping[int, int]) -> dict[int, list[int]]:
         last = self._spec.max_position or 1 << 30
-        counts = {key: count for key, count in counts.items() if 1 < len(rows[key].token_ids) <= last - count}
+        counts = {key: count for key, count in counts.items() if 1 < rows[key].length <= last - count}
+        known = {key: rows[key].known_ids for key in counts}
         drafts: dict[int, list[int]] = {}
         if counts:
             with self._guarded():
-                self._drop_rejected({key: rows[key].token_ids for key in counts})
-                self._begin({key: rows[key].token_ids[:-1] for key in counts})
+                self._drop_rejected(known)
+                self._begin({key: ids[:-1] for key, ids in known.items()})
                 self._join()
                 if self._stream is not None:
                     self._stream.synchronize()
                 began = time.monotonic()
-                drafts = self._run(rows, counts)
+                drafts = self._run(rows, known, counts)
                 seconds = (time.monotonic() - began) / max(counts.values())
                 self._recent = [*self._recent[1 - tuning.DRAFTS.recent_rounds :], seconds]
         return drafts
@@ -96,7 +100,7 @@ class ModelDrafter:
         self._parts, self._computed, self._ahead = [], {}, {}
         self._engine.clear()
 
-    def _begin(self, rows: Mapping[int, Sequence[int]]) -> None:
+    def _begin(self, rows: Mapping[int, Several[int]]) -> None:
         """Compute the tokens of rows that are new."""
         last = self._spec.max_position or 1 << 30
         new = {key: list(ids) for key, ids in rows.items() if key not in self._computed and 0 < len(ids) <= last}
@@ -112,7 +116,7 @@ class ModelDrafter:
         self._parts.append((batch, [*new]))
         self._computed |= {key: len(ids) for key, ids in new.items()}
 
-    def _drop_rejected(self, ids_by_key: Mapping[int, Sequence[int]]) -> None:
+    def _drop_rejected(self, ids_by_key: Mapping[int, Several[int]]) -> None:
         """Forget rejected drafts, and discard rows that lack too many tokens. `ids_by_key` has rows with drafts."""
         if not self._parts:
             return
@@ -163,13 +167,16 @@ class ModelDrafter:
         """Return token ids that the model has: padding of a larger vocabulary is none of a text."""
         return to_device(token_ids, self._engine.device).clamp(max=self._spec.vocab_size - 1)
 
-    def _run(self, rows: Mapping[int, DraftRow], counts: Mapping[int, int]) -> dict[int, list[int]]:
+    def _run(
+        self, rows: Mapping[int, Sequence], known: Mapping[int, list[int]], counts: Mapping[int, int]
+    ) -> dict[int, list[int]]:
         """Compute the tokens that rows lack, and draft."""
         engine = self._engine
         ((batch, keys),) = self._parts
-        drafting = [rows[key] if key in counts else DraftRow((0,), 0) for key in keys]  # type: ignore[index]
-        computed = [self._computed[key] if key in counts else 0 for key in keys]  # type: ignore[index]
-        lacking = [[*row.token_ids[first:-1]] for row, first in zip(drafting, computed, strict=True)]
+        # Of rows that have ended, or have no drafts, a token of no meaning is computed.
+        token_ids = [[0] if key is None else known.get(key, [0]) for key in keys]
+        computed = [0 if key is None or key not in counts else self._computed[key] for key in keys]
+        lacking = [ids[first:-1] for ids, first in zip(token_ids, computed, strict=True)]
         longest, count = max(map(len, lacking)), max(counts.values())
         if batch.length + longest + count + 1 > batch.capacity:  # gaps are closed up
             batch = engine.move_rows([(batch, range(len(keys)))], self._capacity())
@@ -183,12 +190,14 @@ class ModelDrafter:
                 if key is not None:
                     self._computed[key] += len(ids)
         self._start = batch.length
-        columns = [to_device(torch.tensor([row.token_ids[-1] for row in drafting]), engine.device)]
+        columns = [to_device(torch.tensor([ids[-1] for ids in token_ids]), engine.device)]
+        drafting = [None if key is None or key not in counts else rows[key] for key in keys]
+        samplings = [GREEDY if row is None else row.sampling for row in drafting]
         for ahead in range(count + 1):  # the last draft is computed, too, so that no row lacks it
             (logits,) = engine.forward([Work(batch, self._embedded(columns[-1][:, None]))])
             if ahead < count:
-                places = [row.place + ahead for row in drafting]
-                columns.append(choose(logits[:, 0, : self._vocab_size], [row.sampling for row in drafting], places)[0])
+                places = [ahead if row is None else len(row.output_ids) + ahead for row in drafting]
+                columns.append(choose(logits[:, 0, : self._vocab_size], samplings, places)[0])
         drafted = dict(zip(keys, torch.stack(columns, dim=1).tolist(), strict=True))
         self._ahead = {key: drafted[key] for key in counts}
         return {key: drafted[key][1 : 1 + number] for key, number in counts.items()}

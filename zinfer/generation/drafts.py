@@ -18,23 +18,14 @@ those that are worth it: within the work that hides behind the link, by the seco
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from zinfer.core.engine import MAX_DRAFTS
-from zinfer.core.request import GREEDY, Sampling
 from zinfer.generation import tuning
-
-
-class DraftRow(NamedTuple):
-    """A running row: its tokens so far, its maximum of new tokens, its sampling, and the number of tokens that its
-    output has."""
-
-    token_ids: Sequence[int]
-    left: int
-    sampling: Sampling = GREEDY
-    place: int = 0
+from zinfer.generation.sequence import Sequence
 
 
 class Drafter(Protocol):
@@ -44,10 +35,10 @@ class Drafter(Protocol):
     def token_s(self) -> float | None:
         """Seconds in which a token of all rows is drafted; None while they are not known, or are none."""
 
-    def begin(self, rows: Mapping[int, Sequence[int]]) -> None:
+    def begin(self, rows: Mapping[int, Several[int]]) -> None:
         """Prepare rows, by key, whose known tokens a pass will compute."""
 
-    def draft(self, rows: Mapping[int, DraftRow], counts: Mapping[int, int]) -> Mapping[int, list[int]]:
+    def draft(self, rows: Mapping[int, Sequence], counts: Mapping[int, int]) -> Mapping[int, list[int]]:
         """Return up to `counts` tokens for some of `rows`, by key."""
 
     def discard(self, key: int) -> None:
@@ -63,13 +54,13 @@ class NgramDrafter:
     def __init__(self) -> None:
         self._rows: dict[int, tuple[int, dict[tuple[int, ...], int]]] = {}  # tokens indexed; place behind each n-gram
 
-    def begin(self, rows: Mapping[int, Sequence[int]]) -> None:
+    def begin(self, rows: Mapping[int, Several[int]]) -> None:
         pass
 
-    def draft(self, rows: Mapping[int, DraftRow], counts: Mapping[int, int]) -> dict[int, list[int]]:
-        return {key: self._of_row(key, rows[key].token_ids, count) for key, count in counts.items()}
+    def draft(self, rows: Mapping[int, Sequence], counts: Mapping[int, int]) -> dict[int, list[int]]:
+        return {key: self._of_row(key, rows[key].known_ids, count) for key, count in counts.items()}
 
-    def _of_row(self, key: int, token_ids: Sequence[int], count: int) -> list[int]:
+    def _of_row(self, key: int, token_ids: Several[int], count: int) -> list[int]:
         indexed, behind = self._rows.get(key, (0, {}))
         for end in range(max(1, indexed), len(token_ids)):  # n-grams that a token follows
             for size in range(tuning.DRAFTS.shortest, min(tuning.DRAFTS.longest, end) + 1):
@@ -133,26 +124,22 @@ class Drafts:
         seconds = sorted(self._seconds[with_drafts])
         return seconds[len(seconds) // 2] if seconds else None
 
-    def propose(self, rows: Mapping[int, DraftRow], room: int) -> dict[int, list[int]]:
+    def propose(self, rows: Mapping[int, Sequence], limits: Mapping[int, int], room: int) -> dict[int, list[int]]:
         """Return the drafts of a pass, by key of its running rows; none where none are worth their work. A pass
         computes as many positions in every row as in the one with most drafts: `room` is the number of rows times
-        drafts that there is time for. There are as many as give the most tokens a second, by the seconds of passes with
-        drafts and without, and of drafting. If there are none, a single one is tried now and then, since texts and
-        times change."""
+        drafts that there is time for, `limits` each row's maximum. There are as many as give the most tokens a second,
+        by the seconds of passes with drafts and without, and of drafting. If there are none, a single one is tried now
+        and then, since texts and times change."""
         if self._with_drafts:
             self._all.age()
             self._until_plain -= self._rows / (self._rows + self._right)
-        proposed = self._propose(rows, room)
+        proposed = self._propose(rows, limits, room)
         self._with_drafts, self._rows, self._right = bool(proposed), len(rows), 0
         return proposed
 
-    def _propose(self, rows: Mapping[int, DraftRow], room: int) -> dict[int, list[int]]:
+    def _propose(self, rows: Mapping[int, Sequence], limits: Mapping[int, int], room: int) -> dict[int, list[int]]:
         room = min(self.max_drafts, room // max(1, len(rows)))
-        counts: dict[int, int] = {}
-        for key, row in rows.items():
-            count = min(room, row.left - 1)
-            if count > 0:
-                counts[key] = count
+        counts = {key: count for key, limit in limits.items() if (count := min(room, limit)) > 0}
         if not counts or not (worth := self._worth(counts, len(rows))):
             return {}
         counts = {key: min(count, worth) for key, count in counts.items()}
@@ -212,7 +199,7 @@ class Drafts:
         self._next_pause = min(tuning.DRAFTS.longest_pause, 2 * self._next_pause)
         return 1
 
-    def begin(self, rows: Mapping[int, Sequence[int]]) -> None:
+    def begin(self, rows: Mapping[int, Several[int]]) -> None:
         """Prepare for rows that a pass is about to compute; not during a pause."""
         if rows and not self._pause:
             self.drafter.begin(rows)

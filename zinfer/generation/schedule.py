@@ -17,38 +17,33 @@ This module runs no model: `Schedule.plan` returns the `Move`s and the works of 
 `zinfer.generation.scheduler.ContinuousScheduler` carries out; tests carry them out on a clock.
 """
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise, repeat
 from math import ceil
-from operator import attrgetter, itemgetter
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from zinfer.core.case import Workload
 from zinfer.core.engine import plan_options
 from zinfer.generation import tuning
 from zinfer.generation.pass_times import PassLoad, PassTimes
+from zinfer.generation.queue import Queue
+from zinfer.generation.sequence import Sequence
 from zinfer.plan import search
 from zinfer.plan.planner import Plan, Planner
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from zinfer.engine.base import MicroBatch
     from zinfer.engine.kv_snapshot import KVSnapshot
 
 # Numbers of passes from now at which memory is counted, up to more than any row has tokens
 _TIMES = (0, *accumulate(repeat(16, 23), lambda passes, step: max(passes + step, passes * 3 // 2)))
-
-
-@dataclass(eq=False)
-class PlannedRow:
-    """A sequence: its known tokens (prompt and output), its maximum of new tokens, and its request."""
-
-    key: int
-    length: int
-    left: int
-    request: int = 0
 
 
 class PlannedBatch:
@@ -62,27 +57,25 @@ class PlannedBatch:
     snapshot: "KVSnapshot | None" = None
 
     def __init__(
-        self, rows: Sequence[PlannedRow | None], tokens: Sequence[int], width: int, capacity: int, length: int = 0
+        self, rows: Several[Sequence | None], tokens: Several[int], width: int, capacity: int, length: int = 0
     ) -> None:
-        self.rows: list[PlannedRow | None] = list(rows)
+        self.rows: list[Sequence | None] = list(rows)
         self._pads = [width - count for count in tokens]
         self.width, self.capacity, self.length = width, capacity, length
         self.gaps = False  # True once positions between others were forgotten
+        self._count()
+
+    def _count(self) -> None:
+        """Note which rows have not ended, and their padding."""
+        self.alive = [index for index, row in enumerate(self.rows) if row is not None]
+        self.living = [row for row in self.rows if row is not None]
+        pads = [self._pads[index] for index in self.alive]
+        self._padding, self._least_padding = sum(pads), min(pads, default=0)
 
     @property
     def running(self) -> bool:
         """True once all known tokens are computed."""
         return self.length >= self.width
-
-    @property
-    def alive(self) -> list[int]:
-        """Indices of the rows that have not ended."""
-        return [index for index, row in enumerate(self.rows) if row is not None]
-
-    @property
-    def living(self) -> list[PlannedRow]:
-        """Rows that have not ended."""
-        return [row for row in self.rows if row is not None]
 
     @property
     def positions(self) -> int:
@@ -93,6 +86,10 @@ class PlannedBatch:
     def reserved(self) -> int:
         return len(self.rows) * self.capacity
 
+    def known(self, index: int) -> int:
+        """Return the tokens of a row that the micro-batch was made for."""
+        return self.width - self._pads[index]
+
     def computed(self, index: int) -> int:
         """Return the computed positions of a row without padding."""
         return max(0, self.length - self._pads[index])
@@ -100,24 +97,34 @@ class PlannedBatch:
     @property
     def needed(self) -> int:
         """Computed positions of rows that have not ended, without padding."""
-        return sum(self.computed(index) for index in self.alive)
+        if self.running:
+            return len(self.alive) * self.length - self._padding
+        return sum(map(self.computed, self.alive))
 
-    def keep(self, kept: Sequence[int]) -> None:
+    def keep(self, kept: Several[int]) -> None:
         """Count the positions of a pass that rows keep, at least one; the others were forgotten."""
         longest = max(kept)
         self.length += longest
         self._pads = [pad + longest - count for pad, count in zip(self._pads, kept, strict=True)]
         self.gaps = self.gaps or min(kept) < longest
+        self._count()
+
+    def end(self, keys: Collection[int]) -> None:
+        """Note rows that have ended, by key."""
+        if any(row.key in keys for row in self.living):
+            self.rows = [None if row is not None and row.key in keys else row for row in self.rows]
+            self._count()
 
     def remove(self, indices: Collection[int]) -> None:
         """Remove rows; the others close up."""
         kept = [index for index in range(len(self.rows)) if index not in indices]
         self.rows, self._pads = [self.rows[index] for index in kept], [self._pads[index] for index in kept]
+        self._count()
 
     @property
     def compact(self) -> tuple[int, int]:
         """Rows and positions of each after a compaction."""
-        return len(self.alive), max(map(self.computed, self.alive), default=0)
+        return len(self.alive), max(0, self.length - self._least_padding) if self.alive else 0
 
     @property
     def max_remaining(self) -> int:
@@ -197,7 +204,7 @@ class Tally:
         return self.padded / self.read if self.read else 0.0
 
 
-def load_of_pass(works: Sequence[PlannedWork]) -> PassLoad:
+def load_of_pass(works: Several[PlannedWork]) -> PassLoad:
     """Return the work of a pass that has not been done yet."""
     decoding = [batch for batch, _ in works if batch.running]
     return PassLoad(
@@ -209,54 +216,11 @@ def load_of_pass(works: Sequence[PlannedWork]) -> PassLoad:
     )
 
 
-class Demand(Protocol):
-    """Token count of a row, and its maximum of new tokens."""
-
-    @property
-    def length(self) -> int: ...
-    @property
-    def left(self) -> int: ...
-
-
-def like_order(row: Demand) -> tuple[int, int, int]:
-    """Sort key of a queue in any order: long answers first, then long prompts. Tokens to come count by powers of two.
-    Long answers, which end last, then begin first, and neighbours are alike."""
-    return -row.left.bit_length(), -row.length, -row.left
-
-
-def arrival_order(row: PlannedRow) -> tuple[int, int, int]:
-    """Sort key of a queue in the order of arrival: the row's key, a number that grows."""
-    return row.key, 0, 0
-
-
-class Shared(Protocol):
-    """Row of a request; keys grow with arrivals."""
-
-    @property
-    def key(self) -> int: ...
-    @property
-    def request(self) -> int: ...
-
-
-R = TypeVar("R", bound=Shared)
-
-
-def fair_order(rows: Iterable[R], held: Mapping[int, int], since: Mapping[int, int] = MappingProxyType({})) -> list[R]:
-    """Sort waiting rows so that requests take turns: the request with fewest rows comes first. `held` counts the rows
-    that each request has. Of several such requests it is the one with so few for longest, as `since` says in
-    turns; then the row that came first."""
-    ordered = sorted(rows, key=attrgetter("key"))
-    ranks, counts = list[tuple[int, int]](), Counter(held)
-    for row in ordered:
-        ranks.append((counts[row.request], since.get(row.request, 0)))
-        counts[row.request] += 1
-    return [row for _, row in sorted(zip(ranks, ordered, strict=True), key=itemgetter(0))]
-
-
 @dataclass
 class Schedule:
     """The rows that wait and run, and the plan of each pass. Call `plan`, carry it out, then `done` with its works,
-    seconds and the rows that got a token and ended. `ending` is the chance that a row ends at a token before its limit.
+    seconds and the rows that got a token and ended. With `arrivals` requests share the rows, in the order in which they
+    came; otherwise like rows begin together. `ending` is the chance that a row ends at a token before its limit.
     `slack` is the room for forgotten positions where none can be made later, as a share of the tokens to come; `ahead`
     the room that drafts take in a pass. `reusable` counts the first positions of a waiting row, not all, that are kept
     in host memory. A row that grows beyond `recompute_beyond` tokens (`Engine.recompute_beyond`) is computed anew."""
@@ -264,22 +228,18 @@ class Schedule:
     times: PassTimes
     limits: Limits
     able: Abilities = field(default_factory=Abilities)
-    order: Callable[[PlannedRow], tuple[int, int, int]] = like_order
+    arrivals: bool = False
     recompute_beyond: int | None = None
     step: int = field(default_factory=lambda: tuning.TUNED.growth)
     slack: float = 0.0
     ahead: int = 0
     ending: float = 0.0
-    reusable: Callable[[PlannedRow], int] = lambda _row: 0
+    reusable: "Callable[[Sequence], int]" = lambda _row: 0
     batches: list[PlannedBatch] = field(default_factory=list)
-    waiting: list[PlannedRow] = field(default_factory=list)
+    waiting: Queue[Sequence] = field(init=False)
+    begun: list[Sequence] = field(default_factory=list)  # rows that the last plan admits
     suspended: list[PlannedBatch] = field(default_factory=list)
     tally: Tally = field(default_factory=Tally)
-    _sorted: bool = True
-    _shared: Counter[int] = field(default_factory=Counter)  # rows of each request when the queue was sorted
-    # Turn at which each request came, or last had a row that ended.
-    _since: dict[int, int] = field(default_factory=dict)
-    _turn: int = 0
     _tokens: int = 0
     _early: int = 0  # rows that ended before their limit
     _debt: float = 0.0  # cost of free rows so far: in seconds, or in passes where prompts have a pass of their own
@@ -288,23 +248,26 @@ class Schedule:
     _patience: int = field(default_factory=lambda: tuning.TUNED.calm)  # passes after which they rise
     _rose: bool = False  # True if they have risen since
 
-    def add(self, rows: Iterable[PlannedRow]) -> None:
+    def __post_init__(self) -> None:
+        self.waiting = Queue(self.arrivals)
+
+    def add(self, rows: Iterable[Sequence]) -> None:
         """Let rows wait."""
-        rows = list(rows)
-        for request in {row.request: None for row in rows if row.request not in self._since}:
-            self._next_turn(request)
-        self.waiting += rows
-        self._sorted = False
+        self.waiting.add(rows)
 
     def drop(self, keys: Iterable[int]) -> None:
         """Discard rows, waiting or running; running ones are retired before the next pass."""
         gone = set(keys)
-        self.waiting = [row for row in self.waiting if row.key not in gone]
+        self.waiting.remove([row for key in gone if (row := self.waiting.get(key)) is not None])
         for batch in [*self.batches, *self.suspended]:
-            batch.rows = [None if row is not None and row.key in gone else row for row in batch.rows]
+            batch.end(gone)
+
+    def clear(self) -> None:
+        """Discard all rows."""
+        self.batches, self.waiting, self.suspended = [], Queue(self.arrivals), []
 
     @property
-    def running(self) -> list[PlannedRow]:
+    def running(self) -> list[Sequence]:
         """Rows whose micro-batches are in the engine."""
         return [row for batch in self.batches for row in batch.living]
 
@@ -312,16 +275,12 @@ class Schedule:
     def busy(self) -> bool:
         return bool(self.batches or self.waiting or self.suspended)
 
-    @property
-    def shares(self) -> bool:
-        """True if requests share the rows."""
-        return self.order is arrival_order
-
     # A pass
 
     def plan(self) -> PassPlan:
         """Return the moves and works of the next pass; no works if nothing is left to do."""
-        self._sort()
+        self._hold()
+        self.begun = []
         moves: list[Move] = []
         self._retire(moves)
         self._recompute(moves)
@@ -348,14 +307,14 @@ class Schedule:
 
     def done(
         self,
-        works: Sequence[PlannedWork],
+        works: Several[PlannedWork],
         seconds: float,
         ended: Iterable[int],
         gained: Mapping[int, int] = MappingProxyType({}),
     ) -> None:
         """Count a pass that took `seconds`. Each row whose known tokens were computed has got a token, or as many as
-        `gained` says by key; rows that `ended` (keys) are over. A row keeps a position for each token that it got; the
-        others of a work were forgotten."""
+        `gained` says by key, and has them by now; rows that `ended` (keys) are over. A row keeps a position for each
+        token that it got; the others of a work were forgotten."""
         over, tally = set(ended), self.tally
         load = load_of_pass(works)
         for batch, count in works:
@@ -370,7 +329,7 @@ class Schedule:
             tally.computed += len(batch.rows) * count
             if batch.running:
                 self._count_tokens(batch, over, gained)
-        if self.shares:  # prompts that do not fit into a pass take turns
+        if self.arrivals:  # prompts that do not fit into a pass take turns
             served = [batch for batch, _ in works if not batch.running]
             self.batches = [batch for batch in self.batches if batch not in served] + served
         tally.passes += 1
@@ -379,17 +338,12 @@ class Schedule:
         self._raise_limits()
 
     def _count_tokens(self, batch: PlannedBatch, over: Collection[int], gained: Mapping[int, int]) -> None:
-        for index, row in enumerate(batch.rows):
-            if row is None:
-                continue
-            tokens = gained.get(row.key, 1)
-            row.length += tokens
-            row.left -= tokens
-            self._tokens += tokens
-            self._early += row.key in over and row.left > 0
-            if row.key in over or row.left <= 0:
-                batch.rows[index] = None
-                self._next_turn(row.request)
+        ended = [row for row in batch.living if row.key in over or row.left <= 0]
+        self._tokens += sum(gained.get(row.key, 1) for row in batch.living)
+        self._early += sum(row.left > 0 for row in ended)
+        batch.end({row.key for row in ended})
+        for row in ended:
+            self.waiting.turn(row.owner)
 
     def _raise_limits(self) -> None:
         """Raise the limits by a step, after enough passes without a shortage."""
@@ -420,79 +374,67 @@ class Schedule:
             positions=positions * lower // of, batch_positions=max(1, largest * lower // of)
         )
 
-    def lost(self, batches: Iterable[PlannedBatch]) -> list[PlannedRow]:
-        """Let rows of micro-batches, whose KV cache is lost, wait again; return them."""
-        rows = []
+    def lost(self, batches: Iterable[PlannedBatch]) -> None:
+        """Let rows of micro-batches, whose KV cache is lost, wait again."""
+        rows: list[Sequence] = []
         for batch in batches:
             rows += batch.living
             self.tally.again += batch.needed
             self.batches = [other for other in self.batches if other is not batch]
             self.suspended = [other for other in self.suspended if other is not batch]
         self.add(rows)
-        return rows
 
     # Shares
 
-    def _next_turn(self, request: int) -> None:
-        """Queue a request behind those with as few rows for longer."""
-        self._turn += 1
-        self._since[request] = self._turn
-        self._sorted = self._sorted and not self.shares
-
-    def _sort(self) -> None:
-        """Sort the queue."""
-        if self.shares:
-            held = Counter(row.request for row in self.running)
-            if not self._sorted or held != self._shared:
-                self.waiting, self._shared = fair_order(self.waiting, held, self._since), held
-                current = held.keys() | {row.request for row in self.waiting}
-                self._since = {request: turn for request, turn in self._since.items() if request in current}
-        elif not self._sorted:
-            self.waiting.sort(key=self.order)
-        self._sorted = True
+    def _hold(self) -> None:
+        """Tell the queue how many rows of each request run."""
+        if self.arrivals:
+            self.waiting.hold(Counter(row.owner for batch in self.batches for row in batch.living))
 
     @property
     def _newcomer(self) -> bool:
         """True if the next row's request has no row, while others have."""
-        if not (self.shares and self.waiting):
-            return False
-        running = self.running
-        return bool(running) and all(row.request != self.waiting[0].request for row in running)
+        return bool(self.arrivals and self.waiting and self.waiting.held) and not self.waiting.held[self._next.owner]
+
+    @property
+    def _next(self) -> Sequence:
+        return self.waiting.front(1)[0]
 
     def _make_way(self, moves: list[Move]) -> None:
         """Take rows from large requests for requests that wait without room. Large ones have more than a quarter. It
         takes as many as a pass has prompt tokens for. What they have computed is kept if it can be.
         """
-        running, tuned = self.running, tuning.TUNED
-        held = Counter(row.request for row in running)
-        if not (self.shares and self.able.regroups) or len({*held, *(row.request for row in self.waiting)}) < 2:
+        if not (self.able.regroups and self.waiting.shares()):
             return
+        running, tuned, held = self.running, tuning.TUNED, Counter(self.waiting.held)
         fair_share = max(1, len(running) // tuned.request_share)
+        if max(held.values(), default=0) <= fair_share:
+            return
         batches = {id(row): batch for batch in self.batches for row in batch.rows}
         queue = sorted(running, key=lambda row: (batches[id(row)].running, -row.key))  # whose loss costs least first
         back = [row for batch in self.suspended for row in batch.living]  # they come first
         needs, reserved, new = self._need(running), self._reserved, self._need(back)
         free = self.limits.rows - len(running) - len(back)
         tokens = max(tuned.min_prompt_tokens, self.times.room(PassLoad()))
-        given: list[PlannedRow] = []
-        for row in self.waiting[: tuned.front]:
+        given: list[Sequence] = []
+        for row in self.waiting.front(tuned.front):
             new = [used + more for used, more in zip(new, self._need([row]), strict=True)]
             while free < 1 or any(
                 max(now, float(reserved * (not passes))) + more > self.limits.positions
                 for now, more, passes in zip(needs, new, _TIMES, strict=True)
             ):
                 victim = max(
-                    queue, key=lambda candidate: held[candidate.request], default=row
+                    queue, key=lambda candidate: held[candidate.owner], default=row
                 )  # the first of the richest
-                if held[victim.request] <= max(fair_share, held[row.request] + 1):
+                if held[victim.owner] <= max(fair_share, held[row.owner] + 1):
                     break
                 queue.remove(victim)
                 given.append(victim)
-                held[victim.request] -= 1
+                held[victim.owner] -= 1
                 free, reserved = free + 1, reserved - batches[id(victim)].capacity
                 needs = [now - less for now, less in zip(needs, self._need([victim]), strict=True)]
             else:
-                held[row.request] += 1
+                held[row.owner] += 1
                 free, tokens = free - 1, tokens - (row.length - self.reusable(row))
                 if tokens > 0:
                     continue
@@ -509,7 +451,7 @@ class Schedule:
             if grown:
                 self._give_up(moves, grown)
 
-    def _give_up(self, moves: list[Move], rows: Sequence[PlannedRow]) -> None:
+    def _give_up(self, moves: list[Move], rows: Several[Sequence]) -> None:
         """Take rows out of their micro-batches, and let them wait again."""
         gone = {id(row) for row in rows}
         for batch in list(self.batches):
@@ -522,11 +464,11 @@ class Schedule:
             moves.append(Move("yield", self._part(batch, taken, batch.capacity), ((batch, taken),)))
             batch.remove(taken)
         self.add(rows)
-        self._sort()
+        self._hold()
 
     # Moves
 
-    def _part(self, batch: PlannedBatch, indices: Sequence[int], capacity: int | None = None) -> PlannedBatch:
+    def _part(self, batch: PlannedBatch, indices: Several[int], capacity: int | None = None) -> PlannedBatch:
         """Return a micro-batch of some rows of another."""
         rows, tokens = [batch.rows[index] for index in indices], [batch.computed(index) for index in indices]
         length = max(tokens)
@@ -540,7 +482,7 @@ class Schedule:
                 batches.remove(batch)
                 moves.append(Move("retire", batch))
 
-    def _move_rows(self, moves: list[Move], sources: Sequence[PlannedBatch]) -> PlannedBatch:
+    def _move_rows(self, moves: list[Move], sources: Several[PlannedBatch]) -> PlannedBatch:
         """Move the living rows of `sources` into one micro-batch."""
         rows = [row for batch in sources for row in batch.living]
         tokens = [batch.computed(index) for batch in sources for index in batch.alive]
@@ -586,16 +528,17 @@ class Schedule:
             on_host = sum(batch.on_host for batch in running)
             if len(running) - on_host <= few and on_host <= max_on_host:
                 return
-            ordered = sorted(((batch, *batch.compact) for batch in running), key=lambda row: (row[0].on_host, row[2]))
-            read = sum(rows * length for _, rows, length in ordered)
+            ordered = [(batch, *batch.compact, batch.max_remaining) for batch in running]
+            ordered.sort(key=lambda row: (row[0].on_host, row[2]))
+            read = sum(rows * length for _, rows, length, _ in ordered)
             padded = read - sum(batch.needed for batch in running)
             best: tuple[int, tuple[PlannedBatch, PlannedBatch]] | None = None
-            for (shorter, rows, length), (other, more, longer) in pairwise(ordered):
+            for (shorter, rows, length, left), (other, more, longer, other_left) in pairwise(ordered):
                 count, bound = (on_host, max_on_host) if shorter.on_host else (len(running) - on_host, max_batches)
                 if shorter.on_host != other.on_host or count <= (max_on_host if shorter.on_host else few):
                     continue
                 added = rows * (longer - length)
-                gain = self.times.merge_gain((rows + more) * longer, added, shorter.max_remaining, other.max_remaining)
+                gain = self.times.merge_gain((rows + more) * longer, added, left, other_left)
                 fits = (rows + more) * self._capacity(longer, 1) <= self.limits.batch_positions
                 if fits and (gain > 0 or count > bound) and (best is None or added < best[0]):
                     best = added, (shorter, other)
@@ -632,7 +575,7 @@ class Schedule:
         if not (self.able.snapshots and victim.running):
             moves.append(Move("recompute", victim))
             self.lost([victim])
-            self._sort()
+            self._hold()
             return
         if len(victim.alive) < len(victim.rows) or victim.gaps:
             victim = self._move_rows(moves, [victim])
@@ -640,6 +583,7 @@ class Schedule:
         self.tally.suspended += len(victim.rows)
         moves.append(Move("suspend", victim))
         self.batches.remove(victim)
+        self._hold()
 
     def _split(self, moves: list[Move], batch: PlannedBatch) -> None:
         """Split off the half of a micro-batch with most tokens to come."""
@@ -652,7 +596,7 @@ class Schedule:
 
     # Prompts
 
-    def _time_for_prompts(self, works: Sequence[PlannedWork]) -> bool:
+    def _time_for_prompts(self, works: Several[PlannedWork]) -> bool:
         """Tell whether prompts should have a pass of their own: once free rows have cost as much (ski rental)."""
         if not self.waiting and not self.suspended:
             return False
@@ -669,13 +613,13 @@ class Schedule:
         return True
 
     def _free_rows(self) -> int:
-        used, front = len(self.running), self.waiting[: tuning.TUNED.front]
+        used, front = len(self.running), self.waiting.front(tuning.TUNED.front)
         mean = max(1, sum(row.length for row in front) // max(1, len(front)))
         return min(
             self.limits.rows - used, int((self.limits.positions - self._reserved) / (mean * tuning.TUNED.padding))
         )
 
-    def _prompts(self, moves: list[Move], decoding: Sequence[PlannedWork]) -> list[PlannedWork]:
+    def _prompts(self, moves: list[Move], decoding: Several[PlannedWork]) -> list[PlannedWork]:
         """Return the works of prompts for a pass with the works `decoding`; new micro-batches are admitted."""
         tuned = tuning.TUNED
         min_tokens = tuned.min_prompt_tokens
@@ -693,7 +637,7 @@ class Schedule:
         share = self._share_of(budget, unfinished)
         if self._newcomer and share < budget:  # with prompts of others under way
             self._resume(moves, works)
-            work = self._admit(moves, share, False, False, self._usage())
+            work = self._admit(moves, share, False, False, [])
             if work is not None:
                 works.append(work)
                 budget -= work.tokens * len(work.batch.rows)
@@ -705,7 +649,7 @@ class Schedule:
         if not self.waiting and not self.suspended:
             return works
         self._resume(moves, works)
-        usage = self._usage()
+        usage = list[float]()
         for _ in range(tuned.new_batches if self.able.pads else tuned.many_batches):  # rows of one length are few
             work = self._admit(moves, budget, bool(works), not (decoding or works), usage)
             if work is None:
@@ -718,11 +662,11 @@ class Schedule:
             self._debt = max(0.0, self._debt - self.times.prompt_seconds(began - budget - hidden))
         return works
 
-    def _share_of(self, budget: int, unfinished: Sequence[PlannedBatch]) -> int:
+    def _share_of(self, budget: int, unfinished: Several[PlannedBatch]) -> int:
         """Return a pass's prompt tokens per unfinished micro-batch or new request."""
-        requests = {row.request for batch in unfinished for row in batch.living}
+        requests = {row.owner for batch in unfinished for row in batch.living}
         count = len(unfinished) + self._newcomer
-        if not self.shares or len(requests) + self._newcomer < 2:
+        if not self.arrivals or len(requests) + self._newcomer < 2:
             return budget
         return min(budget, max(tuning.TUNED.min_prompt_tokens, budget // count))
 
@@ -730,7 +674,7 @@ class Schedule:
         """Return the prompt tokens per pass that replace finishing rows. They are worth a longer pass; more at once
         would end at once, and leave passes without prompts behind.
         """
-        front = self.waiting[: tuning.TUNED.front]
+        front = self.waiting.front(tuning.TUNED.front)
         if not front:
             return 0
         rows = max(0, min(len(self.waiting), self._free_rows())) + len(self.running)
@@ -769,20 +713,21 @@ class Schedule:
         """Tell whether there is memory for `more` positions at all `_TIMES`."""
         return all(now + new <= self.limits.positions for now, new in zip(used, more, strict=True))
 
-    def _need(self, rows: Iterable[PlannedRow]) -> list[float]:
+    def _need(self, rows: Iterable[Sequence]) -> list[float]:
         """Return the positions of rows at `_TIMES`, each to its end."""
-        need = [0.0] * len(_TIMES)
         at_once = self.able.regroups is not True  # the room is reserved at once
+        counts, sizes = [0] * (len(_TIMES) + 1), [0] * (len(_TIMES) + 1)  # of rows, by how many times they see
         for row in rows:
-            for index, passes in enumerate(_TIMES):
-                if passes >= row.left:
-                    break
-                if at_once:
-                    need[index] += row.length + row.left + self.ahead + ceil(self.slack * row.left)
-                else:
-                    alive = float((1 - self.ending) ** passes)
-                    need[index] += (row.length + passes + self.step // 2) * tuning.TUNED.padding * alive
-        return need
+            last, left = bisect_left(_TIMES, row.left), row.left
+            counts[last] += 1
+            sizes[last] += row.length + (left + self.ahead + ceil(self.slack * left) if at_once else self.step // 2)
+        after = [*zip(accumulate(reversed(counts)), accumulate(reversed(sizes)), strict=True)][-2::-1]
+        if at_once:
+            return [float(size) for _, size in after]
+        return [
+            (size + count * passes) * tuning.TUNED.padding * (1 - self.ending) ** passes
+            for passes, (count, size) in zip(_TIMES, after, strict=True)
+        ]
 
     def _held(self, rows: int, width: int, end: int) -> list[float]:
         """Return a micro-batch's positions if it keeps its room for `end` passes."""
@@ -800,32 +745,37 @@ class Schedule:
         self, moves: list[Move], budget: int, begun: bool, alone: bool, usage: list[float]
     ) -> PlannedWork | None:
         """Begin a micro-batch of waiting rows of like length; None if there is no room. It has as many rows as pass and
-        memory have room for. `usage`, the positions taken from now on, is brought up to date. A row is begun whatever
-        its length if it is `alone`; `begun` tells whether the pass has other prompts."""
+        memory have room for. `usage`, the positions taken from now on, empty at first, is brought up to date. A row is
+        begun whatever its length if it is `alone`; `begun` tells whether the pass has other prompts."""
         able, tuned = self.able, tuning.TUNED
         if not self.waiting or self.suspended or (able.regroups is False and not able.one_pass and self.batches):
             return None
         free_rows = self.limits.rows - len(self.running)
-        fresh = self.waiting[0].length - self.reusable(self.waiting[0])
+        if free_rows < 1:
+            return None
+        fresh = self._next.length - self.reusable(self._next)
         min_tokens = (
             tuned.min_prompt_tokens * (tuned.further_batch if begun else 1) if able.chunks else self.times.tokens
         )
-        if free_rows < 1 or (budget < min(fresh, min_tokens) and not alone):
+        if budget < min(fresh, min_tokens) and not alone:
             return None
-        taken, width, end = list[PlannedRow](), 0, 0
-        new = list[
-            int
-        ]()  # positions of each that are computed; the batch begins where the row with max_new of them does
-        alike, front = (tuned.alike, tuned.front) if able.one_pass else (0.0, 1 << 20)
-        for row in self.waiting[:front]:
-            longest, shortest = max(width, row.length), min([row.length, *(other.length for other in taken)])
-            fresh = row.length - self.reusable(row)
-            max_new, min_new = max([fresh, *new]), min([fresh, *new])
+        usage[:] = usage or self._usage()
+        taken, width, end = list[Sequence](), 0, 0
+        # Positions to compute: of all, of the row with most, where the batch begins, and with fewest
+        computed, largest, smallest, narrowest = 0, 0, 1 << 62, 1 << 62
+        # Where a pass has one micro-batch, it takes whatever fits.
+        alike = tuned.alike if able.one_pass else 0.0
+        for row in self.waiting.front(tuned.front + (0 if able.one_pass else min(free_rows, tuned.max_rows))):
+            length = row.length
+            fresh = length - self.reusable(row)
+            longest, shortest, max_new, min_new = (
+                max(width, length), min(narrowest, length), max(largest, fresh), min(smallest, fresh)
+            )  # fmt: skip
             unlike = shortest < alike * longest or min_new + tuned.reuse_slack < alike * max_new
             if not able.pads:
                 unlike = shortest < longest or min_new < max_new
             if taken and (unlike or (len(taken) + 1) * max_new > budget):
-                if self.order is like_order:
+                if not self.arrivals:
                     break
                 continue
             if taken and (len(taken) + 1) * self._capacity(longest, 1) > self.limits.batch_positions:
@@ -838,27 +788,27 @@ class Schedule:
             if not self._fits(usage, need) and (taken or self.batches):
                 break
             taken.append(row)
-            new.append(fresh)
-            width, end = longest, max(end, row.left)
+            width, narrowest, largest, smallest = longest, shortest, max_new, min_new
+            computed, end = computed + fresh, max(end, row.left)
             usage[:] = [now + more for now, more in zip(usage, need, strict=True)]
             if len(taken) >= free_rows:
                 break
         if not taken:
             return None
-        keys = {id(row) for row in taken}
-        self.waiting = [row for row in self.waiting if id(row) not in keys]
-        count = max(new)
+        self.waiting.begin(taken)
+        self.begun += taken
+        count = largest
         lengths = [row.length for row in taken]
         batch = PlannedBatch(taken, lengths, width, self._capacity(width, end), width - count)
         self.batches.append(batch)
         moves.append(Move("admit", batch))
-        self.tally.prompt_padding += len(taken) * count - sum(new)
+        self.tally.prompt_padding += len(taken) * count - computed
         if able.chunks and len(taken) * count > budget:
             count = min(count, max(tuned.min_prompt_tokens, budget) // len(taken))
         return PlannedWork(batch, max(1, count))
 
 
-def largest_load(planner: Planner, needs: Sequence[tuple[int, int]], max_rows: int | None = None) -> Workload:
+def largest_load(planner: Planner, needs: Several[tuple[int, int]], max_rows: int | None = None) -> Workload:
     """Return the largest load of rows with the mean of `needs`. A need is (known tokens, tokens to come). It has as
     many rows as the plan's machine has room for, and as are faster together, and no more than `max_rows`; one at least,
     since every row fits alone.

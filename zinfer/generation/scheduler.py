@@ -9,8 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Several
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,25 +22,22 @@ from zinfer.engine.base import Engine, MicroBatch, Work
 from zinfer.engine.kv_snapshot import RowsPast
 from zinfer.generation import passes, tuning
 from zinfer.generation.draft_model import drafter_of
-from zinfer.generation.drafts import Drafter, DraftRow, Drafts
+from zinfer.generation.drafts import Drafter, Drafts
 from zinfer.generation.pass_times import PassTimes
 from zinfer.generation.prefix_cache import KeptFolder, PrefixCache, cache_identity
-from zinfer.generation.running_text import RunningText
 from zinfer.generation.sampling import NotFiniteError, Score, choose, scores
 from zinfer.generation.schedule import (
     Abilities,
     Limits,
     Move,
     PlannedBatch,
-    PlannedRow,
     PlannedWork,
     Schedule,
-    arrival_order,
     largest_load,
-    like_order,
     load_of_pass,
     positions_of,
 )
+from zinfer.generation.sequence import Sequence
 from zinfer.generation.tokenizer import UNFINISHED, Tokenizer
 from zinfer.plan.bytes import draft_kv_bytes
 from zinfer.record.measurement import Span
@@ -130,49 +126,6 @@ class DecodeLoop:
             raise
 
 
-@dataclass(eq=False)
-class Sequence(Request):
-    """Request under way: its prompt, sampling and stops, and its output so far.
-
-    Once it has ended, `finish_reason` is ``stop`` (an end token, or one of the texts `stop`) or ``length`` and `text`
-    its output; or `error` says why it has none. The end token is not part of `output_ids`. `cached` counts the tokens
-    of the prompt whose keys and values were kept and not computed.
-
-    `scores`, with `logprobs`, are those of `output_ids` and of the end token, if it ended with one, and with `echo`
-    `prompt_scores` those of the prompt from its second token on. `ContinuousScheduler` alone gives them; who reads them
-    may take them out.
-    """
-
-    prompt_ids: list[int]
-    finish_reason: Literal["stop", "length"] | None = None
-    error: str | None = None
-    text: str = ""
-    cached: int = 0
-    scores: list[Score] = field(default_factory=list)
-    prompt_scores: list[Score] = field(default_factory=list)
-    running: RunningText = field(default_factory=RunningText, repr=False)
-    searched: int = 0  # characters of its text in which there is none of its stops
-
-    @property
-    def scores_prompt(self) -> bool:
-        """True while scores of its prompt are to be computed."""
-        return self.echo and self.logprobs is not None and len(self.prompt_scores) < len(self.prompt_ids) - 1
-
-    @property
-    def ended(self) -> bool:
-        return self.finish_reason is not None or self.error is not None
-
-    @property
-    def known_ids(self) -> list[int]:
-        """Tokens of its prompt and of its output so far."""
-        return self.prompt_ids + self.output_ids
-
-    @property
-    def before(self) -> list[int]:
-        """Tokens whose text its own continues."""
-        return [] if self.chat else self.prompt_ids
-
-
 def add_token(tokenizer: Tokenizer, sequence: Sequence, token: int, finite: bool) -> None:
     """Add its next token to a sequence, which may end with it; `finite` tells whether its logits are numbers."""
     if not finite:
@@ -240,9 +193,8 @@ class ContinuousScheduler:
         placement = engine.planner.placement(load)
         times = PassTimes(placement, engine.plan.model, engine.plan.machine, load.input_len, engine.joins)
         limits = Limits(self._kv_positions(load, rows), rows or 1 << 20, max_batch_positions(engine.plan))
-        order = arrival_order if arrivals else like_order
         able = abilities(engine, placement.kv_host_share > 0)
-        self.schedule = Schedule(times, limits, able, order, engine.recompute_beyond, reusable=self._reusable)
+        self.schedule = Schedule(times, limits, able, arrivals, engine.recompute_beyond, reusable=self._reusable)
         if self.drafts is not None:
             self.schedule.slack, self.schedule.ahead = tuning.TUNED.draft_slack, MAX_DRAFTS
         self.cannot_reuse = engine.cannot_snapshot() or engine.cannot_chunk()
@@ -287,12 +239,9 @@ class ContinuousScheduler:
 
     def add(self, requests: Iterable[Request]) -> list[Sequence]:
         """Let requests wait, whose keys differ from all that have not ended; return their sequences."""
-        new = [
-            item if isinstance(item, Sequence) else Sequence(**vars(item) | {"output_ids": list(item.output_ids)})
-            for item in requests
-        ]
+        new = [Sequence.of(request) for request in requests]
         self.sequences |= {sequence.key: sequence for sequence in new}
-        self.schedule.add(PlannedRow(sequence.key, sequence.length, sequence.left, sequence.owner) for sequence in new)
+        self.schedule.add(new)
         return new
 
     def drop(self, keys: Iterable[int]) -> None:
@@ -371,15 +320,14 @@ class ContinuousScheduler:
         max_drafts = min(batch.capacity - batch.length - 1 for batch in running)
         if self.schedule.able.regroups is not True:  # gaps take room that is not made anew
             max_drafts = min(batch.capacity - batch.length - batch.max_remaining for batch in running)
-        alive = [row for batch in running for row in batch.living]
+        rows = {row.key: row for batch in running for row in batch.living}
         if (last := plan.model.max_position) is not None:  # every row computes equally many positions
-            max_drafts = min(max_drafts, last - max((row.length for row in alive), default=0))
-        sequences = [sequence for row in alive if (sequence := self.sequences.get(row.key)) is not None]
-        rows = {
-            sequence.key: _draft_row(sequence, 1 + max_drafts, self.engine.recompute_beyond) for sequence in sequences
-        }
+            max_drafts = min(max_drafts, last - max((row.length for row in rows.values()), default=0))
+        limits = {key: min(max_drafts, row.left - 1) for key, row in rows.items()}
+        if (switch := self.engine.recompute_beyond) is not None:  # no draft may take a row beyond it
+            limits |= {key: min(limits[key], switch - row.length) for key, row in rows.items() if row.length <= switch}
         room = self.schedule.times.room_for_drafts(load_of_pass(works))
-        drafts = self.drafts.propose(rows, min(room, tuning.TUNED.scored_logits // plan.model.vocab_size))
+        drafts = self.drafts.propose(rows, limits, min(room, tuning.TUNED.scored_logits // plan.model.vocab_size))
         if self._one_length:
             drafts = {key: tokens for batch in running for key, tokens in _as_short(batch, drafts).items()}
         count = 1 + max(map(len, drafts.values()), default=0)
@@ -390,8 +338,7 @@ class ContinuousScheduler:
         if self.drafts is None:
             return
         first = [batch for batch, count in works if not batch.running and batch.length + count >= batch.width]
-        alive = [self.sequences.get(row.key) for batch in first for row in batch.living]
-        self.drafts.begin({sequence.key: sequence.known_ids for sequence in alive if sequence and sequence.left > 1})
+        self.drafts.begin({row.key: row.known_ids for batch in first for row in batch.living if row.left > 1})
 
     def _rest_drafts(self, batch: PlannedBatch) -> None:
         """Free the draft memory of rows that do not run for now."""
@@ -428,7 +375,7 @@ class ContinuousScheduler:
                 if batch.snapshot is not None:
                     batch.snapshot.close()
         self.sequences, self._matched, self._to_keep = {}, {}, []
-        self.schedule.batches, self.schedule.waiting, self.schedule.suspended = [], [], []
+        self.schedule.clear()
         with suppress(Exception):
             self.engine.clear()
         self.engine.expect(None)
@@ -461,7 +408,7 @@ class ContinuousScheduler:
         if kind == "admit":
             lengths = [0 if row is None else row.length for row in batch.rows]
             mask = torch.tensor([[0] * (batch.width - length) + [1] * length for length in lengths])
-            answered = [0 if row is None else len(self.sequences[row.key].output_ids) for row in batch.rows]
+            answered = [0 if row is None else len(row.output_ids) for row in batch.rows]
             self._hold(batch, engine.admit(mask, batch.capacity, self._past(batch), answered))
         elif kind in ("move_rows", "split"):
             moved = [(_micro_batch(source), indices) for source, indices in sources]
@@ -557,16 +504,15 @@ class ContinuousScheduler:
         notes, self._notes[:] = list(self._notes), []
         return notes
 
-    def _reusable(self, row: PlannedRow) -> int:
+    def _reusable(self, row: Sequence) -> int:
         """Return how many first positions of a row may be reused. These are kept."""
         if self.prefixes is None:
             return 0
         version, count = self._matched.get(row.key, (-1, 0))
         if version != self.prefixes.version:
-            sequence = self.sequences[row.key]
             # Scores of a prompt need the logits of all its positions.
-            whole = sequence.scores_prompt or not self._alike(row.length)
-            count = 0 if whole else self.prefixes.matched(sequence.known_ids)
+            whole = row.scores_prompt or not self._alike(row.length)
+            count = 0 if whole else self.prefixes.matched(row.known_ids)
             count = count if count >= self._min_kept else 0
             self._matched[row.key] = self.prefixes.version, count
         return count
@@ -582,14 +528,13 @@ class ContinuousScheduler:
             self._matched.pop(row.key, None)
         if not batch.length or self.prefixes is None:
             return ()
-        sequences = [self.sequences[row.key] for row in batch.living]
-        kept = [self.prefixes.find(sequence.known_ids) for sequence in sequences]
+        kept = [self.prefixes.find(row.known_ids) for row in batch.living]
         pads = [batch.width - row.length for row in batch.living]
         ends = [pad + sum(part.length for part in parts) for pad, parts in zip(pads, kept, strict=True)]
         batch.length = min(batch.length, *ends)
-        for sequence, pad in zip(sequences, pads, strict=True):
-            if not sequence.output_ids:
-                sequence.cached = max(0, batch.length - pad)
+        for row, pad in zip(batch.living, pads, strict=True):
+            if not row.output_ids:
+                row.cached = max(0, batch.length - pad)
         return (RowsPast(kept, pads, batch.length),) if batch.length else ()
 
     def _note_computed(self, works: Several[PlannedWork]) -> None:
@@ -600,20 +545,19 @@ class ContinuousScheduler:
             if batch.length + count < batch.width:
                 continue
             whole = not batch.gaps and (len(batch.rows) == 1 or count == 1 or not batch.running)
-            for index, row in enumerate(batch.rows):
-                sequence = None if row is None else self.sequences.get(row.key)
-                if row is None or sequence is None or sequence.error is not None:
+            for index, row in zip(batch.alive, batch.living, strict=True):
+                if row.error is not None:
                     continue
-                if (sequence.ended and whole) or not (batch.running or self._one_by_one):
-                    computed = row.length + (self.gained.get(row.key, 1) - 1 if batch.running else 0)
-                    self._note(sequence, batch, index, computed)
+                if (row.ended and whole) or not (batch.running or self._one_by_one):
+                    computed = batch.computed(index) + self.gained[row.key] if batch.running else batch.known(index)
+                    self._note(row, batch, index, computed)
 
     def _note_dropped(self, keys: Collection[int]) -> None:
         """Note rows that are dropped while they run: they are kept as finished rows are."""
         for batch in self.schedule.batches if self.prefixes is not None else ():
-            for index, row in enumerate(batch.rows):
-                if row is not None and row.key in keys and batch.running and not batch.gaps:
-                    self._note(self.sequences[row.key], batch, index, batch.computed(index))
+            for index, row in zip(batch.alive, batch.living, strict=True):
+                if row.key in keys and batch.running and not batch.gaps:
+                    self._note(row, batch, index, batch.computed(index))
 
     def _note(self, sequence: Sequence, batch: PlannedBatch, index: int, computed: int) -> None:
         scored = sequence.echo and sequence.logprobs is not None  # as similar rows will be
@@ -622,16 +566,13 @@ class ContinuousScheduler:
 
     def _keep_yielded(self, batch: PlannedBatch, source: PlannedBatch, indices: Several[int]) -> None:
         """Keep what rows that give way have computed."""
-        for number, index in enumerate(indices):
-            row, computed = batch.rows[number], batch.computed(number)
-            if row is None:
-                continue
-            sequence = self.sequences[row.key]
+        for number, row in zip(batch.alive, batch.living, strict=True):
+            computed = batch.computed(number)
             worth = computed >= self._min_kept and self._alike(row.length)
-            if self.prefixes is None or not worth or source.gaps or sequence.scores_prompt:
+            if self.prefixes is None or not worth or source.gaps or row.scores_prompt:
                 self.schedule.tally.again += computed
             else:
-                self.prefixes.keep(sequence.known_ids[:computed], self.engine, _micro_batch(source), index)
+                self.prefixes.keep(row.known_ids[:computed], self.engine, _micro_batch(source), indices[number])
 
     def _keep_noted(self) -> None:
         """Keep the keys and values of rows that were noted."""
@@ -650,22 +591,20 @@ class ContinuousScheduler:
         """Return the next `count` token ids of each row, ``[B, count]``: of a prompt, or the last token and drafts."""
         padding, rows = self._tokenizer.padding, []
         for row in batch.rows:
-            sequence = None if row is None else self.sequences.get(row.key)
-            if sequence is None:
+            if row is None:
                 rows.append([padding] * count)
             elif batch.running:
-                last = (sequence.output_ids or sequence.prompt_ids)[-1:]
-                rows.append((last + drafts.get(sequence.key, []) + [padding] * count)[:count])
+                last = (row.output_ids or row.prompt_ids)[-1:]
+                rows.append(([*last, *drafts.get(row.key, []), *[padding] * count])[:count])
             else:
-                token_ids = sequence.known_ids
+                token_ids = row.known_ids
                 skip = batch.length - (batch.width - len(token_ids))
                 rows.append(([padding] * max(0, -skip) + token_ids[max(0, skip) :])[:count])
         return torch.tensor(rows)
 
     def _scored(self, batch: PlannedBatch) -> bool:
         """Tell whether a micro-batch's prompts need logits everywhere, for their scores."""
-        sequences = (self.sequences.get(row.key) for row in batch.living)
-        return not batch.running and any(sequence is not None and sequence.scores_prompt for sequence in sequences)
+        return not batch.running and any(row.scores_prompt for row in batch.living)
 
     def _bounded(self, work: PlannedWork) -> PlannedWork:
         """Cut a work whose scored logits would take too much memory."""
@@ -690,12 +629,11 @@ class ContinuousScheduler:
                 self._score_prompts(batch, logits)
             if batch.length + count < batch.width:  # prompts that are not complete
                 continue
-            sequences = [None if row is None else self.sequences.get(row.key) for row in batch.rows]
             logits = logits if batch.running else logits[:, -1:]
-            ids, numbers, token_scores = _choose(sequences, logits)
+            ids, numbers, token_scores = _choose(batch.rows, logits)
             tokens.append(ids)
             finite.append(numbers)
-            chosen.append((sequences, logits.shape[1], token_scores))
+            chosen.append((batch.rows, logits.shape[1], token_scores))
         del outputs
         flat = torch.stack([torch.cat(tokens), torch.cat(finite)]).tolist() if chosen else [[], []]
         touched, first = list[Sequence](), 0
@@ -744,30 +682,19 @@ class ContinuousScheduler:
         """Add prompt scores from `logits`, ``[B, count, V]``. They belong to a micro-batch's next positions."""
         count = logits.shape[1]
         for index, row in enumerate(batch.rows):
-            sequence = None if row is None else self.sequences.get(row.key)
-            if sequence is None or not sequence.scores_prompt:
+            if row is None or not row.scores_prompt:
                 continue
-            first = batch.length - (batch.width - len(sequence.known_ids))
-            done = len(sequence.prompt_scores)  # the next score is that of token `done` + 1, from position `done`
-            last = min(first + count, len(sequence.prompt_ids) - 1)
+            first = batch.length - (batch.width - row.length)
+            done = len(row.prompt_scores)  # the next score is that of token `done` + 1, from position `done`
+            last = min(first + count, len(row.prompt_ids) - 1)
             if first <= done < last:
                 part = logits[index, done - first : last - first]
-                sequence.prompt_scores += scores(part, sequence.prompt_ids[done + 1 : last + 1], sequence.logprobs or 0)
+                row.prompt_scores += scores(part, row.prompt_ids[done + 1 : last + 1], row.logprobs or 0)
 
 
 def _micro_batch(batch: PlannedBatch) -> MicroBatch:
     assert batch.micro_batch is not None
     return batch.micro_batch
-
-
-def _draft_row(sequence: Sequence, max_tokens: int, recompute_beyond: int | None) -> DraftRow:
-    """Return a running sequence for a drafter. It may get up to `max_tokens` tokens. No draft may take it beyond the
-    switch of longrope (`Engine.recompute_beyond`).
-    """
-    token_ids = sequence.known_ids
-    if recompute_beyond is not None and len(token_ids) <= recompute_beyond:
-        max_tokens = min(max_tokens, recompute_beyond + 1 - len(token_ids))
-    return DraftRow(token_ids, min(sequence.left, max_tokens), sequence.sampling, len(sequence.output_ids))
 
 
 def _right(drafts: Several[int], tokens: Several[int]) -> int:

@@ -7,10 +7,11 @@ from pathlib import Path
 
 from zinfer.core.request import EchoedPrompt, Failure, TokenScore, Update
 from zinfer.engine import EngineError
-from zinfer.generation.detokenizer import TextPieces
+from zinfer.generation.detokenizer import new_text
 from zinfer.generation.prefix_cache import KeptFolder
 from zinfer.generation.sampling import Score
-from zinfer.generation.scheduler import ContinuousScheduler, Sequence
+from zinfer.generation.scheduler import ContinuousScheduler
+from zinfer.generation.sequence import Sequence
 from zinfer.worker.session import Session
 from zinfer.worker.tasks import BatchStart, BatchStarted, BatchStep, BatchStepped
 
@@ -21,7 +22,7 @@ def batch_start(session: Session, command: BatchStart) -> BatchStarted:
     """Begin a batch, in place of a running one."""
     if session.scheduler is not None:
         session.scheduler.end()
-    session.added, session.sent, session.text = [], {}, TextPieces(session.tokenizer())
+    session.added = []
     folder = None if command.folder is None else KeptFolder(Path(command.folder), command.folder_size)
     session.scheduler = ContinuousScheduler(
         session.engine, session.tokenizer(), command.load, command.rows, command.arrivals, command.cache_size, folder
@@ -46,8 +47,8 @@ def batch_step(session: Session, command: BatchStep) -> BatchStepped:
     touched: dict[Sequence, None] = {}
     try:
         dropped = _drop(session, running, command.drop)
-        added, session.added = running.add(session.added), []
-        session.sent |= {sequence: len(sequence.output_ids) for sequence in added}
+        running.add(session.added)
+        session.added = []
         while running.running:
             changed = running.step()
             touched |= dict.fromkeys(changed)
@@ -57,13 +58,9 @@ def batch_step(session: Session, command: BatchStep) -> BatchStepped:
         if not running.running:
             running.release()
     except BaseException:
-        session.scheduler, session.sent = None, {}
+        session.scheduler = None
         raise
     rows = [_update(session, sequence) for sequence in touched]
-    for sequence in touched:
-        session.sent[sequence] = len(sequence.output_ids)
-        if sequence.ended:
-            del session.sent[sequence]
     tally = schedule.tally
     return BatchStepped(
         passes=tally.passes - before.passes,
@@ -84,19 +81,16 @@ def batch_step(session: Session, command: BatchStep) -> BatchStepped:
 
 def _drop(session: Session, running: ContinuousScheduler, keys: Iterable[int]) -> dict[int, str]:
     """Discard rows, finished or not. Return the texts of streaming rows, by key."""
-    gone = set(keys)
-    if not gone or session.text is None:
-        return {}
-    streams = [sequence for sequence in session.sent if sequence.key in gone and sequence.stream]
-    texts = {sequence.key: session.tokenizer().decode(sequence.output_ids, sequence.before) for sequence in streams}
-    running.drop(gone)
-    session.text.discard(gone)
-    session.sent = {sequence: count for sequence, count in session.sent.items() if sequence.key not in gone}
+    gone = [running.sequences[key] for key in keys if key in running.sequences]
+    texts = {row.key: session.tokenizer().decode(row.output_ids, row.before) for row in gone if row.stream}
+    running.drop(row.key for row in gone)
     return texts
 
 
 def _update(session: Session, sequence: Sequence) -> Update:
+    """Return what has come of a sequence since its last update."""
     scores, sequence.scores = sequence.scores, []
+    tokens, sequence.sent = sequence.output_ids[sequence.sent :], len(sequence.output_ids)
     prompt = None
     if sequence.echo:
         sequence.echo = False  # it goes out once
@@ -106,8 +100,8 @@ def _update(session: Session, sequence: Sequence) -> Update:
         )  # fmt: skip
         sequence.prompt_scores = []
     return Update(
-        key=sequence.key, tokens=sequence.output_ids[session.sent[sequence] :], text=sequence.text,
-        delta=session.text.add(sequence) if session.text is not None and sequence.stream else "",
+        key=sequence.key, tokens=tokens, text=sequence.text,
+        delta=new_text(session.tokenizer(), sequence) if sequence.stream else "",
         finish_reason=sequence.finish_reason, prompt=prompt, scores=_token_scores(session, scores),
         failure=None if sequence.error is None else Failure(code="nan_output", message=sequence.error),
         cached=sequence.cached,

@@ -234,14 +234,14 @@ class _Load:
 
     def _pass(self, start: float, began: float) -> None:
         running, samples, schedule = self._running, self._samples, self._running.schedule
-        auto = self._load.in_flight == "auto"
-        queue = {row.key for row in schedule.waiting} if auto else set()
         computed = schedule.tally.computed
         touched = running.step()
         synchronize(running.engine.device)
         end = self._clock() - began
-        for key in queue.difference(row.key for row in schedule.waiting) if auto else ():
-            samples.arrived.setdefault(key, start)
+        if self._load.in_flight == "auto":
+            for row in schedule.begun:
+                if row.key not in schedule.waiting:
+                    samples.arrived.setdefault(row.key, start)
         samples.busy_s += end - start
         if schedule.tally.computed > computed:
             samples.pass_s.append(end)

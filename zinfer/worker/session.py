@@ -28,8 +28,7 @@ from zinfer.worker.tasks import TASKS, About, Added, AddRequests, Facts, Load, L
 
 if TYPE_CHECKING:
     from zinfer.engine.base import Engine
-    from zinfer.generation.detokenizer import TextPieces
-    from zinfer.generation.scheduler import ContinuousScheduler, Sequence
+    from zinfer.generation.scheduler import ContinuousScheduler
     from zinfer.generation.tokenizer import Tokenizer
 
 Function = Callable[["Session", Any], Message]
@@ -44,8 +43,6 @@ class Session:
         self.facts = Facts()
         self._engine: Engine | None = None
         self.scheduler: ContinuousScheduler | None = None  # scheduler of the running batch
-        self.sent: dict[Sequence, int] = {}  # output tokens of each of its sequences that were sent
-        self.text: TextPieces | None = None  # text of its sequences
         self.added: list[Request] = []  # requests for the next task that takes some
         self._instead = instead or {}
         self._tokenizer: tuple[ModelSpec, Tokenizer] | None = None

@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from zinfer.engine.ranks import Group
 
 
-class DeepSpeed(Decoder):
+class DeepSpeed(Decoder[DecoderBatch]):
     """Engine `deepspeed`: weights on the device, in host memory or files.
 
     `tuned=False` takes the settings of DeepSpeed's own example (run_model.py of its zero_inference) instead of those

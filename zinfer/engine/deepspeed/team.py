@@ -61,10 +61,9 @@ class DeepSpeedTeam(Team[DeepSpeed]):
 
     member = DeepSpeedMember
 
-    def orders(self, works: Sequence[Work]) -> list[list[Share]]:
+    def orders(self, works: Sequence[Work[TeamBatch]]) -> list[list[Share]]:
         shares: list[list[Share]] = [[] for _ in range(self._group.size)]
         for work in works:
-            assert isinstance(work.batch, TeamBatch)
             count = work.token_ids.shape[1]
             self._engine.check_chunk(work.batch, count)
             max_rows = max(len(work.batch.rows_of(rank)) for rank in work.batch.lengths)

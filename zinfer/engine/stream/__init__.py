@@ -27,7 +27,7 @@ from zinfer.engine.cache import (
     other_layers,
     shares_keys,
 )
-from zinfer.engine.decoder import DecoderBatch, MovedRows
+from zinfer.engine.decoder import MovedRows
 from zinfer.engine.pinned import ALIGNMENT
 from zinfer.engine.state import ModelState
 from zinfer.engine.stream import graphs
@@ -47,7 +47,7 @@ from zinfer.engine.stream.layer_source import LayerSource
 from zinfer.engine.stream.packed_experts import Experts, find_experts
 from zinfer.engine.stream.packed_product import PackedProducts
 from zinfer.engine.stream.packing import copy_into
-from zinfer.engine.stream.passes import SharedPasses, StreamBatch, stream_batch
+from zinfer.engine.stream.passes import SharedPasses, StreamBatch
 from zinfer.engine.stream.prefetch import PrefetchRing
 from zinfer.engine.triton_check import cannot_run, trouble
 from zinfer.plan.bytes import Placement
@@ -196,9 +196,7 @@ class Stream(SharedPasses):
             return f"a KV cache with kv_cache_dtype={storage} is not kept"
         return super().cannot_snapshot()
 
-    def _make_batch(
-        self, mask: Tensor, capacity: int, moved: Sequence[tuple[DecoderBatch, Tensor]] = ()
-    ) -> StreamBatch:
+    def _make_batch(self, mask: Tensor, capacity: int, moved: Sequence[tuple[StreamBatch, Tensor]] = ()) -> StreamBatch:
         rows, length = mask.shape
         if not self.batches:
             self._expert_steps.clear()
@@ -236,7 +234,7 @@ class Stream(SharedPasses):
         capacity: int,
         load: Workload,
         placement: Placement,
-        moved: Sequence[tuple[DecoderBatch, Tensor]],
+        moved: Sequence[tuple[StreamBatch, Tensor]],
     ) -> int:
         """Return how many of `rows` become host rows. Each has room for `capacity` tokens; `moved` rows leave room."""
         if self.expected is None:
@@ -247,7 +245,7 @@ class Stream(SharedPasses):
             return 0
         used: int = sum(batch.device_rows * batch.capacity for batch in self.batches)
         for batch, indices in moved:
-            used -= int((indices < stream_batch(batch).device_rows).sum()) * batch.capacity
+            used -= int((indices < batch.device_rows).sum()) * batch.capacity
         on_device: int = min(rows, max(0, room + self._headroom.positions - used) // capacity)
         if on_device < rows and self._group is None:
             each = self.plan.model.kv_bytes(1, capacity) * placement.kv_ratio / capacity
@@ -376,7 +374,7 @@ class Stream(SharedPasses):
             return None
         return f"the layers of {name} keep {kept}: {says} them"
 
-    def forward(self, works: Sequence[Work]) -> list[Tensor]:
+    def forward(self, works: Sequence[Work[StreamBatch]]) -> list[Tensor]:
         while True:
             try:
                 logits = self.attempt(works)
@@ -411,7 +409,7 @@ class Stream(SharedPasses):
         """Ring that weights come through; None if they are all on the device."""
         return self._ring
 
-    def _forward(self, works: Sequence[Work]) -> list[Tensor]:
+    def _forward(self, works: Sequence[Work[StreamBatch]]) -> list[Tensor]:
         self._kv_rows = max(self._kv_rows, sum(batch.host_rows for batch in self.batches))
         ring = self._ring
         if ring is None:
@@ -428,18 +426,18 @@ class Stream(SharedPasses):
             self._read_per_step = ring.disk_bytes - from_disk if isinstance(ring, DiskRing) else 0
         return logits
 
-    def rollback(self, batch: MicroBatch, lengths: Tensor) -> None:
+    def rollback(self, batch: StreamBatch, lengths: Tensor) -> None:
         super().rollback(batch, lengths)
-        if isinstance(batch, StreamBatch) and batch.host is not None:
+        if batch.host is not None:
             batch.host.rollback(batch.length)
 
-    def _keep_rows(self, batch: DecoderBatch, kept: Sequence[int]) -> None:
+    def _keep_rows(self, batch: StreamBatch, kept: Sequence[int]) -> None:
         self._graphs.drop(batch)
-        self._keep_host_rows(stream_batch(batch), kept, stream_batch(batch).device_rows)
+        self._keep_host_rows(batch, kept, batch.device_rows)
         super()._keep_rows(batch, kept)
 
-    def _move(self, target: DecoderBatch, moved: Sequence[MovedRows], length: int) -> None:
-        sources = [(stream_batch(batch), batch.others(rows).tolist()) for batch, rows, _ in moved]
+    def _move(self, target: StreamBatch, moved: Sequence[MovedRows[StreamBatch]], length: int) -> None:
+        sources = [(batch, batch.others(rows).tolist()) for batch, rows, _ in moved]
         kept = [(batch, rows, batch.device_rows) for batch, rows in sources]
         for batch, *_ in kept:
             self._graphs.drop(batch)
@@ -456,8 +454,8 @@ class Stream(SharedPasses):
         elif batch.host is not None:
             batch.host.keep_rows(kept[first:], first)
 
-    def _free(self, batch: DecoderBatch) -> None:
-        self._free_host(stream_batch(batch))
+    def _free(self, batch: StreamBatch) -> None:
+        self._free_host(batch)
         self._graphs.retire(batch)
         super()._free(batch)
 
@@ -478,7 +476,7 @@ class Stream(SharedPasses):
         if hasattr(self, "_graphs"):  # a load may fail before
             self._graphs.clear()
 
-    def timeline(self, works: Sequence[Work]) -> tuple[Span, ...]:
+    def timeline(self, works: Sequence[Work[StreamBatch]]) -> tuple[Span, ...]:
         if self._ring is None:
             return ()
         self._graphs.paused = True  # a replay shows no layers

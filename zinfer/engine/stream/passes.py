@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from zinfer.core.engine import MAX_DRAFTS, StreamOptions
 from zinfer.engine import EngineError
-from zinfer.engine.base import MicroBatch, Work
+from zinfer.engine.base import Work
 from zinfer.engine.cache import RowCache
 from zinfer.engine.decoder import Decoder, DecoderBatch, Part
 from zinfer.engine.rotary import turned_by
@@ -58,7 +58,7 @@ class StreamBatch(DecoderBatch):
         return self.host is not None and self.host.on_cpu
 
 
-class SharedPasses(Decoder):
+class SharedPasses(Decoder[StreamBatch]):
     """Decoder whose works share passes of the weights; a subclass makes its ring, graphs and micro-batches."""
 
     options: StreamOptions
@@ -93,8 +93,8 @@ class SharedPasses(Decoder):
     def _forward(self, works: Sequence[Work]) -> list[Tensor]:
         return super().forward(works)
 
-    def _rows(self, batch: DecoderBatch, count: int) -> list[slice]:
-        cache, host, rows = batch.cache, stream_batch(batch).host, stream_batch(batch).device_rows
+    def _rows(self, batch: StreamBatch, count: int) -> list[slice]:
+        cache, host, rows = batch.cache, batch.host, batch.device_rows
         if not isinstance(cache, RowCache):
             return super()._rows(batch, count)
         step = batch.length and (count == 1 or (count <= MAX_STEP_TOKENS and batch.length >= batch.prompt_len))
@@ -110,8 +110,8 @@ class SharedPasses(Decoder):
         whole = count if batch.length else max(count, host.capacity // 4)
         return [*parts, *self._split(host.rows, whole)]
 
-    def _run(self, parts: Sequence[Part]) -> list[Tensor]:
-        groups: dict[tuple[object, ...], list[Part]] = {}
+    def _run(self, parts: Sequence[Part[StreamBatch]]) -> list[Tensor]:
+        groups: dict[tuple[object, ...], list[Part[StreamBatch]]] = {}
         for part in parts:
             joins = ("joined", on_cpu(part), part.token_ids.shape[1]) if self._ragged.takes(part) else (id(part),)
             groups.setdefault(joins, []).append(part)
@@ -121,7 +121,7 @@ class SharedPasses(Decoder):
             logits |= zip(map(id, some), split(some, output), strict=True)
         return [logits[id(part)] for part in parts]
 
-    def _run_passes(self, passes: Sequence[Sequence[Part]]) -> list[Tensor]:
+    def _run_passes(self, passes: Sequence[Sequence[Part[StreamBatch]]]) -> list[Tensor]:
         """Run a forward pass for each list of parts, which share it; return their logits."""
         if len(passes) == 1 and self._is_recordable_by_layer(passes[0]):
             return [self._by_layer(passes[0])]
@@ -135,14 +135,14 @@ class SharedPasses(Decoder):
             results |= zip(others, self._run_eager([passes[number] for number in others]), strict=True)
         return [results[number] for number in range(len(passes))]
 
-    def _may_record(self, parts: Sequence[Part]) -> bool:
+    def _may_record(self, parts: Sequence[Part[StreamBatch]]) -> bool:
         """Tell whether a pass is a decode step of few enough tokens."""
         count = parts[0].token_ids.shape[1]
         if count > (MAX_STEP_TOKENS if self._graphs.takes_several else 1) or self.options.cuda_graphs == "off":
             return False
         return all(part.batch.length >= (1 if count == 1 else part.batch.prompt_len) for part in parts)
 
-    def _is_recordable_by_layer(self, parts: Sequence[Part]) -> bool:
+    def _is_recordable_by_layer(self, parts: Sequence[Part[StreamBatch]]) -> bool:
         """Tell whether a graph of each layer can compute a pass."""
         return (
             self._ring is not None
@@ -157,12 +157,12 @@ class SharedPasses(Decoder):
             and not any(map(self._graphs.cannot, parts))
         )
 
-    def _by_layer(self, parts: Sequence[Part]) -> Tensor:
+    def _by_layer(self, parts: Sequence[Part[StreamBatch]]) -> Tensor:
         """Run a forward pass with a graph for each layer."""
         with self._ring_pass():
             return self._graphs.by_layer(parts, list(self._layers), partial(self._joined, parts))
 
-    def _is_recordable(self, parts: Sequence[Part]) -> bool:
+    def _is_recordable(self, parts: Sequence[Part[StreamBatch]]) -> bool:
         """Tell whether a pass is a decode step that can be recorded. See `zinfer.engine.stream.graphs`."""
         if not self._may_record(parts):
             return False
@@ -177,7 +177,7 @@ class SharedPasses(Decoder):
             self._graphs.status = why_not
         return why_not is None
 
-    def _eager(self, parts: Sequence[Part]) -> Callable[[], Tensor]:
+    def _eager(self, parts: Sequence[Part[StreamBatch]]) -> Callable[[], Tensor]:
         """Return a function that runs one forward pass of `parts` alone."""
 
         def run() -> Tensor:
@@ -190,16 +190,16 @@ class SharedPasses(Decoder):
     def _ring_pass(self) -> AbstractContextManager[None]:
         return nullcontext() if self._ring is None else self._ring.weight_pass()
 
-    def _run_eager(self, passes: Sequence[Sequence[Part]]) -> list[Tensor]:
+    def _run_eager(self, passes: Sequence[Sequence[Part[StreamBatch]]]) -> list[Tensor]:
         """Run passes as `_run_passes` does, without graphs."""
         ring = self._ring
         if ring is None:
             return [self._forward_parts(parts) for parts in passes]
         parts = [part for some in passes for part in some]
-        on_host = any(stream_batch(part.batch).host is not None for part in parts)
+        on_host = any(part.batch.host is not None for part in parts)
         if not (self.one_pass or on_host) or (len(passes) == 1 and not on_host):
             return [self._eager(some)() for some in passes]
-        hosts = [(part, host) for part in parts if (host := stream_batch(part.batch).host) is not None]
+        hosts = [(part, host) for part in parts if (host := part.batch.host) is not None]
         fetches = [host.fetch(part.rows, part.batch.length, part.token_ids.shape[1]) for part, host in hosts]
         self._begin_pass(parts)
 
@@ -218,13 +218,13 @@ class SharedPasses(Decoder):
         finally:
             self._ragged.switch(None)
 
-    def _begin_pass(self, parts: Sequence[Part]) -> None:
+    def _begin_pass(self, parts: Sequence[Part[StreamBatch]]) -> None:
         """Have experts come as the number of the pass's tokens demands."""
         if self._pool is not None:
             tokens = sum(part.token_ids.numel() for part in parts)
             self._pool.begin(tokens >= self.plan.placement.whole_tokens)
 
-    def _attention_of(self, parts: Sequence[Part]) -> str | None:
+    def _attention_of(self, parts: Sequence[Part[StreamBatch]]) -> str | None:
         """Return the name of the attention function for a pass; None is the model's own.
 
         A part alone is joined if that saves the model its mask: ALiBi is then added to it once, not in each layer.
@@ -232,10 +232,10 @@ class SharedPasses(Decoder):
         first = parts[0]
         if len(parts) > 1 or ((on_cpu(first) or self._ragged.alibi is not None) and self._ragged.takes(first)):
             return JOINED
-        batch = stream_batch(first.batch)
+        batch = first.batch
         return NAME if batch.on_cpu and batch.length and first.rows.start >= batch.device_rows else None
 
-    def _forward_parts(self, parts: Sequence[Part]) -> Tensor:
+    def _forward_parts(self, parts: Sequence[Part[StreamBatch]]) -> Tensor:
         """Run one forward pass of parts that share it, or of one; return its logits ``[B, keep, V]``."""
         name = self._attention_of(parts)
         self._ragged.switch(name)
@@ -245,7 +245,7 @@ class SharedPasses(Decoder):
             return self._alone(parts[0])
         return self._joined(parts)
 
-    def _on_host(self, part: Part) -> Tensor:
+    def _on_host(self, part: Part[StreamBatch]) -> Tensor:
         """Run a forward pass of a part whose past the CPU attends to, as the model's own masks say."""
         why_not = "it attends to other keys than those of its cache"
         try:
@@ -259,7 +259,7 @@ class SharedPasses(Decoder):
         name = self.plan.model.name
         raise EngineError(f"the CPU cannot attend for {name}: {why_not}; take kv_offload=none or kv_attention=gpu")
 
-    def _joined(self, parts: Sequence[Part], replayed: bool = False) -> Tensor:
+    def _joined(self, parts: Sequence[Part[StreamBatch]], replayed: bool = False) -> Tensor:
         """Run one pass, a decode step of `parts` with equal token counts; return its logits ``[B, n, V]``.
 
         If its layers are `replayed`, they do not attend to the caches.
@@ -271,7 +271,7 @@ class SharedPasses(Decoder):
         with self._ragged.cache(caches, rows, biases, on_cpu=on_cpu(parts[0]), whole=not replayed) as cache:
             return self._with_cache(parts, cache)
 
-    def _with_cache(self, parts: Sequence[Part], cache: Cache) -> Tensor:
+    def _with_cache(self, parts: Sequence[Part[StreamBatch]], cache: Cache) -> Tensor:
         inputs: dict[str, object] = {
             "input_ids": torch.cat([part.token_ids for part in parts]),
             "attention_mask": None,
@@ -286,14 +286,9 @@ class SharedPasses(Decoder):
         return logits[:, -parts[0].keep :]
 
 
-def stream_batch(batch: MicroBatch) -> StreamBatch:
-    assert isinstance(batch, StreamBatch)
-    return batch
-
-
-def on_cpu(part: Part) -> bool:
+def on_cpu(part: Part[StreamBatch]) -> bool:
     """Tell whether a part is a decode step to which the CPU attends."""
-    host = stream_batch(part.batch).host
+    host = part.batch.host
     return host is not None and host.on_cpu and is_decode(part) and part.rows == host.rows
 
 

@@ -13,7 +13,7 @@ from zinfer.engine.base import Work
 from zinfer.engine.stream import Stream, together
 from zinfer.engine.stream.gather import GatherRing
 from zinfer.engine.stream.trace import joined
-from zinfer.engine.team import Member, PassResult, RankWork, Team
+from zinfer.engine.team import Member, PassResult, RankWork, Team, TeamBatch
 from zinfer.plan.bytes import Placement
 from zinfer.plan.planner import Plan
 from zinfer.record.measurement import Span
@@ -118,12 +118,12 @@ class StreamTeam(Team[Stream]):
         self._all("abandon")
         self._all("expect", part, self.planner.placement(load))
 
-    def orders(self, works: Sequence[Work]) -> list[list[RankWork]]:
+    def orders(self, works: Sequence[Work[TeamBatch]]) -> list[list[RankWork]]:
         if self._current is None:
             self._restore_placement()
         return super().orders(works)
 
-    def timeline(self, works: Sequence[Work]) -> tuple[Span, ...]:
+    def timeline(self, works: Sequence[Work[TeamBatch]]) -> tuple[Span, ...]:
         with torch.inference_mode():
             return joined(self._passes(works, "watched")[1])
 

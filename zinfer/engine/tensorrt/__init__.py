@@ -39,7 +39,7 @@ class TensorRTBatch(MicroBatch):
         self.key_positions = (self.mask.cumsum(-1) - 1).clamp(min=0).int()
 
 
-class TensorRT(Engine):
+class TensorRT(Engine[TensorRTBatch]):
     """Engine that runs the plan which serves the case. Raises EngineError, with the command that builds such a plan,
     where there is none."""
 
@@ -95,13 +95,12 @@ class TensorRT(Engine):
         return batch
 
     @torch.inference_mode()
-    def forward(self, works: Sequence[Work]) -> list[Tensor]:
+    def forward(self, works: Sequence[Work[TensorRTBatch]]) -> list[Tensor]:
         check_works(works, self.batches)
         return [self._pass(work) for work in works]
 
-    def _pass(self, work: Work) -> Tensor:
+    def _pass(self, work: Work[TensorRTBatch]) -> Tensor:
         batch, token_ids, keep = work
-        assert isinstance(batch, TensorRTBatch)
         count = token_ids.shape[1]
         first = batch.length == 0 and count == batch.prompt_len
         if keep != 1 or not (first or (batch.length and count == 1)):
@@ -139,8 +138,7 @@ class TensorRT(Engine):
         return logits
 
     @torch.inference_mode()
-    def rollback(self, batch: MicroBatch, lengths: Tensor) -> None:
-        assert isinstance(batch, TensorRTBatch)
+    def rollback(self, batch: TensorRTBatch, lengths: Tensor) -> None:
         lengths = lengths.to(self.device)
         length = int(lengths.max())
         if not 0 < int(lengths.min()) <= length <= batch.length:
@@ -153,10 +151,9 @@ class TensorRT(Engine):
     def cannot_score(self) -> str | None:
         return f"engine {self.plan.case.engine} returns the logits of the last position only"
 
-    def retire(self, batch: MicroBatch, rows: Sequence[int] | None = None) -> None:
+    def retire(self, batch: TensorRTBatch, rows: Sequence[int] | None = None) -> None:
         if all(batch is not other for other in self.batches):
             return
-        assert isinstance(batch, TensorRTBatch)
         kept = [] if rows is None else sorted(set(range(batch.batch_size)) - set(rows))
         if not kept:
             self.batches = [other for other in self.batches if other is not batch]

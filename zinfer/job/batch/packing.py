@@ -5,7 +5,6 @@ Pure functions of lengths and of the plan's predicted seconds.
 
 from collections.abc import Iterable, Sequence
 from functools import cache
-from typing import NamedTuple
 
 from zinfer.core.case import Case, Workload
 from zinfer.core.machine import Machine
@@ -18,39 +17,36 @@ from zinfer.plan.times import Efficiency, shipped
 INPUT, OUTPUT = 512, 256  # tokens of a typical request, for which memory is shared out
 
 
-class RowDemand(NamedTuple):
-    """Demand of a row: tokens of prefill, and the maximum to come."""
-
-    length: int
-    left: int
+Need = tuple[int, int]  # of a row: tokens that prefill has to read, and maximum of tokens to come
 
 
-def fitting(planner: Planner, needs: Sequence[RowDemand]) -> list[bool]:
+def fitting(planner: Planner, needs: Sequence[Need]) -> list[bool]:
     """Tell for each of `needs` whether that row alone fits, whole."""
 
     @cache
-    def fits(need: RowDemand) -> bool:
+    def fits(need: Need) -> bool:
         return planner.max_batch(workload_of(need)) > 0
 
     everything = not needs or fits(_envelope(needs))
     return [everything or fits(need) for need in needs]
 
 
-def _envelope(needs: Iterable[RowDemand]) -> RowDemand:
+def _envelope(needs: Iterable[Need]) -> Need:
     """Return the smallest demand that covers all of `needs`."""
     lengths, left = zip(*needs, strict=True)
-    return RowDemand(max(lengths), max(left))
+    return max(lengths), max(left)
 
 
 def best_plan(
-    cases: Iterable[Case], needs: Sequence[RowDemand], model: ModelSpec, machine: Machine, nvme_path: str | None = None
+    cases: Iterable[Case], needs: Sequence[Need], model: ModelSpec, machine: Machine, nvme_path: str | None = None
 ) -> Plan:
     """Return the plan of the best load, for its longest row.
 
     It is the one that has room for most of `needs`, then the fastest at its best batch of no more rows than these. If
     no load can run, it is the last one's plan, with the reason.
     """
-    typical = RowDemand(*(max(1, sum(column) // len(needs)) for column in zip(*needs, strict=True)))
+    length, left = (max(1, sum(column) // len(needs)) for column in zip(*needs, strict=True))
+    typical = length, left
     mean = workload_of(typical)
     ranked: list[tuple[tuple[bool, int, float], Plan]] = []
     for case in cases:
@@ -75,7 +71,7 @@ def typical_plan(
     """
     positions = model.max_position or INPUT + OUTPUT
     output = max(1, min(OUTPUT, positions // 3))
-    typical = RowDemand(max(1, min(INPUT, positions - output)), output)
+    typical = max(1, min(INPUT, positions - output)), output
     count = min(TUNED.max_rows, rows or TUNED.max_rows, max(waiting, 256))
     plan = best_plan(cases, [typical] * count, model, machine, nvme_path)
     if not plan.fits:
@@ -85,6 +81,6 @@ def typical_plan(
     return plan, largest_load(plan.planner(), [typical] * max(count, longest), at_most)
 
 
-def workload_of(need: RowDemand) -> Workload:
+def workload_of(need: Need) -> Workload:
     """Return the workload of one row."""
-    return Workload(batch_size=1, input_len=need.length, output_len=need.left)
+    return Workload(batch_size=1, input_len=need[0], output_len=need[1])

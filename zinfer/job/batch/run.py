@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from zinfer.core.errors import ENVIRONMENT
-from zinfer.core.request import Update
+from zinfer.core.request import Request, Update
+from zinfer.generation.queue import Queue
 from zinfer.generation.schedule import largest_load
 from zinfer.job.batch import openai
 from zinfer.job.batch.ledger import Ledger
-from zinfer.job.batch.rows import Row, needs, row_order
 from zinfer.job.driver import Driver, Window
 from zinfer.job.signals import Interrupted, Signals
 from zinfer.plan.planner import Plan
@@ -90,12 +90,13 @@ class BatchProgress:
 
 
 class BatchJob:
-    """Job that answers rows into a ledger, at most `max_rows` at once."""
+    """Job that answers requests into a ledger, at most `max_rows` at once; their keys number their `lines`."""
 
     def __init__(
         self,
         plan: Plan,
-        rows: Sequence[Row],
+        lines: Sequence[openai.BatchLine],
+        requests: Sequence[Request],
         ledger: Ledger,
         driver: Driver,
         max_rows: int | None = None,
@@ -105,13 +106,15 @@ class BatchJob:
         self._plan, self._planner, self._max_rows = plan, plan.planner(), max_rows
         self._ledger, self._driver = ledger, driver
         self._on_progress, self._on_message = on_progress, on_message
-        self._waiting = sorted(rows, key=row_order)  # not in the worker
-        self._sent: dict[int, Row] = {}  # in the worker, by key
+        self._lines = lines
+        self._waiting = Queue(rows=requests)  # not in the worker
+        self._sent: dict[int, Request] = {}  # in the worker, by key
+        self._saved = {request.key: len(request.output_ids) for request in requests}  # output tokens on disk
         self._started = False  # True while the worker has a batch
         self._window = Window(lasting=True)
         self._given_up = 0  # rows given up since the last token
         self._saved_at = time.monotonic()
-        self.progress = BatchProgress(rows=len(rows), left=sum(row.request.left for row in rows))
+        self.progress = BatchProgress(rows=len(requests), left=sum(request.left for request in requests))
         self._ahead = AHEAD
 
     def run(self) -> BatchProgress:
@@ -140,7 +143,7 @@ class BatchJob:
             self._start()
         new = self._next()
         with self._driver.lend() as worker:
-            step = worker.step((row.request for row in new), ending=self.progress.ending)
+            step = worker.step(new, ending=self.progress.ending)
         self._apply_step(step)
 
     def _load(self) -> None:
@@ -152,22 +155,23 @@ class BatchJob:
 
     def _start(self) -> None:
         """Begin a batch in the worker, for all rows that are left."""
-        rows = [*self._waiting, *self._sent.values()]
-        self._waiting, self._sent = sorted(rows, key=row_order), {}
+        self._waiting.add(self._sent.values())
+        self._sent, rows = {}, [*self._waiting]
         limits = [limit for limit in (self._max_rows, self._window.limit) if limit is not None]
-        load = largest_load(self._planner, needs(rows), min(limits, default=None))
+        load = largest_load(self._planner, [row.need for row in rows], min(limits, default=None))
         with self._driver.lend() as worker:
             worker.ask(BatchStart(load=load, rows=self._max_rows))
         self._started = True
         self.progress.running, self.progress.waiting = 0, len(rows)
         self._ahead = AHEAD
 
-    def _next(self) -> list[Row]:
+    def _next(self) -> list[Request]:
         """Take the rows that go to the worker's queue now."""
         limit = self._window.limit
         count = max(self._ahead if limit is None else limit - len(self._sent), 0 if self._sent else 1)
-        new, self._waiting = self._waiting[:count], self._waiting[count:]
-        self._sent |= {row.request.key: row for row in new}
+        new = self._waiting.front(count)
+        self._waiting.remove(new)
+        self._sent |= {request.key: request for request in new}
         return new
 
     def _apply_step(self, step: BatchStepped) -> None:
@@ -178,15 +182,15 @@ class BatchJob:
         self._ahead = max(0, AHEAD - step.waiting)
         records, ended = [], []
         for update in step.rows:
-            row = self._sent[update.key]
-            row.request.add(update.tokens)
+            request = self._sent[update.key]
+            request.add(update.tokens)
             if update.ended:
-                records.append(self._record(row, update))
+                records.append(self._record(request, update))
                 ended.append(update.key)
-                self._end(row, failed=update.failure is not None)
+                self._end(request, failed=update.failure is not None)
         self._ledger.add(records)
         for key in ended:
-            del self._sent[key]
+            del self._sent[key], self._saved[key]
         if step.rows:
             self._given_up = 0
         self._window.grow(len(ended))
@@ -194,28 +198,28 @@ class BatchJob:
             self._save()
         self._on_progress(progress)
 
-    def _record(self, row: Row, update: Update) -> dict[str, Any]:
+    def _record(self, request: Request, update: Update) -> dict[str, Any]:
+        line = self._lines[request.key]
         if (failure := update.failure) is not None:
-            return openai.failure(row.line, failure.code, failure.message)
-        request = row.request
+            return openai.failure(line, failure.code, failure.message)
         self.progress.stopped += request.left > 0
         self.progress.used += len(request.output_ids)
         self.progress.allowed += request.limit
         tokens = len(request.prompt_ids), len(request.output_ids)
         model, created = self._plan.case.model, self._ledger.created
-        return openai.answer(row.line, update.text, str(update.finish_reason), tokens, model, created)
+        return openai.answer(line, update.text, str(update.finish_reason), tokens, model, created)
 
-    def _end(self, row: Row, failed: bool) -> None:
+    def _end(self, request: Request, failed: bool) -> None:
         self.progress.ended += 1
         self.progress.failed += failed
-        self.progress.left -= row.request.left
+        self.progress.left -= request.left
 
     def _save(self) -> None:
         """Write the new tokens of unfinished rows to disk."""
-        rows = [row for row in (*self._sent.values(), *self._waiting) if len(row.request.output_ids) > row.saved]
-        self._ledger.save((row.line.id, row.saved, row.request.output_ids[row.saved :]) for row in rows)
-        for row in rows:
-            row.saved = len(row.request.output_ids)
+        saved = self._saved
+        rows = [row for row in (*self._sent.values(), *self._waiting) if len(row.output_ids) > saved[row.key]]
+        self._ledger.save((self._lines[row.key].id, saved[row.key], row.output_ids[saved[row.key] :]) for row in rows)
+        saved |= {row.key: len(row.output_ids) for row in rows}
         self._saved_at = time.monotonic()
 
     def _retry(self, error: WorkerError) -> None:
@@ -226,12 +230,12 @@ class BatchJob:
         message = f"a batch of {count} failed ({error.status}: {error})"
         self._given_up += count < 2
         if count < 2 and self._given_up > 1:
-            self._waiting += rows
+            self._waiting.add(rows)
             raise JobFailed(f"{message}, and so did the one before; the same command goes on" if rows else message)
         if count == 1:
-            self._ledger.add(openai.failure(row.line, error.status, str(error)) for row in rows)
+            self._ledger.add(openai.failure(self._lines[row.key], error.status, str(error)) for row in rows)
             self._end(rows[0], failed=True)
         elif count:
-            self._waiting = sorted([*rows, *self._waiting], key=row_order)
+            self._waiting.add(rows)
             message += f"; going on with batches of {self._window.shrink(count)}"
         self._on_message(message)

@@ -13,7 +13,6 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Self
 
@@ -22,10 +21,10 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
-from zinfer.core.request import EchoedPrompt, Failure, TokenScore, Update, nth_seed
+from zinfer.core.request import Failure, Update, nth_seed
 from zinfer.job import openai
 from zinfer.job.openai import Asked, Refused, ServerLimits
-from zinfer.job.serve.dispatcher import Dispatcher, QueueFull, Row, Unavailable
+from zinfer.job.serve.dispatcher import Answer, Dispatcher, QueueFull, Unavailable
 from zinfer.job.serve.metrics import Metrics
 from zinfer.system.documents import Bounds, DocumentError, parse_json
 
@@ -95,35 +94,6 @@ def _json(content: Any, status: int = 200, headers: dict[str, str] | None = None
     return Response(json.dumps(content), status, headers, "application/json")
 
 
-@dataclass
-class Choice:
-    """One answer of a request as the event loop knows it; of a stream, the part that was not sent yet."""
-
-    text: str = ""
-    scores: list[TokenScore] = field(default_factory=list)
-    prompt: EchoedPrompt | None = None
-    tokens: int = 0
-    cached_tokens: int = 0
-    finish_reason: str | None = None
-    failure: Failure | None = None
-    length: int = 0  # characters of tokens with log-probabilities that were sent
-    begun: bool = False  # True once something of it was sent
-    sent: bool = False  # True once its end was sent
-
-    @property
-    def over(self) -> bool:
-        return self.finish_reason is not None or self.failure is not None
-
-    def add(self, update: Update, stream: bool) -> None:
-        """Take an update of the row: of a stream the new text, else the whole at the end."""
-        self.text += update.delta if stream else update.text
-        self.scores += update.scores
-        self.prompt = update.prompt or self.prompt
-        self.tokens += len(update.tokens)
-        self.cached_tokens = update.cached or self.cached_tokens
-        self.finish_reason, self.failure = update.finish_reason, update.failure
-
-
 class Exchange:
     """One request and its answer."""
 
@@ -133,80 +103,78 @@ class Exchange:
         prefix = "chatcmpl" if asked.chat else "cmpl"
         self.id, self.created = f"{prefix}-{secrets.token_hex(12)}", int(time.time())
         seed = asked.seed or secrets.token_hex(8)
-        self.rows = [
-            Row(prompt, self.asked, nth_seed(seed, number), client)
+        self.answers = [
+            Answer(prompt, self.asked, self.asked.request([], 1, nth_seed(seed, number), key=-1), client)
             for prompt in asked.prompts
             for number in range(asked.n)
         ]
-        self.choices = {row: Choice() for row in self.rows}
         self.changed = asyncio.Event()
 
     @property
     def over(self) -> bool:
-        return all(choice.over for choice in self.choices.values())
+        return all(answer.over for answer in self.answers)
 
     @property
     def failure(self) -> Failure | None:
-        return next(filter(None, (choice.failure for choice in self.choices.values())), None)
+        return next(filter(None, (answer.failure for answer in self.answers)), None)
 
     @property
     def tokens(self) -> tuple[int, int]:
         """Token counts of prompts, each counted once, and of delivered answers."""
         lengths = [
-            (len(row.request.prompt_ids), choice.tokens) if self.asked.stream or choice.over else (0, 0)
-            for row, choice in self.choices.items()
+            (len(answer.request.prompt_ids), answer.tokens) if self.asked.stream or answer.over else (0, 0)
+            for answer in self.answers
         ]
-        return sum(prompt for prompt, _ in lengths[:: self.asked.n]), sum(answer for _, answer in lengths)
+        return sum(prompt for prompt, _ in lengths[:: self.asked.n]), sum(tokens for _, tokens in lengths)
 
     def usage(self) -> dict[str, Any]:
         """Return the numbers of tokens so far, and of reused ones."""
-        cached = sum(choice.cached_tokens for choice in list(self.choices.values())[:: self.asked.n])
-        return openai.usage_object(self.tokens, cached)
+        return openai.usage_object(self.tokens, sum(answer.cached for answer in self.answers[:: self.asked.n]))
 
     def body(self) -> dict[str, Any]:
         """Return the whole answer."""
         choices = [
             openai.choice_object(
-                index, self.asked.chat, self._echo(row, choice) + choice.text, choice.finish_reason or "",
-                self._logprobs(choice),
+                index, self.asked.chat, self._echo(answer) + answer.text, answer.finish_reason or "",
+                self._logprobs(answer),
             )
-            for index, (row, choice) in enumerate(self.choices.items())
+            for index, answer in enumerate(self.answers)
         ]  # fmt: skip
         return openai.completion_object(self.id, self.created, self.model, self.asked.chat, choices, self.usage())
 
-    def _echo(self, row: Row, choice: Choice) -> str:
-        if not self.asked.echo or choice.prompt is None:
+    def _echo(self, answer: Answer) -> str:
+        if not self.asked.echo or answer.echoed is None:
             return ""
-        return row.prompt if isinstance(row.prompt, str) else choice.prompt.text
+        return answer.prompt if isinstance(answer.prompt, str) else answer.echoed.text
 
-    def _logprobs(self, choice: Choice) -> dict[str, Any] | None:
+    def _logprobs(self, answer: Answer) -> dict[str, Any] | None:
         top = self.asked.logprobs
         if top is None:
             return None
         if self.asked.chat:
-            return openai.chat_logprobs(choice.scores)
-        prompt = choice.prompt if self.asked.echo else None
-        logprobs = openai.text_logprobs(choice.scores, top, prompt, choice.length)
-        choice.length += sum(map(openai.characters, logprobs["tokens"]))
+            return openai.chat_logprobs(answer.scores)
+        prompt = answer.echoed if self.asked.echo else None
+        logprobs = openai.text_logprobs(answer.scores, top, prompt, answer.length)
+        answer.length += sum(map(openai.characters, logprobs["tokens"]))
         return logprobs
 
     def chunks(self) -> list[dict[str, Any]]:
         """Return the unsent text as choices of a stream, and discard it."""
         chunks = []
-        for index, (row, choice) in enumerate(self.choices.items()):
-            update = choice.text or choice.scores or choice.finish_reason or not choice.begun
-            if choice.sent or not update or (choice.failure is not None and not choice.text):
+        for index, answer in enumerate(self.answers):
+            update = answer.text or answer.scores or answer.finish_reason or not answer.begun
+            if answer.sent or not update or (answer.failure is not None and not answer.text):
                 continue
-            text = self._echo(row, choice) + choice.text
+            text = self._echo(answer) + answer.text
             if self.asked.chat:
-                role: dict[str, Any] = {} if choice.begun else {"role": "assistant"}
+                role: dict[str, Any] = {} if answer.begun else {"role": "assistant"}
                 part: dict[str, Any] = {"delta": role | ({"content": text} if text or role else {})}
             else:
                 part = {"text": text}
-            logprobs = self._logprobs(choice) if choice.scores or choice.prompt is not None else None
-            chunks.append({"index": index, **part, "logprobs": logprobs, "finish_reason": choice.finish_reason})
-            choice.text, choice.scores, choice.prompt, choice.begun = "", [], None, True
-            choice.sent = choice.over
+            logprobs = self._logprobs(answer) if answer.scores or answer.echoed is not None else None
+            chunks.append({"index": index, **part, "logprobs": logprobs, "finish_reason": answer.finish_reason})
+            answer.text, answer.scores, answer.echoed, answer.begun = "", [], None, True
+            answer.sent = answer.over
         return chunks
 
     def chunk(self, choices: list[dict[str, Any]], usage: bool = False) -> dict[str, Any]:
@@ -222,7 +190,7 @@ class Desk:
     """Requests under way, between the event loop and the dispatcher."""
 
     def __init__(self) -> None:
-        self.exchanges: dict[Row, Exchange] = {}
+        self.exchanges: dict[Answer, Exchange] = {}
         self.held = 0  # bytes of the bodies of all requests under way
         self.parsers = [(size, ThreadPoolExecutor(1, "parser")) for size in LARGE]
         self.dispatcher: Dispatcher
@@ -234,20 +202,20 @@ class Desk:
             return _read(body, chat, limits)
         return await asyncio.get_running_loop().run_in_executor(threads[-1], _read, body, chat, limits)
 
-    def deliver(self, updates: Iterable[tuple[Row, Update]]) -> None:
-        """Take updates of rows; in the event loop."""
-        for row, update in updates:
-            exchange = self.exchanges.get(row)
+    def deliver(self, updates: Iterable[tuple[Answer, Update]]) -> None:
+        """Take updates of answers; in the event loop."""
+        for answer, update in updates:
+            exchange = self.exchanges.get(answer)
             if exchange is not None:
-                exchange.choices[row].add(update, exchange.asked.stream)
+                answer.add(update)
                 if exchange.asked.stream or update.ended:
                     exchange.changed.set()
 
     def open(self, exchange: Exchange) -> None:
         """Send the rows of a request to the dispatcher. Raises its errors."""
-        self.exchanges |= dict.fromkeys(exchange.rows, exchange)
+        self.exchanges |= dict.fromkeys(exchange.answers, exchange)
         try:
-            self.dispatcher.submit(exchange.rows)
+            self.dispatcher.submit(exchange.answers)
         except BaseException:
             self._remove(exchange)
             raise
@@ -257,11 +225,11 @@ class Desk:
         self._remove(exchange)
         self.held -= exchange.size
         if not exchange.over:
-            self.dispatcher.drop(row for row, choice in exchange.choices.items() if not choice.over)
+            self.dispatcher.drop(answer for answer in exchange.answers if not answer.over)
 
     def _remove(self, exchange: Exchange) -> None:
-        for row in exchange.rows:
-            self.exchanges.pop(row, None)
+        for answer in exchange.answers:
+            self.exchanges.pop(answer, None)
 
 
 async def _until_gone(receive: Receive) -> None:

@@ -1,7 +1,7 @@
 """Dispatcher: the thread that feeds the server's worker.
 
 Rows are given to the worker's queue as they come; the worker begins them, at every pass, in the order that
-`zinfer.generation.schedule.fair_order` gives: requests share the memory, however many rows each has. The thread alone
+a fair `zinfer.generation.queue.Queue` gives: requests share the memory, however many rows each has. The thread alone
 talks to the worker and sleeps while there is no row. Prompts that are texts are read in another thread
 (`zinfer.job.serve.reading`): their rows come when they have token ids. A worker that dies is started again: rows of
 which no text was handed out go on with the tokens that they have, fewer of them at a time, so that a row that is to
@@ -19,8 +19,8 @@ from typing import Any, Literal, Protocol
 from zinfer.core.case import Workload
 from zinfer.core.errors import ENVIRONMENT
 from zinfer.core.model import ModelError
-from zinfer.core.request import Failure, Request, Update
-from zinfer.generation import schedule
+from zinfer.core.request import EchoedPrompt, Failure, Request, TokenScore, Update
+from zinfer.generation.queue import Queue
 from zinfer.generation.tokenizer_process import Refusal
 from zinfer.job.driver import Driver, Window
 from zinfer.job.openai import Asked, Prompt, Refused, answer_limit
@@ -58,41 +58,59 @@ class QueueFull(Exception):
 
 
 @dataclass(eq=False)
-class Row:
-    """Answer under way: its prompt, and its request to the worker.
+class Answer:
+    """One answer to a request of HTTP: its prompt, its `Request`, and, for the event loop, what was not sent yet.
 
-    Rows belong to the dispatcher from `Dispatcher.submit` on.
+    The first fields belong to the dispatcher from `Dispatcher.submit` on, those from `text` on to the event loop.
     """
 
     prompt: Prompt
     asked: Asked
-    seed: str
+    request: Request
     client: str = ""  # who sent it; prompts of clients are read in turn
     cached: int = 0  # tokens of the prompt whose KV cache was reused
     tries: int = 0  # failures of the worker with it
     streamed: bool = False  # True once some of its text was handed out
     came: float = 0.0  # time of arrival
     began: float = 0.0  # time of its first token
-    request: Request = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.request = self.asked.request([], 1, self.seed, key=-1)
+    text: str = ""
+    scores: list[TokenScore] = field(default_factory=list)
+    echoed: EchoedPrompt | None = None
+    tokens: int = 0
+    finish_reason: str | None = None
+    failure: Failure | None = None
+    length: int = 0  # characters of tokens with log-probabilities that were sent
+    begun: bool = False  # True once something of it was sent
+    sent: bool = False  # True once its end was sent
 
     @property
     def key(self) -> int:
         return self.request.key
+
+    @property
+    def over(self) -> bool:
+        return self.finish_reason is not None or self.failure is not None
+
+    def add(self, update: Update) -> None:
+        """Take an update: of a stream the new text, else the whole at the end."""
+        self.text += update.delta if self.asked.stream else update.text
+        self.scores += update.scores
+        self.echoed = update.prompt or self.echoed
+        self.tokens += len(update.tokens)
+        self.finish_reason, self.failure = update.finish_reason, update.failure
 
 
 class DispatchMetrics(Protocol):
     """Receiver of what a dispatcher measures: seconds, tokens, rows, passes."""
 
     def first_token(self, seconds: float) -> None: ...
-    def ended(self, row: Row, seconds: float, since_first: float) -> None: ...
+    def ended(self, row: Answer, seconds: float, since_first: float) -> None: ...
     def stepped(self, answer: BatchStepped) -> None: ...
     def restarted(self) -> None: ...
 
 
-Post = Callable[[list[tuple[Row, Update]]], None]
+Post = Callable[[list[tuple[Answer, Update]]], None]
 
 
 class Dispatcher:
@@ -132,14 +150,15 @@ class Dispatcher:
         self.cannot_chat: str | None = None
         self._on_message, self._on_ready, self._on_end = on_message, on_ready, on_end
         self._changed = threading.Condition()  # guards the next six
-        self._inbox: list[tuple[Row, Ids]] = []  # rows whose prompts were read
+        self._inbox: list[tuple[Answer, Ids]] = []  # rows whose prompts were read
         self._dropped: set[int] = set()
-        self._unfinished: dict[int, Row] = {}  # by key
+        self._unfinished: dict[int, Answer] = {}  # by key
         self._unbegun: set[int] = set()  # keys of unfinished rows without a token
         self._next_key = 0
         self._stopping = False
-        self._waiting: list[Row] = []  # not in the worker, in the order of arrival
-        self._sent: dict[int, Row] = {}  # in the worker, by key
+        self._queued: dict[int, Answer] = {}  # not in the worker, by key, and their order
+        self._waiting = Queue[Request](fair=True)
+        self._sent: dict[int, Answer] = {}  # in the worker, by key
         self._window = Window()
         self._tokens = self._stopped = 0  # tokens made; rows that ended before they had all tokens they might
         self._driver = Driver(make_worker, lambda _plan: on_loading())
@@ -167,7 +186,7 @@ class Dispatcher:
         """Number of rows without a token."""
         return len(self._unbegun)
 
-    def submit(self, rows: Sequence[Row]) -> None:
+    def submit(self, rows: Sequence[Answer]) -> None:
         """Let the rows of a request wait for their turn.
 
         Raises Unavailable while the worker loads and when the server ends, QueueFull when too many rows wait, of which
@@ -194,17 +213,17 @@ class Dispatcher:
         prompts = [list(same) for _, same in groupby(texts, lambda row: id(row.prompt))]  # each is read once
         self._reader.add([(same[0].prompt, same) for same in prompts], rows[0].client)
 
-    def _wanted(self, rows: Sequence[Row]) -> bool:
+    def _wanted(self, rows: Sequence[Answer]) -> bool:
         """Tell whether somebody waits for any of `rows`, which have one prompt."""
         return any(row.key in self._unfinished for row in rows)
 
-    def _read(self, prompts: list[tuple[Sequence[Row], Ids]]) -> None:
+    def _read(self, prompts: list[tuple[Sequence[Answer], Ids]]) -> None:
         """Take the token ids of prompts; called by the reader's threads."""
         with self._changed:
             self._inbox += [(row, ids) for rows, ids in prompts for row in rows]
             self._changed.notify()
 
-    def drop(self, rows: Iterable[Row]) -> None:
+    def drop(self, rows: Iterable[Answer]) -> None:
         """Discard rows whose answers nobody waits for. Their room is free at the next pass."""
         with self._changed:
             gone = {row.key for row in rows} & self._unfinished.keys()
@@ -255,14 +274,14 @@ class Dispatcher:
     def _turn(self) -> bool:
         """Take in rows, and have the worker run for a turn. Return False at the end."""
         with self._changed:
-            while not (self._inbox or self._sent or self._waiting or self._stopping) and self._driver.loaded:
+            while not (self._inbox or self._sent or self._queued or self._stopping) and self._driver.loaded:
                 self._dropped.clear()
                 self._changed.wait()
             if self._stopping:
                 return False
             read = [(row, ids) for row, ids in self._inbox if row.key in self._unfinished]
             dropped, self._inbox, self._dropped = self._dropped, [], set()
-        self._waiting = [row for row in self._waiting if row.key not in dropped]
+        self._take([key for key in dropped if key in self._queued])
         drop = [key for key in dropped if self._sent.pop(key, None) is not None]
         try:
             if not self._driver.loaded:
@@ -270,25 +289,27 @@ class Dispatcher:
             self._enqueue(read)
             new = self._next()
             if new or drop or self._sent:
-                self._sent |= {row.key: row for row in new}
+                self._sent |= new
                 answer_s = 0.0 if any(row.asked.stream for row in self._sent.values()) else TURN_S
                 ending = self._stopped / (self._tokens + self._stopped + 1)
                 with self._driver.lend() as worker:
-                    step = worker.step((row.request for row in new), drop=drop, ending=ending, answer_s=answer_s)
+                    step = worker.step(
+                        (row.request for row in new.values()), drop=drop, ending=ending, answer_s=answer_s
+                    )
                 self._apply_step(step)
         except WorkerError as error:
             self._retry(error)
         return True
 
-    def _enqueue(self, read: list[tuple[Row, Ids]]) -> None:
+    def _enqueue(self, read: list[tuple[Answer, Ids]]) -> None:
         """Let rows whose prompts were read wait for the worker. Rows that cannot be served fail."""
         for row, ids in read:
             if (failure := self._accept(row, ids)) is None:
-                self._waiting.append(row)
+                self._queue([row])
             else:
                 self._fail([row], failure)
 
-    def _accept(self, row: Row, ids: Ids) -> Failure | None:
+    def _accept(self, row: Answer, ids: Ids) -> Failure | None:
         """Give a row its token ids and its limit. Return the reason if it cannot be served."""
         asked, subject = row.asked, "messages" if row.asked.chat else "prompt"
 
@@ -311,25 +332,32 @@ class Dispatcher:
             row.prompt = ids
         return None
 
-    def _next(self) -> list[Row]:
-        """Take the rows that go to the worker now. All, unless it failed with as many.
+    def _queue(self, rows: Sequence[Answer]) -> None:
+        """Let rows wait for their turn to go to the worker."""
+        self._queued |= {row.key: row for row in rows}
+        self._waiting.add(row.request for row in rows)
+
+    def _take(self, keys: Sequence[int]) -> dict[int, Answer]:
+        """Take rows out of the queue."""
+        rows = {key: self._queued.pop(key) for key in keys}
+        self._waiting.remove(row.request for row in rows.values())
+        return rows
+
+    def _next(self) -> dict[int, Answer]:
+        """Take the rows that go to the worker now, by key. All, unless it failed with as many.
 
         The worker shares the memory out among requests.
         """
-        new = self._waiting
-        if self._window.limit is not None:
-            held = Counter(row.request.owner for row in self._sent.values())
-            turns = schedule.fair_order((schedule.PlannedRow(row.key, 0, 0, row.request.owner) for row in new), held)
-            by_key, count = {row.key: row for row in new}, max(self._window.limit - len(self._sent), 0)
-            new = [by_key[turn.key] for turn in turns[:count]]
-        self._waiting = _without(self._waiting, new)
-        return new
+        if self._window.limit is None:
+            return self._take([*self._queued])
+        self._waiting.hold(Counter(row.request.owner for row in self._sent.values()))
+        return self._take([row.key for row in self._waiting.front(max(self._window.limit - len(self._sent), 0))])
 
     def _apply_step(self, step: BatchStepped) -> None:
         """Process the worker's answer. Tokens go to their rows, updates to the server."""
         self.running, self.kept_bytes = step.running, step.kept_bytes
         self._metrics.stepped(step)
-        updates: list[tuple[Row, Update]] = []
+        updates: list[tuple[Answer, Update]] = []
         now, ended = time.monotonic(), 0
         for update in step.rows:
             row = self._sent[update.key]
@@ -355,10 +383,10 @@ class Dispatcher:
         self._send(updates)
         self._window.grow(ended)
 
-    def _fail(self, rows: Iterable[Row], failure: Failure) -> None:
+    def _fail(self, rows: Iterable[Answer], failure: Failure) -> None:
         self._send([(row, Update(key=row.key, failure=failure)) for row in rows])
 
-    def _send(self, updates: list[tuple[Row, Update]]) -> None:
+    def _send(self, updates: list[tuple[Answer, Update]]) -> None:
         """Hand out updates; rows that ended or failed are over."""
         if not updates:
             return
@@ -383,7 +411,7 @@ class Dispatcher:
         for row in rows:
             row.tries += 1
         lost = [row for row in rows if row in guilty or row.streamed]
-        self._waiting = _without(sorted([*rows, *self._waiting], key=lambda row: row.key), lost)
+        self._queue([row for row in rows if row not in lost])
         why = f"the worker failed: {FAILED.get(error.status, error.status)}"
         self._fail(lost, Failure(code=error.status, message=why))
         again = len(rows) - len(lost)
@@ -450,11 +478,6 @@ class Dispatcher:
 
 class _EndedError(Exception):
     """End of the thread. No worker can be had, or none is wanted any more."""
-
-
-def _without(rows: Iterable[Row], gone: Iterable[Row]) -> list[Row]:
-    keys = {row.key for row in gone}
-    return [row for row in rows if row.key not in keys]
 
 
 def _is_ids(prompt: Prompt) -> bool:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from zinfer.job.serve.dispatcher import Row
+from zinfer.job.serve.dispatcher import Answer
 from zinfer.worker.tasks import BatchStepped
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Metrics:
         """Observe the time to the first token of a row."""
         self._ttft.observe(seconds)
 
-    def ended(self, row: Row, seconds: float, since_first: float) -> None:
+    def ended(self, row: Answer, seconds: float, since_first: float) -> None:
         """Observe the time of an ended row, and since its first token."""
         self._e2e.observe(seconds)
         self._prompt_tokens.inc(len(row.request.prompt_ids))

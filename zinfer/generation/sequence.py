@@ -1,0 +1,62 @@
+"""Sequence: a request under way, from the scheduler to the engine and back."""
+
+from collections.abc import Sequence as Several
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from zinfer.core.request import Request
+from zinfer.generation.running_text import RunningText
+
+if TYPE_CHECKING:
+    from zinfer.generation.sampling import Score
+
+
+@dataclass(eq=False)
+class Sequence(Request):
+    """Request under way: its prompt, sampling and stops, and its output so far.
+
+    Once it has ended, `finish_reason` is ``stop`` (an end token, or one of the texts `stop`) or ``length`` and `text`
+    its output; or `error` says why it has none. The end token is not part of `output_ids`. `cached` counts the tokens
+    of the prompt whose keys and values were kept and not computed.
+
+    `scores`, with `logprobs`, are those of `output_ids` and of the end token, if it ended with one, and with `echo`
+    `prompt_scores` those of the prompt from its second token on. `ContinuousScheduler` alone gives them; who reads them
+    may take them out.
+    """
+
+    finish_reason: Literal["stop", "length"] | None = None
+    error: str | None = None
+    text: str = ""
+    cached: int = 0
+    scores: "list[Score]" = field(default_factory=list)
+    prompt_scores: "list[Score]" = field(default_factory=list)
+    running: RunningText = field(default_factory=RunningText, repr=False)
+    searched: int = 0  # characters of its text in which there is none of its stops
+    sent: int = 0  # output tokens that updates have told
+    shown: str = ""  # text that updates have told
+
+    @classmethod
+    def of(cls, request: Request) -> "Sequence":
+        """Return a sequence that begins as `request` does; the request stays as it is."""
+        if isinstance(request, cls):
+            return request
+        return cls(**vars(request) | {"output_ids": list(request.output_ids)}, sent=len(request.output_ids))
+
+    @property
+    def scores_prompt(self) -> bool:
+        """True while scores of its prompt are to be computed."""
+        return self.echo and self.logprobs is not None and len(self.prompt_scores) < len(self.prompt_ids) - 1
+
+    @property
+    def ended(self) -> bool:
+        return self.finish_reason is not None or self.error is not None
+
+    @property
+    def known_ids(self) -> list[int]:
+        """Tokens of its prompt and of its output so far."""
+        return [*self.prompt_ids, *self.output_ids]
+
+    @property
+    def before(self) -> Several[int]:
+        """Tokens whose text its own continues."""
+        return [] if self.chat else self.prompt_ids

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from tests.interpreter import interpreted
 from zinfer.engine.quantization.dequantize import Codes, expand, table
-from zinfer.engine.stream import codec, quantized
-from zinfer.engine.stream.codec import BLOCK, CONSTANTS, Encoded, Layout, decode, encode
+from zinfer.engine.stream.weights import codec, formats
+from zinfer.engine.stream.weights.codec import BLOCK, CONSTANTS, Encoded, Layout, decode, encode
 
 
 def gaussian(numel: int, scale: float = 0.02, seed: int = 0) -> Tensor:
@@ -281,7 +281,7 @@ MATRICES: dict[str, tuple[tuple[int, int], tuple[int, int] | None, torch.dtype, 
 }
 
 
-def matrix(name: str) -> tuple[quantized.CodesLayout, Tensor, Tensor]:
+def matrix(name: str) -> tuple[formats.CodesLayout, Tensor, Tensor]:
     """Return a matrix of `MATRICES` as sent, and its values."""
     (rows, columns), block, kind, inner, dtype = MATRICES[name]
     grid = (1, 1) if block is None else (-(-rows // block[0]), -(-columns // block[1]))
@@ -295,7 +295,7 @@ def matrix(name: str) -> tuple[quantized.CodesLayout, Tensor, Tensor]:
     codes = Codes(numbers, columns, 8, "e4m3", scales, block or (1, 1), inner, "e8m0" if powers else "")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(codec, "MIN_NUMEL", 0)
-        ((layout, data),) = quantized.encode_chunks(codes, dtype, 1 << 20)
+        ((layout, data),) = formats.encode_chunks(codes, dtype, 1 << 20)
     assert layout.coded is not None
     assert data.numel() == layout.size < numbers.numel() + scales.nbytes
     return layout, data, expand(codes, dtype)
@@ -310,7 +310,7 @@ def equal(left: Tensor, right: Tensor) -> bool:
 def test_coded_rows_are_unpacked_with_their_scales(name: str) -> None:
     layout, data, expected = matrix(name)
     out = torch.zeros_like(expected)
-    quantized.unpack(data, layout, out.view(-1))
+    formats.unpack(data, layout, out.view(-1))
     assert equal(out, expected)
     assert expected.isnan().any()
 
@@ -384,8 +384,8 @@ def test_the_kernels_compile_for_an_h100() -> None:
     need_triton()
     import triton.language as tl
 
-    from zinfer.engine.stream import decode as kernel
-    from zinfer.engine.stream.expand import _expand_blocks
+    from zinfer.engine.stream.weights import decode as kernel
+    from zinfer.engine.stream.weights.expand import _expand_blocks
 
     constants: dict[str, Any] = CONSTANTS | {"ROWS": 32 * kernel.WARPS}
     scaled = constants | {
@@ -408,8 +408,8 @@ def guarded(size: int) -> Tensor:
 
 def main(folder: Path) -> None:
     """Decode the data in `folder` with the kernel."""
-    from zinfer.engine.stream import decode as kernel
-    from zinfer.engine.stream.expand import launch_coded
+    from zinfer.engine.stream.weights import decode as kernel
+    from zinfer.engine.stream.weights.expand import launch_coded
 
     usual, results = kernel.WARPS, {}
     for name, data, numel, sections, warps in torch.load(folder / "jobs"):

@@ -28,11 +28,13 @@ from zinfer.core.case import Case, Workload
 from zinfer.engine import EngineError, base
 from zinfer.engine.pinned import PinnedArena
 from zinfer.engine.state import Entry
-from zinfer.engine.stream import Stream, packed_experts
-from zinfer.engine.stream.experts import HALF_LIFE, ExpertCache, ExpertPool
-from zinfer.engine.stream.packed_experts import UNIT, Experts, Key
-from zinfer.engine.stream.packed_layer import Chunk, PackedLayer, plain
-from zinfer.engine.stream.prefetch import PrefetchRing, Transfer
+from zinfer.engine.stream import Stream
+from zinfer.engine.stream.experts import modules
+from zinfer.engine.stream.experts.pool import HALF_LIFE, ExpertCache, ExpertPool
+from zinfer.engine.stream.weights import packed_experts
+from zinfer.engine.stream.weights.chunk import Chunk, PackedLayer, plain
+from zinfer.engine.stream.weights.packed_experts import UNIT, Experts, Key
+from zinfer.engine.stream.weights.ring import PrefetchRing, Transfer
 from zinfer.plan.placement import TUNING, WHOLE_EXPERTS
 from zinfer.plan.planner import make_plan
 
@@ -101,7 +103,7 @@ def small_parts(monkeypatch: Patch) -> None:
 @pytest.fixture
 def queued(monkeypatch: Patch) -> None:
     """Give engines queues without a GPU, so that buffers hold copies."""
-    monkeypatch.setattr("zinfer.engine.stream.layer_source.PrefetchRing", partial(PrefetchRing, queues=FakeQueues()))
+    monkeypatch.setattr("zinfer.engine.stream.weights.source.PrefetchRing", partial(PrefetchRing, queues=FakeQueues()))
 
 
 def steps(loaded: Stream, length: int = 7, count: int = 6) -> list[Tensor]:
@@ -133,7 +135,7 @@ def waiting(monkeypatch: Patch) -> None:
     """
     passed = cycle([False, True, True, False, True, False, True, True, True, True])
     monkeypatch.setattr(
-        "zinfer.engine.stream.layer_source.PrefetchRing", partial(PrefetchRing, queues=FakeQueues(passed=passed))
+        "zinfer.engine.stream.weights.source.PrefetchRing", partial(PrefetchRing, queues=FakeQueues(passed=passed))
     )
 
 
@@ -218,8 +220,8 @@ def test_coded_experts_give_the_logits_of_whole_layers(
     source: str, mixture: Kinds, tmp_path: Path, monkeypatch: Patch, queued: None
 ) -> None:
     """Experts encoded one by one, and codes as released, are exact."""
-    monkeypatch.setattr("zinfer.engine.stream.codec.MIN_NUMEL", 1 << 12)
-    monkeypatch.setattr("zinfer.engine.stream.codec.BLOCK", 1 << 12)
+    monkeypatch.setattr("zinfer.engine.stream.weights.codec.MIN_NUMEL", 1 << 12)
+    monkeypatch.setattr("zinfer.engine.stream.weights.codec.BLOCK", 1 << 12)
     directory = mixture("mixtral") if source == "bf16" else test_quantized.FORMATS["fp8 of experts"](tmp_path / "m")
     logits, wire = [], []
     for experts in ("all", "on-demand"):
@@ -271,7 +273,7 @@ def test_models_without_such_experts_are_refused_or_streamed_whole(
     with pytest.raises(EngineError, match="cannot come on demand: it has none; take experts=all"):
         load(checkpoint("llama"))
     with monkeypatch.context() as unsupported_kind:
-        unsupported_kind.setattr(packed_experts, "through_interface", lambda module: False)
+        unsupported_kind.setattr(modules, "through_interface", lambda module: False)
         with pytest.raises(EngineError, match=r"do not go through the ExpertsInterface .*experts=all"):
             load(mixture("mixtral"))
         monkeypatch.setattr("zinfer.plan.placement.TUNING", replace(TUNING, min_expert_bytes=1))
@@ -301,7 +303,7 @@ def test_a_weight_that_is_not_stacked_or_shared_is_not_taken_apart() -> None:
         return {f"0.{name}": Entry((name,), ((module, name),), weight, 0) for name, weight in module.named_parameters()}
 
     def find(module: nn.Module, given: dict[str, Entry] | None = None) -> Any:
-        return packed_experts.find_experts(nn.Sequential(module), entries(module) if given is None else given)
+        return modules.find_experts(nn.Sequential(module), entries(module) if given is None else given)
 
     good = Mixture((4, 8, 8), (4, 8, 8), (4, 3), (8, 8))
     several = nn.Sequential(Mixture((4, 8, 8), (4, 8, 8)), Mixture((4, 8, 8), (4, 8, 8)))
@@ -310,12 +312,12 @@ def test_a_weight_that_is_not_stacked_or_shared_is_not_taken_apart() -> None:
     assert "stacked" in find(Mixture((4, 8, 8)))
     assert "no multiple of 16" in find(Mixture((4, 1, 3), (4, 8, 8)))
     assert "shared between layers" in find(good, {})
-    assert packed_experts.find_experts(several, {}) == "a layer has several modules of experts"
+    assert modules.find_experts(several, {}) == "a layer has several modules of experts"
 
 
 @pytest.mark.parametrize("name", sorted(WHOLE_EXPERTS))
 def test_plans_know_the_experts_that_come_with_their_layer(name: str) -> None:
-    assert not any(map(packed_experts.through_interface, small_model(Subject(name)).modules()))
+    assert not any(map(modules.through_interface, small_model(Subject(name)).modules()))
 
 
 # The cache's order

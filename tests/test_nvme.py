@@ -36,8 +36,10 @@ from zinfer.core.engine import OptionError, conflict, resolve_options
 from zinfer.core.machine import Machine, override
 from zinfer.engine import direct
 from zinfer.engine.direct import PAGE, StripedFile, StripedWriter
-from zinfer.engine.stream import Stream, codec, disk, packed, packed_layer
-from zinfer.engine.stream.disk import DiskLayers, DiskRing
+from zinfer.engine.stream import Stream
+from zinfer.engine.stream.weights import chunk as chunk_module
+from zinfer.engine.stream.weights import codec, disk, packed
+from zinfer.engine.stream.weights.disk import DiskLayers, DiskRing
 from zinfer.plan.planner import Plan, make_plan
 from zinfer.plan.times import Efficiency
 from zinfer.record.measurement import Effective
@@ -330,7 +332,7 @@ class Copying:
 
 def test_memory_that_is_being_copied_is_not_read_into(tmp_path: Path) -> None:
     weights = [torch.full((3 * PAGE,), number, dtype=torch.uint8) for number in range(5)]
-    plain = [packed_layer.plain([("weight", weight)], 0) for weight in weights]
+    plain = [chunk_module.plain([("weight", weight)], 0) for weight in weights]
     path = tmp_path / "layers.bin"
     places, sums = disk.write([path], zip(range(5), plain, weights, strict=True))
     layers, copies, seen = DiskLayers(StripedFile([path]), places, sums, 0, False), deque[tuple[Copying, Any]](), 0
@@ -569,7 +571,7 @@ def test_no_buffer_is_read_early_or_overwritten_late(
     """Mixed passes, layers from disk and host memory, any ring size."""
     folder = tmp_path_factory.mktemp("layers")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packed_layer, "CHUNK_BYTES", 5000)
+        patch.setattr(chunk_module, "CHUNK_BYTES", 5000)
         bench = Bench(sizes, depth, FakeQueues(), patch, from_disk(folder, ring, kept & set(range(len(sizes)))))
         for number, (calls, count, second) in enumerate(passes):
             fetches = [Answer(index, number) for index in range(count)]
@@ -589,7 +591,7 @@ def test_a_trace_shows_the_reads_of_a_disk_beside_the_copies(tmp_path: Path, mon
         time.sleep(0.02)
         return real(file, parts, offset)
 
-    monkeypatch.setattr(packed_layer, "CHUNK_BYTES", 5000)
+    monkeypatch.setattr(chunk_module, "CHUNK_BYTES", 5000)
     bench = Bench([9000] * 6, 3, FakeQueues(), monkeypatch, from_disk(tmp_path, 20_000, {1, 4}))
     bench.run_pass()
     monkeypatch.setattr(os, "preadv", preadv)

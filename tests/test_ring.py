@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from zinfer.engine.pinned import PinnedArena
 from zinfer.engine.state import Entry
-from zinfer.engine.stream import packed_layer
-from zinfer.engine.stream.packed_layer import Chunk, PackedLayer, plain
-from zinfer.engine.stream.prefetch import PrefetchRing, Transfer
+from zinfer.engine.stream.weights import chunk as chunk_module
+from zinfer.engine.stream.weights.chunk import Chunk, PackedLayer, plain
+from zinfer.engine.stream.weights.ring import PrefetchRing, Transfer
 
 CPU = torch.device("cpu")
 Clock = dict[str, int]  # of each queue, how many of its operations are known to be done
@@ -239,7 +239,7 @@ class Bench:
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_layer, "CHUNK_BYTES", 512)
+    monkeypatch.setattr(chunk_module, "CHUNK_BYTES", 512)
 
 
 @settings(max_examples=100, deadline=None)
@@ -257,7 +257,7 @@ def test_no_buffer_is_read_early_or_overwritten_late(
     Fetches that are handed back one by one need no more buffers.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packed_layer, "CHUNK_BYTES", 512)
+        patch.setattr(chunk_module, "CHUNK_BYTES", 512)
         bench = Bench(sizes, depth, FakeQueues(), patch)
         bench.hands_back = hands_back
         for number, (calls, count, second) in enumerate(passes):

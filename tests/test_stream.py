@@ -19,11 +19,13 @@ from zinfer.core.case import Workload
 from zinfer.engine.base import Engine, Work
 from zinfer.engine.pinned import PAGE, PinnedArena
 from zinfer.engine.state import Entry
-from zinfer.engine.stream import Stream, codec, packed_layer
+from zinfer.engine.stream import Stream
 from zinfer.engine.stream.host_work import defer, defer_store, flush, gathered_stores, run_async
 from zinfer.engine.stream.interleave import interleave
-from zinfer.engine.stream.packed_layer import PackedLayer, pack, plain
-from zinfer.engine.stream.prefetch import PrefetchRing
+from zinfer.engine.stream.weights import chunk as chunk_module
+from zinfer.engine.stream.weights import codec
+from zinfer.engine.stream.weights.chunk import PackedLayer, pack, plain
+from zinfer.engine.stream.weights.ring import PrefetchRing
 from zinfer.plan.planner import make_plan
 from zinfer.worker.session import not_as_asked
 
@@ -52,7 +54,7 @@ def bits(tensor: Tensor) -> Tensor:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Code small tensors too, in small chunks. A matrix of a test then has several."""
     monkeypatch.setattr(codec, "MIN_NUMEL", 0)
-    monkeypatch.setattr(packed_layer, "CHUNK_BYTES", 3 * codec.BLOCK * 2)
+    monkeypatch.setattr(chunk_module, "CHUNK_BYTES", 3 * codec.BLOCK * 2)
 
 
 def packed(layers: list[dict[str, Tensor]]) -> tuple[PinnedArena, list[PackedLayer]]:
@@ -460,13 +462,13 @@ def test_chunks_are_of_one_size_and_those_of_large_layers_and_of_several_gpus_ar
     blocks: tuple[int, int], gpus: int, chunks: tuple[list[int], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     block = codec.BLOCK * 2  # bytes
-    monkeypatch.setattr(packed_layer, "CHUNK_BYTES", 2 * block)
+    monkeypatch.setattr(chunk_module, "CHUNK_BYTES", 2 * block)
     monkeypatch.setattr("zinfer.core.engine.CHUNK_BYTES", 2 * block)
     monkeypatch.setattr("zinfer.core.engine.LARGE_LAYER", 50 * block)
     weights = {
         name: torch.randn(count * codec.BLOCK).mul_(0.02).bfloat16() for name, count in zip("ab", blocks, strict=True)
     }
-    memory = packed_layer.LayerMemory(torch.device("cpu"))
+    memory = chunk_module.LayerMemory(torch.device("cpu"))
     image = pack(weights, memory, gpus=gpus)
     sizes = [piece.layout.numel // codec.BLOCK for piece in image.chunks if isinstance(piece.layout, codec.Layout)]
     assert sizes == [*chunks[0], *chunks[1]]

@@ -38,9 +38,9 @@ from zinfer.engine.rotary import turned_by
 from zinfer.engine.state import ModelState
 from zinfer.engine.stream import graphs
 from zinfer.engine.stream.cpu_kernel import library
-from zinfer.engine.stream.disk import DiskRing
-from zinfer.engine.stream.experts import ExpertCounts, ExpertPool
-from zinfer.engine.stream.few_experts import FewExperts
+from zinfer.engine.stream.experts.few_experts import FewExperts
+from zinfer.engine.stream.experts.modules import find_experts
+from zinfer.engine.stream.experts.pool import ExpertCounts, ExpertPool
 from zinfer.engine.stream.graphs import Graphs
 from zinfer.engine.stream.headroom import MemoryHeadroom, prefetch_distance
 from zinfer.engine.stream.interleave import interleave
@@ -54,11 +54,6 @@ from zinfer.engine.stream.kv import (
     PartFetch,
     SplitLayer,
 )
-from zinfer.engine.stream.layer_source import LayerSource
-from zinfer.engine.stream.packed_experts import Experts, find_experts
-from zinfer.engine.stream.packed_product import PackedProducts
-from zinfer.engine.stream.packing import copy_into
-from zinfer.engine.stream.prefetch import PrefetchRing
 from zinfer.engine.stream.ragged import (
     NotRaggedError,
     Ragged,
@@ -70,6 +65,12 @@ from zinfer.engine.stream.ragged import (
     takes_part,
 )
 from zinfer.engine.stream.stacked import NotStackedError
+from zinfer.engine.stream.weights.disk import DiskRing
+from zinfer.engine.stream.weights.pack import copy_into
+from zinfer.engine.stream.weights.packed_experts import Experts
+from zinfer.engine.stream.weights.products import PackedProducts
+from zinfer.engine.stream.weights.ring import PrefetchRing
+from zinfer.engine.stream.weights.source import LayerSource
 from zinfer.engine.triton_check import cannot_run, trouble
 from zinfer.plan.bytes import Placement
 from zinfer.plan.planner import Plan

@@ -31,7 +31,7 @@ from zinfer.engine.pinned import ALIGNMENT, PinnedArena
 from zinfer.engine.stream.cpu_attention import as_host_int8, as_host_tensor, keep_freed_memory
 from zinfer.engine.stream.cpu_kernel import int8_of, join_scales, library, quantize_rows, split_scales
 from zinfer.engine.stream.host_work import defer_store, flush, to_host_async
-from zinfer.engine.stream.prefetch import PrefetchRing, Transfer
+from zinfer.engine.stream.weights.ring import PrefetchRing, Transfer
 
 GROWTH = 8  # a pool that has no room grows by an eighth at least
 IN_FLIGHT = 512 << 20  # bytes under way to the host at a time; they take as much device memory

@@ -1,15 +1,15 @@
 """Products of few tokens with resident quantised weights, from their codes.
 
 Unpacking such a weight first writes it to the layer buffer in 16 bits and reads it again, six to eight times the bytes
-of codes of 4 bits. Many tokens are worth that; for few, a kernel (`zinfer.engine.stream.product_kernel`) reads the
-codes once.
+of codes of 4 bits. Many tokens are worth that; for few, a kernel (`zinfer.engine.stream.weights.product_kernel`) reads
+the codes once.
 
 A weight that the kernel serves is a `LazyWeight`: a parameter in the layer buffer, as others are, but unpacked when
 something first reads its values. `torch.nn.functional.linear` for few tokens does not. All else that torch is given the
 weight for does: a product of many tokens, a view, a copy. So no code for modules and architectures is needed, and what
 reads a weight without its module reads the right values.
 
-Stacked experts are multiplied pair by pair, as `zinfer.engine.stream.few_experts` does with experts of 16 bits.
+Stacked experts are multiplied pair by pair, as `zinfer.engine.stream.experts.few_experts` does with experts of 16 bits.
 
 Ordinary unpacking serves columns in an order of their own (GPTQ with `desc_act`), and codes that are coded losslessly
 (FP8). The first product of each kind is computed both ways: kernels that do not compile, or give other results, are not
@@ -30,9 +30,9 @@ from zinfer.core.engine import CODED_TOKENS
 from zinfer.core.errors import error_line
 from zinfer.engine.pinned import TensorPlace
 from zinfer.engine.state import Entry
-from zinfer.engine.stream.packed_layer import Chunk
-from zinfer.engine.stream.prefetch import PrefetchRing
-from zinfer.engine.stream.quantized import TRANSPOSED_ROWS, CodesLayout, Run
+from zinfer.engine.stream.weights.chunk import Chunk
+from zinfer.engine.stream.weights.formats import TRANSPOSED_ROWS, CodesLayout, Run
+from zinfer.engine.stream.weights.ring import PrefetchRing
 from zinfer.engine.triton_check import alike, cannot_run
 
 Product = Callable[[Tensor, Tensor | None], Tensor | None]
@@ -55,7 +55,7 @@ class LazyWeight(nn.Parameter):
 
     `product` gets the states and the bias of a product with it instead, and returns the product, or None if the values
     are needed all the same. Experts that are `stacked`, ``[E, ..]``, are multiplied by
-    `zinfer.engine.stream.few_experts`.
+    `zinfer.engine.stream.experts.few_experts`.
     """
 
     fill: Callable[[], None]
@@ -240,7 +240,7 @@ class StackedCodes:
         """Return partial products of each pair of token and expert. They are float32 ``[pairs, splits, rows]``, to be
         added along `splits`. The codes have to be `ready`; `states` is ``[tokens, columns]``, or ``[pairs, columns]``,
         `experts` ``[tokens, k]``, both contiguous."""
-        from zinfer.engine.stream.product_kernel import multiply_experts
+        from zinfer.engine.stream.weights.product_kernel import multiply_experts
 
         ((start, run),), data = self.parts, self.content()
         assert data is not None
@@ -257,7 +257,7 @@ def _serves(parts: Parts, states: Tensor, bias: Tensor | None) -> bool:
 
 
 def _compute(parts: Parts, data: Tensor, states: Tensor, bias: Tensor | None) -> Tensor:
-    from zinfer.engine.stream.product_kernel import multiply, pair_columns
+    from zinfer.engine.stream.weights.product_kernel import multiply, pair_columns
 
     layout, rows = parts[0][1].layout, sum(run.rows for _, run in parts)
     flat = states.reshape(-1, layout.columns)

@@ -35,11 +35,11 @@ from zinfer.engine.pinned import ALIGNMENT, PinnedArena, TensorPlace, check_free
 from zinfer.engine.quantization.dequantize import table
 from zinfer.engine.read import DTYPES, as_bytes, fill, map_groups, reading
 from zinfer.engine.state import ModelState
-from zinfer.engine.stream import codec
-from zinfer.engine.stream.codec import Layout
-from zinfer.engine.stream.packed_layer import Chunk, PackedLayer
-from zinfer.engine.stream.packing import AnyMemory, dense_tensors, pack_layers
-from zinfer.engine.stream.quantized import CodesLayout
+from zinfer.engine.stream.weights import codec
+from zinfer.engine.stream.weights.chunk import Chunk, PackedLayer
+from zinfer.engine.stream.weights.codec import Layout
+from zinfer.engine.stream.weights.formats import CodesLayout
+from zinfer.engine.stream.weights.pack import AnyMemory, dense_tensors, pack_layers
 from zinfer.system import atomic
 from zinfer.system.documents import DocumentError, open_regular, read_object, validate
 
@@ -418,9 +418,9 @@ def read(
 ) -> Iterator[tuple[int, PackedLayer, None, AnyMemory]]:
     """Read packed layers with many threads, and check them.
 
-    Yields what `zinfer.engine.stream.packing.pack_layers` yields; `memory_of` names the memory that a layer is read
-    into. Raises EngineError unless the layers fit `state`, CheckpointError for data that are cut off or damaged, with
-    the number of the layer, and MemoryError, before anything is read, where memory is too small.
+    Yields what `zinfer.engine.stream.weights.pack.pack_layers` yields; `memory_of` names the memory that a layer is
+    read into. Raises EngineError unless the layers fit `state`, CheckpointError for data that are cut off or damaged,
+    with the number of the layer, and MemoryError, before anything is read, where memory is too small.
     """
     content, path = _belonging(folder, state)
     memories = [memory_of(number) for number in range(len(content.layers))]

@@ -28,9 +28,9 @@ from zinfer.core.progress import Progress, silent
 from zinfer.engine.direct import PAGE, THREADS, StripedFile, StripedWriter, aligned
 from zinfer.engine.pinned import PinnedArena
 from zinfer.engine.read import as_bytes
-from zinfer.engine.stream.packed_layer import Chunk, PackedLayer
-from zinfer.engine.stream.prefetch import Event, Fetch, PrefetchRing, Queues, Transfer
 from zinfer.engine.stream.trace import Reads, clock
+from zinfer.engine.stream.weights.chunk import Chunk, PackedLayer
+from zinfer.engine.stream.weights.ring import Event, Fetch, PrefetchRing, Queues, Transfer
 
 LAYERS_AHEAD = 2  # layers that are read into host memory while one is checked
 TIMED_READS = 1 << 14  # latest chunks whose times of reading are kept: more than a pass has

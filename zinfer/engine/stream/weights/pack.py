@@ -14,8 +14,14 @@ from torch import Tensor
 from zinfer.core.progress import Progress
 from zinfer.engine.quantization.dequantize import Codes
 from zinfer.engine.state import Entry, Loaded, ModelState, by_layer
-from zinfer.engine.stream.packed_experts import Experts, PackedExperts, fill_experts, lay_out_experts, pack_experts
-from zinfer.engine.stream.packed_layer import Memory, PackedLayer, pack, plain
+from zinfer.engine.stream.weights.chunk import Memory, PackedLayer, pack, plain
+from zinfer.engine.stream.weights.packed_experts import (
+    Experts,
+    PackedExperts,
+    fill_experts,
+    lay_out_experts,
+    pack_experts,
+)
 
 AnyMemory = TypeVar("AnyMemory", bound=Memory)
 

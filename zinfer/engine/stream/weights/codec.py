@@ -169,13 +169,13 @@ def decode(data: Tensor, layout: Layout, out: Tensor) -> None:
     """Decode `data` (uint8) into `out` (bf16 or e4m3, ``layout.numel`` values).
 
     For bf16 on a GPU this is one launch on the current stream, and a copy if there is a tail; it allocates nothing and
-    does not wait. The kernel for e4m3 also multiplies with scales (`zinfer.engine.stream.expand`); here a GPU decodes
-    e4m3 as a CPU does. Data and `out` are contiguous and begin at multiples of 16 bytes; the layout of stored data is
-    checked where it is read (`zinfer.engine.stream.packed`).
+    does not wait. The kernel for e4m3 also multiplies with scales (`zinfer.engine.stream.weights.expand`); here a GPU
+    decodes e4m3 as a CPU does. Data and `out` are contiguous and begin at multiples of 16 bytes; the layout of stored
+    data is checked where it is read (`zinfer.engine.stream.weights.packed`).
     """
     values = out.view(-1)
     if out.is_cuda and layout.bits == 16:
-        from zinfer.engine.stream.decode import launch
+        from zinfer.engine.stream.weights.decode import launch
 
         launch(data, values, layout.blocks, layout.sections[:-1], **CONSTANTS)
     else:

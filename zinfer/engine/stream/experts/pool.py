@@ -1,10 +1,10 @@
 """Experts on demand: only routed experts that the router chose cross the link.
 
-Attention, router, shared experts, norms and dense layers come through the ring (`zinfer.engine.stream.prefetch`). Each
-routed expert is a run of bytes of its own in host memory, encoded like a layer. When a layer's router has chosen, the
-CPU reads the choice (a few numbers, the only thing that it waits for), and the copy queue brings the experts that are
-not on the device into the buffers of a pool. They are unpacked into a layer buffer, in which each expert has its place,
-and the model's own function computes: it reads the places of the chosen experts and no others.
+Attention, router, shared experts, norms and dense layers come through the ring (`zinfer.engine.stream.weights.ring`).
+Each routed expert is a run of bytes of its own in host memory, encoded like a layer. When a layer's router has chosen,
+the CPU reads the choice (a few numbers, the only thing that it waits for), and the copy queue brings the experts that
+are not on the device into the buffers of a pool. They are unpacked into a layer buffer, in which each expert has its
+place, and the model's own function computes: it reads the places of the chosen experts and no others.
 
 A pass whose many tokens touch nearly all experts brings all of them, in order and ahead of compute, without waiting for
 any router. Buffers that hold experts of earlier passes are the cache.
@@ -28,9 +28,9 @@ from torch import Tensor, nn
 
 from zinfer.core.case import spread
 from zinfer.engine.pinned import ALIGNMENT
-from zinfer.engine.stream.packed_experts import Experts, Key, PackedExpert, PackedExperts
-from zinfer.engine.stream.prefetch import Event, PrefetchRing, Queues
 from zinfer.engine.stream.trace import mark
+from zinfer.engine.stream.weights.packed_experts import Experts, Key, PackedExpert, PackedExperts
+from zinfer.engine.stream.weights.ring import Event, PrefetchRing, Queues
 
 END = maxsize, 0  # behind all experts, in the order of layers
 HALF_LIFE = 32  # passes after which a use of an expert counts half, for the cache of the most used ones
@@ -131,10 +131,10 @@ class ExpertPool:
     They come from `source` (uint8, host memory); `layers` are the packed experts of each layer, by number. A buffer is
     free, or holds an expert that is coming (asked for, or ahead of compute, and not used yet), or one that stays. At
     most `staging` are coming. An expert crosses the link in parts, so that the first ones are unpacked while the last
-    ones come. The rules of `zinfer.engine.stream.prefetch` hold here, too: a part of a buffer is read behind its event
-    `arrived`; a buffer is written behind its event `freed`, recorded behind its last read; and a copy into it is issued
-    only once that has been recorded, since only then it is free. Without queues there are no buffers, and experts are
-    unpacked from where they are; everything else is the same.
+    ones come. The rules of `zinfer.engine.stream.weights.ring` hold here, too: a part of a buffer is read behind its
+    event `arrived`; a buffer is written behind its event `freed`, recorded behind its last read; and a copy into it is
+    issued only once that has been recorded, since only then it is free. Without queues there are no buffers, and
+    experts are unpacked from where they are; everything else is the same.
     """
 
     def __init__(

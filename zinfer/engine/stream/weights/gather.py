@@ -29,9 +29,9 @@ from torch import Tensor
 
 from zinfer.core.engine import KEPT_BUFFERS
 from zinfer.engine.pinned import ALIGNMENT
-from zinfer.engine.stream.packed_layer import Chunk, PackedLayer
-from zinfer.engine.stream.prefetch import Event, Fetch, PrefetchRing, Queues, Transfer
 from zinfer.engine.stream.trace import mark
+from zinfer.engine.stream.weights.chunk import Chunk, PackedLayer
+from zinfer.engine.stream.weights.ring import Event, Fetch, PrefetchRing, Queues, Transfer
 
 SAMPLED = 4  # every fourth layer is copied to measure the links: they lie in all of the memory
 

@@ -36,8 +36,8 @@ from torch import Tensor, nn
 
 from zinfer.engine.pinned import TensorPlace
 from zinfer.engine.state import Entry
-from zinfer.engine.stream.packed_layer import Chunk, PackedLayer
 from zinfer.engine.stream.trace import Reads, Timed, Trace, mark
+from zinfer.engine.stream.weights.chunk import Chunk, PackedLayer
 from zinfer.record.measurement import Lane
 
 

@@ -2,7 +2,7 @@
 
 They lie in an arena of host memory, of this process or of all ranks together, or in files of which host memory keeps a
 part. Layers that stay on the device with every batch lie there alone. Layers come from the checkpoint
-(`zinfer.engine.stream.packing`), or from the folder of `zinfer pack`.
+(`zinfer.engine.stream.weights.pack`), or from the folder of `zinfer pack`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,13 +20,13 @@ from zinfer.engine.decoder import offload_folder
 from zinfer.engine.direct import StripedFile
 from zinfer.engine.pinned import PinnedArena, check_free, lay_out
 from zinfer.engine.state import ModelState
-from zinfer.engine.stream import disk, packed
-from zinfer.engine.stream.disk import DiskLayers, DiskRing
-from zinfer.engine.stream.gather import GatherRing, parts_of_rank
-from zinfer.engine.stream.packed_experts import Experts, PackedExperts, padding
-from zinfer.engine.stream.packed_layer import LayerMemory, PackedLayer
-from zinfer.engine.stream.packing import copy_into, dense_tensors, pack_layers
-from zinfer.engine.stream.prefetch import PrefetchRing
+from zinfer.engine.stream.weights import disk, packed
+from zinfer.engine.stream.weights.chunk import LayerMemory, PackedLayer
+from zinfer.engine.stream.weights.disk import DiskLayers, DiskRing
+from zinfer.engine.stream.weights.gather import GatherRing, parts_of_rank
+from zinfer.engine.stream.weights.pack import copy_into, dense_tensors, pack_layers
+from zinfer.engine.stream.weights.packed_experts import Experts, PackedExperts, padding
+from zinfer.engine.stream.weights.ring import PrefetchRing
 from zinfer.plan.planner import Plan
 from zinfer.system.host import drives
 from zinfer.system.scratch import Scratch

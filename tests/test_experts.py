@@ -238,6 +238,42 @@ def test_coded_experts_give_the_logits_of_whole_layers(
     assert wire[1] < wire[0]
 
 
+def test_experts_that_all_stay_are_unpacked_before_the_cpu_knows_the_choice(
+    mixture: Kinds, monkeypatch: Patch, queued: None
+) -> None:
+    for name in ("MIN_NUMEL", "BLOCK"):  # divides every matrix of an expert
+        monkeypatch.setattr(f"zinfer.engine.stream.weights.codec.{name}", 1 << 11)
+    expected = load(mixture("mixtral"), "all", dtype="bfloat16", weight_codec="lossless")
+    loaded = load(mixture("mixtral"), share="100%", dtype="bfloat16", weight_codec="lossless")
+    poisoned(loaded)
+    pool, waited = loaded._pool, list[int]()
+    assert pool is not None
+    read = pool._choice.read
+
+    def wait(chosen: Tensor, count: int) -> list[int]:
+        waited.append(chosen.numel())
+        return read(chosen, count)
+
+    monkeypatch.setattr(pool._choice, "read", wait)
+    steps(loaded)  # makes the buffers
+    with torch.inference_mode():
+        pool.begin(False)
+        for layer in range(4):
+            pool.bring(layer, torch.arange(8)[:, None])  # eight tokens: it waits, and all experts stay from now on
+        waited.clear()
+        before = pool.counts
+        assert all(torch.equal(*step) for step in zip(steps(loaded), steps(expected), strict=True))
+        assert set(waited) == {7 * 2}, "the prompt of seven tokens waits, its steps do not"
+        assert pool.counts.since(before).hits >= 6 * 4 * 2
+        assert pool.counts.since(before).fetched == 0
+        pool.bring(1, torch.tensor([[3, 8, -1, 3]]))  # two numbers of no expert
+        for block in pool.layers[1].blocks.values():
+            poison = [(part.view(torch.uint8) == 255).all() for part in block.view(pool.layer_buffer)]
+            assert [number for number in range(8) if not poison[number]] == [3]
+    loaded.close()
+    expected.close()
+
+
 def test_an_expert_is_unpacked_as_its_parts_come(monkeypatch: Patch) -> None:
     bench = Bench(1, 4, FakeQueues(), monkeypatch)
     packed = bench.pool.layers[0].experts[2]

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from zinfer.core.case import spread
 from zinfer.engine.pinned import ALIGNMENT
 from zinfer.engine.stream.trace import mark
+from zinfer.engine.stream.weights import codec
 from zinfer.engine.stream.weights.packed_experts import Experts, Key, PackedExpert, PackedExperts
 from zinfer.engine.stream.weights.ring import Event, PrefetchRing, Queues
 
@@ -153,6 +154,9 @@ class ExpertPool:
         self._filled: tuple[int, set[int]] = -1, set()  # layer in the layer buffer, and its experts that are there
         self._cache = ExpertCache("lfu")
         self._at: dict[Key, int] = {}  # number of the buffer of each expert that is coming or stays
+        self._places: dict[
+            int, tuple[Tensor, int] | None
+        ] = {}  # layers whose experts all stay -> where their codes are
         self._coming: dict[Key, None] = {}  # experts whose copy was issued and that were not used yet, in order
         self._asked: deque[Key] = deque()  # experts needed now whose copy waits for a free buffer
         self._ahead: Iterator[Key] = iter(())  # experts to bring before they are needed, in order
@@ -201,7 +205,7 @@ class ExpertPool:
         if self._queues is not None:
             self._queues.finish()
         self._cache.clear()
-        self._at, self._coming, self._ahead = {}, {}, iter(())
+        self._at, self._coming, self._places, self._ahead = {}, {}, {}, iter(())
         self._asked.clear()
         self._free.clear()
         self.staging = self.cached = 0  # until all of them are there: the device may be short of memory
@@ -232,11 +236,12 @@ class ExpertPool:
 
     def bring(self, layer: int, chosen: Tensor) -> None:
         """Bring the `chosen` experts of a layer, or all."""
-        count = len(self.layers[layer].experts)
-        numbers: Iterable[int] = range(count)
+        if not self.scanning and self._unpack_chosen(layer, chosen):
+            return
+        numbers: Iterable[int] = self._numbers(layer)
         if not self.scanning:
             with self._ring.untimed(layer):
-                numbers = sorted(set(self._choice.read(chosen, count)))
+                numbers = sorted(set(self._choice.read(chosen, len(self._numbers(layer)))))
         if self._filled[0] != layer:
             self._filled = layer, set()
         missing = [(layer, expert) for expert in numbers if expert not in self._filled[1]]
@@ -262,11 +267,14 @@ class ExpertPool:
         for module in self._attached:
             del module.forward  # it holds the module, and the pool
         self._attached = []
-        self._at, self._coming, self._ahead = {}, {}, iter(())
+        self._at, self._coming, self._places, self._ahead = {}, {}, {}, iter(())
         self._source = self._memory = self.layer_buffer = torch.empty(0, dtype=torch.uint8)
 
     def _buffer(self, number: int) -> Tensor:
         return self._memory[number * self.buffer_bytes : (number + 1) * self.buffer_bytes]
+
+    def _numbers(self, layer: int) -> range:
+        return range(len(self.layers[layer].experts))
 
     def _packed(self, key: Key) -> PackedExpert:
         return self.layers[key[0]].experts[key[1]]
@@ -337,6 +345,40 @@ class ExpertPool:
             self._freed[number].record()  # rule 2
         self._retain(key)
         self._issue()
+
+    def _unpack_chosen(self, layer: int, chosen: Tensor) -> bool:
+        """Unpack a token's experts if all of the layer stay for good. The CPU does not wait for the choice then."""
+        if self._queues is None or chosen.numel() != chosen.shape[-1] or self.cached < len(self._keys):
+            return False
+        if layer not in self._places and all((layer, number) in self._cache for number in self._numbers(layer)):
+            self._places[layer] = self._places_of(layer)
+        if (places := self._places.get(layer)) is None or self._unpacked is None:
+            return False
+        self._count(hits=chosen.numel())
+        self._ring.resume()
+        self._unpacked.wait()
+        if self._filled[0] != layer:
+            self._filled = layer, set()
+        with self._ring.untimed(layer, unpacks=True):
+            codec.decode_chosen(self._memory, *places, chosen.flatten(), self.layer_buffer)
+        self._unpacked.record()
+        return True
+
+    def _places_of(self, layer: int) -> tuple[Tensor, int] | None:
+        """Return the places of a layer's codes, and the most blocks of a chunk. None unless all are coded bf16."""
+        places = []
+        for number in self._numbers(layer):
+            packed, begin = self._packed((layer, number)), self._at[layer, number] * self.buffer_bytes
+            chunks = [
+                (chunk.layout, begin + chunk.start - packed.start, chunk.place)
+                for chunk in packed.chunks
+                if isinstance(chunk.layout, codec.Layout)
+            ]
+            places.append(codec.chunk_places(chunks) if len(chunks) == len(packed.chunks) else None)
+        if None in places or len({len(rows or ()) for rows in places}) > 1:
+            return None
+        table = torch.tensor(places)
+        return table.to(self._device), int(table[..., 2].max())
 
     def _retain(self, key: Key) -> None:
         """Keep a used expert in its buffer, or free a buffer."""

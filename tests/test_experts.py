@@ -35,6 +35,7 @@ from zinfer.engine.stream.weights import packed_experts
 from zinfer.engine.stream.weights.chunk import Chunk, PackedLayer, plain
 from zinfer.engine.stream.weights.packed_experts import UNIT, Experts, Key
 from zinfer.engine.stream.weights.ring import PrefetchRing, Transfer
+from zinfer.engine.stream.weights.source import MemorySource
 from zinfer.plan.placement import TUNING, WHOLE_EXPERTS
 from zinfer.plan.planner import make_plan
 
@@ -103,7 +104,7 @@ def small_parts(monkeypatch: Patch) -> None:
 @pytest.fixture
 def queued(monkeypatch: Patch) -> None:
     """Give engines queues without a GPU, so that buffers hold copies."""
-    monkeypatch.setattr("zinfer.engine.stream.weights.source.PrefetchRing", partial(PrefetchRing, queues=FakeQueues()))
+    monkeypatch.setattr("zinfer.engine.stream.weights.load.PrefetchRing", partial(PrefetchRing, queues=FakeQueues()))
 
 
 def steps(loaded: Stream, length: int = 7, count: int = 6) -> list[Tensor]:
@@ -135,7 +136,7 @@ def waiting(monkeypatch: Patch) -> None:
     """
     passed = cycle([False, True, True, False, True, False, True, True, True, True])
     monkeypatch.setattr(
-        "zinfer.engine.stream.weights.source.PrefetchRing", partial(PrefetchRing, queues=FakeQueues(passed=passed))
+        "zinfer.engine.stream.weights.load.PrefetchRing", partial(PrefetchRing, queues=FakeQueues(passed=passed))
     )
 
 
@@ -426,8 +427,9 @@ class Bench:
         for layer, weights in enumerate(self.weights):
             for name, tensor in weights.items():
                 packed_experts.fill_experts(packed[layer], name, tensor, self.arena.memory)
-        self.ring = PrefetchRing(self.arena.memory, dense, 3, CPU, queues)
-        self.pool = ExpertPool(self.arena.memory, packed, CPU, self.ring)
+        source = MemorySource(self.arena, dense, packed)
+        self.ring = PrefetchRing(source, 3, CPU, queues)
+        self.pool = ExpertPool(source, CPU, self.ring)
         self.pool._cache = ExpertCache(policy)
         real_write, real_unpack, pool = ExpertPool._write, Chunk.unpack, self.pool
 

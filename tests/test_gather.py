@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.test_ring import Answer, Bench, FakeQueues, Race
+from zinfer.engine.pinned import PinnedArena
 from zinfer.engine.stream.weights import chunk as chunk_module
 from zinfer.engine.stream.weights.chunk import PackedLayer
 from zinfer.engine.stream.weights.gather import GatherRing, part_bytes
 from zinfer.engine.stream.weights.ring import PrefetchRing
+from zinfer.engine.stream.weights.source import MemorySource
 
 
 class FakeRanks:
@@ -62,10 +64,10 @@ def bench(
     ranks = FakeRanks(rank, size, queues)
 
     def make(
-        source: Tensor, layers: list[PackedLayer], depth: int, device: torch.device, queues: FakeQueues
+        arena: PinnedArena, layers: list[PackedLayer], depth: int, device: torch.device, queues: FakeQueues
     ) -> PrefetchRing:
-        ranks.knows(source, layers)
-        return GatherRing(source, layers, depth, device, ranks, queues)
+        ranks.knows(arena.memory, layers)
+        return GatherRing(MemorySource(arena, layers), depth, device, ranks, queues)
 
     return GatherBench(sizes, depth, queues, patch, make), ranks
 

@@ -26,6 +26,7 @@ from zinfer.engine.stream.weights import chunk as chunk_module
 from zinfer.engine.stream.weights import codec
 from zinfer.engine.stream.weights.chunk import PackedLayer, pack, plain
 from zinfer.engine.stream.weights.ring import PrefetchRing
+from zinfer.engine.stream.weights.source import MemorySource
 from zinfer.plan.planner import make_plan
 from zinfer.worker.session import not_as_asked
 
@@ -124,7 +125,7 @@ def ring_of(
 ) -> tuple[PrefetchRing, list[Layer], list[dict[str, Tensor]], PinnedArena]:
     tensors = [layer_tensors(seed) for seed in range(count)]
     arena, images = make(tensors)
-    ring = PrefetchRing(arena.memory, images, depth, CPU)
+    ring = PrefetchRing(MemorySource(arena, images), depth, CPU)
     layers = [Layer(tensor) for tensor in tensors]
     for index, layer in enumerate(layers):
         entries = {name: Entry((name,), ((layer, name),), tensor, index) for name, tensor in tensors[index].items()}
@@ -171,7 +172,8 @@ def no_room() -> Tensor:
 
 def test_a_ring_that_the_device_has_no_room_for_can_be_made_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     images = [plain([("weight", torch.empty(64))], 0)]
-    ring = PrefetchRing(torch.zeros(images[-1].end, dtype=torch.uint8), images, 2, CPU, FakeQueues())
+    arena = PinnedArena(images[-1].end, pin=False)
+    ring = PrefetchRing(MemorySource(arena, images), 2, CPU, FakeQueues())
     ring.resize(3)
     for depth, size in ((6, 0), (3, 8192)):
         with monkeypatch.context() as short_of_memory:

@@ -65,12 +65,12 @@ from zinfer.engine.stream.ragged import (
     takes_part,
 )
 from zinfer.engine.stream.stacked import NotStackedError
-from zinfer.engine.stream.weights.disk import DiskRing
+from zinfer.engine.stream.weights.load import Loader
 from zinfer.engine.stream.weights.pack import copy_into
 from zinfer.engine.stream.weights.packed_experts import Experts
 from zinfer.engine.stream.weights.products import PackedProducts
 from zinfer.engine.stream.weights.ring import PrefetchRing
-from zinfer.engine.stream.weights.source import LayerSource
+from zinfer.engine.stream.weights.source import MemorySource, WeightSource
 from zinfer.engine.triton_check import cannot_run, trouble
 from zinfer.plan.bytes import Placement
 from zinfer.plan.planner import Plan
@@ -111,8 +111,10 @@ class Stream(Decoder):
     def __init__(self, plan: Plan, progress: Progress = silent, group: "Group | None" = None) -> None:
         self._group = group
         self.given: Placement | None = None  # placement of the work of all ranks together, if this is one of several
-        self._source: LayerSource | None = None  # of the layers that are not on the device
+        self._source: WeightSource | None = None  # of the layers that are not on the device
+        self._folder_bytes: int | None = None  # read from a folder of packed layers, if there is one
         self._ring: PrefetchRing | None = None
+        self._products: PackedProducts | None = None  # of layers that stay packed on the device
         self._pool: ExpertPool | None = None  # of experts that come on demand
         self._kv_pool: HostPool | None = None  # for keys and values of all micro-batches
         self._recorded: Graphs | None = None
@@ -165,10 +167,8 @@ class Stream(Decoder):
         if streamed:
             if self._group is not None:
                 self._check_layerwise(self._group)
-            self._source = LayerSource(
-                self.plan, self.options, state, self._experts, self.device, self.progress, self._group
-            )
-            self._ring = self._source.load(resident)
+            loader = Loader(self.plan, self.options, state, self._experts, self.device, self.progress, self._group)
+            self._source, self._ring, self._folder_bytes = loader.load(resident)
             self._attach(self._source, self._ring, state)
         else:
             copy_into(resident, state.load(self.device, self.progress))
@@ -179,14 +179,15 @@ class Stream(Decoder):
         alike = all(type(layer) is FixedLayer for layer in self._kinds_of_layers)
         self._stacks = self._stacks and alike and self._probe.moves and self.cannot_pad() is None
 
-    def _attach(self, source: LayerSource, ring: PrefetchRing, state: ModelState) -> None:
+    def _attach(self, source: WeightSource, ring: PrefetchRing, state: ModelState) -> None:
         """Connect layers and on-demand experts to the ring, and start it."""
-        if source.lossless and self._group is None:
-            ring.products = PackedProducts(self.device)
+        if self.plan.placement.codec == "lossless" and self._group is None:
+            self._products = PackedProducts(self.device)
+        attach = ring.attach if self._products is None else partial(self._products.attach, ring)
         for number, layer in enumerate(self._layers):
-            ring.attach(number, layer, state.of_layer(number))
-        if source.arena is not None and source.packed_experts:
-            self._pool = ExpertPool(source.arena.memory, source.packed_experts, self.device, ring)
+            attach(number, layer, state.of_layer(number))
+        if source.experts and isinstance(source, MemorySource):
+            self._pool = ExpertPool(source, self.device, ring)
             for number, experts in self._experts.items():
                 self._pool.attach(number, experts)
         if self._group is None:
@@ -235,8 +236,7 @@ class Stream(Decoder):
 
     @property
     def loaded_bytes(self) -> int:
-        read = None if self._source is None else self._source.loaded_bytes
-        return super().loaded_bytes if read is None else read
+        return super().loaded_bytes if self._folder_bytes is None else self._folder_bytes
 
     @cached_property
     def one_pass(self) -> bool:
@@ -322,12 +322,16 @@ class Stream(Decoder):
         """Return the placement for `load`, or the one given for all ranks."""
         return self.given or self.planner.placement(load)
 
+    @property
+    def _on_disk(self) -> bool:
+        return self._source is not None and self._source.file_bytes > 0
+
     def _holds_two_layers(self, ring: PrefetchRing) -> bool:
         """Tell whether the GPU has room for a ring of two layers. Between passes of requests rows move, and the link
         goes on meanwhile.
         """
         load = self.expected
-        if load is None or self.given is not None or isinstance(ring, DiskRing):
+        if load is None or self.given is not None or self._on_disk:
             return False
         if self.planner.placement(load).host_rows(load.batch_size):  # what else crosses the link is guessed
             return False
@@ -349,8 +353,7 @@ class Stream(Decoder):
         if pool is not None:
             pool.resize(min(experts[0], pool.staging), min(experts[1], pool.cached))
         ring.keep(placement.resident_layers)
-        if isinstance(ring, DiskRing):
-            ring.hold(placement.host_layers, self.progress)
+        ring.hold(placement.host_layers, self.progress)
         ring.resize(buffers)
         if pool is not None:
             pool.resize(*experts)
@@ -629,7 +632,7 @@ class Stream(Decoder):
         ring, headroom = self._ring, self._headroom
         if self.expected is None or headroom.ring_depth or not headroom.known:
             return
-        if ring is None or isinstance(ring, DiskRing) or self._group is not None or self._pool is not None:
+        if ring is None or self._on_disk or self._group is not None or self._pool is not None:
             return
         if not any(isinstance(batch.host, CpuCache) for batch in self.batches):
             return
@@ -662,8 +665,7 @@ class Stream(Decoder):
         ring = self._ring
         if ring is None:
             return super().forward(works)
-        weights, others, step = ring.bytes_copied, ring.other_bytes_copied, is_step(works)
-        from_disk = ring.disk_bytes if isinstance(ring, DiskRing) else 0
+        weights, others, from_disk, step = ring.bytes_copied, ring.other_bytes_copied, ring.disk_bytes, is_step(works)
         experts = ExpertCounts() if self._pool is None else self._pool.counts
         logits = super().forward(works)
         if step:
@@ -671,7 +673,7 @@ class Stream(Decoder):
                 self._expert_steps.append(self._pool.counts.since(experts))
             self._streamed_per_step = ring.bytes_copied - weights
             self._fetched_per_step = ring.other_bytes_copied - others
-            self._read_per_step = ring.disk_bytes - from_disk if isinstance(ring, DiskRing) else 0
+            self._read_per_step = ring.disk_bytes - from_disk
         return logits
 
     def rollback(self, batch: MicroBatch, lengths: Tensor) -> None:
@@ -769,10 +771,11 @@ class Stream(Decoder):
         ring = self._ring
         if ring is None or self.plan.model.stored_ratio == 1 or len(ring.streamed) == len(ring.layers):
             return {}
-        if ring.products is None:
+        if self._products is None:
             return {"packed_kernel": "no packed weights" if self._group is None else "several GPUs share the layers"}
-        served = ring.products.status != "on" or ring.has_deferred_weights
-        return {"packed_kernel": ring.products.status if served else "no weights that it reads"}
+        staying = set(range(len(ring.layers))).difference(ring.streamed)
+        served = self._products.status != "on" or self._products.serves(staying)
+        return {"packed_kernel": self._products.status if served else "no weights that it reads"}
 
     def effective(self) -> Effective:
         cache: dict[str, Option] = {
@@ -798,7 +801,7 @@ class Stream(Decoder):
         return Effective(
             gpu_weight_bytes=self._resident_bytes + self._ring.kept_bytes + experts,
             host_weight_bytes=source.host_bytes,
-            nvme_weight_bytes=0 if source.disk is None else source.disk.file_bytes,
+            nvme_weight_bytes=source.file_bytes,
             streamed_bytes_per_step=self._delivered(),
             wire_bytes_per_step=self._streamed_per_step + round(self._experts_per_step("wire")),
             nvme_bytes_per_step=self._read_per_step,
@@ -808,7 +811,8 @@ class Stream(Decoder):
                 "buffer_bytes": self._ring.buffer_bytes,
                 "slot_bytes": self._ring.layer_buffer.nbytes + (0 if pool is None else pool.layer_buffer.nbytes),
                 "resident_layers": len(self._layers) - len(self._ring.streamed),
-                **source.settings(),
+                "weight_codec": self.plan.placement.codec,
+                **source.settings,
                 **self._expert_settings(),
                 **self._packed_settings(),
                 **cache,

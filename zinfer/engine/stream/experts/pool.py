@@ -16,7 +16,7 @@ experts and their weights, and read no expert that is not among the indices.
 
 import inspect
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush
 from itertools import groupby
 from math import log2
@@ -30,8 +30,10 @@ from zinfer.core.case import spread
 from zinfer.engine.pinned import ALIGNMENT
 from zinfer.engine.stream.trace import mark
 from zinfer.engine.stream.weights import codec
-from zinfer.engine.stream.weights.packed_experts import Experts, Key, PackedExpert, PackedExperts
-from zinfer.engine.stream.weights.ring import Event, PrefetchRing, Queues
+from zinfer.engine.stream.weights.packed_experts import Experts, Key, PackedExpert
+from zinfer.engine.stream.weights.queues import Event, Queues
+from zinfer.engine.stream.weights.ring import PrefetchRing
+from zinfer.engine.stream.weights.source import MemorySource
 
 END = maxsize, 0  # behind all experts, in the order of layers
 HALF_LIFE = 32  # passes after which a use of an expert counts half, for the cache of the most used ones
@@ -129,7 +131,7 @@ class ExpertCounts(NamedTuple):
 class ExpertPool:
     """Buffers that experts arrive in, and their layer buffer.
 
-    They come from `source` (uint8, host memory); `layers` are the packed experts of each layer, by number. A buffer is
+    They come from `source`, whose `experts` are the packed experts of each layer, by number. A buffer is
     free, or holds an expert that is coming (asked for, or ahead of compute, and not used yet), or one that stays. At
     most `staging` are coming. An expert crosses the link in parts, so that the first ones are unpacked while the last
     ones come. The rules of `zinfer.engine.stream.weights.ring` hold here, too: a part of a buffer is read behind its
@@ -140,15 +142,14 @@ class ExpertPool:
 
     def __init__(
         self,
-        source: Tensor,
-        layers: Mapping[int, PackedExperts],
+        source: MemorySource,
         device: torch.device,
         ring: PrefetchRing,
     ) -> None:
-        self.layers = layers
+        self.layers = layers = source.experts
         self.counts = ExpertCounts()
         self.scanning = False  # the pass under way brings all experts in order
-        self._source, self._device, self._ring, self._queues = source, device, ring, ring.queues
+        self._source, self._device, self._ring, self._queues = source.memory, device, ring, ring.queues
         size = max(packed.unpacked_bytes for packed in layers.values())
         self.layer_buffer = torch.empty(size, dtype=torch.uint8, device=device)
         self._filled: tuple[int, set[int]] = -1, set()  # layer in the layer buffer, and its experts that are there

@@ -16,7 +16,7 @@ Ordinary unpacking serves columns in an order of their own (GPTQ with `desc_act`
 used any more, and the record has the reason.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -171,13 +171,14 @@ class PackedProducts(CheckedKernel):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(cannot_run(device) or "on", "unpacked weights")
+        self._lazy: dict[int, dict[str, tuple[Chunk, ...]]] = {}  # by layer: its lazy weights
+        self._waiting: tuple[int, dict[str, tuple[Chunk, ...]]] = -1, {}  # those of a layer that are not unpacked yet
 
-    def weights(
-        self, ring: PrefetchRing, index: int, entries: Mapping[str, Entry]
-    ) -> dict[str, tuple[Tensor, tuple[Chunk, ...]]]:
-        """Return a layer's weights that the kernel serves, and their chunks."""
-        packed, weights = ring.layers[index], dict[str, tuple[Tensor, tuple[Chunk, ...]]]()
-        for name, block in packed.blocks.items():
+    def attach(self, ring: PrefetchRing, index: int, layer: nn.Module, entries: Mapping[str, Entry]) -> None:
+        """Attach a layer to `ring`, with lazy weights where the kernel serves them."""
+        packed, weights = ring.layers[index], dict[str, Tensor]()
+        lazy = dict[str, tuple[Chunk, ...]]()
+        for name, block in packed.blocks.items() if self.status == "on" else ():
             chunks = tuple(chunk for chunk in packed.chunks if block.offset <= chunk.place < block.offset + block.size)
             parts = parts_of(chunks, block, packed.start) if entries[name].is_parameter else None
             if parts is None:
@@ -187,9 +188,26 @@ class PackedProducts(CheckedKernel):
                 stacked = StackedCodes(self, parts, block.shape[0], partial(ring.computing_content, index))
             else:
                 product = partial(self._multiply, ring, index, name, parts)
-            fill = partial(ring.fill_in, index, name)
-            weights[name] = LazyWeight(block.view(ring.layer_buffer), fill, product, stacked), chunks
-        return weights
+            fill = partial(self._fill_in, ring, index, name)
+            weights[name], lazy[name] = LazyWeight(block.view(ring.layer_buffer), fill, product, stacked), chunks
+        self._lazy |= {index: lazy} if lazy else {}
+        ring.attach(index, layer, entries, weights, partial(self._unpack, ring, index) if lazy else None)
+
+    def serves(self, layers: Iterable[int]) -> bool:
+        """Tell whether there are lazy weights in `layers`."""
+        return not self._lazy.keys().isdisjoint(layers)
+
+    def _unpack(self, ring: PrefetchRing, index: int) -> None:
+        """Unpack a layer that stays, but for its lazy weights."""
+        self._waiting = index, dict(self._lazy[index])
+        lazy = {chunk.start for chunks in self._lazy[index].values() for chunk in chunks}
+        ring.unpack_chunks(index, [chunk for chunk in ring.layers[index].chunks if chunk.start not in lazy])
+
+    def _fill_in(self, ring: PrefetchRing, index: int, name: str) -> None:
+        """Unpack a lazy weight of the computing layer."""
+        layer, waiting = self._waiting
+        if layer == index and name in waiting and ring.computing_content(index) is not None:
+            ring.unpack_chunks(index, waiting.pop(name))
 
     def _multiply(
         self, ring: PrefetchRing, index: int, name: str, parts: Parts, states: Tensor, bias: Tensor | None
@@ -200,7 +218,7 @@ class PackedProducts(CheckedKernel):
             return None
 
         def plain() -> Tensor:
-            ring.fill_in(index, name)
+            self._fill_in(ring, index, name)
             return functional.linear(states, ring.layers[index].blocks[name].view(ring.layer_buffer), bias)
 
         return self.compute(parts, content, states, bias, plain)

@@ -320,7 +320,7 @@ CHOSEN = [2, 7, 0, -1]  # the others are no experts
 
 
 def experts() -> tuple[Tensor, Tensor, Tensor]:
-    """Return codes of experts with other bytes before them, their places, and their values, ``[experts, bytes]``."""
+    """Return codes of experts, their places and values, ``[experts, bytes]``. Other bytes come first."""
     parts, places, values = [torch.zeros(32, dtype=torch.uint8)], [], []
     for expert in range(EXPERTS):
         chunks = []

@@ -366,7 +366,7 @@ class ExpertPool:
         return True
 
     def _places_of(self, layer: int) -> tuple[Tensor, int] | None:
-        """Return the places of a layer's codes, and the most blocks of a chunk. None unless all are coded bf16."""
+        """Return the places of a layer's codes, and the largest chunk's blocks. None unless all are coded bf16."""
         places = []
         for number in self._numbers(layer):
             packed, begin = self._packed((layer, number)), self._at[layer, number] * self.buffer_bytes

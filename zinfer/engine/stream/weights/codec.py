@@ -193,11 +193,11 @@ def chunk_places(chunks: Sequence[tuple[Layout, int, int]]) -> list[list[int]] |
 
 
 def decode_chosen(data: Tensor, places: Tensor, max_blocks: int, chosen: Tensor, out: Tensor) -> None:
-    """Decode the chunks of the experts that `chosen` (int ``[n]``) numbers into `out` (uint8), on its device.
+    """Decode the chunks of chosen experts, on the device.
 
-    `places` are those of `chunk_places`, int64 ``[experts, chunks, 8]``, in `data` and `out`, all multiples of 16
-    bytes; a chunk has at most `max_blocks` blocks. A GPU needs one launch and waits for nothing; the host never sees
-    the choice.
+    `chosen` (int ``[n]``) numbers them; their values go to `out` (uint8). `places` are those of `chunk_places`, int64
+    ``[experts, chunks, 8]``, in `data` and `out`, all multiples of 16 bytes; a chunk has at most `max_blocks` blocks. A
+    GPU needs one launch and waits for nothing; the host never sees the choice.
     """
     if out.is_cuda:
         from zinfer.engine.stream.weights.decode import launch_chosen

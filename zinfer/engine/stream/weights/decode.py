@@ -43,9 +43,9 @@ def launch(data: Tensor, out: Tensor, blocks: int, offsets: Sequence[int], **con
 
 
 def launch_chosen(data: Tensor, table: Tensor, chosen: Tensor, max_blocks: int, out: Tensor, **constants: int) -> None:
-    """Decode the chunks of chosen experts, in one launch on the current stream. `table` is int64 ``[experts, chunks,
-    8]``, the places that `codec.decode_chosen` describes; numbers in `chosen` beyond the experts are left out. Checks
-    nothing."""
+    """Decode the chunks of chosen experts in one launch. Runs on the current stream. `table` is int64 ``[experts,
+    chunks, 8]``, the places that `codec.decode_chosen` describes; numbers in `chosen` beyond the experts are left out.
+    Checks nothing."""
     experts, chunks, _ = table.shape
     _decode_chosen[(max_blocks, chunks, chosen.numel())](
         data,

@@ -13,7 +13,7 @@ Every chunk is compared with its checksum when it is first read, and again after
 import threading
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -29,8 +29,8 @@ from zinfer.engine.pinned import PinnedArena
 from zinfer.engine.read import as_bytes
 from zinfer.engine.stream.trace import clock
 from zinfer.engine.stream.weights.chunk import Chunk, PackedLayer
-from zinfer.engine.stream.weights.packed_experts import PackedExperts
 from zinfer.engine.stream.weights.queues import Event
+from zinfer.engine.stream.weights.source import WeightSource
 
 LAYERS_AHEAD = 2  # layers that are read into host memory while one is checked
 TIMED_READS = 1 << 14  # latest chunks whose times of reading are kept: more than a pass has
@@ -51,12 +51,10 @@ class _Read:
     last: Event | None = None  # point in the copy queue behind the last read of the ring; None: at once
 
 
-class DiskSource:
+class DiskSource(WeightSource):
     """Weights in `files`, read ahead into a ring of host memory. `layers` has their places, `sums` the CRC-32 of the
     chunks of each. It takes over what is `owned`, and closes it. `ring_bytes` is the size of the ring, at least that of
     two chunks; `pin` page-locks all host memory. Raises MemoryError where there is too little of it."""
-
-    experts: Mapping[int, PackedExperts] = {}
 
     def __init__(
         self,
@@ -67,7 +65,7 @@ class DiskSource:
         pin: bool,
         owned: ExitStack | None = None,
     ) -> None:
-        self.layers = layers
+        super().__init__(layers)
         self._files, self._pin = files, pin
         self._sums = {
             chunk.start: checksum
@@ -91,6 +89,8 @@ class DiskSource:
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._fault: BaseException | None = None
+        self.ring_bytes, self.file_bytes = self._ring.size, sum(packed.size for packed in layers)
+        self._count_kept()
         self._owned = ExitStack() if owned is None else owned.pop_all()
 
     @property
@@ -98,33 +98,15 @@ class DiskSource:
         return {
             "numa_node": None,
             "host_layers": len(self._kept),
-            "disk_ring_bytes": self._ring.size,
+            "disk_ring_bytes": self.ring_bytes,
             "disk_reads": "direct" if self._files.direct else "buffered: the file system refuses direct ones",
         }
 
-    @property
-    def host_layers(self) -> tuple[int, ...]:
-        """Numbers of the layers that host memory keeps."""
-        return tuple(sorted(self._kept))
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes of the layers that host memory keeps."""
-        return sum(self.layers[index].size for index in self._kept)
-
-    @property
-    def file_bytes(self) -> int:
-        """Bytes of all layers."""
-        return sum(packed.size for packed in self.layers)
-
-    @property
-    def ring_bytes(self) -> int:
-        return self._ring.size
-
-    @property
-    def pinned_bytes(self) -> int:
-        """Page-locked bytes of host memory."""
-        return sum(arena.size for arena in (self._ring, *self._kept.values()) if arena.pinned)
+    def _count_kept(self) -> None:
+        """Note what host memory keeps."""
+        self.host_layers = tuple(sorted(self._kept))
+        self.host_bytes = sum(self.layers[index].size for index in self._kept)
+        self.pinned_bytes = sum(arena.size for arena in (self._ring, *self._kept.values()) if arena.pinned)
 
     def keep(self, layers: Iterable[int], progress: Progress = silent) -> None:
         """Keep `layers`, and no others, in host memory. Nothing may be read ahead. Raises MemoryError, OSError, and
@@ -147,6 +129,7 @@ class DiskSource:
             for _, arena, jobs in under_way:
                 _cancel(jobs)
                 arena.close()
+            self._count_kept()
 
     def _read_layer(self, index: int) -> tuple[PinnedArena, list[Future[None]]]:
         packed = self.layers[index]

@@ -1,4 +1,4 @@
-"""Load of the weights that are off the device, and of the ring that brings them.
+"""Load of the weights off the device, and their ring.
 
 Layers come from the checkpoint (`zinfer.engine.stream.weights.pack`) or from the folder of `zinfer pack`, into an arena
 of host memory, of this process or of all ranks together, or into files. Layers that stay on the device with every batch
@@ -46,7 +46,7 @@ class _ResidentLayer(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """Weights off the device, their ring, and the bytes read from a folder of packed layers (None: from elsewhere)."""
+    """Weights off the device, their ring, and bytes read packed (or None)."""
 
     source: WeightSource
     ring: PrefetchRing
@@ -87,7 +87,7 @@ class Loader:
             if self._plan.case.offload == "nvme":
                 source = self._in_files(resident, owned)
             elif self._group is None:
-                source = self._in_memory(resident, owned)
+                source = MemorySource(*self._in_memory(resident, owned))
             else:
                 source = self._shared(self._group, resident, owned)
             owned.callback(source.close)
@@ -102,7 +102,9 @@ class Loader:
         size = source.host_bytes + self._resident_bytes + self._plan.model.other_bytes
         return Loaded(source, ring, None if self._folder is None else size)
 
-    def _in_memory(self, resident: Mapping[str, Tensor], owned: ExitStack) -> MemorySource:
+    def _in_memory(
+        self, resident: Mapping[str, Tensor], owned: ExitStack
+    ) -> tuple[PinnedArena, list[PackedLayer], dict[int, PackedExperts]]:
         """Load streamed layers into an arena, resident ones onto the device."""
         count, group = len(self._state.layers), self._group
         size = sum(self._unpacked_bytes(number) for number in range(count) if number not in self._staying)
@@ -131,15 +133,15 @@ class Loader:
                 self._keep(number, layer, memory.whole().to(self._device))
         self._load_others(resident)
         arena.seal()
-        return MemorySource(arena, [layers[number] for number in range(count)], on_demand)
+        return arena, [layers[number] for number in range(count)], on_demand
 
     def _shared(self, group: "Group", resident: Mapping[str, Tensor], owned: ExitStack) -> MemorySource:
         """Load as a group's leader, or get the layers from it."""
         group.agree()
         group.join()
         if group.rank == 0:
-            source = self._in_memory(resident, owned)
-            group.share((source.layers, source.host_bytes))
+            arena, layers, _ = self._in_memory(resident, owned)
+            group.share((layers, arena.size))
         else:
             while isinstance(message := group.share(None), _ResidentLayer):
                 content = torch.empty(message.size, dtype=torch.uint8, device=self._device)
@@ -147,13 +149,12 @@ class Loader:
             layers, size = message
             arena = PinnedArena.attach(size, group.weights)
             owned.callback(arena.close)
-            source = MemorySource(arena, layers)
         if self._pin:
-            source.lock()  # all ranks at once
+            arena.lock()  # all ranks at once
         group.agree()
         for name in sorted(resident):
             group.broadcast(resident[name])
-        return source
+        return MemorySource(arena, layers)
 
     def _keep(self, number: int, layer: PackedLayer, content: Tensor) -> None:
         """Keep a resident layer: its bytes, or this rank's part of them. The leader of a group gives all ranks its
@@ -189,7 +190,7 @@ class Loader:
         return DiskSource(files, layers, sums, self._plan.placement.disk_ring_bytes, self._pin, owned)
 
     def _load_others(self, resident: Mapping[str, Tensor]) -> None:
-        """Load weights outside of the layers, where these come from the folder of `zinfer pack`."""
+        """Load the other weights, where layers come packed from a folder."""
         if self._folder is not None:
             copy_into(resident, self._state.load(self._device, self._progress, layers=False))
 

@@ -175,7 +175,7 @@ class PackedProducts(CheckedKernel):
         self._waiting: tuple[int, dict[str, tuple[Chunk, ...]]] = -1, {}  # those of a layer that are not unpacked yet
 
     def attach(self, ring: PrefetchRing, index: int, layer: nn.Module, entries: Mapping[str, Entry]) -> None:
-        """Attach a layer to `ring`, with lazy weights where the kernel serves them."""
+        """Attach a layer to `ring`. Its weights that the kernel serves are lazy."""
         packed, weights = ring.layers[index], dict[str, Tensor]()
         lazy = dict[str, tuple[Chunk, ...]]()
         for name, block in packed.blocks.items() if self.status == "on" else ():

@@ -1,4 +1,4 @@
-"""Queues of a device and points in them, as CUDA has streams and events."""
+"""Queues of a device, and events: CUDA's streams and events."""
 
 from contextlib import AbstractContextManager
 from typing import Any, Protocol

@@ -68,9 +68,9 @@ class Fetch(Protocol):
 
 
 class PrefetchRing:
-    """Ring of buffers that streams the packed layers of `source` to the device, in order. `depth` is the number of
-    buffers. Without a GPU there are none, and a chunk is unpacked from where it is; `queues` gives a ring without a GPU
-    buffers all the same (for tests)."""
+    """Ring of buffers that streams packed layers to the device, in order. They are those of `source`; `depth` is the
+    number of buffers. Without a GPU there are none, and a chunk is unpacked from where it is; `queues` gives a ring
+    without a GPU buffers all the same (for tests)."""
 
     def __init__(
         self,

@@ -5,7 +5,7 @@ keeps a part (`zinfer.engine.stream.weights.disk.DiskSource`). The ring reads an
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,82 +18,70 @@ from zinfer.engine.stream.weights.packed_experts import PackedExperts
 from zinfer.engine.stream.weights.queues import Event
 
 
-class WeightSource(Protocol):
-    """Packed layers, and the bytes of their chunks in host memory. Chunks on disk come in the order that `begin` names,
-    and are given back one by one."""
+class WeightSource:
+    """Packed layers, and the bytes of their chunks; `experts` come on demand, by layer. Nothing of it is on disk,
+    unless a subclass says so. Chunks on disk come in the order that `begin` names, and are given back one by one."""
+
+    host_bytes = pinned_bytes = 0  # bytes of layers in host memory; its page-locked bytes
+    file_bytes = 0
+    host_layers: tuple[int, ...] = ()  # layers on disk that host memory keeps
+
+    def __init__(self, layers: Sequence[PackedLayer], experts: Mapping[int, PackedExperts] | None = None) -> None:
+        self.layers, self.experts = layers, experts or {}
+
+    def get(self, chunk: Chunk) -> Tensor:
+        """Wait for a chunk's bytes, uint8. Those of a chunk on disk are valid until `release`."""
+        raise NotImplementedError
+
+    def on_disk(self, _chunk: Chunk) -> bool:
+        """Tell whether host memory does not keep a chunk."""
+        return False
+
+    def ready(self, _chunk: Chunk) -> bool:
+        """Tell whether `get` returns at once."""
+        return True
+
+    def begin(self, chunks: Iterable[Chunk]) -> None:
+        """Read `chunks` ahead from disk, in this order."""
+
+    def release(self, last: Event | None = None) -> None:
+        """Give the latest chunk back once `last` is passed."""
+
+    def stop(self) -> None:
+        """Read no more. The device must have read its chunks."""
+
+    def keep(self, layers: Iterable[int], progress: Progress = silent) -> None:
+        """Keep `layers`, and no others, in host memory."""
+
+    def reads(self) -> Reads:
+        """Return layer, begin and end of the latest reads from disk."""
+        return ()
 
     @property
-    def layers(self) -> Sequence[PackedLayer]: ...
-    @property
-    def experts(self) -> Mapping[int, PackedExperts]: ...  # those that come on demand, by layer
-    def get(self, chunk: Chunk, /) -> Tensor: ...  # waits for a chunk's bytes, uint8; of disk, valid until `release`
-    def ready(self, chunk: Chunk, /) -> bool: ...  # tells whether `get` returns at once
-    def on_disk(self, chunk: Chunk, /) -> bool: ...  # tells whether host memory does not keep a chunk
-    def begin(self, chunks: Iterable[Chunk], /) -> None: ...  # reads chunks ahead, from disk, in this order
-    def release(self, last: Event | None = None, /) -> None: ...  # gives the latest chunk back once `last` is passed
-    def stop(self) -> None: ...  # reads no more; the device must have read its chunks
-    @property
-    def host_layers(self) -> tuple[int, ...]: ...  # layers on disk that host memory keeps
-    def keep(self, layers: Iterable[int], progress: Progress, /) -> None: ...  # makes host memory keep these
-    def reads(self) -> Reads: ...  # the latest reads from disk
-    @property
-    def host_bytes(self) -> int: ...  # bytes of layers in host memory
-    @property
-    def pinned_bytes(self) -> int: ...  # page-locked bytes of host memory
-    @property
-    def file_bytes(self) -> int: ...
-    @property
-    def settings(self) -> dict[str, Any]: ...  # for the record
-    def close(self) -> None: ...  # the ring must be closed before
+    def settings(self) -> dict[str, Any]:
+        """Place of the layers, for the record."""
+        return {"numa_node": None}
+
+    def close(self) -> None:
+        """Give memory and files back; the ring must be closed before."""
 
 
-class MemorySource:
+class MemorySource(WeightSource):
     """Weights in the memory of `arena`, which goes with it."""
 
-    host_layers = ()
-    file_bytes = 0
-
     def __init__(
-        self,
-        arena: PinnedArena,
-        layers: Sequence[PackedLayer],
-        experts: Mapping[int, PackedExperts] | None = None,
+        self, arena: PinnedArena, layers: Sequence[PackedLayer], experts: Mapping[int, PackedExperts] | None = None
     ) -> None:
-        self.layers, self.experts, self.memory = layers, experts or {}, arena.memory
-        self._arena = arena
+        super().__init__(layers, experts)
+        self.memory, self._arena, self.host_bytes = arena.memory, arena, arena.size
+        self.pinned_bytes = arena.size if arena.pinned else 0
 
     def get(self, chunk: Chunk) -> Tensor:
         return self.memory[chunk.start : chunk.end]
 
-    def ready(self, _chunk: Chunk) -> bool:
-        return True
-
-    def on_disk(self, _chunk: Chunk) -> bool:
-        return False
-
-    def begin(self, _chunks: Iterable[Chunk]) -> None: ...
-    def release(self, _last: Event | None = None) -> None: ...
-    def stop(self) -> None: ...
-    def keep(self, _layers: Iterable[int], _progress: Progress = silent) -> None: ...
-
-    def reads(self) -> Reads:
-        return ()
-
-    @property
-    def host_bytes(self) -> int:
-        return self._arena.size
-
-    @property
-    def pinned_bytes(self) -> int:
-        return self._arena.size if self._arena.pinned else 0
-
     @property
     def settings(self) -> dict[str, Any]:
         return {"numa_node": self._arena.numa_node}
-
-    def lock(self) -> None:
-        """Page-lock the memory for the GPU of this process. Raises MemoryError where the driver refuses."""
-        self._arena.lock()
 
     def close(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from tests.interpreter import interpreted
 from zinfer.engine.quantization.dequantize import Codes, expand, table
-from zinfer.engine.stream import codec, quantized
-from zinfer.engine.stream.codec import BLOCK, CONSTANTS, Encoded, Layout, decode, encode
+from zinfer.engine.stream.weights import codec, formats
+from zinfer.engine.stream.weights.codec import BLOCK, CONSTANTS, Encoded, Layout, decode, encode
 
 
 def gaussian(numel: int, scale: float = 0.02, seed: int = 0) -> Tensor:
@@ -281,7 +281,7 @@ MATRICES: dict[str, tuple[tuple[int, int], tuple[int, int] | None, torch.dtype, 
 }
 
 
-def matrix(name: str) -> tuple[quantized.CodesLayout, Tensor, Tensor]:
+def matrix(name: str) -> tuple[formats.CodesLayout, Tensor, Tensor]:
     """Return a matrix of `MATRICES` as sent, and its values."""
     (rows, columns), block, kind, inner, dtype = MATRICES[name]
     grid = (1, 1) if block is None else (-(-rows // block[0]), -(-columns // block[1]))
@@ -295,7 +295,7 @@ def matrix(name: str) -> tuple[quantized.CodesLayout, Tensor, Tensor]:
     codes = Codes(numbers, columns, 8, "e4m3", scales, block or (1, 1), inner, "e8m0" if powers else "")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(codec, "MIN_NUMEL", 0)
-        ((layout, data),) = quantized.encode_chunks(codes, dtype, 1 << 20)
+        ((layout, data),) = formats.encode_chunks(codes, dtype, 1 << 20)
     assert layout.coded is not None
     assert data.numel() == layout.size < numbers.numel() + scales.nbytes
     return layout, data, expand(codes, dtype)
@@ -310,9 +310,41 @@ def equal(left: Tensor, right: Tensor) -> bool:
 def test_coded_rows_are_unpacked_with_their_scales(name: str) -> None:
     layout, data, expected = matrix(name)
     out = torch.zeros_like(expected)
-    quantized.unpack(data, layout, out.view(-1))
+    formats.unpack(data, layout, out.view(-1))
     assert equal(out, expected)
     assert expected.isnan().any()
+
+
+EXPERTS = 3  # in the test of chosen ones; each has chunks of two and of one block
+CHOSEN = [2, 7, 0, -1]  # the others are no experts
+
+
+def experts() -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes of experts, their places and values, ``[experts, bytes]``. Other bytes come first."""
+    parts, places, values = [torch.zeros(32, dtype=torch.uint8)], [], []
+    for expert in range(EXPERTS):
+        chunks = []
+        for blocks in (2, 1):
+            values.append(gaussian(blocks * BLOCK, seed=4 * expert + blocks))
+            coded = encoded(values[-1])
+            place = (3 * expert + (2 if blocks == 1 else 0)) * 2 * BLOCK
+            chunks.append((coded.layout, sum(map(len, parts)), place))
+            parts.append(coded.data)
+        rows = codec.chunk_places(chunks)
+        assert rows is not None
+        places.append(rows)
+    return torch.cat(parts), torch.tensor(places), torch.cat(values).view(torch.uint8).view(EXPERTS, -1)
+
+
+def test_chosen_experts_are_decoded_and_no_others(by_kernel: dict[str, Tensor]) -> None:
+    data, places, values = experts()
+    out = torch.full_like(values, 7)
+    codec.decode_chosen(data, places, 2, torch.tensor(CHOSEN), out.view(-1))
+    for decoded in (out, by_kernel["chosen"]):
+        assert torch.equal(decoded[[0, 2]], values[[0, 2]])
+        assert (decoded[1] == 7).all()
+    with_tail = encoded(gaussian(BLOCK + 5))
+    assert codec.chunk_places([(with_tail.layout, 0, 0)]) is None
 
 
 def need_triton() -> None:
@@ -336,6 +368,7 @@ def by_kernel(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tensor]:
     layout = replace(matrix("blocks")[0], rows=128, coded=wrong.layout)  # two blocks, one row of two scales
     coded.append(("noise in fp8", layout, torch.cat([wrong.data, torch.zeros(16, dtype=torch.uint8)])))
     torch.save(coded, folder / "coded")
+    torch.save(experts(), folder / "experts")
     interpreted(__name__, folder)
     results: dict[str, Tensor] = torch.load(folder / "results")
     return results
@@ -384,15 +417,16 @@ def test_the_kernels_compile_for_an_h100() -> None:
     need_triton()
     import triton.language as tl
 
-    from zinfer.engine.stream import decode as kernel
-    from zinfer.engine.stream.expand import _expand_blocks
+    from zinfer.engine.stream.weights import decode as kernel
+    from zinfer.engine.stream.weights.expand import _expand_blocks
 
     constants: dict[str, Any] = CONSTANTS | {"ROWS": 32 * kernel.WARPS}
     scaled = constants | {
         "SCALE_ROWS": 128, "SCALE_COLUMNS": 128, "CODED": False, "INNER": tl.bfloat16, "ALIGNED": True,
     }  # fmt: skip
     types = {"data": "*u8", "out": "*bf16", "scales": "*fp32", "scale_table": "*fp32"}
-    for function, values in ((kernel._decode, constants), (_expand_blocks, scaled)):
+    types |= {"table": "*i64", "chosen": "*i64"}
+    for function, values in ((kernel._decode, constants), (kernel._decode_chosen, constants), (_expand_blocks, scaled)):
         compile_for_h100(function, values, types, num_warps=kernel.WARPS, num_stages=1)
 
 
@@ -408,8 +442,8 @@ def guarded(size: int) -> Tensor:
 
 def main(folder: Path) -> None:
     """Decode the data in `folder` with the kernel."""
-    from zinfer.engine.stream import decode as kernel
-    from zinfer.engine.stream.expand import launch_coded
+    from zinfer.engine.stream.weights import decode as kernel
+    from zinfer.engine.stream.weights.expand import launch_coded
 
     usual, results = kernel.WARPS, {}
     for name, data, numel, sections, warps in torch.load(folder / "jobs"):
@@ -419,6 +453,11 @@ def main(folder: Path) -> None:
         kernel.launch(guarded(data.numel()).copy_(data), out, blocks, offsets, **CONSTANTS)
         results[name] = out.clone()
     kernel.WARPS = 32
+    data, places, values = torch.load(folder / "experts")
+    out = guarded(values.numel()).fill_(7)
+    chosen = torch.tensor(CHOSEN)
+    kernel.launch_chosen(guarded(data.numel()).copy_(data), places, chosen, 2, out, **CONSTANTS)
+    results["chosen"] = out.view(EXPERTS, -1).clone()
     for name, layout, data in torch.load(folder / "coded", weights_only=False):
         codes = layout.views(data)
         codes = replace(codes, numbers=guarded(codes.numbers.numel()).copy_(codes.numbers))

@@ -28,7 +28,7 @@ from zinfer.engine.quantization import quantize
 from zinfer.engine.quantization.dequantize import expand
 from zinfer.engine.quantization.loading import CodedMatrix, random_parts
 from zinfer.engine.state import ModelState
-from zinfer.engine.stream import codec
+from zinfer.engine.stream.weights import codec
 from zinfer.plan.planner import make_plan
 from zinfer.record.measurement import Effective
 

@@ -17,7 +17,8 @@ from zinfer.core.case import Workload
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, Work
 from zinfer.engine.cache import WindowIndex
-from zinfer.engine.stream import Stream, packed_layer
+from zinfer.engine.stream import Stream
+from zinfer.engine.stream.weights import chunk as chunk_module
 from zinfer.generation import passes, schedule, scheduler, tuning
 from zinfer.generation.pass_times import PassTimes
 from zinfer.generation.scheduler import ContinuousScheduler
@@ -583,7 +584,7 @@ def test_an_engine_that_cannot_reuse_says_why(
 def test_the_ring_holds_two_layers_for_requests_and_one_for_a_batch(
     checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(packed_layer, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(chunk_module, "CHUNK_BYTES", 4096)
     engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
     assert isinstance(engine, Stream)
     ring, ids = engine.ring, torch.randint(4, 90, (2, 5))

@@ -28,11 +28,14 @@ from zinfer.core.case import Case, Workload
 from zinfer.engine import EngineError, base
 from zinfer.engine.pinned import PinnedArena
 from zinfer.engine.state import Entry
-from zinfer.engine.stream import Stream, packed_experts
-from zinfer.engine.stream.experts import HALF_LIFE, ExpertCache, ExpertPool
-from zinfer.engine.stream.packed_experts import UNIT, Experts, Key
-from zinfer.engine.stream.packed_layer import Chunk, PackedLayer, plain
-from zinfer.engine.stream.prefetch import PrefetchRing, Transfer
+from zinfer.engine.stream import Stream
+from zinfer.engine.stream.experts import modules
+from zinfer.engine.stream.experts.pool import HALF_LIFE, ExpertCache, ExpertPool
+from zinfer.engine.stream.weights import packed_experts
+from zinfer.engine.stream.weights.chunk import Chunk, PackedLayer, plain
+from zinfer.engine.stream.weights.packed_experts import UNIT, Experts, Key
+from zinfer.engine.stream.weights.ring import PrefetchRing, Transfer
+from zinfer.engine.stream.weights.source import MemorySource
 from zinfer.plan.placement import TUNING, WHOLE_EXPERTS
 from zinfer.plan.planner import make_plan
 
@@ -101,7 +104,7 @@ def small_parts(monkeypatch: Patch) -> None:
 @pytest.fixture
 def queued(monkeypatch: Patch) -> None:
     """Give engines queues without a GPU, so that buffers hold copies."""
-    monkeypatch.setattr("zinfer.engine.stream.layer_source.PrefetchRing", partial(PrefetchRing, queues=FakeQueues()))
+    monkeypatch.setattr("zinfer.engine.stream.weights.load.PrefetchRing", partial(PrefetchRing, queues=FakeQueues()))
 
 
 def steps(loaded: Stream, length: int = 7, count: int = 6) -> list[Tensor]:
@@ -133,7 +136,7 @@ def waiting(monkeypatch: Patch) -> None:
     """
     passed = cycle([False, True, True, False, True, False, True, True, True, True])
     monkeypatch.setattr(
-        "zinfer.engine.stream.layer_source.PrefetchRing", partial(PrefetchRing, queues=FakeQueues(passed=passed))
+        "zinfer.engine.stream.weights.load.PrefetchRing", partial(PrefetchRing, queues=FakeQueues(passed=passed))
     )
 
 
@@ -218,8 +221,8 @@ def test_coded_experts_give_the_logits_of_whole_layers(
     source: str, mixture: Kinds, tmp_path: Path, monkeypatch: Patch, queued: None
 ) -> None:
     """Experts encoded one by one, and codes as released, are exact."""
-    monkeypatch.setattr("zinfer.engine.stream.codec.MIN_NUMEL", 1 << 12)
-    monkeypatch.setattr("zinfer.engine.stream.codec.BLOCK", 1 << 12)
+    monkeypatch.setattr("zinfer.engine.stream.weights.codec.MIN_NUMEL", 1 << 12)
+    monkeypatch.setattr("zinfer.engine.stream.weights.codec.BLOCK", 1 << 12)
     directory = mixture("mixtral") if source == "bf16" else test_quantized.FORMATS["fp8 of experts"](tmp_path / "m")
     logits, wire = [], []
     for experts in ("all", "on-demand"):
@@ -234,6 +237,42 @@ def test_coded_experts_give_the_logits_of_whole_layers(
         loaded.close()
     assert all(torch.equal(*step) for step in zip(*logits, strict=True))
     assert wire[1] < wire[0]
+
+
+def test_experts_that_all_stay_are_unpacked_before_the_cpu_knows_the_choice(
+    mixture: Kinds, monkeypatch: Patch, queued: None
+) -> None:
+    for name in ("MIN_NUMEL", "BLOCK"):  # divides every matrix of an expert
+        monkeypatch.setattr(f"zinfer.engine.stream.weights.codec.{name}", 1 << 11)
+    expected = load(mixture("mixtral"), "all", dtype="bfloat16", weight_codec="lossless")
+    loaded = load(mixture("mixtral"), share="100%", dtype="bfloat16", weight_codec="lossless")
+    poisoned(loaded)
+    pool, waited = loaded._pool, list[int]()
+    assert pool is not None
+    read = pool._choice.read
+
+    def wait(chosen: Tensor, count: int) -> list[int]:
+        waited.append(chosen.numel())
+        return read(chosen, count)
+
+    monkeypatch.setattr(pool._choice, "read", wait)
+    steps(loaded)  # makes the buffers
+    with torch.inference_mode():
+        pool.begin(False)
+        for layer in range(4):
+            pool.bring(layer, torch.arange(8)[:, None])  # eight tokens: it waits, and all experts stay from now on
+        waited.clear()
+        before = pool.counts
+        assert all(torch.equal(*step) for step in zip(steps(loaded), steps(expected), strict=True))
+        assert set(waited) == {7 * 2}, "the prompt of seven tokens waits, its steps do not"
+        assert pool.counts.since(before).hits >= 6 * 4 * 2
+        assert pool.counts.since(before).fetched == 0
+        pool.bring(1, torch.tensor([[3, 8, -1, 3]]))  # two numbers of no expert
+        for block in pool.layers[1].blocks.values():
+            poison = [(part.view(torch.uint8) == 255).all() for part in block.view(pool.layer_buffer)]
+            assert [number for number in range(8) if not poison[number]] == [3]
+    loaded.close()
+    expected.close()
 
 
 def test_an_expert_is_unpacked_as_its_parts_come(monkeypatch: Patch) -> None:
@@ -271,7 +310,7 @@ def test_models_without_such_experts_are_refused_or_streamed_whole(
     with pytest.raises(EngineError, match="cannot come on demand: it has none; take experts=all"):
         load(checkpoint("llama"))
     with monkeypatch.context() as unsupported_kind:
-        unsupported_kind.setattr(packed_experts, "through_interface", lambda module: False)
+        unsupported_kind.setattr(modules, "through_interface", lambda module: False)
         with pytest.raises(EngineError, match=r"do not go through the ExpertsInterface .*experts=all"):
             load(mixture("mixtral"))
         monkeypatch.setattr("zinfer.plan.placement.TUNING", replace(TUNING, min_expert_bytes=1))
@@ -301,7 +340,7 @@ def test_a_weight_that_is_not_stacked_or_shared_is_not_taken_apart() -> None:
         return {f"0.{name}": Entry((name,), ((module, name),), weight, 0) for name, weight in module.named_parameters()}
 
     def find(module: nn.Module, given: dict[str, Entry] | None = None) -> Any:
-        return packed_experts.find_experts(nn.Sequential(module), entries(module) if given is None else given)
+        return modules.find_experts(nn.Sequential(module), entries(module) if given is None else given)
 
     good = Mixture((4, 8, 8), (4, 8, 8), (4, 3), (8, 8))
     several = nn.Sequential(Mixture((4, 8, 8), (4, 8, 8)), Mixture((4, 8, 8), (4, 8, 8)))
@@ -310,12 +349,12 @@ def test_a_weight_that_is_not_stacked_or_shared_is_not_taken_apart() -> None:
     assert "stacked" in find(Mixture((4, 8, 8)))
     assert "no multiple of 16" in find(Mixture((4, 1, 3), (4, 8, 8)))
     assert "shared between layers" in find(good, {})
-    assert packed_experts.find_experts(several, {}) == "a layer has several modules of experts"
+    assert modules.find_experts(several, {}) == "a layer has several modules of experts"
 
 
 @pytest.mark.parametrize("name", sorted(WHOLE_EXPERTS))
 def test_plans_know_the_experts_that_come_with_their_layer(name: str) -> None:
-    assert not any(map(packed_experts.through_interface, small_model(Subject(name)).modules()))
+    assert not any(map(modules.through_interface, small_model(Subject(name)).modules()))
 
 
 # The cache's order
@@ -388,8 +427,9 @@ class Bench:
         for layer, weights in enumerate(self.weights):
             for name, tensor in weights.items():
                 packed_experts.fill_experts(packed[layer], name, tensor, self.arena.memory)
-        self.ring = PrefetchRing(self.arena.memory, dense, 3, CPU, queues)
-        self.pool = ExpertPool(self.arena.memory, packed, CPU, self.ring)
+        source = MemorySource(self.arena, dense, packed)
+        self.ring = PrefetchRing(source, 3, CPU, queues)
+        self.pool = ExpertPool(source, CPU, self.ring)
         self.pool._cache = ExpertCache(policy)
         real_write, real_unpack, pool = ExpertPool._write, Chunk.unpack, self.pool
 

@@ -18,9 +18,9 @@ from tests.interpreter import interpreted
 from tests.running import error
 from tests.test_codec import compile_for_h100
 from tests.test_experts import MIXTURES, load, steps
-from zinfer.engine.stream import few_experts
-from zinfer.engine.stream.few_experts import NAME, FewExperts, pays
-from zinfer.engine.stream.packed_experts import through_interface
+from zinfer.engine.stream.experts import few_experts
+from zinfer.engine.stream.experts.few_experts import NAME, FewExperts, pays
+from zinfer.engine.stream.experts.modules import through_interface
 
 CPU = torch.device("cpu")
 Patch = pytest.MonkeyPatch
@@ -193,7 +193,7 @@ def test_the_kernels_compile_for_an_h100() -> None:
     """Weights are read 16 bytes a thread, whichever side is contiguous."""
     import triton.language as tl
 
-    from zinfer.engine.stream import expert_kernel as kernel
+    from zinfer.engine.stream.experts import expert_kernel as kernel
 
     pointers = dict.fromkeys(("states", "weights", "bias"), "*bf16") | {"experts": "*i64", "out": "*fp32"}
     for rows, columns, matrices, transposed in ((14336, 4096, 2, False), (5760, 2880, 1, True)):
@@ -214,7 +214,7 @@ def test_the_kernels_compile_for_an_h100() -> None:
 
 def main(path: Path) -> None:
     """Compute calls by the kernels and by transformers, and save both."""
-    from zinfer.engine.stream import expert_kernel as kernel
+    from zinfer.engine.stream.experts import expert_kernel as kernel
 
     torch.set_grad_enabled(False)
     results: dict[str, Any] = {}

@@ -20,7 +20,7 @@ from zinfer.core.case import Case, Workload
 from zinfer.engine import read
 from zinfer.engine.read import _NOT_FINITE, DTYPES, check_finite, first_not_finite, map_groups, read_groups
 from zinfer.engine.state import ModelState
-from zinfer.engine.stream import packed
+from zinfer.engine.stream.weights import packed
 from zinfer.worker.inline import InlineWorker
 
 CPU = torch.device("cpu")

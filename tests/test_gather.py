@@ -12,10 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.test_ring import Answer, Bench, FakeQueues, Race
-from zinfer.engine.stream import packed_layer
-from zinfer.engine.stream.gather import GatherRing, part_bytes
-from zinfer.engine.stream.packed_layer import PackedLayer
-from zinfer.engine.stream.prefetch import PrefetchRing
+from zinfer.engine.pinned import PinnedArena
+from zinfer.engine.stream.weights import chunk as chunk_module
+from zinfer.engine.stream.weights.chunk import PackedLayer
+from zinfer.engine.stream.weights.gather import GatherRing, part_bytes
+from zinfer.engine.stream.weights.ring import PrefetchRing
+from zinfer.engine.stream.weights.source import MemorySource
 
 
 class FakeRanks:
@@ -57,15 +59,15 @@ class GatherBench(Bench):
 def bench(
     sizes: list[int], depth: int, patch: pytest.MonkeyPatch, rank: int = 0, size: int = 2, forget: str = ""
 ) -> tuple[Bench, FakeRanks]:
-    patch.setattr(packed_layer, "CHUNK_BYTES", 1024)
+    patch.setattr(chunk_module, "CHUNK_BYTES", 1024)
     queues = FakeQueues(forget_waits=forget)
     ranks = FakeRanks(rank, size, queues)
 
     def make(
-        source: Tensor, layers: list[PackedLayer], depth: int, device: torch.device, queues: FakeQueues
+        arena: PinnedArena, layers: list[PackedLayer], depth: int, device: torch.device, queues: FakeQueues
     ) -> PrefetchRing:
-        ranks.knows(source, layers)
-        return GatherRing(source, layers, depth, device, ranks, queues)
+        ranks.knows(arena.memory, layers)
+        return GatherRing(MemorySource(arena, layers), depth, device, ranks, queues)
 
     return GatherBench(sizes, depth, queues, patch, make), ranks
 

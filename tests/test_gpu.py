@@ -40,9 +40,11 @@ from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, Work
 from zinfer.engine.cache import RowCache, make_cache
 from zinfer.engine.quantization.dequantize import expand
-from zinfer.engine.stream import few_experts, graphs, packed_product
-from zinfer.engine.stream.codec import BLOCK, encode
-from zinfer.engine.stream.quantized import encode_chunks, unpack
+from zinfer.engine.stream import graphs
+from zinfer.engine.stream.experts import few_experts
+from zinfer.engine.stream.weights import products
+from zinfer.engine.stream.weights.codec import BLOCK, encode
+from zinfer.engine.stream.weights.formats import encode_chunks, unpack
 from zinfer.engine.transfer import to_device
 from zinfer.engine.triton_check import trouble
 from zinfer.generation import draft_model
@@ -447,18 +449,18 @@ def test_products_from_codes_are_those_of_unpacked_weights(name: str, monkeypatc
         states = torch.randn((count, columns), generator=dice, device="cuda").to(dtype)
         bias = torch.randn(rows, generator=dice, device="cuda").to(dtype)
         expected = torch.nn.functional.linear(states.double(), weight.double(), bias.double())
-        actual = packed_product._compute(parts, data.cuda(), states, bias)
+        actual = products._compute(parts, data.cuda(), states, bias)
         print(f"{name}, {count} tokens: error {error(actual, expected):.1e}")
         assert error(actual, expected) < (1e-5 if dtype == torch.float32 else 0.004)
-        assert torch.equal(actual, packed_product._compute(parts, data.cuda(), states, bias))
+        assert torch.equal(actual, products._compute(parts, data.cuda(), states, bias))
     chosen = torch.randint(0, columns, (64,), generator=dice, device="cuda")
     unit = torch.nn.functional.one_hot(chosen, columns).to(dtype)
-    assert torch.equal(packed_product._compute(parts, data.cuda(), unit, None), weight.t()[chosen])
+    assert torch.equal(products._compute(parts, data.cuda(), unit, None), weight.t()[chosen])
 
 
 @pytest.mark.parametrize("name", test_packed_product.STACKS)
 def test_experts_from_codes_are_those_of_unpacked_weights(name: str) -> None:
-    from zinfer.engine.stream import product_kernel
+    from zinfer.engine.stream.weights import product_kernel
 
     count, turned, (rows, columns, *_, dtype, _, chunk_bytes) = test_packed_product.STACKS[name]
     codes, dice = test_packed_product.codes_of(name), torch.Generator("cuda").manual_seed(3)

@@ -18,7 +18,7 @@ from zinfer.analysis.study import pays, show, wrong
 from zinfer.checkpoint.headers import CheckpointError
 from zinfer.checkpoint.resolve import from_directory
 from zinfer.cli import cli
-from zinfer.engine.stream import codec as coder
+from zinfer.engine.stream.weights import codec as coder
 from zinfer.generation.tokenizer import load_tokenizer
 from zinfer.plan.published import codecs
 from zinfer.record import study

@@ -36,8 +36,12 @@ from zinfer.core.engine import OptionError, conflict, resolve_options
 from zinfer.core.machine import Machine, override
 from zinfer.engine import direct
 from zinfer.engine.direct import PAGE, StripedFile, StripedWriter
-from zinfer.engine.stream import Stream, codec, disk, packed, packed_layer
-from zinfer.engine.stream.disk import DiskLayers, DiskRing
+from zinfer.engine.pinned import PinnedArena
+from zinfer.engine.stream import Stream
+from zinfer.engine.stream.weights import chunk as chunk_module
+from zinfer.engine.stream.weights import codec, disk, packed
+from zinfer.engine.stream.weights.disk import DiskSource
+from zinfer.engine.stream.weights.ring import PrefetchRing
 from zinfer.plan.planner import Plan, make_plan
 from zinfer.plan.times import Efficiency
 from zinfer.record.measurement import Effective
@@ -330,14 +334,13 @@ class Copying:
 
 def test_memory_that_is_being_copied_is_not_read_into(tmp_path: Path) -> None:
     weights = [torch.full((3 * PAGE,), number, dtype=torch.uint8) for number in range(5)]
-    plain = [packed_layer.plain([("weight", weight)], 0) for weight in weights]
-    path = tmp_path / "layers.bin"
-    places, sums = disk.write([path], zip(range(5), plain, weights, strict=True))
-    layers, copies, seen = DiskLayers(StripedFile([path]), places, sums, 0, False), deque[tuple[Copying, Any]](), 0
+    plain = [chunk_module.plain([("weight", weight)], 0) for weight in weights]
+    layers = stored(tmp_path / "layers.bin", zip(range(5), plain, weights, strict=True), 0)
+    places, copies, seen = layers.layers, deque[tuple[Copying, Any]](), 0
     layers.begin(cycle(place.chunks[0] for place in places))
     assert layers.ring_bytes == 6 * PAGE, "room for two"
     for turn in range(12):
-        content = layers.source(places[turn % 5].chunks[0])
+        content = layers.get(places[turn % 5].chunks[0])
         assert bool((content == turn % 5).all())
         copies.append((Copying(), content))
         layers.release(copies[-1][0])  # type: ignore[arg-type]
@@ -569,7 +572,7 @@ def test_no_buffer_is_read_early_or_overwritten_late(
     """Mixed passes, layers from disk and host memory, any ring size."""
     folder = tmp_path_factory.mktemp("layers")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packed_layer, "CHUNK_BYTES", 5000)
+        patch.setattr(chunk_module, "CHUNK_BYTES", 5000)
         bench = Bench(sizes, depth, FakeQueues(), patch, from_disk(folder, ring, kept & set(range(len(sizes)))))
         for number, (calls, count, second) in enumerate(passes):
             fetches = [Answer(index, number) for index in range(count)]
@@ -589,7 +592,7 @@ def test_a_trace_shows_the_reads_of_a_disk_beside_the_copies(tmp_path: Path, mon
         time.sleep(0.02)
         return real(file, parts, offset)
 
-    monkeypatch.setattr(packed_layer, "CHUNK_BYTES", 5000)
+    monkeypatch.setattr(chunk_module, "CHUNK_BYTES", 5000)
     bench = Bench([9000] * 6, 3, FakeQueues(), monkeypatch, from_disk(tmp_path, 20_000, {1, 4}))
     bench.run_pass()
     monkeypatch.setattr(os, "preadv", preadv)
@@ -612,19 +615,24 @@ def test_a_trace_shows_the_reads_of_a_disk_beside_the_copies(tmp_path: Path, mon
         assert max(span.end_ms for span in read) <= last, "a piece is copied once it is there"
 
 
-def from_disk(folder: Path, ring_bytes: int, kept: set[int]) -> Callable[..., DiskRing]:
-    """Return a factory of disk rings for `Bench`. Their layers come from a file in `folder`."""
+def stored(path: Path, layers: Any, ring_bytes: int) -> DiskSource:
+    """Write layers into a file; return their source."""
+    with StripedWriter([path]) as writer:
+        places, sums = disk.write(writer.write, layers)
+    return DiskSource(StripedFile([path]), places, sums, ring_bytes, False)
 
-    def make(source: torch.Tensor, layers: list[Any], depth: int, device: torch.device, queues: Any) -> DiskRing:
+
+def from_disk(folder: Path, ring_bytes: int, kept: set[int]) -> Callable[..., PrefetchRing]:
+    """Return a factory of rings for `Bench`. Their layers come from a file in `folder`."""
+
+    def make(arena: PinnedArena, layers: list[Any], depth: int, device: torch.device, queues: Any) -> PrefetchRing:
         def from_zero() -> Any:
             for index, layer in enumerate(layers):
                 chunks = tuple(replace(chunk, start=chunk.start - layer.start, end=chunk.end - layer.start)
                                for chunk in layer.chunks)  # fmt: skip
-                yield index, replace(layer, chunks=chunks), source[layer.start : layer.end]
+                yield index, replace(layer, chunks=chunks), arena.memory[layer.start : layer.end]
 
-        places, sums = disk.write([folder / "layers.bin"], from_zero())
-        content = DiskLayers(StripedFile([folder / "layers.bin"]), places, sums, ring_bytes, False)
-        ring = DiskRing(content, depth, device, queues)
+        ring = PrefetchRing(stored(folder / "layers.bin", from_zero(), ring_bytes), depth, device, queues)
         ring.hold(kept)
         return ring
 

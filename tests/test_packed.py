@@ -23,7 +23,7 @@ from zinfer.checkpoint.source import revision_of
 from zinfer.cli import cli
 from zinfer.core.model import ModelSpec
 from zinfer.engine import EngineError
-from zinfer.engine.stream import codec, packed, packing
+from zinfer.engine.stream.weights import codec, pack, packed
 
 Checkpoints = Callable[..., Path]
 CPU = torch.device("cpu")
@@ -315,7 +315,7 @@ def test_a_failure_leaves_nothing_behind(spec: ModelSpec, monkeypatch: pytest.Mo
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(packing, "pack", full)
+    monkeypatch.setattr(pack, "pack", full)
     with pytest.raises(OSError, match="No space left"):
         write(spec)
     assert [path for path in packed.PACKED.rglob("*") if path.is_file()] == []

@@ -32,9 +32,11 @@ from zinfer.engine import base, kind, stream
 from zinfer.engine.base import Engine
 from zinfer.engine.pinned import PinnedArena
 from zinfer.engine.quantization.dequantize import Codes, expand
-from zinfer.engine.stream import few_experts, packed_layer, packed_product
-from zinfer.engine.stream.packed_product import LazyWeight, Parts
-from zinfer.engine.stream.quantized import TRANSPOSED_ROWS, CodesLayout, Run, encode_chunks, unpack
+from zinfer.engine.stream.experts import few_experts
+from zinfer.engine.stream.weights import chunk as chunk_module
+from zinfer.engine.stream.weights import products as products_module
+from zinfer.engine.stream.weights.formats import TRANSPOSED_ROWS, CodesLayout, Run, encode_chunks, unpack
+from zinfer.engine.stream.weights.products import LazyWeight, Parts
 from zinfer.plan.planner import make_plan
 
 Patch = pytest.MonkeyPatch
@@ -180,8 +182,8 @@ class Kernel:
 @pytest.fixture
 def kernel(monkeypatch: Patch) -> Kernel:
     double = Kernel()
-    monkeypatch.setattr(packed_product, "cannot_run", lambda _device: None)
-    monkeypatch.setattr(packed_product, "_compute", double)
+    monkeypatch.setattr(products_module, "cannot_run", lambda _device: None)
+    monkeypatch.setattr(products_module, "_compute", double)
     return double
 
 
@@ -246,7 +248,7 @@ def run(engine: Any) -> Tensor:
 def test_layers_that_stay_give_the_same_tokens(
     name: str, share: str, made: Callable[[str], Path], tmp_path: Path, kernel: Kernel, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(packed_layer, "CHUNK_BYTES", 4000)  # a matrix is several chunks
+    monkeypatch.setattr(chunk_module, "CHUNK_BYTES", 4000)  # a matrix is several chunks
     expected = run(start(made(name), tmp_path, share, kernel=False))
     assert kernel.calls == 0
     engine = start(made(name), tmp_path, share)
@@ -284,7 +286,7 @@ def test_many_tokens_are_multiplied_unpacked(
 ) -> None:
     expected, calls = run(start(made("int4 groups"), tmp_path, kernel=False)), []
     for max_tokens in (2, 3, 27):  # three rows decode together, and their prompts have 27 tokens
-        monkeypatch.setattr(packed_product, "CODED_TOKENS", max_tokens)
+        monkeypatch.setattr(products_module, "CODED_TOKENS", max_tokens)
         kernel.calls = 0
         assert torch.equal(run(start(made("int4 groups"), tmp_path)), expected)
         calls.append(kernel.calls)
@@ -357,7 +359,7 @@ def test_rows_with_their_cache_in_host_memory(
     max_tokens: int, made: Callable[[str], Path], tmp_path: Path, kernel: Kernel, monkeypatch: Patch, queued: None
 ) -> None:
     """Two calls of a layer in a pass, in two queues: both, the first, or neither of them by the kernel."""
-    monkeypatch.setattr(packed_product, "CODED_TOKENS", max_tokens)
+    monkeypatch.setattr(products_module, "CODED_TOKENS", max_tokens)
     options: dict[str, Any] = {"kv_offload": "auto", "kv_attention": "cpu", "here": 1}
     tokens = list[Tensor]()
     for option in ("off", "auto"):
@@ -376,7 +378,7 @@ def test_drafts_leave_the_tokens_as_they_are(
     made: Callable[[str], Path], tmp_path: Path, kernel: Kernel, monkeypatch: Patch
 ) -> None:
     """Passes of several tokens a row, of rows that come and go: some are few enough for the kernel, some are not."""
-    monkeypatch.setattr(packed_product, "CODED_TOKENS", 12)
+    monkeypatch.setattr(products_module, "CODED_TOKENS", 12)
     test_continuous.small(monkeypatch)
     engine = start(made("int4 groups"), tmp_path)
     rows = test_continuous.sequences(9, 3)
@@ -405,18 +407,18 @@ def test_the_rows_of_a_weight_are_runs_of_alike_chunks() -> None:
     several = [codes_of("nvfp4"), replace(codes_of("nvfp4"), divisor=2.5)]
     arena = PinnedArena(1 << 20, pin=False, grow=True)
     shape = torch.empty(74, 96, dtype=BF16, device="meta")
-    packed = packed_layer.pack({"norm": torch.ones(96)}, arena, {"weight": (shape, several)})
+    packed = chunk_module.pack({"norm": torch.ones(96)}, arena, {"weight": (shape, several)})
     block = packed.blocks["weight"]
     chunks = [chunk for chunk in packed.chunks if chunk.layout is not None]
-    assert [len(parts) for parts in (chunks, packed_product.parts_of(chunks, block, packed.start) or ())] == [2, 2]
-    parts = packed_product.parts_of(chunks, block, packed.start)
+    assert [len(parts) for parts in (chunks, products_module.parts_of(chunks, block, packed.start) or ())] == [2, 2]
+    parts = products_module.parts_of(chunks, block, packed.start)
     assert parts is not None
     states = torch.randn(3, 96, generator=torch.Generator().manual_seed(1)).to(BF16)
     expected = functional.linear(states, torch.cat([expand(codes, BF16) for codes in several]))
     assert torch.equal(by_codes(parts, arena.memory[packed.start :], states, None), expected)
 
-    def served(chunks: list[packed_layer.Chunk], other: Any = block) -> bool:
-        return packed_product.parts_of(chunks, other, packed.start) is not None
+    def served(chunks: list[chunk_module.Chunk], other: Any = block) -> bool:
+        return products_module.parts_of(chunks, other, packed.start) is not None
 
     layout: Any = chunks[1].layout
     assert served(chunks)
@@ -480,7 +482,7 @@ def test_tensors_of_another_kind_decide_what_is_done_with_a_lazy_weight() -> Non
 
 
 def test_the_kernel_compiles_for_an_h100() -> None:
-    from zinfer.engine.stream import product_kernel as kernel
+    from zinfer.engine.stream.weights import product_kernel as kernel
 
     def layout(rows: int, bits: int, table: str, group: int) -> CodesLayout:
         return CodesLayout(rows, 4096, bits, table, (1, group), (rows, 4096 // group), BF16, "", False, False, 1.0, 1.0,
@@ -519,7 +521,7 @@ def test_the_kernel_compiles_for_an_h100() -> None:
 
 def main(path: Path) -> None:
     """Save the kernel's products, and tokens with and without it."""
-    from zinfer.engine.stream import product_kernel
+    from zinfer.engine.stream.weights import product_kernel
 
     torch.set_grad_enabled(False)
     results: dict[str, Any] = {"chunks": set(), "splits": set()}
@@ -535,8 +537,8 @@ def main(path: Path) -> None:
         chosen = torch.randint(0, columns, (8,), generator=dice)
         unit = torch.zeros(8, columns, dtype=dtype)
         unit[range(8), chosen] = 1
-        products = packed_product._compute(((0, run),), data, states[None], bias)[0]
-        single = packed_product._compute(((0, run),), data, unit, None)
+        products = products_module._compute(((0, run),), data, states[None], bias)[0]
+        single = products_module._compute(((0, run),), data, unit, None)
         results[name] = expand(codes, dtype), products, single, states, bias, chosen
 
     for name, (count, transposed, (rows, columns, *_, dtype, _, max_bytes)) in STACKS.items():
@@ -555,14 +557,14 @@ def main(path: Path) -> None:
         results["splits"].add(-of_tokens.shape[1] if transposed else of_tokens.shape[1])
         results[name] = weights, of_tokens.sum(1), of_pairs.sum(1), states, experts, unit, chosen
 
-    compute, ran, tokens, status = packed_product._compute, 0, [], []
+    compute, ran, tokens, status = products_module._compute, 0, [], []
 
     def counted(*args: Any) -> Tensor:
         nonlocal ran
         ran += 1
         return compute(*args)
 
-    packed_product._compute = counted  # type: ignore[assignment]
+    products_module._compute = counted  # type: ignore[assignment]
     directory = test_quantized.FORMATS["gptq"](path.parent / "m")
     for option in ("auto", "off"):
         engine = start(directory, path.parent, kernel=option == "auto")
@@ -588,7 +590,7 @@ def main(path: Path) -> None:
         engine.close()
     results["engine of experts"] = pairs, status, *tokens
     # The kernel of plain experts reads the layer buffer, which has to be filled first.
-    packed_product.StackedCodes.ready = lambda *_: False  # type: ignore[method-assign]
+    products_module.StackedCodes.ready = lambda *_: False  # type: ignore[method-assign]
     few_experts.pays = lambda *_: True
     engine = start(directory, path.parent, experts="all")
     results["engine of unpacked experts"] = greedy(engine, *FEW), tokens[0]

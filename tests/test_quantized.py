@@ -28,8 +28,8 @@ from zinfer.core.model import ModelError
 from zinfer.engine.quantization import dequantize as values
 from zinfer.engine.quantization.dequantize import Codes, dequantize, expand, table
 from zinfer.engine.state import ModelState
-from zinfer.engine.stream import codec as lossless
-from zinfer.engine.stream.quantized import encode_chunks, join, unpack
+from zinfer.engine.stream.weights import codec as lossless
+from zinfer.engine.stream.weights.formats import encode_chunks, join, unpack
 from zinfer.plan.planner import make_plan
 
 EXPERTS: dict[str, Any] = {
@@ -437,7 +437,7 @@ def test_other_ways_are_refused_in_a_line(config: Any, says: str, tmp_path: Path
 
 def main(folder: Path) -> None:
     """Unpack the jobs of a folder by the kernel."""
-    from zinfer.engine.stream.expand import launch
+    from zinfer.engine.stream.weights.expand import launch
 
     results = []
     for _, codes, like in torch.load(folder / "jobs", weights_only=False):

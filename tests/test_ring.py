@@ -18,9 +18,10 @@ from torch import Tensor, nn
 
 from zinfer.engine.pinned import PinnedArena
 from zinfer.engine.state import Entry
-from zinfer.engine.stream import packed_layer
-from zinfer.engine.stream.packed_layer import Chunk, PackedLayer, plain
-from zinfer.engine.stream.prefetch import PrefetchRing, Transfer
+from zinfer.engine.stream.weights import chunk as chunk_module
+from zinfer.engine.stream.weights.chunk import Chunk, PackedLayer, plain
+from zinfer.engine.stream.weights.ring import PrefetchRing, Transfer
+from zinfer.engine.stream.weights.source import MemorySource
 
 CPU = torch.device("cpu")
 Clock = dict[str, int]  # of each queue, how many of its operations are known to be done
@@ -154,6 +155,12 @@ class Answer:
         return Answer(self.number, self.run_pass + 1)
 
 
+def in_memory(
+    arena: PinnedArena, layers: list[PackedLayer], depth: int, device: torch.device, queues: "FakeQueues"
+) -> PrefetchRing:
+    return PrefetchRing(MemorySource(arena, layers), depth, device, queues)
+
+
 class Bench:
     """Ring over `sizes`, the layers' lengths in bytes. Its copies and reads are watched by `queues`. With `hands_back`
     each fetch is handed back when it was read, else at the end of the call.
@@ -168,7 +175,7 @@ class Bench:
         depth: int,
         queues: FakeQueues,
         monkeypatch: pytest.MonkeyPatch,
-        ring: Callable[..., PrefetchRing] = PrefetchRing,
+        ring: Callable[..., PrefetchRing] = in_memory,
     ) -> None:
         self.queues = queues
         weights = [torch.arange(size, dtype=torch.uint8) + index for index, size in enumerate(sizes)]
@@ -197,7 +204,7 @@ class Bench:
 
         monkeypatch.setattr(PrefetchRing, "_copy", copy)
         monkeypatch.setattr(Chunk, "unpack", unpack)
-        self.ring = ring(self.arena.memory, layers, depth, CPU, queues=queues)
+        self.ring = ring(self.arena, layers, depth, CPU, queues)
         self.weights, self.layers = weights, [Layer(index) for index in range(len(sizes))]
         self.borrowed: list[list[int]] = []
         for index, layer in enumerate(self.layers):
@@ -239,7 +246,7 @@ class Bench:
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed_layer, "CHUNK_BYTES", 512)
+    monkeypatch.setattr(chunk_module, "CHUNK_BYTES", 512)
 
 
 @settings(max_examples=100, deadline=None)
@@ -257,7 +264,7 @@ def test_no_buffer_is_read_early_or_overwritten_late(
     Fetches that are handed back one by one need no more buffers.
     """
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(packed_layer, "CHUNK_BYTES", 512)
+        patch.setattr(chunk_module, "CHUNK_BYTES", 512)
         bench = Bench(sizes, depth, FakeQueues(), patch)
         bench.hands_back = hands_back
         for number, (calls, count, second) in enumerate(passes):
@@ -294,10 +301,7 @@ def test_weights_that_one_queue_fills_in_are_there_for_the_other(filling: str, m
     ring = bench.ring
 
     def fill_in() -> None:
-        assert ring._pass is not None
-        ring._pass.deferred = {"weight": ()}
-        ring.fill_in(0, "weight")
-        assert not ring._pass.deferred
+        ring.unpack_chunks(0, ())
 
     monkeypatch.setattr(PrefetchRing, "_unpack_resident", lambda *_: queues.write(ring.layer_buffer))
     with ring.weight_pass(2):

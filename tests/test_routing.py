@@ -17,7 +17,7 @@ from tools import trained
 from zinfer.analysis.study import hits, show, sizes
 from zinfer.checkpoint import resolve
 from zinfer.cli import cli
-from zinfer.engine.stream.experts import ExpertCache, Policy
+from zinfer.engine.stream.experts.pool import ExpertCache, Policy
 from zinfer.generation import passes
 from zinfer.record import study
 from zinfer.record.study import Hits, Touched

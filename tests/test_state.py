@@ -24,7 +24,7 @@ from zinfer.core.case import Offload
 from zinfer.core.model import Dtype, ModelError, ModelSpec
 from zinfer.engine import EngineError
 from zinfer.engine.state import ModelState, by_layer
-from zinfer.engine.stream import codec, packed
+from zinfer.engine.stream.weights import codec, packed
 
 CPU = torch.device("cpu")
 

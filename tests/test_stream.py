@@ -19,11 +19,14 @@ from zinfer.core.case import Workload
 from zinfer.engine.base import Engine, Work
 from zinfer.engine.pinned import PAGE, PinnedArena
 from zinfer.engine.state import Entry
-from zinfer.engine.stream import Stream, codec, packed_layer
+from zinfer.engine.stream import Stream
 from zinfer.engine.stream.host_work import defer, defer_store, flush, gathered_stores, run_async
 from zinfer.engine.stream.interleave import interleave
-from zinfer.engine.stream.packed_layer import PackedLayer, pack, plain
-from zinfer.engine.stream.prefetch import PrefetchRing
+from zinfer.engine.stream.weights import chunk as chunk_module
+from zinfer.engine.stream.weights import codec
+from zinfer.engine.stream.weights.chunk import PackedLayer, pack, plain
+from zinfer.engine.stream.weights.ring import PrefetchRing
+from zinfer.engine.stream.weights.source import MemorySource
 from zinfer.plan.planner import make_plan
 from zinfer.worker.session import not_as_asked
 
@@ -52,7 +55,7 @@ def bits(tensor: Tensor) -> Tensor:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Code small tensors too, in small chunks. A matrix of a test then has several."""
     monkeypatch.setattr(codec, "MIN_NUMEL", 0)
-    monkeypatch.setattr(packed_layer, "CHUNK_BYTES", 3 * codec.BLOCK * 2)
+    monkeypatch.setattr(chunk_module, "CHUNK_BYTES", 3 * codec.BLOCK * 2)
 
 
 def packed(layers: list[dict[str, Tensor]]) -> tuple[PinnedArena, list[PackedLayer]]:
@@ -122,7 +125,7 @@ def ring_of(
 ) -> tuple[PrefetchRing, list[Layer], list[dict[str, Tensor]], PinnedArena]:
     tensors = [layer_tensors(seed) for seed in range(count)]
     arena, images = make(tensors)
-    ring = PrefetchRing(arena.memory, images, depth, CPU)
+    ring = PrefetchRing(MemorySource(arena, images), depth, CPU)
     layers = [Layer(tensor) for tensor in tensors]
     for index, layer in enumerate(layers):
         entries = {name: Entry((name,), ((layer, name),), tensor, index) for name, tensor in tensors[index].items()}
@@ -169,7 +172,8 @@ def no_room() -> Tensor:
 
 def test_a_ring_that_the_device_has_no_room_for_can_be_made_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     images = [plain([("weight", torch.empty(64))], 0)]
-    ring = PrefetchRing(torch.zeros(images[-1].end, dtype=torch.uint8), images, 2, CPU, FakeQueues())
+    arena = PinnedArena(images[-1].end, pin=False)
+    ring = PrefetchRing(MemorySource(arena, images), 2, CPU, FakeQueues())
     ring.resize(3)
     for depth, size in ((6, 0), (3, 8192)):
         with monkeypatch.context() as short_of_memory:
@@ -460,13 +464,13 @@ def test_chunks_are_of_one_size_and_those_of_large_layers_and_of_several_gpus_ar
     blocks: tuple[int, int], gpus: int, chunks: tuple[list[int], list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     block = codec.BLOCK * 2  # bytes
-    monkeypatch.setattr(packed_layer, "CHUNK_BYTES", 2 * block)
+    monkeypatch.setattr(chunk_module, "CHUNK_BYTES", 2 * block)
     monkeypatch.setattr("zinfer.core.engine.CHUNK_BYTES", 2 * block)
     monkeypatch.setattr("zinfer.core.engine.LARGE_LAYER", 50 * block)
     weights = {
         name: torch.randn(count * codec.BLOCK).mul_(0.02).bfloat16() for name, count in zip("ab", blocks, strict=True)
     }
-    memory = packed_layer.LayerMemory(torch.device("cpu"))
+    memory = chunk_module.LayerMemory(torch.device("cpu"))
     image = pack(weights, memory, gpus=gpus)
     sizes = [piece.layout.numel // codec.BLOCK for piece in image.chunks if isinstance(piece.layout, codec.Layout)]
     assert sizes == [*chunks[0], *chunks[1]]

@@ -20,8 +20,9 @@ from zinfer.core.engine import OptionError, parse_options, resolve_options
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine
 from zinfer.engine.ranks import Leader
-from zinfer.engine.stream import codec, packed_layer
 from zinfer.engine.stream.team import StreamMember
+from zinfer.engine.stream.weights import chunk as chunk_module
+from zinfer.engine.stream.weights import codec
 from zinfer.generation import passes
 from zinfer.plan.planner import make_plan
 from zinfer.worker.process import Worker, WorkerDied
@@ -76,7 +77,7 @@ def rounding(options: dict[str, Any]) -> float:
 )
 def test_logits_are_those_of_one_rank(way: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(codec, "MIN_NUMEL", 0)
-    monkeypatch.setattr(packed_layer, "CHUNK_BYTES", 3 * codec.BLOCK * 2)
+    monkeypatch.setattr(chunk_module, "CHUNK_BYTES", 3 * codec.BLOCK * 2)
     name, options = WAYS[way]
     folder = quantized.fp8(save_checkpoint("llama", tmp_path)) if name == "fp8" else checkpoint(name, 128)
     options = {"dtype": "bfloat16"} | options

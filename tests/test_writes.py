@@ -44,7 +44,7 @@ ALLOWED = {
     "job.batch.nodes:answer_on_nodes": "removes the files of shards, whose answers the command's own file has",
     "job.cluster:_errors_to": "errors of processes that submitit starts, beside the logs of the jobs",
     "job.cluster:Cluster.clear": "removes the parts and the logs of a sweep's jobs, whose points are recorded",
-    "engine.stream.packed:write": "removes the old index first; the data go through an atomic write",
+    "engine.stream.weights.packed:write": "removes the old index first; the data go through an atomic write",
     "engine.quantization.checkpoint:write": "removes an earlier copy of its own; the data go through atomic writes",
     "report.plot.style:render": "into memory",
     "record.export:to_parquet": "into memory",

@@ -64,14 +64,14 @@ MUTANTS = (
     ),
     Mutant(
         "a ring buffer is read before its copy has arrived",
-        "zinfer/engine/stream/prefetch.py",
+        "zinfer/engine/stream/weights/ring.py",
         "        self._arrived[number].wait()  # rule 1\n",
         "",
         ("tests/test_ring.py::test_no_buffer_is_read_early_or_overwritten_late",),
     ),
     Mutant(
         "the codec's kernel gives the second of two escapes the exponent of the first one",
-        "zinfer/engine/stream/decode.py",
+        "zinfer/engine/stream/weights/decode.py",
         "    shift += (escaped & 1) * 8\n",
         "    shift += (escaped & 0) * 8\n",
         ("tests/test_codec.py::test_the_kernel_returns_every_bit",),

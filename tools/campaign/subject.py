@@ -38,11 +38,11 @@ PRELOADED = (
     "torch", "transformers", "transformers.models.llama.modeling_llama", "tokenizers", "safetensors.torch",
     "zinfer.engine.stream", "zinfer.engine.accelerate", "zinfer.worker.server", "zinfer.worker.tasks",
     "zinfer.worker.generation", "zinfer.worker.measure", "zinfer.worker.probe", "zinfer.worker.prefix_reuse",
-    "zinfer.worker.teacher_forcing", "zinfer.engine.stream.packed", "zinfer.commands.watch", "zinfer.commands.out",
-    "zinfer.job.accuracy", "zinfer.job.batch.run", "zinfer.analysis.best", "rich.table", "accelerate",
-    "zinfer.generation.chat", "zinfer.generation.scheduler", "zinfer.job.serve.server", "zinfer.job.batch.packing",
-    "uvicorn.protocols.http.auto", "uvicorn.protocols.websockets.auto", "uvicorn.loops.auto", "uvicorn.loops.asyncio",
-    "uvicorn.lifespan.off", "zinfer.__main__",
+    "zinfer.worker.teacher_forcing", "zinfer.engine.stream.weights.packed", "zinfer.commands.watch",
+    "zinfer.commands.out", "zinfer.job.accuracy", "zinfer.job.batch.run", "zinfer.analysis.best", "rich.table",
+    "accelerate", "zinfer.generation.chat", "zinfer.generation.scheduler", "zinfer.job.serve.server",
+    "zinfer.job.batch.packing", "uvicorn.protocols.http.auto", "uvicorn.protocols.websockets.auto",
+    "uvicorn.loops.auto", "uvicorn.loops.asyncio", "uvicorn.lifespan.off", "zinfer.__main__",
 )  # fmt: skip
 DRAWING = ("matplotlib.backends.backend_agg", "matplotlib.backends.backend_svg", "zinfer.report.plot.figures",
            "zinfer.report.page", "zinfer.report.measured", "zinfer.report.predicted")  # fmt: skip

@@ -112,7 +112,7 @@ def command(
 def _packed(source: "Source", output: Path | None, watch: "Watch", allow_nan: bool | None) -> Path:
     """Write the packed layers of a checkpoint; return their folder."""
     from zinfer.core.units import gb
-    from zinfer.engine.stream import packed
+    from zinfer.engine.stream.weights import packed
 
     folder = output or packed.PACKED / packed.folder_name(source.spec, source.revision)
     whole = round(source.spec.streamed_bytes * source.spec.stored_ratio)
@@ -128,7 +128,7 @@ def _packed(source: "Source", output: Path | None, watch: "Watch", allow_nan: bo
 
 def quantised_folder(source: "Source", weights: str) -> Path:
     """Return the default folder of a quantised copy."""
-    from zinfer.engine.stream.packed import PACKED
+    from zinfer.engine.stream.weights.packed import PACKED
 
     return PACKED / f"{Path(source.spec.name).name}-{source.spec.dtype}-{source.revision}-{weights}"
 

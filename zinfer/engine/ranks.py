@@ -208,7 +208,7 @@ class Group(ABC):
         self._joined = True
 
     def gather(self, whole: Tensor, part: Tensor) -> None:
-        """Fill `whole` with the parts of all ranks (`zinfer.engine.stream.gather.Ranks`)."""
+        """Fill `whole` with the parts of all ranks (`zinfer.engine.stream.weights.gather.Ranks`)."""
         with _losses():
             _all_gather(whole, part)
 

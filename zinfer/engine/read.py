@@ -5,12 +5,13 @@ used, so that a load takes as long as the slower of the two.
 """
 
 import os
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +27,8 @@ CHUNK = 16 << 20  # bytes that a thread reads at a time
 
 BLOCK = 1 << 20  # bytes that are checked at a time: they are still in the cache for the second look
 
+Item = TypeVar("Item")
+Begun = TypeVar("Begun")
 Group = tuple[str, ...]  # names of checkpoint tensors that are used together
 Visit = Callable[[str, int, memoryview], None]  # receives a tensor's name, an offset in its bytes, and bytes from there
 
@@ -71,13 +74,20 @@ def read_groups(checkpoint: Checkpoint, groups: list[Group], visits: Iterable[Vi
                 jobs += fill(pool, memory, info.file, info.start, [partial(visit, name) for visit in visits])
             return buffer.views(blocks), jobs
 
-        begun = map(begin, range(len(groups)))
-        ahead = next(begun, None)
-        while ahead is not None:
-            (tensors, jobs), ahead = ahead, next(begun, None)
+        for _, (tensors, jobs) in ahead(begin, range(len(groups)), 1):
             for job in jobs:
                 job.result()
             yield tensors
+
+
+def ahead(begin: Callable[[Item], Begun], items: Iterable[Item], count: int) -> Iterator[tuple[Item, Begun]]:
+    """Yield each item and what `begin` returned for it, `count` items earlier."""
+    under_way = deque[tuple[Item, Begun]]()
+    for item in items:
+        under_way.append((item, begin(item)))
+        if len(under_way) > count:
+            yield under_way.popleft()
+    yield from under_way
 
 
 def map_groups(checkpoint: Checkpoint, groups: list[Group], visits: Iterable[Visit] = ()) -> Generator[dict[str, Any]]:

@@ -69,7 +69,7 @@ def find(path: Path, cast: bool = False) -> Stored:
         for name, info in checkpoint.tensors.items()
         if len(info.shape) == 2 and info.dtype == _FP8 and name.endswith("weight")
     }
-    from zinfer.engine.stream.codec import MIN_NUMEL
+    from zinfer.engine.stream.weights.codec import MIN_NUMEL
 
     def numel(matrices: Mapping[str, TensorInfo]) -> int:
         return sum(math.prod(info.shape) for info in matrices.values())
@@ -216,7 +216,7 @@ def _ways(
     import torch
 
     from zinfer.engine.quantization.dequantize import Codes
-    from zinfer.engine.stream import codec, quantized
+    from zinfer.engine.stream.weights import codec, formats
 
     def plain() -> tuple[torch.Tensor, Decode] | None:
         coded = codec.encode(values)
@@ -232,8 +232,8 @@ def _ways(
     codes = Codes(numbers, width, 8, "e4m3", scales, (SIDE, SIDE), torch.bfloat16)
 
     def scaled() -> tuple[torch.Tensor, Decode] | None:
-        ((layout, data),) = quantized.encode_chunks(codes, torch.bfloat16, 2 * len(values))
-        return None if layout.coded is None else (data, lambda data, out: quantized.unpack(data, layout, out))
+        ((layout, data),) = formats.encode_chunks(codes, torch.bfloat16, 2 * len(values))
+        return None if layout.coded is None else (data, lambda data, out: formats.unpack(data, layout, out))
 
     return scaled, values.to(torch.bfloat16)
 
@@ -242,7 +242,7 @@ def _bound(values: "torch.Tensor") -> float:
     """Return the lower bound on the coded size, as a share: the entropy of exponents; see `Coded`."""
     import torch
 
-    from zinfer.engine.stream.codec import BITS, BLOCK
+    from zinfer.engine.stream.weights.codec import BITS, BLOCK
 
     bits = BITS[values.dtype]
     kind, shift, mask = (torch.int16, 7, 255) if bits == 16 else (torch.uint8, 3, 15)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from zinfer.core.model import ModelSpec
 from zinfer.engine.state import ModelState
-from zinfer.engine.stream.experts import ExpertCache, Policy
-from zinfer.engine.stream.packed_experts import routed_experts
+from zinfer.engine.stream.experts.modules import routed_experts
+from zinfer.engine.stream.experts.pool import ExpertCache, Policy
 from zinfer.generation.tokenizer_process import TokenizerProcess
 from zinfer.plan.bytes import whole_tokens
 from zinfer.record.study import POLICIES, Hits, Study, StudyError, Text, Touched

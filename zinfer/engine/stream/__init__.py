@@ -8,6 +8,7 @@ layers and across steps: while the head turns the last layer's output into a tok
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from math import ceil
 from typing import TYPE_CHECKING, ClassVar
 
@@ -32,10 +33,10 @@ from zinfer.engine.pinned import ALIGNMENT
 from zinfer.engine.state import ModelState
 from zinfer.engine.stream import graphs
 from zinfer.engine.stream.attention import Ragged
-from zinfer.engine.stream.disk import DiskRing
-from zinfer.engine.stream.experts import ExpertCounts, ExpertPool
+from zinfer.engine.stream.experts.few_experts import FewExperts
+from zinfer.engine.stream.experts.modules import find_experts
+from zinfer.engine.stream.experts.pool import ExpertCounts, ExpertPool
 from zinfer.engine.stream.feed_forward import split_by_tokens
-from zinfer.engine.stream.few_experts import FewExperts
 from zinfer.engine.stream.graphs import Graphs
 from zinfer.engine.stream.headroom import MemoryHeadroom, prefetch_distance
 from zinfer.engine.stream.kv.cpu import CpuStore
@@ -43,12 +44,13 @@ from zinfer.engine.stream.kv.cpu_kernel import library
 from zinfer.engine.stream.kv.link import LinkStore
 from zinfer.engine.stream.kv.pool import HostCopier, HostMemory, HostPool
 from zinfer.engine.stream.kv.store import HostStore, SplitLayer
-from zinfer.engine.stream.layer_source import LayerSource
-from zinfer.engine.stream.packed_experts import Experts, find_experts
-from zinfer.engine.stream.packed_product import PackedProducts
-from zinfer.engine.stream.packing import copy_into
 from zinfer.engine.stream.passes import SharedPasses, StreamBatch
-from zinfer.engine.stream.prefetch import PrefetchRing
+from zinfer.engine.stream.weights.load import Loader
+from zinfer.engine.stream.weights.pack import copy_into
+from zinfer.engine.stream.weights.packed_experts import Experts
+from zinfer.engine.stream.weights.products import PackedProducts
+from zinfer.engine.stream.weights.ring import PrefetchRing
+from zinfer.engine.stream.weights.source import MemorySource, WeightSource
 from zinfer.engine.triton_check import cannot_run, trouble
 from zinfer.plan.bytes import Placement
 from zinfer.plan.planner import Plan
@@ -70,8 +72,10 @@ class Stream(SharedPasses):
     def __init__(self, plan: Plan, progress: Progress = silent, group: "Group | None" = None) -> None:
         self._group = group
         self.given: Placement | None = None  # placement of the work of all ranks together, if this is one of several
-        self._source: LayerSource | None = None  # of the layers that are not on the device
+        self._source: WeightSource | None = None  # of the layers that are not on the device
+        self._folder_bytes: int | None = None  # read from a folder of packed layers, if there is one
         self._ring: PrefetchRing | None = None
+        self._products: PackedProducts | None = None  # of layers that stay packed on the device
         self._pool: ExpertPool | None = None  # of experts that come on demand
         self._kv_pool: HostPool | None = None  # for keys and values of all micro-batches
         self._streamed_per_step = self._fetched_per_step = self._read_per_step = 0
@@ -117,10 +121,8 @@ class Stream(SharedPasses):
         if streamed:
             if self._group is not None:
                 self._check_layerwise(self._group)
-            self._source = LayerSource(
-                self.plan, self.options, state, self._experts, self.device, self.progress, self._group
-            )
-            self._ring = self._source.load(resident)
+            loader = Loader(self.plan, self.options, state, self._experts, self.device, self.progress, self._group)
+            self._source, self._ring, self._folder_bytes = loader.load(resident)
             self._attach(self._source, self._ring, state)
         else:
             copy_into(resident, state.load(self.device, self.progress))
@@ -129,14 +131,15 @@ class Stream(SharedPasses):
         self._resident_bytes = sum(tensor.nbytes for tensor in resident.values())
         self._ready(self._layers[0])
 
-    def _attach(self, source: LayerSource, ring: PrefetchRing, state: ModelState) -> None:
+    def _attach(self, source: WeightSource, ring: PrefetchRing, state: ModelState) -> None:
         """Connect layers and on-demand experts to the ring, and start it."""
-        if source.lossless and self._group is None:
-            ring.products = PackedProducts(self.device)
+        if self.plan.placement.codec == "lossless" and self._group is None:
+            self._products = PackedProducts(self.device)
+        attach = ring.attach if self._products is None else partial(self._products.attach, ring)
         for number, layer in enumerate(self._layers):
-            ring.attach(number, layer, state.of_layer(number))
-        if source.arena is not None and source.packed_experts:
-            self._pool = ExpertPool(source.arena.memory, source.packed_experts, self.device, ring)
+            attach(number, layer, state.of_layer(number))
+        if source.experts and isinstance(source, MemorySource):
+            self._pool = ExpertPool(source, self.device, ring)
             for number, experts in self._experts.items():
                 self._pool.attach(number, experts)
         if self._group is None:
@@ -185,8 +188,7 @@ class Stream(SharedPasses):
 
     @property
     def loaded_bytes(self) -> int:
-        read = None if self._source is None else self._source.loaded_bytes
-        return super().loaded_bytes if read is None else read
+        return super().loaded_bytes if self._folder_bytes is None else self._folder_bytes
 
     def cannot_snapshot(self) -> str | None:
         load, storage = self.expected or self.plan.case.workload, self.options.kv_cache_dtype
@@ -261,12 +263,16 @@ class Stream(SharedPasses):
         """Return the placement for `load`, or the one given for all ranks."""
         return self.given or self.planner.placement(load)
 
+    @property
+    def _on_disk(self) -> bool:
+        return self._source is not None and self._source.file_bytes > 0
+
     def _holds_two_layers(self, ring: PrefetchRing) -> bool:
         """Tell whether the GPU has room for a ring of two layers. Between passes of requests rows move, and the link
         goes on meanwhile.
         """
         load = self.expected
-        if load is None or self.given is not None or isinstance(ring, DiskRing):
+        if load is None or self.given is not None or self._on_disk:
             return False
         if self.planner.placement(load).host_rows(load.batch_size):  # what else crosses the link is guessed
             return False
@@ -288,8 +294,7 @@ class Stream(SharedPasses):
         if pool is not None:
             pool.resize(min(experts[0], pool.staging), min(experts[1], pool.cached))
         ring.keep(placement.resident_layers)
-        if isinstance(ring, DiskRing):
-            ring.hold(placement.host_layers, self.progress)
+        ring.hold(placement.host_layers, self.progress)
         ring.resize(buffers)
         if pool is not None:
             pool.resize(*experts)
@@ -391,7 +396,7 @@ class Stream(SharedPasses):
         ring, headroom = self._ring, self._headroom
         if self.expected is None or headroom.ring_depth or not headroom.known:
             return
-        if ring is None or isinstance(ring, DiskRing) or self._group is not None or self._pool is not None:
+        if ring is None or self._on_disk or self._group is not None or self._pool is not None:
             return
         if not any(batch.on_cpu for batch in self.batches):
             return
@@ -414,8 +419,7 @@ class Stream(SharedPasses):
         ring = self._ring
         if ring is None:
             return super().forward(works)
-        weights, others, step = ring.bytes_copied, ring.other_bytes_copied, is_step(works)
-        from_disk = ring.disk_bytes if isinstance(ring, DiskRing) else 0
+        weights, others, from_disk, step = ring.bytes_copied, ring.other_bytes_copied, ring.disk_bytes, is_step(works)
         experts = ExpertCounts() if self._pool is None else self._pool.counts
         logits = super().forward(works)
         if step:
@@ -423,7 +427,7 @@ class Stream(SharedPasses):
                 self._expert_steps.append(self._pool.counts.since(experts))
             self._streamed_per_step = ring.bytes_copied - weights
             self._fetched_per_step = ring.other_bytes_copied - others
-            self._read_per_step = ring.disk_bytes - from_disk if isinstance(ring, DiskRing) else 0
+            self._read_per_step = ring.disk_bytes - from_disk
         return logits
 
     def rollback(self, batch: StreamBatch, lengths: Tensor) -> None:
@@ -521,10 +525,11 @@ class Stream(SharedPasses):
         ring = self._ring
         if ring is None or self.plan.model.stored_ratio == 1 or len(ring.streamed) == len(ring.layers):
             return {}
-        if ring.products is None:
+        if self._products is None:
             return {"packed_kernel": "no packed weights" if self._group is None else "several GPUs share the layers"}
-        served = ring.products.status != "on" or ring.has_deferred_weights
-        return {"packed_kernel": ring.products.status if served else "no weights that it reads"}
+        staying = set(range(len(ring.layers))).difference(ring.streamed)
+        served = self._products.status != "on" or self._products.serves(staying)
+        return {"packed_kernel": self._products.status if served else "no weights that it reads"}
 
     def effective(self) -> Effective:
         cache: dict[str, Option] = {
@@ -550,7 +555,7 @@ class Stream(SharedPasses):
         return Effective(
             gpu_weight_bytes=self._resident_bytes + self._ring.kept_bytes + experts,
             host_weight_bytes=source.host_bytes,
-            nvme_weight_bytes=0 if source.disk is None else source.disk.file_bytes,
+            nvme_weight_bytes=source.file_bytes,
             streamed_bytes_per_step=self._delivered(),
             wire_bytes_per_step=self._streamed_per_step + round(self._experts_per_step("wire")),
             nvme_bytes_per_step=self._read_per_step,
@@ -560,7 +565,8 @@ class Stream(SharedPasses):
                 "buffer_bytes": self._ring.buffer_bytes,
                 "slot_bytes": self._ring.layer_buffer.nbytes + (0 if pool is None else pool.layer_buffer.nbytes),
                 "resident_layers": len(self._layers) - len(self._ring.streamed),
-                **source.settings(),
+                "weight_codec": self.plan.placement.codec,
+                **source.settings,
                 **self._expert_settings(),
                 **self._packed_settings(),
                 **cache,

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zinfer.engine.stream.expand import INTERPRETED, added, rounded
+from zinfer.engine.stream.weights.expand import INTERPRETED, added, rounded
 
 BLOCK = 64  # positions of a tile
 PROGRAMS = 264  # programs of a launch, at least, if there are positions for them: two a multiprocessor of an H100

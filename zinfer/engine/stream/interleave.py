@@ -10,7 +10,7 @@ from greenlet import getcurrent, greenlet
 from torch import Tensor
 
 from zinfer.engine.stream.host_work import PAUSED, PausingPass
-from zinfer.engine.stream.prefetch import Fetch, PrefetchRing
+from zinfer.engine.stream.weights.ring import Fetch, PrefetchRing
 
 
 def interleave(

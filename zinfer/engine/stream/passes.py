@@ -22,13 +22,13 @@ from zinfer.engine.cache import RowCache
 from zinfer.engine.decoder import Decoder, DecoderBatch, Part
 from zinfer.engine.rotary import turned_by
 from zinfer.engine.stream.attention import JOINED, NAME, Ragged, is_decode, layers_of, split
-from zinfer.engine.stream.experts import ExpertPool
+from zinfer.engine.stream.experts.pool import ExpertPool
 from zinfer.engine.stream.graphs import Graphs
 from zinfer.engine.stream.interleave import interleave
 from zinfer.engine.stream.kv.cpu import OwnAttentionError
 from zinfer.engine.stream.kv.pool import HostMemory
 from zinfer.engine.stream.kv.store import HostStore
-from zinfer.engine.stream.prefetch import PrefetchRing
+from zinfer.engine.stream.weights.ring import PrefetchRing
 
 if TYPE_CHECKING:
     from zinfer.engine.ranks import Group

@@ -1,5 +1,6 @@
 """`stream` on several GPUs of a host: a pass brings the weights once to every rank, whose parts of each layer are
-gathered (`zinfer.engine.stream.gather`). The ranks place their weights and buffers alike, for the whole batch."""
+gathered (`zinfer.engine.stream.weights.gather`). The ranks place their weights and buffers alike, for the whole
+batch."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,8 +12,8 @@ from zinfer.core.case import Workload
 from zinfer.core.progress import Progress, silent
 from zinfer.engine.base import Work
 from zinfer.engine.stream import Stream, together
-from zinfer.engine.stream.gather import GatherRing
 from zinfer.engine.stream.trace import joined
+from zinfer.engine.stream.weights.gather import GatherRing
 from zinfer.engine.team import Member, PassResult, RankWork, Team, TeamBatch
 from zinfer.plan.bytes import Placement
 from zinfer.plan.planner import Plan

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zinfer.engine.stream.expand import rounded
+from zinfer.engine.stream.weights.expand import rounded
 
 TILE = 4096  # values that a program dequantises
 WARPS = 4

@@ -10,7 +10,7 @@ from torch import Tensor
 from zinfer.engine.cache import SlotAllocation, WindowIndex
 from zinfer.engine.stream.kv.pool import HostCopier, HostMemory
 from zinfer.engine.stream.kv.store import HostStore
-from zinfer.engine.stream.prefetch import PrefetchRing, Transfer
+from zinfer.engine.stream.weights.ring import PrefetchRing, Transfer
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from transformers.cache_utils import DynamicLayer
 
 from zinfer.engine.cache import FixedLayer, RowMask, WindowIndex, copy_slots
 from zinfer.engine.stream.kv.pool import HostCopier, HostMemory
-from zinfer.engine.stream.prefetch import Fetch
+from zinfer.engine.stream.weights.ring import Fetch
 
 
 class HostStore(ABC):

@@ -15,7 +15,7 @@ from torch import Tensor
 from zinfer.core.engine import CHUNK_BYTES, chunk_factor
 from zinfer.engine.pinned import ALIGNMENT, TensorPlace, lay_out
 from zinfer.engine.quantization.dequantize import Codes
-from zinfer.engine.stream import codec, quantized
+from zinfer.engine.stream.weights import codec, formats
 
 
 class Memory(Protocol):
@@ -54,7 +54,7 @@ class Chunk:
     start: int
     end: int
     place: int
-    layout: codec.Layout | quantized.CodesLayout | None = None
+    layout: codec.Layout | formats.CodesLayout | None = None
 
     @property
     def size(self) -> int:
@@ -71,8 +71,8 @@ class Chunk:
         out = layer_buffer[self.place : self.place + self.unpacked_bytes]
         if self.layout is None:
             out.copy_(wire[: self.size], non_blocking=True)
-        elif isinstance(self.layout, quantized.CodesLayout):
-            quantized.unpack(wire[: self.layout.size], self.layout, out.view(self.layout.dtype))
+        elif isinstance(self.layout, formats.CodesLayout):
+            formats.unpack(wire[: self.layout.size], self.layout, out.view(self.layout.dtype))
         else:
             codec.decode(wire[: self.layout.size], self.layout, out.view(torch.bfloat16))
 
@@ -133,8 +133,8 @@ def pack(
     chunks: list[Chunk] = []
     for name, (tensor, matrices) in coded.items():
         offset, max_bytes = blocks[name].offset, _largest_chunk(size, gpus, matrices[0].bits)
-        for matrix in quantized.join(matrices, tensor.dtype.itemsize, max_bytes):
-            for layout, data in quantized.encode_chunks(matrix, tensor.dtype, max_bytes, offset):
+        for matrix in formats.join(matrices, tensor.dtype.itemsize, max_bytes):
+            for layout, data in formats.encode_chunks(matrix, tensor.dtype, max_bytes, offset):
                 chunks.append(_store(memory, data, offset, layout))
                 offset += layout.nbytes
     max_bytes = _largest_chunk(size, gpus)
@@ -166,7 +166,7 @@ def _join(tensors: Mapping[str, Tensor], blocks: Mapping[str, TensorPlace]) -> t
     return offset, memory.view(torch.bfloat16)
 
 
-def _store(memory: Memory, data: Tensor, offset: int, layout: codec.Layout | quantized.CodesLayout | None) -> Chunk:
+def _store(memory: Memory, data: Tensor, offset: int, layout: codec.Layout | formats.CodesLayout | None) -> Chunk:
     start = memory.used
     memory.take(-(-data.numel() // ALIGNMENT) * ALIGNMENT)[: data.numel()].copy_(data)
     return Chunk(start, start + data.numel(), offset, layout)

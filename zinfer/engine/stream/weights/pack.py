@@ -12,10 +12,17 @@ import torch
 from torch import Tensor
 
 from zinfer.core.progress import Progress
+from zinfer.engine.pinned import PinnedArena, lay_out
 from zinfer.engine.quantization.dequantize import Codes
 from zinfer.engine.state import Entry, Loaded, ModelState, by_layer
-from zinfer.engine.stream.packed_experts import Experts, PackedExperts, fill_experts, lay_out_experts, pack_experts
-from zinfer.engine.stream.packed_layer import Memory, PackedLayer, pack, plain
+from zinfer.engine.stream.weights.chunk import Memory, PackedLayer, pack, plain
+from zinfer.engine.stream.weights.packed_experts import (
+    Experts,
+    PackedExperts,
+    fill_experts,
+    lay_out_experts,
+    pack_experts,
+)
 
 AnyMemory = TypeVar("AnyMemory", bound=Memory)
 
@@ -85,10 +92,10 @@ def dense_tensors(entries: Mapping[str, Entry], experts: Experts | None) -> list
 
 
 def pack_layers(
+    memory_of: Callable[[int], AnyMemory],
     state: ModelState,
     lossless: bool,
     device: torch.device,
-    memory_of: Callable[[int], AnyMemory],
     resident: Mapping[str, Tensor] | None,
     progress: Progress,
     experts: Mapping[int, Experts] | None = None,
@@ -121,6 +128,31 @@ def pack_layers(
             layer, packed_experts = packer.finish()
             del packer  # its tensors, before the caller copies the layer
             yield index, layer, packed_experts, memory
+
+
+def unpacked_bytes(state: ModelState, number: int, experts: Mapping[int, Experts]) -> int:
+    """Return the bytes of a layer, without `experts`, uncoded."""
+    return lay_out(dense_tensors(state.of_layer(number), experts.get(number)))[1]
+
+
+def pack_one_by_one(
+    state: ModelState,
+    lossless: bool,
+    device: torch.device,
+    resident: Mapping[str, Tensor] | None,
+    progress: Progress,
+    experts: Mapping[int, Experts] | None = None,
+    gpus: int = 1,
+) -> Iterator[tuple[int, PackedLayer, Tensor]]:
+    """Load a model as `pack_layers` does; yield each layer's number, its places from byte 0 on, and its bytes. They are
+    valid until the next layer is requested."""
+
+    def memory_of(number: int) -> PinnedArena:
+        return PinnedArena(unpacked_bytes(state, number, experts or {}), pin=False, grow=True)
+
+    for number, layer, _, arena in pack_layers(memory_of, state, lossless, device, resident, progress, experts, gpus):
+        yield number, layer, arena.memory
+        arena.close()
 
 
 def copy_into(resident: Mapping[str, Tensor], loaded: Iterable[tuple[str, Loaded]]) -> None:

@@ -1,22 +1,22 @@
 """Products of few tokens with resident quantised weights, from their codes.
 
 Unpacking such a weight first writes it to the layer buffer in 16 bits and reads it again, six to eight times the bytes
-of codes of 4 bits. Many tokens are worth that; for few, a kernel (`zinfer.engine.stream.product_kernel`) reads the
-codes once.
+of codes of 4 bits. Many tokens are worth that; for few, a kernel (`zinfer.engine.stream.weights.product_kernel`) reads
+the codes once.
 
 A weight that the kernel serves is a `LazyWeight`: a parameter in the layer buffer, as others are, but unpacked when
 something first reads its values. `torch.nn.functional.linear` for few tokens does not. All else that torch is given the
 weight for does: a product of many tokens, a view, a copy. So no code for modules and architectures is needed, and what
 reads a weight without its module reads the right values.
 
-Stacked experts are multiplied pair by pair, as `zinfer.engine.stream.few_experts` does with experts of 16 bits.
+Stacked experts are multiplied pair by pair, as `zinfer.engine.stream.experts.few_experts` does with experts of 16 bits.
 
 Ordinary unpacking serves columns in an order of their own (GPTQ with `desc_act`), and codes that are coded losslessly
 (FP8). The first product of each kind is computed both ways: kernels that do not compile, or give other results, are not
 used any more, and the record has the reason.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -30,9 +30,9 @@ from zinfer.core.engine import CODED_TOKENS
 from zinfer.core.errors import error_line
 from zinfer.engine.pinned import TensorPlace
 from zinfer.engine.state import Entry
-from zinfer.engine.stream.packed_layer import Chunk
-from zinfer.engine.stream.prefetch import PrefetchRing
-from zinfer.engine.stream.quantized import TRANSPOSED_ROWS, CodesLayout, Run
+from zinfer.engine.stream.weights.chunk import Chunk
+from zinfer.engine.stream.weights.formats import TRANSPOSED_ROWS, CodesLayout, Run
+from zinfer.engine.stream.weights.ring import PrefetchRing
 from zinfer.engine.triton_check import alike, cannot_run
 
 Product = Callable[[Tensor, Tensor | None], Tensor | None]
@@ -55,7 +55,7 @@ class LazyWeight(nn.Parameter):
 
     `product` gets the states and the bias of a product with it instead, and returns the product, or None if the values
     are needed all the same. Experts that are `stacked`, ``[E, ..]``, are multiplied by
-    `zinfer.engine.stream.few_experts`.
+    `zinfer.engine.stream.experts.few_experts`.
     """
 
     fill: Callable[[], None]
@@ -171,13 +171,14 @@ class PackedProducts(CheckedKernel):
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(cannot_run(device) or "on", "unpacked weights")
+        self._lazy: dict[int, dict[str, tuple[Chunk, ...]]] = {}  # by layer: its lazy weights
+        self._waiting: tuple[int, dict[str, tuple[Chunk, ...]]] = -1, {}  # those of a layer that are not unpacked yet
 
-    def weights(
-        self, ring: PrefetchRing, index: int, entries: Mapping[str, Entry]
-    ) -> dict[str, tuple[Tensor, tuple[Chunk, ...]]]:
-        """Return a layer's weights that the kernel serves, and their chunks."""
-        packed, weights = ring.layers[index], dict[str, tuple[Tensor, tuple[Chunk, ...]]]()
-        for name, block in packed.blocks.items():
+    def attach(self, ring: PrefetchRing, index: int, layer: nn.Module, entries: Mapping[str, Entry]) -> None:
+        """Attach a layer to `ring`. Its weights that the kernel serves are lazy."""
+        packed, weights = ring.layers[index], dict[str, Tensor]()
+        lazy = dict[str, tuple[Chunk, ...]]()
+        for name, block in packed.blocks.items() if self.status == "on" else ():
             chunks = tuple(chunk for chunk in packed.chunks if block.offset <= chunk.place < block.offset + block.size)
             parts = parts_of(chunks, block, packed.start) if entries[name].is_parameter else None
             if parts is None:
@@ -187,9 +188,26 @@ class PackedProducts(CheckedKernel):
                 stacked = StackedCodes(self, parts, block.shape[0], partial(ring.computing_content, index))
             else:
                 product = partial(self._multiply, ring, index, name, parts)
-            fill = partial(ring.fill_in, index, name)
-            weights[name] = LazyWeight(block.view(ring.layer_buffer), fill, product, stacked), chunks
-        return weights
+            fill = partial(self._fill_in, ring, index, name)
+            weights[name], lazy[name] = LazyWeight(block.view(ring.layer_buffer), fill, product, stacked), chunks
+        self._lazy |= {index: lazy} if lazy else {}
+        ring.attach(index, layer, entries, weights, partial(self._unpack, ring, index) if lazy else None)
+
+    def serves(self, layers: Iterable[int]) -> bool:
+        """Tell whether there are lazy weights in `layers`."""
+        return not self._lazy.keys().isdisjoint(layers)
+
+    def _unpack(self, ring: PrefetchRing, index: int) -> None:
+        """Unpack a layer that stays, but for its lazy weights."""
+        self._waiting = index, dict(self._lazy[index])
+        lazy = {chunk.start for chunks in self._lazy[index].values() for chunk in chunks}
+        ring.unpack_chunks(index, [chunk for chunk in ring.layers[index].chunks if chunk.start not in lazy])
+
+    def _fill_in(self, ring: PrefetchRing, index: int, name: str) -> None:
+        """Unpack a lazy weight of the computing layer."""
+        layer, waiting = self._waiting
+        if layer == index and name in waiting and ring.computing_content(index) is not None:
+            ring.unpack_chunks(index, waiting.pop(name))
 
     def _multiply(
         self, ring: PrefetchRing, index: int, name: str, parts: Parts, states: Tensor, bias: Tensor | None
@@ -200,7 +218,7 @@ class PackedProducts(CheckedKernel):
             return None
 
         def plain() -> Tensor:
-            ring.fill_in(index, name)
+            self._fill_in(ring, index, name)
             return functional.linear(states, ring.layers[index].blocks[name].view(ring.layer_buffer), bias)
 
         return self.compute(parts, content, states, bias, plain)
@@ -240,7 +258,7 @@ class StackedCodes:
         """Return partial products of each pair of token and expert. They are float32 ``[pairs, splits, rows]``, to be
         added along `splits`. The codes have to be `ready`; `states` is ``[tokens, columns]``, or ``[pairs, columns]``,
         `experts` ``[tokens, k]``, both contiguous."""
-        from zinfer.engine.stream.product_kernel import multiply_experts
+        from zinfer.engine.stream.weights.product_kernel import multiply_experts
 
         ((start, run),), data = self.parts, self.content()
         assert data is not None
@@ -257,7 +275,7 @@ def _serves(parts: Parts, states: Tensor, bias: Tensor | None) -> bool:
 
 
 def _compute(parts: Parts, data: Tensor, states: Tensor, bias: Tensor | None) -> Tensor:
-    from zinfer.engine.stream.product_kernel import multiply, pair_columns
+    from zinfer.engine.stream.weights.product_kernel import multiply, pair_columns
 
     layout, rows = parts[0][1].layout, sum(run.rows for _, run in parts)
     flat = states.reshape(-1, layout.columns)

@@ -2,7 +2,7 @@
 """Triton kernels that multiply few tokens with quantised rows, from their codes.
 
 `_multiply` reads the codes of a block of rows once, makes weights of them in registers, and multiplies them with all
-tokens by tensor cores, 16 or 32 tokens at a time. A weight is what `zinfer.engine.stream.expand` unpacks, to
+tokens by tensor cores, 16 or 32 tokens at a time. A weight is what `zinfer.engine.stream.weights.expand` unpacks, to
 the bit: the same zero point, scale and rounding. Of two codes of 4 bits in a byte the first belongs to an even column,
 so even and odd columns are two products, and the states come with even columns before odd ones (`pair_columns`).
 
@@ -11,8 +11,8 @@ programs where rows alone are too few to fill the GPU. Sums are in float32, with
 partial sums in order. The host never waits, so a CUDA graph can hold the kernels.
 
 Of stacked experts, whose rows follow each other, each pair of a token and an expert is a product of its own
-(`multiply_experts`), as in `zinfer.engine.stream.expert_kernel`. Where a model keeps experts as ``[in, out]``, rows of
-codes are inputs, and `_multiply_transposed` sums over rows.
+(`multiply_experts`), as in `zinfer.engine.stream.experts.expert_kernel`. Where a model keeps experts as ``[in, out]``,
+rows of codes are inputs, and `_multiply_transposed` sums over rows.
 
 With TRITON_INTERPRET=1 in the environment the kernels run on a CPU.
 """
@@ -26,8 +26,8 @@ import triton.language as tl
 from torch import Tensor
 
 from zinfer.engine.quantization.dequantize import table
-from zinfer.engine.stream.expand import INTERPRETED, added, rounded
-from zinfer.engine.stream.quantized import TRANSPOSED_ROWS, Run
+from zinfer.engine.stream.weights.expand import INTERPRETED, added, rounded
+from zinfer.engine.stream.weights.formats import TRANSPOSED_ROWS, Run
 
 ROWS = 128  # rows of a program
 BYTES = 64  # bytes of codes of a row that a program reads at a time
@@ -134,7 +134,7 @@ def multiply_experts(states: Tensor, data: Tensor, run: Run, experts: Tensor, co
 
     They are to be added along `splits`. `states` is ``[tokens, columns]``, or ``[pairs, columns]``, `experts`
     ``[tokens, k]``; `run`, whose bytes are `data`, has the rows of ``[count, rows, columns]``, or if `transposed` of
-    ``[count, columns, rows]``. Checks nothing: `zinfer.engine.stream.packed_product` does.
+    ``[count, columns, rows]``. Checks nothing: `zinfer.engine.stream.weights.products` does.
     """
     pairs, layout, rows = experts.numel(), run.layout, run.rows // count
     if transposed:
@@ -198,7 +198,7 @@ def _multiply_transposed_experts(states: Tensor, data: Tensor, run: Run, experts
 def multiply(states: Tensor, data: Tensor, run: Run, bias: Tensor | None, out: Tensor, tokens: int) -> None:
     """Multiply `states` with the rows of `run` into `out` ``[tokens, rows]``. `states` come from `pair_columns`,
     `data` the bytes from the first chunk on, `bias` is ``[rows]``; the last dimension of `out` is contiguous. Checks
-    nothing: `zinfer.engine.stream.packed_product` does."""
+    nothing: `zinfer.engine.stream.weights.products` does."""
     layout, tiles = run.layout, Tiles.of(run)
     partial = out
     if tiles.splits > 1:
@@ -600,7 +600,7 @@ def _small_of(code, SECOND: tl.constexpr):
 
 @triton.jit
 def _rounded(value, TYPE: tl.constexpr, INTERPRETED: tl.constexpr):
-    """Round as `zinfer.engine.stream.expand.rounded`, by an instruction where there is one."""
+    """Round as `zinfer.engine.stream.weights.expand.rounded`, by an instruction where there is one."""
     if INTERPRETED:
         return rounded(value, TYPE)
     return value.to(TYPE)

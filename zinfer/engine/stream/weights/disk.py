@@ -13,24 +13,24 @@ Every chunk is compared with its checksum when it is first read, and again after
 import threading
 import zlib
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import cycle
-from pathlib import Path
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from zinfer.checkpoint.headers import CheckpointError
 from zinfer.core.progress import Progress, silent
-from zinfer.engine.direct import PAGE, THREADS, StripedFile, StripedWriter, aligned
+from zinfer.engine.direct import PAGE, THREADS, StripedFile, aligned
 from zinfer.engine.pinned import PinnedArena
 from zinfer.engine.read import as_bytes
-from zinfer.engine.stream.packed_layer import Chunk, PackedLayer
-from zinfer.engine.stream.prefetch import Event, Fetch, PrefetchRing, Queues, Transfer
-from zinfer.engine.stream.trace import Reads, clock
+from zinfer.engine.stream.trace import clock
+from zinfer.engine.stream.weights.chunk import Chunk, PackedLayer
+from zinfer.engine.stream.weights.queues import Event
+from zinfer.engine.stream.weights.source import WeightSource
 
 LAYERS_AHEAD = 2  # layers that are read into host memory while one is checked
 TIMED_READS = 1 << 14  # latest chunks whose times of reading are kept: more than a pass has
@@ -51,10 +51,10 @@ class _Read:
     last: Event | None = None  # point in the copy queue behind the last read of the ring; None: at once
 
 
-class DiskLayers:
-    """Packed layers in `files`, read ahead into a ring of host memory. `layers` has their places, `sums` the CRC-32 of
-    the chunks of each. `ring_bytes` is the size of the ring, at least that of two chunks; `pin` page-locks all host
-    memory. Raises MemoryError where there is too little of it."""
+class DiskSource(WeightSource):
+    """Weights in `files`, read ahead into a ring of host memory. `layers` has their places, `sums` the CRC-32 of the
+    chunks of each. It takes over what is `owned`, and closes it. `ring_bytes` is the size of the ring, at least that of
+    two chunks; `pin` page-locks all host memory. Raises MemoryError where there is too little of it."""
 
     def __init__(
         self,
@@ -63,8 +63,9 @@ class DiskLayers:
         sums: Sequence[Sequence[int]],
         ring_bytes: int,
         pin: bool,
+        owned: ExitStack | None = None,
     ) -> None:
-        self.layers = layers
+        super().__init__(layers)
         self._files, self._pin = files, pin
         self._sums = {
             chunk.start: checksum
@@ -88,35 +89,24 @@ class DiskLayers:
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._fault: BaseException | None = None
+        self.ring_bytes, self.file_bytes = self._ring.size, sum(packed.size for packed in layers)
+        self._count_kept()
+        self._owned = ExitStack() if owned is None else owned.pop_all()
 
     @property
-    def direct(self) -> bool:
-        """True if reads go past the page cache."""
-        return self._files.direct
+    def settings(self) -> dict[str, Any]:
+        return {
+            "numa_node": None,
+            "host_layers": len(self._kept),
+            "disk_ring_bytes": self.ring_bytes,
+            "disk_reads": "direct" if self._files.direct else "buffered: the file system refuses direct ones",
+        }
 
-    @property
-    def host_layers(self) -> tuple[int, ...]:
-        """Numbers of the layers that host memory keeps."""
-        return tuple(sorted(self._kept))
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes of the layers that host memory keeps."""
-        return sum(self.layers[index].size for index in self._kept)
-
-    @property
-    def file_bytes(self) -> int:
-        """Bytes of all layers."""
-        return sum(packed.size for packed in self.layers)
-
-    @property
-    def ring_bytes(self) -> int:
-        return self._ring.size
-
-    @property
-    def pinned_bytes(self) -> int:
-        """Page-locked bytes of host memory."""
-        return sum(arena.size for arena in (self._ring, *self._kept.values()) if arena.pinned)
+    def _count_kept(self) -> None:
+        """Note what host memory keeps."""
+        self.host_layers = tuple(sorted(self._kept))
+        self.host_bytes = sum(self.layers[index].size for index in self._kept)
+        self.pinned_bytes = sum(arena.size for arena in (self._ring, *self._kept.values()) if arena.pinned)
 
     def keep(self, layers: Iterable[int], progress: Progress = silent) -> None:
         """Keep `layers`, and no others, in host memory. Nothing may be read ahead. Raises MemoryError, OSError, and
@@ -139,6 +129,7 @@ class DiskLayers:
             for _, arena, jobs in under_way:
                 _cancel(jobs)
                 arena.close()
+            self._count_kept()
 
     def _read_layer(self, index: int) -> tuple[PinnedArena, list[Future[None]]]:
         packed = self.layers[index]
@@ -197,8 +188,8 @@ class DiskLayers:
             if now == self._seen:
                 self._checked.add(chunk.start)
 
-    def in_memory(self, chunk: Chunk) -> bool:
-        return chunk.start in self._views
+    def on_disk(self, chunk: Chunk) -> bool:
+        return chunk.start not in self._views
 
     def begin(self, chunks: Iterable[Chunk]) -> None:
         """Drop chunks read ahead, and read `chunks` from now on. None of them is kept in host memory."""
@@ -222,15 +213,15 @@ class DiskLayers:
         self._given, self._stopping, self._fault = 0, False, None
 
     def ready(self, chunk: Chunk) -> bool:
-        """Tell whether `source` returns at once."""
+        """Tell whether `get` returns at once."""
         with self._changed:
             arrived = len(self._reads) > self._given and self._reads[self._given].done.done()
-            return arrived or self._fault is not None or self.in_memory(chunk)
+            return arrived or self._fault is not None or not self.on_disk(chunk)
 
-    def source(self, chunk: Chunk) -> Tensor:
+    def get(self, chunk: Chunk) -> Tensor:
         """Wait for the next chunk, and return its bytes, uint8. They are valid until `release`. Raises OSError, and
         CheckpointError for a chunk that is cut off or damaged."""
-        if self.in_memory(chunk):
+        if not self.on_disk(chunk):
             return self._views[chunk.start]
         with self._changed:
             self._changed.wait_for(lambda: len(self._reads) > self._given or self._fault is not None)
@@ -326,7 +317,7 @@ class DiskLayers:
         return 0 if size <= first else None
 
     def close(self) -> None:
-        """Free the memory and close the files. Safe to call twice."""
+        """Free the memory, close the files and what is owned. Safe to call twice."""
         self.stop()
         self._pool.shutdown(cancel_futures=True)
         self._views.clear()
@@ -335,26 +326,25 @@ class DiskLayers:
             arena.close()
         self._kept.clear()
         self._files.close()
+        self._owned.close()
 
 
 def write(
-    paths: Sequence[Path], layers: Iterable[tuple[int, PackedLayer, Tensor]]
+    put: Callable[[memoryview], object], layers: Iterable[tuple[int, PackedLayer, Tensor]]
 ) -> tuple[list[PackedLayer], list[list[int]]]:
-    """Write packed layers into new files; return their places and CRC-32. A layer comes as its number, its places from
-    byte 0 on, and memory that begins with its bytes (uint8 ``[n]``), valid until the next one comes. Raises
-    CheckpointError where a drive is full."""
+    """Write packed layers by `put`, each from a whole page on; return their places and CRC-32. A layer comes as its
+    number, its places from byte 0 on, and memory that begins with its bytes (uint8 ``[n]``), valid until the next one
+    comes."""
     written, sums, end = dict[int, PackedLayer](), dict[int, list[int]](), 0
-    with StripedWriter(paths) as writer:
-        for index, packed, memory in layers:
-            content = as_bytes(memory)[: packed.end]
-            sums[index] = [zlib.crc32(content[chunk.start : chunk.end]) for chunk in packed.chunks]
-            chunks = tuple(replace(chunk, start=chunk.start + end, end=chunk.end + end) for chunk in packed.chunks)
-            written[index] = replace(packed, chunks=chunks)
-            writer.write(content)
-            writer.write(memoryview(bytes(-len(content) % PAGE)))  # layers begin at whole pages
-            end += len(content) + -len(content) % PAGE
-            del content, memory
-        writer.flush()
+    for index, packed, memory in layers:
+        content = as_bytes(memory)[: packed.end]
+        sums[index] = [zlib.crc32(content[chunk.start : chunk.end]) for chunk in packed.chunks]
+        chunks = tuple(replace(chunk, start=chunk.start + end, end=chunk.end + end) for chunk in packed.chunks)
+        written[index] = replace(packed, chunks=chunks)
+        put(content)
+        put(memoryview(bytes(-len(content) % PAGE)))
+        end += len(content) + -len(content) % PAGE
+        del content, memory
     return [written[index] for index in range(len(written))], [sums[index] for index in range(len(sums))]
 
 
@@ -370,88 +360,3 @@ def _cancel(jobs: Sequence[Future[None]]) -> None:
     for job in jobs:
         if not job.cancelled():
             job.exception()
-
-
-class DiskRing(PrefetchRing):
-    """Ring whose chunks come from `disk`; otherwise a `PrefetchRing`."""
-
-    def __init__(self, disk: DiskLayers, depth: int, device: torch.device, queues: Queues | None = None) -> None:
-        self.disk = disk
-        self.disk_bytes = 0  # weight bytes that came from disk
-        self._handed = False  # without buffers: the chunk that was taken last is still in the host's ring
-        super().__init__(torch.empty(0, dtype=torch.uint8), list(disk.layers), depth, device, queues)
-
-    def hold(self, layers: Iterable[int], progress: Progress = silent) -> None:
-        """Keep `layers`, and no others, in host memory. Waits for the device if that changes anything."""
-        if set(layers) != set(self.disk.host_layers):
-            self._flush()
-            self.disk.keep(layers, progress)
-
-    def close(self) -> None:
-        super().close()
-        self.disk.close()
-
-    def _reads(self) -> Reads:
-        return self.disk.reads()
-
-    def _flush(self) -> None:
-        super()._flush()
-        self.disk.stop()
-        self._handed = False
-
-    def _copy_of(self, index: int) -> Tensor:
-        packed = self.layers[index]
-        content = torch.empty(packed.size, dtype=torch.uint8, device=self._device)
-        on_disk = [chunk for chunk in packed.chunks if not self.disk.in_memory(chunk)]
-        if on_disk:
-            self.disk.begin(on_disk)
-        for chunk in packed.chunks:
-            content[chunk.start - packed.start : chunk.end - packed.start].copy_(self.disk.source(chunk))
-            if on_disk:
-                self.disk.release()
-        return content
-
-    def _all_transfers(self, fetches: tuple[Fetch, ...]) -> Iterator[Transfer]:
-        order = [
-            chunk
-            for index, packed in enumerate(self.layers)
-            for chunk in packed.chunks
-            if index not in self._resident and not self.disk.in_memory(chunk)
-        ]
-        if order:
-            self.disk.begin(cycle(order))
-        return super()._all_transfers(fetches)
-
-    def _transfer(self, index: int, chunk: Chunk) -> Transfer:
-        return Transfer(index, partial(self._bytes, chunk), chunk, partial(self.disk.ready, chunk))
-
-    def _bytes(self, chunk: Chunk) -> Tensor:
-        try:
-            return self.disk.source(chunk)
-        except BaseException:
-            self._next = None  # the next pass begins anew
-            raise
-
-    def _complete(self, transfer: Transfer, buffer: int) -> None:
-        super()._complete(transfer, buffer)
-        if transfer.chunk is not None and not self.disk.in_memory(transfer.chunk):
-            assert self.queues is not None
-            copied = self.queues.event()
-            copied.record()
-            self.disk.release(copied)
-
-    def _receive(self, index: int, chunk: Chunk | None) -> Tensor:
-        from_disk = chunk is not None and not self.disk.in_memory(chunk)
-        if self.queues is not None:
-            self._fill()
-            if self._taken == self._issued and self._in_flight and (late := self._in_flight[0].chunk) is not None:
-                self._bytes(late)  # it comes late from disk
-                self._fill()
-        elif self._handed:  # it has been unpacked by now
-            self.disk.release()
-            self._handed = False
-        content = super()._receive(index, chunk)
-        if from_disk:
-            self.disk_bytes += 0 if chunk is None else chunk.size
-            self._handed = self.queues is None
-        return content

@@ -15,7 +15,6 @@ import json
 import os
 import shutil
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -31,15 +30,15 @@ from zinfer.core.model import ModelSpec
 from zinfer.core.progress import Progress, silent
 from zinfer.core.units import gb
 from zinfer.engine import EngineError
-from zinfer.engine.pinned import ALIGNMENT, PinnedArena, TensorPlace, check_free, lay_out
+from zinfer.engine.pinned import ALIGNMENT, PinnedArena, TensorPlace, check_free
 from zinfer.engine.quantization.dequantize import table
-from zinfer.engine.read import DTYPES, as_bytes, fill, map_groups, reading
+from zinfer.engine.read import DTYPES, ahead, as_bytes, fill, map_groups, reading
 from zinfer.engine.state import ModelState
-from zinfer.engine.stream import codec
-from zinfer.engine.stream.codec import Layout
-from zinfer.engine.stream.packed_layer import Chunk, PackedLayer
-from zinfer.engine.stream.packing import AnyMemory, dense_tensors, pack_layers
-from zinfer.engine.stream.quantized import CodesLayout
+from zinfer.engine.stream.weights import codec, disk
+from zinfer.engine.stream.weights.chunk import Chunk, PackedLayer
+from zinfer.engine.stream.weights.codec import Layout
+from zinfer.engine.stream.weights.formats import CodesLayout
+from zinfer.engine.stream.weights.pack import AnyMemory, pack_one_by_one, unpacked_bytes
 from zinfer.system import atomic
 from zinfer.system.documents import DocumentError, open_regular, read_object, validate
 
@@ -129,17 +128,20 @@ class _StoredLayer(BaseModel):
     crc32: list[Count]
 
     @classmethod
-    def of(cls, layer: PackedLayer, content: memoryview, start: int) -> "_StoredLayer":
-        """Describe a layer packed as `content`, for byte `start` of the data."""
+    def of(cls, layer: PackedLayer, sums: list[int], end: int) -> "_StoredLayer":
+        """Describe a layer of the data, which ends before byte `end`. `sums` are the CRC-32 of its chunks."""
+        start = layer.start
         return cls(
             start=start,
-            end=start + len(content),
+            end=end,
             unpacked_bytes=layer.unpacked_bytes,
             blocks={
                 name: (block.offset, list(block.shape), str(block.dtype)[6:]) for name, block in layer.blocks.items()
             },
-            chunks=[(chunk.start, chunk.end, chunk.place, _stored(chunk.layout)) for chunk in layer.chunks],
-            crc32=[zlib.crc32(content[chunk.start : chunk.end]) for chunk in layer.chunks],
+            chunks=[
+                (chunk.start - start, chunk.end - start, chunk.place, _stored(chunk.layout)) for chunk in layer.chunks
+            ],
+            crc32=sums,
         )
 
     def layer(self, start: int) -> PackedLayer:
@@ -285,32 +287,23 @@ def write(
         )
     sums, before = _Sums(), _identity(Checkpoint.open(Path(str(spec.directory))))
     state = ModelState(spec, "safetensors", allow_nan=allow_nan, visits=[sums])
-    sizes = [lay_out(dense_tensors(state.of_layer(number), None))[1] for number in range(len(state.layers))]
+    size = sum(unpacked_bytes(state, number, {}) for number in range(len(state.layers)))
     folder.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(folder).free
-    needed = round(sum(sizes) * min(1.0, spec.stored_ratio + 0.01))
+    needed = round(size * min(1.0, spec.stored_ratio + 0.01))
     if free < needed:
         raise EngineError(
             f"{folder} has {gb(free)} free, and up to {gb(needed)} are needed: name another folder with -o"
         )
     (folder / INDEX).unlink(missing_ok=True)
-    layers: dict[int, _StoredLayer] = {}
-    end = 0
-
-    def memory_of(number: int) -> PinnedArena:
-        return PinnedArena(sizes[number], pin=False, grow=True)
-
     with atomic.writing(folder / DATA) as stream:
-        for number, layer, _, arena in pack_layers(state, True, device, memory_of, None, progress):
-            content = as_bytes(arena.memory[: arena.used])
-            layers[number] = _StoredLayer.of(layer, content, end)
-            stream.write(content)
-            end += len(content)
-            del content
-            arena.close()
+        layers, checksums = disk.write(stream.write, pack_one_by_one(state, True, device, None, progress))
+        end = stream.tell()
+    ends = [*(layer.start for layer in layers[1:]), end]
+    stored = list(map(_StoredLayer.of, layers, checksums, ends))
     _Index(
         format=FORMAT, revision=revision, dtype=spec.dtype, allow_nan=allow_nan, files=before, tensors=sums.tensors,
-        bytes=end, layers=[layers[number] for number in range(len(layers))],
+        bytes=end, layers=stored,
     ).write(folder)  # fmt: skip
     return end
 
@@ -418,9 +411,9 @@ def read(
 ) -> Iterator[tuple[int, PackedLayer, None, AnyMemory]]:
     """Read packed layers with many threads, and check them.
 
-    Yields what `zinfer.engine.stream.packing.pack_layers` yields; `memory_of` names the memory that a layer is read
-    into. Raises EngineError unless the layers fit `state`, CheckpointError for data that are cut off or damaged, with
-    the number of the layer, and MemoryError, before anything is read, where memory is too small.
+    Yields what `zinfer.engine.stream.weights.pack.pack_layers` yields; `memory_of` names the memory that a layer is
+    read into. Raises EngineError unless the layers fit `state`, CheckpointError for data that are cut off or damaged,
+    with the number of the layer, and MemoryError, before anything is read, where memory is too small.
     """
     content, path = _belonging(folder, state)
     memories = [memory_of(number) for number in range(len(content.layers))]
@@ -428,30 +421,31 @@ def read(
     check_free(
         sum(stored.end - stored.start for stored, counts in zip(content.layers, in_host_memory, strict=True) if counts)
     )
-    under_way: deque[tuple[int, PackedLayer, Future[None]]] = deque()
     with (
         reading() as readers,
         ThreadPoolExecutor(len(os.sched_getaffinity(0))) as cores,
         ThreadPoolExecutor(LAYERS_AHEAD) as checkers,
     ):
 
-        def check(number: int, layer: PackedLayer, memory: memoryview, reads: list[Future[None]]) -> None:
+        def check(number: int, layer: PackedLayer, memory: memoryview, reads: list[Future[None]]) -> PackedLayer:
             for done in reads:
                 done.result()
             chunks = [memory[chunk.start - layer.start : chunk.end - layer.start] for chunk in layer.chunks]
             if list(cores.map(zlib.crc32, chunks)) != content.layers[number].crc32:
                 raise CheckpointError(f"{path}: layer {number} is damaged: pack it again")
+            return layer
 
-        for number, (stored, memory) in enumerate(zip(content.layers, memories, strict=True)):
+        def begin(number: int) -> Future[PackedLayer]:
+            stored, memory = content.layers[number], memories[number]
             layer = stored.layer(memory.used)
             part = memory.take(stored.end - stored.start)
             reads = fill(readers, part, path, stored.start)
-            under_way.append((number, layer, checkers.submit(check, number, layer, as_bytes(part), reads)))
-            while len(under_way) > (LAYERS_AHEAD if number + 1 < len(content.layers) else 0):
-                done, checked_layer, checked = under_way.popleft()
-                checked.result()
-                progress("loading packed layers", content.layers[done].end / content.bytes)
-                yield done, checked_layer, None, memories[done]
+            return checkers.submit(check, number, layer, as_bytes(part), reads)
+
+        for number, checked in ahead(begin, range(len(memories)), LAYERS_AHEAD):
+            layer = checked.result()
+            progress("loading packed layers", content.layers[number].end / content.bytes)
+            yield number, layer, None, memories[number]
 
 
 def _read(folder: Path) -> _Index:

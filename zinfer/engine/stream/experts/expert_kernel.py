@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from zinfer.engine.stream.expand import rounded
+from zinfer.engine.stream.weights.expand import rounded
 
 TILE = 4096  # weights of a tile: 32 a thread, which leaves registers for their sums and for 4 to 8 programs at a time
 WARPS = 4

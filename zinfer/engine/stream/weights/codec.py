@@ -25,7 +25,7 @@ container of the data keeps checksums: damaged data decode to wrong weights or n
 or writes outside of `data` and `out`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -169,19 +169,45 @@ def decode(data: Tensor, layout: Layout, out: Tensor) -> None:
     """Decode `data` (uint8) into `out` (bf16 or e4m3, ``layout.numel`` values).
 
     For bf16 on a GPU this is one launch on the current stream, and a copy if there is a tail; it allocates nothing and
-    does not wait. The kernel for e4m3 also multiplies with scales (`zinfer.engine.stream.expand`); here a GPU decodes
-    e4m3 as a CPU does. Data and `out` are contiguous and begin at multiples of 16 bytes; the layout of stored data is
-    checked where it is read (`zinfer.engine.stream.packed`).
+    does not wait. The kernel for e4m3 also multiplies with scales (`zinfer.engine.stream.weights.expand`); here a GPU
+    decodes e4m3 as a CPU does. Data and `out` are contiguous and begin at multiples of 16 bytes; the layout of stored
+    data is checked where it is read (`zinfer.engine.stream.weights.packed`).
     """
     values = out.view(-1)
     if out.is_cuda and layout.bits == 16:
-        from zinfer.engine.stream.decode import launch
+        from zinfer.engine.stream.weights.decode import launch
 
         launch(data, values, layout.blocks, layout.sections[:-1], **CONSTANTS)
     else:
         _decode_blocks(data, layout, values)
     if rest := layout.numel % BLOCK:
         values[-rest:] = data[layout.sections[-2] * 16 :][: rest * layout.bits // 8].view(out.dtype)
+
+
+def chunk_places(chunks: Sequence[tuple[Layout, int, int]]) -> list[list[int]] | None:
+    """Return the places of bf16 chunks for `decode_chosen`: each has a layout, its first byte, and where it goes. None
+    if one has a tail, or other values."""
+    if any(layout.bits != 16 or layout.numel % BLOCK for layout, _, _ in chunks):
+        return None
+    return [[begin, place, layout.blocks, *layout.sections[:-1]] for layout, begin, place in chunks]
+
+
+def decode_chosen(data: Tensor, places: Tensor, max_blocks: int, chosen: Tensor, out: Tensor) -> None:
+    """Decode the chunks of chosen experts, on the device.
+
+    `chosen` (int ``[n]``) numbers them; their values go to `out` (uint8). `places` are those of `chunk_places`, int64
+    ``[experts, chunks, 8]``, in `data` and `out`, all multiples of 16 bytes; a chunk has at most `max_blocks` blocks. A
+    GPU needs one launch and waits for nothing; the host never sees the choice.
+    """
+    if out.is_cuda:
+        from zinfer.engine.stream.weights.decode import launch_chosen
+
+        launch_chosen(data, places, chosen, max_blocks, out, **CONSTANTS)
+        return
+    for number in chosen.tolist():
+        for begin, place, blocks, *sections in places[number].tolist() if 0 <= number < len(places) else ():
+            layout = Layout(blocks * BLOCK, (*sections, sections[-1]))
+            decode(data[begin : begin + layout.size], layout, out[place : place + layout.nbytes].view(torch.bfloat16))
 
 
 class _Stream:

@@ -2,8 +2,8 @@
 
 `transformers` computes experts by grouped matrix products. Their tiles are made for many rows, and around them rows are
 sorted, counted, moved and moved back, so that a token or two takes twice as long as reading its experts. The kernels
-(`zinfer.engine.stream.expert_kernel`) read each chosen expert once and nothing else. Of experts that stay on the GPU
-quantised they read the codes (`zinfer.engine.stream.packed_product`).
+(`zinfer.engine.stream.experts.expert_kernel`) read each chosen expert once and nothing else. Of experts that stay on
+the GPU quantised they read the codes (`zinfer.engine.stream.weights.products`).
 
 The classes of experts that `transformers` dispatches through its `ExpertsInterface` give the place for it, without code
 for architectures. A call that the kernels do not serve goes to the implementation that `transformers` chose: one with
@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 from transformers.integrations import moe
 
 from zinfer.core.engine import CODED_PAIRS
-from zinfer.engine.stream.packed_experts import through_interface
-from zinfer.engine.stream.packed_product import CheckedKernel, LazyWeight, StackedCodes
+from zinfer.engine.stream.experts.modules import through_interface
+from zinfer.engine.stream.weights.products import CheckedKernel, LazyWeight, StackedCodes
 from zinfer.engine.triton_check import cannot_run
 
 NAME = "zinfer_few"  # name of the implementation
@@ -143,7 +143,7 @@ def _kind(module: nn.Module, states: Tensor, experts: Tensor, weights: Tensor) -
 
 
 def _compute(module: nn.Module, states: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-    from zinfer.engine.stream.expert_kernel import combine, multiply_gated
+    from zinfer.engine.stream.experts.expert_kernel import combine, multiply_gated
 
     matrices = _matrices(module)
     assert matrices is not None
@@ -167,7 +167,7 @@ def _codes(weights: Tensor, transposed: bool) -> StackedCodes | None:
 
 def _products(states: Tensor, weights: Tensor, experts: Tensor, transposed: bool) -> Tensor:
     """Return the partial products of each pair, from codes if possible."""
-    from zinfer.engine.stream.expert_kernel import multiply
+    from zinfer.engine.stream.experts.expert_kernel import multiply
 
     codes = _codes(weights, transposed)
     if codes is not None:

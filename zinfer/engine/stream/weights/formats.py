@@ -1,8 +1,9 @@
 """Quantised matrices on the wire: rows of codes and scales in the released bits, unpacked into the layer buffer.
 
 A chunk holds whole rows. Its parts, each from a multiple of 16 bytes on: codes, scales, and, if there are some, zero
-points and the order of the columns. FP8 codes (e4m3) are coded losslessly (`zinfer.engine.stream.codec`) where that
-makes them smaller. On a GPU one launch unpacks a chunk (`zinfer.engine.stream.expand`); on a CPU torch does so.
+points and the order of the columns. FP8 codes (e4m3) are coded losslessly (`zinfer.engine.stream.weights.codec`) where
+that makes them smaller. On a GPU one launch unpacks a chunk (`zinfer.engine.stream.weights.expand`); on a CPU torch
+does so.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zinfer.engine.quantization.dequantize import Codes, expand, table
-from zinfer.engine.stream import codec
+from zinfer.engine.stream.weights import codec
 
 UNIT = 16  # bytes
 # Rows of codes of transposed experts (a row for each input) that share a row of scales: products read them together.
@@ -210,7 +211,7 @@ def unpack(data: Tensor, layout: CodesLayout, out: Tensor) -> None:
     coded = layout.coded
     codes, rows = layout.views(data), out.view(layout.rows, layout.columns)
     if out.is_cuda:
-        from zinfer.engine.stream.expand import launch, launch_coded
+        from zinfer.engine.stream.weights.expand import launch, launch_coded
 
         scale_table = table(layout.scale_table, out.device) if layout.scale_table else None
         if coded is None:

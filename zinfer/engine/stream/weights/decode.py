@@ -42,6 +42,25 @@ def launch(data: Tensor, out: Tensor, blocks: int, offsets: Sequence[int], **con
     )
 
 
+def launch_chosen(data: Tensor, table: Tensor, chosen: Tensor, max_blocks: int, out: Tensor, **constants: int) -> None:
+    """Decode the chunks of chosen experts in one launch. Runs on the current stream. `table` is int64 ``[experts,
+    chunks, 8]``, the places that `codec.decode_chosen` describes; numbers in `chosen` beyond the experts are left out.
+    Checks nothing."""
+    experts, chunks, _ = table.shape
+    _decode_chosen[(max_blocks, chunks, chosen.numel())](
+        data,
+        table,
+        chosen,
+        out,
+        experts,
+        chunks,
+        **constants,
+        ROWS=32 * WARPS,
+        num_warps=WARPS,
+        num_stages=1,
+    )
+
+
 # The offsets differ for every tensor: specialisation would compile a kernel for every pattern of divisibility.
 @triton.jit(do_not_specialize=["blocks", "level_2", "level_3", "level_4", "rest", "tail"])
 def _decode(
@@ -58,8 +77,60 @@ def _decode(
     MAX_ESCAPES: tl.constexpr,
     ROWS: tl.constexpr,
 ):
+    block = tl.program_id(0)
+    _decode_block(data, out, block, blocks, level_2, level_3, level_4, rest, tail, BLOCK, LEVELS, MAX_ESCAPES, ROWS)
+
+
+@triton.jit(do_not_specialize=["experts", "chunks"])
+def _decode_chosen(
+    data,
+    table,
+    chosen,
+    out,
+    experts,
+    chunks,
+    BLOCK: tl.constexpr,
+    LEVELS: tl.constexpr,
+    MAX_ESCAPES: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    block = tl.program_id(0)
+    expert = tl.load(chosen + tl.program_id(2)).to(tl.int64)
+    inside = (expert >= 0) & (expert < experts)
+    place = table + (tl.where(inside, expert, 0) * chunks + tl.program_id(1)) * 8
+    blocks = tl.load(place + 2).to(tl.int32)
+    if inside & (block < blocks):
+        begin = tl.multiple_of(tl.load(place), 16)
+        first = tl.multiple_of(tl.load(place + 1), 16)
+        level_2 = tl.load(place + 3).to(tl.int32)
+        level_3 = tl.load(place + 4).to(tl.int32)
+        level_4 = tl.load(place + 5).to(tl.int32)
+        rest = tl.load(place + 6).to(tl.int32)
+        tail = tl.load(place + 7).to(tl.int32)
+        values = (out + first).to(tl.pointer_type(tl.uint16))
+        _decode_block(
+            data + begin, values, block, blocks, level_2, level_3, level_4, rest, tail, BLOCK, LEVELS, MAX_ESCAPES, ROWS
+        )
+
+
+@triton.jit
+def _decode_block(
+    data,
+    out,
+    number,
+    blocks,
+    level_2,
+    level_3,
+    level_4,
+    rest,
+    tail,
+    BLOCK: tl.constexpr,
+    LEVELS: tl.constexpr,
+    MAX_ESCAPES: tl.constexpr,
+    ROWS: tl.constexpr,
+):
     """Decode one block. Positions within the block's parts of `out` and `data` have 32 bits, the parts' offsets 64."""
-    block = tl.program_id(0).to(tl.int64)
+    block = number.to(tl.int64)
     row = tl.arange(0, ROWS)
     column = tl.arange(0, 4)[None, :]
     words = data.to(tl.pointer_type(tl.uint32))

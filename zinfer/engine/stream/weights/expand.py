@@ -1,10 +1,10 @@
 # mypy: disable-error-code="import-not-found, import-untyped, no-untyped-call, no-untyped-def, untyped-decorator"
 """Triton kernels that unpack quantised rows: table look-up, zero point, scale, rounding, for codes of 4 and 8 bits; and
-FP8 codes (e4m3) whose exponents are coded (`zinfer.engine.stream.codec`).
+FP8 codes (e4m3) whose exponents are coded (`zinfer.engine.stream.weights.codec`).
 
 For stored codes one program unpacks `BLOCK` values of a row. A table look-up serves every format alike, 8-bit floating
-point too, which GPUs before Hopper do not convert. Coded ones are decoded as in `zinfer.engine.stream.decode`, one
-program for each of the codec's blocks, and multiplied with their scales before they are written, so that codes are
+point too, which GPUs before Hopper do not convert. Coded ones are decoded as in `zinfer.engine.stream.weights.decode`,
+one program for each of the codec's blocks, and multiplied with their scales before they are written, so that codes are
 never written to memory. A number of e4m3 has the bits of one of fp16 that is 256 times smaller, which every GPU
 converts; NaN alone is put right. Scales times 256 are exact: they are far from the largest number
 (`zinfer.engine.quantization.dequantize.Codes.fit`).
@@ -20,8 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from zinfer.engine.quantization.dequantize import Codes
-from zinfer.engine.stream import codec, decode
-from zinfer.engine.stream.decode import escapes, exponents
+from zinfer.engine.stream.weights import codec, decode
+from zinfer.engine.stream.weights.decode import escapes, exponents
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 BLOCK = 2048  # values of a program
@@ -68,7 +68,7 @@ def launch_coded(
 
     Their numbers are uint8 ``[layout.size]``; `out` is bf16 or fp16, from a multiple of 16 bytes on. This is one launch
     on the current stream, and another one if there is a tail, with `block` values in a program. Checks nothing:
-    `zinfer.engine.stream.quantized.unpack` does.
+    `zinfer.engine.stream.weights.formats.unpack` does.
     """
     columns, rest = codes.columns, layout.numel % codec.BLOCK
     whole_rows, whole_columns = codes.scales.shape[0] == 1, codes.scales.shape[1] == 1

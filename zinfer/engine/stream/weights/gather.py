@@ -29,9 +29,11 @@ from torch import Tensor
 
 from zinfer.core.engine import KEPT_BUFFERS
 from zinfer.engine.pinned import ALIGNMENT
-from zinfer.engine.stream.packed_layer import Chunk, PackedLayer
-from zinfer.engine.stream.prefetch import Event, Fetch, PrefetchRing, Queues, Transfer
 from zinfer.engine.stream.trace import mark
+from zinfer.engine.stream.weights.chunk import Chunk, PackedLayer
+from zinfer.engine.stream.weights.queues import Event, Queues
+from zinfer.engine.stream.weights.ring import Fetch, PrefetchRing, Transfer
+from zinfer.engine.stream.weights.source import WeightSource
 
 SAMPLED = 4  # every fourth layer is copied to measure the links: they lie in all of the memory
 
@@ -89,8 +91,7 @@ class GatherRing(PrefetchRing):
 
     def __init__(
         self,
-        source: Tensor,
-        layers: list[PackedLayer],
+        source: WeightSource,
         depth: int,
         device: torch.device,
         ranks: Ranks,
@@ -105,7 +106,7 @@ class GatherRing(PrefetchRing):
         self._to_gather: deque[tuple[int, int]] = deque()  # layers and numbers of chunks whose gathers are not issued
         self._to_receive: deque[tuple[int, int]] = deque()  # chunks of this pass that are not taken yet
         self._copied: deque[tuple[Event, int]] = deque()  # behind each copy without its gather: event, its buffer
-        super().__init__(source, layers, depth, device, queues)
+        super().__init__(source, depth, device, queues)
 
     @property
     def depth(self) -> int:
@@ -244,8 +245,9 @@ class GatherRing(PrefetchRing):
         """Return this rank's part of a chunk."""
         if index in self._rank_parts:
             return self._rank_parts[index][number]
-        begin, end = _range_of_rank(self.layers[index].chunks[number], self._ranks.rank, self._ranks.size)
-        return self._source[begin:end]
+        chunk = self.layers[index].chunks[number]
+        begin, end = _range_of_rank(chunk, self._ranks.rank, self._ranks.size)
+        return self._source.get(chunk)[begin - chunk.start : end - chunk.start]
 
     def _resident_content(self, index: int) -> Tensor | None:
         return None
@@ -323,7 +325,6 @@ class GatherRing(PrefetchRing):
         if index not in self._rank_parts:
             super()._unpack(index)
             return
-        self._under_way().deferred = {}
         for chunk in self.layers[index].chunks:
             self._unpack_chunk(index, chunk, self._receive_staged(index))
             self._free_staged()

@@ -1,10 +1,10 @@
 """Experts on demand: only routed experts that the router chose cross the link.
 
-Attention, router, shared experts, norms and dense layers come through the ring (`zinfer.engine.stream.prefetch`). Each
-routed expert is a run of bytes of its own in host memory, encoded like a layer. When a layer's router has chosen, the
-CPU reads the choice (a few numbers, the only thing that it waits for), and the copy queue brings the experts that are
-not on the device into the buffers of a pool. They are unpacked into a layer buffer, in which each expert has its place,
-and the model's own function computes: it reads the places of the chosen experts and no others.
+Attention, router, shared experts, norms and dense layers come through the ring (`zinfer.engine.stream.weights.ring`).
+Each routed expert is a run of bytes of its own in host memory, encoded like a layer. When a layer's router has chosen,
+the CPU reads the choice (a few numbers, the only thing that it waits for), and the copy queue brings the experts that
+are not on the device into the buffers of a pool. They are unpacked into a layer buffer, in which each expert has its
+place, and the model's own function computes: it reads the places of the chosen experts and no others.
 
 A pass whose many tokens touch nearly all experts brings all of them, in order and ahead of compute, without waiting for
 any router. Buffers that hold experts of earlier passes are the cache.
@@ -16,7 +16,7 @@ experts and their weights, and read no expert that is not among the indices.
 
 import inspect
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from heapq import heapify, heappop, heappush
 from itertools import groupby
 from math import log2
@@ -28,9 +28,12 @@ from torch import Tensor, nn
 
 from zinfer.core.case import spread
 from zinfer.engine.pinned import ALIGNMENT
-from zinfer.engine.stream.packed_experts import Experts, Key, PackedExpert, PackedExperts
-from zinfer.engine.stream.prefetch import Event, PrefetchRing, Queues
 from zinfer.engine.stream.trace import mark
+from zinfer.engine.stream.weights import codec
+from zinfer.engine.stream.weights.packed_experts import Experts, Key, PackedExpert
+from zinfer.engine.stream.weights.queues import Event, Queues
+from zinfer.engine.stream.weights.ring import PrefetchRing
+from zinfer.engine.stream.weights.source import MemorySource
 
 END = maxsize, 0  # behind all experts, in the order of layers
 HALF_LIFE = 32  # passes after which a use of an expert counts half, for the cache of the most used ones
@@ -128,31 +131,33 @@ class ExpertCounts(NamedTuple):
 class ExpertPool:
     """Buffers that experts arrive in, and their layer buffer.
 
-    They come from `source` (uint8, host memory); `layers` are the packed experts of each layer, by number. A buffer is
+    They come from `source`, whose `experts` are the packed experts of each layer, by number. A buffer is
     free, or holds an expert that is coming (asked for, or ahead of compute, and not used yet), or one that stays. At
     most `staging` are coming. An expert crosses the link in parts, so that the first ones are unpacked while the last
-    ones come. The rules of `zinfer.engine.stream.prefetch` hold here, too: a part of a buffer is read behind its event
-    `arrived`; a buffer is written behind its event `freed`, recorded behind its last read; and a copy into it is issued
-    only once that has been recorded, since only then it is free. Without queues there are no buffers, and experts are
-    unpacked from where they are; everything else is the same.
+    ones come. The rules of `zinfer.engine.stream.weights.ring` hold here, too: a part of a buffer is read behind its
+    event `arrived`; a buffer is written behind its event `freed`, recorded behind its last read; and a copy into it is
+    issued only once that has been recorded, since only then it is free. Without queues there are no buffers, and
+    experts are unpacked from where they are; everything else is the same.
     """
 
     def __init__(
         self,
-        source: Tensor,
-        layers: Mapping[int, PackedExperts],
+        source: MemorySource,
         device: torch.device,
         ring: PrefetchRing,
     ) -> None:
-        self.layers = layers
+        self.layers = layers = source.experts
         self.counts = ExpertCounts()
         self.scanning = False  # the pass under way brings all experts in order
-        self._source, self._device, self._ring, self._queues = source, device, ring, ring.queues
+        self._source, self._device, self._ring, self._queues = source.memory, device, ring, ring.queues
         size = max(packed.unpacked_bytes for packed in layers.values())
         self.layer_buffer = torch.empty(size, dtype=torch.uint8, device=device)
         self._filled: tuple[int, set[int]] = -1, set()  # layer in the layer buffer, and its experts that are there
         self._cache = ExpertCache("lfu")
         self._at: dict[Key, int] = {}  # number of the buffer of each expert that is coming or stays
+        self._places: dict[
+            int, tuple[Tensor, int] | None
+        ] = {}  # layers whose experts all stay -> where their codes are
         self._coming: dict[Key, None] = {}  # experts whose copy was issued and that were not used yet, in order
         self._asked: deque[Key] = deque()  # experts needed now whose copy waits for a free buffer
         self._ahead: Iterator[Key] = iter(())  # experts to bring before they are needed, in order
@@ -201,7 +206,7 @@ class ExpertPool:
         if self._queues is not None:
             self._queues.finish()
         self._cache.clear()
-        self._at, self._coming, self._ahead = {}, {}, iter(())
+        self._at, self._coming, self._places, self._ahead = {}, {}, {}, iter(())
         self._asked.clear()
         self._free.clear()
         self.staging = self.cached = 0  # until all of them are there: the device may be short of memory
@@ -232,11 +237,12 @@ class ExpertPool:
 
     def bring(self, layer: int, chosen: Tensor) -> None:
         """Bring the `chosen` experts of a layer, or all."""
-        count = len(self.layers[layer].experts)
-        numbers: Iterable[int] = range(count)
+        if not self.scanning and self._unpack_chosen(layer, chosen):
+            return
+        numbers: Iterable[int] = self._numbers(layer)
         if not self.scanning:
             with self._ring.untimed(layer):
-                numbers = sorted(set(self._choice.read(chosen, count)))
+                numbers = sorted(set(self._choice.read(chosen, len(self._numbers(layer)))))
         if self._filled[0] != layer:
             self._filled = layer, set()
         missing = [(layer, expert) for expert in numbers if expert not in self._filled[1]]
@@ -262,11 +268,14 @@ class ExpertPool:
         for module in self._attached:
             del module.forward  # it holds the module, and the pool
         self._attached = []
-        self._at, self._coming, self._ahead = {}, {}, iter(())
+        self._at, self._coming, self._places, self._ahead = {}, {}, {}, iter(())
         self._source = self._memory = self.layer_buffer = torch.empty(0, dtype=torch.uint8)
 
     def _buffer(self, number: int) -> Tensor:
         return self._memory[number * self.buffer_bytes : (number + 1) * self.buffer_bytes]
+
+    def _numbers(self, layer: int) -> range:
+        return range(len(self.layers[layer].experts))
 
     def _packed(self, key: Key) -> PackedExpert:
         return self.layers[key[0]].experts[key[1]]
@@ -337,6 +346,40 @@ class ExpertPool:
             self._freed[number].record()  # rule 2
         self._retain(key)
         self._issue()
+
+    def _unpack_chosen(self, layer: int, chosen: Tensor) -> bool:
+        """Unpack a token's experts if all of the layer stay for good. The CPU does not wait for the choice then."""
+        if self._queues is None or chosen.numel() != chosen.shape[-1] or self.cached < len(self._keys):
+            return False
+        if layer not in self._places and all((layer, number) in self._cache for number in self._numbers(layer)):
+            self._places[layer] = self._places_of(layer)
+        if (places := self._places.get(layer)) is None or self._unpacked is None:
+            return False
+        self._count(hits=chosen.numel())
+        self._ring.resume()
+        self._unpacked.wait()
+        if self._filled[0] != layer:
+            self._filled = layer, set()
+        with self._ring.untimed(layer, unpacks=True):
+            codec.decode_chosen(self._memory, *places, chosen.flatten(), self.layer_buffer)
+        self._unpacked.record()
+        return True
+
+    def _places_of(self, layer: int) -> tuple[Tensor, int] | None:
+        """Return the places of a layer's codes, and the largest chunk's blocks. None unless all are coded bf16."""
+        places = []
+        for number in self._numbers(layer):
+            packed, begin = self._packed((layer, number)), self._at[layer, number] * self.buffer_bytes
+            chunks = [
+                (chunk.layout, begin + chunk.start - packed.start, chunk.place)
+                for chunk in packed.chunks
+                if isinstance(chunk.layout, codec.Layout)
+            ]
+            places.append(codec.chunk_places(chunks) if len(chunks) == len(packed.chunks) else None)
+        if None in places or len({len(rows or ()) for rows in places}) > 1:
+            return None
+        table = torch.tensor(places)
+        return table.to(self._device), int(table[..., 2].max())
 
     def _retain(self, key: Key) -> None:
         """Keep a used expert in its buffer, or free a buffer."""

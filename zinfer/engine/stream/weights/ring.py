@@ -26,62 +26,23 @@ weights. A pass that ends in an exception leaves the ring to begin anew with the
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
+from itertools import cycle
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from zinfer.core.progress import Progress, silent
 from zinfer.engine.pinned import TensorPlace
 from zinfer.engine.state import Entry
-from zinfer.engine.stream.packed_layer import Chunk, PackedLayer
-from zinfer.engine.stream.trace import Reads, Timed, Trace, mark
+from zinfer.engine.stream.trace import Timed, Trace, mark
+from zinfer.engine.stream.weights.chunk import Chunk, PackedLayer
+from zinfer.engine.stream.weights.queues import CudaQueues, Event, Queues
+from zinfer.engine.stream.weights.source import WeightSource
 from zinfer.record.measurement import Lane
-
-
-class Event(Protocol):
-    """A point in a queue, as `torch.cuda.Event`."""
-
-    def record(self) -> None: ...  # behind all work of the current queue
-    def wait(self) -> None: ...  # make the current queue wait until the point is passed
-    def query(self) -> bool: ...  # tell whether the point is passed
-    def synchronize(self) -> None: ...  # make the CPU wait until the point is passed
-
-
-class Queues(Protocol):
-    """Queues of a device; the compute queue is the current one."""
-
-    def event(self) -> Event: ...
-    def copying(self) -> AbstractContextManager[Any]: ...  # makes the copy queue the current one
-    def second_stream(self) -> AbstractContextManager[Any]: ...  # makes the second compute queue the current one
-    def gathering(self) -> AbstractContextManager[Any]: ...  # makes the queue between GPUs the current one
-    def finish(self) -> None: ...  # makes the CPU wait for all of them
-
-
-class CudaQueues:
-    """CUDA streams: the current one, and one for copies; calls of `second_stream` and gathers go first."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._copying = torch.cuda.Stream(device)
-        self._second = torch.cuda.Stream(device, priority=-1)
-        self._gathering = torch.cuda.Stream(device, priority=-1)
-
-    def event(self) -> Event:
-        return torch.cuda.Event()
-
-    def copying(self) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self._copying)
-
-    def second_stream(self) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self._second)
-
-    def gathering(self) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(self._gathering)
-
-    def finish(self) -> None:
-        torch.cuda.synchronize()
 
 
 @dataclass(frozen=True)
@@ -106,43 +67,32 @@ class Fetch(Protocol):
     def following(self) -> "Fetch": ...  # the same fetch for the next pass, one step on
 
 
-class Products(Protocol):
-    """Resident weights that are multiplied packed, and unpacked on demand."""
-
-    status: str  # ``on``, or the reason why there are none
-
-    def weights(
-        self, ring: "PrefetchRing", index: int, entries: Mapping[str, Entry]
-    ) -> dict[str, tuple[Tensor, tuple[Chunk, ...]]]: ...  # what modules hold instead of views, and chunks, by name
-
-
 class PrefetchRing:
-    """Ring of buffers that streams packed layers to the device, in order. `source` (uint8, host memory) holds the bytes
-    of `layers`; `depth` is the number of buffers. Without a GPU there are none, and a chunk is unpacked from where it
-    is; `queues` gives a ring without a GPU buffers all the same (for tests)."""
+    """Ring of buffers that streams packed layers to the device, in order. They are those of `source`; `depth` is the
+    number of buffers. Without a GPU there are none, and a chunk is unpacked from where it is; `queues` gives a ring
+    without a GPU buffers all the same (for tests)."""
 
     def __init__(
         self,
-        source: Tensor,
-        layers: list[PackedLayer],
+        source: WeightSource,
         depth: int,
         device: torch.device,
         queues: Queues | None = None,
     ) -> None:
         if depth < 2:
             raise ValueError(f"{depth} ring buffers: a ring needs two or more, one in use and one being filled")
-        self.layers = layers
+        self.layers: list[PackedLayer] = list(source.layers)
         self.bytes_copied = 0  # weight bytes
+        self.disk_bytes = 0  # those of them that came from disk
         self.other_bytes_copied = 0
         self._source, self._device, self._cuda = source, device, device.type == "cuda"
         self.queues: Queues | None = CudaQueues(device) if queues is None and self._cuda else queues
-        size = max(packed.unpacked_bytes for packed in layers)
+        size = max(packed.unpacked_bytes for packed in self.layers)
         self.layer_buffer = torch.empty(size, dtype=torch.uint8, device=device)
         self._attached: list[list[tuple[Tensor, TensorPlace]]] = []  # by layer: weights and places in the layer buffer
         self._resident: dict[int, Tensor] = {}  # layer -> its bytes as in the source, on the device
         self._only_resident: set[int] = set()  # layers that are in no source
-        self.products: Products | None = None
-        self._deferred: dict[int, dict[str, tuple[Chunk, ...]]] = {}  # by layer: weights of `products`
+        self._unpackers: dict[int, Callable[[], None]] = {}  # layer -> what unpacks it where it stays, if given
         self._pending: Iterator[Transfer] = iter(())  # transfers still to be issued
         self._in_flight: deque[Transfer] = deque()  # transfers issued and not taken; the last one may wait to be issued
         self._issued = self._taken = self._returned = 0
@@ -156,24 +106,25 @@ class PrefetchRing:
         self._only: int | None = None  # the layer that does so now
         self.resize(depth)
 
-    def attach(self, index: int, layer: nn.Module, entries: Mapping[str, Entry]) -> None:
+    def attach(
+        self,
+        index: int,
+        layer: nn.Module,
+        entries: Mapping[str, Entry],
+        weights: Mapping[str, Tensor] | None = None,
+        unpack: Callable[[], None] | None = None,
+    ) -> None:
         """Make the weights of `layer`, number `index`, views of the layer buffer. Hooks bring the layer there when it
-        is called. `entries` go by the names in its packed layer."""
+        is called. `entries` go by the names in its packed layer. The layer gets `weights` instead of views; `unpack`
+        brings it when it stays, by `unpack_chunks`."""
         packed, resident = self.layers[index], self._resident_content(index)
         memory = self.layer_buffer if resident is None or packed.coded else resident
-        views = {name: block.view(memory) for name, block in packed.blocks.items()}
-        if self.products is not None and self.products.status == "on":
-            for name, (weight, chunks) in self.products.weights(self, index, entries).items():
-                views[name] = weight
-                self._deferred.setdefault(index, {})[name] = chunks
+        views = {name: block.view(memory) for name, block in packed.blocks.items()} | dict(weights or {})
+        if unpack is not None:
+            self._unpackers[index] = unpack
         self._attached.append([(entries[name].put(views[name]), block) for name, block in packed.blocks.items()])
         layer.register_forward_pre_hook(lambda _module, _args: self._begin_call(index))
         layer.register_forward_hook(lambda _module, _args, output: self._end_call(index, output))
-
-    @property
-    def has_deferred_weights(self) -> bool:
-        """True if weights of resident layers have products of their own."""
-        return any(index in self._deferred for index in self._resident)
 
     @property
     def depth(self) -> int:
@@ -226,6 +177,12 @@ class PrefetchRing:
         """Keep a layer, not attached yet, whose bytes are in no source."""
         self._resident[index] = content
         self._only_resident.add(index)
+
+    def hold(self, layers: Iterable[int], progress: Progress = silent) -> None:
+        """Keep `layers`, and no others, in host memory. Waits for the device if that changes anything."""
+        if set(layers) != set(self._source.host_layers):
+            self._flush()
+            self._source.keep(layers, progress)
 
     def start(self) -> None:
         """Begin to fill the buffers for a pass of weights alone."""
@@ -306,15 +263,11 @@ class PrefetchRing:
     @contextmanager
     def watched(self) -> Iterator[Trace]:
         """Trace the work done (on a GPU: issued) within the ``with`` block."""
-        self._trace = Trace(self._cuda, self._timed, self._reads)
+        self._trace = Trace(self._cuda, self._timed, self._source.reads)
         try:
             yield self._trace
         finally:
             self._trace = None
-
-    def _reads(self) -> Reads:
-        """Return the latest reads from disk, for the timeline."""
-        return ()
 
     def borrow(self, index: int) -> Tensor:
         """Return the next fetch of a layer, uint8, on the device. It is valid until `hand_back`, or the end of the
@@ -365,10 +318,12 @@ class PrefetchRing:
     def close(self) -> None:
         if self.queues is not None:
             self.queues.finish()
-        self._buffers, self._attached, self._resident, self._deferred, self._next = [], [], {}, {}, None
-        self.products, self._pending = None, iter(())
+        self._source.stop()
+        self._buffers, self._attached, self._resident, self._unpackers, self._next = [], [], {}, {}, None
+        self._pending = iter(())
         self._in_flight.clear()
-        self._source = self.layer_buffer = torch.empty(0, dtype=torch.uint8)
+        self.layer_buffer = torch.empty(0, dtype=torch.uint8)
+        del self._source
 
     def _under_way(self) -> "_Pass":
         if self._pass is None:
@@ -383,6 +338,7 @@ class PrefetchRing:
         """Wait for the device and drop all transfers."""
         if self.queues is not None:
             self.queues.finish()
+        self._source.stop()
         self._issued = self._taken = self._returned = 0
         self._in_flight.clear()
         self._timed.clear()
@@ -393,9 +349,13 @@ class PrefetchRing:
         self._flush()
         if fetches:
             self.resize(self._depth, max(fetch.nbytes for fetch in fetches))
-        self._pending, self._next = self._all_transfers(fetches), fetches
+        self._pending = self._all_transfers(fetches)
+        streamed = (chunk for index in self.streamed for chunk in self.layers[index].chunks)
+        if on_disk := [chunk for chunk in streamed if self._source.on_disk(chunk)]:
+            self._source.begin(cycle(on_disk))
         if self.queues is not None:
             self._fill()
+        self._next = fetches  # unless its first chunks fail
 
     def _all_transfers(self, fetches: tuple[Fetch, ...]) -> Iterator[Transfer]:
         """Yield all transfers, pass after pass, without end."""
@@ -413,14 +373,19 @@ class PrefetchRing:
             fetches = tuple(fetch.following() for fetch in fetches)
 
     def _transfer(self, index: int, chunk: Chunk) -> Transfer:
-        return Transfer(index, partial(self._bytes, chunk), chunk)
-
-    def _bytes(self, chunk: Chunk) -> Tensor:
-        return self._source[chunk.start : chunk.end]
+        return Transfer(index, partial(self._source.get, chunk), chunk, partial(self._source.ready, chunk))
 
     def _copy_of(self, index: int) -> Tensor:
-        packed = self.layers[index]
-        return self._source[packed.start : packed.end].to(self._device, copy=True)
+        """Return a layer's bytes, copied to the device."""
+        packed, source = self.layers[index], self._source
+        content = torch.empty(packed.size, dtype=torch.uint8, device=self._device)
+        if on_disk := [chunk for chunk in packed.chunks if source.on_disk(chunk)]:
+            source.begin(on_disk)
+        for chunk in packed.chunks:
+            content[chunk.start - packed.start : chunk.end - packed.start].copy_(source.get(chunk))
+            if on_disk:
+                source.release()
+        return content
 
     def _fill(self) -> None:
         """Issue copies into all free buffers."""
@@ -452,14 +417,22 @@ class PrefetchRing:
         """Return the memory that a transfer is copied to."""
         return self._buffers[buffer]
 
-    def _complete(self, _transfer: Transfer, buffer: int) -> None:
+    def _complete(self, transfer: Transfer, buffer: int) -> None:
         """Record in the copy queue that a buffer holds its bytes."""
         self._arrived[buffer].record()
+        if transfer.chunk is not None and self._source.on_disk(transfer.chunk):
+            assert self.queues is not None
+            copied = self.queues.event()
+            copied.record()
+            self._source.release(copied)
 
     def _receive(self, index: int, chunk: Chunk | None) -> Tensor:
         """Return the next transfer's bytes on the device. It must be `chunk` of layer `index` (None: a fetch)."""
         if self.queues is not None:
             self._fill()
+            if self._taken == self._issued and self._in_flight and (late := self._in_flight[0]).chunk is not None:
+                late.source()  # waits for the disk
+                self._fill()
         elif not self._in_flight:
             self._in_flight.extend(transfer for transfer in (next(self._pending, None),) if transfer is not None)
         ready = self._in_flight and (self.queues is None or self._taken < self._issued)
@@ -472,6 +445,7 @@ class PrefetchRing:
             self.other_bytes_copied += following.source().numel()
         else:
             self.bytes_copied += chunk.size
+            self.disk_bytes += chunk.size if self._source.on_disk(chunk) else 0
         number, self._taken = self._taken % self._depth, self._taken + 1
         if self.queues is None:
             return following.source()
@@ -506,17 +480,16 @@ class PrefetchRing:
         return _without_attention(output)
 
     def _unpack(self, index: int) -> None:
-        packed, resident, now = self.layers[index], self._resident_content(index), self._under_way()
-        now.deferred = {}
+        packed, resident = self.layers[index], self._resident_content(index)
         if resident is None:
             for chunk in packed.chunks:
                 self._unpack_chunk(index, chunk, self._receive(index, chunk))
                 self._free_oldest()
+                if self.queues is None and self._source.on_disk(chunk):
+                    self._source.release()
         elif packed.coded:
-            now.deferred = dict(self._deferred.get(index, {}))
-            deferred = {chunk.start for chunks in now.deferred.values() for chunk in chunks}
             with self._span("unpack", index):
-                self._unpack_resident(index, [chunk for chunk in packed.chunks if chunk.start not in deferred])
+                self._unpackers.get(index, partial(self._unpack_resident, index, packed.chunks))()
 
     def _unpack_chunk(self, index: int, chunk: Chunk, content: Tensor) -> None:
         with self._span("unpack", index):
@@ -527,13 +500,14 @@ class PrefetchRing:
         for chunk in chunks:
             chunk.unpack(content[chunk.start - start :], self.layer_buffer)
 
-    def fill_in(self, index: int, name: str) -> None:
-        """Unpack a deferred weight of the computing layer."""
-        now = self._pass
-        if now is None or now.layer != index or name not in now.deferred:
+    def unpack_chunks(self, index: int, chunks: Iterable[Chunk]) -> None:
+        """Unpack `chunks` of layer `index`, which stays: when its `unpack` is called, or while it computes."""
+        now = self._under_way()
+        if now.layer != index:  # it is brought now
+            self._unpack_resident(index, chunks)
             return
         with self.untimed(index, unpacks=True):
-            self._unpack_resident(index, now.deferred.pop(name))
+            self._unpack_resident(index, chunks)
         if now.unpacked is not None:
             now.unpacked.record()
 
@@ -556,7 +530,6 @@ class _Pass:
     calls_done: int = 0  # of that layer
     borrowed: int = 0  # buffers that its current call holds
     complete: bool = False  # True after the last call of the last layer
-    deferred: dict[str, tuple[Chunk, ...]] = field(default_factory=dict)  # its weights that are not unpacked yet
     unpacked: Event | None = None  # point from which on the rest of the layer is in the layer buffer
     in_second: bool = False  # True while the second compute queue is the current one
     second_used: bool = False

@@ -1,0 +1,1 @@
+"""Routed experts: which of them come when, and kernels for few tokens."""

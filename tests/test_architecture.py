@@ -1,24 +1,30 @@
 """Properties of a model that are read from the model itself: parameters, experts, and the size of its cache."""
 
 import json
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 from click.testing import CliRunner
 from transformers import DynamicCache
+from transformers.models.auto.configuration_auto import model_type_to_module_name
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests import mentions
 from zinfer.checkpoint.architecture import decoder_layers, empty_model, measure
 from zinfer.checkpoint.resolve import from_config, resolve
 from zinfer.checkpoint.source import find
 from zinfer.cli import cli
-from zinfer.core.model import ModelError, ModelSpec, check_positions
+from zinfer.core.case import Case, Workload
+from zinfer.core.model import ATTEND_THEMSELVES, ModelError, ModelSpec, check_positions
 from zinfer.job.recipe import make_sweep
 from zinfer.job.sweep import prepare
 from zinfer.plan.bytes import Placement
+from zinfer.plan.planner import make_plan
 from zinfer.plan.times import Timing
 from zinfer.system.machines import load as machine
 
@@ -283,3 +289,28 @@ def test_an_implementation_of_transformers_is_chosen_by_zinfer_alone() -> None:
     config = empty_model(spec).config
     assert config._attn_implementation == "sdpa"
     assert not hasattr(config, "auto_map")
+
+
+def test_types_that_compute_attention_themselves_are_known() -> None:
+    """They store keys and values, and never look an attention function up. BLOOM has an adapter."""
+    own = set()
+    for kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        name = model_type_to_module_name(kind)
+        source = Path(transformers.__file__).parent / "models" / name / f"modeling_{name}.py"
+        code = source.read_text() if source.exists() else ""
+        if re.search(r"(past_key_values?|layer_past)\.update\(", code) and "ALL_ATTENTION_FUNCTIONS" not in code:
+            own.add(kind)
+    assert len(own) > 10
+    assert own - {"bloom"} <= ATTEND_THEMSELVES
+
+
+@pytest.mark.parametrize(("kind", "hosted"), [("llama", True), ("falcon", False)])
+def test_no_row_in_host_memory_is_planned_for_them(kind: str, hosted: bool) -> None:
+    spec = from_config(kind, GQA | {"model_type": kind, "num_hidden_layers": 80})
+    big = spec.model_copy(update={"layers": spec.layers * 4, "num_layers": 320, "total_layers": 320})
+    workload = Workload(batch_size=100_000, input_len=32, output_len=32)
+    case = Case(model=kind, engine="stream", offload="cpu", workload=workload, options=(("kv_attention", "cpu"),))
+    explicit = case.model_copy(update={"options": (("kv_offload", "cpu"),)})
+    plans = [make_plan(each, big, machine("h200")) for each in (case, explicit)]
+    assert (plans[0].placement.host_rows(100_000) > 0) is hosted
+    assert ("computes attention itself" in (plans[1].why_not or "")) is not hosted

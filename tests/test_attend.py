@@ -270,7 +270,7 @@ def test_every_processor_computes_the_same(lesser: None) -> None:
 def exact_attention(
     queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None, softcap: float | None, sinks: Tensor | None
 ) -> Tensor:
-    """Return attention in float64, its queries ``[B, heads, n, D]`` scaled by a quarter."""
+    """Return attention in float64, its queries scaled by a quarter. They are ``[B, heads, n, D]``."""
     scores = queries.double() @ keys.double().mT / 4
     scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
     scores = scores if bias is None else scores + bias.double()

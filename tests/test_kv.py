@@ -163,7 +163,7 @@ def test_as_many_threads_attend_as_the_plan_says(
 def test_a_model_that_computes_attention_itself_keeps_its_cache_on_the_gpu(
     checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    """Also if the plan, of a type that it does not know, says otherwise."""
+    """A plan that does not know the type is made anew."""
     keep_here(monkeypatch, 1)
     directory = checkpoint("falcon")
     with pytest.raises(EngineError, match=r"falcon.* computes attention itself, .*: kv_offload=cpu is not for it"):

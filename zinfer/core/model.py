@@ -39,9 +39,20 @@ CONFIG_KEYS = {
     "num_experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
     "experts_per_token": ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts"),
 }
-# Model types whose KV cache stays on the GPU: they compute attention without the AttentionInterface of transformers, or
-# cache what their keys and values are made of. `tests/test_architecture.py` compares them with transformers.
-ATTEND_THEMSELVES: frozenset[str] = frozenset()
+# Model types whose KV cache stays on the GPU: they compute attention without the AttentionInterface of transformers
+# (`tests/test_architecture.py` compares them) ..
+_WITHOUT_INTERFACE = {
+    "big_bird", "codegen", "cpmant", "ctrl", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "megatron-bert", "mpt",
+    "mvp", "prophetnet", "rembert", "roformer", "trocr", "xglm", "xlm",
+}  # fmt: skip
+# .. or do more with cached keys and values than attend to them: most cache what these are made of.
+_OWN_KEYS = {
+    "axk1", "axk2", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "diffllama", "doge", "dots3_note",
+    "dots3_note_text", "glm4_moe_lite", "glm_moe_dsa", "hy_v4", "inkling2_text", "jetmoe", "kimi_k2", "kimi_k25",
+    "kimi_linear",
+    "minicpm3", "mistral_large4", "youtu",
+}  # fmt: skip
+ATTEND_THEMSELVES = frozenset(_WITHOUT_INTERFACE | _OWN_KEYS)
 MAX_STRETCH = 1024  # largest factor by which YaRN is believed to stretch a model's positions
 LAYER_INDEX = re.compile(r"(?:^|\.)(?:layers|h|blocks)\.(\d+)\.")
 
@@ -155,7 +166,7 @@ class ModelSpec(Shape):
 
     @property
     def attends_by_name(self) -> bool:
-        """True if zinfer may compute attention in the model's place, so that host memory can hold its KV cache."""
+        """True if zinfer may compute the model's attention. Host memory can then hold its KV cache."""
         return self.architecture not in ATTEND_THEMSELVES
 
     @property

@@ -260,7 +260,7 @@ class FixedLayer(DynamicLayer):  # type: ignore[misc]
 
     @property
     def dequantized_bytes(self) -> int:
-        """Bytes of a row's keys and values in the model's type, where attention needs such a copy."""
+        """Bytes of the copy of a row that attention needs."""
         return 0
 
     @property
@@ -371,11 +371,11 @@ class FixedLayer(DynamicLayer):  # type: ignore[misc]
 
     @property
     def unattended(self) -> bool:
-        """True if the last pass stored host rows, and did not attend to them."""
+        """True if the last pass did not attend to its host rows."""
         return False
 
     def joins(self, rows: slice) -> bool:
-        """Tell whether a decode step of these rows can share a forward pass with those of other micro-batches."""
+        """Tell whether a decode step of these rows can join others."""
         return rows == slice(0, self.batch_size)
 
     def hand_back(self) -> None:

@@ -364,8 +364,6 @@ class Stream(SharedPasses):
         """Return the reason why the model's cache cannot be as `option` says; None if it can."""
         name, config = self.plan.model.name, self.model.config
         says = f"{option}={getattr(self.options, option)} is not for"
-        if option == "kv_offload" and not (self._ragged.by_name and self.plan.model.attends_by_name):
-            return f"{name} computes attention itself, so that its KV cache stays on the GPU: {says} it"
         if self._own_cache:
             kept = "a state of its own kind"
         elif not isinstance(trial := make_cache(config, 1, 1), RowCache):
@@ -375,6 +373,8 @@ class Stream(SharedPasses):
             kept = "a state of fixed size, and no keys and values"
         elif option == "kv_offload" and len(trial.layers) != len(self._layers):
             kept = "keys and values of several passes of a token through them"
+        elif option == "kv_offload" and not (self._ragged.by_name and self.plan.model.attends_by_name):
+            return f"{name} computes attention itself, so that its KV cache stays on the GPU: {says} it"
         else:
             return None
         return f"the layers of {name} keep {kept}: {says} them"

@@ -59,13 +59,13 @@ class Alibi(NamedTuple):
     dtype: torch.dtype  # what the model rounds it to
 
     def of(self, positions: Tensor) -> Tensor:
-        """Return the bias ``[b, heads, 1, n]`` of keys at `positions`, ``[b, n]``."""
+        """Return the bias of keys at `positions`. These are ``[b, n]``, the bias is ``[b, heads, 1, n]``."""
         slopes = self.on_host if positions.device == self.on_host.device else self.on_device
         return (slopes[:, None] * positions[:, None]).to(self.dtype)[:, :, None]
 
 
 class Bias:
-    """What a micro-batch adds to its scores, in all forms that layers need.
+    """Bias of a micro-batch's scores, in all forms that layers need.
 
     `hidden`, ``[B, 1, count, n]``, is 0 or the lowest number; None hides nothing. `positions`, ``[B or 1, n]``, are
     those of the keys, for a model with ALiBi.
@@ -107,14 +107,14 @@ class Bias:
 
 
 class HostBiases:
-    """Biases of the host rows of several micro-batches in host memory, which layers share that see equally many."""
+    """Biases of host rows, in host memory. Layers that see equally many positions share them."""
 
     def __init__(self, biases: Sequence[Bias | None], counts: Sequence[int], alibi: Alibi | None) -> None:
         self._biases, self._counts, self._alibi = biases, counts, alibi
         self._forms: dict[tuple[tuple[int, ...], int], list[Tensor]] = {}
 
     def __call__(self, lengths: tuple[int, ...], heads: int) -> list[Tensor]:
-        """Return float32 biases of all rows, which expand to ``[rows, H, heads * count, m]``.
+        """Return the float32 biases of all rows. They expand to ``[rows, H, heads * count, m]``.
 
         m is the most positions that one sees; each micro-batch has the last `lengths` of them.
         """
@@ -138,7 +138,7 @@ class HostBiases:
             yield self._joined(blocks, (len(self._alibi.on_host), 1), max(lengths))
 
     def _joined(self, blocks: Sequence[Tensor | None], middle: tuple[int, int], longest: int) -> Tensor:
-        """Return blocks ``[b or 1, *middle, n]`` as one, each at the end of its rows; zeros for None."""
+        """Join blocks ``[b or 1, *middle, n]``. Each ends with its rows; None stands for zeros."""
         bias_tensor, first = torch.zeros((sum(self._counts), *middle, longest)), 0
         for block, count in zip(blocks, self._counts, strict=True):
             if block is not None:
@@ -317,8 +317,8 @@ class Ragged:
     def bias(
         self, seen: Tensor | None, mask: Tensor | None, end: int, dtype: torch.dtype, device: torch.device
     ) -> Bias:
-        """Return the bias of tokens that see `seen`, bool ``[B, count, n]``, of `end` positions. `mask`, ``[B, end]``,
-        has 1 where a position is real: those alone are counted.
+        """Return the bias of tokens that see `seen` of `end` positions. `seen` is bool ``[B, count, n]``. `mask`, ``[B,
+        end]``, has 1 where a position is real: those alone are counted.
         """
         hidden = None if seen is None else bias(seen, dtype)
         if self.alibi is None:
@@ -329,7 +329,7 @@ class Ragged:
 
 
 def calls_by_name(layers: nn.ModuleList) -> bool:
-    """Tell whether code of the layers looks its attention function up by name."""
+    """Tell whether layers look their attention function up by name."""
     forwards = {inspect.unwrap(type(module).forward) for layer in layers for module in layer.modules()}
     codes = [getattr(forward, "__code__", None) for forward in forwards]
     return any("ALL_ATTENTION_FUNCTIONS" in getattr(code, "co_names", ()) for code in codes)

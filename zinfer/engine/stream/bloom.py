@@ -63,7 +63,8 @@ def _attend(
 def attend_with_bias(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, position_bias: Tensor, scale: float
 ) -> Tensor:
-    """Return attention ``[B, heads, n, D]`` with a mask ``[B, 1, n, m]`` and a bias of keys, ``[B, heads, 1, m]``.
+    """Return attention with a mask and a bias of keys. It is ``[B, heads, n, D]``, the mask ``[B, 1, n, m]``, the bias
+    ``[B, heads, 1, m]``.
 
     Scores of all heads never exist at once, nor do their biases.
     """

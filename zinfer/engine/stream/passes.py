@@ -246,7 +246,7 @@ class SharedPasses(Decoder[StreamBatch]):
         return self._joined(parts)
 
     def _on_host(self, part: Part[StreamBatch]) -> Tensor:
-        """Run a forward pass of a part whose past the CPU attends to, as the model's own masks say."""
+        """Run a part whose past the CPU attends to. The model makes its masks."""
         why_not = "it attends to other keys than those of its cache"
         try:
             logits = self._alone(part)
@@ -287,7 +287,7 @@ class SharedPasses(Decoder[StreamBatch]):
 
 
 def on_cpu(part: Part[StreamBatch]) -> bool:
-    """Tell whether a part is a decode step to which the CPU attends."""
+    """Tell whether the CPU attends to a part, a decode step."""
     host = part.batch.host
     return host is not None and host.on_cpu and is_decode(part) and part.rows == host.rows
 

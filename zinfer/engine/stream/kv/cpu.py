@@ -56,7 +56,7 @@ def unknown(options: dict[str, Any], *known: str) -> set[str]:
 
 
 class HostStates:
-    """New keys and values of one layer, for the host rows of one or several micro-batches.
+    """New keys and values of one layer's host rows. They are those of one or several micro-batches.
 
     `counts` are their numbers of rows. `biases` returns what all rows add to their scores, from the positions stored of
     each micro-batch and the number of queries that share a head; without it the model's own mask counts. `new` are the
@@ -152,7 +152,7 @@ def _attend_apart(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Compute `attend_all` for one block by products, or for many queries by torch's own kernel."""
+    """Compute `attend_all` for one block. It is done by products, or for many queries by torch's own kernel."""
     if queries.shape[2] > MAX_ROWS and softcap is None and sinks is None:
         dtype = queries.dtype if keys.dtype == torch.int8 else keys.dtype
         keys, values = dequantized(keys, dtype), dequantized(values, dtype)
@@ -172,8 +172,8 @@ def _attend_apart(
 
 
 def _on_host(added: Tensor) -> Tensor:
-    """Return a mask or bias on the CPU in float32, the lowest number where False. Layers share what a model made once,
-    and never changes.
+    """Return a mask or bias on the CPU, in float32. It is the lowest number where a mask is False. Layers share what a
+    model made once, and never changes.
     """
     copy: Tensor | None = getattr(added, "zinfer_on_host", None)
     if copy is None:
@@ -185,7 +185,9 @@ def _on_host(added: Tensor) -> Tensor:
 
 
 def _grouped(bias: Tensor, shared: int, tokens: int) -> Tensor:
-    """Return a bias ``[b, 1 or heads, n, m]`` for queries whose `shared` heads stand where tokens do."""
+    """Return a bias for queries whose heads stand where tokens do. It is ``[b, 1 or heads, n, m]``; `shared` heads
+    share keys.
+    """
     if shared == 1 or bias.shape[1:3] == (1, 1):
         return bias
     if bias.shape[1] == 1:
@@ -222,7 +224,7 @@ class CpuStore(HostStore):
         return (quantize_rows(keys), quantize_rows(values)) if self._in_8_bits else (keys, values)
 
     def append(self, layer: int, rows: slice, states: tuple[Tensor, Tensor], start: int) -> tuple[Tensor, Tensor]:
-        """Append encoded keys and values, which may be on their way to host memory; in 8 bits without scales."""
+        """Append encoded keys and values. They may be on their way to host memory."""
         if not start:
             self._send(layer, rows, states)
             return states

@@ -1,4 +1,4 @@
-"""KV cache in host memory that crosses the link in every step, for attention on the GPU."""
+"""KV cache in host memory that crosses the link. The GPU attends to it in every step."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

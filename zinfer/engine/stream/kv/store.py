@@ -49,11 +49,11 @@ class HostStore(ABC):
         return WindowIndex(self.capacity, self._windows.get(layer))
 
     def joins(self, rows: slice) -> bool:
-        """Tell whether a decode step of these rows can share a forward pass with those of other micro-batches."""
+        """Tell whether a decode step of these rows can join others."""
         return rows in self.parts
 
     def encode(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values ``[rows, kv_heads, n, head_dim]`` as they are stored, on their device."""
+        """Return keys and values as they are stored. They are ``[rows, kv_heads, n, head_dim]``, on their device."""
         return keys, values
 
     @abstractmethod
@@ -69,8 +69,8 @@ class HostStore(ABC):
 
     @abstractmethod
     def stored(self, layer: int, rows: Sequence[int], length: int) -> list[Tensor]:
-        """Return keys and values of `rows` as `FixedLayer.stored` does, on the host or the device. They are those that
-        the next token after `length` ones sees.
+        """Return keys and values of `rows`, as `FixedLayer.stored` does. They may be on the host or the device. They
+        are those that the next token after `length` ones sees.
         """
 
     @abstractmethod
@@ -84,11 +84,11 @@ class HostStore(ABC):
         """
 
     def states(self, part: "PartLayer", keys: Tensor, values: Tensor) -> "States | None":
-        """Return what appends new keys and values of `part`, and attends to all, where the device does not."""
+        """Return what attends for new keys and values of `part`. It appends them first."""
         return None
 
     def fetch(self, part: slice, length: int, count: int) -> Fetch | None:
-        """Return the transfers of `part`'s pass of `count` new tokens behind `length` stored ones, besides weights."""
+        """Return the transfers of a part's pass, besides weights. It adds `count` tokens to `length` stored ones."""
         return None
 
     def hand_back(self) -> None:  # noqa: B027 - nothing was lent
@@ -191,7 +191,7 @@ class SplitLayer(FixedLayer):
         return seen if start else (key_states, value_states)
 
     def _stand_in(self, new: Tensor) -> Tensor:
-        """Return a tensor in the place of all keys or values, for the attention function: of their shape, and NaN."""
+        """Return a tensor in the place of all keys or values. It has their shape, and is NaN."""
         seen, _ = self.get_mask_sizes(new.shape[2])
         stand_in = new.new_full((1,), float("nan")).expand(*new.shape[:2], seen, new.shape[3])
         stand_in.zinfer_states = self.states  # type: ignore[attr-defined]
@@ -222,7 +222,8 @@ class PartLayer(DynamicLayer):  # type: ignore[misc]
         return self._length
 
     def update(self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any) -> tuple[Tensor, Tensor]:
-        return self._narrowed().update(key_states, value_states)
+        seen: tuple[Tensor, Tensor] = self._narrowed().update(key_states, value_states)
+        return seen
 
     def _narrowed(self) -> Any:
         """Return the layer of the whole batch, narrowed to the rows."""

@@ -149,9 +149,9 @@ def test_8_bits_are_what_the_record_says(
         with pytest.raises(EngineError, match=f"no keys and values.* kv_cache_dtype={storage}"):
             load("stream", kind(name), "cpu", tmp_path, kv_cache_dtype=storage)
         return
-    ways: list[dict[str, Any]] = [{"kv_cache_dtype": storage}] + [{"kv_cache_dtype": storage, "kv_offload": "cpu"}] * (
-        storage == "int8"
-    )
+    ways: list[dict[str, Any]] = [{"kv_cache_dtype": storage}]
+    if storage == "int8" and name not in ATTEND_THEMSELVES:
+        ways.append({"kv_cache_dtype": storage, "kv_offload": "cpu"})
     exact = load("stream", kind(name), "cpu", tmp_path)
     for way in ways:
         engine = load("stream", kind(name), "cpu", tmp_path, **way)

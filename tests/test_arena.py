@@ -164,6 +164,42 @@ def test_the_whole_arena_is_locked_in_one_piece_and_let_go(monkeypatch: pytest.M
     assert locked == []
 
 
+def test_a_load_locks_what_it_has_taken_page_by_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    locked: dict[int, int] = {}
+    refused: list[int] = []
+
+    def register(address: int, size: int, _flags: int) -> int:
+        assert address % PAGE == 0
+        locked[address] = size
+        return 2 if size in refused else 0
+
+    driver = SimpleNamespace(
+        cudaHostRegister=register, cudaHostUnregister=locked.pop, cudaGetErrorString=lambda _code: "out of memory"
+    )
+    monkeypatch.setattr("torch.cuda.cudart", lambda: driver)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
+    monkeypatch.setattr("torch.cuda.set_device", lambda _device: None)
+    monkeypatch.setattr(pinned, "LOCKED_TOGETHER", 2 * PAGE)
+    made = PinnedArena(9 * PAGE, pin=True, grow=True)
+    start = made.memory.data_ptr()
+    for size in (PAGE + 1, PAGE, 5, 7):  # the first and the third end ranges
+        made.take(size).fill_(size % 251)
+        made.lock_taken()
+    made.seal()
+    assert locked == {start: 2 * PAGE, start + 2 * PAGE: 2 * PAGE, start + 4 * PAGE: 7}
+    assert made.size == made.used == 4 * PAGE + 7
+    assert made.memory[2 * PAGE : 3 * PAGE + 5].unique().tolist() == sorted({PAGE % 251, 5})
+    made.close()
+    assert locked == {}
+    refused.append(2 * PAGE)
+    made = PinnedArena(9 * PAGE, pin=True, grow=True)
+    made.take(2 * PAGE)
+    made.lock_taken()
+    with pytest.raises(MemoryError, match="refused to page-lock"):
+        made.seal()
+    made.close()
+
+
 READ = """
 import sys
 from zinfer.engine.pinned import PinnedArena

@@ -31,6 +31,7 @@ HUGE = 2 << 20  # bytes of a huge page
 COLLAPSE = 25  # advice MADV_COLLAPSE, which Python does not name
 CHUNK = 64 << 20  # bytes that a thread touches at a time; few enough pages that torch keeps them on one thread
 AHEAD = 8 << 30  # bytes that are touched before they are taken
+LOCKED_TOGETHER = 1 << 30  # bytes that are locked in a load at a time, at least: about 50 ms
 LOCK_LIMIT = 1 << 39  # bytes; drivers from 580 on cannot hold the page table of a larger range (vLLM #51080)
 LESS = "Stop other programs, or load less: --layers, --gpu-weights, -O weight_codec=lossless, --offload nvme."
 
@@ -74,7 +75,7 @@ class PinnedArena:
 
     The memory lies on the GPU's NUMA node as far as that has room; with `spread`, for data that all CPUs read, on all
     nodes. With `grow`, `size` is only a limit: `take` hands memory out and makes it present then or, where plenty is
-    free, a little ahead; `seal` ends that and page-locks what was taken.
+    free, a little ahead; `seal` ends that and page-locks what was taken, as far as `lock_taken` has not begun to.
 
     Raises MemoryError before it touches more memory than is free, and where the driver refuses to lock that much. The
     memory goes with the process, however that ends, and is neither inherited by children nor part of a core dump. It is
@@ -100,10 +101,14 @@ class PinnedArena:
         self._map: mmap.mmap | None
         self._map, self.memory = _map(max(size, PAGE), shared)
         self.pinned, self._pin = False, pin
+        self._unlocks: list[weakref.finalize[..., Any]] = []
         self._ahead = AHEAD if grow else 0
         self._threads: ThreadPoolExecutor | None = None
         self._touching: deque[tuple[int, Future[None]]] = deque()  # chunks under way: (begin, job)
         self._asked = 0  # end of the last chunk that a thread was asked to touch
+        self._locker = ThreadPoolExecutor(1)  # starts no thread before it is used
+        self._locking: list[Future[None]] = []
+        self._lock_end = 0  # end of the last range that is being locked
         if not grow:
             self.take(size, progress)
             self.seal()
@@ -142,6 +147,15 @@ class PinnedArena:
         self.used = end
         return self.memory[start:end]
 
+    def lock_taken(self) -> None:
+        """Page-lock what was taken, in a thread, so that a load does not end with it. What is taken next begins at a
+        page; no copy to a GPU may reach across."""
+        end = self.used + -self.used % PAGE
+        if self._pin and self._lock_end + LOCKED_TOGETHER <= end <= self.size:
+            device = torch.cuda.current_device()
+            self._locking.append(self._locker.submit(self._register, self._lock_end, end, device))
+            self.used = self._lock_end = end
+
     def seal(self) -> None:
         """Set `size` to the bytes taken, free the rest, and page-lock. It does the latter if `pin` was given."""
         self._stop()
@@ -179,19 +193,28 @@ class PinnedArena:
 
     def lock(self) -> None:
         """Page-lock the memory for the GPU of this process. Raises MemoryError where the driver refuses."""
-        runtime = torch.cuda.cudart()
-        code = runtime.cudaHostRegister(self.memory.data_ptr(), max(self.size, PAGE), 0)
+        for done in self._locking:
+            done.result()
+        if self._lock_end < max(self.size, 1):
+            self._register(self._lock_end, max(self.size, PAGE))
+        self.pinned = True
+
+    def _register(self, start: int, end: int, device: int | None = None) -> None:
+        if device is not None:  # in a thread of its own
+            torch.cuda.set_device(device)
+        runtime, address = torch.cuda.cudart(), self.memory.data_ptr() + start
+        code = runtime.cudaHostRegister(address, end - start, 0)
         if int(code) != 0:
             _forget_error()
-            limit = f"many drivers lock less than {gb(LOCK_LIMIT)} at once" if self.size >= LOCK_LIMIT else ""
+            limit = f"many drivers lock less than {gb(LOCK_LIMIT)} at once" if end - start >= LOCK_LIMIT else ""
             raise MemoryError(
-                f"the GPU's driver refused to page-lock {gb(self.size)} of host memory "
+                f"the GPU's driver refused to page-lock {gb(end - start)} of host memory "
                 f"({runtime.cudaGetErrorString(code)}); {limit or f'{gb(available_bytes())} more are free'}. {LESS}"
             )
-        self.pinned = True
         # Memory that is unmapped while it is locked stays taken, and nothing else can be locked at its address.
-        self._unlock = weakref.finalize(self, _unlock, self.memory.data_ptr())
-        self._unlock.atexit = False
+        unlock = weakref.finalize(self, _unlock, address)
+        unlock.atexit = False
+        self._unlocks.append(unlock)
 
     def views(self, blocks: Mapping[str, TensorPlace], base: int = 0) -> dict[str, Tensor]:
         """View the tensors of a layout that begins at byte `base`."""
@@ -200,9 +223,10 @@ class PinnedArena:
     def close(self) -> None:
         """Unlock and unmap the memory. Its views must not be used afterwards."""
         self._stop()
-        if self.pinned:
-            self._unlock()
-            self.pinned = False
+        self._locker.shutdown(cancel_futures=True)
+        for unlock in self._unlocks:
+            unlock()
+        self.pinned = False
         self.memory = torch.empty(0, dtype=torch.uint8)
         self._map = None  # unmapped with its last view; closing it under a live view would raise
 

@@ -18,7 +18,7 @@ from zinfer.core.engine import StreamOptions
 from zinfer.core.progress import Progress
 from zinfer.engine.decoder import offload_folder
 from zinfer.engine.direct import StripedFile, StripedWriter
-from zinfer.engine.pinned import PinnedArena, check_free
+from zinfer.engine.pinned import PAGE, PinnedArena, check_free
 from zinfer.engine.state import ModelState
 from zinfer.engine.stream.weights import disk, packed
 from zinfer.engine.stream.weights.chunk import LayerMemory, PackedLayer
@@ -108,6 +108,7 @@ class Loader:
         """Load streamed layers into an arena, resident ones onto the device."""
         count, group = len(self._state.layers), self._group
         size = sum(self._unpacked_bytes(number) for number in range(count) if number not in self._staying)
+        size += PAGE * count  # what `lock_taken` leaves out between layers
         for experts in self._experts.values():
             size += sum(entry.tensor.nbytes for entry in experts.weights.values()) + padding(experts)
         shared = None if group is None else group.weights  # all ranks lock it later
@@ -127,6 +128,7 @@ class Loader:
         layers, on_demand = dict[int, PackedLayer](), dict[int, PackedExperts]()
         for number, layer, packed_experts, memory in packed_layers:
             layers[number] = layer
+            arena.lock_taken()
             if packed_experts is not None:
                 on_demand[number] = packed_experts
             if isinstance(memory, LayerMemory):

@@ -110,7 +110,6 @@ def command(
     from zinfer.job.batch.packing import typical_plan
     from zinfer.job.serve.app import Settings
     from zinfer.job.serve.server import HttpServer, listen
-    from zinfer.worker.process import Worker
 
     if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):
         raise click.UsageError("the API key must be of printable ASCII characters, without a space at an end")
@@ -136,17 +135,7 @@ def command(
         address = f"http://{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}"
         if api_key is None and not host.startswith(LOOPBACK):
             watch.message(f"Warning: anybody who reaches {host} may use this server: set --api-key, or {KEY}")
-
-        def make_worker() -> Worker:
-            return Worker(
-                target,
-                timeout_s=how["timeout_s"],
-                on_progress=watch.progress,
-                on_loaded=watch.loaded,
-                debug=bool(debug),
-                revision=source.revision,
-            )
-
+        make_worker = watch.workers(target, how["timeout_s"], debug, source.revision)
         if ends is not None:
             watch.message(ends)
 

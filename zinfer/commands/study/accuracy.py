@@ -71,7 +71,7 @@ def command(debug: bool, /, output: Path | None, as_json: bool, **how: Any) -> N
     from zinfer.job.accuracy import AccuracyStudy, describe, text_of
     from zinfer.job.signals import Interrupted, Signals
     from zinfer.record.study import Failed, Study, Text
-    from zinfer.worker.process import Worker, WorkerError, study_header
+    from zinfer.worker.process import WorkerError, study_header
 
     if not how["settings"] and not how["copies"]:
         raise click.UsageError("no setting to compare: name one, as in --kv-cache-dtype int8,fp8 or --weights int4")
@@ -87,16 +87,7 @@ def command(debug: bool, /, output: Path | None, as_json: bool, **how: Any) -> N
     reference, settings, target = _plans(how, source, copies)
     start, signal = study_header(reference.case.engine), 0
     with Watch() as watch, Signals() as signals:
-
-        def worker() -> Worker:
-            return Worker(
-                target,
-                timeout_s=how["timeout_s"],
-                on_progress=watch.progress,
-                on_loaded=watch.loaded,
-                debug=bool(debug),
-            )
-
+        worker = watch.workers(target, how["timeout_s"], debug)
         study = AccuracyStudy(reference, settings, text, how["samples"], worker, watch.loading)
         try:
             with signals.raised():

@@ -1,6 +1,5 @@
 """Conversations as tokens: each turn continues the tokens of the one before if the text allows it."""
 
-import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.inline import SPEC
 from zinfer.core.model import ModelError
-from zinfer.generation.detokenizer import Detokenizer
 from zinfer.generation.dialogue import Dialogue
 from zinfer.generation.radix_tree import common
 from zinfer.generation.tokenizer import byte_tokenizer, decode
@@ -131,27 +129,3 @@ def test_a_tokenizer_that_adds_a_blank_is_noticed(start: Make) -> None:
     second = talk.ask("!")
     assert decode(tokenizer, second) == "Hiyou!"
     assert second == tokenizer("Hiyou!").input_ids
-
-
-@pytest.mark.parametrize("make", [byte_tokenizer, sentencepiece])
-def test_text_comes_in_whole_characters(make: Callable[[], Any]) -> None:
-    tokenizer = make()
-    dice = random.Random(7)
-    alphabet = "ab é漢字🙂👩‍👩‍👧 ñ\n"
-    for _ in range(20):
-        text = "x" + "".join(dice.choice(alphabet) for _ in range(dice.randrange(30)))
-        ids = tokenizer(text).input_ids
-        spelling = Detokenizer(tokenizer)
-        pieces = [spelling.add(token) for token in ids]
-        assert "\ufffd" not in "".join(pieces)
-        assert "".join(pieces) + spelling.rest() == text == decode(tokenizer, ids)
-        assert max(map(len, pieces)) == 1
-
-
-def test_incomplete_characters_are_returned_at_the_end() -> None:
-    tokenizer = byte_tokenizer()
-    broken = tokenizer("é").input_ids[:1]
-    spelling = Detokenizer(tokenizer)
-    assert [spelling.add(token) for token in (*tokenizer("a").input_ids, *broken)] == ["a", ""]
-    assert spelling.rest() == "\ufffd"
-    assert spelling.add(tokenizer("b").input_ids[0]) == "\ufffdb"

@@ -19,7 +19,6 @@ from zinfer.core.model import ModelError, ModelSpec
 from zinfer.core.request import GREEDY, Sampling, nth_seed
 from zinfer.engine.stream import Stream
 from zinfer.generation import scheduler
-from zinfer.generation.detokenizer import new_text
 from zinfer.generation.sampling import NotFiniteError
 from zinfer.generation.schedule import largest_load
 from zinfer.generation.tokenizer import Tokenizer, byte_tokenizer
@@ -110,7 +109,7 @@ def test_a_text_keeps_the_space_that_some_tokenizers_drop_at_the_beginning(
         for token in answer:
             if not sequence.ended:
                 scheduler.add_token(tokenizer, sequence, token, True)
-                shown += new_text(tokenizer, sequence)
+                shown += sequence.new_text(tokenizer)
         assert sequence.text == shown == text
     assert [tokenizer.text_of(token) for token in (answer[0], answer[1], 2)] == [" ", "u", "</s>"]
 

@@ -17,7 +17,6 @@ from zinfer.cli import cli
 from zinfer.commands import run as run_side
 from zinfer.commands.run import Answers
 from zinfer.core.request import Update
-from zinfer.generation.detokenizer import new_text
 from zinfer.generation.scheduler import Sequence, add_token
 from zinfer.worker.inline import InlineWorker
 from zinfer.worker.tasks import BatchStep, BatchStepped
@@ -145,12 +144,12 @@ def test_pieces_wait_for_whole_characters() -> None:
     texts = []
     for byte in "aé b".encode():
         sequence.output_ids.append(byte)
-        texts.append(new_text(tokenizer, sequence))  # type: ignore[arg-type]
+        texts.append(sequence.new_text(tokenizer))  # type: ignore[arg-type]
     assert texts == ["a", "", "é", "", " b"]
     sequence.output_ids.append(0xC3)
-    assert new_text(tokenizer, sequence) == ""  # type: ignore[arg-type]
+    assert sequence.new_text(tokenizer) == ""  # type: ignore[arg-type]
     sequence.finish_reason, sequence.text = "length", "aé b\ufffd"
-    assert new_text(tokenizer, sequence) == "\ufffd"  # type: ignore[arg-type]
+    assert sequence.new_text(tokenizer) == "\ufffd"  # type: ignore[arg-type]
 
 
 def test_pieces_go_on_where_a_tokenizer_takes_characters_back() -> None:
@@ -170,7 +169,7 @@ def test_pieces_go_on_where_a_tokenizer_takes_characters_back() -> None:
     tokenizer, sequence, texts = Fallback(), Sequence([1], 9), []
     for token in [*"é".encode(), *"à".encode(), 0xFF, 0x3B1, 0x3B2]:
         sequence.output_ids.append(token)
-        texts.append(new_text(tokenizer, sequence))  # type: ignore[arg-type]
+        texts.append(sequence.new_text(tokenizer))  # type: ignore[arg-type]
     assert texts == ["", "é", "", "à", "", "\ufffd" * 5 + "α", "β"]
 
 
@@ -195,7 +194,7 @@ def test_pieces_of_a_long_text_are_its_text_up_to_a_stop(stops: tuple[str, ...])
         if ends or number == 399:
             sequence.finish_reason, sequence.text = "stop", whole[: min(ends)] if ends else whole
         before, tokenizer.decoded = tokenizer.decoded, 0
-        streamed += new_text(tokenizer, sequence)  # type: ignore[arg-type]
+        streamed += sequence.new_text(tokenizer)  # type: ignore[arg-type]
         assert tokenizer.decoded <= 2 * (16 + 16) + 16
         tokenizer.decoded += before
         if sequence.ended:

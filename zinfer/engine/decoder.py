@@ -411,9 +411,9 @@ class Decoder(Engine[D]):
     def snapshot(self, batch: D, first: int, last: int, row: int | None = None) -> KVSnapshot:
         if (why_not := self.cannot_snapshot()) is not None:
             raise EngineError(why_not)
-        cache = batch.cache
+        cache = batch.cache if self.is_live(batch) else None
         pad = 0
-        if row is not None and batch.mask is not None:
+        if cache is not None and row is not None and batch.mask is not None:
             real = batch.mask[row, : batch.length].bool()
             pad = batch.length - int(real.sum())
             if not bool(real[pad:].all()):

@@ -284,7 +284,7 @@ class Team(Engine[TeamBatch], Generic[E]):
     def snapshot(self, batch: TeamBatch, first: int, last: int, row: int | None = None) -> KVSnapshot:
         if (why_not := self.cannot_snapshot()) is not None:
             raise EngineError(why_not)
-        if not 0 <= first < last <= batch.length:
+        if not self.is_live(batch) or not 0 <= first < last <= batch.length:
             raise EngineError(f"positions {first} to {last} have not been computed")
         pin = self.device.type == "cuda"
         if row is not None:

@@ -25,14 +25,13 @@ from zinfer.core.value import Frozen
 from zinfer.engine import EngineError, kv_file
 from zinfer.engine.base import Engine, MicroBatch
 from zinfer.engine.kv_snapshot import KVSnapshot
+from zinfer.generation import tuning
 from zinfer.generation.radix_tree import Node, RadixTree, digest
 from zinfer.plan.planner import Plan
 from zinfer.system.host import available_bytes
 
 FORMAT = 1
 OURS = re.compile(r"[0-9a-f]{32}\.safetensors")
-MAX_SNAPSHOTS = 8192  # in memory, each of which is a mapping: a process may have some 65,000
-ABANDONED_S = 3600  # age at which an unfinished file is taken to have no writer any more
 
 
 class Label(Frozen):
@@ -209,7 +208,7 @@ class PrefixCache:
         """Make room for `size` bytes in memory without dropping `spare`; return True if there is room."""
 
         def lacks() -> bool:
-            full = self.held + size > self._size or len(self._memory) >= MAX_SNAPSHOTS
+            full = self.held + size > self._size or len(self._memory) >= tuning.TUNED.max_snapshots
             return full or (self._min_free > 0 and available_bytes() < size + self._min_free)
 
         while lacks():
@@ -287,7 +286,7 @@ class PrefixCache:
                 node.path, node.size = path, label.bytes
         for path in folder.glob("*.part"):
             with suppress(OSError):
-                if OURS.match(path.name) and time.time() - path.stat().st_mtime > ABANDONED_S:
+                if OURS.match(path.name) and time.time() - path.stat().st_mtime > tuning.TUNED.abandoned_s:
                     path.unlink()
 
     def _write(self, path: Sequence[Node], folder: Path) -> None:

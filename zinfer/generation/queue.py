@@ -8,9 +8,9 @@ from itertools import islice
 from typing import Generic, TypeVar
 
 from zinfer.core.request import Request
+from zinfer.generation import tuning
 
 R = TypeVar("R", bound=Request)
-SINGLY = 16  # a part of a sorted list below which new entries are put in one by one, and not by sorting
 
 
 class Queue(Generic[R]):
@@ -62,7 +62,7 @@ class Queue(Generic[R]):
                 self._turn += 1
                 self._since[lane] = self._turn
             waiting = self._lanes.setdefault(lane, [])
-            if len(added) * SINGLY > len(waiting):
+            if len(added) * tuning.TUNED.singly > len(waiting):
                 waiting += added
                 waiting.sort(key=self._rank)
             else:
@@ -126,7 +126,7 @@ class Queue(Generic[R]):
         if not lanes:
             return
         self._front = []
-        singly = len(lanes) * SINGLY < len(self._order)
+        singly = len(lanes) * tuning.TUNED.singly < len(self._order)
         for lane in lanes:
             old = self._places.pop(lane, None)
             if singly and old is not None:

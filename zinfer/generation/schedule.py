@@ -766,6 +766,8 @@ class Schedule:
         # Where a pass has one micro-batch, it takes whatever fits.
         alike = tuned.alike if able.one_pass else 0.0
         for row in self.waiting.front(tuned.front + (0 if able.one_pass else min(free_rows, tuned.max_rows))):
+            if taken and (len(taken) + 1) * largest > budget:
+                break
             length = row.length
             fresh = length - self.reusable(row)
             longest, shortest, max_new, min_new = (

@@ -5,10 +5,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from zinfer.core.request import Request
-from zinfer.generation.running_text import RunningText
+from zinfer.generation.detokenizer import RunningText, before_a_stop
+from zinfer.generation.radix_tree import common
+from zinfer.generation.tokenizer import UNFINISHED
 
 if TYPE_CHECKING:
     from zinfer.generation.sampling import Score
+    from zinfer.generation.tokenizer import Tokenizer
 
 
 @dataclass(eq=False)
@@ -60,3 +63,25 @@ class Sequence(Request):
     def before(self) -> Several[int]:
         """Tokens whose text its own continues."""
         return [] if self.chat else self.prompt_ids
+
+    def new_text(self, tokenizer: "Tokenizer") -> str:
+        """Return the text that was not `shown` before.
+
+        That is all of it once the sequence has ended, else the text without the bytes of an unfinished character,
+        spaces that the next token may take back, and what may become one of the texts that end it. Each piece is cut
+        from the text of all tokens so far: where a tokenizer cleans up spaces, the pieces joined still make the text
+        that the sequence ends with. Only characters that a tokenizer takes back for good, as Llama 2's does where
+        invalid bytes follow them, stay in the pieces.
+        """
+        before = self.shown
+        if self.ended:
+            text = whole = self.text
+        else:
+            whole = self.running.of(tokenizer, self.output_ids, self.before)
+            text = before_a_stop(whole.rstrip(UNFINISHED).rstrip(), self.stop)
+        if not text.startswith(before):
+            if before.startswith(text) or (whole.endswith(UNFINISHED) and not self.ended):
+                return ""
+            before = before[: common(before, text)]
+        self.shown = text
+        return text[len(before) :]

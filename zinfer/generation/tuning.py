@@ -66,7 +66,14 @@ class Tuning:
     min_kept: int = 16  # tokens of a prefix that is worth keeping and reusing
     kept_chunk: int = 512  # tokens whose keys and values are kept, and dropped, together at most
     kept_spare: float = 0.02  # of the host's memory, which kept KV caches leave free
+    max_snapshots: int = 8192  # in memory, each of which is a mapping: a process may have some 65,000
+    abandoned_s: float = 3600.0  # age at which an unfinished file is taken to have no writer any more
+
+    # Queue
+    singly: int = 16  # part (1 / n) of a sorted list below which entries are put in one by one, and not by sorting
+
     # Text
+    settled: int = 16  # tokens after which the text before them is not decoded again
     loose_characters: int = 8  # at the end of a text, which the next token may change
 
 

@@ -21,6 +21,7 @@ from zinfer.core.case import Case
 from zinfer.core.model import ModelSpec
 from zinfer.core.units import gb
 from zinfer.generation.tokenizer_process import TokenizerProcess
+from zinfer.job.driver import Driver
 from zinfer.job.signals import Interrupted
 from zinfer.plan.planner import Plan
 from zinfer.record.study import Along, Deviation, Failed, Position, StudyError
@@ -87,7 +88,7 @@ class AccuracyStudy:
     text: str
     samples: int
     make_worker: Callable[[], Client]
-    loading: Callable[[Plan], None] = lambda _plan: None
+    loading: Callable[[Plan], object] = lambda _plan: None
     tokens: int = 0  # of the text
     logits_dtype: str = ""
     rows: list[Deviation | Failed] = field(default_factory=list)
@@ -132,18 +133,10 @@ class AccuracyStudy:
 
     @contextmanager
     def _worker(self, plan: Plan) -> Iterator[Client]:
-        worker = self.make_worker()
-        try:
-            self.loading(plan)
-            worker.load(plan)
-            yield worker
-        except WorkerError:
-            raise
-        except BaseException:  # also a signal's that a library has turned into an error of its own
-            worker.kill()
-            raise
-        finally:
-            worker.close()
+        with Driver(self.make_worker, self.loading) as driver:
+            driver.load(plan)
+            with driver.lend() as worker:
+                yield worker
 
     def _batches(self) -> tuple[list[list[AccuracyRow]], frozenset[int]]:
         """Return the rows of each batch, and the end tokens.

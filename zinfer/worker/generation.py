@@ -7,7 +7,6 @@ from pathlib import Path
 
 from zinfer.core.request import EchoedPrompt, Failure, TokenScore, Update
 from zinfer.engine import EngineError
-from zinfer.generation.detokenizer import new_text
 from zinfer.generation.prefix_cache import KeptFolder
 from zinfer.generation.sampling import Score
 from zinfer.generation.scheduler import ContinuousScheduler
@@ -101,7 +100,7 @@ def _update(session: Session, sequence: Sequence) -> Update:
         sequence.prompt_scores = []
     return Update(
         key=sequence.key, tokens=tokens, text=sequence.text,
-        delta=new_text(session.tokenizer(), sequence) if sequence.stream else "",
+        delta=sequence.new_text(session.tokenizer()) if sequence.stream else "",
         finish_reason=sequence.finish_reason, prompt=prompt, scores=_token_scores(session, scores),
         failure=None if sequence.error is None else Failure(code="nan_output", message=sequence.error),
         cached=sequence.cached,

@@ -130,39 +130,33 @@ def _cache_folder(folder: str | None) -> Iterator[str | None]:
 
 def _run(job: "LoadJob", watch: "Watch", debug: bool, how: dict[str, Any]) -> "Study":
     from zinfer.core.case import Workload
+    from zinfer.job.driver import Driver
     from zinfer.record.study import Reload, Study
-    from zinfer.worker.process import TaskFailed, Worker, WorkerDied, study_header
+    from zinfer.worker.process import TaskFailed, WorkerDied, WorkerError, study_header
     from zinfer.worker.tasks import About, Facts, PrefixReuse
 
     spec, start, facts, failed = job.plan.model, study_header(job.plan.case.engine), Facts(), ""
     points: list[Reload] = []
     plans = [job.planner.at(case.workload) for case in job.cases]
     usable = [plan for plan in plans if _why_not(plan) is None]
-    worker: Worker | None = None
-    try:
-        if usable:
-            watch.loading(job.plan)
-            worker = Worker(
-                job.target,
-                timeout_s=how["timeout_s"],
-                on_progress=watch.progress,
-                on_loaded=watch.loaded,
-                debug=bool(debug),
-            )
-            try:
-                worker.load(usable[-1])
-                facts = worker.ask(About())
-            except (TaskFailed, WorkerDied) as error:
-                failed = error.line
+    with Driver(watch.workers(job.target, how["timeout_s"], debug), watch.loading) as driver:
+        try:
+            if usable:
+                driver.load(usable[-1])
+                with driver.lend() as worker:
+                    facts = worker.ask(About())
+        except WorkerError as error:
+            failed = error.line
         for plan in plans:
             context = plan.case.workload.input_len
             point = Reload(context=context, new_tokens=how["new_tokens"], skipped=_why_not(plan) or failed or None)
-            if point.skipped is None and worker is not None:
+            if point.skipped is None:
                 asked = PrefixReuse(
                     context=context, new_tokens=point.new_tokens, repeats=how["repeats"], folder=how["folder"]
                 )
                 try:
-                    point = Reload.model_validate(point.model_dump() | worker.ask(asked).model_dump())
+                    with driver.lend() as worker:
+                        point = Reload.model_validate(point.model_dump() | worker.ask(asked).model_dump())
                     watch.message(f"{context:,} tokens measured")
                 except TaskFailed as error:  # a longer context would fail, too
                     point = point.model_copy(update={"skipped": error.line})
@@ -171,13 +165,6 @@ def _run(job: "LoadJob", watch: "Watch", debug: bool, how: dict[str, Any]) -> "S
                     failed = f"{death.status}: {death}"
                     point = point.model_copy(update={"skipped": failed})
             points.append(point)
-    except KeyboardInterrupt:
-        if worker is not None:
-            worker.kill()
-        raise
-    finally:
-        if worker is not None:
-            worker.close()
     case = job.plan.case.model_copy(update={"workload": Workload(batch_size=1, input_len=1, output_len=1)})
     return Study(
         study="reuse", model=case.model, case=case, num_layers=spec.num_layers, total_layers=spec.total_layers,

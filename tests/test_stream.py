@@ -21,8 +21,8 @@ from zinfer.engine.pinned import PAGE, PinnedArena
 from zinfer.engine.state import Entry
 from zinfer.engine.stream import Stream, codec, packed_layer
 from zinfer.engine.stream.host_work import defer, defer_store, flush, gathered_stores, run_async
-from zinfer.engine.stream.interleave import interleave
 from zinfer.engine.stream.packed_layer import PackedLayer, pack, plain
+from zinfer.engine.stream.passes import interleave
 from zinfer.engine.stream.prefetch import PrefetchRing
 from zinfer.plan.planner import make_plan
 from zinfer.worker.session import not_as_asked

@@ -13,6 +13,7 @@ from tests import test_cache_kinds as kinds
 from tests.opened import engines_closed
 from tests.test_parity import load
 from tests.test_passes import close, keep_here
+from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, MicroBatch, Work
 from zinfer.engine.stream import attention
 from zinfer.engine.stream.kv import cpu_kernel
@@ -148,3 +149,25 @@ def test_a_model_that_attends_in_its_own_way_is_found_out(
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, attention.JOINED, changed)
     check(engine, joins=False)
     assert engine._ragged.able is False  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("change", ["keys", "option", "skips"])
+def test_host_rows_that_the_cpu_cannot_attend_to_are_refused(
+    change: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """A chunk of a prompt whose first part is in host memory: there is no other way to compute it."""
+    engine = load("stream", checkpoint("llama"), "cpu", tmp_path, kv_offload="cpu", kv_attention="cpu")
+    real = attention.attention
+
+    def changed(module: Any, query: Tensor, key: Tensor, *others: Any, **options: Any) -> Any:
+        if change == "skips" and module.layer_idx == 1:
+            return query.transpose(1, 2), None
+        key = key * 1 if change == "keys" else key
+        return real(module, query, key, *others, **options | ({"unheard_of": 1} if change == "option" else {}))
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, attention.NAME, changed)
+    ids = torch.randint(4, 90, (2, 9))
+    batch = engine.admit(torch.ones_like(ids), 12)
+    engine.forward([Work(batch, ids[:, :4])])
+    with pytest.raises(EngineError, match=r"the CPU cannot attend for .*; take kv_offload=none"):
+        engine.forward([Work(batch, ids[:, 4:])])

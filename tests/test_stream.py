@@ -21,7 +21,7 @@ from zinfer.engine.pinned import PAGE, PinnedArena
 from zinfer.engine.state import Entry
 from zinfer.engine.stream import Stream
 from zinfer.engine.stream.host_work import defer, defer_store, flush, gathered_stores, run_async
-from zinfer.engine.stream.interleave import interleave
+from zinfer.engine.stream.passes import interleave
 from zinfer.engine.stream.weights import chunk as chunk_module
 from zinfer.engine.stream.weights import codec
 from zinfer.engine.stream.weights.chunk import PackedLayer, pack, plain

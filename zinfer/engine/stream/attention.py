@@ -135,7 +135,10 @@ class HostBiases:
             positions = to_host(*(bias.positions for bias in self._biases if bias and bias.positions is not None))
             pairs = zip(positions, lengths, strict=True)
             blocks = [self._alibi.of(each[:, each.shape[1] - length :]) for each, length in pairs]
-            yield self._joined(blocks, (len(self._alibi.on_host), 1), max(lengths))
+            if len(set(lengths)) == 1 and all(len(block) == 1 for block in blocks):  # no padding: one for all rows
+                yield blocks[0].float()
+            else:
+                yield self._joined(blocks, (len(self._alibi.on_host), 1), max(lengths))
 
     def _joined(self, blocks: Sequence[Tensor | None], middle: tuple[int, int], longest: int) -> Tensor:
         """Join blocks ``[b or 1, *middle, n]``. Each ends with its rows; None stands for zeros."""

@@ -2,7 +2,7 @@
 
 A pass whose rows the CPU attends to waits, in each layer, for the device's query, then for attention. Both take longer
 than launching what the device computes for other passes. So the pass hands its work over and pauses (`run_async`);
-`zinfer.engine.stream.interleave` goes on with the other passes, and comes back to it.
+`zinfer.engine.stream.passes.interleave` goes on with the other passes, and comes back to it.
 
 What the device sends to host memory (`to_host_async`) is not there yet when attention is called. Work that reads it is
 deferred (`defer`, `defer_store`), and the thread does that first. Code that reads host memory otherwise calls `flush`

@@ -78,7 +78,7 @@ def test_scores_of_all_heads_are_never_in_memory(checkpoint: Checkpoints, monkey
     ids, mask = prompts((400,))
     heads, largest = model.config.n_head, []
     for each in (model, adapted):
-        with Sizes() as sizes:
+        with Sizes() as sizes:  # type: ignore[no-untyped-call]
             each(ids, attention_mask=mask, use_cache=True, logits_to_keep=1)
         largest.append(sizes.largest)
     assert largest[0] >= heads * 400**2 > largest[1]

@@ -19,7 +19,7 @@ from zinfer.engine.base import Engine, Work
 from zinfer.engine.cache import WindowIndex
 from zinfer.engine.stream import Stream
 from zinfer.engine.stream.weights import chunk as chunk_module
-from zinfer.generation import passes, schedule, scheduler, tuning
+from zinfer.generation import passes, schedule, sequence, tuning
 from zinfer.generation.pass_times import PassTimes
 from zinfer.generation.scheduler import ContinuousScheduler
 from zinfer.generation.tokenizer import Tokenizer
@@ -46,9 +46,9 @@ class Words:
         return " ".join(map(str, token_ids))
 
 
-def greedy(engine: Engine, prompt: list[int], count: int) -> list[int]:
+def greedy(engine: Engine, prompt: Sequence[int], count: int) -> list[int]:
     """Tokens of a prompt alone."""
-    ids = torch.tensor([prompt])
+    ids = torch.tensor([list(prompt)])
     batch, logits = passes.prefill(engine, ids, torch.ones_like(ids), count)
     tokens = [int(logits.argmax(-1))]
     while len(tokens) < count:
@@ -57,21 +57,21 @@ def greedy(engine: Engine, prompt: list[int], count: int) -> list[int]:
     return tokens
 
 
-def sequences(count: int, seed: int, longest: int = 30, max_tokens: int = 14) -> list[scheduler.Sequence]:
+def sequences(count: int, seed: int, longest: int = 30, max_tokens: int = 14) -> list[sequence.Sequence]:
     dice = random.Random(seed)
     return [
-        scheduler.Sequence(
+        sequence.Sequence(
             [dice.randint(4, 90) for _ in range(dice.randint(1, longest))], dice.randint(1, max_tokens), key=key
         )
         for key in range(count)
     ]
 
 
-def alike(count: int, length: int, limit: int) -> list[scheduler.Sequence]:
+def alike(count: int, length: int, limit: int) -> list[sequence.Sequence]:
     """Sequences of nearly equal lengths."""
     dice = random.Random(1)
     return [
-        scheduler.Sequence([dice.randint(4, 90) for _ in range(length - key % 2)], limit - key % 3, key=key)
+        sequence.Sequence([dice.randint(4, 90) for _ in range(length - key % 2)], limit - key % 3, key=key)
         for key in range(count)
     ]
 
@@ -96,8 +96,8 @@ def begin(engine: Engine, step: int = 8, **settings: Any) -> ContinuousScheduler
 
 
 def run(
-    running: ContinuousScheduler, arrivals: list[list[scheduler.Sequence]], every: int = 4
-) -> list[scheduler.Sequence]:
+    running: ContinuousScheduler, arrivals: list[list[sequence.Sequence]], every: int = 4
+) -> list[sequence.Sequence]:
     """Run sequences that arrive in groups, every few passes; return all of them."""
     waiting, count = list(arrivals), 0
     while waiting or running.running:
@@ -111,7 +111,7 @@ def run(
     return [row for group in arrivals for row in group]
 
 
-def come_and_go(engine: Engine, count: int = 14) -> tuple[list[scheduler.Sequence], list[int], schedule.Tally]:
+def come_and_go(engine: Engine, count: int = 14) -> tuple[list[sequence.Sequence], list[int], schedule.Tally]:
     """Run sequences that arrive in three groups; return them, the tokens that each may have, and what was counted."""
     running = begin(engine)
     rows = sequences(count, 3)
@@ -122,7 +122,7 @@ def come_and_go(engine: Engine, count: int = 14) -> tuple[list[scheduler.Sequenc
     return finished, limits, tally
 
 
-def check(engine: Engine, rows: list[scheduler.Sequence], limits: list[int]) -> None:
+def check(engine: Engine, rows: list[sequence.Sequence], limits: list[int]) -> None:
     for row, limit in zip(rows, limits, strict=True):
         assert (row.error, row.finish_reason) == (None, "length")
         assert row.output_ids == greedy(engine, row.prompt_ids, limit), row.key
@@ -165,7 +165,7 @@ def test_layers_of_every_kind_take_part(name: str, kind: kinds.Kinds, tmp_path: 
     check(engine, finished, limits)
 
 
-def suspended(engine: Engine, patch: Patch) -> tuple[list[scheduler.Sequence], list[int]]:
+def suspended(engine: Engine, patch: Patch) -> tuple[list[sequence.Sequence], list[int]]:
     """Run and return eight rows, some in host memory, with limits. Admission is made to expect that rows end at once,
     so that memory falls short.
     """
@@ -368,12 +368,12 @@ def test_stops_and_dropped_sequences_free_their_rows(
     tokenizer = Tokenizer(engine.plan.model)
     running = ContinuousScheduler(engine, tokenizer, LOAD, arrivals=True)
     prompts = [tokenizer.hf(text).input_ids for text in ("Once upon a time", "ab", "etaoin", "x")]
-    free = [scheduler.Sequence(ids, 16, ignore_eos=True, key=key) for key, ids in enumerate(prompts)]
+    free = [sequence.Sequence(ids, 16, ignore_eos=True, key=key) for key, ids in enumerate(prompts)]
     run(running, [free])
     text = free[0].text
-    stop = scheduler.Sequence(prompts[0], 16, stop=(text[5:8],), ignore_eos=True, key=4)
-    gone = scheduler.Sequence(prompts[1], 400, ignore_eos=True, key=5)
-    other = scheduler.Sequence(prompts[2], 16, ignore_eos=True, key=6)
+    stop = sequence.Sequence(prompts[0], 16, stop=(text[5:8],), ignore_eos=True, key=4)
+    gone = sequence.Sequence(prompts[1], 400, ignore_eos=True, key=5)
+    other = sequence.Sequence(prompts[2], 16, ignore_eos=True, key=6)
     running.add([stop, gone, other])
     for _ in range(4):
         running.step()
@@ -430,7 +430,7 @@ def test_rows_that_are_given_up_go_on_as_if_they_had_not_been(
 # Kept prefixes
 
 
-def turns(seed: int, count: int = 6) -> list[list[scheduler.Sequence]]:
+def turns(seed: int, count: int = 6) -> list[list[sequence.Sequence]]:
     """Prompts that come in three rounds: new ones, some with a common beginning; then some that go on from those, or
     part from them; then some that are there whole."""
     dice = random.Random(seed)
@@ -445,7 +445,7 @@ def turns(seed: int, count: int = 6) -> list[list[scheduler.Sequence]]:
     rounds, key = [], 0
     for prompts in (first, second, third):
         dice.shuffle(prompts)
-        rounds.append([scheduler.Sequence(ids, dice.randint(1, 9), key=key + at) for at, ids in enumerate(prompts)])
+        rounds.append([sequence.Sequence(ids, dice.randint(1, 9), key=key + at) for at, ids in enumerate(prompts)])
         key += len(prompts)
     return rounds
 
@@ -455,7 +455,7 @@ def keeping(engine: Engine, patch: Patch, size: int = 1 << 20, **settings: Any) 
     return begin(engine, arrivals=True, cache_size=size, **settings)
 
 
-def finish(running: ContinuousScheduler, rows: list[scheduler.Sequence]) -> int:
+def finish(running: ContinuousScheduler, rows: list[sequence.Sequence]) -> int:
     """Run sequences that come at once to their ends; return the number of positions of prompts computed for them."""
     before = running.schedule.tally.prompts
     run(running, [rows])
@@ -496,7 +496,7 @@ def test_rows_that_wait_in_host_memory_had_a_kept_beginning(
     engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
     running = keeping(engine, monkeypatch, step=4)
     rows = alike(8, 8, 16)
-    finish(running, [scheduler.Sequence(row.prompt_ids[:6], 2, key=100 + row.key) for row in rows])
+    finish(running, [sequence.Sequence(row.prompt_ids[:6], 2, key=100 + row.key) for row in rows])
     running.schedule.limits = running.schedule.limits._replace(positions=90)
     running.schedule.ending = 0.5
     limits = [row.left for row in rows]
@@ -517,10 +517,10 @@ def test_scores_of_a_prompt_need_all_of_it(checkpoint: Checkpoints, tmp_path: Pa
     assert running.prefixes is not None
     ids = [5, 9, 13, 17, 21, 25, 29, 33, 37]
 
-    def pair(key: int) -> list[scheduler.Sequence]:
+    def pair(key: int) -> list[sequence.Sequence]:
         return [
-            scheduler.Sequence(list(ids), 2, key=key, logprobs=1, echo=True),
-            scheduler.Sequence(list(ids), 2, key=key + 1),
+            sequence.Sequence(list(ids), 2, key=key, logprobs=1, echo=True),
+            sequence.Sequence(list(ids), 2, key=key + 1),
         ]
 
     (alone,) = pair(0)[:1]
@@ -550,9 +550,9 @@ def test_what_is_kept_has_a_budget_and_gives_way(checkpoint: Checkpoints, tmp_pa
         finish(running, rows)
         check(engine, rows, limits)
         assert size / 2 < running.prefixes.held <= size
-    last = [scheduler.Sequence([4] * 30, 4, key=100)]
+    last = [sequence.Sequence([4] * 30, 4, key=100)]
     finish(running, last)
-    again = [scheduler.Sequence([*last[0].prompt_ids, *last[0].output_ids, 7], 4, key=101)]
+    again = [sequence.Sequence([*last[0].prompt_ids, *last[0].output_ids, 7], 4, key=101)]
     snapshot = engine.snapshot
     monkeypatch.setattr(engine, "snapshot", lambda *_: (_ for _ in ()).throw(MemoryError("no host memory")))
     finish(running, again)
@@ -575,7 +575,7 @@ def test_an_engine_that_cannot_reuse_says_why(
         running = keeping(engine, monkeypatch)
         assert why in str(running.cannot_reuse)
         for key in range(2):
-            (row,) = [scheduler.Sequence([5, 6, 7, 8, 9], 2, key=key)]
+            (row,) = [sequence.Sequence([5, 6, 7, 8, 9], 2, key=key)]
             assert finish(running, [row]) == 5
             assert row.cached == 0
         running.end()
@@ -585,16 +585,14 @@ def test_the_ring_holds_two_layers_for_requests_and_one_for_a_batch(
     checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
     monkeypatch.setattr(chunk_module, "CHUNK_BYTES", 4096)
-    engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
-    assert isinstance(engine, Stream)
+    engine: Any = load("stream", checkpoint("llama"), "cpu", tmp_path)
     ring, ids = engine.ring, torch.randint(4, 90, (2, 5))
-    assert ring is not None
     pieces = max(len(image.chunks) for image in ring.layers)
 
     def depth_for_a_batch() -> int:
         batch, _ = passes.prefill(engine, ids, torch.ones_like(ids), 1)
         engine.retire(batch)
-        return ring.depth
+        return int(ring.depth)
 
     one_layer = depth_for_a_batch()
     assert one_layer < 2 * pieces

@@ -26,7 +26,7 @@ from zinfer.core.model import ModelError
 from zinfer.core.request import Sampling
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine
-from zinfer.generation import draft_model, scheduler, tuning
+from zinfer.generation import draft_model, sequence, tuning
 from zinfer.generation.draft_model import check_same_tokens
 from zinfer.generation.drafts import Drafts
 from zinfer.generation.pass_times import PassTimes
@@ -62,7 +62,7 @@ def drafting(engine: Engine, patch: Patch, **settings: Any) -> ContinuousSchedul
     return begin(engine, **settings)
 
 
-def rows_of(engine: Engine, rows: Sequence[scheduler.Sequence]) -> dict[int, list[int]]:
+def rows_of(engine: Engine, rows: Sequence[sequence.Sequence]) -> dict[int, list[int]]:
     """Return the greedy answers of rows, each computed alone."""
     return {row.key: greedy(engine, row.prompt_ids, row.left) for row in rows}
 
@@ -181,7 +181,7 @@ def test_rows_come_pause_and_leave(
     propose, calls = running.drafts.propose, Counter[int]()
 
     def now_and_then(
-        rows: Mapping[int, scheduler.Sequence], limits: Mapping[int, int], room: int
+        rows: Mapping[int, sequence.Sequence], limits: Mapping[int, int], room: int
     ) -> dict[int, list[int]]:
         calls[0] += 1
         rows = {key: row for key, row in rows.items() if (key + calls[0] // 6) % 3}
@@ -199,7 +199,7 @@ def test_rows_come_pause_and_leave(
 
         monkeypatch.setattr(engine.draft, name, counted)
     running.add(rows)
-    done: list[scheduler.Sequence] = []
+    done: list[sequence.Sequence] = []
     for number in range(400):
         if number == 5:
             running.drop([3])
@@ -306,7 +306,7 @@ class Timed:
 
     def begin(self, rows: Any) -> None: ...
 
-    def draft(self, rows: Mapping[int, scheduler.Sequence], counts: Mapping[int, int]) -> dict[int, list[int]]:
+    def draft(self, rows: Mapping[int, sequence.Sequence], counts: Mapping[int, int]) -> dict[int, list[int]]:
         self.calls.append(max(counts.values()))
         return {key: [7] * count for key, count in counts.items()}
 
@@ -325,7 +325,7 @@ def test_drafts_are_as_many_as_pay(token_s: float | None, pass_s: float, right: 
     """A pass takes a second, or `pass_s` with drafts. Where they do not pay one is tried now and then."""
     drafter = Timed(token_s)
     drafts = Drafts(drafter)
-    rows = {key: scheduler.Sequence([1, 2, 3], 1000) for key in range(4)}
+    rows = {key: sequence.Sequence([1, 2, 3], 1000) for key in range(4)}
     dice, sizes, tokens, seconds = torch.Generator().manual_seed(1), list[int](), 0, 0.0
     for _ in range(600):
         asked = len(drafter.calls)
@@ -349,7 +349,7 @@ def test_drafts_that_are_never_right_are_given_up_at_once(rows: int, pass_s: flo
     """Load of 64 tokens a row with one-second passes. With drafts they take `pass_s`. A token is drafted in 4 ms."""
     drafts, seconds = Drafts(Timed(0.004)), 0.0
     for step in range(64):
-        sequences = {key: scheduler.Sequence([1, 2, 3], 64 - step) for key in range(rows)}
+        sequences = {key: sequence.Sequence([1, 2, 3], 64 - step) for key in range(rows)}
         proposed = drafts.propose(sequences, dict.fromkeys(sequences, 63 - step), 1000)
         took = pass_s if proposed else 1.0
         seconds += took + 0.004 * max(map(len, proposed.values()), default=0)

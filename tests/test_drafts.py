@@ -20,7 +20,7 @@ from zinfer.core.engine import MAX_DRAFTS
 from zinfer.core.request import Sampling
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, Work
-from zinfer.generation import scheduler
+from zinfer.generation import sequence
 from zinfer.generation.drafts import Drafts, NgramDrafter
 from zinfer.generation.pass_times import PassTimes
 from zinfer.generation.sampling import choose
@@ -31,7 +31,7 @@ assert engines_closed  # a fixture of all tests
 Checkpoints = Callable[..., Path]
 Patch = pytest.MonkeyPatch
 kind = kinds.kind  # the fixture
-Answers = Mapping[int, tuple[list[int], list[int]]]  # prompt and answer by key
+Answers = Mapping[int, tuple[Sequence[int], list[int]]]  # prompt and answer by key
 DRAFTED = {name: (WAYS | MORE)[name] for name in ("none", "kv auto by the cpu", "kv auto over the link")}
 EIGHT_BITS: dict[str, dict[str, Any]] = {
     "int8": {"kv_cache_dtype": "int8"},
@@ -51,7 +51,7 @@ class Oracle:
     def begin(self, rows: Mapping[int, Sequence[int]]) -> None:
         assert rows.keys() <= self._answers.keys()
 
-    def draft(self, rows: Mapping[int, scheduler.Sequence], counts: Mapping[int, int]) -> dict[int, list[int]]:
+    def draft(self, rows: Mapping[int, sequence.Sequence], counts: Mapping[int, int]) -> dict[int, list[int]]:
         return {key: self._of_row(key, len(rows[key].output_ids), count) for key, count in counts.items()}
 
     def _of_row(self, key: int, at: int, count: int) -> list[int]:
@@ -63,7 +63,7 @@ class Oracle:
         assert key in self._answers
 
 
-def answers(engine: Engine, rows: Sequence[scheduler.Sequence]) -> Answers:
+def answers(engine: Engine, rows: Sequence[sequence.Sequence]) -> Answers:
     return {row.key: (row.prompt_ids, greedy(engine, row.prompt_ids, row.left)) for row in rows}
 
 
@@ -74,7 +74,7 @@ def drafting(engine: Engine, patch: Patch, expected: Answers, wrong: float, **se
     return begin(engine, drafter=Oracle(expected, wrong), **settings)
 
 
-def check(rows: Sequence[scheduler.Sequence], expected: Answers) -> None:
+def check(rows: Sequence[sequence.Sequence], expected: Answers) -> None:
     for row in rows:
         assert (row.error, row.finish_reason) == (None, "length")
         assert row.output_ids == expected[row.key][1], row.key
@@ -182,7 +182,7 @@ def test_drawn_tokens_ends_and_scores_are_the_same(checkpoint: Checkpoints, tmp_
     small(monkeypatch)
     engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
 
-    def rows() -> list[scheduler.Sequence]:
+    def rows() -> list[sequence.Sequence]:
         drawn = sequences(10, 8, max_tokens=12)
         for row in drawn:
             row.sampling = Sampling(temperature=0.8, top_p=(1.0, 0.9)[row.key % 2], seed=str(row.key))
@@ -194,7 +194,7 @@ def test_drawn_tokens_ends_and_scores_are_the_same(checkpoint: Checkpoints, tmp_
     expected = {row.key: (row.prompt_ids, row.output_ids) for row in whole}
     words = Words()
     words.ends = frozenset({Counter(token for row in whole for token in row.output_ids[1:]).most_common(1)[0][0]})
-    runs: list[list[scheduler.Sequence]] = []
+    runs: list[list[sequence.Sequence]] = []
     for drafter in (None, Oracle(expected, 0.2)):
         monkeypatch.setattr(PassTimes, "room_for_drafts", lambda *_: 1000)
         running = ContinuousScheduler(engine, words, LOAD, drafter=drafter)  # type: ignore[arg-type]
@@ -234,7 +234,7 @@ def test_kept_prefixes_go_together_with_drafts(checkpoint: Checkpoints, tmp_path
     engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
     first = sequences(6, 6, max_tokens=8)
     expected = dict(answers(engine, first))
-    second = [scheduler.Sequence(prompt + answer[:-1], 6, key=10 + key) for key, (prompt, answer) in expected.items()]
+    second = [sequence.Sequence([*prompt, *answer[:-1]], 6, key=10 + key) for key, (prompt, answer) in expected.items()]
     expected |= answers(engine, second)
     monkeypatch.setattr(PassTimes, "room_for_drafts", lambda *_: 1000)
     running = keeping(engine, monkeypatch, drafter=Oracle(expected, 0.3))
@@ -292,16 +292,16 @@ def test_n_grams_are_looked_up_in_all_tokens() -> None:
                     whole.append(whole[index])
                 expected = whole[len(tokens) :]
                 break
-        assert drafter.draft({0: scheduler.Sequence(tokens, 9)}, {0: count}) == {0: expected}
+        assert drafter.draft({0: sequence.Sequence(tokens, 9)}, {0: count}) == {0: expected}
         tokens += [dice.randint(0, 3) for _ in range(dice.randint(1, 3))]
     drafter.discard(0)
-    assert drafter.draft({0: scheduler.Sequence([1, 2, 3], 9)}, {0: 4}) == {0: []}
+    assert drafter.draft({0: sequence.Sequence([1, 2, 3], 9)}, {0: 4}) == {0: []}
 
 
 def test_the_number_of_drafts_follows_what_is_accepted() -> None:
     def drafts_of(right: float, passes: int = 60, room: int = 1000) -> list[int]:
         dice, drafts, sizes = random.Random(3), Drafts(NgramDrafter()), []
-        rows = {key: scheduler.Sequence([1, 2, 3] * 4, 100) for key in range(4)}
+        rows = {key: sequence.Sequence([1, 2, 3] * 4, 100) for key in range(4)}
         for _ in range(passes):
             proposed = drafts.propose(rows, dict.fromkeys(rows, 99), room)
             sizes.append(max(map(len, proposed.values()), default=0))
@@ -319,8 +319,8 @@ def test_the_number_of_drafts_follows_what_is_accepted() -> None:
     drafts = Drafts(NgramDrafter())
     for _ in range(200):  # others were wrong; a new row, and one that was wrong itself, are tried all the same
         drafts.observe(0, 4, 0)
-    assert drafts.propose({0: scheduler.Sequence([1, 2, 3] * 4, 100)}, {0: 99}, 1000)
-    assert drafts.propose({1: scheduler.Sequence([1, 2, 3] * 4, 100)}, {1: 99}, 1000)
+    assert drafts.propose({0: sequence.Sequence([1, 2, 3] * 4, 100)}, {0: 99}, 1000)
+    assert drafts.propose({1: sequence.Sequence([1, 2, 3] * 4, 100)}, {1: 99}, 1000)
     assert max(drafts_of(1.0, room=4 * 3)) == 3, "no more than there is time for"
     assert set(drafts_of(1.0, room=3)) == {0}
 

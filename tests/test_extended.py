@@ -26,7 +26,7 @@ from zinfer.core.request import Request
 from zinfer.engine import EngineError
 from zinfer.engine.base import Work
 from zinfer.engine.rotary import turned_by
-from zinfer.generation import scheduler, tuning
+from zinfer.generation import sequence, tuning
 from zinfer.generation.scheduler import ContinuousScheduler, DecodeLoop
 from zinfer.generation.tokenizer import Tokenizer
 
@@ -84,16 +84,16 @@ def generated(directory: Path, prompt: tuple[int, ...], count: int) -> Ids:
     return [int(token) for token in output[0, len(prompt) :]]
 
 
-def rows_of(lengths: Sequence[int], left: int = 14) -> list[scheduler.Sequence]:
+def rows_of(lengths: Sequence[int], left: int = 14) -> list[sequence.Sequence]:
     """Return a sequence of each length. Each may get up to `left` tokens."""
     token_ids, _ = prompts((max(lengths),))
     return [
-        scheduler.Sequence([key + 4, *token_ids[0, 1:length].tolist()], left - key % 3, key=key)
+        sequence.Sequence([key + 4, *token_ids[0, 1:length].tolist()], left - key % 3, key=key)
         for key, length in enumerate(lengths)
     ]
 
 
-def check(directory: Path, rows: Sequence[scheduler.Sequence], limits: Sequence[int]) -> None:
+def check(directory: Path, rows: Sequence[sequence.Sequence], limits: Sequence[int]) -> None:
     assert len({tuple(row.output_ids) for row in rows}) > len(rows) // 2  # texts that tell angles apart
     for row, limit in zip(rows, limits, strict=True):
         assert (row.error, row.finish_reason) == (None, "length")
@@ -229,7 +229,7 @@ def test_kept_prefixes_serve_rows_with_the_same_keys_alone(
     assert running.prefixes is not None
     token_ids, _ = prompts((70,))
     ids = token_ids[0].tolist()
-    rows = [scheduler.Sequence(ids[:length], 6, key=key) for key, length in enumerate((14, 18, 60, 61, 20, 19, 65))]
+    rows = [sequence.Sequence(ids[:length], 6, key=key) for key, length in enumerate((14, 18, 60, 61, 20, 19, 65))]
     for row in rows:  # one after the other, so that each may find what earlier ones kept
         run(running, [[row]])
     cached = {len(row.prompt_ids): row.cached for row in rows}

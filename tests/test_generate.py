@@ -21,6 +21,7 @@ from zinfer.engine.stream import Stream
 from zinfer.generation import scheduler
 from zinfer.generation.sampling import NotFiniteError
 from zinfer.generation.schedule import largest_load
+from zinfer.generation.sequence import Sequence
 from zinfer.generation.tokenizer import Tokenizer, byte_tokenizer
 from zinfer.plan.planner import make_plan
 
@@ -48,10 +49,10 @@ def generate(
     output_len: int = 32,
     sampling: Sampling = GREEDY,
     ignore_eos: bool = False,
-) -> list[scheduler.Sequence]:
+) -> list[Sequence]:
     tokenizer = Tokenizer(spec)
     sequences = [
-        scheduler.Sequence(
+        Sequence(
             tokenizer.hf(prompt).input_ids, output_len, ignore_eos=ignore_eos, key=number,
             sampling=sampling.model_copy(update={"seed": nth_seed(sampling.seed, number)}),
         )
@@ -104,7 +105,7 @@ def test_a_text_keeps_the_space_that_some_tokenizers_drop_at_the_beginning(
     for chat, stop, text in (
         (False, (), " upon it"), (True, (), "upon it"), (False, (" upon",), ""), (False, (" it",), " upon"),
     ):  # fmt: skip
-        sequence = scheduler.Sequence(prompt, len(answer), chat=chat, stop=stop)
+        sequence = Sequence(prompt, len(answer), chat=chat, stop=stop)
         shown = ""
         for token in answer:
             if not sequence.ended:
@@ -147,7 +148,7 @@ def test_drawn_texts_do_not_depend_on_the_batch(checkpoint: Callable[..., Path])
     assert ways[0] == ways[1] == ways[2]
     assert ways[0][0] != ways[0][3]
     ids = Tokenizer(spec).hf(PROMPTS[0]).input_ids
-    row = scheduler.Sequence(ids, 12, sampling, ignore_eos=True)  # as a batch job's is
+    row = Sequence(ids, 12, sampling, ignore_eos=True)  # as a batch job's is
     running = scheduler.ContinuousScheduler(
         engine, Tokenizer(spec), Workload(batch_size=1, input_len=16, output_len=16)
     )

@@ -328,7 +328,7 @@ def test_cuda_graphs_give_the_same_tokens(architecture: str, checkpoint: Checkpo
 def test_cuda_graphs_give_the_same_logits(
     offload: Offload, share: str | None, architecture: str, checkpoint: Checkpoints, tmp_path: Path
 ) -> None:
-    """Experts' dispatch is recorded, and the unpacking of resident coded layers, all together or layer by layer."""
+    """Experts' dispatch is recorded, as is the unpacking of resident layers."""
     directory, lengths = checkpoint(architecture), BATCHES[0]
     given, runs = reference(directory)[0], []
     for option in ("off", "auto"):

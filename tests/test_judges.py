@@ -26,7 +26,7 @@ from tests.test_parity import load
 from tests.test_serve import Reference
 from tests.test_serve_command import process
 from zinfer.engine.base import Engine
-from zinfer.generation import scheduler
+from zinfer.generation import sequence
 from zinfer.generation.schedule import largest_load
 from zinfer.generation.scheduler import ContinuousScheduler
 from zinfer.generation.tokenizer import Tokenizer
@@ -272,7 +272,7 @@ class Device:
                 return False
             self.samples |= dict(new)
             self._running.add(
-                scheduler.Sequence(self._prompts[index], self._limits[index], key=key) for key, index in new
+                sequence.Sequence(self._prompts[index], self._limits[index], key=key) for key, index in new
             )
         return True
 

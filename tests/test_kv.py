@@ -26,7 +26,8 @@ from zinfer.engine.stream.kv.cpu import CpuStore
 from zinfer.engine.stream.kv.pool import HostPool
 from zinfer.generation import passes
 from zinfer.generation.pass_times import PassTimes
-from zinfer.generation.scheduler import ContinuousScheduler, Sequence
+from zinfer.generation.scheduler import ContinuousScheduler
+from zinfer.generation.sequence import Sequence
 from zinfer.system.host import attending_cpus
 from zinfer.worker.measure import Samples, measure
 

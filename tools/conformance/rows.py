@@ -11,7 +11,7 @@ from tests.test_continuous import Words, run, small
 from tests.test_drafts import Oracle
 from tools.conformance.reference import OUTPUT_LEN, Reference
 from zinfer.engine.base import Engine, Work
-from zinfer.generation import scheduler
+from zinfer.generation import sequence
 from zinfer.generation.drafts import Drafts
 from zinfer.generation.pass_times import PassTimes
 from zinfer.generation.schedule import PlannedBatch
@@ -59,7 +59,7 @@ def come_and_go(engine: Engine, reference: Reference, drafts: bool = False, kept
     """
     count, answers = len(reference.prompts), reference.tokens.tolist()
     rows = [
-        scheduler.Sequence(reference.prompts[key % count], OUTPUT_LEN if key < count else SHORT, key=key)
+        sequence.Sequence(reference.prompts[key % count], OUTPUT_LEN if key < count else SHORT, key=key)
         for key in range(2 * count)
     ]
     oracle = Oracle({row.key: (row.prompt_ids, answers[row.key % count]) for row in rows}, WRONG)

@@ -148,8 +148,10 @@ class PinnedArena:
         return self.memory[start:end]
 
     def lock_taken(self) -> None:
-        """Page-lock what was taken, in a thread, so that a load does not end with it. What is taken next begins at a
-        page; no copy to a GPU may reach across."""
+        """Page-lock in a thread what was taken, while a load goes on.
+
+        What is taken next begins at a page; no copy to a GPU may reach across.
+        """
         end = self.used + -self.used % PAGE
         if self._pin and self._lock_end + LOCKED_TOGETHER <= end <= self.size:
             device = torch.cuda.current_device()

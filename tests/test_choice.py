@@ -149,7 +149,7 @@ def test_the_keys_of_an_indexer_go_with_their_rows(tmp_path: Path) -> None:
     engine.retire(batch, [1])
     assert sum(layer._index.nbytes for layer in batch.cache.layers) == 2 * room * index
     layer = batch.cache.layers[0]
-    layer.window(slice(0, 2), room)
+    layer.rows, layer.length = slice(0, 2), room
     with pytest.raises(CacheFullError, match=f"holds {room} tokens"):
         layer.update_indexer(torch.zeros(2, 1, 16))
     engine.close()

@@ -148,7 +148,7 @@ class PinnedArena:
         return self.memory[start:end]
 
     def lock_taken(self) -> None:
-        """Page-lock what was taken, in a thread, so that a load does not end with it. What is taken next begins at a
+        """Begin to page-lock what was taken, in a thread. What is taken next begins at a
         page; no copy to a GPU may reach across."""
         end = self.used + -self.used % PAGE
         if self._pin and self._lock_end + LOCKED_TOGETHER <= end <= self.size:

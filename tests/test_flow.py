@@ -102,6 +102,13 @@ def test_engines_do_not_know_each_other() -> None:
             assert not others & (kinds - {parts[2]}), module
 
 
+def test_streamed_weights_know_neither_experts_nor_attention() -> None:
+    stream, below = "zinfer.engine.stream.", ("weights", "trace")
+    weights = {module: imports(path) for module, path in MODULES.items() if module.startswith(f"{stream}weights")}
+    arrows = {(module, other) for module, others in weights.items() for other in others if other.startswith(stream)}
+    assert {other.removeprefix(stream).split(".")[0] for _, other in arrows} == set(below)
+
+
 def test_the_clock_stands_in_one_place() -> None:
     clocks = {module for module, path in MODULES.items() if "perf_counter" in path.read_text()}
     assert clocks <= {"zinfer.worker.measure", "zinfer.worker.probe", "zinfer.engine.stream.trace"}

@@ -113,6 +113,19 @@ def test_layers_whose_weights_cross_the_link_are_recorded_one_by_one(
     assert (recorder.replayed > steps * len(engine._layers)) is by_layer  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("architecture", ["llama", "bloom"])
+def test_steps_of_several_tokens_are_recorded_layer_by_layer(
+    architecture: str, checkpoint: Checkpoints, tmp_path: Path, recorder: Rerun
+) -> None:
+    runs = []
+    for option in ("off", "auto"):
+        engine = load("stream", checkpoint(architecture), "cpu", tmp_path, cuda_graphs=option)
+        runs.append(verified(engine))
+    assert status(engine) == graphs.BY_LAYER
+    assert recorder.replayed
+    assert all(close(actual, expected) for actual, expected in zip(*runs, strict=True))
+
+
 @pytest.mark.parametrize("fault", ["differs", "fails"])
 def test_a_layer_whose_graph_is_wrong_is_computed_without(
     fault: str, checkpoint: Checkpoints, tmp_path: Path, recorder: Rerun

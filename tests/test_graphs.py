@@ -115,8 +115,9 @@ def test_layers_whose_weights_cross_the_link_are_recorded_one_by_one(
 
 @pytest.mark.parametrize("architecture", ["llama", "bloom"])
 def test_steps_of_several_tokens_are_recorded_layer_by_layer(
-    architecture: str, checkpoint: Checkpoints, tmp_path: Path, recorder: Rerun
+    architecture: str, checkpoint: Checkpoints, tmp_path: Path, recorder: Rerun, monkeypatch: Patch
 ) -> None:
+    tune(monkeypatch, bucket=64)
     runs = []
     for option in ("off", "auto"):
         engine = load("stream", checkpoint(architecture), "cpu", tmp_path, cuda_graphs=option)

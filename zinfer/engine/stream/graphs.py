@@ -461,8 +461,9 @@ class Graphs:
         graph_set.layered[shape, ends] = graphs
         for memory, part in zip(memories, parts, strict=True):
             memory.feed(part.batch, count)
-        if graphs.checked < TUNED.checks:
+        if not graphs.checked or self._checks < TUNED.checks:
             logits = graphs.forward(partial(run, False), checks=True)
+            self._checks += graphs.fault is None
             if graphs.fault is not None:
                 graph_set.layered.clear()
                 if graphs.fault == LAYER_DIFFERS and self._custom:  # once more, without its kernels

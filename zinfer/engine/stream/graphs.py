@@ -461,9 +461,8 @@ class Graphs:
         graph_set.layered[shape, ends] = graphs
         for memory, part in zip(memories, parts, strict=True):
             memory.feed(part.batch, count)
-        if not graphs.checked or self._checks < TUNED.checks:
+        if graphs.checked < TUNED.checks:  # the second time shows arguments that grow with the tokens
             logits = graphs.forward(partial(run, False), checks=True)
-            self._checks += graphs.fault is None
             if graphs.fault is not None:
                 graph_set.layered.clear()
                 if graphs.fault == LAYER_DIFFERS and self._custom:  # once more, without its kernels

@@ -418,13 +418,8 @@ class Graphs:
         computes the pass without a graph."""
         if self._why_not is not None or self.paused:
             return eager()
-        memories = tuple(self._memory_of(part.batch) for part in parts)
-        for memory, part in zip(memories, parts, strict=True):
-            for layer in _layers(part.batch) if memory.within else ():
-                layer.reserve(part.batch.length, part.token_ids.shape[1])
-        graph_set = self._graph_sets.setdefault(tuple(map(id, memories)), GraphSet(memories))
-        count, _ = shape = _shape(parts)
-        ends = tuple(end_of(part.batch.length + count, part.batch.capacity) for part in parts)
+        graph_set, ends = self._begin(parts)
+        shape = _shape(parts)
         graph = graph_set.graphs.pop((shape, ends), None)
         if (shape, graph_set.sizes) in self._useless or (graph is None and graph_set.steps[shape] < self.wait):
             graph_set.steps[shape] += 1
@@ -434,10 +429,7 @@ class Graphs:
         if graph is None or self._checks < TUNED.checks:
             return self._both_ways(graph_set, parts, ends, eager)
         logits = self._replay(graph_set, graph, parts)
-        for part in parts:
-            for layer in _layers(part.batch):
-                layer.length = part.batch.length
-                layer.advance(count)
+        _advance(parts)
         return logits
 
     def by_layer(self, parts: Sequence[Part], layers: Sequence[nn.Module], run: Callable[[bool], Tensor]) -> Tensor:
@@ -445,13 +437,8 @@ class Graphs:
 
         `run` computes the pass; it gets whether layers are replayed, so that none attends.
         """
-        memories = tuple(self._memory_of(part.batch) for part in parts)
-        for memory, part in zip(memories, parts, strict=True):
-            for layer in _layers(part.batch) if memory.within else ():
-                layer.reserve(part.batch.length, part.token_ids.shape[1])
-        graph_set = self._graph_sets.setdefault(tuple(map(id, memories)), GraphSet(memories))
-        count, _ = shape = _shape(parts)
-        ends = tuple(end_of(part.batch.length + count, part.batch.capacity) for part in parts)
+        graph_set, ends = self._begin(parts)
+        shape = _shape(parts)
         graphs = graph_set.layered.pop((shape, ends), None)
         if (shape, graph_set.sizes) in self._useless or (graphs is None and graph_set.steps[shape] < self.wait):
             graph_set.steps[shape] += 1
@@ -459,8 +446,8 @@ class Graphs:
         if graphs is None:
             graphs = self._layered(graph_set, parts, ends, layers)
         graph_set.layered[shape, ends] = graphs
-        for memory, part in zip(memories, parts, strict=True):
-            memory.feed(part.batch, count)
+        for memory, part in zip(graph_set.memories, parts, strict=True):
+            memory.feed(part.batch, shape[0])
         if graphs.checked < TUNED.checks:  # the second time shows arguments that grow with the tokens
             logits = graphs.forward(partial(run, False), checks=True)
             if graphs.fault is not None:
@@ -473,11 +460,18 @@ class Graphs:
         logits = graphs.forward(partial(run, True), checks=False)
         graph_set.replays += 1
         self.status = BY_LAYER
-        for part in parts:
-            for layer in _layers(part.batch):
-                layer.length = part.batch.length
-                layer.advance(count)
+        _advance(parts)
         return logits
+
+    def _begin(self, parts: Sequence[Part]) -> tuple[GraphSet, tuple[int, ...]]:
+        """Return a decode pass's graphs, and the positions that parts see."""
+        memories = tuple(self._memory_of(part.batch) for part in parts)
+        count, _ = _shape(parts)
+        for memory, part in zip(memories, parts, strict=True):
+            for layer in _layers(part.batch) if memory.within else ():
+                layer.reserve(part.batch.length, count)
+        graph_set = self._graph_sets.setdefault(tuple(map(id, memories)), GraphSet(memories))
+        return graph_set, tuple(end_of(part.batch.length + count, part.batch.capacity) for part in parts)
 
     def _layered(
         self, graph_set: GraphSet, parts: Sequence[Part], ends: tuple[int, ...], layers: Sequence[nn.Module]
@@ -724,6 +718,14 @@ class Graphs:
 
 def _shape(parts: Sequence[Part]) -> Shape:
     return parts[0].token_ids.shape[1], parts[0].keep
+
+
+def _advance(parts: Sequence[Part]) -> None:
+    """Count the tokens that a replay stored."""
+    for part in parts:
+        for layer in _layers(part.batch):
+            layer.length = part.batch.length
+            layer.advance(part.token_ids.shape[1])
 
 
 def _window(layer: FixedLayer, capacity: int) -> int | None:

@@ -102,7 +102,10 @@ class LayerGraphs:
     ) -> None:
         """Record a layer, unless it is, and compare it with `output`."""
         if index == len(self._graphs):
-            inputs = [self._memory.setdefault(id(tensor), (tensor, tensor.clone()))[1] for tensor in tensors]
+            for tensor in tensors:
+                if id(tensor) not in self._memory:
+                    self._memory[id(tensor)] = tensor, tensor.clone()
+            inputs = [self._memory[id(tensor)][1] for tensor in tensors]
 
             def static() -> Any:
                 with self._cache() as cache:

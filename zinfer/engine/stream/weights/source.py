@@ -4,6 +4,9 @@ They lie in host memory, of this process or of all ranks together (`MemorySource
 keeps a part (`zinfer.engine.stream.weights.disk.DiskSource`). The ring reads any of them alike.
 """
 
+# ruff: noqa: B027 - what only a source on disk has to do is nothing here
+
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +21,7 @@ from zinfer.engine.stream.weights.packed_experts import PackedExperts
 from zinfer.engine.stream.weights.queues import Event
 
 
-class WeightSource:
+class WeightSource(ABC):
     """Packed layers, and the bytes of their chunks; `experts` come on demand, by layer. Nothing of it is on disk,
     unless a subclass says so. Chunks on disk come in the order that `begin` names, and are given back one by one."""
 
@@ -29,9 +32,9 @@ class WeightSource:
     def __init__(self, layers: Sequence[PackedLayer], experts: Mapping[int, PackedExperts] | None = None) -> None:
         self.layers, self.experts = layers, experts or {}
 
+    @abstractmethod
     def get(self, chunk: Chunk) -> Tensor:
         """Wait for a chunk's bytes, uint8. Those of a chunk on disk are valid until `release`."""
-        raise NotImplementedError
 
     def on_disk(self, _chunk: Chunk) -> bool:
         """Tell whether host memory does not keep a chunk."""

@@ -25,7 +25,7 @@ micro-batch that is admitted frees it first (`Graphs.make_room`).
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -45,6 +45,7 @@ from zinfer.engine.stream.kv.cpu import OwnAttentionError
 from zinfer.engine.stream.layer_graphs import DIFFERS as LAYER_DIFFERS
 from zinfer.engine.stream.layer_graphs import LayerGraphs
 from zinfer.engine.stream.norms import Norms
+from zinfer.engine.stream.rotations import Rotations
 from zinfer.engine.stream.split_attention import split_attention
 from zinfer.engine.triton_check import cannot_run
 
@@ -376,6 +377,7 @@ class Graphs:
         self._custom = False  # kernels in the place of the model's own, until a pass fails or differs with them alone
         self.kernels = "none"  # what became of them
         self._norms: Norms | None = None
+        self._rotations: Rotations | None = None
         self._attend: Attend = scaled_dot_product_attention
         self._kinds = set(getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ())
         self._single = False  # steps of several tokens a row cannot be recorded
@@ -484,8 +486,7 @@ class Graphs:
 
         @contextmanager
         def cache() -> Iterator[Cache]:
-            norms = self._norms.fused() if self._custom and self._norms else nullcontext()
-            with self._joined(graph_set.memories, ends, count, whole=False) as static, ConstantsOnDevice(), norms:
+            with self._joined(graph_set.memories, ends, count, whole=False) as static, self._replaced():
                 yield static
 
         while len(graph_set.layered) >= TUNED.max_layered:
@@ -663,10 +664,22 @@ class Graphs:
     def _find_kernels(self, device: torch.device) -> None:
         """Choose the kernels that replace the model's own in recorded passes."""
         self._norms = Norms(self._model, device)
-        if self._ragged.able and cannot_run(device) is None:
-            self._attend = split_attention
-        self._custom = len(self._norms) > 0 or self._attend is split_attention
+        if cannot_run(device) is None:
+            self._rotations = Rotations(self._model, device)
+            if self._ragged.able:
+                self._attend = split_attention
+        self._custom = bool(self._norms or self._rotations) or self._attend is split_attention
         self.kernels = "on" if self._custom else "none"
+
+    @contextmanager
+    def _replaced(self) -> Iterator[None]:
+        """Compute by the kernels that replace the model's own."""
+        with ExitStack() as stack:
+            stack.enter_context(ConstantsOnDevice())
+            for kernels in (self._norms, self._rotations) if self._custom else ():
+                if kernels is not None:
+                    stack.enter_context(kernels.fused())
+            yield
 
     def _static(self, memories: Sequence[StaticKV], ends: Sequence[int], graph: Graph) -> Tensor:
         """Run the pass that is recorded: nothing in it depends on a number that changes from step to step."""
@@ -707,9 +720,8 @@ class Graphs:
         return self._ragged.cache(layers, [memory.rows for memory in memories], biases, attend, whole=whole)
 
     def _logits(self, inputs: dict[str, object], graph: Graph) -> Tensor:
-        norms = self._norms.fused() if self._custom and self._norms else nullcontext()
         lengths = graph.positions + 1  # each token is turned as in a step of its own
-        with self._surrounding(), ConstantsOnDevice(), norms, turned_by(lengths):
+        with self._surrounding(), self._replaced(), turned_by(lengths):
             logits: Tensor = self._model(
                 **{name: value for name, value in inputs.items() if name in self._accepted}
             ).logits

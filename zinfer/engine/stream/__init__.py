@@ -94,7 +94,8 @@ class Stream(SharedPasses):
         self._ragged.able = self._ragged.able and not self._counts_padding
         recorded = self.options.cuda_graphs == "auto" and self._group is None
         recorder = graphs.recorder_of(self.device) if recorded else None
-        self._graphs = Graphs(self.model, self._ragged, (self._cache_name, self._accepted), recorder, self._ring_pass)
+        routed, inputs = plan.model.num_experts > 1, (self._cache_name, self._accepted)
+        self._graphs = Graphs(self.model, list(self._layers), routed, self._ragged, inputs, recorder, self._ring_pass)
         self._few_experts = FewExperts(self.model, self.device) if self.options.experts_kernel == "auto" else None
         self._widen = _widen_on(self.device) if self.options.kv_cache_dtype in STORAGE else dequantize_kv
         for option, any_model in {"kv_offload": ("none", "auto"), "kv_cache_dtype": ("auto", "bf16")}.items():
@@ -289,7 +290,8 @@ class Stream(SharedPasses):
             buffers = max(buffers, *(layers * len(packed.chunks) + staging for packed in ring.layers))
         pool, experts = self._pool, (placement.expert_buffers, placement.cached_experts)
         ring.resize(min(buffers, ring.depth))  # shrink before anything grows
-        if set(placement.resident_layers) != set(range(len(ring.layers))) - set(ring.streamed):
+        moved = set(placement.resident_layers) != set(range(len(ring.layers))) - set(ring.streamed)
+        if moved or (pool is not None and experts != (pool.staging, pool.cached)):
             self._graphs.clear()
         if pool is not None:
             pool.resize(min(experts[0], pool.staging), min(experts[1], pool.cached))
@@ -424,7 +426,8 @@ class Stream(SharedPasses):
         logits = super().forward(works)
         if step:
             if self._pool is not None:
-                self._expert_steps.append(self._pool.counts.since(experts))
+                tokens = sum(work.token_ids.numel() for work in works)
+                self._expert_steps.append(self._pool.counts_of_step(experts, tokens))
             self._streamed_per_step = ring.bytes_copied - weights
             self._fetched_per_step = ring.other_bytes_copied - others
             self._read_per_step = ring.disk_bytes - from_disk

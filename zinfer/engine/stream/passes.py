@@ -162,14 +162,15 @@ class SharedPasses(Decoder[StreamBatch]):
     def _by_layer(self, parts: Sequence[Part[StreamBatch]]) -> Tensor:
         """Run a forward pass with a graph for each layer."""
         with self._ring_pass():
-            return self._graphs.by_layer(parts, list(self._layers), partial(self._joined, parts))
+            return self._graphs.by_layer(parts, partial(self._joined, parts))
 
     def _is_recordable(self, parts: Sequence[Part[StreamBatch]]) -> bool:
         """Tell whether a pass is a decode step that can be recorded. See `zinfer.engine.stream.graphs`."""
         if not self._may_record(parts):
             return False
-        ring, why_not = self._ring, None
-        if ring is not None and (ring.streamed or self._pool is not None or self._group is not None):
+        ring, pool, why_not = self._ring, self._pool, None
+        chosen = pool is not None and not pool.stays(sum(part.token_ids.numel() for part in parts))
+        if ring is not None and (ring.streamed or chosen or self._group is not None):
             why_not = "weights cross the link"
         elif any(batch.host_rows for batch in self.batches):
             why_not = "keys and values are in host memory"

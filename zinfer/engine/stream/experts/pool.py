@@ -155,9 +155,8 @@ class ExpertPool:
         self._filled: tuple[int, set[int]] = -1, set()  # layer in the layer buffer, and its experts that are there
         self._cache = ExpertCache("lfu")
         self._at: dict[Key, int] = {}  # number of the buffer of each expert that is coming or stays
-        self._places: dict[
-            int, tuple[Tensor, int] | None
-        ] = {}  # layers whose experts all stay -> where their codes are
+        self._places: dict[int, tuple[Tensor, int] | None] = {}  # where the codes of a layer whose experts all stay are
+        self._hits = 0  # experts that a token of a pass has
         self._coming: dict[Key, None] = {}  # experts whose copy was issued and that were not used yet, in order
         self._asked: deque[Key] = deque()  # experts needed now whose copy waits for a free buffer
         self._ahead: Iterator[Key] = iter(())  # experts to bring before they are needed, in order
@@ -262,6 +261,17 @@ class ExpertPool:
             if self._unpacked is not None:
                 self._unpacked.record()
 
+    def stays(self, tokens: int) -> bool:
+        """Tell whether passes of `tokens` tokens need nothing of the host.
+
+        All experts stay then, and the device alone learns which are chosen.
+        """
+        return tokens == 1 and self._places.keys() == self.layers.keys() and None not in self._places.values()
+
+    def counts_of_step(self, before: ExpertCounts, tokens: int) -> ExpertCounts:
+        """Return the counts of a decode step of `tokens` tokens, replayed or not."""
+        return ExpertCounts(hits=self._hits) if self.stays(tokens) else self.counts.since(before)
+
     def close(self) -> None:
         if self._queues is not None:
             self._queues.finish()
@@ -355,14 +365,17 @@ class ExpertPool:
             self._places[layer] = self._places_of(layer)
         if (places := self._places.get(layer)) is None or self._unpacked is None:
             return False
-        self._count(hits=chosen.numel())
+        recording = self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        self._hits = chosen.numel() * len(self.layers)
         self._ring.resume()
-        self._unpacked.wait()
+        if not recording:
+            self._unpacked.wait()
         if self._filled[0] != layer:
             self._filled = layer, set()
         with self._ring.untimed(layer, unpacks=True):
             codec.decode_chosen(self._memory, *places, chosen.flatten(), self.layer_buffer)
-        self._unpacked.record()
+        if not recording:
+            self._unpacked.record()
         return True
 
     def _places_of(self, layer: int) -> tuple[Tensor, int] | None:

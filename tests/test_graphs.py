@@ -62,7 +62,7 @@ class Rerun:
         return run(), self.seconds if self.replayed > before else 1.0
 
 
-def tune(patch: Patch, **values: float) -> None:
+def tune(patch: Patch, **values: Any) -> None:
     """Change tuned numbers of graphs."""
     patch.setattr(graphs, "TUNED", replace(graphs.TUNED, **values))
 

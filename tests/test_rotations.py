@@ -41,22 +41,22 @@ def main(path: Path) -> None:
         for dtype in DTYPES:
             model = model_of(name, dtype)
             scope = vars(sys.modules[type(model).__module__])
-            function, rotations = scope.get(FUNCTION), Rotations(model, torch.device("cpu"))
+            function: Any = scope.get(FUNCTION)
+            rotations = Rotations(model, torch.device("cpu"))
             forms = {part for _, _, fused in rotations._replaced for part in fused.args[1]}  # type: ignore[attr-defined]
-            equal, others = [], []
-            for shape in SHAPES:
-                for part in forms if function is not None else ():
-                    given = inputs(shape, part, dtype)
+            equal = list[bool]()
+            for shape in SHAPES if function is not None else ():
+                for part in forms:
+                    given, limit = inputs(shape, part, dtype), 0.0 if dtype.itemsize == 2 else 1e-6
                     with rotations.fused():
-                        turned = scope[FUNCTION](*given)
-                        others.append(torch.equal(scope[FUNCTION](*given, unsqueeze_dim=1)[0], function(*given)[0]))
-                    limit = 0.0 if dtype.itemsize == 2 else 1e-6
-                    pairs = zip(turned, function(*given), strict=True)
+                        turned, other = scope[FUNCTION](*given), scope[FUNCTION](*given, unsqueeze_dim=1)
+                    expected = function(*given)
+                    pairs = [*zip(turned, expected, strict=True), (other[0], expected[0])]
                     equal += [float((a - b).abs().max()) <= limit for a, b in pairs]
             results[f"{name}-{dtype}"] = [
                 sorted(forms),
                 len(rotations),
-                equal + others,
+                equal,
                 scope.get(FUNCTION) is function,
             ]
     path.write_text(json.dumps(results))

@@ -39,13 +39,14 @@ class Rates:
 
     # Between its matrix products a layer's prefill reads and writes GPU memory, one kernel after the other: passes over
     # a token's hidden values (two norms, two sums, heads split and merged), passes over its values within the
-    # feed-forward network (a fused activation; BLOOM's is nine kernels, that of gpt-oss ten and two biases), passes
-    # over the hidden values of each expert of a token (sorted, gathered, weighted, summed; from prefills of Mixtral and
-    # Qwen3, which have experts of different widths), and bytes of each score where attention has no fused kernel.
+    # feed-forward network (a fused activation; BLOOM's eager one is nine kernels, that of gpt-oss ten and two biases),
+    # passes over the hidden values of each expert of a token (sorted, gathered, weighted, summed; from prefills of
+    # Mixtral and Qwen3, which have experts of different widths), and bytes of each score where attention has no fused
+    # kernel, or one that reads a bias (ALiBi, which is written for all heads before).
     hidden_passes: int = 20
-    ffn_passes: Mapping[str, int] = field(default_factory=lambda: {"": 3, "bloom": 21, "gpt_oss": 26})
+    ffn_passes: Mapping[str, int] = field(default_factory=lambda: {"": 3, "eager bloom": 21, "gpt_oss": 26})
     expert_passes: int = 38
-    score_bytes: Mapping[str, int] = field(default_factory=lambda: {"bloom": 20, "gpt_oss": 30})
+    score_bytes: Mapping[str, int] = field(default_factory=lambda: {"bloom": 4, "eager bloom": 20, "gpt_oss": 30})
     # Time of a FLOP of fused attention over that of a matrix product: from prefills of 31,000 tokens of Llama-3.1-70B.
     attention_factor: float = 1.5
     # Seconds of a layer's small kernels in a decode step (norms, positions, router), which add to the reading of its
@@ -217,13 +218,13 @@ class Timing:
         rows = placement.rows(batch_size)
         passes = 1 if placement.blocks else ceil(rows / placement.prefill_rows(rows, input_len))
         flops = model.prefill_flops(batch_size, input_len)
-        if not self.efficiency.perfect and model.architecture not in RATES.score_bytes:
+        if not self.efficiency.perfect and not (placement.eager or model.architecture == "gpt_oss"):
             flops += round((RATES.attention_factor - 1) * model.prefill_attention_flops(batch_size, input_len))
         work = _Work(
             read=model.weight_bytes,
             flops=flops // passes,
             written=self._sizes.host_kv(batch_size, input_len) // passes,
-            between=_bytes_between_products(model, batch_size, input_len) // passes,
+            between=_bytes_between_products(model, batch_size, input_len, placement.eager) // passes,
             ready=ready // passes,
         )
         times = self._pass(work)
@@ -465,12 +466,13 @@ class Timing:
         return unpacked / (share * (self.machine.hbm_bandwidth or inf))
 
 
-def _bytes_between_products(model: ModelSpec, batch_size: int, length: int) -> int:
-    passes = RATES.ffn_passes.get(model.architecture, RATES.ffn_passes[""])
+def _bytes_between_products(model: ModelSpec, batch_size: int, length: int, eager: bool) -> int:
+    kernels = "eager " * eager + model.architecture
+    passes = RATES.ffn_passes.get(kernels, RATES.ffn_passes[""])
     ffn = passes * model.ffn_size * max(1, model.experts_per_token)
     hidden = RATES.hidden_passes + (RATES.expert_passes * model.experts_per_token if model.num_experts else 0)
     token = (hidden * model.hidden_size + ffn) * model.dtype_bytes
-    scores = model.num_heads * length * RATES.score_bytes.get(model.architecture, 0)
+    scores = model.num_heads * length * RATES.score_bytes.get(kernels, 0)
     return batch_size * length * (token + scores) * model.num_layers
 
 

@@ -52,6 +52,12 @@ class Rates:
     # Seconds of a layer's small kernels in a decode step (norms, positions, router), which add to the reading of its
     # weights: from steps of OPT-30B without offload on GPUs whose memories differ in bandwidth.
     kernel_s: float = 50e-6
+    # The CPU launches the copies and kernels of each expert on demand, which no graph holds, and waits for each router:
+    # from steps of gpt-oss-20b at batch 1 with 0%, 25% and 50% of it kept, and of gpt-oss-120b at batch 1 and 8, on
+    # H100s; the layers of other models take `Efficiency.layer_s`. Steps of Mixtral and Qwen3, whose link hides all but
+    # one expert of a layer, agree.
+    expert_s: float = 0.33e-3
+    routed_layer_s: Mapping[str, float] = field(default_factory=lambda: {"gpt_oss": 3.25e-3})
     # Cores that attend to a KV cache in host memory take bandwidth from the link: the shares of the cores to choose
     # from, and the part of the link's time in which they must be done, as the CPU also launches the next layer. Too few
     # cores make every layer late, too many cost the link a twentieth at most.
@@ -382,8 +388,14 @@ class Timing:
         if unpacking:
             limits["unpacking"] = unpacking
         copying, chooses = over_link / links, placement.chooses(tokens)
-        if tokens is not None and chooses and "link" in limits:
-            limits["link"] += self._router_wait_s(links)
+        if tokens is not None and chooses:
+            each = RATES.expert_s if machine.gpu_count else 0.0
+            brought = model.routed_bytes * model.touched_share(tokens) / model.expert_bytes
+            if tokens == 1 and placement.codec == "lossless" and model.stored_ratio == 1 and sizes.cached_share == 1:
+                brought = model.num_layers  # a layer's experts are unpacked together where all of them stay
+            limits["launch"] = max(kernels, self._routed_layers_s + each * brought)
+            if "link" in limits:  # the last expert of a layer is unpacked when its copy is done
+                limits["link"] += self._router_wait_s(links) + each * model.num_layers
         # One queue of the GPU unpacks a layer into the only buffer, then computes it. Grouped products of experts read
         # their weights before they are busy.
         computing = limits["hbm"] + limits["compute"] if model.num_experts else max(limits["hbm"], limits["compute"])
@@ -426,6 +438,12 @@ class Timing:
         from_codes = self.model.num_experts and self._sizes.reads_codes(tokens)
         return self.model.num_layers * (RATES.kernel_s + (self.efficiency.expert_kernel_s if from_codes else 0.0))
 
+    @property
+    def _routed_layers_s(self) -> float:
+        """Seconds to launch all layers of a step, besides experts on demand."""
+        layer_s = RATES.routed_layer_s.get(self.model.architecture, 0.0) if self.machine.gpu_count else 0.0
+        return self.model.num_layers * max(self.efficiency.layer_s, layer_s)
+
     def _router_wait_s(self, links: float) -> float:
         """Return the seconds in which the link waits for routers.
 
@@ -436,8 +454,7 @@ class Timing:
         dense = model.streamed_bytes - model.routed_bytes
         copied = max(0, dense - self._sizes.resident)
         unpacking = self._unpacking_s(dense if placement.wire_ratio < 1 else copied)
-        launching = self.efficiency.layer_s * model.num_layers
-        before = launching + unpacking + dense / (self.machine.hbm_bandwidth or inf)
+        before = self._routed_layers_s + unpacking + dense / (self.machine.hbm_bandwidth or inf)
         return max(0.0, before - copied * placement.wire_ratio / links)
 
     def _late_s(self, on_gpu: float, unpacking: float, copying: float, over_link: int, kv_copies: int) -> float:

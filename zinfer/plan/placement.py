@@ -98,9 +98,10 @@ class Placer:
     @cached_property
     def _good(self) -> Efficiency:
         """Efficiency that placements are chosen by, also where figures are limits."""
-        if self.efficiency is None or self.efficiency.perfect or self.efficiency == CAUTIOUS:
-            return shipped().get(self.case.engine, Efficiency())
-        return self.efficiency
+        given = self.efficiency
+        if given is None or given.perfect or given == CAUTIOUS:
+            given = shipped().get(self.case.engine, Efficiency())
+        return given.for_model(self.model)
 
     def _timing(self, placement: Placement) -> Timing:
         return Timing(placement, self.model, self.machine, self._good)

@@ -109,10 +109,10 @@ class Efficiency(Frozen):
 
     def for_model(self, model: ModelSpec) -> "Efficiency":
         """Return the efficiency that holds for `model`, with routed experts or without."""
-        if not model.num_experts:
+        link_share, mfu = self.expert_link_share or self.link_share, self.expert_mfu or self.mfu
+        if not model.num_experts or (link_share, mfu) == (self.link_share, self.mfu):
             return self
-        routed = {"link_share": self.expert_link_share, "mfu": self.expert_mfu}
-        return self.model_copy(update={name: value for name, value in routed.items() if value is not None})
+        return self.model_copy(update={"link_share": link_share, "mfu": mfu})
 
     def describe(self) -> str:
         """Return the factors in one line."""

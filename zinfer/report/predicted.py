@@ -164,7 +164,8 @@ def _machine_row(plan: Plan, base: float | None) -> Row:
     return Row((
         *cells, plan.case.label(), str(plan.case.workload.batch_size), gb(plan.host.total),
         duration(plan.prefill_s) if plan.prefill_s else "unknown", duration(plan.step_s) if plan.step_s else "unknown",
-        plan.bound_by or "", rated(speed) if speed else "unknown", f"± {plan.error:.0%}" if plan.error else "no record of this kind",
+        plan.bound_by or "", rated(speed) if speed else "unknown",
+        f"± {plan.error:.0%}" if plan.error else "no record of this kind",
         f"{speed / base:.2f}x" if speed and base else "",
     ), "predicted")  # fmt: skip
 

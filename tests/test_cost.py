@@ -349,17 +349,21 @@ def test_a_rate_set_by_hand_voids_those_measured_together() -> None:
 
 
 def test_a_prefill_also_waits_for_its_intermediate_results() -> None:
-    """Attention that stores its scores has memory traffic quadratic in length. BLOOM's is of this kind."""
+    """Attention that stores its scores has memory traffic quadratic in length. BLOOM's is of this kind, unfused."""
     flops = {length: BLOOM.prefill_flops(1, length) / (0.6 * (H100.matmul_flops or 1)) for length in (1024, 4096)}
     fast = H100.model_copy(update={"h2d_bandwidth": 1e15, "host_bandwidth": None})
-    limits = {length: prefill(Placement(), BLOOM, fast, 1, length).limits["compute"] for length in flops}
+    limits, fused = (
+        {length: prefill(Placement(eager=eager), BLOOM, fast, 1, length).limits["compute"] for length in flops}
+        for eager in (True, False)
+    )
     between = {length: limits[length] - seconds for length, seconds in flops.items()}
     assert all(0.05 * limits[length] < seconds < 0.5 * limits[length] for length, seconds in between.items())
     assert between[4096] > 5 * between[1024]
+    assert all(fused[length] < 0.95 * limits[length] for length in flops)
     opt, flat = resolve.resolve("opt-175b", None, None), []
     for length in (1024, 2048):
-        fused = (RATES.attention_factor - 1) * opt.prefill_attention_flops(1, length)
-        products = (opt.prefill_flops(1, length) + fused) / (0.6 * (H100.matmul_flops or 1))
+        attention = (RATES.attention_factor - 1) * opt.prefill_attention_flops(1, length)
+        products = (opt.prefill_flops(1, length) + attention) / (0.6 * (H100.matmul_flops or 1))
         flat.append(prefill(Placement(), opt, fast, 1, length).limits["compute"] - products)
     assert flat[1] == pytest.approx(2 * flat[0])
 

@@ -9,6 +9,7 @@ import pytest
 from click.testing import CliRunner
 from pydantic import ValidationError
 
+from tests import committed
 from tests.checkpoints import save_config
 from tests.test_experts import MIXTURES
 from tools import trained
@@ -23,7 +24,7 @@ from zinfer.core.model import ModelSpec
 from zinfer.plan.bytes import ALLOWANCES, Sizes, whole_tokens
 from zinfer.plan.placement import TUNING
 from zinfer.plan.planner import Plan, make_plan
-from zinfer.plan.times import RATES, Efficiency, Timing
+from zinfer.plan.times import RATES, Efficiency, Timing, shipped
 from zinfer.record import study
 from zinfer.record.measurement import Effective, Measurement
 from zinfer.record.store import read
@@ -146,6 +147,25 @@ def test_room_that_is_left_holds_experts(batch_size: int) -> None:
     if batch_size == 1:
         left = MIXTRAL.streamed_bytes / 2
         assert half.streamed_bytes == pytest.approx(left * MIXTRAL.touched_share(1) * 0.67, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "weights", "batch_size", "share", "step_ms"),
+    [
+        ("gpt-oss-20b", "as-released", 1, "0%", 108), ("gpt-oss-20b", "as-released", 1, "25%", 117),
+        ("gpt-oss-20b", "as-released", 1, "50%", 112), ("gpt-oss-120b", "as-released", 8, "0%", 485),
+        ("gpt-oss-120b", "as-released", 8, "18GiB", 432), ("mixtral-8x7b", "int4", 1, "0%", 133),
+        ("mixtral-8x7b", "int4", 8, "0%", 447),
+    ],
+)  # fmt: skip
+def test_steps_with_experts_on_demand_take_as_long_as_measured(
+    name: str, weights: Any, batch_size: int, share: str, step_ms: float
+) -> None:
+    """Measured on H100s. Launches bound small experts, whatever share of them stays; the link bounds large ones."""
+    machine = machines.load(str(committed.RESULTS / "nvidia-h100-80gb-hbm3"))
+    model = resolve.resolve(name, weights=weights)
+    made = plan(batch_size, model, share, machine, shipped()["stream"], experts="on-demand", kv_offload="none")
+    assert made.step_s == pytest.approx(step_ms / 1e3, rel=0.1)
 
 
 def test_buffers_for_experts_grow_up_to_a_layer() -> None:

@@ -77,8 +77,8 @@ def test_no_setting_is_much_faster_than_what_is_chosen_without_any() -> None:
 @pytest.mark.slow
 def test_hardly_any_setting_is_faster_than_what_is_chosen_without_any() -> None:
     gains = sorted(compare(COMBINATIONS))
-    assert gains[int(0.97 * len(gains))] <= 0.03
-    assert gains[-1] <= 0.12
+    assert gains[int(0.98 * len(gains))] <= 0.03
+    assert gains[-1] <= 0.08
 
 
 @pytest.mark.parametrize("name", ["bloom-176b", "llama-3.1-70b", "mixtral-8x7b", "gpt-oss-120b"])

@@ -30,7 +30,7 @@ from zinfer.core.case import Case
 from zinfer.core.machine import Machine, MachineError
 from zinfer.core.model import ModelError, ModelSpec
 from zinfer.core.value import Frozen
-from zinfer.plan.bytes import Placement, Sizes, Tiers
+from zinfer.plan.bytes import EAGER, Placement, Sizes, Tiers
 from zinfer.plan.placement import Placer
 from zinfer.plan.planner import Plan, Planner
 from zinfer.plan.times import RATES, Efficiency, Times, Timing, kind
@@ -329,13 +329,15 @@ def fit_points(points: Points, machines: Mapping[str, Machine]) -> list[FitPoint
 def _recorded_placement(point: Measurement, model: ModelSpec, machine: Machine) -> Placement:
     """Return the placement of the point as the engine recorded it; as planned if it recorded none."""
     effective, workload, placer = point.effective, point.case.workload, Placer(point.case, model, machine)
+    eager = model.architecture in EAGER
     if effective is None:
-        return placer.bare(workload)
+        return placer.bare(workload).model_copy(update={"eager": eager})
     settings: Mapping[str, Any] = effective.settings
     update: dict[str, Any] = {
         "graphs": str(settings.get("cuda_graphs")).startswith("on"),
         "kv_host_share": 0.0,
         "kv_on_cpu": False,
+        "eager": eager and settings.get("attention") == "eager",
     }
     update["experts"] = "on-demand" if settings.get("experts") == "on-demand" else "all"  # older ones brought all
     if "slot_bytes" in settings:  # without ring buffers the layer buffers themselves are the ring

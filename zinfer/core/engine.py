@@ -112,6 +112,7 @@ class Transport(Frozen):
     shares_memory: bool = False  # gives free GPU memory away, to rows, buffers and layers, and so leaves a margin
     placed_once: bool = False  # a load chooses the layers that stay, the first ones; host memory has the others alone
     leaves_host: bool = False  # layers that stay with every batch leave host memory
+    fuses: frozenset[str] = frozenset()  # architectures whose attention it fuses, which transformers computes eagerly
 
 
 _SEVERAL_GPUS = "weights come over several links with offload cpu"
@@ -174,7 +175,7 @@ class StreamOptions(EngineOptions):
         graphs = self.cuda_graphs == "auto"
         return Transport(
             fetched="chunks", blocks=True, coded_at_rest=True, shares_memory=True, graphs=graphs,
-            from_codes=True, leaves_host=True,
+            from_codes=True, leaves_host=True, fuses=frozenset({"bloom"}),
         )  # fmt: skip
 
     @property

@@ -18,7 +18,7 @@ from zinfer.core.engine import CHUNK_BYTES, CODED_PAIRS, CODED_TOKENS, PREFILL_T
 from zinfer.core.model import ModelSpec
 from zinfer.core.value import Frozen
 
-EAGER = ("bloom",)  # ALiBi: transformers has no fused attention kernel for it
+EAGER = frozenset({"bloom"})  # ALiBi: transformers has no fused attention kernel for it
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,7 @@ class Placement(Frozen):
     divided: bool = False
     also_streamed: int = 0  # bytes that a pass fetches in addition to the layers
     overlapped: bool = True  # copies run during compute
+    eager: bool = False  # attention keeps all scores in memory, and activations are computed kernel by kernel
     blocks: bool = False  # prefill passes go through the layers together, and the weights cross once for all
     pass_tokens: int = PREFILL_TOKENS  # maximum prompt tokens in one forward pass of several sequences
     dequantised_bytes: int = 0  # GPU memory that a pass reads and writes where torch's operations unpack weights
@@ -243,8 +244,7 @@ class Sizes:
         attention = 2 * (model.num_heads + 2 * model.num_kv_heads) * model.head_dim
         widest = max(at_once * ffn, tokens * attention)
         flat = (tokens * 4 * model.hidden_size + widest) * model.dtype_bytes
-        eager = model.architecture in EAGER
-        scores = together * model.num_heads * length**2 * (model.dtype_bytes * 3 + 4) if eager else 0
+        scores = together * model.num_heads * length**2 * (model.dtype_bytes * 3 + 4) if self.placement.eager else 0
         waiting = (rows - together) * length * model.hidden_size * model.dtype_bytes if self.placement.blocks else 0
         return flat + scores + waiting + rows * model.vocab_size * (model.dtype_bytes + 4)
 

@@ -16,7 +16,7 @@ from zinfer.core.engine import ENGINES, KEPT_BUFFERS, PREFILL_TOKENS, Offload, p
 from zinfer.core.machine import Machine
 from zinfer.core.model import ModelSpec
 from zinfer.core.units import parse_share
-from zinfer.plan.bytes import Placement, Sizes, Tiers, block_tokens, largest_chunk, whole_tokens
+from zinfer.plan.bytes import EAGER, Placement, Sizes, Tiers, block_tokens, largest_chunk, whole_tokens
 from zinfer.plan.search import largest
 from zinfer.plan.times import Efficiency, Timing, shipped
 from zinfer.system.host import attending_cpus
@@ -98,9 +98,10 @@ class Placer:
     @cached_property
     def _good(self) -> Efficiency:
         """Efficiency that placements are chosen by, also where figures are limits."""
-        if self.efficiency is None or self.efficiency.perfect or self.efficiency == CAUTIOUS:
-            return shipped().get(self.case.engine, Efficiency())
-        return self.efficiency
+        given = self.efficiency
+        if given is None or given.perfect or given == CAUTIOUS:
+            given = shipped().get(self.case.engine, Efficiency())
+        return given.for_model(self.model)
 
     def _timing(self, placement: Placement) -> Timing:
         return Timing(placement, self.model, self.machine, self._good)
@@ -291,6 +292,7 @@ class Placer:
             layer_chunks=-(-model.layer_bytes // largest_chunk(model, model.layer_bytes, options.gpus)),
             kv_ratio=(1 + 4 / max(1, model.head_dim)) / model.dtype_bytes if options.kv_quantized else 1.0,
             overlapped=transport.overlapped,
+            eager=model.architecture in EAGER - transport.fuses,
             blocks=transport.blocks,
             pass_tokens=block_tokens(model) if transport.blocks else PREFILL_TOKENS,
             pinned=options.pin_memory,

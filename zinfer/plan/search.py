@@ -9,6 +9,7 @@ from itertools import pairwise
 
 LARGEST_BATCH = 1 << 20  # nobody asks for more
 PRECISION = 64  # a peak is searched to this part of the batch
+GOLDEN = (5**0.5 - 1) / 2
 NEARLY = 0.9  # share of the best rate of powers of two from which on a better batch is searched next to one
 
 
@@ -45,19 +46,21 @@ def best_batch(rate: Callable[[int], float], limit: int) -> int:
         return rate(size), -size
 
     def peak(low: int, high: int) -> int:
+        """Return the best of a section; each step shortens it by the golden ratio, for one new size."""
+        left = right = low
         while high - low > max(2, low // PRECISION):
-            left, right = low + (high - low) // 3, high - (high - low) // 3
-            low, high = (left, high) if rank(left) < rank(right) else (low, right)
+            if not low < left < right < high:
+                left, right = (low + round(GOLDEN * part * (high - low)) for part in (GOLDEN, 1))
+            if rank(left) < rank(right):
+                low, left, right = left, right, left + high - right
+            else:
+                high, left, right = right, low + right - left, left
         return max({low, (low + high) // 2, high}, key=rank)
 
     sizes = powers(limit) or [1]
     promising = NEARLY * max(rank(size) for size in sizes)[0]
-    peaks = [
-        peak(sizes[max(index - 1, 0)], sizes[min(index + 1, len(sizes) - 1)])
-        for index, size in enumerate(sizes)
-        if rank(size)[0] >= promising
-    ]
-    return max(*sizes, *peaks, key=rank)
+    peaks = [peak(low, high) for low, high in pairwise(sizes) if max(rank(low), rank(high))[0] >= promising]
+    return max(*sizes, *peaks, key=rank) if peaks else max(sizes, key=rank)
 
 
 def boundaries(keeps: Callable[[int], bool], limit: int) -> None:

@@ -39,18 +39,25 @@ class Rates:
 
     # Between its matrix products a layer's prefill reads and writes GPU memory, one kernel after the other: passes over
     # a token's hidden values (two norms, two sums, heads split and merged), passes over its values within the
-    # feed-forward network (a fused activation; BLOOM's is nine kernels, that of gpt-oss ten and two biases), passes
-    # over the hidden values of each expert of a token (sorted, gathered, weighted, summed; from prefills of Mixtral and
-    # Qwen3, which have experts of different widths), and bytes of each score where attention has no fused kernel.
+    # feed-forward network (a fused activation; BLOOM's eager one is nine kernels, that of gpt-oss ten and two biases),
+    # passes over the hidden values of each expert of a token (sorted, gathered, weighted, summed; from prefills of
+    # Mixtral and Qwen3, which have experts of different widths), and bytes of each score where attention has no fused
+    # kernel, or one that reads a bias (ALiBi, which is written for all heads before).
     hidden_passes: int = 20
-    ffn_passes: Mapping[str, int] = field(default_factory=lambda: {"": 3, "bloom": 21, "gpt_oss": 26})
+    ffn_passes: Mapping[str, int] = field(default_factory=lambda: {"": 3, "eager bloom": 21, "gpt_oss": 26})
     expert_passes: int = 38
-    score_bytes: Mapping[str, int] = field(default_factory=lambda: {"bloom": 20, "gpt_oss": 30})
+    score_bytes: Mapping[str, int] = field(default_factory=lambda: {"bloom": 4, "eager bloom": 20, "gpt_oss": 30})
     # Time of a FLOP of fused attention over that of a matrix product: from prefills of 31,000 tokens of Llama-3.1-70B.
     attention_factor: float = 1.5
     # Seconds of a layer's small kernels in a decode step (norms, positions, router), which add to the reading of its
     # weights: from steps of OPT-30B without offload on GPUs whose memories differ in bandwidth.
     kernel_s: float = 50e-6
+    # The CPU launches the copies and kernels of each expert on demand, which no graph holds, and waits for each router:
+    # from steps of gpt-oss-20b at batch 1 with 0%, 25% and 50% of it kept, and of gpt-oss-120b at batch 1 and 8, on
+    # H100s; the layers of other models take `Efficiency.layer_s`. Steps of Mixtral and Qwen3, whose link hides all but
+    # one expert of a layer, agree.
+    expert_s: float = 0.33e-3
+    routed_layer_s: Mapping[str, float] = field(default_factory=lambda: {"gpt_oss": 3.25e-3})
     # Cores that attend to a KV cache in host memory take bandwidth from the link: the shares of the cores to choose
     # from, and the part of the link's time in which they must be done, as the CPU also launches the next layer. Too few
     # cores make every layer late, too many cost the link a twentieth at most.
@@ -102,10 +109,10 @@ class Efficiency(Frozen):
 
     def for_model(self, model: ModelSpec) -> "Efficiency":
         """Return the efficiency that holds for `model`, with routed experts or without."""
-        if not model.num_experts:
+        link_share, mfu = self.expert_link_share or self.link_share, self.expert_mfu or self.mfu
+        if not model.num_experts or (link_share, mfu) == (self.link_share, self.mfu):
             return self
-        routed = {"link_share": self.expert_link_share, "mfu": self.expert_mfu}
-        return self.model_copy(update={name: value for name, value in routed.items() if value is not None})
+        return self.model_copy(update={"link_share": link_share, "mfu": mfu})
 
     def describe(self) -> str:
         """Return the factors in one line."""
@@ -217,13 +224,13 @@ class Timing:
         rows = placement.rows(batch_size)
         passes = 1 if placement.blocks else ceil(rows / placement.prefill_rows(rows, input_len))
         flops = model.prefill_flops(batch_size, input_len)
-        if not self.efficiency.perfect and model.architecture not in RATES.score_bytes:
+        if not self.efficiency.perfect and not (placement.eager or model.architecture == "gpt_oss"):
             flops += round((RATES.attention_factor - 1) * model.prefill_attention_flops(batch_size, input_len))
         work = _Work(
             read=model.weight_bytes,
             flops=flops // passes,
             written=self._sizes.host_kv(batch_size, input_len) // passes,
-            between=_bytes_between_products(model, batch_size, input_len) // passes,
+            between=_bytes_between_products(model, batch_size, input_len, placement.eager) // passes,
             ready=ready // passes,
         )
         times = self._pass(work)
@@ -381,8 +388,14 @@ class Timing:
         if unpacking:
             limits["unpacking"] = unpacking
         copying, chooses = over_link / links, placement.chooses(tokens)
-        if tokens is not None and chooses and "link" in limits:
-            limits["link"] += self._router_wait_s(links)
+        if tokens is not None and chooses:
+            each = RATES.expert_s if machine.gpu_count else 0.0
+            brought = model.routed_bytes * model.touched_share(tokens) / model.expert_bytes
+            if tokens == 1 and placement.codec == "lossless" and model.stored_ratio == 1 and sizes.cached_share == 1:
+                brought = model.num_layers  # a layer's experts are unpacked together where all of them stay
+            limits["launch"] = max(kernels, self._routed_layers_s + each * brought)
+            if "link" in limits:  # the last expert of a layer is unpacked when its copy is done
+                limits["link"] += self._router_wait_s(links) + each * model.num_layers
         # One queue of the GPU unpacks a layer into the only buffer, then computes it. Grouped products of experts read
         # their weights before they are busy.
         computing = limits["hbm"] + limits["compute"] if model.num_experts else max(limits["hbm"], limits["compute"])
@@ -425,6 +438,12 @@ class Timing:
         from_codes = self.model.num_experts and self._sizes.reads_codes(tokens)
         return self.model.num_layers * (RATES.kernel_s + (self.efficiency.expert_kernel_s if from_codes else 0.0))
 
+    @property
+    def _routed_layers_s(self) -> float:
+        """Seconds to launch all layers of a step, besides experts on demand."""
+        layer_s = RATES.routed_layer_s.get(self.model.architecture, 0.0) if self.machine.gpu_count else 0.0
+        return self.model.num_layers * max(self.efficiency.layer_s, layer_s)
+
     def _router_wait_s(self, links: float) -> float:
         """Return the seconds in which the link waits for routers.
 
@@ -435,8 +454,7 @@ class Timing:
         dense = model.streamed_bytes - model.routed_bytes
         copied = max(0, dense - self._sizes.resident)
         unpacking = self._unpacking_s(dense if placement.wire_ratio < 1 else copied)
-        launching = self.efficiency.layer_s * model.num_layers
-        before = launching + unpacking + dense / (self.machine.hbm_bandwidth or inf)
+        before = self._routed_layers_s + unpacking + dense / (self.machine.hbm_bandwidth or inf)
         return max(0.0, before - copied * placement.wire_ratio / links)
 
     def _late_s(self, on_gpu: float, unpacking: float, copying: float, over_link: int, kv_copies: int) -> float:
@@ -465,12 +483,13 @@ class Timing:
         return unpacked / (share * (self.machine.hbm_bandwidth or inf))
 
 
-def _bytes_between_products(model: ModelSpec, batch_size: int, length: int) -> int:
-    passes = RATES.ffn_passes.get(model.architecture, RATES.ffn_passes[""])
+def _bytes_between_products(model: ModelSpec, batch_size: int, length: int, eager: bool) -> int:
+    kernels = "eager " * eager + model.architecture
+    passes = RATES.ffn_passes.get(kernels, RATES.ffn_passes[""])
     ffn = passes * model.ffn_size * max(1, model.experts_per_token)
     hidden = RATES.hidden_passes + (RATES.expert_passes * model.experts_per_token if model.num_experts else 0)
     token = (hidden * model.hidden_size + ffn) * model.dtype_bytes
-    scores = model.num_heads * length * RATES.score_bytes.get(model.architecture, 0)
+    scores = model.num_heads * length * RATES.score_bytes.get(kernels, 0)
     return batch_size * length * (token + scores) * model.num_layers
 
 

@@ -10,6 +10,7 @@ from statistics import median
 from zinfer.analysis import calibrate, rates
 from zinfer.analysis.group import Points
 from zinfer.core.case import Case
+from zinfer.core.engine import Offload, read_options
 from zinfer.core.machine import Machine, override
 from zinfer.core.model import ModelSpec
 from zinfer.core.units import duration, gb, gib
@@ -119,7 +120,7 @@ def _elsewhere(winners: Winners, efficiency: Mapping[str, Efficiency]) -> Iterat
     """Yield the first whole models' predictions on their own and other machines."""
     seen: set[str] = set()
     for workload, point, _ in winners:
-        case = point.case.load.model_copy(update={"layers": None, "gpu_weights": None})
+        case = point.case.load.model_copy(update={"layers": None, "options": ()})
         spec = shape(case) if len(seen) < ELSEWHERE else None
         if case.model in seen or case.engine not in efficiency or spec is None or workload.machine is None:
             continue
@@ -127,13 +128,13 @@ def _elsewhere(winners: Winners, efficiency: Mapping[str, Efficiency]) -> Iterat
         places = [workload.machine, *map(load_machine, MACHINES)]
         ways = [_ways(case, spec, machine, efficiency[case.engine]) for machine in places]
         plans = [max(alternatives, key=_merit) for alternatives in ways]
-        base = next((nth for nth, plan in enumerate(plans) if plan.fits and plan.output_tok_s), None)
+        base = next((nth for nth, plan in enumerate(plans) if plan.holds and plan.output_tok_s), None)
         first = None if base is None else plans[base].output_tok_s
         load = case.workload
         caption = (
             f"{workload.group.model_name}, all {spec.total_layers} layers, {load.input_len} in / {load.output_len} "
-            f"out: predicted. {case.engine} with its factors from these records, without offload or with "
-            "weights in host memory (cpu), whichever is faster, at its best batch."
+            f"out: predicted. {case.engine} with its factors from these records, with the settings and the batch that "
+            "are fastest on each machine, lossy ones left out."
         )
         yield Table(caption, _MACHINE_COLUMNS, tuple(_machine_row(plan, first) for plan in plans))
         lines = [f"{plan.machine.name}: {plan.why_not}" for plan in plans if plan.why_not]
@@ -143,24 +144,28 @@ def _elsewhere(winners: Winners, efficiency: Mapping[str, Efficiency]) -> Iterat
 
 
 def _ways(case: Case, spec: ModelSpec, machine: Machine, efficiency: Efficiency) -> list[Plan]:
-    """Return the best plans with host weights and with none offloaded."""
-    cases = (case.model_copy(update={"offload": offload}) for offload in ("cpu", "none"))
-    return [Planner(case, spec, machine, efficiency).best(case.workload) for case in cases]
+    """Return the best plans with host weights and with none offloaded, as `zinfer plan` finds them."""
+    budget = "auto" if read_options(case.engine, ()).transport().shares_memory else None
+    places: tuple[tuple[Offload, str | None], ...] = (("cpu", budget), ("none", None))
+    cases = (case.model_copy(update={"offload": offload, "gpu_weights": share}) for offload, share in places)
+    planners = (Planner(each, spec, machine, efficiency).searched(case.workload) for each in cases)
+    return [planner.best(case.workload) for planner in planners]
 
 
 def _merit(plan: Plan) -> float:
-    return plan.output_tok_s or 0.0 if plan.fits else -1.0
+    return plan.output_tok_s or 0.0 if plan.holds else -1.0
 
 
 def _machine_row(plan: Plan, base: float | None) -> Row:
     link, speed = plan.machine.h2d_bandwidth, plan.output_tok_s
     cells = (plan.machine.name, f"{gb(link)}/s" if link else "unknown")
-    if not plan.fits:
+    if not plan.holds:
         return Row((*cells, "does not fit", "", gb(plan.host.total), *[""] * 6), "predicted")
     return Row((
         *cells, plan.case.label(), str(plan.case.workload.batch_size), gb(plan.host.total),
         duration(plan.prefill_s) if plan.prefill_s else "unknown", duration(plan.step_s) if plan.step_s else "unknown",
-        plan.bound_by or "", rated(speed) if speed else "unknown", f"± {plan.error:.0%}" if plan.error else "unknown",
+        plan.bound_by or "", rated(speed) if speed else "unknown",
+        f"± {plan.error:.0%}" if plan.error else "no record of this kind",
         f"{speed / base:.2f}x" if speed and base else "",
     ), "predicted")  # fmt: skip
 

@@ -542,7 +542,7 @@ class Stream(SharedPasses):
             "kv_host_rows": self._kv_rows,
             "kv_threads": self._kv_threads,
             "kv_bytes_per_step": self._fetched_per_step,
-            "attention": str(self.model.config._attn_implementation),
+            "attention": "sdpa" if self._ragged.alibi is not None else str(self.model.config._attn_implementation),
             "cuda_graphs": "off" if self.options.cuda_graphs == "off" else self._graphs.status,
             "graph_kernels": self._graphs.kernels,
         }

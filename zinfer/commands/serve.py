@@ -106,7 +106,7 @@ def command(debug: bool, /, model: str, host: str, port: int, api_key: str | Non
         raise Failure(f"zinfer serve needs {', '.join(missing)}: pip install 'zinfer[serve]'", ENVIRONMENT)
     from zinfer.commands.watch import Watch
     from zinfer.job.batch.packing import typical_plan
-    from zinfer.job.serve.app import Settings
+    from zinfer.job.serve.dispatcher import Settings
     from zinfer.job.serve.server import HttpServer, listen
 
     if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):

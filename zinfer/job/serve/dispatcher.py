@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple
 
 from zinfer.core.case import Workload
 from zinfer.core.errors import ENVIRONMENT
@@ -24,6 +24,7 @@ from zinfer.generation.queue import Queue
 from zinfer.generation.tokenizer_process import Refusal
 from zinfer.job.driver import Driver, Window
 from zinfer.job.openai import Asked, Prompt, Refused, answer_limit
+from zinfer.job.serve.metrics import Metrics
 from zinfer.job.serve.reading import UNREAD, Ids, Reader, Tokenizes
 from zinfer.plan.planner import Plan
 from zinfer.record.measurement import Status
@@ -33,6 +34,7 @@ from zinfer.worker.tasks import BatchStart, BatchStepped
 TURN_S = 0.05  # seconds between two answers of the worker, or one pass, while no text is streamed
 SHARES = 16  # a request fills at most this part of the places in the queue, however many of its rows wait
 RELOADS, RELOAD_S = 3, 2.0  # attempts to load a worker again, and seconds after the first that failed
+RETRY_S = 5  # seconds after which a request that met a full queue, or a loading model, may come again
 PATIENCE_S = 1.0  # seconds that the end of a pass is waited for when the server stops at once
 
 TRIED: list[Any] = ["hi", [{"role": "user", "content": "hi"}]]  # prompts that show whether texts and chats are served
@@ -45,16 +47,28 @@ FAILED: dict[Status, str] = {
 State = Literal["loading", "ready", "draining", "ended"]
 
 
-class Unavailable(Exception):
-    """Server that takes no requests now; `retry` tells whether it will again."""
+class Settings(NamedTuple):
+    """Settings of a server: the model's name, its key, and its limits.
 
-    def __init__(self, message: str, retry: bool) -> None:
-        super().__init__(message)
-        self.retry = retry
+    `output_len` is the limit of an answer to a request that names none; `drain_s` are the seconds that running requests
+    have at the end; KV caches of earlier requests may take `cache_size` bytes of host memory. Web pages of `origins`
+    may use it.
+    """
+
+    model: str
+    key: str | None = None
+    rows: int | None = None
+    max_waiting: int = 1024
+    max_bytes: int = 16 << 20
+    output_len: int = 256
+    drain_s: float = 30.0
+    cache_size: int = 0
+    origins: tuple[str, ...] = ()
 
 
-class QueueFull(Exception):
-    """More rows that wait than the server permits."""
+def queue_full() -> Refused:
+    """Return the refusal of a request for which there is no room."""
+    return Refused("queue_full", "too many requests wait: come again later", status=429, retry_s=RETRY_S)
 
 
 @dataclass(eq=False)
@@ -101,24 +115,14 @@ class Answer:
         self.finish_reason, self.failure = update.finish_reason, update.failure
 
 
-class DispatchMetrics(Protocol):
-    """Receiver of what a dispatcher measures: seconds, tokens, rows, passes."""
-
-    def first_token(self, seconds: float) -> None: ...
-    def ended(self, row: Answer, seconds: float, since_first: float) -> None: ...
-    def stepped(self, answer: BatchStepped) -> None: ...
-    def restarted(self) -> None: ...
-
-
 Post = Callable[[list[tuple[Answer, Update]]], None]
 
 
 class Dispatcher:
     """Queue of rows, and the thread that has a worker answer them.
 
-    `load` is the largest load to reckon with; at most `max_rows` rows run at a time, and `max_waiting` wait for their
-    first token. KV caches of earlier rows may take `cache_size` bytes of host memory, and are reused. `post` receives
-    the updates of rows, from the thread. `tokenizer`, which is closed at the end, reads prompts.
+    `load` is the largest load to reckon with. `post` receives the updates of rows, from the thread. `tokenizer`, which
+    is closed at the end, reads prompts.
     """
 
     def __init__(
@@ -126,26 +130,22 @@ class Dispatcher:
         plan: Plan,
         make_worker: Callable[[], Client],
         load: Workload,
-        metrics: DispatchMetrics,
+        settings: Settings,
+        metrics: Metrics,
         post: Post,
         tokenizer: Tokenizes,
         *,
-        max_rows: int | None = None,
-        max_waiting: int = 1024,
-        output_len: int = 256,
-        cache_size: int = 0,
         on_message: Callable[[str], None] = lambda _text: None,
         on_loading: Callable[[], None] = lambda: None,
         on_ready: Callable[[], None] = lambda: None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        self.plan, self.max_waiting = plan, max_waiting
+        self.plan, self._settings = plan, settings
         self.state: State = "loading"
         self.fault: str | None = None  # reason why it has ended by itself
         self.exit_code = ENVIRONMENT  # of a command that ends for it
         self._load, self._metrics, self._post = load, metrics, post
-        self._max_rows, self._output_len, self._cache_size = max_rows, output_len, cache_size
-        self.cannot_reuse: str | None = None if cache_size else "KV caches have no memory of the host"
+        self.cannot_reuse: str | None = None if settings.cache_size else "KV caches have no memory of the host"
         self.cannot_complete: str | None = None  # reason why no text can be continued
         self.cannot_chat: str | None = None
         self._on_message, self._on_ready, self._on_end = on_message, on_ready, on_end
@@ -169,6 +169,7 @@ class Dispatcher:
         self._cannot_score: str | None = None
         self.running = 0  # rows that run in the worker
         self._thread = threading.Thread(target=self._run, name="dispatcher", daemon=True)
+        metrics.watch(lambda: self.running, lambda: self.waiting, lambda: self.kept_bytes)
 
     # Called by the server
 
@@ -189,18 +190,18 @@ class Dispatcher:
     def submit(self, rows: Sequence[Answer]) -> None:
         """Let the rows of a request wait for their turn.
 
-        Raises Unavailable while the worker loads and when the server ends, QueueFull when too many rows wait, of which
-        one request's count for a sixteenth of the queue at most.
+        Raises Refused while the worker loads, when the server ends, and when too many rows wait, of which one request's
+        count for a sixteenth of the queue at most.
         """
         with self._changed:
             if self.state == "loading":
-                raise Unavailable("the model is being loaded", retry=True)
+                raise Refused("unavailable", "the model is being loaded", status=503, retry_s=RETRY_S)
             if self.state != "ready":
-                raise Unavailable("the server is shutting down", retry=False)
-            share = max(1, self.max_waiting // SHARES)
+                raise Refused("unavailable", "the server is shutting down", status=503)
+            share = max(1, self._settings.max_waiting // SHARES)
             waiting = Counter(self._unfinished[key].request.owner for key in self._unbegun)
-            if sum(min(count, share) for count in (*waiting.values(), len(rows))) > self.max_waiting:
-                raise QueueFull
+            if sum(min(count, share) for count in (*waiting.values(), len(rows))) > self._settings.max_waiting:
+                raise queue_full()
             owner = self._next_key
             for row in rows:
                 row.request.key, row.request.owner, row.came = self._next_key, owner, time.monotonic()
@@ -321,7 +322,7 @@ class Dispatcher:
         if asked.echo and asked.logprobs is not None and self._cannot_score is not None:
             return refusal("unsupported_parameter", f"echo with logprobs: {self._cannot_score}", "echo")
         try:
-            limit = answer_limit(asked.output_len, len(ids), self.plan.model.max_position, self._output_len)
+            limit = answer_limit(asked.output_len, len(ids), self.plan.model.max_position, self._settings.output_len)
         except Refused as refused:
             return refusal(refused.code, str(refused))
         if len(ids) + limit > self._positions:
@@ -375,7 +376,7 @@ class Dispatcher:
                 ended += 1
                 self._stopped += request.left > 0
                 del self._sent[row.key]
-                self._metrics.ended(row, now - row.came, now - row.began)
+                self._metrics.ended(request, row.cached, now - row.came, now - row.began)
             if row.asked.output_len == 0 and update.failure is None:  # the prompt alone was asked for
                 update = Update(key=row.key, prompt=update.prompt, finish_reason="length", cached=update.cached)
             row.streamed = row.streamed or bool(update.delta)
@@ -454,9 +455,9 @@ class Dispatcher:
         raise _EndedError
 
     def _begin(self) -> None:
-        size = self._cache_size
+        size = self._settings.cache_size
         with self._driver.lend() as worker:
-            started = worker.ask(BatchStart(load=self._load, rows=self._max_rows, arrivals=True, cache_size=size))
+            started = worker.ask(BatchStart(load=self._load, rows=self._settings.rows, arrivals=True, cache_size=size))
         self._positions, self._cannot_score, self.kept_bytes = started.positions, started.cannot_score, 0
         self._tokenizer.max_tokens = min(started.positions, self.plan.model.max_position or started.positions)
         if size and started.cannot_reuse != self.cannot_reuse:

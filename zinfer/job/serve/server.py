@@ -12,9 +12,9 @@ from typing import Any
 
 from zinfer.core.case import Workload
 from zinfer.job.openai import ServerLimits
-from zinfer.job.serve.app import Desk, Settings, make_app
+from zinfer.job.serve.app import Desk, make_app
 from zinfer.job.serve.connections import Listener, config
-from zinfer.job.serve.dispatcher import Dispatcher
+from zinfer.job.serve.dispatcher import Dispatcher, Settings
 from zinfer.job.serve.metrics import Metrics
 from zinfer.job.serve.reading import Tokenizes
 from zinfer.plan.planner import Plan
@@ -86,12 +86,9 @@ class HttpServer:
         self._settings, self._socket, self._on_message = settings, bound, on_message
         self.metrics, self.desk = Metrics(), Desk()
         self.dispatcher = self.desk.dispatcher = Dispatcher(
-            plan, make_worker, load, self.metrics, self._post, tokenizer, max_rows=settings.rows,
-            max_waiting=settings.max_waiting, output_len=settings.output_len, cache_size=settings.cache_size,
-            on_message=on_message, on_loading=on_loading, on_ready=on_ready,
-            on_end=lambda: self._from_outside(self._end),
+            plan, make_worker, load, settings, self.metrics, self._post, tokenizer, on_message=on_message,
+            on_loading=on_loading, on_ready=on_ready, on_end=lambda: self._from_outside(self._end),
         )  # fmt: skip
-        self.metrics.watch(self.dispatcher)
         limits = ServerLimits(plan.model.vocab_size, settings.max_waiting)
         app = make_app(self.desk, settings, limits, self.metrics, Log(log).add if log else lambda _line: None)
         self._listener = Listener(config(app), LAST_S, on_message)

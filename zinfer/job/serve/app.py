@@ -79,10 +79,13 @@ class Exchange:
         self.id, self.created = f"{prefix}-{secrets.token_hex(12)}", int(time.time())
         seed = asked.seed or secrets.token_hex(8)
         self.answers = [
-            Answer(prompt, self.asked, self.asked.request([], 1, nth_seed(seed, number), key=-1), client)
+            Answer(
+                **vars(self.asked.request([], 1, nth_seed(seed, number), key=-1)), prompt=prompt, asked=self.asked,
+                client=client,
+            )
             for prompt in asked.prompts
             for number in range(asked.n)
-        ]
+        ]  # fmt: skip
         self.changed = asyncio.Event()
 
     @property
@@ -97,7 +100,7 @@ class Exchange:
     def tokens(self) -> tuple[int, int]:
         """Token counts of prompts, each counted once, and of delivered answers."""
         lengths = [
-            (len(answer.request.prompt_ids), answer.tokens) if self.asked.stream or answer.over else (0, 0)
+            (len(answer.prompt_ids), answer.tokens) if self.asked.stream or answer.over else (0, 0)
             for answer in self.answers
         ]
         return sum(prompt for prompt, _ in lengths[:: self.asked.n]), sum(tokens for _, tokens in lengths)
@@ -129,8 +132,8 @@ class Exchange:
         if self.asked.chat:
             return openai.chat_logprobs(answer.scores)
         prompt = answer.echoed if self.asked.echo else None
-        logprobs = openai.text_logprobs(answer.scores, top, prompt, answer.length)
-        answer.length += sum(map(openai.characters, logprobs["tokens"]))
+        logprobs = openai.text_logprobs(answer.scores, top, prompt, answer.offset)
+        answer.offset += sum(map(openai.characters, logprobs["tokens"]))
         return logprobs
 
     def chunks(self) -> list[dict[str, Any]]:
@@ -182,7 +185,7 @@ class Desk:
         for answer, update in updates:
             exchange = self.exchanges.get(answer)
             if exchange is not None:
-                answer.add(update)
+                answer.take(update)
                 if exchange.asked.stream or update.ended:
                     exchange.changed.set()
 
@@ -341,7 +344,7 @@ def make_app(desk: Desk, settings: Settings, limits: ServerLimits, metrics: Metr
         return _refusal(error)
 
     @app.exception_handler(Exception)
-    async def failed(_request: Request, _error: Exception) -> Response:
+    async def failed(_request: Request, _exception: Exception) -> Response:
         return _error(Failure(code="internal_error", message="the server failed"))
 
     @app.exception_handler(HTTPException)

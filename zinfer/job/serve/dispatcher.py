@@ -71,16 +71,15 @@ def queue_full() -> Refused:
     return Refused("queue_full", "too many requests wait: come again later", status=429, retry_s=RETRY_S)
 
 
-@dataclass(eq=False)
-class Answer:
-    """One answer to a request of HTTP: its prompt, its `Request`, and, for the event loop, what was not sent yet.
+@dataclass(eq=False, kw_only=True)
+class Answer(Request):
+    """One answer to a request of HTTP: the worker's request, its prompt, and what the event loop has not sent yet.
 
-    The first fields belong to the dispatcher from `Dispatcher.submit` on, those from `text` on to the event loop.
+    Fields up to `began` belong to the dispatcher from `Dispatcher.submit` on, those from `text` on to the event loop.
     """
 
     prompt: Prompt
     asked: Asked
-    request: Request
     client: str = ""  # who sent it; prompts of clients are read in turn
     cached: int = 0  # tokens of the prompt whose KV cache was reused
     tries: int = 0  # failures of the worker with it
@@ -94,21 +93,17 @@ class Answer:
     tokens: int = 0
     finish_reason: str | None = None
     failure: Failure | None = None
-    length: int = 0  # characters of tokens with log-probabilities that were sent
+    offset: int = 0  # characters of tokens with log-probabilities that were sent
     begun: bool = False  # True once something of it was sent
     sent: bool = False  # True once its end was sent
-
-    @property
-    def key(self) -> int:
-        return self.request.key
 
     @property
     def over(self) -> bool:
         return self.finish_reason is not None or self.failure is not None
 
-    def add(self, update: Update) -> None:
+    def take(self, update: Update) -> None:
         """Take an update: of a stream the new text, else the whole at the end."""
-        self.text += update.delta if self.asked.stream else update.text
+        self.text += update.delta if self.stream else update.text
         self.scores += update.scores
         self.echoed = update.prompt or self.echoed
         self.tokens += len(update.tokens)
@@ -156,8 +151,7 @@ class Dispatcher:
         self._unbegun: set[int] = set()  # keys of unfinished rows without a token
         self._next_key = 0
         self._stopping = False
-        self._queued: dict[int, Answer] = {}  # not in the worker, by key, and their order
-        self._waiting = Queue[Request](fair=True)
+        self._waiting = Queue[Answer](fair=True)  # not in the worker
         self._sent: dict[int, Answer] = {}  # in the worker, by key
         self._window = Window()
         self._tokens = self._stopped = 0  # tokens made; rows that ended before they had all tokens they might
@@ -199,12 +193,12 @@ class Dispatcher:
             if self.state != "ready":
                 raise Refused("unavailable", "the server is shutting down", status=503)
             share = max(1, self._settings.max_waiting // SHARES)
-            waiting = Counter(self._unfinished[key].request.owner for key in self._unbegun)
+            waiting = Counter(self._unfinished[key].owner for key in self._unbegun)
             if sum(min(count, share) for count in (*waiting.values(), len(rows))) > self._settings.max_waiting:
                 raise queue_full()
             owner = self._next_key
             for row in rows:
-                row.request.key, row.request.owner, row.came = self._next_key, owner, time.monotonic()
+                row.key, row.owner, row.came = self._next_key, owner, time.monotonic()
                 self._next_key += 1
                 self._unfinished[row.key] = row
                 self._unbegun.add(row.key)
@@ -275,14 +269,14 @@ class Dispatcher:
     def _turn(self) -> bool:
         """Take in rows, and have the worker run for a turn. Return False at the end."""
         with self._changed:
-            while not (self._inbox or self._sent or self._queued or self._stopping) and self._driver.loaded:
+            while not (self._inbox or self._sent or self._waiting or self._stopping) and self._driver.loaded:
                 self._dropped.clear()
                 self._changed.wait()
             if self._stopping:
                 return False
             read = [(row, ids) for row, ids in self._inbox if row.key in self._unfinished]
             dropped, self._inbox, self._dropped = self._dropped, [], set()
-        self._take([key for key in dropped if key in self._queued])
+        self._waiting.remove([row for key in dropped if (row := self._waiting.get(key)) is not None])
         drop = [key for key in dropped if self._sent.pop(key, None) is not None]
         try:
             if not self._driver.loaded:
@@ -290,13 +284,11 @@ class Dispatcher:
             self._enqueue(read)
             new = self._next()
             if new or drop or self._sent:
-                self._sent |= new
-                answer_s = 0.0 if any(row.asked.stream for row in self._sent.values()) else TURN_S
+                self._sent |= {row.key: row for row in new}
+                answer_s = 0.0 if any(row.stream for row in self._sent.values()) else TURN_S
                 ending = self._stopped / (self._tokens + self._stopped + 1)
                 with self._driver.lend() as worker:
-                    step = worker.step(
-                        (row.request for row in new.values()), drop=drop, ending=ending, answer_s=answer_s
-                    )
+                    step = worker.step(new, drop=drop, ending=ending, answer_s=answer_s)
                 self._apply_step(step)
         except WorkerError as error:
             self._retry(error)
@@ -306,7 +298,7 @@ class Dispatcher:
         """Let rows whose prompts were read wait for the worker. Rows that cannot be served fail."""
         for row, ids in read:
             if (failure := self._accept(row, ids)) is None:
-                self._queue([row])
+                self._waiting.add([row])
             else:
                 self._fail([row], failure)
 
@@ -328,31 +320,22 @@ class Dispatcher:
         if len(ids) + limit > self._positions:
             why = f"the prompt's {len(ids)} tokens and {limit} of the answer exceed the memory for "
             return refusal("context_length_exceeded", f"{why}{self._positions} of them")
-        row.request.prompt_ids, row.request.left = ids, max(1, limit)
+        row.prompt_ids, row.left = ids, max(1, limit)
         if not asked.echo:
             row.prompt = ids
         return None
 
-    def _queue(self, rows: Sequence[Answer]) -> None:
-        """Let rows wait for their turn to go to the worker."""
-        self._queued |= {row.key: row for row in rows}
-        self._waiting.add(row.request for row in rows)
-
-    def _take(self, keys: Sequence[int]) -> dict[int, Answer]:
-        """Take rows out of the queue."""
-        rows = {key: self._queued.pop(key) for key in keys}
-        self._waiting.remove(row.request for row in rows.values())
-        return rows
-
-    def _next(self) -> dict[int, Answer]:
-        """Take the rows that go to the worker now, by key. All, unless it failed with as many.
+    def _next(self) -> list[Answer]:
+        """Take the rows that go to the worker now. All, unless it failed with as many.
 
         The worker shares the memory out among requests.
         """
-        if self._window.limit is None:
-            return self._take([*self._queued])
-        self._waiting.hold(Counter(row.request.owner for row in self._sent.values()))
-        return self._take([row.key for row in self._waiting.front(max(self._window.limit - len(self._sent), 0))])
+        rows = [*self._waiting]
+        if self._window.limit is not None:
+            self._waiting.hold(Counter(row.owner for row in self._sent.values()))
+            rows = self._waiting.front(max(self._window.limit - len(self._sent), 0))
+        self._waiting.remove(rows)
+        return rows
 
     def _apply_step(self, step: BatchStepped) -> None:
         """Process the worker's answer. Tokens go to their rows, updates to the server."""
@@ -362,21 +345,20 @@ class Dispatcher:
         now, ended = time.monotonic(), 0
         for update in step.rows:
             row = self._sent[update.key]
-            request = row.request
             if not row.began:
                 row.began = now
                 self._metrics.first_token(now - row.came)
                 with self._changed:
                     self._unbegun.discard(row.key)
-            request.add(update.tokens)
-            request.echo = request.echo and update.prompt is None  # it comes once
+            row.add(update.tokens)
+            row.echo = row.echo and update.prompt is None  # it comes once
             row.cached = row.cached or update.cached
             self._tokens += len(update.tokens)
             if update.ended:
                 ended += 1
-                self._stopped += request.left > 0
+                self._stopped += row.left > 0
                 del self._sent[row.key]
-                self._metrics.ended(request, row.cached, now - row.came, now - row.began)
+                self._metrics.ended(row, row.cached, now - row.came, now - row.began)
             if row.asked.output_len == 0 and update.failure is None:  # the prompt alone was asked for
                 update = Update(key=row.key, prompt=update.prompt, finish_reason="length", cached=update.cached)
             row.streamed = row.streamed or bool(update.delta)
@@ -412,7 +394,7 @@ class Dispatcher:
         for row in rows:
             row.tries += 1
         lost = [row for row in rows if row in guilty or row.streamed]
-        self._queue([row for row in rows if row not in lost])
+        self._waiting.add(row for row in rows if row not in lost)
         why = f"the worker failed: {FAILED.get(error.status, error.status)}"
         self._fail(lost, Failure(code=error.status, message=why))
         again = len(rows) - len(lost)

@@ -20,7 +20,7 @@ from zinfer.record.measurement import Effective, Measurement, Status
 from zinfer.record.store import Header, Store, read
 from zinfer.worker.inline import InlineWorker
 from zinfer.worker.session import Session
-from zinfer.worker.tasks import Load, Loaded, Measure, Measured
+from zinfer.worker.tasks import Load, Loaded, Measure
 
 MACHINE = Machine(
     name="test", source="measured", gpu_name="fake", gpu_count=1, gpu_bytes=80 << 30, host_bytes=100 << 30
@@ -57,7 +57,7 @@ class FakeWorker(InlineWorker):
         refused = Measurement(case=case, status="unsupported", machine="test", stage="load", error="no")
         return Loaded(refused=refused if case.offload == self.refuse_offload else None)
 
-    def _measure_point(self, _session: Session, request: Measure) -> Measured:
+    def _measure_point(self, _session: Session, request: Measure) -> Measurement:
         case = request.case
         batch = case.workload.batch_size
         time.sleep(self.pause_s)
@@ -70,7 +70,7 @@ class FakeWorker(InlineWorker):
         steps = (2.0,) * (case.workload.output_len - 1)
         samples: dict[str, Any] = {"ttft_ms": (1.0 + batch,), "step_ms": (steps,)} if timed else {}
         effective = Effective(gpu_weight_bytes=1, streamed_bytes_per_step=800)
-        return Measured(point=Measurement(case=case, status=status, machine="test", effective=effective, **samples))
+        return Measurement(case=case, status=status, machine="test", effective=effective, **samples)
 
 
 def prepared(sweep: Sweep) -> list[LoadJob]:

@@ -13,7 +13,7 @@ from tests.inline_batch import InlineRows, InlineTokenizer
 from zinfer.core.case import Workload
 from zinfer.core.request import Request, Update
 from zinfer.generation.tokenizer_process import TokenizerProcess
-from zinfer.job.serve.app import Settings
+from zinfer.job.serve.dispatcher import Settings
 from zinfer.job.serve.reading import Tokenizes
 from zinfer.job.serve.server import HttpServer, listen
 from zinfer.plan.planner import Plan

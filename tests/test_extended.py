@@ -279,7 +279,8 @@ def test_a_decode_loop_never_goes_on_with_other_keys(saved: Saved, tmp_path: Pat
         loop.step()
     with pytest.raises(EngineError, match=r"beyond 24 tokens .*longrope"):
         loop.step()
-    assert not loop.active
+    with pytest.raises(EngineError, match="no batch"):
+        _ = loop.batch
     engine.close()
 
 

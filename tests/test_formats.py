@@ -147,15 +147,6 @@ def test_a_sweep_has_formats_as_an_axis() -> None:
     assert load.conflict.startswith("--weights fp8 is for stream: engine deepspeed takes int4, int8")
 
 
-def test_weight_bits_of_earlier_recipes_and_cases_is_read() -> None:
-    wanted = make_sweep({"model": "m", "options": {"weight_bits": [16, 8, 4], "gpus": 2}}, "here")
-    assert (wanted.weights, dict(wanted.options)) == (("as-released", "int8", "int4"), {"gpus": (2,)})
-    with pytest.raises(RecipeError, match="as-released, int4, int8 or fp8"):
-        make_sweep({"model": "m", "options": {"weight_bits": 3}}, "here")
-    before = json.loads(case().model_dump_json()) | {"options": [["kv_offload", "auto"], ["weight_bits", 4]]}
-    assert Case.model_validate(before) == case(weights="int4", options=(("kv_offload", "auto"),))
-
-
 def test_records_without_a_format_are_written_as_before() -> None:
     assert "weights" not in json.loads(case().model_dump_json())
     assert Case.model_validate_json(case(weights="int4").model_dump_json()).weights == "int4"

@@ -139,25 +139,6 @@ def test_a_changed_byte_of_a_job_file_changes_no_token(output: Path, monkeypatch
     assert third in job.read_bytes()
 
 
-def test_a_job_file_of_an_earlier_version_is_read(tmp_path: Path) -> None:
-    """Byte for byte what such a version writes: its answers stay, its tokens have no checksum and are made again."""
-    output = tmp_path / "out.jsonl"
-    output.write_bytes(b"".join(encode(record) + b"\n" for record in RECORDS))
-    job_path(output).write_bytes(
-        b'{"prompts":"abc","model":"llama","zinfer_batch":1,"created":7}\n'
-        b'{"id":"batch_req_1","at":0,"tokens":[5,6]}\n{"id":"batch_req_1","at":2,"tokens":[7]}\n'
-    )
-    with Ledger.open(output, SETTINGS, 99) as ledger:
-        assert (ledger.created, ledger.made, list(ledger.done)) == (7, {}, IDS)
-        assert [damage.line for damage in ledger.damaged] == [2, 3]
-        assert "the row begins again" in str(ledger.damaged[0])
-        ledger.save([("batch_req_1", 0, [5, 6, 7])])
-    with Ledger.open(output, SETTINGS, 99) as ledger:
-        assert ledger.made == {"batch_req_1": [5, 6, 7]}
-    with pytest.raises(JobChanged, match="model: llama -> opt"):
-        Ledger.open(output, SETTINGS | {"model": "opt"}, 99)
-
-
 def test_a_job_file_whose_first_line_is_damaged_says_what_to_do(output: Path) -> None:
     job = job_path(output)
     job.write_bytes(job.read_bytes().replace(b"llama", b"llamb"))

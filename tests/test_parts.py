@@ -24,7 +24,7 @@ from zinfer.record.measurement import Measurement
 from zinfer.record.store import Records, Store, decode, encode, read
 from zinfer.worker import process
 from zinfer.worker.session import Session
-from zinfer.worker.tasks import Measure, Measured
+from zinfer.worker.tasks import Measure
 
 SMALL = ["sweep", "-m", "bloom-tiny", "--load-format", "dummy", "--input-len", "8", "--output-len", "4"]
 COUNTED = count()
@@ -38,9 +38,9 @@ LOADS = len([*PLAN.loads()])
 class Stamped(FakeWorker):
     """A worker whose points differ, as measured ones do."""
 
-    def _measure_point(self, session: Session, request: Measure) -> Measured:
-        point = super()._measure_point(session, request).point
-        return Measured(point=point.model_copy(update={"started_at": f"{next(COUNTED):09}"}))
+    def _measure_point(self, session: Session, request: Measure) -> Measurement:
+        point = super()._measure_point(session, request)
+        return point.model_copy(update={"started_at": f"{next(COUNTED):09}"})
 
 
 def fake_machine(_nvme_path: str | None) -> Machine:

@@ -55,7 +55,7 @@ def test_a_file_holds_what_was_appended(file: Path) -> None:
     assert records.headers == (HEADER,)
     assert records.damaged == ()
     with Store.open(file) as store:
-        assert (store.points(), store.headers(), store.damaged) == (tuple(POINTS), (HEADER,), ())
+        assert (read(store.path).points, read(store.path).headers, store.damaged) == (tuple(POINTS), (HEADER,), ())
 
 
 def test_every_line_is_json_with_a_version_and_a_checksum(file: Path) -> None:
@@ -79,7 +79,7 @@ def test_a_record_torn_at_any_byte_is_cut_off_and_kept_aside(tmp_path: Path) -> 
         assert len(read(file).points) == len(kept)
         assert file.read_bytes() == whole[:end], "reading changes nothing"
         with Store.open(file) as store:
-            assert len(store.points()) == len(kept)
+            assert len(read(store.path).points) == len(kept)
             store.append(points[2])
         records = read(file)
         assert records.points == (*kept, points[2])
@@ -128,7 +128,7 @@ def test_a_garbled_last_line_is_cut_off_and_kept_aside(file: Path) -> None:
     file.write_bytes(whole.replace(b'"batch_size":4', b'"batch_size":5'))
     with Store.open(file) as store:
         assert "checksum" in store.damaged[0].reason
-        assert store.points() == tuple(POINTS[:2])
+        assert read(store.path).points == tuple(POINTS[:2])
     assert file.read_bytes() == b"".join(whole.splitlines(keepends=True)[:3])
     assert b'"batch_size":5' in file.with_name(file.name + ".damaged").read_bytes()
 
@@ -211,7 +211,7 @@ def test_a_second_writer_is_refused(file: Path) -> None:
         "import sys; from pathlib import Path; from zinfer.record.store import Store; Store.open(Path(sys.argv[1]))"
     )
     with Store.open(file) as store:
-        store.points()  # closing a reader's descriptor must not release the lock
+        read(store.path)  # closing a reader's descriptor must not release the lock
         with pytest.raises(StoreError, match="another zinfer is writing"):
             Store.open(file)
         other = subprocess.run([sys.executable, "-c", script, str(file)], capture_output=True, text=True, check=False)
@@ -237,7 +237,7 @@ def test_empty_and_header_only_files(tmp_path: Path) -> None:
     assert read(path) == read(tmp_path) == Records()
     with Store.open(path) as store:
         store.append_header(HEADER)
-        assert store.points() == ()
+        assert read(store.path).points == ()
     assert read(path).headers == (HEADER,)
     with pytest.raises(StoreError, match="cannot read"):
         read(tmp_path / "nowhere")

@@ -27,7 +27,7 @@ from zinfer.record.store import Store, read
 from zinfer.system import machines
 from zinfer.worker.process import WorkerDied
 from zinfer.worker.session import Session
-from zinfer.worker.tasks import Measure, Measured
+from zinfer.worker.tasks import Measure
 
 
 def drive(batches: Batches, edge: int, failure: Status = "oom_gpu", rate: Callable[[int], float] = float) -> list[Try]:
@@ -277,7 +277,7 @@ def test_workers_that_end_for_want_of_memory_leave_the_smaller_batches_to_others
     """Ranks that exchange parts end together; any other end counts, and the second one ends the load."""
 
     class Ends(FakeWorker):
-        def _measure_point(self, session: Session, request: Measure) -> Measured:
+        def _measure_point(self, session: Session, request: Measure) -> Measurement:
             if (batch := request.case.workload.batch_size) > self.edge:
                 raise WorkerDied(self.fails.get(batch, "oom_gpu"), "GPU 1: out of memory")
             return super()._measure_point(session, request)

@@ -2,6 +2,7 @@
 
 import io
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from tests import results
 from tests.inline import MACHINE, FakeWorker, prepared, run_inline
 from zinfer.commands.out import PlainConsole
 from zinfer.commands.watch import LINE_S, Watch
-from zinfer.job.forecast import Forecast, Outlook, UpcomingLoad
+from zinfer.job.forecast import Forecast, Outlook
 from zinfer.job.recipe import Sweep
 from zinfer.job.sweep import Events
 from zinfer.plan.planner import Planner
@@ -126,8 +127,8 @@ def test_time_left_is_scaled_by_what_points_took() -> None:
     rates = {"h2d_bandwidth": 1e3, "hbm_bandwidth": 1e6, "matmul_flops": 1e9}
     sweep = Sweep(model=("fake",), offload=("cpu",), batch_size=(1, 2, 4))
     (job,) = prepared(sweep)
-    load = UpcomingLoad(Planner(job.plan.case, job.plan.model, MACHINE.model_copy(update=rates)), job.cases)
-    forecast = Forecast(sweep, [load])
+    job = replace(job, planner=Planner(job.plan.case, job.plan.model, MACHINE.model_copy(update=rates)))
+    forecast = Forecast(sweep, [(job, set())])
     before = forecast.outlook()
     assert before.seconds_left is not None
     forecast.start(0)
@@ -138,14 +139,14 @@ def test_time_left_is_scaled_by_what_points_took() -> None:
     assert (after.done, after.points) == (1, 3)
     assert after.seconds_left > 2 * before.seconds_left
     measured = frozenset(job.cases[0].with_batch(size) for size in (1, 2, 4))
-    outlook = Forecast(sweep, [load._replace(recorded=measured)]).outlook()
+    outlook = Forecast(sweep, [(job, measured)]).outlook()
     assert outlook.seconds_left == 0
 
 
 def test_auto_counts_about_as_many_points_as_it_tries(tmp_path: Path) -> None:
     sweep = Sweep(model=("fake",), offload=("cpu",), batch_size="1,8,auto", input_len=(10_000_000,))
     (job,) = prepared(sweep)
-    outlook = Forecast(sweep, [UpcomingLoad(job.planner, job.cases)]).outlook()
+    outlook = Forecast(sweep, [(job, set())]).outlook()
     assert not outlook.exact
     largest = job.planner.max_batch(job.cases[0].workload)
     points = run_inline(tmp_path / "r.jsonl", sweep, FakeWorker(edge=largest))

@@ -28,13 +28,14 @@ from zinfer.core.case import Case, Option, Workload
 from zinfer.core.errors import environment_error
 from zinfer.core.model import ModelError
 from zinfer.core.progress import Progress
-from zinfer.core.request import Message, Request, Sampling, Update
+from zinfer.core.request import Request, Sampling, Update
 from zinfer.core.requests import RequestLoad
+from zinfer.core.value import Frozen
 from zinfer.engine import EngineError
 from zinfer.plan.planner import Plan, make_plan
 from zinfer.record.measurement import Effective, Measurement, Span
 from zinfer.record.requests import RequestPoint
-from zinfer.record.study import Position
+from zinfer.record.study import Position, Reload
 from zinfer.system.documents import DocumentError, UnreadableError
 from zinfer.worker import process
 from zinfer.worker.failure import TaskFailure
@@ -62,11 +63,8 @@ from zinfer.worker.tasks import (
     LogitsRecord,
     LogitsRecorded,
     Measure,
-    Measured,
     MeasureRequests,
     PrefixReuse,
-    PrefixReused,
-    RequestsMeasured,
 )  # fmt: skip
 
 
@@ -398,13 +396,13 @@ SAMPLING = Sampling(temperature=0.5, seed="s")
 PLAN = make_plan(case(), SPEC, MACHINE)
 POINT = Measurement(case=case(), status="oom_gpu", machine="m", error="no")
 LOAD = RequestLoad(source="fixed:2,1", requests=1, request_rate="inf")
-MESSAGES: dict[str, tuple[Command[Any], Message]] = {
+MESSAGES: dict[str, tuple[Command[Any], Frozen]] = {
     "load": (Load(target=TARGET, plan=PLAN), Loaded(refused=POINT)),
     "about": (About(), Facts(machine="m", versions={"torch": "2"}, load_s=1.5)),
-    "measure": (Measure(case=case(2), repeats=3, tolerance=0.02), Measured(point=POINT)),
+    "measure": (Measure(case=case(2), repeats=3, tolerance=0.02), POINT),
     "measure_requests": (
         MeasureRequests(case=case(), load=LOAD, input_lens=[2]),
-        RequestsMeasured(point=RequestPoint(case=case(), requests=LOAD, status="timeout", machine="test")),
+        RequestPoint(case=case(), requests=LOAD, status="timeout", machine="test"),
     ),
     "batch_start": (
         BatchStart(load=Workload(batch_size=1, input_len=1, output_len=2), rows=3),
@@ -417,9 +415,7 @@ MESSAGES: dict[str, tuple[Command[Any], Message]] = {
     ),
     "prefix_reuse": (
         PrefixReuse(context=9, new_tokens=2, repeats=1, folder="kv"),
-        PrefixReused(
-            recompute_ms=[1.0], memory_ms=[0.5], kept_bytes=7, same_token=True, max_difference=float("inf")
-        ),
+        Reload(context=9, new_tokens=2, recompute_ms=(1.0,), memory_ms=(0.5,), kept_bytes=7, same_token=True),
     ),
     "logits_record": (
         LogitsRecord(prompts=[[1]], tokens=[None], steps=1, file="f"),
@@ -445,7 +441,7 @@ def test_each_task_goes_through_json_and_comes_back_as_it_was(name: str) -> None
     assert callable(task.function())
     got: list[Command[Any]] = []
 
-    def function(_session: Session, request: Command[Any]) -> Message:
+    def function(_session: Session, request: Command[Any]) -> Frozen:
         got.append(request)
         return answer
 

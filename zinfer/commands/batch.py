@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
-from click.core import ParameterSource
 
 from zinfer.commands import options
 from zinfer.commands.failure import Failure
@@ -190,14 +189,8 @@ def _merge(prompts: Path, output: Path, force: bool) -> NoReturn:
     from zinfer.record.jsonl import MAX_BYTES
     from zinfer.system.documents import read_bytes
 
-    context = click.get_current_context()
-    of_a_job = [
-        parameter.opts[-1]
-        for parameter in context.command.params
-        if parameter.name not in ("prompts", "output", "merge", "force")
-        and context.get_parameter_source(str(parameter.name)) is ParameterSource.COMMANDLINE
-    ]
-    if of_a_job:
+    merging = ("prompts", "output", "merge", "force")
+    if of_a_job := [option for name, option in options.typed().items() if name not in merging]:
         raise click.UsageError(f"--merge runs no model: leave out {', '.join(of_a_job)}")
     content = read_bytes(prompts, MAX_BYTES)
     requests = read_requests(content)

@@ -33,12 +33,12 @@ chat_options = together(  # that only a conversation has
     click.option("--system", help="System message, before the first turn."),
     chat_template,
     click.option(
-        "--kv-cache-size", type=SIZE, default="8GiB", show_default=True,
+        "--kv-cache-size", type=SIZE, default="8GiB",
         help="Most host memory for KV caches of conversations, as 8GiB.",
     ),
     click.option("--kv-cache-dir", type=click.Path(file_okay=False), help="Folder that also keeps the KV caches."),
     click.option(
-        "--kv-cache-dir-size", type=SIZE, default="64GiB", show_default=True,
+        "--kv-cache-dir-size", type=SIZE, default="64GiB",
         help="Most disk space for --kv-cache-dir, as 8GiB.",
     ),
 )  # fmt: skip

@@ -28,9 +28,7 @@ def _share(text: str) -> float:
 @click.command("compare")
 @click.argument("before", metavar="A", type=click.Path(path_type=Path))
 @click.argument("after", metavar="B", type=click.Path(path_type=Path))
-@click.option(
-    "--metric", type=click.Choice(METRICS), default="output_tok_s", show_default=True, help="Metric to compare."
-)
+@click.option("--metric", type=click.Choice(METRICS), default="output_tok_s", help="Metric to compare.")
 @click.option(
     "--across", type=options.Words(AXES), help=f"Fields in which matched cases may differ: {', '.join(AXES)}."
 )

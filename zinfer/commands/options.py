@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
+from click.core import ParameterSource
 
 from zinfer.core.engine import ENGINES, OptionError, StreamOptions, option_text, values
 from zinfer.core.errors import ZinferError
@@ -81,6 +82,14 @@ class Values(click.ParamType[Any]):
             return tuple(self._parse(word.strip()) for word in value.split(","))
         except ValueError:
             self.fail(f"{value[:60]!r}: write {self._syntax}", param, ctx)
+
+
+def typed() -> dict[str, str]:
+    """Return the parameters that the command line names, and their options."""
+    context = click.get_current_context()
+    options = {str(parameter.name): parameter.opts[-1] for parameter in context.command.params}
+    source = context.get_parameter_source
+    return {name: option for name, option in options.items() if source(name) is ParameterSource.COMMANDLINE}
 
 
 def positive(word: str) -> int:
@@ -199,7 +208,6 @@ def timeout(default: float, limited: str) -> Callable[[Command], Command]:
         "timeout_s",
         type=click.FloatRange(min=0, min_open=True),
         default=default,
-        show_default=True,
         help=f"Limit for {limited}, in seconds.",
     )
 
@@ -214,7 +222,7 @@ def record(kind: str) -> Callable[[Command], Command]:
 
 
 model = click.option("-m", "--model", required=True, help=MODEL_HELP)
-engine = click.option("--engine", default="stream", show_default=True, help=ENGINE_HELP)
+engine = click.option("--engine", default="stream", help=ENGINE_HELP)
 offload_if_needed = click.option(
     "--offload",
     type=click.Choice(OFFLOADS),
@@ -228,8 +236,9 @@ load_format = click.option(
     "[default: auto]",
 )
 prompt_text = click.option(
-    "--prompt-file", metavar="FILE", default="default", help="UTF-8 text file.  [default: Python's own manual]"
-)
+    "--prompt-file", metavar="FILE", default="default", show_default=False,
+    help="UTF-8 text file.  [default: Python's own manual]",
+)  # fmt: skip
 weights = click.option(
     "--weights",
     type=Words(WEIGHTS),
@@ -318,7 +327,6 @@ job_options = together(  # of a command that answers requests
         "--output-len",
         type=click.IntRange(min=1),
         default=256,
-        show_default=True,
         help="Most tokens of an answer, for requests without max_tokens.",
     ),
     weights,

@@ -1,8 +1,6 @@
 """`zinfer pack`: write packed layers, a quantised copy, or a TensorRT plan."""
 
-import signal
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -23,7 +21,6 @@ if TYPE_CHECKING:
     "--engine",
     type=click.Choice(["stream", "tensorrt"]),
     default="stream",
-    show_default=True,
     help="Engine to pack for: coded layers (stream), or a plan of these shapes (tensorrt).",
 )
 @click.option(
@@ -180,6 +177,7 @@ def _plan(
     from zinfer.engine.tensorrt import planfile
     from zinfer.engine.tensorrt.build import Cancelled, build, peak_host_bytes, plan_key
     from zinfer.engine.tensorrt.library import find_library
+    from zinfer.job.signals import Signals
     from zinfer.system.host import allowed_bytes
 
     tensorrt = find_library()
@@ -194,28 +192,19 @@ def _plan(
             raise Failure(f"{path} is a plan of other settings: --force replaces it, -o names another file")
         say(f"{path} is there already: nothing to build", err=True)
         return path
-    signals: list[int] = []
-
-    def interrupt(number: int, _frame: FrameType | None) -> None:
-        signals.append(number)
-
-    with Watch() as watch:
+    with Watch() as watch, Signals() as signals:
         watch.message(f"building {path} with {tensorrt.name} {tensorrt.version}")
         weights, peak = gb(source.spec.weight_bytes), gb(peak_host_bytes(source.spec))
         watch.message(f"{weights} of weights ({source.load_format}); up to {peak} of host memory")
-        before = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
-            stopped, free = lambda: bool(signals), allowed_bytes()
+            stopped, free = lambda: signals.pending is not None, allowed_bytes()
             file = build(tensorrt, key, source.spec, path, watch.progress, stopped, free, allow_nan)
         except Cancelled:
             watch.message("interrupted; nothing is left behind")
-            raise SystemExit(128 + signals[0]) from None
+            raise SystemExit(128 + (signals.pending or 0)) from None
         except (MemoryError, OSError) as error:
             raise Failure(f"the build failed: {error}", ENVIRONMENT) from error
         except RuntimeError as error:  # torch's OutOfMemoryError among them
             raise Failure(f"the build failed: {' '.join(str(error).split())[:500]}", ENVIRONMENT) from error
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
         watch.message(f"{gb(file.size)} in {duration(file.build_s)}, for GPUs of compute capability {key.target}")
     return path

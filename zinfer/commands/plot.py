@@ -16,21 +16,13 @@ if TYPE_CHECKING:
 
 @click.command("plot")
 @results_options
-@click.option("-o", "--output", default="plots", show_default=True, type=click.Path(path_type=Path), help="Folder.")
-@click.option(
-    "--format",
-    "formats",
-    metavar="png|svg,..",
-    default="png,svg",
-    show_default=True,
-    help="Formats: png, svg, or both.",
-)
+@click.option("-o", "--output", default="plots", type=click.Path(path_type=Path), help="Folder.")
+@click.option("--format", "formats", metavar="png|svg,..", default="png,svg", help="Formats: png, svg, or both.")
 @click.option(
     "--figure",
     "wanted",
     metavar="NAME,..|all",
     default="all",
-    show_default=True,
     help="Figures: throughput, latency, link, residency, timeline, reuse.",
 )
 def command(results: Path | None, machine: str | None, output: Path, formats: str, wanted: str) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.core import ParameterSource
 
 from zinfer.commands import options
 from zinfer.commands.chat import ANSWER, CONTEXT, AnswerLimits, Stop, chat_options, prompt_request, talk, turns
@@ -40,21 +39,14 @@ STREAM_S = 0.05  # seconds of decoding before new text is shown
     "--output-len", type=click.IntRange(min=1), help="Most tokens of an answer.  [default: 32; with --chat 512]"
 )
 @click.option("--batch-size", type=click.IntRange(min=1), help="Prompts at once.  [default: all that fit]")
-@click.option(
-    "--temperature",
-    type=click.FloatRange(min=0),
-    default=0.0,
-    show_default=True,
-    help="Sampling temperature; 0 is greedy.",
-)
+@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, help="Sampling temperature; 0 is greedy.")
 @click.option(
     "--top-p",
     type=click.FloatRange(min=0, max=1, min_open=True),
     default=1.0,
-    show_default=True,
     help="Sample among the likeliest tokens that have this share of the probability.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the sampling.")
+@click.option("--seed", type=int, default=0, help="Seed of the sampling.")
 @click.option("--ignore-eos", is_flag=True, help="Generate --output-len tokens, past the end of a text.")
 @chat_options
 @options.load_options
@@ -291,17 +283,14 @@ def _encoded(tokenizer: "TokenizerProcess", texts: list[str]) -> list[list[int]]
 
 def _check_options(chat: bool, batch_size: int | None, temperature: float) -> None:
     """Raise UsageError for options that exclude each other or have no effect."""
-
-    def typed(*names: str) -> list[str]:
-        source = click.get_current_context().get_parameter_source
-        return [f"--{name.replace('_', '-')}" for name in names if source(name) is ParameterSource.COMMANDLINE]
-
-    if not chat and (given := typed("system", "chat_template", "kv_cache_dir", "kv_cache_size", "kv_cache_dir_size")):
+    of_a_chat = ("system", "chat_template", "kv_cache_dir", "kv_cache_size", "kv_cache_dir_size")
+    typed = options.typed()
+    if not chat and (given := [typed[name] for name in of_a_chat if name in typed]):
         raise click.UsageError(f"{given[0]} is for a conversation: add --chat")
     if chat and batch_size is not None:
         raise click.UsageError("a conversation is one row: leave out --batch-size")
-    if not temperature and (given := typed("top_p")):
-        raise click.UsageError(f"{given[0]} has no effect on greedy text: add --temperature, such as 1")
+    if not temperature and "top_p" in typed:
+        raise click.UsageError("--top-p has no effect on greedy text: add --temperature, such as 1")
 
 
 def _prompts(prompts: tuple[str, ...], prompt_file: str | None) -> list[str]:

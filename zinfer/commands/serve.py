@@ -26,16 +26,8 @@ def _origins(_context: click.Context, _param: click.Parameter, given: tuple[str,
 
 @click.command("serve", cls=options.LoadCommand)
 @options.model
-@click.option(
-    "--host",
-    default="127.0.0.1",
-    show_default=True,
-    metavar="ADDRESS",
-    help="Address to listen at; 0.0.0.0 is every one.",
-)
-@click.option(
-    "--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="Port; 0 is any that is free."
-)
+@click.option("--host", default="127.0.0.1", metavar="ADDRESS", help="Address to listen at; 0.0.0.0 is every one.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, help="Port; 0 is any that is free.")
 @click.option(
     "--api-key",
     metavar="KEY",
@@ -48,21 +40,18 @@ def _origins(_context: click.Context, _param: click.Parameter, given: tuple[str,
     "--max-queue",
     type=click.IntRange(min=1),
     default=1024,
-    show_default=True,
     help="Rows that may wait for their first token; then requests are refused with status 429.",
 )
 @click.option(
     "--max-body",
     type=options.SIZE,
     default="16MiB",
-    show_default=True,
     help="Largest body of a request; a larger one is refused with status 413.",
 )
 @click.option(
     "--kv-cache-size",
     type=options.SIZE,
     default="8GiB",
-    show_default=True,
     help="Most host memory for KV caches of earlier requests, which later ones with the same beginning reuse; 0 keeps "
     "none.",
 )
@@ -71,7 +60,6 @@ def _origins(_context: click.Context, _param: click.Parameter, given: tuple[str,
     "drain_s",
     type=click.FloatRange(min=0),
     default=30,
-    show_default=True,
     help="Seconds that running requests have at SIGTERM or ctrl-C. A second signal ends them at once.",
 )
 @click.option(
@@ -106,7 +94,7 @@ def command(debug: bool, /, model: str, host: str, port: int, api_key: str | Non
         raise Failure(f"zinfer serve needs {', '.join(missing)}: pip install 'zinfer[serve]'", ENVIRONMENT)
     from zinfer.commands.watch import Watch
     from zinfer.job.batch.packing import typical_plan
-    from zinfer.job.serve.app import Settings
+    from zinfer.job.serve.dispatcher import Settings
     from zinfer.job.serve.server import HttpServer, listen
 
     if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):

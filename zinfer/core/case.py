@@ -2,14 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import (
-    Field,
-    SerializerFunctionWrapHandler,
-    ValidationInfo,
-    field_validator,
-    model_serializer,
-    model_validator,
-)
+from pydantic import Field, SerializerFunctionWrapHandler, ValidationInfo, field_validator, model_serializer
 
 from zinfer.core.engine import Offload as Offload
 from zinfer.core.engine import Option as Option
@@ -20,7 +13,6 @@ from zinfer.core.value import Frozen
 
 LoadFormat = Literal["safetensors", "dummy"]
 MOST = 10**9  # largest count of sequences, tokens or layers
-BITS_BEFORE: dict[int, Weights] = {16: "as-released", 8: "int8", 4: "int4"}  # values of the option `weight_bits`
 
 
 class Workload(Frozen):
@@ -51,20 +43,6 @@ class Case(Frozen):
     options: Options = ()  # settings that differ from the engine's defaults, sorted
     allow_nan: bool = False  # weights with NaN or infinity are loaded, too
     weights: Weights = "as-released"  # format that the layers' weights are given while they load
-
-    @model_validator(mode="before")
-    @classmethod
-    def _bits_before(cls, fields: Any) -> Any:
-        """Read the option `weight_bits` of earlier versions as a format of weights."""
-        options = fields.get("options") if isinstance(fields, dict) else None
-        if not isinstance(options, list | tuple) or "weights" in fields:
-            return fields
-        pairs = [tuple(pair) for pair in options if isinstance(pair, list | tuple)]
-        for bits, weights in BITS_BEFORE.items():
-            if ("weight_bits", bits) in pairs:
-                others = [pair for pair in pairs if pair != ("weight_bits", bits)]
-                return fields | {"options": others, "weights": weights}
-        return fields
 
     @field_validator("options")
     @classmethod

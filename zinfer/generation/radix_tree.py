@@ -79,7 +79,7 @@ class RadixTree:
     def split(self, node: Node, count: int) -> Node:
         """Split `node` after its first `count` tokens, some of them; return a new node with these, whose child `node`
         keeps the others. The digests of `node` and of all below it change."""
-        parent, below = node.parent, self._unlink(node)
+        parent, below = node.parent, self.remove(node)
         assert parent is not None
         head = self.add(parent, node.tokens[:count])
         head.used = node.used
@@ -91,16 +91,12 @@ class RadixTree:
             self._nodes[child.digest] = child
         return head
 
-    def remove(self, node: Node) -> list[Node]:
-        """Remove `node` and all nodes below it; return them."""
-        return self._unlink(node)
-
     def _hang(self, node: Node, parent: Node) -> None:
         node.parent = parent
         parent.children.setdefault(node.tokens[0], []).append(node)
 
-    def _unlink(self, node: Node) -> list[Node]:
-        """Take `node` off its parent; return it and all nodes below it, whose names are forgotten."""
+    def remove(self, node: Node) -> list[Node]:
+        """Remove `node` and all nodes below it, whose names are forgotten; return them."""
         if node.parent is not None:
             siblings = node.parent.children[node.tokens[0]]
             siblings.remove(node)

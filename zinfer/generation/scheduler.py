@@ -62,11 +62,6 @@ class DecodeLoop:
         self.tokens: Tensor
 
     @property
-    def active(self) -> bool:
-        """True from a batch's start until its end."""
-        return self._batch is not None
-
-    @property
     def batch(self) -> MicroBatch:
         """Running micro-batch. Raises EngineError if there is none."""
         if self._batch is None:

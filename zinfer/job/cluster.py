@@ -18,7 +18,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from zinfer.core.errors import ENVIRONMENT, ZinferError, error_line
+from zinfer.core.errors import ZinferError, environment_error, error_line
 from zinfer.core.units import counted
 from zinfer.job.shard import Shard, wait_until_free
 from zinfer.job.signals import Signals
@@ -141,7 +141,7 @@ class Cluster:
         try:
             import submitit
         except ImportError:
-            raise _unavailable("--cluster needs submitit: pip install 'zinfer[slurm]'") from None
+            raise environment_error(ClusterError("--cluster needs submitit: pip install 'zinfer[slurm]'")) from None
         if kind == "local" and words:
             raise ClusterError("--slurm-arg is for --cluster slurm")
         parameters = slurm_parameters(words) if kind == "slurm" else {"timeout_min": LONG_MIN}
@@ -154,11 +154,11 @@ class Cluster:
             self._executor.update_parameters(**parameters)
             folder.mkdir(parents=True, exist_ok=True)
         except RuntimeError:
-            raise _unavailable(
-                "--cluster slurm needs a machine from which jobs are submitted: there is no srun"
+            raise environment_error(
+                ClusterError("--cluster slurm needs a machine from which jobs are submitted: there is no srun")
             ) from None
         except OSError as error:
-            raise _unavailable(f"cannot write {folder}: {error.strerror}") from None
+            raise environment_error(ClusterError(f"cannot write {folder}: {error.strerror}")) from None
         except (ValueError, TypeError) as error:
             raise ClusterError(f"--slurm-arg: {error_line(error)}") from None
         self._absent: dict[str, float] = {}  # id of a job that the queue does not list -> when that was seen first
@@ -171,7 +171,7 @@ class Cluster:
             with _errors_to(self.folder / "controllers.log") if self.kind == "local" else nullcontext():
                 return list(self._executor.map_array(job, shards))
         except (FailedJobError, FailedSubmissionError, OSError, subprocess.SubprocessError) as error:
-            raise _unavailable(f"no job could be submitted: {error_line(error)}") from None
+            raise environment_error(ClusterError(f"no job could be submitted: {error_line(error)}")) from None
 
     def ended(self, jobs: Sequence[Any]) -> list[Any]:
         """Return the jobs that have ended, with a result or without."""
@@ -240,12 +240,6 @@ def _errors_to(path: Path) -> Iterator[None]:
         os.dup2(ours, 2)
         os.close(ours)
         os.close(log)
-
-
-def _unavailable(message: str) -> ClusterError:
-    error = ClusterError(message)
-    error.exit_code = ENVIRONMENT
-    return error
 
 
 def _scancel(ids: Sequence[str]) -> None:

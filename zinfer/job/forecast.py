@@ -4,7 +4,7 @@ Plans give the seconds of each point as a good engine takes them. What the finis
 so that the time left soon follows the machine, whatever the plan thought of it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from zinfer.core.case import Case, Workload
 from zinfer.job.batches import Answer, advance, batches_of
 from zinfer.job.recipe import Sweep
 from zinfer.job.requests import RequestSet
-from zinfer.plan.planner import Planner
+from zinfer.plan.planner import Plan, Planner
 from zinfer.record.requests import RequestKey
 
 
@@ -38,31 +38,38 @@ class Outlook(NamedTuple):
     seconds_left: float | None
 
 
-class UpcomingLoad(NamedTuple):
-    """Load to be measured: its planner, cases at batch 1, loads of requests, and points with a final record."""
+@dataclass(frozen=True)
+class LoadJob:
+    """Load that is ready to run: its planner, its cases, and its engine."""
 
     planner: Planner
-    cases: tuple[Case, ...]
-    requests: tuple[tuple[RequestKey, RequestSet], ...] = ()
-    recorded: frozenset[Key] = frozenset()  # these take no time
+    cases: tuple[Case, ...]  # cases at batch 1, one for each pair of lengths
+    target: str  # the engine's class, as module:Class
+    revision: str = ""
+    requests: tuple[tuple[RequestKey, RequestSet], ...] = ()  # loads of requests, measured after the cases
+
+    @property
+    def plan(self) -> Plan:
+        """Plan of the longest case or load, with which the worker loads."""
+        return self.planner.plan
 
 
 class Forecast:
-    """Points and seconds that a sweep has left."""
+    """Points and seconds that a sweep has left. Each load has points with a final record, which take no time."""
 
-    def __init__(self, sweep: Sweep, loads: Sequence[UpcomingLoad]) -> None:
-        self._sweep, self._planners = sweep, [load.planner for load in loads]
+    def __init__(self, sweep: Sweep, loads: Sequence[tuple[LoadJob, Set[Key]]]) -> None:
+        self._sweep, self._planners = sweep, [job.planner for job, _ in loads]
         self._exact = not isinstance(sweep.batch_size, str)
         self._left: list[dict[Key, float | None]] = []  # for each load: its points to come, and their seconds
         self._loads: list[float] = []  # seconds until a load is ready
-        for planner, cases, requests, recorded in loads:
-            points: dict[Key, float | None] = {}
-            for case in cases:
+        for job, recorded in loads:
+            planner, points = job.planner, dict[Key, float | None]()
+            for case in job.cases:
                 sized = map(case.with_batch, likely_batches(sweep, planner, case.workload))
                 points |= {key: _seconds(sweep, planner, key.workload) for key in sized}
-            points |= {key: _request_seconds(planner, request_set) for key, request_set in requests}
-            points |= dict.fromkeys(recorded.intersection(points), 0.0)
-            fits, idle = planner.plan.fits, recorded.issuperset(points)
+            points |= {key: _request_seconds(planner, request_set) for key, request_set in job.requests}
+            points |= dict.fromkeys(recorded & points.keys(), 0.0)
+            fits, idle = planner.plan.fits, points.keys() <= recorded
             self._left.append(points if fits else dict.fromkeys(list(points)[:1], 0.0))
             load_s = OVERHEADS.start_s + planner.model.stored_bytes / OVERHEADS.load_bandwidth
             self._loads.append(0.0 if idle or not fits else load_s)

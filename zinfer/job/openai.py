@@ -60,11 +60,16 @@ _NEUTRAL: dict[str, dict[str, tuple[Any, ...]]] = {
 
 
 class Refused(ZinferError):
-    """Request that cannot be served: the reason, OpenAI's `code`, and the parameter."""
+    """Request that cannot be served: the reason, OpenAI's `code`, the parameter, and the status of HTTP.
 
-    def __init__(self, code: str, message: str, param: str | None = None) -> None:
+    It may come again after `retry_s`.
+    """
+
+    def __init__(
+        self, code: str, message: str, param: str | None = None, status: int = 400, retry_s: int | None = None
+    ) -> None:
         super().__init__(message)
-        self.code, self.param = code, param
+        self.code, self.param, self.status, self.retry_s = code, param, status, retry_s
 
 
 class ServerLimits(NamedTuple):

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from zinfer.checkpoint.resolve import catalogue_name
-from zinfer.core.case import BITS_BEFORE, MOST, Case, LoadFormat, Workload, resident_bytes
+from zinfer.core.case import MOST, Case, LoadFormat, Workload, resident_bytes
 from zinfer.core.engine import (
     ENGINES,
     Offload,
@@ -87,6 +87,7 @@ Name = Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_plai
 Whole = Annotated[int, Field(ge=1, le=MOST)]
 Setting = Annotated[Option, AfterValidator(_finite)]
 Settings = Annotated[tuple[Setting, ...], Field(min_length=1, max_length=AXIS), BeforeValidator(_as_tuple)]
+_CURRENT = BeforeValidator(lambda value: without_retired(value) if isinstance(value, dict) else value)
 Budget = Annotated[Name, AfterValidator(_budget)]
 Lengths = Annotated[Name, AfterValidator(lambda text: LengthDistribution.parse(text).describe())]
 _DEFAULT_LENGTHS = (((512,), (32,)), ([512], [32]))  # as a header of a sweep has them
@@ -97,12 +98,7 @@ class EngineRecipe(Frozen):
 
     engine: Name
     description: str = Field(default="", max_length=DESCRIPTION)
-    options: dict[Name, Setting] = Field(default_factory=dict, max_length=100)
-
-    @field_validator("options", mode="before")
-    @classmethod
-    def _without_retired(cls, value: Any) -> Any:
-        return without_retired(value) if isinstance(value, dict) else value
+    options: Annotated[dict[Name, Setting], _CURRENT] = Field(default_factory=dict, max_length=100)
 
 
 class SweepLoad(Frozen):
@@ -148,7 +144,7 @@ class Sweep(Frozen):
     """
 
     description: str = Field(default="", max_length=DESCRIPTION)
-    model: Axis[Name]
+    model: Axis[Annotated[Name, AfterValidator(lambda name: catalogue_name(name) or name)]]
     engine: Axis[Name] = ("stream",)
     offload: Axis[Offload] = ("none", "cpu")
     batch_size: Annotated[tuple[Whole, ...], Field(max_length=AXIS)] | str = "auto"
@@ -167,7 +163,7 @@ class Sweep(Frozen):
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     layers: Axis[Whole | None] = (None,)
     gpu_weights: Axis[Budget | None] = (None,)  # of offloaded weights: else all are on the GPU
-    options: dict[Name, Settings] = Field(default_factory=dict, max_length=100)
+    options: Annotated[dict[Name, Settings], _CURRENT] = Field(default_factory=dict, max_length=100)
     weights: Axis[Weights] = ("as-released",)  # formats that the layers' weights are given
     allow_nan: bool = False  # load weights with NaN or infinity, too
     machine: OptionalAxis[Name] = Field(default=(), max_length=100)  # to plan for; a sweep runs on this machine
@@ -176,20 +172,6 @@ class Sweep(Frozen):
     tolerance: float = Field(default=0.02, gt=0, le=100)  # repeats stop at this 95% half-width, as a share of the mean
     timeout_s: float = Field(default=1800, gt=0, le=1e12)
     minutes: float = Field(default=15, ge=0, le=1e9)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _bits_before(cls, fields: Any) -> Any:
-        """Read the option `weight_bits` of earlier versions as formats."""
-        options = fields.get("options") if isinstance(fields, dict) else None
-        if not isinstance(options, dict) or "weight_bits" not in options or "weights" in fields:
-            return fields
-        options = dict(options)
-        bits = options.pop("weight_bits")
-        bits = bits if isinstance(bits, list | tuple) else (bits,)
-        if not all(type(width) is int and width in BITS_BEFORE for width in bits):
-            raise ValueError("weight_bits: write weights instead, and as-released, int4, int8 or fp8")
-        return fields | {"options": options, "weights": tuple(BITS_BEFORE[width] for width in bits)}
 
     @model_validator(mode="before")
     @classmethod
@@ -211,12 +193,6 @@ class Sweep(Frozen):
                 raise ValueError("input_len and output_len are for equal batches: name a batch_size, too")
         return fields
 
-    @field_validator("model")
-    @classmethod
-    def _as_in_the_catalogue(cls, models: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the catalogue's names for its hub ids and other spellings."""
-        return tuple(catalogue_name(model) or model for model in models)
-
     @field_validator("batch_size", mode="before")
     @classmethod
     def _batches(cls, value: Any) -> Any:
@@ -228,11 +204,6 @@ class Sweep(Frozen):
         if len(sizes) > AXIS or not all(type(size) is int and 1 <= size <= MOST for size in sizes):
             raise ValueError(f"batch sizes are 1 to {AXIS:,} whole numbers from 1 to {MOST:,}")
         return tuple(sorted(set(sizes)))
-
-    @field_validator("options", mode="before")
-    @classmethod
-    def _without_retired(cls, value: Any) -> Any:
-        return without_retired(value) if isinstance(value, dict) else value
 
     @model_validator(mode="after")
     def _bounded(self) -> Self:

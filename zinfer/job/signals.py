@@ -5,7 +5,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 
@@ -61,11 +61,11 @@ class Signals:
     """Context that defers SIGINT and SIGTERM. They raise Interrupted only inside `raised`, where a worker is waited
     for. Elsewhere they wait for the next `raised`, so that no record is lost between its measurement and the disk.
 
-    With other `numbers` only those signals are handled so."""
+    With other `numbers` only those signals are handled so. `on_signal` is called for each."""
 
-    def __init__(self, *numbers: int) -> None:
-        self._numbers = numbers or (signal.SIGINT, signal.SIGTERM)
-        self._pending: int | None = None
+    def __init__(self, *numbers: int, on_signal: Callable[[int], object] = lambda _number: None) -> None:
+        self._numbers, self._on_signal = numbers or ending.SIGNALS, on_signal
+        self.pending: int | None = None
         self._waiting = False
         self._thrown: list[KeyboardInterrupt] = []
 
@@ -87,8 +87,8 @@ class Signals:
         with kept(thrown), self._not_dropped():
             self._waiting = True
             try:
-                if self._pending is not None:
-                    raise Interrupted(self._pending)
+                if self.pending is not None:
+                    raise Interrupted(self.pending)
                 yield
             finally:
                 self._waiting = False
@@ -112,7 +112,8 @@ class Signals:
             sys.unraisablehook = before
 
     def _arrived(self, number: int, _frame: FrameType | None) -> None:
-        self._pending = number
+        self.pending = number
+        self._on_signal(number)
         if self._waiting:
             self._waiting = False  # a second signal must not prevent the record of the first
             self._thrown.append(Interrupted(number))

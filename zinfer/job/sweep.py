@@ -20,7 +20,8 @@ from zinfer.core.request import Request
 from zinfer.generation.tokenizer_process import Refusal, TokenizerProcess
 from zinfer.job.batches import OUT_OF_MEMORY, Answer, advance, batches_of
 from zinfer.job.driver import Driver
-from zinfer.job.forecast import Forecast, Key, Outlook, UpcomingLoad
+from zinfer.job.forecast import Forecast, Key, Outlook
+from zinfer.job.forecast import LoadJob as LoadJob
 from zinfer.job.recipe import Sweep, SweepLoad
 from zinfer.job.requests import RequestSet
 from zinfer.job.shard import Shard
@@ -50,22 +51,6 @@ class Outcome(NamedTuple):
     @property
     def all(self) -> list[Point]:
         return [*self.points, *self.requests]
-
-
-@dataclass(frozen=True)
-class LoadJob:
-    """Load that is ready to run. Its planner, its cases, and its engine."""
-
-    planner: Planner
-    cases: tuple[Case, ...]  # cases at batch 1, one for each pair of lengths
-    target: str  # the engine's class, as module:Class
-    revision: str = ""
-    requests: tuple[tuple[RequestKey, RequestSet], ...] = ()  # loads of requests, measured after the cases
-
-    @property
-    def plan(self) -> Plan:
-        """Plan of the longest case or load, with which the worker loads."""
-        return self.planner.plan
 
 
 @dataclass
@@ -167,37 +152,16 @@ def run(
     SIGINT and SIGTERM. Raises Interrupted on them, after the point under way is recorded as `cancelled`, and StoreError
     if a record cannot be written; no worker is left behind.
     """
-    events = events or Events()
-    recorded = _known(done)
-    points, requests, left = list[Measurement](), list[RequestPoint](), list[str]()
-    turns = _turns(sweep, jobs)
-    forecast = _forecast(sweep, turns, recorded)
-    began = monotonic()
-    end = began + 60 * sweep.minutes if sweep.minutes else inf
-
-    def tell_outlook() -> None:
-        now = forecast.outlook()
-        left_s = None if now.seconds_left is None else max(0.0, min(now.seconds_left, end - monotonic()))
-        events.outlook(now._replace(seconds_left=left_s))
-
+    runner = _Runner(sweep, _turns(sweep, jobs), store, _known(done), events or Events())
     with signals or Signals() as handled:
-        for index, (number, job) in enumerate(turns):
-            forecast.start(index)
-            tell_outlook()
+        for index, (_, job) in enumerate(runner.turns):
             worker = partial(
-                make_worker, job.target, timeout_s=sweep.timeout_s, on_progress=events.progress,
-                on_loaded=events.loaded, revision=job.revision,
+                make_worker, job.target, timeout_s=sweep.timeout_s, on_progress=runner.events.progress,
+                on_loaded=runner.events.loaded, revision=job.revision,
             )  # fmt: skip
-            with Driver(worker, events.loading, handled) as driver:
-                share = monotonic() + (end - monotonic()) / (len(turns) - index)  # each load gets its part of the rest
-                runner = _Runner(
-                    sweep, job, number, store, recorded, events, driver, forecast, index, tell_outlook, end, share
-                )
-                runner.run()
-            points += runner.points
-            requests += runner.requests
-            left += runner.left
-    return Outcome(points, requests, tuple(dict.fromkeys(left)))
+            with Driver(worker, runner.events.loading, handled) as driver:
+                runner.run(index, driver)
+    return Outcome(runner.points, runner.requests, tuple(dict.fromkeys(runner.left)))
 
 
 def outlook(sweep: Sweep, jobs: Iterable[LoadJob], done: Iterable[Point] = ()) -> Outlook:
@@ -214,10 +178,7 @@ def _turns(sweep: Sweep, jobs: Iterable[LoadJob]) -> Turns:
 
 
 def _forecast(sweep: Sweep, turns: Turns, recorded: "Known") -> Forecast:
-    upcoming = []
-    for number, job in turns:
-        keys = frozenset(key for key in recorded if _find(recorded, key, number))
-        upcoming.append(UpcomingLoad(job.planner, job.cases, job.requests, keys))
+    upcoming = [(job, {key for key in recorded if _find(recorded, key, number)}) for number, job in turns]
     return Forecast(sweep, upcoming)
 
 
@@ -253,31 +214,32 @@ def _find(recorded: Known, key: Key, number: int, timed: bool = True) -> Point |
 
 @dataclass
 class _Runner:
-    """One job in one round. Its worker is started when the first unmeasured point needs it.
-
-    Points end before the time `share`, but for the first one, which only has to begin before `end`.
-    """
+    """Loads of a sweep in their turns. A worker is started when the first unmeasured point needs it."""
 
     sweep: Sweep
-    job: LoadJob
-    number: int  # of the round
+    turns: Turns
     store: Store
     recorded: Known
     events: Events
-    driver: Driver
-    forecast: Forecast
-    index: int  # of the load in the forecast
-    tell_outlook: Callable[[], None]
-    end: float
-    share: float
-    crashes: int = 0
-    measured: int = 0  # points that were not recorded before
     points: list[Measurement] = field(default_factory=list)
     requests: list[RequestPoint] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
 
-    def run(self) -> None:
-        """Measure cases, then loads of requests, while the load can run."""
+    def __post_init__(self) -> None:
+        self.forecast = _forecast(self.sweep, self.turns, self.recorded)
+        self.end = monotonic() + 60 * self.sweep.minutes if self.sweep.minutes else inf
+
+    def run(self, index: int, driver: Driver) -> None:
+        """Measure the cases of load number `index`, then its requests.
+
+        Points end before its share of the time, but for the first one, which only has to begin before the end.
+        """
+        self.index, self.driver = index, driver
+        self.number, self.job = self.turns[index]
+        self.crashes = self.measured = 0  # measured: points that were not recorded before
+        self.forecast.start(index)
+        self._tell_outlook()
+        self.share = monotonic() + (self.end - monotonic()) / (len(self.turns) - index)
         for case in self.job.cases:
             batches = batches_of(self.sweep, self.job.planner.at(case.workload))
             answer: Answer | None = None
@@ -298,6 +260,11 @@ class _Runner:
             elif self._hopeless(self._request_point(requests, request_set)):
                 return
 
+    def _tell_outlook(self) -> None:
+        now = self.forecast.outlook()
+        left_s = None if now.seconds_left is None else max(0.0, min(now.seconds_left, self.end - monotonic()))
+        self.events.outlook(now._replace(seconds_left=left_s))
+
     def _late(self, key: Key, timed: bool = True) -> bool:
         """Return whether there is no time left for a point."""
         if self.end == inf or _find(self.recorded, key, self.number, timed) is not None:
@@ -311,14 +278,12 @@ class _Runner:
 
     def _case_point(self, case: Case, timed: bool) -> Measurement:
         repeats = self.sweep.repeats if timed else 0
-        began, recorded = self._begin(case, timed)
-        point = recorded or self._measure(
-            case, lambda worker: worker.measure(case, repeats, self.sweep.tolerance),
+        point, resumed = self._point(
+            case, timed, lambda worker: worker.measure(case, repeats, self.sweep.tolerance),
             lambda fields: Measurement(**fields | {"case": case}),
         )  # fmt: skip
         self.points.append(point)
-        self.events.point(point, recorded is not None)
-        self._finished(case, began, recorded is not None)
+        self.events.point(point, resumed)
         return point
 
     def _request_point(self, key: RequestKey, request_set: RequestSet) -> RequestPoint:
@@ -329,22 +294,10 @@ class _Runner:
             command = MeasureRequests(case=key.case, load=key.requests, input_lens=input_lens, sla=self.sweep.sla)
             return worker.measure_requests(command, requests)
 
-        began, recorded = self._begin(key)
-        point = recorded or self._measure(key, measure, lambda fields: RequestPoint(**fields | asked))
+        point, resumed = self._point(key, True, measure, lambda fields: RequestPoint(**fields | asked))
         self.requests.append(point)
-        self.events.requests(point, recorded is not None)
-        self._finished(key, began, recorded is not None)
+        self.events.requests(point, resumed)
         return point
-
-    def _begin(self, key: Key, timed: bool = True) -> tuple[float, Any]:
-        """Announce a point; return the time, and its record, if any."""
-        self.events.trying(key)
-        return monotonic(), _find(self.recorded, key, self.number, timed)
-
-    def _finished(self, key: Key, began: float, resumed: bool) -> None:
-        self.measured += not resumed
-        self.forecast.finish(self.index, key, monotonic() - began, resumed)
-        self.tell_outlook()
 
     def _predicted(self, case: Case) -> dict[str, float]:
         predicted = self.job.planner.at(case.workload)
@@ -363,6 +316,18 @@ class _Runner:
         self.store.append(point)  # type: ignore[arg-type]
         self.recorded.setdefault(key, []).append(point)  # type: ignore[arg-type]
         return point
+
+    def _point(
+        self, key: Key, timed: bool, measure: Callable[[Client], P], make: Callable[[dict[str, Any]], P]
+    ) -> tuple[P, bool]:
+        """Return a point as recorded, or measured now; True if it was recorded."""
+        self.events.trying(key)
+        began, recorded = monotonic(), _find(self.recorded, key, self.number, timed)
+        point: Any = recorded or self._measure(key, measure, make)
+        self.measured += recorded is None
+        self.forecast.finish(self.index, key, monotonic() - began, recorded is not None)
+        self._tell_outlook()
+        return point, recorded is not None
 
     def _measure(self, key: Key, measure: Callable[[Client], P], make: Callable[[dict[str, Any]], P]) -> P:
         """Measure a point, or `make` that of a failure, and store it."""
@@ -436,9 +401,7 @@ def exit_code(sweep: Sweep, points: Iterable[Point]) -> int:
     good = sum(point.status == "ok" for point in points)
     if not good:
         return 4
-    fine = good + (sum(map(_too_large, points)) if isinstance(sweep.batch_size, str) else 0)
-    return 0 if fine == len(points) else 3
-
-
-def _too_large(point: Point) -> bool:
-    return isinstance(point, Measurement) and point.status in (*OUT_OF_MEMORY, "unsupported")
+    if isinstance(sweep.batch_size, str):
+        too_large = (*OUT_OF_MEMORY, "unsupported")
+        good += sum(isinstance(point, Measurement) and point.status in too_large for point in points)
+    return 0 if good == len(points) else 3

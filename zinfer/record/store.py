@@ -174,12 +174,6 @@ class Store(Closing):
         """Raise TakenAwayError if another process changed the file."""
         self._lines.check()
 
-    def points(self) -> tuple[Measurement, ...]:
-        return read(self.path).points
-
-    def headers(self) -> tuple[Header, ...]:
-        return read(self.path).headers
-
     def close(self) -> None:
         """Release the file. Safe to call twice."""
         self._lines.close()

@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from zinfer.core.request import EchoedPrompt, Failure, TokenScore, Update
 from zinfer.engine import EngineError
@@ -14,6 +15,7 @@ from zinfer.generation.sequence import Sequence
 from zinfer.worker.session import Session
 from zinfer.worker.tasks import BatchStart, BatchStarted, BatchStep, BatchStepped
 
+COUNTED = ("passes", "read", "padded", "again", "drafted", "accepted")  # of the schedule, since the last answer
 ANSWER_S = 1.0  # seconds of decoding before an answer, unless a row ends
 
 
@@ -60,21 +62,16 @@ def batch_step(session: Session, command: BatchStep) -> BatchStepped:
         session.scheduler = None
         raise
     rows = [_update(session, sequence) for sequence in touched]
-    tally = schedule.tally
+    counts: dict[str, Any] = {name: getattr(schedule.tally, name) - getattr(before, name) for name in COUNTED}
     return BatchStepped(
-        passes=tally.passes - before.passes,
         seconds=seconds,
         rows=rows,
         running=len(schedule.running),
         waiting=len(schedule.waiting),
-        read=tally.read - before.read,
-        padded=tally.padded - before.padded,
-        again=tally.again - before.again,
-        drafted=tally.drafted - before.drafted,
-        accepted=tally.accepted - before.accepted,
         kept_bytes=0 if running.prefixes is None else running.prefixes.held,
         dropped=dropped,
         notes=running.take_notes(),
+        **counts,
     )
 
 

@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from zinfer.core.progress import Progress, silent
-from zinfer.core.request import Message
+from zinfer.core.value import Frozen
 from zinfer.worker.process import Client, OnLoaded
 from zinfer.worker.session import Function, MakeEngine, Session, facts_of, load
 from zinfer.worker.tasks import NAMES, Command
@@ -33,7 +33,7 @@ class InlineWorker(Client):
         on_loaded: OnLoaded = lambda _size, _seconds: None,
         debug: bool = False,
         revision: str = "",
-        instead: Mapping[type[Command[Any]], Callable[[Session, Any], Message]] | None = None,
+        instead: Mapping[type[Command[Any]], Callable[[Session, Any], Frozen]] | None = None,
     ) -> None:
         super().__init__(engine if isinstance(engine, str) else "", on_progress, on_loaded, revision)
         functions: dict[str, Function] = {}

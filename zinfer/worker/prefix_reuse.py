@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +15,10 @@ from zinfer.engine.kv_file import drop_from_page_cache, read, write
 from zinfer.engine.kv_snapshot import KVSnapshot
 from zinfer.generation.sampling import greedy
 from zinfer.generation.scheduler import DecodeLoop
+from zinfer.record.study import Reload
 from zinfer.worker.measure import first_token_ms, prompts
 from zinfer.worker.session import Session
-from zinfer.worker.tasks import PrefixReuse, PrefixReused
+from zinfer.worker.tasks import PrefixReuse
 
 
 class _Recording:
@@ -27,7 +29,7 @@ class _Recording:
         return greedy(logits)[0]
 
 
-def prefix_reuse(session: Session, request: PrefixReuse) -> PrefixReused:
+def prefix_reuse(session: Session, request: PrefixReuse) -> Reload:
     """Time rounds in which each way has its turn, after a warm-up.
 
     The file is read from its disk each time, where the file system allows it. Raises EngineError where the engine
@@ -78,7 +80,6 @@ def prefix_reuse(session: Session, request: PrefixReuse) -> PrefixReused:
                     samples[way].append(round(milliseconds, 4))
                 done = turn * len(ways) + number + 1
                 session.on_progress(label, done / (len(ways) * (request.repeats + 1)))
-        return PrefixReused(
-            recompute_ms=samples["recompute"], memory_ms=samples["memory"], disk_ms=samples.get("disk", []),
-            kept_bytes=kept.nbytes, same_token=same, max_difference=difference,
-        )  # fmt: skip
+        times: dict[str, Any] = {f"{way}_ms": tuple(taken) for way, taken in samples.items()}
+        findings: dict[str, Any] = {"kept_bytes": kept.nbytes, "same_token": same, "max_difference": difference}
+        return Reload(context=context, new_tokens=new_tokens, **times, **findings)

@@ -137,12 +137,12 @@ class Client(ABC):
 
     def measure(self, case: Case, repeats: int, tolerance: float) -> Measurement:
         """Measure one case of the loaded engine. A failure is a Measurement with its status."""
-        return self.ask(Measure(case=case, repeats=repeats, tolerance=tolerance)).point
+        return self.ask(Measure(case=case, repeats=repeats, tolerance=tolerance))
 
     def measure_requests(self, command: MeasureRequests, requests: Sequence[Request]) -> RequestPoint:
         """Measure a load of requests on the loaded engine. A failure is a RequestPoint with its status."""
         self.add(requests)
-        return self.ask(command).point
+        return self.ask(command)
 
     @abstractmethod
     def _exchange(self, message: dict[str, Any]) -> dict[str, Any]:

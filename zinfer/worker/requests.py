@@ -27,7 +27,7 @@ from zinfer.record.requests import PassCounts, RequestPoint, RequestSample
 from zinfer.worker.failure import failure_of
 from zinfer.worker.measure import Clock, Telemetry, synchronize
 from zinfer.worker.session import Session, begin_point, conditions
-from zinfer.worker.tasks import MeasureRequests, RequestsMeasured
+from zinfer.worker.tasks import MeasureRequests
 
 if TYPE_CHECKING:
     from zinfer.generation.tokenizer import Tokenizer
@@ -91,7 +91,7 @@ class LoadSamples:
         }  # fmt: skip
 
 
-def measure_requests(session: Session, command: MeasureRequests) -> RequestsMeasured:
+def measure_requests(session: Session, command: MeasureRequests) -> RequestPoint:
     """Measure a load of requests on the loaded engine. An exception becomes the point's status."""
     begin_point(session)
     if session.scheduler is not None:
@@ -109,7 +109,7 @@ def measure_requests(session: Session, command: MeasureRequests) -> RequestsMeas
         failed = failure_of(error, samples.stage).recorded
     facts = session.facts.model_dump(exclude_unset=True)
     fields = facts | samples.fields(lengths) | conditions(session, command.case, "ok") | failed
-    return RequestsMeasured(point=RequestPoint(case=command.case, requests=command.load, sla=command.sla, **fields))
+    return RequestPoint(case=command.case, requests=command.load, sla=command.sla, **fields)
 
 
 def draw_prompts(requests: Sequence[Request], input_lens: Sequence[int], vocab_size: int, seed: int) -> None:

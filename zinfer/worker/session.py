@@ -16,22 +16,22 @@ from zinfer.checkpoint.source import revision_of
 from zinfer.core.case import Case, resident_bytes
 from zinfer.core.model import ModelSpec
 from zinfer.core.progress import Progress
-from zinfer.core.request import Message, Request
-from zinfer.core.value import first_fault
+from zinfer.core.request import Request
+from zinfer.core.value import Frozen, first_fault
 from zinfer.engine import EngineError
 from zinfer.plan.planner import Plan
 from zinfer.record.measurement import Effective, Measurement, Status
 from zinfer.record.stats import relative_half_width
 from zinfer.worker.failure import TaskFailure, failure_of
 from zinfer.worker.process import WorkerDied, now, versions
-from zinfer.worker.tasks import TASKS, About, Added, AddRequests, Facts, Load, Loaded, Measure, Measured
+from zinfer.worker.tasks import TASKS, About, Added, AddRequests, Facts, Load, Loaded, Measure
 
 if TYPE_CHECKING:
     from zinfer.engine.base import Engine
     from zinfer.generation.scheduler import ContinuousScheduler
     from zinfer.generation.tokenizer import Tokenizer
 
-Function = Callable[["Session", Any], Message]
+Function = Callable[["Session", Any], Frozen]
 MakeEngine = Callable[[Plan, Progress], "Engine"]
 
 
@@ -95,7 +95,7 @@ class Session:
             failure = failure_of(error, name)
         return {"failure": failure.model_dump(mode="json")}
 
-    def _run(self, name: str, message: Any) -> Message:
+    def _run(self, name: str, message: Any) -> Frozen:
         if name not in TASKS:
             raise _MalformedError(f"no task {name!r}; there are {', '.join(TASKS)}")
         try:
@@ -192,7 +192,7 @@ def add_requests(session: Session, command: AddRequests) -> Added:
     return Added()
 
 
-def measure(session: Session, command: Measure) -> Measured:
+def measure(session: Session, command: Measure) -> Measurement:
     """Measure one case of the loaded engine. An exception becomes the point's status."""
     from zinfer.worker.measure import Samples
     from zinfer.worker.measure import measure as run
@@ -220,7 +220,7 @@ def measure(session: Session, command: Measure) -> Measured:
         "timeline": samples.timeline,
         **conditions(session, case, samples.status),
     }
-    return Measured(point=session.point(case, **(fields | failed)))
+    return session.point(case, **(fields | failed))
 
 
 def begin_point(session: Session) -> None:

@@ -3,6 +3,7 @@
 Commands and answers travel as JSON. The functions are imported where they run: the table needs no torch.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import import_module
 from typing import Any, Generic, NamedTuple, Self, TypeVar
@@ -13,13 +14,15 @@ from zinfer.core.case import Case, Workload
 from zinfer.core.errors import ENVIRONMENT
 from zinfer.core.request import Message, Request, Sampling, Update
 from zinfer.core.requests import RequestLoad
+from zinfer.core.value import Frozen
 from zinfer.plan.planner import Plan
 from zinfer.record.measurement import Measurement
 from zinfer.record.requests import RequestPoint
-from zinfer.record.study import Position
+from zinfer.record.study import Position, Reload
 
+_FIELDS = tuple(field.name for field in dataclasses.fields(Request))
 MESSAGE_BYTES = 1 << 20  # of JSON in a message of requests; one request alone may have more
-Answer = TypeVar("Answer", bound=Message)
+Answer = TypeVar("Answer", bound=Frozen)
 
 
 class Command(Message, Generic[Answer]):
@@ -64,13 +67,7 @@ class About(Command[Facts]):
     """Describe the load."""
 
 
-class Measured(Message):
-    """A measured point, whatever its status."""
-
-    point: Measurement
-
-
-class Measure(Command[Measured]):
+class Measure(Command[Measurement]):
     """Measure a case of the loaded engine. A spread within `tolerance` ends the repeats early."""
 
     case: Case
@@ -78,13 +75,7 @@ class Measure(Command[Measured]):
     tolerance: float
 
 
-class RequestsMeasured(Message):
-    """A measured load of requests, whatever its status."""
-
-    point: RequestPoint
-
-
-class MeasureRequests(Command[RequestsMeasured]):
+class MeasureRequests(Command[RequestPoint]):
     """Measure the added requests, in their order, as a load.
 
     A request without a prompt gets as many random tokens as `input_lens` has for it.
@@ -118,12 +109,13 @@ class AddRequests(Command[Added]):
         changes: list[dict[str, Any]] = []
         size, before = 0, dict[str, Any]()
         for request in requests:
-            changed = _changed(before, vars(request))
+            fields = {name: vars(request)[name] for name in _FIELDS}  # a subclass may have more
+            changed = _changed(before, fields)
             if changes and size + _bytes(changed) > MESSAGE_BYTES:
                 yield cls(changes=changes)
                 changes, size = [], 0
             changes.append(changed)
-            size, before = size + _bytes(changed), vars(request)
+            size, before = size + _bytes(changed), fields
         if changes:
             yield cls(changes=changes)
 
@@ -214,18 +206,7 @@ class BatchStep(Command[BatchStepped]):
 # Studies
 
 
-class PrefixReused(Message):
-    """Samples, in ms, and findings of a `zinfer.record.study.Reload`."""
-
-    recompute_ms: list[float]
-    memory_ms: list[float]
-    disk_ms: list[float] = Field(default_factory=list)
-    kept_bytes: int
-    same_token: bool
-    max_difference: float
-
-
-class PrefixReuse(Command[PrefixReused]):
+class PrefixReuse(Command[Reload]):
     """Time the first token after `context` tokens, computed and reloaded.
 
     All but `new_tokens` are reloaded: from host memory, and from a file in `folder`.
@@ -286,25 +267,25 @@ class Task(NamedTuple):
     """Command, answer, and function (``module:function``, of the worker's session and the command)."""
 
     command: type[Command[Any]]
-    answer: type[Message]
+    answer: type[Frozen]
     target: str
 
-    def function(self) -> Callable[[Any, Any], Message]:
+    def function(self) -> Callable[[Any, Any], Frozen]:
         """Import the function."""
         module, _, name = self.target.partition(":")
-        function: Callable[[Any, Any], Message] = getattr(import_module(module), name)
+        function: Callable[[Any, Any], Frozen] = getattr(import_module(module), name)
         return function
 
 
 TASKS: Mapping[str, Task] = {
     "load": Task(Load, Loaded, "zinfer.worker.session:load"),
     "about": Task(About, Facts, "zinfer.worker.session:about"),
-    "measure": Task(Measure, Measured, "zinfer.worker.session:measure"),
-    "measure_requests": Task(MeasureRequests, RequestsMeasured, "zinfer.worker.requests:measure_requests"),
+    "measure": Task(Measure, Measurement, "zinfer.worker.session:measure"),
+    "measure_requests": Task(MeasureRequests, RequestPoint, "zinfer.worker.requests:measure_requests"),
     "batch_start": Task(BatchStart, BatchStarted, "zinfer.worker.generation:batch_start"),
     "add_requests": Task(AddRequests, Added, "zinfer.worker.session:add_requests"),
     "batch_step": Task(BatchStep, BatchStepped, "zinfer.worker.generation:batch_step"),
-    "prefix_reuse": Task(PrefixReuse, PrefixReused, "zinfer.worker.prefix_reuse:prefix_reuse"),
+    "prefix_reuse": Task(PrefixReuse, Reload, "zinfer.worker.prefix_reuse:prefix_reuse"),
     "logits_record": Task(LogitsRecord, LogitsRecorded, "zinfer.worker.teacher_forcing:logits_record"),
     "logits_compare": Task(LogitsCompare, LogitsCompared, "zinfer.worker.teacher_forcing:logits_compare"),
 }

@@ -36,18 +36,10 @@ if TYPE_CHECKING:
     "copy in the default folder, which is written if it is missing. Repeatable.",
 )
 @options.prompt_text
-@click.option("--input-len", type=click.IntRange(min=1), default=256, show_default=True, help="Tokens of a prompt.")
-@click.option(
-    "--output-len", type=click.IntRange(min=1), default=64, show_default=True, help="Tokens compared in each row."
-)
-@click.option(
-    "--samples",
-    type=click.IntRange(min=1),
-    default=16,
-    show_default=True,
-    help="Pieces of the text; each makes two rows.",
-)
-@click.option("--batch-size", type=click.IntRange(min=1), default=8, show_default=True, help="Rows in a batch.")
+@click.option("--input-len", type=click.IntRange(min=1), default=256, help="Tokens of a prompt.")
+@click.option("--output-len", type=click.IntRange(min=1), default=64, help="Tokens compared in each row.")
+@click.option("--samples", type=click.IntRange(min=1), default=16, help="Pieces of the text; each makes two rows.")
+@click.option("--batch-size", type=click.IntRange(min=1), default=8, help="Rows in a batch.")
 @options.load_options
 @options.timeout(36000, "a batch")
 @options.record("accuracy")

@@ -29,30 +29,23 @@ CONTEXTS = options.Values("n,nk,..", _context, "numbers of tokens, such as 512,1
 
 @click.command("reuse", cls=options.LoadCommand)
 @options.model
-@click.option("--engine", type=options.Words(), default="stream", show_default=True, help=options.ENGINES_HELP)
+@click.option("--engine", type=options.Words(), default="stream", help=options.ENGINES_HELP)
 @click.option(
     "--offload",
     type=options.Words(options.OFFLOADS),
     default="cpu",
-    show_default=True,
     help="Weights on the GPU (none), in host memory (cpu) or on an NVMe drive.",
 )
 @click.option(
-    "--context",
-    "contexts",
-    type=CONTEXTS,
-    default="1k,2k,4k,8k,16k,32k",
-    show_default=True,
-    help="Context lengths in tokens; k is 1024.",
+    "--context", "contexts", type=CONTEXTS, default="1k,2k,4k,8k,16k,32k", help="Context lengths in tokens; k is 1024."
 )
 @click.option(
     "--new-tokens",
     type=click.IntRange(min=1),
     default=32,
-    show_default=True,
     help="Trailing tokens to compute; the rest comes from the cache.",
 )
-@click.option("--repeats", type=click.IntRange(min=1), default=3, show_default=True, help="Samples a context length.")
+@click.option("--repeats", type=click.IntRange(min=1), default=3, help="Samples a context length.")
 @click.option("--kv-cache-dir", type=click.Path(file_okay=False), help="Also reload from a file in this folder.")
 @options.load_options
 @options.weights
@@ -156,7 +149,7 @@ def _run(job: "LoadJob", watch: "Watch", debug: bool, how: dict[str, Any]) -> "S
                 )
                 try:
                     with driver.lend() as worker:
-                        point = Reload.model_validate(point.model_dump() | worker.ask(asked).model_dump())
+                        point = worker.ask(asked)
                     watch.message(f"{context:,} tokens measured")
                 except TaskFailed as error:  # a longer context would fail, too
                     point = point.model_copy(update={"skipped": error.line})

@@ -11,8 +11,8 @@ from zinfer.commands.study import keep, present
 @click.command("routing")
 @options.model
 @options.prompt_text
-@click.option("--samples", type=click.IntRange(min=1), default=16, show_default=True, help="Pieces of the text.")
-@click.option("--length", type=click.IntRange(min=2), default=256, show_default=True, help="Tokens of a piece.")
+@click.option("--samples", type=click.IntRange(min=1), default=16, help="Pieces of the text.")
+@click.option("--length", type=click.IntRange(min=2), default=256, help="Tokens of a piece.")
 @options.record("routing")
 def command(model: str, prompt_file: str, samples: int, length: int, output: Path | None, as_json: bool) -> None:
     """Measure the experts that a trained mixture needs, and a cache's hits.

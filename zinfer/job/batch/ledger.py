@@ -7,7 +7,6 @@ tokens may take hours. When the job is done its first line remains: the same com
 Its lines are sealed (`zinfer.record.jsonl.seal`): a changed token would be continued as if the model had chosen it.
 """
 
-import json
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -145,29 +144,11 @@ def _answers(path: Path) -> list[Done]:
 
 
 def _read(line: bytes) -> tuple[str, dict[str, Any]]:
-    """Return kind and fields of a line of a .job file. Raises Garbled for a damaged line, ValueError for tokens that an
-    earlier version wrote: they have no checksum, so that the row begins again."""
-    try:
-        kind, fields = unseal(line)
-    except Garbled:
-        fields = _unsealed(line)
-        if fields.pop("zinfer_batch", None) == 1:
-            return JOB, fields
-        if fields.keys() == {"id", "at", "tokens"}:
-            raise ValueError("tokens without a checksum, of an earlier version: the row begins again") from None
-        raise
+    """Return kind and fields of a line of a .job file. Raises Garbled for any other line."""
+    kind, fields = unseal(line)
     if kind == JOB or (kind == ROW and _is_row(**fields)):
         return kind, fields
     raise Garbled("not a line of a job file")
-
-
-def _unsealed(line: bytes) -> dict[str, Any]:
-    """Return the fields of a line that never had a checksum. None if it is not such a line."""
-    try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError):
-        return {}
-    return fields if isinstance(fields, dict) and "checksum" not in fields else {}
 
 
 def _is_row(id: Any = None, at: Any = None, tokens: Any = None, **more: Any) -> bool:

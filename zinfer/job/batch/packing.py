@@ -27,14 +27,8 @@ def fitting(planner: Planner, needs: Sequence[Need]) -> list[bool]:
     def fits(need: Need) -> bool:
         return planner.max_batch(workload_of(need)) > 0
 
-    everything = not needs or fits(_envelope(needs))
+    everything = fits((max(length for length, _ in needs), max(left for _, left in needs))) if needs else True
     return [everything or fits(need) for need in needs]
-
-
-def _envelope(needs: Iterable[Need]) -> Need:
-    """Return the smallest demand that covers all of `needs`."""
-    lengths, left = zip(*needs, strict=True)
-    return max(lengths), max(left)
 
 
 def best_plan(

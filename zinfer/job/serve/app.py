@@ -10,11 +10,11 @@ import hmac
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
-from typing import Any, NamedTuple, Self
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
@@ -24,13 +24,12 @@ from starlette.requests import ClientDisconnect
 from zinfer.core.request import Failure, Update, nth_seed
 from zinfer.job import openai
 from zinfer.job.openai import Asked, Refused, ServerLimits
-from zinfer.job.serve.dispatcher import Answer, Dispatcher, QueueFull, Unavailable
+from zinfer.job.serve.dispatcher import Answer, Dispatcher, Settings, queue_full
 from zinfer.job.serve.metrics import Metrics
 from zinfer.system.documents import Bounds, DocumentError, parse_json
 
 BODY_S = 60.0  # seconds in which the body of a request must have come
 QUIET_S = 15.0  # seconds without text after which a stream gets a comment, so that nobody takes it for dead
-RETRY_S = 5  # seconds after which a request that met a full queue, or a loading model, may come again
 GONE = 499  # status of a request whose client went away, which nobody reads
 HELD = 64  # largest bodies whose bytes all requests under way may hold together
 LARGE = (1 << 16, 1 << 20)  # bytes from which on bodies are parsed in a thread, one at a time; each size has its own
@@ -46,51 +45,27 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 
 
-class Settings(NamedTuple):
-    """Settings of a server: the model's name, its key, and its limits.
-
-    `output_len` is the limit of an answer to a request that names none; `drain_s` are the seconds that running requests
-    have at the end; KV caches of earlier requests may take `cache_size` bytes of host memory. Web pages of `origins`
-    may use it.
-    """
-
-    model: str
-    key: str | None = None
-    rows: int | None = None
-    max_waiting: int = 1024
-    max_bytes: int = 16 << 20
-    output_len: int = 256
-    drain_s: float = 30.0
-    cache_size: int = 0
-    origins: tuple[str, ...] = ()
+def _error_body(failure: Failure) -> dict[str, Any]:
+    kinds = {401: "authentication_error", 429: "rate_limit_error"}
+    kind = kinds.get(failure.status, "invalid_request_error" if failure.status < 500 else "server_error")
+    return openai.error_object(failure.message, failure.code or None, failure.param, kind)
 
 
-class HttpError(Exception):
-    """A request that is answered with an error of OpenAI's form."""
-
-    def __init__(
-        self, status: int, code: str | None, message: str, param: str | None = None, retry_s: int | None = None
-    ) -> None:
-        super().__init__(message)
-        self.status, self.code, self.param, self.retry_s = status, code, param, retry_s
-
-    @classmethod
-    def of(cls, failure: Failure) -> Self:
-        return cls(failure.status, failure.code, failure.message, failure.param)
-
-    def body(self) -> dict[str, Any]:
-        kinds = {401: "authentication_error", 429: "rate_limit_error"}
-        kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
-        return openai.error_object(str(self), self.code, self.param, kind)
-
-    def response(self) -> Response:
-        headers = {} if self.retry_s is None else {"retry-after": str(self.retry_s)}
-        if self.status == 401:
-            headers["www-authenticate"] = "Bearer"
-        return _json(self.body(), self.status, headers)
+def _error(failure: Failure, headers: Mapping[str, str] | None = None) -> Response:
+    """Return the answer to a request that failed, in OpenAI's form."""
+    return _json(_error_body(failure), failure.status, headers)
 
 
-def _json(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+def _refusal(refused: Refused) -> Response:
+    """Return the answer to a request that is refused."""
+    headers = {} if refused.retry_s is None else {"retry-after": str(refused.retry_s)}
+    if refused.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    failure = Failure(code=refused.code, message=str(refused), status=refused.status, param=refused.param)
+    return _error(failure, headers)
+
+
+def _json(content: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
     return Response(json.dumps(content), status, headers, "application/json")
 
 
@@ -104,10 +79,13 @@ class Exchange:
         self.id, self.created = f"{prefix}-{secrets.token_hex(12)}", int(time.time())
         seed = asked.seed or secrets.token_hex(8)
         self.answers = [
-            Answer(prompt, self.asked, self.asked.request([], 1, nth_seed(seed, number), key=-1), client)
+            Answer(
+                **vars(self.asked.request([], 1, nth_seed(seed, number), key=-1)), prompt=prompt, asked=self.asked,
+                client=client,
+            )
             for prompt in asked.prompts
             for number in range(asked.n)
-        ]
+        ]  # fmt: skip
         self.changed = asyncio.Event()
 
     @property
@@ -122,7 +100,7 @@ class Exchange:
     def tokens(self) -> tuple[int, int]:
         """Token counts of prompts, each counted once, and of delivered answers."""
         lengths = [
-            (len(answer.request.prompt_ids), answer.tokens) if self.asked.stream or answer.over else (0, 0)
+            (len(answer.prompt_ids), answer.tokens) if self.asked.stream or answer.over else (0, 0)
             for answer in self.answers
         ]
         return sum(prompt for prompt, _ in lengths[:: self.asked.n]), sum(tokens for _, tokens in lengths)
@@ -154,8 +132,8 @@ class Exchange:
         if self.asked.chat:
             return openai.chat_logprobs(answer.scores)
         prompt = answer.echoed if self.asked.echo else None
-        logprobs = openai.text_logprobs(answer.scores, top, prompt, answer.length)
-        answer.length += sum(map(openai.characters, logprobs["tokens"]))
+        logprobs = openai.text_logprobs(answer.scores, top, prompt, answer.offset)
+        answer.offset += sum(map(openai.characters, logprobs["tokens"]))
         return logprobs
 
     def chunks(self) -> list[dict[str, Any]]:
@@ -196,7 +174,7 @@ class Desk:
         self.dispatcher: Dispatcher
 
     async def parse(self, body: bytes, chat: bool, limits: ServerLimits) -> Asked:
-        """Return the request in a body; a large one is read in a thread. Raises Refused and DocumentError."""
+        """Return the request in a body; a large one is read in a thread. Raises Refused."""
         threads = [thread for size, thread in self.parsers if len(body) >= size]
         if not threads:
             return _read(body, chat, limits)
@@ -207,7 +185,7 @@ class Desk:
         for answer, update in updates:
             exchange = self.exchanges.get(answer)
             if exchange is not None:
-                answer.add(update)
+                answer.take(update)
                 if exchange.asked.stream or update.ended:
                     exchange.changed.set()
 
@@ -271,7 +249,7 @@ class Events(Response):
                 return
             failure, chunks = exchange.failure, exchange.chunks()
             if failure is not None and not begun and not chunks:
-                yield HttpError.of(failure).response()
+                yield _error(failure)
                 return
             if not begun:
                 yield {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
@@ -282,7 +260,7 @@ class Events(Response):
                 lines.append(exchange.chunk([], usage=True))
             text = "".join(f"data: {json.dumps(line)}\n\n" for line in lines)
             if failure is not None:
-                text += f"data: {json.dumps(HttpError.of(failure.model_copy(update={'param': None})).body())}\n\n"
+                text += f"data: {json.dumps(_error_body(failure.model_copy(update={'param': None})))}\n\n"
             elif over:
                 text += "data: [DONE]\n\n"
             if not changed and not text:
@@ -330,7 +308,7 @@ class Gate:
         try:
             if scope["path"] != "/health" and not self._authorized(scope):
                 why = "the API key is missing or wrong: send it as `Authorization: Bearer KEY`"
-                await HttpError(401, "invalid_api_key", why).response()(scope, receive, watched)
+                await _refusal(Refused("invalid_api_key", why, status=401))(scope, receive, watched)
             else:
                 await self._app(scope, receive, watched)
         finally:
@@ -361,11 +339,13 @@ def make_app(desk: Desk, settings: Settings, limits: ServerLimits, metrics: Metr
     began = int(time.time())
     about = {"id": model, "object": "model", "created": began, "owned_by": "zinfer"}
 
-    async def answer_error(_request: Request, error: Exception) -> Response:
-        return next(of(error) for kind, of in _ERRORS.items() if isinstance(error, kind)).response()
+    @app.exception_handler(Refused)
+    async def refused(_request: Request, error: Refused) -> Response:
+        return _refusal(error)
 
-    for kind in _ERRORS:
-        app.add_exception_handler(kind, answer_error)
+    @app.exception_handler(Exception)
+    async def failed(_request: Request, _exception: Exception) -> Response:
+        return _error(Failure(code="internal_error", message="the server failed"))
 
     @app.exception_handler(HTTPException)
     async def not_there(request: Request, error: HTTPException) -> Response:
@@ -373,10 +353,8 @@ def make_app(desk: Desk, settings: Settings, limits: ServerLimits, metrics: Metr
         messages = {404: f"there is no {request.url.path[:60]}; there are {paths}",
                     405: f"{request.method[:20]} is not for {request.url.path[:60]}"}  # fmt: skip
         codes = {404: "not_found", 405: "method_not_allowed"}
-        message = messages.get(error.status_code, str(error.detail))
-        response = HttpError(error.status_code, codes.get(error.status_code), message).response()
-        response.headers.update(error.headers or {})
-        return response
+        code, message = codes.get(error.status_code, ""), messages.get(error.status_code, str(error.detail))
+        return _error(Failure(code=code, message=message, status=error.status_code), error.headers)
 
     @app.api_route("/v1/models", methods=["GET", "HEAD"])
     async def models() -> Response:
@@ -426,7 +404,7 @@ def make_app(desk: Desk, settings: Settings, limits: ServerLimits, metrics: Metr
             gone.cancel()
             desk.close(exchange)
         if (failure := exchange.failure) is not None:
-            raise HttpError.of(failure)
+            return _error(failure)
         return _json(exchange.body())
 
     app.add_route(openai.COMPLETIONS, partial(answered, chat=False), ["POST"])
@@ -440,41 +418,29 @@ def make_app(desk: Desk, settings: Settings, limits: ServerLimits, metrics: Metr
     )  # fmt: skip
 
 
-def _no_model(name: str, model: str) -> HttpError:
-    return HttpError(404, "model_not_found", f"there is no model {name[:60]!r} here; there is {model!r}", "model")
-
-
-def _full() -> HttpError:
-    return HttpError(429, "queue_full", "too many requests wait: come again later", retry_s=RETRY_S)
+def _no_model(name: str, model: str) -> Refused:
+    return Refused("model_not_found", f"there is no model {name[:60]!r} here; there is {model!r}", "model", 404)
 
 
 def _read(body: bytes, chat: bool, limits: ServerLimits) -> Asked:
-    fields = parse_json(body, "the body", bounds=BODY)
+    try:
+        fields = parse_json(body, "the body", bounds=BODY)
+    except DocumentError as error:
+        raise Refused("invalid_json", str(error)[:300]) from None
     if not isinstance(fields, dict):
         raise Refused("invalid_json", "the body is not a JSON object")
     return openai.read_body(fields, chat, limits)
 
 
-# Errors of requests, and how they are answered; the first kind that matches counts.
-_ERRORS: dict[type[Exception], Callable[[Any], HttpError]] = {
-    HttpError: lambda error: error,
-    Refused: lambda error: HttpError(400, error.code, str(error), error.param),
-    DocumentError: lambda error: HttpError(400, "invalid_json", str(error)[:300]),
-    QueueFull: lambda _error: _full(),
-    Unavailable: lambda error: HttpError(503, "unavailable", str(error), retry_s=RETRY_S if error.retry else None),
-    Exception: lambda _error: HttpError(500, "internal_error", "the server failed"),
-}
-
-
 async def _body(request: Request, max_bytes: int, desk: Desk) -> bytes:
     """Return the body of a request, whose bytes the `desk` counts.
 
-    Raises HttpError for one that is not declared as JSON, which a page in a browser could send unasked, that is too
+    Raises Refused for one that is not declared as JSON, which a page in a browser could send unasked, that is too
     large or comes too slowly, and if all requests together hold too much.
     """
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise HttpError(415, "unsupported_media_type", "send the body as `Content-Type: application/json`")
-    too_large = HttpError(413, "request_too_large", f"the body may have {max_bytes:,} bytes at most")
+        raise Refused("unsupported_media_type", "send the body as `Content-Type: application/json`", status=415)
+    too_large = Refused("request_too_large", f"the body may have {max_bytes:,} bytes at most", status=413)
     with suppress(ValueError):
         if int(request.headers.get("content-length", "0")) > max_bytes:
             raise too_large
@@ -487,13 +453,13 @@ async def _body(request: Request, max_bytes: int, desk: Desk) -> bytes:
                 if size > max_bytes:
                     raise too_large
                 if desk.held > HELD * max_bytes:
-                    raise _full()
+                    raise queue_full()
                 parts.append(part)
         return b"".join(parts)
     except BaseException as error:
         desk.held -= size
         if isinstance(error, ClientDisconnect):
-            raise HttpError(GONE, "client_gone", "the client went away") from None
+            raise Refused("client_gone", "the client went away", status=GONE) from None
         if isinstance(error, TimeoutError):
-            raise HttpError(408, "timeout", f"the body did not come within {BODY_S:g} s") from None
+            raise Refused("timeout", f"the body did not come within {BODY_S:g} s", status=408) from None
         raise

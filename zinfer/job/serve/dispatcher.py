@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple
 
 from zinfer.core.case import Workload
 from zinfer.core.errors import ENVIRONMENT
@@ -24,6 +24,7 @@ from zinfer.generation.queue import Queue
 from zinfer.generation.tokenizer_process import Refusal
 from zinfer.job.driver import Driver, Window
 from zinfer.job.openai import Asked, Prompt, Refused, answer_limit
+from zinfer.job.serve.metrics import Metrics
 from zinfer.job.serve.reading import UNREAD, Ids, Reader, Tokenizes
 from zinfer.plan.planner import Plan
 from zinfer.record.measurement import Status
@@ -33,6 +34,7 @@ from zinfer.worker.tasks import BatchStart, BatchStepped
 TURN_S = 0.05  # seconds between two answers of the worker, or one pass, while no text is streamed
 SHARES = 16  # a request fills at most this part of the places in the queue, however many of its rows wait
 RELOADS, RELOAD_S = 3, 2.0  # attempts to load a worker again, and seconds after the first that failed
+RETRY_S = 5  # seconds after which a request that met a full queue, or a loading model, may come again
 PATIENCE_S = 1.0  # seconds that the end of a pass is waited for when the server stops at once
 
 TRIED: list[Any] = ["hi", [{"role": "user", "content": "hi"}]]  # prompts that show whether texts and chats are served
@@ -45,28 +47,39 @@ FAILED: dict[Status, str] = {
 State = Literal["loading", "ready", "draining", "ended"]
 
 
-class Unavailable(Exception):
-    """Server that takes no requests now; `retry` tells whether it will again."""
+class Settings(NamedTuple):
+    """Settings of a server: the model's name, its key, and its limits.
 
-    def __init__(self, message: str, retry: bool) -> None:
-        super().__init__(message)
-        self.retry = retry
+    `output_len` is the limit of an answer to a request that names none; `drain_s` are the seconds that running requests
+    have at the end; KV caches of earlier requests may take `cache_size` bytes of host memory. Web pages of `origins`
+    may use it.
+    """
+
+    model: str
+    key: str | None = None
+    rows: int | None = None
+    max_waiting: int = 1024
+    max_bytes: int = 16 << 20
+    output_len: int = 256
+    drain_s: float = 30.0
+    cache_size: int = 0
+    origins: tuple[str, ...] = ()
 
 
-class QueueFull(Exception):
-    """More rows that wait than the server permits."""
+def queue_full() -> Refused:
+    """Return the refusal of a request for which there is no room."""
+    return Refused("queue_full", "too many requests wait: come again later", status=429, retry_s=RETRY_S)
 
 
-@dataclass(eq=False)
-class Answer:
-    """One answer to a request of HTTP: its prompt, its `Request`, and, for the event loop, what was not sent yet.
+@dataclass(eq=False, kw_only=True)
+class Answer(Request):
+    """One answer to a request of HTTP: the worker's request, its prompt, and what the event loop has not sent yet.
 
-    The first fields belong to the dispatcher from `Dispatcher.submit` on, those from `text` on to the event loop.
+    Fields up to `began` belong to the dispatcher from `Dispatcher.submit` on, those from `text` on to the event loop.
     """
 
     prompt: Prompt
     asked: Asked
-    request: Request
     client: str = ""  # who sent it; prompts of clients are read in turn
     cached: int = 0  # tokens of the prompt whose KV cache was reused
     tries: int = 0  # failures of the worker with it
@@ -80,34 +93,21 @@ class Answer:
     tokens: int = 0
     finish_reason: str | None = None
     failure: Failure | None = None
-    length: int = 0  # characters of tokens with log-probabilities that were sent
+    offset: int = 0  # characters of tokens with log-probabilities that were sent
     begun: bool = False  # True once something of it was sent
     sent: bool = False  # True once its end was sent
-
-    @property
-    def key(self) -> int:
-        return self.request.key
 
     @property
     def over(self) -> bool:
         return self.finish_reason is not None or self.failure is not None
 
-    def add(self, update: Update) -> None:
+    def take(self, update: Update) -> None:
         """Take an update: of a stream the new text, else the whole at the end."""
-        self.text += update.delta if self.asked.stream else update.text
+        self.text += update.delta if self.stream else update.text
         self.scores += update.scores
         self.echoed = update.prompt or self.echoed
         self.tokens += len(update.tokens)
         self.finish_reason, self.failure = update.finish_reason, update.failure
-
-
-class DispatchMetrics(Protocol):
-    """Receiver of what a dispatcher measures: seconds, tokens, rows, passes."""
-
-    def first_token(self, seconds: float) -> None: ...
-    def ended(self, row: Answer, seconds: float, since_first: float) -> None: ...
-    def stepped(self, answer: BatchStepped) -> None: ...
-    def restarted(self) -> None: ...
 
 
 Post = Callable[[list[tuple[Answer, Update]]], None]
@@ -116,9 +116,8 @@ Post = Callable[[list[tuple[Answer, Update]]], None]
 class Dispatcher:
     """Queue of rows, and the thread that has a worker answer them.
 
-    `load` is the largest load to reckon with; at most `max_rows` rows run at a time, and `max_waiting` wait for their
-    first token. KV caches of earlier rows may take `cache_size` bytes of host memory, and are reused. `post` receives
-    the updates of rows, from the thread. `tokenizer`, which is closed at the end, reads prompts.
+    `load` is the largest load to reckon with. `post` receives the updates of rows, from the thread. `tokenizer`, which
+    is closed at the end, reads prompts.
     """
 
     def __init__(
@@ -126,26 +125,22 @@ class Dispatcher:
         plan: Plan,
         make_worker: Callable[[], Client],
         load: Workload,
-        metrics: DispatchMetrics,
+        settings: Settings,
+        metrics: Metrics,
         post: Post,
         tokenizer: Tokenizes,
         *,
-        max_rows: int | None = None,
-        max_waiting: int = 1024,
-        output_len: int = 256,
-        cache_size: int = 0,
         on_message: Callable[[str], None] = lambda _text: None,
         on_loading: Callable[[], None] = lambda: None,
         on_ready: Callable[[], None] = lambda: None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        self.plan, self.max_waiting = plan, max_waiting
+        self.plan, self._settings = plan, settings
         self.state: State = "loading"
         self.fault: str | None = None  # reason why it has ended by itself
         self.exit_code = ENVIRONMENT  # of a command that ends for it
         self._load, self._metrics, self._post = load, metrics, post
-        self._max_rows, self._output_len, self._cache_size = max_rows, output_len, cache_size
-        self.cannot_reuse: str | None = None if cache_size else "KV caches have no memory of the host"
+        self.cannot_reuse: str | None = None if settings.cache_size else "KV caches have no memory of the host"
         self.cannot_complete: str | None = None  # reason why no text can be continued
         self.cannot_chat: str | None = None
         self._on_message, self._on_ready, self._on_end = on_message, on_ready, on_end
@@ -156,8 +151,7 @@ class Dispatcher:
         self._unbegun: set[int] = set()  # keys of unfinished rows without a token
         self._next_key = 0
         self._stopping = False
-        self._queued: dict[int, Answer] = {}  # not in the worker, by key, and their order
-        self._waiting = Queue[Request](fair=True)
+        self._waiting = Queue[Answer](fair=True)  # not in the worker
         self._sent: dict[int, Answer] = {}  # in the worker, by key
         self._window = Window()
         self._tokens = self._stopped = 0  # tokens made; rows that ended before they had all tokens they might
@@ -169,6 +163,7 @@ class Dispatcher:
         self._cannot_score: str | None = None
         self.running = 0  # rows that run in the worker
         self._thread = threading.Thread(target=self._run, name="dispatcher", daemon=True)
+        metrics.watch(lambda: self.running, lambda: self.waiting, lambda: self.kept_bytes)
 
     # Called by the server
 
@@ -189,21 +184,21 @@ class Dispatcher:
     def submit(self, rows: Sequence[Answer]) -> None:
         """Let the rows of a request wait for their turn.
 
-        Raises Unavailable while the worker loads and when the server ends, QueueFull when too many rows wait, of which
-        one request's count for a sixteenth of the queue at most.
+        Raises Refused while the worker loads, when the server ends, and when too many rows wait, of which one request's
+        count for a sixteenth of the queue at most.
         """
         with self._changed:
             if self.state == "loading":
-                raise Unavailable("the model is being loaded", retry=True)
+                raise Refused("unavailable", "the model is being loaded", status=503, retry_s=RETRY_S)
             if self.state != "ready":
-                raise Unavailable("the server is shutting down", retry=False)
-            share = max(1, self.max_waiting // SHARES)
-            waiting = Counter(self._unfinished[key].request.owner for key in self._unbegun)
-            if sum(min(count, share) for count in (*waiting.values(), len(rows))) > self.max_waiting:
-                raise QueueFull
+                raise Refused("unavailable", "the server is shutting down", status=503)
+            share = max(1, self._settings.max_waiting // SHARES)
+            waiting = Counter(self._unfinished[key].owner for key in self._unbegun)
+            if sum(min(count, share) for count in (*waiting.values(), len(rows))) > self._settings.max_waiting:
+                raise queue_full()
             owner = self._next_key
             for row in rows:
-                row.request.key, row.request.owner, row.came = self._next_key, owner, time.monotonic()
+                row.key, row.owner, row.came = self._next_key, owner, time.monotonic()
                 self._next_key += 1
                 self._unfinished[row.key] = row
                 self._unbegun.add(row.key)
@@ -274,14 +269,14 @@ class Dispatcher:
     def _turn(self) -> bool:
         """Take in rows, and have the worker run for a turn. Return False at the end."""
         with self._changed:
-            while not (self._inbox or self._sent or self._queued or self._stopping) and self._driver.loaded:
+            while not (self._inbox or self._sent or self._waiting or self._stopping) and self._driver.loaded:
                 self._dropped.clear()
                 self._changed.wait()
             if self._stopping:
                 return False
             read = [(row, ids) for row, ids in self._inbox if row.key in self._unfinished]
             dropped, self._inbox, self._dropped = self._dropped, [], set()
-        self._take([key for key in dropped if key in self._queued])
+        self._waiting.remove([row for key in dropped if (row := self._waiting.get(key)) is not None])
         drop = [key for key in dropped if self._sent.pop(key, None) is not None]
         try:
             if not self._driver.loaded:
@@ -289,13 +284,11 @@ class Dispatcher:
             self._enqueue(read)
             new = self._next()
             if new or drop or self._sent:
-                self._sent |= new
-                answer_s = 0.0 if any(row.asked.stream for row in self._sent.values()) else TURN_S
+                self._sent |= {row.key: row for row in new}
+                answer_s = 0.0 if any(row.stream for row in self._sent.values()) else TURN_S
                 ending = self._stopped / (self._tokens + self._stopped + 1)
                 with self._driver.lend() as worker:
-                    step = worker.step(
-                        (row.request for row in new.values()), drop=drop, ending=ending, answer_s=answer_s
-                    )
+                    step = worker.step(new, drop=drop, ending=ending, answer_s=answer_s)
                 self._apply_step(step)
         except WorkerError as error:
             self._retry(error)
@@ -305,7 +298,7 @@ class Dispatcher:
         """Let rows whose prompts were read wait for the worker. Rows that cannot be served fail."""
         for row, ids in read:
             if (failure := self._accept(row, ids)) is None:
-                self._queue([row])
+                self._waiting.add([row])
             else:
                 self._fail([row], failure)
 
@@ -321,37 +314,28 @@ class Dispatcher:
         if asked.echo and asked.logprobs is not None and self._cannot_score is not None:
             return refusal("unsupported_parameter", f"echo with logprobs: {self._cannot_score}", "echo")
         try:
-            limit = answer_limit(asked.output_len, len(ids), self.plan.model.max_position, self._output_len)
+            limit = answer_limit(asked.output_len, len(ids), self.plan.model.max_position, self._settings.output_len)
         except Refused as refused:
             return refusal(refused.code, str(refused))
         if len(ids) + limit > self._positions:
             why = f"the prompt's {len(ids)} tokens and {limit} of the answer exceed the memory for "
             return refusal("context_length_exceeded", f"{why}{self._positions} of them")
-        row.request.prompt_ids, row.request.left = ids, max(1, limit)
+        row.prompt_ids, row.left = ids, max(1, limit)
         if not asked.echo:
             row.prompt = ids
         return None
 
-    def _queue(self, rows: Sequence[Answer]) -> None:
-        """Let rows wait for their turn to go to the worker."""
-        self._queued |= {row.key: row for row in rows}
-        self._waiting.add(row.request for row in rows)
-
-    def _take(self, keys: Sequence[int]) -> dict[int, Answer]:
-        """Take rows out of the queue."""
-        rows = {key: self._queued.pop(key) for key in keys}
-        self._waiting.remove(row.request for row in rows.values())
-        return rows
-
-    def _next(self) -> dict[int, Answer]:
-        """Take the rows that go to the worker now, by key. All, unless it failed with as many.
+    def _next(self) -> list[Answer]:
+        """Take the rows that go to the worker now. All, unless it failed with as many.
 
         The worker shares the memory out among requests.
         """
-        if self._window.limit is None:
-            return self._take([*self._queued])
-        self._waiting.hold(Counter(row.request.owner for row in self._sent.values()))
-        return self._take([row.key for row in self._waiting.front(max(self._window.limit - len(self._sent), 0))])
+        rows = [*self._waiting]
+        if self._window.limit is not None:
+            self._waiting.hold(Counter(row.owner for row in self._sent.values()))
+            rows = self._waiting.front(max(self._window.limit - len(self._sent), 0))
+        self._waiting.remove(rows)
+        return rows
 
     def _apply_step(self, step: BatchStepped) -> None:
         """Process the worker's answer. Tokens go to their rows, updates to the server."""
@@ -361,21 +345,20 @@ class Dispatcher:
         now, ended = time.monotonic(), 0
         for update in step.rows:
             row = self._sent[update.key]
-            request = row.request
             if not row.began:
                 row.began = now
                 self._metrics.first_token(now - row.came)
                 with self._changed:
                     self._unbegun.discard(row.key)
-            request.add(update.tokens)
-            request.echo = request.echo and update.prompt is None  # it comes once
+            row.add(update.tokens)
+            row.echo = row.echo and update.prompt is None  # it comes once
             row.cached = row.cached or update.cached
             self._tokens += len(update.tokens)
             if update.ended:
                 ended += 1
-                self._stopped += request.left > 0
+                self._stopped += row.left > 0
                 del self._sent[row.key]
-                self._metrics.ended(row, now - row.came, now - row.began)
+                self._metrics.ended(row, row.cached, now - row.came, now - row.began)
             if row.asked.output_len == 0 and update.failure is None:  # the prompt alone was asked for
                 update = Update(key=row.key, prompt=update.prompt, finish_reason="length", cached=update.cached)
             row.streamed = row.streamed or bool(update.delta)
@@ -411,7 +394,7 @@ class Dispatcher:
         for row in rows:
             row.tries += 1
         lost = [row for row in rows if row in guilty or row.streamed]
-        self._queue([row for row in rows if row not in lost])
+        self._waiting.add(row for row in rows if row not in lost)
         why = f"the worker failed: {FAILED.get(error.status, error.status)}"
         self._fail(lost, Failure(code=error.status, message=why))
         again = len(rows) - len(lost)
@@ -454,9 +437,9 @@ class Dispatcher:
         raise _EndedError
 
     def _begin(self) -> None:
-        size = self._cache_size
+        size = self._settings.cache_size
         with self._driver.lend() as worker:
-            started = worker.ask(BatchStart(load=self._load, rows=self._max_rows, arrivals=True, cache_size=size))
+            started = worker.ask(BatchStart(load=self._load, rows=self._settings.rows, arrivals=True, cache_size=size))
         self._positions, self._cannot_score, self.kept_bytes = started.positions, started.cannot_score, 0
         self._tokenizer.max_tokens = min(started.positions, self.plan.model.max_position or started.positions)
         if size and started.cannot_reuse != self.cannot_reuse:

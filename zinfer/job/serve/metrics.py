@@ -1,22 +1,18 @@
 """Metrics of a server, in the format of Prometheus."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from zinfer.job.serve.dispatcher import Answer
+from zinfer.core.request import Request
 from zinfer.worker.tasks import BatchStepped
-
-if TYPE_CHECKING:
-    from zinfer.job.serve.dispatcher import Dispatcher
 
 SECONDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0, 3000.0)  # streamed weights take their time
 
 
 class Metrics:
-    """Counts and times of one server; a `zinfer.job.serve.dispatcher.DispatchMetrics`."""
+    """Counts and times of one server."""
 
     content_type = CONTENT_TYPE_LATEST
 
@@ -50,11 +46,11 @@ class Metrics:
         self._running = gauge("rows_running", "Rows that run.")
         self._waiting = gauge("rows_waiting", "Rows without a token.")
 
-    def watch(self, dispatcher: "Dispatcher") -> None:
-        """Read the gauges from a dispatcher."""
-        self._running.set_function(lambda: dispatcher.running)
-        self._waiting.set_function(lambda: dispatcher.waiting)
-        self._kept.set_function(lambda: dispatcher.kept_bytes)
+    def watch(self, running: Callable[[], float], waiting: Callable[[], float], kept: Callable[[], float]) -> None:
+        """Read the gauges from functions."""
+        self._running.set_function(running)
+        self._waiting.set_function(waiting)
+        self._kept.set_function(kept)
 
     def request(self, path: str, status: int) -> None:
         """Count an HTTP request by its path and its status."""
@@ -64,12 +60,12 @@ class Metrics:
         """Observe the time to the first token of a row."""
         self._ttft.observe(seconds)
 
-    def ended(self, row: Answer, seconds: float, since_first: float) -> None:
+    def ended(self, request: Request, cached: int, seconds: float, since_first: float) -> None:
         """Observe the time of an ended row, and since its first token."""
         self._e2e.observe(seconds)
-        self._prompt_tokens.inc(len(row.request.prompt_ids))
-        self._cached_tokens.inc(row.cached)
-        if (tokens := len(row.request.output_ids)) > 1:
+        self._prompt_tokens.inc(len(request.prompt_ids))
+        self._cached_tokens.inc(cached)
+        if (tokens := len(request.output_ids)) > 1:
             self._tpot.observe(since_first / (tokens - 1))
 
     def stepped(self, answer: BatchStepped) -> None:

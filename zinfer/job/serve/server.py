@@ -2,21 +2,21 @@
 
 import asyncio
 import queue
-import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from zinfer.core.case import Workload
 from zinfer.job.openai import ServerLimits
-from zinfer.job.serve.app import Desk, Settings, make_app
+from zinfer.job.serve.app import Desk, make_app
 from zinfer.job.serve.connections import Listener, config
-from zinfer.job.serve.dispatcher import Dispatcher
+from zinfer.job.serve.dispatcher import Dispatcher, Settings
 from zinfer.job.serve.metrics import Metrics
 from zinfer.job.serve.reading import Tokenizes
+from zinfer.job.signals import Signals
 from zinfer.plan.planner import Plan
 from zinfer.system import ending
 from zinfer.worker.process import Client
@@ -30,16 +30,10 @@ SECOND_S = 2.0  # the same after a second signal
 
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens at an address; port 0 is any free one. Raises OSError."""
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    bound = socket.socket(family, kind, protocol)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-        bound.listen(BACKLOG)  # who comes before the event loop runs waits for it
-    except BaseException:
-        bound.close()
-        raise
-    return bound
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+    # Who comes before the event loop runs waits for it.
+    return socket.create_server(address, family=family, backlog=BACKLOG, dualstack_ipv6=both)
 
 
 class Log:
@@ -86,12 +80,9 @@ class HttpServer:
         self._settings, self._socket, self._on_message = settings, bound, on_message
         self.metrics, self.desk = Metrics(), Desk()
         self.dispatcher = self.desk.dispatcher = Dispatcher(
-            plan, make_worker, load, self.metrics, self._post, tokenizer, max_rows=settings.rows,
-            max_waiting=settings.max_waiting, output_len=settings.output_len, cache_size=settings.cache_size,
-            on_message=on_message, on_loading=on_loading, on_ready=on_ready,
-            on_end=lambda: self._from_outside(self._end),
+            plan, make_worker, load, settings, self.metrics, self._post, tokenizer, on_message=on_message,
+            on_loading=on_loading, on_ready=on_ready, on_end=lambda: self._from_outside(self._end),
         )  # fmt: skip
-        self.metrics.watch(self.dispatcher)
         limits = ServerLimits(plan.model.vocab_size, settings.max_waiting)
         app = make_app(self.desk, settings, limits, self.metrics, Log(log).add if log else lambda _line: None)
         self._listener = Listener(config(app), LAST_S, on_message)
@@ -105,7 +96,7 @@ class HttpServer:
 
     def run(self) -> str | None:
         """Serve until a signal, `drain`, or the worker ends it for good; return the worker's fault, if it was that."""
-        with ending.within(self._settings.drain_s + LAST_S + GRACE_S, SECOND_S), _signals(self._arrived):
+        with ending.within(self._settings.drain_s + LAST_S + GRACE_S, SECOND_S), Signals(on_signal=self._arrived):
             asyncio.run(self._run())
         return self.dispatcher.fault
 
@@ -154,18 +145,3 @@ class HttpServer:
     def _end(self) -> None:
         """Close socket and connections once all answers and failures are sent; the dispatcher has ended."""
         self._listener.should_exit = True
-
-
-@contextmanager
-def _signals(arrived: Callable[[int], None]) -> Iterator[None]:
-    """Call `arrived` for SIGINT and SIGTERM if in the main thread."""
-    before = {}
-    with suppress(ValueError):
-        for number in ending.SIGNALS:
-            before[number] = signal.signal(number, lambda to_host_async, _frame: arrived(to_host_async))
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        ending.handed_back()

@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.forked import executed, tokenizers_forked
 from tests.quick import Quick
 from zinfer.record import store
 
+assert executed and tokenizers_forked  # fixtures
 gc.disable()  # until `pytest_collection_finish`
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in zinfer.worker.process, and before torch is imported
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell that runs the tests in the background ignores it

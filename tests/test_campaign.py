@@ -1,20 +1,26 @@
 """The campaign's own judges: each says what is wrong of a planted fault, and nothing of a good run."""
 
+import json
 import os
+import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
 from tests import PATIENCE_S, environment
 from tools.campaign import judge
+from tools.campaign.clients import Load, Reply, ask, status_of
 from tools.campaign.judge import DOCUMENTED
 from tools.campaign.lab import Result
-from tools.campaign.plants import PLANTS
 from tools.campaign.record import COLUMNS, TITLES, Campaign, Row, last, markdown, title
 from tools.campaign.shim import CHANGES, FAIL, FULL, KILL, SOURCE
 from tools.campaign.subject import Ended, children_of, descendants, python_path
@@ -100,11 +106,6 @@ def test_a_refusal_is_a_code_and_a_line(run: Ended, good: bool) -> None:
 
 
 def test_a_terminal_is_left_as_it_was() -> None:
-    assert not judge.escapes("\x1b[1;32mgood\x1b[0m\x1b[2K\r\n\x1b[1A\x1b[?25l\x1b[?25h", terminal=True)
-    for text in ("\x1b[2J\x07", "\x1b]0;title\x07", "\x9b31m", "\u202egnp.exe", "\x08"):
-        assert judge.escapes(f"name {text}", terminal=True)
-        assert judge.escapes(f"name {text}")
-    assert judge.escapes("\x1b[31mred in a pipe")
     assert not judge.cursor("no display at all")
     assert not judge.cursor("\x1b[?25l work \x1b[?25h")
     assert judge.cursor("\x1b[?25l work \x1b[?25h more \x1b[?25l")
@@ -185,6 +186,101 @@ def test_a_record_says_how_many_cases_did_not_end() -> None:
     assert Campaign.of([], 3, 60.0).left == 0  # of an earlier version, which did not note the number
 
 
+WANTED = {"a": "one two", "b": "three four"}
+
+
+@contextmanager
+def server(fault: str = "", idle_s: float | None = None) -> Iterator[int]:
+    """Serve `WANTED` with a fault, and close silent connections. Yield the port."""
+
+    class Handler(BaseHTTPRequestHandler):
+        timeout = idle_s
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            prompt = str(body.get("prompt"))
+            text = WANTED.get("b" if fault == "another text" and prompt == "a" else prompt, "")
+            if fault == "refuses":
+                self.send_error(503)
+            elif fault == "hangs":
+                time.sleep(2)
+            elif body.get("stream"):
+                self.send_response(200)
+                self.end_headers()
+                sent = [text[:4], text[4:]] if fault != "cuts" else [text[:4]]
+                lines = [f"data: {json.dumps({'choices': [{'text': part}]})}\n\n" for part in sent]
+                if fault == "fails late":
+                    lines[1] = f"data: {json.dumps({'error': {'message': 'no worker'}})}\n\n"
+                self.wfile.write("".join([*lines, *["data: [DONE]\n\n"] * (fault != "cuts")]).encode())
+            else:
+                self.send_response(200)
+                self.end_headers()
+                self.wfile.write(json.dumps({"choices": [{"text": text}]}).encode())
+
+        def do_GET(self) -> None:
+            self.send_response(200 if self.path == "/health" else 404)
+            self.end_headers()
+
+        def log_message(self, *_words: object) -> None: ...
+
+    class Quiet(ThreadingHTTPServer):
+        daemon_threads, request_queue_size = True, 64
+
+        def handle_error(self, *_about: object) -> None: ...
+
+    with Quiet(("127.0.0.1", 0), Handler) as made:
+        thread = Thread(target=made.serve_forever, args=(0.02,))
+        thread.start()
+        try:
+            yield made.server_port
+        finally:
+            made.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    ("fault", "streams", "alone", "disturbed"),
+    [
+        ("", (False, True), None, None),
+        ("another text", (False, True), "another text after 'a': 'three four' is not 'one two' (2", "another text"),
+        ("refuses", (False, True), "status 503", None),
+        ("cuts", (True,), "the stream was cut", None),
+        ("fails late", (True,), "no worker", None),
+        ("hangs", (False, True), "no answer within 0 s", "no answer within 0 s"),
+    ],
+)
+def test_answers_are_the_text_of_their_prompt(
+    fault: str, streams: tuple[bool, ...], alone: str | None, disturbed: str | None
+) -> None:
+    """A server that nobody disturbs answers in whole; one that is may refuse, or cut a stream, and never changes it."""
+    with server(fault) as port:
+        seconds = 0.3 if fault == "hangs" else PATIENCE_S
+        faults_of = [ask(port, prompt, stream, seconds) for prompt in WANTED for stream in streams]
+    for replies, allowed in ((alone, None), (disturbed, {0, 200, 503})):
+        faults = judge.replies(faults_of, WANTED, allowed)
+        assert bool(faults) is (replies is not None), faults
+        assert replies is None or any(replies in fault for fault in faults)
+
+
+def test_a_part_of_an_answer_is_no_beginning_of_another_one() -> None:
+    assert not judge.replies([Reply("a", 200, "one t", fault="cut")], WANTED, {200})
+    assert "another text" in judge.replies([Reply("a", 200, "one f", fault="cut")], WANTED, {200})[0]
+    assert "another text" in judge.replies([Reply("a", 200, "one", whole=True)], WANTED, {200})[0]
+    assert "status 500" in judge.replies([Reply("a", 500, fault="no")], WANTED, {200})[0]
+
+
+def test_a_load_asks_until_it_is_stopped() -> None:
+    with server() as port:
+        load = Load(port, [*WANTED], 3, random.Random(1))
+        while len({reply.prompt for reply in load.replies}) < 2 or len(load.replies) < 9:
+            time.sleep(0.01)
+        replies = load.stop()
+        assert not judge.replies(replies, WANTED)
+        assert len(load.replies) == len(replies)
+        assert (status_of(port, "/health"), status_of(port, "/else")) == (200, 404)
+    assert ask(port, "a", False).status == status_of(port, "/health") == 0
+
+
 # A campaign of cases that end at once, and of some that start a process and never end.
 ENDLESS = """
 import os, subprocess, sys, time
@@ -225,7 +321,7 @@ def test_the_record_of_a_campaign_that_is_ended_is_written(tmp_path: Path, how: 
     (row,) = (run := last(output)).rows
     assert (row.tried, row.held, run.planned, run.left) == (3, 3, 6, 3)
     assert "3 of 6 planned cases did not end" in stdout
-    assert all(f"--seed 1 --class kill-run --number {number}: did not end within" in stdout for number in (1, 3, 5))
+    assert all(f"--seed 1 --class kill-run --number {number}: did not end" in stdout for number in (1, 3, 5))
     assert not [pid for pid in hanging if _runs(pid, "sleep")]
 
 
@@ -266,11 +362,9 @@ def test_a_process_that_hangs_tells_where_it_is(tmp_path: Path) -> None:
     done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     assert "None leads its group" in done.stdout
-    assert done.stdout.count("(forked, S") == 2
-    assert " hanging\n" in done.stdout
-    assert " working\n" in done.stdout
-    fault = judge.code(ended(None, stacks="process 7 (forked, S)"))
-    assert fault == ["no end within 1 s:\nprocess 7 (forked, S)"]
+    assert " in hanging\n" in done.stdout
+    assert " in working\n" in done.stdout
+    assert judge.code(ended(None, stacks="in hanging")) == ["no end within 1 s:\nin hanging"]
 
 
 def test_executed_processes_find_the_campaigns_packages(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -426,11 +520,21 @@ def test_a_small_campaign(tmp_path: Path) -> None:
     assert sum(row.struck for row in run.rows) > len(run.rows) / 2
 
 
-@pytest.mark.slow
 @pytest.mark.torch
-def test_a_campaign_sees_planted_faults() -> None:
-    """Each planted fault makes cases fail, which say so."""
-    words = [sys.executable, "-m", "tools.campaign", "--plants", "--jobs", "2"]
-    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=3600, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("\nseen: ") + done.stdout.startswith("seen: ") == len(PLANTS) >= 10
+def test_changed_weights_have_their_old_sizes(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    from tools.campaign.weights import change
+    from zinfer.checkpoint.headers import Checkpoint
+
+    revisions = {Checkpoint.open(checkpoint("llama", 32)).revision}
+    for seed in range(4):
+        folder = shutil.copytree(checkpoint("llama", 32), tmp_path / str(seed))
+        before = {path.name: (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.iterdir()}
+        what = change(folder, random.Random(seed))
+        after = {name: ((folder / name).stat().st_size, (folder / name).stat().st_mtime_ns) for name in before}
+        assert {path.name for path in folder.iterdir()} == {*before}
+        assert [(name, size) for name, (size, _) in after.items()] == [
+            (name, size) for name, (size, _) in before.items()
+        ]
+        assert (after == before) is ("old times" in what)
+        revisions.add(Checkpoint.open(folder).revision)
+    assert len(revisions) == 5

@@ -110,6 +110,7 @@ def test_ids_are_those_of_transformers(kind: str, checkpoint: Checkpoints, tmp_p
         assert process.facts.bos == hf.bos_token_id
 
 
+@pytest.mark.usefixtures("executed")
 def test_bytes_of_dummy_weights_are_those_of_transformers() -> None:
     from zinfer.generation.tokenizer import byte_tokenizer
 
@@ -294,6 +295,7 @@ def children(process: TokenizerProcess) -> list[int]:
     return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
 
 
+@pytest.mark.usefixtures("executed")
 def test_a_child_can_open_no_file_and_ends_with_its_owner(checkpoint: Checkpoints) -> None:
     process = TokenizerProcess(spec_of(checkpoint("llama")))
     process.encode(["a"])
@@ -313,6 +315,7 @@ def test_a_child_can_open_no_file_and_ends_with_its_owner(checkpoint: Checkpoint
         time.sleep(0.01)
 
 
+@pytest.mark.usefixtures("executed")
 def test_modules_of_the_working_folder_are_not_imported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be a checkpoint's."""
     for name in ("json", "types", "transformers", "zinfer", "torch"):

@@ -1,31 +1,26 @@
-"""Damaged inputs: checkpoints, records, requests, recipes, machines, options, kept KV caches, packed layers; and names
-and texts that try to steer the terminal or a page.
+"""Damaged checkpoints, records, kept KV caches and packed layers.
 
 A damaged input is refused in a line, or it gives what the undamaged one gives. Where another value is as good as the
-first (a rope base in config.json, a time in a record that is sealed again, a letter of a prompt), the result may
-differ; such cases are counted as blind.
+first (a rope base in config.json, a time in a record that is sealed again), the result may differ; such cases are
+counted as blind. `tests/fuzz_documents.py` damages requests, recipes, machines and options without processes.
 """
 
-import json
 import os
 import random
 import re
 import shutil
 import struct
 from collections.abc import Callable, Collection
-from pathlib import Path
-from xml.etree import ElementTree
 
 from tools.campaign import judge
 from tools.campaign.kills import normal
 from tools.campaign.lab import Lab, Result, Room
 from tools.campaign.subject import Ended
-from tools.campaign.verbs import ON_MODEL, VERBS, answers, points, requests
+from tools.campaign.verbs import ON_MODEL, VERBS, points
 from tools.damage import damage_field, damage_json, damage_safetensors, damage_text, read_header, write_header
 from zinfer.record.jsonl import seal, unseal
 
 LIMIT_S = 30.0  # after which a command hangs on its input
-CODES = (0, 3, 4)
 
 
 def _judged(result: Result, ended: Ended, same: bool, blind: bool) -> None:
@@ -190,127 +185,6 @@ def _resumed(lab: Lab, room: Room, what: str, result: Result) -> None:
         result.faults += judge.equal(dict(points(path)), normal(lab, verb).outcome, "points after the resume")
 
 
-def _request(lab: Lab, number: int, room: Room, dice: random.Random, result: Result) -> None:
-    verb = VERBS["batch"]
-    path = room.work / "requests.jsonl"
-    lines = requests(24).splitlines()
-    spoilt: set[int] = set()
-    messages = []
-    for _ in range(dice.randint(1, 3)):
-        at = dice.randrange(len(lines))
-        spoilt.add(at)
-        way = dice.choice(("field", "field", "bytes", "again"))
-        if way == "field":
-            damaged, what = damage_field(dice, json.loads(requests(24).splitlines()[at]))
-            lines[at] = json.dumps(damaged)
-        elif way == "bytes":
-            (room.work / "line").write_text(lines[at])
-            what = damage_text(dice, room.work / "line")
-            lines[at] = (room.work / "line").read_bytes().decode("latin-1").replace("\n", " ").replace("\r", " ")
-            (room.work / "line").unlink()
-        else:
-            what, other = "the id of another line", dice.randrange(len(lines))
-            spoilt.add(other)
-            lines[at] = lines[other]
-        messages.append(f"line {at}: {what}")
-    path.write_bytes(b"\n".join(line.encode("latin-1", "replace") for line in lines) + b"\n")
-    room.tale.append(f"  {messages}")
-    result.struck += 1
-    ended = room.run(verb.words, seconds=LIMIT_S)
-    result.faults += judge.words(ended)
-    if ended.code in CODES:
-        wanted: dict[str, list[str]] = normal(lab, verb).outcome
-        actual = answers(room.work / "out.jsonl")
-        whole = {f"r{at}" for at in range(24) if at not in spoilt}
-        result.faults += judge.equal(
-            {name: actual.get(name) for name in whole}, {name: wanted[name] for name in whole}, "answers of other lines"
-        )
-    else:
-        result.faults += judge.refusal(ended)
-    result.faults = [f"{'; '.join(messages)}: {fault}" for fault in result.faults]
-
-
-def _damage_toml(dice: random.Random, path: Path) -> str:
-    """Damage a recipe: a value of another kind or size, or its bytes."""
-    if dice.random() < 0.3:
-        return damage_text(dice, path)
-    lines = path.read_text().splitlines()
-    at = dice.randrange(len(lines))
-    key = lines[at].partition(" = ")[0]
-    value = dice.choice(
-        ("0", "-1", "1e400", "9" * 5000, '""', "[]", "{}", "true", "nan", "inf", '["\\u001b[2J"]', "[1, -1]",
-         "1979-05-27",
-         "[[1]]", '"' + "x" * 70_000 + '"', "[" + "1," * 10_000 + "]", "[" * 5000 + "]" * 5000, '["bloom-177b"]',
-         '["../../etc/passwd"]', "[1.5]", '["stream", "warp"]', "[9223372036854775807]", '["1-1000000000+1"]')
-    )  # fmt: skip
-    lines[at] = f"{key} = {value}"
-    if dice.random() < 0.2:
-        lines.insert(at, dice.choice(("unknown = 1", f"{key} = 1", "[options]", "[[model]]", "options = 3")))
-    path.write_text("\n".join(lines) + "\n")
-    return f"{key} = {value[:40]}"
-
-
-def _recipe(lab: Lab, number: int, room: Room, dice: random.Random, result: Result) -> None:
-    words = (("sweep", "recipe.toml", "--dry-run"), ("plan", "recipe.toml"))[number % 2]
-    what = _damage_toml(dice, room.work / "recipe.toml")
-    room.tale.append(f"  {what}")
-    result.struck += 1
-    ended = room.run(words, seconds=LIMIT_S)
-    _judged(result, ended, False, True)
-    result.faults += judge.escapes(ended.output)
-    result.faults = [f"{words[0]}, {what}: {fault}" for fault in result.faults]
-
-
-def _machine(lab: Lab, number: int, room: Room, dice: random.Random, result: Result) -> None:
-    (path,) = (room.work / "sweeps").rglob("machine.json")
-    what = damage_json(dice, path)
-    verb = VERBS[("plan", "run", "plan")[number % 3]]
-    room.tale.append(f"  {what}")
-    result.struck += 1
-    ended = room.run(verb.words, seconds=LIMIT_S)
-    _judged(result, ended, verb.outcome(room, ended) == normal(lab, verb).outcome, True)
-    result.faults = [f"{verb.name}, {what}: {fault}" for fault in result.faults]
-
-
-VALUES = (
-    "", " ", "0", "-1", "1e400", "1e400GB", "9" * 5000, "nan", "inf", "1-1000000000+1", "1-4*2", "1,2,,3", ",", "١٢",
-    "½",
-    "\x1b[2J", "$(reboot)", "%s%n", "a" * 70_000, "../../../etc/passwd", "/dev/zero", "/proc/self/mem", "50%", "101%",
-    "1e18", "0x10", "none,none", "auto,auto", "KEY=VALUE", "gpus=-1", "gpus=99999999999",
-    "packed=/dev/zero",
-    "weight_codec=\x00x", "--", "-", "‮", "\udcff", "h2d_bandwidth=0", "h2d_bandwidth=1e-300", "ttft:p99:<=:2s",
-    "ttft:p99:<=:-2s", "99999999999999999999h", "2Mtok/day", "1e999tok",
-)  # fmt: skip
-
-
-def _option(lab: Lab, number: int, room: Room, dice: random.Random, result: Result) -> None:
-    """Give one option of a command an impossible value."""
-    import click
-
-    from zinfer.cli import cli
-
-    name = dice.choice(
-        ("sweep", "plan", "run", "batch", "best", "plot", "report", "export", "reuse", "accuracy", "pack")
-    )
-    command: click.Command | None = cli
-    for word in VERBS[name].words[:2]:
-        command = command.get_command(click.Context(command), word) if isinstance(command, click.Group) else command
-    assert command is not None
-    choice = [param for param in command.params if isinstance(param, click.Option) and not param.is_flag]
-    option, value = dice.choice(choice), dice.choice(VALUES).replace("\0", "")
-    words = [*VERBS[name].words, option.opts[0], value]
-    if name == "sweep":
-        words.append("--dry-run")
-    room.tale.append(f"  {option.opts[0]} {value[:60]!r}")
-    result.struck += 1
-    ended = room.run(words, seconds=LIMIT_S, stdin=VERBS[name].stdin)
-    result.faults += judge.words(ended) + judge.code(ended)
-    result.faults += judge.escapes(ended.stderr)
-    if ended.code in (2, 5) and not ended.stderr.strip():
-        result.faults.append("refused without a word")
-    result.faults = [f"{name} {option.opts[0]} {value[:40]!r}: {fault}" for fault in result.faults]
-
-
 def _kept(lab: Lab, number: int, room: Room, dice: random.Random, result: Result) -> None:
     """Damage a kept conversation: the answers are those of an undisturbed one, computed again if need be."""
     verb = VERBS["chat"]
@@ -378,103 +252,6 @@ def _packed(lab: Lab, number: int, room: Room, dice: random.Random, result: Resu
     result.faults = [f"{what}: {fault}" for fault in result.faults]
 
 
-HOSTILE = (
-    "\x1b[2J\x1b[H", "\x1b]0;owned\x07", "\x9b31m", "\u202egnp.exe", "<img src=x onerror=alert(1)>", "![x](http://x)",
-    "$$\\frac{", "</svg><script>", "a\nb", "a\rb", "|||", "`x`", "[red]x[/red]", "\ufffe", "%s", "{0}", "\x08\x08\x08",
-    "&lt;",
-)  # fmt: skip
-
-
-def _escape(lab: Lab, number: int, room: Room, dice: random.Random, result: Result) -> None:
-    """Give a name or text that would steer the terminal."""
-    text = dice.choice(HOSTILE)
-    target = ("results", "folder", "recipe", "prompt", "token", "requests", "machine")[number % 7]
-    room.tale.append(f"  {text!r} in {target}")
-    result.struck += 1
-    terminal = dice.random() < 0.5
-    words: tuple[str, ...] = ("best", "results.jsonl")
-    if target == "results":
-        path = room.work / "results.jsonl"
-        lines = []
-        field = dice.choice(("model", "machine", "error"))
-        for line in path.read_bytes().splitlines():
-            name, fields = unseal(line)
-            if field == "model" and "case" in fields:
-                fields["case"]["model"] = f"m{text}"
-            elif field != "error" or name == "point":
-                fields[field if field != "model" else "machine"] = f"h{text}"
-            lines.append(seal(name, fields))
-        path.write_bytes(b"\n".join(lines) + b"\n")
-        words = dice.choice(
-            (words, ("report", "results.jsonl", "-o", "reports/page.html"),
-             ("export", "results.jsonl", "--format", "md"),
-             ("plot", "results.jsonl", "--format", "svg", "--figure", "throughput", "-o", "figures"))
-        )  # fmt: skip
-    elif target == "folder":
-        name = "m" + text.replace("/", "_").replace("\0", "")
-        shutil.copytree(lab.model, room.work / name)
-        words = dice.choice(
-            (
-                ("plan", "-m", f"./{name}", "--batch-size", "1"),
-                ("run", "-m", f"./{name}", "-p", "x", "--output-len", "2"),
-            )
-        )
-    elif target == "recipe":
-        path = room.work / "recipe.toml"
-        path.write_text(f"description = {json.dumps(text)}\n" + path.read_text().replace("bloom-tiny", "bloom-tiny"))
-        if dice.random() < 0.5:
-            path.write_text(path.read_text().replace('"bloom-tiny"', json.dumps(f"no{text}")))
-        words = ("plan", "recipe.toml")
-    elif target == "prompt":
-        words = ("run", *ON_MODEL, "--offload", "none", "-p", text, "--output-len", "4", "--ignore-eos")
-    elif target == "token":
-        shutil.copytree(lab.model, room.work / "model")
-        path = room.work / "model" / "tokenizer.json"
-        document = json.loads(path.read_text())
-        vocabulary = document["model"]["vocab"]
-        document["model"]["vocab"] = {
-            (f"{text}{number}" if number >= 40 else word): number for word, number in vocabulary.items()
-        }
-        path.write_text(json.dumps(document))
-        words = ("run", "-m", "model", "--offload", "none", "-p", "!", "--output-len", "8", "--ignore-eos")
-    elif target == "requests":
-        asked: list[dict[str, object]] = [
-            {"custom_id": text, "body": {"prompt": text, "max_tokens": 2}},
-            {"custom_id": f"{text}2", "body": {"prompt": text, text: 1}},
-        ]
-        sent = [json.dumps({"method": "POST", "url": "/v1/completions", **request}) for request in asked]
-        (room.work / "requests.jsonl").write_text("\n".join(sent) + "\n")
-        words = VERBS["batch"].words
-    else:
-        (path,) = (room.work / "sweeps").rglob("machine.json")
-        path.write_text(json.dumps(json.loads(path.read_text()) | {"name": f"h{text}", "note": text, "gpu_name": text}))
-        words = VERBS["plan"].words
-    ended = room.run(words, terminal=terminal, seconds=LIMIT_S)
-    result.faults += judge.words(ended) + judge.code(ended)
-    data = not terminal and words[0] in ("run", "export")  # what goes into a pipe is data
-    result.faults += judge.escapes(ended.stderr + ("" if data else ended.stdout), terminal)
-    result.faults += pages(room.work)
-    result.faults = [f"{words[0]}, {text!r} in {target}: {fault}" for fault in result.faults]
-
-
-def pages(folder: Path) -> list[str]:
-    """Judge pages and figures: XML that can be parsed, and no markup that somebody brought along."""
-    faults = []
-    for path in sorted(folder.rglob("*")):
-        if path.suffix == ".svg":
-            try:
-                ElementTree.parse(path)
-            except ElementTree.ParseError as error:
-                faults.append(f"{path.name} is no XML: {error}")
-        elif path.suffix in (".html", ".md") and path.is_file():
-            content = path.read_text(errors="replace")
-            hostile = ("<img src=x", "<script>alert", "</svg><script", "\x1b", "\x9b", "\u202e")
-            faults += [f"{path.name} holds {markup!r}" for markup in hostile if markup in content]
-            if path.suffix == ".md" and re.search(r"(?<!\\)!\[x\]\(http://x\)", content):
-                faults.append(f"{path.name} holds a picture of somebody else")
-    return faults
-
-
 def furnish(lab: Lab, names: Collection[str]) -> None:
     """Make the conversation and packed layers that `names` damage. Raises RuntimeError if the results cannot be resumed
     as they are.
@@ -511,10 +288,10 @@ def _case(name: str, inside: Inside) -> Callable[[Lab, int, bool], Result]:
     return case
 
 
-INSIDE: dict[str, Inside] = {
-    "checkpoint": _checkpoint, "record": _record, "request": _request, "recipe": _recipe, "machine": _machine,
-    "option": _option, "kv": _kept, "packed": _packed, "escape": _escape,
-}  # fmt: skip
-USES = {"checkpoint": ("run",), "record": ("best", "plot", "report", "export", "compare", "sweep"),
-        "request": ("batch",), "machine": ("plan", "run"), "kv": ("chat",)}  # fmt: skip
+INSIDE: dict[str, Inside] = {"checkpoint": _checkpoint, "record": _record, "kv": _kept, "packed": _packed}
+USES = {
+    "checkpoint": ("run",),
+    "record": ("best", "plot", "report", "export", "compare", "sweep"),
+    "kv": ("chat",),
+}
 CLASSES = {name: _case(name, inside) for name, inside in INSIDE.items()}

@@ -24,11 +24,8 @@ FORBIDDEN = (
     "Segmentation fault",
     "terminate called",
 )
-MOST_STACKS = 2000  # characters told of the stacks of a process that hangs
+MOST_STACKS = 8000  # characters told of the stacks of a process that hangs
 MOST_LINES = 6  # of stderr, for a refusal: progress, click's usage, and the message
-# Sequences that a terminal is sent on purpose: colours, moves of the cursor, erasing, and hiding the cursor.
-SEQUENCE = re.compile(r"\x1b\[(\?25[lh]|\d*(;\d+)*[mABCDGKJH])")
-CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 RAYS_AGENTS = ("ray::DashboardA", "ray::RuntimeEnv")  # the kernel keeps 15 characters of a name
 
 
@@ -68,13 +65,6 @@ def refusal(ended: Ended) -> list[str]:
     if len(lines) > MOST_LINES:
         return [f"{len(lines)} lines for a refusal: {lines[-1][:200]}"]
     return []
-
-
-def escapes(text: str, terminal: bool = False) -> list[str]:
-    """Judge output that contains names of others: nothing may steer the terminal, or turn the text around."""
-    left = SEQUENCE.sub("", text) if terminal else text
-    match = CONTROLS.search(left.replace("\r\n", "\n").replace("\r", "\n" if terminal else "\r"))
-    return [f"sends {match[0]!r} to the terminal: {_around(left, match[0])}"] if match else []
 
 
 def cursor(screen: str) -> list[str]:

@@ -51,7 +51,6 @@ class Lab:
         self.bench = root / "bench"
         self.normals: dict[tuple[str, ...], Normal] = {}  # undisturbed runs by their words
         self.notes: dict[str, Any] = {}
-        self.plant: Callable[[], None] = lambda: None  # makes a fault in each zinfer, for a test of the judges
 
     def dice(self, name: str, number: int) -> random.Random:
         """Return the dice of a case: the same for the same seed, class and number."""
@@ -110,7 +109,6 @@ class Room:
                 shim.enter()
             if enter is not None:
                 enter()
-            self.lab.plant()
 
         ordinary = settings.pop("ordinary", self.ordinary and not armed)
         work = settings.pop("folder", self.work)

@@ -1,10 +1,7 @@
 """A campaign from its start to its table: classes, jobs, counts."""
 
 import ctypes
-import json
 import os
-import pickle
-import select
 import shutil
 import signal
 import sys
@@ -12,21 +9,21 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import asdict
+from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
 
 import click
 
-from tools.campaign import damage, disks, kills, plants, record, serve, subject, verbs, weights
-from tools.campaign.lab import Lab, Result, Verb
+from tools.campaign import damage, disks, kills, record, serve, subject, verbs, weights
+from tools.campaign.lab import Lab, Normal, Result, Verb
 from tools.campaign.shim import Shim
 
 Case = Callable[[Lab, int, bool], Result]
 CLASSES: dict[str, Case] = {**kills.CLASSES, **disks.CLASSES, **damage.CLASSES, **serve.CLASSES, **weights.CLASSES}
 MANY = 3  # damaged inputs for each kill: they are quick
-FEW = {"kill-ranks": 3, "kill-cluster": 5, "kill-ray": 15, "serve-crowd": 3}  # kills for each case of a slow class
+FEW = {"kill-ranks": 3, "kill-cluster": 5, "kill-ray": 15}  # kills for each case of a slow class
 OVERTIME_S = 120.0  # for the cases under way when the time is up; those that then still run are not counted
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # <sys/prctl.h>
 
@@ -107,38 +104,11 @@ def campaign(
             return 128 + stop.signal
         return 0 if run.rows and all(row.held == row.tried for row in run.rows) else 1
     finally:
-        _end_all(())
+        _end_all()
         if not tell:
             shutil.rmtree(root, ignore_errors=True)
         else:
             click.echo(f"kept: {root}", err=True)
-
-
-def prove(seed: int, jobs: int) -> int:
-    """Plant each fault and print whether the judges see it. Return 1 if they miss one."""
-    root = Path(os.environ.get("ZINFER_CAMPAIGN_ROOT") or tempfile.mkdtemp(prefix="zinfer-campaign-"))
-    missed = 0
-    try:
-        lab = prepare(root, seed, 0.0)
-        names = [*dict.fromkeys(plant.seen_by for plant in plants.PLANTS)]
-        _undisturbed(lab, [*dict.fromkeys(verb for name in names for verb in _verbs(name))], jobs)
-        _furnish(lab, names)
-        for plant in plants.PLANTS:
-            lab.plant = plant.plant
-            with _Stop(None) as stop:
-                results = [*_spread(lab, _cases([plant.seen_by], range(plant.cases)), jobs, stop, False)]
-            faults = [fault for result in results for fault in result.faults]
-            blind = [word for word in plant.words if not any(word in fault for fault in faults)]
-            click.echo(
-                f"{'MISSED' if blind else 'seen'}: {plant.fault} {sum(not result.held for result in results)} of "
-                f"{len(results)} cases of {plant.seen_by} fail" + "".join(f", none says {word!r}" for word in blind)
-            )
-            click.echo("\n".join(f"  {fault[:200]}" for fault in faults[:3]))
-            missed += bool(blind)
-        return int(missed > 0)
-    finally:
-        _end_all(())
-        shutil.rmtree(root, ignore_errors=True)
 
 
 def _furnish(lab: Lab, names: Sequence[str]) -> None:
@@ -167,31 +137,19 @@ def _verbs(name: str) -> list[Verb]:
 
 def _undisturbed(lab: Lab, wanted: Sequence[Verb], jobs: int) -> None:
     """Run commands without disturbance, `jobs` at a time, and note their runs. Raises RuntimeError if one fails."""
-    wanted = [*{verb.words: verb for verb in wanted if not verb.missing}.values()]
-    readers = []
-    for job in range(jobs):
-        reader, writer = os.pipe()
-        if os.fork() == 0:
-            try:
-                _alone(lab)
-                results: Any = [(verb.words, kills.normal(lab, verb)) for verb in wanted[job::jobs]]
-            except BaseException:
-                results = traceback.format_exc()
-            with suppress(BaseException), os.fdopen(writer, "wb") as stream:
-                pickle.dump(results, stream)
-            os._exit(0)
-        os.close(writer)
-        readers.append(reader)
-    for reader in readers:
-        with os.fdopen(reader, "rb") as stream:
-            results = pickle.load(stream)
-        if isinstance(results, str):
-            raise RuntimeError(results)
-        lab.normals.update(results)
+    names = {verb.words: verb.name for verb in wanted if not verb.missing}
+    with _pool(lab, jobs) as pool:
+        lab.normals.update(zip(names, pool.map(_usual, names.values()), strict=True))
+
+
+def _pool(lab: Lab, jobs: int) -> ProcessPoolExecutor:
+    """Return processes forked from this one, which run cases."""
+    return ProcessPoolExecutor(jobs, get_context("fork"), _alone, (lab,))
 
 
 def _alone(lab: Lab) -> None:
     """Make this forked process one that runs cases: it ends with the campaign, whose signals are not for it."""
+    global _lab
     for number in (signal.SIGINT, signal.SIGTERM):  # a program that it executes has them as usual
         signal.signal(number, lambda *_: None)
     libc = ctypes.CDLL(None)
@@ -199,6 +157,29 @@ def _alone(lab: Lab) -> None:
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if lab.shim is not None:
         lab.shim = Shim()  # a page of its own
+    _lab = lab
+
+
+_lab: Lab  # of a process that runs cases
+
+
+def _usual(name: str) -> Normal:
+    return kills.normal(_lab, verbs.VERBS[name])
+
+
+def _try(name: str, number: int, tell: bool, deadline: float) -> Result | None:
+    """Run a case; None if it is too late to begin one."""
+    if (began := time.monotonic()) > deadline:
+        return None
+    try:
+        result = CLASSES[name](_lab, number, tell)
+    except Exception as error:
+        trace = traceback.format_exc()
+        result = Result(name, number, [f"the campaign itself failed: {error}"], tale=[trace])
+        if not tell:
+            print(trace, file=sys.stderr)
+    result.seconds = time.monotonic() - began
+    return result
 
 
 def _show(result: Result, seed: int, tell: bool) -> None:
@@ -215,17 +196,12 @@ class _Stop:
 
     def __init__(self, minutes: float | None) -> None:
         self.signal = 0
-        self._deadline = None if minutes is None else time.monotonic() + 60 * minutes
-
-    @property
-    def late(self) -> bool:
-        """True if no case is to begin any more."""
-        return self._deadline is not None and time.monotonic() > self._deadline
+        self.deadline = float("inf") if minutes is None else time.monotonic() + 60 * minutes
 
     @property
     def now(self) -> bool:
         """True if the cases under way are to be ended."""
-        return bool(self.signal) or (self._deadline is not None and time.monotonic() > self._deadline + OVERTIME_S)
+        return bool(self.signal) or time.monotonic() > self.deadline + OVERTIME_S
 
     def __enter__(self) -> "_Stop":
         self._before = {number: signal.signal(number, self._arrived) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -239,89 +215,26 @@ class _Stop:
         self.signal = number
 
 
-def _spread(lab: Lab, cases: Sequence[tuple[str, int]], jobs: int, stop: _Stop, tell: bool) -> Iterable[Result]:
+def _spread(lab: Lab, cases: Sequence[tuple[str, int]], jobs: int, stop: _Stop, tell: bool) -> Iterator[Result]:
     """Run the cases in `jobs` forked processes. Yield the results as they come."""
-    readers: dict[int, bytes] = {}
-    runners: list[int] = []
-    under_way: dict[int, tuple[str, int, float]] = {}  # case and its start, by the pipe that its result comes from
-    with tempfile.TemporaryFile() as queue:  # of numbers of cases; all processes share its position
-        queue.write(b"".join(index.to_bytes(4, "big") for index in range(len(cases))))
-        queue.flush()
-        os.lseek(queue.fileno(), 0, os.SEEK_SET)
-        for _ in range(jobs):
-            reader, writer = os.pipe()
-            runner = os.fork()
-            if runner == 0:
-                os.close(reader)
-                _runner(lab, _take_from(cases, queue.fileno(), stop), tell, writer)
-            os.close(writer)
-            runners.append(runner)
-            readers[reader] = b""
-    try:
-        while readers:
-            ready, _, _ = select.select([*readers], [], [], 0.5)
+    with _pool(lab, jobs) as pool:
+        waiting = {pool.submit(_try, *case, tell, stop.deadline): case for case in cases}
+        while waiting:
+            for future in wait(waiting, 0.5, FIRST_COMPLETED).done:
+                del waiting[future]
+                if (result := future.result()) is not None:
+                    yield result
             if stop.now:
-                _end_all(runners)  # what they have written is read
-            for reader in ready:
-                more = os.read(reader, 1 << 16)
-                readers[reader] += more
-                *lines, readers[reader] = readers[reader].split(b"\n")
-                for record in map(json.loads, lines):
-                    if isinstance(record, list):
-                        under_way[reader] = (*record, time.monotonic())
-                    else:
-                        del under_way[reader]
-                        yield Result(**record)
-                if not more:
-                    del readers[reader]
-                    os.close(reader)
-    finally:
-        _end_all(runners)
-        for name, number, began in under_way.values():
-            seconds = time.monotonic() - began
-            click.echo(f"--seed {lab.seed} --class {name} --number {number}: did not end within {seconds:.0f} s")
+                for name, number in [case for future, case in waiting.items() if future.running()]:
+                    click.echo(f"--seed {lab.seed} --class {name} --number {number}: did not end")
+                _end_all()
+                return
 
 
-def _take_from(cases: Sequence[tuple[str, int]], queue: int, stop: _Stop) -> Iterator[tuple[str, int]]:
-    """Yield cases that no other process has taken."""
-    while not stop.late and (taken := os.read(queue, 4)):
-        yield cases[int.from_bytes(taken, "big")]
-
-
-def _end_all(runners: Iterable[int]) -> None:
-    """End runners, and all that they have started."""
-    for runner in runners:
-        with suppress(ProcessLookupError, ChildProcessError):
-            if os.waitpid(runner, os.WNOHANG)[0]:
-                continue  # a second time this raises ChildProcessError
-            os.kill(runner, signal.SIGSTOP)  # it starts nothing more
-            for process in (*subject.descendants(runner), runner):
-                with suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)
-            os.waitpid(runner, 0)
-    while left := subject.descendants(os.getpid()):  # whose parents have ended
+def _end_all() -> None:
+    """End all processes below this one."""
+    while left := subject.descendants(os.getpid()):
         for process in left:
             with suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
         time.sleep(0.02)
-
-
-def _runner(lab: Lab, cases: Iterable[tuple[str, int]], tell: bool, writer: int) -> None:
-    """Run cases in this process, log each, and exit."""
-    try:
-        _alone(lab)
-        with os.fdopen(writer, "w") as stream:
-            for name, number in cases:
-                print(json.dumps([name, number]), file=stream, flush=True)
-                began = time.monotonic()
-                try:
-                    result = CLASSES[name](lab, number, tell)
-                except Exception as error:
-                    trace = traceback.format_exc()
-                    result = Result(name, number, [f"the campaign itself failed: {error}"], tale=[trace])
-                    if not tell:
-                        print(trace, file=sys.stderr)
-                result.seconds = time.monotonic() - began
-                print(json.dumps(asdict(result)), file=stream, flush=True)
-    finally:  # nothing may return into the campaign it was forked from
-        os._exit(0)

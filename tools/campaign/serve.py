@@ -1,33 +1,19 @@
-"""`zinfer serve` under kills, beside slow, idle and greedy clients.
+"""`zinfer serve` under kills.
 
-A good client's answer is the text of the prompt, an error that says so, or a stream that ends early; never another
-text. While nobody is killed, each good client is answered, whatever the others do, and the server ends when it is told.
+A client's answer is the text of the prompt, an error that says so, or a stream that ends early; never another text.
+The server ends when it is told. Slow, idle and greedy clients are in `tests/test_serve_{connections,limits}.py`.
 """
 
 import json
 import os
 import random
 import re
-import resource
 import signal
 import time
-from collections.abc import Callable
 from contextlib import suppress
-from pathlib import Path
 
 from tools.campaign import judge
-from tools.campaign.clients import (
-    ANSWER_S,
-    GREEDY,
-    NUISANCES,
-    WITH_WORK,
-    WITHOUT_REQUEST,
-    Crowd,
-    Greedy,
-    Load,
-    ask,
-    status_of,
-)
+from tools.campaign.clients import ANSWER_S, Load, ask, status_of
 from tools.campaign.lab import GRACE_S, PATIENCE_S, Lab, Result, Room
 from tools.campaign.subject import Ended, Subject
 from tools.campaign.verbs import ON_MODEL
@@ -36,11 +22,7 @@ PROMPTS = ("a", "Hello", "abcdefghij", "The rain", "0123456789 0123456789", "zz 
 TOKENS = 12
 WORDS = ("serve", *ON_MODEL, "--offload", "none", "--port", "0", "--batch-size", "4", "--drain", "3")
 DRAIN_S = 3 + 20  # until a server that is told to end has ended
-FILES = 128  # of the server, among a crowd
-BUSY = 8  # connections of a kind that has the server compute: more of them are a load, which takes its time
-CLOSED_S = 60.0  # after which the server must have closed connections that send no request
 MOST_SAID = 1 << 20  # characters on stderr
-MOST_BYTES = 3 << 30  # of memory that server and worker take at most
 WAYS = ("KILL", "TERM", "INT", "TERM twice", "worker", "worker", "worker twice", "reader")
 READER = "tokenizer_server"  # in the command line of the process that reads prompts
 
@@ -81,16 +63,6 @@ def workers(server: Subject) -> list[int]:
     return [process for process in server.victims() if process not in readers]
 
 
-def _memory(server: Subject) -> int:
-    """Return the peak memory of the server and its worker, bytes."""
-    total = 0
-    for process in (server.pid, *server.victims()):
-        with suppress(OSError, AttributeError):
-            text = Path(f"/proc/{process}/status").read_text()
-            total += int(re.search(r"VmHWM:\s+(\d+) kB", text)[1]) << 10  # type: ignore[index]
-    return total
-
-
 def _answers(lab: Lab, port: int, dice: random.Random, result: Result, what: str) -> None:
     """Judge that a good client soon gets the right answer. Not after another fault."""
     deadline, reply = time.monotonic() + ANSWER_S, None
@@ -110,7 +82,7 @@ def _is_well(port: int, result: Result, what: str) -> None:
         result.faults.append(f"{what}: /health answers {status}")
 
 
-def _killed(lab: Lab, number: int, room: Room, dice: random.Random, result: Result) -> None:
+def _killed(lab: Lab, room: Room, dice: random.Random, result: Result) -> None:
     """Kill a server that has a load, or its worker."""
     way = dice.choice(WAYS)
     server, port = started(room, result)
@@ -147,65 +119,6 @@ def _killed(lab: Lab, number: int, room: Room, dice: random.Random, result: Resu
         result.faults += judge.replies(load.stop(), lab.notes["served"], {0, 200, 503})
 
 
-def _crowded(lab: Lab, number: int, room: Room, dice: random.Random, result: Result) -> None:
-    """Answer good clients among hundreds of idle, slow or broken connections."""
-
-    def few_files() -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (FILES, FILES))
-
-    server, port = started(room, result, enter=few_files)
-    if not port:
-        ended(room, server, [], False, result)
-        return
-    kinds = dice.sample([*NUISANCES], dice.randint(1, 4))
-    count = dice.randint(20, 2 * FILES)
-    room.tale.append(f"  {count} connections: {', '.join(kinds)}")
-    crowd = Crowd()
-    try:
-        began = time.monotonic()
-        for _ in range(count):
-            kind = dice.choice(kinds)
-            if [*crowd.held.values()].count(kind) < (BUSY if kind in WITH_WORK else count):
-                crowd.add(port, kind, dice)
-        result.struck += len(crowd.held)
-        for _ in range(3):
-            _answers(lab, port, dice, result, f"among {count} connections ({', '.join(kinds)})")
-        while (left := crowd.open(WITHOUT_REQUEST)) and not result.faults and time.monotonic() - began < CLOSED_S:
-            time.sleep(0.5)
-        if left:
-            result.faults.append(f"{left} connections without a request are open after {CLOSED_S:.0f} s: {kinds}")
-        _is_well(port, result, f"among {kinds}")
-        told_to_end(room, server, result)
-    finally:
-        crowd.close()
-
-
-def _starved(lab: Lab, number: int, room: Room, dice: random.Random, result: Result) -> None:
-    """Answer short requests beside a client with costly ones."""
-    kind = [*GREEDY][number % len(GREEDY)]
-    server, port = started(room, result)
-    if not port:
-        ended(room, server, [], False, result)
-        return
-    _answers(lab, port, dice, result, "alone")
-    threads = dice.randint(1, 4)
-    room.tale.append(f"  {kind}, {threads} at a time")
-    greedy = Greedy(port, kind, threads, dice)
-    try:
-        time.sleep(0.5)
-        for _ in range(4):
-            _answers(lab, port, dice, result, f"beside {kind}")
-            _is_well(port, result, f"beside {kind}")
-        if (taken := _memory(server)) > MOST_BYTES:
-            result.faults.append(f"{taken >> 20} MiB of memory for {kind}")
-    finally:
-        greedy.stop()
-    result.struck += threads
-    room.tale.append(f"  statuses {sorted({*greedy.statuses})}")
-    _answers(lab, port, dice, result, f"after {kind}")
-    told_to_end(room, server, result)
-
-
 def texts(room: Room, model: tuple[str, ...]) -> dict[str, str]:
     """Return the text of `zinfer run` after each prompt. Raises RuntimeError if there is none."""
     asked = [word for prompt in PROMPTS for word in ("-p", prompt)]
@@ -231,27 +144,16 @@ def furnish(lab: Lab) -> None:
         raise RuntimeError(f"undisturbed server: {result.faults}")
 
 
-Inside = Callable[[Lab, int, Room, random.Random, Result], None]
+def _case(lab: Lab, number: int, keep: bool = False) -> Result:
+    result = Result("serve-kill", number)
+    with Room(lab, result.name, keep) as room:
+        before = room.files()
+        _killed(lab, room, lab.dice(result.name, number), result)
+        if judge.files(room.files(), before):  # what was killed leaves scratch: the next start removes it
+            room.run(("run", "--help"), seconds=PATIENCE_S)
+        result.faults += judge.files(room.files(), before)
+        result.tale = room.tale
+    return result
 
 
-def _case(name: str, inside: Inside) -> Callable[[Lab, int, bool], Result]:
-    def case(lab: Lab, number: int, keep: bool = False) -> Result:
-        result = Result(name, number)
-        began = time.monotonic()
-        with Room(lab, name, keep) as room:
-            before = room.files()
-            inside(lab, number, room, lab.dice(name, number), result)
-            if judge.files(room.files(), before):  # what was killed leaves scratch: the next start removes it
-                room.run(("run", "--help"), seconds=PATIENCE_S)
-            result.faults += judge.files(room.files(), before)
-            result.tale = room.tale
-        result.seconds = time.monotonic() - began
-        return result
-
-    return case
-
-
-CLASSES = {
-    name: _case(name, inside)
-    for name, inside in (("serve-kill", _killed), ("serve-crowd", _crowded), ("serve-greedy", _starved))
-}
+CLASSES = {"serve-kill": _case}

@@ -12,7 +12,6 @@ import fcntl
 import io
 import os
 import pty
-import re
 import select
 import signal
 import site
@@ -48,7 +47,6 @@ DRAWING = ("matplotlib.backends.backend_agg", "matplotlib.backends.backend_svg",
            "zinfer.report.page", "zinfer.report.measured", "zinfer.report.predicted")  # fmt: skip
 STACKS = "stacks-"  # beginning of the names of files in `papers`, one for each process
 EXECUTED = ("zinfer.engine.rank",)  # modules that no fork replaces: they take descriptors, and join a process group
-FRAMES = 8  # innermost frames of a thread that are told of a process which hangs
 
 
 def preload() -> None:
@@ -169,11 +167,6 @@ class Subject:
     def screen(self) -> str:
         return self._screen.decode(errors="replace")
 
-    def type(self, text: str) -> None:
-        """Type `text` into its terminal."""
-        with suppress(OSError):
-            os.write(self._master, text.encode())
-
     def signal(self, number: int, group: bool = False) -> bool:
         """Send a signal to the process, or to its group. Return False if it has ended."""
         if self.wait(0):
@@ -229,55 +222,12 @@ class Subject:
 
 
 def stacks_of(processes: Sequence[int], papers: Path) -> str:
-    """Return where the threads of `processes` are.
-
-    The forked ones write their stacks into `papers` at SIGUSR1; of others only the kernel's view is told.
-    """
-    lines = []
-    asked = [process for process in processes if _catches(process, signal.SIGUSR1)]
-    for process in asked:
+    """Return where the threads of `processes` are, which forked ones write at SIGUSR1; it ends the others."""
+    for process in processes:
         with suppress(ProcessLookupError):
             os.kill(process, signal.SIGUSR1)
-    deadline = time.monotonic() + 2
-    while time.monotonic() < deadline and not all(_written(papers / f"{STACKS}{process}") for process in asked):
-        time.sleep(0.05)
-    for process in processes:
-        with suppress(OSError):
-            words = Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-            with suppress(OSError):
-                state += " in " + Path(f"/proc/{process}/wchan").read_text()
-            name = "forked" if process in asked else words.strip()[:80]
-            lines.append(f"process {process} ({name}, {state})")
-        with suppress(OSError):
-            lines += shortened((papers / f"{STACKS}{process}").read_text(errors="replace"))
-    return "\n".join(lines)
-
-
-def shortened(stacks: str) -> list[str]:
-    """Return a line for each thread in `stacks`, as `faulthandler` writes them: the innermost frames, from the outer to
-    the inner."""
-    lines = []
-    for thread in re.split(r"\n(?=(?:Current thread|Thread) 0x)", f"\n{stacks}"):
-        frames = re.findall(r'^  File "([^"]*)", line (\d+) in (\S+)', thread, re.MULTILINE)
-        if frames:
-            calls = [f"{'/'.join(Path(file).parts[-2:])}:{line} {name}" for file, line, name in frames[:FRAMES]]
-            lines.append("  " + " > ".join(reversed(calls)))
-    return lines
-
-
-def _catches(process: int, number: int) -> bool:
-    """Tell whether a process handles a signal that would end it."""
-    with suppress(OSError, ValueError, IndexError):
-        status = Path(f"/proc/{process}/status").read_text()
-        return bool(int(status.partition("SigCgt:")[2].split()[0], 16) >> (number - 1) & 1)
-    return False
-
-
-def _written(path: Path) -> bool:
-    with suppress(OSError):
-        return path.stat().st_size > 0
-    return False
+    time.sleep(1)
+    return "\n".join(path.read_text(errors="replace") for path in sorted(papers.glob(f"{STACKS}*")))
 
 
 def descendants(process: int) -> list[int]:

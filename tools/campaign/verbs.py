@@ -1,7 +1,6 @@
 """Commands under test, on tiny models in float32 on the CPU."""
 
 import json
-import re
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -237,8 +236,3 @@ def warm_up(lab: Lab) -> None:
     os.environ.pop("ZINFER_DEBUG", None)
     gc.collect()
     gc.freeze()
-
-
-def undated(text: str) -> str:
-    """Return a text without its dates and times."""
-    return re.sub(r"\d{4}-\d\d-\d\d([T ]\d\d:\d\d(:\d\d)?(\+00:00|Z| UTC)?)?", "DATE", text)

@@ -1,6 +1,7 @@
 """Cost model of a pass: golden figures, and properties that hold for all shapes."""
 
 import re
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,12 +13,12 @@ from zinfer.checkpoint import resolve
 from zinfer.core.case import Case, Workload
 from zinfer.core.engine import CHUNK_BYTES
 from zinfer.core.machine import FIGURES, Machine, override
-from zinfer.core.model import ModelSpec
+from zinfer.core.model import ModelSpec, Weights
 from zinfer.plan.advice import advice, cpu_experts_s, peers
 from zinfer.plan.bytes import Placement, Sizes
 from zinfer.plan.placement import CAUTIOUS, TUNING, Placer
 from zinfer.plan.planner import Plan, Planner, make_plan
-from zinfer.plan.times import LIMITS, RATES, Efficiency, Times, Timing
+from zinfer.plan.times import LIMITS, RATES, Efficiency, Times, Timing, shipped
 from zinfer.system import machines
 
 BLOOM = resolve.resolve("bloom-176b", None, None)
@@ -392,15 +393,18 @@ def test_coded_weights_that_stay_are_unpacked_in_each_pass_and_then_computed() -
     assert coded.streamed_bytes == raw.streamed_bytes == 0
     weights = opt.streamed_bytes
     read = (opt.active_parameters * opt.dtype_bytes + opt.kv_bytes(1, 528)) / bandwidth
-    assert (raw.bound_by, coded.bound_by) == ("hbm", "unpacking")
     kernels = RATES.kernel_s * opt.num_layers
-    assert raw.step_s == pytest.approx(read + kernels)
-    assert coded.step_s == pytest.approx(weights / (RATES.unpacking * bandwidth) + read + kernels)
-    limit = step(coded.placement, opt, machine, 1, 528, LIMITS)
+    assert raw.step_s == coded.step_s == pytest.approx(read + kernels), "there is room to keep them unpacked"
+    assert (coded.gpu.weights, coded.bound_by) == (raw.gpu.weights, "hbm")
+    packed = coded.placement.model_copy(update={"unpacked_layers": ()})
+    times = step(packed, opt, machine, 1, 528, PHYSICS)
+    assert times.bound_by == "unpacking"
+    assert times.seconds == pytest.approx(weights / (RATES.unpacking * bandwidth) + read + kernels)
+    limit = step(packed, opt, machine, 1, 528, LIMITS)
     assert limit.bound_by == "hbm"
     assert limit.seconds == pytest.approx(read - (1 - RATES.coded_bound) * weights / bandwidth), "read as they are"
     assert limit.limits.keys() == {"hbm", "compute"}, "unpacking and launches are no physics"
-    long = prefill(coded.placement, opt, machine, 64, 2048, PHYSICS)
+    long = prefill(packed, opt, machine, 64, 2048, PHYSICS)
     assert long.bound_by == "compute"
     assert seconds(long) == pytest.approx(long.limits["compute"] + long.limits["unpacking"])
 
@@ -783,6 +787,47 @@ def test_a_larger_batch_never_needs_less_memory_and_no_weight_is_lost(
     assert gpu.weights == kept // placement.gpus + others
     assert host.weights + nvme.weights == (0 if placement.tier == "gpu" else stored)
     assert sum(getattr(gpu, part) for part in type(gpu).model_fields) == gpu.total
+
+
+@pytest.mark.parametrize("batch_size", [1, 8, 32])
+@pytest.mark.parametrize("weights", ["as-released", "int4"])
+def test_a_budget_costs_what_the_link_takes(weights: Weights, batch_size: int) -> None:
+    """There is no step on the way. All resident is as fast as without offload."""
+    spec, efficiency = resolve.resolve("llama-3.1-8b", None, None, weights), shipped()["stream"]
+
+    def planned(offload: str, budget: str | None) -> Plan:
+        case = asked("llama-3.1-8b", offload, batch_size, weights=weights, gpu_weights=budget, options=CODED)
+        return make_plan(case, spec, H100, efficiency=efficiency)
+
+    whole, curve = planned("none", None), [planned("cpu", f"{share}%") for share in range(0, 101, 2)]
+    seconds = [plan.step_s or 0.0 for plan in curve]
+    assert all(more <= less for less, more in pairwise(seconds))
+    for plan, step_s in zip(curve, seconds, strict=True):
+        copying = plan.streamed_bytes / (efficiency.link_share * (H100.h2d_bandwidth or 1))
+        assert step_s <= 1.05 * ((whole.step_s or 0.0) + copying)
+        unpacked = plan.placement.unpacked_layers
+        assert set(unpacked) <= set(plan.placement.resident_layers)
+        assert plan.gpu.weights - spec.other_bytes <= plan.resident_bytes, "a budget counts bytes of the checkpoint"
+    for plan in (curve[-1], planned("cpu", "auto")):
+        assert plan.step_s == pytest.approx(whole.step_s)
+        assert plan.max_batch_size >= whole.max_batch_size
+
+
+def test_with_little_room_fewer_layers_stay_and_more_of_them_unpacked() -> None:
+    """Streaming one makes room for two of the others. A larger batch leaves none of them any."""
+    spec = resolve.resolve("opt-30b", None, None)
+    case = asked("opt-30b", batch_size=32, gpu_weights="auto", options=CODED)
+    planner = Planner(case, spec, H100, shipped()["stream"])
+    batches = [case.workload.model_copy(update={"batch_size": size}) for size in (1, 32, 60)]
+    alone, some, crowd = map(planner.at, batches)
+    assert len(alone.placement.unpacked_layers) == spec.num_layers
+    assert 0 < len(some.placement.unpacked_layers) < len(some.placement.resident_layers) < spec.num_layers
+    assert not crowd.placement.unpacked_layers
+    for share in ("90%", "94%", "98%", "100%"):
+        other = make_plan(case.model_copy(update={"gpu_weights": share}), spec, H100, efficiency=shipped()["stream"])
+        assert (some.step_s or 0.0) <= (other.step_s or 0.0)
+    for plan in (alone, some, crowd):
+        assert plan.gpu.total <= H100.gpu_bytes
 
 
 @settings(max_examples=60, deadline=None)

@@ -94,10 +94,8 @@ def test_auto_brings_them_on_demand_where_that_is_clearly_less() -> None:
     assert plan(model=small).placement.experts == "all"
 
 
-def test_experts_stay_with_their_layers_where_all_fit_and_are_read_from_their_codes() -> None:
-    """Losslessly coded experts are decoded first. So it pays to decode the chosen ones alone; it also pays for what the
-    kernel is not to read, or what does not all fit.
-    """
+def test_experts_stay_with_their_layers_where_all_fit_as_products_read_them() -> None:
+    """That is in their codes, or unpacked if they are coded losslessly. What does not all fit comes on demand."""
     released = resolve.resolve("gpt-oss-120b", None, None)
 
     def ways(model: ModelSpec, **options: Any) -> list[str]:
@@ -106,7 +104,9 @@ def test_experts_stay_with_their_layers_where_all_fit_and_are_read_from_their_co
     assert ways(released) == ["all", "all", "on-demand"]
     assert ways(released, experts="on-demand") == ["on-demand"] * 3
     assert ways(released, machine=machines.load("a100-40gb")) == ways(MIXTRAL) == ["on-demand"] * 3
-    assert ways(MIXTRAL, machine=machines.load("h200"), weight_codec="none") == ["all", "all", "on-demand"]
+    for codec in ("auto", "none"):
+        assert ways(MIXTRAL, machine=machines.load("h200"), weight_codec=codec) == ["all", "all", "on-demand"]
+    assert len(plan(1, MIXTRAL, "100%", machines.load("h200")).placement.unpacked_layers) == 32
     assert plan(1, released, "auto").placement.graphs
 
 

@@ -5,7 +5,7 @@ CPU.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ from zinfer.engine.cache import RowCache, make_cache
 from zinfer.engine.quantization.dequantize import expand
 from zinfer.engine.stream import graphs
 from zinfer.engine.stream.experts import few_experts
-from zinfer.engine.stream.weights import products
+from zinfer.engine.stream.weights import codec, products
 from zinfer.engine.stream.weights.codec import BLOCK, encode
 from zinfer.engine.stream.weights.formats import encode_chunks, unpack
 from zinfer.engine.transfer import to_device
@@ -147,25 +147,39 @@ def test_in_8_bits_the_cache_is_the_same_wherever_it_is(
     split.close()
 
 
-@pytest.mark.parametrize("codec", ["none", "lossless"])
+@pytest.mark.parametrize("weight_codec", ["none", "lossless"])
 @pytest.mark.parametrize("share", ["0%", "40%", "100%"])
-def test_layers_that_stay_give_the_same_logits(share: str, codec: str, checkpoint: Checkpoints, tmp_path: Path) -> None:
-    directory, lengths = checkpoint("llama"), BATCHES[0]
+def test_layers_that_stay_give_the_same_logits(
+    share: str, weight_codec: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    monkeypatch.setattr(codec, "MIN_NUMEL", 0)
+    directory, lengths = checkpoint("llama", hidden_size=256), BATCHES[0]
     given = reference(directory)[0]
     plain = load("stream", directory, "none", tmp_path, dtype="bfloat16", cuda_graphs="off")
     expected = follow(plain, given, lengths)
     plain.close()
-    options: dict[str, Any] = {"dtype": "bfloat16", "weight_codec": codec, "cuda_graphs": "off"}
+    options: dict[str, Any] = {"dtype": "bfloat16", "weight_codec": weight_codec, "cuda_graphs": "off"}
     either = load("stream", directory, "cpu", tmp_path, **options)
     plan, everything = either.plan, either.effective().host_weight_bytes
     either.plan = make_plan(plan.case.model_copy(update={"gpu_weights": share}), plan.model, plan.machine)
     alone = load("stream", directory, "cpu", tmp_path, gpu_weights=share, **options)
     assert (alone.effective().host_weight_bytes < everything) == (share != "0%")
     for engine in (either, alone):
-        for _ in range(TURNS):
-            for actual, wanted in zip(follow(engine, given, lengths), expected, strict=True):
-                assert torch.equal(actual, wanted)
+        for unpacked in unpacked_ways(engine):
+            for _ in range(TURNS):
+                for actual, wanted in zip(follow(engine, given, lengths), expected, strict=True):
+                    assert torch.equal(actual, wanted)
+            assert engine.effective().settings["unpacked_layers"] == (0 if weight_codec == "none" else unpacked)
         engine.close()
+
+
+def unpacked_ways(engine: Any) -> Iterator[int]:
+    """Keep none, all, one and none of the resident layers unpacked. Yields how many."""
+    placement = engine.planner.plan.placement
+    stay = placement.resident_layers
+    for unpacked in ((), stay, stay[:1], ()):
+        engine.place(placement.model_copy(update={"unpacked_layers": unpacked}))
+        yield len(unpacked)
 
 
 def test_a_batch_that_ran_out_of_memory_leaves_the_engine_usable(
@@ -326,10 +340,16 @@ def test_cuda_graphs_give_the_same_tokens(architecture: str, checkpoint: Checkpo
 @pytest.mark.parametrize("architecture", ["llama", "mixtral", "bloom"])
 @pytest.mark.parametrize(("offload", "share"), [("none", None), ("cpu", "100%"), ("cpu", "34%")])
 def test_cuda_graphs_give_the_same_logits(
-    offload: Offload, share: str | None, architecture: str, checkpoint: Checkpoints, tmp_path: Path
+    offload: Offload,
+    share: str | None,
+    architecture: str,
+    checkpoint: Checkpoints,
+    tmp_path: Path,
+    monkeypatch: Patch,
 ) -> None:
-    """Experts' dispatch is recorded, as is the unpacking of resident layers."""
-    directory, lengths = checkpoint(architecture), BATCHES[0]
+    """Experts' dispatch is recorded, as is the unpacking of resident coded layers."""
+    monkeypatch.setattr(codec, "MIN_NUMEL", 0)
+    directory, lengths = checkpoint(architecture, hidden_size=256), BATCHES[0]
     given, runs = reference(directory)[0], []
     for option in ("off", "auto"):
         options: dict[str, Any] = {"cuda_graphs": option, "weight_codec": "none" if offload == "none" else "lossless"}
@@ -337,9 +357,10 @@ def test_cuda_graphs_give_the_same_logits(
         plan = engine.plan
         if share is not None:
             engine.plan = make_plan(plan.case.model_copy(update={"gpu_weights": share}), plan.model, plan.machine)
-        runs += [follow(engine, given, lengths) for _ in range(TURNS)]
         on = graphs.BY_LAYER if share == "34%" else "on"
-        assert engine.effective().settings["cuda_graphs"] == {"off": "off", "auto": on}[option]
+        for _ in unpacked_ways(engine) if share is not None else (0,):
+            runs += [follow(engine, given, lengths) for _ in range(TURNS)]
+            assert engine.effective().settings["cuda_graphs"] == {"off": "off", "auto": on}[option]
         engine.close()
     for run in runs[1:]:
         for actual, expected in zip(run, runs[0], strict=True):
@@ -504,8 +525,8 @@ def test_layers_that_stay_packed_give_the_same_tokens(name: str, share: str, tmp
 def test_streamed_codes_give_the_tokens_of_dequantised_weights(name: str, tmp_path: Path) -> None:
     directory = test_quantized.FORMATS[name](tmp_path / "m")
     outputs = []
-    for codec in ("none", "lossless"):
-        engine = load("stream", directory, "cpu", tmp_path, dtype="bfloat16", weight_codec=codec)
+    for weight_codec in ("none", "lossless"):
+        engine = load("stream", directory, "cpu", tmp_path, dtype="bfloat16", weight_codec=weight_codec)
         outputs.append(tokens(engine, (5, 9, 3)))
         engine.close()
     assert torch.equal(*outputs)

@@ -1,7 +1,7 @@
 """Streamed layers: every bit arrives, through arena, ring and slot, and the tokens stay the same."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -27,6 +27,7 @@ from zinfer.engine.stream.weights import codec
 from zinfer.engine.stream.weights.chunk import PackedLayer, pack, plain
 from zinfer.engine.stream.weights.ring import PrefetchRing
 from zinfer.engine.stream.weights.source import MemorySource
+from zinfer.plan.bytes import Sizes
 from zinfer.plan.planner import make_plan
 from zinfer.worker.session import not_as_asked
 
@@ -121,11 +122,13 @@ class Layer(nn.Module):
 
 
 def ring_of(
-    make: Callable[..., tuple[PinnedArena, list[PackedLayer]]], count: int, depth: int = 2
+    make: Callable[..., tuple[PinnedArena, list[PackedLayer]]], count: int, depth: int = 2, kept: Sequence[int] = ()
 ) -> tuple[PrefetchRing, list[Layer], list[dict[str, Tensor]], PinnedArena]:
     tensors = [layer_tensors(seed) for seed in range(count)]
     arena, images = make(tensors)
     ring = PrefetchRing(MemorySource(arena, images), depth, CPU)
+    for index in kept:
+        ring.keep_only(index, arena.memory[images[index].start : images[index].end].clone())
     layers = [Layer(tensor) for tensor in tensors]
     for index, layer in enumerate(layers):
         entries = {name: Entry((name,), ((layer, name),), tensor, index) for name, tensor in tensors[index].items()}
@@ -143,8 +146,9 @@ def test_the_ring_shows_each_layer_its_own_weights_step_after_step(
     make: Callable[..., tuple[PinnedArena, list[PackedLayer]]],
 ) -> None:
     ring, layers, tensors, arena = ring_of(make, 3, depth=3)
-    for resident in ([], [1], [0, 2], [0, 1, 2], []):
-        ring.keep(resident)
+    ways: list[tuple[list[int], list[int]]] = [([], []), ([1], [1]), ([0, 2], [2]), ([0, 1, 2], [0, 1, 2])]
+    for resident, unpacked in [*ways, ([0, 1, 2], [1]), ([1, 2], [1, 2]), ([], [])]:
+        ring.keep(resident, unpacked)
         ring.start()
         before = ring.bytes_copied
         for _ in range(2):
@@ -152,7 +156,9 @@ def test_the_ring_shows_each_layer_its_own_weights_step_after_step(
                 assert all(same(layer(), expected) for layer, expected in zip(layers, tensors, strict=True))
         moved = sum(piece.size for index in ring.streamed for piece in ring.layers[index].chunks)
         assert ring.bytes_copied - before == 2 * moved
-        assert ring.kept_bytes == sum(ring.layers[index].end - ring.layers[index].start for index in resident)
+        plain = unpacked if make is packed else []  # uncoded layers are, always
+        sizes = [ring.layers[i].unpacked_bytes if i in plain else ring.layers[i].size for i in resident]
+        assert (ring.kept_bytes, ring.unpacked) == (sum(sizes), set(plain))
     with pytest.raises(RuntimeError, match="layer 1 is next"), ring.weight_pass():  # noqa: PT012
         layers[0]()
         layers[2]()
@@ -162,6 +168,20 @@ def test_the_ring_shows_each_layer_its_own_weights_step_after_step(
         assert same(layers[0](), tensors[0])
     with ring.weight_pass():
         assert all(same(layer(), expected) for layer, expected in zip(layers, tensors, strict=True))
+    ring.close()
+    arena.close()
+
+
+def test_a_layer_that_lies_nowhere_else_can_be_coded_again() -> None:
+    ring, layers, tensors, arena = ring_of(packed, 3, kept=[1])
+    coded = ring.kept_bytes
+    for unpacked in ([1], [], [1], [0, 1], []):
+        ring.keep([], unpacked)
+        assert ring.streamed == (0, 2)
+        assert ring.unpacked == {1}.intersection(unpacked)
+        assert ring.kept_bytes == (ring.layers[1].unpacked_bytes if 1 in unpacked else coded)
+        with ring.weight_pass():
+            assert all(same(layer(), expected) for layer, expected in zip(layers, tensors, strict=True))
     ring.close()
     arena.close()
 
@@ -381,6 +401,41 @@ def test_layers_that_stay_are_not_streamed_and_give_the_same_tokens(
         assert loaded._ring is not None
         loaded._ring.keep([])  # they are nowhere else
         assert loaded.effective().settings["resident_layers"] == resident
+    loaded.close()
+    plain.close()
+
+
+@pytest.mark.parametrize("share", ["0%", "25%", "50%", "100%", "auto"])
+def test_coded_layers_that_stay_are_kept_unpacked_while_there_is_room(
+    share: str, checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    directory = checkpoint("llama", hidden_size=256)
+    plain = load("stream", directory, "none", tmp_path, "bfloat16")
+    expected = tokens(plain)
+    case = plain.plan.case.model_copy(update={"gpu_weights": share, "offload": "cpu"})
+    rates = {"hbm_bandwidth": 1e9, "h2d_bandwidth": 2e9, "matmul_flops": 1e15}  # unpacking takes longer than the link
+    machine = plain.plan.machine.model_copy(update={"gpu_count": 1, "gpu_bytes": 4 << 30, **rates})
+    loaded = type(plain)(make_plan(case, plain.plan.model, machine))
+    assert isinstance(loaded, Stream)
+    assert loaded._ring is not None
+    ratio = sum(layer.size for layer in loaded._ring.layers) / loaded.plan.model.streamed_bytes
+    stay = {"0%": 0, "25%": 1, "50%": 2}.get(share, 3)
+    placement = loaded.plan.placement
+    others = [placement.model_copy(update={"unpacked_layers": kept}) for kept in ((), placement.resident_layers[-1:])]
+    if share == "auto":
+        fewer = {"resident_layers": (0, 2), "resident_bytes": placement.resident_bytes * 2 // 3}
+        others.append(others[1].model_copy(update=fewer | {"unpacked_layers": (2,)}))
+    for now in (placement, *others, placement):
+        loaded.place(now)
+        for ours, theirs in zip(tokens(loaded), expected, strict=True):
+            assert torch.equal(ours, theirs)
+        actual, kept = loaded.effective(), (len(now.resident_layers), len(now.unpacked_layers))
+        assert (actual.settings["resident_layers"], actual.settings["unpacked_layers"]) == kept
+        away = (3 - kept[0]) * loaded.plan.model.streamed_bytes // 3
+        assert actual.streamed_bytes_per_step == pytest.approx(away, rel=0.01)
+        sizes = Sizes(now.model_copy(update={"kept_ratio": ratio}), loaded.plan.model)
+        assert actual.gpu_weight_bytes == pytest.approx(sizes.kept_bytes + loaded.plan.model.other_bytes, rel=0.005)
+    assert len(placement.unpacked_layers) == len(placement.resident_layers) == stay
     loaded.close()
     plain.close()
 

@@ -364,6 +364,7 @@ def _recorded_placement(point: Measurement, model: ModelSpec, machine: Machine) 
     if "resident_layers" in settings and update["experts"] == "all":
         kept = model.streamed_bytes * settings["resident_layers"] / model.num_layers
     update["resident_bytes"] = min(model.streamed_bytes, round(kept))
+    update["unpacked_layers"] = tuple(range(min(model.num_layers, int(settings.get("unpacked_layers", 0)))))
     # Earlier versions kept all layers in host memory.
     update["moved"] = effective.host_weight_bytes < EVIDENCE.all_kept * ratio * model.streamed_bytes
     return placer.bare(workload, round(kept)).model_copy(update=update)

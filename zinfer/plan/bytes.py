@@ -74,6 +74,7 @@ class Placement(Frozen):
     gpus: int = Field(default=1, ge=1)  # GPUs, each with its own link, and with its part of resident layers and of rows
     resident_bytes: int = 0  # bytes of layers that stay, on all GPUs together, besides the weights outside the layers
     resident_layers: tuple[int, ...] = ()  # numbers of whole layers that stay; spread so that the link never idles
+    unpacked_layers: tuple[int, ...] = ()  # those of them that are kept unpacked, though their weights stream coded
     moved: bool = False  # layers that stay lie nowhere else: not in host memory, nor on disk
     held_bytes: int = 0  # bytes of layers that host memory keeps, if the weights are on disk
     host_layers: tuple[int, ...] = ()  # numbers of these layers, spread among layers read from disk
@@ -152,6 +153,18 @@ class Sizes:
         return self.model.streamed_bytes if self.placement.tier == "gpu" else self.resident
 
     @property
+    def kept_unpacked(self) -> int:
+        """Bytes of resident layers that no pass has to unpack."""
+        parameters = self.model.layer_parameters
+        return sum(parameters[index] for index in self.placement.unpacked_layers) * self.model.dtype_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that all layers on the GPUs take there."""
+        unpacked = self.kept_unpacked
+        return round((self.stays - unpacked) * self.placement.kept_ratio) + unpacked
+
+    @property
     def cached_share(self) -> float:
         """Share of the routed experts that the GPU keeps."""
         missing = min(self.model.streamed_bytes - self.resident, self.model.routed_bytes)
@@ -184,9 +197,9 @@ class Sizes:
     def unpacked(self, tokens: int | None = None) -> int:
         """Return the bytes, unpacked, that a pass writes into the layer buffer.
 
-        All that comes through the ring is unpacked, or copied if it is not coded. Coded weights that stay on the GPU
-        stay coded, and each pass unpacks them anew, as it does cached experts and the parts of layers that several GPUs
-        share. Uncoded resident layers are computed in place; so are quantised ones in a pass of few tokens.
+        All that comes through the ring is unpacked, or copied if it is not coded. Coded weights on the GPU are unpacked
+        anew in each pass, and so are cached experts and the parts of layers that several GPUs share. Resident layers
+        are computed in place if they are uncoded or kept unpacked, and quantised ones in a pass of few tokens.
         """
         placement, model = self.placement, self.model
         if not placement.ring_depth:
@@ -196,7 +209,7 @@ class Sizes:
             touched = model.touched_share(tokens) if tokens is not None and placement.chooses(tokens) else 1.0
             layers, experts = layers - model.routed_bytes, round(model.routed_bytes * touched)
         coded = placement.wire_ratio < 1 and not self.reads_codes(tokens)
-        in_place = 0 if coded or placement.gpus > 1 else min(self.stays, layers)
+        in_place = self.kept_unpacked if coded else 0 if placement.gpus > 1 else min(self.stays, layers)
         return layers - in_place + experts
 
     @property
@@ -283,7 +296,7 @@ class Sizes:
             buffers, resident_others = buffers + resident_others, resident_others // placement.gpus
         kv = round(model.kv_bytes(rows, length) * placement.kv_ratio) - self.host_kv(rows, length)
         gpu = Bytes(
-            weights=round(resident * placement.kept_ratio) // placement.gpus + resident_others,
+            weights=self.kept_bytes // placement.gpus + resident_others,
             kv_cache=kv + draft_kv_bytes(model, batch_size, length),
             buffers=buffers,
             activations=working + extra,

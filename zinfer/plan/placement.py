@@ -52,6 +52,10 @@ class Tuning:
     # often halfway to its neighbours.
     budgets: tuple[float, ...] = (0.0, 0.2, 0.4, 0.6, 0.8, 0.9)
     halvings: int = 2
+    # GPU memory that layers kept unpacked leave free: for graphs, and for coding a layer again, which takes 1.2 GB.
+    unpacked_margin: int = 2 << 30
+    hidden: float = 1.002  # step over the shortest one, up to which unpacking counts as hidden behind the link
+    counted_on: float = 0.5  # share of the rate of unpacking by which that is judged
 
 
 TUNING = Tuning()
@@ -120,7 +124,55 @@ class Placer:
         return case.model_copy(update={"offload": "cpu", "gpu_weights": "100%"})
 
     def _place(self, workload: Workload) -> Placement:
-        """Place a workload as is fastest.
+        """Place a workload as is fastest."""
+        return self._with_unpacked(self._fastest(workload), workload)
+
+    def _with_unpacked(self, placement: Placement, workload: Workload) -> Placement:
+        """Return the placement with coded resident layers kept unpacked.
+
+        They take no more bytes than in the checkpoint, by which a budget counts. With ``auto`` fewer layers stay where
+        the others, unpacked in their place, make a shorter step.
+        """
+        able = placement.codec == "lossless" and self.model.stored_ratio == 1 and placement.experts == "all"
+        if not (placement.resident_layers and able and self.machine.gpu_count) or placement.gpus > 1:
+            return placement
+        best, shortest = self._unpack(placement, workload)
+        movable = placement.tier == "host" and not placement.moved
+        while movable and 1 < len(best.resident_layers) > len(best.unpacked_layers):
+            stay = spread(len(best.resident_layers) - 1, self.model.num_layers)
+            fewer = {"resident_layers": stay, "resident_bytes": sum(self._layer_sizes[index] for index in stay)}
+            graphs = placement.graphs and self.model.attends_by_name
+            other, seconds = self._unpack(placement.model_copy(update=fewer | {"graphs": graphs}), workload)
+            if seconds >= shortest:
+                break
+            best, shortest = other, seconds
+        return best
+
+    def _unpack(self, placement: Placement, workload: Workload) -> tuple[Placement, float]:
+        """Return the placement with unpacked layers, and seconds of a step.
+
+        They are as few as make the shortest step, of those that fit.
+        """
+        stay, context = placement.resident_layers, workload.input_len + workload.output_len // 2
+        more = max(1.0, (1 - placement.kept_ratio) * max(self._layer_sizes[index] for index in stay))
+        room = int((self._free(placement, workload) - TUNING.unpacked_margin) // more)
+        limit = max(0, min(len(stay), room))
+        careful = self._good.model_copy(update={"unpack_share": TUNING.counted_on * self._good.unpack_share})
+
+        def keeping(count: int) -> Placement:
+            unpacked = tuple(stay[index] for index in spread(count, len(stay)))
+            return placement.model_copy(update={"unpacked_layers": unpacked})
+
+        def seconds(count: int, efficiency: Efficiency) -> float:
+            timing = Timing(keeping(count), self.model, self.machine, efficiency)
+            return timing.step(workload.batch_size, context).seconds or inf
+
+        enough = TUNING.hidden * seconds(limit, careful)
+        count = limit - largest(lambda fewer: seconds(limit - fewer, careful) <= enough, limit)
+        return keeping(count), seconds(count, self._good)
+
+    def _fastest(self, workload: Workload) -> Placement:
+        """Place a workload, with layers that stay coded.
 
         With ``auto`` both for layers that stay and for the KV cache, the share of the memory that layers get is
         searched. The ring gets up to a layer of buffers, the rest goes to further layers.
@@ -354,13 +406,14 @@ class Placer:
         fewer = fewer and model.expert_bytes * wire_ratio >= TUNING.min_expert_bytes
         if not fewer or packed or model.architecture in WHOLE_EXPERTS:
             return False
-        # Where the GPU has room for all layers, and products read their experts in place, none has to come. Experts
-        # that are coded losslessly are decoded first, so that fewer are better.
+        # Where the GPU has room for all layers as products read them in place (quantised in their codes, others kept
+        # unpacked), none has to come. Codes in FP8 are decoded first, so that fewer are better.
         quantised = model.stored_ratio < 1 and not model.fp8_ratio
-        readable = wire_ratio == 1 or (quantised and self.transport.from_codes)
+        readable = wire_ratio == 1 or model.stored_ratio == 1 or (quantised and self.transport.from_codes)
         if not (self.machine.gpu_count and readable and self.case.gpu_weights in ("auto", "100%")):
             return True
-        needed = model.streamed_bytes * wire_ratio + model.layer_bytes + model.other_bytes
+        in_place = wire_ratio if quantised else 1.0
+        needed = model.streamed_bytes * in_place + model.layer_bytes + model.other_bytes
         return needed > TUNING.all_stay_share * self.machine.gpu_bytes
 
     def _expert_buffers(self, count: int) -> dict[str, Any]:

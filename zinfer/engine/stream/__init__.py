@@ -290,12 +290,13 @@ class Stream(SharedPasses):
             buffers = max(buffers, *(layers * len(packed.chunks) + staging for packed in ring.layers))
         pool, experts = self._pool, (placement.expert_buffers, placement.cached_experts)
         ring.resize(min(buffers, ring.depth))  # shrink before anything grows
-        moved = set(placement.resident_layers) != set(range(len(ring.layers))) - set(ring.streamed)
+        stay = frozenset(placement.resident_layers), frozenset(placement.unpacked_layers)
+        moved = stay != (frozenset(range(len(ring.layers))).difference(ring.streamed), ring.unpacked)
         if moved or (pool is not None and experts != (pool.staging, pool.cached)):
             self._graphs.clear()
         if pool is not None:
             pool.resize(min(experts[0], pool.staging), min(experts[1], pool.cached))
-        ring.keep(placement.resident_layers)
+        ring.keep(*stay)
         ring.hold(placement.host_layers, self.progress)
         ring.resize(buffers)
         if pool is not None:
@@ -568,6 +569,7 @@ class Stream(SharedPasses):
                 "buffer_bytes": self._ring.buffer_bytes,
                 "slot_bytes": self._ring.layer_buffer.nbytes + (0 if pool is None else pool.layer_buffer.nbytes),
                 "resident_layers": len(self._layers) - len(self._ring.streamed),
+                "unpacked_layers": len(self._ring.unpacked),
                 "weight_codec": self.plan.placement.codec,
                 **source.settings,
                 **self._expert_settings(),

@@ -125,8 +125,8 @@ class GatherRing(PrefetchRing):
         if staging != len(self._staging.buffers) and self.queues is not None:
             self._staging.resize(staging, whole, self._device, self.queues)
 
-    def keep(self, layers: Iterable[int]) -> None:
-        """Keep this rank's part of `layers` from now on."""
+    def keep(self, layers: Iterable[int], unpacked: Iterable[int] = ()) -> None:
+        """Keep this rank's part of `layers` from now on. None is kept `unpacked`."""
         wanted = self._only_resident.union(layers)
         if wanted == self._resident.keys():
             return

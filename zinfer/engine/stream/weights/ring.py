@@ -39,7 +39,7 @@ from zinfer.core.progress import Progress, silent
 from zinfer.engine.pinned import TensorPlace
 from zinfer.engine.state import Entry
 from zinfer.engine.stream.trace import Timed, Trace, mark
-from zinfer.engine.stream.weights.chunk import Chunk, PackedLayer
+from zinfer.engine.stream.weights.chunk import Chunk, LayerMemory, PackedLayer, pack
 from zinfer.engine.stream.weights.queues import CudaQueues, Event, Queues
 from zinfer.engine.stream.weights.source import WeightSource
 from zinfer.record.measurement import Lane
@@ -92,6 +92,7 @@ class PrefetchRing:
         self._attached: list[list[tuple[Tensor, TensorPlace]]] = []  # by layer: weights and places in the layer buffer
         self._resident: dict[int, Tensor] = {}  # layer -> its bytes as in the source, on the device
         self._only_resident: set[int] = set()  # layers that are in no source
+        self.unpacked: frozenset[int] = frozenset()  # resident layers whose bytes are those of the layer buffer
         self._unpackers: dict[int, Callable[[], None]] = {}  # layer -> what unpacks it where it stays, if given
         self._pending: Iterator[Transfer] = iter(())  # transfers still to be issued
         self._in_flight: deque[Transfer] = deque()  # transfers issued and not taken; the last one may wait to be issued
@@ -158,20 +159,37 @@ class PrefetchRing:
             self._free = [self.queues.event() for _ in range(depth)]
         self._depth, self.buffer_bytes = depth, size
 
-    def keep(self, layers: Iterable[int]) -> None:
-        """Keep `layers` on the device from now on, and stream the others. Those without a source stay, too. Waits for
-        the device if that changes anything."""
+    def keep(self, layers: Iterable[int], unpacked: Iterable[int] = ()) -> None:
+        """Keep `layers` on the device from now on, and stream the others. Those without a source stay, too. Coded ones
+        are kept `unpacked`, or each pass unpacks them. Waits for the device if that changes anything."""
         wanted = self._only_resident.union(layers)
-        if wanted == self._resident.keys():
+        plain = frozenset(index for index in unpacked if index in wanted and self.layers[index].coded)
+        if wanted == self._resident.keys() and plain == self.unpacked:
             return
         self._flush()
-        for index in set(self._resident) - wanted:
-            del self._resident[index]
+        for index in (self._resident.keys() - wanted) | (self.unpacked - plain):
+            if index in self._only_resident:
+                self._pack_again(index)
+            else:
+                del self._resident[index]
             self._point_to(index, self.layer_buffer)
+            self.unpacked -= {index}
         for index in sorted(wanted - self._resident.keys()):
             self._resident[index] = self._copy_of(index)
             if not self.layers[index].coded:
                 self._point_to(index, self._resident[index])
+        for index in sorted(plain - self.unpacked):
+            content = torch.empty(self.layers[index].unpacked_bytes, dtype=torch.uint8, device=self._device)
+            self._unpack_resident(index, self.layers[index].chunks, content)
+            self._resident[index] = content
+            self._point_to(index, content)
+            self.unpacked |= {index}
+
+    def _pack_again(self, index: int) -> None:
+        """Code an unpacked layer that is in no source."""
+        memory, content = LayerMemory(self._device), self._resident[index]
+        packed = pack({name: block.view(content) for name, block in self.layers[index].blocks.items()}, memory)
+        self.layers[index], self._resident[index] = packed, memory.whole()
 
     def keep_only(self, index: int, content: Tensor) -> None:
         """Keep a layer, not attached yet, whose bytes are in no source."""
@@ -487,7 +505,7 @@ class PrefetchRing:
                 self._free_oldest()
                 if self.queues is None and self._source.on_disk(chunk):
                     self._source.release()
-        elif packed.coded:
+        elif packed.coded and index not in self.unpacked:
             with self._span("unpack", index):
                 self._unpackers.get(index, partial(self._unpack_resident, index, packed.chunks))()
 
@@ -495,10 +513,11 @@ class PrefetchRing:
         with self._span("unpack", index):
             chunk.unpack(content, self.layer_buffer)
 
-    def _unpack_resident(self, index: int, chunks: Iterable[Chunk]) -> None:
+    def _unpack_resident(self, index: int, chunks: Iterable[Chunk], memory: Tensor | None = None) -> None:
+        """Unpack `chunks` of a layer that stays. They go to the layer buffer, or to `memory`."""
         start, content = self.layers[index].start, self._resident[index]
         for chunk in chunks:
-            chunk.unpack(content[chunk.start - start :], self.layer_buffer)
+            chunk.unpack(content[chunk.start - start :], self.layer_buffer if memory is None else memory)
 
     def unpack_chunks(self, index: int, chunks: Iterable[Chunk]) -> None:
         """Unpack `chunks` of layer `index`, which stays: when its `unpack` is called, or while it computes."""

@@ -261,6 +261,24 @@ def test_layers_that_stay_give_the_same_tokens(
     assert (kernel.calls > 0) == served
 
 
+def test_a_mostly_quantised_layer_holds_the_rest_as_it_is(
+    made: Callable[[str], Path], tmp_path: Path, kernel: Kernel, monkeypatch: Patch
+) -> None:
+    for name in ("MIN_NUMEL", "BLOCK"):
+        monkeypatch.setattr(f"zinfer.engine.stream.weights.codec.{name}", 1 << 6)
+    expected = run(start(made("mxfp4 of experts"), tmp_path, kernel=False, dtype="bfloat16"))
+    engine = start(made("mxfp4 of experts"), tmp_path, dtype="bfloat16")
+    assert torch.equal(greedy(engine, LENGTHS), expected)
+    layer, held = engine._ring.layers[0], engine._ring._resident[0]
+    assert {type(chunk.layout) for chunk in layer.chunks} == {CodesLayout, type(None)}
+    parameters = dict(engine._layers[0].named_parameters())
+    places = {name: weight.data_ptr() - held.data_ptr() for name, weight in parameters.items()}
+    inside = {name for name, place in places.items() if 0 <= place < held.nbytes}
+    assert "self_attn.q_proj.weight" in inside
+    assert inside == set(layer.in_place) == {name for name in parameters if not name.endswith("_proj")}
+    engine.close()
+
+
 @pytest.mark.parametrize("weights", ["int4", "int8"])
 def test_every_matrix_of_bloom_is_read_from_its_codes(
     weights: Weights, checkpoint: Callable[..., Path], kernel: Kernel

@@ -7,6 +7,7 @@ step, so that the GPU memory between link and layer buffer is a few chunks, not 
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -103,6 +104,27 @@ class PackedLayer:
         """True if a chunk is encoded."""
         return any(chunk.layout is not None for chunk in self.chunks)
 
+    @cached_property
+    def in_place(self) -> Mapping[str, int]:
+        """Parameters that the layer's bytes hold as they are, and the bytes by which their places are shifted there."""
+        shifts = dict[str, int]()
+        for name, block in self.blocks.items():
+            found = {None if chunk.layout else chunk.start - chunk.place for chunk in self._chunks_of(block)}
+            if len(found) == 1 and (shift := found.pop()) is not None:
+                shifts[name] = shift - self.start
+        return shifts
+
+    @cached_property
+    def chunks_to_unpack(self) -> tuple[Chunk, ...]:
+        """Chunks with a parameter that is not `in_place`."""
+        others = [block for name, block in self.blocks.items() if name not in self.in_place]
+        starts = {chunk.start for block in others for chunk in self._chunks_of(block)}
+        return tuple(chunk for chunk in self.chunks if chunk.start in starts)
+
+    def _chunks_of(self, block: TensorPlace) -> list[Chunk]:
+        first, end = block.offset, block.offset + block.size
+        return [chunk for chunk in self.chunks if chunk.place < end and first < chunk.place + chunk.unpacked_bytes]
+
 
 def plain(tensors: Iterable[tuple[str, Tensor]], start: int, gpus: int = 1) -> PackedLayer:
     """Return the packed layer of uncoded tensors, from byte `start` on. They may be on the meta device. `gpus` copy the
@@ -116,17 +138,20 @@ def pack(
     memory: Memory,
     coded: Mapping[str, tuple[Tensor, Sequence[Codes]]] | None = None,
     gpus: int = 1,
+    mostly: bool = False,
 ) -> PackedLayer:
     """Append a layer's parameters to `memory`, encoded where that shrinks them.
 
     They may be on any device. `coded` are quantised parameters: a tensor of their shape and type (on the meta device,
     perhaps), and the matrices whose rows, one after the other, they consist of; of these only FP8 codes are encoded.
     Encoded tensors come first in the layer buffer; the others lie together and cross the link together. Matrices too
-    small to be encoded alone are encoded as one. `gpus` copy the layer together.
+    small to be encoded alone are encoded as one. `gpus` copy the layer together. Of a layer that is `mostly` quantised
+    the rest is not encoded: that would save a per cent of its bytes, and cost each pass the decoding where it stays.
     """
     coded = coded or {}
-    large = {name: tensor for name, tensor in tensors.items() if codec.worth_coding(tensor)}
-    joined = codec.worth_joining({name: tensor for name, tensor in tensors.items() if name not in large})
+    large = {name: tensor for name, tensor in tensors.items() if not mostly and codec.worth_coding(tensor)}
+    others = {name: tensor for name, tensor in tensors.items() if name not in large}
+    joined = {} if mostly else codec.worth_joining(others)
     small = {name: tensor for name, tensor in tensors.items() if name not in large and name not in joined}
     shapes = [(name, tensor) for name, (tensor, _) in coded.items()]
     blocks, size = lay_out([*shapes, *large.items(), *joined.items(), *small.items()])

@@ -79,7 +79,9 @@ class Lossless:
         coded = {
             name: (self._entries[name].tensor, codes) for name, codes in self._codes.items() if name not in on_demand
         }
-        layer, experts = pack(tensors, self._memory, coded, self._gpus), None
+        quantised = sum(self._entries[name].tensor.numel() for name in self._codes)
+        mostly = 2 * quantised > sum(entry.tensor.numel() for entry in self._entries.values())
+        layer, experts = pack(tensors, self._memory, coded, self._gpus, mostly), None
         if self._experts is not None:
             experts = pack_experts(self._experts, self._tensors, self._codes, self._memory)
         return layer, experts

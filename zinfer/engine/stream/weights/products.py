@@ -201,7 +201,7 @@ class PackedProducts(CheckedKernel):
         """Unpack a layer that stays, but for its lazy weights."""
         self._waiting = index, dict(self._lazy[index])
         lazy = {chunk.start for chunks in self._lazy[index].values() for chunk in chunks}
-        ring.unpack_chunks(index, [chunk for chunk in ring.layers[index].chunks if chunk.start not in lazy])
+        ring.unpack_chunks(index, [chunk for chunk in ring.layers[index].chunks_to_unpack if chunk.start not in lazy])
 
     def _fill_in(self, ring: PrefetchRing, index: int, name: str) -> None:
         """Unpack a lazy weight of the computing layer."""

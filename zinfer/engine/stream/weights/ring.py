@@ -36,7 +36,6 @@ import torch
 from torch import Tensor, nn
 
 from zinfer.core.progress import Progress, silent
-from zinfer.engine.pinned import TensorPlace
 from zinfer.engine.state import Entry
 from zinfer.engine.stream.trace import Timed, Trace, mark
 from zinfer.engine.stream.weights.chunk import Chunk, LayerMemory, PackedLayer, pack
@@ -89,7 +88,7 @@ class PrefetchRing:
         self.queues: Queues | None = CudaQueues(device) if queues is None and self._cuda else queues
         size = max(packed.unpacked_bytes for packed in self.layers)
         self.layer_buffer = torch.empty(size, dtype=torch.uint8, device=device)
-        self._attached: list[list[tuple[Tensor, TensorPlace]]] = []  # by layer: weights and places in the layer buffer
+        self._attached: list[list[Tensor]] = []  # weights of each layer, in the order of its blocks
         self._resident: dict[int, Tensor] = {}  # layer -> its bytes as in the source, on the device
         self._only_resident: set[int] = set()  # layers that are in no source
         self.unpacked: frozenset[int] = frozenset()  # resident layers whose bytes are those of the layer buffer
@@ -118,12 +117,10 @@ class PrefetchRing:
         """Make the weights of `layer`, number `index`, views of the layer buffer. Hooks bring the layer there when it
         is called. `entries` go by the names in its packed layer. The layer gets `weights` instead of views; `unpack`
         brings it when it stays, by `unpack_chunks`."""
-        packed, resident = self.layers[index], self._resident_content(index)
-        memory = self.layer_buffer if resident is None or packed.coded else resident
-        views = {name: block.view(memory) for name, block in packed.blocks.items()} | dict(weights or {})
+        packed, views = self.layers[index], self._views(index) | dict(weights or {})
         if unpack is not None:
             self._unpackers[index] = unpack
-        self._attached.append([(entries[name].put(views[name]), block) for name, block in packed.blocks.items()])
+        self._attached.append([entries[name].put(views[name]) for name in packed.blocks])
         layer.register_forward_pre_hook(lambda _module, _args: self._begin_call(index))
         layer.register_forward_hook(lambda _module, _args, output: self._end_call(index, output))
 
@@ -172,18 +169,17 @@ class PrefetchRing:
                 self._pack_again(index)
             else:
                 del self._resident[index]
-            self._point_to(index, self.layer_buffer)
             self.unpacked -= {index}
+            self._point(index)
         for index in sorted(wanted - self._resident.keys()):
             self._resident[index] = self._copy_of(index)
-            if not self.layers[index].coded:
-                self._point_to(index, self._resident[index])
+            self._point(index)
         for index in sorted(plain - self.unpacked):
             content = torch.empty(self.layers[index].unpacked_bytes, dtype=torch.uint8, device=self._device)
             self._unpack_resident(index, self.layers[index].chunks, content)
             self._resident[index] = content
-            self._point_to(index, content)
             self.unpacked |= {index}
+            self._point(index)
 
     def _pack_again(self, index: int) -> None:
         """Code an unpacked layer that is in no source."""
@@ -348,9 +344,26 @@ class PrefetchRing:
             raise RuntimeError("a decoder layer was called outside of a pass of the weights")
         return self._pass
 
-    def _point_to(self, index: int, memory: Tensor) -> None:
-        for tensor, block in self._attached[index]:
-            tensor.data = block.view(memory)
+    def _point(self, index: int) -> None:
+        """Point the weights of an attached layer to where they are now."""
+        for tensor, view in zip(self._attached[index], self._views(index).values(), strict=True):
+            tensor.data = view
+
+    def _views(self, index: int) -> dict[str, Tensor]:
+        """Return where a layer's weights are while it computes.
+
+        They are in the layer buffer, but for those that a resident layer holds as they are.
+        """
+        packed, resident = self.layers[index], self._resident_content(index)
+        if resident is None:
+            return {name: block.view(self.layer_buffer) for name, block in packed.blocks.items()}
+        if index in self.unpacked:
+            return {name: block.view(resident) for name, block in packed.blocks.items()}
+        shifts = packed.in_place
+        return {
+            name: block.view(resident, shifts[name]) if name in shifts else block.view(self.layer_buffer)
+            for name, block in packed.blocks.items()
+        }
 
     def _flush(self) -> None:
         """Wait for the device and drop all transfers."""
@@ -507,7 +520,7 @@ class PrefetchRing:
                     self._source.release()
         elif packed.coded and index not in self.unpacked:
             with self._span("unpack", index):
-                self._unpackers.get(index, partial(self._unpack_resident, index, packed.chunks))()
+                self._unpackers.get(index, partial(self._unpack_resident, index, packed.chunks_to_unpack))()
 
     def _unpack_chunk(self, index: int, chunk: Chunk, content: Tensor) -> None:
         with self._span("unpack", index):

@@ -158,7 +158,7 @@ def test_the_ring_shows_each_layer_its_own_weights_step_after_step(
         assert ring.bytes_copied - before == 2 * moved
         plain = unpacked if make is packed else []  # uncoded layers are, always
         sizes = [ring.layers[i].unpacked_bytes if i in plain else ring.layers[i].size for i in resident]
-        assert (ring.kept_bytes, ring.unpacked) == (sum(sizes), set(plain))
+        assert (ring.kept_bytes, ring.unpacked) == (sum(sizes), frozenset(plain))
     with pytest.raises(RuntimeError, match="layer 1 is next"), ring.weight_pass():  # noqa: PT012
         layers[0]()
         layers[2]()

@@ -290,7 +290,8 @@ class Stream(SharedPasses):
             buffers = max(buffers, *(layers * len(packed.chunks) + staging for packed in ring.layers))
         pool, experts = self._pool, (placement.expert_buffers, placement.cached_experts)
         ring.resize(min(buffers, ring.depth))  # shrink before anything grows
-        stay = frozenset(placement.resident_layers), frozenset(placement.unpacked_layers)
+        unpacked = frozenset(index for index in placement.unpacked_layers if ring.layers[index].coded)
+        stay = frozenset(placement.resident_layers), unpacked
         moved = stay != (frozenset(range(len(ring.layers))).difference(ring.streamed), ring.unpacked)
         if moved or (pool is not None and experts != (pool.staging, pool.cached)):
             self._graphs.clear()

@@ -62,7 +62,7 @@ quick: setup
 # Compare small random models of every causal type of the installed transformers, in every way, with `generate`.
 conformance: setup
 	$(BIN)/python -m tools.conformance
-	$(BIN)/python -m zinfer.report.pages
+	$(BIN)/python -m tools.pages
 
 # Let tools of others judge: lm-evaluation-harness and MLPerf LoadGen, as clients of zinfer.
 judges: setup
@@ -77,7 +77,7 @@ mutants: setup
 # Kill, starve and feed damaged inputs to every command, some 3,700 times; hours on two cores, minutes on 16.
 campaign: setup
 	$(BIN)/python -m tools.campaign --count 75 --ordinary 0.02 --jobs $$(nproc) -o sweeps/results/reliability.jsonl
-	$(BIN)/python -m zinfer.report.pages
+	$(BIN)/python -m tools.pages
 
 # Fit the calibration that comes with zinfer to the records in sweeps/results.
 calibration: .venv/installed
@@ -89,7 +89,7 @@ catalogue: .venv/installed
 
 # Write the tables of README.md and docs/*.md anew from the records.
 readme: setup
-	$(BIN)/python -m zinfer.report.pages
+	$(BIN)/python -m tools.pages
 
 lint: setup
 	$(BIN)/ruff check .

@@ -38,8 +38,6 @@ RECIPE: dict[str, Any] = {
     "request_lengths": ["lognormal:24,6,sigma=0.8"], "num_requests": 9, "in_flight": [2, "auto"], "request_rate": [1.5],
     "seed": 1, "sla": ["ttft:p99:<=:2s"], "rounds": 2, "machine": ["h100-80gb"],
     "repeats": 3, "tolerance": 0.02, "timeout_s": 60.0,
-    "published": [{"claim": "c", "engine": "stream", "machine": "h100-80gb", "over": "h200", "low": 1.0, "high": 2.0,
-                   "source": "s"}],
 }  # fmt: skip
 REQUEST: dict[str, Any] = {
     "custom_id": "a", "method": "POST", "url": "/v1/chat/completions",

@@ -19,7 +19,6 @@ from zinfer.core.machine import Machine
 from zinfer.plan.bytes import Sizes
 from zinfer.plan.placement import Placer
 from zinfer.plan.planner import Plan, make_plan
-from zinfer.plan.published import Published, RatioComparison, compare_ratios
 from zinfer.plan.times import RATES, Efficiency, shipped
 from zinfer.record.measurement import Effective, Measurement, Span
 from zinfer.system import machines
@@ -393,32 +392,6 @@ def test_what_ships_is_the_fit_of_the_records(tmp_path: Path) -> None:
     """``make calibration`` writes the same file."""
     calibrate.write(tmp_path / "new.json", committed.RESULTS)
     assert (tmp_path / "new.json").read_text() == (files("zinfer") / "catalog" / "calibration.json").read_text()
-
-
-def claim(low: float, high: float) -> Published:
-    return Published(claim="one B over one A", engine="stream", machine="b", over="a", low=low, high=high, source="S")
-
-
-def test_a_published_ratio_is_explained_by_the_share_of_the_link_it_takes() -> None:
-    spec = resolve.resolve("bloom-176b", None, None)
-    places: list[Machine] = [
-        H100.model_copy(update={"name": name, "h2d_bandwidth": bandwidth, "host_bandwidth": None})
-        for name, bandwidth in (("a", 50e9), ("b", 300e9))
-    ]
-    asked = case(8, layers=None)
-    factors = {"stream": Efficiency(link_share=0.9)}
-    plans = [predict(asked, spec, machine, factors) for machine in places]
-    (ratio,) = compare_ratios([claim(2.0, 3.0)], plans, factors)
-    assert 4 < (ratio.planned or 0) <= 6
-    low, high = ratio.explaining or (0, 0)
-    assert low == pytest.approx(0.9 * 2 / (ratio.planned or 1))
-    assert "planned 6.0x" in ratio.describe() or "planned 5." in ratio.describe()
-    assert f"{low:.0%} to {high:.0%} of the link instead of 90%" in ratio.describe()
-    (same,) = compare_ratios([claim(1.0, 9.0)], plans, factors)
-    assert same.explaining is None
-    (unknown,) = compare_ratios([claim(1.0, 9.0)], plans[:1], factors)
-    assert unknown.describe().endswith("planned unknown.")
-    assert RatioComparison(published=claim(1, 2), share=1.0).explaining is None
 
 
 def test_factors_of_the_committed_records_are_physical() -> None:

@@ -13,14 +13,13 @@ from safetensors.torch import load_file, save_file
 from tests import mentions
 from tests.results import codec_run, sweep
 from tools import trained
+from zinfer.analysis.study import codecs, pays, show, wrong
 from zinfer.analysis.study import gain as gain_of
-from zinfer.analysis.study import pays, show, wrong
 from zinfer.checkpoint.headers import CheckpointError
 from zinfer.checkpoint.resolve import from_directory
 from zinfer.cli import cli
 from zinfer.engine.stream.weights import codec as coder
 from zinfer.generation.tokenizer import load_tokenizer
-from zinfer.plan.published import codecs
 from zinfer.record import study
 from zinfer.record.store import Store
 from zinfer.record.study import Coded, Rate, StudyError

@@ -1,4 +1,4 @@
-"""Command `zinfer plan`: axes, calibration, replaced figures and plots, without torch and without running anything."""
+"""Command `zinfer plan`: axes, calibration and replaced figures, without torch and without running anything."""
 
 import json
 import re
@@ -145,19 +145,8 @@ def test_a_recipe_plans_bloom_on_several_machines(monkeypatch: pytest.MonkeyPatc
     monkeypatch.chdir(ROOT)
     text = plan("bloom-176b-machines", "--calibrate", "sweeps/results", "--details")
     assert text.count("predicted,") == 4, "a table a machine, and the ranking"
-    assert mentions(text, "GH200", "H100", "deepspeed", "4-5x")
-    assert mentions(text, "GH200", "A100", "deepspeed", "9-11x")
     refused = CliRunner().invoke(cli, ["sweep", "bloom-176b-machines"])
     assert "zinfer plan bloom-176b-machines" in str(refused.exception)
-
-
-@pytest.mark.long
-def test_the_figure_is_dashed_and_the_same_every_time(tmp_path: Path) -> None:
-    words = ("-m opt-30b --machine h100-80gb --offload cpu --calibrate", H100)
-    for name in ("a.svg", "b.svg"):
-        plan(*words, "--figure", str(tmp_path / name))
-    assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
-    assert b"stroke-dasharray" in (tmp_path / "a.svg").read_bytes()
 
 
 def test_a_model_that_does_not_fit_is_reported_once_with_a_remedy() -> None:
@@ -360,13 +349,7 @@ def test_a_hint_names_machines_on_which_it_fits() -> None:
         plan("-m", "bloom-176b", "--machine", name, "--offload", "cpu", "--host-memory", f"{size}GiB")
 
 
-def test_what_has_no_answer_is_told_once(tmp_path: Path) -> None:
+def test_what_has_no_answer_is_told_once() -> None:
     done = invoke("-m", "bloom-tiny", "--machine", "h100-80gb", "--input-len", "4096")
     assert mentions(str(done.exception), "--input-len 4096", "exceed the 2048 positions")
     assert "left out" not in done.stderr, "the error says it"
-    figure = tmp_path / "f.svg"
-    done = invoke("-m", "bloom-176b", "--machine", "t4", "--figure", str(figure))
-    assert (done.exit_code, figure.exists()) == (4, False)
-    assert mentions(done.stderr, "f.svg was not drawn")
-    assert "published" not in plan("bloom-176b-machines", "-m", "opt-30b", "--machine", "h100-80gb")
-    assert "published" in plan("bloom-176b-machines", "--machine", "h100-80gb,gh200-96gb", "--set", "host_bytes=500GiB")

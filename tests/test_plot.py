@@ -23,7 +23,7 @@ from tests import mentions
 from tests.results import LAYERS_BYTES, case, point, sweep, traced
 from zinfer.analysis.group import Metric, groups, samples
 from zinfer.cli import cli
-from zinfer.record.measurement import Effective, Measurement, Span, spans
+from zinfer.record.measurement import Measurement, Span, spans
 from zinfer.record.store import Store, read
 from zinfer.report.plot import figures as plot
 from zinfer.report.plot import style as chart
@@ -138,31 +138,6 @@ def test_unknown_values_are_not_drawn() -> None:
     assert [len(measured(axes)) for axes in drawn(single)["latency"].axes] == [1]
     assert "link" not in drawn([point(case(1, offload="none"))])
     assert drawn([point(case(1), status="oom_gpu")]) == {}
-
-
-def test_residency_is_drawn_over_the_share_of_weights_on_the_gpu() -> None:
-    points = []
-    for share in (0, 25, 50, 100):
-        streamed = LAYERS_BYTES * (100 - share) // 100
-        effective = Effective(
-            gpu_weight_bytes=LAYERS_BYTES - streamed, host_weight_bytes=LAYERS_BYTES, streamed_bytes_per_step=streamed
-        )
-        for size in (1, 8, 32) if share < 100 else (1, 8):
-            asked = case(size, "tensorrt", gpu_weights=f"{share}%")
-            points.append(point(asked, 1.3 - 0.012 * share, effective=effective))
-    axes = drawn(points)["residency"].axes[0]
-    lines = measured(axes)
-    assert set(lines) == {"tensorrt, each at its own best batch", "tensorrt, all at batch 8"}
-    shares, rates = lines["tensorrt, each at its own best batch"]
-    assert shares == [0, 25, 50, 100]
-    assert list(rates) == [best_of(points, f"{share:g}%") for share in shares]
-    assert {text.get_text() for text in axes.texts} >= {"batch 32", "batch 8"}
-    assert "residency" not in drawn([p for p in points if p.case.gpu_weights == "25%"])
-    assert "residency" not in shown("sweep")
-
-
-def best_of(points: list[Measurement], gpu_weights: str) -> float:
-    return max(p.output_tok_s or 0 for p in points if p.case.gpu_weights == gpu_weights)
 
 
 def labels(axes: Axes) -> list[str]:

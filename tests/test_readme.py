@@ -16,14 +16,14 @@ from click.testing import CliRunner
 
 from tests import found, mentions
 from tests.results import case, point
+from tools import pages
+from tools.pages import Entry, Workload
 from zinfer.cli import VERBS, cli
 from zinfer.core.engine import ENGINES
 from zinfer.job.recipe import make_sweep
 from zinfer.job.shard import Shard
 from zinfer.job.sweep import header_of
 from zinfer.record.store import Header
-from zinfer.report import pages
-from zinfer.report.pages import Entry, Workload
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md"))))

@@ -2,14 +2,14 @@
 
 import json
 import re
+from base64 import b64decode
 from contextlib import chdir
 from functools import cached_property
+from html import unescape
 from html.parser import HTMLParser
 from math import ceil
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
-from xml.etree.ElementTree import Element
 
 import pytest
 from click.testing import CliRunner, Result
@@ -26,8 +26,7 @@ from zinfer.record.store import Header, Store
 from zinfer.report.document import Row, Table
 from zinfer.report.markdown import cell, fenced, prose
 from zinfer.report.measured import rated
-from zinfer.report.page import CONTRAST, DARK, LIGHT, TEXT_CONTRAST, contrast, readable, shell
-from zinfer.report.plot.style import PALETTE
+from zinfer.report.page import shell
 from zinfer.system.machines import load
 
 pytestmark = pytest.mark.long
@@ -136,13 +135,10 @@ class Outline(HTMLParser):
             self.headings[-1] += data
 
 
-def drawings(html: str) -> list[Element]:
-    """The figures of a page."""
-    return [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", html, re.DOTALL)]
-
-
-def words(figure: Element, tag: str) -> list[str]:
-    return [element.text or "" for element in figure.iter(tag)]
+def drawings(html: str) -> list[tuple[str, bytes]]:
+    """Return the description and content of each figure of a page."""
+    found = re.findall(r'<img alt="([^"]+)" src="data:image/svg\+xml;base64,([^"]+)">', html)
+    return [(unescape(words), b64decode(content)) for words, content in found]
 
 
 SUMMARY = ("model", "machine", "configuration", "tok/s", "TTFT", "evidence", "verdict")
@@ -254,8 +250,7 @@ def test_memory_and_bottleneck_are_predicted_beside_what_was_measured(report: Re
     (memory,) = report.rows(title, "GPU measured")
     assert memory["GPU measured"] == "20.0 GiB"
     assert memory["GPU predicted"].endswith("GiB")
-    (bound,) = report.rows(title, "at twice the link")
-    assert (bound["gain"], bound["then bound by"]) == ("1.00x", "hbm"), "its weights do not cross the link"
+    assert memory["bound by"] == "hbm", "its weights do not cross the link"
     rows = {row["machine"]: row for row in report.rows(title, "error band")}
     assert {"h100", "a100-80gb", "h100-80gb", "h200", "gh200-96gb", "b200"} == rows.keys()
     assert rows["h100"]["configuration"] == "does not fit"
@@ -288,19 +283,6 @@ def test_prices_give_costs_and_a_demand_gives_gpus(tmp_path: Path, report: Repor
     assert best == "stream cpu", "the cheapest exact one"
     rows = Report(tmp_path / "results", "--power-usd-kwh", 0.1).rows("Sizing and cost", "energy from")
     assert [bool(row["USD a million tokens"]) for row in rows] == [True, False, False], "measured for one of them"
-
-
-def test_a_baseline_is_compared_with(described: Path, tmp_path: Path) -> None:
-    slower = [
-        point(measurement.case, 1.1 * (measurement.tpot_ms or 0) / 1e3) for measurement in sweep() if measurement.usable
-    ][:4]
-    store(tmp_path / "main.jsonl", slower)
-    rows = Report(described, "--baseline", tmp_path / "main.jsonl").rows("Comparison", "verdict")
-    assert [row["verdict"] for row in rows] == ["better"] * 4
-    store(tmp_path / "other.jsonl", [point(case(1, model="other"))])
-    assert "no case in common" in Report(described, "--baseline", tmp_path / "other.jsonl").text
-    store(tmp_path / "two.jsonl", [point(case(1)), point(case(1), machine="a100")])
-    assert "could not be compared" in Report(described, "--baseline", tmp_path / "two.jsonl").text
 
 
 def test_the_evidence_has_conduct_versions_and_the_sweep(tmp_path: Path, report: Report) -> None:
@@ -405,23 +387,13 @@ def test_failures_and_damage_are_part_of_the_report(tmp_path: Path) -> None:
 
 
 def test_the_figure_has_words_and_is_that_of_plot(described: Path, report: Report) -> None:
-    """Equal texts and equal paths: the page draws nothing by itself."""
-    (shown,) = drawings(report.page)
-    assert shown.get("role") == "img"
-    ids = {element.get("id"): element.text for element in shown.iter()}
-    assert all(ids[name] for name in shown.attrib["aria-labelledby"].split())
+    ((words, shown),) = drawings(report.page)
     for measurement in sweep():
         label = f"batch {measurement.case.workload.batch_size}, {rated(measurement.output_tok_s or 0)} tok/s"
-        assert (label in words(shown, "desc")[0]) is measurement.usable
+        assert (label in words) is measurement.usable
     plots = described.parent / "plots"
     assert invoke("plot", described, "-o", plots, "--format", "svg", "--figure", "latency").exit_code == 0
-    drawn = ElementTree.parse(plots / "h100" / "bloom-latency.svg").getroot()
-    for element in drawn.iter():
-        element.tag = element.tag.split("}")[-1]
-    assert words(shown, "text") == words(drawn, "text") != []
-    for tag, names in (("path", ("d",)), ("use", ("x", "y")), ("text", ("x", "y", "transform"))):
-        places = [[[element.get(name) for name in names] for element in figure.iter(tag)] for figure in (shown, drawn)]
-        assert places[0] == places[1] != []
+    assert shown == (plots / "h100" / "bloom-latency.svg").read_bytes()
 
 
 def test_a_whole_model_has_one_figure_and_its_slices_none(tmp_path: Path) -> None:
@@ -504,7 +476,9 @@ def test_nothing_of_a_record_is_markup(tmp_path: Path) -> None:
 
 def test_the_page_needs_nothing_else(report: Report) -> None:
     html = report.page
-    assert not re.search(r"""(src|href)=["'](?!#|data:,)|url\((?!#)|@import""", html)
+    assert not re.search(
+        r"""(src|href)=["'](?!#|data:,)|url\((?!#)|@import""", re.sub('data:image/svg[^"]*', "data:,", html)
+    )
     assert "default-src 'none'" in html
     assert len(html) < 400_000
 
@@ -514,31 +488,6 @@ def test_ids_are_unique_and_every_reference_leads_somewhere(report: Report) -> N
     ids = [str(attributes["id"]) for _, attributes in Outline(html).elements if "id" in attributes]
     assert len(ids) == len(set(ids))
     assert set(re.findall(r"""(?:href="|url\()#([^")]+)""", html)) <= set(ids)
-
-
-def test_figures_follow_the_colours_of_the_page(report: Report) -> None:
-    html = report.page
-    assert not [figure for figure in drawings(html) if re.search("#[0-9a-f]{6}", ElementTree.tostring(figure).decode())]
-    light, dark = re.findall(r":root { (--paper:.*?) }", html)
-    used = set(re.findall(r"var\((--[ct][0-9a-f]{6})\)", html))
-    for paper, values in ((LIGHT, light), (DARK, dark)):
-        given = dict(value.split(":") for value in values.strip(";").split(";"))
-        assert used == given.keys() - {"--paper"} != set()
-        for name, colour in given.items():
-            min_contrast = TEXT_CONTRAST if name.startswith("--t") else CONTRAST
-            assert name == "--paper" or contrast(colour, paper) >= min_contrast
-
-
-@pytest.mark.parametrize("paper", [LIGHT, DARK])
-@pytest.mark.parametrize("colour", [*PALETTE, "#ffffff", "#888888"])
-def test_colours_stand_out_on_their_paper(colour: str, paper: str) -> None:
-    assert contrast(readable(colour, paper), paper) >= CONTRAST
-    assert contrast(colour, paper) < CONTRAST or readable(colour, paper) == colour
-
-
-def test_contrast_is_that_of_the_guideline() -> None:
-    assert contrast("#ffffff", "#000000") == pytest.approx(21)
-    assert contrast("#777777", "#ffffff") == pytest.approx(4.48, abs=0.01)
 
 
 def test_equal_results_give_equal_bytes(described: Path, report: Report) -> None:

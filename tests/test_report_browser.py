@@ -48,7 +48,7 @@ FAINT = """
   while (walker.nextNode()) {
     const element = walker.currentNode.parentElement, style = getComputedStyle(element);
     if (!walker.currentNode.data.trim() || !element.getClientRects().length) continue;
-    const ink = luminance(element.matches("svg text") ? style.fill : style.color), paper = luminance(behind(element));
+    const ink = luminance(style.color), paper = luminance(behind(element));
     const ratio = (Math.max(ink, paper) + .05) / (Math.min(ink, paper) + .05);
     if (ratio < 4.5) found.push(`${walker.currentNode.data.trim().slice(0, 40)}: ${ratio.toFixed(2)}`);
   }
@@ -129,7 +129,7 @@ def test_the_page_is_quiet_alone_and_fits(browser: Browser, report: Path, width:
     assert seen.ask(FAINT) == []
     if report.parent.name.startswith("committed") and width == max(WIDTHS):
         assert seen.ask(TABLES) == [], "no table scrolls"
-    drawn = seen.ask("[...document.querySelectorAll('.drawing svg')].map(e => e.getBoundingClientRect().width)")
+    drawn = seen.ask("[...document.querySelectorAll('.drawing img')].map(e => e.getBoundingClientRect().width)")
     assert all(min(width, 640) <= result + 1 for result in drawn), "legible: what does not fit scrolls"
 
 
@@ -163,7 +163,7 @@ def test_every_figure_has_a_name_and_a_table(browser: Browser, report: Path) -> 
     seen.ask(OPEN)
     nodes = browser.send("Accessibility.getFullAXTree")["nodes"]
     images = [node["name"]["value"] for node in nodes if node["role"]["value"] in ("image", "img")]
-    assert len(images) == seen.ask("document.querySelectorAll('figure svg').length")
+    assert len(images) == seen.ask("document.querySelectorAll('figure img').length")
     assert all(images)
     assert seen.ask("[...document.querySelectorAll('figure')].every(f => f.parentElement.querySelector('table'))")
     heads = seen.ask("[...document.querySelectorAll('h1, h2, h3')].map(e => +e.tagName[1])")

@@ -7,7 +7,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from zinfer.report.pages import wrapped
+from tools.pages import wrapped
 
 if TYPE_CHECKING:
     from tools.conformance.run import Row

@@ -138,9 +138,6 @@ ASKED = ("levels", "objective", "demand", "deadline", "utilisation", "spare", "h
     help="Prompts to answer, as 100k: the hours and USD on one machine, and with --deadline the GPUs.",
 )
 @sizing_options
-@click.option(
-    "--figure", type=click.Path(dir_okay=False, path_type=Path), help="Draw throughput over batch (png, svg)."
-)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
     recipe: str | None,
@@ -152,7 +149,6 @@ def command(
     prompts: str | None,
     calibrate: Path | None,
     acceptance: float | None,
-    figure: Path | None,
     as_json: bool,
     **given: Any,
 ) -> None:
@@ -182,9 +178,8 @@ def command(
     from zinfer.commands import ranking
     from zinfer.core.errors import NOTHING
     from zinfer.plan.advice import advice, choices, peers
-    from zinfer.plan.published import compare_ratios
 
-    asked, published = {name: given.pop(name) for name in ASKED}, not given["model"]  # ratios of the recipe's model
+    asked = {name: given.pop(name) for name in ASKED}
     sweep = _sweep(recipe, given)
     machines, efficiencies = _machines(sweep, settings, host_memory), _efficiencies(calibrate)
     prices = _by_machine("--price", stated, machines)
@@ -194,8 +189,6 @@ def command(
     planning = _Planning(machines, efficiencies, _Records(acceptance, None if calibrate == SHIPPED else calibrate))
     groups = list(planning.groups(sweep, question))
     plans = [plan for group in groups for plan in group.plans]
-    if figure is not None:
-        _draw(figure, sweep, planning)
     ranked = [ranking.Ranked(question, group.plans, group.answer) for group in groups]
     several = len(machines) > 1
     if as_json:
@@ -221,8 +214,6 @@ def command(
         for engine, efficiency in efficiencies.items():
             if any(plan.case.engine == engine for plan in plans):
                 say(f"{engine}: {efficiency.describe()}")
-        for comparison in compare_ratios(sweep.published if published else (), plans, efficiencies):
-            say(comparison.describe())
     for remark in dict.fromkeys(_remarks(plans, brief=several and not details)):
         say(remark, err=True)
     answers = [group.answer for group in groups if group.answer is not None]
@@ -390,7 +381,7 @@ class _Planning:
     ) -> None:
         self.machines, self.efficiencies, self.records = machines, efficiencies, records
 
-    def groups(self, sweep: "Sweep", question: "Question | None" = None) -> "Iterator[_Group]":
+    def groups(self, sweep: "Sweep", question: "Question") -> "Iterator[_Group]":
         """Yield plans by model, machine and lengths.
 
         Loads that no engine can run are left out. Raises ModelError if all lengths exceed the models' positions,
@@ -422,7 +413,7 @@ class _Planning:
             part = "" if layers is None else f", {layers} layers"
             positions = f" ({spec.max_position:,} positions)" if spec.max_position else ""
             titles += 1
-            criteria = None if question is None else question.on(machine, output_len)
+            criteria = question.on(machine, output_len)
             plans = [plan for planner in planners.values() for plan in self._batches(sweep, planner, criteria)]
             answer = None if criteria is None else criteria.answer(as_points(plans))
             title = f"{name}{part}{positions}, {input_len} in / {output_len} out"
@@ -675,24 +666,3 @@ def _routing(plan: "Plan") -> str:
     if figures[False]:
         parts.append(f"{', '.join(figures[False])} as if tokens chose evenly (`zinfer study routing`)")
     return f"Predicted: {'; '.join(parts)}." if parts else ""
-
-
-def _draw(path: Path, sweep: "Sweep", planning: _Planning) -> None:
-    """Draw throughput over batch, up to each load's largest batch."""
-    from zinfer.plan.search import powers
-    from zinfer.report.plot import figures as plot
-    from zinfer.report.plot import style
-    from zinfer.system import atomic
-
-    kind = path.suffix.removeprefix(".")
-    if kind not in ("png", "svg"):
-        raise click.BadParameter(f"{path}: end it in .png or .svg", param_hint="--figure")
-    largest = {max(1, plan.max_batch_size) for group in planning.groups(sweep) for plan in group.plans}
-    sizes = tuple(sorted(largest.union(powers(max(largest)))))
-    every_size = planning.groups(sweep.model_copy(update={"batch_size": sizes}))
-    drawn = plot.prediction([plan for group in every_size for plan in group.plans])
-    if drawn is None:
-        say(f"{path} was not drawn: no plan has a throughput", err=True)
-        return
-    atomic.write(path, style.render(drawn, "svg" if kind == "svg" else "png"))
-    click.echo(str(path), err=True)

@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     "wanted",
     metavar="NAME,..|all",
     default="all",
-    help="Figures: throughput, latency, link, residency, timeline, reuse.",
+    help="Figures: throughput, latency, link, timeline, reuse.",
 )
 def command(results: Path | None, machine: str | None, output: Path, formats: str, wanted: str) -> None:
     """Draw the figures of this machine's sweeps, or of those in RESULTS. RESULTS is a file or a folder. The figures
-    show throughput, latency and link use over batch size, throughput over residency, and the timeline of a decode step
+    show throughput, latency and link use over batch size, and the timeline of a decode step
     where one was traced; and the figures of `zinfer study reuse`.
 
     Prints the paths it wrote, DIR/<machine>/<sweep>-<figure>.<format>. Equal results give equal bytes.

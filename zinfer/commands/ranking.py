@@ -229,6 +229,8 @@ def show(title: str, rows: Sequence[Ranked], question: Question, calibrated: boo
     )
     if any(row.plan.machine.overridden for row in rows):
         say("* With figures that are set by hand.")
+    if calibrated and any(row.plan.holds and not row.plan.error for row in rows):
+        say("No record is of the kind (weights, experts, GPU) of a row without ±.")
     if any("?" in host_needed(row.plan) for row in rows if row.plan.holds):
         say("? The memory of this host is not known; --host-memory MACHINE=SIZE says what there is.")
     if any(question.assumes(row.plan.machine) for row in rows):

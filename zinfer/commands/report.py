@@ -32,7 +32,6 @@ FORMS = ("html", "md")
     "--format", "form", type=click.Choice(FORMS), help="Format.  [default: that of the name of --output, else html]"
 )
 @click.option("-m", "--model", help="Report only this model.")
-@click.option("--baseline", type=click.Path(exists=True, path_type=Path), help="Result file or folder to compare with.")
 @price_options
 def command(
     results: Path | None,
@@ -40,7 +39,6 @@ def command(
     output: Path | None,
     form: str | None,
     model: str | None,
-    baseline: Path | None,
     gpu_hour_usd: float | None,
     host_hour_usd: float | None,
     power_usd_kwh: float | None,
@@ -77,7 +75,7 @@ def command(
         gpus_per_server=gpus_per_server,
     )
     chosen = choose(results, machine)
-    findings = _findings(chosen, baseline, model)
+    findings = _findings(chosen, model)
     if not (findings.workloads or findings.studies or findings.requests):
         lost = f" (left out {findings.damaged[0]})" if findings.damaged else ""
         other = f"no results of {model} in {chosen.path}: `zinfer best` names the models that were measured"
@@ -88,13 +86,13 @@ def command(
     click.echo(output)
 
 
-def _findings(chosen: "Chosen", baseline: Path | None, model: str | None) -> "Findings":
+def _findings(chosen: "Chosen", model: str | None) -> "Findings":
     from typing import get_args
 
     from zinfer.analysis.group import groups, loads_of
     from zinfer.analysis.study import latest
     from zinfer.record import study
-    from zinfer.record.store import Records, read
+    from zinfer.record.store import Records
     from zinfer.report.findings import Findings, WorkloadFindings
 
     by_file = [(file, _of_model(records, model)) for file, records in chosen.read()]
@@ -122,7 +120,6 @@ def _findings(chosen: "Chosen", baseline: Path | None, model: str | None) -> "Fi
     return Findings(
         tuple(workloads),
         tuple(f"{fault.path.name}, line {fault.line}: {fault.reason}" for fault in (*runs.damaged, *every.damaged)),
-        None if baseline is None else (str(baseline), read(baseline).points),
         studies=latest(run for run in runs.runs if _studied(run, model) and chosen.keeps(run.machine)),
         requests=every.requests,
         headers=every.headers,

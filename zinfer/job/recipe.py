@@ -40,7 +40,6 @@ from zinfer.core.requests import (
     count_of,
 )
 from zinfer.core.value import Frozen, first_fault
-from zinfer.plan.published import Published
 from zinfer.system import documents
 from zinfer.system.printable import printable
 
@@ -167,7 +166,6 @@ class Sweep(Frozen):
     weights: Axis[Weights] = ("as-released",)  # formats that the layers' weights are given
     allow_nan: bool = False  # load weights with NaN or infinity, too
     machine: OptionalAxis[Name] = Field(default=(), max_length=100)  # to plan for; a sweep runs on this machine
-    published: tuple[Published, ...] = Field(default=(), max_length=100)
     repeats: int = Field(default=3, ge=1, le=MOST)
     tolerance: float = Field(default=0.02, gt=0, le=100)  # repeats stop at this 95% half-width, as a share of the mean
     timeout_s: float = Field(default=1800, gt=0, le=1e12)

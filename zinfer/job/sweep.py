@@ -112,7 +112,7 @@ def prepare(
 
 def recipe_of(sweep: Sweep) -> dict[str, Any]:
     """Return the settings of a sweep for its header."""
-    return sweep.model_dump(mode="json", exclude={"description", "timeout_s", "minutes", "machine", "published"})
+    return sweep.model_dump(mode="json", exclude={"description", "timeout_s", "minutes", "machine"})
 
 
 def header_of(sweep: Sweep, machine: str, revisions: Iterable[tuple[str, str]], shard: Shard | None = None) -> Header:

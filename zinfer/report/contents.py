@@ -12,7 +12,6 @@ def document(findings: Findings) -> Document:
         measured.results(findings),
         predicted.predictions(findings),
         cost.costs(findings),
-        evidence.comparison(findings),
         measured.studies(findings),
         measured.system(findings),
         evidence.evidence(findings),

@@ -1,4 +1,4 @@
-"""Sections on evidence: comparison with a baseline, conduct of the runs, commands."""
+"""Section on evidence: conduct of the runs, versions, commands."""
 
 import shlex
 from collections.abc import Iterable
@@ -6,20 +6,12 @@ from itertools import chain
 from statistics import fmean
 from typing import Any
 
-from zinfer.analysis import compare
 from zinfer.analysis.group import Points, by_load
 from zinfer.record.measurement import Measurement
 from zinfer.record.stats import relative_half_width, stdev
-from zinfer.report.document import Block, Command, Heading, Items, Kind, Row, Section, Table, Text, section
+from zinfer.report.document import Block, Command, Heading, Items, Row, Section, Table, Text, section
 from zinfer.report.findings import Findings
-from zinfer.report.measured import rated
 
-_WORDS: dict[compare.Verdict, str] = {
-    "noise": "within the noise",
-    "unknown": "noise unknown, one repeat",
-    "untimed": "not timed on both sides",
-}
-_KINDS: dict[compare.Verdict, Kind] = {"worse": "failed", "broken": "failed", "better": "best", "fixed": "best"}
 _REPEATED = ("request_lengths", "sla")  # keys whose values are options of their own
 _UNUSUAL = {"seed": 0, "rounds": 1, "request_order": "given"}  # keys that are left out at these values
 # a recipe's keys in the order of `zinfer sweep --help`; its tolerance and timeout have no part in what is measured
@@ -32,12 +24,6 @@ _CONDUCT = (
     "configuration", "#timed", "#repeats", "#spread", "#steps", "#step varies", "#GPU clock", "#power", "#hottest",
     "#link", "throttled",
 )  # fmt: skip
-
-
-def comparison(findings: Findings) -> Section:
-    """Return the section that compares with the baseline; empty without one."""
-    blocks = _against(*findings.baseline, findings.points) if findings.baseline else []
-    return section("comparison", "Comparison", blocks)
 
 
 def evidence(findings: Findings) -> Section:
@@ -66,33 +52,6 @@ def measured_with(points: Points) -> str:
     names = [f"{name} {', '.join(sorted(versions[name]))}" for name in ("zinfer", "torch") if name in versions]
     words = [part for part in (_days(points), f"with {', '.join(names)}" if names else "") if part]
     return f"Measured {' '.join(words)}." if words else ""
-
-
-def _against(name: str, before: Points, after: Points) -> list[Block]:
-    try:
-        comparison = compare.compare(before, after)
-    except compare.CompareError as error:
-        return [Text(f"The baseline {name} could not be compared with: it, or what was measured, {error}.")]
-    rows = tuple(_change(change) for change in comparison.changes)
-    if not rows:
-        return [Text(f"The baseline {name} has no case in common with what was measured.")]
-    columns = ("configuration", "#batch", "#baseline tok/s", "#now tok/s", "#change", "#noise", "verdict")
-    blocks: list[Block] = [Table(f"Output tokens a second against {name}.", columns, rows)]
-    lines = [
-        f"{part.name}: {part.before or 'not recorded'}, now {part.after or 'not recorded'}"
-        for part in comparison.differences
-    ]
-    if comparison.only_before or comparison.only_after:
-        lines.append(
-            f"{len(comparison.only_before)} points only in the baseline, {len(comparison.only_after)} only here."
-        )
-    return [*blocks, Items(tuple(lines))] if lines else blocks
-
-
-def _change(change: compare.Change) -> Row:
-    case, verdict = change.after_case, change.verdict
-    named = f"{case.model} {change.label}", str(case.workload.batch_size)
-    return Row((*named, *change.cells(rated), _WORDS.get(verdict, verdict)), _KINDS.get(verdict, ""))
 
 
 def _conduct(label: str, points: Points) -> Row:

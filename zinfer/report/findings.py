@@ -42,12 +42,10 @@ class Demand(NamedTuple):
 
 
 class Findings(NamedTuple):
-    """Everything that a report is made from. `damaged` names the lines of result files that could not be used;
-    `baseline` holds points to compare with, under their name."""
+    """Everything that a report is made from. `damaged` names the lines of result files that could not be used."""
 
     workloads: tuple[WorkloadFindings, ...] = ()
     damaged: tuple[str, ...] = ()
-    baseline: tuple[str, Points] | None = None
     prices: Prices = Prices()
     demand: Demand | None = None
     studies: tuple[Study, ...] = ()

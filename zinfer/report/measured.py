@@ -10,7 +10,6 @@ from zinfer.analysis.economics import Prices, cost
 from zinfer.analysis.group import Points, by_load
 from zinfer.core.machine import FIGURES, Machine
 from zinfer.core.units import duration, gib
-from zinfer.plan.published import PublishedCodec, codecs
 from zinfer.record.measurement import Measurement
 from zinfer.report import requests
 from zinfer.report.document import Block, Heading, Items, Kind, Picture, Row, Section, Table, Text, section
@@ -247,8 +246,8 @@ def _studies(findings: Findings) -> Iterator[Block]:
         rows = tuple(Row(cells, "failed" if cells[0] in failed else "") for cells in shown.cells)
         yield Table(caption, shown.columns, rows, folded=run.study != "accuracy")
     if any(run.study == "codec" for run in findings.studies):
-        others = tuple(Row(codec.cells) for codec in codecs())
-        yield Table("Codecs published by others, not measured here.", PublishedCodec.columns, others, folded=True)
+        others = tuple(Row(codec.cells) for codec in study.codecs())
+        yield Table("Codecs published by others, not measured here.", study.PublishedCodec.columns, others, folded=True)
 
 
 def _machines(machines: Iterable[Machine]) -> Table:

@@ -11,11 +11,11 @@ from zinfer.analysis import calibrate, rates
 from zinfer.analysis.group import Points
 from zinfer.core.case import Case
 from zinfer.core.engine import Offload, read_options
-from zinfer.core.machine import Machine, override
+from zinfer.core.machine import Machine
 from zinfer.core.model import ModelSpec
 from zinfer.core.units import duration, gb, gib
 from zinfer.plan.advice import advice
-from zinfer.plan.planner import Plan, Planner, make_plan
+from zinfer.plan.planner import Plan, Planner
 from zinfer.plan.times import Efficiency
 from zinfer.record.measurement import Measurement
 from zinfer.report.document import Block, Items, Row, Section, Table, Text, section
@@ -26,13 +26,9 @@ from zinfer.system.machines import load as load_machine
 CALIBRATING = 50  # points of an engine: each takes 3 ms, and the medians of more hardly differ
 ELSEWHERE = 3  # models that are predicted for other machines: `zinfer plan` predicts all
 MACHINES = ("a100-80gb", "h100-80gb", "h200", "gh200-96gb", "b200")
-_MEMORY = (
+_COLUMNS = (
     "model", "machine", "configuration", "#batch", "~GPU predicted", "#GPU measured", "~host predicted",
-    "#host measured",
-)  # fmt: skip
-_BOUNDS = (
-    "model", "machine", "#decode step", "~step predicted", "~bound by", "#tok/s", "~tok/s predicted",
-    "~at twice the link", "~gain", "~then bound by",
+    "#host measured", "#decode step", "~step predicted", "~bound by", "#tok/s", "~tok/s predicted",
 )  # fmt: skip
 _MACHINE_COLUMNS = (
     "machine", "#link", "configuration", "#batch", "#host memory", "#TTFT", "#TPOT", "bound by", "#tok/s",
@@ -53,8 +49,7 @@ def predictions(findings: Findings) -> Section:
         ]
         for workloads in (findings.main, findings.slices)
     )
-    winners = main + slices
-    blocks: list[Block] = [_memory(winners), _bottlenecks(winners, efficiency), *_elsewhere(main, efficiency)]
+    blocks: list[Block] = [_measured(main + slices, efficiency), *_elsewhere(main, efficiency)]
     if any(isinstance(block, Table) and block.rows for block in blocks):
         blocks.append(Text(_trust(efficiency, rows)))
     return section("predictions", "Memory, bottleneck and other machines", blocks)
@@ -74,46 +69,24 @@ def _thinned(points: Points) -> list[Measurement]:
     ]
 
 
-def _memory(winners: Winners) -> Table:
-    """Return predicted and measured bytes of each fastest configuration."""
+def _measured(winners: Winners, efficiency: Mapping[str, Efficiency]) -> Table:
+    """Return the fastest configurations' memory and speed, as predicted and as measured."""
     rows = []
     for workload, point, spec in winners:
         assert workload.machine is not None
-        plan = make_plan(point.case, spec, workload.machine)
+        plan = calibrate.predict(point.case, spec, workload.machine, efficiency)
         sizes = (plan.gpu.total - plan.gpu.overhead, point.gpu_peak_bytes, plan.host.total, point.host_peak_bytes)
-        batch_size = str(point.case.workload.batch_size)
-        cells = (gib(size) if size else "" for size in sizes)
-        rows.append(Row((workload.group.title, workload.group.machine, point.case.label(), batch_size, *cells)))
-    caption = (
-        "Memory of the fastest configuration of each workload, predicted from the shapes of the model alone. Measured "
-        "peaks are of tensors on the GPU, and of the process."
-    )
-    return Table(caption, _MEMORY, tuple(rows))
-
-
-def _bottlenecks(winners: Winners, efficiency: Mapping[str, Efficiency]) -> Table:
-    """Return each fastest step's limit, and the gain from a doubled link."""
-    rows = []
-    for workload, point, spec in winners:
-        case, machine = point.case, workload.machine
-        if machine is None or case.engine not in efficiency:
-            continue
-        now, link = calibrate.predict(case, spec, machine, efficiency), machine.h2d_bandwidth
-        if now.step_s is None or not now.output_tok_s:
-            continue
-        faster = override(machine, f"h2d_bandwidth={round(2 * link)}B/s") if link else machine
-        then = calibrate.predict(case, spec, faster, efficiency)
-        gain = then.output_tok_s / now.output_tok_s if link and then.output_tok_s else None
         rows.append(Row((
-            workload.group.title, workload.group.machine, duration(point.tpot_ms / 1e3) if point.tpot_ms else "",
-            duration(now.step_s), now.bound_by or "", rate(point)[0], rated(now.output_tok_s),
-            *((rated(then.output_tok_s or 0.0), f"{gain:.2f}x", then.bound_by or "") if gain else ("", "", "")),
+            workload.group.title, workload.group.machine, point.case.label(), str(point.case.workload.batch_size),
+            *(gib(size) if size else "" for size in sizes), duration(point.tpot_ms / 1e3) if point.tpot_ms else "",
+            duration(plan.step_s) if plan.step_s else "", plan.bound_by or "", rate(point)[0],
+            rated(plan.output_tok_s) if plan.output_tok_s else "",
         )))  # fmt: skip
     caption = (
-        "The same configurations as they are, and behind a link of twice the measured bandwidth; copies out of "
-        "pageable memory do not get faster with it."
+        "The fastest configuration of each workload, predicted with the factors of these records. Measured peaks are "
+        "of tensors on the GPU, and of the process."
     )
-    return Table(caption, _BOUNDS, tuple(rows))
+    return Table(caption, _COLUMNS, tuple(rows))
 
 
 def _elsewhere(winners: Winners, efficiency: Mapping[str, Efficiency]) -> Iterator[Block]:
@@ -144,7 +117,7 @@ def _elsewhere(winners: Winners, efficiency: Mapping[str, Efficiency]) -> Iterat
 
 
 def _ways(case: Case, spec: ModelSpec, machine: Machine, efficiency: Efficiency) -> list[Plan]:
-    """Return the best plans with host weights and with none offloaded, as `zinfer plan` finds them."""
+    """Return the best plan of each offload, as `zinfer plan` finds it."""
     budget = "auto" if read_options(case.engine, ()).transport().shares_memory else None
     places: tuple[tuple[Offload, str | None], ...] = (("cpu", budget), ("none", None))
     cases = (case.model_copy(update={"offload": offload, "gpu_weights": share}) for offload, share in places)

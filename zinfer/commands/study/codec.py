@@ -29,11 +29,10 @@ def command(checkpoints: tuple[Path, ...], dtype: str | None, output: Path | Non
     zinfer study codec
     zinfer study codec ./my-checkpoint
     """
-    from zinfer.analysis.study import wrong
+    from zinfer.analysis.study import PublishedCodec, codecs, wrong
     from zinfer.commands.failure import Failure
     from zinfer.commands.out import console, table
     from zinfer.core.errors import INTEGRITY
-    from zinfer.plan.published import PublishedCodec, codecs
     from zinfer.worker import codec
 
     if dtype not in (None, "bfloat16"):

@@ -1,7 +1,7 @@
 """Figures of records, one function a figure. `FIGURES` are those of the points of one group.
 
-Measured values are solid with markers, limits are dashed, predictions are pale with a dashed outline, a batch that ran
-out of memory is a ×, and unknown values are not drawn.
+Measured values are solid with markers, limits are dashed, a batch that ran out of memory is a ×, and unknown values are
+not drawn.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -13,11 +13,10 @@ from matplotlib.figure import Figure
 
 from zinfer.analysis import study
 from zinfer.analysis.group import Group, Metric, Points, by_load, samples
-from zinfer.analysis.rates import Spread, best_by_load, rate_text, spread, tied, winner
+from zinfer.analysis.rates import Spread, rate_text, spread, tied, winner
 from zinfer.analysis.rates import edges as find_edges
 from zinfer.core.case import Case
 from zinfer.core.units import figures, gb
-from zinfer.plan.planner import Plan
 from zinfer.record.measurement import Measurement
 from zinfer.record.study import SOURCES, Study
 from zinfer.report.plot.style import GREY, PALETTE, Sheet, batch_axis, log_axis, looks, series, shortened
@@ -120,92 +119,6 @@ def link(group: Group, points: Points) -> Figure | None:
     return sheet.finish()
 
 
-def residency(group: Group, points: Points) -> Figure | None:
-    """Draw output tokens a second over the resident share of the weights.
-
-    Each budget at its own best batch, and all at their largest common one. None without two budgets of one engine.
-    """
-    tops = [point for point in best_by_load(points) if _resident_share(point) is not None]
-    engines = {point.case.engine for point in tops if point.case.gpu_weights is not None}
-    lines: list[tuple[str, str, list[Measurement]]] = []
-    for engine in sorted(engines):
-        engine_points = [point for point in tops if point.case.engine == engine]
-        if len(engine_points) < 2:
-            continue
-        lines.append((engine, "each at its own best batch", engine_points))
-        loads = by_load(
-            [point for point in points if point.usable and point.case.load in {p.case.load for p in engine_points}]
-        )
-        common = set.intersection(*({_batch(point) for point in batch} for batch in loads.values()))
-        if common:
-            equal = [next(p for p in batch if _batch(p) == max(common)) for batch in loads.values()]
-            lines.append((engine, f"all at batch {max(common)}", equal))
-    if not lines:
-        return None
-    sheet = Sheet(group, "how much of the weights should stay on the GPU?", (group.conditions,))
-    axes = sheet.panels[0]
-    values: list[float] = []
-    for nth, (engine, how, engine_points) in enumerate(lines):
-        engine_points.sort(key=lambda point: _resident_share(point) or 0)
-        rates = [point.output_tok_s or 0 for point in engine_points]
-        look = series([engine_points[0].case.load])[engine_points[0].case.load] | {"label": f"{engine}, {how}"}
-        if nth % 2:
-            look |= {"markerfacecolor": "white", "linewidth": 1.0}
-        axes.plot([_resident_share(point) or 0 for point in engine_points], rates, **look, zorder=3)
-        for point, rate in zip(engine_points, rates, strict=True):
-            if nth % 2 == 0:
-                axes.annotate(
-                    f"batch {_batch(point)}", (_resident_share(point) or 0, rate), xytext=(0, 9),
-                    textcoords="offset points", ha="center", size=8, color=look["color"],
-                )  # fmt: skip
-        values += rates
-    log_axis(axes, [*values, 1.2 * max(values)])
-    axes.set_xlim(-4, 104)
-    axes.set_xlabel("% of the weights on the GPU")
-    axes.set_ylabel("output tokens a second")
-    return sheet.finish()
-
-
-def prediction(plans: Sequence[Plan]) -> Figure | None:
-    """Draw predicted output tokens a second over batch size.
-
-    A dashed line for each machine and load, its error band shaded. None if nothing fits. The plans are of one model and
-    one pair of lengths.
-    """
-    lines: dict[tuple[str, Case], list[Plan]] = {}
-    for plan in plans:
-        if plan.fits and plan.output_tok_s and plan.case.workload.batch_size <= plan.max_batch_size:
-            lines.setdefault((plan.machine.name, plan.case.load), []).append(plan)
-    if not lines:
-        return None
-    machines = list(dict.fromkeys(machine for machine, _ in lines))
-    case = next(iter(lines.values()))[0].case
-    group = Group(
-        machine=", ".join(machines), model=case.model, layers=case.layers, input_len=case.workload.input_len,
-        output_len=case.workload.output_len, dtype=case.dtype, load_format=case.load_format,
-        total_layers=plans[0].model.total_layers,
-    )  # fmt: skip
-    what = "Predictions, nothing was run; shaded: nine of ten" if plans[0].error else "Physical limits, nothing was run"
-    with looks():
-        sheet = Sheet(group, "where, and at which batch?", (what, group.machine))
-        axes = sheet.panels[0]
-        values: list[float] = []
-        for nth, ((machine, load), load_plans) in enumerate(lines.items()):
-            sizes = [plan.case.workload.batch_size for plan in load_plans]
-            rates = [plan.output_tok_s or 0.0 for plan in load_plans]
-            colour = PALETTE[nth % len(PALETTE)]
-            axes.plot(sizes, rates, "--", color=colour, label=f"{machine}: {shortened(load.label(), 60)}")
-            band = load_plans[0].error or 0.0
-            axes.fill_between(
-                sizes, [r * (1 - band) for r in rates], [r * (1 + band) for r in rates], color=colour, alpha=0.15, lw=0
-            )
-            values += [rate * (1 + sign * band) for rate in rates for sign in (-1, 1)]
-        log_axis(axes, values)
-        axes.set_ylabel("output tokens a second")
-        batch_axis(axes, [plan.case.workload.batch_size for load_plans in lines.values() for plan in load_plans])
-        return sheet.finish()
-
-
 def reuse(run: Study) -> Figure | None:
     """Draw TTFT over the context, computed again and reloaded; None if empty."""
     points = study.measured(run)
@@ -244,13 +157,6 @@ def reuse(run: Study) -> Figure | None:
         axes.set_xlabel("context, tokens")
         axes.set_ylabel("seconds to the first token")
         return sheet.finish()
-
-
-def _resident_share(point: Measurement) -> float | None:
-    if point.effective is None:
-        return None
-    resident, streamed = point.effective.gpu_weight_bytes, point.effective.streamed_bytes_per_step
-    return 100 * resident / (resident + streamed) if resident + streamed else None
 
 
 def _batch(point: Measurement) -> int:
@@ -391,5 +297,5 @@ def _strip(
 
 
 FIGURES: dict[str, Callable[[Group, Points], Figure | None]] = {
-    figure.__name__: figure for figure in (throughput, latency, link, residency, timeline)
+    figure.__name__: figure for figure in (throughput, latency, link, timeline)
 }

@@ -55,7 +55,7 @@ HEADS = (
     "#output tok/s", "beside it", "#weights on GPU", "#decode ratio", "#output ratio",
 )  # fmt: skip
 PROLOGUE = """\
-from zinfer.report.pages import *
+from tools.pages import *
 from tools.campaign.record import reliability
 from tools.conformance.record import model_tables, supported_models
 """

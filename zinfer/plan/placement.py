@@ -137,7 +137,8 @@ class Placer:
         if not (placement.resident_layers and able and self.machine.gpu_count) or placement.gpus > 1:
             return placement
         best, shortest = self._unpack(placement, workload)
-        movable = placement.tier == "host" and not placement.moved
+        limits = self.efficiency is None or self.efficiency.perfect  # for them unpacking costs nothing
+        movable = placement.tier == "host" and not (placement.moved or limits)
         while movable and 1 < len(best.resident_layers) > len(best.unpacked_layers):
             stay = spread(len(best.resident_layers) - 1, self.model.num_layers)
             fewer = {"resident_layers": stay, "resident_bytes": sum(self._layer_sizes[index] for index in stay)}

@@ -325,8 +325,7 @@ class Timing:
         embedding = model.vocab_size * model.hidden_size * model.dtype_bytes  # a look-up, unless it is the head, too
         read = work.read - (embedding if model.other_bytes >= 2 * embedding else 0)
         if self.efficiency.perfect:
-            coded = model.streamed_bytes - sizes.kept_unpacked
-            return read * (1 - coded / model.weight_bytes * (1 - placement.wire_ratio))
+            return read * (1 - model.streamed_bytes / model.weight_bytes * (1 - placement.wire_ratio))
         if work.tokens is None or not sizes.reads_codes(work.tokens):
             return read
         stay, share = sizes.stays / model.weight_bytes, self.efficiency.hbm_share  # the rates are those of kernels

@@ -85,12 +85,17 @@ def test_scores_of_all_heads_are_never_in_memory(checkpoint: Checkpoints, monkey
 
 
 def test_layers_sliced_for_exact_parallelism_keep_their_own_attention(checkpoint: Checkpoints, tmp_path: Path) -> None:
-    sliced = Path(shutil.copytree(checkpoint("bloom"), tmp_path / "sliced"))
+    whole = checkpoint("bloom")
+    sliced = Path(shutil.copytree(whole, tmp_path / "sliced"))
     config = json.loads((sliced / "config.json").read_text())
     (sliced / "config.json").write_text(json.dumps(config | {"pretraining_tp": 2, "slow_but_exact": True}))
     _, adapted = models(sliced, torch.float32)
     assert not any("forward" in vars(module) for module in adapted.modules())
     test_ragged.check(load("stream", sliced, "cpu", tmp_path), joins=False)
+    attention = [
+        load("stream", folder, "cpu", tmp_path).effective().settings["attention"] for folder in (sliced, whole)
+    ]
+    assert attention == ["eager", "sdpa"], "plans of records count what was computed"
     with pytest.raises(EngineError, match="computes attention itself"):
         load("stream", sliced, "cpu", tmp_path, kv_offload="cpu")
 

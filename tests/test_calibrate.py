@@ -322,6 +322,20 @@ def test_bandwidth_that_the_link_loses_to_the_cpu_is_not_the_engines_factor(quan
     assert fit_point.link_share() == pytest.approx(0.83, rel=1e-3)
 
 
+def test_records_tell_whether_attention_was_fused() -> None:
+    """BLOOM's was eager; `stream` has fused it since."""
+    points = [point for point in committed.points() if point.usable and point.case.model == "bloom-176b"]
+    measured = next(point for point in points if point.case.engine == "stream" and point.effective is not None)
+    assert measured.effective is not None
+    effective = measured.effective.model_copy(update={"settings": measured.effective.settings | {"attention": "sdpa"}})
+    fused = measured.model_copy(update={"effective": effective})
+    before, after = calibrate.fit_points([measured, fused], committed.machines())
+    assert (before.placement.eager, after.placement.eager) == (True, False)
+    ours, theirs = (make_plan(case(32, engine, layers=None), before.model, H100) for engine in ("stream", "deepspeed"))
+    assert (ours.placement.eager, theirs.placement.eager) == (False, True)
+    assert ours.gpu.activations < theirs.gpu.activations
+
+
 def test_a_point_is_never_predicted_from_itself() -> None:
     efficiency = Efficiency(link_share=0.5)
     (row,) = table([fabricated(efficiency, 8, "cpu")], {"h100": H100})

@@ -122,7 +122,7 @@ class Outline(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.elements.append((tag, dict(attrs)))
-        if tag not in ("meta", "link", "br"):
+        if tag not in ("meta", "link", "br", "img"):
             self.open.append(tag)
         if tag == "h2":
             self.headings.append("")
@@ -250,7 +250,8 @@ def test_memory_and_bottleneck_are_predicted_beside_what_was_measured(report: Re
     (memory,) = report.rows(title, "GPU measured")
     assert memory["GPU measured"] == "20.0 GiB"
     assert memory["GPU predicted"].endswith("GiB")
-    assert memory["bound by"] == "hbm", "its weights do not cross the link"
+    (speed,) = report.rows(title, "bound by", "step predicted")
+    assert speed["bound by"] == "hbm", "its weights do not cross the link"
     rows = {row["machine"]: row for row in report.rows(title, "error band")}
     assert {"h100", "a100-80gb", "h100-80gb", "h200", "gh200-96gb", "b200"} == rows.keys()
     assert rows["h100"]["configuration"] == "does not fit"

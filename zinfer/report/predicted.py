@@ -26,10 +26,9 @@ from zinfer.system.machines import load as load_machine
 CALIBRATING = 50  # points of an engine: each takes 3 ms, and the medians of more hardly differ
 ELSEWHERE = 3  # models that are predicted for other machines: `zinfer plan` predicts all
 MACHINES = ("a100-80gb", "h100-80gb", "h200", "gh200-96gb", "b200")
-_COLUMNS = (
-    "model", "machine", "configuration", "#batch", "~GPU predicted", "#GPU measured", "~host predicted",
-    "#host measured", "#decode step", "~step predicted", "~bound by", "#tok/s", "~tok/s predicted",
-)  # fmt: skip
+_NAMES = ("model", "machine")
+_MEMORY = ("configuration", "#batch", "~GPU predicted", "#GPU measured", "~host predicted", "#host measured")
+_SPEED = ("#decode step", "~step predicted", "~bound by", "#tok/s", "~tok/s predicted")
 _MACHINE_COLUMNS = (
     "machine", "#link", "configuration", "#batch", "#host memory", "#TTFT", "#TPOT", "bound by", "#tok/s",
     "#error band", "#over the first that fits",
@@ -49,7 +48,7 @@ def predictions(findings: Findings) -> Section:
         ]
         for workloads in (findings.main, findings.slices)
     )
-    blocks: list[Block] = [_measured(main + slices, efficiency), *_elsewhere(main, efficiency)]
+    blocks: list[Block] = [*_measured(main + slices, efficiency), *_elsewhere(main, efficiency)]
     if any(isinstance(block, Table) and block.rows for block in blocks):
         blocks.append(Text(_trust(efficiency, rows)))
     return section("predictions", "Memory, bottleneck and other machines", blocks)
@@ -69,24 +68,23 @@ def _thinned(points: Points) -> list[Measurement]:
     ]
 
 
-def _measured(winners: Winners, efficiency: Mapping[str, Efficiency]) -> Table:
-    """Return the fastest configurations' memory and speed, as predicted and as measured."""
-    rows = []
+def _measured(winners: Winners, efficiency: Mapping[str, Efficiency]) -> Iterator[Table]:
+    """Yield the fastest configurations' memory and speed, as predicted and as measured."""
+    memory, speed = [], []
     for workload, point, spec in winners:
         assert workload.machine is not None
         plan = calibrate.predict(point.case, spec, workload.machine, efficiency)
         sizes = (plan.gpu.total - plan.gpu.overhead, point.gpu_peak_bytes, plan.host.total, point.host_peak_bytes)
-        rows.append(Row((
-            workload.group.title, workload.group.machine, point.case.label(), str(point.case.workload.batch_size),
-            *(gib(size) if size else "" for size in sizes), duration(point.tpot_ms / 1e3) if point.tpot_ms else "",
-            duration(plan.step_s) if plan.step_s else "", plan.bound_by or "", rate(point)[0],
-            rated(plan.output_tok_s) if plan.output_tok_s else "",
-        )))  # fmt: skip
-    caption = (
-        "The fastest configuration of each workload, predicted with the factors of these records. Measured peaks are "
-        "of tensors on the GPU, and of the process."
-    )
-    return Table(caption, _COLUMNS, tuple(rows))
+        names, batch = (workload.group.title, workload.group.machine), str(point.case.workload.batch_size)
+        memory.append(Row((*names, point.case.label(), batch, *(gib(size) if size else "" for size in sizes))))
+        steps = (point.tpot_ms and point.tpot_ms / 1e3, plan.step_s)
+        predicted = rated(plan.output_tok_s) if plan.output_tok_s else ""
+        times = (duration(seconds) if seconds else "" for seconds in steps)
+        speed.append(Row((*names, *times, plan.bound_by or "", rate(point)[0], predicted)))
+    what = "the fastest configuration of each workload, predicted with the factors of these records"
+    peaks = "Measured peaks are of tensors on the GPU, and of the process."
+    yield Table(f"Memory of {what}. {peaks}", (*_NAMES, *_MEMORY), tuple(memory))
+    yield Table(f"Speed of {what}.", (*_NAMES, *_SPEED), tuple(speed))
 
 
 def _elsewhere(winners: Winners, efficiency: Mapping[str, Efficiency]) -> Iterator[Block]:
@@ -107,7 +105,7 @@ def _elsewhere(winners: Winners, efficiency: Mapping[str, Efficiency]) -> Iterat
         caption = (
             f"{workload.group.model_name}, all {spec.total_layers} layers, {load.input_len} in / {load.output_len} "
             f"out: predicted. {case.engine} with its factors from these records, with the settings and the batch that "
-            "are fastest on each machine, lossy ones left out."
+            "are fastest on each machine, lossy ones left out. No record: none is of this kind (weights, experts, GPU)."
         )
         yield Table(caption, _MACHINE_COLUMNS, tuple(_machine_row(plan, first) for plan in plans))
         lines = [f"{plan.machine.name}: {plan.why_not}" for plan in plans if plan.why_not]
@@ -138,7 +136,7 @@ def _machine_row(plan: Plan, base: float | None) -> Row:
         *cells, plan.case.label(), str(plan.case.workload.batch_size), gb(plan.host.total),
         duration(plan.prefill_s) if plan.prefill_s else "unknown", duration(plan.step_s) if plan.step_s else "unknown",
         plan.bound_by or "", rated(speed) if speed else "unknown",
-        f"± {plan.error:.0%}" if plan.error else "no record of this kind",
+        f"± {plan.error:.0%}" if plan.error else "no record",
         f"{speed / base:.2f}x" if speed and base else "",
     ), "predicted")  # fmt: skip
 

@@ -145,27 +145,6 @@ def test_what_another_host_left_on_a_shared_drive_stays(place: Path, state: Path
     assert not part.exists()
 
 
-def test_a_drive_that_is_not_mounted_is_waited_for(place: Path, state: Path) -> None:
-    path = killed(WEIGHTS, place)
-    place.rename(place.with_name("away"))
-    scratch.remove_abandoned()
-    assert len(list(state.iterdir())) == 1
-    place.with_name("away").rename(place)
-    scratch.remove_abandoned()
-    assert not path.exists()
-
-
-def test_a_drive_that_is_away_when_its_process_ends_is_waited_for(place: Path, state: Path) -> None:
-    script = WEIGHTS.replace("time.sleep(600)", "os.rename(sys.argv[1], sys.argv[1] + '-away'); made.cleanup()")
-    command = [sys.executable, "-c", script, str(place)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, check=True)
-    assert len(list(state.iterdir())) == 1
-    place.with_name("place-away").rename(place)
-    assert Path(done.stdout.strip()).is_dir()
-    scratch.remove_abandoned()
-    assert [*place.iterdir(), *state.iterdir()] == []
-
-
 def test_a_process_that_ends_in_order_leaves_nothing(place: Path, state: Path) -> None:
     with scratch.folder(place, "weights") as made:
         (made.path / "layer.dat").write_text("x")

@@ -69,19 +69,17 @@ class Parsed(click.ParamType[Any]):
             self.fail(str(error).removeprefix("--batch-size "), param, ctx)
 
 
-class Values(click.ParamType[Any]):
+class Values(Parsed):
     """Comma list of values; `parse` makes each of a word, or raises ValueError. `syntax` is for its error."""
 
     def __init__(self, name: str, parse: Callable[[str], Any], syntax: str) -> None:
-        self.name, self._parse, self._syntax = name, parse, syntax
+        def split(text: str) -> tuple[Any, ...]:
+            try:
+                return tuple(parse(word.strip()) for word in text.split(","))
+            except ValueError:
+                raise ValueError(f"{text[:60]!r}: write {syntax}") from None
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[Any, ...]:
-        if isinstance(value, tuple):
-            return value
-        try:
-            return tuple(self._parse(word.strip()) for word in value.split(","))
-        except ValueError:
-            self.fail(f"{value[:60]!r}: write {self._syntax}", param, ctx)
+        super().__init__(name, split)
 
 
 def typed() -> dict[str, str]:

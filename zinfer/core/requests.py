@@ -25,8 +25,6 @@ FORM = (
     "lognormal:INPUT,OUTPUT, uniform:INPUT,OUTPUT or fixed:INPUT,OUTPUT (mean tokens), then max_input_len=N, "
     "max_output_len=N, sigma=S (lognormal), spread=S (uniform), separated by commas"
 )
-_WHOLE = re.compile(r"[0-9]{1,10}")
-_REAL = re.compile(r"[0-9]{1,6}(?:\.[0-9]{1,6})?")
 _COUNT = re.compile(r"([0-9]{1,6})(x?)")
 
 
@@ -57,23 +55,18 @@ class LengthDistribution(Frozen):
     def parse(cls, text: str) -> Self:
         """Return the distribution of a text such as ``lognormal:245,106,max_input_len=1500,sigma=0.8``. Raises
         ValueError in one line."""
-        kind, colon, rest = text.strip().partition(":")
-        parts = [part.strip() for part in rest.split(",")]
-        means, settings = parts[:2], [part.partition("=") for part in parts[2:]]
-        patterns = {"max_input_len": _WHOLE, "max_output_len": _WHOLE}
-        patterns |= {"lognormal": {"sigma": _REAL}, "uniform": {"spread": _REAL}, "fixed": {}}.get(kind, {})
-        fine = colon and len(means) == 2 and all(map(_WHOLE.fullmatch, means)) and kind in _KINDS
-        fine = fine and all(k.strip() in patterns and patterns[k.strip()].fullmatch(v.strip()) for k, _, v in settings)
-        names = [key.strip() for key, _, _ in settings]
-        if not fine or len(set(names)) < len(names):
-            raise ValueError(f"{text[:80]!r} is no distribution of lengths: write {FORM}")
-        given = dict(zip(names, (float(value) for _, _, value in settings), strict=True))
-        fields = {"kind": kind, "input_len": int(means[0]), "output_len": int(means[1])} | given
+        kind, _, rest = text.strip().partition(":")
+        means, settings = (parts := rest.split(","))[:2], [part.partition("=")[::2] for part in parts[2:]]
+        fields = {"kind": kind} | dict(zip(("input_len", "output_len"), means, strict=False))
+        fields |= {name.strip(): value for name, value in settings}
         try:
+            if len(fields) < 3 + len(settings) or fields.keys() & {"sigma", "spread"} - {_SHAPES.get(kind)}:
+                raise ValueError
             return cls.model_validate(fields)
         except ValueError:
             raise ValueError(
-                f"{text[:80]!r}: lengths are 1 to {MOST:,} tokens, sigma is at most {MAX_SIGMA:g}, spread at most 1"
+                f"{text[:80]!r} is no distribution of lengths: write {FORM}; lengths are 1 to {MOST:,} tokens, sigma "
+                f"is at most {MAX_SIGMA:g}, spread at most 1"
             ) from None
 
     def describe(self) -> str:
@@ -103,7 +96,7 @@ class LengthDistribution(Frozen):
         return max(1, min(longest, round(length)))
 
 
-_KINDS = ("lognormal", "uniform", "fixed")
+_SHAPES = {"lognormal": "sigma", "uniform": "spread"}  # setting of a kind
 
 
 def count_of(asked: int | str | None, in_flight: int | float | str | None) -> int | None:

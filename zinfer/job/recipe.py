@@ -86,7 +86,6 @@ Name = Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_plai
 Whole = Annotated[int, Field(ge=1, le=MOST)]
 Setting = Annotated[Option, AfterValidator(_finite)]
 Settings = Annotated[tuple[Setting, ...], Field(min_length=1, max_length=AXIS), BeforeValidator(_as_tuple)]
-_CURRENT = BeforeValidator(lambda value: without_retired(value) if isinstance(value, dict) else value)
 Budget = Annotated[Name, AfterValidator(_budget)]
 Lengths = Annotated[Name, AfterValidator(lambda text: LengthDistribution.parse(text).describe())]
 _DEFAULT_LENGTHS = (((512,), (32,)), ([512], [32]))  # as a header of a sweep has them
@@ -97,7 +96,12 @@ class EngineRecipe(Frozen):
 
     engine: Name
     description: str = Field(default="", max_length=DESCRIPTION)
-    options: Annotated[dict[Name, Setting], _CURRENT] = Field(default_factory=dict, max_length=100)
+    options: dict[Name, Setting] = Field(default_factory=dict, max_length=100)
+
+    @field_validator("options", mode="before")
+    @classmethod
+    def _without_retired(cls, value: Any) -> Any:
+        return without_retired(value) if isinstance(value, dict) else value
 
 
 class SweepLoad(Frozen):
@@ -162,7 +166,7 @@ class Sweep(Frozen):
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     layers: Axis[Whole | None] = (None,)
     gpu_weights: Axis[Budget | None] = (None,)  # of offloaded weights: else all are on the GPU
-    options: Annotated[dict[Name, Settings], _CURRENT] = Field(default_factory=dict, max_length=100)
+    options: dict[Name, Settings] = Field(default_factory=dict, max_length=100)
     weights: Axis[Weights] = ("as-released",)  # formats that the layers' weights are given
     allow_nan: bool = False  # load weights with NaN or infinity, too
     machine: OptionalAxis[Name] = Field(default=(), max_length=100)  # to plan for; a sweep runs on this machine
@@ -202,6 +206,11 @@ class Sweep(Frozen):
         if len(sizes) > AXIS or not all(type(size) is int and 1 <= size <= MOST for size in sizes):
             raise ValueError(f"batch sizes are 1 to {AXIS:,} whole numbers from 1 to {MOST:,}")
         return tuple(sorted(set(sizes)))
+
+    @field_validator("options", mode="before")
+    @classmethod
+    def _without_retired(cls, value: Any) -> Any:
+        return without_retired(value) if isinstance(value, dict) else value
 
     @model_validator(mode="after")
     def _bounded(self) -> Self:

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, NoReturn, Self
 from pydantic_core import from_json
 
 from zinfer.core.errors import INTEGRITY, ZinferError
-from zinfer.system.atomic import sync_folder
+from zinfer.system import atomic
 from zinfer.system.documents import DocumentError, read_bytes
 
 SCHEMA_VERSION = 2  # 1: a case of `stream` without options had no share on the GPU, and no KV cache in host memory
@@ -187,7 +187,7 @@ class AppendLog(Closing):
         try:
             lines._lock()
             lines._seek_end()
-            sync_folder(path.parent)
+            atomic.sync_folder(path.parent)
         except BaseException:
             lines.close()
             raise
@@ -234,18 +234,11 @@ class AppendLog(Closing):
     def _save(self, size: int, pending: bytes) -> Path:
         """Write every line to a new file; return its path."""
         begin = self._end - len(self._tail)  # what was before it is in the file, unless that was cut further
-        for number in count(1):
-            path = self.path.with_name(f"{self.path.name}.saved" + (f"-{number}" if number > 1 else ""))
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-                break
-            except FileExistsError:
-                continue
-            except OSError as error:
-                _refuse(path, error)
+        ends = (f".saved-{number}" if number > 1 else ".saved" for number in count(1))
+        paths = (self.path.with_name(self.path.name + end) for end in ends)
+        path = next(path for path in paths if not os.path.lexists(path))
         try:
-            with open(descriptor, "wb") as stream:
+            with atomic.writing(path) as stream:
                 done = 0
                 while done < min(begin, size) and (
                     part := os.pread(self._descriptor, min(1 << 20, begin - done), done)
@@ -253,11 +246,8 @@ class AppendLog(Closing):
                     stream.write(part)
                     done += len(part)
                 stream.write(self._tail + pending)
-                stream.flush()
-                os.fsync(descriptor)
         except OSError as error:
             _refuse(path, error)
-        sync_folder(path.parent)
         return path
 
     def _seek_end(self) -> None:
@@ -274,11 +264,6 @@ class AppendLog(Closing):
         self._tail += data
         if len(self._tail) > 2 * TAIL_BYTES:
             del self._tail[:-TAIL_BYTES]
-
-    def cut(self) -> None:
-        """Delete all lines."""
-        _cut(self._descriptor, 0, self.path)
-        self._seek_end()
 
     def mend(self, check: Check, kind: str, keep_garbled: bool = True) -> tuple[tuple[int, str], ...]:
         """Check every line, repair the file, and return the faults.
@@ -336,18 +321,9 @@ class AppendLog(Closing):
 def _keep_garbled(path: Path, lines: list[bytes]) -> None:
     """Append new `lines` to the file at `path`."""
     kept = set(read_lines(path)) if path.exists() else set()
-    new = b"".join(line + b"\n" for line in lines if line not in kept)
-    if not new:
-        return
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-    except OSError as error:
-        _refuse(path, error)
-    try:
-        _append(descriptor, new, path)
-        sync_folder(path.parent)
-    finally:
-        os.close(descriptor)
+    if new := [line for line in lines if line not in kept]:
+        with AppendLog.open(path) as log:
+            log.append(*new)
 
 
 def _append(descriptor: int, data: bytes, path: Path) -> None:

@@ -12,7 +12,6 @@ import os
 import secrets
 import shutil
 import tempfile
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -20,7 +19,6 @@ from pathlib import Path
 from typing import Any, Self
 
 MAX_NAME_BYTES = 150  # of a file's name that its unfinished file takes over
-MAX_AWAY_DAYS = 30  # an entry whose drive is not mounted is kept for so long
 PREFIX, SUFFIX = "zinfer-", ".scratch"  # of scratch folders; of entries
 
 _made: set["Scratch"] = set()
@@ -112,8 +110,7 @@ def _remove_if_dead(entry: Path, on_message: Callable[[str], object]) -> None:
             else:
                 on_message(f"{path}, which a killed run left behind, cannot be removed")
                 return
-        if not _away(path) or time.time() - entry.stat().st_mtime > MAX_AWAY_DAYS * 86400:
-            entry.unlink()
+        entry.unlink()
 
 
 def _size(path: Path) -> int:
@@ -123,19 +120,13 @@ def _size(path: Path) -> int:
 
 
 def _removed(path: Path) -> bool:
-    """Remove a file or a folder; return False if it stays, or may come back with its drive."""
+    """Remove a file or a folder; return False if it stays."""
     with suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-    return not os.path.lexists(path) and not _away(path)
-
-
-def _away(path: Path) -> bool:
-    """Tell whether the folder of a path is missing, with its drive; scratch folders do not count."""
-    scratch = (parent for parent in reversed(path.parents) if parent.name.startswith(PREFIX))
-    return not next(scratch, path).parent.is_dir()
+    return not os.path.lexists(path)
 
 
 def _open_entry() -> Any:

@@ -7,7 +7,6 @@ tokens may take hours. When the job is done its first line remains: the same com
 Its lines are sealed (`zinfer.record.jsonl.seal`): a changed token would be continued as if the model had chosen it.
 """
 
-import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any, Self
 from zinfer.core.errors import ZinferError
 from zinfer.job.batch.openai import Done, decode, encode
 from zinfer.record.jsonl import AppendLog, Closing, Damage, Garbled, StoreError, read_lines, seal, unseal
-from zinfer.system.atomic import sync_folder
+from zinfer.system import atomic
 
 JOB, ROW = "batch", "batch_row"  # kinds of lines in a .job file: the settings, and tokens of an unfinished row
 
@@ -97,15 +96,10 @@ class Ledger(Closing):
 
     def _begin(self, path: Path) -> None:
         """Replace the .job file by its first line alone, atomically."""
-        draft = path.with_name(path.name + ".new")
-        with AppendLog.open(draft) as lines:
-            lines.cut()
-            lines.append(self._header)
-            try:
-                os.replace(draft, path)
-            except OSError as error:
-                raise StoreError(f"cannot write {path}: {error.strerror}") from error
-        sync_folder(path.parent)
+        try:
+            atomic.write(path, self._header + b"\n")
+        except OSError as error:
+            raise StoreError(f"cannot write {path}: {error.strerror}") from error
 
     def add(self, records: Iterable[dict[str, Any]]) -> None:
         """Append output objects and wait for the disk. Raises StoreError."""

@@ -11,11 +11,9 @@ object" and "The request output object" of OpenAI's API reference; `BatchRequest
 """
 
 import json
-import re
 from collections import Counter
 from contextlib import suppress
 from hashlib import sha256
-from itertools import islice
 from typing import Any, NamedTuple
 
 from zinfer.job.openai import (
@@ -33,8 +31,6 @@ from zinfer.record.jsonl import Garbled
 from zinfer.system.documents import DocumentError, parse_json
 
 LINE = 16 << 20  # most bytes of a request
-TOKENS = 1 << 20  # of JSON within which a line that cannot be parsed may say its custom_id
-_TOKEN = re.compile(rb'"(?:[^"\\]|\\.)*+"|[\[\]{}:,]|[^\s"\[\]{}:,]++|"')  # the last: a text without an end
 
 
 class BatchLine(NamedTuple):
@@ -121,34 +117,12 @@ def _object(line: bytes, number: int) -> dict[str, Any]:
 
 
 def _find_custom_id(line: bytes) -> str | None:
-    """Return the custom_id of a line that cannot be parsed.
-
-    Depth, digits and what stands in inner objects do not matter. None without a custom_id that is a text, or with two.
-    """
-    ids: list[str] = []
-    depth, wanted, key = 0, b"{", b""  # wanted: what may come next in the outermost object
-    for match in islice(_TOKEN.finditer(line, 0, LINE), TOKENS):
-        token = match[0]
-        kind = token[:1]
-        if token == b'"':
-            break
-        if depth > 1 or (depth == 1 and wanted == b"v" and kind in b"[{"):
-            depth += (kind in b"[{") - (kind in b"]}")
-            wanted = b","
-        elif depth == 0 and wanted == b"{" == token:
-            depth, wanted = 1, b"k"
-        elif depth == 1 and wanted == b"k" and kind == b'"':
-            key, wanted = token, b":"
-        elif depth == 1 and wanted == token in (b":", b","):
-            wanted = b"v" if token == b":" else b"k"
-        elif depth == 1 and wanted == b"v" and kind not in b":,]}":
-            with suppress(ValueError):
-                if json.loads(key) == "custom_id" and isinstance(value := json.loads(token), str) and value:
-                    ids.append(value)
-            wanted = b","
-        else:
-            break
-    return ids[0] if len(ids) == 1 else None
+    """Return the custom_id of a refused line, if it can be parsed."""
+    with suppress(ValueError, RecursionError):
+        fields = json.loads(line)
+        custom_id = fields.get("custom_id") if isinstance(fields, dict) else None
+        return custom_id if isinstance(custom_id, str) and custom_id else None
+    return None
 
 
 def _custom_id(fields: dict[str, Any], number: int) -> str:

@@ -43,8 +43,10 @@ while message := socket.recv_fds(asked, 1 << 20, 1):
     os.setsid()
     os.dup2(files[0], 0)
     os.closerange(3, 1024)
+    folder, variables = json.loads(content)
+    os.chdir(folder)
     os.environ.clear()
-    os.environ.update(json.loads(content))
+    os.environ.update(variables)
     try:
         main()
     finally:
@@ -71,7 +73,7 @@ class Forked:
 
     def __init__(self, _words: Sequence[str], *, stdin: int, env: Mapping[str, str], **_settings: Any) -> None:
         server = _server()
-        socket.send_fds(server, [json.dumps(dict(env)).encode()], [stdin])
+        socket.send_fds(server, [json.dumps([os.getcwd(), dict(env)]).encode()], [stdin])
         self.pid = int.from_bytes(server.recv(4, socket.MSG_WAITALL), "big")
         self.returncode: int | None = None
         self._watched = os.pidfd_open(self.pid)

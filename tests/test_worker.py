@@ -67,7 +67,7 @@ from zinfer.worker.tasks import (
     PrefixReuse,
     PrefixReused,
     RequestsMeasured,
-)  # fmt: skip
+)
 
 
 def case(batch_size: int = 1, offload: Any = "cpu", **options: Option) -> Case:
@@ -417,9 +417,7 @@ MESSAGES: dict[str, tuple[Command[Any], Message]] = {
     ),
     "prefix_reuse": (
         PrefixReuse(context=9, new_tokens=2, repeats=1, folder="kv"),
-        PrefixReused(
-            recompute_ms=[1.0], memory_ms=[0.5], kept_bytes=7, same_token=True, max_difference=float("inf")
-        ),
+        PrefixReused(recompute_ms=[1.0], memory_ms=[0.5], kept_bytes=7, same_token=True, max_difference=float("inf")),
     ),
     "logits_record": (
         LogitsRecord(prompts=[[1]], tokens=[None], steps=1, file="f"),
@@ -431,7 +429,7 @@ MESSAGES: dict[str, tuple[Command[Any], Message]] = {
         ),
         LogitsCompared(rows=[[Position(0.1, 0.0, 1.0, 2.0, float("inf"))]]),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -1,5 +1,6 @@
 """The console script `zinfer`, in this process or its own."""
 
+import gc
 import io
 import os
 import resource
@@ -39,6 +40,8 @@ def zinfer(folder: Path, *words: str, stdin: str = "", probe: bool = False, **se
     """
     if not probe:
         probed(folder)
+    gc.collect(1)
+    gc.freeze()  # what was imported since: a worker collects garbage before each point
     printed, errors = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
     with pytest.MonkeyPatch.context() as patch, chdir(folder), redirect_stdout(printed), redirect_stderr(errors):
         patch.setattr("zinfer.worker.process.Worker", InlineWorker)

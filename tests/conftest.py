@@ -19,7 +19,7 @@ from tests.forked import executed, tokenizers_forked
 from tests.quick import Quick
 from zinfer.record import store
 
-assert executed and tokenizers_forked  # fixtures
+assert executed, tokenizers_forked  # fixtures
 gc.disable()  # until `pytest_collection_finish`
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in zinfer.worker.process, and before torch is imported
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell that runs the tests in the background ignores it
@@ -47,6 +47,15 @@ def _records_decoded_once() -> Iterator[None]:
     """Decode each line of the committed records once in a process: dozens of tests read all of them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(store, "decode", lru_cache(maxsize=1024)(store.decode))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _little_is_copied() -> Iterator[None]:
+    """Copy 1 MiB, not 256, to measure a link; all where there is a GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        if not os.path.exists("/dev/nvidiactl"):
+            patch.setattr("zinfer.worker.probe.MIB", 1 << 12)
         yield
 
 

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -35,21 +36,24 @@ while message := socket.recv_fds(asked, 1 << 20, 1):
     content, files, *_ = message
     if not content:
         break
-    if pid := os.fork():
+    if os.fork():
         os.close(files[0])
-        asked.sendall(pid.to_bytes(4, "big"))
         continue
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    os.setsid()
+    os.setsid()  # before its parent may kill the session
+    asked.sendall(os.getpid().to_bytes(4, "big"))
     os.dup2(files[0], 0)
     os.closerange(3, 1024)
+    folder, variables = json.loads(content)
+    os.chdir(folder)
     os.environ.clear()
-    os.environ.update(json.loads(content))
+    os.environ.update(variables)
     try:
         main()
     finally:
         os._exit(1)
 """
+_LOCK = threading.Lock()
 
 
 @cache
@@ -70,9 +74,10 @@ class Forked:
     """Takes the place of `subprocess.Popen`."""
 
     def __init__(self, _words: Sequence[str], *, stdin: int, env: Mapping[str, str], **_settings: Any) -> None:
-        server = _server()
-        socket.send_fds(server, [json.dumps(dict(env)).encode()], [stdin])
-        self.pid = int.from_bytes(server.recv(4, socket.MSG_WAITALL), "big")
+        with _LOCK:
+            server = _server()
+            socket.send_fds(server, [json.dumps([os.getcwd(), dict(env)]).encode()], [stdin])
+            self.pid = int.from_bytes(server.recv(4, socket.MSG_WAITALL), "big")
         self.returncode: int | None = None
         self._watched = os.pidfd_open(self.pid)
 

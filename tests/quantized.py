@@ -63,7 +63,8 @@ def fp8(directory: Path, block: tuple[int, int] | None = (BLOCK, BLOCK), fp4_exp
 COMPRESSED: dict[str, tuple[str, dict[str, Any]]] = {  # format and weights' arguments of compressed-tensors
     "int4 groups": ("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16}),
     "int4 asymmetric": (
-        "pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16, "symmetric": False},
+        "pack-quantized",
+        {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 16, "symmetric": False},
     ),
     "int8 channels": ("pack-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}),
     "int8 plain": ("int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}),
@@ -71,7 +72,7 @@ COMPRESSED: dict[str, tuple[str, dict[str, Any]]] = {  # format and weights' arg
     "fp8 tensors": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "tensor"}),
     "nvfp4": ("nvfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}),
     "mxfp4": ("mxfp4-pack-quantized", {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}),
-}  # fmt: skip
+}
 
 
 def compressed(directory: Path, kind: str) -> Path:

@@ -6,8 +6,7 @@ import math
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from zinfer.analysis.study import compared, label, show
 from zinfer.checkpoint.resolve import from_directory
 from zinfer.cli import cli
 from zinfer.core.case import Case, Option, Workload
-from zinfer.core.model import ModelSpec
 from zinfer.engine import base
 from zinfer.engine.cache import QuantizedLayer
 from zinfer.generation.tokenizer_process import TokenizerProcess
@@ -60,24 +58,6 @@ def pieces(directory: Path) -> list[list[int]]:
 @pytest.fixture(autouse=True)
 def swift(monkeypatch: Patch) -> None:
     monkeypatch.setattr("zinfer.worker.probe.measure_link", lambda device: 5e9)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _tokenizers() -> Iterator[None]:
-    """Start the tokenizer of each model once: nearly every test asks for it."""
-    started: dict[str, TokenizerProcess] = {}
-
-    def share(spec: ModelSpec) -> AbstractContextManager[TokenizerProcess]:
-        folder = os.path.realpath(str(spec.directory))
-        if folder not in started:
-            started[folder] = TokenizerProcess(spec)
-        return nullcontext(started[folder])
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(study, "TokenizerProcess", share)
-        yield
-    for tokenizer in started.values():
-        tokenizer.close()
 
 
 def plan(directory: Path, batch_size: int = 5, **options: Option) -> Plan:

@@ -60,9 +60,7 @@ def test_a_chat_is_understood() -> None:
     request = only_request(line({"messages": messages, "max_tokens": 5, "max_completion_tokens": 7}, chat=True))
     assert isinstance(request, BatchLine)
     assert (request.asked.chat, request.asked.output_len) == (True, 7)
-    assert request.prompt == [
-        {"role": "system", "content": "one two"}, {"role": "user", "content": "x", "name": "me"}
-    ]  # fmt: skip
+    assert request.prompt == [{"role": "system", "content": "one two"}, {"role": "user", "content": "x", "name": "me"}]
 
 
 @pytest.mark.parametrize(

@@ -135,8 +135,9 @@ def test_an_interrupt_says_how_to_go_on(folder: Path) -> None:
     )
     words = ["batch", "prompts.jsonl", "-o", "out.jsonl", "-m", "bloom-tiny", "--load-format", "dummy"]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen([sys.executable, "-m", "zinfer", *words], cwd=folder, env=env,
-                               stderr=subprocess.PIPE, text=True)  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, "-m", "zinfer", *words], cwd=folder, env=env, stderr=subprocess.PIPE, text=True
+    )
     output, deadline = folder / "out.jsonl", time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline and not (output.exists() and output.stat().st_size):
         time.sleep(0.02)

@@ -107,7 +107,7 @@ WAYS: dict[str, tuple[str, dict[str, Any]]] = {
 @pytest.mark.parametrize(
     ("name", "way"),
     [
-        *covering([name for name in KINDS if name not in ALIKE], [*WAYS], times=2),
+        *covering([name for name in KINDS if name not in ALIKE], [*WAYS]),
         *(pytest.param(name, way, marks=pytest.mark.slow) for name in ALIKE for way in WAYS),
     ],
 )

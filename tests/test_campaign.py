@@ -1,6 +1,5 @@
 """The campaign's own judges: each says what is wrong of a planted fault, and nothing of a good run."""
 
-import json
 import os
 import random
 import shutil
@@ -8,22 +7,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from threading import Thread
 
 import pytest
 
 from tests import PATIENCE_S, environment
 from tools.campaign import judge
-from tools.campaign.clients import Load, Reply, ask, status_of
+from tools.campaign.clients import Reply
 from tools.campaign.judge import DOCUMENTED
 from tools.campaign.lab import Result
 from tools.campaign.record import COLUMNS, TITLES, Campaign, Row, last, markdown, title
 from tools.campaign.shim import CHANGES, FAIL, FULL, KILL, SOURCE
-from tools.campaign.subject import Ended, children_of, descendants, python_path
+from tools.campaign.subject import Ended, children_of, descendants
 from zinfer.record import study
 
 pytestmark = pytest.mark.long
@@ -58,22 +55,6 @@ def test_exit_codes(run: Ended, sent: list[int], killed: bool, fault: str | None
     assert len(code) == (fault is not None)
     assert fault is None or fault in code[0]
     assert {0, 2, 3, 4, 5, 6, 7} <= DOCUMENTED
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "Traceback (most recent call last):\n  File x",
-        "Internal error (KeyError): 'x'; run with --debug",
-        "Exception ignored in: <_io.TextIOWrapper>",
-        "Fatal Python error: Aborted",
-        "Exception in thread Thread-1",
-    ],
-)
-def test_words_of_a_crash(text: str) -> None:
-    assert judge.words(ended(0, stderr=text))
-    assert judge.words(ended(0, stdout=text))
-    assert not judge.words(ended(2, stderr="Error: no such file\n"))
 
 
 def test_an_interrupt_of_python_itself_is_told_from_one_of_zinfer() -> None:
@@ -189,96 +170,11 @@ def test_a_record_says_how_many_cases_did_not_end() -> None:
 WANTED = {"a": "one two", "b": "three four"}
 
 
-@contextmanager
-def server(fault: str = "", idle_s: float | None = None) -> Iterator[int]:
-    """Serve `WANTED` with a fault, and close silent connections. Yield the port."""
-
-    class Handler(BaseHTTPRequestHandler):
-        timeout = idle_s
-
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            prompt = str(body.get("prompt"))
-            text = WANTED.get("b" if fault == "another text" and prompt == "a" else prompt, "")
-            if fault == "refuses":
-                self.send_error(503)
-            elif fault == "hangs":
-                time.sleep(2)
-            elif body.get("stream"):
-                self.send_response(200)
-                self.end_headers()
-                sent = [text[:4], text[4:]] if fault != "cuts" else [text[:4]]
-                lines = [f"data: {json.dumps({'choices': [{'text': part}]})}\n\n" for part in sent]
-                if fault == "fails late":
-                    lines[1] = f"data: {json.dumps({'error': {'message': 'no worker'}})}\n\n"
-                self.wfile.write("".join([*lines, *["data: [DONE]\n\n"] * (fault != "cuts")]).encode())
-            else:
-                self.send_response(200)
-                self.end_headers()
-                self.wfile.write(json.dumps({"choices": [{"text": text}]}).encode())
-
-        def do_GET(self) -> None:
-            self.send_response(200 if self.path == "/health" else 404)
-            self.end_headers()
-
-        def log_message(self, *_words: object) -> None: ...
-
-    class Quiet(ThreadingHTTPServer):
-        daemon_threads, request_queue_size = True, 64
-
-        def handle_error(self, *_about: object) -> None: ...
-
-    with Quiet(("127.0.0.1", 0), Handler) as made:
-        thread = Thread(target=made.serve_forever, args=(0.02,))
-        thread.start()
-        try:
-            yield made.server_port
-        finally:
-            made.shutdown()
-            thread.join()
-
-
-@pytest.mark.parametrize(
-    ("fault", "streams", "alone", "disturbed"),
-    [
-        ("", (False, True), None, None),
-        ("another text", (False, True), "another text after 'a': 'three four' is not 'one two' (2", "another text"),
-        ("refuses", (False, True), "status 503", None),
-        ("cuts", (True,), "the stream was cut", None),
-        ("fails late", (True,), "no worker", None),
-        ("hangs", (False, True), "no answer within 0 s", "no answer within 0 s"),
-    ],
-)
-def test_answers_are_the_text_of_their_prompt(
-    fault: str, streams: tuple[bool, ...], alone: str | None, disturbed: str | None
-) -> None:
-    """A server that nobody disturbs answers in whole; one that is may refuse, or cut a stream, and never changes it."""
-    with server(fault) as port:
-        seconds = 0.3 if fault == "hangs" else PATIENCE_S
-        faults_of = [ask(port, prompt, stream, seconds) for prompt in WANTED for stream in streams]
-    for replies, allowed in ((alone, None), (disturbed, {0, 200, 503})):
-        faults = judge.replies(faults_of, WANTED, allowed)
-        assert bool(faults) is (replies is not None), faults
-        assert replies is None or any(replies in fault for fault in faults)
-
-
 def test_a_part_of_an_answer_is_no_beginning_of_another_one() -> None:
     assert not judge.replies([Reply("a", 200, "one t", fault="cut")], WANTED, {200})
     assert "another text" in judge.replies([Reply("a", 200, "one f", fault="cut")], WANTED, {200})[0]
     assert "another text" in judge.replies([Reply("a", 200, "one", whole=True)], WANTED, {200})[0]
     assert "status 500" in judge.replies([Reply("a", 500, fault="no")], WANTED, {200})[0]
-
-
-def test_a_load_asks_until_it_is_stopped() -> None:
-    with server() as port:
-        load = Load(port, [*WANTED], 3, random.Random(1))
-        while len({reply.prompt for reply in load.replies}) < 2 or len(load.replies) < 9:
-            time.sleep(0.01)
-        replies = load.stop()
-        assert not judge.replies(replies, WANTED)
-        assert len(load.replies) == len(replies)
-        assert (status_of(port, "/health"), status_of(port, "/else")) == (200, 404)
-    assert ask(port, "a", False).status == status_of(port, "/health") == 0
 
 
 # A campaign of cases that end at once, and of some that start a process and never end.
@@ -329,50 +225,6 @@ def _runs(process: int, name: str) -> bool:
     with suppress(OSError):
         return Path(f"/proc/{process}/stat").read_text().split()[1:3] == [f"({name})", "S"]
     return False
-
-
-# A subject that hangs with a worker, both forked from a process that has imported everything.
-HANGING = """
-import os, sys, time, types
-from pathlib import Path
-from tools.campaign import subject
-os.setsid = lambda setsid=os.setsid: (time.sleep(0.3), setsid())[1]  # as on a machine that has much to do
-started = types.ModuleType("zinfer.started")
-sys.modules["zinfer.started"] = started
-def working():
-    time.sleep(600)
-started.main = working
-def hanging():
-    import subprocess
-    worker = subprocess.Popen([sys.executable, "-m", "zinfer.started"], start_new_session=True)
-    print("leads its group" if os.getpgid(worker.pid) == worker.pid else "leads none", flush=True)
-    time.sleep(600)
-import zinfer.__main__
-zinfer.__main__.main = hanging
-one = subject.Subject([], Path(sys.argv[1]), {}, Path(sys.argv[1]) / "papers")
-ended = one.end(1)
-print(ended.code, ended.stdout, ended.stacks, flush=True)
-os._exit(0)
-"""
-
-
-def test_a_process_that_hangs_tells_where_it_is(tmp_path: Path) -> None:
-    """A worker has its session when `Popen` returns. A group's kill reaches it."""
-    words = [sys.executable, "-c", HANGING, str(tmp_path)]
-    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=PATIENCE_S)
-    assert done.returncode == 0, done.stderr
-    assert "None leads its group" in done.stdout
-    assert " in hanging\n" in done.stdout
-    assert " in working\n" in done.stdout
-    assert judge.code(ended(None, stacks="in hanging")) == ["no end within 1 s:\nin hanging"]
-
-
-def test_executed_processes_find_the_campaigns_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((".", "lib/packages", "/opt/packages")))
-    assert python_path() == os.pathsep.join((str(ROOT), str(ROOT / "lib/packages"), "/opt/packages"))
-    monkeypatch.delenv("PYTHONPATH")
-    assert python_path() == str(ROOT)
 
 
 @pytest.fixture(scope="module")

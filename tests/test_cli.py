@@ -135,7 +135,12 @@ def test_a_command_without_memory_says_so(
 
 @pytest.mark.torch
 @pytest.mark.parametrize(
-    ("words", "kib"), [("plan", 150_000), ("run -p x", 600_000), ("run -p x", 1_600_000), ("run -p x", 2_800_000)]
+    ("words", "kib"),
+    [
+        ("plan", 150_000),
+        ("run -p x", 1_600_000),
+        *(pytest.param("run -p x", kib, marks=pytest.mark.slow) for kib in (600_000, 2_800_000)),
+    ],
 )
 def test_a_limit_of_addresses_is_told_as_want_of_memory(
     words: str, kib: int, folder: Path, checkpoint: Callable[..., Path]
@@ -171,7 +176,7 @@ def test_debug_shows_the_traceback(folder: Path) -> None:
 def test_sweep_to_best_and_back(folder: Path) -> None:
     """Measure, refuse to overwrite, resume, compare, plot and decide. The resumption measures no new points."""
     words = ["sweep", *TINY, "--offload", "cpu", "--batch-size", "1,2"]
-    first = zinfer_process(folder, *words)
+    first = zinfer(folder, *words)
     assert first.returncode == 0, first.stderr
     path = folder / first.stdout.strip()
     assert path == folder / "sweeps" / "results" / slug() / "bloom-tiny.jsonl"

@@ -64,7 +64,7 @@ FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
     "gptq of 8 bits": ("llama", {"quant_method": "gptq", "bits": 8, "group_size": 32}),
     "awq": ("llama", {"quant_method": "awq", "bits": 4, "group_size": 32}),
     "mxfp4 of experts": ("gpt_oss", {"quant_method": "mxfp4"}),
-}  # fmt: skip
+}
 
 
 def bare(folder: Path, architecture: str, quantised: dict[str, Any], **others: Any) -> ModelSpec:
@@ -243,8 +243,9 @@ def test_rounded_weights_give_the_tokens_of_a_folder_with_these_weights(
     for file in folder.iterdir():
         if not file.name.startswith("model"):
             (tmp_path / file.name).write_bytes(file.read_bytes())
-    save_file({name: tensor.clone() for name, tensor in both(spec, "safetensors")[0].items()},
-              tmp_path / "model.safetensors")  # fmt: skip
+    save_file(
+        {name: tensor.clone() for name, tensor in both(spec, "safetensors")[0].items()}, tmp_path / "model.safetensors"
+    )
     second = load(resolve(str(tmp_path), "bfloat16"), "safetensors", "none")
     assert torch.equal(greedy(second, (5, 9, 3)), expected)
     second.close()

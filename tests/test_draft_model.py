@@ -99,22 +99,6 @@ def test_tokens_are_those_of_decoding_one_by_one(
     assert accepted == drafted if noise == 0 else 0.2 * drafted < accepted < drafted
 
 
-def test_a_model_drafts_for_two_ranks(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
-    small(monkeypatch)
-    single = load("stream", checkpoint("llama"), "cpu", tmp_path)
-    rows = sequences(4, 3)
-    expected = rows_of(single, rows)
-    single.close()
-    small_one = like(checkpoint("llama"), tmp_path / "small", 0.05)
-    engine = load("stream", checkpoint("llama"), "cpu", tmp_path, draft=str(small_one), gpus=2)
-    running = drafting(engine, monkeypatch)
-    finished = run(running, [rows[:3], rows[3:]])
-    assert running.drafts is not None
-    assert 0 < running.drafts.accepted < running.drafts.drafted
-    running.end()
-    assert {row.key: row.output_ids for row in finished} == expected
-
-
 @pytest.mark.parametrize("architecture", ["llama", "bloom"])
 def test_steps_of_the_small_model_are_recorded(
     architecture: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch, recorder: Rerun

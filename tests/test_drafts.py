@@ -213,22 +213,6 @@ def test_drawn_tokens_ends_and_scores_are_the_same(checkpoint: Checkpoints, tmp_
         )
 
 
-def test_rows_with_gaps_wait_in_host_memory_and_come_back(
-    checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
-) -> None:
-    small(monkeypatch, 60)
-    engine = load("stream", checkpoint("llama"), "cpu", tmp_path)
-    rows = alike(8, 8, 24)
-    expected = answers(engine, rows)
-    running = drafting(engine, monkeypatch, expected, 0.3, step=4)
-    running.schedule.limits = running.schedule.limits._replace(positions=100)
-    running.schedule.ending = 0.5
-    finished = run(running, [rows])
-    assert running.schedule.tally.suspended > 0
-    running.end()
-    check(finished, expected)
-
-
 def test_kept_prefixes_go_together_with_drafts(checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch) -> None:
     small(monkeypatch)
     engine = load("stream", checkpoint("llama"), "cpu", tmp_path)

@@ -8,6 +8,7 @@ import torch
 from click.testing import CliRunner
 from transformers import RecurrentGemmaForCausalLM, Zamba2ForCausalLM
 
+from tests.grid import covering
 from tests.test_parity import MACHINE, greedy, load
 from tools.conformance.reference import reference
 from tools.conformance.rows import side_by_side
@@ -45,8 +46,7 @@ def test_nvme_wants_a_folder(checkpoint: Callable[..., Path], tmp_path: Path) ->
         load("accelerate", checkpoint("llama"), "nvme", tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize("offload", ["cpu", "nvme"])
-@pytest.mark.parametrize("gpu_weights", ["0%", "50%"])
+@pytest.mark.parametrize(("offload", "gpu_weights"), covering(["cpu", "nvme"], ["0%", "50%"]))
 def test_weights_that_layers_share_stay_on_the_device(offload: Offload, gpu_weights: str, tmp_path: Path) -> None:
     directory = tmp_path / "zamba2"
     save(small_model(Subject("zamba2")), directory)
@@ -77,14 +77,13 @@ def kept(loaded: Accelerate, gpu_weights: str) -> Accelerate:
     return Accelerate(make_plan(case, plan.model, plan.machine, plan.nvme_path))
 
 
-@pytest.mark.parametrize(("gpu_weights", "stay"), [("0%", 0), ("34%", 1), ("70%", 2), ("100%", 3)])
-@pytest.mark.parametrize("offload", ["cpu", "nvme"])
+@pytest.mark.parametrize(("stay", "offload"), covering([0, 1, 2, 3], ["cpu", "nvme"]))
 def test_the_first_layers_stay_lie_nowhere_else_and_give_the_same_tokens(
-    offload: Offload, gpu_weights: str, stay: int, checkpoint: Callable[..., Path], tmp_path: Path
+    stay: int, offload: Offload, checkpoint: Callable[..., Path], tmp_path: Path
 ) -> None:
     plain = load("accelerate", checkpoint("llama"), offload, tmp_path)
     assert isinstance(plain, Accelerate)
-    loaded = kept(plain, gpu_weights)
+    loaded = kept(plain, ("0%", "34%", "70%", "100%")[stay])
     for lengths in ((9, 5, 7), (4, 6)):
         assert torch.equal(greedy(loaded, lengths), greedy(plain, lengths))
         plain.clear()

@@ -89,8 +89,9 @@ def test_auto_brings_them_on_demand_where_that_is_clearly_less() -> None:
     assert plan(model=unsupported_kind).placement.experts == "all"
     dense = resolve.resolve("llama-3.1-70b", None, None)
     assert plan(model=dense, experts="on-demand").placement == plan(model=dense).placement
-    small = MIXTRAL.model_copy(update={"layers": tuple(layer.model_copy(update={"expert_parameters": 1 << 20})
-                                                       for layer in MIXTRAL.layers)})  # fmt: skip
+    small = MIXTRAL.model_copy(
+        update={"layers": tuple(layer.model_copy(update={"expert_parameters": 1 << 20}) for layer in MIXTRAL.layers)}
+    )
     assert plan(model=small).placement.experts == "all"
 
 

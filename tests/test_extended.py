@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from tests.checkpoints import save_config
-from tests.command import zinfer
 from tests.grid import covering
 from tests.test_continuous import MORE, Words, run, small
 from tests.test_drafts import drafting
@@ -21,14 +20,12 @@ from tests.test_parity import OUTPUT_LEN, greedy, load, prompts
 from tests.test_passes import WAYS, keep_here, small_blocks
 from zinfer.checkpoint import resolve
 from zinfer.core.case import Workload
-from zinfer.core.model import ModelError, check_positions, stretched
-from zinfer.core.request import Request
+from zinfer.core.model import stretched
 from zinfer.engine import EngineError
 from zinfer.engine.base import Work
 from zinfer.engine.rotary import turned_by
 from zinfer.generation import sequence, tuning
 from zinfer.generation.scheduler import ContinuousScheduler, DecodeLoop
-from zinfer.generation.tokenizer import Tokenizer
 
 SWITCH = 24
 FACTORS = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
@@ -101,17 +98,20 @@ def check(directory: Path, rows: Sequence[sequence.Sequence], limits: Sequence[i
 
 
 @pytest.mark.parametrize(
-    ("kind", "lengths"),
-    [
-        ("yarn", (100, 9, 31)), ("yarn", (25, 5)), ("dynamic", (20, 9, 14)), ("dynamic", (100, 9, 31)),
-        ("dynamic", (33, 25, 116)), ("phi3", (100, 9, 12)), ("phi3", (25, 5)), ("phimoe", (40, 9)),
-        ("llama", (100, 9, 31)), ("llama", (20, 24, 23)),
-    ],
+    ("case", "engine"),
+    covering(
+        [
+            ("yarn", (100, 9, 31)), ("yarn", (25, 5)), ("dynamic", (20, 9, 14)), ("dynamic", (100, 9, 31)),
+            ("dynamic", (33, 25, 116)), ("phi3", (100, 9, 12)), ("phi3", (25, 5)), ("phimoe", (40, 9)),
+            ("llama", (100, 9, 31)), ("llama", (20, 24, 23)),
+        ],
+        ["stream", "accelerate"],
+    ),
 )  # fmt: skip
-@pytest.mark.parametrize("engine", ["stream", "accelerate"])
 def test_rows_get_the_text_of_the_row_alone(
-    engine: str, kind: str, lengths: tuple[int, ...], saved: Saved, tmp_path: Path
+    case: tuple[str, tuple[int, ...]], engine: str, saved: Saved, tmp_path: Path
 ) -> None:
+    kind, lengths = case
     directory = saved(kind)
     assert max(lengths) + OUTPUT_LEN <= (resolve.from_directory(directory).max_position or 0)
     token_ids, mask = prompts(lengths)
@@ -241,26 +241,6 @@ def test_kept_prefixes_serve_rows_with_the_same_keys_alone(
     check(saved(kind), rows, [6] * len(rows))
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "phi3"])
-def test_conversations_that_grow_beyond_the_first_angles_go_on(kind: str, saved: Saved, tmp_path: Path) -> None:
-    engine = load("stream", saved(kind), "cpu", tmp_path)
-    token_ids, _ = prompts((90,))
-    ids = token_ids[0].tolist()
-    talk = ContinuousScheduler(engine, Tokenizer(engine.plan.model), LOAD, 1, cache_size=1 << 24)
-    reloaded = []
-    for length in (10, 21, 40, 60, 15):
-        (turn,) = talk.add([Request(ids[:length], 9, ignore_eos=True, key=length)])
-        while talk.running:
-            talk.step()
-        talk.release()
-        assert turn.output_ids == alone(saved(kind), ids[:length], 9), length
-        reloaded.append(turn.cached)
-    assert reloaded[1] == 10
-    assert reloaded[2:4] == [0, 0]
-    assert reloaded[4] > 0
-    engine.close()
-
-
 def test_a_pass_whose_positions_are_of_other_rows_is_refused(saved: Saved, tmp_path: Path) -> None:
     engine = load("stream", saved("dynamic"), "cpu", tmp_path)
     rotary = engine.model.model.rotary_emb  # type: ignore[attr-defined]
@@ -282,22 +262,6 @@ def test_a_decode_loop_never_goes_on_with_other_keys(saved: Saved, tmp_path: Pat
     with pytest.raises(EngineError, match="no batch"):
         _ = loop.batch
     engine.close()
-
-
-def test_a_command_runs_as_far_as_a_model_reaches(saved: Saved, tmp_path: Path) -> None:
-    words = ("run", "--model", str(saved("phi3")), "--offload", "cpu", "--output-len", "8")
-    texts = ["".join(chr(97 + index * (index + 3) % 26) for index in range(length)) for length in (119, 20, 9, 27)]
-    file = tmp_path / "prompts.txt"
-    file.write_text("\n".join(texts))
-    done = zinfer(tmp_path, *words, "--prompt-file", str(file), "--batch-size", "4", "--ignore-eos", "--json")
-    assert done.returncode == 0, done.stderr
-    tokenizer = AutoTokenizer.from_pretrained(saved("phi3"))
-    answers = json.loads(done.stdout)
-    assert [answer["prompt"] for answer in answers] == texts
-    for answer in answers:
-        assert answer["output_ids"] == alone(saved("phi3"), tokenizer(answer["prompt"]).input_ids, 8)
-    with pytest.raises(ModelError, match="exceed the 128 positions"):
-        check_positions(resolve.from_directory(saved("phi3")), 121, 8)
 
 
 @pytest.mark.parametrize(

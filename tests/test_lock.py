@@ -143,9 +143,3 @@ def test_the_project_has_one_home() -> None:
     tried = (ROOT / "CONTRIBUTING.md").read_text().split("## Tested with")[1].split("\n## ")[0]
     for name in ("torch", "triton", "transformers"):
         assert re.search(rf"\| {re.escape(oldest[name])}[.+\d]", tried), f"{name} {oldest[name]} was not tried"
-
-
-@pytest.mark.parametrize("text", ["--index-url https://pypi.org/simple", "a==1 \\\n    -r other.txt"])
-def test_what_is_no_lock_is_noticed(text: str) -> None:
-    with pytest.raises(ValueError, match=r".+"):
-        parse(text)

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from tests import PATIENCE_S, environment, quantized
 from tests.checkpoints import save_checkpoint, save_config
 from tests.command import probed, zinfer
+from tests.grid import covering
 from tests.test_parity import BATCHES, MACHINE, greedy, load
 from tests.test_ring import Answer, Bench, FakeQueues
 from zinfer.analysis.timeline import length_ms, share, waits
@@ -99,13 +100,16 @@ def in_memory(folder: Path, drive: Path, codec_: str = "auto") -> tuple[list[tor
     return expected, effective
 
 
-@pytest.mark.parametrize("share", ["0%", "34%", "100%"])
 @pytest.mark.parametrize(
-    ("stored", "codec_"), [("bf16", "none"), ("bf16", "lossless"), ("fp8", "lossless"), ("gptq", "lossless")]
+    ("way", "share"),
+    covering(
+        [("bf16", "none"), ("bf16", "lossless"), ("fp8", "lossless"), ("gptq", "lossless")], ["34%", "0%", "100%"]
+    ),
 )
 def test_tokens_are_those_of_host_memory(
-    stored: str, codec_: str, share: str, models: Callable[[str], Path], drive: Path
+    way: tuple[str, str], share: str, models: Callable[[str], Path], drive: Path
 ) -> None:
+    stored, codec_ = way
     folder = models(stored)
     expected, cpu = in_memory(folder, drive, codec_)
     engine = load("stream", folder, "nvme", drive, "bfloat16", weight_codec=codec_, host_weights=share)
@@ -518,9 +522,10 @@ def test_a_model_of_twice_the_limit_of_memory_runs(tmp_path: Path, drive: Path) 
     little = save_config(tmp_path / "small", "llama")
     how: dict[str, Any] = {"load_format": "dummy", "weight_codec": "none"}
     plans = [
-        plan(little, drive, **how), plan(folder, drive, offload="cpu", **how),
+        plan(little, drive, **how),
+        plan(folder, drive, offload="cpu", **how),
         plan(folder, drive, host_weights="9MB", **how),
-    ]  # fmt: skip
+    ]
     done = subprocess.run(
         [sys.executable, "-c", TWICE], input="\n".join(plan.model_dump_json() for plan in plans), capture_output=True,
         text=True, env=environment(OMP_NUM_THREADS="1", MALLOC_ARENA_MAX="1"), timeout=PATIENCE_S, check=False,

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tests import quantized, test_continuous, test_drafts, test_quantized
+from tests.grid import covering
 from tests.interpreter import interpreted
 from tests.running import error
 from tests.test_codec import compile_for_h100
@@ -58,20 +59,18 @@ CASES: dict[str, tuple[Any, ...]] = {
     "e5m2 of a tensor": (40, 100, 8, "e5m2", (1, 1), (40, 100), FP32, "", BF16, FP16, {}, 2200, 2),
     "gptq of 8 bits": (40, 64, 8, "whole8", (40, 4), (1, 16), FP16, "", FP16, FP32, {"zeros": True}, 1 << 20, 3),
     "columns that are split": (40, 640, 8, "middle8", (40, 5), (1, 128), FP16, "", FP16, FP32, {}, 1 << 20, 33),
-}  # fmt: skip
+}
 
 # Stacked experts: their number, whether they are transposed, and what they have in common with the cases above.
 STACKS: dict[str, tuple[int, bool, tuple[Any, ...]]] = {
     "experts in mxfp4": (3, False, (111, 96, 4, "e2m1", (111, 3), (1, 32), torch.uint8, "e8m0", BF16, BF16, {}, 5000)),
     "experts in fp8": (3, False, (96, 72, 8, "e4m3", (6, 3), (16, 32), FP32, "", BF16, BF16, {}, 1 << 20)),
     "experts in int4": (3, False, (96, 1280, 4, "middle4", (96, 10), (1, 128), BF16, "", BF16, FP32, {}, 1 << 20)),
-    "turned in mxfp4": (3, True, (576, 72, 4, "e2m1", (18, 72), (32, 1), torch.uint8, "e8m0", BF16, BF16, {}, 5000)),
-    "turned in fp8": (3, True, (192, 72, 8, "e4m3", (3, 3), (64, 32), FP32, "", BF16, BF16, {}, 1 << 20)),
-    "turned in int4": (
-        3, True, (480, 72, 4, "whole4", (15, 18), (32, 4), FP16, "", FP16, FP32, {"zeros": True}, 5000)
-    ),
+    "turned in mxfp4": (3, True, (192, 72, 4, "e2m1", (6, 72), (32, 1), torch.uint8, "e8m0", BF16, BF16, {}, 2500)),
+    "turned in fp8": (3, True, (96, 72, 8, "e4m3", (3, 3), (32, 32), FP32, "", BF16, BF16, {}, 1 << 20)),
+    "turned in int4": (3, True, (192, 72, 4, "whole4", (6, 18), (32, 4), FP16, "", FP16, FP32, {"zeros": True}, 2500)),
     "turned of one scale": (3, True, (120, 72, 8, "int8", (1, 1), (120, 72), FP32, "", FP32, FP32, {}, 1 << 20)),
-}  # fmt: skip
+}
 
 
 def codes_of(name: str) -> Codes:
@@ -243,8 +242,10 @@ def run(engine: Any) -> Tensor:
     return tokens[0]
 
 
-@pytest.mark.parametrize("share", ["60%", "100%"])
-@pytest.mark.parametrize("name", ["int4 groups", "nvfp4", "fp8 of experts", "gptq in order", "mxfp4 of experts"])
+@pytest.mark.parametrize(
+    ("name", "share"),
+    covering(["int4 groups", "nvfp4", "fp8 of experts", "gptq in order", "mxfp4 of experts"], ["60%", "100%"]),
+)
 def test_layers_that_stay_give_the_same_tokens(
     name: str, share: str, made: Callable[[str], Path], tmp_path: Path, kernel: Kernel, monkeypatch: Patch
 ) -> None:
@@ -503,8 +504,9 @@ def test_the_kernel_compiles_for_an_h100() -> None:
     from zinfer.engine.stream.weights import product_kernel as kernel
 
     def layout(rows: int, bits: int, table: str, group: int) -> CodesLayout:
-        return CodesLayout(rows, 4096, bits, table, (1, group), (rows, 4096 // group), BF16, "", False, False, 1.0, 1.0,
-                           BF16, BF16)  # fmt: skip
+        return CodesLayout(
+            rows, 4096, bits, table, (1, group), (rows, 4096 // group), BF16, "", False, False, 1.0, 1.0, BF16, BF16
+        )
 
     pointers = dict.fromkeys(("states", "scales", "bias"), "*bf16") | {
         "data": "*u8", "zeros": "*i16", "scale_table": "*fp32", "out": "*fp32", "divisor": "fp32", "factor": "fp32",
@@ -523,10 +525,11 @@ def test_the_kernel_compiles_for_an_h100() -> None:
     # Experts of gpt-oss-120b, whose rows of codes are inputs.
     rows = (128 * 2880, 11648)
     first, last = (
-        CodesLayout(size, 5760, 4, "e2m1", (32, 1), (size // 32, 5760), torch.uint8, "e8m0", False, False, 1.0, 1.0,
-                    BF16, BF16)
+        CodesLayout(
+            size, 5760, 4, "e2m1", (32, 1), (size // 32, 5760), torch.uint8, "e8m0", False, False, 1.0, 1.0, BF16, BF16
+        )
         for size in (rows[1], rows[0] % rows[1])
-    )  # fmt: skip
+    )
     run = Run(first, last, -(-rows[0] // rows[1]), -(-first.size // 256) * 256)
     assert run.rows == rows[0]
     constants = kernel.constants(run) | {
@@ -586,7 +589,7 @@ def main(path: Path) -> None:
     directory = test_quantized.FORMATS["gptq"](path.parent / "m")
     for option in ("auto", "off"):
         engine = start(directory, path.parent, kernel=option == "auto")
-        tokens.append(greedy(engine, LENGTHS))
+        tokens.append(greedy(engine, *FEW))
         status.append(status_of(engine))
         engine.close()
     results["engine"] = ran, status, *tokens

@@ -177,9 +177,7 @@ def test_rejected_drafts_leave_nothing_behind(
             assert close(logits[row], expected[2 + many + step][row]), (row, step)
 
 
-@pytest.mark.parametrize(
-    ("way", "gone", "device_rows"), covering([*WAYS], [(0,), (1, 3), (0, 1, 2), (2, 4)], [0, 2], times=2)
-)
+@pytest.mark.parametrize(("way", "gone", "device_rows"), covering([*WAYS], [(0,), (1, 3), (0, 1, 2), (2, 4)], [0, 2]))
 def test_rows_that_leave_do_not_disturb_the_others(
     way: str, device_rows: int, gone: tuple[int, ...], checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:

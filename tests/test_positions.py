@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.grid import covering
 from tests.test_continuous import LOAD, Words, alike, check, run, sequences, small
 from tests.test_drafts import answers, drafting
 from tests.test_drafts import check as check_answers
@@ -43,9 +44,9 @@ def kind(tmp_path_factory: pytest.TempPathFactory) -> Kinds:
     return make
 
 
-@pytest.mark.parametrize("name", FOUND)
-@pytest.mark.parametrize("engine_name", ["stream", "deepspeed"])  # with the weights, and before they are loaded
-def test_what_a_model_makes_of_positions_is_found_out(engine_name: str, name: str, kind: Kinds, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "engine_name"), covering([*FOUND], ["stream", "deepspeed"]))
+def test_what_a_model_makes_of_positions_is_found_out(name: str, engine_name: str, kind: Kinds, tmp_path: Path) -> None:
+    """`stream` tries the model with its weights, `deepspeed` before they are loaded."""
     engine: Any = load(engine_name, kind(name), "cpu", tmp_path)
     assert engine._probe == FOUND[name]
     engine.close()

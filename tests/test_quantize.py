@@ -52,7 +52,7 @@ def library(weight: Tensor, scheme: Scheme, size: int) -> tuple[dict[str, Tensor
     # In float32, where the division is exact enough; the scales are those that are stored.
     made = compressor.compress(
         {"weight": weight.to(torch.float32), "weight_scale": scales.to(torch.float32)}, whole
-    ) | {"weight_scale": scales}  # fmt: skip
+    ) | {"weight_scale": scales}
     return made, compressor.decompress(dict(made), whole)["weight"]
 
 

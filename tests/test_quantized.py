@@ -48,29 +48,6 @@ def entries(directory: Path) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in state.load(torch.device("cpu"))}
 
 
-def test_blocks_may_be_cut_at_the_end(tmp_path: Path) -> None:
-    """DeepSeek-V3 has matrices of 576 rows with blocks of 128; transformers does not read them."""
-    directory = llama(tmp_path / "m")
-    plain = entries(directory)
-    quantized.fp8(directory)
-    tensors = load_file(directory / "model.safetensors")
-    name = "model.layers.0.mlp.up_proj.weight"
-    codes = tensors[name]
-    scales = torch.rand(3, 2) + 0.5
-    tensors[f"{name}_scale_inv"] = scales
-    save_file(tensors, directory / "model.safetensors")
-    config = json.loads((directory / "config.json").read_text())
-    config["quantization_config"]["weight_block_size"] = [40, 40]
-    (directory / "config.json").write_text(json.dumps(config))
-    for other in [key for key in tensors if key.endswith("_scale_inv") and key != f"{name}_scale_inv"]:
-        tensors[other] = tensors[other].amax().reshape(1)
-    save_file(tensors, directory / "model.safetensors")
-    whole = scales.repeat_interleave(40, 0)[:96].repeat_interleave(40, 1)[:, :64]
-    actual = entries(directory)[name]
-    assert actual.shape == plain[name].shape
-    assert torch.equal(actual, (codes.float() * whole).to(torch.bfloat16))
-
-
 def test_cut_blocks_and_half_bytes_have_their_scales() -> None:
     """Stacked experts whose last block is cut, or that share scales. Rows may end with half a byte."""
     codes = torch.randn(2, 5, 6).to(torch.float8_e4m3fn)
@@ -86,8 +63,9 @@ def test_cut_blocks_and_half_bytes_have_their_scales() -> None:
     assert not weight.in_whole_bytes
 
 
-@pytest.mark.parametrize(("method", "bits", "ordered"), [("gptq", 4, False), ("gptq", 4, True), ("gptq", 8, False),
-                                                         ("awq", 4, False)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("method", "bits", "ordered"), [("gptq", 4, False), ("gptq", 4, True), ("gptq", 8, False), ("awq", 4, False)]
+)
 def test_gptq_and_awq(method: str, bits: int, ordered: bool, tmp_path: Path) -> None:
     directory, expected = quantized.columns(llama(tmp_path / "m"), method, bits, ordered)
     actual = entries(directory)

@@ -14,7 +14,6 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from tests import found, mentions
 from tests.results import case, point
 from tools import pages
 from tools.pages import Entry, Workload
@@ -97,14 +96,6 @@ def test_figures_in_git_tell_of_the_points_of_the_records(tmp_path: Path, monkey
             for folder in (drawn, ROOT / "plots")
         )
         assert drawn_text == kept, "make plots"
-
-
-def test_a_fact_is_found_whole_and_in_its_place() -> None:
-    assert found(["1.5x", "30"], "1.5x, batch 30.") == ["1.5x", "30"]
-    assert found(["30"], "130, 300, 30.5, 30,000, 2.30 and v30") == []
-    assert found(["2.0x", "1.5x"], "1.5x and 2.0x") == ["2.0x"]
-    assert mentions("a\nbatch 8: 2 s (100%)", "batch 8", "2 s", "100%")
-    assert not mentions("batch 8\n2 s", "batch 8", "2 s")
 
 
 def test_every_engine_wrote_the_same_text() -> None:
@@ -279,18 +270,3 @@ def test_names_of_code_on_a_page_exist(page: str) -> None:
         words -= {"engines/plans", "tools/campaign"}
     assert page not in ("docs/architecture.md", "CONTRIBUTING.md") or words
     assert {word for word in words if not exists(word)} == set()
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["engine/base.py", "engine.base.Engine.forward", "Engine.admit", "Plan.placement", "core.engine.resolve_options"],
-)
-def test_a_name_that_exists_is_found(name: str) -> None:
-    assert exists(name)
-
-
-@pytest.mark.parametrize(
-    "name", ["engine/basis.py", "engine.base.Engine.decode", "Engine.prefill", "plan.Plan.at", "core.engine.unsettle"]
-)
-def test_a_name_that_does_not_exist_is_missed(name: str) -> None:
-    assert not exists(name)

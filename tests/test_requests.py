@@ -505,8 +505,9 @@ def test_requests_of_a_file_are_sampled_as_they_ask(tmp_path: Path) -> None:
 def test_a_count_with_x_is_a_multiple_of_the_requests_in_flight(tmp_path: Path) -> None:
     asked = small(in_flight=(2, 5), num_requests="3x")
     assert [(each.load.in_flight, each.load.requests, len(each.requests)) for each in request_sets(asked)] == [
-        (2, 6, 6), (5, 15, 15),
-    ]  # fmt: skip
+        (2, 6, 6),
+        (5, 15, 15),
+    ]
     assert small(num_requests="12").num_requests == 12, "as the command line gives a number"
     file = tmp_path / "mine.jsonl"
     file.write_text('{"input_len": 7, "output_len": 2}\n' * 10)

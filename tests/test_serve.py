@@ -281,8 +281,9 @@ def test_log_probabilities_of_an_echoed_prompt_are_those_of_transformers(
             assert [max(top.values()) for top in tops[1:]] == pytest.approx(best, abs=1e-4)
             assert choice.text == reference.text(whole)
         assert completion.usage is not None
-        assert completion.usage.completion_tokens == (0 if not count else sum(
-            len(reference.greedy(prompt, count)) for prompt in ids))  # fmt: skip
+        assert completion.usage.completion_tokens == (
+            0 if not count else sum(len(reference.greedy(prompt, count)) for prompt in ids)
+        )
 
 
 def test_the_end_token_has_a_log_probability_though_it_has_no_text(client: openai.OpenAI, reference: Reference) -> None:
@@ -329,8 +330,9 @@ def test_a_conversation_reuses_its_earlier_turns(
 ) -> None:
     """Each turn computes its own tokens; a stream says so, too. Scores of a whole prompt need all of it."""
     assert server.ask("/health")[:2] == (
-        200, {"status": "ok", "worker": "idle", "completions": "on", "chat": "on", "prefix_reuse": "on"}
-    )  # fmt: skip
+        200,
+        {"status": "ok", "worker": "idle", "completions": "on", "chat": "on", "prefix_reuse": "on"},
+    )
     kind: dict[str, Any] = {"model": NAME, "max_tokens": 9, "temperature": 0}
     before, whole, cached = server.metric("zinfer_prompt_tokens_cached_total"), 0, 0
     messages: list[Any] = [{"role": "system", "content": "a long system prompt"}]

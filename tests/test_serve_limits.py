@@ -98,7 +98,7 @@ def parts(server: Server, body: dict[str, Any]) -> socket.socket:
         ("/v1/models/other", None, 404, "model", "no model"),
         (TEXTS, None, 405, None, "GET"),
     ],
-)  # fmt: skip
+)
 def test_a_bad_request_names_its_fault(
     server: Server, path: str, body: Any, status: int, param: str | None, message: str
 ) -> None:

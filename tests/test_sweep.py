@@ -109,8 +109,9 @@ def test_minutes_bound_a_sweep_at_a_point_and_resume_goes_on(tmp_path: Path, mon
     sweep = Sweep(model=("fake",), offload=("none", "cpu"), batch_size=(1, 2, 4, 8, 16, 32), minutes=0.4)
     cut = run_outcome(tmp_path / "r.jsonl", sweep, FakeWorker(edge=99))
     measured = [(point.case.offload, point.case.workload.batch_size) for point in cut.points]
-    assert [*measured] == [(point.case.offload, point.case.workload.batch_size)
-                           for point in read(tmp_path / "r.jsonl").points]  # fmt: skip
+    assert [*measured] == [
+        (point.case.offload, point.case.workload.batch_size) for point in read(tmp_path / "r.jsonl").points
+    ]
     for offload in ("none", "cpu"):
         sizes = [size for side, size in measured if side == offload]
         assert 1 <= len(sizes) < 6

@@ -185,7 +185,7 @@ READ_BADLY: dict[str, dict[str, Any]] = {
     "backtracking": {"pre_tokenizer": split("(?:z|zz)+b(?=(z|z?)+c)")},
     "growing": {"normalizer": growing("normalizers")},
     "another vocabulary": {"model": {"type": "WordLevel", "vocab": {"a": 5, "z": 4294967295}, "unk_token": "a"}},
-}  # fmt: skip
+}
 
 
 @pytest.mark.long

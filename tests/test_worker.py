@@ -65,7 +65,7 @@ from zinfer.worker.tasks import (
     Measure,
     MeasureRequests,
     PrefixReuse,
-)  # fmt: skip
+)
 
 
 def case(batch_size: int = 1, offload: Any = "cpu", **options: Option) -> Case:
@@ -427,7 +427,7 @@ MESSAGES: dict[str, tuple[Command[Any], Frozen]] = {
         ),
         LogitsCompared(rows=[[Position(0.1, 0.0, 1.0, 2.0, float("inf"))]]),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", TASKS)

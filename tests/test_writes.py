@@ -129,23 +129,3 @@ def test_nothing_writes_files_but_the_atomic_write_and_what_is_named() -> None:
         writers |= {f"{module}:{name}" for name in found_in(path.read_text())}
     assert writers - ALLOWED.keys() == set(), "write it with zinfer.system.atomic"
     assert ALLOWED.keys() - writers == set(), "these write no more"
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "open('x', 'w')", "open('x', mode='ab')", "open('x', how)", "Path('x').open('wb')", "path.write_text('x')",
-        "os.open('x', os.O_WRONLY)", "os.replace('x', 'y')", "Path('x').replace(y)", "figure.savefig('x')",
-        "torch.save(x, y)", "np.save(x, y)", "shutil.copyfile(x, y)", "tempfile.mkdtemp()", "path.open('r+')",
-        "stack.callback(path.unlink)",
-    ],
-)  # fmt: skip
-def test_a_write_is_found(line: str) -> None:
-    assert found_in(f"def f():\n    {line}\n") == {"f"}
-
-
-@pytest.mark.parametrize(
-    "line", ["open('x')", "path.open('rb')", "text.replace('a', 'b')", "os.open('x', os.O_RDONLY)"]
-)
-def test_reading_is_none(line: str) -> None:
-    assert found_in(f"def f():\n    {line}\n") == set()

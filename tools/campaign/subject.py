@@ -222,7 +222,10 @@ class Subject:
 
 
 def stacks_of(processes: Sequence[int], papers: Path) -> str:
-    """Return where the threads of `processes` are, which forked ones write at SIGUSR1; it ends the others."""
+    """Return where the threads of `processes` are.
+
+    Forked ones write it at SIGUSR1, which ends the others.
+    """
     for process in processes:
         with suppress(ProcessLookupError):
             os.kill(process, signal.SIGUSR1)

@@ -206,7 +206,7 @@ def test_the_kernels_compile_for_an_h100() -> None:
         compile_for_h100(kernel._multiply, constants, types, num_warps=kernel.WARPS)
     constants = {
         "EXPERTS": 8, "ROWS": 4096, "EACH": 2, "BIASED": True, "WEIGHTED": True, "PRODUCT": tl.float32,
-        "BLOCK": kernel.COMBINED,
+        "SPLITS": 16, "BLOCK": kernel.COMBINED,
     }  # fmt: skip
     types = pointers | {"partial": "*fp32", "weights": "*fp32", "out": "*bf16"}
     compile_for_h100(kernel._combine, constants, types, num_warps=kernel.WARPS)

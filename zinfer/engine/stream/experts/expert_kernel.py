@@ -8,7 +8,7 @@ expert read a tile at about the same time, so that it comes from the L2 cache fo
 or moved, and the host never waits for the router, so a CUDA graph can hold the kernels.
 
 Sums are in float32, without atomic additions: columns that are split among programs give partial sums, which `_combine`
-adds in order. Results are rounded where `transformers` rounds them: after each matrix, bias, activation, gate and
+adds in a fixed order. Results are rounded where `transformers` rounds them: after each matrix, bias, activation, gate and
 weight.
 
 With TRITON_INTERPRET=1 in the environment the kernels run on a CPU.
@@ -28,7 +28,7 @@ WARPS = 4
 MAX_LENGTH = 1024  # weights along a tile's contiguous side: as many as all threads read at 16 bytes each
 MIN_PROGRAMS = 4096  # of a launch, if they have enough to read: four waves of an H100
 MIN_READ = 16384  # weights of a program where columns are split
-COMBINED = 256  # values of a program that adds partial sums
+COMBINED, ADDED = 256, 4096  # rows of a program that adds partial sums, and its values, at most
 _TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 
 
@@ -131,7 +131,9 @@ def combine(
     each = 1 if weights is None else weights.shape[1]
     out = torch.empty((pairs // each, rows), dtype=dtype, device=partial.device)
     product = dtype if weights is None else torch.promote_types(dtype, weights.dtype)
-    _combine[(pairs // each, triton.cdiv(rows, COMBINED))](
+    together = triton.next_power_of_2(splits)
+    block = max(16, min(COMBINED, ADDED // together))
+    _combine[(pairs // each, triton.cdiv(rows, block))](
         partial,
         experts,
         partial if bias is None else bias,
@@ -144,8 +146,9 @@ def combine(
         BIASED=bias is not None,
         WEIGHTED=weights is not None,
         PRODUCT=_TYPES[product],
-        BLOCK=COMBINED,
-        num_warps=2,
+        SPLITS=together,
+        BLOCK=block,
+        num_warps=4,
     )
     return out
 
@@ -237,19 +240,20 @@ def _combine(
     BIASED: tl.constexpr,
     WEIGHTED: tl.constexpr,
     PRODUCT: tl.constexpr,
+    SPLITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add partial sums of `EACH` pairs in order, with bias and weight."""
+    """Add partial sums of `EACH` pairs in order, with bias and weight. Those of a pair are read at once."""
     TYPE: tl.constexpr = out.dtype.element_ty
     token = tl.program_id(0)
     row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = row < ROWS
+    split = tl.arange(0, SPLITS)
     total = tl.zeros([BLOCK], tl.float32)
     for number in range(EACH):
         pair = token * EACH + number
-        value = tl.zeros([BLOCK], tl.float32)
-        for split in range(splits):
-            value += tl.load(partial + (pair * splits + split) * ROWS + row, mask=inside, other=0.0)
+        place = (pair * splits + split)[:, None] * ROWS + row[None, :]
+        value = tl.sum(tl.load(partial + place, mask=(split < splits)[:, None] & inside[None, :], other=0.0), 0)
         expert = tl.load(experts + pair).to(tl.int64)
         valid = (expert >= 0) & (expert < EXPERTS)
         value = rounded(value, TYPE).to(tl.float32)

@@ -81,6 +81,18 @@ def test_hardly_any_setting_is_faster_than_what_is_chosen_without_any() -> None:
     assert gains[-1] <= 0.08
 
 
+def test_the_search_for_the_largest_batch_goes_on_where_the_cache_begins_to_leave_the_gpu() -> None:
+    spec, workload = resolve.resolve("gpt-oss-120b"), Workload(batch_size=1, input_len=64, output_len=16)
+    largest = []
+    for place in ("none", "auto", "cpu"):
+        case = Case(
+            model=spec.name, engine="stream", offload="none", workload=workload, options=(("kv_offload", place),)
+        )
+        planner = Planner(case, spec, machines.load("h100-80gb"), shipped()["stream"])
+        largest.append(planner.max_batch(workload))
+    assert largest[0] < largest[1] >= largest[2]
+
+
 @pytest.mark.parametrize("name", ["bloom-176b", "llama-3.1-70b", "mixtral-8x7b", "gpt-oss-120b"])
 @pytest.mark.parametrize("rows", [1, 8])
 def test_a_larger_budget_never_makes_a_step_slower(name: str, rows: int) -> None:

@@ -263,7 +263,9 @@ class Placer:
         # The cache comes first: a deeper ring and resident layers get the memory that it leaves.
         smallest = self._weights(reserved, TUNING.ring_depth)
         room = TUNING.max_device_share * machine.gpu_bytes
-        all_fit = self.tiers(smallest, workload, Efficiency()).gpu.total <= room  # as of a batch without this choice
+        given = self.efficiency  # as the largest batch is counted, or rows that just do not fit would end the search
+        counted = given if given is not None and given.memory < CAUTIOUS.memory else Efficiency()
+        all_fit = self.tiers(smallest, workload, counted).gpu.total <= room
         if kv_place == "auto" and (all_fit or self._rows_on_gpu(smallest, workload) == batch_size):
             return on_gpu
         ways, context = [], workload.input_len + workload.output_len // 2

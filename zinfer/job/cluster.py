@@ -232,14 +232,14 @@ def _errors_to(path: Path) -> Iterator[None]:
     Submitit's controller of a local job shows a traceback when it is cancelled.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    ours, log = os.dup(2), os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    ours = os.dup(2)
     try:
-        os.dup2(log, 2)
+        with path.open("ab") as log:
+            os.dup2(log.fileno(), 2)
         yield
     finally:
         os.dup2(ours, 2)
         os.close(ours)
-        os.close(log)
 
 
 def _scancel(ids: Sequence[str]) -> None:

@@ -1,7 +1,6 @@
 """`zinfer study reuse`: TTFT of a conversation whose KV cache was kept, against computing it again."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -46,7 +45,9 @@ CONTEXTS = options.Values("n,nk,..", _context, "numbers of tokens, such as 512,1
     help="Trailing tokens to compute; the rest comes from the cache.",
 )
 @click.option("--repeats", type=click.IntRange(min=1), default=3, help="Samples a context length.")
-@click.option("--kv-cache-dir", type=click.Path(file_okay=False), help="Also reload from a file in this folder.")
+@click.option(
+    "--kv-cache-dir", type=click.Path(file_okay=False, path_type=Path), help="Also reload from a file in this folder."
+)
 @options.load_options
 @options.weights
 @options.timeout(3600, "a load or a context")
@@ -68,6 +69,7 @@ def command(debug: bool, /, output: Path | None, as_json: bool, **how: Any) -> N
     from zinfer.commands.watch import Watch
     from zinfer.job import recipe, sweep
     from zinfer.record.study import Reload
+    from zinfer.system import scratch
 
     contexts, nvme_path = tuple(sorted(set(how["contexts"]))), how["nvme_path"]
     options.check_nvme(how["offload"], nvme_path)
@@ -91,10 +93,12 @@ def command(debug: bool, /, output: Path | None, as_json: bool, **how: Any) -> N
     if all(reasons):  # a run without a measured context would take the place of an earlier one
         raise Failure(str(reasons[0]), NOTHING)
     runs: list[Study] = []
+    if (kept := how["kv_cache_dir"]) is not None:
+        kept.mkdir(parents=True, exist_ok=True)
     with Watch() as watch:
         for job in jobs:
-            with _cache_folder(how["kv_cache_dir"]) as folder:
-                runs.append(_run(job, watch, debug, how | {"folder": folder}))
+            with nullcontext() if kept is None else scratch.folder(kept, "reuse") as made:
+                runs.append(_run(job, watch, debug, how | {"folder": made and made.name}))
             keep(runs[-1], output)
     for run in runs:
         present(run, as_json)
@@ -103,22 +107,6 @@ def command(debug: bool, /, output: Path | None, as_json: bool, **how: Any) -> N
         raise Failure(next(point.skipped for run in runs for point in run.of(Reload) if point.skipped), NOTHING)
     if (lost := reasons.count(None) - done) > 0:
         raise Failure(f"{lost} of {reasons.count(None)} context lengths failed; the others are recorded", PARTIAL)
-
-
-@contextmanager
-def _cache_folder(folder: str | None) -> Iterator[str | None]:
-    """Make a scratch folder in `folder`; None without `folder`."""
-    from zinfer.system import scratch
-
-    if folder is None:
-        yield None
-        return
-    try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        raise click.UsageError(f"--kv-cache-dir {folder} is not a folder") from None
-    with scratch.folder(Path(folder), "reuse") as made:
-        yield made.name
 
 
 def _run(job: "LoadJob", watch: "Watch", debug: bool, how: dict[str, Any]) -> "Study":

@@ -32,12 +32,14 @@ class Metrics:
         self._prompt_tokens = counter("prompt_tokens", "Tokens of prompts of ended rows.")
         self._cached_tokens = counter("prompt_tokens_cached", "Prompt tokens whose KV cache was reused.")
         self._tokens = counter("generated_tokens", "Tokens generated.")
-        self._passes = counter("passes", "Passes of the model's weights.")
-        self._seconds = counter("pass_seconds", "Seconds of all passes.")
-        self._read = counter("kv_positions_read", "Positions of KV cache read.")
-        self._padded = counter("kv_positions_padded", "Positions of KV cache read that were padding.")
-        self._drafted = counter("drafts_verified", "Drafted tokens verified.")
-        self._accepted = counter("drafts_right", "Drafted tokens that were right.")
+        self._steps = {  # by field of `BatchStepped`
+            "passes": counter("passes", "Passes of the model's weights."),
+            "seconds": counter("pass_seconds", "Seconds of all passes."),
+            "read": counter("kv_positions_read", "Positions of KV cache read."),
+            "padded": counter("kv_positions_padded", "Positions of KV cache read that were padding."),
+            "drafted": counter("drafts_verified", "Drafted tokens verified."),
+            "accepted": counter("drafts_right", "Drafted tokens that were right."),
+        }
         self._restarts = counter("worker_restarts", "Workers started in place of one that died.")
         self._ttft = seconds("ttft", "Time to first token.")
         self._tpot = seconds("tpot", "Time per output token after the first.")
@@ -70,13 +72,9 @@ class Metrics:
 
     def stepped(self, answer: BatchStepped) -> None:
         """Count the passes of an answer of the worker."""
-        self._passes.inc(answer.passes)
-        self._seconds.inc(answer.seconds)
         self._tokens.inc(sum(len(row.tokens) for row in answer.rows))
-        self._read.inc(answer.read)
-        self._padded.inc(answer.padded)
-        self._drafted.inc(answer.drafted)
-        self._accepted.inc(answer.accepted)
+        for name, metric in self._steps.items():
+            metric.inc(getattr(answer, name))
 
     def restarted(self) -> None:
         """Count a worker that was started in place of one that died."""

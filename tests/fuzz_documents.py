@@ -2,7 +2,7 @@
 
 A trial is a kind and a seed: `trial` damages a file or an option, runs the verb that reads it as a user would, and
 returns what came of it. `Outcome.fault` says what was wrong, if anything: an internal error, a traceback, more than a
-few lines, a harmful character in what was printed, or more time than a second. A campaign imports `KINDS` and `trial`.
+few lines, a harmful character in what was printed, or more time than a second.
 """
 
 import io

@@ -241,7 +241,7 @@ def test_every_half_is_read_right() -> None:
     )
 
 
-@pytest.mark.parametrize("lesser", LESSER, indirect=True)
+@pytest.mark.parametrize("lesser", [pytest.param(LESSER[0], marks=pytest.mark.slow), LESSER[1]], indirect=True)
 def test_every_processor_computes_the_same(lesser: None) -> None:
     """Sizes that fill the vector registers, exceed them, or fall short. For each width of registers, in rows and
     elements.

@@ -8,7 +8,7 @@ import pytest
 from tests.fuzz_documents import KINDS, QUICK, one_at_a_time, requests, trial
 from zinfer.job.batch.openai import BatchLine, Fault, decode, encode, read_requests, refusal
 
-SHORT, LONG, DRAWN = 6, 2000, 100
+SHORT, LONG, DRAWN = 12, 2000, 100
 
 
 @pytest.mark.parametrize("kind", QUICK)

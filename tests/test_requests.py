@@ -54,7 +54,7 @@ SOURCE = "lognormal:20,6,max_input_len=50,max_output_len=12,sigma=0.5"
 @pytest.fixture(autouse=True)
 def _no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip garbage collection before each point. Without a model it takes most of the time."""
-    monkeypatch.setattr("gc.collect", lambda: 0)
+    monkeypatch.setattr("gc.collect", lambda *_: 0)
 
 
 def load(**fields: Any) -> RequestLoad:

@@ -338,7 +338,7 @@ def test_cuda_graphs_give_the_same_logits(
         if share is not None:
             engine.plan = make_plan(plan.case.model_copy(update={"gpu_weights": share}), plan.model, plan.machine)
         runs += [follow(engine, given, lengths) for _ in range(TURNS)]
-        on = graphs.BY_LAYER if share == "34%" else "on"
+        on = graphs.LayerGraphs.status if share == "34%" else "on"
         assert engine.effective().settings["cuda_graphs"] == {"off": "off", "auto": on}[option]
         engine.close()
     for run in runs[1:]:

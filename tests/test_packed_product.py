@@ -368,7 +368,7 @@ def test_rows_with_their_cache_in_host_memory(
         engine.given = engine.plan.placement.model_copy(update=every)
         tokens.append(greedy(engine, LENGTHS))
         assert not engine._ring.streamed
-        assert engine._kv_rows == 2
+        assert engine._kv.rows == 2
         engine.close()
     assert torch.equal(*tokens)
     assert kernel.calls > 0

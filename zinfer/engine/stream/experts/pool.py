@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zinfer.core.case import spread
+from zinfer.core.case import Option, spread
 from zinfer.engine.pinned import ALIGNMENT
 from zinfer.engine.stream.trace import mark
 from zinfer.engine.stream.weights import codec
@@ -148,6 +148,7 @@ class ExpertPool:
     ) -> None:
         self.layers = layers = source.experts
         self.counts = ExpertCounts()
+        self.steps: deque[ExpertCounts] = deque(maxlen=256)  # of the latest decode steps: a step differs from the next
         self.scanning = False  # the pass under way brings all experts in order
         self._source, self._device, self._ring, self._queues = source.memory, device, ring, ring.queues
         size = max(packed.unpacked_bytes for packed in layers.values())
@@ -155,9 +156,7 @@ class ExpertPool:
         self._filled: tuple[int, set[int]] = -1, set()  # layer in the layer buffer, and its experts that are there
         self._cache = ExpertCache("lfu")
         self._at: dict[Key, int] = {}  # number of the buffer of each expert that is coming or stays
-        self._places: dict[
-            int, tuple[Tensor, int] | None
-        ] = {}  # layers whose experts all stay -> where their codes are
+        self._places: dict[int, tuple[Tensor, int] | None] = {}  # by layer whose experts all stay: where codes are
         self._coming: dict[Key, None] = {}  # experts whose copy was issued and that were not used yet, in order
         self._asked: deque[Key] = deque()  # experts needed now whose copy waits for a free buffer
         self._ahead: Iterator[Key] = iter(())  # experts to bring before they are needed, in order
@@ -176,6 +175,26 @@ class ExpertPool:
         largest = max((self._packed(key).size for key in self._keys), default=0)
         self.buffer_bytes = -(-largest // ALIGNMENT) * ALIGNMENT
         self.resize(2, 0)
+
+    def note_step(self, before: ExpertCounts) -> None:
+        """Note a decode step that began with the counts `before`."""
+        self.steps.append(self.counts.since(before))
+
+    def per_step(self, name: str) -> float:
+        """Return a count's mean over the latest decode steps."""
+        return sum(getattr(step, name) for step in self.steps) / max(1, len(self.steps))
+
+    @property
+    def settings(self) -> dict[str, Option]:
+        """How experts came, and their counts in a decode step, for the record."""
+        return {
+            "experts": "on-demand",
+            "expert_buffers": self.staging,
+            "expert_buffer_bytes": self.buffer_bytes,
+            "expert_cache": "lfu",
+            "cached_experts": self.cached,
+            **{f"experts_{name}_per_step": round(self.per_step(name), 3) for name in ("fetched", "hits", "misses")},
+        }
 
     @property
     def kept_bytes(self) -> int:

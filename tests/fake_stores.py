@@ -1,4 +1,4 @@
-"""Streamed engine whose stores hold next to nothing, for tests of its own decisions. It loads and computes nothing."""
+"""Streamed engine with fake stores, for tests of its own decisions. It loads and computes nothing."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -133,7 +133,7 @@ def fake_stream(
     gpu_weights: str | None = None,
     **options: Any,
 ) -> FakeStream:
-    """Return a streamed engine of the model in `directory` whose stores are fakes."""
+    """Return a streamed engine with fake stores, of the model in `directory`."""
     case = Case(
         model=str(directory), engine="stream", offload="cpu", dtype="float32", load_format="dummy",
         workload=Workload(batch_size=3, input_len=9, output_len=12), gpu_weights=gpu_weights,

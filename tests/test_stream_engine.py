@@ -30,7 +30,7 @@ LOAD = Workload(batch_size=6, input_len=4, output_len=4)
 
 @pytest.fixture
 def engine(checkpoint: Checkpoints, monkeypatch: Patch) -> FakeStream:
-    """Provide an engine with room for two rows of `LOAD`, whose need for memory is known after two passes."""
+    """Provide an engine with room for two rows of `LOAD`. Its need is known after two passes."""
     monkeypatch.setattr(headroom, "MIN_PASSES", 2)
     made = fake_stream(checkpoint("llama"))
     made.given = made.plan.placement.model_copy(update={"kv_host_share": 4 / 6, "kv_on_cpu": True})
@@ -106,7 +106,7 @@ def test_without_a_load_as_many_rows_are_on_the_host_as_planned(engine: FakeStre
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("no more"), OwnAttentionError("another way")])
 def test_no_room_is_given_after_memory_fell_short(engine: FakeStream, error: Exception, monkeypatch: Patch) -> None:
-    """A model that attends in its own way gets the same pass once more, and nobody notices."""
+    """A model that attends in its own way runs the pass again."""
     unused(monkeypatch, 1 << 30)
     engine.expect(LOAD)
     batch = computed(engine, 2)
@@ -207,20 +207,25 @@ def test_resident_layers_change_with_the_batch(gpu_bytes: int, most: int, checkp
 def test_a_load_that_fails_leaves_no_memory_and_no_file(
     offload: Offload, moment: str, checkpoint: Checkpoints, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    """A weight of the last layer is NaN, or memory falls short once all weights are in place."""
+    """The last layer has NaN, or memory falls short after it."""
     directory, folder = tmp_path / "m", tmp_path / "scratch"
     folder.mkdir()
     directory.mkdir()
     for file in checkpoint("llama").iterdir():
         (directory / file.name).write_bytes(file.read_bytes())
-    opened, start, close = set[int](), PinnedArena.__init__, PinnedArena.close
+    opened = list[PinnedArena]()
 
-    def noted(arena: PinnedArena, *args: Any, **options: Any) -> None:
-        start(arena, *args, **options)
-        opened.add(id(arena))
+    class Noted(PinnedArena):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            opened.append(self)
 
-    monkeypatch.setattr(PinnedArena, "__init__", noted)
-    monkeypatch.setattr(PinnedArena, "close", lambda arena: (close(arena), opened.discard(id(arena))))
+        def close(self) -> None:
+            super().close()
+            opened[:] = [arena for arena in opened if arena is not self]
+
+    for module in ("load", "disk"):
+        monkeypatch.setattr(f"zinfer.engine.stream.weights.{module}.PinnedArena", Noted)
     if moment == "a weight is NaN":
         shard, tensors = next(
             (file, tensors) for file in directory.glob("*.safetensors") if LAST in (tensors := load_file(file))

@@ -25,7 +25,7 @@ micro-batch that is admitted frees it first (`Graphs.make_room`).
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Protocol
@@ -607,38 +607,39 @@ class Graphs:
         self._custom = len(self._norms) > 0 or self._attend is split_attention
         self.kernels = "on" if self._custom else "none"
 
-    def _kernels(self) -> AbstractContextManager[object]:
-        """Have the model's code make constants on the device, and use the kernels in its place."""
-        contexts = ExitStack()
-        contexts.enter_context(ConstantsOnDevice())
-        if self._custom and self._norms:
-            contexts.enter_context(self._norms.fused())
-        return contexts
+    @contextmanager
+    def _kernels(self) -> Iterator[None]:
+        """Have constants made on the device, and kernels replace the model's own."""
+        with ConstantsOnDevice(), self._norms.fused() if self._custom and self._norms else nullcontext():
+            yield
 
     def _static(self, memories: Sequence[StaticKV], ends: Sequence[int], graph: Graph) -> Tensor:
         """Run the pass that is recorded: nothing in it depends on a number that changes from step to step."""
-        count = graph.token_ids.shape[1]
-        dtype = self._model.dtype
-        inputs: dict[str, object] = {
-            "input_ids": graph.token_ids,
-            "position_ids": graph.positions,
-            "logits_to_keep": graph.keep,
-            "use_cache": True,
-        }
-        if not self._ragged.able:
-            seen = memories[0].seen(ends[0], count)
-            mask: object = seen[:, 0].long()
-            if memories[0].within:  # models with several kinds of layers take a mask for each
-                (window,) = memories[0].within
-                mask = {
-                    "full_attention": bias(seen, dtype),
-                    "sliding_attention": bias(memories[0].seen_within(window, count), dtype),
-                }
-            layers = memories[0].layers(ends[0], count, dtype)
-            inputs |= {"attention_mask": mask, self._cache_name: Cache(layers=layers)}
-            return self._logits(inputs, graph)
-        with self._joined(memories, ends, count) as cache:
-            return self._logits(inputs | {"attention_mask": None, self._cache_name: cache}, graph)
+        count, dtype = graph.token_ids.shape[1], self._model.dtype
+        mask: object = None
+        caches: AbstractContextManager[Cache]
+        if self._ragged.able:
+            caches = self._joined(memories, ends, count)
+        else:
+            (memory,), seen = memories, memories[0].seen(ends[0], count)
+            mask = seen[:, 0].long()
+            if memory.within:  # models with several kinds of layers take a mask for each
+                (window,) = memory.within
+                within = bias(memory.seen_within(window, count), dtype)
+                mask = {"full_attention": bias(seen, dtype), "sliding_attention": within}
+            caches = nullcontext(Cache(layers=memory.layers(ends[0], count, dtype)))
+        lengths = graph.positions + 1  # each token is turned as in a step of its own
+        with caches as cache, self._surrounding(), self._kernels(), turned_by(lengths):
+            inputs: dict[str, object] = {
+                "input_ids": graph.token_ids,
+                "attention_mask": mask,
+                "position_ids": graph.positions,
+                "logits_to_keep": graph.keep,
+                self._cache_name: cache,
+                "use_cache": True,
+            }
+            logits: Tensor = self._model(**{name: inputs[name] for name in inputs.keys() & self._accepted}).logits
+        return logits[:, -graph.keep :]
 
     def _joined(
         self, memories: Sequence[StaticKV], ends: Sequence[int], count: int, whole: bool = True
@@ -652,14 +653,6 @@ class Graphs:
         ]
         attend = self._attend if self._custom else scaled_dot_product_attention
         return self._ragged.cache(layers, [memory.rows for memory in memories], biases, attend, whole=whole)
-
-    def _logits(self, inputs: dict[str, object], graph: Graph) -> Tensor:
-        lengths = graph.positions + 1  # each token is turned as in a step of its own
-        with self._surrounding(), self._kernels(), turned_by(lengths):
-            logits: Tensor = self._model(
-                **{name: value for name, value in inputs.items() if name in self._accepted}
-            ).logits
-        return logits[:, -graph.keep :]
 
 
 def _shape(parts: Sequence[Part]) -> Shape:

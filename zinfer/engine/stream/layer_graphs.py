@@ -23,7 +23,7 @@ NO_ROOM = "no GPU memory for them"
 
 
 def fault_of(error: Exception, what: str) -> str:
-    """Return the fault of a graph of `what` whose recording or replay raised `error`."""
+    """Return the fault of a graph of `what` that raised `error`."""
     if isinstance(error, torch.OutOfMemoryError):
         return NO_ROOM
     return f"{what} cannot be recorded: {str(error).strip().partition(chr(10))[0][:120] or type(error).__name__}"
@@ -63,9 +63,9 @@ class LayerGraphs:
         self.fault: str | None = None
 
     def check(self, run: Callable[[], Tensor]) -> Tensor:
-        """Run a forward pass whose layers are computed both ways, and recorded if need be.
+        """Run a forward pass whose layers are computed both ways.
 
-        The results are those without graphs; `fault` is set if those with them differ.
+        They are recorded if need be. The results are those without graphs; `fault` is set if those with them differ.
         """
         self._checks = True
         try:

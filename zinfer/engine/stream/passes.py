@@ -10,7 +10,7 @@ While it stops it holds its hidden states; what a layer needs beyond them exists
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from greenlet import getcurrent, greenlet
@@ -31,15 +31,12 @@ from zinfer.engine.stream.kv.cpu import OwnAttentionError
 from zinfer.engine.stream.kv.store import HostStore
 from zinfer.engine.stream.weights.ring import Fetch, PrefetchRing
 
-if TYPE_CHECKING:
-    from zinfer.engine.ranks import Group
-
 MAX_STEP_TOKENS = MAX_DRAFTS + 1  # tokens of a row that a decode step takes at most; more of them are a prompt's
 DEQUANTIZED_BYTES = 1 << 30  # bytes of a quantised cache that are in the model's type at a time
 
 
 class StreamBatch(DecoderBatch):
-    """Micro-batch whose last rows may have their KV cache in host memory, in `host`."""
+    """Micro-batch whose last rows may have their KV cache in `host`."""
 
     host: HostStore | None = None
 
@@ -85,7 +82,6 @@ class SharedPasses(Decoder[StreamBatch]):
     options: StreamOptions
     _ragged: Ragged
     _graphs: Graphs
-    _group: "Group | None"
     _ring: PrefetchRing | None
     _pool: ExpertPool | None  # of experts that come on demand
     _layers: nn.ModuleList

@@ -13,7 +13,7 @@ from zinfer.engine.stream.weights.packed_experts import UNIT, Experts
 
 
 def experts_of(layers: Iterable[nn.Module], state: ModelState, mixture: bool) -> dict[int, Experts] | str:
-    """Return the routed experts of `layers`, by number, or why none come on demand."""
+    """Return the routed experts by layer, or why none come on demand."""
     modules = {index: find_experts(layer, state.of_layer(index)) for index, layer in enumerate(layers)}
     if reasons := [reason for reason in modules.values() if isinstance(reason, str)]:
         return reasons[0]

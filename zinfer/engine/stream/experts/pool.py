@@ -182,11 +182,12 @@ class ExpertPool:
 
     def per_step(self, name: str) -> float:
         """Return a count's mean over the latest decode steps."""
-        return sum(getattr(step, name) for step in self.steps) / max(1, len(self.steps))
+        total: float = sum(getattr(step, name) for step in self.steps)
+        return total / max(1, len(self.steps))
 
     @property
     def settings(self) -> dict[str, Option]:
-        """How experts came, and their counts in a decode step, for the record."""
+        """Buffers, and counts of experts in a decode step, for the record."""
         return {
             "experts": "on-demand",
             "expert_buffers": self.staging,

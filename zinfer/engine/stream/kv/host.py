@@ -59,7 +59,7 @@ class HostKV:
         torch.set_num_threads(count)
 
     def restore_threads(self, batches: Iterable[Any]) -> None:
-        """Use all threads again, if the CPU attends to rows of no more `batches`."""
+        """Use all threads again, unless the CPU attends to rows of `batches`."""
         if self._lent and not any(batch.on_cpu for batch in batches):
             torch.set_num_threads(self._threads)
             self._lent = False
@@ -80,7 +80,7 @@ class HostKV:
         placement: Placement,
         load: Workload,
     ) -> HostStore:
-        """Store the rows of `parts`, the last ones of `cache`, in host memory from now on.
+        """Move the last rows of `cache`, those of `parts`, to host memory.
 
         They have room for `capacity` tokens each, `load` counts all rows. Raises MemoryError.
         """

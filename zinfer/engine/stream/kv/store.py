@@ -98,7 +98,7 @@ class HostStore(ABC):
         """Forget transfers under way, before memory moves or is freed."""
 
     def close(self) -> None:
-        """Give the memory back once nothing is under way to it or from it."""
+        """Give the memory back, once no copy needs it."""
         self._copier.finish()
         self.drop_fetches()
         self._memory.close()

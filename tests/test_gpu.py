@@ -193,7 +193,7 @@ def test_without_a_compiler_coded_weights_are_refused(
 ) -> None:
     """Other tensors for the GPU are copied without a kernel then."""
     assert trouble() is None
-    for name in ("zinfer.engine.stream.trouble", "zinfer.engine.transfer.trouble"):
+    for name in ("zinfer.engine.stream.engine.trouble", "zinfer.engine.transfer.trouble"):
         monkeypatch.setattr(name, lambda: "no compiler")
     with pytest.raises(EngineError, match=r"none runs here: no compiler; install .*--weight-codec none"):
         load("stream", checkpoint("llama"), "cpu", tmp_path, dtype="bfloat16", weight_codec="lossless")

@@ -28,7 +28,7 @@ from tests.test_parity import MACHINE, OUTPUT_LEN, greedy, load
 from zinfer.checkpoint.resolve import resolve
 from zinfer.core.case import Case, Workload
 from zinfer.core.model import Weights
-from zinfer.engine import base, kind, stream
+from zinfer.engine import base, kind
 from zinfer.engine.base import Engine
 from zinfer.engine.pinned import PinnedArena
 from zinfer.engine.quantization.dequantize import Codes, expand
@@ -205,7 +205,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def unread() -> Iterator[None]:
     """Make engines loaded within unpack every layer. No kernel reads their codes."""
     with Patch.context() as patch:
-        patch.setattr(stream, "PackedProducts", lambda _device: None)
+        patch.setattr("zinfer.engine.stream.engine.PackedProducts", lambda _device: None)
         yield
 
 

@@ -41,7 +41,7 @@ Checkpoints = Callable[..., Path]
 Patch = pytest.MonkeyPatch
 TEXT = "".join(f"{number} is {number * number}, which is more than {number}. " for number in range(60))
 INPUT, OUTPUT, SAMPLES = 12, 10, 6
-TARGET = "zinfer.engine.stream:Stream"
+TARGET = "zinfer.engine.stream.engine:Stream"
 
 
 def inline() -> InlineWorker:
@@ -362,7 +362,7 @@ def test_some_settings_may_fail_and_random_weights_are_marked(folder: Path, monk
     monkeypatch.setattr("zinfer.worker.process.Worker", InlineWorker)
     words = ["-m", "bloom-tiny", "--load-format", "dummy", "--samples", 2, "--input-len", 8, "--output-len", 4]
     with monkeypatch.context() as refusing:
-        refusing.setattr("zinfer.engine.stream.Stream._cannot_have", no_int8)
+        refusing.setattr("zinfer.engine.stream.engine.Stream._cannot_have", no_int8)
         result = invoke(*words, "-O", "kv_cache_dtype=int8,fp8", "-o", "found.jsonl")
         nothing = invoke(*words, *AXIS, "-o", "found.jsonl")
     assert result.exit_code == 3

@@ -17,7 +17,7 @@ from tools.conformance.small import Subject, cut, family, persistent_buffers, sa
 from zinfer.engine import EngineError
 from zinfer.engine.base import Work
 from zinfer.engine.decoder import DecoderBatch
-from zinfer.engine.stream import Stream
+from zinfer.engine.stream.engine import Stream
 from zinfer.generation.scheduler import ContinuousScheduler
 
 NEEDED = 125  # types that must be right

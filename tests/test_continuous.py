@@ -18,7 +18,7 @@ from zinfer.core.case import Workload
 from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, Work
 from zinfer.engine.cache import WindowIndex
-from zinfer.engine.stream import Stream
+from zinfer.engine.stream.engine import Stream
 from zinfer.engine.stream.weights import chunk as chunk_module
 from zinfer.generation import passes, schedule, sequence, tuning
 from zinfer.generation.pass_times import PassTimes

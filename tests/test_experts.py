@@ -28,7 +28,7 @@ from zinfer.core.case import Case, Workload
 from zinfer.engine import EngineError, base
 from zinfer.engine.pinned import PinnedArena
 from zinfer.engine.state import Entry
-from zinfer.engine.stream import Stream
+from zinfer.engine.stream.engine import Stream
 from zinfer.engine.stream.experts import modules
 from zinfer.engine.stream.experts.pool import HALF_LIFE, ExpertCache, ExpertPool
 from zinfer.engine.stream.weights import packed_experts

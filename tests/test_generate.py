@@ -17,7 +17,7 @@ from zinfer.cli import cli
 from zinfer.core.case import Case, Workload
 from zinfer.core.model import ModelError, ModelSpec
 from zinfer.core.request import GREEDY, Sampling, nth_seed
-from zinfer.engine.stream import Stream
+from zinfer.engine.stream.engine import Stream
 from zinfer.generation import scheduler
 from zinfer.generation.sampling import NotFiniteError
 from zinfer.generation.schedule import largest_load

@@ -43,6 +43,7 @@ from zinfer.engine.cache import RowCache, make_cache
 from zinfer.engine.quantization.dequantize import expand
 from zinfer.engine.stream import graphs
 from zinfer.engine.stream.experts import few_experts
+from zinfer.engine.stream.layer_graphs import BY_LAYER
 from zinfer.engine.stream.weights import codec, products
 from zinfer.engine.stream.weights.codec import BLOCK, encode
 from zinfer.engine.stream.weights.formats import encode_chunks, unpack
@@ -207,7 +208,7 @@ def test_without_a_compiler_coded_weights_are_refused(
 ) -> None:
     """Other tensors for the GPU are copied without a kernel then."""
     assert trouble() is None
-    for name in ("zinfer.engine.stream.trouble", "zinfer.engine.transfer.trouble"):
+    for name in ("zinfer.engine.stream.engine.trouble", "zinfer.engine.transfer.trouble"):
         monkeypatch.setattr(name, lambda: "no compiler")
     with pytest.raises(EngineError, match=r"none runs here: no compiler; install .*--weight-codec none"):
         load("stream", checkpoint("llama"), "cpu", tmp_path, dtype="bfloat16", weight_codec="lossless")
@@ -357,7 +358,7 @@ def test_cuda_graphs_give_the_same_logits(
         plan = engine.plan
         if share is not None:
             engine.plan = make_plan(plan.case.model_copy(update={"gpu_weights": share}), plan.model, plan.machine)
-        on = graphs.BY_LAYER if share == "34%" else "on"
+        on = BY_LAYER if share == "34%" else "on"
         for _ in unpacked_ways(engine) if share is not None else (0,):
             runs += [follow(engine, given, lengths) for _ in range(TURNS)]
             assert engine.effective().settings["cuda_graphs"] == {"off": "off", "auto": on}[option]

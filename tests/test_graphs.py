@@ -21,6 +21,7 @@ from zinfer.core.model import Dtype
 from zinfer.engine.base import Engine, Work
 from zinfer.engine.stream import attention, graphs
 from zinfer.engine.stream.graphs import TUNED, Run, end_of
+from zinfer.engine.stream.layer_graphs import BY_LAYER
 from zinfer.generation import passes
 from zinfer.plan.planner import make_plan
 
@@ -110,7 +111,7 @@ def test_layers_whose_weights_cross_the_link_are_recorded_one_by_one(
     check(engine, checkpoint(name), "cpu")
     if name == "bloom" and str(status(engine)).startswith(GROWS):
         pytest.skip("early versions of transformers hand each layer a bias that grows")
-    assert status(engine) == (graphs.BY_LAYER if by_layer else "weights cross the link")
+    assert status(engine) == (BY_LAYER if by_layer else "weights cross the link")
     test_ragged.check(engine, by_layer)
     steps = 10 - 3  # one waits, two are computed both ways
     assert (recorder.replayed > steps * len(engine._layers)) is by_layer  # type: ignore[attr-defined]
@@ -126,7 +127,7 @@ def test_steps_of_several_tokens_are_recorded_layer_by_layer(
         engine = load("stream", checkpoint(architecture), "cpu", tmp_path, cuda_graphs=option)
         runs.append(verified(engine))
     if not str(status(engine)).startswith(GROWS):
-        assert status(engine) == graphs.BY_LAYER
+        assert status(engine) == BY_LAYER
         assert recorder.replayed
     assert all(close(actual, expected) for actual, expected in zip(*runs, strict=True))
 
@@ -154,7 +155,7 @@ def test_layers_that_all_stay_are_recorded_with_their_unpacking(
         engine = load("stream", directory, "cpu", tmp_path, dtype=dtype, weight_codec=codec, cuda_graphs=option)
         plan = engine.plan
         tokens = greedy(engine, BATCHES[0])
-        assert status(engine) == ("off" if option == "off" else graphs.BY_LAYER)
+        assert status(engine) == ("off" if option == "off" else BY_LAYER)
         engine.plan = make_plan(plan.case.model_copy(update={"gpu_weights": "100%"}), plan.model, plan.machine)
         for _ in range(2):
             engine.clear()
@@ -368,7 +369,7 @@ def test_a_micro_batch_of_the_same_shape_takes_memory_and_graphs_over(
     ("way", "reason"),
     [
         ("fails", "a decode step cannot be recorded: no such thing"),
-        ("off", "their logits differ from those of a step without them"),
+        ("off", "their results differ from those of a step without them"),
         ("slow", "a step without them is faster"),
         ("memory", "no GPU memory for them"),
     ],
@@ -429,7 +430,7 @@ def test_rounding_that_grows_in_a_model_is_no_difference(
     else:
         greedy(engine, BATCHES[0])
     assert not compared[0]
-    assert status(engine) == ("their logits differ from those of a step without them" if wrong else "on")
+    assert status(engine) == ("their results differ from those of a step without them" if wrong else "on")
 
 
 def test_wrong_keys_of_a_replay_are_taken_back(
@@ -445,7 +446,7 @@ def test_wrong_keys_of_a_replay_are_taken_back(
     engine = load("stream", checkpoint("llama"), "none", tmp_path)
     check(engine, checkpoint("llama"), "none")
     assert recorder.recorded
-    assert str(status(engine)).startswith("their logits differ")
+    assert str(status(engine)).startswith("their results differ")
 
 
 def test_a_model_that_attends_in_its_own_way_gets_a_mask(

@@ -239,8 +239,7 @@ def test_in_8_bits_it_is_the_same_cache_wherever_it_is(
         token = logits[0].argmax(-1)
         logits = [decode(model, token) for model in (alone, split)]
     assert split.effective().settings["kv_host_rows"] == 4 - device_rows
-    arena, kept = split.batches[0].memory, alone.plan.model.kv_bytes(4 - device_rows, 17)
-    assert arena is not None
+    arena, kept = split.batches[0].host._memory, alone.plan.model.kv_bytes(4 - device_rows, 17)
     assert arena.size == pytest.approx(kept * (1 + 4 / alone.plan.model.head_dim) / 4, abs=4096)
 
 
@@ -435,7 +434,7 @@ def test_rows_that_come_and_go_keep_to_the_host_memory_of_the_plan(
         running.step()
         merged = max(merged, running.schedule.tally.merged)
         hosted = sum(batch.host_rows for batch in engine.batches)
-        highest = max(highest, engine._kv_pool.size)
+        highest = max(highest, engine._kv.pool.size)
         assert hosted <= 20, before
     assert merged > 0
     assert 0 < highest <= 1.5 * planned

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from tests.test_graphs import Rerun, status
 from tests.test_parity import check, load
 from zinfer.engine.stream import graphs
+from zinfer.engine.stream.layer_graphs import DIFFERS
 from zinfer.engine.stream.norms import Norms, weighted_after, weighted_before
 
 CPU = torch.device("cpu")
@@ -113,7 +114,7 @@ def test_a_pass_that_goes_wrong_with_them_is_recorded_without(
     for _ in range(3):
         check(engine, directory, "none")
     assert status(engine) == "on"
-    reason = {"differs": graphs.DIFFERS, "fails": "a decode step cannot be recorded: no such kernel"}[way]
+    reason = {"differs": DIFFERS, "fails": "a decode step cannot be recorded: no such kernel"}[way]
     assert engine.effective().settings["graph_kernels"] == f"off: {reason}"
     assert recorder.replayed > 0
     engine.close()
@@ -128,6 +129,6 @@ def test_a_pass_that_goes_wrong_without_them_too_leaves_them_on(
     engine = load("stream", checkpoint("llama"), "none", tmp_path)
     for _ in range(3):
         check(engine, checkpoint("llama"), "none")
-    assert status(engine) == graphs.DIFFERS
+    assert status(engine) == DIFFERS
     assert engine.effective().settings["graph_kernels"] == "on"
     engine.close()

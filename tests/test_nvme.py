@@ -38,7 +38,7 @@ from zinfer.core.machine import Machine, override
 from zinfer.engine import direct
 from zinfer.engine.direct import PAGE, StripedFile, StripedWriter
 from zinfer.engine.pinned import PinnedArena
-from zinfer.engine.stream import Stream
+from zinfer.engine.stream.engine import Stream
 from zinfer.engine.stream.weights import chunk as chunk_module
 from zinfer.engine.stream.weights import codec, disk, packed
 from zinfer.engine.stream.weights.disk import DiskSource
@@ -484,7 +484,7 @@ from pathlib import Path
 import torch
 
 from tests.running import decode, prefill
-from zinfer.engine.stream import Stream
+from zinfer.engine.stream.engine import Stream
 from zinfer.plan.planner import Plan
 
 threading.stack_size(1 << 18)  # stacks count

@@ -29,7 +29,7 @@ from tests.test_parity import MACHINE, OUTPUT_LEN, greedy, load
 from zinfer.checkpoint.resolve import resolve
 from zinfer.core.case import Case, Workload
 from zinfer.core.model import Weights
-from zinfer.engine import base, kind, stream
+from zinfer.engine import base, kind
 from zinfer.engine.base import Engine
 from zinfer.engine.pinned import PinnedArena
 from zinfer.engine.quantization.dequantize import Codes, expand
@@ -204,7 +204,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def unread() -> Iterator[None]:
     """Make engines loaded within unpack every layer. No kernel reads their codes."""
     with Patch.context() as patch:
-        patch.setattr(stream, "PackedProducts", lambda _device: None)
+        patch.setattr("zinfer.engine.stream.engine.PackedProducts", lambda _device: None)
         yield
 
 
@@ -387,7 +387,7 @@ def test_rows_with_their_cache_in_host_memory(
         engine.given = engine.plan.placement.model_copy(update=every)
         tokens.append(greedy(engine, LENGTHS))
         assert not engine._ring.streamed
-        assert engine._kv_rows == 2
+        assert engine._kv.rows == 2
         engine.close()
     assert torch.equal(*tokens)
     assert kernel.calls > 0

@@ -253,14 +253,14 @@ def test_memory_of_the_next_batch_is_what_the_others_leave(checkpoint: Checkpoin
     token_ids, mask = sequences(FIRST, 4, 1)
     one, _ = passes.prefill(engine, token_ids[:, :9], mask, 4)
     two, _ = passes.prefill(engine, token_ids[:, :9], mask, 4)
-    pool = engine._kv_pool
-    places = [{(id(block.arena), block.start) for block in batch.memory._blocks.values()} for batch in (one, two)]  # type: ignore[attr-defined]
+    pool = engine._kv.pool
+    places = [{(id(block.arena), block.start) for block in batch.host._memory._blocks.values()} for batch in (one, two)]  # type: ignore[attr-defined]
     assert not places[0] & places[1]
     size, taken = pool.size, pool.size - pool.unused
     engine.retire(two)
     assert pool.size - pool.unused == taken // 2
     three, _ = passes.prefill(engine, token_ids[:, :9], mask, 4)
-    assert {(id(block.arena), block.start) for block in three.memory._blocks.values()} == places[1]  # type: ignore[attr-defined]
+    assert {(id(block.arena), block.start) for block in three.host._memory._blocks.values()} == places[1]  # type: ignore[attr-defined]
     assert pool.size == size
     engine.retire(one)
     engine.retire(three)

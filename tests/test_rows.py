@@ -17,7 +17,7 @@ from zinfer.checkpoint.resolve import from_directory
 from zinfer.core.case import Case, Workload
 from zinfer.core.request import Request
 from zinfer.engine.base import Engine, Work
-from zinfer.engine.stream import Stream
+from zinfer.engine.stream.engine import Stream
 from zinfer.generation import tuning
 from zinfer.generation.pass_times import PassTimes
 from zinfer.generation.scheduler import ContinuousScheduler

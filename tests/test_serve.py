@@ -22,7 +22,7 @@ from tests.test_rows import TEMPLATE
 from zinfer.checkpoint.resolve import from_directory
 from zinfer.checkpoint.tokenizer_files import ChatTemplate
 from zinfer.core.case import Case, Workload
-from zinfer.engine.stream import Stream
+from zinfer.engine.stream.engine import Stream
 from zinfer.generation import tokenizer_process, tuning
 from zinfer.generation.pass_times import PassTimes
 from zinfer.generation.sequence import Sequence

@@ -15,11 +15,10 @@ from tests.running import prefill
 from tests.test_parity import BATCHES, greedy, load
 from tests.test_ring import FakeQueues
 from tools.steered import steered
-from zinfer.core.case import Workload
 from zinfer.engine.base import Engine, Work
 from zinfer.engine.pinned import PAGE, PinnedArena
 from zinfer.engine.state import Entry
-from zinfer.engine.stream import Stream
+from zinfer.engine.stream.engine import Stream
 from zinfer.engine.stream.host_work import defer, defer_store, flush, gathered_stores, run_async
 from zinfer.engine.stream.passes import interleave
 from zinfer.engine.stream.weights import chunk as chunk_module
@@ -438,22 +437,6 @@ def test_coded_layers_that_stay_are_kept_unpacked_while_there_is_room(
     assert len(placement.unpacked_layers) == len(placement.resident_layers) == stay
     loaded.close()
     plain.close()
-
-
-def test_resident_layers_change_with_the_batch(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    engine = load("stream", checkpoint("llama", hidden_size=256), "cpu", tmp_path)
-    assert isinstance(engine, Stream)
-    case = engine.plan.case.model_copy(update={"gpu_weights": "auto"})
-    for machine_bytes, max_layers in ((3 << 30, 3), (1 << 29, 0)):
-        machine = engine.plan.machine.model_copy(update={"gpu_count": 1, "gpu_bytes": machine_bytes})
-        tight = type(engine)(engine.plan.model_copy(update={"case": case, "machine": machine}))
-        for batch_size, expected in ((1, max_layers), (1 << 14, 0), (1, max_layers)):
-            workload = Workload(batch_size=batch_size, input_len=64, output_len=8)
-            assert tight._ring is not None
-            tight._share_out(tight._ring, tight.planner.placement(workload))
-            assert tight.effective().settings["resident_layers"] == expected
-        tight.close()
-    engine.close()
 
 
 @pytest.mark.parametrize("architecture", ["bloom", "llama", "mixtral"])

@@ -19,7 +19,7 @@ from zinfer.analysis.timeline import by_rank
 from zinfer.engine import EngineError, decoder
 from zinfer.engine.base import Engine, Work
 from zinfer.engine.kv_snapshot import RowsPast
-from zinfer.engine.stream import Stream
+from zinfer.engine.stream.engine import Stream
 from zinfer.engine.team import TeamBatch
 from zinfer.generation import passes
 from zinfer.generation.scheduler import ContinuousScheduler

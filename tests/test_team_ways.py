@@ -141,7 +141,7 @@ def worker_of(directory: Path) -> tuple[Worker, Case]:
     """Return a worker that has loaded a team of two."""
     case = case_of(directory)
     plan = make_plan(case, resolve.from_directory(directory).with_dtype("float32"), MACHINE)
-    worker = Worker("zinfer.engine.stream:Stream", timeout_s=PATIENCE_S)
+    worker = Worker("zinfer.engine.stream.engine:Stream", timeout_s=PATIENCE_S)
     worker.load(plan)
     return worker, case
 

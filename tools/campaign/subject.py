@@ -35,7 +35,7 @@ from zinfer.system import ending
 ROOT = Path(__file__).parents[2]
 PRELOADED = (
     "torch", "transformers", "transformers.models.llama.modeling_llama", "tokenizers", "safetensors.torch",
-    "zinfer.engine.stream", "zinfer.engine.accelerate", "zinfer.worker.server", "zinfer.worker.tasks",
+    "zinfer.engine.stream.engine", "zinfer.engine.accelerate", "zinfer.worker.server", "zinfer.worker.tasks",
     "zinfer.worker.generation", "zinfer.worker.measure", "zinfer.worker.probe", "zinfer.worker.prefix_reuse",
     "zinfer.worker.teacher_forcing", "zinfer.engine.stream.weights.packed", "zinfer.commands.watch",
     "zinfer.commands.out", "zinfer.job.accuracy", "zinfer.job.batch.run", "zinfer.analysis.best", "rich.table",

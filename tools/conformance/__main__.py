@@ -20,7 +20,12 @@ if TYPE_CHECKING:
     from tools.conformance.run import Row
 
 # Modules that every child needs, imported in the parent (`save_pretrained` imports DeepSpeed if it is installed).
-PRELOADED = ("transformers.models.llama.modeling_llama", "zinfer.commands.watch", "zinfer.engine.stream", "deepspeed")
+PRELOADED = (
+    "transformers.models.llama.modeling_llama",
+    "zinfer.commands.watch",
+    "zinfer.engine.stream.engine",
+    "deepspeed",
+)
 SHORT = {"right": "right", "refused": "refused", "differs": "DIFFERS", "crash": "CRASH", "does not apply": "-"}
 
 

@@ -300,7 +300,7 @@ _TRANSFORMERS = ("torch", "transformers", "accelerate", "safetensors")
 
 ENGINES: dict[str, EngineKind] = {
     "stream": EngineKind(
-        "zinfer.engine.stream:Stream",
+        "zinfer.engine.stream.engine:Stream",
         offloads=frozenset({"none", "cpu", "nvme"}),
         requires=(*_TRANSFORMERS, "greenlet"),
         options=StreamOptions,

@@ -320,6 +320,14 @@ def is_step(works: Sequence[Work]) -> bool:
     return all(batch.length and (count == 1 or batch.length >= batch.prompt_len) for batch, count in sizes)
 
 
+def together(batches: Sequence[MicroBatch], rows: int, length: int, capacity: int) -> Workload:
+    """Return the workload of all micro-batches and new rows, as if one."""
+    lengths = [length, *(batch.prompt_len for batch in batches)]
+    capacities = [capacity, *(batch.capacity for batch in batches)]
+    size = rows + sum(batch.batch_size for batch in batches)
+    return Workload(batch_size=size, input_len=max(lengths), output_len=max(1, max(capacities) - max(lengths)))
+
+
 def load(target: str) -> type[Engine]:
     """Import and return the engine class at ``module:Class``."""
     module, _, name = target.partition(":")

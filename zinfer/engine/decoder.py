@@ -8,6 +8,7 @@ import inspect
 import sys
 from abc import abstractmethod
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, cast
@@ -166,20 +167,24 @@ class Part(NamedTuple, Generic[Of]):
 class Decoder(Engine[D]):
     """Engine whose `model` is a causal language model of `transformers`.
 
-    Subclasses put its weights in place in `_load`, which ends with `_ready`. Attributes that `close` frees have a
-    default in the class, since a load may fail half-way.
+    Subclasses put its weights in place in `_load`, which ends with `_ready`. What it opens it gives to `_opened`, since
+    a load may fail half-way.
     """
 
     model: PreTrainedModel
     _probe = Probe()  # until the weights are in place
 
     def __init__(self, plan: Plan, progress: Progress = silent) -> None:
+        self._opened = ExitStack()  # closes in reverse order what the load has opened
         super().__init__(plan, progress)
         # cuDNN's attention, which PyTorch prefers on Hopper, plans some 60 ms for every shape that it has not seen, and
         # each length of a batch is one. PyTorch's own kernels need no plan.
         torch.backends.cuda.enable_cudnn_sdp(False)
+        self._opened.callback(self.give_back)
+        self._opened.callback(vars(self).pop, "model", None)
         try:
             self._load()
+            self._opened.callback(self.clear)
         except BaseException:
             self.close()
             raise
@@ -538,10 +543,7 @@ class Decoder(Engine[D]):
         batch.cache = batch.state = batch.mask = None
 
     def close(self) -> None:
-        self.clear()
-        if hasattr(self, "model"):
-            del self.model
-        self.give_back()
+        self._opened.close()
 
 
 def offload_folder(nvme_path: str | None) -> Scratch:

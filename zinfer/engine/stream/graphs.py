@@ -25,10 +25,10 @@ micro-batch that is admitted frees it first (`Graphs.make_room`).
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -42,15 +42,13 @@ from zinfer.engine.decoder import DecoderBatch, Part
 from zinfer.engine.rotary import turned_by
 from zinfer.engine.stream.attention import MASKED, Attend, Bias, Ragged, bias
 from zinfer.engine.stream.kv.cpu import OwnAttentionError
-from zinfer.engine.stream.layer_graphs import DIFFERS as LAYER_DIFFERS
-from zinfer.engine.stream.layer_graphs import LayerGraphs
+from zinfer.engine.stream.layer_graphs import DIFFERS, NO_ROOM, LayerGraphs, fault_of
 from zinfer.engine.stream.norms import Norms
 from zinfer.engine.stream.rotations import Rotations
 from zinfer.engine.stream.split_attention import split_attention
 from zinfer.engine.triton_check import cannot_run
 
-BY_LAYER = "on, layer by layer"  # status where the weights cross the link
-DIFFERS = "their logits differ from those of a step without them"
+SLOWER = "a step without them is faster"
 HIDDEN = "hidden_states"  # argument of a layer that is not positional
 
 
@@ -80,7 +78,6 @@ TOLERANCE = {2: 0.06, 4: 1e-3, 8: 1e-6}
 Run = Callable[[], Tensor]
 Shape = tuple[int, int]  # tokens of each row in a step, and the number of last ones whose logits are wanted
 States = list[tuple[Tensor, Tensor]]  # hidden states before and after each decoder layer
-Computed = tuple[Tensor, float, States]  # a pass: its logits, its seconds, and its hidden states
 
 
 class Recorder(Protocol):
@@ -175,9 +172,9 @@ class CudaRecorder:
         return result, float(start.elapsed_time(end)) / 1e3
 
 
-def recorder_of(device: torch.device) -> Recorder | None:
-    """Return the recorder of a device; None if it has none."""
-    return CudaRecorder(device) if device.type == "cuda" else None
+def recorder_of(device: torch.device) -> Recorder | str:
+    """Return the recorder of a device, or why there is none."""
+    return CudaRecorder(device) if device.type == "cuda" else "no GPU"
 
 
 class ConstantsOnDevice(TorchFunctionMode):
@@ -330,7 +327,10 @@ class Graph:
     token_ids: Tensor
     positions: Tensor
     keep: int
-    replay: Run = field(default=lambda: torch.empty(0))
+    replay: Run | None = None
+    status: ClassVar[str] = "on"
+    checks: ClassVar[int] = 1  # passes computed both ways, at least, before it is believed
+    checked: int = 0  # passes computed both ways that agreed
 
 
 @dataclass(eq=False)
@@ -341,8 +341,7 @@ class GraphSet:
     memories: tuple[StaticKV, ...]
     steps: Counter[Shape] = field(default_factory=Counter)
     replays: int = 0
-    graphs: dict[tuple[Shape, tuple[int, ...]], Graph] = field(default_factory=dict)
-    layered: dict[tuple[Shape, tuple[int, ...]], LayerGraphs] = field(default_factory=dict)
+    graphs: dict[tuple[Shape, tuple[int, ...]], Graph | LayerGraphs] = field(default_factory=dict)
 
     @property
     def sizes(self) -> tuple[tuple[int, int], ...]:
@@ -361,13 +360,14 @@ class Graphs:
         routed: bool,
         ragged: Ragged,
         inputs: tuple[str, frozenset[str]],
-        recorder: Recorder | None,
+        recorder: Recorder | str,
         surrounding: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._model, self._ragged, self._recorder, self._surrounding = model, ragged, recorder, surrounding
+        self._model, self._ragged, self._surrounding = model, ragged, surrounding
         self._layers, self._may_differ = layers, TUNED.may_differ * len(layers) if routed else 0.0
         self._cache_name, self._accepted = inputs
-        self._why_not = None if recorder is not None else "no GPU"  # for good
+        self._recorder = None if isinstance(recorder, str) else recorder
+        self._why_not = recorder if isinstance(recorder, str) else None  # for good
         self.status = self._why_not or "no decode step yet"
         self.paused = False
         self._memories = dict[int, tuple[DecoderBatch, StaticKV]]()  # by the id of their micro-batch
@@ -415,55 +415,37 @@ class Graphs:
                 return
         self._free()
 
-    def forward(self, parts: Sequence[Part], eager: Run) -> Tensor:
-        """Compute a decode pass of whole micro-batches; return its logits ``[rows, keep, V]``. They must be copied
-        before the next pass. `cannot` finds nothing against the parts, which have as many tokens a row; `eager`
-        computes the pass without a graph."""
-        if self._why_not is not None or self.paused:
-            return eager()
+    def forward(self, parts: Sequence[Part], run: Callable[[bool], Tensor], by_layer: bool = False) -> Tensor:
+        """Compute a decode pass of whole micro-batches; return its logits ``[rows, keep, V]``.
+
+        They must be copied before the next pass. `cannot` finds nothing against the parts, which have as many tokens a
+        row. With `by_layer` each layer has a graph. `run` computes the pass without a graph of all of it; it gets
+        whether the layers are replayed, so that none attends.
+        """
         graph_set, ends = self._begin(parts)
         shape = _shape(parts)
         graph = graph_set.graphs.pop((shape, ends), None)
         if (shape, graph_set.sizes) in self._useless or (graph is None and graph_set.steps[shape] < self.wait):
             graph_set.steps[shape] += 1
-            return eager()
-        if graph is not None:
-            graph_set.graphs[shape, ends] = graph
-        if graph is None or self._checks < TUNED.checks:
-            return self._both_ways(graph_set, parts, ends, eager)
-        logits = self._replay(graph_set, graph, parts)
-        _advance(parts)
-        return logits
-
-    def by_layer(self, parts: Sequence[Part], run: Callable[[bool], Tensor]) -> Tensor:
-        """Compute a decode pass with a graph for each layer.
-
-        `run` computes the pass; it gets whether layers are replayed, so that none attends.
-        """
-        graph_set, ends = self._begin(parts)
-        shape = _shape(parts)
-        graphs = graph_set.layered.pop((shape, ends), None)
-        if (shape, graph_set.sizes) in self._useless or (graphs is None and graph_set.steps[shape] < self.wait):
-            graph_set.steps[shape] += 1
             return run(False)
-        if graphs is None:
-            graphs = self._layered(graph_set, parts, ends)
-        graph_set.layered[shape, ends] = graphs
+        if graph is None:
+            graph = self._new(graph_set, parts, ends, by_layer)
         for memory, part in zip(graph_set.memories, parts, strict=True):
             memory.feed(part.batch, shape[0])
-        if graphs.checked < TUNED.checks:  # the second time shows arguments that grow with the tokens
-            logits = graphs.forward(partial(run, False), checks=True)
-            if graphs.fault is not None:
-                graph_set.layered.clear()
-                if graphs.fault == LAYER_DIFFERS and self._custom:  # once more, without its kernels
-                    self._custom, self.kernels = False, f"off: {graphs.fault}"
-                else:
-                    self._give_up(graph_set, shape, graphs.fault)
-            return logits
-        logits = graphs.forward(partial(run, True), checks=False)
         graph_set.replays += 1
-        self.status = BY_LAYER
-        _advance(parts)
+        fault: str | None = None
+        if graph.checked >= graph.checks and self._checks >= TUNED.checks:
+            logits = graph.forward(partial(run, True)) if isinstance(graph, LayerGraphs) else _replay(graph, parts)
+            _advance(parts)
+        elif isinstance(graph, LayerGraphs):
+            logits, fault = graph.check(partial(run, False)), graph.fault
+            self._checks += fault is None
+        else:
+            logits, fault = self._both_ways(graph_set, graph, parts, ends, partial(run, False))
+        if fault is None:
+            self.status, graph_set.graphs[shape, ends] = graph.status, graph
+        else:
+            self._drop_faulty(graph_set, shape, fault, for_good=not by_layer)
         return logits
 
     def _begin(self, parts: Sequence[Part]) -> tuple[GraphSet, tuple[int, ...]]:
@@ -476,27 +458,30 @@ class Graphs:
         graph_set = self._graph_sets.setdefault(tuple(map(id, memories)), GraphSet(memories))
         return graph_set, tuple(end_of(part.batch.length + count, part.batch.capacity) for part in parts)
 
-    def _layered(self, graph_set: GraphSet, parts: Sequence[Part], ends: tuple[int, ...]) -> LayerGraphs:
-        """Make graphs of layers, to be recorded, that see `ends` positions."""
+    def _new(
+        self, graph_set: GraphSet, parts: Sequence[Part], ends: tuple[int, ...], by_layer: bool
+    ) -> Graph | LayerGraphs:
+        """Return a graph, not recorded yet, that sees `ends` positions; make room for it."""
         assert self._recorder is not None
-        count = parts[0].token_ids.shape[1]
+        count, keep = _shape(parts)
         if self._norms is None:
             self._find_kernels(parts[0].token_ids.device)
+        while len(graph_set.graphs) >= (TUNED.max_layered if by_layer else TUNED.max_graphs):
+            del graph_set.graphs[next(iter(graph_set.graphs))]
+        if not by_layer:
+            token_ids, positions = ([getattr(part, name) for part in parts] for name in ("token_ids", "positions"))
+            return Graph(torch.cat(token_ids), torch.cat(positions), keep)
 
         @contextmanager
         def cache() -> Iterator[Cache]:
-            with self._joined(graph_set.memories, ends, count, whole=False) as static, self._replaced():
+            with self._joined(graph_set.memories, ends, count, whole=False) as static, self._kernels():
                 yield static
 
-        while len(graph_set.layered) >= TUNED.max_layered:
-            del graph_set.layered[next(iter(graph_set.layered))]
         return LayerGraphs(self._layers, self._recorder.record, cache, alike, self._may_differ)
 
     def cannot(self, part: Part) -> str | None:
         """Return why a part's decode step cannot be recorded; None if it can."""
         batch, cache = part.batch, part.batch.cache
-        if self._why_not is not None:
-            return self._why_not
         if not isinstance(cache, RowCache) or any(not isinstance(layer, FixedLayer) for layer in cache.layers):
             return "layers hold more than keys and values"
         if not all(layer.recordable for layer in cache.layers):
@@ -520,11 +505,7 @@ class Graphs:
         if id(batch) not in self._memories:
             return
         _, memory = self._memories.pop(id(batch))
-        if memory.fits(batch) and any(
-            graph_set.graphs or graph_set.layered
-            for graph_set in self._graph_sets.values()
-            if memory in graph_set.memories
-        ):
+        if memory.fits(batch) and any(each.graphs for key, each in self._graph_sets.items() if id(memory) in key):
             self._spare.append(memory)
         else:
             self._discard([memory])
@@ -552,128 +533,90 @@ class Graphs:
     def _discard(self, memories: Sequence[StaticKV]) -> None:
         """Drop the graphs of all passes in which `memories` take part; the next recordings wait longer if these did not
         pay, else less long."""
-        for key in [
-            key
-            for key, graph_set in self._graph_sets.items()
-            if any(memory in graph_set.memories for memory in memories)
-        ]:
+        ids = set(map(id, memories))
+        for key in [key for key in self._graph_sets if not ids.isdisjoint(key)]:
             gone = self._graph_sets.pop(key)
-            if count := len(gone.graphs) + len(gone.layered):
+            if count := len(gone.graphs):
                 paid = gone.replays >= TUNED.pays * count
                 self.wait = max(1, self.wait // 2) if paid else min(TUNED.longest_wait, 2 * self.wait)
 
-    def _replay(self, graph_set: GraphSet, graph: Graph, parts: Sequence[Part]) -> Tensor:
-        torch.cat([part.token_ids for part in parts], out=graph.token_ids)
-        torch.cat([part.positions for part in parts], out=graph.positions)
-        for memory, part in zip(graph_set.memories, parts, strict=True):
-            memory.feed(part.batch, part.token_ids.shape[1])
-        graph_set.replays += 1
-        self.status = "on"
-        return graph.replay()
+    def _both_ways(
+        self, graph_set: GraphSet, graph: Graph, parts: Sequence[Part], ends: tuple[int, ...], eager: Run
+    ) -> tuple[Tensor, str | None]:
+        """Compute a pass eagerly, then by its graph; return the logits of the former, and the fault, if any.
 
-    def _both_ways(self, graph_set: GraphSet, parts: Sequence[Part], ends: tuple[int, ...], eager: Run) -> Tensor:
-        """Compute a pass eagerly, then by a graph, recorded if need be; return the logits of the former."""
+        The graph is recorded if need be.
+        """
         assert self._recorder is not None
         with _observed(self._layers) as states:
             logits, without_s = self._recorder.timed(eager)
-        count, _ = shape = _shape(parts)
         views = list[Tensor]()
         for memory, part in zip(graph_set.memories, parts, strict=True):
-            views += memory.written(part.batch, count)
-        kept = [view.clone() for view in views]
-        why_not = self._compared(graph_set, parts, ends, (logits, without_s, states))
-        if why_not is not None and self._custom:
-            graph_set.graphs.pop((shape, ends), None)
-            self._custom = False
-            without = self._compared(graph_set, parts, ends, (logits, without_s, states))
-            if without is None:
-                self.kernels = f"off: {why_not}"
-            else:
-                self._custom = True  # it was not them
-            why_not = without
-        if why_not is not None:
-            self._differences += why_not == DIFFERS
-            self._give_up(graph_set, shape, why_not, for_good=why_not != DIFFERS or self._differences >= TUNED.tries)
-        torch._foreach_copy_(views, kept)  # the keys and values that go with the logits
-        return logits
-
-    def _compared(
-        self, graph_set: GraphSet, parts: Sequence[Part], ends: tuple[int, ...], eager: Computed
-    ) -> str | None:
-        """Compare a recorded pass with `eager`, the same without a graph; return the fault, if any."""
-        assert self._recorder is not None
-        shape, (logits, without_s, states) = _shape(parts), eager
+            views += memory.written(part.batch, part.token_ids.shape[1])
+        kept, fault = [view.clone() for view in views], None
+        static = partial(self._static, graph_set.memories, ends, graph)
         try:
-            graph = graph_set.graphs.get((shape, ends)) or self._record(graph_set, parts, ends)
-            replayed = self._replay(graph_set, graph, parts)
+            if graph.replay is None:
+                graph.replay = self._recorder.record(static)
+            replayed = _replay(graph, parts)
             same = alike(replayed, logits)
             if not same:  # rounding grows from layer to layer: compare them one by one
                 replayed = replayed.clone()
-                same = alike(replayed, self._static(graph_set.memories, ends, graph))  # the recorded work is repeated
+                same = alike(replayed, static())  # the recorded work is repeated
                 with _observed(self._layers, states) as others:
-                    self._static(graph_set.memories, ends, graph)
+                    static()
                 pairs = zip(others, states, strict=True)
                 same = same and sum(not alike(here[1], there[1]) for here, there in pairs) <= self._may_differ
             with_s = self._recorder.timed(graph.replay)[1]
+            if not same:
+                fault = DIFFERS
+            elif with_s > without_s and self._recorder.timed(graph.replay)[1] > without_s:
+                fault = SLOWER
+            else:
+                graph.checked += 1
+                self._checks += 1
         except OwnAttentionError:
             self._ragged.able = False  # its micro-batches run one by one from now on
-        except torch.OutOfMemoryError:
-            self._give_up(graph_set, shape, "no GPU memory for them")
         except Exception as error:
-            reason = str(error).strip().partition("\n")[0][:120] or type(error).__name__
-            return f"a decode step cannot be recorded: {reason}"
-        else:
-            if not same:
-                return DIFFERS
-            self._checks += 1
-            if with_s > without_s and self._recorder.timed(graph.replay)[1] > without_s:
-                self._give_up(graph_set, shape, "a step without them is faster")
-        return None
+            fault = fault_of(error, "a decode step")
+        torch._foreach_copy_(views, kept)  # the keys and values that go with the logits
+        return logits, fault
 
-    def _give_up(self, graph_set: GraphSet, shape: Shape, reason: str, for_good: bool = False) -> None:
-        """Disable graphs for steps of this shape and these micro-batch sizes; with `for_good` for none any more, or for
-        none of several tokens if that is such a step.
+    def _drop_faulty(self, graph_set: GraphSet, shape: Shape, fault: str, for_good: bool) -> None:
+        """Drop the graphs of a shape of steps. They are recorded once more, without own kernels, or given up.
+
+        That is for these sizes of micro-batches, or `for_good` for all: for steps of several tokens if this is one.
         """
-        self._useless.add((shape, graph_set.sizes))
         graph_set.graphs = {key: graph for key, graph in graph_set.graphs.items() if key[0] != shape}
-        self.status = reason
-        if for_good and shape[0] > 1:
+        transient, off = fault in (NO_ROOM, SLOWER), f"off: {fault}"
+        if self._custom and not transient:
+            self._custom, self.kernels = False, off
+            return
+        if self.kernels == off:  # it was not them
+            self._custom, self.kernels = True, "on"
+        self._useless.add((shape, graph_set.sizes))
+        self.status = fault
+        self._differences += fault == DIFFERS
+        if transient or not for_good or (fault == DIFFERS and self._differences < TUNED.tries):
+            return
+        if shape[0] > 1:
             self._single = True
-        elif for_good:
-            self._why_not = reason
+        else:
+            self._why_not = fault
             self.clear()
-
-    def _record(self, graph_set: GraphSet, parts: Sequence[Part], ends: tuple[int, ...]) -> Graph:
-        """Record the pass of `parts` that sees `ends` positions of each."""
-        assert self._recorder is not None
-        count, keep = shape = _shape(parts)
-        token_ids, positions = ([getattr(part, name) for part in parts] for name in ("token_ids", "positions"))
-        graph = Graph(torch.cat(token_ids), torch.cat(positions), keep)
-        if self._norms is None:
-            self._find_kernels(graph.token_ids.device)
-        for memory, part in zip(graph_set.memories, parts, strict=True):
-            memory.feed(part.batch, count)
-        graph.replay = self._recorder.record(lambda: self._static(graph_set.memories, ends, graph))
-        while len(graph_set.graphs) >= TUNED.max_graphs:
-            del graph_set.graphs[next(iter(graph_set.graphs))]
-        graph_set.graphs[shape, ends] = graph
-        return graph
 
     def _find_kernels(self, device: torch.device) -> None:
         """Choose the kernels that replace the model's own in recorded passes."""
         self._norms = Norms(self._model, device)
-        if cannot_run(device) is None:
-            self._rotations = Rotations(self._model, device)
-            if self._ragged.able:
-                self._attend = split_attention
-        self._custom = bool(self._norms or self._rotations) or self._attend is split_attention
+        if self._ragged.able and cannot_run(device) is None:
+            self._attend = split_attention
+        self._custom = len(self._norms) > 0 or self._attend is split_attention
         self.kernels = "on" if self._custom else "none"
 
     @contextmanager
-    def _replaced(self) -> Iterator[None]:
-        """Compute by the kernels that replace the model's own."""
-        with ExitStack() as stack:
-            stack.enter_context(ConstantsOnDevice())
+    def _kernels(self) -> Iterator[None]:
+        """Have constants made on the device, and kernels replace the model's own."""
+        with ConstantsOnDevice(), ExitStack() as stack:
             for kernels in (self._norms, self._rotations) if self._custom else ():
                 if kernels is not None:
                     stack.enter_context(kernels.fused())
@@ -681,28 +624,31 @@ class Graphs:
 
     def _static(self, memories: Sequence[StaticKV], ends: Sequence[int], graph: Graph) -> Tensor:
         """Run the pass that is recorded: nothing in it depends on a number that changes from step to step."""
-        count = graph.token_ids.shape[1]
-        dtype = self._model.dtype
-        inputs: dict[str, object] = {
-            "input_ids": graph.token_ids,
-            "position_ids": graph.positions,
-            "logits_to_keep": graph.keep,
-            "use_cache": True,
-        }
-        if not self._ragged.able:
-            seen = memories[0].seen(ends[0], count)
-            mask: object = seen[:, 0].long()
-            if memories[0].within:  # models with several kinds of layers take a mask for each
-                (window,) = memories[0].within
-                mask = {
-                    "full_attention": bias(seen, dtype),
-                    "sliding_attention": bias(memories[0].seen_within(window, count), dtype),
-                }
-            layers = memories[0].layers(ends[0], count, dtype)
-            inputs |= {"attention_mask": mask, self._cache_name: Cache(layers=layers)}
-            return self._logits(inputs, graph)
-        with self._joined(memories, ends, count) as cache:
-            return self._logits(inputs | {"attention_mask": None, self._cache_name: cache}, graph)
+        count, dtype = graph.token_ids.shape[1], self._model.dtype
+        mask: object = None
+        caches: AbstractContextManager[Cache]
+        if self._ragged.able:
+            caches = self._joined(memories, ends, count)
+        else:
+            (memory,), seen = memories, memories[0].seen(ends[0], count)
+            mask = seen[:, 0].long()
+            if memory.within:  # models with several kinds of layers take a mask for each
+                (window,) = memory.within
+                within = bias(memory.seen_within(window, count), dtype)
+                mask = {"full_attention": bias(seen, dtype), "sliding_attention": within}
+            caches = nullcontext(Cache(layers=memory.layers(ends[0], count, dtype)))
+        lengths = graph.positions + 1  # each token is turned as in a step of its own
+        with caches as cache, self._surrounding(), self._kernels(), turned_by(lengths):
+            inputs: dict[str, object] = {
+                "input_ids": graph.token_ids,
+                "attention_mask": mask,
+                "position_ids": graph.positions,
+                "logits_to_keep": graph.keep,
+                self._cache_name: cache,
+                "use_cache": True,
+            }
+            logits: Tensor = self._model(**{name: inputs[name] for name in inputs.keys() & self._accepted}).logits
+        return logits[:, -graph.keep :]
 
     def _joined(
         self, memories: Sequence[StaticKV], ends: Sequence[int], count: int, whole: bool = True
@@ -716,14 +662,6 @@ class Graphs:
         ]
         attend = self._attend if self._custom else scaled_dot_product_attention
         return self._ragged.cache(layers, [memory.rows for memory in memories], biases, attend, whole=whole)
-
-    def _logits(self, inputs: dict[str, object], graph: Graph) -> Tensor:
-        lengths = graph.positions + 1  # each token is turned as in a step of its own
-        with self._surrounding(), self._replaced(), turned_by(lengths):
-            logits: Tensor = self._model(
-                **{name: value for name, value in inputs.items() if name in self._accepted}
-            ).logits
-        return logits[:, -graph.keep :]
 
 
 @contextmanager
@@ -750,6 +688,13 @@ def _observed(layers: Sequence[nn.Module], given: States | None = None) -> Itera
 
 def _shape(parts: Sequence[Part]) -> Shape:
     return parts[0].token_ids.shape[1], parts[0].keep
+
+
+def _replay(graph: Graph, parts: Sequence[Part]) -> Tensor:
+    assert graph.replay is not None
+    torch.cat([part.token_ids for part in parts], out=graph.token_ids)
+    torch.cat([part.positions for part in parts], out=graph.positions)
+    return graph.replay()
 
 
 def _advance(parts: Sequence[Part]) -> None:

@@ -10,14 +10,23 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 Record = Callable[[Callable[[], Any]], Callable[[], Any]]
+BY_LAYER = "on, layer by layer"
 DIFFERS = "their results differ from those of a step without them"
+NO_ROOM = "no GPU memory for them"
+
+
+def fault_of(error: Exception, what: str) -> str:
+    """Return the fault of a graph of `what` that raised `error`."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return NO_ROOM
+    return f"{what} cannot be recorded: {str(error).strip().partition(chr(10))[0][:120] or type(error).__name__}"
 
 
 @dataclass
@@ -35,6 +44,9 @@ class LayerGraphs:
     whether two results differ by rounding alone; at most `may_differ` layers of a pass need not be alike.
     """
 
+    status: ClassVar[str] = BY_LAYER
+    checks: ClassVar[int] = 2  # the second time shows arguments that grow with the tokens
+
     def __init__(
         self,
         layers: Sequence[nn.Module],
@@ -48,16 +60,24 @@ class LayerGraphs:
         self._graphs: list[LayerGraph] = []
         self._memory = dict[int, tuple[Tensor, Tensor]]()  # of a pass's tensors, by their id, while layers are recorded
         self._copied = set[int]()
-        self._checks = False
-        self.checked = 0  # passes computed both ways
+        self._checks = False  # layers are computed both ways
+        self.checked = 0  # passes computed so
         self.fault: str | None = None
 
-    def forward(self, run: Callable[[], Tensor], checks: bool) -> Tensor:
-        """Run a forward pass whose layers are replayed.
+    def check(self, run: Callable[[], Tensor]) -> Tensor:
+        """Run a forward pass whose layers are computed both ways.
 
-        With `checks` they are computed both ways, and recorded if need be; the results are those without graphs.
+        They are recorded if need be. The results are those without graphs; `fault` is set if those with them differ.
         """
-        self._checks, self._different = checks, 0
+        self._checks, self._different = True, 0
+        try:
+            return self.forward(run)
+        finally:
+            self._checks = False
+            self.checked += 1
+
+    def forward(self, run: Callable[[], Tensor]) -> Tensor:
+        """Run a forward pass whose layers are replayed."""
         self._copied.clear()
         before = [vars(layer).get("forward") for layer in self._layers]
         for index, layer in enumerate(self._layers):
@@ -70,7 +90,6 @@ class LayerGraphs:
                 del layer.forward
                 if forward is not None:
                     layer.forward = forward
-        self.checked += checks
         return logits
 
     def _call(self, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -83,11 +102,8 @@ class LayerGraphs:
         if self.fault is None:
             try:
                 self._check(index, partial(_swapped, forward, args, kwargs), tensors, output)
-            except torch.OutOfMemoryError:
-                self.fault = "no GPU memory for them"
             except Exception as error:
-                reason = str(error).strip().partition("\n")[0][:120] or type(error).__name__
-                self.fault = f"a decoder layer cannot be recorded: {reason}"
+                self.fault = fault_of(error, "a decoder layer")
         return output
 
     def _copy(self, tensors: Sequence[Tensor], memories: Sequence[Tensor]) -> None:

@@ -10,7 +10,7 @@ While it stops it holds its hidden states; what a layer needs beyond them exists
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from greenlet import getcurrent, greenlet
@@ -28,22 +28,17 @@ from zinfer.engine.stream.experts.pool import ExpertPool
 from zinfer.engine.stream.graphs import Graphs
 from zinfer.engine.stream.host_work import PAUSED, PausingPass
 from zinfer.engine.stream.kv.cpu import OwnAttentionError
-from zinfer.engine.stream.kv.pool import HostMemory
 from zinfer.engine.stream.kv.store import HostStore
 from zinfer.engine.stream.weights.ring import Fetch, PrefetchRing
-
-if TYPE_CHECKING:
-    from zinfer.engine.ranks import Group
 
 MAX_STEP_TOKENS = MAX_DRAFTS + 1  # tokens of a row that a decode step takes at most; more of them are a prompt's
 DEQUANTIZED_BYTES = 1 << 30  # bytes of a quantised cache that are in the model's type at a time
 
 
 class StreamBatch(DecoderBatch):
-    """Micro-batch whose last rows may have their KV cache in host memory. That cache is `host`, which uses `memory`."""
+    """Micro-batch whose last rows may have their KV cache in `host`."""
 
     host: HostStore | None = None
-    memory: HostMemory | None = None
 
     @property
     def device_rows(self) -> int:
@@ -59,6 +54,27 @@ class StreamBatch(DecoderBatch):
         """True if the CPU attends to the host rows."""
         return self.host is not None and self.host.on_cpu
 
+    def rollback(self, lengths: Tensor) -> None:
+        super().rollback(lengths)
+        if self.host is not None:
+            self.host.rollback(self.length)
+
+    def note_kept(self, rows: Tensor) -> None:
+        if self.host is not None:
+            kept, on_device = rows.tolist(), self.device_rows
+            first = sum(row < on_device for row in kept)
+            if first == len(kept):
+                self.free_host()
+            else:
+                self.host.keep_rows(kept[first:], first)
+        super().note_kept(rows)
+
+    def free_host(self) -> None:
+        """Free the host memory; rows there are gone."""
+        if self.host is not None:
+            self.host.close()
+            self.host = None
+
 
 class SharedPasses(Decoder[StreamBatch]):
     """Decoder whose works share passes of the weights; a subclass makes its ring, graphs and micro-batches."""
@@ -66,7 +82,6 @@ class SharedPasses(Decoder[StreamBatch]):
     options: StreamOptions
     _ragged: Ragged
     _graphs: Graphs
-    _group: "Group | None"
     _ring: PrefetchRing | None
     _pool: ExpertPool | None  # of experts that come on demand
     _layers: nn.ModuleList
@@ -125,70 +140,54 @@ class SharedPasses(Decoder[StreamBatch]):
 
     def _run_passes(self, passes: Sequence[Sequence[Part[StreamBatch]]]) -> list[Tensor]:
         """Run a forward pass for each list of parts, which share it; return their logits."""
-        if len(passes) == 1 and self._is_recordable_by_layer(passes[0]):
-            return [self._by_layer(passes[0])]
-        recordable = [number for number, parts in enumerate(passes) if self._is_recordable(parts)]
+        graphs = [(number, self._recordable(parts, len(passes) == 1)) for number, parts in enumerate(passes)]
         results = dict[int, Tensor]()
-        for number in recordable:
-            logits = self._graphs.forward(passes[number], self._eager(passes[number]))
-            results[number] = logits if len(recordable) == 1 else logits.clone()  # the next graph may use its memory
+        for number, by_layer in graphs:
+            if by_layer is not None:
+                logits = self._record(passes[number], by_layer)
+                results[number] = logits if len(passes) == 1 else logits.clone()  # the next graph may use its memory
         others = [number for number in range(len(passes)) if number not in results]
         if others:
             results |= zip(others, self._run_eager([passes[number] for number in others]), strict=True)
         return [results[number] for number in range(len(passes))]
 
-    def _may_record(self, parts: Sequence[Part[StreamBatch]]) -> bool:
-        """Tell whether a pass is a decode step of few enough tokens."""
-        count = parts[0].token_ids.shape[1]
-        if count > (MAX_STEP_TOKENS if self._graphs.takes_several else 1) or self.options.cuda_graphs == "off":
-            return False
-        return all(part.batch.length >= (1 if count == 1 else part.batch.prompt_len) for part in parts)
+    def _recordable(self, parts: Sequence[Part[StreamBatch]], alone: bool) -> bool | None:
+        """Tell whether each layer of a decode step has a graph, or all of it one.
 
-    def _is_recordable_by_layer(self, parts: Sequence[Part[StreamBatch]]) -> bool:
-        """Tell whether a graph of each layer can compute a pass."""
-        return (
-            self._ring is not None
-            and bool(self._ring.streamed)
-            and self._pool is None
-            and self._group is None
-            and self._graphs.wanted
-            and self.one_pass
-            and self._may_record(parts)
-            and not any(batch.host_rows for batch in self.batches)
-            and all(map(self._ragged.takes, parts))
-            and not any(map(self._graphs.cannot, parts))
-        )
-
-    def _by_layer(self, parts: Sequence[Part[StreamBatch]]) -> Tensor:
-        """Run a forward pass with a graph for each layer."""
-        with self._ring_pass():
-            return self._graphs.by_layer(parts, partial(self._joined, parts))
-
-    def _is_recordable(self, parts: Sequence[Part[StreamBatch]]) -> bool:
-        """Tell whether a pass is a decode step that can be recorded. See `zinfer.engine.stream.graphs`."""
-        if not self._may_record(parts):
-            return False
-        ring, pool, why_not = self._ring, self._pool, None
-        chosen = pool is not None and not pool.stays(sum(part.token_ids.numel() for part in parts))
-        if ring is not None and (ring.streamed or chosen or self._group is not None):
-            why_not = "weights cross the link"
+        None if it cannot be recorded. A step whose weights cross the link must be `alone` in its pass of them. See
+        `zinfer.engine.stream.graphs`.
+        """
+        count, ring = parts[0].token_ids.shape[1], self._ring
+        if not self._graphs.wanted or count > (MAX_STEP_TOKENS if self._graphs.takes_several else 1):
+            return None
+        if any(part.batch.length < (1 if count == 1 else part.batch.prompt_len) for part in parts):
+            return None
+        streamed = ring is not None and bool(ring.streamed)
+        by_layer = streamed and alone and self.one_pass and all(map(self._ragged.takes, parts))
+        chosen = self._pool is not None and not self._pool.stays(sum(part.token_ids.numel() for part in parts))
+        if chosen or (streamed and (not by_layer or self._pool is not None)):
+            why_not: str | None = "weights cross the link"
         elif any(batch.host_rows for batch in self.batches):
             why_not = "keys and values are in host memory"
         else:
             why_not = next(filter(None, map(self._graphs.cannot, parts)), None)
-        if why_not is not None and not self._graphs.paused:
+        if why_not is not None:
             self._graphs.status = why_not
-        return why_not is None
+            return None
+        return by_layer
 
-    def _eager(self, parts: Sequence[Part[StreamBatch]]) -> Callable[[], Tensor]:
-        """Return a function that runs one forward pass of `parts` alone."""
+    def _record(self, parts: Sequence[Part[StreamBatch]], by_layer: bool) -> Tensor:
+        """Run a forward pass by a graph, or by one for each layer."""
+        if not by_layer:
+            return self._graphs.forward(parts, partial(self._eager, parts))
+        with self._ring_pass():
+            return self._graphs.forward(parts, partial(self._joined, parts), by_layer=True)
 
-        def run() -> Tensor:
-            self._begin_pass(parts)
-            with self._ring_pass():
-                return self._forward_parts(parts)
-
-        return run
+    def _eager(self, parts: Sequence[Part[StreamBatch]], _replayed: bool = False) -> Tensor:
+        """Run one forward pass of `parts` alone."""
+        self._begin_pass(parts)
+        with self._ring_pass():
+            return self._forward_parts(parts)
 
     def _ring_pass(self) -> AbstractContextManager[None]:
         return nullcontext() if self._ring is None else self._ring.weight_pass()
@@ -201,7 +200,7 @@ class SharedPasses(Decoder[StreamBatch]):
         parts = [part for some in passes for part in some]
         on_host = any(part.batch.host is not None for part in parts)
         if not (self.one_pass or on_host) or (len(passes) == 1 and not on_host):
-            return [self._eager(some)() for some in passes]
+            return [self._eager(some) for some in passes]
         hosts = [(part, host) for part in parts if (host := part.batch.host) is not None]
         fetches = [host.fetch(part.rows, part.batch.length, part.token_ids.shape[1]) for part, host in hosts]
         self._begin_pass(parts)

@@ -10,8 +10,8 @@ import torch
 
 from zinfer.core.case import Workload
 from zinfer.core.progress import Progress, silent
-from zinfer.engine.base import Work
-from zinfer.engine.stream import Stream, together
+from zinfer.engine.base import Work, together
+from zinfer.engine.stream.engine import Stream
 from zinfer.engine.stream.trace import joined
 from zinfer.engine.stream.weights.gather import GatherRing
 from zinfer.engine.team import Member, PassResult, RankWork, Team, TeamBatch

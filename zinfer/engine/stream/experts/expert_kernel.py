@@ -8,8 +8,8 @@ expert read a tile at about the same time, so that it comes from the L2 cache fo
 or moved, and the host never waits for the router, so a CUDA graph can hold the kernels.
 
 Sums are in float32, without atomic additions: columns that are split among programs give partial sums, which `_combine`
-adds in a fixed order. Results are rounded where `transformers` rounds them: after each matrix, bias, activation, gate and
-weight.
+adds in a fixed order. Results are rounded where `transformers` rounds them: after each matrix, bias, activation, gate
+and weight.
 
 With TRITON_INTERPRET=1 in the environment the kernels run on a CPU.
 """

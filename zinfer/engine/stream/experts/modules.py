@@ -4,12 +4,22 @@ The classes of experts that `transformers` dispatches through its `ExpertsInterf
 ..]``.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from torch import nn
 
-from zinfer.engine.state import Entry
+from zinfer.engine.state import Entry, ModelState
 from zinfer.engine.stream.weights.packed_experts import UNIT, Experts
+
+
+def experts_of(layers: Iterable[nn.Module], state: ModelState, mixture: bool) -> dict[int, Experts] | str:
+    """Return the routed experts by layer, or why none come on demand."""
+    modules = {index: find_experts(layer, state.of_layer(index)) for index, layer in enumerate(layers)}
+    if reasons := [reason for reason in modules.values() if isinstance(reason, str)]:
+        return reasons[0]
+    experts = {index: experts for index, experts in modules.items() if isinstance(experts, Experts)}
+    why_not = "they do not go through the ExpertsInterface of transformers" if mixture else "it has none"
+    return experts or why_not
 
 
 def find_experts(layer: nn.Module, entries: Mapping[str, Entry]) -> Experts | str | None:

@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from zinfer.core.case import spread
+from zinfer.core.case import Option, spread
 from zinfer.engine.pinned import ALIGNMENT
 from zinfer.engine.stream.trace import mark
 from zinfer.engine.stream.weights import codec
@@ -148,6 +148,7 @@ class ExpertPool:
     ) -> None:
         self.layers = layers = source.experts
         self.counts = ExpertCounts()
+        self.steps: deque[ExpertCounts] = deque(maxlen=256)  # of the latest decode steps: a step differs from the next
         self.scanning = False  # the pass under way brings all experts in order
         self._source, self._device, self._ring, self._queues = source.memory, device, ring, ring.queues
         size = max(packed.unpacked_bytes for packed in layers.values())
@@ -155,7 +156,7 @@ class ExpertPool:
         self._filled: tuple[int, set[int]] = -1, set()  # layer in the layer buffer, and its experts that are there
         self._cache = ExpertCache("lfu")
         self._at: dict[Key, int] = {}  # number of the buffer of each expert that is coming or stays
-        self._places: dict[int, tuple[Tensor, int] | None] = {}  # where the codes of a layer whose experts all stay are
+        self._places: dict[int, tuple[Tensor, int] | None] = {}  # by layer whose experts all stay: where codes are
         self._hits = 0  # experts that a token of a pass has
         self._coming: dict[Key, None] = {}  # experts whose copy was issued and that were not used yet, in order
         self._asked: deque[Key] = deque()  # experts needed now whose copy waits for a free buffer
@@ -175,6 +176,34 @@ class ExpertPool:
         largest = max((self._packed(key).size for key in self._keys), default=0)
         self.buffer_bytes = -(-largest // ALIGNMENT) * ALIGNMENT
         self.resize(2, 0)
+
+    def note_step(self, before: ExpertCounts, tokens: int) -> None:
+        """Note a decode step of `tokens` tokens, replayed or not, that began with the counts `before`."""
+        self.steps.append(ExpertCounts(hits=self._hits) if self.stays(tokens) else self.counts.since(before))
+
+    def stays(self, tokens: int) -> bool:
+        """Tell whether passes of `tokens` tokens need nothing of the host.
+
+        All experts stay then, and the device alone learns which are chosen.
+        """
+        return tokens == 1 and self._places.keys() == self.layers.keys() and None not in self._places.values()
+
+    def per_step(self, name: str) -> float:
+        """Return a count's mean over the latest decode steps."""
+        total: float = sum(getattr(step, name) for step in self.steps)
+        return total / max(1, len(self.steps))
+
+    @property
+    def settings(self) -> dict[str, Option]:
+        """Buffers, and counts of experts in a decode step, for the record."""
+        return {
+            "experts": "on-demand",
+            "expert_buffers": self.staging,
+            "expert_buffer_bytes": self.buffer_bytes,
+            "expert_cache": "lfu",
+            "cached_experts": self.cached,
+            **{f"experts_{name}_per_step": round(self.per_step(name), 3) for name in ("fetched", "hits", "misses")},
+        }
 
     @property
     def kept_bytes(self) -> int:
@@ -260,17 +289,6 @@ class ExpertPool:
             self._filled[1].update(expert for _, expert in brought)
             if self._unpacked is not None:
                 self._unpacked.record()
-
-    def stays(self, tokens: int) -> bool:
-        """Tell whether passes of `tokens` tokens need nothing of the host.
-
-        All experts stay then, and the device alone learns which are chosen.
-        """
-        return tokens == 1 and self._places.keys() == self.layers.keys() and None not in self._places.values()
-
-    def counts_of_step(self, before: ExpertCounts, tokens: int) -> ExpertCounts:
-        """Return the counts of a decode step of `tokens` tokens, replayed or not."""
-        return ExpertCounts(hits=self._hits) if self.stays(tokens) else self.counts.since(before)
 
     def close(self) -> None:
         if self._queues is not None:

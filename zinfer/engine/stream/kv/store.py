@@ -97,6 +97,12 @@ class HostStore(ABC):
     def drop_fetches(self) -> None:  # noqa: B027 - nothing is fetched
         """Forget transfers under way, before memory moves or is freed."""
 
+    def close(self) -> None:
+        """Give the memory back, once no copy needs it."""
+        self._copier.finish()
+        self.drop_fetches()
+        self._memory.close()
+
 
 class States(Protocol):
     """New keys and values whose attention is computed where the past is."""

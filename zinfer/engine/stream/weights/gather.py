@@ -127,9 +127,9 @@ class GatherRing(PrefetchRing):
 
     def keep(self, layers: Iterable[int], unpacked: Iterable[int] = ()) -> None:
         """Keep this rank's part of `layers` from now on. None is kept `unpacked`."""
-        wanted = self._only_resident.union(layers)
-        if wanted == self._resident.keys():
+        if self.keeps(layers, ()):
             return
+        wanted = self._only_resident.union(layers)
         self._flush()
         depth = self.depth
         for index in set(self._resident) - wanted:

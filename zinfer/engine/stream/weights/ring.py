@@ -156,11 +156,18 @@ class PrefetchRing:
             self._free = [self.queues.event() for _ in range(depth)]
         self._depth, self.buffer_bytes = depth, size
 
+    def keeps(self, layers: Iterable[int], unpacked: Iterable[int]) -> bool:
+        """Tell whether `keep` changes nothing."""
+        return self._wanted(layers, unpacked) == (set(self._resident), self.unpacked)
+
+    def _wanted(self, layers: Iterable[int], unpacked: Iterable[int]) -> tuple[set[int], frozenset[int]]:
+        wanted = self._only_resident.union(layers)
+        return wanted, frozenset(index for index in unpacked if index in wanted and self.layers[index].coded)
+
     def keep(self, layers: Iterable[int], unpacked: Iterable[int] = ()) -> None:
         """Keep `layers` on the device from now on, and stream the others. Those without a source stay, too. Coded ones
         are kept `unpacked`, or each pass unpacks them. Waits for the device if that changes anything."""
-        wanted = self._only_resident.union(layers)
-        plain = frozenset(index for index in unpacked if index in wanted and self.layers[index].coded)
+        wanted, plain = self._wanted(layers, unpacked)
         if wanted == self._resident.keys() and plain == self.unpacked:
             return
         self._flush()

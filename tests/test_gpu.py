@@ -522,6 +522,12 @@ def test_layers_that_stay_packed_give_the_same_tokens(name: str, share: str, tmp
         assert torch.equal(actual, other)
 
 
+@pytest.mark.usefixtures("always")
+def test_layers_that_are_read_unpacked_are_recorded_so(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(products, "CODED_TOKENS", 2)
+    test_layers_that_stay_packed_give_the_same_tokens("int4 asymmetric", "60%", tmp_path)
+
+
 @pytest.mark.parametrize("name", ["fp8 of experts", "gptq"])
 def test_streamed_codes_give_the_tokens_of_dequantised_weights(name: str, tmp_path: Path) -> None:
     directory = test_quantized.FORMATS[name](tmp_path / "m")

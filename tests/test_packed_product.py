@@ -34,6 +34,7 @@ from zinfer.engine.base import Engine
 from zinfer.engine.pinned import PinnedArena
 from zinfer.engine.quantization.dequantize import Codes, expand
 from zinfer.engine.stream.experts import few_experts
+from zinfer.engine.stream.layer_graphs import BY_LAYER
 from zinfer.engine.stream.weights import chunk as chunk_module
 from zinfer.engine.stream.weights import products as products_module
 from zinfer.engine.stream.weights.formats import TRANSPOSED_ROWS, CodesLayout, Run, encode_chunks, unpack
@@ -370,6 +371,36 @@ def test_recorded_steps_compute_from_codes(
     assert status(engine) == "on"
     assert recorder.replayed > 0
     assert torch.equal(tokens, expected)
+    engine.close()
+
+
+def test_a_recorded_layer_unpacks_what_its_call_unpacks(
+    made: Callable[[str], Path], tmp_path: Path, kernel: Kernel, recorder: Rerun, monkeypatch: Patch
+) -> None:
+    """Products of many tokens read unpacked weights. These are in the layer buffer already when the graph is made."""
+    monkeypatch.setattr(products_module, "CODED_TOKENS", 2)
+    expected = run(start(made("int4 groups"), tmp_path, "60%", kernel=False, cuda_graphs="off"))
+    engine = start(made("int4 groups"), tmp_path, "60%")
+    unpack, record, unpacked, recorded = engine._ring.unpack_chunks, recorder.record, [], list[bool]()
+
+    def noted(*args: Any) -> None:
+        unpacked.append(args)
+        unpack(*args)
+
+    def recording(call: Any) -> Any:
+        before = len(unpacked)
+        replay = record(call)
+        recorded.append(len(unpacked) > before)
+        return replay
+
+    monkeypatch.setattr(engine._ring, "unpack_chunks", noted)
+    monkeypatch.setattr(recorder, "record", recording)
+    assert torch.equal(greedy(engine, LENGTHS), expected)
+    assert status(engine) == BY_LAYER
+    streamed = set(engine._ring.streamed)
+    assert recorded == [index not in streamed for index in range(len(engine._layers))] * (
+        len(recorded) // len(engine._layers)
+    )
     engine.close()
 
 

@@ -55,7 +55,6 @@ class Stream(SharedPasses):
         self.given: Placement | None = None  # placement of the work of all ranks together, if this is one of several
         self._source: WeightSource | None = None  # of the layers that are not on the device
         self._ring: PrefetchRing | None = None
-        self._products: PackedProducts | None = None  # of layers that stay packed on the device
         self._pool: ExpertPool | None = None  # of experts that come on demand
         self._folder_bytes: int | None = None  # read from a folder of packed layers, if there is one
         self._per_step: tuple[int, ...] = (0, 0, 0)  # bytes of a step on the link: weights, others, weights from disk
@@ -74,7 +73,8 @@ class Stream(SharedPasses):
         if self._group is None and options.cuda_graphs == "auto":
             recorder = graphs.recorder_of(device)
         routed, inputs = plan.model.num_experts > 1, (self._cache_name, self._accepted)
-        self._graphs = Graphs(self.model, list(self._layers), routed, self._ragged, inputs, recorder, self._ring_pass)
+        calls = self._ring_pass, self._restart
+        self._graphs = Graphs(self.model, list(self._layers), routed, self._ragged, inputs, recorder, *calls)
         self._few_experts = FewExperts(self.model, device) if options.experts_kernel == "auto" else None
         self._check_options()
         self._widen = dequantize_kv

@@ -22,6 +22,7 @@ The memory of a retired micro-batch is kept for the next one of the same shape, 
 micro-batch that is admitted frees it first (`Graphs.make_room`).
 """
 
+import gc
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -127,14 +128,21 @@ class CudaRecorder:
         with torch.cuda.stream(self._stream):
             self._rehearse(run)
             self._stream.synchronize()
-            # Other threads (telemetry) go on with their own work meanwhile.
+            # Other threads (telemetry) go on with their own work meanwhile. No garbage is collected: to free the GPU
+            # memory of an engine that is gone would end the recording.
+            collects = gc.isenabled()
+            gc.disable()
             try:
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 result = run()
             except BaseException:
                 self._abandon(graph)
                 raise
-            graph.capture_end()
+            else:
+                graph.capture_end()
+            finally:
+                if collects:
+                    gc.enable()
         current.wait_stream(self._stream)
 
         def replay() -> Tensor:
@@ -351,7 +359,7 @@ class GraphSet:
 
 class Graphs:
     """Graphs of the decode passes of `model`, whose decoder `layers` are `routed` if they have experts. `surrounding`
-    is the context of each recorded pass."""
+    is the context of each recorded pass, `restart` has a layer's weights come anew for its own graph."""
 
     def __init__(
         self,
@@ -362,8 +370,9 @@ class Graphs:
         inputs: tuple[str, frozenset[str]],
         recorder: Recorder | str,
         surrounding: Callable[[], AbstractContextManager[None]],
+        restart: Callable[[int], None],
     ) -> None:
-        self._model, self._ragged, self._surrounding = model, ragged, surrounding
+        self._model, self._ragged, self._surrounding, self._restart = model, ragged, surrounding, restart
         self._layers, self._may_differ = layers, TUNED.may_differ * len(layers) if routed else 0.0
         self._cache_name, self._accepted = inputs
         self._recorder = None if isinstance(recorder, str) else recorder
@@ -472,12 +481,14 @@ class Graphs:
             token_ids, positions = ([getattr(part, name) for part in parts] for name in ("token_ids", "positions"))
             return Graph(torch.cat(token_ids), torch.cat(positions), keep)
 
+        memories = graph_set.memories  # alone, or the graphs would hold themselves
+
         @contextmanager
         def cache() -> Iterator[Cache]:
-            with self._joined(graph_set.memories, ends, count, whole=False) as static, self._kernels():
+            with self._joined(memories, ends, count, whole=False) as static, self._kernels():
                 yield static
 
-        return LayerGraphs(self._layers, self._recorder.record, cache, alike, self._may_differ)
+        return LayerGraphs(self._layers, self._recorder.record, cache, alike, self._restart, self._may_differ)
 
     def cannot(self, part: Part) -> str | None:
         """Return why a part's decode step cannot be recorded; None if it can."""

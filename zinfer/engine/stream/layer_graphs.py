@@ -41,7 +41,8 @@ class LayerGraphs:
     """Graphs of all `layers` for a decode step of one shape.
 
     `record` makes a graph of a function, and `cache` is the cache of static shape in place of the step's. `alike` tells
-    whether two results differ by rounding alone; at most `may_differ` layers of a pass need not be alike.
+    whether two results differ by rounding alone; at most `may_differ` layers of a pass need not be alike. `restart` has
+    a layer's weights come anew, as before its call: what the call unpacks itself is part of its graph.
     """
 
     status: ClassVar[str] = BY_LAYER
@@ -53,9 +54,10 @@ class LayerGraphs:
         record: Record,
         cache: Callable[[], AbstractContextManager[Cache]],
         alike: Callable[[Tensor, Tensor], bool],
+        restart: Callable[[int], None],
         may_differ: float = 0.0,
     ) -> None:
-        self._may_differ, self._different = may_differ, 0
+        self._restart, self._may_differ, self._different = restart, may_differ, 0
         self._layers, self._record, self._cache, self._alike = layers, record, cache, alike
         self._graphs: list[LayerGraph] = []
         self._memory = dict[int, tuple[Tensor, Tensor]]()  # of a pass's tensors, by their id, while layers are recorded
@@ -126,6 +128,7 @@ class LayerGraphs:
             inputs = [self._memory[id(tensor)][1] for tensor in tensors]
 
             def static() -> Any:
+                self._restart(index)
                 with self._cache() as cache:
                     return call(iter(inputs), cache)
 

@@ -29,6 +29,7 @@ from zinfer.engine.stream.graphs import Graphs
 from zinfer.engine.stream.host_work import PAUSED, PausingPass
 from zinfer.engine.stream.kv.cpu import OwnAttentionError
 from zinfer.engine.stream.kv.store import HostStore
+from zinfer.engine.stream.weights.products import PackedProducts
 from zinfer.engine.stream.weights.ring import Fetch, PrefetchRing
 
 MAX_STEP_TOKENS = MAX_DRAFTS + 1  # tokens of a row that a decode step takes at most; more of them are a prompt's
@@ -84,6 +85,7 @@ class SharedPasses(Decoder[StreamBatch]):
     _graphs: Graphs
     _ring: PrefetchRing | None
     _pool: ExpertPool | None  # of experts that come on demand
+    _products: PackedProducts | None = None  # of layers that stay packed on the device
     _layers: nn.ModuleList
 
     @cached_property
@@ -188,6 +190,11 @@ class SharedPasses(Decoder[StreamBatch]):
         self._begin_pass(parts)
         with self._ring_pass():
             return self._forward_parts(parts)
+
+    def _restart(self, index: int) -> None:
+        """Have a layer's weights come anew that its call unpacks."""
+        if self._products is not None:
+            self._products.restart(index)
 
     def _ring_pass(self) -> AbstractContextManager[None]:
         return nullcontext() if self._ring is None else self._ring.weight_pass()

@@ -155,6 +155,8 @@ class CheckedKernel:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
+            if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+                raise  # of a recording that failed before
             self.status = f"the kernel failed: {error_line(error)[:120]}"
             return None
         if not same:
@@ -197,9 +199,13 @@ class PackedProducts(CheckedKernel):
         """Tell whether there are lazy weights in `layers`."""
         return not self._lazy.keys().isdisjoint(layers)
 
+    def restart(self, index: int) -> None:
+        """Have the lazy weights of layer `index`, which is to compute, unpacked when something reads them."""
+        self._waiting = index, dict(self._lazy.get(index, {}))
+
     def _unpack(self, ring: PrefetchRing, index: int) -> None:
         """Unpack a layer that stays, but for its lazy weights."""
-        self._waiting = index, dict(self._lazy[index])
+        self.restart(index)
         lazy = {chunk.start for chunks in self._lazy[index].values() for chunk in chunks}
         ring.unpack_chunks(index, [chunk for chunk in ring.layers[index].chunks_to_unpack if chunk.start not in lazy])
 

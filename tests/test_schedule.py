@@ -604,11 +604,11 @@ def test_the_first_passes_are_expected_to_be_a_bit_slower_than_those_on_record()
 
 
 def test_prompts_do_not_hide_behind_the_unpacking_of_what_stays() -> None:
-    big = H100.model_copy(update={"gpu_bytes": 140 << 30})
+    small = H100.model_copy(update={"gpu_bytes": 14 << 30})  # no room to keep layers unpacked
     load = Workload(batch_size=4, input_len=256, output_len=64)
     case = Case(model="llama-2-70b", engine="stream", offload="cpu", layers=8, workload=load, gpu_weights="100%",
                 options=(("weight_codec", "lossless"),))  # fmt: skip
-    coded = make_plan(case, SPEC, big, efficiency=Efficiency())
+    coded = make_plan(case, SPEC, small, efficiency=Efficiency())
     clock = times(coded)
     decode_s = clock.seconds(PassLoad(rows=4, positions=4 * 256, batches=1))
     assert coded.bound_by == "unpacking"
@@ -631,7 +631,7 @@ def test_the_load_is_what_the_machine_has_room_for() -> None:
     assert planner.placement(load).ring_depth >= PLAN.placement.layer_chunks  # the link goes on while a layer computes
 
 
-@pytest.mark.parametrize(("share", "rows"), [("25%", 41), ("27%", 43)])
+@pytest.mark.parametrize(("share", "rows"), [("25%", 42), ("27%", 37)])
 def test_a_share_of_weights_that_leaves_no_margin_leaves_rows(share: str, rows: int) -> None:
     load = Workload(batch_size=1, input_len=512, output_len=16)
     case = Case(model="bloom-176b", engine="stream", offload="cpu", gpu_weights=share, workload=load,

@@ -168,6 +168,8 @@ class FitPoint:
         tokens, sizes = self.point.case.workload.batch_size, Sizes(placement, self.model)
         if not step_ms or not self.model.num_experts or not placement.graphs or not sizes.reads_codes(tokens):
             return None
+        if "unpacked_layers" not in self.point.effective.settings:  # steps unpacked all that is not quantised, then
+            return None
         rest = step_ms / 1e3 - (self.step.seconds or 0.0)
         return max(0.0, rest / self.model.num_layers) if not sizes.wire(tokens) else None
 
@@ -175,12 +177,14 @@ class FitPoint:
         """Return the unpacking rate of a traced step over the memory's bandwidth.
 
         Resident ones are included. Steps with a second queue, those with experts on demand, and steps that multiply
-        resident layers from their codes do not tell it.
+        resident layers from their codes do not tell it; nor do those of graphs, as a trace is made without.
         """
         placement, bandwidth = self.placement, self.machine.hbm_bandwidth
         spans = [span for span in self.point.timeline if span.lane == "unpack" and not span.rank]
         seconds = sum(span.end_ms - span.start_ms for span in spans) / 1e3
         if placement.wire_ratio == 1 or placement.kv_on_cpu or placement.experts != "all" or not bandwidth:
+            return None
+        if placement.graphs:
             return None
         sizes, batch_size = Sizes(placement, self.model), self.point.case.workload.batch_size
         if not seconds or sizes.reads_codes(batch_size):

@@ -358,8 +358,8 @@ class GraphSet:
 
 
 class Graphs:
-    """Graphs of the decode passes of `model`, whose decoder `layers` are `routed` if they have experts. `surrounding`
-    is the context of each recorded pass, `restart` has a layer's weights come anew for its own graph."""
+    """Graphs of the decode passes of `model`. Its decoder `layers` are `routed` if they have experts. `surrounding` is
+    the context of each recorded pass, `restart` has a layer's weights come anew for its own graph."""
 
     def __init__(
         self,

@@ -154,10 +154,10 @@ class SharedPasses(Decoder[StreamBatch]):
         return [results[number] for number in range(len(passes))]
 
     def _recordable(self, parts: Sequence[Part[StreamBatch]], alone: bool) -> bool | None:
-        """Tell whether each layer of a decode step has a graph, or all of it one.
+        """Tell whether each layer of a decode step has its own graph.
 
-        None if it cannot be recorded. A step whose weights cross the link must be `alone` in its pass of them. See
-        `zinfer.engine.stream.graphs`.
+        Otherwise all of the step has one. None if it cannot be recorded. A step whose weights cross the link must be
+        `alone` in its pass of them. See `zinfer.engine.stream.graphs`.
         """
         count, ring = parts[0].token_ids.shape[1], self._ring
         if not self._graphs.wanted or count > (MAX_STEP_TOKENS if self._graphs.takes_several else 1):
@@ -179,7 +179,7 @@ class SharedPasses(Decoder[StreamBatch]):
         return by_layer
 
     def _record(self, parts: Sequence[Part[StreamBatch]], by_layer: bool) -> Tensor:
-        """Run a forward pass by a graph, or by one for each layer."""
+        """Run a forward pass by its graph or its layers'."""
         if not by_layer:
             return self._graphs.forward(parts, partial(self._eager, parts))
         with self._ring_pass():

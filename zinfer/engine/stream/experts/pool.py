@@ -178,7 +178,7 @@ class ExpertPool:
         self.resize(2, 0)
 
     def note_step(self, before: ExpertCounts, tokens: int) -> None:
-        """Note a decode step of `tokens` tokens, replayed or not, that began with the counts `before`."""
+        """Note a decode step that began with the counts `before`. It had `tokens` tokens, and may be a replay."""
         self.steps.append(ExpertCounts(hits=self._hits) if self.stays(tokens) else self.counts.since(before))
 
     def stays(self, tokens: int) -> bool:

@@ -106,11 +106,11 @@ class PackedLayer:
 
     @cached_property
     def in_place(self) -> Mapping[str, int]:
-        """Parameters that the layer's bytes hold as they are, and the bytes by which their places are shifted there."""
+        """Parameters that the layer's bytes hold as they are. Their places are shifted there by these bytes."""
         shifts = dict[str, int]()
         for name, block in self.blocks.items():
-            found = {None if chunk.layout else chunk.start - chunk.place for chunk in self._chunks_of(block)}
-            if len(found) == 1 and (shift := found.pop()) is not None:
+            of_chunks = {None if chunk.layout else chunk.start - chunk.place for chunk in self._chunks_of(block)}
+            if len(of_chunks) == 1 and (shift := of_chunks.pop()) is not None:
                 shifts[name] = shift - self.start
         return shifts
 

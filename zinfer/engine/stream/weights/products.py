@@ -200,7 +200,7 @@ class PackedProducts(CheckedKernel):
         return not self._lazy.keys().isdisjoint(layers)
 
     def restart(self, index: int) -> None:
-        """Have the lazy weights of layer `index`, which is to compute, unpacked when something reads them."""
+        """Have the next layer's lazy weights unpacked when read. It is layer `index`."""
         self._waiting = index, dict(self._lazy.get(index, {}))
 
     def _unpack(self, ring: PrefetchRing, index: int) -> None:

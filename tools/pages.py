@@ -40,7 +40,7 @@ HEADLINES = (
     "nvidia-h100-80gb-hbm3/gpt-oss-120b",
     "nvidia-h100-80gb-hbm3/mixtral-whole",
     "nvidia-h100-80gb-hbm3/opt-30b",
-    "nvidia-h100-80gb-hbm3/llama-70b-long",
+    "nvidia-h100-80gb-hbm3/llama-70b-31k-default",
 )
 # Figures in git, `zinfer plot`'s: <machine>/<sweep>-<figure>.
 FIGURES = (

@@ -168,7 +168,8 @@ class FitPoint:
         tokens, sizes = self.point.case.workload.batch_size, Sizes(placement, self.model)
         if not step_ms or not self.model.num_experts or not placement.graphs or not sizes.reads_codes(tokens):
             return None
-        if "unpacked_layers" not in self.point.effective.settings:  # steps unpacked all that is not quantised, then
+        effective = self.point.effective
+        if effective is None or "unpacked_layers" not in effective.settings:  # before, steps unpacked the rest
             return None
         rest = step_ms / 1e3 - (self.step.seconds or 0.0)
         return max(0.0, rest / self.model.num_layers) if not sizes.wire(tokens) else None

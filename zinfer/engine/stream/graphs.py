@@ -67,6 +67,7 @@ class Tuning:
     tries: int = 2  # differences between the two ways after which no more graphs are made
     # Share of the layers of a mixture that may differ: rounding alone leads a token of one in fifty to other experts.
     may_differ: float = 0.25
+    observed: int = 16  # rows whose hidden states are compared: those of all rows and layers take a gigabyte
     # GPU bytes that have never been used, without which nothing is recorded: graphs keep memory (a pass's activations,
     # a workspace, the kernels' arguments), which no plan counts, and must not take it from a prefill.
     min_free: int = 512 << 20
@@ -677,18 +678,19 @@ class Graphs:
 
 @contextmanager
 def _observed(layers: Sequence[nn.Module], given: States | None = None) -> Iterator[States]:
-    """Note the hidden states of a pass's layers. They get those of another pass, if `given`."""
-    states = States()
+    """Note the hidden states of the first rows of a pass's layers. They get those of another pass, if `given`."""
+    states, rows = States(), TUNED.observed
 
     def before(number: int, _layer: nn.Module, args: Any, kwargs: Any) -> Any:
         if given is None:
             return None
-        return ((given[number][0], *args[1:]), kwargs) if args else (args, kwargs | {HIDDEN: given[number][0]})
+        hidden = torch.cat((given[number][0], (args[0] if args else kwargs[HIDDEN])[rows:]))
+        return ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {HIDDEN: hidden})
 
     def after(_layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         hidden, output = args[0] if args else kwargs.get(HIDDEN), output[0] if isinstance(output, tuple) else output
         if isinstance(hidden, Tensor) and isinstance(output, Tensor):
-            states.append((hidden.clone(), output.clone()))
+            states.append((hidden[:rows].clone(), output[:rows].clone()))
 
     with ExitStack() as hooks:
         for number, layer in enumerate(layers):

@@ -33,7 +33,7 @@ if not os.access(os.path.expanduser("~"), os.W_OK | os.X_OK):  # caches of zinfe
     os.environ["HOME"] = HOME.name
 # Files that come first, so that no process is left alone with one of them at the end.
 LONG = (
-    "attend", "chat", "cli", "codec", "continuous", "draft_model", "engine_deepspeed", "job", "nvme", "packed_product",
+    "attend", "chat", "cli", "codec", "continuous", "draft_model", "engine_deepspeed", "job", "nvme", "low_bit",
     "report", "split_attention", "stream", "tensorrt", "worker",
 )  # fmt: skip
 STATE = TemporaryDirectory(prefix="zinfer-state-")  # scratch of the tests, apart from that of the user

@@ -206,7 +206,7 @@ class ChunkAllocator:
         self._spare: dict[int, tuple[object, list[tuple[Tensor, ...]]]] = {}  # tensors of later layers, by room
 
     def allocate(self, layer: int, specs: Sequence[TensorSpec], device: torch.device) -> list[Tensor]:
-        """Allocate the tensors of `layer`, and of later ones that fit a chunk."""
+        """Allocate the tensors of `layer`, and a chunk for later ones."""
         room, kind = self._rooms[layer], (tuple(specs), device)
         of_kind, spare = self._spare.pop(room, (None, []))
         if of_kind != kind or not spare:

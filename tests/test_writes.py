@@ -31,7 +31,6 @@ ALLOWED = {
     "engine.direct:StripedWriter.__init__": "layers, in owned folders",
     "engine.direct:StripedWriter.write": "layers, in owned folders",
     "engine.stream.kv.cpu_kernel:_compiled": "a library made in an owned folder, then renamed",
-    "engine.deepspeed.compiling:watch": "removes an abandoned lock",
     "engine.tensorrt.build:_weights": "an unnamed temporary file",
     "engine.pinned:PinnedArena.__init__": "the size of a file in memory",
     "engine.pinned:PinnedArena.seal": "the size of a file in memory",

@@ -13,7 +13,7 @@ PROJECT := --no-build-isolation --no-deps -e .
 # Where the environment keeps Python from writing what it compiled, each of the demo's workers would compile it again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test quick lint lock conformance judges mutants campaign calibration catalogue readme codec accuracy routing drafts plots report
+.PHONY: setup demo test quick lint lock conformance judges campaign calibration catalogue readme codec accuracy routing drafts plots report
 
 setup: .venv/installed .venv/installed-dev
 
@@ -69,10 +69,6 @@ judges: setup
 	$(call locked,judges)
 	$(PIP) $(LOCKED) .venv/judges.txt
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow tests/test_judges.py
-
-# Plant a dozen faults into copies of zinfer, and see that the tests of each catch it; four minutes.
-mutants: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow tests/test_mutants.py
 
 # Kill, starve and feed damaged inputs to every command, some 3,700 times; hours on two cores, minutes on 16.
 campaign: setup

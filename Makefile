@@ -99,7 +99,7 @@ lock:
 	.scratch/uv/bin/python -m pip install --disable-pip-version-check --quiet 'uv>=0.9'
 	$(UV) $(UPGRADE) setup.cfg --extra engines --extra tensorrt-rtx --extra dev -o requirements/dev.txt
 	$(UV) -c requirements/dev.txt setup.cfg --extra engines -o requirements/run.txt
-	$(UV) $(UPGRADE) -c requirements/dev.txt setup.cfg --extra engines --extra judges --extra ray --extra export -o requirements/judges.txt
+	$(UV) $(UPGRADE) -c requirements/dev.txt setup.cfg --extra engines --extra judges --extra ray -o requirements/judges.txt
 	printf 'pip>=25\nsetuptools>=77\nwheel\n' | $(UV) $(UPGRADE) -c requirements/dev.txt - -o requirements/build.txt
 
 # Measure the codec on drawn weights and on trained ones, of a small model that is trained first (better on a GPU).

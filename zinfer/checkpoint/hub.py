@@ -37,31 +37,28 @@ def _explained(hub_id: str) -> Iterator[None]:
     except ImportError:
         message = f"{hub_id}: models of the hub need huggingface_hub: pip install 'zinfer[engines]'"
         raise environment_error(ModelError(message)) from None
-    absent = False  # the hub was reached, and has no such thing
+    absent = {  # the hub was reached, and has no such thing
+        errors.RevisionNotFoundError: "the hub has no such revision",
+        errors.RepositoryNotFoundError: "the hub has no such model, or it is private: check it, or `hf auth login`",
+        errors.EntryNotFoundError: "the repository has no config.json: it holds no transformers model",
+        errors.HFValidationError: "its name is no name of the hub",
+    }
+    out_of_reach = {
+        errors.GatedRepoError: "its access is restricted: accept its terms on the hub, then `hf auth login`",
+        errors.OfflineModeIsEnabled: f"HF_HUB_OFFLINE is set and no complete copy is in the local cache; {_WITHOUT}",
+        errors.LocalEntryNotFoundError: f"it is not in the local cache and the hub cannot be reached; {_WITHOUT}",
+    }
     try:
         yield
-    except errors.GatedRepoError:
-        message = "its access is restricted: accept its terms on the hub, then `hf auth login`"
-    except errors.RevisionNotFoundError:
-        absent, message = True, "the hub has no such revision"
-    except errors.RepositoryNotFoundError:
-        absent, message = True, "the hub has no such model, or it is private: check the name, or `hf auth login`"
-    except errors.OfflineModeIsEnabled:
-        message = f"HF_HUB_OFFLINE is set and no complete copy is in the local cache; {_WITHOUT}"
-    except errors.LocalEntryNotFoundError:
-        message = f"it is not in the local cache and the hub cannot be reached; {_WITHOUT}"
-    except errors.EntryNotFoundError:
-        absent, message = True, "the repository has no config.json: it holds no transformers model"
-    except errors.HFValidationError as error:
-        absent, message = True, " ".join(str(error).split())
     except ModelError:
         raise
-    except Exception as error:  # network failures (each of the library's HTTP clients has its own), 5xx, disk
-        message = f"the hub cannot be used ({' '.join(str(error).split())[:200]}); {_WITHOUT}"
-    else:
-        return
-    fault = ModelError(f"{hub_id}: {message}")
-    raise fault if absent else environment_error(fault)
+    except Exception as error:  # also network failures (each HTTP client has its own), 5xx, disk
+        for kind, message in (out_of_reach | absent).items():  # the former derive from the latter
+            if isinstance(error, kind):
+                fault = ModelError(f"{hub_id}: {message}")
+                raise (fault if kind in absent else environment_error(fault)) from None
+        message = f"{hub_id}: the hub cannot be used ({' '.join(str(error).split())[:200]}); {_WITHOUT}"
+        raise environment_error(ModelError(message)) from None
 
 
 def config_of(reference: str) -> dict[str, Any]:

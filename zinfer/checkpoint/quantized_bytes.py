@@ -1,17 +1,17 @@
 """Quantised bytes: which matrices of a model are stored quantised, and in which tensors, from its configuration."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from math import ceil, prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from zinfer.checkpoint.headers import BITS, TensorInfo
-from zinfer.checkpoint.quantization import FP8, STORED_DTYPES, group_size, settings_of
+from zinfer.checkpoint.headers import TensorInfo
+from zinfer.checkpoint.quantization import FP8, STORED_DTYPES, group_size, groups_of, settings_of
 from zinfer.checkpoint.quantized_tensors import QuantizedWeight, TensorFinder
 from zinfer.core.model import DTYPE_BYTES, LayerSpec, Matrix, ModelError, text_config
 
-MAX_PATTERN, MAX_PATTERNS = 300, 20_000  # characters of a name or pattern of modules, and their number
+MAX_PATTERN = 300  # characters of a pattern of modules
 
 
 class Header(NamedTuple):
@@ -22,7 +22,8 @@ class Header(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return prod(self.shape) * BITS[self.dtype] // 8
+        bits = int(self.dtype.partition("_")[0].lstrip("BFIU"))
+        return prod(self.shape) * bits // 8
 
 
 class Quantization:
@@ -33,59 +34,45 @@ class Quantization:
 
     def __init__(self, config: Mapping[str, Any], dtype: str) -> None:
         self._settings: Mapping[str, Any] = settings_of(config) or {}
-        self._method = self._settings.get("quant_method")
+        self._method = method = str(self._settings.get("quant_method", ""))
         self._model_dtype, self._dtype = dtype, STORED_DTYPES[dtype]
         # DeepSeek V4 names the format of its routed experts beside quantization_config, V4.1 in it.
         self._fp4_experts = "fp4" in (self._settings.get("expert_dtype"), text_config(config).get("expert_dtype"))
         keys = {"compressed-tensors": ("ignore",), "modelopt": ("exclude_modules", "ignore")}
-        kept = [
-            name
-            for key in keys.get(str(self._method), ("modules_to_not_convert",))
-            for name in _names(self._settings, key)
-        ]
-        if self._method == "modelopt":  # names of modules that may have *, and hold others
+        kept = [name for key in keys.get(method, ("modules_to_not_convert",)) for name in _names(self._settings, key)]
+        if method == "modelopt":  # names of modules that may have *, and hold others
             kept = ["re:" + re.escape(name).replace(r"\*", ".*") + r"(?:\.|$)" for name in kept]
-        self._kept = _Modules(kept, self._method)
-        self._groups = [
-            (_Modules(_names(group, "targets"), self._method), group)
-            for group in (self._settings.get("config_groups") or {}).values()
-            if isinstance(group, Mapping) and isinstance(group.get("weights"), Mapping)
-        ]
-        blocks = self._settings.get("modules_in_block_to_quantize") or ()
-        names = [name for block in blocks for name in (block if isinstance(block, list) else [block])]
-        self._only = tuple(name for name in names if isinstance(name, str))
-        dynamic = self._settings.get("dynamic") if self._method == "gptq" else None
-        self._dynamic: list[tuple[_Modules, Any]] = []  # modules, and their fields; None: they stay in 16 bits
-        for pattern, fields in dynamic.items() if isinstance(dynamic, Mapping) else ():
-            modules = _Modules([f"re:{pattern.removeprefix('-:').removeprefix('+:')}"], "gptq")
-            self._dynamic.append((modules, None if pattern.startswith("-:") else fields))
+        self._kept = _modules(kept, method)
+        groups = groups_of(self._settings)
+        self._groups = [(_modules(_names(group, "targets"), method), group) for group in groups]
+        if self._settings.get("dynamic") or self._settings.get("modules_in_block_to_quantize"):
+            raise ModelError(
+                "its quantization_config names single modules (dynamic, or modules_in_block_to_quantize), whose bytes "
+                "only the weights tell: give the folder of a download"
+            )
 
     def headers(self, matrix: Matrix, module: str) -> dict[str, Header] | None:
         """Return the tensors that `matrix` is stored in, if it is quantised.
 
         `module` is its whole name. The tensors are those of one expert if each has its own.
         """
-        rows, columns = matrix.rows, matrix.columns
-        if not self._method or 0 in (rows, columns) or self._kept.match(module):
-            return None
+        rows, columns, name = matrix.rows, matrix.columns, f"{module}.weight"
         together = bool(matrix.experts) and "*" not in matrix.name
-        if self._method == "mxfp4":
-            if not together or columns % 32:
-                return None
-            grid = (matrix.experts, rows, columns // 32)
-            return {f"{module}_blocks": Header("U8", (*grid, 16)), f"{module}_scales": Header("U8", grid)}
-        if together:
+        if not self._method or 0 in (rows, columns) or together != (self._method == "mxfp4") or self._kept(module):
             return None
+        if self._method == "mxfp4":
+            grid = (matrix.experts, rows, columns // 32)
+            blocks = {f"{module}_blocks": Header("U8", (*grid, 16)), f"{module}_scales": Header("U8", grid)}
+            return None if columns % 32 else blocks
         if self._method == "modelopt":
             return self._modelopt(module, rows, columns)
         if self._method == "fp8":
-            name = f"{module}.weight"
             if self._fp4_experts and matrix.experts:
                 return _four_bits(rows, columns, name, f"{name}_scale_inv", kinds=("I8", "F8_E8M0"))
             return self._fp8(name, rows, columns)
         if self._method == "compressed-tensors":
-            group = next((group for targets, group in self._groups if targets.match(module, "Linear")), None)
-            return None if group is None else self._compressed(f"{module}.weight", rows, columns, group)
+            group = next((group for targets, group in self._groups if targets(module)), None)
+            return None if group is None else self._compressed(name, rows, columns, group)
         return self._columns(module, rows, columns)
 
     def weight(self, matrix: Matrix, module: str) -> tuple[QuantizedWeight, dict[str, Header]] | None:
@@ -97,23 +84,6 @@ class Quantization:
         finder = TensorFinder(infos, self._settings, self._model_dtype, (matrix.rows, matrix.columns))
         (weight,) = finder.weights()
         return weight, {role: headers[name] for role, name in weight.parts.items()}
-
-    def layer_bytes(self, layer: LayerSpec, prefix: str, hidden_size: int) -> tuple[int, int]:
-        """Return the stored bytes of a decoder layer, and its FP8 codes.
-
-        `prefix` is its name in the model, with a dot behind. Without `LayerSpec.matrices` all of its weights count as
-        one matrix.
-        """
-        size = DTYPE_BYTES[self._model_dtype]
-        total, fp8 = layer.parameters * size, 0
-        for matrix in layer.matrices or (Matrix("", layer.parameters // hidden_size, hidden_size),):
-            headers = self.headers(matrix, prefix + matrix.name.replace("*", "0"))
-            if headers is not None:
-                times = matrix.experts if "*" in matrix.name else 1
-                total += times * sum(header.nbytes for header in headers.values()) - matrix.numel * size
-                codes = Header(FP8, (matrix.rows, matrix.columns))
-                fp8 += times * sum(header.nbytes for header in headers.values() if header == codes)
-        return total, fp8
 
     def _fp8(self, name: str, rows: int, columns: int) -> dict[str, Header]:
         block = self._settings.get("weight_block_size", [128, 128])
@@ -132,11 +102,8 @@ class Quantization:
             return _four_bits(rows, columns, f"{name}_packed", f"{name}_scale", whole)
         bits = _whole(given.get("num_bits", 8), "num_bits")
         strategy, grid = given.get("strategy"), (rows, 1)
-        if strategy == "tensor":
-            grid = (1, 1)
-        elif strategy == "group":
-            size = group_size(columns, _whole(given.get("group_size"), "group_size"))
-            if not size:
+        if strategy == "group":
+            if not (size := group_size(columns, _whole(given.get("group_size"), "group_size"))):
                 return None
             grid = (rows, columns // size)
         elif strategy == "block":
@@ -146,16 +113,16 @@ class Quantization:
         if layout == "pack-quantized":
             if bits not in (4, 8):
                 raise ModelError(f"its weights have {bits} bits by compressed-tensors: zinfer reads 4 and 8")
-            headers = {
+            packed = {
                 f"{name}_packed": Header("I32", (rows, ceil(columns * bits / 32))),
                 f"{name}_scale": scale,
                 f"{name}_shape": Header("I64", (2,)),
             }
             if zeros:
-                headers[f"{name}_zero_point"] = Header("I32", (ceil(rows * bits / 32), grid[1]))
+                packed[f"{name}_zero_point"] = Header("I32", (ceil(rows * bits / 32), grid[1]))
             if given.get("actorder") == "group":
-                headers[f"{name}_g_idx"] = Header("I32", (columns,))
-            return headers
+                packed[f"{name}_g_idx"] = Header("I32", (columns,))
+            return packed
         kind = "F8_E4M3" if layout == "float-quantized" or given.get("type") == "float" else "I8"
         headers = {name: Header(kind, (rows, columns)), f"{name}_scale": scale}
         return headers | ({f"{name}_zero_point": Header(kind, scale.shape)} if zeros else {})
@@ -182,19 +149,12 @@ class Quantization:
         return {name: Header("F8_E4M3", (rows, columns)), f"{name}_scale": scale}
 
     def _columns(self, module: str, rows: int, columns: int) -> dict[str, Header] | None:
-        settings = dict(self._settings)
-        if self._only and not module.endswith(self._only):
-            return None
-        for modules, fields in self._dynamic:
-            if modules.match(module):
-                if not isinstance(fields, Mapping):
-                    return None
-                settings |= fields
-        bits, size = _whole(settings.get("bits"), "bits"), settings.get("group_size", 128)
-        if bits not in (4, 8):
-            raise ModelError(f"its weights have {bits} bits by {self._method}: zinfer reads 4 and 8")
-        per_word, groups = 32 // bits, 1 if size == -1 else ceil(columns / _whole(size, "group_size"))
-        gptq = self._method == "gptq"
+        size, gptq, per_word = (
+            self._settings.get("group_size", 128),
+            self._method == "gptq",
+            32 // self._settings["bits"],
+        )
+        groups = 1 if size == -1 else ceil(columns / _whole(size, "group_size"))
         if (columns if gptq else rows) % per_word:
             return None
         headers = {
@@ -206,7 +166,7 @@ class Quantization:
 
 
 def stored_ratios(
-    layers: tuple[LayerSpec, ...], stack: str, hidden_size: int, config: Mapping[str, Any], dtype: str
+    layers: tuple[LayerSpec, ...], stack: str, config: Mapping[str, Any], dtype: str
 ) -> tuple[float, float]:
     """Return (stored bytes / dense bytes, FP8 share) of decoder layers.
 
@@ -215,12 +175,16 @@ def stored_ratios(
     """
     if settings_of(config) is None:
         return 1.0, 0.0
-    rules = Quantization(config, dtype)
-    prefix = f"{stack}." if stack else ""
-    sizes = [rules.layer_bytes(layer, f"{prefix}{index}.", hidden_size) for index, layer in enumerate(layers)]
-    whole = sum(layer.parameters for layer in layers) * DTYPE_BYTES[dtype]
-    stored, fp8 = (sum(size) / whole for size in zip(*sizes, strict=True))
-    return min(1.0, stored), fp8
+    rules, size, fp8 = Quantization(config, dtype), DTYPE_BYTES[dtype], 0
+    stored = whole = sum(layer.parameters for layer in layers) * size
+    for index, layer in enumerate(layers):
+        for matrix in layer.matrices:
+            headers = rules.headers(matrix, f"{stack}.{index}.{matrix.name.replace('*', '0')}")
+            if headers is not None:
+                times, codes = matrix.experts if "*" in matrix.name else 1, Header(FP8, (matrix.rows, matrix.columns))
+                stored += times * sum(header.nbytes for header in headers.values()) - matrix.numel * size
+                fp8 += times * sum(header.nbytes for header in headers.values() if header == codes)
+    return min(1.0, stored / whole), fp8 / whole
 
 
 def _names(settings: Mapping[str, Any], key: str) -> list[str]:
@@ -243,7 +207,7 @@ def _four_bits(
 
 
 def _blocks(rows: int, columns: int, block: Any, field: str) -> tuple[int, int]:
-    """Return the number of blocks along rows and columns. Raises ModelError. Raises ModelError."""
+    """Return the number of blocks along rows and columns. Raises ModelError."""
     if not isinstance(block, list) or len(block) != 2:
         raise ModelError(f"quantization_config.{field} is no pair of numbers")
     return ceil(rows / _whole(block[0], field)), ceil(columns / _whole(block[1], field))
@@ -255,41 +219,27 @@ def _whole(value: Any, field: str) -> int:
     return value
 
 
-class _Modules:
-    """Names and patterns of modules, as the library of `quant_method` matches them."""
-
-    def __init__(self, names: list[str], quant_method: object) -> None:
-        if len(names) > MAX_PATTERNS:
-            raise ModelError(f"quantization_config names more than {MAX_PATTERNS:,} modules")
-        self._regular = quant_method in ("compressed-tensors", "gptq", "modelopt")
-        self._parts = quant_method == "awq"
-        self._names = frozenset(name for name in names if not (self._regular and name.startswith("re:")))
-        self._patterns: list[re.Pattern[str]] = []
-        for name in names:
-            if self._regular and name.startswith("re:"):
-                self._patterns.append(_pattern(name[3:]))
-            elif not self._regular and not self._parts and not re.fullmatch(r"[\w.]+", name):
-                self._patterns.append(_pattern(rf"(?:{name})(?:(?<=\.)|(?=\.|$))"))
-        # transformers: a name from the start up to the end of a module's, or the end of a name
-        self._plain = () if self._regular else tuple(self._names)
-
-    def match(self, module: str, kind: str = "") -> bool:
-        """Tell whether `module`, of class `kind`, is among them."""
-        if module in self._names or kind in self._names:
-            return True
-        if any(pattern.match(module) for pattern in self._patterns):
-            return True
-        if self._parts:
-            return any(name in module for name in self._plain)
-        return any(module.endswith(name) or module.startswith(f"{name}.") for name in self._plain)
+def _modules(names: list[str], method: str) -> Callable[[str], bool]:
+    """Return a test of linear modules by `names`, as `method` means them."""
+    if method == "awq":
+        return lambda module: any(name in module for name in names)
+    if method in ("compressed-tensors", "modelopt"):
+        whole = frozenset(names)
+        patterns = [_pattern(name[3:]) for name in names if name.startswith("re:")]
+        return lambda module: module in whole or "Linear" in whole or any(text.match(module) for text in patterns)
+    # transformers: a name from the start up to the end of a module's, or the end of a name
+    patterns = [_pattern(rf"(?:{name})(?:(?<=\.)|(?=\.|$))") for name in names if not re.fullmatch(r"[\w.]+", name)]
+    return lambda module: (
+        any(module.endswith(name) or module.startswith(f"{name}.") for name in names)
+        or any(text.match(module) for text in patterns)
+    )
 
 
 def _pattern(text: str) -> re.Pattern[str]:
     """Compile a pattern of modules. Raises ModelError for one that is none, or that might take long to match."""
-    repeated = len(re.findall(r"[*+{]", text))
-    if len(text) > MAX_PATTERN or repeated > 6 or re.search(r"\)[*+{]", text):
-        raise ModelError(f"quantization_config: the pattern {text[:60]!r} of modules is too complex")
     try:
+        if len(text) > MAX_PATTERN or re.search(r"\)[*+{]", text):
+            raise re.error("too complex")
         return re.compile(text)
-    except (re.error, OverflowError):
-        raise ModelError(f"quantization_config: {text[:60]!r} is no pattern of modules") from None
+    except (re.error, OverflowError) as error:
+        raise ModelError(f"quantization_config: {text[:60]!r} is no pattern of modules: {error}") from None

@@ -5,14 +5,12 @@ them by these names, in the formats of a checkpoint's `quantization_config`; eve
 belongs to it, in the shapes that follow from each other. `zinfer.engine.quantization.dequantize` does the arithmetic.
 """
 
-import os
-import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from math import ceil, prod
 from typing import Any, Literal, NamedTuple
 
 from zinfer.checkpoint.headers import CheckpointError, TensorInfo
-from zinfer.checkpoint.quantization import FP8, STORED_DTYPES, settings_of
+from zinfer.checkpoint.quantization import FP8, STORED_DTYPES, groups_of, settings_of
 
 Format = Literal[
     "fp8", "int", "fp8 or int8", "nvfp4", "mxfp4", "mxfp4 experts", "gptq", "awq", "modelopt fp8", "modelopt nvfp4"
@@ -21,6 +19,8 @@ Format = Literal[
 ACTIVATIONS = (".input_scale", ".activation_scale", ".input_global_scale", ".input_zero_point", ".k_scale", ".v_scale")
 EIGHT_BITS = {FP8, "F8_E5M2", "I8"}
 FLOATS = {"F32", "F16", "BF16"}
+POWERS = {"U8", "F8_E8M0"}  # exponents of two
+ROLES = {"zeros": "zero points", "order": "groups of columns", "global": "global scale"}  # in messages
 
 
 class QuantizedWeight(NamedTuple):
@@ -63,37 +63,51 @@ class TensorFinder:
         self.shape = shape
         self.used = set[str]()  # stored names
 
+    def weights(self) -> Iterator[QuantizedWeight]:
+        finders = {
+            "fp8": self._fp8,
+            "mxfp4": self._mxfp4,
+            "compressed-tensors": self._compressed,
+            "modelopt": self._modelopt,
+        }
+        return finders.get(self.settings["quant_method"], self._columns)()
+
     def fault(self, name: str, reason: str) -> CheckpointError:
         info = self.tensors[name]
         return CheckpointError(f"{info.file}: {name[:200]} ({info.dtype} {list(info.shape)[:6]}) {reason}")
 
-    def part(self, role: str, name: str, dtypes: set[str], like: str) -> TensorInfo:
-        """Return the tensor `name`, which `like` needs. Raises CheckpointError if it is none of `dtypes`."""
+    def _part(
+        self, role: str, name: str, dtypes: Collection[str], like: str, shape: tuple[int, ...] | None = None
+    ) -> TensorInfo:
+        """Return the tensor `name`, which `like` needs. Raises CheckpointError for another type or shape."""
+        what = ROLES.get(role, role)
         if name not in self.tensors:
-            raise self.fault(like, f"is quantised, and its {role} {name[-80:]} is missing")
-        if self.tensors[name].dtype not in dtypes:
+            raise self.fault(like, f"is quantised, and its {what} {name[-80:]} is missing")
+        info = self.tensors[name]
+        if info.dtype not in dtypes:
             wanted = " or ".join(sorted(dtypes))
-            raise self.fault(name, f"holds no {role} of a quantised weight: its type should be {wanted}")
+            raise self.fault(name, f"holds no {what} of a quantised weight: its type should be {wanted}")
+        if shape is not None and info.shape != shape:
+            raise self.fault(name, f"holds no {what} of {like[-80:]}: its shape should be {list(shape)}")
         self.used.add(name)
-        return self.tensors[name]
+        return info
 
-    def zeros(self, name: str, scales: TensorInfo, dtypes: set[str], shape: tuple[int, ...]) -> dict[str, str]:
-        """Return the tensor of zero points, if any, by its role. Raises CheckpointError."""
+    def _matrix(self, name: str, dtypes: Collection[str], like: str) -> TensorInfo:
+        info = self._part("codes", name, dtypes, like)
+        if len(info.shape) != 2 or 0 in info.shape:
+            raise self.fault(name, "is no matrix of codes")
+        return info
+
+    def _optional(
+        self, role: str, name: str, dtypes: Collection[str], like: str, shape: tuple[int, ...]
+    ) -> dict[str, str]:
+        """Return a tensor by its role, if there is one. Raises CheckpointError as `_part` does."""
         if name not in self.tensors:
             return {}
-        if self.part("zero points", name, dtypes, name).shape != shape:
-            raise self.fault(name, f"does not fit scales of {list(scales.shape)[:4]}")
-        return {"zeros": name}
+        self._part(role, name, dtypes, like, shape)
+        return {role: name}
 
-    def order(self, name: str, columns: int) -> dict[str, str]:
-        """Return the tensor that names the groups of the columns, if any. Raises CheckpointError."""
-        if name not in self.tensors:
-            return {}
-        if self.part("groups", name, {"I32"}, name).shape != (columns,):
-            raise self.fault(name, f"does not name a group for each of {columns} columns")
-        return {"order": name}
-
-    def grid(self, scale: str, shape: tuple[int, ...], block: Any = None) -> tuple[int, int]:
+    def _grid(self, scale: str, shape: tuple[int, ...], block: Any = None) -> tuple[int, int]:
         """Return the rows and columns of a weight that share a scale.
 
         The last blocks may be cut if `block` gives their size. Raises CheckpointError where the shapes do not fit.
@@ -116,41 +130,27 @@ class TensorFinder:
 
     # Formats
 
-    def weights(self) -> Iterator[QuantizedWeight]:
-        finders = {
-            "fp8": self.fp8,
-            "mxfp4": self.mxfp4,
-            "compressed-tensors": self.compressed,
-            "modelopt": self.modelopt,
-        }
-        return finders.get(self.settings["quant_method"], self.columns)()
-
-    def fp8(self) -> Iterator[QuantizedWeight]:
+    def _fp8(self) -> Iterator[QuantizedWeight]:
         scales = {name: name.removesuffix("_scale_inv") for name in self.tensors if name.endswith("_scale_inv")}
         for scale in [name for name in self.tensors if name.endswith(".scale")]:  # DeepSeek V4's names
             name = f"{scale.removesuffix('scale')}weight"
             if name in self.tensors and self.tensors[name].dtype in EIGHT_BITS:
                 scales[scale] = name
         for scale, name in scales.items():
-            info = self.part("codes", name, EIGHT_BITS, scale)
-            self.part("scales", scale, {*FLOATS, "F8_E8M0", "U8"}, name)
-            if len(info.shape) < 2 or (info.dtype == "I8" and len(info.shape) > 2):
-                raise self.fault(name, "is no matrix")
-            if info.dtype == "I8":  # routed experts of DeepSeek V4
+            if self._part("codes", name, EIGHT_BITS, scale).dtype == "I8":  # routed experts of DeepSeek V4
                 yield self._pairs("mxfp4", name, name, self.dtype, scale=scale)
-                continue
-            block = self.grid(scale, info.shape, self.settings.get("weight_block_size"))
-            yield QuantizedWeight(name, "fp8", info.shape, self.dtype, {"codes": name, "scales": scale}, block)
+            else:
+                yield self._bytes("fp8", name, scale, self.dtype, self.settings.get("weight_block_size"))
 
-    def compressed(self) -> Iterator[QuantizedWeight]:
+    def _compressed(self) -> Iterator[QuantizedWeight]:
+        blocks = (group["weights"].get("block_structure") for group in groups_of(self.settings))
+        block = next((size for size in blocks if isinstance(size, list)), None)
         for name in list(self.tensors):
             base, leaf = name.rpartition(".")[::2]
             if leaf == "weight" and f"{name}_scale" in self.tensors:
-                yield self._plain(name)
+                yield self._bytes("fp8 or int8", name, f"{name}_scale", "", block)
             elif leaf == "weight_packed":
-                info, weight = self.part("codes", name, {"U8", "I32"}, name), f"{base}.weight"
-                if len(info.shape) != 2:
-                    raise self.fault(name, "is no matrix of codes")
+                info, weight = self._matrix(name, {"U8", "I32"}, name), f"{base}.weight"
                 if info.dtype == "I32":
                     yield self._words(info, name, weight)
                 elif f"{weight}_global_scale" in self.tensors:
@@ -158,96 +158,88 @@ class TensorFinder:
                 else:
                     yield self._pairs("mxfp4", weight, name, "BF16")
 
+    def _modelopt(self) -> Iterator[QuantizedWeight]:
+        for scale in [name for name in self.tensors if name.endswith(".weight_scale")]:
+            name = scale.removesuffix("_scale")
+            if self._matrix(name, {FP8, "U8"}, scale).dtype == "U8":
+                yield self._pairs("modelopt nvfp4", name, name, self.dtype, f"{scale}_2")
+            else:
+                kind: Format = "fp8" if self.tensors[scale].dtype in POWERS else "modelopt fp8"
+                yield self._bytes(kind, name, scale, self.dtype, [128, 128])
+
+    def _bytes(self, kind: Format, name: str, scale: str, dtype: str, block: Any) -> QuantizedWeight:
+        """Return a weight with a code in each byte; without a `dtype` it has that of its scales."""
+        info = self._part("codes", name, EIGHT_BITS, scale)
+        scales = self._part("scales", scale, FLOATS | POWERS if dtype else FLOATS, name)
+        if len(info.shape) < 2:
+            raise self.fault(name, "is no matrix")
+        parts = {"codes": name, "scales": scale}
+        parts |= self._optional("zeros", f"{name}_zero_point", EIGHT_BITS, name, scales.shape)
+        grid = self._grid(scale, info.shape, block)
+        return QuantizedWeight(name, kind, info.shape, dtype or scales.dtype, parts, grid)
+
     def _pairs(
         self, kind: Format, weight: str, name: str, dtype: str, whole: str = "", scale: str = ""
     ) -> QuantizedWeight:
         """Return a weight of 4-bit floats, two in a byte."""
-        rows, width = self.tensors[name].shape
-        parts = {"codes": name, "scales": scale or f"{weight}_scale"}
+        rows, width = self._matrix(name, {"U8", "I8"}, weight).shape
+        scale, size = scale or f"{weight}_scale", 16 if whole else 32
+        parts = {"codes": name, "scales": scale}
         if whole:
             parts["global"] = whole
-            if prod(self.part("global scale", whole, {"F32"}, name).shape) != 1:
+            if prod(self._part("global", whole, {"F32"}, name).shape) != 1:
                 raise self.fault(whole, "is not one number")
-        scales = self.part("scales", parts["scales"], {"F8_E4M3"} if whole else {"U8", "F8_E8M0"}, name)
-        block, size = self.grid(parts["scales"], (rows, 2 * width)), 16 if whole else 32
-        if len(scales.shape) != 2 or block != (1, size):
-            raise self.fault(parts["scales"], f"is not a scale for every {size} values")
-        return QuantizedWeight(weight, kind, (rows, 2 * width), dtype, parts, block, 4)
+        self._part("scales", scale, {FP8} if whole else POWERS, name, (rows, 2 * width // size))
+        if 2 * width % size:
+            raise self.fault(name, f"has no scale for every {size} values")
+        return QuantizedWeight(weight, kind, (rows, 2 * width), dtype, parts, (1, size), 4)
 
     def _words(self, info: TensorInfo, name: str, weight: str) -> QuantizedWeight:
         """Return a weight whose rows are packed into words of 32 bits."""
         scale = f"{weight}_scale"
-        scales = self.part("scales", scale, FLOATS, name)
-        stored = self.part("shape", f"{weight}_shape", {"I64", "I32"}, name)
+        scales = self._part("scales", scale, FLOATS, name)
+        stored = self._part("shape", f"{weight}_shape", {"I64", "I32"}, name)
         shape = _integers(stored) if self.shape is None else self.shape
         rows, words = info.shape
         fits = len(shape) == 2 and shape[0] == rows and 0 < shape[1] <= 32 * words
         bits = next((bits for bits in (4, 8) if fits and ceil(shape[1] * bits / 32) == words), 0)
         if not bits:
             raise self.fault(name, f"does not hold codes of 4 or 8 bits for a weight of {shape[:4]}")
-        block, groups = self.grid(scale, shape), 1 if prod(scales.shape) == 1 else scales.shape[-1]
-        zeros = self.zeros(f"{weight}_zero_point", scales, {"I32"}, (ceil(rows * bits / 32), groups))
-        parts = {"codes": name, "scales": scale} | zeros | self.order(f"{weight}_g_idx", shape[1])
+        block, groups = self._grid(scale, shape), 1 if prod(scales.shape) == 1 else scales.shape[-1]
+        parts = {"codes": name, "scales": scale}
+        parts |= self._optional("zeros", f"{weight}_zero_point", {"I32"}, name, (ceil(rows * bits / 32), groups))
+        parts |= self._optional("order", f"{weight}_g_idx", {"I32"}, name, (shape[1],))
         return QuantizedWeight(weight, "int", shape, scales.dtype, parts, block, bits)
 
-    def _plain(self, name: str) -> QuantizedWeight:
-        info, scale = self.part("codes", name, EIGHT_BITS, f"{name}_scale"), f"{name}_scale"
-        scales = self.part("scales", scale, FLOATS, name)
-        if len(info.shape) < 2:
-            raise self.fault(name, "is no matrix")
-        blocks = (group.get("block_structure") for group in _groups(self.settings))
-        block = self.grid(scale, info.shape, next((size for size in blocks if isinstance(size, list)), None))
-        parts = {"codes": name, "scales": scale}
-        parts |= self.zeros(f"{name}_zero_point", scales, EIGHT_BITS, scales.shape)
-        return QuantizedWeight(name, "fp8 or int8", info.shape, scales.dtype, parts, block)
-
-    def modelopt(self) -> Iterator[QuantizedWeight]:
-        for scale in [name for name in self.tensors if name.endswith(".weight_scale")]:
-            name = scale.removesuffix("_scale")
-            info = self.part("codes", name, {"F8_E4M3", "U8"}, scale)
-            if len(info.shape) != 2:
-                raise self.fault(name, "is no matrix")
-            if info.dtype == "U8":
-                yield self._pairs("modelopt nvfp4", name, name, self.dtype, f"{scale}_2")
-                continue
-            kind = self.part("scales", scale, {*FLOATS, "U8", "F8_E8M0"}, name).dtype
-            block, parts = self.grid(scale, info.shape, [128, 128]), {"codes": name, "scales": scale}
-            yield QuantizedWeight(
-                name, "modelopt fp8" if kind in FLOATS else "fp8", info.shape, self.dtype, parts, block
-            )
-
-    def mxfp4(self) -> Iterator[QuantizedWeight]:
+    def _mxfp4(self) -> Iterator[QuantizedWeight]:
         for name in [name for name in self.tensors if name.endswith("_blocks")]:
-            weight, info = name.removesuffix("_blocks"), self.part("codes", name, {"U8"}, name)
-            scales = self.part("scales", f"{weight}_scales", {"U8", "F8_E8M0"}, name)
-            if len(info.shape) != 4 or info.shape[3] != 16 or scales.shape != info.shape[:3]:
-                raise self.fault(name, f"does not fit scales of {list(scales.shape)[:6]}: a scale is for 16 bytes")
+            weight, info = name.removesuffix("_blocks"), self._part("codes", name, {"U8"}, name)
+            if len(info.shape) != 4 or info.shape[3] != 16:
+                raise self.fault(name, "does not hold 16 bytes for each scale")
             experts, rows, groups, _ = info.shape
+            self._part("scales", f"{weight}_scales", POWERS, name, (experts, rows, groups))
             parts = {"codes": name, "scales": f"{weight}_scales"}
             yield QuantizedWeight(weight, "mxfp4 experts", (experts, 32 * groups, rows), self.dtype, parts, (32, 1), 4)
 
-    def columns(self) -> Iterator[QuantizedWeight]:
+    def _columns(self) -> Iterator[QuantizedWeight]:
         """Yield the weights of GPTQ and AWQ, stored as ``[in, out]``."""
         gptq, bits = self.settings["quant_method"] == "gptq", int(self.settings["bits"])
-        per_word = 32 // bits
-        first = gptq and self.settings.get("checkpoint_format", "gptq") == "gptq"
+        offset, per_word = int(gptq and self.settings.get("checkpoint_format", "gptq") == "gptq"), 32 // bits
         for name in [name for name in self.tensors if name.endswith(".qweight")]:
             base = name.removesuffix(".qweight")
-            info = self.part("codes", name, {"I32"}, name)
-            scales = self.part("scales", f"{base}.scales", FLOATS, name)
-            zeros = self.part("zero points", f"{base}.qzeros", {"I32"}, name)
-            if len(info.shape) != 2 or len(scales.shape) != 2 or 0 in info.shape or 0 in scales.shape:
-                raise self.fault(name, "is no matrix of codes with a matrix of scales")
+            info, scales = self._matrix(name, {"I32"}, name), self._part("scales", f"{base}.scales", FLOATS, name)
             inside, out = info.shape[0] * (per_word if gptq else 1), info.shape[1] * (1 if gptq else per_word)
-            groups = scales.shape[0]
-            if scales.shape != (groups, out) or zeros.shape != (groups, ceil(out / per_word)):
-                raise self.fault(name, f"does not fit scales of {list(scales.shape)[:4]}")
-            order = self.order(f"{base}.g_idx", inside) if gptq else {}
-            if not order and inside % groups:
+            groups = max(1, scales.shape[0] if scales.shape else 0)
+            self._part("scales", f"{base}.scales", FLOATS, name, (groups, out))
+            self._part("zeros", f"{base}.qzeros", {"I32"}, name, (groups, ceil(out / per_word)))
+            parts = {"codes": name, "scales": f"{base}.scales", "zeros": f"{base}.qzeros"}
+            if gptq:
+                parts |= self._optional("order", f"{base}.g_idx", {"I32"}, name, (inside,))
+            if "order" not in parts and inside % groups:
                 raise self.fault(name, f"cannot be divided into {groups} groups")
-            parts = {"codes": name, "scales": f"{base}.scales", "zeros": f"{base}.qzeros"} | order
-            yield QuantizedWeight(f"{base}.weight", "gptq" if gptq else "awq", (out, inside), scales.dtype, parts,
-                                  (1, max(1, inside // groups)), bits, int(first))  # fmt: skip
+            block = (1, max(1, inside // groups))
+            kind: Format = "gptq" if gptq else "awq"
+            yield QuantizedWeight(f"{base}.weight", kind, (out, inside), scales.dtype, parts, block, bits, offset)
 
 
 def quantized_weights(
@@ -292,22 +284,11 @@ def unquantized(
     return result
 
 
-def _groups(settings: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield how each group of compressed-tensors stores its weights."""
-    groups = settings.get("config_groups")
-    for group in groups.values() if isinstance(groups, Mapping) else ():
-        inner = group.get("weights") if isinstance(group, Mapping) else None
-        if isinstance(inner, Mapping):
-            yield inner
-
-
 def _integers(info: TensorInfo) -> tuple[int, ...]:
     """Return the few whole numbers that a tensor holds."""
-    size = info.end - info.start
-    if size > 64:
-        return ()
+    size = 8 if info.dtype == "I64" else 4
     with info.file.open("rb") as stream:
-        content = os.pread(stream.fileno(), size, info.start)
-    each = 8 if info.dtype == "I64" else 4
-    count = len(content) // each
-    return struct.unpack(f"<{count}{'q' if each == 8 else 'i'}", content[: count * each])
+        stream.seek(info.start)
+        content = stream.read(min(64, info.end - info.start))
+    numbers = (content[at : at + size] for at in range(0, len(content), size))
+    return tuple(int.from_bytes(number, "little", signed=True) for number in numbers)

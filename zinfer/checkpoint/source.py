@@ -5,7 +5,7 @@ generated without them is pointless, so `zinfer run` downloads them.
 """
 
 import hashlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -50,14 +50,13 @@ def find(
         spec = spec.model_copy(update={"directory": None if directory is None else str(directory)})
     if load_format == "safetensors" and spec.directory is None:
         raise ModelError(f"{reference} is a configuration without weights: --load-format dummy takes random ones")
-    if load_format == "dummy" or (load_format == "auto" and spec.directory is None):
-        source = Source(spec.model_copy(update={"directory": None}), "dummy", revision_of(spec, "dummy"))
-    else:
-        source = Source(spec, "safetensors", revision_of(spec, "safetensors"))
-    if draft is None:
-        return source
-    drafting = find(draft, spec.dtype, None, source.load_format, fetch=True).spec
-    return replace(source, spec=source.spec.model_copy(update={"draft": drafting}))
+    kind: LoadFormat = "dummy" if load_format == "dummy" or spec.directory is None else "safetensors"
+    revision = revision_of(spec, kind)
+    if kind == "dummy":
+        spec = spec.model_copy(update={"directory": None})
+    if draft is not None:
+        spec = spec.model_copy(update={"draft": find(draft, spec.dtype, None, kind, fetch=True).spec})
+    return Source(spec, kind, revision)
 
 
 def revision_of(spec: ModelSpec, load_format: LoadFormat) -> str:

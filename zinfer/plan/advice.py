@@ -49,7 +49,7 @@ def advice(plans: Sequence[Plan]) -> str:
         for streams in (False, True)
     )
     if moving is None or staying is None:
-        (only,) = (plan for plan in (staying, moving) if plan)
+        only = moving or staying or able[0]
         too_large = any(plan.case.offload == "none" and not plan.max_batch_size for plan in plans)
         stream = "Stream: without it the weights do not fit. " if too_large else "Only streaming was planned: "
         return f"{stream if only is moving else 'Do not stream: all of it fits. '}{_words(only)}."
@@ -81,7 +81,7 @@ def peers(plans: Sequence[Plan]) -> Iterator[str]:
         return
     yield from _tensor_parallel(best)
     small = [plan for plan in able if plan.streamed_bytes and plan.case.workload.batch_size <= PEERS.cpu_batch]
-    one = best.case.workload.model_copy(update={"batch_size": 1})
+    one = best.case.with_batch(1).workload
     yield from _cpu_experts(max(small, key=_rate, default=None) or best.planner().at(one))
 
 
@@ -111,11 +111,11 @@ def _tensor_parallel(plan: Plan) -> Iterator[str]:
 def _cpu_experts(plan: Plan) -> Iterator[str]:
     """Yield the rate of experts on the CPU, if it is higher."""
     model, machine, workload = plan.model, plan.machine, plan.case.workload
-    batch_size, (_, step_s), hbm, link = (
+    batch_size, hbm, link, step_s = (
         workload.batch_size,
-        plan.expected(),
         machine.hbm_bandwidth,
         machine.h2d_bandwidth,
+        plan.expected()[1],
     )
     if model.num_experts < 2 or not machine.gpu_count or not step_s or hbm is None or link is None:
         return

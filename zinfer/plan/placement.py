@@ -5,7 +5,7 @@ holds more as cache than as a resident weight, so the batch comes first. A ring 
 a long prefill. With the batch given, residency W/(W-R) is all gain.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import inf
@@ -124,15 +124,12 @@ class Placer:
         return case.model_copy(update={"offload": "cpu", "gpu_weights": "100%"})
 
     def _place(self, workload: Workload) -> Placement:
-        """Place a workload as is fastest."""
-        return self._with_unpacked(self._fastest(workload), workload)
-
-    def _with_unpacked(self, placement: Placement, workload: Workload) -> Placement:
-        """Return the placement with coded resident layers kept unpacked.
+        """Place a workload as is fastest, with coded resident layers kept unpacked.
 
         They take no more bytes than in the checkpoint, by which a budget counts. With ``auto`` fewer layers stay where
         the others, unpacked in their place, make a shorter step.
         """
+        placement = self._fastest(workload)
         able = placement.codec == "lossless" and self.model.stored_ratio == 1 and placement.experts == "all"
         if not (placement.resident_layers and able and self.machine.gpu_count) or placement.gpus > 1:
             return placement
@@ -141,7 +138,7 @@ class Placer:
         movable = placement.tier == "host" and not (placement.moved or limits)
         while movable and 1 < len(best.resident_layers) > len(best.unpacked_layers):
             stay = spread(len(best.resident_layers) - 1, self.model.num_layers)
-            fewer = {"resident_layers": stay, "resident_bytes": sum(self._layer_sizes[index] for index in stay)}
+            fewer = {"resident_layers": stay, "resident_bytes": _sum(self._layer_sizes, stay)}
             graphs = placement.graphs and self.model.attends_by_name
             other, seconds = self._unpack(placement.model_copy(update=fewer | {"graphs": graphs}), workload)
             if seconds >= shortest:
@@ -150,10 +147,7 @@ class Placer:
         return best
 
     def _unpack(self, placement: Placement, workload: Workload) -> tuple[Placement, float]:
-        """Return the placement with unpacked layers, and seconds of a step.
-
-        They are as few as make the shortest step, of those that fit.
-        """
+        """Return the placement with the fewest unpacked layers for the shortest step."""
         stay, context = placement.resident_layers, workload.input_len + workload.output_len // 2
         more = max(1.0, (1 - placement.kept_ratio) * max(self._layer_sizes[index] for index in stay))
         room = int((self._free(placement, workload) - TUNING.unpacked_margin) // more)
@@ -175,8 +169,7 @@ class Placer:
     def _fastest(self, workload: Workload) -> Placement:
         """Place a workload, with layers that stay coded.
 
-        With ``auto`` both for layers that stay and for the KV cache, the share of the memory that layers get is
-        searched. The ring gets up to a layer of buffers, the rest goes to further layers.
+        With ``auto`` for layers that stay and for the KV cache, the share of the memory that layers get is searched.
         """
         simple = self._filled(workload, 0)
         both = self.case.gpu_weights == "auto" and self.options.kv_place == "auto"
@@ -229,16 +222,13 @@ class Placer:
         return all(layer.kv_width and not layer.state for layer in self.model.layers)
 
     def _filled(self, workload: Workload, reserved: int) -> Placement:
-        """Place a workload with `reserved` resident bytes, then its KV cache.
-
-        What is free after that goes to ring buffers and further layers.
-        """
+        """Place `reserved` resident bytes, then the KV cache, buffers and further layers."""
         depth, kept = self.split_free_memory(workload, reserved)
         placement = self.bare(workload, kept, depth, reserved)
         layers, cached = placement.resident_layers or self._resident_layers(placement), 0
         if placement.experts == "on-demand":
             layer_bytes = self._streamed_sizes(placement)
-            rest = Sizes(placement, self.model).resident - sum(layer_bytes[index] for index in layers)
+            rest = Sizes(placement, self.model).resident - _sum(layer_bytes, layers)
             cached = min(self.model.routed_bytes, max(0, rest)) // self.model.expert_bytes
         placement = placement.model_copy(update={"resident_layers": layers, "cached_experts": cached})
         return self._hold(placement, workload) if placement.disk_ring_bytes else placement
@@ -246,10 +236,7 @@ class Placer:
     def _bare(
         self, workload: Workload, automatic: int = 0, depth: int = TUNING.ring_depth, reserved: int = 0
     ) -> Placement:
-        """Place a workload with `depth` ring buffers and `automatic` resident bytes.
-
-        `reserved` ones of them come before the KV cache.
-        """
+        """Place `depth` buffers and `automatic` resident bytes, `reserved` before the KV cache."""
         options, machine, batch_size = self.options, self.machine, workload.batch_size
         on_gpu, kv_place = self._weights(automatic, depth), options.kv_place
         if kv_place == "none" or (kv_place == "auto" and not self._splits_kv):
@@ -311,11 +298,7 @@ class Placer:
 
     @cached_property
     def _coded(self) -> bool:
-        """True if weights cross the link coded or quantised.
-
-        With ``auto`` they do wherever that pays: a GPU decodes bf16 at a third of its memory's bandwidth or more,
-        several times what any link brings.
-        """
+        """True if weights cross the link coded or quantised: a GPU decodes several times what any link brings."""
         smaller = self.case.dtype == "bfloat16" or self.model.stored_ratio < 1
         pays = self.case.offload != "none" and smaller and self.machine.gpu_count > 0
         codec = self.options.weight_codec
@@ -389,16 +372,13 @@ class Placer:
         placement = base.model_copy(update=update)
         if not placement.moved:
             return placement
-        layers, layer_bytes = self._resident_layers(placement), self._streamed_sizes(placement)
-        stay = {"resident_layers": layers, "resident_bytes": sum(layer_bytes[index] for index in layers)}
+        layers = self._resident_layers(placement)
+        stay = {"resident_layers": layers, "resident_bytes": _sum(self._streamed_sizes(placement), layers)}
         return placement.model_copy(update=stay)
 
     @cached_property
     def _experts_on_demand(self) -> bool:
-        """True if only routed experts of a router's choice cross the link.
-
-        This holds for every batch of a load, since the layout of its weights in host memory does.
-        """
+        """True if only experts that routers choose cross the link."""
         options, model, wire_ratio = self.options, self.model, self._base.wire_ratio
         able = options.gpus == 1 and self.case.offload == "cpu" and model.num_experts > 1 and model.expert_bytes
         if options.experts != "auto" or not able:
@@ -422,8 +402,7 @@ class Placer:
     def _expert_buffers(self, count: int) -> dict[str, Any]:
         """Return the fields of a placement with experts on demand.
 
-        These are a layer buffer, a short ring for all but experts, and `count` buffers for experts, or as many as hold
-        what the ring of whole layers holds at least.
+        `count` buffers are for experts, or as many as hold what the ring of whole layers holds at least.
         """
         base, model = self._base.model_copy(update={"experts": "on-demand"}), self.model
         has_gpu = self.machine.gpu_count > 0
@@ -486,32 +465,24 @@ class Placer:
         return [(layer.parameters - layer.expert_parameters) * self.model.dtype_bytes for layer in self.model.layers]
 
     def _resident_layers(self, placement: Placement) -> tuple[int, ...]:
-        """Return the numbers of the whole layers that stay.
-
-        They are evenly spread over the depth, or the first ones, as the engine does it; a share is rounded to the
-        nearest count.
-        """
+        """Return the whole layers that stay: the first ones, or spread over the depth, as the engine does it."""
         if placement.tier == "gpu" or not placement.resident_bytes:
             return ()
         layer_bytes = self._streamed_sizes(placement)
         layers, share = len(layer_bytes), self.case.gpu_weights
-        candidates = [*range(layers)]
 
-        def choose(count: int) -> list[int]:
-            return candidates[:count] if self.transport.placed_once else [*spread(count, layers)]
+        def choose(count: int) -> tuple[int, ...]:
+            return tuple(range(min(count, layers)) if self.transport.placed_once else spread(count, layers))
 
         if placement.experts == "all" and share is not None and share.endswith("%"):
-            return tuple(choose(round(placement.resident_bytes / sum(layer_bytes) * layers)))
+            return choose(round(placement.resident_bytes / sum(layer_bytes) * layers))
         count = min(layers, int(placement.resident_bytes * layers // sum(layer_bytes)))
-        while sum(layer_bytes[index] for index in choose(count)) > placement.resident_bytes:  # they need not be equal
+        while _sum(layer_bytes, choose(count)) > placement.resident_bytes:  # they need not be equal
             count -= 1
-        return tuple(choose(count))
+        return choose(count)
 
     def _hold(self, placement: Placement, workload: Workload) -> Placement:
-        """Choose the layers from disk that host memory keeps.
-
-        Option ``host_weights`` gives their bytes; they are spread evenly, so that the disk has time for the others.
-        """
+        """Choose the layers from disk that host memory keeps: spread, so that the disk has time for the others."""
         layer_bytes = self._layer_sizes
         rest = [index for index in range(len(layer_bytes)) if index not in placement.resident_layers]
         gpu, host, _ = self.tiers(placement, workload)
@@ -519,15 +490,18 @@ class Placer:
         free = max(0, round(TUNING.host_share * (self.machine.host_bytes or 0)) - used) / placement.kept_ratio
         budget = parse_share(self.options.host_weights, sum(layer_bytes), int(free))
 
-        def choose(count: int) -> list[int]:
-            return [rest[index] for index in spread(count, len(rest))]
+        def choose(count: int) -> tuple[int, ...]:
+            return tuple(rest[index] for index in spread(count, len(rest)))
 
-        count = largest(lambda count: sum(layer_bytes[index] for index in choose(count)) <= budget, len(rest))
+        count = largest(lambda count: _sum(layer_bytes, choose(count)) <= budget, len(rest))
         if self.options.host_weights.endswith("%"):
             count = min(len(rest), round(budget / max(1, sum(layer_bytes)) * len(layer_bytes)))
         held = choose(count)
-        held_bytes = sum(layer_bytes[index] for index in held)
-        return placement.model_copy(update={"host_layers": tuple(held), "held_bytes": held_bytes})
+        return placement.model_copy(update={"host_layers": held, "held_bytes": _sum(layer_bytes, held)})
+
+
+def _sum(sizes: Sequence[int], layers: Iterable[int]) -> int:
+    return sum(sizes[index] for index in layers)
 
 
 def _fitting(layer_bytes: Sequence[int], ratio: float, free: int) -> tuple[int, int, bool]:

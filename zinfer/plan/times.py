@@ -83,6 +83,16 @@ class Rates:
 
 
 RATES = Rates()
+FACTORS = {  # of an Efficiency, in words
+    "link_share": "{:.1%} of the link",
+    "hbm_share": "{:.0%} of the GPU memory's bandwidth",
+    "unpack_share": "unpacking at {:.0%} of the GPU memory's bandwidth",
+    "layer_s": "{:.2g} s to launch a layer",
+    "mfu": "{:.0%} of the matmul rate",
+    "expert_link_share": "with routed experts {:.1%} of the link",
+    "expert_mfu": "with routed experts {:.0%} of the matmul rate",
+    "memory": "working memory x {:.2f}",
+}
 
 
 class Efficiency(Frozen):
@@ -115,20 +125,15 @@ class Efficiency(Frozen):
         return self.model_copy(update={"link_share": link_share, "mfu": mfu})
 
     def describe(self) -> str:
-        """Return the factors in one line."""
-        rates = [f"{self.link_share:.1%} of the link"]
-        if self.hbm_share < 1:
-            rates.append(f"{self.hbm_share:.0%} of the GPU memory's bandwidth")
-        if self.unpack_share != RATES.unpacking:
-            rates.append(f"unpacking at {self.unpack_share:.0%} of the GPU memory's bandwidth")
-        if self.layer_s:
-            rates.append(f"{self.layer_s * 1e3:.2f} ms to launch a layer")
-        routed = [] if self.expert_link_share is None else [f"{self.expert_link_share:.1%} of the link"]
-        routed += [] if self.expert_mfu is None else [f"{self.expert_mfu:.0%} of the matmul rate"]
-        experts = f" (with routed experts {' and '.join(routed)})" if routed else ""
-        rates.append(f"{self.mfu:.0%} of the matmul rate{experts}")
+        """Return the factors that differ from the defaults, in one line."""
+        default = Efficiency()
+        shown = [
+            text.format(getattr(self, name))
+            for name, text in FACTORS.items()
+            if getattr(self, name) != getattr(default, name)
+        ]
         kinds = f" of {counted(len(self.errors), 'kind')} of loads" if self.errors else ""
-        return f"{', '.join(rates)}, working memory x {self.memory:.2f}, from {counted(self.points, 'point')}{kinds}"
+        return f"{', '.join(shown)}, from {counted(self.points, 'point')}{kinds}"
 
 
 LIMITS = Efficiency(link_share=1.0, mfu=1.0, perfect=True)
@@ -253,10 +258,7 @@ class Timing:
         return best
 
     def attention_bytes(self, kv: float) -> float:
-        """Return the bytes that attention to a KV cache reads and writes.
-
-        A cache in 8 bits is dequantised to the model's type, which is written and read, before products multiply it.
-        """
+        """Return the bytes that attention to a KV cache moves: one in 8 bits is dequantised first."""
         dequantised = self.placement.kv_ratio < 1 and not self.efficiency.perfect
         return kv + 2 * kv / self.placement.kv_ratio if dequantised else kv
 
@@ -297,8 +299,10 @@ class Timing:
         if not self.efficiency.perfect:
             return self._predicted(work)
         timing = self._at_coding_bound() if self.placement.wire_ratio < 1 else self
-        limits = timing._limits(work)
-        return _slowest(limits) if limits else Times()
+        if not (limits := timing._limits(work)):
+            return Times()
+        bound_by = max(limits, key=lambda bound: limits[bound])
+        return Times(seconds=limits[bound_by], bound_by=bound_by, limits=limits)
 
     def _over_link(self, work: _Work) -> int:
         """Return the bytes that a pass brings over the links."""
@@ -318,8 +322,7 @@ class Timing:
     def _weights_read(self, work: _Work) -> float:
         """Return the bytes of weights that are read from GPU memory.
 
-        A limit is that of weights read as they are stored, predictions unpack them first; only resident layers in a
-        pass of few tokens are multiplied from their codes.
+        A limit reads them as they are stored; predictions do so for resident layers in a pass of few tokens.
         """
         placement, model, sizes = self.placement, self.model, self._sizes
         embedding = model.vocab_size * model.hidden_size * model.dtype_bytes  # a look-up, unless it is the head, too
@@ -337,10 +340,7 @@ class Timing:
         return read + stay * model.routed_bytes * (pairs * times - model.touched_share(work.tokens))
 
     def _limits(self, work: _Work) -> dict[Bound, float]:
-        """Return the seconds at links, memories, disk and matrix products.
-
-        These are limits of physics, at the shares of an `Efficiency`; none if a rate is unknown.
-        """
+        """Return the seconds at links, memories, disk and matrix products; none if a rate is unknown."""
         placement, model, machine, gpus = self.placement, self.model, self.machine, self.placement.gpus
         efficiency, links, over_link = self._factors, self._links(), self._over_link(work)
         if machine.hbm_bandwidth is None or machine.matmul_flops is None or (over_link and links is None):
@@ -411,10 +411,9 @@ class Timing:
             if "link" in limits:
                 limits["link"] = contended
         bound: Bound = max(limits, key=lambda name: limits[name])
-        slowest, seconds = bound, limits[bound]
-        if placement.divided and "gather" in limits and limits.get("link", 0.0) + limits["gather"] > seconds:
-            seconds = limits.get("link", 0.0) + limits["gather"]
-            bound = "gather" if limits["gather"] > limits.get("link", 0.0) else "link"
+        slowest, seconds, link, gather = bound, limits[bound], limits.get("link", 0.0), limits.get("gather", 0.0)
+        if placement.divided and gather and link + gather > seconds:
+            seconds, bound = link + gather, "gather" if gather > link else "link"
         if queue > seconds:
             parts: tuple[Bound, ...] = ("hbm", "compute", "unpacking", "launch")
             seconds, bound = queue, max(parts, key=lambda name: limits.get(name, 0.0))
@@ -425,9 +424,7 @@ class Timing:
         if copies and not placement.overlapped:
             resident = self._weights_read(work) * sizes.stays / model.weight_bytes / (hbm * efficiency.hbm_share)
             seconds = max(seconds, copies + max(limits["compute"], limits["launch"], resident))
-        elif (
-            copies and tokens is None
-        ):  # a prefill waits for its first layer, or computes the last one after all copies
+        elif copies and tokens is None:  # a prefill waits for its first layer, or computes the last one after all
             seconds = max(seconds, max(copies, queue) + min(copies, queue) / model.num_layers)
         return Times(seconds=seconds, bound_by=bound, limits=limits)
 
@@ -447,8 +444,7 @@ class Timing:
     def _router_wait_s(self, links: float) -> float:
         """Return the seconds in which the link waits for routers.
 
-        In each layer these are its launches, the unpacking and reading of all but its experts, less the copy of these
-        for a later layer.
+        In each layer: launches, unpacking and reading of all but experts, less the copy of these for a later layer.
         """
         model, placement = self.model, self.placement
         dense = model.streamed_bytes - model.routed_bytes
@@ -491,8 +487,3 @@ def _bytes_between_products(model: ModelSpec, batch_size: int, length: int, eage
     token = (hidden * model.hidden_size + ffn) * model.dtype_bytes
     scores = model.num_heads * length * RATES.score_bytes.get(kernels, 0)
     return batch_size * length * (token + scores) * model.num_layers
-
-
-def _slowest(limits: dict[Bound, float]) -> Times:
-    bound_by = max(limits, key=lambda bound: limits[bound])
-    return Times(seconds=limits[bound_by], bound_by=bound_by, limits=limits)

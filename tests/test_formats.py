@@ -10,7 +10,7 @@ from zinfer.analysis import rates, reproduce
 from zinfer.checkpoint import quantization, resolve
 from zinfer.checkpoint.headers import CheckpointError
 from zinfer.checkpoint.quantization import scheme
-from zinfer.checkpoint.quantized_bytes import Quantization
+from zinfer.checkpoint.quantized_tensors import Quantization
 from zinfer.core.case import Case, Workload
 from zinfer.core.machine import Machine
 from zinfer.core.model import Matrix, ModelError, Weights

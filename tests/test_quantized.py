@@ -92,10 +92,7 @@ def test_checkpoints_of_modelopt(kind: str, separate: bool, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("name", "offload"),
-    [
-        ("stream", "cpu"),
-        *(pytest.param(name, "cpu", marks=pytest.mark.slow) for name in ("accelerate", "deepspeed")),
-    ],
+    [("stream", "cpu"), *(pytest.param(name, "cpu", marks=pytest.mark.slow) for name in ("accelerate", "deepspeed"))],
 )
 def test_engines_generate_from_quantised_weights(name: str, offload: Any, tmp_path: Path) -> None:
     """Tokens are those of a checkpoint with the dequantised weights."""

@@ -76,11 +76,9 @@ def empty_model(spec: ModelSpec) -> PreTrainedModel:
 
 
 def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """Return the decoder layers in depth order, and their name.
+    """Return the decoder layers in depth order, and their name. Raises ModelError if there are none.
 
-    Only lists of blocks that lie in no other list are considered. A list as long as the text model's depth comes before
-    others, then the list with most weights. Raises ModelError if there is none (the model is not a stack of decoder
-    layers).
+    Of the outermost lists of blocks, one as long as the text model's depth comes first, then the one with most weights.
     """
     stacks: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
@@ -94,11 +92,7 @@ def decoder_layers(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
 
 
 def measure(name: str, config: Mapping[str, Any]) -> Shape:
-    """Return the shape of the model that `config` describes.
-
-    Results are cached. Raises ModelError, with `name` in it, if transformers cannot build the model, or if it is no
-    stack of decoder layers with a KV cache or a recurrent state.
-    """
+    """Return the shape of the model that `config` describes. Raises ModelError, with `name` in it."""
     with _refusing(name):
         return _measure(json.dumps(config, sort_keys=True))
 
@@ -193,7 +187,7 @@ def _shape(
         num_heads=heads,
         num_kv_heads=kv_heads or heads,
         head_dim=head_dim,
-        ffn_size=_expert_width(routed, hidden) or _ffn_size(text, layers, hidden),
+        ffn_size=_expert_width(routed, hidden) or _first(text, CONFIG_KEYS["ffn_size"]) or 4 * hidden,
         vocab_size=embedding.shape[0],
         max_position=stretched(_first(text, CONFIG_KEYS["max_position"]), getattr(text, "rope_parameters", None) or {}),
         num_experts=num_experts,
@@ -203,10 +197,7 @@ def _shape(
 
 
 class MatrixFinder:
-    """Search for the matrices of layers that a format may store quantised.
-
-    They are the matrices of linear modules and of experts.
-    """
+    """Search for the matrices that a format may quantise: of linear modules and experts."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._merged: list[tuple[str, tuple[str, ...]]] = []  # end of a parameter's name, and of those merged into it
@@ -305,16 +296,6 @@ def _expert_width(routed: Iterable[list[nn.Module]], hidden: int) -> int:
     return max(widths)
 
 
-def _ffn_size(config: PreTrainedConfig, layers: Iterable[nn.Module], hidden: int) -> int:
-    """Return the inner width of the feed-forward network, configured or measured."""
-    configured = _first(config, CONFIG_KEYS["ffn_size"])
-    if configured is not None:
-        return configured
-    shapes = {tuple(parameter.shape) for layer in layers for parameter in layer.parameters() if parameter.dim() == 2}
-    both = [shape for shape in shapes if hidden in shape and shape[::-1] in shapes]
-    return max((sum(shape) - hidden for shape in both), default=4 * hidden)
-
-
 def _configured(architecture: str, config: Mapping[str, Any]) -> PreTrainedConfig:
     architecture = _SAME.get(architecture, architecture)
     # A copy: transformers writes into the nested settings (rotary scaling) that it receives.
@@ -359,10 +340,7 @@ def _causal(config: PreTrainedConfig, dtype: Dtype) -> PreTrainedModel:
 
 @contextmanager
 def building() -> Iterator[None]:
-    """Bound the building of a model in the ``with`` block.
-
-    Nothing is fetched from the hub; ModelError is raised for more than MAX_MODULES modules, which would take hours.
-    """
+    """Bound the building of a model: nothing is fetched, and ModelError ends more than MAX_MODULES modules."""
     count = 0
 
     def counted(_module: nn.Module, _name: str, _child: nn.Module | None) -> None:
@@ -463,10 +441,7 @@ class _Seen:
         return sum(tensor.numel() // _ROWS for _, name, tensor in self.tensors if not self.cached(name, tensor))
 
     def cache(self, longer: "_Seen | None") -> dict[str, Any]:
-        """Return the fields of a LayerSpec on its cache.
-
-        A `longer` pass tells a state from entries that are cached once for several tokens.
-        """
+        """Return the fields of a LayerSpec on its cache. A `longer` pass tells a state from slow growth."""
         grown, state = 0, self.constant
         if longer is not None:
             grown = ceil(max(0, longer.constant - state) / (longer.tokens - self.tokens))

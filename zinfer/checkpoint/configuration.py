@@ -7,6 +7,7 @@ has its own.
 """
 
 import math
+import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -25,27 +26,18 @@ _LIMITS = {"num_layers": (1, MAX_LAYERS), "hidden_size": (1, 1 << 20), "vocab_si
            "max_position": (-1, 1 << 40)}  # fmt: skip
 _BOUNDS = {name: _LIMITS.get(quantity, (0, 1 << 24)) for quantity, names in CONFIG_KEYS.items() for name in names}
 _DEPTHS = ("layers", "n_layer", "depth", "depths", "blocks", "num_stages")  # ends of names that count modules
-_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Fields that choose an implementation (of attention, of experts), and the implementations of transformers itself.
-_CHOOSES = frozenset(
-    f"{prefix}{part}_implementation{suffix}"
-    for prefix in ("", "_")
-    for part in ("attn", "experts")
-    for suffix in ("", "_internal")
-)
+_CHOOSES = re.compile(r"_?(attn|experts)_implementation(_internal)?")
 _IMPLEMENTATIONS = frozenset(
     {"None", "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "grouped_mm", "batched_mm"}
 )
 # Fields that name code or files of a repository, or switch them on.
-_CODE = frozenset(
-    {"auto_map", "custom_pipelines", "custom_generate", "use_kernels", "kernel_config", "trust_remote_code",
-     "use_pretrained_backbone", "use_timm_backbone", "backbone_kwargs"}
-)  # fmt: skip
-
+_CODE = re.compile(
+    "auto_map|custom_pipelines|custom_generate|use_kernels|kernel_config|trust_remote_code|use_pretrained_backbone"
+    "|use_timm_backbone|backbone_kwargs|.*_implementation(_internal)?"
+)
 # Labels of a classifier, which no language model has: transformers would make a text for each of num_labels.
 _LABELS = frozenset({"num_labels", "id2label", "label2id"})
-
-
 TokenId = Annotated[StrictInt, Field(ge=-1, lt=1 << 31)]
 
 
@@ -71,23 +63,18 @@ class CheckpointWarning(UserWarning):
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Return the configuration in the file `path`, as it is written.
-
-    Raises DocumentError, with file and field, if it cannot be read or believed; FileNotFoundError if it is missing.
-    """
+    """Return the configuration in the file `path`, as it is written. Raises DocumentError, FileNotFoundError."""
     return parse(read_bytes(path, MAX_BYTES), path)
 
 
 def parse(content: bytes, name: object) -> dict[str, Any]:
-    """Return the configuration that `content` holds, as it is written.
-
-    `name` is its file, for messages. Raises DocumentError as `read` does; warns of fields that are left out.
-    """
+    """Return the configuration that `content` of the file `name` holds. Raises DocumentError; warns of code."""
     config = parse_json(content, name, infinite=True, digits=DIGITS)
     if not isinstance(config, dict):
         raise DocumentError(f"{name} is not a JSON object")
     check(config, name)
-    if dropped := sorted({key for _, key, part in _fields(config) if part and _names_code(key)}):
+    code = {key for _, key, part in _fields(config) if part and _CODE.fullmatch(key)}
+    if dropped := sorted(key for key in code if not _CHOOSES.fullmatch(key)):
         warn(f"{name}: {', '.join(dropped)} left out: code of a checkpoint is never run")
     return config
 
@@ -95,8 +82,7 @@ def parse(content: bytes, name: object) -> dict[str, Any]:
 def check(config: Mapping[str, Any], name: object) -> None:
     """Raise DocumentError for a configuration that is not believed.
 
-    That is for a size out of bounds, for one of the wrong type among the fields that zinfer itself reads, and for an
-    implementation that is none of transformers' own. The message has `name`, field and fault.
+    That is for a size out of bounds, a wrong type among the fields that zinfer reads, and foreign implementations.
     """
     without_code(config, name)
     for path, key, part in _fields(config):
@@ -113,15 +99,14 @@ def check(config: Mapping[str, Any], name: object) -> None:
 def without_code(value: Mapping[str, Any], name: object) -> dict[str, Any]:
     """Return a configuration without fields that name code or a classifier's labels.
 
-    transformers would fetch a repository that is named as an implementation, and import it. Raises DocumentError, with
-    `name`, for an implementation that is none of transformers' own.
+    transformers would fetch and import a repository that is named as an implementation: this raises DocumentError.
     """
     for _, key, part in _fields(value):
-        named = () if key not in _CHOOSES else part.values() if isinstance(part, Mapping) else [part]
-        if unknown := [text for text in map(str, named) if text not in _IMPLEMENTATIONS]:
+        named = map(str, part.values() if isinstance(part, Mapping) else [part])
+        if _CHOOSES.fullmatch(key) and (unknown := [text for text in named if text not in _IMPLEMENTATIONS]):
             prefix = f"{name}: " if name else ""
             raise DocumentError(f"{prefix}{key} {unknown[0][:80]!r} names code that zinfer does not run; remove it")
-    kept: dict[str, Any] = without(value, lambda key: key in _CHOOSES or key in _LABELS or _names_code(key))
+    kept: dict[str, Any] = without(value, lambda key: key in _LABELS or _CODE.fullmatch(key) is not None)
     return kept
 
 
@@ -136,11 +121,6 @@ def without(value: Any, drop: Callable[[str], bool]) -> Any:
 
 def warn(message: str) -> None:
     warnings.warn(CheckpointWarning(message), stacklevel=3)
-
-
-def _names_code(key: str) -> bool:
-    named = key in _CODE or key.endswith(("_implementation", "_implementation_internal"))
-    return named and key not in _CHOOSES
 
 
 def _fields(value: Any, outer: str = "") -> Iterator[tuple[str, str, Any]]:

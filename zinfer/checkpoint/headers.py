@@ -26,7 +26,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 MODELOPT = "hf_quant_config.json"
 QUANTIZATION = ("quantization_config", "compression_config")  # fields of a configuration
 MAX_HEADER = 100 << 20  # the limit of the reference implementation
-_PICKLED = ("*.bin", "*.pt", "*.pth")
+_PICKLED = (".bin", ".pt", ".pth")
 ADAPTER = "adapter_config.json"
 _MERGE = "merge it into its base model first (merge_and_unload of peft) and give that folder"
 _INSTEAD = "give the folder or the hub id of the model in safetensors, or run the GGUF file with llama.cpp"
@@ -56,6 +56,10 @@ class TensorInfo(NamedTuple):
     start: int
     end: int
 
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.start
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -71,17 +75,24 @@ class Checkpoint:
     sources: tuple[Path, ...] = ()
 
     @classmethod
-    def open(cls, directory: Path) -> "Checkpoint":
-        """Read the headers under `directory`. Raises CheckpointError for the first fault found."""
-        if (kind := unsupported_kind(directory)) is not None:
+    def open(cls, path: Path, bare: bool = False) -> "Checkpoint":
+        """Read the headers in a folder. Raises CheckpointError for the first fault found.
+
+        With `bare` it may have no weights, or be a config.json.
+        """
+        if bare and not path.is_dir():
+            return cls(path.parent, _config(path), {})
+        if (kind := unsupported_kind(path)) is not None:
             raise CheckpointError(kind)
-        config = _config(directory / "config.json", "it is not a checkpoint folder without it")
-        sources = weight_source_files(directory, config.get("transformers_weights"))
-        if not sources:
-            pickled = next((path.name for pattern in _PICKLED for path in sorted(directory.glob(pattern))), None)
-            hint = f"; {pickled} is pickled and is not read: convert it to safetensors" if pickled else ""
-            raise CheckpointError(f"{directory} holds no {SINGLE} and no {INDEX}{hint}")
-        return cls(directory, config, _tensors(sources[0]), sources)
+        config = _config(path / "config.json", "it is not a checkpoint folder without it")
+        sources = weight_source_files(path, config.get("transformers_weights"))
+        if sources:
+            return cls(path, config, _tensors(sources[0]), sources)
+        others = sorted(file.name for file in path.iterdir() if file.suffix in _PICKLED)
+        if bare and not (others or any(path.glob("*.safetensors"))):
+            return cls(path, config, {})
+        hint = f"; {others[0]} is pickled and is not read: convert it to safetensors" if others else ""
+        raise CheckpointError(f"{path} holds no {SINGLE} and no {INDEX}{hint}")
 
     @classmethod
     def of_file(cls, file: Path) -> "Checkpoint":
@@ -122,25 +133,14 @@ def unsupported_kind(path: Path) -> str | None:
     names = {file.name for file in path.iterdir()}
     if ADAPTER in names and ("config.json" not in names or any(name.startswith("adapter_model.") for name in names)):
         return f"{path} is an adapter (LoRA or another kind of peft), or holds one beside a model: {_MERGE}"
-    weights = {Path(name).suffix for name in names} & {".gguf", ".safetensors", ".bin", ".pt", ".pth"}
+    weights = {Path(name).suffix for name in names} & {".gguf", ".safetensors", *_PICKLED}
     return f"{path} holds GGUF files only, which zinfer does not read: {_INSTEAD}" if weights == {".gguf"} else None
-
-
-def weightless_config(path: Path) -> Mapping[str, Any] | None:
-    """Return the configuration in `path` if no weights lie next to it. Raises CheckpointError."""
-    if not path.is_dir():
-        return _config(path)
-    weights = (SINGLE, INDEX, "*.safetensors", "*.gguf", ADAPTER, *_PICKLED)
-    if not os.path.lexists(path / "config.json") or any(next(path.glob(pattern), None) for pattern in weights):
-        return None
-    return _config(path / "config.json")
 
 
 def weight_source_files(directory: Path, named: object = None) -> tuple[Path, ...]:
     """Return the files that say where weights are, in transformers' order.
 
-    These are the file that the configuration has `named`, one file with all weights, an index of shards. Raises
-    CheckpointError where `named` is no such file in the folder.
+    The configuration may have `named` one. Raises CheckpointError where that is no such file in the folder.
     """
     first = [] if named is None else [_inside(directory, str(named), "config.json")]
     others = [directory / name for name in (SINGLE, INDEX) if os.path.lexists(directory / name)]
@@ -224,11 +224,7 @@ def _tensors(source: Path) -> dict[str, TensorInfo]:
 
 
 def _read_header(file: Path) -> dict[str, TensorInfo]:
-    """Return the tensors of a safetensors file.
-
-    Raises CheckpointError where the library finds that its header breaks a rule of the format: known types, sizes that
-    follow from type and shape, data one after the other from 0 to the end.
-    """
+    """Return the tensors of a safetensors file. Raises CheckpointError where the library refuses its header."""
     from safetensors import SafetensorError, safe_open
 
     try:

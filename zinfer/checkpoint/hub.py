@@ -62,10 +62,7 @@ def _explained(hub_id: str) -> Iterator[None]:
 
 
 def config_of(reference: str) -> dict[str, Any]:
-    """Return the config.json of the hub's model `reference` (``owner/name`` or ``owner/name@revision``).
-
-    Raises ModelError, in one line, if it cannot be fetched or read.
-    """
+    """Return the config.json of ``owner/name`` or ``owner/name@revision``. Raises ModelError."""
     hub_id, revision = split(reference)
     with _explained(hub_id):
         from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
@@ -84,8 +81,7 @@ def config_of(reference: str) -> dict[str, Any]:
 def download(reference: str) -> Path:
     """Return the folder of a complete local snapshot, downloading what is missing.
 
-    A snapshot that is complete is used as it is, and the network is not asked for a newer one. Raises ModelError, in
-    one line, if files cannot be fetched, or if the repository holds no safetensors.
+    One that is complete is used as it is. Raises ModelError if files cannot be fetched, or without safetensors.
     """
     if (folder := cached(reference)) is not None:
         return folder
@@ -101,10 +97,7 @@ def download(reference: str) -> Path:
 
 
 def cached(reference: str) -> Path | None:
-    """Return the folder of a complete local snapshot, if there is one.
-
-    It has the configuration and every shard. The network is never used.
-    """
+    """Return the folder of a complete local snapshot, if any. The network is not used."""
     hub_id, revision = split(reference)
     try:
         from huggingface_hub import errors, snapshot_download

@@ -1,8 +1,7 @@
 """Quantisation schemes: the settings that zinfer reads from a checkpoint, and its own.
 
-`zinfer.checkpoint.quantized_tensors` finds the stored tensors of a weight, `zinfer.checkpoint.quantized_bytes` tells
-from the settings alone which matrices are quantised. Sources: the quantisers of transformers (fp8, mxfp4, gptq, awq),
-the formats of the library compressed-tensors, and the checkpoints that NVIDIA's ModelOpt exports.
+`zinfer.checkpoint.quantized_tensors` finds the stored tensors. Sources: the quantisers of transformers (fp8, mxfp4,
+gptq, awq), the formats of the library compressed-tensors, and the checkpoints that NVIDIA's ModelOpt exports.
 """
 
 import re
@@ -29,10 +28,7 @@ STORED_DTYPES = {dtype: stored for stored, dtype in DTYPE_NAMES.items()}
 
 
 def settings_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the quantisation settings in `config`, if it has some.
-
-    Raises ModelError, without the model's name, for settings that zinfer does not read.
-    """
+    """Return the quantisation settings in `config`, if it has some. Raises ModelError for those not read."""
     parts = (config, text_config(config))
     settings = next((part[key] for part in parts for key in QUANTIZATION if part.get(key)), None)
     if settings is None:
@@ -86,8 +82,7 @@ def groups_of(settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def scheme(weights: Scheme, group_size: int | None = None) -> dict[str, Any]:
     """Return the quantization_config of a format that zinfer makes; all are symmetric.
 
-    int4 has groups of `group_size` values, by default 128, or of the largest of `GROUP_SIZES` that divides a row; int8
-    and fp8 (e4m3) have a scale a row.
+    int4 has groups of `group_size` values; int8 and fp8 (e4m3) have a scale a row.
     """
     bits, kind, layout, strategy = {
         "int4": (4, "int", "pack-quantized", "group"),

@@ -1,16 +1,20 @@
-"""Quantised tensors: which stored tensors make a weight, from headers alone.
+"""Quantised tensors: which stored tensors make a weight, from headers or from a configuration alone.
 
 A quantised weight is stored as codes of 4 or 8 bits and scales, under names of their own. `quantized_weights` finds
 them by these names, in the formats of a checkpoint's `quantization_config`; every tensor with codes must have all that
-belongs to it, in the shapes that follow from each other. `zinfer.engine.quantization.dequantize` does the arithmetic.
+belongs to it, in the shapes that follow from each other. `Quantization` tells them from the configuration alone.
+`zinfer.engine.quantization.dequantize` does the arithmetic.
 """
 
-from collections.abc import Collection, Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
 from math import ceil, prod
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from zinfer.checkpoint.headers import CheckpointError, TensorInfo
-from zinfer.checkpoint.quantization import FP8, STORED_DTYPES, groups_of, settings_of
+from zinfer.checkpoint.quantization import FP8, STORED_DTYPES, group_size, groups_of, settings_of
+from zinfer.core.model import DTYPE_BYTES, LayerSpec, Matrix, ModelError, text_config
 
 Format = Literal[
     "fp8", "int", "fp8 or int8", "nvfp4", "mxfp4", "mxfp4 experts", "gptq", "awq", "modelopt fp8", "modelopt nvfp4"
@@ -19,6 +23,7 @@ Format = Literal[
 ACTIVATIONS = (".input_scale", ".activation_scale", ".input_global_scale", ".input_zero_point", ".k_scale", ".v_scale")
 EIGHT_BITS = {FP8, "F8_E5M2", "I8"}
 FLOATS = {"F32", "F16", "BF16"}
+MAX_PATTERN = 300  # characters of a pattern of modules
 POWERS = {"U8", "F8_E8M0"}  # exponents of two
 ROLES = {"zeros": "zero points", "order": "groups of columns", "global": "global scale"}  # in messages
 
@@ -47,10 +52,7 @@ class QuantizedWeight(NamedTuple):
 
 
 class TensorFinder:
-    """Search of quantised weights among `tensors` by one method's names.
-
-    `shape` is that of the only weight, where the tensors have no data.
-    """
+    """Search of quantised weights by names. `shape` is that of the only weight, of tensors without data."""
 
     def __init__(
         self,
@@ -108,10 +110,7 @@ class TensorFinder:
         return {role: name}
 
     def _grid(self, scale: str, shape: tuple[int, ...], block: Any = None) -> tuple[int, int]:
-        """Return the rows and columns of a weight that share a scale.
-
-        The last blocks may be cut if `block` gives their size. Raises CheckpointError where the shapes do not fit.
-        """
+        """Return the rows and columns that share a scale. The last blocks may be cut if `block` gives their size."""
         size = self.tensors[scale].shape
         if len(size) == 4 and len(shape) == 2 and size[1] == size[3] == 1:  # blocks of ModelOpt
             size = (size[0], size[2])
@@ -245,11 +244,10 @@ class TensorFinder:
 def quantized_weights(
     tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], dtype: str = "bfloat16"
 ) -> tuple[dict[str, QuantizedWeight], set[str]]:
-    """Return the quantised weights among `tensors`, and the names not needed.
+    """Return the quantised weights by name, and the stored names not needed.
 
-    Weights are by the names of what they stand for; not needed are scales of activations. `dtype` is the type of the
-    model. Raises ModelError as `settings_of` does, CheckpointError for codes without scales, and for tensors that do
-    not fit each other.
+    `dtype` is the type of the model. Raises ModelError as `settings_of` does, CheckpointError for codes without
+    scales, and for tensors that do not fit each other.
     """
     settings = settings_of(config)
     if settings is None:
@@ -270,11 +268,7 @@ def quantized_weights(
 def unquantized(
     tensors: Mapping[str, TensorInfo], config: Mapping[str, Any], dtype: str = "bfloat16"
 ) -> dict[str, TensorInfo]:
-    """Return the tensors of a checkpoint as if it was not quantised.
-
-    Names, shapes and types are those of the weights, bytes those of the codes. Raises the errors of
-    `quantized_weights`.
-    """
+    """Return the tensors of a checkpoint as if it was not quantised; bytes are those of the codes."""
     weights, left_out = quantized_weights(tensors, config, dtype)
     parts = {name for weight in weights.values() for name in weight.parts.values()}
     gone = left_out | parts | {f"{name}_shape" for name in weights}
@@ -292,3 +286,220 @@ def _integers(info: TensorInfo) -> tuple[int, ...]:
         content = stream.read(min(64, info.end - info.start))
     numbers = (content[at : at + size] for at in range(0, len(content), size))
     return tuple(int.from_bytes(number, "little", signed=True) for number in numbers)
+
+
+class Quantization:
+    """Quantisation of a model's matrices by its `config`. Raises ModelError, without the model's name."""
+
+    def __init__(self, config: Mapping[str, Any], dtype: str) -> None:
+        self._settings: Mapping[str, Any] = settings_of(config) or {}
+        self._method = method = str(self._settings.get("quant_method", ""))
+        self._model_dtype, self._dtype = dtype, STORED_DTYPES[dtype]
+        # DeepSeek V4 names the format of its routed experts beside quantization_config, V4.1 in it.
+        self._fp4_experts = "fp4" in (self._settings.get("expert_dtype"), text_config(config).get("expert_dtype"))
+        keys = {"compressed-tensors": ("ignore",), "modelopt": ("exclude_modules", "ignore")}
+        kept = [name for key in keys.get(method, ("modules_to_not_convert",)) for name in _names(self._settings, key)]
+        if method == "modelopt":  # names of modules that may have *, and hold others
+            kept = ["re:" + re.escape(name).replace(r"\*", ".*") + r"(?:\.|$)" for name in kept]
+        self._kept = _modules(kept, method)
+        groups = groups_of(self._settings)
+        self._groups = [(_modules(_names(group, "targets"), method), group) for group in groups]
+        if self._settings.get("dynamic") or self._settings.get("modules_in_block_to_quantize"):
+            raise ModelError(
+                "its quantization_config names single modules (dynamic, or modules_in_block_to_quantize), whose bytes "
+                "only the weights tell: give the folder of a download"
+            )
+
+    def headers(self, matrix: Matrix, module: str) -> dict[str, TensorInfo] | None:
+        """Return the tensors that `matrix` is stored in, if it is quantised.
+
+        `module` is its whole name. The tensors are those of one expert if each has its own.
+        """
+        rows, columns, name = matrix.rows, matrix.columns, f"{module}.weight"
+        together = bool(matrix.experts) and "*" not in matrix.name
+        if not self._method or 0 in (rows, columns) or together != (self._method == "mxfp4") or self._kept(module):
+            return None
+        if self._method == "mxfp4":
+            grid = (matrix.experts, rows, columns // 32)
+            blocks = {f"{module}_blocks": _stored("U8", (*grid, 16)), f"{module}_scales": _stored("U8", grid)}
+            return None if columns % 32 else blocks
+        if self._method == "modelopt":
+            return self._modelopt(module, rows, columns)
+        if self._method == "fp8":
+            if self._fp4_experts and matrix.experts:
+                return _four_bits(rows, columns, name, f"{name}_scale_inv", kinds=("I8", "F8_E8M0"))
+            return self._fp8(name, rows, columns)
+        if self._method == "compressed-tensors":
+            group = next((group for targets, group in self._groups if targets(module)), None)
+            return None if group is None else self._compressed(name, rows, columns, group)
+        return self._columns(module, rows, columns)
+
+    def weight(self, matrix: Matrix, module: str) -> tuple[QuantizedWeight, dict[str, TensorInfo]] | None:
+        """Return how `matrix` is stored quantised, and its tensors by role."""
+        headers = self.headers(matrix, module)
+        if headers is None:
+            return None
+        finder = TensorFinder(headers, self._settings, self._model_dtype, (matrix.rows, matrix.columns))
+        (weight,) = finder.weights()
+        return weight, {role: headers[name] for role, name in weight.parts.items()}
+
+    def _fp8(self, name: str, rows: int, columns: int) -> dict[str, TensorInfo]:
+        block = self._settings.get("weight_block_size", [128, 128])
+        shape = (1,) if block is None else _blocks(rows, columns, block, "weight_block_size")
+        headers = {name: _stored("F8_E4M3", (rows, columns)), f"{name}_scale_inv": _stored("F32", shape)}
+        if self._settings.get("activation_scheme") == "static":
+            headers[f"{name.removesuffix('weight')}activation_scale"] = _stored("F32", (1,))
+        return headers
+
+    def _compressed(self, name: str, rows: int, columns: int, group: Mapping[str, Any]) -> dict[str, TensorInfo] | None:
+        given, layout = group["weights"], str(group.get("format") or self._settings.get("format"))
+        if layout == "dense":
+            return None
+        if layout in ("nvfp4-pack-quantized", "mxfp4-pack-quantized"):
+            whole = f"{name}_global_scale" if layout.startswith("nv") else ""
+            return _four_bits(rows, columns, f"{name}_packed", f"{name}_scale", whole)
+        bits = _whole(given.get("num_bits", 8), "num_bits")
+        strategy, grid = given.get("strategy"), (rows, 1)
+        if strategy == "group":
+            if not (size := group_size(columns, _whole(given.get("group_size"), "group_size"))):
+                return None
+            grid = (rows, columns // size)
+        elif strategy == "block":
+            grid = _blocks(rows, columns, given.get("block_structure"), "block_structure")
+        scale = _stored(self._dtype, (1,) if strategy == "tensor" else grid)
+        zeros = not given.get("symmetric", True)
+        if layout == "pack-quantized":
+            if bits not in (4, 8):
+                raise ModelError(f"its weights have {bits} bits by compressed-tensors: zinfer reads 4 and 8")
+            packed = {
+                f"{name}_packed": _stored("I32", (rows, ceil(columns * bits / 32))),
+                f"{name}_scale": scale,
+                f"{name}_shape": _stored("I64", (2,)),
+            }
+            if zeros:
+                packed[f"{name}_zero_point"] = _stored("I32", (ceil(rows * bits / 32), grid[1]))
+            if given.get("actorder") == "group":
+                packed[f"{name}_g_idx"] = _stored("I32", (columns,))
+            return packed
+        kind = "F8_E4M3" if layout == "float-quantized" or given.get("type") == "float" else "I8"
+        headers = {name: _stored(kind, (rows, columns)), f"{name}_scale": scale}
+        return headers | ({f"{name}_zero_point": _stored(kind, scale.shape)} if zeros else {})
+
+    def _modelopt(self, module: str, rows: int, columns: int) -> dict[str, TensorInfo] | None:
+        algorithm, layers = self._settings.get("quant_algo"), self._settings.get("quantized_layers")
+        if str(algorithm).upper() == "MIXED_PRECISION":
+            layer = layers.get(module) if isinstance(layers, Mapping) else None
+            if not isinstance(layer, Mapping):
+                return None
+            algorithm = layer.get("quant_algo")
+        name, kind = f"{module}.weight", str(algorithm).upper()
+        if kind in ("NVFP4", "W4A16_NVFP4"):
+            return _four_bits(rows, columns, name, f"{name}_scale", f"{name}_scale_2")
+        grids = {
+            "FP8": (),
+            "FP8_PER_CHANNEL_PER_TOKEN": (rows,),
+            "MXFP8": (rows, columns // 32),
+            "FP8_PB_WO": (ceil(rows / 128), 1, ceil(columns / 128), 1),
+        }
+        if kind not in grids or (kind == "MXFP8" and columns % 32):
+            return None
+        scale = _stored("U8" if kind == "MXFP8" else "F32", grids[kind])
+        return {name: _stored("F8_E4M3", (rows, columns)), f"{name}_scale": scale}
+
+    def _columns(self, module: str, rows: int, columns: int) -> dict[str, TensorInfo] | None:
+        size, gptq, per_word = (
+            self._settings.get("group_size", 128),
+            self._method == "gptq",
+            32 // self._settings["bits"],
+        )
+        groups = 1 if size == -1 else ceil(columns / _whole(size, "group_size"))
+        if (columns if gptq else rows) % per_word:
+            return None
+        headers = {
+            f"{module}.qweight": _stored("I32", (columns // per_word, rows) if gptq else (columns, rows // per_word)),
+            f"{module}.qzeros": _stored("I32", (groups, ceil(rows / per_word))),
+            f"{module}.scales": _stored("F16", (groups, rows)),
+        }
+        return headers | ({f"{module}.g_idx": _stored("I32", (columns,))} if gptq else {})
+
+
+def stored_ratios(
+    layers: tuple[LayerSpec, ...], stack: str, config: Mapping[str, Any], dtype: str
+) -> tuple[float, float]:
+    """Return bytes stored, and bytes of FP8 codes, over dense bytes. Raises ModelError."""
+    if settings_of(config) is None:
+        return 1.0, 0.0
+    rules, size, fp8 = Quantization(config, dtype), DTYPE_BYTES[dtype], 0
+    stored = whole = sum(layer.parameters for layer in layers) * size
+    for index, layer in enumerate(layers):
+        for matrix in layer.matrices:
+            headers = rules.headers(matrix, f"{stack}.{index}.{matrix.name.replace('*', '0')}")
+            if headers is not None:
+                times, codes = matrix.experts if "*" in matrix.name else 1, _stored(FP8, (matrix.rows, matrix.columns))
+                stored += times * sum(header.nbytes for header in headers.values()) - matrix.numel * size
+                fp8 += times * sum(header.nbytes for header in headers.values() if header == codes)
+    return min(1.0, stored / whole), fp8 / whole
+
+
+def _stored(dtype: str, shape: tuple[int, ...]) -> TensorInfo:
+    """Return a stored tensor that a configuration tells of."""
+    bits = int(dtype.partition("_")[0].lstrip("BFIU"))
+    return TensorInfo(Path("config.json"), dtype, shape, 0, prod(shape) * bits // 8)
+
+
+def _names(settings: Mapping[str, Any], key: str) -> list[str]:
+    names = settings.get(key) or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ModelError(f"quantization_config.{key} is no list of names")
+    return names
+
+
+def _four_bits(
+    rows: int, columns: int, codes: str, scale: str, whole: str = "", kinds: tuple[str, str] = ("U8", "U8")
+) -> dict[str, TensorInfo] | None:
+    """Return the tensors of 4-bit floats. With `whole`, the scales have one scale."""
+    size = 16 if whole else 32
+    if columns % size:
+        return None
+    headers = {codes: _stored(kinds[0], (rows, columns // 2))}
+    headers[scale] = _stored("F8_E4M3" if whole else kinds[1], (rows, columns // size))
+    return headers | ({whole: _stored("F32", ())} if whole else {})
+
+
+def _blocks(rows: int, columns: int, block: Any, field: str) -> tuple[int, int]:
+    """Return the number of blocks along rows and columns. Raises ModelError."""
+    if not isinstance(block, list) or len(block) != 2:
+        raise ModelError(f"quantization_config.{field} is no pair of numbers")
+    return ceil(rows / _whole(block[0], field)), ceil(columns / _whole(block[1], field))
+
+
+def _whole(value: Any, field: str) -> int:
+    if type(value) is not int or not 0 < value <= 1 << 31:
+        raise ModelError(f"quantization_config.{field}: {str(value)[:40]!r} is no whole number from 1 on")
+    return value
+
+
+def _modules(names: list[str], method: str) -> Callable[[str], bool]:
+    """Return a test of linear modules by `names`, as `method` means them."""
+    if method == "awq":
+        return lambda module: any(name in module for name in names)
+    if method in ("compressed-tensors", "modelopt"):
+        whole = frozenset(names)
+        patterns = [_pattern(name[3:]) for name in names if name.startswith("re:")]
+        return lambda module: module in whole or "Linear" in whole or any(text.match(module) for text in patterns)
+    # transformers: a name from the start up to the end of a module's, or the end of a name
+    patterns = [_pattern(rf"(?:{name})(?:(?<=\.)|(?=\.|$))") for name in names if not re.fullmatch(r"[\w.]+", name)]
+    return lambda module: (
+        any(module.endswith(name) or module.startswith(f"{name}.") for name in names)
+        or any(text.match(module) for text in patterns)
+    )
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    """Compile a pattern of modules. Raises ModelError for one that is none, or that might take long to match."""
+    try:
+        if len(text) > MAX_PATTERN or re.search(r"\)[*+{]", text):
+            raise re.error("too complex")
+        return re.compile(text)
+    except (re.error, OverflowError) as error:
+        raise ModelError(f"quantization_config: {text[:60]!r} is no pattern of modules: {error}") from None

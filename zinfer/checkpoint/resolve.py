@@ -19,15 +19,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast, get_args
 
-from zinfer.checkpoint import hub, quantization, quantized_bytes, quantized_tensors
-from zinfer.checkpoint.headers import (
-    DTYPE_NAMES,
-    Checkpoint,
-    CheckpointError,
-    is_ignored_tensor,
-    unsupported_kind,
-    weightless_config,
-)
+from zinfer.checkpoint import hub, quantization, quantized_tensors
+from zinfer.checkpoint.headers import DTYPE_NAMES, Checkpoint, CheckpointError, is_ignored_tensor, unsupported_kind
 from zinfer.core.errors import did_you_mean, environment_error
 from zinfer.core.model import LAYER_INDEX, Dtype, LayerSpec, ModelError, ModelSpec, Shape, Weights, text_config
 from zinfer.system import atomic
@@ -37,11 +30,10 @@ from zinfer.system.documents import read_bytes
 def resolve(
     reference: str, dtype: Dtype | None = None, layers: int | None = None, weights: Weights = "as-released"
 ) -> ModelSpec:
-    """Return the model of a reference.
+    """Return the model of a reference, its layers in the format `weights`.
 
     A reference is a name or a hub id of the catalogue (`catalogue_name`), a checkpoint folder, a config.json, or
-    another Hugging Face hub id. The decoder layers have `weights` as their format. Raises ModelError, in one line, for
-    anything else.
+    another Hugging Face hub id. Raises ModelError, in one line, for anything else.
     """
     if not reference:
         raise ModelError("--model is empty; `zinfer plan --list models` lists the catalogue")
@@ -73,11 +65,7 @@ def resolve(
 
 
 def with_weights(spec: ModelSpec, weights: Weights) -> ModelSpec:
-    """Return the model with its layers' weights in another format.
-
-    Its `config` describes that then. Raises ModelError for weights that are released quantised, and for a model without
-    a matrix that could be.
-    """
+    """Return the model with weights, and `config`, in another format. Raises ModelError."""
     if weights == "as-released":
         return spec
     if quantization.settings_of(spec.config) is not None or spec.stored_ratio < 1:
@@ -103,10 +91,9 @@ def catalogue_names() -> tuple[str, ...]:
 
 
 def catalogue_name(reference: str) -> str | None:
-    """Return the catalogue's name of a model; None for a model that it lacks.
+    """Return the catalogue's name for a reference in any case.
 
-    `reference` is that name, or the hub id, in letters of any case. A file or folder of that name comes before a hub
-    id, and before a name in other letters.
+    A file or folder of that name comes before a hub id, and before a name in other letters.
     """
     if reference in _catalogue():
         return reference
@@ -157,29 +144,21 @@ def _shapes() -> dict[str, Any]:
 
 
 def from_directory(path: Path) -> ModelSpec:
-    """Return the spec of a checkpoint folder or a config.json.
-
-    No weights are read. Raises ModelError if there is no usable `config.json`, or if the weights are not safetensors.
-    """
+    """Return the spec of a checkpoint folder or a config.json, from headers. Raises ModelError."""
     name = str(path)
     _require_torch(name)
     try:
-        bare = weightless_config(path)
-        checkpoint = Checkpoint.open(path) if bare is None else None
-    except CheckpointError as error:
-        raise error.converted(ModelError) from None
-    if checkpoint is None:
-        assert bare is not None
-        return from_config(name, bare, dtype=_supported(name, dtype_of(bare)))
-    config = checkpoint.config
-    try:
+        checkpoint = Checkpoint.open(path, bare=True)
+        config = checkpoint.config
         stored = quantized_tensors.unquantized(checkpoint.tensors, config, dtype_of(config))
     except CheckpointError as error:
         raise error.converted(ModelError) from None
     except ModelError as error:
         raise ModelError(f"{name}: {error}") from None
+    if not stored:
+        return from_config(name, config, dtype=_supported(name, dtype_of(config)))
     weights = {tensor: info for tensor, info in stored.items() if not is_ignored_tensor(tensor)}
-    largest = max(weights.values(), key=lambda info: info.end - info.start)
+    largest = max(weights.values(), key=lambda info: info.nbytes)
     dtype = _supported(name, dtype_of(config, DTYPE_NAMES.get(largest.dtype, largest.dtype)))
     spec = _measured(name, config, directory=name, dtype=dtype)
     present = {_layer(tensor) for tensor in weights} - {None}
@@ -189,7 +168,7 @@ def from_directory(path: Path) -> ModelSpec:
     if stored.keys() == checkpoint.tensors.keys():
         return spec
     sizes = {
-        tensor: info.end - info.start
+        tensor: info.nbytes
         for tensor, info in checkpoint.tensors.items()
         if _layer(tensor) in range(spec.num_layers) and not is_ignored_tensor(tensor)
     }
@@ -209,29 +188,19 @@ def _layer(tensor: str) -> int | None:
 
 
 def from_hub(hub_id: str) -> ModelSpec:
-    """Return the spec of a hub's model from its config.json alone.
-
-    Raises ModelError, in one line, if the configuration cannot be fetched or transformers does not know the model.
-    """
+    """Return the spec of a hub's model from its config.json alone. Raises ModelError."""
     config = hub.config_of(hub_id)
     dtype = dtype_of(config)
     return from_config(hub_id, config, dtype=dtype if dtype in get_args(Dtype) else "bfloat16", hub_id=hub_id)
 
 
 def from_config(name: str, config: Mapping[str, Any], **others: Any) -> ModelSpec:
-    """Return the spec of the model that `config` describes.
-
-    Its bytes are those of the format that `config` names. Raises ModelError, with `name` in it, for a format that
-    zinfer does not read, and as `_measured` does.
-    """
+    """Return the spec of the model that `config` describes. Raises ModelError."""
     return _with_stored_ratio(_measured(name, config, **others))
 
 
 def _measured(name: str, config: Mapping[str, Any], **others: Any) -> ModelSpec:
-    """Return the spec of a configuration, measured by `transformers`.
-
-    Raises ModelError, with `name` in it, if `config` is not that of a decoder-only model, or without torch.
-    """
+    """Return the spec of a configuration, measured by `transformers`. Raises ModelError, with `name` in it."""
     if not config.get("model_type"):
         raise ModelError(
             f"{name}: config.json has no model_type, so it is no configuration of transformers: take the model's "
@@ -270,7 +239,7 @@ def _spec(name: str, config: Mapping[str, Any], shape: Shape, **others: Any) -> 
 def _with_stored_ratio(spec: ModelSpec) -> ModelSpec:
     """Return `spec` with the ratios of the format that its `config` names. Raises ModelError for an unknown format."""
     try:
-        stored, fp8 = quantized_bytes.stored_ratios(spec.layers, spec.stack, spec.config, spec.dtype)
+        stored, fp8 = quantized_tensors.stored_ratios(spec.layers, spec.stack, spec.config, spec.dtype)
     except ModelError as error:
         raise ModelError(f"{spec.name}: {error}") from None
     return spec.model_copy(update={"stored_ratio": stored, "fp8_ratio": fp8})

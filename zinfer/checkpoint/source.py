@@ -36,11 +36,10 @@ def find(
     weights: Weights = "as-released",
     draft: str | None = None,
 ) -> Source:
-    """Find the model of `reference` and its weights.
+    """Find the model of `reference` and its weights, in the format `weights`. Raises ModelError or CheckpointError.
 
-    Weights load in the format `weights`. With ``auto`` they are real if they are on this machine, and dummy otherwise,
-    unless `fetch` allows a download. `draft` is the reference of a model that drafts for it, whose weights are of the
-    same kind. Raises ModelError or CheckpointError, in one line.
+    With ``auto`` they are real if they are on this machine, and dummy otherwise, unless `fetch` allows a download.
+    `draft` is the reference of a model that drafts for it, whose weights are of the same kind.
     """
     spec = resolve(reference, dtype, layers, weights)
     if load_format != "dummy" and spec.directory is None and spec.hub_id is not None:
@@ -60,10 +59,7 @@ def find(
 
 
 def revision_of(spec: ModelSpec, load_format: LoadFormat) -> str:
-    """Return the fingerprint that tells two models of one name apart.
-
-    It is the checkpoint's, with the format that its weights are given; for dummy weights the configuration's.
-    """
+    """Return the fingerprint that tells two models of one name apart; dummy weights have their config's."""
     if load_format == "dummy":
         return "dummy-" + hashlib.sha256(config_text(spec).encode()).hexdigest()[:10]
     if not spec.directory:

@@ -79,10 +79,9 @@ def require(directory: Path) -> None:
 def end_tokens(
     directory: Path | None, config: Mapping[str, Any], tokenizer_end: int | None, vocab_size: int
 ) -> dict[int, str]:
-    """Return the tokens that end a text, with their sources.
+    """Return the tokens that end a text, with their sources. Raises ModelError.
 
-    `generation_config.json`, the model's `config` and the tokenizer often differ in a chat model, which may write any
-    of their tokens. Raises ModelError for a file that cannot be read or believed.
+    The sources often differ in a chat model, which may write any of their tokens.
     """
     sources: dict[int, list[str]] = {}
     given = config.get("eos_token_id")
@@ -107,10 +106,9 @@ def _generation_ends(directory: Path | None) -> list[Any]:
 
 
 def chat_template(directory: Path | None, wanted: str | None = None) -> ChatTemplate:
-    """Return the chat template `wanted`, by default the checkpoint's.
+    """Return the chat template `wanted`, by default the checkpoint's. Raises ModelError.
 
-    `wanted` is a name among the checkpoint's, or a file. Raises ModelError if there is no such template, or a file
-    cannot be read or believed.
+    `wanted` is a name among the checkpoint's, or a file.
     """
     templates = {}
     if directory is not None:
@@ -165,10 +163,7 @@ def files(directory: Path) -> list[Path]:
 
 @contextmanager
 def cleaned(directory: Path, is_tokenizer: Callable[[str], bool]) -> Iterator[Path]:
-    """Provide a temporary folder to load the tokenizer of `directory` from safely.
-
-    `is_tokenizer` tells whether a name is that of a tokenizer class. Raises ModelError as `require` does.
-    """
+    """Provide a temporary folder to load the tokenizer of `directory` from safely. Raises ModelError."""
     with _explained(directory):
         documents, vocabularies = _read(directory, is_tokenizer)
     with scratch.folder(Path(tempfile.gettempdir()), "tokenizer") as owned:

@@ -27,16 +27,12 @@ class Allowances:
 
     context_bytes: int = 600 << 20  # CUDA context, cuBLAS workspaces and kernels, as the driver reports them
     process_bytes: int = 2 << 30  # a Python process with torch and CUDA loaded
-    # Host memory whose final size is not known, that of coded weights, is touched ahead of its use, while plenty is
-    # free: `zinfer.engine.pinned.AHEAD`, of which a load reaches half on average, and a factor of it.
+    # Host memory of coded weights is touched ahead while plenty is free: `zinfer.engine.pinned.AHEAD`, and a factor.
     ahead_bytes: int = 8 << 30
     plenty: int = 4
-    # KV cache of a draft model, measured in positions: room for rows that move between micro-batches, as a factor, and
-    # for positions that were rolled back and are not compacted yet.
-    draft_moves: float = 1.25
-    draft_positions: int = 256
-    # A prefill in blocks crosses the link once; its passes only need enough tokens to keep matrix products busy: this
-    # many hidden values (2,048 tokens of BLOOM-176B), and at least this many tokens.
+    draft_moves: float = 1.25  # room for rows of a draft's KV cache that move between micro-batches
+    draft_positions: int = 256  # room for positions that were rolled back and are not compacted yet
+    # Passes of a prefill in blocks have so many hidden values (2,048 tokens of BLOOM-176B), and tokens, at least.
     block_values: int = 2048 * 14336
     block_tokens: int = 2048
     whole_share: float = 0.9  # a pass that touches this share of evenly chosen experts brings all, without waiting
@@ -165,10 +161,7 @@ class Sizes:
         return 1 - missing / max(1, self.model.routed_bytes)
 
     def wire(self, tokens: int | None = None) -> int:
-        """Return the weight bytes that a pass moves over the links.
-
-        With experts on demand these are the experts that the tokens touch, less the cached ones.
-        """
+        """Return the weight bytes that a pass moves over the links: of experts on demand, those not cached."""
         if self.placement.tier == "gpu":
             return 0
         streamed = self.model.streamed_bytes - self.resident

@@ -27,9 +27,7 @@ class Tuning:
     """Tuned numbers of a placement."""
 
     max_host_share: float = 0.97  # of host memory, that a load may take before it is refused
-    # Of the device's memory, that a batch may take: no record shows a batch of that size out of memory, which gaps of
-    # the allocator and short-lived tensors of a step cause beyond it.
-    max_device_share: float = 0.97
+    max_device_share: float = 0.97  # of the device's, that a batch may take: no record of this size is out of memory
     ring_depth: int = 6  # minimum ring buffers: they hold what arrives while a layer of a decode step computes
     dense_depth: int = 3  # the same where experts come on demand: little is in flight, so that they come next
     disk_ring_layers: int = 2  # layers from disk that host memory has room for on their way
@@ -40,20 +38,14 @@ class Tuning:
     # expert has at least this many bytes on the wire: its copy and its unpacking take about 20 us of launches.
     fewer_share: float = 0.75
     min_expert_bytes: int = 1 << 20
-    # Where all weights and a layer buffer take at most this share of the GPU's memory, experts stay with their layers:
-    # the rest is for KV cache and activations of all but the largest batches.
-    all_stay_share: float = 0.9
-    # Models in FP8 are unpacked once, as they load, where the GPU holds them so within this share of its memory.
-    unpacked_share: float = 0.6
-    # Host memory of a machine that tells nothing of it, over its GPU's, as far as a KV cache is concerned.
-    assumed_host: float = 4.0
+    all_stay_share: float = 0.9  # of the GPU's memory, within which all experts stay: the rest is for KV cache
+    unpacked_share: float = 0.6  # of the GPU's memory, within which models in FP8 are unpacked once, as they load
+    assumed_host: float = 4.0  # unknown host memory over the GPU's, as far as a KV cache is concerned
     full_share: float = 0.85  # of the host memory that a load may take, from which on it is called full
-    # Shares of the GPU's memory that layers which stay may take, from which the fastest placement is searched; then so
-    # often halfway to its neighbours.
+    # Shares of the GPU's memory to try for layers that stay, then so often halfway to the best one's neighbours.
     budgets: tuple[float, ...] = (0.0, 0.2, 0.4, 0.6, 0.8, 0.9)
     halvings: int = 2
-    # GPU memory that layers kept unpacked leave free: for graphs, and for coding a layer again, which takes 1.2 GB.
-    unpacked_margin: int = 2 << 30
+    unpacked_margin: int = 2 << 30  # that unpacked layers leave free: for graphs, and to code a layer again (1.2 GB)
     hidden: float = 1.002  # step over the shortest one, up to which unpacking counts as hidden behind the link
     counted_on: float = 0.5  # share of the rate of unpacking by which that is judged
 
@@ -167,10 +159,7 @@ class Placer:
         return keeping(count), seconds(count, self._good)
 
     def _fastest(self, workload: Workload) -> Placement:
-        """Place a workload, with layers that stay coded.
-
-        With ``auto`` for layers that stay and for the KV cache, the share of the memory that layers get is searched.
-        """
+        """Place a workload, with layers that stay coded. With ``auto`` their share of the memory is searched."""
         simple = self._filled(workload, 0)
         both = self.case.gpu_weights == "auto" and self.options.kv_place == "auto"
         if not both or not self.machine.gpu_count or simple.tier == "gpu" or not self._splits_kv:
@@ -280,21 +269,12 @@ class Placer:
             return workload.batch_size
         batch_size, room = workload.batch_size, self.machine.gpu_bytes
 
-        def lacking(rows: int) -> int:
+        def fits(rows: int) -> bool:
             split = placement.model_copy(update={"kv_host_share": 1 - rows / batch_size})
-            return self.tiers(split, workload, self.margin).gpu.total - room
+            return self.tiers(split, workload, self.margin).gpu.total <= room
 
         # Without a row on the host no buffers are needed for its way: all rows may fit where one fewer does not.
-        if lacking(batch_size) <= 0:
-            return batch_size
-        if (short := lacking(0)) > 0 or batch_size == 1:
-            return 0
-        # Bytes grow by the same step with each row, but for rounding.
-        step = max(1, (lacking(batch_size - 1) - short) // (batch_size - 1) if batch_size > 1 else 1)
-        rows = min(batch_size - 1, -short // step)
-        while rows and lacking(rows) > 0:
-            rows -= 1
-        return rows
+        return batch_size if fits(batch_size) else largest(fits, batch_size - 1)
 
     @cached_property
     def _coded(self) -> bool:
@@ -400,10 +380,7 @@ class Placer:
         return needed > TUNING.all_stay_share * self.machine.gpu_bytes
 
     def _expert_buffers(self, count: int) -> dict[str, Any]:
-        """Return the fields of a placement with experts on demand.
-
-        `count` buffers are for experts, or as many as hold what the ring of whole layers holds at least.
-        """
+        """Return the fields of experts on demand, with `count` buffers or more."""
         base, model = self._base.model_copy(update={"experts": "on-demand"}), self.model
         has_gpu = self.machine.gpu_count > 0
         expert = max(1, round(model.expert_bytes * base.wire_ratio))
@@ -428,9 +405,8 @@ class Placer:
     def split_free_memory(self, workload: Workload, reserved: int = 0) -> tuple[int, int]:
         """Return the ring buffers and resident bytes that fit the GPU.
 
-        `reserved` ones of these bytes come before a KV cache. Several GPUs get buffers besides, for layers that stay.
-        With experts on demand buffers for experts come first, up to a layer's, then all but experts of whole layers,
-        which every pass needs, then experts.
+        `reserved` ones of these bytes come before a KV cache. With experts on demand buffers for experts come first, up
+        to a layer's, then all but experts of whole layers, which every pass needs, then experts.
         """
         placement, model = self.bare(workload, reserved, TUNING.ring_depth, reserved), self.model
         if not self.machine.gpu_count:  # weights that come from the same memory cannot stay in a faster one

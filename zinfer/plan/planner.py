@@ -135,7 +135,7 @@ class Planner:
         self.placer = Placer(case, model, machine, efficiency)
         margin = self.placer.margin
         self._cautious_placer = self.placer if margin is efficiency else Placer(case, model, machine, margin)
-        self._given = given
+        self._given, self._at_peak = given, machine.at_peak()
         self._plan = lru_cache(MEMOISED)(self._make_plan)
         self._largest = lru_cache(MEMOISED)(self._find_largest)
         self._why_not = lru_cache(MEMOISED)(self._find_why_not)
@@ -169,10 +169,7 @@ class Planner:
         return _tok_s(workload, _e2e_s(workload, prefill.seconds, step.seconds))
 
     def max_batch(self, workload: Workload) -> int:
-        """Return the largest batch of the workload's lengths that memory holds; 0 if none.
-
-        A batch gets `TUNING.max_device_share` of the device's memory, or all of it with `CAUTIOUS` efficiency.
-        """
+        """Return the largest batch of the workload's lengths that memory holds; 0 if none."""
         given = self._given
         if given is not None and _sized(workload, given.case.workload.batch_size) == given.case.workload:
             return given.max_batch_size
@@ -219,10 +216,7 @@ class Planner:
         return Planner(Case(**fields, **kept), model, self.machine)._make_plan(workload, self.max_batch(workload))
 
     def with_drafts(self, plan: Plan, acceptance: float) -> Plan:
-        """Return `plan` with the gain of drafts of this acceptance.
-
-        `step_s` becomes the seconds of a token. Without known times nothing changes.
-        """
+        """Return `plan` with the gain of drafts of this acceptance; `step_s` becomes that of a token."""
         workload, placement = plan.case.workload, self._figured(plan.case.workload)
         best, draft_s = plan, 0.0
         if (drafter := self.draft(workload)) is not None:
@@ -310,30 +304,23 @@ class Planner:
         full = placement.ring_depth * Sizes(placement, self.model).chunk
         return _times(Timing(placement, self.model, self._at_peak, LIMITS), workload, drafts, full)
 
-    @cached_property
-    def _at_peak(self) -> Machine:
-        return self.machine.at_peak()
-
     def _make_plan(self, workload: Workload, max_batch: int | None = None) -> Plan:
         placement, (prefill, step) = self._figured(workload), self._times(workload)
-        gpu, host, nvme = self.tiers(workload)
         efficiency, sizes = self.efficiency, Sizes(placement, self.model)
-        error = None if efficiency is None else efficiency.error_of(kind(placement, self.model, self.machine))
+        errors = dict(efficiency.errors) if efficiency is not None else {}
         return Plan(
             case=self.case.model_copy(update={"workload": workload}),
             model=self.model,
             machine=self.machine,
             placement=self.placement(workload),
-            gpu=gpu,
-            host=host,
-            nvme=nvme,
+            **self.tiers(workload)._asdict(),
             prefill_s=prefill.seconds,
             step_s=step.seconds,
             bound_by=step.bound_by,
             max_batch_size=self.max_batch(workload) if max_batch is None else max_batch,
             streamed_bytes=sizes.wire(workload.batch_size),
             resident_bytes=sizes.resident,
-            error=error,
+            error=errors.get(kind(placement, self.model, self.machine)),
             efficiency=efficiency,
             nvme_path=self.nvme_path,
             why_not=self._why_not(workload.input_len, workload.output_len),

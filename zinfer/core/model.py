@@ -2,8 +2,7 @@
 
 A decoder-only model is a stack of layers, equal or not, between an embedding and a head. Decode reads every weight once
 a step, so time is counted in bytes here, and they are exact: they come from the `transformers` model itself, built
-without memory (`zinfer.checkpoint.architecture`). The catalogue holds these counts (a test compares them); on machines
-without torch, the closed forms of `zinfer.checkpoint.formula` replace it.
+without memory (`zinfer.checkpoint.architecture`). The catalogue holds these counts (a test compares them).
 """
 
 import json
@@ -385,12 +384,6 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the part of `config` that describes the text model."""
     inner = config.get("text_config")
     return inner if isinstance(inner, Mapping) else config
-
-
-def rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the settings of rotary positions, under their newer or older name."""
-    settings = config.get("rope_parameters") or config.get("rope_scaling")
-    return settings if isinstance(settings, Mapping) else {}
 
 
 def stretched(positions: int | None, settings: Mapping[str, Any]) -> int | None:

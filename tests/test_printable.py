@@ -193,7 +193,7 @@ def test_figures_and_reports_of_hostile_names_are_inert(results: Path, tmp_path:
         ["best", "FOLDER"],
         ["best", "FOLDER", "--json"],
         ["best", "FOLDER", "--model", EVIL.replace("\0", "")],
-        ["best", "FOLDER", "--pareto", "--gpu-hour-usd", "2", "--sla", "ttft:p99:<=:1ms"],
+        ["best", "FOLDER", "--gpu-hour-usd", "2", "--sla", "ttft:p99:<=:1ms"],
         ["best", "FOLDER/none\x1b[2J"],
         ["compare", "FILE", "FILE"],
         ["export", "FILE", "--format", "json"],

@@ -768,10 +768,7 @@ def test_a_command_measures_requests_on_a_real_model(tmp_path: Path, monkeypatch
         assert [(sample.input_len, sample.tokens) for sample in point.samples] == drawn
         assert point.link_busy
     assert "TTFT p99" in done.stderr
-    again = invoke(*words, "--resume", "--json")
-    assert again.stderr.count("[recorded]") == 2
-    row, _ = json.loads(again.stdout)
-    assert row["ttft_ms"]["p99"] == points[0].summary("ttft_ms").p99  # type: ignore[union-attr]
+    assert invoke(*words, "--resume").stderr.count("[recorded]") == 2
     plans = invoke(*words, "--dry-run")
     assert "9 requests of lognormal:12,4" in plans.stdout
 

@@ -114,7 +114,7 @@ def drop_from_page_cache(path: Path) -> None:
         os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _header(path: Path) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
+def _header(path: Path) -> tuple[dict[str, Any], Mapping[str, TensorInfo]]:
     """Return header and tensors of a file of this user alone."""
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode):

@@ -34,7 +34,7 @@ def turned_by(lengths: Tensor | None) -> Iterator[None]:
 
 def follow_lengths(model: PreTrainedModel) -> int | None:
     """Make longrope of `model` turn each row by its length. Returns the switch, the longest of the short sequences."""
-    switches = []
+    switches: list[int] = []
     for module in model.modules():
         kinds: Any = getattr(module, "rope_type", None)
         settings: Any = module.config.rope_parameters if kinds is not None else {}

@@ -87,6 +87,7 @@ def spawn(asked: Case) -> Worker:
     return worker
 
 
+@pytest.mark.usefixtures("executed")
 def test_a_point_holds_every_sample() -> None:
     notices: list[str] = []
     loads: list[tuple[int, float]] = []

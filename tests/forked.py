@@ -137,15 +137,16 @@ def forked() -> Any:
 
 @pytest.fixture(scope="session")
 def ranks_forked() -> Any:
-    """Fork the processes of other GPUs, too."""
+    """Fork the processes of other GPUs, too, and workers with their libraries."""
     with pytest.MonkeyPatch.context() as patch:
-        fork("zinfer.engine.ranks", patch)
+        for module in ("zinfer.worker.process", "zinfer.engine.ranks"):
+            fork(module, patch, "zinfer.engine.ranks")
         yield
 
 
-def fork(module: str, patch: pytest.MonkeyPatch) -> None:
-    """Let `module` fork the processes that it starts."""
-    popen = partial(Forked, LIBRARIES[module])
+def fork(module: str, patch: pytest.MonkeyPatch, like: str = "") -> None:
+    """Let `module` fork the processes that it starts, as `like` does."""
+    popen = partial(Forked, LIBRARIES[like or module])
     names = ("DEVNULL", "PIPE", "STDOUT", "TimeoutExpired", "run")
     constants = {name: getattr(subprocess, name) for name in names}
     patch.setattr(importlib.import_module(module), "subprocess", SimpleNamespace(Popen=popen, **constants))

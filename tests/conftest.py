@@ -37,8 +37,8 @@ if not os.access(os.path.expanduser("~"), os.W_OK | os.X_OK):  # caches of zinfe
     os.environ["HOME"] = HOME.name
 # Files that come first, so that no process is left alone with one of them at the end.
 LONG = (
-    "accuracy", "cache_kinds", "chat", "cli", "cluster", "codec", "continuous", "draft_model", "ending", "nvme",
-    "packed", "packed_product", "parts", "quantized", "report", "requests", "state", "stream", "streams", "team",
+    "accuracy", "cache_kinds", "chat", "cli", "cluster", "codec", "continuous", "draft_model", "ending", "low_bit",
+    "nvme", "packed", "parts", "quantized", "report", "requests", "state", "stream", "streams", "team",
     "team_ways", "tensorrt", "tokenizer_process", "worker",
 )  # fmt: skip
 STATE = TemporaryDirectory(prefix="zinfer-state-")  # scratch of the tests, apart from that of the user

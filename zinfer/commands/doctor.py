@@ -16,6 +16,7 @@ PACKAGES = {
     "accelerate": "engines",
     "deepspeed": "engines",
     "safetensors": "engines",
+    "humming-kernels": "kernels",
     "huggingface_hub": "engines",
     "fastapi": "serve",
     "uvicorn": "serve",

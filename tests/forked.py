@@ -54,8 +54,12 @@ while True:
         os._exit(0)
     break
 order = json.loads(content)
-while os.getppid() != order["parent"]:
+for _ in range(60_000):
+    if os.getppid() == order["parent"]:
+        break
     time.sleep(0.001)
+else:
+    os._exit(1)
 if order["session"]:
     os.setsid()
 asked.close()

@@ -376,12 +376,6 @@ def test_errors_of_use_are_short(results: Path, tmp_path: Path) -> None:
     assert (done.exit_code, "cannot write" in done.stderr) == (5, True)
 
 
-def canvas_of(figure: Figure) -> Any:
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    return canvas.get_renderer()
-
-
 @pytest.mark.parametrize("name", DATA)
 def test_the_text_of_an_svg_is_text(name: str) -> None:
     for figure in shown(name).values():

@@ -162,8 +162,8 @@ def write(
             atomic.write(folder / name, save(tensors, {"format": "pt"}))
             progress(f"writing {choice.scheme} weights", number / len(shards))
         for path in tokenizer:
-            with open_regular(path) as source, atomic.writing(folder / path.name) as stream:
-                shutil.copyfileobj(source, stream, COPIED)
+            with open_regular(path) as opened, atomic.writing(folder / path.name) as stream:
+                shutil.copyfileobj(opened, stream, COPIED)
         if split.is_sharded:
             files = {part: file for name, file in split.tensor_to_filename.items() for part in parts[name]}
             index = {"metadata": split.metadata, "weight_map": files}

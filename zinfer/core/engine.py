@@ -68,13 +68,6 @@ def chunk_factor(bits: float, layer_bytes: int = 0, gpus: int = 1) -> int:
     return max(alone, min(gpus, layer_bytes // (MIN_CHUNKS * CHUNK_BYTES)))
 
 
-# Tokens of a pass, at most, in which a kernel multiplies quantised layers that stay on the GPU from their codes; and
-# pairs of a token and an expert, at most, for each expert that a layer has. Unpacking reads and writes some eight times
-# the bytes of codes of 4 bits, whatever the tokens; the kernel reads the codes once for 32 tokens, and its arithmetic
-# grows with them.
-CODED_TOKENS, CODED_PAIRS = 64, 2
-
-
 class Transport(Frozen):
     """Transport of an engine: where weights are kept, how they move. Plans are made from this."""
 

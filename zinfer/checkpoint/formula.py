@@ -39,7 +39,10 @@ def fields(config: Mapping[str, Any]) -> dict[str, Any]:
         shape["num_kv_heads"] = shape["num_heads"]
     shape.setdefault("num_kv_heads", shape["num_heads"])
     if "max_position" in shape:
-        shape["max_position"] = stretched(shape["max_position"], rope(config))
+        start = config.get("original_max_position_embeddings")
+        shape["max_position"] = stretched(
+            shape["max_position"], {"original_max_position_embeddings": start, **rope(config)}
+        )
     if not shape.get("num_experts"):
         shape["num_experts"] = shape["experts_per_token"] = 0
     return shape

@@ -1,6 +1,5 @@
 """Probe of the machine that runs the tests: the figures are plausible and nothing is left behind."""
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from zinfer.cli import cli
-from zinfer.commands.files import write
+from zinfer.commands.out import write
 from zinfer.commands.probe import command
 from zinfer.core.machine import Machine, MachineError
 from zinfer.engine import direct
@@ -40,7 +39,9 @@ def swift(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
 
 
 @pytest.mark.torch
-def test_quick_probe_of_this_machine(no_gpu: None) -> None:
+def test_quick_probe_of_this_machine(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "WARM_UP_S", 0.01)
+    monkeypatch.setattr(probe, "BUDGET_S", 0.1)
     machine = probe.probe(quick=True)
     assert machine.source == "measured"
     assert machine.name.startswith("cpu-")
@@ -289,13 +290,6 @@ def test_command_writes_where_plans_look(swift: None, tmp_path: Path, monkeypatc
     assert "copy within memory" in result.stdout
     assert "measuring" not in result.stdout
     assert "measuring host memory" in result.stderr
-
-
-@pytest.mark.torch
-def test_command_prints_json(swift: None, tmp_path: Path) -> None:
-    result = CliRunner().invoke(command, ["--json", "--quick", "-o", str(tmp_path)])
-    assert json.loads(result.stdout) == json.loads((tmp_path / "machine.json").read_text())
-    assert [path.name for path in tmp_path.iterdir()] == ["machine.json"]
 
 
 @pytest.mark.torch

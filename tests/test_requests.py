@@ -573,12 +573,13 @@ def invoke(*words: object) -> CompletedProcess[str]:
     return zinfer(Path.cwd(), *map(str, words))
 
 
-@pytest.fixture
-def recorded(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Records of loads of requests, and of one equal batch."""
-    swept(tmp_path / "r.jsonl", small(in_flight=[2, "auto"], sla="ttft:p99:<=:1ms", rounds=2))
-    swept(tmp_path / "r.jsonl", small(in_flight=[2], batch_size=[4], input_len=20, output_len=6, repeats=1, rounds=2))
-    return tmp_path / "r.jsonl"
+    path = tmp_path_factory.mktemp("recorded") / "r.jsonl"
+    swept(path, small(in_flight=[2, "auto"], sla="ttft:p99:<=:1ms", rounds=2))
+    swept(path, small(in_flight=[2], batch_size=[4], input_len=20, output_len=6, repeats=1, rounds=2))
+    return path
 
 
 def test_requests_have_a_table_of_their_own_in_the_report(recorded: Path, tmp_path: Path) -> None:
@@ -768,10 +769,7 @@ def test_a_command_measures_requests_on_a_real_model(tmp_path: Path, monkeypatch
         assert [(sample.input_len, sample.tokens) for sample in point.samples] == drawn
         assert point.link_busy
     assert "TTFT p99" in done.stderr
-    again = invoke(*words, "--resume", "--json")
-    assert again.stderr.count("[recorded]") == 2
-    row, _ = json.loads(again.stdout)
-    assert row["ttft_ms"]["p99"] == points[0].summary("ttft_ms").p99  # type: ignore[union-attr]
+    assert invoke(*words, "--resume").stderr.count("[recorded]") == 2
     plans = invoke(*words, "--dry-run")
     assert "9 requests of lognormal:12,4" in plans.stdout
 

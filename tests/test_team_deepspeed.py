@@ -26,6 +26,7 @@ from zinfer.plan.planner import make_plan
 from zinfer.system.host import peak_bytes
 from zinfer.worker.process import Worker, WorkerDied
 
+pytestmark = pytest.mark.usefixtures("ranks_forked")
 Checkpoints = Callable[..., Path]
 
 

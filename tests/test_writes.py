@@ -43,7 +43,6 @@ ALLOWED = {
     "engine.stream.weights.packed:write": "removes the old index first; the data go through an atomic write",
     "engine.quantization.checkpoint:write": "removes an earlier copy of its own; the data go through atomic writes",
     "report.plot.style:render": "into memory",
-    "record.export:to_parquet": "into memory",
     "generation.prefix_cache:PrefixCache._list": "removes unfinished files of an earlier version",
     "generation.prefix_cache:PrefixCache._room_on_disk": "removes the oldest kept conversations",
 }

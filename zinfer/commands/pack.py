@@ -1,54 +1,41 @@
 """`zinfer pack`: write packed layers, a quantised copy, or a TensorRT plan."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from zinfer.checkpoint.quantization import SCHEMES
+from zinfer.checkpoint.source import Source, find
 from zinfer.commands import options
 from zinfer.commands.failure import Failure
+from zinfer.commands.options import option
+from zinfer.commands.out import say
+from zinfer.commands.watch import Watch
 from zinfer.core.errors import ENVIRONMENT
-
-if TYPE_CHECKING:
-    from zinfer.checkpoint.source import Source
-    from zinfer.commands.watch import Watch
+from zinfer.core.units import duration, gb
+from zinfer.engine import kind
+from zinfer.job.signals import Signals
+from zinfer.system.host import allowed_bytes
 
 
 @click.command("pack")
 @options.model
-@click.option(
+@option(
     "--engine",
-    type=click.Choice(["stream", "tensorrt"]),
+    click.Choice(["stream", "tensorrt"]),
+    "Coded layers (stream), or a plan of given shapes.",
     default="stream",
-    help="Engine to pack for: coded layers (stream), or a plan of these shapes (tensorrt).",
 )
-@click.option(
-    "--dtype",
-    type=options.WEIGHT_TYPE,
-    metavar=options.DTYPE,
-    help="Weight type; for stream only bf16, and FP8 as released, shrink.  [default: the model's own]",
-)
-@click.option(
-    "--weights",
-    type=click.Choice(SCHEMES),
-    help="Write a checkpoint with quantised layers instead; `zinfer study accuracy` measures the loss.",
-)
+@options.dtype
+@option("--weights", click.Choice(SCHEMES), "Write a quantised checkpoint; see `zinfer study accuracy`.")
 @options.layers
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(path_type=Path),
-    help="Folder, or .plan file.  [default: in engines/packed, or engines/plans]",
-)
-@options.revision
+@option("-o --output", options.PATH, "Folder, or .plan file.  [default: in engines/packed, or engines/plans]")
 @options.allow_nan
-@click.option("--max-batch-size", type=click.IntRange(min=1), help="Most sequences in a batch, for tensorrt.")
-@click.option(
-    "--max-seq-len", type=click.IntRange(min=2), help="Most tokens of a sequence, prompt and output, for tensorrt."
-)
+@option("--max-batch-size", options.COUNT, "Most sequences in a batch, for tensorrt.")
+@option("--max-seq-len", click.IntRange(min=2), "Most tokens of a sequence, prompt and output, for tensorrt.")
 @options.load_format
-@click.option("--force", is_flag=True, default=None, help="Replace a plan that exists.")
+@option("--force", bool, "Replace a plan that exists.", default=None)
 def command(
     model: str,
     engine: str,
@@ -74,41 +61,34 @@ def command(
 
     \b
     zinfer pack --model ./my-checkpoint
-    zinfer run --model ./my-checkpoint --offload cpu -O weight_codec=lossless --prompt "Once upon a time"
     zinfer pack --model ./my-checkpoint --weights int4 -o ./my-checkpoint-int4
-    zinfer study accuracy --model ./my-checkpoint --weights ./my-checkpoint-int4
     zinfer pack --model ./my-checkpoint --engine tensorrt --max-batch-size 32 --max-seq-len 1024
     """
-    from zinfer.checkpoint.source import find
-    from zinfer.commands.watch import Watch
-    from zinfer.engine import kind
-
-    if engine == "tensorrt":
-        if lacking := next((key for key in ("max_batch_size", "max_seq_len") if shapes[key] is None), None):
-            raise click.UsageError(f"--engine tensorrt needs --{lacking.replace('_', '-')}: a plan is for given shapes")
-        if weights:
-            raise click.UsageError("--weights: a quantised copy is for --engine stream; leave out one of the two")
-        kind(engine)
+    built = engine == "tensorrt"
+    mistakes = {
+        "--engine tensorrt needs --max-batch-size and --max-seq-len: a plan is for given shapes": built
+        and not (shapes["max_batch_size"] and shapes["max_seq_len"]),
+        "--weights: a quantised copy is for --engine stream; leave out one of the two": built and weights,
+        "--max-batch-size, --max-seq-len, --load-format and --force are for --engine tensorrt": not built
+        and any(value is not None for value in shapes.values()),
+        "--layers: a quantised copy has all layers; give --layers where it is used": weights and layers is not None,
+        "--allow-nan: NaN and infinity have no codes; leave it out, or leave out --weights": weights and allow_nan,
+        f"--output {output} is a file: name a folder": not built and output is not None and output.is_file(),
+    }
+    if mistake := next((text for text, made in mistakes.items() if made), None):
+        raise click.UsageError(mistake)
+    kind(engine)
+    if built:
         click.echo(_plan(model, dtype, layers, output, bool(allow_nan), **shapes))
         return
-    if stray := next((key for key, value in shapes.items() if value is not None), None):
-        raise click.UsageError(f"--{stray.replace('_', '-')} is for --engine tensorrt")
-    if weights and layers is not None:
-        raise click.UsageError("--layers: a quantised copy has all layers; give --layers where it is used")
-    if weights and allow_nan:
-        raise click.UsageError("--allow-nan: NaN and infinity have no codes; leave it out, or leave out --weights")
-    if output is not None and output.is_file():
-        raise click.UsageError(f"--output {output} is a file: name a folder")
-    kind(engine)
     source = find(model, dtype, layers, "safetensors", fetch=True)
     with Watch() as watch:
         folder = quantised(source, weights, output, watch) if weights else _packed(source, output, watch, allow_nan)
     click.echo(folder)
 
 
-def _packed(source: "Source", output: Path | None, watch: "Watch", allow_nan: bool | None) -> Path:
+def _packed(source: Source, output: Path | None, watch: Watch, allow_nan: bool | None) -> Path:
     """Write the packed layers of a checkpoint; return their folder."""
-    from zinfer.core.units import gb
     from zinfer.engine.stream.weights import packed
 
     folder = output or packed.PACKED / packed.folder_name(source.spec, source.revision)
@@ -123,16 +103,15 @@ def _packed(source: "Source", output: Path | None, watch: "Watch", allow_nan: bo
     return folder
 
 
-def quantised_folder(source: "Source", weights: str) -> Path:
+def quantised_folder(source: Source, weights: str) -> Path:
     """Return the default folder of a quantised copy."""
     from zinfer.engine.stream.weights.packed import PACKED
 
     return PACKED / f"{Path(source.spec.name).name}-{source.spec.dtype}-{source.revision}-{weights}"
 
 
-def quantised(source: "Source", weights: Any, output: Path | None, watch: "Watch") -> Path:
+def quantised(source: Source, weights: Any, output: Path | None, watch: Watch) -> Path:
     """Write a quantised copy of a checkpoint; return its folder. Raises Failure where it cannot be written."""
-    from zinfer.core.units import gb
     from zinfer.engine.quantization import checkpoint
 
     folder = output or quantised_folder(source, weights)
@@ -170,15 +149,9 @@ def _plan(
     force: bool | None,
 ) -> Path:
     """Build a TensorRT plan; return its path. Raises Failure where it cannot be built."""
-    from zinfer.checkpoint.source import find
-    from zinfer.commands.out import say
-    from zinfer.commands.watch import Watch
-    from zinfer.core.units import duration, gb
     from zinfer.engine.tensorrt import planfile
     from zinfer.engine.tensorrt.build import Cancelled, build, peak_host_bytes, plan_key
     from zinfer.engine.tensorrt.library import find_library
-    from zinfer.job.signals import Signals
-    from zinfer.system.host import allowed_bytes
 
     tensorrt = find_library()
     source = find(model, dtype, layers, load_format or "auto", fetch=True)

@@ -5,8 +5,6 @@ from functools import cached_property
 from math import ceil
 from typing import Any
 
-import click
-
 from zinfer.analysis import economics, sla
 from zinfer.analysis.best import Objective
 from zinfer.analysis.economics import Prices
@@ -17,11 +15,10 @@ from zinfer.commands.out import console, say, table
 from zinfer.core.machine import Machine
 from zinfer.core.units import counted, duration, figures, gb
 from zinfer.plan.placement import TUNING
-from zinfer.plan.planner import Plan, Planner
+from zinfer.plan.planner import Plan
 from zinfer.record.measurement import Measurement
 
 HOST_NEGLIGIBLE = 4 << 30  # bytes of host memory that every host has
-NAMED = 3  # machines that a hint names
 
 
 class Question:
@@ -32,18 +29,13 @@ class Question:
         machines: Sequence[Machine],
         prices: Mapping[str, float],
         prompts: int | None,
+        levels: tuple[str, ...],
         objective: Objective | None,
-        deadline: str | None,
-        demand: str | None,
-        **given: Any,
     ) -> None:
-        if prompts is not None and demand is not None:
-            raise click.UsageError("--prompts and --demand say the same: leave out one")
         self.objective: Objective = objective or ("cost" if prices else "throughput")
-        self.prompts = prompts
+        self.prompts, self._levels = prompts, levels
         self._stated, self._machines = prices, machines
-        self._deadline, self._demand, self._given = deadline, demand, given
-        self.on(machines[0], 1)  # refuses what contradicts itself
+        self.on(machines[0])  # refuses what contradicts itself
 
     def price(self, machine: Machine) -> float | None:
         """Return the USD of a GPU-hour: as given, else as the catalogue assumes."""
@@ -56,38 +48,21 @@ class Question:
         """Tell whether the machine's price is the catalogue's."""
         return not {machine.name, ""} & self._stated.keys() and self.price(machine) is not None
 
-    def prices(self, machine: Machine) -> Prices:
-        """Return all prices on a machine."""
-        given = {name: self._given[name] for name in ("host_hour_usd", "gpus_per_server")}
-        return Prices(gpu_hour_usd=self.price(machine), **given)
-
-    def on(self, machine: Machine, output_len: int) -> DecisionCriteria | None:
-        """Return the criteria for plans on a machine; None if nothing was asked.
-
-        Where only other machines have a price, the batch is the one with the best throughput.
-        """
+    def on(self, machine: Machine) -> DecisionCriteria | None:
+        """Return the criteria for plans on a machine; None if nothing was asked."""
         pays = bool(self._stated) or self.prompts is not None or self.objective == "cost"
-        price, objective, demand, deadline = self.price(machine), self.objective, self._demand, self._deadline
+        price, objective = self.price(machine), self.objective
         if objective == "cost" and price is None and any(map(self.price, self._machines)):
             objective = "throughput"
-        if self.prompts is not None and deadline is not None:
-            demand = f"{self.prompts * output_len}tok"
-        return decision.question(
-            objective=objective,
-            pareto=False,
-            demand=demand,
-            deadline=deadline,
-            gpu_hour_usd=price if pays else None,
-            **self._given,
-        )
+        return decision.question(self._levels, objective, gpu_hour_usd=price if pays else None)
 
     def run(self, plan: Plan) -> tuple[float, float | None] | None:
         """Return the hours and USD of all prompts on one machine; None if unknown."""
         if self.prompts is None or plan.e2e_s is None:
             return None
         hours = ceil(self.prompts / plan.case.workload.batch_size) * plan.e2e_s / 3600
-        prices = self.prices(plan.machine)
-        return hours, None if prices.gpu_hour_usd is None else hours * plan.placement.gpus * prices.usd_per_gpu_hour
+        price = self.price(plan.machine)
+        return hours, None if price is None else hours * plan.placement.gpus * price
 
     def describe(self, plan: Plan) -> str:
         """Return the hours and USD of all prompts in a sentence; nothing without prompts."""
@@ -100,7 +75,7 @@ class Question:
 
     def assumption(self, machine: Machine) -> str:
         """Return the source of an assumed price, if the answer uses one."""
-        criteria, listed = self.on(machine, 1), economics.list_price(machine)
+        criteria, listed = self.on(machine), economics.list_price(machine)
         if listed is None or not self.assumes(machine) or criteria is None or criteria.prices.gpu_hour_usd is None:
             return ""
         usd = f"{listed.usd_per_gpu_hour} USD an hour of {machine.name} is assumed"
@@ -108,7 +83,7 @@ class Question:
 
     def row(self, plan: Plan) -> dict[str, Any]:
         """Return a plan's prices and levels as JSON; null is unknown."""
-        ranked, criteria = Ranked(self, [plan], None), self.on(plan.machine, plan.case.workload.output_len)
+        ranked, criteria = Ranked(self, [plan], None), self.on(plan.machine)
         levels = () if criteria is None else criteria.slas
         checks = [check for point in as_points([plan]) for check in sla.check(point, levels)]
         hours, usd = self.run(plan) or (None, None)
@@ -123,10 +98,7 @@ class Question:
 
 
 def as_points(plans: Sequence[Plan]) -> tuple[Measurement, ...]:
-    """Return predictions as points, for levels and prices.
-
-    They are never written, nor shown as measured.
-    """
+    """Return predictions as points, for levels and prices; they are never shown as measured."""
     return tuple(
         Measurement(
             case=plan.case,
@@ -156,9 +128,9 @@ class Ranked:
     @cached_property
     def usd_per_mtok(self) -> float | None:
         """USD a million output tokens; None without a price or a time."""
-        prices = self._question.prices(self.plan.machine)
+        price = self._question.price(self.plan.machine)
         (point,) = as_points([self.plan]) or (None,)
-        paid = None if point is None or prices.gpu_hour_usd is None else economics.cost(point, prices)
+        paid = None if point is None or price is None else economics.cost(point, Prices(gpu_hour_usd=price))
         return None if paid is None else paid.usd_per_mtok
 
     @property
@@ -182,11 +154,7 @@ class Ranked:
         if not plan.holds:
             return name, f"no: {shortage(plan)}", *[""] * (len(COLUMNS) - 2)
         levels = f"no: {', '.join(map(_value, self._missed))}" if self._missed else "yes"
-        run, in_time = question.run(plan), ""
-        if self.answer is not None and self.answer.fleet is not None:
-            in_time = f"{self.answer.fleet.working:,} + {self.answer.fleet.spare}"
-        elif self.answer is not None and self.answer.too_slow is not None:
-            in_time = f"none: {duration(self.answer.too_slow)} a batch"
+        run = question.run(plan)
         return (
             name,
             "yes",
@@ -201,7 +169,6 @@ class Ranked:
             levels if self.answer is not None and self.answer.decision.kept else "",
             "" if run is None else f"{figures(run[0])} h",
             "" if run is None or run[1] is None else figures(run[1]),
-            in_time,
         )
 
 
@@ -214,7 +181,7 @@ def _value(check: SlaCheck) -> str:
 
 COLUMNS = (
     "machine", "fits", "configuration", "#batch", "#tok/s", "#TTFT", "#TPOT", "#host memory", "#USD/h", "#USD/Mtok",
-    "levels", "#all prompts", "#USD", "#GPUs in time",
+    "levels", "#all prompts", "#USD",
 )  # fmt: skip
 
 
@@ -261,28 +228,3 @@ def shortage(plan: Plan) -> str:
     )
     lacking = [f"{name} {need / 1e9:.1f} of {gb(there)}" for name, need, there in tiers if need > there > 0]
     return ", ".join(lacking) or "no room for a sequence"
-
-
-def fitting(plans: Sequence[Plan]) -> str:
-    """Return a hint that names machines on which a load fits."""
-    from zinfer.core.machine import catalogue_names
-    from zinfer.system.machines import load
-
-    def holds(plan: Plan, machine: Machine) -> Plan | None:
-        planner, workload = Planner(plan.case, plan.model, machine, plan.efficiency), plan.case.workload
-        if planner.max_batch(workload) < workload.batch_size:  # cheaper than a plan
-            return None
-        return other if (other := planner.at(workload)).holds else None
-
-    able: list[str] = []
-    for machine in sorted(map(load, catalogue_names()), key=lambda machine: machine.gpu_bytes):
-        if (held := next(filter(None, (holds(plan, machine) for plan in plans)), None)) is not None:
-            able.append(f"{machine.name} ({held.case.label()}, {host_needed(held).rstrip('?')} of host memory)")
-        if len(able) == NAMED:
-            break
-    model = plans[0].case.model
-    if not able:
-        return f"{model} fits no machine of the catalogue so."
-    return (
-        f"It fits {', '.join(able)}; `zinfer plan --model {model} --machine all` ranks all machines of the catalogue."
-    )

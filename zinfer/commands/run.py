@@ -5,23 +5,32 @@ import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from statistics import median
+from typing import Any
 
 import click
 
 from zinfer.commands import options
-from zinfer.commands.chat import ANSWER, CONTEXT, AnswerLimits, Stop, chat_options, prompt_request, talk, turns
+from zinfer.commands.chat import ANSWER, CONTEXT, Stop, chat_options, prompt_request, talk, turns
 from zinfer.commands.failure import Failure
 from zinfer.commands.limits import TEXT
+from zinfer.commands.options import option
+from zinfer.commands.watch import Watch
 from zinfer.core.engine import ENGINES
 from zinfer.core.errors import ENVIRONMENT
+from zinfer.core.model import ModelError, check_positions
+from zinfer.core.request import Sampling
+from zinfer.core.units import counted, duration, figures
+from zinfer.generation.dialogue import Dialogue
+from zinfer.generation.schedule import largest_load
+from zinfer.generation.tokenizer_process import Refusal, TokenizerProcess
+from zinfer.job.batch.packing import best_plan
+from zinfer.job.driver import Driver
+from zinfer.job.recipe import engine_recipe
 from zinfer.system import documents
 from zinfer.system.printable import show_generated, shows_unicode, text_lines
-
-if TYPE_CHECKING:
-    from zinfer.generation.tokenizer_process import TokenizerProcess
-    from zinfer.worker.tasks import BatchStepped
-
+from zinfer.worker.process import WorkerError
+from zinfer.worker.tasks import BatchStart, BatchStepped
 
 INTERRUPTED = 130  # exit code
 STREAM_S = 0.05  # seconds of decoding before new text is shown
@@ -31,33 +40,24 @@ STREAM_S = 0.05  # seconds of decoding before new text is shown
 @options.model
 @options.engine
 @options.offload_if_needed
-@click.option(
-    "-p", "--prompt", "prompts", multiple=True, help="A prompt. Repeatable; without one each line of stdin is a prompt."
-)
-@click.option("--prompt-file", type=click.Path(), help="File with a prompt in each line; - is stdin.")
-@click.option(
-    "--output-len", type=click.IntRange(min=1), help="Most tokens of an answer.  [default: 32; with --chat 512]"
-)
-@click.option("--batch-size", type=click.IntRange(min=1), help="Prompts at once.  [default: all that fit]")
-@click.option("--temperature", type=click.FloatRange(min=0), default=0.0, help="Sampling temperature; 0 is greedy.")
-@click.option(
+@option("-p --prompt prompts", str, "A prompt. Repeatable; without one each line of stdin is a prompt.", multiple=True)
+@option("--prompt-file", click.Path(), "File with a prompt in each line; - is stdin.")
+@option("--output-len", options.COUNT, "Most tokens of an answer.  [default: 32; with --chat 512]")
+@option("--batch-size", options.COUNT, "Prompts at once.  [default: all that fit]")
+@option("--temperature", options.AMOUNT, "Sampling temperature; 0 is greedy.", default=0.0)
+@option(
     "--top-p",
-    type=click.FloatRange(min=0, max=1, min_open=True),
+    click.FloatRange(min=0, max=1, min_open=True),
+    "Sample among the likeliest tokens of this share.",
     default=1.0,
-    help="Sample among the likeliest tokens that have this share of the probability.",
 )
-@click.option("--seed", type=int, default=0, help="Seed of the sampling.")
-@click.option("--ignore-eos", is_flag=True, help="Generate --output-len tokens, past the end of a text.")
+@option("--seed", int, "Seed of the sampling.", default=0)
+@option("--ignore-eos", bool, "Generate --output-len tokens, past the end of a text.")
 @chat_options
 @options.load_options
 @options.weights
 @options.timeout(36000, "the whole run")
-@click.option(
-    "--json",
-    "as_json",
-    is_flag=True,
-    help="Print a JSON list with an object for each prompt, rates included; with --chat a line for each turn.",
-)
+@option("--json as_json", bool, "Print JSON: a list with an object a prompt, or with --chat a line a turn.")
 @click.pass_obj
 def command(
     debug: bool,
@@ -83,17 +83,6 @@ def command(
     zinfer run --model bigscience/bloom-560m --offload cpu --prompt-file prompts.txt --json
     zinfer run --model ./my-checkpoint --chat --kv-cache-dir ./kv
     """
-    from zinfer.commands.watch import Watch
-    from zinfer.core.model import check_positions
-    from zinfer.core.request import Sampling
-    from zinfer.generation.dialogue import Dialogue
-    from zinfer.generation.schedule import largest_load
-    from zinfer.job.batch.packing import best_plan
-    from zinfer.job.driver import Driver
-    from zinfer.job.recipe import engine_recipe
-    from zinfer.worker.process import WorkerError
-    from zinfer.worker.tasks import BatchStart
-
     _check_options(chat, batch_size, temperature)
     sampling = Sampling(temperature=temperature, top_p=top_p, seed=str(how["seed"]))
     output_len = output_len or (ANSWER if chat else 32)
@@ -101,10 +90,8 @@ def command(
     recipe = engine_recipe(how["engine"])
     if chat and "kv_offload" in ENGINES[recipe.engine].defaults.keys() - recipe.options.keys():
         how["settings"].setdefault("kv_offload", ("none",))  # a conversation goes on from a KV cache on the GPU alone
-    loads = options.one_load("run", model, how)
-    source = options.weights_of(model, how["dtype"], how["layers"], how["load_format"], how["weights"], loads)
-    spec = source.spec
-    tokenizer = options.tokenizer_of(spec, how["chat_template"])
+    job = options.prepared("run", model, how)
+    spec, tokenizer = job.source.spec, job.tokenizer
     ends = tokenizer.facts.differing_ends
     dialogue = Dialogue(tokenizer, how["system"]) if chat else None
     prompt_ids = [] if chat else _encoded(tokenizer, texts)
@@ -112,18 +99,16 @@ def command(
     check_positions(spec, longest, 1 if chat else output_len, f"a prompt of {longest} tokens")
     machine = options.this_machine(how["nvme_path"])
     length = min(CONTEXT, max(1, (spec.max_position or CONTEXT) - output_len)) if chat else longest
-
-    cases = [load.case(source.load_format, spec.dtype, length, output_len) for load in loads]
     rows = batch_size or max(1, len(texts))
-    plan = best_plan(cases, [(length, output_len)] * rows, spec, machine, how["nvme_path"])
-    planner, target = plan.planner(), next(iter(loads.values()))
+    plan = best_plan(job.cases(length, output_len), [(length, output_len)] * rows, spec, machine, how["nvme_path"])
+    planner = plan.planner()
     if not plan.fits:
         raise Failure(str(plan.why_not), ENVIRONMENT)
     with Watch() as watch:
         if ends is not None:
             watch.message(ends)
         try:
-            with Driver(watch.workers(target, how["timeout_s"], debug), watch.loading) as driver:
+            with Driver(watch.workers(job.target, how["timeout_s"], debug), watch.loading) as driver:
                 driver.load(plan)
                 if dialogue is not None:
                     watch.quiet()
@@ -135,9 +120,9 @@ def command(
                         folder=how["kv_cache_dir"],
                         folder_size=how["kv_cache_dir_size"],
                     )
-                    limits = AnswerLimits(output_len, spec.max_position, sampling, how["ignore_eos"])
+                    limits = output_len, spec.max_position, sampling, how["ignore_eos"]
                     with driver.lend() as worker:
-                        talk(worker, dialogue, turns(texts), opening, limits, watch.message, as_json)
+                        talk(worker, dialogue, turns(texts), opening, *limits, watch.message, as_json)
                     return
                 if sys.stdout.isatty() and not as_json:
                     watch.quiet()
@@ -193,10 +178,6 @@ class Answers:
 
     def summary(self) -> str:
         """Return a line about tokens, seconds and rates."""
-        from statistics import median
-
-        from zinfer.core.units import counted, duration, figures
-
         drafts = options.drafts_right(self.drafted, self.accepted)
         passes = f"; {self.passes:,} passes{drafts}" if drafts else ""
         prompts = sum(answer["prompt_tokens"] for answer in self._answers)
@@ -208,11 +189,8 @@ class Answers:
         rate = figures(self.tokens / self.seconds)
         return f"{counted(self.tokens, 'token')} in {duration(self.seconds)}: {rate} tok/s ({', '.join(parts)}){passes}"
 
-    def add(self, step: "BatchStepped") -> None:
-        """Add new tokens of rows, and show the text that is next.
-
-        Raises Failure for a row that failed.
-        """
+    def add(self, step: BatchStepped) -> None:
+        """Add new tokens of rows, and show the text that is next. Raises Failure for a row that failed."""
         # Until all have begun a step is one pass; it computes prompts if rows run that have no token yet.
         prompting = len(self._answers) - step.waiting > self._begun
         self.seconds += step.seconds
@@ -267,11 +245,8 @@ class Answers:
             self._shown, self._length = self._shown + 1, 0
 
 
-def _encoded(tokenizer: "TokenizerProcess", texts: list[str]) -> list[list[int]]:
+def _encoded(tokenizer: TokenizerProcess, texts: list[str]) -> list[list[int]]:
     """Return the token ids of each prompt. Raises ModelError for a prompt without any."""
-    from zinfer.core.model import ModelError
-    from zinfer.generation.tokenizer_process import Refusal
-
     prompt_ids = []
     for text, ids in zip(texts, tokenizer.encode(texts), strict=True):
         if isinstance(ids, Refusal):
@@ -294,11 +269,7 @@ def _check_options(chat: bool, batch_size: int | None, temperature: float) -> No
 
 
 def _prompts(prompts: tuple[str, ...], prompt_file: str | None) -> list[str]:
-    """Return the prompts of the options, of the file, or of stdin.
-
-    Raises UsageError if there is none, DocumentError for a file that cannot be read, TextError for a line that is not
-    UTF-8.
-    """
+    """Return the prompts of the options, of the file, or of stdin. Raises UsageError, DocumentError, TextError."""
     texts = list(prompts)
     lines: Iterable[str] = ()
     if prompt_file is not None and prompt_file != "-":

@@ -4,8 +4,7 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from time import monotonic
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
@@ -21,9 +20,7 @@ from zinfer.job.sweep import Events
 from zinfer.plan.planner import Plan
 from zinfer.record.measurement import Measurement
 from zinfer.record.requests import RequestKey, RequestPoint
-
-if TYPE_CHECKING:
-    from zinfer.worker.process import Worker
+from zinfer.worker import process
 
 LINE_S = 60.0  # seconds between lines on a long stage, where there is no terminal
 MIN_SHARE, MIN_S = 0.02, 3.0  # share and seconds of a stage from which on its remaining time shows
@@ -49,7 +46,7 @@ class Watch:
         self._clock, self._began = clock, clock()
         self._stage, self._stage_began, self._share, self._spoke = "", self._began, 0.0, self._began
         self._outlook: Outlook | None = None
-        self._left_at = self._began
+        self._left_at, self._prefix = self._began, ""
         self._has_link = True  # False on a machine without a GPU, once a load is announced
         self._bar: Progress | None = None
         if self.console.is_terminal:
@@ -62,9 +59,7 @@ class Watch:
             self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.quiet()
 
     def quiet(self) -> None:
@@ -91,18 +86,15 @@ class Watch:
         if self._bar is None and now - max(self._spoke, self._stage_began) >= LINE_S:
             self.message(f"{self._counted()}{self._prefix}{what} {share:.0%}, {self.times()}")
 
-    _prefix = ""
-
     def times(self) -> str:
         """Return the time since the start, and the time left."""
         now = self._clock()
         seconds = round(now - self._began)
         clock = f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
-        left: float | None = None
-        if self._outlook is not None:
-            if self._outlook.seconds_left is not None:
-                left = max(0.0, self._outlook.seconds_left - (now - self._left_at))
-        elif self._share >= MIN_SHARE and now - self._stage_began >= MIN_S:
+        left = None if self._outlook is None else self._outlook.seconds_left
+        if left is not None:
+            left = max(0.0, left - (now - self._left_at))
+        elif self._outlook is None and self._share >= MIN_SHARE and now - self._stage_began >= MIN_S:
             left = (now - self._stage_began) * (1 - self._share) / self._share
         return clock if left is None else f"{clock}, about {duration(max(1, round(left)))} left"
 
@@ -136,12 +128,10 @@ class Watch:
         """Print the bytes of the loaded weights, the seconds, and their rate."""
         self.message(f"loaded {gb(size)} in {duration(seconds)}: {gb(size / max(seconds, 1e-3), 2)}/s")
 
-    def workers(self, target: str, timeout_s: float, debug: bool, revision: str = "") -> "Callable[[], Worker]":
+    def workers(self, target: str, timeout_s: float, debug: bool, revision: str = "") -> Callable[[], process.Worker]:
         """Return a factory of workers whose progress is printed. Its arguments are `Worker`'s."""
-        from zinfer.worker.process import Worker
-
         return partial(
-            Worker,
+            process.Worker,
             target,
             timeout_s=timeout_s,
             on_progress=self.progress,

@@ -428,7 +428,7 @@ class _Stored:
         if self.left_out:
             architecture = self._state.spec.architecture
             yield f"left out {_some(self.left_out)} of {self._directory}: no part of a {architecture} model"
-        yield from self._checkpoint.disagreements()
+        yield from self._checkpoint.notes()
 
     def read(self, layers: bool, stored: bool) -> Generator[tuple[str, Loaded]]:
         """Yield (name, tensor) of the entries on the CPU. Entries outside the layers come first."""

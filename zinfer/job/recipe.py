@@ -25,7 +25,6 @@ from zinfer.core.engine import (
     conflict,
     draft_model,
     resolve_options,
-    without_retired,
 )
 from zinfer.core.errors import ZinferError, did_you_mean
 from zinfer.core.model import Dtype, Weights
@@ -97,11 +96,6 @@ class EngineRecipe(Frozen):
     engine: Name
     description: str = Field(default="", max_length=DESCRIPTION)
     options: dict[Name, Setting] = Field(default_factory=dict, max_length=100)
-
-    @field_validator("options", mode="before")
-    @classmethod
-    def _without_retired(cls, value: Any) -> Any:
-        return without_retired(value) if isinstance(value, dict) else value
 
 
 class SweepLoad(Frozen):
@@ -206,11 +200,6 @@ class Sweep(Frozen):
         if len(sizes) > AXIS or not all(type(size) is int and 1 <= size <= MOST for size in sizes):
             raise ValueError(f"batch sizes are 1 to {AXIS:,} whole numbers from 1 to {MOST:,}")
         return tuple(sorted(set(sizes)))
-
-    @field_validator("options", mode="before")
-    @classmethod
-    def _without_retired(cls, value: Any) -> Any:
-        return without_retired(value) if isinstance(value, dict) else value
 
     @model_validator(mode="after")
     def _bounded(self) -> Self:

@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 
 from zinfer.checkpoint import quantization, tokenizer_files
 from zinfer.checkpoint.configuration import without_code
-from zinfer.checkpoint.headers import INDEX, Checkpoint
+from zinfer.checkpoint.headers import INDEX, QUANTIZATION, Checkpoint
 from zinfer.checkpoint.quantization import Scheme
 from zinfer.core.model import ModelSpec
 from zinfer.core.progress import Progress, silent
@@ -151,14 +151,14 @@ def write(
             atomic.write(folder / name, save(tensors, {"format": "pt"}))
             progress(f"writing {choice.scheme} weights", number / len(shards))
         for path in tokenizer:
-            with open_regular(path) as source_file, atomic.writing(folder / path.name) as stream:
-                shutil.copyfileobj(source_file, stream, COPIED)
+            with open_regular(path) as opened, atomic.writing(folder / path.name) as stream:
+                shutil.copyfileobj(opened, stream, COPIED)
         if split.is_sharded:
             files = {part: file for name, file in split.tensor_to_filename.items() for part in parts[name]}
             index = {"metadata": split.metadata, "weight_map": files}
             atomic.write(folder / INDEX, json.dumps(index))
         config = without_code(dict(checkpoint.config), spec.name)
-        for key in (*quantization.KEYS, "torch_dtype", "transformers_weights"):
+        for key in (*QUANTIZATION, "torch_dtype", "transformers_weights"):
             config.pop(key, None)
         settings = quantization.scheme(scheme, choice.size) | {"ignore": list(choice.ignored)}
         config |= {"dtype": spec.dtype, "quantization_config": settings}

@@ -104,11 +104,12 @@ def test_engines_generate_from_quantised_weights(name: str, offload: Any, tmp_pa
     for file in plain.glob("model*"):
         file.unlink()
     save_file({name: tensor.clone() for name, tensor in model.state_dict().items()}, plain / "model.safetensors")
-    engines = [load_engine(name, folder, offload, tmp_path, dtype="bfloat16") for folder in (directory, plain)]
-    first, second = (greedy(engine, (5, 9, 3)) for engine in engines)
-    assert torch.equal(first, second)
-    for engine in engines:
+    texts = []
+    for folder in (directory, plain):
+        engine = load_engine(name, folder, offload, tmp_path, dtype="bfloat16")
+        texts.append(greedy(engine, (5, 9, 3)))
         engine.close()
+    assert torch.equal(*texts)
 
 
 def reordered(directory: Path) -> Path:
@@ -193,7 +194,7 @@ def matrices(directory: Path) -> Iterator[tuple[str, Tensor, tuple[Codes, ...] |
     """Yield the entries of the layers that come from codes: name, dequantised, and as they are stored."""
     state = ModelState(from_directory(directory), "safetensors")
     plain = entries(directory)
-    for name, loaded in state.load_stored(torch.device("cpu")):
+    for name, loaded in state.load(torch.device("cpu"), stored=True):
         if not isinstance(loaded, Tensor):
             yield name, plain[name], tuple(codes.to(torch.device("cpu")) for codes in loaded)
 
@@ -311,7 +312,7 @@ def damaged(directory: Path, change: Callable[[dict[str, Tensor]], None], config
 
 def stored_codes(directory: Path) -> None:
     """Load a checkpoint as it crosses the link."""
-    for _ in ModelState(from_directory(directory), "safetensors").load_stored(torch.device("cpu")):
+    for _ in ModelState(from_directory(directory), "safetensors").load(torch.device("cpu"), stored=True):
         pass
 
 

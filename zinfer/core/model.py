@@ -358,13 +358,16 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def stretched(positions: int | None, settings: Mapping[str, Any]) -> int | None:
-    """Return `positions`, or those to which YaRN stretches them.
+    """Return `positions`, or those that YaRN or longrope serve.
 
     `settings` are those of rotary positions. A factor of x serves sequences of x times the original length, says
     `transformers` (``RopeParameters``); model cards of Qwen add YaRN and leave ``max_position_embeddings`` as it was.
+    Longer sequences of dynamic NTK or longrope have other keys from their first token on.
     """
     kind, factor = settings.get("rope_type", settings.get("type")), settings.get("factor")
     original = settings.get("original_max_position_embeddings") or positions
+    if positions is not None and kind in ("longrope", "su") and type(original) is int:
+        return min(positions, original)
     if positions is None or kind != "yarn" or type(original) is not int:
         return positions
     if not isinstance(factor, int | float) or isinstance(factor, bool) or not 1 <= factor <= MAX_STRETCH:

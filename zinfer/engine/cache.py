@@ -1,13 +1,11 @@
 """KV cache whose memory is allocated once, for any kind of layer.
 
-`transformers`' DynamicCache copies itself at every step to grow by one token, and its StaticCache makes attention read
-the whole capacity. Here the memory is static and attention sees a view of the filled part: no copy, no waste, and an
-out-of-memory error comes in prefill or not at all. Every layer can be narrowed to some of the rows, so that a batch
-goes through the model a few rows at a time.
+`transformers`' DynamicCache copies itself at every step, and its StaticCache makes attention read the whole capacity.
+Here attention sees a view of the filled part, and an out-of-memory error comes in prefill or not at all. Every layer
+can be narrowed to some of the rows, so that a batch goes through the model a few rows at a time.
 
-A layer that attends within a sliding window (or a chunk) has memory for that window, and reads no more. A layer with a
-state of fixed size (recurrent, convolutional) keeps `transformers`' own tensors. A layer of sparse attention also keeps
-the keys of its indexer. A model with any other kind of layer (blocks of compressed keys) gets the cache that
+A layer that attends within a sliding window has memory for that window. A layer with a state of fixed size keeps
+`transformers`' own tensors. A model with any other kind of layer (blocks of compressed keys) gets the cache that
 `transformers` makes, which goes through the model whole.
 """
 
@@ -65,12 +63,9 @@ class SlotAllocation(NamedTuple):
 
 
 class WindowIndex:
-    """Map from positions to the `room` slots of a layer.
-
-    It is the same for all rows. Without a `window` each position has its own slot. With one there is room for the last
-    positions, in order, and the visible ones move to the front when it is full. `window` counts the tokens that a token
-    attends to, itself included.
-    """
+    """Map from positions to the `room` slots of a layer. It is the same for all rows. Without a `window` each position
+    has its own slot. With one there is room for the last positions, in order, and the visible ones move to the front
+    when it is full. `window` counts the tokens that a token attends to, itself included."""
 
     def __init__(self, capacity: int, window: int | None = None) -> None:
         self.capacity, self.window = capacity, window
@@ -448,11 +443,9 @@ _INDEXED = getattr(cache_utils, "DynamicIndexedLayer", None)  # a layer with the
 
 
 class _StateRows:
-    """Mixin that narrows a layer with a fixed-size state to some rows.
-
-    `_of_rows` puts it before the layer's own class, whose writes in place reach the states of all rows. `attention` has
-    the keys and values of a layer that has these as well.
-    """
+    """Mixin that narrows a layer with a fixed-size state to some rows. `_of_rows` puts it before the layer's own class,
+    whose writes in place reach the states of all rows. `attention` has the keys and values of a layer that has these as
+    well."""
 
     rows: slice
     has_previous_state: dict[int, bool]
@@ -519,13 +512,14 @@ class _StateRows:
                 shown[number] = whole[number][self.rows]
 
 
-class _AttentionOf:
-    """Mixin for a layer whose keys and values are in `attention`."""
+class _MixedRows(_StateRows):
+    """Mixin for a layer with a state, and with keys and values."""
 
     attention: Any
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        seen: tuple[Tensor, Tensor] = self.attention.update(key_states, value_states, *args, **kwargs)
+    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.is_initialized = True
+        seen: tuple[Tensor, Tensor] = self.attention.update(*args, **kwargs)
         return seen
 
     def get_seq_length(self) -> int:
@@ -534,14 +528,6 @@ class _AttentionOf:
     def get_mask_sizes(self, query_length: Any) -> tuple[int, int]:
         sizes: tuple[int, int] = self.attention.get_mask_sizes(query_length)
         return sizes
-
-
-class _MixedRows(_StateRows, _AttentionOf):
-    """Mixin for a layer with a state and keys and values."""
-
-    def update(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.is_initialized = True
-        return super().update(*args, **kwargs)
 
 
 def _of_rows(layer: Any, batch_size: int, attention: FixedLayer | None) -> Any:
@@ -554,63 +540,43 @@ def _of_rows(layer: Any, batch_size: int, attention: FixedLayer | None) -> Any:
     return copy
 
 
-class IndexedLayer(_AttentionOf, DynamicLayer):  # type: ignore[misc]
-    """Keys and values of sparse attention, and the keys of its indexer.
+class Indexed(FixedLayer):
+    """Keys and values of sparse attention, and its indexer's keys. These, ``[B, 1, capacity, D]``, are read whole at
+    every step. Rows are of one length, and do not move."""
 
-    An indexer's keys, ``[B, 1, capacity, D]``, are read whole at every step: they stay on the device for all rows, also
-    for rows with their keys and values in host memory. Rows are of one length, and do not move.
-    """
-
-    attention: FixedLayer
-    is_sliding = False
-
-    def __init__(self, batch_size: int, capacity: int, attention: FixedLayer) -> None:
-        self.attention = attention
-        self.batch_size, self.capacity = batch_size, capacity
-        self.rows, self.length = slice(0, batch_size), 0
-        self._index = self._positions = torch.empty(0)  # positions: ids, [B, axes, capacity, 1]
-
-    @property
-    def keys(self) -> Tensor:
-        return self.attention.keys
-
-    @property
-    def values(self) -> Tensor:
-        return self.attention.values
-
-    @property
-    def is_initialized(self) -> bool:
-        return bool(self.attention.is_initialized)
+    recordable = False
+    _index = _positions = torch.empty(0)  # positions: ids, [B, axes, capacity, 1]
+    _start = 0  # position at which the pass began; `length` may have advanced
 
     def window(self, rows: slice, length: int) -> None:
-        """Continue at position `length` of `rows` only."""
-        self.rows, self.length = rows, length
-        self.attention.window(rows, length)
+        self._start = length
+        super().window(rows, length)
+
+    def joins(self, rows: slice) -> bool:
+        return False
 
     def keep_rows(self, rows: Tensor) -> None:
-        """Keep `rows` only (indices ``[b]``, rising); `window` must follow."""
-        self.batch_size = len(rows)
         self._index, self._positions = (
             memory[rows.to(memory.device)] if memory.numel() else memory for memory in (self._index, self._positions)
         )
-        self.attention.keep_rows(rows)
+        super().keep_rows(rows)
 
     def update_indexer(self, states: Tensor) -> Tensor:
         """Store keys of the indexer ``[b, n, D]``. Returns all keys of these rows."""
-        end = self.length + states.shape[1]
+        end = self._start + states.shape[1]
         if end > self.capacity:
             raise _full(self.capacity, end)
         if not self._index.numel():
             self._index = states.new_empty((self.batch_size, 1, self.capacity, states.shape[2]))
-        self._index[self.rows, 0, self.length : end] = states
+        self._index[self.rows, 0, self._start : end] = states
         return self._index[self.rows, 0, :end]
 
     @property
     def indexer_position_ids(self) -> Tensor | None:
-        """Position ids of the first `length` tokens, ``[axes, b, length]``, if kept."""
-        if not self.length or not self._positions.numel():
+        """Position ids of earlier tokens, ``[axes, b, start]``, if kept."""
+        if not self._start or not self._positions.numel():
             return None
-        return self._positions[self.rows, :, : self.length, 0].transpose(0, 1)
+        return self._positions[self.rows, :, : self._start, 0].transpose(0, 1)
 
     @indexer_position_ids.setter
     def indexer_position_ids(self, positions: Tensor) -> None:
@@ -618,6 +584,10 @@ class IndexedLayer(_AttentionOf, DynamicLayer):  # type: ignore[misc]
         if not self._positions.numel():
             self._positions = positions.new_zeros((self.batch_size, axes, self.capacity, 1))
         self._positions[self.rows, :, :end, 0] = positions.transpose(0, 1)
+
+
+class IndexedQuantizedLayer(Indexed, QuantizedLayer):
+    """Sparse attention with keys and values in 8 bits."""
 
 
 class RowCache(Cache):  # type: ignore[misc]
@@ -708,19 +678,18 @@ def make_cache(
     rooms = [WindowIndex(capacity, windows[index]).room if index in windows else 0 for index in range(count)]
     chunks = ChunkAllocator(rooms)
 
-    def keys_and_values(index: int) -> FixedLayer:
+    def keys_and_values(index: int, indexed: bool) -> FixedLayer:
         allocate = partial(chunks.allocate, index)
         if storage in STORAGE:
-            return QuantizedLayer(rows, capacity, STORAGE[storage], windows[index], kernel, allocate)
-        return FixedLayer(rows, capacity, windows[index], allocate)
+            kind = IndexedQuantizedLayer if indexed else QuantizedLayer
+            return kind(rows, capacity, STORAGE[storage], windows[index], kernel, allocate)
+        return (Indexed if indexed else FixedLayer)(rows, capacity, windows[index], allocate)
 
     def make_layer(index: int, layer: Any) -> Any:
         if isinstance(layer, _DUMMY):
             return layer
-        attention = keys_and_values(index) if index in windows else None
-        if _has_states(layer):
-            return _of_rows(layer, batch_size, attention)
-        return IndexedLayer(batch_size, capacity, attention) if attention and type(layer) is _INDEXED else attention
+        attention = keys_and_values(index, type(layer) is _INDEXED) if index in windows else None
+        return _of_rows(layer, batch_size, attention) if _has_states(layer) else attention
 
     return RowCache(layers=[make_layer(index, layer) for index, layer in enumerate(default.layers)])
 

@@ -21,9 +21,9 @@ from typing_extensions import TypeVar
 
 from zinfer.checkpoint.architecture import COUNTS_PADDING, decoder_layers
 from zinfer.core.progress import Progress, silent
-from zinfer.engine import EngineError, rotary
+from zinfer.engine import EngineError
 from zinfer.engine.base import Engine, MicroBatch, Work, check_sources, check_works
-from zinfer.engine.cache import CacheFullError, FixedLayer, IndexedLayer, RowCache, RowMask, RowSource, make_cache
+from zinfer.engine.cache import CacheFullError, FixedLayer, Indexed, RowCache, RowMask, RowSource, make_cache
 from zinfer.engine.kv_snapshot import KVSnapshot, Past
 from zinfer.engine.positions import asks_length, scale_by_positions
 from zinfer.engine.transfer import to_device, to_device_together
@@ -50,7 +50,6 @@ class DecoderBatch(MicroBatch):
         super().__init__(mask.shape[0], mask.shape[1], capacity)
         self.cache, self.state = cache, state
         self.mask: Tensor | None = None
-        self.prompts = mask.sum(-1)  # [B]: tokens of each row's prompt, which are computed together
         self._before: Tensor | None = None  # [B, 1]: real positions among the first `length`
         self.torn = False  # True after a pass that failed: some layers may hold its positions
         if not bool(mask.all()):
@@ -87,7 +86,7 @@ class DecoderBatch(MicroBatch):
 
     def note_kept(self, rows: Tensor) -> None:
         """Note that the cache keeps `rows` only, indices ``[b]``."""
-        self.batch_size, self.prompts = len(rows), self.prompts[rows]
+        self.batch_size = len(rows)
         self.mask, self._before = None if self.mask is None else self.mask[rows], None
 
     def real(self, rows: Tensor) -> Tensor:
@@ -131,11 +130,8 @@ class Part(NamedTuple, Generic[Of]):
 
 
 class Decoder(Engine[D]):
-    """Engine whose `model` is a causal language model of `transformers`.
-
-    Subclasses put its weights in place in `_load`, which ends with `_ready`. What it opens it gives to `_opened`, since
-    a load may fail half-way.
-    """
+    """Engine whose `model` is a causal language model of `transformers`. Subclasses put its weights in place in
+    `_load`, which ends with `_ready`. What it opens it gives to `_opened`, since a load may fail half-way."""
 
     model: PreTrainedModel
 
@@ -180,8 +176,6 @@ class Decoder(Engine[D]):
         # Modules of a few models keep states of the batch themselves, besides what is in the cache.
         self._in_modules = any(hasattr(module, "_setup_cache") for module in self.model.modules())
         self._own_cache = self._in_modules or not takes_default()
-        if self.recompute_beyond is None:
-            self.recompute_beyond = rotary.follow_lengths(self.model)
         modules = {sys.modules[type(module).__module__] for module in self.model.modules()}
         # Whether the model's code makes masks that end with a window: the names of what it imports tell.
         self._masks_window = any(mask in vars(module) for module in modules for mask in WINDOW_MASKS)
@@ -191,12 +185,6 @@ class Decoder(Engine[D]):
         self._counts_gaps = kind in COUNT_GAPS
         numbered = "position_ids" in accepted and not asks_length(layers) and kind not in COUNTS_PADDING
         self._knows_padding = "attention_mask" in accepted and (numbered or kind in COUNT_BY_MASK)
-
-    def _lengths(self, parts: "Sequence[Part[D]]") -> Tensor | None:
-        """Return the lengths by which a pass turns its positions, ``[B, n]``."""
-        if self.recompute_beyond is None:
-            return None
-        return torch.cat([torch.maximum(part.batch.prompts[part.rows, None], part.positions + 1) for part in parts])
 
     def _call(self, batch: D, **inputs: object) -> Tensor:
         """Run one forward pass and return its logits ``[B, n, V]``."""
@@ -258,7 +246,7 @@ class Decoder(Engine[D]):
     @property
     def _chooses(self) -> bool:
         """True if layers choose positions, among equal scores by their place."""
-        return any(isinstance(layer, IndexedLayer) for layer in self._kinds_of_layers)
+        return any(isinstance(layer, Indexed) for layer in self._kinds_of_layers)
 
     @property
     def _windows(self) -> list[int]:
@@ -317,7 +305,6 @@ class Decoder(Engine[D]):
         masks = [RowMask(rows) if has_gaps else None for rows, has_gaps in zip(real, broken, strict=True)]
         emptied = [batch for batch, rows in moved if len(rows) == batch.batch_size]
         target = self._make_batch(mask, capacity, moved)
-        target.prompts = torch.cat([batch.prompts[rows] for batch, rows in moved])
         self.batches.append(target)
         self._move(target, [MovedRows(*rows, mask) for rows, mask in zip(moved, masks, strict=True)], length)
         target.advance(length)
@@ -439,8 +426,7 @@ class Decoder(Engine[D]):
         if self._cache_name == "cache_params" and batch.length:
             inputs["attention_mask"] = None  # the state has taken the padding in already, as in `generate`
         inputs = {name: value for name, value in inputs.items() if name in self._accepted}
-        with rotary.turned_by(self._lengths([part])):
-            return self._call(batch, **inputs)[:, -keep:]
+        return self._call(batch, **inputs)[:, -keep:]
 
     @torch.inference_mode()
     def rollback(self, batch: D, lengths: Tensor) -> None:
@@ -485,11 +471,8 @@ class Decoder(Engine[D]):
 
 
 def offload_folder(nvme_path: str | None) -> Scratch:
-    """Make a scratch folder for offloaded weights inside `nvme_path`.
-
-    Its `cleanup` removes it, or if this process is killed the next start. Raises EngineError unless `nvme_path` names
-    a folder that exists.
-    """
+    """Make a scratch folder for offloaded weights inside `nvme_path`. Its `cleanup` removes it, or if this process is
+    killed the next start. Raises EngineError unless `nvme_path` names a folder that exists."""
     if nvme_path is None or not Path(nvme_path).is_dir():
         what = f"{nvme_path!r} is not a folder" if nvme_path else "it needs one"
         raise EngineError(f"offload nvme puts the weights into the folder given by --nvme-path: {what}")

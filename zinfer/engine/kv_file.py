@@ -48,10 +48,8 @@ def _check_owner(path: Path, status: os.stat_result, theirs: str = "", shared: s
 
 
 def write(kept: KVSnapshot, path: Path, label: Mapping[str, Any]) -> int:
-    """Write `kept` to `path`, whole or not at all. Returns the size of the file in bytes. Raises OSError.
-
-    The file is safetensors; its metadata hold `label` (JSON) and a CRC-32 of everything.
-    """
+    """Write `kept` to `path`, whole or not at all. Returns the size of the file in bytes. Raises OSError. The file is
+    safetensors; its metadata hold `label` (JSON) and a CRC-32 of everything."""
     header: dict[str, Any] = {"__metadata__": {"told": json.dumps(dict(label))}}
     for name, block in kept.blocks.items():
         offsets = [block.offset, block.offset + block.size]
@@ -67,11 +65,9 @@ def write(kept: KVSnapshot, path: Path, label: Mapping[str, Any]) -> int:
 
 
 def read(path: Path, first: int, pin: bool) -> KVSnapshot:
-    """Read a snapshot from `path`, whose first position is `first`.
-
-    Raises CheckpointError for a file that is cut off or damaged or that others may have written, OSError for one that
-    cannot be read, and MemoryError where the host has no room for it.
-    """
+    """Read a snapshot from `path`, whose first position is `first`. Raises CheckpointError for a file that is cut off
+    or damaged or that others may have written, OSError for one that cannot be read, and MemoryError where the host has
+    no room for it."""
     header, tensors = _header(path)
     start = min((info.start for info in tensors.values()), default=0)
     try:

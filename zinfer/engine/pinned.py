@@ -141,10 +141,8 @@ class PinnedArena:
         return self.memory[start:end]
 
     def lock_taken(self) -> None:
-        """Page-lock in a thread what was taken, while a load goes on.
-
-        What is taken next begins at a page; no copy to a GPU may reach across.
-        """
+        """Page-lock in a thread what was taken, while a load goes on. What is taken next begins at a page; no copy to a
+        GPU may reach across."""
         end = self.used + -self.used % PAGE
         if self._pin and self._lock_end + LOCKED_TOGETHER <= end <= self.size:
             device = torch.cuda.current_device()
@@ -246,12 +244,9 @@ def shared_memory() -> int:
 
 
 def _map(size: int, shared: int | None = None) -> tuple[mmap.mmap, Tensor]:
-    """Map `size` bytes, of the file `shared` if given.
-
-    Returns the mapping and its memory, uint8. A file's mapping begins where a huge page can. The mapping reserves
-    nothing, since some hosts have little memory at first and more as it is used; `check_free` makes sure that there is
-    enough.
-    """
+    """Map `size` bytes, of the file `shared` if given. Returns the mapping and its memory, uint8. A file's mapping
+    begins where a huge page can. The mapping reserves nothing, since some hosts have little memory at first and more as
+    it is used; `check_free` makes sure that there is enough."""
     more = 0 if shared is None else HUGE
     unreserved = getattr(mmap, "MAP_NORESERVE", 0x4000)
     try:

@@ -2,13 +2,11 @@
 
 A load is refused, before any weight is read, unless the checkpoint and the model agree: every entry of the model's
 state is stored exactly once (tied entries under any of their names), and no stored tensor is left over that would
-change the text: one of a module or layer that the model has, or of an adapter. What the model computes itself (masks,
-tables of positions) is left out; other parts, such as the head of a reward model, are left out with a line. Entries
-have the types of `transformers`: the model's dtype, or float32 (router biases, gates, sinks).
+change the text. What the model computes itself (masks, tables of positions) is left out; other parts, such as the head
+of a reward model, are left out with a line. Entries have the types of `transformers`: the model's dtype, or float32.
 
-A checkpoint's tensors pass through `transformers`' own conversion (names differ between versions; Mixtral's experts are
-stored one by one and used fused), one decoder layer at a time. While one layer is used, many threads read the next, so
-that a load takes as long as the slower of both; the peak of host memory is two layers.
+Tensors pass through `transformers`' own conversion, one decoder layer at a time. While one layer is used, many threads
+read the next; the peak of host memory is two layers.
 """
 
 import inspect
@@ -19,10 +17,11 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import groupby
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import transformers
@@ -63,7 +62,6 @@ from zinfer.engine.read import (
 logging.disable_progress_bar()
 
 Loaded = Tensor | tuple[Codes, ...]  # an entry, or the quantised matrices whose rows it consists of
-AnyLoaded = TypeVar("AnyLoaded", Tensor, Loaded)
 Place = tuple[nn.Module, str]  # a module and the name of one of its parameters or buffers
 ADAPTER = re.compile(r"(?:^|\.)(?:lora_|ia3_|adapters?\.|base_model\.|modules_to_save\.)")  # parts of names
 AHEAD = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")  # layers that predict several tokens
@@ -165,58 +163,35 @@ class ModelState:
         return {name: entry for name, entry in self.entries.items() if entry.layer is None}
 
     def load(
-        self, device: torch.device, progress: Progress = silent, layers: bool = True
-    ) -> Generator[tuple[str, Tensor]]:
+        self, device: torch.device, progress: Progress = silent, layers: bool = True, stored: bool = False
+    ) -> Generator[tuple[str, Any]]:
         """Yield (name, tensor) of every entry once.
 
-        Entries outside the layers come first, or alone if not `layers`. A tensor is valid until the next one is
-        requested, and the model must not change until the last one. A caller that stops early has to close the
-        generator, which reads ahead. Raises CheckpointError for tensors that cannot be converted, and at the end if an
-        entry did not come.
+        Entries outside the layers come first, or alone if not `layers`. If `stored`, quantised ones come as `Codes`, in
+        the order of their rows. A tensor is valid until the next one is requested, and the model must not change until
+        the last one. A caller that stops early has to close the generator, which reads ahead. Raises CheckpointError
+        for tensors that cannot be converted, and at the end if an entry did not come.
         """
-        return cast("Generator[tuple[str, Tensor]]", self._load(device, progress, layers, False))
-
-    def load_stored(self, device: torch.device, progress: Progress = silent) -> Generator[tuple[str, Loaded]]:
-        """Yield the entries as `load` does, quantised ones as `Codes`. Codes come in the order of their rows."""
-        return self._load(device, progress, True, True)
-
-    def _load(
-        self, device: torch.device, progress: Progress, layers: bool, stored: bool
-    ) -> Generator[tuple[str, Loaded]]:
         missing = set(self.entries if layers else self.outside)
         total = sum(self.entries[name].tensor.numel() for name in missing)
-        done = 0
-        source: Generator[tuple[str, Loaded]]
-        if self._checkpoint is None:
-            source = self._dummy(device, layers, stored)
-        else:
-            source = self._checkpoint.read(layers, stored)
-            if self._coded:
-                source = self._rounded(source, device, stored)
-        for line in self._checkpoint.notes() if self._checkpoint is not None else ():
+        done, checkpoint = 0, self._checkpoint
+        for line in checkpoint.notes() if checkpoint is not None else ():
             note(progress, line)
-        with closing(source) as tensors:
+        read = self._dummy(device, layers, stored) if checkpoint is None else checkpoint.read(layers, stored)
+        with closing(read) as tensors:
             for name, tensor in tensors:
                 if name not in missing:
                     raise CheckpointError(f"{self.spec.directory}: {name} came twice")
                 missing.remove(name)
-                yield name, tensor
+                matrices = self._coded.get(name)
+                if checkpoint is None or matrices is None or not isinstance(tensor, Tensor):
+                    yield name, tensor
+                else:  # it gets a format of zinfer
+                    yield name, rounded_entry(name, tensor.to(device), matrices, self.spec.weights, stored)
                 done += self.entries[name].tensor.numel()
                 progress("loading weights", done / total)
         if missing:
             raise CheckpointError(f"{self.spec.directory}: {_some(missing)} did not come")
-
-    def _rounded(
-        self, source: Generator[tuple[str, Loaded]], device: torch.device, stored: bool
-    ) -> Generator[tuple[str, Loaded]]:
-        """Round the entries of `source` that get a format of zinfer."""
-        with closing(source) as tensors:
-            for name, tensor in tensors:
-                matrices = self._coded.get(name)
-                if matrices is None or not isinstance(tensor, Tensor):
-                    yield name, tensor
-                else:
-                    yield name, rounded_entry(name, tensor.to(device), matrices, self.spec.weights, stored)
 
     def _dummy(self, device: torch.device, layers: bool, stored: bool) -> Generator[tuple[str, Loaded]]:
         """Yield random parameters at the scale of a fresh initialisation.
@@ -230,47 +205,27 @@ class ModelState:
         modules = self.model.named_modules()
         norms = {f"{name}.weight" for name, module in modules if "norm" in type(module).__name__.lower()}
         generator = torch.Generator(device)
+        chosen = self.entries if layers else self.outside
         # Layer by layer, each in one block with its buffers.
-        for name, entry in sorted(
-            self.entries.items(), key=lambda item: -1 if item[1].layer is None else item[1].layer
-        ):
-            if not layers and entry.layer is not None:
-                return
+        for name, entry in sorted(chosen.items(), key=lambda item: -1 if item[1].layer is None else item[1].layer):
             if not entry.is_parameter:
                 yield name, entry.tensor.to(device, copy=True)
-                continue
-            if (matrices := self._coded.get(name)) is not None:
+            elif (matrices := self._coded.get(name)) is not None:
                 yield name, random_entry(entry.tensor, matrices, std, stored, generator)
-                continue
-            generator.manual_seed(zlib.crc32(name.encode()))
-            tensor = torch.empty(entry.tensor.shape, dtype=entry.tensor.dtype, device=device)
-            yield name, tensor.normal_(1.0 if name in norms else 0.0, std, generator=generator)
+            else:
+                generator.manual_seed(zlib.crc32(name.encode()))
+                tensor = torch.empty(entry.tensor.shape, dtype=entry.tensor.dtype, device=device)
+                yield name, tensor.normal_(1.0 if name in norms else 0.0, std, generator=generator)
 
 
 def by_layer(
-    state: ModelState, loaded: Iterator[tuple[str, AnyLoaded]]
-) -> Iterator[tuple[int | None, Iterator[tuple[str, AnyLoaded]]]]:
-    """Group loaded tensors by decoder layer: its number, and named tensors.
-
-    Entries outside the layers come with None and with their whole names. A tensor is valid until the next request to
-    either iterator.
-    """
-    ahead = next(loaded, None)
-
-    def group(layer: int | None) -> Iterator[tuple[str, AnyLoaded]]:
-        nonlocal ahead
+    state: ModelState, loaded: Iterable[tuple[str, Loaded]]
+) -> Iterator[tuple[int | None, Iterator[tuple[str, Loaded]]]]:
+    """Group loaded tensors by decoder layer: its number, and named tensors. Entries outside the layers come with None
+    and with their whole names. A tensor is valid until the next request to either iterator."""
+    for layer, group in groupby(loaded, lambda item: state.entries[item[0]].layer):
         start = 0 if layer is None else len(f"{state.stack}.{layer}.")
-        while ahead is not None and state.entries[ahead[0]].layer == layer:
-            name, tensor = ahead
-            yield name[start:], tensor
-            ahead = next(loaded, None)
-
-    while ahead is not None:
-        layer = state.entries[ahead[0]].layer
-        tensors = group(layer)
-        yield layer, tensors
-        for _ in tensors:  # skip the tensors that the caller did not take
-            pass
+        yield layer, ((name[start:], tensor) for name, tensor in group)
 
 
 def _keep_types(model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -378,11 +333,9 @@ class _Stored:
         return owner is self._state.layers and rest[0].isdigit() and spec.num_layers <= int(rest[0]) < spec.total_layers
 
     def _surplus(self, unknown: Mapping[str, str]) -> list[str]:
-        """Return the stored names of targets to leave out with a line.
-
-        Others are left out without one: what transformers ignores, what the model computes itself, and parts of a
-        larger model around it (a vision tower). Raises CheckpointError for tensors that would change the text.
-        """
+        """Return the stored names of targets to leave out with a line. Others are left out without one: what
+        transformers ignores, what the model computes itself, and parts of a larger model around it (a vision tower).
+        Raises CheckpointError for tensors that would change the text."""
         model = self._state.model
         keys = SimpleNamespace(missing_keys=set[str](), unexpected_keys=set(unknown))
         model._adjust_missing_and_unexpected_keys(keys)

@@ -200,7 +200,6 @@ class Team(Engine[TeamBatch], Generic[E]):
             self.close()
             raise
         self.draft = self._engine.draft
-        self.recompute_beyond = self._engine.recompute_beyond
         for name in ("equal_lengths", *(f"cannot_{reason}" for reason in REASONS)):
             setattr(self, name, getattr(self._engine, name))
 

@@ -1,23 +1,19 @@
 """DeepSpeed's ZeRO-Inference: ZeRO stage 3, weights in pinned memory or files.
 
-A fetch is then `ds_tensor.to(device, non_blocking=True)` on a stream of its own. Before a module runs, the host waits
-for that whole stream, prefetches included, and then issues the next bucket: the link idles from each wait until the
-next copy is issued, so few large fetches beat many small ones. The tuned settings, all of them public ones of
-DeepSpeed, do this for decode:
+Before a module runs, the host waits for the stream of all fetches, prefetches included, and then issues the next
+bucket: the link idles meanwhile, so few large fetches beat many small ones. The tuned settings, all of them public ones
+of DeepSpeed, do this for decode:
 
 * a decoder layer is one ZeRO leaf module: one fetch, one wait and one release a layer, not one for each linear;
 * the prefetch bucket is a layer's matrices, and as many live parameters are allowed beside the layer that computes (the
   example's `stage3_max_live_parameters` is less than one matrix: hardly anything is prefetched);
 * vectors (norms, biases) persist on the device;
-* embeddings and head are partitioned without offload. Offloaded they cross the link every step, tied ones twice: a
-  tensor so much larger than `stage3_max_reuse_distance` is dropped between its two uses.
+* embeddings and head are partitioned without offload. Offloaded they cross the link every step, tied ones twice.
 
-With offload `cpu`, DeepSpeed's page-locked memory comes from an arena of ours, as that of the other engines does:
-torch's allocator, which DeepSpeed asks otherwise, rounds each weight up to a power of two and touches it with few
-threads. Steps are the same.
-
-On several GPUs each rank has its part of every weight, and a fetch is a copy of that part and an all-gather. Here the
-leader of the ranks loads the weights, and `zero.Init` broadcasts each before it is divided.
+With offload `cpu`, DeepSpeed's page-locked memory comes from an arena of ours: torch's allocator, which it asks
+otherwise, rounds each weight up to a power of two. On several GPUs each rank has its part of every weight, and a fetch
+is a copy of that part and an all-gather; the leader loads the weights, and `zero.Init` broadcasts each before it is
+divided.
 
 Source: DeepSpeed 0.19, `runtime/zero/partitioned_param_coordinator.py` and `partition_parameters.py` (NoGatherHandle).
 """
@@ -52,12 +48,9 @@ if TYPE_CHECKING:
 
 
 class DeepSpeed(Decoder[DecoderBatch]):
-    """Engine `deepspeed`: weights on the device, in host memory or files.
-
-    `tuned=False` takes the settings of DeepSpeed's own example (run_model.py of its zero_inference) instead of those
-    above. Raises EngineError if the system lacks the packages that offload `nvme` is built with, or DeepSpeed refuses
-    the model.
-    """
+    """Engine `deepspeed`: weights on the device, in host memory or files. `tuned=False` takes the settings of
+    DeepSpeed's own example (run_model.py of its zero_inference) instead of those above. Raises EngineError if the
+    system lacks the packages that offload `nvme` is built with, or DeepSpeed refuses the model."""
 
     several: ClassVar[str] = "zinfer.engine.deepspeed.team:DeepSpeedTeam"
     options: DeepSpeedOptions
@@ -152,37 +145,31 @@ class DeepSpeed(Decoder[DecoderBatch]):
     def _stored(self, state: ModelState) -> Iterator[tuple[str, Tensor]]:
         """Yield tensors by name; a follower's are zeros for `zero.Init` to fill."""
         group = self._group
-        if group is not None and group.rank:
-            while (header := group.share(None)) != _END:
-                name, shape, dtype = header
-                tensor = torch.zeros(shape, dtype=dtype, device=self.device)
-                if not state.entries[name].is_parameter:
-                    group.broadcast(tensor)
-                yield name, tensor
+        if group is None:
+            yield from state.load(self.device, self.progress)
             return
-        for name, loaded in state.load(self.device, self.progress):
-            if group is not None:
-                group.share((name, loaded.shape, loaded.dtype))
-                if not state.entries[name].is_parameter:
-                    group.broadcast(loaded.to(self.device))
-            yield name, loaded
-        if group is not None:
-            group.share(_END)
+        loaded: Iterator[tuple[str, Tensor]] = iter(()) if group.rank else state.load(self.device, self.progress)
+        while True:
+            name, tensor = next(loaded, ("", None))
+            header = group.share((name, tensor.shape, tensor.dtype) if tensor is not None else None)
+            if header is None:
+                return
+            name, shape, dtype = header
+            if tensor is None:
+                tensor = torch.zeros(shape, dtype=dtype, device=self.device)
+            if not state.entries[name].is_parameter:
+                tensor = tensor.to(self.device)
+                group.broadcast(tensor)
+            yield name, tensor
 
     def _linears(self, layers: nn.ModuleList) -> dict[str, nn.Linear]:
-        """Return the linear modules of the layers by name.
-
-        Raises EngineError if there are none that divide into groups.
-        """
+        """Return the linear modules of the layers by name. Raises EngineError if they do not divide into groups."""
         names = {id(module): name for name, module in self.model.named_modules()}
         linears = {f"{names[id(module)]}.weight": module for module in layers.modules() if type(module) is nn.Linear}
-        for name, module in linears.items():
-            if module.in_features % GROUP:
-                raise EngineError(
-                    f"DeepSpeed's quantised weights are groups of {GROUP}: {name} has {module.in_features} inputs"
-                )
-        if not linears:
-            raise EngineError(f"DeepSpeed quantises linear modules, and the layers of {self.plan.model.name} have none")
+        inputs = {name: module.in_features for name, module in linears.items() if module.in_features % GROUP}
+        if inputs or not linears:
+            what = "no linear modules" if not linears else "{} has {} inputs".format(*next(iter(inputs.items())))
+            raise EngineError(f"DeepSpeed quantises linear modules in groups of {GROUP}: {what}")
         return linears
 
     def _config(self, layers: nn.ModuleList) -> dict[str, Any]:
@@ -324,9 +311,6 @@ class DeepSpeed(Decoder[DecoderBatch]):
         """Take the model off DeepSpeed's list of running modules."""
         stack, model = modules_under_way(), getattr(self, "model", None)
         stack[:] = [module for module in stack if module is not model]
-
-
-_END = ("end", None, None)  # ends the headers of tensors
 
 
 def _bytes(parameter: Any) -> int:

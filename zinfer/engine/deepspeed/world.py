@@ -23,11 +23,8 @@ if TYPE_CHECKING:
 
 
 def prepare(device: torch.device, undo: ExitStack, progress: Progress = silent, group: "Group | None" = None) -> None:
-    """Set up the environment of a launcher, and a process group.
-
-    The group has this process alone, or the ranks of `group`; `undo` restores the old state. Raises EngineError beside
-    another group, which all engines would share.
-    """
+    """Set up the environment of a launcher, and a process group. The group has this process alone, or the ranks of
+    `group`; `undo` restores the old state. Raises EngineError beside another group, which all engines would share."""
     if dist.is_initialized():
         raise EngineError("engine deepspeed is alone in its process: close the other one first")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"  # its ops are built with ninja
@@ -123,10 +120,8 @@ def check_async_io() -> None:
 
 
 def check_dtype(dtype: str) -> None:
-    """Raise EngineError unless DeepSpeed supports `dtype` (float16, bfloat16, float32) on this machine.
-
-    The types that a CPU supports depend on its model. DeepSpeed's accelerator object names them, before a load begins.
-    """
+    """Raise EngineError unless DeepSpeed supports `dtype` (float16, bfloat16, float32) on this machine. The types that
+    a CPU supports depend on its model. DeepSpeed's accelerator object names them, before a load begins."""
     from deepspeed.accelerator import get_accelerator
 
     accelerator = get_accelerator()

@@ -50,11 +50,8 @@ class Written(NamedTuple):
 
 
 class _Choice(NamedTuple):
-    """Stored tensors to quantise.
-
-    `size` columns share a scale in all of them (int4), `ignored` are the linear modules of the model that are not
-    quantised, and `kept` the stored matrices of its layers that are not.
-    """
+    """Stored tensors to quantise. `size` columns share a scale in all of them (int4), `ignored` are the linear modules
+    of the model that are not quantised, and `kept` the stored matrices of its layers that are not."""
 
     scheme: Scheme
     names: frozenset[str]
@@ -71,12 +68,9 @@ class _Choice(NamedTuple):
 
 
 def choose(state: ModelState, checkpoint: Checkpoint, scheme: Scheme) -> _Choice:
-    """Return the choice of stored tensors to quantise.
-
-    These are weights of linear modules in the decoder layers, and matrices of experts; none of routers, and none that
-    layers share. Raises EngineError, in one line, for a model whose layers have none, and for experts in one stored
-    tensor.
-    """
+    """Return the choice of stored tensors to quantise. These are weights of linear modules in the decoder layers, and
+    matrices of experts; none of routers, and none that layers share. Raises EngineError, in one line, for a model whose
+    layers have none, and for experts in one stored tensor."""
     spec, wanted = state.spec, getattr(torch, state.spec.dtype)
     entries = {name: entry for entry in state.entries.values() for name in entry.names}
     names, sizes, modules, kept = list[str](), set[int](), set[str](), list[str]()
@@ -112,12 +106,7 @@ def choose(state: ModelState, checkpoint: Checkpoint, scheme: Scheme) -> _Choice
 
 
 def write(
-    spec: ModelSpec,
-    revision: str,
-    folder: Path,
-    scheme: Scheme,
-    device: torch.device,
-    progress: Progress = silent,
+    spec: ModelSpec, revision: str, folder: Path, scheme: Scheme, device: torch.device, progress: Progress = silent
 ) -> Written:
     """Write a quantised copy of `spec`'s checkpoint into `folder`.
 

@@ -43,10 +43,8 @@ POWERS = (torch.uint8, torch.float8_e8m0fnu)  # types of scales that are exponen
 
 
 class CodedMatrix(NamedTuple):
-    """A matrix of an entry.
-
-    `name` is that of its module; it is stored as `weight` says, in tensors with `headers` by their role.
-    """
+    """A matrix of an entry. `name` is that of its module; it is stored as `weight` says, in tensors with `headers` by
+    their role."""
 
     name: str
     weight: QuantizedWeight
@@ -79,11 +77,9 @@ def coded_entries(
 def random_entry(
     entry: Tensor, matrices: Sequence[CodedMatrix], std: float, stored: bool, generator: torch.Generator
 ) -> Tensor | tuple[Codes, ...]:
-    """Return an entry with random codes and scales, on the generator's device.
-
-    Its weights have a mean of 0 and a standard deviation of `std`; the seed is the name of each matrix. With `stored`
-    it comes as it crosses the link, if it can.
-    """
+    """Return an entry with random codes and scales, on the generator's device. Its weights have a mean of 0 and a
+    standard deviation of `std`; the seed is the name of each matrix. With `stored` it comes as it crosses the link, if
+    it can."""
     parts = (random_parts(matrix, std, generator) for matrix in matrices)
     return _assembled(entry, matrices, parts, stored, generator.device)
 
@@ -91,10 +87,8 @@ def random_entry(
 def rounded_entry(
     name: str, tensor: Tensor, matrices: Sequence[CodedMatrix], scheme: Weights, stored: bool
 ) -> Tensor | tuple[Codes, ...]:
-    """Return an entry whose weights `tensor` are rounded to codes of `scheme`.
-
-    `stored` is as in `random_entry`. Raises CheckpointError for NaN and infinity.
-    """
+    """Return an entry whose weights `tensor` are rounded to codes of `scheme`. `stored` is as in `random_entry`. Raises
+    CheckpointError for NaN and infinity."""
     rows = tensor.flatten(0, -2).split([matrix.weight.shape[-2] for matrix in matrices])
     parts = (_rounded(name, part, matrix.weight, scheme) for part, matrix in zip(rows, matrices, strict=True))
     return _assembled(tensor, matrices, parts, stored, tensor.device)

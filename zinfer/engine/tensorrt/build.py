@@ -69,12 +69,9 @@ def build(
     host_bytes: int | None = None,
     allow_nan: bool = False,
 ) -> PlanFile:
-    """Build the plan of `key` into `path`, which appears when whole.
-
-    Raises EngineError for a model, a type or a shape without a network, and where the disk or host memory
-    (`host_bytes`) is too small; MemoryError or torch's OutOfMemoryError when the library runs out of memory; and
-    Cancelled. No files are left behind after an error.
-    """
+    """Build the plan of `key` into `path`, which appears when whole. Raises EngineError for a model, a type or a shape
+    without a network, and where the disk or host memory (`host_bytes`) is too small; MemoryError or torch's
+    OutOfMemoryError when the library runs out of memory; and Cancelled. No files are left behind after an error."""
     if spec.dtype == "float32" and spec.weight_bytes > CODE_BYTES:
         raise EngineError("TensorRT plans are built in bfloat16 or float16: --dtype bfloat16")
     if host_bytes is not None and peak_host_bytes(spec) > host_bytes:

@@ -18,11 +18,9 @@ SLACK_BYTES = 1 << 30  # GPU memory that a library may take besides weights and 
 
 
 class Executor:
-    """TensorRT engine read from `file`.
-
-    With `offload`, `gpu_weights` of its streamable weights stay on the GPU (None: the library decides); else all.
-    Raises EngineError for a GPU that the library does not support and for a plan that it refuses.
-    """
+    """TensorRT engine read from `file`. With `offload`, `gpu_weights` of its streamable weights stay on the GPU (None:
+    the library decides); else all. Raises EngineError for a GPU that the library does not support and for a plan that
+    it refuses."""
 
     def __init__(
         self, library: Library, file: PlanFile, gpu_weights: str | None, offload: bool, progress: Progress = silent
@@ -56,11 +54,9 @@ class Executor:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cuda")
 
     def run(self, profile: int, inputs: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
-        """Run one pass, ordered with the current stream.
-
-        All tensors are contiguous, on the device, and of the network's types. Raises EngineError for a shape that the
-        plan does not allow, RuntimeError for a pass that fails.
-        """
+        """Run one pass, ordered with the current stream. All tensors are contiguous, on the device, and of the
+        network's types. Raises EngineError for a shape that the plan does not allow, RuntimeError for a pass that
+        fails."""
         context, stream = self._context, self._stream
         stream.wait_stream(torch.cuda.current_stream())
         if profile != self._profile:

@@ -31,12 +31,9 @@ def make_network(
     weights: dict[str, Tensor],
     max_seq_len: int,
 ) -> Net:
-    """Fill `network` with the decoder of `model`.
-
-    `model` is made by `zinfer.checkpoint.architecture.empty_model`, for sequences of up to `max_seq_len` tokens.
-    `weights` are its parameters, on the CPU, and must outlive the returned `Net`. Raises EngineError for a model that
-    differs in any detail from the decoders above.
-    """
+    """Fill `network` with the decoder of `model`. `model` is made by `zinfer.checkpoint.architecture.empty_model`, for
+    sequences of up to `max_seq_len` tokens. `weights` are its parameters, on the CPU, and must outlive the returned
+    `Net`. Raises EngineError for a model that differs in any detail from the decoders above."""
     body = BODIES.get(spec.architecture)
     if body is None:
         raise EngineError(

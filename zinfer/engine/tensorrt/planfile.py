@@ -110,22 +110,15 @@ def disagreements(wanted: PlanKey, key: PlanKey) -> list[str]:
 
 
 def find(wanted: PlanKey, where: str = "auto") -> PlanFile:
-    """Return the plan at `where`, or another that serves `wanted`.
-
-    With ``auto`` it is the one in `PLANS` with the largest batch. Raises EngineError where there is none, with the
-    reason why a plan that exists does not serve, and the command that builds the right one.
-    """
-    if where != "auto":
-        file = read(Path(where))
-        if reasons := disagreements(wanted, file.key):
-            raise EngineError(f"{where} does not fit: {'; '.join(reasons)}. Build one: {build_command(wanted)}")
-        file.check()
-        return file
-    serving, refused = [], []
-    for path in sorted(PLANS.glob("*.plan")):
+    """Return the plan at `where`, or another that serves `wanted`. With ``auto`` it is the one in `PLANS` with the
+    largest batch. Raises EngineError where there is none, with the reason why a plan that exists does not serve, and
+    the command that builds the right one."""
+    paths = sorted(PLANS.glob("*.plan")) if where == "auto" else [Path(where)]
+    serving, refused = [], ""
+    for path in paths:
         try:
             file = read(path)
-            if wanted.model != file.key.model and wanted.revision != file.key.revision:
+            if where == "auto" and wanted.model != file.key.model and wanted.revision != file.key.revision:
                 continue
             reasons = disagreements(wanted, file.key)
             if not reasons:
@@ -133,14 +126,11 @@ def find(wanted: PlanKey, where: str = "auto") -> PlanFile:
                 serving.append(file)
         except EngineError as error:
             reasons = [str(error)]
-        if reasons:
-            refused.append(f"{path.name} does not fit: {'; '.join(reasons)}")
+        refused = f" {path.name} does not fit: {'; '.join(reasons)}." if reasons else refused
     if serving:
         return max(serving, key=lambda file: (file.key.max_batch_size, -file.key.max_seq_len))
-    existing = f" {refused[-1]}." if refused else ""
-    raise EngineError(
-        f"no TensorRT plan in {PLANS} that runs {wanted.model}.{existing} Build one: {build_command(wanted)}"
-    )
+    place = f"in {PLANS}" if where == "auto" else where
+    raise EngineError(f"no TensorRT plan {place} that runs {wanted.model}.{refused} Build one: {build_command(wanted)}")
 
 
 def build_command(wanted: PlanKey) -> str:

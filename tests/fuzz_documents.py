@@ -195,8 +195,8 @@ def _records(dice: Random) -> list[str]:
             ["best", "mine.jsonl"], ["best", "mine.jsonl", "--json", "--objective", "latency"],
             ["best", "mine.jsonl", *prices], ["compare", "mine.jsonl", "other.jsonl"],
             ["compare", "other.jsonl", "mine.jsonl", "--metric", "ttft_ms", "--across", "options"],
-            ["export", "mine.jsonl", "--format", dice.choice(("md", "json"))],
-            ["export", "mine.jsonl", "--format", dice.choice(("md", "json")), "--requests"],
+            ["export", "mine.jsonl", "--format", dice.choice(("csv", "json"))],
+            ["export", "mine.jsonl", "--format", dice.choice(("csv", "json")), "--requests"],
             ["plan", "-m", "opt-30b", "--machine", "h200", "--calibrate", "mine.jsonl"],
         )
     )  # fmt: skip

@@ -78,13 +78,13 @@ def test_a_host_without_slurm_is_told(folder: Path, monkeypatch: pytest.MonkeyPa
 
 
 PLAN = Sweep(
-    model=("bloom-tiny",), engine=("stream",), offload=("none", "cpu"), batch_size=tuple(range(1, 11)), input_len=(8,),
+    model=("bloom-tiny",), engine=("stream",), offload=("none", "cpu"), batch_size=tuple(range(1, 7)), input_len=(8,),
     output_len=(4,), load_format="dummy",
 )  # fmt: skip
 
 
 def steady(output: Path, shard: Shard, signals: Any) -> None:
-    measure(PLAN, output, Stamped(99, pause_s=0.1), shard, signals)
+    measure(PLAN, output, Stamped(99, pause_s=0.05), shard, signals)
 
 
 def first_fails(output: Path, shard: Shard, signals: Any) -> None:
@@ -111,7 +111,7 @@ def test_a_job_that_fails_is_named_and_the_others_count(output: Path) -> None:
     with pytest.raises(ShardError, match="lacks 1 of 2 shards: run --shard 1/2"):
         merge(PLAN, output)
     assert {point.case.offload for point in merge(PLAN, output, whole=False).points} == {"cpu"}
-    assert len(read(output).points) == 10
+    assert len(read(output).points) == 6
 
 
 @pytest.mark.long
@@ -133,7 +133,7 @@ def test_a_job_that_is_preempted_goes_on(output: Path) -> None:
     assert preempted
     assert logs.count("this job is preempted") == 1
     assert logs.count("Requeued job") == 1
-    assert messages == [*range(1, 11)] * 2
+    assert messages == [*range(1, 7)] * 2
     outcome = merge(PLAN, output)
     records = read(output)
     assert not records.damaged

@@ -16,7 +16,7 @@ from zinfer import engine
 from zinfer.checkpoint import resolve as resolving
 from zinfer.checkpoint.headers import CheckpointError
 from zinfer.checkpoint.quantization import SCHEMES, scheme
-from zinfer.checkpoint.quantized_bytes import Quantization
+from zinfer.checkpoint.quantized_tensors import Quantization
 from zinfer.checkpoint.resolve import from_directory, resolve
 from zinfer.checkpoint.source import find, revision_of
 from zinfer.core.case import Case, LoadFormat, Workload

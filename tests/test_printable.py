@@ -196,7 +196,6 @@ def test_figures_and_reports_of_hostile_names_are_inert(results: Path, tmp_path:
         ["best", "FOLDER", "--gpu-hour-usd", "2", "--sla", "ttft:p99:<=:1ms"],
         ["best", "FOLDER/none\x1b[2J"],
         ["compare", "FILE", "FILE"],
-        ["export", "FILE", "--format", "md"],
         ["export", "FILE", "--format", "json"],
         ["plan", "-m", "opt-30b", "--machine", "FOLDER"],
         ["plan", "-m", "opt-30b", "--machine", "FOLDER/nowhere\x1b[2J\u202e"],

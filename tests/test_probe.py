@@ -39,7 +39,9 @@ def swift(monkeypatch: pytest.MonkeyPatch, no_gpu: None) -> None:
 
 
 @pytest.mark.torch
-def test_quick_probe_of_this_machine(no_gpu: None) -> None:
+def test_quick_probe_of_this_machine(no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe, "WARM_UP_S", 0.01)
+    monkeypatch.setattr(probe, "BUDGET_S", 0.1)
     machine = probe.probe(quick=True)
     assert machine.source == "measured"
     assert machine.name.startswith("cpu-")

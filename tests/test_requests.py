@@ -573,12 +573,13 @@ def invoke(*words: object) -> CompletedProcess[str]:
     return zinfer(Path.cwd(), *map(str, words))
 
 
-@pytest.fixture
-def recorded(tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Records of loads of requests, and of one equal batch."""
-    swept(tmp_path / "r.jsonl", small(in_flight=[2, "auto"], sla="ttft:p99:<=:1ms", rounds=2))
-    swept(tmp_path / "r.jsonl", small(in_flight=[2], batch_size=[4], input_len=20, output_len=6, repeats=1, rounds=2))
-    return tmp_path / "r.jsonl"
+    path = tmp_path_factory.mktemp("recorded") / "r.jsonl"
+    swept(path, small(in_flight=[2, "auto"], sla="ttft:p99:<=:1ms", rounds=2))
+    swept(path, small(in_flight=[2], batch_size=[4], input_len=20, output_len=6, repeats=1, rounds=2))
+    return path
 
 
 def test_requests_have_a_table_of_their_own_in_the_report(recorded: Path, tmp_path: Path) -> None:

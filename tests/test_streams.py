@@ -8,6 +8,7 @@ import pytest
 
 from tests import PATIENCE_S, environment
 from tests.command import probed
+from tests.grid import covering
 from tests.test_cli import TINY
 from zinfer.record.store import read
 
@@ -24,9 +25,9 @@ def shell(folder: Path, command: str, words: list[str]) -> subprocess.CompletedP
     )
 
 
-@pytest.mark.parametrize("code", WORDS)
 @pytest.mark.parametrize(
-    "streams", ["<&-", ">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-", "2>/dev/full", ">&- 2>/dev/full"]
+    ("streams", "code"),
+    covering(["<&-", ">&-", "2>&-", ">&- 2>&-", "<&- >&- 2>&-", "2>/dev/full", ">&- 2>/dev/full"], [*WORDS]),
 )
 def test_a_stream_that_is_closed_or_full_changes_no_exit_code(tmp_path: Path, streams: str, code: int) -> None:
     done = shell(tmp_path, f'exec "$@" {streams}', WORDS[code])

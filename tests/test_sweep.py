@@ -307,15 +307,17 @@ def test_a_failed_load_is_reported_once_and_the_next_runs(tmp_path: Path) -> Non
 
 
 @pytest.mark.long
-def test_thirty_kills_lose_and_double_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [12, pytest.param(100, marks=pytest.mark.slow)])
+def test_kills_lose_and_double_nothing(tmp_path: Path, kills: int) -> None:
     """SIGKILL at random moments of a sweep that is resumed each time; a point that was reported as stored must be on
     disk."""
-    command = [sys.executable, "-m", "tests.inline", str(tmp_path), "30", str(random.Random(7).randrange(1 << 30))]
+    seed = str(random.Random(7).randrange(1 << 30))
+    command = [sys.executable, "-m", "tests.inline", str(tmp_path), str(kills), seed]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    kills, finished, points = map(int, done.stdout.split())
-    assert kills == 30
-    assert finished >= 1
+    killed, finished, points = map(int, done.stdout.split())
+    assert killed == kills
+    assert finished >= kills // 30
     assert points > 20
 
 

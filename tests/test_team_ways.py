@@ -27,6 +27,7 @@ from zinfer.generation import passes
 from zinfer.plan.planner import make_plan
 from zinfer.worker.process import Worker, WorkerDied
 
+pytestmark = pytest.mark.usefixtures("ranks_forked")
 Checkpoints = Callable[..., Path]
 Patch = pytest.MonkeyPatch
 

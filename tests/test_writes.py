@@ -31,7 +31,6 @@ ALLOWED = {
     "engine.direct:StripedWriter.__init__": "layers, in owned folders",
     "engine.direct:StripedWriter.write": "layers, in owned folders",
     "engine.stream.kv.cpu_kernel:_compiled": "a library made in an owned folder, then renamed",
-    "engine.deepspeed.compiling:watch": "removes an abandoned lock",
     "engine.tensorrt.build:_weights": "an unnamed temporary file",
     "engine.pinned:PinnedArena.__init__": "the size of a file in memory",
     "engine.pinned:PinnedArena.seal": "the size of a file in memory",
@@ -44,7 +43,6 @@ ALLOWED = {
     "engine.stream.weights.packed:write": "removes the old index first; the data go through an atomic write",
     "engine.quantization.checkpoint:write": "removes an earlier copy of its own; the data go through atomic writes",
     "report.plot.style:render": "into memory",
-    "record.export:to_parquet": "into memory",
     "generation.prefix_cache:PrefixCache._list": "removes unfinished files of an earlier version",
     "generation.prefix_cache:PrefixCache._room_on_disk": "removes the oldest kept conversations",
 }

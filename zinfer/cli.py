@@ -36,7 +36,7 @@ GROUPS = {
         "demo": "Measure a small model in every way, and explain the answer.",
         "doctor": "Check packages, hardware and which engines can run.",
         "compare": "Compare two result files; fail on a regression.",
-        "export": "Write result files as CSV, Parquet, Markdown or JSON, a row a point.",
+        "export": "Write result files as CSV or JSON, a row a point.",
         "study": "Measure coding of weights, accuracy of settings, kept conversations, or routing.",
         "pack": "Store a checkpoint in the lossless wire format, quantised, or as a TensorRT plan.",
     },

@@ -21,6 +21,7 @@ from zinfer.system import host
 PACKAGES = {
     **dict.fromkeys(("click", "pydantic", "rich", "matplotlib", "nvidia-ml-py"), ""),
     **dict.fromkeys(("torch", "transformers", "accelerate", "deepspeed", "safetensors", "huggingface_hub"), "engines"),
+    "humming-kernels": "kernels",
     **dict.fromkeys(("fastapi", "uvicorn", "prometheus-client"), "serve"),
     "tensorrt": "tensorrt",
     "tensorrt-rtx": "tensorrt-rtx",

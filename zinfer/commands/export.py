@@ -9,7 +9,7 @@ from zinfer.analysis.requests import goodput
 from zinfer.commands.failure import Failure
 from zinfer.commands.options import option
 from zinfer.commands.out import say, write
-from zinfer.core.errors import ENVIRONMENT, NOTHING
+from zinfer.core.errors import NOTHING
 from zinfer.core.units import counted
 from zinfer.record.export import WRITERS, FlatTable, request_table
 from zinfer.record.measurement import Measurement
@@ -17,7 +17,7 @@ from zinfer.record.requests import RequestPoint
 from zinfer.record.store import files, read
 from zinfer.system.printable import printable
 
-FORMATS = ("csv", "parquet", "md", "json")
+FORMATS = ("csv", "json")
 
 
 @click.command("export")
@@ -33,12 +33,10 @@ def command(results: tuple[Path, ...], form: str | None, requests: bool, output:
     In CSV, a text that a spreadsheet would run as a formula begins with an apostrophe.
 
     \b
-    zinfer export -o all.parquet
+    zinfer export -o all.csv
     """
     ending = output.suffix.removeprefix(".").lower() if output else ""
     chosen = form or (ending if ending in FORMATS else "csv")
-    if chosen == "parquet" and output is None and sys.stdout.isatty():
-        raise Failure("--format parquet is binary, and stdout is a terminal: name a file with -o, or redirect")
     points: list[tuple[str, Measurement]] = []
     served: list[tuple[str, RequestPoint]] = []
     for path in dict.fromkeys(results or (Path("sweeps/results"),)):
@@ -61,10 +59,7 @@ def command(results: tuple[Path, ...], form: str | None, requests: bool, output:
     if form is None and ending and ending not in (*FORMATS, "txt"):
         endings = ", ".join(f".{name}" for name in FORMATS)
         raise Failure(f"{output}: zinfer writes no .{ending}; end it in {endings}, or choose with --format")
-    try:
-        content = WRITERS[chosen](request_table(served, goodput) if requests else FlatTable.of(points))
-    except ModuleNotFoundError as error:
-        raise Failure("--format parquet needs pyarrow: pip install 'pyarrow>=17'", ENVIRONMENT) from error
+    content = WRITERS[chosen](request_table(served, goodput) if requests else FlatTable.of(points))
     if served and not requests:
         say(f"{counted(len(served), 'load')} of requests left out: --requests writes them", err=True)
     if output is None:

@@ -1,8 +1,8 @@
 """Models: parameters, bytes and FLOPs of a decoder-only model, from its shape.
 
 Decode reads every weight once a step, so time is counted in bytes here, and they are exact: they come from the
-`transformers` model itself, built without memory (`zinfer.checkpoint.architecture`). The catalogue holds these counts;
-without torch, the closed forms of `zinfer.checkpoint.formula` replace it.
+`transformers` model itself, built without memory (`zinfer.checkpoint.architecture`). The catalogue holds these counts
+(a test compares them).
 """
 
 import json
@@ -353,21 +353,15 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return inner if isinstance(inner, Mapping) else config
 
 
-def rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the settings of rotary positions, under their newer or older name."""
-    settings = config.get("rope_parameters") or config.get("rope_scaling")
-    return settings if isinstance(settings, Mapping) else {}
-
-
 def stretched(positions: int | None, settings: Mapping[str, Any]) -> int | None:
-    """Return `positions`, or those to which YaRN or dynamic NTK stretch them.
+    """Return `positions`, or those to which YaRN stretches them.
 
     `settings` are those of rotary positions. A factor of x serves sequences of x times the original length, says
     `transformers` (``RopeParameters``); model cards of Qwen add YaRN and leave ``max_position_embeddings`` as it was.
     """
     kind, factor = settings.get("rope_type", settings.get("type")), settings.get("factor")
-    original = (settings.get("original_max_position_embeddings") if kind == "yarn" else None) or positions
-    if positions is None or kind not in ("yarn", "dynamic") or type(original) is not int:
+    original = settings.get("original_max_position_embeddings") or positions
+    if positions is None or kind != "yarn" or type(original) is not int:
         return positions
     if not isinstance(factor, int | float) or isinstance(factor, bool) or not 1 <= factor <= MAX_STRETCH:
         return positions

@@ -82,7 +82,7 @@ class Accelerate(Decoder[DecoderBatch]):
             }  # fmt: skip
             self._offloaded = _Weights(host, self._folder.name if self._folder else None, shared)
             self._attach({f"{state.stack}.{number}": number in away for number in range(len(state.layers))})
-        self._ready(state.layers[0])
+        self._ready()
 
     def _attach(self, layers: Mapping[str, bool]) -> None:
         """Set Accelerate's own hooks on `layers`; True is offloaded."""

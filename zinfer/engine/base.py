@@ -59,8 +59,7 @@ class Engine(ABC, Generic[B]):
 
     draft: "Engine | None" = None  # engine of the model that drafts for this one
     several: ClassVar[str] = ""  # ``module:Class`` of the engine that does the same on several GPUs, if there is one
-    max_shared_prefix: int | None = None  # tokens up to which sequences that begin alike have the same keys
-    recompute_beyond: int | None = None  # tokens beyond which a sequence is computed anew, as `generate` does
+    recompute_beyond: int | None = None  # tokens beyond which a sequence has other keys, and is computed anew
 
     @property
     def one_pass(self) -> bool:
@@ -111,16 +110,13 @@ class Engine(ABC, Generic[B]):
         return spec.weight_bytes if rounded else spec.stored_bytes
 
     @abstractmethod
-    def admit(
-        self, attention_mask: Tensor, capacity: int, past: Sequence[Past] = (), answered: Sequence[int] = ()
-    ) -> B:
+    def admit(self, attention_mask: Tensor, capacity: int, past: Sequence[Past] = ()) -> B:
         """Reserve the KV cache of a new micro-batch; compute nothing.
 
         `attention_mask` ``[B, S]`` belongs to its left-padded prompts (1 token, 0 padding); `capacity` counts the
         prompt and all tokens that will follow it. `past` has snapshots, in order, of the first positions of these
         prompts: the batch begins with them in its cache, and they are its `length`; one position at least must be left
-        to compute. No snapshot may be closed before the first `forward` has run. `answered` counts the tokens at the
-        end of each prompt that belong to its answer, computed before, one at a time.
+        to compute. No snapshot may be closed before the first `forward` has run.
 
         Raises EngineError for a past of other rows, and where `cannot_snapshot` gives a reason; torch.OutOfMemoryError
         or MemoryError without room.

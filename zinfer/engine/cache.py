@@ -22,7 +22,6 @@ from transformers import PreTrainedConfig, cache_utils
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from zinfer.engine import EngineError
-from zinfer.engine.choice import Alone, choosing
 
 
 class CacheFullError(IndexError):
@@ -30,7 +29,6 @@ class CacheFullError(IndexError):
 
 
 CHUNK_BYTES = 256 << 20  # allocated for several layers at a time
-ALIGNMENT = 512  # bytes; tensors begin at multiples of it, as PyTorch's own allocations do
 SPARE = 8  # a sliding window has 1/8 of its size as spare room; when that is full, the window moves to the front
 MIN_SPARE = 24  # tokens; a pass that verifies drafts may have 17
 VIEWS = torch.complex128, torch.int64, torch.int32  # widest first: a copy takes time by the number, not by the bits
@@ -205,39 +203,22 @@ class ChunkAllocator:
 
     def __init__(self, rooms: Sequence[int]) -> None:
         self._rooms = rooms
-        self._rest: Tensor | None = None  # of the current chunk
-        self._next: int | None = None  # layer that it is for
-        self._alike = True  # until layers differ in their heads: then each gets memory of its own
+        self._spare: dict[int, tuple[object, list[tuple[Tensor, ...]]]] = {}  # tensors of later layers, by room
 
     def allocate(self, layer: int, specs: Sequence[TensorSpec], device: torch.device) -> list[Tensor]:
-        """Allocate the tensors of `layer`, and a chunk for later layers."""
-        sizes = [prod(shape) * dtype.itemsize for shape, dtype in specs]
-        need, rest = sum(map(_aligned, sizes)), self._rest
-        if rest is None or layer != self._next or len(rest) < need or rest.device != device:
-            self._alike = self._alike and (rest is None or layer != self._next)
-            self._rest = None  # a chunk whose last rows are gone is of use for the new one
-            rest = torch.empty(self._chunk_bytes(layer, sizes), dtype=torch.uint8, device=device)
-        tensors = []
-        for (shape, dtype), size in zip(specs, sizes, strict=True):
-            tensors.append(rest[:size].view(dtype).view(shape))
-            rest = rest[_aligned(size) :]
-        self._rest = rest if len(rest) else None
-        self._next = next((after for after in range(layer + 1, len(self._rooms)) if self._rooms[after]), None)
-        return tensors
-
-    def _chunk_bytes(self, layer: int, sizes: Sequence[int]) -> int:
-        """Return the bytes of `layer`, and of later ones that fit."""
-        total = 0
-        for room in self._rooms[layer:] if self._alike else self._rooms[layer : layer + 1]:
-            more = sum(_aligned(size * room // self._rooms[layer]) for size in sizes)
-            if total and total + more > CHUNK_BYTES:
-                break
-            total += more
-        return total
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
+        """Allocate the tensors of `layer`, and a chunk for later ones."""
+        room, kind = self._rooms[layer], (tuple(specs), device)
+        of_kind, spare = self._spare.pop(room, (None, []))
+        if of_kind != kind or not spare:
+            spare.clear()
+            size = sum(prod(shape) * dtype.itemsize for shape, dtype in specs)
+            count = max(1, min(CHUNK_BYTES // max(1, size), self._rooms[layer:].count(room)))
+            chunks = [torch.empty((count, *shape), dtype=dtype, device=device) for shape, dtype in specs]
+            spare = list(zip(*(chunk.unbind() for chunk in chunks), strict=True))
+        tensors = spare.pop()
+        if spare:
+            self._spare[room] = kind, spare
+        return [*tensors]
 
 
 class FixedLayer(DynamicLayer):  # type: ignore[misc]
@@ -252,9 +233,7 @@ class FixedLayer(DynamicLayer):  # type: ignore[misc]
         self._allocate = allocate
         self.batch_size, self.capacity = batch_size, capacity
         self.slots, self.is_sliding = WindowIndex(capacity, window), window is not None
-        self.memories = [
-            torch.empty(0)
-        ] * 2  # keys and values of all rows, computed or not; in 8 bits with their scales
+        self.memories = [torch.empty(0)] * 2  # keys and values of all rows, computed or not; in 8 bits with scales
         self.spare: Sequence[Tensor] | None = None  # memory to use instead of new one, if it is of the same shape
         self.rows, self.length = slice(0, batch_size), 0
 
@@ -341,8 +320,7 @@ class FixedLayer(DynamicLayer):  # type: ignore[misc]
         if spare is None or specs != [(memory.shape, memory.dtype) for memory in spare]:
             del spare
             spare = self._allocate(specs, keys.device)
-        self.memories = [*spare]
-        self.is_initialized = True
+        self.memories, self.is_initialized = [*spare], True
 
     def _specs(self, *states: Tensor) -> list[TensorSpec]:
         return [((self.batch_size, part.shape[1], self.slots.room, part.shape[3]), part.dtype) for part in states]
@@ -580,13 +558,11 @@ class IndexedLayer(_AttentionOf, DynamicLayer):  # type: ignore[misc]
     """Keys and values of sparse attention, and the keys of its indexer.
 
     An indexer's keys, ``[B, 1, capacity, D]``, are read whole at every step: they stay on the device for all rows, also
-    for rows with their keys and values in host memory. Rows choose as each would alone: `alone` tells what `rows` would
-    have of a pass of a number of tokens, or None if that is what they have.
+    for rows with their keys and values in host memory. Rows are of one length, and do not move.
     """
 
     attention: FixedLayer
     is_sliding = False
-    alone: Callable[[slice, int], Sequence[Alone] | None]
 
     def __init__(self, batch_size: int, capacity: int, attention: FixedLayer) -> None:
         self.attention = attention
@@ -619,23 +595,6 @@ class IndexedLayer(_AttentionOf, DynamicLayer):  # type: ignore[misc]
         )
         self.attention.keep_rows(rows)
 
-    def gather(self, sources: Sequence[RowSource], length: int) -> None:
-        """Fill the indexer's memory with rows of others. The longest has `length` positions."""
-        self._index = self._gathered([source.cache._index for source in sources], sources, length)
-        self._positions = self._gathered([source.cache._positions for source in sources], sources, length)
-
-    def _gathered(self, memories: Sequence[Tensor], sources: Sequence[RowSource], length: int) -> Tensor:
-        if not all(memory.numel() for memory in memories):
-            return memories[0].new_empty(0)
-        _, heads, _, width = memories[0].shape
-        whole = memories[0].new_zeros((self.batch_size, heads, self.capacity, width))
-        row = 0
-        for memory, (_, rows, mask, stored) in zip(memories, sources, strict=True):
-            kept = copy_slots(memory, rows, slice(0, stored), mask)[:, :, max(0, stored - length) :]
-            whole[row : row + len(rows), :, length - kept.shape[2] : length] = kept
-            row += len(rows)
-        return whole
-
     def update_indexer(self, states: Tensor) -> Tensor:
         """Store keys of the indexer ``[b, n, D]``. Returns all keys of these rows."""
         end = self.length + states.shape[1]
@@ -644,8 +603,7 @@ class IndexedLayer(_AttentionOf, DynamicLayer):  # type: ignore[misc]
         if not self._index.numel():
             self._index = states.new_empty((self.batch_size, 1, self.capacity, states.shape[2]))
         self._index[self.rows, 0, self.length : end] = states
-        keys, alone = self._index[self.rows, 0, :end], self.alone(self.rows, states.shape[1])
-        return keys if alone is None else choosing(keys, alone, end)
+        return self._index[self.rows, 0, :end]
 
     @property
     def indexer_position_ids(self) -> Tensor | None:
@@ -688,8 +646,6 @@ class RowCache(Cache):  # type: ignore[misc]
         layers = [source._replace(cache=source.cache.layers[index]) for source in sources]
         if isinstance(attention := _attention(layer), FixedLayer):
             attention.gather([source._replace(cache=_attention(source.cache)) for source in layers], length)
-        if isinstance(layer, IndexedLayer):
-            layer.gather(layers, length)
         if isinstance(layer, _StateRows):
             self.layers[index] = layer.gathered(layers, length)
 

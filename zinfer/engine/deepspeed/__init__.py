@@ -26,7 +26,7 @@ import gc
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, redirect_stdout
+from contextlib import redirect_stdout
 from types import MethodType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -40,9 +40,8 @@ from zinfer.engine import EngineError
 from zinfer.engine.base import Work, is_step
 from zinfer.engine.decoder import Decoder, DecoderBatch, offload_folder
 from zinfer.engine.deepspeed.quantized import GROUP, check_dequantizer, quantise, quantised_linear
-from zinfer.engine.deepspeed.world import Partition, World, check_async_io, check_dtype, modules_under_way
-from zinfer.engine.pinned import ALIGNMENT, PinnedArena, empty_pinned_cache, pinned_bytes, set_pinned_allocator
-from zinfer.engine.positions import Probe
+from zinfer.engine.deepspeed.world import Partition, check_async_io, check_dtype, modules_under_way, prepare
+from zinfer.engine.pinned import ALIGNMENT, PinnedArena, empty_pinned_cache, pinned_bytes
 from zinfer.engine.state import ModelState
 from zinfer.plan.planner import Plan
 from zinfer.record.measurement import Effective
@@ -64,7 +63,6 @@ class DeepSpeed(Decoder[DecoderBatch]):
     options: DeepSpeedOptions
     calls = 0  # forward passes of the model that have begun
     _folder: Scratch | None = None
-    _world: World | None = None
     _engine: Any = None
     _arena: PinnedArena | None = None
     _fetched = _streamed_per_step = 0
@@ -75,9 +73,10 @@ class DeepSpeed(Decoder[DecoderBatch]):
 
     def _load(self) -> None:
         self._parameters: dict[str, Any] = {}
-        self._allocator = set_pinned_allocator()
         self._pinned_before = pinned_bytes()
-        self._world = World(self.device, self.progress, self._group)
+        for undo in (empty_pinned_cache, gc.collect):
+            self._opened.callback(undo)
+        prepare(self.device, self._opened, self.progress, self._group)
         with redirect_stdout(sys.stderr):
             self._initialize()
 
@@ -105,18 +104,21 @@ class DeepSpeed(Decoder[DecoderBatch]):
         if case.offload == "nvme":
             check_async_io()
             self._folder = offload_folder(self.plan.nvme_path)
+            self._opened.callback(self._folder.cleanup)
         config = self._config(layers)
         zero = {key: value for key, value in config["zero_optimization"].items() if key != "offload_param"}
         if case.offload == "cpu" and self.options.pin_memory:
             max_bytes = sum(state.entries[name].tensor.nbytes + ALIGNMENT for name in self._offloaded)
             self._arena = PinnedArena(max_bytes, self.device.type == "cuda", self.progress, grow=True)
+            self._opened.callback(self._arena.close)
+        self._opened.callback(self._free_weights)
+        self._opened.callback(self._unlist)
         partition = {True: Partition(config, self._arena), False: Partition(config | {"zero_optimization": zero})}
         bits = {"int4": 4, "int8": 8}.get(case.weights)
         quantised = self._linears(layers) if bits is not None else {}
         if bits is not None:
             check_dequantizer(self.plan.model.dtype, self.device)
         self._inspect()
-        self._probe = self._probed_alone(state)
         tensors: dict[str, Tensor] = {}
         for name, tensor in self._stored(state):
             if state.entries[name].is_parameter:
@@ -140,30 +142,12 @@ class DeepSpeed(Decoder[DecoderBatch]):
             self._engine = deepspeed.initialize(model=self.model, config=config)[0]
         except (AssertionError, NotImplementedError, ValueError) as error:
             raise EngineError(f"DeepSpeed cannot run {self.plan.model.name}: {error}") from error
+        self._opened.callback(lambda: self._engine.destroy())
         for name, buffer in buffers.items():  # DeepSpeed before 0.19 casts them to the weights' type
             owner, _, leaf = name.rpartition(".")
             self.model.get_submodule(owner)._buffers[leaf] = buffer
         self._settings = _settings(config)
         self._ready()
-
-    def _probed_alone(self, state: ModelState) -> Probe:
-        """Probe the model before it has weights.
-
-        DeepSpeed records the order in which modules run. What the model does with positions does not depend on the
-        weights, as long as those of two tokens differ. Random ones are faster than to read or make real ones; each row
-        begins one number after the row before.
-        """
-        outside = [entry for entry in state.outside.values() if entry.is_parameter] if self._counts else []
-        dice = torch.Generator().manual_seed(0)
-        try:
-            for entry in outside:
-                shape = entry.tensor.shape
-                numbers = torch.randn(sum(shape) + 1, generator=dice).to(entry.tensor.dtype)
-                entry.put(numbers.as_strided(shape, [1] * len(shape)))
-            return self._probed(state.layers[0], torch.device("cpu"))
-        finally:
-            for entry in outside:
-                entry.put(entry.tensor)
 
     def _stored(self, state: ModelState) -> Iterator[tuple[str, Tensor]]:
         """Yield tensors by name; a follower's are zeros for `zero.Init` to fill."""
@@ -320,27 +304,10 @@ class DeepSpeed(Decoder[DecoderBatch]):
             settings={
                 **self._settings,
                 "leaf_layers": self.options.tuned,
-                **({"pinned_allocator": self._allocator} if arena is None else {"numa_node": arena.numa_node}),
+                **({} if arena is None else {"numa_node": arena.numa_node}),
                 "attention": self.model.config._attn_implementation,
             },
         )
-
-    def close(self) -> None:
-        with ExitStack() as stack:  # in reverse order, each even if one before it fails
-            stack.callback(empty_pinned_cache)
-            stack.callback(gc.collect)
-            if self._folder is not None:
-                stack.callback(self._folder.cleanup)
-            if self._world is not None:
-                stack.callback(self._world.close)
-            if self._arena is not None:
-                stack.callback(self._arena.close)
-            stack.callback(super().close)
-            stack.callback(self._unlist)
-            if self._engine is not None:
-                stack.callback(self._engine.destroy)
-            self._free_weights()
-            self._folder = self._engine = self._arena = None
 
     def _free_weights(self) -> None:
         """Free the weights' memory, which DeepSpeed's caches may refer to."""
@@ -351,7 +318,7 @@ class DeepSpeed(Decoder[DecoderBatch]):
         swappers = {id(s): s for p in self._parameters.values() if (s := getattr(p, "nvme_swapper", None)) is not None}
         for swapper in swappers.values():
             swapper.aio_read_handle.free_cpu_locked_tensor(swapper.buffers)
-        self._parameters = {}
+        self._parameters, self._engine = {}, None
 
     def _unlist(self) -> None:
         """Take the model off DeepSpeed's list of running modules."""

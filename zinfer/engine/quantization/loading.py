@@ -1,8 +1,7 @@
 """Weights that a load itself stores quantised: random codes, rounded weights.
 
-The stored tensors are those of `zinfer.checkpoint.quantized_bytes`, one matrix at a time, so that formats mean the same
-as in a checkpoint: `zinfer.engine.quantization.dequantize` makes weights of them, or takes them as they are over the
-link.
+The stored tensors are those of `zinfer.checkpoint.quantized_tensors`, one matrix at a time, so that formats mean the
+same as in a checkpoint: `zinfer.engine.quantization.dequantize` makes weights of them, or takes them over the link.
 """
 
 import zlib
@@ -17,9 +16,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from zinfer.checkpoint.architecture import MatrixFinder
-from zinfer.checkpoint.headers import CheckpointError
-from zinfer.checkpoint.quantized_bytes import Header, Quantization
-from zinfer.checkpoint.quantized_tensors import QuantizedWeight
+from zinfer.checkpoint.headers import CheckpointError, TensorInfo
+from zinfer.checkpoint.quantized_tensors import Quantization, QuantizedWeight
 from zinfer.core.model import ModelSpec, Weights
 from zinfer.engine.quantization.dequantize import Codes, canonical, dequantize, table
 from zinfer.engine.quantization.quantize import quantize
@@ -52,7 +50,7 @@ class CodedMatrix(NamedTuple):
 
     name: str
     weight: QuantizedWeight
-    headers: Mapping[str, Header]
+    headers: Mapping[str, TensorInfo]
 
 
 def coded_entries(
@@ -163,7 +161,7 @@ def random_parts(matrix: CodedMatrix, std: float, generator: torch.Generator) ->
     return parts
 
 
-def _table_of(weight: QuantizedWeight, headers: Mapping[str, Header]) -> str:
+def _table_of(weight: QuantizedWeight, headers: Mapping[str, TensorInfo]) -> str:
     """Return the name of the table that a weight's codes stand for."""
     signed = "int8" if weight.bits == 8 else "e2m1"
     tables = {"F8_E4M3": "e4m3", "F8_E5M2": "e5m2", "I8": signed, "U8": "e2m1", "I32": f"middle{weight.bits}"}

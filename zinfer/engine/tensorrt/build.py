@@ -1,9 +1,8 @@
 """Build of a plan file from a model's weights.
 
 The library copies every weight while it builds: once for the plan, and once more where it fuses products that share an
-operand. The peak of host memory is therefore two copies of the weights, both the library's: zinfer passes views of
-mapped files, which the system may drop from memory. The files are the checkpoint's own shards if they have the
-requested type; otherwise (another type, dummy weights) a scratch file next to the plan, filled one tensor at a time.
+operand. The peak of host memory is therefore two copies of the weights, both the library's: zinfer passes views of a
+mapped scratch file next to the plan, filled one tensor at a time, which the system may drop from memory.
 """
 
 import mmap
@@ -17,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zinfer.checkpoint.headers import DTYPE_NAMES, Checkpoint
 from zinfer.checkpoint.source import revision_of
 from zinfer.core.case import LoadFormat
 from zinfer.core.model import ModelSpec
@@ -84,8 +82,7 @@ def build(
         raise EngineError(
             f"building a plan of {spec.name} takes {needed} of host memory; this machine has {gb(host_bytes)}"
         )
-    spooled = _must_spool(spec, key.load_format)
-    planfile.check_space(path.parent, spec.weight_bytes * (2 if spooled else 1) + CODE_BYTES)
+    planfile.check_space(path.parent, 2 * spec.weight_bytes + CODE_BYTES)
     started = time.monotonic()
     trt, messages = library.module, Messages(library.module)
     builder = trt.Builder(messages.logger)
@@ -100,7 +97,7 @@ def build(
             raise Cancelled
         progress(what, share)
 
-    with _weights(state, spooled, path.parent, loading) as tensors:
+    with _weights(state, path.parent, loading) as tensors:
         net = make_network(library, network, state.model, spec, tensors, key.max_seq_len)
         config = builder.create_builder_config()
         config.set_flag(trt.BuilderFlag.WEIGHT_STREAMING)
@@ -148,28 +145,16 @@ def profiles(builder: Any, inputs: dict[str, tuple[int | str, ...]], key: PlanKe
         yield profile
 
 
-def _must_spool(spec: ModelSpec, load_format: LoadFormat) -> bool:
-    """Tell whether a scratch file has to hold the weights to map."""
-    if load_format == "dummy" or spec.directory is None:
-        return True
-    stored = {info.dtype for info in Checkpoint.open(Path(spec.directory)).tensors.values()}
-    return {DTYPE_NAMES.get(dtype) for dtype in stored} != {spec.dtype}
-
-
 @contextmanager
-def _weights(state: ModelState, spooled: bool, folder: Path, progress: Progress) -> Iterator[dict[str, Tensor]]:
-    """Provide the model's parameters and buffers, as views of mapped files."""
-    source = state.load(torch.device("cpu"), progress, mapped=not spooled)
-    if not spooled:
-        yield {name: tensor.contiguous() for name, tensor in source}  # no copy
-        return
+def _weights(state: ModelState, folder: Path, progress: Progress) -> Iterator[dict[str, Tensor]]:
+    """Provide the model's parameters and buffers, as views of a mapped file."""
     blocks, size = lay_out((name, entry.tensor) for name, entry in state.entries.items())
     with tempfile.TemporaryFile(dir=folder) as file:
         file.truncate(size)
         mapped = mmap.mmap(file.fileno(), size)
         memory = torch.frombuffer(mapped, dtype=torch.uint8)
         views = {name: block.view(memory) for name, block in blocks.items()}
-        for name, tensor in source:
+        for name, tensor in state.load(torch.device("cpu"), progress):
             views[name].copy_(tensor)
         yield views
 

@@ -81,24 +81,20 @@ class Executor:
             raise self._messages.failure("the pass failed", RuntimeError)
         torch.cuda.current_stream().wait_stream(stream)
 
+    def shortfall(self, weight_bytes: int) -> str | None:
+        """Return how the library departed from its settings, if it did."""
+        allowed = weight_bytes - self.streamable + self.budget + self.scratch
+        if self.budget != self.asked:
+            return f"a weight budget of {gb(self.asked)} was requested, and the library set {gb(self.budget)}"
+        if self.budget < self.streamable and self.taken > 1.05 * allowed + SLACK_BYTES:
+            return f"a weight budget of {gb(self.budget)} was set, and the library took {gb(self.taken)} of the GPU"
+        return None
+
     def close(self) -> None:
         """Free the library's objects, the context first."""
         torch.cuda.synchronize()
         self._context = self._engine = self._runtime = None
         self._memory = torch.empty(0, dtype=torch.uint8)
-
-
-def shortfall(asked: int, budget: int, streamable: int, allowed: int, taken: int) -> str | None:
-    """Return how the library departed from its settings, if it did.
-
-    It may have set another budget than `asked`, or have `taken` more GPU memory than the `allowed` bytes of weights and
-    scratch account for, as when weights that should stream are resident.
-    """
-    if budget != asked:
-        return f"a weight budget of {gb(asked)} was requested, and the library set {gb(budget)}"
-    if budget < streamable and taken > 1.05 * allowed + SLACK_BYTES:
-        return f"a weight budget of {gb(budget)} was set, and the library took {gb(taken)} of the GPU"
-    return None
 
 
 def _reader(trt: Any, stream: BinaryIO, size: int, progress: Progress) -> Any:

@@ -64,16 +64,11 @@ class PlanFile(Frozen):
     def check(self) -> None:
         """Raise EngineError unless the file exists, whole and unchanged."""
         try:
-            size = self.path.stat().st_size
-            checksum = _checksum(self.path)
+            size, checksum = self.path.stat().st_size, _checksum(self.path)
         except OSError as error:
             raise EngineError(f"{self.path}: {error.strerror}; build it again") from None
-        if size != self.size:
-            raise EngineError(
-                f"{self.path} is cut off: it has {size} bytes and should have {self.size}; build it again"
-            )
-        if checksum != self.checksum:
-            raise EngineError(f"{self.path} is not the plan that its JSON file describes; build it again")
+        if (size, checksum) != (self.size, self.checksum):
+            raise EngineError(f"{self.path} is cut off, or not the plan that its JSON file describes; build it again")
 
 
 def _checksum(path: Path) -> str:
@@ -101,31 +96,17 @@ def read(path: Path) -> PlanFile:
         raise EngineError(f"no plan file {path}")
     try:
         return PlanFile.model_validate({**read_object(description), "path": path})
-    except FileNotFoundError:
-        raise EngineError(
-            f"{path} has no {description.name} beside it: its build was interrupted; build it again"
-        ) from None
     except (ValidationError, ValueError, OSError, TypeError):
-        raise EngineError(f"{description} does not describe a plan; build it again") from None
+        raise EngineError(f"{description} is missing, or does not describe a plan; build it again") from None
 
 
 def disagreements(wanted: PlanKey, key: PlanKey) -> list[str]:
     """Return why a plan of `key` cannot serve instead of `wanted`."""
-    names = {
-        "revision": "its weights are of revision", "dtype": "its weights are",
-        "load_format": "its weights are", "layers": "its layers are", "network": "its network has version",
-        "library": "it was built by", "version": f"it was built by {key.library}", "target": "it is for GPUs of",
-    }  # fmt: skip
-    reasons = [
-        f"{phrase} {getattr(key, field)}, not {getattr(wanted, field)}"
-        for field, phrase in names.items()
-        if getattr(key, field) != getattr(wanted, field)
-    ]
-    if key.max_batch_size < wanted.max_batch_size:
-        reasons.append(f"its largest batch is {key.max_batch_size}, not {wanted.max_batch_size}")
-    if key.max_seq_len < wanted.max_seq_len:
-        reasons.append(f"its longest sequence is {key.max_seq_len}, not {wanted.max_seq_len}")
-    return reasons
+    names = ("revision", "dtype", "load_format", "layers", "network", "library", "version", "target")
+    pairs = {name: (getattr(key, name), getattr(wanted, name)) for name in PlanKey.model_fields}
+    others = [f"its {name} is {pairs[name][0]}, not {pairs[name][1]}" for name in names if len({*pairs[name]}) > 1]
+    limits = {name: pairs[name] for name in ("max_batch_size", "max_seq_len")}
+    return others + [f"its {name} is {has}, less than {needs}" for name, (has, needs) in limits.items() if has < needs]
 
 
 def find(wanted: PlanKey, where: str = "auto") -> PlanFile:

@@ -258,7 +258,7 @@ def test_the_printed_command_uses_the_same_configuration(
     assert given["layers"] is None, "the whole model"
     assert given["batch_size"] == (asked.workload.batch_size if asked.layers is None else None)
     settings = given["settings"] | {key: value for key in SHORTHANDS if (value := given.get(key)) is not None}
-    loads = one_load("batch", given["model"], given | {"settings": settings})
+    loads = one_load("batch", given | {"settings": settings})
     whole = {load.case("dummy", given["dtype"], 1, 1) for load in loads}
     wanted = asked.load.model_copy(
         update={"layers": None, "workload": Workload(batch_size=1, input_len=1, output_len=1)}

@@ -41,7 +41,7 @@ PLAN = ["plan", "-m", "bloom-tiny", "--machine", "h200"]
         ([*PLAN, "--input-len", "9" * 5000], "a value of 5,000 characters"),
         ([*PLAN, "--output-len", ",".join(map(str, range(1, 1200)))], "a value of"),
         ([*PLAN, "--gpus", "2000000"], "gpus=2000000"),
-        ([*PLAN, "--gpu-weights", "1e400GB"], "write auto, a share"),
+        ([*PLAN, "--gpu-weights", "1e400GB"], "is too large"),
         ([*PLAN, "--set", "h2d_bandwidth=1e400GB/s"], "is not a value for h2d_bandwidth"),
         ([*PLAN, "--set", "nvme_bandwidth=1e300"], "is not a value for nvme_bandwidth"),
         (["best", "r.jsonl", "--gpu-hour-usd", "nan"], "write a number up to"),

@@ -222,8 +222,7 @@ class FakeNvml(SimpleNamespace):
 
 
 @pytest.mark.parametrize(
-    ("visible", "handles"),
-    [(None, [0, 1, 2]), ("", []), ("2,0", [2, 0]), ("1,7,0", [1]), ("GPU-b", [1]), ("-1", [])],
+    ("visible", "handles"), [(None, [0, 1, 2]), ("", []), ("2,0", [2, 0]), ("1,7,0", [1]), ("GPU-b", [1]), ("-1", [])]
 )
 def test_visible_devices(visible: str | None, handles: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -287,7 +286,7 @@ def test_command_writes_where_plans_look(swift: None, tmp_path: Path, monkeypatc
     assert result.exit_code == 0, result.output
     (written,) = tmp_path.rglob("*.json")
     assert written == tmp_path / "sweeps/results" / load(written).name / "machine.json"
-    assert "copy within memory" in result.stdout
+    assert "h2d_bandwidth" in result.stdout
     assert "measuring" not in result.stdout
     assert "measuring host memory" in result.stderr
 

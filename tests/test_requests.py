@@ -734,8 +734,8 @@ def test_goodput_counts_the_requests_that_keep_every_level(measured: Measure) ->
     ("words", "fault"),
     [
         (["--request-lengths", "normal:3,4"], "lognormal"), (["--requests", "missing.jsonl"], "missing.jsonl"),
-        (["--in-flight", "0"], "in-flight"), (["--in-flight", "3"], "requests"),
-        (["--request-rate", "-1"], "request-rate"),
+        (["--in-flight", "0"], "requests in flight: write auto"), (["--in-flight", "3"], "requests"),
+        (["--request-rate", "-1"], "a rate of requests: write inf"),
         (["--request-lengths", "fixed:9,9", "--sla", "ttft:p99"], "service level"),
         (["--request-lengths", "fixed:9,9", "--sla", "decode_tok_s:mean:>=:1"], "user_tok_s"),
         (["--request-lengths", "fixed:9,9", "--input-len", "9"], "batch_size"),

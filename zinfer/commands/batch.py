@@ -45,18 +45,7 @@ AT_ONCE = 500  # prompts that are read before progress shows
 @option("--ray", str, "Answer a shard on each node of a Ray cluster: auto, HOST:PORT or local.", metavar="ADDRESS")
 @option("--force", bool, "Add to answers of another job; with --merge: replace other answers.")
 @click.pass_obj
-def command(
-    debug: bool,
-    /,
-    prompts: Path,
-    output: Path,
-    model: str | None,
-    shard: Shard | None,
-    merge: bool,
-    ray: str | None,
-    force: bool,
-    **how: Any,
-) -> None:
+def command(debug: bool, /, merge: bool, ray: str | None, shard: Shard | None, **how: Any) -> None:
     """Answer every line of PROMPTS, a file of OpenAI batch requests.
 
     As many rows run together as fit. A row that ends makes room for the next, whose prompt is computed beside the
@@ -64,46 +53,37 @@ def command(
     A line that cannot be served is answered with an error.
 
     \b
-    zinfer batch prompts.jsonl -o out.jsonl --model ./my-checkpoint
     zinfer batch prompts.jsonl -o out.jsonl --model bigscience/bloom-560m --offload cpu --batch-size 64
     zinfer batch prompts.jsonl -o out.jsonl --model ./my-checkpoint --shard 2/8      on each of eight machines
     zinfer batch prompts.jsonl -o out.jsonl --merge                                  when all shards have ended
-    zinfer batch prompts.jsonl -o out.jsonl --model ./my-checkpoint --ray auto       on the nodes of a Ray cluster
 
     A line: {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Once upon a time",
     "max_tokens": 64, "temperature": 0}}, or with "messages" and /v1/chat/completions, if the model has a chat template.
     A line's "model" is ignored. As in OpenAI's API, a line without a temperature is sampled at 1.
     """
     if merge:
-        _merge(prompts, output, force)
-    if model is None:
+        _merge(how["prompts"], how["output"], how["force"])
+    if how["model"] is None:
         raise click.MissingParameter(param_hint="'-m' / '--model'", param_type="option")
     if ray is not None and shard is not None:
         raise click.UsageError("--ray answers all shards: leave out --shard")
-    raise SystemExit(_answer(bool(debug), prompts, output, model, force, how, ray, shard))
+    raise SystemExit(_answer(bool(debug), how, ray, shard))
 
 
 def _answer(
-    debug: bool,
-    prompts: Path,
-    output: Path,
-    model: str,
-    force: bool,
-    how: dict[str, Any],
-    ray: str | None,
-    shard: Shard | None,
-    already: Collection[str] = (),
+    debug: bool, how: dict[str, Any], ray: str | None, shard: Shard | None, already: Collection[str] = ()
 ) -> int:
     """Answer the lines of a file or shard, but those in `already`; return the exit code."""
-    whole, output = output, output if shard is None else shard.path(output)
+    prompts, output = how["prompts"], how["output"]
+    output = output if shard is None else shard.path(output)
     content, lines = _requests(prompts, output)
     lines = lines if shard is None else [*shard.of(lines)]
-    job = options.prepared("batch", model, how)
+    job = options.prepared("batch", how)
     source, tokenizer, load = job.source, job.tokenizer, next(iter(job.loads))
     cache = plan_options(load.engine, load.options)
     identity = {
         "prompts": digest(content),
-        "model": model,
+        "model": how["model"],
         "model_revision": source.revision,
         "dtype": source.spec.dtype,
         "kv_cache_dtype": cache.kv_cache_dtype if cache.kv_quantized else None,
@@ -112,7 +92,7 @@ def _answer(
         "shard": shard and str(shard),
         "chat_template": how["chat_template"] and digest((tokenizer.template.text or "").encode()),
     }
-    with Ledger.open(output, identity, int(time.time()), force) as ledger, Watch() as watch:
+    with Ledger.open(output, identity, int(time.time()), how["force"]) as ledger, Watch() as watch:
         for damage in ledger.damaged:
             watch.message(f"left out {damage}")
         lacking = [line for line in lines if line.id not in ledger.done and line.id not in already]
@@ -122,7 +102,7 @@ def _answer(
         if waiting and ray is not None:
             _ = tokenizer.facts  # a tokenizer that cannot be loaded ends the command now, not on the nodes
             tokenizer.close()
-            part = partial(_answer_on_node, debug, prompts, whole, model, force, how, None)
+            part = partial(_answer_on_node, debug, how, None)
             with _ended_in_order(watch):
                 answer_on_nodes(part, lines, ledger, output, identity, ray, debug, watch.progress, watch.message)
         elif waiting:
@@ -173,12 +153,7 @@ def _merge(prompts: Path, output: Path, force: bool) -> NoReturn:
 
 
 def _run(
-    waiting: list[BatchLine],
-    job: options.Prepared,
-    ledger: Ledger,
-    watch: Watch,
-    debug: bool,
-    how: dict[str, Any],
+    waiting: list[BatchLine], job: options.Prepared, ledger: Ledger, watch: Watch, debug: bool, how: dict[str, Any]
 ) -> BatchProgress | None:
     """Answer the waiting lines and return the job's progress. None if none of them can be served."""
     spec, machine = job.source.spec, options.this_machine(how["nvme_path"])

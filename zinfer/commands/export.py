@@ -33,7 +33,6 @@ def command(results: tuple[Path, ...], form: str | None, requests: bool, output:
     In CSV, a text that a spreadsheet would run as a formula begins with an apostrophe.
 
     \b
-    zinfer export --format json sweeps/results/*/bloom-176b-slice.jsonl
     zinfer export -o all.csv
     """
     ending = output.suffix.removeprefix(".").lower() if output else ""

@@ -1,7 +1,7 @@
 """`zinfer report`: measurements, conclusions and cost as a document."""
 
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import click
 
@@ -35,30 +35,20 @@ FORMS = ("html", "md")
 @option("--format form", click.Choice(FORMS), "Format.  [default: that of the name of --output, else html]")
 @option("-m --model", str, "Report only this model.")
 @price_options
-def command(
-    results: Path | None,
-    machine: str | None,
-    output: Path | None,
-    form: str | None,
-    model: str | None,
-    demand: str | None,
-    deadline: str | None,
-    utilisation: float,
-    spare: int,
-    gpu_hour_usd: float | None,
-) -> None:
+def command(results: Path | None, machine: str | None, output: Path | None, model: str | None, **how: Any) -> None:
     """Write a report on this machine's results, or on RESULTS. RESULTS is a file or a folder. The report is a page with
     the decision and its risks, then the results, predictions and evidence behind it.
 
     The page needs no other file and no network. Prints the path it wrote. Equal results give equal bytes.
     """
-    suffix = output.suffix[1:] if output else "html"
-    if form is None and suffix not in FORMS:
+    suffix, demand = output.suffix[1:] if output else "html", how["demand"]
+    if how["form"] is None and suffix not in FORMS:
         raise click.BadParameter(f"{str(output)!r}: name a file .html or .md, or add --format", param_hint="--output")
-    form = form or suffix
-    if deadline is not None and demand is None:
+    form = how["form"] or suffix
+    if how["deadline"] is not None and demand is None:
         raise click.UsageError("--deadline is for a demand: add --demand 5Mtok")
-    asked = None if demand is None else Demand(demand, *parse_demand(demand, deadline), utilisation, spare)
+    spread = how["utilisation"], how["spare"]
+    asked = None if demand is None else Demand(demand, *parse_demand(demand, how["deadline"]), *spread)
     chosen = choose(results, machine)
     findings = _findings(chosen, model)
     if not (findings.workloads or findings.studies or findings.requests):
@@ -66,7 +56,8 @@ def command(
         other = f"no results of {model} in {chosen.path}: `zinfer best` names the models that were measured"
         raise Failure(other if model else f"{chosen.nothing()}{lost}", NOTHING)
     output = output or Path("plots") / _folder(findings) / f"report.{form}"
-    document = contents.document(findings._replace(prices=Prices(gpu_hour_usd=gpu_hour_usd), demand=asked))
+    prices = Prices(gpu_hour_usd=how["gpu_hour_usd"])
+    document = contents.document(findings._replace(prices=prices, demand=asked))
     write(output, page.html(document) if form == "html" else markdown.markdown(document))
     click.echo(output)
 

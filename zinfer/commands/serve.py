@@ -39,8 +39,7 @@ def _origins(_context: click.Context, _param: click.Parameter, given: tuple[str,
 @option(
     "--allow-origin origins",
     str,
-    "Origin of web pages that may use the server (CORS), such as http://localhost:3000; * is every one. "
-    "Repeat it for several.",
+    "Origin of web pages that may use the server (CORS), as http://localhost:3000; * is every one. Repeatable.",
     multiple=True,
     metavar="ORIGIN",
     callback=_origins,
@@ -48,7 +47,7 @@ def _origins(_context: click.Context, _param: click.Parameter, given: tuple[str,
 @option("--quiet", bool, "Print no line about each request.")
 @options.job_options
 @click.pass_obj
-def command(debug: bool, /, model: str, host: str, port: int, api_key: str | None, quiet: bool, **how: Any) -> None:
+def command(debug: bool, /, host: str, port: int, api_key: str | None, quiet: bool, **how: Any) -> None:
     """Serve a model: /v1/completions, /v1/chat/completions, /v1/models, /health and /metrics.
 
     Requests run together: each begins at the next pass, as soon as there is memory for it, and ends on its own. Where
@@ -71,7 +70,7 @@ def command(debug: bool, /, model: str, host: str, port: int, api_key: str | Non
 
     if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):
         raise click.UsageError("the API key must be of printable ASCII characters, without a space at an end")
-    job = options.prepared("serve", model, how)
+    job = options.prepared("serve", how)
     machine, tokenizer = options.this_machine(how["nvme_path"]), job.tokenizer
     choice = (how["nvme_path"], how["batch_size"], how["max_queue"])
     plan, load = typical_plan(job.cases(), job.source.spec, machine, *choice)
@@ -79,7 +78,7 @@ def command(debug: bool, /, model: str, host: str, port: int, api_key: str | Non
         raise Failure(str(plan.why_not), ENVIRONMENT)
     ends = tokenizer.facts.differing_ends  # a tokenizer that cannot be loaded ends it now
     names = ("batch_size", "max_queue", "max_body", "output_len", "drain_s", "kv_cache_size", "origins")
-    settings = Settings(model, api_key, *(how[name] for name in names))
+    settings = Settings(how["model"], api_key, *(how[name] for name in names))
     try:
         bound = listen(host, port)
     except OSError as error:

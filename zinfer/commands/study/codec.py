@@ -4,11 +4,10 @@ from pathlib import Path
 
 import click
 
-from zinfer.analysis.study import PublishedCodec, codecs, wrong
+from zinfer.analysis.study import wrong
 from zinfer.commands import options
 from zinfer.commands.failure import Failure
 from zinfer.commands.options import option
-from zinfer.commands.out import console, table
 from zinfer.commands.study import keep, present
 from zinfer.core.errors import INTEGRITY
 
@@ -36,7 +35,5 @@ def command(checkpoints: tuple[Path, ...], dtype: str | None, output: Path | Non
     run = codec.measure(checkpoints, dtype is not None, lambda what: click.echo(f"measuring {what}", err=True))
     keep(run, output)
     present(run)
-    others = [published.cells for published in codecs()]
-    console().print(table("published by others, not measured here", PublishedCodec.columns, others))
     if names := wrong(run):
         raise Failure(f"{', '.join(names)}: the codec returned other bits", INTEGRITY)

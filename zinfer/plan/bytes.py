@@ -173,7 +173,7 @@ class Sizes:
 
     @property
     def reads_codes(self) -> bool:
-        """Whether passes multiply resident quantised layers from their codes."""
+        """True if passes multiply resident quantised layers from codes."""
         return self.placement.from_codes and self.placement.experts != "on-demand"
 
     def unpacked(self, tokens: int | None = None) -> int:

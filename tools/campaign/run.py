@@ -23,7 +23,7 @@ from tools.campaign.shim import Shim
 Case = Callable[[Lab, int, bool], Result]
 CLASSES: dict[str, Case] = {**kills.CLASSES, **disks.CLASSES, **damage.CLASSES, **serve.CLASSES, **weights.CLASSES}
 MANY = 3  # damaged inputs for each kill: they are quick
-FEW = {"kill-ranks": 3, "kill-cluster": 5, "kill-ray": 15}  # kills for each case of a slow class
+FEW = {"kill-ranks": 3, "kill-ray": 15}  # kills for each case of a slow class
 OVERTIME_S = 120.0  # for the cases under way when the time is up; those that then still run are not counted
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # <sys/prctl.h>
 

@@ -167,11 +167,9 @@ VERBS = {
         Verb("best", ("best", "results.jsonl"), _stdout),
         Verb("ranks", ("run", *ON_MODEL, "--gpus", "2", "--offload", "cpu", "-p", "Hello", "-p", "abc", "--output-len",
                        "24", "--ignore-eos", "--json"), _texts),
-        Verb("cluster", (*SWEEP, "--cluster", "local"), _sweep, again=("--resume",), grows=("r.jsonl",),
-             keeps=(DAMAGED,), executed=True, needs="submitit"),
         Verb("ray", ("batch", "requests.jsonl", "-o", "out.jsonl", *ON_MODEL, "--offload", "none", "--batch-size", "4",
-                     "--ray", "local"), _batch, grows=("out.jsonl",), executed=True, victims="ray::answer_shard",
-             needs="ray",
+                     "--ray", "local"), _batch, grows=("out-00001-of-00001.jsonl",), at_once=("out.jsonl",),
+             executed=True, victims="ray::answer_shard", needs="ray",
              keeps=(DAMAGED, "*.scratch")),  # Ray kills the tasks at the end; the next start removes their scratch
         Verb("compare", ("compare", "before.jsonl", "results.jsonl"), _stdout),
     )

@@ -11,7 +11,7 @@ from zinfer.commands.failure import Failure
 from zinfer.core.errors import ENVIRONMENT, NOTHING, PARTIAL
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
     from zinfer.checkpoint.source import Source
     from zinfer.commands.watch import Watch
@@ -45,7 +45,8 @@ AT_ONCE = 500  # prompts that are read before progress shows
 @click.option(
     "--ray",
     metavar="ADDRESS",
-    help="Answer a shard on each node of a Ray cluster (auto, HOST:PORT, or local); the nodes share this folder.",
+    help="Answer a shard on each node of a Ray cluster (auto, HOST:PORT, or local), and merge; the nodes share this "
+    "folder.",
 )
 @click.option(
     "--force",
@@ -83,12 +84,15 @@ def command(
     A line's "model" is ignored. As in OpenAI's API, a line without a temperature is sampled at 1.
     """
     if merge:
+        merging = ("prompts", "output", "merge", "force")
+        if of_a_job := [option for name, option in options.typed().items() if name not in merging]:
+            raise click.UsageError(f"--merge runs no model: leave out {', '.join(of_a_job)}")
         _merge(prompts, output, force)
     if model is None:
         raise click.MissingParameter(param_hint="'-m' / '--model'", param_type="option")
-    if ray is not None and shard is not None:
-        raise click.UsageError("--ray answers all shards: leave out --shard")
-    raise SystemExit(_answer(bool(debug), prompts, output, model, force, how, ray, shard))
+    if ray is not None and shard is None:  # a task of Ray has both
+        _on_nodes(bool(debug), prompts, output, force, ray)
+    raise SystemExit(_answer(bool(debug), prompts, output, model, force, how, shard))
 
 
 def _answer(
@@ -98,26 +102,19 @@ def _answer(
     model: str,
     force: bool,
     how: dict[str, Any],
-    ray: str | None,
     shard: "Shard | None",
-    already: "Collection[str]" = (),
 ) -> int:
-    """Answer the lines of a file or shard; return the exit code.
-
-    Lines whose ids are in `already` are left out.
-    """
+    """Answer the lines of a file or shard; return the exit code."""
     import time
-    from functools import partial
 
     from zinfer.commands.watch import Watch
     from zinfer.core.engine import plan_options
     from zinfer.job.batch.ledger import Ledger
-    from zinfer.job.batch.nodes import answer_on_nodes
     from zinfer.job.batch.openai import Fault, digest, read_requests, refusal
     from zinfer.record.jsonl import MAX_BYTES
     from zinfer.system.documents import read_bytes
 
-    whole, output = output, output if shard is None else shard.path(output)
+    output = output if shard is None else shard.path(output)
     if output.exists() and output.samefile(prompts):
         raise click.UsageError(f"--output {output} is the file of the prompts: name another file")
     loads = options.one_load("batch", model, how)
@@ -144,17 +141,11 @@ def _answer(
     with Ledger.open(output, identity, int(time.time()), force) as ledger, Watch() as watch:
         for damage in ledger.damaged:
             watch.message(f"left out {damage}")
-        lacking = [line for line in lines if line.id not in ledger.done and line.id not in already]
+        lacking = [line for line in lines if line.id not in ledger.done]
         ledger.add(refusal(line) for line in lacking if isinstance(line, Fault))
         waiting = [line for line in lacking if not isinstance(line, Fault)]
         progress = None
-        if waiting and ray is not None:
-            _ = tokenizer.facts  # a tokenizer that cannot be loaded ends the command now, not on the nodes
-            tokenizer.close()
-            job = partial(_answer_on_node, debug, prompts, whole, model, force, how, None)
-            with _ended_in_order(watch):
-                answer_on_nodes(job, lines, ledger, output, identity, ray, debug, watch.progress, watch.message)
-        elif waiting:
+        if waiting:
             progress = _run(waiting, tokenizer, loads, source, ledger, watch, debug, how)
         ledger.finish()
         done = [ledger.done[line.id] for line in lines if line.id in ledger.done]
@@ -163,15 +154,16 @@ def _answer(
     return _exit_code(errors, len(done))
 
 
-def _answer_on_node(*words: Any) -> None:
-    """Call `_answer` in a process that runs no command. Raises NodesError for what would end one."""
-    from zinfer.job.batch.nodes import NodesError
+def _on_nodes(debug: bool, prompts: Path, output: Path, force: bool, ray: str) -> NoReturn:
+    """Answer a shard on each node of Ray, merge, and exit."""
+    import sys
 
-    try:
-        with click.Context(command):
-            _answer(*words)
-    except click.ClickException as error:
-        raise NodesError(error.message) from None
+    from zinfer.commands.watch import Watch
+    from zinfer.job.batch.nodes import answer_on_nodes
+
+    with Watch() as watch, _ended_in_order(watch):
+        answer_on_nodes([sys.executable, "-m", "zinfer", *sys.argv[1:]], output, ray, debug, watch.message)
+    _merge(prompts, output, force)
 
 
 def _exit_code(errors: int, lines: int) -> int:
@@ -179,19 +171,13 @@ def _exit_code(errors: int, lines: int) -> int:
 
 
 def _merge(prompts: Path, output: Path, force: bool) -> NoReturn:
-    """Put the shards of `output` together, and exit.
-
-    Raises UsageError if other options are given, ShardError if the shards are not whole.
-    """
+    """Put the shards of `output` together, and exit. Raises ShardError if they are not whole."""
     from zinfer.commands.out import say
     from zinfer.job.batch.merge import merge
     from zinfer.job.batch.openai import digest, read_requests
     from zinfer.record.jsonl import MAX_BYTES
     from zinfer.system.documents import read_bytes
 
-    merging = ("prompts", "output", "merge", "force")
-    if of_a_job := [option for name, option in options.typed().items() if name not in merging]:
-        raise click.UsageError(f"--merge runs no model: leave out {', '.join(of_a_job)}")
     content = read_bytes(prompts, MAX_BYTES)
     requests = read_requests(content)
     if output.exists() and output.samefile(prompts):
@@ -290,7 +276,5 @@ def _summary(answers: int, errors: int, output: Path, progress: "BatchProgress |
     if progress is None or progress.rate is None:
         return counts
     time = f"{counted(progress.tokens, 'token')} in {duration(progress.seconds)}: {figures(progress.rate)} tok/s"
-    if progress.full_seconds:
-        time += f" ({figures(progress.full_tokens / progress.full_seconds)} while rows waited)"
     drafts = options.drafts_right(progress.drafted, progress.accepted)
     return f"{counts}; {time}, {progress.passes:,} passes, {progress.padding:.0%} padding{drafts}"

@@ -79,7 +79,7 @@ def machine_rows() -> list[Finding]:
     from pathlib import Path
 
     from zinfer.core.units import gib
-    from zinfer.system.host import address_limit, allowed_bytes, available_bytes, gpus, memory_limit
+    from zinfer.system.host import available_bytes, gpus, host_bytes, memory_limit
 
     devices: list[dict[str, Any]] = gpus()
     gpu, advice = "none", "the CPU is used instead"
@@ -91,9 +91,8 @@ def machine_rows() -> list[Finding]:
     # NVIDIA's driver pins pages itself and ignores the limit (os-mlock.c of open-gpu-kernel-modules). It applies to
     # io_uring and to mlock, with which DeepSpeed locks the buffers of offload nvme.
     locks = "; does not limit CUDA's page-locking" if devices else ""
-    usable = allowed_bytes()
-    limits = {address_limit(): "the limit of `ulimit -v`", memory_limit(): "the control group's limit"}
-    why = limits.get(usable, "all of it")
+    usable = host_bytes()
+    why = "the control group's limit" if usable == memory_limit() else "all of it"
     return [
         Finding("machine", "GPU", gpu, advice),
         Finding("machine", "host memory", f"{gib(usable)}, {why}; {gib(available_bytes())} of it free"),

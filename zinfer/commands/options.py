@@ -128,7 +128,7 @@ def _dtype(text: str) -> str:
 
 SHARD = Parsed("i/n", _shard)
 SIZE = Parsed("size", parse_bytes, largest=1 << 62)  # bytes: 8GiB or 4096
-BATCHES = Parsed("auto|best|n,n,..|n-n*n", _batches)
+BATCHES = Parsed("auto|n,n,..|n-n*n", _batches)
 WEIGHT_TYPE = Parsed("|".join(DTYPES), _dtype)
 dtype = click.option("--dtype", type=WEIGHT_TYPE, metavar=DTYPE, help="Weight type.  [default: the model's own]")
 gpu_weights = click.option(

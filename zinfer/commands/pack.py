@@ -178,7 +178,7 @@ def _plan(
     from zinfer.engine.tensorrt.build import Cancelled, build, peak_host_bytes, plan_key
     from zinfer.engine.tensorrt.library import find_library
     from zinfer.job.signals import Signals
-    from zinfer.system.host import allowed_bytes
+    from zinfer.system.host import host_bytes
 
     tensorrt = find_library()
     source = find(model, dtype, layers, load_format or "auto", fetch=True)
@@ -197,7 +197,7 @@ def _plan(
         weights, peak = gb(source.spec.weight_bytes), gb(peak_host_bytes(source.spec))
         watch.message(f"{weights} of weights ({source.load_format}); up to {peak} of host memory")
         try:
-            stopped, free = lambda: signals.pending is not None, allowed_bytes()
+            stopped, free = lambda: signals.pending is not None, host_bytes()
             file = build(tensorrt, key, source.spec, path, watch.progress, stopped, free, allow_nan)
         except Cancelled:
             watch.message("interrupted; nothing is left behind")

@@ -443,7 +443,7 @@ class _Planning:
         from zinfer.job.recipe import automatic
 
         workload, with_drafts = planner.case.workload, self.records.with_drafts
-        sizes = automatic(sweep.batch_size)[1] if isinstance(sweep.batch_size, str) else sweep.batch_size
+        sizes = automatic(sweep.batch_size) if isinstance(sweep.batch_size, str) else sweep.batch_size
         chosen = [(planner.searched(workload, size), size) for size in sizes]
         stated = [with_drafts(each, each.at(each.case.with_batch(size).workload)) for each, size in chosen]
         if not isinstance(sweep.batch_size, str):

@@ -1,6 +1,5 @@
 """`zinfer serve`: answer requests over HTTP, in the format of OpenAI's API."""
 
-import re
 from functools import partial
 from importlib import util
 from typing import Any
@@ -13,15 +12,7 @@ from zinfer.core.errors import ENVIRONMENT
 
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 KEY = "ZINFER_API_KEY"  # environment variable
-ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@]+")
 LOOPBACK = ("127.", "localhost", "::1")
-
-
-def _origins(_context: click.Context, _param: click.Parameter, given: tuple[str, ...]) -> tuple[str, ...]:
-    for origin in given:
-        if origin != "*" and not ORIGIN.fullmatch(origin):
-            raise click.BadParameter(f"{origin!r} is not an origin: write it as http://host or https://host:port")
-    return given
 
 
 @click.command("serve", cls=options.LoadCommand)
@@ -62,15 +53,6 @@ def _origins(_context: click.Context, _param: click.Parameter, given: tuple[str,
     default=30,
     help="Seconds that running requests have at SIGTERM or ctrl-C. A second signal ends them at once.",
 )
-@click.option(
-    "--allow-origin",
-    "origins",
-    multiple=True,
-    metavar="ORIGIN",
-    callback=_origins,
-    help="Origin of web pages that may use the server (CORS), such as http://localhost:3000; * is every one. "
-    "Repeat it for several.",
-)
 @click.option("--quiet", is_flag=True, help="Print no line about each request.")
 @options.job_options
 @click.pass_obj
@@ -94,7 +76,7 @@ def command(debug: bool, /, model: str, host: str, port: int, api_key: str | Non
         raise Failure(f"zinfer serve needs {', '.join(missing)}: pip install 'zinfer[serve]'", ENVIRONMENT)
     from zinfer.commands.watch import Watch
     from zinfer.job.batch.packing import typical_plan
-    from zinfer.job.serve.dispatcher import Settings
+    from zinfer.job.serve.dispatcher import Dispatcher, Settings
     from zinfer.job.serve.server import HttpServer, listen
 
     if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):
@@ -108,7 +90,7 @@ def command(debug: bool, /, model: str, host: str, port: int, api_key: str | Non
     if load is None:
         raise Failure(str(plan.why_not), ENVIRONMENT)
     ends = tokenizer.facts.differing_ends  # a tokenizer that cannot be loaded ends it now
-    names = ("batch_size", "max_queue", "max_body", "output_len", "drain_s", "kv_cache_size", "origins")
+    names = ("batch_size", "max_queue", "max_body", "output_len", "drain_s", "kv_cache_size")
     settings = Settings(model, api_key, *(how[name] for name in names))
     try:
         bound = listen(host, port)
@@ -127,10 +109,11 @@ def command(debug: bool, /, model: str, host: str, port: int, api_key: str | Non
             watch.message(f"serving {settings.model} at {address}/v1")
 
         log = None if quiet else partial(click.echo, err=True)
-        server = HttpServer(
-            plan, make_worker, load, settings, bound, tokenizer, on_message=watch.message, on_ready=ready, log=log,
+        dispatcher = Dispatcher(
+            plan, make_worker, load, settings, tokenizer, on_message=watch.message, on_ready=ready,
             on_loading=lambda: watch.loading(plan),
         )  # fmt: skip
+        server = HttpServer(dispatcher, bound, log)
         watch.message(f"listening at {address}")
         fault = server.run()
         if server.signal is not None:

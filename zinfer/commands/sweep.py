@@ -13,14 +13,10 @@ from zinfer.commands.out import say
 from zinfer.core.errors import ENVIRONMENT, INTEGRITY, PARTIAL
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from zinfer.core.machine import Machine
-    from zinfer.job.cluster import Kind
     from zinfer.job.forecast import Outlook
     from zinfer.job.recipe import Sweep
     from zinfer.job.shard import Shard
-    from zinfer.job.signals import Signals
     from zinfer.job.sweep import LoadJob, Outcome
     from zinfer.record.store import Header, Records
 
@@ -62,8 +58,8 @@ RATES = options.Values("r,..|inf", _rate, "positive numbers with commas between,
 @click.option(
     "--batch-size",
     type=options.BATCHES,
-    help="Sequences at once; auto: double until two doublings together gain under 5%, or up to the edge of memory; "
-    "best: then search around the fastest. Numbers may come before.  [default: auto; with --model alone, 1,8,auto]",
+    help="Sequences at once; auto: double until two doublings together gain under 5%, or up to the edge of memory. "
+    "Numbers may come before.  [default: auto; with --model alone, 1,8,auto]",
 )
 @click.option("--input-len", type=options.NUMBERS, help="Prompt tokens.  [default: 512]")
 @click.option("--output-len", type=options.NUMBERS, help="Generated tokens.  [default: 32]")
@@ -82,8 +78,8 @@ RATES = options.Values("r,..|inf", _rate, "positive numbers with commas between,
 )
 @click.option(
     "--num-requests",
-    metavar="N|Nx",
-    help="Requests of a load; 10x: ten times those in flight.  [default: 1000, or all of FILE]",
+    type=click.IntRange(min=1),
+    help="Requests of a load.  [default: 1000, or all of FILE]",
 )
 @click.option(
     "--in-flight",
@@ -135,18 +131,18 @@ RATES = options.Values("r,..|inf", _rate, "positive numbers with commas between,
     type=options.SHARD,
     help="Measure the loads i, i+n, i+2n, .. only, into a part beside --output: for a job of an array.",
 )
-@click.option("--merge", is_flag=True, help="Put the points of all shards together, in the order of the recipe.")
+@click.option("--merge", is_flag=True, help="Put the points of all shards together.")
 @click.option(
     "--cluster",
-    type=click.Choice(["slurm", "local"]),
-    help="Measure each load as a shard, in a job of its own: of an array in Slurm's queue, or here, in turn.",
+    type=click.Choice(["slurm"]),
+    help="Measure each load as a shard, in a job of an array in Slurm's queue.",
 )
 @click.option(
     "--slurm-arg",
     "slurm_args",
     multiple=True,
     metavar="KEY[=VALUE]",
-    help="An option of sbatch for the jobs: time=4:00:00 (required), partition=gpu, gpus-per-node=1, exclusive, .., or "
+    help="An option of sbatch for the jobs: time=4:00:00, partition=gpu, gpus-per-node=1, exclusive, .., or "
     "setup='module load cuda'. Repeatable.",
 )
 @click.pass_obj
@@ -163,7 +159,7 @@ def command(
     as_json: bool,
     shard: "Shard | None",
     merge: bool,
-    cluster: Any,
+    cluster: str | None,
     slurm_args: tuple[str, ...],
     settings: dict[str, tuple[Any, ...]],
     **given: Any,
@@ -189,8 +185,6 @@ def command(
     zinfer sweep mixtral -o out.jsonl --merge             when all shards have ended
     zinfer sweep mixtral --cluster slurm --slurm-arg partition=gpu --slurm-arg gpus-per-node=1 --slurm-arg time=4:00:00
     """
-    from functools import partial
-
     from zinfer.analysis import sla
     from zinfer.core.engine import OptionError
     from zinfer.job import parts, sweep
@@ -223,24 +217,23 @@ def command(
     conflicts = [load.conflict for load in plan.loads()]
     if all(conflicts):
         raise OptionError(str(conflicts[0]))
-    if slurm_args and cluster != "slurm":
+    if slurm_args and cluster is None:
         raise click.UsageError("--slurm-arg is for --cluster slurm")
-    if sum((dry_run, merge, shard is not None, cluster is not None)) > 1:
+    if sum((dry_run, merge, shard is not None or cluster is not None)) > 1:
         raise click.UsageError("--dry-run, --shard, --merge and --cluster each do another thing: leave out all but one")
     if not any(options.locate(load) for load in plan.loads()):
         raise RecipeError(f"none of the engines {', '.join(plan.engine)} has offload {', '.join(plan.offload)}")
     if dry_run:
         _print_plans(plan, _prepared(plan, options.this_machine(nvme_path), nvme_path), as_json)
         return
-    shared = merge or shard is not None or cluster == "slurm"  # between machines, which may have different names
+    shared = merge or shard is not None or cluster is not None  # between machines, which may have different names
     output = output or (local.RESULTS if shared else local.results_folder()) / f"{_name(recipe, plan)}.jsonl"
-    measure = partial(_measure, plan, output, nvme_path, bool(debug), yes)
     if merge:
         outcome = parts.merge(plan, output, force=force)
-    elif cluster is not None:
-        outcome = _on_cluster(cluster, slurm_args, measure, plan, output, resume, force)
+    elif cluster is not None and shard is None:  # a job of the cluster has both
+        outcome = _on_cluster(slurm_args, plan, output, resume, force)
     else:
-        outcome = measure(resume, force, shard)
+        outcome = _measure(plan, output, nvme_path, bool(debug), yes, resume, force, shard)
     path = output if shard is None else shard.path(parts.parts_path(output))
     rows = [*map(_row, outcome.points), *map(_request_row, outcome.requests)]
     click.echo(json.dumps(rows, indent=1) if as_json else path)
@@ -277,7 +270,6 @@ def _measure(
     resume: bool,
     force: bool,
     shard: "Shard | None" = None,
-    signals: "Signals | None" = None,
 ) -> "Outcome":
     """Measure a sweep into `output`, or a shard into its part. Exits where it is interrupted."""
     from functools import partial
@@ -304,7 +296,7 @@ def _measure(
         watch.message(expected)
         store.append_header(header)
         try:
-            outcome = sweep.run(plan, jobs, store, recorded, watch.events(), partial(Worker, debug=debug), signals)
+            outcome = sweep.run(plan, jobs, store, recorded, watch.events(), partial(Worker, debug=debug))
             if shard is not None and not outcome.left:
                 store.append_header(header.model_copy(update={"complete": True}))
             store.check()
@@ -356,22 +348,13 @@ def _check_settings(output: Path, done: "Records", header: "Header", force: bool
         raise Failure(message, INTEGRITY)
 
 
-def _on_cluster(
-    kind: "Kind",
-    slurm_args: tuple[str, ...],
-    measure: "Callable[..., Outcome]",
-    plan: "Sweep",
-    output: Path,
-    resume: bool,
-    force: bool,
-) -> "Outcome":
+def _on_cluster(slurm_args: tuple[str, ...], plan: "Sweep", output: Path, resume: bool, force: bool) -> "Outcome":
     """Measure each load of a sweep in a job, and merge them. Exits where it is interrupted or jobs fail."""
-    import os
-    from functools import partial
+    import sys
 
     from zinfer.commands.watch import Watch
     from zinfer.job import parts, sweep
-    from zinfer.job.cluster import Cluster, MeasureShard, run_shards
+    from zinfer.job.cluster import Cluster
     from zinfer.job.shard import Shard, shards_begun
     from zinfer.job.signals import Interrupted
     from zinfer.record.store import Store
@@ -385,29 +368,30 @@ def _on_cluster(
     done = _recorded(output, resume)
     machine = done.headers[-1].machine if done.headers else ""
     _check_settings(output, done, sweep.header_of(plan, machine, revisions), force)
-    cluster = Cluster(kind, output, slurm_args)
-    # A job that goes on may be on another node: what must be equal is checked here and by the merge.
-    job = MeasureShard(partial(measure, True, True), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    cluster = Cluster(output, slurm_args)
+    shards = Shard.all(begun[0].total if begun else len(loads))
     with Store.open(output), Watch() as watch:
         watch.message(f"results: {output}")
         cluster.end_earlier([shard.path(path) for shard in begun], watch.message)
         for shard in begun:
             parts.read_part(output, shard, plan)
-        shards = Shard.all(begun[0].total if begun else len(loads))
+        signal = 0
         try:
-            failed = run_shards(cluster, job, shards, path, watch.events(), watch.message)
-            signal = 0
+            # A job may be on another node: what must be equal is checked here and by the merge.
+            cluster.run([sys.executable, "-m", "zinfer", *sys.argv[1:]], len(shards), watch.message)
         except Interrupted as interrupt:
-            failed, signal = [], interrupt.signal
+            signal = interrupt.signal
             watch.message(
                 f"interrupted; the jobs are cancelled, every finished point is kept, `--resume` goes on ({output})"
             )
-    outcome = parts.merge(plan, output, whole=not failed and not signal, force=force)
+    written = {shard: parts.read_part(output, shard, plan) for shard in shards_begun(path)}
+    lacking = [str(shard) for shard in shards if shard not in written or not written[shard].complete]
+    outcome = parts.merge(plan, output, whole=not lacking, force=force)
     if signal:
         raise SystemExit(128 + signal)
-    if failed:
-        message = f"{len(failed)} of the jobs failed, --resume tries them again; their logs are in {cluster.folder}"
-        raise Failure(message, PARTIAL)
+    if lacking:
+        shards_of = ", ".join(lacking)[:200]
+        raise Failure(f"shards {shards_of} did not end, --resume goes on; logs of jobs: {cluster.folder}", PARTIAL)
     cluster.clear(shard.path(path) for shard in shards)
     return outcome
 

@@ -71,9 +71,8 @@ def machine_rows() -> list[Finding]:
     # NVIDIA's driver pins pages itself and ignores the limit (os-mlock.c of open-gpu-kernel-modules). It applies to
     # io_uring and to mlock, with which DeepSpeed locks the buffers of offload nvme.
     locks = "; does not limit CUDA's page-locking" if devices else ""
-    usable = host.allowed_bytes()
-    limits = {host.address_limit(): "the limit of `ulimit -v`", host.memory_limit(): "the control group's limit"}
-    why = limits.get(usable, "all of it")
+    usable = host.host_bytes()
+    why = "the control group's limit" if usable == host.memory_limit() else "all of it"
     compiler = _first("cc", "gcc", "clang")
     needed = "" if compiler else "install gcc: without it `stream` cannot unpack weights and --kv-offload is slow"
     return [

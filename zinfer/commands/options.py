@@ -121,7 +121,7 @@ def _dtype(text: str) -> str:
 
 SHARD = Parsed("i/n", Shard.parse)
 SIZE = Parsed("size", parse_bytes, largest=1 << 62)  # bytes: 8GiB or 4096
-BATCHES = Parsed("auto|best|n,n,..|n-n*n", parse_batches)
+BATCHES = Parsed("auto|n,n,..|n-n*n", parse_batches)
 WEIGHT_TYPE = Parsed("|".join(DTYPES), _dtype)
 dtype = option("--dtype", WEIGHT_TYPE, "Weight type.  [default: the model's own]", metavar=DTYPE)
 gpu_weights = option(

@@ -16,7 +16,7 @@ from zinfer.core.errors import ENVIRONMENT
 from zinfer.core.units import duration, gb
 from zinfer.engine import kind
 from zinfer.job.signals import Signals
-from zinfer.system.host import allowed_bytes
+from zinfer.system.host import host_bytes
 
 
 @click.command("pack")
@@ -139,7 +139,7 @@ def _plan(output: Path | None, how: dict[str, Any]) -> Path:
         weights, peak = gb(source.spec.weight_bytes), gb(peak_host_bytes(source.spec))
         watch.message(f"{weights} of weights ({source.load_format}); up to {peak} of host memory")
         try:
-            stopped, free = lambda: signals.pending is not None, allowed_bytes()
+            stopped, free = lambda: signals.pending is not None, host_bytes()
             file = build(tensorrt, key, source.spec, path, watch.progress, stopped, free, bool(how["allow_nan"]))
         except Cancelled:
             watch.message("interrupted; nothing is left behind")

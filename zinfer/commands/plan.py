@@ -305,7 +305,7 @@ def _groups(
 def _batches(sweep: Sweep, planner: Planner, criteria: DecisionCriteria | None, records: "_Records") -> list[Plan]:
     """Plan the batches that were asked for; with ``auto`` the best, which keeps the levels if any does."""
     workload, with_drafts = planner.case.workload, records.with_drafts
-    sizes = automatic(sweep.batch_size)[1] if isinstance(sweep.batch_size, str) else sweep.batch_size
+    sizes = automatic(sweep.batch_size) if isinstance(sweep.batch_size, str) else sweep.batch_size
     chosen = [(planner.searched(workload, size), size) for size in sizes]
     stated = [with_drafts(each, each.at(each.case.with_batch(size).workload)) for each, size in chosen]
     if not isinstance(sweep.batch_size, str):

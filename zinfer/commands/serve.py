@@ -1,6 +1,5 @@
 """`zinfer serve`: answer requests over HTTP, in the format of OpenAI's API."""
 
-import re
 from functools import partial
 from importlib import util
 from typing import Any
@@ -16,15 +15,7 @@ from zinfer.job.batch.packing import typical_plan
 
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 KEY = "ZINFER_API_KEY"  # environment variable
-ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@]+")
 LOOPBACK = ("127.", "localhost", "::1")
-
-
-def _origins(_context: click.Context, _param: click.Parameter, given: tuple[str, ...]) -> tuple[str, ...]:
-    for origin in given:
-        if origin != "*" and not ORIGIN.fullmatch(origin):
-            raise click.BadParameter(f"{origin!r} is not an origin: write it as http://host or https://host:port")
-    return given
 
 
 @click.command("serve", cls=options.LoadCommand)
@@ -36,14 +27,6 @@ def _origins(_context: click.Context, _param: click.Parameter, given: tuple[str,
 @option("--max-body", options.SIZE, "Largest body of a request; larger ones get status 413.", default="16MiB")
 @option("--kv-cache-size", options.SIZE, "Host memory for KV caches that later requests reuse.", default="8GiB")
 @option("--drain drain_s", options.AMOUNT, "Seconds that running requests have at SIGTERM.", default=30)
-@option(
-    "--allow-origin origins",
-    str,
-    "Origin of web pages that may use the server (CORS), as http://localhost:3000; * is every one. Repeatable.",
-    multiple=True,
-    metavar="ORIGIN",
-    callback=_origins,
-)
 @option("--quiet", bool, "Print no line about each request.")
 @options.job_options
 @click.pass_obj
@@ -65,7 +48,7 @@ def command(debug: bool, /, host: str, port: int, api_key: str | None, quiet: bo
     missing = [name for name in PACKAGES if util.find_spec(name) is None]
     if missing:
         raise Failure(f"zinfer serve needs {', '.join(missing)}: pip install 'zinfer[serve]'", ENVIRONMENT)
-    from zinfer.job.serve.dispatcher import Settings
+    from zinfer.job.serve.dispatcher import Dispatcher, Settings
     from zinfer.job.serve.server import HttpServer, listen
 
     if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):
@@ -77,7 +60,7 @@ def command(debug: bool, /, host: str, port: int, api_key: str | None, quiet: bo
     if load is None:
         raise Failure(str(plan.why_not), ENVIRONMENT)
     ends = tokenizer.facts.differing_ends  # a tokenizer that cannot be loaded ends it now
-    names = ("batch_size", "max_queue", "max_body", "output_len", "drain_s", "kv_cache_size", "origins")
+    names = ("batch_size", "max_queue", "max_body", "output_len", "drain_s", "kv_cache_size")
     settings = Settings(how["model"], api_key, *(how[name] for name in names))
     try:
         bound = listen(host, port)
@@ -96,10 +79,11 @@ def command(debug: bool, /, host: str, port: int, api_key: str | None, quiet: bo
             watch.message(f"serving {settings.model} at {address}/v1")
 
         log = None if quiet else partial(click.echo, err=True)
-        server = HttpServer(
-            plan, make_worker, load, settings, bound, tokenizer, on_message=watch.message, on_ready=ready, log=log,
+        dispatcher = Dispatcher(
+            plan, make_worker, load, settings, tokenizer, on_message=watch.message, on_ready=ready,
             on_loading=lambda: watch.loading(plan),
         )  # fmt: skip
+        server = HttpServer(dispatcher, bound, log)
         watch.message(f"listening at {address}")
         fault = server.run()
         if server.signal is not None:

@@ -1,9 +1,7 @@
 """`zinfer sweep`: measure points, and keep every one."""
 
 import json
-import os
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,11 +19,11 @@ from zinfer.core.errors import ENVIRONMENT, INTEGRITY, PARTIAL
 from zinfer.core.machine import Machine
 from zinfer.core.units import counted, duration
 from zinfer.job import parts, requests, sweep
-from zinfer.job.cluster import Cluster, MeasureShard, run_shards
+from zinfer.job.cluster import Cluster
 from zinfer.job.forecast import Outlook, likely_batches
 from zinfer.job.recipe import RecipeError, Sweep, make_sweep, parse_option, read_toml, sweep_recipe, with_options
 from zinfer.job.shard import Shard, shards_begun
-from zinfer.job.signals import Interrupted, Signals
+from zinfer.job.signals import Interrupted
 from zinfer.plan.advice import describe
 from zinfer.plan.planner import Plan
 from zinfer.record.store import Header, Records, Store, read
@@ -63,7 +61,7 @@ RATES = options.comma_list("r,..|inf", parse_option, "positive numbers with comm
 @option(
     "--batch-size",
     options.BATCHES,
-    "Sequences at once; auto: double while that pays; best: search on. Numbers may come before.  "
+    "Sequences at once; auto: double while that pays. Numbers may come before.  "
     "[default: auto; with --model alone, 1,8,auto]",
 )
 @option("--input-len", options.NUMBERS, "Prompt tokens.  [default: 512]")
@@ -77,7 +75,7 @@ RATES = options.comma_list("r,..|inf", parse_option, "positive numbers with comm
     multiple=True,
     metavar="DISTRIBUTION",
 )
-@option("--num-requests", str, "Requests of a load; 10x: ten times those in flight.  [default: 1000, or all]")
+@option("--num-requests", options.COUNT, "Requests of a load.  [default: 1000, or all of FILE]")
 @option("--in-flight", IN_FLIGHT, "Closed loop: requests at a time; auto: all that fit.  [default: auto]")
 @option("--request-rate", RATES, "Open loop: requests a second, at random times; inf: all at once.")
 @option("--request-order", click.Choice(["given", "longest-first"]), "Order with --in-flight N.  [default: given]")
@@ -98,14 +96,12 @@ RATES = options.comma_list("r,..|inf", parse_option, "positive numbers with comm
 @option("--dry-run", bool, "Print the plan of every point and stop.")
 @option("--json as_json", bool, "With --dry-run: print the plans as JSON.")
 @option("--shard", options.SHARD, "Measure only the loads i, i+n, .., into a part beside --output: for a job array.")
-@option("--merge", bool, "Put the points of all shards together, in the order of the recipe.")
-@option(
-    "--cluster", click.Choice(["slurm", "local"]), "Measure each load in a job of its own: in Slurm's queue, or here."
-)
+@option("--merge", bool, "Put the points of all shards together.")
+@option("--cluster", click.Choice(["slurm"]), "Measure each load in a job of an array in Slurm's queue.")
 @option(
     "--slurm-arg slurm_args",
     str,
-    "Option of sbatch: time=4:00:00 (required), partition=gpu, exclusive, setup='module load cuda'. Repeatable.",
+    "Option of sbatch: time=4:00:00, partition=gpu, exclusive, setup='module load cuda'. Repeatable.",
     multiple=True,
     metavar="KEY[=VALUE]",
 )
@@ -152,26 +148,25 @@ def command(debug: bool, /, recipe: str | None, output: Path | None, shard: Shar
     conflicts = [load.conflict for load in plan.loads()]
     if all(conflicts):
         raise OptionError(str(conflicts[0]))
-    if how["slurm_args"] and cluster != "slurm":
+    if how["slurm_args"] and cluster is None:
         raise click.UsageError("--slurm-arg is for --cluster slurm")
     if how["as_json"] and not how["dry_run"]:
         raise click.UsageError("--json is for --dry-run; `zinfer export --format json` writes the points of a file")
-    if sum((how["dry_run"], merge, shard is not None, cluster is not None)) > 1:
+    if sum((how["dry_run"], merge, shard is not None or cluster is not None)) > 1:
         raise click.UsageError("--dry-run, --shard, --merge and --cluster each do another thing: leave out all but one")
     if not any(options.locate(load) for load in plan.loads()):
         raise RecipeError(f"none of the engines {', '.join(plan.engine)} has offload {', '.join(plan.offload)}")
     if how["dry_run"]:
         _print_plans(plan, _prepared(plan, options.this_machine(nvme_path), nvme_path), how["as_json"])
         return
-    shared = merge or shard is not None or cluster == "slurm"  # between machines, which may have different names
+    shared = merge or shard is not None or cluster is not None  # between machines, which may have different names
     output = output or (local.RESULTS if shared else local.results_folder()) / f"{_name(recipe, plan)}.jsonl"
-    measure = partial(_measure, plan, output, nvme_path, bool(debug), how["yes"])
     if merge:
         outcome = parts.merge(plan, output, force=how["force"])
-    elif cluster is not None:
-        outcome = _on_cluster(measure, plan, output, how)
+    elif cluster is not None and shard is None:  # a job of the cluster has both
+        outcome = _on_cluster(plan, output, how)
     else:
-        outcome = measure(how["resume"], how["force"], shard)
+        outcome = _measure(plan, output, nvme_path, bool(debug), how, shard)
     click.echo(output if shard is None else shard.path(parts.parts_path(output)))
     raise SystemExit(sweep.exit_code(plan, outcome.all) if outcome.all or shard is None else 0)
 
@@ -189,13 +184,11 @@ def _measure(
     output: Path,
     nvme_path: str | None,
     debug: bool,
-    yes: bool,
-    resume: bool,
-    force: bool,
-    shard: Shard | None = None,
-    signals: Signals | None = None,
+    how: dict[str, Any],
+    shard: Shard | None,
 ) -> sweep.Outcome:
     """Measure a sweep into `output`, or a shard into its part. Exits where it is interrupted."""
+    resume = how["resume"]
     machine = options.this_machine(nvme_path)
     jobs = _prepared(plan, machine, nvme_path, shard)
     if shard is None and not any(job.plan.fits for job in jobs):
@@ -203,17 +196,17 @@ def _measure(
     path = output if shard is None else shard.path(parts.parts_path(output))
     header = sweep.header_of(plan, machine.name, [(job.plan.case.model, job.revision) for job in jobs], shard)
     done = _recorded(path, resume)
-    _check_settings(path, done, header, force)
+    _check_settings(path, done, header, how["force"])
     merged = read(output) if resume and shard is not None and output.exists() else Records()
     recorded: list[sweep.Point] = [*merged.points, *done.points, *merged.requests, *done.requests]
-    expected = _announce(plan, sweep.outlook(plan, jobs, recorded), yes)
+    expected = _announce(plan, sweep.outlook(plan, jobs, recorded), how["yes"])
     make_worker = partial(process.Worker, debug=debug)
     with Store.open(path) as store, Watch() as watch:
         watch.message(f"results: {path}")
         watch.message(expected)
         store.append_header(header)
         try:
-            outcome = sweep.run(plan, jobs, store, recorded, watch.events(), make_worker, signals)
+            outcome = sweep.run(plan, jobs, store, recorded, watch.events(), make_worker)
             if shard is not None and not outcome.left:
                 store.append_header(header.model_copy(update={"complete": True}))
             store.check()
@@ -265,7 +258,7 @@ def _check_settings(output: Path, done: Records, header: Header, force: bool) ->
         raise Failure(f"{output} was made with other settings; --force goes on all the same.\n{changes}", INTEGRITY)
 
 
-def _on_cluster(measure: Callable[..., sweep.Outcome], plan: Sweep, output: Path, how: dict[str, Any]) -> sweep.Outcome:
+def _on_cluster(plan: Sweep, output: Path, how: dict[str, Any]) -> sweep.Outcome:
     """Measure each load of a sweep in a job, and merge them. Exits where it is interrupted or jobs fail."""
     path, resume, force = parts.parts_path(output), how["resume"], how["force"]
     loads = [load for load in plan.loads() if options.locate(load) is not None]
@@ -276,27 +269,28 @@ def _on_cluster(measure: Callable[..., sweep.Outcome], plan: Sweep, output: Path
     done = _recorded(output, resume)
     machine = done.headers[-1].machine if done.headers else ""
     _check_settings(output, done, sweep.header_of(plan, machine, revisions), force)
-    cluster = Cluster(how["cluster"], output, how["slurm_args"])
-    # A job that goes on may be on another node: what must be equal is checked here and by the merge.
-    job = MeasureShard(partial(measure, True, True), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    cluster = Cluster(output, how["slurm_args"])
+    shards = Shard.all(begun[0].total if begun else len(loads))
     with Store.open(output), Watch() as watch:
         watch.message(f"results: {output}")
         cluster.end_earlier([shard.path(path) for shard in begun], watch.message)
         for shard in begun:
             parts.read_part(output, shard, plan)
-        shards = Shard.all(begun[0].total if begun else len(loads))
+        signal = 0
         try:
-            failed = run_shards(cluster, job, shards, path, watch.events(), watch.message)
-            signal = 0
+            # A job may be on another node: what must be equal is checked here and by the merge.
+            cluster.run([sys.executable, "-m", "zinfer", *sys.argv[1:]], len(shards), watch.message)
         except Interrupted as interrupt:
-            failed, signal = [], interrupt.signal
+            signal = interrupt.signal
             watch.message(f"interrupted; jobs are cancelled, finished points are kept, `--resume` goes on ({output})")
-    outcome = parts.merge(plan, output, whole=not failed and not signal, force=force)
+    written = {shard: parts.read_part(output, shard, plan) for shard in shards_begun(path)}
+    lacking = [str(shard) for shard in shards if shard not in written or not written[shard].complete]
+    outcome = parts.merge(plan, output, whole=not lacking, force=force)
     if signal:
         raise SystemExit(128 + signal)
-    if failed:
-        message = f"{len(failed)} of the jobs failed, --resume tries them again; their logs are in {cluster.folder}"
-        raise Failure(message, PARTIAL)
+    if lacking:
+        shards_of = ", ".join(lacking)[:200]
+        raise Failure(f"shards {shards_of} did not end, --resume goes on; logs of jobs: {cluster.folder}", PARTIAL)
     cluster.clear(shard.path(path) for shard in shards)
     return outcome
 

@@ -169,7 +169,7 @@ def test_a_folder_is_a_checkpoint(file: Path, tmp_path: Path) -> None:
         (["missing"], "missing is neither the folder of a checkpoint nor a .safetensors file"),
         (["weights.bin"], "weights.bin is neither"),
         (["empty"], "config.json is missing"),
-        (["cut.safetensors"], "is cut off"),
+        (["cut.safetensors"], "cut off"),
         (["tiny.safetensors"], "has 64 bf16 weights to code, at least 1048576 are needed"),
         (["wide.safetensors"], "--dtype bf16 casts its other floats to bf16"),
         (["--dtype", "fp16"], "only bfloat16 is coded"),

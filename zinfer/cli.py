@@ -212,6 +212,9 @@ def _main() -> None:
         if isinstance(error, ZinferError):
             click.echo(f"Error: {error}", file=cast(IO[Any], _Short(sys.stderr)))
             sys.exit(error.exit_code)
+        if isinstance(error, ModuleNotFoundError) and error.name in ("torch", "safetensors"):
+            click.echo(f"Error: this needs {error.name}: pip install 'zinfer[engines]'", err=True)
+            sys.exit(ENVIRONMENT)
         if is_out_of_memory(error):
             from zinfer.system.host import no_memory
 

@@ -10,18 +10,12 @@ from zinfer.commands.study import keep, present
 
 @click.command("codec")
 @click.argument("checkpoints", nargs=-1, metavar="[CHECKPOINT]...", type=click.Path(path_type=Path))
-@click.option(
-    "--dtype",
-    type=options.WEIGHT_TYPE,
-    metavar=options.DTYPE,
-    help="With bf16, cast other floats to bf16 and code them, too; without it bf16 and FP8 alone are coded.",
-)
 @options.record("codec")
-def command(checkpoints: tuple[Path, ...], dtype: str | None, output: Path | None, as_json: bool) -> None:
+def command(checkpoints: tuple[Path, ...], output: Path | None, as_json: bool) -> None:
     """Measure size and speed of losslessly coded weights, and whether coding pays.
 
-    Weights of known distributions are coded and decoded, and those of each CHECKPOINT (a folder, or one safetensors
-    file). Reports their size as a share of the original, the speed, whether every bit returns, and the gain of a
+    Drawn weights are coded and decoded, and those of each CHECKPOINT (a folder, or one safetensors file), floats cast
+    to bf16. Reports their size as a share of the original, the speed, whether every bit returns, and the gain of a
     streamed model over this machine's link. Checkpoints are not changed; of a large one, a sample of each matrix is
     taken. The exit code is 6 if the codec returned other bits.
 
@@ -35,9 +29,7 @@ def command(checkpoints: tuple[Path, ...], dtype: str | None, output: Path | Non
     from zinfer.core.errors import INTEGRITY
     from zinfer.worker import codec
 
-    if dtype not in (None, "bfloat16"):
-        raise click.UsageError(f"--dtype {dtype}: only bfloat16 is coded")
-    run = codec.measure(checkpoints, dtype is not None, lambda what: click.echo(f"measuring {what}", err=True))
+    run = codec.measure(checkpoints, lambda what: click.echo(f"measuring {what}", err=True))
     keep(run, output)
     present(run, as_json)
     if not as_json:

@@ -56,10 +56,10 @@ def _records_decoded_once() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _little_is_copied() -> Iterator[None]:
+def _little_is_copied(pytestconfig: pytest.Config) -> Iterator[None]:
     """Copy 1 MiB, not 256, to measure a link; all where there is a GPU."""
     with pytest.MonkeyPatch.context() as patch:
-        if not os.path.exists("/dev/nvidiactl"):
+        if not os.path.exists("/dev/nvidiactl") and not pytestconfig.getoption("quick"):
             patch.setattr("zinfer.worker.probe.MIB", 1 << 12)
         yield
 

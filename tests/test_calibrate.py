@@ -10,15 +10,16 @@ import pytest
 from tests import committed, mentions
 from tests.results import case, point
 from zinfer.analysis import calibrate
-from zinfer.analysis.calibrate import PredictedPoint, Quantity, fit, predict
+from zinfer.analysis.calibrate import PredictedPoint, Quantity, fit
 from zinfer.analysis.group import Points
 from zinfer.checkpoint import resolve
 from zinfer.core.case import Case, Option
 from zinfer.core.engine import plan_options
 from zinfer.core.machine import Machine
+from zinfer.core.model import ModelSpec
 from zinfer.plan.bytes import Sizes
 from zinfer.plan.placement import Placer
-from zinfer.plan.planner import Plan, make_plan
+from zinfer.plan.planner import Plan, Planner, make_plan
 from zinfer.plan.times import RATES, Efficiency, shipped
 from zinfer.record.measurement import Effective, Measurement, Span
 from zinfer.system import machines
@@ -33,6 +34,10 @@ MISSED = {
     ("stream cpu gpu-weights=16% gpus=2", "bloom-176b"),
 }
 ROOMY = H100.model_copy(update={"gpu_bytes": 140 << 30})
+
+
+def predict(case: Case, model: ModelSpec, machine: Machine, efficiencies: Mapping[str, Efficiency]) -> Plan:
+    return Planner(case, model, machine, efficiencies.get(case.engine, Efficiency())).plan
 
 
 @pytest.fixture(scope="module")

@@ -126,8 +126,7 @@ class Workload(NamedTuple):
     def title(self) -> str:
         """Model, and the part of it that was measured."""
         point = self.entries[0].last
-        fields = {name: getattr(point.case, name) for name in ("model", "layers", "dtype", "load_format")}
-        return Setting(machine=point.machine, total_layers=point.total_layers, **fields).part
+        return Setting.of(point, total_layers=point.total_layers).part
 
     @property
     def lengths(self) -> str:

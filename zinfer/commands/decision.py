@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import click
 
 from zinfer.analysis import rates, reproduce
-from zinfer.analysis.best import Decision, Objective, decide, known_cost
-from zinfer.analysis.economics import Fleet, Point, Prices, fleet, parse_demand
+from zinfer.analysis.best import Decision, Objective, decide
+from zinfer.analysis.economics import Fleet, Point, Prices, cost, fleet, parse_demand
 from zinfer.analysis.sla import Sla, parse
 from zinfer.commands.out import say
 from zinfer.core.units import counted, duration, figures
@@ -154,7 +154,7 @@ def point_row(point: Point | None, prices: Prices | None = None) -> dict[str, An
     """Return a point as JSON: configuration, rates, cost, commands; null is unknown."""
     if point is None:
         return None
-    case, paid = point.case, known_cost(point, prices or Prices())
+    case, paid = point.case, cost(point, prices or Prices())
     measured = point if isinstance(point, Measurement) else None
     spread = rates.spread(measured.output_tok_s_samples) if measured else None
     names = ("output_tok_s", "decode_tok_s", "prefill_tok_s", "tpot_ms", "h2d_bandwidth", "link_share")

@@ -11,8 +11,7 @@ from typing import Any
 import click
 
 from zinfer.analysis import calibrate
-from zinfer.analysis.best import known_cost
-from zinfer.analysis.economics import parse_count
+from zinfer.analysis.economics import cost, parse_count
 from zinfer.analysis.requests import acceptance as acceptance_of
 from zinfer.analysis.routing import routing_of
 from zinfer.checkpoint.resolve import resolve
@@ -369,7 +368,7 @@ def _print(group: Group, calibrated: bool) -> None:
         (point,) = ranking.as_points([plan]) or (None,)
         if criteria is None or not criteria.prices.known or point is None:
             return ""
-        usd = known_cost(point, criteria.prices).usd_per_mtok
+        usd = cost(point, criteria.prices).usd_per_mtok
         return "" if usd is None else figures(usd)
 
     def band(plan: Plan) -> str:

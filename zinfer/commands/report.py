@@ -18,11 +18,9 @@ from zinfer.core.errors import NOTHING
 from zinfer.core.machine import Machine, MachineError
 from zinfer.record import study
 from zinfer.record.store import Records
-from zinfer.report import contents, markdown, page
+from zinfer.report import contents, page
 from zinfer.report.findings import Demand, Findings, WorkloadFindings
 from zinfer.system import machines
-
-FORMS = ("html", "md")
 
 
 @click.command("report")
@@ -32,7 +30,6 @@ FORMS = ("html", "md")
     click.Path(path_type=Path),
     "File.  [default: plots/MACHINE/report.html; plots/all/report.html for several machines]",
 )
-@option("--format form", click.Choice(FORMS), "Format.  [default: that of the name of --output, else html]")
 @option("-m --model", str, "Report only this model.")
 @price_options
 def command(results: Path | None, machine: str | None, output: Path | None, model: str | None, **how: Any) -> None:
@@ -41,10 +38,9 @@ def command(results: Path | None, machine: str | None, output: Path | None, mode
 
     The page needs no other file and no network. Prints the path it wrote. Equal results give equal bytes.
     """
-    suffix, demand = output.suffix[1:] if output else "html", how["demand"]
-    if how["form"] is None and suffix not in FORMS:
-        raise click.BadParameter(f"{str(output)!r}: name a file .html or .md, or add --format", param_hint="--output")
-    form = how["form"] or suffix
+    demand = how["demand"]
+    if output is not None and output.suffix != ".html":
+        raise click.BadParameter(f"{str(output)!r}: the report is HTML, name a file .html", param_hint="--output")
     if how["deadline"] is not None and demand is None:
         raise click.UsageError("--deadline is for a demand: add --demand 5Mtok")
     spread = how["utilisation"], how["spare"]
@@ -55,10 +51,10 @@ def command(results: Path | None, machine: str | None, output: Path | None, mode
         lost = f" (left out {findings.damaged[0]})" if findings.damaged else ""
         other = f"no results of {model} in {chosen.path}: `zinfer best` names the models that were measured"
         raise Failure(other if model else f"{chosen.nothing()}{lost}", NOTHING)
-    output = output or Path("plots") / _folder(findings) / f"report.{form}"
+    output = output or Path("plots") / _folder(findings) / "report.html"
     prices = Prices(gpu_hour_usd=how["gpu_hour_usd"])
     document = contents.document(findings._replace(prices=prices, demand=asked))
-    write(output, page.html(document) if form == "html" else markdown.markdown(document))
+    write(output, page.html(document))
     click.echo(output)
 
 
@@ -90,16 +86,12 @@ def _findings(chosen: Chosen, model: str | None) -> Findings:
         tuple(f"{fault.path.name}, line {fault.line}: {fault.reason}" for fault in (*runs.damaged, *every.damaged)),
         studies=latest(run for run in studied if chosen.keeps(run.machine)),
         requests=every.requests,
-        headers=every.headers,
     )
 
 
 def _of_model(records: Records, model: str | None) -> Records:
-    """Return the records and headers of one model, or all."""
-    if not model:
-        return records
-    headers = [head for head in records.headers if any(is_wanted(model, name) for name in head.recipe.get("model", ()))]
-    return records.those(lambda point: is_wanted(model, point.case.model))._replace(headers=tuple(headers))
+    """Return the records of one model, or all."""
+    return records.those(lambda point: is_wanted(model, point.case.model)) if model else records
 
 
 def _folder(findings: Findings) -> str:

@@ -295,7 +295,7 @@ def best(*words: object) -> Result:
 def test_the_command_line_decides(results: Path) -> None:
     done = best(
         results, "--sla", "ttft:p99:<=:10s", "--objective", "cost", "--gpu-hour-usd", 2.5, "--demand", "2Mtok/day",
-        "--deadline", "8h", "--pareto",
+        "--deadline", "8h",
     )  # fmt: skip
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
@@ -304,7 +304,6 @@ def test_the_command_line_decides(results: Path) -> None:
     assert any(re.search(r"\d USD a million", line) for line in lines)
     assert any(re.search(r"\d J an output token", line) and "NVML" in line for line in lines)
     assert mentions(done.stdout, "8 h 00 min", "6 GPUs", "1 spare")
-    assert sum("a user" in line for line in lines) == 2
     assert any("zinfer sweep" in line and "--batch-size 32" in line for line in lines)
 
 
@@ -315,7 +314,7 @@ def test_the_decision_as_json_and_only_when_asked(results: Path) -> None:
     answer = row["decision"]
     assert answer["point"]["batch_size"] == 4
     assert answer["fleet"]["gpus"] == answer["fleet"]["working"] + 1
-    assert answer["command"].startswith("zinfer sweep")
+    assert answer["point"]["command"].startswith("zinfer sweep")
     assert answer["point"]["usd_per_mtok"] is None
 
 
@@ -343,19 +342,6 @@ def test_a_batch_longer_than_the_deadline_has_no_fleet(results: Path) -> None:
 
 def test_money_of_a_slice_is_said_to_be(results: Path) -> None:
     assert mentions(best(results, "--gpu-hour-usd", 2).stdout, "14 layers"), "not of 70"
-
-
-def test_energy_that_no_group_has_is_a_usage_error_and_that_one_lacks_is_not(tmp_path: Path) -> None:
-    with Store.open(tmp_path / "a.jsonl") as store:
-        store.append(timed(gpu={}))
-    done = best(tmp_path, "--objective", "energy")
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert "--objective energy" in done.stderr
-    with Store.open(tmp_path / "b.jsonl") as store:
-        store.append(POINTS[0].model_copy(update={"machine": "h200"}))
-    done = best(tmp_path, "--objective", "energy")
-    assert done.exit_code == 0, done.output
-    assert mentions(done.stdout, "energy", "1 points")
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,9 @@
 """Export: one row per point, one column per field, empty cells for the unknown, and no formulas for spreadsheets."""
 
 import csv
-import importlib.util
 import io
 import json
-import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner, Result
@@ -14,11 +11,10 @@ from click.testing import CliRunner, Result
 from tests.results import case, point, sweep
 from zinfer.cli import cli
 from zinfer.core.case import Case, Workload
-from zinfer.record.export import COLUMNS, WRITERS, FlatTable, to_csv, to_json, to_md
+from zinfer.record.export import COLUMNS, FlatTable, to_csv, to_json
 from zinfer.record.measurement import Effective, Measurement
 from zinfer.record.store import Store
 
-HAS_PYARROW = importlib.util.find_spec("pyarrow") is not None
 ERROR = "CUDA out of memory | tried\n<b>2 GiB</b>"
 POINTS = [
     (
@@ -129,18 +125,6 @@ def test_numbers_are_not_touched_by_it() -> None:
     assert read_csv(to_csv(FlatTable.of([("a", below)])))[0]["load_s"] == "-1.5"
 
 
-def test_markdown_has_one_line_a_point_and_no_markup() -> None:
-    nasty = point(case(1, model="a|b`c\\d_e[x](y)"), status="crashed", error="one\n| two\x1b[31m<img src=x>&")
-    lines = to_md(FlatTable.of([*POINTS, ("a.jsonl", nasty)])).decode().splitlines()
-    assert len(lines) == 2 + 3
-    widths = {line.replace("\\\\", "").replace("\\|", "").count("|") for line in lines}
-    assert len(widths) == 1
-    assert "a\\|b\\`c\\\\d\\_e\\[x\\](y)" in lines[4]
-    assert "one \\| two\\\\u001b\\[31m&lt;img src=x&gt;&amp;" in lines[4]
-    assert "effective\\_nvme\\_weight\\_bytes" in lines[0]
-    assert "gpu\\_used\\_bytes" not in lines[0], "a column in which nothing stands is left out"
-
-
 def test_the_command_writes_all_points_of_a_folder(results: Path) -> None:
     done = export(results)
     assert done.exit_code == 0, done.output
@@ -153,7 +137,6 @@ def test_the_command_writes_all_points_of_a_folder(results: Path) -> None:
 def test_the_ending_of_the_output_names_the_format(results: Path, tmp_path: Path) -> None:
     for ending, start in (
         ("csv", b"file,machine,"),
-        ("md", b"| file |"),
         ("json", b"[\n {"),
         ("txt", b"file,machine,"),
     ):
@@ -186,43 +169,3 @@ def test_nothing_to_export_is_one_message(tmp_path: Path, name: str, message: st
     done = export(tmp_path / name)
     assert (done.exit_code, done.stdout) == (4, "")
     assert message in done.stderr
-
-
-def test_parquet_to_a_terminal_is_refused(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    terminal = SimpleNamespace(stdout=SimpleNamespace(isatty=lambda: True))
-    monkeypatch.setattr("zinfer.commands.export.sys", terminal)
-    done = export(results, "--format", "parquet")
-    assert done.exit_code == 2
-    assert "name a file with -o" in done.stderr
-
-
-def test_parquet_without_pyarrow_says_what_to_install(
-    results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    done = export(results, "-o", tmp_path / "all.parquet")
-    assert done.exit_code == 5
-    assert "pip install 'pyarrow>=17'" in done.stderr
-    assert not (tmp_path / "all.parquet").exists()
-
-
-@pytest.mark.skipif(not HAS_PYARROW, reason="pyarrow is not installed: pip install 'zinfer[export]'")
-def test_parquet_keeps_types_values_and_nulls(results: Path) -> None:
-    import pyarrow.parquet
-
-    done = export(results, "--format", "parquet")
-    assert done.exit_code == 0, done.output
-    table = pyarrow.parquet.read_table(io.BytesIO(done.stdout_bytes))
-    assert table.to_pylist() == json.loads(export(results, "--format", "json").stdout)
-    types = {name: str(table.schema.field(name).type) for name in ("model", "batch_size", "tpot_ms", "gpu_used_bytes")}
-    assert types == {"model": "string", "batch_size": "int64", "tpot_ms": "double", "gpu_used_bytes": "int64"}
-
-
-@pytest.mark.skipif(not HAS_PYARROW, reason="pyarrow is not installed: pip install 'zinfer[export]'")
-def test_failures_alone_have_the_same_types_in_parquet() -> None:
-    import pyarrow.parquet
-
-    tables = [pyarrow.parquet.read_table(io.BytesIO(WRITERS["parquet"](FlatTable.of([point])))) for point in POINTS]
-    shared = set(tables[0].column_names) & set(tables[1].column_names)
-    assert shared >= set(COLUMNS)
-    assert all(tables[0].schema.field(name) == tables[1].schema.field(name) for name in shared)

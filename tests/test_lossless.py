@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from tests import mentions
 from tests.results import codec_run, sweep
 from tools import trained
-from zinfer.analysis.study import codecs, pays, show, wrong
 from zinfer.analysis.study import gain as gain_of
+from zinfer.analysis.study import pays, show, wrong
 from zinfer.checkpoint.headers import CheckpointError
 from zinfer.checkpoint.resolve import from_directory
 from zinfer.cli import cli
@@ -169,7 +169,7 @@ def test_a_folder_is_a_checkpoint(file: Path, tmp_path: Path) -> None:
         (["missing"], "missing is neither the folder of a checkpoint nor a .safetensors file"),
         (["weights.bin"], "weights.bin is neither"),
         (["empty"], "config.json is missing"),
-        (["cut.safetensors"], "is cut off"),
+        (["cut.safetensors"], "cut off"),
         (["tiny.safetensors"], "has 64 bf16 weights to code, at least 1048576 are needed"),
         (["wide.safetensors"], "--dtype bf16 casts its other floats to bf16"),
         (["--dtype", "fp16"], "only bfloat16 is coded"),
@@ -196,25 +196,18 @@ def test_without_torch_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) 
         codec.measure()
 
 
-def test_the_table_has_a_line_for_each_and_what_others_published(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_has_a_line_for_each(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     result = invoke(file)
     lines = [[cell.strip() for cell in line.split("│")[1:-1]] for line in result.stdout.splitlines()]
     lines = [line for line in lines if line]
     assert [line[0] for line in lines[:5]] == [*codec.DRAWN, "small-1.5"]
     assert lines[0][2:4] == [f"{study.last(Path(), 'codec').of(Coded)[0].ratio:.1%}", "65.9%"]
-    assert "not measured here" in result.stdout
-    assert {line[0] for line in lines} >= {published.codec for published in codecs()}
     assert "measuring laplace" in result.stderr
 
 
 @pytest.mark.parametrize(
-    ("decode", "gain", "verdict"),
-    [
-        (8e11, 2.0, "yes, 2.00x"),
-        (7.5e10, 1.5, "yes, 1.50x"),
-        (4e10, 0.8, "no, too slow"),
-    ],
+    ("decode", "gain", "verdict"), [(8e11, 2.0, "yes, 2.00x"), (7.5e10, 1.5, "yes, 1.50x"), (4e10, 0.8, "no, too slow")]
 )
 def test_it_pays_where_decoding_outruns_the_link(decode: float, gain: float, verdict: str) -> None:
     measured = codec_run("gaussian", decode=Rate(median=decode, spread=0.02, samples=20, of="bytes"))

@@ -37,7 +37,7 @@ MACHINES = (
 )  # fmt: skip
 HEADLINES = (
     "nvidia-h200-x4/bloom-176b-whole-kv",
-    "nvidia-h100-80gb-hbm3/gpt-oss-120b",
+    "nvidia-h200-16-cores-125-gib/gpt-oss-120b",
     "nvidia-h100-80gb-hbm3/mixtral-whole",
     "nvidia-h100-80gb-hbm3/opt-30b",
     "nvidia-h100-80gb-hbm3/llama-70b-31k-default",

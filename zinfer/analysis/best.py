@@ -47,7 +47,7 @@ def decide(
     chosen. Raises EconomicsError for the objective cost without prices.
     """
     if objective == "cost" and prices.gpu_hour_usd is None and prices.host_hour_usd is None:
-        raise EconomicsError("--objective cost needs a price: give --gpu-hour-usd, or --host-hour-usd, or both")
+        raise EconomicsError("--objective cost needs a price: give --gpu-hour-usd")
     points = [point for point in points if point.usable]
     if exact(points) and lossy(points):
         best_lossy = decide(lossy(points), slas, objective, prices, rate).point

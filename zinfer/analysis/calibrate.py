@@ -166,7 +166,7 @@ class FitPoint:
         """Return a layer's kernels that read experts from codes, in a graph."""
         step_ms, placement = self.point.step_median_ms, self.placement
         tokens, sizes = self.point.case.workload.batch_size, Sizes(placement, self.model)
-        if not step_ms or not self.model.num_experts or not placement.graphs or not sizes.reads_codes(tokens):
+        if not step_ms or not self.model.num_experts or not placement.graphs or not sizes.reads_codes:
             return None
         effective = self.point.effective
         if effective is None or "unpacked_layers" not in effective.settings:  # before, steps unpacked the rest
@@ -188,7 +188,7 @@ class FitPoint:
         if placement.graphs:
             return None
         sizes, batch_size = Sizes(placement, self.model), self.point.case.workload.batch_size
-        if not seconds or sizes.reads_codes(batch_size):
+        if not seconds or sizes.reads_codes:
             return None
         return sizes.unpacked(batch_size) / seconds / bandwidth or None
 

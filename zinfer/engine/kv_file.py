@@ -14,13 +14,12 @@ import zlib
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from zinfer.checkpoint.headers import Checkpoint, CheckpointError
+from zinfer.checkpoint.headers import Checkpoint, CheckpointError, TensorInfo
 from zinfer.engine.kv_snapshot import KVSnapshot
 from zinfer.engine.pinned import TensorPlace
 from zinfer.engine.read import CHUNK, DTYPES, as_bytes, fill, reading
@@ -40,14 +39,6 @@ def private_folder(folder: Path) -> None:
     _check_owner(folder, status, ": name a folder of your own", f": `chmod go-w {folder}`, or name another")
 
 
-def check_own(path: Path) -> None:
-    """Raise CheckpointError unless this user alone may write the regular file. Raises OSError without one."""
-    status = path.lstat()
-    if not stat.S_ISREG(status.st_mode):
-        raise CheckpointError(f"{path} is not a regular file")
-    _check_owner(path, status)
-
-
 def _check_owner(path: Path, status: os.stat_result, theirs: str = "", shared: str = "") -> None:
     """Raise CheckpointError, with advice, if other users may write to `path`."""
     if status.st_uid != os.geteuid():
@@ -57,11 +48,8 @@ def _check_owner(path: Path, status: os.stat_result, theirs: str = "", shared: s
 
 
 def write(kept: KVSnapshot, path: Path, label: Mapping[str, Any]) -> int:
-    """Write `kept` to `path`, whole or not at all.
-
-    Returns the size of the file in bytes. The file is safetensors; its metadata hold `label` (JSON) and a CRC-32 of
-    everything. Raises OSError.
-    """
+    """Write `kept` to `path`, whole or not at all. Returns the size of the file in bytes. Raises OSError. The file is
+    safetensors; its metadata hold `label` (JSON) and a CRC-32 of everything."""
     header: dict[str, Any] = {"__metadata__": {"told": json.dumps(dict(label))}}
     for name, block in kept.blocks.items():
         offsets = [block.offset, block.offset + block.size]
@@ -77,26 +65,18 @@ def write(kept: KVSnapshot, path: Path, label: Mapping[str, Any]) -> int:
 
 
 def read(path: Path, first: int, pin: bool) -> KVSnapshot:
-    """Read a snapshot from `path`, whose first position is `first`.
-
-    Raises CheckpointError for a file that is cut off or damaged or that others may have written, OSError for one that
-    cannot be read, and MemoryError where the host has no room for it.
-    """
-    header = _header(path)
-    tensors = Checkpoint.of_file(path).tensors
+    """Read a snapshot from `path`, whose first position is `first`. Raises CheckpointError for a file that is cut off
+    or damaged or that others may have written, OSError for one that cannot be read, and MemoryError where the host has
+    no room for it."""
+    header, tensors = _header(path)
     start = min((info.start for info in tensors.values()), default=0)
     try:
         blocks = {
-            name: TensorPlace(tensors[name].start - start, torch.Size(tensors[name].shape), DTYPES[tensors[name].dtype])
-            for name in header
-            if name != "__metadata__"
+            name: TensorPlace(info.start - start, torch.Size(info.shape), DTYPES[info.dtype])
+            for name, info in tensors.items()
         }
-        ranges = sorted((info.start, info.end) for info in tensors.values())
-        overlap = any(end > begin for (_, end), (begin, _) in pairwise(ranges))  # memory is no more than the file
-        if overlap or any(block.size != tensors[name].end - tensors[name].start for name, block in blocks.items()):
-            raise ValueError
         kept = KVSnapshot(first, blocks, pin)
-    except (KeyError, IndexError, StopIteration, TypeError, ValueError, OverflowError, RuntimeError):
+    except (KeyError, IndexError, StopIteration):
         raise CheckpointError(f"{path} holds no keys and values") from None
     try:
         with reading() as pool:
@@ -112,14 +92,11 @@ def read(path: Path, first: int, pin: bool) -> KVSnapshot:
 
 def read_label(path: Path) -> dict[str, Any]:
     """Return the label that `write` was given. Raises CheckpointError for files that are not believed."""
-    header = _header(path)
+    header, _ = _header(path)
     try:
-        label = json.loads(header["__metadata__"]["told"])
+        return dict(json.loads(header["__metadata__"]["told"]))
     except (KeyError, TypeError, ValueError, RecursionError):
-        label = None
-    if not isinstance(label, dict):
-        raise CheckpointError(f"{path} is not a kept conversation")
-    return label
+        raise CheckpointError(f"{path} is not a kept conversation") from None
 
 
 def data_bytes(path: Path) -> int:
@@ -133,14 +110,16 @@ def drop_from_page_cache(path: Path) -> None:
         os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def _header(path: Path) -> dict[str, Any]:
-    check_own(path)
-    Checkpoint.of_file(path)  # raises CheckpointError where the file is damaged
+def _header(path: Path) -> tuple[dict[str, Any], Mapping[str, TensorInfo]]:
+    """Return header and tensors of a file of this user alone."""
+    status = path.lstat()
+    if not stat.S_ISREG(status.st_mode):
+        raise CheckpointError(f"{path} is not a regular file")
+    _check_owner(path, status)
+    tensors = Checkpoint.of_file(path).tensors  # raises CheckpointError where the file is damaged
     with path.open("rb") as stream:
         header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
-    if not isinstance(header.get("__metadata__"), dict):
-        raise CheckpointError(f"{path} is not a kept conversation")
-    return dict(header)
+    return {"__metadata__": {}, **header}, tensors
 
 
 def _checksum(header: Mapping[str, Any], data: memoryview) -> int:

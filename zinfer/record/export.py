@@ -7,7 +7,7 @@ in that order; a column for each recorded prediction and for each recorded versi
     table = FlatTable.of([("bloom", point) for point in points])
     Path("bloom.csv").write_bytes(to_csv(table))
 
-Model names and error texts come from outside and are never trusted: no cell starts a formula, a table or markup.
+Model names and error texts come from outside and are never trusted: no cell of CSV starts a formula.
 """
 
 import csv
@@ -23,11 +23,9 @@ from typing import Any, NamedTuple, get_args
 from pydantic import BaseModel
 
 from zinfer.core.case import Case, Workload
-from zinfer.core.units import figures
 from zinfer.record.measurement import Effective, Measurement, latest
 from zinfer.record.requests import METRICS, PassCounts, RequestMetric, RequestPoint, Summary
 from zinfer.record.stats import ci95_half_width
-from zinfer.system.printable import markdown
 
 Cell = str | int | float | None
 
@@ -214,29 +212,7 @@ def to_json(table: FlatTable) -> bytes:
     return json.dumps([dict(zip(table.columns, row, strict=True)) for row in table.rows], indent=1).encode() + b"\n"
 
 
-def to_md(table: FlatTable) -> bytes:
-    """Return a Markdown table: four digits, no empty columns."""
-    kept = [nth for nth in range(len(table.columns)) if any(row[nth] is not None for row in table.rows)]
-    names = list(table.columns)
-    lines = [[_md(names[nth]) for nth in kept], ["---"] * len(kept)]
-    lines += [[_md(row[nth]) for nth in kept] for row in table.rows]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines).encode()
-
-
-def to_parquet(table: FlatTable) -> bytes:
-    """Return an Apache Parquet file; null is unknown. Raises ModuleNotFoundError without pyarrow."""
-    import pyarrow
-    import pyarrow.parquet
-
-    types = {str: pyarrow.string(), int: pyarrow.int64(), float: pyarrow.float64()}
-    schema = pyarrow.schema([(name, types[kind]) for name, kind in table.columns.items()])
-    columns = [pyarrow.array([row[nth] for row in table.rows], type=field.type) for nth, field in enumerate(schema)]
-    target = io.BytesIO()
-    pyarrow.parquet.write_table(pyarrow.Table.from_arrays(columns, schema=schema), target)
-    return target.getvalue()
-
-
-WRITERS: dict[str, Callable[[FlatTable], bytes]] = {"csv": to_csv, "parquet": to_parquet, "md": to_md, "json": to_json}
+WRITERS: dict[str, Callable[[FlatTable], bytes]] = {"csv": to_csv, "json": to_json}
 
 
 def _plain(cell: Cell) -> Cell:
@@ -246,10 +222,3 @@ def _plain(cell: Cell) -> Cell:
 def _unarmed(text: str) -> str:
     text = "\n".join(re.split("\r\n?", text))  # the csv module of Python 3.12 and before leaves a lone \r unquoted
     return f"'{text}" if text.lstrip(" ").startswith(_FORMULA) else text
-
-
-def _md(cell: Cell) -> str:
-    """Return a cell as one line of text, without markup."""
-    if cell is None or isinstance(cell, float):
-        return "" if cell is None else figures(cell, 4).replace(",", "")
-    return markdown(str(cell))

@@ -4,8 +4,8 @@ Control characters, bidirectional overrides and characters without width can mov
 title, hide or reorder what is read, or make an SVG file that is no XML. `printable` writes each of them as JSON does
 (``\\u001b``), so that they are seen, and so that printed JSON keeps its value. There is one exit for each kind of
 output, and callers need not think of it: `guarded` (all that is printed), `zinfer.commands.out.console` (tables),
-`zinfer.report.page.html`, `zinfer.report.markdown.markdown`, `zinfer.record.export.to_md`, and
-`zinfer.report.plot.style.render` (figures). CSV, JSON and Parquet files hold data and keep every character.
+`zinfer.report.page.html`, `zinfer.report.markdown.markdown` and `zinfer.report.plot.style.render` (figures). CSV and
+JSON files hold data and keep every character.
 """
 
 import os

@@ -4,20 +4,19 @@ from pathlib import Path
 
 import click
 
+from zinfer.analysis.study import wrong
 from zinfer.commands import options
+from zinfer.commands.failure import Failure
+from zinfer.commands.options import option
 from zinfer.commands.study import keep, present
+from zinfer.core.errors import INTEGRITY
 
 
 @click.command("codec")
 @click.argument("checkpoints", nargs=-1, metavar="[CHECKPOINT]...", type=click.Path(path_type=Path))
-@click.option(
-    "--dtype",
-    type=options.WEIGHT_TYPE,
-    metavar=options.DTYPE,
-    help="With bf16, cast other floats to bf16 and code them, too; without it bf16 and FP8 alone are coded.",
-)
+@option("--dtype", options.WEIGHT_TYPE, "With bf16, code other floats as bf16, too.", metavar=options.DTYPE)
 @options.record("codec")
-def command(checkpoints: tuple[Path, ...], dtype: str | None, output: Path | None, as_json: bool) -> None:
+def command(checkpoints: tuple[Path, ...], dtype: str | None, output: Path | None) -> None:
     """Measure size and speed of losslessly coded weights, and whether coding pays.
 
     Weights of known distributions are coded and decoded, and those of each CHECKPOINT (a folder, or one safetensors
@@ -29,19 +28,12 @@ def command(checkpoints: tuple[Path, ...], dtype: str | None, output: Path | Non
     zinfer study codec
     zinfer study codec ./my-checkpoint
     """
-    from zinfer.analysis.study import PublishedCodec, codecs, wrong
-    from zinfer.commands.failure import Failure
-    from zinfer.commands.out import console, table
-    from zinfer.core.errors import INTEGRITY
-    from zinfer.worker import codec
+    from zinfer.worker import codec  # with torch
 
     if dtype not in (None, "bfloat16"):
         raise click.UsageError(f"--dtype {dtype}: only bfloat16 is coded")
     run = codec.measure(checkpoints, dtype is not None, lambda what: click.echo(f"measuring {what}", err=True))
     keep(run, output)
-    present(run, as_json)
-    if not as_json:
-        others = [codec.cells for codec in codecs()]
-        console().print(table("published by others, not measured here", PublishedCodec.columns, others))
+    present(run)
     if names := wrong(run):
         raise Failure(f"{', '.join(names)}: the codec returned other bits", INTEGRITY)

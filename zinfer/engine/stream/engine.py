@@ -68,7 +68,7 @@ class Stream(SharedPasses):
         split_by_tokens(self._layers, plan.placement.pass_tokens)
         self._inspect()
         self._ragged = Ragged(self.model, self._layers, self._accepted, device)
-        self._ragged.able = self._ragged.able and not self._counts_padding
+        self._ragged.able = self._ragged.able and self._knows_padding
         recorder: graphs.Recorder | str = "weights cross the link" if self._group is not None else "off"
         if self._group is None and options.cuda_graphs == "auto":
             recorder = graphs.recorder_of(device)
@@ -98,7 +98,7 @@ class Stream(SharedPasses):
         for name, tensor in resident.items():
             state.entries[name].put(tensor)
         self._resident_bytes = sum(tensor.nbytes for tensor in resident.values())
-        self._ready(self._layers[0])
+        self._ready()
 
     def _check_options(self) -> None:
         """Raise EngineError for options that are not for this model or machine; decide on others anew."""

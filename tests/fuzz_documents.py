@@ -50,7 +50,7 @@ OPTIONS = {
               "--request-rate", "--seed", "--sla", "--rounds"],
     "plan": ["--batch-size", "--input-len", "--output-len", "--layers", "--gpus", "--set", "--gpu-weights",
              "--weights", "--machine", "-m", "--engine", "--offload", "--calibrate", "--figure", "--sla",
-             "--price", "--host-memory", "--prompts", "--demand", "--deadline"],
+             "--price", "--host-memory", "--prompts"],
     "best": ["--sla", "--demand", "--deadline", "--gpu-hour-usd", "--utilisation", "--spare",
              "--model", "--machine", "--objective"],
     "compare": ["--metric", "--fail-on-regression", "--across"],
@@ -58,7 +58,7 @@ OPTIONS = {
             "--timeout", "-O", "--layers", "-m"],
     "batch": ["--batch-size", "--output-len", "--timeout", "-O", "-m"],
     "study reuse": ["--context", "--new-tokens", "--repeats", "--timeout", "-O", "-m"],
-    "study accuracy": ["--samples", "--batch-size", "--input-len", "--output-len", "--reference", "--prompt-file"],
+    "study accuracy": ["--samples", "--batch-size", "--input-len", "--output-len", "--prompt-file"],
     "export": ["--format", "--output"], "plot": ["--figure", "--format"],
 }  # fmt: skip
 TYPED = (

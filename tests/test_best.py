@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from tests import mentions
-from tests.results import case, point, sweep
+from tests.results import case, plain, point, sweep
 from zinfer.analysis.reproduce import case_commands
 from zinfer.cli import cli
 from zinfer.commands.batch import command as batch
@@ -202,10 +202,10 @@ def test_the_later_time_counts_whatever_the_files_are_called(tmp_path: Path) -> 
             store.append(*(point(case(size), step_s, started_at=begun) for size in (4, 8)))
     later = read(tmp_path / "h100" / "a.jsonl").points[1]
     assert later.output_tok_s is not None
-    ((found,), shown) = (json.loads(best(tmp_path, "--json").stdout), tmp_path / "report.md")
+    ((found,), shown) = (json.loads(best(tmp_path, "--json").stdout), tmp_path / "report.html")
     assert found["best"]["output_tok_s"] == later.output_tok_s
     assert CliRunner().invoke(cli, ["report", str(tmp_path), "-o", str(shown)]).exit_code == 0
-    table = next(line for line in shown.read_text().splitlines() if "stream cpu, batch 8" in line)
+    table = next(line for line in plain(shown.read_text()).splitlines() if "stream cpu, batch 8" in line)
     assert f"| {rated(later.output_tok_s)} " in table
     assert CliRunner().invoke(cli, ["plot", str(tmp_path), "-o", str(tmp_path / "p"), "--format", "svg"]).exit_code == 0
     drawn = [(tmp_path / "p" / "h100" / f"{name}-throughput.svg").read_bytes() for name in "ab"]
@@ -258,7 +258,7 @@ def test_the_printed_command_uses_the_same_configuration(
     assert given["layers"] is None, "the whole model"
     assert given["batch_size"] == (asked.workload.batch_size if asked.layers is None else None)
     settings = given["settings"] | {key: value for key in SHORTHANDS if (value := given.get(key)) is not None}
-    loads = one_load("batch", given["model"], given | {"settings": settings})
+    loads = one_load("batch", given | {"settings": settings})
     whole = {load.case("dummy", given["dtype"], 1, 1) for load in loads}
     wanted = asked.load.model_copy(
         update={"layers": None, "workload": Workload(batch_size=1, input_len=1, output_len=1)}
@@ -280,9 +280,9 @@ def test_no_verb_over_results_needs_torch_or_pyplot(results: Path, tmp_path: Pat
         "import sys\n"
         "sys.modules['torch'] = sys.modules['matplotlib.pyplot'] = None\n"
         "from zinfer.cli import cli\n"
-        "for verb in ('plot -o plots --format svg', 'report -o plots/report.md', 'best'):\n"
+        "for verb in ('plot -o plots --format svg', 'report -o plots/report.html', 'best'):\n"
         "    name, *options = verb.split()\n"
         "    cli.main([name, sys.argv[1], *options], standalone_mode=False)\n"
     )
     subprocess.run([sys.executable, "-c", script, str(results)], cwd=tmp_path, check=True, capture_output=True)
-    assert (tmp_path / "plots" / "report.md").is_file()
+    assert (tmp_path / "plots" / "report.html").is_file()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tools.damage import HEADER_DAMAGE, damage_header, damage_safetensors, read_header, write_header
+from tests.damage_files import HEADER_DAMAGE, damage_header, damage_safetensors, read_header, write_header
 from zinfer.checkpoint.headers import INDEX as WEIGHT_INDEX
 from zinfer.checkpoint.headers import SINGLE, Checkpoint, CheckpointError
 

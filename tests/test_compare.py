@@ -137,11 +137,7 @@ def test_different_machines_and_versions_are_reported() -> None:
     )
     comparison = compare([timed(STEADY)], [newer])
     assert comparison.changes[0].verdict == "same"
-    assert comparison.differences == (
-        ("machine", "h100", "h200"),
-        ("cuda", "", "13"),
-        ("torch", "2.11.0", "2.13.0"),
-    )
+    assert comparison.differences == (("machine", "h100", "h200"), ("cuda", "", "13"), ("torch", "2.11.0", "2.13.0"))
 
 
 def test_engines_are_compared_across_the_axis() -> None:

@@ -475,7 +475,7 @@ def test_products_from_codes_are_those_of_unpacked_weights(name: str) -> None:
             experts = torch.rand((count, form.experts), generator=dice, device="cuda").topk(2, 1).indices
             each = states.double().repeat_interleave(2, 0)
             inputs = states if count % 2 else each.to(dtype)  # a row for each token, or for each pair
-            actual = matrix.multiply_pairs(inputs, experts).double().sum(1)
+            actual = matrix.multiply_pairs(inputs, experts, {}).double().sum(1)
             expected = torch.einsum("pi,poi->po", each, weights.double()[experts.flatten()])
         print(f"{name}, {count} tokens: error {error(actual, expected):.1e}")
         assert error(actual, expected) < 0.006

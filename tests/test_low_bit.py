@@ -171,7 +171,7 @@ class Double:
     def multiply(self, states: Tensor) -> Tensor:
         return self.kernel(lambda: functional.linear(states, self._values))
 
-    def multiply_pairs(self, states: Tensor, experts: Tensor) -> Tensor:
+    def multiply_pairs(self, states: Tensor, experts: Tensor, _aligned: object) -> Tensor:
         numbers, owners, total = align(experts, self.experts, 4)
         pairs = experts.numel()
         out = torch.full((pairs, 1, self.rows), float("nan"), dtype=self.dtype)
@@ -408,7 +408,7 @@ def test_recorded_steps_compute_from_codes(
 def test_a_recorded_layer_unpacks_what_its_call_unpacks(
     made: Callable[[str], Path], tmp_path: Path, kernel: Kernel, recorder: Rerun, monkeypatch: Patch
 ) -> None:
-    """A weight whose values are read is unpacked within its layer's graph."""
+    """Graphs of layers unpack the weights whose values are read."""
     expected = run(start(made("int4 groups"), tmp_path, "60%", kernel=False, cuda_graphs="off"))
     engine = start(made("int4 groups"), tmp_path, "60%")
     for layer in engine._layers:
@@ -546,7 +546,10 @@ def test_tensors_of_another_kind_decide_what_is_done_with_a_lazy_weight() -> Non
     assert float(output.sum()) == 9, "its product is offered to the weight"
 
 
-@pytest.mark.parametrize(("tokens", "each", "count", "block"), [(1, 4, 128, 8), (64, 4, 128, 16), (7, 3, 5, 8)])
+ALIGNED = (1, 4, 128, 8), (64, 4, 128, 16), (7, 3, 5, 8), (700, 3, 5, 48)  # tokens, experts of each and all, block
+
+
+@pytest.mark.parametrize(("tokens", "each", "count", "block"), ALIGNED)
 def test_pairs_are_aligned_in_blocks_of_an_expert(
     tokens: int, each: int, count: int, block: int, by_kernel: Any
 ) -> None:
@@ -566,9 +569,9 @@ def main(path: Path) -> None:
     """Save pairs in blocks, and tokens of experts from codes and unpacked."""
     torch.set_grad_enabled(False)
     blocks = {}
-    for tokens, each, count, block in ((1, 4, 128, 8), (64, 4, 128, 16), (7, 3, 5, 8)):
+    for tokens, each, count, block in ALIGNED:
         experts = torch.rand(tokens, count).topk(each, 1).indices
-        experts[-1, 0] = experts[-1, 0] if tokens != 7 else count + 4  # no expert
+        experts[-1, 0] = experts[-1, 0] if tokens % 7 else count + 4  # no expert
         blocks[tokens, each, count, block] = experts, *align(experts, count, block)
     directory, chosen, statuses = test_quantized.FORMATS["mxfp4 of experts"](path.parent / "experts"), [], []
     with Patch.context() as patch:

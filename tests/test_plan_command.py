@@ -143,8 +143,8 @@ def test_replaced_figures_are_shown() -> None:
 
 def test_a_recipe_plans_bloom_on_several_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    text = plan("bloom-176b-machines", "--calibrate", "sweeps/results", "--details")
-    assert text.count("predicted,") == 4, "a table a machine, and the ranking"
+    text = plan("bloom-176b-machines", "--calibrate", "sweeps/results")
+    assert text.count("predicted,") == 1, "the ranking"
     refused = CliRunner().invoke(cli, ["sweep", "bloom-176b-machines"])
     assert "zinfer plan bloom-176b-machines" in str(refused.exception)
 
@@ -234,7 +234,7 @@ def test_a_level_chooses_the_batch_and_a_price_gives_the_cost() -> None:
     for words_ in ("ttft mean <= 2 s: predicted", "USD a million output tokens", "2,000 prompts take"):
         assert words_ in text
     text = plan(*words, "--sla", "ttft:mean:<=:1ms", code=4)
-    assert "No plan keeps every level" in text
+    assert re.search(r"No plan of \d keeps every level", text)
     assert "missed by" in text
 
 
@@ -250,7 +250,6 @@ def test_several_machines_are_ranked_in_one_table() -> None:
     by_rate = sorted(rows(*words), key=lambda row: -row["output_tok_s"])
     assert names == [row["machine"]["name"] for row in by_rate]
     assert plan(*words).count("opt-30b") == 1, "no table of each machine"
-    assert plan(*words, "--details").count("opt-30b") == 5
     prices = ("--price", "t4=0.1,l40s=9", "--price", "h200=1", "--price", "2")
     by_cost = [row[0] for row in ranked(*words, *prices)]
     usd = {"t4": 0.1, "l40s": 9, "h200": 1, "h100-80gb": 2}
@@ -314,7 +313,7 @@ def test_levels_rank_before_the_rate() -> None:
     table = ranked(*words, "--sla", "ttft<=3s", "--want", "5 tok/s")
     assert [(row[0], row[3]) for row in table] == [("h100-80gb", "64"), ("l40s", "16"), ("t4", "4")]
     assert [row[10].partition(":")[0] for row in table] == ["yes", "yes", "no"]
-    assert re.fullmatch(r"no: ttft [\d.]+ s, [\d.]+ tok/s", table[-1][10])
+    assert re.fullmatch(r"no: [\d.]+ s ttft, [\d.]+ tok/s", table[-1][10])
     ranked("-m opt-30b --machine t4,v100-16gb --sla ttft<=1ms", code=4)
 
 

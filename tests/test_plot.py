@@ -19,7 +19,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from tests import mentions
-from tests.results import LAYERS_BYTES, case, point, sweep, traced
+from tests.results import case, point, sweep, traced
 from zinfer.analysis.group import Metric, groups, samples
 from zinfer.cli import cli
 from zinfer.record.measurement import Measurement, Span, spans
@@ -131,11 +131,9 @@ def test_unknown_values_are_not_drawn() -> None:
         point(case(8), status="nan_output"),
     ]
     figures = drawn(points)
-    assert measured(figures["link"].axes[0])["stream cpu"][0] == [1]
     assert measured(figures["throughput"].axes[0])["stream cpu"][0] == [1, 2, 4]
     single = [point(case(1, output_len=1))]
     assert [len(measured(axes)) for axes in drawn(single)["latency"].axes] == [1]
-    assert "link" not in drawn([point(case(1, offload="none"))])
     assert drawn([point(case(1), status="oom_gpu")]) == {}
 
 
@@ -278,20 +276,6 @@ def test_limits_are_dashed_and_lie_above_what_is_not_compressed() -> None:
     assert all(y > rate * x for x, y in list(zip(*lines["stream cpu weight_codec=lossless"], strict=True))[:4])
 
 
-def test_link_share_counts_the_bytes_on_the_wire() -> None:
-    wire = round(LAYERS_BYTES * 0.667)
-    points = [
-        row.model_copy(update={"effective": row.effective.model_copy(update={"wire_bytes_per_step": wire})})
-        if row.effective and "lossless" in row.case.label()
-        else row
-        for row in sweep()
-    ]
-    (group, of_group), *_ = groups(points).items()
-    lines = measured(plot.draw(group, of_group, ["link"])["link"].axes[0])
-    assert 80 < max(lines["stream cpu weight_codec=lossless"][1]) <= 105
-    assert 80 < max(lines["stream cpu"][1]) <= 100
-
-
 def test_the_title_asks_and_the_notes_say_what_was_measured() -> None:
     for figure in shown("sweep").values():
         title, *notes = (text.get_text() for text in figure.texts)
@@ -326,7 +310,7 @@ def test_two_processes_draw_the_same_bytes(results: Path, tmp_path: Path) -> Non
         (config / "matplotlibrc").write_text(style)
         out = tmp_path / f"out{nth}"
         command = [sys.executable, "-m", "zinfer", "plot", str(results / "h100"), "-o", str(out)]
-        command += ["--figure", "link,timeline"]
+        command += ["--figure", "latency,timeline"]
         environment = os.environ | {"PYTHONHASHSEED": str(nth), "MPLCONFIGDIR": str(config), "TZ": f"UTC{nth}"}
         subprocess.run(command, env=environment, check=True, capture_output=True)
         hashes.append(digests(out, out.rglob("*.*")))
@@ -340,7 +324,7 @@ def test_the_command_prints_what_it_wrote(results: Path, tmp_path: Path) -> None
     written = sorted(str(path) for path in (tmp_path / "plots").rglob("*.*"))
     assert sorted(done.stdout.splitlines()) == written
     assert f"{tmp_path}/plots/h200/bloom-throughput.svg" in written
-    assert len(written) == 6
+    assert len(written) == 4
 
 
 def test_a_sweep_of_several_groups_gets_a_set_for_each(tmp_path: Path) -> None:
@@ -349,15 +333,15 @@ def test_a_sweep_of_several_groups_gets_a_set_for_each(tmp_path: Path) -> None:
         store.append(point(case(1, input_len=64)))
     done = CliRunner().invoke(cli, ["plot", str(tmp_path), "-o", str(tmp_path / "plots"), "--format", "png"])
     names = {Path(line).name for line in done.stdout.splitlines()}
-    assert {f"two-bloom-176b-14l-{length}-32-bfloat16-dummy-link.png" for length in (64, 512)} <= names
-    assert len(names) == 6
+    assert {f"two-bloom-176b-14l-{length}-32-bfloat16-dummy-latency.png" for length in (64, 512)} <= names
+    assert len(names) == 4
 
 
 def test_one_figure_can_be_asked_for(results: Path, tmp_path: Path) -> None:
     words = ["plot", str(results), "-o", str(tmp_path / "plots"), "--format", "svg", "--figure"]
-    done = CliRunner().invoke(cli, [*words, "link,throughput"])
-    assert {Path(line).name for line in done.stdout.splitlines()} == {"bloom-link.svg", "bloom-throughput.svg"}
-    none = CliRunner().invoke(cli, [*words, "link,timeline"])
+    done = CliRunner().invoke(cli, [*words, "latency,throughput"])
+    assert {Path(line).name for line in done.stdout.splitlines()} == {"bloom-latency.svg", "bloom-throughput.svg"}
+    none = CliRunner().invoke(cli, [*words, "latency,timeline"])
     assert (none.exit_code, len(none.stdout.splitlines())) == (4, 2)
     assert mentions(none.stderr, "timeline", "`zinfer sweep`")
     unknown = CliRunner().invoke(cli, [*words, "gantt"])

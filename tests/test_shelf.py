@@ -184,8 +184,8 @@ def test_memory_gives_way_to_what_is_on_disk(bench: Bench, tmp_path: Path) -> No
         (lambda content: content[:-3] + bytes([content[-3] ^ 64]) + content[-2:], "is damaged"),
         (lambda content: content.replace(b'\\"first\\": 0', b'\\"first\\": 9'), None),
         (lambda content: content.replace(b'tokens\\": [', b'tokens\\": [1'), "is damaged|header"),
-        (lambda content: b"x" * 100, "not a safetensors file"),
-        (lambda content: b"", "not a safetensors file"),
+        (lambda content: b"x" * 100, "is damaged or cut off"),
+        (lambda content: b"", "is damaged or cut off"),
         *((lambda _, header=header: len(header).to_bytes(8, "little") + header, "") for header in HEADERS),
     ],
 )
@@ -266,7 +266,7 @@ def test_a_file_takes_no_more_memory_than_it_has(tmp_path: Path) -> None:
     text = json.dumps(header).encode()
     path = tmp_path / "bad.safetensors"
     path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(256))
-    with pytest.raises(CheckpointError, match=r"holds no keys and values|header is damaged"):
+    with pytest.raises(CheckpointError, match=r"is damaged or cut off"):
         kv_file.read(path, 0, pin=False)
 
 

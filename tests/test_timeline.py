@@ -27,7 +27,7 @@ def test_copies_of_experts_are_told_apart_in_a_row() -> None:
     first, other = stored(rows)
     assert (first.carries, other.carries) == (None, "guess")
     assert [span.row() for span in (first, other)] == [*rows]
-    with pytest.raises(ValueError, match="lane"):
+    with pytest.raises(ValueError, match="guess"):
         stored([[*rows[0], "another"]])
 
 
@@ -39,7 +39,7 @@ def test_spans_of_several_gpus_are_told_apart_in_a_row() -> None:
     assert [len(group) for group in by_rank((*timeline, *timeline))] == [2, 2, 2]
     assert by_rank(()) == ()
     for wrong in (rows[0][:3], [*rows[2], 1]):
-        with pytest.raises(ValueError, match="4 to 6"):
+        with pytest.raises(ValueError, match=r"required|Unexpected"):
             stored([wrong])
 
 

@@ -179,10 +179,10 @@ def _main() -> None:
             raise
         if isinstance(error, ZinferError):
             _fail(str(error), error.exit_code)
+        if isinstance(error, ModuleNotFoundError) and error.name in ("torch", "safetensors"):
+            _fail(f"this needs {error.name}: pip install 'zinfer[engines]'", ENVIRONMENT)
         if is_out_of_memory(error):
-            from zinfer.system.host import no_memory
-
-            click.echo(f"Error: {no_memory()}", err=True)
+            click.echo("Error: host memory ran out", err=True)
             sys.exit(ENVIRONMENT)
         text = " ".join(str(error).split())[:600]
         click.echo(f"Internal error ({type(error).__name__}): {text}; run with --debug for details", err=True)

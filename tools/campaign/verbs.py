@@ -158,8 +158,6 @@ VERBS = {
         Verb("best", ("best", "results.jsonl"), _stdout),
         Verb("ranks", ("run", *ON_MODEL, "--gpus", "2", "--offload", "cpu", "-p", "Hello", "-p", "abc", "--output-len",
                        "24", "--ignore-eos", "--json"), _texts),
-        Verb("cluster", (*SWEEP, "--cluster", "local"), _sweep, again=("--resume",), grows=("r.jsonl",),
-             keeps=(DAMAGED,), needs="submitit"),
         Verb("compare", ("compare", "before.jsonl", "results.jsonl"), _stdout),
     )
 }  # fmt: skip

@@ -1,10 +1,10 @@
 """`zinfer batch`: answer the prompts of a file, in OpenAI's batch format."""
 
+import sys
 import time
 from array import array
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -22,7 +22,7 @@ from zinfer.generation.tokenizer_process import Refusal, TokenizerProcess
 from zinfer.job.batch import packing
 from zinfer.job.batch.ledger import Ledger
 from zinfer.job.batch.merge import merge as merge_shards
-from zinfer.job.batch.nodes import NodesError, answer_on_nodes
+from zinfer.job.batch.nodes import answer_on_nodes
 from zinfer.job.batch.openai import BatchLine, Fault, digest, read_requests, refusal
 from zinfer.job.batch.rows import requests_of, split
 from zinfer.job.batch.run import BatchJob, BatchProgress, JobFailed
@@ -42,21 +42,15 @@ AT_ONCE = 500  # prompts that are read before progress shows
 @options.job_options
 @option("--shard", options.SHARD, "Answer only the lines i, i+n, .., into a part beside --output: for a job array.")
 @option("--merge", bool, "Put the answers of all shards together, in the order of PROMPTS.")
-@option("--ray", str, "Answer a shard on each node of a Ray cluster: auto, HOST:PORT or local.", metavar="ADDRESS")
+@option(
+    "--ray",
+    str,
+    "Answer a shard on each node of a Ray cluster, and merge: auto, HOST:PORT or local.",
+    metavar="ADDRESS",
+)
 @option("--force", bool, "Add to answers of another job; with --merge: replace other answers.")
 @click.pass_obj
-def command(
-    debug: bool,
-    /,
-    prompts: Path,
-    output: Path,
-    model: str | None,
-    shard: Shard | None,
-    merge: bool,
-    ray: str | None,
-    force: bool,
-    **how: Any,
-) -> None:
+def command(debug: bool, /, merge: bool, ray: str | None, shard: Shard | None, **how: Any) -> None:
     """Answer every line of PROMPTS, a file of OpenAI batch requests.
 
     As many rows run together as fit. A row that ends makes room for the next, whose prompt is computed beside the
@@ -64,46 +58,38 @@ def command(
     A line that cannot be served is answered with an error.
 
     \b
-    zinfer batch prompts.jsonl -o out.jsonl --model ./my-checkpoint
     zinfer batch prompts.jsonl -o out.jsonl --model bigscience/bloom-560m --offload cpu --batch-size 64
     zinfer batch prompts.jsonl -o out.jsonl --model ./my-checkpoint --shard 2/8      on each of eight machines
     zinfer batch prompts.jsonl -o out.jsonl --merge                                  when all shards have ended
-    zinfer batch prompts.jsonl -o out.jsonl --model ./my-checkpoint --ray auto       on the nodes of a Ray cluster
 
     A line: {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Once upon a time",
     "max_tokens": 64, "temperature": 0}}, or with "messages" and /v1/chat/completions, if the model has a chat template.
     A line's "model" is ignored. As in OpenAI's API, a line without a temperature is sampled at 1.
     """
     if merge:
-        _merge(prompts, output, force)
-    if model is None:
+        merging = ("prompts", "output", "merge", "force")
+        if of_a_job := [option for name, option in options.typed().items() if name not in merging]:
+            raise click.UsageError(f"--merge runs no model: leave out {', '.join(of_a_job)}")
+        _merge(how["prompts"], how["output"], how["force"])
+    if how["model"] is None:
         raise click.MissingParameter(param_hint="'-m' / '--model'", param_type="option")
-    if ray is not None and shard is not None:
-        raise click.UsageError("--ray answers all shards: leave out --shard")
-    raise SystemExit(_answer(bool(debug), prompts, output, model, force, how, ray, shard))
+    if ray is not None and shard is None:  # a task of Ray has both
+        _on_nodes(bool(debug), how["prompts"], how["output"], how["force"], ray)
+    raise SystemExit(_answer(bool(debug), how, shard))
 
 
-def _answer(
-    debug: bool,
-    prompts: Path,
-    output: Path,
-    model: str,
-    force: bool,
-    how: dict[str, Any],
-    ray: str | None,
-    shard: Shard | None,
-    already: Collection[str] = (),
-) -> int:
-    """Answer the lines of a file or shard, but those in `already`; return the exit code."""
-    whole, output = output, output if shard is None else shard.path(output)
+def _answer(debug: bool, how: dict[str, Any], shard: Shard | None) -> int:
+    """Answer the lines of a file or shard; return the exit code."""
+    prompts, output = how["prompts"], how["output"]
+    output = output if shard is None else shard.path(output)
     content, lines = _requests(prompts, output)
     lines = lines if shard is None else [*shard.of(lines)]
-    job = options.prepared("batch", model, how)
+    job = options.prepared("batch", how)
     source, tokenizer, load = job.source, job.tokenizer, next(iter(job.loads))
     cache = plan_options(load.engine, load.options)
     identity = {
         "prompts": digest(content),
-        "model": model,
+        "model": how["model"],
         "model_revision": source.revision,
         "dtype": source.spec.dtype,
         "kv_cache_dtype": cache.kv_cache_dtype if cache.kv_quantized else None,
@@ -112,20 +98,14 @@ def _answer(
         "shard": shard and str(shard),
         "chat_template": how["chat_template"] and digest((tokenizer.template.text or "").encode()),
     }
-    with Ledger.open(output, identity, int(time.time()), force) as ledger, Watch() as watch:
+    with Ledger.open(output, identity, int(time.time()), how["force"]) as ledger, Watch() as watch:
         for damage in ledger.damaged:
             watch.message(f"left out {damage}")
-        lacking = [line for line in lines if line.id not in ledger.done and line.id not in already]
+        lacking = [line for line in lines if line.id not in ledger.done]
         ledger.add(refusal(line) for line in lacking if isinstance(line, Fault))
         waiting = [line for line in lacking if not isinstance(line, Fault)]
         progress = None
-        if waiting and ray is not None:
-            _ = tokenizer.facts  # a tokenizer that cannot be loaded ends the command now, not on the nodes
-            tokenizer.close()
-            part = partial(_answer_on_node, debug, prompts, whole, model, force, how, None)
-            with _ended_in_order(watch):
-                answer_on_nodes(part, lines, ledger, output, identity, ray, debug, watch.progress, watch.message)
-        elif waiting:
+        if waiting:
             progress = _run(waiting, job, ledger, watch, debug, how)
         ledger.finish()
         done = [ledger.done[line.id] for line in lines if line.id in ledger.done]
@@ -145,13 +125,11 @@ def _requests(prompts: Path, output: Path) -> tuple[bytes, list[BatchLine | Faul
     return content, lines
 
 
-def _answer_on_node(*words: Any) -> None:
-    """Call `_answer` in a process that runs no command. Raises NodesError for what would end one."""
-    try:
-        with click.Context(command):
-            _answer(*words)
-    except click.ClickException as error:
-        raise NodesError(error.message) from None
+def _on_nodes(debug: bool, prompts: Path, output: Path, force: bool, ray: str) -> NoReturn:
+    """Answer a shard on each node of Ray, merge, and exit."""
+    with Watch() as watch, _ended_in_order(watch):
+        answer_on_nodes([sys.executable, "-m", "zinfer", *sys.argv[1:]], output, ray, debug, watch.message)
+    _merge(prompts, output, force)
 
 
 def _exit_code(errors: int, lines: int) -> int:
@@ -160,9 +138,6 @@ def _exit_code(errors: int, lines: int) -> int:
 
 def _merge(prompts: Path, output: Path, force: bool) -> NoReturn:
     """Put the shards of `output` together, and exit. Raises ShardError if they are not whole."""
-    merging = ("prompts", "output", "merge", "force")
-    if of_a_job := [option for name, option in options.typed().items() if name not in merging]:
-        raise click.UsageError(f"--merge runs no model: leave out {', '.join(of_a_job)}")
     content, requests = _requests(prompts, output)
     merged = merge_shards(output, digest(content), requests, force)
     for line in merged.damaged:
@@ -173,12 +148,7 @@ def _merge(prompts: Path, output: Path, force: bool) -> NoReturn:
 
 
 def _run(
-    waiting: list[BatchLine],
-    job: options.Prepared,
-    ledger: Ledger,
-    watch: Watch,
-    debug: bool,
-    how: dict[str, Any],
+    waiting: list[BatchLine], job: options.Prepared, ledger: Ledger, watch: Watch, debug: bool, how: dict[str, Any]
 ) -> BatchProgress | None:
     """Answer the waiting lines and return the job's progress. None if none of them can be served."""
     spec, machine = job.source.spec, options.this_machine(how["nvme_path"])
@@ -232,7 +202,5 @@ def _summary(answers: int, errors: int, output: Path, progress: BatchProgress | 
     if progress is None or progress.rate is None:
         return counts
     time = f"{counted(progress.tokens, 'token')} in {duration(progress.seconds)}: {figures(progress.rate)} tok/s"
-    if progress.full_seconds:
-        time += f" ({figures(progress.full_tokens / progress.full_seconds)} while rows waited)"
     drafts = options.drafts_right(progress.drafted, progress.accepted)
     return f"{counts}; {time}, {progress.passes:,} passes, {progress.padding:.0%} padding{drafts}"

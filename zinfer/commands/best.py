@@ -30,13 +30,7 @@ Answers = dict[Group | RequestGroup, GroupDecision]
 @click.command("best")
 @results_options
 @option("-m --model", str, "Show only this model.")
-@option(
-    "--sla levels",
-    str,
-    "Level to keep: ttft:p99:<=:2s. Repeatable.",
-    multiple=True,
-    metavar="METRIC:STATISTIC:<=:VALUE",
-)
+@option("--sla levels", str, "Level to keep, such as ttft:p99:<=:2s. Repeatable.", multiple=True, metavar="LEVEL")
 @option("--objective", click.Choice(["throughput", "cost", "latency"]), "Quantity to choose by.", default="throughput")
 @price_options
 @option("--json as_json", bool, "Print JSON.")

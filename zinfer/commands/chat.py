@@ -110,18 +110,16 @@ def talk(
     dialogue: Dialogue,
     prompts: Iterable[str],
     opening: BatchStart,
-    output_len: int,
-    positions: int | None,
-    sampling: Sampling,
-    ignore_eos: bool,
+    limits: tuple[int, int | None, Sampling, bool],
     on_message: Callable[[str], None],
     as_json: bool,
 ) -> None:
-    """Hold a conversation of the turns `prompts` with a loaded worker.
+    """Hold a conversation of the turns `prompts` with a loaded worker: each is a batch of one row.
 
-    Each answer is a row of a batch of one row, which keeps the KV cache of each for the next turn. Raises ModelError
-    for a turn that has no tokens, WorkerError if one fails, KeyboardInterrupt at the second ctrl-C in an answer.
+    `limits` are output tokens, positions, sampling, and whether to go past an end. Raises ModelError for a turn without
+    tokens, WorkerError if one fails, KeyboardInterrupt at the second ctrl-C in an answer.
     """
+    output_len, positions, sampling, ignore_eos = limits
     if not dialogue.template:
         on_message("the model has no chat template: turns and answers follow each other as they are")
     started = worker.ask(opening)

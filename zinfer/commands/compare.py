@@ -3,6 +3,7 @@
 import re
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 import click
 
@@ -17,7 +18,7 @@ from zinfer.core.units import counted, duration, figures, gib
 from zinfer.record.measurement import Measurement
 from zinfer.record.store import read
 
-METRICS = ("output_tok_s", "prefill_tok_s", "decode_tok_s", "ttft_ms", "tpot_ms", "gpu_peak_bytes")
+METRICS = get_args(Metric)
 _MARKS = {"noise": "~", "unknown": "?", "same": "=", "untimed": "not timed"}
 AXES = ("engine", "offload", "gpu_weights", "weights", "options", "dtype", "load_format")
 

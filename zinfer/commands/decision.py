@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import click
 
 from zinfer.analysis import rates, reproduce
-from zinfer.analysis.best import Decision, Objective, decide, known_cost
-from zinfer.analysis.economics import Fleet, Point, Prices, fleet, parse_demand
+from zinfer.analysis.best import Decision, Objective, decide
+from zinfer.analysis.economics import Fleet, Point, Prices, cost, fleet, parse_demand
 from zinfer.analysis.sla import Sla, parse
 from zinfer.commands.out import say
 from zinfer.core.units import counted, duration, figures
@@ -74,23 +74,33 @@ def question(
     )
 
 
+def lines(answer: GroupDecision, noun: str = "point") -> list[str]:
+    """Return the answer in a few lines: of points, or as `noun` says of plans."""
+    decision, point = answer.decision, answer.decision.point
+    shown, predicted = point or decision.nearest, noun == "plan"
+    if shown is None:
+        return [f"No {noun} is usable."]
+    levels = [
+        f"  {check.sla.describe()}: predicted {check.value}{check.missed}"
+        if predicted
+        else f"  {check.describe()}{check.missed}"
+        for check in decision.kept
+    ]
+    if point is None:
+        return [f"No {noun} of {decision.usable} keeps every level. The nearest is {_named(shown)}:", *levels]
+    rate = "" if predicted else f", {figures(point.output_tok_s or 0)} tok/s"
+    choice = f"{decision.keeping} of {counted(decision.usable, noun)} to choose from"
+    head = f"Best by {decision.objective}, {choice}: {_named(point)}{rate}"
+    return [head, *levels, *(f"  {line}" for line in costs(answer))]
+
+
 def show(answer: GroupDecision) -> None:
     """Print the answer in a few lines."""
-    decision, point = answer.decision, answer.decision.point
-    if point is not None:
-        choice = f"{decision.keeping} of {counted(decision.usable, 'point')} to choose from"
-        say(f"Best by {decision.objective}, {choice}: {_named(point)}, {figures(point.output_tok_s or 0)} tok/s")
-        for line in (*(check.describe() for check in decision.kept), *costs(answer)):
-            say(f"  {line}")
-        show_commands(point)
-    else:
-        say(f"No point of {decision.usable} keeps every level." if decision.usable else "No point is usable.")
-    if decision.nearest is not None:
-        say(f"The nearest is {_named(decision.nearest)}:")
-        for check in decision.kept:
-            say(f"  {check.describe()}{check.missed}")
-    if decision.lossy is not None:
-        say(f"Best lossy setting, ranked apart: {_named(decision.lossy)}; {ACCURACY}.")
+    say("\n".join(lines(answer)))
+    if answer.decision.point is not None:
+        show_commands(answer.decision.point)
+    if answer.decision.lossy is not None:
+        say(f"Best lossy setting, ranked apart: {_named(answer.decision.lossy)}; {ACCURACY}.")
 
 
 def show_commands(point: Point) -> None:
@@ -144,11 +154,8 @@ def point_row(point: Point | None, prices: Prices | None = None) -> dict[str, An
     """Return a point as JSON: configuration, rates, cost, commands; null is unknown."""
     if point is None:
         return None
-    case, paid, measured = (
-        point.case,
-        known_cost(point, prices or Prices()),
-        point if isinstance(point, Measurement) else None,
-    )
+    case, paid = point.case, cost(point, prices or Prices())
+    measured = point if isinstance(point, Measurement) else None
     spread = rates.spread(measured.output_tok_s_samples) if measured else None
     names = ("output_tok_s", "decode_tok_s", "prefill_tok_s", "tpot_ms", "h2d_bandwidth", "link_share")
     again, use = reproduce.commands(point)

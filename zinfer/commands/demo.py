@@ -17,7 +17,6 @@ from zinfer.record.measurement import Measurement
 from zinfer.record.store import read
 from zinfer.system import local
 
-RECIPE = "demo"
 NOISY = 0.2  # half of the confidence interval, as a share of the mean, from which on a warning is due
 
 
@@ -30,12 +29,12 @@ def command(ctx: click.Context) -> None:
     click.echo("1 of 3: measure (zinfer sweep demo --resume)", err=True)
     printed = io.StringIO()
     with redirect_stdout(printed):
-        code = _run(ctx, "sweep", RECIPE, "--resume")
+        code = _run(ctx, "sweep", "demo", "--resume")
     if code not in (0, PARTIAL):
         raise SystemExit(code)
     results = printed.getvalue().strip()
-    for step, verb in enumerate(("plot", "best"), start=2):
-        click.echo(f"{step} of 3: {'draw' if verb == 'plot' else 'decide'} (zinfer {verb} {results})\n", err=True)
+    for step, verb in ("2 of 3: draw", "plot"), ("3 of 3: decide", "best"):
+        click.echo(f"{step} (zinfer {verb} {results})\n", err=True)
         if ended := _run(ctx, verb, results):
             raise SystemExit(ended)
     say("\n" + explanation(read(Path(results)).points, local.this_machine()))
@@ -75,8 +74,6 @@ def explanation(points: Sequence[Measurement], machine: Machine) -> str:
             "  included. TTFT is the wait for a sequence's first token, TPOT the time between two tokens.",
             "  A larger batch makes more tokens a second, and each reader waits longer.",
         ]
-        if tied := rates.tied(usable, best):
-            lines.append(f"  {tied}")
         spread = rates.spread(best.output_tok_s_samples)
         if spread is not None and (spread.half_width or 0) > NOISY * spread.mean:
             lines.append("  Its runs differ much (±), so this machine was busy: measure again before you trust it.")

@@ -1,7 +1,6 @@
 """`zinfer doctor`: check packages, hardware, and which engines can run with them."""
 
 import ctypes.util
-import json
 import os
 import platform
 import resource
@@ -14,11 +13,11 @@ import click
 from zinfer import engine
 from zinfer.commands.out import console, table
 from zinfer.core.engine import ENGINES
-from zinfer.core.errors import ENVIRONMENT
+from zinfer.core.errors import ENVIRONMENT, error_line
 from zinfer.core.units import gib
 from zinfer.system import host
 
-# distribution -> the pip extra that installs it; empty: zinfer itself does
+# distributions by the pip extra that installs them; empty: zinfer itself does
 PACKAGES = {
     **dict.fromkeys(("click", "pydantic", "rich", "matplotlib", "nvidia-ml-py"), ""),
     **dict.fromkeys(("torch", "transformers", "accelerate", "deepspeed", "safetensors", "huggingface_hub"), "engines"),
@@ -32,23 +31,17 @@ PACKAGES = {
 class Finding(NamedTuple):
     """Line of the report: subject, finding, and advice."""
 
-    group: str
     name: str
     found: str
     advice: str = ""
 
 
 @click.command("doctor")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def command(as_json: bool) -> None:
+def command() -> None:
     """Check packages, hardware and which engines can run here. The exit code is 5 if no engine can."""
     engines = engine_rows()
     rows = [*package_rows(), *machine_rows(), *engines]
-    if as_json:
-        click.echo(json.dumps([row._asdict() for row in rows], indent=1))
-    else:
-        ends = [nth for nth, row in enumerate(rows[:-1]) if rows[nth + 1].group != row.group]
-        console().print(table("", ("", "found", "what to do"), [row[1:] for row in rows], ends=ends))
+    console().print(table("", ("", "found", "what to do"), rows))
     if all(row.advice for row in engines):
         raise SystemExit(ENVIRONMENT)
 
@@ -56,13 +49,13 @@ def command(as_json: bool) -> None:
 def package_rows() -> list[Finding]:
     """Return rows on the versions of Python, zinfer and packages."""
     rows = [
-        Finding("package", "python", platform.python_version()),
-        Finding("package", "zinfer", host.package_version("zinfer") or "not installed"),
+        Finding("python", platform.python_version()),
+        Finding("zinfer", host.package_version("zinfer") or "not installed"),
     ]
     for package, extra in PACKAGES.items():
         version = host.package_version(package)
         advice = "" if version else f"pip install 'zinfer[{extra}]'" if extra else "pip install zinfer"
-        rows.append(Finding("package", package, version or "missing", advice))
+        rows.append(Finding(package, version or "missing", advice))
     return rows
 
 
@@ -78,17 +71,16 @@ def machine_rows() -> list[Finding]:
     # NVIDIA's driver pins pages itself and ignores the limit (os-mlock.c of open-gpu-kernel-modules). It applies to
     # io_uring and to mlock, with which DeepSpeed locks the buffers of offload nvme.
     locks = "; does not limit CUDA's page-locking" if devices else ""
-    usable = host.allowed_bytes()
-    limits = {host.address_limit(): "the limit of `ulimit -v`", host.memory_limit(): "the control group's limit"}
-    why = limits.get(usable, "all of it")
+    usable = host.host_bytes()
+    why = "the control group's limit" if usable == host.memory_limit() else "all of it"
     compiler = _first("cc", "gcc", "clang")
     needed = "" if compiler else "install gcc: without it `stream` cannot unpack weights and --kv-offload is slow"
     return [
-        Finding("machine", "GPU", gpu, advice),
-        Finding("machine", "host memory", f"{gib(usable)}, {why}; {gib(host.available_bytes())} of it free"),
-        Finding("machine", "memlock limit", ("none" if lock == resource.RLIM_INFINITY else gib(lock, 3)) + locks),
-        Finding("machine", "free disk", gib(shutil.disk_usage(".").free)),
-        Finding("machine", "C compiler", compiler or "none", needed),
+        Finding("GPU", gpu, advice),
+        Finding("host memory", f"{gib(usable)}, {why}; {gib(host.available_bytes())} of it free"),
+        Finding("memlock limit", ("none" if lock == resource.RLIM_INFINITY else gib(lock, 3)) + locks),
+        Finding("free disk", gib(shutil.disk_usage(".").free)),
+        Finding("C compiler", compiler or "none", needed),
         _async_io_row(),
     ]
 
@@ -110,7 +102,7 @@ def _async_io_row() -> Finding:
     lacking = ", ".join(f"no {name}" for name, part in parts.items() if part is None)
     means = "DeepSpeed cannot offload to NVMe (--engine deepspeed --offload nvme); all else runs"
     advice = f"apt install libaio-dev g++; without it {means}" if lacking else ""
-    return Finding("machine", "libaio", lacking or ", ".join(map(str, parts.values())), advice)
+    return Finding("libaio", lacking or ", ".join(map(str, parts.values())), advice)
 
 
 def engine_rows() -> list[Finding]:
@@ -123,8 +115,7 @@ def engine_rows() -> list[Finding]:
 
             unable = base.load(ENGINES[name].target).unable()  # an installed package may still fail to import
             finding = "cannot run" if unable else f"can run; offload {', '.join(offloads)}"
-            rows.append(Finding("engine", name, finding, unable or ""))
+            rows.append(Finding(name, finding, unable or ""))
         except (engine.EngineError, ImportError) as error:
-            why = " ".join(str(error).split())[:200] or type(error).__name__
-            rows.append(Finding("engine", name, "cannot run", why))
+            rows.append(Finding(name, "cannot run", error_line(error)))
     return rows

@@ -11,7 +11,7 @@ from zinfer.commands.options import option
 from zinfer.commands.out import say, write
 from zinfer.core.errors import NOTHING
 from zinfer.core.units import counted
-from zinfer.record.export import WRITERS, FlatTable, request_table
+from zinfer.record.export import WRITERS, request_table, table
 from zinfer.record.measurement import Measurement
 from zinfer.record.requests import RequestPoint
 from zinfer.record.store import files, read
@@ -33,7 +33,6 @@ def command(results: tuple[Path, ...], form: str | None, requests: bool, output:
     In CSV, a text that a spreadsheet would run as a formula begins with an apostrophe.
 
     \b
-    zinfer export --format json sweeps/results/*/bloom-176b-slice.jsonl
     zinfer export -o all.csv
     """
     ending = output.suffix.removeprefix(".").lower() if output else ""
@@ -60,7 +59,7 @@ def command(results: tuple[Path, ...], form: str | None, requests: bool, output:
     if form is None and ending and ending not in (*FORMATS, "txt"):
         endings = ", ".join(f".{name}" for name in FORMATS)
         raise Failure(f"{output}: zinfer writes no .{ending}; end it in {endings}, or choose with --format")
-    content = WRITERS[chosen](request_table(served, goodput) if requests else FlatTable.of(points))
+    content = WRITERS[chosen](request_table(served, goodput) if requests else table(points))
     if served and not requests:
         say(f"{counted(len(served), 'load')} of requests left out: --requests writes them", err=True)
     if output is None:

@@ -1,8 +1,4 @@
-"""Limits of typed values: `bound` limits the type of every option and argument of a verb.
-
-A type with a range keeps it. Otherwise whole numbers have at most 10 digits, real numbers are finite and no smaller
-than their quotients allow, texts have an end.
-"""
+"""Limits of typed values: `bound` limits every option and argument of a verb, beside the range of its type."""
 
 import math
 from collections.abc import Callable

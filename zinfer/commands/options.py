@@ -12,15 +12,14 @@ from zinfer import engine as engines
 from zinfer.checkpoint.source import Source, find
 from zinfer.checkpoint.tokenizer_files import chat_template as template_of
 from zinfer.checkpoint.tokenizer_files import require
-from zinfer.commands.failure import Failure
-from zinfer.core.case import Case, resident_bytes
+from zinfer.core.case import Case
 from zinfer.core.engine import ENGINES, OptionError, StreamOptions, option_text, values
-from zinfer.core.errors import ENVIRONMENT, ZinferError
+from zinfer.core.errors import ZinferError
 from zinfer.core.machine import Machine
 from zinfer.core.model import ModelError
 from zinfer.core.units import parse_bytes
 from zinfer.generation.tokenizer_process import TokenizerProcess
-from zinfer.job.recipe import SweepLoad, make_sweep, parse_batches, parse_option
+from zinfer.job.recipe import Sweep, SweepLoad, make_sweep, parse_batches, parse_option
 from zinfer.job.shard import Shard
 from zinfer.system import local
 from zinfer.system.host import drives, free_bytes
@@ -37,10 +36,10 @@ MODEL_HELP = "Catalogue name (see `zinfer plan --list models`), Hugging Face hub
 ENGINE_HELP = "Engine (accelerate, deepspeed, stream, tensorrt), or a recipe in the folder engines/."
 ENGINES_HELP = "Engines (accelerate, deepspeed, stream, tensorrt), or recipes in engines/.  [default: stream]"
 
-
 COUNT, AMOUNT = click.IntRange(min=1), click.FloatRange(min=0)
 SECONDS, ONE_OFFLOAD = click.FloatRange(min=0, min_open=True), click.Choice(OFFLOADS)
 PATH, FILE = click.Path(path_type=Path), click.Path(dir_okay=False, path_type=Path)
+SHARE = click.FloatRange(0, 1, min_open=True)
 
 
 def option(names: str, kind: Any, text: str, **settings: Any) -> Callable[[Command], Command]:
@@ -111,13 +110,7 @@ def positive(word: str) -> int:
     return number
 
 
-def _share_or_size(word: str) -> str:
-    resident_bytes(word, 0)
-    return word
-
-
 NUMBERS = comma_list("n,n,..", positive, "positive whole numbers with commas between")
-GPU_WEIGHTS = comma_list("auto|n%|size,..", _share_or_size, "auto, a share such as 25%, or a size such as 40GiB")
 
 
 def _dtype(text: str) -> str:
@@ -128,11 +121,11 @@ def _dtype(text: str) -> str:
 
 SHARD = Parsed("i/n", Shard.parse)
 SIZE = Parsed("size", parse_bytes, largest=1 << 62)  # bytes: 8GiB or 4096
-BATCHES = Parsed("auto|best|n,n,..|n-n*n", parse_batches)
+BATCHES = Parsed("auto|n,n,..|n-n*n", parse_batches)
 WEIGHT_TYPE = Parsed("|".join(DTYPES), _dtype)
 dtype = option("--dtype", WEIGHT_TYPE, "Weight type.  [default: the model's own]", metavar=DTYPE)
 gpu_weights = option(
-    "--gpu-weights", GPU_WEIGHTS, "Offloaded weights that stay on the GPU: auto, 25%, 40GiB.  [default: auto]"
+    "--gpu-weights", Words(), "Offloaded weights that stay on the GPU: auto, 25%, 40GiB.  [default: auto]"
 )
 models = option("-m --model", Words(), MODEL_HELP)
 offloads = option(
@@ -267,14 +260,11 @@ class PerMachine(click.ParamType[Any]):
 sizing_options = together(
     option("--demand", str, "Output tokens to size for: 2Mtok/day, 5Mtok.", metavar="TOKENS"),
     option("--deadline", str, "Time in which the demand is due: 8h, 30min, 2s.", metavar="TIME"),
-    option(
-        "--utilisation", click.FloatRange(0, 1, min_open=True), "Share of a GPU's throughput to plan with.", default=0.8
-    ),
+    option("--utilisation", SHARE, "Share of a GPU's throughput to plan with.", default=0.8),
     option("--spare", click.IntRange(min=0), "Number of spare GPUs.", default=1),
 )
 price_options = together(
-    option("--gpu-hour-usd", AMOUNT, "Price of a GPU and its part of the host, in USD an hour."),
-    sizing_options,
+    option("--gpu-hour-usd", AMOUNT, "Price of a GPU and its part of the host, in USD an hour."), sizing_options
 )
 
 
@@ -314,27 +304,17 @@ def this_machine(nvme_path: str | None) -> Machine:
     if nvme_path is None:
         return machine
     for folder in (folders := drives(nvme_path)):
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise Failure(f"--nvme-path {folder} cannot be made: {error.strerror}", ENVIRONMENT) from None
+        folder.mkdir(parents=True, exist_ok=True)
     return machine.model_copy(update={"nvme_bytes": free_bytes(folders)})
 
 
-def weights_of(
-    model: str,
-    dtype: Any,
-    layers: int | None,
-    load_format: str | None,
-    weights: tuple[Any, ...] | None = None,
-    loads: Iterable[SweepLoad] = (),
-) -> Source:
+def weights_of(how: dict[str, Any], loads: Iterable[SweepLoad] = ()) -> Source:
     """Return the model with its weights, fetched if need be. Raises ModelError for a model without weights."""
-    (weights_format,) = weights or ("as-released",)
+    model, asked = how["model"], how["load_format"]
+    weights: Any = (how.get("weights") or ("as-released",))[0]
     draft = next((load.draft_model for load in loads), None)
-    wanted: Any = load_format or "auto"
-    source = find(model, dtype, layers, wanted, fetch=True, weights=weights_format, draft=draft)
-    if source.load_format == "dummy" and load_format != "dummy":
+    source = find(model, how["dtype"], how["layers"], asked or "auto", fetch=True, weights=weights, draft=draft)
+    if source.load_format == "dummy" and asked != "dummy":
         lack = "holds no .safetensors file" if Path(model).is_dir() else "has no weights to fetch"
         raise ModelError(f"{model} {lack}: give a checkpoint folder, or --load-format dummy to try it")
     return source
@@ -347,15 +327,21 @@ def offload_choices(offload: Any, gpu_weights: tuple[str, ...] | None) -> tuple[
     return (offload,) if offload else ("cpu",) if gpu_weights else ("none", "cpu")
 
 
-def one_load(verb: str, model: str, how: dict[str, Any]) -> dict[SweepLoad, str]:
+def sweep_of(how: dict[str, Any], **fields: Any) -> Sweep:
+    """Return the sweep that a verb's flags stand for, with other `fields`."""
+    names = ("model", "engine", "layers", "gpu_weights", "weights")
+    given = {name: how[name] for name in names if how.get(name) is not None}
+    given |= {"options": how["settings"], "allow_nan": bool(how["allow_nan"])}
+    return make_sweep(given | fields, "the command line")
+
+
+def one_load(verb: str, how: dict[str, Any]) -> dict[SweepLoad, str]:
     """Return the load of a verb's flags for each offload, with targets. Raises UsageError, OptionError, EngineError."""
     check_nvme([how["offload"]], how["nvme_path"])
     if any(len(values or ()) > 1 for values in [*how["settings"].values(), how["gpu_weights"], how["weights"]]):
         raise click.UsageError(f"{verb} takes one value for each option; axes belong to `zinfer sweep`")
     choices = offload_choices(how["offload"], how["gpu_weights"])
-    fields = {name: how[name] for name in ("engine", "layers", "gpu_weights", "weights") if how[name] is not None}
-    fields |= {"model": model, "offload": choices, "options": how["settings"], "allow_nan": bool(how["allow_nan"])}
-    wanted = make_sweep(fields, "the command line")
+    wanted = sweep_of(how, offload=choices)
     loads = {load: target for load in wanted.loads() if (target := locate(load)) is not None}
     able = {load: target for load, target in loads.items() if load.conflict is None}
     if not loads:
@@ -379,10 +365,10 @@ class Prepared(NamedTuple):
         return [load.case(source.load_format, source.spec.dtype, input_len, output_len) for load in self.loads]
 
 
-def prepared(verb: str, model: str, how: dict[str, Any]) -> Prepared:
+def prepared(verb: str, how: dict[str, Any]) -> Prepared:
     """Return loads and weights of a verb's flags; start the tokenizer, which ends with the command."""
-    loads = one_load(verb, model, how)
-    source = weights_of(model, how["dtype"], how["layers"], how["load_format"], how["weights"], loads)
+    loads = one_load(verb, how)
+    source = weights_of(how, loads)
     directory = None if source.spec.directory is None else Path(source.spec.directory)
     if directory is not None:
         require(directory)

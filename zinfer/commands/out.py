@@ -3,7 +3,8 @@
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from textwrap import wrap
 from typing import IO, Any, NoReturn, TextIO, TypeVar, cast
@@ -52,20 +53,24 @@ def say(text: str, err: bool = False) -> None:
     click.echo(wrapped(text, sys.stderr if err else sys.stdout), err=err)
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Raise Failure where `path` cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        why = f"{error.strerror or error}; choose another place with -o"
+        raise Failure(f"cannot write {path}: {why}", ENVIRONMENT) from error
+
+
 def write(path: Path, content: str | bytes) -> None:
     """Replace `path` as a whole. Raises Failure if that fails."""
-    try:
+    with writing(path):
         atomic.write(path, content)
-    except OSError as error:
-        raise Failure(f"cannot write {path}: {error.strerror}; choose another place with -o", ENVIRONMENT) from error
 
 
 def wrapped(text: str, stream: IO[str]) -> str:
-    """Return lines of prose, wrapped at the width of a terminal.
-
-    A file or a pipe gets them as they are. Further lines begin below the first one; words within backquotes, such as a
-    command, stay together if they fit.
-    """
+    """Return lines of prose, wrapped at the width of a terminal; words within backquotes stay together."""
     if not stream.isatty():
         return text
     width = PlainConsole(cast(TextIO, stream)).width
@@ -89,20 +94,15 @@ class Table:
 
     Too wide a table loses its frame, then wraps its words, then leaves out the columns in `drop` and says so, and at
     last shows each row as a block of lines. Columns whose title begins with ``#`` hold numbers: they stand flush right
-    and are never wrapped. Columns without any content are left out. A line follows the rows whose numbers are `ends`.
+    and are never wrapped. Columns without any content are left out.
     """
 
     def __init__(
-        self,
-        title: str,
-        columns: Sequence[str],
-        rows: Iterable[Sequence[str]],
-        drop: Sequence[str] = (),
-        ends: Sequence[int] = (),
+        self, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], drop: Sequence[str] = ()
     ) -> None:
         every = [tuple(row) for row in rows]
         used = [nth for nth in range(len(columns)) if not every or any(row[nth] for row in every)]
-        self.title, self.ends = title, set(ends)
+        self.title = title
         self.columns = [columns[nth].lstrip("#") for nth in used]
         self.numbers = [columns[nth].startswith("#") for nth in used]
         self.rows = [[row[nth] for nth in used] for row in every]
@@ -154,8 +154,8 @@ class Table:
                 width=min_width + given,
                 overflow="fold",
             )
-        for index, row in enumerate(self.rows):
-            grid.add_row(*(Text(row[nth]) for nth in shown), end_section=index in self.ends)
+        for row in self.rows:
+            grid.add_row(*(Text(row[nth]) for nth in shown))
         return grid
 
     def _blocks(self) -> Iterable[Text]:

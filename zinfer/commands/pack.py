@@ -10,23 +10,18 @@ from zinfer.checkpoint.source import Source, find
 from zinfer.commands import options
 from zinfer.commands.failure import Failure
 from zinfer.commands.options import option
-from zinfer.commands.out import say
+from zinfer.commands.out import say, writing
 from zinfer.commands.watch import Watch
 from zinfer.core.errors import ENVIRONMENT
 from zinfer.core.units import duration, gb
 from zinfer.engine import kind
 from zinfer.job.signals import Signals
-from zinfer.system.host import allowed_bytes
+from zinfer.system.host import host_bytes
 
 
 @click.command("pack")
 @options.model
-@option(
-    "--engine",
-    click.Choice(["stream", "tensorrt"]),
-    "Coded layers (stream), or a plan of given shapes.",
-    default="stream",
-)
+@option("--engine", click.Choice(["stream", "tensorrt"]), "Coded layers, or a plan of given shapes.", default="stream")
 @options.dtype
 @option("--weights", click.Choice(SCHEMES), "Write a quantised checkpoint; see `zinfer study accuracy`.")
 @options.layers
@@ -36,41 +31,29 @@ from zinfer.system.host import allowed_bytes
 @option("--max-seq-len", click.IntRange(min=2), "Most tokens of a sequence, prompt and output, for tensorrt.")
 @options.load_format
 @option("--force", bool, "Replace a plan that exists.", default=None)
-def command(
-    model: str,
-    engine: str,
-    dtype: Any,
-    weights: Any,
-    layers: int | None,
-    output: Path | None,
-    allow_nan: bool | None,
-    **shapes: Any,
-) -> None:
+def command(engine: str, output: Path | None, **how: Any) -> None:
     """Pack a checkpoint's decoder layers once, for faster loads and fewer bytes. With `--engine stream -O
     weight_codec=lossless` it reads a third fewer bytes (a sixth of weights released in FP8) and codes nothing when it
     loads. Every tensor has a checksum. Prints the folder; the engine finds the default folder by itself, another one
     with -O packed=FOLDER.
 
     With --weights, write a checkpoint in the format of compressed-tensors, whose decoder layers are quantised without
-    calibration: int4 with a scale for 128 columns, int8 and fp8 with one for each row. Every command takes the folder
-    as --model.
-
-    With --engine tensorrt, build a plan with weight streaming. It holds the weights and is valid for this model, these
-    shapes and the installed library. TensorRT builds for the GPU of this machine; TensorRT-RTX builds without a GPU.
-    Host memory needed: two copies of the weights.
+    calibration. Every command takes the folder as --model. With --engine tensorrt, build a plan with weight streaming,
+    for this model, these shapes, this GPU and the installed library; it takes host memory for two copies of weights.
 
     \b
     zinfer pack --model ./my-checkpoint
     zinfer pack --model ./my-checkpoint --weights int4 -o ./my-checkpoint-int4
     zinfer pack --model ./my-checkpoint --engine tensorrt --max-batch-size 32 --max-seq-len 1024
     """
-    built = engine == "tensorrt"
+    built, weights, layers, allow_nan = engine == "tensorrt", how["weights"], how["layers"], how["allow_nan"]
+    shape = how["max_batch_size"], how["max_seq_len"]
     mistakes = {
         "--engine tensorrt needs --max-batch-size and --max-seq-len: a plan is for given shapes": built
-        and not (shapes["max_batch_size"] and shapes["max_seq_len"]),
+        and None in shape,
         "--weights: a quantised copy is for --engine stream; leave out one of the two": built and weights,
         "--max-batch-size, --max-seq-len, --load-format and --force are for --engine tensorrt": not built
-        and any(value is not None for value in shapes.values()),
+        and any((*shape, how["load_format"], how["force"])),
         "--layers: a quantised copy has all layers; give --layers where it is used": weights and layers is not None,
         "--allow-nan: NaN and infinity have no codes; leave it out, or leave out --weights": weights and allow_nan,
         f"--output {output} is a file: name a folder": not built and output is not None and output.is_file(),
@@ -79,9 +62,9 @@ def command(
         raise click.UsageError(mistake)
     kind(engine)
     if built:
-        click.echo(_plan(model, dtype, layers, output, bool(allow_nan), **shapes))
+        click.echo(_plan(output, how))
         return
-    source = find(model, dtype, layers, "safetensors", fetch=True)
+    source = find(how["model"], how["dtype"], layers, "safetensors", fetch=True)
     with Watch() as watch:
         folder = quantised(source, weights, output, watch) if weights else _packed(source, output, watch, allow_nan)
     click.echo(folder)
@@ -94,10 +77,8 @@ def _packed(source: Source, output: Path | None, watch: Watch, allow_nan: bool |
     folder = output or packed.PACKED / packed.folder_name(source.spec, source.revision)
     whole = round(source.spec.streamed_bytes * source.spec.stored_ratio)
     watch.message(f"packing {gb(whole)} of layers into {folder}")
-    try:
+    with writing(folder):
         size = packed.write(source.spec, source.revision, folder, _device(), watch.progress, bool(allow_nan))
-    except OSError as error:
-        raise Failure(f"cannot pack into {folder}: {error.strerror or error}", ENVIRONMENT) from error
     share = size / whole
     watch.message(f"{gb(size)}, {share:.1%} of it" + ("" if share < 0.99 else f": {packed.why_whole(source.spec)}"))
     return folder
@@ -111,19 +92,16 @@ def quantised_folder(source: Source, weights: str) -> Path:
 
 
 def quantised(source: Source, weights: Any, output: Path | None, watch: Watch) -> Path:
-    """Write a quantised copy of a checkpoint; return its folder. Raises Failure where it cannot be written."""
+    """Write a quantised copy of a checkpoint; return its folder."""
     from zinfer.engine.quantization import checkpoint
 
     folder = output or quantised_folder(source, weights)
     watch.message(f"writing {source.spec.name} with layers in {weights} into {folder}")
-    try:
+    with writing(folder):
         done = checkpoint.write(source.spec, source.revision, folder, weights, _device(), watch.progress)
-    except OSError as error:
-        raise Failure(f"cannot write {folder}: {error.strerror or error}", ENVIRONMENT) from error
     share = f"{done.after / done.before:.1%} of {gb(done.before)}"
-    watch.message(
-        f"{done.matrices:,} matrices in {weights}: {gb(done.after)}, {share}; the folder has {gb(done.nbytes)}"
-    )
+    size = f"{gb(done.after)}, {share}; the folder has {gb(done.nbytes)}"
+    watch.message(f"{done.matrices:,} matrices in {weights}: {size}")
     if done.kept:
         more = f" and {len(done.kept) - 1:,} more" if len(done.kept) > 1 else ""
         watch.message(f"routers, shared or narrow matrices of the layers stay as they are: {done.kept[0]}{more}")
@@ -137,28 +115,19 @@ def _device() -> Any:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _plan(
-    model: str,
-    dtype: Any,
-    layers: int | None,
-    output: Path | None,
-    allow_nan: bool,
-    max_batch_size: int,
-    max_seq_len: int,
-    load_format: Any,
-    force: bool | None,
-) -> Path:
+def _plan(output: Path | None, how: dict[str, Any]) -> Path:
     """Build a TensorRT plan; return its path. Raises Failure where it cannot be built."""
     from zinfer.engine.tensorrt import planfile
     from zinfer.engine.tensorrt.build import Cancelled, build, peak_host_bytes, plan_key
     from zinfer.engine.tensorrt.library import find_library
 
     tensorrt = find_library()
-    source = find(model, dtype, layers, load_format or "auto", fetch=True)
-    key = plan_key(tensorrt, model, source.spec, source.load_format, layers, max_batch_size, max_seq_len)
+    source = find(how["model"], how["dtype"], how["layers"], how["load_format"] or "auto", fetch=True)
+    shape = how["layers"], how["max_batch_size"], how["max_seq_len"]
+    key = plan_key(tensorrt, how["model"], source.spec, source.load_format, *shape)
     path = output or planfile.PLANS
     path = path if path.suffix == ".plan" else path / f"{key.stem}.plan"
-    if path.is_file() and not force:
+    if path.is_file() and not how["force"]:
         file = planfile.read(path)
         file.check()
         if file.key != key:
@@ -170,14 +139,12 @@ def _plan(
         weights, peak = gb(source.spec.weight_bytes), gb(peak_host_bytes(source.spec))
         watch.message(f"{weights} of weights ({source.load_format}); up to {peak} of host memory")
         try:
-            stopped, free = lambda: signals.pending is not None, allowed_bytes()
-            file = build(tensorrt, key, source.spec, path, watch.progress, stopped, free, allow_nan)
+            stopped, free = lambda: signals.pending is not None, host_bytes()
+            file = build(tensorrt, key, source.spec, path, watch.progress, stopped, free, bool(how["allow_nan"]))
         except Cancelled:
             watch.message("interrupted; nothing is left behind")
             raise SystemExit(128 + (signals.pending or 0)) from None
-        except (MemoryError, OSError) as error:
-            raise Failure(f"the build failed: {error}", ENVIRONMENT) from error
-        except RuntimeError as error:  # torch's OutOfMemoryError among them
+        except (MemoryError, OSError, RuntimeError) as error:  # torch's OutOfMemoryError among them
             raise Failure(f"the build failed: {' '.join(str(error).split())[:500]}", ENVIRONMENT) from error
         watch.message(f"{gb(file.size)} in {duration(file.build_s)}, for GPUs of compute capability {key.target}")
     return path

@@ -6,21 +6,21 @@ from functools import cache, cached_property, reduce
 from importlib.resources import files
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 
 from zinfer.analysis import calibrate
-from zinfer.analysis.best import known_cost
-from zinfer.analysis.economics import parse_count
+from zinfer.analysis.economics import cost, parse_count
 from zinfer.analysis.requests import acceptance as acceptance_of
 from zinfer.analysis.routing import routing_of
 from zinfer.checkpoint.resolve import resolve
 from zinfer.commands import catalogue, decision, options, ranking
-from zinfer.commands.decision import DecisionCriteria, GroupDecision
+from zinfer.commands.decision import DecisionCriteria
 from zinfer.commands.failure import Failure
 from zinfer.commands.options import option
 from zinfer.commands.out import console, say, table_of
+from zinfer.commands.ranking import Group
 from zinfer.core.case import Case
 from zinfer.core.engine import ENGINES, OptionError, Options, conflict
 from zinfer.core.errors import NOTHING
@@ -46,31 +46,22 @@ SCENARIOS = dict.fromkeys(("weight_codec", "kv_offload", "kv_cache_dtype", "expe
     "draft": "none",
     "gpus": 1,
 }
-# options of `zinfer.commands.ranking.Question`
-ASKED = ("levels", "objective")
+# options that are not of the recipe
+ASKED = ("settings", "host_memory", "acceptance", "levels", "objective", "stated", "prompts", "as_json")
 PerMachineValues = tuple[tuple[tuple[str, Any], ...], ...]  # pairs of a machine, or "" for all, and a value
 
 
 @click.command("plan")
 @click.argument("recipe", required=False)
 @option(
-    "--list listed",
-    click.Choice(["models", "machines"]),
-    "List the catalogue instead, or show the one that RECIPE names: a model (catalogue name, folder, hub id), or "
-    "a machine (catalogue name, machine.json) with the source of each figure.",
+    "--list listed", click.Choice(["models", "machines"]), "List the catalogue, or show the entry that RECIPE names."
 )
 @options.models
 @option("--machine", options.Words(), "Catalogue names, machine.json files, all; several are ranked.  [default: this]")
-@option("--details", bool, "Show the table of each machine, too, where several are ranked.")
 @option(
     "--set settings", str, "Replace a figure: h2d_bandwidth=200GB/s. Repeatable.", multiple=True, metavar="FIELD=VALUE"
 )
-@option(
-    "--host-memory",
-    options.PerMachine(click.STRING),
-    "As 128GiB or rtx-4090=64GiB,h200=1TiB. Repeatable.",
-    multiple=True,
-)
+@option("--host-memory", options.PerMachine(click.STRING), "As 128GiB or rtx-4090=64GiB. Repeatable.", multiple=True)
 @option("--engine", options.Words(), options.ENGINES_HELP)
 @options.offloads
 @option("--batch-size", options.BATCHES, "Sequences at once; auto: that of the best throughput.  [default: auto]")
@@ -90,8 +81,7 @@ PerMachineValues = tuple[tuple[tuple[str, Any], ...], ...]  # pairs of a machine
 @option(
     "--calibrate",
     click.Path(exists=True, path_type=Path),
-    "Predict the speed that engines reach, instead of the physical limit: by these records, or by the calibration "
-    "that comes with zinfer if none are given.",
+    "Predict what engines reach, instead of limits: by these records, else by the calibration that ships.",
     metavar="[RESULTS]",
     is_flag=False,
     flag_value=str(SHIPPED),
@@ -104,11 +94,7 @@ PerMachineValues = tuple[tuple[tuple[str, Any], ...], ...]  # pairs of a machine
     multiple=True,
     metavar="LEVEL",
 )
-@option(
-    "--objective",
-    click.Choice(["throughput", "cost", "latency"]),
-    "Quantity to choose by.  [default: cost with --price]",
-)
+@option("--objective", click.Choice(["throughput", "cost", "latency"]), "Quantity to choose by.")
 @option(
     "--price --gpu-hour-usd stated",
     options.PerMachine(options.AMOUNT),
@@ -117,74 +103,57 @@ PerMachineValues = tuple[tuple[tuple[str, Any], ...], ...]  # pairs of a machine
 )
 @option("--prompts", str, "Prompts to answer, as 100k: the hours and USD on one machine.", metavar="NUMBER")
 @option("--json as_json", bool, "Print JSON.")
-def command(
-    recipe: str | None,
-    listed: str | None,
-    settings: tuple[str, ...],
-    details: bool,
-    host_memory: PerMachineValues,
-    stated: PerMachineValues,
-    prompts: str | None,
-    calibrate: Path | None,
-    acceptance: float | None,
-    as_json: bool,
-    **given: Any,
-) -> None:
+def command(recipe: str | None, listed: str | None, calibrate: Path | None, **given: Any) -> None:
     """Predict memory, speed and the best batch, and whether to stream.
 
     Comma lists are axes: model x machine x engine x offload. Several machines are ranked in one table, by tokens a
     second or by cost. Without --calibrate the times are physical limits (the link, GPU memory and matrix products at
     their peaks), which no engine passes; with it they are predictions with an error band. RECIPE is a file, or a name
     in sweeps/ or among those that come with zinfer. With --sla, --objective or prices the batch is the best that keeps
-    the levels. A prediction is one value, which every statistic of a level is compared with.
-
-    The exit code is 4 if nothing fits, or nothing keeps the levels.
+    the levels. The exit code is 4 if nothing fits, or nothing keeps them.
 
     \b
     zinfer plan --model bloom-176b --machine h100-80gb,gh200-96gb --offload cpu --calibrate
-    zinfer plan --model bloom-176b --machine h200 --gpu-weights auto --weights as-released,int4
     zinfer plan --model gpt-oss-120b --machine all --want '20 tok/s' --price rtx-4090=0.4 --host-memory 128GiB
     zinfer plan --model opt-30b --machine h100-80gb,l40s --prompts 100k --sla 'ttft<=30s'
-    zinfer plan bloom-176b-machines --calibrate sweeps/results
     zinfer plan --list models
     """
+    how = {name: given.pop(name) for name in ASKED}
+    acceptance, prompts = how["acceptance"], how["prompts"]
     if listed is not None:
-        if as_json:
+        if how["as_json"]:
             raise click.UsageError("--json is of plans: leave it out with --list")
         return (catalogue.models if listed == "models" else catalogue.machines)(recipe)
-    asked = {name: given.pop(name) for name in ASKED}
     sweep = _sweep(recipe, given)
-    machines, efficiencies = _machines(sweep, settings, host_memory), _efficiencies(calibrate)
-    prices = _by_machine("--price", stated, machines)
-    question = ranking.Question(machines, prices, None if prompts is None else parse_count(prompts), **asked)
+    machines, efficiencies = _machines(sweep, how["settings"], how["host_memory"]), _efficiencies(calibrate)
+    prices = _by_machine("--price", how["stated"], machines)
+    count = None if prompts is None else parse_count(prompts)
+    question = ranking.Question(machines, prices, count, how["levels"], how["objective"])
     if acceptance is not None and all(_draft_of(load) == "none" for load in sweep.loads(planning=True)):
         raise click.UsageError("--acceptance is that of drafts: add --draft ngram, or --draft MODEL")
     records = _Records(acceptance, None if calibrate == SHIPPED else calibrate)
     groups = list(_groups(sweep, machines, efficiencies, records, question))
     plans = [plan for group in groups for plan in group.plans]
-    ranked = [ranking.Ranked(question, group.plans, group.answer) for group in groups]
     several = len(machines) > 1
-    each = details or not several  # a table of each machine
-    if as_json:
+    if how["as_json"]:
         click.echo(json.dumps([_row(plan, records, question) for plan in plans], indent=1))
     else:
-        for group, row in zip(groups, ranked, strict=True) if each else ():
+        for group in groups if not several else ():
             _print(group, bool(efficiencies))
-            decided = [] if group.answer is None else _decided(group.answer, group.plans)
+            decided = [] if group.answer is None else decision.lines(group.answer, "plan")
             lines = [*choices(group.plans), *peers(group.plans), *_experts(group.plans)]
-            lines += [*map(records.describe, group.plans), *decided, question.describe(row.plan)]
+            lines += [*map(records.describe, group.plans), *decided, question.describe(group.plan)]
             for line in filter(None, [advice(group.plans), *lines, question.assumption(group.machine)]):
                 say(line)
         click.echo()
         for title in dict.fromkeys(group.title for group in groups) if several else ():
-            rows = [row for row, group in zip(ranked, groups, strict=True) if group.title == title]
-            ranking.show(title, rows, question, bool(efficiencies))
-        for machine in machines if each else ():
+            ranking.show(title, [it for it in groups if it.title == title], question, bool(efficiencies))
+        for machine in machines if not several else ():
             _print_machine(machine, bool(efficiencies))
         for engine, efficiency in efficiencies.items():
             if any(plan.case.engine == engine for plan in plans):
                 say(f"{engine}: {efficiency.describe()}")
-    for remark in dict.fromkeys(_remarks(plans, brief=several and not details)):
+    for remark in dict.fromkeys(_remarks(plans, brief=several)):
         say(remark, err=True)
     if not any(plan.holds for plan in plans):
         say(f"`zinfer plan --model {plans[0].case.model} --machine all` names the machines on which it fits", err=True)
@@ -215,20 +184,6 @@ def _by_machine(option: str, given: PerMachineValues, machines: Sequence[Machine
     if unknown := [name for name in values if name not in ("", *names)]:
         raise click.UsageError(f"{option}: {unknown[0]!r} is not among the machines planned: {', '.join(names)}")
     return values
-
-
-def _decided(answer: GroupDecision, plans: Sequence[Plan]) -> list[str]:
-    """Return the sentences on levels and prices for one table."""
-    decided = answer.decision
-    point = decided.point or decided.nearest
-    if point is None:
-        return ["No plan that fits has known times."]
-    levels = [f"  {kept.sla.describe()}: predicted {kept.value}{kept.missed}" for kept in decided.kept]
-    label = f"{point.case.label()}, batch {point.case.workload.batch_size}"
-    if decided.point is None:
-        return [f"No plan keeps every level. The nearest is {label}:", *levels]
-    head = f"Best by {decided.objective}, {decided.keeping} of {len(plans)} plans to choose from: {label}"
-    return [head, *levels, *(f"  {line}" for line in decision.costs(answer))]
 
 
 def _print_machine(machine: Machine, calibrated: bool) -> None:
@@ -303,28 +258,14 @@ def _efficiencies(results: Path | None) -> Mapping[str, Efficiency]:
     return fitted
 
 
-class _Group(NamedTuple):
-    """Plans of one model and pair of lengths on one machine."""
-
-    title: str  # without the machine
-    machine: Machine
-    plans: list[Plan]
-    criteria: DecisionCriteria | None
-    answer: GroupDecision | None
-
-
 def _groups(
     sweep: Sweep,
     machines: Sequence[Machine],
     efficiencies: Mapping[str, Efficiency],
     records: "_Records",
     question: ranking.Question,
-) -> Iterator[_Group]:
-    """Yield plans by model, machine and lengths: predictions with `efficiencies`, limits without any.
-
-    Loads that no engine can run are left out. Raises ModelError if all lengths exceed the models' positions,
-    UsageError if no engine has the offload.
-    """
+) -> Iterator[Group]:
+    """Yield plans by model, machine and lengths: predictions with `efficiencies`, limits without any."""
     runnable = _runnable(sweep)
     refused: list[ModelError] = []
     planned = False
@@ -353,7 +294,7 @@ def _groups(
         criteria = question.on(machine)
         plans = [plan for planner in planners.values() for plan in _batches(sweep, planner, criteria, records)]
         answer = None if criteria is None else criteria.answer(ranking.as_points(plans))
-        yield _Group(f"{name}{part}{positions}, {input_len} in / {output_len} out", machine, plans, criteria, answer)
+        yield Group(f"{name}{part}{positions}, {input_len} in / {output_len} out", machine, plans, criteria, answer)
     if refused and not planned:
         raise refused[-1]
     for refusal in refused:
@@ -363,7 +304,7 @@ def _groups(
 def _batches(sweep: Sweep, planner: Planner, criteria: DecisionCriteria | None, records: "_Records") -> list[Plan]:
     """Plan the batches that were asked for; with ``auto`` the best, which keeps the levels if any does."""
     workload, with_drafts = planner.case.workload, records.with_drafts
-    sizes = automatic(sweep.batch_size)[1] if isinstance(sweep.batch_size, str) else sweep.batch_size
+    sizes = automatic(sweep.batch_size) if isinstance(sweep.batch_size, str) else sweep.batch_size
     chosen = [(planner.searched(workload, size), size) for size in sizes]
     stated = [with_drafts(each, each.at(each.case.with_batch(size).workload)) for each, size in chosen]
     if not isinstance(sweep.batch_size, str):
@@ -417,7 +358,7 @@ def _row(plan: Plan, records: "_Records", question: ranking.Question) -> dict[st
     return plan.model_dump(mode="json", exclude={"model": {"layers", "config", "draft", "routing"}}) | derived
 
 
-def _print(group: _Group, calibrated: bool) -> None:
+def _print(group: Group, calibrated: bool) -> None:
     criteria = group.criteria
 
     def shown(plan: Plan, value: float | None, form: Callable[[float], str]) -> str:
@@ -427,7 +368,7 @@ def _print(group: _Group, calibrated: bool) -> None:
         (point,) = ranking.as_points([plan]) or (None,)
         if criteria is None or not criteria.prices.known or point is None:
             return ""
-        usd = known_cost(point, criteria.prices).usd_per_mtok
+        usd = cost(point, criteria.prices).usd_per_mtok
         return "" if usd is None else figures(usd)
 
     def band(plan: Plan) -> str:
@@ -523,41 +464,27 @@ class _Records:
 def _experts(plans: Sequence[Plan]) -> Iterator[str]:
     """Yield a sentence on the experts that cross the link, by plan."""
     for plan in plans:
-        model, placement, tokens = plan.model, plan.placement, _step_tokens(plan)
+        model, placement = plan.model, plan.placement
+        tokens = plan.case.workload.batch_size * (
+            1 + (0 if plan.drafting is None else plan.drafting.drafts)
+        )  # of a step
         if model.num_experts < 2 or not plan.streamed_bytes or placement.tier != "host":
             continue
         label = f"{plan.case.label()}, batch {plan.case.workload.batch_size}"
         if placement.experts == "all":
             yield f"{label}: all experts come in every step."
             continue
-        touched = model.touched_share(tokens) if placement.chooses(tokens) else 1.0
-        stay = f", {placement.cached_experts} experts stay on the GPU" if placement.cached_experts else ""
+        touched, stay = 1.0, f"{placement.cached_experts} experts stay on the GPU"
+        if placement.chooses(tokens):
+            touched, hits = model.touched_share(tokens), model.hits("lfu", Sizes(placement, model).cached_share, tokens)
+            stay += f", with {hits:.0%} cache hits; {_routing(plan)}"
         yield (
             f"{label}: experts on demand; a step touches {touched:.0%} of the experts and brings "
-            f"{gb(plan.streamed_bytes)}{stay}; passes of {placement.whole_tokens} tokens or more bring all."
+            f"{gb(plan.streamed_bytes)}; passes of {placement.whole_tokens} tokens or more bring all; {stay}."
         )
-        yield _routing(plan)
-
-
-def _step_tokens(plan: Plan) -> int:
-    """Return the tokens of a decode step, drafts included."""
-    return plan.case.workload.batch_size * (1 + (0 if plan.drafting is None else plan.drafting.drafts))
 
 
 def _routing(plan: Plan) -> str:
     """Return the source of a prediction with experts on demand: a record of routing, or an assumption."""
-    model, placement, tokens = plan.model, plan.placement, _step_tokens(plan)
-    if not placement.chooses(tokens):
-        return ""
-    recorded, cached = model.routing, Sizes(placement, model).cached_share
-    seen, even = list[str](), list[str]()
-    if tokens > 1:
-        text = f"{model.touched_share(tokens):.0%} of the experts touched"
-        (seen if recorded is not None and recorded.touched else even).append(text)
-    if placement.cached_experts:
-        text = f"{model.hits('lfu', cached, tokens):.0%} cache hits"
-        known = recorded is not None and recorded.hit_rate("lfu", cached, tokens) is not None
-        (seen if known else even).append(text)
-    parts = [f"{', '.join(seen)} by {recorded.source}"] if seen and recorded is not None else []
-    parts += [f"{', '.join(even)} as if tokens chose evenly (`zinfer study routing`)"] if even else []
-    return f"Predicted: {'; '.join(parts)}." if parts else ""
+    routing, evenly = plan.model.routing, "as if tokens chose evenly (`zinfer study routing`)"
+    return f"predicted {evenly}" if routing is None else f"predicted by {routing.source}; what it lacks, {evenly}"

@@ -23,11 +23,11 @@ from zinfer.report.plot import figures, style
 @results_options
 @option("-o --output", click.Path(path_type=Path), "Folder.", default="plots")
 @option("--format formats", str, "Formats: png, svg, or both.", metavar="png|svg,..", default="png,svg")
-@option("--figure wanted", str, "throughput, latency, link, timeline, reuse.", metavar="NAME,..|all", default="all")
+@option("--figure wanted", str, "throughput, latency, timeline, reuse.", metavar="NAME,..|all", default="all")
 def command(results: Path | None, machine: str | None, output: Path, formats: str, wanted: str) -> None:
     """Draw the figures of this machine's sweeps, or of those in RESULTS. RESULTS is a file or a folder. The figures
-    show throughput, latency and link use over batch size, and the timeline of a decode step
-    where one was traced; and the figures of `zinfer study reuse`.
+    show throughput over batch size, latency over throughput, and the timeline of a decode step where one was traced;
+    and those of `zinfer study reuse`.
 
     Prints the paths it wrote, DIR/<machine>/<sweep>-<figure>.<format>. Equal results give equal bytes.
     """

@@ -7,10 +7,10 @@ import click
 
 from zinfer.commands.failure import Failure
 from zinfer.commands.options import SIZE, option
-from zinfer.commands.out import Table, console, say, table, write
+from zinfer.commands.out import console, say, table, write
 from zinfer.core.errors import ENVIRONMENT
-from zinfer.core.machine import Machine, MachineError
-from zinfer.core.units import gb, gib, parse_bytes
+from zinfer.core.machine import FIGURES, MachineError
+from zinfer.core.units import parse_bytes
 from zinfer.system import local, machines
 from zinfer.worker import probe
 
@@ -37,7 +37,8 @@ def command(nvme_path: str | None, output: Path | None, quick: bool, memory: int
     machine = probe.probe(nvme_path, quick, lambda what: click.echo(f"measuring {what}", err=True), memory)
     machine = machine.model_copy(update={"name": local.name()})
     write(path, machine.model_dump_json(indent=1) + "\n")
-    console().print(figures_of(machine))
+    figures = [(field, machine.describe(field)) for field in FIGURES if getattr(machine, field)]
+    console().print(table("", ("figure", machine.name), figures))
     if nvme_path is not None and machine.nvme_bandwidth is None:
         say(f"{nvme_path} was not measured: {machine.note}", err=True)
     click.echo(f"wrote {path}", err=True)
@@ -56,32 +57,3 @@ def _as_busy(path: Path) -> bool:
     except MachineError:  # no description of a machine
         return True
     return isinstance(before, int | float) and before >= os.getloadavg()[0]
-
-
-def figures_of(machine: Machine) -> Table:
-    """Return a table of the measured figures."""
-    link = "host to GPU" if machine.gpu_count else "copy within memory"
-    rows = {
-        f"{link}, pinned" if machine.gpu_count else link: machine.h2d_bandwidth,
-        f"{link}, pageable": machine.pageable_bandwidth,
-        "GPU to host, pinned": machine.d2h_bandwidth if machine.gpu_count else None,
-        "both directions at once, each": machine.duplex_bandwidth,
-        "links of all GPUs at once": machine.links_bandwidth,
-        "GPU to GPU, each while all exchange": machine.gather_bandwidth,
-        "device memory, read and written": machine.hbm_bandwidth if machine.gpu_count else None,
-        "host memory, read and written": machine.host_bandwidth,
-        "CPU attention, KV cache read": machine.attention_bandwidth,
-        "the same, 8 query heads a key": machine.grouped_attention_bandwidth,
-        "the same while the link copies": machine.shared_attention_bandwidth,
-        f"{link} meanwhile": machine.shared_h2d_bandwidth,
-        "disk, direct reads": machine.nvme_bandwidth,
-    }
-    cells = []
-    if machine.gpu_count:
-        cells.append(("GPU", f"{machine.gpu_count} x {machine.gpu_name}, {gib(machine.gpu_bytes)}"))
-    if machine.host_bytes is not None:
-        cells.append(("host memory", gib(machine.host_bytes)))
-    cells += [(name, f"{gb(value)}/s") for name, value in rows.items() if value is not None]
-    if machine.matmul_flops is not None:
-        cells.append(("matrix product", f"{machine.matmul_flops / 1e12:.3g} TFLOP/s"))
-    return table("", ("figure", machine.name), cells)

@@ -1,7 +1,7 @@
 """`zinfer report`: measurements, conclusions and cost as a document."""
 
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import click
 
@@ -18,11 +18,9 @@ from zinfer.core.errors import NOTHING
 from zinfer.core.machine import Machine, MachineError
 from zinfer.record import study
 from zinfer.record.store import Records
-from zinfer.report import contents, markdown, page
+from zinfer.report import contents, page
 from zinfer.report.findings import Demand, Findings, WorkloadFindings
 from zinfer.system import machines
-
-FORMS = ("html", "md")
 
 
 @click.command("report")
@@ -32,42 +30,31 @@ FORMS = ("html", "md")
     click.Path(path_type=Path),
     "File.  [default: plots/MACHINE/report.html; plots/all/report.html for several machines]",
 )
-@option("--format form", click.Choice(FORMS), "Format.  [default: that of the name of --output, else html]")
 @option("-m --model", str, "Report only this model.")
 @price_options
-def command(
-    results: Path | None,
-    machine: str | None,
-    output: Path | None,
-    form: str | None,
-    model: str | None,
-    demand: str | None,
-    deadline: str | None,
-    utilisation: float,
-    spare: int,
-    gpu_hour_usd: float | None,
-) -> None:
+def command(results: Path | None, machine: str | None, output: Path | None, model: str | None, **how: Any) -> None:
     """Write a report on this machine's results, or on RESULTS. RESULTS is a file or a folder. The report is a page with
     the decision and its risks, then the results, predictions and evidence behind it.
 
     The page needs no other file and no network. Prints the path it wrote. Equal results give equal bytes.
     """
-    suffix = output.suffix[1:] if output else "html"
-    if form is None and suffix not in FORMS:
-        raise click.BadParameter(f"{str(output)!r}: name a file .html or .md, or add --format", param_hint="--output")
-    form = form or suffix
-    if deadline is not None and demand is None:
+    demand = how["demand"]
+    if output is not None and output.suffix != ".html":
+        raise click.BadParameter(f"{str(output)!r}: the report is HTML, name a file .html", param_hint="--output")
+    if how["deadline"] is not None and demand is None:
         raise click.UsageError("--deadline is for a demand: add --demand 5Mtok")
-    asked = None if demand is None else Demand(demand, *parse_demand(demand, deadline), utilisation, spare)
+    spread = how["utilisation"], how["spare"]
+    asked = None if demand is None else Demand(demand, *parse_demand(demand, how["deadline"]), *spread)
     chosen = choose(results, machine)
     findings = _findings(chosen, model)
     if not (findings.workloads or findings.studies or findings.requests):
         lost = f" (left out {findings.damaged[0]})" if findings.damaged else ""
         other = f"no results of {model} in {chosen.path}: `zinfer best` names the models that were measured"
         raise Failure(other if model else f"{chosen.nothing()}{lost}", NOTHING)
-    output = output or Path("plots") / _folder(findings) / f"report.{form}"
-    document = contents.document(findings._replace(prices=Prices(gpu_hour_usd=gpu_hour_usd), demand=asked))
-    write(output, page.html(document) if form == "html" else markdown.markdown(document))
+    output = output or Path("plots") / _folder(findings) / "report.html"
+    prices = Prices(gpu_hour_usd=how["gpu_hour_usd"])
+    document = contents.document(findings._replace(prices=prices, demand=asked))
+    write(output, page.html(document))
     click.echo(output)
 
 
@@ -99,16 +86,12 @@ def _findings(chosen: Chosen, model: str | None) -> Findings:
         tuple(f"{fault.path.name}, line {fault.line}: {fault.reason}" for fault in (*runs.damaged, *every.damaged)),
         studies=latest(run for run in studied if chosen.keeps(run.machine)),
         requests=every.requests,
-        headers=every.headers,
     )
 
 
 def _of_model(records: Records, model: str | None) -> Records:
-    """Return the records and headers of one model, or all."""
-    if not model:
-        return records
-    headers = [head for head in records.headers if any(is_wanted(model, name) for name in head.recipe.get("model", ()))]
-    return records.those(lambda point: is_wanted(model, point.case.model))._replace(headers=tuple(headers))
+    """Return the records of one model, or all."""
+    return records.those(lambda point: is_wanted(model, point.case.model)) if model else records
 
 
 def _folder(findings: Findings) -> str:

@@ -32,7 +32,6 @@ from zinfer.system.printable import show_generated, shows_unicode, text_lines
 from zinfer.worker.process import WorkerError
 from zinfer.worker.tasks import BatchStart, BatchStepped
 
-INTERRUPTED = 130  # exit code
 STREAM_S = 0.05  # seconds of decoding before new text is shown
 
 
@@ -45,12 +44,7 @@ STREAM_S = 0.05  # seconds of decoding before new text is shown
 @option("--output-len", options.COUNT, "Most tokens of an answer.  [default: 32; with --chat 512]")
 @option("--batch-size", options.COUNT, "Prompts at once.  [default: all that fit]")
 @option("--temperature", options.AMOUNT, "Sampling temperature; 0 is greedy.", default=0.0)
-@option(
-    "--top-p",
-    click.FloatRange(min=0, max=1, min_open=True),
-    "Sample among the likeliest tokens of this share.",
-    default=1.0,
-)
+@option("--top-p", options.SHARE, "Sample among the likeliest tokens of this share.", default=1.0)
 @option("--seed", int, "Seed of the sampling.", default=0)
 @option("--ignore-eos", bool, "Generate --output-len tokens, past the end of a text.")
 @chat_options
@@ -59,20 +53,7 @@ STREAM_S = 0.05  # seconds of decoding before new text is shown
 @options.timeout(36000, "the whole run")
 @option("--json as_json", bool, "Print JSON: a list with an object a prompt, or with --chat a line a turn.")
 @click.pass_obj
-def command(
-    debug: bool,
-    /,
-    model: str,
-    prompts: tuple[str, ...],
-    prompt_file: str | None,
-    output_len: int | None,
-    batch_size: int | None,
-    as_json: bool,
-    chat: bool,
-    temperature: float,
-    top_p: float,
-    **how: Any,
-) -> None:
+def command(debug: bool, /, chat: bool, as_json: bool, **how: Any) -> None:
     """Continue prompts with a model of any size. Greedy unless --temperature is set. Ctrl-C keeps the text so far.
 
     With --chat they are turns of one conversation, with the model's chat template if it has one. Its KV cache
@@ -83,14 +64,15 @@ def command(
     zinfer run --model bigscience/bloom-560m --offload cpu --prompt-file prompts.txt --json
     zinfer run --model ./my-checkpoint --chat --kv-cache-dir ./kv
     """
-    _check_options(chat, batch_size, temperature)
-    sampling = Sampling(temperature=temperature, top_p=top_p, seed=str(how["seed"]))
-    output_len = output_len or (ANSWER if chat else 32)
+    prompts, prompt_file, batch_size = how["prompts"], how["prompt_file"], how["batch_size"]
+    _check_options(chat, batch_size, how["temperature"])
+    sampling = Sampling(temperature=how["temperature"], top_p=how["top_p"], seed=str(how["seed"]))
+    output_len = how["output_len"] or (ANSWER if chat else 32)
     texts = [] if chat and not (prompts or prompt_file) else _prompts(prompts, prompt_file)
     recipe = engine_recipe(how["engine"])
     if chat and "kv_offload" in ENGINES[recipe.engine].defaults.keys() - recipe.options.keys():
         how["settings"].setdefault("kv_offload", ("none",))  # a conversation goes on from a KV cache on the GPU alone
-    job = options.prepared("run", model, how)
+    job = options.prepared("run", how)
     spec, tokenizer = job.source.spec, job.tokenizer
     ends = tokenizer.facts.differing_ends
     dialogue = Dialogue(tokenizer, how["system"]) if chat else None
@@ -112,26 +94,20 @@ def command(
                 driver.load(plan)
                 if dialogue is not None:
                     watch.quiet()
-                    opening = BatchStart(
-                        load=largest_load(planner, [(length, output_len)], 1),
-                        rows=1,
-                        arrivals=True,
-                        cache_size=how["kv_cache_size"],
-                        folder=how["kv_cache_dir"],
-                        folder_size=how["kv_cache_dir_size"],
-                    )
+                    kept = {"cache_size": how["kv_cache_size"], "folder": how["kv_cache_dir"]}
+                    kept["folder_size"] = how["kv_cache_dir_size"]
+                    room = largest_load(planner, [(length, output_len)], 1)
+                    opening = BatchStart(load=room, rows=1, arrivals=True, **kept)
                     limits = output_len, spec.max_position, sampling, how["ignore_eos"]
                     with driver.lend() as worker:
-                        talk(worker, dialogue, turns(texts), opening, *limits, watch.message, as_json)
+                        talk(worker, dialogue, turns(texts), opening, limits, watch.message, as_json)
                     return
                 if sys.stdout.isatty() and not as_json:
                     watch.quiet()
                 rows = batch_size or max(1, min(len(texts), plan.max_batch_size))
                 workload = largest_load(planner, [(len(ids), output_len) for ids in prompt_ids], rows)
-                requests = [
-                    prompt_request(number, ids, output_len, sampling, how["ignore_eos"])
-                    for number, ids in enumerate(prompt_ids)
-                ]
+                asked = output_len, sampling, how["ignore_eos"]
+                requests = [prompt_request(number, ids, *asked) for number, ids in enumerate(prompt_ids)]
                 answers = Answers(texts, list(map(len, prompt_ids)), as_json)
                 with Stop() as stop, driver.lend() as worker:
                     worker.ask(BatchStart(load=workload, rows=rows))
@@ -143,7 +119,7 @@ def command(
                     driver.end(kill=True)
                     answers.end()
                     watch.message("interrupted; the text so far is kept")
-                    raise SystemExit(INTERRUPTED)
+                    raise SystemExit(130)
                 answers.end()
         except WorkerError as error:
             raise Failure(error.line, error.exit_code) from None
@@ -154,7 +130,6 @@ class Answers:
     """Answers to prompts on stdout. As they come, in the prompts' order, or as JSON at the end."""
 
     def __init__(self, prompts: list[str], lengths: list[int], as_json: bool) -> None:
-        """Take the prompts and their numbers of tokens."""
         self.tokens, self.seconds = 0, 0.0
         self.prompt_seconds, self._generated = 0.0, 0  # seconds of steps that computed prompts; tokens of other steps
         self.passes = self.drafted = self.accepted = 0
@@ -168,12 +143,10 @@ class Answers:
 
     @property
     def all_begun(self) -> bool:
-        """True once every answer has its first token."""
         return self._begun == len(self._answers)
 
     @property
     def all_ended(self) -> bool:
-        """True once every answer has ended."""
         return self._ended == len(self._answers)
 
     def summary(self) -> str:
@@ -212,11 +185,8 @@ class Answers:
             answer["output_text"] += update.delta
             if update.finish_reason is not None:
                 more, decode_s = len(answer["output_ids"]) - 1, self.seconds - answer["ttft_s"]
-                answer |= {
-                    "output_text": update.text,
-                    "finish_reason": update.finish_reason,
-                    "decode_tok_s": round(more / decode_s, 3) if more > 0 and decode_s else None,
-                }
+                rate = round(more / decode_s, 3) if more > 0 and decode_s else None
+                answer |= {"output_text": update.text, "finish_reason": update.finish_reason, "decode_tok_s": rate}
                 self._ended += 1
         if not self._as_json:
             self._show()
@@ -225,22 +195,17 @@ class Answers:
         """Show the rest, also of an interrupted run."""
         if self._as_json:
             click.echo(json.dumps(self._answers, indent=1, ensure_ascii=not shows_unicode()))
-            return
-        for answer in self._answers[self._shown :]:
-            text = answer["prompt"] + answer["output_text"]
-            if self._length or answer["output_text"]:
-                show_generated(f"{text[self._length :]}\n")
-            self._length = 0
-        self._shown = len(self._answers)
+        else:
+            self._show(over=True)
 
-    def _show(self) -> None:
+    def _show(self, over: bool = False) -> None:
         while self._shown < len(self._answers):
             answer = self._answers[self._shown]
             text, ended = answer["prompt"] + answer["output_text"], answer["finish_reason"] != "interrupted"
             if answer["output_text"] or ended:
-                show_generated(text[self._length :] + "\n" * ended)
+                show_generated(text[self._length :] + "\n" * (ended or over))
                 self._length = len(text)
-            if not ended:
+            if not (ended or over):
                 return
             self._shown, self._length = self._shown + 1, 0
 

@@ -1,6 +1,5 @@
 """`zinfer serve`: answer requests over HTTP, in the format of OpenAI's API."""
 
-import re
 from functools import partial
 from importlib import util
 from typing import Any
@@ -16,15 +15,7 @@ from zinfer.job.batch.packing import typical_plan
 
 PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 KEY = "ZINFER_API_KEY"  # environment variable
-ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s?#@]+")
 LOOPBACK = ("127.", "localhost", "::1")
-
-
-def _origins(_context: click.Context, _param: click.Parameter, given: tuple[str, ...]) -> tuple[str, ...]:
-    for origin in given:
-        if origin != "*" and not ORIGIN.fullmatch(origin):
-            raise click.BadParameter(f"{origin!r} is not an origin: write it as http://host or https://host:port")
-    return given
 
 
 @click.command("serve", cls=options.LoadCommand)
@@ -36,19 +27,10 @@ def _origins(_context: click.Context, _param: click.Parameter, given: tuple[str,
 @option("--max-body", options.SIZE, "Largest body of a request; larger ones get status 413.", default="16MiB")
 @option("--kv-cache-size", options.SIZE, "Host memory for KV caches that later requests reuse.", default="8GiB")
 @option("--drain drain_s", options.AMOUNT, "Seconds that running requests have at SIGTERM.", default=30)
-@option(
-    "--allow-origin origins",
-    str,
-    "Origin of web pages that may use the server (CORS), such as http://localhost:3000; * is every one. "
-    "Repeat it for several.",
-    multiple=True,
-    metavar="ORIGIN",
-    callback=_origins,
-)
 @option("--quiet", bool, "Print no line about each request.")
 @options.job_options
 @click.pass_obj
-def command(debug: bool, /, model: str, host: str, port: int, api_key: str | None, quiet: bool, **how: Any) -> None:
+def command(debug: bool, /, host: str, port: int, api_key: str | None, quiet: bool, **how: Any) -> None:
     """Serve a model: /v1/completions, /v1/chat/completions, /v1/models, /health and /metrics.
 
     Requests run together: each begins at the next pass, as soon as there is memory for it, and ends on its own. Where
@@ -66,20 +48,20 @@ def command(debug: bool, /, model: str, host: str, port: int, api_key: str | Non
     missing = [name for name in PACKAGES if util.find_spec(name) is None]
     if missing:
         raise Failure(f"zinfer serve needs {', '.join(missing)}: pip install 'zinfer[serve]'", ENVIRONMENT)
-    from zinfer.job.serve.dispatcher import Settings
+    from zinfer.job.serve.dispatcher import Dispatcher, Settings
     from zinfer.job.serve.server import HttpServer, listen
 
     if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip() == api_key != ""):
         raise click.UsageError("the API key must be of printable ASCII characters, without a space at an end")
-    job = options.prepared("serve", model, how)
+    job = options.prepared("serve", how)
     machine, tokenizer = options.this_machine(how["nvme_path"]), job.tokenizer
     choice = (how["nvme_path"], how["batch_size"], how["max_queue"])
     plan, load = typical_plan(job.cases(), job.source.spec, machine, *choice)
     if load is None:
         raise Failure(str(plan.why_not), ENVIRONMENT)
     ends = tokenizer.facts.differing_ends  # a tokenizer that cannot be loaded ends it now
-    names = ("batch_size", "max_queue", "max_body", "output_len", "drain_s", "kv_cache_size", "origins")
-    settings = Settings(model, api_key, *(how[name] for name in names))
+    names = ("batch_size", "max_queue", "max_body", "output_len", "drain_s", "kv_cache_size")
+    settings = Settings(how["model"], api_key, *(how[name] for name in names))
     try:
         bound = listen(host, port)
     except OSError as error:
@@ -97,10 +79,11 @@ def command(debug: bool, /, model: str, host: str, port: int, api_key: str | Non
             watch.message(f"serving {settings.model} at {address}/v1")
 
         log = None if quiet else partial(click.echo, err=True)
-        server = HttpServer(
-            plan, make_worker, load, settings, bound, tokenizer, on_message=watch.message, on_ready=ready, log=log,
+        dispatcher = Dispatcher(
+            plan, make_worker, load, settings, tokenizer, on_message=watch.message, on_ready=ready,
             on_loading=lambda: watch.loading(plan),
         )  # fmt: skip
+        server = HttpServer(dispatcher, bound, log)
         watch.message(f"listening at {address}")
         fault = server.run()
         if server.signal is not None:

@@ -1,10 +1,7 @@
 """`zinfer sweep`: measure points, and keep every one."""
 
 import json
-import os
-import re
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,43 +19,33 @@ from zinfer.core.errors import ENVIRONMENT, INTEGRITY, PARTIAL
 from zinfer.core.machine import Machine
 from zinfer.core.units import counted, duration
 from zinfer.job import parts, requests, sweep
-from zinfer.job.cluster import Cluster, Kind, MeasureShard, run_shards
+from zinfer.job.cluster import Cluster
 from zinfer.job.forecast import Outlook, likely_batches
-from zinfer.job.recipe import RecipeError, Sweep, make_sweep, read_toml, sweep_recipe, with_options
+from zinfer.job.recipe import RecipeError, Sweep, make_sweep, parse_option, read_toml, sweep_recipe, with_options
 from zinfer.job.shard import Shard, shards_begun
-from zinfer.job.signals import Interrupted, Signals
+from zinfer.job.signals import Interrupted
 from zinfer.plan.advice import describe
+from zinfer.plan.planner import Plan
 from zinfer.record.store import Header, Records, Store, read
 from zinfer.system import local
 from zinfer.worker import process
 
 
-def _in_flight(word: str) -> int | str:
-    return word if word == "auto" else options.positive(word)
-
-
-def _number(word: str) -> float:
-    if not re.fullmatch(r"[0-9]{1,7}(\.[0-9]{1,9})?", word):
-        raise ValueError(f"{word[:60]!r}: write a number of minutes, or none")
-    return float(word)
-
-
-def _rate(word: str) -> float | str:
-    if word != "inf" and not _number(word):
-        raise ValueError(word)
-    return word if word == "inf" else float(word)
-
-
 def _minutes(text: str) -> float:
-    return 0.0 if text == "none" else _number(text)
+    try:
+        return 0.0 if text == "none" else float(text)
+    except ValueError:
+        raise ValueError(f"{text[:60]!r}: write a number of minutes, or none") from None
 
 
 LONG_S = 3600  # seconds from which on a sweep asks first
 # Fields that choose what is measured: without any of them a sweep measures what `zinfer best` needs to decide.
 CHOICES = {"engine", "offload", "batch_size", "gpu_weights", "weights", "requests", "request_lengths"}
 DECIDING = {"engine": ("stream", "peer"), "offload": ("none", "cpu"), "batch_size": "1,8,auto"}
-IN_FLIGHT = options.comma_list("auto|n,..", _in_flight, "auto, or positive whole numbers with commas between")
-RATES = options.comma_list("r,..|inf", _rate, "positive numbers with commas between, or inf")
+# options that are not of the recipe
+HOW = ("nvme_path", "resume", "force", "dry_run", "yes", "as_json", "merge", "cluster", "slurm_args", "settings")
+IN_FLIGHT = options.comma_list("auto|n,..", parse_option, "auto, or positive whole numbers with commas between")
+RATES = options.comma_list("r,..|inf", parse_option, "positive numbers with commas between, or inf")
 
 
 @click.command("sweep", cls=options.LoadCommand)
@@ -74,17 +61,12 @@ RATES = options.comma_list("r,..|inf", _rate, "positive numbers with commas betw
 @option(
     "--batch-size",
     options.BATCHES,
-    "Sequences at once; auto: double while that pays; best: search on. Numbers may come before.  "
+    "Sequences at once; auto: double while that pays. Numbers may come before.  "
     "[default: auto; with --model alone, 1,8,auto]",
 )
 @option("--input-len", options.NUMBERS, "Prompt tokens.  [default: 512]")
 @option("--output-len", options.NUMBERS, "Generated tokens.  [default: 32]")
-@option(
-    "--requests",
-    click.Path(dir_okay=False),
-    "Measure a load: OpenAI's batch lines, or input_len and output_len.",
-    metavar="FILE",
-)
+@option("--requests", click.Path(dir_okay=False), "Measure a load: OpenAI's batch lines, or input_len and output_len.")
 @option(
     "--request-lengths",
     str,
@@ -93,27 +75,12 @@ RATES = options.comma_list("r,..|inf", _rate, "positive numbers with commas betw
     multiple=True,
     metavar="DISTRIBUTION",
 )
-@option(
-    "--num-requests",
-    str,
-    "Requests of a load; 10x: ten times those in flight.  [default: 1000; all of FILE]",
-    metavar="N|Nx",
-)
+@option("--num-requests", options.COUNT, "Requests of a load.  [default: 1000, or all of FILE]")
 @option("--in-flight", IN_FLIGHT, "Closed loop: requests at a time; auto: all that fit.  [default: auto]")
 @option("--request-rate", RATES, "Open loop: requests a second, at random times; inf: all at once.")
-@option(
-    "--request-order",
-    click.Choice(["given", "longest-first"]),
-    "Order of requests with --in-flight N.  [default: given]",
-)
+@option("--request-order", click.Choice(["given", "longest-first"]), "Order with --in-flight N.  [default: given]")
 @option("--seed", click.IntRange(min=0), "Seed of lengths, arrivals and tokens.  [default: 0]")
-@option(
-    "--sla",
-    str,
-    "Level, such as ttft:p99:<=:30s; requests that keep all make the goodput. Repeatable.",
-    multiple=True,
-    metavar="METRIC:STATISTIC:<=|>=:VALUE",
-)
+@option("--sla", str, "Level, as ttft:p99:<=:30s; requests that keep all are goodput.", multiple=True, metavar="LEVEL")
 @option("--rounds", options.COUNT, "Repeat the whole sweep N times, reloading the model each time.  [default: 1]")
 @option(
     "--minutes", options.Parsed("n|none", _minutes), "Begin no point after N minutes.  [default: 15; of shards none]"
@@ -129,43 +96,22 @@ RATES = options.comma_list("r,..|inf", _rate, "positive numbers with commas betw
 @option("--dry-run", bool, "Print the plan of every point and stop.")
 @option("--json as_json", bool, "With --dry-run: print the plans as JSON.")
 @option("--shard", options.SHARD, "Measure only the loads i, i+n, .., into a part beside --output: for a job array.")
-@option("--merge", bool, "Put the points of all shards together, in the order of the recipe.")
-@option(
-    "--cluster", click.Choice(["slurm", "local"]), "Measure each load in a job of its own: in Slurm's queue, or here."
-)
+@option("--merge", bool, "Put the points of all shards together.")
+@option("--cluster", click.Choice(["slurm"]), "Measure each load in a job of an array in Slurm's queue.")
 @option(
     "--slurm-arg slurm_args",
     str,
-    "Option of sbatch: time=4:00:00 (required), partition=gpu, exclusive, setup='module load cuda'. Repeatable.",
+    "Option of sbatch: time=4:00:00, partition=gpu, exclusive, setup='module load cuda'. Repeatable.",
     multiple=True,
     metavar="KEY[=VALUE]",
 )
 @click.pass_obj
-def command(
-    debug: bool,
-    /,
-    recipe: str | None,
-    nvme_path: str | None,
-    output: Path | None,
-    resume: bool,
-    force: bool,
-    dry_run: bool,
-    yes: bool,
-    as_json: bool,
-    shard: Shard | None,
-    merge: bool,
-    cluster: Any,
-    slurm_args: tuple[str, ...],
-    settings: dict[str, tuple[Any, ...]],
-    **given: Any,
-) -> None:
+def command(debug: bool, /, recipe: str | None, output: Path | None, shard: Shard | None, **given: Any) -> None:
     """Measure throughput over batch size, with offload on and off. Every point is on disk before the next one starts.
 
     With --model alone it measures what decides, in at most 15 minutes: weights on the GPU and in host memory, engine
-    stream and the one to compare it with, batch 1, 8 and more until that gains nothing.
-
-    With --requests or --request-lengths it measures loads of requests instead: TTFT, TPOT, ITL and E2E of each, and the
-    rate of them all; with --batch-size, both.
+    stream and the one to compare it with, batch 1, 8 and more until that gains nothing. With --requests or
+    --request-lengths it measures loads of requests instead; with --batch-size, both.
 
     RECIPE is a file, or a name in sweeps/ or among those that come with zinfer; options given besides it replace its
     own. Comma lists are axes.
@@ -176,8 +122,9 @@ def command(
     zinfer sweep --model opt-30b --offload cpu --request-lengths lognormal:245,106 --in-flight 64,auto
     zinfer sweep mixtral -o out.jsonl --shard 2/4         on each of four machines
     zinfer sweep mixtral -o out.jsonl --merge             when all shards have ended
-    zinfer sweep mixtral --cluster slurm --slurm-arg partition=gpu --slurm-arg gpus-per-node=1 --slurm-arg time=4:00:00
     """
+    how = {name: given.pop(name) for name in HOW}
+    nvme_path, cluster, merge, settings = how["nvme_path"], how["cluster"], how["merge"], how["settings"]
     fields = {} if recipe is None else read_toml(sweep_recipe(recipe))
     fields |= {key: value for key, value in given.items() if value not in (None, ())}
     if settings:
@@ -201,26 +148,25 @@ def command(
     conflicts = [load.conflict for load in plan.loads()]
     if all(conflicts):
         raise OptionError(str(conflicts[0]))
-    if slurm_args and cluster != "slurm":
+    if how["slurm_args"] and cluster is None:
         raise click.UsageError("--slurm-arg is for --cluster slurm")
-    if as_json and not dry_run:
+    if how["as_json"] and not how["dry_run"]:
         raise click.UsageError("--json is for --dry-run; `zinfer export --format json` writes the points of a file")
-    if sum((dry_run, merge, shard is not None, cluster is not None)) > 1:
+    if sum((how["dry_run"], merge, shard is not None or cluster is not None)) > 1:
         raise click.UsageError("--dry-run, --shard, --merge and --cluster each do another thing: leave out all but one")
     if not any(options.locate(load) for load in plan.loads()):
         raise RecipeError(f"none of the engines {', '.join(plan.engine)} has offload {', '.join(plan.offload)}")
-    if dry_run:
-        _print_plans(plan, _prepared(plan, options.this_machine(nvme_path), nvme_path), as_json)
+    if how["dry_run"]:
+        _print_plans(plan, _prepared(plan, options.this_machine(nvme_path), nvme_path), how["as_json"])
         return
-    shared = merge or shard is not None or cluster == "slurm"  # between machines, which may have different names
+    shared = merge or shard is not None or cluster is not None  # between machines, which may have different names
     output = output or (local.RESULTS if shared else local.results_folder()) / f"{_name(recipe, plan)}.jsonl"
-    measure = partial(_measure, plan, output, nvme_path, bool(debug), yes)
     if merge:
-        outcome = parts.merge(plan, output, force=force)
-    elif cluster is not None:
-        outcome = _on_cluster(cluster, slurm_args, measure, plan, output, resume, force)
+        outcome = parts.merge(plan, output, force=how["force"])
+    elif cluster is not None and shard is None:  # a job of the cluster has both
+        outcome = _on_cluster(plan, output, how)
     else:
-        outcome = measure(resume, force, shard)
+        outcome = _measure(plan, output, nvme_path, bool(debug), how, shard)
     click.echo(output if shard is None else shard.path(parts.parts_path(output)))
     raise SystemExit(sweep.exit_code(plan, outcome.all) if outcome.all or shard is None else 0)
 
@@ -228,15 +174,9 @@ def command(
 def _prepared(plan: Sweep, machine: Machine, nvme_path: str | None, shard: Shard | None = None) -> list[sweep.LoadJob]:
     """Return the loads of a sweep or shard, ready to run."""
     loads = [load for load in plan.loads() if options.locate(load) is not None]
-    return sweep.prepare(
-        plan,
-        machine,
-        partial(sweep.source_of, plan),
-        options.locate,
-        nvme_path,
-        requests=requests.request_sets(plan),
-        loads=loads if shard is None else shard.of(loads),
-    )
+    loads = loads if shard is None else [*shard.of(loads)]
+    source, sets = partial(sweep.source_of, plan), requests.request_sets(plan)
+    return sweep.prepare(plan, machine, source, options.locate, nvme_path, requests=sets, loads=loads)
 
 
 def _measure(
@@ -244,13 +184,11 @@ def _measure(
     output: Path,
     nvme_path: str | None,
     debug: bool,
-    yes: bool,
-    resume: bool,
-    force: bool,
-    shard: Shard | None = None,
-    signals: Signals | None = None,
+    how: dict[str, Any],
+    shard: Shard | None,
 ) -> sweep.Outcome:
     """Measure a sweep into `output`, or a shard into its part. Exits where it is interrupted."""
+    resume = how["resume"]
     machine = options.this_machine(nvme_path)
     jobs = _prepared(plan, machine, nvme_path, shard)
     if shard is None and not any(job.plan.fits for job in jobs):
@@ -258,25 +196,23 @@ def _measure(
     path = output if shard is None else shard.path(parts.parts_path(output))
     header = sweep.header_of(plan, machine.name, [(job.plan.case.model, job.revision) for job in jobs], shard)
     done = _recorded(path, resume)
-    _check_settings(path, done, header, force)
+    _check_settings(path, done, header, how["force"])
     merged = read(output) if resume and shard is not None and output.exists() else Records()
     recorded: list[sweep.Point] = [*merged.points, *done.points, *merged.requests, *done.requests]
-    expected = _announce(plan, sweep.outlook(plan, jobs, recorded), yes)
+    expected = _announce(plan, sweep.outlook(plan, jobs, recorded), how["yes"])
     make_worker = partial(process.Worker, debug=debug)
     with Store.open(path) as store, Watch() as watch:
         watch.message(f"results: {path}")
         watch.message(expected)
         store.append_header(header)
         try:
-            outcome = sweep.run(plan, jobs, store, recorded, watch.events(), make_worker, signals)
+            outcome = sweep.run(plan, jobs, store, recorded, watch.events(), make_worker)
             if shard is not None and not outcome.left:
                 store.append_header(header.model_copy(update={"complete": True}))
             store.check()
             if outcome.left:
-                watch.message(
-                    f"ended by --minutes {plan.minutes:g}, not measured: {'; '.join(outcome.left)}. --resume goes on, "
-                    "--minutes none measures all"
-                )
+                rest = f"not measured: {'; '.join(outcome.left)}. --resume goes on, --minutes none measures all"
+                watch.message(f"ended by --minutes {plan.minutes:g}, {rest}")
         except Interrupted as interrupt:
             watch.message(f"interrupted; every finished point is in {path}, `--resume` goes on")
             raise SystemExit(128 + interrupt.signal) from None
@@ -309,21 +245,22 @@ def _recorded(output: Path, resume: bool) -> Records:
 
 def _check_settings(output: Path, done: Records, header: Header, force: bool) -> None:
     """Raise Failure if the result file was made with other settings."""
-    if done.headers and not force and (changes := _changes(done.headers[-1], header)):
+    if force or not done.headers:
+        return
+    defaults = Sweep.model_construct(model=()).model_dump(mode="json")  # keys that an older file does not have
+    old, new = (
+        {"machine": each.machine, "model": each.model_revision, **each.versions}
+        | {f"recipe.{key}": value for key, value in (defaults | each.recipe).items()}
+        for each in (done.headers[-1], header)
+    )
+    names = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
+    if changes := "\n".join(f"  {key}: {old.get(key)} -> {new.get(key)}" for key in names):
         raise Failure(f"{output} was made with other settings; --force goes on all the same.\n{changes}", INTEGRITY)
 
 
-def _on_cluster(
-    kind: Kind,
-    slurm_args: tuple[str, ...],
-    measure: Callable[..., sweep.Outcome],
-    plan: Sweep,
-    output: Path,
-    resume: bool,
-    force: bool,
-) -> sweep.Outcome:
+def _on_cluster(plan: Sweep, output: Path, how: dict[str, Any]) -> sweep.Outcome:
     """Measure each load of a sweep in a job, and merge them. Exits where it is interrupted or jobs fail."""
-    path = parts.parts_path(output)
+    path, resume, force = parts.parts_path(output), how["resume"], how["force"]
     loads = [load for load in plan.loads() if options.locate(load) is not None]
     revisions = [(load.model, sweep.source_of(plan, load).revision) for load in loads]
     begun = shards_begun(path)
@@ -332,29 +269,28 @@ def _on_cluster(
     done = _recorded(output, resume)
     machine = done.headers[-1].machine if done.headers else ""
     _check_settings(output, done, sweep.header_of(plan, machine, revisions), force)
-    cluster = Cluster(kind, output, slurm_args)
-    # A job that goes on may be on another node: what must be equal is checked here and by the merge.
-    job = MeasureShard(partial(measure, True, True), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    cluster = Cluster(output, how["slurm_args"])
+    shards = Shard.all(begun[0].total if begun else len(loads))
     with Store.open(output), Watch() as watch:
         watch.message(f"results: {output}")
         cluster.end_earlier([shard.path(path) for shard in begun], watch.message)
         for shard in begun:
             parts.read_part(output, shard, plan)
-        shards = Shard.all(begun[0].total if begun else len(loads))
+        signal = 0
         try:
-            failed = run_shards(cluster, job, shards, path, watch.events(), watch.message)
-            signal = 0
+            # A job may be on another node: what must be equal is checked here and by the merge.
+            cluster.run([sys.executable, "-m", "zinfer", *sys.argv[1:]], len(shards), watch.message)
         except Interrupted as interrupt:
-            failed, signal = [], interrupt.signal
-            watch.message(
-                f"interrupted; the jobs are cancelled, every finished point is kept, `--resume` goes on ({output})"
-            )
-    outcome = parts.merge(plan, output, whole=not failed and not signal, force=force)
+            signal = interrupt.signal
+            watch.message(f"interrupted; jobs are cancelled, finished points are kept, `--resume` goes on ({output})")
+    written = {shard: parts.read_part(output, shard, plan) for shard in shards_begun(path)}
+    lacking = [str(shard) for shard in shards if shard not in written or not written[shard].complete]
+    outcome = parts.merge(plan, output, whole=not lacking, force=force)
     if signal:
         raise SystemExit(128 + signal)
-    if failed:
-        message = f"{len(failed)} of the jobs failed, --resume tries them again; their logs are in {cluster.folder}"
-        raise Failure(message, PARTIAL)
+    if lacking:
+        shards_of = ", ".join(lacking)[:200]
+        raise Failure(f"shards {shards_of} did not end, --resume goes on; logs of jobs: {cluster.folder}", PARTIAL)
     cluster.clear(shard.path(path) for shard in shards)
     return outcome
 
@@ -368,34 +304,18 @@ def _name(recipe: str | None, plan: Sweep) -> str:
     return models + "".join(slices)
 
 
-def _changes(before: Header, after: Header) -> str:
-    """Return the differences between two headers, a line each."""
-    defaults = Sweep.model_construct(model=()).model_dump(mode="json")  # keys that an older file does not have
-    old, new = (
-        {"machine": header.machine, "model": header.model_revision, **header.versions}
-        | {f"recipe.{key}": value for key, value in (defaults | header.recipe).items()}
-        for header in (before, after)
-    )
-    changed = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
-    return "\n".join(f"  {key}: {old.get(key)} -> {new.get(key)}" for key in changed)
-
-
 def _print_plans(plan: Sweep, jobs: list[sweep.LoadJob], as_json: bool) -> None:
-    rows = [
-        job.planner.at(case.with_batch(batch).workload)
-        for job in jobs
-        for case in job.cases
-        for batch in likely_batches(plan, job.planner, case.workload)
-    ]
+    rows: list[Plan] = []
+    for planner, case in ((job.planner, case) for job in jobs for case in job.cases):
+        rows += [planner.at(case.with_batch(n).workload) for n in likely_batches(plan, planner, case.workload)]
     if as_json:
         click.echo(json.dumps([row.model_dump(mode="json", exclude={"model", "machine"}) for row in rows], indent=1))
         return
     for row in rows:
         workload = row.case.workload
-        lengths = f"{workload.input_len}/{workload.output_len}"
-        head = f"{row.case.model} {row.case.label()} {lengths} batch {workload.batch_size}"
+        lengths = f"{workload.input_len}/{workload.output_len} batch {workload.batch_size}"
         room = "" if workload.batch_size <= row.max_batch_size else f" · more than the {row.max_batch_size} that fit"
-        say(f"{head}: " + (row.why_not or describe(row) + room))
+        say(f"{row.case.model} {row.case.label()} {lengths}: " + (row.why_not or describe(row) + room))
     for job in jobs:
         for key, request_set in job.requests:
             lengths = "/".join(map(str, request_set.mean_lengths))

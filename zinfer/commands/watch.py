@@ -2,9 +2,10 @@
 
 import sys
 from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from time import monotonic
-from typing import Self
+from typing import Any, Self
 
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
 from rich.text import Text
@@ -111,10 +112,8 @@ class Watch:
 
     def trying(self, key: Case | RequestKey) -> None:
         """Take the point under way; its label precedes the progress that follows."""
-        if isinstance(key, RequestKey):
-            self._prefix = f"{key.case.label()} {key.requests.loop}: "
-        else:
-            self._prefix = f"{key.label()} batch {key.workload.batch_size}: "
+        case, loop = (key.case, key.requests.loop) if isinstance(key, RequestKey) else (key, None)
+        self._prefix = f"{case.label()} {loop or f'batch {case.workload.batch_size}'}: "
 
     def loading(self, plan: Plan) -> None:
         """Announce a load; its label precedes the progress that follows."""
@@ -130,45 +129,39 @@ class Watch:
 
     def workers(self, target: str, timeout_s: float, debug: bool, revision: str = "") -> Callable[[], process.Worker]:
         """Return a factory of workers whose progress is printed. Its arguments are `Worker`'s."""
-        return partial(
-            process.Worker,
-            target,
-            timeout_s=timeout_s,
-            on_progress=self.progress,
-            on_loaded=self.loaded,
-            debug=bool(debug),
-            revision=revision,
-        )
+        shown: dict[str, Any] = {"on_progress": self.progress, "on_loaded": self.loaded}
+        return partial(process.Worker, target, timeout_s=timeout_s, debug=bool(debug), revision=revision, **shown)
 
     def point(self, point: Measurement, resumed: bool) -> None:
         """Print a line about a finished point. `resumed` marks a point from a record."""
         workload = point.case.workload
-        head = f"{point.case.label():24} {workload.input_len}/{workload.output_len}  batch {workload.batch_size:<6}"
+        tail: str = "fits" if point.status == "ok" else point.status
         if point.output_tok_s is not None and point.tpot_ms is not None:
             ttft = sum(point.ttft_ms) / len(point.ttft_ms)
-            tail = (
-                f"{point.output_tok_s:10.2f} tok/s  TTFT {duration(ttft / 1e3)}  TPOT {duration(point.tpot_ms / 1e3)}"
-            )
-            if point.link_share is not None and self._has_link:
-                tail += f"  link {point.link_share:.0%}"
-            tail = tail if point.status == "ok" else f"{point.status}: {tail}"
-        else:
-            fits = "fits" if point.status == "ok" else point.status
-            tail = fits + (f" ({point.error})" if point.error else "")
-        self.message(self._counted() + head + tail + ("  [recorded]" if resumed else ""))
+            times = f"TTFT {duration(ttft / 1e3)}  TPOT {duration(point.tpot_ms / 1e3)}"
+            tail = "" if point.status == "ok" else f"{point.status}: "
+            tail += f"{point.output_tok_s:10.2f} tok/s  {times}{self._link(point.link_share)}"
+        elif point.error:
+            tail += f" ({point.error})"
+        lengths = f"{workload.input_len}/{workload.output_len}  batch {workload.batch_size:<6}"
+        self._finished(f"{point.case.label():24} {lengths}{tail}", resumed)
 
     def requests(self, point: RequestPoint, resumed: bool) -> None:
         """Print a line about a finished load of requests. `resumed` marks a load from a record."""
-        head = f"{point.case.label():24} {point.requests.requests:,} requests, {point.requests.loop:<16}"
-        if point.output_tok_s is None:
-            tail = point.status + (f" ({point.error})" if point.error else "")
-        else:
+        tail = point.status + (f" ({point.error})" if point.error else "")
+        if point.output_tok_s is not None:
             times = {"TTFT": point.summary("ttft_ms"), "TPOT": point.summary("tpot_ms")}
             words = [f"{name} p99 {duration(value.p99 / 1e3)}" for name, value in times.items() if value is not None]
-            tail = f"{point.output_tok_s:10.2f} tok/s  {'  '.join(words)}"
-            tail += "" if point.link_busy is None or not self._has_link else f"  link {point.link_busy:.0%}"
+            tail = f"{point.output_tok_s:10.2f} tok/s  {'  '.join(words)}{self._link(point.link_busy)}"
             tail += "" if (good := share_within(point)) is None else f"  {good:.0%} keep the service levels"
-        self.message(self._counted() + head + tail + ("  [recorded]" if resumed else ""))
+        head = f"{point.case.label():24} {point.requests.requests:,} requests, {point.requests.loop:<16}"
+        self._finished(head + tail, resumed)
+
+    def _link(self, share: float | None) -> str:
+        return "" if share is None or not self._has_link else f"  link {share:.0%}"
+
+    def _finished(self, line: str, resumed: bool) -> None:
+        self.message(self._counted() + line + "  [recorded]" * resumed)
 
     def rows(self, batch: BatchProgress) -> None:
         """Show the progress of a batch job."""
@@ -181,12 +174,4 @@ class Watch:
 
     def events(self) -> Events:
         """Return the callbacks for a sweep that print to this watch."""
-        return Events(
-            point=self.point,
-            loading=self.loading,
-            loaded=self.loaded,
-            progress=self.progress,
-            outlook=self.outlook,
-            trying=self.trying,
-            requests=self.requests,
-        )
+        return Events(**{each.name: getattr(self, each.name) for each in fields(Events)})

@@ -68,13 +68,6 @@ def chunk_factor(bits: float, layer_bytes: int = 0, gpus: int = 1) -> int:
     return max(alone, min(gpus, layer_bytes // (MIN_CHUNKS * CHUNK_BYTES)))
 
 
-# Tokens of a pass, at most, in which a kernel multiplies quantised layers that stay on the GPU from their codes; and
-# pairs of a token and an expert, at most, for each expert that a layer has. Unpacking reads and writes some eight times
-# the bytes of codes of 4 bits, whatever the tokens; the kernel reads the codes once for 32 tokens, and its arithmetic
-# grows with them.
-CODED_TOKENS, CODED_PAIRS = 64, 2
-
-
 class Transport(Frozen):
     """Transport of an engine: where weights are kept, how they move. Plans are made from this."""
 
@@ -107,43 +100,45 @@ class EngineOptions(Frozen):
         return None
 
 
+def _described(default: Option, text: str, **settings: Any) -> Any:
+    return Field(default, description=text, **settings)
+
+
 class StreamOptions(EngineOptions):
     """Options of `stream`."""
 
-    weight_codec: Codec = Field("auto", description="How weights cross the link; auto: lossless where that pays.")
-    packed: str = Field(
-        "auto",
-        title="FOLDER",
-        coerce_numbers_to_str=True,
-        description="Folder of `zinfer pack`; auto: if there is one.",
+    weight_codec: Codec = _described("auto", "How weights cross the link; auto: lossless where that pays.")
+    packed: str = _described(
+        "auto", "Folder of `zinfer pack`; auto: if there is one.", title="FOLDER", coerce_numbers_to_str=True
     )
-    kv_offload: KVOffload = Field(
-        "auto", description="Sequences with their KV cache in host memory: none, all (cpu), or as many as is fastest."
+    kv_offload: KVOffload = _described(
+        "auto", "Sequences with their KV cache in host memory: none, all (cpu), or as many as is fastest."
     )
-    kv_attention: KVAttention = Field(
-        "auto", description="The device that attends to a KV cache in host memory; auto: the faster."
+    kv_attention: KVAttention = _described(
+        "auto", "The device that attends to a KV cache in host memory; auto: the faster."
     )
-    kv_cache_dtype: KVCacheDtype = Field("auto", description="Type of the KV cache; auto: that of the weights.")
-    cuda_graphs: Literal["auto", "off"] = Field(
-        "auto", description="Decode steps as CUDA graphs; auto: where no weight crosses the link, if that is faster."
+    kv_cache_dtype: KVCacheDtype = _described("auto", "Type of the KV cache; auto: that of the weights.")
+    cuda_graphs: Literal["auto", "off"] = _described(
+        "auto", "Decode steps as CUDA graphs; auto: where no weight crosses the link, if that is faster."
     )
-    draft: str = Field(
-        "none", title="ngram|MODEL", min_length=1, coerce_numbers_to_str=True,
-        description="Tokens guessed ahead, which one pass verifies; ngram: those that followed the last tokens before; "
+    draft: str = _described(
+        "none",
+        "Tokens guessed ahead, which one pass verifies; ngram: those that followed the last tokens before; "
         "MODEL: those of a small model of the same tokenizer, on the GPU.",
-    )  # fmt: skip
-    experts: Experts = Field(
-        "auto", description="Routed experts that cross the link; auto: on-demand where that brings clearly fewer bytes."
+        title="ngram|MODEL",
+        min_length=1,
+        coerce_numbers_to_str=True,
     )
-    host_weights: Share = Field(
-        "auto",
-        title="SIZE",
-        description="Weights in host memory with offload nvme: a size, or 40%; auto: all that fit.",
+    experts: Experts = _described(
+        "auto", "Routed experts that cross the link; auto: on-demand where that brings clearly fewer bytes."
     )
-    experts_kernel: Literal["auto", "off"] = Field(
-        "auto", description="Routed experts in passes of few tokens by an own kernel; auto: where Triton runs."
+    host_weights: Share = _described(
+        "auto", "Weights in host memory with offload nvme: a size, or 40%; auto: all that fit.", title="SIZE"
     )
-    gpus: Count = Field(1, description="GPUs, each with its own link: they share weights and rows; with offload cpu.")
+    experts_kernel: Literal["auto", "off"] = _described(
+        "auto", "Routed experts in passes of few tokens by an own kernel; auto: where Triton runs."
+    )
+    gpus: Count = _described(1, "GPUs, each with its own link: they share weights and rows; with offload cpu.")
 
     def transport(self) -> Transport:
         graphs = self.cuda_graphs == "auto"
@@ -186,9 +181,9 @@ class StreamOptions(EngineOptions):
 class DeepSpeedOptions(EngineOptions):
     """Options of `deepspeed`."""
 
-    pin_memory: StrictBool = Field(True, description="Weights in page-locked host memory.")
-    tuned: StrictBool = Field(True, description="Settings tuned for decode; false: those of DeepSpeed's own example.")
-    gpus: Count = Field(1, description="GPUs: they share rows, and ZeRO divides every weight; with offload cpu.")
+    pin_memory: StrictBool = _described(True, "Weights in page-locked host memory.")
+    tuned: StrictBool = _described(True, "Settings tuned for decode; false: those of DeepSpeed's own example.")
+    gpus: Count = _described(1, "GPUs: they share rows, and ZeRO divides every weight; with offload cpu.")
 
     def conflict(self, offload: Offload) -> str | None:
         if self.gpus == 1 or offload == "cpu":
@@ -203,7 +198,7 @@ class DeepSpeedOptions(EngineOptions):
 class AccelerateOptions(EngineOptions):
     """Options of `accelerate`."""
 
-    pin_memory: StrictBool = Field(True, description="Weights in page-locked host memory.")
+    pin_memory: StrictBool = _described(True, "Weights in page-locked host memory.")
 
     def transport(self) -> Transport:
         return Transport(fetched="matrix", overlapped=False, placed_once=True)
@@ -212,8 +207,8 @@ class AccelerateOptions(EngineOptions):
 class TensorRTOptions(EngineOptions):
     """Options of `tensorrt`."""
 
-    plan: str = Field(
-        "auto", title="FILE", coerce_numbers_to_str=True, description="Plan of `zinfer pack`; auto: one that serves."
+    plan: str = _described(
+        "auto", "Plan of `zinfer pack`; auto: one that serves.", title="FILE", coerce_numbers_to_str=True
     )
 
 

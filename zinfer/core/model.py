@@ -161,7 +161,6 @@ class ModelSpec(Shape):
 
     @property
     def layer_parameters(self) -> tuple[int, ...]:
-        """Parameters of each decoder layer, in depth order."""
         return tuple(layer.parameters for layer in self.layers)
 
     def __copy__(self) -> Self:
@@ -187,7 +186,6 @@ class ModelSpec(Shape):
 
     @property
     def parameters(self) -> int:
-        """Parameters of its layers and of all that is outside layers."""
         return self._in_layers + self.other_parameters
 
     @property
@@ -241,12 +239,10 @@ class ModelSpec(Shape):
 
     @property
     def dtype_bytes(self) -> int:
-        """Bytes of one parameter."""
         return DTYPE_BYTES[self.dtype]
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all parameters."""
         return self.parameters * self.dtype_bytes
 
     @property

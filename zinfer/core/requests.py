@@ -7,7 +7,6 @@ at random times of a Poisson process, whatever the machine does meanwhile. Names
 
 import math
 import random
-import re
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -25,7 +24,6 @@ FORM = (
     "lognormal:INPUT,OUTPUT, uniform:INPUT,OUTPUT or fixed:INPUT,OUTPUT (mean tokens), then max_input_len=N, "
     "max_output_len=N, sigma=S (lognormal), spread=S (uniform), separated by commas"
 )
-_COUNT = re.compile(r"([0-9]{1,6})(x?)")
 
 
 class Lengths(NamedTuple):
@@ -92,23 +90,10 @@ class LengthDistribution(Frozen):
 _SHAPES = {"lognormal": "sigma", "uniform": "spread"}  # setting of a kind
 
 
-def count_of(asked: int | str | None, in_flight: int | float | str | None) -> int | None:
-    """Return the number of requests of a load; ``10x`` is relative."""
-    return int(asked.removesuffix("x")) * int(in_flight or 0) if isinstance(asked, str) else asked
-
-
 def _in_flight(value: Any) -> Any:
     if value == "auto" or (type(value) is int and 1 <= value <= MAX_REQUESTS):
         return value
     raise ValueError(f"requests in flight: write auto, or a whole number from 1 to {MAX_REQUESTS:,}")
-
-
-def _count(value: Any) -> Any:
-    match = _COUNT.fullmatch(str(value)) if type(value) in (int, str) else None
-    if match is None or not 1 <= int(match[1]) <= MAX_REQUESTS:
-        number = f"a whole number from 1 to {MAX_REQUESTS:,}"
-        raise ValueError(f"requests of a load: write {number}, or 10x: ten times those in flight")
-    return match[0] if match[2] else int(match[1])
 
 
 def _rate(value: Any) -> Any:
@@ -122,7 +107,7 @@ def _rate(value: Any) -> Any:
 Order = Literal["given", "longest-first"]
 InFlight = Annotated[int | Literal["auto"], BeforeValidator(_in_flight)]
 RequestRate = Annotated[float | Literal["inf"], BeforeValidator(_rate)]
-RequestCount = Annotated[int | str, BeforeValidator(_count)]
+RequestCount = Annotated[int, Field(ge=1, le=MAX_REQUESTS)]
 
 
 class RequestLoad(Frozen):

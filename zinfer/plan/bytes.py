@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 from pydantic import Field
 
 from zinfer.core.case import Workload
-from zinfer.core.engine import CHUNK_BYTES, CODED_PAIRS, CODED_TOKENS, PREFILL_TOKENS, chunk_factor
+from zinfer.core.engine import CHUNK_BYTES, PREFILL_TOKENS, chunk_factor
 from zinfer.core.model import ModelSpec
 from zinfer.core.value import Frozen
 
@@ -171,19 +171,17 @@ class Sizes:
             streamed += missing - min(streamed, model.routed_bytes)
         return round((streamed + self.placement.also_streamed) * self.placement.wire_ratio)
 
-    def reads_codes(self, tokens: int | None) -> bool:
-        """Tell whether a pass multiplies resident quantised layers from their codes."""
-        if not self.placement.from_codes or tokens is None or self.placement.experts == "on-demand":
-            return False
-        pairs = tokens * self.model.experts_per_token if self.model.num_experts else 0
-        return tokens <= CODED_TOKENS and pairs <= CODED_PAIRS * self.model.num_experts
+    @property
+    def reads_codes(self) -> bool:
+        """True if passes multiply resident quantised layers from codes."""
+        return self.placement.from_codes and self.placement.experts != "on-demand"
 
     def unpacked(self, tokens: int | None = None) -> int:
         """Return the bytes, unpacked, that a pass writes into the layer buffer.
 
         All that comes through the ring is unpacked, or copied, and so are coded weights on the GPU, cached experts and
         the parts of layers that several GPUs share. Resident layers are computed in place if they are uncoded or kept
-        unpacked, and quantised ones in a pass of few tokens.
+        unpacked, and quantised ones from their codes.
         """
         placement, model = self.placement, self.model
         if not placement.ring_depth:
@@ -192,7 +190,7 @@ class Sizes:
         if placement.experts == "on-demand":
             touched = model.touched_share(tokens) if tokens is not None and placement.chooses(tokens) else 1.0
             layers, experts = layers - model.routed_bytes, round(model.routed_bytes * touched)
-        coded = placement.wire_ratio < 1 and not self.reads_codes(tokens)
+        coded = placement.wire_ratio < 1 and not self.reads_codes
         in_place = self.kept_unpacked if coded else 0 if placement.gpus > 1 else min(self.stays, layers)
         return layers - in_place + experts
 

@@ -46,6 +46,8 @@ class Rates:
     score_bytes: Mapping[str, int] = field(default_factory=lambda: {"bloom": 4, "eager bloom": 20, "gpt_oss": 30})
     attention_factor: float = 1.5  # time of a FLOP of fused attention over a product's: prefills of 31,000 tokens
     kernel_s: float = 50e-6  # of a layer's small kernels in a decode step: steps of OPT-30B without offload
+    # Seconds to launch a layer of a prefill, dense or with routed experts: prompts of 512 tokens where layers stay.
+    prefill_layer_s: tuple[float, float] = (1e-3, 3e-3)
     # The CPU launches copies and kernels of each expert on demand, and waits for each router: from steps of gpt-oss-20b
     # and gpt-oss-120b on H100s; layers of other models take `Efficiency.layer_s`.
     expert_s: float = 0.33e-3
@@ -56,9 +58,10 @@ class Rates:
     cpu_time: float = 0.5
     eight_bits: float = 0.75  # time of a core for a value in 8 bits, over one in 16: from BLOOM-176B on 64 cores
     link_keeps: float = 0.95  # link's rate while all cores attend: 0.95 measured with 16 cores, 0.92 with 64
-    codes_rate: float = 0.38  # of GPU memory, where products read codes: steps of BLOOM-176B in int4
-    codes_at_once: int = 32  # tokens that share a reading of codes
-    expert_codes_rate: float = 0.46  # the same of experts, each pair of token and expert: steps of gpt-oss-120b
+    codes_rate: float = 0.72  # of GPU memory, where products read codes: experts of gpt-oss-120b and Mixtral
+    # Bytes of a step's attention over those of its KV cache: eager attention repeats keys and values for each head of a
+    # group, in kernels of their own; from steps of 8 and 64 rows.
+    attended: Mapping[str, int] = field(default_factory=lambda: {"gpt_oss": 40})
     unpacking: float = 0.4  # unpacking of coded weights, as a share of the bandwidth of GPU memory
     torch_unpacking: float = 0.455  # the same by torch's operations: DeepSpeed's steps of BLOOM-176B in int4 on an H100
     # Smallest size of coded bf16 weights: 8 bits, and the entropy of exponents, 2.5 bits for weights of a normal
@@ -232,8 +235,10 @@ class Timing:
 
     def attention_bytes(self, kv: float) -> float:
         """Return the bytes that attention to a KV cache moves: one in 8 bits is dequantised first."""
-        dequantised = self.placement.kv_ratio < 1 and not self.efficiency.perfect
-        return kv + 2 * kv / self.placement.kv_ratio if dequantised else kv
+        if self.efficiency.perfect:
+            return kv
+        kv *= RATES.attended.get(self.model.architecture, 1)
+        return kv + 2 * kv / self.placement.kv_ratio if self.placement.kv_ratio < 1 else kv
 
     def contended_rates(self, cpu: float, host_kv: int, copying: float) -> tuple[float, float]:
         """Return the seconds of CPU attention and copies that share memory.
@@ -302,15 +307,10 @@ class Timing:
         read = work.read - (embedding if model.other_bytes >= 2 * embedding else 0)
         if self.efficiency.perfect:
             return read * (1 - model.streamed_bytes / model.weight_bytes * (1 - placement.wire_ratio))
-        if work.tokens is None or not sizes.reads_codes(work.tokens):
+        if not sizes.reads_codes:
             return read
-        stay, share = sizes.stays / model.weight_bytes, self.efficiency.hbm_share  # the rates are those of kernels
-        if not model.num_experts:
-            times = share * placement.wire_ratio / RATES.codes_rate * ceil(work.tokens / RATES.codes_at_once)
-            return read * (1 - stay * (1 - times))
-        times = share * placement.wire_ratio / RATES.expert_codes_rate
-        pairs = work.tokens * model.experts_per_token / model.num_experts
-        return read + stay * model.routed_bytes * (pairs * times - model.touched_share(work.tokens))
+        times = self.efficiency.hbm_share * placement.wire_ratio / RATES.codes_rate  # which is the kernels' own
+        return read * (1 - sizes.stays / model.weight_bytes * (1 - times))
 
     def _limits(self, work: _Work) -> dict[Bound, float]:
         """Return the seconds at links, memories, disk and matrix products; none if a rate is unknown."""
@@ -357,6 +357,8 @@ class Timing:
         limits["compute"] += work.between / placement.gpus / hbm
         kernels = self._kernels_s(tokens)
         limits["launch"] = max(efficiency.layer_s * model.num_layers if work.launched else 0.0, kernels)
+        if tokens is None and machine.gpu_count and placement.graphs:  # prefills are in no graph
+            limits["launch"] = model.num_layers * RATES.prefill_layer_s[bool(model.num_experts)]
         unpacking = self._unpacking_s(unpacked) + placement.dequantised_bytes / (RATES.torch_unpacking * hbm)
         if unpacking:
             limits["unpacking"] = unpacking
@@ -405,7 +407,7 @@ class Timing:
         """Return the seconds of a step's small kernels, which no bytes explain."""
         if tokens is None or not self.machine.gpu_count:
             return 0.0
-        from_codes = self.model.num_experts and self._sizes.reads_codes(tokens)
+        from_codes = self.model.num_experts and self._sizes.reads_codes
         return self.model.num_layers * (RATES.kernel_s + (self.efficiency.expert_kernel_s if from_codes else 0.0))
 
     @property

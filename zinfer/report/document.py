@@ -1,13 +1,13 @@
-"""Document model of a report, which `page` and `markdown` render.
+"""Document model of a report, which `page` renders.
 
-Names of models and texts of errors come from anywhere, so blocks hold plain text only and each form escapes all of it.
+Names of models and texts of errors come from anywhere, so blocks hold plain text only and the page escapes all of it.
 The only markup is a pair of backticks in a sentence, around words to be typed.
 """
 
 from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
-Kind = Literal["", "best", "failed", "predicted"]
+Kind = Literal["", "best", "failed"]
 
 
 class Heading(NamedTuple):
@@ -44,8 +44,7 @@ class Row(NamedTuple):
 class Table(NamedTuple):
     """Table; a `folded` one is closed on the screen and not printed.
 
-    A column whose title starts with ``#`` holds numbers and stands flush right; with ``~`` its numbers are predicted
-    and look so. The marks themselves are not shown.
+    A column whose title starts with ``#``, which is not shown, holds numbers and stands flush right.
     """
 
     caption: str
@@ -62,27 +61,18 @@ class Table(NamedTuple):
     @property
     def heads(self) -> tuple[tuple[str, str], ...]:
         """Title and mark of each column; the mark is empty for text."""
-        return tuple((title.lstrip("#~"), title[:1] if title[:1] in ("#", "~") else "") for title in self.columns)
+        return tuple((title.removeprefix("#"), "#" * title.startswith("#")) for title in self.columns)
 
 
 class Picture(NamedTuple):
-    """Figure as SVG, and its description.
-
-    A table beside it must hold the same values: Markdown leaves it out.
-    """
+    """Figure as SVG, and its description."""
 
     title: str
     description: str
     svg: str
 
 
-class Signature(NamedTuple):
-    """Lines that are filled in by hand."""
-
-    lines: tuple[str, ...]
-
-
-Block = Heading | Text | Items | Command | Table | Picture | Signature
+Block = Heading | Text | Items | Command | Table | Picture
 
 
 class Section(NamedTuple):

@@ -17,7 +17,7 @@ from zinfer.commands.watch import Watch
 from zinfer.core.engine import OptionError, conflict
 from zinfer.core.errors import ENVIRONMENT, NOTHING, PARTIAL
 from zinfer.core.model import check_positions
-from zinfer.job import recipe, sweep
+from zinfer.job import sweep
 from zinfer.job.accuracy import AccuracyStudy, describe, text_of
 from zinfer.job.signals import Interrupted, Signals
 from zinfer.plan.planner import Plan, make_plan
@@ -29,14 +29,7 @@ from zinfer.worker.process import WorkerError, study_header
 @options.model
 @options.engine
 @options.offload_if_needed
-@option(
-    "--weights copies",
-    str,
-    "Compare a quantised copy, as `zinfer pack --weights` writes it: its folder, or int4, int8 or fp8 for the "
-    "copy in the default folder, which is written if it is missing. Repeatable.",
-    multiple=True,
-    metavar="FOLDER|int4|int8|fp8",
-)
+@option("--weights copies", str, "Quantised copy: a folder, or int4, int8, fp8. Repeatable.", multiple=True)
 @options.prompt_text
 @option("--input-len", options.COUNT, "Tokens of a prompt.", default=256)
 @option("--output-len", options.COUNT, "Tokens compared in each row.", default=64)
@@ -53,21 +46,19 @@ def command(debug: bool, /, output: Path | None, **how: Any) -> None:
     defaults: the error of its logits, how often its most likely token differs, the text's perplexity, and the first
     token at which greedy texts differ.
 
-    Each of --samples pieces of the text makes two rows: one continues the piece's first --input-len tokens with the
-    reference's own greedy tokens, the other with the text's. Every setting is fed the same --output-len tokens a row
-    (teacher forcing). The reference's logits are stored in TMPDIR: rows x tokens x vocabulary x 2 bytes, or x 4 in
-    fp32. Random weights say little: their record is written only with --output.
+    Each of --samples pieces of the text makes two rows, which go on with the reference's greedy tokens or the text's;
+    every setting is fed the same tokens. The reference's logits are stored in TMPDIR: rows x tokens x vocabulary x 2
+    bytes, or x 4 in fp32. Random weights say little: their record is written only with --output.
 
     \b
     zinfer study accuracy --model ./my-checkpoint --offload cpu --kv-cache-dtype int8,fp8
     zinfer study accuracy --model ./my-checkpoint --weights int4 --weights int8 --weights fp8
-    zinfer study accuracy --model ./my-checkpoint --dtype fp32 --kv-cache-dtype int8 --prompt-file book.txt
     """
     if not how["settings"] and not how["copies"]:
         raise click.UsageError("no setting to compare: name one, as in --kv-cache-dtype int8,fp8 or --weights int4")
     if how["layers"] is not None:
         raise click.UsageError("--layers: a part of a model's layers generates no text; leave it out")
-    source = options.weights_of(how["model"], how["dtype"], None, how["load_format"])
+    source = options.weights_of(how)
     check_positions(source.spec, how["input_len"], how["output_len"])
     name, text = text_of(how["prompt_file"])
     with Watch() as watch:
@@ -137,12 +128,8 @@ def _plans(how: dict[str, Any], source: Source, copies: list[Source]) -> tuple[P
     machine = options.this_machine(nvme_path)
 
     def plans(choice: Any, axes: dict[str, Any], model: str, source: Source) -> list[tuple[Plan, str]]:
-        fields = {
-            "model": (model,), "engine": (how["engine"],), "offload": (choice,), "input_len": (how["input_len"],),
-            "output_len": (how["output_len"],), "gpu_weights": gpu_weights or (None,), "options": axes,
-            "allow_nan": bool(how["allow_nan"]),
-        }  # fmt: skip
-        wanted = recipe.make_sweep(fields, "the command line")
+        lengths = {"input_len": how["input_len"], "output_len": how["output_len"]}
+        wanted = options.sweep_of(how, model=model, offload=choice, options=axes, **lengths)
         jobs = sweep.prepare(wanted, machine, lambda _load: source, options.locate, nvme_path)
         if not jobs:
             raise click.UsageError(f"engine {how['engine']} has no offload {choice}")

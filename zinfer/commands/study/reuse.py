@@ -15,7 +15,7 @@ from zinfer.commands.study import keep, present
 from zinfer.commands.watch import Watch
 from zinfer.core.case import Workload
 from zinfer.core.errors import NOTHING, PARTIAL
-from zinfer.job import recipe, sweep
+from zinfer.job import sweep
 from zinfer.job.driver import Driver
 from zinfer.plan.planner import Plan
 from zinfer.record.study import Reload, Study
@@ -65,12 +65,7 @@ def command(debug: bool, /, output: Path | None, **how: Any) -> None:
         raise click.UsageError("reuse takes one value for --weights")
     load_format: Any = how["load_format"] or "auto"
     source = find(how["model"], how["dtype"], how["layers"], load_format, weights=weights[0])
-    fields = {
-        "model": (how["model"],), "engine": how["engine"], "offload": how["offload"], "input_len": contexts,
-        "output_len": (1,), "layers": (how["layers"],), "gpu_weights": how["gpu_weights"] or (None,),
-        "options": how["settings"], "allow_nan": bool(how["allow_nan"]), "weights": weights,
-    }  # fmt: skip
-    wanted = recipe.make_sweep(fields, "the command line")
+    wanted = options.sweep_of(how, offload=how["offload"], input_len=contexts, output_len=1)
     machine = options.this_machine(nvme_path)
     jobs = sweep.prepare(wanted, machine, lambda _load: source, options.locate, nvme_path, positions=False)
     if not jobs:

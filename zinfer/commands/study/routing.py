@@ -24,7 +24,6 @@ def command(model: str, prompt_file: str, samples: int, length: int, output: Pat
     share of needs that it meets, with each policy and for several sizes. Random weights route evenly and are refused.
 
     \b
-    zinfer study routing --model ./my-mixture
     zinfer study routing --model ./my-mixture --prompt-file book.txt --samples 64
     """
     from zinfer.worker import routing  # with torch

@@ -1,8 +1,7 @@
 """Readers of prompts: texts and messages to token ids for the dispatcher, while the worker runs.
 
-Two threads have prompts read by a `TokenizerProcess`, each in a child of its own: one for short prompts, within half
-a second of CPU time, and one for long prompts, or slower ones. So a prompt that takes seconds holds up long ones
-alone, and no pass of the worker. In both, clients take turns: who sends many, or bad ones, waits for himself.
+Two threads have prompts read by a `TokenizerProcess`, each in a child of its own: one for short prompts, within half a
+second of CPU time, and one for long prompts, or slower ones. In both, clients take turns.
 """
 
 import threading
@@ -15,8 +14,6 @@ from zinfer.core.errors import error_line
 from zinfer.generation.tokenizer_process import QUICK_CHARACTERS, Refusal, characters, parts
 
 UNREAD = "tokenizer_failed"  # code of prompts that nobody could read
-SLOW = 1_000_000  # characters that a prompt counts as that took longer than a short one may
-MAX_CLIENTS = 4096  # clients whose turns are remembered
 
 Ids = list[int] | Refusal
 Asked = tuple[Any, Any]  # a prompt, and whose it is
@@ -33,44 +30,30 @@ class Tokenizes(Protocol):
 
 
 class _Part(NamedTuple):
-    """Prompts of one client to read together, and their characters."""
+    """Prompts of one client to read together."""
 
     client: Hashable
     asked: list[Asked]
-    size: int
 
 
 class _Queue:
-    """Queue of parts, fair to clients: the next one is of the client for whom least was read.
-
-    A client that was away for a while gains nothing by it.
-    """
+    """Queue of parts whose clients take turns."""
 
     def __init__(self) -> None:
-        self._waiting: dict[Hashable, deque[_Part]] = {}
-        self._read: dict[Hashable, int] = {}  # characters by client
-        self._now = 0  # characters of the client whose turn came last, before it
+        self._waiting: dict[Hashable, deque[_Part]] = {}  # by client, the next one first
 
     def put(self, part: _Part) -> None:
-        if part.client not in self._waiting:
-            self._read[part.client] = max(self._read.get(part.client, 0), self._now)
         self._waiting.setdefault(part.client, deque()).append(part)
 
     def get(self) -> _Part | None:
         if not self._waiting:
             return None
-        client = min(self._waiting, key=self._read.__getitem__)
-        self._now = max(self._now, self._read[client])
-        part = self._waiting[client].popleft()
-        if not self._waiting[client]:
-            del self._waiting[client]
-        self.charge(client, 1 + part.size)
-        if len(self._read) > MAX_CLIENTS:
-            self._read = {name: size for name, size in self._read.items() if name in self._waiting or size > self._now}
+        client = next(iter(self._waiting))
+        parts_of_client = self._waiting.pop(client)
+        part = parts_of_client.popleft()
+        if parts_of_client:
+            self._waiting[client] = parts_of_client
         return part
-
-    def charge(self, client: Hashable, size: int) -> None:
-        self._read[client] = max(self._read.get(client, 0), self._now) + size
 
 
 class Reader:
@@ -100,9 +83,8 @@ class Reader:
         coming = iter(waiting)
         with self._changed:
             for part in parts([prompt for prompt, _ in waiting]):
-                size = sum(map(characters, part))
-                queue = self._long if size > QUICK_CHARACTERS else self._short
-                queue.put(_Part(client, [*islice(coming, len(part))], size))
+                queue = self._long if sum(map(characters, part)) > QUICK_CHARACTERS else self._short
+                queue.put(_Part(client, [*islice(coming, len(part))]))
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -134,10 +116,9 @@ class Reader:
             self._report(part.asked, ids)
             return
         with self._changed:
-            self._short.charge(part.client, SLOW)
             queue = self._short if len(part.asked) > 1 else self._long
             for asked in part.asked:  # one of several is to blame, which shows when each is read alone
-                queue.put(_Part(part.client, [asked], SLOW // len(part.asked)))
+                queue.put(_Part(part.client, [asked]))
             self._changed.notify_all()
 
     def _read_long(self, part: _Part) -> None:

@@ -94,23 +94,6 @@ def _tradeoff(axes: Axes, points: Points, metric: Metric) -> list[float]:
     return held
 
 
-def link(group: Group, points: Points) -> Figure | None:
-    """Draw the link's use in decode steps, over its measured bandwidth."""
-    streamed = [point for point in points if point.usable and point.link_share]
-    if not streamed:
-        return None
-    full = median(point.link_bandwidth or 0 for point in streamed)
-    meaning = "Bytes of weights that cross the link in a step, coded or not, over the median step time."
-    sheet = Sheet(group, "how much of the link is used?", (meaning, group.conditions))
-    axes = sheet.panels[0]
-    values = _lines(axes, points, lambda point: spread([100 * share] if (share := point.link_share) else []))
-    axes.axhline(100, linestyle="--", color=GREY, linewidth=1.3, label=f"the link: {gb(full)}/s from pinned memory")
-    axes.set_ylim(0, 1.1 * max(100, *values))
-    axes.set_ylabel("% of the measured link")
-    batch_axis(axes, _sizes(streamed))
-    return sheet.finish()
-
-
 def reuse(run: Study) -> Figure | None:
     """Draw TTFT over the context, computed again and reloaded; None if empty."""
     points = study.measured(run)
@@ -235,5 +218,5 @@ def _failed(axes: Axes, points: Points) -> None:
 
 
 FIGURES: dict[str, Callable[[Group, Points], Figure | None]] = {
-    figure.__name__: figure for figure in (throughput, latency, link, timeline)
+    figure.__name__: figure for figure in (throughput, latency, timeline)
 }

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.integrations import moe
 
 from zinfer.engine.stream.experts.modules import through_interface
-from zinfer.engine.stream.weights.low_bit import Matrix
+from zinfer.engine.stream.weights.low_bit import Aligned, Matrix
 from zinfer.engine.stream.weights.products import CheckedKernel, LazyWeight
 from zinfer.engine.triton_check import cannot_run
 
@@ -153,12 +153,13 @@ def _compute(module: nn.Module, states: Tensor, experts: Tensor, weights: Tensor
     assert matrices is not None
     ((up, up_bias), (down, down_bias)), transposed = matrices, bool(module.is_transposed)
     states, experts, weights, count = states.contiguous(), experts.contiguous(), weights.contiguous(), up.shape[0]
+    aligned: dict[int, Aligned] = {}
     coded, gate = _from_codes(up, down), _gate_of(module)
     if coded is None and gate == Gate() and up_bias is None and not transposed:
         inner = multiply_gated(states, _unpacked(up), experts)
     else:
         if coded is not None:
-            partial = coded[0].multiply_pairs(states, experts)
+            partial = coded[0].multiply_pairs(states, experts, aligned)
         else:
             partial = multiply(states, _unpacked(up), experts, transposed)
         if gate is not None:
@@ -169,7 +170,7 @@ def _compute(module: nn.Module, states: Tensor, experts: Tensor, weights: Tensor
             inner = module._apply_gate(first) if module.has_gate else module.act_fn(first)  # type: ignore[operator]
             inner = inner.contiguous()
     if coded is not None:
-        partial = coded[1].multiply_pairs(inner, experts)
+        partial = coded[1].multiply_pairs(inner, experts, aligned)
     else:
         partial = multiply(inner, _unpacked(down), experts, transposed)
     return combine(partial, experts, count, down_bias, weights, states.dtype)

@@ -12,6 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 VALUES = 8192  # comparisons of pairs with experts that the program does at a time
+MAX_PAIRS = 2048  # of the program, which takes them a few at a time; torch sorts the pairs of prompts
 
 
 def align(experts: Tensor, count: int, block: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -22,6 +23,8 @@ def align(experts: Tensor, count: int, block: int) -> tuple[Tensor, Tensor, Tens
     """
     pairs = experts.numel()
     blocks = min(pairs, -(-pairs // block) + count)
+    if pairs > MAX_PAIRS:
+        return _sorted(experts.flatten(), count, block, blocks)
     numbers = torch.full((blocks * block,), pairs, dtype=torch.int32, device=experts.device)
     owners = torch.zeros(blocks, dtype=torch.int32, device=experts.device)
     total = torch.empty(1, dtype=torch.int32, device=experts.device)
@@ -40,6 +43,22 @@ def align(experts: Tensor, count: int, block: int) -> tuple[Tensor, Tensor, Tens
         num_warps=8,
     )
     return numbers, owners, total
+
+
+def _sorted(experts: Tensor, count: int, block: int, blocks: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what `align` does, by operations of torch, in `blocks` blocks."""
+    pairs, device = len(experts), experts.device
+    owner = torch.where((experts >= 0) & (experts < count), experts, count)
+    ordered, order = owner.sort(stable=True)
+    sizes = torch.zeros(count + 1, dtype=torch.int64, device=device).scatter_add_(0, owner, torch.ones_like(owner))
+    sizes = sizes[:count]
+    ends = (-(-sizes // block)).cumsum(0)
+    shifts = (ends + sizes // -block) * block - sizes.cumsum(0) + sizes  # from a place in the order to one in blocks
+    places = torch.arange(pairs, device=device) + shifts[ordered.clamp(max=count - 1)]
+    numbers = torch.full((blocks * block + 1,), pairs, dtype=torch.int32, device=device)
+    numbers.scatter_(0, torch.where(ordered < count, places, blocks * block), order.to(torch.int32))
+    owners = torch.searchsorted(ends, torch.arange(blocks, device=device), right=True).clamp(max=count - 1)
+    return numbers[:-1], owners.to(torch.int32), (ends[-1:] * block).to(torch.int32)
 
 
 @triton.jit(do_not_specialize=["pairs"])

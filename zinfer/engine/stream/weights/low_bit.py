@@ -255,21 +255,23 @@ class Matrix:
         partial = self.parts(states.reshape(count, -1), count, self._aligned_parts(tokens))
         return partial.view(tokens, self.splits, self.rows).sum(1)
 
-    def multiply_pairs(self, states: Tensor, experts: Tensor) -> Tensor:
+    def multiply_pairs(self, states: Tensor, experts: Tensor, aligned: dict[int, Aligned]) -> Tensor:
         """Return partial products of each pair of token and expert.
 
         They are ``[pairs, splits, N]``, to be added along `splits`. `states` are ``[tokens, K]``, or ``[pairs, K]``,
-        `experts` int64 ``[tokens, k]``. Rows of pairs whose expert is not below `E` have no meaning.
+        `experts` int64 ``[tokens, k]``; `aligned` keeps what `align` returned for them, by rows of a block. Rows of
+        pairs whose expert is not below `E` have no meaning.
         """
         pairs = experts.numel()
         if self.parts is None or len(states) != pairs or not self._few(pairs):
-            aligned = _align(experts, self.experts, self.whole.tuning(pairs)[0])
-            return self.whole(states, pairs, aligned)[:, None]
+            block = self.whole.tuning(pairs)[0]
+            if block not in aligned:
+                aligned[block] = _align(experts, self.experts, block)
+            return self.whole(states, pairs, aligned[block])[:, None]
         count, part = pairs * self.splits, torch.arange(self.splits, device=states.device)
-        aligned = _align(
-            experts.reshape(-1, 1) * self.splits + part, self.experts * self.splits, self.parts.tuning(count)[0]
-        )
-        return self.parts(states.reshape(count, -1), count, aligned).view(pairs, self.splits, self.rows)
+        each = experts.reshape(-1, 1) * self.splits + part
+        split = _align(each, self.experts * self.splits, self.parts.tuning(count)[0])
+        return self.parts(states.reshape(count, -1), count, split).view(pairs, self.splits, self.rows)
 
     def _few(self, blocks: int) -> bool:
         """Tell whether so few blocks of rows leave the GPU idle."""

@@ -251,7 +251,7 @@ def _trial(matrix: low_bit.Matrix, states: Tensor) -> Tensor:
     if not matrix.experts:
         return matrix.multiply(states)
     experts = torch.tensor([[0], [matrix.experts // 2], [matrix.experts - 1]], device=states.device)
-    return matrix.multiply_pairs(states, experts).float().sum(1).to(states.dtype)
+    return matrix.multiply_pairs(states, experts, {}).float().sum(1).to(states.dtype)
 
 
 def _holds_codes(chunks: Sequence[Chunk], block: TensorPlace) -> bool:

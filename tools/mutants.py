@@ -51,15 +51,15 @@ MUTANTS = (
     Mutant(
         "TTFT ends before the GPU has computed the token",
         "zinfer/worker/measure.py",
-        "reserve=workload.output_len)\n    synchronize(device)\n",
-        "reserve=workload.output_len)\n",
+        "reserve=reserve, past=past)\n    synchronize(loop.engine.device)\n",
+        "reserve=reserve, past=past)\n",
         ("tests/test_measure.py::test_work_counts_where_it_was_asked_for",),
     ),
     Mutant(
         "a reused prefix includes the last token",
         "zinfer/generation/prefix_cache.py",
-        "in self._tree.match(tokens[:-1]))",
-        "in self._tree.match(tokens))",
+        "in self._match(tokens[:-1]))",
+        "in self._match(tokens))",
         ("tests/test_shelf.py::test_the_last_token_is_always_computed",),
     ),
     Mutant(

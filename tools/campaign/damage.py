@@ -1,4 +1,4 @@
-"""Damaged checkpoints, records, kept KV caches and packed layers.
+"""Damaged checkpoints, records and packed layers.
 
 A damaged input is refused in a line, or it gives what the undamaged one gives. Where another value is as good as the
 first (a rope base in config.json, a time in a record that is sealed again), the result may differ; such cases are
@@ -185,44 +185,6 @@ def _resumed(lab: Lab, room: Room, what: str, result: Result) -> None:
         result.faults += judge.equal(dict(points(path)), normal(lab, verb).outcome, "points after the resume")
 
 
-def _kept(lab: Lab, number: int, room: Room, dice: random.Random, result: Result) -> None:
-    """Damage a kept conversation: the answers are those of an undisturbed one, computed again if need be."""
-    verb = VERBS["chat"]
-    shutil.copytree(lab.root / "kept", room.root / "drive", dirs_exist_ok=True)
-    path = dice.choice(sorted(path for path in (room.root / "drive").rglob("*") if path.is_file()))
-    content = bytearray(path.read_bytes())
-    at = dice.randrange(len(content))
-    way = dice.choice(("flip", "flip", "cut", "empty", "header", "other", "longer", "folder"))
-    if way == "flip":
-        content[at] ^= 1 << dice.randrange(8)
-    elif way == "cut":
-        del content[at:]
-    elif way == "empty":
-        content.clear()
-    elif way == "header":
-        at = dice.randrange(min(len(content), 8 + struct.unpack("<Q", content[:8])[0]))
-        content[at] = dice.randrange(256)
-    elif way == "longer":
-        content += bytes(64)
-    if way == "folder":
-        path.unlink()
-        path.mkdir()
-    elif way == "other":
-        others = [sibling for sibling in sorted(path.parent.iterdir()) if sibling != path and sibling.is_file()]
-        shutil.copy(dice.choice(others), path) if others else None
-    else:
-        path.write_bytes(content)
-    what = f"{path.name}: {way} at {at}"
-    room.tale.append(f"  {what}")
-    result.struck += 1
-    ended = room.run(verb.words, stdin=verb.stdin, seconds=LIMIT_S)
-    result.faults += judge.words(ended)
-    if ended.code != 0:
-        result.faults.append(f"a damaged cache ends the conversation with {ended.code}: {ended.last_line[:200]}")
-    result.faults += judge.equal(verb.outcome(room, ended), normal(lab, verb).outcome, "answers")
-    result.faults = [f"{what}: {fault}" for fault in result.faults]
-
-
 PACKED_RUN = (
     "run", *ON_MODEL, "--offload", "cpu", "-O", "weight_codec=lossless", "-O", "packed=packed", "-p", "Hello",
     "--output-len", "8", "--ignore-eos", "--json",
@@ -253,7 +215,7 @@ def _packed(lab: Lab, number: int, room: Room, dice: random.Random, result: Resu
 
 
 def furnish(lab: Lab, names: Collection[str]) -> None:
-    """Make the conversation and packed layers that `names` damage. Raises RuntimeError if the results cannot be resumed
+    """Make the packed layers that `names` damage. Raises RuntimeError if the results cannot be resumed
     as they are.
     """
     if "record" in names:
@@ -262,10 +224,6 @@ def furnish(lab: Lab, names: Collection[str]) -> None:
             ended = room.run([*words, "--resume"])
             if ended.code != 0:
                 raise RuntimeError(f"undisturbed results cannot be resumed: {ended.code} {ended.output[-2000:]}")
-    if "kv" in names:
-        with Room(lab, "kept") as room:
-            room.run(VERBS["chat"].words, stdin=VERBS["chat"].stdin)
-            shutil.copytree(room.root / "drive", lab.root / "kept")
     if "packed" in names:
         with Room(lab, "packed") as room:
             room.run((*VERBS["pack"].words, "-o", "packed"))
@@ -288,10 +246,9 @@ def _case(name: str, inside: Inside) -> Callable[[Lab, int, bool], Result]:
     return case
 
 
-INSIDE: dict[str, Inside] = {"checkpoint": _checkpoint, "record": _record, "kv": _kept, "packed": _packed}
+INSIDE: dict[str, Inside] = {"checkpoint": _checkpoint, "record": _record, "packed": _packed}
 USES = {
     "checkpoint": ("run",),
     "record": ("best", "plot", "report", "export", "compare", "sweep"),
-    "kv": ("chat",),
 }
 CLASSES = {name: _case(name, inside) for name, inside in INSIDE.items()}

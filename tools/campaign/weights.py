@@ -104,20 +104,6 @@ def _sweep(lab: Lab, room: Room, dice: random.Random, result: Result) -> str:
     return _resumed(VERBS["sweep"], lab, room, dice, result)
 
 
-def _chat(lab: Lab, room: Room, dice: random.Random, result: Result) -> str:
-    """Go on with a conversation whose KV cache the earlier weights made."""
-    verb = VERBS["chat"]
-    words = _own(verb.words)
-    before = verb.outcome(room, room.run(words, stdin=verb.stdin))
-    what = change(room.work / "model", dice)
-    done = room.run(words, stdin=verb.stdin)
-    shutil.rmtree(room.root / "drive" / "kv")
-    wanted = verb.outcome(room, room.run(words, stdin=verb.stdin))
-    result.struck += before != wanted
-    result.faults += judge.words(done) + judge.equal(verb.outcome(room, done), wanted, "turns")
-    return what
-
-
 def _packed(_lab: Lab, room: Room, dice: random.Random, result: Result) -> str:
     """Run with packed layers of the earlier weights."""
     verb = VERBS["run"]
@@ -162,7 +148,7 @@ def _served(lab: Lab, room: Room, dice: random.Random, result: Result) -> str:
 
 
 PLACES: dict[str, Callable[[Lab, Room, random.Random, Result], str]] = {
-    "batch": _batch, "sweep": _sweep, "chat": _chat, "packed": _packed, "serve": _served,
+    "batch": _batch, "sweep": _sweep, "packed": _packed, "serve": _served,
 }  # fmt: skip
 
 

@@ -36,11 +36,6 @@ chat_options = together(  # that only a conversation has
         "--kv-cache-size", type=SIZE, default="8GiB",
         help="Most host memory for KV caches of conversations, as 8GiB.",
     ),
-    click.option("--kv-cache-dir", type=click.Path(file_okay=False), help="Folder that also keeps the KV caches."),
-    click.option(
-        "--kv-cache-dir-size", type=SIZE, default="64GiB",
-        help="Most disk space for --kv-cache-dir, as 8GiB.",
-    ),
 )  # fmt: skip
 
 
@@ -151,16 +146,11 @@ def talk(
     if not dialogue.template:
         on_message("the model has no chat template: turns and answers follow each other as they are")
     started = worker.ask(opening)
-    for note in started.notes:
-        on_message(note)
     if started.cannot_reuse is not None:
         on_message(f"each turn computes the whole conversation: {started.cannot_reuse}")
 
     def step(*requests: "Request", **fields: Any) -> "BatchStepped":
-        stepped = worker.step(requests, answer_s=0, **fields)
-        for note in stepped.notes:
-            on_message(note)
-        return stepped
+        return worker.step(requests, answer_s=0, **fields)
 
     for number, prompt in enumerate(prompts):
         ids = dialogue.ask(prompt)

@@ -1,6 +1,5 @@
 """`zinfer study reuse`: TTFT of a conversation whose KV cache was kept, against computing it again."""
 
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -45,9 +44,6 @@ CONTEXTS = options.Values("n,nk,..", _context, "numbers of tokens, such as 512,1
     help="Trailing tokens to compute; the rest comes from the cache.",
 )
 @click.option("--repeats", type=click.IntRange(min=1), default=3, help="Samples a context length.")
-@click.option(
-    "--kv-cache-dir", type=click.Path(file_okay=False, path_type=Path), help="Also reload from a file in this folder."
-)
 @options.load_options
 @options.weights
 @options.timeout(3600, "a load or a context")
@@ -56,20 +52,18 @@ CONTEXTS = options.Values("n,nk,..", _context, "numbers of tokens, such as 512,1
 def command(debug: bool, /, output: Path | None, as_json: bool, **how: Any) -> None:
     """Measure TTFT with a conversation's KV cache kept, and computed again.
 
-    The cache of each context length is kept in host memory (and, with --kv-cache-dir, on disk). Reports the length from
-    which on a reload wins. Runs are added to the file; of those of the same model, engine and settings the last one
-    counts.
+    The cache of each context length is kept in host memory. Reports the length from which on a reload wins. Runs are
+    added to the file; of those of the same model, engine and settings the last one counts.
 
     \b
     zinfer study reuse --model bloom-176b --layers 14 --context 1k,2k
-    zinfer study reuse --model ./my-checkpoint --offload none,cpu --kv-cache-dir /mnt/nvme/kv
+    zinfer study reuse --model ./my-checkpoint --offload none,cpu
     """
     from zinfer.analysis.study import measured
     from zinfer.checkpoint.source import find
     from zinfer.commands.watch import Watch
     from zinfer.job import recipe, sweep
     from zinfer.record.study import Reload
-    from zinfer.system import scratch
 
     contexts, nvme_path = tuple(sorted(set(how["contexts"]))), how["nvme_path"]
     options.check_nvme(how["offload"], nvme_path)
@@ -93,12 +87,9 @@ def command(debug: bool, /, output: Path | None, as_json: bool, **how: Any) -> N
     if all(reasons):  # a run without a measured context would take the place of an earlier one
         raise Failure(str(reasons[0]), NOTHING)
     runs: list[Study] = []
-    if (kept := how["kv_cache_dir"]) is not None:
-        kept.mkdir(parents=True, exist_ok=True)
     with Watch() as watch:
         for job in jobs:
-            with nullcontext() if kept is None else scratch.folder(kept, "reuse") as made:
-                runs.append(_run(job, watch, debug, how | {"folder": made and made.name}))
+            runs.append(_run(job, watch, debug, how))
             keep(runs[-1], output)
     for run in runs:
         present(run, as_json)
@@ -132,9 +123,7 @@ def _run(job: "LoadJob", watch: "Watch", debug: bool, how: dict[str, Any]) -> "S
             context = plan.case.workload.input_len
             point = Reload(context=context, new_tokens=how["new_tokens"], skipped=_why_not(plan) or failed or None)
             if point.skipped is None:
-                asked = PrefixReuse(
-                    context=context, new_tokens=point.new_tokens, repeats=how["repeats"], folder=how["folder"]
-                )
+                asked = PrefixReuse(context=context, new_tokens=point.new_tokens, repeats=how["repeats"])
                 try:
                     with driver.lend() as worker:
                         point = worker.ask(asked)

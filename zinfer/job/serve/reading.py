@@ -7,12 +7,11 @@ alone, and no pass of the worker. In both, clients take turns: who sends many, o
 
 import threading
 from collections import deque
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from itertools import islice
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 from zinfer.core.errors import error_line
-from zinfer.generation.tokenizer_process import QUICK_CHARACTERS, Refusal, characters, parts
+from zinfer.generation.tokenizer_process import QUICK_CHARACTERS, Refusal, characters
 
 UNREAD = "tokenizer_failed"  # code of prompts that nobody could read
 SLOW = 1_000_000  # characters that a prompt counts as that took longer than a short one may
@@ -27,21 +26,22 @@ class Tokenizes(Protocol):
 
     max_tokens: int | None
 
-    def encode_quickly(self, prompts: Sequence[Any]) -> list[Ids] | None: ...
+    def encode_quickly(self, prompt: Any) -> Ids | None: ...
     def encode_alone(self, prompt: Any) -> Ids: ...
     def close(self) -> None: ...
 
 
 class _Part(NamedTuple):
-    """Prompts of one client to read together, and their characters."""
+    """Prompt of a client to read, its owner, and its characters."""
 
     client: Hashable
-    asked: list[Asked]
+    prompt: Any
+    owner: Any
     size: int
 
 
 class _Queue:
-    """Queue of parts, fair to clients: the next one is of the client for whom least was read.
+    """Queue of prompts, fair to clients: the next one is of the client for whom least was read.
 
     A client that was away for a while gains nothing by it.
     """
@@ -96,13 +96,11 @@ class Reader:
 
     def add(self, asked: Iterable[Asked], client: Hashable = None) -> None:
         """Queue the prompts of a client, each with its owner."""
-        waiting = list(asked)
-        coming = iter(waiting)
         with self._changed:
-            for part in parts([prompt for prompt, _ in waiting]):
-                size = sum(map(characters, part))
+            for prompt, owner in asked:
+                size = characters(prompt)
                 queue = self._long if size > QUICK_CHARACTERS else self._short
-                queue.put(_Part(client, [*islice(coming, len(part))], size))
+                queue.put(_Part(client, prompt, owner, size))
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -121,28 +119,25 @@ class Reader:
                     self._changed.wait()
                 if self._closed or part is None:
                     return
-            asked = [(prompt, owner) for prompt, owner in part.asked if self._wanted(owner)]
-            if asked:
+            if self._wanted(part.owner):
                 try:
-                    read(part._replace(asked=asked))
+                    read(part)
                 except Exception as error:  # of the process, not of a prompt: nobody may wait for ever
-                    self._report(asked, [Refusal(UNREAD, error_line(error))] * len(asked))
+                    self._report(part, Refusal(UNREAD, error_line(error)))
 
     def _read_short(self, part: _Part) -> None:
-        ids = self._tokenizer.encode_quickly([prompt for prompt, _ in part.asked])
+        ids = self._tokenizer.encode_quickly(part.prompt)
         if ids is not None:
-            self._report(part.asked, ids)
+            self._report(part, ids)
             return
         with self._changed:
             self._short.charge(part.client, SLOW)
-            queue = self._short if len(part.asked) > 1 else self._long
-            for asked in part.asked:  # one of several is to blame, which shows when each is read alone
-                queue.put(_Part(part.client, [asked], SLOW // len(part.asked)))
+            self._long.put(part._replace(size=SLOW))
             self._changed.notify_all()
 
     def _read_long(self, part: _Part) -> None:
-        self._report(part.asked, [self._tokenizer.encode_alone(prompt) for prompt, _ in part.asked])
+        self._report(part, self._tokenizer.encode_alone(part.prompt))
 
-    def _report(self, asked: list[Asked], ids: Sequence[Ids]) -> None:
+    def _report(self, part: _Part, ids: Ids) -> None:
         if not self._closed:
-            self._on_read([(owner, result) for (_, owner), result in zip(asked, ids, strict=True)])
+            self._on_read([(part.owner, ids)])

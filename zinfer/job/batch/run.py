@@ -42,7 +42,6 @@ class BatchProgress:
     failed: int = 0
     tokens: int = 0  # tokens made in this run
     seconds: float = 0.0  # seconds of prefill and decode
-    stopped: int = 0  # rows that ended before they had all tokens they might
     left: int = 0  # tokens that unfinished rows may still have
     used: int = 0  # tokens of finished rows; `allowed`: tokens that they might have had
     allowed: int = 0
@@ -77,11 +76,6 @@ class BatchProgress:
     def padding(self) -> float:
         """Share of the KV cache read that is padding."""
         return self.padded / self.read if self.read else 0.0
-
-    @property
-    def ending(self) -> float:
-        """Chance that a row ends at a token by itself."""
-        return self.stopped / (self.tokens + self.stopped + 1)
 
 
 @dataclass
@@ -137,7 +131,7 @@ class BatchJob:
         if not self._started:
             self._start()
         with self.driver.lend() as worker:
-            step = worker.step(self._next(), ending=self.progress.ending)
+            step = worker.step(self._next())
         self._apply_step(step)
 
     def _start(self) -> None:
@@ -189,7 +183,6 @@ class BatchJob:
         line = self.lines[request.key]
         if (failure := update.failure) is not None:
             return openai.failure(line, failure.code, failure.message)
-        self.progress.stopped += request.left > 0
         self.progress.used += len(request.output_ids)
         self.progress.allowed += request.limit
         tokens = len(request.prompt_ids), len(request.output_ids)

@@ -134,7 +134,6 @@ class Dispatcher:
         self._waiting = Queue[Answer](fair=True)  # not in the worker
         self._sent: dict[int, Answer] = {}  # in the worker, by key
         self._window = Window()
-        self._tokens = self._stopped = 0  # tokens made; rows that ended before they had all tokens they might
         self._driver = Driver(self.make_worker, lambda _plan: self.on_loading())
         self._reader = Reader(self.tokenizer, self._read, self._wanted)
         self._positions = 0
@@ -265,9 +264,8 @@ class Dispatcher:
             if new or drop or self._sent:
                 self._sent |= {row.key: row for row in new}
                 answer_s = 0.0 if any(row.stream for row in self._sent.values()) else TURN_S
-                ending = self._stopped / (self._tokens + self._stopped + 1)
                 with self._driver.lend() as worker:
-                    step = worker.step(new, drop=drop, ending=ending, answer_s=answer_s)
+                    step = worker.step(new, drop=drop, answer_s=answer_s)
                 self._apply_step(step)
         except WorkerError as error:
             self._retry(error)
@@ -326,10 +324,8 @@ class Dispatcher:
             row.add(update.tokens)
             row.echo = row.echo and update.prompt is None  # it comes once
             row.cached = row.cached or update.cached
-            self._tokens += len(update.tokens)
             if update.ended:
                 ended += 1
-                self._stopped += row.left > 0
                 del self._sent[row.key]
                 self.metrics.ended(row, row.cached, now - row.came, now - row.began)
             if row.asked.output_len == 0 and update.failure is None:  # the prompt alone was asked for

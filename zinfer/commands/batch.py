@@ -233,14 +233,11 @@ def _run(
 
 @contextmanager
 def _ended_in_order(watch: "Watch") -> "Iterator[None]":
-    """Exit with one line where a job fails or is interrupted."""
-    from zinfer.job.batch.run import JobFailed
+    """Exit with one line where a job is interrupted."""
     from zinfer.job.signals import Interrupted
 
     try:
         yield
-    except JobFailed as failed:
-        raise Failure(str(failed), failed.exit_code) from None
     except Interrupted as interrupt:
         watch.message("interrupted; answers so far are kept, the same command goes on")
         raise SystemExit(128 + interrupt.signal) from None

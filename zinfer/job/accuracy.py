@@ -34,10 +34,6 @@ class AccuracyRow(NamedTuple):
     prompt: list[int]
     tokens: list[int] | None
 
-    @property
-    def along(self) -> Along:
-        return "own" if self.tokens is None else "text"
-
 
 @dataclass(frozen=True)
 class Recorded:
@@ -174,7 +170,8 @@ def _deviations(case: Case, batches: Sequence[Recorded], positions: Sequence[lis
     kinds: dict[Along, list[list[Position]]] = {}
     for batch, rows in zip(batches, positions, strict=True):
         for row, length, of_row in zip(batch.rows, batch.lengths, rows, strict=True):
-            kinds.setdefault(row.along, []).append(of_row[:length])
+            along: Along = "own" if row.tokens is None else "text"
+            kinds.setdefault(along, []).append(of_row[:length])
     return [Deviation.of(case, along, rows) for along, rows in kinds.items()]
 
 

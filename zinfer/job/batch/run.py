@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zinfer.core.errors import ENVIRONMENT
+from zinfer.core.errors import ENVIRONMENT, ZinferError
 from zinfer.core.request import Request, Update
 from zinfer.generation.queue import Queue
 from zinfer.generation.schedule import largest_load
@@ -25,12 +25,10 @@ AHEAD = 256  # rows that wait in the worker, so that it finds like ones to begin
 SAVE_S = 60.0  # seconds between two saves of the tokens of unfinished rows
 
 
-class JobFailed(RuntimeError):
-    """Error of a job that cannot go on. The answers so far are on disk. `exit_code` ends the command."""
+class JobFailed(ZinferError):
+    """Error of a job that cannot go on. The answers so far are on disk."""
 
-    def __init__(self, message: str, exit_code: int = ENVIRONMENT) -> None:
-        super().__init__(message)
-        self.exit_code = exit_code
+    exit_code = ENVIRONMENT
 
 
 @dataclass
@@ -127,7 +125,9 @@ class BatchJob:
         try:
             self.driver.load(self.plan)
         except WorkerError as error:
-            raise JobFailed(error.line, error.exit_code) from None
+            failed = JobFailed(error.line)
+            failed.exit_code = error.exit_code
+            raise failed from None
         if not self._started:
             self._start()
         with self.driver.lend() as worker:

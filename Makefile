@@ -104,7 +104,7 @@ lock:
 
 # Measure the codec on drawn weights and on trained ones, of a small model that is trained first (better on a GPU).
 codec: .venv/installed .scratch/trained/model.safetensors
-	$(BIN)/zinfer study codec --dtype bf16 .scratch/trained
+	$(BIN)/zinfer study codec .scratch/trained
 
 # Measure the accuracy that an 8-bit KV cache and weights in fewer bits cost that model, on source code outside its
 # training data.

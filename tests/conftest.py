@@ -19,6 +19,7 @@ from tests.forked import executed, forked, ranks_forked
 from tests.quick import Quick
 from zinfer.record import store
 
+imported = 0  # modules when the collector last froze
 FIXTURES = executed, forked, ranks_forked
 gc.disable()  # until `pytest_collection_finish`
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in zinfer.worker.process, and before torch is imported
@@ -56,10 +57,10 @@ def _records_decoded_once() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _little_is_copied() -> Iterator[None]:
+def _little_is_copied(pytestconfig: pytest.Config) -> Iterator[None]:
     """Copy 1 MiB, not 256, to measure a link; all where there is a GPU."""
     with pytest.MonkeyPatch.context() as patch:
-        if not os.path.exists("/dev/nvidiactl"):
+        if not os.path.exists("/dev/nvidiactl") and not pytestconfig.getoption("quick"):
             patch.setattr("zinfer.worker.probe.MIB", 1 << 12)
         yield
 
@@ -83,8 +84,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Let the garbage collector look only at what the tests make: not at the libraries, 0.3 s each time."""
+    global imported
     gc.freeze()
     gc.enable()
+    imported = len(sys.modules)
+
+
+def pytest_runtest_setup() -> None:
+    """Freeze what was imported since, too."""
+    global imported
+    if len(sys.modules) > imported + 20:
+        gc.freeze()
+        imported = len(sys.modules)
 
 
 def pytest_unconfigure() -> None:

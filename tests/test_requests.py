@@ -53,9 +53,10 @@ SOURCE = "lognormal:20,6,max_input_len=50,max_output_len=12,sigma=0.5"
 
 
 @pytest.fixture(autouse=True)
-def _no_collection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skip garbage collection before each point. Without a model it takes most of the time."""
+def _swift(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skip what takes most of the time without a model: to collect garbage, and to judge a million rows."""
     monkeypatch.setattr("gc.collect", lambda *_: 0)
+    monkeypatch.setattr("zinfer.plan.search.LARGEST_BATCH", 1 << 8)
 
 
 def load(**fields: Any) -> RequestLoad:

@@ -179,6 +179,8 @@ def _main() -> None:
             raise
         if isinstance(error, ZinferError):
             _fail(str(error), error.exit_code)
+        if isinstance(error, ModuleNotFoundError) and error.name in ("torch", "safetensors"):
+            _fail(f"this needs {error.name}: pip install 'zinfer[engines]'", ENVIRONMENT)
         if is_out_of_memory(error):
             click.echo("Error: host memory ran out", err=True)
             sys.exit(ENVIRONMENT)

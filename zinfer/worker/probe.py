@@ -1,15 +1,12 @@
 """Measurement of a machine's bandwidths and matrix products. Only this file and `measure` hold a clock.
 
-Weight streaming runs at the speed of one copy, host to device. That speed depends on the block size, on page-locked
-memory and on traffic in the other direction, so all of these are measured, not looked up. CUDA work is timed with
-events, everything else by the wall clock; each figure is the median of several samples after a warm-up.
-
-Without a GPU the CPU is the device: `h2d_bandwidth` is then the rate of a copy within host memory.
+The rate of a copy depends on page-locked memory and on traffic in the other direction, so all of these are measured,
+not looked up. Each figure is the median of several samples after a warm-up. Without a GPU the CPU is the device:
+`h2d_bandwidth` is then the rate of a copy within host memory.
 """
 
 import contextlib
 import errno
-import mmap
 import os
 import shutil
 import tempfile
@@ -21,10 +18,15 @@ from statistics import median
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from zinfer.core.errors import ENVIRONMENT, environment_error
+import torch
+from torch import Tensor
+
+from zinfer.core.errors import environment_error
 from zinfer.core.machine import SHARING, Machine, MachineError
 from zinfer.core.units import gb
 from zinfer.engine import direct
+from zinfer.engine.pinned import PinnedArena
+from zinfer.engine.read import as_bytes
 from zinfer.system.host import (
     attending_cpus,
     available_bytes,
@@ -37,12 +39,9 @@ from zinfer.system.host import (
 )
 
 if TYPE_CHECKING:
-    import torch
-
     from zinfer.engine.base import Engine
 
 MIB = 1 << 20
-BLOCKS = (MIB, 16 * MIB, 256 * MIB, 1024 * MIB)
 BEYOND_CACHES = 4  # size of the KV cache in units of the processors' caches, so that no read comes from those
 TIMES = 8  # copies of several GPUs in a sample, so that their launches do not count
 TOGETHER = 12  # copies of the largest block in a sample, while the CPU computes attention
@@ -53,35 +52,23 @@ BUDGET_S = 2.0  # seconds for the repeats of one figure: a slow machine gets few
 Seconds = Callable[[Callable[[], object]], float]
 
 
-class Full(MachineError):
-    """A disk without room for a file to measure with."""
-
-    exit_code = ENVIRONMENT
-
-
 def probe(
     nvme_path: str | Path | None = None,
     quick: bool = False,
     progress: Callable[[str], object] = str,
     memory: int | None = None,
 ) -> Machine:
-    """Measure this machine, and the drives of the folders `nvme_path` (`drives`), together.
-
-    `quick` takes fewer samples of smaller blocks; `progress` gets the name of each measurement; `memory` is the host
-    memory to measure with, in bytes, by default half of what can still be had (`available_bytes`). Page-locks
-    1 GiB at most, and leaves no file behind. Raises MachineError when torch is missing or `nvme_path` is not a folder,
-    Full for one on a full disk.
-    """
+    """Measure this machine, and the drives of the folders `nvme_path` (`drives`), together. `quick` takes fewer samples
+    of smaller blocks; `memory` is the host memory to measure with, in bytes, by default half of what can still be had.
+    Page-locks 1 GiB at most, and leaves no file behind. Raises MachineError when `nvme_path` is not a folder, Full for
+    one on a full disk."""
     folders = [] if nvme_path is None else drives(str(nvme_path))
     for folder in folders:
         if not folder.is_dir():
             raise MachineError(f"--nvme-path {folder} is not a folder")
         if (free := shutil.disk_usage(folder).free) < 4 * direct.REQUEST:
-            raise Full(f"--nvme-path {folder} has {gb(free)} free, too little to measure with: name another folder")
-    try:
-        import torch
-    except ImportError:
-        raise environment_error(MachineError("the measurement needs torch: pip install 'zinfer[engines]'")) from None
+            fault = f"--nvme-path {folder} has {gb(free)} free, too little to measure with: name another folder"
+            raise environment_error(MachineError(fault))
     memory = available_bytes() // 2 if memory is None else memory
     cuda = torch.cuda.is_available()
     devices = gpus() if cuda else []
@@ -133,34 +120,27 @@ def probe(
     )
 
 
-def measure_link(device: "torch.device | str") -> float:
-    """Return the bytes per second from pinned host memory to `device`.
-
-    It is the median of five copies of 1 GiB; for the CPU, of 256 MiB within memory. Copies are smaller where memory is
-    short. Measured before each load, so that a record has the link it ran on.
-    """
-    import torch
-
+def measure_link(device: torch.device | str) -> float:
+    """Return the bytes per second from pinned host memory to `device`. It is the median of five copies of 1 GiB; for
+    the CPU, of 256 MiB within memory. Copies are smaller where memory is short. Measured before each load, so that a
+    record has the link it ran on."""
     spare = max(MIB, available_bytes() // 8)
     if torch.device(device).type != "cuda":
         return median(_host_copy(min(256 * MIB, spare), 5))
-    with _host_buffer(min(1024 * MIB, spare), pinned=True) as source:
-        target = torch.empty_like(source, device=device)
-        return median(_rates(lambda: target.copy_(source, non_blocking=True), source.nbytes, _cuda_seconds, 5))
+    with _arena(min(1024 * MIB, spare)) as source:
+        return median(_link(torch.empty_like(source, device=device), source, 5))
 
 
 def measure_links(engine: "Engine") -> float | None:
-    """Return the bytes per second of all links at once; None where there is one link, or none.
-
-    It is the median of five samples of a quarter of the weights, out of the memory that they lie in.
-    """
+    """Return the bytes per second of all links at once; None where there is one link, or none. It is the median of five
+    samples of a quarter of the weights, out of the memory that they lie in."""
     amount = engine.bring()
     if amount is None:
         return None
     return median(_rates(engine.bring, amount, _cpu_seconds, 5))
 
 
-def rate(work: Callable[[], object], amount: float, device: "torch.device", repeats: int) -> dict[str, Any]:
+def rate(work: Callable[[], object], amount: float, device: torch.device, repeats: int) -> dict[str, Any]:
     """Return median, spread and number of samples of a rate. `work` moves `amount` bytes on `device`."""
     return _entry(_rates(work, amount, _cuda_seconds if device.type == "cuda" else _cpu_seconds, repeats), "bytes")
 
@@ -178,8 +158,6 @@ def _cpu_seconds(work: Callable[[], object]) -> float:
 
 
 def _cuda_seconds(work: Callable[[], object]) -> float:
-    import torch
-
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     work()
@@ -191,10 +169,8 @@ def _cuda_seconds(work: Callable[[], object]) -> float:
 def _rates(
     work: Callable[[], object], amount: float, seconds: Seconds, repeats: int, min_samples: int = 1
 ) -> list[float]:
-    """Return `amount` per second for each sample of `work`, after a warm-up.
-
-    These are `repeats` samples, or fewer, but `min_samples`, if they take more than `BUDGET_S`.
-    """
+    """Return `amount` per second for each sample of `work`, after a warm-up. These are `repeats` samples, or fewer, but
+    `min_samples`, if they take more than `BUDGET_S`."""
     seconds(work)
     rates: list[float] = []
     began = perf_counter()
@@ -210,40 +186,20 @@ def _entry(rates: list[float], what: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _host_buffer(size: int, pinned: bool = False) -> Iterator["torch.Tensor"]:
-    """Provide `size` bytes of touched, page-aligned host memory.
-
-    `pinned` memory is page-locked by registration, so that torch's pinned allocator keeps none of it afterwards.
-    """
-    import torch
-
-    buffer = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
-    buffer.fill_(1)
-    if not pinned:
-        yield buffer
-        return
-    runtime = torch.cuda.cudart()
-    torch.cuda.check_error(runtime.cudaHostRegister(buffer.data_ptr(), size, 0))
-    try:
-        yield buffer
-    finally:
-        torch.cuda.synchronize()
-        torch.cuda.check_error(runtime.cudaHostUnregister(buffer.data_ptr()))
+def _arena(size: int, pin: bool = True) -> Iterator[Tensor]:
+    """Provide `size` bytes of host memory, as engines have it."""
+    with contextlib.closing(PinnedArena(size, pin)) as arena:
+        yield arena.memory[:size]
 
 
 def _host_copy(size: int, repeats: int) -> list[float]:
     """Return the bytes per second that torch copies within host memory."""
-    import torch
-
     source, target = torch.ones(size // 4), torch.empty(size // 4)
     return _rates(lambda: target.copy_(source), size, _cpu_seconds, repeats)
 
 
 def _attention(size: int, repeats: int, sharing: int) -> list[float]:
-    """Return the bytes per second that CPU attention reads, in bf16.
-
-    `sharing` query heads share each head of the cache.
-    """
+    """Return the bytes per second that CPU attention reads; `sharing` query heads share each head of the cache."""
     work, amount = _attending(size, sharing)
     with _attending_threads():
         _warm_up(work)
@@ -252,8 +208,6 @@ def _attention(size: int, repeats: int, sharing: int) -> list[float]:
 
 @contextlib.contextmanager
 def _attending_threads() -> Iterator[None]:
-    import torch
-
     before = torch.get_num_threads()
     torch.set_num_threads(attending_cpus(before))
     try:
@@ -263,12 +217,7 @@ def _attending_threads() -> Iterator[None]:
 
 
 def _attending(size: int, sharing: int = 1) -> tuple[Callable[[], object], int]:
-    """Return a function that computes attention, and the bytes it reads.
-
-    It attends from one new token of each sequence to 512 tokens, with 32 heads of 128.
-    """
-    import torch
-
+    """Return a function that attends to 512 tokens a sequence; and the bytes it reads."""
     from zinfer.engine.stream.kv.cpu import attend_all
 
     heads = 32 // sharing
@@ -281,8 +230,6 @@ def _attending(size: int, sharing: int = 1) -> tuple[Callable[[], object], int]:
 
 def _matmul(device: str, dtype: str, size: int, repeats: int) -> list[float]:
     """Return the FLOPs per second of a matrix product ``[size, size]``: random, since zeros run faster."""
-    import torch
-
     left, right = (torch.randn(size, size, device=device).to(getattr(torch, dtype)) for _ in range(2))
     seconds = _cuda_seconds if device == "cuda" else _cpu_seconds
     return _rates(lambda: left @ right, 2 * size**3, seconds, repeats)
@@ -291,34 +238,34 @@ def _matmul(device: str, dtype: str, size: int, repeats: int) -> list[float]:
 def _probe_gpu(
     largest: int, cache: int, repeats: int, details: dict[str, Any], progress: Callable[[str], object]
 ) -> dict[str, Any]:
-    import torch
-
     free, total = torch.cuda.mem_get_info()
     largest = min(largest, free // 4)
     device = torch.empty(largest, dtype=torch.uint8, device="cuda")
-    progress("pageable copies")
-    with _host_buffer(largest) as host:
-        links = {"h2d_pageable": _link(device, host, repeats), "d2h_pageable": _link(host, device, repeats)}
-    progress("pinned copies")
-    with _host_buffer(largest, pinned=True) as host:
-        links |= {"h2d_pinned": _link(device, host, repeats), "d2h_pinned": _link(host, device, repeats)}
-        progress("both directions at once")
-        duplex = _entry(_duplex(host, device, repeats), "bytes each way")
-        progress("link and CPU at once")
-        with _attending_threads():
-            details["together"] = _measure_concurrent(host, device, cache, repeats)
+    links: dict[str, Any] = {}
+    for kind in ("pageable", "pinned"):
+        progress(f"{kind} copies")
+        with _arena(largest, kind == "pinned") as host:
+            links[f"h2d_{kind}"] = _entry(_link(device, host, repeats), "bytes")
+            links[f"d2h_{kind}"] = _entry(_link(host, device, repeats), "bytes")
+            if kind == "pinned":
+                progress("both directions at once")
+                duplex = _entry(_duplex(host, device, repeats), "bytes each way")
+                progress("link and CPU at once")
+                with _attending_threads():
+                    details["together"] = _measure_concurrent(host, device, cache, repeats)
     progress("device memory")
-    hbm = _entry(_device_copy(device, repeats), "bytes read and written")
-    del device
+    copy = partial(torch.empty_like(device).copy_, device)
+    hbm = _entry(_rates(copy, 2 * device.nbytes, _cuda_seconds, repeats), "bytes read and written")
+    del device, copy
     progress("matrix product")
     matmul = _entry(_matmul("cuda", "bfloat16", 8192, 2 * repeats), "flops")
     torch.cuda.empty_cache()
     details |= {"links": links, "duplex": duplex, "hbm": hbm, "matmul": {"bfloat16": matmul}}
     return {
         "gpu_bytes": total,
-        "h2d_bandwidth": _pinned_rate(links["h2d_pinned"]),
-        "d2h_bandwidth": _pinned_rate(links["d2h_pinned"]),
-        "pageable_bandwidth": list(links["h2d_pageable"].values())[-1]["median"],
+        "h2d_bandwidth": links["h2d_pinned"]["median"],
+        "d2h_bandwidth": links["d2h_pinned"]["median"],
+        "pageable_bandwidth": links["h2d_pageable"]["median"],
         "duplex_bandwidth": duplex["median"],
         "shared_attention_bandwidth": details["together"]["attention"]["median"],
         "shared_h2d_bandwidth": details["together"]["link"]["median"],
@@ -331,14 +278,12 @@ def _probe_gpus(
     largest: int, repeats: int, details: dict[str, Any], progress: Callable[[str], object]
 ) -> dict[str, Any]:
     """Measure all links at once, and the exchange between GPUs; return them as fields of a Machine."""
-    import torch
-
     count = torch.cuda.device_count()
     part = min(largest, *(torch.cuda.mem_get_info(number)[0] // 4 for number in range(count))) // count
     targets = [torch.empty(part * count, dtype=torch.uint8, device=f"cuda:{number}") for number in range(count)]
     streams = [[torch.cuda.Stream(number) for _ in range(count)] for number in range(count)]
     progress("all links at once")
-    with _host_buffer(part * count, pinned=True) as host:
+    with _arena(part * count) as host:
         copies = [(target[:part], host[n * part :][:part], [streams[n][0]]) for n, target in enumerate(targets)]
         rates = _rates(partial(_at_once, copies), TIMES * part * count, _gpu_seconds, repeats)
     links = _entry(rates, "bytes, all links")
@@ -356,10 +301,8 @@ def _probe_gpus(
     return {"links_bandwidth": links["median"], "gather_bandwidth": gather["median"]}
 
 
-def _at_once(copies: "list[tuple[torch.Tensor, torch.Tensor, list[torch.cuda.Stream]]]") -> None:
-    """Issue copies, `TIMES` each: target, source, and the stream of each GPU that takes part."""
-    import torch
-
+def _at_once(copies: list[tuple[Tensor, Tensor, list[torch.cuda.Stream]]]) -> None:
+    """Issue copies, `TIMES` each: target, source, and the stream of each GPU."""
     for _ in range(TIMES):
         for target, source, streams in copies:
             with contextlib.ExitStack() as current:
@@ -370,7 +313,6 @@ def _at_once(copies: "list[tuple[torch.Tensor, torch.Tensor, list[torch.cuda.Str
 
 def _gpu_seconds(work: Callable[[], object]) -> float:
     """Return the seconds of work until all GPUs are done."""
-    import torch
 
     def wait() -> None:
         for number in range(torch.cuda.device_count()):
@@ -383,53 +325,21 @@ def _gpu_seconds(work: Callable[[], object]) -> float:
     return perf_counter() - start
 
 
-def _link(target: "torch.Tensor", source: "torch.Tensor", repeats: int) -> dict[str, dict[str, Any]]:
-    """Return the rates of copies by block size, smallest first."""
-    entries = {}
-    for block in (block for block in BLOCKS if block <= len(source)):
-        copy = partial(target[:block].copy_, source[:block], non_blocking=True)
-        entries[f"{block // MIB} MiB"] = _entry(_rates(copy, block, _cuda_seconds, repeats), "bytes")
-    return entries
+def _link(target: Tensor, source: Tensor, repeats: int) -> list[float]:
+    """Return the bytes per second of copies."""
+    return _rates(partial(target.copy_, source, non_blocking=True), source.nbytes, _cuda_seconds, repeats)
 
 
-def _pinned_rate(entries: dict[str, dict[str, Any]]) -> float:
-    """Return the highest rate: rates grow with the block, so a slower large block had to share the link."""
-    return max(float(entry["median"]) for entry in entries.values())
-
-
-def _device_copy(source: "torch.Tensor", repeats: int) -> list[float]:
-    import torch
-
-    target = torch.empty_like(source)
-    return _rates(lambda: target.copy_(source), 2 * source.nbytes, _cuda_seconds, repeats)
-
-
-def _duplex(host: "torch.Tensor", device: "torch.Tensor", repeats: int) -> list[float]:
+def _duplex(host: Tensor, device: Tensor, repeats: int) -> list[float]:
     """Return the bytes per second each way while both directions copy."""
-    import torch
-
     half = len(host) // 2
     pairs = [(device[:half], host[:half]), (host[half : 2 * half], device[half : 2 * half])]
-    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
-
-    def both() -> None:
-        current = torch.cuda.current_stream()
-        for stream, (target, source) in zip(streams, pairs, strict=True):
-            stream.wait_stream(current)
-            with torch.cuda.stream(stream):
-                target.copy_(source, non_blocking=True)
-        for stream in streams:
-            current.wait_stream(stream)
-
-    return _rates(both, half, _cuda_seconds, repeats)
+    copies = [(target, source, [torch.cuda.Stream()]) for target, source in pairs]
+    return _rates(partial(_at_once, copies), TIMES * half, _gpu_seconds, repeats)
 
 
-def _measure_concurrent(
-    host: "torch.Tensor", device: "torch.Tensor", cache: int, repeats: int
-) -> dict[str, dict[str, Any]]:
+def _measure_concurrent(host: Tensor, device: Tensor, cache: int, repeats: int) -> dict[str, dict[str, Any]]:
     """Return the rates of the link and of CPU attention, together."""
-    import torch
-
     attend, amount = _attending(cache)
     attend()
     rates: dict[str, list[float]] = {"link": [], "attention": []}
@@ -451,15 +361,8 @@ def _measure_concurrent(
 
 
 def _probe_disks(folders: list[Path], quick: bool) -> dict[str, Any]:
-    """Measure direct reads of files in `folders`, one a drive: as `stream` reads layers, with as many requests in
-    flight, of the same size, into memory of the same kind.
-
-    The files disappear when they are closed, however the process ends. Raises OSError where direct I/O is refused or a
-    disk is full.
-    """
-    from zinfer.engine.pinned import PinnedArena
-    from zinfer.engine.read import as_bytes
-
+    """Measure direct reads of files in `folders`, as `stream` reads layers. The files disappear when they are closed,
+    however the process ends. Raises OSError where direct I/O is refused or a disk is full."""
     size = min((512 if quick else 4096) * MIB, min(shutil.disk_usage(folder).free for folder in folders) // 4)
     noise = os.urandom(direct.REQUEST)
     min_samples = 1 if quick else 3  # a drive that others use, too, is now faster, now slower
@@ -476,9 +379,8 @@ def _probe_disks(folders: list[Path], quick: bool) -> dict[str, Any]:
             os.fsync(file.fileno())
         if not blocks:
             raise OSError(errno.ENOSPC, "no space to measure with")
-
-        arena = stack.enter_context(contextlib.closing(PinnedArena(direct.THREADS * direct.REQUEST, pin=False)))
-        whole, size = as_bytes(arena.memory), blocks * direct.REQUEST
+        memory = stack.enter_context(_arena(direct.THREADS * direct.REQUEST, pin=False))
+        whole, size = as_bytes(memory), blocks * direct.REQUEST
 
         def read(thread: int) -> None:
             part = whole[thread * direct.REQUEST : (thread + 1) * direct.REQUEST]

@@ -7,20 +7,18 @@ import click
 from zinfer.analysis.study import wrong
 from zinfer.commands import options
 from zinfer.commands.failure import Failure
-from zinfer.commands.options import option
 from zinfer.commands.study import keep, present
 from zinfer.core.errors import INTEGRITY
 
 
 @click.command("codec")
 @click.argument("checkpoints", nargs=-1, metavar="[CHECKPOINT]...", type=click.Path(path_type=Path))
-@option("--dtype", options.WEIGHT_TYPE, "With bf16, code other floats as bf16, too.", metavar=options.DTYPE)
 @options.record("codec")
-def command(checkpoints: tuple[Path, ...], dtype: str | None, output: Path | None) -> None:
+def command(checkpoints: tuple[Path, ...], output: Path | None) -> None:
     """Measure size and speed of losslessly coded weights, and whether coding pays.
 
-    Weights of known distributions are coded and decoded, and those of each CHECKPOINT (a folder, or one safetensors
-    file). Reports their size as a share of the original, the speed, whether every bit returns, and the gain of a
+    Drawn weights are coded and decoded, and those of each CHECKPOINT (a folder, or one safetensors file), floats cast
+    to bf16. Reports their size as a share of the original, the speed, whether every bit returns, and the gain of a
     streamed model over this machine's link. Checkpoints are not changed; of a large one, a sample of each matrix is
     taken. The exit code is 6 if the codec returned other bits.
 
@@ -30,9 +28,7 @@ def command(checkpoints: tuple[Path, ...], dtype: str | None, output: Path | Non
     """
     from zinfer.worker import codec  # with torch
 
-    if dtype not in (None, "bfloat16"):
-        raise click.UsageError(f"--dtype {dtype}: only bfloat16 is coded")
-    run = codec.measure(checkpoints, dtype is not None, lambda what: click.echo(f"measuring {what}", err=True))
+    run = codec.measure(checkpoints, lambda what: click.echo(f"measuring {what}", err=True))
     keep(run, output)
     present(run)
     if names := wrong(run):
